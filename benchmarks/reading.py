@@ -34,8 +34,8 @@ from dlrm_api.names import Env
 from dlrm_stores.locations import LocalFile
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.data.batch_builder import hashing_of
+from dlrm_trainer.data.files import LOCAL_THREADS
 from dlrm_trainer.data.parquet import Columns, ParquetSource
-from dlrm_trainer.data.reader import LOCAL_THREADS
 
 BUCKET = "samples"
 VIRTUAL_SHARDS = 8

@@ -1,4 +1,7 @@
-"""URIs of input files: plain paths, ``file:///`` URIs, folders and glob patterns, to files that can be read."""
+"""Turn URIs, directories and patterns of training data into a sorted list of files and objects.
+
+Files are read at any offset, and only as long as they are what was found at first. Objects are read by ranges.
+"""
 
 from __future__ import annotations
 
@@ -31,71 +34,71 @@ _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLON
 
 
 def local_path(uri: str) -> Path:
-    """Path of a plain path or ``file:///`` URI.
+    """Return the path of a plain path or ``file:///`` URI.
 
     Raises:
-        NoInputError: the URI names another machine or another scheme, or what no file can be called.
+        NoInputError: the URI names another machine or scheme, or no valid file name.
     """
     path = file_path(uri)
     if path is None:
-        raise NoInputError(f"{uri}: only files of this machine can be read: give a path or file:///path")
+        raise NoInputError(f"unsupported URI: {uri}; give a path, file:///path or s3://bucket/key")
     if "\0" in path:
-        raise NoInputError(f"{uri!r}: no name of a file: it holds a NUL")
+        raise NoInputError(f"invalid path: {uri!r} contains a NUL")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise NoInputError(f"{uri}: no such user: give the whole path") from error
+        raise NoInputError(f"unknown user: {uri}; give the whole path") from error
 
 
 def find_files(uris: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
-    """Files that the URIs name, each once, sorted by path.
+    """List the files that local URIs name, each once, sorted by path.
 
-    A folder stands for all files below it, also behind links, that end in one of ``suffixes``; hidden ones are passed
-    over.
+    A directory stands for all files below it, also behind links, that end in one of ``suffixes``; hidden ones are
+    skipped.
 
     Raises:
         NoInputError: a URI names nothing.
-        NoPermissionError: a file or folder can't be read.
+        NoPermissionError: a file or directory can't be read.
         BadDataError: a URI names a pipe or a device.
     """
     try:
         found = {path for uri in uris for path in _expand(uri, suffixes)}
     except PermissionError as error:
         where = error.filename
-        raise NoPermissionError(f"{where}: no permission to look there: change the folder's owner or mode") from error
+        raise NoPermissionError(f"permission denied: {where}; change the directory's owner or mode") from error
     for path in found:
         if not os.access(path, os.R_OK, effective_ids=True):
-            raise NoPermissionError(f"{path}: no permission to read it: change its owner or mode, or run as its owner")
+            raise NoPermissionError(f"permission denied: {path}; change its owner or mode")
     return sorted(found)
 
 
 def relative_names(paths: Sequence[PurePath]) -> list[str]:
-    """Names of files below the folder that they share: what stays the same when the folder is mounted elsewhere."""
+    """Return names of files relative to the directory that they share: they stay the same wherever it is mounted."""
     shared = PurePath(os.path.commonpath([path.parent for path in paths]))
     return [path.relative_to(shared).as_posix() for path in paths]
 
 
-def is_passed_over(name: str) -> bool:
-    """Whether a folder's own URI leaves it out: it is hidden, or a writer's own."""
+def is_hidden(name: str) -> bool:
+    """Return whether a directory's URI leaves a name out: hidden files, and those that writers keep for themselves."""
     return name.startswith((".", "_"))
 
 
 def read_text(path: Path) -> str:
-    """Content of a small text file.
+    """Read a small text file.
 
     Raises:
-        NoInputError: it is not there.
+        NoInputError: it is not found.
         NoPermissionError: it can't be read.
-        BadDataError: it is no UTF-8 text.
+        BadDataError: it is not UTF-8 text.
     """
     try:
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        raise NoInputError(f"{path}: no such file: check the path") from error
+        raise NoInputError(f"file not found: {path}") from error
     except PermissionError as error:
-        raise NoPermissionError(f"{path}: no permission to read it: change its owner or mode") from error
+        raise NoPermissionError(f"permission denied: {path}; change its owner or mode") from error
     except UnicodeDecodeError as error:
-        raise BadDataError(f"{path}: not a text file (byte {error.start} is no UTF-8)") from error
+        raise BadDataError(f"{path}: invalid UTF-8 at byte {error.start}; save the file as UTF-8") from error
 
 
 def _expand(uri: str, suffixes: Sequence[str]) -> list[Path]:
@@ -109,30 +112,30 @@ def _expand(uri: str, suffixes: Sequence[str]) -> list[Path]:
     if stat.S_ISDIR(mode):
         return _in_folder(path, suffixes)
     if mode and not stat.S_ISREG(mode):
-        raise BadDataError(f"{path}: a pipe or device: data is read in any order, so write it to a file")
+        raise BadDataError(f"not a regular file: {path}; data is read in any order, so write it to a file")
     if mode:
         return [path.absolute()]
     if not _MAGIC & set(str(path)):
-        raise NoInputError(f"{path}: no such file or folder: check data.train.uris and data.eval.uris")
+        raise NoInputError(f"file not found: {path}; check data.train.uris and data.eval.uris")
     matches = _matching(path.absolute())
     if not matches:
-        raise NoInputError(f"{path}: no file matches the pattern: check data.train.uris and data.eval.uris")
+        raise NoInputError(f"no file matches {path}; check data.train.uris and data.eval.uris")
     return matches
 
 
 def _in_folder(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     found = (file for each in _tree([folder.absolute()]) for file in _files(each, "*"))
-    files = [file for file in found if file.name.endswith(tuple(suffixes)) and not is_passed_over(file.name)]
+    files = [file for file in found if file.name.endswith(tuple(suffixes)) and not is_hidden(file.name)]
     if not files:
         raise NoInputError(
-            f"{folder}: the folder holds no file that ends in {' or '.join(suffixes)}: check the path, or name files "
-            f"without that ending by a pattern, as {folder}/*"
+            f"no file ends in {' or '.join(suffixes)}: {folder}; check the path, or use a pattern such as {folder}/* "
+            "for files with another suffix"
         )
     return files
 
 
 def _matching(pattern: Path) -> list[Path]:
-    """Files that a pattern matches; see ``pattern_parts``."""
+    """Return the files that a pattern matches; see ``pattern_parts``."""
     *above, last = pattern_parts(str(pattern.relative_to(pattern.anchor)), str(pattern))
     folders = [Path(pattern.anchor)]
     for part in above:
@@ -141,29 +144,30 @@ def _matching(pattern: Path) -> list[Path]:
 
 
 def pattern_parts(pattern: str, uri: str) -> list[str]:
-    """What stands between a pattern's slashes: ``**`` for a folder and all below it, else a pattern of one name.
+    """Split a pattern at its slashes: each part is ``**``, a directory and all below it, or a pattern of one name.
 
     Args:
-        pattern: without a slash in front.
-        uri: as users wrote it, for messages.
+        pattern: without a leading slash.
+        uri: as the user wrote it, for messages.
 
     Raises:
         NoInputError: ``**`` is only a piece of a part.
     """
     parts = pattern.split("/")
     if any(ANY_DEPTH in part and part != ANY_DEPTH for part in parts):
-        raise NoInputError(f"{uri}: ** must stand alone between slashes: write **/*NAME for files at any depth")
+        raise NoInputError(f"invalid pattern: {uri}; ** must stand alone between slashes, as in **/*.tsv")
     return parts if parts[-1] != ANY_DEPTH else [*parts, "*"]
 
 
 def _tree(tops: Sequence[Path]) -> list[Path]:
-    """Folders and all below them, hidden ones passed over; each once, as links may lead to it again, or to a loop."""
+    """Return directories and all below them but hidden ones, each once: links may form a loop."""
     found: dict[Path, Path] = {}
     waiting, linked = [*reversed(tops)], list[Path]()
     while waiting or linked:
-        folder = (waiting or linked).pop()  # behind links last: what has a name of its own here keeps it
+        # Links come last: a directory that also has a name of its own here keeps it.
+        folder = (waiting or linked).pop()
         if found.setdefault(folder.resolve(), folder) is folder:
-            below = [each for each in reversed(_folders(folder, "*")) if not is_passed_over(each.name)]
+            below = [each for each in reversed(_folders(folder, "*")) if not is_hidden(each.name)]
             waiting += [each for each in below if not each.is_symlink()]
             linked += [each for each in below if each.is_symlink()]
     return list(found.values())
@@ -182,15 +186,12 @@ def _files(folder: Path, pattern: str) -> list[Path]:
 
 
 def _listed(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder, by name; its entries know without asking whether they are folders, files or links.
-
-    What a volume's repair has found is nobody's data, and root's alone.
-    """
+    """List a directory by name, without the fragments that a file system check leaves there for root."""
     try:
         with os.scandir(folder) as entries:
             return sorted((each for each in entries if each.name != "lost+found"), key=lambda each: each.name)
     except PermissionError as error:
-        raise NoPermissionError(f"{folder}: no permission to list it: change the folder's owner or mode") from error
+        raise NoPermissionError(f"permission denied: cannot list {folder}; change its owner or mode") from error
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -201,45 +202,45 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
     return Path(entry.path).is_file() if entry.is_symlink() else entry.is_file()
 
 
-CHANGED = "was changed after this run began to read it: put it back, or start the run anew on the new data"
+CHANGED = "changed after this run found it; restore it, or start a new run on the new data"
 
 
 class DataFile(Protocol):
-    """One file, as it was when it was found."""
+    """Read one file as it was when it was found."""
 
     @property
     def name(self) -> str:
-        """As users write it."""
+        """Return the name as users write it."""
 
     @property
     def path(self) -> PurePath:
-        """Its place among the others."""
+        """Return the path, by which files are sorted."""
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Return the number of bytes."""
 
     @property
     def stamp(self) -> str:
-        """Another one where another content stands under this name, as far as its store tells."""
+        """Return a string that changes with the content, as far as the store can tell."""
 
     def check(self) -> None:
-        """Find out whether it is still the same.
+        """Check that it is still the same.
 
         Raises:
-            NoInputError: it is gone.
+            NoInputError: it was removed.
             BadDataError: it was changed.
         """
 
     def open(self) -> BinaryIO:
-        """To be read from anywhere in it; reads raise as ``check`` does."""
+        """Open it for reads at any offset, which raise as ``check`` does."""
 
 
 class LocalFile:
-    """A file of this machine, or mounted here.
+    """Read a file of this machine.
 
     Raises:
-        NoInputError: it is gone since it was found.
+        NoInputError: it was removed since it was found.
     """
 
     def __init__(self, path: Path) -> None:
@@ -248,25 +249,25 @@ class LocalFile:
         try:
             stat = path.stat()
         except FileNotFoundError as error:
-            raise NoInputError(f"{self.name}: no such file: it was there a moment ago, so put it back") from error
+            raise NoInputError(f"file not found: {self.name}; it was removed after this run found it") from error
         self.size = stat.st_size
         self.stamp = f"{stat.st_size}\x00{stat.st_mtime_ns}"
 
     def check(self) -> None:
-        """Compare size and time of change with those when it was found."""
+        """Compare size and modification time with those at first."""
         try:
             stat = self.path.stat()
         except FileNotFoundError as error:
-            raise NoInputError(f"{self.name}: no such file: it was there before, so put it back") from error
+            raise NoInputError(f"file not found: {self.name}; it was removed after this run found it") from error
         except PermissionError as error:
-            raise NoPermissionError(f"{self.name}: no permission to look at it: change its owner or mode") from error
+            raise NoPermissionError(f"permission denied: {self.name}; change its owner or mode") from error
         if stat.st_size < self.size:
-            raise BadDataError(f"{self.name}: shrank from {self.size} to {stat.st_size} bytes; it {CHANGED}")
+            raise BadDataError(f"{self.name}: {CHANGED} (it shrank from {self.size} to {stat.st_size} bytes)")
         if f"{stat.st_size}\x00{stat.st_mtime_ns}" != self.stamp:
             raise BadDataError(f"{self.name}: {CHANGED}")
 
     def open(self) -> BinaryIO:
-        """Open it for reading."""
+        """Open it unbuffered."""
         return self.path.open("rb", buffering=0)
 
 
@@ -281,17 +282,18 @@ FIELDS = FieldNames(
         "and secretAccessKey"
     ),
 )
-PATIENCE_S = 300.0
-"""How long a service that does not answer is asked again."""
+RETRY_DEADLINE_S = 300.0
+"""Reads are retried this long while the service does not answer."""
+LIST_RETRY_DEADLINE_S = 60.0
 _S3_MAGIC = re.compile(r"[*?\[]")
 _SET = re.compile(r"\[!?[^\]]+\]")
 _PATTERNS = {"*": r"[^/]*", "?": r"[^/]"}
 _FOLDERS = r"(?:[^/._][^/]*/)*"
-"""Any below, hidden ones passed over."""
+"""Any directories below but hidden ones."""
 
 
 class S3Object:
-    """One object, as a listing showed it."""
+    """Read one object as a listing showed it."""
 
     def __init__(self, store: S3Store, bucket: str, found: ObjectInfo) -> None:
         self._store, self._key, self._etag = store, found.key, found.etag
@@ -301,40 +303,42 @@ class S3Object:
         self.stamp = f"{found.size}\x00{found.etag}"
 
     def check(self) -> None:
-        """Ask for one byte of it, if it has any."""
+        """Read one byte of it, if it has any."""
         if self.size:
             self.read(0, 1)
 
     def open(self) -> BinaryIO:
-        """To be read by ranges."""
+        """Open it for reads by ranges."""
         return cast(BinaryIO, _Ranges(self.size, self.read))
 
     @retry(
         retry=retry_if_exception_type(StoreUnavailableError),
-        stop=stop_after_delay(PATIENCE_S),
+        stop=stop_after_delay(RETRY_DEADLINE_S),
         wait=wait_random_exponential(0.5, max=15),
         reraise=True,
     )
     def read(self, start: int, length: int) -> bytes:
-        """Some bytes.
+        """Read some bytes.
 
         Raises:
-            NoInputError: it is gone.
+            NoInputError: it was removed.
             BadDataError: it was changed.
-            NoPermissionError: it may not be read, or not any longer.
-            StoreUnavailableError: the service did not answer for a long time.
+            NoPermissionError: the credentials don't allow it.
+            StoreUnavailableError: the service did not answer until the deadline.
         """
         try:
             body = self._store.get_range_of(self._key, self._etag, start, length)
         except NoInputError as error:
-            raise NoInputError(f"{self.name}: it was there before and is gone: put it back ({error})") from error
+            raise NoInputError(
+                f"object not found: {self.name}; it was removed after this run found it ({error})"
+            ) from error
         if body is None:
-            raise BadDataError(f"{self.name}: its ETag is not {self._etag} any longer: it {CHANGED}")
+            raise BadDataError(f"{self.name}: {CHANGED} (its ETag is no longer {self._etag})")
         return body
 
 
 class _Ranges(io.RawIOBase):
-    """A file that is read by ranges."""
+    """Read an object as a file."""
 
     def __init__(self, size: int, read: Callable[[int, int], bytes]) -> None:
         self._size, self._read, self._at = size, read, 0
@@ -363,13 +367,13 @@ class _Ranges(io.RawIOBase):
 def find_objects(
     uris: Sequence[str], suffixes: Sequence[str], s3: S3Spec, credentials_dir: Path | None
 ) -> list[S3Object]:
-    """Objects that ``s3://`` URIs name, each once.
+    """List the objects that ``s3://`` URIs name, each once.
 
-    A URI that names no object is a pattern, or a folder: that stands for all objects below it that end in one of
-    ``suffixes``; hidden ones are passed over.
+    A URI that names no object is a pattern or a directory, which stands for all objects below it that end in one of
+    ``suffixes``; hidden ones are skipped.
 
     Raises:
-        NoInputError: a URI names nothing, or its bucket is not there.
+        NoInputError: a URI names nothing, or its bucket is not found.
         NoPermissionError: the credentials don't allow to list or to read.
         StoreUnavailableError: the service does not answer.
     """
@@ -381,12 +385,13 @@ def find_objects(
 
 
 def _expand_s3(uri: str, suffixes: Sequence[str], s3: S3Spec, credentials_dir: Path | None) -> list[S3Object]:
-    from dlrm_stores.s3 import S3Store  # boto3 takes most of a second to load
+    # boto3 takes most of a second to load, and local data needs none.
+    from dlrm_stores.s3 import S3Store
 
     parts = urlsplit(uri, allow_fragments=False)
     bucket, key = parts.netloc, uri.removeprefix(f"s3://{parts.netloc}").lstrip("/")
     if not bucket:
-        raise NoInputError(f"{uri}: no bucket: write s3://bucket/prefix")
+        raise NoInputError(f"invalid URI: {uri}; expected s3://bucket/prefix")
     store = S3Store(bucket, "", StoreOptions(s3=s3, credentials_dir=credentials_dir, fields=FIELDS))
     magic = _S3_MAGIC.search(key)
     prefix = key[: magic.start()] if magic else key.rstrip("/")
@@ -398,19 +403,19 @@ def _expand_s3(uri: str, suffixes: Sequence[str], s3: S3Spec, credentials_dir: P
     if magic:
         wanted = _expression(key, uri)
         chosen = [item for item in listed if wanted.fullmatch(item.key)]
-        problem = "no object matches the pattern"
+        problem = "no object matches"
     else:
         folder = f"{prefix}/" if prefix else ""
         chosen = [item for item in listed if item.key.startswith(folder) and _wanted(item.key[len(folder) :], suffixes)]
-        problem = f"no such object, and below it is none that ends in {' or '.join(suffixes)}"
+        problem = f"object not found, and none below ends in {' or '.join(suffixes)}"
     if not chosen:
-        raise NoInputError(f"{uri}: {problem}: check data.train.uris and data.eval.uris")
+        raise NoInputError(f"{problem}: {uri}; check data.train.uris and data.eval.uris")
     return [S3Object(store, bucket, item) for item in chosen]
 
 
 @retry(
     retry=retry_if_exception_type(StoreUnavailableError),
-    stop=stop_after_delay(60),
+    stop=stop_after_delay(LIST_RETRY_DEADLINE_S),
     wait=wait_random_exponential(0.5, max=15),
     reraise=True,
 )
@@ -419,21 +424,21 @@ def _list_objects(store: S3Store, prefix: str) -> list[ObjectInfo]:
 
 
 def _wanted(name: str, suffixes: Sequence[str]) -> bool:
-    return name.endswith(tuple(suffixes)) and not any(map(is_passed_over, name.split("/")))
+    return name.endswith(tuple(suffixes)) and not any(map(is_hidden, name.split("/")))
 
 
 def _expression(pattern: str, uri: str) -> re.Pattern[str]:
-    """A regular expression for a pattern, which means what it does of files.
+    """Return a regular expression for a pattern, which means the same as for files.
 
     Raises:
-        NoInputError: brackets hold no set of characters, or ``**`` is only a piece of a part.
+        NoInputError: brackets do not hold a set of characters, or ``**`` is only a piece of a part.
     """
     *above, last = pattern_parts(pattern, uri)
     folders = "".join(_FOLDERS if part == ANY_DEPTH else f"{_of_part(part)}/" for part in above)
     try:
         return re.compile(folders + _of_part(last))
     except re.error as error:
-        raise NoInputError(f"{uri}: no pattern ({error.msg}): mend what stands in its brackets") from error
+        raise NoInputError(f"invalid pattern: {uri}; {error.msg}") from error
 
 
 def _of_part(part: str) -> str:

@@ -1,4 +1,4 @@
-"""Criteo's text format: a label, 13 integers and 26 hexadecimal ids, separated by tabs; an empty field is missing."""
+"""Read Criteo's text format: a label, 13 integers and 26 hexadecimal ids, separated by tabs; empty means missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,25 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError
 from dlrm_api.job import CRITEO_DENSE, CRITEO_SPARSE
-from dlrm_kernels.parsing import DECIMAL_WIDTH, HEX_WIDTH, ID, INTEGER, LABEL, UNUSED, parse_lines
+from dlrm_kernels.parsing import (
+    ID,
+    INTEGER,
+    LABEL,
+    MAX_DECIMAL_DIGITS,
+    MAX_HEX_DIGITS,
+    UNUSED,
+    Ints,
+    parse_lines,
+)
 from dlrm_stores.locations import DataFile, LocalFile
-from dlrm_trainer.data.batch_builder import Fingerprint, Gathered, Ints, RawRows, Spots, blocks_of, shares_of
-from dlrm_trainer.data.files import BlockCache, FileSet
+from dlrm_trainer.data.batch_builder import BatchBuilder, Fingerprint, RawRows, blocks_of, shares_of
+from dlrm_trainer.data.files import BlockCache, FileSet, SourceRequest
 from dlrm_trainer.settings import allow_open_files
 
 logger = logging.getLogger(__name__)
 
 _NEWLINE = ord("\n")
-_PACKED = {
+_COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -35,28 +44,28 @@ _PACKED = {
     b"PK\x03\x04": "zip",
     b"\x04\x22\x4d\x18": "lz4",
 }
-"""What files that were compressed begin with."""
+"""First bytes of compressed files."""
 _CHUNK_BYTES = 16 << 20
 
 
 def default_cache_folder() -> Path:
-    """Where indexes are kept unless told otherwise: a folder of this user's among the temporary files."""
+    """Return the default folder of line indexes: one of this user's among the temporary files."""
     return Path(tempfile.gettempdir()) / f"dlrm-line-index-{os.getuid()}"
 
 
 def line_starts(file: DataFile, cache_folder: Path) -> NDArray[np.int64]:
-    """Offsets of the lines of a file, (lines + 1,) int64; line i is bytes ``starts[i]`` to ``starts[i + 1] - 2``.
+    """Return offsets of a file's lines, (lines + 1,) int64; line i is bytes ``starts[i]`` to ``starts[i + 1] - 2``.
 
     The last entry is one past the final newline, or one past where it is missing. The index is read from
     ``cache_folder`` if it holds one for the file's name and stamp; else the file is read once from beginning to end.
-    Ranks that start together build it once. It goes to the folder as it is built and is mapped from there. Without room
-    or rights to keep it, it is built all the same, in memory.
+    Ranks that start together build it once. It is written to the folder and mapped from there. If the folder cannot be
+    written, it is built in memory.
 
     Raises:
         BadDataError: the file is empty or compressed.
     """
     if file.size == 0:
-        raise BadDataError(f"{file.name}: the file is empty: remove it from the URIs, or write it anew")
+        raise BadDataError(f"{file.name}: empty file; remove it from the URIs, or write it again")
     name = hashlib.sha256(f"{file.path.as_posix()}\x00{file.stamp}".encode()).hexdigest()
     try:
         cache_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -64,7 +73,7 @@ def line_starts(file: DataFile, cache_folder: Path) -> NDArray[np.int64]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             return _kept(cache_folder / f"{name}.starts", file)
     except OSError as error:
-        logger.warning("line index not kept", extra={"folder": str(cache_folder), "error": str(error)})
+        logger.warning("failed to keep line index", extra={"folder": str(cache_folder), "error": str(error)})
         return np.concatenate(list(_scan(file)))
 
 
@@ -83,10 +92,11 @@ def _kept(kept: Path, file: DataFile) -> NDArray[np.int64]:
 
 
 def _whole(kept: Path, size: int) -> NDArray[np.int64] | None:
-    """The index of a file of ``size`` bytes; None where there is none, or a power cut took its end."""
+    """Return the index of a file of ``size`` bytes; None if there is none, or a power cut took its end."""
     try:
         starts = _mapped(kept)
-    except (FileNotFoundError, ValueError):  # numpy's word for an empty file and for a part of a number
+    # numpy raises ValueError for an empty file and for a part of a number.
+    except (FileNotFoundError, ValueError):
         return None
     return starts if starts[-1] in (size, size + 1) else None
 
@@ -97,14 +107,16 @@ def _mapped(kept: Path) -> NDArray[np.int64]:
 
 
 def _scan(file: DataFile) -> Iterator[NDArray[np.int64]]:
-    """The entries of an index, in pieces."""
+    """Yield the entries of an index, in pieces."""
     yield np.zeros(1, dtype=np.int64)
     offset, last = 0, 0
     with file.open() as opened:
         while body := opened.read(_CHUNK_BYTES):
-            if not offset and (packed := next((name for mark, name in _PACKED.items() if body.startswith(mark)), "")):
+            if not offset and (
+                packed := next((name for mark, name in _COMPRESSED.items() if body.startswith(mark)), "")
+            ):
                 raise BadDataError(
-                    f"{file.name}: the file is compressed by {packed}: decompress it, lines are read in any order"
+                    f"{file.name}: compressed file ({packed}); decompress it, since lines are read in any order"
                 )
             data = np.frombuffer(body, dtype=np.uint8)
             yield np.flatnonzero(data == _NEWLINE) + (offset + 1)
@@ -115,28 +127,27 @@ def _scan(file: DataFile) -> Iterator[NDArray[np.int64]]:
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:
-    """The bytes of a file, not empty, mapped into memory and read when looked at."""
+    """Map the bytes of a file that is not empty."""
     data: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
     return data
 
 
 def problem_of(text: bytes, names: tuple[str, ...], roles: NDArray[np.uint8], lenient: bool) -> str:
-    """What is wrong with a line that ``parse_lines`` refused, its newline excluded: column, value and mend in words."""
+    """Describe what is wrong with a line that ``parse_lines`` refused, its newline excluded."""
     fields = [field.decode(errors="replace") for field in text.removesuffix(b"\r").split(b"\t")]
-    wrong = len(fields) > len(names) if lenient else len(fields) != len(names)
-    if wrong:
-        mend = "mend or remove the line"
-        if len(fields) < len(names):
-            mend += ", or set data.lenient: true to take lines that lost their trailing empty fields as if padded"
-        return f"{len(fields)} fields, expected {len(names)} (label, I1 to I13, C1 to C26, separated by tabs): {mend}"
+    if len(fields) > len(names) if lenient else len(fields) != len(names):
+        problem = f"expected {len(names)} fields (label, I1 to I13, C1 to C26, separated by tabs), got {len(fields)}"
+        if len(fields) > len(names):
+            return problem
+        return f"{problem}; set data.lenient: true to accept lines without trailing empty fields"
     checks: dict[int, tuple[Any, str]] = {
-        LABEL: (_is_label, "is no label: it must be 0 or 1"),
-        INTEGER: (_is_integer, f"is no integer of at most {DECIMAL_WIDTH} digits"),
-        ID: (_is_id, f"is no id of at most {HEX_WIDTH} hexadecimal digits"),
+        LABEL: (_is_label, "a label of 0 or 1"),
+        INTEGER: (_is_integer, f"an integer of at most {MAX_DECIMAL_DIGITS} digits"),
+        ID: (_is_id, f"an id of at most {MAX_HEX_DIGITS} hexadecimal digits"),
     }
     for number, (name, role, field) in enumerate(zip(names, roles.tolist(), fields, strict=False), start=1):
         if role in checks and not checks[role][0](field):
-            return f"column {name} (field {number}): {field[:40]!r} {checks[role][1]}: mend or remove the line"
+            return f"invalid column {name} (field {number}): expected {checks[role][1]}, got {field[:40]!r}"
     raise AssertionError(f"a good line was refused: {text!r}")
 
 
@@ -146,25 +157,25 @@ def _is_label(field: str) -> bool:
 
 def _is_integer(field: str) -> bool:
     digits = field.removeprefix("-")
-    return not field or (digits.isascii() and digits.isdigit() and len(digits) <= DECIMAL_WIDTH)
+    return not field or (digits.isascii() and digits.isdigit() and len(digits) <= MAX_DECIMAL_DIGITS)
 
 
 def _is_id(field: str) -> bool:
-    return len(field) <= HEX_WIDTH and all(character in "0123456789abcdefABCDEF" for character in field)
+    return len(field) <= MAX_HEX_DIGITS and all(character in "0123456789abcdefABCDEF" for character in field)
 
 
 SUFFIXES = (".tsv", ".txt")
 COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_SPARSE)
 
 _TOO_MANY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""A process has a limit of open files, the machine too, and a process one of mappings."""
+"""Limits of a process and the machine: open files, and mappings."""
 BLOCK_BYTES = 4 << 20
-"""Of a file that is not on this machine, lines are fetched in blocks of about this."""
+"""Lines of a remote file are fetched in blocks of about this size."""
 
 
 @dataclass(frozen=True)
 class _Lines:
-    """Some lines of one file that lie one after the other."""
+    """Hold consecutive lines of one file."""
 
     text: NDArray[np.uint8]
     starts: Ints
@@ -172,21 +183,40 @@ class _Lines:
     offset: int
     """Where ``text`` starts in the file."""
     num_bytes: int
-    """Memory that the text takes: none where it is mapped."""
+    """Memory that the text takes: none if it is mapped."""
 
     def spans(self, lines: Ints) -> tuple[Ints, Ints]:
-        """First byte and end (newline excluded) of some lines in the text."""
+        """Return first byte and end (newline excluded) of some lines in the text."""
         begins = self.starts[lines] - self.offset
         return begins, self.starts[lines + 1] - (self.offset + 1)
 
 
+def open_criteo(request: SourceRequest) -> CriteoSource:
+    """Open the text files of a split.
+
+    Raises:
+        BadDataError: a file is empty or compressed, or there are more than this process may have open.
+    """
+    model, data = request.spec.model, request.spec.data
+    ids = [each.column for each in model.all_features()]
+    return CriteoSource(
+        request.files,
+        model.dense_features,
+        ids,
+        data.lenient,
+        request.cache_folder,
+        request.budget_bytes,
+        request.threads,
+    )
+
+
 class CriteoSource:
-    """Lines of Criteo files, in any order.
+    """Give the lines of Criteo files in any order.
 
     Args:
-        files: in order; those of this machine are mapped, others fetched by blocks of lines.
+        files: in order; local ones are mapped, others fetched by blocks of lines.
         dense: columns of dense values.
-        ids: columns of the features' ids.
+        ids: columns of the ids.
         lenient: whether lines may lack trailing fields.
         cache_folder: keeps where lines start.
         budget_bytes: of blocks of lines.
@@ -216,8 +246,8 @@ class CriteoSource:
             if error.errno not in _TOO_MANY:
                 raise
             raise BadDataError(
-                f"{files[0].name} and {len(files) - 1} more text files: {error.strerror} to have all of them open: "
-                "join them into fewer, or raise the limit of open files (ulimit -n)"
+                f"cannot open {files[0].name} and {len(files) - 1} more text files: {error.strerror}; join them "
+                "into fewer, or raise the limit of open files (ulimit -n)"
             ) from error
         self._files = FileSet(files, [starts.size - 1 for starts in self._starts])
         self._dense = np.array([COLUMNS.index(name) for name in dense], dtype=np.int64)
@@ -235,22 +265,22 @@ class CriteoSource:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Names, sizes and line counts of the files, and which columns are read."""
+        """Return names, sizes and line counts of the files, and the columns that are read."""
         columns = {"dense": [COLUMNS[place] for place in self._dense], "bags": [COLUMNS[place] for place in self._ids]}
         return {"format": "criteo-tsv", "files": self._files.description(), "columns": columns}
 
     @property
     def remade(self) -> int:
-        """Blocks of lines that were fetched again because the budget had no room for them."""
+        """Return how many blocks of lines were fetched again because the budget was too small for them."""
         return self._fetched.remade
 
     def where(self, sample_id: int) -> str:
-        """File and line number, as editors take them."""
+        """Return file and line number, as editors take them."""
         file, row = self._files.locate(sample_id)
         return f"{file.name}:{row + 1}"
 
     def rest(self) -> None:
-        """Drop what is held of them."""
+        """Drop the fetched blocks."""
         self._fetched.clear()
 
     def close(self) -> None:
@@ -258,44 +288,35 @@ class CriteoSource:
         self._fetched.close()
         self._texts.clear()
 
-    def batches(self, slices: Sequence[Ints], ahead: Ints | None = None) -> list[RawRows]:
+    def batches(self, slices: Sequence[Ints], ahead: Ints | None = None) -> Iterable[RawRows]:
         """Read and parse the lines of some batches.
 
         Raises:
-            BadDataError: a line has another number of fields or a field that is no label, integer or id.
+            BadDataError: a line has another number of fields, or a field that is not a label, an integer or an id.
         """
-        features = self._ids.size
-        gathered = Gathered.empty(Spots.of([each.size for each in slices], features), self._dense.size, features)
-        if not gathered.spots.rows:
-            return gathered.batches()
+        builder = BatchBuilder(
+            [each.size for each in slices], self._dense.size, self._ids.size, wide=True, weighted=False
+        )
         sample_ids = np.concatenate(slices)
+        if not sample_ids.size:
+            return builder.batches()
         shares = shares_of(sample_ids, self._bounds)
         if ahead is not None:
             self._fetched.plan([*shares.blocks, *blocks_of(ahead, self._bounds)])
-        for place, number in enumerate(shares.blocks):
-            span = slice(shares.edges[place], shares.edges[place + 1])
-            order = shares.order[span]
+        columns = self._dense, self._ids
+        for number, rows, order in shares:
             file = self._blocks[number][0]
-            if self._texts[file] is not None:  # what is fetched is of the very object that was listed
+            # What is fetched is of the very object that was listed; a mapped file may have changed.
+            if self._texts[file] is not None:
                 self._files.files[file].check()
-            bad = self._parse(self._fetched.take(number), shares.within[span], order, gathered)
+            block = self._fetched.take(number)
+            begins, ends = block.spans(rows)
+            bad = parse_lines(
+                block.text, begins, ends, self._roles, self._lenient, columns, order, builder.numbers, builder.ids
+            )
             if bad >= 0:
                 self._refuse(int(sample_ids[order[bad]]))
-        return gathered.batches()
-
-    def _parse(self, block: _Lines, lines: Ints, order: Ints, gathered: Gathered) -> int:
-        begins, ends = block.spans(lines)
-        spots = gathered.spots
-        return parse_lines(
-            block.text,
-            begins,
-            ends,
-            self._roles,
-            self._lenient,
-            (self._dense, self._ids),
-            (order, spots.bases[order], spots.strides[order]),
-            (gathered.dense, gathered.labels, gathered.ids),
-        )
+        return builder.batches()
 
     def _fetch(self, number: int) -> _Lines:
         place, first = self._blocks[number]
@@ -311,7 +332,7 @@ class CriteoSource:
         return _Lines(np.frombuffer(body, dtype=np.uint8), starts, offset, len(body) + starts.nbytes)
 
     def _refuse(self, sample_id: int) -> None:
-        """Say what is wrong with a line."""
+        """Raise what is wrong with a line."""
         block = int(np.searchsorted(self._bounds, sample_id, side="right")) - 1
         lines = self._fetched.take(block)
         begins, ends = lines.spans(np.array([sample_id - self._bounds[block]], dtype=np.int64))
@@ -320,7 +341,7 @@ class CriteoSource:
 
 
 def _block_edges(starts: Ints, text: NDArray[np.uint8] | None) -> list[int]:
-    """First lines of a file's blocks: one block where its text is mapped."""
+    """Return the first lines of a file's blocks: one block if its text is mapped."""
     if text is not None:
         return [0]
     edges: list[int] = np.unique(np.searchsorted(starts[:-1], np.arange(0, int(starts[-2]) + 1, BLOCK_BYTES))).tolist()

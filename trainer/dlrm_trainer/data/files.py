@@ -1,4 +1,4 @@
-"""Files of a data set, wherever they lie: which row number lies in which file, and whether a file is still the same."""
+"""Know a data set's files: what a reader is asked to open, row numbers over all files, blocks of rows in memory."""
 
 from __future__ import annotations
 
@@ -9,31 +9,58 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError
-from dlrm_stores.locations import DataFile, relative_names
+from dlrm_api.job import DLRMJobSpec
+from dlrm_stores.locations import DataFile, LocalFile, relative_names
 from dlrm_stores.parallel import in_parallel
 
 SAMPLE_BYTES = 4096
-SAMPLED_AT_ONCE = 32
-"""Files; see ``footers.AT_ONCE``."""
+PARALLEL_FILES = 32
+"""Files that are sampled at once: each is a request of a service that may be far away."""
+LOCAL_THREADS, REMOTE_THREADS = 2, 4
+"""Threads that make blocks ahead. More if files are remote: they mostly wait for answers."""
+
+Split = Literal["train", "eval"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceRequest:
+    """Say which rows a format's reader is to open."""
+
+    spec: DLRMJobSpec
+    split: Split
+    files: Sequence[DataFile] = ()
+    """Sorted by path; empty for formats without files."""
+    budget_bytes: int = 0
+    """Of blocks of rows that are held."""
+    cache_folder: Path
+    """Keeps indexes of files from one start to the next."""
+
+    @property
+    def threads(self) -> int:
+        """Return how many threads make blocks ahead."""
+        is_local = all(isinstance(file, LocalFile) for file in self.files)
+        return LOCAL_THREADS if is_local else REMOTE_THREADS
 
 
 class FileSet:
-    """Files in order, with their row counts. Row numbers run over all of them."""
+    """Number the rows of files in order over all of them."""
 
     def __init__(self, files: Sequence[DataFile], row_counts: Sequence[int]) -> None:
         self.files = tuple(files)
         self.bounds: NDArray[np.int64] = np.concatenate(([0], np.cumsum(row_counts, dtype=np.int64)))
         self.num_rows = int(self.bounds[-1])
-        self._contents = list(in_parallel(content, self.files, SAMPLED_AT_ONCE))
+        self._contents = list(in_parallel(content, self.files, PARALLEL_FILES))
 
     def description(self) -> list[dict[str, Any]]:
-        """Name (below the shared folder), bytes, rows and ``content`` of each file, for fingerprints."""
+        """Return name (below the shared folder), bytes, rows and ``content`` of each file, for fingerprints."""
         counts = np.diff(self.bounds).tolist()
         names = relative_names([file.path for file in self.files])
         return [
@@ -42,15 +69,16 @@ class FileSet:
         ]
 
     def locate(self, row: int) -> tuple[DataFile, int]:
-        """File of a row, and the row's number in it."""
+        """Return the file of a row, and the row's number in it."""
         number = int(np.searchsorted(self.bounds, row, side="right")) - 1
         return self.files[number], row - int(self.bounds[number])
 
 
 def content(file: DataFile) -> str:
-    """What tells a file that was written anew from the one before, though it has as many bytes and rows.
+    """Return hexadecimal digits of the SHA-256 of a file's middle and end.
 
-    Hexadecimal digits of the SHA-256 of its middle and its end: the same wherever the file is copied to.
+    They tell a rewritten file from the one before, even if it has as many bytes and rows, and stay the same wherever
+    the file is copied to.
 
     Raises:
         DLRMError: as ``check`` does.
@@ -63,26 +91,28 @@ def content(file: DataFile) -> str:
                 digest.update(opened.read(SAMPLE_BYTES))
     except OSError as error:
         file.check()
-        raise BadDataError(f"{file.name}: cannot be read: {error.strerror or error}: write or copy it anew") from error
+        raise BadDataError(
+            f"{file.name}: cannot read file: {error.strerror or error}; write or copy it again"
+        ) from error
     return digest.hexdigest()[:16]
 
 
 class Sized(Protocol):
-    """Something that takes memory."""
+    """Take memory."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it holds."""
+        """Return the memory that is held."""
 
 
 Block = TypeVar("Block", bound=Sized)
 
 
 class BlockCache(Generic[Block]):
-    """Blocks by number.
+    """Make blocks of rows by number, once, ahead of their use and within a budget.
 
-    Those that are asked for next are made in threads, as many as the budget has room for; others are dropped for them,
-    the least recently used first. Only a single block may be larger than the budget.
+    Blocks that are wanted next are made in threads, as many as fit the budget; others are dropped for them, the least
+    recently used first. Only a single block may be larger than the budget.
 
     Args:
         make: makes a block; called from several threads.
@@ -93,15 +123,16 @@ class BlockCache(Generic[Block]):
     def __init__(self, make: Callable[[int], Block], budget_bytes: int, threads: int = 1) -> None:
         self._make = make
         self._budget = budget_bytes
-        self._pool = ThreadPoolExecutor(threads, "dlrm-decode")  # starts no thread before one is needed
+        self._pool = ThreadPoolExecutor(threads, "dlrm-decode")
         self._threads = threads
-        self._lock = threading.RLock()  # a block may be done before we ask to be told
+        # Reentrant: a block may be done before its callback is added, which then runs in this thread.
+        self._lock = threading.RLock()
         self._held: OrderedDict[int, Block] = OrderedDict()
         self._held_bytes = 0
         self._making: dict[int, Future[Block]] = {}
         self._queue: list[int] = []
         self._all_begun = True
-        """Whether every queued block is held or being made: then none has to be looked for."""
+        """Whether every queued block is held or being made."""
         self._seen: set[int] = set()
         self._largest = 0
         self.remade = 0
@@ -109,21 +140,21 @@ class BlockCache(Generic[Block]):
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the blocks that are held."""
+        """Return the memory of the blocks that are held."""
         with self._lock:
             return self._held_bytes
 
     def plan(self, numbers: Sequence[int]) -> None:
-        """Say which blocks are taken next, in order; some are made ahead from now on."""
+        """Announce which blocks are taken next, in order, and begin to make some of them."""
         with self._lock:
             self._queue, self._all_begun = list(numbers), False
             self._begin()
 
     def take(self, number: int) -> Block:
-        """One block, made now if it is not there.
+        """Return one block, made now if it is not held.
 
         Raises:
-            DLRMError: what making it raises; asked again, it is made again.
+            DLRMError: making it failed; the next call makes it again.
         """
         with self._lock:
             if number in self._queue:
@@ -154,16 +185,17 @@ class BlockCache(Generic[Block]):
         self._pool.shutdown(cancel_futures=True)
 
     def _begin(self) -> None:
-        """Begin to make queued blocks while there is room beside the queued ones before them."""
+        """Begin to make queued blocks that fit the budget together with those queued before them."""
         if self._all_begun:
             return
-        room = self._budget
+        space = self._budget
         for number in dict.fromkeys(self._queue):
             if len(self._making) >= self._threads:
                 return
             block = self._held.get(number)
-            room -= self._largest if block is None else block.num_bytes
-            if room < 0 or not self._largest:  # the first block is made by who takes it: it tells how large they are
+            space -= self._largest if block is None else block.num_bytes
+            # The first block shows how large blocks are; whoever takes it makes it.
+            if space < 0 or not self._largest:
                 return
             if block is None and number not in self._making:
                 making = self._pool.submit(self._make, number)
@@ -173,10 +205,12 @@ class BlockCache(Generic[Block]):
 
     def _made(self, number: int, done: Future[Block]) -> None:
         with self._lock:
+            # The cache was cleared meanwhile.
             if self._making.get(number) is not done:
-                return  # closed meanwhile
+                return
             del self._making[number]
-            if not done.cancelled() and done.exception() is None:  # who takes it makes it again, and sees the error
+            # After an error whoever takes the block makes it again and sees the error.
+            if not done.cancelled() and done.exception() is None:
                 self._keep(number, done.result())
                 self._begin()
             else:

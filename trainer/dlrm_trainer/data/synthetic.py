@@ -1,4 +1,11 @@
-"""Synthetic samples of the model's own shape: any of them is computed from (seed, split, sample number) alone."""
+"""Compute synthetic samples of the model's own shape, each from (seed, split, sample number) alone.
+
+Labels come from a planted teacher: a logit for each sample, from hidden effects of rows and dense features. A row's
+effects are hashes of (seed, table, row), so that no table of effects is ever held. Popularity is Zipf's law, or a
+reuse histogram in the text format of https://github.com/facebookresearch/dlrm_datasets (``locality_stats.txt``):
+blocks that hold two histograms over bins (0, 1], (1, 2], (2, 4] ... of the times that a row is looked up. The second
+one of the first block is read, the share of *lookups* by bin: the first one rounds the hot bins away.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +24,7 @@ from dlrm_api.model import Feature, TableSpec
 from dlrm_kernels.hashing import random_bits, stream_key, uniform
 from dlrm_stores.locations import local_path, read_text
 from dlrm_trainer.data.batch_builder import Fingerprint, RawRows, no_rows
+from dlrm_trainer.data.files import SourceRequest
 
 _TITLE = "Ratio of index distribution"
 _BIN = re.compile(r"^\((\d+)(?:, \d+\]|\+): (\d*\.?\d+)\s*$", re.MULTILINE)
@@ -26,7 +34,7 @@ _MEAN_IN_BIN = 1.45
 
 @dataclass(frozen=True)
 class ReuseHistogram:
-    """Share of lookups by the times that a row is looked up."""
+    """Hold the share of lookups by the times that a row is looked up."""
 
     reuse: NDArray[np.float64]
     """(S,) mean number of lookups of a row of each bin, ascending."""
@@ -34,7 +42,7 @@ class ReuseHistogram:
     """(S,) share of lookups that fall on rows of each bin."""
 
     def popularity(self, rows: int) -> Popularity:
-        """Popularity of a table of ``rows`` rows, all of them in use, with this histogram's shape.
+        """Return the popularity of a table of ``rows`` rows, all of them in use, with this histogram's shape.
 
         A bin that would hold less than one row of a small table gives its share to the hotter step before it; one
         without lookups holds no row.
@@ -54,8 +62,8 @@ def read_histogram(uri: str) -> ReuseHistogram:
     """Read the first block of a histogram file.
 
     Raises:
-        NoInputError: the file is not there.
-        BadDataError: it is no reuse histogram.
+        NoInputError: the file is not found.
+        BadDataError: it is not a reuse histogram.
     """
     path = local_path(uri)
     return parse_histogram(read_text(path), path)
@@ -65,15 +73,15 @@ def parse_histogram(text: str, path: Path) -> ReuseHistogram:
     """Parse a histogram; ``path`` is for messages.
 
     Raises:
-        BadDataError: the text is no reuse histogram.
+        BadDataError: the text is not a reuse histogram.
     """
     block = text.partition(_TITLE)[2].partition("[")[0]
     bins = [(int(low), float(share)) for low, share in _BIN.findall(block)]
     lows = [low for low, _ in bins]
     if not bins or lows != sorted(set(lows)) or sum(share for _, share in bins) <= 0:
         raise BadDataError(
-            f"{path}: no reuse histogram: expected a line '{_TITLE} ...' and under it lines such as '(4, 8]: 0.101' "
-            "with ascending bins and shares of lookups"
+            f"{path}: invalid reuse histogram: expected a line '{_TITLE} ...' followed by lines such as "
+            "'(4, 8]: 0.101' with ascending bins and shares of lookups"
         )
     reuse = [low + 1 if low < 2 else round(_MEAN_IN_BIN * low) for low in lows]
     return ReuseHistogram(np.array(reuse, dtype=np.float64), np.array([share for _, share in bins]))
@@ -85,7 +93,7 @@ _GROWTH = 1.05
 
 @dataclass(frozen=True)
 class Popularity:
-    """Rows in order of popularity, in steps; the rows of one step are equally popular.
+    """Draw rows by popularity, in steps; the rows of one step are equally popular.
 
     Zipf's law is exact for its first 256 ranks and within 3 % of it in the steps after them, each 5 % wide.
     """
@@ -99,7 +107,7 @@ class Popularity:
 
     @classmethod
     def from_steps(cls, counts: NDArray[np.int64], shares: NDArray[np.float64]) -> Popularity:
-        """Steps of ``counts`` ranks (hottest first) that take ``shares`` of the lookups; shares need not sum to 1."""
+        """Build steps of ``counts`` ranks (hottest first) that take ``shares`` of the lookups, of any sum."""
         stops = np.cumsum(counts)
         cumulated = np.cumsum(shares) / np.sum(shares)
         ceilings = (cumulated * 2.0**53).astype(np.uint64) * np.uint64(2**11)
@@ -109,7 +117,7 @@ class Popularity:
 
     @classmethod
     def zipf(cls, rows: int, alpha: float) -> Popularity:
-        """Rank k of ``rows`` is looked up in proportion to (k + 1) ** -alpha."""
+        """Look rank k of ``rows`` up in proportion to (k + 1) ** -alpha."""
         edges = list(range(min(rows, _EXACT_RANKS) + 1))
         while edges[-1] < rows:
             edges.append(min(rows, math.ceil(edges[-1] * _GROWTH)))
@@ -119,14 +127,14 @@ class Popularity:
         return cls.from_steps(counts, counts * middles**-alpha)
 
     def ranks(self, steps: NDArray[np.uint64], places: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Popularity ranks from two independent random 64-bit numbers each: one picks the step, one the place."""
+        """Return ranks from two independent random 64-bit numbers each: one picks the step, one the place."""
         step = np.searchsorted(self.ceilings, steps)
         return self.starts[step] + places % self.counts[step]
 
 
 @dataclass(frozen=True)
 class Scatter:
-    """Bijection from popularity ranks to row numbers, so that hot rows lie all over the table."""
+    """Map popularity ranks to row numbers, one to one, so that hot rows lie all over the table."""
 
     rows: int
     factor: int
@@ -134,14 +142,15 @@ class Scatter:
 
     @classmethod
     def of(cls, rows: int, key: np.uint64) -> Scatter:
-        """The bijection on ``rows`` rows that ``key`` names."""
-        factor = int(key >> np.uint64(41)) | 1 << 23  # 24 bits: the product with a row number stays below 2**64
+        """Return the bijection on ``rows`` rows that ``key`` names."""
+        # 24 bits: the product with a row number stays below 2**64.
+        factor = int(key >> np.uint64(41)) | 1 << 23
         while math.gcd(factor, rows) != 1:
             factor = 1 << 23 | (factor + 1) % (1 << 23)
         return cls(rows, factor, int(stream_key("shift", int(key)) % np.uint64(rows)))
 
     def __call__(self, ranks: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Row number of each rank."""
+        """Return the row number of each rank."""
         rows = np.uint64(self.rows)
         return (ranks * np.uint64(self.factor) % rows + np.uint64(self.shift)) % rows
 
@@ -154,19 +163,19 @@ _ROW_SCALE, _DENSE_SCALE, _PAIR_SCALE = 1.2, 0.9, 0.6
 
 @dataclass(frozen=True)
 class Hidden:
-    """What the teacher sees of some samples."""
+    """Hold what the teacher sees of some samples."""
 
     effects: Floats
     """(F, n) mean first effect of each bag's rows, times their weights; 0 for an empty bag."""
     factors: Floats
-    """(F, n) mean second effect of each bag's rows, of which neighbouring features' products count."""
+    """(F, n) mean second effect of each bag's rows, of which neighboring features' products count."""
     dense: Floats
     """(n, D) latent value of each dense feature, with mean 0 and variance 1."""
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """Weights of the parts of a logit, scaled and shifted on a probe of the data."""
+    """Hold weights of the parts of a logit, scaled and shifted on a probe of the data."""
 
     row_weights: Floats
     dense_weights: Floats
@@ -175,9 +184,10 @@ class Teacher:
 
     @classmethod
     def fitted(cls, seed: int, probe: Hidden, noise: float, positive_rate: float) -> Teacher:
-        """A teacher whose parts have their proper spread on ``probe`` and whose labels have ``positive_rate``."""
+        """Fit a teacher whose parts have their spread on ``probe``, and whose labels have ``positive_rate``."""
         features, dense = probe.effects.shape[0], probe.dense.shape[1]
-        row_weights = 1.0 / np.sqrt(1.0 + np.arange(features))  # some features matter more than others
+        # Some features matter more than others.
+        row_weights = 1.0 / np.sqrt(1.0 + np.arange(features))
         dense_weights = _signed(random_bits(stream_key("dense", seed), np.arange(dense, dtype=np.uint64)))
         bare = cls(row_weights, dense_weights, (1.0, 1.0, 1.0), 0.0)
         spreads = [float(part.std()) for part in bare.parts(probe)]
@@ -189,7 +199,7 @@ class Teacher:
         return cls(row_weights, dense_weights, (row, dense, pair), _bias(scaled.logits(probe), noise, positive_rate))
 
     def parts(self, hidden: Hidden) -> tuple[Floats, Floats, Floats]:
-        """Rows' own, dense and pairwise parts of the logits before scaling, (n,) each."""
+        """Return the rows' own, dense and pairwise parts of the logits before scaling, (n,) each."""
         pairs = hidden.factors[:-1] * hidden.factors[1:]
         return (
             _weighted(self.row_weights, hidden.effects),
@@ -198,31 +208,32 @@ class Teacher:
         )
 
     def logits(self, hidden: Hidden) -> Floats:
-        """Log odds of a positive label, (n,), before noise."""
+        """Return the log odds of a positive label, (n,), before noise."""
         row, dense, pair = self.parts(hidden)
         return self.bias + self.scales[0] * row + self.scales[1] * dense + self.scales[2] * pair
 
 
 def row_effects(keys: Sequence[np.uint64], rows: NDArray[np.uint64]) -> tuple[Floats, Floats]:
-    """First and second hidden effect of some rows of one table: uniform with mean 0 and variance 1."""
+    """Return the two hidden effects of some rows of one table: uniform with mean 0 and variance 1."""
     first, second = keys
     return _signed(random_bits(first, rows)), _signed(random_bits(second, rows))
 
 
 def sigmoid(logits: Floats) -> Floats:
-    """Probability of a positive label."""
-    with np.errstate(over="ignore"):  # what is less than a double can tell from 0 is 0
+    """Return the probability of a positive label."""
+    # A chance too small for a double is 0.
+    with np.errstate(over="ignore"):
         return np.asarray(1.0 / (1.0 + np.exp(-logits)))
 
 
 def gaussian(bits: NDArray[np.uint64]) -> Floats:
-    """Nearly normal numbers with mean 0 and variance 1: the sum of four uniform ones of 16 bits each."""
+    """Return nearly normal numbers with mean 0 and variance 1: sums of four uniform ones of 16 bits each."""
     quarters = sum((bits >> np.uint64(shift) & np.uint64(0xFFFF)).astype(np.float64) for shift in (0, 16, 32, 48))
     return np.asarray((quarters * 2.0**-16 - 2.0) * np.sqrt(3.0))
 
 
 def _weighted(weights: Floats, terms: Floats) -> Floats:
-    """Sum of weights (k,) times terms (k, n), in order: unlike BLAS, no sample's sum depends on the others."""
+    """Sum weights (k,) times terms (k, n), in order: unlike BLAS, no sample's sum depends on the others."""
     total = np.zeros(terms.shape[1])
     for weight, term in zip(weights, terms, strict=True):
         total += weight * term
@@ -234,7 +245,7 @@ def _signed(bits: NDArray[np.uint64]) -> Floats:
 
 
 def _bias(logits: Floats, noise: float, positive_rate: float) -> float:
-    """The shift at which the mean probability is ``positive_rate``, by bisection."""
+    """Find the shift at which the mean probability is ``positive_rate``, by bisection."""
     noisy = logits + noise * gaussian(random_bits(stream_key("probe noise"), np.arange(logits.size, dtype=np.uint64)))
     low, high = -200.0, 200.0
     for _ in range(60):
@@ -248,7 +259,7 @@ _PROBE_SAMPLES = 4_096
 
 @dataclass(frozen=True)
 class _Draws:
-    """Keys and distributions of one feature's random numbers."""
+    """Draw one feature's random numbers."""
 
     table: TableSpec
     popularity: Popularity
@@ -261,7 +272,7 @@ class _Draws:
     effect_keys: tuple[np.uint64, np.uint64]
 
     def lengths(self, sample_ids: NDArray[np.uint64]) -> NDArray[np.int32]:
-        """Bag sizes (n,): avgLookups on average, spread as far as maxLookups and 0 allow."""
+        """Return bag sizes (n,): avgLookups on average, spread as far as maxLookups and 0 allow."""
         most, mean = self.table.max_lookups, min(self.table.lookups, self.table.max_lookups)
         spread = min(mean, most - mean)
         if spread == 0:
@@ -271,36 +282,42 @@ class _Draws:
         return np.floor(mean + spread * (2.0 * wide - 1.0) + rounding).clip(0, most).astype(np.int32)
 
     def lookups(self, sample_ids: NDArray[np.uint64], lengths: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """A number for each id that no other id of the feature has: (sum of lengths,), bag after bag."""
+        """Number each id, (sum of lengths,) bag after bag, as no other id of the feature."""
         starts = np.cumsum(lengths, dtype=np.int64) - lengths
         places_in_bag = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(starts, lengths)
         bags = np.repeat(sample_ids * np.uint64(self.table.max_lookups), lengths)
         return bags + places_in_bag.view(np.uint64)
 
     def ids(self, lookups: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Id of each lookup (k,)."""
+        """Return the id of each lookup (k,)."""
         ranks = self.popularity.ranks(random_bits(self.step_key, lookups), random_bits(self.place_key, lookups))
         return self.scatter(ranks)
 
     def weights(self, lookups: NDArray[np.uint64]) -> NDArray[np.float32]:
-        """Weight of each lookup (k,): uniform in [0.5, 1.5), or 1 for a feature without weights."""
+        """Return each lookup's weight (k,): uniform in [0.5, 1.5), or 1 for a feature without weights."""
         if self.weight_key is None:
             return np.ones(lookups.size, dtype=np.float32)
-        bits = random_bits(self.weight_key, lookups) >> np.uint64(41)  # 23 bits: 0.5 plus them is exact
+        # 23 bits: 0.5 plus them is exact.
+        bits = random_bits(self.weight_key, lookups) >> np.uint64(41)
         return bits.astype(np.float32) * np.float32(2.0**-23) + np.float32(0.5)
 
 
 @dataclass(frozen=True)
 class _Bags:
-    """What features look up: bag sizes (F, n), and by feature ids and weights (the latter only if any has some)."""
+    """Hold bag sizes (F, n), and by feature ids and weights (the latter only if any feature has some)."""
 
     lengths: NDArray[np.int32]
     ids: list[NDArray[np.int64]]
     weights: list[NDArray[np.float32]]
 
 
+def open_synthetic(request: SourceRequest) -> SyntheticSource:
+    """Open the synthetic samples of a split."""
+    return SyntheticSource(request.spec, request.split)
+
+
 class SyntheticSource:
-    """Samples with labels from a planted teacher. Training and evaluation differ in samples and share the teacher."""
+    """Give samples with labels from a planted teacher, which training and evaluation share."""
 
     hashed = False
     remade = None
@@ -322,24 +339,24 @@ class SyntheticSource:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """All that the samples depend on beside the model and the seed: a histogram by its content, not its path."""
+        """Return what samples depend on besides model and seed: a histogram by its content, not its path."""
         ids = {"alpha": self._spec.alpha} if self._histogram is None else {"shares": self._histogram.shares.tolist()}
         return {"format": "synthetic", **ids, "noise": self._spec.noise, "positiveRate": self._spec.positive_rate}
 
     def where(self, sample_id: int) -> str:
-        """Which sample, in words."""
+        """Return the sample's split and number."""
         return f"synthetic {self._split} sample {sample_id}"
 
     def rest(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def batches(
         self,
         slices: Sequence[NDArray[np.int64]],
-        ahead: NDArray[np.int64] | None = None,  # noqa: ARG002  nothing to make ready
+        ahead: NDArray[np.int64] | None = None,  # noqa: ARG002
     ) -> list[RawRows]:
         """Compute the samples of some batches."""
         nothing = no_rows(len(self._draws), self._features, self._weighted)
@@ -381,7 +398,7 @@ class SyntheticSource:
         return Hidden(effects, factors, dense), bags
 
     def _observed(self, latent: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Dense fields: the latent values, or heavy-tailed counts that grow with them where log1p will follow."""
+        """Return the latent values, or heavy-tailed counts that grow with them if log1p follows."""
         if not self._counts:
             return latent.astype(np.float32)
         shares = latent / (2.0 * np.sqrt(3.0)) + 0.5
@@ -401,7 +418,7 @@ def _draws(spec: DLRMJobSpec, histogram: ReuseHistogram | None, split: str) -> l
 
 
 def _feature_draws(seed: int, split: str, table: TableSpec, feature: Feature, popularity: Popularity) -> _Draws:
-    """Draws of a table's first column are named by the table alone, those of further ones by table and column."""
+    """Name draws of a table's first column by the table alone, those of further ones by table and column."""
     name = (table.name,) if feature.column == table.sources[0] else (table.name, feature.column)
     return _Draws(
         table=table,
@@ -416,9 +433,9 @@ def _feature_draws(seed: int, split: str, table: TableSpec, feature: Feature, po
 
 
 def _bag_means(values: NDArray[np.float64], lengths: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Mean of each bag's values (n,); 0 for an empty bag."""
+    """Return the mean of each bag's values (n,); 0 for an empty bag."""
     if values.size == lengths.size and (lengths == 1).all():
         return values
     bags = np.repeat(np.arange(lengths.size), lengths)
-    sums = np.bincount(bags, weights=values, minlength=lengths.size)  # no sum depends on another bag's
+    sums = np.bincount(bags, weights=values, minlength=lengths.size)
     return np.asarray(sums / np.maximum(lengths, 1))

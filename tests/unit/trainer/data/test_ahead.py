@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError, NoInputError
 from dlrm_trainer.data import Batch, Reader, open_reader
-from dlrm_trainer.data import reader as reader_module
-from dlrm_trainer.data.batch_builder import RawRows
-from dlrm_trainer.data.files import BlockCache
-from dlrm_trainer.data.parquet import ParquetSource
-from dlrm_trainer.data.reader import FINISHED_SHARE, TOGETHER_SHARE, prefetched, sample_order
+from dlrm_trainer.data.batch_builder import RawRows, RowSource
+from dlrm_trainer.data.files import BlockCache, SourceRequest
+from dlrm_trainer.data.parquet import open_parquet
+from dlrm_trainer.data.reader import FINISHED_SHARE, GROUPS_SHARE, READERS, FileFormat, prefetched
 
 Write = Callable[..., str]
 ROWS, GROUP_ROWS = 3_000, 50
@@ -217,18 +216,18 @@ class Thrashing:
 
 def test_batches_that_are_made_together_keep_within_their_share_of_the_budget(make_spec: Any) -> None:
     tables = [{"name": "user", "rows": 20_000, "dim": 4}]
-    document = {"format": "parquet", "train": {"uris": ["x"]}, "globalBatchSize": 100, "virtualShards": 4}
-    spec, source = make_spec(document, tables, ["price"]), Thrashing()
     sample_bytes, budget = 8 + 4 + 4 + 4 + 8, 400_000
-    order = sample_order(spec, "train", source.num_samples)
-    reader = Reader(source, order, spec.model, 1, spec.data.dense, 0, 1, budget)
+    document = {"format": "parquet", "train": {"uris": ["x"]}, "globalBatchSize": 100, "virtualShards": 4}
+    document["prefetchBytes"] = budget
+    spec, source = make_spec(document, tables, ["price"]), Thrashing()
+    reader = Reader(source, spec, "train", 0, 1)
 
     for batch in reader.iterate(0, 200):
         assert len(batch.labels) == 100
         time.sleep(0.001)
 
     assert source.remade < 100
-    assert source.most * sample_bytes <= budget // TOGETHER_SHARE
+    assert source.most * sample_bytes <= budget // GROUPS_SHARE
 
 
 def test_row_groups_and_batches_have_no_more_than_the_budget_between_them(
@@ -236,14 +235,14 @@ def test_row_groups_and_batches_have_no_more_than_the_budget_between_them(
 ) -> None:
     given, budget = [], 160_000
 
-    def source(files: Any, columns: Any, share: int, threads: int) -> ParquetSource:
-        given.append(share)
-        return ParquetSource(files, columns, share, threads)
+    def open_source(request: SourceRequest) -> RowSource:
+        given.append(request.budget_bytes)
+        return open_parquet(request)
 
-    monkeypatch.setattr(reader_module, "ParquetSource", source)
+    monkeypatch.setitem(READERS, "parquet", FileFormat(open=open_source, suffixes=(".parquet",)))
     open_rows(prefetchBytes=budget)
 
-    assert sum(given) + budget // FINISHED_SHARE + budget // TOGETHER_SHARE == budget
+    assert sum(given) + budget // FINISHED_SHARE + budget // GROUPS_SHARE == budget
 
 
 def test_a_bad_row_is_told_in_the_place_of_its_batch(open_rows: Any) -> None:
@@ -253,7 +252,7 @@ def test_a_bad_row_is_told_in_the_place_of_its_batch(open_rows: Any) -> None:
     batches = reader.iterate(0, reader.batches_per_epoch)
 
     read = [next(batches) for _ in range(reader.batches_per_epoch - 1)]
-    with pytest.raises(BadDataError, match=f"row {ROWS - 1}: column price: inf is not finite"):
+    with pytest.raises(BadDataError, match=f"row {ROWS - 1}: invalid column price: .*inf"):
         next(batches)
 
     assert len(read) == reader.batches_per_epoch - 1
@@ -272,13 +271,13 @@ def test_closing_a_reader_ends_its_threads(open_rows: Any) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
-    "shrunk": (lambda path: os.truncate(path, 100), BadDataError, r"shrank from \d+ to 100 bytes; it was changed"),
+    "shrunk": (lambda path: os.truncate(path, 100), BadDataError, r"data\.parquet: changed .* to 100 bytes"),
     "longer": (
         lambda path: path.write_bytes(path.read_bytes() + b"\n"),
         BadDataError,
-        r"was changed after this run began to read it: put it back, or start the run anew",
+        r"data\.parquet: changed",
     ),
-    "gone": (lambda path: path.unlink(), NoInputError, r"no such file: it was there before, so put it back"),
+    "gone": (lambda path: path.unlink(), NoInputError, r"file not found: .*data\.parquet"),
 }
 
 
@@ -300,5 +299,5 @@ def test_a_file_that_changes_while_training_is_named(
     reader.read(0)
     change(path)
 
-    with pytest.raises(error, match=r"data\.parquet: " + message):
+    with pytest.raises(error, match=message):
         list(map(reader.read, range(reader.batches_per_epoch)))

@@ -1,4 +1,4 @@
-"""What the Criteo reader promises: exact values, any order, and errors that name the line, the column and the mend."""
+"""What the Criteo reader promises: exact values, any order, and errors that name the line and the column."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_fields_are_parsed_as_python_parses_them(rows: list[tuple[str, str, str]
         path = Path(folder) / "day.tsv"
         path.write_text("".join(line(row[0], I3=row[1], C9=row[2]).replace("\n", ending) for row in rows), newline="")
 
-        raw = source(path, Path(folder)).batches([np.arange(len(rows))])[0]
+        raw = next(iter(source(path, Path(folder)).batches([np.arange(len(rows))])))
 
     assert raw.labels.tolist() == [float(row[0]) for row in rows]
     np.testing.assert_array_equal(raw.dense[:, 2], np.float32([float(row[1]) if row[1] else math.nan for row in rows]))
@@ -80,7 +80,7 @@ def test_rows_come_back_in_the_order_asked_for_from_several_files(tmp_path: Path
         [LocalFile(tmp_path / name) for name in ("a.tsv", "b.tsv")], DENSE, SPARSE, False, tmp_path / "cache"
     )
 
-    raw = lines.batches([np.array([4, 0, 1, 3])])[0]
+    raw = next(iter(lines.batches([np.array([4, 0, 1, 3])])))
 
     assert raw.labels.tolist() == [1, 0, 1, 1]
     assert raw.dense[:, 0].tolist() == [1, 0, 1, 0]
@@ -109,7 +109,7 @@ def test_files_written_anew_with_as_many_bytes_and_lines_are_other_data_and_copi
 def test_empty_fields_are_missing_values_and_a_missing_id_has_a_row_of_its_own(write: Any, tmp_path: Path) -> None:
     path = write(line(I2="", C3=""), line(I2="-2", C3="ffffffff"))
 
-    raw = source(path, tmp_path / "cache").batches([np.array([0, 1])])[0]
+    raw = next(iter(source(path, tmp_path / "cache").batches([np.array([0, 1])])))
 
     assert math.isnan(raw.dense[0, 1])
     assert raw.dense[1, 1] == -2
@@ -120,43 +120,44 @@ def test_empty_fields_are_missing_values_and_a_missing_id_has_a_row_of_its_own(w
 def test_a_last_line_without_newline_and_carriage_returns_are_read(write: Any, tmp_path: Path) -> None:
     path = write(line("1").replace("\n", "\r\n"), line("1", C26="000000ff").rstrip("\n"))
 
-    raw = source(path, tmp_path / "cache").batches([np.array([0, 1])])[0]
+    raw = next(iter(source(path, tmp_path / "cache").batches([np.array([0, 1])])))
 
     assert raw.labels.tolist() == [1, 1]
     assert raw.ids.reshape(26, 2)[25].tolist() == [0x0A1B2C3D, 0xFF]
 
 
 BAD_LINES = {
-    "too few fields": (line().rsplit("\t", 2)[0] + "\n", r"day\.tsv:2: 38 fields, expected 40 .*data\.lenient: true"),
-    "too many fields": (line().rstrip("\n") + "\tx\n", r"day\.tsv:2: 41 fields, expected 40"),
-    "a blank line": ("\n", r"day\.tsv:2: 1 fields, expected 40"),
-    "a label of 2": (line("2"), r"day\.tsv:2: column label \(field 1\): '2' is no label: it must be 0 or 1"),
-    "no label": (line(""), r"day\.tsv:2: column label \(field 1\): '' is no label"),
-    "a word for a number": (line(I5="nan"), r"day\.tsv:2: column I5 \(field 6\): 'nan' is no integer"),
-    "a fraction": (line(I13="1.5"), r"column I13 \(field 14\): '1\.5' is no integer"),
-    "a lone minus": (line(I1="-"), r"column I1 \(field 2\): '-' is no integer"),
-    "an endless number": (line(I1="9" * 16), r"column I1 \(field 2\): '9{16}' is no integer of at most 15 digits"),
-    "a bad hex digit": (line(C7="0a1b2c3g"), r"day\.tsv:2: column C7 \(field 21\): '0a1b2c3g' is no id"),
-    "a long id": (line(C26="0a1b2c3d4"), r"column C26 \(field 40\): '0a1b2c3d4' is no id of at most 8"),
+    "too few fields": (
+        line().rsplit("\t", 2)[0] + "\n",
+        r"day\.tsv:2: expected 40 .* got 38; .*data\.lenient: true",
+    ),
+    "too many fields": (line().rstrip("\n") + "\tx\n", r"day\.tsv:2: expected 40 fields .* got 41$"),
+    "a blank line": ("\n", r"day\.tsv:2: expected 40 fields .* got 1;"),
+    "a label of 2": (line("2"), r"day\.tsv:2: invalid column label \(field 1\): .* got '2'$"),
+    "no label": (line(""), r"day\.tsv:2: invalid column label \(field 1\): .* got ''$"),
+    "a word for a number": (line(I5="nan"), r"day\.tsv:2: invalid column I5 \(field 6\): .* got 'nan'$"),
+    "a fraction": (line(I13="1.5"), r"column I13 \(field 14\): .* got '1\.5'$"),
+    "a lone minus": (line(I1="-"), r"column I1 \(field 2\): .* got '-'$"),
+    "an endless number": (line(I1="9" * 16), r"column I1 \(field 2\): .* 15 digits, got '9{16}'$"),
+    "a bad hex digit": (line(C7="0a1b2c3g"), r"day\.tsv:2: invalid column C7 \(field 21\): .* got '0a1b2c3g'$"),
+    "a long id": (line(C26="0a1b2c3d4"), r"column C26 \(field 40\): .* got '0a1b2c3d4'$"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_LINES)
-def test_a_bad_line_is_named_with_its_column_and_the_mend(case: str, write: Any, tmp_path: Path) -> None:
+def test_bad_line_is_named_with_its_column(case: str, write: Any, tmp_path: Path) -> None:
     bad, message = BAD_LINES[case]
     lines = source(write(line(), bad, line()), tmp_path / "cache")
 
-    with pytest.raises(BadDataError, match=message) as caught:
-        lines.batches([np.array([2, 1, 0])])[0]
-
-    assert "mend or remove the line" in str(caught.value)
+    with pytest.raises(BadDataError, match=message):
+        lines.batches([np.array([2, 1, 0])])
 
 
 def test_a_lenient_reader_pads_lines_that_lost_trailing_fields(write: Any, tmp_path: Path) -> None:
     short = line("1").rsplit("\t", 3)[0] + "\n"
     lines = source(write(line(), short), tmp_path / "cache", lenient=True)
 
-    ids = lines.batches([np.array([0, 1])])[0].ids.reshape(26, 2)
+    ids = next(iter(lines.batches([np.array([0, 1])]))).ids.reshape(26, 2)
 
     assert ids[22:, 1].tolist() == [0x0A1B2C3D] + [MISSING_ID] * 3
     assert ids[22:, 0].tolist() == [0x0A1B2C3D] * 4
@@ -165,7 +166,7 @@ def test_a_lenient_reader_pads_lines_that_lost_trailing_fields(write: Any, tmp_p
 def test_an_empty_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "empty.tsv").touch()
 
-    with pytest.raises(BadDataError, match=r"empty\.tsv: the file is empty"):
+    with pytest.raises(BadDataError, match=r"empty\.tsv: empty file"):
         source(tmp_path / "empty.tsv", tmp_path / "cache")
 
 
@@ -182,7 +183,7 @@ def test_an_empty_file_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_compressed_file_is_refused_by_what_it_is(name: str, pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
     (tmp_path / "packed.tsv").write_bytes(pack(b"0\t1\n" * 9))
 
-    with pytest.raises(BadDataError, match=rf"packed\.tsv: the file is compressed by {name}: decompress it"):
+    with pytest.raises(BadDataError, match=rf"packed\.tsv: compressed file \({name}\)"):
         source(tmp_path / "packed.tsv", tmp_path / "cache")
 
 
@@ -204,11 +205,11 @@ def test_more_files_are_read_than_a_process_may_have_open_at_first(
 ) -> None:
     lines = CriteoSource(many_files, DENSE, SPARSE, False, tmp_path / "cache")
 
-    assert lines.batches([np.arange(200)])[0].dense[:, 0].tolist() == [7] * 200
+    assert next(iter(lines.batches([np.arange(200)]))).dense[:, 0].tolist() == [7] * 200
     lines.close()
 
 
-def test_more_files_than_a_process_may_have_open_are_refused_with_the_mend(
+def test_more_files_than_a_process_may_have_open_are_refused_by_name(
     many_files: Sequence[LocalFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(criteo, "allow_open_files", lambda: None)

@@ -164,7 +164,7 @@ def test_a_pattern_means_the_same_of_objects_and_of_files(
 def test_two_stars_in_a_piece_of_a_pattern_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locations, "_list_objects", lambda *_: [])
 
-    with pytest.raises(NoInputError, match=r"s3://bucket/day\*\*\.tsv: \*\* must stand alone between slashes"):
+    with pytest.raises(NoInputError, match=r"invalid pattern: s3://bucket/day\*\*\.tsv"):
         find_objects(["s3://bucket/day**.tsv"], [".tsv"], S3Spec(), None)
 
 
@@ -257,7 +257,7 @@ def test_an_object_that_is_written_anew_while_training_is_refused_by_its_etag(
     (tmp_path / "other").write_bytes((tmp_path / "day").read_bytes() + b"\n")
     bucket.put("day.tsv", tmp_path / "other")
 
-    with pytest.raises(BadDataError, match=r"s3://data/day\.tsv: its ETag is not .* was changed after this run began"):
+    with pytest.raises(BadDataError, match=r"s3://data/day\.tsv: changed .*ETag"):
         reader.read(0)
 
 
@@ -267,7 +267,7 @@ def test_an_object_that_goes_while_training_is_named(bucket: Bucket, opened: Any
     reader = opened("s3://data/day.parquet", bucket)
     bucket.client.delete_object(Bucket="data", Key="day.parquet")
 
-    with pytest.raises(NoInputError, match=r"s3://data/day\.parquet: it was there before and is gone"):
+    with pytest.raises(NoInputError, match=r"object not found: s3://data/day\.parquet"):
         reader.read(0)
 
 
@@ -276,10 +276,10 @@ def test_an_object_that_goes_while_training_is_named(bucket: Bucket, opened: Any
     ("uri", "message"),
     [
         ("s3://nowhere/day.parquet", r"bucket nowhere is not there at http.*: create it, or mend data\.train\.uris"),
-        ("s3://data/absent", r"s3://data/absent: no such object, and below it is none that ends in \.parquet"),
-        ("s3://data/*.parquet", r"no object matches the pattern: check data\.train\.uris"),
-        ("s3://data/[9-0]*", r"s3://data/\[9-0\]\*: no pattern \(bad character range 9-0\): mend what stands in its"),
-        ("s3:///day.parquet", r"no bucket: write s3://bucket/prefix"),
+        ("s3://data/absent", r"object not found.*\.parquet: s3://data/absent"),
+        ("s3://data/*.parquet", r"no object matches: s3://data/\*\.parquet; check data\.train\.uris"),
+        ("s3://data/[9-0]*", r"invalid pattern: s3://data/\[9-0\]\*; bad character range 9-0"),
+        ("s3:///day.parquet", r"invalid URI: s3:///day\.parquet"),
     ],
 )
 def test_a_uri_that_names_nothing_is_refused(uri: str, message: str, bucket: Bucket, opened: Any) -> None:
@@ -319,7 +319,7 @@ def test_a_damaged_object_is_named_with_its_rows(bucket: Bucket, opened: Any, tm
     bucket.put("day.parquet", tmp_path / "day.parquet")
     reader = opened("s3://data/day.parquet", bucket, shuffle={"windowRows": 0})
 
-    with pytest.raises(BadDataError, match=r"s3://data/day\.parquet: rows 0 to 99 \(row group 0\) can't be decoded"):
+    with pytest.raises(BadDataError, match=r"s3://data/day\.parquet: cannot decode rows 0 to 99 \(row group 0\)"):
         reader.read(0)
 
 

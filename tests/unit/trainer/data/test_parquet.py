@@ -134,27 +134,30 @@ def test_decoded_row_groups_stay_within_their_budget(write_parquet: Write, tmp_p
 
 
 BAD_COLUMNS: dict[str, tuple[dict[str, Any], str]] = {
-    "label of 2": ({"label": [0, 1, 2, 1, 1]}, r"data\.parquet: row 2: column label: 2 is no label"),
-    "null label": ({"label": [0, 1, 0, None, 1]}, r"row 3: column label: None is no label"),
-    "text label": ({"label": list("01011")}, r"data\.parquet: column label is string: labels and dense values must be"),
-    "NaN": ({"price": [0.0, 1.0, 2.0, 3.0, float("nan")]}, r"row 4: column price: nan is not finite .*null"),
-    "infinity": ({"price": [0.0, 1.0, 2.0, float("-inf"), 3.0]}, r"row 3: column price: -inf is not finite"),
-    "beyond float32": ({"price": [0.0, 1e300, 2.0, 3.0, 4.0]}, r"row 1: column price: 1e\+300 is not finite"),
-    "text ids": ({"user": list("abcde")}, r"column user is string: ids must be integers"),
-    "fractions as ids": ({"user": [0.5, 1, 2, 3, 0]}, r"column user is double: ids must be integers"),
-    "null in a bag": ({"films": [[1], [], [2, None], [], []]}, r"row 2: column films: \[2, None\] has a null inside"),
-    "id too large": ({"user": [0, 4, 1, 2, 9]}, r"row 1: id 4 of table user .* 4 rows: raise rows to at least 10.*mix"),
-    "negative id": ({"user": [0, 1, -7, 2, 3]}, r"row 2: id -7 of table user .* start at 0: .*embedding\.hash: mix"),
+    "label of 2": ({"label": [0, 1, 2, 1, 1]}, r"data\.parquet: row 2: invalid column label: .* 2$"),
+    "null label": ({"label": [0, 1, 0, None, 1]}, r"row 3: invalid column label: .* None$"),
+    "text label": ({"label": list("01011")}, r"data\.parquet: invalid column label: .*string"),
+    "NaN": ({"price": [0.0, 1.0, 2.0, 3.0, float("nan")]}, r"row 4: invalid column price: .*null.* nan$"),
+    "infinity": ({"price": [0.0, 1.0, 2.0, float("-inf"), 3.0]}, r"row 3: invalid column price: .* -inf$"),
+    "beyond float32": ({"price": [0.0, 1e300, 2.0, 3.0, 4.0]}, r"row 1: invalid column price: .* 1e\+300$"),
+    "text ids": ({"user": list("abcde")}, r"invalid column user: .*string"),
+    "fractions as ids": ({"user": [0.5, 1, 2, 3, 0]}, r"invalid column user: .*double"),
+    "null in a bag": ({"films": [[1], [], [2, None], [], []]}, r"row 2: invalid column films: .*null.* \[2, None\]$"),
+    "id too large": (
+        {"user": [0, 4, 1, 2, 9]},
+        r"row 1: .* table user .* got 4; raise rows to at least 10.*mix",
+    ),
+    "negative id": ({"user": [0, 1, -7, 2, 3]}, r"row 2: .* table user .* 0 to 3, got -7; .*embedding\.hash: mix"),
     "bag too long": (
         {"films": [[1], [], [], [1] * 4, []]},
-        r"row 3: the bag of table films .* 4 ids, more than maxLookups 3",
+        r"row 3: .* table films .* 3 ids \(maxLookups .* got 4$",
     ),
-    "id in a bag": ({"films": [[], [1, 2], [3, 10], [1], []]}, r"row 2: id 10 of table films"),
+    "id in a bag": ({"films": [[], [1, 2], [3, 10], [1], []]}, r"row 2: .* table films .* got 10;"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_COLUMNS)
-def test_a_bad_value_is_named_with_file_row_column_and_mend(case: str, write_parquet: Write, open_file: Any) -> None:
+def test_bad_value_is_named_with_file_row_and_column(case: str, write_parquet: Write, open_file: Any) -> None:
     changed, message = BAD_COLUMNS[case]
     path = write_parquet(COLUMNS | changed)
 
@@ -165,9 +168,7 @@ def test_a_bad_value_is_named_with_file_row_column_and_mend(case: str, write_par
 def test_a_missing_column_is_named_with_those_that_exist(write_parquet: Write, open_file: Any) -> None:
     columns = {name: values for name, values in COLUMNS.items() if name != "user"}
 
-    with pytest.raises(
-        BadDataError, match=r"data\.parquet: no column user: the file has label, price, films: .*rename"
-    ):
+    with pytest.raises(BadDataError, match=r"data\.parquet: column not found: user; .*rename.* label, price, films$"):
         open_file(write_parquet(columns))
 
 
@@ -176,7 +177,7 @@ def test_a_column_that_is_there_twice_is_named(write_parquet: Write, open_file: 
     table = pq.read_table(path)
     pq.write_table(table.append_column("user", table["user"]), path)
 
-    with pytest.raises(BadDataError, match=r"data\.parquet: 2 columns are called user: write the file with one"):
+    with pytest.raises(BadDataError, match=r"data\.parquet: ambiguous column user"):
         open_file(path)
 
 
@@ -199,12 +200,12 @@ def test_an_encrypted_file_is_called_so(plaintext_footer: bool, write_parquet: W
     with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
         writer.write_table(table)
 
-    with pytest.raises(BadDataError, match=r"data\.parquet: it is encrypted, .* write it without"):
+    with pytest.raises(BadDataError, match=r"data\.parquet: encrypted"):
         open_file(path).read(0)
 
 
 def test_renaming_a_feature_that_the_model_lacks_is_refused(write_parquet: Write, open_file: Any) -> None:
-    with pytest.raises(InvalidSpecError, match=r"spec\.data\.columns\.rename\.usr: the model has no feature usr"):
+    with pytest.raises(InvalidSpecError, match=r"spec\.data\.columns\.rename\.usr"):
         open_file(write_parquet(COLUMNS), columns={"rename": {"usr": "user"}})
 
 
@@ -216,9 +217,7 @@ def test_a_damaged_file_is_refused_by_name(damage: str, write_parquet: Write, op
     flipped[4:200] = bytes(196)
     path.write_bytes({"cut": content[:-20], "text": b"label,price\n0,1\n", "flipped": bytes(flipped)}[damage])
 
-    words = {"flipped": r"rows 0 to 2 \(row group 0\) can.t be decoded: damaged"}.get(
-        damage, "not a Parquet file, or a damaged"
-    )
+    words = {"flipped": r"cannot decode rows 0 to 2 \(row group 0\)"}.get(damage, "not a Parquet file")
     with pytest.raises(BadDataError, match=r"data\.parquet: " + words):
         open_file(str(path)).read(0)
 
@@ -235,7 +234,7 @@ def test_a_file_that_vanishes_while_training_is_named(write_parquet: Write, open
     reader = open_file(path)
     Path(path).unlink()
 
-    with pytest.raises(NoInputError, match=r"data\.parquet: no such file"):
+    with pytest.raises(NoInputError, match=r"file not found: .*data\.parquet"):
         reader.read(0)
 
 
@@ -289,7 +288,7 @@ def test_a_page_whose_checksum_is_another_is_refused(tmp_path: Path) -> None:
     row = body.index(np.int64(77).tobytes())
     path.write_bytes(body[:row] + np.int64(78).tobytes() + body[row + 8 :])
 
-    with pytest.raises(BadDataError, match=r"rows 0 to 99 \(row group 0\) can't be decoded: damaged .*CRC"):
+    with pytest.raises(BadDataError, match=r"rows 0 to 99 \(row group 0\).*CRC"):
         open_source([path], ["user"], 0).batches([np.arange(100)])
 
 

@@ -223,7 +223,7 @@ def test_question_marks_and_hashes_of_file_uris_are_part_of_the_path(tmp_path: P
 def test_a_pipe_is_refused_by_name(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.tsv")
 
-    with pytest.raises(BadDataError, match=r"pipe\.tsv: a pipe or device: .* write it to a file"):
+    with pytest.raises(BadDataError, match=r"not a regular file: .*pipe\.tsv"):
         find_files([str(tmp_path / "pipe.tsv")], [".tsv"])
 
 
@@ -231,15 +231,15 @@ def test_a_pipe_is_refused_by_name(tmp_path: Path) -> None:
     ("uri", "message"),
     [
         ("{0}/**.tsv", r"\*\* must stand alone between slashes"),
-        ("{0}/absent.tsv", r"absent\.tsv: no such file or folder: check data\.train\.uris"),
-        ("{0}/*.tsv", r"no file matches the pattern"),
-        ("{0}", r"the folder holds no file that ends in \.tsv: .* by a pattern, as .*/\*$"),
-        ("{0}/loop.tsv", r"loop\.tsv: no such file or folder"),
-        ("{0}/" + 300 * "a", r"a: no such file or folder"),
-        ("file://{0}/a%00.tsv", r"a%00\.tsv': no name of a file: it holds a NUL"),
-        ("~nobody-of-that-name/a.tsv", r"~nobody-of-that-name/a\.tsv: no such user"),
-        ("https://example.com/a.tsv", r"only files of this machine"),
-        ("file://server/a.tsv", r"only files of this machine"),
+        ("{0}/absent.tsv", r"file not found: .*absent\.tsv; .*data\.train\.uris"),
+        ("{0}/*.tsv", r"no file matches .*/\*\.tsv"),
+        ("{0}", r"no file ends in \.tsv: .* pattern such as .*/\* "),
+        ("{0}/loop.tsv", r"file not found: .*loop\.tsv"),
+        ("{0}/" + 300 * "a", r"file not found: .*a;"),
+        ("file://{0}/a%00.tsv", r"invalid path: .*a%00\.tsv"),
+        ("~nobody-of-that-name/a.tsv", r"unknown user: ~nobody-of-that-name/a\.tsv"),
+        ("https://example.com/a.tsv", r"unsupported URI"),
+        ("file://server/a.tsv", r"unsupported URI"),
     ],
 )
 def test_a_uri_that_names_nothing_is_refused(uri: str, message: str, tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_uri_that_names_nothing_is_refused(uri: str, message: str, tmp_path: P
 
 
 def test_a_file_that_went_since_it_was_found_is_told_by_name(tmp_path: Path) -> None:
-    with pytest.raises(NoInputError, match=r"gone\.tsv: no such file: it was there a moment ago"):
+    with pytest.raises(NoInputError, match=r"file not found: .*gone\.tsv"):
         LocalFile(tmp_path / "gone.tsv")
 
 
@@ -258,7 +258,7 @@ def test_a_file_that_may_not_be_read_is_refused_by_name() -> None:
     with tempfile.TemporaryDirectory() as folder, as_nobody(Path(folder)):
         (Path(folder) / "secret.tsv").touch(mode=0o000)
 
-        with pytest.raises(NoPermissionError, match=r"secret\.tsv: no permission to read it"):
+        with pytest.raises(NoPermissionError, match=r"permission denied: .*secret\.tsv"):
             find_files([folder + "/secret.tsv"], [".tsv"])
 
 
@@ -267,11 +267,11 @@ def test_a_folder_that_may_not_be_entered_or_listed_is_refused_by_name() -> None
         locked = Path(folder) / "locked"
         locked.mkdir(mode=0o000)
 
-        with pytest.raises(NoPermissionError, match=r"day\.tsv: no permission to look there"):
+        with pytest.raises(NoPermissionError, match=r"permission denied: .*day\.tsv"):
             find_files([str(locked / "day.tsv")], [".tsv"])
         (locked.parent / "lost+found").mkdir(mode=0o000)
         for uri in ("locked", "", "**/*.tsv", "*/*.tsv"):
-            with pytest.raises(NoPermissionError, match=r"locked: no permission to list it"):
+            with pytest.raises(NoPermissionError, match=r"permission denied: .*locked"):
                 find_files([f"{folder}/{uri}"], [".tsv"])
 
 
