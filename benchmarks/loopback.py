@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.measure import tell
 from dlrm_api.objects import S3Spec
-from dlrm_stores.base import ObjectStore, StoreOptions, open_store
+from dlrm_stores import ObjectStore, StoreOptions, open_store
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client

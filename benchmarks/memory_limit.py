@@ -26,7 +26,7 @@ from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.tiers import row_bytes
 from dlrm_checkpointer.read.catalog import verify_snapshot
 from dlrm_checkpointer.read.restore import newest_snapshot
-from dlrm_stores.base import StoreOptions, open_store
+from dlrm_stores import StoreOptions, open_store
 
 MANIFEST = Path(__file__).parents[1] / "examples" / "larger-than-memory.yaml"
 LIMIT = 3 << 30

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 
-from dlrm_stores.base import Body, ObjectInfo, ObjectStore
+from dlrm_stores import ObjectStore
+from dlrm_stores.base import Body, ObjectInfo
 
 
 class MeteredStore:

@@ -19,7 +19,7 @@ from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.types import CutMeta, ShardRows, SnapshotName, TableMeta
 from dlrm_checkpointer.write.policy import ChainPolicy
 from dlrm_checkpointer.write.retention import Rule
-from dlrm_stores.base import ObjectStore
+from dlrm_stores import ObjectStore
 
 INTERVAL_S = 1_800.0
 PATIENCE_S = 300.0

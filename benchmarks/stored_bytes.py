@@ -14,7 +14,7 @@ from benchmarks.metered_store import MeteredStore
 from benchmarks.saved_job import SavedJob, tables_of
 from benchmarks.touched import TouchedRows, Trace
 from dlrm_api.checkpoint import Bits, PolicyName
-from dlrm_stores.base import ObjectStore
+from dlrm_stores import ObjectStore
 
 DIM = 64
 TABLES = 4

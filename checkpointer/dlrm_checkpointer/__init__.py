@@ -41,7 +41,7 @@ from dlrm_checkpointer.read.export import (
 from dlrm_checkpointer.read.fetch import Check, check_bytes
 from dlrm_checkpointer.read.partial import PartialCut, find_partial, open_partial
 from dlrm_checkpointer.read.restore import PARALLEL_DECODES, Snapshot, newest_snapshot, open_snapshot
-from dlrm_checkpointer.settings import read_job, store_options
+from dlrm_checkpointer.settings import PUBLISH_FIELDS, open_publish_store, read_job, store_options
 from dlrm_checkpointer.types import (
     CutMeta,
     CutSize,
@@ -58,6 +58,7 @@ from dlrm_checkpointer.write.retention import Decision, Retention, Rule
 __all__ = [
     "PARALLEL_DECODES",
     "PEERS_TIMEOUT_S",
+    "PUBLISH_FIELDS",
     "Check",
     "CodedRows",
     "CutAbandonedError",
@@ -108,6 +109,7 @@ __all__ = [
     "newest_attempt",
     "newest_snapshot",
     "open_partial",
+    "open_publish_store",
     "open_snapshot",
     "pick_snapshot",
     "place_weights",

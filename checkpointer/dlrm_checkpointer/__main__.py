@@ -18,12 +18,12 @@ from dlrm_api.process import log_to_stderr, named_limit
 from dlrm_api.progress import CheckpointerProgress
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.publish.publisher import Publisher, Terms
-from dlrm_checkpointer.settings import Settings, read_settings
+from dlrm_checkpointer.settings import Settings, open_publish_store, read_settings
 from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Endpoint, Status
 from dlrm_checkpointer.write.policy import ChainPolicy
 from dlrm_checkpointer.write.retention import Rule
-from dlrm_stores.base import StoreOptions, open_store, open_target
+from dlrm_stores import StoreOptions, open_store
 
 LONGEST_REASON = 512
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -69,7 +69,7 @@ def _run(settings: Settings, stop: threading.Event) -> int:
     inbox = Inbox(settings.handoff, settings.ranks)
     publisher = None
     try:
-        options = replace(settings.options, on_repeat=status.store_repeated)
+        options = replace(settings.options, on_retry=status.store_retried)
         publisher = _publisher(settings, options, status)
         code = Sidecar(inbox, open_store(settings.uri, options), status, duties(settings), publisher).run(stop)
     finally:
@@ -88,7 +88,7 @@ def _publisher(settings: Settings, options: StoreOptions, status: Status) -> Pub
     pod = settings.ranks.start // len(settings.ranks)
     terms = Terms(bits=wanted.bits, keep_last=wanted.keep_last, pod=pod, pods=settings.pods)
     snapshots = open_store(settings.uri, options)
-    return Publisher(snapshots, open_target(wanted.uri, options, snapshots), terms, status)
+    return Publisher(snapshots, open_publish_store(wanted.uri, options, snapshots), terms, status)
 
 
 def duties(settings: Settings) -> Duties:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dlrm_api.checkpoint import CheckpointSpec
-from dlrm_api.errors import BadDataError, NoInputError, UsageError
+from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError, UsageError
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Env, Port
-from dlrm_stores.base import StoreOptions
+from dlrm_stores import ObjectStore, StoreOptions, open_store
+from dlrm_stores.base import FieldNames
+
+PUBLISH_FIELDS = FieldNames(uri="spec.checkpoint.publish.uri")
 
 DEFAULT_GRACE_S = 120.0
 
@@ -107,3 +110,23 @@ def _number(env: Mapping[str, str], name: str, default: float) -> float:
         return float(env.get(name) or default)
     except ValueError as error:
         raise UsageError(f"{name}={env[name]!r}: not a number") from error
+
+
+def open_publish_store(uri: str, options: StoreOptions, snapshots: ObjectStore) -> ObjectStore:
+    """Open the store that deltas go to.
+
+    Args:
+        uri: ``spec.checkpoint.publish.uri``.
+        options: How the job's store is reached; this one is reached the same way.
+        snapshots: The job's store.
+
+    Raises:
+        InvalidSpecError: the URI is invalid, or names the store of the snapshots.
+    """
+    target = open_store(uri, replace(options, fields=replace(options.fields, uri=PUBLISH_FIELDS.uri)))
+    if target.uri == snapshots.uri:
+        raise InvalidSpecError(
+            PUBLISH_FIELDS.uri,
+            f"expected another location than {target.uri}: the retention of snapshots there would delete deltas",
+        )
+    return target

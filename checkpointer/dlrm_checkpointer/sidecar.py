@@ -28,7 +28,7 @@ from dlrm_checkpointer.write.commit import try_commit
 from dlrm_checkpointer.write.policy import ChainPolicy
 from dlrm_checkpointer.write.retention import Retention, Rule
 from dlrm_checkpointer.write.upload import Traffic, Upload, Ways
-from dlrm_stores.base import ObjectStore
+from dlrm_stores import ObjectStore
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dlrm_api.process import EndpointHandler, EndpointServer
 from dlrm_api.progress import CheckpointerProgress, SnapshotInfo
 from dlrm_checkpointer.format.manifest import Kind
 from dlrm_checkpointer.publish.delta import Delta
-from dlrm_stores.repeats import Reason
+from dlrm_stores.base import RetryReason
 
 STORE_ERROR_LENGTH = 1_024
 COMMIT_BUCKETS_S = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1_800, 3_600)
@@ -77,7 +77,7 @@ class Status:
         # at 0 from the start: a series that begins with its first event has no increase by it
         for kind in get_args(Kind):
             self.commits.labels(kind)
-        for reason in get_args(Reason):
+        for reason in get_args(RetryReason):
             self._store_repeats.labels(reason)
         self._committed.set(-1)
         self._pending.set(-1)
@@ -132,7 +132,7 @@ class Status:
             self._update(store_error="")
             self._failing.set(0)
 
-    def store_repeated(self, reason: Reason) -> None:
+    def store_retried(self, reason: RetryReason) -> None:
         """A call of the store is made again."""
         self._store_repeats.labels(reason).inc()
 

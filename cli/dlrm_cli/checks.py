@@ -20,15 +20,9 @@ from dlrm_api.names import Env
 from dlrm_api.objects import file_path, is_s3
 from dlrm_api.plan import Plan
 from dlrm_api.process import free_memory_bytes
-from dlrm_checkpointer import store_options
-from dlrm_stores.base import (
-    CHECKPOINT_FIELDS,
-    PUBLISH_FIELDS,
-    FieldNames,
-    ObjectStore,
-    open_store,
-    open_target,
-)
+from dlrm_checkpointer import PUBLISH_FIELDS, open_publish_store, store_options
+from dlrm_stores import ObjectStore, open_store
+from dlrm_stores.base import CHECKPOINT_FIELDS, FieldNames
 
 PATTERN = frozenset("*?[")
 HERE = FieldNames(
@@ -91,7 +85,7 @@ def open_job_store(job: DLRMJob) -> ObjectStore:
     store = open_store(job.spec.checkpoint.uri, options)
     _ask(store, CHECKPOINT_FIELDS.uri)
     if publish is not None:
-        _ask(open_target(publish.uri, options, store), PUBLISH_FIELDS.uri)
+        _ask(open_publish_store(publish.uri, options, store), PUBLISH_FIELDS.uri)
     return store
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dlrm_checkpointer import Precision, Snapshot, TableFile, TableMeta
-    from dlrm_stores.base import ObjectStore
+    from dlrm_stores import ObjectStore
 
 exports = typer.Typer()
 

@@ -17,7 +17,7 @@ from dlrm_api.errors import InvalidSpecError, NoInputError, SnapshotError, Tempo
 if TYPE_CHECKING:
     from dlrm_api.progress import SnapshotInfo
     from dlrm_checkpointer import Decision, Listed, Snapshot, Verified
-    from dlrm_stores.base import ObjectStore
+    from dlrm_stores import ObjectStore
 
 snapshots = typer.Typer(name="snapshots", help="Manage committed snapshots.", no_args_is_help=True)
 
@@ -270,7 +270,8 @@ def open_snapshot_store(
     from dlrm_api.base import read
     from dlrm_api.checkpoint import SCHEMES
     from dlrm_api.objects import SnapshotS3Spec
-    from dlrm_stores.base import FieldNames, StoreOptions, open_made_store, open_store
+    from dlrm_stores import StoreOptions, open_store
+    from dlrm_stores.base import FieldNames
 
     for option, path in (("--ca-file", ca_file), ("--credentials-dir", credentials_dir)):
         if path is not None and not path.exists():
@@ -287,7 +288,7 @@ def open_snapshot_store(
         raise UsageError(f"invalid URI: expected file:///folder or s3://bucket/prefix, got {uri!r}{hint}")
     try:
         s3 = read(SnapshotS3Spec, {name: value for name, value in given.items() if value is not None})
-        opened = open_made_store if must_exist else open_store
+        opened = open_existing_store if must_exist else open_store
         return opened(
             uri, StoreOptions(s3=s3, credentials_dir=credentials_dir, fields=FieldNames(credentials=CREDENTIALS))
         )

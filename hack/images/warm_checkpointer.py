@@ -21,7 +21,7 @@ from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.types import CutMeta, ShardRows, TableMeta
 from dlrm_checkpointer.write.policy import ChainPolicy
 from dlrm_checkpointer.write.retention import Rule
-from dlrm_stores.base import StoreOptions, open_store
+from dlrm_stores import StoreOptions, open_store
 
 TABLE = TableMeta(name="rows", rows=300, dim=8, seed=1, scale=0.5, column_blocks=((0, 8),))
 CUTS = 3

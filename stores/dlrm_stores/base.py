@@ -1,184 +1,128 @@
-"""What a snapshot asks of an object store, and how a URI becomes one."""
+"""Define what an object store offers, and how one is described."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
-from urllib.parse import unquote, urlsplit
+from typing import Literal, Protocol
 
-from dlrm_api.errors import InvalidSpecError
 from dlrm_api.objects import S3Spec
-from dlrm_stores.repeats import OnRepeat, count_nothing
 
 Body = bytes | bytearray | memoryview
+RetryReason = Literal["throttled", "failed", "broken", "credentials"]
+"""Why a call is retried: throttled, a server error, a connection or an answer that broke off, credentials not there
+yet."""
 PARALLEL_DELETES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectInfo:
-    """One object of a listing."""
+    """Describe one object of a listing."""
 
     key: str
     size: int
     modified: float
-    """When it was written, by the store's clock (Unix seconds)."""
+    """Time of the last write by the store's clock (Unix seconds)."""
     etag: str = ""
-    """Another one where the object was written anew; of S3 alone."""
+    """Changes when the object is replaced; S3 only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FieldNames:
-    """How a user says where objects are and how they are reached: fields of a job, by default."""
+    """Name the settings that error messages refer to: fields of a job, by default."""
 
     uri: str = "spec.checkpoint.uri"
     service: str = "spec.checkpoint.s3"
     """Holds ``endpoint``, ``region`` and ``caFile``."""
     credentials: str = "spec.checkpoint.credentialsSecret"
-    """What is to be set for credentials."""
 
 
 CHECKPOINT_FIELDS = FieldNames()
-PUBLISH_FIELDS = FieldNames(uri="spec.checkpoint.publish.uri")
 AWS = S3Spec()
+
+
+def _ignore_retry(reason: RetryReason) -> None:
+    """Count nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
-    """How to reach an S3 service; a file store needs none of it."""
+    """Describe how to reach an S3 service; a file store needs none of it."""
 
     s3: S3Spec = AWS
-    """A ``SnapshotS3Spec`` also says how what is written is encrypted."""
+    """A ``SnapshotS3Spec`` also names the encryption of what is written."""
     credentials_dir: Path | None = None
-    """Folder with ``accessKeyId``, ``secretAccessKey`` and optionally ``sessionToken``, read again when it changes;
-    boto3's own chain where None."""
+    """Directory with ``accessKeyId``, ``secretAccessKey`` and optionally ``sessionToken``, read again when it changes;
+    None: boto3's own credential chain."""
     fields: FieldNames = CHECKPOINT_FIELDS
-    """What messages call all this."""
-    on_repeat: OnRepeat = count_nothing
-    """PodReport of each call that is repeated, in the thread that makes it."""
+    on_retry: Callable[[RetryReason], object] = _ignore_retry
+    """Called for each retry, in the thread that makes the call."""
 
 
 class ObjectStore(Protocol):
-    """A flat space of keys under one URI; every write is whole or absent, and a listing sees every finished write.
+    """Hold objects under keys below one URI; writes are atomic, and a listing shows every finished write.
 
-    All methods may raise StoreUnavailableError (repeat the call), NoPermissionError or DeviceError.
+    Every method may raise StoreUnavailableError (repeat the call), NoPermissionError or DeviceError.
     """
 
     @property
     def uri(self) -> str:
-        """Where the keys live, without a trailing slash."""
+        """Return the URI of the keys' parent, without a trailing slash."""
         ...
 
     def get(self, key: str) -> bytes:
-        """The object's bytes. Raises NoInputError where there is none."""
+        """Return the object's bytes. Raises NoInputError if it does not exist."""
         ...
 
     def get_into(self, key: str, buffer: memoryview) -> int:
-        """Fill a contiguous, writable buffer with the object's first bytes; returns the object's size.
+        """Fill a contiguous, writable buffer with the object's first bytes and return the object's size.
 
-        The size tells whether the object is as long as the buffer. What is in the buffer after an error, or beyond
-        the object's end, is not defined. Raises NoInputError where there is none.
+        The content of the buffer is undefined after an error, and beyond the object's end. Raises NoInputError if the
+        object does not exist.
         """
         ...
 
     def put(self, key: str, body: Body, sha256: str | None = None) -> None:
-        """Write the object, replacing one that is there; readers see the old bytes or the new, never a mixture.
+        """Write or replace the object; readers see the old bytes or the new ones, never a mixture.
 
         Args:
-            key: of the object.
-            body: its bytes, contiguous.
-            sha256: of them, in hexadecimal, where it is known: it travels with them and is not computed once more.
+            key: Key of the object.
+            body: Contiguous bytes.
+            sha256: Their digest in hexadecimal if known; it is sent along and not computed again.
         """
         ...
 
     def put_if_absent(self, key: str, body: Body) -> bool:
-        """Write the object unless one is there; False, and nothing written, where one is.
+        """Write the object unless it exists; return False, with nothing written, if it does.
 
-        A store that knows no conditions overwrites and answers True: ``attempts.honours_conditions`` tells.
+        A store without conditional writes overwrites and returns True: ``attempts.honours_conditions`` finds out.
         """
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key starts with ``prefix``, in ascending order of their keys."""
+        """Yield the objects whose key starts with ``prefix``, in ascending order of keys."""
         ...
 
     def delete(self, key: str) -> None:
-        """Remove the object; removing what is not there is success."""
+        """Remove the object if it exists."""
         ...
 
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Remove objects, in any order; after an error some of them are gone. What is not there is success."""
+        """Remove those objects that exist, in any order; after an error some are left."""
         ...
 
     def size(self, key: str) -> int | None:
-        """The object's bytes, None where there is none."""
+        """Return the object's bytes, or None if it does not exist."""
         ...
 
     def sweep_uploads(self, older_than_s: float) -> int:
-        """Give back what unfinished writes of dead writers hold, if older than this; how many were removed."""
+        """Remove what unfinished writes of dead writers left, if older than this; return how many."""
         ...
 
 
 def delete_each(delete: Callable[[str], None], keys: Sequence[str]) -> None:
-    """Remove objects one by one, several at a time; an error is raised once no removal is under way any more."""
+    """Delete objects one by one, several at a time. All deletions have ended when an error is raised."""
     with ThreadPoolExecutor(PARALLEL_DELETES, "delete") as pool:
         list(pool.map(delete, keys))
-
-
-def open_store(uri: str, options: StoreOptions | None = None) -> ObjectStore:
-    """Open ``file:///folder`` or ``s3://bucket/prefix``; nothing is contacted or created yet.
-
-    Raises:
-        InvalidSpecError: the URI is of another kind, or has a part that names no folder.
-    """
-    options = options or StoreOptions()
-    if cut := next((mark for mark in "?#" if mark in uri), None):
-        raise InvalidSpecError(options.fields.uri, f"{uri}: {cut} ends the path of a URI: name the folder without it")
-    parts = urlsplit(uri)
-    if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
-        from dlrm_stores.files import FileStore
-
-        return FileStore(Path(unquote(parts.path)))
-    if parts.scheme == "s3" and parts.netloc:
-        from dlrm_stores.s3 import S3Store  # imported here: boto3 takes most of a second to load
-
-        return S3Store(parts.netloc, parts.path.strip("/"), options)
-    raise InvalidSpecError(options.fields.uri, f"{uri} is neither file:///folder nor s3://bucket/prefix")
-
-
-def open_made_store(uri: str, options: StoreOptions | None = None) -> ObjectStore:
-    """Open a store that a job has written to; of an S3 service nothing is contacted yet.
-
-    Raises:
-        InvalidSpecError: see ``open_store``.
-        NoInputError: the folder of a ``file:///`` URI is not there, or is a file.
-        NoPermissionError: it may not be looked for.
-    """
-    from dlrm_stores.files import FileStore
-
-    store = open_store(uri, options)
-    if isinstance(store, FileStore):
-        store.check_folder()
-    return store
-
-
-def open_target(uri: str, options: StoreOptions, snapshots: ObjectStore) -> ObjectStore:
-    """The store that deltas go to.
-
-    Args:
-        uri: that the job gives.
-        options: of the job's store, by which this one is reached too.
-        snapshots: the job's store.
-
-    Raises:
-        InvalidSpecError: the URI can't be used, or is that of the snapshots.
-    """
-    target = open_store(uri, replace(options, fields=replace(options.fields, uri=PUBLISH_FIELDS.uri)))
-    if target.uri == snapshots.uri:  # however the job writes it
-        raise InvalidSpecError(
-            PUBLISH_FIELDS.uri,
-            f"{target.uri} holds the job's snapshots, whose retention would remove deltas: give another folder",
-        )
-    return target

@@ -8,22 +8,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 PARALLEL_GETS = 16
-"""Objects that are read at a time, memory allowing: what comes from far takes its while, however small it is."""
-AT_ONCE = 4
-"""Items at work at a time where their results, or what they are made of, are in memory too."""
+"""Objects that are read at a time, memory allowing: the latency of a distant store does not depend on their size."""
+DEFAULT_WORKERS = 4
+"""Default number of items at work, whose inputs and results are in memory."""
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-def in_parallel(work: Callable[[T], R], items: Iterable[T], at_once: int = AT_ONCE) -> Iterator[R]:
-    """Results in order, a few items at work at a time: that many results are in memory, however many items come."""
-    with ThreadPoolExecutor(at_once, "fetch") as pool:
+def parallel_map(work: Callable[[T], R], items: Iterable[T], workers: int = DEFAULT_WORKERS) -> Iterator[R]:
+    """Yield results in order with ``workers`` items at work, so that no more results than that are in memory."""
+    with ThreadPoolExecutor(workers, "fetch") as pool:
         waiting: deque[Future[R]] = deque()
         try:
             for item in items:
                 waiting.append(pool.submit(work, item))
-                if len(waiting) >= at_once:
+                if len(waiting) >= workers:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()

@@ -1,146 +1,226 @@
-"""Object store over S3: whole objects in parallel parts and ranges, repeated within a budget."""
+"""Store objects in S3: whole, in parallel ranges, and in parallel parts above 64 MiB."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from dlrm_api.errors import NoInputError, StoreUnavailableError
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, stop_after_delay
+
+from dlrm_api.errors import DLRMError, InvalidSpecError, NoInputError, StoreUnavailableError
+from dlrm_api.objects import S3Spec, SnapshotS3Spec
 from dlrm_stores.base import Body, ObjectInfo, StoreOptions, delete_each
-from dlrm_stores.s3_calls import Calls
-from dlrm_stores.s3_client import ERRORS
-from dlrm_stores.s3_errors import is_unknown_request, status_of
-from dlrm_stores.s3_ranges import Version, read, read_into
-from dlrm_stores.s3_writes import Writes
+from dlrm_stores.s3_client import ERRORS, MAX_ATTEMPTS, MULTIPART, RETRY_DEADLINE_S, Clients, Payload
+from dlrm_stores.s3_errors import (
+    REFUSED,
+    S3Location,
+    code_of,
+    credentials_may_come,
+    is_unknown_request,
+    status_of,
+    translate,
+)
 
 if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
     from mypy_boto3_s3.type_defs import ObjectIdentifierTypeDef
 
 logger = logging.getLogger(__name__)
 
 RANGE_BYTES = 16 << 20
-"""Objects come back in ranges of this, in parallel, where they go into a buffer."""
 PARALLEL_RANGES = 16
-MOST_KEYS = 1_000
-"""Objects that one request removes: S3 takes no more."""
+PIECE_BYTES = 1 << 20
+"""Bytes that a range takes beside its buffer: they stay in the processor's cache on their way."""
+MAX_BATCH_KEYS = 1_000
+"""Largest number of keys that S3 deletes in one request."""
+INITIAL_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
+R = TypeVar("R")
+
+
+class _BrokenBodyError(StoreUnavailableError):
+    """Report a response whose body broke off or came short. botocore retries only up to the headers."""
+
+
+class _Version(NamedTuple):
+    size: int
+    etag: str
 
 
 class S3Store:
-    """Keys below ``s3://bucket/prefix`` of any S3 service with strongly consistent reads and listings.
+    """Hold keys below ``s3://bucket/prefix`` of an S3 service with strongly consistent reads and listings.
+
+    Calls are made from any thread. botocore retries them; this class retries bodies that break off, waits for
+    credentials that come late, and switches to rotated credentials.
 
     Args:
-        bucket: it must exist.
-        prefix: without slashes at its ends; may be empty.
-        options: where the service is and who we are.
+        bucket: An existing bucket.
+        prefix: Without slashes at its ends; may be empty.
+        options: How to reach the service.
     """
 
     def __init__(self, bucket: str, prefix: str, options: StoreOptions) -> None:
-        self._calls = Calls(bucket, f"{prefix}/" if prefix else "", options)
-        self._writes = Writes(self._calls, options.s3)
+        self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
+        self._location = S3Location(bucket=bucket, endpoint=options.s3.endpoint or "AWS", fields=options.fields)
+        self._clients = Clients(options, self._location)
+        self._on_retry = options.on_retry
+        self._encryption = _encryption(options.s3)
+        # Without TLS the signature covers the body's SHA-256, and the service checks it.
+        self._signs_bodies = (options.s3.endpoint or "").startswith("http://")
         self._readers = ThreadPoolExecutor(PARALLEL_RANGES, "s3-range")
-        self._knows_conditions: bool | None = None
-        """Whether the service takes conditional writes, honoured or not; None before the first."""
-        self._knows_batches = True
-        """Whether the service removes many objects by one request, for all that it said so far."""
+        self._has_conditions: bool | None = None
+        """Whether the service accepts conditional writes; None before the first."""
+        self._has_batches = True
+        """False once the service has refused to delete many objects by one request."""
 
     @property
     def uri(self) -> str:
-        """Where the keys live, without a trailing slash."""
-        return self._calls.uri
+        """Return the URI of the keys' parent, without a trailing slash."""
+        return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
     def get(self, key: str) -> bytes:
-        """The object's bytes, by one request: ``get_into`` reads large objects faster."""
-        with self._calls.known(key):
-            return self._calls.run(lambda s3: s3.get_object(**self._calls.object(key))["Body"].read())
+        """Return the object's bytes by one request; ``get_into`` reads large objects faster."""
+        with self._translated(key):
+            return self._call(lambda s3: self._read_whole(s3, key))
 
     def get_into(self, key: str, buffer: memoryview) -> int:
-        """Fill a buffer with the object's first bytes, in parallel ranges; returns the object's size."""
+        """Fill a buffer with the object's first bytes, in parallel ranges, and return the object's size."""
         view = buffer.cast("B")
         if not view:
             size = self.size(key)
             if size is None:
-                raise NoInputError(f"{self.uri}/{key}: there is no such object")
+                raise NoInputError(f"object not found: {self.uri}/{key}")
             return size
-        places = range(0, len(view), RANGE_BYTES)
-        with self._calls.known(key):
-            run = self._readers.map if len(places) > 1 else map
-            parts = run(lambda at: self._read_into(key, view[at : at + RANGE_BYTES], at), places)
+        starts = range(0, len(view), RANGE_BYTES)
+        with self._translated(key):
+            run = self._readers.map if len(starts) > 1 else map
+            parts = run(lambda start: self._get_range(key, view[start : start + RANGE_BYTES], start), starts)
             versions = {version for version in parts if version is not None}
         if len(versions) > 1:
-            raise StoreUnavailableError(f"{self.uri}/{key}: replaced while it was read")
+            raise StoreUnavailableError(f"{self.uri}/{key}: object was replaced while it was read")
         return versions.pop().size if versions else 0
 
-    def _read_into(self, key: str, view: memoryview, start: int) -> Version | None:
-        """Fill ``view`` with bytes from ``start`` on, as far as there are any; None where there are none."""
+    def _get_range(self, key: str, view: memoryview, start: int) -> _Version | None:
+        """Fill ``view`` from byte ``start`` on; return None if the object ends before."""
         try:
-            return self._calls.run(lambda s3: read_into(s3, self._calls.place, self._calls.object(key), start, view))
+            return self._call(lambda s3: self._read_range(s3, self._object(key), start, view))
         except ERRORS as error:
             if status_of(error) == 416:
                 return None
             raise
 
     def get_range_of(self, key: str, etag: str, start: int, length: int) -> bytes | None:
-        """Bytes [start, start + length) of the very object that a listing showed; None where another one is there.
+        """Return bytes [start, start + length) of the object with this ETag, or None if it was replaced.
 
         Raises:
-            NoInputError: there is none.
+            NoInputError: the object does not exist.
         """
-        wanted = {**self._calls.object(key), "IfMatch": etag}
-        with self._calls.known(key):
+        wanted, buffer = {**self._object(key), "IfMatch": etag}, bytearray(length)
+        with self._translated(key):
             try:
-                return self._calls.run(lambda s3: read(s3, self._calls.place, wanted, start, length))
+                size = self._call(lambda s3: self._read_range(s3, wanted, start, memoryview(buffer))).size
             except ERRORS as error:
                 if status_of(error) in (412, 416):
                     return None
                 raise
+        return bytes(buffer[: max(0, size - start)])
+
+    def _read_range(self, s3: S3Client, wanted: dict[str, Any], start: int, view: memoryview) -> _Version:
+        response = s3.get_object(**wanted, Range=f"bytes={start}-{start + len(view) - 1}")
+        # Each range says which version of the object it is of, so that ranges never mix two.
+        size = str(response.get("ContentRange", "")).rpartition("/")[2]
+        if not size.isdigit():
+            raise InvalidSpecError(
+                self._location.fields.service,
+                f"expected a service that answers range requests, got a whole object from {self._location.endpoint}",
+            )
+        done, end = 0, min(len(view), int(size) - start)
+        with contextlib.closing(response["Body"]) as body:
+            while done < end:
+                piece = self._read(body, min(PIECE_BYTES, end - done))
+                if not piece:
+                    raise _BrokenBodyError(f"{self._location.endpoint}: got {done} of {end} bytes of {wanted['Key']}")
+                view[done : done + len(piece)] = piece
+                done += len(piece)
+        return _Version(int(size), response.get("ETag", ""))
+
+    def _read_whole(self, s3: S3Client, key: str) -> bytes:
+        with contextlib.closing(s3.get_object(**self._object(key))["Body"]) as body:
+            return self._read(body)
+
+    def _read(self, body: Any, size: int | None = None) -> bytes:
+        try:
+            found: bytes = body.read(size)
+        except ERRORS as error:
+            where = f"bucket {self._location.bucket} at {self._location.endpoint}"
+            raise _BrokenBodyError(f"{where}: response broke off: {error}") from error
+        return found
 
     def put(self, key: str, body: Body, sha256: str | None = None) -> None:
-        """Write the object whole: at once, or in parallel parts that are given back if one fails."""
-        with self._calls.known(key):
-            self._writes.put(key, body, sha256)
+        """Write the object: by one request, or by s3transfer in parallel parts, aborted if one fails."""
+        view = memoryview(body).cast("B")
+        with self._translated(key):
+            if len(view) <= MULTIPART.multipart_threshold:
+                self._put_whole(key, view, sha256)
+                return
+            extra = {} if self._signs_bodies else {"ChecksumAlgorithm": "SHA256"}
+            extra |= self._encryption
+            self._call(
+                lambda s3: s3.upload_fileobj(_payload(view), ExtraArgs=extra, Config=MULTIPART, **self._object(key))
+            )
+
+    def _put_whole(self, key: str, body: Body, sha256: str | None = None, **condition: Any) -> None:
+        arguments = {**self._object(key), **self._encryption, **condition}
+        digest = sha256 or hashlib.sha256(body).hexdigest()
+        if not self._signs_bodies:
+            arguments["ChecksumSHA256"] = base64.b64encode(bytes.fromhex(digest)).decode()
+        self._call(lambda s3: s3.put_object(Body=_payload(body, digest), **arguments))
 
     def put_if_absent(self, key: str, body: Body) -> bool:
-        """Write the object unless one is there (``If-None-Match: *``), or the service knows no conditions."""
-        with self._calls.known(key):
+        """Write the object unless it exists (``If-None-Match: *``), or the service has no conditional writes."""
+        with self._translated(key):
             written = self._put_on_condition(key, body)
             if written is None:
-                self._writes.put_whole(key, body)
-                self._knows_conditions = False
+                self._put_whole(key, body)
+                self._has_conditions = False
         return written is not False
 
     def _put_on_condition(self, key: str, body: Body) -> bool | None:
-        """Whether the object was written; None: the service knows no conditions, and nothing was.
+        """Return whether the object was written; None: the service has no conditional writes.
 
-        What a service refuses once it took a condition is refused for other reasons.
+        A refusal after the service once accepted a condition has other reasons.
         """
-        if self._knows_conditions is False:
+        if self._has_conditions is False:
             return None
         try:
-            self._writes.put_whole(key, body, IfNoneMatch="*")
+            self._put_whole(key, body, IfNoneMatch="*")
         except ERRORS as error:
             if status_of(error) != 412:
-                if self._knows_conditions is None and is_unknown_request(error):
-                    logger.info("objects are written without conditions", extra={"store": self._calls.uri})
+                if self._has_conditions is None and is_unknown_request(error):
+                    logger.info("store does not support conditional writes", extra={"uri": self.uri})
                     return None
                 raise
-            self._knows_conditions = True
+            self._has_conditions = True
             return False
-        self._knows_conditions = True
+        self._has_conditions = True
         return True
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key starts with ``prefix``, in ascending order of their keys."""
-        wanted: dict[str, Any] = {"Bucket": self._calls.bucket, "Prefix": self._calls.prefix + prefix}
+        """Yield the objects whose key starts with ``prefix``, in ascending order of keys."""
+        wanted: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
         more = True
         while more:
-            with self._calls.known(prefix):
-                page = self._calls.ask(lambda s3: s3.list_objects_v2(**wanted), "IsTruncated")
+            with self._translated(prefix):
+                page = self._call(lambda s3: s3.list_objects_v2(**wanted))
             for item in page.get("Contents", ()):
                 yield ObjectInfo(
-                    key=item["Key"].removeprefix(self._calls.prefix),
+                    key=item["Key"].removeprefix(self._prefix),
                     size=item["Size"],
                     modified=item["LastModified"].timestamp(),
                     etag=item["ETag"],
@@ -149,46 +229,135 @@ class S3Store:
             wanted["ContinuationToken"] = page.get("NextContinuationToken")
 
     def delete(self, key: str) -> None:
-        """Remove the object; removing what is not there is success."""
-        with contextlib.suppress(NoInputError), self._calls.known(key):
-            self._calls.run(lambda s3: s3.delete_object(**self._calls.object(key)))
+        """Remove the object if it exists."""
+        with contextlib.suppress(NoInputError), self._translated(key):
+            self._call(lambda s3: s3.delete_object(**self._object(key)))
 
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Remove objects, many by one request.
+        """Remove objects, up to 1,000 by one request.
 
-        What the service does not say to be gone then is removed one by one: so an error is that of a single removal,
-        and a service that knows no such request does without.
+        Those that the service does not report as deleted are deleted one by one, so that an error is that of one
+        object, and a service without batches works too.
         """
-        batches = (keys[start : start + MOST_KEYS] for start in range(0, len(keys), MOST_KEYS))
+        batches = (keys[start : start + MAX_BATCH_KEYS] for start in range(0, len(keys), MAX_BATCH_KEYS))
         delete_each(self.delete, [key for batch in batches for key in self._delete_batch(batch)])
 
     def _delete_batch(self, keys: Sequence[str]) -> Sequence[str]:
-        """Ask for all at once; returns those that the service does not say to be gone."""
-        if not self._knows_batches:
+        """Return the keys that the service does not report as deleted."""
+        if not self._has_batches:
             return keys
-        names = [self._calls.prefix + key for key in keys]
-        with self._calls.known(f"the removal of {len(keys)} objects"):
+        names = [self._prefix + key for key in keys]
+        objects: list[ObjectIdentifierTypeDef] = [{"Key": name} for name in names]
+        with self._translated(f"the deletion of {len(keys)} objects"):
             try:
-                objects: list[ObjectIdentifierTypeDef] = [{"Key": name} for name in names]
-                answer = self._calls.run(
-                    lambda s3: s3.delete_objects(Bucket=self._calls.bucket, Delete={"Objects": objects})
-                )
+                response = self._call(lambda s3: s3.delete_objects(Bucket=self._bucket, Delete={"Objects": objects}))
             except ERRORS as error:
                 if not is_unknown_request(error):
                     raise
-                self._knows_batches = False
-                logger.info("objects are removed one by one", extra={"store": self._calls.uri, "error": str(error)})
+                self._has_batches = False
+                logger.info("store does not support batch delete", extra={"uri": self.uri, "error": str(error)})
                 return keys
-        gone = {each["Key"] for each in answer.get("Deleted", ())}
+        gone = {each["Key"] for each in response.get("Deleted", ())}
         return [key for key, name in zip(keys, names, strict=True) if name not in gone]
 
     def size(self, key: str) -> int | None:
-        """The object's bytes, None where there is none, by a listing: a refusal of HEAD would not say why."""
-        wanted: dict[str, Any] = {"Bucket": self._calls.bucket, "Prefix": self._calls.prefix + key, "MaxKeys": 1}
-        with self._calls.known(key):
-            page = self._calls.ask(lambda s3: s3.list_objects_v2(**wanted), "IsTruncated")
+        """Return the object's bytes or None, by a listing: a refused HEAD would not say why."""
+        wanted: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + key, "MaxKeys": 1}
+        with self._translated(key):
+            page = self._call(lambda s3: s3.list_objects_v2(**wanted))
         return next((item["Size"] for item in page.get("Contents", ()) if item["Key"] == wanted["Prefix"]), None)
 
     def sweep_uploads(self, older_than_s: float) -> int:
-        """Abort multipart uploads below our prefix that were begun longer ago than this."""
-        return self._writes.sweep(older_than_s)
+        """Abort multipart uploads below our prefix that were started longer ago than this."""
+        removed = 0
+        for upload in self._uploads():
+            if time.time() - upload["Initiated"].timestamp() > older_than_s:
+                self._abort(upload["Key"], upload["UploadId"])
+                removed += 1
+        return removed
+
+    def _abort(self, name: str, upload: str) -> None:
+        try:
+            self._call(lambda s3: s3.abort_multipart_upload(Bucket=self._bucket, Key=name, UploadId=upload))
+        except (*ERRORS, DLRMError) as error:
+            logger.warning("failed to abort multipart upload", extra={"uri": f"s3://{name}", "error": str(error)})
+
+    def _uploads(self) -> Iterator[Any]:
+        wanted: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix}
+        more = True
+        while more:
+            with self._translated(self._prefix):
+                try:
+                    page = self._call(lambda s3: s3.list_multipart_uploads(**wanted))
+                except ERRORS as error:
+                    if status_of(error) == 403:
+                        logger.warning(
+                            "cannot list unfinished uploads, leaving them; grant s3:ListBucketMultipartUploads",
+                            extra={"uri": self.uri, "error": str(error)},
+                        )
+                    # A service without this list has no uploads to sweep.
+                    elif status_of(error) not in {404, 405, 501}:
+                        raise
+                    return
+            yield from page.get("Uploads", ())
+            more = page.get("IsTruncated", False)
+            wanted.update(KeyMarker=page.get("NextKeyMarker"), UploadIdMarker=page.get("NextUploadIdMarker"))
+
+    def _object(self, key: str) -> dict[str, Any]:
+        return {"Bucket": self._bucket, "Key": self._prefix + key}
+
+    def _call(self, operation: Callable[[S3Client], R]) -> R:
+        """Run an operation on the current client; at once again if its credentials were refused and have rotated."""
+
+        def attempt() -> R:
+            client = self._clients.current()
+            try:
+                return operation(client)
+            except ERRORS as error:
+                newer = self._clients.newer_than(client) if code_of(error) in REFUSED else None
+                if newer is None:
+                    raise
+                return operation(newer)
+
+        retrying = Retrying(
+            retry=retry_if_exception(lambda error: isinstance(error, _BrokenBodyError) or credentials_may_come(error)),
+            stop=stop_after_attempt(MAX_ATTEMPTS) | stop_after_delay(RETRY_DEADLINE_S),
+            wait=_backoff_s,
+            before_sleep=self._count_retry,
+            reraise=True,
+        )
+        return retrying(attempt)
+
+    def _count_retry(self, state: RetryCallState) -> None:
+        self._on_retry("broken" if _broke_off(state) else "credentials")
+
+    @contextlib.contextmanager
+    def _translated(self, key: str) -> Iterator[None]:
+        """Raise the error that says who can act in place of one of ``ERRORS``."""
+        try:
+            yield
+        except ERRORS as error:
+            raise translate(error, self._location, key) from error
+
+
+def _broke_off(state: RetryCallState) -> bool:
+    return state.outcome is not None and isinstance(state.outcome.exception(), _BrokenBodyError)
+
+
+def _backoff_s(state: RetryCallState) -> float:
+    # What provides credentials on a node that has just come up is late by seconds.
+    longest = min(INITIAL_BACKOFF_S * 2**state.attempt_number, MAX_BACKOFF_S) if _broke_off(state) else MAX_BACKOFF_S
+    return random.random() * longest  # noqa: S311  jitter
+
+
+def _payload(body: Body, sha256: str = "") -> Any:
+    """Return a ``Payload`` for one request; boto3 takes anything that can be read, and its types do not."""
+    return Payload(body, sha256)
+
+
+def _encryption(s3: S3Spec) -> dict[str, Any]:
+    """Return the arguments of every request that begins an object."""
+    if not isinstance(s3, SnapshotS3Spec) or s3.encryption == "none":
+        return {}
+    key = {"SSEKMSKeyId": s3.kms_key_id} if s3.kms_key_id else {}
+    return {"ServerSideEncryption": s3.encryption, **key}

@@ -1,11 +1,9 @@
-"""What a refusal of an S3 service means for the user: who can act, and where. Pure; reads answers, not classes."""
+"""Translate what an S3 service refuses into the error that says who can act. Pure; imports no boto3."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-from urllib3.exceptions import HTTPError  # type: ignore[import-untyped]
 
 from dlrm_api.errors import (
     DeviceError,
@@ -15,10 +13,10 @@ from dlrm_api.errors import (
     NoPermissionError,
     StoreUnavailableError,
 )
-from dlrm_stores.base import CHECKPOINT_FIELDS, FieldNames
-from dlrm_stores.repeats import Reason
+from dlrm_stores.base import CHECKPOINT_FIELDS, FieldNames, RetryReason
 
-REFUSED = frozenset(  # by the credentials, which may rotate
+# The credentials were refused; they may have been rotated meanwhile.
+REFUSED = frozenset(
     {
         "AccessDenied",
         "AllAccessDisabled",
@@ -27,42 +25,29 @@ REFUSED = frozenset(  # by the credentials, which may rotate
         "InvalidToken",
         "SignatureDoesNotMatch",
         "TokenRefreshRequired",
-        "XAdminUserNotFound",  # versitygw, with 404: it does not know the access key
+        "XAdminUserNotFound",  # versitygw, with status 404
     }
 )
 NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError"})
 UNFETCHED_CREDENTIALS = frozenset({"CredentialRetrievalError", "MetadataRetrievalError"})
-"""A service hands them out here, and did not."""
 MAYBE_LATE = UNFETCHED_CREDENTIALS | {"NoCredentialsError"}
-"""A machine whose metadata service does not answer yet looks like one that has none."""
+"""A machine whose metadata service is not up yet looks like one without such a service."""
 THROTTLED = frozenset(
     {"RequestLimitExceeded", "RequestThrottled", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests"}
 )
 CORRUPTED = frozenset({"BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"})
-"""The service got other bytes than we sent."""
+"""The service received other bytes than were sent."""
 FAILED = frozenset({"ConditionalRequestConflict", "InternalError", "OperationAborted", "RequestTimeout"})
-TEMPORARY = THROTTLED | CORRUPTED | FAILED | {"NoSuchUpload"}
-BROKEN_OFF = frozenset(
-    {
-        "ConnectTimeoutError",
-        "ConnectionClosedError",
-        "ConnectionError",
-        "EndpointConnectionError",
-        "HTTPClientError",
-        "IncompleteReadError",
-        "ProxyConnectionError",
-        "ReadTimeoutError",
-        "ResponseStreamingError",
-        "SSLError",
-    }
-)
+NOT_S3 = "NotAnS3Response"
+"""Our own code for a success without the field that S3 always sends: a proxy's page, or another server."""
+TEMPORARY = THROTTLED | CORRUPTED | FAILED | {"NoSuchUpload", NOT_S3}
 BAD_CERTIFICATE = frozenset({"CertificateError", "SSLCertVerificationError"})
-"""Of another authority, of another host, or no longer valid."""
+"""Unknown authority, wrong host name, or expired."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """What messages name."""
+class S3Location:
+    """Name a bucket in error messages."""
 
     bucket: str
     endpoint: str
@@ -70,115 +55,107 @@ class Place:
 
 
 def status_of(error: Exception) -> int:
-    """HTTP status of the service's answer, 0 where it gave none."""
+    """Return the HTTP status of the service's response, 0 if there was none."""
     answer = getattr(error, "response", None) or {}
     return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def code_of(error: Exception) -> str:
-    """The service's word for what went wrong, empty where it gave none."""
+    """Return the service's error code, empty if there was none."""
     answer = getattr(error, "response", None) or {}
     return str(answer.get("Error", {}).get("Code", ""))
 
 
 def is_unknown_request(error: Exception) -> bool:
-    """Whether the service refused what was asked, whoever asks: it knows no such request, or wants it otherwise.
+    """Return whether the service does not implement the request, whoever sends it.
 
-    Services say so by 501 NotImplemented and 405, and by 400 under many codes.
+    Services answer 501 NotImplemented, 405, or 400 with many codes.
     """
     known = REFUSED | TEMPORARY | {"NoSuchBucket"}
     return status_of(error) in {400, 404, 405, 501} and code_of(error) not in known
 
 
-def repeat_reason(error: Exception) -> Reason | None:
-    """Why the same call may work in a moment; None where it will not."""
-    code, status = code_of(error), status_of(error)
+def retry_reason(code: str, status: int) -> RetryReason | None:
+    """Return why a request with this response may work when it is sent again, or None if it will not."""
     if status in {429, 503} or code in THROTTLED:
         return "throttled"
-    if status in {409, 500, 502, 504} or code in FAILED:
-        return "failed"
-    if code in CORRUPTED or isinstance(error, StoreUnavailableError):
+    if code in CORRUPTED or code == NOT_S3:
         return "broken"
-    kind = type(error).__name__
-    if kind in MAYBE_LATE:
-        return "credentials"
-    broken_off = kind in BROKEN_OFF or isinstance(error, HTTPError)
-    return "broken" if broken_off and not is_bad_certificate(error) else None
+    return "failed" if status in {409, 500, 502, 504} or code in FAILED else None
+
+
+def credentials_may_come(error: BaseException) -> bool:
+    """Return whether credentials are missing that a metadata service may hand out in a moment."""
+    return type(error).__name__ in MAYBE_LATE
 
 
 def is_bad_certificate(error: BaseException) -> bool:
-    """Whether the service's certificate was refused; TLS breaks off for many other reasons, with the same classes."""
-    return any(type(each).__name__ in BAD_CERTIFICATE for each in _reasons(error))
+    """Return whether the service's certificate was refused; other TLS failures raise the same classes."""
+    return any(type(reason).__name__ in BAD_CERTIFICATE for reason in _reasons(error))
 
 
 def _reasons(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and all that it was raised on account of; botocore names one of them among its arguments."""
+    """Yield an error and its causes; botocore passes one of them as a keyword argument."""
     if error is not None:
         yield error
         yield from _reasons(getattr(error, "kwargs", {}).get("error"))
         yield from _reasons(error.__cause__ or error.__context__)
 
 
-def translate(error: Exception, place: Place, key: str) -> DLRMError:
-    """The error that says who can act, for one of botocore's."""
-    answer = (getattr(error, "response", None) or {}).get("Error", {})
-    code, status = code_of(error), status_of(error)
-    kind = type(error).__name__
+def translate(error: Exception, location: S3Location, key: str) -> DLRMError:
+    """Return the error that says who can act, for one that boto3 raised while it worked on ``key``."""
+    code, status, fields = code_of(error), status_of(error), location.fields
+    where = f"bucket {location.bucket} at {location.endpoint}"
     if not status and not code:
-        return _without_answer(error, kind, place)
-    detail = f"{code}: {answer.get('Message', '')}".strip(": ")
-    if code == "NoSuchBucket":
-        return NoInputError(
-            f"bucket {place.bucket} is not there at {place.endpoint}: create it, or mend {place.fields.uri}"
+        return _without_response(error, location, where)
+    message = (getattr(error, "response", None) or {}).get("Error", {}).get("Message", "")
+    detail = f"{code}: {message}".strip(": ") or str(status)
+    if code == NOT_S3:
+        return StoreUnavailableError(
+            f"{where}: not an S3 response: {message}; check {fields.service}.endpoint and any proxy in front of it"
         )
+    if code == "NoSuchBucket":
+        return NoInputError(f"bucket not found: {where}; create it, or correct {fields.uri}")
     if code == "RequestTimeTooSkewed":
         return NoPermissionError(
-            f"bucket {place.bucket} at {place.endpoint} refused {key}: the clock of this machine or of the service is "
-            "wrong: set it, both must be within 15 minutes"
+            f"{where} refused {key}: clocks of this machine and the service differ by more than 15 minutes; set them"
         )
     if code == "InvalidObjectState":
         return NoPermissionError(
-            f"bucket {place.bucket} at {place.endpoint}: {key} is archived and can't be read ({detail}): have the "
-            f"service restore all objects below {place.fields.uri}, and take them out of the lifecycle rule that "
-            "archives them"
+            f"{where}: {key} is archived and cannot be read ({detail}); restore all objects below {fields.uri}, and "
+            "exclude them from the lifecycle rule that archives them"
         )
     if status in {401, 403} or code in REFUSED:
         return NoPermissionError(
-            f"bucket {place.bucket} at {place.endpoint} refused {key}: {detail or status}; "
-            "mend the credentials Secret or the bucket's policy"
+            f"{where} refused {key}: {detail}; correct the credentials Secret or the bucket's policy"
         )
-    if status in {408, 409, 429} or code in TEMPORARY:
-        return StoreUnavailableError(f"{place.endpoint}, bucket {place.bucket}: {detail or status}")
     if status == 507 or code in {"InsufficientStorage", "QuotaExceeded"}:
-        return DeviceError(f"{place.endpoint}, bucket {place.bucket} is full ({detail}): free space there")
-    if status >= 500:
-        return StoreUnavailableError(f"{place.endpoint}, bucket {place.bucket}: {detail or status}")
+        return DeviceError(f"{where} is full: {detail}; free space there")
+    if status in {408, 409, 429} or status >= 500 or code in TEMPORARY:
+        return StoreUnavailableError(f"{where}: {detail}")
     if status == 404:
-        return NoInputError(f"s3://{place.bucket}/...{key}: there is no such object")
+        return NoInputError(f"object not found: s3://{location.bucket}/...{key}")
     if status in {301, 307} or code in {"AuthorizationHeaderMalformed", "PermanentRedirect"}:
-        return InvalidSpecError(
-            f"{place.fields.service}.region", f"bucket {place.bucket} is of another region: {detail}"
-        )
-    return InvalidSpecError(place.fields.service, f"{place.endpoint}, bucket {place.bucket} refused {key}: {detail}")
+        return InvalidSpecError(f"{fields.service}.region", f"bucket {location.bucket} is in another region: {detail}")
+    return InvalidSpecError(fields.service, f"{where} refused {key}: {detail}")
 
 
-def _without_answer(error: Exception, kind: str, place: Place) -> DLRMError:
+def _without_response(error: Exception, location: S3Location, where: str) -> DLRMError:
+    kind, fields = type(error).__name__, location.fields
     if kind in NO_CREDENTIALS:
         return NoPermissionError(
-            f"no credentials for bucket {place.bucket} at {place.endpoint} ({error}): "
-            f"set {place.fields.credentials}, or boto3's own environment variables or files; where the machine has a "
-            "role, its metadata service must be reachable"
+            f"no credentials for {where} ({error}); set {fields.credentials}, or boto3's environment variables or "
+            "files; if the machine has a role, its metadata service must be reachable"
         )
     if kind in UNFETCHED_CREDENTIALS:
         return StoreUnavailableError(
-            f"credentials for bucket {place.bucket} at {place.endpoint} can't be fetched now ({error}): "
-            "the service that hands them out to this machine or pod did not do so"
+            f"credentials for {where} cannot be fetched now ({error}); check the service that provides them"
         )
     if is_bad_certificate(error):
         return InvalidSpecError(
-            f"{place.fields.service}.caFile",
-            f"the certificate of {place.endpoint} is not trusted ({error}): give its authority",
+            f"{fields.service}.caFile",
+            f"the certificate of {location.endpoint} is not trusted ({error}); give the CA that signed it",
         )
     if kind in {"ParamValidationError", "InvalidEndpointURLError"} or isinstance(error, ValueError):
-        return InvalidSpecError(place.fields.service, f"bucket {place.bucket} at {place.endpoint}: {error}")
-    return StoreUnavailableError(f"{place.endpoint} did not answer for bucket {place.bucket} ({kind}: {error})")
+        return InvalidSpecError(fields.service, f"{where}: {error}")
+    return StoreUnavailableError(f"{location.endpoint} did not answer for bucket {location.bucket} ({kind}: {error})")

@@ -21,8 +21,8 @@ from typing import Any
 
 from dlrm_api.errors import NoInputError, SnapshotError, TemporaryError
 from dlrm_checkpointer.format.manifest import MANIFESTS, PARTS, parse_cut_key, parse_manifest_key
-from dlrm_stores.base import ObjectStore
-from dlrm_stores.parallel import PARALLEL_GETS, in_parallel
+from dlrm_stores import ObjectStore
+from dlrm_stores.parallel import PARALLEL_GETS, parallel_map
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def read_attempts(store: ObjectStore, after: int, known: Mapping[int, Attempt] |
     numbers = [number for number in _numbers(store, ATTEMPTS, _ATTEMPT) if number > after]
     there = [known[number] for number in numbers if number in known]
     new = [number for number in numbers if number not in known]
-    read = filter(None, in_parallel(partial(_read, store), new, PARALLEL_GETS))
+    read = filter(None, parallel_map(partial(_read, store), new, PARALLEL_GETS))
     return sorted([*there, *read], key=lambda attempt: attempt.number)
 
 

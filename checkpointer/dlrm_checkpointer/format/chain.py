@@ -19,7 +19,7 @@ from dlrm_checkpointer.format.manifest import (
     parse_manifest,
 )
 from dlrm_checkpointer.types import SnapshotName
-from dlrm_stores.base import ObjectStore
+from dlrm_stores import ObjectStore
 
 
 class BrokenChainError(SnapshotError):

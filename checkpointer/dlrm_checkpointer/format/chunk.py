@@ -16,7 +16,8 @@ from dlrm_checkpointer.codec.row_ids import decode_ids, encode_ids
 from dlrm_checkpointer.codec.rows import EXPONENTS, CodedRows, Form, body_shape
 from dlrm_checkpointer.format.manifest import ObjectEntry
 from dlrm_checkpointer.types import ShardId
-from dlrm_stores.base import Body, ObjectStore
+from dlrm_stores import ObjectStore
+from dlrm_stores.base import Body
 
 OBJECT_VERSION = 2
 METADATA_KEY = "dlrm"

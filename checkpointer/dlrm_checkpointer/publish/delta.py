@@ -23,8 +23,9 @@ from dlrm_checkpointer.format.manifest import CHUNKS, PARTS, ChunkEntry, Link, O
 from dlrm_checkpointer.read.diff import updates
 from dlrm_checkpointer.read.fetch import fetch
 from dlrm_checkpointer.types import ShardId, ShardRows, SnapshotName, TableMeta
-from dlrm_stores.base import Body, ObjectStore
-from dlrm_stores.parallel import in_parallel
+from dlrm_stores import ObjectStore
+from dlrm_stores.base import Body
+from dlrm_stores.parallel import parallel_map
 
 PUBLICATION_VERSION = 1
 DELTAS = "deltas/"
@@ -347,7 +348,7 @@ class _Part:
         dense = self._put_dense() if self._place.pod == 0 else None
         tables = self._after.newest.cut.tables
         numbered = enumerate(task for table in tables for task in self._tasks(table))
-        entries = in_parallel(lambda task: tuple(task[1](f"{task[0]:06d}")), numbered)
+        entries = parallel_map(lambda task: tuple(task[1](f"{task[0]:06d}")), numbered)
         chunks = tuple(entry for found in entries for entry in found)
         return DeltaPart(chunks=chunks, tombstones=tuple(self._tombstones), dense=dense)
 

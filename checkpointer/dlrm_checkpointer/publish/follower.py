@@ -28,9 +28,10 @@ from dlrm_checkpointer.publish.delta import Delta, GoneEntry, Published, delta_k
 from dlrm_checkpointer.read.export import safetensors_header, written_to
 from dlrm_checkpointer.read.fetch import fetch, fetch_rows
 from dlrm_checkpointer.types import TableMeta
-from dlrm_stores.base import Body, ObjectStore
-from dlrm_stores.parallel import in_parallel
-from dlrm_stores.synced import make_folder, replace_synced, sync, write_synced
+from dlrm_stores import ObjectStore
+from dlrm_stores.base import Body
+from dlrm_stores.file import make_folder, replace_synced, sync, write_synced
+from dlrm_stores.parallel import parallel_map
 
 logger = logging.getLogger(__name__)
 
@@ -387,7 +388,7 @@ class Follower:
             if not chunks and not tombstones:
                 continue
             with self._image.table(image, table) as target, self._kept(delta):
-                for coded in in_parallel(partial(fetch_rows, self._store, table=table), chunks):
+                for coded in parallel_map(partial(fetch_rows, self._store, table=table), chunks):
                     target.write(coded.row_ids, table.rounded(decode_rows(coded).rows))
                 for entry in tombstones:
                     self._reset(target, table, self._numbers(entry, table))

@@ -37,7 +37,7 @@ from dlrm_checkpointer.read.fetch import check_present
 from dlrm_checkpointer.read.restore import Snapshot
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.types import SnapshotName
-from dlrm_stores.base import ObjectStore
+from dlrm_stores import ObjectStore
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from dlrm_checkpointer.format.manifest import MANIFESTS, Manifest, parse_manifes
 from dlrm_checkpointer.read.fetch import stored, sweep
 from dlrm_checkpointer.read.restore import Snapshot, given_up, open_snapshot
 from dlrm_checkpointer.types import ShardRows, TableMeta
-from dlrm_stores.base import ObjectStore
+from dlrm_stores import ObjectStore
 
 
 @dataclass(frozen=True, kw_only=True)

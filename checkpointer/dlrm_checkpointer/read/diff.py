@@ -20,8 +20,8 @@ from dlrm_checkpointer.format.manifest import ChunkEntry
 from dlrm_checkpointer.read.fetch import fetch_rows, stored, sweep
 from dlrm_checkpointer.read.restore import Snapshot
 from dlrm_checkpointer.types import ShardRows, TableMeta
-from dlrm_stores.base import ObjectStore
-from dlrm_stores.parallel import in_parallel
+from dlrm_stores import ObjectStore
+from dlrm_stores.parallel import parallel_map
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +230,7 @@ class _Shared:
         return [decode_rows(piece) for piece in pieces if len(piece.row_ids)]
 
     def _load(self, entries: Iterable[ChunkEntry]) -> None:
-        for key, piece in in_parallel(lambda each: (each.key, fetch_rows(self._store, each, self._table)), entries):
+        for key, piece in parallel_map(lambda each: (each.key, fetch_rows(self._store, each, self._table)), entries):
             self._loaded[key] = piece
 
 

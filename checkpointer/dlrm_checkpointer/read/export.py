@@ -25,7 +25,7 @@ from dlrm_checkpointer.codec.rows import code_rows
 from dlrm_checkpointer.read.catalog import walk_table
 from dlrm_checkpointer.read.restore import Snapshot
 from dlrm_checkpointer.types import ShardRows, TableMeta
-from dlrm_stores.synced import make_folder, replace_synced, sync_all, write_synced
+from dlrm_stores.file import make_folder, replace_synced, sync_all, write_synced
 
 HEADER_ALIGNMENT = 8
 COPIED_BYTES = 16 << 20

@@ -18,8 +18,8 @@ from dlrm_checkpointer.codec.rows import CodedRows
 from dlrm_checkpointer.format.chunk import decode_rows
 from dlrm_checkpointer.format.manifest import ChunkEntry, ObjectEntry
 from dlrm_checkpointer.types import ShardId, TableMeta
-from dlrm_stores.base import ObjectStore
-from dlrm_stores.parallel import PARALLEL_GETS, in_parallel
+from dlrm_stores import ObjectStore
+from dlrm_stores.parallel import PARALLEL_GETS, parallel_map
 
 USUAL_BYTES = 64 << 20
 """Of an object of rows, and more: what is larger is asked for by its size in the store before memory is taken."""
@@ -166,7 +166,7 @@ def check_bytes(store: ObjectStore, objects: Sequence[ObjectEntry], on_whole: Ca
         fetch(store, entry, bodies)
         return entry.key
 
-    for key in in_parallel(check, objects, gets_at_once(objects)):
+    for key in parallel_map(check, objects, gets_at_once(objects)):
         on_whole(key)
 
 
@@ -213,7 +213,7 @@ def sweep(sources: Iterable[Source], edges: Iterable[int], start: int) -> Iterat
         start: of the first band.
     """
     ordered = sorted(sources, key=lambda source: (source.first_row, source.layer))
-    loaded = in_parallel(lambda source: source.load(), ordered)
+    loaded = parallel_map(lambda source: source.load(), ordered)
     active: list[tuple[int, CodedRows]] = []
     taken = 0
     for end in edges:

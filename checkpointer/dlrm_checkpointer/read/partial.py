@@ -21,7 +21,7 @@ from dlrm_checkpointer.format.manifest import PARTS, ChainLink, Manifest, PartLi
 from dlrm_checkpointer.read.fetch import Check, check_bytes, check_present
 from dlrm_checkpointer.read.restore import Snapshot, snapshot_keys
 from dlrm_checkpointer.types import CutMeta, SnapshotName
-from dlrm_stores.base import ObjectStore
+from dlrm_stores import ObjectStore
 
 logger = logging.getLogger(__name__)
 

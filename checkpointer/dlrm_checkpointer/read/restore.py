@@ -29,8 +29,8 @@ from dlrm_checkpointer.read.fetch import (
     overlapping,
 )
 from dlrm_checkpointer.types import CutMeta, ShardId, SnapshotName, TableMeta
-from dlrm_stores.base import ObjectStore
-from dlrm_stores.parallel import in_parallel
+from dlrm_stores import ObjectStore
+from dlrm_stores.parallel import parallel_map
 
 
 class SeenRows:
@@ -158,7 +158,7 @@ class Snapshot:
         wanted = [(number, entry) for number, each in enumerate(layers) for layer in each for entry in layer]
         entries = [entry for _, entry in wanted]
         bodies, at_once = Bodies.of(entries), gets_at_once(entries)
-        loaded = in_parallel(lambda task: (task[0], self._load(shards[task[0]], task[1], bodies)), wanted, at_once)
+        loaded = parallel_map(lambda task: (task[0], self._load(shards[task[0]], task[1], bodies)), wanted, at_once)
         for number, group in groupby(loaded, key=itemgetter(0)):
             pieces = (piece for _, piece in group)
             if sum(bool(layer) for layer in layers[number]) > 1:

@@ -17,8 +17,8 @@ from dlrm_checkpointer.format.manifest import (
     parse_part,
     part_key,
 )
-from dlrm_stores.base import ObjectStore
-from dlrm_stores.parallel import PARALLEL_GETS, in_parallel
+from dlrm_stores import ObjectStore
+from dlrm_stores.parallel import PARALLEL_GETS, parallel_map
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def _parts(store: ObjectStore, step: int, attempt: int, ranks: Iterable[int]) ->
     What they say alike of the cut (of thousands of tables and of files of data) is in memory once.
     """
     keys = [part_key(step, attempt, rank) for rank in ranks]
-    bodies = in_parallel(lambda key: _get(store, key), keys, PARALLEL_GETS)
+    bodies = parallel_map(lambda key: _get(store, key), keys, PARALLEL_GETS)
     found: list[PartList] = []
     for body, key in zip(bodies, keys, strict=True):
         if body is not None:

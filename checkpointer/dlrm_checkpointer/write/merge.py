@@ -18,7 +18,7 @@ from dlrm_checkpointer.format.chunk import chunk_rows
 from dlrm_checkpointer.format.manifest import ChunkEntry
 from dlrm_checkpointer.read.fetch import Band, Source, overlapping, stored, sweep
 from dlrm_checkpointer.types import ShardId, ShardRows, TableMeta
-from dlrm_stores.base import ObjectStore
+from dlrm_stores import ObjectStore
 
 COLUMNS = ("body", "scale", "low", "state")
 

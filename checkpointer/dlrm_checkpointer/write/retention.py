@@ -25,7 +25,8 @@ from dlrm_checkpointer.format.manifest import (
 )
 from dlrm_checkpointer.read.restore import open_snapshot, snapshot_keys
 from dlrm_checkpointer.types import SnapshotName
-from dlrm_stores.base import ObjectInfo, ObjectStore
+from dlrm_stores import ObjectStore
+from dlrm_stores.base import ObjectInfo
 
 MARK_BYTES = 8
 
@@ -66,7 +67,7 @@ SWEEPS = 6
 REST_SHARE = 20
 """Where that takes long, it is not done again for so many times as long, but within that time: no cut is stored
 meanwhile."""
-AT_ONCE = 1_000
+DELETE_BATCH = 1_000
 """Objects that are removed together, and keys of a listing that are in memory."""
 NONE = KeySet(())
 
@@ -250,7 +251,7 @@ class Retention:
     def _remove(self, keys: Iterable[str]) -> None:
         """Remove objects of a listing while it goes on."""
         rest = iter(keys)
-        while some := list(islice(rest, AT_ONCE)):
+        while some := list(islice(rest, DELETE_BATCH)):
             self._store.delete_all(some)
 
     def _read_attempts(self) -> list[Attempt]:

@@ -22,8 +22,9 @@ from dlrm_checkpointer.handoff.protocol import Durable, ReadyCut, SliceName
 from dlrm_checkpointer.types import ShardId, TableMeta
 from dlrm_checkpointer.write.merge import Delta, coded_chunks, deltas, merged_chunks
 from dlrm_checkpointer.write.policy import ChainPolicy, bits_in_use, choose_kind
-from dlrm_stores.base import Body, ObjectStore
-from dlrm_stores.parallel import AT_ONCE, in_parallel
+from dlrm_stores import ObjectStore
+from dlrm_stores.base import Body
+from dlrm_stores.parallel import DEFAULT_WORKERS, parallel_map
 
 MERGED_AT_ONCE = 2
 """Chunks of a merge that are put at a time: what it reads is in memory beside them."""
@@ -163,10 +164,10 @@ class Upload:
         if arrays is not None and self._dense is None:
             self._dense = self._put("dense", encode_dense(arrays))
 
-    def _put_chunks(self, loads: Iterator[Load], at_once: int = AT_ONCE) -> tuple[ChunkEntry, ...]:
+    def _put_chunks(self, loads: Iterator[Load], at_once: int = DEFAULT_WORKERS) -> tuple[ChunkEntry, ...]:
         """Put what is loaded, a few at a time; entries in its order."""
         numbered = enumerate(loads, len(self._before.chunks))
-        entries = in_parallel(lambda task: self._put_chunk(*task), numbered, at_once)
+        entries = parallel_map(lambda task: self._put_chunk(*task), numbered, at_once)
         return tuple(entry for found in entries for entry in found)
 
     def _put_chunk(self, number: int, load: Load) -> tuple[ChunkEntry, ...]:

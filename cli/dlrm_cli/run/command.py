@@ -45,7 +45,7 @@ from dlrm_cli.views import (
     snapshots_view,
     tiers_view,
 )
-from dlrm_stores.base import ObjectStore
+from dlrm_stores import ObjectStore
 
 
 @dataclass(frozen=True, kw_only=True)

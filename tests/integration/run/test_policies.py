@@ -13,7 +13,7 @@ import pytest
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.read.catalog import find_snapshot, verify_snapshot
 from dlrm_checkpointer.read.restore import newest_snapshot
-from dlrm_stores.base import open_store
+from dlrm_stores import open_store
 from dlrm_testing.digests import snapshot_digest
 from dlrm_testing.waiting import wait_until
 

@@ -24,7 +24,7 @@ from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_checkpointer.write.commit import try_commit
 from dlrm_checkpointer.write.retention import Retention, Rule
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 from dlrm_testing.digests import snapshot_digest
 
 

@@ -13,7 +13,7 @@ from dlrm_checkpointer.format.manifest import manifest_key
 from dlrm_checkpointer.read.catalog import find_snapshot, list_snapshots, verify_snapshot
 from dlrm_checkpointer.read.restore import newest_snapshot, open_snapshot
 from dlrm_checkpointer.types import ShardId
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 from dlrm_testing.digests import snapshot_digest
 
 

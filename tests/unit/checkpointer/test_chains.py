@@ -20,8 +20,8 @@ from dlrm_checkpointer.read.catalog import find_snapshot, list_snapshots, verify
 from dlrm_checkpointer.read.fetch import fetch_rows
 from dlrm_checkpointer.read.restore import newest_snapshot, open_snapshot
 from dlrm_checkpointer.types import ShardRows, SnapshotName, TableMeta
-from dlrm_stores.files import FileStore
-from dlrm_stores.parallel import AT_ONCE
+from dlrm_stores.file import FileStore
+from dlrm_stores.parallel import DEFAULT_WORKERS
 from dlrm_testing.checkpointer.restored import stored_rows
 from dlrm_testing.digests import snapshot_digest
 
@@ -118,8 +118,8 @@ def test_a_base_at_the_end_of_a_chain_holds_a_small_object_of_each_increment_and
     snapshot, header = find_snapshot(files), 1 << 10
     assert snapshot.manifest.kind == "full"
     assert snapshot_digest(snapshot) == model.digest()
-    increments = (CHAIN + AT_ONCE) * (INCREMENT_CHUNK_BYTES + header)
-    assert CHAIN * INCREMENT_CHUNK_BYTES < pod.store.most < increments + (1 + AT_ONCE) * (CHUNK_BYTES + header)
+    increments = (CHAIN + DEFAULT_WORKERS) * (INCREMENT_CHUNK_BYTES + header)
+    assert CHAIN * INCREMENT_CHUNK_BYTES < pod.store.most < increments + (1 + DEFAULT_WORKERS) * (CHUNK_BYTES + header)
 
 
 def test_a_chain_names_the_manifests_that_are_read_and_no_others(tmp_path: Path, files: FileStore, new_model, new_pod):

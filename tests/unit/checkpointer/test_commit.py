@@ -17,7 +17,7 @@ from dlrm_checkpointer.format.manifest import (
     part_key,
 )
 from dlrm_checkpointer.write.commit import try_commit
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 
 RANKS = 8
 KEY = manifest_key(1, 1)

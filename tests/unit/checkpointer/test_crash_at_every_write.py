@@ -14,7 +14,7 @@ from dlrm_checkpointer.format.manifest import CHUNKS, MANIFESTS
 from dlrm_checkpointer.read.catalog import list_snapshots, verify_snapshot
 from dlrm_checkpointer.read.restore import newest_snapshot, open_snapshot
 from dlrm_checkpointer.write.retention import Retention, Rule
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 from dlrm_testing.digests import snapshot_digest
 
 WRITES_OF_A_COMMIT = 30

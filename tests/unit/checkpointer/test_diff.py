@@ -17,7 +17,7 @@ from dlrm_checkpointer.read.catalog import list_snapshots, walk_table
 from dlrm_checkpointer.read.diff import diff_snapshots, differences, updates
 from dlrm_checkpointer.read.restore import Snapshot, open_snapshot
 from dlrm_checkpointer.types import SnapshotName
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 
 POLICIES = ["full", "one-shot", "consecutive", "intermittent"]
 

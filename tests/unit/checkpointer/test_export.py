@@ -15,7 +15,7 @@ import safetensors.numpy
 from dlrm_api.errors import DeviceError, NoPermissionError, UsageError
 from dlrm_checkpointer.read.catalog import find_snapshot
 from dlrm_checkpointer.read.export import Safetensors, Wanted, export_tables, restore_to_folder
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 
 
 def test_a_restored_folder_holds_every_row_and_its_digest(

@@ -30,7 +30,7 @@ from dlrm_checkpointer.read.export import check_room, restore_to_folder
 from dlrm_checkpointer.read.fetch import USUAL_BYTES, Bodies, fetch
 from dlrm_checkpointer.read.restore import open_snapshot
 from dlrm_checkpointer.types import MOST_ROWS, CutMeta, ShardId, ShardRows, TableMeta
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 
 Object = dict[str, Any]
 ROOM_BYTES = 4 << 30

@@ -18,7 +18,7 @@ from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.protocol import ready_cuts
 from dlrm_checkpointer.handoff.writer import HandOffWriter
 from dlrm_checkpointer.types import SnapshotName
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 
 
 def test_what_a_rank_hands_over_the_sidecar_reads(tmp_path: Path, new_model):

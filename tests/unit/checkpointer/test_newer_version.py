@@ -18,7 +18,7 @@ from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.write.retention import Retention, Rule
 from dlrm_cli import app
 from dlrm_cli.snapshots import split_usable
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 
 VERSIONS = r"manifests/0000000000000004-00000001\.json: format version 3, this program reads version 2: use a newer"
 

@@ -10,7 +10,7 @@ import pytest
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.writer import CutAbandonedError, HandOffWriter
 from dlrm_checkpointer.types import CutMeta, SnapshotName
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 
 RESTORED = SnapshotName(40, 2)
 

@@ -13,7 +13,7 @@ from dlrm_checkpointer.read.catalog import list_snapshots
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.write.retention import Retention, Rule
 from dlrm_cli import app
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 from dlrm_testing.digests import snapshot_digest
 
 

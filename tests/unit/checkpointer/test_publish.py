@@ -35,8 +35,9 @@ from dlrm_checkpointer.publish.follower import Follower
 from dlrm_checkpointer.read.catalog import find_snapshot, list_snapshots, walk_table
 from dlrm_checkpointer.read.restore import Snapshot, open_snapshot, snapshot_keys
 from dlrm_checkpointer.types import SnapshotName
-from dlrm_stores.base import ObjectInfo, ObjectStore
-from dlrm_stores.files import FileStore
+from dlrm_stores import ObjectStore
+from dlrm_stores.base import ObjectInfo
+from dlrm_stores.file import FileStore
 from dlrm_testing.waiting import wait_until
 
 

@@ -11,7 +11,7 @@ from dlrm_checkpointer.format.canonical import sealed
 from dlrm_checkpointer.read.catalog import find_snapshot, verify_snapshot, walk_table
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.types import ShardId
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer.restored import stored_rows
 from dlrm_testing.digests import snapshot_digest
 

@@ -18,7 +18,7 @@ from dlrm_checkpointer.types import SnapshotName
 from dlrm_checkpointer.write.commit import try_commit
 from dlrm_checkpointer.write.retention import ORPHAN_S, SWEEPS, Found, KeySet, Retention, Rule, decide, is_orphan
 from dlrm_stores.base import Body, ObjectInfo
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer.turns import Clock
 from dlrm_testing.digests import snapshot_digest
 

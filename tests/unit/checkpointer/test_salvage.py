@@ -15,7 +15,7 @@ from dlrm_checkpointer.read.catalog import list_snapshots
 from dlrm_checkpointer.read.partial import PartialCut, find_partial, open_partial
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.types import SnapshotName
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer.restored import stored_rows
 
 

@@ -17,7 +17,7 @@ from dlrm_checkpointer.format.chunk import encode_rows
 from dlrm_checkpointer.read.catalog import find_snapshot, list_snapshots
 from dlrm_checkpointer.read.restore import open_snapshot
 from dlrm_checkpointer.types import ShardId, ShardRows, SnapshotName
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer import second_reader
 from dlrm_testing.digests import snapshot_digest
 

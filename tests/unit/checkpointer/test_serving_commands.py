@@ -16,7 +16,7 @@ from dlrm_api.names import ExitCode
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.publish.follower import Follower
 from dlrm_cli import app
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 
 
 @pytest.fixture

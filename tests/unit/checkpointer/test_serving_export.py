@@ -18,7 +18,7 @@ from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.read.catalog import Block, find_snapshot
 from dlrm_checkpointer.read.export import Safetensors, Wanted, export_tables
 from dlrm_cli.exports import Parquet
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 
 FORMS = [Safetensors(), Parquet()]
 

@@ -15,7 +15,7 @@ from dlrm_checkpointer.codec.digest import shard_digest, state_digest, table_dig
 from dlrm_checkpointer.read.catalog import find_snapshot, verify_snapshot
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.types import ShardId, TableMeta
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer.restored import stored_rows
 from dlrm_testing.digests import snapshot_digest
 

@@ -29,7 +29,7 @@ from dlrm_checkpointer.life import Backoff, Life
 from dlrm_checkpointer.read.catalog import list_snapshots
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_stores.base import Body, ObjectInfo
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer.restored import stored_rows
 from dlrm_testing.digests import snapshot_digest
 from dlrm_testing.waiting import wait_until

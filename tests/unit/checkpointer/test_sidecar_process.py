@@ -23,7 +23,7 @@ from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.publish.follower import Follower
 from dlrm_checkpointer.read.catalog import list_snapshots, verify_snapshot
 from dlrm_checkpointer.read.restore import newest_snapshot, open_snapshot
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer import fixtures
 from dlrm_testing.digests import snapshot_digest
 

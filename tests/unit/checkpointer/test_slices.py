@@ -27,7 +27,7 @@ from dlrm_checkpointer.read.catalog import list_snapshots, verify_snapshot
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.types import ShardId, ShardRows
 from dlrm_stores.base import Body
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 from dlrm_testing.digests import snapshot_digest
 
 UNSHRUNK = [Phase.explicit, Phase.generate]

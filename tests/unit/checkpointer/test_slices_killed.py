@@ -16,7 +16,7 @@ import pytest
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.read.catalog import verify_snapshot
 from dlrm_checkpointer.read.restore import newest_snapshot
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 from dlrm_testing.digests import snapshot_digest
 
 KILLED, FAILED = 9, 1

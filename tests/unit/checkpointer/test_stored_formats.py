@@ -21,7 +21,7 @@ from dlrm_checkpointer import find_partial, newest_snapshot, open_partial, open_
 from dlrm_checkpointer.format.attempts import newest_attempt
 from dlrm_checkpointer.publish.follower import Follower
 from dlrm_checkpointer.read.restore import snapshot_keys
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 from dlrm_testing.digests import snapshot_digest
 
 FIXTURES = Path(__file__).parents[2] / "support/fixtures/31b3638"

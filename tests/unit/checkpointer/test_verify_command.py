@@ -12,7 +12,7 @@ from dlrm_checkpointer.format.manifest import manifest_key
 from dlrm_checkpointer.read import catalog
 from dlrm_checkpointer.read.restore import open_snapshot
 from dlrm_cli import app
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 
 
 @pytest.fixture

@@ -16,9 +16,8 @@ from botocore.utils import ContainerMetadataFetcher
 from dlrm_api.errors import InvalidSpecError, NoPermissionError, StoreUnavailableError
 from dlrm_api.names import ExitCode
 from dlrm_api.objects import S3Spec
-from dlrm_stores import repeats
-from dlrm_stores.base import ObjectStore, StoreOptions, open_store
-from dlrm_stores.repeats import MOST_TRIES
+from dlrm_stores import ObjectStore, StoreOptions, open_store, s3
+from dlrm_stores.s3_client import MAX_ATTEMPTS
 from dlrm_testing.checkpointer.loopback_http import served
 
 ROLE = "/latest/meta-data/iam/security-credentials/"
@@ -99,8 +98,8 @@ def store(endpoint: str, told: list[str], tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
         monkeypatch.setenv(name, str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", endpoint)
-    monkeypatch.setattr(repeats, "LONGEST_PAUSE_S", 0.001)
-    return open_store("s3://bucket/job", StoreOptions(s3=S3Spec(endpoint=endpoint), on_repeat=told.append))
+    monkeypatch.setattr(s3, "MAX_BACKOFF_S", 0.001)
+    return open_store("s3://bucket/job", StoreOptions(s3=S3Spec(endpoint=endpoint), on_retry=told.append))
 
 
 @pytest.fixture
@@ -131,17 +130,17 @@ def test_a_metadata_service_that_takes_longer_than_botocore_waits_is_heard(
 def test_a_machine_without_credentials_is_told_so_after_a_bounded_number_of_looks(store: ObjectStore, machine: Machine):
     machine.refusals_left = 10**9
 
-    with pytest.raises(NoPermissionError, match=r"no credentials for bucket bucket .* set spec\.checkpoint") as caught:
+    with pytest.raises(NoPermissionError, match=r"bucket bucket .*spec\.checkpoint") as caught:
         store.get("x")
 
     assert caught.value.exit_code == ExitCode.NO_PERMISSION
-    assert len(machine.asked) == MOST_TRIES
+    assert len(machine.asked) == MAX_ATTEMPTS
 
 
 def test_a_store_that_found_no_credentials_takes_those_that_are_there_at_its_next_call(
     store: ObjectStore, machine: Machine
 ):
-    machine.refusals_left = MOST_TRIES
+    machine.refusals_left = MAX_ATTEMPTS
     with pytest.raises(NoPermissionError):
         store.get("x")
 
@@ -160,7 +159,7 @@ def test_where_no_metadata_service_is_to_be_asked_missing_credentials_are_told_a
 ):
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
-    with pytest.raises(NoPermissionError, match="no credentials for bucket bucket"):
+    with pytest.raises(NoPermissionError, match="bucket bucket"):
         store.get("x")
 
     assert (told, machine.asked) == ([], [])
@@ -176,9 +175,9 @@ def test_credentials_of_a_pod_that_come_late_are_waited_for(of_a_pod: ObjectStor
 def test_a_pod_whose_credentials_stay_away_may_start_again_for_it_has_an_identity(
     of_a_pod: ObjectStore, machine: Machine
 ):
-    machine.refusals_left = MOST_TRIES
+    machine.refusals_left = MAX_ATTEMPTS
 
-    with pytest.raises(StoreUnavailableError, match=r"credentials for bucket bucket .* can't be fetched now") as caught:
+    with pytest.raises(StoreUnavailableError, match=r"credentials for bucket bucket") as caught:
         of_a_pod.get("x")
 
     assert caught.value.exit_code == ExitCode.TEMPORARY

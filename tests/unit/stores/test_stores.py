@@ -12,10 +12,11 @@ from dlrm_api.errors import NoInputError
 from dlrm_checkpointer.format.attempts import claim_attempt, honours_conditions, newest_attempt, read_attempts
 from dlrm_checkpointer.read.catalog import list_snapshots, verify_snapshot
 from dlrm_checkpointer.read.restore import newest_snapshot
-from dlrm_stores.base import ObjectStore
+from dlrm_stores import ObjectStore
 from dlrm_testing.digests import snapshot_digest
 
-LARGE = bytes(range(256)) * (160 << 10)  # 40 MiB: several parts
+LARGE = bytes(range(256)) * (280 << 10)
+"""70 MiB: several parts."""
 
 
 def test_what_is_put_is_read_back(store: ObjectStore):

@@ -21,7 +21,7 @@ from dlrm_api.names import Env, ExitCode
 from dlrm_checkpointer.handoff.protocol import ROWS_FILE, WRITING_PREFIX, SliceName, ready_slices
 from dlrm_checkpointer.read.catalog import list_snapshots, verify_snapshot
 from dlrm_checkpointer.read.restore import newest_snapshot, open_snapshot
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 from dlrm_testing.digests import snapshot_digest
 from dlrm_testing.trainer.gangs import Pod, job_document, plan_document, small_job
 

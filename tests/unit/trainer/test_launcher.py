@@ -15,7 +15,7 @@ import pytest
 
 from dlrm_api.names import TOKEN_HEADER, Env, ExitCode, token_digest
 from dlrm_checkpointer.read.restore import newest_snapshot
-from dlrm_stores.base import open_store
+from dlrm_stores import open_store
 from dlrm_testing.trainer.gangs import Pod, alive, job_document, plan_document, small_job
 from dlrm_testing.trainer.sample_ledgers import sample_ids
 from dlrm_testing.waiting import wait_until

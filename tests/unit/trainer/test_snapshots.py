@@ -19,8 +19,8 @@ from dlrm_checkpointer.handoff.writer import HandOffWriter
 from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName, loaded
 from dlrm_checkpointer.write.commit import try_commit
 from dlrm_checkpointer.write.upload import Traffic, Upload, Way
-from dlrm_stores.base import ObjectStore, StoreOptions
-from dlrm_stores.files import FileStore
+from dlrm_stores import ObjectStore, StoreOptions
+from dlrm_stores.file import FileStore
 from dlrm_testing.trainer.gangs import hand_plan, job_document, small_job
 from dlrm_trainer.checkpointing.compat import check_data, check_model, first_change
 from dlrm_trainer.checkpointing.restore import begin_from, live_digest, model_document, restore

@@ -9,7 +9,7 @@ import pytest
 
 from dlrm_api.errors import SnapshotError, TemporaryError
 from dlrm_checkpointer.format.attempts import newest_attempt
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_trainer.checkpointing.restore import agree_on_data, choose_start
 from dlrm_trainer.distributed.collectives import Collectives

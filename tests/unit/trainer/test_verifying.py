@@ -14,7 +14,7 @@ from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.format.manifest import ObjectEntry
 from dlrm_checkpointer.read import fetch
 from dlrm_checkpointer.read.fetch import Check
-from dlrm_stores.files import FileStore
+from dlrm_stores.file import FileStore
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_trainer.checkpointing import restore
 from dlrm_trainer.checkpointing.restore import choose_together

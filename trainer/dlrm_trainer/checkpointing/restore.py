@@ -41,7 +41,8 @@ from dlrm_checkpointer import (
     state_digest,
     table_digest,
 )
-from dlrm_stores.base import FieldNames, ObjectStore, StoreOptions, open_store
+from dlrm_stores import ObjectStore, StoreOptions, open_store
+from dlrm_stores.base import FieldNames
 from dlrm_trainer.checkpointing.compat import check_data, check_model, first_change
 from dlrm_trainer.checkpointing.control import CutControl
 from dlrm_trainer.data import Reader

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dlrm_api.errors import BadDataError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_stores.locations import DataFile, LocalFile, relative_names
-from dlrm_stores.parallel import in_parallel
+from dlrm_stores.parallel import parallel_map
 
 SAMPLE_BYTES = 4096
 PARALLEL_FILES = 32
@@ -57,7 +57,7 @@ class FileSet:
         self.files = tuple(files)
         self.bounds: NDArray[np.int64] = np.concatenate(([0], np.cumsum(row_counts, dtype=np.int64)))
         self.num_rows = int(self.bounds[-1])
-        self._contents = list(in_parallel(content, self.files, PARALLEL_FILES))
+        self._contents = list(parallel_map(content, self.files, PARALLEL_FILES))
 
     def description(self) -> list[dict[str, Any]]:
         """Return name (below the shared folder), bytes, rows and ``content`` of each file, for fingerprints."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError
 from dlrm_kernels.parsing import MIX, NONE, Hashing, Ints, Numbers, put_floats, put_labels, put_rows_of
 from dlrm_stores.locations import DataFile
-from dlrm_stores.parallel import in_parallel
+from dlrm_stores.parallel import parallel_map
 from dlrm_trainer.data.batch_builder import (
     BatchBuilder,
     Fingerprint,
@@ -208,7 +208,7 @@ class Footers:
         self._kept: OrderedDict[int, Any] = OrderedDict()
         self._kept_bytes = 0
         rows = []
-        footers = in_parallel(lambda file: _read_checked_footer(file, columns), files, PARALLEL_FOOTERS)
+        footers = parallel_map(lambda file: _read_checked_footer(file, columns), files, PARALLEL_FOOTERS)
         for number, footer in enumerate(footers):
             groups = range(footer.num_row_groups)
             rows.append(np.array([footer.row_group(group).num_rows for group in groups], np.int64))

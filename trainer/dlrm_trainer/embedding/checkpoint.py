@@ -29,7 +29,7 @@ from dlrm_checkpointer import (
     table_scale,
 )
 from dlrm_kernels import bags
-from dlrm_stores.parallel import in_parallel
+from dlrm_stores.parallel import parallel_map
 from dlrm_trainer.embedding.changes import DirtyPart
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK, Stack
@@ -158,7 +158,7 @@ class ResidentPart:
 
     def restore(self, pieces: Iterable[CodedRows]) -> None:
         """See ``LocalPart``."""
-        for _ in in_parallel(self._fill, pieces, PARALLEL_DECODES):
+        for _ in parallel_map(self._fill, pieces, PARALLEL_DECODES):
             pass
 
     def _fill(self, piece: CodedRows) -> None:
@@ -308,7 +308,7 @@ class StackedPart:
 
     def restore(self, pieces: Iterable[CodedRows]) -> None:
         """See ``LocalPart``."""
-        for piece in in_parallel(decode_rows, pieces, PARALLEL_DECODES):
+        for piece in parallel_map(decode_rows, pieces, PARALLEL_DECODES):
             rows = piece.row_ids - self.shard.row_start + self.first
             self.stack.restore(self.number, rows, self.stack.format.records(piece.rows, piece.state))
 

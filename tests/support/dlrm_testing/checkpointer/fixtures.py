@@ -31,8 +31,9 @@ from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName, TableMeta
 from dlrm_checkpointer.write.policy import ChainPolicy
 from dlrm_checkpointer.write.retention import ORPHAN_S, Rule
-from dlrm_stores.base import Body, ObjectInfo, ObjectStore, StoreOptions, open_store
-from dlrm_stores.files import FileStore
+from dlrm_stores import ObjectStore, StoreOptions, open_store
+from dlrm_stores.base import Body, ObjectInfo
+from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer.turns import Clock, InTurn
 
 

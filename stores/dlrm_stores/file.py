@@ -1,7 +1,4 @@
-"""Object store over a local or mounted folder: temp file, sync, rename (or link, where nothing may be replaced).
-
-Some file systems know no hard links: exFAT, many that FUSE mounts, some that a network serves.
-"""
+"""Store objects as files of a local or mounted directory that survive a crash of the machine."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from io import FileIO
+from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import quote
@@ -20,56 +18,97 @@ from urllib.parse import quote
 from dlrm_api.errors import DLRMError, NoInputError, NoPermissionError, StoreUnavailableError
 from dlrm_api.process import FULL, raise_device
 from dlrm_stores.base import Body, ObjectInfo, delete_each
-from dlrm_stores.synced import make_folder, sync
 
 logger = logging.getLogger(__name__)
 
 DRAFT_PREFIX = ".draft-"
-"""Start of the name of a file that is being written; never listed, never read."""
+"""Name prefix of files that are being written; they are never listed or read."""
 NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
-"""What file systems without hard links answer to one."""
-OPEN_TRIES = 5
+"""Errors of file systems without hard links: exFAT, many FUSE mounts, some network file systems."""
+OPEN_ATTEMPTS = 5
+
+
+def make_folder(folder: Path) -> None:
+    """Create a directory with its parents, and sync the names of those that were created."""
+    made = list(takewhile(lambda each: not each.is_dir(), (folder, *folder.parents)))
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in made:
+        sync(each.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file's bytes, or the names in a directory, to the device."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems cannot sync directories.
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_all(folder: Path) -> None:
+    """Flush a directory and all files and directories below it."""
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            sync(Path(directory, name))
+        sync(Path(directory))
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a file and flush it to the device."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_synced(draft: Path, path: Path) -> None:
+    """Rename a synced file within its directory, and sync the new name."""
+    draft.replace(path)
+    sync(path.parent)
 
 
 class FileStore:
-    """Keys are paths below one folder.
+    """Hold keys as paths below one directory, which the first write creates.
 
-    Args:
-        root: the folder; made by the first write.
+    An object is written to a draft, synced, and renamed; or hard-linked if it must not replace another.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._knows_conditions: bool | None = None
-        """Whether the file system makes hard links; None before the first that it made or refused."""
+        self._has_links: bool | None = None
+        """Whether the file system has hard links; None before the first."""
 
     @property
     def uri(self) -> str:
-        """Where the keys live, without a trailing slash."""
+        """Return the URI of the keys' parent, without a trailing slash."""
         return "file://" + quote(str(self.root).rstrip("/"))
 
     def check_folder(self) -> None:
-        """Refuse a folder that somebody must have made before and that is not there.
+        """Check that the directory exists.
 
         Raises:
-            NoInputError: it is absent, or a file.
-            NoPermissionError: it may not be looked for.
+            NoInputError: it does not, or is a file.
+            NoPermissionError: it cannot be looked up.
         """
         status = _status(self.root)
         if status is None:
-            raise NoInputError(f"{self.root}: there is no such folder: mend the URI")
+            raise NoInputError(f"directory not found: {self.root}; correct the URI")
         if not stat.S_ISDIR(status.st_mode):
-            raise _no_folder(self.root)
+            raise _not_a_directory(self.root)
 
     def get(self, key: str) -> bytes:
-        """The object's bytes."""
+        """Return the object's bytes."""
         try:
             return (self.root / key).read_bytes()
         except OSError as error:
             raise _read_error(error, self.root / key) from error
 
     def get_into(self, key: str, buffer: memoryview) -> int:
-        """Fill a buffer with the object's first bytes; returns the object's size."""
+        """Fill a buffer with the object's first bytes and return the object's size."""
         view, done = buffer.cast("B"), 0
         try:
             with (self.root / key).open("rb", buffering=0) as file:
@@ -79,45 +118,42 @@ class FileStore:
         except OSError as error:
             raise _read_error(error, self.root / key) from error
 
-    def put(self, key: str, body: Body, sha256: str | None = None) -> None:  # noqa: ARG002  nobody checks it
-        """Write the object whole, replacing one that is there."""
+    def put(self, key: str, body: Body, sha256: str | None = None) -> None:  # noqa: ARG002  nothing checks it
+        """Write or replace the object."""
         path = self.root / key
         with self._draft(path, body) as draft:
             draft.replace(path)
 
     def put_if_absent(self, key: str, body: Body) -> bool:
-        """Write the object unless one is there: a hard link never replaces. Where there are none, a rename does."""
+        """Write the object unless it exists, by a hard link; without hard links, write or replace it."""
         path = self.root / key
         with self._draft(path, body) as draft:
             written = self._link(draft, path)
             if written is None:
                 draft.replace(path)
-                self._knows_conditions = False
+                self._has_links = False
         return written is not False
 
     def _link(self, draft: Path, path: Path) -> bool | None:
-        """Whether the draft became the object; None: the file system knows no hard links, and it did not.
-
-        Where a draft could be written and is renamed, it was the link alone that was refused; what is refused once a
-        link was made is refused for other reasons. That a file is there is said before links are thought of.
-        """
-        if self._knows_conditions is False:
+        """Return whether the draft became the object; None: the file system has no hard links."""
+        if self._has_links is False:
             return None
         try:
             os.link(draft, path)
         except FileExistsError:
             return False
         except OSError as error:
-            if self._knows_conditions is None and error.errno in NO_LINKS:
-                logger.info("objects are written without conditions", extra={"store": self.uri})
+            # After a link has worked, EPERM has other reasons.
+            if self._has_links is None and error.errno in NO_LINKS:
+                logger.info("store does not support conditional writes", extra={"uri": self.uri})
                 return None
             raise
-        self._knows_conditions = True
+        self._has_links = True
         return True
 
     @contextlib.contextmanager
     def _draft(self, path: Path, body: Body) -> Iterator[Path]:
-        """A synced file beside ``path``, to be renamed or linked in the block; removed where it was neither."""
+        """Write a synced file next to ``path``, to be renamed or linked in the block, and remove it afterwards."""
         draft = path.with_name(f"{DRAFT_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{path.name}")
         try:
             with _open_draft(draft) as file:
@@ -134,7 +170,7 @@ class FileStore:
             _raise_write_error(error, path, len(body))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key starts with ``prefix``, in ascending order of their keys."""
+        """Yield the objects whose key starts with ``prefix``, in ascending order of keys."""
         folder = self.root / prefix.rpartition("/")[0]
         found: list[ObjectInfo] = []
         for path in self._files(folder):
@@ -144,29 +180,30 @@ class FileStore:
         yield from sorted(found, key=lambda info: info.key)
 
     def delete(self, key: str) -> None:
-        """Remove the object, and folders that it leaves empty."""
+        """Remove the object if it exists, and directories that it leaves empty."""
         path = self.root / key
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
             _raise_write_error(error, path, 0)
-        with contextlib.suppress(OSError):  # not empty, or a writer made it anew: both fine
+        # A directory that is not empty, or that a writer has created again, stays.
+        with contextlib.suppress(OSError):
             for folder in path.parents:
                 if folder == self.root:
                     break
                 folder.rmdir()
 
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Remove objects, and folders that they leave empty."""
+        """Remove those objects that exist, and directories that they leave empty."""
         delete_each(self.delete, keys)
 
     def size(self, key: str) -> int | None:
-        """The object's bytes, None where there is none."""
+        """Return the object's bytes, or None if it does not exist."""
         status = _status(self.root / key)
         return status.st_size if status and stat.S_ISREG(status.st_mode) else None
 
     def sweep_uploads(self, older_than_s: float) -> int:
-        """Remove drafts of dead writers that are older than this."""
+        """Remove drafts of dead writers that are older than this; return how many."""
         removed = 0
         for path in self._files(self.root):
             status = _status(path) if path.name.startswith(DRAFT_PREFIX) else None
@@ -176,20 +213,19 @@ class FileStore:
         return removed
 
     def _files(self, folder: Path) -> Iterator[Path]:
-        """All files below a folder; what goes meanwhile may be among them or not."""
+        """Yield all files below a directory."""
         for directory, _, names in os.walk(folder, onerror=self._raise_unless_absent):
             yield from (Path(directory, name) for name in names)
 
     def _raise_unless_absent(self, error: OSError) -> None:
-        """A folder that is not there holds nothing, and neither does one below an object."""
+        # A directory that does not exist holds nothing; neither does one below an object.
         if isinstance(error, NotADirectoryError) and not self.root.is_dir():
-            raise _no_folder(self.root) from error
+            raise _not_a_directory(self.root) from error
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise _read_error(error, Path(str(error.filename))) from error
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """None where it is not there, any more or at all."""
     try:
         return path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -199,31 +235,31 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _open_draft(draft: Path) -> FileIO:
-    """Open a new file, making its folders: a delete next door may remove an empty folder between the two."""
-    for _ in range(OPEN_TRIES):
+    """Open a new file; a concurrent ``delete`` may remove its empty directory before."""
+    for _ in range(OPEN_ATTEMPTS):
         with contextlib.suppress(FileNotFoundError):
             make_folder(draft.parent)
             return FileIO(draft, "xb")
     return FileIO(draft, "xb")
 
 
-def _no_folder(root: Path) -> NoInputError:
-    return NoInputError(f"{root}: is a file, not a folder, or below one: mend the URI")
+def _not_a_directory(root: Path) -> NoInputError:
+    return NoInputError(f"not a directory: {root}; correct the URI")
 
 
 def _read_error(error: OSError, path: Path) -> DLRMError:
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-        return NoInputError(f"{path}: there is no such object")
+        return NoInputError(f"object not found: {path}")
     if isinstance(error, PermissionError):
-        return NoPermissionError(f"{path}: cannot be read: {error.strerror}; give this user the right to read it")
-    return StoreUnavailableError(f"{path}: cannot be read: {error.strerror or error}")
+        return NoPermissionError(f"cannot read {path}: {error.strerror}; grant this user read access")
+    return StoreUnavailableError(f"cannot read {path}: {error.strerror or error}")
 
 
 def _raise_write_error(error: OSError, path: Path, size: int) -> NoReturn:
     if isinstance(error, PermissionError) or error.errno == errno.EROFS:
-        raise NoPermissionError(f"{path}: cannot be written: {error.strerror}; give this user the right") from error
+        raise NoPermissionError(f"cannot write {path}: {error.strerror}; grant this user write access") from error
     if isinstance(error, NotADirectoryError | FileExistsError):
-        raise NoInputError(f"{path}: cannot be written: a part of its path is a file, not a folder") from error
+        raise NoInputError(f"cannot write {path}: a part of its path is a file") from error
     if error.errno in FULL or error.errno == errno.EIO:
         raise_device(error, path, size)
-    raise StoreUnavailableError(f"{path}: cannot be written: {error.strerror or error}") from error
+    raise StoreUnavailableError(f"cannot write {path}: {error.strerror or error}") from error
