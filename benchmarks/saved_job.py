@@ -14,11 +14,11 @@ from dlrm_api.checkpoint import Bits, CheckpointSpec, PolicyName
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.writer import HandOffWriter
-from dlrm_checkpointer.sidecar import Duties, Sidecar
+from dlrm_checkpointer.sidecar import Sidecar, SidecarTasks
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.types import CutMeta, ShardRows, SnapshotName, TableMeta
 from dlrm_checkpointer.write.policy import ChainPolicy
-from dlrm_checkpointer.write.retention import Rule
+from dlrm_checkpointer.write.retention import RetentionPolicy
 from dlrm_stores import ObjectStore
 
 INTERVAL_S = 1_800.0
@@ -140,7 +140,7 @@ class SavedJob:
         self._scratch.close()
 
 
-def _duties(bits: Bits, policy: PolicyName) -> Duties:
+def _duties(bits: Bits, policy: PolicyName) -> SidecarTasks:
     """What a job has that says nothing else, but for one kept snapshot."""
     spec = CheckpointSpec(uri="file:///unused")
     chains = ChainPolicy(
@@ -150,11 +150,11 @@ def _duties(bits: Bits, policy: PolicyName) -> Duties:
         max_restore_s=spec.max_restore_time,
         restore_bytes_per_s=float(spec.restore_bandwidth),
     )
-    return Duties(
+    return SidecarTasks(
         bits=bits,
         expected_restores=0,
         chains=chains,
-        retention=Rule(keep_last=1),
+        retention=RetentionPolicy(keep_last=1),
         single_pod=True,
         grace_s=PATIENCE_S,
     )

@@ -21,8 +21,8 @@ from dlrm_checkpointer.handoff.writer import (
 from dlrm_checkpointer.life import PEERS_TIMEOUT_S
 from dlrm_checkpointer.publish.follower import Follower
 from dlrm_checkpointer.read.catalog import (
-    Listed,
-    Verified,
+    ListedSnapshot,
+    VerifiedSnapshot,
     find_snapshot,
     list_snapshots,
     pick_snapshot,
@@ -30,11 +30,11 @@ from dlrm_checkpointer.read.catalog import (
 )
 from dlrm_checkpointer.read.diff import TableDiff, diff_snapshots
 from dlrm_checkpointer.read.export import (
+    ExportOptions,
     Precision,
     Safetensors,
     TableFile,
     TableFormat,
-    Wanted,
     export_tables,
     restore_to_folder,
 )
@@ -53,7 +53,7 @@ from dlrm_checkpointer.types import (
     loaded,
     row_bytes,
 )
-from dlrm_checkpointer.write.retention import Decision, Retention, Rule
+from dlrm_checkpointer.write.retention import Retention, RetentionPlan, RetentionPolicy
 
 __all__ = [
     "PARALLEL_DECODES",
@@ -64,21 +64,22 @@ __all__ = [
     "CutAbandonedError",
     "CutMeta",
     "CutSize",
-    "Decision",
+    "ExportOptions",
     "Follower",
     "GradualCut",
     "HandOffWriter",
     "HandedOver",
     "Laid",
-    "Listed",
+    "ListedSnapshot",
     "ObjectEntry",
     "PartialCut",
     "PartialDigest",
     "Precision",
     "Retention",
+    "RetentionPlan",
+    "RetentionPolicy",
     "Rows",
     "RowsInPlace",
-    "Rule",
     "Safetensors",
     "ShardId",
     "ShardRows",
@@ -88,8 +89,7 @@ __all__ = [
     "TableFile",
     "TableFormat",
     "TableMeta",
-    "Verified",
-    "Wanted",
+    "VerifiedSnapshot",
     "WholeCut",
     "add_digests",
     "check_bytes",

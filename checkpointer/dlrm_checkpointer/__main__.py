@@ -19,13 +19,13 @@ from dlrm_api.progress import CheckpointerProgress
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.publish.publisher import Publisher, Terms
 from dlrm_checkpointer.settings import Settings, open_publish_store, read_settings
-from dlrm_checkpointer.sidecar import Duties, Sidecar
+from dlrm_checkpointer.sidecar import Sidecar, SidecarTasks
 from dlrm_checkpointer.status import Endpoint, Status
 from dlrm_checkpointer.write.policy import ChainPolicy
-from dlrm_checkpointer.write.retention import Rule
+from dlrm_checkpointer.write.retention import RetentionPolicy
 from dlrm_stores import StoreOptions, open_store
 
-LONGEST_REASON = 512
+MAX_REASON = 512
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -91,7 +91,7 @@ def _publisher(settings: Settings, options: StoreOptions, status: Status) -> Pub
     return Publisher(snapshots, open_publish_store(wanted.uri, options, snapshots), terms, status)
 
 
-def duties(settings: Settings) -> Duties:
+def duties(settings: Settings) -> SidecarTasks:
     """What the settings ask of the sidecar."""
     checkpoint = settings.checkpoint
     chains = ChainPolicy(
@@ -101,11 +101,13 @@ def duties(settings: Settings) -> Duties:
         max_restore_s=checkpoint.max_restore_time,
         restore_bytes_per_s=float(checkpoint.restore_bandwidth * settings.pods),
     )
-    return Duties(
+    return SidecarTasks(
         bits=checkpoint.bits,
         expected_restores=settings.expected_restores,
         chains=chains,
-        retention=Rule(keep_last=checkpoint.retention.keep_last, keep_every_s=checkpoint.retention.keep_every),
+        retention=RetentionPolicy(
+            keep_last=checkpoint.retention.keep_last, keep_every_s=checkpoint.retention.keep_every
+        ),
         single_pod=settings.pods == 1,
         grace_s=settings.grace_s,
     )
@@ -115,7 +117,7 @@ def _leave(progress: CheckpointerProgress, path: Path | None) -> None:
     """Write the termination message, within what the kubelet keeps of it."""
     body = progress.model_dump_json(exclude_none=True)
     if len(body.encode()) > TERMINATION_MESSAGE_BYTES:
-        short = {"reason": progress.reason[:LONGEST_REASON], "store_error": progress.store_error[:LONGEST_REASON]}
+        short = {"reason": progress.reason[:MAX_REASON], "store_error": progress.store_error[:MAX_REASON]}
         body = progress.model_copy(update=short).model_dump_json(exclude_none=True)
     if path:
         path.write_text(body)

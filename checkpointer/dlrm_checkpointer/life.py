@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-FIRST_PAUSE_S = 0.2
-LONGEST_PAUSE_S = 30.0
-LONGEST_LAST_PAUSE_S = 2.0
+INITIAL_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 30.0
+MAX_LAST_BACKOFF_S = 2.0
 PEERS_TIMEOUT_S = 20.0
 """Longest wait for other pods' parts once the gang broke. Nothing is lost by going: of the sidecars that store parts
 of one cut, the last finds all of them and commits it."""
 
 
 @dataclass
-class Life:
+class ShutdownPolicy:
     """Follows the ranks' locks and the stop signal.
 
     All locks free after one was held means that the trainers ended, however they died. A stop signal ends the
@@ -55,14 +55,14 @@ class Life:
 class Backoff:
     """Growing pauses with jitter, so that the sidecars of a large gang don't return to a store all at once."""
 
-    _pause_s: float = FIRST_PAUSE_S
+    _pause_s: float = INITIAL_BACKOFF_S
 
     def next(self, *, hurried: bool) -> float:
         """Seconds to wait before the next try; short ones where the end is near."""
-        pause = min(self._pause_s, LONGEST_LAST_PAUSE_S if hurried else LONGEST_PAUSE_S)
-        self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
+        pause = min(self._pause_s, MAX_LAST_BACKOFF_S if hurried else MAX_BACKOFF_S)
+        self._pause_s = min(self._pause_s * 2, MAX_BACKOFF_S)
         return pause * random.uniform(0.5, 1.0)  # noqa: S311  jitter
 
     def reset(self) -> None:
         """The last try worked."""
-        self._pause_s = FIRST_PAUSE_S
+        self._pause_s = INITIAL_BACKOFF_S

@@ -19,15 +19,15 @@ from dlrm_checkpointer.format.chain import BrokenChainError
 from dlrm_checkpointer.format.manifest import Manifest, manifest_key
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.protocol import CutName, Durable, ReadyCut, SliceName, UploadedCut
-from dlrm_checkpointer.life import Backoff, Life
+from dlrm_checkpointer.life import Backoff, ShutdownPolicy
 from dlrm_checkpointer.publish.publisher import Publisher
 from dlrm_checkpointer.read.restore import snapshot_keys
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_checkpointer.write.commit import try_commit
 from dlrm_checkpointer.write.policy import ChainPolicy
-from dlrm_checkpointer.write.retention import Retention, Rule
-from dlrm_checkpointer.write.upload import Traffic, Upload, Ways
+from dlrm_checkpointer.write.retention import Retention, RetentionPolicy
+from dlrm_checkpointer.write.upload import Traffic, Upload, WritePlanner
 from dlrm_stores import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -37,18 +37,18 @@ IDLE_S = 0.2
 """Longest pause between two turns while nothing comes: what names in the folder do not say, as a rank's end, is seen
 then."""
 NEWER_ATTEMPT = "a newer attempt has started"
-LONGEST_LOOK_S = 2.0
+MAX_POLL_INTERVAL_S = 2.0
 """Longest pause between two looks for other pods' part lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Duties:
+class SidecarTasks:
     """What the job asks of its snapshots, and the place in it of this pod."""
 
     bits: Bits | Literal["auto"]
     expected_restores: int
     chains: ChainPolicy
-    retention: Rule
+    retention: RetentionPolicy
     single_pod: bool
     """Whether all ranks of the gang hand over into this folder."""
     grace_s: float
@@ -81,14 +81,14 @@ class Sidecar:
     """
 
     def __init__(
-        self, inbox: Inbox, store: ObjectStore, status: Status, duties: Duties, publisher: Publisher | None = None
+        self, inbox: Inbox, store: ObjectStore, status: Status, duties: SidecarTasks, publisher: Publisher | None = None
     ) -> None:
         self._inbox, self._store, self._status, self._duties = inbox, store, status, duties
         self._publisher = publisher
-        self._life, self._backoff = Life(duties.grace_s), Backoff()
+        self._life, self._backoff = ShutdownPolicy(duties.grace_s), Backoff()
         self._retention = Retention(store, duties.retention)
         self._traffic = Traffic(put=status.uploaded_bytes.inc, read=status.merged_bytes.inc)
-        self._ways = Ways(store, duties.bits, duties.expected_restores, duties.chains)
+        self._ways = WritePlanner(store, duties.bits, duties.expected_restores, duties.chains)
         self._uploads: dict[CutName | SliceName, Upload] = {}
         self._looks: dict[UploadedCut, tuple[float, float]] = {}
         self._committed: SnapshotName | None = None
@@ -262,7 +262,7 @@ class Sidecar:
         due, pause = self._looks.get(cut, (now, POLL_S))
         if now < due:
             return False
-        self._looks[cut] = (now + pause, min(pause * 1.5, LONGEST_LOOK_S))
+        self._looks[cut] = (now + pause, min(pause * 1.5, MAX_POLL_INTERVAL_S))
         return True
 
     def _conclude(self, cut: UploadedCut) -> None:

@@ -149,10 +149,10 @@ class CutSize:
 
 
 Dtype = Literal["fp32", "fp16"]
-MOST_NAME = 63
-MOST_ROWS, MOST_COLUMNS = 2**40, 4_096
+MAX_NAME = 63
+MAX_ROWS, MAX_COLUMNS = 2**40, 4_096
 """Of a table: the bounds of ``spec.model.tables``, which are the format's too."""
-MOST_STEPS, MOST_ATTEMPTS, MOST_RANKS = 10**16, 10**8, 10**6
+MAX_STEPS, MAX_ATTEMPTS, MAX_RANKS = 10**16, 10**8, 10**6
 """What keys have digits for."""
 
 
@@ -210,15 +210,15 @@ class TableMeta:
             dtype=value.get("dtype", "fp32"),
         )
         if problem := table._problem():
-            raise ValueError(f"table {table.name[:MOST_NAME]!r}: {problem}")
+            raise ValueError(f"table {table.name[:MAX_NAME]!r}: {problem}")
         return table
 
     def _problem(self) -> str:
         """What is beyond the bounds of the format, in words; empty where nothing is."""
-        if not 1 <= len(self.name) <= MOST_NAME or "\0" in self.name:
-            return f"a name has from 1 to {MOST_NAME} characters, and no zero among them"
-        if not (1 <= self.rows <= MOST_ROWS and 1 <= self.dim <= MOST_COLUMNS):
-            return f"{self.rows} rows x {self.dim} columns, and a table has at most {MOST_ROWS} x {MOST_COLUMNS}"
+        if not 1 <= len(self.name) <= MAX_NAME or "\0" in self.name:
+            return f"a name has from 1 to {MAX_NAME} characters, and no zero among them"
+        if not (1 <= self.rows <= MAX_ROWS and 1 <= self.dim <= MAX_COLUMNS):
+            return f"{self.rows} rows x {self.dim} columns, and a table has at most {MAX_ROWS} x {MAX_COLUMNS}"
         edges = [0, *(end for _, end in self.column_blocks)]
         if [start for start, _ in self.column_blocks] != edges[:-1] or edges[-1] != self.dim:
             return f"its column blocks don't go from 0 to {self.dim}"
@@ -340,7 +340,7 @@ class CutMeta:
             model=dict(value["model"]),
             metrics=dict(value["metrics"]),
         )
-        if not (0 <= cut.step < MOST_STEPS and 0 <= cut.attempt < MOST_ATTEMPTS and 1 <= cut.world_size <= MOST_RANKS):
+        if not (0 <= cut.step < MAX_STEPS and 0 <= cut.attempt < MAX_ATTEMPTS and 1 <= cut.world_size <= MAX_RANKS):
             raise ValueError(f"step {cut.step}, attempt {cut.attempt} and {cut.world_size} ranks are those of no cut")
         if cut.samples < 0 or not math.isfinite(cut.time):
             raise ValueError(f"{cut.samples} samples and time {cut.time} are those of no cut")

@@ -100,12 +100,12 @@ def export(
     credentials_dir: Credentials = None,
 ) -> None:
     """Export one snapshot's tables for serving: all rows, without optimizer state."""
-    from dlrm_checkpointer import Safetensors, TableFormat, Wanted, export_tables
+    from dlrm_checkpointer import ExportOptions, Safetensors, TableFormat, export_tables
 
     form: TableFormat = Safetensors()
     if format is FileFormat.PARQUET:
         form = Parquet()
-    wanted = Wanted(form=form, precision=precision.value, tables=tuple(table or ()), updated_only=updated_only)
+    wanted = ExportOptions(form=form, precision=precision.value, tables=tuple(table or ()), updated_only=updated_only)
     snapshot, _ = select_snapshot(open_snapshot_store(uri, endpoint, region, ca_file, credentials_dir), step)
     rows = export_tables(snapshot, to, wanted)
     print(f"exported step {snapshot.step} to {to}: {rows:,} rows", file=sys.stderr)

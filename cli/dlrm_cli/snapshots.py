@@ -16,7 +16,7 @@ from dlrm_api.errors import InvalidSpecError, NoInputError, SnapshotError, Tempo
 
 if TYPE_CHECKING:
     from dlrm_api.progress import SnapshotInfo
-    from dlrm_checkpointer import Decision, Listed, Snapshot, Verified
+    from dlrm_checkpointer import ListedSnapshot, RetentionPlan, Snapshot, VerifiedSnapshot
     from dlrm_stores import ObjectStore
 
 snapshots = typer.Typer(name="snapshots", help="Manage committed snapshots.", no_args_is_help=True)
@@ -154,7 +154,7 @@ def prune(
     output: Output = OutputFormat.TABLE,
 ) -> None:
     """Delete snapshots that retention does not keep, and orphaned objects. The job may be running."""
-    from dlrm_checkpointer import Retention, Rule, is_claimed, newest_attempt, read_attempts
+    from dlrm_checkpointer import Retention, RetentionPolicy, is_claimed, newest_attempt, read_attempts
     from dlrm_cli.documents import parse_duration
 
     period_s = None if keep_every is None else parse_duration("--keep-every", keep_every)
@@ -165,7 +165,7 @@ def prune(
             f"attempt {attempt} is selecting its snapshot in {store.uri}; retry in a moment. If the attempt died, wait "
             f"for the next one or delete attempts/{attempt:08d}.json"
         )
-    retention = Retention(store, Rule(keep_last=keep_last, keep_every_s=period_s), present=True)
+    retention = Retention(store, RetentionPolicy(keep_last=keep_last, keep_every_s=period_s), present=True)
     decision = retention.decide()
     if not decision.keep:
         raise NoInputError(
@@ -178,7 +178,7 @@ def prune(
     _print_decision(decision, "would delete" if dry_run else "deleted", output)
 
 
-def _print_decision(decision: Decision, retired: str, output: OutputFormat) -> None:
+def _print_decision(decision: RetentionPlan, retired: str, output: OutputFormat) -> None:
     dependencies = sorted(decision.needed, reverse=True)
     verdicts = {"kept": decision.keep, "kept as dependency": dependencies, retired: decision.retire}
     if output is OutputFormat.JSON:
@@ -196,7 +196,7 @@ def list_usable(store: ObjectStore) -> tuple[SnapshotInfo, ...]:
     return tuple(split_usable(list_snapshots(store))[0])
 
 
-def split_usable(listed: Sequence[Listed]) -> tuple[list[SnapshotInfo], list[Listed]]:
+def split_usable(listed: Sequence[ListedSnapshot]) -> tuple[list[SnapshotInfo], list[ListedSnapshot]]:
     """Return usable snapshots, oldest first; and the others with their problems, newest first."""
     from pydantic import ValidationError
 
@@ -210,7 +210,7 @@ def split_usable(listed: Sequence[Listed]) -> tuple[list[SnapshotInfo], list[Lis
     return usable[::-1], sorted(unusable, key=lambda each: (each.step, each.attempt), reverse=True)
 
 
-def _info(listed: Listed) -> SnapshotInfo:
+def _info(listed: ListedSnapshot) -> SnapshotInfo:
     from dlrm_api.progress import SnapshotInfo
 
     assert listed.manifest is not None, "an unreadable manifest has a problem"
@@ -224,7 +224,7 @@ def _info(listed: Listed) -> SnapshotInfo:
     )
 
 
-def select_snapshot(store: ObjectStore, step: int | None) -> tuple[Snapshot, list[Listed]]:
+def select_snapshot(store: ObjectStore, step: int | None) -> tuple[Snapshot, list[ListedSnapshot]]:
     """Return the snapshot of a step, or the newest usable one, and the newer ones that were skipped.
 
     Raises:
@@ -243,7 +243,7 @@ def select_snapshot(store: ObjectStore, step: int | None) -> tuple[Snapshot, lis
     return snapshot, skipped
 
 
-def warn_unusable(listed: Listed) -> None:
+def warn_unusable(listed: ListedSnapshot) -> None:
     """Print on stderr why a snapshot is skipped."""
     from dlrm_cli.views import print_stderr
 
@@ -270,7 +270,7 @@ def open_snapshot_store(
     from dlrm_api.base import read
     from dlrm_api.checkpoint import SCHEMES
     from dlrm_api.objects import SnapshotS3Spec
-    from dlrm_stores import StoreOptions, open_store
+    from dlrm_stores import StoreOptions, open_existing_store, open_store
     from dlrm_stores.base import FieldNames
 
     for option, path in (("--ca-file", ca_file), ("--credentials-dir", credentials_dir)):
@@ -372,14 +372,14 @@ def verify_all(store: ObjectStore) -> None:
         )
 
 
-def _is_retired(store: ObjectStore, listed: Listed) -> bool:
+def _is_retired(store: ObjectStore, listed: ListedSnapshot) -> bool:
     """Return whether retention deleted a snapshot: its manifest goes first."""
     from dlrm_checkpointer import manifest_key
 
     return store.size(manifest_key(listed.step, listed.attempt)) is None
 
 
-def _verified(found: Verified) -> str:
+def _verified(found: VerifiedSnapshot) -> str:
     rows = sum(found.rows.values())
     return f"verified step {found.step}: {found.objects} objects, {found.bytes:,} bytes, {rows:,} rows"
 

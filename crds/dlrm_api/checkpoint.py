@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
@@ -13,6 +14,26 @@ from dlrm_api.trainer import ResourcesSpec
 
 Bits = Literal[2, 3, 4, 8, 16, 32]
 PolicyName = Literal["full", "one-shot", "consecutive", "intermittent"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyTraits:
+    """Describe a snapshot policy to those who must not know its name."""
+
+    increments: bool = True
+    """Whether a snapshot may hold less than all rows ever updated."""
+    chained: bool = False
+    """Whether an increment holds the rows updated since its parent; else those since the newest full snapshot."""
+    predicts: bool = False
+    """Whether a full snapshot is written as soon as that is expected to write fewer bytes."""
+
+
+POLICIES: dict[PolicyName, PolicyTraits] = {
+    "full": PolicyTraits(increments=False),
+    "one-shot": PolicyTraits(),
+    "consecutive": PolicyTraits(chained=True),
+    "intermittent": PolicyTraits(predicts=True),
+}
 
 DEFAULT_INTERVAL_S = 1_800.0
 """Default of ``interval`` if ``intervalSteps`` is absent too."""
@@ -160,3 +181,8 @@ class CheckpointSpec(ApiModel):
             message="restoreBandwidth must be at least 1 byte/s",
         ),
     )
+
+    @property
+    def max_chained(self) -> int:
+        """Return how many increments a snapshot may depend on besides the full one."""
+        return self.max_chain if POLICIES[self.policy].chained else 0

@@ -16,11 +16,11 @@ from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.writer import HandOffWriter
 from dlrm_checkpointer.read.restore import newest_snapshot
-from dlrm_checkpointer.sidecar import Duties, Sidecar
+from dlrm_checkpointer.sidecar import Sidecar, SidecarTasks
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.types import CutMeta, ShardRows, TableMeta
 from dlrm_checkpointer.write.policy import ChainPolicy
-from dlrm_checkpointer.write.retention import Rule
+from dlrm_checkpointer.write.retention import RetentionPolicy
 from dlrm_stores import StoreOptions, open_store
 
 TABLE = TableMeta(name="rows", rows=300, dim=8, seed=1, scale=0.5, column_blocks=((0, 8),))
@@ -45,8 +45,8 @@ def live(folder: Path, bits: Bits) -> None:
     store = open_store((folder / "store").as_uri(), StoreOptions())
     attempt = claim_attempt(store, None, "warming")
     chains = ChainPolicy(name="one-shot", base_every_s=None, max_chain=24, max_restore_s=None, restore_bytes_per_s=1e8)
-    rule = Rule(keep_last=1, keep_every_s=None)
-    duties = Duties(bits=bits, expected_restores=3, chains=chains, retention=rule, single_pod=True, grace_s=120)
+    rule = RetentionPolicy(keep_last=1, keep_every_s=None)
+    duties = SidecarTasks(bits=bits, expected_restores=3, chains=chains, retention=rule, single_pod=True, grace_s=120)
     ended = threading.Event()
     ended.set()
     for step in range(1, CUTS + 1):

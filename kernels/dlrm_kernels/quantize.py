@@ -24,9 +24,9 @@ out at both sides, 2**-exponent, low times 2**exponent, and one over the scale, 
 the compiler must fear that one is another."""
 MAGNITUDE = I32(0x7FFFFFFF)
 LEAST, MOST = I32(-(2**31)), I32(2**31 - 1)
-LARGEST_WORD = I32((127 + 126) << 23)
+MAX_WORD = I32((127 + 126) << 23)
 """2**126 as a float32's bits: with larger ones a range, or what comes back, would overflow."""
-LEAST_EXPONENT = I32(-112)
+MIN_EXPONENT = I32(-112)
 """Below it, multiples of fp16's smallest number would no longer be float32 numbers."""
 BIAS, MANTISSA_BITS, CLASS_BITS = I32(127), I32(23), I32(4)
 HALF_LEAST_NORMAL = F32(2.0**-14)
@@ -125,10 +125,10 @@ def find_exponents(lanes: Any, first: Any, count: Any, exponents: Any) -> Any:
     for i in range(count):
         least, most = bits_of(lanes[OF_LEAST + i]), bits_of(lanes[OF_MOST + i])
         word = max(I32(least & MAGNITUDE), I32(most & MAGNITUDE))
-        if word >= LARGEST_WORD and bad < 0:
+        if word >= MAX_WORD and bad < 0:
             bad = I64(i)
         above = I32((word >> MANTISSA_BITS) - BIAS + 1)
-        exponent = max(I32((above >> CLASS_BITS) << CLASS_BITS), LEAST_EXPONENT)
+        exponent = max(I32((above >> CLASS_BITS) << CLASS_BITS), MIN_EXPONENT)
         exponents[first + i] = OF_NO_CLASS if word == 0 else np.int8(exponent)
         lanes[OF_FACTOR + i] = number_of(U32((BIAS - exponent) << MANTISSA_BITS))
     return bad
@@ -249,7 +249,7 @@ def missed(place: Any, top: Any) -> Any:
     return place - ((clamped + TO_WHOLE) - TO_WHOLE)
 
 
-LARGEST_HALF = U32(0x7FE000)
+MAX_HALF = U32(0x7FE000)
 """The bits, as those of a float32 below its exponent, of 65504: the largest fp16 number."""
 FRACTION, CLASS = U32(0x7FFFFF), I32(15)
 HALF_SIGN_WORD, HALF_MAGNITUDE, HALF_SIGN_SHIFT = U32(0x8000), U32(0x7FFF), U32(16)
@@ -275,12 +275,12 @@ def code_halves(rows: Any, halves: Any, exponents: Any) -> Any:
         start, most = i * width, I32(0)
         for j in range(width):
             most = max(most, I32(words[start + j] & MAGNITUDE))
-        if most >= LARGEST_WORD:
+        if most >= MAX_WORD:
             return I64(i)
         power = I32((most >> MANTISSA_BITS) - BIAS)
-        passes = (power & CLASS) == CLASS and (U32(most) & FRACTION) > LARGEST_HALF
+        passes = (power & CLASS) == CLASS and (U32(most) & FRACTION) > MAX_HALF
         exponent = I32((power >> CLASS_BITS) + (1 if passes else 0)) << CLASS_BITS
-        exponent = max(I32(exponent), LEAST_EXPONENT)
+        exponent = max(I32(exponent), MIN_EXPONENT)
         exponents[i] = OF_NO_CLASS if most == 0 else np.int8(exponent)
         factor = number_of(U32((BIAS - exponent) << MANTISSA_BITS))
         for j in range(width):

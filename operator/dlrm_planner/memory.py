@@ -95,8 +95,7 @@ def working_set_bytes(spec: DLRMJobSpec, device: Device = "cpu") -> int:
 
 def checkpointer_bytes(spec: DLRMJobSpec) -> int:
     """Memory of one pod's checkpointer: where a base ends a chain, it holds an object of each snapshot at once."""
-    chained = spec.checkpoint.max_chain if spec.checkpoint.policy == "consecutive" else 0
-    return CHECKPOINTER_BASE_BYTES + chained * INCREMENT_CHUNK_BYTES
+    return CHECKPOINTER_BASE_BYTES + spec.checkpoint.max_chained * INCREMENT_CHUNK_BYTES
 
 
 def dense_bytes(spec: DLRMJobSpec) -> int:

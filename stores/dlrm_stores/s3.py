@@ -133,15 +133,13 @@ class S3Store:
 
     def _read_range(self, s3: S3Client, wanted: dict[str, Any], start: int, view: memoryview) -> _Version:
         response = s3.get_object(**wanted, Range=f"bytes={start}-{start + len(view) - 1}")
-        # Each range says which version of the object it is of, so that ranges never mix two.
-        size = str(response.get("ContentRange", "")).rpartition("/")[2]
-        if not size.isdigit():
-            raise InvalidSpecError(
-                self._location.fields.service,
-                f"expected a service that answers range requests, got a whole object from {self._location.endpoint}",
-            )
-        done, end = 0, min(len(view), int(size) - start)
         with contextlib.closing(response["Body"]) as body:
+            # Each range says which version of the object it is of, so that ranges never mix two.
+            size = str(response.get("ContentRange", "")).rpartition("/")[2]
+            if not size.isdigit():
+                service, endpoint = self._location.fields.service, self._location.endpoint
+                raise InvalidSpecError(service, f"expected a service that supports range requests, got {endpoint}")
+            done, end = 0, min(len(view), int(size) - start)
             while done < end:
                 piece = self._read(body, min(PIECE_BYTES, end - done))
                 if not piece:

@@ -28,7 +28,7 @@ IN_ORDER = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, order=True)
-class Form:
+class ChunkEncoding:
     """How the weights of a chunk are written."""
 
     bits: Bits
@@ -48,7 +48,7 @@ class CodedRows:
 
     shard: ShardId
     row_ids: NDArray[np.int64]
-    form: Form
+    form: ChunkEncoding
     body: NDArray[Any]
     scale: NDArray[np.float16]
     low: NDArray[np.float16]
@@ -140,7 +140,7 @@ def code_rows(piece: ShardRows, bits: Bits, out: NDArray[np.uint8] | None = None
     _check_finite(piece, piece.state, "its optimizer state is not finite: the cut is not stored")
     if bits == 32:
         _check_finite(piece, piece.rows, NOT_FINITE)
-        return [_coded(piece, Form(bits, 0), piece.rows)]
+        return [_coded(piece, ChunkEncoding(bits, 0), piece.rows)]
     rows = np.ascontiguousarray(piece.rows)
     exponents = np.empty(len(rows), np.int8)
     coded = _halves(piece, rows, exponents, out) if bits == 16 else _codes(piece, rows, bits, exponents, out)
@@ -170,7 +170,7 @@ def place_weights(coded: CodedRows, places: NDArray[np.int64], out: NDArray[np.f
     _decode(coded, places, out)
 
 
-def _coded(piece: ShardRows, form: Form, body: NDArray[Any], **more: NDArray[np.float16]) -> CodedRows:
+def _coded(piece: ShardRows, form: ChunkEncoding, body: NDArray[Any], **more: NDArray[np.float16]) -> CodedRows:
     empty = {"scale": NOTHING, "low": NOTHING}
     return CodedRows(
         shard=piece.shard, row_ids=piece.row_ids, form=form, body=body, state=piece.state, **(empty | more)
@@ -194,7 +194,7 @@ def _codes(
     bad = quantize.code_rows(rows, bits, *SEARCHES[bits], body, scale.view(np.uint16), low.view(np.uint16), exponents)
     if bad >= 0:
         _refuse(piece, bad, bits)
-    return _coded(piece, Form(bits, 0), body, scale=scale, low=low)
+    return _coded(piece, ChunkEncoding(bits, 0), body, scale=scale, low=low)
 
 
 def _halves(
@@ -206,23 +206,25 @@ def _halves(
     bad = quantize.code_halves(rows, body, exponents)
     if bad >= 0:
         _refuse(piece, bad, 16)
-    return _coded(piece, Form(16, 0), body.view(np.float16))
+    return _coded(piece, ChunkEncoding(16, 0), body.view(np.float16))
 
 
 def _by_exponent(coded: CodedRows, exponents: NDArray[np.int8]) -> list[CodedRows]:
     """Rows apart by their exponents; those of ``OF_NO_CLASS`` go with the most."""
     bits = coded.form.bits
     if len(exponents) and exponents.min() == exponents.max() > OF_NO_CLASS:
-        return [replace(coded, form=Form(bits, int(exponents[0])))]
+        return [replace(coded, form=ChunkEncoding(bits, int(exponents[0])))]
     counts = np.bincount(exponents.astype(np.int64) - int(OF_NO_CLASS), minlength=256)
     without, counts[0] = counts[0], 0
     found = np.flatnonzero(counts) + int(OF_NO_CLASS)
     common = int(np.argmax(counts)) + int(OF_NO_CLASS) if len(found) else 0
     if len(found) <= 1:
-        return [replace(coded, form=Form(bits, common))]
+        return [replace(coded, form=ChunkEncoding(bits, common))]
     if without:
         exponents = np.where(exponents == OF_NO_CLASS, np.int8(common), exponents)
-    return [replace(coded.take(np.flatnonzero(exponents == each)), form=Form(bits, int(each))) for each in found]
+    return [
+        replace(coded.take(np.flatnonzero(exponents == each)), form=ChunkEncoding(bits, int(each))) for each in found
+    ]
 
 
 def _weights(coded: CodedRows, out: NDArray[np.float32] | None) -> NDArray[np.float32]:

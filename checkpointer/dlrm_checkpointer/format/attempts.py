@@ -38,7 +38,7 @@ _CLAIM = re.compile(r"claims/(\d+)\.[0-9a-f]+\.json")
 
 
 @dataclass(frozen=True, order=True)
-class Attempt:
+class StoreAttempt:
     """One gang's announcement."""
 
     number: int
@@ -50,7 +50,7 @@ class Attempt:
         return attempt >= self.number or (self.restored_step is not None and step <= self.restored_step)
 
 
-def in_lineage(step: int, attempt: int, attempts: Iterable[Attempt]) -> bool:
+def in_lineage(step: int, attempt: int, attempts: Iterable[StoreAttempt]) -> bool:
     """Whether a manifest counts: every attempt after its own went on from it or from a later step."""
     return all(later.accepts(step, attempt) for later in attempts)
 
@@ -65,7 +65,9 @@ def newest_attempt(store: ObjectStore) -> int:
     return max(_numbers(store, ATTEMPTS, _ATTEMPT), default=0)
 
 
-def read_attempts(store: ObjectStore, after: int, known: Mapping[int, Attempt] | None = None) -> list[Attempt]:
+def read_attempts(
+    store: ObjectStore, after: int, known: Mapping[int, StoreAttempt] | None = None
+) -> list[StoreAttempt]:
     """Attempts with a number above ``after``: those that can rule on a manifest of attempt ``after``; no pending ones.
 
     Args:
@@ -85,7 +87,7 @@ def read_attempts(store: ObjectStore, after: int, known: Mapping[int, Attempt] |
     return sorted([*there, *read], key=lambda attempt: attempt.number)
 
 
-def is_claimed(number: int, attempts: Iterable[Attempt]) -> bool:
+def is_claimed(number: int, attempts: Iterable[StoreAttempt]) -> bool:
     """Whether an attempt is sure of its snapshot, as it is where it begins anew: 0 is before the first.
 
     Args:
@@ -195,13 +197,13 @@ def _numbers(store: ObjectStore, prefix: str, pattern: re.Pattern[str]) -> list[
     return [int(match[1]) for match in matches if match]
 
 
-def _read(store: ObjectStore, number: int) -> Attempt | None:
+def _read(store: ObjectStore, number: int) -> StoreAttempt | None:
     """None where it is pending, or was taken back since it was listed."""
     key = attempt_key(number)
     try:
         said = json.loads(store.get(key))
         restored = said["restoredStep"]
-        return None if said.get("pending") else Attempt(number, None if restored is None else int(restored))
+        return None if said.get("pending") else StoreAttempt(number, None if restored is None else int(restored))
     except NoInputError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from dlrm_api.checkpoint import PolicyName
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.format.manifest import (
     ChainLink,
+    ChainSummary,
     ChunkEntry,
-    Growth,
     Kind,
     Manifest,
     manifest_key,
@@ -26,7 +25,7 @@ class BrokenChainError(SnapshotError):
     """What a cut goes over is gone or damaged: the cut can't be stored, and its rows come again with a later one."""
 
 
-class Layers:
+class ChainLayers:
     """The chunks of some manifests by table: looked through once, however many tables there are.
 
     Args:
@@ -60,18 +59,18 @@ class Chain:
         return self.manifests[-1]
 
     @cached_property
-    def chunks(self) -> Layers:
+    def chunks(self) -> ChainLayers:
         """Each table's chunks, manifest by manifest."""
-        return Layers(self.manifests)
+        return ChainLayers(self.manifests)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Basis:
+class SnapshotBase:
     """What a snapshot is made relative to."""
 
     kind: Kind
     chain: tuple[ChainLink, ...] = ()
-    growth: Growth | None = None
+    growth: ChainSummary | None = None
     """Of the parent; None where the snapshot is full."""
     merged: tuple[Manifest, ...] = ()
     """Snapshots, oldest first, whose rows are stored once more with those of the cut."""
@@ -110,18 +109,19 @@ def _load(store: ObjectStore, link: ChainLink, above: str) -> Manifest:
     return parse_manifest(body, key)
 
 
-def basis(kind: Kind, policy: PolicyName, parent: Chain | None) -> Basis:
-    """What the snapshot of a cut is made relative to.
+def snapshot_base(kind: Kind, parent: Chain | None, *, chained: bool) -> SnapshotBase:
+    """Return what the snapshot of a cut is based on.
 
     Args:
-        kind: of the snapshot.
-        policy: of the job.
-        parent: what the cut's rows are relative to; None: all rows that were ever updated are in the cut.
+        kind: Kind of the snapshot.
+        parent: The chain that the cut's rows are relative to; None if the cut holds all rows ever updated.
+        chained: Whether an increment is based on its parent; else on the parent's full snapshot.
     """
     if parent is None:
-        return Basis(kind="full")
+        return SnapshotBase(kind="full")
     if kind == "full":
-        return Basis(kind="full", merged=parent.manifests)
-    if policy == "consecutive":
-        return Basis(kind=kind, chain=parent.links, growth=parent.newest.growth)
-    return Basis(kind=kind, chain=parent.links[:1], growth=parent.newest.growth, merged=parent.manifests[1:])
+        return SnapshotBase(kind="full", merged=parent.manifests)
+    growth = parent.newest.growth
+    if chained:
+        return SnapshotBase(kind=kind, chain=parent.links, growth=growth)
+    return SnapshotBase(kind=kind, chain=parent.links[:1], growth=growth, merged=parent.manifests[1:])

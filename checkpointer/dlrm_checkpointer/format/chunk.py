@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.codec.row_ids import decode_ids, encode_ids
-from dlrm_checkpointer.codec.rows import EXPONENTS, CodedRows, Form, body_shape
+from dlrm_checkpointer.codec.rows import EXPONENTS, ChunkEncoding, CodedRows, body_shape
 from dlrm_checkpointer.format.manifest import ObjectEntry
 from dlrm_checkpointer.types import ShardId
 from dlrm_stores import ObjectStore
@@ -39,11 +39,11 @@ NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 FIRST_TYPES = ("U64", "I64", "F64", "F32", "U32", "I32", "F16", "U16", "U8", "BOOL")
 """The order in which the safetensors library puts arrays of several types; those of one go by their names."""
 HEADER_LENGTH_BYTES = 8
-MOST_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """As the safetensors library has it."""
 ALIGNMENT = 8
 """Of the data, by spaces at the end of the header."""
-MOST_ROW_NUMBERS = 1 << 23
+MAX_ROW_NUMBERS = 1 << 23
 """In one object of row numbers: where they follow each other they take no bytes that would bound them."""
 
 
@@ -82,7 +82,7 @@ def decode_rows(body: Body, key: str) -> CodedRows:
 
 def _coded_rows(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> CodedRows:
     shard, count = shard_of(meta), int(meta["rows"])
-    form = Form(meta["bits"], int(meta["exponent"]))
+    form = ChunkEncoding(meta["bits"], int(meta["exponent"]))
     if (
         type(form.bits) is not int
         or form.bits not in get_args(Bits)
@@ -121,7 +121,7 @@ def _coded_rows(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
 
 
 def encode_row_numbers(table: str, row_ids: NDArray[np.int64]) -> memoryview:
-    """Row numbers alone: from one to ``MOST_ROW_NUMBERS``, strictly ascending. Equal ones give equal bytes."""
+    """Row numbers alone: from one to ``MAX_ROW_NUMBERS``, strictly ascending. Equal ones give equal bytes."""
     meta = {
         "version": OBJECT_VERSION,
         "kind": "row-numbers",
@@ -143,8 +143,8 @@ def decode_row_numbers(body: Body, key: str, table: str, rows: int) -> NDArray[n
         if meta["table"] != table:
             raise ValueError(f"is of table {meta['table']}, not {table}")
         count = int(meta["rows"])
-        if count > MOST_ROW_NUMBERS:
-            raise ValueError(f"{count} row numbers, and an object holds {MOST_ROW_NUMBERS} at most")
+        if count > MAX_ROW_NUMBERS:
+            raise ValueError(f"{count} row numbers, and an object holds {MAX_ROW_NUMBERS} at most")
         return decode_ids(arrays, int(meta["firstRow"]), count, rows)
     except (LookupError, OverflowError, TypeError, ValueError) as error:
         raise SnapshotError(f"{key}: not row numbers as the format says: {error!r}") from error
@@ -220,8 +220,8 @@ def _load(body: Body, key: str, kind: str) -> tuple[dict[str, Any], dict[str, ND
     """Header and arrays (views of ``body``); the library would copy, and hides the metadata."""
     try:
         length = int.from_bytes(body[:HEADER_LENGTH_BYTES], "little")
-        if length > MOST_HEADER_BYTES:
-            raise ValueError(f"a header of {length} bytes, and one has {MOST_HEADER_BYTES} at most")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {length} bytes, and one has {MAX_HEADER_BYTES} at most")
         data = memoryview(body)[HEADER_LENGTH_BYTES + length :]
         header = json.loads(bytes(body[HEADER_LENGTH_BYTES : HEADER_LENGTH_BYTES + length]))
         meta = json.loads(header.pop("__metadata__")[METADATA_KEY])

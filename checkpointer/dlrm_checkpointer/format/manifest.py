@@ -15,14 +15,14 @@ from pydantic.dataclasses import dataclass
 
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.format.canonical import FORMAT, FormatModel, SealedModel, parse_sealed
-from dlrm_checkpointer.types import MOST_NAME, CutMeta, ShardId, SnapshotName, TableMeta
+from dlrm_checkpointer.types import MAX_NAME, CutMeta, ShardId, SnapshotName, TableMeta
 
 FORMAT_VERSION = 2
 MANIFESTS = "manifests/"
 PARTS = "parts/"
 CHUNKS = "chunks/"
 Kind = Literal["full", "increment"]
-MOST_BYTES = 2**63
+MAX_BYTES = 2**63
 """Of an object; a signed number of 64 bits counts them."""
 _KEY = re.compile(r"manifests/(\d{16})-(\d{8})\.json")
 _OF_A_CUT = re.compile(f"(?:{CHUNKS}|{PARTS})([0-9]{{16}})/([0-9]{{8}})/")
@@ -40,7 +40,7 @@ class ObjectEntry:
     """
 
     key: str = Field(pattern=r"^chunks/\d{16}/\d{8}/\d{6}/[0-9A-Za-z_-]+\.safetensors$")
-    bytes: int = Field(ge=0, lt=MOST_BYTES)
+    bytes: int = Field(ge=0, lt=MAX_BYTES)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
@@ -98,7 +98,7 @@ class ChainLink(Link):
     """A snapshot that another one's rows go over, by its own manifest."""
 
 
-class Growth(FormatModel):
+class ChainSummary(FormatModel):
     """Measured sizes of a full snapshot and of the increments that followed it: they decide when the next is due.
 
     Bytes are those of all objects that hold rows.
@@ -113,9 +113,9 @@ class Growth(FormatModel):
     last_bytes: int = Field(0, ge=0)
     """Of the newest."""
 
-    def after(self, size: int) -> Growth:
+    def after(self, size: int) -> ChainSummary:
         """With one more increment."""
-        return Growth(
+        return ChainSummary(
             base_bytes=self.base_bytes,
             base_time=self.base_time,
             increments=self.increments + 1,
@@ -133,7 +133,7 @@ class PartList(SealedModel):
     kind: Kind
     bits: int
     chain: tuple[ChainLink, ...]
-    before: Growth | None
+    before: ChainSummary | None
     """Of the newest of the chain; None where the snapshot is full."""
     meta: dict[str, Any]
     chunks: tuple[ChunkEntry, ...]
@@ -149,7 +149,7 @@ class Manifest(SealedModel):
     bits: int
     chain: tuple[ChainLink, ...]
     """Snapshots whose rows hold where this one has none, oldest first: a full one, then increments."""
-    growth: Growth
+    growth: ChainSummary
     meta: dict[str, Any]
     chunks: tuple[ChunkEntry, ...]
     dense: ObjectEntry
@@ -201,7 +201,7 @@ class Manifest(SealedModel):
             kind=first.kind,
             bits=first.bits,
             chain=first.chain,
-            growth=first.before.after(size) if first.before else Growth(base_bytes=size, base_time=cut.time),
+            growth=first.before.after(size) if first.before else ChainSummary(base_bytes=size, base_time=cut.time),
             meta=first.meta,
             chunks=chunks,
             dense=dense[0],
@@ -289,9 +289,7 @@ def checked_tables(documents: Iterable[Mapping[str, Any]], chunks: Iterable[Chun
     }
     for chunk in chunks:
         if chunk.table not in tables:
-            raise ValueError(
-                f"{chunk.key} holds rows of a table {chunk.table[:MOST_NAME]} that its model does not have"
-            )
+            raise ValueError(f"{chunk.key} holds rows of a table {chunk.table[:MAX_NAME]} that its model does not have")
         starts, ends = edges[chunk.table]
         if not (
             chunk.row_start <= chunk.first_row <= chunk.last_row < chunk.row_end <= tables[chunk.table].rows

@@ -232,12 +232,12 @@ def parse(model: type[M], body: bytes, key: str) -> M:
     return parse_sealed(model, body, key, PUBLICATION_VERSION, refusal)
 
 
-MOST_NUMBERS = 1 << 22
+MAX_NUMBERS = 1 << 22
 """Row numbers in one object of tombstones."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class PublishSlot:
     """Where deltas come from and go to, and which pod of the gang this is."""
 
     snapshots: ObjectStore
@@ -250,7 +250,7 @@ class Place:
     """PodReport, in any thread, of the bytes of each object."""
 
 
-def put_part(place: Place, plan: DeltaPlan) -> None:
+def put_part(place: PublishSlot, plan: DeltaPlan) -> None:
     """Put this pod's objects of a delta, then its part list, which is kept where it is there already.
 
     What can't be read or published is said in the part list: who made the plan decides.
@@ -335,7 +335,7 @@ def _below(target: ObjectStore, kind: str, first: int) -> list[str]:
 
 
 class _Part:
-    def __init__(self, place: Place, plan: DeltaPlan) -> None:
+    def __init__(self, place: PublishSlot, plan: DeltaPlan) -> None:
         self._place, self._plan = place, plan
         self._after = load_chain(place.snapshots, plan.name)
         if self._after.links[-1].sha256 != plan.snapshot:
@@ -361,7 +361,7 @@ class _Part:
         pod, pods = self._place.pod, self._place.pods
         share = range(table.rows * pod // pods, table.rows * (pod + 1) // pods)
         found = _Gathered(chunk_rows(table.dim))
-        gone = _Gathered(MOST_NUMBERS)
+        gone = _Gathered(MAX_NUMBERS)
         for update in updates(self._place.snapshots, table, self._before, self._after, share):
             for rows in found.add(update.row_ids, update.rows):
                 yield partial(self._put_rows, table, share, *rows)

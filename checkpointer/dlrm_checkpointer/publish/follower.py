@@ -212,7 +212,7 @@ def initial_values(table: TableMeta, row_ids: NDArray[np.int64]) -> NDArray[np.f
     return table.rounded(initial_rows(table.seed, table.name, row_ids, range(table.dim), table.scale))
 
 
-MOST_RELOADS = 2
+MAX_RELOADS = 2
 """Within one round: more would mean that the publisher's folder is broken where the newest full delta is."""
 
 
@@ -296,7 +296,7 @@ class Follower:
                 step = self._next()
             except GapError as gap:
                 reloads += 1
-                step = self._reload(gap, give_up=reloads > MOST_RELOADS)
+                step = self._reload(gap, give_up=reloads > MAX_RELOADS)
             if step is not None:
                 did.append(step)
             if step is None or step.what == "waiting":

@@ -23,8 +23,8 @@ from dlrm_checkpointer.publish.delta import (
     TRIES,
     Delta,
     DeltaPlan,
-    Place,
     Published,
+    PublishSlot,
     delta_key,
     delta_of,
     newest_delta,
@@ -42,9 +42,9 @@ from dlrm_stores import ObjectStore
 logger = logging.getLogger(__name__)
 
 FIRST_LOOK_S = 0.05
-LONGEST_LOOK_S = 5.0
+MAX_POLL_INTERVAL_S = 5.0
 """Pauses between two looks for the plan, or for other pods' parts, grow up to this."""
-LONGEST_END_S = 2.0
+MAX_END_S = 2.0
 """Wait for the thread at the end; a call of a store that takes longer dies with the process."""
 
 
@@ -72,7 +72,7 @@ class Publisher:
         self._snapshots, self._target, self._terms, self._status = snapshots, target, terms, status
         self._free, self._wake, self._stop = threading.Event(), threading.Event(), threading.Event()
         self._free.set()
-        self._place = Place(
+        self._place = PublishSlot(
             snapshots=snapshots,
             target=target,
             pod=terms.pod,
@@ -130,7 +130,7 @@ class Publisher:
         self._stop.set()
         self._free.set()
         self._wake.set()
-        self._thread.join(LONGEST_END_S)
+        self._thread.join(MAX_END_S)
 
     def _wait_for_turn(self) -> None:
         self._free.wait()
@@ -188,7 +188,7 @@ class Publisher:
         return 0.0
 
     def _later(self) -> float:
-        self._look_s = min(2 * self._look_s, LONGEST_LOOK_S)
+        self._look_s = min(2 * self._look_s, MAX_POLL_INTERVAL_S)
         return self._look_s
 
     def _is_ours(self, plan: DeltaPlan, wanted: SnapshotName, sequence: int, newest: Published | None) -> bool:

@@ -94,7 +94,7 @@ def walk_table(snapshot: Snapshot, table: TableMeta) -> Iterator[Block]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class ListedSnapshot:
     """One manifest of a store."""
 
     step: int
@@ -124,7 +124,7 @@ class Listed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified:
+class VerifiedSnapshot:
     """What reading a whole snapshot found."""
 
     step: int
@@ -135,7 +135,7 @@ class Verified:
     """Stored rows of each table; the others have their initial values."""
 
 
-def list_snapshots(store: ObjectStore) -> list[Listed]:
+def list_snapshots(store: ObjectStore) -> list[ListedSnapshot]:
     """Every manifest, newest first, also those that will not be restored from, with the reason. Reads no objects."""
     infos = {parse_manifest_key(info.key): info for info in store.list(MANIFESTS)}
     keys = sorted((key for key in infos if key), reverse=True)
@@ -148,7 +148,7 @@ def list_snapshots(store: ObjectStore) -> list[Listed]:
         if not problem and not counts:
             problem = given_up(step, attempt, attempts)
         found.append(
-            Listed(
+            ListedSnapshot(
                 step=step,
                 attempt=attempt,
                 uri=f"{store.uri}/{info.key}",
@@ -174,7 +174,7 @@ def find_snapshot(store: ObjectStore, step: int | None = None, attempt: int | No
 
 
 def pick_snapshot(
-    store: ObjectStore, listed: Sequence[Listed], step: int | None = None, attempt: int | None = None
+    store: ObjectStore, listed: Sequence[ListedSnapshot], step: int | None = None, attempt: int | None = None
 ) -> Snapshot:
     """Open one snapshot of a listing, as ``find_snapshot`` does; where none is named, those before it are unusable.
 
@@ -198,7 +198,7 @@ def pick_snapshot(
     raise NoInputError(f"{store.uri}: {what} is there (steps: {steps})")
 
 
-def verify_snapshot(snapshot: Snapshot) -> Verified:
+def verify_snapshot(snapshot: Snapshot) -> VerifiedSnapshot:
     """Read every byte of a snapshot once and check it: checksums, form, every row at most once, finite values.
 
     Raises:
@@ -209,7 +209,7 @@ def verify_snapshot(snapshot: Snapshot) -> Verified:
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise SnapshotError(f"{snapshot.uri}: dense {name} holds a value that is not finite")
     objects = snapshot.objects
-    return Verified(
+    return VerifiedSnapshot(
         step=snapshot.step,
         attempt=snapshot.attempt,
         objects=len(objects),

@@ -354,7 +354,7 @@ EXPORT_FILE = "export.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class ExportOptions:
     """What of a snapshot is exported."""
 
     form: TableFormat
@@ -365,7 +365,7 @@ class Wanted:
     """Leave rows out that were never updated."""
 
 
-def export_tables(snapshot: Snapshot, folder: Path, wanted: Wanted) -> int:
+def export_tables(snapshot: Snapshot, folder: Path, wanted: ExportOptions) -> int:
     """Write tables and the dense state into an empty or absent folder; returns the rows written.
 
     ``tables/<name><suffix>`` holds a table, ``dense.safetensors`` the dense arrays as they are, and ``export.json``,
@@ -413,7 +413,7 @@ def _tables(snapshot: Snapshot, names: Sequence[str]) -> list[TableMeta]:
     return chosen
 
 
-def _export_table(snapshot: Snapshot, table: TableMeta, folder: Path, wanted: Wanted) -> dict[str, Any]:
+def _export_table(snapshot: Snapshot, table: TableMeta, folder: Path, wanted: ExportOptions) -> dict[str, Any]:
     name = f"{TABLES_FOLDER}/{table.name}{wanted.form.suffix}"
     all_rows = not wanted.updated_only
     file = wanted.form.open(folder / name, table, wanted.precision, all_rows=all_rows)

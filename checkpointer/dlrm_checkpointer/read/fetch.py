@@ -25,7 +25,7 @@ USUAL_BYTES = 64 << 20
 """Of an object of rows, and more: what is larger is asked for by its size in the store before memory is taken."""
 
 
-class Bodies:
+class BufferPool:
     """Buffers of one size, as many as were ever in use at once; memory that was touched before costs no page faults.
 
     Args:
@@ -37,7 +37,7 @@ class Bodies:
         self._free: deque[NDArray[np.uint8]] = deque()
 
     @classmethod
-    def of(cls, entries: Iterable[ObjectEntry]) -> Bodies:
+    def of(cls, entries: Iterable[ObjectEntry]) -> BufferPool:
         """For reading some objects."""
         return cls(min(USUAL_BYTES, max((entry.bytes for entry in entries), default=0)))
 
@@ -65,7 +65,7 @@ Check = Callable[[ObjectStore, Sequence[ObjectEntry], Callable[[str], None]], No
 """``check_bytes``, or what does the same with the help of others."""
 
 
-def fetch(store: ObjectStore, entry: ObjectEntry, bodies: Bodies | None = None) -> memoryview:
+def fetch(store: ObjectStore, entry: ObjectEntry, bodies: BufferPool | None = None) -> memoryview:
     """An object's bytes, which may be written over.
 
     Args:
@@ -80,7 +80,7 @@ def fetch(store: ObjectStore, entry: ObjectEntry, bodies: Bodies | None = None) 
     if entry.bytes > USUAL_BYTES:
         _check_size(store, entry, store.size(entry.key))
     try:
-        body = (bodies or Bodies(0)).take(entry.bytes)
+        body = (bodies or BufferPool(0)).take(entry.bytes)
     except MemoryError as error:
         raise DeviceError(
             f"{store.uri}/{entry.key}: {entry.bytes} bytes: this machine has no memory for them"
@@ -103,7 +103,7 @@ def _read(store: ObjectStore, entry: ObjectEntry, body: memoryview) -> None:
         raise SnapshotError(f"{store.uri}/{entry.key}: corrupt: its SHA-256 is not the manifest's")
 
 
-def fetch_rows(store: ObjectStore, entry: ChunkEntry, table: TableMeta, bodies: Bodies | None = None) -> CodedRows:
+def fetch_rows(store: ObjectStore, entry: ChunkEntry, table: TableMeta, bodies: BufferPool | None = None) -> CodedRows:
     """A chunk's rows; see ``fetch``.
 
     Raises:
@@ -160,7 +160,7 @@ def check_bytes(store: ObjectStore, objects: Sequence[ObjectEntry], on_whole: Ca
     Raises:
         SnapshotError: names the first that is missing or corrupt.
     """
-    bodies = Bodies.of(objects)
+    bodies = BufferPool.of(objects)
 
     def check(entry: ObjectEntry) -> str:
         fetch(store, entry, bodies)

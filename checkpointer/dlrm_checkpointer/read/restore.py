@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.codec.rows import CodedRows
-from dlrm_checkpointer.format.attempts import Attempt, in_lineage, read_attempts
+from dlrm_checkpointer.format.attempts import StoreAttempt, in_lineage, read_attempts
 from dlrm_checkpointer.format.canonical import NewerVersionError
 from dlrm_checkpointer.format.chain import Chain, load_chain
 from dlrm_checkpointer.format.chunk import decode_dense
 from dlrm_checkpointer.format.manifest import MANIFESTS, ChunkEntry, ObjectEntry, manifest_key, parse_manifest_key
 from dlrm_checkpointer.read.fetch import (
-    Bodies,
+    BufferPool,
     Check,
     check_bytes,
     check_present,
@@ -157,7 +157,7 @@ class Snapshot:
         ]
         wanted = [(number, entry) for number, each in enumerate(layers) for layer in each for entry in layer]
         entries = [entry for _, entry in wanted]
-        bodies, at_once = Bodies.of(entries), gets_at_once(entries)
+        bodies, at_once = BufferPool.of(entries), gets_at_once(entries)
         loaded = parallel_map(lambda task: (task[0], self._load(shards[task[0]], task[1], bodies)), wanted, at_once)
         for number, group in groupby(loaded, key=itemgetter(0)):
             pieces = (piece for _, piece in group)
@@ -165,7 +165,7 @@ class Snapshot:
                 pieces = _newest(pieces, SeenRows(shards[number], tables[number]), tables[number])
             yield from ((number, piece) for piece in pieces if len(piece.row_ids))
 
-    def _load(self, shard: ShardId, entry: ChunkEntry, bodies: Bodies) -> CodedRows:
+    def _load(self, shard: ShardId, entry: ChunkEntry, bodies: BufferPool) -> CodedRows:
         table = self.table(shard.table)
         return fetch_rows(self.store, entry, table, bodies).clip(shard, table)
 
@@ -317,7 +317,7 @@ def _way_back(store: ObjectStore, names: Sequence[SnapshotName]) -> str:
     return "this program can read no older one: give an empty spec.checkpoint.uri to start from step 0"
 
 
-def given_up(step: int, attempt: int, attempts: list[Attempt]) -> str:
+def given_up(step: int, attempt: int, attempts: list[StoreAttempt]) -> str:
     """Why a manifest does not count (``in_lineage`` is False), in words."""
     later = next(each for each in attempts if not each.accepts(step, attempt))
     origin = "the beginning" if later.restored_step is None else f"step {later.restored_step}"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.checkpoint import INCREMENT_CHUNK_BYTES, Bits
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.codec.rows import NOTHING, CodedRows, Form, body_shape, code_rows, row_bytes
+from dlrm_checkpointer.codec.rows import NOTHING, ChunkEncoding, CodedRows, body_shape, code_rows, row_bytes
 from dlrm_checkpointer.format.chain import BrokenChainError
 from dlrm_checkpointer.format.chunk import chunk_rows
 from dlrm_checkpointer.format.manifest import ChunkEntry
@@ -35,7 +35,7 @@ class Picked:
     def __len__(self) -> int:
         return len(self.row_ids)
 
-    def of(self, form: Form) -> Picked:
+    def of(self, form: ChunkEncoding) -> Picked:
         """Those of the pieces of one form."""
         own = np.array([piece.form == form for piece in self.pieces])
         if own.all():
@@ -73,7 +73,7 @@ class Gathering:
 
     def __init__(self, shard: ShardId, size: int) -> None:
         self._shard, self._size = shard, size
-        self._filling: dict[Form, _Chunk] = {}
+        self._filling: dict[ChunkEncoding, _Chunk] = {}
 
     def add(self, picked: Picked) -> Iterator[CodedRows]:
         """Copy rows, all of which come after those before; gives the chunks that are full."""
@@ -83,7 +83,7 @@ class Gathering:
         for form in self._filling:
             yield from self._fill(form, picked.of(form))
 
-    def _fill(self, form: Form, picked: Picked) -> Iterator[CodedRows]:
+    def _fill(self, form: ChunkEncoding, picked: Picked) -> Iterator[CodedRows]:
         begin = 0
         while begin < len(picked):
             end = min(len(picked), begin + self._size - self._filling[form].count)
@@ -92,7 +92,7 @@ class Gathering:
             if self._filling[form].count == self._size:
                 yield self._full(form)  # nothing here holds it any more
 
-    def _full(self, form: Form) -> CodedRows:
+    def _full(self, form: ChunkEncoding) -> CodedRows:
         """Give a chunk away and begin the next."""
         rows = self._filling[form].rows
         self._filling[form] = _Chunk(self._shard, rows, self._size)

@@ -1,4 +1,4 @@
-"""When a snapshot is full and when it holds only what changed, and with how many bits: pure rules over measured sizes.
+"""Choose what each snapshot is based on and its number of bits: pure rules over measured sizes.
 
 Source: Eisenman et al., Check-N-Run, NSDI 2022, sections on checkpointing policies and dynamic bit width.
 """
@@ -8,91 +8,107 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dlrm_api.checkpoint import Bits, PolicyName
-from dlrm_checkpointer.format.manifest import Growth, Kind
+from dlrm_api.checkpoint import POLICIES, Bits, PolicyName, PolicyTraits
+from dlrm_checkpointer.format.manifest import ChainSummary, Kind
 
-RESTORES_BY_BITS: tuple[tuple[int, Bits], ...] = ((1, 2), (3, 3), (20, 4))
-"""Most restores for which so few bits cost no accuracy that counts."""
+BITS_BY_RESTORES: tuple[tuple[int, Bits], ...] = ((1, 2), (3, 3), (20, 4))
+"""Largest number of restores at which so few bits keep the model's accuracy."""
 SAFE_BITS: Bits = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainPolicy:
-    """What the job asks of the kinds of its snapshots."""
+    """Hold what the job asks of the kinds of its snapshots."""
 
     name: PolicyName
     base_every_s: float | None
-    """Longest time between the cuts of two full snapshots."""
+    """Longest time between two full snapshots."""
     max_chain: int
-    """Most snapshots below one."""
+    """Largest number of snapshots that one depends on."""
     max_restore_s: float | None
     restore_bytes_per_s: float
-    """What the gang reads from the store."""
+    """Read bandwidth of all pods together."""
+
+    @property
+    def traits(self) -> PolicyTraits:
+        """Return what the policy does."""
+        return POLICIES[self.name]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """What the next snapshot is, and why."""
+class KindChoice:
+    """State what the next snapshot is, and why."""
 
     kind: Kind
     reason: str
+    chained: bool = False
+    """Whether an increment is based on its parent; else on the parent's full snapshot."""
 
 
-def choose_kind(policy: ChainPolicy, growth: Growth | None, chain_length: int, time: float) -> Choice:
-    """The kind of a snapshot; every rank's checkpointer comes to the same answer, since all see the same parent.
+def choose_kind(policy: ChainPolicy, parent: ChainSummary | None, chain_length: int, time: float) -> KindChoice:
+    """Choose the kind of a snapshot; all pods come to the same answer, because all see the same parent.
 
     Args:
-        policy: of the job.
-        growth: of the snapshot that the cut's rows are relative to (its parent); None where there is none.
-        chain_length: snapshots below the parent.
-        time: of the cut (Unix seconds).
+        policy: What the job asks for.
+        parent: Summary of the snapshot that the cut's rows are relative to, or None.
+        chain_length: Number of snapshots that the parent depends on.
+        time: Time of the cut (Unix seconds).
     """
-    if growth is None:
-        return Choice(kind="full", reason="there is no snapshot before it")
-    if policy.name == "full":
-        return Choice(kind="full", reason="the policy is full")
-    if policy.base_every_s is not None and time - growth.base_time >= policy.base_every_s:
-        return Choice(kind="full", reason=f"the last full one is {time - growth.base_time:.0f} s old")
-    below = chain_length + 1 if policy.name == "consecutive" else 1
-    if below > policy.max_chain:
-        return Choice(kind="full", reason=f"its chain would have {below} snapshots")
-    increments = growth.increment_bytes if policy.name == "consecutive" else 0
-    restore_s = (growth.base_bytes + increments + growth.last_bytes) / policy.restore_bytes_per_s
-    if policy.max_restore_s is not None and growth.increments and restore_s > policy.max_restore_s:
-        return Choice(kind="full", reason=f"restoring it would take about {restore_s:.0f} s")
-    if policy.name == "intermittent" and (reason := _base_pays(growth)):
-        return Choice(kind="full", reason=reason)
-    return Choice(kind="increment", reason=f"the policy is {policy.name}")
+    chained = policy.traits.chained
+    reason = _needs_full(policy, parent, chain_length + 1 if chained else 1, time)
+    return (
+        KindChoice(kind="full", reason=reason)
+        if reason
+        else KindChoice(kind="increment", reason=f"policy {policy.name}", chained=chained)
+    )
 
 
-def _base_pays(growth: Growth) -> str:
-    """Check-N-Run's predictor: whether a full snapshot now costs less than going on; why, empty where it does not.
+def _needs_full(policy: ChainPolicy, parent: ChainSummary | None, length: int, time: float) -> str:
+    """Return why the next snapshot must be full, or an empty string."""
+    if parent is None:
+        return "no parent"
+    if not policy.traits.increments:
+        return f"policy {policy.name}"
+    age_s = time - parent.base_time
+    if policy.base_every_s is not None and age_s >= policy.base_every_s:
+        return f"the last full snapshot is {age_s:.0f} s old"
+    if length > policy.max_chain:
+        return f"it would depend on {length} snapshots"
+    increments = parent.increment_bytes if policy.traits.chained else 0
+    restore_s = (parent.base_bytes + increments + parent.last_bytes) / policy.restore_bytes_per_s
+    if policy.max_restore_s is not None and parent.increments and restore_s > policy.max_restore_s:
+        return f"a restore would take about {restore_s:.0f} s"
+    return _full_pays(parent) if policy.traits.predicts else ""
 
-    With increments S_1 to S_i since the full one, of size 1: a new full one, and then the same growth once more, is
-    1 + S_1 + ... + S_i; going on costs at least (i + 1) S_i.
+
+def _full_pays(parent: ChainSummary) -> str:
+    """Return why a full snapshot now is expected to cost less than another increment, or an empty string.
+
+    With increments S_1 to S_i since a full snapshot of size 1, a new full one followed by the same growth costs
+    1 + S_1 + ... + S_i; further increments cost at least (i + 1) S_i.
     """
-    anew = growth.base_bytes + growth.increment_bytes
-    onwards = (growth.increments + 1) * growth.last_bytes
-    if not growth.increments or anew > onwards:
+    full = parent.base_bytes + parent.increment_bytes
+    increments = (parent.increments + 1) * parent.last_bytes
+    if not parent.increments or full > increments:
         return ""
-    return f"a full one and its increments are expected to take {anew} bytes, going on {onwards}"
+    return f"a full snapshot and its increments are expected to take {full} bytes, more increments {increments}"
 
 
 def bits_for(expected_restores: int) -> Bits:
-    """Fewest bits whose accuracy holds over so many restores (Check-N-Run's table)."""
-    return next((bits for most, bits in RESTORES_BY_BITS if expected_restores <= most), SAFE_BITS)
+    """Return the fewest bits that keep the accuracy over so many restores (Check-N-Run's table)."""
+    return next((bits for restores, bits in BITS_BY_RESTORES if expected_restores <= restores), SAFE_BITS)
 
 
 def bits_in_use(wanted: Bits | Literal["auto"], expected_restores: int, restores: int) -> tuple[Bits, str]:
-    """Bits of the rows that a cut stores anew, and why.
+    """Return the bits of rows that a cut quantizes, and why.
 
     Args:
-        wanted: by the job.
-        expected_restores: in the job's life.
-        restores: that it went through.
+        wanted: ``spec.checkpoint.bits``.
+        expected_restores: Restores expected over the job.
+        restores: Restores so far.
     """
     if wanted != "auto":
         return wanted, "spec.checkpoint.bits"
     if restores > expected_restores:
-        return SAFE_BITS, f"{restores} restores, of {expected_restores} that were expected"
-    return bits_for(expected_restores), f"{expected_restores} restores are expected"
+        return SAFE_BITS, f"{restores} restores, {expected_restores} expected"
+    return bits_for(expected_restores), f"{expected_restores} restores expected"

@@ -12,7 +12,14 @@ from itertools import islice
 import numpy as np
 
 from dlrm_api.errors import NoInputError, SnapshotError
-from dlrm_checkpointer.format.attempts import RETIRED, Attempt, in_lineage, is_claimed, newest_attempt, read_attempts
+from dlrm_checkpointer.format.attempts import (
+    RETIRED,
+    StoreAttempt,
+    in_lineage,
+    is_claimed,
+    newest_attempt,
+    read_attempts,
+)
 from dlrm_checkpointer.format.canonical import NewerVersionError
 from dlrm_checkpointer.format.manifest import (
     CHUNKS,
@@ -73,7 +80,7 @@ NONE = KeySet(())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class RetentionPolicy:
     """What the job asks to be kept."""
 
     keep_last: int
@@ -84,7 +91,7 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class StoredSnapshot:
     """A manifest that is there."""
 
     name: SnapshotName
@@ -101,7 +108,7 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class RetentionPlan:
     """What retention does with the manifests that are there."""
 
     keep: tuple[SnapshotName, ...]
@@ -111,7 +118,12 @@ class Decision:
     retire: tuple[SnapshotName, ...]
 
 
-def decide(found: Iterable[Found], attempts: Sequence[Attempt], rule: Rule, in_use: Iterable[SnapshotName]) -> Decision:
+def decide(
+    found: Iterable[StoredSnapshot],
+    attempts: Sequence[StoreAttempt],
+    rule: RetentionPolicy,
+    in_use: Iterable[SnapshotName],
+) -> RetentionPlan:
     """Keep what the rule says of the lineage, of each step the newest attempt's, with all chains; retire the rest.
 
     What can't be read counts for nothing and stays, with its chain: something may mend it.
@@ -123,7 +135,7 @@ def decide(found: Iterable[Found], attempts: Sequence[Attempt], rule: Rule, in_u
         in_use: snapshots that cuts on their way are relative to.
     """
     newest_first = sorted(found, key=lambda each: each.name, reverse=True)
-    keep: dict[int, Found] = {}
+    keep: dict[int, StoredSnapshot] = {}
     periods: set[int] = set()
     for each in newest_first:
         name = each.name
@@ -139,10 +151,12 @@ def decide(found: Iterable[Found], attempts: Sequence[Attempt], rule: Rule, in_u
     kept = tuple(each.name for each in keep.values())
     needed = frozenset(used.union(*(each.below for each in held))) - set(kept)
     stay = {*kept, *needed, *(each.name for each in newest_first if not each.readable)}
-    return Decision(keep=kept, needed=needed, retire=tuple(each.name for each in newest_first if each.name not in stay))
+    return RetentionPlan(
+        keep=kept, needed=needed, retire=tuple(each.name for each in newest_first if each.name not in stay)
+    )
 
 
-def is_orphan(cut: SnapshotName, newest: Sequence[SnapshotName], attempts: Sequence[Attempt]) -> bool:
+def is_orphan(cut: SnapshotName, newest: Sequence[SnapshotName], attempts: Sequence[StoreAttempt]) -> bool:
     """Whether objects of a cut that belong to no manifest can go: no live writer may still make a snapshot of them.
 
     A cut newer than the oldest of the newest snapshots may still be on its way, unless its attempt was given up before
@@ -166,16 +180,16 @@ class Retention:
             listings of them.
     """
 
-    def __init__(self, store: ObjectStore, rule: Rule, *, present: bool = False) -> None:
+    def __init__(self, store: ObjectStore, rule: RetentionPolicy, *, present: bool = False) -> None:
         self._store, self._rule, self._present = store, rule, present
-        self._known: dict[SnapshotName, Found] = {}
-        self._attempts: dict[int, Attempt] = {}
+        self._known: dict[SnapshotName, StoredSnapshot] = {}
+        self._attempts: dict[int, StoreAttempt] = {}
         self._lacking: frozenset[SnapshotName] = frozenset()
         """Snapshots of whose own objects the last sweep did not see all."""
         self._next_sweep = float("-inf")
         """By the clock; in the past while something that was to go may be left."""
 
-    def decide(self, in_use: Iterable[SnapshotName] = ()) -> Decision:
+    def decide(self, in_use: Iterable[SnapshotName] = ()) -> RetentionPlan:
         """What would go now; nothing is removed.
 
         Raises:
@@ -254,12 +268,12 @@ class Retention:
         while some := list(islice(rest, DELETE_BATCH)):
             self._store.delete_all(some)
 
-    def _read_attempts(self) -> list[Attempt]:
+    def _read_attempts(self) -> list[StoreAttempt]:
         attempts = read_attempts(self._store, 0, self._attempts)
         self._attempts = {each.number: each for each in attempts}
         return attempts
 
-    def _found(self, attempts: Sequence[Attempt]) -> list[Found]:
+    def _found(self, attempts: Sequence[StoreAttempt]) -> list[StoredSnapshot]:
         found = [self._known.get(name) or self._read(name) for name in self._names()]
         for each in found:
             if each.newer and in_lineage(each.name.step, each.name.attempt, attempts):
@@ -270,14 +284,16 @@ class Retention:
     def _names(self) -> list[SnapshotName]:
         return [SnapshotName(step, attempt) for step, attempt in snapshot_keys(self._store)]
 
-    def _read(self, name: SnapshotName) -> Found:
+    def _read(self, name: SnapshotName) -> StoredSnapshot:
         key = manifest_key(name.step, name.attempt)
         try:
             manifest = parse_manifest(self._store.get(key), key)
         except (SnapshotError, NoInputError) as error:
             logger.warning("manifest can't be read: it stays", extra={"key": key, "problem": str(error)})
-            return Found(name=name, readable=False, newer=str(error) if isinstance(error, NewerVersionError) else "")
-        return Found(
+            return StoredSnapshot(
+                name=name, readable=False, newer=str(error) if isinstance(error, NewerVersionError) else ""
+            )
+        return StoredSnapshot(
             name=name,
             time=manifest.cut.time,
             below=tuple(link.name for link in manifest.chain),
@@ -293,7 +309,9 @@ class Retention:
             return False
         return True
 
-    def _sweep(self, found: Sequence[Found], decision: Decision, attempts: Sequence[Attempt]) -> float:
+    def _sweep(
+        self, found: Sequence[StoredSnapshot], decision: RetentionPlan, attempts: Sequence[StoreAttempt]
+    ) -> float:
         """Remove old objects of no manifest, and uploads that nobody finishes; returns when to look for them again.
 
         Manifests whose objects are not all in the listing are remembered.

@@ -15,7 +15,7 @@ from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.codec.rows import CodedRows
 from dlrm_checkpointer.format.attempts import read_attempts
-from dlrm_checkpointer.format.chain import Basis, BrokenChainError, Layers, basis, load_chain
+from dlrm_checkpointer.format.chain import BrokenChainError, ChainLayers, SnapshotBase, load_chain, snapshot_base
 from dlrm_checkpointer.format.chunk import encode_dense, encode_rows, put_by_digest
 from dlrm_checkpointer.format.manifest import ChunkEntry, ObjectEntry, PartList, chunk_key, parse_part, part_key
 from dlrm_checkpointer.handoff.protocol import Durable, ReadyCut, SliceName
@@ -47,11 +47,11 @@ Load = Callable[[], Iterable[_Encoded]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class WritePlan:
     """How the rows of a cut are stored."""
 
     bits: Bits
-    basis: Basis
+    basis: SnapshotBase
     chained: bool = False
     """Whether a base will be made of these rows and those of a whole chain: their chunks are small."""
 
@@ -78,7 +78,7 @@ class Upload:
         traffic: what is told of bytes.
     """
 
-    def __init__(self, store: ObjectStore, cut: ReadyCut, before: Durable, way: Way, traffic: Traffic) -> None:
+    def __init__(self, store: ObjectStore, cut: ReadyCut, before: Durable, way: WritePlan, traffic: Traffic) -> None:
         self._store, self._cut, self._before, self._traffic = store, cut, before, traffic
         self._basis, self._bits, self._chained = way.basis, before.bits or way.bits, way.chained
         self._put_already: dict[int, tuple[ChunkEntry, ...]] = {}
@@ -148,8 +148,8 @@ class Upload:
         return {table.name: table for table in self._cut.meta.tables}
 
     @cached_property
-    def _older(self) -> Layers:
-        return Layers(self._basis.merged)
+    def _older(self) -> ChainLayers:
+        return ChainLayers(self._basis.merged)
 
     @cached_property
     def _slices(self) -> dict[ShardId, list[ChunkEntry]]:
@@ -202,7 +202,7 @@ def _get_part(store: ObjectStore, key: str) -> PartList | None:
 logger = logging.getLogger(__name__)
 
 
-class Ways:
+class WritePlanner:
     """Decides by what the job asks and what the store holds.
 
     Args:
@@ -218,18 +218,18 @@ class Ways:
         self._store, self._wanted, self._expected, self._chains = store, bits, expected_restores, chains
         self._bits: dict[int, Bits] = {}
 
-    def of(self, cut: ReadyCut) -> Way:
+    def of(self, cut: ReadyCut) -> WritePlan:
         """How a cut is stored; a slice of one as it is, whatever the cut goes over.
 
         Raises:
             BrokenChainError: its parent can't be read.
         """
         bits, is_slice = self._bits_of(cut.name.attempt), isinstance(cut.name, SliceName)
-        basis = Basis(kind="full") if is_slice else self._basis(cut)
-        chained = self._chains.name == "consecutive" and (is_slice or basis.kind == "increment")
-        return Way(bits=bits, basis=basis, chained=chained)
+        basis = SnapshotBase(kind="full") if is_slice else self._basis(cut)
+        chained = self._chains.traits.chained and (is_slice or basis.kind == "increment")
+        return WritePlan(bits=bits, basis=basis, chained=chained)
 
-    def _basis(self, cut: ReadyCut) -> Basis:
+    def _basis(self, cut: ReadyCut) -> SnapshotBase:
         """What the cut's snapshot goes over: a function of the cut, its parent and the job, so all pods agree."""
         parent, chains = cut.meta.parent, self._chains
         try:
@@ -238,9 +238,9 @@ class Ways:
             raise BrokenChainError(str(error)) from error
         growth, length = (chain.newest.growth, len(chain.links) - 1) if chain else (None, 0)
         choice = choose_kind(chains, growth, length, cut.meta.time)
-        said = {"step": cut.name.step, "kind": choice.kind, "why": choice.reason}
-        logger.info("kind of snapshot chosen", extra=said)
-        return basis(choice.kind, chains.name, chain)
+        extra = {"step": cut.name.step, "kind": choice.kind, "reason": choice.reason}
+        logger.info("selected snapshot kind", extra=extra)
+        return snapshot_base(choice.kind, chain, chained=choice.chained)
 
     def _bits_of(self, attempt: int) -> Bits:
         """Bits for rows of an attempt's cuts."""
@@ -248,6 +248,6 @@ class Ways:
             earlier = [each for each in read_attempts(self._store, 0) if each.number <= attempt]
             restores = sum(each.restored_step is not None for each in earlier)
             bits, why = bits_in_use(self._wanted, self._expected, restores)
-            logger.info("bits chosen", extra={"bits": bits, "why": why})
+            logger.info("selected snapshot bits", extra={"bits": bits, "reason": why})
             self._bits[attempt] = bits
         return self._bits[attempt]

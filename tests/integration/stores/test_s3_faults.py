@@ -24,7 +24,7 @@ from dlrm_checkpointer.format.manifest import ObjectEntry
 from dlrm_checkpointer.read.fetch import fetch
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.write.retention import Retention, Rule
+from dlrm_checkpointer.write.retention import Retention, RetentionPolicy
 from dlrm_stores import ObjectStore, StoreOptions, open_store, s3
 from dlrm_stores.s3_client import MAX_ATTEMPTS
 from dlrm_testing.checkpointer.loopback_http import served
@@ -518,7 +518,7 @@ def test_an_object_that_is_garbled_on_its_way_once_is_read_again(store: ObjectSt
 def test_who_may_not_list_uploads_looks_for_other_leftovers_no_more_often_for_that(store: ObjectStore, plan: Plan):
     plan.faults.append(Fault("GET", refuse(403, "AccessDenied"), "uploads", times=10**9))
     attempt = claim_attempt(store, None, "test")
-    retention = Retention(store, Rule(keep_last=1))
+    retention = Retention(store, RetentionPolicy(keep_last=1))
 
     for _ in range(3):
         retention.apply(attempt)

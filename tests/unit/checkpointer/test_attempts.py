@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dlrm_api.errors import SnapshotError, StoreUnavailableError, TemporaryError
 from dlrm_checkpointer.format.attempts import (
     DEAD_MARK_S,
-    Attempt,
+    StoreAttempt,
     claim_attempt,
     in_lineage,
     newest_attempt,
@@ -23,20 +23,20 @@ from dlrm_checkpointer.read.catalog import list_snapshots
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_checkpointer.write.commit import try_commit
-from dlrm_checkpointer.write.retention import Retention, Rule
+from dlrm_checkpointer.write.retention import Retention, RetentionPolicy
 from dlrm_stores.file import FileStore
 from dlrm_testing.digests import snapshot_digest
 
 
 def test_a_manifest_counts_while_every_later_attempt_went_on_from_it_or_from_later():
-    attempts = [Attempt(2, 100), Attempt(3, 250)]
+    attempts = [StoreAttempt(2, 100), StoreAttempt(3, 250)]
 
     assert in_lineage(100, 1, attempts)
     assert not in_lineage(101, 1, attempts)
     assert in_lineage(250, 2, attempts)
     assert not in_lineage(251, 2, attempts)
     assert in_lineage(900, 3, attempts)
-    assert not in_lineage(1, 3, [*attempts, Attempt(4, None)])
+    assert not in_lineage(1, 3, [*attempts, StoreAttempt(4, None)])
 
 
 @given(
@@ -45,7 +45,7 @@ def test_a_manifest_counts_while_every_later_attempt_went_on_from_it_or_from_lat
 )
 def test_a_late_commit_never_changes_which_snapshot_is_newest(history, late):
     """Each attempt goes on from the newest snapshot and commits some; an earlier one commits late at any step."""
-    attempts: list[Attempt] = []
+    attempts: list[StoreAttempt] = []
     manifests: set[tuple[int, int]] = set()
 
     def newest() -> tuple[int, int] | None:
@@ -54,7 +54,7 @@ def test_a_late_commit_never_changes_which_snapshot_is_newest(history, late):
     for steps, skipped in history:
         start = newest()
         number = len(attempts) + 1
-        attempts.append(Attempt(number, start[0] if start else None))
+        attempts.append(StoreAttempt(number, start[0] if start else None))
         first = (start[0] if start else 0) + 1 + skipped
         manifests |= {(first + i, number) for i in range(steps)}
     before = newest()
@@ -147,7 +147,7 @@ def test_retention_stops_when_a_new_attempt_appears_between_its_mark_and_its_del
     for _ in range(3):
         pod.commit(model.train(), 1)
 
-    removed = Retention(Interrupted(files.root), Rule(keep_last=1, orphan_s=0)).apply(1)
+    removed = Retention(Interrupted(files.root), RetentionPolicy(keep_last=1, orphan_s=0)).apply(1)
 
     assert removed == 0
     assert [each.step for each in list_snapshots(files)] == [3, 2, 1]
@@ -201,7 +201,7 @@ def test_an_attempt_that_is_taken_back_while_the_others_are_read_counts_for_noth
     for note in ("1", "2", "3"):
         claim_attempt(files, None, note)
 
-    assert read_attempts(Late(files.root), 0) == [Attempt(1, None), Attempt(3, None)]
+    assert read_attempts(Late(files.root), 0) == [StoreAttempt(1, None), StoreAttempt(3, None)]
 
 
 def test_where_the_newest_attempt_went_on_from_a_snapshot_and_none_is_there_step_0_is_refused(

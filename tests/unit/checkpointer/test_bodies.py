@@ -4,7 +4,7 @@ import gc
 
 import numpy as np
 
-from dlrm_checkpointer.read.fetch import Bodies
+from dlrm_checkpointer.read.fetch import BufferPool
 
 
 def address(body: memoryview) -> int:
@@ -12,7 +12,7 @@ def address(body: memoryview) -> int:
 
 
 def test_memory_is_used_again_only_when_no_view_of_it_is_left():
-    bodies = Bodies(100)
+    bodies = BufferPool(100)
     first = bodies.take(60)
     place, part = address(first), np.frombuffer(first[8:16], np.int64)
     del first
@@ -30,7 +30,7 @@ def test_memory_is_used_again_only_when_no_view_of_it_is_left():
 
 
 def test_a_body_larger_than_was_said_has_memory_of_its_own():
-    bodies = Bodies(10)
+    bodies = BufferPool(10)
     small = bodies.take(4)
     del small
 

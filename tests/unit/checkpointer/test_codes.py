@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.codec.rows import CodedRows, Form, body_shape, code_rows, decode_rows, place_weights
+from dlrm_checkpointer.codec.rows import ChunkEncoding, CodedRows, body_shape, code_rows, decode_rows, place_weights
 from dlrm_checkpointer.types import ShardId, ShardRows, TableMeta
 
 README = Path(__file__).parents[3] / "docs" / "format.md"
@@ -175,9 +175,9 @@ def test_rows_of_zeros_come_back_as_zeros_in_the_form_of_the_others(bits: Any):
 
     coded = code_rows(given_rows, bits)
 
-    assert [each.form for each in coded] == [Form(bits, 0 if bits == 32 else 16)]
+    assert [each.form for each in coded] == [ChunkEncoding(bits, 0 if bits == 32 else 16)]
     assert (whole(coded, given_rows)[1] == 0).all()
-    assert code_rows(piece(rows[1:2]), bits)[0].form == Form(bits, 0)
+    assert code_rows(piece(rows[1:2]), bits)[0].form == ChunkEncoding(bits, 0)
 
 
 @pytest.mark.parametrize("bits", [*QUANTIZED, 16])

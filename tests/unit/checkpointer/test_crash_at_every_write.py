@@ -13,7 +13,7 @@ from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.format.manifest import CHUNKS, MANIFESTS
 from dlrm_checkpointer.read.catalog import list_snapshots, verify_snapshot
 from dlrm_checkpointer.read.restore import newest_snapshot, open_snapshot
-from dlrm_checkpointer.write.retention import Retention, Rule
+from dlrm_checkpointer.write.retention import Retention, RetentionPolicy
 from dlrm_stores.file import FileStore
 from dlrm_testing.digests import snapshot_digest
 
@@ -59,12 +59,12 @@ def test_retention_cut_off_anywhere_leaves_only_whole_snapshots_and_the_next_run
         pod.commit(model.train(), 1)
 
     with contextlib.suppress(StoreUnavailableError):
-        Retention(dying(files, writes_left), Rule(keep_last=1, orphan_s=0)).apply(1)
+        Retention(dying(files, writes_left), RetentionPolicy(keep_last=1, orphan_s=0)).apply(1)
 
     for each in list_snapshots(files):
         verify_snapshot(open_snapshot(files, each.step, each.attempt))
     assert newest_snapshot(files)[0].step == 3
-    Retention(files, Rule(keep_last=1, orphan_s=0)).apply(1)
+    Retention(files, RetentionPolicy(keep_last=1, orphan_s=0)).apply(1)
     kept = newest_snapshot(files)[0]
     assert [info.key for info in files.list(MANIFESTS)] == ["manifests/0000000000000003-00000001.json"]
     assert {info.key for info in files.list(CHUNKS)} == {entry.key for entry in kept.manifest.objects}

@@ -18,7 +18,7 @@ from dlrm_checkpointer.format.chain import load_chain
 from dlrm_checkpointer.format.manifest import PARTS, manifest_key
 from dlrm_checkpointer.read.restore import Snapshot, newest_snapshot, open_snapshot, snapshot_keys
 from dlrm_checkpointer.types import SnapshotName
-from dlrm_checkpointer.write.retention import Retention, Rule
+from dlrm_checkpointer.write.retention import Retention, RetentionPolicy
 from dlrm_testing.checkpointer.steps import Steps
 from dlrm_testing.checkpointer.truth import flipped
 from dlrm_testing.checkpointer.turns import FailingStore, Killed, MemoryStore
@@ -81,7 +81,7 @@ class Take:
         assert reasons == []
         assert snapshot.step in ([COMMITTED + 1] if done else [COMMITTED, COMMITTED + 1])
         assert snapshot_digest(snapshot) == self.scene.digests[snapshot.step]
-        for name in Retention(self.store, Rule(keep_last=1)).decide().keep:
+        for name in Retention(self.store, RetentionPolicy(keep_last=1)).decide().keep:
             open_snapshot(self.store, name.step, name.attempt)
 
     def goes_on(self) -> None:

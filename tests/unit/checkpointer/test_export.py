@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from dlrm_api.errors import DeviceError, NoPermissionError, UsageError
 from dlrm_checkpointer.read.catalog import find_snapshot
-from dlrm_checkpointer.read.export import Safetensors, Wanted, export_tables, restore_to_folder
+from dlrm_checkpointer.read.export import ExportOptions, Safetensors, export_tables, restore_to_folder
 from dlrm_stores.file import FileStore
 
 
@@ -106,7 +106,7 @@ def test_a_disk_that_is_full_at_the_dense_arrays_is_named(
             restore_to_folder(snapshot, tmp_path / "out")
         assert (tmp_path / "out" / "dense.safetensors").exists()
         with pytest.raises(DeviceError, match=f"{tmp_path}/serving: File too large; free space"):
-            export_tables(snapshot, tmp_path / "serving", Wanted(form=Safetensors(), precision="fp32"))
+            export_tables(snapshot, tmp_path / "serving", ExportOptions(form=Safetensors(), precision="fp32"))
         assert (tmp_path / "serving" / "dense.safetensors").exists()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -121,7 +121,7 @@ def test_all_files_of_a_folder_may_be_read_by_whom_the_umask_lets(
     before = os.umask(0o027)
     try:
         restore_to_folder(snapshot, tmp_path / "out")
-        export_tables(snapshot, tmp_path / "serving", Wanted(form=Safetensors(), precision="fp16"))
+        export_tables(snapshot, tmp_path / "serving", ExportOptions(form=Safetensors(), precision="fp16"))
     finally:
         os.umask(before)
 

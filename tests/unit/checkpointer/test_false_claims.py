@@ -17,7 +17,7 @@ from dlrm_checkpointer.codec.digest import BLOCK_BYTES, block_ranges
 from dlrm_checkpointer.codec.rows import code_rows
 from dlrm_checkpointer.format.canonical import sealed
 from dlrm_checkpointer.format.chunk import (
-    MOST_ROW_NUMBERS,
+    MAX_ROW_NUMBERS,
     decode_dense,
     decode_row_numbers,
     decode_rows,
@@ -27,9 +27,9 @@ from dlrm_checkpointer.format.manifest import ObjectEntry, parse_manifest, parse
 from dlrm_checkpointer.publish.delta import delta_key
 from dlrm_checkpointer.publish.follower import Follower
 from dlrm_checkpointer.read.export import check_room, restore_to_folder
-from dlrm_checkpointer.read.fetch import USUAL_BYTES, Bodies, fetch
+from dlrm_checkpointer.read.fetch import USUAL_BYTES, BufferPool, fetch
 from dlrm_checkpointer.read.restore import open_snapshot
-from dlrm_checkpointer.types import MOST_ROWS, CutMeta, ShardId, ShardRows, TableMeta
+from dlrm_checkpointer.types import MAX_ROWS, CutMeta, ShardId, ShardRows, TableMeta
 from dlrm_stores.file import FileStore
 
 Object = dict[str, Any]
@@ -94,7 +94,7 @@ BITMAP = bytes([255] * 4_096)
     "body",
     [
         numbers(0, 10**13),
-        numbers(0, MOST_ROW_NUMBERS + 1),
+        numbers(0, MAX_ROW_NUMBERS + 1),
         numbers(0, 10**30),
         numbers(-1, 2),
         numbers(2**63 - 2, 2),
@@ -107,13 +107,13 @@ BITMAP = bytes([255] * 4_096)
 )
 def test_a_small_object_that_claims_many_row_numbers_is_refused_by_its_key(body: bytes) -> None:
     with pytest.raises(SnapshotError, match="chunks/gone"):
-        decode_row_numbers(body, "chunks/gone", "t", MOST_ROWS)
+        decode_row_numbers(body, "chunks/gone", "t", MAX_ROWS)
 
 
 def test_as_many_row_numbers_as_an_object_may_hold_are_read() -> None:
-    found = decode_row_numbers(numbers(7, MOST_ROW_NUMBERS), "key", "t", MOST_ROWS)
+    found = decode_row_numbers(numbers(7, MAX_ROW_NUMBERS), "key", "t", MAX_ROWS)
 
-    assert (found[0], found[-1], len(found)) == (7, MOST_ROW_NUMBERS + 6, MOST_ROW_NUMBERS)
+    assert (found[0], found[-1], len(found)) == (7, MAX_ROW_NUMBERS + 6, MAX_ROW_NUMBERS)
 
 
 @pytest.mark.parametrize(
@@ -268,9 +268,9 @@ def test_an_object_that_is_smaller_than_its_manifest_says_takes_no_memory(stored
     claimed = ObjectEntry(**asdict(dense) | {"bytes": 10**15})
 
     with pytest.raises(SnapshotError, match=f"{dense.key}: {dense.bytes} bytes, the manifest says {10**15}"):
-        fetch(stored, claimed, Bodies.of([claimed, dense]))
+        fetch(stored, claimed, BufferPool.of([claimed, dense]))
 
-    assert len(Bodies.of([claimed]).take(1).obj.base) <= USUAL_BYTES
+    assert len(BufferPool.of([claimed]).take(1).obj.base) <= USUAL_BYTES
 
 
 def test_an_object_that_memory_does_not_hold_is_named(stored: FileStore) -> None:
@@ -285,7 +285,7 @@ def test_an_object_that_memory_does_not_hold_is_named(stored: FileStore) -> None
 def test_blocks_of_the_widest_and_longest_table_take_little_memory_and_are_made_one_by_one() -> None:
     widest = TableMeta(
         name="t",
-        rows=MOST_ROWS,
+        rows=MAX_ROWS,
         dim=4_096,
         seed=0,
         scale=0.0,
@@ -302,7 +302,7 @@ def test_a_table_of_trillions_of_rows_is_refused_where_the_disk_has_no_room_for_
     tmp_path: Path, stored: FileStore
 ) -> None:
     [path] = (stored.root / "manifests").iterdir()
-    resealed(path, table(rows=MOST_ROWS))
+    resealed(path, table(rows=MAX_ROWS))
 
     with pytest.raises(DeviceError, match=r"tables/users.safetensors: takes \d+ bytes, and \d+ are free there"):
         restore_to_folder(open_snapshot(stored, 1, 1), tmp_path / "out")
@@ -353,9 +353,9 @@ def test_a_delta_of_tables_with_other_rows_than_the_image_is_refused_by_the_file
     follower = Follower(target, tmp_path / "out")
     follower.catch_up()
     pod.commit(model.train())
-    resealed(target.root / delta_key(2), delta_table(rows=MOST_ROWS))
+    resealed(target.root / delta_key(2), delta_table(rows=MAX_ROWS))
 
-    with pytest.raises(SnapshotError, match=f"users.safetensors: is no table of {MOST_ROWS} rows x 8 columns"):
+    with pytest.raises(SnapshotError, match=f"users.safetensors: is no table of {MAX_ROWS} rows x 8 columns"):
         follower.catch_up()
 
 

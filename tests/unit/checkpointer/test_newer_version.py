@@ -15,7 +15,7 @@ from dlrm_checkpointer.format.canonical import NewerVersionError, sealed
 from dlrm_checkpointer.format.manifest import manifest_key
 from dlrm_checkpointer.read.catalog import find_snapshot, list_snapshots
 from dlrm_checkpointer.read.restore import newest_snapshot
-from dlrm_checkpointer.write.retention import Retention, Rule
+from dlrm_checkpointer.write.retention import Retention, RetentionPolicy
 from dlrm_cli import app
 from dlrm_cli.snapshots import split_usable
 from dlrm_stores.file import FileStore
@@ -93,7 +93,7 @@ def test_a_version_that_was_never_released_is_passed_over_as_damaged(upgraded: F
 
 def test_nothing_is_removed_beside_snapshots_whose_chain_cannot_be_known(upgraded: FileStore):
     before = keys(upgraded)
-    retention = Retention(upgraded, Rule(keep_last=1, orphan_s=0))
+    retention = Retention(upgraded, RetentionPolicy(keep_last=1, orphan_s=0))
 
     with pytest.raises(NewerVersionError, match=r"use a newer dlrm-operator; nothing is removed meanwhile"):
         retention.apply(1)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_api.checkpoint import PolicyName
-from dlrm_checkpointer.format.manifest import Growth
+from dlrm_checkpointer.format.manifest import ChainSummary
 from dlrm_checkpointer.write.policy import ChainPolicy, bits_in_use, choose_kind
 
 
@@ -25,7 +25,7 @@ def run(chains: ChainPolicy, sizes: list[int], base: int, interval_s: float = 60
         now = number * interval_s
         kind = choose_kind(chains, growth, length, now).kind
         if kind == "full" or growth is None:
-            growth, length = Growth(base_bytes=base, base_time=now), 0
+            growth, length = ChainSummary(base_bytes=base, base_time=now), 0
         else:
             length = length + 1 if chains.name == "consecutive" else 1
             growth = growth.after(sizes[growth.increments])
@@ -43,7 +43,7 @@ def test_the_predictor_takes_the_papers_example_full_at_the_eighth_snapshot_afte
 
 @given(sizes=st.lists(st.integers(0, 2_000), min_size=2, max_size=30), base=st.integers(1, 2_000))
 def test_intermittent_never_goes_on_where_a_full_one_is_expected_to_cost_less(sizes, base):
-    growth = Growth(base_bytes=base, base_time=0)
+    growth = ChainSummary(base_bytes=base, base_time=0)
     for size in sizes:
         growth = growth.after(size)
         anew, onwards = base + growth.increment_bytes, (growth.increments + 1) * growth.last_bytes

@@ -11,7 +11,7 @@ from dlrm_api.names import ExitCode
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.read.catalog import list_snapshots
 from dlrm_checkpointer.read.restore import newest_snapshot
-from dlrm_checkpointer.write.retention import Retention, Rule
+from dlrm_checkpointer.write.retention import Retention, RetentionPolicy
 from dlrm_cli import app
 from dlrm_stores.file import FileStore
 from dlrm_testing.digests import snapshot_digest
@@ -119,7 +119,7 @@ def test_an_attempt_that_still_chooses_its_snapshot_stops_it(
     assert code == ExitCode.TEMPORARY
     assert "attempt 2 is choosing its snapshot: run the command again in a moment" in capsys.readouterr().err
     assert prune(files, "--keep-last", "1", "--dry-run") == ExitCode.DONE
-    assert Retention(files, Rule(keep_last=1)).apply(2) == 0
+    assert Retention(files, RetentionPolicy(keep_last=1)).apply(2) == 0
     assert [info.key for info in files.list("")] == before
 
 

@@ -10,13 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_api.errors import StoreUnavailableError
-from dlrm_checkpointer.format.attempts import Attempt, claim_attempt, in_lineage
+from dlrm_checkpointer.format.attempts import StoreAttempt, claim_attempt, in_lineage
 from dlrm_checkpointer.format.manifest import manifest_key, part_key
 from dlrm_checkpointer.read.catalog import list_snapshots
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_checkpointer.write.commit import try_commit
-from dlrm_checkpointer.write.retention import ORPHAN_S, SWEEPS, Found, KeySet, Retention, Rule, decide, is_orphan
+from dlrm_checkpointer.write.retention import (
+    ORPHAN_S,
+    SWEEPS,
+    KeySet,
+    Retention,
+    RetentionPolicy,
+    StoredSnapshot,
+    decide,
+    is_orphan,
+)
 from dlrm_stores.base import Body, ObjectInfo
 from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer.turns import Clock
@@ -25,15 +34,15 @@ from dlrm_testing.digests import snapshot_digest
 NAMES = st.sets(st.builds(SnapshotName, st.integers(1, 12), st.integers(1, 3)), max_size=15)
 
 
-def found(names: Iterable[SnapshotName]) -> list[Found]:
-    return [Found(name=name) for name in names]
+def found(names: Iterable[SnapshotName]) -> list[StoredSnapshot]:
+    return [StoredSnapshot(name=name) for name in names]
 
 
 @given(names=NAMES, restored=st.integers(0, 12), keep_last=st.integers(1, 5))
 def test_what_is_kept_is_the_newest_of_the_lineage_and_all_else_goes(names, restored, keep_last):
-    attempts = [Attempt(2, restored)]
+    attempts = [StoreAttempt(2, restored)]
 
-    decision = decide(found(names), attempts, Rule(keep_last=keep_last), ())
+    decision = decide(found(names), attempts, RetentionPolicy(keep_last=keep_last), ())
 
     counted = sorted({name.step for name in names if in_lineage(name.step, name.attempt, attempts)}, reverse=True)
     assert [name.step for name in decision.keep] == counted[:keep_last]
@@ -43,13 +52,13 @@ def test_what_is_kept_is_the_newest_of_the_lineage_and_all_else_goes(names, rest
 
 @given(data=st.data(), keep_last=st.integers(1, 4), every=st.one_of(st.none(), st.floats(1, 50)))
 def test_nothing_below_what_stays_ever_goes(data, keep_last, every):
-    manifests: list[Found] = []
+    manifests: list[StoredSnapshot] = []
     for step in range(1, data.draw(st.integers(1, 12)) + 1):
         below = data.draw(st.sampled_from([(), *((*each.below, each.name) for each in manifests)]))
-        manifests.append(Found(name=SnapshotName(step, 1), time=10.0 * step, below=below))
+        manifests.append(StoredSnapshot(name=SnapshotName(step, 1), time=10.0 * step, below=below))
     in_use = data.draw(st.sets(st.sampled_from([each.name for each in manifests]), max_size=2))
 
-    decision = decide(manifests, [], Rule(keep_last=keep_last, keep_every_s=every), in_use)
+    decision = decide(manifests, [], RetentionPolicy(keep_last=keep_last, keep_every_s=every), in_use)
 
     stay = {each.name for each in manifests} - set(decision.retire)
     assert set(decision.keep) | in_use <= stay
@@ -58,26 +67,26 @@ def test_nothing_below_what_stays_ever_goes(data, keep_last, every):
 
 
 def test_one_snapshot_of_each_period_stays_beside_the_newest():
-    manifests = [Found(name=SnapshotName(step, 1), time=100.0 * step) for step in range(1, 13)]
+    manifests = [StoredSnapshot(name=SnapshotName(step, 1), time=100.0 * step) for step in range(1, 13)]
 
-    decision = decide(manifests, [], Rule(keep_last=2, keep_every_s=400), ())
+    decision = decide(manifests, [], RetentionPolicy(keep_last=2, keep_every_s=400), ())
 
     assert [name.step for name in decision.keep] == [12, 11, 7, 3]
 
 
 def test_a_manifest_that_cannot_be_read_neither_counts_nor_goes():
-    broken = Found(name=SnapshotName(9, 1), readable=False)
+    broken = StoredSnapshot(name=SnapshotName(9, 1), readable=False)
 
-    decision = decide([broken, *found([SnapshotName(8, 1), SnapshotName(7, 1)])], [], Rule(keep_last=1), ())
+    decision = decide([broken, *found([SnapshotName(8, 1), SnapshotName(7, 1)])], [], RetentionPolicy(keep_last=1), ())
 
     assert decision.keep == (SnapshotName(8, 1),)
     assert decision.retire == (SnapshotName(7, 1),)
 
 
 def test_what_an_unusable_snapshot_goes_over_stays_with_it():
-    broken = Found(name=SnapshotName(9, 1), below=(SnapshotName(6, 1),), readable=False)
+    broken = StoredSnapshot(name=SnapshotName(9, 1), below=(SnapshotName(6, 1),), readable=False)
 
-    decision = decide([broken, *found([SnapshotName(8, 1), SnapshotName(6, 1)])], [], Rule(keep_last=1), ())
+    decision = decide([broken, *found([SnapshotName(8, 1), SnapshotName(6, 1)])], [], RetentionPolicy(keep_last=1), ())
 
     assert (decision.keep, decision.needed) == ((SnapshotName(8, 1),), {SnapshotName(6, 1)})
     assert decision.retire == ()
@@ -86,14 +95,14 @@ def test_what_an_unusable_snapshot_goes_over_stays_with_it():
 def test_a_step_committed_twice_counts_once_and_the_newer_attempts_stays():
     names = [SnapshotName(5, 1), SnapshotName(5, 2), SnapshotName(4, 1)]
 
-    decision = decide(found(names), [Attempt(2, 5)], Rule(keep_last=2), ())
+    decision = decide(found(names), [StoreAttempt(2, 5)], RetentionPolicy(keep_last=2), ())
 
     assert decision.keep == (SnapshotName(5, 2), SnapshotName(4, 1))
     assert decision.retire == (SnapshotName(5, 1),)
 
 
 def test_objects_that_may_still_become_a_snapshot_are_no_orphans():
-    kept, attempts = [SnapshotName(100, 2), SnapshotName(150, 2)], [Attempt(2, 100)]
+    kept, attempts = [SnapshotName(100, 2), SnapshotName(150, 2)], [StoreAttempt(2, 100)]
 
     assert not is_orphan(SnapshotName(200, 2), kept, attempts), "the newest attempt's next cut"
     assert not is_orphan(SnapshotName(120, 2), kept, attempts), "a slow pod of the newest attempt"
@@ -125,7 +134,7 @@ def test_only_the_newest_attempt_removes_anything(tmp_path: Path, files: FileSto
         pod.commit(model.train(), attempt)
     claim_attempt(files, 3, "new")
 
-    removed = Retention(files, Rule(keep_last=1, orphan_s=0)).apply(attempt)
+    removed = Retention(files, RetentionPolicy(keep_last=1, orphan_s=0)).apply(attempt)
 
     assert removed == 0
     assert [each.step for each in list_snapshots(files)] == [3, 2, 1]
@@ -154,7 +163,7 @@ def test_where_a_snapshot_goes_its_own_folders_are_listed_and_all_objects_only_n
 ):
     model, pod, store = new_model(), new_pod(tmp_path / "pod", files, keep_last=9), Counting(files.root)
     attempt = claim_attempt(files, None, "one")
-    retention = Retention(store, Rule(keep_last=1))
+    retention = Retention(store, RetentionPolicy(keep_last=1))
 
     removed, listed = [], []
     for pause_s in (0, 0, 0, ORPHAN_S / SWEEPS):
@@ -192,7 +201,7 @@ def test_the_longer_all_objects_take_to_be_listed_the_rarer_they_are_but_hourly_
 ):
     new_pod(tmp_path / "pod", files).commit(new_model().train(), claim_attempt(files, None, "one"))
     store = Slow(files.root, clock, seconds)
-    retention = Retention(store, Rule(keep_last=1))
+    retention = Retention(store, RetentionPolicy(keep_last=1))
 
     sweeps = []
     for pause in (0, pause_s - 1, 1):
@@ -235,7 +244,7 @@ def test_a_sweep_removes_orphans_while_it_lists_and_holds_a_few_entries_at_once(
     new_pod(tmp_path / "pod", files).commit(new_model().train(), claim_attempt(files, None, "one"))
     store = Crowded(files.root)
 
-    Retention(store, Rule(keep_last=1)).apply(1)
+    Retention(store, RetentionPolicy(keep_last=1)).apply(1)
 
     assert store.removed == store.orphans
     assert store.most < 10
@@ -259,7 +268,7 @@ def test_what_a_sidecar_that_died_put_beside_a_snapshots_objects_goes_and_these_
     stray = f"{own[0].rpartition('-')[0]}-aa.safetensors"
     files.put(stray, b"x")
 
-    Retention(files, Rule(keep_last=1, orphan_s=0)).apply(1)
+    Retention(files, RetentionPolicy(keep_last=1, orphan_s=0)).apply(1)
 
     assert [info.key for info in files.list("chunks/")] == own
     assert snapshot_digest(newest_snapshot(files)[0]) == model.digest()
@@ -270,7 +279,7 @@ def test_a_removal_that_an_outage_cut_off_is_looked_after_with_the_next_snapshot
 ):
     model, pod, store = new_model(), new_pod(tmp_path / "pod", files, keep_last=9), Counting(files.root)
     attempt = claim_attempt(files, None, "one")
-    retention = Retention(store, Rule(keep_last=1))
+    retention = Retention(store, RetentionPolicy(keep_last=1))
     pod.commit(model.train(), attempt)
     retention.apply(attempt)
     pod.commit(model.train(), attempt)
@@ -311,7 +320,7 @@ def test_a_chain_goes_from_its_end_and_nothing_goes_before_the_part_lists(
     for _ in range(4):  # a full one, two increments, a full one
         pod.commit(model.train(), attempt)
 
-    removed = Retention(store, Rule(keep_last=1)).apply(attempt)
+    removed = Retention(store, RetentionPolicy(keep_last=1)).apply(attempt)
 
     parts = [part_key(step, attempt, 0) for step in (1, 2, 3)]
     manifests = [manifest_key(step, attempt) for step in (3, 2, 1)]
@@ -334,7 +343,7 @@ def test_what_a_live_writer_is_uploading_stays_and_what_a_lost_one_left_goes(
     files.put(abandoned, b"x")
     files.put(uploading, b"x")
 
-    Retention(files, Rule(keep_last=1, orphan_s=0)).apply(attempt)
+    Retention(files, RetentionPolicy(keep_last=1, orphan_s=0)).apply(attempt)
 
     assert files.size(uploading) == 1
     assert files.size(abandoned) is None
@@ -350,7 +359,7 @@ def test_what_others_put_beside_objects_stays_and_keeps_retention_from_nothing(
         pod.commit(model.train(), attempt)
     files.put(stray, b"theirs")
 
-    removed = Retention(files, Rule(keep_last=1, orphan_s=0)).apply(attempt)
+    removed = Retention(files, RetentionPolicy(keep_last=1, orphan_s=0)).apply(attempt)
 
     assert removed == 1
     assert files.get(stray) == b"theirs"
@@ -379,7 +388,7 @@ def test_what_a_retention_that_died_left_goes_also_where_older_snapshots_stay_fo
         pod.commit(model.train(), attempt)
     files.delete("manifests/0000000000000002-00000001.json")  # and there it died
 
-    Retention(files, Rule(keep_last=1, keep_every_s=2_000, orphan_s=0)).apply(attempt)
+    Retention(files, RetentionPolicy(keep_last=1, keep_every_s=2_000, orphan_s=0)).apply(attempt)
 
     assert [each.step for each in list_snapshots(files)] == [3, 1]
     assert list(files.list(f"chunks/{2:016d}/")) == []
@@ -428,7 +437,7 @@ def test_announcements_of_a_job_that_is_often_restarted_are_read_once(tmp_path: 
     model, pod = new_model(), new_pod(tmp_path / "pod", store, keep_last=9)
     attempts = [claim_attempt(store, None, "test") for _ in range(40)]
     pod.commit(model.train(), attempts[-1])
-    retention = Retention(store, Rule(keep_last=1))
+    retention = Retention(store, RetentionPolicy(keep_last=1))
     retention.apply(attempts[-1])
     pod.commit(model.train(), attempts[-1])
     newest = claim_attempt(store, 2, "test")

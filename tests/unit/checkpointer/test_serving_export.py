@@ -16,7 +16,7 @@ from dlrm_api.errors import SnapshotError, UsageError
 from dlrm_checkpointer.codec import digest
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.read.catalog import Block, find_snapshot
-from dlrm_checkpointer.read.export import Safetensors, Wanted, export_tables
+from dlrm_checkpointer.read.export import ExportOptions, Safetensors, export_tables
 from dlrm_cli.exports import Parquet
 from dlrm_stores.file import FileStore
 
@@ -61,7 +61,7 @@ def weights(arrays: dict[str, Any]) -> Any:
 def test_files_hold_the_rows_at_the_precision_that_was_asked_for(
     tmp_path: Path, files: FileStore, trained, form, precision, updated_only
 ):
-    wanted = Wanted(form=form, precision=precision, updated_only=updated_only)
+    wanted = ExportOptions(form=form, precision=precision, updated_only=updated_only)
     if form.name == "parquet" and precision == "bf16":
         with pytest.raises(UsageError, match="Parquet has no bf16"):
             export_tables(find_snapshot(files), tmp_path / "out", wanted)
@@ -107,7 +107,7 @@ def test_updated_rows_alone_take_no_time_for_blocks_without_any(
     monkeypatch.setattr(Block, "fill", lambda block: (made.append(block), fill(block))[1])
 
     written = export_tables(
-        find_snapshot(files), tmp_path / "out", Wanted(form=form, precision="fp32", updated_only=True)
+        find_snapshot(files), tmp_path / "out", ExportOptions(form=form, precision="fp32", updated_only=True)
     )
 
     assert written == sum(int(touched.sum()) for touched in trained.touched.values())
@@ -118,7 +118,7 @@ def test_updated_rows_alone_take_no_time_for_blocks_without_any(
 def test_half_precisions_round_to_the_nearest_with_ties_to_even(tmp_path: Path, files: FileStore, trained):
     torch = pytest.importorskip("torch")
     for precision, kind in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-        wanted = Wanted(form=Safetensors(), precision=precision, tables=("items",))
+        wanted = ExportOptions(form=Safetensors(), precision=precision, tables=("items",))
 
         export_tables(find_snapshot(files), tmp_path / precision, wanted)
 
@@ -127,14 +127,16 @@ def test_half_precisions_round_to_the_nearest_with_ties_to_even(tmp_path: Path, 
 
 
 def test_only_the_tables_that_were_named_are_written(tmp_path: Path, files: FileStore, trained):
-    wanted = Wanted(form=Safetensors(), precision="fp32", tables=("one", "users"))
+    wanted = ExportOptions(form=Safetensors(), precision="fp32", tables=("one", "users"))
 
     export_tables(find_snapshot(files), tmp_path / "out", wanted)
 
     assert {path.name for path in (tmp_path / "out" / "tables").iterdir()} == {"one.safetensors", "users.safetensors"}
     with pytest.raises(UsageError, match="there is no table absent"):
         export_tables(
-            find_snapshot(files), tmp_path / "b", Wanted(form=Safetensors(), precision="fp32", tables=("absent",))
+            find_snapshot(files),
+            tmp_path / "b",
+            ExportOptions(form=Safetensors(), precision="fp32", tables=("absent",)),
         )
 
 
@@ -148,7 +150,7 @@ def test_a_weight_beyond_the_precision_is_refused_by_row_and_nothing_looks_whole
     new_pod(tmp_path / "pod", files).commit(model)
 
     with pytest.raises(SnapshotError, match=f"table users, row {row}: a weight is too large for {precision}"):
-        export_tables(find_snapshot(files), tmp_path / "out", Wanted(form=Safetensors(), precision=precision))
+        export_tables(find_snapshot(files), tmp_path / "out", ExportOptions(form=Safetensors(), precision=precision))
 
     assert not (tmp_path / "out" / "export.json").exists()
 
@@ -158,7 +160,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, files: File
     (tmp_path / "out" / "mine").write_text("x")
 
     with pytest.raises(UsageError, match="is not empty"):
-        export_tables(find_snapshot(files), tmp_path / "out", Wanted(form=Safetensors(), precision="fp32"))
+        export_tables(find_snapshot(files), tmp_path / "out", ExportOptions(form=Safetensors(), precision="fp32"))
 
 
 @pytest.mark.parametrize("updated_only", [False, True])
@@ -166,7 +168,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, files: File
 def test_all_files_outlive_the_machine_before_the_one_that_says_that_they_are_whole(
     tmp_path: Path, files: FileStore, trained, to_disk, form, updated_only: bool
 ):
-    wanted = Wanted(form=form, precision="fp32", updated_only=updated_only)
+    wanted = ExportOptions(form=form, precision="fp32", updated_only=updated_only)
 
     export_tables(find_snapshot(files), out := tmp_path / "new" / "out", wanted)
 

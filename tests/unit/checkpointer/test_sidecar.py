@@ -25,7 +25,7 @@ from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.protocol import ready_cuts
 from dlrm_checkpointer.handoff.writer import HandOffWriter
-from dlrm_checkpointer.life import Backoff, Life
+from dlrm_checkpointer.life import Backoff, ShutdownPolicy
 from dlrm_checkpointer.read.catalog import list_snapshots
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_stores.base import Body, ObjectInfo
@@ -318,7 +318,7 @@ def test_rows_come_back_exact_at_32_bits_and_within_half_a_step_at_8(
 
 
 def test_the_end_of_the_locks_is_the_end_only_after_one_was_held():
-    life = Life(grace_s=10)
+    life = ShutdownPolicy(grace_s=10)
     life.look(living=False, stopping=False, now=0)
     before = (life.ended, life.deadline)
     life.look(living=True, stopping=False, now=1)
@@ -331,7 +331,7 @@ def test_the_end_of_the_locks_is_the_end_only_after_one_was_held():
 
 
 def test_a_stop_starts_the_clock_and_waits_for_the_locks():
-    life = Life(grace_s=10)
+    life = ShutdownPolicy(grace_s=10)
     life.look(living=True, stopping=True, now=5)
     held = (life.ended, life.deadline)
     life.look(living=False, stopping=True, now=6)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_testing.checkpointer.lives import Life
+from dlrm_testing.checkpointer.lives import ShutdownPolicy
 from dlrm_testing.checkpointer.turns import Clock
 
 SCHEDULES = int(os.environ.get("SOAK_SCHEDULES", "200"))
@@ -32,7 +32,7 @@ def test_no_schedule_of_faults_loses_a_commit_or_mixes_states(
     for number, seed in enumerate(range(FIRST_SEED, FIRST_SEED + SCHEDULES)):
         random.seed(seed)
         monkeypatch.setattr("dlrm_checkpointer.format.chunk.CHUNK_BYTES", random.choice([200, 1_000, 32 << 20]))
-        life = Life(seed, tmp_path / str(seed), clock, new_model, new_pod, few_rows)
+        life = ShutdownPolicy(seed, tmp_path / str(seed), clock, new_model, new_pod, few_rows)
         try:
             life.run()
         except BaseException as error:

@@ -12,13 +12,13 @@ import torch
 from dlrm_api.errors import DLRMError, InvalidSpecError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_checkpointer.codec.rows import CodedRows, code_rows
-from dlrm_checkpointer.format.chain import Basis, Chain, load_chain
+from dlrm_checkpointer.format.chain import Chain, SnapshotBase, load_chain
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.protocol import Durable
 from dlrm_checkpointer.handoff.writer import HandOffWriter
 from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName, loaded
 from dlrm_checkpointer.write.commit import try_commit
-from dlrm_checkpointer.write.upload import Traffic, Upload, Way
+from dlrm_checkpointer.write.upload import Traffic, Upload, WritePlan
 from dlrm_stores import ObjectStore, StoreOptions
 from dlrm_stores.file import FileStore
 from dlrm_testing.trainer.gangs import hand_plan, job_document, small_job
@@ -386,7 +386,7 @@ def commit(job: DLRMJob, learner: Learner, step: int, folder: Path, store: FileS
     )
     owned = [part.shard for part in learner.embeddings.saved]
     writer.put(meta, learner.embeddings.saved.rows_in_place(), learner.dense.arrays(), owned=owned, patience_s=0)
-    way, traffic = Way(bits=32, basis=Basis(kind="full")), Traffic(put=lambda _: None, read=lambda _: None)
+    way, traffic = WritePlan(bits=32, basis=SnapshotBase(kind="full")), Traffic(put=lambda _: None, read=lambda _: None)
     Upload(store, inbox.open(inbox.ready()[0]), Durable(), way, traffic).run()
     assert try_commit(store, step, 1, 1)
     writer.close("done")

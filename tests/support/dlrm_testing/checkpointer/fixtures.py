@@ -26,11 +26,11 @@ from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.writer import HandedOver, HandOffWriter
 from dlrm_checkpointer.publish.publisher import Publisher, Terms
-from dlrm_checkpointer.sidecar import Duties, Sidecar
+from dlrm_checkpointer.sidecar import Sidecar, SidecarTasks
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName, TableMeta
 from dlrm_checkpointer.write.policy import ChainPolicy
-from dlrm_checkpointer.write.retention import ORPHAN_S, Rule
+from dlrm_checkpointer.write.retention import ORPHAN_S, RetentionPolicy
 from dlrm_stores import ObjectStore, StoreOptions, open_store
 from dlrm_stores.base import Body, ObjectInfo
 from dlrm_stores.file import FileStore
@@ -231,11 +231,11 @@ class Pod:
             max_restore_s=None,
             restore_bytes_per_s=1e8,
         )
-        duties = Duties(
+        duties = SidecarTasks(
             bits=self.bits,
             expected_restores=self.expected_restores,
             chains=chains,
-            retention=Rule(keep_last=self.keep_last, keep_every_s=self.keep_every_s, orphan_s=self.orphan_s),
+            retention=RetentionPolicy(keep_last=self.keep_last, keep_every_s=self.keep_every_s, orphan_s=self.orphan_s),
             single_pod=len(self.ranks) == self.world_size,
             grace_s=self.grace_s,
         )

@@ -16,7 +16,7 @@ from dlrm_checkpointer.handoff.cut import CutAbandonedError
 from dlrm_checkpointer.handoff.protocol import COMMITTED_FILE, read_json
 from dlrm_checkpointer.read.restore import Snapshot, newest_snapshot, open_snapshot
 from dlrm_checkpointer.types import SnapshotName
-from dlrm_checkpointer.write.retention import ORPHAN_S, Rule
+from dlrm_checkpointer.write.retention import ORPHAN_S, RetentionPolicy
 from dlrm_testing.checkpointer.truth import Handed, Truth
 from dlrm_testing.checkpointer.turns import Actor, Clock, FailingStore, MemoryStore
 
@@ -65,7 +65,7 @@ class Gang:
             sidecar.kill()
 
 
-class Life:
+class ShutdownPolicy:
     """One job under one seed.
 
     Args:
@@ -90,7 +90,7 @@ class Life:
         self.keep_every_s = self.draw.choice([None, None, 5_000.0])
         self.gangs: list[Gang] = []
         self.orphan_s = ORPHAN_S if seed % 2 else 60.0
-        rule = Rule(keep_last=self.keep_last, keep_every_s=self.keep_every_s, orphan_s=self.orphan_s)
+        rule = RetentionPolicy(keep_last=self.keep_last, keep_every_s=self.keep_every_s, orphan_s=self.orphan_s)
         self.truth = Truth(self.store, rule, new_model, tables)
         self.made = 0
 

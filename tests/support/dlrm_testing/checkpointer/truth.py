@@ -22,7 +22,7 @@ from dlrm_checkpointer.read.catalog import walk_table
 from dlrm_checkpointer.read.fetch import check_present
 from dlrm_checkpointer.read.restore import Snapshot, newest_snapshot
 from dlrm_checkpointer.types import ShardRows, SnapshotName, TableMeta
-from dlrm_checkpointer.write.retention import Retention, Rule
+from dlrm_checkpointer.write.retention import Retention, RetentionPolicy
 from dlrm_testing.checkpointer.turns import MemoryStore
 
 Arrays = dict[str, NDArray[np.float32]]
@@ -56,7 +56,9 @@ class Truth:
         tables: of the model.
     """
 
-    def __init__(self, store: MemoryStore, rule: Rule, new_model: Any, tables: tuple[TableMeta, ...]) -> None:
+    def __init__(
+        self, store: MemoryStore, rule: RetentionPolicy, new_model: Any, tables: tuple[TableMeta, ...]
+    ) -> None:
         self.store, self.rule, self.new_model, self.tables = store, rule, new_model, tables
         self.handed: dict[SnapshotName, Handed] = {}
         self.acknowledged: set[SnapshotName] = set()
