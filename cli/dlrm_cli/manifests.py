@@ -71,7 +71,7 @@ def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str]
     """
     from dlrm_operator.manifests.pod_template import ANY
     from dlrm_operator.manifests.pods import render_objects
-    from dlrm_operator.manifests.storage import passing_stores
+    from dlrm_operator.manifests.storage import ephemeral_store_warnings
     from dlrm_planner import plan_job
 
     job, profile = read_job_and_profile(path, profile_path, settings)
@@ -81,7 +81,7 @@ def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str]
         print(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2))
     else:
         print(yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True), end="")
-    warnings = (*_refused_by_default(job), *passing_stores(job.spec))
+    warnings = (*_refused_by_default(job), *ephemeral_store_warnings(job.spec))
     if profile is not None and job.spec.trainer.hardware is None:
         name = profile.metadata.name
         warnings = (
@@ -120,9 +120,9 @@ def _parse_job(changed: Document) -> DLRMJob:
 
 
 def _refused_by_default(job: DLRMJob) -> tuple[str, ...]:
-    from dlrm_operator.manifests.pod_template import RESTRICTED, widenings
+    from dlrm_operator.manifests.pod_template import RESTRICTED, policy_violations
 
-    found = widenings(job.spec, job.metadata.namespace or "", RESTRICTED)
+    found = policy_violations(job.spec, job.metadata.namespace or "", RESTRICTED)
     return tuple(f"{each.path}: refused by operators with default settings: {each.problem}" for each in found)
 
 

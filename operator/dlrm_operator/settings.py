@@ -12,7 +12,7 @@ from dlrm_api.names import ANY_ADDRESS, Port
 from dlrm_operator.clients.references import ProfileSource
 from dlrm_operator.leader import LeaseTimes
 from dlrm_operator.manifests.objects import Images
-from dlrm_operator.manifests.pod_template import OVERLAY_LEVELS, OverlayLimits
+from dlrm_operator.manifests.pod_template import POLICY_LEVELS, PodTemplatePolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Settings:
     webhook_deadline_s: float = 5.0
     """Time to review a job; then it is admitted with a warning. Less than the webhook's configured timeout."""
     images: Images = field(default_factory=Images)
-    limits: OverlayLimits = field(default_factory=OverlayLimits)
+    limits: PodTemplatePolicy = field(default_factory=PodTemplatePolicy)
 
 
 def _profile_source(text: str) -> ProfileSource:
@@ -83,7 +83,7 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     parser.add_argument(
         "--pod-template-policy",
         default=environ.get("DLRM_POD_OVERLAY", known.limits.level),
-        metavar="|".join(OVERLAY_LEVELS),
+        metavar="|".join(POLICY_LEVELS),
         help="policy for podTemplate overrides (default: restricted, as in Pod Security)",
     )
     parser.add_argument("--address", default=environ.get("DLRM_ADDRESS", known.address), help="address to listen on")
@@ -148,9 +148,9 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
             "invalid --lease-duration-seconds: expected more than --lease-renew-deadline-seconds, and that more than "
             "--lease-renew-seconds"
         )
-    level = next((level for level in OVERLAY_LEVELS if level == flags.pod_template_policy), None)
+    level = next((level for level in POLICY_LEVELS if level == flags.pod_template_policy), None)
     if level is None:
-        expected = " or ".join(OVERLAY_LEVELS)
+        expected = " or ".join(POLICY_LEVELS)
         parser.error(f"invalid --pod-template-policy: expected {expected}, got {flags.pod_template_policy!r}")
     images = Images(
         trainer=environ.get("DLRM_TRAINER_IMAGE") or known.images.trainer,
@@ -178,5 +178,5 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         webhook_port=flags.webhook_port,
         webhook_deadline_s=flags.webhook_deadline_seconds,
         images=images,
-        limits=OverlayLimits(level=level, own_account=own_account),
+        limits=PodTemplatePolicy(level=level, own_account=own_account),
     )

@@ -29,7 +29,7 @@ from dlrm_operator.controller.informers import (
     read_pod,
 )
 from dlrm_operator.manifests.objects import Images
-from dlrm_operator.manifests.pod_template import RESTRICTED, OverlayLimits
+from dlrm_operator.manifests.pod_template import RESTRICTED, PodTemplatePolicy
 from dlrm_operator.manifests.scheduling import KUEUE, POD_GROUPS, group_type
 from dlrm_operator.reconcile.findings import rests
 from dlrm_operator.reconcile.gang import plan_in_force
@@ -74,7 +74,7 @@ class Observer:
         kueue_client: KueueClient,
         references: ReferenceReader,
         images: Images,
-        limits: OverlayLimits = RESTRICTED,
+        limits: PodTemplatePolicy = RESTRICTED,
     ) -> None:
         self._api = api
         self._jobs = jobs

@@ -1,4 +1,4 @@
-"""The objects of a job beside its pods, as plain data: Service and ConfigMaps."""
+"""Service and ConfigMaps of a job as plain data, with the labels, owner and images of all its objects."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from dlrm_api.plan import Device, Plan
 from dlrm_operator.manifests import Manifest
 
 JOB_FILE = "job.json"
-CONFIG_MAP_BYTES = 1_000_000
-"""A ConfigMap's data may take 1 MiB; some of it is left for keys."""
+# A ConfigMap may hold 1 MiB, keys included.
+MAX_CONFIG_MAP_BYTES = 1_000_000
 ROLE = "trainer"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """The job that children belong to; without a uid (``dlrmctl render``) they name no owner."""
+    """Name the job that owns the objects; without a uid (``dlrmctl render``) they have no owner."""
 
     name: str
     uid: str = ""
 
     def references(self) -> list[Manifest]:
-        """``metadata.ownerReferences``: the garbage collector removes what the job leaves."""
+        """Return ``metadata.ownerReferences``, by which the garbage collector removes the objects of a deleted job."""
         if not self.uid:
             return []
         return [
@@ -45,7 +45,7 @@ class Owner:
 
 
 def labels(job: str, attempt: int | None = None, index: int | None = None) -> dict[str, str]:
-    """Labels of a child; what a child is shared by is left out."""
+    """Return the labels of an object; without ``attempt`` or ``index`` if attempts or pods share it."""
     found = {
         Label.JOB: job,
         Label.ROLE: ROLE,
@@ -62,7 +62,7 @@ def labels(job: str, attempt: int | None = None, index: int | None = None) -> di
 
 
 def metadata(job: DLRMJob, name: str, owner: Owner, attempt: int | None = None, index: int | None = None) -> Manifest:
-    """``metadata`` of a child."""
+    """Return the ``metadata`` of an object."""
     found: Manifest = {"name": name, "labels": labels(job.metadata.name, attempt, index)}
     if job.metadata.namespace:
         found["namespace"] = job.metadata.namespace
@@ -72,7 +72,7 @@ def metadata(job: DLRMJob, name: str, owner: Owner, attempt: int | None = None, 
 
 
 def gang_service(job: DLRMJob, owner: Owner) -> Manifest:
-    """The headless Service that gives pods their DNS names, before they are ready: ranks look for rank 0 by it."""
+    """Build the headless Service that gives pods DNS names before they are ready: ranks find rank 0 by it."""
     name = names.trainer_service(job.metadata.name)
     ports = (
         ("rendezvous", names.Port.RENDEZVOUS),
@@ -93,9 +93,9 @@ def gang_service(job: DLRMJob, owner: Owner) -> Manifest:
 
 
 def job_document(job: DLRMJob, plan: Plan) -> str:
-    """The job as its trainers read it: canonical JSON of what the user set, without status.
+    """Return the job as its trainers read it: canonical JSON of what the user set, without status.
 
-    Where the user leaves the number of replicas open, it is the plan's.
+    If the user did not set the number of replicas, it is the plan's.
     """
     fixed = job.spec.fixed_replicas
     spec = job.spec if fixed is not None else job.spec.with_replicas(plan.nodes)
@@ -112,28 +112,28 @@ def job_document(job: DLRMJob, plan: Plan) -> str:
 def plan_config_maps(
     job: DLRMJob, attempt: int, plan: Plan, parts: Mapping[str, bytes], owner: Owner
 ) -> list[Manifest]:
-    """The immutable ConfigMaps of one attempt, each below 1 MiB: the job with its replicas, then the plan's parts.
+    """Build the immutable ConfigMaps of one attempt, each below 1 MiB: the job, then the parts of the plan.
 
     Args:
         job: The job.
-        attempt: Its attempt.
-        plan: The attempt's plan; its tables are not looked at.
-        parts: The whole of it (:func:`dlrm_api.plan.plan_to_parts`).
-        owner: Who the ConfigMaps belong to.
+        attempt: Number of the attempt.
+        plan: Its plan; the tables are not read.
+        parts: The whole plan (:func:`dlrm_api.plan.plan_to_parts`).
+        owner: Owner of the ConfigMaps.
 
     Raises:
-        InvalidSpecError: the job's own document does not fit one ConfigMap.
+        InvalidSpecError: the job's document does not fit into one ConfigMap.
     """
     document = job_document(job, plan)
     size = len(document.encode())
-    if size > CONFIG_MAP_BYTES:
-        problem = f"the document takes {size} bytes, pods can be given {CONFIG_MAP_BYTES}: write tables as tableGroups"
+    if size > MAX_CONFIG_MAP_BYTES:
+        problem = f"the job takes {size} bytes, the limit is {MAX_CONFIG_MAP_BYTES}: write tables as tableGroups"
         raise InvalidSpecError("spec.model", problem)
     first = names.plan_config_map(job.metadata.name, attempt)
     found = [_config_map(job, first, attempt, owner)]
     found[0]["data"] = {JOB_FILE: document}
     for key, part in parts.items():
-        if size + len(part) > CONFIG_MAP_BYTES:
+        if size + len(part) > MAX_CONFIG_MAP_BYTES:
             found.append(_config_map(job, f"{first}-{len(found)}", attempt, owner))
             size = 0
         found[-1].setdefault("binaryData", {})[key] = base64.b64encode(part).decode()
@@ -142,7 +142,7 @@ def plan_config_maps(
 
 
 def config_volume(config_maps: list[Manifest]) -> Manifest:
-    """One projected volume that joins the ConfigMaps: ``job.json`` and the folder of the plan's parts."""
+    """Build the projected volume of all ConfigMaps: ``job.json`` and the directory of the plan's parts."""
     plan_folder = names.Path.PLAN.removeprefix(names.Path.CONFIG + "/")
     sources = []
     for config_map in config_maps:
@@ -167,13 +167,13 @@ def _own(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """Default images: this version's own, unless the operator's settings say otherwise."""
+    """Hold the default images: this version's own unless the operator's settings name others."""
 
     trainer: str = field(default_factory=lambda: _own("dlrm-trainer"))
     trainer_cuda: str = field(default_factory=lambda: _own("dlrm-trainer-cuda"))
-    """Of trainers that compute on GPUs."""
+    """Image of trainers on GPUs."""
     checkpointer: str = field(default_factory=lambda: _own("dlrm-checkpointer"))
 
     def trainer_on(self, device: Device) -> str:
-        """The trainer's image with the kernels of its device."""
+        """Return the trainer's image for a device."""
         return self.trainer_cuda if device == "cuda" else self.trainer

@@ -1,7 +1,7 @@
-"""What a user's additions may not make of the pods of a job, where the cluster's admin lets them only narrow.
+"""The user's additions to the pods: how they are merged, and the policy that limits them.
 
-That is what Pod Security's level ``restricted`` refuses, and besides it root's groups, tokens and certificates of the
-service account, and what is kept for the operator and the system. What a HardwareProfile asks for is the admin's own.
+The policy ``restricted`` refuses what Pod Security's level of that name refuses, and also root's groups, tokens of the
+service account, the operator's own account and system priorities. A HardwareProfile is the admin's own and not checked.
 https://kubernetes.io/docs/concepts/security/pod-security-standards
 """
 
@@ -38,9 +38,9 @@ CONTAINER_SECURITY: Final[Manifest] = {
 
 
 def joined_security(ours: Manifest, theirs: Manifest) -> Manifest:
-    """Our context with each field that theirs gives, also within fields that are objects; null takes a field out.
+    """Merge the user's security context into ours, recursively; null removes a field.
 
-    So added capabilities leave ``drop: [ALL]`` in place, and OpenShift chooses the user where ``runAsUser`` is null.
+    So added capabilities keep ``drop: [ALL]``, and OpenShift chooses the user if ``runAsUser`` is null.
     """
     found = copy.deepcopy(ours)
     for field, value in theirs.items():
@@ -54,23 +54,22 @@ def joined_security(ours: Manifest, theirs: Manifest) -> Manifest:
     return found
 
 
-OverlayLevel = Literal["restricted", "any"]
-OVERLAY_LEVELS: Final[tuple[OverlayLevel, ...]] = get_args(OverlayLevel)
+PolicyLevel = Literal["restricted", "any"]
+POLICY_LEVELS: Final[tuple[PolicyLevel, ...]] = get_args(PolicyLevel)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverlayLimits:
-    """How far ``spec.trainer.podTemplate`` may go."""
+class PodTemplatePolicy:
+    """Limit what ``spec.trainer.podTemplate`` may set."""
 
-    level: OverlayLevel = "restricted"
-    """restricted: no further than Pod Security's level of that name; any: as far as the API server lets pods."""
+    level: PolicyLevel = "restricted"
+    """restricted: as Pod Security's level of that name; any: whatever the API server accepts."""
     own_account: tuple[str, str] | None = None
-    """Namespace and name of the operator's service account; None: it does not run as one."""
+    """Namespace and name of the operator's service account, if it has one."""
 
 
-RESTRICTED: Final = OverlayLimits()
-ANY: Final = OverlayLimits(level="any")
-
+RESTRICTED: Final = PodTemplatePolicy()
+ANY: Final = PodTemplatePolicy(level="any")
 
 PATH: Final = "spec.trainer.podTemplate"
 VOLUMES: Final = (
@@ -85,7 +84,7 @@ VOLUMES: Final = (
     "secret",
 )
 PROJECTED: Final = ("clusterTrustBundle", "configMap", "downwardAPI", "secret")
-"""Sources that say nothing to the API server for the pod's service account."""
+"""Projected sources that hold no credentials of the pod's service account."""
 SYSCTLS: Final = (
     "kernel.shm_rmid_forced",
     "net.ipv4.ip_local_port_range",
@@ -104,18 +103,30 @@ SELINUX_TYPES: Final = ("container_t", "container_init_t", "container_kvm_t", "c
 PROFILES: Final = ("RuntimeDefault", "Localhost")
 APPARMOR_ANNOTATION: Final = "container.apparmor.security.beta.kubernetes.io/"
 SYSTEM_PRIORITY: Final = "system-"
-"""The API server lets nobody else make a PriorityClass whose name begins so."""
+"""Prefix of PriorityClasses that are reserved by the API server."""
+LIST_KEYS = {
+    "volumes": "name",
+    "tolerations": None,
+    "topologySpreadConstraints": "topologyKey",
+    "schedulingGates": "name",
+    "imagePullSecrets": None,
+    "hostAliases": None,
+    "env": "name",
+    "envFrom": None,
+    "volumeMounts": "mountPath",
+}
+"""Lists to which the user may append, and the field that must be unique in each."""
 
 
 @dataclass(frozen=True)
 class _Bound:
-    """What may stand in one field of a security context."""
+    """Limit the value of one field of a security context."""
 
     field: str
-    """With dots, below the context."""
+    """Path below the context."""
     allows: Callable[[Any], bool]
-    """Of the value; None where the field is absent."""
-    words: str
+    """Returns whether a value is allowed; an absent field is None."""
+    requirement: str
 
 
 def _is_one_of(*values: Any) -> Callable[[Any], bool]:
@@ -144,50 +155,50 @@ def _hold_all(value: Any) -> bool:
     return isinstance(value, list) and "ALL" in value
 
 
-_NOT_ROOT: Final = "may not be 0, which is root"
+_NOT_ROOT: Final = "must not be 0 (root)"
 _EITHER: Final = (
     _Bound("runAsUser", _is_not_root, _NOT_ROOT),
     _Bound("runAsGroup", _is_not_root, _NOT_ROOT),
-    _Bound("appArmorProfile.type", _is_one_of(None, *PROFILES), f"has to be {' or '.join(PROFILES)}"),
-    _Bound("seLinuxOptions.type", _is_one_of(None, "", *SELINUX_TYPES), f"has to be {' or '.join(SELINUX_TYPES)}"),
-    _Bound("seLinuxOptions.user", _is_one_of(None, ""), "may not be set"),
-    _Bound("seLinuxOptions.role", _is_one_of(None, ""), "may not be set"),
-    _Bound("windowsOptions.hostProcess", _is_one_of(None, False), "has to be false"),
+    _Bound("appArmorProfile.type", _is_one_of(None, *PROFILES), f"must be {' or '.join(PROFILES)}"),
+    _Bound("seLinuxOptions.type", _is_one_of(None, "", *SELINUX_TYPES), f"must be {' or '.join(SELINUX_TYPES)}"),
+    _Bound("seLinuxOptions.user", _is_one_of(None, ""), "must not be set"),
+    _Bound("seLinuxOptions.role", _is_one_of(None, ""), "must not be set"),
+    _Bound("windowsOptions.hostProcess", _is_one_of(None, False), "must be false"),
 )
 _POD: Final = (
     *_EITHER,
-    _Bound("runAsNonRoot", _is_one_of(True), "has to be true"),
-    _Bound("seccompProfile.type", _is_one_of(*PROFILES), f"has to be {' or '.join(PROFILES)}"),
+    _Bound("runAsNonRoot", _is_one_of(True), "must be true"),
+    _Bound("seccompProfile.type", _is_one_of(*PROFILES), f"must be {' or '.join(PROFILES)}"),
     _Bound("fsGroup", _is_not_root, _NOT_ROOT),
-    _Bound("supplementalGroups", _are_not_root, "may not hold 0, which is root"),
-    _Bound("sysctls", _are_safe, f"may be {', '.join(SYSCTLS)} alone"),
+    _Bound("supplementalGroups", _are_not_root, "must not contain 0 (root)"),
+    _Bound("sysctls", _are_safe, f"must be among {', '.join(SYSCTLS)}"),
 )
 _CONTAINER: Final = (
     *_EITHER,
-    _Bound("runAsNonRoot", _is_one_of(None, True), "has to be true"),
-    _Bound("seccompProfile.type", _is_one_of(None, *PROFILES), f"has to be {' or '.join(PROFILES)}"),
-    _Bound("privileged", _is_one_of(None, False), "has to be false"),
-    _Bound("allowPrivilegeEscalation", _is_one_of(False), "has to be false"),
-    _Bound("capabilities.add", _are_harmless, "may hold NET_BIND_SERVICE alone"),
-    _Bound("capabilities.drop", _hold_all, "has to hold ALL"),
-    _Bound("procMount", _is_one_of(None, "Default"), "has to be Default"),
+    _Bound("runAsNonRoot", _is_one_of(None, True), "must be true"),
+    _Bound("seccompProfile.type", _is_one_of(None, *PROFILES), f"must be {' or '.join(PROFILES)}"),
+    _Bound("privileged", _is_one_of(None, False), "must be false"),
+    _Bound("allowPrivilegeEscalation", _is_one_of(False), "must be false"),
+    _Bound("capabilities.add", _are_harmless, "must contain only NET_BIND_SERVICE"),
+    _Bound("capabilities.drop", _hold_all, "must contain ALL"),
+    _Bound("procMount", _is_one_of(None, "Default"), "must be Default"),
 )
 
 
-def refuse_widening(spec: DLRMJobSpec, namespace: str, limits: OverlayLimits) -> None:
-    """Let nothing pass that the limits forbid.
+def check_policy(spec: DLRMJobSpec, namespace: str, limits: PodTemplatePolicy) -> None:
+    """Check the pod template against the policy.
 
     Raises:
-        InvalidSpecError: names the first field that goes too far, the mend, and how many more there are.
+        InvalidSpecError: names the first field that violates it, and the number of others.
     """
-    found = list(widenings(spec, namespace, limits))
+    found = list(policy_violations(spec, namespace, limits))
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise InvalidSpecError(found[0].path, found[0].problem + more)
 
 
-def widenings(spec: DLRMJobSpec, namespace: str, limits: OverlayLimits) -> Iterator[InvalidSpecError]:
-    """Each field that goes further than the limits let it; ``namespace`` is the job's."""
+def policy_violations(spec: DLRMJobSpec, namespace: str, limits: PodTemplatePolicy) -> Iterator[InvalidSpecError]:
+    """Yield each violation of the policy; ``namespace`` is the job's."""
     if limits.level == "any":
         return
     overlay = spec.trainer.pod_template
@@ -196,34 +207,33 @@ def widenings(spec: DLRMJobSpec, namespace: str, limits: OverlayLimits) -> Itera
     yield from _volumes(overlay.spec.get("volumes", []))
     account = overlay.spec.get("serviceAccountName")
     if account and (namespace, account) == limits.own_account:
-        yield _refusal(f"{PATH}.spec.serviceAccountName", "is the operator's own account", "name another")
+        yield _violation(f"{PATH}.spec.serviceAccountName", "is the operator's own account", "name another")
     yield from _context(f"{PATH}.container", CONTAINER_SECURITY, overlay.container, _CONTAINER)
     if (spec.scheduling.priority_class or "").startswith(SYSTEM_PRIORITY):
-        yield _refusal("spec.scheduling.priorityClass", "is kept for what the cluster itself needs", "name another")
+        yield _violation("spec.scheduling.priorityClass", "is reserved for the system", "name another")
 
 
-def _refusal(path: str, words: str, mend: str = "leave it out") -> InvalidSpecError:
-    admin = "ask the cluster's admin to allow it (chart value jobs.podTemplatePolicy=any)"
-    return InvalidSpecError(path, f"{words}: {mend}, or {admin}")
+def _violation(path: str, problem: str, fix: str = "remove it") -> InvalidSpecError:
+    admin = "ask the cluster admin to allow it (chart value jobs.podTemplatePolicy=any)"
+    return InvalidSpecError(path, f"{problem}: {fix}, or {admin}")
 
 
 def _annotations(annotations: dict[str, str]) -> Iterator[InvalidSpecError]:
     for key, value in annotations.items():
         if key.startswith(APPARMOR_ANNOTATION) and not (value == "runtime/default" or value.startswith("localhost/")):
-            words = "has to be runtime/default or localhost/PROFILE"
-            yield _refusal(f"{PATH}.metadata.annotations[{key}]", words)
+            yield _violation(f"{PATH}.metadata.annotations[{key}]", "must be runtime/default or localhost/PROFILE")
 
 
 def _context(root: str, ours: Manifest, additions: Manifest, bounds: tuple[_Bound, ...]) -> Iterator[InvalidSpecError]:
-    """Judges what the pod will have: a field that the user takes out is as telling as one that is given."""
+    """Check the merged context, since the user may also remove fields."""
     context = joined_security(ours, additions.get("securityContext", {}))
     for bound in bounds:
         if not bound.allows(_value(context, bound.field)):
-            yield _refusal(f"{root}.securityContext.{bound.field}", bound.words)
+            yield _violation(f"{root}.securityContext.{bound.field}", bound.requirement)
 
 
 def _value(context: Any, field: str) -> Any:
-    """What stands in a field; where something else than an object stands on the way to it, that."""
+    """Return the value at a path, or the first value on the way that is not an object."""
     for step in field.split("."):
         if not isinstance(context, dict):
             break
@@ -238,8 +248,8 @@ def _volumes(volumes: list[Manifest]) -> Iterator[InvalidSpecError]:
             if kind == "name" or source is None:
                 continue
             if kind not in VOLUMES:
-                words = f"volumes may be {', '.join(VOLUMES)} alone"
-                yield _refusal(f"{path}.{kind}", words, "use a persistentVolumeClaim")
+                problem = f"must be one of {', '.join(VOLUMES)}"
+                yield _violation(f"{path}.{kind}", problem, "use a persistentVolumeClaim")
             elif kind == "projected":
                 yield from _projected(f"{path}.projected", source)
 
@@ -249,34 +259,21 @@ def _projected(path: str, projected: Any) -> Iterator[InvalidSpecError]:
     for position, source in enumerate(sources if isinstance(sources, list) else []):
         for kind, content in source.items() if isinstance(source, dict) else ():
             if content is not None and kind not in PROJECTED:
-                words = f"sources may be {', '.join(PROJECTED)} alone"
-                yield _refusal(f"{path}.sources[{position}].{kind}", words)
-
-
-LISTS = {
-    "volumes": "name",
-    "tolerations": None,
-    "topologySpreadConstraints": "topologyKey",
-    "schedulingGates": "name",
-    "imagePullSecrets": None,
-    "hostAliases": None,
-    "env": "name",
-    "envFrom": None,
-    "volumeMounts": "mountPath",
-}
-"""Lists that grow by the overlay's items, and the field that may not repeat."""
+                problem = f"must be one of {', '.join(PROJECTED)}"
+                yield _violation(f"{path}.sources[{position}].{kind}", problem)
 
 
 def with_overlay(pod: Manifest, overlay: PodTemplateOverlay) -> Manifest:
-    """The pod with the user's additions.
+    """Return the pod with the user's additions.
 
-    Environment and mounts go to both containers: a ``file://`` store must be mounted where it is written and where it
-    is restored from. A security context of the container is the trainer's alone.
+    Environment and mounts apply to both containers: a ``file://`` store is written by one and read by the other. A
+    container's security context applies to the trainer only.
 
     Raises:
         InvalidSpecError: an addition would replace what the operator sets.
     """
-    pod = from_json(to_json(pod))  # a manifest is JSON, and deepcopy takes many times as long
+    # A manifest is JSON; deepcopy takes many times as long.
+    pod = from_json(to_json(pod))
     _merge_metadata(pod["metadata"], overlay.metadata)
     _merge(pod["spec"], overlay.spec, f"{PATH}.spec")
     shared = {key: value for key, value in overlay.container.items() if key != "securityContext"}
@@ -297,14 +294,14 @@ def _merge_metadata(metadata: Manifest, additions: Manifest) -> None:
 def _merge(target: Manifest, additions: Manifest, root: str) -> None:
     for field, value in additions.items():
         path = f"{root}.{field}"
-        if field in LISTS:
-            target[field] = [*target.get(field, []), *_new_items(target.get(field, []), value, LISTS[field], path)]
+        if field in LIST_KEYS:
+            target[field] = [*target.get(field, []), *_new_items(target.get(field, []), value, LIST_KEYS[field], path)]
         elif field == "affinity":
             target[field] = with_affinity(target.get(field, {}), copy.deepcopy(value))
         elif field == "securityContext":
             target[field] = joined_security(target[field], value)
         elif target.get(field, value) != value:
-            raise InvalidSpecError(path, f"the HardwareProfile says {target[field]}: leave it out")
+            raise InvalidSpecError(path, f"the HardwareProfile sets {target[field]}: remove it")
         else:
             target[field] = copy.deepcopy(value)
 
@@ -313,6 +310,5 @@ def _new_items(present: Iterable[Any], value: list[Any], key: str | None, path: 
     taken = {item.get(key) for item in present} if key else set()
     for position, item in enumerate(value):
         if key and item.get(key) in taken:
-            words = f"{item[key]} is taken by the operator: choose another"
-            raise InvalidSpecError(f"{path}[{position}].{key}", words)
+            raise InvalidSpecError(f"{path}[{position}].{key}", f"the operator uses {item[key]}: choose another")
     return copy.deepcopy(value)

@@ -16,24 +16,24 @@ from dlrm_operator.manifests.pod_template import (
     CONTAINER_SECURITY,
     POD_SECURITY,
     RESTRICTED,
-    OverlayLimits,
-    refuse_widening,
+    PodTemplatePolicy,
+    check_policy,
     with_overlay,
 )
 from dlrm_operator.manifests.resources import checkpointer_resources, trainer_memory_bytes, trainer_resources
-from dlrm_operator.manifests.scheduling import group_gates, group_marks, placement, pod_groups
+from dlrm_operator.manifests.scheduling import group_gates, group_metadata, placement, pod_groups
 from dlrm_operator.manifests.storage import tier_bytes, tier_mounts, tier_volumes
 from dlrm_planner.memory import CUDA_SHARED_BYTES
 
-MEETING_S = 1_800
-"""Trainers that have started load, read and make their tables before they meet."""
-LONGEST_WAIT_S = 6 * 3_600
-"""How long a trainer waits besides for pods that have no node yet, where no ``pendingDeadline`` says it."""
+# Started trainers load, read and create their tables before they meet.
+RENDEZVOUS_TIMEOUT_S = 1_800
+# Time that a trainer waits for pods without a node if the job sets no pendingDeadline.
+MAX_PENDING_S = 6 * 3_600
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """All that the pods of one attempt are a function of."""
+class PodAttempt:
+    """Hold all that the pods of one attempt depend on."""
 
     job: DLRMJob
     number: int
@@ -41,38 +41,37 @@ class Attempt:
     profile: HardwareProfile | None
     images: Images
     owner: Owner
-    limits: OverlayLimits = RESTRICTED
+    limits: PodTemplatePolicy = RESTRICTED
     memory_reserve_bytes: int = 0
-    """Of each pod, besides what the plan needs."""
+    """Memory of each pod beyond what the plan needs."""
     committed_snapshot: str = ""
-    """URI of the manifest of the newest snapshot that the job is known to have; empty where none is."""
+    """URI of the manifest of the newest known snapshot; empty if there is none."""
     secret: bool = True
-    """Whether its ranks know each other by a secret: all of them, or none."""
+    """Whether its ranks share a secret: all of them, or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Share:
-    """What sets one pod apart from the others of its gang."""
+    """Hold what differs between the pods of an attempt."""
 
     index: int
     memory_bytes: int
-    """Of its trainer."""
     tiers: dict[str, int]
-    """Bytes that its ranks keep in files, by tier."""
+    """Bytes of its ranks in files, by tier."""
 
 
-def trainer_pods(attempt: Attempt, maps: list[Manifest]) -> list[Manifest]:
-    """The gang's pods by index; equal arguments give equal pods.
+def trainer_pods(attempt: PodAttempt, maps: list[Manifest]) -> list[Manifest]:
+    """Build the pods by index; equal arguments give equal pods.
 
     Args:
-        attempt: All that they are a function of.
+        attempt: All that they depend on.
         maps: The attempt's ConfigMaps (:func:`dlrm_operator.manifests.objects.plan_config_maps`).
 
     Raises:
-        InvalidSpecError: the overlay goes beyond the limits or collides with what the operator sets, or nobody says
-            what to mount for a tier; names the field.
+        InvalidSpecError: the pod template violates the policy or collides with what the operator sets, or a tier has
+            nothing to mount; names the field.
     """
-    refuse_widening(attempt.job.spec, attempt.job.metadata.namespace or "", attempt.limits)
+    check_policy(attempt.job.spec, attempt.job.metadata.namespace or "", attempt.limits)
     config = config_volume(maps)
     sizes = zip(trainer_memory_bytes(attempt.job, attempt.plan), tier_bytes(attempt.plan), strict=True)
     shares = [_Share(index=index, memory_bytes=size, tiers=tiers) for index, (size, tiers) in enumerate(sizes)]
@@ -80,7 +79,7 @@ def trainer_pods(attempt: Attempt, maps: list[Manifest]) -> list[Manifest]:
 
 
 def with_derived(pod: Manifest, values: Mapping[str, str]) -> Manifest:
-    """The pod with what its trainer is told that is derived when the pod is made, by variable; no other is added."""
+    """Set variables of the trainer that are derived when the pod is created; none is added."""
     spec = pod["spec"]
     trainer = next(container for container in spec["containers"] if container["name"] == Container.TRAINER)
     env = [
@@ -91,14 +90,15 @@ def with_derived(pod: Manifest, values: Mapping[str, str]) -> Manifest:
     return {**pod, "spec": {**spec, "containers": containers}}
 
 
-def _pod(attempt: Attempt, share: _Share, config: Manifest) -> Manifest:
+def _pod(attempt: PodAttempt, share: _Share, config: Manifest) -> Manifest:
     job, index = attempt.job, share.index
     name = names.trainer_pod(job.metadata.name, attempt.number, index)
     spec: Manifest = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "shareProcessNamespace": True,  # a container's own process 1 would miss a stop that comes while Python starts
+        # Process 1 of a container would miss a SIGTERM that arrives while Python starts.
+        "shareProcessNamespace": True,
         "hostname": name,
         "subdomain": names.trainer_service(job.metadata.name),
         "terminationGracePeriodSeconds": _grace_seconds(job),
@@ -109,7 +109,7 @@ def _pod(attempt: Attempt, share: _Share, config: Manifest) -> Manifest:
         **placement(job, attempt.profile, attempt.number),
     }
     meta = metadata(job, name, attempt.owner, attempt.number, index)
-    labels, annotations = group_marks(job, attempt.number, attempt.plan.nodes)
+    labels, annotations = group_metadata(job, attempt.number, attempt.plan.nodes)
     meta["labels"] |= labels
     if annotations:
         meta["annotations"] = annotations
@@ -124,12 +124,12 @@ def _grace_seconds(job: DLRMJob) -> int:
 
 
 def _rendezvous_timeout_s(job: DLRMJob) -> int:
-    """Longer than the job may wait for its pods: ranks that gave up before would end a gang that is on its way."""
+    """Exceed the time for which pods may be pending: ranks that give up before would end a starting attempt."""
     deadline = job.spec.lifecycle.pending_deadline
-    return MEETING_S + round(LONGEST_WAIT_S if deadline is None else deadline)
+    return RENDEZVOUS_TIMEOUT_S + round(MAX_PENDING_S if deadline is None else deadline)
 
 
-def _trainer(attempt: Attempt, share: _Share) -> Manifest:
+def _trainer(attempt: PodAttempt, share: _Share) -> Manifest:
     job, trainer = attempt.job, attempt.job.spec.trainer
     command = ["python", "-m", "dlrm_trainer", "--job", Path.JOB, "--plan", Path.PLAN]
     rank0 = f"{names.trainer_pod(job.metadata.name, attempt.number, 0)}.{names.trainer_service(job.metadata.name)}"
@@ -138,10 +138,11 @@ def _trainer(attempt: Attempt, share: _Share) -> Manifest:
         Env.MASTER_PORT: str(Port.RENDEZVOUS),
         Env.RENDEZVOUS_TIMEOUT_S: str(_rendezvous_timeout_s(job)),
         Env.TRAINER_PORT: str(Port.TRAINER),
-        Env.TOKEN_SHA256: "",  # of a token that is derived when the pod is made (``with_derived``)
+        # with_derived sets it, and the secret below, when the pod is created.
+        Env.TOKEN_SHA256: "",
     }
     if attempt.secret:
-        env[Env.GANG_SECRET] = ""  # as the token
+        env[Env.GANG_SECRET] = ""
     if attempt.committed_snapshot:
         env[Env.COMMITTED_SNAPSHOT] = attempt.committed_snapshot
     if share.tiers:
@@ -166,8 +167,8 @@ def _trainer(attempt: Attempt, share: _Share) -> Manifest:
     }
 
 
-def _checkpointer(attempt: Attempt, index: int) -> Manifest:
-    """A native sidecar: it starts before the trainer and is stopped after it, so the last cut can be uploaded."""
+def _checkpointer(attempt: PodAttempt, index: int) -> Manifest:
+    """Build the native sidecar: it starts before the trainer and stops after it, so it can upload the last cut."""
     command = ["python", "-m", "dlrm_checkpointer", "--job", Path.JOB]
     ports = [{"name": "checkpointer", "containerPort": Port.CHECKPOINTER}]
     env = {Env.CHECKPOINTER_PORT: str(Port.CHECKPOINTER)}
@@ -181,9 +182,9 @@ def _checkpointer(attempt: Attempt, index: int) -> Manifest:
 
 
 def _container(
-    attempt: Attempt, index: int, command: list[str], env: dict[str, str], ports: list[Manifest]
+    attempt: PodAttempt, index: int, command: list[str], env: dict[str, str], ports: list[Manifest]
 ) -> Manifest:
-    """What both containers share. Each gets half of the grace period: the kubelet stops one after the other."""
+    """Build what both containers share. Each gets half of the grace period: the kubelet stops them in turn."""
     job = attempt.job
     shared = {
         Env.JOB_NAME: job.metadata.name,
@@ -216,7 +217,7 @@ def _container(
     }
 
 
-def _volumes(attempt: Attempt, share: _Share, config: Manifest) -> list[Manifest]:
+def _volumes(attempt: PodAttempt, share: _Share, config: Manifest) -> list[Manifest]:
     job, handoff_bytes = attempt.job, attempt.plan.handoff_bytes[share.index]
     volumes: list[Manifest] = [
         config,
@@ -227,7 +228,8 @@ def _volumes(attempt: Attempt, share: _Share, config: Manifest) -> list[Manifest
         volumes.append({"name": "credentials", "secret": {"secretName": secret}})
     if secret := job.spec.data.credentials_secret:
         volumes.append({"name": "data-credentials", "secret": {"secretName": secret}})
-    if attempt.plan.device == "cuda":  # NCCL's ranks of a pod meet there; what a container has by default is too small
+    # NCCL uses shared memory within a pod; a container's default is too small.
+    if attempt.plan.device == "cuda":
         size = CUDA_SHARED_BYTES * attempt.plan.processes_per_node
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(size)}})
     return volumes + tier_volumes(share.tiers, attempt.profile)
@@ -240,29 +242,29 @@ def render_objects(
     *,
     attempt: int = 1,
     images: Images | None = None,
-    limits: OverlayLimits = RESTRICTED,
+    limits: PodTemplatePolicy = RESTRICTED,
     uid: str = "",
 ) -> list[Manifest]:
-    """Every object that the operator creates for one attempt, in the order in which it creates them.
+    """Build every object that the operator creates for one attempt, in the order of creation.
 
-    Pods are told no digest of a control token, so those that somebody makes of these take no cuts by request.
+    The pods have no digest of a control token, so pods created from this output refuse requests for cuts.
 
     Args:
-        job: The job; its namespace is used where it names one.
+        job: The job.
         profile: The HardwareProfile that ``trainer.hardware`` names.
         plan: The job's plan.
-        attempt: Number of the gang.
-        images: Images where the job names none; by default this version's own.
-        limits: How far the pod overlay may go.
-        uid: The job's uid; without it the objects name no owner.
+        attempt: Number of the attempt.
+        images: Images for a job that names none (default: this version's own).
+        limits: Policy for the pod template.
+        uid: The job's uid; without it the objects have no owner.
 
     Raises:
-        InvalidSpecError: the job's document is too large, or the pod overlay goes beyond the limits or collides
-            with what the operator sets.
+        InvalidSpecError: the job's document is too large, or the pod template violates the policy or collides with
+            what the operator sets.
     """
     owner = Owner(name=job.metadata.name, uid=uid)
     job = job.with_replicas(plan.nodes)
-    gang = Attempt(
+    gang = PodAttempt(
         job=job, number=attempt, plan=plan, profile=profile, images=images or Images(), owner=owner, limits=limits
     )
     maps = plan_config_maps(job, attempt, plan, plan_to_parts(plan), owner)

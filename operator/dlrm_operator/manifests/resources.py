@@ -1,4 +1,4 @@
-"""What a trainer pod asks of its node: memory by the plan, CPUs by threads, devices by the profile."""
+"""Resources of a trainer pod: memory from the plan, CPUs from threads, devices from the profile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FACTORS: Final = {
 
 
 def trainer_resources(job: DLRMJob, profile: HardwareProfile | None, memory_bytes: int, reserve: int) -> Manifest:
-    """The user's requests and limits of one pod's trainer, completed; a device a process, ``reserve`` bytes besides."""
+    """Complete the user's resources of a trainer: memory plus ``reserve``, CPUs, one device per process."""
     trainer = job.spec.trainer
     requests, limits = dict(trainer.resources.requests), dict(trainer.resources.limits)
     if "memory" not in requests and "memory" not in limits:
@@ -35,9 +35,9 @@ def trainer_resources(job: DLRMJob, profile: HardwareProfile | None, memory_byte
 
 
 def checkpointer_resources(job: DLRMJob) -> Manifest:
-    """The user's requests and limits, completed by the memory that its process takes.
+    """Complete the user's resources of a checkpointer by the memory of its process.
 
-    The rows that it reads are the hand-off's, which the trainer is charged for.
+    The rows that it reads are in the hand-off, which is charged to the trainer.
     """
     resources = job.spec.checkpoint.resources
     requests, limits = dict(resources.requests), dict(resources.limits)
@@ -47,14 +47,13 @@ def checkpointer_resources(job: DLRMJob) -> Manifest:
 
 
 def _stated(**amounts: dict[str, str]) -> Manifest:
-    """A container's resources without what says nothing."""
     return {kind: each for kind, each in amounts.items() if each}
 
 
 def trainer_memory_bytes(job: DLRMJob, plan: Plan) -> list[int]:
-    """What each pod's trainer asks for: working set, tables and hand-off of its ranks; tmpfs is charged to its writer.
+    """Return the memory of each pod's trainer: working set, tables and hand-off (tmpfs is charged to its writer).
 
-    Kueue counts pods that ask for the same as one role and knows at most 8 roles in a group: all of its pods ask for
+    Kueue counts pods with equal requests as one role, and allows at most 8 roles in a group: all of its pods request
     what the largest one needs.
     """
     found = [working_set_bytes(job.spec, plan.device) - checkpointer_bytes(job.spec)] * plan.nodes
@@ -64,7 +63,7 @@ def trainer_memory_bytes(job: DLRMJob, plan: Plan) -> list[int]:
 
 
 def requests_of_all(pods: list[Manifest]) -> dict[str, str]:
-    """What pods ask for together; of a limit without a request the limit, as Kubernetes counts it."""
+    """Return the sum of all requests; a limit without a request counts, as in Kubernetes."""
     found: dict[str, Fraction] = {}
     for pod in pods:
         for container in (*pod["spec"]["initContainers"], *pod["spec"]["containers"]):
@@ -75,11 +74,11 @@ def requests_of_all(pods: list[Manifest]) -> dict[str, str]:
 
 
 def _amount(quantity: str) -> Fraction:
-    """A quantity of :data:`dlrm_api.trainer.QUANTITY` as a number."""
+    """Parse a quantity of :data:`dlrm_api.trainer.QUANTITY`."""
     number = quantity.rstrip("".join(FACTORS))
     return Fraction(number) * FACTORS[quantity[len(number) :]]
 
 
 def _quantity(amount: Fraction) -> str:
-    """As an integer, or in thousandths: no resource is counted finer."""
+    """Format an integer, or thousandths rounded up: Kubernetes counts nothing finer."""
     return str(amount) if amount.denominator == 1 else f"{math.ceil(amount * 1000)}m"

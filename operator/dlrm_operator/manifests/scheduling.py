@@ -1,4 +1,4 @@
-"""Where the pods of one attempt may go: the profile's nodes, the job's priority, one topology domain or many."""
+"""Where and when the pods of one attempt are scheduled: affinity, topology, priority and gang schedulers."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.objects import Owner, metadata
 from dlrm_operator.manifests.resources import requests_of_all
 
+HOSTNAME: Final = "kubernetes.io/hostname"
 KUEUE_FINALIZER: Final = "kueue.x-k8s.io/managed"
-"""Kueue puts it on each pod of a group and takes it off once the group has ended, or its Workload is deleted."""
+"""Kueue sets it on each pod of a group and removes it when the group has ended or its Workload is deleted."""
 KUEUE_GATE: Final = "kueue.x-k8s.io/admission"
-"""Kueue lifts it from each pod when the whole group may start."""
+"""Kueue removes it from each pod when the whole group may start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupType:
-    """The objects by which a gang scheduler knows a group of pods."""
+    """Describe the kind of object that represents a group of pods in a gang scheduler."""
 
     product: str
-    """What one installs to have them."""
     api_version: str
     plural: str
 
     def path(self, namespace: str) -> str:
-        """Where the API server serves them."""
+        """Return the path of the objects in a namespace."""
         return f"/apis/{self.api_version}/namespaces/{namespace}/{self.plural}"
 
 
@@ -42,25 +42,25 @@ POD_GROUPS: Final = {
         product="the coscheduling plugin", api_version="scheduling.x-k8s.io/v1alpha1", plural="podgroups"
     ),
 }
-"""Types of which the operator makes one object an attempt; Kueue makes its Workloads itself."""
+"""Kinds of which the operator creates one object per attempt; Kueue creates its Workloads itself."""
 SCHEDULERS: Final = {"volcano": "volcano", "coscheduling": "scheduler-plugins-scheduler"}
-"""Schedulers that know the groups, under the names that their own installers give them."""
+"""Scheduler names, as their own installers set them."""
 
 
 def group_type(scheduling: SchedulingSpec) -> GroupType | None:
-    """What the job's gang scheduler must have; None where pods are scheduled one by one."""
+    """Return the kind of group that the job's gang scheduler needs; None if pods are scheduled one by one."""
     return KUEUE if scheduling.gang == "kueue" else POD_GROUPS.get(scheduling.gang)
 
 
 def scheduler_name(scheduling: SchedulingSpec) -> str | None:
-    """The scheduler that the pods name; None: the cluster's default."""
+    """Return the scheduler of the pods; None: the cluster's default."""
     return scheduling.scheduler_name or SCHEDULERS.get(scheduling.gang)
 
 
-def group_marks(job: DLRMJob, attempt: int, size: int) -> tuple[dict[str, str], dict[str, str]]:
-    """Labels and annotations that make a pod one of its attempt's group.
+def group_metadata(job: DLRMJob, attempt: int, size: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the labels and annotations that assign a pod to the group of its attempt.
 
-    For Kueue a group ends with its pods and none is replaced: the next attempt is another group.
+    A group of Kueue ends with its pods, and none is replaced: the next attempt is another group.
     """
     scheduling, group = job.spec.scheduling, names.pod_group(job.metadata.name, attempt)
     if scheduling.gang == "kueue":
@@ -77,12 +77,12 @@ def group_marks(job: DLRMJob, attempt: int, size: int) -> tuple[dict[str, str], 
 
 
 def group_gates(scheduling: SchedulingSpec) -> list[Manifest]:
-    """Scheduling gates of the pods. Kueue sets its own; where it does not look after pods, none of them may start."""
+    """Return the scheduling gates of the pods. They hold the pods back even if Kueue does not manage pods."""
     return [{"name": KUEUE_GATE}] if scheduling.gang == "kueue" else []
 
 
 def pod_groups(job: DLRMJob, attempt: int, pods: list[Manifest], owner: Owner) -> list[Manifest]:
-    """The attempt's PodGroup, where its gang scheduler wants one."""
+    """Build the attempt's PodGroup if its gang scheduler needs one."""
     scheduling = job.spec.scheduling
     kind = POD_GROUPS.get(scheduling.gang)
     if kind is None:
@@ -104,11 +104,8 @@ def pod_groups(job: DLRMJob, attempt: int, pods: list[Manifest], owner: Owner) -
     ]
 
 
-HOSTNAME: Final = "kubernetes.io/hostname"
-
-
 def placement(job: DLRMJob, profile: HardwareProfile | None, attempt: int) -> Manifest:
-    """The fields of a pod's spec that say where it may go; the same for each pod of the attempt."""
+    """Return the scheduling fields of a pod's spec; they are the same for all pods of an attempt."""
     scheduling = job.spec.scheduling
     found: Manifest = {}
     if scheduling.priority_class:
@@ -125,10 +122,10 @@ def placement(job: DLRMJob, profile: HardwareProfile | None, attempt: int) -> Ma
 
 
 def with_affinity(ours: Manifest, additions: Manifest) -> Manifest:
-    """An affinity that asks for what both ask for.
+    """Combine two affinities so that both hold.
 
-    Terms that pods must match add up, as preferences do. Of node selector terms a node must match one only: one of
-    each side's, so each of ours is joined with each of theirs.
+    Pod terms and preferences are concatenated. A node has to match only one of the node selector terms, so each of ours
+    is combined with each of theirs.
     """
     found: Manifest = {}
     for kind in sorted({*ours, *additions}):
@@ -169,7 +166,7 @@ def _on_nodes_of(hardware: HardwareProfileSpec) -> Manifest:
 
 
 def _spread(job: DLRMJob, attempt: int) -> Manifest:
-    """As evenly over the domains as their number allows. Nodes whose taints keep the pods out are no domain."""
+    """Spread the pods evenly over the domains; nodes whose taints exclude the pods do not count."""
     return {
         "maxSkew": 1,
         "topologyKey": job.spec.scheduling.topology_key or HOSTNAME,
@@ -180,7 +177,6 @@ def _spread(job: DLRMJob, attempt: int) -> Manifest:
 
 
 def _pack(job: DLRMJob, attempt: int) -> Manifest:
-    """All into the domain of the first that was placed."""
     return {"topologyKey": job.spec.scheduling.topology_key, "labelSelector": _gang(job, attempt)}
 
 

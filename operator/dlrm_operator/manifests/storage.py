@@ -1,4 +1,4 @@
-"""Volumes of the tiers whose rows lie in files: one a tier, mounted where the trainer looks for it."""
+"""Volumes of tiers whose rows are in files, and which ``file://`` stores outlive a pod."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILE_TIERS = ("cxl", "scm", "block")
 
 
 def tier_bytes(plan: Plan) -> list[dict[str, int]]:
-    """Bytes that each pod's ranks keep in files, by tier; only tiers that they use."""
+    """Return the bytes in files of each pod, by tier, without unused tiers."""
     found: list[dict[str, int]] = [{} for _ in range(plan.nodes)]
     for rank in plan.ranks:
         for tier in FILE_TIERS:
@@ -28,10 +28,10 @@ def tier_bytes(plan: Plan) -> list[dict[str, int]]:
 
 
 def check_mounts(plan: Plan, profile: HardwareProfile | None) -> None:
-    """Refuse a plan whose tiers nobody mounts, before a pod is made for it.
+    """Check that each tier of the plan can be mounted.
 
     Raises:
-        InvalidSpecError: no profile is named, or it says of a tier neither hostPath nor storageClass.
+        InvalidSpecError: there is no profile, or it sets neither hostPath nor storageClass of a tier.
     """
     for sizes in tier_bytes(plan):
         for tier in sizes:
@@ -39,7 +39,7 @@ def check_mounts(plan: Plan, profile: HardwareProfile | None) -> None:
 
 
 def tier_volumes(sizes: Mapping[str, int], profile: HardwareProfile | None) -> list[Manifest]:
-    """The volumes of a pod that keeps so many bytes in files.
+    """Build the volumes of a pod with these bytes in files.
 
     Raises:
         InvalidSpecError: see :func:`check_mounts`.
@@ -48,7 +48,7 @@ def tier_volumes(sizes: Mapping[str, int], profile: HardwareProfile | None) -> l
 
 
 def tier_mounts(sizes: Mapping[str, int]) -> list[Manifest]:
-    """Where the trainer's container sees them."""
+    """Build the mounts of these volumes in the trainer's container."""
     return [{"name": _name(tier), "mountPath": f"{Path.TIERS}/{tier}"} for tier in sizes]
 
 
@@ -60,21 +60,21 @@ def _mounted(tier: str, profile: HardwareProfile | None) -> TierSpec:
     if profile is None:
         raise InvalidSpecError(
             "spec.trainer.hardware",
-            f"rows are to lie in {tier}, and no hardware is named: name a HardwareProfile whose tiers.{tier} has "
-            "hostPath or storageClass",
+            f"the plan uses {tier}, and no hardware is set: name a HardwareProfile whose tiers.{tier} has hostPath or "
+            "storageClass",
         )
     found: TierSpec | None = getattr(profile.spec.tiers, tier)
     if found is None or not (found.host_path or found.storage_class):
         raise InvalidSpecError(
             "spec.trainer.hardware",
-            f"rows are to lie in {tier}, and HardwareProfile {profile.metadata.name} does not say what to mount: set "
-            f"its tiers.{tier}.storageClass, or tiers.{tier}.hostPath",
+            f"the plan uses {tier}, and HardwareProfile {profile.metadata.name} does not say what to mount: set its "
+            f"tiers.{tier}.storageClass or tiers.{tier}.hostPath",
         )
     return found
 
 
 def _volume(tier: str, size: int, spec: TierSpec) -> Manifest:
-    """A claim that lives as long as the pod; or the node's own folder, which has to be there and writable for us."""
+    """Build a claim that lives as long as the pod, or mount a directory of the node, which must be writable."""
     if spec.host_path:
         return {"name": _name(tier), "hostPath": {"path": spec.host_path, "type": "Directory"}}
     claim = {
@@ -85,23 +85,22 @@ def _volume(tier: str, size: int, spec: TierSpec) -> Manifest:
     return {"name": _name(tier), "ephemeral": {"volumeClaimTemplate": {"spec": claim}}}
 
 
-def passing_stores(spec: DLRMJobSpec) -> tuple[str, ...]:
-    """A warning for each folder that the job writes to and that no volume of the pod overlay holds.
+def ephemeral_store_warnings(spec: DLRMJobSpec) -> tuple[str, ...]:
+    """Warn about each ``file://`` store that is on no volume of the pod template.
 
-    No refusal: ``dlrmctl run`` takes the same manifest to a machine whose folders stay.
+    This is no error: ``dlrmctl run`` uses the same manifest on a machine whose directories persist.
     """
     mounts = spec.trainer.pod_template.container.get("volumeMounts", ())
     points = [str(mount["mountPath"]) for mount in mounts if isinstance(mount, dict) and mount.get("mountPath")]
     return tuple(
-        f"{field}: no volume is mounted at {folder}, so what is written there goes with the pod: use s3://, or mount a "
-        "volume that all pods share by spec.trainer.podTemplate.spec.volumes and .container.volumeMounts"
+        f"{field}: no volume is mounted at {folder}, so its data is lost with the pod: use s3://, or mount a volume "
+        "that all pods share with spec.trainer.podTemplate.spec.volumes and .container.volumeMounts"
         for field, folder in _folders(spec)
         if not any(f"{folder}/".startswith(f"{point.rstrip('/')}/") for point in points)
     )
 
 
 def _folders(spec: DLRMJobSpec) -> Iterator[tuple[str, str]]:
-    """Folders that the job writes to, by the field that names them."""
     checkpoint = spec.checkpoint
     places = {"spec.checkpoint.uri": checkpoint.uri}
     if checkpoint.publish is not None:

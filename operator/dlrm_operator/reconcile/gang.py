@@ -15,7 +15,7 @@ from dlrm_api.plan import Plan
 from dlrm_api.status import ConditionType, Phase, PlanStatus
 from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.objects import JOB_FILE, Owner, gang_service, job_document, plan_config_maps
-from dlrm_operator.manifests.pods import Attempt, trainer_pods
+from dlrm_operator.manifests.pods import PodAttempt, trainer_pods
 from dlrm_operator.manifests.scheduling import KUEUE_FINALIZER, pod_groups
 from dlrm_operator.reconcile.attempts import (
     NODE_LOST_AFTER,
@@ -218,7 +218,7 @@ def _creations(
     yield from _service(view)
     yield from stored
     snapshot = view.status.last_snapshot
-    attempt = Attempt(
+    attempt = PodAttempt(
         job=view.spec.with_replicas(plan.nodes),
         number=gang.attempt,
         plan=plan,

@@ -18,7 +18,7 @@ from dlrm_api.progress import CheckpointerProgress, Progress, TerminationMessage
 from dlrm_api.status import DLRMJobStatus
 from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.objects import Images
-from dlrm_operator.manifests.pod_template import RESTRICTED, OverlayLimits
+from dlrm_operator.manifests.pod_template import RESTRICTED, PodTemplatePolicy
 
 
 @dataclass(frozen=True, order=True)
@@ -338,7 +338,7 @@ class Observed:
     """Kueue's message on why the gang waits."""
     images: Images = field(default_factory=Images)
     """Images for jobs that name none."""
-    limits: OverlayLimits = RESTRICTED
+    limits: PodTemplatePolicy = RESTRICTED
     refusal: str = ""
     """The API server's message if it refused to create a child in an earlier pass."""
     refused_deletion: str = ""

@@ -19,8 +19,8 @@ from dlrm_api.job import DLRMJob, parse_served_job
 from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError
 from dlrm_operator.clients.planner import PlannerProcess
 from dlrm_operator.clients.references import CONFIG_MAP_SCHEME, ProfileSeen, ReferenceReader
-from dlrm_operator.manifests.pod_template import RESTRICTED, OverlayLimits, refuse_widening
-from dlrm_operator.manifests.storage import passing_stores
+from dlrm_operator.manifests.pod_template import RESTRICTED, PodTemplatePolicy, check_policy
+from dlrm_operator.manifests.storage import ephemeral_store_warnings
 from dlrm_operator.metrics import ADMISSION_SECONDS, ADMISSIONS
 from dlrm_operator.reconcile.findings import first_few, shorten
 from dlrm_operator.reconcile.state import Planning, PlanQuestion
@@ -70,7 +70,7 @@ class Reviewer:
         deadline_s: float,
         plan: PlanFunction | None = None,
         *,
-        limits: OverlayLimits = RESTRICTED,
+        limits: PodTemplatePolicy = RESTRICTED,
     ) -> None:
         self._references = references
         self._limits = limits
@@ -108,7 +108,7 @@ class Reviewer:
             verdict = unplanned(f"the planner did not finish within {self._deadline_s:g} s")
         except (ClusterUnavailableError, ClusterRefusedError) as error:
             verdict = unplanned(f"failed to read what the spec refers to: {error}")
-        return replace(verdict, warnings=(*verdict.warnings, *passing_stores(job.spec)))
+        return replace(verdict, warnings=(*verdict.warnings, *ephemeral_store_warnings(job.spec)))
 
     async def _feasibility(self, namespace: str, job: DLRMJob) -> Verdict:
         profile = await self._references.profile(job.spec)
@@ -152,7 +152,7 @@ def read_review(document: Any) -> Review:
         raise BadDataError(f"invalid AdmissionReview: {type(error).__name__} {error}") from error
 
 
-def examine(review: Review, limits: OverlayLimits) -> Verdict | DLRMJob:
+def examine(review: Review, limits: PodTemplatePolicy) -> Verdict | DLRMJob:
     """Return the verdict if the documents decide it; else the job, for which a plan must exist."""
     old, spec, metadata = review.old or {}, review.job.get("spec"), review.job.get("metadata")
     deleting = "deletionTimestamp" in (metadata or {})
@@ -162,7 +162,7 @@ def examine(review: Review, limits: OverlayLimits) -> Verdict | DLRMJob:
         metadata = {key: value for key, value in metadata.items() if key in ("name", "namespace")}
     try:
         job = parse_served_job({**review.job, "metadata": metadata, "status": None})
-        refuse_widening(job.spec, review.namespace, limits)
+        check_policy(job.spec, review.namespace, limits)
     except InvalidSpecError as error:
         return Verdict(refusal=str(error))
     if review.old is not None and _planned_part(old.get("spec")) == _planned_part(spec):

@@ -13,7 +13,7 @@ from dlrm_api.hardware import parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_cluster.api import Api, ApiError
 from dlrm_cluster.control_plane import ControlPlane
-from dlrm_operator.manifests.pod_template import ANY, RESTRICTED, OverlayLimits, refuse_widening, widenings
+from dlrm_operator.manifests.pod_template import ANY, RESTRICTED, PodTemplatePolicy, check_policy, policy_violations
 from dlrm_operator.manifests.pods import render_objects
 from dlrm_operator.reconcile.reconcile import reconcile
 from dlrm_operator.reconcile.state import CreatePod
@@ -26,7 +26,6 @@ from dlrm_testing.operator.pod_security import violations
 Object = dict[str, Any]
 
 PATH = "spec.trainer.podTemplate"
-ASK = "ask the cluster's admin to allow it (chart value jobs.podTemplatePolicy=any)"
 TOKEN = {"name": "v", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}}
 APPARMOR = "container.apparmor.security.beta.kubernetes.io/trainer"
 
@@ -35,7 +34,7 @@ def a_job(template: Object, **spec: Any) -> DLRMJob:
     return parse_job(job_document("demo", trainer={"replicas": 1, "podTemplate": template}, **spec))
 
 
-def pods_of(job: DLRMJob, limits: OverlayLimits = RESTRICTED) -> list[Object]:
+def pods_of(job: DLRMJob, limits: PodTemplatePolicy = RESTRICTED) -> list[Object]:
     return [
         each for each in render_objects(job, None, plan_job(job.spec, None), limits=limits) if each["kind"] == "Pod"
     ]
@@ -126,7 +125,7 @@ def test_what_would_widen_a_pod_is_refused_by_its_field_with_the_mend(template: 
         pods_of(a_job(template))
 
     assert refusal.value.path == f"{PATH}.{path}"
-    assert refusal.value.problem.endswith(f", or {ASK}")
+    assert "jobs.podTemplatePolicy=any" in refusal.value.problem
 
 
 @pytest.mark.parametrize("template", TAKEN)
@@ -139,7 +138,7 @@ def test_what_leaves_a_pod_as_narrow_or_narrower_is_taken(template: Object) -> N
 def test_several_refusals_are_counted() -> None:
     template = of_container(privileged=True, runAsUser=0)
 
-    with pytest.raises(InvalidSpecError, match=r"runAsUser: may not be 0.*podTemplatePolicy=any\) \(and 1 more\)$"):
+    with pytest.raises(InvalidSpecError, match=r"runAsUser: .*podTemplatePolicy=any\) \(and 1 more\)$"):
         pods_of(a_job(template))
 
 
@@ -147,9 +146,7 @@ def test_several_refusals_are_counted() -> None:
 def test_the_priority_of_what_the_cluster_needs_is_not_for_jobs(name: str) -> None:
     scheduling = {"priorityClass": name}
 
-    with pytest.raises(
-        InvalidSpecError, match=r"^spec\.scheduling\.priorityClass: is kept for .*podTemplatePolicy=any"
-    ):
+    with pytest.raises(InvalidSpecError, match=r"^spec\.scheduling\.priorityClass: .*podTemplatePolicy=any"):
         pods_of(a_job({}, scheduling=scheduling))
     assert pods_of(a_job({}, scheduling={"priorityClass": "high"}))
     assert pods_of(a_job({}, scheduling=scheduling), ANY)[0]["spec"]["priorityClassName"] == name
@@ -157,12 +154,12 @@ def test_the_priority_of_what_the_cluster_needs_is_not_for_jobs(name: str) -> No
 
 def test_the_operators_own_account_is_refused_in_its_namespace_alone() -> None:
     spec = a_job({"spec": {"serviceAccountName": "operator"}}).spec
-    limits = OverlayLimits(own_account=("dlrm-system", "operator"))
+    limits = PodTemplatePolicy(own_account=("dlrm-system", "operator"))
 
     with pytest.raises(InvalidSpecError, match=r"spec\.serviceAccountName: is the operator's own account: name anoth"):
-        refuse_widening(spec, "dlrm-system", limits)
-    refuse_widening(spec, "team", limits)
-    refuse_widening(spec, "dlrm-system", replace(limits, level="any"))
+        check_policy(spec, "dlrm-system", limits)
+    check_policy(spec, "team", limits)
+    check_policy(spec, "dlrm-system", replace(limits, level="any"))
 
 
 def test_host_paths_of_a_profile_are_its_admins() -> None:
@@ -179,7 +176,7 @@ def test_host_paths_of_a_profile_are_its_admins() -> None:
 
 
 @pytest.mark.parametrize("limits", [RESTRICTED, ANY])
-def test_added_capabilities_leave_the_others_dropped_and_every_other_field_ours(limits: OverlayLimits) -> None:
+def test_added_capabilities_leave_the_others_dropped_and_every_other_field_ours(limits: PodTemplatePolicy) -> None:
     template = {
         **of_container(capabilities={"add": ["NET_BIND_SERVICE"]}, runAsUser=1000),
         **of_pod(fsGroup=1000, seccompProfile={"localhostProfile": "a.json", "type": "Localhost"}),
@@ -214,7 +211,7 @@ def test_nulls_leave_user_and_groups_to_the_cluster() -> None:
 @pytest.mark.parametrize(("template", "path"), [*REFUSED, *REFUSED_BESIDES])
 def test_an_admin_who_allows_any_pod_gets_what_the_template_says(template: Object, path: str) -> None:
     assert pods_of(a_job(template), ANY)
-    assert list(widenings(a_job(template).spec, "", ANY)) == []
+    assert list(policy_violations(a_job(template).spec, "", ANY)) == []
 
 
 def menu(*values: Any) -> st.SearchStrategy[Any]:
@@ -287,7 +284,7 @@ def test_what_is_taken_passes_pod_securitys_restricted_level_and_what_is_refused
 
     [pod] = [each for each in render_objects(job, None, plan, limits=ANY) if each["kind"] == "Pod"]
 
-    assert bool(violations(pod)) == bool(list(widenings(job.spec, "", RESTRICTED)))
+    assert bool(violations(pod)) == bool(list(policy_violations(job.spec, "", RESTRICTED)))
 
 
 def test_a_job_whose_pods_would_be_privileged_fails_and_says_why() -> None:
@@ -302,7 +299,8 @@ def test_a_job_whose_pods_would_be_privileged_fails_and_says_why() -> None:
     assert cluster.services == {}
     assert cluster.job["status"]["phase"] == "Failed"
     assert said["Failed"]["reason"] == "InvalidSpec"
-    assert said["Failed"]["message"] == f"{PATH}.{CONTAINER}.privileged: has to be false: leave it out, or {ASK}"
+    assert f"{PATH}.{CONTAINER}.privileged" in said["Failed"]["message"]
+    assert "jobs.podTemplatePolicy=any" in said["Failed"]["message"]
 
 
 def test_an_operator_that_allows_any_pod_makes_privileged_ones() -> None:
@@ -322,7 +320,7 @@ def test_the_limits_come_from_flag_environment_and_the_operators_own_pod() -> No
     assert read_settings([], {}).limits == RESTRICTED
     assert read_settings([], {"DLRM_POD_OVERLAY": "any"}).limits == ANY
     assert read_settings(["--pod-template-policy", "restricted"], {"DLRM_POD_OVERLAY": "any"}).limits == RESTRICTED
-    assert read_settings([], pod).limits == OverlayLimits(own_account=("dlrm-system", "operator"))
+    assert read_settings([], pod).limits == PodTemplatePolicy(own_account=("dlrm-system", "operator"))
 
 
 @pytest.mark.parametrize("environ", [{"DLRM_POD_OVERLAY": "Any"}, {"DLRM_POD_OVERLAY": ""}])
@@ -330,7 +328,7 @@ def test_a_limit_that_is_none_ends_the_operator(environ: dict[str, str], capsys:
     with pytest.raises(SystemExit):
         read_settings([], environ)
 
-    assert "is none of restricted, any" in capsys.readouterr().err
+    assert "--pod-template-policy: expected restricted or any" in capsys.readouterr().err
 
 
 def refusal_of(api: Api, namespace: str, pod: Object) -> str:

@@ -93,7 +93,7 @@ def test_an_operator_started_before_its_definitions_waits_for_them_in_words(
     operator.start()
     eventually(lambda: "install" in operator.words("readyz"), state=lambda: operator.words("readyz"))
     define(definitions.api, JOBS)
-    eventually(lambda: "watching begins anew" in operator.log(), state=operator.log)
+    eventually(lambda: "restarting the operator loop" in operator.log(), state=operator.log)
     job = JobDriver(definitions.api, namespace, job_document("demo"))
 
     assert gang_runs(kubelet, job)

@@ -12,7 +12,7 @@ from dlrm_operator.log_context import set_log_context
 
 log_events(plain={plain})
 set_log_context(JobKey("ads", "demo"), "some uid")
-logging.getLogger("dlrm_operator.reconcile").info("the phase changed", extra={{"job": "ads/demo", "phase": "Failed"}})
+logging.getLogger("dlrm_operator.reconcile").info("phase changed", extra={{"job": "ads/demo", "phase": "Failed"}})
 """
 
 
@@ -24,12 +24,12 @@ def said(*, plain: bool) -> str:
 def test_a_plain_line_ends_with_what_the_event_says_of_itself() -> None:
     (line,) = said(plain=True).splitlines()
 
-    assert line.endswith(" operator INFO the phase changed job=ads/demo phase=Failed")
+    assert line.endswith(" operator INFO phase changed job=ads/demo phase=Failed")
 
 
 def test_a_json_line_has_it_as_fields_and_the_job_besides() -> None:
     (line,) = said(plain=False).splitlines()
 
     found = json.loads(line)
-    assert [found[name] for name in ("message", "job", "phase")] == ["the phase changed", "ads/demo", "Failed"]
+    assert [found[name] for name in ("message", "job", "phase")] == ["phase changed", "ads/demo", "Failed"]
     assert (found["object"]["name"], found["object"]["uid"]) == ("demo", "some uid")

@@ -15,9 +15,9 @@ from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Env, Label
 from dlrm_api.plan import Plan, plan_from_parts, plan_to_parts
-from dlrm_operator.manifests.objects import CONFIG_MAP_BYTES, Owner, plan_config_maps
+from dlrm_operator.manifests.objects import MAX_CONFIG_MAP_BYTES, Owner, plan_config_maps
 from dlrm_operator.manifests.pods import render_objects, with_derived
-from dlrm_operator.manifests.storage import passing_stores
+from dlrm_operator.manifests.storage import ephemeral_store_warnings
 from dlrm_planner import plan_job, working_set_bytes
 from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES
 from dlrm_testing.operator.operator_cluster import job_document
@@ -72,7 +72,7 @@ def test_a_folder_of_snapshots_goes_with_the_pod_unless_a_mount_of_the_overlay_h
     overlay = {"container": {"volumeMounts": [{"name": "shared", "mountPath": path} for path in mounts]}}
     a_job = job(checkpoint={"uri": uri}, trainer={"replicas": 2, "podTemplate": overlay})
 
-    assert bool(passing_stores(a_job.spec)) == goes
+    assert bool(ephemeral_store_warnings(a_job.spec)) == goes
 
 
 def test_equal_jobs_give_equal_objects() -> None:
@@ -127,7 +127,7 @@ def test_the_config_map_gives_back_the_job_and_the_plan() -> None:
 
 def test_a_large_plan_is_split_over_config_maps_that_one_volume_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dlrm_api.plan.PART_BYTES", 200)
-    monkeypatch.setattr("dlrm_operator.manifests.objects.CONFIG_MAP_BYTES", 1_000)
+    monkeypatch.setattr("dlrm_operator.manifests.objects.MAX_CONFIG_MAP_BYTES", 1_000)
     a_job = job()
     plan = plan_job(a_job.spec, None)
 
@@ -155,7 +155,7 @@ def test_twenty_thousand_shards_fit_config_maps() -> None:
 
     for item in maps:
         data = sum(len(base64.b64decode(value)) for value in item.get("binaryData", {}).values())
-        assert data + len(item.get("data", {}).get("job.json", "")) <= CONFIG_MAP_BYTES
+        assert data + len(item.get("data", {}).get("job.json", "")) <= MAX_CONFIG_MAP_BYTES
 
 
 def test_children_die_with_their_job_and_only_with_it() -> None:
@@ -368,7 +368,7 @@ def test_additions_that_would_replace_ours_are_refused_by_name(overlay: Object, 
 
 
 def test_a_job_too_large_for_a_config_map_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlrm_operator.manifests.objects.CONFIG_MAP_BYTES", 100)
+    monkeypatch.setattr("dlrm_operator.manifests.objects.MAX_CONFIG_MAP_BYTES", 100)
 
     with pytest.raises(InvalidSpecError, match="tableGroups"):
         rendered(job())

@@ -12,7 +12,7 @@ from dlrm_api.hardware import parse_profile
 from dlrm_api.job import parse_job
 from dlrm_api.pod_template import POD_OVERLAY_CONTAINER, POD_OVERLAY_METADATA, POD_OVERLAY_SPEC, PREFERRED, REQUIRED
 from dlrm_operator.manifests.pods import render_objects, with_derived
-from dlrm_operator.manifests.storage import passing_stores
+from dlrm_operator.manifests.storage import ephemeral_store_warnings
 from dlrm_planner import plan_job
 from dlrm_testing.operator.model_cluster import ModelCluster
 from dlrm_testing.operator.operator_cluster import job_document
@@ -87,7 +87,7 @@ def pods_or_place(template: Object) -> list[Object] | str:
         objects = render_objects(job, POOL, PLAN)
     except InvalidSpecError as refusal:
         return refusal.path
-    passing_stores(job.spec)
+    ephemeral_store_warnings(job.spec)
     return [with_derived(item, {"DLRM_TOKEN_SHA256": "d1e5"}) for item in objects if item["kind"] == "Pod"]
 
 
@@ -119,7 +119,7 @@ def test_any_template_makes_pods_or_is_refused_by_its_place(template: Object) ->
         ),
         (
             {"spec": {"volumes": [{"name": "handoff", "emptyDir": {}}]}},
-            "spec.trainer.podTemplate.spec.volumes[0].name: handoff is taken by the operator: choose another",
+            "spec.trainer.podTemplate.spec.volumes[0].name: the operator uses handoff: choose another",
         ),
     ],
 )

@@ -117,11 +117,11 @@ def test_tolerations_and_spread_of_users_join_the_pools() -> None:
 @pytest.mark.parametrize(
     ("overlay", "path", "words"),
     [
-        ({"runtimeClassName": "gvisor"}, "runtimeClassName", "the HardwareProfile says nvidia: leave it out"),
+        ({"runtimeClassName": "gvisor"}, "runtimeClassName", "the HardwareProfile sets nvidia: remove it"),
         (
             {"topologySpreadConstraints": [{"topologyKey": "kubernetes.io/hostname"}]},
             "topologySpreadConstraints[0].topologyKey",
-            "kubernetes.io/hostname is taken by the operator: choose another",
+            "the operator uses kubernetes.io/hostname: choose another",
         ),
     ],
 )

@@ -17,7 +17,7 @@ class Well:
         return ""
 
     def waits_for(self) -> str:
-        return "caches are being filled"
+        return "waiting for caches to sync"
 
     def measure(self) -> None:
         """Nothing is measured."""
