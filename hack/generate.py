@@ -1,4 +1,4 @@
-"""Write every generated file: CRDs, their copies in the chart, the API reference, metric tables and dashboards.
+"""Write every generated file: CRDs, API reference, tables of metrics and benchmark results, dashboards.
 
 ``python hack/generate.py`` writes them; ``--check`` writes nothing and fails if a file differs.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ CRDS = ROOT / "crds"
 CHART_FILES = ROOT / "charts" / "dlrm-operator" / "files"
 API_PAGE = ROOT / "docs" / "api.md"
 METRICS_PAGE = ROOT / "docs" / "metrics.md"
+BENCHMARKS_PAGE = ROOT / "benchmarks" / "README.md"
+RESULTS = ROOT / "benchmarks" / "results.jsonl"
 HEADER = "# Generated from crds/dlrm_api by make generate: change the models, not this file.\n"
 DASHBOARDS = (FLEET, JOB_DASHBOARD, OPERATOR)
 
@@ -97,6 +100,7 @@ def render() -> dict[Path, str]:
         **{CHART_FILES / "monitoring" / "dashboards" / f"{each.uid}.json": to_json(each) for each in DASHBOARDS},
         API_PAGE: reference(),
         METRICS_PAGE: _metrics_page(METRICS_PAGE.read_text("utf-8")),
+        BENCHMARKS_PAGE: _benchmarks_page(BENCHMARKS_PAGE.read_text("utf-8"), RESULTS.read_text("utf-8")),
     }
 
 
@@ -128,19 +132,40 @@ def _row(family: Metric, labels: Iterable[str]) -> MetricRow:
 
 
 def _metrics_page(text: str) -> str:
+    header = "| metric | type | labels | unit | meaning |\n| --- | --- | --- | --- | --- |\n"
     for process, rows in metrics().items():
-        begin, end = BEGIN.format(process), END.format(process)
-        before, _, rest = text.partition(begin)
-        _, found, after = rest.partition(end)
-        if not found:
-            raise ValueError(f"{METRICS_PAGE} lacks the marks {begin} and {end}: restore them")
         table = "".join(
             f"| `{each.name}` | {each.kind} | {', '.join(each.labels)} | {each.unit} | {each.description} |\n"
             for each in rows
         )
-        header = "| metric | type | labels | unit | meaning |\n| --- | --- | --- | --- | --- |\n"
-        text = f"{before}{begin}\n{header}{table}{end}{after}"
+        text = _between(text, BEGIN.format(process), END.format(process), header + table)
     return text
+
+
+def _benchmarks_page(text: str, results: str) -> str:
+    table = "| benchmark | metric | ours | against | theirs | ratio | machine |\n" + "| --- " * 7 + "|\n"
+    for line in map(json.loads, results.splitlines()):
+        setting = ", ".join(str(value) for value in line["setting"].values())
+        spread = f" (spread {line['spread']})" if "spread" in line else ""
+        cells = (
+            f"{line['benchmark']}: {setting}",
+            line["metric"],
+            f"{line['ours']:,}",
+            line["against"],
+            f"{line['theirs']:,}" if "theirs" in line else "",
+            f"{line['ratio']}{spread}",
+            line["machine"],
+        )
+        table += "| " + " | ".join(cells) + " |\n"
+    return _between(text, "<!-- results: written by make generate -->", "<!-- end of results -->", table)
+
+
+def _between(text: str, begin: str, end: str, content: str) -> str:
+    before, _, rest = text.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise ValueError(f"marks not found: {begin} and {end}; restore them")
+    return f"{before}{begin}\n{content}{end}{after}"
 
 
 def main() -> int:
