@@ -1,4 +1,4 @@
-"""What is known of one run, wherever it came from. Plain data; what is absent was not kept."""
+"""Read what is known of one run: from its work directory, or from the cluster. What is absent was not recorded."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ from dlrm_cli.counters import Counts, PodFigures, pod_figures, sum_counts
 from dlrm_cli.run.history import MAX_LINE, Committed, Ended, Failure, Line, Look, Started, read_lines, select_lines
 from dlrm_cli.run.workdir import Final, TrainerResult, WorkDir, is_held, read_profile
 
-MOST_STEPS = 600
-"""Spans that the steps of a run are summed up in."""
+MAX_SPANS = 600
+"""Spans into which the steps of a run are summed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Some steps that follow each other."""
+    """Sum up consecutive steps."""
 
     first: int
     last: int
     time: float
     """When the last one ended (Unix seconds)."""
     count: int
-    """Steps of these that were kept."""
+    """Recorded steps among these."""
     loss_sum: float
     lowest: float
     highest: float
     samples: int
-    """Samples of the job's life when the last one ended."""
+    """Samples of the job when the last one ended."""
 
     @property
     def loss(self) -> float:
-        """Mean loss (nats)."""
+        """Return the mean loss (nats)."""
         return self.loss_sum / self.count
 
     def joined(self, later: Steps) -> Steps:
-        """These and the next ones as one."""
+        """Return these and the next ones as one."""
         return Steps(
             first=self.first,
             last=later.last,
@@ -66,8 +66,8 @@ class Steps:
         )
 
 
-def summed_up(steps: Iterable[Steps], most: int = MOST_STEPS) -> list[Steps]:
-    """At most ``most`` spans of equal length for any number of steps, in memory for twice as many."""
+def sum_steps(steps: Iterable[Steps], max_spans: int = MAX_SPANS) -> list[Steps]:
+    """Sum any number of steps into at most ``max_spans`` equal spans, in memory for twice as many."""
     spans: list[Steps] = []
     width = 1
     open_span: Steps | None = None
@@ -78,12 +78,12 @@ def summed_up(steps: Iterable[Steps], most: int = MOST_STEPS) -> list[Steps]:
         if taken == width:
             spans.append(open_span)
             open_span, taken = None, 0
-        if len(spans) == 2 * most:
+        if len(spans) == 2 * max_spans:
             spans = [one.joined(other) for one, other in zip(spans[::2], spans[1::2], strict=True)]
             width *= 2
     if open_span is not None:
         spans.append(open_span)
-    if len(spans) <= most:
+    if len(spans) <= max_spans:
         return spans
     pairs = [spans[i : i + 2] for i in range(0, len(spans), 2)]
     return [pair[0].joined(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
@@ -91,7 +91,7 @@ def summed_up(steps: Iterable[Steps], most: int = MOST_STEPS) -> list[Steps]:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One run."""
+    """Hold what is known of one run."""
 
     name: str
     place: str
@@ -102,15 +102,15 @@ class Record:
     """Why it is so."""
     plan: Plan | None = None
     plan_status: Mapping[str, Any] = field(default_factory=dict)
-    """The plan in brief, as a job's status has it, where the plan itself is not at hand."""
+    """The plan's summary in a job's status, if the plan itself is not available."""
     step: int | None = None
     total_steps: int | None = None
     samples: int | None = None
     samples_per_s: float | None = None
-    """Over the last steps."""
+    """Speed of the last steps."""
     loss: float | None = None
     eval_loss: float | None = None
-    """Of the last evaluation, as are the next two."""
+    """Log loss of the last evaluation; the next two are of it too."""
     ne: float | None = None
     auc: float | None = None
     restarts: int = 0
@@ -128,17 +128,17 @@ class Record:
     tiers: TierReport | None = None
     profile: Profile | None = None
     notes: Sequence[str] = ()
-    """What is missing or could not be read."""
+    """What is missing or was not readable."""
 
     @property
     def predicted_samples_per_s(self) -> float | None:
-        """What the plan expects; None where it expects nothing."""
+        """Return the speed that the plan predicts, or None."""
         if self.plan is not None:
             return self.plan.predicted.samples_per_second
         return self.plan_status.get("predictedSamplesPerSecond")
 
 
-MOST_NAMED = 5
+MAX_NAMED = 5
 """Damaged lines of a file that are named one by one."""
 
 Document = TypeVar("Document", bound=BaseModel)
@@ -146,31 +146,31 @@ State = tuple[str, Literal["good", "bad", "open"], str]
 
 
 def read_work_folder(root: Path) -> Record:
-    """What is known of the run.
+    """Read a work directory of ``dlrmctl run``.
 
     Raises:
-        NoInputError: there is no such folder, or ``dlrmctl run`` has not worked in it.
-        BadDataError: its job can't be read.
-        NoPermissionError: a file of it may not be read.
+        NoInputError: no such folder, or ``dlrmctl run`` has not worked in it.
+        BadDataError: its job is not readable.
+        NoPermissionError: a file may not be read.
     """
     workdir = WorkDir(root)
     if not root.is_dir():
-        raise NoInputError(f"{root}: no such folder: give the work directory of dlrmctl run, or the name of a job")
+        raise NoInputError(f"folder not found: {root}; give a work directory of dlrmctl run, or the name of a job")
     if not workdir.job.is_file():
-        raise NoInputError(f"{root}: not a work directory of dlrmctl run: there is no {workdir.job.name} in it")
+        raise NoInputError(f"not a work directory of dlrmctl run: {root} has no {workdir.job.name}")
     try:
         return _read(workdir)
     except PermissionError as error:
-        raise NoPermissionError(f"{error.filename}: {error.strerror}") from error
+        raise NoPermissionError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
 def _read(workdir: WorkDir) -> Record:
     notes: list[str] = []
     job = _document(DLRMJob, workdir.job, notes)
     if job is None:
-        raise BadDataError(f"{workdir.job}: it can't be read as a job: {notes[0]}")
+        raise BadDataError(f"invalid {workdir.job}: {notes[0]}")
     journal = _Journal(workdir.progress)
-    steps = summed_up(journal.steps())
+    steps = sum_steps(journal.steps())
     notes += _named(journal.damaged)
     history = _history(workdir.history, notes)
     result = _document(TrainerResult, workdir.result, notes)
@@ -213,21 +213,21 @@ def _read(workdir: WorkDir) -> Record:
 
 def _state(workdir: WorkDir, history: Sequence[Line], *, finished: bool) -> State:
     if is_held(workdir.root / "lock", fcntl.LOCK_SH):
-        return "running", "open", "it still goes on; this is how far it was when the report was made"
+        return "running", "open", "still running when the report was made"
     if not history:
-        return ("done", "good", "") if finished else ("unknown", "open", "it kept no history of how it ended")
+        return ("done", "good", "") if finished else ("unknown", "open", "no history of how it ended")
     newest = [line for line in history if isinstance(line, Started | Ended)][-1:]
     if not newest or isinstance(newest[0], Started):
-        return "interrupted", "bad", "dlrmctl ended before the run did: the same command again resumes it"
+        return "interrupted", "bad", "dlrmctl ended before the run did; run the same command again to resume"
     outcome, words = newest[0].outcome, newest[0].words
     if outcome == "failed":
         return "failed", "bad", words
-    return ("done", "good", "") if outcome == "done" else ("stopped", "open", "the user stopped it")
+    return ("done", "good", "") if outcome == "done" else ("stopped", "open", "stopped by the user")
 
 
 def _history(path: Path, notes: list[str]) -> list[Line]:
     if not path.is_file():
-        notes.append(f"{path.name} is not there: times of stages, tiers, attempts and failures were not kept.")
+        notes.append(f"{path.name} not found: stages, tiers, attempts and failures were not recorded.")
         return []
     lines = list(read_lines(path))
     notes += _named([line for line in lines if isinstance(line, str)])
@@ -235,12 +235,12 @@ def _history(path: Path, notes: list[str]) -> list[Line]:
 
 
 def _named(damaged: Sequence[str]) -> list[str]:
-    more = len(damaged) - MOST_NAMED
-    return [*damaged[:MOST_NAMED], *([f"and {more} more lines of that file that can't be read"] if more > 0 else [])]
+    more = len(damaged) - MAX_NAMED
+    return [*damaged[:MAX_NAMED], *([f"and {more} more damaged lines of that file"] if more > 0 else [])]
 
 
 def _snapshots(seen: Sequence[Committed], final: Final | None) -> list[Committed]:
-    """Those seen while it ran, and those that were there at its end."""
+    """Return those recorded while it ran, and those that existed at its end."""
     known = {each.step: each for each in seen}
     for each in final.result.snapshots if final is not None else ():
         if each.step not in known:
@@ -251,19 +251,19 @@ def _snapshots(seen: Sequence[Committed], final: Final | None) -> list[Committed
 
 
 def _document(kind: type[Document], path: Path, notes: list[str]) -> Document | None:
-    """A file as a model; None where it is not there, or can't be read, which is noted."""
+    """Read a file as a model; None if it does not exist, or is damaged, which is noted."""
     try:
         return kind.model_validate_json(path.read_text())
     except FileNotFoundError:
         return None
     except (ValidationError, UnicodeDecodeError) as error:
-        first = first_problem(error) if isinstance(error, ValidationError) else "it is no text"
-        notes.append(f"{path.name} can't be read: {first}: it is left out")
+        first = first_problem(error) if isinstance(error, ValidationError) else "not UTF-8"
+        notes.append(f"invalid {path.name}: {first}; the file is ignored")
         return None
 
 
 class _StepLine(PodReport):
-    """One step, as rank 0 wrote it."""
+    """Hold one step, as rank 0 wrote it."""
 
     step: Count
     loss: Figure
@@ -274,7 +274,7 @@ class _StepLine(PodReport):
 
 @dataclass
 class _Journal:
-    """``progress.jsonl``, read once from front to back."""
+    """Read ``progress.jsonl`` once from front to back."""
 
     path: Path
     last: _StepLine | None = None
@@ -283,7 +283,7 @@ class _Journal:
     damaged: list[str] = field(default_factory=list)
 
     def steps(self) -> Iterator[Steps]:
-        """Its steps, one by one."""
+        """Yield its steps."""
         if not self.path.is_file():
             return
         with self.path.open(errors="replace") as file:
@@ -294,9 +294,10 @@ class _Journal:
                         self.evaluations.append(EvalMetrics.model_validate(line["eval"]))
                     else:
                         yield self._step(_StepLine.model_validate(line))
-                except ValueError:  # a ValidationError is one
-                    if text.endswith("\n"):  # the last line of a run that goes on may be half written
-                        self.damaged.append(f"{self.path.name}, line {number}: it is no step: the line is left out")
+                except ValueError:
+                    # The last line of a running job may be half written.
+                    if text.endswith("\n"):
+                        self.damaged.append(f"{self.path.name}, line {number}: not a step; the line is ignored")
 
     def _step(self, line: _StepLine) -> Steps:
         self.last = line
@@ -313,12 +314,11 @@ class _Journal:
 
 
 TIMEOUT_S = 2.0
-PARALLEL = 8
-MOST_ASKED = 64
-"""Pods that are asked, as ``dlrmctl top`` does."""
-LACKS = (
-    "A cluster keeps no history of losses, throughput and counters in the job: Prometheus has it, and the chart's "
-    "dashboards show it. Below are the newest figures."
+WORKERS = 8
+MAX_POLLED_PODS = 64
+NO_HISTORY = (
+    "The job has no history of loss, throughput and counters: see Prometheus and the chart's dashboards. Below are the "
+    "newest figures."
 )
 TONES: Mapping[str, Any] = {"Succeeded": "good", "Failed": "bad"}
 
@@ -326,14 +326,14 @@ Found = TypeVar("Found")
 
 
 def read_cluster_job(client: JobClient, name: str) -> Record:
-    """What is known of a job.
+    """Read a job of the cluster, and its pods while they run.
 
     Raises:
-        NoInputError: there is no such job.
-        NoPermissionError: the user may not look at it.
+        NoInputError: no such job.
+        NoPermissionError: the user may not read it.
     """
     job = client.job(name)
-    notes = [LACKS]
+    notes = [NO_HISTORY]
     pods = _allowed(lambda: client.pods(name), "pods", notes)
     events = _allowed(lambda: client.events(name), "Events", notes)
     facts = job_facts(job)
@@ -345,9 +345,9 @@ def read_cluster_job(client: JobClient, name: str) -> Record:
 def cluster_record(
     job: Object, events: Sequence[Object], progress: Progress | None, looks: Sequence[Look], notes: Sequence[str]
 ) -> Record:
-    """The record of a job; what its pods say now goes before what its status last said."""
+    """Return the record of a job; what its pods answer precedes its status."""
     facts, status = job_facts(job), job.get("status") or {}
-    told = status.get("progress") or {}
+    reported = status.get("progress") or {}
     quality: EvalMetrics | None = progress.evaluation if progress else None
     return Record(
         name=facts.name,
@@ -358,12 +358,12 @@ def cluster_record(
         plan_status=status.get("plan") or {},
         step=progress.step if progress else facts.step,
         total_steps=progress.total_steps if progress else facts.total_steps,
-        samples=progress.samples if progress else told.get("samples"),
+        samples=progress.samples if progress else reported.get("samples"),
         samples_per_s=progress.samples_per_second if progress else facts.samples_per_second,
         loss=progress.loss if progress else facts.loss,
         eval_loss=quality.log_loss if quality else None,
         ne=quality.ne if quality else facts.ne,
-        auc=quality.auc if quality else told.get("auc"),
+        auc=quality.auc if quality else reported.get("auc"),
         restarts=facts.restarts,
         restarts_by_reason=status.get("restartsByReason") or {},
         started=_seconds(status.get("startTime")),
@@ -380,23 +380,23 @@ def cluster_record(
 def _asked(
     client: JobClient, facts: JobFacts, pods: Sequence[Object], notes: list[str]
 ) -> tuple[Progress | None, list[Look]]:
-    """What pod 0 says of progress, and the counters of all pods since they began; refusals are noted."""
-    names = [str(dig(pod, "metadata", "name")) for pod in pods[:MOST_ASKED]]
+    """Return pod 0's progress, and the counters of all pods since they started; refusals are noted."""
+    names = [str(dig(pod, "metadata", "name")) for pod in pods[:MAX_POLLED_PODS]]
 
-    def look(pod: str) -> PodFigures | str:
+    def read(pod: str) -> PodFigures | str:
         try:
             return pod_figures(_ask(client, facts, pod, "metrics"))
         except DLRMError as error:
-            return f"Counters lack those of pod {pod}: {one_line(str(error))}"
+            return f"Counters of pod {pod} are missing: {one_line(str(error))}"
 
     try:
         progress = Progress.model_validate_json(_ask(client, facts, names[0], "progress"))
     except (DLRMError, ValidationError) as error:
         words = first_problem(error) if isinstance(error, ValidationError) else one_line(str(error))
-        notes.append(f"The pods could not be asked, so figures are those of the status: {words}")
+        notes.append(f"The pods did not answer, so figures are from the status: {words}")
         return None, []
-    with ThreadPoolExecutor(PARALLEL, thread_name_prefix="metrics") as threads:
-        found = list(threads.map(look, names))
+    with ThreadPoolExecutor(WORKERS, thread_name_prefix="metrics") as threads:
+        found = list(threads.map(read, names))
     notes += [each for each in found if isinstance(each, str)]
     counts = sum_counts([each for each in found if not isinstance(each, str)])
     now, attempt = time.time(), max(1, facts.attempt)
@@ -412,11 +412,11 @@ def _ask(client: JobClient, facts: JobFacts, pod: str, path: str) -> str:
 
 
 def _allowed(look: Callable[[], list[Object]], what: str, notes: list[str]) -> list[Object]:
-    """What is found; where that is refused a note says so."""
+    """Return what is found, or nothing with a note."""
     try:
         return look()
     except DLRMError as error:
-        notes.append(f"{what} are not shown: {one_line(str(error))}")
+        notes.append(f"{what} are not available: {one_line(str(error))}")
         return []
 
 
@@ -436,7 +436,7 @@ def _newest_snapshot(found: Object | None) -> list[Committed]:
 
 
 def _failures(status: Object) -> list[Failure]:
-    """Evidence of the last failures, oldest first."""
+    """Return the evidence of the last failures, oldest first."""
     known = [*(status.get("earlierFailures") or ())[::-1], *([last] if (last := status.get("lastFailure")) else [])]
     return [
         Failure(

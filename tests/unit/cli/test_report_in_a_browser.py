@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dlrm_cli.report.collect import read_work_folder
-from dlrm_cli.report.page import html, page
+from dlrm_cli.report.page import page, render_page
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ const plots = [...document.querySelectorAll("svg.plot")].map((plot) => {
   const overlaps = [];
   texts.forEach((one, i) => texts.slice(i + 1).forEach((other) => {
     if (over(box(one), box(other))) overlaps.push(one.textContent + " | " + other.textContent); }));
-  const drawn = [...plot.querySelectorAll(".line, .bar, .area, .dot")].map(box);
+  const drawn = [...plot.querySelectorAll('[id*="-series-"]')].map(box);
   return { title: plot.querySelector("title").textContent, width: frame[2] - frame[0], overlaps,
     outside: texts.filter((text) => { const b = box(text); return b[0] < frame[0] - 1 || b[2] > frame[2] + 1; })
       .map((text) => text.textContent),
@@ -54,7 +54,7 @@ def chromium() -> str:
 @pytest.fixture
 def shown(chromium: str, kept_run: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[str, str]]:
     """Opens the report, or what a change makes of it; gives the document as it then is, and the browser's console."""
-    text = html(page(read_work_folder(kept_run())), "made now")
+    text = render_page(page(read_work_folder(kept_run())), "made now")
 
     def show(scheme: str, width: int = 1_000, change: Callable[[str], str] = str) -> tuple[str, str]:
         file = tmp_path / f"{scheme}.html"

@@ -1,0 +1,529 @@
+"""Turn what is known of a run into the report's sections of sentences, plots and tables."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from dlrm_api.run_report import Profile, StageTimes, TableUse
+from dlrm_cli.report.collect import Record
+from dlrm_cli.report.plots import (
+    UNKNOWN,
+    Level,
+    Mark,
+    Plot,
+    Series,
+    count,
+    number,
+    seconds,
+    share,
+    size,
+)
+from dlrm_cli.report.rates import Between, between, counted_from, last_of_attempts, mean_throughput, stall_s, throughput
+from dlrm_cli.run.history import Committed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """Name a column of a table."""
+
+    name: str
+    numeric: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Hold rows of cells as they are shown."""
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Hold one subject."""
+
+    title: str
+    words: Sequence[str] = ()
+    parts: Sequence[Plot | Table] = ()
+
+
+MAX_STAGES = 7
+"""Stages that a plot shows one by one; the others are summed."""
+MAX_EVALUATIONS = 20
+MAX_RATES = 80
+"""Spans of time over which throughput is shown."""
+OTHER = "other stages"
+
+
+def learning(record: Record) -> Section:
+    """Show loss and quality over steps."""
+    words = [] if record.evaluations else ["No evaluations were recorded."]
+    if not record.steps:
+        words.append("The loss of single steps was not recorded.")
+    parts = [*([_loss(record)] if record.steps else [])]
+    if not record.evaluations:
+        return Section(title="Loss and quality", words=words, parts=parts)
+    shown = record.evaluations[-MAX_EVALUATIONS:]
+    rows = [
+        [count(e.step), number(e.log_loss), number(e.ne), number(e.auc), number(e.calibration), count(e.samples)]
+        for e in shown
+    ]
+    names = ("step", "log loss", "NE", "AUC", "calibration", "samples")
+    left_out = len(record.evaluations) - len(shown)
+    table = Table(
+        title="Evaluations",
+        columns=[Column(name=name) for name in names],
+        rows=rows,
+        note=f"{left_out} earlier ones are in progress.jsonl." if left_out else "",
+    )
+    return Section(title="Loss and quality", words=words, parts=[*parts, _entropy(record), table])
+
+
+def _loss(record: Record) -> Plot:
+    evaluations = [(float(each.step), each.log_loss) for each in record.evaluations]
+    dots = [Series(name="evaluation", runs=[evaluations], form="dots")] if evaluations else []
+    return Plot(
+        title="Training loss",
+        words="Mean log loss of batches over neighbouring steps. Dots are evaluations on held-out samples.",
+        x_name="step",
+        x_unit="count",
+        y_name="log loss (nats)",
+        y_unit="number",
+        series=[Series(name="training", runs=[[(float(each.last), each.loss) for each in record.steps]]), *dots],
+    )
+
+
+def _entropy(record: Record) -> Plot:
+    points = [(float(each.step), each.ne) for each in record.evaluations if each.ne is not None]
+    return Plot(
+        title="Normalized entropy",
+        words="Log loss of evaluations, divided by that of always predicting the base rate; lower is better.",
+        x_name="step",
+        x_unit="count",
+        y_name="NE",
+        y_unit="number",
+        series=[Series(name="NE", runs=[points])],
+        levels=[Level(y=1.0, name="base rate")],
+    )
+
+
+def speed(record: Record) -> Section:
+    """Show throughput over time."""
+    if not record.steps or record.started is None:
+        return Section(title="Throughput", words=["Throughput over time was not recorded."])
+    start = record.started
+    runs = [[(at - start, rate) for at, rate in run] for run in throughput(record.steps, record.attempts, MAX_RATES)]
+    marks = [Mark(x=each.time - start, name=f"attempt {each.attempt}") for each in record.attempts]
+    predicted = record.predicted_samples_per_s
+    plot = Plot(
+        title="Samples per second",
+        words="Steps that led to the result. Steps that were repeated after a restart are not counted.",
+        x_name="time since the first attempt",
+        x_unit="seconds",
+        y_name="samples/s",
+        y_unit="count",
+        series=[Series(name="samples/s", runs=runs)],
+        marks=marks,
+        levels=[] if predicted is None else [Level(y=predicted, name="predicted by the plan")],
+        from_zero=True,
+    )
+    mean = mean_throughput(record.steps)
+    words = [] if mean is None else [f"{mean:,.0f} samples/s from the first step to the last, pauses included."]
+    return Section(title="Throughput", words=words, parts=[plot])
+
+
+def step_time(record: Record) -> Section:
+    """Show the time of a step by stage."""
+    title = "Time of a step"
+    pairs = list(between(record.looks))
+    spent, steps = _totals(record)
+    if not steps:
+        return Section(title=title, words=["Times of stages were not recorded."])
+    order = sorted(spent, key=lambda stage: -spent[stage])
+    whole = sum(spent.values())
+    rows = [
+        [stage, f"{1e3 * spent[stage] / steps:,.3f}", share(spent[stage] / whole if whole else None)]
+        for stage in order
+        if spent[stage] > 0
+    ]
+    table = Table(
+        title="Mean over all ranks and counted steps",
+        columns=[Column(name="stage", numeric=False), Column(name="ms per step"), Column(name="share")],
+        rows=rows,
+        note=f"Over {steps:,.0f} steps, including those repeated after restarts.",
+    )
+    profile = [_profile(record.profile)] if record.profile is not None else []
+    plots = [_stages(pairs, order)] if len(pairs) > 1 else []
+    return Section(title=title, parts=[*plots, table, *profile])
+
+
+def _totals(record: Record) -> tuple[dict[str, float], float]:
+    """Seconds by stage, mean over ranks, and the steps that they were counted over, of all attempts."""
+    spent: dict[str, float] = defaultdict(float)
+    steps = 0
+    for look in last_of_attempts(record.looks):
+        steps += look.step - counted_from(record.looks, look.attempt)
+        for stage, spent_s in look.stages.items():
+            spent[stage] += spent_s / max(1, look.ranks)
+    return dict(spent), steps
+
+
+def _stages(pairs: Sequence[Between], order: Sequence[str]) -> Plot:
+    shown = list(order[:MAX_STAGES])
+    rest = order[MAX_STAGES:]
+    runs: dict[str, list[tuple[float, float]]] = {stage: [] for stage in shown}
+    others: list[tuple[float, float]] = []
+    for pair in pairs:
+        at = float(pair.now.step)
+        for stage in shown:
+            runs[stage].append((at, 1e3 * pair.stage_s(stage) / pair.steps))
+        others.append((at, 1e3 * sum(pair.stage_s(stage) for stage in rest) / pair.steps))
+    series = [Series(name=stage, runs=[_last_at(runs[stage])], form="area") for stage in shown]
+    if rest:
+        series.append(Series(name=OTHER, runs=[_last_at(others)], form="area"))
+    return Plot(
+        title="Time of a step by stage",
+        words="Mean over ranks between two readings of their counters, stacked by stage.",
+        x_name="step",
+        x_unit="count",
+        y_name="time per step",
+        y_unit="milliseconds",
+        series=series,
+    )
+
+
+def _last_at(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the last value of each step, in order: repeated steps are drawn once."""
+    return sorted(dict(points).items())
+
+
+def _profile(profile: Profile) -> Table:
+    """Show each stage on its slowest rank."""
+    slowest: dict[str, StageTimes] = {}
+    for each in profile.stages:
+        if each.stage not in slowest or each.mean_seconds > slowest[each.stage].mean_seconds:
+            slowest[each.stage] = each
+    names = ("steps", "mean ms", "median ms", "p99 ms")
+    rows = [
+        [
+            each.stage,
+            str(each.rank),
+            count(each.steps),
+            *(f"{1e3 * value:,.3f}" for value in (each.mean_seconds, each.median_seconds, each.p99_seconds)),
+        ]
+        for each in slowest.values()
+    ]
+    return Table(
+        title="Profile of the last attempt, each stage on its slowest rank",
+        columns=[Column(name="stage", numeric=False), Column(name="rank"), *(Column(name=name) for name in names)],
+        rows=rows or [[UNKNOWN] * 6],
+    )
+
+
+MAX_TABLES = 30
+"""Tables that are shown one by one, the largest first."""
+
+
+def tiers(record: Record) -> Section:
+    """Show how tables with levels used their tiers."""
+    title = "Memory tiers"
+    uses = list(table_uses(record))
+    newest = last_of_attempts(record.looks)[-1:]
+    if not uses and not any(look.tiers for look in newest):
+        return Section(title=title, words=[_without_counts(record)])
+    return Section(title=title, parts=[*_hit_rate(record, uses), *_traffic(record), *_tables(uses)])
+
+
+def _without_counts(record: Record) -> str:
+    shards = [shard for table in record.plan.tables for shard in table.shards] if record.plan is not None else []
+    if shards and not any(shard.tiers.levels for shard in shards):
+        return "No table of this plan has levels: all rows are in host memory."
+    return "No counters of tables with levels were recorded."
+
+
+def table_uses(record: Record) -> Iterator[TableUse]:
+    """Yield the use of each table with levels, over all ranks."""
+    ranks = record.tiers.ranks if record.tiers is not None else ()
+    tables: dict[str, list[TableUse]] = {}
+    for use in (table for rank in ranks for table in rank.tables):
+        tables.setdefault(use.table, []).append(use)
+    for name, parts in tables.items():
+        yield TableUse(
+            table=name,
+            rows=sum(part.rows for part in parts),
+            lookups=sum(part.lookups for part in parts),
+            accesses=sum(part.accesses for part in parts),
+            hits=sum(part.hits for part in parts),
+            created_rows=sum(part.created_rows for part in parts),
+            evicted_rows=sum(part.evicted_rows for part in parts),
+            scratch_rows=sum(part.scratch_rows for part in parts),
+            expected_hit_rate=_expected(parts),
+        )
+
+
+def _expected(parts: Iterable[TableUse]) -> float | None:
+    """Return the hit rate that the plan expects of all accesses, or None if a table has no expectation."""
+    known = [(part.expected_hit_rate, part.accesses) for part in parts]
+    accesses = sum(each for _, each in known)
+    if not accesses or any(rate is None for rate, _ in known):
+        return None
+    return min(1.0, sum((rate or 0.0) * each for rate, each in known) / accesses)
+
+
+def _hit_rate(record: Record, uses: list[TableUse]) -> Iterator[Plot]:
+    points = {float(pair.now.step): rate for pair in between(record.looks) if (rate := pair.hit_rate) is not None}
+    expected = _expected(uses) if uses else None
+    if points:
+        yield Plot(
+            title="Hit rate",
+            words="Share of accesses (distinct rows of a batch) whose row was in fast memory when the batch came.",
+            x_name="step",
+            x_unit="count",
+            y_name="hit rate",
+            y_unit="share",
+            series=[Series(name="hit rate", runs=[sorted(points.items())])],
+            levels=[] if expected is None else [Level(y=expected, name="expected by the plan")],
+        )
+
+
+def _traffic(record: Record) -> Iterator[Table]:
+    """Yield rows and bytes of each tier: traffic of all attempts, and what it holds at the end of the last one."""
+    ends = last_of_attempts(record.looks)
+    names = sorted({name for look in ends for name in look.tiers})
+    if not names:
+        return
+    rows = []
+    for name in names:
+        seen = [look.tiers[name] for look in ends if name in look.tiers]
+        rows.append(
+            [
+                name,
+                count(sum(each.read_rows for each in seen)),
+                count(sum(each.written_rows for each in seen)),
+                size(sum(each.read_bytes for each in seen)),
+                size(sum(each.written_bytes for each in seen)),
+                size(seen[-1].kept_bytes),
+                size(seen[-1].planned_bytes),
+            ]
+        )
+    headings = ("rows read", "rows written", "read", "written", "kept", "of planned")
+    waited = sum(look.prefetch_wait_s / max(1, look.ranks) for look in ends)
+    gone, made = sum(look.evicted_rows for look in ends), sum(look.created_rows for look in ends)
+    yield Table(
+        title="Traffic of tiers in all attempts, and bytes kept at the end of the last",
+        columns=[Column(name="tier", numeric=False), *(Column(name=name) for name in headings)],
+        rows=rows,
+        note=f"{count(made)} rows were created and {count(gone)} evicted from fast memory. "
+        f"Ranks waited {seconds(waited)} for rows on average.",
+    )
+
+
+def _tables(uses: list[TableUse]) -> Iterator[Table]:
+    if not uses:
+        return
+    shown = sorted(uses, key=lambda use: (-use.rows, use.table))[:MAX_TABLES]
+    rows = [
+        [
+            use.table,
+            count(use.rows),
+            count(use.accesses),
+            share(use.hit_rate),
+            share(use.repeat_hit_rate),
+            share(use.expected_hit_rate),
+            count(use.evicted_rows),
+            count(use.scratch_rows),
+        ]
+        for use in shown
+    ]
+    headings = ("rows", "accesses", "hit rate", "of repeats", "expected", "evicted", "scratch")
+    left_out = len(uses) - len(shown)
+    more = f" {left_out} smaller tables are not shown." if left_out else ""
+    yield Table(
+        title="Tables over tiers, last attempt",
+        columns=[Column(name="table", numeric=False), *(Column(name=name) for name in headings)],
+        rows=rows,
+        note="Of repeats: without the first access of each row, which no cache can hit." + more,
+    )
+
+
+def plan_and_measured(record: Record) -> Section:
+    """Show the plan next to what was measured."""
+    title = "Plan against measured"
+    if record.plan is None and not record.plan_status:
+        return Section(title=title, words=["The plan was not recorded."])
+    rows = [*_speed_row(record), *_byte_rows(record), *_rate_rows(record)]
+    names = ("quantity", "planned", "measured", "measured / planned")
+    words = []
+    if record.predicted_samples_per_s is None:
+        words.append(
+            "The plan predicts no speed, because its HardwareProfile has no rates. dlrmctl run plans by memory only; "
+            "dlrmctl plan --profile FILE predicts for hardware with known rates."
+        )
+    if any(use.expected_hit_rate is not None for use in table_uses(record)):
+        words.append(
+            "A plan from a prior ignores the first access of each row: compare it with the hit rate of repeats, under "
+            "memory tiers. A plan from a trace counts first accesses as misses."
+        )
+    reasons = [[str(number), reason] for number, reason in enumerate(record.plan.reasons if record.plan else (), 1)]
+    why = Table(
+        title="Reasons of the plan",
+        columns=[Column(name="number"), Column(name="reason", numeric=False)],
+        rows=reasons,
+    )
+    table = Table(
+        title=_gang(record), columns=[Column(name=name, numeric=i > 0) for i, name in enumerate(names)], rows=rows
+    )
+    return Section(title=title, words=words, parts=[table, *([why] if reasons else [])])
+
+
+def _gang(record: Record) -> str:
+    if record.plan is not None:
+        ranks, nodes, hardware = record.plan.world_size, record.plan.nodes, record.plan.hardware
+    else:
+        ranks, nodes = (int(record.plan_status.get(key) or 0) for key in ("worldSize", "nodes"))
+        hardware = str(record.plan_status.get("hardware") or "")
+    return f"{ranks} ranks on {nodes} " + ("pod" if nodes == 1 else "pods") + (f" of {hardware}" if hardware else "")
+
+
+def _speed_row(record: Record) -> Iterator[list[str]]:
+    predicted, measured = record.predicted_samples_per_s, mean_throughput(record.steps) or record.samples_per_s
+    ratio = share(measured / predicted) if predicted and measured else UNKNOWN
+    yield ["samples/s", count(predicted), count(measured), ratio]
+
+
+def _byte_rows(record: Record) -> Iterator[list[str]]:
+    """Yield bytes of all ranks, or of the largest one, by tier."""
+    planned: Counter[str] = Counter()
+    which = "of all ranks"
+    if record.plan is not None:
+        for rank in record.plan.ranks:
+            planned.update(rank.bytes_per_tier)
+    else:
+        planned.update(record.plan_status.get("bytesPerTier") or {})
+        which = "of the largest rank"
+    newest = last_of_attempts(record.looks)[-1:]
+    kept = {name: counts.kept_bytes for look in newest for name, counts in look.tiers.items()}
+    levels = {name: counts.planned_bytes for look in newest for name, counts in look.tiers.items()}
+    for name, whole in sorted(planned.items()):
+        yield [f"bytes in {name}, {which}: rows, maps, hand-off", size(whole), UNKNOWN, UNKNOWN]
+    for name, most in sorted(levels.items()):
+        ratio = share(kept[name] / most) if most else UNKNOWN
+        yield [f"bytes of tables with levels in {name}", size(most), size(kept[name]), ratio]
+
+
+def _rate_rows(record: Record) -> Iterator[list[str]]:
+    uses = sorted(table_uses(record), key=lambda use: (-use.rows, use.table))
+    if len(uses) > 1:
+        accesses, hits = sum(use.accesses for use in uses), sum(use.hits for use in uses)
+        yield _rate_row("hit rate of all tables with levels", _expected(uses), hits / accesses if accesses else None)
+    for use in uses[:MAX_TABLES]:
+        yield _rate_row(f"hit rate of {use.table}", use.expected_hit_rate, use.hit_rate)
+
+
+def _rate_row(name: str, expected: float | None, measured: float | None) -> list[str]:
+    ratio = share(measured / expected) if expected and measured is not None else UNKNOWN
+    return [name, share(expected), share(measured), ratio]
+
+
+MAX_ROWS = 50
+KINDS = ("full", "increment")
+
+
+def snapshots(record: Record) -> Section:
+    """Show what was committed, when and how large."""
+    if not record.snapshots:
+        return Section(title="Snapshots", words=["No committed snapshots were recorded."])
+    shown = record.snapshots[-MAX_ROWS:]
+    rows = [
+        [
+            count(each.step),
+            format_utc(each.time) if each.time else UNKNOWN,
+            each.kind,
+            str(each.bits),
+            size(each.bytes),
+            UNKNOWN if each.chain is None else str(each.chain),
+            seconds(each.commit_s),
+            seconds(stall_s(each, record.looks)),
+        ]
+        for each in shown
+    ]
+    columns = [
+        Column(name="step"),
+        Column(name="committed", numeric=False),
+        Column(name="kind", numeric=False),
+        *(Column(name=name) for name in ("bits", "bytes", "chain", "to commit", "stall")),
+    ]
+    table = Table(
+        title=f"Newest {len(shown)} of {len(record.snapshots)}"
+        if len(shown) < len(record.snapshots)
+        else "All snapshots",
+        columns=columns,
+        rows=rows,
+        note="Chain: snapshots that it depends on. To commit: from hand-over to commit, while training continues. "
+        "Stall: time that training spent on cuts between the readings around it. A dash: not observed.",
+    )
+    whole = sum(each.bytes for each in record.snapshots)
+    many = "1 snapshot" if len(record.snapshots) == 1 else f"{len(record.snapshots)} snapshots"
+    words = f"{many}, {size(whole)} in total; the newest is of step {shown[-1].step:,}."
+    return Section(title="Snapshots", words=[words], parts=[_sizes(record.snapshots), table])
+
+
+def _sizes(every: Sequence[Committed]) -> Plot:
+    kinds = [*KINDS, *sorted({each.kind for each in every} - set(KINDS))]
+    by_kind = {kind: [(float(each.step), float(each.bytes)) for each in every if each.kind == kind] for kind in kinds}
+    return Plot(
+        title="Bytes of snapshots",
+        words="Bytes of each snapshot's own objects, by the step of its cut.",
+        x_name="step",
+        x_unit="count",
+        y_name="bytes",
+        y_unit="bytes",
+        series=[Series(name=kind, runs=[points], form="bars") for kind, points in by_kind.items() if points],
+    )
+
+
+def restarts(record: Record) -> Section:
+    """Show attempts, and why they ended."""
+    words = [_count_words(record)]
+    parts: list[Plot | Table] = []
+    if record.failures:
+        columns = [Column(name="time", numeric=False), Column(name="attempt"), Column(name="process", numeric=False)]
+        columns += [Column(name="code"), *(Column(name=name, numeric=False) for name in ("evidence", "action"))]
+        rows = [
+            [
+                format_utc(each.time),
+                str(each.attempt),
+                each.process,
+                UNKNOWN if each.code is None else str(each.code),
+                each.words,
+                each.then or UNKNOWN,
+            ]
+            for each in record.failures[-MAX_ROWS:]
+        ]
+        logs = sorted({each.log for each in record.failures[-MAX_ROWS:] if each.log})
+        parts.append(
+            Table(title="Failures", columns=columns, rows=rows, note=f"Logs: {', '.join(logs)}" if logs else "")
+        )
+    if record.events:
+        columns = [Column(name=name, numeric=False) for name in ("time", "reason", "message")]
+        event_rows = [[format_utc(at), reason, words] for at, reason, words in record.events[-MAX_ROWS:]]
+        parts.append(Table(title="Events", columns=columns, rows=event_rows))
+    return Section(title="Restarts", words=words, parts=parts)
+
+
+def _count_words(record: Record) -> str:
+    if not record.restarts and not record.failures:
+        return "No failures and no restarts."
+    words = f"{record.restarts} " + ("restart" if record.restarts == 1 else "restarts") + " of all trainer pods"
+    reasons = ", ".join(f"{reason} {number}" for reason, number in sorted(record.restarts_by_reason.items()))
+    return words + (f" ({reasons})." if reasons else ".")
+
+
+def format_utc(moment: float) -> str:
+    """Format a time in UTC."""
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
