@@ -1,1 +1,5 @@
 """Hold every loop that numba compiles, behind plain numpy signatures."""
+
+from dlrm_kernels import cache
+
+cache.configure()

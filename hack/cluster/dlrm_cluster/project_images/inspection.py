@@ -13,7 +13,7 @@ USER = "65532:65532"
 ENTER = """
 mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && mount -t tmpfs tmpfs "$0/tmp" && chmod 1777 "$0/tmp"
 mount -t proc proc "$0/proc" && mount --rbind /dev "$0/dev" && user=$1 && shift
-exec chroot --userspec="$user" "$0" env -i HOME=/tmp NUMBA_CACHE_DIR=/opt/dlrm/compiled PYTHONDONTWRITEBYTECODE=1 \\
+exec chroot --userspec="$user" "$0" env -i HOME=/tmp DLRM_KERNEL_CACHE=/opt/dlrm/kernels PYTHONDONTWRITEBYTECODE=1 \\
   /opt/dlrm/bin/python "$@"
 """
 
