@@ -24,7 +24,7 @@ from dlrm_api.plan import Plan
 from dlrm_api.process import log_to_stderr, named_limit, usable_cpus
 from dlrm_trainer.checkpointing.control import CutControl, StoppedError
 from dlrm_trainer.compute_device import named_failure
-from dlrm_trainer.distributed.rendezvous import Gang
+from dlrm_trainer.distributed.rendezvous import RankGroup
 from dlrm_trainer.metrics.progress import ProgressBoard
 from dlrm_trainer.metrics.stacks import RankStacks
 from dlrm_trainer.metrics.tiers import SharedCounters
@@ -84,7 +84,7 @@ def run_rank(
     stacks.answer(rank)
     spec = job.spec
     store = settings.master_addr, settings.master_port, settings.bind
-    gang = Gang(rank, spec.world_size, *store, settings.gang_secret)
+    gang = RankGroup(rank, spec.world_size, *store, settings.gang_secret)
     control = CutControl(spec.checkpoint, gang.collectives)
     _stop_on_signals(control)
     processes = spec.trainer.processes_per_replica

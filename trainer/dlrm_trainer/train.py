@@ -30,8 +30,8 @@ from dlrm_trainer.checkpointing.restore import (
 )
 from dlrm_trainer.compute_device import take_device
 from dlrm_trainer.data import Batch, open_reader
-from dlrm_trainer.distributed.failures import Pace
-from dlrm_trainer.distributed.rendezvous import Gang
+from dlrm_trainer.distributed.failures import StepTimer
+from dlrm_trainer.distributed.rendezvous import RankGroup
 from dlrm_trainer.embedding import OwnedIds, PreparedRows, place
 from dlrm_trainer.endpoint import Endpoint
 from dlrm_trainer.evaluate import evaluate
@@ -52,7 +52,7 @@ def train(
     job: DLRMJob,
     plan: Plan,
     settings: Settings,
-    gang: Gang,
+    gang: RankGroup,
     control: CutControl,
     board: ProgressBoard,
     *,
@@ -154,7 +154,7 @@ class Training:
         self.ledger = (
             Ledger(settings.ledger_dir, rank, self.step, assembly.gang.world_size) if settings.ledger_dir else None
         )
-        self.pace = Pace(self.collectives, self.stages.own_seconds)
+        self.pace = StepTimer(self.collectives, self.stages.own_seconds)
         self.trained_s, self.trained_samples = 0.0, 0
         self.cuts = HandingOver(assembly, restored.attempt, restored.held_step)
 

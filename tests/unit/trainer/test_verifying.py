@@ -70,7 +70,7 @@ class SlowStore(FileStore):
 
 def read_some(collectives: Collectives, root: Path, objects: Sequence[ObjectEntry]) -> tuple[bool, float]:
     """Have all ranks read objects, that of the first from a slow store; whether they are whole, and the seconds."""
-    failures.WORD_S = TIMEOUT_S / 4
+    failures.KEEPALIVE_INTERVAL_S = TIMEOUT_S / 4
     fetch.PARALLEL_GETS = 2
     store = SlowStore(root) if collectives.rank == 0 else FileStore(root)
 

@@ -24,7 +24,7 @@ from dlrm_checkpointer import (
     WholeCut,
 )
 from dlrm_trainer.checkpointing.restore import Assembly
-from dlrm_trainer.distributed.failures import InStep
+from dlrm_trainer.distributed.failures import CollectiveKeepalive
 from dlrm_trainer.embedding import SavedParts
 
 AT_ONCE_BYTES = 16 << 20
@@ -302,12 +302,12 @@ class HandingOver:
         """
         if self._writer is None or self._newest == step:
             return
-        deadline, in_step = time.monotonic() + self._patience_s, InStep(self._collectives)
+        deadline, in_step = time.monotonic() + self._patience_s, CollectiveKeepalive(self._collectives)
         while not self._writer.ready():
             if time.monotonic() > deadline:
                 raise TemporaryError(
                     f"step {step} could not be handed over: the checkpointer did not take the cut before it"
                 )
-            in_step.at_work()
+            in_step.keep_alive()
             time.sleep(READY_POLL_S)
         in_step.wait()

@@ -47,8 +47,8 @@ from dlrm_trainer.checkpointing.compat import check_data, check_model, first_cha
 from dlrm_trainer.checkpointing.control import CutControl
 from dlrm_trainer.data import Reader
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.distributed.failures import InStep
-from dlrm_trainer.distributed.rendezvous import Gang
+from dlrm_trainer.distributed.failures import CollectiveKeepalive
+from dlrm_trainer.distributed.rendezvous import RankGroup
 from dlrm_trainer.embedding import Placement
 from dlrm_trainer.embedding.checkpoint import LocalPart, table_meta
 from dlrm_trainer.learner import Learner
@@ -104,9 +104,9 @@ def _check_together(
 
 def _check_share(collectives: Collectives, store: ObjectStore, entries: Sequence[ObjectEntry]) -> str:
     """Read this rank's share of some objects; every rank returns the first one's problem, empty where none has any."""
-    together, problem = InStep(collectives), ""
+    together, problem = CollectiveKeepalive(collectives), ""
     try:
-        check_bytes(store, entries[collectives.rank :: collectives.world_size], lambda _key: together.at_work())
+        check_bytes(store, entries[collectives.rank :: collectives.world_size], lambda _key: together.keep_alive())
     except SnapshotError as error:
         problem = str(error)
     together.wait()
@@ -222,7 +222,7 @@ def restore(learner: Learner, snapshot: Snapshot, collectives: Collectives, *, m
         PeerLostError: a rank is gone.
     """
     learner.embeddings.settle()
-    in_step = InStep(collectives)
+    in_step = CollectiveKeepalive(collectives)
     parts = list(learner.embeddings.local)
     codes = snapshot.shard_codes([part.shard for part in parts])
     for number, group in groupby(codes, key=itemgetter(0)):
@@ -285,7 +285,7 @@ class Assembly:
 
     job: DLRMJob
     settings: Settings
-    gang: Gang
+    gang: RankGroup
     control: CutControl
     board: ProgressBoard
     placement: Placement

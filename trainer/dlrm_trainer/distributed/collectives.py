@@ -1,4 +1,8 @@
-"""Collectives over all ranks, gloo on the host and NCCL on GPUs: counted, and a lost peer is an error that names it."""
+"""Run collectives over all ranks, by gloo on the host and NCCL on GPUs, and count them.
+
+A lost peer is an error that names it. Small values travel as JSON of a stated type: what comes from a peer is checked,
+and nothing of it is executed.
+"""
 
 from __future__ import annotations
 
@@ -21,80 +25,80 @@ from dlrm_trainer.distributed.codecs import message_bytes, read_message, write_m
 from dlrm_trainer.spans import add_span
 
 T = TypeVar("T")
-GATHERED_BYTES = 16 << 20
-"""The longest value of one rank of many: every rank holds those of all at once."""
-BROADCAST_BYTES = 1 << 30
-"""The longest value of rank 0 alone, such as a list of objects to read."""
+MAX_GATHERED_BYTES = 16 << 20
+"""Of one rank's value: every rank holds those of all at once."""
+MAX_BROADCAST_BYTES = 1 << 30
+"""Of rank 0's value, such as a list of objects to read."""
 
 
 def encode_value(value: T, kind: TypeAdapter[T]) -> bytes:
-    """JSON of a value; numbers that are not finite and names of files that are no UTF-8 stay what they are."""
+    """Encode a value as JSON that keeps non-finite numbers and file names that are not UTF-8."""
     return json.dumps(kind.dump_python(value, mode="json"), separators=(",", ":")).encode()
 
 
 def decode_value(body: bytes, kind: TypeAdapter[T], rank: int) -> T:
-    """Read ``encode_value``'s form.
+    """Decode what ``encode_value`` returned on another rank.
 
     Args:
-        body: what came.
-        kind: what it is to be.
-        rank: who sent it.
+        body: what arrived.
+        kind: expected type.
+        rank: that sent it.
 
     Raises:
-        TemporaryError: it is nothing of that kind; names the rank and what is wrong.
+        TemporaryError: it is not of that type; names the rank and the problem.
     """
     try:
         return kind.validate_python(json.loads(body))
     except ValidationError as error:
         raise _unreadable(rank, first_problem(error)) from error
     except (ValueError, RecursionError) as error:
-        raise _unreadable(rank, f"no JSON: {error}") from error
+        raise _unreadable(rank, f"invalid JSON: {error}") from error
 
 
-def check_size(size: int, most: int, rank: int) -> None:
-    """Refuse a length before memory is taken for it.
+def check_size(size: int, limit: int, rank: int) -> None:
+    """Refuse a length before memory is allocated for it.
 
     Raises:
         TemporaryError: no value has that length.
     """
-    if not 0 < size <= most:
-        raise _unreadable(rank, f"{size} bytes, and from 1 to {most} can be told")
+    if not 0 < size <= limit:
+        raise _unreadable(rank, f"expected 1 to {limit} bytes, got {size}")
 
 
 def _unreadable(rank: int, problem: str) -> TemporaryError:
     return TemporaryError(
-        f"rank {rank} told what this rank can't read ({problem}): run one version of the trainer on all ranks, and let "
-        "no others reach their ports"
+        f"invalid value from rank {rank}: {problem}; run one version of the trainer on all ranks, and let no other "
+        "process reach their ports"
     )
 
 
 Traffic = Literal["lengths", "ids", "weights", "pooled", "gradients", "dense", "small"]
-"""What travels: bags' lengths, their ids and weights; pooled rows and their gradients; the dense gradient; the rest."""
+"""What is sent: bags' lengths, ids and weights; pooled rows and their gradients; the dense gradient; the rest."""
 
 
 REDUCED_WIDTH = 64
-"""Values of the dense gradient that int8 gives a range of their own."""
+"""Values of the dense gradient that share a range in int8."""
 BUSY_WAIT_S = 0.01
-"""A GPU's collective is asked so long, again and again, whether it is done: torch's own wait looks each millisecond."""
+"""How long a GPU's collective is polled without a pause: torch's own wait polls each millisecond."""
 
 
 class Arriving:
-    """What a collective will have brought once it is waited for."""
+    """Wait for the result of a collective."""
 
     def __init__(self, output: Tensor, wait: Callable[[], None] | None = None) -> None:
         self._output, self._wait = output, wait
         self._after: list[Callable[[Tensor], Tensor]] = []
 
     def then(self, finish: Callable[[Tensor], Tensor]) -> Arriving:
-        """What ``finish`` makes of what came, when it is waited for."""
+        """Apply ``finish`` to the result when it is waited for."""
         self._after.append(finish)
         return self
 
     def wait(self) -> Tensor:
-        """The numbers that came, rank by rank.
+        """Return the values that arrived, rank by rank.
 
         Raises:
-            PeerLostError: a rank is gone.
+            PeerLostError: a rank is lost.
         """
         if self._wait is not None:
             self._wait()
@@ -105,14 +109,14 @@ class Arriving:
 
 
 class Collectives:
-    """The collectives that training needs. At world size 1 nothing is sent and no process group is needed.
+    """Run the collectives that training needs. At world size 1 nothing is sent and no process group is needed.
 
     Every rank must make the same calls in the same order; only one thread may make them.
 
     Args:
         rank: of this process.
         world_size: number of ranks.
-        explain: after a failed collective, says which peers are gone, in words.
+        explain: after a failed collective, returns which peers are lost.
     """
 
     def __init__(self, rank: int, world_size: int, explain: Callable[[], str]) -> None:
@@ -127,14 +131,14 @@ class Collectives:
         """Time spent in them, most of it waiting for other ranks."""
 
     def use(self, group: Any) -> None:
-        """Run in this process group from now on, beside those of other threads."""
+        """Run in this process group from now on; other threads have their own."""
         self._group = group
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a few numbers over ranks, in place; the result has the same bits on every rank.
 
         Raises:
-            PeerLostError: a rank is gone.
+            PeerLostError: a rank is lost.
         """
         if self.world_size > 1:
             self._start_sum("small", tensor).wait()
@@ -143,11 +147,11 @@ class Collectives:
         """Begin to sum over ranks, in place; the result has the same bits on every rank.
 
         Args:
-            tensor: (k,) float32; must be left alone until it is waited for.
-            codec: of what travels; the sum of other formats than fp32 is made in float32, in the order of ranks.
+            tensor: (k,) float32; must not be used until the result is waited for.
+            codec: of what is sent; sums of other formats than fp32 are made in float32, in the order of ranks.
 
         Raises:
-            PeerLostError: a rank is gone.
+            PeerLostError: a rank is lost.
         """
         if self.world_size == 1:
             return Arriving(tensor)
@@ -156,18 +160,18 @@ class Collectives:
         return self._start_sum("dense", tensor)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """(k,) on each rank to (W, k) on all of them."""
+        """Gather (k,) of each rank as (W, k) on all of them."""
         return tensor.unsqueeze(0) if self.world_size == 1 else torch.stack(self._gathered("small", tensor))
 
     def all_to_all(self, what: Traffic, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send ``sent[s]`` elements of a flat tensor to each rank s; return what came, ``received[s]`` from each."""
+        """Send ``sent[s]`` elements of a flat tensor to each rank s; return ``received[s]`` elements from each."""
         return self.start_all_to_all(what, tensor, sent, received).wait()
 
     def start_all_to_all(self, what: Traffic, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Arriving:
-        """Begin ``all_to_all``; the tensor must stay as it is until what comes is waited for.
+        """Begin ``all_to_all``; the tensor must not change until the result is waited for.
 
         Raises:
-            PeerLostError: a rank is gone.
+            PeerLostError: a rank is lost.
         """
         if self.world_size == 1:
             return Arriving(tensor)
@@ -180,37 +184,37 @@ class Collectives:
         return Arriving(output, self._waiting("all_to_all", work, tensor.device))
 
     def gather(self, value: T, kind: TypeAdapter[T]) -> list[T]:
-        """One small value of each rank, on every rank; for starts, ends and evaluations, not for steps.
+        """Return one small value of each rank; for starts, ends and evaluations, not for steps.
 
         Args:
             value: of this rank.
-            kind: what the values are; the same on every rank.
+            kind: type of the values; the same on every rank.
 
         Raises:
-            PeerLostError: a rank is gone.
-            TemporaryError: what a rank sent is of another kind or too long.
+            PeerLostError: a rank is lost.
+            TemporaryError: a rank's value is of another type or too long.
         """
         if self.world_size == 1:
             return [value]
         body = _bytes_tensor(encode_value(value, kind))
         sizes = self.all_gather(torch.tensor([len(body)])).flatten().tolist()
         for rank, size in enumerate(sizes):
-            check_size(size, GATHERED_BYTES, rank)
+            check_size(size, MAX_GATHERED_BYTES, rank)
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(body)] = body
         rows = zip(self.all_gather(padded), sizes, strict=True)
         return [decode_value(bytes(row[:size].numpy()), kind, rank) for rank, (row, size) in enumerate(rows)]
 
     def broadcast(self, value: T | None, kind: TypeAdapter[T]) -> T:
-        """Rank 0's value, on every rank; the others give None.
+        """Return rank 0's value on every rank; the others pass None.
 
         Args:
             value: of rank 0.
-            kind: what it is; the same on every rank.
+            kind: its type; the same on every rank.
 
         Raises:
-            PeerLostError: a rank is gone.
-            TemporaryError: what came is of another kind or too long.
+            PeerLostError: a rank is lost.
+            TemporaryError: the value is of another type or too long.
         """
         if self.rank == 0:
             assert value is not None
@@ -219,7 +223,7 @@ class Collectives:
             return value
         size = torch.zeros(1, dtype=torch.int64)
         self._broadcast(size)
-        check_size(int(size), BROADCAST_BYTES, 0)
+        check_size(int(size), MAX_BROADCAST_BYTES, 0)
         body = torch.empty(int(size), dtype=torch.uint8)
         self._broadcast(body)
         return decode_value(bytes(body.numpy()), kind, 0)
@@ -236,7 +240,8 @@ class Collectives:
             end = time.monotonic()
             self.seconds += end - start
             add_span(kind, start, end)
-        except GPU_FAILURES:  # of this rank: it shows them at whatever it does next
+        # A failure of this rank's own GPU shows at whatever it does next.
+        except GPU_FAILURES:
             raise
         except RuntimeError as error:
             problem = str(error).strip().splitlines()[0]
@@ -260,7 +265,7 @@ class Collectives:
 
     def _send(self, body: Tensor) -> None:
         self._broadcast(torch.tensor([len(body)]))
-        check_size(len(body), BROADCAST_BYTES, 0)
+        check_size(len(body), MAX_BROADCAST_BYTES, 0)
         self._broadcast(body)
 
     def _broadcast(self, tensor: Tensor) -> None:
@@ -282,7 +287,7 @@ class Collectives:
         return Arriving(tensor, self._waiting("all_reduce", work, tensor.device))
 
     def _start_encoded(self, tensor: Tensor, codec: Codec) -> Arriving:
-        """Each rank sums one slice of what all send it, in the order of ranks, and sends the sum to all."""
+        """Let each rank sum one slice in the order of ranks, and send the sum to all."""
         ranks = self.world_size
         rows = -(-tensor.numel() // (ranks * REDUCED_WIDTH))
         padded = tensor.new_zeros(ranks, rows, REDUCED_WIDTH)

@@ -24,37 +24,39 @@ from dlrm_api.progress import SlowestRank
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.gang_store import GangStore
 
-POLL_S = 0.5
-"""How often every rank looks whether one was missed."""
-ANSWERS_S = 2.0
-"""How long an answer is waited for; no answer is one too."""
-STORE_S = 2.0
-"""How long rank 0's store may take beyond that before rank 0 itself counts as lost."""
-LEAVE_S = 10.0
-"""A rank that still runs so long after it heard who was missed is stuck, and ends itself."""
+POLL_INTERVAL_S = 0.5
+"""How often every rank checks whether another one raised the alarm."""
+ANSWER_TIMEOUT_S = 2.0
+"""How long an answer is waited for; none is one too."""
+STORE_TIMEOUT_S = 2.0
+"""How long rank 0's store may take on top before rank 0 itself counts as lost."""
+EXIT_TIMEOUT_S = 10.0
+"""A rank that still runs so long after the verdict is stuck, and ends itself."""
 ALARM, VERDICT = "alarm", "verdict"
 ANSWERS, LEFT, HEARD = "answers", "left", "heard"
-"""What ranks say, a line each and all in one place: hundreds of them are read by one request, not by one for each."""
+"""Keys under which each rank appends a line: one request reads those of hundreds of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Where a rank is."""
+    """Say how far a rank is."""
 
     made: int
-    """Collectives that it began."""
+    """Collectives that it has begun."""
     still_s: float
     """Seconds since the last of them."""
 
 
-class RollCall:
-    """One rank's part in it, from a thread of its own until it is closed.
+class FailureDetector:
+    """Agree with all ranks on which of them are lost, from a thread of its own until it is closed.
+
+    A rank that lost a peer raises the alarm; all ranks then say how far they are, and the first verdict counts.
 
     Args:
         store: on a connection that nobody else uses.
         rank: of this process.
         world_size: number of ranks.
-        made: collectives that this rank began so far, in all groups.
+        made: returns the collectives that this rank has begun, in all groups.
         timeout_s: of collectives.
     """
 
@@ -66,31 +68,31 @@ class RollCall:
         self._closed = threading.Event()
         threading.Thread(target=self._listen, name="dlrm-roll-call", daemon=True).start()
 
-    def close(self, last_words: str) -> None:
-        """Answer no more; words say why this rank ends where nobody else is to blame, and are empty otherwise."""
+    def close(self, reason: str) -> None:
+        """Stop answering. ``reason`` says why this rank ends; empty if it is not to blame or all is well."""
         self._closed.set()
-        if last_words:
-            self._in_time(lambda: self._say(LEFT, last_words))
+        if reason:
+            self._within_timeout(lambda: self._append(LEFT, reason))
 
-    def who_is_missed(self) -> str:
-        """The ranks to blame for a failed collective, in words; the same on every rank."""
+    def explain(self) -> str:
+        """Return which ranks made a collective fail, as a message that is the same on every rank."""
         if not self._verdict:
-            self._in_time(self._agree)
+            self._within_timeout(self._agree)
         if not self._verdict:
-            return f"{name_ranks([0])} died or fell silent"
-        self._in_time(self._let_others_hear)
+            return f"{name_ranks([0])} died or stopped responding"
+        self._within_timeout(self._wait_for_others)
         return self._verdict
 
-    def _in_time(self, call: Callable[[], object]) -> None:
-        """Talk to the store for as long as an answer is waited for: it says nothing where its process is stopped."""
+    def _within_timeout(self, call: Callable[[], object]) -> None:
+        """Call the store in a thread: it does not answer at all if its process is stopped."""
 
-        def talk() -> None:
+        def run() -> None:
             with contextlib.suppress(RuntimeError):
                 call()
 
-        thread = threading.Thread(target=talk, daemon=True)
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        thread.join(ANSWERS_S + STORE_S)
+        thread.join(ANSWER_TIMEOUT_S + STORE_TIMEOUT_S)
 
     def _agree(self) -> None:
         self._store.set(ALARM, "1")
@@ -99,59 +101,60 @@ class RollCall:
         self._verdict = self._store.set_first(VERDICT, verdict) or verdict
 
     def _answer(self) -> None:
-        self._say(ANSWERS, asdict(Answer(made=self._last, still_s=time.monotonic() - self._since)))
+        self._append(ANSWERS, asdict(Answer(made=self._last, still_s=time.monotonic() - self._since)))
 
     def _ask(self) -> tuple[Mapping[int, Answer], Mapping[int, str], Sequence[int]]:
-        """Where ranks are that answer, last words of those that ended, and who says nothing."""
-        deadline = time.monotonic() + ANSWERS_S
+        """Return the answers, the reasons of ranks that ended, and the ranks that do not respond."""
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while True:
-            answers, words = self._said(ANSWERS), self._said(LEFT)
-            silent = [rank for rank in range(self._world_size) if rank not in answers and rank not in words]
+            answers, reasons = self._read(ANSWERS), self._read(LEFT)
+            silent = [rank for rank in range(self._world_size) if rank not in answers and rank not in reasons]
             if not silent or time.monotonic() >= deadline:
-                return {rank: Answer(**body) for rank, body in answers.items()}, words, silent
-            time.sleep(POLL_S / 20)
+                return {rank: Answer(**body) for rank, body in answers.items()}, reasons, silent
+            time.sleep(POLL_INTERVAL_S / 20)
 
-    def _let_others_hear(self) -> None:
-        """Stay, with the store if it is here, until all who answered know the verdict."""
-        deadline = time.monotonic() + ANSWERS_S
-        waiting = self._said(ANSWERS).keys()
-        while waiting - self._said(HEARD).keys() - self._said(LEFT).keys() and time.monotonic() < deadline:
-            time.sleep(POLL_S / 20)
+    def _wait_for_others(self) -> None:
+        """Wait until all ranks that answered know the verdict: rank 0's store ends with its process."""
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        waiting = self._read(ANSWERS).keys()
+        while waiting - self._read(HEARD).keys() - self._read(LEFT).keys() and time.monotonic() < deadline:
+            time.sleep(POLL_INTERVAL_S / 20)
 
     def _listen(self) -> None:
         answered = heard = False
-        while not heard and not self._closed.wait(POLL_S):
+        while not heard and not self._closed.wait(POLL_INTERVAL_S):
             if self._made() != self._last:
                 self._last, self._since = self._made(), time.monotonic()
-            with contextlib.suppress(RuntimeError):  # rank 0 is gone: the next collective will say so
+            # Without rank 0 the next collective fails and says so.
+            with contextlib.suppress(RuntimeError):
                 if not answered and self._store.has([ALARM]):
                     self._answer()
                     answered = True
                 if answered and (verdict := self._store.get(VERDICT)):
                     self._verdict = verdict
-                    self._say(HEARD, True)
+                    self._append(HEARD, True)
                     heard = True
-        if not self._closed.wait(LEAVE_S):
+        if not self._closed.wait(EXIT_TIMEOUT_S):
             faulthandler.dump_traceback()
             os._exit(ExitCode.TEMPORARY)
 
-    def _say(self, where: str, what: object) -> None:
+    def _append(self, where: str, what: object) -> None:
         self._store.append(where, json.dumps([self._rank, what]))
 
-    def _said(self, where: str) -> dict[int, Any]:
-        """What each rank said there last."""
-        return dict(map(json.loads, self._store.words(where)))
+    def _read(self, where: str) -> dict[int, Any]:
+        """Return each rank's last line."""
+        return dict(map(json.loads, self._store.read_lines(where)))
 
 
 def _verdict(
-    answers: Mapping[int, Answer], words: Mapping[int, str], silent: Sequence[int], asking: int, timeout_s: float
+    answers: Mapping[int, Answer], reasons: Mapping[int, str], silent: Sequence[int], asking: int, timeout_s: float
 ) -> str:
-    """Who ended comes before who is silent, and that before who hangs: the later ones may be consequences."""
-    if words:
-        rank = min(words)
-        return f"rank {rank} ended: {words[rank]}"
+    """Blame ranks that ended before silent ones, and those before hung ones: the later may be consequences."""
+    if reasons:
+        rank = min(reasons)
+        return f"rank {rank} ended: {reasons[rank]}"
     if silent:
-        return f"{name_ranks(silent)} died or fell silent"
+        return f"{name_ranks(silent)} died or stopped responding"
     first = max(each.made for each in answers.values())
     last = min(each.made for each in answers.values())
     if first == last or answers[asking].still_s < timeout_s / 2:
@@ -159,26 +162,26 @@ def _verdict(
     behind = [rank for rank, each in answers.items() if each.made == last]
     still_s = max(answers[rank].still_s for rank in behind)
     return (
-        f"{name_ranks(behind)} hung: alive, but in no collective for {still_s:.0f} s and {first - last} behind: "
-        "see the stacks in the log"
+        f"{name_ranks(behind)} hung: no collective for {still_s:.0f} s, and {first - last} behind the others; see the "
+        "stacks in the log"
     )
 
 
 def name_ranks(numbers: Sequence[int]) -> str:
-    """Ranks in words, the first few of many."""
+    """Return ranks as text, the first few of many."""
     shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
     return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}"
 
 
 T = TypeVar("T")
-WORD_S = 20.0
-"""Who is at work says so at least so often: no wait for it comes near the timeout of collectives."""
+KEEPALIVE_INTERVAL_S = 20.0
+"""A rank that still works says so this often, so that no wait comes near the timeout of collectives."""
 
 
-class InStep:
-    """One rank's share of work that all ranks have, some none of it, between two other collectives.
+class CollectiveKeepalive:
+    """Keep ranks together while some of them work longer than a collective may wait.
 
-    Each rank calls ``at_work`` as often as it likes, and at its end ``wait``, which returns when all are done.
+    Each rank calls ``keep_alive`` as often as it likes, and at its end ``wait``, which returns when all are done.
 
     Args:
         collectives: of all ranks.
@@ -187,23 +190,23 @@ class InStep:
     def __init__(self, collectives: Collectives) -> None:
         self._collectives, self._last = collectives, time.monotonic()
 
-    def at_work(self) -> None:
-        """Say that this rank has not ended yet, where it is time to.
+    def keep_alive(self) -> None:
+        """Tell the others that this rank still works, if it is time to.
 
         Raises:
             PeerLostError: a rank is gone.
         """
-        if time.monotonic() - self._last >= WORD_S:
+        if time.monotonic() - self._last >= KEEPALIVE_INTERVAL_S:
             self._working(1)
 
     def over(self, items: Iterable[T]) -> Iterator[T]:
-        """Some items, at work before each."""
+        """Yield items, with a keepalive before each."""
         for item in items:
-            self.at_work()
+            self.keep_alive()
             yield item
 
     def wait(self) -> None:
-        """Wait until every rank is here, however long that takes.
+        """Wait until every rank has called this, however long that takes.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -212,25 +215,25 @@ class InStep:
             pass
 
     def _working(self, mine: int) -> int:
-        """Ranks that are at work."""
+        """Return the number of ranks that still work."""
         count = torch.tensor([mine])
         self._collectives.all_reduce(count)
         self._last = time.monotonic()
         return int(count)
 
 
-WINDOW = 32
-"""Steps from one round to the next: one small collective in so many steps, made where all ranks have just met."""
-WARM_UP = 4
-"""The first steps of an attempt compile and fill caches: they do not count."""
+WINDOW_STEPS = 32
+"""Steps of a measurement: one small collective each, at a point where all ranks have just met."""
+WARM_UP_STEPS = 4
+"""The first steps of an attempt compile and fill caches, and are not measured."""
 
 
-class Pace:
-    """One rank's part. Every rank must call it at the same steps.
+class StepTimer:
+    """Find the rank that the others wait for. Every rank must call it at the same steps.
 
     Args:
         collectives: of all ranks.
-        own_seconds: time so far that this rank spent on its own part of steps.
+        own_seconds: returns the time that this rank has spent on its own part of steps.
     """
 
     def __init__(self, collectives: Collectives, own_seconds: Callable[[], float]) -> None:
@@ -239,14 +242,14 @@ class Pace:
         self._mark = (0, 0.0)
 
     def stepped(self, step: int) -> SlowestRank | None:
-        """The slowest rank of the window that ends with ``step``; None where none ends, or there is but one rank."""
+        """Return the slowest rank of the window that ends with ``step``; None if none ends, or there is one rank."""
         if self._collectives.world_size == 1:
             return None
         self._steps += 1
-        if self._steps <= WARM_UP:
+        if self._steps <= WARM_UP_STEPS:
             self._mark = step, self._own_seconds()
             return None
-        if step % WINDOW:
+        if step % WINDOW_STEPS:
             return None
         (first, since), self._mark = self._mark, (step, self._own_seconds())
         mean = (self._mark[1] - since) / (step - first)
@@ -255,7 +258,7 @@ class Pace:
 
 
 def slowest(seconds: Sequence[float]) -> SlowestRank:
-    """The rank with the longest time beside the median of the others'; the first of equal ones.
+    """Return the rank with the longest time, and the median of the others'; the first of equal ones.
 
     Args:
         seconds: of each rank, at least two.

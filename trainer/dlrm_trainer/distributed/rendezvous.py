@@ -1,4 +1,4 @@
-"""How ranks find each other, and what they say of those that they lose."""
+"""Let the ranks of an attempt meet at rank 0's store."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from dlrm_api.names import ANY_ADDRESS
 from dlrm_api.process import listener
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.distributed.failures import RollCall, name_ranks
+from dlrm_trainer.distributed.failures import FailureDetector, name_ranks
 from dlrm_trainer.distributed.gang_store import GangStore
 
-RETRY_S = 0.1
-RANK_POLL_S = 0.0005
-"""Each rank asks for the others a pause apart that grows by this with each: rank 0's store answers all of them."""
+RETRY_INTERVAL_S = 0.1
+POLL_INTERVAL_PER_RANK_S = 0.0005
+"""Ranks poll for the others at an interval that grows by this with each: rank 0's store answers all of them."""
 STORE_TIMEOUT_S = 30
-NCCL_WAITS = "TORCH_NCCL_BLOCKING_WAIT"
-"""Tells torch to raise where a wait for a GPU's collective fails or takes too long, and not to end the process."""
+NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+"""Makes torch raise if a wait for a GPU's collective fails or times out, instead of ending the process."""
 
 
 def backends(device: torch.device) -> str:
-    """Of ranks that compute on a device, as torch names them: tensors on the host always travel by gloo."""
+    """Return torch's names of the backends: tensors on the host always travel by gloo."""
     return "cpu:gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
 
 
-class Gang:
-    """The ranks of one attempt, met at rank 0's store. At world size 1 there is nobody to meet.
+class RankGroup:
+    """Meet the ranks of one attempt at rank 0's store. At world size 1 there is nobody to meet.
 
     Args:
         rank: of this process.
         world_size: number of ranks.
-        host: where rank 0 is; a name is looked up again until it resolves.
-        port: of the store that rank 0 serves there.
-        bind: address that rank 0 serves it on.
-        secret: of this attempt, by which its ranks know each other there; empty: they take whoever comes.
+        host: of rank 0; a name is looked up again until it resolves.
+        port: of rank 0's store.
+        bind: address that rank 0 listens on.
+        secret: of this attempt, with which its ranks sign what they store; empty: whoever comes is trusted.
     """
 
     def __init__(self, rank: int, world_size: int, host: str, port: int, bind: str, secret: str = "") -> None:
@@ -50,74 +50,73 @@ class Gang:
         self._host, self._port, self._bind = host, port, bind
         self._secret = secret
         self._store: GangStore | None = None
-        self._roll_call: RollCall | None = None
-        self.collectives = Collectives(rank, world_size, self._who_is_gone)
-        self.id_collectives = Collectives(rank, world_size, self._who_is_gone)
+        self._failures: FailureDetector | None = None
+        self.collectives = Collectives(rank, world_size, self._explain_failure)
+        self.id_collectives = Collectives(rank, world_size, self._explain_failure)
         """For the thread that sends ids."""
 
     def meet(
         self,
         rendezvous_timeout_s: float,
         collective_timeout_s: float,
-        keep_on: Callable[[], None],
+        check: Callable[[], None],
         device: torch.device = HOST,
     ) -> None:
-        """Wait until all ranks are here.
+        """Wait until all ranks have come.
 
         Args:
             rendezvous_timeout_s: longest wait for rank 0, and then for the rest.
             collective_timeout_s: longest wait for a silent peer in any later collective.
-            keep_on: called between tries; what it raises ends the wait.
-            device: that this rank computes on, from which collectives send: all ranks' are of one type.
+            check: called between attempts; what it raises ends the wait.
+            device: that this rank computes on; all ranks' are of one type.
 
         Raises:
-            PeerLostError: not all came in time, or NCCL finds no way between GPUs; says which are absent as far as can
-                be known.
+            PeerLostError: not all came in time, or NCCL cannot connect the GPUs; names the absent ranks if known.
             TemporaryError: rank 0 can't listen on its port.
         """
         if self.world_size == 1:
             return
         deadline = time.monotonic() + rendezvous_timeout_s
-        self._store = GangStore(self._serve() if self.rank == 0 else self._reach(deadline, keep_on), self._secret)
+        self._store = GangStore(self._serve() if self.rank == 0 else self._reach(deadline, check), self._secret)
         self._store.set(_here(self.rank), "1")
-        pause_s = max(RETRY_S / 5, self.world_size * RANK_POLL_S)
+        pause_s = max(RETRY_INTERVAL_S / 5, self.world_size * POLL_INTERVAL_PER_RANK_S)
         while not self._are_here(range(self.world_size)):
             if time.monotonic() > deadline:
                 raise PeerLostError(self._absent(rendezvous_timeout_s))
-            keep_on()
+            check()
             time.sleep(pause_s)
         timeout = timedelta(seconds=collective_timeout_s)
-        os.environ.setdefault(NCCL_WAITS, "1")
+        os.environ.setdefault(NCCL_BLOCKING_WAIT, "1")
         dist.init_process_group(
             backends(device),
-            store=self._store.for_torch("gang"),  # of no name that a stranger could tell before all ranks are here
+            store=self._store.for_torch("gang"),
             rank=self.rank,
             world_size=self.world_size,
             timeout=timeout,
         )
         self.id_collectives.use(dist.new_group(timeout=timeout, backend="gloo"))
-        self._call_roll(collective_timeout_s)
-        if device.type != "cpu":  # NCCL meets at its first collective, by a store that waits STORE_TIMEOUT_S for rank 0
+        self._detect_failures(collective_timeout_s)
+        # NCCL connects at its first collective, by a store that waits STORE_TIMEOUT_S for rank 0.
+        if device.type != "cpu":
             self.collectives.all_reduce(torch.zeros(1, device=device))
 
-    def leave(self, last_words: str) -> None:
-        """Tell the others that this rank ends, and why; empty words: it ended well, or another rank is to blame."""
-        if self._roll_call is not None:
-            self._roll_call.close(last_words)
+    def leave(self, reason: str) -> None:
+        """Tell the others why this rank ends; empty if it ended well or another rank is to blame."""
+        if self._failures is not None:
+            self._failures.close(reason)
 
     def close(self) -> None:
-        """Give the groups back after the last collective of all ranks: NCCL warns of those left to the end."""
+        """Destroy the process groups after the last collective of all ranks: NCCL warns of those that are left."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _call_roll(self, collective_timeout_s: float) -> None:
+    def _detect_failures(self, collective_timeout_s: float) -> None:
         assert self._store is not None
 
         def made() -> int:
             return sum(sum(tuple(each.calls.values())) for each in (self.collectives, self.id_collectives))
 
-        line = self._store.on_its_own_line()
-        self._roll_call = RollCall(line, self.rank, self.world_size, made, collective_timeout_s)
+        self._failures = FailureDetector(self._store.clone(), self.rank, self.world_size, made, collective_timeout_s)
 
     def _serve(self) -> TCPStore:
         try:
@@ -135,42 +134,42 @@ class Gang:
             master_listen_fd=listening.detach(),
         )
 
-    def _reach(self, deadline: float, keep_on: Callable[[], None]) -> TCPStore:
+    def _reach(self, deadline: float, check: Callable[[], None]) -> TCPStore:
         while True:
-            keep_on()
+            check()
             try:
                 with socket.create_connection((self._host, self._port), timeout=5.0):
                     break
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise PeerLostError(f"rank 0 cannot be reached at {self._host}:{self._port}: {error}") from error
-                time.sleep(RETRY_S)
+                time.sleep(RETRY_INTERVAL_S)
         try:
             return TCPStore(self._host, self._port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
         except RuntimeError as error:
-            raise PeerLostError(f"rank 0 at {self._host}:{self._port} went away at the start: {error}") from error
+            raise PeerLostError(f"rank 0 at {self._host}:{self._port} closed the connection: {error}") from error
 
     def _are_here(self, ranks: Iterable[int]) -> bool:
-        """Whether all of some ranks came: one request, however many they are."""
+        """Return whether all of some ranks have come: one request, however many they are."""
         assert self._store is not None
         try:
             return self._store.has(map(_here, ranks))
         except RuntimeError as error:
-            raise PeerLostError(f"rank 0 at {self._host}:{self._port} is gone: {error}") from error
+            raise PeerLostError(f"rank 0 at {self._host}:{self._port} stopped responding: {error}") from error
 
     def _absent(self, waited_s: float) -> str:
-        """Who did not come, in words, or came as a pod does whose operator gave it no secret."""
+        """Name the ranks that did not come, or that came without the secret."""
         assert self._store is not None
         absent = [rank for rank in range(self.world_size) if not self._are_here([rank])]
         plain = self._store.without_secret()
         strange = [rank for rank in absent if self._secret and plain.has([_here(rank)])]
         if strange:
-            return f"{name_ranks(strange)} came without the gang's secret: another version of the operator made its pod"
-        return f"{name_ranks(absent)} did not come within {waited_s:.0f} s: see the logs of its pod"
+            return f"{name_ranks(strange)} came without the attempt's secret; recreate all pods by one operator"
+        return f"{name_ranks(absent)} did not come within {waited_s:.0f} s; see the logs of its pod"
 
-    def _who_is_gone(self) -> str:
-        """Ranks that are dead or hang, or what the first of those that ended had to say."""
-        return "" if self._roll_call is None else self._roll_call.who_is_missed()
+    def _explain_failure(self) -> str:
+        """Return which ranks are lost, or why the first of them ended."""
+        return "" if self._failures is None else self._failures.explain()
 
 
 def _here(rank: int) -> str:

@@ -124,10 +124,10 @@ def _rank(
 ) -> None:
     import torch
 
-    from dlrm_trainer.distributed.rendezvous import Gang
+    from dlrm_trainer.distributed.rendezvous import RankGroup
 
     torch.set_num_threads(1)
-    gang = Gang(rank, world_size, *store)
+    gang = RankGroup(rank, world_size, *store)
     gang.meet(60.0, timeout_s, lambda: None)
     sender.send(function(gang.collectives, *arguments))
     gang.collectives.barrier()

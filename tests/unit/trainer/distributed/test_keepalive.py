@@ -16,7 +16,7 @@ from dlrm_trainer.checkpointing.handover import HandingOver, MetaOf
 from dlrm_trainer.checkpointing.restore import restore
 from dlrm_trainer.distributed import failures
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.distributed.failures import InStep
+from dlrm_trainer.distributed.failures import CollectiveKeepalive
 
 TIMEOUT_S = 2.0
 PIECE_S = 0.25
@@ -38,7 +38,7 @@ class SlowPart:
 
 def restore_some(collectives: Collectives, pieces: Sequence[int]) -> tuple[int, float]:
     """Pieces that a rank restored, and when it was done, by a clock that all share."""
-    failures.WORD_S = TIMEOUT_S / 4
+    failures.KEEPALIVE_INTERVAL_S = TIMEOUT_S / 4
     part, piece = SlowPart(), SimpleNamespace(row_ids=np.arange(3))
     mine = pieces[collectives.rank]
     snapshot: Any = SimpleNamespace(shard_codes=lambda _: ((0, piece) for _ in range(mine)), dense=dict)
@@ -62,7 +62,7 @@ class Ending(HandingOver):
 
 def end_when_ready(collectives: Collectives, waits_s: Sequence[float]) -> bool:
     """Hand a last cut over where the checkpointer of each rank takes the one before it after so many seconds."""
-    failures.WORD_S = TIMEOUT_S / 4
+    failures.KEEPALIVE_INTERVAL_S = TIMEOUT_S / 4
     ready_at = time.monotonic() + waits_s[collectives.rank]
     parts: Any = SimpleNamespace(
         writer=SimpleNamespace(ready=lambda: time.monotonic() >= ready_at),
@@ -89,7 +89,7 @@ def test_ranks_with_few_rows_wait_for_those_that_restore_for_longer_than_a_colle
 
 
 def test_one_rank_alone_waits_for_nobody() -> None:
-    together = InStep(Collectives(0, 1, lambda: ""))
+    together = CollectiveKeepalive(Collectives(0, 1, lambda: ""))
 
     assert list(together.over(range(3))) == [0, 1, 2]
     together.wait()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlrm_trainer.distributed.failures import ALARM, ANSWERS, HEARD, LEFT, VERDICT, RollCall
+from dlrm_trainer.distributed.failures import ALARM, ANSWERS, HEARD, LEFT, VERDICT, FailureDetector
 from dlrm_trainer.distributed.gang_store import GangStore
 
 LONG_AGO_S = 900.0
@@ -57,9 +57,9 @@ def call(world_size: int, hung: int | None = None, left: int | None = None) -> t
     store.append(HEARD, json.dumps([0, True]))
     if left is not None:
         store.append(LEFT, json.dumps([left, "the disk is full\nof data"]))
-    roll = RollCall(store, 0, world_size, lambda: 9, 0.0)
+    roll = FailureDetector(store, 0, world_size, lambda: 9, 0.0)
     before = raw.requests
-    said = roll.who_is_missed()
+    said = roll.explain()
     roll.close("")
     return said, raw.requests - before
 
@@ -69,7 +69,7 @@ def test_the_rank_to_blame_is_found_in_few_requests_however_many_ranks_there_are
     hung, requests = call(world_size, hung=7)
     ended, _ = call(world_size, left=5)
 
-    assert hung.startswith("rank 7 hung: alive, but in no collective for 900 s and 1 behind")
+    assert hung.startswith("rank 7 hung: no collective for 900 s, and 1 behind")
     assert ended == "rank 5 ended: the disk is full\nof data"
     assert requests < 20
 
@@ -86,10 +86,10 @@ def test_a_stranger_s_words_neither_end_a_gang_nor_enter_its_verdict(secret: str
         stranger.set(key, "rank 1 died or fell silent")
         raw.set(key, "1")
     stranger.append(LEFT, json.dumps([1, "a lie"]))
-    roll = RollCall(store, 0, 2, lambda: 9, LONG_AGO_S)
+    roll = FailureDetector(store, 0, 2, lambda: 9, LONG_AGO_S)
 
     heard = store.has([ALARM]), store.get(VERDICT)
-    said = roll.who_is_missed()
+    said = roll.explain()
     roll.close("")
 
     assert heard == (False, None)

@@ -18,7 +18,7 @@ from dlrm_api.run_report import Profile
 from dlrm_operator.reconcile.health import read_stacks
 from dlrm_testing.trainer.gangs import Pod, job_document, plan_document, small_job
 
-SUPPORT = Path(__file__).parents[2] / "support"
+SUPPORT = Path(__file__).parents[3] / "support"
 
 SLOW, STEPS, DELAY_S = 1, 40, 0.15
 

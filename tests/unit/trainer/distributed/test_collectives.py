@@ -19,7 +19,7 @@ from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_trainer.checkpointing.handover import TOLD
 from dlrm_trainer.checkpointing.restore import CHANGE, CHOSEN, PARTIALS, START, Start
 from dlrm_trainer.distributed import collectives
-from dlrm_trainer.distributed.collectives import GATHERED_BYTES, Collectives, decode_value, encode_value
+from dlrm_trainer.distributed.collectives import MAX_GATHERED_BYTES, Collectives, decode_value, encode_value
 from dlrm_trainer.evaluate import QUALITY
 from dlrm_trainer.learner import LARGEST
 
@@ -60,16 +60,16 @@ class Runs:
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        (b"\x80\x05.", "no JSON"),
-        (b"", "no JSON"),
-        (b"[" * 200_000, "no JSON"),
-        (b"1" * 5_000, "no JSON"),
+        (b"\x80\x05.", "invalid JSON"),
+        (b"", "invalid JSON"),
+        (b"[" * 200_000, "invalid JSON"),
+        (b"1" * 5_000, "invalid JSON"),
         (b"[1, 2, 3]", "dictionary"),
         (b'{"users": ["x"]}', "integer"),
     ],
 )
 def test_what_is_no_such_value_is_refused_by_the_rank_that_sent_it(body: bytes, problem: str) -> None:
-    with pytest.raises(TemporaryError, match=f"rank 5 told what this rank can't read .*{problem}"):
+    with pytest.raises(TemporaryError, match=f"invalid value from rank 5: .*{problem}"):
         decode_value(body, PARTIALS, 5)
 
 
@@ -97,19 +97,19 @@ def test_a_peer_s_pickle_runs_nothing_and_every_rank_names_the_peer(tmp_path: Pa
     said = run_ranks(3, said_by, [b"[]", body, b"[]"], False)
     at_others = run_ranks(2, said_by, [body, b""], True)[1]
 
-    assert all(words.startswith("rank 1 told what this rank can't read (no JSON") for words in said)
-    assert at_others.startswith("rank 0 told what this rank can't read (no JSON")
+    assert all(words.startswith("invalid value from rank 1: invalid JSON") for words in said)
+    assert at_others.startswith("invalid value from rank 0: invalid JSON")
     assert not ran.exists()
 
 
 @pytest.mark.slow
 def test_a_value_that_is_too_long_is_refused_before_memory_is_taken_for_it() -> None:
-    said = run_ranks(2, said_by, [b"[]", b" " * (GATHERED_BYTES + 1)], False)
+    said = run_ranks(2, said_by, [b"[]", b" " * (MAX_GATHERED_BYTES + 1)], False)
 
-    assert all(f"rank 1 told what this rank can't read ({GATHERED_BYTES + 1} bytes" in words for words in said)
+    assert all("invalid value from rank 1" in words and f"got {MAX_GATHERED_BYTES + 1}" in words for words in said)
 
 
-@pytest.mark.parametrize("size", [-1, 0, GATHERED_BYTES + 1, 2**63 - 1])
+@pytest.mark.parametrize("size", [-1, 0, MAX_GATHERED_BYTES + 1, 2**63 - 1])
 def test_no_value_has_such_a_length(size: int) -> None:
-    with pytest.raises(TemporaryError, match=f"{size} bytes, and from 1 to {GATHERED_BYTES} can be told"):
-        collectives.check_size(size, GATHERED_BYTES, 0)
+    with pytest.raises(TemporaryError, match=f"expected 1 to {MAX_GATHERED_BYTES} bytes, got {size}"):
+        collectives.check_size(size, MAX_GATHERED_BYTES, 0)

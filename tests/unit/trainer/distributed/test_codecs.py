@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dlrm_api.wire import Codec
 from dlrm_testing.trainer.gang_sums import CODECS, sums
 from dlrm_testing.trainer.gangs import run_ranks
-from dlrm_trainer.distributed.codecs import header_bytes, message_bytes, read_message, row_bytes, write_message
+from dlrm_trainer.distributed.codecs import message_bytes, read_message, row_bytes, write_message
 
 widths = st.integers(1, 20).map(lambda quads: 4 * quads)
 
@@ -67,7 +67,7 @@ def test_pieces_of_any_strides_are_written_as_they_read(codec: Codec) -> None:
 
 def test_bytes_are_those_of_the_formats() -> None:
     assert [row_bytes(codec, 64) for codec in CODECS] == [256, 128, 128, 72]
-    assert [header_bytes(codec) for codec in CODECS] == [0, 4, 0, 0]
+    assert [message_bytes(codec, [(1, 4)]) - row_bytes(codec, 4) for codec in CODECS] == [0, 4, 0, 0]
     assert [message_bytes(codec, [(0, 64)]) for codec in CODECS] == [0, 0, 0, 0]
     assert message_bytes("fp16", [(10, 64), (3, 8)]) == 4 + 1_280 + 48
 
