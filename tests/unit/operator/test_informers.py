@@ -61,7 +61,7 @@ def pauses(api: BreakingApi) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["BOOKMARK", "MODIFIED"])
-def test_a_watch_that_showed_something_is_taken_up_at_once_however_often_it_broke(kind: str) -> None:
+def test_backoff_is_reset_by_the_first_event_of_a_watch(kind: str) -> None:
     shown = {"type": kind, "object": {"metadata": {"resourceVersion": "7"}}}
 
     assert pauses(BreakingApi([shown])) == [INITIAL_BACKOFF_S] * BREAKS
@@ -74,7 +74,7 @@ def test_a_server_that_shows_nothing_is_asked_ever_more_seldom(lists: bool) -> N
     assert found == [1, 2, 4, 8, 16, MAX_BACKOFF_S, MAX_BACKOFF_S, MAX_BACKOFF_S]
 
 
-def test_a_watch_that_pauses_begins_at_once_where_the_server_is_known_to_answer_again() -> None:
+def test_resume_ends_the_backoff() -> None:
     api = BreakingApi([], lists=False)
     cache = PodCache(api, None, lambda key: None, lambda key: None)
     cache._backoff_s = 3_600.0

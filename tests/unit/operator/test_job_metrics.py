@@ -1,15 +1,21 @@
-"""What the operator shows Prometheus of each job: what caches and pods say, for as long as the job is there."""
+"""Metrics of jobs, and the HTTP endpoints of the operator."""
 
+import asyncio
 import re
+import socket
 from dataclasses import replace
 
+import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
+from dlrm_api.names import ANY_ADDRESS
 from dlrm_api.progress import CheckpointerProgress, EvalMetrics, Progress
+from dlrm_cluster.ports import free_port
 from dlrm_operator import metrics
+from dlrm_operator.clients.pod_requests import pod_url
 from dlrm_operator.controller.informers import JobCache
-from dlrm_operator.job_metrics import JobMetrics
+from dlrm_operator.job_metrics import HealthServer, JobMetrics
 from dlrm_operator.metrics import FIGURES_LEFT_OUT
 from dlrm_operator.reconcile.state import JobKey, Polled
 from dlrm_testing.operator.operator_cluster import job_document
@@ -122,7 +128,7 @@ def test_an_interval_by_time_is_shown_as_it_is() -> None:
     assert "snapshot_interval_steps" not in Seen(RUNNING).figures()
 
 
-def test_series_of_a_deleted_job_end_and_those_of_a_new_one_begin_without_figures() -> None:
+def test_series_end_with_the_job() -> None:
     seen = Seen({})
 
     assert seen.figures() == {
@@ -136,7 +142,7 @@ def test_series_of_a_deleted_job_end_and_those_of_a_new_one_begin_without_figure
     assert seen.figures() == {}
 
 
-def test_a_job_whose_figures_are_none_is_left_out_and_fails_no_scrape_of_the_others() -> None:
+def test_job_with_a_bad_value_does_not_fail_the_scrape() -> None:
     running = {"type": "Running", "status": "True", "reason": "Training", "lastTransitionTime": "yesterday"}
     seen, before = Seen({**RUNNING, "conditions": [running]}), FIGURES_LEFT_OUT._value.get()
     seen.metrics = JobMetrics(seen.jobs.all, {KEY: replace(POLLED, trainer=HUGE)}.get, lambda: True)
@@ -174,3 +180,31 @@ def test_every_metric_is_announced() -> None:
     announced = {family.name for family in JobMetrics.describe()}
 
     assert {family.name for family in Seen(RUNNING).metrics.collect()} == announced
+
+
+class Well:
+    def problem(self) -> str:
+        return ""
+
+    def waits_for(self) -> str:
+        return "waiting for caches to sync"
+
+    def measure(self) -> None:
+        """Nothing is measured."""
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this kernel has no IPv6")
+@pytest.mark.parametrize("ip", ["127.0.0.1", "::1"])
+def test_probes_are_answered_at_an_address_of_either_family(ip: str) -> None:
+    async def ask() -> list[int]:
+        port = free_port("127.0.0.1")
+        server = HealthServer(ANY_ADDRESS, port, Well(), [])
+        await server.start()
+        try:
+            async with aiohttp.ClientSession() as session:
+                answers = [await session.get(pod_url(ip, port, path)) for path in ("/healthz", "/readyz")]
+                return [answer.status for answer in answers]
+        finally:
+            await server.stop()
+
+    assert asyncio.run(ask()) == [200, 503]

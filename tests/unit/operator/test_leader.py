@@ -102,7 +102,7 @@ def test_a_lease_that_is_released_is_taken_at_once() -> None:
     assert taken_s < 5
 
 
-def test_a_lease_that_somebody_deletes_gives_nobody_the_lead_beside_its_holder() -> None:
+def test_deleted_lease_creates_no_second_leader() -> None:
     async def run() -> None:
         server = MemoryApi()
         first, second = leader(server, "a"), leader(server, "b")
@@ -140,7 +140,7 @@ def test_a_process_that_comes_back_under_its_name_need_not_wait() -> None:
     assert asyncio.run(run()) < 5
 
 
-def test_only_the_leader_writes_and_it_gives_a_write_up_before_another_may_lead() -> None:
+def test_writes_are_abandoned_before_another_may_lead() -> None:
     async def run() -> None:
         server = MemoryApi()
         server.put("/api/v1/namespaces/space/pods/a", {"metadata": {"name": "a"}})
@@ -202,7 +202,7 @@ def test_a_server_that_takes_long_for_each_request_is_led_without_a_gap() -> Non
     assert {method for method, _ in asked} == {"PUT"}
 
 
-def test_a_lead_that_ran_out_before_it_was_renewed_is_told_as_lost_and_won_again() -> None:
+def test_expired_lead_is_published_as_lost_and_won() -> None:
     async def run() -> list[bool]:
         told: list[bool] = []
         times = LeaseTimes(duration_s=60, renew_deadline_s=0.1, renew_interval_s=0.05)

@@ -101,7 +101,7 @@ def grouped(tables: int, replicas: int, **template: Any) -> PlanQuestion:
     )
 
 
-def test_more_shards_than_a_plan_holds_are_refused_for_good_before_any_is_made() -> None:
+def test_too_many_shards_are_refused_for_good() -> None:
     answer = asyncio.run(plan(grouped(5_000, 4_096, pin={"sharding": "row"}), 60))
 
     assert answer.final
@@ -116,9 +116,7 @@ IN_PYDANTIC = (
 
 
 @pytest.mark.parametrize("limit", [IN_PYTHON, IN_PYDANTIC])
-def test_a_question_that_takes_more_memory_than_a_planner_may_is_refused_and_the_next_is_answered(
-    limit: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planning_beyond_the_memory_limit_is_refused(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     start = asyncio.create_subprocess_exec
 
     async def tightly(*_: str, **pipes: Any) -> Any:
@@ -211,7 +209,7 @@ def test_one_process_plans_many_jobs_in_the_order_in_which_they_asked() -> None:
     assert planner_children() == []
 
 
-def test_the_next_attempt_and_an_equal_job_need_no_planner_and_another_job_does() -> None:
+def test_equal_questions_need_no_planner() -> None:
     async def run() -> tuple[list[bool], Planning | None]:
         planner = Planner(60, lambda key: None)
         await answers(planner, KEYS[:1], question())
@@ -248,7 +246,7 @@ def test_a_job_whose_checkpointer_asks_for_more_memory_is_planned_anew() -> None
     assert not asyncio.run(run())
 
 
-def test_a_planner_stays_for_the_next_question_however_large_the_operator_is() -> None:
+def test_planner_is_kept_however_large_the_operator_is() -> None:
     async def run() -> list[psutil.Process]:
         process = PlannerProcess()
         await process.ask(question(), 60)
@@ -262,7 +260,7 @@ def test_a_planner_stays_for_the_next_question_however_large_the_operator_is() -
     assert len(asyncio.run(run())) == 1
 
 
-def test_a_planner_that_was_killed_is_told_of_and_the_next_question_is_answered() -> None:
+def test_next_question_after_a_killed_planner_is_answered() -> None:
     async def run() -> tuple[Planning, Planning]:
         process = PlannerProcess()
         await process.ask(question(), 60)
@@ -280,7 +278,7 @@ def test_a_planner_that_was_killed_is_told_of_and_the_next_question_is_answered(
     assert again.plan is not None
 
 
-def test_a_job_that_is_edited_all_the_time_gets_its_plan_and_keeps_nobody_from_theirs() -> None:
+def test_job_that_is_edited_all_the_time_gets_its_plan() -> None:
     async def run() -> tuple[set[int], Planning | None]:
         planner, pids = Planner(60, lambda key: None), set()
         planner.request(KEYS[1], question())

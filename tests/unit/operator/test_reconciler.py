@@ -194,7 +194,7 @@ def test_a_start_that_goes_well_is_six_writes_and_one_read() -> None:
 
 
 @pytest.mark.parametrize("made", [(SERVICE,), (SERVICE, PLAN), (PLAN,)], ids=["Service", "both", "ConfigMap"])
-def test_a_gang_that_an_operator_before_this_one_began_is_found_and_no_refusal(made: tuple[str, ...]) -> None:
+def test_attempt_that_another_operator_began_is_continued(made: tuple[str, ...]) -> None:
     bench, before = planned(), planned()
     before.turn()
     for path in made:
@@ -209,7 +209,7 @@ def test_a_gang_that_an_operator_before_this_one_began_is_found_and_no_refusal(m
     assert "RequestDenied" not in str(bench.status()["conditions"])
 
 
-def test_an_object_of_others_whose_name_is_needed_is_named_in_the_condition() -> None:
+def test_condition_names_a_foreign_object_with_our_name() -> None:
     bench = planned()
     bench.api.put(SERVICE, {"metadata": {"name": "demo-trainer", "namespace": "space"}})
     for _ in range(3):
@@ -222,7 +222,7 @@ def test_an_object_of_others_whose_name_is_needed_is_named_in_the_condition() ->
     assert "Service demo-trainer exists and belongs to another owner: delete it" in said["message"]
 
 
-def test_pods_wait_for_a_control_key_and_the_condition_says_what_is_wrong_with_it() -> None:
+def test_invalid_control_key_is_named_in_the_condition() -> None:
     bench, secret = planned(), "/api/v1/namespaces/operators/secrets/dlrm-operator-control-key"
     bench.key_api.put(secret, {"metadata": {"name": "dlrm-operator-control-key"}, "data": {"key": ""}})
     for _ in range(3):
@@ -290,7 +290,7 @@ def test_pod_of_an_older_job_of_that_name_blocks_the_first_attempt() -> None:
     assert ("POST", PODS) not in asked
 
 
-def test_a_pod_of_this_attempt_that_no_copy_shows_is_taken_over_and_not_made_again() -> None:
+def test_existing_pod_of_the_attempt_is_adopted() -> None:
     bench, before = planned(), planned()
     before.turn()
     pod = f"{PODS}/demo-trainer-1-0"  # its ConfigMap was deleted by somebody
@@ -303,7 +303,7 @@ def test_a_pod_of_this_attempt_that_no_copy_shows_is_taken_over_and_not_made_aga
     assert bench.status()["gangAttempt"] == 1
 
 
-def test_what_needs_nothing_of_each_other_is_made_at_once_and_the_status_after_all() -> None:
+def test_independent_objects_are_created_concurrently() -> None:
     cluster = ModelCluster(replicas=3)
     cluster.turn()
     cluster.plan()
@@ -314,7 +314,7 @@ def test_what_needs_nothing_of_each_other_is_made_at_once_and_the_status_after_a
     assert kinds == [["CreateService"], ["CreateConfigMap"], ["CreatePod"], ["CreatePod"] * 2, ["UpdateStatus"]]
 
 
-def test_a_large_gang_is_made_one_pod_first_and_then_few_at_a_time_so_that_few_are_refused() -> None:
+def test_first_pod_is_created_alone_then_few_at_a_time() -> None:
     pods = [CreatePod(manifest={}, owner_uid="uid", attempt=number) for number in range(20)]
 
     assert [len(step) for step in batches(pods)] == [1, 8, 8, 3]
@@ -364,7 +364,7 @@ def test_in_a_crowd_a_gang_that_does_not_start_is_told_once_it_has_waited() -> N
     assert bench.status()["gangAttempt"] == 1
 
 
-def test_a_pod_that_is_taken_away_in_a_crowd_ends_the_attempt_and_is_not_made_again() -> None:
+def test_deleted_pod_of_an_unwritten_attempt_ends_it() -> None:
     bench = Bench()
     form_in_a_crowd(bench)
     lost = bench.api.objects.pop(f"{PODS}/demo-trainer-1-0")
@@ -377,7 +377,7 @@ def test_a_pod_that_is_taken_away_in_a_crowd_ends_the_attempt_and_is_not_made_ag
     assert bench.status()["restartsByReason"] == {"PodDeleted": 1}
 
 
-def test_what_an_operator_kept_to_itself_the_next_one_reads_from_the_plan_and_the_pods() -> None:
+def test_next_operator_recovers_an_unwritten_status() -> None:
     bench = Bench()
     form_in_a_crowd(bench)
     after = Bench()
@@ -391,7 +391,7 @@ def test_what_an_operator_kept_to_itself_the_next_one_reads_from_the_plan_and_th
     assert after.status()["plan"]["nodes"] == 2
 
 
-def test_a_spec_that_was_changed_before_a_status_froze_it_is_the_one_that_is_trained() -> None:
+def test_spec_changed_before_the_first_status_is_trained() -> None:
     bench = Bench()
     form_in_a_crowd(bench)
     job = bench.api.objects[JOB]
@@ -476,7 +476,7 @@ def test_a_status_on_the_way_is_written_once_it_has_waited() -> None:
     assert bench.status()["phase"] == "Planning"
 
 
-def test_an_old_copy_of_the_job_leads_to_a_look_and_not_to_an_overwritten_status() -> None:
+def test_stale_cached_job_does_not_overwrite_a_status() -> None:
     bench = planned()
     bench.turn()
     bench.pods_run()
@@ -503,7 +503,7 @@ def test_pods_are_looked_at_live_before_a_gang_is_given_up() -> None:
     assert writes(asked) == []
 
 
-def test_a_job_that_is_gone_is_forgotten_though_a_late_answer_brought_it_back() -> None:
+def test_deleted_job_is_forgotten_after_a_late_response() -> None:
     bench = planned()
     bench.turn()
     bench.pods_run()
@@ -515,7 +515,7 @@ def test_a_job_that_is_gone_is_forgotten_though_a_late_answer_brought_it_back() 
     assert bench.jobs.known() == []
 
 
-def test_a_job_made_anew_while_a_slow_answer_says_that_it_is_gone_is_not_forgotten() -> None:
+def test_recreated_job_is_not_forgotten_by_a_slow_response() -> None:
     bench = Bench()
     document, call = bench.api.objects.pop(JOB), bench.api.call
     bench.jobs.forget(KEY)  # the watch has shown that it was deleted
@@ -553,7 +553,7 @@ def test_the_watch_does_not_take_a_job_back_to_before_our_own_write() -> None:
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_a_pod_that_was_deleted_before_its_creation_was_answered_is_not_kept(late: bool) -> None:
+def test_pod_deleted_before_its_creation_response_is_not_cached(late: bool) -> None:
     cache = PodCache(cast("Any", None), None, lambda key: None, lambda key: None)
     labels = {"dlrm.dev/job": "demo", "dlrm.dev/attempt": "1", "dlrm.dev/index": "0"}
     pod = {"metadata": {"name": "demo-trainer-1-0", "namespace": "space", "uid": "u", "labels": labels}}
@@ -595,7 +595,7 @@ def test_what_was_seen_already_replaces_no_copy() -> None:
     assert changed is not known
 
 
-def test_a_write_that_decisions_rest_on_is_followed_by_a_turn_and_another_is_not() -> None:
+def test_decisive_status_wakes_the_job() -> None:
     bench = planned()
     bench.turn()
     bench.pods_run()
@@ -612,7 +612,7 @@ def test_a_write_that_decisions_rest_on_is_followed_by_a_turn_and_another_is_not
     assert bench.alarm.set_for[0] <= datetime.now(UTC)
 
 
-def test_the_pod_groups_of_a_job_that_rests_are_looked_for_until_none_is_left() -> None:
+def test_pod_groups_of_a_job_at_rest_are_deleted() -> None:
     bench = Bench(status_debounce_s=0.0)
     job = bench.api.objects[JOB]
     spec = {**job["spec"], "scheduling": {"gang": "volcano"}, "lifecycle": {"suspend": True}}
@@ -667,7 +667,7 @@ def unavailable(code: int, words: str = WEBHOOK_DOWN) -> ClusterUnavailableError
 
 
 @pytest.mark.parametrize("kind", ["/services", "/configmaps", "/pods"])
-def test_an_object_that_a_webhook_which_is_down_keeps_from_being_made_is_told_and_made_once_it_is_back(
+def test_creation_that_a_broken_webhook_fails_is_reported(
     kind: str,
 ) -> None:
     bench = planned()
@@ -691,7 +691,7 @@ def test_an_object_that_a_webhook_which_is_down_keeps_from_being_made_is_told_an
 
 
 @pytest.mark.parametrize("change", ["label", "owner"])
-def test_a_pod_whose_marks_an_admission_controller_changes_is_deleted_and_the_condition_says_so(change: str) -> None:
+def test_pod_whose_labels_a_webhook_changes_is_deleted(change: str) -> None:
     bench, label = planned(status_debounce_s=0.0), "app.kubernetes.io/managed-by"
     call = bench.api.call
 
@@ -726,7 +726,7 @@ QUOTA_MOVED = 'Operation cannot be fulfilled on resourcequotas "few": the object
 
 
 @pytest.mark.parametrize("kind", ["/services", "/configmaps", "/pods"])
-def test_a_creation_that_meets_another_in_its_quota_is_repeated_and_no_refusal(kind: str) -> None:
+def test_quota_conflict_is_retried(kind: str) -> None:
     bench = planned(status_debounce_s=0.0)
     quota = Ailing(bench, kind, ConflictError(409, QUOTA_MOVED))
     for _ in range(3):
@@ -743,7 +743,7 @@ def test_a_creation_that_meets_another_in_its_quota_is_repeated_and_no_refusal(k
 
 
 @pytest.mark.parametrize("code", [0, 401, 429], ids=["no answer", "an old token", "too many requests"])
-def test_a_server_that_asks_for_patience_or_does_not_answer_refuses_nothing(code: int) -> None:
+def test_unavailable_server_is_no_refusal(code: int) -> None:
     bench = planned()
     Ailing(bench, "/pods", unavailable(code))
 
@@ -760,9 +760,7 @@ def test_a_server_that_asks_for_patience_or_does_not_answer_refuses_nothing(code
 @pytest.mark.parametrize(
     ("lifecycle", "kind"), [({"suspend": True, "commitDeadline": "0s"}, "Suspended"), ({}, "Scheduled")]
 )
-def test_pods_that_cannot_be_deleted_are_told_in_the_servers_words_until_they_can(
-    lifecycle: dict[str, Any], kind: str, error: Exception
-) -> None:
+def test_refused_deletion_is_in_the_condition(lifecycle: dict[str, Any], kind: str, error: Exception) -> None:
     bench = training(status_debounce_s=0.0)
     protected = Ailing(bench, "", error, "DELETE")
     job = bench.api.objects[JOB]
@@ -788,7 +786,7 @@ def test_pods_that_cannot_be_deleted_are_told_in_the_servers_words_until_they_ca
     assert "RequestDenied" not in str(bench.status()["conditions"])
 
 
-def test_pods_of_a_finished_job_that_cannot_be_deleted_are_told_by_one_event() -> None:
+def test_refused_deletion_after_the_end_is_one_event() -> None:
     bench = training()
     Ailing(bench, "", ClusterRefusedError(403, "pods are protected here"), "DELETE")
     bench.pods_crash(code=78, only="demo-trainer-1-1")
@@ -821,7 +819,7 @@ def training(status_debounce_s: float = 60.0) -> Bench:
     [unavailable(429), unavailable(500), unavailable(0), ClusterRefusedError(403, "events is forbidden")],
     ids=["429", "500", "no answer", "403"],
 )
-def test_a_gang_that_crashed_is_charged_and_replaced_though_no_event_can_be_created(error: Exception) -> None:
+def test_failed_events_do_not_stop_a_restart(error: Exception) -> None:
     bench = training()
     events = Ailing(bench, "/events", error)
     bench.pods_crash()
@@ -850,7 +848,7 @@ def test_events_that_cannot_be_created_are_told_by_one_line_of_the_log(caplog: p
     assert "the limit of Events is reached" in said.__dict__["error"]
 
 
-def test_a_status_that_is_refused_is_told_by_one_event_and_nothing_rests_on_it() -> None:
+def test_refused_status_is_one_event() -> None:
     bench = training()
     policy = Ailing(bench, "/status", ClusterRefusedError(403, "statuses are frozen here"))
     bench.pods_crash()
@@ -873,7 +871,7 @@ def test_a_status_that_is_refused_is_told_by_one_event_and_nothing_rests_on_it()
     assert bench.status()["attempt"] == 2
 
 
-def test_a_plan_of_an_earlier_attempt_that_cannot_be_deleted_holds_no_status_back() -> None:
+def test_refused_deletion_of_an_old_plan_blocks_nothing() -> None:
     bench = training(status_debounce_s=0.0)
     Ailing(bench, "/demo-plan-1", ClusterRefusedError(403, "ConfigMaps are kept here"), "DELETE")
     bench.pods_crash()
@@ -944,7 +942,7 @@ def test_a_service_that_was_deleted_before_the_gang_met_is_made_again(monkeypatc
     assert bench.status()["attempt"] == 1
 
 
-def test_a_plan_that_was_deleted_before_pods_started_by_it_is_written_for_the_next_attempt(
+def test_plan_deleted_before_the_start_ends_the_attempt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = started_slowly(monkeypatch)
@@ -968,7 +966,7 @@ def test_what_slow_gangs_start_by_is_asked_for_once_a_second_at_most(monkeypatch
     assert not [path for method, path in second if method == "LIST"]
 
 
-def test_what_a_gang_starts_by_is_not_asked_for_before_a_minute_nor_once_it_trains(
+def test_startup_checks_end_when_the_job_trains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = planned()
@@ -982,7 +980,7 @@ def test_what_a_gang_starts_by_is_not_asked_for_before_a_minute_nor_once_it_trai
     assert not [path for method, path in (*early, *bench.turn()) if method == "LIST"]
 
 
-def test_nothing_is_done_about_a_crash_while_the_server_takes_neither_events_nor_the_status() -> None:
+def test_no_pod_is_deleted_before_the_status_is_written() -> None:
     bench = training()
     Ailing(bench, "/events", unavailable(0))
     Ailing(bench, "/status", unavailable(0))
@@ -996,7 +994,7 @@ def test_nothing_is_done_about_a_crash_while_the_server_takes_neither_events_nor
 
 
 @pytest.mark.parametrize("done", [True, False], ids=["done", "not done"])
-def test_a_restart_is_counted_once_whether_the_write_of_its_status_was_answered_or_not(done: bool) -> None:
+def test_restart_is_counted_once(done: bool) -> None:
     bench = training()
     bench.pods_crash(code=9)
     counted = RESTARTS.labels("Exit9")
@@ -1040,7 +1038,7 @@ def trains() -> Bench:
     return bench
 
 
-def test_an_operator_that_does_not_know_a_field_of_the_spec_deletes_no_pod_of_a_gang_and_writes_once() -> None:
+def test_unknown_spec_field_leaves_running_pods_alone() -> None:
     bench = trains()
     job, pods = bench.api.objects[JOB], bench.gang_pods()
     bench.shown_anew({**job, "spec": {**job["spec"], "lifecycle": {**job["spec"]["lifecycle"], "newKnob": "x"}}})
@@ -1054,7 +1052,7 @@ def test_an_operator_that_does_not_know_a_field_of_the_spec_deletes_no_pod_of_a_
     assert "spec.lifecycle.newKnob" in str(bench.status()["conditions"])
 
 
-def test_a_new_job_with_a_field_that_is_not_known_is_looked_at_live_and_begun_once_it_is_without() -> None:
+def test_unknown_spec_field_delays_the_first_attempt() -> None:
     bench = Bench(status_debounce_s=0)
     job = bench.api.objects[JOB]
     bench.shown_anew({**job, "spec": {**job["spec"], "newSection": {}}})
@@ -1071,7 +1069,7 @@ def test_a_new_job_with_a_field_that_is_not_known_is_looked_at_live_and_begun_on
     assert bench.planner.asked is not None
 
 
-def test_a_status_with_keys_of_another_version_is_kept_and_not_written_again() -> None:
+def test_unknown_status_keys_are_kept() -> None:
     bench = trains()
     job = bench.api.objects[JOB]
     bench.shown_anew({**job, "status": {**job["status"], "restarts": 3, "newCounter": 0}})
@@ -1082,7 +1080,7 @@ def test_a_status_with_keys_of_another_version_is_kept_and_not_written_again() -
     assert bench.status()["restarts"] == 3
 
 
-def test_no_turn_is_taken_at_a_job_whose_status_cannot_be_read_and_it_goes_on_once_it_can() -> None:
+def test_unreadable_status_stops_reconciles() -> None:
     bench = trains()
     job, pods = bench.api.objects[JOB], bench.gang_pods()
     bench.shown_anew({**job, "status": {**job["status"], "phase": "Dreaming"}})
@@ -1100,7 +1098,7 @@ def test_no_turn_is_taken_at_a_job_whose_status_cannot_be_read_and_it_goes_on_on
     assert bench.status()["attempt"] == 2
 
 
-def test_a_job_whose_live_status_cannot_be_read_is_left_alone_whatever_the_copy_says() -> None:
+def test_unreadable_live_status_stops_a_pass() -> None:
     bench = trains()
     job, pods = bench.api.objects[JOB], bench.gang_pods()
     bench.api.put(JOB, {**job, "status": {**job["status"], "phase": "Dreaming"}})
@@ -1113,7 +1111,7 @@ def test_a_job_whose_live_status_cannot_be_read_is_left_alone_whatever_the_copy_
     assert bench.gang_pods() == pods
 
 
-def test_a_first_status_never_replaces_one_that_another_version_wrote_meanwhile() -> None:
+def test_first_status_never_replaces_a_concurrent_one() -> None:
     bench = Bench(status_debounce_s=0)
     bench.turn()
     bench.pass_by(0.1)

@@ -80,7 +80,7 @@ def test_a_value_that_is_no_yaml_is_told_with_its_key() -> None:
     assert "\n" not in problem
 
 
-def test_aliases_are_refused_with_their_place_before_they_stand_for_anything() -> None:
+def test_yaml_aliases_are_refused() -> None:
     lists = "".join(f"z{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 8)}]\n" for i in range(1, 30))
     bomb = f"z0: &a0 [x]\n{lists}{POOL % ('big', '8Gi')}"
 

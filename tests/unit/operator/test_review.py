@@ -125,7 +125,7 @@ def privileged(account: str = "trainer") -> Object:
     return job_document("demo", trainer={"replicas": 1, "podTemplate": template})
 
 
-def test_pods_that_would_be_privileged_are_refused_by_their_field_without_a_plan() -> None:
+def test_privileged_pods_are_refused_without_a_plan() -> None:
     planner = Planner(FEASIBLE)
 
     [answer] = answers(planner, review(privileged()))
@@ -140,7 +140,7 @@ def test_an_admin_who_allows_any_pod_has_privileged_ones_admitted() -> None:
     assert answers(Planner(FEASIBLE), review(privileged()), limits=ANY) == [{"uid": "review-1", "allowed": True}]
 
 
-def test_the_operators_own_account_is_refused_in_its_namespace_which_the_review_says() -> None:
+def test_operator_s_own_account_is_refused_in_its_namespace() -> None:
     job = job_document("demo", trainer={"replicas": 1, "podTemplate": {"spec": {"serviceAccountName": "operator"}}})
 
     refused, admitted = (
@@ -203,7 +203,7 @@ HUGE = {
 
 
 @pytest.mark.parametrize(("make", "words"), HUGE.values(), ids=HUGE)
-def test_a_huge_review_that_is_bad_all_over_is_refused_with_few_errors_held(
+def test_huge_invalid_review_holds_few_errors(
     make: Callable[[], Object], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []

@@ -75,7 +75,7 @@ async def accepts(url: str, ca: Path) -> bool:
     return True
 
 
-def test_a_rotated_certificate_is_served_without_a_restart_and_without_a_failed_request(tmp_path: Path) -> None:
+def test_rotated_certificate_fails_no_request(tmp_path: Path) -> None:
     secret = MountedSecret(tmp_path / "certs")
 
     async def work(url: str) -> None:
@@ -179,7 +179,7 @@ class Slow(Echo):
 LARGE = '{"a": "' + "x" * (MAX_BODY_BYTES - 100) + '"}'
 
 
-def test_two_of_the_largest_reviews_are_worked_on_at_a_time_and_the_others_wait(tmp_path: Path) -> None:
+def test_bytes_of_reviews_in_flight_are_bounded(tmp_path: Path) -> None:
     secret, slow = MountedSecret(tmp_path / "certs"), Slow()
 
     async def work(url: str) -> None:
@@ -193,7 +193,7 @@ def test_two_of_the_largest_reviews_are_worked_on_at_a_time_and_the_others_wait(
     serve(secret, work, slow)
 
 
-def test_a_review_that_waits_too_long_for_others_is_turned_away_and_the_next_is_answered(tmp_path: Path) -> None:
+def test_review_that_waits_too_long_gets_503(tmp_path: Path) -> None:
     secret, slow = MountedSecret(tmp_path / "certs"), Slow()
 
     async def work(url: str) -> None:

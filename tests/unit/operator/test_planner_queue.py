@@ -80,7 +80,7 @@ def run(bench: Bench, work: Callable[[], Awaitable[Any]]) -> None:
     asyncio.run(whole())
 
 
-def test_namespaces_take_turns_and_each_asks_in_the_order_in_which_its_jobs_came(
+def test_namespaces_are_served_round_robin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench(monkeypatch)
@@ -134,7 +134,7 @@ def test_a_namespace_that_has_edited_its_job_makes_way_all_the_same(monkeypatch:
     run(bench, work)
 
 
-def test_the_pause_doubles_with_each_deadline_that_passed_and_an_edit_begins_anew(
+def test_retry_interval_doubles_until_an_edit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench, now = Bench(monkeypatch), [0.0]

@@ -66,9 +66,7 @@ def test_render_gives_every_object_of_one_attempt() -> None:
         ("file:///my%20data/snapshots", ("/my data",), False),
     ],
 )
-def test_a_folder_of_snapshots_goes_with_the_pod_unless_a_mount_of_the_overlay_holds_it(
-    uri: str, mounts: tuple[str, ...], goes: bool
-) -> None:
+def test_file_store_without_a_mount_is_a_warning(uri: str, mounts: tuple[str, ...], goes: bool) -> None:
     overlay = {"container": {"volumeMounts": [{"name": "shared", "mountPath": path} for path in mounts]}}
     a_job = job(checkpoint={"uri": uri}, trainer={"replicas": 2, "podTemplate": overlay})
 
@@ -79,11 +77,11 @@ def test_equal_jobs_give_equal_objects() -> None:
     assert rendered(job()) == rendered(job())
 
 
-def test_pods_share_no_part_so_that_their_yaml_repeats_nothing_by_reference() -> None:
+def test_pods_share_no_objects() -> None:
     assert "&id" not in yaml.safe_dump(rendered(job())["Pod"])
 
 
-def test_another_pod_is_the_same_work_however_many_tables_and_pods_its_gang_has() -> None:
+def test_cost_per_pod_is_independent_of_the_job_s_size() -> None:
     tables = [{"name": f"t{number}", "rows": 1_000, "dim": 4} for number in range(50)]
     many = {**job_document("demo")["spec"]["model"], "tables": tables}
 
@@ -193,7 +191,7 @@ def test_pods_meet_the_restricted_security_standard() -> None:
             assert security["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_no_container_of_ours_is_process_1_which_would_miss_a_stop_that_comes_while_it_starts() -> None:
+def test_no_container_is_process_1() -> None:
     assert all(pod["spec"]["shareProcessNamespace"] is True for pod in rendered(job())["Pod"])
 
 
@@ -221,13 +219,13 @@ def test_ranks_find_rank_0_before_it_is_ready() -> None:
 
 
 @pytest.mark.parametrize(("lifecycle", "least_s"), [({}, 6 * 3_600), ({"pendingDeadline": "12h"}, 12 * 3_600)])
-def test_ranks_wait_for_each_other_longer_than_the_job_may_wait_for_its_pods(lifecycle: Object, least_s: float) -> None:
+def test_rendezvous_timeout_exceeds_the_pending_deadline(lifecycle: Object, least_s: float) -> None:
     trainer, _ = containers(rendered(job(lifecycle=lifecycle))["Pod"][0])
 
     assert float(env(trainer)[Env.RENDEZVOUS_TIMEOUT_S]) == least_s + 1_800
 
 
-def test_memory_is_the_working_set_and_the_plans_bytes_and_the_hand_off_is_bounded() -> None:
+def test_memory_requests_follow_the_plan() -> None:
     a_job = job()
     plan = plan_job(a_job.spec, None)
 
@@ -241,9 +239,7 @@ def test_memory_is_the_working_set_and_the_plans_bytes_and_the_hand_off_is_bound
 
 
 @pytest.mark.parametrize(("policy", "mib"), [("intermittent", 512), ("consecutive", 512 + 8 * 30)])
-def test_a_checkpointer_that_reads_a_whole_chain_at_once_asks_for_an_object_of_each_of_its_snapshots(
-    policy: str, mib: int
-) -> None:
+def test_checkpointer_memory_covers_a_whole_chain(policy: str, mib: int) -> None:
     a_job = job(checkpoint={"uri": "s3://bucket/job", "policy": policy, "maxChain": 30})
     plan = plan_job(a_job.spec, None)
 
@@ -374,7 +370,7 @@ def test_a_job_too_large_for_a_config_map_says_so(monkeypatch: pytest.MonkeyPatc
         rendered(job())
 
 
-def test_trainers_know_a_secret_and_the_digest_of_a_token_and_a_rendered_pod_knows_neither() -> None:
+def test_rendered_pods_hold_no_secrets() -> None:
     before = rendered(job())["Pod"][0]["spec"]
 
     derived = {"DLRM_TOKEN_SHA256": "d1e5", "DLRM_GANG_SECRET": "5ec2e7"}

@@ -72,7 +72,7 @@ def test_a_claim_asks_for_the_pods_own_bytes_and_those_of_its_file_system() -> N
 
 
 @pytest.mark.parametrize("mounted", [{"storageClass": "local-nvme"}, {"hostPath": "/mnt/nvme"}])
-def test_a_plan_that_fills_a_tier_of_the_node_claims_no_more_than_the_node_has(mounted: Object) -> None:
+def test_claims_fit_the_tier_of_the_node(mounted: Object) -> None:
     node = profile(scm={"bytes": "1Gi", **mounted}, block={"bytes": "20Gi", "hostPath": "/mnt"})
 
     plan, found = pods(job(tierBudgets={"ddr": "1Gi"}), node)
@@ -110,7 +110,7 @@ def test_memory_of_a_pod_with_tiers_is_its_working_set_and_its_ddr() -> None:
         {"limits": {"memory": "256Mi"}},
     ],
 )
-def test_a_pod_that_fills_its_node_has_room_for_what_its_checkpointer_asks_for(resources: Object) -> None:
+def test_full_node_leaves_memory_for_the_checkpointer(resources: Object) -> None:
     checkpoint = {"uri": "s3://bucket/prefix", "resources": resources}
     trainer = {"replicas": 2, "hardware": "node", "tierBudgets": {}}
     model = {"tables": [{"name": f"t{i}", "rows": 30_000_000, "dim": 64} for i in range(2)], "interaction": "dcn"}

@@ -35,7 +35,7 @@ class Asked:
         asyncio.run(self.engine.list_jobs())
 
 
-def test_a_finished_job_that_was_deleted_unseen_is_not_shown_any_more_and_has_a_last_turn() -> None:
+def test_unseen_deletion_of_a_finished_job_is_found_by_the_list() -> None:
     asked = Asked("there", "gone")
     for path, document in list(asked.api.objects.items()):
         asked.engine.jobs.saw(document)
