@@ -18,7 +18,6 @@ from dlrm_checkpointer.handoff.writer import (
     WholeCut,
     has_lost_its_sidecar,
 )
-from dlrm_checkpointer.life import PEERS_TIMEOUT_S
 from dlrm_checkpointer.publish.follower import Follower
 from dlrm_checkpointer.read.catalog import (
     ListedSnapshot,
@@ -43,6 +42,7 @@ from dlrm_checkpointer.read.partial import PartialCut, find_partial, open_partia
 from dlrm_checkpointer.read.restore import PARALLEL_DECODES, Snapshot, newest_snapshot, open_snapshot
 from dlrm_checkpointer.settings import PUBLISH_FIELDS, open_publish_store, read_job, store_options
 from dlrm_checkpointer.types import (
+    PEERS_TIMEOUT_S,
     CutMeta,
     CutSize,
     RowsInPlace,

@@ -19,11 +19,10 @@ from dlrm_checkpointer.format.chain import BrokenChainError
 from dlrm_checkpointer.format.manifest import Manifest, manifest_key
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.protocol import CutName, Durable, ReadyCut, SliceName, UploadedCut
-from dlrm_checkpointer.life import Backoff, ShutdownPolicy
-from dlrm_checkpointer.publish.publisher import Publisher
+from dlrm_checkpointer.publish.publisher import Backoff, Publisher
 from dlrm_checkpointer.read.restore import snapshot_keys
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.types import SnapshotName
+from dlrm_checkpointer.types import PEERS_TIMEOUT_S, SnapshotName
 from dlrm_checkpointer.write.commit import try_commit
 from dlrm_checkpointer.write.policy import ChainPolicy
 from dlrm_checkpointer.write.retention import Retention, RetentionPolicy
@@ -39,6 +38,44 @@ then."""
 NEWER_ATTEMPT = "a newer attempt has started"
 MAX_POLL_INTERVAL_S = 2.0
 """Longest pause between two looks for other pods' part lists."""
+
+
+@dataclass
+class ShutdownPolicy:
+    """Decide when the sidecar ends, from the ranks' locks and the stop signal. Pure: the caller passes the time.
+
+    All locks free after one was held means that the trainers ended, however they died. A stop signal ends the sidecar
+    once no lock is held, so that a cut that the signal caused is still handed over.
+    """
+
+    grace_s: float
+    """Seconds from the end of the trainers, or from the stop signal, to the end of waiting."""
+    deadline: float | None = None
+    """When waiting ends; None before either has happened."""
+    ended_at: float | None = None
+    """When the trainers were found to have ended; no cut can come after it."""
+    _was_held: bool = False
+
+    def observe(self, *, living: bool, stopping: bool, now: float) -> None:
+        """Take in whether any lock is held, whether a stop was requested, and the time."""
+        self._was_held |= living
+        if self.ended_at is None and not living and (self._was_held or stopping):
+            self.ended_at = now
+        if self.deadline is None and (self.ended or stopping):
+            self.deadline = now + self.grace_s
+
+    @property
+    def ended(self) -> bool:
+        """Return whether no more cuts can come."""
+        return self.ended_at is not None
+
+    def is_past_peers(self, now: float) -> bool:
+        """Return whether the other pods of a broken gang have had enough time for their parts."""
+        return self.ended_at is not None and now >= self.ended_at + PEERS_TIMEOUT_S
+
+    def is_over(self, now: float) -> bool:
+        """Return whether the grace period is over."""
+        return self.deadline is not None and now >= self.deadline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +164,7 @@ class Sidecar:
             self._rest(stop, there)
 
     def _look(self, stop: threading.Event) -> None:
-        self._life.look(living=bool(self._inbox.living()), stopping=stop.is_set(), now=time.monotonic())
+        self._life.observe(living=bool(self._inbox.living()), stopping=stop.is_set(), now=time.monotonic())
 
     def _rest(self, stop: threading.Event, there: frozenset[str]) -> None:
         """Wait until there may be work: a look at the folder's names costs a tenth of a turn.

@@ -12,7 +12,6 @@ from dlrm_api.errors import DLRMError, UsageError
 from dlrm_api.process import EndpointHandler, EndpointServer
 from dlrm_api.progress import CheckpointerProgress, SnapshotInfo
 from dlrm_checkpointer.format.manifest import Kind
-from dlrm_checkpointer.publish.delta import Delta
 from dlrm_stores.base import RetryReason
 
 STORE_ERROR_LENGTH = 1_024
@@ -114,11 +113,11 @@ class Status:
         self._snapshot_bytes.set(snapshot.bytes)
         self.commits.labels(snapshot.kind).inc()
 
-    def published(self, delta: Delta) -> None:
-        """A delta is published."""
-        self._published_sequence.set(delta.sequence)
-        self._published_step.set(delta.step)
-        self._deltas.labels("full" if delta.full else "delta").inc()
+    def published(self, sequence: int, step: int, *, full: bool) -> None:
+        """Report a published delta."""
+        self._published_sequence.set(sequence)
+        self._published_step.set(step)
+        self._deltas.labels("full" if full else "delta").inc()
 
     def store_failed(self, error: DLRMError) -> None:
         """The store's last call failed."""

@@ -148,6 +148,9 @@ class CutSize:
     """In which they come."""
 
 
+PEERS_TIMEOUT_S = 20.0
+"""Longest wait for other pods' parts once the gang broke. Leaving loses nothing: of the sidecars that store parts of
+one cut, the last finds all of them and commits it."""
 Dtype = Literal["fp32", "fp16"]
 MAX_NAME = 63
 MAX_ROWS, MAX_COLUMNS = 2**40, 4_096

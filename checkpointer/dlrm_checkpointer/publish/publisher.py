@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import secrets
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,6 @@ from typing import Literal
 from dlrm_api.errors import DLRMError, NoInputError, SnapshotError, TemporaryError
 from dlrm_checkpointer.format.attempts import newest_attempt
 from dlrm_checkpointer.format.chain import Chain, load_chain
-from dlrm_checkpointer.life import Backoff
 from dlrm_checkpointer.publish.delta import (
     PLAN_KEY,
     TRIES,
@@ -41,11 +41,29 @@ from dlrm_stores import ObjectStore
 
 logger = logging.getLogger(__name__)
 
+INITIAL_BACKOFF_S, MAX_BACKOFF_S, MAX_LAST_BACKOFF_S = 0.2, 30.0, 2.0
 FIRST_LOOK_S = 0.05
 MAX_POLL_INTERVAL_S = 5.0
 """Pauses between two looks for the plan, or for other pods' parts, grow up to this."""
 MAX_END_S = 2.0
 """Wait for the thread at the end; a call of a store that takes longer dies with the process."""
+
+
+@dataclass
+class Backoff:
+    """Compute growing waits with jitter, so that the sidecars of a large gang do not return to a store all at once."""
+
+    _next_s: float = INITIAL_BACKOFF_S
+
+    def next(self, *, hurried: bool) -> float:
+        """Return the seconds to wait before the next attempt; short ones if the process is about to end."""
+        pause = min(self._next_s, MAX_LAST_BACKOFF_S if hurried else MAX_BACKOFF_S)
+        self._next_s = min(self._next_s * 2, MAX_BACKOFF_S)
+        return pause * random.uniform(0.5, 1.0)  # noqa: S311  jitter
+
+    def reset(self) -> None:
+        """Start again with a short wait, after a success."""
+        self._next_s = INITIAL_BACKOFF_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +289,7 @@ class Publisher:
         key, body = delta_key(delta.sequence), delta.encode()
         if self._target.put_if_absent(key, body) or self._target.get(key) == body:
             logger.info("delta published", extra={"sequence": delta.sequence, "step": delta.step, "full": delta.full})
-            self._status.published(delta)
+            self._status.published(delta.sequence, delta.step, full=delta.full)
         return True
 
     def _note_used(self, newest: Published | None) -> None:

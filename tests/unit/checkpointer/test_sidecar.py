@@ -18,16 +18,17 @@ import numpy as np
 import pytest
 
 import dlrm_checkpointer.handoff.inbox as inbox_module
-import dlrm_checkpointer.life as life_module
+import dlrm_checkpointer.sidecar as sidecar_module
 from dlrm_api.errors import DLRMError, InvalidSpecError, NoPermissionError, StoreUnavailableError, UsageError
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.protocol import ready_cuts
 from dlrm_checkpointer.handoff.writer import HandOffWriter
-from dlrm_checkpointer.life import Backoff, ShutdownPolicy
+from dlrm_checkpointer.publish.publisher import Backoff
 from dlrm_checkpointer.read.catalog import list_snapshots
 from dlrm_checkpointer.read.restore import newest_snapshot
+from dlrm_checkpointer.sidecar import ShutdownPolicy
 from dlrm_stores.base import Body, ObjectInfo
 from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer.restored import stored_rows
@@ -133,7 +134,7 @@ def test_a_pod_whose_neighbour_is_lost_waits_for_its_grace_alone(tmp_path: Path,
 def test_a_pod_of_a_gang_that_broke_leaves_the_cut_to_the_pod_that_stores_the_last_part(
     tmp_path: Path, files: FileStore, new_model, new_pod, monkeypatch: pytest.MonkeyPatch, *, killed: bool
 ):
-    monkeypatch.setattr(life_module, "PEERS_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(sidecar_module, "PEERS_TIMEOUT_S", 0.5)
     model = new_model().train()
     first = new_pod(tmp_path / "0", files, world_size=4, ranks=range(2), grace_s=60)
     second = new_pod(tmp_path / "1", files, world_size=4, ranks=range(2, 4), grace_s=60)
@@ -319,10 +320,10 @@ def test_rows_come_back_exact_at_32_bits_and_within_half_a_step_at_8(
 
 def test_the_end_of_the_locks_is_the_end_only_after_one_was_held():
     life = ShutdownPolicy(grace_s=10)
-    life.look(living=False, stopping=False, now=0)
+    life.observe(living=False, stopping=False, now=0)
     before = (life.ended, life.deadline)
-    life.look(living=True, stopping=False, now=1)
-    life.look(living=False, stopping=False, now=2)
+    life.observe(living=True, stopping=False, now=1)
+    life.observe(living=False, stopping=False, now=2)
 
     assert before == (False, None)
     assert (life.ended, life.deadline) == (True, 12)
@@ -332,9 +333,9 @@ def test_the_end_of_the_locks_is_the_end_only_after_one_was_held():
 
 def test_a_stop_starts_the_clock_and_waits_for_the_locks():
     life = ShutdownPolicy(grace_s=10)
-    life.look(living=True, stopping=True, now=5)
+    life.observe(living=True, stopping=True, now=5)
     held = (life.ended, life.deadline)
-    life.look(living=False, stopping=True, now=6)
+    life.observe(living=False, stopping=True, now=6)
 
     assert held == (False, 15)
     assert (life.ended, life.deadline) == (True, 15)
