@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from benchmarks.measure import Pairs, report, tell
 from dlrm_api.checkpoint import Bits
-from dlrm_checkpointer.codec.rows import SEARCHES, body_shape, code_rows, decode_rows
+from dlrm_checkpointer.codec.rows import QUANTIZERS, body_shape, code_rows, decode_rows
 from dlrm_checkpointer.types import ShardId, ShardRows
 from dlrm_kernels import quantize
 
@@ -179,7 +179,8 @@ def _half_low(rows: torch.Tensor, bits: int) -> object:
 
 def _torch_searched(rows: torch.Tensor) -> object:
     """``torch.choose_qparams_optimized`` for each row, with our search's numbers, and the codes: all of it in C++."""
-    bins, shrinks = SEARCHES[2]
+    searching: Any = QUANTIZERS[2]
+    bins, shrinks = searching.bins, searching.shrinks
     return torch.ops.quantized.embedding_bag_2bit_prepack(rows, True, bins, (shrinks + 1) / bins)
 
 

@@ -14,8 +14,6 @@ from dlrm_kernels.cache import kernel
 
 U8, U64, F32 = np.uint8, np.uint64, np.float32
 ZERO, ONE, TWO, THREE, FOUR, SEVEN, EIGHT = U64(0), U64(1), U64(2), U64(3), U64(4), U64(7), U64(8)
-OF_NO_CLASS = np.int8(-128)
-"""In place of the exponent of a row of zeros, for which any will do."""
 SPARE = EIGHT
 """Bytes that a row's codes need beyond twice its width, so that planes may end past its last column."""
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from dlrm_kernels.cache import kernel
 from dlrm_kernels.intrinsics import bits_of, number_of, prefetch_lines
-from dlrm_kernels.packing import OF_NO_CLASS, SPARE, pack_row
+from dlrm_kernels.packing import SPARE, pack_row
 
 U8, U16, U32, U64, I32, I64, F32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.int64, np.float32
 BLOCK = 64
@@ -22,6 +22,8 @@ OF_LEAST, OF_MOST, OF_LEFT, OF_RIGHT, OF_FACTOR, OF_LOW, OF_INVERSE = (np.uint64
 """Where ``lanes`` (7 * BLOCK,) float32 has, of each row of a block: minimum and maximum, bins that the search leaves
 out at both sides, 2**-exponent, low times 2**exponent, and one over the scale, or 0. It is one array because of several
 the compiler must fear that one is another."""
+NO_EXPONENT = np.int8(-128)
+"""In place of the exponent of a row of zeros: any will do."""
 MAGNITUDE = I32(0x7FFFFFFF)
 LEAST, MOST = I32(-(2**31)), I32(2**31 - 1)
 MAX_WORD = I32((127 + 126) << 23)
@@ -64,7 +66,7 @@ def code_rows(rows: Any, bits: Any, bins: Any, shrinks: Any, body: Any, scale: A
         body: (N, P) uint8, written: packed codes.
         scale: (N,) uint16, written: bits of float16; a row's scale over 2**exponent.
         low: (N,) uint16, written: likewise.
-        exponents: (N,) int8, written; ``OF_NO_CLASS`` where a row is all zeros.
+        exponents: (N,) int8, written; ``NO_EXPONENT`` where a row is all zeros.
 
     Returns:
         The first row that holds a value that is not finite or is 2**126 or more in magnitude; -1 where none does.
@@ -129,7 +131,7 @@ def find_exponents(lanes: Any, first: Any, count: Any, exponents: Any) -> Any:
             bad = I64(i)
         above = I32((word >> MANTISSA_BITS) - BIAS + 1)
         exponent = max(I32((above >> CLASS_BITS) << CLASS_BITS), MIN_EXPONENT)
-        exponents[first + i] = OF_NO_CLASS if word == 0 else np.int8(exponent)
+        exponents[first + i] = NO_EXPONENT if word == 0 else np.int8(exponent)
         lanes[OF_FACTOR + i] = number_of(U32((BIAS - exponent) << MANTISSA_BITS))
     return bad
 
@@ -264,7 +266,7 @@ def code_halves(rows: Any, halves: Any, exponents: Any) -> Any:
     Args:
         rows: (N, W) float32.
         halves: (N, W) uint16, written: bits of float16.
-        exponents: (N,) int8, written: each row's, ``OF_NO_CLASS`` where it is all zeros.
+        exponents: (N,) int8, written: each row's, ``NO_EXPONENT`` where it is all zeros.
 
     Returns:
         As ``quantize.code_rows``.
@@ -281,7 +283,7 @@ def code_halves(rows: Any, halves: Any, exponents: Any) -> Any:
         passes = (power & CLASS) == CLASS and (U32(most) & FRACTION) > MAX_HALF
         exponent = I32((power >> CLASS_BITS) + (1 if passes else 0)) << CLASS_BITS
         exponent = max(I32(exponent), MIN_EXPONENT)
-        exponents[i] = OF_NO_CLASS if most == 0 else np.int8(exponent)
+        exponents[i] = NO_EXPONENT if most == 0 else np.int8(exponent)
         factor = number_of(U32((BIAS - exponent) << MANTISSA_BITS))
         for j in range(width):
             out[start + j] = nearest_half(values[start + j] * factor)

@@ -1,9 +1,11 @@
-"""Rows as a snapshot keeps them: weights as codes of 2 to 16 bits or as they are, optimizer state always as it is."""
+"""Encode rows as a snapshot keeps them: weights in 2 to 16 bits or as they are, optimizer state always as it is."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Container
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,34 +13,144 @@ from numpy.typing import NDArray
 from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.types import ShardId, ShardRows, TableMeta
-from dlrm_kernels.packing import OF_NO_CLASS
+from dlrm_kernels import packing, quantize
 
-SEARCHES: dict[Bits, tuple[int, int]] = {2: (25, 24), 3: (25, 24), 4: (45, 9), 8: (1, 0)}
-"""Of each number of bits: parts of a row's range by which the search for a smaller one goes, and how many it may leave
-out. All but one at 2 and 3 bits, a fifth at 4; at 8 bits the whole range is as good."""
 EXPONENTS = range(-112, 113, 16)
-"""Of weights that are scaled by a power of two: with smaller ones a weight would not be a float32 number."""
-INFINITE_WORD = 255 << 23
-"""The bits of infinity as a float32; NaN is more."""
-NOT_FINITE = "a weight is not finite: the cut is not stored"
-TOO_LARGE = "a weight of 2**126 or more does not fit {} bits: the model has diverged, or use spec.checkpoint.bits 32"
-NOTHING = np.empty(0, np.float16)
+"""Exponents that weights are scaled by; below the first a weight would not be a float32 number."""
+INFINITY_WORD = 255 << 23
+"""The bits of infinity as a float32; those of NaN are larger."""
+NOT_FINITE = "a weight is not finite; the cut is not stored"
+TOO_LARGE = "a weight of 2**126 or more does not fit {} bits; the model has diverged, or set spec.checkpoint.bits to 32"
+EMPTY = np.empty(0, np.float16)
 IN_ORDER = np.empty(0, np.int64)
 """Places of rows that follow each other."""
 
 
 @dataclass(frozen=True, order=True)
 class ChunkEncoding:
-    """How the weights of a chunk are written."""
+    """State how the weights of a chunk are stored."""
 
     bits: Bits
     exponent: int
-    """Weights are what is stored times 2**exponent: in ``EXPONENTS``, 0 at 32 bits."""
+    """Weights are what is stored times 2**exponent."""
+
+
+class Quantizer(ABC):
+    """Encode the weights of rows in one number of bits, and decode them."""
+
+    has_scale: ClassVar[bool] = False
+    """Whether each row has a scale and a minimum of its own."""
+    exponents: ClassVar[Container[int]] = EXPONENTS
+    """Exponents that chunks may have."""
+    dtype: ClassVar[type[np.generic]]
+    """Type of ``CodedRows.body``."""
+
+    def columns(self, width: int) -> int:
+        """Return the columns of ``CodedRows.body`` for rows of this width."""
+        return width
+
+    @abstractmethod
+    def encode(self, piece: ShardRows, out: NDArray[np.uint8] | None) -> tuple[CodedRows, NDArray[np.int8] | None, int]:
+        """Return the encoded rows, their exponents (None: all 0), and the first row that cannot be stored or -1."""
+
+    @abstractmethod
+    def decode(self, coded: CodedRows, places: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+        """Write weights to rows ``places`` of ``out``, or to its first rows if ``places`` is empty."""
+
+    def cut_columns(self, coded: CodedRows, first: int, last: int) -> NDArray[Any]:
+        """Return the body of columns [first, last)."""
+        return coded.body[:, first:last]
+
+
+@dataclass(frozen=True)
+class _Codes(Quantizer):
+    """Store codes of 2, 3, 4 or 8 bits with an fp16 scale and minimum per row."""
+
+    bits: Bits
+    bins: int
+    """Parts of a row's range by which the search for a better range shrinks it."""
+    shrinks: int
+    """Largest number of parts that the search leaves out; 0: no search, the whole range."""
+    has_scale: ClassVar[bool] = True
+    dtype: ClassVar[type[np.generic]] = np.uint8
+
+    def columns(self, width: int) -> int:
+        return -(-width // 4) + -(-width // 8) if self.bits == 3 else -(-width * self.bits // 8)
+
+    def encode(self, piece: ShardRows, out: NDArray[np.uint8] | None) -> tuple[CodedRows, NDArray[np.int8] | None, int]:
+        rows = np.ascontiguousarray(piece.rows)
+        body = _buffer(out, (len(rows), self.columns(rows.shape[1])), np.uint8)
+        scale, low, exponents = np.empty(len(rows), "u2"), np.empty(len(rows), "u2"), np.empty(len(rows), np.int8)
+        bad = quantize.code_rows(rows, self.bits, self.bins, self.shrinks, body, scale, low, exponents)
+        coded = _coded(piece, self.bits, body, scale.view(np.float16), low.view(np.float16))
+        return coded, exponents, int(bad)
+
+    def decode(self, coded: CodedRows, places: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+        factor = np.float32(2.0**coded.form.exponent)
+        steps, lows = coded.scale.astype(np.float32) * factor, coded.low.astype(np.float32) * factor
+        packing.decode(np.ascontiguousarray(coded.body), self.bits, steps, lows, places, out)
+
+    def cut_columns(self, coded: CodedRows, first: int, last: int) -> NDArray[Any]:
+        if self.bits == 8:
+            return super().cut_columns(coded, first, last)
+        codes = np.empty((len(coded.row_ids), coded.shard.width), np.uint8)
+        packing.unpack(np.ascontiguousarray(coded.body), self.bits, codes)
+        body = np.empty((len(codes), self.columns(last - first)), np.uint8)
+        packing.pack(np.ascontiguousarray(codes[:, first:last]), self.bits, body)
+        return body
+
+
+class _Halves(Quantizer):
+    """Store the nearest fp16 numbers of weights over a power of two."""
+
+    dtype = np.float16
+
+    def encode(self, piece: ShardRows, out: NDArray[np.uint8] | None) -> tuple[CodedRows, NDArray[np.int8] | None, int]:
+        rows = np.ascontiguousarray(piece.rows)
+        body, exponents = _buffer(out, rows.shape, np.uint16), np.empty(len(rows), np.int8)
+        bad = quantize.code_halves(rows, body, exponents)
+        return _coded(piece, 16, body.view(np.float16)), exponents, int(bad)
+
+    def decode(self, coded: CodedRows, places: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+        rows = out if not len(places) else np.empty((len(places), out.shape[1]), np.float32)
+        body = np.ascontiguousarray(coded.body).view(np.uint16)
+        quantize.decode_halves(body, np.float32(2.0**coded.form.exponent), rows)
+        if len(places):
+            out[places] = rows
+
+
+class _Floats(Quantizer):
+    """Store weights as they are."""
+
+    exponents = (0,)
+    dtype = np.float32
+
+    def encode(
+        self,
+        piece: ShardRows,
+        out: NDArray[np.uint8] | None,  # noqa: ARG002  nothing is copied
+    ) -> tuple[CodedRows, NDArray[np.int8] | None, int]:
+        _check_finite(piece, piece.rows, NOT_FINITE)
+        return _coded(piece, 32, piece.rows), None, -1
+
+    def decode(self, coded: CodedRows, places: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+        out[places if len(places) else slice(None)] = coded.body
+
+
+QUANTIZERS: dict[Bits, Quantizer] = {
+    2: _Codes(2, bins=25, shrinks=24),
+    3: _Codes(3, bins=25, shrinks=24),
+    4: _Codes(4, bins=45, shrinks=9),
+    8: _Codes(8, bins=1, shrinks=0),
+    16: _Halves(),
+    32: _Floats(),
+}
+"""One entry for each number of bits that rows may be stored in; nothing else depends on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodedRows:
-    """Some rows of one shard in one form, with their optimizer state.
+    """Hold some rows of one shard in one encoding, with their optimizer state.
 
     ``row_ids`` (N,) int64 are global row numbers, strictly ascending and inside the shard.
     ``body`` is (N, P) uint8 codes at 2, 3, 4 and 8 bits (``packing``), (N, width) float16 at 16, float32 at 32.
@@ -56,30 +168,30 @@ class CodedRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
+        """Return the bytes of the arrays."""
         return sum(array.nbytes for array in (self.row_ids, self.body, self.scale, self.low, self.state))
 
     def take(self, index: slice | NDArray[Any]) -> CodedRows:
-        """Rows by place, in ascending order: views for a slice, else copies."""
+        """Return rows by index, in ascending order: views for a slice, else copies."""
 
         def taken(array: NDArray[Any]) -> NDArray[Any]:
             return array[index] if isinstance(index, slice) else array.take(index, axis=0)
 
-        own = self.form.bits <= 8
+        scaled = QUANTIZERS[self.form.bits].has_scale
         return replace(
             self,
             row_ids=taken(self.row_ids),
             body=taken(self.body),
-            scale=taken(self.scale) if own else self.scale,
-            low=taken(self.low) if own else self.low,
+            scale=taken(self.scale) if scaled else self.scale,
+            low=taken(self.low) if scaled else self.low,
             state=taken(self.state),
         )
 
     def clip(self, shard: ShardId, table: TableMeta) -> CodedRows:
-        """The part that lies in a rectangle; weights keep their values bit for bit. Views where possible.
+        """Return the part in a rectangle, with the same weights bit for bit. Views where possible.
 
         Raises:
-            SnapshotError: the rectangle cuts a column block in two.
+            SnapshotError: the rectangle splits a column block.
         """
         begin, end = np.searchsorted(self.row_ids, (shard.row_start, shard.row_end))
         part = self if (begin, end) == (0, len(self.row_ids)) else self.take(slice(int(begin), int(end)))
@@ -95,184 +207,117 @@ class CodedRows:
         )
         body, state = part.body, part.state
         if (first, last) != (own.column_start, own.column_end):
-            body = _columns(part, first - own.column_start, last - own.column_start)
+            quantizer = QUANTIZERS[self.form.bits]
+            body = quantizer.cut_columns(part, first - own.column_start, last - own.column_start)
             state = state[:, wanted.start - held.start : wanted.stop - held.start]
         return replace(part, shard=rectangle, body=body, state=state)
 
 
 def body_shape(bits: Bits, rows: int, width: int) -> tuple[int, int]:
-    """Shape of ``CodedRows.body``."""
-    columns = {2: -(-width // 4), 3: -(-width // 4) + -(-width // 8), 4: -(-width // 2)}
-    return rows, columns.get(bits, width)
+    """Return the shape of ``CodedRows.body``."""
+    return rows, QUANTIZERS[bits].columns(width)
 
 
 def row_bytes(bits: Bits, width: int, state_values: int) -> int:
-    """Bytes that a row takes in a chunk: codes or weights, scale and low, optimizer state; row numbers come beside."""
-    codes = body_shape(bits, 1, width)[1]
-    weights = {16: 2 * width, 32: 4 * width}.get(bits, codes + 4)
-    return weights + 4 * state_values
+    """Return the bytes of a row in a chunk: weights, scale, minimum and optimizer state, without its number."""
+    quantizer = QUANTIZERS[bits]
+    size = np.dtype(quantizer.dtype).itemsize * quantizer.columns(width)
+    return size + 4 * quantizer.has_scale + 4 * state_values
 
 
 def code_rows(piece: ShardRows, bits: Bits, out: NDArray[np.uint8] | None = None) -> list[CodedRows]:
-    """Code rows: one ``CodedRows`` for each form that occurs, nearly always one. Equal rows give equal bits.
+    """Encode rows: one ``CodedRows`` for each encoding that occurs, nearly always one. Equal rows give equal bits.
 
-    At 2 to 8 bits a weight that lies in the range of its row's codes comes back within half a scale, plus float
-    rounding; that is every weight at 8 bits. At 2, 3 and 4 bits the range is the one with the least squared error that
-    a search finds. At 16 bits a weight is the nearest fp16 number times 2**exponent: exact for rows of fp16 tables.
-    At 32 bits it is as it is, a view of ``piece``.
+    At 2 to 8 bits a weight in the range of its row's codes comes back within half a scale, plus float rounding; that
+    is every weight at 8 bits. At 2, 3 and 4 bits the range is the one with the least squared error that a search
+    finds. At 16 bits a weight is the nearest fp16 number times 2**exponent: exact for rows of fp16 tables. At 32 bits
+    it is a view of ``piece``.
 
     With E = floor(log2 m) of a row's largest magnitude m, the exponent is 16 * floor((E + 1) / 16) at 2 to 8 bits, so
     that what is stored is below 2**15; at 16 bits 16 * floor(E / 16), and 16 more where m would pass 65504 then; at
-    least -112. Rows of zeros have the exponent that occurs most, of several the least.
+    least -112. Rows of zeros have the exponent that occurs most, the least of several.
 
     Args:
-        piece: the rows, at least one column wide.
-        bits: of each weight.
-        out: bytes that the codes may be written to, where they are enough: memory that was used before is faster
-            than new memory. What is returned is valid until they are used again.
+        piece: Rows of at least one column.
+        bits: Bits per weight.
+        out: Bytes to write the codes to if they are enough; memory in use before is faster than new memory. The
+            result is valid until they are used again.
 
     Raises:
-        SnapshotError: names the table and the row of a value that can't be stored.
+        SnapshotError: names the table and the row of a value that cannot be stored.
 
     Source: Eisenman et al., Check-N-Run, NSDI 2022; Guan et al., Post-Training 4-bit Quantization on Embedding
     Tables, 2019.
     """
-    _check_finite(piece, piece.state, "its optimizer state is not finite: the cut is not stored")
-    if bits == 32:
-        _check_finite(piece, piece.rows, NOT_FINITE)
-        return [_coded(piece, ChunkEncoding(bits, 0), piece.rows)]
-    rows = np.ascontiguousarray(piece.rows)
-    exponents = np.empty(len(rows), np.int8)
-    coded = _halves(piece, rows, exponents, out) if bits == 16 else _codes(piece, rows, bits, exponents, out)
-    return _by_exponent(coded, exponents)
+    _check_finite(piece, piece.state, "its optimizer state is not finite; the cut is not stored")
+    coded, exponents, bad = QUANTIZERS[bits].encode(piece, out)
+    if bad >= 0:
+        problem = TOO_LARGE.format(bits) if np.isfinite(piece.rows[bad]).all() else NOT_FINITE
+        raise SnapshotError(f"table {piece.shard.table}, row {piece.row_ids[bad]}: {problem}")
+    return [coded] if exponents is None else _by_exponent(coded, exponents)
 
 
 def decode_rows(coded: CodedRows, out: NDArray[np.float32] | None = None) -> ShardRows:
-    """The rows that the codes stand for.
+    """Decode rows.
 
     Args:
-        coded: the codes.
-        out: (at least N, width) memory that the rows are written to; else they are in new memory, and at 32 bits, a
-            view of what is given.
+        coded: The encoded rows.
+        out: (at least N, width) memory for the rows; by default new memory, or at 32 bits a view of ``coded``.
     """
-    rows = _weights(coded, None if out is None else out[: len(coded.row_ids)])
+    if out is None and coded.body.dtype == np.float32:
+        rows = coded.body
+    else:
+        count = len(coded.row_ids)
+        rows = np.empty((count, coded.shard.width), np.float32) if out is None else out[:count]
+        place_weights(coded, IN_ORDER, rows)
     return ShardRows(shard=coded.shard, row_ids=coded.row_ids, rows=rows, state=coded.state)
 
 
 def place_weights(coded: CodedRows, places: NDArray[np.int64], out: NDArray[np.float32]) -> None:
-    """Write the weights that codes of 2 to 8 bits stand for, each row straight to its place.
+    """Decode weights straight to their places.
 
     Args:
-        coded: the codes.
-        places: (N,) rows of ``out``, no two the same.
+        coded: The encoded rows.
+        places: (N,) rows of ``out``, all different; empty: the first N.
         out: (any, width).
     """
-    _decode(coded, places, out)
+    QUANTIZERS[coded.form.bits].decode(coded, places, out)
 
 
-def _coded(piece: ShardRows, form: ChunkEncoding, body: NDArray[Any], **more: NDArray[np.float16]) -> CodedRows:
-    empty = {"scale": NOTHING, "low": NOTHING}
+def _coded(piece: ShardRows, bits: Bits, body: NDArray[Any], *scale_and_low: NDArray[np.float16]) -> CodedRows:
+    scale, low = scale_and_low or (EMPTY, EMPTY)
+    form = ChunkEncoding(bits, 0)
     return CodedRows(
-        shard=piece.shard, row_ids=piece.row_ids, form=form, body=body, state=piece.state, **(empty | more)
+        shard=piece.shard, row_ids=piece.row_ids, form=form, body=body, scale=scale, low=low, state=piece.state
     )
 
 
-def _room(out: NDArray[np.uint8] | None, shape: tuple[int, int], kind: type[np.generic]) -> NDArray[Any]:
+def _buffer(out: NDArray[np.uint8] | None, shape: tuple[int, ...], kind: type[np.generic]) -> NDArray[Any]:
     size = shape[0] * shape[1] * np.dtype(kind).itemsize
     if out is None or out.nbytes < size:
         return np.empty(shape, kind)
     return out[:size].view(kind).reshape(shape)
 
 
-def _codes(
-    piece: ShardRows, rows: NDArray[np.float32], bits: Bits, exponents: NDArray[np.int8], out: NDArray[np.uint8] | None
-) -> CodedRows:
-    from dlrm_kernels import quantize
-
-    body = _room(out, body_shape(bits, *rows.shape), np.uint8)
-    scale, low = np.empty(len(rows), np.float16), np.empty(len(rows), np.float16)
-    bad = quantize.code_rows(rows, bits, *SEARCHES[bits], body, scale.view(np.uint16), low.view(np.uint16), exponents)
-    if bad >= 0:
-        _refuse(piece, bad, bits)
-    return _coded(piece, ChunkEncoding(bits, 0), body, scale=scale, low=low)
-
-
-def _halves(
-    piece: ShardRows, rows: NDArray[np.float32], exponents: NDArray[np.int8], out: NDArray[np.uint8] | None
-) -> CodedRows:
-    from dlrm_kernels import quantize
-
-    body = _room(out, body_shape(16, *rows.shape), np.uint16)
-    bad = quantize.code_halves(rows, body, exponents)
-    if bad >= 0:
-        _refuse(piece, bad, 16)
-    return _coded(piece, ChunkEncoding(16, 0), body.view(np.float16))
-
-
 def _by_exponent(coded: CodedRows, exponents: NDArray[np.int8]) -> list[CodedRows]:
-    """Rows apart by their exponents; those of ``OF_NO_CLASS`` go with the most."""
-    bits = coded.form.bits
-    if len(exponents) and exponents.min() == exponents.max() > OF_NO_CLASS:
+    """Separate rows by their exponents; rows of zeros join the largest group."""
+    bits, no_exponent = coded.form.bits, int(quantize.NO_EXPONENT)
+    if len(exponents) and exponents.min() == exponents.max() > no_exponent:
         return [replace(coded, form=ChunkEncoding(bits, int(exponents[0])))]
-    counts = np.bincount(exponents.astype(np.int64) - int(OF_NO_CLASS), minlength=256)
-    without, counts[0] = counts[0], 0
-    found = np.flatnonzero(counts) + int(OF_NO_CLASS)
-    common = int(np.argmax(counts)) + int(OF_NO_CLASS) if len(found) else 0
+    counts = np.bincount(exponents.astype(np.int64) - no_exponent, minlength=256)
+    zeros, counts[0] = counts[0], 0
+    found = np.flatnonzero(counts) + no_exponent
+    common = int(np.argmax(counts)) + no_exponent if len(found) else 0
     if len(found) <= 1:
         return [replace(coded, form=ChunkEncoding(bits, common))]
-    if without:
-        exponents = np.where(exponents == OF_NO_CLASS, np.int8(common), exponents)
-    return [
-        replace(coded.take(np.flatnonzero(exponents == each)), form=ChunkEncoding(bits, int(each))) for each in found
-    ]
-
-
-def _weights(coded: CodedRows, out: NDArray[np.float32] | None) -> NDArray[np.float32]:
-    form = coded.form
-    if form.bits == 32 and out is None:
-        return coded.body
-    rows = np.empty((len(coded.row_ids), coded.shard.width), np.float32) if out is None else out
-    if form.bits == 32:
-        rows[:] = coded.body
-    elif form.bits == 16:
-        from dlrm_kernels import quantize
-
-        body = np.ascontiguousarray(coded.body)
-        quantize.decode_halves(body.view(np.uint16), np.float32(2.0**form.exponent), rows)
-    else:
-        _decode(coded, IN_ORDER, rows)
-    return rows
-
-
-def _decode(coded: CodedRows, places: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
-    from dlrm_kernels import packing
-
-    factor = np.float32(2.0**coded.form.exponent)
-    steps, lows = coded.scale.astype(np.float32) * factor, coded.low.astype(np.float32) * factor
-    packing.decode(np.ascontiguousarray(coded.body), coded.form.bits, steps, lows, places, rows)
-
-
-def _columns(coded: CodedRows, first: int, last: int) -> NDArray[Any]:
-    bits = coded.form.bits
-    if bits >= 8:
-        return coded.body[:, first:last]
-    from dlrm_kernels import packing
-
-    codes = np.empty((len(coded.row_ids), coded.shard.width), np.uint8)
-    packing.unpack(np.ascontiguousarray(coded.body), bits, codes)
-    body = np.empty(body_shape(bits, len(codes), last - first), np.uint8)
-    packing.pack(np.ascontiguousarray(codes[:, first:last]), bits, body)
-    return body
+    if zeros:
+        exponents = np.where(exponents == no_exponent, np.int8(common), exponents)
+    groups = ((int(each), np.flatnonzero(exponents == each)) for each in found)
+    return [replace(coded.take(index), form=ChunkEncoding(bits, exponent)) for exponent, index in groups]
 
 
 def _check_finite(piece: ShardRows, values: NDArray[np.float32], problem: str) -> None:
-    from dlrm_kernels import quantize
-
-    if quantize.largest_word(np.ascontiguousarray(values).reshape(-1).view(np.int32)) >= INFINITE_WORD:
+    words = np.ascontiguousarray(values).reshape(-1).view(np.int32)
+    if quantize.largest_word(words) >= INFINITY_WORD:
         bad = piece.row_ids[int(np.argmin(np.isfinite(values).all(axis=1)))]
         raise SnapshotError(f"table {piece.shard.table}, row {bad}: {problem}")
-
-
-def _refuse(piece: ShardRows, place: int, bits: Bits) -> None:
-    problem = TOO_LARGE.format(bits) if np.isfinite(piece.rows[place]).all() else NOT_FINITE
-    raise SnapshotError(f"table {piece.shard.table}, row {piece.row_ids[place]}: {problem}")

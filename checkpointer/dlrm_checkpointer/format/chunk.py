@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.codec.row_ids import decode_ids, encode_ids
-from dlrm_checkpointer.codec.rows import EXPONENTS, ChunkEncoding, CodedRows, body_shape
+from dlrm_checkpointer.codec.rows import EMPTY, QUANTIZERS, ChunkEncoding, CodedRows
 from dlrm_checkpointer.format.manifest import ObjectEntry
 from dlrm_checkpointer.types import ShardId
 from dlrm_stores import ObjectStore
@@ -51,7 +50,7 @@ def encode_rows(coded: CodedRows) -> memoryview:
     """One chunk, of at least one row. Equal rows give equal bytes."""
     form = coded.form
     arrays: dict[str, NDArray[Any]] = {"state": coded.state, **encode_ids(coded.row_ids)}
-    if form.bits <= 8:
+    if QUANTIZERS[form.bits].has_scale:
         arrays |= {"codes": coded.body, "scale": coded.scale, "low": coded.low}
     else:
         arrays["rows"] = coded.body
@@ -83,22 +82,18 @@ def decode_rows(body: Body, key: str) -> CodedRows:
 def _coded_rows(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> CodedRows:
     shard, count = shard_of(meta), int(meta["rows"])
     form = ChunkEncoding(meta["bits"], int(meta["exponent"]))
-    if (
-        type(form.bits) is not int
-        or form.bits not in get_args(Bits)
-        or form.exponent not in (EXPONENTS if form.bits < 32 else (0,))
-    ):
+    quantizer = QUANTIZERS.get(form.bits) if type(form.bits) is int else None
+    if quantizer is None or form.exponent not in quantizer.exponents:
         raise ValueError(f"{form.bits} bits with exponent {form.exponent}")
     if shard.width < 1 or shard.row_start < 0 or shard.column_start < 0:
         raise ValueError(f"{shard} is no shard")
     first = int(meta["firstRow"])
     if first < shard.row_start:
         raise ValueError(f"row {first} lies outside {shard}")
-    coded = form.bits <= 8
+    coded = quantizer.has_scale
     halves = (np.float16, (count,)), (np.float16, (count,))
-    body_type = {16: np.float16, 32: np.float32}.get(form.bits, np.uint8)
     wanted: dict[str, tuple[Any, tuple[int, ...]]] = {
-        "codes" if coded else "rows": (body_type, body_shape(form.bits, count, shard.width)),
+        "codes" if coded else "rows": (quantizer.dtype, (count, quantizer.columns(shard.width))),
         "state": (np.float32, (count, arrays["state"].shape[-1])),
         **(dict(zip(("scale", "low"), halves, strict=True)) if coded else {}),
     }
@@ -108,14 +103,13 @@ def _coded_rows(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
             raise ValueError(f"{name} is {array.dtype}{array.shape}, not {np.dtype(kind)}{shape}")
         if name in ("scale", "low") and not np.isfinite(array).all():
             raise ValueError(f"{name} is not finite")
-    none = np.empty(0, np.float16)
     return CodedRows(
         shard=shard,
         row_ids=decode_ids(arrays, first, count, shard.row_end),
         form=form,
         body=arrays["codes" if coded else "rows"],
-        scale=arrays.get("scale", none) if coded else none,
-        low=arrays.get("low", none) if coded else none,
+        scale=arrays["scale"] if coded else EMPTY,
+        low=arrays["low"] if coded else EMPTY,
         state=arrays["state"],
     )
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.checkpoint import INCREMENT_CHUNK_BYTES, Bits
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.codec.rows import NOTHING, ChunkEncoding, CodedRows, body_shape, code_rows, row_bytes
+from dlrm_checkpointer.codec.rows import EMPTY, ChunkEncoding, CodedRows, body_shape, code_rows, row_bytes
 from dlrm_checkpointer.format.chain import BrokenChainError
 from dlrm_checkpointer.format.chunk import chunk_rows
 from dlrm_checkpointer.format.manifest import ChunkEntry
@@ -121,8 +121,8 @@ class _Chunk:
             row_ids=np.empty(size, np.int64),
             form=like.form,
             body=np.empty(body_shape(like.form.bits, size, shard.width), like.body.dtype),
-            scale=np.empty(size, np.float16) if len(like.scale) else NOTHING,
-            low=np.empty(size, np.float16) if len(like.low) else NOTHING,
+            scale=np.empty(size, np.float16) if len(like.scale) else EMPTY,
+            low=np.empty(size, np.float16) if len(like.low) else EMPTY,
             state=np.empty((size, like.state.shape[1]), np.float32),
         )
 

@@ -213,7 +213,7 @@ def test_a_weight_that_is_not_finite_is_refused_by_table_and_row(bits: Any, bad:
     rows = np.random.default_rng(0).normal(size=(200, 5)).astype(np.float32)
     rows[[101, 177], 2] = bad
 
-    with pytest.raises(SnapshotError, match=r"table t, row 101: a weight is not finite: the cut is not stored"):
+    with pytest.raises(SnapshotError, match=r"table t, row 101: a weight is not finite"):
         code_rows(piece(rows), bits)
 
 
@@ -336,18 +336,6 @@ def test_codes_and_weights_have_the_same_bits_on_processors_with_other_vectors()
     ]
 
     assert len(set(runs)) == 1
-
-
-@pytest.mark.slow
-def test_numba_is_loaded_with_the_first_rows_and_not_before():
-    program = """
-import sys
-import dlrm_checkpointer.__main__
-print("numba" in sys.modules)
-"""
-    command = [sys.executable, "-c", program]
-
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["False"]
 
 
 def test_bytes_are_those_of_the_arrays():

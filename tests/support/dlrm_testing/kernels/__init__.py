@@ -1,0 +1,1 @@
+"""Plain numpy references of compiled functions."""
