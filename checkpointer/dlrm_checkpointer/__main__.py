@@ -30,7 +30,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse ends with 2 where sysexits say 64."""
+    """Exit with 64 on usage errors, where argparse exits with 2."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the sidecar until the trainers of its pod are gone; the exit code is one of ``names.ExitCode``."""
+    """Run the sidecar until the trainers of its pod are gone; return one of ``names.ExitCode``."""
     parser = _Parser(prog="dlrm_checkpointer", description=__doc__)
     parser.add_argument("--job", type=Path, required=True, help="file of the DLRMJob (JSON or YAML)")
     options = parser.parse_args(arguments)
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop = threading.Event()
 
     def end(*_: object) -> None:
-        """Note the wish once: a second signal within ``set`` would wait for ever for the lock that the first holds."""
+        # A second signal inside ``set`` would wait forever for the lock that the first holds.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         stop.set()
@@ -92,7 +92,7 @@ def _publisher(settings: Settings, options: StoreOptions, status: Status) -> Pub
 
 
 def duties(settings: Settings) -> SidecarTasks:
-    """What the settings ask of the sidecar."""
+    """Return what the job asks of the sidecar."""
     checkpoint = settings.checkpoint
     chains = ChainPolicy(
         name=checkpoint.policy,
@@ -114,7 +114,7 @@ def duties(settings: Settings) -> SidecarTasks:
 
 
 def _leave(progress: CheckpointerProgress, path: Path | None) -> None:
-    """Write the termination message, within what the kubelet keeps of it."""
+    """Write the termination message, within the bytes that the kubelet keeps."""
     body = progress.model_dump_json(exclude_none=True)
     if len(body.encode()) > TERMINATION_MESSAGE_BYTES:
         short = {"reason": progress.reason[:MAX_REASON], "store_error": progress.store_error[:MAX_REASON]}

@@ -1,4 +1,4 @@
-"""The sidecar's loop: cuts from the hand-off folder become committed snapshots, until the trainers are gone."""
+"""Run the sidecar's loop: commit cuts from the hand-off directory as snapshots until the trainers are gone."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ from dlrm_stores import ObjectStore
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.02
-IDLE_S = 0.2
-"""Longest pause between two turns while nothing comes: what names in the folder do not say, as a rank's end, is seen
-then."""
+POLL_INTERVAL_S = 0.02
+MAX_IDLE_S = 0.2
+"""Longest wait between two passes: what file names do not show, such as a rank's end, is noticed then."""
 NEWER_ATTEMPT = "a newer attempt has started"
 MAX_POLL_INTERVAL_S = 2.0
-"""Longest pause between two looks for other pods' part lists."""
+"""Longest wait between two searches for other pods' part lists."""
 
 
 @dataclass
@@ -80,123 +79,122 @@ class ShutdownPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class SidecarTasks:
-    """What the job asks of its snapshots, and the place in it of this pod."""
+    """Hold what the job asks of its snapshots, and this pod's place in it."""
 
     bits: Bits | Literal["auto"]
     expected_restores: int
     chains: ChainPolicy
     retention: RetentionPolicy
     single_pod: bool
-    """Whether all ranks of the gang hand over into this folder."""
+    """Whether all ranks of the gang use this hand-off directory."""
     grace_s: float
 
 
-class Lost(NamedTuple):
-    """A cut that could not be stored."""
+class LostCut(NamedTuple):
+    """Name a cut that could not be stored."""
 
     name: SnapshotName
-    why: SnapshotError
+    error: SnapshotError
 
     @property
-    def by_its_parent(self) -> bool:
-        """Whether it may be otherwise with the next cut."""
-        return isinstance(self.why, BrokenChainError)
+    def is_recoverable(self) -> bool:
+        """Return whether the next cut may be stored: only the parent was broken."""
+        return isinstance(self.error, BrokenChainError)
 
 
 class Sidecar:
-    """Works off one pod's hand-off folder.
+    """Store and commit the cuts of one pod's hand-off directory.
 
-    A sidecar that is killed at any point and started again on the same folder goes on where the dead one was:
-    a cut leaves the folder after its part list is durable, a note of it after its manifest is.
+    A sidecar that is killed at any point and started again on the same directory continues there: a cut leaves the
+    directory after its part list is durable, the note about it after its manifest is.
 
     Args:
-        inbox: the folder.
-        store: the job's store.
-        status: what is told of all that happens.
-        duties: what the job asks.
-        publisher: is offered each committed snapshot; None: nothing is published.
+        inbox: The hand-off directory.
+        store: The job's store.
+        status: Reports what happens.
+        tasks: What the job asks for.
+        publisher: Is offered each committed snapshot; None: nothing is published.
     """
 
     def __init__(
-        self, inbox: Inbox, store: ObjectStore, status: Status, duties: SidecarTasks, publisher: Publisher | None = None
+        self, inbox: Inbox, store: ObjectStore, status: Status, tasks: SidecarTasks, publisher: Publisher | None = None
     ) -> None:
-        self._inbox, self._store, self._status, self._duties = inbox, store, status, duties
+        self._inbox, self._store, self._status, self._tasks = inbox, store, status, tasks
         self._publisher = publisher
-        self._life, self._backoff = ShutdownPolicy(duties.grace_s), Backoff()
-        self._retention = Retention(store, duties.retention)
+        self._shutdown, self._backoff = ShutdownPolicy(tasks.grace_s), Backoff()
+        self._retention = Retention(store, tasks.retention)
         self._traffic = Traffic(put=status.uploaded_bytes.inc, read=status.merged_bytes.inc)
-        self._ways = WritePlanner(store, duties.bits, duties.expected_restores, duties.chains)
+        self._planner = WritePlanner(store, tasks.bits, tasks.expected_restores, tasks.chains)
         self._uploads: dict[CutName | SliceName, Upload] = {}
         self._looks: dict[UploadedCut, tuple[float, float]] = {}
         self._committed: SnapshotName | None = None
         self._searched = False
         self._started, self._retains_blindly = time.monotonic(), False
-        self._lost: Lost | None = None
-        """The newest such cut, until a newer one is committed."""
+        self._lost: LostCut | None = None
+        """The newest cut that could not be stored, until a newer one is committed."""
 
     def run(self, stop: threading.Event) -> ExitCode:
         """Work until the trainers ended, or until ``stop`` is set and they are gone or out of time.
 
         Returns:
-            DONE where nothing that could be committed is left; the exit code of what stood in the way otherwise.
+            DONE if nothing that could be committed is left, else the exit code of the error that prevented it.
         """
         while True:
-            self._look(stop)
+            self._observe(stop)
             there = self._inbox.entries()
             try:
-                self._turn()
+                self._pass()
             except DLRMError as error:
                 self._fail(error)
-                hopeless = self._life.ended and not isinstance(error, TemporaryError)
-                if hopeless or self._life.is_over(time.monotonic()):
+                final = self._shutdown.ended and not isinstance(error, TemporaryError)
+                if final or self._shutdown.is_over(time.monotonic()):
                     return self._finish(error.exit_code, f"StoreFailed: {error}")
-                self._pause(self._backoff.next(hurried=self._life.deadline is not None), stop)
+                self._pause(self._backoff.next(hurried=self._shutdown.deadline is not None), stop)
                 continue
             self._backoff.reset()
-            if not (self._lost and self._lost.by_its_parent):
+            if not (self._lost and self._lost.is_recoverable):
                 self._status.store_answered()
             left = self._left()
-            over = self._life.is_over(time.monotonic())
-            if self._life.ended and not left and (over or not self._publisher or self._publisher.settled):
+            over = self._shutdown.is_over(time.monotonic())
+            if self._shutdown.ended and not left and (over or not self._publisher or self._publisher.settled):
                 return self._finish(*self._verdict())
             if over:
                 return self._finish(ExitCode.TEMPORARY, f"OutOfTime: {left} is not committed")
             self._rest(stop, there)
 
-    def _look(self, stop: threading.Event) -> None:
-        self._life.observe(living=bool(self._inbox.living()), stopping=stop.is_set(), now=time.monotonic())
+    def _observe(self, stop: threading.Event) -> None:
+        self._shutdown.observe(living=bool(self._inbox.living()), stopping=stop.is_set(), now=time.monotonic())
 
     def _rest(self, stop: threading.Event, there: frozenset[str]) -> None:
-        """Wait until there may be work: a look at the folder's names costs a tenth of a turn.
+        """Wait until there may be work: names in the directory other than ``there``, those before the last pass.
 
-        Args:
-            stop: ends it.
-            there: names in the folder before the last turn.
+        Listing the names costs a tenth of a pass.
         """
-        until = time.monotonic() + IDLE_S
+        until = time.monotonic() + MAX_IDLE_S
         while True:
-            time.sleep(POLL_S)
-            if stop.is_set() or self._life.deadline is not None or time.monotonic() >= until:
+            time.sleep(POLL_INTERVAL_S)
+            if stop.is_set() or self._shutdown.deadline is not None or time.monotonic() >= until:
                 return
             if self._inbox.entries() != there or self._looks:
                 return
 
     def _pause(self, seconds: float, stop: threading.Event) -> None:
-        """Wait before the next try, but not through the end of the trainers."""
-        until, was_ending = time.monotonic() + seconds, self._life.deadline is not None
-        while time.monotonic() < until and (self._life.deadline is not None) == was_ending:
-            time.sleep(POLL_S)
+        """Wait before the next attempt, at most until the trainers end."""
+        until, was_ending = time.monotonic() + seconds, self._shutdown.deadline is not None
+        while time.monotonic() < until and (self._shutdown.deadline is not None) == was_ending:
+            time.sleep(POLL_INTERVAL_S)
             self._forget_withdrawn()
-            self._look(stop)
+            self._observe(stop)
 
-    def _turn(self) -> None:
-        """One round over all that is there; an error leaves the rest for the next round."""
+    def _pass(self) -> None:
+        """Work on all cuts once; after an error the rest is left for the next pass."""
         for rank in self._inbox.drop_unfinished():
-            logger.warning("cut dropped", extra={"rank": rank, "why": "its rank died before it was whole"})
+            logger.warning("cut discarded", extra={"rank": rank, "reason": "rank died before it was complete"})
             self._status.dropped_cuts.inc()
         self._forget_withdrawn()
         if not self._searched:
-            self._status.set_pending(self._pending())  # a store that is away is searched for long
+            # Searching takes long while the store is down.
+            self._status.set_pending(self._pending())
             self._search()
         for name in self._inbox.ready():
             self._status.set_pending(name.step)
@@ -207,7 +205,7 @@ class Sidecar:
         self._status.set_pending(self._pending())
 
     def _search(self) -> None:
-        """Find the newest snapshot that was there before us."""
+        """Find the newest snapshot of earlier sidecars."""
         keys = snapshot_keys(self._store)
         attempts = read_attempts(self._store, min((attempt for _, attempt in keys), default=0)) if keys else []
         found = next((key for key in keys if in_lineage(*key, attempts)), None)
@@ -217,13 +215,13 @@ class Sidecar:
         self._searched = True
 
     def _forget_withdrawn(self) -> None:
-        """Let go of slices that their rank withdrew: their memory is given back when nobody maps it any more."""
+        """Unmap slices that their rank withdrew: their memory is freed once nothing maps it."""
         for name in [name for name in self._uploads if not self._inbox.has(name)]:
             self._uploads.pop(name)
         self._inbox.sweep()
 
     def _take(self, name: CutName | SliceName) -> None:
-        """Make one rank's cut, or a slice of it, durable and give its memory back."""
+        """Make one rank's cut, or a slice of it, durable and free its memory."""
         try:
             with self._publisher.held_back() if self._publisher else contextlib.nullcontext():
                 self._store_cut(name)
@@ -231,7 +229,7 @@ class Sidecar:
             if self._inbox.has(name):
                 self._refuse(name, error)
         self._uploads.pop(name, None)
-        self._inbox.free(name)  # nothing maps it any more
+        self._inbox.free(name)
 
     def _store_cut(self, name: CutName | SliceName) -> None:
         cut = self._inbox.open(name)
@@ -243,13 +241,13 @@ class Sidecar:
             self._store_whole(cut)
 
     def _store_whole(self, cut: ReadyCut) -> None:
-        """Make a cut durable; where its parent can't be read, have the next one hold all that was ever updated."""
+        """Make a cut durable; if its parent cannot be read, have the next cut hold all rows ever updated."""
         try:
             self._upload(cut, self._inbox.durable(cut)).run()
         except BrokenChainError as error:
-            why = BrokenChainError(f"the cut of step {cut.name.step} was dropped and the next is full: {error}")
-            self._lose(cut.name, why)
-            self._fail(why)
+            lost = BrokenChainError(f"cut of step {cut.name.step} was discarded, the next is full: {error}")
+            self._lose(cut.name, lost)
+            self._fail(lost)
             self._drop(cut.name, str(error))
             if cut.meta.parent is not None:
                 self._inbox.publish_broken(cut.meta.parent)
@@ -259,34 +257,36 @@ class Sidecar:
     def _store_slice(self, name: SliceName, cut: ReadyCut) -> None:
         before = self._inbox.durable(cut)
         if before.slices > cut.number:
-            return  # a sidecar that was killed had noted it and not freed it
+            # A sidecar was killed between noting it and freeing it.
+            return
         self._inbox.note_durable(name, self._upload(cut, before).run_slice())
         self._status.slices.inc()
 
     def _upload(self, cut: ReadyCut, before: Durable) -> Upload:
-        """The cut's way into the store, which an outage may have cut short before."""
+        """Return the upload of a cut, which an earlier pass may have begun."""
         if cut.name not in self._uploads:
-            way = self._ways.of(cut)
+            plan = self._planner.of(cut)
             self._status.handed_over_bytes.inc(cut.nbytes)
-            self._uploads[cut.name] = Upload(self._store, cut, before, way, self._traffic)
+            self._uploads[cut.name] = Upload(self._store, cut, before, plan, self._traffic)
         return self._uploads[cut.name]
 
     def _refuse(self, name: CutName | SliceName, error: SnapshotError) -> None:
-        logger.error("cut refused", extra={"cut": str(name), "problem": str(error)})
-        self._lose(name, error.with_traceback(None))  # its frames hold the cut's memory
+        logger.error("cut rejected", extra={"cut": str(name), "error": str(error)})
+        # The frames of its traceback hold the cut's memory.
+        self._lose(name, error.with_traceback(None))
         self._status.refused_cuts.inc()
         self._inbox.publish_refused(name.step, name.attempt, str(error))
 
-    def _lose(self, cut: CutName | SliceName | UploadedCut, why: SnapshotError) -> None:
+    def _lose(self, cut: CutName | SliceName | UploadedCut, error: SnapshotError) -> None:
         if self._lost is None or self._lost.name.recency <= cut.snapshot.recency:
-            self._lost = Lost(cut.snapshot, why)
+            self._lost = LostCut(cut.snapshot, error)
 
-    def _drop(self, cut: CutName | SliceName | UploadedCut, why: str) -> None:
-        logger.warning("cut dropped", extra={"step": cut.step, "attempt": cut.attempt, "why": why})
+    def _drop(self, cut: CutName | SliceName | UploadedCut, reason: str) -> None:
+        logger.warning("cut discarded", extra={"step": cut.step, "attempt": cut.attempt, "reason": reason})
         self._status.dropped_cuts.inc()
 
     def _is_superseded(self, attempt: int) -> bool:
-        """Whether there is a newer attempt; the ranks are told of one that is sure of the snapshot it goes on from."""
+        """Return whether there is a newer attempt; report it to the ranks once it is confirmed."""
         if newest_attempt(self._store) <= attempt:
             return False
         if claimed := read_attempts(self._store, attempt):
@@ -294,43 +294,43 @@ class Sidecar:
         return True
 
     def _is_due(self, cut: UploadedCut) -> bool:
-        """Whether to look for the other pods' parts now: often at first, rarely when they take long."""
+        """Return whether to look for the other pods' parts now: often at first, rarely later."""
         now = time.monotonic()
-        due, pause = self._looks.get(cut, (now, POLL_S))
+        due, pause = self._looks.get(cut, (now, POLL_INTERVAL_S))
         if now < due:
             return False
         self._looks[cut] = (now + pause, min(pause * 1.5, MAX_POLL_INTERVAL_S))
         return True
 
     def _conclude(self, cut: UploadedCut) -> None:
-        """Commit a cut whose parts are all durable; give up one that can't become whole."""
-        why = NEWER_ATTEMPT if self._is_superseded(cut.attempt) else ""
+        """Commit a cut whose parts are all durable; discard one that can never be complete."""
+        reason = NEWER_ATTEMPT if self._is_superseded(cut.attempt) else ""
         manifest = None
         try:
-            if not why:
+            if not reason:
                 manifest = try_commit(self._store, cut.step, cut.attempt, cut.world_size, self._inbox.ranks)
         except SnapshotError as error:
             self._lose(cut, error)
-            why = str(error)
-        if not manifest and not (why := why or self._hopeless(cut)):
+            reason = str(error)
+        if not manifest and not (reason := reason or self._cannot_complete(cut)):
             return
         if manifest:
             self._announce(cut, manifest)
         else:
-            self._drop(cut, why)
+            self._drop(cut, reason)
         self._inbox.forget_uploaded(cut)
         self._looks.pop(cut, None)
         if manifest and 0 in self._inbox.ranks:
             self._retain(cut.snapshot)
 
-    def _hopeless(self, cut: UploadedCut) -> str:
-        """Why the missing part lists of a cut will never come, or aren't worth waiting for; empty while they may."""
+    def _cannot_complete(self, cut: UploadedCut) -> str:
+        """Return why not to wait for a cut's missing part lists, or an empty string."""
         if self._committed and self._committed.recency >= cut.snapshot.recency:
             return "a later cut is committed"
-        if self._life.ended and self._duties.single_pod and not self._inbox.ready():
-            return "the gang ended before all its ranks had handed over"
-        if self._life.is_past_peers(time.monotonic()) and not self._inbox.ready() and not self._inbox.in_order():
-            return "the gang broke before other pods stored their parts: the last of them commits it, if they do"
+        if self._shutdown.ended and self._tasks.single_pod and not self._inbox.ready():
+            return "the gang ended before all ranks had handed over"
+        if self._shutdown.is_past_peers(time.monotonic()) and not self._inbox.ready() and not self._inbox.in_order():
+            return "the gang broke before other pods stored their parts; the last of them commits it"
         return ""
 
     def _announce(self, cut: UploadedCut, manifest: Manifest) -> None:
@@ -356,43 +356,44 @@ class Sidecar:
             self._publisher.offer(name)
 
     def _retain(self, newest: SnapshotName) -> None:
-        """Remove what need not be kept; the ranks know of the newest snapshot already, so no new cut needs an older.
+        """Delete snapshots that retention does not keep; the ranks already know the newest one.
 
-        Where objects of that, or of one below it, turn out to be gone, the next cut is to hold all.
+        If objects that it needs turn out to be missing, the next cut holds all rows ever updated.
         """
         if self._waits_for_deltas():
             return
         used = self._publisher.in_use if self._publisher else frozenset[SnapshotName]()
         try:
             self._status.retired.inc(self._retention.apply(newest.attempt, self._inbox.parents_in_flight() | used))
-        except DLRMError as error:  # what is left goes with the next snapshot
+        # The next snapshot's retention deletes what is left.
+        except DLRMError as error:
             self._fail(error)
-        if lacking := self._retention.lacking(newest):
+        if incomplete := self._retention.lacking(newest):
             self._fail(
                 BrokenChainError(
-                    f"{self._store.uri}: objects of the snapshot of step {lacking.step} are gone, so that of step "
-                    f"{newest.step} can't be restored: the next is full; see what removes objects there"
+                    f"{self._store.uri}: objects of the snapshot of step {incomplete.step} are missing, so step "
+                    f"{newest.step} cannot be restored; the next snapshot is full; check what deletes objects there"
                 )
             )
             self._inbox.publish_broken(newest)
 
     def _waits_for_deltas(self) -> bool:
-        """Whether it is not known yet which snapshot the next delta goes from, and may soon be.
+        """Return whether the snapshot that the next delta starts from is not known yet but may soon be.
 
-        Where the deltas' store stays away, that snapshot may go, which costs one full delta; a full store of
+        If the store of deltas stays down that snapshot may be deleted, which costs one full delta; a full store of
         snapshots would cost all of them.
         """
         if self._publisher is None or self._publisher.knows:
             return False
-        if time.monotonic() - self._started < self._duties.retention.orphan_s:
+        if time.monotonic() - self._started < self._tasks.retention.orphan_s:
             return True
         if not self._retains_blindly:
             self._retains_blindly = True
-            logger.warning("snapshots are retired though the deltas that are there can't be read: one may be full")
+            logger.warning("deleting snapshots although deltas cannot be read; the next delta may be full")
         return False
 
     def _fail(self, error: DLRMError) -> None:
-        logger.warning("the store failed", extra={"problem": str(error)})
+        logger.warning("store call failed", extra={"error": str(error)})
         self._status.store_failed(error)
 
     def _pending(self) -> int | None:
@@ -401,18 +402,18 @@ class Sidecar:
 
     def _left(self) -> str:
         step = self._pending()
-        return "" if step is None else f"the cut of step {step}"
+        return "" if step is None else f"cut of step {step}"
 
     def _verdict(self) -> tuple[ExitCode, str]:
-        if self._lost and self._lost.by_its_parent:
-            return ExitCode.TEMPORARY, f"BrokenParent: {self._lost.why}"
+        if self._lost and self._lost.is_recoverable:
+            return ExitCode.TEMPORARY, f"BrokenParent: {self._lost.error}"
         if self._lost:
-            return self._lost.why.exit_code, f"Refused: {self._lost.why}"
-        said = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(self._inbox.reasons().items()))
-        return ExitCode.DONE, f"TrainersEnded: {said}" if said else "TrainersEnded"
+            return self._lost.error.exit_code, f"Refused: {self._lost.error}"
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(self._inbox.reasons().items()))
+        return ExitCode.DONE, f"TrainersEnded: {reasons}" if reasons else "TrainersEnded"
 
     def _finish(self, code: ExitCode, reason: str) -> ExitCode:
         self._status.set_pending(self._pending())
         self._status.ended(reason)
-        logger.info("checkpointer ends", extra={"exit_code": int(code), "reason": reason})
+        logger.info("checkpointer exiting", extra={"exit_code": int(code), "reason": reason})
         return code

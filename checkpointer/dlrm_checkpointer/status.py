@@ -1,4 +1,4 @@
-"""What the sidecar says of itself: /progress and Prometheus metrics."""
+"""Report what the sidecar does: /progress and Prometheus metrics over HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMIT_BUCKETS_S = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1_800, 3_600)
 
 
 class Status:
-    """State shared between the sidecar's loop and its HTTP threads."""
+    """Hold the state that the sidecar's loop shares with its HTTP threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class Status:
             prefix + "published_bytes", "Bytes of objects put for deltas.", registry=registry
         )
         self.publish_errors = Counter(prefix + "publish_errors", "Failed rounds of publishing.", registry=registry)
-        # at 0 from the start: a series that begins with its first event has no increase by it
+        # Series start at 0: one that begins with its first event shows no increase by it.
         for kind in get_args(Kind):
             self.commits.labels(kind)
         for reason in get_args(RetryReason):
@@ -83,7 +83,7 @@ class Status:
 
     @property
     def progress(self) -> CheckpointerProgress:
-        """What /progress answers now."""
+        """Return what /progress answers now."""
         with self._lock:
             return self._progress
 
@@ -92,18 +92,18 @@ class Status:
             self._progress = self._progress.model_copy(update={**changes, "time": time.time()})
 
     def set_pending(self, step: int | None) -> None:
-        """The newest step that is handed over and not committed."""
+        """Set the newest step that is handed over and not committed."""
         if step != self.progress.pending_step:
             self._update(pending_step=step)
         self._pending.set(-1 if step is None else step)
 
     def found(self, step: int) -> None:
-        """A snapshot that was there when the sidecar started."""
+        """Report a snapshot that existed when the sidecar started."""
         self._update(committed_step=step)
         self._committed.set(step)
 
     def committed(self, snapshot: SnapshotInfo, handed_over: float, chain_length: int) -> None:
-        """A snapshot is committed."""
+        """Report a committed snapshot."""
         self._update(committed_step=snapshot.step, last_snapshot=snapshot)
         self._committed.set(snapshot.step)
         self._commit_time.set(snapshot.time)
@@ -120,23 +120,23 @@ class Status:
         self._deltas.labels("full" if full else "delta").inc()
 
     def store_failed(self, error: DLRMError) -> None:
-        """The store's last call failed."""
+        """Report that the last store call failed."""
         self._update(store_error=str(error)[:STORE_ERROR_LENGTH])
         self._failing.set(1)
         self.store_errors.inc()
 
     def store_answered(self) -> None:
-        """The store's last call worked."""
+        """Report that the last store call succeeded."""
         if self.progress.store_error:
             self._update(store_error="")
             self._failing.set(0)
 
     def store_retried(self, reason: RetryReason) -> None:
-        """A call of the store is made again."""
+        """Count a retry of a store call."""
         self._store_repeats.labels(reason).inc()
 
     def ended(self, reason: str) -> None:
-        """The sidecar is about to end."""
+        """Report why the sidecar is about to exit."""
         self._update(reason=reason)
 
 
@@ -144,10 +144,10 @@ STOP_POLL_S = 0.05
 
 
 class Endpoint:
-    """A small HTTP server on threads of its own.
+    """Serve GET /progress and /metrics on threads of its own.
 
     Raises:
-        UsageError: the address is taken.
+        UsageError: the address is in use.
     """
 
     def __init__(self, bind: str, port: int, status: Status) -> None:
@@ -163,7 +163,7 @@ class Endpoint:
         try:
             self._server = EndpointServer((bind, port), Handler)
         except OSError as error:
-            raise UsageError(f"{bind}:{port}: cannot listen there: {error.strerror}; choose another port") from error
+            raise UsageError(f"cannot listen on {bind}:{port}: {error.strerror}; choose another port") from error
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(STOP_POLL_S,), name="endpoint", daemon=True
         )
@@ -171,7 +171,7 @@ class Endpoint:
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """Return the port that it listens on."""
         return self._server.server_port
 
     def close(self) -> None:

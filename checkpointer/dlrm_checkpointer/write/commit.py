@@ -1,4 +1,4 @@
-"""The last write of a snapshot: its manifest."""
+"""Commit a snapshot by its last write, the manifest."""
 
 from __future__ import annotations
 
@@ -26,25 +26,24 @@ logger = logging.getLogger(__name__)
 def try_commit(
     store: ObjectStore, step: int, attempt: int, world_size: int, own: Iterable[int] = ()
 ) -> Manifest | None:
-    """Put the manifest of a cut if the part lists of all its ranks are durable; None where some are missing.
+    """Put the manifest of a cut if the part lists of all ranks are durable; return None if some are missing.
 
-    The manifest goes last: a snapshot exists from the moment its manifest does, so a crash at any point leaves
-    only orphans, which retention removes. Its content is a function of the part lists, which are never
-    replaced; so every sidecar of the gang may commit, in any order, and repeat it after a lost answer. Retention
-    removes part lists before their manifest: one that was put when they are gone is of a snapshot that is retired, and
-    is taken back.
+    The manifest goes last: a snapshot exists from the moment its manifest does, so a crash at any point leaves only
+    orphans, which retention deletes. Its content is a function of the part lists, which are never replaced; so every
+    sidecar of the gang may commit, in any order, and repeat it after a lost response. Retention deletes part lists
+    before their manifest: a manifest that was put when they are gone belongs to a retired snapshot and is deleted.
 
     Args:
-        store: the job's store.
-        step: of the cut.
-        attempt: of the gang.
-        world_size: of the gang.
-        own: ranks whose part lists a manifest that is there already is held to: all that many pods read of each
-            other's would be the gang's ranks times its pods.
+        store: The job's store.
+        step: Step of the cut.
+        attempt: Attempt of the cut.
+        world_size: Number of ranks.
+        own: Ranks whose part lists an existing manifest is compared with; if every pod compared all of them, reads
+            would grow with ranks times pods.
 
     Raises:
-        StoreUnavailableError: the manifest may or may not be there; repeat the call as it is.
-        SnapshotConflictError: it is there with other content; nothing was replaced.
+        StoreUnavailableError: the outcome is unknown; repeat the call unchanged.
+        SnapshotConflictError: a manifest with other content exists; nothing was replaced.
     """
     manifest: Manifest | None = None
     key, present = manifest_key(step, attempt), _present(store, step, attempt)
@@ -75,24 +74,19 @@ def _put_manifest(store: ObjectStore, step: int, attempt: int, world_size: int, 
 
 
 def _check_holds(manifest: Manifest, parts: Sequence[PartList], where: str) -> None:
-    """Check that a manifest holds what some part lists do.
-
-    Raises:
-        SnapshotConflictError: it does not.
-    """
     held = set(manifest.chunks)
     if any(part.meta != manifest.meta or not held.issuperset(part.chunks) for part in parts):
         raise _conflict(where)
 
 
 def _conflict(where: str) -> SnapshotConflictError:
-    return SnapshotConflictError(f"{where} is there with other content: nothing was replaced")
+    return SnapshotConflictError(f"{where} exists with other content; nothing was replaced")
 
 
 def _parts(store: ObjectStore, step: int, attempt: int, ranks: Iterable[int]) -> list[PartList]:
-    """The part lists of some ranks, as far as they are there.
+    """Return the existing part lists of some ranks.
 
-    What they say alike of the cut (of thousands of tables and of files of data) is in memory once.
+    Their equal descriptions of the cut (thousands of tables, many data files) are in memory once.
     """
     keys = [part_key(step, attempt, rank) for rank in ranks]
     bodies = parallel_map(lambda key: _get(store, key), keys, PARALLEL_GETS)

@@ -1,4 +1,4 @@
-"""Which snapshots go, and how they go without a reader or a writer noticing."""
+"""Decide which snapshots to delete, and delete them safely next to readers and writers."""
 
 from __future__ import annotations
 
@@ -35,104 +35,103 @@ from dlrm_checkpointer.types import SnapshotName
 from dlrm_stores import ObjectStore
 from dlrm_stores.base import ObjectInfo
 
-MARK_BYTES = 8
+logger = logging.getLogger(__name__)
+
+HASH_BYTES = 8
 
 
 class KeySet:
-    """Keys, eight bytes of each one's hash: another key is among them by a chance of their number in 2**64."""
+    """Hold keys as eight bytes of their hashes; n keys contain another one with probability n / 2**64."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._marks = np.fromiter(map(_key_hash, keys), np.uint64)
-        self._marks.sort()
+        self._hashes = np.fromiter(map(_key_hash, keys), np.uint64)
+        self._hashes.sort()
 
     def __len__(self) -> int:
-        return len(self._marks)
+        return len(self._hashes)
 
     def __contains__(self, key: str) -> bool:
-        mark = np.uint64(_key_hash(key))
-        place = int(np.searchsorted(self._marks, mark))
-        return place < len(self._marks) and bool(self._marks[place] == mark)
+        value = np.uint64(_key_hash(key))
+        place = int(np.searchsorted(self._hashes, value))
+        return place < len(self._hashes) and bool(self._hashes[place] == value)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
-        return self._marks.nbytes
+        """Return the bytes of memory."""
+        return self._hashes.nbytes
 
 
 def _key_hash(key: str) -> int:
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=MARK_BYTES).digest())
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=HASH_BYTES).digest())
 
-
-logger = logging.getLogger(__name__)
 
 ABANDONED_UPLOAD_S = 24 * 3_600
-"""Unfinished uploads older than this have no writer any more."""
+"""Unfinished uploads older than this have no writer."""
 ORPHAN_S = 3_600.0
-"""Objects without a manifest stay for so long, by the store's clock: somebody may be looking into what happened."""
+"""Time that objects without a manifest stay, by the store's clock, for whoever investigates what happened."""
 SWEEPS = 6
-"""Within the time that objects without a manifest stay, how often they are looked for."""
-REST_SHARE = 20
-"""Where that takes long, it is not done again for so many times as long, but within that time: no cut is stored
-meanwhile."""
+"""Number of searches for orphans within ``orphan_s``."""
+SWEEP_PAUSE_FACTOR = 20
+"""A search for orphans is followed by a pause this many times as long, at most ``orphan_s``: it blocks uploads."""
 DELETE_BATCH = 1_000
-"""Objects that are removed together, and keys of a listing that are in memory."""
+"""Objects deleted together, and keys of a listing in memory."""
 NONE = KeySet(())
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
-    """What the job asks to be kept."""
+    """Hold what the job asks to be kept."""
 
     keep_last: int
-    """Newest snapshots of the lineage."""
+    """Number of newest snapshots of the lineage."""
     keep_every_s: float | None = None
-    """Beside them the newest of each period of this length, counted from 1970."""
+    """Also keep the newest of each period of this length, counted from 1970."""
     orphan_s: float = ORPHAN_S
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredSnapshot:
-    """A manifest that is there."""
+    """Describe a manifest in the store."""
 
     name: SnapshotName
     time: float = 0.0
-    """Of the cut (Unix seconds)."""
+    """Time of the cut (Unix seconds)."""
     below: tuple[SnapshotName, ...] = ()
     """Its chain."""
     objects: KeySet = NONE
     """Keys of its own objects."""
     readable: bool = True
-    """Whether it can be read, and is known to lack no object where that was looked for."""
+    """Whether it can be read, and misses no object if that was checked."""
     newer: str = ""
-    """What is said of the newer version that wrote it; empty where none did."""
+    """The error if a newer version wrote it, else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPlan:
-    """What retention does with the manifests that are there."""
+    """State what retention does with the stored manifests."""
 
     keep: tuple[SnapshotName, ...]
-    """For themselves, newest first."""
+    """Kept for themselves, newest first."""
     needed: frozenset[SnapshotName]
-    """Below these, or below cuts that are on their way."""
+    """Kept because these, or cuts in flight, depend on them."""
     retire: tuple[SnapshotName, ...]
 
 
 def decide(
     found: Iterable[StoredSnapshot],
     attempts: Sequence[StoreAttempt],
-    rule: RetentionPolicy,
+    policy: RetentionPolicy,
     in_use: Iterable[SnapshotName],
 ) -> RetentionPlan:
-    """Keep what the rule says of the lineage, of each step the newest attempt's, with all chains; retire the rest.
+    """Keep what the policy says of the lineage, per step the newest attempt's, with all chains; retire the rest.
 
-    What can't be read counts for nothing and stays, with its chain: something may mend it.
+    A manifest that cannot be read does not count and stays, with its chain: it may become readable.
 
     Args:
-        found: every manifest.
-        attempts: all.
-        rule: of the job.
-        in_use: snapshots that cuts on their way are relative to.
+        found: Every manifest.
+        attempts: Every attempt.
+        policy: The job's policy.
+        in_use: Snapshots that cuts in flight are relative to.
     """
     newest_first = sorted(found, key=lambda each: each.name, reverse=True)
     keep: dict[int, StoredSnapshot] = {}
@@ -141,8 +140,8 @@ def decide(
         name = each.name
         if not each.readable or name.step in keep or not in_lineage(name.step, name.attempt, attempts):
             continue
-        period = None if rule.keep_every_s is None else int(each.time // rule.keep_every_s)
-        if len(keep) < rule.keep_last or (period is not None and period not in periods):
+        period = None if policy.keep_every_s is None else int(each.time // policy.keep_every_s)
+        if len(keep) < policy.keep_last or (period is not None and period not in periods):
             keep[name.step] = each
         if period is not None:
             periods.add(period)
@@ -157,66 +156,64 @@ def decide(
 
 
 def is_orphan(cut: SnapshotName, newest: Sequence[SnapshotName], attempts: Sequence[StoreAttempt]) -> bool:
-    """Whether objects of a cut that belong to no manifest can go: no live writer may still make a snapshot of them.
+    """Return whether no live writer can still make a snapshot of a cut's objects that belong to no manifest.
 
-    A cut newer than the oldest of the newest snapshots may still be on its way, unless its attempt was given up before
-    it.
+    A cut newer than the oldest of ``newest`` may still be in flight, unless its attempt was abandoned before it.
 
     Args:
-        cut: what the objects are of.
-        newest: as many as the rule keeps at least; those that stay for their period are no measure.
-        attempts: all.
+        cut: The cut that wrote the objects.
+        newest: The ``keep_last`` newest snapshots; those kept for their period do not count.
+        attempts: Every attempt.
     """
     return bool(newest) and (cut.step < min(newest).step or not in_lineage(cut.step, cut.attempt, attempts))
 
 
 class Retention:
-    """Applies a rule to a store again and again; it remembers manifests and attempts, which never change.
+    """Apply a policy to a store repeatedly. It remembers manifests and attempts, which never change.
 
     Args:
-        store: the job's store.
-        rule: of the job.
-        present: whether a snapshot counts only where all its objects and those of its chain are there, which costs
-            listings of them.
+        store: The job's store.
+        policy: The job's policy.
+        present: Whether a snapshot counts only if all objects of its chain exist, which costs listings.
     """
 
-    def __init__(self, store: ObjectStore, rule: RetentionPolicy, *, present: bool = False) -> None:
-        self._store, self._rule, self._present = store, rule, present
+    def __init__(self, store: ObjectStore, policy: RetentionPolicy, *, present: bool = False) -> None:
+        self._store, self._policy, self._present = store, policy, present
         self._known: dict[SnapshotName, StoredSnapshot] = {}
         self._attempts: dict[int, StoreAttempt] = {}
-        self._lacking: frozenset[SnapshotName] = frozenset()
-        """Snapshots of whose own objects the last sweep did not see all."""
+        self._incomplete: frozenset[SnapshotName] = frozenset()
+        """Snapshots of whose own objects the last sweep did not find all."""
         self._next_sweep = float("-inf")
-        """By the clock; in the past while something that was to go may be left."""
+        """Monotonic time; in the past while something to delete may be left."""
 
     def decide(self, in_use: Iterable[SnapshotName] = ()) -> RetentionPlan:
-        """What would go now; nothing is removed.
+        """Return what would be deleted now; delete nothing.
 
         Raises:
             NewerVersionError: see ``apply``.
         """
         attempts = self._read_attempts()
-        return decide(self._found(attempts), attempts, self._rule, in_use)
+        return decide(self._found(attempts), attempts, self._policy, in_use)
 
     def apply(self, attempt: int, in_use: Iterable[SnapshotName] = ()) -> int:
-        """Remove what the rule doesn't keep, and orphans; return how many snapshots went. Safe to repeat or cut off.
+        """Delete what the policy does not keep, and orphans; return the number of snapshots deleted.
 
-        Of a snapshot that goes its own folders are listed. Orphans are looked for every now and then, in a listing of
-        all objects.
+        Safe to repeat or interrupt. A deleted snapshot's own prefixes are listed; orphans are searched for now and
+        then in a listing of all objects.
 
-        Only the newest attempt removes anything, once it is sure of the snapshot that it goes on from: while it is
-        pending, it may have looked for marks already. A snapshot is marked as retired before the attempts are read
-        again, and a new attempt looks for the mark after it announced itself: one of the two sees the other, so a
-        snapshot that a new attempt goes on from is never removed. The part lists go first, so that no sidecar commits
-        them anew, then the manifest, then its objects.
+        Only the newest attempt deletes anything, and only once it is confirmed: while it is pending it may have
+        looked for marks already. A snapshot is marked as retired before the attempts are read again, and a new attempt
+        looks for the mark after it announced itself: one of the two sees the other, so a snapshot that a new attempt
+        starts from is never deleted. Part lists go first, so that no sidecar commits them again, then the manifest,
+        then its objects.
 
         Args:
-            attempt: on whose behalf.
-            in_use: snapshots that cuts on their way are relative to.
+            attempt: The attempt on whose behalf to delete.
+            in_use: Snapshots that cuts in flight are relative to.
 
         Raises:
-            NewerVersionError: a newer version wrote a snapshot of the lineage: which others that goes over can't be
-                known, so nothing is removed.
+            NewerVersionError: a newer version wrote a snapshot of the lineage; what it depends on is unknown, so
+                nothing is deleted.
         """
         store = self._store
         if newest_attempt(store) != attempt:
@@ -225,11 +222,12 @@ class Retention:
         if not is_claimed(attempt, attempts):
             return 0
         found = self._found(attempts)
-        decision = decide(found, attempts, self._rule, in_use)
+        decision = decide(found, attempts, self._policy, in_use)
         is_due = time.monotonic() >= self._next_sweep
         if not decision.retire and not is_due:
             return 0
-        next_sweep, self._next_sweep = self._next_sweep, float("-inf")  # until all of it is done
+        # Until all of it is done, the next call has to sweep.
+        next_sweep, self._next_sweep = self._next_sweep, float("-inf")
         for name in decision.retire:
             store.put(_mark(name), b"")
         if newest_attempt(store) != attempt:
@@ -245,25 +243,26 @@ class Retention:
         return len(decision.retire)
 
     def lacking(self, name: SnapshotName) -> SnapshotName | None:
-        """Which of a snapshot and those below it lacks an object, as far as sweeps saw; None: none does."""
+        """Return the snapshot of a chain that misses an object, as far as sweeps saw, or None."""
         found = self._known.get(name)
         chain = (*found.below, name) if found else ()
-        return next((each for each in chain if each in self._lacking), None)
+        return next((each for each in chain if each in self._incomplete), None)
 
     def _retire(self, names: Sequence[SnapshotName]) -> None:
-        """Remove snapshots that are marked, newest first."""
+        """Delete marked snapshots, newest first."""
         store = self._store
         parts = [info.key for name in names for info in store.list(cut_prefix(PARTS, name.step, name.attempt))]
         if parts:
             store.delete_all(parts)
-        for name in names:  # one after the other: none is ever there without those below it
+        # One after the other: no snapshot ever exists without those that it depends on.
+        for name in names:
             store.delete(manifest_key(name.step, name.attempt))
             self._known.pop(name, None)
         for name in names:
             self._remove(info.key for info in store.list(cut_prefix(CHUNKS, name.step, name.attempt)))
 
     def _remove(self, keys: Iterable[str]) -> None:
-        """Remove objects of a listing while it goes on."""
+        """Delete objects of a listing while it continues."""
         rest = iter(keys)
         while some := list(islice(rest, DELETE_BATCH)):
             self._store.delete_all(some)
@@ -277,7 +276,7 @@ class Retention:
         found = [self._known.get(name) or self._read(name) for name in self._names()]
         for each in found:
             if each.newer and in_lineage(each.name.step, each.name.attempt, attempts):
-                raise NewerVersionError(f"{self._store.uri}: {each.newer}; nothing is removed meanwhile")
+                raise NewerVersionError(f"{self._store.uri}: {each.newer}; nothing is deleted")
         self._known = {each.name: each for each in found if each.readable}
         return found
 
@@ -289,7 +288,7 @@ class Retention:
         try:
             manifest = parse_manifest(self._store.get(key), key)
         except (SnapshotError, NoInputError) as error:
-            logger.warning("manifest can't be read: it stays", extra={"key": key, "problem": str(error)})
+            logger.warning("cannot read manifest, keeping it", extra={"key": key, "error": str(error)})
             return StoredSnapshot(
                 name=name, readable=False, newer=str(error) if isinstance(error, NewerVersionError) else ""
             )
@@ -305,25 +304,23 @@ class Retention:
         try:
             open_snapshot(self._store, name.step, name.attempt)
         except (SnapshotError, NoInputError) as error:
-            logger.warning("snapshot lacks something: it stays", extra={"step": name.step, "problem": str(error)})
+            logger.warning("snapshot incomplete, keeping it", extra={"step": name.step, "error": str(error)})
             return False
         return True
 
     def _sweep(
         self, found: Sequence[StoredSnapshot], decision: RetentionPlan, attempts: Sequence[StoreAttempt]
     ) -> float:
-        """Remove old objects of no manifest, and uploads that nobody finishes; returns when to look for them again.
-
-        Manifests whose objects are not all in the listing are remembered.
+        """Delete old orphans and abandoned uploads; return when to search again.
 
         Args:
-            found: every manifest that is left.
-            decision: on these.
-            attempts: all.
+            found: Every manifest that is left.
+            decision: The plan for these.
+            attempts: Every attempt.
         """
         store, began = self._store, time.monotonic()
         there = {each.name: each for each in found}
-        newest = decision.keep[: self._rule.keep_last]
+        newest = decision.keep[: self._policy.keep_last]
         missing = {each.name: len(each.objects) for each in found}
         now = max((info.modified for info in store.list(MANIFESTS)), default=0.0)
 
@@ -336,7 +333,7 @@ class Retention:
             is_own = name in there and info.key in there[name].objects
             if is_own:
                 missing[name] -= 1
-            if is_own or now - info.modified < self._rule.orphan_s:
+            if is_own or now - info.modified < self._policy.orphan_s:
                 return False
             if name in there:
                 return there[name].readable and info.key.startswith(CHUNKS)
@@ -344,10 +341,10 @@ class Retention:
 
         for kind in (PARTS, CHUNKS):
             self._remove(info.key for info in store.list(kind) if goes(info))
-        self._lacking = frozenset(name for name, count in missing.items() if count)
+        self._incomplete = frozenset(name for name, count in missing.items() if count)
         store.sweep_uploads(ABANDONED_UPLOAD_S)
-        ended, rest = time.monotonic(), self._rule.orphan_s
-        return ended + max(rest / SWEEPS, min(rest, (ended - began) * REST_SHARE))
+        ended, longest = time.monotonic(), self._policy.orphan_s
+        return ended + max(longest / SWEEPS, min(longest, (ended - began) * SWEEP_PAUSE_FACTOR))
 
 
 def _mark(name: SnapshotName) -> str:
