@@ -33,7 +33,7 @@ WHY = {
     "intermittent": ("increment: the policy is intermittent", "full: a full one and its increments are expected"),
 }
 """Kind and reason, by policy, of a snapshot that has one before it."""
-DROPPED = "was dropped and the next is full"
+DROPPED = "was discarded, the next is full"
 MORE_STEPS = 200
 """Of a run that goes on after a kill."""
 
