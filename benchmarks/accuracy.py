@@ -39,7 +39,7 @@ class Outcome:
 
 
 def job(codec: Codec, seed: int, samples: int, folder: Path) -> dict[str, Any]:
-    """The example with a codec and a seed."""
+    """Return the example job with a codec and a seed."""
     document: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
     spec = document["spec"]
     spec["data"]["synthetic"] = {"samples": samples, "evalSamples": EVAL_SAMPLES}

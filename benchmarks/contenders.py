@@ -83,7 +83,7 @@ class Contender:
 
 
 def _serve(pipe: Connection, kind: str, shape: Shape, trace: str, cache: Kept, folders: tuple[Path, Path]) -> None:
-    """The child: answers until its parent is gone."""
+    """Run the child process: answer until the parent is gone."""
     torch.set_num_threads(THREADS)
     make: Callable[[Shape], Any] = {"ours": _ours(cache, folders[0]), "mapped-bags": _bags(folders[0])}[kind]
     batches = Batches(shape, popularity_of(trace, shape.rows, folders[1]))

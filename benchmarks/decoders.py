@@ -92,7 +92,7 @@ class Columns:
 
 
 def polars_parquet(origin: Origin) -> Columns:
-    """The whole file, on all threads."""
+    """Decode the whole file on all threads."""
     import polars
 
     frame = polars.read_parquet(origin.uri, storage_options=origin.storage_options or None)
@@ -100,14 +100,14 @@ def polars_parquet(origin: Origin) -> Columns:
 
 
 def pyarrow_parquet(origin: Origin) -> Columns:
-    """The whole file, on all threads."""
+    """Decode the whole file on all threads."""
     filesystem, path = origin.filesystem
     table = pq.read_table(path, filesystem=filesystem)
     return Columns(table.num_rows, table.column)
 
 
 def duckdb_parquet(origin: Origin) -> Columns:
-    """The whole file, on all threads."""
+    """Decode the whole file on all threads."""
     return _duckdb(f"select * from read_parquet('{origin.uri}')")
 
 

@@ -17,7 +17,7 @@ class FioError(RuntimeError):
 
 
 def find_fio() -> str:
-    """The program.
+    """Return the path of the program.
 
     Raises:
         FioError: it is not installed.

@@ -67,7 +67,7 @@ class FakeNodes:
         self._folder.cleanup()
 
     def calls(self, agent: str) -> Iterator[dict[str, Any]]:
-        """Requests of programs whose user agent begins so, as the API server recorded them."""
+        """Return the requests of a user agent from the API server's audit log."""
         with self.plane.audit_log.open() as lines:
             for line in lines:
                 if f'"userAgent":"{agent}' in line:
@@ -106,7 +106,7 @@ def _stages() -> Iterator[str]:
 
 
 def _serve_progress() -> None:
-    """What pod 0 of every job says: it trains."""
+    """Return the progress of pod 0 of every job: it trains."""
     trainer = Progress(attempt=1, phase=TrainerPhase.TRAINING, step=1, loss=0.5).model_dump_json()
     answers = {Port.TRAINER: trainer, Port.CHECKPOINTER: CheckpointerProgress().model_dump_json()}
 

@@ -97,7 +97,7 @@ class Gang:
 
 
 def _serve(pipe: Connection, make: Callable[..., Any], shape: Shape, rank: int, ranks: int, port: int) -> None:
-    """The child: answers until its parent is gone."""
+    """Run the child process: answer until the parent is gone."""
     ctypes.CDLL(None).prctl(1, 9)  # ends with its parent
     import torch
 

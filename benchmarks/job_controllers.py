@@ -53,7 +53,7 @@ class Controller(Protocol):
         """Make one job."""
 
     def running(self, document: Object) -> str:
-        """The job of which this object says that it runs, or that one more of its pods does; else empty."""
+        """Return the job that this object shows as running (or one more of its pods), or an empty string."""
 
     signs: int
     """How many such objects make a running job."""
@@ -67,7 +67,7 @@ def job_name(number: int) -> str:
 
 
 def job_document(number: int) -> Object:
-    """A small job of two pods, with a table of a size of its own, so that no plan of another job fits it."""
+    """Return a small job of two pods with a table size of its own, so no plan of another job fits."""
     return {
         "apiVersion": "dlrm.dev/v1alpha1",
         "kind": "DLRMJob",
@@ -122,7 +122,7 @@ class Kubeflow:
     watched = "/apis/kubeflow.org/v1/pytorchjobs"
 
     def start(self, cluster: FakeNodes) -> subprocess.Popen[bytes]:
-        """It waits for a certificate of its webhook, which nobody calls here; that comes as a mounted Secret."""
+        """Write the certificate that the controller waits for; nobody calls its webhook here."""
         manifests = module_folder("training-operator", KUBEFLOW) / "manifests" / "base"
         for path in sorted((manifests / "crds").glob("kubeflow.org_*.yaml")):
             plural = path.stem.partition("_")[2]
@@ -193,7 +193,7 @@ class BareClient:
             api.call_now("POST", f"/api/v1/namespaces/{NAMESPACE}/{kinds[made['kind']]}", made)
 
     def running(self, document: Object) -> str:
-        """The job of a pod that runs."""
+        """Return the job of a running pod."""
         phase = (document.get("status") or {}).get("phase")
         return document["metadata"]["labels"].get("dlrm.dev/job", "") if phase == "Running" else ""
 
@@ -212,7 +212,7 @@ class Submission:
 
     @staticmethod
     def _agent(controller: Controller) -> str:
-        """The bare client's own writes are what it is about."""
+        """Count the bare client's own writes."""
         return controller.agent if isinstance(controller, BareClient) else "benchmark"
 
     def run(self, jobs: int, timeout_s: float) -> None:
@@ -307,7 +307,7 @@ def _spawn(argv: list[str], cluster: FakeNodes, env: dict[str, str]) -> subproce
 
 
 def _get(url: str) -> int:
-    """The status code of an endpoint; 0 where it does not answer."""
+    """Return the status code of an endpoint, or 0 if it does not answer."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return int(answer.status)

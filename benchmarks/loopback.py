@@ -52,7 +52,7 @@ class Service:
 
 @contextmanager
 def served(root: Path, bucket: str) -> Iterator[Service | None]:
-    """A server with an empty bucket; None, and a word about it, where there is none."""
+    """Yield a server with an empty bucket, or None with a message if there is none."""
     try:
         from dlrm_cluster.errors import ClusterError
         from dlrm_cluster.process import ProcessId

@@ -71,7 +71,7 @@ class Pairs:
         self.theirs.append(theirs)
 
     def inverted(self, factor: float) -> Pairs:
-        """The same repeats as a rate: ``factor`` over what was measured."""
+        """Return the repeats as a rate: ``factor`` / what was measured."""
         return Pairs([factor / value for value in self.ours], [factor / value for value in self.theirs])
 
     @property

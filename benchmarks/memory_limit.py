@@ -81,7 +81,7 @@ def _watch(group: MemoryGroup, process: subprocess.Popen[bytes]) -> int:
 
 
 def _outcome(manifest: Path, store: Path, output: bytes) -> dict[str, Any]:
-    """What was trained: bytes of all tables with their state, and of the rows that the last snapshot stands for."""
+    """Return the bytes of all tables with their state, and of the rows that the last snapshot holds."""
     job: DLRMJob = parse_job(yaml.safe_load(manifest.read_text()))
     kind = job.spec.training.row_optimizer.kind
     sizes = {table.name: row_bytes(table.dim, table.dtype, kind) for table in job.spec.model.all_tables()}

@@ -37,37 +37,37 @@ class MeteredStore:
         return self._store.get(key)
 
     def get_into(self, key: str, buffer: memoryview) -> int:
-        """Passed on."""
+        """Delegate."""
         return self._store.get_into(key, buffer)
 
     def put(self, key: str, body: Body, sha256: str | None = None) -> None:
-        """Passed on, and counted."""
+        """Delegate and count."""
         self._store.put(key, body, sha256)
         self._wrote(len(body))
 
     def put_if_absent(self, key: str, body: Body) -> bool:
-        """Passed on, and counted where it wrote."""
+        """Delegate and count writes."""
         written = self._store.put_if_absent(key, body)
         if written:
             self._wrote(len(body))
         return written
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Passed on."""
+        """Delegate."""
         return self._store.list(prefix)
 
     def delete(self, key: str) -> None:
-        """Passed on."""
+        """Delegate."""
         self._store.delete(key)
 
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Passed on."""
+        """Delegate."""
         self._store.delete_all(keys)
 
     def size(self, key: str) -> int | None:
-        """Passed on."""
+        """Delegate."""
         return self._store.size(key)
 
     def sweep_uploads(self, older_than_s: float) -> int:
-        """Passed on."""
+        """Delegate."""
         return self._store.sweep_uploads(older_than_s)

@@ -156,7 +156,7 @@ def run(controller: Controller, jobs: int, idle_s: float) -> Measured:
 
 
 def idle(cluster: FakeNodes, controller: Controller, watched: Watched, idle_s: float) -> dict[str, float]:
-    """What the controller costs while nothing happens."""
+    """Measure what the idle controller costs."""
     time.sleep(QUIET_S)
     calls, cpu_s = _requests(cluster, controller), watched.cpu_s
     time.sleep(idle_s)
@@ -178,7 +178,7 @@ def _requests(cluster: FakeNodes, controller: Controller) -> dict[str, int]:
 
 
 def show(setting: Setting, ours: Sequence[Measured], theirs: Sequence[Measured]) -> None:
-    """The lines that have a peer."""
+    """Yield the lines that have a peer."""
     times = _pairs([run.seconds for run in ours], [run.seconds for run in theirs])
     report(
         setting,
@@ -206,7 +206,7 @@ def show(setting: Setting, ours: Sequence[Measured], theirs: Sequence[Measured])
 
 
 def show_alone(setting: Setting, ours: Sequence[Measured]) -> None:
-    """What ours took, beside no peer."""
+    """Yield the line without a peer."""
     figures = {
         "seconds_to_all_running": [run.seconds for run in ours],
         "writes_per_job": [run.writes for run in ours],

@@ -99,7 +99,7 @@ def _speed(setting: Setting, theirs: Callable[[torch.Tensor], object], repeats: 
 
 
 def _coder(setting: Setting, rows: Rows) -> Callable[[], object]:
-    """The whole way from rows to codes; plain codes at 4 bits are none of a snapshot's, so there the loop alone."""
+    """Encode rows completely; for plain 4-bit codes, which snapshots do not use, run the loop alone."""
     body = np.zeros(body_shape(setting.bits, *rows.shape), np.uint8)
     if setting.search == "adaptive" or setting.bits == 8:
         return lambda: code_rows(piece(rows), setting.bits, body.reshape(-1))

@@ -67,7 +67,7 @@ class Setting:
 
 
 def job_spec(format_: str, origin: Origin, window_rows: int, *, hashed: bool) -> DLRMJobSpec:
-    """A job that reads 13 dense values and 26 ids a sample, 2,048 samples a batch."""
+    """Return a job that reads 13 dense values and 26 ids per sample in batches of 2,048."""
     options = {"rows": 100_000, "embedding": {"hash": "mix"}} if hashed else {"rows": 2**33}
     tables = [{"name": name, "dim": 4, **options} for name in IDS]
     data: dict[str, Any] = {"format": format_, "train": {"uris": [origin.uri]}, "virtualShards": VIRTUAL_SHARDS}
@@ -103,7 +103,7 @@ def check_equal(format_: str, origin: Origin, decoded: Decoded) -> None:
 
 
 def read_epoch(spec: DLRMJobSpec) -> int:
-    """Samples of all batches, each of which is let go of at once."""
+    """Count the samples of all batches, dropping each at once."""
     with closing(open_reader(spec, "train", 0, 1)) as reader:
         return sum(batch.labels.numel() for batch in reader.iterate(0, reader.batches_per_epoch))
 

@@ -86,7 +86,7 @@ class Data:
 
 
 def spec_of(seed: int, samples: int, eval_samples: int) -> DLRMJobSpec:
-    """The job: row-wise Adagrad, labels from a planted teacher."""
+    """Return the job: row-wise Adagrad, labels from a hidden teacher."""
     spec = job_of(SHAPE).spec
     training, data = spec.training, spec.data
     rows = training.row_optimizer.model_copy(update={"learning_rate": ROW_RATE})
@@ -107,14 +107,14 @@ def draw(spec: DLRMJobSpec) -> Data:
 
 
 def started(spec: DLRMJobSpec) -> Learner:
-    """A learner before its first step."""
+    """Return a learner before its first step."""
     learner = Learner(spec, split_placement(SHAPE, 1, "table"), Collectives(0, 1, lambda: ""))
     learner.start(spec.training.seed)
     return learner
 
 
 def stops_of(data: Data, restores: int) -> list[int]:
-    """The steps at which training stops, evenly spaced, from 0 to the last."""
+    """Return the steps at which training stops, evenly spaced, from 0 to the last."""
     return [len(data.train) * number // (restores + 1) for number in range(restores + 2)]
 
 
@@ -126,7 +126,7 @@ def steps(learner: Learner, batches: Sequence[Batch]) -> None:
 
 
 def train(spec: DLRMJobSpec, data: Data, bits: Bits, restores: int) -> float:
-    """Normalized entropy of the evaluation set after an epoch with so many restores."""
+    """Return the normalized entropy after an epoch with so many restores."""
     learner = started(spec)
     before: int | None = None
     for begin, end in pairwise(stops_of(data, restores)):
@@ -138,7 +138,7 @@ def train(spec: DLRMJobSpec, data: Data, bits: Bits, restores: int) -> float:
 
 
 def train_partially(spec: DLRMJobSpec, data: Data, failures: int) -> float:
-    """The same with so many failures, at each of which half of the tables lose an interval between snapshots."""
+    """Return the normalized entropy with so many failures, each setting half of the tables back by an interval."""
     learner = started(spec)
     gone = [part for part in learner.embeddings.local if isinstance(part, ResidentPart)][: SHAPE.tables // 2]
     assert len(gone) == SHAPE.tables // 2, "tables are whole, and in memory"
@@ -155,7 +155,7 @@ def train_partially(spec: DLRMJobSpec, data: Data, failures: int) -> float:
 
 
 def finish(learner: Learner, data: Data) -> float:
-    """Normalized entropy of the evaluation set; the learner is closed."""
+    """Return the normalized entropy of the evaluation set; closes the learner."""
     logits = torch.cat([learner.logits(batch) for batch in data.evaluation]).double().numpy()
     labels = torch.cat([batch.labels for batch in data.evaluation]).double().numpy()
     learner.embeddings.close()

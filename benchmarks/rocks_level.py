@@ -36,7 +36,7 @@ class RocksLevel:
 
     No write-ahead log, no compression, no checksums, direct reads and writes, bloom filters, universal compaction: what
     FBGEMM's SSD tables set, as far as rocksdict lets one. A row that leaves is not deleted: it will be written again,
-    and a tombstone would cost the peer more than the room that it gives back.
+    and a tombstone would cost the peer more than the space that it frees.
 
     Args:
         folder: on the device.
@@ -103,7 +103,7 @@ class RocksLevel:
 
 
 def _parts(values: NDArray[np.int64] | NDArray[np.uint32]) -> list[bytes]:
-    """The bytes of each row of an array."""
+    """Return the bytes of each row of an array."""
     count = len(values)
     whole = (values.astype(">i8") if values.ndim == 1 else np.ascontiguousarray(values)).tobytes()
     size = len(whole) // count if count else 0

@@ -141,7 +141,7 @@ class SavedJob:
 
 
 def _duties(bits: Bits, policy: PolicyName) -> SidecarTasks:
-    """What a job has that says nothing else, but for one kept snapshot."""
+    """Return the settings of a job that keeps one snapshot, with defaults otherwise."""
     spec = CheckpointSpec(uri="file:///unused")
     chains = ChainPolicy(
         name=policy,

@@ -45,7 +45,7 @@ class Scratch:
 
 
 def _make(beside: Path) -> tuple[Path, int]:
-    """A new folder and the lock on it; another one where somebody took it for left over before it was locked."""
+    """Create a directory and lock it; retry if another process removed it before it was locked."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=beside))
         with suppress(FileNotFoundError):

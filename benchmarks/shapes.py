@@ -52,17 +52,17 @@ class Shape:
         return self.tables * self.rows * self.dim * 4
 
     def without_width(self) -> Shape:
-        """The narrowest model with the same lookups, for what depends on them alone."""
+        """Return the narrowest model with the same lookups."""
         return replace(self, dim=4, bottom=(4,), top=(1,))
 
 
 def quick(shape: Shape) -> Shape:
-    """A model small enough to try the program with."""
+    """Return a model small enough to try the program."""
     return replace(shape, tables=4, rows=20_000, batch=256, bottom=(32, shape.dim), top=(32, 1))
 
 
 def job_of(shape: Shape) -> DLRMJob:
-    """The job of a shape; nothing is read from its data section."""
+    """Return the job of a shape; its data section is not read."""
     rates = {"learningRate": RATE}
     table: dict[str, Any] = {"rows": shape.rows, "dim": shape.dim, "maxLookups": shape.pooling}
     if shape.blocks > 1:
@@ -199,7 +199,7 @@ class Batches:
 
 
 def slice_of(batch: Batch, rank: int, ranks: int) -> Batch:
-    """The samples of one rank, of bags that are all of one length."""
+    """Return the samples of one rank, with bags of one length."""
     samples, tables = len(batch.labels), len(batch.lengths)
     part = slice(samples * rank // ranks, samples * (rank + 1) // ranks)
     return Batch(

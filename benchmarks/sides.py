@@ -114,7 +114,7 @@ class Trained:
         return time.perf_counter() - start
 
     def losses(self, batches: Sequence[Batch]) -> list[float]:
-        """This rank's share of the loss of each batch, trained on; for a side without lookahead."""
+        """Train on the batches; return this rank's share of each loss. For a side without lookahead."""
         self._queue.extend(batches)
         return [self._step() for _ in batches]
 

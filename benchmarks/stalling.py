@@ -153,7 +153,7 @@ def dcp_ms(save: AsyncSave) -> float:
 
 
 def lines(quick: bool, repeats: int | None = None) -> Iterator[Line]:
-    """A rank's cuts against each peer, in turn; the first two of either are not counted."""
+    """Alternate a rank's cuts with each peer; the first two of either are not counted."""
     shape, count = quick_shape(Shape()) if quick else Shape(), repeats or (2 if quick else REPEATS)
     with ExitStack() as resources:
         folder = resources.enter_context(Scratch(SHARED_MEMORY)).path

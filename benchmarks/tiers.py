@@ -150,7 +150,7 @@ def on_block(options: Options, trace: str, settings: Sequence[Setting]) -> None:
 
 
 def against_rocksdb(options: Options, trace: str, settings: Sequence[Setting]) -> None:
-    """The same slots over our block level and over RocksDB."""
+    """Compare the same slots over our block level and over RocksDB."""
     from benchmarks.rocks_level import RocksLevel
 
     shape, pairs, (setting,) = options.shape, Pairs(), settings

@@ -95,7 +95,7 @@ class TorchrecSide:
         return time.perf_counter() - start
 
     def losses(self, batches: Sequence[Batch]) -> list[float]:
-        """This rank's share of the loss of each batch, trained on."""
+        """Train on the batches; return this rank's share of each loss."""
         return [float(self.step(batch)) for batch in batches]
 
     def step(self, batch: Batch) -> Tensor:

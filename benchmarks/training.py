@@ -89,7 +89,7 @@ def dense_only(shape: Shape, _rank: int, _ranks: int, _port: int) -> Any:
 
 
 def products(shape: Shape, _rank: int, _ranks: int, _port: int) -> Any:
-    """The multiplications of our dense half alone, likewise."""
+    """Return the multiplications of our dense half alone, in a process of their own."""
     from benchmarks.dense_side import Products
 
     return Products(shape)

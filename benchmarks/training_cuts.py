@@ -123,7 +123,7 @@ class Cuts:
         size, dense = learner.embeddings.saved.cut_size(), learner.dense.arrays()
         cut = self.writer.start_if_room(meta, dense, owned=owned, size=size)
         if cut is None:
-            raise RuntimeError("the hand-off folder has no room for a cut")
+            raise RuntimeError("the hand-off directory has no space for a cut")
         self._under_way = BackgroundHandOver(learner.embeddings.saved, cut)
 
     def go_on(self) -> None:

@@ -155,7 +155,7 @@ def lines(service: Service, quick_run: bool) -> Iterator[Line]:
 
 
 def slow_lines(service: Service, quick_run: bool) -> Iterator[Line]:
-    """Steps beside an upload over a link that carries a tenth of what the checkpointer wrote a second without it.
+    """Time steps during an upload over a link with a tenth of the unthrottled write rate.
 
     Args:
         service: with the store.
@@ -177,14 +177,14 @@ def slow_lines(service: Service, quick_run: bool) -> Iterator[Line]:
 
 
 def _sized(shape: Shape, quick_run: bool) -> tuple[Shape, int, int]:
-    """The model, steps that are timed by themselves, repeats."""
+    """Return the model, the number of steps timed alone, and the repeats."""
     return (quick(shape), 10, 2) if quick_run else (shape, 30, 5)
 
 
 def lost(
     training: Training, ours: Sidecar, theirs: AsyncSave, service: Service, setting: Setting, steps: int, repeats: int
 ) -> Line:
-    """The line of time lost; the first two rounds, of which one snapshot is full, are not counted.
+    """Yield the line of lost time; the first two rounds, one with a full snapshot, are not counted.
 
     What the server itself computes is no part of a real training machine's work. What that costs is measured: the
     server takes the same bytes from a process that only sends, and the time then lost, for each second that these two
@@ -219,7 +219,7 @@ def lost(
 
 
 def beside_slow(training: Training, late: Sidecar, service: Service, setting: Setting, repeats: int) -> Iterator[Line]:
-    """The lines of step times beside an upload that takes long, the cut itself not counted.
+    """Yield the lines of step times during a slow upload, without the cut itself.
 
     Against steps that nothing disturbs, and against steps beside the same bytes on the same way to the server, from a
     process that only sends.

@@ -43,12 +43,12 @@ def features(table: Any) -> sp.csr_matrix:
 
 
 def dense_input(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The treatment of dense values that the job asks for: 0 for a missing one, then log(1 + max(x, 0))."""
+    """Transform dense values as the job does: 0 for a missing one, then log(1 + max(x, 0))."""
     return np.log1p(np.maximum(np.nan_to_num(values), 0))
 
 
 def prepared(path: Path) -> Any:
-    """The table of a file that prepare.py wrote; without one the program ends."""
+    """Read a table that prepare.py wrote; exit if it is missing."""
     words = "give the folder that prepare.py wrote"
     columns = {"label", "genres", *IDS, *DENSE}
     try:

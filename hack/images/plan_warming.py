@@ -33,7 +33,7 @@ PROFILE = {
 
 
 def of_seconds(example: Path) -> dict[str, Any]:
-    """An example's manifest, made small."""
+    """Return an example's manifest, made small."""
     document: dict[str, Any] = yaml.safe_load(example.read_text())
     spec = document["spec"]
     spec["data"]["globalBatchSize"] = BATCH
@@ -44,14 +44,14 @@ def of_seconds(example: Path) -> dict[str, Any]:
 
 
 def of_one_rank(example: Path) -> dict[str, Any]:
-    """The same for one rank, which compiles for all."""
+    """Return the same for one rank, which compiles for all."""
     document = of_seconds(example)
     document["spec"]["trainer"] |= {"replicas": 1, "processesPerReplica": 1}
     return document
 
 
 def with_tier(example: Path, tier: str) -> dict[str, Any]:
-    """A job with a table below whose slots is this tier."""
+    """Return a job with a table whose rows below the slots are in this tier."""
     document = of_one_rank(example)
     document["spec"]["model"]["tables"][0]["pin"] = {"tier": tier}
     document["spec"]["trainer"]["tierBudgets"] = {tier: BYTES}
@@ -59,7 +59,7 @@ def with_tier(example: Path, tier: str) -> dict[str, Any]:
 
 
 def with_file(example: Path, format_: str, dim: int, bag: int = 1) -> dict[str, Any]:
-    """A job of so many features as Criteo's that reads a file beside its own; the first feature's bags are so large."""
+    """Return a job with as many features as Criteo's that reads a file; the first feature's bags are this large."""
     document = of_one_rank(example)
     model, data = document["spec"]["model"], document["spec"]["data"]
     for table in model["tables"]:

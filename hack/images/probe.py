@@ -64,7 +64,7 @@ def main(packages: list[str], absent: list[str], device: bool) -> None:
     for folder in ("/", "/opt/dlrm/project", sys.prefix):
         assert refuses_files(folder), f"{folder} can be written"
     there = [name for name in absent if importlib.util.find_spec(name)]
-    assert not there, f"belongs to other rooms: {there}"
+    assert not there, f"belongs to other packages: {there}"
     names = [name for package in packages for name in modules(package) if not (device and package == NEEDS_DEVICE)]
     for name in names:
         importlib.import_module(name)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def requirements(project: Mapping[str, object], extra: str) -> list[str]:
-    """The project's own requirements and those of ``extra``, with the extras that it names."""
+    """Return the project's own requirements and those of ``extra``, with the extras that it names."""
     extras: Mapping[str, Sequence[str]] = project["optional-dependencies"]  # type: ignore[assignment]
     own: Sequence[str] = project["dependencies"]  # type: ignore[assignment]
     found, waiting, seen = set(own), [extra], set()

@@ -32,7 +32,7 @@ class Api:
         self._opener = urllib.request.build_opener(*handlers)
 
     def call(self, method: str, path: str, body: Object | None = None) -> Object:
-        """The answer's object; text that is no JSON, such as that of ``/readyz``, comes as ``{"text": …}``.
+        """Return the response's object; text that is not JSON, such as that of ``/readyz``, as ``{"text": ...}``.
 
         A PATCH is a merge patch.
 

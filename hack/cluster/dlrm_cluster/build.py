@@ -50,7 +50,7 @@ class Recipe:
 
 
 def _kubernetes_version() -> dict[str, str]:
-    """The variables that Kubernetes' own build sets; without them every program calls itself v0.0.0."""
+    """Return the variables that Kubernetes' own build sets; without them programs report v0.0.0."""
     major, minor, _ = KUBERNETES_VERSION.removeprefix("v").split(".")
     values = {"gitVersion": KUBERNETES_VERSION, "gitMajor": major, "gitMinor": minor}
     packages = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
@@ -87,7 +87,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def _sources(name: str) -> Path:
-    """The wrapper module's folder; one without a recipe pins manifests alone, and no program is built from it."""
+    """Return the wrapper module's folder; one without a recipe only pins manifests."""
     recipe = RECIPES.get(name)
     return TOOLS / ((recipe.module if recipe else "") or name)
 
@@ -100,7 +100,7 @@ def cache_dir() -> Path:
 
 
 def binaries(name: str, report: Report | None = None) -> Path:
-    """The folder with the programs of recipe ``name``, built first when the cache lacks it.
+    """Return the folder with the programs of recipe ``name``; build them if the cache lacks them.
 
     Repeating it is instant; concurrent calls, from any process, make one build.
 
@@ -119,7 +119,7 @@ def binaries(name: str, report: Report | None = None) -> Path:
 
 
 def built(name: str) -> Path:
-    """The folder with the programs of recipe ``name``, which somebody has built by name.
+    """Return the folder with the programs of recipe ``name``, which must have been built by name.
 
     Raises:
         MissingToolError: nobody has, or Go is absent or too old.
@@ -136,7 +136,7 @@ def _entry(name: str) -> Path:
 
 
 def module_folder(name: str, module: str) -> Path:
-    """Sources of ``module``, which recipe ``name`` is built from: its manifests lie there too. Read-only.
+    """Return the read-only sources of ``module``, from which recipe ``name`` is built, with its manifests.
 
     Raises:
         MissingToolError: Go is absent or too old.
@@ -177,7 +177,7 @@ def _release(version: str) -> tuple[int, int]:
 
 
 def _go_env() -> dict[str, str]:
-    """The caller's environment (where modules come from is its affair) without what would change the programs."""
+    """Return the caller's environment without what would change the programs."""
     return {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"}
 
 

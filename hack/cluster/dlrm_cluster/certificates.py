@@ -64,7 +64,7 @@ def write_certificates(folder: Path, hosts: Sequence[str]) -> Certificates:
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, issuer_key: ec.EllipticCurvePublicKey
 ) -> x509.CertificateBuilder:
-    """A certificate with both key identifiers, which Python's strict verification (3.13) insists on."""
+    """Return a certificate with both key identifiers, which Python 3.13's strict verification requires."""
     now = datetime.now(UTC)
     return (
         x509.CertificateBuilder()
@@ -82,7 +82,7 @@ def _builder(
 def _leaf(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, issuer_key: ec.EllipticCurvePublicKey
 ) -> x509.CertificateBuilder:
-    """A certificate that signs no other."""
+    """Return a certificate that is not a CA."""
     return (
         _builder(subject, issuer, key, issuer_key)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -118,7 +118,7 @@ def _host(host: str) -> x509.GeneralName:
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """The older PEM form: it is the one that Kubernetes takes for service-account keys."""
+    """Return the older PEM form, which Kubernetes accepts for service-account keys."""
     encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL
     return key.private_bytes(encoding, form, serialization.NoEncryption())
 

@@ -81,7 +81,7 @@ class Layout:
 
 
 def etcd_argv(program: Path, layout: Layout) -> Argv:
-    """A single member on loopback that never waits for the disk: the data need not survive the machine."""
+    """Return the command of a single member on loopback that never waits for the disk."""
     client = layout.etcd
     peer = f"http://{LOOPBACK}:{layout.etcd_peer_port}"
     return [
@@ -144,7 +144,7 @@ def controller_manager_argv(program: Path, layout: Layout, *, node_grace_s: floa
 
 
 def scheduler_argv(program: Path, layout: Layout) -> Argv:
-    """The default profile; its own port is off, so that nothing can take it."""
+    """Return the command with the default profile and its own port off."""
     return [program, f"--config={layout.scheduler_config}", "--secure-port=0"]
 
 
@@ -174,7 +174,7 @@ def administrator(token: str) -> Account:
 
 
 def kubeconfig(layout: Layout, account: Account) -> dict[str, Any]:
-    """The kubeconfig of one user."""
+    """Return the kubeconfig of one user."""
     cluster = {"server": layout.server, "certificate-authority": str(layout.certificates.ca)}
     context = {"cluster": CLUSTER, "user": account.name, "namespace": "default"}
     return {

@@ -81,7 +81,7 @@ class Containers:
         """Import the images of an OCI or Docker archive and return their names.
 
         Raises:
-            ClusterError: there is no such archive, no room for it, or containerd does not run.
+            ClusterError: the archive is missing, the disk is full, or containerd does not run.
         """
         if not archive.is_file():
             raise ClusterError(f"there is no image archive {archive}")
@@ -140,7 +140,7 @@ class Containers:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _groups(self) -> list[Path]:
-        """The control groups of the containers, the deepest first: one each, or with version 1 one a controller."""
+        """Return the cgroups of the containers, deepest first: one each, with version 1 one per controller."""
         names = [place.name for place in (self.state / "containerd" / TASKS).glob("*")]
         tops = [top for name in names for depth in ("*/", "*/*/") for top in CONTROL_GROUPS.glob(f"{depth}{name}")]
         found = {group for top in tops for group in (top, *top.glob("**/"))}

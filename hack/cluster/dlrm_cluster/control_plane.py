@@ -168,7 +168,7 @@ class ControlPlane:
         self.wait_for("/readyz", "kube-apiserver")
 
     def wait_for(self, path: str, by: str) -> None:
-        """Return once the API has ``path``; ``by`` is the component that makes it and whose log tells why not."""
+        """Return once the API has ``path``; ``by`` is the component that makes it and its log tells why not."""
         api = self.api
         self.servers[by].wait_until(lambda: api.found(path))
 

@@ -58,7 +58,7 @@ def refuse(reason: MissingToolError) -> NoReturn:
 
 @pytest.fixture(scope="session")
 def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """A running control plane with an audit log, shared by the session's tests; work in a ``namespace`` of it."""
+    """Return a running control plane with an audit log, shared by the session's tests; use a ``namespace`` of it."""
     plane = ControlPlane(tmp_path_factory.mktemp("control-plane"), audit=True, extra_args=STRICT)
     try:
         plane.start()
@@ -70,7 +70,7 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlP
 
 @pytest.fixture(scope="session")
 def real_cluster() -> Iterator[RealCluster]:
-    """A cluster whose pods run: that of ``KUBECONFIG``, else one with a node on this machine, which needs root."""
+    """Return a cluster whose pods run: that of ``KUBECONFIG``, or one with a node on this machine (root)."""
     try:
         with cluster_for_tests() as cluster:
             yield cluster
@@ -80,7 +80,7 @@ def real_cluster() -> Iterator[RealCluster]:
 
 @pytest.fixture(scope="session")
 def real_node(real_cluster: RealCluster) -> RealCluster:
-    """The real cluster where its node's processes are within reach: one that ``up --node`` made."""
+    """Return the real cluster if its node's processes are within reach: one made by ``up --node``."""
     try:
         real_cluster.own_folder()
     except MissingToolError as error:
@@ -90,7 +90,7 @@ def real_node(real_cluster: RealCluster) -> RealCluster:
 
 @pytest.fixture
 def real_namespace(real_cluster: RealCluster) -> Iterator[str]:
-    """The name of a new namespace of the real cluster; it goes with all that is in it."""
+    """Create a namespace in the real cluster; delete it afterwards."""
     name = f"test-{secrets.token_hex(4)}"
     real_cluster.kubectl("create", "namespace", name)
     account = ("serviceaccount", "default", f"--namespace={name}")
@@ -101,7 +101,7 @@ def real_namespace(real_cluster: RealCluster) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def helm() -> Path:
-    """The program helm. It does not know the cluster's version without a cluster: pass ``--kube-version``."""
+    """Return the path of helm. It does not know the cluster's version: pass ``--kube-version``."""
     try:
         return binaries("helm") / "helm"
     except MissingToolError as error:
@@ -110,7 +110,7 @@ def helm() -> Path:
 
 @pytest.fixture
 def namespace(control_plane: ControlPlane) -> Iterator[str]:
-    """The name of a namespace in which pods can be created; it goes with all that is in it."""
+    """Create a namespace in which pods can be created; delete it afterwards."""
     name = f"test-{secrets.token_hex(4)}"
     body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
     control_plane.api.call("POST", "/api/v1/namespaces", body)
@@ -124,13 +124,13 @@ def namespace(control_plane: ControlPlane) -> Iterator[str]:
 
 @pytest.fixture
 def versitygw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """An empty S3 server that honours ``If-None-Match``."""
+    """Yield an empty S3 server that honours ``If-None-Match``."""
     yield from _serve(VersityGateway(tmp_path_factory.mktemp("versitygw")))
 
 
 @pytest.fixture
 def rclone_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """An empty S3 server that ignores ``If-None-Match``, as some stores do."""
+    """Yield an empty S3 server that ignores ``If-None-Match``, as some stores do."""
     yield from _serve(RcloneS3(tmp_path_factory.mktemp("rclone")))
 
 

@@ -34,7 +34,7 @@ def write_image(archive: Path, name: str, files: Mapping[str, Path], command: Se
 
 
 def _tar(files: Mapping[str, bytes], mode: int) -> bytes:
-    """The same files give the same bytes."""
+    """Pack an image; equal files give equal bytes."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for path, content in files.items():

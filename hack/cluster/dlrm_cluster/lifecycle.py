@@ -58,7 +58,7 @@ def load(folder: Path, archive: Path) -> list[str]:
     """Give the node in ``folder`` the images of an OCI or Docker archive; their names.
 
     Raises:
-        ClusterError: there is no node, no such archive, or no room.
+        ClusterError: no node, no such archive, or a full disk.
     """
     if "containerd" not in running(folder):
         raise ClusterError(NO_NODE)

@@ -84,7 +84,7 @@ def remove(name: str) -> None:
 
 
 def _free_slot() -> int:
-    """The lowest slot none of whose ranges this machine has a route to."""
+    """Return the lowest slot whose ranges this machine has no route to."""
     routes = [route["dst"] for route in json.loads(_ip("-json", "-4", "route"))]
     taken = [ipaddress.ip_network(route) for route in routes if route != "default"]
     for slot in range(SLOTS):

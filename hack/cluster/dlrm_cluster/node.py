@@ -40,10 +40,10 @@ PACKAGES = {
 """Program -> Debian's package of it."""
 SLEEP = (str(BUSYBOX), "sleep", "infinity")
 KUBELET_COMMAND = "kubelet-command.json"
-LEAST_FREE_BYTES = 2 << 30
-LONGEST_SOCKET = "node/kubelet/pod-resources/kubelet.sock"
-LONGEST_SOCKET_PATH = 107
-"""Bytes that Linux has room for in the address of a socket, less its last zero."""
+MIN_FREE_BYTES = 2 << 30
+DEEPEST_SOCKET = "node/kubelet/pod-resources/kubelet.sock"
+MAX_SOCKET_PATH = 107
+"""Longest socket path on Linux, without its terminating zero."""
 SILENT_NODE_S = 20.0
 """After this long without a sign of life the node is NotReady; Kubernetes' own 50 s only make drills longer."""
 KUBELET_ACCOUNT = (f"system:node:{files.NODE}", "system:nodes")
@@ -73,7 +73,7 @@ class Node:
 
         Raises:
             MissingToolError: a package is missing; the message says how to install it.
-            ClusterError: not root, no room, or a part did not start; ``remove`` clears what was made.
+            ClusterError: not root, a full disk, or a part did not start; ``remove`` clears what was made.
         """
         check(self._folder)
         programs, dns = binaries("node", self._report), binaries("coredns", self._report)
@@ -129,7 +129,7 @@ class Node:
 
 
 def containers(folder: Path) -> Containers:
-    """The containers of the node in ``folder``, whether one runs or not."""
+    """Return the containers of the node in ``folder``, running or not."""
     place = folder.resolve()
     return Containers(f"dlrm{hashlib.sha256(str(place).encode()).hexdigest()[:8]}", place / "node")
 
@@ -161,7 +161,7 @@ def check(folder: Path) -> None:
 
     Raises:
         MissingToolError: a package is missing.
-        ClusterError: not root, no room, or a folder whose path leaves none for the names of sockets.
+        ClusterError: not root, a full disk, or a folder with too long a path for sockets.
     """
     if os.geteuid() != 0:
         raise ClusterError(
@@ -170,14 +170,12 @@ def check(folder: Path) -> None:
     missing = sorted({package for program, package in PACKAGES.items() if not _there(program)})
     if missing:
         raise MissingToolError(f"a real node needs Debian packages: apt-get install {' '.join(missing)}")
-    if (too_long := len(os.fsencode(folder.resolve() / LONGEST_SOCKET)) - LONGEST_SOCKET_PATH) > 0:
+    if (too_long := len(os.fsencode(folder.resolve() / DEEPEST_SOCKET)) - MAX_SOCKET_PATH) > 0:
         raise ClusterError(f"{folder}: sockets in it would have too long a path: choose one {too_long} bytes shorter")
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
-    if free < LEAST_FREE_BYTES:
-        raise ClusterError(
-            f"a real node needs {LEAST_FREE_BYTES / 1e9:.1f} GB in {folder}; {free / 1e9:.1f} GB are free"
-        )
+    if free < MIN_FREE_BYTES:
+        raise ClusterError(f"a real node needs {MIN_FREE_BYTES / 1e9:.1f} GB in {folder}; {free / 1e9:.1f} GB are free")
 
 
 def _there(program: str) -> bool:

@@ -16,14 +16,14 @@ DNS_IP = "10.96.0.10"
 DNS_PORT = 53
 HEARTBEAT_S = 3
 LEASE_S = 12
-LEAST_FREE = "512Mi"
+MIN_FREE = "512Mi"
 """Below this much free disk the kubelet evicts pods."""
 
 Object = dict[str, Any]
 
 
 def kubelet_argv(program: Path, network: Network, folder: Path) -> Argv:
-    """The command line; nothing but ``/var/lib/kubelet/device-plugins`` lies outside of ``folder``."""
+    """Return the command; only ``/var/lib/kubelet/device-plugins`` is outside of ``folder``."""
     return [
         program,
         f"--config={folder / 'kubelet.json'}",
@@ -51,7 +51,7 @@ def kubelet_config(containers: Containers, certificates: Certificates, folder: P
         "failCgroupV1": False,
         "failSwapOn": False,
         "localStorageCapacityIsolation": False,
-        "evictionHard": {"memory.available": "100Mi", "nodefs.available": LEAST_FREE, "imagefs.available": LEAST_FREE},
+        "evictionHard": {"memory.available": "100Mi", "nodefs.available": MIN_FREE, "imagefs.available": MIN_FREE},
         "imageGCHighThresholdPercent": 100,
         "imageGCLowThresholdPercent": 99,
         "authentication": {
@@ -104,7 +104,7 @@ def corefile(network: Network, folder: Path) -> str:
 
 
 def dns_objects(network: Network) -> list[tuple[str, Object]]:
-    """What the cluster's API must hold for DNS: (path of the collection, object)."""
+    """Return the objects that DNS needs in the cluster: (path of the collection, object)."""
     ports = [{"name": f"dns-{protocol.lower()}", "port": DNS_PORT, "protocol": protocol} for protocol in ("UDP", "TCP")]
     labels = {"k8s-app": "kube-dns"}
     reads = [

@@ -2,7 +2,7 @@
 
 A port outside of the kernel's ephemeral range is never taken by an outgoing connection, so a server that
 was killed finds its port free at its restart. Two choosers may still pick the same one: whoever starts a
-server meets ``PortTakenError`` and chooses anew.
+server gets ``PortTakenError`` and chooses again.
 """
 
 import random
@@ -17,7 +17,7 @@ LISTEN = "0A"
 
 
 def free_port(address: str = LOOPBACK) -> int:
-    """A TCP port of ``address`` that nobody listens on now, outside of the ephemeral range."""
+    """Return a TCP port of ``address`` without a listener, outside of the ephemeral range."""
     first, last = (int(bound) for bound in EPHEMERAL_RANGE.read_text().split())
     ports = range(LOWEST, HIGHEST)
     stable = [port for port in ports if not first <= port <= last] or ports

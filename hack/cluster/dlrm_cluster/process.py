@@ -33,7 +33,7 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> "ProcessId | None":
-        """The process that has ``pid`` now; None when there is none, or only a zombie."""
+        """Return the process that has ``pid`` now, or None if there is none or only a zombie."""
         try:
             stat = Path(f"/proc/{pid}/stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
@@ -44,7 +44,7 @@ class ProcessId:
 
     @classmethod
     def read(cls, pid_file: Path) -> "ProcessId | None":
-        """The process that a ``Server`` wrote there, if it still runs."""
+        """Return the process that a ``Server`` recorded there, if it still runs."""
         pid, _, birth = pid_file.read_text().partition(" ")
         if not pid.isdigit():  # its writer was cut off
             return None
@@ -143,7 +143,7 @@ class Server:
             time.sleep(POLL_S)
 
     def log_tail(self) -> str:
-        """The last lines of its log."""
+        """Return the last lines of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
 
     def stop(self) -> None:

@@ -38,7 +38,7 @@ class RealCluster:
         self.program = Path(found) if found else binaries("kubernetes") / "kubectl"
 
     def kubectl(self, *words: str, stdin: str | None = None, timeout_s: float = 120.0) -> str:
-        """What kubectl printed.
+        """Return the output of kubectl.
 
         Raises:
             ClusterError: it failed; the message is what it said.
@@ -60,7 +60,7 @@ class RealCluster:
             self.kubectl("apply", "--server-side", "--filename=-", stdin=json.dumps(body))
 
     def eventually(self, look: Callable[[], T], timeout_s: float, what: str) -> T:
-        """What ``look`` returns once that is true; an error of the API counts as not yet.
+        """Wait until ``look`` returns something true and return it; an API error counts as not yet.
 
         Raises:
             AssertionError: time ran out; the message tells ``what`` was waited for and what was seen last.
@@ -81,7 +81,7 @@ class RealCluster:
         lifecycle.load(self.own_folder(), archive)
 
     def busybox(self, scratch: Path) -> str:
-        """The name of an image with busybox; where the node is ours it is this machine's, with kubectl beside it."""
+        """Return the name of an image with busybox; on our own node it holds kubectl too."""
         if self.folder is None:
             return "docker.io/library/busybox:1.36"
         name = "dlrm.local/busybox:1"
@@ -90,7 +90,7 @@ class RealCluster:
         return name
 
     def own_folder(self) -> Path:
-        """The folder of a cluster that ``up --node`` made.
+        """Return the folder of a cluster that ``up --node`` made.
 
         Raises:
             MissingToolError: it is somebody else's cluster.
@@ -112,7 +112,7 @@ class RealCluster:
 
 @contextmanager
 def cluster_for_tests() -> Iterator[RealCluster]:
-    """The cluster of ``KUBECONFIG`` where that is set; else one of our own, which ends with the tests.
+    """Yield the cluster of ``KUBECONFIG``, or one of our own that ends with the tests.
 
     Raises:
         MissingToolError: no cluster is named, and this machine cannot have a node.
@@ -130,7 +130,7 @@ def cluster_for_tests() -> Iterator[RealCluster]:
 
 
 def _run(command: str, argument: str, folder: Path) -> None:
-    """A command of this package in a process of its own, which is then not the parent of what it starts."""
+    """Run a command of this package in a process of its own, which is not the parent of what it starts."""
     argv = [sys.executable, "-m", "dlrm_cluster", command, argument, "--dir", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(TOOLS.parent)}
     answer = subprocess.run(argv, env=environment, stdout=subprocess.DEVNULL, check=False)

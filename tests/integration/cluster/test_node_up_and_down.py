@@ -48,7 +48,7 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(
 
 def test_a_disk_without_room_is_refused(root: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10e9, 9e9, 1e9))
-    monkeypatch.setattr(nodes, "LONGEST_SOCKET_PATH", 4_096)  # whatever pytest calls its folder
+    monkeypatch.setattr(nodes, "MAX_SOCKET_PATH", 4_096)  # whatever pytest calls its folder
 
     with pytest.raises(ClusterError, match=r"needs 2\.1 GB in .*; 1\.0 GB are free"):
         nodes.check(tmp_path)

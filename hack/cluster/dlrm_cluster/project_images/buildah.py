@@ -55,7 +55,7 @@ def base_image(name: str) -> tuple[str, str]:
 
 
 def images(name: str) -> list[dict[str, str]]:
-    """What is known of an image: at most one, with its ``id`` and ``size`` in words."""
+    """Return what is known of an image: at most one, with its ``id`` and ``size``."""
     try:
         found: list[dict[str, str]] = json.loads(buildah("images", "--json", name))
     except BuildError:  # buildah's word for: there is none
@@ -72,7 +72,7 @@ def build_image(file: str, tag: str, arguments: Mapping[str, str], secrets: Mapp
 
 @contextmanager
 def mounted(image: str) -> Iterator[Path]:
-    """The root folder of an image."""
+    """Return the root folder of an image."""
     container = buildah("from", "--pull-never", image)
     try:
         yield Path(buildah("mount", container))

@@ -55,5 +55,5 @@ def _inside(root: Path, *arguments: str) -> str:
 
 
 def in_words(report: Report) -> str:
-    """The report on one line."""
+    """Return the report on one line."""
     return ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in asdict(report).items())

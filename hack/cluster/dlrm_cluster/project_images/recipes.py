@@ -68,7 +68,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def reference(name: str, variant: Variant = "cpu") -> str:
-    """The whole name of an image, as a kubelet reads the short one of the operator's and the chart's defaults."""
+    """Return the full name of an image, as a kubelet expands the default names."""
     suffix = "-cuda" if (name, variant) == ("trainer", "cuda") else ""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     return f"docker.io/library/dlrm-{name}{suffix}:{version}"
