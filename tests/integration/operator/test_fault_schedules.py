@@ -21,7 +21,7 @@ from dlrm_testing.operator.fault_job import LONGEST_S
 from dlrm_testing.operator.fault_life import GROUPS, live
 from dlrm_testing.operator.fault_server import WorldError
 from dlrm_testing.operator.fault_world import World
-from dlrm_testing.operator.life_schedule import Schedule, random_schedule, traits
+from dlrm_testing.operator.job_schedule import Schedule, random_schedule, traits
 from dlrm_testing.operator.operator_cluster import OperatorProcess
 from dlrm_testing.operator.unruly_proxy import UnrulyProxy, Weather
 

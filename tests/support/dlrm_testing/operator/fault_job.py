@@ -8,10 +8,10 @@ from typing import Any
 
 from dlrm_testing.operator.fault_server import Object, deleting, gang_of, index_of
 from dlrm_testing.operator.fault_world import World
+from dlrm_testing.operator.job_checks import Story
+from dlrm_testing.operator.job_model import Fate
+from dlrm_testing.operator.job_schedule import Script
 from dlrm_testing.operator.kubelet_double import committed_word
-from dlrm_testing.operator.life_checks import Story
-from dlrm_testing.operator.life_model import Fate
-from dlrm_testing.operator.life_schedule import Script
 
 LONGEST_S = float(os.environ.get("FAULT_PATIENCE_S", "300"))
 """An operator that is killed and refused all the time still comes to its next step in far less."""

@@ -15,9 +15,9 @@ from dlrm_testing.operator.fault_strikes import FaultStrikes
 from dlrm_testing.operator.fault_tenant import FatedPods
 from dlrm_testing.operator.fault_user import FaultUser
 from dlrm_testing.operator.fault_world import World
-from dlrm_testing.operator.life_checks import at_rest, check_children, check_end, check_events, check_kept, check_pods
-from dlrm_testing.operator.life_model import HALTS, Fate, Kind, Stuck
-from dlrm_testing.operator.life_schedule import Script, describe
+from dlrm_testing.operator.job_checks import at_rest, check_children, check_end, check_events, check_kept, check_pods
+from dlrm_testing.operator.job_model import HALTS, Fate, Kind, Stuck
+from dlrm_testing.operator.job_schedule import Script, describe
 
 GROUPS = {
     "volcano": "/apis/scheduling.volcano.sh/v1beta1",

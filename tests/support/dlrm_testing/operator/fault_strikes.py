@@ -6,9 +6,9 @@ from contextlib import suppress
 from dlrm_api.progress import TerminationMessage
 from dlrm_testing.operator.fault_job import FaultJob
 from dlrm_testing.operator.fault_server import Object, RefusedError, ended, path_of
+from dlrm_testing.operator.job_model import Fate, Kind
+from dlrm_testing.operator.job_schedule import LAST_STEP
 from dlrm_testing.operator.kubelet_double import committed_word, held
-from dlrm_testing.operator.life_model import Fate, Kind
-from dlrm_testing.operator.life_schedule import LAST_STEP
 
 FINALIZER = "example.com/hold"
 
@@ -62,9 +62,9 @@ class FaultStrikes:
         if fate.committed is not None:
             self._commit(fate)
             status |= ended("checkpointer", 0, self._job.last_word())
-        left = TerminationMessage(exit_code=fate.code, reason=fate.word, message="boom").encode().decode()
+        left = TerminationMessage(exit_code=fate.code, reason=fate.reason, message="boom").encode().decode()
         reason = "OOMKilled" if fate.kind is Kind.OOM else ""
-        status |= ended("trainer", fate.code, left if fate.word else "", reason)
+        status |= ended("trainer", fate.code, left if fate.reason else "", reason)
         await self._job.server.patch_pod(pod, status)
 
     async def _delete_pod(self, pod: Object, *, force: bool = False) -> None:

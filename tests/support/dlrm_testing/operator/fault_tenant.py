@@ -8,8 +8,8 @@ from dlrm_testing.operator.fault_job import FaultJob
 from dlrm_testing.operator.fault_kubelet import Start
 from dlrm_testing.operator.fault_server import Object, gang_of, index_of
 from dlrm_testing.operator.hung_gang import COLLECTIVE, stack
-from dlrm_testing.operator.life_model import HALTS, Fate, Kind, Stuck
-from dlrm_testing.operator.life_schedule import LAST_STEP
+from dlrm_testing.operator.job_model import HALTS, Fate, Kind, Stuck
+from dlrm_testing.operator.job_schedule import LAST_STEP
 
 RUBBISH = ["", "{", "null", '{"attempt": "x"}', '{"attempt": 999}']
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from dlrm_testing.operator.fault_job import FaultJob
 from dlrm_testing.operator.fault_server import Object, RefusedError, WorldError, has_ended, kept_by_others
-from dlrm_testing.operator.life_model import Fate, Kind
+from dlrm_testing.operator.job_model import Fate, Kind
 
 PATIENT_EDITS = 20
 """A user who edits all the time leaves so many times of a call between: a turn of the operator takes several calls."""

@@ -1,4 +1,4 @@
-"""What must hold of a life that is over, read off the job's status, its objects, its Events and the audit."""
+"""Checks of a job that is over, by its status, its objects, its Events and the audit."""
 
 import json
 from collections import Counter
@@ -8,64 +8,65 @@ from dataclasses import dataclass
 from dlrm_api.names import trainer_pod
 from dlrm_testing.operator.fault_audit import KEPT_ATTEMPTS, Audit
 from dlrm_testing.operator.fault_server import Object, WorldError, deleting, gang_of, has_ended, kept_by_others
-from dlrm_testing.operator.life_model import HALTS, End, Fate, Kind, Stuck, ends
-from dlrm_testing.operator.life_schedule import LAST_STEP, Script
+from dlrm_testing.operator.job_model import HALTS, End, Fate, Kind, Stuck, ends
+from dlrm_testing.operator.job_schedule import LAST_STEP, Script
 
 ENDS_BY_ITSELF = frozenset({Kind.CRASH, Kind.OOM, Kind.NODE_LOST, Kind.NEVER_STARTED, Kind.UNCOMMITTED})
-"""Fates whose pod has ended before its attempt does, so that it can be kept."""
-MOST_FAILURES_KEPT = 5
+"""Fates whose pod ends before its attempt, so that it can be kept."""
+MAX_KEPT_FAILURES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """A life that is over."""
+    """Hold a job that is over."""
 
     script: Script
     uid: str
     fates: tuple[Fate, ...]
-    """What befell its gangs, as it was; for a halt with the cut that was asked for."""
+    """What happened to its gangs; for a stop with the cut that was requested."""
     job: Object
     pods: tuple[Object, ...]
-    """Those that are left."""
+    """The remaining ones."""
     audit: Audit
 
     @property
     def status(self) -> Object:
-        """Of the job."""
+        """Return the job's status."""
         found: Object = self.job["status"]
         return found
 
 
 def check_end(story: Story) -> None:
-    """The status is one that the model allows, and nothing in it was lost.
+    """Check that the model allows the status, and that nothing in it was lost.
 
     Raises:
-        WorldError: it is not.
+        WorldError: not so.
     """
     status, end = story.status, end_of(story.status)
     allowed = ends(story.fates, story.script.budget)
     if end not in allowed:
-        raise WorldError(f"it came to {end}, the model says {allowed}")
+        raise WorldError(f"the job ended with {end}, the model allows {allowed}")
     if status.get("restarts", 0) != end.attempt - 1:
         raise WorldError(f"{status.get('restarts', 0)} restarts and attempt {end.attempt}")
     nodes, meant = status.get("plan", {}).get("nodes"), story.script.sizes[end.attempt - 1]
-    if nodes != meant and (nodes is not None or end.phase == "Succeeded"):  # a gang may fail before it is called whole
-        raise WorldError(f"a plan of {nodes} pods, the user asked for {meant}")
+    # A gang may fail before the status calls it complete.
+    if nodes != meant and (nodes is not None or end.phase == "Succeeded"):
+        raise WorldError(f"the plan has {nodes} pods, the user requested {meant}")
     if end.phase == "Succeeded" and status["progress"]["step"] != LAST_STEP:
         raise WorldError(f"progress ends at step {status['progress']['step']}")
     if status.get("halt"):
-        raise WorldError(f"a finished job still halts: {status['halt']}")
+        raise WorldError(f"a finished job still has a halt: {status['halt']}")
     failures = [failure for failure in (status.get("lastFailure"), *status.get("earlierFailures", [])) if failure]
     failed = [n for n, fate in enumerate(story.fates, 1) if fate.kind not in HALTS | {Kind.DONE, Kind.NOT_PULLED}]
-    if [failure["attempt"] for failure in failures] != failed[::-1][:MOST_FAILURES_KEPT]:
+    if [failure["attempt"] for failure in failures] != failed[::-1][:MAX_KEPT_FAILURES]:
         raise WorldError(f"attempts {failed} failed, the evidence is of {failures}")
     meta = story.job["metadata"]
     if meta.get("finalizers") or meta.get("annotations"):
-        raise WorldError(f"the job carries what could hold it: {json.dumps(meta)}")
+        raise WorldError(f"the job has finalizers or annotations: {json.dumps(meta)}")
 
 
 def end_of(status: Object) -> End:
-    """What a job came to."""
+    """Return how a job ended."""
     said = {c["type"]: c for c in status["conditions"]}.get(status["phase"], {})
     return End(
         phase=status["phase"],
@@ -80,7 +81,7 @@ def end_of(status: Object) -> End:
 
 
 def check_pods(story: Story) -> None:
-    """No pod was made twice or beside another gang, and none is of no gang.
+    """Check that no pod was created twice or next to another gang, and that each belongs to a gang.
 
     Raises:
         WorldError: not so.
@@ -97,18 +98,18 @@ def check_pods(story: Story) -> None:
 
 
 def check_kept(story: Story) -> None:
-    """Failed pods that are to be kept are there.
+    """Check that failed pods exist that are to be kept.
 
     Raises:
-        WorldError: one is gone.
+        WorldError: one is missing.
     """
     there = {pod["metadata"]["name"] for pod in story.pods}
     if story.script.keeps and (lost := sorted(kept_pods(story) - there)):
-        raise WorldError(f"failed pods were to be kept and are gone: {lost}")
+        raise WorldError(f"failed pods are missing that should be kept: {lost}")
 
 
 def kept_pods(story: Story) -> set[str]:
-    """Names of pods that ended by themselves in one of the last attempts."""
+    """Return the names of pods that ended by themselves in one of the last attempts."""
     last = story.status["attempt"]
     recent = [(n, story.fates[n - 1]) for n in range(max(last - KEPT_ATTEMPTS, 1), last)]
     return {
@@ -119,7 +120,7 @@ def kept_pods(story: Story) -> set[str]:
 
 
 def at_rest(pod: Object, story: Story) -> bool:
-    """Whether a finished job may have this pod for ever: it ended and is of the last attempt, or kept."""
+    """Return whether a finished job may keep this pod: it ended and is of the last attempt, or kept."""
     uid, attempt = gang_of(pod)
     if uid != story.uid:
         return False
@@ -128,7 +129,7 @@ def at_rest(pod: Object, story: Story) -> bool:
 
 
 def check_children(story: Story, children: Iterable[str]) -> None:
-    """Plans and groups of earlier attempts are gone once a later gang stood, and there are no others.
+    """Check that plans and groups of earlier attempts are deleted once a later gang was complete.
 
     Raises:
         WorldError: something is left over.
@@ -143,16 +144,16 @@ def check_children(story: Story, children: Iterable[str]) -> None:
 
 
 def check_events(story: Story, events: Iterable[Object]) -> None:
-    """Each thing was told once.
+    """Check that each thing emitted one Event.
 
     Raises:
-        WorldError: something was told more often than it happened.
+        WorldError: there are more Events than things that happened.
     """
     said = [event for event in events if event["involvedObject"].get("uid") == story.uid]
     end = end_of(story.status)
     reasons, found = Counter(dict(end.reasons)), Counter(event["reason"] for event in said)
     restarts, failed = end.attempt - 1, reasons["SpecChanged"] + (end.phase == "Failed")
-    most = {
+    bounds = {
         "AttemptFailed": restarts - reasons["Suspended"] - reasons["Resized"] + (end.phase == "Failed"),
         "Restarting": restarts - reasons["Suspended"],
         "Planned": end.attempt,
@@ -163,10 +164,10 @@ def check_events(story: Story, events: Iterable[Object]) -> None:
         "Succeeded": 1,
         "PodForceDeleted": sum(fate.stuck in (Stuck.SILENT, Stuck.BOTH) for fate in story.fates),
     }
-    for reason, bound in most.items():
+    for reason, bound in bounds.items():
         if found[reason] > bound:
-            words = sorted(event["message"] for event in said if event["reason"] == reason)
-            raise WorldError(f"{found[reason]} Events {reason}, {bound} such things happened: {words}")
+            messages = sorted(event["message"] for event in said if event["reason"] == reason)
+            raise WorldError(f"{found[reason]} Events {reason} for {bound} occurrences: {messages}")
     repeated = [event["message"] for event in said if event.get("count", 1) > 1]
     if repeated:
         raise WorldError(f"Events that count up: {repeated}")

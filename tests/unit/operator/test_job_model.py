@@ -1,15 +1,15 @@
-"""The model of a job's life says what the documentation says, and the lives that CI lives hold every kind of fate."""
+"""The model of jobs follows the documented rules, and CI's random schedules hold every kind of fate."""
 
 from collections import Counter
 
 import pytest
 
-from dlrm_testing.operator.life_model import Budget, End, Fate, Kind, Stuck, ends
-from dlrm_testing.operator.life_schedule import random_schedule, traits
+from dlrm_testing.operator.job_model import Budget, End, Fate, Kind, Stuck, ends
+from dlrm_testing.operator.job_schedule import random_schedule, traits
 
 CRASH = Fate(kind=Kind.CRASH, code=1)
 DONE = Fate(kind=Kind.DONE, committed=100)
-ONCE = Budget(most=1, most_free=0)
+ONCE = Budget(max_charged=1, max_free=0)
 
 
 def only_end(*fates: Fate, budget: Budget = ONCE) -> End:
@@ -32,11 +32,11 @@ def only_end(*fates: Fate, budget: Budget = ONCE) -> End:
         ((CRASH, Fate(kind=Kind.SUSPENDED), CRASH), "BackoffLimitExceeded"),
     ],
 )
-def test_a_life_ends_under_the_word_of_its_rule(fates: tuple[Fate, ...], reason: str) -> None:
+def test_a_job_ends_with_the_reason_of_its_rule(fates: tuple[Fate, ...], reason: str) -> None:
     assert only_end(*fates).reason == reason
 
 
-def test_an_edited_job_goes_on_with_whole_budgets_and_nothing_set_aside() -> None:
+def test_an_edited_job_continues_with_full_budgets_and_no_reserve() -> None:
     starved = Fate(kind=Kind.OOM, code=137)
 
     before, after = only_end(starved, CRASH), only_end(starved, CRASH, CRASH)
@@ -46,11 +46,11 @@ def test_an_edited_job_goes_on_with_whole_budgets_and_nothing_set_aside() -> Non
     assert dict(after.reasons) == {"OOMKilled": 1, "SpecChanged": 1, "Exit1": 1}
 
 
-def test_the_schedules_of_ci_hold_every_kind_of_fate_and_of_life() -> None:
+def test_the_schedules_of_ci_hold_every_fate_and_trait() -> None:
     found: Counter[str] = Counter()
     for seed in range(50):
         found += traits(random_schedule(seed))
 
     kinds = {kind.value for kind in Kind} | {stuck.value for stuck in Stuck if stuck}
-    lives = set(random_schedule(0).scripts[0].traits()) - {"gang by none"}
-    assert kinds | lives | {"gang by volcano", "gang by coscheduling", "schedules of several jobs"} <= set(found)
+    known = set(random_schedule(0).scripts[0].traits()) - {"gang by none"}
+    assert kinds | known | {"gang by volcano", "gang by coscheduling", "schedules of several jobs"} <= set(found)

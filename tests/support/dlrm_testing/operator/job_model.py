@@ -1,22 +1,22 @@
-"""What a job's life must come to: a small model, written from the documented rules and not from the operator's code.
+"""Model of how a job ends: small, written from the documented rules and not from the operator's code.
 
-A life is a list of fates, one for the gang of each attempt. Attempts are numbered from 1; each ends by its fate, and
+A job has a list of fates, one for the gang of each attempt. Attempts are numbered from 1; each ends by its fate, and
 the next begins with the next fate. The rules (``docs/design/operator.md``, "How an attempt ends" and "How a
 gang that is well comes to its end"):
 
-1. A step committed that is newer than any before makes both budgets whole (unless ``progressResets`` is off).
+1. A newly committed step restores both budgets (unless ``progressResets`` is off).
 2. The user's rules by exit code come first, for a trainer's code.
-3. What only the user can mend ends the job at once, under the word that the failing part left.
-4. What befell a pod from outside counts as a free restart; one more than ``maxFreeRestarts`` ends the job with
+3. What only the user can fix ends the job at once, under the reason that the failing part left.
+4. What happened to a pod from outside counts as a free restart; one more than ``maxFreeRestarts`` ends the job with
    ``DisruptionLimitExceeded``.
-5. All else, a gang that hung too, is charged; one more than ``maxRestarts`` ends the job with ``BackoffLimitExceeded``.
-6. A job that was suspended, or is to have another size, goes on with the next attempt, which counts against no budget.
+5. All else, a hang included, is charged; one more than ``maxRestarts`` ends the job with ``BackoffLimitExceeded``.
+6. A job that was suspended or resized continues with the next attempt, which counts against no budget.
 7. A deadline that passed ends the job with ``DeadlineExceeded`` or ``PendingDeadlineExceeded``.
-8. The first restart after a want of memory sets some aside.
-9. A failed job that its user edits goes on with the next attempt, with whole budgets and no memory set aside.
+8. The first restart after a pod ran out of memory reserves some.
+9. A failed job that its user edits continues with the next attempt, full budgets and no reserve.
 
-Where two ways are right (an evicted pod may be seen as evicted, as ended, or as gone), the model has them all. So it
-maps a life to the *set* of its ends; an operator that ends anywhere else is wrong.
+If several outcomes are right (an evicted pod may be seen as evicted, as ended, or as gone), the model has them all. So
+it maps a job to the *set* of its ends; an operator that ends anywhere else is wrong.
 """
 
 import enum
@@ -24,14 +24,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 USER_ERRORS = {64: "Usage", 65: "BadData", 66: "NoInput", 77: "NoPermission", 78: "BadConfig"}
-WORDS = {**USER_ERRORS, 70: "Internal", 74: "Device", 75: "Temporary", 143: "Terminated"}
+EXIT_REASONS = {**USER_ERRORS, 70: "Internal", 74: "Device", 75: "Temporary", 143: "Terminated"}
 
 
 class Kind(enum.StrEnum):
-    """What befalls a gang."""
+    """Say what happens to a gang."""
 
-    DONE = "ends well, committed"
-    UNCOMMITTED = "ends well, last step not committed"
+    DONE = "succeeds, committed"
+    UNCOMMITTED = "succeeds, last step not committed"
     CRASH = "a trainer ends with a code"
     OOM = "a trainer is killed for its memory"
     PEERS_LOST = "all trainers end with 75 or 143"
@@ -49,11 +49,11 @@ class Kind(enum.StrEnum):
 
 
 HALTS = frozenset({Kind.SUSPENDED, Kind.RESIZED, Kind.OVERDUE})
-"""Ends of a gang that is well: it is asked for a last cut."""
+"""Stops of a healthy gang, from which a last cut is requested."""
 
 
 class Stuck(enum.StrEnum):
-    """What keeps a deleted pod; it changes nothing of how the life ends."""
+    """Say what keeps a deleted pod; it does not change how the job ends."""
 
     NO = ""
     HELD = "held by a finalizer"
@@ -63,41 +63,41 @@ class Stuck(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Fate:
-    """What befalls the gang of one attempt."""
+    """Say what happens to the gang of one attempt."""
 
     kind: Kind
     index: int = 0
-    """The pod that it befalls."""
+    """The pod that it happens to."""
     code: int = 0
-    word: str = ""
+    reason: str = ""
     """The reason in the trainer's termination message; empty: it leaves none."""
     committed: int | None = None
-    """Newest step that the checkpointers committed before; for a halt the step of its cut, None where none was made."""
+    """Newest step that the checkpointers committed before; for a stop the step of its cut, None if there was none."""
     early: bool = False
-    """Whether it comes as soon as that pod runs, though the others may not be there."""
+    """Whether it happens as soon as that pod runs, even if others do not exist yet."""
     stuck: Stuck = Stuck.NO
-    """What keeps the pod that it befalls, once that is deleted."""
+    """What keeps that pod after its deletion."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """``spec.lifecycle.restart``, as far as it decides how a life ends."""
+    """Hold ``spec.lifecycle.restart``, as far as it decides how a job ends."""
 
-    most: int = 3
-    most_free: int = 100
-    heals: bool = True
+    max_charged: int = 3
+    max_free: int = 100
+    resets: bool = True
     rules: tuple[tuple[int, str], ...] = ()
-    """Exit code and what the user wants then: fail, restart, restart-free."""
+    """Exit code and action: fail, restart, restart-free."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How a life ends, or where it is."""
+    """Hold how a job ends, or where it is."""
 
     phase: str = ""
-    """Succeeded or Failed; empty while it goes on."""
+    """Succeeded or Failed; empty while it continues."""
     reason: str = ""
-    """Of the condition that says so."""
+    """Of the condition Succeeded or Failed."""
     attempt: int = 1
     charged: int = 0
     free: int = 0
@@ -106,11 +106,11 @@ class End:
     newest: int = -1
     """Newest committed step."""
     reserve: bool = False
-    """Whether memory is set aside."""
+    """Whether memory is reserved."""
 
 
 def ends(fates: Iterable[Fate], budget: Budget) -> set[End]:
-    """All ends that such a life may have; those without a phase were not over when the fates were."""
+    """Return all ends that such a job may have; those without a phase continue after the last fate."""
     states = {End()}
     for fate in fates:
         states = {after for state in states for after in _after(state, fate, budget)}
@@ -118,16 +118,17 @@ def ends(fates: Iterable[Fate], budget: Budget) -> set[End]:
 
 
 def over(fates: Iterable[Fate], budget: Budget) -> bool:
-    """Whether the job is finished after these fates, whichever way it came."""
+    """Return whether the job has finished after these fates in every case."""
     return all(end.phase for end in ends(fates, budget))
 
 
 def _after(state: End, fate: Fate, budget: Budget) -> set[End]:
     if state.phase == "Succeeded":
         return {state}
-    if state.phase == "Failed":  # its user has edited it, or there would be no further fate
+    # Its user has edited it, or there would be no further fate.
+    if state.phase == "Failed":
         state = _next(replace(state, phase="", reason="", charged=0, free=0, reserve=False), "SpecChanged")
-    state = _healed(state, fate, budget)
+    state = _restored(state, fate, budget)
     match fate.kind:
         case Kind.DONE:
             return {replace(state, phase="Succeeded", reason="Committed")}
@@ -139,26 +140,26 @@ def _after(state: End, fate: Fate, budget: Budget) -> set[End]:
             return {replace(state, phase="Failed", reason="DeadlineExceeded")}
         case Kind.NOT_PULLED:
             return {replace(state, phase="Failed", reason="PendingDeadlineExceeded")}
-    after = {_failed(state, what, word, budget) for what, word in _verdicts(fate, budget)}
+    after = {_failed(state, what, reason, budget) for what, reason in _outcomes(fate, budget)}
     starved = fate.kind is Kind.OOM
     return {replace(end, reserve=end.reserve or (starved and not end.phase)) for end in after}
 
 
-def _healed(state: End, fate: Fate, budget: Budget) -> End:
+def _restored(state: End, fate: Fate, budget: Budget) -> End:
     if fate.committed is None or fate.committed <= state.newest:
         return state
     state = replace(state, newest=fate.committed)
-    return replace(state, charged=0, free=0) if budget.heals else state
+    return replace(state, charged=0, free=0) if budget.resets else state
 
 
-def _next(state: End, word: str) -> End:
+def _next(state: End, reason: str) -> End:
     counts = dict(state.reasons)
-    counts[word] = counts.get(word, 0) + 1
+    counts[reason] = counts.get(reason, 0) + 1
     return replace(state, attempt=state.attempt + 1, reasons=tuple(sorted(counts.items())))
 
 
-def _verdicts(fate: Fate, budget: Budget) -> set[tuple[str, str]]:
-    """(fail, restart or restart-free; the word for it)."""
+def _outcomes(fate: Fate, budget: Budget) -> set[tuple[str, str]]:
+    """Return what may follow (fail, restart or restart-free) and the reason for it."""
     match fate.kind:
         case Kind.EVICTED | Kind.DELETED | Kind.VANISHED:
             seen = {"PodDeleted"}
@@ -166,7 +167,7 @@ def _verdicts(fate: Fate, budget: Budget) -> set[tuple[str, str]]:
                 seen.add("EvictionByEvictionAPI")
             if fate.stuck is Stuck.HELD:
                 seen.add("Terminated")
-            return {("restart-free", word) for word in seen}
+            return {("restart-free", reason) for reason in seen}
         case Kind.NODE_LOST:
             return {("restart-free", "NodeLost")}
         case Kind.NEVER_STARTED:
@@ -177,18 +178,18 @@ def _verdicts(fate: Fate, budget: Budget) -> set[tuple[str, str]]:
             return {("restart", "SnapshotNotCommitted")}
         case Kind.HUNG:
             return {("restart", "HangDetected")}
-    word = "OOMKilled" if fate.kind is Kind.OOM else fate.word or WORDS.get(fate.code, f"Exit{fate.code}")
+    reason = "OOMKilled" if fate.kind is Kind.OOM else fate.reason or EXIT_REASONS.get(fate.code, f"Exit{fate.code}")
     wanted = dict(budget.rules).get(fate.code)
-    return {(wanted or ("fail" if fate.code in USER_ERRORS else "restart"), word)}
+    return {(wanted or ("fail" if fate.code in USER_ERRORS else "restart"), reason)}
 
 
-def _failed(before: End, what: str, word: str, budget: Budget) -> End:
+def _failed(before: End, what: str, reason: str, budget: Budget) -> End:
     if what == "fail":
-        return replace(before, phase="Failed", reason=word)
+        return replace(before, phase="Failed", reason=reason)
     if what == "restart":
-        if before.charged >= budget.most:
+        if before.charged >= budget.max_charged:
             return replace(before, phase="Failed", reason="BackoffLimitExceeded")
-        return _next(replace(before, charged=before.charged + 1), word)
-    if before.free >= budget.most_free:
+        return _next(replace(before, charged=before.charged + 1), reason)
+    if before.free >= budget.max_free:
         return replace(before, phase="Failed", reason="DisruptionLimitExceeded")
-    return _next(replace(before, free=before.free + 1), word)
+    return _next(replace(before, free=before.free + 1), reason)

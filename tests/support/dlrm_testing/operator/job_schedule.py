@@ -1,35 +1,35 @@
-"""Random lives of jobs that share a namespace, as a function of a seed: their specs, fates, users and weather."""
+"""Random jobs that share a namespace, as a function of a seed: their specs, fates, users and faults."""
 
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dlrm_testing.operator.life_model import HALTS, USER_ERRORS, Budget, Fate, Kind, Stuck, over
+from dlrm_testing.operator.job_model import HALTS, USER_ERRORS, Budget, Fate, Kind, Stuck, over
 from dlrm_testing.operator.operator_cluster import job_document
 from dlrm_testing.operator.unruly_proxy import Weather
 
 LAST_STEP = 100
-MOST_FATES = 4
-"""Of one job, beside the one that ends it."""
+MAX_FATES = 4
+"""Of one job, without the one that ends it."""
 CRASHES = (1, 70, 74, 134, 137, 139)
 NAMES = ("demo", "demo-1", "demo-trainer")
-"""Each the beginning of names of the first one's children."""
+"""Each one is a prefix of names of the first one's children."""
 HANG_TIMEOUT = "2s"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """The life of one job."""
+    """Hold everything that happens to one job."""
 
     seed: int
     name: str
     sizes: tuple[int, ...]
-    """Pods of the gang of each attempt."""
+    """Number of pods of each attempt."""
     budget: Budget
     backoff_s: int
     fates: tuple[Fate, ...]
-    """What befalls the gang of each attempt; after one that fails the job its user edits it."""
+    """Of each attempt; after one that fails the job its user edits it."""
     gang: str = "none"
     """``spec.scheduling.gang``."""
     keeps: bool = False
@@ -37,28 +37,28 @@ class Script:
     ttl_s: int | None = None
     """When the finished job is deleted."""
     deleted_in: int = 0
-    """Attempt in whose course the user deletes the job; 0: never."""
+    """Attempt during which the user deletes the job; 0: never."""
     reborn: bool = False
-    """Whether a job of the same name follows the deleted one at once."""
+    """Whether a job of the same name is created right after the deletion."""
     edits: bool = False
-    """Whether the user edits, all the time, what changes nothing of the end."""
+    """Whether the user keeps editing fields that do not change how the job ends."""
     sloppy: bool = False
-    """Whether pods answer at random: errors, rubbish, silence."""
+    """Whether pods give random answers: errors, garbage, none."""
 
     @property
     def is_retried(self) -> bool:
-        """Whether its user edits it once it has failed."""
+        """Return whether its user edits it after it failed."""
         return any(over(self.fates[:number], self.budget) for number in range(1, len(self.fates)))
 
     def document(self) -> dict[str, Any]:
-        """The job that a user applies."""
+        """Return the job that a user applies."""
         rules = [{"exitCodes": [code], "action": action} for code, action in self.budget.rules]
         restart = {
-            "maxRestarts": self.budget.most,
-            "maxFreeRestarts": self.budget.most_free,
+            "maxRestarts": self.budget.max_charged,
+            "maxFreeRestarts": self.budget.max_free,
             "backoff": f"{self.backoff_s}s",
             "maxBackoff": "2s",
-            "progressResets": self.budget.heals,
+            "progressResets": self.budget.resets,
             "rulesByExitCode": rules,
         }
         lifecycle: dict[str, Any] = {"restart": restart, "terminationGracePeriod": "30s", "keepFailedPods": self.keeps}
@@ -78,14 +78,14 @@ class Script:
         return f"{self.name}: {self.budget}, {has or 'plain'}; ttl {self.ttl_s}, deleted in {self.deleted_in}; {fates}"
 
     def traits(self) -> dict[str, bool]:
-        """What kind of life it is."""
+        """Return which traits the job has."""
         return {
             f"gang by {self.gang}": self.gang != "none",
             "failed pods kept": self.keeps,
             "deleted after its end": self.ttl_s is not None,
-            "failed, edited, goes on": self.is_retried,
+            "failed, edited, continues": self.is_retried,
             "deleted by the user": self.deleted_in > 0,
-            "made anew under its name": self.reborn,
+            "created again under its name": self.reborn,
             "edited all the time": self.edits,
             "sloppy pods": self.sloppy,
         }
@@ -93,13 +93,13 @@ class Script:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Lives at the same time in one namespace."""
+    """Hold the jobs that run at the same time in one namespace."""
 
     seed: int
     scripts: tuple[Script, ...]
     weather: Weather
     slow_kubelet_s: float = 0.3
-    """Longest time that a kubelet takes to start or end a pod."""
+    """Longest time in which a kubelet starts or ends a pod."""
 
     def __str__(self) -> str:
         return "\n  ".join(
@@ -108,7 +108,7 @@ class Schedule:
 
 
 def traits(schedule: Schedule) -> Counter[str]:
-    """How often each kind of thing is in it."""
+    """Count the traits and fates of a schedule."""
     found = Counter({"jobs": len(schedule.scripts), "schedules of several jobs": len(schedule.scripts) > 1})
     for script in schedule.scripts:
         found.update(fate.kind.value for fate in script.fates)
@@ -118,7 +118,7 @@ def traits(schedule: Schedule) -> Counter[str]:
 
 
 def describe(fate: Fate) -> str:
-    """The fate in words."""
+    """Return a fate as text."""
     code = f" {fate.code}" if fate.code else ""
     committed = f", committed {fate.committed}" if fate.committed is not None else ""
     stuck = f", {fate.stuck.value}" if fate.stuck else ""
@@ -126,7 +126,7 @@ def describe(fate: Fate) -> str:
 
 
 def random_schedule(seed: int) -> Schedule:
-    """The schedule of a seed."""
+    """Return the schedule of a seed."""
     dice = random.Random(seed)
     weather = Weather(
         seed=seed,
@@ -165,21 +165,22 @@ def _budget(dice: random.Random) -> Budget:
         for code in dice.sample([1, 65, 70, 75, 137], dice.randint(1, 2)):
             rules[code] = dice.choice(["fail", "restart", "restart-free"])
     return Budget(
-        most=dice.randint(0, 3),
-        most_free=dice.choice([0, 1, 100, 100, 100]),
-        heals=dice.random() < 0.7,
+        max_charged=dice.randint(0, 3),
+        max_free=dice.choice([0, 1, 100, 100, 100]),
+        resets=dice.random() < 0.7,
         rules=tuple(sorted(rules.items())),
     )
 
 
 def _fates(dice: random.Random, budget: Budget) -> tuple[tuple[int, ...], tuple[Fate, ...]]:
-    """Sizes of gangs, and what befalls each."""
+    """Return the sizes of the gangs and their fates."""
     sizes, fates, step = [dice.choice([1, 2, 2, 3])], [], 0
     retries = dice.random() < 0.5
-    while len(fates) < MOST_FATES and dice.random() < 0.7:
+    while len(fates) < MAX_FATES and dice.random() < 0.7:
         fate = _fate(dice, sizes[-1], (step + dice.choice([0, 0, 10])) or None)
         if fate.kind in HALTS:
-            fate = replace(fate, committed=step + 10)  # the cut that it is asked for
+            # The cut that is requested from it.
+            fate = replace(fate, committed=step + 10)
         fates.append(fate)
         step = max(step, fate.committed or 0)
         failed = over(fates, budget)
@@ -201,8 +202,8 @@ def _fate(dice: random.Random, replicas: int, committed: int | None) -> Fate:
     match kind:
         case Kind.CRASH:
             code = dice.choice([*CRASHES, *USER_ERRORS]) if dice.random() < 0.5 else dice.choice(CRASHES)
-            word = dice.choice(["", "Boom", "NumberOfWords"])
-            return replace(fate, code=code, word=word, committed=committed, early=early)
+            reason = dice.choice(["", "Boom", "NumberOfWords"])
+            return replace(fate, code=code, reason=reason, committed=committed, early=early)
         case Kind.OOM:
             return replace(fate, code=137, committed=committed, early=early)
         case Kind.PEERS_LOST:
