@@ -100,9 +100,9 @@ def _is_secretless(spec: Object) -> bool:
     return bool(trainers) and Env.GANG_SECRET not in names
 
 
-def read_astray_pod(document: Object, key: JobKey, attempt: int, index: int) -> PodSeen:
+def read_unlabelled_pod(document: Object, key: JobKey, attempt: int, index: int) -> PodSeen:
     """Read a trainer pod that is identified by its name, since its labels were changed."""
-    return replace(read_pod(document), key=key, attempt=attempt, index=index, astray=True)
+    return replace(read_pod(document), key=key, attempt=attempt, index=index, unlabelled=True)
 
 
 def read_config_map(document: Object) -> ConfigMapSeen:

@@ -23,10 +23,10 @@ from dlrm_operator.clients.stacks import StackClient
 from dlrm_operator.controller.informers import (
     JobCache,
     PodCache,
-    read_astray_pod,
     read_config_map,
     read_group,
     read_pod,
+    read_unlabelled_pod,
 )
 from dlrm_operator.manifests.objects import Images
 from dlrm_operator.manifests.pod_template import RESTRICTED, PodTemplatePolicy
@@ -156,7 +156,7 @@ class Observer:
             refused_deletion=self.refused_deletions.get(job.key, ""),
         )
         self._kueue_client.follow(job.key, waiting_group(observed))
-        return replace(observed, queue_words=self._kueue_client.message(job.key))
+        return replace(observed, queue_message=self._kueue_client.message(job.key))
 
     async def _observe_forming(self, job: JobSeen, *, live: bool) -> Observed:
         """Observe a job that needs a plan.
@@ -207,19 +207,19 @@ class Observer:
         path = f"/api/v1/namespaces/{job.key.namespace}/pods"
         items, _ = await self._api.list_all(path, _selector(job, managed=True))
         pods = tuple(read_pod(item) for item in items)
-        searched = (self._astray(job, path, index) for index in _missing(job, pods))
-        astray = tuple(pod for pod in await asyncio.gather(*searched) if pod is not None)
-        found = {pod.uid for pod in astray}
-        return (*(pod for pod in pods if pod.uid not in found), *astray)
+        searched = (self._unlabelled(job, path, index) for index in _missing(job, pods))
+        unlabelled = tuple(pod for pod in await asyncio.gather(*searched) if pod is not None)
+        found = {pod.uid for pod in unlabelled}
+        return (*(pod for pod in pods if pod.uid not in found), *unlabelled)
 
-    async def _astray(self, job: JobSeen, path: str, index: int) -> PodSeen | None:
+    async def _unlabelled(self, job: JobSeen, path: str, index: int) -> PodSeen | None:
         """Return a pod of the current attempt that no list shows, if anything of it runs."""
         attempt = _attempt(job)
         try:
             found = await self._api.call("GET", f"{path}/{names.trainer_pod(job.key.name, attempt, index)}")
         except NotFoundError:
             return None
-        pod = read_astray_pod(found, job.key, attempt, index)
+        pod = read_unlabelled_pod(found, job.key, attempt, index)
         return pod if pod.owner_uid == job.uid and not (pod.ended or pod.held) else None
 
     async def _children(self, job: JobSeen, begins: bool) -> Children:

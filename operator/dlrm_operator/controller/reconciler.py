@@ -24,7 +24,7 @@ from dlrm_operator.controller.informers import JobCache
 from dlrm_operator.controller.observe import Observer, needs_plan
 from dlrm_operator.controller.work_queue import StatusDebouncer
 from dlrm_operator.metrics import RECONCILE_SECONDS, count_restarts
-from dlrm_operator.reconcile.findings import EVENT_LENGTH, Reason, shorten
+from dlrm_operator.reconcile.findings import MAX_EVENT_LENGTH, Reason, shorten
 from dlrm_operator.reconcile.reconcile import reconcile
 from dlrm_operator.reconcile.state import (
     Action,
@@ -138,7 +138,7 @@ class Reconciler:
             uid=job.uid,
             kind="Warning",
             reason=Reason.REQUEST_DENIED,
-            message=shorten(message, EVENT_LENGTH),
+            message=shorten(message, MAX_EVENT_LENGTH),
             attempt=job.known.attempt if job.known else 0,
         )
         await self._executor.execute(event)

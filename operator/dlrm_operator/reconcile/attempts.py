@@ -442,7 +442,7 @@ def _never_started(gang: Gang, now: datetime) -> AttemptOutcome | None:
     """Return a free restart if ranks gave up on a pod that still waits for its node or its containers."""
     late = next((pod for pod in gang.pods.values() if not (pod.started or pod.ended)), None)
     if late is not None:
-        reason, why = _pod_wait(late, gang.queue_words)
+        reason, why = _pod_wait(late, gang.queue_message)
         message = f"pod {late.name} had not started when the other ranks gave up waiting for it: {why}"
         return AttemptOutcome(result="restart-free", evidence=_evidence(late, reason, message, now))
     for index in gang.missing():

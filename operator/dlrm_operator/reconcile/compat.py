@@ -11,8 +11,15 @@ from datetime import datetime
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.status import Condition, ConditionType, Phase
-from dlrm_operator.reconcile.findings import Finding, ForeignReason, Reason, RuleResult, unknown_fields_message
-from dlrm_operator.reconcile.state import Gang, JobSeen
+from dlrm_operator.reconcile.findings import (
+    Finding,
+    ForeignReason,
+    Reason,
+    RuleResult,
+    find_condition,
+    unknown_fields_message,
+)
+from dlrm_operator.reconcile.state import Gang, JobView
 
 CONTINUES = "the current attempt continues"
 
@@ -45,10 +52,11 @@ def failed_gang_rule(problem: InvalidSpecError, gang: Gang, ending: str) -> Rule
     return RuleResult(findings=(finding,))
 
 
-def unknown_fields_rule(job: JobSeen, gang: Gang, running: Condition | None) -> RuleResult:
-    """Report unknown fields next to what is known of an existing gang."""
-    message = unknown_fields_message(job.unknown_fields)
-    if not message or not gang.pods or running is None or message in running.message:
+def unknown_fields_rule(view: JobView) -> RuleResult:
+    """Report unknown fields next to what the status, as folded so far, says of an existing gang."""
+    message = unknown_fields_message(view.job.unknown_fields)
+    running = find_condition(view.status.conditions, ConditionType.RUNNING)
+    if not message or running is None or message in running.message or not view.gang.pods:
         return RuleResult()
     return RuleResult(findings=(_appended(running, message),))
 

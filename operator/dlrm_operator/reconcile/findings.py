@@ -15,7 +15,7 @@ from dlrm_operator.reconcile.state import Action, EmitEvent, JobSeen, UpdateStat
 
 MAX_MESSAGE_LENGTH = 4_096
 MAX_REASON_LENGTH = 128
-EVENT_LENGTH = 1_024
+MAX_EVENT_LENGTH = 1_024
 """The API server refuses longer notes."""
 MAX_NAMES = 3
 PROGRESS_INTERVAL = timedelta(seconds=30)
@@ -167,16 +167,19 @@ def fold(status: DLRMJobStatus, results: Sequence[RuleResult], now: datetime) ->
 
 
 def _condition(finding: Finding, old: Condition | None, generation: int, now: datetime) -> Condition:
-    unmoved = old is not None and old.status == finding.status
-    new = Condition(
+    reason = finding.reason[:MAX_REASON_LENGTH] or "Unknown"
+    message = shorten(finding.message, MAX_MESSAGE_LENGTH)
+    moved = old is None or old.status != finding.status
+    if old and not moved and (old.reason, old.message, old.observed_generation) == (reason, message, generation):
+        return old
+    return Condition(
         type=finding.condition,
         status=finding.status,
-        reason=finding.reason[:MAX_REASON_LENGTH] or "Unknown",
-        message=shorten(finding.message, MAX_MESSAGE_LENGTH),
-        last_transition_time=old.last_transition_time if old is not None and unmoved else timestamp(now),
+        reason=reason,
+        message=message,
+        last_transition_time=timestamp(now) if old is None or moved else old.last_transition_time,
         observed_generation=generation,
     )
-    return old if old == new else new
 
 
 def find_condition(conditions: Sequence[Condition], kind: ConditionType) -> Condition | None:
@@ -206,7 +209,7 @@ def unknown_fields_message(fields: Sequence[str]) -> str:
 
 def event(job: JobSeen, kind: EventKind, reason: Reason, message: str, attempt: int) -> EmitEvent:
     """Return an Event of the job. The message must hold no time: a repeated Event must be the same Event."""
-    text = shorten(message, EVENT_LENGTH)
+    text = shorten(message, MAX_EVENT_LENGTH)
     return EmitEvent(key=job.key, uid=job.uid, kind=kind, reason=reason, message=text, attempt=attempt)
 
 

@@ -356,7 +356,7 @@ def _scheduled_finding(gang: Gang) -> Finding:
     if not waiting:
         return _scheduled("True", Reason.ALL_PODS_SCHEDULED)
     count = f"{len(waiting)} of {gang.size} pods"
-    if held := next((message for pod in waiting if (message := gate_message(pod, gang.queue_words))), ""):
+    if held := next((message for pod in waiting if (message := gate_message(pod, gang.queue_message))), ""):
         return _scheduled("False", Reason.QUOTA_PENDING, f"{count} are not admitted: {held}")
     telling = next((pod for pod in waiting if pod.unschedulable), waiting[0])
     return _scheduled("False", Reason.UNSCHEDULABLE, f"{count} are unschedulable: {scheduler_message(telling)}")
@@ -392,7 +392,7 @@ def _running_finding(view: JobView, gang: Gang) -> Finding | None:
 
 def unlabelled_pods_rule(view: JobView) -> RuleResult:
     """Delete pods whose labels somebody changed, before the attempt is judged: later passes would not find them."""
-    pods = [pod for pod in view.observed.pods if pod.astray]
+    pods = [pod for pod in view.observed.pods if pod.unlabelled]
     if not pods:
         return RuleResult()
     noun = "pod" if len(pods) == 1 else "pods"

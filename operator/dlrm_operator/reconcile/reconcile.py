@@ -85,13 +85,17 @@ def _results(observed: Observed, before: DLRMJobStatus, now: datetime) -> list[R
     All of them see one status: the known one with what was observed since. Only if a rule begins the next attempt, the
     later rules work for that attempt and see the status as folded so far.
     """
-    results = [attempts.retry(observed.job, before)] if before.phase is Phase.FAILED else []
-    results.append(_identity(observed, fold(before, results, now)))
+    results, start = [], before
+    if before.phase is Phase.FAILED:
+        results.append(attempts.retry(observed.job, before))
+        start = fold(before, results, now)
+    results.append(_identity(observed, start))
     view = JobView(observed=observed, status=fold(before, results, now), now=now)
     if isinstance(observed.job.spec, InvalidSpecError):
         return [*results, *_results_without_spec(view, observed.job.spec)]
     results.append(health.report_rule(view, progress_resets=view.lifecycle.restart.progress_resets))
-    view = replace(view, status=fold(before, results, now))
+    if results[-1].changes:
+        view = replace(view, status=fold(before, results, now))
     for rule in RULES:
         result = rule(view)
         results.append(result)
@@ -99,19 +103,14 @@ def _results(observed: Observed, before: DLRMJobStatus, now: datetime) -> list[R
             break
         if "attempt" in result.changes:
             view = replace(view, status=fold(before, results, now))
-    else:
-        results.append(shutdown.pending_deadline_rule(view, fold(before, results, now)))
-    return _closed(results, view, before)
-
-
-def _closed(results: list[RuleResult], view: JobView, before: DLRMJobStatus) -> list[RuleResult]:
-    """Add what depends on the other results: unknown fields next to Running, and the wake for the active deadline."""
-    after = fold(before, results, view.now)
-    if after.phase in FINISHED:
-        return results
-    running = find_condition(after.conditions, ConditionType.RUNNING)
-    unknown = compat.unknown_fields_rule(view.job, replace(view, status=after).gang, running)
-    return [*results, unknown, shutdown.wake_for_active_deadline(view, after)]
+    # The closing rules depend on what the others found.
+    folded = fold(before, results, now)
+    if not result.done:
+        results.append(shutdown.pending_deadline_rule(view, folded))
+    if folded.phase not in FINISHED:
+        results.append(compat.unknown_fields_rule(replace(view, status=folded)))
+        results.append(shutdown.active_deadline_wake(replace(view, status=folded)))
+    return results
 
 
 def _results_without_spec(view: JobView, problem: InvalidSpecError) -> list[RuleResult]:

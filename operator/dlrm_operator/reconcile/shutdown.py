@@ -41,7 +41,7 @@ def resume_rule(view: JobView) -> RuleResult:
 
 def active_deadline_rule(view: JobView) -> RuleResult:
     """Fail a job that has run for ``activeDeadline``, once what it trained is saved."""
-    due = _active_due(view, view.status)
+    due = _active_due(view)
     if due is None or view.now < due:
         return RuleResult(changes=_without_halt(view, HaltReason.DEADLINE_EXCEEDED))
     if view.gang.pods:
@@ -138,7 +138,7 @@ def pending_deadline_rule(view: JobView, formed: DLRMJobStatus) -> RuleResult:
     """
     deadline_s = view.lifecycle.pending_deadline
     if deadline_s is None or view.gang.started:
-        return RuleResult(changes={"pending_since": None})
+        return RuleResult(changes={"pending_since": None} if view.status.pending_since else {})
     since = view.status.pending_since or timestamp(view.now)
     due = parse_timestamp(since) + timedelta(seconds=deadline_s)
     if view.now < due:
@@ -154,9 +154,9 @@ def pending_deadline_rule(view: JobView, formed: DLRMJobStatus) -> RuleResult:
     return fail(view, Reason.PENDING_DEADLINE_EXCEEDED, message)
 
 
-def wake_for_active_deadline(view: JobView, after: DLRMJobStatus) -> RuleResult:
-    """Wake the job when its ``activeDeadline`` passes, by the status that this pass writes."""
-    return RuleResult(wake_at=_active_due(view, after))
+def active_deadline_wake(view: JobView) -> RuleResult:
+    """Wake the job when its ``activeDeadline`` passes, by the status as folded so far."""
+    return RuleResult(wake_at=_active_due(view))
 
 
 def expiry(job: JobSeen, status: DLRMJobStatus) -> datetime | None:
@@ -238,7 +238,7 @@ def _current_halt(view: JobView) -> HaltStatus | None:
         return None
     if halt.reason is HaltReason.SUSPENDED and not view.lifecycle.suspend:
         return None
-    due = _active_due(view, view.status)
+    due = _active_due(view)
     if halt.reason is HaltReason.DEADLINE_EXCEEDED and (due is None or view.now < due):
         return None
     return halt
@@ -257,12 +257,12 @@ def _may_have_trained(gang: Gang) -> bool:
     return gang.trainer is None or gang.trainer.phase in TRAINING
 
 
-def _active_due(view: JobView, status: DLRMJobStatus) -> datetime | None:
+def _active_due(view: JobView) -> datetime | None:
     """Return when the job has run for ``activeDeadline`` since it first ran, suspended time left out.
 
     None if there is no such deadline, the job has not run yet, or it is suspended.
     """
-    deadline_s = view.lifecycle.active_deadline
+    deadline_s, status = view.lifecycle.active_deadline, view.status
     if deadline_s is None or status.start_time is None:
         return None
     if view.lifecycle.suspend and _suspended_since(status) is not None:

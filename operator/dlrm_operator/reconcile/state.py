@@ -131,7 +131,7 @@ class PodSeen:
     gates: tuple[str, ...] = ()
     """Scheduling gates; no scheduler considers the pod before all are lifted."""
     containers: tuple[ContainerSeen, ...] = ()
-    astray: bool = False
+    unlabelled: bool = False
     """Whether only its name identified it, because somebody changed the labels by which pods are listed."""
 
     @property
@@ -334,7 +334,7 @@ class Observed:
     """None: no cut was requested, or the answer is pending."""
     stacks: StacksSeen | None = None
     """None: not requested."""
-    queue_words: str = ""
+    queue_message: str = ""
     """Kueue's message on why the gang waits."""
     images: Images = field(default_factory=Images)
     """Images for jobs that name none."""
@@ -368,7 +368,7 @@ class Gang:
     """Newest step in the status."""
     grace: timedelta
     """Time of each pod for its last cut and upload."""
-    queue_words: str = ""
+    queue_message: str = ""
     """Kueue's message on why it waits."""
 
     def missing(self) -> list[int]:
@@ -440,7 +440,7 @@ def current_gang(observed: Observed, status: DLRMJobStatus) -> Gang:
         checkpointer=polled.checkpointer if polled else None,
         last_step=status.progress.step if status.progress else 0,
         grace=timedelta(seconds=lifecycle_of(observed.job).termination_grace_period),
-        queue_words=observed.queue_words,
+        queue_message=observed.queue_message,
     )
 
 

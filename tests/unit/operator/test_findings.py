@@ -158,7 +158,7 @@ def test_a_queued_gang_quotes_kueue() -> None:
     words = "couldn't assign flavors to pod set main: insufficient unused quota for cpu in flavor any, 2 more needed"
     cluster = cast("SeeingCluster", a_gang_waits_in_its_queue())
 
-    cluster.turn_with(queue_words=words)
+    cluster.turn_with(queue_message=words)
 
     waiting = next(c for c in cluster.job["status"]["conditions"] if c["type"] == "Scheduled")
     assert words in waiting["message"]
