@@ -15,7 +15,7 @@ from dlrm_api.training import RowOptimizerSpec
 from dlrm_kernels.row_updates import table_key
 from dlrm_testing.trainer.bags import bags_of
 from dlrm_trainer.compute_device import HOST
-from dlrm_trainer.embedding.exchange import Bags, pick_segments
+from dlrm_trainer.embedding.exchange import Bags
 from dlrm_trainer.embedding.gpu import DeviceKernel
 from dlrm_trainer.embedding.local_tables import HostKernel, TableBatch, lazy_zeros
 from dlrm_trainer.embedding.placement import Tables
@@ -137,20 +137,6 @@ def test_a_rank_without_tables_looks_nothing_up() -> None:
 
     assert pooled.shape == (5, 0)
     assert batch.weights == ()
-
-
-@given(st.lists(st.integers(0, 6), max_size=20), st.randoms(use_true_random=False))
-def test_picking_segments_equals_joining_slices(lengths: list[int], shuffler: object) -> None:
-    values = torch.arange(sum(lengths))
-    sizes = torch.tensor(lengths, dtype=torch.int64)
-    starts = sizes.cumsum(0) - sizes
-    order = list(range(len(lengths)))
-    shuffler.shuffle(order)  # type: ignore[attr-defined]
-
-    picked = pick_segments(values, starts[order], sizes[order])
-
-    expected = [int(value) for number in order for value in values[starts[number] : starts[number] + sizes[number]]]
-    assert picked.tolist() == expected
 
 
 FEATURES = [0, 0, 1, 2, 2, 2]

@@ -1,0 +1,104 @@
+"""Bags picked and split, and what comes from other ranks checked on arrival."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dlrm_api.errors import TemporaryError
+from dlrm_api.training import CommunicationSpec
+from dlrm_testing.trainer.gangs import hand_plan, small_job
+from dlrm_trainer.compute_device import HOST
+from dlrm_trainer.data import Batch
+from dlrm_trainer.distributed.collectives import Collectives
+from dlrm_trainer.embedding import place
+from dlrm_trainer.embedding.exchange import Exchange, pick_segments
+
+TABLES = [{"name": "t", "rows": 10, "dim": 8, "maxLookups": 3}]
+
+
+@given(st.lists(st.integers(0, 6), max_size=20), st.randoms(use_true_random=False))
+def test_picking_segments_equals_joining_slices(lengths: list[int], shuffler: Any) -> None:
+    values = torch.arange(sum(lengths))
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    starts = sizes.cumsum(0) - sizes
+    order = list(range(len(lengths)))
+    shuffler.shuffle(order)
+
+    picked = pick_segments(values, starts[order], sizes[order])
+
+    expected = [int(value) for number in order for value in values[starts[number] : starts[number] + sizes[number]]]
+    assert picked.tolist() == expected
+
+
+class TwoRanks:
+    """Collectives of rank 0 beside a rank that sends what a test says."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, header: list[int], lengths: list[int], ids: list[int]) -> None:
+        self._header = header
+        self._sent = {
+            "lengths": torch.tensor(lengths, dtype=torch.uint8),
+            "ids": torch.tensor(ids, dtype=torch.int32),
+        }
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return torch.stack([tensor, torch.tensor(self._header)])
+
+    def all_to_all(self, what: str, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        return torch.cat([tensor[: sent[0]], self._sent[what]])
+
+
+def exchange_with(folder: Path, peer: TwoRanks) -> Exchange:
+    job = small_job(folder, 2, model={"tables": TABLES})
+    placement, collectives = place(job.spec.model, hand_plan(job, [0]), 2), cast(Collectives, peer)
+    return Exchange(placement, collectives, collectives, CommunicationSpec(), 1.0, HOST)
+
+
+def one_sample() -> Batch:
+    return Batch(
+        number=0,
+        sample_ids=torch.arange(1),
+        dense=torch.zeros(1, 0),
+        labels=torch.zeros(1),
+        lengths=torch.tensor([[2]], dtype=torch.int32),
+        values=torch.tensor([4, 9]),
+    )
+
+
+def test_bags_of_all_ranks_are_joined_in_order(tmp_path: Path) -> None:
+    exchange = exchange_with(tmp_path, TwoRanks([2, 3, 0], [1, 2], [0, 5, 9]))
+
+    owned = exchange.send_ids(one_sample())
+
+    assert owned.bags.lengths.tolist() == [[2, 1, 2]]
+    assert owned.bags.ids.tolist() == [4, 9, 0, 5, 9]
+    assert owned.samples == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("header", "lengths", "ids"),
+    [
+        pytest.param([2, 3, 0], [1, 2], [0, 5, 10], id="row beyond the table"),
+        pytest.param([2, 3, 0], [1, 2], [0, -1, 9], id="negative row"),
+        pytest.param([2, 3, 0], [1, 3], [0, 5, 9], id="lengths beyond the ids"),
+        pytest.param([2, 3, 0], [1, 1], [0, 5, 9], id="lengths short of the ids"),
+        pytest.param([2, 7, 0], [3, 4], [0] * 7, id="more ids than bags may hold"),
+        pytest.param([-1, 0, 0], [], [], id="negative number of samples"),
+        pytest.param([1, -1, 0], [1], [], id="negative number of ids"),
+    ],
+)
+def test_impossible_bags_of_a_peer_are_refused(
+    tmp_path: Path, header: list[int], lengths: list[int], ids: list[int]
+) -> None:
+    exchange = exchange_with(tmp_path, TwoRanks(header, lengths, ids))
+
+    with pytest.raises(TemporaryError, match="rank 1 sent"):
+        exchange.send_ids(one_sample())
