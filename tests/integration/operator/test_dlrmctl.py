@@ -293,10 +293,10 @@ def test_the_rights_that_the_readme_names_are_enough(
         )
     }
 
-    assert "not shown" not in said["describe ads"]
+    assert "not available" not in said["describe ads"]
     assert said["logs ads"] == "a line\n"
-    assert "ads is told to suspend: it cuts, commits, then gives its nodes back" in said["suspend ads"]
-    assert "ask for a Role that allows the verb get on pods/proxy" in said["top ads --once"]
+    assert "ads is being suspended" in said["suspend ads"]
+    assert "get on pods/proxy" in said["top ads --once"]
 
 
 def test_top_shows_the_status_where_the_api_server_does_not_reach_the_pod(

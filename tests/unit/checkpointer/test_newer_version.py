@@ -124,7 +124,7 @@ def test_commands_refuse_an_older_snapshot_that_nobody_named(
 
 def test_commands_take_an_older_snapshot_by_its_step(upgraded: FileStore, capsys: pytest.CaptureFixture[str]):
     assert app.main(["snapshots", "verify", upgraded.uri, "--step", "2"]) == ExitCode.DONE
-    assert capsys.readouterr().out.startswith("step 2 is whole")
+    assert capsys.readouterr().out.startswith("verified step 2")
     assert app.main(["snapshots", "verify", upgraded.uri, "--step", "4"]) == ExitCode.BAD_DATA
     assert "format version 3, this program reads version 2" in capsys.readouterr().err
 
@@ -150,5 +150,5 @@ def test_a_listing_shows_what_can_be_read_and_names_the_rest(upgraded: FileStore
     said = capsys.readouterr()
     assert [each["step"] for each in json.loads(said.out)] == [1, 2]
     assert said.err.splitlines()[0].startswith(
-        "not usable: step 4, attempt 1: manifests/0000000000000004-00000001.json"
+        "skipping unusable snapshot at step 4, attempt 1: manifests/0000000000000004-00000001.json"
     )

@@ -46,7 +46,7 @@ def test_diff_prints_a_table(files: FileStore, trained, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     ("name", "says", "code"),
-    [("last", "last: is neither STEP", ExitCode.USAGE), ("7", "no snapshot of step 7", ExitCode.NO_INPUT)],
+    [("last", "'last'", ExitCode.USAGE), ("7", "no snapshot of step 7", ExitCode.NO_INPUT)],
 )
 def test_diff_says_which_snapshot_it_cannot_find(files: FileStore, trained, capsys, name, says, code):
     assert app.main(["snapshots", "diff", files.uri, "1", name]) == code
@@ -93,7 +93,7 @@ def test_follow_once_says_where_nothing_is_published(tmp_path: Path, files: File
     files.root.mkdir()
 
     assert app.main(["snapshots", "follow", files.uri, "--to", str(tmp_path / "out"), "--once"]) == ExitCode.NO_INPUT
-    assert "no delta is there" in capsys.readouterr().err
+    assert "delta not found" in capsys.readouterr().err
 
 
 @pytest.mark.slow
