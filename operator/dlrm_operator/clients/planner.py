@@ -111,7 +111,7 @@ class Planner:
         """The last answers by all that they depend on, least recently used first."""
 
     def answer(self, key: JobKey, job: JobSeen, profile_version: str) -> Planning | None:
-        """Return the answer for this very spec and profile; None if there is none, or it is to be asked again."""
+        """Return the answer for this spec and profile; None if there is no answer, or it is due for a retry."""
         known = self._answers.get(key)
         reserve = job.known.memory_reserve_bytes if job.known else 0
         if known is None or isinstance(job.spec, InvalidSpecError):

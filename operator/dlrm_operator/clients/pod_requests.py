@@ -1,4 +1,4 @@
-"""Bounded HTTP requests to pods, and the requests of all jobs that run beside the reconciles."""
+"""HTTP requests to pods, bounded in size and time, and the tasks that run them in the background."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class ActionExecutor:
             if not owned_by(found, action.owner_uid) or attempt != str(action.attempt):
                 problem = f"pod {meta['name']} exists and belongs to another owner or attempt: delete it"
                 raise ClusterRefusedError(error.code, problem) from error
-        # Without its labels later reconciles would not see the pod, and it would train beside the next attempt.
+        # Later reconciles would not see a pod without its labels, and it would train while the next attempt does.
         if (lost := _lost_identity(action, found)) is not None:
             with suppress(NotFoundError, ConflictError):
                 await self._api.call("DELETE", f"{path}/{meta['name']}", _delete_options(uid=found["metadata"]["uid"]))

@@ -179,7 +179,7 @@ def _containers(status: Object) -> Iterator[ContainerSeen]:
         state = seen.get("state") or {}
         ended, waiting = state.get("terminated") or {}, state.get("waiting") or {}
         before = (seen.get("lastState") or {}).get("terminated") or {}
-        words = ": ".join(word for word in (waiting.get("reason"), waiting.get("message")) if word)
+        waiting_message = ": ".join(part for part in (waiting.get("reason"), waiting.get("message")) if part)
         yield ContainerSeen(
             name=seen["name"],
             started="running" in state or bool(ended),
@@ -188,7 +188,7 @@ def _containers(status: Object) -> Iterator[ContainerSeen]:
             message=ended.get("message") or "",
             finished_at=_time(ended.get("finishedAt")),
             waiting_reason=waiting.get("reason") or "",
-            waiting=words,
+            waiting=waiting_message,
             last_exit_code=before.get("exitCode"),
             last_reason=before.get("reason") or "",
             last_message=before.get("message") or "",
