@@ -21,7 +21,7 @@ from dlrm_trainer.settings import Settings, allow_open_files, keep_memory, read_
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}: see python -m dlrm_trainer --help")
+        raise UsageError(f"{message}; see python -m dlrm_trainer --help")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _end_before_the_start(_number: int, _frame: FrameType | None) -> None:
-    """Nothing is there to cut before the ranks are; then the launcher takes over.
+    """Exit at once: before the ranks exist there is nothing to cut. Then the launcher takes over.
 
     Imports are under way: an exception may be lost among theirs.
     """
@@ -61,7 +61,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="python -m dlrm_trainer", description="Run this pod's trainer ranks.")
     parser.add_argument("--job", required=True, type=Path, metavar="FILE", help="the DLRMJob, JSON or YAML")
     parser.add_argument(
-        "--plan", required=True, type=Path, metavar="PATH", help="the plan: a JSON file, or the folder of its parts"
+        "--plan", required=True, type=Path, metavar="PATH", help="the plan: a JSON file, or the directory of its parts"
     )
     parser.add_argument(
         "--digest", action="store_true", help="write the SHA-256 of the final state into result.json as state_digest"
@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace, settings: Settings) -> TerminationMessage:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan from its file, or from the folder of its parts.
+    """Read a plan from its file, or from the directory of its parts.
 
     Raises:
         NoInputError: there is none.
@@ -92,7 +92,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise NoInputError(f"{path}: {error.strerror}: give the path of the file") from error
+        raise NoInputError(f"cannot read {path}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from dlrm_trainer.metrics.progress import ProgressBoard
 
 CUT_WAIT_S = 5.0
 """How long ``POST /cut`` waits for the cut before it answers with the step at which it will be at the earliest."""
-LARGEST_BODY = 4_096
+MAX_BODY_BYTES = 4_096
 
 
 class Endpoint:
-    """Serves one pod's progress from a thread of its own, until closed.
+    """Serve one pod's progress from a thread of its own, until closed.
 
     Args:
         address: to listen on.
@@ -62,7 +62,7 @@ class Endpoint:
             self._server = EndpointServer((address, port), _handler(self))
         except OSError as error:
             raise TemporaryError(
-                f"the progress endpoint cannot listen on {address}:{port}: {error.strerror}; free the port"
+                f"cannot listen on {address}:{port} for the progress endpoint: {error.strerror}; free the port"
             ) from error
         self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, name="dlrm-endpoint", daemon=True).start()
@@ -82,9 +82,7 @@ class Endpoint:
         """Ask for a cut: its step once it is handed over; else the first step that it can be at."""
         now = self.board.now
         if not self.control.takes_cuts:
-            return HTTPStatus.CONFLICT, {
-                "error": "this run takes no snapshots: it was started without a hand-off folder"
-            }
+            return HTTPStatus.CONFLICT, {"error": "this run takes no checkpoints: no hand-off directory is configured"}
         if (done := self.control.wait_for(now.step, 0.0)) is not None:
             return HTTPStatus.OK, {"step": done}
         if now.phase in (TrainerPhase.FINISHING, TrainerPhase.DONE):
@@ -169,7 +167,7 @@ class TrainerMetrics(Collector):
 
 
 def own_stacks() -> bytes:
-    """What every thread of this process is doing."""
+    """Return the stacks of all threads of this process."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -190,7 +188,7 @@ def _handler(endpoint: Endpoint) -> type[EndpointHandler]:
 
         def do_POST(self) -> None:
             length = self.headers.get("Content-Length", "")
-            self.rfile.read(min(int(length) if length.isdigit() else 0, LARGEST_BODY))
+            self.rfile.read(min(int(length) if length.isdigit() else 0, MAX_BODY_BYTES))
             if self.path != "/cut":
                 self._refuse(HTTPStatus.NOT_FOUND, "POST goes to /cut")
             elif not endpoint.allows(self.headers.get(TOKEN_HEADER)):

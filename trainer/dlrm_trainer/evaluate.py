@@ -1,4 +1,4 @@
-"""Quality over the whole evaluation set, from the exact scores of all ranks."""
+"""Measure quality over the whole evaluation set, from the exact scores of all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def evaluate(
     scored: Callable[[int], None] = lambda _: None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> EvalMetrics | None:
-    """Score samples once each; None where no rank has any. Training state is left as it is.
+    """Score samples once each; None if no rank has any. Training state does not change.
 
     A rank keeps five bytes a sample, and rank 0 takes ten a sample of all ranks' at the end.
 
@@ -56,7 +56,7 @@ def evaluate(
         told = torch.tensor([float(stopping())])
         collectives.all_reduce(told)
         if told.item():
-            raise StoppedError(f"told to end while the model of step {step} was evaluated")
+            raise StoppedError(f"received a signal during the evaluation after step {step}")
     all_logits = gather_first(_joined(logits, torch.float32), collectives)
     all_labels = gather_first(_joined(labels, torch.uint8), collectives)
     measured = quality.evaluate(all_logits, all_labels, step) if len(all_logits) else None
@@ -64,7 +64,7 @@ def evaluate(
 
 
 def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """The parts as one, which are let go of."""
+    """Concatenate the parts and free them."""
     whole = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
     parts.clear()
     return whole

@@ -1,4 +1,4 @@
-"""Starts the ranks of one pod and answers for them: signals in, one exit code and one termination message out.
+"""Start the ranks of one pod and answer for them: signals in, one exit code and one termination message out.
 
 The ranks are forked from this process after it has loaded torch once: they start in milliseconds, and their
 memory of code is shared. Nothing here starts a thread before the fork.
@@ -97,7 +97,7 @@ class RankProcess:
 
 
 class Launcher:
-    """The ranks of one pod, from their start to their end.
+    """Run the ranks of one pod from their start to their end.
 
     Args:
         job: the whole job.
@@ -180,7 +180,7 @@ class Launcher:
         )
 
     def _report(self, each: RankProcess) -> RankReport:
-        """The rank's own words, or what its exit code says where it had no time for any."""
+        """Return the rank's report, or what its exit code means if it had no time for one."""
         with contextlib.suppress(EOFError, OSError):
             said = RankReport(**json.loads(each.report.recv_bytes()))
             if said.exit_code != ExitCode.DONE or each.process.exitcode == ExitCode.DONE:

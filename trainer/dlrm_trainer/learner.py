@@ -1,4 +1,4 @@
-"""One rank's share of the model: dense parameters and embedding tables, and what one step does to them."""
+"""Compute and apply one rank's share of a step: dense parameters and embedding tables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DenseBatch(NamedTuple):
 
 
 class Learner:
-    """Model, optimizers and tables of one rank. Every rank must make the same calls in the same order.
+    """Hold model, optimizers and tables of one rank. Every rank must make the same calls in the same order.
 
     Losses divide by the count of the global batch, so that gradients are summed over ranks and averaged nowhere.
 
@@ -111,7 +111,7 @@ class Learner:
         """Begin to fetch the rows of a batch, after those prepared before it.
 
         Raises:
-            PeerLostError: a rank is gone.
+            PeerLostError: a rank is lost.
         """
         # Ids that come late are due to another rank or a link.
         owned = sent.result()
@@ -133,7 +133,7 @@ class Learner:
         Raises:
             DeviceError: rows could not be fetched from their tier.
             DivergedError: a gradient that is to travel in fp16 is not finite.
-            PeerLostError: a rank is gone.
+            PeerLostError: a rank is lost.
         """
         batch, owned, collectives = self._on_device(prepared.batch), self.embeddings.tables, self._collectives
         waited, sent = owned.wait_s, collectives.seconds
@@ -177,7 +177,7 @@ class Learner:
     def _piecewise(
         self, pooled: PooledRows, features: Tensor, pieces: Sequence[slice], batch: DenseBatch, global_count: int
     ) -> tuple[float, Gradients]:
-        """Some samples at a time, so that the activations of no more are held; gradients add up."""
+        """Compute some samples at a time, so that no more activations are held; gradients add up."""
         total = 0.0
         gradient = torch.empty_like(features)
         for piece in pieces:
@@ -202,7 +202,7 @@ class Learner:
 
         Raises:
             DivergedError: a gradient that came in fp16 is not finite; nothing was updated.
-            PeerLostError: a rank is gone.
+            PeerLostError: a rank is lost.
         """
         summing, sent = self._start_sums(), self._collectives.seconds
         self.embeddings.update(gradients, self._row_rate * factor)
@@ -235,7 +235,7 @@ class Learner:
         return sums
 
     def bad_values(self) -> list[str]:
-        """What this rank holds that is not finite, in words: tables first, then dense parameters."""
+        """Describe what this rank holds that is not finite: tables first, then dense parameters."""
         words = []
         self.embeddings.settle()
         for part in self.embeddings.local:
@@ -244,7 +244,7 @@ class Learner:
         return words + [f"dense parameter {name}" for name in self.dense.bad_parameters()]
 
     def largest_value(self) -> tuple[float, str]:
-        """The largest absolute value that this rank holds, and where, in words."""
+        """Return the largest absolute value that this rank holds, and where it is."""
         value, name = self.dense.largest()
         found = [(value, f"dense parameter {name}")]
         self.embeddings.settle()
@@ -260,12 +260,12 @@ def _pieces(samples: int, most: int | None) -> list[slice]:
     return [slice(start, start + step) for start in range(0, max(samples, 1), step)]
 
 
-WORDS = TypeAdapter(list[str])
-LARGEST = TypeAdapter(tuple[float, str])
+MESSAGES = TypeAdapter(list[str])
+VALUE_AND_PLACE = TypeAdapter(tuple[float, str])
 
 
 def diverged(learner: Learner, collectives: Collectives, loss: float, step: int) -> DivergedError:
-    """Say where the values are that are not finite, as all ranks see it.
+    """Describe where values are not finite, as all ranks see it.
 
     Args:
         learner: of this rank; the step has updated nothing.
@@ -273,10 +273,10 @@ def diverged(learner: Learner, collectives: Collectives, loss: float, step: int)
         loss: of the step.
         step: steps done once this one is.
     """
-    found = [words for part in collectives.gather(learner.bad_values(), WORDS) for words in part]
-    value, place = max(collectives.gather(learner.largest_value(), LARGEST))
+    found = [words for part in collectives.gather(learner.bad_values(), MESSAGES) for words in part]
+    value, place = max(collectives.gather(learner.largest_value(), VALUE_AND_PLACE))
     where = f"not finite: {found[0]}" if found else f"every value is finite, the largest is {value:.3g} in {place}"
     return DivergedError(
-        f"the loss became {loss} in step {step}; {where}: lower the learning rates "
-        "(spec.training) or raise warmupSteps; running again goes on from the last snapshot"
+        f"the loss became {loss} in step {step}; {where}; lower the learning rates "
+        "(spec.training) or raise warmupSteps; the next run continues from the last snapshot"
     )

@@ -1,4 +1,4 @@
-"""One rank's process: dies with its launcher, listens to signals, and says how it ended."""
+"""Run one rank's process: it dies with its launcher, handles signals, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """How a rank ended, in its own words."""
+    """Report how a rank ended."""
 
     exit_code: int
     reason: str
@@ -48,7 +48,7 @@ class RankReport:
     peer_lost: bool = False
     """Another rank is to blame."""
     progress: dict[str, Any] | None = None
-    """What the rank said last of its progress, as JSON's types."""
+    """The rank's last progress, as JSON's types."""
 
     def encode(self) -> bytes:
         """JSON."""
@@ -66,7 +66,7 @@ def run_rank(
     shared: SharedCounters,
     stacks: RankStacks,
 ) -> None:
-    """Run one rank in this process, which the launcher has just forked, and exit with the code that says how it went.
+    """Run one rank in this process, just forked by the launcher, and exit with the code that says how it went.
 
     Args:
         rank: global rank.
@@ -121,7 +121,7 @@ def _report(code: int, reason: str, message: str, board: ProgressBoard) -> RankR
 
 
 def _end_at_once(code: int) -> NoReturn:
-    """End without the threads that may still wait for a rank that is lost."""
+    """Exit without the threads that may still wait for a rank that is lost."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

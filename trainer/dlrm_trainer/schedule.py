@@ -22,7 +22,7 @@ class Schedule:
     """What full learning rates are multiplied by: globalBatchSize over referenceBatchSize."""
 
     def samples_after(self, step: int) -> int:
-        """Samples trained on in the first ``step`` steps; an epoch's last batch is short."""
+        """Return the samples of the first ``step`` steps; an epoch's last batch may be short."""
         epochs, batches = divmod(step, self.batches_per_epoch)
         return epochs * self.num_samples + batches * self.batch_size
 
@@ -31,7 +31,7 @@ class Schedule:
         return max(0, step - 1) // self.batches_per_epoch
 
     def factor(self, step: int) -> float:
-        """What learning rates are multiplied by in the step after ``step`` steps.
+        """Return the factor of learning rates in the step after ``step`` steps.
 
         Source: Goyal et al., arXiv 1706.02677: linear scaling with a linear warm-up.
         """
@@ -40,7 +40,7 @@ class Schedule:
 
 
 def make_schedule(spec: DLRMJobSpec, num_samples: int, batches_per_epoch: int) -> Schedule:
-    """The schedule of a job over an epoch of ``num_samples`` samples; the first limit that is reached ends it."""
+    """Return a job's schedule over an epoch of ``num_samples`` samples; the first limit ends it."""
     batch_size, training = spec.data.global_batch_size, spec.training
     total = spec.data.epochs * batches_per_epoch
     if training.max_steps is not None:

@@ -63,10 +63,10 @@ class Settings:
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
-    """Read the environment; a variable that is unset or empty takes its default.
+    """Read the environment; a variable that is unset or empty has its default.
 
     Raises:
-        UsageError: a variable is no number; the message names it.
+        UsageError: a variable is not a number; the message names it.
     """
     source = os.environ if environment is None else environment
     default = Settings()
@@ -76,7 +76,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         try:
             return float(text) if text else fallback
         except ValueError:
-            raise UsageError(f"{name}: {text!r} is no number: set one, or unset it") from None
+            raise UsageError(f"invalid {name}: expected a number, got {text!r}") from None
 
     def path(name: str) -> Path | None:
         return Path(source[name]) if source.get(name) else None
@@ -115,7 +115,7 @@ def spin_briefly() -> None:
 
 
 def keep_memory() -> None:
-    """Let this process keep the memory that a step gives back, for the next step, and have it in large pages.
+    """Keep the memory that a step frees for the next step, in large pages.
 
     glibc would return large pieces to the kernel at once, which then clears and maps every page of them again. Products
     of matrices read along columns too, for which a processor remembers too few small pages. To be called before torch
@@ -129,7 +129,7 @@ def keep_memory() -> None:
 
 
 def allow_open_files() -> None:
-    """Let this process and those that it starts open as many files as the system lets them ask for.
+    """Raise the limit of open files of this process and its children to what the system allows.
 
     The usual soft limit of 1,024 ends gangs of some 250 ranks, of which each takes two connections to each other one
     and rank 0 a third and a fourth for its store, and sets of some 500 text files, each mapped with its index.

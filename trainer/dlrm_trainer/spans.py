@@ -43,7 +43,7 @@ class Spans:
         self._steps.append(time.monotonic())
 
     def events(self, rank: int) -> list[dict[str, Any]]:
-        """The newest steps as events of a Chrome trace: the rank is the process, times are microseconds.
+        """Return the newest steps as events of a Chrome trace: the rank is the process, times are microseconds.
 
         Source: Trace Event Format, complete events (``X``) and metadata (``M``).
         """
@@ -98,7 +98,7 @@ def spanned(name: str) -> Callable[[Callable[Given, Result]], Callable[Given, Re
 
 
 def each_spanned(items: Iterable[Item], name: str) -> Iterator[Item]:
-    """The same items; the making of each is a span, if they are kept."""
+    """Yield items; making each is a span, if spans are kept."""
     start = time.monotonic()
     for item in items:
         add_span(name, start, time.monotonic())

@@ -1,4 +1,4 @@
-"""Training, from the start that the store gives to the last committed cut. Read it from top to bottom."""
+"""Train, from the start that the store gives to the last committed cut. Read it from top to bottom."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def train(
 
 
 class Training:
-    """One rank's steps. Every rank makes the same collectives in the same order.
+    """Run one rank's steps. Every rank makes the same collectives in the same order.
 
     Args:
         assembly: restored.
@@ -142,7 +142,7 @@ class Training:
         self.observer, self.stages = assembly.observer, assembly.observer.stages
         self.board.begin(self.step, self.step or None, self.schedule)
         if self.step >= self.schedule.total_steps:
-            logger.info("nothing is left to train", extra={"step": self.schedule.total_steps})
+            logger.info("training already complete", extra={"step": self.schedule.total_steps})
         metrics = restored.metrics
         self.loss: float | None = metrics.get("loss")
         self.quality = EvalMetrics.model_validate(metrics["eval"]) if metrics.get("eval") else None
@@ -159,7 +159,7 @@ class Training:
         self.cuts = HandingOver(assembly, restored.attempt, restored.held_step)
 
     def run(self) -> ExitCode | None:
-        """Train to the last step; or to the cut that a signal asked for, and how that ended.
+        """Train to the last step, or to the cut that a signal asked for; return how that ended.
 
         Raises:
             TemporaryError: see ``stop``.
@@ -188,7 +188,7 @@ class Training:
         return None
 
     def train_step(self, prepared: PreparedRows) -> tuple[bool, bool]:
-        """One step on one global batch; whether to end after it, and whether to make a cut.
+        """Run one step on one global batch; return whether to end after it, and whether to make a cut.
 
         Raises:
             DivergedError: the loss is not finite; nothing was updated.
@@ -215,7 +215,7 @@ class Training:
         return agreed.stop, agreed.cut
 
     def evaluate_if_due(self) -> ExitCode | None:
-        """Evaluate where the interval says so and it was not done: an end amid an evaluation leaves it to the restart.
+        """Evaluate if the interval says so and it was not done; an interrupted evaluation is left to the restart.
 
         Returns:
             See ``evaluate``.
@@ -226,7 +226,7 @@ class Training:
         return None if self.quality is not None and self.quality.step == self.step else self.evaluate()
 
     def evaluate(self) -> ExitCode | None:
-        """Measure quality on the evaluation set; training state stays as it is.
+        """Measure quality on the evaluation set; training state does not change.
 
         Returns:
             How the cut ended that a signal asked for meanwhile; None: there was none.
@@ -262,7 +262,7 @@ class Training:
         self.cuts.go_on_evaluating()
 
     def cut_meta(self, parent: SnapshotName | None, now: float) -> CutMeta:
-        """What is the same on all ranks at this step; ``now`` is rank 0's clock."""
+        """Return the metadata of a cut, the same on all ranks; ``now`` is rank 0's clock."""
         spec = self.assembly.job.spec
         quality = None if self.quality is None else self.quality.model_dump(by_alias=False)
         return CutMeta(
@@ -282,18 +282,18 @@ class Training:
         )
 
     def stop(self) -> ExitCode:
-        """Hand a last cut over, within the time that a signal leaves for it.
+        """Hand over a last cut within the time that a signal leaves for it.
 
         Raises:
             TemporaryError: an earlier cut still waited at the end of that time, or this one found no room.
         """
         self.cuts.hand_over_last(self.step, self.cut_meta)
         self.observer.save_profile(self.collectives, self.assembly.settings.work_dir)
-        logger.info("ending: a signal asked for it", extra={"step": self.step})
+        logger.info("received signal, shutting down", extra={"step": self.step})
         return ExitCode.TERMINATED
 
     def finish(self, digest: bool) -> ExitCode:
-        """Evaluate, hand the final cut over, wait until it is committed, and leave the result.
+        """Evaluate, hand over the final cut, wait until it is committed, and write the result.
 
         Returns:
             DONE, or TERMINATED where a signal ended the evaluation.
@@ -317,7 +317,7 @@ class Training:
         return ExitCode.DONE
 
     def result(self, state_digest: str | None) -> dict[str, Any]:
-        """What ``result.json`` says."""
+        """Return what ``result.json`` holds."""
         return {
             "step": self.step,
             "samples": self.schedule.samples_after(self.step),
@@ -345,7 +345,7 @@ def prepared_ahead(
     depth: int,
     sent_ahead: int = 0,
 ) -> Iterator[PreparedRows]:
-    """Every batch in order, given out once later ones have been begun.
+    """Yield every batch in order once later ones have been begun.
 
     Args:
         batches: in order.

@@ -213,7 +213,7 @@ def test_without_snapshots_a_cut_is_refused(served: Served) -> None:
     status, body = served.ask("POST", "/cut", {TOKEN_HEADER: "secret"})
 
     assert status == 409
-    assert "no snapshots" in json.loads(body)["error"]
+    assert "no checkpoints" in json.loads(body)["error"]
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/"), ("POST", "/progress"), ("GET", "/cut")])

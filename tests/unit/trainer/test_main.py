@@ -38,7 +38,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--job {}/broken.yaml --plan {}/plan.json", ExitCode.BAD_DATA, "broken.yaml: neither JSON nor YAML"),
         ("--job {}/other.json --plan {}/plan.json", ExitCode.BAD_CONFIG, "this field is required"),
         ("--job {}/job.json --plan {}/other.json", ExitCode.BAD_CONFIG, "plan"),
-        ("--job {}/job.json --plan {}/empty", ExitCode.BAD_CONFIG, "no part of the plan is there"),
+        ("--job {}/job.json --plan {}/empty", ExitCode.BAD_CONFIG, "no part of the plan"),
     ],
 )
 def test_bad_arguments_and_files_end_with_one_line_and_a_termination_message(
@@ -61,7 +61,7 @@ def test_an_environment_that_is_no_number_is_named(
     code = main(["--job", str(files / "job.json"), "--plan", str(files / "plan.json")])
 
     assert code == ExitCode.USAGE
-    assert "DLRM_GRACE_S: 'soon' is no number" in capsys.readouterr().err
+    assert "invalid DLRM_GRACE_S" in capsys.readouterr().err
 
 
 def test_a_job_is_read_as_yaml_too(files: Path) -> None:

@@ -282,7 +282,7 @@ class _Draws:
         return np.floor(mean + spread * (2.0 * wide - 1.0) + rounding).clip(0, most).astype(np.int32)
 
     def lookups(self, sample_ids: NDArray[np.uint64], lengths: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """Number each id, (sum of lengths,) bag after bag, as no other id of the feature."""
+        """Return a number for each id, (sum of lengths,) bag after bag, that no other id of the feature has."""
         starts = np.cumsum(lengths, dtype=np.int64) - lengths
         places_in_bag = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(starts, lengths)
         bags = np.repeat(sample_ids * np.uint64(self.table.max_lookups), lengths)

@@ -1,4 +1,4 @@
-"""How far training is: one immutable Progress that other threads read, and the rate at which it moves."""
+"""Report how far training is: one immutable Progress for other threads, files of steps, counters and profiles."""
 
 from __future__ import annotations
 
@@ -209,14 +209,14 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield value
 
 
-EVERY_S = 1.0
+COPY_INTERVAL_S = 1.0
 """Counters are copied for other processes at most this often."""
 COUNTERS = TypeAdapter(list[int])
 TIMES = TypeAdapter(tuple[list[StageTimes], list[HitRate]])
 
 
 class Observer:
-    """One rank's. Every rank must make the same calls in the same order.
+    """Count and time one rank for others to see. Every rank must make the same calls in the same order.
 
     Args:
         placement: of the job's tables.
@@ -266,7 +266,7 @@ class Observer:
             self._copy(step)
 
     def _copy(self, step: int) -> None:
-        self._due = time.monotonic() + EVERY_S
+        self._due = time.monotonic() + COPY_INTERVAL_S
         self._steps.copy_from(self._channels)
         if self._owned is not None:
             self._counters.copy_from(self._owned)
@@ -274,7 +274,7 @@ class Observer:
                 self._profile.served(step, *self._counters.served())
 
     def report(self, collectives: Collectives, step: int, folder: Path | None) -> dict[str, Any] | None:
-        """Save the profile, and say how all ranks' tables used their tiers; None where the plan has no levels.
+        """Save the profile, and return how all ranks' tables used their tiers; None if the plan has no levels.
 
         Args:
             collectives: of all ranks.

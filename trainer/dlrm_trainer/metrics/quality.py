@@ -1,4 +1,4 @@
-"""Quality of predictions over a whole evaluation set: log loss, normalized entropy, AUC and calibration, all exact.
+"""Measure predictions over a whole evaluation set: log loss, normalized entropy, AUC, calibration; all exact.
 
 Sets may be large, so nothing as large as the set is made beside it but its scores in order.
 """
@@ -23,7 +23,7 @@ CHUNK = 1 << 20
 
 
 def evaluate(logits: Floats, labels: Labels, step: int = 0) -> EvalMetrics:
-    """Metrics of predictions over an evaluation set.
+    """Measure predictions over an evaluation set.
 
     Args:
         logits: (n,) log odds of a positive label, n at least 1. Logits rather than probabilities: these round to 0 or 1
@@ -36,7 +36,7 @@ def evaluate(logits: Floats, labels: Labels, step: int = 0) -> EvalMetrics:
     """
     if bad := sum(int((~np.isfinite(part)).sum()) for part, _ in _chunks(logits, labels)):
         raise DivergedError(
-            f"evaluation after step {step}: {bad} of {logits.size} predictions are not finite: "
+            f"evaluation after step {step}: {bad} of {logits.size} predictions are not finite; "
             "lower the learning rates, or start from an earlier snapshot"
         )
     loss, base_rate = log_loss(logits, labels), int(np.count_nonzero(labels)) / labels.size
@@ -62,7 +62,7 @@ def log_loss(logits: Floats, labels: Labels) -> float:
 
 
 def binary_entropy(rate: float) -> float:
-    """Log loss of always predicting the base rate (nats); 0 where only one label occurs.
+    """Return the log loss of always predicting the base rate (nats); 0 if only one label occurs.
 
     Source: He et al., Practical lessons from predicting clicks on ads at Facebook, ADKDD 2014 (normalized entropy).
     """
@@ -72,7 +72,7 @@ def binary_entropy(rate: float) -> float:
 
 
 def auc(scores: Floats, labels: Labels) -> float | None:
-    """Chance that a positive sample scores above a negative one, ties counting half; None where one label is absent.
+    """Return the chance that a positive scores above a negative, ties half; None if one label is absent.
 
     Counted in integers over sorted scores, so it is exact.
 
@@ -96,7 +96,7 @@ def auc(scores: Floats, labels: Labels) -> float | None:
 def _mean(
     logits: Floats, labels: Labels, of: Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
 ) -> float:
-    """The mean of a function of each sample, computed in float64."""
+    """Return the mean of a function of each sample, computed in float64."""
     return math.fsum(float(of(*part).sum()) for part in _chunks(logits, labels)) / logits.size
 
 

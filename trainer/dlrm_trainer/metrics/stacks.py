@@ -1,4 +1,4 @@
-"""What every thread of every rank of a pod is doing, also where a rank's main thread hangs or keeps the GIL."""
+"""Dump what every thread of every rank of a pod does, even if a rank's main thread hangs or keeps the GIL."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SIGNAL = signal.SIGUSR1
 ANSWER_S = 1.0
 QUIET_S = 0.02
 """A dump that has not grown for so long is over."""
-MOST_BYTES = 65_536
+MAX_DUMP_BYTES = 65_536
 """Of one rank."""
 
 
 class RankStacks:
-    """Files and pipes that the ranks of a pod share. To be made before these are forked.
+    """Share files and pipes between the ranks of a pod. Create it before they are forked.
 
     Args:
         ranks: of the pod.
@@ -88,5 +88,5 @@ class RankStacks:
         return os.fstat(self._files[place].fileno()).st_size
 
     def _said(self, place: int) -> bytes:
-        text = os.pread(self._files[place].fileno(), MOST_BYTES, 0) or b"it says nothing\n"
+        text = os.pread(self._files[place].fileno(), MAX_DUMP_BYTES, 0) or b"it says nothing\n"
         return f"rank {self._ranks[place]}, process {self._pids[place]}\n".encode() + text + b"\n"

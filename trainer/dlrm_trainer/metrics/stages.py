@@ -1,4 +1,4 @@
-"""Where the time of steps goes: the main thread says at the end of each stage which one it was."""
+"""Time the stages of steps: at the end of each stage the main thread reports which one it was."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Item = TypeVar("Item")
 
 
 class Stages:
-    """Adds up the time of every stage of one rank.
+    """Add up the time of every stage of one rank.
 
     Args:
         totals: (stages,) int64 nanoseconds to add to, in the order of ``STAGES``; others may read them.
@@ -62,31 +62,31 @@ class Stages:
         self._apart = 0.0
 
     def start(self) -> None:
-        """Say that steps begin now."""
+        """Begin the time of steps now."""
         self._mark, self._apart = time.monotonic(), 0.0
 
     def lap(self, stage: Stage) -> None:
-        """Say that all time since the last call went to this stage."""
+        """Count all time since the last call for this stage."""
         now = time.monotonic()
         self._spend(stage, max(0.0, now - self._mark - self._apart))
         add_span(stage, self._mark, now)
         self._mark, self._apart = now, 0.0
 
     def apart(self, stage: Stage, seconds: float) -> None:
-        """Say that so much of the time until the next lap goes to another stage."""
+        """Count so much of the time until the next lap for another stage."""
         if seconds > 0:
             self._spend(stage, seconds)
             self._apart += seconds
 
     def end_step(self) -> None:
-        """Say that a step is over."""
+        """End a step."""
 
     def own_seconds(self) -> float:
-        """Time so far of this rank's own part of steps."""
+        """Return the time of this rank's own part of steps so far."""
         return float(self._totals[OWN].sum()) / 1e9
 
     def after(self, items: Iterable[Item], stage: Stage) -> Iterator[Item]:
-        """The same items; the wait for each is this stage, and steps begin with the wait for the first."""
+        """Yield items; the wait for each is this stage, and steps begin with the wait for the first."""
         self.start()
         for item in items:
             self.lap(stage)
@@ -97,7 +97,7 @@ class Stages:
 
 
 class StepProfile(Stages):
-    """Keeps the time of every stage of every step besides, and spans of all threads.
+    """Keep the time of every stage of every step too, and spans of all threads.
 
     Args:
         rank: whose steps they are.
@@ -142,11 +142,11 @@ class StepProfile(Stages):
         self._now.clear()
 
     def trace(self) -> list[dict[str, Any]]:
-        """What each thread of this rank did in the newest steps, as events of a Chrome trace."""
+        """Return what each thread of this rank did in the newest steps, as events of a Chrome trace."""
         return self._spans.events(self._rank)
 
     def served(self, step: int, accesses: int, hits: int) -> None:
-        """Note the hit rate since the last note, from counts since the start."""
+        """Record the hit rate since the last call, from counts since the start."""
         before = self._served
         if accesses > before[0]:
             since = accesses - before[0]
@@ -155,7 +155,7 @@ class StepProfile(Stages):
             self._served = (accesses, hits)
 
     def stages(self) -> list[StageTimes]:
-        """Every stage that any step had, in the order of a step; the whole step; then what came after the last one."""
+        """Return every stage of any step, in order; the whole step; then what came after the last one."""
         if "records" in self._now:  # a step that a signal ended: its cut is its own
             self.end_step()
         self._now = defaultdict(float, {f"{stage}{AFTERWARDS}": seconds for stage, seconds in self._now.items()})
@@ -177,7 +177,7 @@ class StepProfile(Stages):
         return found
 
     def hit_rates(self) -> list[HitRate]:
-        """The newest notes, oldest first."""
+        """Return the newest hit rates, oldest first."""
         return list(self._rates)
 
 
@@ -188,7 +188,7 @@ WORDS = len(STAGES) + len(TRAFFIC) + len(KINDS)
 
 
 class StepCounters:
-    """One rank's numbers, seen by name.
+    """Name the numbers of one rank.
 
     Args:
         rank: whose they are.
@@ -207,18 +207,18 @@ class StepCounters:
 
 
 class StepMetrics(Collector):
-    """Of all ranks of a pod."""
+    """Collect the counters of all ranks of a pod."""
 
     def __init__(self, ranks: Sequence[StepCounters]) -> None:
         self._ranks = ranks
 
     @staticmethod
     def describe() -> Iterator[Metric]:
-        """Every metric without its values."""
+        """Return every metric without its values."""
         return StepMetrics(()).collect()
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric once."""
+        """Return every metric once."""
         seconds = CounterMetricFamily(
             "dlrm_trainer_stage_seconds",
             "Time of the training thread, by the stage of a step that it went to.",

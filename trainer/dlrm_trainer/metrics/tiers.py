@@ -71,7 +71,7 @@ class GroupCounters:
 
 
 class RankCounters:
-    """One rank's block, seen by name.
+    """Name the numbers of one rank's block.
 
     Args:
         placement: of the job's tables.
@@ -107,12 +107,12 @@ class RankCounters:
         self.head[KEPT:] = kept
 
     def served(self) -> tuple[int, int]:
-        """Accesses and hits of all tables."""
+        """Return accesses and hits of all tables."""
         return tuple(sum(int(each.tables[:, column].sum()) for each in self.groups) for column in (ACCESSES, HITS))  # type: ignore[return-value]
 
 
 class SharedCounters:
-    """Blocks of the ranks of one pod. To be made before these are forked.
+    """Share the blocks of one pod's ranks. Create it before they are forked.
 
     Args:
         plan: of the job.
@@ -164,9 +164,9 @@ def _level_counters(stack: Stack, number: int, level: Level) -> list[int]:
     return [read, written, read * record, written * record, 0, 0, 0]
 
 
-MOST_TABLES = 200
+MAX_TABLE_SERIES = 200
 """Tables of a pod that have series of their own; where there are more, those of a class are added up."""
-_PER_TABLE = f"Tables are added up by class (class:0, ...) where a pod has more than {MOST_TABLES} with levels."
+_PER_TABLE = f"Tables are added up by class (class:0, ...) where a pod has more than {MAX_TABLE_SERIES} with levels."
 EXPECTED_HITS = (
     "dlrm_trainer_table_expected_hits",
     f"Hits that the plan expects of so many accesses; absent where it expects nothing. {_PER_TABLE}",
@@ -174,7 +174,7 @@ EXPECTED_HITS = (
 
 
 class TierMetrics(Collector):
-    """All ranks of a pod that have tables with levels; without such a plan there are none of these metrics.
+    """Collect the metrics of all ranks of a pod; none without a plan that has levels.
 
     Args:
         placement: of the job's tables.
@@ -185,7 +185,7 @@ class TierMetrics(Collector):
     def __init__(self, placement: Placement, optimizer: RowOptimizerSpec, ranks: Sequence[RankCounters]) -> None:
         self._names = [table.name for table in placement.tables]
         self._ranks = [each for each in ranks if each.groups]
-        self._each = sum(len(group.group.parts) for rank in self._ranks for group in rank.groups) <= MOST_TABLES
+        self._each = sum(len(group.group.parts) for rank in self._ranks for group in rank.groups) <= MAX_TABLE_SERIES
         self._planned = {each.rank: planned_bytes(optimizer, each) for each in self._ranks}
 
     @staticmethod
@@ -210,7 +210,7 @@ class TierMetrics(Collector):
         return families
 
     def _series(self, rank: RankCounters) -> dict[str, Words]:
-        """Counts of a rank by table, over all its parts of it; by class where there are too many tables."""
+        """Return a rank's counts by table, over all its parts of it; by class if tables are many."""
         found: dict[str, Words] = {}
         for number, group in enumerate(rank.groups):
             for part, counts in zip(group.group.parts, group.tables, strict=True):
@@ -219,7 +219,7 @@ class TierMetrics(Collector):
         return found
 
     def _expected(self) -> Metric:
-        """Accesses times the hit rate that the plan expects of their part's slots."""
+        """Return accesses times the hit rate that the plan expects of their part's first level."""
         family = _expected_family()
         for rank in self._ranks:
             found: dict[str, float] = {}
@@ -307,7 +307,7 @@ def _by_tier(rank: RankCounters) -> dict[str, list[int]]:
 
 
 def tier_report(placement: Placement, optimizer: RowOptimizerSpec, blocks: Iterable[Words]) -> TierReport:
-    """The report of a run.
+    """Return the report of a run.
 
     Args:
         placement: of the job's tables.
@@ -319,7 +319,7 @@ def tier_report(placement: Placement, optimizer: RowOptimizerSpec, blocks: Itera
 
 
 def rank_use(placement: Placement, optimizer: RowOptimizerSpec, counters: RankCounters) -> RankUse:
-    """What one rank counted."""
+    """Return what one rank counted."""
     kept = dict(zip(TIERS, counters.head[KEPT:].tolist(), strict=True))
     planned = planned_bytes(optimizer, counters)
     return RankUse(

@@ -21,11 +21,11 @@ from dlrm_trainer.checkpointing.restore import CHANGE, CHOSEN, PARTIALS, START, 
 from dlrm_trainer.distributed import collectives
 from dlrm_trainer.distributed.collectives import MAX_GATHERED_BYTES, Collectives, decode_value, encode_value
 from dlrm_trainer.evaluate import QUALITY
-from dlrm_trainer.learner import LARGEST
+from dlrm_trainer.learner import VALUE_AND_PLACE
 
 NAME = SnapshotName(40, 2)
 KINDS: list[tuple[TypeAdapter[Any], Any]] = [
-    (LARGEST, (math.inf, "table Ünï, row 7")),
+    (VALUE_AND_PLACE, (math.inf, "table Ünï, row 7")),
     (QUALITY, None),
     (QUALITY, EvalMetrics(step=3, samples=10, log_loss=0.5)),
     (TOLD, ((NAME, 1763801800.25), None)),

@@ -61,7 +61,7 @@ def test_every_rank_and_table_of_a_pod_has_series(tmp_path: Path) -> None:
 
 
 def test_many_tables_are_added_up_by_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "MOST_TABLES", 2)
+    monkeypatch.setattr(tiers, "MAX_TABLE_SERIES", 2)
 
     found = samples(two_ranks(tmp_path, Shape()))
 
