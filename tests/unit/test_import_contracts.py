@@ -22,6 +22,10 @@ PLANTED = {
         "operator/dlrm_operator/manifests",
         "dlrm_operator.reconcile.state",
     ),
+    "the operator's modules are read in one direction: none imports what imports it": (
+        "operator/dlrm_operator/manifests",
+        "dlrm_operator.reconcile.state",
+    ),
     "what the operator decides is a function of what it knows: no I/O, no clock, no event loop": (
         "operator/dlrm_operator/reconcile",
         "time",
