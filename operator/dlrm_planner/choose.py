@@ -1,28 +1,48 @@
-"""Choose the plan of a job, and its number of replicas."""
+"""Choose the plan of a job: for each memory mode propose, partition, assign tiers, estimate; keep the fastest."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
 
 import numpy as np
 
-from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
+from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.plan import MAX_SHARDS, Plan, RankPlan, Shard, TablePlan, TierLevel, TierShare
+from dlrm_api.plan import Plan
 from dlrm_api.trace import TableTrace
-from dlrm_api.trainer import AutoReplicas
-from dlrm_planner.enumerate import check_pins
-from dlrm_planner.explain import explain, infeasible
-from dlrm_planner.memory import MIB, device_working_bytes, full_cut_bytes, human, least_handoff_bytes
-from dlrm_planner.policy import Policy, choose_policy
-from dlrm_planner.predict import missing_rates, predict
-from dlrm_planner.question import Question, Refusal, Solution, buffer_bytes, question
-from dlrm_planner.search import search
-from dlrm_planner.tables import read_tables, replica_bytes
+from dlrm_planner.enumerate import check_pins, pinned_to_data, worth_replicating
+from dlrm_planner.estimate import CostModel, Solution, estimate, missing_rates, read_costs
+from dlrm_planner.explain import explain_infeasible
+from dlrm_planner.memory import check_device_tables, ddr_capacity, device_limit, device_of, pod_limit, segment_bytes
+from dlrm_planner.partition import Partitioner
+from dlrm_planner.propose import (
+    CHECK_SPLIT,
+    CHECK_WHOLE,
+    KEEP_WHOLE,
+    SPLIT_TO_FIT,
+    Proposer,
+    Strategy,
+    StrategyList,
+    first_shortage,
+    level_edges,
+)
+from dlrm_planner.replicas import plan_auto
+from dlrm_planner.stacks import pinned_slow, slow_caps
+from dlrm_planner.tables import read_tables
+from dlrm_planner.tiers import TierPlanner
+from dlrm_planner.types import Capacity, Infeasible, Placement, Problem, Proposal, TableShortage, TierShortage
+from dlrm_planner.write import write_plan
+
+MIN_SHARD_GAIN = 1.005
+"""A strategy with more shards must be faster by this factor."""
+BOUND_TOLERANCE = 1.01
+"""A plan within this factor of what none can beat ends the search."""
+MIN_SEGMENT_GAIN = 0.9
+"""Segments replace a hand-off of full cuts that fits if they bring a step, dense compute aside, below this part."""
 
 
 def plan_job(
@@ -35,385 +55,370 @@ def plan_job(
 ) -> Plan:
     """Place every table of the job on its ranks, and its rows in the tiers of their nodes.
 
-    Where ``trainer.replicas`` is absent and ``trainer.auto`` given, the plan also says on how many replicas
-    (:mod:`dlrm_planner.choose`).
+    With ``trainer.auto`` and without ``trainer.replicas`` the plan also chooses the number of replicas
+    (:mod:`dlrm_planner.replicas`).
 
     Args:
         spec: A validated job; ``trainer.hardware`` names the profile, which the caller looks up.
         profile: What one node gives. Without it, ``trainer.tierBudgets.ddr`` and
             ``trainer.resources.limits.memory``, memory is not checked.
-        traces: How tables whose ``distribution`` refers to a trace are reused, by table
-            (:func:`dlrm_planner.hit_rates.read_traces`).
-        reserve: Bytes of memory of each pod that are to stay free.
-        shared: The nodes are parts of one machine, of which more replicas would have smaller ones.
+        traces: How tables are reused that refer to a trace, by table (:func:`dlrm_planner.read_traces`).
+        reserve: Bytes of memory of each pod to keep free.
+        shared: The nodes are parts of one machine, so more replicas would have smaller ones.
 
     Returns:
         The same plan for the same arguments, on every machine.
 
     Raises:
-        InfeasiblePlanError: the tables do not fit; the reasons say which, where, by how many bytes, and the mend.
-        InvalidSpecError: a pin names a rank, tier or kind of split that there is not, a trace is missing, or a target
-            is given for a throughput that the profile does not let predict; or there would be more shards than a plan
-            holds.
+        InfeasiblePlanError: the tables do not fit; the reasons say which, where, by how many bytes, and the fix.
+        InvalidSpecError: a pin names a rank, tier or kind of split that does not exist, a trace is missing, a target
+            is given for a throughput that the profile does not let predict, or a plan would have too many shards.
     """
     if spec.fixed_replicas is not None:
-        return _Planning(profile, traces or {}, reserve, shared).fixed(spec)
-    planning = _Planning(profile, traces or {}, reserve, shared, grows="trainer.auto.max")
-    return plan_sized(spec, planning.perhaps, planning.refusal, lambda fixed, plan: missing_rates(fixed, profile, plan))
+        return _Planner(profile, traces or {}, reserve, shared).plan(spec)
+    planner = _Planner(profile, traces or {}, reserve, shared, replicas_field="trainer.auto.max")
+    return plan_auto(spec, planner.try_plan, planner.refusal, lambda fixed, plan: missing_rates(fixed, profile, plan))
 
 
 @dataclass(frozen=True)
-class _Planning:
-    """Plans of one job on one kind of hardware, whatever its number of replicas."""
+class _Planner:
+    """Plan one job on one kind of hardware with any number of replicas."""
 
     profile: HardwareProfile | None
     traces: Mapping[str, TableTrace]
     reserve: int
     shared: bool
-    grows: str = "trainer.replicas"
-    """The field that a larger gang is asked for by."""
+    replicas_field: str = "trainer.replicas"
+    """The field that adds replicas."""
 
-    def fixed(self, spec: DLRMJobSpec) -> Plan:
-        """The plan of ``spec.replicas`` replicas."""
-        asked, found = self._search(spec)
-        if isinstance(found, Refusal):
-            raise infeasible(asked, found, None if self.shared else self.grows)
-        return _written(spec, asked, found)
+    def plan(self, spec: DLRMJobSpec) -> Plan:
+        problem = self._problem(spec)
+        found = choose(problem)
+        if isinstance(found, Infeasible):
+            raise explain_infeasible(problem, found, None if self.shared else self.replicas_field, is_feasible)
+        return write_plan(found)
 
-    def perhaps(self, spec: DLRMJobSpec) -> Plan | None:
-        """The same; None where there is none, which is told without the time that mends take."""
+    def try_plan(self, spec: DLRMJobSpec) -> Plan | None:
+        """Return the plan, or None without the time that it takes to find what would fix it."""
         try:
-            asked, found = self._search(spec)
-            return None if isinstance(found, Refusal) else _written(spec, asked, found)
+            found = choose(self._problem(spec))
+            return None if isinstance(found, Infeasible) else write_plan(found)
         except InvalidSpecError:
             return None
 
     def refusal(self, spec: DLRMJobSpec) -> InvalidSpecError:
-        """Why there is none."""
         try:
-            self.fixed(spec)
+            self.plan(spec)
         except InvalidSpecError as error:
             return error
-        raise AssertionError("a plan that was refused is made after all")
+        raise AssertionError("a plan that was refused is feasible")
 
-    def _search(self, spec: DLRMJobSpec) -> tuple[Question, Solution | Refusal]:
-        tables = read_tables(spec)
-        check_pins(spec, tables, self.grows)
-        asked = question(spec, self.profile, tables, self.traces, self.reserve)
-        return asked, search(asked)
-
-
-def _written(spec: DLRMJobSpec, asked: Question, found: Solution) -> Plan:
-    """A solution as the plan of its job.
-
-    Raises:
-        InvalidSpecError: it has more shards than a plan holds.
-    """
-    shards = len(found.placement.ranks) + len(found.placement.replicated)
-    if shards > MAX_SHARDS:
-        words = f"the tables take {shards} shards over {spec.world_size} ranks, and a plan holds at most {MAX_SHARDS}"
-        raise InvalidSpecError("spec.trainer", f"{words}: use fewer ranks, of more memory each")
-    handoff = _handoff_bytes(spec, found)
-    ranks = _rank_plans(asked, found, handoff)
-    policy, rule = choose_policy(spec, found, asked.traces)
-    return Plan(
-        world_size=spec.world_size,
-        processes_per_node=spec.trainer.processes_per_replica,
-        hardware=asked.profile.metadata.name if asked.profile else "",
-        device=found.device,
-        ranks=ranks,
-        tables=_table_plans(spec, found, policy),
-        lookahead=spec.trainer.cache.lookahead if found.stacked else 0,
-        handoff_bytes=handoff,
-        predicted=predict(spec, asked.profile, found),
-        reasons=explain(spec, found, asked, ranks, handoff, rule),
-    )
+    def _problem(self, spec: DLRMJobSpec) -> Problem:
+        problem = read_problem(spec, self.profile, self.traces, self.reserve)
+        check_pins(spec, problem.tables, self.replicas_field)
+        return problem
 
 
-def _handoff_bytes(spec: DLRMJobSpec, found: Solution) -> tuple[int, ...]:
-    """Budget of each pod's shared memory in whole MiB: the user's; or a full cut of all its ranks hold, or slices."""
-    tables, pods = found.tables, range(spec.replicas)
-    needed = [_cut_bytes(spec, found, pod) for pod in pods]
-    budget = spec.checkpoint.handoff_budget
-    if budget is None:
-        return tuple(each if tables.handoff_budget is None else min(each, tables.handoff_budget) for each in needed)
-    floor = least_handoff_bytes(spec, tables)
-    pod = max(pods, key=needed.__getitem__)
-    least = min(needed[pod], floor)
-    if budget < least:
-        raise InfeasiblePlanError(
-            "spec.checkpoint.handoffBudget",
-            [
-                f"a full cut of the ranks on node {pod} takes {needed[pod]} bytes, and slices of it take turns in at "
-                f"least {floor} bytes (64 MiB of rows, all dense state, headers): the budget is {least - budget} bytes "
-                "short",
-                f"mend: raise handoffBudget to {least} ({human(least)}), or leave it out",
-            ],
-        )
-    return (budget,) * spec.replicas
-
-
-def _cut_bytes(spec: DLRMJobSpec, found: Solution, pod: int) -> int:
-    """A full cut of all that a pod's ranks hold, in whole MiB."""
-    here: list[int] = found.placement.on_pod(pod, spec.trainer.processes_per_replica).tolist()
-    own = sum(found.placement.shards.handoff_bytes[i] for i in here)
-    return (own + full_cut_bytes(spec, found.tables, found.placement.replicated, pod)) // MIB * MIB
-
-
-def _rank_plans(asked: Question, found: Solution, handoff: tuple[int, ...]) -> tuple[RankPlan, ...]:
-    """Bytes of each rank; a pod's hand-off counts at its ranks by what they hold, where they fit, else at its first."""
-    spec, tables, placement = asked.spec, found.tables, found.placement
-    processes = spec.trainer.processes_per_replica
-    replicas = sum(replica_bytes(tables, i) for i in placement.replicated)
-    buffers = buffer_bytes(asked, found)
-    held = [{"ddr": int(buffers[rank])} for rank in range(spec.world_size)]
-    for each in held:
-        if found.device == "cuda":
-            each["hbm"] = device_working_bytes(spec) + replicas
-        else:
-            each["ddr"] += replicas
-    cut = [0] * spec.world_size
-    for shard, rank in enumerate(placement.ranks.tolist()):
-        for tier, size in _shard_bytes(found, shard).items():
-            held[rank][tier] = held[rank].get(tier, 0) + size
-        held[rank]["ddr"] += placement.shards.range_bytes[shard]
-        cut[rank] += placement.shards.handoff_bytes[shard] if tables.handoff_budget is None else 0
-    for pod, budget in enumerate(handoff):
-        cut[pod * processes] += budget - sum(cut[pod * processes : (pod + 1) * processes])
-    for rank, more in enumerate(cut):
-        held[rank]["ddr"] += more
-    return tuple(
-        RankPlan(rank=rank, node=rank // processes, bytes_per_tier=held[rank]) for rank in range(spec.world_size)
-    )
-
-
-def _shard_bytes(found: Solution, shard: int) -> dict[str, int]:
-    levels = found.levels.get(shard)
-    if levels is None or found.stacks is None:
-        return {"ddr": found.placement.shards.resident_bytes[shard]}
-    if not levels.below:
-        size = levels.device_bytes(found.stacks, shard)
-        return {"hbm": size, "ddr": found.placement.shards.resident_bytes[shard] - size}  # of what tells changed rows
-    held = Counter[str](ddr=levels.ddr_bytes(found.stacks, shard))
-    held.update(levels.bytes_below(found.stacks, shard))
-    if levels.first == "hbm":
-        held["hbm"] = levels.device_bytes(found.stacks, shard)
-    return held
-
-
-def _table_plans(spec: DLRMJobSpec, found: Solution, policy: Policy) -> tuple[TablePlan, ...]:
-    shards, ranks = found.placement.shards, found.placement.ranks.tolist()
-    planned: dict[int, tuple[Shard, ...]] = {}
-    for table, group in groupby(range(len(ranks)), key=shards.table.tolist().__getitem__):
-        planned[table] = tuple(
-            Shard(
-                rank=ranks[k],
-                kind=shards.kinds[k],
-                row_start=shards.rectangles[k][0],
-                row_end=shards.rectangles[k][1],
-                column_start=shards.rectangles[k][2],
-                column_end=shards.rectangles[k][3],
-                tiers=_tiers(spec, found, k, policy),
-            )
-            for k in group
-        )
-    for i in found.placement.replicated:
-        table_spec = found.tables.specs[i]
-        planned[i] = (
-            Shard(rank=0, kind="data", row_start=0, row_end=table_spec.rows, column_start=0, column_end=table_spec.dim),
-        )
-    return tuple(
-        TablePlan(name=table.name, column_blocks=table.block_edges, shards=planned[i])
-        for i, table in enumerate(found.tables.specs)
-    )
-
-
-def _tiers(spec: DLRMJobSpec, found: Solution, shard: int, policy: Policy) -> TierShare:
-    levels, reuse = found.levels.get(shard), found.reuse
-    if levels is None or reuse is None:
-        return TierShare()
-    rows = np.cumsum([levels.slots, *(count for _, count in levels.below)])
-    accesses = max(float(reuse.accesses[shard]), 1e-300)
-    rates = [min(1.0, reuse.hits_at(shard, float(held)) / accesses) for held in rows]
-    return TierShare(
-        levels=tuple(
-            TierLevel(tier=tier, rows=count, expected_hit_rate=round(rate, 4))
-            for (tier, count), rate in zip(levels.each, rates, strict=True)
-        ),
-        policy=policy if levels.below else "lru",
-        ways=spec.trainer.cache.ways if levels.below else 0,
-    )
-
-
-PATH = "spec.trainer.auto"
-SHOWN = 3
-"""Sizes beside the chosen one whose prediction is told."""
-
-
-def plan_sized(
-    spec: DLRMJobSpec,
-    plan_of: Callable[[DLRMJobSpec], Plan | None],
-    refusal_of: Callable[[DLRMJobSpec], InvalidSpecError],
-    lacking: Callable[[DLRMJobSpec, Plan], str],
-) -> Plan:
-    """The plan of the fewest replicas that reach the target; where none does, of those that come closest.
-
-    Args:
-        spec: has ``trainer.auto`` and no ``trainer.replicas``.
-        plan_of: the plan of a fixed number of replicas; None where there is none.
-        refusal_of: why there is none.
-        lacking: why a plan has no prediction.
+def read_problem(
+    spec: DLRMJobSpec, profile: HardwareProfile | None, traces: Mapping[str, TableTrace], reserve: int = 0
+) -> Problem:
+    """Return the problem of a job with a fixed number of replicas.
 
     Raises:
-        InfeasiblePlanError: the tables fit no allowed number of replicas; the reasons are those of the largest.
-        InvalidSpecError: a target is given, and nothing predicts throughput; or a pin fits no size.
+        InvalidSpecError: GPUs are asked for that the hardware does not have, or for what they cannot do.
     """
-    auto = spec.trainer.auto
-    assert auto is not None, "asked for"
-    most, target = min(auto.max, spec.max_replicas), auto.target_samples_per_second
-
-    def judge(size: int) -> Judged:
-        fixed = spec.with_replicas(size)
-        plan = plan_of(fixed)
-        if plan is None:
-            return Judged(fits=False)
-        rate = plan.predicted.samples_per_second
-        if rate is None and target > 0:
-            raise InvalidSpecError(
-                f"{PATH}.targetSamplesPerSecond",
-                f"throughput of {size} replicas cannot be predicted: {lacking(fixed, plan)}; measure it, give "
-                "trainer.replicas, or a target of 0 for the fewest replicas that hold all tables",
-            )
-        return Judged(fits=True, rate=rate or 0.0)
-
-    found = choose_size(auto.min, most, target, judge)
-    if found.replicas is None:
-        raise _refused(auto, most, refusal_of(spec.with_replicas(most)))
-    chosen = plan_of(spec.with_replicas(found.replicas))  # once more: to keep all would take memory for two dozen
-    assert chosen is not None, "it was judged to fit"
-    return chosen.model_copy(update={"reasons": (_reason(spec, auto, most, found), *chosen.reasons)})
+    tables, device = read_tables(spec), device_of(spec, profile)
+    if device == "cuda":
+        check_device_tables(tables)
+        tables = replace(tables, vector_bytes=(0,) * len(tables.specs))
+    return Problem(
+        spec=spec,
+        profile=profile,
+        tables=tables,
+        device=device,
+        limit=pod_limit(spec, profile, reserve, device),
+        hbm=device_limit(spec, profile) if device == "cuda" else None,
+        reserve=reserve,
+        caps=slow_caps(spec, profile),
+        traces=traces,
+    )
 
 
-def _refused(auto: AutoReplicas, most: int, error: InvalidSpecError) -> InvalidSpecError:
-    if not isinstance(error, InfeasiblePlanError):
-        return error
-    first, *others = error.reasons
-    return InfeasiblePlanError(PATH, [f"{_range(auto.min, most)} holds all tables; with {most}: {first}", *others])
+@dataclass(frozen=True, kw_only=True)
+class MemoryMode:
+    """Fit memory in one way."""
+
+    stage: int
+    """A later stage is tried only if all earlier ones fail."""
+    in_segments: bool
+    """The hand-off takes segments of a cut in turn; otherwise it holds a full cut."""
+    uses_tiers: bool
+    """Rows may be in slower tiers, or in HBM; otherwise all are in DDR."""
+    replicates: bool
+    """Small tables are replicated; otherwise only those that pins replicate."""
+    proposals: StrategyList
 
 
-def _reason(spec: DLRMJobSpec, auto: AutoReplicas, most: int, found: Sized) -> str:
-    assert found.replicas is not None, "something fits"
-    size, target = found.replicas, auto.target_samples_per_second
-    rate = found.judged[size].rate
-    if found.reached and target == 0:
-        words = f"trainer.auto: {_replicas(size)}, the fewest from {auto.min} to {most} that hold all tables"
-    elif found.reached:
-        words = (
-            f"trainer.auto: {_replicas(size)}, the fewest from {auto.min} to {most} predicted to reach {target:,.0f} "
-            f"samples/s: {rate:,.0f}"
-        )
+def memory_modes(
+    problem: Problem, whole: StrategyList = KEEP_WHOLE, split: StrategyList = SPLIT_TO_FIT
+) -> list[MemoryMode]:
+    """Return the modes to try, in order.
+
+    All rows in DDR come first, with full cuts before segments; then slower tiers, which need the DDR that segments
+    spare. On GPUs every mode uses tiers.
+    """
+    stages: list[tuple[bool, StrategyList, tuple[bool, ...]]]
+    if problem.device == "cuda":
+        stages = [(True, whole, (False,)), (True, split, (False,)), (True, whole, (True,)), (True, split, (True,))]
     else:
-        words = (
-            f"trainer.auto: {_range(auto.min, most)} is predicted to reach {target:,.0f} samples/s; "
-            f"{_replicas(size)} with the most, {rate:,.0f}"
-        )
-    if others := _others(found):
-        words += f" ({others})"
-    if most < auto.max:
-        words += f"; data.virtualShards {spec.data.virtual_shards} allows no more than {most}"
-    return words
+        stages = [(False, whole, (False, True)), (False, split, (False, True))]
+        stages = [] if pinned_slow(problem.tables) else stages
+        if problem.caps or not stages:
+            stages += [(True, whole, (True,)), (True, split, (True,))]
+    return [
+        MemoryMode(stage=stage, in_segments=segments, uses_tiers=uses_tiers, replicates=replicates, proposals=proposals)
+        for stage, (uses_tiers, proposals, handoffs) in enumerate(stages)
+        for segments in handoffs
+        if not (segments and problem.tables.handoff_budget is not None and False in handoffs)
+        for replicates in (True, False)
+    ]
 
 
-def _others(found: Sized) -> str:
-    """What the sizes nearest to the chosen one would give."""
-    assert found.replicas is not None, "something fits"
-    chosen = found.replicas
-    nearest = sorted((size for size in found.judged if size != chosen), key=lambda size: (abs(size - chosen), size))
-    told = []
-    for size in sorted(nearest[:SHOWN]):
-        judged = found.judged[size]
-        told.append(f"{size}: {judged.rate:,.0f}" if judged.rate else f"{size}: {'fits' if judged.fits else 'no room'}")
-    return ", ".join(told)
+def is_feasible(problem: Problem) -> bool:
+    """Return whether anything fits, without balancing it."""
+    return isinstance(_try_modes(problem, memory_modes(problem, CHECK_WHOLE, CHECK_SPLIT)), Solution)
 
 
-def _range(least: int, most: int) -> str:
-    return f"no number of replicas from {least} to {most}"
+def choose(problem: Problem) -> Solution | Infeasible:
+    """Return the fastest placement of the first stage that fits, or why nothing fits.
+
+    Raises:
+        InvalidSpecError: a pin names a tier that a pod does not have, or a trace is missing.
+    """
+    found = _try_modes(problem, memory_modes(problem))
+    assert found is not None
+    if isinstance(found, Infeasible) and _lacks_less_in_ddr(problem, found):
+        return choose(replace(problem, caps={}))
+    return found
 
 
-def _replicas(count: int) -> str:
-    return f"{count} replica" if count == 1 else f"{count} replicas"
+def _try_modes(problem: Problem, modes: list[MemoryMode]) -> Solution | Infeasible | None:
+    """Return the fastest placement of the first stage that fits; None if nothing fits and no mode says why."""
+    best: Solution | None = None
+    failure: Infeasible | None = None
+    fits: set[tuple[int, bool]] = set()
+    search = _Search(problem)
+    for mode in modes:
+        limit_s = inf
+        if best is not None:
+            # Of one stage both ways to hand over cuts compete, each with as many replicas as fit.
+            limit_s = MIN_SEGMENT_GAIN * search.variable_s(best)
+            competes = (mode.stage, mode.in_segments) not in fits and mode.stage in {stage for stage, _ in fits}
+            # More memory does not help ranks whose loads are level.
+            is_level = best.placement.imbalance * MIN_SEGMENT_GAIN <= 1
+            if mode.proposals.only_checks or not competes or is_level:
+                continue
+        found = search.best_of(mode)
+        if isinstance(found, Solution):
+            fits.add((mode.stage, mode.in_segments))
+            if search.variable_s(found) < limit_s:
+                best = found
+        elif found is not None and (failure is None or _tells_more(found, mode)):
+            failure = found
+    return best or failure
 
 
-EXACT = 16
-"""So many sizes are judged one by one."""
-GRID = 12
-"""Of more sizes so many are judged first, each a like factor above the one before."""
-FALLING = 3
-"""Sizes in a row below the best one so far, after which larger ones are left out."""
+def _lacks_less_in_ddr(problem: Problem, failure: Infeasible) -> bool:
+    """Return whether DDR alone lacks less than what slower tiers need of every pod, tables aside."""
+    cause = failure.cause
+    if problem.limit is None or problem.device == "cuda" or not problem.caps or pinned_slow(problem.tables):
+        return False
+    if not isinstance(cause, TableShortage) or cause.free >= 0:
+        return False
+    larger = replace(problem.limit, size=problem.limit.size - cause.free)
+    return is_feasible(replace(problem, caps={}, limit=larger))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """One size."""
+def _tells_more(failure: Infeasible, mode: MemoryMode) -> bool:
+    """Return whether a failure says more than an earlier one.
 
-    fits: bool
-    """Whether there is a plan."""
-    rate: float = 0.0
-    """Predicted throughput of the plan (samples/s)."""
-
-    def reaches(self, target: float) -> bool:
-        """Whether it is enough."""
-        return self.fits and self.rate >= target
+    Segments leave less memory to tables than a full cut of small ones, which would be a confusing reason.
+    """
+    cause = failure.cause
+    return mode.uses_tiers or not mode.in_segments or (isinstance(cause, TableShortage) and cause.free >= 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sized:
-    """How the search ended."""
+@dataclass
+class _Search:
+    """Try memory modes on one problem, and share between them what they have in common."""
 
-    replicas: int | None
-    """The fewest that reach the target; else those of the highest throughput; None where nothing fits."""
-    reached: bool
-    judged: Mapping[int, Judged]
-    """Every size that was looked at: at most ``GRID`` and twelve more."""
+    problem: Problem
+    _tier_planners: dict[bool, TierPlanner] = field(default_factory=dict)
+    _not_placed: set[tuple[bool, tuple[int, ...], int]] = field(default_factory=set)
+    """Hand-off, replicated tables and number of the capacity for which no partitioner found ranks."""
+    _tried: set[tuple[int, bool, tuple[int, ...]]] = field(default_factory=set)
+
+    @cached_property
+    def costs(self) -> CostModel:
+        return read_costs(self.problem.spec, self.problem.profile, self.problem.device, self.problem.tables)
+
+    @cached_property
+    def _in_segments(self) -> Problem:
+        problem = self.problem
+        if problem.tables.handoff_budget is not None:
+            return problem
+        budget = segment_bytes(problem.spec, problem.tables, problem.limit)
+        return replace(problem, tables=problem.tables.in_segments(budget))
+
+    @cached_property
+    def _worth_replicating(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        return worth_replicating(self.problem.tables, self.costs, self.problem.device)
+
+    def _replicated(self, mode: MemoryMode) -> tuple[int, ...]:
+        # On one rank a replica is the whole table.
+        if self.problem.spec.world_size == 1:
+            return ()
+        pinned = pinned_to_data(self.problem.tables)
+        return tuple(np.flatnonzero(pinned | self._worth_replicating if mode.replicates else pinned).tolist())
+
+    def variable_s(self, found: Solution) -> float:
+        """Return the seconds of a step that depend on the plan."""
+        return found.estimate.step_s - found.estimate.compute.seconds
+
+    def best_of(self, mode: MemoryMode) -> Solution | Infeasible | None:
+        """Return the fastest placement of a mode, or why it has none; None if an earlier one said why."""
+        replicated = self._replicated(mode)
+        if (mode.stage, mode.in_segments, replicated) in self._tried:
+            return None
+        self._tried.add((mode.stage, mode.in_segments, replicated))
+        problem = self._in_segments if mode.in_segments else self.problem
+        if not mode.uses_tiers:
+            return self._best_in_ddr(problem, mode, ddr_capacity(problem, replicated))
+        planner = self._tier_planners.get(mode.in_segments)
+        if planner is None:
+            planner = self._tier_planners[mode.in_segments] = TierPlanner(problem)
+        return self._best_in_tiers(problem, mode, planner, replicated)
+
+    def _best_in_ddr(self, problem: Problem, mode: MemoryMode, capacity: Capacity) -> Solution | Infeasible | None:
+        if capacity.is_hopeless and (problem.caps or mode.proposals.only_checks):
+            return None
+        attempt = _Attempt(problem, self.costs, capacity, None)
+        best = attempt.best(mode.proposals)
+        if best is not None:
+            return best
+        assert attempt.failure is not None
+        return Infeasible(cause=attempt.failure, has_full_handoff=problem.tables.handoff_budget is None)
+
+    def _best_in_tiers(
+        self, problem: Problem, mode: MemoryMode, planner: TierPlanner, replicated: tuple[int, ...]
+    ) -> Solution | Infeasible | None:
+        failure: Infeasible | None = None
+        for number, capacity in enumerate(planner.capacities(replicated)):
+            key = (mode.in_segments, replicated, number)
+            # More splits help only where no rank had the memory for a table.
+            if mode.proposals.splits_to_fit and key not in self._not_placed:
+                continue
+            if capacity.is_hopeless and mode.proposals.only_checks:
+                self._not_placed.add(key)
+                continue
+            attempt = _Attempt(problem, self.costs, capacity, planner)
+            best = attempt.best(mode.proposals)
+            if best is not None:
+                return best
+            if not attempt.placed:
+                self._not_placed.add(key)
+            # Only the first capacity is counted in bytes.
+            if number == 0:
+                cause = planner.shortage if attempt.placed else attempt.failure
+                assert cause is not None
+                failure = self._infeasible(planner, cause)
+        return failure
+
+    def _infeasible(self, planner: TierPlanner, cause: TableShortage | TierShortage) -> Infeasible:
+        if isinstance(cause, TierShortage):
+            smallest = planner.min_shortage
+            return Infeasible(cause=smallest if smallest is not None and smallest.tier == cause.tier else cause)
+        is_stack = planner.whole.is_stack(cause.table)
+        return Infeasible(cause=cause, min_slots=int(planner.whole.min_slots[cause.table]) if is_stack else 0)
 
 
-def choose_size(least: int, most: int, target: float, judge: Callable[[int], Judged]) -> Sized:
-    """The fewest replicas from ``least`` to ``most`` that reach ``target``, else the best of those judged."""
-    judged: dict[int, Judged] = {}
+class _Attempt:
+    """Place the tables of a problem under one capacity, by strategies in order."""
 
-    def enough(size: int) -> bool:
-        if size not in judged:
-            judged[size] = judge(size)
-        return judged[size].reaches(target)
+    def __init__(self, problem: Problem, costs: CostModel, capacity: Capacity, planner: TierPlanner | None) -> None:
+        self._problem, self._costs, self._capacity, self._planner = problem, costs, capacity, planner
+        self._fixed_s = costs.fixed_s(capacity.replicated)
+        self.placed = False
+        """A partitioner found ranks for some proposal."""
+        self.failure: TableShortage | None = None
+        """Why none did."""
+        self._best: Solution | None = None
+        self._best_strategy = ""
+        self._placed_s = self._bound_s = inf
+        """Seconds of the fastest placement if all rows were in the first level, and what none can beat."""
 
-    before = least - 1
-    for size in grid(least, most):
-        if enough(size):
-            return Sized(replicas=_fewest(before, size, enough), reached=True, judged=judged)
-        if most - least >= EXACT and _falling(judged):
-            break
-        before = size
-    fitting = {size: found.rate for size, found in judged.items() if found.fits}
-    best = max(fitting, key=lambda size: (fitting[size], -size), default=None)
-    return Sized(replicas=best, reached=False, judged=judged)
+    def best(self, proposals: StrategyList) -> Solution | None:
+        """Return the fastest solution, with few shards rather than many; None if nothing fits."""
+        proposer = Proposer(self._problem.spec, self._problem.tables, self._costs, self._capacity)
+        if (shortage := first_shortage(proposer)) is not None:
+            self.failure = shortage
+            return None
+        # Nothing fits, but the checks say which table runs short.
+        if self._capacity.is_hopeless:
+            proposals = CHECK_SPLIT if proposals.splits_to_fit else CHECK_WHOLE
+        for strategy in proposals.strategies:
+            if not self._applies(strategy):
+                continue
+            to_beat_s = inf if self._best is None else self._best.estimate.step_s / MIN_SHARD_GAIN - self._fixed_s
+            options = strategy.propose(proposer, to_beat_s)
+            if isinstance(options, TableShortage):
+                self.failure = options
+            if options is None or isinstance(options, TableShortage):
+                continue
+            proposal = Proposal(strategy=strategy.name, options=options, methods=strategy.methods)
+            partitioner = Partitioner(self._problem.tables, self._costs, self._capacity, proposal)
+            self._bound_s = min(self._bound_s, partitioner.bound_s)
+            for placement in self._placements(partitioner, None if proposals.only_checks else proposer):
+                self._consider(placement, strategy)
+            if not self.placed:
+                self.failure = partitioner.failure or self.failure
+            if self._best is not None and self._best.estimate.step_s <= BOUND_TOLERANCE * self._bound_s:
+                break
+        return self._best
 
+    def _applies(self, strategy: Strategy) -> bool:
+        match strategy.when:
+            case "placed":
+                # If tiers do not hold the rows of level ranks, splits of more tables do not change that.
+                is_level = self._best is None and self._placed_s <= BOUND_TOLERANCE * self._bound_s
+                return self.placed and not is_level
+            case "not placed":
+                return not self.placed
+            case "not feasible":
+                return self._best is None
+        return True
 
-def grid(least: int, most: int) -> list[int]:
-    """Sizes that are judged first, ascending, both ends among them."""
-    if most - least < EXACT:
-        return list(range(least, most + 1))
-    steps = (round(least * (most / least) ** (i / (GRID - 1))) for i in range(GRID))
-    return sorted({least, most, *steps})
+    def _placements(self, partitioner: Partitioner, proposer: Proposer | None) -> Iterator[Placement]:
+        for placement in partitioner.placements():
+            self.placed = True
+            better = level_edges(partitioner, proposer, placement) if proposer is not None else None
+            if better is not None:
+                yield better
+            yield placement
 
-
-def _fewest(low: int, high: int, enough: Callable[[int], bool]) -> int:
-    """The fewest above ``low``, which is too few, by halving."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
-
-
-def _falling(judged: Mapping[int, Judged]) -> bool:
-    rates = [found.rate for _, found in sorted(judged.items()) if found.fits]
-    return len(rates) > FALLING and max(rates[-FALLING:]) < max(rates[:-FALLING])
+    def _consider(self, placement: Placement, strategy: Strategy) -> None:
+        """Keep a placement if tiers hold its rows and it is faster than the best so far."""
+        margin = 1.0 if strategy.name == self._best_strategy else MIN_SHARD_GAIN
+        limit_s = inf if self._best is None else self._best.estimate.step_s / margin
+        fast_s = self._costs.estimate(placement).fast_s
+        self._placed_s = min(self._placed_s, fast_s)
+        # Tiers only add to the time of rows in the first level.
+        if fast_s >= limit_s:
+            return
+        tiers = None
+        if self._planner is not None and (tiers := self._planner.assign(placement)) is None:
+            return
+        estimated = estimate(self._problem, self._costs, placement, tiers)
+        if estimated.step_s < limit_s:
+            self._best = Solution(problem=self._problem, placement=placement, tiers=tiers, estimate=estimated)
+            self._best_strategy = strategy.name

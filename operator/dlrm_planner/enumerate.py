@@ -1,10 +1,11 @@
-"""Choose which tables are replicated and which are split, how, and over which ranks."""
+"""Enumerate the shard options of tables: which may be replicated or split, how, and over which ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,20 +14,26 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TableSpec
 from dlrm_api.plan import MAX_SHARDS, Device, ShardKind
-from dlrm_planner.estimate import Costs
+from dlrm_planner.estimate import CostModel
 from dlrm_planner.tables import ELEMENT_BYTES, Tables
-from dlrm_planner.types import Needs, Split, cut
+from dlrm_planner.types import Capacity, Indices, ShardOption, cut_tables
 
 MAX_REPLICA_BYTES = 4 * 2**20
-"""Largest table that is replicated unasked: its gradient is cleared and summed whole in every step, in cache still."""
+"""Largest table that is replicated without a pin: its gradient is cleared and summed in each step, within the cache."""
+MIN_SPLIT_GAIN = 0.95
+"""A split must bring the costliest rank below this part of what it was."""
+ROW_TOLERANCE, COLUMN_TOLERANCE = 1.02, 1.1
+"""Accept so much of the best balance for fewer shards. Columns get more: their vectors are sums of whole bags."""
+PINNED = "as it is pinned"
+UNBALANCED = "whole tables leave the ranks less balanced"
 
 
-def check_pins(spec: DLRMJobSpec, tables: Tables, grows: str) -> None:
-    """Refuse pins that no placement can honour; ``grows`` is the field that more ranks are asked for by.
+def check_pins(spec: DLRMJobSpec, tables: Tables, replicas_field: str) -> None:
+    """Refuse pins that no placement can honour; ``replicas_field`` is the field that adds ranks.
 
     Raises:
-        InvalidSpecError: a pinned rank does not exist, replicas are to live on some ranks alone, ranges of rows over
-            one node's ranks have no such ranks, or there would be more shards than a plan holds.
+        InvalidSpecError: a pinned rank does not exist, replicas are pinned to some ranks only, table-row is asked for
+            without several ranks on a node, or there would be more shards than a plan holds.
     """
     world_size = spec.world_size
     for table, path in zip(tables.specs, tables.paths, strict=True):
@@ -38,18 +45,18 @@ def check_pins(spec: DLRMJobSpec, tables: Tables, grows: str) -> None:
             raise InvalidSpecError(
                 f"{path}.pin.ranks",
                 f"table {table.name} is pinned to rank {max(table.pin.ranks)}, but the job has ranks 0 to "
-                f"{world_size - 1}: name one of these, or raise {grows}",
+                f"{world_size - 1}: name one of these, or raise {replicas_field}",
             )
         if table.pin.sharding == "data" and 0 < len(set(table.pin.ranks)) < world_size:
             raise InvalidSpecError(
                 f"{path}.pin.ranks",
-                f"table {table.name} is pinned to sharding data, whose shards live on every rank: leave ranks out",
+                f"table {table.name} is pinned to sharding data, which places it on every rank: leave ranks out",
             )
     _check_shards(spec, tables)
 
 
 def _check_shards(spec: DLRMJobSpec, tables: Tables) -> None:
-    """Count the shards that pins ask for, before any is made."""
+    """Count the shards that pins ask for before any is made."""
     counts = [_pinned_shards(spec, table) for table in tables.specs]
     if sum(counts) <= MAX_SHARDS:
         return
@@ -63,7 +70,6 @@ def _check_shards(spec: DLRMJobSpec, tables: Tables) -> None:
 
 
 def _pinned_shards(spec: DLRMJobSpec, table: TableSpec) -> int:
-    """Shards that a table's pin asks for; 1 where it asks for none."""
     pin = table.pin
     if pin is None or pin.sharding not in ("row", "column", "table-row"):
         return 1
@@ -92,95 +98,104 @@ def _check_table_row(table: TableSpec, path: str, processes: int) -> None:
 
 
 def may_split(table: TableSpec) -> bool:
-    """Whether the planner may split a table on its own account."""
+    """Return whether the planner may split a table that no pin splits."""
     return table.rows > 1 and (table.pin is None or (table.pin.sharding is None and len(set(table.pin.ranks)) != 1))
 
 
-def pinned(tables: Tables, sharding: str) -> NDArray[np.bool_]:
-    """(T,) tables whose pin asks for this sharding."""
-    return np.array([t.pin is not None and t.pin.sharding == sharding for t in tables.specs], bool)
+def is_bound(table: TableSpec) -> bool:
+    """Return whether a pin names ranks or a sharding."""
+    return table.pin is not None and bool(table.pin.ranks or table.pin.sharding)
 
 
-def worth_replicating(spec: DLRMJobSpec, tables: Tables, costs: Costs, device: Device) -> NDArray[np.bool_]:
-    """(T,) small unpinned tables whose gradient costs fewer bytes to all-reduce than their samples to exchange.
+def pinned_to_data(tables: Tables) -> NDArray[np.bool_]:
+    """Return the (T,) tables that pins replicate."""
+    return np.array([t.pin is not None and t.pin.sharding == "data" for t in tables.specs], bool)
+
+
+def worth_replicating(tables: Tables, costs: CostModel, device: Device) -> NDArray[np.bool_]:
+    """Return the (T,) small unpinned tables with a gradient that costs fewer bytes to all-reduce than to exchange.
 
     Over all W ranks, a ring all-reduce of R rows moves 2 (W - 1) R D elements; the exchange of a whole table moves the
-    ids of the samples of W - 1 ranks, and their pooled vectors there and back. Replicas lie where ranks compute.
+    ids of the samples of W - 1 ranks, and their pooled vectors there and back. Replicas are where ranks compute.
     """
     homes = (None, "hbm" if device == "cuda" else "ddr")
-    rows = np.array([table.rows for table in tables.specs], np.float64)
-    reduced = 2 * (spec.world_size - 1) * rows * costs.dims * ELEMENT_BYTES
-    exchanged = costs.sent(np.arange(len(rows)), 1.0, costs.dims, costs.blocks)
-    unpinned = [t.pin is None or not (t.pin.sharding or t.pin.ranks or t.pin.tier not in homes) for t in tables.specs]
-    small = rows * costs.dims * ELEMENT_BYTES <= MAX_REPLICA_BYTES
-    return np.array(unpinned, bool) & small & (reduced < exchanged)
+    table_bytes = tables.rows * costs.dims * ELEMENT_BYTES
+    reduced = 2 * (costs.world_size - 1) * table_bytes
+    exchanged = costs.sent_bytes(np.arange(len(table_bytes)), 1.0, costs.dims, costs.blocks)
+    unpinned = [t.pin is None or not (is_bound(t) or t.pin.tier not in homes) for t in tables.specs]
+    return np.array(unpinned, bool) & (table_bytes <= MAX_REPLICA_BYTES) & (reduced < exchanged)
 
 
-LEAST_ELEMENTS = 2**18
-"""A table whose step costs less (1 MiB read) is not split for balance: another shard is another kernel's start."""
-WORTH = 0.95
-"""Splitting pays where it brings the costliest rank below this part of what it was."""
-NEAR = 1.02
-"""Fewer shards are taken where they come this close to the best balance."""
-NEAR_BY_COLUMNS = 1.1
-"""So much worse a balance is taken for columns, whose vectors are sums of whole bags."""
-MOST_PIECES = 2**14
-"""No more shards are made of tables that are split over all ranks for the sake of balance."""
-PINNED = "as it is pinned"
-EVERYWHERE = "a step is shortest where all ranks have a part of every table"
-UNLEVEL = "whole tables leave the ranks less level"
-Ranks = NDArray[np.int64]
+class OptionBuilder:
+    """Choose options for tables one after the other, and track what they leave of each rank and node."""
 
-
-class Splitter:
-    """Splits tables one after the other, and knows what their shards leave of each rank and of each room."""
-
-    def __init__(self, spec: DLRMJobSpec, tables: Tables, costs: Costs, needs: Needs) -> None:
-        self._tables, self._costs, self._needs = tables, costs, needs
-        self._processes, self.world_size, self.nodes = (
+    def __init__(self, spec: DLRMJobSpec, tables: Tables, costs: CostModel, capacity: Capacity) -> None:
+        self.tables, self.costs, self.capacity = tables, costs, capacity
+        self.processes, self.world_size, self.nodes = (
             spec.trainer.processes_per_replica,
             spec.world_size,
             spec.replicas,
         )
-        self.sharing = needs.sharing
-        self._whole = costs.whole
+        self.sharing = capacity.sharing
         self._everywhere = np.arange(spec.world_size)
         self.load = np.zeros(spec.world_size)
-        self.room = np.array(needs.room, np.int64)
+        """Seconds of each rank."""
+        self.free = np.array(capacity.free, np.int64)
         self.reserve = 0.0
-        """Of each room, for tables that stay whole."""
-        self.splits: dict[int, Split] = {}
+        """Memory of each node to leave for tables that stay whole."""
+        self.options: dict[int, ShardOption] = {}
 
-    def copy(self) -> Splitter:
-        """One that goes on from here by itself."""
+    def copy(self) -> OptionBuilder:
+        """Return a builder that continues from here independently."""
         other = copy(self)
-        other.load, other.room, other.splits = self.load.copy(), self.room.copy(), dict(self.splits)
+        other.load, other.free, other.options = self.load.copy(), self.free.copy(), dict(self.options)
         return other
 
-    def add(self, i: int, split: Split | None) -> None:
-        """Take a split over, if there is one."""
-        if split is None:
+    def add(self, i: int, option: ShardOption | None) -> None:
+        """Take an option of a table, if there is one."""
+        if option is None:
             return
-        shards, ranks = cut(self._tables, (i,), {i: split}), np.array(split.ranks)
-        self.splits[i] = split
-        np.add.at(self.load, ranks, shards.cost(self._costs))
-        if self._needs.bounded:
-            np.subtract.at(self.room, ranks // self.sharing, np.array(self._needs.measure(shards), np.int64))
+        shards, ranks = cut_tables(self.tables, (i,), {i: option}), np.array(option.ranks)
+        self.options[i] = option
+        np.add.at(self.load, ranks, self.costs.of_shards(shards))
+        if self.capacity.is_bounded:
+            np.subtract.at(self.free, ranks // self.sharing, np.array(self.capacity.measure(shards), np.int64))
 
     def put(self, i: int, rank: int) -> None:
-        """Give a whole table to a rank."""
-        self.splits[i] = Split(kind="table", ranks=(rank,), edges=(0, self._tables.specs[i].rows), why="")
-        self.load[rank] += self._whole[i]
-        self.room[rank // self.sharing] -= self._needs.held[i] if self._needs.bounded else 0
+        """Place a whole table on a rank."""
+        self.options[i] = ShardOption(kind="table", ranks=(rank,), edges=(0, self.tables.specs[i].rows), reason="")
+        self.load[rank] += self.costs.whole_s[i]
+        self.free[rank // self.sharing] -= self.capacity.held[i] if self.capacity.is_bounded else 0
 
-    def allowed(self, i: int) -> Ranks:
-        """Ranks that a table's pin allows."""
-        pin = self._tables.specs[i].pin
+    def allowed(self, i: int) -> Indices:
+        """Return the ranks that a table's pin allows."""
+        pin = self.tables.specs[i].pin
         return np.array(sorted(set(pin.ranks)), np.int64) if pin and pin.ranks else self._everywhere
 
-    def as_pinned(self, i: int) -> Split | None:
-        """The split that a pin asks for; evenly where memory has no room for it anyway. None: the table stays whole."""
-        table, ranks = self._tables.specs[i], self.allowed(i)
+    def open_tables(self) -> list[int]:
+        """Return the tables that may be split and have no option yet."""
+        return [i for i in self.capacity.placed if i not in self.options and may_split(self.tables.specs[i])]
+
+    def heavy_tables(self) -> list[int]:
+        """Return open tables that take longer than the mean of a rank, the longest first."""
+        whole_s = self.costs.whole_s
+        return sorted((i for i in self.open_tables() if self.is_heavy(i)), key=lambda i: -whole_s[i])
+
+    def is_heavy(self, i: int) -> bool:
+        """Return whether balance may want a table split: it takes longer than the mean of a rank, and long enough."""
+        return bool(self.costs.whole_s[i] > max(self.total_s / self.world_size, self.costs.min_split_s[i]))
+
+    @cached_property
+    def total_s(self) -> float:
+        """Return the seconds of all tables whole, over all ranks."""
+        return float(self.costs.whole_s[list(self.capacity.placed)].sum())
+
+    def as_pinned(self, i: int) -> ShardOption | None:
+        """Return the split that a pin asks for; None if it asks for none.
+
+        It is even if memory is too small for it anyway.
+        """
+        table, ranks = self.tables.specs[i], self.allowed(i)
         if table.pin is None or table.pin.sharding not in ("row", "column", "table-row"):
             return None
         if table.pin.sharding == "column":
@@ -188,241 +203,166 @@ class Splitter:
             return self.by_columns(i, blocks, ranks, PINNED) or self._columns(i, ranks[:blocks], PINNED)
         kind: ShardKind = "row"
         if table.pin.sharding == "table-row":
-            kind, node = "table-row", ranks[0] // self._processes if table.pin.ranks else self._node_for(i)
-            ranks = np.arange(node * self._processes, (node + 1) * self._processes)
-        return self.by_rows(i, ranks, kind, PINNED) or self._evenly(i, ranks, kind)
-
-    def _evenly(self, i: int, ranks: Ranks, kind: ShardKind) -> Split | None:
-        rows = self._tables.specs[i].rows
-        return _row_split(ranks, _even(rows, len(ranks)), kind, PINNED)
+            kind, node = "table-row", ranks[0] // self.processes if table.pin.ranks else self._node_for(i)
+            ranks = np.arange(node * self.processes, (node + 1) * self.processes)
+        return self.by_rows(i, ranks, kind, PINNED) or _row_option(ranks, _even(table.rows, len(ranks)), kind, PINNED)
 
     def _node_for(self, i: int) -> int:
-        load = self.load.reshape(self.nodes, self._processes).sum(axis=1)
-        room = self.room.reshape(self.nodes, self._processes // self.sharing)
-        held = -(-self._needs.held[i] // room.shape[1])  # of each room, where a node has several
-        fits = (room >= held).all(axis=1) if self._needs.bounded else np.ones(self.nodes, bool)
+        """Return the least loaded node with enough memory for a table."""
+        load = self.load.reshape(self.nodes, self.processes).sum(axis=1)
+        free = self.free.reshape(self.nodes, self.processes // self.sharing)
+        held = -(-self.capacity.held[i] // free.shape[1])
+        fits = (free >= held).all(axis=1) if self.capacity.is_bounded else np.ones(self.nodes, bool)
         return int(np.lexsort((np.arange(self.nodes), load, ~fits))[0])
 
-    def by_rows(self, i: int, ranks: Ranks, kind: ShardKind, why: str) -> Split | None:
-        """Row ranges over these ranks, even as far as their nodes have room; None where they have not."""
+    def by_rows(self, i: int, ranks: Indices, kind: ShardKind, reason: str) -> ShardOption | None:
+        """Split into row ranges over these ranks, as even as memory allows; None if they do not hold the table."""
         for reserve in (self.reserve, 0.0):
             nodes, per = np.unique(ranks // self.sharing, return_counts=True)
-            got = spread(self._tables.specs[i].rows, per, self._caps(i, nodes, per, reserve))
+            got = spread_rows(self.tables.specs[i].rows, per, self._max_rows(i, nodes, per, reserve))
             if got is not None:
                 sizes = [size for rows, count in zip(got, per.tolist(), strict=True) for size in _even(rows, count)]
-                return _row_split(np.sort(ranks), sizes, kind, why)
+                return _row_option(np.sort(ranks), sizes, kind, reason)
         return None
 
-    def _caps(self, i: int, nodes: Ranks, per: Ranks, reserve: float) -> Ranks:
-        """Rows of a table that each node has room for, in ``per`` pieces."""
-        rows, held = self._tables.specs[i].rows, self._needs.held[i]
-        if not self._needs.bounded or held == 0:
+    def _max_rows(self, i: int, nodes: Indices, per: Indices, reserve: float) -> Indices:
+        """Return the rows of a table that fit each node, in ``per`` ranges."""
+        rows, held = self.tables.specs[i].rows, self.capacity.held[i]
+        if not self.capacity.is_bounded or held == 0:
             return np.full(len(nodes), rows, np.int64)
-        room = self.room[nodes] - reserve - per * float(self._needs.extra[i])
-        return np.asarray(np.clip(np.floor(room / held * rows) - 1, 0, rows), np.int64)
+        free = self.free[nodes] - reserve - per * float(self.capacity.extra[i])
+        return np.asarray(np.clip(np.floor(free / held * rows) - 1, 0, rows), np.int64)
 
-    def choose(self, i: int, count: int) -> tuple[Ranks, ShardKind] | None:
-        """At least ``count`` ranks for row ranges of a table: of one node, or else of as few as have room for it."""
+    def choose_ranks(self, i: int, count: int) -> tuple[Indices, ShardKind] | None:
+        """Return at least ``count`` ranks for row ranges of a table: of one node, else of as few as hold it."""
         allowed = self.allowed(i)
         nodes, sizes = np.unique(allowed // self.sharing, return_counts=True)
         load = np.bincount(np.searchsorted(nodes, allowed // self.sharing), weights=self.load[allowed]) / sizes
-        rows = self._tables.specs[i].rows
+        rows = self.tables.specs[i].rows
         for reserve in (self.reserve, 0.0):
-            caps = self._caps(i, nodes, sizes, reserve)
-            order = np.lexsort((nodes, -caps, load))
-            inside = order[(caps[order] >= rows) & (sizes[order] >= count)]
+            most = self._max_rows(i, nodes, sizes, reserve)
+            order = np.lexsort((nodes, -most, load))
+            inside = order[(most[order] >= rows) & (sizes[order] >= count)]
             if count > 1 and len(inside):
                 kind: ShardKind = "table-row" if self.nodes > 1 else "row"
                 return self._least_loaded(allowed, nodes[inside[:1]], count), kind
-            least = min(len(nodes), max(2, -(-count // int(sizes.max()))))
-            if int(caps[order[:least]].sum()) < rows:
-                order = np.lexsort((nodes, load, -caps))
-                least = max(least, int(np.searchsorted(np.cumsum(caps[order]), rows)) + 1)
-            if 1 < least <= len(nodes):
-                return self._least_loaded(allowed, nodes[order[:least]], -(-count // least)), "row"
+            fewest = min(len(nodes), max(2, -(-count // int(sizes.max()))))
+            if int(most[order[:fewest]].sum()) < rows:
+                order = np.lexsort((nodes, load, -most))
+                fewest = max(fewest, int(np.searchsorted(np.cumsum(most[order]), rows)) + 1)
+            if 1 < fewest <= len(nodes):
+                return self._least_loaded(allowed, nodes[order[:fewest]], -(-count // fewest)), "row"
         return None
 
-    def _least_loaded(self, allowed: Ranks, nodes: Ranks, count: int) -> Ranks:
+    def _least_loaded(self, allowed: Indices, nodes: Indices, count: int) -> Indices:
         chosen = []
         for node in nodes:
             here = allowed[allowed // self.sharing == node]
             chosen.append(here[np.lexsort((here, self.load[here]))[:count]])
         return np.sort(np.concatenate(chosen))
 
-    def by_columns(self, i: int, count: int, allowed: Ranks, why: str) -> Split | None:
-        """Groups of column blocks on the least loaded of the ranks that have room; None where too few have."""
-        split = self._columns(i, allowed[:count], why)
-        if split is None or not self._needs.bounded:
+    def by_columns(self, i: int, count: int, allowed: Indices, reason: str) -> ShardOption | None:
+        """Split into groups of column blocks on the least loaded ranks with enough memory; None if too few have."""
+        option = self._columns(i, allowed[:count], reason)
+        if option is None or not self.capacity.is_bounded:
             order = allowed[np.lexsort((allowed, self.load[allowed]))]
-            return split and replace(split, ranks=tuple(order[:count].tolist()))
-        room, taken = self.room.copy(), np.zeros(self.world_size, bool)
+            return option and replace(option, ranks=tuple(order[:count].tolist()))
+        free, taken = self.free.copy(), np.zeros(self.world_size, bool)
         ranks = []
-        for held in self._needs.measure(cut(self._tables, (i,), {i: split})):
-            open_ = allowed[(room[allowed // self.sharing] >= held) & ~taken[allowed]]
+        for held in self.capacity.measure(cut_tables(self.tables, (i,), {i: option})):
+            open_ = allowed[(free[allowed // self.sharing] >= held) & ~taken[allowed]]
             if not len(open_):
                 return None
-            ranks.append(int(open_[np.lexsort((open_, -room[open_ // self.sharing], self.load[open_]))[0]]))
-            taken[ranks[-1]], room[ranks[-1] // self.sharing] = True, room[ranks[-1] // self.sharing] - held
-        return replace(split, ranks=tuple(ranks))
+            ranks.append(int(open_[np.lexsort((open_, -free[open_ // self.sharing], self.load[open_]))[0]]))
+            taken[ranks[-1]], free[ranks[-1] // self.sharing] = True, free[ranks[-1] // self.sharing] - held
+        return replace(option, ranks=tuple(ranks))
 
-    def _columns(self, i: int, ranks: Ranks, why: str) -> Split | None:
-        table = self._tables.specs[i]
+    def _columns(self, i: int, ranks: Indices, reason: str) -> ShardOption | None:
+        table = self.tables.specs[i]
         blocks = len(table.block_edges) - 1
         if len(ranks) < 2 or blocks < 2:
             return None
         edges = edges_of(table, "column", _even(blocks, len(ranks)))
-        return Split(kind="column", ranks=tuple(ranks.tolist()), edges=edges, why=why)
+        return ShardOption(kind="column", ranks=tuple(ranks.tolist()), edges=edges, reason=reason)
 
-    def is_larger(self, i: int) -> bool:
-        """Whether no room holds a table whole, even an empty one."""
-        return self._needs.bounded and self._needs.held[i] > max(self._needs.room)
+    def is_too_large(self, i: int) -> bool:
+        """Return whether not even an empty node holds a table whole."""
+        return self.capacity.is_bounded and self.capacity.held[i] > max(self.capacity.free)
 
-    def for_memory(self, i: int) -> Split | None:
-        """A split of a table that no room holds: by columns where that is enough, else by rows."""
-        table, allowed = self._tables.specs[i], self.allowed(i)
-        why = f"no {self._needs.holder} has room for it whole"
+    def for_memory(self, i: int) -> ShardOption | None:
+        """Split a table that is too large for a node: by columns if that is enough, else by rows."""
+        table, allowed = self.tables.specs[i], self.allowed(i)
+        reason = f"no {self.capacity.holder} has enough memory for it whole"
         for count in range(2, min(len(table.block_edges) - 1, len(allowed)) + 1):
-            if self._needs.held[i] / count > self.room.max():
+            if self.capacity.held[i] / count > self.free.max():
                 continue
-            if (split := self.by_columns(i, count, allowed, why)) is not None:
-                return split
-        chosen = self.choose(i, 1)
-        return chosen and self.by_rows(i, *chosen, why)
+            if (option := self.by_columns(i, count, allowed, reason)) is not None:
+                return option
+        chosen = self.choose_ranks(i, 1)
+        return chosen and self.by_rows(i, *chosen, reason)
 
-    def why(self, i: int, total: float) -> str:
-        """Why a table is split that has room whole, in words; ``total`` is the cost of all tables."""
-        times = float(self._whole[i]) / total * self.world_size
-        return f"alone it costs {times:.2f} times the mean of a rank" if times > 1 else UNLEVEL
+    def balance_reason(self, i: int, total_s: float) -> str:
+        """Return why a table is split that fits whole; ``total_s`` are the seconds of all tables."""
+        times = float(self.costs.whole_s[i]) / total_s * self.world_size
+        return f"alone it costs {times:.2f} times the mean of a rank" if times > 1 else UNBALANCED
 
-    def widely(self, i: int, why: str) -> Split | None:
-        """A table over all ranks that it may lie on: by columns where bags have several ids and all get a block."""
-        table, allowed = self._tables.specs[i], self.allowed(i)
+    def over_all_ranks(self, i: int, reason: str) -> ShardOption | None:
+        """Split over all allowed ranks: by columns if bags have several ids and ranks a block each, else by rows."""
+        table, allowed = self.tables.specs[i], self.allowed(i)
         blocks = len(table.block_edges) - 1
         if table.lookups > 1 and blocks >= len(allowed):
-            return self.by_columns(i, len(allowed), allowed, why)
-        return self.by_rows(i, allowed, "row", why)
+            return self.by_columns(i, len(allowed), allowed, reason)
+        return self.by_rows(i, allowed, "row", reason)
 
-    def for_balance(self, i: int, total: float, other: float) -> Split | None:
-        """The split of a table that sets the pace, if one brings the costliest rank down.
+    def for_balance(self, i: int, total_s: float, other_s: float) -> ShardOption | None:
+        """Split the slowest table if that brings the slowest rank down enough.
 
-        ``total`` is the cost of all tables, ``other`` of the costliest other one: it goes to a rank that has no part of
-        the table, or beside a group of its columns. Rows give way to it, columns in whole blocks alone.
+        ``total_s`` are the seconds of all tables, ``other_s`` those of the slowest other one. That one goes to a rank
+        without a part of this table, or next to a group of its columns: ranges of rows can be made smaller for it,
+        column blocks cannot.
         """
-        costs, table, allowed = self._costs, self._tables.specs[i], self.allowed(i)
-        before, blocks = float(self._whole[i]), len(table.block_edges) - 1
-        why = self.why(i, total)
-        by_rows = np.arange(2, min(len(allowed), table.rows) + 1)
-        by_blocks = np.arange(2, min(len(allowed), blocks) + 1)
-        largest = np.asarray(-(-blocks // by_blocks), np.float64)
-        fixed, widest = float(costs.total(i, 1.0, 0, 0)), costs.total(i, 1.0, largest * (table.dim / blocks), largest)
-        parts = costs.total(i, 1 / by_rows, table.dim, blocks)
-        rest = total - before
-        beside = np.where(by_blocks < self.world_size, np.maximum(widest, other), widest + other)
-        column = np.maximum(beside, (total + (by_blocks - 1) * fixed) / self.world_size)
-        row = np.maximum(parts, (rest + by_rows * parts) / self.world_size)
-        best = min([*column, *row], default=before)
-        if best >= WORTH * before:
-            return None
-        for bounds, counts, near in ((column, by_blocks, NEAR_BY_COLUMNS), (row, by_rows, NEAR)):
-            if (close := counts[bounds <= near * best]).size:
-                if bounds is column:
-                    split = self.by_columns(i, int(close[0]), allowed, why)
-                else:
-                    chosen = self.choose(i, int(close[0]))
-                    split = chosen and self.by_rows(i, *chosen, why)
-                if split is not None:
-                    return split
-        return None
-
-
-def forced(
-    spec: DLRMJobSpec, tables: Tables, costs: Costs, needs: Needs, which: Sequence[int], *, heavy: bool = True
-) -> Splitter:
-    """The splits that pins and memory ask for; each on ranks of its own choice.
-
-    Args:
-        spec: of the job.
-        tables: its tables.
-        costs: of their shards.
-        needs: their bytes, and the room for them.
-        which: tables that are placed.
-        heavy: also of tables that balance splits anyway: over more ranks than memory alone asks for.
-    """
-    splitter = Splitter(spec, tables, costs, needs)
-    if spec.world_size == 1:
-        return splitter
-    for i in which:
-        splitter.add(i, splitter.as_pinned(i))
-    if needs.bounded:
-        larger = [i for i in free(splitter, tables, which) if splitter.is_larger(i)]
-        rest = sum(needs.held[i] for i in which if i not in splitter.splits) - sum(needs.held[i] for i in larger)
-        splitter.reserve = rest / len(needs.room)
-        least = _least_heavy(splitter, costs, which)
-        for i in sorted(larger, key=lambda i: -needs.held[i]):
-            if heavy or costs.whole[i] <= least:
-                splitter.add(i, splitter.for_memory(i))
-    return splitter
-
-
-def _least_heavy(splitter: Splitter, costs: Costs, which: Sequence[int]) -> float:
-    """What a table costs at most that no balance asks to split: the mean of a rank, or little."""
-    return max(float(costs.whole[list(which)].sum()) / splitter.world_size, LEAST_ELEMENTS)
-
-
-def free(splitter: Splitter, tables: Tables, which: Sequence[int]) -> list[int]:
-    """Tables that may be split and are not."""
-    return [i for i in which if i not in splitter.splits and may_split(tables.specs[i])]
-
-
-def split_heaviest(splitter: Splitter, tables: Tables, costs: Costs, which: Sequence[int]) -> dict[int, Split]:
-    """Split the tables that alone cost more than the mean of a rank; what splits add counts for the next."""
-    whole = costs.whole
-    total, least = float(whole[list(which)].sum()), _least_heavy(splitter, costs, which)
-    costliest = sorted(which, key=lambda i: -whole[i])[:2]
-    for i in sorted(free(splitter, tables, which), key=lambda i: -whole[i]):
-        if whole[i] <= least:
-            break
-        split = splitter.for_balance(
-            i, total, max((float(whole[each]) for each in costliest if each != i), default=0.0)
+        costs, table, allowed = self.costs, self.tables.specs[i], self.allowed(i)
+        before, blocks = float(costs.whole_s[i]), len(table.block_edges) - 1
+        reason = self.balance_reason(i, total_s)
+        row_counts = np.arange(2, min(len(allowed), table.rows) + 1)
+        block_counts = np.arange(2, min(len(allowed), blocks) + 1)
+        largest = np.asarray(-(-blocks // block_counts), np.float64)
+        fixed, widest = (
+            float(costs.total_s(i, 1.0, 0, 0)),
+            costs.total_s(i, 1.0, largest * (table.dim / blocks), largest),
         )
-        splitter.add(i, split or (splitter.for_memory(i) if splitter.is_larger(i) else None))
-    return splitter.splits
-
-
-def spread_heaviest(splitter: Splitter, tables: Tables, costs: Costs, which: Sequence[int]) -> dict[int, Split]:
-    """Split the same tables over as many ranks as there may be: each then reads and exchanges as much as others."""
-    whole, least = costs.whole, _least_heavy(splitter, costs, which)
-    total = float(whole[list(which)].sum())
-    heaviest = [i for i in free(splitter, tables, which) if whole[i] > least]
-    for i in heaviest if len(heaviest) * splitter.world_size <= MOST_PIECES else ():
-        splitter.add(i, splitter.widely(i, splitter.why(i, total)))
-    return splitter.splits
-
-
-def spread_all(splitter: Splitter, tables: Tables, costs: Costs, which: Sequence[int]) -> dict[int, Split]:
-    """Split every table whose step is long enough by rows over all ranks that it may lie on."""
-    whole = costs.whole
-    for i in free(splitter, tables, which):
-        if whole[i] >= LEAST_ELEMENTS:
-            splitter.add(i, splitter.by_rows(i, splitter.allowed(i), "row", EVERYWHERE))
-    return splitter.splits
-
-
-def spread(rows: int, weights: Ranks, caps: Ranks) -> list[int] | None:
-    """Rows in proportion to the weights, as far as the caps allow; None where they do not hold all."""
-    if int(caps.sum()) < rows:
+        parts = costs.total_s(i, 1 / row_counts, table.dim, blocks)
+        with_other = np.where(block_counts < self.world_size, np.maximum(widest, other_s), widest + other_s)
+        column = np.maximum(with_other, (total_s + (block_counts - 1) * fixed) / self.world_size)
+        row = np.maximum(parts, (total_s - before + row_counts * parts) / self.world_size)
+        best = min([*column, *row], default=before)
+        if best >= MIN_SPLIT_GAIN * before:
+            return None
+        close = block_counts[column <= COLUMN_TOLERANCE * best]
+        if close.size and (option := self.by_columns(i, int(close[0]), allowed, reason)) is not None:
+            return option
+        close = row_counts[row <= ROW_TOLERANCE * best]
+        if close.size:
+            chosen = self.choose_ranks(i, int(close[0]))
+            return chosen and self.by_rows(i, *chosen, reason)
         return None
-    got = np.zeros(len(caps), np.int64)
+
+
+def spread_rows(rows: int, weights: Indices, most: Indices) -> list[int] | None:
+    """Spread rows in proportion to weights, at most ``most`` each; None if these do not hold all."""
+    if int(most.sum()) < rows:
+        return None
+    got = np.zeros(len(most), np.int64)
     while (left := rows - int(got.sum())) > 0:
-        open_ = np.flatnonzero(got < caps)
+        open_ = np.flatnonzero(got < most)
         share = np.floor(left * (weights[open_] / weights[open_].sum())).astype(np.int64)
         share[: left - int(share.sum())] += 1 if not share.any() else 0
-        got[open_] = np.minimum(got[open_] + share, caps[open_])
+        got[open_] = np.minimum(got[open_] + share, most[open_])
     return got.tolist()
 
 
 def edges_of(table: TableSpec, kind: ShardKind, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Edges of consecutive parts of so many rows, or of so many column blocks."""
+    """Return the edges of consecutive parts of so many rows, or of so many column blocks."""
     ends = np.cumsum(sizes).tolist()
     return (0, *(table.block_edges[end] if kind == "column" else end for end in ends))
 
@@ -431,10 +371,10 @@ def _even(count: int, parts: int) -> list[int]:
     return [count // parts + (part < count % parts) for part in range(parts)]
 
 
-def _row_split(ranks: Ranks, sizes: Sequence[int], kind: ShardKind, why: str) -> Split | None:
-    """Consecutive ranges of these sizes; ranks without rows hold no shard. None where one rank holds all."""
+def _row_option(ranks: Indices, sizes: Sequence[int], kind: ShardKind, reason: str) -> ShardOption | None:
+    """Return consecutive ranges of these sizes; a rank without rows gets no shard. None if one rank holds all."""
     held = [(rank, size) for rank, size in zip(ranks.tolist(), sizes, strict=True) if size]
     if len(held) < 2:
         return None
     edges = (0, *np.cumsum([size for _, size in held]).tolist())
-    return Split(kind=kind, ranks=tuple(rank for rank, _ in held), edges=edges, why=why)
+    return ShardOption(kind=kind, ranks=tuple(rank for rank, _ in held), edges=edges, reason=reason)

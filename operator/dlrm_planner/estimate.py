@@ -1,72 +1,88 @@
-"""What a shard costs its rank in one step: rows read, and bytes exchanged with the other ranks.
+"""Estimate the seconds of a step: the one cost model, by which proposals are made, balanced, compared and reported.
+
+Rates come from the HardwareProfile, or from the defaults below. A part of an estimate says whether the profile states
+its rates; only such parts are shown as a plan's prediction. To add a term, add it to :meth:`CostModel.fixed_s` if all
+plans of a job pay it, or to :meth:`CostModel.lookup_s` or :meth:`CostModel.exchange_s` if a shard's rank does.
 
 Source: Mudigere et al., "Software-hardware co-design for fast and scalable training of deep learning recommendation
-models", ISCA 2022; the planner of torchrec, for the rates where a profile gives none.
+models", ISCA 2022; the planner of torchrec, for the default rates of HBM, DDR and links.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.plan import Device
-from dlrm_api.wire import Codec
-from dlrm_planner.tables import ELEMENT_BYTES
+from dlrm_api.plan import Device, Plan, Prediction
+from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
+from dlrm_api.wire import CODECS
+from dlrm_planner.tables import ELEMENT_BYTES, Tables, dense_parameters, largest_slice, step_flops
+from dlrm_planner.tiers import TierAssignment
+from dlrm_planner.types import Estimate, Floats, Indices, Levels, Placement, Problem, Shards, Timed
 
 NARROW_ROWS = 2**31
-"""Where all tables have fewer rows, ids of four bytes travel, else of eight."""
+"""If all tables have fewer rows, ids travel as four bytes, else as eight."""
 WEIGHT_BYTES = 4
 ROW_READS, ROW_WRITES = 2, 1
 """A lookup reads its row forward; the update reads it again and writes it."""
-WIRE_BYTES: dict[Codec, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
-INT8_RANGE_BYTES = 8
-"""Scale and least value of a vector that travels as int8."""
-MEMORY_RATE, LINK_RATE = 51 * 2**30, 12.5 * 2**30
-"""Bytes/s of DDR and of the link between nodes where no profile says them; ranks of one node exchange through DDR."""
-HBM_RATE, DEVICE_LINK_RATE = 897 * 2**30, 600 * 2**30
-"""The same of HBM, and of the link between GPUs of one node."""
-NEWTON_STEPS, NEWTON_CLOSE = 12, 1e-4
-Floats = NDArray[np.float64]
-Indices = NDArray[np.int64]
+MIN_SPLIT_BYTES = 2**20
+"""A table that reads less in a step is not split for balance: another shard is another kernel launch."""
+DEFAULT_TIER_RATES: Mapping[Tier, tuple[float, float | None]] = {
+    "hbm": (897 * 2**30, None),
+    "ddr": (51 * 2**30, None),
+    "cxl": (20 * 2**30, None),
+    "scm": (5 * 2**30, None),
+    "block": (2 * 2**30, 1e5),
+}
+"""Bytes per second, and reads per second if these limit too."""
+DEFAULT_NODE_LINK_RATE, DEFAULT_DEVICE_LINK_RATE, DEFAULT_HOST_LINK_RATE = 12.5 * 2**30, 600 * 2**30, 20 * 2**30
+"""Bytes per second between nodes, between GPUs of a node, and between a GPU and its host. Ranks of one node without
+GPUs exchange through DDR."""
+MIN_MISS_SHARE = 1e-9
+"""A smaller share of a shard's accesses is rounding."""
+NEWTON_STEPS, NEWTON_TOLERANCE = 12, 1e-4
+SECONDS_PER_HOUR = 3_600
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What parts of one table cost, by their share of its rows or of its column blocks."""
+class PartCost:
+    """Give the seconds of a part of one table by its share of the rows, or of the column blocks."""
 
-    fixed: float
+    fixed_s: float
     """Of every part, however small."""
-    linear: float
-    vectors: float
-    """Of vectors for all bags, of which a part sends those that have an id there."""
+    linear_s: float
+    vectors_s: float
+    """Of pooled vectors for all bags; a part sends those of bags that have an id in it."""
     ids: float
-    """Ids of a bag; 1 where there are fewer, which counts too much of small parts rather than too little."""
+    """Ids of a bag; 1 if there are fewer, which overestimates small parts."""
 
-    def cost(self, share: float) -> float:
-        """Cost of a part."""
-        apart: float = (1.0 - share) ** self.ids
-        return self.fixed + self.linear * share + self.vectors * (1.0 - apart)
+    def seconds(self, share: float) -> float:
+        """Return the seconds of a part."""
+        absent: float = (1.0 - share) ** self.ids
+        return self.fixed_s + self.linear_s * share + self.vectors_s * (1.0 - absent)
 
-    def share(self, cost: float) -> float:
-        """The largest share that costs no more."""
-        if cost >= self.cost(1.0):
+    def share(self, seconds: float) -> float:
+        """Return the largest share that takes no longer."""
+        if seconds >= self.seconds(1.0):
             return 1.0
         share = 0.0
-        for _ in range(NEWTON_STEPS):  # cost is concave, so every step ends below what is sought
-            missing = cost - self.cost(share)
-            if missing <= NEWTON_CLOSE * cost:
+        # The function is concave, so every Newton step ends below the solution.
+        for _ in range(NEWTON_STEPS):
+            missing = seconds - self.seconds(share)
+            if missing <= NEWTON_TOLERANCE * seconds:
                 break
-            share += missing / (self.linear + self.vectors * self.ids * (1.0 - share) ** (self.ids - 1.0))
+            share += missing / (self.linear_s + self.vectors_s * self.ids * (1.0 - share) ** (self.ids - 1.0))
         return share
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
-    """(T,) arrays over the model's tables; a share of a table's rows has that share of its ids."""
+class CostModel:
+    """Give the seconds of shards, from (T,) arrays over tables. A share of the rows has that share of the ids."""
 
     ids: Floats
     """Ids looked up in one step."""
@@ -74,28 +90,44 @@ class Costs:
     """Bags of one step: samples x features."""
     dims: Floats
     blocks: Floats
-    """Column blocks of each table: each is a vector of its own."""
+    """Column blocks of each table; each is a vector of its own."""
     id_bytes: Floats
-    """Bytes on the wire of an id, and its weight where it has one."""
+    """Wire bytes of an id, and of its weight if it has one."""
     length_bytes: int
-    """Bytes on the wire of a bag's length."""
+    """Wire bytes of a bag's length."""
     element_bytes: float
-    """Bytes on the wire of one column of a pooled vector and of its gradient."""
+    """Wire bytes of one column of a pooled vector and of its gradient."""
     vector_bytes: float
-    """Bytes beside them, whatever the columns."""
-    away: float
-    """Share of samples that are other ranks'."""
-    exchange: float
-    """Elements that could be looked up while one byte is exchanged."""
+    """Wire bytes of a vector and its gradient, whatever their columns."""
+    world_size: int
+    element_s: Floats
+    """Seconds to look up and update one element."""
+    on_host: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    """Tables that the host's kernels look up."""
+    lookup_is_stated: Mapping[Tier, bool]
+    byte_s: float
+    """Seconds to exchange one byte with other ranks."""
+    link_is_stated: bool
+    compute_s: float
+    """Dense layers of the rank with most samples; 0 if the profile states no rate."""
+    compute_is_stated: bool
+    dense_bytes: float
+    """Wire bytes of dense gradients."""
+    table_elements: Floats
 
-    def read(self, table: Indices | int, share: Floats | float, width: Floats | float) -> Floats:
-        """Elements that shards of ``width`` columns and a ``share`` of the rows of each table read."""
-        return np.asarray(self.ids[table] * share * width)
+    @property
+    def away(self) -> float:
+        """Return the share of samples that belong to other ranks."""
+        return (self.world_size - 1) / self.world_size
 
-    def sent(
+    def lookup_s(self, table: Indices | int, share: Floats | float, width: Floats | float) -> Floats:
+        """Return the seconds to look up and update the rows of shards."""
+        return np.asarray(self.element_s[table] * (self.ids[table] * share * width))
+
+    def sent_bytes(
         self, table: Indices | int, share: Floats | float, width: Floats | float, blocks: Floats | float
     ) -> Floats:
-        """Bytes that such shards of so many column blocks exchange: bags, and pooled vectors and their gradients.
+        """Return the bytes that shards exchange: bags, pooled vectors and their gradients.
 
         A shard of some rows sends vectors for each bag that has an id there, the whole table for every bag.
         """
@@ -104,63 +136,308 @@ class Costs:
         bags = self.ids[table] * share * self.id_bytes[table] + self.bags[table] * self.length_bytes
         return np.asarray(self.away * (bags + here * (self.element_bytes * width + self.vector_bytes * blocks)))
 
-    def total(
+    def exchange_s(
         self, table: Indices | int, share: Floats | float, width: Floats | float, blocks: Floats | float
     ) -> Floats:
-        """Cost in elements looked up."""
-        return self.read(table, share, width) + self.exchange * self.sent(table, share, width, blocks)
+        """Return the seconds that shards exchange."""
+        return self.byte_s * self.sent_bytes(table, share, width, blocks)
 
-    def parts(self, table: int, *, by_columns: bool) -> Parts:
-        """What ranges of its rows, or groups of its column blocks, cost."""
+    def total_s(
+        self, table: Indices | int, share: Floats | float, width: Floats | float, blocks: Floats | float
+    ) -> Floats:
+        """Return the seconds of shards on their rank."""
+        return self.lookup_s(table, share, width) + self.exchange_s(table, share, width, blocks)
+
+    def of_shards(self, shards: Shards) -> Floats:
+        """Return the (N,) seconds of shards on their rank."""
+        return self.total_s(shards.table, shards.share, shards.width, shards.blocks)
+
+    @cached_property
+    def whole_s(self) -> Floats:
+        """Return the (T,) seconds of each table whole on one rank."""
+        return self.total_s(np.arange(len(self.dims)), 1.0, self.dims, self.blocks)
+
+    @cached_property
+    def min_split_s(self) -> Floats:
+        """Return the (T,) seconds below which a table is not split for balance."""
+        return MIN_SPLIT_BYTES / ELEMENT_BYTES * self.element_s
+
+    def by_part(self, table: int, *, by_columns: bool) -> PartCost:
+        """Return the seconds of ranges of a table's rows, or of groups of its column blocks."""
         bags, ids = float(self.bags[table]), float(self.ids[table])
-        sent = self.exchange * self.away
+        sent_s = self.byte_s * self.away
         vector = self.element_bytes * float(self.dims[table]) + self.vector_bytes * float(self.blocks[table])
-        read, lengths = ids * float(self.dims[table]), sent * bags * self.length_bytes
-        moved, vectors = sent * ids * float(self.id_bytes[table]), sent * bags * vector
+        looked_up_s = float(self.lookup_s(table, 1.0, float(self.dims[table])))
+        lengths_s = sent_s * bags * self.length_bytes
+        ids_s, vectors_s = sent_s * ids * float(self.id_bytes[table]), sent_s * bags * vector
         if by_columns:
-            return Parts(lengths + moved, read + vectors, 0.0, 1.0)
-        return Parts(lengths, read + moved, vectors, max(ids / max(bags, 1.0), 1.0))
+            return PartCost(lengths_s + ids_s, looked_up_s + vectors_s, 0.0, 1.0)
+        return PartCost(lengths_s, looked_up_s + ids_s, vectors_s, max(ids / max(bags, 1.0), 1.0))
 
-    @property
-    def whole(self) -> Floats:
-        """(T,) cost of each table on one rank."""
-        return self.total(np.arange(len(self.dims)), 1.0, self.dims, self.blocks)
+    def replica_s(self, replicated: Sequence[int]) -> float:
+        """Return the seconds in which a rank looks up its own samples' rows of replicated tables."""
+        which = np.array(replicated, np.int64)
+        return float(self.lookup_s(which, 1.0, self.dims[which]).sum()) / self.world_size
+
+    def reduce_s(self, replicated: Sequence[int]) -> float:
+        """Return the seconds of the all-reduce of dense gradients and of those of replicated tables."""
+        elements = float(self.table_elements[list(replicated)].sum())
+        return 2 * self.away * self.byte_s * (self.dense_bytes + ELEMENT_BYTES * elements)
+
+    def fixed_s(self, replicated: Sequence[int]) -> float:
+        """Return the seconds that every placement with these replicated tables takes."""
+        return self.compute_s + self.replica_s(replicated) + self.reduce_s(replicated)
+
+    def bound_s(self, seconds: Floats, replicated: Sequence[int]) -> float:
+        """Return what no placement of shards that take so many ``seconds`` in all can beat."""
+        return float(seconds.sum()) / self.world_size + self.fixed_s(replicated)
+
+    def estimate(self, placement: Placement) -> Estimate:
+        """Estimate a step of a placement whose rows are all in the first level."""
+        shards, ranks = placement.shards, placement.ranks
+        looked_up = self.lookup_s(shards.table, shards.share, shards.width)
+        sent = self.exchange_s(shards.table, shards.share, shards.width, shards.blocks)
+        on_host, lookups = self.on_host[shards.table], dict[Tier, Timed]()
+        # Replicated tables are in the memory of the device that computes.
+        home: Tier = "hbm" if "hbm" in self.lookup_is_stated else "ddr"
+        for tier, stated in self.lookup_is_stated.items():
+            if tier != home and not on_host.any():
+                continue
+            slowest = self._slowest(ranks, looked_up * (on_host == (tier == "ddr")))
+            own = self.replica_s(placement.replicated) if tier == home else 0.0
+            lookups[tier] = Timed(slowest + own, stated)
+        exchange = self._slowest(ranks, sent) + self.reduce_s(placement.replicated)
+        return Estimate(
+            compute=Timed(self.compute_s, self.compute_is_stated),
+            lookups=lookups,
+            exchange=Timed(exchange, self.link_is_stated),
+            misses={},
+            prefetches=False,
+        )
+
+    def _slowest(self, ranks: Indices, seconds: Floats) -> float:
+        return float(np.bincount(ranks, weights=seconds, minlength=self.world_size).max())
 
 
-def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Device) -> Costs:
-    """Costs of a job's tables on ranks of this kind, at the rates of a profile where it gives them."""
-    tables, world_size, batch = spec.model.all_tables(), spec.world_size, spec.data.global_batch_size
-    bags = np.array([batch * len(table.sources) for table in tables], np.float64)
-    directions = (spec.training.communication.forward, spec.training.communication.backward)
-    processes = spec.trainer.processes_per_replica
-    network = profile.spec.network if profile else None
-    fast = lookup_tier(profile, device) if profile else None
-    read = (fast and fast.read_bytes_per_second) or (HBM_RATE if device == "cuda" else MEMORY_RATE)
-    write = (fast and fast.write_bytes_per_second) or read
-    if spec.replicas > 1:
-        link = (network and network.inter_node_bytes_per_second) or LINK_RATE
-    else:
-        inside = DEVICE_LINK_RATE if device == "cuda" else read
-        link = (network and network.intra_node_bytes_per_second) or inside
-    looking_up = ELEMENT_BYTES * (ROW_READS / read + ROW_WRITES / write) * (1 if device == "cuda" else processes)
-    exchanging = (processes if spec.replicas > 1 else 1) / link  # a node's ranks share its memory and its link
-    id_bytes = 4 if max(table.rows for table in tables) < NARROW_ROWS else 8
-    longest = max(table.max_lookups for table in tables)
-    return Costs(
-        ids=bags * [table.lookups for table in tables],
+def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Device, tables: Tables) -> CostModel:
+    """Return the costs of a job's tables on ranks of this kind."""
+    specs, batch, processes = tables.specs, spec.data.global_batch_size, spec.trainer.processes_per_replica
+    bags = np.array([batch * len(table.sources) for table in specs], np.float64)
+    directions = [
+        CODECS[codec] for codec in (spec.training.communication.forward, spec.training.communication.backward)
+    ]
+    id_bytes = 4 if max(table.rows for table in specs) < NARROW_ROWS else 8
+    longest = max(table.max_lookups for table in specs)
+    host_pins = [table.pin is not None and table.pin.tier not in (None, "hbm") for table in specs]
+    on_host = np.array(host_pins, bool) if device == "cuda" else np.ones(len(specs), bool)
+    # A node's ranks share its memory and its link to other nodes; a GPU's memory serves its rank alone.
+    host_s, host_stated = _element_s(profile, "ddr")
+    element_s, stated = np.full(len(specs), host_s * processes), dict[Tier, bool]()
+    if device == "cuda":
+        device_s, stated["hbm"] = _element_s(profile, "hbm")
+        element_s[~on_host] = device_s
+    stated["ddr"] = host_stated
+    link, link_is_stated = _link_rate(spec, profile, device)
+    flops = _flops(profile, device, processes)
+    dense = CODECS[spec.training.communication.dense].value_bytes * dense_parameters(spec.model)
+    return CostModel(
+        ids=bags * [table.lookups for table in specs],
         bags=bags,
-        dims=np.array([table.dim for table in tables], np.float64),
-        blocks=np.array([len(table.block_edges) - 1 for table in tables], np.float64),
-        id_bytes=np.array([id_bytes + (WEIGHT_BYTES if table.weights else 0) for table in tables], np.float64),
+        dims=np.array([table.dim for table in specs], np.float64),
+        blocks=np.array([len(table.block_edges) - 1 for table in specs], np.float64),
+        id_bytes=np.array([id_bytes + (WEIGHT_BYTES if table.weights else 0) for table in specs], np.float64),
         length_bytes=1 if longest < 2**8 else 2 if longest < 2**15 else 4,
-        element_bytes=sum(WIRE_BYTES[codec] for codec in directions),
-        vector_bytes=INT8_RANGE_BYTES * directions.count("int8"),
-        away=(world_size - 1) / world_size,
-        exchange=exchanging / looking_up,
+        element_bytes=sum(codec.value_bytes for codec in directions),
+        vector_bytes=sum(codec.row_bytes for codec in directions),
+        world_size=spec.world_size,
+        element_s=element_s,
+        on_host=on_host,
+        lookup_is_stated=stated,
+        byte_s=(processes if spec.replicas > 1 else 1) / link,
+        link_is_stated=link_is_stated or spec.world_size == 1,
+        compute_s=step_flops(spec, largest_slice(spec)) / flops if flops else 0.0,
+        compute_is_stated=bool(flops),
+        dense_bytes=float(dense),
+        table_elements=np.array([float(table.rows) * table.dim for table in specs]),
     )
 
 
-def lookup_tier(profile: HardwareProfile, device: Device) -> TierSpec:
-    """The memory that kernels look rows up in: of one GPU, or of a node."""
-    devices = profile.spec.devices
-    return devices.hbm if device == "cuda" and devices is not None else profile.spec.tiers.ddr
+def _flops(profile: HardwareProfile | None, device: Device, processes: int) -> float | None:
+    if profile is None:
+        return None
+    if device == "cuda" and profile.spec.devices is not None:
+        return profile.spec.devices.flops_per_second
+    return profile.spec.flops_per_second and profile.spec.flops_per_second / processes
+
+
+def _link_rate(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Device) -> tuple[float, bool]:
+    """Return the bytes per second between ranks, and whether the profile states them."""
+    network = profile.spec.network if profile else None
+    if spec.replicas > 1:
+        stated, default = network and network.inter_node_bytes_per_second, DEFAULT_NODE_LINK_RATE
+    else:
+        stated = network and network.intra_node_bytes_per_second
+        default = DEFAULT_DEVICE_LINK_RATE if device == "cuda" else _read_rate(profile, "ddr")
+    return stated or default, bool(stated)
+
+
+def tier_spec(profile: HardwareProfile | None, tier: Tier) -> TierSpec | None:
+    """Return what a profile says of a tier: of one GPU, or of a node."""
+    if profile is None:
+        return None
+    if tier == "hbm":
+        return profile.spec.devices.hbm if profile.spec.devices else None
+    found: TierSpec | None = getattr(profile.spec.tiers, tier)
+    return found
+
+
+def _read_rate(profile: HardwareProfile | None, tier: Tier) -> float:
+    known = tier_spec(profile, tier)
+    return (known and known.read_bytes_per_second) or DEFAULT_TIER_RATES[tier][0]
+
+
+def _element_s(profile: HardwareProfile | None, tier: Tier) -> tuple[float, bool]:
+    """Return the seconds to look up and update one element in a tier, and whether the profile states the rate."""
+    known, read = tier_spec(profile, tier), _read_rate(profile, tier)
+    write = (known and known.write_bytes_per_second) or read
+    return ELEMENT_BYTES * (ROW_READS / read + ROW_WRITES / write), bool(known and known.read_bytes_per_second)
+
+
+def estimate(problem: Problem, costs: CostModel, placement: Placement, tiers: TierAssignment | None) -> Estimate:
+    """Estimate a step of a placement."""
+    fast = costs.estimate(placement)
+    if tiers is None or not tiers.stacked:
+        return fast
+    return Estimate(
+        compute=fast.compute,
+        lookups=fast.lookups,
+        exchange=fast.exchange,
+        misses=_misses(problem, placement, tiers),
+        prefetches=problem.spec.trainer.cache.lookahead > 0,
+    )
+
+
+def _misses(problem: Problem, placement: Placement, tiers: TierAssignment) -> dict[Tier, Timed]:
+    """Return the seconds of each tier below the slots, of the pod that asks most of it.
+
+    A row that is found in a tier is read from it, and another one is written to it in its place. If slots are in HBM,
+    both cross the link between their GPU and the host, one each way.
+    """
+    spec, hit_rates, stacks = problem.spec, tiers.hit_rates, tiers.stacks
+    processes, pods = spec.trainer.processes_per_replica, spec.replicas
+    # Columns: rows read, bytes moved of a pod; bytes that cross a rank's link.
+    moved: dict[Tier, tuple[Floats, Floats, Floats]] = {}
+    for i, levels in tiers.stacked.items():
+        rank, held = int(placement.ranks[i]), levels.slots
+        first = hit_rates.hits_at(i, held)
+        below: tuple[tuple[Tier, int], ...] = levels.below
+        for place, (tier, rows) in enumerate(below):
+            is_last = place == len(below) - 1
+            until = float(hit_rates.accesses[i]) if is_last else hit_rates.hits_at(i, held + rows)
+            missed = max(until - first, 0.0)
+            missed = missed if missed > MIN_MISS_SHARE * until else 0.0
+            held += rows
+            first = hit_rates.hits_at(i, held)
+            record = float(stacks.record[i])
+            counts, sizes, crossed = moved.setdefault(tier, (np.zeros(pods), np.zeros(pods), np.zeros(spec.world_size)))
+            counts[rank // processes] += missed
+            sizes[rank // processes] += missed * (max(record, BLOCK_PAGE_BYTES) if tier == "block" else record)
+            if levels.first == "hbm":
+                crossed[rank] += missed * record
+    devices = problem.profile.spec.devices if problem.profile else None
+    link = devices and devices.host_bytes_per_second
+    found: dict[Tier, Timed] = {}
+    for tier, (counts, sizes, crossed) in moved.items():
+        seconds, is_stated = _transfer_s(
+            tier, tier_spec(problem.profile, tier), float(counts.max()), float(sizes.max())
+        )
+        if crossed.any():
+            seconds += float(crossed.max()) / (link or DEFAULT_HOST_LINK_RATE)
+        is_stated = is_stated and (bool(link) or problem.device == "cpu")
+        found[tier] = Timed(seconds, is_stated)
+    return found
+
+
+def _transfer_s(tier: Tier, known: TierSpec | None, rows: float, size: float) -> Timed:
+    """Return the seconds to read rows at random and to write as many, each limited by bytes and by count.
+
+    Block storage is written a segment at a time, so only bytes limit its writes.
+    """
+    is_stated = known is not None and bool(known.read_bytes_per_second or known.read_iops)
+    if known is None or not is_stated:
+        read, read_iops = DEFAULT_TIER_RATES[tier]
+        return Timed(_limited_s(rows, read_iops, size, read) + size / read, False)
+    write = known.write_bytes_per_second or known.read_bytes_per_second
+    write_iops = None if tier == "block" else known.write_iops
+    read_s = _limited_s(rows, known.read_iops, size, known.read_bytes_per_second)
+    return Timed(read_s + _limited_s(rows, write_iops, size, write), True)
+
+
+def _limited_s(count: float, iops: float | None, size: float, rate: float | None) -> float:
+    return max(count / iops if iops else 0.0, size / rate if rate else 0.0)
+
+
+def predict(spec: DLRMJobSpec, profile: HardwareProfile | None, found: Estimate, imbalance: float) -> Prediction:
+    """Return the parts of an estimate whose rates the profile states, and the throughput if it states all."""
+    if profile is None:
+        return Prediction(imbalance=imbalance)
+    rate = price = None
+    if found.is_stated and found.step_s > 0:
+        rate = spec.data.global_batch_size / found.step_s
+        if profile.spec.price_per_hour is not None:
+            price = profile.spec.price_per_hour * spec.replicas / SECONDS_PER_HOUR * 1e9 / rate
+    timed: dict[str, list[Timed]] = {}
+    for tier, each in (*found.lookups.items(), *found.misses.items()):
+        timed.setdefault(tier, []).append(each)
+    return Prediction(
+        compute_seconds=found.compute.seconds if found.compute.is_stated else None,
+        lookup_seconds={
+            tier: sum(each.seconds for each in parts)
+            for tier, parts in timed.items()
+            if all(each.is_stated for each in parts)
+        },
+        communication_seconds=found.exchange.seconds if found.exchange.is_stated else None,
+        samples_per_second=rate,
+        price_per_billion_samples=price,
+        imbalance=imbalance,
+    )
+
+
+def missing_rates(spec: DLRMJobSpec, profile: HardwareProfile | None, plan: Plan) -> str:
+    """Return why a plan has no predicted throughput, by the absent fields; empty if it has one."""
+    if profile is None:
+        return "trainer.hardware names no HardwareProfile"
+    hardware, missing = profile.spec, list[str]()
+    devices = hardware.devices if plan.device == "cuda" else None
+    if not (hardware if devices is None else devices).flops_per_second:
+        missing.append("flopsPerSecond" if devices is None else "devices.flopsPerSecond")
+    if not (hardware.tiers.ddr if devices is None else devices.hbm).read_bytes_per_second:
+        missing.append(f"{'tiers.ddr' if devices is None else 'devices.hbm'}.readBytesPerSecond")
+    if plan.predicted.communication_seconds is None:
+        missing.append(f"network.{'inter' if spec.replicas > 1 else 'intra'}NodeBytesPerSecond")
+    used = {level.tier for table in plan.tables for shard in table.shards for level in shard.tiers.levels[1:]}
+    untimed = used - set(plan.predicted.lookup_seconds)
+    if untimed and devices is not None and not devices.host_bytes_per_second:
+        missing.append("devices.hostBytesPerSecond")
+    for tier in sorted(untimed):
+        known = tier_spec(profile, tier)
+        if known is None or not (known.read_bytes_per_second or known.read_iops):
+            missing.append(f"tiers.{tier}.readBytesPerSecond")
+    return f"HardwareProfile {profile.metadata.name} has no {', '.join(dict.fromkeys(missing))}" if missing else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """Hold a placement that fits, its tiers and its estimate."""
+
+    problem: Problem
+    """With the hand-off that the placement was made for."""
+    placement: Placement
+    tiers: TierAssignment | None
+    """None if all rows are in DDR."""
+    estimate: Estimate
+
+    @cached_property
+    def stacked(self) -> Mapping[int, Levels]:
+        """Return the shards with rows that move between levels."""
+        return self.tiers.stacked if self.tiers else {}

@@ -1,98 +1,88 @@
-"""The plan's reasons, in words."""
+"""Explain plans: their reasons, and why nothing fits and what would fix it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import TierSpec
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.model import TableSpec
 from dlrm_api.plan import RankPlan
 from dlrm_api.tables import TablePin
 from dlrm_api.tiers import Tier, claim_bytes
 from dlrm_planner.enumerate import may_split
-from dlrm_planner.memory import MIB, MOST_DDR, NODE_DDR, Limit, human
-from dlrm_planner.partition import Placement
-from dlrm_planner.question import Question, Refusal, Solution, changed
-from dlrm_planner.search import solved
+from dlrm_planner.estimate import Solution, read_costs
+from dlrm_planner.memory import MAX_DDR, MIB, NODE_DDR, device_limit, human, pod_limit
 from dlrm_planner.tables import Tables, held_samples
-from dlrm_planner.tiers import Short
-from dlrm_planner.types import NoPlacement
+from dlrm_planner.types import Infeasible, Limit, Placement, Problem, TableShortage, TierShortage
 
-NAMES_SHOWN = 5
-MOST_RANKS = 8
-"""Ranks that are named one by one."""
-SETS_THE_PACE = 1.05
-"""A shard that costs so many times the mean of a rank is named."""
+MAX_NAMED_TABLES = 5
+MAX_NAMED_RANKS = 8
+BOTTLENECK_RATIO = 1.05
+"""A shard that takes so many times the mean of a rank is named."""
+MAX_BLOCK = 2**55
+MIN_READ_AHEAD = 64 * MIB
+"""With less, readers of files would decode the same row groups again and again."""
 
 
-def explain(
-    spec: DLRMJobSpec,
-    found: Solution,
-    asked: Question,
-    ranks: Sequence[RankPlan],
-    handoff: Sequence[int],
-    policy_rule: str,
+def explain_plan(
+    found: Solution, ranks: Sequence[RankPlan], handoff: Sequence[int], policy_reason: str
 ) -> tuple[str, ...]:
-    """Why the plan is as it is: where ranks compute, sharding, balance, tiers, hand-off, memory."""
-    tables, placement = found.tables, found.placement
-    reasons = [
+    """Give the reasons of a plan: where ranks compute, sharding, balance, tiers, hand-off, memory."""
+    problem, placement = found.problem, found.placement
+    spec, tables = problem.spec, problem.tables
+    return (
         f"{spec.world_size} ranks on {_count(spec.replicas, 'node')}: {_count(len(placement.whole), 'table')} whole on "
-        "one rank each, "
-        f"{len(placement.splits)} split over several, {len(placement.replicated)} replicated on every rank",
+        f"one rank each, {len(placement.options)} split over several, {len(placement.replicated)} replicated on every "
+        "rank",
         *_device(found),
         *_sharding(spec, tables, placement),
         *_splits(spec, tables, placement),
-        *_balance(spec, found),
-        *_tiers(spec, found),
-        *([policy_rule] if policy_rule else []),
-        *_handoff(spec, found, handoff),
-        *_device_memory(asked, ranks),
-        _memory(spec, asked.limit, ranks),
-    ]
-    return tuple(reasons)
+        *_balance(found),
+        *_tiers(found),
+        *([policy_reason] if policy_reason else []),
+        *_handoff(problem, handoff),
+        *_device_memory(problem, ranks),
+        _memory(problem, ranks),
+    )
 
 
 def _device(found: Solution) -> list[str]:
-    if found.device == "cpu":
+    if found.problem.device == "cpu":
         return []
-    host = [] if found.stacks is None else found.placement.shards.table[~found.stacks.on_device].tolist()
-    reasons = ["ranks compute on GPUs, one for each process: dense parameters, replicas and slots lie in HBM"]
+    host = [] if found.tiers is None else found.placement.shards.table[~found.tiers.stacks.on_device].tolist()
+    reasons = ["ranks compute on GPUs, one for each process: dense parameters, replicas and slots are in HBM"]
     if tables := list(dict.fromkeys(host)):
-        reasons.append(f"on the host, as they are pinned, and looked up there: {_names(found.tables, tables)}")
+        reasons.append(f"on the host, as they are pinned, and looked up there: {_names(found.problem.tables, tables)}")
     return reasons
 
 
 def _sharding(spec: DLRMJobSpec, tables: Tables, placement: Placement) -> list[str]:
     reasons = []
-    asked = [i for i in placement.replicated if (pin := tables.specs[i].pin) and pin.sharding == "data"]
-    chosen = [i for i in placement.replicated if i not in set(asked)]
-    if chosen:
+    pinned = [i for i in placement.replicated if (pin := tables.specs[i].pin) and pin.sharding == "data"]
+    if chosen := [i for i in placement.replicated if i not in set(pinned)]:
         reasons.append(f"replicated because all-reducing their gradient moves fewer bytes: {_names(tables, chosen)}")
-    if asked:
-        reasons.append(f"replicated because pinned to data: {_names(tables, asked)}")
+    if pinned:
+        reasons.append(f"replicated because pinned to data: {_names(tables, pinned)}")
     if spec.world_size == 1 and any(t.pin is not None and t.pin.sharding == "data" for t in tables.specs):
         reasons.append("pins to sharding data mean nothing on one rank: its replica is the whole table")
-    bound = [i for i in placement.whole if (pin := tables.specs[i].pin) and pin.ranks]
-    if bound:
+    if bound := [i for i in placement.whole if (pin := tables.specs[i].pin) and pin.ranks]:
         reasons.append(f"on the ranks that they are pinned to: {_names(tables, bound)}")
     return reasons
 
 
 def _splits(spec: DLRMJobSpec, tables: Tables, placement: Placement) -> list[str]:
-    """How tables are split, over which ranks and why."""
     reasons = []
-    shown = dict(list(placement.splits.items())[:NAMES_SHOWN])
-    for i, split in shown.items():
-        how = "by columns" if split.kind == "column" else "by rows"
-        if split.kind == "table-row":
-            how += f" inside node {split.ranks[0] // spec.trainer.processes_per_replica}"
-        reasons.append(f"table {tables.specs[i].name} is split {how} over {_ranks(split.ranks)}: {split.why}")
-    if more := len(placement.splits) - len(shown):
+    shown = dict(list(placement.options.items())[:MAX_NAMED_TABLES])
+    for i, option in shown.items():
+        how = "by columns" if option.kind == "column" else "by rows"
+        if option.kind == "table-row":
+            how += f" inside node {option.ranks[0] // spec.trainer.processes_per_replica}"
+        reasons.append(f"table {tables.specs[i].name} is split {how} over {_ranks(option.ranks)}: {option.reason}")
+    if more := len(placement.options) - len(shown):
         reasons.append(f"{_count(more, 'more table')} {'is' if more == 1 else 'are'} split: see the plan's shards")
     return reasons
 
@@ -101,100 +91,99 @@ def _ranks(ranks: Sequence[int]) -> str:
     ordered = sorted(ranks)
     if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1)):
         return f"ranks {ordered[0]} to {ordered[-1]}"
-    if len(ordered) > MOST_RANKS:
+    if len(ordered) > MAX_NAMED_RANKS:
         return f"{len(ordered)} ranks from {ordered[0]} to {ordered[-1]}"
     return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"
 
 
-def _balance(spec: DLRMJobSpec, found: Solution) -> list[str]:
-    placement, shards = found.placement, found.placement.shards
-    if spec.world_size == 1:
+def _balance(found: Solution) -> list[str]:
+    placement, problem = found.placement, found.problem
+    if problem.spec.world_size == 1:
         return []
-    figures = ", ".join(f"{name} {value:.4f}" for name, value in placement.imbalance.items())
     reasons = [
-        f"placed by {placement.method}; largest over mean cost (rows read, bytes exchanged) of a rank: {figures}"
+        f"placed by {placement.method}; largest over mean cost (lookups and exchange) of a rank: "
+        f"{placement.imbalance:.4f}"
     ]
-    cost = shards.cost(found.costs)
-    mean = float(cost.sum()) / spec.world_size
-    if len(cost) and cost.max() > SETS_THE_PACE * mean > 0:
-        largest = int(np.argmax(cost))
-        part = "alone" if shards.kinds[largest] == "table" else "with one of its shards"
+    seconds = read_costs(problem.spec, problem.profile, problem.device, problem.tables).of_shards(placement.shards)
+    mean = float(seconds.sum()) / problem.spec.world_size
+    if len(seconds) and seconds.max() > BOTTLENECK_RATIO * mean > 0:
+        largest = int(np.argmax(seconds))
+        part = "alone" if placement.shards.kinds[largest] == "table" else "with one of its shards"
         reasons.append(
-            f"table {shards.spec(largest).name} {part} costs {cost.max() / mean:.2f} times the mean of a rank: it sets "
-            "the pace"
+            f"table {placement.shards.spec(largest).name} {part} costs {seconds.max() / mean:.2f} times the mean of a "
+            "rank: it is the bottleneck"
         )
     return reasons
 
 
-def _tiers(spec: DLRMJobSpec, found: Solution) -> list[str]:
-    """Where the rows of stacks live, and what share of their accesses each tier serves, by group of like tables."""
-    reuse, shards, groups = found.reuse, found.placement.shards, dict[tuple[Tier, ...], list[int]]()
-    if reuse is None or not found.levels:
+def _tiers(found: Solution) -> list[str]:
+    """Say where the rows of stacks are, and what share of their accesses each tier serves, by group of like tables."""
+    if found.tiers is None or not found.tiers.levels:
         return []
-    reasons = []
-    for i, levels in sorted(found.levels.items()):
+    rates, levels_of, shards = found.tiers.hit_rates, found.tiers.levels, found.placement.shards
+    tables, groups, reasons = found.problem.tables, dict[tuple[Tier, ...], list[int]](), []
+    for i, levels in sorted(levels_of.items()):
         groups.setdefault(tuple(tier for tier, _ in levels.each) if levels.below else (), []).append(i)
     if in_hbm := groups.pop((), []):
         named = list(dict.fromkeys(shards.table[in_hbm].tolist()))
-        reasons.append(f"{_count(len(named), 'table')} whole in HBM: {_names(found.tables, named)}")
+        reasons.append(f"{_count(len(named), 'table')} whole in HBM: {_names(tables, named)}")
     for (first, *below), group in groups.items():
         rows = sum(int(shards.rows[i]) for i in group)
-        accesses = max(sum(float(reuse.accesses[i]) for i in group), 1e-300)
-        slots = sum(found.levels[i].slots for i in group)
-        hits = sum(reuse.hits_at(i, found.levels[i].slots) for i in group)
+        accesses = max(sum(float(rates.accesses[i]) for i in group), 1e-300)
+        slots = sum(levels_of[i].slots for i in group)
+        hits = sum(rates.hits_at(i, levels_of[i].slots) for i in group)
         served = f"which are expected to serve {hits / accesses:.1%} of accesses"
         kept = [f"{slots / rows:.1%} in slots in {first.upper()}, {served}"]
         for place, tier in enumerate(below):
-            held = sum(found.levels[i].below[place][1] for i in group)
-            kept.append(f"room for {held / rows:.1%} in {tier}")
-        tables = list(dict.fromkeys(shards.table[group].tolist()))
-        names = _names(found.tables, tables)
-        reasons.append(f"{_count(len(tables), 'table')} with levels, {names}: of {rows} rows {', '.join(kept)}")
-    whole = len(found.tables.specs) - len(set(shards.table[list(found.levels)].tolist()))
-    if whole and found.device == "cpu":
+            held = sum(levels_of[i].below[place][1] for i in group)
+            kept.append(f"space for {held / rows:.1%} in {tier}")
+        named = list(dict.fromkeys(shards.table[group].tolist()))
+        counted = _count(len(named), "table")
+        reasons.append(f"{counted} with levels, {_names(tables, named)}: of {rows} rows {', '.join(kept)}")
+    whole = len(tables.specs) - len(set(shards.table[list(levels_of)].tolist()))
+    if whole and found.problem.device == "cpu":
         reasons.append(f"{_count(whole, 'table')} whole in DDR: there a byte spares most reads of slower tiers")
-    if not found.stacked:
-        return reasons
-    ahead = spec.trainer.cache.lookahead
-    reasons.append(
-        f"rows are fetched {_count(ahead, 'batch')} ahead: slots hold at least the distinct rows expected of "
-        f"{_count(ahead + 1, 'batch')}"
-    )
+    if found.stacked:
+        ahead = found.problem.spec.trainer.cache.lookahead
+        reasons.append(
+            f"rows are fetched {_count(ahead, 'batch')} ahead: slots hold at least the distinct rows expected of "
+            f"{_count(ahead + 1, 'batch')}"
+        )
     return reasons
 
 
-def _handoff(spec: DLRMJobSpec, found: Solution, handoff: Sequence[int]) -> list[str]:
-    budget = found.tables.handoff_budget
-    if budget is None or spec.checkpoint.handoff_budget is not None or budget not in handoff:
+def _handoff(problem: Problem, handoff: Sequence[int]) -> list[str]:
+    budget = problem.tables.handoff_budget
+    if budget is None or problem.spec.checkpoint.handoff_budget is not None or budget not in handoff:
         return []
     return [
-        f"cuts are handed over in slices: {human(budget)} of shared memory a pod, because full cuts have no room "
-        "beside the tables"
+        f"cuts are handed over in segments: {human(budget)} of shared memory a pod, because tables leave too little "
+        "memory for full cuts"
     ]
 
 
-def _device_memory(asked: Question, ranks: Sequence[RankPlan]) -> list[str]:
-    if asked.device == "cpu":
+def _device_memory(problem: Problem, ranks: Sequence[RankPlan]) -> list[str]:
+    if problem.device == "cpu":
         return []
     fullest = max(ranks, key=lambda rank: rank.bytes_per_tier["hbm"])
     taken = f"rank {fullest.rank} takes most of its GPU, {human(fullest.bytes_per_tier['hbm'])} in all"
-    if asked.hbm is None:
+    if problem.hbm is None:
         return [
             f"{taken}; not checked against memory: neither devices of a HardwareProfile nor trainer.tierBudgets.hbm"
         ]
-    return [f"{taken}; tables have {human(asked.hbm.size)} of it: {asked.hbm.source}"]
+    return [f"{taken}; tables have {human(problem.hbm.size)} of it: {problem.hbm.source}"]
 
 
-def _memory(spec: DLRMJobSpec, limit: Limit | None, ranks: Sequence[RankPlan]) -> str:
-    pods = np.zeros(spec.replicas)
+def _memory(problem: Problem, ranks: Sequence[RankPlan]) -> str:
+    pods = np.zeros(problem.spec.replicas)
     for rank in ranks:
         pods[rank.node] += rank.bytes_per_tier["ddr"]
     fullest = int(np.argmax(pods))
     taken = f"node {fullest} holds most, {human(int(pods[fullest]))} of tables and hand-off"
-    if limit is None:
+    if problem.limit is None:
         givers = "HardwareProfile, trainer.tierBudgets.ddr or trainer.resources.limits.memory"
         return f"{taken}; not checked against memory: no {givers} is given"
-    return f"{taken}, of {human(limit.size)}: {limit.source}"
+    return f"{taken}, of {human(problem.limit.size)}: {problem.limit.source}"
 
 
 def _count(number: int, what: str) -> str:
@@ -203,290 +192,276 @@ def _count(number: int, what: str) -> str:
 
 
 def _names(tables: Tables, indices: Sequence[int]) -> str:
-    shown = ", ".join(tables.specs[i].name for i in indices[:NAMES_SHOWN])
-    return shown if len(indices) <= NAMES_SHOWN else f"{shown} and {len(indices) - NAMES_SHOWN} more"
+    shown = ", ".join(tables.specs[i].name for i in indices[:MAX_NAMED_TABLES])
+    return shown if len(indices) <= MAX_NAMED_TABLES else f"{shown} and {len(indices) - MAX_NAMED_TABLES} more"
 
 
-MOST_BLOCK = 2**55
-LEAST_READ_AHEAD = 64 * MIB
-"""Readers of files are told to hold no less: they would decode the same row groups again and again."""
-
-
-def infeasible(asked: Question, refusal: Refusal, grows: str | None) -> InfeasiblePlanError:
-    """The error whose reasons name the table, the rank, the node, the bytes that are missing, and the mends.
+def explain_infeasible(
+    problem: Problem, failure: Infeasible, replicas_field: str | None, is_feasible: Callable[[Problem], bool]
+) -> InfeasiblePlanError:
+    """Return the error that names the table, the rank, the node, the missing bytes, and what would fix it.
 
     Args:
-        asked: what has no answer.
-        refusal: why.
-        grows: the field that a larger gang is asked for by; None where its pods would share one machine.
+        problem: what does not fit.
+        failure: why.
+        replicas_field: the field that adds replicas; None if they would share one machine.
+        is_feasible: tries a variant of the problem. Every fix that is suggested was tried.
     """
-    cause = refusal.cause
-    if isinstance(cause, Short):
-        reasons = [_tier_shortfall(asked, cause), *_tier_mends(asked, cause)]
+    fixes = _Fixes(problem, failure, replicas_field, is_feasible)
+    cause, reasons = failure.cause, list[str]()
+    if isinstance(cause, TierShortage):
+        reasons.append(_tier_shortage(problem, cause))
+        reasons += fixes.more_of_tier(cause)
     else:
-        reasons = [_shortfall(asked, refusal, cause)]
-    if (limit := _limit_of(asked, cause)) is not None:
-        whose = "a rank" if cause.tier == "hbm" else "a pod"
-        reasons.insert(1, f"{whose} has {max(0, limit.size)} bytes for tables: {limit.source}")
-        more = _enough_memory(asked, limit, _missing(cause), cause.tier)
-        if more is not None:
-            reasons.append(f"mend: {_raised(limit, limit.size + more, shared=not grows)}")
-    reasons.extend(_fewer_activations(asked, cause))
-    reasons.extend(_less_read_ahead(asked, cause))
-    reasons.extend(_other_mends(asked, refusal, shared=not grows))
-    if isinstance(cause, NoPlacement):
-        reasons.extend(_unpinned(asked, cause))
-    replicas = _enough_replicas(asked) if grows else None
-    if not grows:
-        reasons.append("more replicas do not help: they share this machine's memory")
-    elif replicas is not None:
-        reasons.append(f"mend: {grows}: {replicas} of the same hardware hold all tables")
-    else:
-        reasons.append(f"more replicas do not help: {_bound(asked, cause)}")
-    if not any(reason.startswith("mend: ") for reason in reasons):
-        reasons.append(f"no one change is enough: with all the {cause.tier} there may be, something else is too small")
+        reasons.append(_table_shortage(problem, failure, cause))
+    limit = fixes.limit_of(problem)
+    if limit is not None:
+        owner = "a rank" if cause.tier == "hbm" else "a pod"
+        reasons.insert(1, f"{owner} has {max(0, limit.size)} bytes for tables: {limit.source}")
+        reasons += fixes.more_memory(limit)
+    reasons += [*fixes.fewer_activations(), *fixes.less_read_ahead(), *fixes.other_memory(), *fixes.no_pin()]
+    reasons.append(fixes.more_replicas())
+    if not any(reason.startswith("fix: ") for reason in reasons):
+        reasons.append(f"no single change is enough: with all the {cause.tier} there may be, something else runs short")
     return InfeasiblePlanError("spec.trainer", reasons)
 
 
-def _limit_of(asked: Question, cause: NoPlacement | Short) -> Limit | None:
-    """The limit that is too tight, or that of DDR where it is a slower tier's."""
-    return asked.hbm if cause.tier == "hbm" else asked.limit
-
-
-def _shortfall(asked: Question, refusal: Refusal, cause: NoPlacement) -> str:
-    table, limit = asked.tables.specs[cause.table], _limit_of(asked, cause)
-    where = f"rank {cause.rank} on node {cause.rank // asked.spec.trainer.processes_per_replica}"
+def _table_shortage(problem: Problem, failure: Infeasible, cause: TableShortage) -> str:
+    table, limit = problem.tables.specs[cause.table], problem.hbm if cause.tier == "hbm" else problem.limit
+    where = f"rank {cause.rank} on node {cause.rank // problem.spec.trainer.processes_per_replica}"
     what = f"table {table.name} ({table.rows} rows x {table.dim})"
-    if cause.room < 0 and limit is not None and cause.tier == "hbm":
+    if cause.free < 0 and limit is not None and cause.tier == "hbm":
         return (
-            f"{what} does not fit on the GPU of {where}: replicated tables and what else a step needs already "
-            f"take {-cause.room} bytes more than it has"
+            f"{what} does not fit on the GPU of {where}: replicated tables and the working memory of a step take "
+            f"{-cause.free} bytes more than it has"
         )
-    if cause.room < 0 and limit is not None:
+    if cause.free < 0 and limit is not None:
         return (
             f"{what} does not fit on {where}: replicated tables, the hand-off and buffers already take "
-            f"{limit.size - cause.room} bytes there, {-cause.room} bytes more than the pod has"
+            f"{limit.size - cause.free} bytes there, {-cause.free} bytes more than the pod has"
         )
-    batches = asked.spec.trainer.cache.lookahead + 1
-    if refusal.least and table.pin is not None and table.pin.tier == "hbm":
+    batches = problem.spec.trainer.cache.lookahead + 1
+    if failure.min_slots and table.pin is not None and table.pin.tier == "hbm":
         form = "with all rows, as it is pinned,"
-    elif refusal.least and cause.tier == "hbm":
-        form = f"with slots for {refusal.least} rows and for all lookups that {batches + 1} batches in flight can make"
-    elif refusal.least:
+    elif failure.min_slots and cause.tier == "hbm":
+        form = f"with slots for {failure.min_slots} rows and for all lookups of {batches + 1} batches in flight"
+    elif failure.min_slots:
         form = (
-            f"with slots for {refusal.least} rows, those of {batches} batches in flight, a scratch pad, and the map of "
-            "all rows"
+            f"with slots for {failure.min_slots} rows, those of {batches} batches in flight, scratch slots, and the "
+            "map of all rows"
         )
     else:
-        form = "with row state and hand-off" if refusal.full_cut else "with row state"
-    beside = "" if cause.alone else " left beside other tables"
+        form = "with row state and hand-off" if failure.has_full_handoff else "with row state"
+    next_to = "" if cause.is_alone else " next to other tables"
+    takes = f"{form} it takes {cause.held} bytes"
+    short = f"{cause.held - cause.free} bytes short"
     if cause.spread:
         over = f"GPUs of {cause.spread} ranks" if cause.tier == "hbm" else f"ranks of {cause.spread} nodes"
         return (
-            f"{what} does not fit, not even split over the {over}: {form} it takes {cause.held} "
-            f"bytes, and {cause.room} bytes are free on all of them together{beside}: {cause.held - cause.room} bytes "
-            "short"
+            f"{what} does not fit, not even split over the {over}: {takes}, and {cause.free} bytes are free on all of "
+            f"them together{next_to}: {short}"
         )
     on = f"the GPU of {where}" if cause.tier == "hbm" else where
     return (
-        f"{what} does not fit on {on}, the roomiest that it may go to: {form} it takes {cause.held} bytes, and "
-        f"{cause.room} bytes are free{beside}: {cause.held - cause.room} bytes short"
+        f"{what} does not fit on {on}, which has most free memory: {takes}, and {cause.free} "
+        f"bytes are free{next_to}: {short}"
     )
 
 
-def _tier_shortfall(asked: Question, cause: Short) -> str:
+def _tier_shortage(problem: Problem, cause: TierShortage) -> str:
+    short = f"{cause.missing} bytes ({human(cause.missing)}) short"
     if cause.tier == "ddr":
-        return (
-            f"rows that HBM does not hold, and what is known of them, do not fit DDR: it is {cause.missing} bytes "
-            f"({human(cause.missing)}) short"
-        )
-    tiers = ", ".join(f"{tier} {human(size)}" for tier, size in asked.caps.items())
-    return (
-        f"rows that DDR does not hold do not fit the slower tiers of a pod ({tiers}): {cause.tier} is "
-        f"{cause.missing} bytes ({human(cause.missing)}) short"
-    )
+        return f"rows that HBM does not hold, and metadata of rows, do not fit DDR: it is {short}"
+    tiers = ", ".join(f"{tier} {human(size)}" for tier, size in problem.caps.items())
+    return f"rows that DDR does not hold do not fit the slower tiers of a pod ({tiers}): {cause.tier} is {short}"
 
 
-def _tier_mends(asked: Question, cause: Short) -> Iterator[str]:
-    """More of the tier that is short; where its size comes from is for the user to know: budget or profile."""
-    if (tier := cause.tier) == "ddr":
-        return  # as where a table does not fit
-    has = asked.caps[tier]
+@dataclass(frozen=True)
+class _Fixes:
+    """Find changes that make a problem feasible, each by planning it."""
 
-    def fits(more: int) -> bool:
-        return solved(replace(asked, caps={**asked.caps, tier: has + more * MIB}))
+    problem: Problem
+    failure: Infeasible
+    replicas_field: str | None
+    is_feasible: Callable[[Problem], bool]
 
-    if (more := _least(fits, MOST_BLOCK // MIB, -(-cause.missing // MIB))) is not None:
-        size = has + more * MIB
-        node: TierSpec | None = getattr(asked.profile.spec.tiers, tier) if asked.profile else None
-        claimed = f" ({claim_bytes(size)} of them: it is claimed with a file system)"
-        yield (
-            f"mend: {tier} of {size} bytes ({human(size)}) a pod: trainer.tierBudgets.{tier}, and the "
-            f"profile's tiers.{tier}.bytes{claimed if node and node.storage_class else ''} where hardware is named"
-        )
+    def limit_of(self, problem: Problem) -> Limit | None:
+        """Return the limit that is too tight, or that of DDR if a slower tier runs short."""
+        return problem.hbm if self.failure.cause.tier == "hbm" else problem.limit
 
+    def _with_spec(self, spec: DLRMJobSpec) -> Problem:
+        problem = self.problem
+        hbm = device_limit(spec, problem.profile) if problem.device == "cuda" else None
+        limit = pod_limit(spec, problem.profile, problem.reserve, problem.device)
+        return replace(problem, spec=spec, limit=limit, hbm=hbm)
 
-def _other_mends(asked: Question, refusal: Refusal, *, shared: bool) -> Iterator[str]:
-    """A slower tier where there is none; fewer batches ahead where slots for them have no room.
+    def more_of_tier(self, cause: TierShortage) -> Iterator[str]:
+        """Yield a size of the tier that runs short; whether it comes from budget or profile is for the user to know."""
+        problem = self.problem
+        # DDR is a matter of ``more_memory``.
+        if (tier := cause.tier) == "ddr":
+            return
+        has = problem.caps[tier]
 
-    Of pods that are ``shared`` over one machine the tier's rows lie in files of it.
-    """
-    if isinstance(refusal.cause, NoPlacement) and refusal.cause.tier == "hbm":
-        yield from _on_host(asked, refusal.cause)
-        yield from _shorter(asked, "needs slots for fewer batches")
-    elif not asked.caps:
-        rest = (
-            sum(size.resident for size in asked.tables.whole)
-            - max(0, asked.limit.size if asked.limit else 0) * asked.spec.replicas
-        )
-        start = max(1, rest // asked.spec.replicas // MIB)
-        size = _least(lambda size: solved(replace(asked, caps={"block": size * MIB})), MOST_BLOCK // MIB, start)
-        if size is not None:
-            where = (
-                "into files below --tier-dir"
-                if shared
-                else "on block storage; in a cluster, name hardware whose profile mounts it"
-            )
+        def fits(more: int) -> bool:
+            return self.is_feasible(replace(problem, caps={**problem.caps, tier: has + more * MIB}))
+
+        if (more := _smallest(fits, MAX_BLOCK // MIB, -(-cause.missing // MIB))) is not None:
+            size = has + more * MIB
+            node: TierSpec | None = getattr(problem.profile.spec.tiers, tier) if problem.profile else None
+            claimed = f" ({claim_bytes(size)} of them: it is claimed with a file system)"
             yield (
-                f"mend: trainer.tierBudgets.block: {size * MIB} ({human(size * MIB)}) puts rows that DDR does not hold "
-                f"{where}"
+                f"fix: {tier} of {size} bytes ({human(size)}) a pod: trainer.tierBudgets.{tier}, and the "
+                f"profile's tiers.{tier}.bytes{claimed if node and node.storage_class else ''} if hardware is named"
             )
-    elif refusal.least:
-        yield from _shorter(asked, "needs slots for one batch alone")
 
+    def more_memory(self, limit: Limit) -> Iterator[str]:
+        """Yield the bytes to add to each pod, or to each GPU, to within a MiB."""
+        cause, problem = self.failure.cause, self.problem
+        if isinstance(cause, TierShortage):
+            missing = cause.missing if cause.tier == "ddr" else 1
+        else:
+            missing = -(-(cause.held - cause.free) // max(1, cause.spread))
 
-def _shorter(asked: Question, why: str) -> Iterator[str]:
-    """No batches ahead, where that is enough."""
-    cache = asked.spec.trainer.cache
-    trainer = asked.spec.trainer.model_copy(update={"cache": cache.model_copy(update={"lookahead": 0})})
-    if cache.lookahead > 0 and solved(replace(asked, spec=asked.spec.model_copy(update={"trainer": trainer}))):
-        yield f"mend: trainer.cache.lookahead: 0 {why}, and hides no reads"
+        def fits(more: int) -> bool:
+            larger = replace(limit, size=limit.size + more * MIB)
+            changed = replace(problem, hbm=larger) if cause.tier == "hbm" else replace(problem, limit=larger)
+            return self.is_feasible(changed)
 
+        more = _smallest(fits, (MAX_DDR - limit.size) // MIB, -(-missing // MIB))
+        if more is not None:
+            yield f"fix: {self._raise_fields(limit, limit.size + more * MIB)}"
 
-def _on_host(asked: Question, cause: NoPlacement) -> Iterator[str]:
-    """A pin of the table to host memory, where that is enough."""
-    table = asked.tables.specs[cause.table]
-    if cause.room < 0 or (table.pin is not None and table.pin.sharding == "data"):
-        return
-    pin = (table.pin or TablePin()).model_copy(update={"tier": "ddr"})
-    if solved(_with_table(asked, cause.table, table.model_copy(update={"pin": pin}))):
-        yield f"mend: {asked.tables.paths[cause.table]}.pin.tier: ddr keeps the table on the host, looked up there"
+    def _raise_fields(self, limit: Limit, enough: int) -> str:
+        """Say by how much to raise each field that keeps a pod, or a GPU, below ``enough``.
 
+        Nobody raises the memory of a machine that all pods share; some of it can be freed.
+        """
+        fields, others = [], []
+        for each in (each for each in (limit, *limit.looser) if each.size < enough):
+            size = (enough - each.size) * each.shares
+            if self.replicas_field is None and each.field.startswith(NODE_DDR):
+                others.append(f"free {size} bytes ({human(size)}) more of this machine's memory for each pod")
+            else:
+                fields.append(f"{each.field} by {size} bytes ({human(size)})")
+        return " and ".join([*([f"raise {' and '.join(fields)}"] if fields else []), *others])
 
-def _with_table(asked: Question, i: int, table: TableSpec) -> Question:
-    specs = tuple(table if k == i else each for k, each in enumerate(asked.tables.specs))
-    return replace(asked, tables=replace(asked.tables, specs=specs))
+    def other_memory(self) -> Iterator[str]:
+        """Yield other memory for a table: the host's, a slower tier if there is none, or slots for fewer batches."""
+        problem, cause = self.problem, self.failure.cause
+        if isinstance(cause, TableShortage) and cause.tier == "hbm":
+            yield from self._host_pin(cause)
+            yield from self._no_lookahead("needs slots for fewer batches")
+        elif not problem.caps:
+            free = max(0, problem.limit.size if problem.limit else 0) * problem.spec.replicas
+            rest = sum(size.resident for size in problem.tables.whole) - free
+            start = max(1, rest // problem.spec.replicas // MIB)
+            size = _smallest(
+                lambda size: self.is_feasible(replace(problem, caps={"block": size * MIB})), MAX_BLOCK // MIB, start
+            )
+            if size is not None:
+                where = "on block storage; in a cluster, name hardware with a profile that mounts it"
+                if self.replicas_field is None:
+                    where = "into files below --tier-dir"
+                yield (
+                    f"fix: trainer.tierBudgets.block: {size * MIB} ({human(size * MIB)}) puts rows that DDR does not "
+                    f"hold {where}"
+                )
+        elif self.failure.min_slots:
+            yield from self._no_lookahead("needs slots for one batch alone")
 
+    def _no_lookahead(self, reason: str) -> Iterator[str]:
+        spec = self.problem.spec
+        cache = spec.trainer.cache
+        trainer = spec.trainer.model_copy(update={"cache": cache.model_copy(update={"lookahead": 0})})
+        changed = replace(self.problem, spec=spec.model_copy(update={"trainer": trainer}))
+        if cache.lookahead > 0 and self.is_feasible(changed):
+            yield f"fix: trainer.cache.lookahead: 0 {reason}, and hides no reads"
 
-def _missing(cause: NoPlacement | Short) -> int:
-    """Bytes that each pod lacks at least."""
-    if isinstance(cause, Short):
-        return cause.missing if cause.tier == "ddr" else 1
-    return -(-(cause.held - cause.room) // max(1, cause.spread))
+    def _host_pin(self, cause: TableShortage) -> Iterator[str]:
+        table = self.problem.tables.specs[cause.table]
+        if cause.free < 0 or (table.pin is not None and table.pin.sharding == "data"):
+            return
+        pin = (table.pin or TablePin()).model_copy(update={"tier": "ddr"})
+        if self.is_feasible(self.problem.with_table(cause.table, table.model_copy(update={"pin": pin}))):
+            path = self.problem.tables.paths[cause.table]
+            yield f"fix: {path}.pin.tier: ddr keeps the table on the host, looked up there"
 
+    def no_pin(self) -> Iterator[str]:
+        """Yield that a table be left to the planner, which may split it."""
+        cause = self.failure.cause
+        if not isinstance(cause, TableShortage) or cause.free < 0:
+            return
+        table, path = self.problem.tables.specs[cause.table], self.problem.tables.paths[cause.table]
+        if table.pin is None or not (table.pin.sharding or table.pin.ranks):
+            return
+        pin = table.pin.model_copy(update={"sharding": None, "ranks": ()})
+        if self.is_feasible(self.problem.with_table(cause.table, table.model_copy(update={"pin": pin}))):
+            names = " and ".join(f"{path}.pin.{name}" for name in ("sharding", "ranks") if getattr(table.pin, name))
+            over = "ranks" if cause.tier == "hbm" else "nodes"
+            yield f"fix: leave out {names}: the planner then splits the table over {over}"
 
-def _bound(asked: Question, cause: NoPlacement | Short) -> str:
-    """Why a larger gang does not hold the tables."""
-    if isinstance(cause, NoPlacement) and cause.room >= 0:
-        table = asked.tables.specs[cause.table]
-        if table.pin is not None and (table.pin.ranks or not may_split(table)):
-            return f"table {table.name} stays where its pin puts it, and is split no further"
-    most = asked.spec.max_replicas
-    return f"{most} are the most that data.virtualShards {asked.spec.data.virtual_shards} allows, and too few"
+    def fewer_activations(self) -> Iterator[str]:
+        """Yield a micro batch, as large as bisection finds one."""
+        spec = self.problem.spec
+        held = held_samples(spec)
 
+        def in_pieces(pieces: int) -> Problem:
+            training = spec.training.model_copy(update={"micro_batch_size": -(-held // pieces)})
+            return self._with_spec(spec.model_copy(update={"training": training}))
 
-def _unpinned(asked: Question, cause: NoPlacement) -> Iterator[str]:
-    """Leaving a table to the planner, which may split it, where that is enough."""
-    table = asked.tables.specs[cause.table]
-    if table.pin is None or not (table.pin.sharding or table.pin.ranks) or cause.room < 0:
-        return
-    free = table.model_copy(update={"pin": table.pin.model_copy(update={"sharding": None, "ranks": ()})})
-    if solved(_with_table(asked, cause.table, free)):
-        names = [name for name in ("sharding", "ranks") if getattr(table.pin, name)]
-        yield (
-            f"mend: leave out {' and '.join(f'{asked.tables.paths[cause.table]}.pin.{name}' for name in names)}: the "
-            f"planner then splits the table over {'ranks' if cause.tier == 'hbm' else 'nodes'}"
+        if (pieces := self._smallest_change(in_pieces, held)) is not None:
+            size = -(-held // pieces)
+            yield f"fix: training.microBatchSize: {size} holds the activations of so many samples at a time"
+
+    def less_read_ahead(self) -> Iterator[str]:
+        """Yield a read-ahead of files, as large as bisection finds one."""
+        spec = self.problem.spec
+        held = int(spec.data.prefetch_bytes)
+
+        def without(less: int) -> Problem:
+            data = spec.data.model_copy(update={"prefetch_bytes": held - less * MIB})
+            return self._with_spec(spec.model_copy(update={"data": data}))
+
+        if (less := self._smallest_change(without, (held - MIN_READ_AHEAD) // MIB)) is not None:
+            size = held - less * MIB
+            yield f"fix: data.prefetchBytes: {size} ({human(size)}) is what each reader of files then holds ahead"
+
+    def _smallest_change(self, after: Callable[[int], Problem], most: int) -> int | None:
+        """Return how much of a change leaves enough memory to tables; None if not even ``most`` does."""
+        limit, larger = self.limit_of(self.problem), self.limit_of(after(most)) if most > 0 else None
+        # A budget of tables alone does not change with what else a pod holds.
+        if limit is None or larger is None or larger.size <= limit.size:
+            return None
+        return (
+            _smallest(lambda amount: self.is_feasible(after(amount)), most) if self.is_feasible(after(most)) else None
         )
 
+    def more_replicas(self) -> str:
+        """Return the number of replicas that holds all tables, as small as bisection finds one, or why none does."""
+        problem, cause = self.problem, self.failure.cause
+        if self.replicas_field is None:
+            return "more replicas do not help: they share this machine's memory"
+        now, most = problem.spec.replicas, problem.spec.max_replicas
 
-def _enough_memory(asked: Question, limit: Limit, short: int, tier: str) -> int | None:
-    """Bytes to add to each pod, or to each GPU, to within a MiB, after which all tables fit on as many replicas."""
+        def fits(more: int) -> bool:
+            return self.is_feasible(self._with_spec(problem.spec.with_replicas(now + more)))
 
-    def fits(more: int) -> bool:
-        wider = replace(limit, size=limit.size + more * MIB)
-        return solved(replace(asked, hbm=wider) if tier == "hbm" else replace(asked, limit=wider))
-
-    more = _least(fits, (MOST_DDR - limit.size) // MIB, -(-short // MIB))
-    return None if more is None else more * MIB
-
-
-def _raised(limit: Limit, enough: int, *, shared: bool) -> str:
-    """By how much each field is to be raised that holds a pod, or a GPU, below what is enough.
-
-    Of a machine that all pods share nobody raises the memory: some of it can be freed.
-    """
-    below = [each for each in (limit, *limit.looser) if each.size < enough]
-    fields, words = [], []
-    for each in below:
-        size = (enough - each.size) * each.shares
-        if shared and each.field.startswith(NODE_DDR):
-            words.append(f"free {size} bytes ({human(size)}) more of this machine's memory for each pod")
-        else:
-            fields.append(f"{each.field} by {size} bytes ({human(size)})")
-    return " and ".join([*([f"raise {' and '.join(fields)}"] if fields else []), *words])
+        more = _smallest(fits, most - now) if most > now else None
+        if more is not None:
+            return f"fix: {self.replicas_field}: {now + more} of the same hardware hold all tables"
+        reason = f"{most} are the most that data.virtualShards {problem.spec.data.virtual_shards} allows, and too few"
+        if isinstance(cause, TableShortage) and cause.free >= 0:
+            table = problem.tables.specs[cause.table]
+            if table.pin is not None and (table.pin.ranks or not may_split(table)):
+                reason = f"table {table.name} stays where its pin puts it, and is split no further"
+        return f"more replicas do not help: {reason}"
 
 
-def _fewer_activations(asked: Question, cause: NoPlacement | Short) -> Iterator[str]:
-    """A micro batch, as large as halving finds one, whose activations leave enough memory to tables."""
-    held = held_samples(asked.spec)
+def _smallest(holds: Callable[[int], bool], most: int, start: int = 1) -> int | None:
+    """Return the smallest number from 1 to ``most`` for which ``holds``, to within one part in 128; None if none does.
 
-    def in_pieces(pieces: int) -> Question:
-        training = asked.spec.training.model_copy(update={"micro_batch_size": -(-held // pieces)})
-        return changed(asked, asked.spec.model_copy(update={"training": training}))
-
-    if (pieces := _least_that_spares(asked, cause, in_pieces, held)) is not None:
-        yield f"mend: training.microBatchSize: {-(-held // pieces)} holds the activations of so many samples at a time"
-
-
-def _less_read_ahead(asked: Question, cause: NoPlacement | Short) -> Iterator[str]:
-    """Readers of files that hold less, as much as halving finds, where that leaves enough memory to tables."""
-    held = int(asked.spec.data.prefetch_bytes)
-
-    def without(less: int) -> Question:
-        data = asked.spec.data.model_copy(update={"prefetch_bytes": held - less * MIB})
-        return changed(asked, asked.spec.model_copy(update={"data": data}))
-
-    if (less := _least_that_spares(asked, cause, without, (held - LEAST_READ_AHEAD) // MIB)) is not None:
-        size = held - less * MIB
-        yield f"mend: data.prefetchBytes: {size} ({human(size)}) is what each reader of files then holds ahead"
-
-
-def _least_that_spares(
-    asked: Question, cause: NoPlacement | Short, after: Callable[[int], Question], most: int
-) -> int | None:
-    """How much of a change leaves enough memory to tables; None where even the most of it does not."""
-    limit, roomier = _limit_of(asked, cause), _limit_of(after(most), cause) if most > 0 else None
-    if limit is None or roomier is None or roomier.size <= limit.size:
-        return None  # a budget of tables alone
-    return _least(lambda amount: solved(after(amount)), most) if solved(after(most)) else None
-
-
-def _enough_replicas(asked: Question) -> int | None:
-    """A larger number of replicas at which all tables fit, as small as halving finds one."""
-    spec = asked.spec
-    most = asked.spec.max_replicas - spec.replicas
-
-    def fits(more: int) -> bool:
-        return solved(changed(asked, spec.with_replicas(spec.replicas + more)))
-
-    more = _least(fits, most) if most > 0 else None
-    return None if more is None else spec.replicas + more
-
-
-def _least(holds: Callable[[int], bool], most: int, start: int = 1) -> int | None:
-    """A number from 1 to ``most`` for which ``holds``: the least but for one part in 128; None where there is none.
-
-    By doubling from ``start``, then halving.
+    It doubles from ``start``, then bisects.
     """
     low, high = 0, max(1, min(start, most))
     while not holds(high):

@@ -1,9 +1,17 @@
-"""Estimate how often a cache of so many rows holds the row that is looked up."""
+"""Estimate hit rates by cache size: a concave curve per table, from a trace or from a prior.
+
+An access is one distinct row of a batch. Priors follow Che's approximation of LRU under independent references: a row
+with rate r a batch is still cached after T batches without it with probability 1 - exp(-r T), and T is the time in
+which as many distinct rows are accessed as the cache holds.
+
+Source: Che, Tung & Wang, "Hierarchical Web caching systems: modeling, design and experimental results", 2002.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,46 +21,24 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import DistributionSpec
 from dlrm_api.trace import TableTrace, parse_trace
 from dlrm_planner.tables import Tables, table_paths
-from dlrm_planner.types import Shards
+from dlrm_planner.types import Floats, HitRates, Levels, Problem, Shards
 
 DEFAULT_ALPHA = 1.05
 RANKS, HEAD = 96, 16
 """Groups of rows of one table: the most popular ones alone, the others by powers of popularity."""
 POINTS = 40
 """Points of a curve between no row and all rows."""
-Floats = NDArray[np.float64]
+Policy = Literal["lru", "lfu", "mixed"]
+POLICY_MIN_GAIN = 0.05
+"""Share of accesses by which the most frequent rows must beat the most recent ones before frequency counts."""
+MAX_ROUNDS = 64
+"""Rounds in which tables too large to be taken whole are dropped; then all of them are."""
+SIGNIFICANT = 2.0**30
+"""Smaller relative differences of gains are rounding of a processor, and must not change a plan."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reuse:
-    """Curves of tables, or of their shards; hits grow with rows, ever more slowly."""
-
-    rows: Floats
-    """(T, K) rows that a cache holds, ascending from 0."""
-    hits: Floats
-    """(T, K) accesses of one step that find their row."""
-    accesses: Floats
-    """(T,) distinct rows of one step."""
-    least: Floats
-    """(T,) rows of the smallest cache that is planned: those expected of all batches in flight."""
-
-    def hits_at(self, shard: int, rows: float) -> float:
-        """Accesses of one step that a cache of ``rows`` serves."""
-        return float(np.interp(rows, self.rows[shard], self.hits[shard]))
-
-    def of(self, shards: Shards) -> Reuse:
-        """The curves of shards: hot rows lie anywhere, so a range of rows holds its share of them."""
-        table, share = shards.table, shards.share
-        return Reuse(
-            rows=self.rows[table] * share[:, None],
-            hits=self.hits[table] * share[:, None],
-            accesses=self.accesses[table] * share,
-            least=np.clip(np.ceil(self.least[table] * share), 1, shards.rows),
-        )
-
-
-def read_reuse(spec: DLRMJobSpec, tables: Tables, traces: Mapping[str, TableTrace]) -> Reuse:
-    """Curves of every table: from its trace, or from its prior.
+def read_hit_rates(spec: DLRMJobSpec, tables: Tables, traces: Mapping[str, TableTrace]) -> HitRates:
+    """Return the curve of every table: from its trace, or from its prior.
 
     Raises:
         InvalidSpecError: a trace that a table refers to was not given, or is of a table of another size.
@@ -60,17 +46,25 @@ def read_reuse(spec: DLRMJobSpec, tables: Tables, traces: Mapping[str, TableTrac
     in_flight = spec.trainer.cache.lookahead + 1
     batch = spec.data.global_batch_size
     lookups = np.array([batch * len(table.sources) * table.lookups for table in tables.specs], np.float64)
-    size = np.array([table.rows for table in tables.specs], np.float64)
+    size = tables.rows
     kinds = np.stack([size, lookups, np.array([_alpha(table.distribution) for table in tables.specs])], axis=1)
     different, inverse = np.unique(kinds, axis=0, return_inverse=True)
     prior = _priors(different[:, 0], different[:, 1], different[:, 2], in_flight)
     rows, hits = prior.rows[inverse], prior.hits[inverse]
-    accesses, least = prior.accesses[inverse], prior.least[inverse]
+    accesses, least = prior.accesses[inverse], prior.min_rows[inverse]
     for i, trace in _measured(tables, traces):
         accesses[i] = min(size[i], lookups[i] * trace.accesses / max(trace.lookups, 1))
         least[i] = min(size[i], in_flight * accesses[i])
         rows[i], hits[i] = _points(trace, accesses[i])
-    return Reuse(rows=rows, hits=hits, accesses=accesses, least=np.clip(np.ceil(least), 1, size))
+    return HitRates(rows=rows, hits=hits, accesses=accesses, min_rows=np.clip(np.ceil(least), 1, size))
+
+
+def table_hit_rates(problem: Problem) -> HitRates:
+    """Return the curves of whole tables; variants of a problem share them."""
+    ahead = problem.spec.trainer.cache.lookahead
+    if ahead not in problem.curves:
+        problem.curves[ahead] = read_hit_rates(problem.spec, problem.tables, problem.traces)
+    return problem.curves[ahead]
 
 
 def _alpha(distribution: DistributionSpec | None) -> float:
@@ -97,13 +91,15 @@ def _measured(tables: Tables, traces: Mapping[str, TableTrace]) -> list[tuple[in
     return found
 
 
-def _priors(size: Floats, lookups: Floats, alpha: Floats, in_flight: int) -> Reuse:
-    """Curves of U tables whose popularity falls with the rank to the power -alpha; ``lookups`` of one step."""
+def _priors(size: Floats, lookups: Floats, alpha: Floats, in_flight: int) -> HitRates:
+    """Return the curves of U tables with popularity ~ rank ** -alpha; ``lookups`` of one step."""
     width, share = _popularity(size, alpha)
-    rate = lookups[:, None] * share / np.maximum(width, 1e-300)  # of one row, a batch
-    once = -np.expm1(-rate) * width  # (U, R) accesses of a batch
+    # Lookups of one row in a batch, and accesses of each group in a batch, (U, R).
+    rate = lookups[:, None] * share / np.maximum(width, 1e-300)
+    once = -np.expm1(-rate) * width
     slowest = np.where(width > 0, rate, np.inf).min(axis=1)
-    longest = np.maximum(5 / np.maximum(slowest, 1e-18), 2.0)  # by then nearly every row was asked for
+    # After so many batches nearly every row was looked up.
+    longest = np.maximum(5 / np.maximum(slowest, 1e-18), 2.0)
     rows, hits = np.zeros((len(size), POINTS + 2)), np.zeros((len(size), POINTS + 2))
     for k in range(POINTS):
         seen = -np.expm1(-rate * (longest ** (k / (POINTS - 1)))[:, None])
@@ -111,11 +107,11 @@ def _priors(size: Floats, lookups: Floats, alpha: Floats, in_flight: int) -> Reu
     accesses = once.sum(axis=1)
     rows[:, -1], hits[:, -1] = size, accesses
     least = (-np.expm1(-rate * in_flight) * width).sum(axis=1)
-    return Reuse(rows=np.minimum(rows, size[:, None]), hits=hits, accesses=accesses, least=least)
+    return HitRates(rows=np.minimum(rows, size[:, None]), hits=hits, accesses=accesses, min_rows=least)
 
 
 def _popularity(size: Floats, alpha: Floats) -> tuple[Floats, Floats]:
-    """(U, R) rows of each group, and their share of the lookups."""
+    """Return the (U, R) rows of each group, and their share of the lookups."""
     step = np.arange(RANKS + 1, dtype=np.float64)
     tail = np.maximum(step - HEAD, 0) / (RANKS - HEAD)
     spread = np.where(step <= HEAD, step, HEAD * np.maximum(size / HEAD, 1)[:, None] ** tail)
@@ -128,7 +124,7 @@ def _popularity(size: Floats, alpha: Floats) -> tuple[Floats, Floats]:
 
 
 def _points(trace: TableTrace, accesses: float) -> tuple[Floats, Floats]:
-    """The upper hull of a measured curve, in as many points as every curve has."""
+    """Return the upper hull of a measured curve, in as many points as every curve has."""
     hull: list[tuple[float, float]] = [(0.0, 0.0)]
     for point in trace.curve:
         x, y = float(min(point.cache_rows, trace.rows)), max(point.hit_rate, hull[-1][1])
@@ -145,12 +141,12 @@ def _points(trace: TableTrace, accesses: float) -> tuple[Floats, Floats]:
 
 
 def _below(a: Sequence[float], b: Sequence[float], c: Sequence[float]) -> bool:
-    """Whether b lies on or below the line from a to c."""
+    """Return whether b is on or below the line from a to c."""
     return (b[1] - a[1]) * (c[0] - a[0]) <= (c[1] - a[1]) * (b[0] - a[0])
 
 
 def trace_references(spec: DLRMJobSpec) -> dict[str, str]:
-    """Each reference of the job, and the first field that names it."""
+    """Return each trace that the job refers to, and the first field that names it."""
     found: dict[str, str] = {}
     for table, path in zip(spec.model.all_tables(), table_paths(spec), strict=True):
         if table.distribution is not None and table.distribution.reference is not None:
@@ -159,10 +155,10 @@ def trace_references(spec: DLRMJobSpec) -> dict[str, str]:
 
 
 def read_traces(spec: DLRMJobSpec, texts: Mapping[str, str | bytes]) -> dict[str, TableTrace]:
-    """Each referring table's part of its trace; ``texts`` holds the document of each reference.
+    """Return each referring table's part of its trace; ``texts`` holds the document of each reference.
 
     Raises:
-        InvalidSpecError: a document is no trace, or lacks a table; names the field and the reference.
+        InvalidSpecError: a document is not a trace, or lacks a table; names the field and the reference.
     """
     fields = trace_references(spec)
     documents: dict[str, dict[str, TableTrace]] = {}
@@ -171,7 +167,7 @@ def read_traces(spec: DLRMJobSpec, texts: Mapping[str, str | bytes]) -> dict[str
             documents[reference] = {each.table: each for each in parse_trace(text).tables}
         except InvalidSpecError as error:
             raise InvalidSpecError(
-                fields[reference], f"{reference} holds no trace: {error}: write it with dlrmctl trace"
+                fields[reference], f"expected a trace in {reference}: {error}; write it with dlrmctl trace"
             ) from error
     found = {}
     for table, path in zip(spec.model.all_tables(), table_paths(spec), strict=True):
@@ -185,3 +181,149 @@ def read_traces(spec: DLRMJobSpec, texts: Mapping[str, str | bytes]) -> dict[str
             )
         found[table.name] = documents[named][table.name]
     return found
+
+
+def choose_policy(
+    spec: DLRMJobSpec,
+    shards: Shards,
+    stacked: Mapping[int, Levels],
+    rates: HitRates | None,
+    traces: Mapping[str, TableTrace],
+) -> tuple[Policy, str]:
+    """Choose one replacement policy for all tables with levels, which share slots, and give the reason.
+
+    The reason is empty without such tables. Traced tables say what share of accesses their most recent rows would serve
+    (the measured curve), and what share their most frequent ones (the histogram). LRU follows changes of popularity, so
+    another policy must be clearly better.
+    """
+    if not stacked or rates is None:
+        return "lru", ""
+    policy = spec.trainer.cache.policy
+    if policy != "auto":
+        return policy, f"rows leave the slots by {policy}, as trainer.cache.policy says"
+    recent = frequent = total = 0.0
+    for i, levels in stacked.items():
+        trace = traces.get(shards.spec(i).name)
+        if trace is None or not trace.histogram:
+            continue
+        total += float(rates.accesses[i])
+        recent += rates.hits_at(i, levels.slots)
+        frequent += _frequent(trace, levels.slots, float(rates.accesses[i]), float(shards.share[i]))
+    if total == 0:
+        return "lru", "rows leave the slots by lru: no table with levels has a trace that favors another policy"
+    figures = f"the traced tables' most recent rows serve {recent / total:.1%} of accesses, their most frequent ones "
+    figures += f"{frequent / total:.1%}"
+    if frequent - recent > POLICY_MIN_GAIN * total:
+        return "mixed", f"rows leave the slots by mixed: {figures}, which is over {POLICY_MIN_GAIN:.0%} more"
+    return "lru", f"rows leave the slots by lru: {figures}, which is not over {POLICY_MIN_GAIN:.0%} more"
+
+
+def _frequent(trace: TableTrace, slots: int, accesses: float, part: float) -> float:
+    """Return the accesses of a step that the most frequent ``slots`` rows of a shard serve; ``part`` is its share."""
+    rows = part * np.array([each.rows for each in trace.histogram], np.float64)
+    lookups = part * np.array([each.lookups for each in trace.histogram], np.float64)
+    batches_traced = part * trace.accesses / max(accesses, 1e-300)
+    mean = lookups / np.maximum(rows, 1e-300)
+    once = -np.expm1(-mean / max(batches_traced, 1.0)) * rows
+    order = np.argsort(-mean, kind="stable")
+    before = np.cumsum(rows[order]) - rows[order]
+    share = np.clip((slots - before) / np.maximum(rows[order], 1e-300), 0, 1)
+    scale = accesses / max(float(once.sum()), 1e-300)
+    return float((share * once[order]).sum()) * scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """Hold what N tables gain by bytes."""
+
+    rows: Floats
+    """(N, K) points of each curve: rows, ascending."""
+    hits: Floats
+    """(N, K) hits at these points."""
+    start: Floats
+    """(N,) rows that each table has already."""
+    stop: Floats
+    """(N,) largest number of rows."""
+    row_cost: Floats
+    """(N,) bytes of a row."""
+    whole_cost: Floats
+    """(N,) further bytes for the whole table; inf if that is not an option."""
+    whole_hits: Floats
+    """(N,) hits of the whole table."""
+
+
+@dataclass(frozen=True)
+class Filled:
+    """Hold what each table got."""
+
+    rows: Floats
+    """(N,)"""
+    whole: NDArray[np.bool_]
+    """(N,) tables that are whole; their ``rows`` mean nothing."""
+    left: float
+    """Bytes without a use."""
+
+
+def fill(demand: Demand, budget: float, *, spend_all: bool = False) -> Filled:
+    """Spend the budget on what gains most hits per byte; with ``spend_all`` also on rows that gain none.
+
+    This is water-filling over concave curves, with the jump to a whole table as one more segment of its curve.
+    """
+    x = np.clip(demand.rows, demand.start[:, None], demand.stop[:, None])
+    x = np.concatenate([x, demand.stop[:, None]], axis=1)
+    hits = np.stack([np.interp(a, b, c) for a, b, c in zip(x, demand.rows, demand.hits, strict=True)])
+    cost, gain = np.diff(x, axis=1) * demand.row_cost[:, None], np.diff(hits, axis=1)
+    ends = np.concatenate([np.zeros((len(x), 1)), np.cumsum(cost, axis=1)], axis=1)
+    worth = _significant(np.where(cost > 0, gain / np.maximum(cost, 1e-9), np.inf))
+    open_ = np.isfinite(demand.whole_cost)
+    spent, whole = np.zeros_like(cost), np.zeros(len(x), bool)
+    for attempt in range(MAX_ROUNDS + 1):
+        if attempt == MAX_ROUNDS:
+            open_[:] = False
+        jump_cost, jump_worth, until = _jumps(demand, ends, hits, worth, open_)
+        rest = np.where((ends[:, :-1] < until[:, None]) & ~whole[:, None], cost - spent, 0.0)
+        costs = np.concatenate([rest.ravel(), np.where(open_, jump_cost, 0.0)])
+        gains = np.concatenate([worth.ravel(), jump_worth])
+        order = np.argsort(-gains, kind="stable")
+        order = order[(costs[order] > 0) & ((gains[order] > 0) | (spend_all & (order < cost.size)))]
+        total = np.cumsum(costs[order])
+        fits = int(np.searchsorted(total, budget + 1e-6, side="right"))
+        taken = order[:fits]
+        budget -= float(total[fits - 1]) if fits else 0.0
+        divisible = taken[taken < cost.size]
+        spent.ravel()[divisible] += costs[divisible]
+        whole[taken[taken >= cost.size] - cost.size] = True
+        open_ &= ~whole
+        if fits == len(order):
+            break
+        if order[fits] < cost.size:
+            spent.ravel()[order[fits]] += budget
+            budget = 0.0
+            break
+        open_ &= jump_cost <= budget
+    rows = demand.start + np.floor(spent.sum(axis=1) / demand.row_cost + 1e-6)
+    return Filled(np.minimum(rows, demand.stop), whole, budget)
+
+
+def _jumps(
+    demand: Demand, ends: Floats, hits: Floats, worth: Floats, open_: NDArray[np.bool_]
+) -> tuple[Floats, Floats, Floats]:
+    """Return the (N,) cost and gain per byte of taking each table whole, and the bytes spent on it before that.
+
+    The upper hull of a concave curve and one more point leaves the curve where its line to that point is least steep.
+    """
+    left = np.where(open_, demand.whole_cost, np.inf)[:, None] - ends
+    slope = _significant(np.where(left > 0, (demand.whole_hits[:, None] - hits) / np.where(left > 0, left, 1), np.inf))
+    due = np.argmin(slope, axis=1)
+    here = np.arange(len(due))
+    until = np.where(open_, ends[here, due], np.inf)
+    # The jump never comes before the segments of the curve that precede it.
+    least = np.where(ends[:, :-1] < until[:, None], worth, np.inf).min(axis=1)
+    best = np.minimum(slope[here, due], least * (1 - 1e-9))
+    return np.where(open_, left[here, due], 0.0), np.where(open_, best, 0.0), until
+
+
+def _significant(values: Floats) -> Floats:
+    """Drop the last digits, so that equal gains are equal on every processor, and the first in the list wins."""
+    mantissa, exponent = np.frexp(values)
+    return np.ldexp(np.rint(mantissa * SIGNIFICANT) / SIGNIFICANT, exponent)

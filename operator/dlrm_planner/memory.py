@@ -1,9 +1,9 @@
-"""How many bytes of DDR a pod has for tables, and what the rest of its memory is for."""
+"""Budget a pod's DDR and a GPU's HBM: bytes for tables, and what the rest is for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from decimal import Decimal
 
 from dlrm_api.checkpoint import INCREMENT_CHUNK_BYTES
@@ -14,6 +14,7 @@ from dlrm_api.plan import Device
 from dlrm_api.quantities import parse_bytes
 from dlrm_api.tiers import MAX_DEVICE_COLUMNS
 from dlrm_planner.tables import (
+    CUT_HEADER_BYTES,
     ELEMENT_BYTES,
     OPTIMIZER_COPIES,
     Tables,
@@ -29,61 +30,44 @@ from dlrm_planner.tables import (
     table_paths,
     update_bytes,
 )
+from dlrm_planner.types import UNBOUNDED, Capacity, Limit, Problem
 
 MIB = 2**20
 RANK_BASE_BYTES = 768 * MIB
-"""Python, torch, the kernels and a reader of synthetic samples, of one rank."""
+"""Host memory of one rank for Python, torch, kernels and a reader of synthetic samples."""
 CUDA_HOST_BYTES = 2_048 * MIB
 """Host memory of one rank for CUDA's driver and libraries: an allowance, not a measurement."""
 CUDA_SHARED_BYTES = 256 * MIB
-"""Shared memory of one rank for NCCL's exchanges inside a pod: an allowance likewise."""
+"""Shared memory of one rank for NCCL's exchanges inside a pod: an allowance, not a measurement."""
 CHECKPOINTER_BASE_BYTES = 512 * MIB
-"""Python, the store's client and the chunks in flight of one checkpointer, beside those of a chain."""
+"""Python, the store's client and the chunks in flight of one checkpointer, without those of a chain."""
 CUT_BYTES_PER_RANK = MIB
 """File headers of one rank's cut."""
 CUT_BYTES_PER_TABLE = 512
 """A table's part of the description that each rank's cut carries, and of its file headers."""
-LEAST_SLICE_BYTES = 64 * MIB
-"""Rows that one slice of a cut holds at least."""
-SLICE_SHARE = 16
-"""A hand-off in slices takes one part in so many of a pod's memory for tables."""
-UNCHECKED_SLICE_BYTES = 1024 * MIB
-"""The same where nothing is known of that memory."""
+MIN_SEGMENT_BYTES = 64 * MIB
+"""Bytes of rows that one segment of a cut holds at least."""
+SEGMENT_SHARE = 16
+"""A hand-off in segments takes one part in so many of a pod's memory for tables."""
+DEFAULT_SEGMENT_BYTES = 1024 * MIB
+"""Bytes of a hand-off in segments if that memory is unknown."""
 CONTAINER_LIMIT = "trainer.resources.limits.memory"
-MOST_DDR = 2**50
+MAX_DDR = 2**50
 """No node has more; it keeps sums over thousands of nodes below 2**63."""
-
-
 NODE_DDR = "DDR per node"
-"""Begins the field of a limit that is the node's memory."""
-
-
-@dataclass(frozen=True)
-class Limit:
-    """DDR that one pod may use for tables and hand-off, or HBM that one rank may use for tables."""
-
-    size: int
-    """Bytes; negative where a node is too small even without tables."""
-    source: str
-    """Where the figure comes from, as a reason in words."""
-    field: str
-    """What the user raises to get more."""
-    shares: int = 1
-    """Equal parts of that field, of which this is one."""
-    looser: tuple[Limit, ...] = ()
-    """Those that hold beside it, the next tightest first."""
+"""Prefix of the field of a limit that is the node's memory."""
 
 
 def tightest(limits: Iterable[Limit]) -> Limit | None:
-    """The tightest of some limits, which knows the others; None where there is none."""
+    """Return the tightest limit, which refers to the others; None without limits."""
     ordered = sorted(limits, key=lambda limit: limit.size)
     return replace(ordered[0], looser=tuple(ordered[1:])) if ordered else None
 
 
 def working_set_bytes(spec: DLRMJobSpec, device: Device = "cpu") -> int:
-    """Host memory of one pod beside tables and hand-off: its processes, dense parameters, and batches in flight.
+    """Return the host bytes of one pod without tables and hand-off: processes, dense parameters, batches in flight.
 
-    Of ranks that compute on a GPU what is read ahead and staged; the rest lies there.
+    Ranks that compute on a GPU need what is read ahead and staged; the rest is in HBM.
     """
     if device == "cuda":
         computing = CUDA_HOST_BYTES + CUDA_SHARED_BYTES + staged_bytes(spec)
@@ -94,63 +78,62 @@ def working_set_bytes(spec: DLRMJobSpec, device: Device = "cpu") -> int:
 
 
 def checkpointer_bytes(spec: DLRMJobSpec) -> int:
-    """Memory of one pod's checkpointer: where a base ends a chain, it holds an object of each snapshot at once."""
+    """Return the bytes of one checkpointer: merging a chain holds an object of each of its snapshots at once."""
     return CHECKPOINTER_BASE_BYTES + spec.checkpoint.max_chained * INCREMENT_CHUNK_BYTES
 
 
 def dense_bytes(spec: DLRMJobSpec) -> int:
-    """Dense parameters of one rank, their gradients, as they are found and as they add up, and optimizer state."""
+    """Return the bytes of dense parameters of one rank, their gradients and sums of them, and optimizer state."""
     copies = 3 + OPTIMIZER_COPIES[spec.training.dense_optimizer.kind] + (spec.model.precision == "bf16")
     return ELEMENT_BYTES * copies * dense_parameters(spec.model)
 
 
 def reading_bytes(spec: DLRMJobSpec) -> int:
-    """What a rank's readers of files may hold ahead: that of evaluation beside the one that training goes on with."""
+    """Return what a rank's readers of files may hold ahead: the one for evaluation and the one for training."""
     if spec.data.format == "synthetic":
         return 0
     return int(spec.data.prefetch_bytes) * (1 + bool(spec.data.eval.uris))
 
 
 def pod_limit(spec: DLRMJobSpec, profile: HardwareProfile | None, reserve: int, device: Device) -> Limit | None:
-    """The tightest of the node's DDR, the container's limit and the user's budget; None where none is known.
+    """Return the tightest of the node's DDR, the container's limit and the user's budget; None if all are unknown.
 
     Args:
         spec: of the job.
         profile: of the node.
-        reserve: bytes of each pod that are to stay free besides.
+        reserve: bytes of each pod to keep free.
         device: where ranks compute.
     """
     limits: list[Limit] = []
     working, spared = working_set_bytes(spec, device), f", less {human(reserve)} that stay free" if reserve else ""
     beside = "processes, dense parameters, activations and data read ahead"
     if device == "cuda":
-        beside = "processes, CUDA's libraries, batches on their way to GPUs and data read ahead"
+        beside = "processes, CUDA's libraries, batches in transit to GPUs and data read ahead"
     taken = checkpointer_bytes(spec)
     most, own = container_limit(spec), working - taken
     if profile is not None:
         ddr, name, sidecar = profile.spec.tiers.ddr.bytes, profile.metadata.name, _kept_for_checkpointer(spec)
         asked = f" ({human(sidecar)} of it by checkpoint.resources)" if sidecar > taken else ""
         source = f"{human(ddr)} DDR of a {name} node less {human(own + sidecar)} for {beside}{asked}{spared}"
-        size = min(ddr, MOST_DDR) - own - sidecar - reserve
+        size = min(ddr, MAX_DDR) - own - sidecar - reserve
         limits.append(Limit(size, source, f"{NODE_DDR} (HardwareProfile {name})"))
     budget = spec.trainer.tier_budgets.ddr
     if budget is not None:
         source = f"trainer.tierBudgets.ddr of {human(budget)}{spared}"
-        limits.append(Limit(min(budget, MOST_DDR) - reserve, source, "trainer.tierBudgets.ddr"))
+        limits.append(Limit(min(budget, MAX_DDR) - reserve, source, "trainer.tierBudgets.ddr"))
     if most is not None:
         source = f"{CONTAINER_LIMIT} of {human(most)} less {human(own)} for {beside}{spared}"
-        limits.append(Limit(min(most, MOST_DDR) - own - reserve, source, CONTAINER_LIMIT))
+        limits.append(Limit(min(most, MAX_DDR) - own - reserve, source, CONTAINER_LIMIT))
     return tightest(limits)
 
 
 def container_limit(spec: DLRMJobSpec) -> int | None:
-    """Bytes above which the kernel ends the trainer's container; None where the user sets no such limit."""
+    """Return the memory limit of the trainer's container; None if the user sets none."""
     text = spec.trainer.resources.limits.get("memory")
     return None if text is None else _quantity_bytes(text)
 
 
 def _kept_for_checkpointer(spec: DLRMJobSpec) -> int:
-    """What a node keeps for a checkpointer: what the user has it ask for, at least what it takes."""
     resources = spec.checkpoint.resources
     text = resources.requests.get("memory", resources.limits.get("memory"))
     return max(checkpointer_bytes(spec), 0 if text is None else _quantity_bytes(text))
@@ -161,7 +144,7 @@ def _quantity_bytes(text: str) -> int:
 
 
 def full_cut_bytes(spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], pod: int) -> int:
-    """What a pod's cut takes at once beside the whole tables that are placed on it.
+    """Return the bytes of a pod's full cut without the tables that are placed on it.
 
     Replicated tables count once in each pod, whichever rank hands them over; dense state leaves with rank 0.
     """
@@ -169,21 +152,21 @@ def full_cut_bytes(spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int],
     return _headers(spec, tables) + dense + sum(tables.whole[i].handoff for i in replicated) + MIB - 1
 
 
-def least_handoff_bytes(spec: DLRMJobSpec, tables: Tables) -> int:
-    """The smallest budget in which cuts can be handed over in slices, in whole MiB: dense state goes at once."""
-    return -(-(LEAST_SLICE_BYTES + dense_cut_bytes(spec) + _headers(spec, tables)) // MIB) * MIB
+def min_handoff_bytes(spec: DLRMJobSpec, tables: Tables) -> int:
+    """Return the smallest hand-off budget for segments, in whole MiB: dense state goes at once."""
+    return -(-(MIN_SEGMENT_BYTES + dense_cut_bytes(spec) + _headers(spec, tables)) // MIB) * MIB
 
 
-def slice_bytes(spec: DLRMJobSpec, tables: Tables, limit: Limit | None) -> int:
-    """Budget of a pod's hand-off where a full cut has no room beside the tables, in whole MiB."""
-    share = UNCHECKED_SLICE_BYTES if limit is None else max(0, limit.size) // SLICE_SHARE
-    return least_handoff_bytes(spec, tables) + max(0, share - LEAST_SLICE_BYTES) // MIB * MIB
+def segment_bytes(spec: DLRMJobSpec, tables: Tables, limit: Limit | None) -> int:
+    """Return the budget of a pod's hand-off in segments, in whole MiB."""
+    share = DEFAULT_SEGMENT_BYTES if limit is None else max(0, limit.size) // SEGMENT_SHARE
+    return min_handoff_bytes(spec, tables) + max(0, share - MIN_SEGMENT_BYTES) // MIB * MIB
 
 
 def fixed_pod_bytes(
     spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], pod: int, device: Device = "cpu"
 ) -> int:
-    """Bytes of DDR that replicas and hand-off take of a pod before any whole table is placed on it."""
+    """Return the DDR that replicas and hand-off take of a pod before any table is placed on it."""
     replicas = 0
     if device == "cpu":
         replicas = spec.trainer.processes_per_replica * sum(replica_bytes(tables, i) for i in replicated)
@@ -196,7 +179,7 @@ def _headers(spec: DLRMJobSpec, tables: Tables) -> int:
 
 
 def human(size: int) -> str:
-    """Bytes as people read them: ``1.5 GiB``."""
+    """Format bytes for people: ``1.5 GiB``."""
     value, units = float(size), ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     for unit in units[:-1]:
         if abs(value) < 1024:
@@ -206,12 +189,12 @@ def human(size: int) -> str:
 
 
 CONTEXT_BYTES = 2_048 * MIB
-"""Of a GPU's memory, for CUDA's context, its libraries and an allocator's waste: an allowance, not a measurement."""
+"""HBM for CUDA's context, its libraries and allocator waste: an allowance, not a measurement."""
 BUDGET = "trainer.tierBudgets.hbm"
 
 
 def device_of(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Device:
-    """Where the ranks of a job compute: on GPUs where its hardware has some, or is not known and hbm is asked for.
+    """Return where the ranks compute: on GPUs if the hardware has some, or if it is unknown and HBM is asked for.
 
     Raises:
         InvalidSpecError: hbm is asked for on hardware without devices, or the devices of a node are fewer than the
@@ -233,15 +216,15 @@ def device_of(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Device:
 
 
 def asks_for_hbm(spec: DLRMJobSpec) -> bool:
-    """Whether a job asks for memory of GPUs, by a budget or a pin."""
+    """Return whether a job asks for memory of GPUs, by a budget or a pin."""
     return next(_asks(spec), None) is not None
 
 
 def check_device_tables(tables: Tables) -> None:
-    """Refuse what the kernels of a GPU cannot hold, and replicas elsewhere.
+    """Refuse tables that GPU kernels cannot hold, and replicas in other memory.
 
     Raises:
-        InvalidSpecError: names the table, the field and the mend.
+        InvalidSpecError: names the table, the field and the fix.
     """
     for table, path in zip(tables.specs, tables.paths, strict=True):
         tier = table.pin.tier if table.pin else None
@@ -263,41 +246,39 @@ def check_device_tables(tables: Tables) -> None:
 
 
 def device_limit(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Limit | None:
-    """The tighter of a device's HBM and a process's part of the user's budget, for tables; None: neither is known."""
+    """Return the tighter of a device's HBM and a process's part of the user's budget; None if both are unknown."""
     processes, budget, limits = spec.trainer.processes_per_replica, spec.trainer.tier_budgets.hbm, list[Limit]()
     working = device_working_bytes(spec)
     beside = ", ".join(f"{human(size)} {what}" for what, size in _working(spec).items())
     if profile is not None and profile.spec.devices is not None:
         size, name = profile.spec.devices.hbm.bytes, profile.metadata.name
         source = f"{human(size)} HBM of a device of a {name} node, less {beside}"
-        limits.append(Limit(min(size, MOST_DDR) - working, source, f"HBM per device (HardwareProfile {name})"))
+        limits.append(Limit(min(size, MAX_DDR) - working, source, f"HBM per device (HardwareProfile {name})"))
     if budget is not None:
         each = f", {human(budget // processes)} for each of {processes} processes" if processes > 1 else ""
         source = f"{BUDGET} of {human(budget)}{each}, less {beside}"
-        limits.append(Limit(min(budget // processes, MOST_DDR) - working, source, BUDGET, processes))
+        limits.append(Limit(min(budget // processes, MAX_DDR) - working, source, BUDGET, processes))
     return tightest(limits)
 
 
 def device_working_bytes(spec: DLRMJobSpec) -> int:
-    """HBM of one rank beside tables."""
+    """Return the HBM of one rank without tables."""
     return sum(_working(spec).values())
 
 
 def _working(spec: DLRMJobSpec) -> dict[str, int]:
-    """Bytes by what they are for."""
     parts = {
         "for CUDA": CONTEXT_BYTES,
         "for dense parameters, their gradients and optimizer state": dense_bytes(spec),
         "for activations": device_activation_bytes(spec),
         "for ids": lookup_bytes(spec),
-        "for pooled rows that travel": message_bytes(spec),
+        "for messages of pooled rows": message_bytes(spec),
         "for updates of rows": update_bytes(spec),
     }
     return {what: size for what, size in parts.items() if size}
 
 
 def _asks(spec: DLRMJobSpec) -> Iterator[str]:
-    """Fields that ask for memory of GPUs."""
     if spec.trainer.tier_budgets.hbm is not None:
         yield f"spec.{BUDGET}"
     for table, path in zip(spec.model.all_tables(), table_paths(spec), strict=True):
@@ -320,3 +301,25 @@ def _check_count(spec: DLRMJobSpec, name: str, devices: DeviceSpec) -> None:
                 f"spec.trainer.resources.{kind}[{devices.resource}]",
                 f"{given} is not one device for each of {processes} processes: leave it out, or make it {processes}",
             )
+
+
+def ddr_capacity(problem: Problem, replicated: Sequence[int], *, other_bytes: int = 0) -> Capacity:
+    """Measure shards whose rows are all in DDR; ``other_bytes`` of each pod are for something else."""
+    spec, tables, limit = problem.spec, problem.tables, problem.limit
+    free = [UNBOUNDED] * spec.replicas
+    if limit is not None:
+        # Dense state leaves with the first pod; all others are alike.
+        first, other = (limit.size - fixed_pod_bytes(spec, tables, replicated, pod) - other_bytes for pod in (0, 1))
+        free = [max(first if pod == 0 else other, -UNBOUNDED) for pod in range(spec.replicas)]
+    return Capacity(
+        replicated=tuple(replicated),
+        held=tables.held_bytes,
+        free=tuple(free),
+        sharing=spec.trainer.processes_per_replica,
+        is_bounded=limit is not None,
+        measure=lambda shards: shards.held_bytes,
+        extra=tuple(
+            CUT_HEADER_BYTES * (len(table.block_edges) - 1) + step
+            for table, step in zip(tables.specs, tables.max_range_bytes, strict=True)
+        ),
+    )

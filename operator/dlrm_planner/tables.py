@@ -1,4 +1,4 @@
-"""The model's tables: what each takes to hold and to hand over, whole or in part."""
+"""Size the model: bytes of tables, whole or in part, and of dense parameters, activations and batches."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import ModelSpec, TableSpec
@@ -17,25 +20,24 @@ from dlrm_api.tiers import ELEMENT_BYTES as BYTES_OF
 OPTIMIZER_COPIES = {"sgd": 0, "adagrad": 1, "adam": 2}
 EXCHANGED_COPIES, MESSAGES = 4, 2
 LONE_ID_BYTES, ID_BYTES = 32, 96
-"""Of each id of a batch, alone and among ranks. Measured, with tables in DDR: 30, and 81 to 95."""
+"""Bytes per id of a batch, on one rank and among several. Measured with tables in DDR: 30, and 81 to 95."""
 ID_BYTES_AHEAD = 24
-"""Of each id of a batch whose rows are fetched ahead: as it was read, as it came, and its slot."""
+"""Bytes per id of a batch that is prefetched: as it was read, as it arrived, and its slot."""
 UPDATED_ELEMENT_BYTES, UPDATED_ROW_BYTES = 48, 100
-"""Of each element of the rows looked up, and of each row, where torch's operations update them on a GPU: gradients of
-lookups and of rows, rows and states before and after, and whose they are. Counted operation by operation: 39 and 89,
-under Adam 48 and 97."""
+"""Bytes per element, and per row, of rows that torch's operations update on a GPU: gradients of lookups and of rows,
+rows and states before and after, and their ids. Counted operation by operation: 39 and 89, under Adam 48 and 97."""
 INTERACTION_COPIES = {"cpu": {"dot": 0, "dcn": 3}, "cuda": {"dot": 2, "dcn": 4}}
-"""Of what goes into the interaction, beside what its layers give: as one tensor, and gradients under way. The host's
-compiled loops of dot products take pooled rows as they lie."""
+"""Copies of the interaction's inputs, on top of its layers' outputs: as one tensor, and gradients. The host's compiled
+dot products read pooled rows in place."""
 MEAN_COPIES, WIDTH_COPIES = 3, 2
-"""On the host, of pooled rows where some are means: the sums, what they are divided by, and gradients divided so; and
-where they are of several widths: side by side, and gradients apart again."""
+"""Copies of pooled rows on the host: if some are means, the sums, their divisors and divided gradients; if they have
+several widths, side by side, and gradients apart again."""
 FLOPS_PER_WEIGHT = 6
 """A multiply and an add forward, twice that backward (gradients of the input and of the weight)."""
 
 
 def dense_parameters(model: ModelSpec) -> int:
-    """Elements of the MLPs, their biases, and the cross layers."""
+    """Count the elements of the MLPs, their biases, and the cross layers."""
     bottom = _mlp(len(model.dense_features), model.bottom_mlp)
     width = model.bottom_mlp[-1] if model.bottom_mlp else 0
     if model.interaction == "dot":
@@ -47,34 +49,34 @@ def dense_parameters(model: ModelSpec) -> int:
 
 
 def dense_cut_bytes(spec: DLRMJobSpec) -> int:
-    """Dense parameters and their optimizer state, as one rank hands them over."""
+    """Return the bytes of dense parameters and their optimizer state, as one rank hands them over."""
     copies = 1 + OPTIMIZER_COPIES[spec.training.dense_optimizer.kind]
     return ELEMENT_BYTES * copies * dense_parameters(spec.model)
 
 
 def step_flops(spec: DLRMJobSpec, samples: int) -> float:
-    """Floating-point operations of one step over ``samples``, forward and backward."""
+    """Count the floating-point operations of one step over ``samples``, forward and backward."""
     vectors = len(spec.model.all_features()) + bool(spec.model.bottom_mlp)
     dot = vectors * vectors * spec.model.all_tables()[0].dim if spec.model.interaction == "dot" else 0
     return float(FLOPS_PER_WEIGHT * samples * (dense_parameters(spec.model) + dot))
 
 
 def largest_slice(spec: DLRMJobSpec) -> int:
-    """Samples of one step on the rank that takes most of the batch: it reads whole virtual shards."""
+    """Count the samples of one step on the rank with most of the batch: ranks read whole virtual shards."""
     shards = -(-spec.data.virtual_shards // spec.world_size)
     return shards * (spec.data.global_batch_size // spec.data.virtual_shards)
 
 
 def held_samples(spec: DLRMJobSpec) -> int:
-    """Samples of a rank whose activations are held at a time."""
+    """Count the samples of a rank that have activations in memory at a time."""
     samples = largest_slice(spec)
     return min(samples, spec.training.micro_batch_size or samples)
 
 
 def activation_bytes(spec: DLRMJobSpec) -> int:
-    """Activations and their gradients of one rank.
+    """Return the bytes of activations and their gradients of one rank.
 
-    What goes into the dense part, pooled rows too, is held of its whole slice; the rest of a micro batch.
+    Inputs of the dense part, pooled rows too, are held for its whole slice of the batch; the rest for a micro batch.
     """
     model, samples, held = spec.model, largest_slice(spec), held_samples(spec)
     inputs = len(model.dense_features) + _pooled(model)
@@ -85,9 +87,9 @@ def activation_bytes(spec: DLRMJobSpec) -> int:
 
 
 def device_activation_bytes(spec: DLRMJobSpec) -> int:
-    """The same on a GPU, where each of torch's operations makes a tensor. Counted operation by operation.
+    """Return the same on a GPU, where each of torch's operations makes a tensor. Counted operation by operation.
 
-    Most is taken as the interaction's gradients are made, or as those of pooled rows are divided among their tables.
+    The peak is where the interaction's gradients are made, or where those of pooled rows are split by table.
     """
     model, samples, held = spec.model, largest_slice(spec), held_samples(spec)
     pooled, means = _pooled(model), _has_means(model)
@@ -99,7 +101,6 @@ def device_activation_bytes(spec: DLRMJobSpec) -> int:
 
 
 def _inner(model: ModelSpec) -> int:
-    """Elements that a sample's MLPs and interaction give."""
     vectors = len(model.all_features()) + bool(model.bottom_mlp)
     crossed = (_joined(model) + model.cross_rank) * model.cross_layers
     interaction = vectors * vectors if model.interaction == "dot" else crossed
@@ -107,15 +108,15 @@ def _inner(model: ModelSpec) -> int:
 
 
 def staged_bytes(spec: DLRMJobSpec) -> int:
-    """Host memory of one rank for what a batch sends to its device beside ids: features and labels of all in flight."""
+    """Return the host bytes of one rank for features and labels of all batches on their way to its device."""
     each = ELEMENT_BYTES * (len(spec.model.dense_features) + 1)
     return (spec.trainer.cache.lookahead + 1) * largest_slice(spec) * each
 
 
 def lookup_bytes(spec: DLRMJobSpec) -> int:
-    """Memory of one rank for ids, on the host, and on a GPU that computes: as they are read, travel and are looked up.
+    """Return the bytes of one rank for ids, on the host and on a GPU: as they are read, sent and looked up.
 
-    A rank looks up as many ids as its slice of the batch has, where the cost of tables is even.
+    A balanced rank looks up as many ids as its slice of the batch has.
     """
     ids = sum(table.lookups * len(table.sources) for table in spec.model.all_tables())
     each = (LONE_ID_BYTES if spec.world_size == 1 else ID_BYTES) + ID_BYTES_AHEAD * spec.trainer.cache.lookahead
@@ -123,7 +124,7 @@ def lookup_bytes(spec: DLRMJobSpec) -> int:
 
 
 def update_bytes(spec: DLRMJobSpec) -> int:
-    """Memory of a GPU that updates of rows take: none where fbgemm's kernels make them, which do fp32 without Adam.
+    """Return the bytes of a GPU for updates of rows: none for tables that fbgemm's fused kernels update.
 
     Tables of one width and type are updated at a time; a rank looks up as many rows as its slice of the batch has.
     """
@@ -137,10 +138,10 @@ def update_bytes(spec: DLRMJobSpec) -> int:
 
 
 def exchange_bytes(spec: DLRMJobSpec) -> int:
-    """What travels between ranks, of one of them, at its largest.
+    """Return the peak bytes of one rank for the exchange between ranks.
 
-    Of evenly spread columns a rank pools as many elements as its slice of the batch takes: those, their gradients, and
-    the message that leaves and the one that comes.
+    With evenly spread columns a rank pools as many elements as its slice of the batch needs: those, their gradients,
+    the message sent and the one received.
     """
     if spec.world_size == 1:
         return 0
@@ -148,17 +149,15 @@ def exchange_bytes(spec: DLRMJobSpec) -> int:
 
 
 def message_bytes(spec: DLRMJobSpec) -> int:
-    """Of ``exchange_bytes`` the messages alone: a GPU's pooled rows and gradients are among its activations."""
+    """Return the messages of ``exchange_bytes`` alone: a GPU's pooled rows and gradients are among its activations."""
     return exchange_bytes(spec) * MESSAGES // EXCHANGED_COPIES
 
 
 def _pooled(model: ModelSpec) -> int:
-    """Elements of a sample's pooled vectors."""
     return sum(table.dim * len(table.sources) for table in model.all_tables())
 
 
 def _joined(model: ModelSpec) -> int:
-    """Elements of a sample that go into the interaction."""
     return _pooled(model) + (model.bottom_mlp[-1] if model.bottom_mlp else 0)
 
 
@@ -175,70 +174,87 @@ def _mlp(inputs: int, widths: Sequence[int]) -> int:
 
 
 ROW_ID_BYTES = 8
-"""Of each row of a cut."""
+"""Bytes of each row of a cut."""
 CUT_PIECE_ROWS, CUT_HEADER_BYTES = 65_536, 512
-"""A cut lists its pieces; a piece of fewer rows than this would be waste, and its entry is shorter than that."""
+"""A cut lists its pieces: rows of a piece at least, and bytes of its entry at most."""
 
 RANGE_COPIES, SENT_COPIES = 2, 2
-"""Of a global batch's pooled rows, on a rank with a range of the table's: they and their gradients; and of those of
-bags that have ids there, picked and in a message."""
+"""Copies of a global batch's pooled rows on a rank with a range of a table's rows: they and their gradients; and of
+those of bags with ids in the range, picked and in a message."""
 RANGES = tuple(2**power for power in range(1, 13))
-"""Numbers of ranges by which the most that one takes is found."""
+"""Numbers of ranges among which the largest need is searched."""
 
 
 @dataclass(frozen=True)
 class PartBytes:
-    """What some rows of some columns take; Python integers, since 5,000 tables of 2**54 bytes overflow int64."""
+    """Hold the bytes of some rows of some columns, as Python integers: 5,000 tables of 2**54 bytes overflow int64."""
 
     row: int
     """A row and its state, as the kernels hold them."""
     resident: int
-    """Rows, row state and what tells that rows changed."""
+    """Rows, row state and change bits."""
     handoff: int
     """All rows with their ids and state, as a full cut hands them over, headers included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """All tables in the model's order; every tuple has one entry for each."""
+    """Hold all tables in the model's order; every tuple has one entry for each."""
 
     specs: tuple[TableSpec, ...]
     paths: tuple[str, ...]
-    """Where kubectl shows each table: ``spec.model.tables[3]``."""
+    """Path of each table in the manifest: ``spec.model.tables[3]``."""
     block_state_bytes: tuple[int, ...]
     """Row state of one column block."""
     whole: tuple[PartBytes, ...]
-    """Of all rows and columns."""
+    """All rows and columns."""
     held_bytes: tuple[int, ...]
-    """What a pod's memory gives for each table: the table, and its part of a hand-off that holds a full cut."""
+    """Host memory of a pod for each table, and for its part of a hand-off that holds a full cut."""
     vector_bytes: tuple[int, ...]
-    """Of each table's pooled rows of a global batch; 0 where they lie in no host's memory."""
+    """Bytes of each table's pooled rows of a global batch; 0 if they are not in host memory."""
     handoff_budget: int | None
-    """Bytes of each pod's hand-off, where it is not sized to hold a full cut."""
+    """Bytes of each pod's hand-off; None if it is sized to hold a full cut."""
 
-    def sliced(self, budget: int) -> Tables:
-        """The same tables, their cuts handed over in slices that take turns in a budget."""
+    def in_segments(self, budget: int) -> Tables:
+        """Return the tables with cuts that are handed over in segments, one after the other in a budget."""
         return replace(self, held_bytes=tuple(size.resident for size in self.whole), handoff_budget=budget)
 
     def range_bytes(self, table: int, share: float, ranges: int) -> int:
-        """What a step takes for one of so many ranges of a table's rows, beyond a like part of what the table takes.
+        """Return the bytes of a step on one of ``ranges`` ranges of a table's rows, beyond its share of the table's.
 
-        Each range has the pooled rows and gradients of every bag of a global batch, be it without an id there; those of
-        bags that have ids are copied and sent.
+        Each range has pooled rows and gradients of every bag of a global batch; those of bags with ids are copied and
+        sent.
         """
         lookups = self.specs[table].lookups
         copies = RANGE_COPIES + SENT_COPIES * (1.0 - math.pow(1.0 - share, lookups)) - EXCHANGED_COPIES / ranges
         return math.ceil(self.vector_bytes[table] * max(copies, 0.0))
 
     @cached_property
-    def most_range_bytes(self) -> tuple[int, ...]:
-        """The most of it, however many even ranges there are."""
+    def rows(self) -> NDArray[np.float64]:
+        """Return the (T,) rows of each table."""
+        return np.array([table.rows for table in self.specs], np.float64)
+
+    @cached_property
+    def block_width(self) -> NDArray[np.float64]:
+        """Return the (T,) columns of a block of each table."""
+        return np.array([table.column_block or table.dim for table in self.specs], np.float64)
+
+    @cached_property
+    def kinds(self) -> NDArray[np.int64]:
+        """Return a (T,) number for each block width and row type."""
+        known: dict[tuple[int, str], int] = {}
+        of_table = ((table.column_block or table.dim, table.dtype) for table in self.specs)
+        return np.array([known.setdefault(kind, len(known)) for kind in of_table], np.int64)
+
+    @cached_property
+    def max_range_bytes(self) -> tuple[int, ...]:
+        """Return the largest ``range_bytes`` of each table over all numbers of even ranges."""
         each = range(len(self.specs))
         return tuple(max(self.range_bytes(i, 1 / ranges, ranges) for ranges in RANGES) for i in each)
 
 
 def read_tables(spec: DLRMJobSpec) -> Tables:
-    """Size every table."""
+    """Size every table of a job."""
     specs, optimizer = spec.model.all_tables(), spec.training.row_optimizer.kind
     blocks = tuple(STATE_BYTES * state_values(optimizer, table.column_block or table.dim) for table in specs)
     budget = spec.checkpoint.handoff_budget
@@ -255,7 +271,7 @@ def read_tables(spec: DLRMJobSpec) -> Tables:
 
 
 def part_bytes(table: TableSpec, block_state: int, row_start: int, row_end: int, start: int, end: int) -> PartBytes:
-    """Bytes of rows [row_start, row_end) of columns [start, end), which are whole blocks: each is held by itself."""
+    """Size rows [row_start, row_end) of columns [start, end), which are whole blocks: each is stored separately."""
     width = table.column_block or table.dim
     rows, blocks = row_end - row_start, (end - start) // width
     row = BYTES_OF[table.dtype] * width + block_state
@@ -265,7 +281,7 @@ def part_bytes(table: TableSpec, block_state: int, row_start: int, row_end: int,
 
 
 def table_paths(spec: DLRMJobSpec) -> tuple[str, ...]:
-    """Where each table of ``spec.model.all_tables()`` stands in the manifest."""
+    """Return the manifest path of each table of ``spec.model.all_tables()``."""
     own = (f"spec.model.tables[{i}]" for i in range(len(spec.model.tables)))
     grouped = (
         f"spec.model.tableGroups[{i}].template" for i, g in enumerate(spec.model.table_groups) for _ in range(g.count)
@@ -278,6 +294,6 @@ ELEMENT_BYTES = 4
 
 
 def replica_bytes(tables: Tables, index: int) -> int:
-    """Bytes of one replica on one rank: the table, and the gradient that is all-reduced, with a count of each row."""
+    """Return the bytes of one replica on a rank: the table, and the gradient that is all-reduced, with row counts."""
     table = tables.specs[index]
     return tables.whole[index].resident + table.rows * ELEMENT_BYTES * (table.dim + 1)

@@ -1,87 +1,119 @@
-"""Hold what the planner's steps pass on: shards, splits and the memory that they have to fit."""
+"""Define what the planner's steps pass on: the problem, shards, capacities, proposals, placements and estimates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TableSpec
-from dlrm_api.plan import ShardKind
-from dlrm_planner.estimate import Costs, Floats
-from dlrm_planner.memory import Limit, fixed_pod_bytes
-from dlrm_planner.tables import CUT_HEADER_BYTES, PartBytes, Tables, part_bytes
+from dlrm_api.plan import Device, ShardKind
+from dlrm_api.tiers import Tier
+from dlrm_api.trace import TableTrace
+from dlrm_planner.tables import PartBytes, Tables, part_bytes
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
+SlowTier = Literal["cxl", "scm", "block"]
+LowerTier = Literal["ddr", "cxl", "scm", "block"]
+UNBOUNDED = 2**62
+"""Bytes of a node of unknown memory. Shards then take no bytes, so no sum overflows."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Bound the DDR of one pod for tables and hand-off, or the HBM of one rank for tables."""
+
+    size: int
+    """Bytes; negative if a node is too small even without tables."""
+    source: str
+    """Where the figure comes from, for the plan's reasons."""
+    field: str
+    """The field to raise to get more."""
+    shares: int = 1
+    """Number of equal parts of that field; this limit is one of them."""
+    looser: tuple[Limit, ...] = ()
+    """The other limits that hold, the next tightest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
-    """How one table is cut, and the rank of each piece."""
+class ShardOption:
+    """Split one table in one way, with a rank for each part."""
 
     kind: ShardKind
     ranks: tuple[int, ...]
-    """Of each piece, no rank twice."""
+    """One rank per part; no rank twice."""
     edges: tuple[int, ...]
-    """Of rows; of columns for kind column."""
-    why: str
-    """The reason, in words."""
+    """Edges of rows; of columns for kind ``column``."""
+    reason: str
 
     def rectangles(self, table: TableSpec) -> Iterator[tuple[int, int, int, int]]:
-        """Rows [start, end) and columns [start, end) of each piece."""
+        """Yield rows [start, end) and columns [start, end) of each part."""
         for start, end in zip(self.edges, self.edges[1:], strict=False):
             yield (0, table.rows, start, end) if self.kind == "column" else (start, end, 0, table.dim)
 
 
+Options = Mapping[int, ShardOption]
+"""Options by table; a table without one stays whole, on a rank of the partitioner's choice."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """All shards that ranks are chosen for, in the tables' order; every array and tuple is (N,)."""
+    """Hold all shards that need a rank, in the tables' order; every array and tuple is (N,)."""
 
     tables: Tables
-    table: NDArray[np.int64]
-    """Number of each shard's table."""
+    table: Indices
+    """Index of each shard's table."""
     rectangles: tuple[tuple[int, int, int, int], ...]
     """Rows [start, end) and columns [start, end)."""
     kinds: tuple[ShardKind, ...]
     allowed: tuple[tuple[int, ...], ...]
-    """Ranks that may take it, ascending; empty for any."""
+    """Ranks that may take the shard, ascending; empty for any."""
     rows: Floats
     share: Floats
-    """Of its table's rows."""
+    """Share of the table's rows."""
     width: Floats
     blocks: Floats
-    """Column blocks, each of which is held by itself."""
+    """Number of column blocks; each is stored separately."""
     row_bytes: tuple[int, ...]
     """A row and its state, as the kernels hold them."""
     resident_bytes: tuple[int, ...]
-    """Rows, row state and what tells that rows changed."""
+    """Rows, row state and change bits."""
     handoff_bytes: tuple[int, ...]
     """All rows with their ids and state, as a full cut hands them over."""
     range_bytes: tuple[int, ...]
-    """Of ranges of rows, what a step takes beyond an even part."""
+    """Bytes of a step on a range of rows, beyond an even share."""
+
+    @cached_property
+    def _used(self) -> tuple[Indices, Indices]:
+        return np.unique(self.table, return_inverse=True)
+
+    def by_table(self, function: Callable[[int], float]) -> Floats:
+        """Return the (N,) values of a function of each shard's table."""
+        used, inverse = self._used
+        return np.array([function(i) for i in used.tolist()], np.float64)[inverse]
 
     def spec(self, shard: int) -> TableSpec:
-        """Its table."""
+        """Return the table of a shard."""
         return self.tables.specs[int(self.table[shard])]
 
-    @property
+    @cached_property
     def held_bytes(self) -> tuple[int, ...]:
-        """What a pod's memory gives for each shard: it, its steps, and its part of a hand-off that holds a full cut."""
+        """Return the host memory of each shard: rows, steps, and its part of a hand-off that holds a full cut."""
         held = tuple(a + b for a, b in zip(self.resident_bytes, self.range_bytes, strict=True))
         if self.tables.handoff_budget is not None:
             return held
         return tuple(a + b for a, b in zip(held, self.handoff_bytes, strict=True))
 
-    def cost(self, costs: Costs) -> Floats:
-        """(N,) cost of one step."""
-        return costs.total(self.table, self.share, self.width, self.blocks)
 
-
-def cut(tables: Tables, which: Collection[int], splits: Mapping[int, Split]) -> Shards:
-    """The shards of some tables, ascending: those of their splits, or one that is the whole table."""
+def cut_tables(tables: Tables, which: Collection[int], options: Options) -> Shards:
+    """Cut some tables, ascending, into the shards of their options; a table without an option is one shard."""
     table: list[int] = []
     rectangles: list[tuple[int, int, int, int]] = []
     kinds: list[ShardKind] = []
@@ -90,15 +122,27 @@ def cut(tables: Tables, which: Collection[int], splits: Mapping[int, Split]) -> 
     steps: list[int] = []
     for i in which:
         spec = tables.specs[i]
-        if (split := splits.get(i)) is not None:
-            found = tuple(split.rectangles(spec))
+        if (option := options.get(i)) is not None:
+            found = tuple(option.rectangles(spec))
             rectangles += found
-            kinds += [split.kind] * len(found)
-            allowed += [(rank,) for rank in split.ranks]
+            kinds += [option.kind] * len(found)
+            allowed += [(rank,) for rank in option.ranks]
             table += [i] * len(found)
-            sizes += [part_bytes(spec, tables.block_state_bytes[i], *rectangle) for rectangle in found]
-            shares = [1.0 if split.kind == "column" else (end - start) / spec.rows for start, end, _, _ in found]
-            steps += [0 if share == 1 else tables.range_bytes(i, share, len(found)) for share in shares]
+            if option.kind == "table":
+                sizes.append(tables.whole[i])
+                steps.append(0)
+                continue
+            # Even splits have two sizes of parts, so most of the arithmetic repeats.
+            known: dict[tuple[int, int], tuple[PartBytes, int]] = {}
+            for rectangle in found:
+                start, end, left, right = rectangle
+                shape = (end - start, right - left)
+                if shape not in known:
+                    share = shape[0] / spec.rows
+                    step = 0 if share == 1 else tables.range_bytes(i, share, len(found))
+                    known[shape] = part_bytes(spec, tables.block_state_bytes[i], *rectangle), step
+                sizes.append(known[shape][0])
+                steps.append(known[shape][1])
         else:
             rectangles.append((0, spec.rows, 0, spec.dim))
             kinds.append("table")
@@ -108,16 +152,17 @@ def cut(tables: Tables, which: Collection[int], splits: Mapping[int, Split]) -> 
             steps.append(0)
     edges = np.array(rectangles, np.float64).reshape(-1, 4)
     rows, width = edges[:, 1] - edges[:, 0], edges[:, 3] - edges[:, 2]
+    index = np.array(table, np.int64)
     return Shards(
         tables=tables,
-        table=np.array(table, np.int64),
+        table=index,
         rectangles=tuple(rectangles),
         kinds=tuple(kinds),
         allowed=tuple(allowed),
         rows=rows,
-        share=rows / [tables.specs[i].rows for i in table],
+        share=rows / tables.rows[index],
         width=width,
-        blocks=width / [tables.specs[i].column_block or tables.specs[i].dim for i in table],
+        blocks=width / tables.block_width[index],
         row_bytes=tuple(size.row for size in sizes),
         resident_bytes=tuple(size.resident for size in sizes),
         handoff_bytes=tuple(size.handoff for size in sizes),
@@ -125,83 +170,220 @@ def cut(tables: Tables, which: Collection[int], splits: Mapping[int, Split]) -> 
     )
 
 
-UNBOUNDED = 2**62
-"""Room of a node of which nothing is known; shards then take no bytes, so that no sum overflows."""
+@dataclass(frozen=True, kw_only=True)
+class HitRates:
+    """Hold hit curves of tables or of their shards: hits grow with cached rows, ever more slowly."""
+
+    rows: Floats
+    """(T, K) rows that a cache holds, ascending from 0."""
+    hits: Floats
+    """(T, K) accesses of one step that find their row."""
+    accesses: Floats
+    """(T,) distinct rows of one step."""
+    min_rows: Floats
+    """(T,) rows of the smallest planned cache: those expected of all batches in flight."""
+
+    def hits_at(self, shard: int, rows: float) -> float:
+        """Return the accesses of one step that a cache of ``rows`` serves."""
+        return float(np.interp(rows, self.rows[shard], self.hits[shard]))
+
+    def of(self, shards: Shards) -> HitRates:
+        """Return the curves of shards: hot rows are anywhere, so a range of rows has its share of them."""
+        table, share = shards.table, shards.share
+        return HitRates(
+            rows=self.rows[table] * share[:, None],
+            hits=self.hits[table] * share[:, None],
+            accesses=self.accesses[table] * share,
+            min_rows=np.clip(np.ceil(self.min_rows[table] * share), 1, shards.rows),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needs:
-    """Bytes, or other parts of a node, that tables take and nodes have."""
+class Problem:
+    """Hold what to place, and the memory for it."""
+
+    spec: DLRMJobSpec
+    profile: HardwareProfile | None
+    tables: Tables
+    device: Device
+    limit: Limit | None
+    """DDR of a pod; None if unknown."""
+    hbm: Limit | None
+    """HBM of a rank, before replicas; None on the host, and if unknown."""
+    reserve: int
+    """Bytes that each pod keeps free; the limit is without them."""
+    caps: Mapping[SlowTier, int]
+    """Bytes of each slower tier of a pod, fastest first."""
+    traces: Mapping[str, TableTrace]
+    curves: dict[int, HitRates] = field(default_factory=dict)
+    """Hit rates of whole tables by lookahead: read once, however often a variant of the problem is tried."""
+
+    def with_table(self, i: int, table: TableSpec) -> Problem:
+        """Return the problem with another spec of one table."""
+        specs = tuple(table if k == i else each for k, each in enumerate(self.tables.specs))
+        return replace(self, tables=replace(self.tables, specs=specs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """Measure what tables take of a node or a rank, in bytes or in parts of it, and how much each has."""
 
     replicated: tuple[int, ...]
     held: tuple[int, ...]
-    """What each table of the model takes of its node, if it is placed whole."""
-    room: tuple[int, ...]
+    """What each table of the model takes if it is placed whole."""
+    free: tuple[int, ...]
     """What each node, or each rank, gives to shards."""
     sharing: int
-    """Ranks that share one such room: those of a node, or one where a rank has a room to itself."""
-    bounded: bool
-    """False: nothing is known of the rooms."""
+    """Ranks that share one entry of ``free``: those of a node, or 1."""
+    is_bounded: bool
+    """False if nothing is known of the memory."""
     measure: Callable[[Shards], tuple[int, ...]]
-    """What each shard takes of its node."""
+    """What each shard takes."""
     extra: tuple[int, ...]
     """What a range of a table's rows may take beyond its share of the table."""
     tier: Literal["ddr", "hbm"] = "ddr"
-    """What runs short where there is too little room."""
+    """The memory that runs short if shards do not fit."""
 
     @property
     def holder(self) -> str:
-        """Who has such a room, in words."""
+        """Return who has such memory, for messages."""
         return "GPU" if self.tier == "hbm" else "node"
 
     @cached_property
     def placed(self) -> tuple[int, ...]:
-        """Tables that are not replicated."""
+        """Return the tables that are not replicated."""
         replicated = set(self.replicated)
         return tuple(i for i in range(len(self.held)) if i not in replicated)
 
     @cached_property
-    def hopeless(self) -> bool:
-        """Whether all nodes together have too little room, however tables are split."""
-        return self.bounded and sum(self.held[i] for i in self.placed) > sum(self.room)
+    def is_hopeless(self) -> bool:
+        """Return whether all nodes together have too little memory, however tables are split."""
+        return self.is_bounded and sum(self.held[i] for i in self.placed) > sum(self.free)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoPlacement:
-    """Why no placement was found."""
+class Proposal:
+    """Split tables in one way; the partitioner chooses the ranks that the options leave open."""
+
+    strategy: str
+    options: Options
+    methods: tuple[str, ...]
+    """Partitioners to try."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Place every shard of a proposal on a rank."""
+
+    replicated: tuple[int, ...]
+    options: Options
+    """Of the tables that are split."""
+    shards: Shards
+    ranks: Indices
+    """(N,) rank of each shard."""
+    method: str
+    """The strategy or partitioner that found it, for the plan's reasons."""
+    imbalance: float
+    """Largest over mean seconds of a rank."""
+
+    def on_pod(self, pod: int, processes: int) -> Indices:
+        """Return the shards of one pod."""
+        return np.flatnonzero(self.ranks // processes == pod)
+
+    @cached_property
+    def whole(self) -> tuple[int, ...]:
+        """Return the tables that are one shard."""
+        kinds = zip(self.shards.table.tolist(), self.shards.kinds, strict=True)
+        return tuple(i for i, kind in kinds if kind == "table")
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Place the rows of one shard in a stack of levels, or all of them in HBM."""
+
+    slots: int
+    below: tuple[tuple[LowerTier, int], ...]
+    """Rows that each further level may hold, fastest first; empty if all rows are in the first level for good."""
+    first: Literal["ddr", "hbm"] = "ddr"
+    """The memory of the slots."""
+
+    @property
+    def each(self) -> tuple[tuple[Tier, int], ...]:
+        """Return all levels with their rows, fastest first."""
+        return ((self.first, self.slots), *self.below)
+
+
+class Timed(NamedTuple):
+    """Hold the seconds of one part of a step."""
+
+    seconds: float
+    is_stated: bool
+    """The profile states the rates behind it; otherwise they are defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Hold the seconds of one step by part, each of the rank or pod that takes longest for it."""
+
+    compute: Timed
+    """0 seconds if the profile states no rate: it is the same for every plan of a job."""
+    lookups: Mapping[Tier, Timed]
+    """Lookups and updates in the memory that kernels compute on."""
+    exchange: Timed
+    misses: Mapping[Tier, Timed]
+    """Rows moved between the first level and each tier below it."""
+    prefetches: bool
+    """Rows of lower tiers are fetched for batches ahead, while others compute."""
+
+    @cached_property
+    def fast_s(self) -> float:
+        """Return the seconds of a step that finds all its rows in the first level."""
+        return self.compute.seconds + sum(each.seconds for each in self.lookups.values()) + self.exchange.seconds
+
+    @cached_property
+    def step_s(self) -> float:
+        """Return the seconds of a step."""
+        missed = sum(each.seconds for each in self.misses.values())
+        return max(self.fast_s, missed) if self.prefetches else self.fast_s + missed
+
+    @property
+    def is_stated(self) -> bool:
+        """Return whether the profile states all rates behind the estimate."""
+        parts = (self.compute, self.exchange, *self.lookups.values(), *self.misses.values())
+        return all(each.is_stated for each in parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableShortage:
+    """Say which table, or shard of it, found no rank with enough memory."""
 
     table: int
     rank: int
     held: int
     """What the table takes."""
-    room: int
-    """What was left on the rank's node; negative where it is too small even for what every node holds."""
-    alone: bool
-    """Whether the table would not fit even if it were the only one."""
+    free: int
+    """What was left on the rank's node; negative if it is too small even for what every node holds."""
+    is_alone: bool
+    """The table would not fit even if it were the only one."""
     spread: int = 0
-    """Rooms that it may be split over, of which ``room`` is the sum; 0 for a shard that goes to one of them."""
+    """Nodes or ranks that it may be split over, of which ``free`` is the sum; 0 for a shard that goes to one."""
     tier: Literal["ddr", "hbm"] = "ddr"
-    """The memory that has too little room."""
 
 
-def whole_needs(
-    spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], limit: Limit | None, *, beside: int = 0
-) -> Needs:
-    """What shards take whose rows all lie in DDR; ``beside``: bytes of each pod that are for something else."""
-    if limit is None:
-        room = (UNBOUNDED,) * spec.replicas
-    else:
-        first, other = (fixed_pod_bytes(spec, tables, replicated, pod) + beside for pod in (0, 1))
-        room = tuple(max(limit.size - (first if pod == 0 else other), -UNBOUNDED) for pod in range(spec.replicas))
-    return Needs(
-        replicated=tuple(replicated),
-        held=tables.held_bytes,
-        room=room,
-        sharing=spec.trainer.processes_per_replica,
-        bounded=limit is not None,
-        measure=lambda shards: shards.held_bytes,
-        extra=tuple(
-            CUT_HEADER_BYTES * (len(table.block_edges) - 1) + step
-            for table, step in zip(tables.specs, tables.most_range_bytes, strict=True)
-        ),
-    )
+@dataclass(frozen=True)
+class TierShortage:
+    """Say which tier lacks bytes for the rows of one pod."""
+
+    tier: LowerTier
+    missing: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Infeasible:
+    """Say why nothing fits."""
+
+    cause: TableShortage | TierShortage
+    min_slots: int = 0
+    """Slots that the table needs at least; 0 if it was to lie whole in DDR."""
+    has_full_handoff: bool = False
+    """The hand-off was to hold a full cut. In segments it takes less of large tables and left even less memory."""

@@ -23,7 +23,7 @@ from dlrm_operator.manifests.pod_template import (
 from dlrm_operator.manifests.resources import checkpointer_resources, trainer_memory_bytes, trainer_resources
 from dlrm_operator.manifests.scheduling import group_gates, group_metadata, placement, pod_groups
 from dlrm_operator.manifests.storage import tier_bytes, tier_mounts, tier_volumes
-from dlrm_planner.memory import CUDA_SHARED_BYTES
+from dlrm_planner import CUDA_SHARED_BYTES
 
 # Started trainers load, read and create their tables before they meet.
 RENDEZVOUS_TIMEOUT_S = 1_800

@@ -10,8 +10,7 @@ from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
 from dlrm_operator.manifests import Manifest
-from dlrm_planner import working_set_bytes
-from dlrm_planner.memory import checkpointer_bytes
+from dlrm_planner import checkpointer_bytes, working_set_bytes
 
 FACTORS: Final = {
     "": Fraction(1),

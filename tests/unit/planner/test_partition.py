@@ -8,14 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_planner.partition import Bins, Items, Misfit, fits, greedy, largest_differences, loads, repair, tightest
+from dlrm_planner.partition import (
+    Bins,
+    Items,
+    PartitionFailure,
+    best_fit,
+    fits,
+    greedy,
+    largest_differences,
+    loads,
+    repair,
+)
 
 
 def make_items(
     cost: list[float], held: list[int] | None = None, allowed: dict[int, tuple[int, ...]] | None = None
 ) -> Items:
     return Items(
-        cost=np.array(cost, np.float64),
+        seconds=np.array(cost, np.float64),
         held_bytes=np.array(held or [0] * len(cost), np.int64),
         allowed=tuple((allowed or {}).get(i, ()) for i in range(len(cost))),
     )
@@ -23,7 +33,7 @@ def make_items(
 
 def make_bins(world_size: int, room: int, processes: int = 1) -> Bins:
     node = np.arange(world_size, dtype=np.int64) // processes
-    return Bins(node=node, room=np.full(world_size // processes, room, np.int64))
+    return Bins(node=node, free=np.full(world_size // processes, room, np.int64))
 
 
 @st.composite
@@ -44,16 +54,16 @@ def test_no_partitioner_breaks_a_cap_or_a_pin(problem: tuple[Items, Bins]) -> No
 
     answers = [
         greedy(items, bins),
-        tightest(items, bins),
+        best_fit(items, bins),
         repair(items, bins, largest_differences(items, bins)),
     ]
 
     for ranks in answers:
-        if ranks is None or isinstance(ranks, Misfit):
+        if ranks is None or isinstance(ranks, PartitionFailure):
             continue
         assert fits(items, bins, ranks)
         assert all(rank in allowed for rank, allowed in zip(ranks, items.allowed, strict=True) if allowed)
-        assert len(ranks) == len(items.cost)
+        assert len(ranks) == len(items.seconds)
         assert not len(ranks) or (ranks.min() >= 0 and ranks.max() < bins.world_size)
 
 
@@ -61,10 +71,10 @@ def test_no_partitioner_breaks_a_cap_or_a_pin(problem: tuple[Items, Bins]) -> No
 def test_a_misfit_names_the_roomiest_rank_and_what_is_free_there(problem: tuple[Items, Bins]) -> None:
     items, bins = problem
 
-    answer = tightest(items, bins)
+    answer = best_fit(items, bins)
 
-    if isinstance(answer, Misfit):
-        assert answer.room < items.held_bytes[answer.item]
+    if isinstance(answer, PartitionFailure):
+        assert answer.free < items.held_bytes[answer.item]
         assert not items.allowed[answer.item] or answer.rank in items.allowed[answer.item]
 
 
@@ -92,7 +102,7 @@ def test_differencing_with_repair_balances_at_least_as_well_as_greedy_in_nine_of
         items = make_items(random.lognormal(0, 1, count).tolist(), held.tolist())
         bins = make_bins(world_size, room)
         plain = greedy(items, bins)
-        if isinstance(plain, Misfit):
+        if isinstance(plain, PartitionFailure):
             continue
 
         differenced = repair(items, bins, largest_differences(items, bins))
@@ -108,7 +118,7 @@ def test_differencing_beats_greedy_on_the_textbook_case() -> None:
 
     greedily, differenced = greedy(items, bins), largest_differences(items, bins)
 
-    assert not isinstance(greedily, Misfit)
+    assert not isinstance(greedily, PartitionFailure)
     assert loads(items, bins, greedily).tolist() == [17, 13]
     assert sorted(loads(items, bins, differenced).tolist()) == [14, 16]
 
@@ -133,7 +143,7 @@ def test_ranks_of_one_node_share_its_memory() -> None:
 
     ranks = greedy(items, bins)
 
-    assert not isinstance(ranks, Misfit)
+    assert not isinstance(ranks, PartitionFailure)
     assert sorted(ranks.tolist()) == [0, 1]
 
 
@@ -144,7 +154,7 @@ def test_equal_problems_get_equal_answers(partition: object, problem: tuple[Item
     first, second = partition(*problem), partition(*problem)
 
     assert type(first) is type(second)
-    assert first == second if isinstance(first, Misfit) else np.array_equal(first, second)
+    assert first == second if isinstance(first, PartitionFailure) else np.array_equal(first, second)
 
 
 def test_differencing_takes_few_bytes_for_each_item_and_rank() -> None:

@@ -17,7 +17,7 @@ from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, TierShare
 from dlrm_planner import plan_job, working_set_bytes
-from dlrm_planner.hit_rates import read_reuse
+from dlrm_planner.hit_rates import read_hit_rates
 from dlrm_planner.tables import read_tables
 from dlrm_testing.split_rows import range_bytes
 
@@ -65,7 +65,7 @@ def bytes_by_hand(spec: DLRMJobSpec, plan: Plan, pod: int) -> dict[str, float]:
     """Bytes of one pod's shards, from dlrm_api.tiers alone."""
     taken: dict[str, float] = {"ddr": 0.0}
     buffered = set()
-    accesses = read_reuse(spec, read_tables(spec), {}).accesses
+    accesses = read_hit_rates(spec, read_tables(spec), {}).accesses
     for planned, asked, looked_up in zip(plan.tables, spec.model.all_tables(), accesses, strict=True):
         row = (asked.dim, asked.dtype, spec.training.row_optimizer.kind)
         for shard in planned.shards:
@@ -306,7 +306,7 @@ def test_no_shard_has_more_slots_or_places_between_levels_than_links_name(make_s
     ("more", "path", "says"),
     [
         ({"pin": {"tier": "scm"}}, "spec.model.tables[0].pin.tier", "set trainer.tierBudgets.scm"),
-        ({"pin": {"tier": "block", "sharding": "data"}}, "spec.model.tables[0].pin.tier", "replicas live in DDR"),
+        ({"pin": {"tier": "block", "sharding": "data"}}, "spec.model.tables[0].pin.tier", "keeps replicas in DDR"),
     ],
 )
 def test_a_tier_pin_that_cannot_be_honoured_is_refused(
@@ -319,7 +319,7 @@ def test_a_tier_pin_that_cannot_be_honoured_is_refused(
 
 
 def mend(reasons: tuple[str, ...], start: str) -> int:
-    return next(int(found[1]) for reason in reasons if (found := re.match(rf"mend: {start}(\d+)", reason)))
+    return next(int(found[1]) for reason in reasons if (found := re.match(rf"fix: {start}(\d+)", reason)))
 
 
 def test_a_missing_tier_is_mended_by_the_bytes_that_are_named(make_spec: MakeSpec) -> None:
@@ -345,7 +345,7 @@ def test_the_mend_of_a_tier_that_nodes_give_by_claims_says_how_many_of_their_byt
 
     with pytest.raises(InfeasiblePlanError) as refused:
         plan_job(spec, node(GIB))
-    said = next(reason for reason in refused.value.reasons if reason.startswith("mend: block of "))
+    said = next(reason for reason in refused.value.reasons if reason.startswith("fix: block of "))
     enough = int(re.search(r"tiers\.block\.bytes \((\d+) of them: ", said)[1])  # type: ignore[index]
 
     plan = plan_job(spec, node(enough))
@@ -386,7 +386,7 @@ def test_slots_that_have_no_room_are_mended_by_ddr_or_a_shorter_lookahead(make_s
         r"table busy .*: with slots for \d+ rows, those of 2 batches in flight, .* bytes short", str(refused.value)
     )
     assert plan_job(make_spec([busy], batch=8_192, tierBudgets={**tight, "ddr": 800 * MIB + more})).lookahead == 1
-    assert "mend: trainer.cache.lookahead: 0 needs slots for one batch alone, and hides no reads" in (
+    assert "fix: trainer.cache.lookahead: 0 needs slots for one batch alone, and hides no reads" in (
         refused.value.reasons
     )
     assert share(plan_job(make_spec([busy], batch=8_192, tierBudgets=tight, cache={"lookahead": 0})), "busy").levels

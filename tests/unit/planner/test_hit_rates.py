@@ -1,5 +1,6 @@
 """Curves of reuse: priors against a simulated cache, traces as they were measured, the policy they speak for."""
 
+import itertools
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -7,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.trace import CurvePoint, ReuseBin, TableTrace, Trace
 from dlrm_planner import plan_job, read_traces, trace_references
-from dlrm_planner.hit_rates import Reuse, read_reuse
+from dlrm_planner.hit_rates import Demand, Filled, fill, read_hit_rates
 from dlrm_planner.tables import read_tables
+from dlrm_planner.types import HitRates
 
 MakeSpec = Callable[..., DLRMJobSpec]
 REFERENCE = "file:///traces/day.json"
@@ -24,8 +28,8 @@ def table(rows: int, **more: Any) -> dict[str, Any]:
     return {"name": "t", "rows": rows, "dim": 64, **more}
 
 
-def reuse_of(spec: DLRMJobSpec, trace: TableTrace | None = None) -> Reuse:
-    return read_reuse(spec, read_tables(spec), {"t": trace} if trace else {})
+def reuse_of(spec: DLRMJobSpec, trace: TableTrace | None = None) -> HitRates:
+    return read_hit_rates(spec, read_tables(spec), {"t": trace} if trace else {})
 
 
 def lru_hits(batches: list[np.ndarray], slots: int) -> tuple[float, float]:
@@ -75,14 +79,14 @@ def test_every_curve_is_concave_and_ends_with_all_rows(make_spec: MakeSpec, rows
     assert x[-1] == rows
     assert y[-1] == pytest.approx(found.accesses[0])
     assert found.accesses[0] <= min(rows, 2_048 * 7) * (1 + 1e-9)
-    assert 1 <= found.least[0] <= rows
+    assert 1 <= found.min_rows[0] <= rows
 
 
 def test_a_table_that_is_never_looked_up_wants_nothing(make_spec: MakeSpec) -> None:
     found = reuse_of(make_spec([table(1_000, avgLookups=0)]))
 
     assert found.accesses[0] == 0
-    assert found.least[0] == 1
+    assert found.min_rows[0] == 1
 
 
 def traced(rows: int = 10**7, **more: Any) -> TableTrace:
@@ -108,7 +112,7 @@ def test_a_trace_is_taken_as_it_was_measured(make_spec: MakeSpec) -> None:
     found = reuse_of(spec, traced())
 
     assert found.accesses[0] == 1_024
-    assert found.least[0] == 2_048
+    assert found.min_rows[0] == 2_048
     assert found.hits_at(0, 1_000) / 1_024 == pytest.approx(0.2)
     assert found.hits_at(0, 10_000) / 1_024 > 0.22  # on the hull: a cache can be given to others in turns
     assert found.hits_at(0, 100_000) / 1_024 == pytest.approx(0.6)
@@ -144,7 +148,7 @@ def test_documents_become_traces_by_table(make_spec: MakeSpec) -> None:
 
     assert trace_references(spec) == {REFERENCE: "spec.model.tables[0].distribution.reference"}
     assert read_traces(spec, {REFERENCE: document}) == {"t": traced()}
-    with pytest.raises(InvalidSpecError, match="holds no trace"):
+    with pytest.raises(InvalidSpecError, match="expected a trace"):
         read_traces(spec, {REFERENCE: "{}"})
     with pytest.raises(InvalidSpecError, match="table t is not in the trace"):
         read_traces(spec, {REFERENCE: document.replace('"t"', '"u"')})
@@ -176,3 +180,78 @@ def test_the_policy_follows_the_trace_and_the_user_before_it(
 
     assert plan.tables[0].shards[0].tiers.policy == expected
     assert any(reason.startswith(f"rows leave the slots by {expected}") for reason in plan.reasons)
+
+
+@st.composite
+def demand(draw: st.DrawFn) -> Demand:
+    """Up to five tables with concave curves of four pieces, some of which may be taken whole."""
+    tables = draw(st.integers(1, 5))
+    rows, hits, start, whole = [], [], [], []
+    for _ in range(tables):
+        widths = [draw(st.integers(1, 50)) for _ in range(4)]
+        slopes = sorted((draw(st.floats(0, 1)) for _ in range(4)), reverse=True)
+        rows.append(np.concatenate([[0], np.cumsum(widths)]).astype(float))
+        hits.append(np.concatenate([[0], np.cumsum(np.multiply(widths, slopes))]))
+        start.append(draw(st.integers(0, widths[0])))
+        whole.append(draw(st.one_of(st.just(np.inf), st.integers(1, 300))))
+    return Demand(
+        rows=np.array(rows),
+        hits=np.array(hits),
+        start=np.array(start, float),
+        stop=np.array([each[-1] for each in rows]),
+        row_cost=np.array([draw(st.sampled_from([1.0, 2.5, 7.0])) for _ in range(tables)]),
+        whole_cost=np.array(whole, float),
+        whole_hits=np.array([each[-1] for each in hits]),
+    )
+
+
+def value(given_: Demand, filled: Filled) -> float:
+    curves = [np.interp(r, x, y) for r, x, y in zip(filled.rows, given_.rows, given_.hits, strict=True)]
+    return float(np.where(filled.whole, given_.whole_hits, curves).sum())
+
+
+def cost(given_: Demand, filled: Filled) -> float:
+    slots = (filled.rows - given_.start) * given_.row_cost
+    return float(np.where(filled.whole, given_.whole_cost, slots).sum())
+
+
+def without(given_: Demand, **changes: Any) -> Demand:
+    return Demand(**{**given_.__dict__, **changes})
+
+
+@given(given_=demand(), budget=st.floats(0, 2_000), spend_all=st.booleans())
+def test_no_more_is_spent_than_there_is(given_: Demand, budget: float, spend_all: bool) -> None:
+    filled = fill(given_, budget, spend_all=spend_all)
+
+    assert cost(given_, filled) <= budget + 1e-4
+    assert (filled.rows >= given_.start).all()
+    assert (filled.rows <= given_.stop).all()
+
+
+@given(given_=demand(), budget=st.floats(0, 2_000))
+def test_taking_tables_whole_never_serves_less_than_slots_alone(given_: Demand, budget: float) -> None:
+    slots_alone = without(given_, whole_cost=np.full(len(given_.start), np.inf))
+    a_row_each = float((given_.hits[:, 1] / given_.rows[:, 1]).sum())  # rows are whole numbers
+
+    assert value(given_, fill(given_, budget)) >= value(given_, fill(slots_alone, budget)) - a_row_each
+
+
+@given(given_=demand(), budget=st.floats(0, 2_000))
+def test_it_comes_within_one_table_of_the_best_choice_of_whole_tables(given_: Demand, budget: float) -> None:
+    best = 0.0
+    for chosen in itertools.product([False, True], repeat=len(given_.start)):
+        rest = budget - float(given_.whole_cost[list(chosen)].sum())
+        if not rest >= 0:
+            continue
+        kept = [not each for each in chosen]
+        others = Demand(
+            **{
+                name: each[kept]
+                for name, each in without(given_, whole_cost=np.full(len(chosen), np.inf)).__dict__.items()
+            }
+        )
+        served = float(given_.whole_hits[list(chosen)].sum())
+        best = max(best, served + (value(others, fill(others, rest)) if any(kept) else 0.0))
+
+    a_row_each = float((given_.hits[:, 1] / given_.rows[:, 1]).sum())
+    assert value(given_, fill(given_, budget)) >= best - float(given_.whole_hits.max()) - a_row_each

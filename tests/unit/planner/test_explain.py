@@ -41,13 +41,13 @@ def test_a_table_larger_than_any_node_is_named_with_the_bytes_that_are_missing(m
     slices = 67 * MIB  # 64 MiB of rows, the dense state and headers of two ranks, in whole MiB
     free = 100 * MIB - slices
     assert reasons[0] == (
-        f"table t1 (1000000 rows x 16) does not fit on rank 0 on node 0, the roomiest that it may go to: with row "
+        f"table t1 (1000000 rows x 16) does not fit on rank 0 on node 0, which has most free memory: with row "
         f"state it takes {taken} bytes, and {free} bytes are free: {taken - free} bytes short"
     )
     assert reasons[1] == "a pod has 104857600 bytes for tables: trainer.tierBudgets.ddr of 100.0 MiB"
-    assert reasons[2].startswith("mend: raise trainer.tierBudgets.ddr by ")
+    assert reasons[2].startswith("fix: raise trainer.tierBudgets.ddr by ")
     assert reasons[3] == (
-        "mend: leave out spec.model.tables[1].pin.sharding: the planner then splits the table over nodes"
+        "fix: leave out spec.model.tables[1].pin.sharding: the planner then splits the table over nodes"
     )
     assert reasons[4] == "more replicas do not help: table t1 stays where its pin puts it, and is split no further"
     assert len(reasons) == 5
@@ -59,11 +59,11 @@ def test_a_table_that_fits_only_alone_is_named_with_what_is_left(make_spec: Make
     reasons = refusal(spec).reasons
 
     assert re.fullmatch(
-        r"table t2 \(200000 rows x 16\) does not fit on rank 1 on node 1, the roomiest that it may go to: with row "
-        r"state and hand-off it takes 29002048 bytes, and \d+ bytes are free left beside other tables: \d+ bytes short",
+        r"table t2 \(200000 rows x 16\) does not fit on rank 1 on node 1, which has most free memory: with row "
+        r"state and hand-off it takes 29002048 bytes, and \d+ bytes are free next to other tables: \d+ bytes short",
         reasons[0],
     )
-    assert reasons[-1] == "mend: trainer.replicas: 3 of the same hardware hold all tables"
+    assert reasons[-1] == "fix: trainer.replicas: 3 of the same hardware hold all tables"
 
 
 def test_a_pinned_table_is_refused_on_its_own_rank(make_spec: MakeSpec) -> None:
@@ -83,7 +83,7 @@ def test_a_node_too_small_for_what_every_node_holds_is_said_so(make_spec: MakeSp
 
     assert "replicated tables, the hand-off and buffers already take" in reasons[0]
     assert reasons[1].startswith("a pod has 0 bytes for tables: 1.0 GiB DDR of a big node less 1.3 GiB")
-    assert reasons[2].startswith("mend: raise DDR per node (HardwareProfile big) by ")
+    assert reasons[2].startswith("fix: raise DDR per node (HardwareProfile big) by ")
 
 
 def test_what_the_checkpointer_asks_for_is_named_where_it_takes_the_nodes_memory(
@@ -124,7 +124,7 @@ def test_the_memory_mend_is_enough_and_a_little_less_is_not(
 def test_the_replica_mend_is_enough(make_spec: MakeSpec, count: int) -> None:
     rows = tuple(100_000 + 7_919 * i % 50_000 for i in range(count))
     reasons = refusal(make_spec(tables(*rows), replicas=2, tierBudgets={"ddr": "32Mi"})).reasons
-    replicas = int(reasons[-1].removeprefix("mend: trainer.replicas: ").split()[0])
+    replicas = int(reasons[-1].removeprefix("fix: trainer.replicas: ").split()[0])
 
     plan = plan_job(make_spec(tables(*rows), replicas=replicas, tierBudgets={"ddr": "32Mi"}))
 
@@ -145,7 +145,7 @@ def test_the_mend_of_a_micro_batch_is_enough_and_one_piece_fewer_is_not(
         return spec.model_copy(update={"training": TrainingSpec(micro_batch_size=size)})
 
     said = next(reason for reason in refusal(spec, node).reasons if "microBatchSize" in reason)
-    size = int(said.removeprefix("mend: training.microBatchSize: ").split()[0])
+    size = int(said.removeprefix("fix: training.microBatchSize: ").split()[0])
 
     assert said.endswith(f"{size} holds the activations of so many samples at a time")
     assert plan_job(micro_batch(size), node).world_size == 1
@@ -172,7 +172,7 @@ def test_less_read_ahead_is_named_where_that_is_enough(
 
     node = make_profile(working_set_bytes(reads_ahead(200 * MIB)) + 2 * GIB)
     said = [reason for reason in refusal(reads_ahead(3 * GIB), node).reasons if "prefetchBytes" in reason]
-    size = int(said[0].removeprefix("mend: data.prefetchBytes: ").split()[0])
+    size = int(said[0].removeprefix("fix: data.prefetchBytes: ").split()[0])
 
     assert plan_job(reads_ahead(size), node).world_size == 2
     with pytest.raises(InfeasiblePlanError):
@@ -195,7 +195,7 @@ def test_more_replicas_are_no_mend_where_all_share_one_machine(make_spec: MakeSp
     with pytest.raises(InfeasiblePlanError) as refused:
         plan_job(spec, node, shared=True)
 
-    assert any(reason.startswith("mend: trainer.replicas: ") for reason in refusal(spec, node).reasons)
+    assert any(reason.startswith("fix: trainer.replicas: ") for reason in refusal(spec, node).reasons)
     assert refused.value.reasons[-1] == "more replicas do not help: they share this machine's memory"
     assert not any("trainer.replicas" in reason for reason in refused.value.reasons)
 
@@ -209,9 +209,9 @@ def test_one_machine_is_asked_for_memory_that_is_free_and_for_files_below_it(
         plan_job(spec, node, shared=True)
 
     words = "; ".join(refused.value.reasons)
-    assert re.search(r"mend: free \d+ bytes \(.*\) more of this machine's memory for each pod;", words)
+    assert re.search(r"fix: free \d+ bytes \(.*\) more of this machine's memory for each pod;", words)
     assert "HardwareProfile" not in words
-    assert re.search(r"mend: trainer\.tierBudgets\.block: \d+ .* does not hold into files below --tier-dir;", words)
+    assert re.search(r"fix: trainer\.tierBudgets\.block: \d+ .* does not hold into files below --tier-dir;", words)
 
 
 def test_replicas_beyond_the_virtual_shards_are_not_proposed(make_spec: MakeSpec) -> None:
@@ -219,7 +219,7 @@ def test_replicas_beyond_the_virtual_shards_are_not_proposed(make_spec: MakeSpec
 
     reasons = refusal(make_spec(tables(*rows), replicas=2, tierBudgets={"ddr": "20Mi"})).reasons
 
-    assert not any(reason.startswith("mend: trainer.replicas") for reason in reasons)
+    assert not any(reason.startswith("fix: trainer.replicas") for reason in reasons)
 
 
 def test_the_tighter_of_profile_and_budget_counts(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
@@ -267,7 +267,7 @@ def test_every_limit_that_a_mend_raises_is_enough_together(
     try:
         planned({})
     except InfeasiblePlanError as refused:
-        mend = next(reason for reason in refused.reasons if reason.startswith("mend: raise "))
+        mend = next(reason for reason in refused.reasons if reason.startswith("fix: raise "))
         raised = re.findall(r"(?:raise|and) (.+?) by (\d+) bytes", mend)
 
         planned({fields.get(field, "limit"): int(more) for field, more in raised})
@@ -285,9 +285,9 @@ def test_a_short_tier_is_told_by_what_even_pods_lack_and_its_mends_spread_tables
     reasons = refusal(asked(320 * GIB), profile).reasons
 
     short = int(reasons[0].split(" block is ")[1].split()[0])
-    enough = int(next(r for r in reasons if r.startswith("mend: block of ")).split()[3])
+    enough = int(next(r for r in reasons if r.startswith("fix: block of ")).split()[3])
     assert 320 * GIB + short <= enough < 1.01 * (320 * GIB + short)
-    assert any(r.startswith("mend: trainer.replicas: 5 ") for r in reasons)
+    assert any(r.startswith("fix: trainer.replicas: 5 ") for r in reasons)
     assert plan_job(asked(enough), profile)
 
 
@@ -301,5 +301,5 @@ def test_where_two_memories_are_too_small_no_one_change_is_said_to_be_enough(mak
     with pytest.raises(InfeasiblePlanError) as refused:
         plan_job(spec)
 
-    assert not any(reason.startswith("mend: ") for reason in refused.value.reasons)
-    assert refused.value.reasons[-1].startswith("no one change is enough: ")
+    assert not any(reason.startswith("fix: ") for reason in refused.value.reasons)
+    assert refused.value.reasons[-1].startswith("no single change is enough: ")

@@ -14,7 +14,7 @@ from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, Shard
 from dlrm_planner import plan_job
-from dlrm_planner.enumerate import spread
+from dlrm_planner.enumerate import spread_rows
 
 MIB, GIB = 2**20, 2**30
 MakeSpec = Callable[..., DLRMJobSpec]
@@ -216,7 +216,7 @@ def test_a_pinned_table_that_no_node_holds_is_mended_by_leaving_the_pin_out(make
     with pytest.raises(InfeasiblePlanError) as refused:
         plan_job(make_spec([table("t", 4 * 10**6, pin={"ranks": [1]})], replicas=4, tierBudgets=tight))
 
-    assert "mend: leave out spec.model.tables[0].pin.ranks: the planner then splits the table over nodes" in (
+    assert "fix: leave out spec.model.tables[0].pin.ranks: the planner then splits the table over nodes" in (
         refused.value.reasons
     )
     assert len(shards(plan_job(make_spec([table("t", 4 * 10**6)], replicas=4, tierBudgets=tight)))) > 1
@@ -232,7 +232,7 @@ def test_a_table_larger_than_the_gang_is_named_with_what_all_nodes_lack_and_its_
         "table t (4000000 rows x 64) does not fit, not even split over the ranks of 2 nodes: with row state"
         in (reasons[0])
     )
-    replicas = int(reasons[-1].removeprefix("mend: trainer.replicas: ").split()[0])
+    replicas = int(reasons[-1].removeprefix("fix: trainer.replicas: ").split()[0])
     plan = plan_job(make_spec([table("t", 4 * 10**6)], replicas=replicas, tierBudgets=tight))
     assert len(shards(plan)) == replicas
 
@@ -255,7 +255,7 @@ def test_what_fits_nowhere_whole_beside_others_is_split_as_a_last_resort(make_sp
     plan = plan_job(make_spec(found, replicas=2, tierBudgets={"ddr": budget}))
 
     assert sorted(len(shards(plan, f"t{i}")) for i in range(3)) == [1, 1, 2]
-    assert any("beside other tables no node has room for it whole" in reason for reason in plan.reasons)
+    assert any("no node has enough memory for it whole next to other tables" in reason for reason in plan.reasons)
 
 
 def test_a_range_of_rows_has_its_share_of_slots_and_the_hit_rate_of_the_whole(make_spec: MakeSpec) -> None:
@@ -410,7 +410,7 @@ def test_a_map_of_many_rows_has_wider_entries(make_spec: MakeSpec) -> None:
 def test_rows_are_spread_whole_and_within_caps(rows: int, weights: list[int], caps: list[int]) -> None:
     limits = np.array(caps[: len(weights)], np.int64)
 
-    got = spread(rows, np.array(weights, np.int64), limits)
+    got = spread_rows(rows, np.array(weights, np.int64), limits)
 
     if got is None:
         assert limits.sum() < rows

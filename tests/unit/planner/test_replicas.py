@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
-from dlrm_planner import plan_job
-from dlrm_planner.choose import EXACT, GRID, Judged, choose_size
+from dlrm_planner import choose_replicas, plan_job
+from dlrm_planner.replicas import GRID_SIZES, MAX_EXACT, JudgedSize
 
 MakeSpec = Callable[..., DLRMJobSpec]
 MakeProfile = Callable[..., HardwareProfile]
@@ -23,7 +23,7 @@ RATES: dict[str, Any] = {
 DEVICES = {"resource": "nvidia.com/gpu", "count": 1, "hbm": {"bytes": "80Gi"}, "flopsPerSecond": 1e14}
 DDR = {"bytes": "64Gi", "readBytesPerSecond": 1e9, "writeBytesPerSecond": 5e8}
 TABLES = [{"name": f"t{i}", "rows": 10**6, "dim": 16, "maxLookups": 2} for i in range(8)]
-MOST_JUDGED = GRID + 12
+MOST_JUDGED = GRID_SIZES + 12
 
 
 def auto(least: int, most: int, target: float) -> dict[str, Any]:
@@ -37,26 +37,26 @@ def rate_of(spec: DLRMJobSpec, profile: HardwareProfile, replicas: int) -> float
 
 
 @st.composite
-def judgements(draw: st.DrawFn) -> tuple[int, int, float, Mapping[int, Judged]]:
+def judgements(draw: st.DrawFn) -> tuple[int, int, float, Mapping[int, JudgedSize]]:
     """Any sizes, in any order of goodness."""
     least = draw(st.integers(1, 50))
     most = least + draw(st.integers(0, 200))
     rates = draw(st.lists(st.none() | st.floats(0, 100), min_size=most - least + 1, max_size=most - least + 1))
     found = {
-        least + i: Judged(fits=rate is not None, rate=0.0 if rate is None else rate) for i, rate in enumerate(rates)
+        least + i: JudgedSize(fits=rate is not None, rate=0.0 if rate is None else rate) for i, rate in enumerate(rates)
     }
     return least, most, draw(st.floats(0, 120)), found
 
 
 @given(judgements())
 def test_whatever_sizes_are_worth_the_answer_is_true_and_few_are_judged(
-    given_: tuple[int, int, float, Mapping[int, Judged]],
+    given_: tuple[int, int, float, Mapping[int, JudgedSize]],
 ) -> None:
     least, most, target, worth = given_
 
-    found = choose_size(least, most, target, worth.__getitem__)
+    found = choose_replicas(least, most, target, worth.__getitem__)
 
-    assert len(found.judged) <= MOST_JUDGED + EXACT - GRID
+    assert len(found.judged) <= MOST_JUDGED + MAX_EXACT - GRID_SIZES
     assert all(least <= size <= most and worth[size] == judged for size, judged in found.judged.items())
     fitting = [judged.rate for judged in found.judged.values() if judged.fits]
     if found.replicas is None:
@@ -70,12 +70,12 @@ def test_whatever_sizes_are_worth_the_answer_is_true_and_few_are_judged(
 
 @given(judgements())
 def test_of_few_sizes_the_answer_is_the_fewest_of_all(
-    given_: tuple[int, int, float, Mapping[int, Judged]],
+    given_: tuple[int, int, float, Mapping[int, JudgedSize]],
 ) -> None:
     least, most, target, worth = given_
-    most = min(most, least + EXACT - 1)
+    most = min(most, least + MAX_EXACT - 1)
 
-    found = choose_size(least, most, target, worth.__getitem__)
+    found = choose_replicas(least, most, target, worth.__getitem__)
 
     enough = [size for size in range(least, most + 1) if worth[size].reaches(target)]
     assert found.reached == bool(enough)
@@ -88,14 +88,14 @@ def test_where_more_replicas_are_never_worse_the_answer_is_the_fewest_of_all(
 ) -> None:
     most = min(4_096, least + more)
 
-    found = choose_size(least, most, needed, lambda size: Judged(fits=True, rate=float(size)))
+    found = choose_replicas(least, most, needed, lambda size: JudgedSize(fits=True, rate=float(size)))
 
     assert found.replicas == (max(least, needed) if needed <= most else most)
-    assert len(found.judged) <= MOST_JUDGED + EXACT - GRID
+    assert len(found.judged) <= MOST_JUDGED + MAX_EXACT - GRID_SIZES
 
 
 def test_sizes_that_only_get_worse_are_left_out() -> None:
-    found = choose_size(1, 4_096, 100.0, lambda size: Judged(fits=True, rate=50.0 / size))
+    found = choose_replicas(1, 4_096, 100.0, lambda size: JudgedSize(fits=True, rate=50.0 / size))
 
     assert found.replicas == 1
     assert max(found.judged) < 20
@@ -151,7 +151,7 @@ def test_without_a_target_the_fewest_that_hold_all_tables_need_no_measured_rates
     assert plan.reasons[0].startswith(
         f"trainer.auto: {plan.nodes} replicas, the fewest from 1 to 8 that hold all tables ("
     )
-    assert f"{plan.nodes - 1}: no room" in plan.reasons[0]
+    assert f"{plan.nodes - 1}: does not fit" in plan.reasons[0]
 
 
 def test_tables_that_fit_no_allowed_number_are_refused_with_a_larger_one_as_the_mend(
@@ -164,7 +164,7 @@ def test_tables_that_fit_no_allowed_number_are_refused_with_a_larger_one_as_the_
 
     words = str(refusal.value)
     assert words.startswith("spec.trainer.auto: no number of replicas from 1 to 2 holds all tables; with 2: table t")
-    assert "mend: trainer.auto.max: " in words
+    assert "fix: trainer.auto.max: " in words
     assert "trainer.replicas" not in words
 
 

@@ -11,8 +11,7 @@ from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan
 from dlrm_planner import plan_job
-from dlrm_planner.enumerate import NEAR
-from dlrm_planner.search import WORTH_SLICES
+from dlrm_planner.choose import BOUND_TOLERANCE, MIN_SEGMENT_GAIN
 
 MakeSpec = Callable[..., DLRMJobSpec]
 MakeProfile = Callable[..., HardwareProfile]
@@ -56,7 +55,7 @@ def test_no_plan_is_predicted_slower_than_with_all_tables_whole_or_all_split_by_
 
     for sharding in ("table", "row"):
         pinned = plan_job(make_spec(named(found, sharding=sharding), batch=BATCH, **gang), profile)
-        assert chosen * NEAR >= rate(pinned) * (1 - 1e-9)
+        assert chosen * BOUND_TOLERANCE >= rate(pinned) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(("tables", "ranks"), [(3, 4), (12, 16), (26, 40)])
@@ -125,7 +124,7 @@ def test_reads_of_slower_tiers_are_spread_over_nodes_where_they_set_the_pace(
 
     assert "block" in chosen.predicted.lookup_seconds
     by_rows = plan_job(make_spec(named(found, sharding="row"), batch=BATCH, **gang), profile)
-    assert rate(chosen) * NEAR >= rate(by_rows)
+    assert rate(chosen) * BOUND_TOLERANCE >= rate(by_rows)
 
 
 def test_more_memory_makes_no_plan_much_slower_whose_full_cuts_then_fit(
@@ -147,7 +146,9 @@ def test_more_memory_makes_no_plan_much_slower_whose_full_cuts_then_fit(
         return plan_job(spec, profile)
 
     for more in ("6Gi", "7Gi", "7600Mi", "8Gi", "8400Mi", "9Gi", "12Gi"):
-        assert rate(asked(more)) >= 0.95 * WORTH_SLICES * rate(asked("5632Mi"))  # which is judged by pace, not by rate
+        assert rate(asked(more)) >= 0.95 * MIN_SEGMENT_GAIN * rate(
+            asked("5632Mi")
+        )  # which is judged by pace, not by rate
 
 
 @pytest.mark.parametrize("lookups", [1, 4, 10])

@@ -377,11 +377,9 @@ def test_what_gpus_cannot_do_is_refused_by_field_and_mend(
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("mend", [{"columnBlock": 2_048}, {"pin": {"tier": "ddr"}}])
-def test_the_mends_of_wide_rows_are_enough(
-    make_spec: MakeSpec, make_profile: MakeProfile, mend: dict[str, Any]
-) -> None:
-    spec = make_spec([{**table("t", 1_000, dim=4_096), **mend}])
+@pytest.mark.parametrize("fix", [{"columnBlock": 2_048}, {"pin": {"tier": "ddr"}}])
+def test_the_mends_of_wide_rows_are_enough(make_spec: MakeSpec, make_profile: MakeProfile, fix: dict[str, Any]) -> None:
+    spec = make_spec([{**table("t", 1_000, dim=4_096), **fix}])
 
     assert plan_job(spec, make_profile("64Gi", devices=gpus(1))).device == "cuda"
 
@@ -403,18 +401,18 @@ def test_too_little_hbm_is_told_by_what_takes_it_and_mends_that_hold(
 
     room = 4 * GIB - device_working_bytes(make_spec(tables))
     assert reasons[0] == (
-        "table t (10000000 rows x 64) does not fit on the GPU of rank 0 on node 0, the roomiest that it may go to: "
+        "table t (10000000 rows x 64) does not fit on the GPU of rank 0 on node 0, which has most free memory: "
         f"with all rows, as it is pinned, it takes {needed} bytes, "
         f"and {room} bytes are free: {needed - room} bytes short"
     )
     assert reasons[1].startswith(
         f"a rank has {room} bytes for tables: 4.0 GiB HBM of a device of a big node, less 2.0 GiB for CUDA, "
     )
-    more = int(re.search(r"^mend: raise HBM per device \(HardwareProfile big\) by (\d+) bytes", reasons[2])[1])  # type: ignore[index]
+    more = int(re.search(r"^fix: raise HBM per device \(HardwareProfile big\) by (\d+) bytes", reasons[2])[1])  # type: ignore[index]
     assert plan_job(make_spec(tables), make_profile("64Gi", devices=gpus(1, 4 * GIB + more)))
     refusal(make_spec(tables), make_profile("64Gi", devices=gpus(1, 4 * GIB + more - 20 * MIB)))
-    assert "mend: spec.model.tables[0].pin.tier: ddr keeps the table on the host, looked up there" in reasons
-    assert reasons[-1].startswith("mend: trainer.replicas: 2 of the same hardware")
+    assert "fix: spec.model.tables[0].pin.tier: ddr keeps the table on the host, looked up there" in reasons
+    assert reasons[-1].startswith("fix: trainer.replicas: 2 of the same hardware")
     assert plan_job(make_spec(tables, replicas=2), make_profile("64Gi", devices=gpus(1, "4Gi")))
 
 
@@ -426,7 +424,7 @@ def test_slots_that_a_gpu_has_no_room_for_are_told_with_the_batches_in_flight(
     reasons = refusal(spec, make_profile("64Gi", devices=gpus(1, "2260Mi")))
 
     assert reasons[0].startswith("table t (100000000 rows x 64) does not fit on the GPU of rank 0 on node 0")
-    assert "rows and for all lookups that 3 batches in flight can make it takes" in reasons[0]
+    assert "rows and for all lookups of 3 batches in flight it takes" in reasons[0]
 
 
 def test_the_budget_mend_counts_all_processes(make_spec: MakeSpec) -> None:
@@ -445,8 +443,8 @@ def test_the_budget_mend_counts_all_processes(make_spec: MakeSpec) -> None:
 def test_a_gpu_too_small_for_the_dense_part_is_said_so(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
     reasons = refusal(make_spec([table("t", 10)]), make_profile("64Gi", devices=gpus(1, "1Gi")))
 
-    assert "does not fit on the GPU of rank 0 on node 0: replicated tables and what else a step needs" in reasons[0]
-    assert any(reason.startswith("mend: raise HBM per device") for reason in reasons)
+    assert "does not fit on the GPU of rank 0 on node 0: replicated tables" in reasons[0]
+    assert any(reason.startswith("fix: raise HBM per device") for reason in reasons)
 
 
 @pytest.mark.parametrize("pin", [{"ranks": [1]}, {"sharding": "data"}, {}])
@@ -458,7 +456,7 @@ def test_a_node_too_small_for_its_processes_is_refused_though_no_table_lies_ther
     reasons = refusal(spec, make_profile("1Gi", devices=gpus()))
 
     assert "table a (1000 rows x 64) does not fit on rank 0 on node 0: replicated tables, the hand-off" in reasons[0]
-    more = re.search(r"mend: raise DDR per node \(HardwareProfile big\) by (\d+) bytes", " ".join(reasons))
+    more = re.search(r"fix: raise DDR per node \(HardwareProfile big\) by (\d+) bytes", " ".join(reasons))
     assert more is not None
     assert plan_job(spec, make_profile(GIB + int(more[1]), devices=gpus())).device == "cuda"
 
@@ -468,7 +466,7 @@ def test_rows_that_neither_hbm_nor_ddr_holds_are_told(make_spec: MakeSpec, make_
 
     reasons = refusal(spec, make_profile("16Gi", devices=gpus(1, "8Gi")))
 
-    assert reasons[0].startswith("rows that HBM does not hold, and what is known of them, do not fit DDR: it is ")
+    assert reasons[0].startswith("rows that HBM does not hold, and metadata of rows, do not fit DDR: it is ")
     more = int(re.search(r"raise DDR per node \(HardwareProfile big\) by (\d+) bytes", " ".join(reasons))[1])  # type: ignore[index]
     assert plan_job(spec, make_profile(16 * GIB + more, devices=gpus(1, "8Gi")))
     assert any("trainer.tierBudgets.block" in reason for reason in reasons)

@@ -1,0 +1,262 @@
+"""Count what shards take as stacks of levels, tier by tier: dlrm_api.tiers' arithmetic over all shards at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.hardware import HardwareProfile, TierSpec
+from dlrm_api.job import DLRMJobSpec
+from dlrm_api.plan import Device
+from dlrm_api.tiers import (
+    BLOCK_PLACE_META_BYTES,
+    BLOCK_SLACK,
+    CHANGED_BYTES,
+    COUNTER_BYTES,
+    MAX_LINKED_SLOTS,
+    ORDER_META_BYTES,
+    PLACE_META_BYTES,
+    SLOT_META_BYTES,
+    extra_slots,
+    map_entry_bytes,
+    paged_bytes,
+    places_meta_bytes,
+    usable_claim_bytes,
+)
+from dlrm_planner.tables import Tables
+from dlrm_planner.types import Floats, HitRates, Indices, Levels, LowerTier, Shards, SlowTier
+
+SLOW_TIERS: tuple[SlowTier, ...] = ("cxl", "scm", "block")
+"""Fastest first."""
+META_BYTES: Mapping[SlowTier, float] = {
+    "cxl": PLACE_META_BYTES,
+    "scm": PLACE_META_BYTES,
+    "block": BLOCK_PLACE_META_BYTES * BLOCK_SLACK,
+}
+"""DDR that a row's place in this tier takes, besides its map entry."""
+IMBALANCE_FACTOR = 1.1
+"""Assumed rows of the rank with most rows of a kind, over the mean, until shards have ranks."""
+IN_HBM, UNPINNED, IN_DDR = -3, -2, -1
+"""Values of :attr:`Stacks.pin` for tables pinned to HBM, to no tier, or to DDR; else an index of SLOW_TIERS."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacks:
+    """Hold (N,) bytes of each shard as a stack, and whole in DDR.
+
+    The slots of a shard are in DDR, or ``on_device`` in the HBM of its rank's GPU, with their metadata in DDR.
+    """
+
+    rows: Floats
+    blocks: Floats
+    """Column blocks: each is a stack of as many rows; bytes of a row count all of them."""
+    on_device: NDArray[np.bool_]
+    whole: Floats
+    """DDR of all rows, as a table without levels; inf on a device, where tables have levels."""
+    min_slots: Floats
+    max_slots: Floats
+    """Links between slots cannot address more."""
+    slot: Floats
+    """DDR of a slot."""
+    device_slot: Floats
+    """HBM of a slot."""
+    entry: Floats
+    """DDR of a row's map entry and change bits."""
+    fixed: Floats
+    """DDR of all entries, of the places of the last level, which has one for every row, of scratch slots, and of the
+    shard's part of a hand-off that holds a full cut."""
+    scratch: Floats
+    """Slots besides the planned ones: for rows of a batch that finds its set full, or of an evaluation. The expected
+    number on the host, which takes memory on use; the largest on a device, which takes it at the start."""
+    record: Floats
+    """Bytes of a row in ddr, cxl and scm, below the slots."""
+    paged: Floats
+    """Bytes of a row in block, slack included."""
+    between: int
+    """DDR of each pod for places in tiers between the slots and the last level."""
+    pin: Indices
+    ways: int
+
+    def row_bytes(self, tier: LowerTier) -> Floats:
+        """Return the (N,) bytes that a row takes in a tier."""
+        return self.paged if tier == "block" else self.record
+
+    def is_stack(self, shard: int) -> bool:
+        """Return whether a shard's smallest form has levels."""
+        cheapest = float(self.min_ddr(slower_tiers=True)[shard])
+        return bool(self.pin[shard] >= 0) or cheapest < self.whole[shard]
+
+    def min_ddr(self, slower_tiers: bool) -> Floats:
+        """Return the (N,) DDR of each shard in its smallest form; with ``slower_tiers`` that may be a stack."""
+        stack = self.fixed + self.min_slots * self.slot
+        cheapest = np.minimum(stack, self.whole) if slower_tiers else self.whole
+        is_stack = (self.pin >= 0) | self.on_device
+        return np.where(is_stack, stack, np.where(self.pin == IN_DDR, self.whole, cheapest))
+
+    def min_hbm(self) -> Floats:
+        """Return the (N,) HBM of each shard in its smallest form."""
+        return (self.min_slots + self.scratch) * self.device_slot
+
+    def device_places(self, *, last: bool) -> Floats:
+        """Return the (N,) DDR of a row below slots in HBM; ``last`` if no further level is below."""
+        return self.record + self.blocks * (PLACE_META_BYTES + (0 if last else ORDER_META_BYTES))
+
+    def level_ddr_bytes(self, shard: int, levels: Levels) -> int:
+        """Return the DDR of a stack: slots and scratch or their metadata, the map, and bookkeeping of places below."""
+        last = len(levels.below) - 1
+        places = sum(places_meta_bytes(tier, n, last=k == last) for k, (tier, n) in enumerate(levels.below))
+        slots = (levels.slots + self.scratch[shard]) * self.slot[shard]
+        return int(slots + self.blocks[shard] * (self.rows[shard] * self.entry[shard] + places))
+
+    def level_hbm_bytes(self, shard: int, levels: Levels) -> int:
+        """Return the HBM of slots and scratch, or of all rows."""
+        scratch = self.scratch[shard] if levels.below else 0.0
+        return int((levels.slots + scratch) * self.device_slot[shard])
+
+    def bytes_below(self, shard: int, levels: Levels) -> dict[LowerTier, int]:
+        """Return the bytes of rows in each level below the slots."""
+        return {tier: math.ceil(n * self.row_bytes(tier)[shard]) for tier, n in levels.below}
+
+
+def read_stacks(
+    spec: DLRMJobSpec,
+    shards: Shards,
+    rates: HitRates,
+    caps: Mapping[SlowTier, int],
+    ranks: Indices | None = None,
+    device: Device = "cpu",
+) -> Stacks:
+    """Size every shard for the available slow tiers; ``ranks`` of the shards, if they have any yet.
+
+    Shards of one rank with the same row type share a stack, and a map of many rows needs wider entries.
+
+    Raises:
+        InvalidSpecError: a table is pinned to a tier that a pod does not have, or to two places.
+    """
+    rows, blocks = shards.rows, shards.blocks
+    row = np.array(shards.row_bytes, np.float64)
+    ways = spec.trainer.cache.ways
+    pin = shards.by_table(lambda i: _pin(shards.tables, i, caps)).astype(np.int64)
+    on_device = (pin <= UNPINNED) & (device == "cuda")
+    record, slot = row + blocks * COUNTER_BYTES, np.where(on_device, 0.0, row) + blocks * SLOT_META_BYTES
+    dearest = max((META_BYTES[tier] for tier in caps), default=0.0)
+    meta = np.array([*(META_BYTES[tier] for tier in SLOW_TIERS), dearest])[np.maximum(pin, -1)]
+    middle = sum(list(caps.values())[:-1])
+    extra = _extra_slots(spec, shards)
+    scratch = np.where(on_device, extra, np.ceil(rates.accesses)) * (pin != IN_HBM)
+    least = np.ceil(rates.min_rows / max(ways, 1)) * max(ways, 1)
+    cut_parts = np.array(shards.held_bytes, np.float64) - np.array(shards.resident_bytes, np.float64)
+    entry = _map_entries(shards, ranks, spec.world_size) + CHANGED_BYTES
+    return Stacks(
+        rows=rows,
+        blocks=blocks,
+        on_device=on_device,
+        whole=np.where(on_device, np.inf, np.array(shards.held_bytes, np.float64)),
+        min_slots=np.where(pin == IN_HBM, rows, np.where(on_device, np.minimum(least, rows), least)),
+        max_slots=np.minimum(rows, np.maximum(MAX_LINKED_SLOTS - extra, 1)),
+        slot=slot,
+        device_slot=np.where(on_device, row, 0.0),
+        entry=entry,
+        # Places may be rounded up.
+        fixed=blocks * (np.ceil(rows * (entry + meta)) + 2 * BLOCK_PLACE_META_BYTES) + scratch * slot + cut_parts,
+        scratch=scratch,
+        record=record,
+        paged=BLOCK_SLACK * blocks * _by_value(np.asarray(record / blocks, np.float64), paged_bytes),
+        between=_between(middle, record / blocks, rows * blocks),
+        pin=pin,
+        ways=ways,
+    )
+
+
+def _extra_slots(spec: DLRMJobSpec, shards: Shards) -> Floats:
+    """Return the (N,) slots that batches in flight may need besides the planned ones."""
+    batch, ahead, specs = spec.data.global_batch_size, spec.trainer.cache.lookahead, shards.tables.specs
+
+    def of_table(i: int) -> float:
+        return extra_slots(specs[i].rows, specs[i].max_lookups * len(specs[i].sources), batch, ahead)
+
+    return np.minimum(shards.rows, shards.by_table(of_table))
+
+
+def _between(size: int, record: Floats, rows: Floats) -> int:
+    """Return the DDR for places in ``size`` bytes of middle tiers, if these hold the smallest records, or all rows."""
+    return math.ceil(
+        (PLACE_META_BYTES + ORDER_META_BYTES) * min(size / float(record.min(initial=np.inf)), float(rows.sum()))
+    )
+
+
+def _map_entries(shards: Shards, ranks: Indices | None, world_size: int) -> Floats:
+    """Return the (N,) bytes of a row's map entry; shards of a rank with rows of one kind are one stack.
+
+    Until shards have ranks, each rank is taken to have its share of all rows of a kind, and a little more.
+    """
+    kind, own = shards.tables.kinds[shards.table], shards.rows * shards.blocks
+    if ranks is not None:
+        kind = kind * world_size + ranks
+    together = np.bincount(kind, weights=own)[kind]
+    rows = np.maximum(own, together * IMBALANCE_FACTOR / world_size) if ranks is None else together
+    return _by_value(np.asarray(rows, np.float64), map_entry_bytes)
+
+
+def _by_value(values: Floats, function: Callable[[int], float]) -> Floats:
+    """Apply a function to each distinct value, rounded down."""
+    different, inverse = np.unique(values, return_inverse=True)
+    return np.array([float(function(int(value))) for value in different])[inverse]
+
+
+def slow_caps(spec: DLRMJobSpec, profile: HardwareProfile | None) -> dict[SlowTier, int]:
+    """Return the bytes of each slower tier of one pod, fastest first: the tighter of the node's and the user's budget.
+
+    A node that gives a tier by volume claims holds the rows that fit such a claim.
+    """
+    caps: dict[SlowTier, int] = {}
+    for tier in SLOW_TIERS:
+        node: TierSpec | None = getattr(profile.spec.tiers, tier) if profile else None
+        budget = getattr(spec.trainer.tier_budgets, tier)
+        given = [] if budget is None else [int(budget)]
+        if node is not None:
+            given.append(usable_claim_bytes(node.bytes) if node.storage_class else node.bytes)
+        if given and min(given) > 0:
+            caps[tier] = min(given)
+    return caps
+
+
+def stack_classes(tables: Tables) -> int:
+    """Count the kinds of rows, by width and type, with a stack: tables of a kind share one on each rank."""
+    kinds = {
+        (table.column_block or table.dim, table.dtype)
+        for table in tables.specs
+        if table.pin is None or not (table.pin.sharding == "data" or table.pin.tier in ("hbm", "ddr"))
+    }
+    return len(kinds)
+
+
+def pinned_slow(tables: Tables) -> bool:
+    """Return whether a pin puts any table below DDR."""
+    return any(t.pin is not None and t.pin.tier in SLOW_TIERS for t in tables.specs)
+
+
+def _pin(tables: Tables, i: int, caps: Mapping[SlowTier, int]) -> int:
+    table, path = tables.specs[i], tables.paths[i]
+    if table.pin is None or table.pin.tier is None:
+        return UNPINNED
+    if table.pin.tier in ("hbm", "ddr"):
+        return IN_HBM if table.pin.tier == "hbm" else IN_DDR
+    tier = next(each for each in SLOW_TIERS if each == table.pin.tier)
+    if tier not in caps:
+        raise InvalidSpecError(
+            f"{path}.pin.tier",
+            f"table {table.name} is pinned to {tier}, of which a pod has no bytes: set trainer.tierBudgets.{tier}, or "
+            f"name hardware whose profile has tiers.{tier}",
+        )
+    if table.pin.sharding == "data":
+        raise InvalidSpecError(
+            f"{path}.pin.tier",
+            f"table {table.name} is pinned to sharding data, which keeps replicas in DDR: leave out one of the pins",
+        )
+    return SLOW_TIERS.index(tier)
