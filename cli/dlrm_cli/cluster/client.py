@@ -221,7 +221,7 @@ def _user_kubeconfig() -> str | None:
 
 
 def dig(where: Any, *path: str | int) -> Any:
-    """What lies at ``path``; None where a step of it leads nowhere."""
+    """Return the value at ``path``, or None if a step of it is missing."""
     for step in path:
         try:
             where = where[step]

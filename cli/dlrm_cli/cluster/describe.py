@@ -222,7 +222,7 @@ def _events(page: JobPage, now: datetime) -> list[Text]:
         return str(event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp") or "")
 
     def order(event: Object) -> tuple[str, int]:
-        """Times are whole seconds; within one, resource versions give the order."""
+        """Order by time, which is in whole seconds, then by resource version."""
         version = str(dig(event, "metadata", "resourceVersion") or "")
         return last(event), int(version) if version.isascii() and version.isdigit() else 0
 
