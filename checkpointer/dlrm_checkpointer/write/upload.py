@@ -1,4 +1,4 @@
-"""From a cut in shared memory to durable parts: code, merge with older snapshots, put, then the part list."""
+"""Make cuts durable: encode rows, merge them with older snapshots, put them, and put the part list last."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ from dlrm_stores import ObjectStore
 from dlrm_stores.base import Body
 from dlrm_stores.parallel import DEFAULT_WORKERS, parallel_map
 
-MERGED_AT_ONCE = 2
-"""Chunks of a merge that are put at a time: what it reads is in memory beside them."""
+logger = logging.getLogger(__name__)
+
+MERGE_WORKERS = 2
+"""Chunks of a merge that are put at a time: what the merge reads is in memory too."""
 
 
 @dataclass(frozen=True)
 class _Encoded:
-    """A chunk as it is put, and what its entry says of the rows."""
+    """Hold an encoded chunk with what its manifest entry needs."""
 
     shard: ShardId
     row_ids: NDArray[np.int64]
@@ -48,51 +50,51 @@ Load = Callable[[], Iterable[_Encoded]]
 
 @dataclass(frozen=True, kw_only=True)
 class WritePlan:
-    """How the rows of a cut are stored."""
+    """State how the rows of a cut are stored."""
 
     bits: Bits
     basis: SnapshotBase
     chained: bool = False
-    """Whether a base will be made of these rows and those of a whole chain: their chunks are small."""
+    """Whether a later merge reads these rows next to a whole chain of others: their chunks are small."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """PodReport, in any thread, of the bytes of each object."""
+    """Count the bytes of each object, from any thread."""
 
     put: Callable[[int], None]
     read: Callable[[int], None]
-    """Older ones, to be merged with a cut."""
+    """Of older objects that are merged with a cut."""
 
 
 class Upload:
-    """One rank's cut, or a slice of one, on its way into the store.
+    """Put one rank's cut, or a slice of one, into the store.
 
-    ``run`` and ``run_slice`` may be repeated after an outage: what is there already is not put again.
+    ``run`` and ``run_slice`` may be repeated after an outage: what is stored already is not put again.
 
     Args:
-        store: the job's store.
-        cut: one rank's cut or slice.
-        before: what is durable of the slices before it; its bits hold for the whole cut.
-        way: how its rows are stored.
-        traffic: what is told of bytes.
+        store: The job's store.
+        cut: One rank's cut or slice.
+        before: What is durable of earlier slices; its bits hold for the whole cut.
+        plan: How the rows are stored.
+        traffic: Counts bytes.
     """
 
-    def __init__(self, store: ObjectStore, cut: ReadyCut, before: Durable, way: WritePlan, traffic: Traffic) -> None:
+    def __init__(self, store: ObjectStore, cut: ReadyCut, before: Durable, plan: WritePlan, traffic: Traffic) -> None:
         self._store, self._cut, self._before, self._traffic = store, cut, before, traffic
-        self._basis, self._bits, self._chained = way.basis, before.bits or way.bits, way.chained
+        self._basis, self._bits, self._chained = plan.basis, before.bits or plan.bits, plan.chained
         self._put_already: dict[int, tuple[ChunkEntry, ...]] = {}
         self._dense: ObjectEntry | None = None
 
     def run(self) -> PartList:
         """Make the cut durable and return its part list, which is written last.
 
-        A part list that is there already (of a sidecar that was killed) is kept as it is, so that the manifest
-        is the same whoever commits it.
+        An existing part list, of a sidecar that was killed, is kept, so that the manifest is the same whoever commits
+        it.
 
         Raises:
             SnapshotError: the cut can never be stored; names the table and the row.
-            BrokenChainError: what it goes over is gone or damaged; names the object.
+            BrokenChainError: a snapshot that it is based on is missing or damaged; names the object.
             StoreUnavailableError: call again.
         """
         name, basis = self._cut.name, self._basis
@@ -120,7 +122,7 @@ class Upload:
         return parse_part(self._store.get(key), key)
 
     def run_slice(self) -> Durable:
-        """Make the slice durable; returns what is with it.
+        """Make the slice durable and return what is durable with it.
 
         Raises:
             SnapshotError: the cut can never be stored; names the table and the row.
@@ -134,14 +136,15 @@ class Upload:
             yield from map(_encoding, coded_chunks(delta, self._bits, chained=self._chained))
 
     def _put_merged(self, mine: Sequence[Delta]) -> tuple[ChunkEntry, ...]:
-        return self._put_chunks((load for delta in mine for load in self._merged(delta)), MERGED_AT_ONCE)
+        return self._put_chunks((load for delta in mine for load in self._merged(delta)), MERGE_WORKERS)
 
     def _merged(self, delta: Delta) -> Iterator[Load]:
         table = self._tables[delta.shard.table]
         older = (*self._older(table.name), self._slices.get(delta.shard, ()))
         merged = merged_chunks(self._store, table, delta, older, self._bits, self._traffic.read)
-        for encoded in map(_Encoded.of, merged):  # at once, so that the rows are not in memory while it is put
-            yield partial(_as_it_is, encoded)
+        # Encoded at once, so that the rows are not in memory while the chunk is put.
+        for encoded in map(_Encoded.of, merged):
+            yield partial(_unchanged, encoded)
 
     @cached_property
     def _tables(self) -> dict[str, TableMeta]:
@@ -153,7 +156,6 @@ class Upload:
 
     @cached_property
     def _slices(self) -> dict[ShardId, list[ChunkEntry]]:
-        """Chunks of the slices before, by shard."""
         found: dict[ShardId, list[ChunkEntry]] = {}
         for chunk in self._before.chunks:
             found.setdefault(chunk.shard, []).append(chunk)
@@ -165,7 +167,7 @@ class Upload:
             self._dense = self._put("dense", encode_dense(arrays))
 
     def _put_chunks(self, loads: Iterator[Load], at_once: int = DEFAULT_WORKERS) -> tuple[ChunkEntry, ...]:
-        """Put what is loaded, a few at a time; entries in its order."""
+        """Put chunks as they are loaded, a few at a time; return their entries in order."""
         numbered = enumerate(loads, len(self._before.chunks))
         entries = parallel_map(lambda task: self._put_chunk(*task), numbered, at_once)
         return tuple(entry for found in entries for entry in found)
@@ -184,7 +186,7 @@ class Upload:
         return entry
 
 
-def _as_it_is(chunk: _Encoded) -> Iterable[_Encoded]:
+def _unchanged(chunk: _Encoded) -> Iterable[_Encoded]:
     return (chunk,)
 
 
@@ -199,17 +201,14 @@ def _get_part(store: ObjectStore, key: str) -> PartList | None:
         return None
 
 
-logger = logging.getLogger(__name__)
-
-
 class WritePlanner:
-    """Decides by what the job asks and what the store holds.
+    """Decide how cuts are stored, by what the job asks and what the store holds: the same in all pods of a gang.
 
     Args:
-        store: the job's store.
-        bits: that the job asks for.
-        expected_restores: in the job's life, for ``auto``.
-        chains: which kinds of snapshots the job asks for.
+        store: The job's store.
+        bits: ``spec.checkpoint.bits``.
+        expected_restores: Restores expected over the job, for ``auto``.
+        chains: What the job asks of the kinds of its snapshots.
     """
 
     def __init__(
@@ -219,10 +218,10 @@ class WritePlanner:
         self._bits: dict[int, Bits] = {}
 
     def of(self, cut: ReadyCut) -> WritePlan:
-        """How a cut is stored; a slice of one as it is, whatever the cut goes over.
+        """Return how a cut is stored; a slice is never merged.
 
         Raises:
-            BrokenChainError: its parent can't be read.
+            BrokenChainError: its parent cannot be read.
         """
         bits, is_slice = self._bits_of(cut.name.attempt), isinstance(cut.name, SliceName)
         basis = SnapshotBase(kind="full") if is_slice else self._basis(cut)
@@ -230,7 +229,7 @@ class WritePlanner:
         return WritePlan(bits=bits, basis=basis, chained=chained)
 
     def _basis(self, cut: ReadyCut) -> SnapshotBase:
-        """What the cut's snapshot goes over: a function of the cut, its parent and the job, so all pods agree."""
+        # A function of the cut, its parent and the job, so that all pods agree.
         parent, chains = cut.meta.parent, self._chains
         try:
             chain = None if parent is None else load_chain(self._store, parent)
@@ -243,7 +242,6 @@ class WritePlanner:
         return snapshot_base(choice.kind, chain, chained=choice.chained)
 
     def _bits_of(self, attempt: int) -> Bits:
-        """Bits for rows of an attempt's cuts."""
         if attempt not in self._bits:
             earlier = [each for each in read_attempts(self._store, 0) if each.number <= attempt]
             restores = sum(each.restored_step is not None for each in earlier)
