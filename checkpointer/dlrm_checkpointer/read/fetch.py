@@ -1,4 +1,4 @@
-"""Objects read back: whole, checked against their SHA-256, several at a time in bounded memory."""
+"""Read objects back whole, checked against their SHA-256, several at a time in bounded memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from dlrm_stores import ObjectStore
 from dlrm_stores.parallel import PARALLEL_GETS, parallel_map
 
 USUAL_BYTES = 64 << 20
-"""Of an object of rows, and more: what is larger is asked for by its size in the store before memory is taken."""
+"""More than any object of rows: of larger ones the size in the store is checked before memory is allocated."""
 
 
 class BufferPool:
-    """Buffers of one size, as many as were ever in use at once; memory that was touched before costs no page faults.
+    """Reuse buffers of one size, as many as are in use at once: used memory costs no page faults.
 
     Args:
-        size: bytes of the largest body, but for a few that are larger.
+        size: Bytes of the largest object, apart from a few larger ones.
     """
 
     def __init__(self, size: int) -> None:
@@ -38,18 +38,16 @@ class BufferPool:
 
     @classmethod
     def of(cls, entries: Iterable[ObjectEntry]) -> BufferPool:
-        """For reading some objects."""
+        """Return a pool for reading some objects."""
         return cls(min(USUAL_BYTES, max((entry.bytes for entry in entries), default=0)))
 
     def take(self, size: int) -> memoryview:
-        """A body of so many bytes, which hold anything; its memory is used again when no view of it is left.
-
-        From any thread; so is the giving back, wherever the last view goes.
-        """
+        """Return a buffer of undefined content; it is reused once no view of it is left. Thread-safe."""
         try:
             buffer = self._free.pop()
         except IndexError:
-            buffer = np.empty(max(size, self._size), np.uint8)  # unlike a bytearray it is not cleared first
+            # Unlike a bytearray it is not cleared first.
+            buffer = np.empty(max(size, self._size), np.uint8)
         if len(buffer) < size:
             buffer = np.empty(size, np.uint8)
         borrowed = buffer[:size]
@@ -60,35 +58,34 @@ class BufferPool:
 logger = logging.getLogger(__name__)
 
 AHEAD_BYTES = 112 << 20
-"""Of objects that are read at a time, as far as that leaves two: those that are decoded come beside."""
+"""Bytes of objects that are read at a time, if that allows two: decoded ones come on top."""
 Check = Callable[[ObjectStore, Sequence[ObjectEntry], Callable[[str], None]], None]
-"""``check_bytes``, or what does the same with the help of others."""
+"""``check_bytes``, or a function that shares its work among ranks."""
 
 
 def fetch(store: ObjectStore, entry: ObjectEntry, bodies: BufferPool | None = None) -> memoryview:
-    """An object's bytes, which may be written over.
+    """Return an object's bytes, which may be overwritten.
 
     Args:
-        store: where it is.
-        entry: what the manifest says of it.
-        bodies: memory to read it into; None: new memory.
+        store: The store.
+        entry: The manifest's entry for it.
+        bodies: Memory to read it into; None: new memory.
 
     Raises:
-        SnapshotError: it is not there, or is not what the manifest says.
-        DeviceError: memory does not hold it.
+        SnapshotError: the object is missing, or is not what the manifest says.
+        DeviceError: there is not enough memory.
     """
     if entry.bytes > USUAL_BYTES:
         _check_size(store, entry, store.size(entry.key))
     try:
         body = (bodies or BufferPool(0)).take(entry.bytes)
     except MemoryError as error:
-        raise DeviceError(
-            f"{store.uri}/{entry.key}: {entry.bytes} bytes: this machine has no memory for them"
-        ) from error
+        raise DeviceError(f"cannot allocate {entry.bytes} bytes for {store.uri}/{entry.key}") from error
     try:
         _read(store, entry, body)
-    except SnapshotError as error:  # the store may have it whole: nothing but TLS notices what is garbled on the way
-        logger.warning("object is read again", extra={"problem": str(error)})
+    # The store may have it whole: without TLS nothing notices bytes that are garbled on the way.
+    except SnapshotError as error:
+        logger.warning("reading object again", extra={"error": str(error)})
         _read(store, entry, body)
     return body
 
@@ -104,10 +101,10 @@ def _read(store: ObjectStore, entry: ObjectEntry, body: memoryview) -> None:
 
 
 def fetch_rows(store: ObjectStore, entry: ChunkEntry, table: TableMeta, bodies: BufferPool | None = None) -> CodedRows:
-    """A chunk's rows; see ``fetch``.
+    """Return a chunk's rows; see ``fetch``.
 
     Raises:
-        SnapshotError: the object is missing, corrupt, or not the rows that the manifest says.
+        SnapshotError: the object is missing, corrupt, or does not hold the rows that the manifest says.
     """
     key = f"{store.uri}/{entry.key}"
     piece = decode_rows(fetch(store, entry, bodies), key)
@@ -125,16 +122,16 @@ def fetch_rows(store: ObjectStore, entry: ChunkEntry, table: TableMeta, bodies: 
 
 
 def gets_at_once(objects: Iterable[ObjectEntry]) -> int:
-    """How many of some objects are read at a time."""
+    """Return how many of some objects to read at a time."""
     largest = max((1, *(entry.bytes for entry in objects)))
     return max(2, min(PARALLEL_GETS, AHEAD_BYTES // largest))
 
 
 def check_present(store: ObjectStore, objects: Sequence[ObjectEntry]) -> None:
-    """Check that every object is there with its size; reads no object.
+    """Check that every object exists with its size, by listings.
 
     Raises:
-        SnapshotError: names the first that isn't.
+        SnapshotError: names the first that does not.
     """
     folders = {"/".join(entry.key.split("/")[:3]) + "/" for entry in objects}
     sizes = {info.key: info.size for folder in sorted(folders) for info in store.list(folder)}
@@ -150,12 +147,12 @@ def _check_size(store: ObjectStore, entry: ObjectEntry, size: int | None) -> Non
 
 
 def check_bytes(store: ObjectStore, objects: Sequence[ObjectEntry], on_whole: Callable[[str], None]) -> None:
-    """Read objects and check their SHA-256: costs one read of them.
+    """Read objects once and check their SHA-256.
 
     Args:
-        store: where they are.
-        objects: to be read.
-        on_whole: told the key of each that is as it should be.
+        store: The store.
+        objects: The objects.
+        on_whole: Called with the key of each intact object.
 
     Raises:
         SnapshotError: names the first that is missing or corrupt.
@@ -172,10 +169,10 @@ def check_bytes(store: ObjectStore, objects: Sequence[ObjectEntry], on_whole: Ca
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Rows of one table that are loaded as one."""
+    """Describe rows of one table that are loaded together."""
 
     layer: int
-    """Of two sources that hold a row, the one of the greater layer has its newer value."""
+    """Of two sources that hold a row, the one of the higher layer has the newer value."""
     first_row: int
     last_row: int
     load: Callable[[], Sequence[CodedRows]]
@@ -183,16 +180,16 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Band:
-    """Rows [start, end) of a table: what each source holds of them, ordered by layer."""
+    """Hold what each source has of rows [start, end) of a table, ordered by layer."""
 
     start: int
     end: int
     parts: tuple[tuple[int, CodedRows], ...]
-    """Layer and rows."""
+    """(layer, rows)."""
 
 
 def stored(store: ObjectStore, table: TableMeta, layer: int, entries: Iterable[ChunkEntry]) -> Iterator[Source]:
-    """Chunks of a snapshot as sources of one layer."""
+    """Yield the chunks of a snapshot as sources of one layer."""
     for entry in entries:
         load = partial(_load, store, entry, table)
         yield Source(layer=layer, first_row=entry.first_row, last_row=entry.last_row, load=load)
@@ -203,14 +200,15 @@ def _load(store: ObjectStore, entry: ChunkEntry, table: TableMeta) -> Sequence[C
 
 
 def sweep(sources: Iterable[Source], edges: Iterable[int], start: int) -> Iterator[Band]:
-    """Go over rows in ascending order.
+    """Yield rows in ascending order, band by band.
 
-    Memory is that of the sources that overlap a band, and of a few that are loaded ahead.
+    Each source is loaded once, just before its first band: memory holds the sources that overlap a band, and a few
+    that are loaded ahead.
 
     Args:
-        sources: in any order.
-        edges: ends of the bands, ascending; the last is beyond every row that is wanted.
-        start: of the first band.
+        sources: In any order.
+        edges: Ends of the bands, ascending; the last is beyond every row that is wanted.
+        start: Start of the first band.
     """
     ordered = sorted(sources, key=lambda source: (source.first_row, source.layer))
     loaded = parallel_map(lambda source: source.load(), ordered)
@@ -228,13 +226,13 @@ def sweep(sources: Iterable[Source], edges: Iterable[int], start: int) -> Iterat
 
 
 def rows_between(piece: CodedRows, start: int, end: int) -> CodedRows:
-    """The rows [start, end) among those of a piece; a view."""
+    """Return the rows [start, end) of a piece as a view."""
     begin, stop = np.searchsorted(piece.row_ids, (start, end)).tolist()
     return piece if (begin, stop) == (0, len(piece.row_ids)) else piece.take(slice(begin, stop))
 
 
 def overlapping(entries: Sequence[ChunkEntry], shard: ShardId) -> tuple[ChunkEntry, ...]:
-    """The chunks that may hold rows of a rectangle."""
+    """Return the chunks that may hold rows of a rectangle."""
     return tuple(
         entry
         for entry in entries
