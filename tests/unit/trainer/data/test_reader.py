@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import hypothesis.strategies as st
 import numpy as np
@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from dlrm_api.data import DataSpec
 from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError
 from dlrm_api.job import parse_job
 from dlrm_api.tables import TableSpec
@@ -23,7 +24,7 @@ from dlrm_kernels.parsing import put_rows_of
 from dlrm_stores.locations import LocalFile, find_files, local_path, relative_names
 from dlrm_testing.nobody import as_nobody
 from dlrm_testing.trainer.hashed_ids import rows_of_ids
-from dlrm_trainer.data import open_reader
+from dlrm_trainer.data import READERS, open_reader
 from dlrm_trainer.data.batch_builder import hashing_of
 from dlrm_trainer.data.reader import prefetched
 
@@ -279,3 +280,7 @@ def _spec() -> Any:
     model = {"denseFeatures": ["I1"], "bottomMlp": [4], "topMlp": [1], "tables": TABLES}
     spec = {"model": model, "data": DATA, "checkpoint": {"uri": "file:///unused"}}
     return parse_job({"metadata": {"name": "test"}, "spec": spec}).spec
+
+
+def test_every_format_of_the_api_has_a_reader() -> None:
+    assert set(READERS) == set(get_args(DataSpec.model_fields["format"].annotation))
