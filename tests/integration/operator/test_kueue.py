@@ -84,7 +84,7 @@ def test_a_gang_waits_whole_for_its_quota_and_starts_when_the_one_before_it_ends
     eventually(lambda: kueue.workloads(namespace) == {}, state=lambda: str(kueue.workloads(namespace)))
 
     assert "second-1" in waiting["message"]
-    assert "Kueue has not admitted the group second-1 yet: couldn't assign flavors to pod set" in quoted
+    assert "group second-1 yet: couldn't assign flavors to pod set" in quoted
     assert "insufficient unused quota for cpu in flavor any, 2 more needed" in quoted
     assert (started, nodes) == (["Pending"] * 2, [None] * 2)
     assert "Finished" in admitted["first-1"]
