@@ -26,7 +26,7 @@ from benchmarks.shapes import Shape, job_of, split_placement
 from dlrm_api.checkpoint import Bits
 from dlrm_api.job import DLRMJobSpec
 from dlrm_checkpointer.codec.rows import CodedRows, code_rows
-from dlrm_checkpointer.types import ShardId, loaded
+from dlrm_checkpointer.types import ShardId, load_rows
 from dlrm_checkpointer.write.policy import bits_for
 from dlrm_trainer.data import Batch, open_reader
 from dlrm_trainer.distributed.collectives import Collectives
@@ -168,8 +168,8 @@ def restore(learner: Learner, step: int, before: int | None, bits: Bits) -> None
     """Give each row that changed since the last restore the value of its codes; others have theirs already."""
     learner.embeddings.saved.begin_cut(step, before)
     pieces: dict[ShardId, list[CodedRows]] = {}
-    for place in learner.embeddings.saved.rows_in_place():
-        pieces.setdefault(place.shard, []).extend(code_rows(loaded(place), bits))
+    for place in learner.embeddings.saved.changed_rows():
+        pieces.setdefault(place.shard, []).extend(code_rows(load_rows(place), bits))
     for part in learner.embeddings.local:
         part.restore(pieces.get(part.shard, ()))
 

@@ -13,7 +13,7 @@ from benchmarks.scratch import SHARED_MEMORY, Scratch
 from dlrm_api.checkpoint import Bits, CheckpointSpec, PolicyName
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.handoff.inbox import Inbox
-from dlrm_checkpointer.handoff.writer import HandOffWriter
+from dlrm_checkpointer.handoff.writer import HandoffWriter
 from dlrm_checkpointer.sidecar import Sidecar, SidecarTasks
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.types import CutMeta, ShardRows, SnapshotName, TableMeta
@@ -63,7 +63,7 @@ class SavedJob:
         self.step = 1
         self.attempt = claim_attempt(store, None, "")
         self._scratch = Scratch(SHARED_MEMORY)
-        self._writer = HandOffWriter(self._scratch.path, 0, None)
+        self._writer = HandoffWriter(self._scratch.path, 0, None)
         self._inbox, self.status = Inbox(self._scratch.path, range(1)), Status()
         sidecar = Sidecar(self._inbox, store, self.status, _duties(bits, policy))
         self._stop = threading.Event()
@@ -115,7 +115,7 @@ class SavedJob:
             model={"tables": [table.to_json() for table in self.tables]},
         )
         owned = [table.whole() for table in self.tables]
-        self._writer.put(meta, self._changed(parent), self.dense, owned=owned, patience_s=PATIENCE_S)
+        self._writer.hand_over(meta, self._changed(parent), self.dense, owned=owned, timeout_s=PATIENCE_S)
 
     def _changed(self, parent: SnapshotName | None) -> Iterator[ShardRows]:
         for table in self.tables:

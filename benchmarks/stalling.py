@@ -25,7 +25,7 @@ from benchmarks.shapes import quick as quick_shape
 from benchmarks.training_cuts import TOUCHED, AsyncSave, Cuts, Training
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.types import SnapshotName
-from dlrm_trainer.embedding.pending import BeforeUpdates, Changing
+from dlrm_trainer.embedding.changes import BeforeUpdates, RowsToUpdate
 
 REPEATS, DCP_REPEATS = 9, 3
 ALONE_STEPS = 20
@@ -63,7 +63,7 @@ class Timed:
         self._timed = timed
         self.seconds = 0.0
 
-    def before_update(self, rows: Changing) -> None:
+    def before_update(self, rows: RowsToUpdate) -> None:
         """See ``BeforeUpdates``."""
         self.seconds += _seconds(partial(self._timed.before_update, rows))
 
@@ -103,7 +103,7 @@ class Cutter:
             steps += 1
             if timed is not None:
                 waits.append(timed.seconds - before)
-            waits.append(_seconds(self._cuts.go_on))
+            waits.append(_seconds(self._cuts.advance))
         lost = time.perf_counter() - began - steps * alone
         [name] = self._inbox.ready()
         self._inbox.free(name)

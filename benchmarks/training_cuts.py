@@ -16,10 +16,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 
 from benchmarks.shapes import Batches, Shape, popularity_of, split_placement
 from benchmarks.sides import Trained
-from dlrm_checkpointer.handoff.writer import HandOffWriter
+from dlrm_checkpointer.handoff.cut import Cut
+from dlrm_checkpointer.handoff.writer import HandoffWriter
 from dlrm_checkpointer.types import CutMeta
-from dlrm_trainer.checkpointing.handover import BackgroundHandOver
+from dlrm_trainer.checkpointing.handover import INITIAL_COPY_BYTES
 from dlrm_trainer.data import Batch
+from dlrm_trainer.embedding import CopyBeforeUpdate
 from dlrm_trainer.embedding.checkpoint import table_meta
 from dlrm_trainer.learner import Learner
 
@@ -100,9 +102,10 @@ class Cuts:
 
     def __init__(self, training: Training, folder: Path, attempt: int) -> None:
         self._training, self._attempt = training, attempt
-        self.writer = HandOffWriter(folder, 0, training.shape.table_bytes * 3 // 2 + (64 << 20))
+        self.writer = HandoffWriter(folder, 0, training.shape.table_bytes * 3 // 2 + (64 << 20))
         self.writer.touch()
-        self._under_way: BackgroundHandOver | None = None
+        self._cut: Cut | None = None
+        self._copying: CopyBeforeUpdate | None = None
 
     def begin(self) -> None:
         """Do what training waits for."""
@@ -121,20 +124,23 @@ class Cuts:
         )
         owned = [part.shard for part in learner.embeddings.saved]
         size, dense = learner.embeddings.saved.cut_size(), learner.dense.arrays()
-        cut = self.writer.start_if_room(meta, dense, owned=owned, size=size)
-        if cut is None:
-            raise RuntimeError("the hand-off directory has no space for a cut")
-        self._under_way = BackgroundHandOver(learner.embeddings.saved, cut)
+        self._cut = self.writer.reserve(meta, dense, owned=owned, size=size)
+        if not self._cut.is_whole:
+            raise RuntimeError("the hand-off directory cannot hold a whole cut")
+        self._copying = learner.embeddings.saved.begin_copying(self._cut)
+        if not self._copying.copy(INITIAL_COPY_BYTES):
+            self._copying.start()
 
-    def go_on(self) -> None:
-        """Go on with a cut that is on its way."""
-        if self._under_way is not None and self._under_way.go_on() is not None:
-            self._under_way = None
+    def advance(self) -> None:
+        """Hand a cut over that is copied."""
+        if self._cut is not None and self._copying is not None and self._copying.copy(0) and self._cut.finish():
+            self._training.learner.embeddings.saved.end_copying()
+            self._cut = self._copying = None
 
     @property
     def handed_over(self) -> bool:
-        """Whether all cuts that were begun are."""
-        return self._under_way is None
+        """Tell whether all cuts that were begun are handed over."""
+        return self._cut is None
 
     def close(self) -> None:
         """Make no more."""

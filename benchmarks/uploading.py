@@ -111,7 +111,7 @@ class Sidecar:
 
     def durable(self) -> bool:
         """Go on with the cut, as a rank does between two steps; whether the snapshot is committed."""
-        self._cuts.go_on()
+        self._cuts.advance()
         if self._process.poll() is not None:
             raise RuntimeError(f"the checkpointer ended with {self._process.returncode}")
         committed = self._cuts.writer.committed_step() == self._step

@@ -9,15 +9,9 @@ from dlrm_checkpointer.codec.rows import CodedRows, decode_rows, place_weights
 from dlrm_checkpointer.format.attempts import claim_attempt, is_claimed, newest_attempt, read_attempts
 from dlrm_checkpointer.format.chain import load_chain
 from dlrm_checkpointer.format.manifest import ObjectEntry, manifest_key
-from dlrm_checkpointer.handoff.budget import Laid, Rows
-from dlrm_checkpointer.handoff.writer import (
-    CutAbandonedError,
-    GradualCut,
-    HandedOver,
-    HandOffWriter,
-    WholeCut,
-    has_lost_its_sidecar,
-)
+from dlrm_checkpointer.handoff.cut import Cut, CutWithdrawnError, HandedOver
+from dlrm_checkpointer.handoff.protocol import HandoffDir
+from dlrm_checkpointer.handoff.writer import HandoffWriter
 from dlrm_checkpointer.publish.follower import Follower
 from dlrm_checkpointer.read.catalog import (
     ListedSnapshot,
@@ -44,14 +38,14 @@ from dlrm_checkpointer.settings import PUBLISH_FIELDS, open_publish_store, read_
 from dlrm_checkpointer.types import (
     PEERS_TIMEOUT_S,
     CutMeta,
+    CutRows,
+    CutRowSource,
     CutSize,
-    RowsInPlace,
     ShardId,
     ShardRows,
     SnapshotName,
     TableMeta,
-    loaded,
-    row_bytes,
+    load_rows,
 )
 from dlrm_checkpointer.write.retention import Retention, RetentionPlan, RetentionPolicy
 
@@ -61,15 +55,17 @@ __all__ = [
     "PUBLISH_FIELDS",
     "Check",
     "CodedRows",
-    "CutAbandonedError",
+    "Cut",
     "CutMeta",
+    "CutRowSource",
+    "CutRows",
     "CutSize",
+    "CutWithdrawnError",
     "ExportOptions",
     "Follower",
-    "GradualCut",
-    "HandOffWriter",
     "HandedOver",
-    "Laid",
+    "HandoffDir",
+    "HandoffWriter",
     "ListedSnapshot",
     "ObjectEntry",
     "PartialCut",
@@ -78,8 +74,6 @@ __all__ = [
     "Retention",
     "RetentionPlan",
     "RetentionPolicy",
-    "Rows",
-    "RowsInPlace",
     "Safetensors",
     "ShardId",
     "ShardRows",
@@ -90,7 +84,6 @@ __all__ = [
     "TableFormat",
     "TableMeta",
     "VerifiedSnapshot",
-    "WholeCut",
     "add_digests",
     "check_bytes",
     "claim_attempt",
@@ -99,12 +92,11 @@ __all__ = [
     "export_tables",
     "find_partial",
     "find_snapshot",
-    "has_lost_its_sidecar",
     "initial_rows",
     "is_claimed",
     "list_snapshots",
     "load_chain",
-    "loaded",
+    "load_rows",
     "manifest_key",
     "newest_attempt",
     "newest_snapshot",
@@ -116,7 +108,6 @@ __all__ = [
     "read_attempts",
     "read_job",
     "restore_to_folder",
-    "row_bytes",
     "shard_digest",
     "state_digest",
     "store_options",

@@ -18,7 +18,7 @@ from dlrm_checkpointer.format.attempts import in_lineage, newest_attempt, read_a
 from dlrm_checkpointer.format.chain import BrokenChainError
 from dlrm_checkpointer.format.manifest import Manifest, manifest_key
 from dlrm_checkpointer.handoff.inbox import Inbox
-from dlrm_checkpointer.handoff.protocol import CutName, Durable, ReadyCut, SliceName, UploadedCut
+from dlrm_checkpointer.handoff.protocol import CutName, Durable, ReadyCut, SegmentName, UploadedCut
 from dlrm_checkpointer.publish.publisher import Backoff, Publisher
 from dlrm_checkpointer.read.restore import snapshot_keys
 from dlrm_checkpointer.status import Status
@@ -125,7 +125,7 @@ class Sidecar:
         self._retention = Retention(store, tasks.retention)
         self._traffic = Traffic(put=status.uploaded_bytes.inc, read=status.merged_bytes.inc)
         self._planner = WritePlanner(store, tasks.bits, tasks.expected_restores, tasks.chains)
-        self._uploads: dict[CutName | SliceName, Upload] = {}
+        self._uploads: dict[CutName | SegmentName, Upload] = {}
         self._looks: dict[UploadedCut, tuple[float, float]] = {}
         self._committed: SnapshotName | None = None
         self._searched = False
@@ -220,7 +220,7 @@ class Sidecar:
             self._uploads.pop(name)
         self._inbox.sweep()
 
-    def _take(self, name: CutName | SliceName) -> None:
+    def _take(self, name: CutName | SegmentName) -> None:
         """Make one rank's cut, or a slice of it, durable and free its memory."""
         try:
             with self._publisher.held_back() if self._publisher else contextlib.nullcontext():
@@ -231,11 +231,11 @@ class Sidecar:
         self._uploads.pop(name, None)
         self._inbox.free(name)
 
-    def _store_cut(self, name: CutName | SliceName) -> None:
+    def _store_cut(self, name: CutName | SegmentName) -> None:
         cut = self._inbox.open(name)
         if self._is_superseded(name.attempt):
             self._drop(name, NEWER_ATTEMPT)
-        elif isinstance(name, SliceName):
+        elif isinstance(name, SegmentName):
             self._store_slice(name, cut)
         else:
             self._store_whole(cut)
@@ -254,7 +254,7 @@ class Sidecar:
         else:
             self._inbox.note_uploaded(cut)
 
-    def _store_slice(self, name: SliceName, cut: ReadyCut) -> None:
+    def _store_slice(self, name: SegmentName, cut: ReadyCut) -> None:
         before = self._inbox.durable(cut)
         if before.slices > cut.number:
             # A sidecar was killed between noting it and freeing it.
@@ -270,18 +270,18 @@ class Sidecar:
             self._uploads[cut.name] = Upload(self._store, cut, before, plan, self._traffic)
         return self._uploads[cut.name]
 
-    def _refuse(self, name: CutName | SliceName, error: SnapshotError) -> None:
+    def _refuse(self, name: CutName | SegmentName, error: SnapshotError) -> None:
         logger.error("cut rejected", extra={"cut": str(name), "error": str(error)})
         # The frames of its traceback hold the cut's memory.
         self._lose(name, error.with_traceback(None))
         self._status.refused_cuts.inc()
         self._inbox.publish_refused(name.step, name.attempt, str(error))
 
-    def _lose(self, cut: CutName | SliceName | UploadedCut, error: SnapshotError) -> None:
+    def _lose(self, cut: CutName | SegmentName | UploadedCut, error: SnapshotError) -> None:
         if self._lost is None or self._lost.name.recency <= cut.snapshot.recency:
             self._lost = LostCut(cut.snapshot, error)
 
-    def _drop(self, cut: CutName | SliceName | UploadedCut, reason: str) -> None:
+    def _drop(self, cut: CutName | SegmentName | UploadedCut, reason: str) -> None:
         logger.warning("cut discarded", extra={"step": cut.step, "attempt": cut.attempt, "reason": reason})
         self._status.dropped_cuts.inc()
 

@@ -74,8 +74,8 @@ class ShardRows:
         """Values of a row's state."""
         return int(self.state.shape[1])
 
-    def copy_to(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
-        """See ``RowsInPlace``."""
+    def copy(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
+        """Copy rows [start, end); see ``CutRowSource``."""
         rows[:], state[:] = self.rows[start:end], self.state[start:end]
 
     def part(self, start: int, end: int) -> ShardRows:
@@ -101,51 +101,57 @@ class ShardRows:
         check_rows(self, table)
 
 
-class RowsOfShard(Protocol):
-    """Some rows of one shard, whose form alone is known."""
+class CutRowSource(Protocol):
+    """Rows of one shard of a cut, wherever the trainer keeps them; ``ShardRows`` are such rows too."""
 
     @property
     def shard(self) -> ShardId:
-        """The shard."""
+        """Return the shard."""
 
     @property
     def state_values(self) -> int:
-        """Values of a row's state."""
-
-
-class RowsInPlace(RowsOfShard, Protocol):
-    """Some rows of one shard that are still where the trainer keeps them; ``ShardRows`` are such rows too."""
+        """Return the number of state values per row."""
 
     @property
     def row_ids(self) -> NDArray[np.int64]:
-        """(N,) global row numbers, strictly ascending and inside the shard."""
+        """Return the (N,) global row numbers, strictly ascending and inside the shard."""
 
-    def copy_to(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
+    def copy(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
         """Copy rows [start, end) of these, counted from 0, into (end - start, width) and (end - start, S)."""
 
 
-def loaded(place: RowsInPlace) -> ShardRows:
-    """A copy of rows."""
-    count = len(place.row_ids)
-    rows = np.empty((count, place.shard.width), np.float32)
-    state = np.empty((count, place.state_values), np.float32)
-    place.copy_to(0, count, rows, state)
-    return ShardRows(shard=place.shard, row_ids=place.row_ids, rows=rows, state=state)
+@dataclass(frozen=True, kw_only=True)
+class CutRows:
+    """Describe rows of one shard before they are copied."""
+
+    shard: ShardId
+    count: int
+    state_values: int
+    """State values per row."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of one row, its number and its state."""
+        return 8 + 4 * (self.shard.width + self.state_values)
 
 
-def row_bytes(place: RowsOfShard) -> int:
-    """Bytes of one row, its number and its state."""
-    return 8 + 4 * (place.shard.width + place.state_values)
+def load_rows(source: CutRowSource) -> ShardRows:
+    """Copy rows from where they are."""
+    count = len(source.row_ids)
+    rows = np.empty((count, source.shard.width), np.float32)
+    state = np.empty((count, source.state_values), np.float32)
+    source.copy(0, count, rows, state)
+    return ShardRows(shard=source.shard, row_ids=source.row_ids, rows=rows, state=state)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutSize:
-    """Most that a rank's part of a cut takes in the hand-off folder."""
+    """Bound what a rank's part of a cut takes in the hand-off directory."""
 
     row_bytes: int
-    """See ``row_bytes``, of all rows."""
+    """Bytes of all rows; see ``CutRows.row_bytes``."""
     pieces: int
-    """In which they come."""
+    """Pieces in which they are copied."""
 
 
 PEERS_TIMEOUT_S = 20.0
@@ -272,7 +278,7 @@ class TableMeta:
         return range(sum(self.state_columns[: blocks.start]), sum(self.state_columns[: blocks.stop]))
 
 
-def check_rows(place: RowsInPlace, table: TableMeta) -> None:
+def check_rows(place: CutRowSource, table: TableMeta) -> None:
     """Refuse rows that are not of their table.
 
     Raises:

@@ -14,7 +14,7 @@ from dlrm_api.checkpoint import Bits
 from dlrm_checkpointer.codec.rows import decode_rows
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.handoff.inbox import Inbox
-from dlrm_checkpointer.handoff.writer import HandOffWriter
+from dlrm_checkpointer.handoff.writer import HandoffWriter
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.sidecar import Sidecar, SidecarTasks
 from dlrm_checkpointer.status import Status
@@ -28,7 +28,7 @@ CUTS = 3
 """A base, an increment, and one that is merged with it."""
 
 
-def hand_over(writer: HandOffWriter, attempt: int, step: int) -> None:
+def hand_over(writer: HandoffWriter, attempt: int, step: int) -> None:
     """Half of the table's rows, as one rank's cut."""
     draw = np.random.default_rng(step)
     ids = np.flatnonzero(draw.random(TABLE.rows) < 0.5).astype(np.int64)
@@ -37,7 +37,7 @@ def hand_over(writer: HandOffWriter, attempt: int, step: int) -> None:
     parent = writer.begin(attempt)
     model = {"tables": [TABLE.to_json()]}
     meta = CutMeta(step=step, samples=step, world_size=1, attempt=attempt, parent=parent, model=model)
-    writer.put(meta, iter([piece]), {"w": np.zeros(2, np.float32)}, owned=[TABLE.whole()], patience_s=20)
+    writer.hand_over(meta, [piece], {"w": np.zeros(2, np.float32)}, owned=[TABLE.whole()], timeout_s=20)
 
 
 def live(folder: Path, bits: Bits) -> None:
@@ -50,7 +50,7 @@ def live(folder: Path, bits: Bits) -> None:
     ended = threading.Event()
     ended.set()
     for step in range(1, CUTS + 1):
-        writer = HandOffWriter(folder / "handoff", 0, None)
+        writer = HandoffWriter(folder / "handoff", 0, None)
         hand_over(writer, attempt, step)
         writer.close("done")
         inbox = Inbox(folder / "handoff", range(1))

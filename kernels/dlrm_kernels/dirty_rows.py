@@ -1,21 +1,23 @@
-"""Bitmaps of changed rows: one bit a row, set by updates, counted and listed for cuts."""
+"""Bitmaps of changed rows: one bit a row, set by updates; and which rows of a cut are not copied yet."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_kernels.cache import kernel
-from dlrm_kernels.intrinsics import bit_count, lowest_bit
+from dlrm_kernels.intrinsics import bit_count, borrowed, lowest_bit, value_of
 from dlrm_kernels.parallel import finish, parallel_for, take
+from dlrm_kernels.row_updates import widened
 
 U64 = np.uint64
 WORD = 64
 """Rows per word of a bitmap."""
 UNIT_WORDS = 1 << 9
 """Words whose rows are counted together, and listed by a thread at a time."""
+UNIT_SHIFT = U64(UNIT_WORDS.bit_length() - 1)
 Words = NDArray[np.uint64]
 
 
@@ -81,3 +83,149 @@ def _list_units(counts: Any, units: int, bits: Any, starts: Any, first: int, row
                 word &= word - U64(1)
                 at += 1
         finish(counts)
+
+
+class CutMap(NamedTuple):
+    """Where the rows of some tables lie in a cut, for compiled loops. K tables of one memory, W words, U units.
+
+    A row whose bit is set in ``pending`` belongs to the cut and is not copied yet. If its bit is set in ``laid`` too,
+    it has a place in the cut's memory: the number of laid rows before it, counted from the first unit that was laid.
+    """
+
+    pending: Words
+    """(W,)"""
+    laid: Words
+    """(W,), or (0,) if no row ever has a place."""
+    words: NDArray[np.uint64]
+    """(K,) first word of each table."""
+    units: NDArray[np.uint64]
+    """(K,) first unit of each table; it has one more than it has rows for."""
+    places: NDArray[np.uint64]
+    """(U,) place of each unit's first laid row."""
+    first_rows: NDArray[np.uint64]
+    """(K,) first row of each table in the memory of all."""
+    rows_at: NDArray[np.uint64]
+    """(K,) where the rows of each table begin in the cut's memory, in float32 values."""
+    states_at: NDArray[np.uint64]
+    """(K,)"""
+
+
+@kernel
+def lay_rows(pending: Any, laid: Any, places: Any, unit: Any, limit: Any) -> Any:
+    """Give places to the first ``limit`` pending rows of a table, from a unit on; return the unit where it stopped.
+
+    Args:
+        pending: (W,) of the table.
+        laid: (W,) of the table; overwritten from the unit on, as far as places are given.
+        places: (units + 1,) of the table; filled from the unit on.
+        unit: from which all pending rows are without a place.
+        limit: rows.
+    """
+    place = U64(0)
+    while True:
+        places[unit] = place
+        start = unit * UNIT_WORDS
+        if place >= limit or start >= len(pending):
+            return unit
+        for at in range(start, min(len(pending), start + UNIT_WORDS)):
+            word, chosen = pending[at], U64(0)
+            while word and place < limit:
+                chosen |= word & (~word + U64(1))
+                word &= word - U64(1)
+                place += U64(1)
+            laid[at] = chosen
+        unit += 1
+
+
+@kernel
+def take_laid(pending: Any, laid: Any, row: Any, first_row: Any, place: Any, ids: Any, rows: Any, places: Any) -> Any:
+    """List the laid rows that are still pending, with their places; none is pending then. Number all laid rows.
+
+    Args:
+        pending: words of some units.
+        laid: likewise.
+        row: of the first bit, counted from the table's first on this rank.
+        first_row: that row's number in the whole table.
+        place: of the first laid row.
+        ids: (N,) filled: row numbers by place.
+        rows: filled.
+        places: filled.
+
+    Returns:
+        How many rows are listed.
+    """
+    count = np.int64(0)
+    for at in range(len(laid)):
+        word, left = laid[at], pending[at]
+        pending[at] = left & ~word
+        while word:
+            bit = lowest_bit(word)
+            here = row + np.int64(bit)
+            ids[place] = here + first_row
+            rows[count], places[count] = here, place
+            count += np.int64((left >> bit) & U64(1))
+            word &= word - U64(1)
+            place += 1
+        row += WORD
+    return count
+
+
+@kernel
+def clear_bits(bits: Any, rows: Any) -> None:
+    """Clear the bits of rows, counted from the first bit."""
+    for row in rows:
+        bits[row >> 6] &= ~(U64(1) << U64(row & 63))
+
+
+@kernel
+def save_before_update(
+    size: Any, memory: Any, map_: Any, width: Any, ids: Any, sizes: Any, starts: Any, parts: Any, file: Any, rest: Any
+) -> Any:
+    """Copy the pending rows among those that are about to change; none of them is pending then.
+
+    Args:
+        size: columns of a row (``size_of``).
+        memory: of the rows (``row_updates.Memory``).
+        map_: where they are in the cut.
+        width: state values of a row.
+        ids: (L,) rows of their tables, segment after segment.
+        sizes: (S,) ids of each segment.
+        starts: (S,) bit of the first row of each segment's table.
+        parts: (S,) table of each segment.
+        file: the cut's memory.
+        rest: (L,) filled with the positions in ``ids`` of the rows without a place: the caller copies them.
+
+    Returns:
+        How many are in ``rest``.
+    """
+    dim, memory, map_, file = value_of(size), borrowed(memory), borrowed(map_), borrowed(file)
+    first, has_places, left = 0, len(map_.laid) != 0, 0
+    for segment in range(len(sizes)):
+        part, start = parts[segment], U64(starts[segment])
+        for n in range(first, first + sizes[segment]):
+            bit = start + U64(ids[n])
+            word, mask = bit >> U64(6), U64(1) << (bit & U64(63))
+            if map_.pending[word] & mask == U64(0):
+                continue
+            map_.pending[word] &= ~mask
+            if not has_places or map_.laid[word] & mask == U64(0):
+                rest[left] = n
+                left += 1
+                continue
+            unit = (word - map_.words[part]) >> UNIT_SHIFT
+            place = map_.places[map_.units[part] + unit] + bit_count(map_.laid[word] & (mask - U64(1)))
+            for before in range(map_.words[part] + (unit << UNIT_SHIFT), word):
+                place += bit_count(map_.laid[before])
+            source = map_.first_rows[part] + U64(ids[n])
+            row, into = source * dim, map_.rows_at[part] + place * dim
+            if memory.half:
+                for c in range(dim):
+                    file[into + c] = widened(memory.halves[row + c])
+            else:
+                for c in range(dim):
+                    file[into + c] = memory.rows[row + c]
+            state, into = source * width, map_.states_at[part] + place * width
+            for c in range(width):
+                file[into + c] = memory.states[state + c]
+        first += sizes[segment]
+    return left

@@ -22,7 +22,7 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.progress import Progress, TerminationMessage
-from dlrm_checkpointer import has_lost_its_sidecar
+from dlrm_checkpointer import HandoffDir
 from dlrm_trainer.metrics.stacks import RankStacks
 from dlrm_trainer.metrics.tiers import SharedCounters
 from dlrm_trainer.rank import STOP_SIGNALS, RankReport, run_rank
@@ -152,7 +152,7 @@ class Launcher:
     def _is_unserved(self) -> bool:
         """Whether ranks that were told to end have no checkpointer any more."""
         told = self._endings.stopped_at is not None
-        return told and self._handoff is not None and has_lost_its_sidecar(self._handoff)
+        return told and self._handoff is not None and HandoffDir(self._handoff).has_lost_its_sidecar()
 
     def _codes(self) -> list[tuple[RankProcess, int | None]]:
         """Every rank with its exit code; None: it runs."""

@@ -18,7 +18,7 @@ from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics, TrainerPhase
 from dlrm_checkpointer import CutMeta, SnapshotName
 from dlrm_trainer.checkpointing.control import CutControl, StoppedError
-from dlrm_trainer.checkpointing.handover import HandingOver
+from dlrm_trainer.checkpointing.handover import CutDriver
 from dlrm_trainer.checkpointing.restore import (
     Assembly,
     Restored,
@@ -156,7 +156,7 @@ class Training:
         )
         self.pace = StepTimer(self.collectives, self.stages.own_seconds)
         self.trained_s, self.trained_samples = 0.0, 0
-        self.cuts = HandingOver(assembly, restored.attempt, restored.held_step)
+        self.cuts = CutDriver(assembly, restored.attempt, restored.held_step)
 
     def run(self) -> ExitCode | None:
         """Train to the last step, or to the cut that a signal asked for; return how that ended.
@@ -181,8 +181,8 @@ class Training:
                     if (ended := self.evaluate_if_due()) is not None:
                         return ended
                     if cut:
-                        self.cuts.hand_over(self.step, self.cut_meta)
-                    self.cuts.go_on()
+                        self.cuts.begin(self.step, self.cut_meta)
+                    self.cuts.advance()
                 self.observer.stepped(self.step)
                 mark = time.monotonic()
         return None
@@ -259,7 +259,7 @@ class Training:
     def scored(self, batches: int) -> None:
         """Show how far an evaluation is, and hand a cut over that is whole meanwhile."""
         self.board.evaluating(batches)
-        self.cuts.go_on_evaluating()
+        self.cuts.advance(evaluating=True)
 
     def cut_meta(self, parent: SnapshotName | None, now: float) -> CutMeta:
         """Return the metadata of a cut, the same on all ranks; ``now`` is rank 0's clock."""

@@ -1,22 +1,23 @@
-"""The hand-off folder's entries: what the ranks of one pod and its sidecar tell each other, by renames.
+"""The hand-off directory of a pod: its only description, and the only code that touches its files.
 
-rank-<r>.lock                        held by rank r for its whole life (flock): its pid and ``LAYOUT_VERSION``
-sidecar.lock                         held by the sidecar for its whole life (flock), with the same of it
-closed-<r>.json                      why rank r ended, and whether it failed; absent after a kill
-budget.lock                          held for a moment by whoever takes room, moves or frees an entry (flock)
-parent-<r>.json                      the snapshot that the cut of rank r goes on from, until that cut is whole
-writing-<r>/                         a cut, or a slice of one, that rank r is still copying
-slice-<step>-<attempt>-<r>-<n>-<put>/  slice n of a cut that isn't whole yet; as a whole cut, but not the last of it
-durable-<r>.json                     what the sidecar made durable of rank r's slices: it outlives them
-ready-<step>-<attempt>-<r>/          a whole cut: rows.bin, and index.json that says what lies where; or the last
-                                     slice of one, with durable.json of those before
-dead-<r>-*/                          freed or withdrawn, about to be removed by the sidecar
-spare-<r>.bin                        memory of an entry of rank r that was removed, for its next one: it counts as free
-uploaded-<step>-<attempt>.json       a cut whose parts the sidecar made durable and that waits for its manifest
-committed.json                       newest committed snapshot: step, attempt
-refused.json                         a cut that can never be stored: step, attempt, problem
-broken.json                          a parent that a cut could not go over: step, attempt
-superseded.json                      a newer attempt than the ranks', which the store goes on with: attempt
+Ranks and sidecar talk through this directory, by renames. A name says what an entry is and who owns it.
+
+rank-<r>.lock                         held by rank r while it runs (flock): its pid and ``LAYOUT_VERSION``
+sidecar.lock                          held by the sidecar while it runs (flock), with the same content
+budget.lock                           held for a moment to take, move or free bytes (flock)
+closed-<r>.json                       why rank r ended, and whether it failed; absent after a kill
+parent-<r>.json                       the parent of the cut that rank r copies, until that cut is ready
+writing-<r>/                          the segment that rank r copies: rows.bin
+slice-<step>-<attempt>-<r>-<n>-<put>/ segment n of a cut, when it is not the cut's last one: rows.bin, index.json
+durable-<r>.json                      what the sidecar stored of rank r's segments; outlives them
+ready-<step>-<attempt>-<r>/           the last segment of a cut, and with durable.json those before it: the whole cut
+dead-<r>-*/                           freed or withdrawn; the sidecar removes it
+spare-<r>.bin                         rows.bin of a removed segment, reused by rank r's next one; counts as free
+uploaded-<step>-<attempt>.json        the local parts of a cut are durable, its manifest is missing
+committed.json                        newest committed snapshot: step, attempt
+refused.json                          a cut that can never be stored: step, attempt, problem
+broken.json                           a parent that the sidecar could not read: step, attempt
+superseded.json                       a newer attempt, which owns the store now: attempt
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ import base64
 import contextlib
 import fcntl
 import json
+import mmap
 import os
 import re
 import shutil
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,35 +49,25 @@ from dlrm_checkpointer.format.manifest import ChunkEntry
 from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName
 
 LAYOUT_VERSION = 1
-"""Of all that is described above and of what the entries hold: raised with each change that the other side, of another
-release, would misread."""
+"""Version of the entries above and their content. Raise it with each change that an older release would misread."""
 
-ROWS_FILE = "rows.bin"
-INDEX_FILE = "index.json"
-DURABLE_FILE = "durable.json"
-COMMITTED_FILE = "committed.json"
-REFUSED_FILE = "refused.json"
-BROKEN_FILE = "broken.json"
-SUPERSEDED_FILE = "superseded.json"
-WRITING_PREFIX = "writing-"
-DURABLE_PREFIX = "durable-"
-UPLOADED_PREFIX = "uploaded-"
-DEAD_PREFIX = "dead-"
-SPARE_PREFIX = "spare-"
-
-LOCK_PATIENCE_S = 2.0
+LOCK_TIMEOUT_S = 2.0
 """The sidecar tests the ranks' locks for an instant now and then, so a first refusal proves nothing."""
 POLL_S = 0.02
 
+_ROWS = "rows.bin"
+_INDEX = "index.json"
+_DURABLE = "durable.json"
 _READY = re.compile(r"ready-(\d+)-(\d+)-(\d+)")
-_SLICE = re.compile(r"slice-(\d+)-(\d+)-(\d+)-(\d+)-(\d+)")
+_SEGMENT = re.compile(r"slice-(\d+)-(\d+)-(\d+)-(\d+)-(\d+)")
 _UPLOADED = re.compile(r"uploaded-(\d+)-(\d+)\.json")
 _UNFINISHED = re.compile(r"(?:writing|durable|parent)-(\d+)(?:\.json)?")
+_SIDECAR_NOTES = ("durable-*", "uploaded-*", "committed", "refused", "broken", "superseded")
 
 
 @dataclass(frozen=True, order=True)
 class CutName:
-    """Name of a ready cut; order is step, attempt, rank."""
+    """Name a ready cut; ordered by step, attempt, rank."""
 
     step: int
     attempt: int
@@ -83,22 +75,22 @@ class CutName:
 
     @property
     def snapshot(self) -> SnapshotName:
-        """What it is to become."""
+        """Return the snapshot that the cut becomes."""
         return SnapshotName(self.step, self.attempt)
 
     def __str__(self) -> str:
         return f"ready-{self.step:016d}-{self.attempt:08d}-{self.rank:06d}"
 
     @classmethod
-    def parse(cls, name: str) -> Self | None:
-        """Read a folder entry's name; None where it is no ready cut."""
-        match = _READY.fullmatch(name)
+    def parse(cls, entry: str) -> Self | None:
+        """Parse the name of an entry; None if it is not a ready cut."""
+        match = _READY.fullmatch(entry)
         return cls(*map(int, match.groups())) if match else None
 
 
 @dataclass(frozen=True, order=True)
-class SliceName:
-    """Name of a slice that is not its cut's last; ``put`` tells two tries of one cut apart."""
+class SegmentName:
+    """Name a segment that is not its cut's last; ``put`` tells two tries of one cut apart."""
 
     step: int
     attempt: int
@@ -108,247 +100,400 @@ class SliceName:
 
     @property
     def snapshot(self) -> SnapshotName:
-        """What its cut is to become."""
+        """Return the snapshot that the cut becomes."""
         return SnapshotName(self.step, self.attempt)
 
     def __str__(self) -> str:
         return f"slice-{self.step:016d}-{self.attempt:08d}-{self.rank:06d}-{self.number:06d}-{self.put}"
 
     @classmethod
-    def parse(cls, name: str) -> Self | None:
-        """Read a folder entry's name; None where it is no slice."""
-        match = _SLICE.fullmatch(name)
+    def parse(cls, entry: str) -> Self | None:
+        """Parse the name of an entry; None if it is not a segment."""
+        match = _SEGMENT.fullmatch(entry)
         return cls(*map(int, match.groups())) if match else None
 
 
-def lock_path(folder: Path, rank: int) -> Path:
-    """The file that a rank locks for its life."""
-    return folder / f"rank-{rank}.lock"
+class DirUsage(NamedTuple):
+    """Count the bytes of the directory."""
+
+    used: int
+    """Segments, cuts, and what is about to be removed."""
+    notes: int
+    """What the sidecar's notes of durable segments may take: each is rewritten beside its old version."""
+    spare: int
 
 
-def sidecar_lock_path(folder: Path) -> Path:
-    """The file that the sidecar locks for its life."""
-    return folder / "sidecar.lock"
-
-
-def closed_path(folder: Path, rank: int) -> Path:
-    """Where a rank says why it ended."""
-    return folder / f"closed-{rank}.json"
-
-
-def durable_path(folder: Path, rank: int) -> Path:
-    """Where the sidecar notes what it made durable of a cut that the rank is still handing over."""
-    return folder / f"{DURABLE_PREFIX}{rank}.json"
-
-
-def uploaded_path(folder: Path, step: int, attempt: int) -> Path:
-    """Where the sidecar notes that a cut's parts are durable and wait for the manifest."""
-    return folder / f"{UPLOADED_PREFIX}{step}-{attempt}.json"
-
-
-def uploaded_notes(folder: Path) -> Iterator[tuple[int, int, Path]]:
-    """Step, attempt and path of each such note."""
-    for path in folder.glob(f"{UPLOADED_PREFIX}*.json"):
-        if match := _UPLOADED.fullmatch(path.name):
-            yield int(match[1]), int(match[2]), path
-
-
-def parent_path(folder: Path, rank: int) -> Path:
-    """Where a rank says which snapshot the cut that it is handing over goes on from."""
-    return folder / f"parent-{rank}.json"
-
-
-def ready_cuts(folder: Path) -> list[CutName]:
-    """Every whole cut in the folder, oldest step first."""
-    names = (CutName.parse(entry.name) for entry in folder.iterdir())
-    return sorted(name for name in names if name)
-
-
-def ready_slices(folder: Path) -> list[SliceName]:
-    """Every slice of cuts that are not whole yet, oldest step first."""
-    names = (SliceName.parse(entry.name) for entry in folder.iterdir())
-    return sorted(name for name in names if name)
-
-
-def ranks_with_unfinished_cuts(folder: Path) -> set[int]:
-    """Ranks whose cut is not whole yet; the living ones among them are still at it."""
-    matches = (_UNFINISHED.fullmatch(entry.name) for entry in folder.iterdir())
-    return {int(match[1]) for match in matches if match} | {name.rank for name in ready_slices(folder)}
-
-
-@contextlib.contextmanager
-def budget_lock(folder: Path) -> Iterator[None]:
-    """Keep all others from taking, moving and freeing the folder's bytes for a moment."""
-    descriptor = os.open(folder / "budget.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def discard_unfinished(folder: Path, rank: int) -> None:
-    """Throw away what a rank has not handed over whole. A slice's bytes count until the sidecar lets go of them."""
-    with budget_lock(folder):
-        for name in ready_slices(folder):
-            if name.rank == rank:
-                (folder / str(name)).rename(dead_path(folder, rank))
-        durable_path(folder, rank).unlink(missing_ok=True)
-        parent_path(folder, rank).unlink(missing_ok=True)
-    remove_entry(folder / f"{WRITING_PREFIX}{rank}", rank)
-
-
-def dead_path(folder: Path, rank: int) -> Path:
-    """A fresh name for an entry of a rank that is to be removed."""
-    return folder / f"{DEAD_PREFIX}{rank}-{time.monotonic_ns()}-{os.getpid()}"
-
-
-def spare_path(folder: Path, rank: int) -> Path:
-    """Where the memory of a rank's removed entry is kept."""
-    return folder / f"{SPARE_PREFIX}{rank}.bin"
-
-
-def remove_entry(path: Path, rank: int) -> None:
-    """Remove an entry that nobody reads any more, and keep its memory for the rank's next one."""
-    rows, spare = path / ROWS_FILE, spare_path(path.parent, rank)
-    with budget_lock(path.parent), contextlib.suppress(FileNotFoundError):
-        if not spare.exists() or spare.stat().st_size < rows.stat().st_size:
-            rows.rename(spare)
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def sweep_dead(folder: Path) -> None:
-    """Remove every entry that was freed or withdrawn."""
-    for path in folder.glob(f"{DEAD_PREFIX}*"):
-        remove_entry(path, int(path.name.split("-")[1]))
-
-
-def drop_spare(path: Path) -> None:
-    """Give the memory of a spare file back at once, though its rank may have it mapped; under the budget's lock."""
-    with contextlib.suppress(FileNotFoundError):
-        os.truncate(path, 0)
-        path.unlink()
-
-
-def take_lock(path: Path, who: str) -> int:
-    """Lock a file for this process's life and return its descriptor; closing it, or dying, lets go.
-
-    Raises:
-        UsageError: a living process holds it; names its pid.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    deadline = time.monotonic() + LOCK_PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                holder = next(iter(_words(path)), "unknown")
-                os.close(descriptor)
-                raise UsageError(f"{path}: {who} already runs (pid {holder}): end it first") from None
-            time.sleep(POLL_S)
-        else:
-            os.pwrite(descriptor, f"{os.getpid()} {LAYOUT_VERSION}\n".encode(), 0)
-            return descriptor
-
-
-def check_version(path: Path, who: str) -> None:
-    """Refuse what another release wrote or reads, by the lock of whoever did.
+class HandoffDir:
+    """Access the hand-off directory of one pod.
 
     Args:
-        path: the lock; where it is absent, or its holder has not got to say anything yet, there is nothing to refuse.
-        who: holds it, or did last.
-
-    Raises:
-        NewerVersionError: its release is newer.
-        SnapshotError: it is older.
+        path: the directory; in shared memory in production.
     """
-    words = _words(path)
-    if not words:
-        return
-    version = int(words[1]) if len(words) > 1 else 0
-    if version != LAYOUT_VERSION:
-        refused = NewerVersionError if version > LAYOUT_VERSION else SnapshotError
-        raise refused(
-            f"{path.parent}: {who} hands cuts over by version {version} of the folder, this program by version "
-            f"{LAYOUT_VERSION}: give images of one release, or none, as spec.trainer.image and "
-            "spec.trainer.checkpointerImage"
-        )
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def hold_rank_lock(self, rank: int) -> int:
+        """Lock the directory for a rank until the returned descriptor is closed or the process dies.
+
+        Raises:
+            UsageError: a running process is this rank; names its pid.
+        """
+        return _hold(self._rank_lock(rank), f"rank {rank}")
+
+    def hold_sidecar_lock(self) -> int:
+        """Lock the directory for the sidecar; see ``hold_rank_lock``."""
+        return _hold(self._sidecar_lock, "a checkpointer of this directory")
+
+    def check_rank_version(self, rank: int) -> None:
+        """Refuse a rank of another release.
+
+        Raises:
+            NewerVersionError: its release is newer.
+            SnapshotError: it is older.
+        """
+        _check_version(self._rank_lock(rank), f"rank {rank}")
+
+    def check_sidecar_version(self) -> None:
+        """Refuse a sidecar of another release; see ``check_rank_version``."""
+        _check_version(self._sidecar_lock, "the checkpointer")
+
+    @contextlib.contextmanager
+    def rank_lock_if_free(self, rank: int) -> Iterator[bool]:
+        """Hold a rank's lock for a moment if no process holds it; yields whether that is so."""
+        with _lock_if_free(self._rank_lock(rank)) as free:
+            yield free
+
+    def has_lost_its_sidecar(self) -> bool:
+        """Tell whether a sidecar once ran here and none runs now."""
+        if not self._sidecar_lock.exists():
+            return False
+        with _lock_if_free(self._sidecar_lock) as free:
+            return free
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep all others from taking, moving and freeing bytes for a moment."""
+        descriptor = os.open(self.path / "budget.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def entries(self) -> frozenset[str]:
+        """List the names of all entries. While they stay the same, no cut and no segment has come or gone."""
+        with os.scandir(self.path) as entries:
+            return frozenset(entry.name for entry in entries)
+
+    def ready_cuts(self) -> list[CutName]:
+        """List the ready cuts, oldest step first."""
+        return sorted(name for name in map(CutName.parse, self.entries()) if name)
+
+    def ready_segments(self) -> list[SegmentName]:
+        """List the segments of cuts that are not ready yet, oldest step first."""
+        return sorted(name for name in map(SegmentName.parse, self.entries()) if name)
+
+    def has(self, name: CutName | SegmentName) -> bool:
+        """Tell whether an entry still exists: a rank may withdraw the segments of a cut."""
+        return (self.path / str(name)).exists()
+
+    def writing(self, rank: int) -> Path:
+        """Return the folder of the segment that a rank copies."""
+        return self.path / f"writing-{rank}"
+
+    def rows(self, rank: int) -> Path:
+        """Return the file of the rows that a rank copies."""
+        return self.writing(rank) / _ROWS
+
+    def spare(self, rank: int) -> Path:
+        """Return the file that keeps the memory of a rank's removed segment."""
+        return self.path / f"spare-{rank}.bin"
+
+    def begin_segment(self, rank: int) -> int:
+        """Make the folder of a segment, with the rank's spare memory as its rows; return their bytes.
+
+        Call it with the directory locked.
+        """
+        self.writing(rank).mkdir()
+        with contextlib.suppress(FileNotFoundError):
+            self.spare(rank).rename(self.rows(rank))
+        self.rows(rank).touch()
+        return file_size(self.rows(rank))
+
+    def hand_over(self, name: CutName | SegmentName, rows: int, index: str, *, has_segments: bool) -> None:
+        """Hand a rank's segment to the sidecar. It is complete from the rename that ends this call, absent before.
+
+        Args:
+            name: of the segment, or of the cut whose last segment it is.
+            rows: bytes of its rows that stay allocated.
+            index: what lies where in the rows.
+            has_segments: whether the cut has segments before this one.
+        """
+        with self.lock():
+            os.truncate(self.rows(name.rank), rows)
+            (self.writing(name.rank) / _INDEX).write_text(index)
+            if has_segments and isinstance(name, CutName):
+                self._durable(name.rank).rename(self.writing(name.rank) / _DURABLE)
+            self.writing(name.rank).rename(self.path / str(name))
+        if isinstance(name, CutName):
+            # The ready cut names its parent itself.
+            self._parent(name.rank).unlink(missing_ok=True)
+
+    def discard_unfinished(self, rank: int) -> None:
+        """Remove all of a cut that is not ready. A segment's bytes count until the sidecar has closed it."""
+        with self.lock():
+            for name in self.ready_segments():
+                if name.rank == rank:
+                    self.retire(name)
+            self._durable(rank).unlink(missing_ok=True)
+            self._parent(rank).unlink(missing_ok=True)
+        self._remove(self.writing(rank), rank)
+
+    def ranks_with_unfinished_cuts(self) -> set[int]:
+        """List the ranks whose cut is not ready; those that run still copy it."""
+        matches = (_UNFINISHED.fullmatch(entry) for entry in self.entries())
+        return {int(match[1]) for match in matches if match} | {name.rank for name in self.ready_segments()}
+
+    def retire(self, name: CutName | SegmentName) -> None:
+        """Mark an entry for removal, if it still exists. Call it with the directory locked."""
+        with contextlib.suppress(FileNotFoundError):
+            dead = self.path / f"dead-{name.rank}-{time.monotonic_ns()}-{os.getpid()}"
+            (self.path / str(name)).rename(dead)
+
+    def sweep(self) -> None:
+        """Remove every entry that was freed or withdrawn."""
+        for path in self.path.glob("dead-*"):
+            self._remove(path, int(path.name.split("-")[1]))
+
+    def _remove(self, path: Path, rank: int) -> None:
+        """Remove an entry that nobody reads, and keep its memory for the rank's next segment."""
+        rows, spare = path / _ROWS, self.spare(rank)
+        with self.lock(), contextlib.suppress(FileNotFoundError):
+            if not spare.exists() or spare.stat().st_size < rows.stat().st_size:
+                rows.rename(spare)
+        shutil.rmtree(path, ignore_errors=True)
+
+    def spares(self) -> list[Path]:
+        """List the spare files, smallest first."""
+        return sorted(self.path.glob("spare-*"), key=lambda path: (file_size(path), path))
+
+    def drop_spare(self, path: Path) -> None:
+        """Free the memory of a spare file at once, though its rank may have it mapped; with the directory locked."""
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(path, 0)
+            path.unlink()
+
+    def usage(self) -> DirUsage:
+        """Count the bytes that are taken. Call it with the directory locked."""
+        used = notes = spare = 0
+        with os.scandir(self.path) as entries:
+            for entry in entries:
+                if entry.name.startswith("durable-"):
+                    notes += 2 * file_size(entry)
+                elif entry.name.startswith("spare-"):
+                    spare += file_size(entry)
+                elif entry.is_dir(follow_symlinks=False):
+                    used += _folder_size(entry.path)
+        return DirUsage(used, notes, spare)
+
+    def read_index(self, name: CutName | SegmentName) -> dict[str, Any] | None:
+        """Read the index of an entry; None if it is gone or unreadable."""
+        return _read_json(self.path / str(name) / _INDEX)
+
+    def open(self, name: CutName | SegmentName) -> ReadyCut:
+        """Map an entry.
+
+        Raises:
+            OSError: the system does not open it now.
+            SnapshotError: it is not complete: the machine went down after it was written, or bytes are gone.
+        """
+        path = self.path / str(name)
+        try:
+            index = json.loads((path / _INDEX).read_text())
+            meta, number = CutMeta.from_json(index["meta"]), int(index["slice"])
+            data = _map(path / _ROWS, int(index["bytes"]))
+            complete = len(data) == index["bytes"] and index["boot"] == boot_id()
+        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+            raise SnapshotError(f"{path}: not a complete cut: {error!r}") from error
+        if not complete:
+            raise SnapshotError(
+                f"{path}: {len(data)} of {index['bytes']} bytes, or written before the machine restarted"
+            )
+        return ReadyCut(name=name, meta=meta, number=number, nbytes=len(data), index=index, data=data)
+
+    def read_durable(self, cut: ReadyCut) -> Durable:
+        """Read what is durable of the segments before this one, or with it if it was stored already.
+
+        Raises:
+            SnapshotError: the note of some of them is gone.
+        """
+        path = self.path / str(cut.name) / _DURABLE
+        if isinstance(cut.name, SegmentName):
+            path = self._durable(cut.name.rank)
+        elif not cut.number:
+            return Durable()
+        note = _read_json(path)
+        if note and isinstance(cut.name, SegmentName) and note["put"] != cut.name.put:
+            note = None
+        done = Durable.unpack(note["done"]) if note else Durable()
+        if done.slices < cut.number:
+            raise SnapshotError(f"{path}: holds {done.slices} of the {cut.number} segments before {cut.name}")
+        return done
+
+    def write_durable(self, name: SegmentName, done: Durable) -> None:
+        """Record what is durable with this segment, and free it; nothing happens if it was withdrawn."""
+        with self.lock():
+            if self.has(name):
+                self._write(self._durable(name.rank), {"put": name.put, "done": done.pack()})
+                self.retire(name)
+
+    def has_durable(self, rank: int, put: int) -> bool:
+        """Tell whether the sidecar still keeps the segments of this try of a rank's cut."""
+        note = _read_json(self._durable(rank))
+        return note is not None and note["put"] == put
+
+    def parents(self) -> set[SnapshotName]:
+        """List the parents of cuts that ranks copy."""
+        with self.lock():
+            notes = [_read_json(path) for path in self.path.glob("parent-*.json")]
+        found = {SnapshotName.from_json(note) for note in notes if note}
+        return {name for name in found if name is not None}
+
+    def write_parent(self, rank: int, parent: SnapshotName) -> None:
+        """Record the parent of the cut that a rank is about to copy. Call it with the directory locked."""
+        self._write(self._parent(rank), asdict(parent))
+
+    def committed(self) -> SnapshotName | None:
+        """Return the newest committed snapshot; None until the sidecar has recorded one."""
+        return SnapshotName.from_json(_read_json(self.path / "committed.json"))
+
+    def write_committed(self, name: SnapshotName) -> None:
+        """Record the newest committed snapshot."""
+        self._write(self.path / "committed.json", asdict(name))
+
+    def refused(self) -> RefusedCut | None:
+        """Return the newest cut that can never be stored."""
+        note = _read_json(self.path / "refused.json")
+        return None if note is None else RefusedCut(SnapshotName(note["step"], note["attempt"]), note["problem"])
+
+    def write_refused(self, refused: RefusedCut) -> None:
+        """Record a cut that can never be stored."""
+        self._write(self.path / "refused.json", asdict(refused.name) | {"problem": refused.problem})
+
+    def broken_parent(self) -> SnapshotName | None:
+        """Return the snapshot that the sidecar could not read as a cut's parent."""
+        return SnapshotName.from_json(_read_json(self.path / "broken.json"))
+
+    def write_broken_parent(self, parent: SnapshotName) -> None:
+        """Record a snapshot that cannot be a parent."""
+        self._write(self.path / "broken.json", asdict(parent))
+
+    def superseding_attempt(self) -> int | None:
+        """Return the newer attempt that owns the store now."""
+        note = _read_json(self.path / "superseded.json")
+        return None if note is None else int(note["attempt"])
+
+    def write_superseded(self, attempt: int) -> None:
+        """Record that a newer attempt owns the store."""
+        self._write(self.path / "superseded.json", {"attempt": attempt})
+
+    def uploaded(self) -> list[UploadedCut]:
+        """List the cuts whose local parts are durable and whose manifest may be missing, oldest step first."""
+        found = []
+        for path in self.path.glob("uploaded-*.json"):
+            match, note = _UPLOADED.fullmatch(path.name), _read_json(path)
+            if match and note:
+                parent = SnapshotName.from_json(note["parent"])
+                name = int(match[1]), int(match[2])
+                found.append(UploadedCut(*name, int(note["worldSize"]), float(note["time"]), parent))
+        return sorted(found, key=lambda cut: (cut.step, cut.attempt))
+
+    def write_uploaded(self, cut: ReadyCut) -> None:
+        """Record that the parts of a cut are durable."""
+        parent = cut.index["meta"]["parent"]
+        note = {"worldSize": cut.meta.world_size, "time": cut.index["time"], "parent": parent}
+        self._write(self._uploaded(cut.name.step, cut.name.attempt), note)
+
+    def remove_uploaded(self, cut: UploadedCut) -> None:
+        """Remove the record of ``write_uploaded``."""
+        self._uploaded(cut.step, cut.attempt).unlink(missing_ok=True)
+
+    def closed(self, rank: int) -> dict[str, Any] | None:
+        """Return why a rank ended, and whether it failed; None if it did not say."""
+        return _read_json(self._closed(rank))
+
+    def write_closed(self, rank: int, reason: str, *, failed: bool) -> None:
+        """Record why a rank ends."""
+        self._write(self._closed(rank), {"reason": reason, "failed": failed, "time": time.time()})
+
+    def clear_closed(self, rank: int) -> None:
+        """Remove what an earlier process of the rank recorded."""
+        self._closed(rank).unlink(missing_ok=True)
+
+    def remove_unfinished_notes(self) -> None:
+        """Remove what a killed sidecar left of the notes that it was writing."""
+        for path in (path for name in _SIDECAR_NOTES for path in self.path.glob(f".{name}.json")):
+            path.unlink()
+
+    @property
+    def _sidecar_lock(self) -> Path:
+        return self.path / "sidecar.lock"
+
+    def _rank_lock(self, rank: int) -> Path:
+        return self.path / f"rank-{rank}.lock"
+
+    def _closed(self, rank: int) -> Path:
+        return self.path / f"closed-{rank}.json"
+
+    def _parent(self, rank: int) -> Path:
+        return self.path / f"parent-{rank}.json"
+
+    def _durable(self, rank: int) -> Path:
+        return self.path / f"durable-{rank}.json"
+
+    def _uploaded(self, step: int, attempt: int) -> Path:
+        return self.path / f"uploaded-{step}-{attempt}.json"
+
+    def _write(self, path: Path, value: dict[str, Any]) -> None:
+        """Write a small file completely or not at all. Readers are on this machine, so it is not synced."""
+        draft = path.with_name(f".{path.name}")
+        try:
+            draft.write_text(json.dumps(value))
+            draft.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise_device(error, path, 0)
 
 
-def _words(path: Path) -> list[str]:
-    """What the last holder of a lock said of itself: the first line, since a longer one may have been there before."""
-    try:
-        return path.read_text(errors="replace").partition("\n")[0].split()
-    except FileNotFoundError:
-        return []
+@dataclass(frozen=True)
+class RefusedCut:
+    """Name a cut that can never be stored, and why."""
 
-
-@contextlib.contextmanager
-def lock_if_free(path: Path) -> Iterator[bool]:
-    """Hold a lock for a moment if nobody else does; says whether that is so, or nobody ever held it."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield True
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing the file lets go of it
-        free = True
-    except BlockingIOError:
-        free = False
-    try:
-        yield free
-    finally:
-        os.close(descriptor)
-
-
-def boot_id() -> str:
-    """Identity of this boot of the machine: a cut of another boot may be torn, because nothing syncs the folder."""
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else ""
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a small file whole or not at all (one writer and readers on this machine; no sync)."""
-    draft = path.with_name(f".{path.name}")
-    try:
-        draft.write_text(json.dumps(value))
-        draft.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise_device(error, path, 0)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a file of ``write_json``; None where there is none."""
-    try:
-        value = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+    name: SnapshotName
+    problem: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyCut:
-    """One rank's whole cut, or one slice of it; its arrays are views of mapped memory, gone with ``Inbox.free``."""
+    """Hold one rank's ready cut, or one segment of it. Its arrays are views of mapped memory until ``Inbox.free``."""
 
-    name: CutName | SliceName
+    name: CutName | SegmentName
     meta: CutMeta
     number: int
-    """Slices of the cut before this one."""
+    """Segments of the cut before this one."""
     nbytes: int
     index: dict[str, Any]
     data: memoryview
 
     @property
     def owned(self) -> list[ShardId]:
-        """All that the rank stores, also what has no row here."""
+        """List all shards that the rank stores, also those without a row here."""
         return [ShardId(**shard) for shard in self.index["owned"]]
 
     def pieces(self) -> Iterator[ShardRows]:
-        """The rows, in the order in which the rank gave them."""
+        """Iterate over the rows, in the order in which the rank copied them."""
         for piece in self.index["pieces"]:
             shard, count, state = ShardId(**piece["shard"]), piece["rows"], piece["stateColumns"]
             rows_at = piece["rowsOffset"]
@@ -361,7 +506,7 @@ class ReadyCut:
             )
 
     def dense(self) -> dict[str, NDArray[Any]] | None:
-        """The dense state, where this rank gave it."""
+        """Return the dense state, if this rank handed it over."""
         if self.index["dense"] is None:
             return None
         arrays = {}
@@ -374,28 +519,28 @@ class ReadyCut:
 
 
 class Durable(BaseModel):
-    """What is durable already of a cut that comes in slices."""
+    """Describe what is durable of a cut that comes in segments."""
 
     model_config = ConfigDict(frozen=True)
 
     slices: int = 0
     chunks: tuple[ChunkEntry, ...] = ()
     bits: Bits | None = None
-    """Of these chunks, and so of the whole cut; None where there are none."""
+    """Bits of these chunks, and so of the whole cut; None without chunks."""
 
     def pack(self) -> str:
-        """As text, a sixth of the JSON: it grows with the cut and lies in the memory that the ranks share."""
+        """Encode as text, a sixth of the JSON: it grows with the cut and counts against the ranks' budget."""
         return base64.b85encode(zlib.compress(self.model_dump_json().encode())).decode()
 
     @classmethod
     def unpack(cls, text: str) -> Self:
-        """Read ``pack``'s form."""
+        """Decode the text of ``pack``."""
         return cls.model_validate_json(zlib.decompress(base64.b85decode(text)))
 
 
 @dataclass(frozen=True)
 class UploadedCut:
-    """A cut whose local parts are durable."""
+    """Name a cut whose local parts are durable."""
 
     step: int
     attempt: int
@@ -407,5 +552,101 @@ class UploadedCut:
 
     @property
     def snapshot(self) -> SnapshotName:
-        """What it is to become."""
+        """Return the snapshot that the cut becomes."""
         return SnapshotName(self.step, self.attempt)
+
+
+def boot_id() -> str:
+    """Identify this boot of the machine: a cut of another boot may be torn, because nothing syncs the directory."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
+
+
+def file_size(path: Path | os.DirEntry[str]) -> int:
+    """Return the bytes of a file, 0 if it does not exist."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _folder_size(folder: str) -> int:
+    # The sidecar may be removing the folder.
+    try:
+        with os.scandir(folder) as files:
+            return sum(map(file_size, files))
+    except FileNotFoundError:
+        return 0
+
+
+def _map(path: Path, size: int) -> memoryview:
+    """Map the first bytes of a file, or all if it is shorter. What follows them is memory kept for later cuts."""
+    with path.open("rb") as file:
+        size = min(size, os.fstat(file.fileno()).st_size)
+        return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)) if size else memoryview(b"")
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _hold(path: Path, who: str) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                holder = next(iter(_holder(path)), "unknown")
+                os.close(descriptor)
+                raise UsageError(f"{path}: {who} already runs (pid {holder}): end it first") from None
+            time.sleep(POLL_S)
+        else:
+            os.pwrite(descriptor, f"{os.getpid()} {LAYOUT_VERSION}\n".encode(), 0)
+            return descriptor
+
+
+@contextlib.contextmanager
+def _lock_if_free(path: Path) -> Iterator[bool]:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        # Closing the file unlocks it.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = True
+    except BlockingIOError:
+        free = False
+    try:
+        yield free
+    finally:
+        os.close(descriptor)
+
+
+def _check_version(path: Path, who: str) -> None:
+    """Refuse another release by the lock that its process holds, or held last."""
+    holder = _holder(path)
+    if not holder:
+        return
+    version = int(holder[1]) if len(holder) > 1 else 0
+    if version != LAYOUT_VERSION:
+        refused = NewerVersionError if version > LAYOUT_VERSION else SnapshotError
+        raise refused(
+            f"{path.parent}: {who} uses version {version} of the hand-off directory, this program version "
+            f"{LAYOUT_VERSION}: set spec.trainer.image and spec.trainer.checkpointerImage to one release, or to none"
+        )
+
+
+def _holder(path: Path) -> list[str]:
+    """Read pid and version of a lock's last holder: the first line, since a longer one may have been there before."""
+    try:
+        return path.read_text(errors="replace").partition("\n")[0].split()
+    except FileNotFoundError:
+        return []

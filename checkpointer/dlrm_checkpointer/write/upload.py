@@ -18,7 +18,7 @@ from dlrm_checkpointer.format.attempts import read_attempts
 from dlrm_checkpointer.format.chain import BrokenChainError, ChainLayers, SnapshotBase, load_chain, snapshot_base
 from dlrm_checkpointer.format.chunk import encode_dense, encode_rows, put_by_digest
 from dlrm_checkpointer.format.manifest import ChunkEntry, ObjectEntry, PartList, chunk_key, parse_part, part_key
-from dlrm_checkpointer.handoff.protocol import Durable, ReadyCut, SliceName
+from dlrm_checkpointer.handoff.protocol import Durable, ReadyCut, SegmentName
 from dlrm_checkpointer.types import ShardId, TableMeta
 from dlrm_checkpointer.write.merge import Delta, coded_chunks, deltas, merged_chunks
 from dlrm_checkpointer.write.policy import ChainPolicy, bits_in_use, choose_kind
@@ -223,7 +223,7 @@ class WritePlanner:
         Raises:
             BrokenChainError: its parent cannot be read.
         """
-        bits, is_slice = self._bits_of(cut.name.attempt), isinstance(cut.name, SliceName)
+        bits, is_slice = self._bits_of(cut.name.attempt), isinstance(cut.name, SegmentName)
         basis = SnapshotBase(kind="full") if is_slice else self._basis(cut)
         chained = self._chains.traits.chained and (is_slice or basis.kind == "increment")
         return WritePlan(bits=bits, basis=basis, chained=chained)

@@ -219,7 +219,7 @@ def test_a_row_stored_twice_is_found_by_table_and_row(tmp_path: Path, files: Fil
     pod = new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2))
     for rank in range(2):  # both ranks hand over rank 0's rows
         dense = model.dense if rank == 0 else None
-        pod.writers[rank].put(model.meta(2), model.pieces(0, 2), dense, owned=model.shards(0, 2), patience_s=1)
+        pod.writers[rank].hand_over(model.meta(2), model.pieces(0, 2), dense, owned=model.shards(0, 2), timeout_s=1)
     pod.finish()
 
     with pytest.raises(SnapshotError, match=r"table users, row \d+: is stored twice"):

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dlrm_checkpointer.handoff.cut import CutWithdrawnError
 from dlrm_checkpointer.handoff.inbox import Inbox
-from dlrm_checkpointer.handoff.writer import CutAbandonedError, HandOffWriter
+from dlrm_checkpointer.handoff.writer import HandoffWriter
 from dlrm_checkpointer.types import CutMeta, SnapshotName
 from dlrm_stores.file import FileStore
 
@@ -30,7 +31,7 @@ def test_snapshots_are_ordered_by_step_and_then_by_attempt():
 
 
 def test_the_parent_is_the_newest_commit_of_the_attempt_else_what_was_restored_else_nothing(tmp_path: Path):
-    writer, inbox = HandOffWriter(tmp_path, 0, None), Inbox(tmp_path, range(1))
+    writer, inbox = HandoffWriter(tmp_path, 0, None), Inbox(tmp_path, range(1))
 
     fresh = writer.begin(attempt=3)
     inbox.publish_committed(SnapshotName(50, 2))
@@ -46,7 +47,7 @@ def test_the_parent_is_the_newest_commit_of_the_attempt_else_what_was_restored_e
 
 
 def test_a_parent_that_could_not_be_read_is_none_until_a_newer_snapshot_is_there(tmp_path: Path):
-    writer, inbox = HandOffWriter(tmp_path, 0, None), Inbox(tmp_path, range(1))
+    writer, inbox = HandoffWriter(tmp_path, 0, None), Inbox(tmp_path, range(1))
     writer.restored(RESTORED)
 
     inbox.publish_broken(RESTORED)
@@ -69,12 +70,12 @@ def test_a_parent_is_in_flight_from_the_beginning_of_its_cut_until_that_is_commi
 
     parent = writer.begin(attempt=3)
     seen.append(inbox.parents_in_flight())
-    writer.put(
+    writer.hand_over(
         replace(model.meta(1, 3), parent=parent),
         model.pieces(0, 1),
         model.dense,
         owned=model.shards(0, 1),
-        patience_s=1,
+        timeout_s=1,
     )
     seen.append(inbox.parents_in_flight())
     cut = inbox.open(inbox.ready()[0])
@@ -101,13 +102,13 @@ def test_the_parent_of_a_cut_that_never_came_about_is_let_go_of(
     parent = writer.begin(attempt=1)
 
     if ended == "given up":
-        with pytest.raises(CutAbandonedError):
-            writer.put(
+        with pytest.raises(CutWithdrawnError):
+            writer.hand_over(
                 replace(model.meta(1), parent=parent),
                 model.pieces(0, 1),
                 model.dense,
                 owned=model.shards(0, 1),
-                patience_s=0,
+                timeout_s=0,
             )
     else:
         pod.end()

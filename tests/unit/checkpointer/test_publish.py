@@ -605,13 +605,13 @@ def test_a_job_ends_without_waiting_for_deltas_whose_store_refuses_to_be_listed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("problem", [NoPermissionError("no listing"), StoreUnavailableError("gone")])
-@pytest.mark.parametrize(("patience_s", "left"), [(3_600.0, [4, 3, 2, 1]), (0.0, [4])])
+@pytest.mark.parametrize(("timeout_s", "left"), [(3_600.0, [4, 3, 2, 1]), (0.0, [4])])
 def test_snapshots_are_retired_though_deltas_cannot_be_listed_once_these_were_waited_for_as_long_as_for_orphans(
-    tmp_path: Path, files: FileStore, new_model, new_pod, small_tables, problem, patience_s, left, caplog
+    tmp_path: Path, files: FileStore, new_model, new_pod, small_tables, problem, timeout_s, left, caplog
 ):
     model, target = new_model(small_tables), Unlisted(tmp_path / "deltas")
     target.problem = problem
-    pod = new_pod(tmp_path / "pod", files, keep_last=1, target=target, orphan_s=patience_s, grace_s=0.5)
+    pod = new_pod(tmp_path / "pod", files, keep_last=1, target=target, orphan_s=timeout_s, grace_s=0.5)
     attempt = claim_attempt(files, None, "test")
 
     for _ in range(4):

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-import dlrm_checkpointer.handoff.inbox as inbox_module
+import dlrm_checkpointer.handoff.protocol as protocol_module
 import dlrm_checkpointer.sidecar as sidecar_module
 from dlrm_api.errors import DLRMError, InvalidSpecError, NoPermissionError, StoreUnavailableError, UsageError
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.handoff.inbox import Inbox
-from dlrm_checkpointer.handoff.protocol import ready_cuts
-from dlrm_checkpointer.handoff.writer import HandOffWriter
+from dlrm_checkpointer.handoff.protocol import HandoffDir
+from dlrm_checkpointer.handoff.writer import HandoffWriter
 from dlrm_checkpointer.publish.publisher import Backoff
 from dlrm_checkpointer.read.catalog import list_snapshots
 from dlrm_checkpointer.read.restore import newest_snapshot
@@ -264,7 +264,7 @@ def test_a_refused_cut_is_forgotten_with_the_next_commit(tmp_path: Path, files: 
         second = claim_attempt(files, None, "again")
         for rank, writer in pod.writers.items():  # one after the other, so that the sidecar goes on
             writer.close("refused")
-            pod.writers[rank] = HandOffWriter(pod.folder, rank, None, 2)
+            pod.writers[rank] = HandoffWriter(pod.folder, rank, None, 2)
         pod.cut(good.train(), second)
         committed = pod.writers[0].wait_idle(10)
         pod.end("done")
@@ -275,8 +275,8 @@ def test_a_refused_cut_is_forgotten_with_the_next_commit(tmp_path: Path, files: 
     assert snapshot_digest(newest_snapshot(files)[0]) == good.digest()
 
 
-def has_room(writer: HandOffWriter) -> bool:
-    return all(name.rank != writer.rank for name in ready_cuts(writer.folder))
+def has_room(writer: HandoffWriter) -> bool:
+    return all(name.rank != writer.rank for name in HandoffDir(writer.folder).ready_cuts())
 
 
 def test_a_new_sidecar_knows_the_snapshots_that_were_there(tmp_path: Path, files: FileStore, new_model, new_pod):
@@ -364,7 +364,7 @@ def test_a_cut_that_the_system_does_not_let_be_opened_for_a_moment_is_stored_and
         return mmap.mmap(*given, **named)
 
     model, pod = new_model(), new_pod(tmp_path / "pod", files)
-    monkeypatch.setattr(inbox_module, "mmap", SimpleNamespace(mmap=refuse_once, ACCESS_READ=mmap.ACCESS_READ))
+    monkeypatch.setattr(protocol_module, "mmap", SimpleNamespace(mmap=refuse_once, ACCESS_READ=mmap.ACCESS_READ))
     with running(pod) as (codes, _):
         pod.cut(model.train())
         assert pod.writers[0].wait_idle(20)

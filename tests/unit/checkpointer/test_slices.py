@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from dlrm_api.errors import DivergedError, StoreUnavailableError
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.format.manifest import CHUNKS
-from dlrm_checkpointer.handoff.budget import Draft
-from dlrm_checkpointer.handoff.protocol import budget_lock, write_json
-from dlrm_checkpointer.handoff.writer import CutAbandonedError, HandedOver
+from dlrm_checkpointer.handoff.budget import Budget, CutBuffer
+from dlrm_checkpointer.handoff.cut import CutWithdrawnError, HandedOver
+from dlrm_checkpointer.handoff.protocol import HandoffDir
 from dlrm_checkpointer.read.catalog import list_snapshots, verify_snapshot
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.types import ShardId, ShardRows
@@ -105,10 +105,10 @@ def test_a_cut_above_the_budget_comes_back_whole(tmp_path: Path, files: FileStor
     verify_snapshot(snapshot)
     assert (all(committed), reasons) == (True, [])
     assert snapshot_digest(snapshot) == model.digest()
-    assert all(each.slices > 2 and each.waited_s > 0 for each in handed)
+    assert all(each.segments > 2 for each in handed)
     assert sum(each.nbytes for each in handed) > 4 * BUDGET
     slices = pod.status.registry.get_sample_value("dlrm_checkpointer_slices_total")
-    assert slices == sum(each.slices - 1 for each in handed)
+    assert slices == sum(each.segments - 1 for each in handed)
     for rank in pod.ranks:
         keys = [chunk.key for chunk in snapshot.manifest.chunks if f"/{rank:06d}/" in chunk.key]
         assert [key.split("/")[-1][:6] for key in keys] == [f"{number:06d}" for number in range(len(keys))]
@@ -119,10 +119,12 @@ def test_a_cut_that_fits_is_one_slice_and_waits_for_nobody(tmp_path: Path, files
     model = new_model().train()
     pod = new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2), budget_bytes=400_000)
 
-    most = pod.writers[0].put(model.meta(2), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), patience_s=0)
-    rest = pod.writers[1].put(model.meta(2), [], None, owned=[], patience_s=0)
+    most = pod.writers[0].hand_over(
+        model.meta(2), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), timeout_s=0
+    )
+    rest = pod.writers[1].hand_over(model.meta(2), [], None, owned=[], timeout_s=0)
 
-    assert (most.slices, most.waited_s) == (rest.slices, rest.waited_s) == (1, 0)
+    assert most.segments == rest.segments == 1
     assert most.nbytes > 400_000 // 2
     assert pod.finish() == ExitCode.DONE
     assert snapshot_digest(newest_snapshot(files)[0]) == model.digest()
@@ -149,12 +151,12 @@ def pieces_of(model, ids: list[NDArray[np.int64]]) -> Iterator[ShardRows]:
         yield ShardRows(shard=ITEMS, row_ids=each, rows=model.rows["items"][each], state=model.state["items"][each])
 
 
-def sampled(call: Callable[..., Any], folder: Path, seen: list[int], lock: bool) -> Callable[..., Any]:
+def sampled(call: Callable[..., Any], folder: Path, seen: list[int]) -> Callable[..., Any]:
     """The call, after which the most bytes that the folder ever held are noted, while nothing in it is renamed."""
 
     def wrapped(*args: Any) -> Any:
         answer = call(*args)
-        with budget_lock(folder) if lock else nullcontext():
+        with HandoffDir(folder).lock():
             seen[0] = max(seen[0], folder_bytes(folder))
         return answer
 
@@ -175,14 +177,14 @@ def test_any_pieces_pass_through_any_budget_and_never_above_it(
 
     def put(rank: int) -> HandedOver:
         dense = model.dense if rank == 0 else None
-        return pod.writers[rank].put(
-            model.meta(ranks), pieces_of(model, ids[rank]), dense, owned=[ITEMS], patience_s=20
+        return pod.writers[rank].hand_over(
+            model.meta(ranks), pieces_of(model, ids[rank]), dense, owned=[ITEMS], timeout_s=20
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("allocate", "add_rows", "flip"):
-            patch.setattr(Draft, name, sampled(getattr(Draft, name), pod.folder, seen, lock=name != "allocate"))
-        patch.setattr("dlrm_checkpointer.handoff.inbox.write_json", sampled(write_json, pod.folder, seen, lock=False))
+        for owner, name in ((Budget, "reserve_segment"), (CutBuffer, "lay"), (CutBuffer, "hand_over")):
+            patch.setattr(owner, name, sampled(getattr(owner, name), pod.folder, seen))
+        patch.setattr(HandoffDir, "write_durable", sampled(HandoffDir.write_durable, pod.folder, seen))
         with running(pod), ThreadPoolExecutor(ranks) as pool:
             list(pool.map(put, pod.ranks))
             committed = pod.writers[0].wait_idle(10)
@@ -198,16 +200,14 @@ def test_a_store_that_is_down_ends_the_cut_in_time_and_the_next_one_is_whole(tmp
     store.down = True
     with running(pod):
         began = time.monotonic()
-        with pytest.raises(
-            CutAbandonedError, match=r"rank 0: the cut at step 1 was given up after 1 slices of \d+ bytes"
-        ) as given_up:
-            pod.cut_of(0, model, patience_s=0.5)
+        with pytest.raises(CutWithdrawnError, match=r"rank 0: the cut at step 1 was withdrawn after 1 segments"):
+            pod.cut_of(0, model, timeout_s=0.5)
         took, ready = time.monotonic() - began, pod.writers[0].ready()
         store.down = False
         pod.cut(model.train())
         committed = pod.writers[0].wait_idle(10)
 
-    assert 0.4 < given_up.value.waited_s <= took < 1.5
+    assert 0.4 < took < 1.5
     assert (ready, committed) == (True, True)
     assert [each.step for each in list_snapshots(store)] == [2]
     assert snapshot_digest(newest_snapshot(store)[0]) == model.digest()
@@ -221,10 +221,8 @@ def test_a_store_that_is_slow_ends_the_cut_in_time_and_it_can_be_tried_again_at_
     model, pod = new_model().train(), new_pod(tmp_path / "pod", store, budget_bytes=BUDGET)
     store.pause_s = 0.15
     with running(pod):
-        with pytest.raises(
-            CutAbandonedError, match=r"after \d+ slices of \d+ bytes: the checkpointer did not make room"
-        ):
-            pod.cut_of(0, model, patience_s=0.4)
+        with pytest.raises(CutWithdrawnError, match=r"after \d+ segments"):
+            pod.cut_of(0, model, timeout_s=0.4)
         store.pause_s = 0
         pod.cut(model)
         committed = pod.writers[0].wait_idle(10)
@@ -239,8 +237,8 @@ def test_one_rank_may_give_up_while_its_neighbour_hands_over(tmp_path: Path, fil
     pod = new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2), budget_bytes=BUDGET)
     with running(pod):
         pod.cut_of(0, model)
-        with pytest.raises(CutAbandonedError):
-            pod.cut_of(1, model, patience_s=0)
+        with pytest.raises(CutWithdrawnError):
+            pod.cut_of(1, model, timeout_s=0)
         alone = pod.writers[0].wait_idle(0.1)
         cut_by_all(pod, model.train())
         committed = [pod.writers[rank].wait_idle(10) for rank in pod.ranks]
@@ -253,8 +251,8 @@ def test_one_rank_may_give_up_while_its_neighbour_hands_over(tmp_path: Path, fil
 def test_without_a_checkpointer_the_cut_is_given_up_in_time(tmp_path: Path, files: FileStore, new_model, new_pod):
     pod = new_pod(tmp_path / "pod", files, budget_bytes=BUDGET)
 
-    with pytest.raises(CutAbandonedError, match=r"within 0.1 s: .* raise spec.checkpoint.handoffBudget"):
-        pod.cut_of(0, new_model().train(), patience_s=0.1)
+    with pytest.raises(CutWithdrawnError, match=r"spec.checkpoint.handoffBudget"):
+        pod.cut_of(0, new_model().train(), timeout_s=0.1)
 
     assert pod.writers[0].ready()
     assert pod.finish() == ExitCode.DONE
@@ -283,7 +281,7 @@ def test_slices_of_an_attempt_that_was_given_up_are_dropped_and_so_is_its_cut(
     old = claim_attempt(files, None, "old")
     claim_attempt(files, None, "new")
 
-    with running(pod), pytest.raises(CutAbandonedError, match="a newer attempt has started"):
+    with running(pod), pytest.raises(CutWithdrawnError, match="a newer attempt has started"):
         pod.cut(model, old)
 
     assert list(files.list("chunks/")) == []
@@ -296,8 +294,8 @@ def test_the_objects_of_a_cut_that_was_given_up_are_swept(tmp_path: Path, new_mo
     attempt = claim_attempt(store, None, "test")
     store.pause_s = 0.1
     with running(pod):
-        with pytest.raises(CutAbandonedError):
-            pod.cut_of(0, model, attempt, patience_s=0.3)
+        with pytest.raises(CutWithdrawnError):
+            pod.cut_of(0, model, attempt, timeout_s=0.3)
         store.pause_s = 0
         orphans = {info.key for info in store.list(CHUNKS)}
         for _ in range(2):

@@ -131,7 +131,7 @@ def test_a_sidecar_that_dies_is_followed_by_one_that_goes_on_and_the_trainers_no
     snapshot, reasons = newest_snapshot(files)
     verify_snapshot(snapshot)
     assert how in (KILLED, 0)
-    assert max(each.slices for each in handed) > 2
+    assert max(each.segments for each in handed) > 2
     assert (committed, reasons) == ([True, True], [])
     assert snapshot_digest(snapshot) == model.digest()
     assert set(entries(pod.folder)) <= set(TIDY)

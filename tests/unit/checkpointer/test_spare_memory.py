@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dlrm_checkpointer.handoff.inbox import Inbox
-from dlrm_checkpointer.handoff.protocol import spare_path
-from dlrm_checkpointer.handoff.writer import HandOffWriter
+from dlrm_checkpointer.handoff.protocol import HandoffDir
+from dlrm_checkpointer.handoff.writer import HandoffWriter
 
 BUDGET = 2_000_000
 
@@ -29,11 +29,11 @@ def used(folder: Path) -> int:
 
 @pytest.mark.parametrize("budget", [BUDGET, None])
 def test_a_cut_is_copied_into_the_memory_of_the_one_before_it(tmp_path: Path, new_model, budget: int | None):
-    model, writer, inbox = new_model(), HandOffWriter(tmp_path, 0, budget), Inbox(tmp_path, range(1))
+    model, writer, inbox = new_model(), HandoffWriter(tmp_path, 0, budget), Inbox(tmp_path, range(1))
 
     inodes = []
     for _ in range(3):
-        writer.put(model.train().meta(1), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), patience_s=0)
+        writer.hand_over(model.train().meta(1), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), timeout_s=0)
         cut = inbox.open(inbox.ready()[0])
         for piece, given in zip(cut.pieces(), [p for p in model.pieces(0, 1) if len(p.row_ids)], strict=True):
             assert (piece.rows == given.rows).all()
@@ -45,13 +45,13 @@ def test_a_cut_is_copied_into_the_memory_of_the_one_before_it(tmp_path: Path, ne
 
 
 def test_memory_that_was_touched_ahead_is_the_ranks_share_and_takes_the_first_cut(tmp_path: Path, new_model):
-    model, writers = new_model().train(), [HandOffWriter(tmp_path, rank, BUDGET, 2) for rank in range(2)]
+    model, writers = new_model().train(), [HandoffWriter(tmp_path, rank, BUDGET, 2) for rank in range(2)]
     inbox = Inbox(tmp_path, range(2))
 
     for writer in writers:
         writer.touch()
-    spare = spare_path(tmp_path, 0).stat()
-    writers[0].put(model.meta(1), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), patience_s=0)
+    spare = HandoffDir(tmp_path).spare(0).stat()
+    writers[0].hand_over(model.meta(1), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), timeout_s=0)
 
     assert 0.9 * BUDGET / 2 < spare.st_blocks * 512 <= BUDGET / 2 + 8_192
     assert used(tmp_path) <= BUDGET
@@ -62,14 +62,14 @@ def test_memory_that_was_touched_ahead_is_the_ranks_share_and_takes_the_first_cu
 def test_a_rank_that_needs_more_than_its_share_takes_the_spare_memory_of_others(tmp_path: Path, new_model):
     model = new_model().train()
     size = sum(piece.nbytes for piece in model.pieces(0, 1))
-    writers = [HandOffWriter(tmp_path, rank, int(size * 1.3) + 16_384, 2) for rank in range(2)]
+    writers = [HandoffWriter(tmp_path, rank, int(size * 1.3) + 16_384, 2) for rank in range(2)]
 
     for writer in writers:
         writer.touch()
-    given = writers[0].put(model.meta(2), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), patience_s=0)
+    given = writers[0].hand_over(model.meta(2), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), timeout_s=0)
 
-    assert (given.slices, given.waited_s) == (1, 0)
-    assert not spare_path(tmp_path, 1).exists()
+    assert given.segments == 1
+    assert not HandoffDir(tmp_path).spare(1).exists()
     assert used(tmp_path) <= size * 1.3 + 16_384
 
 
@@ -77,18 +77,18 @@ def test_a_full_device_takes_spare_memory_before_it_refuses_a_cut(
     tmp_path: Path, new_model, monkeypatch: pytest.MonkeyPatch
 ):
     model, inbox = new_model().train(), Inbox(tmp_path, range(2))
-    writers = [HandOffWriter(tmp_path, rank, None, 2) for rank in range(2)]
-    writers[1].put(model.meta(2), model.pieces(1, 2), None, owned=model.shards(1, 2), patience_s=0)
+    writers = [HandoffWriter(tmp_path, rank, None, 2) for rank in range(2)]
+    writers[1].hand_over(model.meta(2), model.pieces(1, 2), None, owned=model.shards(1, 2), timeout_s=0)
     inbox.free(inbox.ready()[0])
     real = os.posix_fallocate
 
     def allocate(descriptor: int, start: int, size: int) -> None:
-        if spare_path(tmp_path, 1).exists():
+        if HandoffDir(tmp_path).spare(1).exists():
             raise OSError(errno.ENOSPC, "No space left on device")
         real(descriptor, start, size)
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    writers[0].put(model.meta(2), model.pieces(0, 2), model.dense, owned=model.shards(0, 2), patience_s=0)
+    writers[0].hand_over(model.meta(2), model.pieces(0, 2), model.dense, owned=model.shards(0, 2), timeout_s=0)
 
     assert not writers[0].ready()
     inbox.close()
@@ -97,14 +97,14 @@ def test_a_full_device_takes_spare_memory_before_it_refuses_a_cut(
 def test_a_smaller_cut_leaves_others_the_memory_that_a_larger_one_took(tmp_path: Path, new_model):
     model, inbox = new_model().train(6), Inbox(tmp_path, range(2))
     size = sum(piece.nbytes for piece in model.pieces(0, 1))
-    writers = [HandOffWriter(tmp_path, rank, int(size * 1.3) + 16_384, 2) for rank in range(2)]
-    writers[0].put(model.meta(2), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), patience_s=0)
+    writers = [HandoffWriter(tmp_path, rank, int(size * 1.3) + 16_384, 2) for rank in range(2)]
+    writers[0].hand_over(model.meta(2), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), timeout_s=0)
     inbox.free(inbox.ready()[0])
 
     small = new_model(step=6).train()
-    writers[0].put(small.meta(2), small.pieces(0, 2), small.dense, owned=small.shards(0, 2), patience_s=0)
-    rest = writers[1].put(small.meta(2), small.pieces(1, 2), None, owned=small.shards(1, 2), patience_s=0)
+    writers[0].hand_over(small.meta(2), small.pieces(0, 2), small.dense, owned=small.shards(0, 2), timeout_s=0)
+    rest = writers[1].hand_over(small.meta(2), small.pieces(1, 2), None, owned=small.shards(1, 2), timeout_s=0)
 
-    assert rest.slices == 1
+    assert rest.segments == 1
     assert used(tmp_path) <= size * 1.3 + 16_384
     inbox.close()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_kernels.dirty_rows import rows_of_bits
-from dlrm_trainer.embedding.changes import MOST_KEPT, DirtyPart, DirtyRows
+from dlrm_trainer.embedding.changes import MAX_KEPT, DirtyPart, DirtyRows
 
 SIZES = [1, 63, 64, 65, 200]
 marks = st.lists(st.tuples(st.integers(0, len(SIZES) - 1), st.integers(0, 10_000)), max_size=20)
@@ -27,7 +27,7 @@ def told(dirty: DirtyRows) -> set[tuple[int, int]]:
 
 
 @settings(max_examples=200)
-@given(data=st.data(), restored=marks, cuts=st.lists(marks, max_size=MOST_KEPT + 3))
+@given(data=st.data(), restored=marks, cuts=st.lists(marks, max_size=MAX_KEPT + 3))
 def test_a_cut_without_a_parent_tells_of_all_that_ever_changed_whatever_snapshots_hold(
     data: st.DataObject, restored: list[tuple[int, int]], cuts: list[list[tuple[int, int]]]
 ):
@@ -48,7 +48,7 @@ def test_a_cut_without_a_parent_tells_of_all_that_ever_changed_whatever_snapshot
 
 
 @settings(max_examples=200)
-@given(data=st.data(), cuts=st.lists(marks, max_size=MOST_KEPT + 3))
+@given(data=st.data(), cuts=st.lists(marks, max_size=MAX_KEPT + 3))
 def test_a_cut_tells_of_all_that_changed_since_its_parent_whatever_became_of_the_cuts_between(
     data: st.DataObject, cuts: list[list[tuple[int, int]]]
 ):
@@ -65,7 +65,7 @@ def test_a_cut_tells_of_all_that_changed_since_its_parent_whatever_became_of_the
         changed = set().union(*history[parent:])
         assert len(changed) <= dirty.kept(parent) + dirty.marked
         assert changed <= found <= set().union(*history)
-        if step - parent <= MOST_KEPT:
+        if step - parent <= MAX_KEPT:
             assert found == changed
         for number, size in enumerate(SIZES):
             here = np.arange(size)

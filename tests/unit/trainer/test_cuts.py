@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from dlrm_api.checkpoint import CheckpointSpec
-from dlrm_checkpointer.handoff.writer import HandOffWriter
+from dlrm_checkpointer.handoff.writer import HandoffWriter
 from dlrm_testing.trainer.gangs import run_ranks, small_job
 from dlrm_trainer.checkpointing.control import COMMIT_S, Agreement, CutControl, StoppedError
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.embedding.saved import Changed
+from dlrm_trainer.embedding.checkpoint import ChangedBytes
 
 
 @dataclass
@@ -83,17 +83,17 @@ def test_a_cut_that_was_given_up_is_counted_and_tried_again_when_the_next_is_due
 
     asked = control.agree(0.5, 2).cut
     control.begun(2)
-    control.abandoned(1.5)
+    control.withdrawn()
     steps = []
     for step in (3, 4):
         if control.agree(0.5, step).cut:
             control.begun(step)
-            control.made(step, 0.25)
+            control.made(step)
             steps.append(step)
 
     assert asked
     assert steps == [3]
-    assert (control.abandoned_cuts, control.waited_s) == (1, 1.75)
+    assert control.abandoned_cuts == 1
     assert control.last_step == 3
 
 
@@ -110,7 +110,7 @@ def test_a_cut_asked_for_while_one_is_handed_over_comes_after_that_one(ends_well
     if ends_well:
         control.made(100)
     else:
-        control.abandoned(0.0)
+        control.withdrawn()
     writer.is_ready = True
     next_ = control.agree(0.5, 121).cut
     control.begun(121)
@@ -136,7 +136,7 @@ def test_a_cut_comes_early_when_changed_rows_nearly_fill_the_ranks_share_and_is_
     writer, kept = Writer(share=1_000), {4: 700}
     control = control_of(writer, intervalSteps=1_000)
     marked = [0]
-    control.watch(lambda step: Changed(sum(kept[cut] for cut in kept if step is None or cut > step), marked[0]))
+    control.watch(lambda step: ChangedBytes(sum(kept[cut] for cut in kept if step is None or cut > step), marked[0]))
 
     seen = []
     for marked[0], committed in ((90, None), (200, 4), (799, 4), (100, None), (800, 4), (810, 4)):
@@ -154,7 +154,7 @@ def test_a_cut_that_is_on_its_way_makes_none_early_unless_it_stays_away(
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     control = control_of(Writer(share=1_000), intervalSteps=1_000)
-    control.watch(lambda step: Changed(700 if step is None or step < 5 else 0, 200))
+    control.watch(lambda step: ChangedBytes(700 if step is None or step < 5 else 0, 200))
     control.begun(5)
     if is_handed_over:
         control.made(5)
@@ -169,7 +169,7 @@ def test_a_cut_that_is_on_its_way_makes_none_early_unless_it_stays_away(
 
 def test_rows_that_no_commit_took_and_that_fill_the_share_alone_make_no_cut_after_every_step() -> None:
     control = control_of(Writer(share=1_000), intervalSteps=1_000)
-    control.watch(lambda step: Changed(800, 900))
+    control.watch(lambda step: ChangedBytes(800, 900))
 
     assert not control.agree(0.5, 9).cut
 
@@ -209,7 +209,7 @@ def test_a_stop_before_the_first_step_ends_the_wait_for_peers() -> None:
 
 def agree_on_rank(collectives: Collectives, folder: Path, asked_by: int, stopped_by: int) -> list[Agreement]:
     control = CutControl(small_job(folder).spec.checkpoint, collectives)
-    control.attach(HandOffWriter(folder / "handoff", collectives.rank, None))
+    control.attach(HandoffWriter(folder / "handoff", collectives.rank, None))
     agreements = []
     for step in range(1, 5):
         if step == 2 and collectives.rank == asked_by:

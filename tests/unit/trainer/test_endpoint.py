@@ -93,7 +93,8 @@ def test_a_job_that_was_made_shorter_than_it_is_shows_no_more_steps_than_it_has(
 def test_metrics_are_in_prometheus_form_with_our_names(served: Served) -> None:
     served.board.stepped(12, 0.25, SCHEDULE)
     served.board.evaluated(EvalMetrics(step=12, samples=9, log_loss=0.4, ne=0.8, auc=0.7, calibration=1.1))
-    served.control.abandoned(1.5)
+    served.control.withdrawn()
+    served.control.waited_s += 1.5
 
     _, body = served.ask("GET", "/metrics")
 

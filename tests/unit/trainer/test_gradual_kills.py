@@ -18,7 +18,7 @@ from typing import Any, Literal
 import pytest
 
 from dlrm_api.names import Env, ExitCode
-from dlrm_checkpointer.handoff.protocol import ROWS_FILE, WRITING_PREFIX, SliceName, ready_slices
+from dlrm_checkpointer.handoff.protocol import HandoffDir, SegmentName
 from dlrm_checkpointer.read.catalog import list_snapshots, verify_snapshot
 from dlrm_checkpointer.read.restore import newest_snapshot, open_snapshot
 from dlrm_stores.file import FileStore
@@ -101,7 +101,7 @@ class Life:
         self.store = FileStore(pod.folder / "store")
         self.disturbed: list[int] = []
         """Steps of the cuts that were on their way when somebody was killed."""
-        self.left: set[SliceName] = set()
+        self.left: set[SegmentName] = set()
         """Slices that the ranks before left: they say nothing of those who run now."""
 
     def kill(self, victim: Victim) -> None:
@@ -122,13 +122,13 @@ class Life:
             pod.start_checkpointer()
         else:
             assert pod.wait() != ExitCode.DONE, pod.log()
-            self.left = set(ready_slices(self.handoff))
+            self.left = set(HandoffDir(self.handoff).ready_segments())
             pod.start()
 
     def _wait_for_draft(self) -> None:
         """Until a rank copies rows into a draft that it made now."""
         deadline, began = time.monotonic() + 120, time.time()
-        while not any(map(partial(_is_newer, began), self.handoff.glob(f"{WRITING_PREFIX}*/{ROWS_FILE}"))):
+        while not any(map(partial(_is_newer, began), self.handoff.glob("writing-*/rows.bin"))):
             assert time.monotonic() < deadline, self.pod.log()
             time.sleep(0.001)
 
@@ -138,7 +138,7 @@ class Life:
         while True:
             assert time.monotonic() < deadline, self.pod.log()
             assert self.pod.launcher is None or self.pod.launcher.poll() is None, self.pod.log()
-            for name in ready_slices(self.handoff) if self.handoff.exists() else []:
+            for name in HandoffDir(self.handoff).ready_segments() if self.handoff.exists() else []:
                 if name not in self.left and name.number >= wanted:
                     return name.step
             time.sleep(0.001)

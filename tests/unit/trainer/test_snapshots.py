@@ -15,8 +15,8 @@ from dlrm_checkpointer.codec.rows import CodedRows, code_rows
 from dlrm_checkpointer.format.chain import Chain, SnapshotBase, load_chain
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.protocol import Durable
-from dlrm_checkpointer.handoff.writer import HandOffWriter
-from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName, loaded
+from dlrm_checkpointer.handoff.writer import HandoffWriter
+from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName, load_rows
 from dlrm_checkpointer.write.commit import try_commit
 from dlrm_checkpointer.write.upload import Traffic, Upload, WritePlan
 from dlrm_stores import ObjectStore, StoreOptions
@@ -73,7 +73,7 @@ def part_of(learner: Learner, table: str) -> ResidentPart:
 
 
 def cut_of(job: DLRMJob, learner: Learner) -> Memory:
-    return Memory([loaded(piece) for piece in learner.embeddings.saved.rows_in_place()], learner.dense.arrays())
+    return Memory([load_rows(piece) for piece in learner.embeddings.saved.changed_rows()], learner.dense.arrays())
 
 
 @pytest.mark.parametrize("kind", ["adagrad", "adam", "sgd"])
@@ -373,7 +373,7 @@ def _with_shard(plan: Any, **values: Any) -> Any:
 
 def commit(job: DLRMJob, learner: Learner, step: int, folder: Path, store: FileStore) -> None:
     """A snapshot of a learner, as the job's checkpointer would make it."""
-    writer, inbox = HandOffWriter(folder, 0, None), Inbox(folder, range(1))
+    writer, inbox = HandoffWriter(folder, 0, None), Inbox(folder, range(1))
     meta = CutMeta(
         step=step,
         samples=0,
@@ -385,7 +385,7 @@ def commit(job: DLRMJob, learner: Learner, step: int, folder: Path, store: FileS
         metrics={},
     )
     owned = [part.shard for part in learner.embeddings.saved]
-    writer.put(meta, learner.embeddings.saved.rows_in_place(), learner.dense.arrays(), owned=owned, patience_s=0)
+    writer.hand_over(meta, learner.embeddings.saved.changed_rows(), learner.dense.arrays(), owned=owned, timeout_s=0)
     way, traffic = WritePlan(bits=32, basis=SnapshotBase(kind="full")), Traffic(put=lambda _: None, read=lambda _: None)
     Upload(store, inbox.open(inbox.ready()[0]), Durable(), way, traffic).run()
     assert try_commit(store, step, 1, 1)

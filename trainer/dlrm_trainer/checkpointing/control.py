@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from dlrm_api.checkpoint import DEFAULT_INTERVAL_S, CheckpointSpec
-from dlrm_checkpointer import HandOffWriter
+from dlrm_checkpointer import HandoffWriter
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.embedding.saved import Changed
+from dlrm_trainer.embedding.checkpoint import ChangedBytes
 
 EARLY_SHARE = 0.8
 """Of a rank's share of the hand-off budget: where changed rows take this much, a cut is due."""
@@ -46,7 +46,7 @@ class CutControl:
 
     def __init__(self, spec: CheckpointSpec, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._writer: HandOffWriter | None = None
+        self._writer: HandoffWriter | None = None
         self._interval_steps = spec.interval_steps
         self._interval_s = DEFAULT_INTERVAL_S if spec.interval is None else spec.interval
         self._due = False
@@ -65,19 +65,19 @@ class CutControl:
         """Cuts above the hand-off budget that were given up, because the checkpointer made no room in time."""
         self.early_cuts = 0
         """Cuts that this rank asked for before they were due, lest they pass its share of the hand-off budget."""
-        self._changed_bytes: Callable[[int | None], Changed] | None = None
+        self._changed_bytes: Callable[[int | None], ChangedBytes] | None = None
         self._was_early = False
         self.waited_s = 0.0
         """Seconds that this rank waited for such room."""
         self._waiting = False
         self._changed = threading.Condition()
 
-    def attach(self, writer: HandOffWriter | None) -> None:
+    def attach(self, writer: HandoffWriter | None) -> None:
         """Say where cuts go; None: no snapshots are taken."""
         self._writer = writer
 
-    def watch(self, changed_bytes: Callable[[int | None], Changed]) -> None:
-        """Say how to ask what the next cut will take: ``SavedParts.changed_bytes``."""
+    def watch(self, changed_bytes: Callable[[int | None], ChangedBytes]) -> None:
+        """Say how to ask what the next cut will take: ``CheckpointView.changed_bytes``."""
         self._changed_bytes = changed_bytes
 
     def restored(self, step: int | None) -> None:
@@ -140,19 +140,17 @@ class CutControl:
         self._last_time = time.monotonic()
         self._answer(step)
 
-    def made(self, step: int, waited_s: float = 0.0) -> None:
-        """Record that a cut begun after ``step`` steps is handed over, and how long that waited for room."""
-        self.waited_s += waited_s
+    def made(self, step: int) -> None:
+        """Record that the cut begun after ``step`` steps is handed over."""
         self._answer(step)
         with self._changed:
             self.last_step = step
             self._changed.notify_all()
 
-    def abandoned(self, waited_s: float) -> None:
-        """Record that a cut was given up; the next is due when the interval is over, lest every step waits for one."""
+    def withdrawn(self) -> None:
+        """Record that a cut was withdrawn. The next is due when the interval is over, not at every step."""
         self.abandoned_cuts += 1
         self._newest = self.last_step
-        self.waited_s += waited_s
         self._last_time = time.monotonic()
 
     def _answer(self, step: int) -> None:

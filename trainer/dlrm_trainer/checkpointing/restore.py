@@ -23,7 +23,7 @@ from dlrm_api.plan import Plan
 from dlrm_checkpointer import (
     Check,
     CodedRows,
-    HandOffWriter,
+    HandoffWriter,
     ObjectEntry,
     PartialCut,
     PartialDigest,
@@ -261,7 +261,7 @@ CHANGE = TypeAdapter[str | None](str | None)
 CHOSEN = TypeAdapter[tuple[SnapshotName | None, list[str]]](tuple[SnapshotName | None, list[str]])
 
 
-def open_writer(stack: ExitStack, job: DLRMJob, plan: Plan, settings: Settings, rank: int) -> HandOffWriter | None:
+def open_writer(stack: ExitStack, job: DLRMJob, plan: Plan, settings: Settings, rank: int) -> HandoffWriter | None:
     """The rank's way to the checkpointer, which learns at the end why the rank left; None: no snapshots are taken."""
     if settings.handoff_dir is None:
         logger.warning("no hand-off folder: training without snapshots")
@@ -269,7 +269,7 @@ def open_writer(stack: ExitStack, job: DLRMJob, plan: Plan, settings: Settings, 
     budget = job.spec.checkpoint.handoff_budget
     if budget is None and settings.replica < len(plan.handoff_bytes):
         budget = plan.handoff_bytes[settings.replica]
-    writer = HandOffWriter(settings.handoff_dir, rank, budget or None, job.spec.trainer.processes_per_replica)
+    writer = HandoffWriter(settings.handoff_dir, rank, budget or None, job.spec.trainer.processes_per_replica)
     threading.Thread(target=writer.touch, name="touch hand-off", daemon=True).start()
 
     def close(kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
@@ -292,7 +292,7 @@ class Assembly:
     reader: Reader
     eval_reader: Reader
     learner: Learner
-    writer: HandOffWriter | None
+    writer: HandoffWriter | None
     observer: Observer
 
 

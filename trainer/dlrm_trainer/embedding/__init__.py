@@ -1,12 +1,15 @@
 """Embedding tables: where their rows live, how ids and pooled rows travel, and how rows are updated."""
 
+from dlrm_trainer.embedding.checkpoint import CheckpointView
 from dlrm_trainer.embedding.collection import Embeddings, Gradients, PooledRows
+from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate
 from dlrm_trainer.embedding.exchange import OwnedIds
 from dlrm_trainer.embedding.local_tables import PreparedRows
 from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement, place
-from dlrm_trainer.embedding.saved import SavedParts
 
 __all__ = [
+    "CheckpointView",
+    "CopyBeforeUpdate",
     "EmbeddingOptions",
     "Embeddings",
     "Gradients",
@@ -14,6 +17,5 @@ __all__ = [
     "Placement",
     "PooledRows",
     "PreparedRows",
-    "SavedParts",
     "place",
 ]

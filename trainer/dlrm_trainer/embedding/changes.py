@@ -1,40 +1,40 @@
-"""Rows that updates touched: one bit a row, kept until a snapshot is committed that holds them."""
+"""Rows that updates changed: one bit a row, kept until a snapshot is committed that holds them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dlrm_checkpointer import CutRowSource
 from dlrm_kernels.dirty_rows import U64, WORD, Words, count_bits, mark_rows, rows_of_bits
 
-MOST_KEPT = 3
+MAX_KEPT = 3
 """Sets of words kept for cuts that no snapshot holds yet; more are joined."""
 WINDOW_ROWS = 1 << 20
 """Rows looked through at a time."""
 
 
 class Kept(NamedTuple):
-    """What changed before a cut that no snapshot is known to hold."""
+    """Hold what changed before a cut that no snapshot is known to hold."""
 
     step: int
     words: Words
     rows: int
-    """In them, or more."""
+    """Bound on the rows in them."""
 
 
 class DirtyRows:
-    """Which rows of some parts changed since the parent of the next cut.
+    """Record which rows of some parts changed since the parent of the next cut.
 
-    A cut takes the words away and leaves zeroed ones, whose pages are untouched. They are kept, with the cut's step,
-    until a snapshot of that step or a later one is a cut's parent: so what a lost cut held comes back by itself. What
-    snapshots hold is known too, for a cut that none of them can be the parent of. A superset of the changed rows is
-    always right.
+    A cut takes the words and leaves zeroed ones, whose pages are untouched. They are kept, with the cut's step, until
+    a snapshot of that step or a later one is the parent of a cut: so a lost cut's rows are in the next one. What
+    snapshots hold is recorded too, for a cut without a parent. A superset of the changed rows is always right.
 
     One thread marks; nothing marks while another method runs.
 
@@ -56,7 +56,7 @@ class DirtyRows:
 
     @property
     def words(self) -> int:
-        """Words of all parts."""
+        """Return the words of all parts."""
         return len(self._marked)
 
     def mark(self, ids: NDArray[np.int64], sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
@@ -70,21 +70,21 @@ class DirtyRows:
         self.marked += mark_rows(self._marked, ids, sizes, starts)
 
     def store(self, ids: NDArray[np.int64], sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
-        """Take the rows of each segment of ids as held by a snapshot; see ``mark``."""
+        """Record that a snapshot holds the rows of each segment of ids; see ``mark``."""
         if self._stored is None:
             self._stored = np.zeros_like(self._marked)
         mark_rows(self._stored, ids, sizes, starts)
 
     def cut(self, step: int) -> None:
-        """Begin anew, and keep what was marked up to this step."""
-        if len(self._kept) == MOST_KEPT:
+        """Keep what was marked up to this step for its cut, and start with no marked row."""
+        if len(self._kept) == MAX_KEPT:
             old, newer = self._kept[:2]
             self._kept[:2] = [Kept(newer.step, old.words | newer.words, old.rows + newer.rows)]
         self._kept.append(Kept(step, self._marked, self.marked))
         self._marked, self.marked = np.zeros_like(self._marked), 0
 
     def forget(self, step: int) -> None:
-        """Let go of what a snapshot of this step holds."""
+        """Drop what a snapshot of this step holds."""
         for kept in self._kept:
             if kept.step <= step:
                 self._stored = (
@@ -93,29 +93,29 @@ class DirtyRows:
         self._kept = [kept for kept in self._kept if kept.step > step]
 
     def recall(self) -> None:
-        """Take all that snapshots hold as changed: none of them is the next cut's parent."""
+        """Mark all that snapshots hold as changed: none of them is the next cut's parent."""
         if self._stored is not None:
             np.bitwise_or(self._marked, self._stored, out=self._marked)
             self.marked += int(count_bits(self._stored))
             self._stored = None
 
     def kept(self, step: int | None) -> int:
-        """Rows kept, at most, where what a snapshot of this step holds will be let go of; None: there is none."""
+        """Bound the rows that are kept once a snapshot of this step is a parent; None: no snapshot is."""
         return sum(kept.rows for kept in self._kept if step is None or kept.step > step)
 
     def clear(self, part: int) -> None:
-        """Take a part's rows as unchanged."""
+        """Mark a part's rows as unchanged."""
         here = self.words_of(part, 0, self.sizes[part])
         for words in (self._marked, self._stored, *(kept.words for kept in self._kept)):
             if words is not None:
                 words[here] = 0
 
     def bits(self, part: int, first: int, last: int) -> Words:
-        """The words of rows [first, last) of a part, ``first`` a multiple of 64: since the parent."""
+        """Return the words of rows [first, last) of a part since the parent; ``first`` is a multiple of 64."""
         return self._union(self.words_of(part, first, last))
 
     def all_bits(self) -> Words:
-        """The words of all parts: since the parent."""
+        """Return the words of all parts: rows that changed since the parent."""
         return self._union(slice(None))
 
     def _union(self, here: slice) -> Words:
@@ -125,7 +125,7 @@ class DirtyRows:
         return found
 
     def are_marked(self, parts: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """(N,) whether rows of parts changed since the parent; (N,) each."""
+        """Tell whether (N,) rows of (N,) parts changed since the parent."""
         bits = self.starts[parts] + rows
         found = self._marked[bits // WORD]
         for kept in self._kept:
@@ -134,14 +134,14 @@ class DirtyRows:
         return answer
 
     def words_of(self, part: int, first: int, last: int) -> slice:
-        """Where the words of rows [first, last) of a part are, ``first`` a multiple of 64."""
+        """Locate the words of rows [first, last) of a part; ``first`` is a multiple of 64."""
         start = int(self.starts[part]) + first
         return slice(start // WORD, -(-(start + last - first) // WORD))
 
 
 @dataclass(frozen=True)
 class DirtyPart:
-    """One part's share of ``DirtyRows``."""
+    """Access one part of ``DirtyRows``."""
 
     rows: DirtyRows
     number: int
@@ -151,15 +151,15 @@ class DirtyPart:
         self.rows.mark(ids, np.array([len(ids)]), self.rows.starts[self.number : self.number + 1])
 
     def store(self, ids: NDArray[np.int64]) -> None:
-        """Take (N,) rows of the part as held by a snapshot."""
+        """Record that a snapshot holds (N,) rows of the part."""
         self.rows.store(ids, np.array([len(ids)]), self.rows.starts[self.number : self.number + 1])
 
     def clear(self) -> None:
-        """Take all rows as unchanged."""
+        """Mark all rows as unchanged."""
         self.rows.clear(self.number)
 
     def windows(self) -> Iterator[NDArray[np.int64]]:
-        """The changed rows of the part, ascending: those of each window that has any."""
+        """Iterate over the changed rows of the part, ascending: those of each window that has any."""
         size = self.rows.sizes[self.number]
         for first in range(0, size, WINDOW_ROWS):
             bits = self.rows.bits(self.number, first, min(size, first + WINDOW_ROWS))
@@ -168,7 +168,7 @@ class DirtyPart:
                 yield found
 
     def count(self) -> int:
-        """How many rows of the part changed."""
+        """Count the changed rows of the part."""
         size = self.rows.sizes[self.number]
         windows = (
             self.rows.bits(self.number, first, min(size, first + WINDOW_ROWS)) for first in range(0, size, WINDOW_ROWS)
@@ -176,5 +176,29 @@ class DirtyPart:
         return sum(int(count_bits(bits)) for bits in windows)
 
     def all(self) -> NDArray[np.int64]:
-        """The changed rows of the part, ascending."""
+        """Return the changed rows of the part, ascending."""
         return np.concatenate([np.empty(0, np.int64), *self.windows()])
+
+
+LocateRows = Callable[[int, NDArray[np.int64], NDArray[np.int64]], CutRowSource]
+"""Locates rows that a batch has looked up: a part's number in its record; (N,) rows counted from the part's first,
+ascending; their (N,) positions among the ids of ``RowsToUpdate``."""
+
+
+class RowsToUpdate(NamedTuple):
+    """Name rows of some parts that are about to change."""
+
+    record: DirtyRows
+    """Of the parts."""
+    ids: NDArray[np.int64]
+    """See ``DirtyRows.mark``."""
+    sizes: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    locate: LocateRows
+
+
+class BeforeUpdates(Protocol):
+    """Act before rows change."""
+
+    def before_update(self, rows: RowsToUpdate) -> None:
+        """Copy those that belong to a cut and are not copied yet."""

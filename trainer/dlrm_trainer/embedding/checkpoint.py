@@ -1,12 +1,12 @@
-"""Rows of one part of a table on this rank: how they leave for a cut and come back from a snapshot."""
+"""Rows of a rank's parts of tables: how they leave for a cut, and how they come back from a snapshot."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -18,65 +18,33 @@ from dlrm_api.row_optimizers import RowOptimizerKind, state_values
 from dlrm_checkpointer import (
     PARALLEL_DECODES,
     CodedRows,
-    RowsInPlace,
+    Cut,
+    CutRows,
+    CutRowSource,
+    CutSize,
     ShardId,
     ShardRows,
     TableMeta,
     decode_rows,
     initial_rows,
-    loaded,
+    load_rows,
     place_weights,
     table_scale,
 )
-from dlrm_kernels import bags
+from dlrm_kernels.dirty_rows import WORD
 from dlrm_stores.parallel import parallel_map
-from dlrm_trainer.embedding.changes import DirtyPart
+from dlrm_trainer.embedding.changes import WINDOW_ROWS, BeforeUpdates, DirtyPart
+from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate, copy_rows
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK, Stack
 
 BLOCK_VALUES = 1 << 17
 """Weights decoded at a time on their way to their place."""
 CHUNK_ROWS = 65_536
-"""Rows copied at a time, so that a cut or a start needs little memory beside the table."""
+"""Rows copied at a time, so that a start needs little memory."""
 
 SCAN_BYTES = 64 << 20
 """Records of a block level that are sorted by table at a time."""
-
-DEVICE_BYTES = 32 << 20
-"""Bytes of rows, or of their state, that a GPU gathers at a time."""
-IN_ORDER = np.empty(0, np.int64)
-
-
-def copy_rows(
-    weight: Tensor,
-    state: Tensor,
-    rows: NDArray[np.int64],
-    out: NDArray[np.float32],
-    out_state: NDArray[np.float32],
-    places: NDArray[np.int64] = IN_ORDER,
-) -> None:
-    """Copy chosen rows and their state to the host, as float32.
-
-    Args:
-        weight: (R, d) float32 or float16, contiguous.
-        state: (R, S) float32, contiguous, on the same device.
-        rows: (N,) chosen rows.
-        out: (M, d) float32, contiguous, filled at ``places``.
-        out_state: (M, S) float32, contiguous, filled at ``places``.
-        places: (N,) rows of ``out`` and ``out_state``; empty if these are 0 to N - 1, as they must be for a GPU.
-    """
-    if len(rows) == 0:
-        return
-    if weight.device.type == "cpu":
-        bags.copy_rows(weight.numpy(), state.numpy(), rows, out, out_state, places, torch.get_num_threads())
-        return
-    assert len(places) == 0
-    most = max(1, DEVICE_BYTES // (4 * max(weight.shape[1], state.shape[1])))
-    for first in range(0, len(rows), most):
-        piece = slice(first, first + most)
-        chosen = torch.from_numpy(rows[piece]).to(weight.device)
-        torch.from_numpy(out[piece]).copy_(weight.index_select(0, chosen))
-        torch.from_numpy(out_state[piece]).copy_(state.index_select(0, chosen))
 
 
 class LocalPart(Protocol):
@@ -84,34 +52,34 @@ class LocalPart(Protocol):
 
     @property
     def table(self) -> TableSpec:
-        """The table."""
+        """Return the table."""
 
     @property
     def shard(self) -> ShardId:
-        """Which rows and columns of it."""
+        """Return the rows and columns of it."""
 
     def start(self, seed: int) -> None:
         """Set every row to its initial value."""
 
     @property
     def dirty(self) -> DirtyPart:
-        """Which of its rows changed since the parent of the next cut."""
+        """Return which of its rows changed since the parent of the next cut."""
 
-    def in_place(self, rows: NDArray[np.int64]) -> RowsInPlace:
-        """Some of its rows, to be copied before any of them is updated.
+    def in_place(self, rows: NDArray[np.int64]) -> CutRowSource:
+        """Locate some of its rows, to be copied before any of them is updated.
 
         Args:
             rows: (N,) counted from the part's first row, ascending.
         """
 
     def held(self) -> Iterator[NDArray[np.int64]]:
-        """Every row that may have changed since its start, as for ``in_place``, 1 to ``CHUNK_ROWS`` at a time."""
+        """List every row that may have changed since its start, as for ``in_place``, 1 to ``CHUNK_ROWS`` at a time."""
 
     def restore(self, pieces: Iterable[CodedRows]) -> None:
-        """Take rows of a snapshot over a part that has just started; marks none of them as changed."""
+        """Restore rows of a snapshot to a part that has just started; none of them is marked as changed."""
 
     def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Rows [start, end) of the table (n, width) and their state (n, S), for a digest."""
+        """Return rows [start, end) of the table (n, width) and their state (n, S), for a digest."""
 
 
 P = TypeVar("P", bound=LocalPart)
@@ -119,7 +87,7 @@ P = TypeVar("P", bound=LocalPart)
 
 @dataclass(frozen=True, kw_only=True)
 class ResidentPart:
-    """A part all of whose rows are in the kernel's memory."""
+    """A part all of whose rows are in the memory of its kernel."""
 
     table: TableSpec
     shard: ShardId
@@ -128,11 +96,11 @@ class ResidentPart:
     state: Tensor
     """(rows, S) float32 row optimizer state; 0 in a row that was never updated."""
     dirty: DirtyPart
-    """Set by updates; lookups leave it alone."""
+    """Set by updates, never by lookups."""
 
     @property
     def is_on_host(self) -> bool:
-        """Whether its rows are in the host's memory."""
+        """Tell whether its rows are in host memory."""
         return self.weight.device.type == "cpu"
 
     def start(self, seed: int) -> None:
@@ -146,7 +114,7 @@ class ResidentPart:
         self.state.zero_()
         self.dirty.clear()
 
-    def in_place(self, rows: NDArray[np.int64]) -> RowsInPlace:
+    def in_place(self, rows: NDArray[np.int64]) -> CutRowSource:
         """See ``LocalPart``."""
         return ResidentRows(self, rows)
 
@@ -200,55 +168,77 @@ class ResidentPart:
 
 @dataclass(frozen=True)
 class PartRows(Generic[P]):
-    """Some rows of a part, counted from its first; what is the same of them wherever they lie."""
+    """Locate rows of a part, counted from its first."""
 
     part: P
     rows: NDArray[np.int64]
 
     @property
     def shard(self) -> ShardId:
-        """See ``RowsInPlace``."""
+        """See ``CutRowSource``."""
         return self.part.shard
 
     @cached_property
     def row_ids(self) -> NDArray[np.int64]:
-        """See ``RowsInPlace``."""
+        """See ``CutRowSource``."""
         return self.rows + self.part.shard.row_start if self.part.shard.row_start else self.rows
 
 
 @dataclass(frozen=True)
 class ResidentRows(PartRows[ResidentPart]):
-    """Some rows of a resident part; implements ``RowsInPlace``."""
+    """Locate rows of a resident part; implements ``CutRowSource``."""
 
     @property
     def state_values(self) -> int:
-        """See ``RowsInPlace``."""
+        """See ``CutRowSource``."""
         return self.part.state.shape[1]
 
-    def copy_to(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
-        """See ``RowsInPlace``."""
+    def copy(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
+        """See ``CutRowSource``."""
         copy_rows(self.part.weight, self.part.state, self.rows[start:end], rows, state)
 
 
-def saved_rows(part: LocalPart) -> Iterator[RowsInPlace]:
-    """Every row of a part that changed since the parent of the next cut, once."""
+@dataclass(frozen=True)
+class SlotRows:
+    """Locate rows of a part that are in slots; implements ``CutRowSource``."""
+
+    shard: ShardId
+    row_ids: NDArray[np.int64]
+    weight: Tensor
+    """Of the part's slots."""
+    state: Tensor
+    slots: NDArray[np.int64]
+    """(N,) of the rows."""
+
+    @property
+    def state_values(self) -> int:
+        """See ``CutRowSource``."""
+        return self.state.shape[1]
+
+    def copy(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
+        """See ``CutRowSource``."""
+        copy_rows(self.weight, self.state, self.slots[start:end], rows, state)
+
+
+def saved_rows(part: LocalPart) -> Iterator[CutRowSource]:
+    """Iterate over the rows of a part that changed since the parent of the next cut, once each."""
     for rows in part.dirty.windows():
         yield part.in_place(rows)
 
 
 def bad_rows(part: LocalPart) -> list[int]:
-    """Rows that hold a NaN or an infinity, in a value or in their state."""
+    """List the rows that hold a NaN or an infinity, in a value or in their state."""
     found: list[int] = []
-    for piece in map(loaded, map(part.in_place, part.held())):
+    for piece in map(load_rows, map(part.in_place, part.held())):
         good = np.isfinite(piece.rows).all(axis=1) & np.isfinite(piece.state).all(axis=1)
         found += piece.row_ids[~good].tolist()
     return sorted(found)
 
 
 def largest(part: LocalPart) -> tuple[float, int]:
-    """The largest absolute value of any row that may have changed, and that row; (-1, 0) where none has."""
+    """Return the largest absolute value of any row that may have changed, and that row; (-1, 0) if none has."""
     found = (-1.0, 0)
-    for piece in map(loaded, map(part.in_place, part.held())):
+    for piece in map(load_rows, map(part.in_place, part.held())):
         values = np.abs(piece.rows).max(axis=1)
         place = int(values.argmax())
         found = max(found, (float(values[place]), int(piece.row_ids[place])))
@@ -256,7 +246,7 @@ def largest(part: LocalPart) -> tuple[float, int]:
 
 
 def table_meta(table: TableSpec, seed: int, optimizer: RowOptimizerKind) -> TableMeta:
-    """What a snapshot says of a table."""
+    """Describe a table in a snapshot."""
     return TableMeta(
         name=table.name,
         rows=table.rows,
@@ -271,11 +261,7 @@ def table_meta(table: TableSpec, seed: int, optimizer: RowOptimizerKind) -> Tabl
 
 SCAN_SHARE = 0.5
 """All of a block level is read, by large reads, where the pages of the rows wanted may be this share of it."""
-
-
 Values = TypeVar("Values", NDArray[np.int64], NDArray[np.uint32])
-
-
 Found: TypeAlias = tuple[NDArray[np.int64], NDArray[np.uint32]]
 """Rows of a class, and their records."""
 
@@ -294,7 +280,7 @@ class StackedPart:
     def start(self, seed: int) -> None:
         """See ``LocalPart``: the stack knows the seed, and rows start when they are first looked up."""
 
-    def in_place(self, rows: NDArray[np.int64]) -> RowsInPlace:
+    def in_place(self, rows: NDArray[np.int64]) -> CutRowSource:
         """See ``LocalPart``."""
         return StackedRows(self, rows)
 
@@ -325,22 +311,22 @@ class StackedPart:
 
 @dataclass(frozen=True)
 class StackedRows(PartRows[StackedPart]):
-    """Some rows of a part in a stack; implements ``RowsInPlace``. Nothing may be under way in the stack meanwhile."""
+    """Some rows of a part in a stack; implements ``CutRowSource``. Nothing may be under way in the stack meanwhile."""
 
     @property
     def state_values(self) -> int:
-        """See ``RowsInPlace``."""
+        """See ``CutRowSource``."""
         return self.part.stack.format.state_values
 
-    def copy_to(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
-        """See ``RowsInPlace``."""
+    def copy(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
+        """See ``CutRowSource``."""
         stack, chosen = self.part.stack, self.rows[start:end] + self.part.first
         for first in range(0, len(chosen), CHUNK_ROWS):
             part = slice(first, first + CHUNK_ROWS)
             rows[part], state[part] = stack.format.values(stack.read(chosen[part]))
 
 
-def rows_of_stack(stack: Stack, parts: Sequence[StackedPart]) -> Iterator[RowsInPlace]:
+def rows_of_stack(stack: Stack, parts: Sequence[StackedPart]) -> Iterator[CutRowSource]:
     """The changed rows of all parts of a stack, each once; those on block storage last, in the order they lie there."""
     number = next((n for n, level in enumerate(stack.levels, start=1) if isinstance(level, BlockLevel)), None)
     stored = 0
@@ -426,3 +412,138 @@ def _joined(
 
 def _concatenated(parts: Sequence[tuple[NDArray[np.int64], Values]]) -> tuple[NDArray[np.int64], Values]:
     return np.concatenate([rows for rows, _ in parts]), np.concatenate([values for _, values in parts])
+
+
+class ChangedBytes(NamedTuple):
+    """Bound the bytes of rows in the next cut."""
+
+    kept: int
+    """Of rows that changed before the last cut and that no snapshot holds."""
+    marked: int
+    """Of rows that changed since."""
+
+
+class OwnTables(Protocol):
+    """The parts that this rank alone holds, as a cut sees them."""
+
+    pending: BeforeUpdates | None
+
+    def parts(self) -> Iterator[LocalPart]:
+        """Iterate over the parts."""
+
+    def saved_rows(self, *, moving: bool = False) -> Iterator[CutRowSource]:
+        """Iterate over the rows that changed since the parent of the next cut, once each."""
+
+    def settle(self) -> None:
+        """Wait until no row is moving between tiers."""
+
+
+class ReplicaTables(Protocol):
+    """The parts that every rank holds, as a cut sees them."""
+
+    pending: BeforeUpdates | None
+
+    @property
+    def parts(self) -> Sequence[ResidentPart]:
+        """Return the parts."""
+
+
+class CheckpointView:
+    """See a rank's tables as cuts do: its own parts, and the data-parallel ones that it saves for all ranks.
+
+    Iterating gives each part. Over all ranks, each part is given once.
+
+    Args:
+        owned: parts that this rank alone holds.
+        replicas: parts that every rank holds.
+        saved: of ``replicas``, those that this rank saves.
+    """
+
+    def __init__(self, owned: OwnTables, replicas: ReplicaTables, saved: Sequence[ResidentPart]) -> None:
+        self._owned, self._replicas, self._saved = owned, replicas, saved
+
+    def __iter__(self) -> Iterator[LocalPart]:
+        yield from self._owned.parts()
+        yield from self._saved
+
+    def begin_cut(self, step: int, parent: int | None) -> None:
+        """Close the record of changed rows for a cut; ``changed_rows`` still gives them until the next one.
+
+        Args:
+            step: of the cut.
+            parent: step of the cut's parent, which holds all rows that changed before; None: the cut has none, and all
+                rows that were ever updated count as changed.
+        """
+        for record in {part.dirty.rows for part in (*self._owned.parts(), *self._replicas.parts)}:
+            if parent is None:
+                record.recall()
+            else:
+                record.forget(parent)
+            record.cut(step)
+
+    def changed_rows(self, *, moving: bool = False) -> Iterator[CutRowSource]:
+        """Iterate over the rows that changed since the parent and that this rank saves, once each.
+
+        Copy each before any row is looked up or updated.
+
+        Args:
+            moving: only those that do not stay in place in host memory.
+
+        Raises:
+            DeviceError: rows could not be read from their tier.
+        """
+        self.settle()
+        yield from self._owned.saved_rows(moving=moving)
+        for part in self._saved:
+            if not (moving and part.is_on_host):
+                yield from saved_rows(part)
+
+    def settle(self) -> None:
+        """Wait until no row is moving between tiers.
+
+        Raises:
+            DeviceError: rows could not be moved.
+        """
+        self._owned.settle()
+
+    def cut_size(self) -> CutSize:
+        """Bound what ``changed_rows`` takes in the hand-off directory."""
+        taken = pieces = 0
+        for part in self:
+            size = _row_bytes(part)
+            windows = part.dirty.rows.sizes[part.dirty.number] // WINDOW_ROWS + 2
+            # Block storage is read in batches, and each is a piece of every part.
+            batches = part.dirty.rows.words * WORD * size // SCAN_BYTES + 1
+            taken, pieces = taken + part.dirty.count() * size, pieces + windows + batches
+        return CutSize(row_bytes=taken, pieces=pieces)
+
+    def changed_bytes(self, step: int | None) -> ChangedBytes:
+        """Bound the bytes of ``changed_rows``.
+
+        Args:
+            step: of the newest snapshot, whose rows do not count; None: there is none.
+        """
+        kept = marked = 0
+        for part in self:
+            if part.dirty.number == 0:
+                record, size = part.dirty.rows, _row_bytes(part)
+                kept, marked = kept + record.kept(step) * size, marked + record.marked * size
+        return ChangedBytes(kept, marked)
+
+    def begin_copying(self, cut: Cut) -> CopyBeforeUpdate:
+        """Copy the changed rows to a cut before they change again, until ``end_copying``."""
+        resting = [part for part in self if isinstance(part, ResidentPart) and part.is_on_host]
+        moving = [part for part in self if not (isinstance(part, ResidentPart) and part.is_on_host)]
+        in_order = partial(self.changed_rows, moving=True)
+        copying = CopyBeforeUpdate(cut, resting, moving, in_order, self.settle)
+        self._owned.pending = self._replicas.pending = copying
+        return copying
+
+    def end_copying(self) -> None:
+        """Let rows change without being copied before."""
+        self._owned.pending = self._replicas.pending = None
+
+
+def _row_bytes(part: LocalPart) -> int:
+    values = part.in_place(np.empty(0, np.int64)).state_values
+    return CutRows(shard=part.shard, count=0, state_values=values).row_bytes

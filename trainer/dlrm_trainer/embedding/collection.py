@@ -11,12 +11,11 @@ from torch import Tensor
 from dlrm_api.errors import DivergedError
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.embedding.checkpoint import LocalPart
+from dlrm_trainer.embedding.checkpoint import CheckpointView, LocalPart
 from dlrm_trainer.embedding.exchange import Bags, Exchange, OwnedIds, Vectors
 from dlrm_trainer.embedding.local_tables import LocalTables, PreparedRows
 from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement
 from dlrm_trainer.embedding.replicated import ReplicatedTables
-from dlrm_trainer.embedding.saved import SavedParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,8 @@ class Embeddings:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="dlrm-ids")
         self.tables = LocalTables(placement, collectives.rank, options)
         self.replicated = ReplicatedTables(placement, options)
-        self.saved = SavedParts(placement, collectives.rank, self.tables, self.replicated)
+        replicas = [part for n, part in enumerate(self.replicated.parts) if placement.saver(n) == collectives.rank]
+        self.saved = CheckpointView(self.tables, self.replicated, replicas)
         """What this rank hands over in cuts."""
         self._mean_of_column, self._feature_of_column = _means(placement, options.device)
 

@@ -22,7 +22,7 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.row_optimizers import state_values
 from dlrm_api.tiers import MAX_DEVICE_COLUMNS, MAX_LINKED_SLOTS, RowDtype, extra_slots
 from dlrm_api.training import RowOptimizerSpec
-from dlrm_checkpointer import RowsInPlace
+from dlrm_checkpointer import CutRowSource
 from dlrm_kernels import bags as bag_kernels
 from dlrm_kernels import row_updates
 from dlrm_kernels.intrinsics import size_of
@@ -30,10 +30,9 @@ from dlrm_kernels.parallel import parallel_for
 from dlrm_kernels.row_updates import Layout, Lookups, Work
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
-from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
-from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart, StackedPart, rows_of_stack, saved_rows
+from dlrm_trainer.embedding.changes import BeforeUpdates, DirtyPart, DirtyRows, RowsToUpdate
+from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart, SlotRows, StackedPart, rows_of_stack, saved_rows
 from dlrm_trainer.embedding.exchange import Bags, OwnedIds
-from dlrm_trainer.embedding.pending import BeforeUpdates, Changing, SlotRows
 from dlrm_trainer.embedding.placement import (
     TORCH_TYPES,
     EmbeddingOptions,
@@ -437,14 +436,14 @@ class LocalTables:
         for group, bags in zip(self.groups, prepared.groups, strict=True):
             slots = None if group.stack is None else next(fetched).slots
             place = partial(_place, group, slots)
-            pending.before_update(Changing(group.dirty, bags.ids.numpy(), bags.sizes.numpy(), group.starts, place))
+            pending.before_update(RowsToUpdate(group.dirty, bags.ids.numpy(), bags.sizes.numpy(), group.starts, place))
 
     def parts(self) -> Iterator[LocalPart]:
         """Iterate over the parts of all groups."""
         for group in self.groups:
             yield from group.parts
 
-    def saved_rows(self, *, moving: bool = False) -> Iterator[RowsInPlace]:
+    def saved_rows(self, *, moving: bool = False) -> Iterator[CutRowSource]:
         """Iterate over every row of every part that changed since the parent of the next cut, once.
 
         Args:
@@ -638,7 +637,7 @@ def _make_prefetcher(stacks: Sequence[Stack], tier_dir: Path | None) -> Prefetch
 
 def _place(
     group: Group, slots: NDArray[np.int64] | None, number: int, rows: NDArray[np.int64], lookups: NDArray[np.int64]
-) -> RowsInPlace:
+) -> CutRowSource:
     """Return rows of a part that a batch has looked up as they lie: in slots, or in their own place."""
     part = group.parts[number]
     if slots is None:

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from dlrm_api.tiers import RowDtype
 from dlrm_api.training import RowOptimizerSpec
-from dlrm_checkpointer import RowsInPlace
+from dlrm_checkpointer import CutRowSource
 from dlrm_trainer.compute_device import HOST
-from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
+from dlrm_trainer.embedding.changes import BeforeUpdates, DirtyPart, DirtyRows, RowsToUpdate
 from dlrm_trainer.embedding.checkpoint import ResidentPart
 from dlrm_trainer.embedding.exchange import Bags
 from dlrm_trainer.embedding.local_tables import TableBatch, split_columns
-from dlrm_trainer.embedding.pending import BeforeUpdates, Changing
 from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement
 
 
@@ -207,11 +206,11 @@ class ReplicatedTables:
         for view, rows in zip(self.parts, touched, strict=True):
             record = view.dirty.rows
             sizes, place = np.array([len(rows)]), partial(_place, view)
-            pending.before_update(Changing(record, rows, sizes, record.starts, place))
+            pending.before_update(RowsToUpdate(record, rows, sizes, record.starts, place))
 
     def _buffers(self, buffer: Tensor) -> Sequence[Tensor]:
         return torch.split(buffer, self._elements) if self._elements else ()
 
 
-def _place(view: ResidentPart, _number: int, rows: NDArray[np.int64], _lookups: NDArray[np.int64]) -> RowsInPlace:
+def _place(view: ResidentPart, _part: int, rows: NDArray[np.int64], _lookups: NDArray[np.int64]) -> CutRowSource:
     return view.in_place(rows)

@@ -23,8 +23,9 @@ from dlrm_api.tiers import RowDtype
 from dlrm_checkpointer.codec.digest import shard_digest, state_digest, table_digest
 from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_checkpointer.format.attempts import claim_attempt
+from dlrm_checkpointer.handoff.cut import HandedOver
 from dlrm_checkpointer.handoff.inbox import Inbox
-from dlrm_checkpointer.handoff.writer import HandedOver, HandOffWriter
+from dlrm_checkpointer.handoff.writer import HandoffWriter
 from dlrm_checkpointer.publish.publisher import Publisher, Terms
 from dlrm_checkpointer.sidecar import Sidecar, SidecarTasks
 from dlrm_checkpointer.status import Status
@@ -202,7 +203,7 @@ class Pod:
     def open(self) -> None:
         """Start the ranks."""
         size, count = self.budget_bytes, len(self.ranks)
-        self.writers = {rank: HandOffWriter(self.folder, rank, size, count) for rank in self.ranks}
+        self.writers = {rank: HandoffWriter(self.folder, rank, size, count) for rank in self.ranks}
 
     def cut(self, model: Model, attempt: int = 1, only: range | None = None) -> None:
         parent = self.writers[0].begin(attempt) if 0 in self.ranks else None
@@ -210,13 +211,13 @@ class Pod:
             self.cut_of(rank, model, attempt, parent=parent)
 
     def cut_of(
-        self, rank: int, model: Model, attempt: int = 1, patience_s: float = 20, parent: SnapshotName | None = None
+        self, rank: int, model: Model, attempt: int = 1, timeout_s: float = 20, parent: SnapshotName | None = None
     ) -> HandedOver:
         """One rank's part; where it is above the budget, a sidecar must run meanwhile."""
         dense = model.dense if rank == 0 else None
         meta, pieces = model.meta(self.world_size, attempt, parent), model.pieces(rank, self.world_size, parent)
         owned = model.shards(rank, self.world_size)
-        return self.writers[rank].put(meta, pieces, dense, owned=owned, patience_s=patience_s)
+        return self.writers[rank].hand_over(meta, pieces, dense, owned=owned, timeout_s=timeout_s)
 
     def end(self, reason: str = "done", *, failed: bool = False) -> None:
         for writer in self.writers.values():
@@ -329,7 +330,7 @@ class DyingStore:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Stands in for the time of all that waits; work that goes to threads elsewhere is done in turn."""
     clock = Clock()
-    for module in ("sidecar", "handoff.cut", "format.attempts", "write.retention"):
+    for module in ("sidecar", "handoff.cut", "handoff.writer", "format.attempts", "write.retention"):
         monkeypatch.setattr(f"dlrm_checkpointer.{module}.time", clock)
     monkeypatch.setattr("dlrm_stores.parallel.ThreadPoolExecutor", InTurn)
     return clock

@@ -12,8 +12,8 @@ import numpy as np
 
 from dlrm_api.errors import InvalidSpecError, SnapshotError, TemporaryError
 from dlrm_checkpointer.format.attempts import claim_attempt, read_attempts
-from dlrm_checkpointer.handoff.cut import CutAbandonedError
-from dlrm_checkpointer.handoff.protocol import COMMITTED_FILE, read_json
+from dlrm_checkpointer.handoff.cut import CutWithdrawnError
+from dlrm_checkpointer.handoff.protocol import HandoffDir
 from dlrm_checkpointer.read.restore import Snapshot, newest_snapshot, open_snapshot
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_checkpointer.write.retention import ORPHAN_S, RetentionPolicy
@@ -252,14 +252,14 @@ class ShutdownPolicy:
                 Actor.pause()
                 if dies and rank == len(writers) - 1:
                     return
-                pod.cut_of(rank, model, gang.attempt, patience_s=60, parent=parent)
+                pod.cut_of(rank, model, gang.attempt, timeout_s=60, parent=parent)
 
         actor = self.until_ended(Actor(work))
         if dies:
             gang.end()
         if isinstance(actor.error, InvalidSpecError):
             self._superseded(gang)
-        elif actor.error and not isinstance(actor.error, CutAbandonedError):
+        elif actor.error and not isinstance(actor.error, CutWithdrawnError):
             raise actor.error
         return name
 
@@ -309,7 +309,7 @@ class ShutdownPolicy:
 
     def _hear(self, gang: Gang) -> None:
         for pod in gang.pods:
-            known = SnapshotName.from_json(read_json(pod.folder / COMMITTED_FILE))
+            known = HandoffDir(pod.folder).committed()
             if known:
                 self.truth.acknowledged.add(known)
 

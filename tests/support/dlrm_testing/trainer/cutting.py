@@ -12,18 +12,19 @@ from numpy.typing import NDArray
 
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
-from dlrm_checkpointer.types import ShardId, ShardRows, loaded
+from dlrm_checkpointer import CutRows, CutRowSource, CutWithdrawnError, ShardId, ShardRows, load_rows
 from dlrm_testing.trainer.gangs import small_job
 from dlrm_trainer.data import Batch, open_reader
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
-from dlrm_trainer.embedding.changes import MOST_KEPT
+from dlrm_trainer.embedding.changes import MAX_KEPT
 from dlrm_trainer.embedding.checkpoint import LocalPart
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.train import prepared_ahead
 
 Block = tuple[NDArray[np.float32], NDArray[np.float32]]
 """Rows and their state."""
+NOT_FILLED = -7.0
 TIERS = [(), ("ddr", "scm"), ("ddr", "block"), ("ddr", "ddr", "scm", "block")]
 """Of the rectangles of a plan; none: all rows are resident."""
 
@@ -47,6 +48,74 @@ class Cuts:
     rows: int
     """Of all cuts together."""
     largest: int
+
+
+class MemoryCut:
+    """A model of ``dlrm_checkpointer.Cut``: its segments are plain memory, and they must be filled when they end.
+
+    Args:
+        segment_rows: rows that a segment holds; None: it holds all of the cut.
+        values: float32 values that a segment holds.
+    """
+
+    def __init__(self, segment_rows: int | None = None, values: int = 1 << 18) -> None:
+        self.is_whole = segment_rows is None
+        self.pieces: list[ShardRows] = []
+        self.segments = 1
+        self.is_stored = True
+        """Whether the sidecar has freed the segment before this one."""
+        self._segment_rows, self._values = segment_rows, values
+        self._begin()
+
+    def _begin(self) -> None:
+        self.memory = np.full(self._values, NOT_FILLED, np.float32)
+        self._end, self._free, self._first = 0, self._segment_rows, len(self.pieces)
+
+    def is_waiting(self) -> bool:
+        """See ``Cut``."""
+        return not self.is_stored
+
+    def lay(self, wanted: CutRows) -> ShardRows | None:
+        """See ``Cut``."""
+        count = wanted.count if self._free is None else min(wanted.count, self._free)
+        if count == 0:
+            return None
+        if self._free is not None:
+            self._free -= count
+        width, values, start = wanted.shard.width, wanted.state_values, self._end
+        middle, self._end = start + count * width, start + count * (width + values)
+        piece = ShardRows(
+            shard=wanted.shard,
+            row_ids=np.full(count, -1, np.int64),
+            rows=self.memory[start:middle].reshape(count, width),
+            state=self.memory[middle : self._end].reshape(count, values),
+        )
+        self.pieces.append(piece)
+        return piece
+
+    def copy(self, source: CutRowSource, start: int = 0) -> int:
+        """See ``Cut``."""
+        count = len(source.row_ids) - start
+        laid = self.lay(CutRows(shard=source.shard, count=count, state_values=source.state_values))
+        if laid is None:
+            return 0
+        end = start + len(laid.row_ids)
+        laid.row_ids[:] = source.row_ids[start:end]
+        source.copy(start, end, laid.rows, laid.state)
+        return end - start
+
+    def next_segment(self) -> bool:
+        """See ``Cut``."""
+        assert self.is_stored
+        assert all((piece.row_ids >= 0).all() for piece in self.pieces[self._first :])
+        self.is_stored = False
+        self.segments += 1
+        self._begin()
+        return True
+
+    def withdrawn(self, why: str) -> CutWithdrawnError:
+        """See ``Cut``."""
+        return CutWithdrawnError(why)
 
 
 def cut_every_step(
@@ -74,9 +143,9 @@ def cut_every_step(
         since = 0 if draw.random() < 0.2 else parent
         recalled = recalled if since else number + 1
         embeddings.saved.begin_cut(number + 1, since or None)
-        pieces = [loaded(piece) for piece in embeddings.saved.rows_in_place()]
+        pieces = [load_rows(piece) for piece in embeddings.saved.rows_in_place()]
         states.append(state_of(embeddings.saved))
-        exact = since == 0 or (number + 1 - since <= MOST_KEPT and since >= recalled)
+        exact = since == 0 or (number + 1 - since <= MAX_KEPT and since >= recalled)
         check_cut(pieces, states[since], states[-1], looked_up, since, exact=exact)
         rows += sum(len(piece.row_ids) for piece in pieces)
         largest = max(largest, number + 1 - parent)

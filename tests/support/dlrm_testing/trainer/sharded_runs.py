@@ -14,7 +14,7 @@ from dlrm_api.errors import DivergedError
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
 from dlrm_checkpointer.codec.rows import CodedRows, code_rows
-from dlrm_checkpointer.types import ShardId, ShardRows, TableMeta, loaded
+from dlrm_checkpointer.types import ShardId, ShardRows, TableMeta, load_rows
 from dlrm_testing.trainer.gangs import small_job
 from dlrm_trainer.checkpointing.restore import live_digest, restore
 from dlrm_trainer.compute_device import HOST
@@ -112,7 +112,7 @@ def train_plan(
         losses.append(loss)
         learner.apply(gradients, factor=1.0)
     digest = live_digest(learner, collectives)
-    pieces = [loaded(piece) for piece in learner.embeddings.saved.rows_in_place()]
+    pieces = [load_rows(piece) for piece in learner.embeddings.saved.rows_in_place()]
     learner.embeddings.close()
     return ShardedRun(losses, digest, pieces, learner.dense.arrays(), dict(collectives.bytes_sent))
 

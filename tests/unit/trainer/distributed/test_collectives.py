@@ -16,7 +16,7 @@ from dlrm_api.progress import EvalMetrics
 from dlrm_checkpointer.read.partial import PartialCut
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_testing.trainer.gangs import run_ranks
-from dlrm_trainer.checkpointing.handover import TOLD
+from dlrm_trainer.checkpointing.handover import BEGUN
 from dlrm_trainer.checkpointing.restore import CHANGE, CHOSEN, PARTIALS, START, Start
 from dlrm_trainer.distributed import collectives
 from dlrm_trainer.distributed.collectives import MAX_GATHERED_BYTES, Collectives, decode_value, encode_value
@@ -28,9 +28,9 @@ KINDS: list[tuple[TypeAdapter[Any], Any]] = [
     (VALUE_AND_PLACE, (math.inf, "table Ünï, row 7")),
     (QUALITY, None),
     (QUALITY, EvalMetrics(step=3, samples=10, log_loss=0.5)),
-    (TOLD, ((NAME, 1763801800.25), None)),
-    (TOLD, ((None, 1763801800.25), NAME)),
-    (TOLD, (None, NAME)),
+    (BEGUN, ((NAME, 1763801800.25), None)),
+    (BEGUN, ((None, 1763801800.25), NAME)),
+    (BEGUN, (None, NAME)),
     (START, Start(attempt=3, snapshot=NAME, reasons=("a", "b"), salvage=PartialCut(NAME, (0, 2)))),
     (START, Start(attempt=3, snapshot=None, reasons=())),
     (PARTIALS, {"users": (2**64 - 1, 0, 1, 2)}),

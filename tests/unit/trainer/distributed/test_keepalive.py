@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import TypeAdapter
 
 from dlrm_testing.trainer.gangs import run_ranks
-from dlrm_trainer.checkpointing.handover import HandingOver, MetaOf
+from dlrm_trainer.checkpointing.handover import CutDriver
 from dlrm_trainer.checkpointing.restore import restore
 from dlrm_trainer.distributed import failures
 from dlrm_trainer.distributed.collectives import Collectives
@@ -52,28 +51,32 @@ def restore_some(collectives: Collectives, pieces: Sequence[int]) -> tuple[int, 
     return part.pieces, done
 
 
-class Ending(HandingOver):
-    """Hands the last cut over in no time, once all are ready for it."""
-
-    def hand_over(self, step: int, meta_of: MetaOf, *, last: bool = False) -> None:
-        """A collective of all ranks, as every cut begins with."""
-        self._collectives.gather(step, TypeAdapter(int))
+class CutBegunError(Exception):
+    """Ends the last cut right after the collective of all ranks that it begins with."""
 
 
 def end_when_ready(collectives: Collectives, waits_s: Sequence[float]) -> bool:
     """Hand a last cut over where the checkpointer of each rank takes the one before it after so many seconds."""
     failures.KEEPALIVE_INTERVAL_S = TIMEOUT_S / 4
     ready_at = time.monotonic() + waits_s[collectives.rank]
+
+    def begun(*_: object) -> None:
+        raise CutBegunError
+
+    view = SimpleNamespace(end_copying=lambda: None, begin_cut=begun)
     parts: Any = SimpleNamespace(
-        writer=SimpleNamespace(ready=lambda: time.monotonic() >= ready_at),
-        gang=SimpleNamespace(collectives=collectives),
+        writer=SimpleNamespace(
+            ready=lambda: time.monotonic() >= ready_at, begin=lambda _: None, broken_parent=lambda: None
+        ),
+        gang=SimpleNamespace(collectives=collectives, rank=collectives.rank),
         settings=SimpleNamespace(grace_s=60.0),
-        control=None,
-        board=None,
-        learner=SimpleNamespace(embeddings=SimpleNamespace(saved=None)),
+        control=SimpleNamespace(begun=lambda _: None),
+        board=SimpleNamespace(phase=lambda _: None),
+        learner=SimpleNamespace(embeddings=SimpleNamespace(saved=view), dense=SimpleNamespace(arrays=dict)),
         observer=SimpleNamespace(stages=None),
     )
-    Ending(parts, attempt=1, step=5).hand_over_last(6, lambda _parent, _now: pytest.fail("not called"))
+    with pytest.raises(CutBegunError):
+        CutDriver(parts, attempt=1, step=5).hand_over_last(6, lambda _parent, _now: pytest.fail("not called"))
     return time.monotonic() >= ready_at
 
 

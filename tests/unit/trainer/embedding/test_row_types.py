@@ -18,7 +18,7 @@ from dlrm_checkpointer.codec.digest import state_digest, table_digest
 from dlrm_checkpointer.codec.rows import CodedRows, code_rows, decode_rows
 from dlrm_checkpointer.format import chunk
 from dlrm_checkpointer.read.catalog import Block
-from dlrm_checkpointer.types import ShardId, loaded
+from dlrm_checkpointer.types import ShardId, load_rows
 from dlrm_testing.trainer.gangs import hand_plan, job_document
 from dlrm_trainer.checkpointing.restore import live_digest, restore
 from dlrm_trainer.data import open_reader
@@ -36,7 +36,7 @@ class Stored:
     """A snapshot in memory whose rows went through the format at some number of bits."""
 
     def __init__(self, learner: Learner, bits: int) -> None:
-        pieces = [loaded(piece) for piece in learner.embeddings.saved.rows_in_place()]
+        pieces = [load_rows(piece) for piece in learner.embeddings.saved.changed_rows()]
         coded = [each for piece in pieces for each in code_rows(piece, bits)]
         self.pieces = [decode_rows(chunk.decode_rows(bytearray(chunk.encode_rows(each)), "here")) for each in coded]
         self.arrays = {name: array.copy() for name, array in learner.dense.arrays().items()}
@@ -125,7 +125,7 @@ def test_fp16_rows_start_and_stay_at_values_of_fp16_also_from_a_cut_at_8_bits(tm
     assert start.pieces == []
     assert any((piece.rows != piece.rows.astype(np.float16)).any() for piece in cut.pieces)
     assert digest_of(job, second) == digest_of_stored(job, cut)
-    for piece in map(loaded, second.embeddings.saved.rows_in_place()):
+    for piece in map(load_rows, second.embeddings.saved.changed_rows()):
         assert (piece.rows == piece.rows.astype(np.float16)).all()
 
 

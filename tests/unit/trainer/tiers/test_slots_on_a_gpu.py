@@ -12,8 +12,8 @@ import torch
 
 from dlrm_api.job import DLRMJob
 from dlrm_checkpointer.codec.rows import code_rows
-from dlrm_checkpointer.types import ShardRows, loaded
-from dlrm_testing.trainer.cutting import state_of
+from dlrm_checkpointer.types import load_rows
+from dlrm_testing.trainer.cutting import MemoryCut, state_of
 from dlrm_testing.trainer.gangs import small_job
 from dlrm_testing.trainer.gpus import needs_gpu
 from dlrm_testing.trainer.stacked import ALONE, Shape, make_learner, train_run
@@ -100,20 +100,20 @@ def test_a_cut_holds_rows_as_they_were_in_slots_before_their_update_and_restores
     tmp_path: Path, gpu: torch.device, kind: str
 ) -> None:
     job, shape = job_of(tmp_path, kind), Shape(TWO, slots=20)
-    saved: list[ShardRows] = []
+    cut = MemoryCut()
     learner, restored = (make_learner(ALONE, job, shape, tmp_path, gpu) for _ in range(2))
     train_steps(learner, job, 0, 4)
     learner.embeddings.saved.begin_cut(4, None)
-    pieces = [loaded(piece) for piece in learner.embeddings.saved.rows_in_place()]
+    pieces = [load_rows(piece) for piece in learner.embeddings.saved.changed_rows()]
     before = state_of(learner.embeddings.tables.parts())
-    learner.embeddings.saved.begin_copying(lambda rows: saved.append(loaded(rows)))
+    learner.embeddings.saved.begin_copying(cut)
     train_steps(learner, job, 4, 6)
     for part in restored.embeddings.tables.parts():
         part.restore(code_rows(piece, 32)[0] for piece in pieces if piece.shard == part.shard)
     after = state_of(restored.embeddings.tables.parts())
 
-    assert len({piece.shard.table for piece in saved}) == 4
-    for piece in saved:
+    assert len({piece.shard.table for piece in cut.pieces}) == 4
+    for piece in cut.pieces:
         if piece.shard.table != "small":
             rows, state = before[str(piece.shard)][1]
             np.testing.assert_array_equal(piece.rows, rows[piece.row_ids])

@@ -20,7 +20,7 @@ from dlrm_api.plan import TierLevel, TierShare
 from dlrm_api.tiers import BLOCK_SLACK, Tier
 from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_checkpointer.codec.rows import code_rows
-from dlrm_checkpointer.types import ShardRows, loaded
+from dlrm_checkpointer.types import ShardRows, load_rows
 from dlrm_kernels.replacement import SIZE
 from dlrm_kernels.row_cache import ACCESSES, CREATED, EVICTED, HITS, SCRATCH
 from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
@@ -357,7 +357,7 @@ def test_a_snapshot_fills_another_stack_with_the_same_rows(
     views = changed_views(tables)
     others = [StackedPart(view.table, view.shard, other.stack, k, view.dirty) for k, view in enumerate(views)]
     monkeypatch.setattr("dlrm_trainer.embedding.checkpoint.SCAN_SHARE", scan_share)
-    pieces = [loaded(each) for each in rows_of_stack(tables.stack, views)]
+    pieces = [load_rows(each) for each in rows_of_stack(tables.stack, views)]
     for k, spec in enumerate(view.table for view in views):
         mine = [piece for piece in pieces if piece.shard.table == spec.name]
         others[k].restore(code_rows(piece, 32)[0] for piece in mine)

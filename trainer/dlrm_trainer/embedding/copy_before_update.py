@@ -1,0 +1,466 @@
+"""How a cut copies its rows as they were at its step, while training continues.
+
+Source: copy on update (Salles et al., An Evaluation of Checkpoint Recovery for Massively Multiplayer Online Games,
+VLDB 2009).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dlrm_checkpointer import Cut, CutRows, CutRowSource, CutWithdrawnError, ShardId, ShardRows
+from dlrm_kernels import bags
+from dlrm_kernels.dirty_rows import (
+    U64,
+    UNIT_WORDS,
+    WORD,
+    CutMap,
+    Words,
+    clear_bits,
+    count_bits,
+    lay_rows,
+    rows_of_bits,
+    save_before_update,
+    take_laid,
+)
+from dlrm_kernels.intrinsics import size_of
+from dlrm_kernels.parallel import single_threaded
+from dlrm_kernels.row_updates import memory_of
+from dlrm_trainer.embedding.changes import WINDOW_ROWS, DirtyPart, DirtyRows, RowsToUpdate
+
+COPY_ROWS = 1 << 14
+"""Rows copied at a time, or those of a unit: what an update may have to wait for."""
+SPACE_POLL_S = 0.02
+DEVICE_BYTES = 32 << 20
+"""Bytes of rows, or of their state, that a GPU gathers at a time."""
+IN_ORDER = np.empty(0, np.int64)
+
+P = TypeVar("P", bound="CutPart")
+
+
+def copy_rows(
+    weight: Tensor,
+    state: Tensor,
+    rows: NDArray[np.int64],
+    out: NDArray[np.float32],
+    out_state: NDArray[np.float32],
+    places: NDArray[np.int64] = IN_ORDER,
+) -> None:
+    """Copy chosen rows and their state to the host, as float32.
+
+    Args:
+        weight: (R, d) float32 or float16, contiguous.
+        state: (R, S) float32, contiguous, on the same device.
+        rows: (N,) chosen rows.
+        out: (M, d) float32, contiguous, filled at ``places``.
+        out_state: (M, S) float32, contiguous, filled at ``places``.
+        places: (N,) rows of ``out`` and ``out_state``; empty if these are 0 to N - 1, as they must be for a GPU.
+    """
+    if len(rows) == 0:
+        return
+    if weight.device.type == "cpu":
+        bags.copy_rows(weight.numpy(), state.numpy(), rows, out, out_state, places, torch.get_num_threads())
+        return
+    assert len(places) == 0
+    most = max(1, DEVICE_BYTES // (4 * max(weight.shape[1], state.shape[1])))
+    for first in range(0, len(rows), most):
+        piece = slice(first, first + most)
+        chosen = torch.from_numpy(rows[piece]).to(weight.device)
+        torch.from_numpy(out[piece]).copy_(weight.index_select(0, chosen))
+        torch.from_numpy(out_state[piece]).copy_(state.index_select(0, chosen))
+
+
+class CutPart(Protocol):
+    """Rows of one part, as a cut sees them."""
+
+    @property
+    def shard(self) -> ShardId:
+        """Return the rows and columns of the table."""
+
+    @property
+    def dirty(self) -> DirtyPart:
+        """Return which rows changed."""
+
+    def in_place(self, rows: NDArray[np.int64]) -> CutRowSource:
+        """Locate (N,) rows, counted from the part's first, ascending."""
+
+
+class RestingPart(CutPart, Protocol):
+    """A part whose rows stay in place in host memory."""
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the (rows, width) weights, float32 or float16."""
+
+    @property
+    def state(self) -> Tensor:
+        """Return the (rows, S) float32 row optimizer state."""
+
+
+class CopyBeforeUpdate:
+    """Copy the rows of a cut as they were at its step, while training continues; implements ``BeforeUpdates``.
+
+    A bitmap holds the rows that are not copied yet. The copier clears bits as it copies; an update first copies those
+    of its rows whose bit is set. They take turns, chunk by chunk. Rows that rest in host memory are copied by a thread,
+    or by ``copy``; all others by ``copy`` alone, between two steps. Resting rows have a place in the cut before they
+    are copied, so one that is copied early goes to where it would be anyway. Others become pieces of their own. While
+    the sidecar stores a segment, the next one is left to rows that are about to change.
+
+    Args:
+        cut: reserved.
+        resting: parts whose rows stay in place in host memory.
+        moving: all other parts.
+        in_order: iterates over the changed rows of ``moving``, in the order in which they are read fastest.
+        settle: waits until no row is moving.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        resting: Sequence[RestingPart],
+        moving: Sequence[CutPart],
+        in_order: Callable[[], Iterable[CutRowSource]],
+        settle: Callable[[], None],
+    ) -> None:
+        self._cut, self._moving, self._settle = cut, moving, settle
+        self._in_order = in_order if cut.is_whole else None
+        self._at = 0, 0
+        """The moving part, and its first row, that may still have to be copied."""
+        self._maps: dict[DirtyRows, _RecordMap] = {}
+        for record, parts in _by_record(resting).items():
+            self._maps[record] = _RecordMap(record, parts)
+        for record in _by_record(moving):
+            self._maps[record] = _RecordMap(record, ())
+        self._unlaid = deque((self._maps[part.dirty.rows], number) for part, number in _numbered(resting))
+        self._laid: deque[tuple[_RecordMap, _Chunk]] = deque()
+        self._turns = _Turns()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._is_moving_done = self._is_resting_done = False
+
+    @property
+    def step(self) -> int:
+        """Return the step of the cut."""
+        return self._cut.name.step
+
+    @property
+    def done(self) -> bool:
+        """Tell whether all rows are copied."""
+        return self._is_moving_done and self._is_resting_done
+
+    def before_update(self, rows: RowsToUpdate) -> None:
+        """See ``BeforeUpdates``. The update follows whatever happens, so a withdrawn cut is reported by ``check``."""
+        found = self._maps.get(rows.record)
+        if found is None or self.done or self._stop.is_set():
+            return
+        try:
+            with self._turns.taken():
+                rest = found.save(rows.ids, rows.sizes, rows.starts)
+                parts = np.searchsorted(np.cumsum(rows.sizes), rest, side="right")
+                parts = np.searchsorted(rows.record.starts, rows.starts, side="right")[parts] - 1
+                for part in np.unique(parts).tolist():
+                    here = rest[parts == part]
+                    here = here[np.argsort(rows.ids[here])]
+                    self._save(rows.locate(part, rows.ids[here], here))
+        except CutWithdrawnError as error:
+            self._end(error)
+
+    def copy(self, resting_bytes: int | None = None) -> bool:
+        """Copy what there is space for, between two steps; return ``done``.
+
+        Args:
+            resting_bytes: of the rows in host memory, at least so many, unless a thread copies them; None: all.
+
+        Raises:
+            CutWithdrawnError: rows changed before there was space for them.
+            DeviceError: rows could not be read, or the device is full.
+            DivergedError: the cut can never be stored.
+        """
+        self.check()
+        with self._turns.taken():
+            if not self._is_moving_done and not self._cut.is_waiting():
+                self._settle()
+                self._is_moving_done = self._copy_moving()
+            copied = 0
+            while self._thread is None and (resting_bytes is None or copied < resting_bytes):
+                chunk = self._copy_chunk()
+                copied += chunk
+                if not chunk:
+                    break
+        return self.done
+
+    def check(self) -> bool:
+        """Return ``done``; raise what ended the copying."""
+        if self._error is not None:
+            raise self._error
+        return self.done
+
+    def start(self) -> None:
+        """Copy all resting rows that are left in a thread."""
+        self._thread = threading.Thread(target=self._run, name="dlrm-cut", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, after the chunk that it copies; the cut's memory may be freed then."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with single_threaded():
+                while not (self._is_resting_done or self._stop.is_set()):
+                    with self._turns.taken():
+                        copied = self._copy_chunk()
+                    if not copied and not self._is_resting_done:
+                        self._stop.wait(SPACE_POLL_S)
+        except BaseException as error:
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._stop.set()
+
+    def _copy_chunk(self) -> int:
+        """Copy some resting rows; return their bytes, 0 if there are none or no space."""
+        if self._stop.is_set():
+            return 0
+        if not self._laid and not self._cut.is_waiting():
+            self._lay()
+            if not self._laid and self._unlaid:
+                self._make_space()
+                return 0
+        if not self._laid:
+            self._is_resting_done = not self._unlaid
+            return 0
+        found, chunk = self._laid.popleft()
+        size = found.copy(chunk)
+        self._is_resting_done = not self._laid and not self._unlaid
+        return size
+
+    def _lay(self) -> None:
+        """Give places in the current segment to as many resting rows as there is space for."""
+        while self._unlaid:
+            found, number = self._unlaid[0]
+            chunks = found.lay(number, self._cut)
+            self._laid.extend((found, chunk) for chunk in chunks)
+            if not found.is_laid(number):
+                return
+            self._unlaid.popleft()
+
+    def _make_space(self) -> bool:
+        """Go to the next segment, which all laid rows must be copied for; False: the sidecar must free one first."""
+        if self._cut.is_waiting():
+            return False
+        while self._laid:
+            found, chunk = self._laid.popleft()
+            found.copy(chunk)
+        for found in self._maps.values():
+            found.drop_memory()
+        return self._cut.next_segment()
+
+    def _save(self, source: CutRowSource) -> None:
+        start = 0
+        while start < len(source.row_ids):
+            copied = self._cut.copy(source, start)
+            if not copied and not self._make_space():
+                raise self._cut.withdrawn(
+                    "rows changed faster than the checkpointer freed space: see why its store is slow or silent, or "
+                    "raise spec.checkpoint.handoffBudget"
+                )
+            start += copied
+
+    def _copy_moving(self) -> bool:
+        if self._in_order is not None:
+            parts = {part.shard: part for part in self._moving}
+            for source in self._in_order():
+                part = parts[source.shard]
+                copied = self._cut.copy(source)
+                rows = source.row_ids[:copied] - part.shard.row_start
+                clear_bits(self._bits(part, 0), rows)
+                if copied < len(source.row_ids):
+                    break
+            self._in_order = None
+        number, start = self._at
+        for place, part in enumerate(self._moving[number:], number):
+            for first in range(start, part.dirty.rows.sizes[part.dirty.number], WINDOW_ROWS):
+                self._at = place, first
+                if not self._copy_window(part, first):
+                    return False
+            start = 0
+        self._at = len(self._moving), 0
+        return True
+
+    def _copy_window(self, part: CutPart, first: int) -> bool:
+        words = self._bits(part, first)[: WINDOW_ROWS // WORD]
+        rows = rows_of_bits(words, first, torch.get_num_threads())
+        if not len(rows):
+            return True
+        source, done = part.in_place(rows), 0
+        while done < len(rows):
+            copied = self._cut.copy(source, done)
+            clear_bits(words, rows[done : done + copied] - first)
+            done += copied
+            if not copied:
+                if not self._laid:
+                    self._make_space()
+                return False
+        return True
+
+    def _bits(self, part: CutPart, first: int) -> Words:
+        record, number = part.dirty.rows, part.dirty.number
+        return self._maps[record].map.pending[record.words_of(number, first, record.sizes[number])]
+
+
+class _Chunk(NamedTuple):
+    """Laid rows of a part that are copied together: units [first, stop), places [begin, end) of a piece."""
+
+    part: int
+    first: int
+    stop: int
+    begin: int
+    end: int
+    piece: ShardRows
+
+
+class _RecordMap:
+    """Which rows of a record of changed rows a cut still has to copy, and their places in the cut.
+
+    Args:
+        record: of the parts.
+        resting: all parts of the record, neighbours in one memory; or none: no row has a place.
+    """
+
+    def __init__(self, record: DirtyRows, resting: Sequence[RestingPart]) -> None:
+        self._parts, count = resting, len(record.sizes)
+        words = [-(-size // WORD) for size in record.sizes]
+        self._words = [*accumulate(words, initial=0)]
+        self._units = [*accumulate((-(-size // UNIT_WORDS) + 1 for size in words), initial=0)]
+        pending = record.all_bits()
+        self.map = CutMap(
+            pending=pending,
+            laid=np.zeros(len(pending) if resting else 0, U64),
+            words=np.array(self._words[:-1], U64),
+            units=np.array(self._units[:-1], U64),
+            places=np.zeros(self._units[-1], U64),
+            first_rows=np.array([*accumulate(record.sizes, initial=0)][:-1], U64),
+            rows_at=np.zeros(count, U64),
+            states_at=np.zeros(count, U64),
+        )
+        self._next = [0] * count
+        """First unit of each part that may have rows without a place."""
+        self._is_laid = [False] * count
+        weights, states = _joined([part.weight for part in resting]), _joined([part.state for part in resting])
+        self._width, self._values = weights.shape[1], states.shape[1]
+        self._memory = memory_of(weights, states)
+        self.drop_memory()
+        # Compiled here, once, and not when a step waits for it.
+        self.save(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
+
+    def is_laid(self, part: int) -> bool:
+        """Tell whether every row of a part has its place."""
+        return self._is_laid[part]
+
+    def drop_memory(self) -> None:
+        """Forget the memory of a segment whose laid rows are all copied."""
+        self._file = np.zeros(0, np.float32)
+
+    def lay(self, number: int, cut: Cut) -> list[_Chunk]:
+        """Give places to as many rows of a part as there is space for, and list the chunks to copy."""
+        part, unit = self._parts[number], self._next[number]
+        words, units = slice(*self._words[number : number + 2]), slice(*self._units[number : number + 2])
+        pending, places = self.map.pending[words], self.map.places[units]
+        count = int(count_bits(pending[unit * UNIT_WORDS :]))
+        self._is_laid[number] = count == 0
+        if count == 0:
+            return []
+        piece = cut.lay(CutRows(shard=part.shard, count=count, state_values=self._values))
+        if piece is None:
+            return []
+        laid = len(piece.row_ids)
+        stop = int(lay_rows(pending, self.map.laid[words], places, unit, U64(laid)))
+        self._is_laid[number], self._next[number] = laid == count, stop - 1
+        self._file = cut.memory
+        self.map.rows_at[number] = _offset(self._file, piece.rows)
+        self.map.states_at[number] = _offset(self._file, piece.state)
+        chunks, first = [], unit
+        while first < stop:
+            begin = int(places[first])
+            last = int(np.searchsorted(places[first : stop + 1], U64(begin + COPY_ROWS), side="right")) - 1
+            end = first + max(1, last)
+            if places[end] > begin:
+                chunks.append(_Chunk(number, first, end, begin, int(places[end]), piece))
+            first = end
+        return chunks
+
+    def copy(self, chunk: _Chunk) -> int:
+        """Copy what is still pending of a chunk, and number all of its rows; return the bytes."""
+        part, size = self._parts[chunk.part], chunk.end - chunk.begin
+        rows, places = np.empty(size, np.int64), np.empty(size, np.int64)
+        start, stop = (self._words[chunk.part] + unit * UNIT_WORDS for unit in (chunk.first, chunk.stop))
+        here = slice(start, min(stop, self._words[chunk.part + 1]))
+        row, piece = chunk.first * UNIT_WORDS * WORD, chunk.piece
+        laid, first_row = self.map.laid[here], part.shard.row_start
+        count = take_laid(self.map.pending[here], laid, row, first_row, chunk.begin, piece.row_ids, rows, places)
+        copy_rows(part.weight, part.state, rows[:count], piece.rows, piece.state, places[:count])
+        return size * CutRows(shard=part.shard, count=0, state_values=self._values).row_bytes
+
+    def save(self, ids: NDArray[np.int64], sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Copy the pending rows of each segment of ids that have a place; return the positions of the others."""
+        parts = np.searchsorted(np.array(self._words[:-1]), starts // WORD, side="right") - 1
+        rest, width = np.empty(len(ids), np.int64), U64(self._values)
+        size = size_of(self._width)
+        left = save_before_update(size, self._memory, self.map, width, ids, sizes, starts, parts, self._file, rest)
+        return rest[:left]
+
+
+def _by_record(parts: Sequence[P]) -> dict[DirtyRows, list[P]]:
+    found: dict[DirtyRows, list[P]] = {}
+    for part in parts:
+        found.setdefault(part.dirty.rows, []).append(part)
+    return found
+
+
+def _numbered(parts: Sequence[RestingPart]) -> Iterator[tuple[RestingPart, int]]:
+    return ((part, part.dirty.number) for part in parts)
+
+
+def _joined(tables: Sequence[Tensor]) -> NDArray[Any]:
+    """View tables of one width, which are neighbours in memory, as one."""
+    if not tables:
+        return np.empty((0, 1), np.float32)
+    rows = sum(map(len, tables))
+    return tables[0].as_strided((rows, tables[0].shape[1]), tables[0].stride()).numpy()
+
+
+def _offset(memory: NDArray[np.float32], view: NDArray[np.float32]) -> int:
+    """Return where a view begins in its memory, in values; 0 for an empty view."""
+    return (view.ctypes.data - memory.ctypes.data) // 4 if view.size else 0
+
+
+class _Turns:
+    """A lock that a thread gets after one turn of another, although that takes it again and again."""
+
+    def __init__(self) -> None:
+        self._next, self._turn = threading.Lock(), threading.Lock()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Be the only one within the block."""
+        with self._next:
+            self._turn.acquire()
+        try:
+            yield
+        finally:
+            self._turn.release()
