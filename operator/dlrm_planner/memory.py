@@ -106,15 +106,15 @@ def pod_limit(spec: DLRMJobSpec, profile: HardwareProfile | None, reserve: int, 
     """
     limits: list[Limit] = []
     working, spared = working_set_bytes(spec, device), f", less {human(reserve)} that stay free" if reserve else ""
-    beside = "processes, dense parameters, activations and data read ahead"
+    others = "processes, dense parameters, activations and data read ahead"
     if device == "cuda":
-        beside = "processes, CUDA's libraries, batches in transit to GPUs and data read ahead"
+        others = "processes, CUDA's libraries, batches in transit to GPUs and data read ahead"
     taken = checkpointer_bytes(spec)
     most, own = container_limit(spec), working - taken
     if profile is not None:
         ddr, name, sidecar = profile.spec.tiers.ddr.bytes, profile.metadata.name, _kept_for_checkpointer(spec)
         asked = f" ({human(sidecar)} of it by checkpoint.resources)" if sidecar > taken else ""
-        source = f"{human(ddr)} DDR of a {name} node less {human(own + sidecar)} for {beside}{asked}{spared}"
+        source = f"{human(ddr)} DDR of a {name} node less {human(own + sidecar)} for {others}{asked}{spared}"
         size = min(ddr, MAX_DDR) - own - sidecar - reserve
         limits.append(Limit(size, source, f"{NODE_DDR} (HardwareProfile {name})"))
     budget = spec.trainer.tier_budgets.ddr
@@ -122,7 +122,7 @@ def pod_limit(spec: DLRMJobSpec, profile: HardwareProfile | None, reserve: int, 
         source = f"trainer.tierBudgets.ddr of {human(budget)}{spared}"
         limits.append(Limit(min(budget, MAX_DDR) - reserve, source, "trainer.tierBudgets.ddr"))
     if most is not None:
-        source = f"{CONTAINER_LIMIT} of {human(most)} less {human(own)} for {beside}{spared}"
+        source = f"{CONTAINER_LIMIT} of {human(most)} less {human(own)} for {others}{spared}"
         limits.append(Limit(min(most, MAX_DDR) - own - reserve, source, CONTAINER_LIMIT))
     return tightest(limits)
 
@@ -232,7 +232,7 @@ def check_device_tables(tables: Tables) -> None:
             if table.pin is not None and table.pin.sharding == "data":
                 raise InvalidSpecError(
                     f"{path}.pin.tier",
-                    f"table {table.name} is pinned to sharding data, whose replicas live in hbm where ranks compute on "
+                    f"table {table.name} is pinned to sharding data, which keeps replicas in hbm if ranks compute on "
                     "GPUs: leave out one of the pins",
                 )
             continue
@@ -249,14 +249,14 @@ def device_limit(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Limit | 
     """Return the tighter of a device's HBM and a process's part of the user's budget; None if both are unknown."""
     processes, budget, limits = spec.trainer.processes_per_replica, spec.trainer.tier_budgets.hbm, list[Limit]()
     working = device_working_bytes(spec)
-    beside = ", ".join(f"{human(size)} {what}" for what, size in _working(spec).items())
+    others = ", ".join(f"{human(size)} {what}" for what, size in _working(spec).items())
     if profile is not None and profile.spec.devices is not None:
         size, name = profile.spec.devices.hbm.bytes, profile.metadata.name
-        source = f"{human(size)} HBM of a device of a {name} node, less {beside}"
+        source = f"{human(size)} HBM of a device of a {name} node, less {others}"
         limits.append(Limit(min(size, MAX_DDR) - working, source, f"HBM per device (HardwareProfile {name})"))
     if budget is not None:
         each = f", {human(budget // processes)} for each of {processes} processes" if processes > 1 else ""
-        source = f"{BUDGET} of {human(budget)}{each}, less {beside}"
+        source = f"{BUDGET} of {human(budget)}{each}, less {others}"
         limits.append(Limit(min(budget // processes, MAX_DDR) - working, source, BUDGET, processes))
     return tightest(limits)
 

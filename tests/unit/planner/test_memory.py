@@ -361,7 +361,7 @@ def test_nothing_known_of_hbm_gives_slots_to_a_tenth_and_is_said(make_spec: Make
             {"processesPerReplica": 2},
             gpus(2),
             "spec.model.tables[0].pin.tier",
-            "pinned to sharding data, whose replicas live in hbm",
+            "pinned to sharding data, which keeps replicas in hbm",
         ),
     ],
 )
