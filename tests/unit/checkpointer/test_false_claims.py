@@ -278,7 +278,7 @@ def test_an_object_that_memory_does_not_hold_is_named(stored: FileStore) -> None
     with (stored.root / entry.key).open("r+b") as file:
         file.truncate(2 * ROOM_BYTES)
 
-    with pytest.raises(DeviceError, match=f"{entry.key}: {2 * ROOM_BYTES} bytes: this machine has no memory"):
+    with pytest.raises(DeviceError, match=f"{2 * ROOM_BYTES} bytes .*{entry.key}"):
         fetch(stored, entry)
 
 

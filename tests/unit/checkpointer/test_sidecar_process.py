@@ -149,14 +149,15 @@ def test_it_publishes_nothing_among_the_snapshots_however_the_folder_is_written(
 
     assert code == ExitCode.BAD_CONFIG
     assert "spec.checkpoint" in errors
-    assert "another folder" in errors
+    assert "publish.uri" in errors
 
 
 def test_a_folder_for_deltas_that_can_be_none_is_named_by_its_own_field(tmp_path: Path, start):
     code, errors = start(checkpoint={"publish": {"uri": f"file://{tmp_path}/deltas?2"}}).end()
 
     assert code == ExitCode.BAD_CONFIG
-    assert f"spec.checkpoint.publish.uri: file://{tmp_path}/deltas?2: ? ends the path" in errors
+    assert "spec.checkpoint.publish.uri" in errors
+    assert f"file://{tmp_path}/deltas?2" in errors
 
 
 @pytest.mark.slow

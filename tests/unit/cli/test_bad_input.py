@@ -111,7 +111,7 @@ JOB_CASES: list[tuple[str, Change, int, tuple[str, ...]]] = [
     ("deltas below a file", put("spec.checkpoint.publish", {"uri": "file://{folder}/job.yaml/x"}), 78,
      ("spec.checkpoint.publish.uri", "job.yaml")),
     ("deltas among the snapshots", put("spec.checkpoint.publish", {"uri": "file://{folder}/%73napshots"}), 78,
-     ("spec.checkpoint.publish.uri", "give another folder")),
+     ("spec.checkpoint.publish.uri",)),
     ("tables above all memory", put("spec.model.tables.0.rows", 2**36), 78, ("C1", "bytes")),
     ("a missing training file", tsv("train", "{folder}/no.tsv"), 66, ("spec.data.train.uris[0]", "no.tsv", "--data")),
     ("a training file that no name can be of", tsv("train", "/" + 300 * "a"), 66,

@@ -176,7 +176,7 @@ def test_a_cut_of_many_slices_is_handed_over_over_many_steps(tmp_path: Path, tie
     job = job_of(tmp_path)
     plan = random_plan(np.random.default_rng(3), job.spec.model, 1, tiers, 2 if tiers else 0)  # type: ignore[arg-type]
 
-    report = train(job, plan, tmp_path, 3, 60_000, 1.0, commits=False)
+    report = train(job, plan, tmp_path, 3, 60_000, 1.0, commits=False, threads=False)
 
     assert max(report.whole.values()) > 3
 
@@ -187,6 +187,6 @@ def test_a_cut_whose_rows_change_before_there_is_room_is_given_up_and_its_rows_a
     job = job_of(tmp_path)
     plan = random_plan(np.random.default_rng(3), job.spec.model, 1)
 
-    report = train(job, plan, tmp_path, 3, 48_000, 1.0, idle=6)
+    report = train(job, plan, tmp_path, 3, 48_000, 1.0, idle=6, threads=False)
 
     assert min(report.given_up) <= 6 < min(report.whole)

@@ -143,7 +143,7 @@ def cut_every_step(
         since = 0 if draw.random() < 0.2 else parent
         recalled = recalled if since else number + 1
         embeddings.saved.begin_cut(number + 1, since or None)
-        pieces = [load_rows(piece) for piece in embeddings.saved.rows_in_place()]
+        pieces = [load_rows(piece) for piece in embeddings.saved.changed_rows()]
         states.append(state_of(embeddings.saved))
         exact = since == 0 or (number + 1 - since <= MAX_KEPT and since >= recalled)
         check_cut(pieces, states[since], states[-1], looked_up, since, exact=exact)

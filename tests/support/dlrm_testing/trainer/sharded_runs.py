@@ -112,7 +112,7 @@ def train_plan(
         losses.append(loss)
         learner.apply(gradients, factor=1.0)
     digest = live_digest(learner, collectives)
-    pieces = [load_rows(piece) for piece in learner.embeddings.saved.rows_in_place()]
+    pieces = [load_rows(piece) for piece in learner.embeddings.saved.changed_rows()]
     learner.embeddings.close()
     return ShardedRun(losses, digest, pieces, learner.dense.arrays(), dict(collectives.bytes_sent))
 

@@ -349,7 +349,7 @@ def test_a_service_that_does_not_answer_for_a_while_is_asked_again(
 def test_an_authority_that_is_absent_is_named_by_its_field(opened: Any, tmp_path: Path) -> None:
     service = {"endpoint": f"https://127.0.0.1:{free_port()}", "caFile": str(tmp_path / "ca.pem")}
 
-    with pytest.raises(NoInputError, match=r"spec\.data\.s3\.caFile: .*ca\.pem: there is no such file"):
+    with pytest.raises(NoInputError, match=r"ca\.pem.*spec\.data\.s3\.caFile"):
         opened("s3://data/day.parquet", s3=service)
 
 
