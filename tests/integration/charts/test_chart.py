@@ -20,7 +20,7 @@ from dlrm_operator.manifests.objects import ROLE
 from dlrm_operator.settings import read_settings
 from dlrm_testing.charts.chart import CHART, ROOT, VARIANTS, Object, helm_run, of_kind, only, render, variant
 from dlrm_testing.charts.schemas import LOCATION, write_schemas
-from dlrm_testing.operator.definitions import define
+from dlrm_testing.operator.definitions import install_crds
 from dlrm_testing.operator.operator_cluster import eventually
 
 pytestmark = pytest.mark.cluster
@@ -38,7 +38,7 @@ def monitor_types(control_plane: ControlPlane) -> ControlPlane:
     module = module_folder("prometheus-operator", "github.com/prometheus-operator/prometheus-operator")
     crds = module / "example" / "prometheus-operator-crd"
     paths = (crds / f"monitoring.coreos.com_{kind}.yaml" for kind in MONITORS)
-    define(control_plane.api, *(yaml.safe_load(path.read_text()) for path in paths))
+    install_crds(control_plane.api, *(yaml.safe_load(path.read_text()) for path in paths))
     return control_plane
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_testing.charts.chart import Identity, refused, render, variant
-from dlrm_testing.operator.definitions import define, own
+from dlrm_testing.operator.definitions import install_crds, project_crd
 from dlrm_testing.operator.kubelet_double import KubeletDouble
 from dlrm_testing.operator.operator_cluster import Object, OperatorProcess
 
@@ -21,7 +21,7 @@ ROOM = {"cpu": "64", "memory": "4Ti", "pods": "1000"}
 @pytest.fixture(scope="session")
 def api_types(control_plane: ControlPlane) -> ControlPlane:
     """A control plane that serves the project's CRDs and has two empty nodes."""
-    define(control_plane.api, own("dlrmjobs"), own("hardwareprofiles"))
+    install_crds(control_plane.api, project_crd("dlrmjobs"), project_crd("hardwareprofiles"))
     for number in range(2):
         name = f"operator-node-{number}"
         control_plane.api.ensure("/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})

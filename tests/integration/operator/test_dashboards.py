@@ -19,7 +19,7 @@ from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.ports import LOOPBACK
 from dlrm_testing.charts.dashboards import HOME, assert_variables_offer, queries
 from dlrm_testing.charts.real_prometheus import Prometheus
-from dlrm_testing.operator.kubelet_double import KubeletDouble, committed_word
+from dlrm_testing.operator.kubelet_double import KubeletDouble, committed_progress
 from dlrm_testing.operator.operator_cluster import JobDriver, OperatorProcess, eventually, job_document
 
 pytestmark = pytest.mark.cluster
@@ -129,7 +129,7 @@ def restart_and_train(kubelet: KubeletDouble, job: JobDriver) -> None:
             evaluation=EvalMetrics(log_loss=0.6, ne=0.9),
             time=time.time(),
         )
-        kubelet.says(pod, said, committed_word(80))
+        kubelet.set_progress(pod, said, committed_progress(80))
         job.until("Running")
         eventually(lambda: job.status().get("lastSnapshot"))
         if attempt == 1:

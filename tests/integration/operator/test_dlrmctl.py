@@ -343,7 +343,7 @@ def gang_trains(kubelet: KubeletDouble, job: JobDriver, attempt: int, **word: in
     eventually(
         lambda: {p["metadata"]["name"] for p in kubelet.pods() if p["status"].get("phase") == "Running"} == set(names)
     )
-    kubelet.trains(names[0], attempt, **word)
+    kubelet.report_training(names[0], attempt, **word)
     job.until("Running")
     return names
 
@@ -358,7 +358,7 @@ def test_a_whole_life_is_suspended_resumed_watched_and_told_in_few_events(
     )
     assert watching.stdout is not None
     assert watching.stdout.readline().split()[:3] == ["NAME", "PHASE", "STEP"]
-    kubelet.cuts(first[0], 50)
+    kubelet.answer_cuts(first[0], 50)
 
     said = dlrmctl("suspend", "ads", "--wait", "--timeout", "2m")
     page = dlrmctl("describe", "ads")
@@ -415,7 +415,7 @@ def test_kubectl_scale_overrides_the_number_that_the_planner_chose(
     auto = {"min": 2, "max": 4, "targetSamplesPerSecond": 0}
     job = JobDriver(api_types.api, namespace, job_document("ads", trainer={"auto": auto}))
     first = gang_trains(kubelet, job, 1, step=50, committed=50)
-    kubelet.cuts(first[0], 50)
+    kubelet.answer_cuts(first[0], 50)
     chosen = job.condition("Planned")["message"]
 
     kubectl(api_types, namespace, "scale", "dlrmjob/ads", "--replicas=1")

@@ -27,7 +27,7 @@ def gang(kubelet: KubeletDouble, job: JobDriver, attempt: int) -> list[str]:
         return {p["metadata"]["name"] for p in kubelet.pods() if p["status"].get("phase") == "Running"} == set(names)
 
     eventually(runs)
-    kubelet.trains(names[0], attempt)
+    kubelet.report_training(names[0], attempt)
     job.until("Running")
     return names
 
@@ -63,7 +63,7 @@ def test_a_follower_takes_over_within_20_s_and_doubles_nothing(
     assert handed_over_s < 8
     assert job.status()["restartsByReason"] == {"PodDeleted": 1}
     assert kubelet.doubled == []
-    assert kubelet.most_attempts == 1
+    assert kubelet.max_concurrent_attempts == 1
 
 
 def test_a_new_version_of_the_operator_leaves_running_pods_alone(
@@ -98,7 +98,7 @@ def test_a_new_version_of_the_operator_leaves_running_pods_alone(
         eventually(lambda: 'dlrm_operator_jobs{phase="Running"} 1.0' in new.get("metrics"))
         time.sleep(5)  # two resyncs
         after = pods(), config()
-        kubelet.trains(names[0], 1, step=50)
+        kubelet.report_training(names[0], 1, step=50)
         kubelet.finish(names[0], step=100, committed=100)
         kubelet.finish(names[1], step=100, committed=100)
         job.until("Succeeded")

@@ -69,7 +69,7 @@ def test_the_gang_of_a_silent_node_is_forced_away_and_replaced_elsewhere(
     trainer = {"replicas": 1, "podTemplate": template}
     job = JobDriver(api_types.api, namespace, job_document("demo", trainer=trainer))
     lost = runs(kubelet, job, "demo-trainer-1-0")["spec"]["nodeName"]
-    kubelet.trains("demo-trainer-1-0", 1)
+    kubelet.report_training("demo-trainer-1-0", 1)
     job.until("Running")
     kubelet.removes = False  # nobody there confirms that the pod ended
 
@@ -89,7 +89,7 @@ def test_the_gang_of_a_silent_node_is_forced_away_and_replaced_elsewhere(
     assert status.get("chargedRestarts", 0) == 0
     assert "Taint manager: deleting due to NoExecute taint" in status["lastFailure"]["message"]
     assert status["lastFailure"]["node"] == lost
-    assert kubelet.most_attempts == 1
+    assert kubelet.max_concurrent_attempts == 1
 
 
 def test_a_gang_out_of_memory_gets_more_of_it_once_then_the_job_fails_and_says_what_to_raise(
@@ -131,7 +131,7 @@ def test_an_image_that_cannot_be_pulled_is_told_in_the_kubelets_words_and_waited
     said = job.condition("Running")["message"]
     kubelet.starts = True
     runs(kubelet, job, "demo-trainer-1-0")
-    kubelet.trains("demo-trainer-1-0", 1)
+    kubelet.report_training("demo-trainer-1-0", 1)
     job.until("Running")
 
     assert f"demo-trainer-1-0/trainer: ImagePullBackOff: {words}" in said
@@ -171,7 +171,7 @@ def test_a_webhook_of_pods_that_is_down_is_told_in_the_servers_words_and_waited_
     api_types.api.call("DELETE", webhook_down)
     for index in range(2):
         runs(kubelet, job, f"demo-trainer-1-{index}")
-    kubelet.trains("demo-trainer-1-0", 1)
+    kubelet.report_training("demo-trainer-1-0", 1)
     status = job.until("Running")
 
     assert told["phase"] == "Scheduling"

@@ -16,9 +16,9 @@ import pytest
 
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_testing.charts.chart import Identity
-from dlrm_testing.operator.definitions import define, pod_groups
-from dlrm_testing.operator.fault_job import LONGEST_S
-from dlrm_testing.operator.fault_life import GROUPS, live
+from dlrm_testing.operator.definitions import install_crds, pod_group_crd
+from dlrm_testing.operator.fault_job import MAX_WAIT_S
+from dlrm_testing.operator.fault_run import GROUPS, run_jobs
 from dlrm_testing.operator.fault_server import WorldError
 from dlrm_testing.operator.fault_world import World
 from dlrm_testing.operator.job_schedule import Schedule, random_schedule, traits
@@ -31,13 +31,13 @@ SCHEDULES = int(os.environ.get("FAULT_SCHEDULES", "50"))
 FIRST_SEED = int(os.environ.get("FAULT_SEED", "0"))
 AT_ONCE = int(os.environ.get("FAULT_AT_ONCE", "16"))
 """Lives that share the operator at any moment."""
-MOST_STEPS = 100
+MAX_STEPS = 100
 """Changes of jobs and new pods that an operator sees at most before it is killed: a slow machine kills less often."""
-LONGEST_REIGN_S = 60.0
-MERCY_S = LONGEST_S / 2
+MAX_UPTIME_S = 60.0
+NO_KILL_WAIT_S = MAX_WAIT_S / 2
 """No kill while a life has waited so long: on a slow machine, reigns would be too short for anything to be done."""
-LONGEST_SCHEDULE_S = 4 * LONGEST_S
-TIMEOUT_S = LONGEST_SCHEDULE_S * (1 + math.ceil(SCHEDULES / AT_ONCE))
+MAX_SCHEDULE_S = 4 * MAX_WAIT_S
+TIMEOUT_S = MAX_SCHEDULE_S * (1 + math.ceil(SCHEDULES / AT_ONCE))
 """Above what the schedules may take by their own limits, so that these speak first."""
 CUT_OFF = "ignore:Exception ignored in. <function _SelectorTransport:pytest.PytestUnraisableExceptionWarning"
 """Connections that a dead operator or an ended proxy leaves half open are none of the test's findings."""
@@ -45,32 +45,32 @@ PROGRESS = 10
 """Schedules between two lines."""
 
 
-async def killed_now_and_then(operator: OperatorProcess, world: World, dice: random.Random) -> None:
+async def kill_at_random(operator: OperatorProcess, world: World, dice: random.Random) -> None:
     """kill -9 at random moments; an operator that ended by itself is started anew, as a kubelet would."""
     while True:
         while not operator.ended and not await asyncio.to_thread(operator.answers, "readyz"):
             await asyncio.sleep(0.2)  # a reign that never began would prove nothing
-        last, deadline = world.steps + dice.randint(0, MOST_STEPS), time.monotonic() + LONGEST_REIGN_S
+        last, deadline = world.steps + dice.randint(0, MAX_STEPS), time.monotonic() + MAX_UPTIME_S
         while not operator.ended:
             over = world.steps >= last or time.monotonic() >= deadline
-            if over and world.longest_wait_s() < MERCY_S:
+            if over and world.longest_wait_s() < NO_KILL_WAIT_S:
                 break
             await asyncio.sleep(0.02)
-        world.tell_all("the operator ended by itself" if operator.ended else "the operator is killed")
+        world.trace_all("the operator ended by itself" if operator.ended else "the operator is killed")
         await asyncio.to_thread(operator.kill)
         await asyncio.sleep(dice.choice([0.0, 0.0, 3.0]))
         operator.start()
 
 
-async def lived(seed: int, world: World, proxy: UnrulyProxy, places: asyncio.Semaphore) -> tuple[Schedule, str]:
+async def run_schedule(seed: int, world: World, proxy: UnrulyProxy, places: asyncio.Semaphore) -> tuple[Schedule, str]:
     """Live one schedule; its trace where it went wrong."""
     schedule = random_schedule(seed)
     async with places:
         namespace = f"life-{seed}-{secrets.token_hex(2)}"
         proxy.weather[namespace] = schedule.weather
-        lives = live(schedule.scripts, world, namespace, schedule.slow_kubelet_s, lambda: proxy.calm(namespace))
+        lives = run_jobs(schedule.scripts, world, namespace, schedule.slow_kubelet_s, lambda: proxy.calm(namespace))
         try:
-            await asyncio.wait_for(lives, LONGEST_SCHEDULE_S)
+            await asyncio.wait_for(lives, MAX_SCHEDULE_S)
         except (WorldError, TimeoutError) as error:
             again = f"make faults SCHEDULES=1 SEED={seed}"
             trace = [f"{schedule}", *world.traces[namespace], f"WRONG: {error}", f"again: {again}"]
@@ -80,34 +80,34 @@ async def lived(seed: int, world: World, proxy: UnrulyProxy, places: asyncio.Sem
     return schedule, ""
 
 
-async def all_lives(control_plane: ControlPlane, original: Path, folder: Path) -> list[str]:
+async def run_schedules(control_plane: ControlPlane, original: Path, folder: Path) -> list[str]:
     world = World(control_plane)
-    proxy = UnrulyProxy(control_plane.server, control_plane.ca, told=world.tell)
+    proxy = UnrulyProxy(control_plane.server, control_plane.ca, on_fault=world.trace)
     seeds = range(FIRST_SEED, FIRST_SEED + SCHEDULES)
     places = asyncio.Semaphore(AT_ONCE)
     wrong: list[str] = []
-    befell: Counter[str] = Counter()
-    async with proxy.serve(), world.turning():
+    counts: Counter[str] = Counter()
+    async with proxy.serve(), world.running():
         proxy.weather[""] = Weather(seed=FIRST_SEED, rate=0.05)
         kubeconfig = proxy.kubeconfig(folder, original)
         with OperatorProcess(kubeconfig, None, folder / "operator.log") as operator:
-            reaper = asyncio.create_task(killed_now_and_then(operator, world, random.Random(FIRST_SEED)))
-            lives = [asyncio.create_task(lived(seed, world, proxy, places)) for seed in seeds]
+            killer = asyncio.create_task(kill_at_random(operator, world, random.Random(FIRST_SEED)))
+            lives = [asyncio.create_task(run_schedule(seed, world, proxy, places)) for seed in seeds]
             try:
                 for number, life in enumerate(asyncio.as_completed(lives), 1):
                     schedule, trace = await life
-                    befell.update(traits(schedule))
+                    counts.update(traits(schedule))
                     if trace:
                         wrong.append(trace)
                         print(trace, flush=True)
                     if number % PROGRESS == 0:
                         print(f"{number} of {SCHEDULES} schedules, {len(wrong)} wrong", flush=True)
             finally:  # or it would start an operator that nobody ends
-                reaper.cancel()
-                await asyncio.gather(reaper, return_exceptions=True)
+                killer.cancel()
+                await asyncio.gather(killer, return_exceptions=True)
                 # in a thread, or the proxy, which this loop serves, would leave its last requests without an answer
                 await asyncio.to_thread(operator.stop)
-    print(f"requests and watches: {dict(proxy.faults)}\nlives: {dict(befell.most_common())}")
+    print(f"requests and watches: {dict(proxy.faults)}\nlives: {dict(counts.most_common())}")
     return wrong
 
 
@@ -116,8 +116,8 @@ async def all_lives(control_plane: ControlPlane, original: Path, folder: Path) -
 def test_every_life_in_faults_comes_to_what_the_model_says(
     api_types: ControlPlane, cluster_account: Identity, tmp_path: Path
 ) -> None:
-    define(api_types.api, *map(pod_groups, GROUPS))  # no scheduler looks at them here
+    install_crds(api_types.api, *map(pod_group_crd, GROUPS))  # no scheduler looks at them here
 
-    wrong = asyncio.run(all_lives(api_types, cluster_account.kubeconfig, tmp_path))
+    wrong = asyncio.run(run_schedules(api_types, cluster_account.kubeconfig, tmp_path))
 
     assert not wrong, "\n\n".join(wrong)

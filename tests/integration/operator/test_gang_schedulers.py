@@ -106,7 +106,7 @@ def test_of_a_gang_none_is_bound_where_all_but_one_fit_and_all_are_once_all_fit(
     pool.grow()
     eventually(lambda: pool.bound(job) == 3, state=lambda: f"{job.status()} {pool.pods(job)}")
     job.until("Restoring")
-    kubelet.trains("demo-trainer-1-0", 1)
+    kubelet.report_training("demo-trainer-1-0", 1)
     job.until("Running")
 
     assert most == 0
@@ -145,4 +145,4 @@ def test_the_next_attempt_is_another_group_and_is_bound_whole(gang: str, pool: P
     eventually(lambda: pool.bound(job, attempt=2) == 2, state=lambda: f"{job.status()} {pool.pods(job, 2)}")
 
     assert job.status()["restarts"] == 1
-    assert kubelet.most_attempts == 1
+    assert kubelet.max_concurrent_attempts == 1

@@ -22,7 +22,7 @@ def trains(kubelet: KubeletDouble, job: JobDriver, attempt: int) -> None:
         lambda: pods <= {p["metadata"]["name"] for p in kubelet.pods() if p["status"]["phase"] == "Running"},
         state=lambda: str(job.status()),
     )
-    kubelet.trains(f"{job.name}-trainer-{attempt}-0", attempt)
+    kubelet.report_training(f"{job.name}-trainer-{attempt}-0", attempt)
     job.until("Running")
 
 

@@ -20,10 +20,10 @@ def test_a_gang_that_hangs_is_restarted_and_the_rank_to_blame_named(
     eventually(lambda: [p["status"].get("phase") for p in kubelet.pods()] == ["Running"] * 2)
     nodes = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in kubelet.pods()}
     for pod in pods:
-        kubelet.shows(pod, HUNG_READER[pod])
+        kubelet.set_stacks(pod, HUNG_READER[pod])
 
     standing = Progress(attempt=1, phase=TrainerPhase.TRAINING, step=7, total_steps=100, longest_step_seconds=0.1)
-    kubelet.says(pods[0], standing)
+    kubelet.set_progress(pods[0], standing)
     eventually(lambda: job.status().get("attempt") == 2)
     status = job.status()
     eventually(lambda: {p["metadata"]["name"] for p in kubelet.pods()} == {"demo-trainer-2-0", "demo-trainer-2-1"})
@@ -33,7 +33,7 @@ def test_a_gang_that_hangs_is_restarted_and_the_rank_to_blame_named(
     assert failure["node"] == nodes[pods[1]]
     assert "reader.py:12" in failure["message"]
     assert status["restartsByReason"] == {"HangDetected": 1}
-    assert kubelet.most_attempts == 1
+    assert kubelet.max_concurrent_attempts == 1
     events = api_types.api.call("GET", f"/api/v1/namespaces/{namespace}/events")["items"]
     assert any("rank 1 in pod demo-trainer-1-1" in event["message"] for event in events)
     assert "stacks of demo-trainer-1-1" in operator.log()
@@ -46,10 +46,10 @@ def test_an_endpoint_that_falls_silent_is_no_hang(
     job = JobDriver(api_types.api, namespace, job_document("demo", lifecycle=lifecycle))
     eventually(lambda: [p["status"].get("phase") for p in kubelet.pods()] == ["Running"] * 2)
     moving = Progress(attempt=1, phase=TrainerPhase.TRAINING, step=7, total_steps=100, longest_step_seconds=0.1)
-    kubelet.says("demo-trainer-1-0", moving)
+    kubelet.set_progress("demo-trainer-1-0", moving)
     job.until("Running")
 
-    kubelet.falls_silent("demo-trainer-1-0")
+    kubelet.stop_endpoints("demo-trainer-1-0")
     silent_turns = operator.get("metrics")
     eventually(lambda: unanswered(operator.get("metrics")) > unanswered(silent_turns) + 30)
 

@@ -47,7 +47,7 @@ def trains(kubelet: KubeletDouble, job: JobDriver, attempt: int = 1) -> list[str
         lambda: phases(kubelet, job.name, attempt) == ["Running"] * 2,
         state=lambda: f"{job.status()} {[(p['metadata']['name'], p['status']) for p in kubelet.pods()]}",
     )
-    kubelet.trains(names[0], attempt)
+    kubelet.report_training(names[0], attempt)
     eventually(lambda: job.phase() == "Running" and job.status()["attempt"] == attempt)
     return names
 
@@ -111,7 +111,7 @@ def test_a_gang_that_kueue_preempts_restarts_for_free_as_a_new_group_in_the_queu
     assert preempted["restarts"] == 1
     assert preempted.get("chargedRestarts", 0) == 0
     assert "Preempted to accommodate a workload" in preempted["lastFailure"]["message"]
-    assert kubelet.most_attempts == 1
+    assert kubelet.max_concurrent_attempts == 1
     assert kubelet.doubled == []
     api_types.api.call("DELETE", f"{PRIORITIES}/{namespace}")
 
@@ -150,7 +150,7 @@ def test_a_gang_of_a_lost_node_gives_its_quota_back_though_its_pods_never_say_th
     trains(kubelet, job, attempt=2)
 
     assert job.status().get("chargedRestarts", 0) == 0
-    assert kubelet.most_attempts == 1
+    assert kubelet.max_concurrent_attempts == 1
     eventually(lambda: phases(kubelet, "demo", 1) == [], state=lambda: str(kubelet.pods()))
     asked = account.asked()
     of_kueue = {right for right in account.granted() if right[0] == "kueue.x-k8s.io"}

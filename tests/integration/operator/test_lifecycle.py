@@ -23,7 +23,7 @@ def trains(kubelet: KubeletDouble, job: JobDriver, attempt: int, size: int = 2) 
     eventually(
         lambda: {p["metadata"]["name"] for p in kubelet.pods() if p["status"].get("phase") == "Running"} == set(names)
     )
-    kubelet.trains(names[0], attempt)
+    kubelet.report_training(names[0], attempt)
     job.until("Running")
     return names
 
@@ -75,7 +75,7 @@ def test_a_failed_pod_ends_its_gang_and_the_next_starts_after_it(
     status = job.until("Succeeded")
 
     assert behind_the_barrier == first
-    assert kubelet.most_attempts == 1
+    assert kubelet.max_concurrent_attempts == 1
     assert kubelet.doubled == []
     assert status["restarts"] == 1
     assert status["restartsByReason"] == {"Internal": 1}
@@ -213,14 +213,14 @@ def test_a_suspended_job_holds_its_cut_and_goes_on_from_it(
 ) -> None:
     job = JobDriver(api_types.api, namespace, job_document("demo"))
     pods = trains(kubelet, job, 1)
-    kubelet.cuts(pods[0], 7)
+    kubelet.answer_cuts(pods[0], 7)
 
     job.patch({"spec": {"lifecycle": {"suspend": True}}})
     eventually(lambda: job.condition("Suspended").get("reason") == "Committing", state=lambda: str(job.status()))
     operator.kill()
     operator.start()  # it waits for the same cut
     kept = {pod["metadata"]["name"]: told_digest(pod) for pod in kubelet.pods()}
-    kubelet.trains(pods[0], 1, step=9, committed=7)
+    kubelet.report_training(pods[0], 1, step=9, committed=7)
     status = job.until("Suspended")
     held, left = job.condition("Suspended"), kubelet.pods()
     job.patch({"spec": {"trainer": {"replicas": 3}, "lifecycle": {"suspend": False}}})
@@ -258,14 +258,14 @@ def test_kubectl_scale_brings_a_gang_of_the_new_size_after_a_committed_cut(
 ) -> None:
     job = JobDriver(api_types.api, namespace, job_document("demo"))
     pods = trains(kubelet, job, 1)
-    kubelet.cuts(pods[0], 7)
+    kubelet.answer_cuts(pods[0], 7)
     scale = api_types.api.call("GET", f"{job.path}/scale")
 
     scale["spec"]["replicas"] = 3  # what kubectl scale does
     api_types.api.call("PUT", f"{job.path}/scale", scale)
     eventually(lambda: job.condition("Resized").get("reason") == "Committing", state=lambda: str(job.status()))
     still = (job.phase(), len(kubelet.pods()))
-    kubelet.trains(pods[0], 1, step=9, committed=7)
+    kubelet.report_training(pods[0], 1, step=9, committed=7)
     trains(kubelet, job, 2, size=3)
     eventually(lambda: api_types.api.call("GET", f"{job.path}/scale")["status"]["replicas"] == 3)
 

@@ -291,7 +291,7 @@ def test_a_job_whose_pods_would_be_privileged_fails_and_says_why() -> None:
     cluster = ModelCluster(trainer={"replicas": 1, "podTemplate": of_container(privileged=True)})
 
     for _ in range(3):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
 
     said = {condition["type"]: condition for condition in cluster.job["status"]["conditions"]}
@@ -305,7 +305,7 @@ def test_a_job_whose_pods_would_be_privileged_fails_and_says_why() -> None:
 
 def test_an_operator_that_allows_any_pod_makes_privileged_ones() -> None:
     cluster = ModelCluster(trainer={"replicas": 1, "podTemplate": of_container(privileged=True)})
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
 
     actions = reconcile(replace(cluster.observe(), limits=ANY), cluster.now)

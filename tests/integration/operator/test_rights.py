@@ -13,7 +13,7 @@ from dlrm_cluster.control_plane import ControlPlane
 from dlrm_operator.manifests.scheduling import POD_GROUPS
 from dlrm_testing.charts.chart import Identity, refused, render, variant
 from dlrm_testing.charts.rights_ledger import UNSEEN
-from dlrm_testing.operator.definitions import define, pod_groups
+from dlrm_testing.operator.definitions import install_crds, pod_group_crd
 from dlrm_testing.operator.kubelet_double import KubeletDouble
 from dlrm_testing.operator.operator_cluster import JobDriver, OperatorProcess, eventually, job_document
 
@@ -41,7 +41,7 @@ class Life:
         eventually(
             lambda: any(p["metadata"]["name"] == pod and p["status"]["phase"] == "Running" for p in self.kubelet.pods())
         )
-        self.kubelet.trains(pod, attempt)
+        self.kubelet.report_training(pod, attempt)
         job.until("Running")
         return pod
 
@@ -119,7 +119,7 @@ def test_over_the_whole_cluster(
     objects = render(helm, tmp_path, "demo", namespace, variant("default"), *groups)
     profile = {**PROFILE, "metadata": {"name": f"pool-{namespace}"}}
     api_types.api.call("POST", "/apis/dlrm.dev/v1alpha1/hardwareprofiles", profile)
-    define(api_types.api, *map(pod_groups, POD_GROUPS))  # no scheduler looks at them here
+    install_crds(api_types.api, *map(pod_group_crd, POD_GROUPS))  # no scheduler looks at them here
 
     with (
         Identity(api_types, objects, tmp_path) as identity,

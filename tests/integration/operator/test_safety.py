@@ -60,7 +60,7 @@ def test_in_a_restricted_namespace_jobs_train_and_secrets_stay_secret(
                 ),
                 state=operator.log,
             )
-            kubelet.trains(pod, attempt)
+            kubelet.report_training(pod, attempt)
             job.until("Running")
             key = api.call("GET", f"{core}/secrets/dlrm-operator-control-key")["data"]["key"]
             about = f"{job.get()['metadata']['uid']}/{attempt}"

@@ -11,7 +11,7 @@ from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.errors import MissingToolError
 from dlrm_cluster.fixtures import refuse
 from dlrm_cluster.process import Server
-from dlrm_testing.operator.definitions import define, pod_groups, served, withdraw
+from dlrm_testing.operator.definitions import delete_crd, install_crds, list_path, pod_group_crd
 from dlrm_testing.operator.operator_cluster import JobDriver, Object, OperatorProcess, eventually, job_document
 
 pytestmark = pytest.mark.cluster
@@ -158,17 +158,17 @@ def test_spread_takes_different_domains_and_pack_one(submit: Submitter) -> None:
 def test_pod_groups_are_as_their_schedulers_define_them_and_a_missing_scheduler_is_told(
     submit: Submitter, gang: str, product: str
 ) -> None:
-    definition = pod_groups(gang)
-    withdraw(submit.api, definition)
+    definition = pod_group_crd(gang)
+    delete_crd(submit.api, definition)
     job = submit("demo", 2, "plain", scheduling={"gang": gang})
 
     eventually(
         lambda: job.condition("Scheduled")["reason"] == "GangSchedulerUnavailable", state=lambda: str(job.status())
     )
     without, pods_without = job.condition("Scheduled")["message"], submit.pods(job)
-    define(submit.api, definition)
+    install_crds(submit.api, definition)
     eventually(lambda: len(submit.pods(job)) == 2, state=lambda: str(job.status()))
-    groups = submit.api.call("GET", served(definition))["items"]
+    groups = submit.api.call("GET", list_path(definition))["items"]
     (made,) = [each for each in groups if each["metadata"]["namespace"] == submit.namespace]
     schedulers = {pod["spec"]["schedulerName"] for pod in submit.pods(job)}
 

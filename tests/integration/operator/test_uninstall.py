@@ -11,13 +11,13 @@ import pytest
 from dlrm_api.progress import TerminationMessage
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_testing.charts.chart import Identity
-from dlrm_testing.operator.definitions import define, own, path_of, withdraw
+from dlrm_testing.operator.definitions import crd_path, delete_crd, install_crds, project_crd
 from dlrm_testing.operator.kubelet_double import KubeletDouble
 from dlrm_testing.operator.operator_cluster import JobDriver, OperatorProcess, eventually, job_document
 
 pytestmark = pytest.mark.cluster
 
-JOBS = own("dlrmjobs")
+JOBS = project_crd("dlrmjobs")
 COLLECTED_AFTER_S = 45
 """The garbage collector looks every 30 s for kinds that are new; it cannot know owners of a kind that it never saw."""
 
@@ -26,11 +26,11 @@ COLLECTED_AFTER_S = 45
 def definitions(api_types: ControlPlane) -> Iterator[ControlPlane]:
     """A control plane whose definitions may be removed: later tests find them again."""
     yield api_types
-    define(api_types.api, JOBS)
+    install_crds(api_types.api, JOBS)
 
 
 def age_s(control_plane: ControlPlane) -> float:
-    made = control_plane.api.call("GET", path_of(JOBS))["metadata"]["creationTimestamp"]
+    made = control_plane.api.call("GET", crd_path(JOBS))["metadata"]["creationTimestamp"]
     return (datetime.now(UTC) - datetime.fromisoformat(made)).total_seconds()
 
 
@@ -69,14 +69,14 @@ def test_without_their_definition_jobs_and_all_of_theirs_go_and_with_it_the_same
         job = JobDriver(api, namespace, job_document("demo"))
         gang_runs(kubelet, job)
 
-        withdraw(api, JOBS)
+        delete_crd(api, JOBS)
         eventually(lambda: job.children() == [], state=lambda: str(job.children()))
-        eventually(lambda: "install" in operator.words("readyz"), state=lambda: operator.words("readyz"))
-        healthy = operator.words("healthz")
-        define(api, JOBS)
+        eventually(lambda: "install" in operator.read_text("readyz"), state=lambda: operator.read_text("readyz"))
+        healthy = operator.read_text("healthz")
+        install_crds(api, JOBS)
         again = JobDriver(api, namespace, job_document("again"))
         gang_runs(kubelet, again)
-        eventually(lambda: operator.words("readyz") == "ok")
+        eventually(lambda: operator.read_text("readyz") == "ok")
 
         assert healthy == "ok"
         assert not operator.ended
@@ -88,11 +88,11 @@ def test_an_operator_started_before_its_definitions_waits_for_them_in_words(
     definitions: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
     operator.kill()
-    withdraw(definitions.api, JOBS)
+    delete_crd(definitions.api, JOBS)
 
     operator.start()
-    eventually(lambda: "install" in operator.words("readyz"), state=lambda: operator.words("readyz"))
-    define(definitions.api, JOBS)
+    eventually(lambda: "install" in operator.read_text("readyz"), state=lambda: operator.read_text("readyz"))
+    install_crds(definitions.api, JOBS)
     eventually(lambda: "restarting the operator loop" in operator.log(), state=operator.log)
     job = JobDriver(definitions.api, namespace, job_document("demo"))
 
@@ -120,4 +120,4 @@ def test_what_happened_while_the_operator_was_away_and_etcd_forgot_is_made_up_fo
     assert {name: after.get(name) for name in pods["well"]} == {name: before[name] for name in pods["well"]}
     assert jobs["crashed"].status()["restartsByReason"] == {"Internal": 1}
     assert kubelet.doubled == []
-    assert kubelet.most_attempts == 1
+    assert kubelet.max_concurrent_attempts == 1

@@ -18,14 +18,14 @@ from dlrm_testing.checkpointer.turns import Clock
 
 SCHEDULES = int(os.environ.get("SOAK_SCHEDULES", "200"))
 FIRST_SEED = int(os.environ.get("SOAK_SEED", "0"))
-LONGEST_LIFE_S = 10
+MAX_LIFE_S = 10
 """One takes a fifth of a second where nothing else runs."""
 PROGRESS = 100
 """Schedules between two lines."""
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600 + LONGEST_LIFE_S * SCHEDULES)
+@pytest.mark.timeout(600 + MAX_LIFE_S * SCHEDULES)
 def test_no_schedule_of_faults_loses_a_commit_or_mixes_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, new_model, new_pod, few_rows
 ):

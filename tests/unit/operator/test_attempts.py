@@ -14,19 +14,19 @@ from dlrm_operator.reconcile.attempts import EARLIER_FAILURES, NODE_LOST_AFTER
 from dlrm_operator.reconcile.findings import find_condition, parse_timestamp
 from dlrm_operator.reconcile.health import FORCE_DELETE_AFTER
 from dlrm_operator.reconcile.state import CreatePod, DeleteObject, EmitEvent, RequestPlan, WakeAt
-from dlrm_testing.operator.kubelet_double import committed_word
+from dlrm_testing.operator.kubelet_double import committed_progress
 from dlrm_testing.operator.model_cluster import ModelCluster
 from dlrm_testing.operator.running_job import (
     POD_0,
     POD_1,
-    bring_up,
     condition,
     crash_checkpointer,
     failure,
     lose_node,
-    next_gang,
+    report_progress,
     running,
-    say,
+    start_next_attempt,
+    start_training,
     status,
 )
 
@@ -42,11 +42,11 @@ def test_a_lost_node_is_known_from_its_pods_conditions_and_not_charged() -> None
     cluster = running()
 
     missed_peer(cluster, POD_0)
-    cluster.turn()
+    cluster.reconcile_once()
     first = status(cluster).phase
     cluster.pass_time(45)
     lose_node(cluster, POD_1)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert first is Phase.RUNNING
     assert status(cluster).charged_restarts == 0
@@ -76,18 +76,18 @@ def test_a_lost_node_is_known_from_its_pods_conditions_and_not_charged() -> None
 def test_a_pod_that_never_started_is_not_charged(stands_in_the_way: dict[str, Any], reason: str, words: str) -> None:
     cluster = ModelCluster(lifecycle={"restart": {"backoff": "10s"}})
     for _ in range(4):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
     cluster.pods[POD_1]["status"] |= stands_in_the_way
     if "containerStatuses" in stands_in_the_way:
         cluster.pods[POD_1]["spec"]["nodeName"] = "node"
     cluster.start(POD_0)
-    cluster.turn()
+    cluster.reconcile_once()
 
     missed_peer(cluster, POD_0)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pass_time(61)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).restarts_by_reason == {reason: 1}
     assert (status(cluster).charged_restarts, status(cluster).free_restarts) == (0, 1)
@@ -98,14 +98,14 @@ def test_a_pod_that_never_started_is_not_charged(stands_in_the_way: dict[str, An
 def test_a_denied_pod_that_peers_waited_for_is_not_charged() -> None:
     cluster = ModelCluster(lifecycle={"restart": {"backoff": "10s"}})
     for _ in range(4):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
     del cluster.pods[POD_1]
     cluster.job["status"]["gangAttempt"] = 0
     cluster.start(POD_0)
 
     missed_peer(cluster, POD_0)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).restarts_by_reason == {"RequestDenied": 1}
     assert status(cluster).charged_restarts == 0
@@ -117,7 +117,7 @@ def test_a_silent_node_alone_ends_nothing() -> None:
     lose_node(cluster, POD_1)
 
     cluster.pass_time(200)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).phase is Phase.RUNNING
 
@@ -126,15 +126,15 @@ def test_a_pod_on_a_lost_node_is_forced_without_its_whole_grace_period() -> None
     cluster = running()
     missed_peer(cluster, POD_0)
     lose_node(cluster, POD_1)
-    cluster.turn()
-    cluster.turn()
+    cluster.reconcile_once()
+    cluster.reconcile_once()
     del cluster.pods[POD_0]
 
     cluster.now += NODE_LOST_AFTER - timedelta(seconds=1)
     cluster.pods[POD_1]["metadata"]["deletionTimestamp"] = "2026-01-01T02:00:00Z"
-    early = cluster.turn()
+    early = cluster.reconcile_once()
     cluster.pass_time(1)
-    forced = cluster.turn()
+    forced = cluster.reconcile_once()
 
     assert not [action for action in early if isinstance(action, DeleteObject)]
     assert [(action.name, action.force) for action in forced if isinstance(action, DeleteObject)] == [(POD_1, True)]
@@ -144,10 +144,10 @@ def test_a_pod_on_a_lost_node_is_forced_without_its_whole_grace_period() -> None
 def committing(step: int = 100) -> ModelCluster:
     """A gang whose trainers ended well, and whose checkpointers still upload the last snapshot."""
     cluster = running()
-    say(cluster, step=99, committed=40)
+    report_progress(cluster, step=99, committed=40)
     for name in (POD_0, POD_1):
         cluster.end(name, "trainer", 0, cluster.done(step))
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -159,13 +159,13 @@ def taint_manager_deletes(cluster: ModelCluster, name: str) -> None:
 
 def test_a_node_lost_before_the_last_commit_restarts_for_free() -> None:
     cluster = committing()
-    cluster.end(POD_0, "checkpointer", 75, committed_word(40).model_dump_json())
+    cluster.end(POD_0, "checkpointer", 75, committed_progress(40).model_dump_json())
     taint_manager_deletes(cluster, POD_1)
 
-    waits = [action for action in cluster.turn() if isinstance(action, WakeAt)]
+    waits = [action for action in cluster.reconcile_once() if isinstance(action, WakeAt)]
     early = status(cluster).phase
     cluster.now = parse_timestamp(cluster.pods[POD_1]["metadata"]["deletionTimestamp"]) + FORCE_DELETE_AFTER
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert early is Phase.RUNNING
     assert [wait.time for wait in waits] == [cluster.now]
@@ -177,13 +177,13 @@ def test_a_node_lost_before_the_last_commit_restarts_for_free() -> None:
 def test_a_silent_node_is_waited_for_before_the_last_commit() -> None:
     cluster = committing()
     lose_node(cluster, POD_1)
-    cluster.end(POD_0, "checkpointer", 75, committed_word(40).model_dump_json())
+    cluster.end(POD_0, "checkpointer", 75, committed_progress(40).model_dump_json())
 
     cluster.now += NODE_LOST_AFTER - timedelta(seconds=1)
-    cluster.turn()
+    cluster.reconcile_once()
     early = status(cluster).phase
     cluster.pass_time(1)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert early is Phase.RUNNING
     assert status(cluster).restarts_by_reason == {"NodeLost": 1}
@@ -195,10 +195,10 @@ def test_an_upload_at_work_is_waited_for_whatever_befell_the_other_pods() -> Non
     lose_node(cluster, POD_1)
 
     cluster.pass_time(86_400)
-    cluster.turn()
+    cluster.reconcile_once()
     waiting = status(cluster).phase
-    cluster.end(POD_0, "checkpointer", 0, committed_word(100).model_dump_json())
-    cluster.turn()
+    cluster.end(POD_0, "checkpointer", 0, committed_progress(100).model_dump_json())
+    cluster.reconcile_once()
 
     assert waiting is Phase.RUNNING
     assert status(cluster).phase is Phase.SUCCEEDED
@@ -211,13 +211,13 @@ def test_a_drain_that_cuts_the_last_upload_off_is_not_charged(
     code: int, by_reason: dict[str, int], charged: int
 ) -> None:
     cluster = committing()
-    cluster.end(POD_1, "checkpointer", 75, committed_word(40).model_dump_json())
+    cluster.end(POD_1, "checkpointer", 75, committed_progress(40).model_dump_json())
     cluster.delete(POD_0)
     evicted = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
     cluster.pods[POD_0]["status"]["conditions"] = [evicted]
 
-    cluster.end(POD_0, "checkpointer", code, committed_word(40).model_dump_json())
-    cluster.turn()
+    cluster.end(POD_0, "checkpointer", code, committed_progress(40).model_dump_json())
+    cluster.reconcile_once()
 
     assert status(cluster).restarts_by_reason == by_reason
     assert status(cluster).charged_restarts == charged
@@ -236,7 +236,7 @@ def test_whoever_takes_a_pod_away_is_named_and_the_restart_is_free(kind: str, re
     taken = {"type": kind, "status": "True", "reason": reason, "message": "somebody needed the node"}
     cluster.pods[POD_1]["status"]["conditions"] = [taken]
 
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).restarts_by_reason == {reason: 1}
     assert (status(cluster).charged_restarts, status(cluster).free_restarts) == (0, 1)
@@ -250,7 +250,7 @@ def test_a_pod_that_its_node_did_not_admit_is_not_charged(reason: str) -> None:
     cluster = running()
     cluster.pods[POD_1]["status"] = {"phase": "Failed", "reason": reason, "message": "Pod was rejected"}
 
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).charged_restarts == 0
     assert status(cluster).restarts_by_reason == {reason: 1}
@@ -266,7 +266,7 @@ def test_a_failed_injected_container_is_named() -> None:
         "containerStatuses": [trainer],
     }
 
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).restarts_by_reason == {"PodFailed": 1}
     assert "container vault-agent-init" in failure(cluster).message
@@ -276,12 +276,12 @@ def test_a_failed_injected_container_is_named() -> None:
 def test_an_invalid_image_name_fails_the_job() -> None:
     cluster = ModelCluster()
     for _ in range(4):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
     state = {"waiting": {"reason": "InvalidImageName", "message": 'couldn\'t parse image reference "A:B:C"'}}
     cluster.pods[POD_0]["status"]["containerStatuses"] = [{"name": "trainer", "state": state}]
 
-    cluster.turn()
+    cluster.reconcile_once()
 
     failed = condition(cluster, ConditionType.FAILED)
     assert (status(cluster).phase, failed.reason) == (Phase.FAILED, "InvalidImageName")
@@ -292,14 +292,14 @@ def test_an_invalid_image_name_fails_the_job() -> None:
 def test_disruptions_have_a_limit_that_progress_restores() -> None:
     cluster = running(maxFreeRestarts=1)
     cluster.delete(POD_0)
-    next_gang(cluster)
-    say(cluster, step=60, committed=50)
-    cluster.turn()
+    start_next_attempt(cluster)
+    report_progress(cluster, step=60, committed=50)
+    cluster.reconcile_once()
     healed = status(cluster).free_restarts
     cluster.delete("demo-trainer-2-0")
-    next_gang(cluster)
+    start_next_attempt(cluster)
     cluster.delete("demo-trainer-3-0")
-    cluster.turn()
+    cluster.reconcile_once()
 
     failed = condition(cluster, ConditionType.FAILED)
     assert healed == 0
@@ -312,7 +312,7 @@ def test_the_last_failures_are_kept_and_no_more() -> None:
     for attempt in range(1, EARLIER_FAILURES + 4):
         words = TerminationMessage(exit_code=70, reason="Internal", message=f"boom {attempt} " + "x" * 8_000, rank=0)
         cluster.end(f"demo-trainer-{attempt}-0", "trainer", 70, words.encode().decode())
-        next_gang(cluster)
+        start_next_attempt(cluster)
 
     kept = [failure(cluster), *status(cluster).earlier_failures]
     assert [one.attempt for one in kept] == [7, 6, 5, 4, 3]
@@ -325,10 +325,10 @@ def test_out_of_memory_gives_the_next_gang_more_of_it_once() -> None:
     before = asked(cluster, POD_0)
 
     cluster.end(POD_1, "trainer", 137, reason="OOMKilled")
-    next_gang(cluster)
+    start_next_attempt(cluster)
     reserve, after = status(cluster).memory_reserve_bytes, asked(cluster, "demo-trainer-2-0")
     cluster.end("demo-trainer-2-0", "trainer", 137, reason="OOMKilled")
-    next_gang(cluster)
+    start_next_attempt(cluster)
 
     assert reserve >= 512 * 2**20
     assert after == before + reserve
@@ -341,7 +341,7 @@ def test_an_oom_killed_checkpointer_raises_the_memory_reserve() -> None:
     cluster = running()
     crash_checkpointer(cluster, POD_1, 137, "OOMKilled")
 
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).restarts_by_reason == {"CheckpointerOOMKilled": 1}
     assert status(cluster).memory_reserve_bytes > 0
@@ -351,7 +351,7 @@ def test_a_crashing_checkpointer_only_makes_snapshots_unhealthy() -> None:
     cluster = running()
     crash_checkpointer(cluster, POD_1, 70, "Error")
 
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).phase is Phase.RUNNING
     healthy = condition(cluster, ConditionType.SNAPSHOT_HEALTHY)
@@ -361,11 +361,11 @@ def test_a_crashing_checkpointer_only_makes_snapshots_unhealthy() -> None:
 def test_a_node_too_small_for_the_reserve_fails_the_job() -> None:
     cluster = ModelCluster(2, lifecycle={"restart": {"backoff": "0s"}}, trainer={"replicas": 2, "hardware": "small"})
     cluster.profile = node_of(3 * GIB // 2)
-    bring_up(cluster)
+    start_training(cluster)
 
     cluster.end(POD_1, "trainer", 137, reason="OOMKilled")
     for _ in range(4):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.pods = {}
         cluster.plan()
 
@@ -378,13 +378,13 @@ def test_a_node_too_small_for_the_reserve_fails_the_job() -> None:
 def test_a_budget_spent_by_want_of_memory_names_what_to_raise() -> None:
     limits = {"replicas": 2, "resources": {"limits": {"memory": "64Gi"}}}
     cluster = ModelCluster(2, lifecycle={"restart": {"maxRestarts": 1, "backoff": "0s"}}, trainer=limits)
-    bring_up(cluster)
+    start_training(cluster)
 
     for attempt in (1, 2):
         cluster.end(f"demo-trainer-{attempt}-1", "trainer", 137, reason="OOMKilled")
         if attempt == 1:
-            next_gang(cluster)
-    cluster.turn()
+            start_next_attempt(cluster)
+    cluster.reconcile_once()
 
     failed = condition(cluster, ConditionType.FAILED)
     assert failed.reason == "BackoffLimitExceeded"
@@ -394,9 +394,9 @@ def test_a_budget_spent_by_want_of_memory_names_what_to_raise() -> None:
 def test_the_backoff_is_shown_in_the_condition() -> None:
     cluster = running()
     cluster.end(POD_0, "trainer", 1)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pods = {}
-    cluster.turn()
+    cluster.reconcile_once()
 
     scheduled = condition(cluster, ConditionType.SCHEDULED)
     assert scheduled.reason == "Restarting"
@@ -437,7 +437,7 @@ def test_what_an_exit_code_means(code: int, phase: Phase, charged: int) -> None:
     cluster = running()
 
     cluster.end(POD_1, "trainer", code)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).phase is phase
     assert status(cluster).charged_restarts == charged
@@ -452,7 +452,7 @@ def test_the_users_rules_come_before_the_built_in_meaning(action: str, phase: Ph
     cluster = running(rulesByExitCode=[{"exitCodes": [65, 99], "action": action}])
 
     cluster.end(POD_0, "trainer", 65)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).phase is phase
     assert status(cluster).charged_restarts == charged
@@ -462,10 +462,10 @@ def test_symptoms_wait_for_their_cause() -> None:
     cluster = running()
 
     cluster.end(POD_0, "trainer", 75, '{"exitCode": 75, "reason": "PeerLost", "message": "rank 1 is gone"}')
-    first = cluster.turn()
+    first = cluster.reconcile_once()
     cluster.pass_time(2)
     cluster.end(POD_1, "trainer", 65, '{"exitCode": 65, "reason": "BadData", "message": "row 7"}')
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert [action for action in first if isinstance(action, WakeAt)]
     assert status(cluster).phase is Phase.FAILED
@@ -475,13 +475,13 @@ def test_symptoms_wait_for_their_cause() -> None:
 def test_a_symptom_alone_is_a_failure_after_a_moment() -> None:
     cluster = running()
     cluster.end(POD_0, "trainer", 75, '{"exitCode": 75, "reason": "PeerLost"}')
-    cluster.turn()
+    cluster.reconcile_once()
 
     cluster.pass_time(50)
-    cluster.turn()
+    cluster.reconcile_once()
     waiting = status(cluster).phase
     cluster.pass_time(11)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert waiting is Phase.RUNNING
     assert status(cluster).phase is Phase.RESTARTING
@@ -495,7 +495,7 @@ def test_a_symptom_waits_for_its_cause_despite_clock_skew(ahead_s: float, waits:
     cluster.pass_time(ahead_s)
     cluster.end(POD_0, "trainer", 75, '{"exitCode": 75, "reason": "PeerLost"}')
     cluster.pass_time(-ahead_s)
-    actions = cluster.turn()
+    actions = cluster.reconcile_once()
 
     assert status(cluster).phase is (Phase.RUNNING if waits else Phase.RESTARTING)
     wakes = [(action.time - cluster.now).total_seconds() for action in actions if isinstance(action, WakeAt)]
@@ -508,7 +508,7 @@ def test_a_drained_pod_explains_its_neighbours_crash() -> None:
     cluster.pods[POD_0]["status"]["conditions"] = [disruption]
 
     cluster.end(POD_1, "trainer", 134)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).restarts_by_reason == {"EvictionByEvictionAPI": 1}
     assert status(cluster).charged_restarts == 0
@@ -518,7 +518,7 @@ def test_out_of_memory_keeps_the_kubelets_word() -> None:
     cluster = running()
 
     cluster.end(POD_0, "trainer", 137, reason="OOMKilled")
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).restarts_by_reason == {"OOMKilled": 1}
 
@@ -530,7 +530,7 @@ def test_a_checkpointer_without_permission_fails_the_job() -> None:
     sidecar["state"] = {"waiting": {"reason": "CrashLoopBackOff"}}
     sidecar["lastState"] = {"terminated": {"exitCode": 77, "message": word}}
 
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).phase is Phase.FAILED
     assert "AccessDenied" in condition(cluster, ConditionType.FAILED).message
@@ -542,9 +542,9 @@ def test_backoff_doubles_up_to_its_ceiling_and_is_kept_in_the_status() -> None:
 
     for attempt in range(1, 6):
         cluster.end(f"demo-trainer-{attempt}-0", "trainer", 1)
-        cluster.turn()
+        cluster.reconcile_once()
         waits.append((parse_timestamp(status(cluster).restart_not_before) - cluster.now).total_seconds())
-        next_gang(cluster)
+        start_next_attempt(cluster)
 
     ceilings = [10, 20, 40, 60, 60]
     assert all(0.75 * most - 1 <= wait <= most for wait, most in zip(waits, ceilings, strict=True)), waits
@@ -553,13 +553,13 @@ def test_backoff_doubles_up_to_its_ceiling_and_is_kept_in_the_status() -> None:
 def test_no_pod_is_created_before_the_backoff_ends() -> None:
     cluster = running()
     cluster.end(POD_0, "trainer", 1)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pods = {}
 
     cluster.pass_time(5)
-    early = cluster.turn()
+    early = cluster.reconcile_once()
     cluster.pass_time(6)
-    bring_up(cluster)
+    start_training(cluster)
 
     assert not [action for action in early if isinstance(action, CreatePod | RequestPlan)]
     assert [action for action in early if isinstance(action, WakeAt)]
@@ -569,10 +569,10 @@ def test_no_pod_is_created_before_the_backoff_ends() -> None:
 def test_a_spent_budget_fails_the_job_and_names_its_field() -> None:
     cluster = running(maxRestarts=1)
     cluster.end(POD_0, "trainer", 1)
-    next_gang(cluster)
+    start_next_attempt(cluster)
 
     cluster.end("demo-trainer-2-0", "trainer", 1)
-    cluster.turn()
+    cluster.reconcile_once()
 
     failed = condition(cluster, ConditionType.FAILED)
     assert status(cluster).phase is Phase.FAILED
@@ -583,11 +583,11 @@ def test_a_spent_budget_fails_the_job_and_names_its_field() -> None:
 def test_a_newly_committed_step_restores_the_budgets() -> None:
     cluster = running(maxRestarts=1)
     cluster.end(POD_0, "trainer", 1)
-    next_gang(cluster)
+    start_next_attempt(cluster)
 
-    say(cluster, step=60, committed=50)
+    report_progress(cluster, step=60, committed=50)
     cluster.end("demo-trainer-2-0", "trainer", 1)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).phase is Phase.RESTARTING
     assert status(cluster).charged_restarts == 1
@@ -597,13 +597,13 @@ def test_a_newly_committed_step_restores_the_budgets() -> None:
 
 def test_a_snapshot_seen_again_after_a_restore_is_no_progress() -> None:
     cluster = running(maxRestarts=1)
-    say(cluster, step=60, committed=50)
+    report_progress(cluster, step=60, committed=50)
     cluster.end(POD_0, "trainer", 1)
-    next_gang(cluster)
+    start_next_attempt(cluster)
 
-    say(cluster, step=51, committed=50)
+    report_progress(cluster, step=51, committed=50)
     cluster.end("demo-trainer-2-0", "trainer", 1)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).phase is Phase.FAILED
 
@@ -611,9 +611,9 @@ def test_a_snapshot_seen_again_after_a_restore_is_no_progress() -> None:
 def test_each_gang_is_told_which_snapshot_the_job_has_committed() -> None:
     cluster = running()
     first = [env_of(pod) for pod in cluster.pods.values()]
-    say(cluster, step=60, committed=50)
+    report_progress(cluster, step=60, committed=50)
     cluster.end(POD_0, "trainer", 1)
-    next_gang(cluster)
+    start_next_attempt(cluster)
     second = [env_of(pod) for pod in cluster.pods.values()]
 
     assert [env.get(Env.COMMITTED_SNAPSHOT) for env in first] == [None] * 2
@@ -631,10 +631,10 @@ def test_success_needs_the_last_step_committed() -> None:
 
     for name in (POD_0, POD_1):
         cluster.end(name, "trainer", 0, cluster.done(100))
-    cluster.turn()
+    cluster.reconcile_once()
     committing = status(cluster)
-    cluster.end(POD_0, "checkpointer", 0, committed_word(100).model_dump_json())
-    cluster.turn()
+    cluster.end(POD_0, "checkpointer", 0, committed_progress(100).model_dump_json())
+    cluster.reconcile_once()
 
     assert committing.phase is Phase.RUNNING
     assert find_condition(committing.conditions, ConditionType.RUNNING).reason == "Committing"
@@ -645,12 +645,12 @@ def test_success_needs_the_last_step_committed() -> None:
 
 def test_a_gang_that_ends_without_its_last_snapshot_is_restarted() -> None:
     cluster = running()
-    word = committed_word(90).model_copy(update={"store_error": "503 slow down"}).model_dump_json()
+    word = committed_progress(90).model_copy(update={"store_error": "503 slow down"}).model_dump_json()
 
     for name in (POD_0, POD_1):
         cluster.end(name, "trainer", 0, cluster.done(100))
         cluster.end(name, "checkpointer", 1, word)
-    cluster.turn()
+    cluster.reconcile_once()
 
     last = failure(cluster)
     assert status(cluster).phase is Phase.RESTARTING
@@ -662,11 +662,11 @@ def test_a_gang_that_ends_without_its_last_snapshot_is_restarted() -> None:
 def test_a_pod_stuck_in_termination_is_force_deleted() -> None:
     cluster = running()
     cluster.end(POD_0, "trainer", 1)
-    cluster.turn()
-    deleted = cluster.turn()
+    cluster.reconcile_once()
+    deleted = cluster.reconcile_once()
 
     cluster.now = parse_timestamp(cluster.pods[POD_1]["metadata"]["deletionTimestamp"]) + FORCE_DELETE_AFTER
-    forced = cluster.turn()
+    forced = cluster.reconcile_once()
 
     assert [action for action in deleted if isinstance(action, DeleteObject)] == []
     assert {(action.name, action.force) for action in forced if isinstance(action, DeleteObject)} == {
@@ -680,7 +680,7 @@ def test_evidence_is_bounded() -> None:
 
     left = TerminationMessage(exit_code=70, reason="Internal", message="x" * 100_000).encode().decode()
     cluster.end(POD_0, "trainer", 70, left)
-    events = [action for action in cluster.turn() if isinstance(action, EmitEvent)]
+    events = [action for action in cluster.reconcile_once() if isinstance(action, EmitEvent)]
 
     assert len(failure(cluster).message) <= 4_096
     assert max(len(event.message) for event in events) <= 1_024

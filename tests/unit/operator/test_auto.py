@@ -5,7 +5,7 @@ from typing import Any
 
 from dlrm_api.status import Phase
 from dlrm_testing.operator.model_cluster import ModelCluster
-from dlrm_testing.operator.running_job import bring_up, next_gang, status
+from dlrm_testing.operator.running_job import start_next_attempt, start_training, status
 
 TABLES = [
     {"name": "a", "rows": 1_000, "dim": 4, "pin": {"ranks": [2]}},
@@ -29,7 +29,7 @@ def trainers_job(cluster: ModelCluster, attempt: int) -> dict[str, Any]:
 def test_the_gang_has_as_many_pods_as_the_plan_chose() -> None:
     cluster = open_job()
 
-    bring_up(cluster)
+    start_training(cluster)
 
     plan = status(cluster).plan
     assert plan is not None
@@ -42,10 +42,10 @@ def test_the_gang_has_as_many_pods_as_the_plan_chose() -> None:
 
 def test_the_next_gang_is_planned_as_large_again() -> None:
     cluster = open_job()
-    bring_up(cluster)
+    start_training(cluster)
     cluster.pods.pop("demo-trainer-1-1")
 
-    next_gang(cluster)
+    start_next_attempt(cluster)
 
     assert sorted(cluster.pods) == [f"demo-trainer-2-{index}" for index in range(3)]
     assert status(cluster).phase is Phase.RUNNING
@@ -55,11 +55,11 @@ def test_an_operator_that_died_takes_up_the_plan_that_it_wrote() -> None:
     cluster = open_job()
     while not cluster.config_maps:
         cluster.plan()
-        cluster.turn(most=1)
+        cluster.reconcile_once(most=1)
     assert not cluster.pods
     cluster.asked = cluster.planning = None
 
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert cluster.asked is None, "the plan stands in its ConfigMap"
     assert len(cluster.pods) == 3
@@ -69,7 +69,7 @@ def test_bounds_that_hold_no_table_fail_the_job_in_words() -> None:
     cluster = open_job(most=2)
 
     for _ in range(4):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
     cluster.settle()
 

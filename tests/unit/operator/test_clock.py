@@ -21,7 +21,7 @@ from dlrm_operator.reconcile.state import DeleteObject, JobKey
 from dlrm_operator.settings import Settings
 from dlrm_testing.operator.memory_api import MemoryApi
 from dlrm_testing.operator.operator_cluster import job_document
-from dlrm_testing.operator.running_job import running, say, status
+from dlrm_testing.operator.running_job import report_progress, running, status
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
 SECOND = timedelta(seconds=1)
@@ -153,13 +153,13 @@ def test_the_operator_stamps_and_judges_by_the_servers_clock() -> None:
 
 def test_progress_is_written_after_a_clock_was_ahead() -> None:
     cluster = running()
-    say(cluster, step=10)
+    report_progress(cluster, step=10)
     cluster.pass_time(3_600)
-    cluster.turn()
-    say(cluster, step=20)
+    cluster.reconcile_once()
+    report_progress(cluster, step=20)
     cluster.pass_time(-3_600)
 
-    cluster.turn()
+    cluster.reconcile_once()
 
     progress = status(cluster).progress
     assert progress is not None

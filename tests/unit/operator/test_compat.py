@@ -10,9 +10,9 @@ from dlrm_operator.controller.informers import JobCache, read_job
 from dlrm_operator.job_metrics import JobMetrics
 from dlrm_operator.reconcile.reconcile import reconcile
 from dlrm_operator.reconcile.state import CreatePod, DeleteObject, RequestPlan, UpdateStatus
-from dlrm_testing.operator.kubelet_double import committed_word
+from dlrm_testing.operator.kubelet_double import committed_progress
 from dlrm_testing.operator.model_cluster import KEY, ModelCluster
-from dlrm_testing.operator.running_job import POD_0, POD_1, bring_up, condition, running, say, status
+from dlrm_testing.operator.running_job import POD_0, POD_1, condition, report_progress, running, start_training, status
 
 FIELD = "spec.lifecycle.newKnob"
 OLDER = "does not know, for it is older than the CustomResourceDefinition"
@@ -33,7 +33,7 @@ def with_new_word(cluster: ModelCluster) -> ModelCluster:
 
 
 def ends_well(cluster: ModelCluster, step: int) -> None:
-    word = committed_word(step).model_dump_json()
+    word = committed_progress(step).model_dump_json()
     for name in (POD_0, POD_1):
         cluster.end(name, "trainer", 0, cluster.done(step), reason="Completed")
         cluster.end(name, "checkpointer", 0, word, reason="Completed")
@@ -44,7 +44,7 @@ def doings(cluster: ModelCluster) -> list[Any]:
     found: list[Any] = []
     for _ in range(5):
         cluster.pass_time(40)
-        found += [each for each in cluster.turn() if isinstance(each, CreatePod | DeleteObject | RequestPlan)]
+        found += [each for each in cluster.reconcile_once() if isinstance(each, CreatePod | DeleteObject | RequestPlan)]
     return found
 
 
@@ -66,9 +66,9 @@ def test_a_gang_of_a_spec_that_cannot_be_read_whole_keeps_its_pods(skewed: Any) 
     pods = set(cluster.pods)
 
     done = doings(cluster)
-    say(cluster, step=70)
+    report_progress(cluster, step=70)
     cluster.pass_time(40)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert done == []
     assert set(cluster.pods) == pods
@@ -115,10 +115,10 @@ def test_a_condition_no_longer_names_a_field_that_is_known_again() -> None:
 @pytest.mark.parametrize("skewed", [with_new_field, with_new_word])
 def test_a_gang_of_an_unreadable_spec_succeeds(skewed: Any) -> None:
     cluster = running()
-    say(cluster, step=10)
+    report_progress(cluster, step=10)
     ends_well(skewed(cluster), step=10)
 
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).phase is Phase.SUCCEEDED
     assert "step 10" in condition(cluster, ConditionType.SUCCEEDED).message
@@ -127,14 +127,14 @@ def test_a_gang_of_an_unreadable_spec_succeeds(skewed: Any) -> None:
 def test_the_next_attempt_waits_until_an_unknown_field_is_known() -> None:
     cluster = with_new_field(running())
     cluster.end(POD_0, "trainer", 70)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pods = {}
     cluster.pass_time(120)
 
     waiting = doings(cluster)
     said, found = condition(cluster, ConditionType.PLANNED), status(cluster)
     del cluster.job["spec"]["lifecycle"]["newKnob"]  # as it is to one that knows the field
-    bring_up(cluster)
+    start_training(cluster)
 
     assert waiting == []
     assert (found.phase, found.attempt, found.charged_restarts) == (Phase.PENDING, 2, 1)
@@ -152,7 +152,7 @@ def test_a_gang_that_failed_with_an_invalid_value_is_judged_later() -> None:
     waiting, before = doings(cluster), status(cluster)
     said = condition(cluster, ConditionType.RUNNING)
     cluster.job["spec"]["scheduling"]["gang"] = "none"
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert waiting == []
     assert (before.phase, before.attempt, before.last_failure) == (Phase.PENDING, 1, None)
@@ -168,7 +168,7 @@ def test_a_new_job_waits_until_its_unknown_field_is_known() -> None:
     said = condition(cluster, ConditionType.PLANNED)
     found = status(cluster)
     del cluster.job["spec"]["lifecycle"]["newKnob"]
-    bring_up(cluster)
+    start_training(cluster)
 
     assert waiting == []
     assert writes_then == 1
@@ -182,7 +182,7 @@ def test_an_invalid_value_next_to_an_unknown_field_fails_a_new_job() -> None:
     cluster = with_new_field(ModelCluster())
     cluster.job["spec"]["model"]["tables"][0]["dim"] = 3
 
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).phase is Phase.FAILED
     assert condition(cluster, ConditionType.FAILED).message.startswith("spec.model.tables[0].dim: ")
@@ -191,12 +191,12 @@ def test_an_invalid_value_next_to_an_unknown_field_fails_a_new_job() -> None:
 def test_a_job_with_an_unknown_field_suspends_and_waits_on_resume() -> None:
     cluster = with_new_field(running())
     cluster.edit("lifecycle", suspend=True)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.answer_cut(5)
-    say(cluster, step=5, committed=5)
-    cluster.turn()
+    report_progress(cluster, step=5, committed=5)
+    cluster.reconcile_once()
     cluster.pods = {}
-    cluster.turn()
+    cluster.reconcile_once()
     suspended = status(cluster).phase
     cluster.edit("lifecycle", suspend=False)
 
@@ -225,11 +225,11 @@ def test_a_resize_with_an_unknown_field_keeps_the_gang() -> None:
 def test_a_failed_job_with_an_unknown_change_is_left_alone() -> None:
     cluster = running()
     cluster.end(POD_0, "trainer", 65)
-    cluster.turn()
+    cluster.reconcile_once()
     seen = status(cluster).observed_generation
     cluster.edit("lifecycle", newKnob="x")
 
-    actions = cluster.turn()
+    actions = cluster.reconcile_once()
 
     assert [action for action in actions if isinstance(action, UpdateStatus)] == []
     assert (status(cluster).phase, status(cluster).observed_generation) == (Phase.FAILED, seen)

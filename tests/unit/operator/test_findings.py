@@ -18,19 +18,19 @@ from dlrm_operator.controller.apply import ActionExecutor
 from dlrm_operator.reconcile.findings import Finding, ForeignReason, Reason, RuleResult, fold, timestamp
 from dlrm_operator.reconcile.reconcile import reconcile
 from dlrm_operator.reconcile.state import EmitEvent, JobKey, Planning, UpdateStatus
-from dlrm_testing.operator.hung_gang import hung, straggling
-from dlrm_testing.operator.kubelet_double import committed_word
+from dlrm_testing.operator.hung_gang import hung_cluster, straggling_cluster
+from dlrm_testing.operator.kubelet_double import committed_progress
 from dlrm_testing.operator.memory_api import MemoryApi
 from dlrm_testing.operator.model_cluster import ModelCluster
 from dlrm_testing.operator.running_job import (
     POD_0,
     POD_1,
-    bring_up,
     crash_checkpointer,
     lose_node,
-    next_gang,
+    report_progress,
     running,
-    say,
+    start_next_attempt,
+    start_training,
 )
 
 Situation = Callable[[], ModelCluster]
@@ -93,7 +93,7 @@ def a_profile_is_missing() -> ModelCluster:
 def a_definition_is_newer() -> ModelCluster:
     cluster = ModelCluster()
     cluster.job["spec"]["lifecycle"]["newKnob"] = "x"
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -111,21 +111,21 @@ def a_plan_is_made() -> ModelCluster:
 @says(Reason.INFEASIBLE, "table a does not fit node 0")
 def no_plan_fits() -> ModelCluster:
     cluster = SeeingCluster()
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster.turn_with(planning=Planning(problem="table a does not fit node 0: 5 bytes short", final=True))
 
 
 @says(Reason.PLANNER_FAILED, "exit code -9")
 def the_planner_dies() -> ModelCluster:
     cluster = SeeingCluster()
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster.turn_with(planning=Planning(problem="the planner ended with exit code -9"))
 
 
 @says(Reason.REQUEST_DENIED, "exceeded quota: few")
 def a_pod_is_refused() -> ModelCluster:
     cluster = SeeingCluster()
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
     return cluster.turn_with(refusal='CreatePod: pods "demo-trainer-1-0" is forbidden: exceeded quota: few')
 
@@ -138,7 +138,7 @@ def a_gang_scheduler_is_missing() -> ModelCluster:
         "scheduling.volcano.sh/v1beta1: install Volcano, or set gang: none"
     )
     for _ in range(3):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
     return cluster
 
@@ -147,7 +147,7 @@ def a_gang_scheduler_is_missing() -> ModelCluster:
 def a_gang_waits_in_its_queue() -> ModelCluster:
     cluster = SeeingCluster(scheduling={"gang": "kueue", "queue": "ads"})
     for _ in range(4):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
         for pod in cluster.pods.values():
             pod["metadata"]["finalizers"] = ["kueue.x-k8s.io/managed"]
@@ -172,7 +172,7 @@ def a_pod_finds_no_node() -> ModelCluster:
     words = "0/2 nodes are available: 2 Insufficient memory."
     unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": words}
     cluster.pods[POD_0]["status"]["conditions"] = [unscheduled]
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -199,9 +199,9 @@ def pods_of_the_last_attempt_take_their_time() -> ModelCluster:
 @says(Reason.POD_FORCE_DELETED, "pod demo-trainer-1-0 (node node)")
 def a_pod_does_not_end() -> ModelCluster:
     cluster = an_attempt_fails()
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pass_time(600)
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -210,7 +210,7 @@ def a_node_is_lost() -> ModelCluster:
     cluster = running()
     lose_node(cluster, POD_1)
     cluster.end(POD_0, "trainer", 75, message(75, "PeerLost", "rank 1 died or fell silent"))
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -218,7 +218,7 @@ def a_node_is_lost() -> ModelCluster:
 def a_checkpointer_crashes_again_and_again() -> ModelCluster:
     cluster = running()
     crash_checkpointer(cluster, POD_1, 70, "Error")
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -226,7 +226,7 @@ def a_checkpointer_crashes_again_and_again() -> ModelCluster:
 def a_pod_runs_out_of_memory() -> ModelCluster:
     cluster = running()
     cluster.end(POD_1, "trainer", 137, reason="OOMKilled")
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -234,21 +234,21 @@ def a_pod_runs_out_of_memory() -> ModelCluster:
     Reason.HANG_DETECTED, "step 7", "rank 1 in pod demo-trainer-1-1 on node node", "data/reader.py:12", "rank 0 in pod"
 )
 def a_gang_hangs() -> ModelCluster:
-    return hung()
+    return hung_cluster()
 
 
 @says(Reason.STRAGGLER_DETECTED, "rank 1 in pod demo-trainer-1-1 on node node")
 def a_rank_is_slow() -> ModelCluster:
-    return straggling()
+    return straggling_cluster()
 
 
 @says(Reason.DISRUPTION_LIMIT_EXCEEDED, "spec.lifecycle.restart.maxFreeRestarts", "PodDeleted")
 def a_gang_is_disrupted_without_end() -> ModelCluster:
     cluster = running(maxFreeRestarts=1)
     del cluster.pods[POD_1]
-    next_gang(cluster)
+    start_next_attempt(cluster)
     del cluster.pods["demo-trainer-2-1"]
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -257,19 +257,19 @@ def pod_0_is_silent() -> ModelCluster:
     cluster = gang_created()
     for name in cluster.pods:
         cluster.start(name)
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
 @says(Reason.RESTORING, "snapshot")
 def trainers_restore() -> ModelCluster:
     cluster = pod_0_is_silent()
-    say(cluster, step=0)
+    report_progress(cluster, step=0)
     assert cluster.polled is not None
     assert cluster.polled.trainer is not None
     starting = cluster.polled.trainer.model_copy(update={"phase": "Restoring"})
     cluster.polled = replace(cluster.polled, trainer=starting)
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -278,15 +278,15 @@ def the_last_upload_goes_on() -> ModelCluster:
     cluster = running()
     for name in (POD_0, POD_1):
         cluster.end(name, "trainer", 0, cluster.done(100))
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
 @says(Reason.STORE_UNAVAILABLE, "AccessDenied")
 def the_store_refuses() -> ModelCluster:
     cluster = running()
-    say(cluster, step=2, store_error="AccessDenied: check the credentials secret")
-    cluster.turn()
+    report_progress(cluster, step=2, store_error="AccessDenied: check the credentials secret")
+    cluster.reconcile_once()
     return cluster
 
 
@@ -294,7 +294,7 @@ def the_store_refuses() -> ModelCluster:
 def a_pod_fails_before_it_starts() -> ModelCluster:
     cluster = gang_created()
     cluster.pods[POD_1]["status"]["phase"] = "Failed"
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -302,7 +302,7 @@ def a_pod_fails_before_it_starts() -> ModelCluster:
 def a_pod_is_deleted() -> ModelCluster:
     cluster = running()
     del cluster.pods[POD_1]
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -310,21 +310,21 @@ def a_pod_is_deleted() -> ModelCluster:
 def a_plan_is_deleted() -> ModelCluster:
     cluster = ModelCluster()
     for _ in range(3):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
     cluster.config_maps.clear()
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
 @says(Reason.SNAPSHOT_NOT_COMMITTED, "step 100", "step 90", "503")
 def the_last_snapshot_is_lost() -> ModelCluster:
     cluster = running()
-    word = committed_word(90).model_copy(update={"store_error": "503 slow down"}).model_dump_json()
+    word = committed_progress(90).model_copy(update={"store_error": "503 slow down"}).model_dump_json()
     for name in (POD_0, POD_1):
         cluster.end(name, "trainer", 0, cluster.done(100))
         cluster.end(name, "checkpointer", 1, word)
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -332,8 +332,8 @@ def the_last_snapshot_is_lost() -> ModelCluster:
 @says(Reason.SUCCEEDED, "step 100")
 def a_job_succeeds() -> ModelCluster:
     cluster = the_last_upload_goes_on()
-    cluster.end(POD_0, "checkpointer", 0, committed_word(100).model_dump_json())
-    cluster.turn()
+    cluster.end(POD_0, "checkpointer", 0, committed_progress(100).model_dump_json())
+    cluster.reconcile_once()
     return cluster
 
 
@@ -341,7 +341,7 @@ def a_job_succeeds() -> ModelCluster:
 def a_spec_can_never_work() -> ModelCluster:
     cluster = ModelCluster()
     cluster.job["spec"]["model"]["tables"][0]["dim"] = 3
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -349,9 +349,9 @@ def a_spec_can_never_work() -> ModelCluster:
 def the_budget_is_spent() -> ModelCluster:
     cluster = running(maxRestarts=1)
     cluster.end(POD_0, "trainer", 70, message(70, "Internal", "boom"))
-    next_gang(cluster)
+    start_next_attempt(cluster)
     cluster.end("demo-trainer-2-0", "trainer", 70, message(70, "Internal", "boom"))
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -359,14 +359,14 @@ def the_budget_is_spent() -> ModelCluster:
 def an_attempt_fails() -> ModelCluster:
     cluster = running()
     cluster.end(POD_0, "trainer", 70, message(70, "Internal", "boom"))
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
 @says(Reason.RUNNING, "attempt 2")
 def the_next_gang_trains() -> ModelCluster:
     cluster = an_attempt_fails()
-    next_gang(cluster)
+    start_next_attempt(cluster)
     return cluster
 
 
@@ -374,7 +374,7 @@ def the_next_gang_trains() -> ModelCluster:
 def data_are_bad() -> ModelCluster:
     cluster = running()
     cluster.end(POD_0, "trainer", 65, message(65, "BadData", "train.tsv, row 7: column C3 is no hex id"))
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -383,10 +383,10 @@ def data_are_bad() -> ModelCluster:
 def a_suspended_gang_is_silent() -> ModelCluster:
     cluster = running()
     cluster.edit("lifecycle", suspend=True)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.answer_cut(None, "no route to host")
     cluster.pass_time(31)
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -394,7 +394,7 @@ def a_suspended_gang_is_silent() -> ModelCluster:
 def a_suspended_gang_is_let_go() -> ModelCluster:
     cluster = a_suspended_gang_is_silent()
     cluster.pass_time(601)
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -402,7 +402,7 @@ def a_suspended_gang_is_let_go() -> ModelCluster:
 def a_job_is_suspended() -> ModelCluster:
     cluster = a_suspended_gang_is_let_go()
     cluster.pods = {}
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -410,14 +410,14 @@ def a_job_is_suspended() -> ModelCluster:
 def a_job_is_resumed() -> ModelCluster:
     cluster = a_job_is_suspended()
     cluster.edit("lifecycle", suspend=False)
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
 def scaled(replicas: int) -> ModelCluster:
     cluster = running()
     cluster.edit("trainer", replicas=replicas)
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -426,11 +426,11 @@ def scaled(replicas: int) -> ModelCluster:
 def a_gang_is_resized() -> ModelCluster:
     cluster = scaled(3)
     cluster.plan()
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pass_time(601)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pods = {}
-    bring_up(cluster)
+    start_training(cluster)
     return cluster
 
 
@@ -438,7 +438,7 @@ def a_gang_is_resized() -> ModelCluster:
 def a_size_does_not_fit() -> ModelCluster:
     cluster = scaled(9)
     cluster.planning = Planning(problem="table a does not fit", final=True)
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -446,9 +446,9 @@ def a_size_does_not_fit() -> ModelCluster:
 def nobody_starts_in_time() -> ModelCluster:
     cluster = gang_created()
     cluster.edit("lifecycle", pendingDeadline="5m")
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pass_time(301)
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -457,9 +457,9 @@ def a_job_runs_for_too_long() -> ModelCluster:
     cluster = running()
     cluster.edit("lifecycle", activeDeadline="1m", commitDeadline="1s")
     cluster.pass_time(61)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pass_time(2)
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -467,7 +467,7 @@ def a_job_runs_for_too_long() -> ModelCluster:
 def a_failed_job_is_mended() -> ModelCluster:
     cluster = data_are_bad()
     cluster.edit("training", seed=5)
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -475,7 +475,7 @@ def gang_created() -> ModelCluster:
     """A cluster whose pods were all created and have not started."""
     cluster = ModelCluster()
     for _ in range(4):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
     assert len(cluster.pods) == 2
     return cluster
@@ -489,7 +489,7 @@ def waiting(container: str, reason: str, words: str) -> ModelCluster:
     cluster.pods[POD_0]["spec"]["nodeName"] = "node"
     state = {"waiting": {"reason": reason, "message": words}}
     cluster.pods[POD_0]["status"][kind] = [{"name": container, "state": state}]
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -562,7 +562,7 @@ def test_an_exit_code_without_a_message_is_reported_by_name(code: ExitCode) -> N
 
     for name in (POD_0, POD_1):
         cluster.end(name, "trainer", code)
-    cluster.turn()
+    cluster.reconcile_once()
 
     reason = code.name.title().replace("_", "")
     assert any(str(code.value) in message for message in messages(cluster)[reason])
@@ -574,7 +574,7 @@ def test_a_checkpointers_user_error_is_quoted(code: ExitCode) -> None:
     left = CheckpointerProgress(store_error="AccessDenied: check spec.checkpoint.credentials").model_dump_json()
 
     cluster.end(POD_0, "checkpointer", code, left)
-    cluster.turn()
+    cluster.reconcile_once()
 
     word = "Checkpointer" + code.name.title().replace("_", "")
     assert any("AccessDenied" in words for words in messages(cluster)[word])
@@ -585,16 +585,16 @@ def test_a_disruption_is_reported_in_the_kubelets_words(reason: str) -> None:
     cluster = gang_created()
     cluster.pods[POD_0]["status"] |= {"phase": "Failed", "reason": reason, "message": "the node had no room left"}
 
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert "the node had no room left" in messages(cluster)[reason]
 
 
 def test_a_pass_without_news_writes_nothing() -> None:
     cluster = running()
-    bring_up(cluster)
+    start_training(cluster)
 
-    assert not [action for action in cluster.turn() if isinstance(action, UpdateStatus | EmitEvent)]
+    assert not [action for action in cluster.reconcile_once() if isinstance(action, UpdateStatus | EmitEvent)]
 
 
 @pytest.mark.parametrize("reason", [Reason.ATTEMPT_FAILED, Reason.FAILED])

@@ -5,9 +5,9 @@ import pytest
 from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.reconcile.findings import find_condition
 from dlrm_operator.reconcile.state import CreatePod, DeleteObject, WakeAt
-from dlrm_testing.operator.kubelet_double import committed_word
+from dlrm_testing.operator.kubelet_double import committed_progress
 from dlrm_testing.operator.model_cluster import ModelCluster, Object
-from dlrm_testing.operator.running_job import POD_0, POD_1, bring_up, running, say, status
+from dlrm_testing.operator.running_job import POD_0, POD_1, report_progress, running, start_training, status
 
 AUDIT = "example.com/audit"
 
@@ -18,7 +18,7 @@ def failed_and_held() -> ModelCluster:
     for name in (POD_0, POD_1):
         cluster.pods[name]["metadata"]["finalizers"] = [AUDIT]
     cluster.end(POD_0, "trainer", 1)
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
@@ -26,9 +26,9 @@ def test_pods_held_only_by_foreign_finalizers_do_not_block() -> None:
     cluster = failed_and_held()
     cluster.remove(POD_0)
 
-    one_still_ends = cluster.turn()
+    one_still_ends = cluster.reconcile_once()
     cluster.remove(POD_1)
-    bring_up(cluster)
+    start_training(cluster)
 
     assert not [action for action in one_still_ends if isinstance(action, CreatePod)]
     assert status(cluster).phase is Phase.RUNNING
@@ -40,24 +40,24 @@ def test_pods_held_only_by_foreign_finalizers_do_not_block() -> None:
 def test_a_held_pod_neither_reverts_the_snapshot_nor_restores_budgets() -> None:
     cluster = running(backoff="0s")
     cluster.pods[POD_0]["metadata"]["finalizers"] = [AUDIT]
-    cluster.end(POD_0, "checkpointer", 0, committed_word(10).model_dump_json())
+    cluster.end(POD_0, "checkpointer", 0, committed_progress(10).model_dump_json())
     cluster.end(POD_0, "trainer", 1)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.remove(POD_0)
     cluster.remove(POD_1)
-    bring_up(cluster)
-    say(cluster, step=21, committed=20)
-    cluster.turn()
+    start_training(cluster)
+    report_progress(cluster, step=21, committed=20)
+    cluster.reconcile_once()
 
     for index in range(2):
         cluster.end(f"demo-trainer-2-{index}", "trainer", 1)
-    cluster.turn()
+    cluster.reconcile_once()
     for index in range(2):
         cluster.remove(f"demo-trainer-2-{index}")
-    cluster.turn()
+    cluster.reconcile_once()
     between = status(cluster)
-    bring_up(cluster)
-    say(cluster, step=22, committed=20)
+    start_training(cluster)
+    report_progress(cluster, step=22, committed=20)
     cluster.settle()
 
     assert between.last_snapshot is not None
@@ -71,8 +71,8 @@ def test_a_held_pod_of_a_lost_node_is_force_deleted_once() -> None:
     cluster.remove(POD_0)
 
     cluster.pass_time(10_000)
-    forced = cluster.turn()
-    later = cluster.turn()
+    forced = cluster.reconcile_once()
+    later = cluster.reconcile_once()
 
     assert {(action.name, action.force) for action in forced if isinstance(action, DeleteObject)} == {(POD_1, True)}
     assert not [action for action in later if isinstance(action, DeleteObject) and action.kind == "Pod"]
@@ -83,12 +83,12 @@ def test_a_finished_job_asks_nothing_more_of_a_pod_that_a_finalizer_keeps() -> N
     cluster = running()
     cluster.pods[POD_1]["metadata"]["finalizers"] = [AUDIT]
     cluster.end(POD_0, "trainer", 65)
-    cluster.turn()
+    cluster.reconcile_once()
 
     cluster.remove(POD_1)
 
     assert status(cluster).phase is Phase.FAILED
-    assert all(isinstance(action, WakeAt) for action in cluster.turn())
+    assert all(isinstance(action, WakeAt) for action in cluster.reconcile_once())
 
 
 @pytest.mark.parametrize("owners", [[], [{"uid": "an older job"}]])
@@ -105,7 +105,7 @@ def test_a_foreign_pod_is_waited_for_and_never_force_deleted(
     done = []
     for _ in range(5):
         cluster.pass_time(10_000)
-        done += cluster.turn()
+        done += cluster.reconcile_once()
     condition = find_condition(status(cluster).conditions, ConditionType.SCHEDULED)
 
     assert not [action for action in done if isinstance(action, DeleteObject) and action.name == POD_1]
@@ -117,7 +117,7 @@ def test_a_foreign_pod_is_waited_for_and_never_force_deleted(
 def test_a_held_pod_of_a_deleted_namesake_is_waited_for() -> None:
     cluster = ModelCluster()
     for _ in range(3):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
     old = cluster.pods.pop(POD_0)
     old["metadata"]["ownerReferences"][0]["uid"] = "an older job"
@@ -127,9 +127,9 @@ def test_a_held_pod_of_a_deleted_namesake_is_waited_for() -> None:
     del cluster.job["status"]
     cluster.touch()
 
-    waiting = cluster.turn()
+    waiting = cluster.reconcile_once()
     cluster.pods = {}
-    bring_up(cluster)
+    start_training(cluster)
 
     assert not [action for action in waiting if isinstance(action, CreatePod)]
     assert status(cluster).phase is Phase.RUNNING

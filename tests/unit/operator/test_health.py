@@ -33,24 +33,33 @@ from dlrm_testing.operator.hung_gang import (
     COLLECTIVE,
     HUNG_READER,
     answer_stacks,
-    hung,
+    hung_cluster,
     stack,
-    stands_still,
-    straggling,
+    stop_progress,
+    straggling_cluster,
 )
-from dlrm_testing.operator.kubelet_double import committed_word
+from dlrm_testing.operator.kubelet_double import committed_progress
 from dlrm_testing.operator.model_cluster import ModelCluster
-from dlrm_testing.operator.running_job import POD_0, POD_1, condition, failure, lose_node, running, say, status
+from dlrm_testing.operator.running_job import (
+    POD_0,
+    POD_1,
+    condition,
+    failure,
+    lose_node,
+    report_progress,
+    running,
+    status,
+)
 
 
 def test_stacks_are_taken_before_anything_is_done_to_a_gang_that_hangs() -> None:
     cluster = running()
-    stands_still(cluster, MIN_HANG_TIMEOUT_S)
+    stop_progress(cluster, MIN_HANG_TIMEOUT_S)
 
-    first = cluster.turn()
-    again = cluster.turn()
+    first = cluster.reconcile_once()
+    again = cluster.reconcile_once()
     answer_stacks(cluster, HUNG_READER)
-    cluster.turn()
+    cluster.reconcile_once()
 
     asked = [action for action in first if isinstance(action, RequestStacks)]
     assert [set(action.ips) for action in asked] == [{POD_0, POD_1}]
@@ -59,7 +68,7 @@ def test_stacks_are_taken_before_anything_is_done_to_a_gang_that_hangs() -> None
 
 
 def test_a_hang_is_charged_and_names_rank_pod_and_node() -> None:
-    cluster = hung()
+    cluster = hung_cluster()
 
     last = failure(cluster)
     assert (last.reason, last.rank, last.pod, last.node) == ("HangDetected", 1, POD_1, "node")
@@ -71,17 +80,17 @@ def test_a_hang_is_charged_and_names_rank_pod_and_node() -> None:
 
 def test_a_gang_that_hung_gets_no_time_for_a_last_cut_that_it_cannot_make() -> None:
     cluster = running()
-    stands_still(cluster, MIN_HANG_TIMEOUT_S)
-    cluster.turn()
+    stop_progress(cluster, MIN_HANG_TIMEOUT_S)
+    cluster.reconcile_once()
     answer_stacks(cluster, HUNG_READER)
 
-    deleted = [action for action in cluster.turn() if isinstance(action, DeleteObject)]
+    deleted = [action for action in cluster.reconcile_once() if isinstance(action, DeleteObject)]
 
     assert [(action.name, action.grace_s) for action in deleted] == [(POD_0, HUNG_GRACE_S), (POD_1, HUNG_GRACE_S)]
 
 
 def test_a_pod_without_stacks_is_blamed_if_all_others_wait() -> None:
-    cluster = hung(texts={POD_0: HUNG_READER[POD_0], POD_1: ""})
+    cluster = hung_cluster(texts={POD_0: HUNG_READER[POD_0], POD_1: ""})
 
     last = failure(cluster)
     assert (last.rank, last.pod) == (None, POD_1)
@@ -91,28 +100,30 @@ def test_a_pod_without_stacks_is_blamed_if_all_others_wait() -> None:
 def test_evidence_of_a_hang_is_bounded() -> None:
     names = "f" * 300
     frames = "".join(f'  File "/opt/{names}.py", line {number} in {names}\n' for number in range(200))
-    cluster = hung(texts={POD_0: "", POD_1: stack(1, "a.py", "g").replace('  File "/opt/a.py"', frames + "  File a")})
+    cluster = hung_cluster(
+        texts={POD_0: "", POD_1: stack(1, "a.py", "g").replace('  File "/opt/a.py"', frames + "  File a")}
+    )
 
     assert len(failure(cluster).message) <= 4_096
 
 
 def test_a_gang_that_moves_on_while_its_stacks_are_taken_does_not_hang() -> None:
     cluster = running()
-    stands_still(cluster, MIN_HANG_TIMEOUT_S)
-    cluster.turn()
+    stop_progress(cluster, MIN_HANG_TIMEOUT_S)
+    cluster.reconcile_once()
     answer_stacks(cluster, HUNG_READER)
 
-    say(cluster, step=8)
-    cluster.turn()
+    report_progress(cluster, step=8)
+    cluster.reconcile_once()
 
     assert status(cluster).phase is Phase.RUNNING
 
 
 def test_a_step_that_may_take_longer_is_waited_for() -> None:
     cluster = running()
-    stands_still(cluster, 290.0)
+    stop_progress(cluster, 290.0)
 
-    actions = cluster.turn()
+    actions = cluster.reconcile_once()
 
     assert not [action for action in actions if isinstance(action, RequestStacks)]
     wakes = [(action.time - cluster.now).total_seconds() for action in actions if isinstance(action, WakeAt)]
@@ -124,9 +135,9 @@ def test_a_step_that_may_take_longer_is_waited_for() -> None:
 )
 def test_starts_restores_cuts_and_ends_have_deadlines_of_their_own(phase: TrainerPhase) -> None:
     cluster = running()
-    stands_still(cluster, 1e6, phase=phase)
+    stop_progress(cluster, 1e6, phase=phase)
 
-    assert not [action for action in cluster.turn() if isinstance(action, RequestStacks)]
+    assert not [action for action in cluster.reconcile_once() if isinstance(action, RequestStacks)]
 
 
 @pytest.mark.parametrize(
@@ -151,10 +162,10 @@ def test_how_long_a_gang_may_stand_still(
 def test_the_message_of_a_hang_names_the_users_timeout() -> None:
     cluster = running()
     cluster.job["spec"]["lifecycle"]["hangTimeout"] = "1m"
-    stands_still(cluster, 61.0)
-    cluster.turn()
+    stop_progress(cluster, 61.0)
+    cluster.reconcile_once()
     answer_stacks(cluster, HUNG_READER)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert "spec.lifecycle.hangTimeout" in failure(cluster).message
 
@@ -191,7 +202,7 @@ def test_a_rank_counts_as_slow_while_it_is_the_same_one() -> None:
 
 
 def test_a_straggler_is_reported_and_never_restarted() -> None:
-    cluster = straggling()
+    cluster = straggling_cluster()
 
     progress = status(cluster).progress
     assert progress is not None
@@ -205,7 +216,7 @@ def test_a_straggler_is_reported_and_never_restarted() -> None:
 
 @pytest.mark.parametrize(("slow_s", "seconds"), [(200.0, 0.5), (400.0, 0.29)])
 def test_a_rank_that_is_slow_for_a_moment_or_a_little_is_not_named(slow_s: float, seconds: float) -> None:
-    progress = status(straggling(slow_s, seconds)).progress
+    progress = status(straggling_cluster(slow_s, seconds)).progress
 
     assert progress is not None
     assert progress.straggler is None
@@ -258,7 +269,7 @@ def end_checkpointer(cluster: ModelCluster, name: str, code: int, committed: int
 
 def give_up(cluster: ModelCluster, name: str, code: int, committed: int | None, pending: int | None) -> None:
     """The checkpointer ends with these words."""
-    word = committed_word(committed).model_copy(update={"pending_step": pending, "time": cluster.now.timestamp()})
+    word = committed_progress(committed).model_copy(update={"pending_step": pending, "time": cluster.now.timestamp()})
     cluster.end(name, "checkpointer", code, word.model_dump_json())
 
 
@@ -269,14 +280,14 @@ def outage() -> ModelCluster:
     cluster.pass_time(GRACE.total_seconds() / 2)
     for name in PODS:
         end_checkpointer(cluster, name, OUT_OF_TIME, 90, LAST_STEP)
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
 def hear(cluster: ModelCluster, committed: int | None, pending: int | None, store_error: str = "") -> None:
     """Pod 0 says so now."""
     word = {"pending_step": pending, "store_error": store_error, "time": cluster.now.timestamp()}
-    say(cluster, step=LAST_STEP, committed=committed, **word)
+    report_progress(cluster, step=LAST_STEP, committed=committed, **word)
 
 
 def deleted(actions: tuple[Action, ...]) -> set[str]:
@@ -303,11 +314,11 @@ def test_pods_kept_by_a_proxy_go_after_their_upload_time(end: Callable[[ModelClu
     due = done(cluster)
     end(cluster)
 
-    at_the_end = cluster.turn()
+    at_the_end = cluster.reconcile_once()
     cluster.now = due - timedelta(seconds=1)
-    before = cluster.turn()
+    before = cluster.reconcile_once()
     cluster.now = due
-    after = cluster.turn()
+    after = cluster.reconcile_once()
 
     assert status(cluster).phase is phase
     assert deleted(at_the_end) == deleted(before) == set()
@@ -319,10 +330,10 @@ def test_pods_that_never_trained_go_after_their_upload_time() -> None:
     cluster = meshed()
     for name in PODS:
         cluster.end(name, "trainer", 66)
-    cluster.turn()
+    cluster.reconcile_once()
 
     cluster.now += GRACE + FORCE_DELETE_AFTER
-    after = cluster.turn()
+    after = cluster.reconcile_once()
 
     assert status(cluster).phase is Phase.FAILED
     assert deleted(after) == set(PODS)
@@ -332,13 +343,13 @@ def test_a_pod_that_ended_stays_for_its_log_however_late_it_is() -> None:
     cluster = running()
     for name in PODS:
         cluster.end(name, "trainer", 0, cluster.done(LAST_STEP))
-        cluster.end(name, "checkpointer", 0, committed_word(LAST_STEP).model_dump_json())
-    cluster.turn()
+        cluster.end(name, "checkpointer", 0, committed_progress(LAST_STEP).model_dump_json())
+    cluster.reconcile_once()
 
     cluster.pass_time(HOURS_S)
 
     assert status(cluster).phase is Phase.SUCCEEDED
-    assert cluster.turn() == ()
+    assert cluster.reconcile_once() == ()
 
 
 def test_a_proxy_does_not_delay_the_restart_of_an_unsaved_gang() -> None:
@@ -347,10 +358,10 @@ def test_a_proxy_does_not_delay_the_restart_of_an_unsaved_gang() -> None:
     for name in PODS:
         end_checkpointer(cluster, name, OUT_OF_TIME, 90, None)
 
-    waiting = cluster.turn()
+    waiting = cluster.reconcile_once()
     reason = condition(cluster, ConditionType.RUNNING).reason
     cluster.now = due
-    over = cluster.turn()
+    over = cluster.reconcile_once()
 
     assert reason == "Committing"
     assert due in wakes(waiting)
@@ -369,13 +380,13 @@ def test_an_upload_is_waited_for_during_a_store_outage(heard: bool) -> None:
         hear(cluster, None, None, "the store did not answer")
 
     cluster.pass_time(HOURS_S)
-    before = cluster.turn()
+    before = cluster.reconcile_once()
     hear(cluster, 90, LAST_STEP, "the store did not answer")
     cluster.pass_time(HOURS_S)
-    later = cluster.turn()
+    later = cluster.reconcile_once()
     waiting = status(cluster)
     hear(cluster, LAST_STEP, None)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert deleted(before) == deleted(later) == set()
     assert (waiting.phase, waiting.attempt) == (Phase.RUNNING, 1)
@@ -388,7 +399,7 @@ def test_a_checkpointer_that_will_be_restarted_has_not_ended() -> None:
     for name in PODS:
         give_up(cluster, name, OUT_OF_TIME, 90, LAST_STEP)
 
-    actions = cluster.turn()
+    actions = cluster.reconcile_once()
 
     assert condition(cluster, ConditionType.RUNNING).reason == "Committing"
     assert due in wakes(actions)
@@ -397,12 +408,12 @@ def test_a_checkpointer_that_will_be_restarted_has_not_ended() -> None:
 def test_a_cut_that_was_given_up_after_an_outage_is_waited_for_no_longer() -> None:
     cluster = outage()
     cluster.pass_time(HOURS_S)
-    cluster.turn()
+    cluster.reconcile_once()
     for name in PODS:
         end_checkpointer(cluster, name, OUT_OF_TIME, 90, None)
 
     hear(cluster, 90, None)
-    after = cluster.turn()
+    after = cluster.reconcile_once()
 
     assert failure(cluster).reason == "SnapshotNotCommitted"
     assert deleted(after) == set(PODS)
@@ -413,7 +424,7 @@ def test_a_checkpointer_may_upload_for_any_time_after_its_trainer() -> None:
     done(cluster)
 
     cluster.pass_time(HOURS_S)
-    actions = cluster.turn()
+    actions = cluster.reconcile_once()
 
     assert deleted(actions) == set()
     assert condition(cluster, ConditionType.RUNNING).reason == "Committing"
@@ -424,11 +435,11 @@ def test_a_crash_looping_checkpointer_is_waited_for_until_its_time() -> None:
     for name in PODS:
         [sidecar] = cluster.pods[name]["status"]["initContainerStatuses"]
         sidecar["state"] = {"waiting": {"reason": "CrashLoopBackOff"}}
-    cluster.turn()
+    cluster.reconcile_once()
     before = status(cluster)
 
     cluster.now += GRACE + FORCE_DELETE_AFTER
-    after = cluster.turn()
+    after = cluster.reconcile_once()
 
     assert before.attempt == 1
     assert failure(cluster).reason == "SnapshotNotCommitted"
@@ -441,9 +452,9 @@ def test_a_cut_that_lost_a_part_with_its_node_restarts_for_free() -> None:
     hear(cluster, 90, LAST_STEP)
     lose_node(cluster, POD_1)
 
-    before = cluster.turn()
+    before = cluster.reconcile_once()
     cluster.pass_time(61)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert deleted(before) == set()
     assert failure(cluster).reason == "NodeLost"
@@ -456,13 +467,13 @@ def test_pods_of_a_failed_job_stay_until_their_cut_is_committed() -> None:
     cluster.end(POD_1, "trainer", 65)
     for name in PODS:
         end_checkpointer(cluster, name, OUT_OF_TIME, 90, LAST_STEP)
-    cluster.turn()
+    cluster.reconcile_once()
 
     cluster.pass_time(HOURS_S)
     hear(cluster, 90, LAST_STEP, "the store did not answer")
-    during = cluster.turn()
+    during = cluster.reconcile_once()
     hear(cluster, LAST_STEP, None)
-    after = cluster.turn()
+    after = cluster.reconcile_once()
 
     assert status(cluster).phase is Phase.FAILED
     assert deleted(during) == set()
@@ -474,12 +485,12 @@ def test_the_bound_is_the_grace_period_of_the_job() -> None:
     cluster.edit("lifecycle", terminationGracePeriod="1h")
     done(cluster)
     succeed(cluster)
-    cluster.turn()
+    cluster.reconcile_once()
 
     cluster.now += GRACE + FORCE_DELETE_AFTER
-    early = cluster.turn()
+    early = cluster.reconcile_once()
     cluster.now += timedelta(hours=1) - GRACE
-    late = cluster.turn()
+    late = cluster.reconcile_once()
 
     assert deleted(early) == set()
     assert deleted(late) == set(PODS)
@@ -509,7 +520,7 @@ def test_the_largest_progress_is_written() -> None:
     cluster.polled = replace(cluster.polled, trainer=LARGEST, slow_s=1e9)
 
     cluster.pass_time(60)
-    cluster.turn()
+    cluster.reconcile_once()
 
     progress = status(cluster).progress
     assert progress is not None
@@ -521,9 +532,9 @@ def test_a_snapshot_of_any_time_is_written(time: float) -> None:
     cluster = running()
     info = SnapshotInfo(step=MAX_EXACT, kind="k" * 32, bits=32, bytes=MAX_EXACT, uri="u" * 4_096, time=time)
 
-    say(cluster, step=1, last_snapshot=info)
+    report_progress(cluster, step=1, last_snapshot=info)
     cluster.pass_time(60)
-    cluster.turn()
+    cluster.reconcile_once()
 
     snapshot = status(cluster).last_snapshot
     assert snapshot is not None
@@ -539,9 +550,9 @@ def test_reports_reach_the_status_without_control_characters() -> None:
     info = SnapshotInfo(step=1, kind=evil, bits=32, bytes=1, uri=evil, time=0)
     left = TerminationMessage(exit_code=65, reason="BadData", message=evil).encode().decode()
 
-    say(cluster, step=1, last_snapshot=info)
+    report_progress(cluster, step=1, last_snapshot=info)
     cluster.end(POD_0, "trainer", 65, left)
-    cluster.turn()
+    cluster.reconcile_once()
 
     snapshot = status(cluster).last_snapshot
     assert snapshot is not None

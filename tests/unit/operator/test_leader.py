@@ -229,15 +229,15 @@ def test_a_pod_leads_under_its_name_in_its_namespace() -> None:
     assert settings.lease_namespace == "platform"
 
 
-def test_every_line_of_a_turn_says_which_object_it_is_about() -> None:
-    async def turn(key: JobKey) -> logging.LogRecord:
+def test_every_log_line_of_a_reconcile_names_its_object() -> None:
+    async def reconcile(key: JobKey) -> logging.LogRecord:
         set_log_context(key, "u-1")
         record = logging.makeLogRecord({"msg": "the API server refused"})
         ObjectFilter().filter(record)
         return record
 
     async def run() -> logging.LogRecord:
-        first, _ = await asyncio.gather(turn(JobKey("space", "demo")), turn(JobKey("space", "other")))
+        first, _ = await asyncio.gather(reconcile(JobKey("space", "demo")), reconcile(JobKey("space", "other")))
         return first
 
     record = asyncio.run(run())

@@ -127,7 +127,7 @@ def test_a_job_whose_template_can_make_no_pods_fails_and_says_where(template: Ob
     cluster = ModelCluster(trainer={"replicas": 2, "podTemplate": template})
 
     for _ in range(3):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
 
     said = {condition["type"]: condition for condition in cluster.job["status"]["conditions"]}

@@ -24,15 +24,24 @@ from dlrm_operator.reconcile.state import (
     UpdateStatus,
     WakeAt,
 )
-from dlrm_testing.operator.kubelet_double import committed_word
+from dlrm_testing.operator.kubelet_double import committed_progress
 from dlrm_testing.operator.model_cluster import KEY, ModelCluster
-from dlrm_testing.operator.running_job import POD_0, POD_1, bring_up, condition, next_gang, running, say, status
+from dlrm_testing.operator.running_job import (
+    POD_0,
+    POD_1,
+    condition,
+    report_progress,
+    running,
+    start_next_attempt,
+    start_training,
+    status,
+)
 
 
 def test_all_phases_passed_in_one_turn_are_one_write() -> None:
     cluster = ModelCluster()
 
-    actions = cluster.turn()
+    actions = cluster.reconcile_once()
 
     assert [type(action) for action in actions] == [UpdateStatus, RequestPlan]
     assert status(cluster).phase is Phase.PLANNING
@@ -41,12 +50,12 @@ def test_all_phases_passed_in_one_turn_are_one_write() -> None:
 
 def test_a_plan_is_written_down_before_a_pod_relies_on_it() -> None:
     cluster = ModelCluster()
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
 
-    actions = cluster.turn(most=2)  # the operator dies then
+    actions = cluster.reconcile_once(most=2)  # the operator dies then
     cluster.planning = None  # and one that was started anew knows no answer
-    created = cluster.turn()
+    created = cluster.reconcile_once()
 
     kinds = [type(action) for action in actions]
     assert kinds == [CreateService, CreateConfigMap, CreatePod, CreatePod, UpdateStatus]
@@ -56,12 +65,12 @@ def test_a_plan_is_written_down_before_a_pod_relies_on_it() -> None:
 
 def test_a_gang_is_called_whole_only_after_its_last_pod_was_created() -> None:
     cluster = ModelCluster()
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
 
-    cluster.turn(most=4)  # the operator dies after the first of two pods
+    cluster.reconcile_once(most=4)  # the operator dies after the first of two pods
     between = status(cluster)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert between.gang_attempt == 0
     assert status(cluster).gang_attempt == 1
@@ -75,22 +84,22 @@ def variables(pod: Object) -> set[str]:
 @pytest.mark.parametrize("given", [True, False])
 def test_all_pods_of_a_gang_have_a_secret_or_none(given: bool) -> None:
     cluster = ModelCluster()
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
-    cluster.turn(most=3)  # the operator dies after the first of two pods
+    cluster.reconcile_once(most=3)  # the operator dies after the first of two pods
     [first] = cluster.pods.values()
     if not given:  # it was of a version that gives no secret
         trainer = first["spec"]["containers"][0]
         trainer["env"] = [variable for variable in trainer["env"] if variable["name"] != Env.GANG_SECRET]
 
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert [Env.GANG_SECRET in variables(pod) for pod in cluster.pods.values()] == [given, given]
 
 
 def test_a_refused_child_is_told_before_it_is_tried_again() -> None:
     cluster = ModelCluster()
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
 
     actions = reconcile(replace(cluster.observe(), refusal="CreatePod: exceeded quota: few"), cluster.now)
@@ -103,13 +112,15 @@ def test_a_refused_child_is_told_before_it_is_tried_again() -> None:
 def test_a_start_through_many_phases_needs_two_urgent_writes() -> None:
     cluster, kept = ModelCluster(), []
     for _ in range(6):
-        kept += [action for action in cluster.turn() if isinstance(action, UpdateStatus) and not action.passing]
+        kept += [
+            action for action in cluster.reconcile_once() if isinstance(action, UpdateStatus) and not action.passing
+        ]
         cluster.plan()
         for name in cluster.pods:
             cluster.start(name)
-    say(cluster, step=1)
+    report_progress(cluster, step=1)
 
-    kept += [action for action in cluster.turn() if isinstance(action, UpdateStatus)]
+    kept += [action for action in cluster.reconcile_once() if isinstance(action, UpdateStatus)]
 
     assert [action.status.phase for action in kept] == [Phase.SCHEDULING, Phase.RUNNING]
     assert [action.decisive for action in kept] == [True, False]
@@ -120,7 +131,7 @@ def test_what_an_endpoint_repeats_is_not_written_again() -> None:
 
     cluster.pass_time(3_600)
 
-    assert not [action for action in cluster.turn() if not isinstance(action, WakeAt)]
+    assert not [action for action in cluster.reconcile_once() if not isinstance(action, WakeAt)]
 
 
 def test_nothing_is_done_for_a_job_that_is_being_deleted() -> None:
@@ -135,23 +146,23 @@ def test_an_upload_is_not_cut_off_by_success() -> None:
     cluster = running()
     for name in (POD_0, POD_1):
         cluster.end(name, "trainer", 0, cluster.done(100))
-    cluster.end(POD_0, "checkpointer", 0, committed_word(100).model_dump_json())
+    cluster.end(POD_0, "checkpointer", 0, committed_progress(100).model_dump_json())
 
-    actions = cluster.turn()
+    actions = cluster.reconcile_once()
 
     assert not [action for action in actions if isinstance(action, DeleteObject)]
 
 
 def test_a_succeeded_job_shows_its_trainers_last_report() -> None:
     cluster = running()
-    say(cluster, step=20)
-    cluster.turn()
+    report_progress(cluster, step=20)
+    cluster.reconcile_once()
     quality = EvalMetrics(step=100, samples=10, log_loss=0.5, ne=0.875, auc=0.75)
     last = Progress(attempt=1, step=100, total_steps=100, samples=6_400, loss=0.25, evaluation=quality)
     for name, progress in ((POD_0, last), (POD_1, None)):
         left = TerminationMessage(exit_code=0, reason="Done", step=100, progress=progress)
         cluster.end(name, "trainer", 0, left.encode().decode())
-        cluster.end(name, "checkpointer", 0, committed_word(100).model_dump_json())
+        cluster.end(name, "checkpointer", 0, committed_progress(100).model_dump_json())
 
     cluster.settle()
 
@@ -168,7 +179,7 @@ def test_an_endpoint_that_falls_silent_changes_nothing() -> None:
 
     cluster.pass_time(3_600)
 
-    assert cluster.turn() == ()
+    assert cluster.reconcile_once() == ()
 
 
 def test_figures_reach_the_status_every_30_s_and_transitions_at_once() -> None:
@@ -177,11 +188,11 @@ def test_figures_reach_the_status_every_30_s_and_transitions_at_once() -> None:
 
     for step in range(2, 30):
         cluster.pass_time(2)
-        say(cluster, step=step)
-        cluster.turn()
+        report_progress(cluster, step=step)
+        cluster.reconcile_once()
     slow = cluster.writes - writes
-    say(cluster, step=30, store_error="bucket is gone")
-    cluster.turn()
+    report_progress(cluster, step=30, store_error="bucket is gone")
+    cluster.reconcile_once()
 
     assert slow == 1
     assert cluster.writes == writes + 2
@@ -198,7 +209,7 @@ def test_figures_have_the_digits_that_people_read_and_no_more() -> None:
     )
     cluster.polled = replace(cluster.polled, trainer=word)
 
-    cluster.turn()
+    cluster.reconcile_once()
 
     progress = status(cluster).progress
     assert progress is not None
@@ -212,11 +223,11 @@ def test_a_gang_that_ended_takes_its_speed_and_its_expected_end_along() -> None:
     assert cluster.polled.trainer is not None
     word = cluster.polled.trainer.model_copy(update={"step": 2, "eta_seconds": 60.0, "samples_per_second": 5.0})
     cluster.polled = replace(cluster.polled, trainer=word)
-    cluster.turn()
+    cluster.reconcile_once()
     before = status(cluster).progress
 
     cluster.pods.pop(POD_0)
-    cluster.turn()
+    cluster.reconcile_once()
 
     after = status(cluster).progress
     assert before is not None
@@ -232,7 +243,7 @@ def test_an_answer_of_another_attempt_or_pod_is_ignored() -> None:
 
     cluster.pass_time(60)
 
-    assert cluster.turn() == ()
+    assert cluster.reconcile_once() == ()
 
 
 def test_pods_of_a_deleted_namesake_are_waited_for_and_left_alone() -> None:
@@ -241,7 +252,7 @@ def test_pods_of_a_deleted_namesake_are_waited_for_and_left_alone() -> None:
         pod["metadata"]["ownerReferences"][0]["uid"] = "an older job"
     cluster.job["status"] = {}
 
-    actions = cluster.turn()
+    actions = cluster.reconcile_once()
 
     assert not [action for action in actions if isinstance(action, CreatePod | DeleteObject)]
 
@@ -252,7 +263,7 @@ def test_a_pod_without_an_owner_is_named_with_its_remedy() -> None:
     pod = next(iter(cluster.pods.values()))
     pod["metadata"]["ownerReferences"] = []
 
-    actions = [action for _ in range(3) for action in cluster.turn()]
+    actions = [action for _ in range(3) for action in cluster.reconcile_once()]
 
     waits = condition(cluster, ConditionType.SCHEDULED)
     name = pod["metadata"]["name"]
@@ -264,7 +275,7 @@ def test_a_spec_that_can_never_work_fails_with_its_field_named() -> None:
     cluster = ModelCluster()
     cluster.job["spec"]["model"]["tables"][0]["dim"] = 3
 
-    cluster.turn()
+    cluster.reconcile_once()
 
     failed = condition(cluster, ConditionType.FAILED)
     assert status(cluster).phase is Phase.FAILED
@@ -274,10 +285,10 @@ def test_a_spec_that_can_never_work_fails_with_its_field_named() -> None:
 
 def test_an_infeasible_plan_fails_in_the_planners_words() -> None:
     cluster = ModelCluster()
-    cluster.turn()
+    cluster.reconcile_once()
 
     cluster.planning = Planning(problem="trainer: table a does not fit node 0: 5 bytes short", final=True)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).phase is Phase.FAILED
     planned = condition(cluster, ConditionType.PLANNED)
@@ -287,13 +298,13 @@ def test_an_infeasible_plan_fails_in_the_planners_words() -> None:
 
 def test_a_planner_that_crashed_is_no_verdict() -> None:
     cluster = ModelCluster()
-    cluster.turn()
+    cluster.reconcile_once()
 
     cluster.planning = Planning(problem="the planner ended with exit code -9")
-    cluster.turn()
+    cluster.reconcile_once()
     waiting = status(cluster)
     cluster.plan()
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert waiting.phase is Phase.PLANNING
     assert find_condition(waiting.conditions, ConditionType.PLANNED).reason == "PlannerFailed"
@@ -302,13 +313,13 @@ def test_a_planner_that_crashed_is_no_verdict() -> None:
 
 def test_config_maps_that_a_crash_left_of_another_plan_make_room() -> None:
     cluster = ModelCluster()
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
-    cluster.turn(most=2)
+    cluster.reconcile_once(most=2)
     stale = cluster.config_maps["demo-plan-1"]
     stale["binaryData"] = {"plan.0123456789abcdef.0-of-2.gz": "AAAA"}
 
-    actions = cluster.turn()
+    actions = cluster.reconcile_once()
 
     kinds = [type(action).__name__ for action in actions if not isinstance(action, UpdateStatus | EmitEvent)]
     assert kinds[:2] == ["DeleteObject", "CreateConfigMap"]
@@ -316,15 +327,15 @@ def test_config_maps_that_a_crash_left_of_another_plan_make_room() -> None:
 
 def test_a_stored_part_of_the_plan_is_not_created_again() -> None:
     cluster = ModelCluster()
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
-    cluster.turn(most=2)
+    cluster.reconcile_once(most=2)
     stale = copy.deepcopy(cluster.config_maps["demo-plan-1"])
     stale["metadata"] |= {"name": "demo-plan-1-9", "uid": "stale"}
     stale["binaryData"] = {"plan.0123456789abcdef.0-of-2.gz": "AAAA"}
     cluster.config_maps["demo-plan-1-9"] = stale
 
-    actions = cluster.turn()
+    actions = cluster.reconcile_once()
 
     kinds = [type(action).__name__ for action in actions if not isinstance(action, UpdateStatus | EmitEvent)]
     assert kinds[:2] == ["DeleteObject", "CreatePod"]
@@ -334,7 +345,7 @@ def test_plans_of_earlier_attempts_are_removed_once_the_next_gang_stands() -> No
     cluster = running()
     cluster.end(POD_0, "trainer", 1)
 
-    next_gang(cluster)
+    start_next_attempt(cluster)
 
     assert set(cluster.config_maps) == {"demo-plan-2"}
 
@@ -344,13 +355,13 @@ def test_plans_of_earlier_attempts_are_removed_once_the_next_gang_stands() -> No
 def test_a_crash_while_creating_pods_leaves_no_earlier_plan(most: int, again: int) -> None:
     cluster = running()
     cluster.end(POD_0, "trainer", 1)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pods = {}
     cluster.pass_time(120)
 
-    cluster.turn(most)
-    cluster.turn(again)
-    bring_up(cluster)
+    cluster.reconcile_once(most)
+    cluster.reconcile_once(again)
+    start_training(cluster)
 
     assert set(cluster.config_maps) == {"demo-plan-2"}
 
@@ -358,13 +369,13 @@ def test_a_crash_while_creating_pods_leaves_no_earlier_plan(most: int, again: in
 def test_a_silent_scheduler_is_named() -> None:
     cluster = ModelCluster()
     for _ in range(3):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
     for pod in cluster.pods.values():
         pod["spec"]["schedulerName"] = "volcno"
     cluster.pass_time(60)
 
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert "volcno" in condition(cluster, ConditionType.SCHEDULED).message
 
@@ -372,13 +383,13 @@ def test_a_silent_scheduler_is_named() -> None:
 def test_the_schedulers_words_explain_a_pending_gang() -> None:
     cluster = ModelCluster()
     for _ in range(3):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
     words = "0/2 nodes are available: 2 Insufficient memory."
     unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": words}
     cluster.pods[POD_0]["status"]["conditions"] = [unscheduled]
 
-    cluster.turn()
+    cluster.reconcile_once()
 
     scheduled = condition(cluster, ConditionType.SCHEDULED)
     assert status(cluster).phase is Phase.SCHEDULING
@@ -390,7 +401,7 @@ def test_a_job_that_has_ended_shows_no_replicas(code: int) -> None:
     cluster = running()
     for name in (POD_0, POD_1):
         cluster.end(name, "trainer", code, cluster.done(100) if code == 0 else "")
-    cluster.end(POD_0, "checkpointer", 0, committed_word(100).model_dump_json())
+    cluster.end(POD_0, "checkpointer", 0, committed_progress(100).model_dump_json())
 
     cluster.settle()
 
@@ -402,7 +413,7 @@ def test_a_job_that_has_ended_shows_no_replicas(code: int) -> None:
 def test_a_gang_outlives_a_status_whose_attempt_was_taken_back(attempt: int | None) -> None:
     cluster = running(backoff="0s")
     cluster.end(POD_0, "trainer", 1)
-    next_gang(cluster)
+    start_next_attempt(cluster)
     pods = set(cluster.pods)
 
     cluster.job["status"]["attempt"] = attempt

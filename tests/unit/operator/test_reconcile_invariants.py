@@ -17,7 +17,7 @@ from dlrm_operator.reconcile.findings import FINISHED
 from dlrm_operator.reconcile.reconcile import reconcile
 from dlrm_operator.reconcile.state import Planning, Polled, WakeAt
 from dlrm_testing.operator.hung_gang import answer_stacks, stack
-from dlrm_testing.operator.kubelet_double import committed_word
+from dlrm_testing.operator.kubelet_double import committed_progress
 from dlrm_testing.operator.model_cluster import ModelCluster
 from dlrm_testing.operator.running_job import condition, crash_checkpointer, lose_node
 
@@ -25,9 +25,9 @@ INDICES = st.integers(0, 2)
 CODES = st.sampled_from([0, 1, 65, 74, 75, 78, 137, 139, 143])
 STEPS = st.one_of(st.none(), st.integers(0, 120))
 MESSAGES = st.sampled_from(["", "boom", '{"exitCode": 1, "reason": "Crash", "step": 7}', "{}", '{"committedStep": 3}'])
-MOST_RESTARTS = 2
-MOST_FREE = 4
-RESTART = {"maxRestarts": MOST_RESTARTS, "maxFreeRestarts": MOST_FREE, "backoff": "10s", "maxBackoff": "1m"}
+MAX_RESTARTS = 2
+MAX_FREE_RESTARTS = 4
+RESTART = {"maxRestarts": MAX_RESTARTS, "maxFreeRestarts": MAX_FREE_RESTARTS, "backoff": "10s", "maxBackoff": "1m"}
 
 
 class JobLife(RuleBasedStateMachine):
@@ -50,12 +50,12 @@ class JobLife(RuleBasedStateMachine):
 
     @rule(most=st.one_of(st.none(), st.integers(0, 8)))
     def operator_takes_a_turn(self, most: int | None) -> None:
-        self.cluster.turn(most)
+        self.cluster.reconcile_once(most)
 
     @rule(turns=st.integers(1, 4))
     def operator_takes_turns_while_the_kubelet_is_kind(self, turns: int) -> None:
         for _ in range(turns):
-            self.cluster.turn()
+            self.cluster.reconcile_once()
             self.cluster.plan()
             for name in self.cluster.pods:
                 self.cluster.start(name)
@@ -86,7 +86,7 @@ class JobLife(RuleBasedStateMachine):
         if name := self.pod(index):
             self.cluster.end(name, "trainer", 0, self.cluster.done(100))
             if step is not None:
-                self.cluster.end(name, "checkpointer", 0, committed_word(step).model_dump_json())
+                self.cluster.end(name, "checkpointer", 0, committed_progress(step).model_dump_json())
 
     @rule(index=INDICES)
     def someone_deletes_a_pod(self, index: int) -> None:
@@ -153,7 +153,7 @@ class JobLife(RuleBasedStateMachine):
     @rule(attempt=st.integers(1, 3), phase=st.sampled_from(TrainerPhase), step=st.integers(0, 100), committed=STEPS)
     def pod_0_answers(self, attempt: int, phase: TrainerPhase, step: int, committed: int | None) -> None:
         uid = next((p["metadata"]["uid"] for name, p in self.cluster.pods.items() if name.endswith("-0")), "none")
-        word = CheckpointerProgress(store_error="slow down") if committed is None else committed_word(committed)
+        word = CheckpointerProgress(store_error="slow down") if committed is None else committed_progress(committed)
         trainer = Progress(attempt=attempt, phase=phase, step=step, eta_seconds=60)
         self.cluster.polled = Polled(pod_uid=uid, trainer=trainer, checkpointer=word)
 
@@ -176,7 +176,7 @@ class JobLife(RuleBasedStateMachine):
         """Pods start and go, plans are made, pod 0 trains and gives the cut that it is asked for."""
         for _ in range(turns):
             self.the_kubelet_ends_deleted_pods()
-            self.cluster.turn()
+            self.cluster.reconcile_once()
             self.cluster.plan()
             for name in self.cluster.pods:
                 self.cluster.start(name)
@@ -184,7 +184,7 @@ class JobLife(RuleBasedStateMachine):
             attempt = self.status().attempt
             if first := self.cluster.pods.get(f"demo-trainer-{attempt}-0"):
                 trainer = Progress(attempt=attempt, phase=TrainerPhase.TRAINING, step=step)
-                word = committed_word(max(step - behind, 0))
+                word = committed_progress(max(step - behind, 0))
                 self.cluster.polled = Polled(pod_uid=first["metadata"]["uid"], trainer=trainer, checkpointer=word)
 
     @rule(turns=st.integers(0, 6), behind=st.sampled_from([0, 0, 1]))
@@ -238,8 +238,8 @@ class JobLife(RuleBasedStateMachine):
 
         assert after.attempt >= before.attempt
         assert after.restarts >= before.restarts
-        assert after.charged_restarts <= MOST_RESTARTS
-        assert after.free_restarts <= MOST_FREE
+        assert after.charged_restarts <= MAX_RESTARTS
+        assert after.free_restarts <= MAX_FREE_RESTARTS
         assert len(after.earlier_failures) <= EARLIER_FAILURES
         assert sum(after.restarts_by_reason.values()) == after.restarts
         if before.attempt:
@@ -283,7 +283,7 @@ class JobLife(RuleBasedStateMachine):
             for name, pod in self.cluster.pods.items():
                 if pod["status"].get("containerStatuses", [{"state": {}}])[0]["state"].get("terminated"):
                     self.cluster.end(name, "checkpointer", 0)  # a sidecar does not outlive its pod's trainer
-            actions = self.cluster.turn()
+            actions = self.cluster.reconcile_once()
             self.cluster.plan()
             self.cluster.pass_time(20)
             if there(self.status()) and all(isinstance(action, WakeAt) for action in actions):
@@ -292,7 +292,7 @@ class JobLife(RuleBasedStateMachine):
                 self.cluster.start(name)
                 if trains:
                     self.cluster.end(name, "trainer", 0, self.cluster.done(100))
-                    self.cluster.end(name, "checkpointer", 0, committed_word(100).model_dump_json())
+                    self.cluster.end(name, "checkpointer", 0, committed_progress(100).model_dump_json())
         raise AssertionError(f"it never came there: {self.status()}")
 
 

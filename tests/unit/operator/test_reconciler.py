@@ -119,7 +119,7 @@ class Bench:
         """So much time goes by for what waits to be told."""
         self.now_s += seconds
 
-    def turn(self) -> list[tuple[str, str]]:
+    def reconcile_once(self) -> list[tuple[str, str]]:
         self.api.asked.clear()
         asyncio.run(self.reconciler.reconcile(KEY))
         return list(self.api.asked)
@@ -164,7 +164,7 @@ class Bench:
 def planned(status_debounce_s: float = 60.0) -> Bench:
     """A job whose plan is at hand: its next turn begins the first gang."""
     bench = Bench(status_debounce_s)
-    bench.turn()
+    bench.reconcile_once()
     bench.answer()
     return bench
 
@@ -176,15 +176,15 @@ def writes(asked: list[tuple[str, str]]) -> list[tuple[str, str]]:
 def test_a_start_that_goes_well_is_six_writes_and_one_read() -> None:
     bench = Bench()
 
-    planning = bench.turn()
+    planning = bench.reconcile_once()
     bench.answer()
-    forming = bench.turn()
-    scheduled = bench.turn()
+    forming = bench.reconcile_once()
+    scheduled = bench.reconcile_once()
     bench.pods_run()
-    started = bench.turn()
+    started = bench.reconcile_once()
     bench.pod_0_trains()
-    trains = bench.turn()
-    idle = bench.turn()
+    trains = bench.reconcile_once()
+    idle = bench.reconcile_once()
 
     assert planning == scheduled == started == idle == []
     assert len(writes(forming)) == 5
@@ -196,13 +196,13 @@ def test_a_start_that_goes_well_is_six_writes_and_one_read() -> None:
 @pytest.mark.parametrize("made", [(SERVICE,), (SERVICE, PLAN), (PLAN,)], ids=["Service", "both", "ConfigMap"])
 def test_attempt_that_another_operator_began_is_continued(made: tuple[str, ...]) -> None:
     bench, before = planned(), planned()
-    before.turn()
+    before.reconcile_once()
     for path in made:
         bench.api.put(path, before.api.objects[path])
 
     with pytest.raises(ConflictError):
-        bench.turn()
-    again = bench.turn()
+        bench.reconcile_once()
+    again = bench.reconcile_once()
 
     assert not {("POST", path.rpartition("/")[0]) for path in made} & set(again)
     assert len([request for request in again if request == ("POST", PODS)]) == 2
@@ -214,7 +214,7 @@ def test_condition_names_a_foreign_object_with_our_name() -> None:
     bench.api.put(SERVICE, {"metadata": {"name": "demo-trainer", "namespace": "space"}})
     for _ in range(3):
         with pytest.raises(ConflictError):
-            bench.turn()
+            bench.reconcile_once()
 
     said = next(item for item in bench.status()["conditions"] if item["type"] == "Scheduled")
 
@@ -227,12 +227,12 @@ def test_invalid_control_key_is_named_in_the_condition() -> None:
     bench.key_api.put(secret, {"metadata": {"name": "dlrm-operator-control-key"}, "data": {"key": ""}})
     for _ in range(3):
         with pytest.raises(ClusterRefusedError):
-            bench.turn()
+            bench.reconcile_once()
     said = next(item for item in bench.status()["conditions"] if item["type"] == "Scheduled")
     waited = [path for path in bench.api.objects if path.startswith(PODS)]
     del bench.key_api.objects[secret]
 
-    bench.turn()
+    bench.reconcile_once()
 
     assert said["reason"] == "RequestDenied"
     assert "Secret operators/dlrm-operator-control-key, data.key" in said["message"]
@@ -244,7 +244,7 @@ def test_a_young_copy_of_a_new_job_is_read_no_more_before_its_gang_is_made() -> 
     bench = planned()
     bench.jobs.heard_at = time.monotonic()
 
-    asked = bench.turn()
+    asked = bench.reconcile_once()
 
     assert asked == writes(asked)
     assert len(asked) == 5
@@ -253,7 +253,7 @@ def test_a_young_copy_of_a_new_job_is_read_no_more_before_its_gang_is_made() -> 
 
 def test_a_first_gang_is_begun_once_however_old_the_copy_of_its_job_is() -> None:
     bench, late = planned(), planned()
-    bench.turn()
+    bench.reconcile_once()
     for path in [path for path in bench.api.objects if path not in (JOB, SERVICE)]:
         del bench.api.objects[path]  # as attempts after the first leave nothing of it
     job = bench.api.objects[JOB]
@@ -261,7 +261,7 @@ def test_a_first_gang_is_begun_once_however_old_the_copy_of_its_job_is() -> None
     late.api.objects = bench.api.objects
     late.jobs.heard_at = time.monotonic()
 
-    asked = late.turn()
+    asked = late.reconcile_once()
 
     assert asked[:2] == [("POST", SERVICE.rpartition("/")[0]), ("GET", JOB)]
     assert ("POST", PODS) not in asked
@@ -271,7 +271,7 @@ def test_a_job_is_read_before_its_gang_is_made_where_the_watch_is_silent() -> No
     bench = planned()
     del bench.api.objects[JOB]
 
-    asked = bench.turn()
+    asked = bench.reconcile_once()
 
     assert asked == [("GET", JOB)]
     assert bench.jobs.known() == []
@@ -285,18 +285,18 @@ def test_pod_of_an_older_job_of_that_name_blocks_the_first_attempt() -> None:
     )
     bench.pods.change({"type": "ADDED", "object": left})
 
-    asked = bench.turn()
+    asked = bench.reconcile_once()
 
     assert ("POST", PODS) not in asked
 
 
 def test_existing_pod_of_the_attempt_is_adopted() -> None:
     bench, before = planned(), planned()
-    before.turn()
+    before.reconcile_once()
     pod = f"{PODS}/demo-trainer-1-0"  # its ConfigMap was deleted by somebody
     left = bench.api.put(pod, before.api.objects[pod])
 
-    bench.turn()
+    bench.reconcile_once()
 
     assert bench.api.objects[pod] == left
     assert f"{PODS}/demo-trainer-1-1" in bench.api.objects
@@ -305,10 +305,10 @@ def test_existing_pod_of_the_attempt_is_adopted() -> None:
 
 def test_independent_objects_are_created_concurrently() -> None:
     cluster = ModelCluster(replicas=3)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
 
-    made = [action for action in cluster.turn() if not isinstance(action, EmitEvent | WakeAt)]
+    made = [action for action in cluster.reconcile_once() if not isinstance(action, EmitEvent | WakeAt)]
 
     kinds = [[type(action).__name__ for action in step] for step in batches(made)]
     assert kinds == [["CreateService"], ["CreateConfigMap"], ["CreatePod"], ["CreatePod"] * 2, ["UpdateStatus"]]
@@ -324,9 +324,9 @@ def form_in_a_crowd(bench: Bench) -> list[tuple[str, str]]:
     """The gang is made while many others are on their way; what was asked of the API server."""
     for number in range(700):
         bench.debouncer.remaining_s(JobKey("space", f"other-{number}"))
-    bench.turn()
+    bench.reconcile_once()
     bench.answer()
-    return bench.turn()
+    return bench.reconcile_once()
 
 
 def test_in_a_crowd_a_start_that_goes_well_is_one_status() -> None:
@@ -334,10 +334,10 @@ def test_in_a_crowd_a_start_that_goes_well_is_one_status() -> None:
 
     forming = form_in_a_crowd(bench)
     bench.pods_run()
-    started = bench.turn()
+    started = bench.reconcile_once()
     bench.pod_0_trains()
-    trains = bench.turn()
-    idle = bench.turn()
+    trains = bench.reconcile_once()
+    idle = bench.reconcile_once()
 
     assert len(writes(forming)) == 4
     assert started == idle == []
@@ -350,13 +350,13 @@ def test_in_a_crowd_a_start_that_goes_well_is_one_status() -> None:
 def test_in_a_crowd_a_gang_that_does_not_start_is_told_once_it_has_waited() -> None:
     bench = Bench(status_debounce_s=0.0)
     bench.debouncer.remaining_s(JobKey("space", "other"))
-    bench.turn()
+    bench.reconcile_once()
     bench.answer()
 
-    bench.turn()
+    bench.reconcile_once()
     before = bench.status()
     bench.pass_by(0.25)
-    asked = bench.turn()
+    asked = bench.reconcile_once()
 
     assert before == {}
     assert asked == [("PUT", f"{JOB}/status")]
@@ -370,7 +370,7 @@ def test_deleted_pod_of_an_unwritten_attempt_ends_it() -> None:
     lost = bench.api.objects.pop(f"{PODS}/demo-trainer-1-0")
     bench.pods.change({"type": "DELETED", "object": lost})
 
-    asked = bench.turn()
+    asked = bench.reconcile_once()
 
     assert ("POST", PODS) not in asked
     assert bench.status()["attempt"] == 2
@@ -384,7 +384,7 @@ def test_next_operator_recovers_an_unwritten_status() -> None:
     after.api.objects = bench.api.objects
     after.pods.replace(read_pod(pod) for path, pod in bench.api.objects.items() if path.startswith(PODS))
 
-    asked = after.turn()
+    asked = after.reconcile_once()
 
     assert [request for request in writes(asked) if "/events" not in request[1]] == [("PUT", f"{JOB}/status")]
     assert after.status()["gangAttempt"] == 1
@@ -398,9 +398,9 @@ def test_spec_changed_before_the_first_status_is_trained() -> None:
     spec = {**job["spec"], "training": {"seed": 5}}
     bench.jobs.saw(bench.api.put(JOB, {**job, "spec": spec, "metadata": {**job["metadata"], "generation": 2}}))
 
-    bench.turn()
+    bench.reconcile_once()
     told = bench.status()
-    bench.turn()
+    bench.reconcile_once()
 
     assert told["attempt"] == 2
     assert told["restartsByReason"] == {"SpecChanged": 1}
@@ -415,10 +415,10 @@ def test_a_change_of_what_is_never_frozen_leaves_the_gang_alone() -> None:
     spec = {**job["spec"], "lifecycle": {**job["spec"]["lifecycle"], "activeDeadline": "9h"}}
     bench.jobs.saw(bench.api.put(JOB, {**job, "spec": spec, "metadata": {**job["metadata"], "generation": 2}}))
 
-    bench.turn()
+    bench.reconcile_once()
     bench.pods_run()
     bench.pod_0_trains()
-    bench.turn()
+    bench.reconcile_once()
 
     assert bench.status()["phase"] == "Running"
     assert bench.status()["attempt"] == bench.status()["gangAttempt"] == 1
@@ -443,10 +443,10 @@ class BusyUser:
 def test_a_status_is_written_though_the_jobs_labels_change_all_the_time() -> None:
     bench = Bench(status_debounce_s=0.0)
     BusyUser(bench, 3, labels={"edited": "often"})
-    bench.turn()
+    bench.reconcile_once()
     bench.pass_by(0.15)
 
-    asked = bench.turn()
+    asked = bench.reconcile_once()
 
     assert asked == [("PUT", f"{JOB}/status"), ("GET", JOB)] * 3 + [("PUT", f"{JOB}/status")]
     assert bench.status()["phase"] == "Planning"
@@ -455,10 +455,10 @@ def test_a_status_is_written_though_the_jobs_labels_change_all_the_time() -> Non
 def test_a_status_that_was_decided_from_another_spec_is_not_written() -> None:
     bench = Bench(status_debounce_s=0.0)
     BusyUser(bench, 1, generation=2)
-    bench.turn()
+    bench.reconcile_once()
     bench.pass_by(0.15)
 
-    asked = bench.turn()
+    asked = bench.reconcile_once()
 
     assert asked[:2] == [("PUT", f"{JOB}/status"), ("GET", JOB)]
     assert bench.status() == {}
@@ -467,9 +467,9 @@ def test_a_status_that_was_decided_from_another_spec_is_not_written() -> None:
 def test_a_status_on_the_way_is_written_once_it_has_waited() -> None:
     bench = Bench(status_debounce_s=0.0)
 
-    at_first = bench.turn()
+    at_first = bench.reconcile_once()
     bench.pass_by(0.15)
-    asked = bench.turn()
+    asked = bench.reconcile_once()
 
     assert at_first == []
     assert asked == [("PUT", f"{JOB}/status")]
@@ -478,14 +478,14 @@ def test_a_status_on_the_way_is_written_once_it_has_waited() -> None:
 
 def test_stale_cached_job_does_not_overwrite_a_status() -> None:
     bench = planned()
-    bench.turn()
+    bench.reconcile_once()
     bench.pods_run()
     bench.pod_0_trains()
     newer = bench.api.objects[JOB]
     newer["spec"]["training"] = {"maxSteps": 7}
     bench.api.put(JOB, newer)  # the watch has not shown it yet
 
-    asked = bench.turn()
+    asked = bench.reconcile_once()
 
     assert asked[:2] == [("PUT", f"{JOB}/status"), ("GET", JOB)]
     assert bench.status()["phase"] == "Running"
@@ -494,10 +494,10 @@ def test_stale_cached_job_does_not_overwrite_a_status() -> None:
 
 def test_pods_are_looked_at_live_before_a_gang_is_given_up() -> None:
     bench = planned()
-    bench.turn()
+    bench.reconcile_once()
     bench.pods.replace([])  # a list from before the pods were created
 
-    asked = bench.turn()
+    asked = bench.reconcile_once()
 
     assert ("LIST", PODS) in asked
     assert writes(asked) == []
@@ -505,12 +505,12 @@ def test_pods_are_looked_at_live_before_a_gang_is_given_up() -> None:
 
 def test_deleted_job_is_forgotten_after_a_late_response() -> None:
     bench = planned()
-    bench.turn()
+    bench.reconcile_once()
     bench.pods_run()
     bench.pod_0_trains()
     del bench.api.objects[JOB]
 
-    bench.turn()
+    bench.reconcile_once()
 
     assert bench.jobs.known() == []
 
@@ -532,7 +532,7 @@ def test_recreated_job_is_not_forgotten_by_a_slow_response() -> None:
     bench.api.call = late  # type: ignore[method-assign]
 
     with pytest.raises(ConflictError):
-        bench.turn()
+        bench.reconcile_once()
 
     assert bench.jobs.known() == [KEY]
     assert forgotten == []
@@ -541,9 +541,9 @@ def test_recreated_job_is_not_forgotten_by_a_slow_response() -> None:
 def test_the_watch_does_not_take_a_job_back_to_before_our_own_write() -> None:
     bench = Bench(status_debounce_s=0.0)
     before = bench.api.objects[JOB]
-    bench.turn()
+    bench.reconcile_once()
     bench.pass_by(0.15)
-    bench.turn()
+    bench.reconcile_once()
 
     bench.jobs.saw(before)
 
@@ -597,15 +597,15 @@ def test_what_was_seen_already_replaces_no_copy() -> None:
 
 def test_decisive_status_wakes_the_job() -> None:
     bench = planned()
-    bench.turn()
+    bench.reconcile_once()
     bench.pods_run()
     bench.pod_0_trains()
     bench.alarm.set_for.clear()
 
-    bench.turn()
+    bench.reconcile_once()
     told = list(bench.alarm.set_for)
     bench.pods_crash()
-    bench.turn()
+    bench.reconcile_once()
 
     assert bench.status()["attempt"] == 2
     assert told == []
@@ -620,16 +620,16 @@ def test_pod_groups_of_a_job_at_rest_are_deleted() -> None:
     meta = {"name": "demo-1", "labels": {"dlrm.dev/attempt": "1"}, "ownerReferences": [owner]}
     bench.api.put(f"{GROUPS}/demo-1", {"metadata": meta})
     bench.jobs.saw(bench.api.put(JOB, {**job, "spec": spec, "metadata": {**job["metadata"], "generation": 2}}))
-    bench.turn()  # it is suspended before it has pods
+    bench.reconcile_once()  # it is suspended before it has pods
 
-    again = bench.turn()
+    again = bench.reconcile_once()
     del bench.api.objects[f"{GROUPS}/demo-1"]
-    gone = bench.turn()
+    gone = bench.reconcile_once()
 
     assert bench.status()["phase"] == "Suspended"
     assert ("DELETE", f"{GROUPS}/demo-1") in again
     assert ("LIST", GROUPS) in gone
-    assert bench.turn() == []
+    assert bench.reconcile_once() == []
 
 
 class Ailing:
@@ -674,11 +674,11 @@ def test_creation_that_a_broken_webhook_fails_is_reported(
     webhook = Ailing(bench, kind, unavailable(500))
     for _ in range(3):
         with pytest.raises(ClusterUnavailableError):
-            bench.turn()
+            bench.reconcile_once()
     told = bench.status()
     webhook.mend()
-    bench.turn()
-    bench.turn()
+    bench.reconcile_once()
+    bench.reconcile_once()
 
     said = next(item for item in told["conditions"] if item["type"] == "Scheduled")
     assert told["phase"] == "Scheduling"
@@ -708,12 +708,12 @@ def test_pod_whose_labels_a_webhook_changes_is_deleted(change: str) -> None:
     bench.api.call = mutate  # type: ignore[method-assign]
     for _ in range(3):
         with pytest.raises(ClusterRefusedError):
-            bench.turn()
+            bench.reconcile_once()
         bench.pass_by(0.15)
     said = next(item for item in bench.status()["conditions"] if item["type"] == "Scheduled")
     left = bench.gang_pods()
     bench.api.call = call  # type: ignore[method-assign]
-    bench.turn()
+    bench.reconcile_once()
 
     lost = f"the label {label}" if change == "label" else "the owner reference"
     assert (said["status"], said["reason"]) == ("False", "RequestDenied")
@@ -731,11 +731,11 @@ def test_quota_conflict_is_retried(kind: str) -> None:
     quota = Ailing(bench, kind, ConflictError(409, QUOTA_MOVED))
     for _ in range(3):
         with pytest.raises(ConflictError):
-            bench.turn()
+            bench.reconcile_once()
         bench.pass_by(0.15)
     told = str(bench.status())
     quota.mend()
-    bench.turn()
+    bench.reconcile_once()
 
     assert "RequestDenied" not in told
     assert len([path for path in bench.api.objects if path.startswith(PODS)]) == 2
@@ -749,7 +749,7 @@ def test_unavailable_server_is_no_refusal(code: int) -> None:
 
     for _ in range(3):
         with pytest.raises(ClusterUnavailableError):
-            bench.turn()
+            bench.reconcile_once()
 
     assert bench.status() == {}
 
@@ -770,12 +770,12 @@ def test_refused_deletion_is_in_the_condition(lifecycle: dict[str, Any], kind: s
         bench.pods_crash()
     for _ in range(5):
         with suppress(type(error)):
-            bench.turn()
+            bench.reconcile_once()
         bench.pass_by(0.15)
     told = bench.status()
     protected.mend()
     for _ in range(3):
-        bench.turn()
+        bench.reconcile_once()
         bench.pass_by(0.15)
 
     said = next(item for item in told["conditions"] if item["type"] == kind)
@@ -792,7 +792,7 @@ def test_refused_deletion_after_the_end_is_one_event() -> None:
     bench.pods_crash(code=78, only="demo-trainer-1-1")
     for _ in range(5):
         with suppress(ClusterRefusedError):
-            bench.turn()
+            bench.reconcile_once()
 
     told = [
         item
@@ -807,10 +807,10 @@ def test_refused_deletion_after_the_end_is_one_event() -> None:
 
 def training(status_debounce_s: float = 60.0) -> Bench:
     bench = planned(status_debounce_s)
-    bench.turn()
+    bench.reconcile_once()
     bench.pods_run()
     bench.pod_0_trains()
-    bench.turn()
+    bench.reconcile_once()
     return bench
 
 
@@ -823,10 +823,10 @@ def test_failed_events_do_not_stop_a_restart(error: Exception) -> None:
     bench = training()
     events = Ailing(bench, "/events", error)
     bench.pods_crash()
-    bench.turn()
+    bench.reconcile_once()
     charged = bench.status()
 
-    deleting = bench.turn()
+    deleting = bench.reconcile_once()
 
     assert charged["attempt"] == 2
     assert charged["lastFailure"]["attempt"] == 1
@@ -841,7 +841,7 @@ def test_events_that_cannot_be_created_are_told_by_one_line_of_the_log(caplog: p
     bench.pods_crash()
 
     with caplog.at_level(logging.WARNING):
-        bench.turn()
+        bench.reconcile_once()
 
     (said,) = [record for record in caplog.records if "failed to create event" in record.message]
     assert len(events.waits_s) > 1
@@ -854,7 +854,7 @@ def test_refused_status_is_one_event() -> None:
     bench.pods_crash()
     for _ in range(3):
         with pytest.raises(ClusterRefusedError):
-            bench.turn()
+            bench.reconcile_once()
     told = [
         item
         for path, item in bench.api.objects.items()
@@ -862,7 +862,7 @@ def test_refused_status_is_one_event() -> None:
     ]
     deleted = [request for request in bench.api.asked if request[0] == "DELETE"]
     policy.mend()
-    bench.turn()
+    bench.reconcile_once()
 
     assert len(told) == 1
     assert "the API server refuses this job's status" in told[0]["message"]
@@ -875,11 +875,11 @@ def test_refused_deletion_of_an_old_plan_blocks_nothing() -> None:
     bench = training(status_debounce_s=0.0)
     Ailing(bench, "/demo-plan-1", ClusterRefusedError(403, "ConfigMaps are kept here"), "DELETE")
     bench.pods_crash()
-    bench.turn()
+    bench.reconcile_once()
     for path in bench.gang_pods():
         bench.pods.change({"type": "DELETED", "object": bench.api.objects.pop(path)})
     for _ in range(3):
-        bench.turn()
+        bench.reconcile_once()
         bench.answer()
     told = [
         item
@@ -903,14 +903,14 @@ def test_a_job_that_the_operator_has_no_right_to_see_is_told_by_one_event() -> N
     bench.pods_crash()
     for _ in range(3):
         with pytest.raises(ClusterRefusedError):
-            bench.turn()
+            bench.reconcile_once()
     told = [
         item
         for path, item in bench.api.objects.items()
         if path.startswith(EVENTS) and item["reason"] == "RequestDenied"
     ]
     bench.api.list_all = listed  # type: ignore[method-assign]
-    bench.turn()
+    bench.reconcile_once()
 
     assert len(told) == 1
     assert "may not read this job's objects" in told[0]["message"]
@@ -923,7 +923,7 @@ def started_slowly(monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr("dlrm_operator.controller.observe.STARTUP_CHECK_INTERVAL_S", 0.0)
     monkeypatch.setattr("dlrm_operator.controller.observe.STARTUP_CHECK_PAUSE_S", 0.0)
     bench = planned()
-    bench.turn()
+    bench.reconcile_once()
     for path in bench.gang_pods():
         pod = bench.api.objects[path]
         shown = bench.api.put(path, {**pod, "spec": {**pod["spec"], "nodeName": "node"}})
@@ -933,10 +933,10 @@ def started_slowly(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 def test_a_service_that_was_deleted_before_the_gang_met_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = started_slowly(monkeypatch)
-    bench.turn()
+    bench.reconcile_once()
     del bench.api.objects[SERVICE]
 
-    bench.turn()
+    bench.reconcile_once()
 
     assert SERVICE in bench.api.objects
     assert bench.status()["attempt"] == 1
@@ -946,10 +946,10 @@ def test_plan_deleted_before_the_start_ends_the_attempt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = started_slowly(monkeypatch)
-    bench.turn()
+    bench.reconcile_once()
     del bench.api.objects[PLAN]
 
-    bench.turn()
+    bench.reconcile_once()
 
     assert bench.status()["attempt"] == 2
     assert bench.status()["restartsByReason"] == {"PlanDeleted": 1}
@@ -960,7 +960,7 @@ def test_what_slow_gangs_start_by_is_asked_for_once_a_second_at_most(monkeypatch
     bench = started_slowly(monkeypatch)
     monkeypatch.setattr("dlrm_operator.controller.observe.STARTUP_CHECK_PAUSE_S", 60.0)
 
-    first, second = bench.turn(), bench.turn()
+    first, second = bench.reconcile_once(), bench.reconcile_once()
 
     assert [path for method, path in first if method == "LIST"]
     assert not [path for method, path in second if method == "LIST"]
@@ -970,14 +970,14 @@ def test_startup_checks_end_when_the_job_trains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = planned()
-    bench.turn()
+    bench.reconcile_once()
     bench.pods_run()
-    early = bench.turn()
+    early = bench.reconcile_once()
     monkeypatch.setattr("dlrm_operator.controller.observe.STARTUP_CHECK_INTERVAL_S", 0.0)
     bench.pod_0_trains()
-    bench.turn()
+    bench.reconcile_once()
 
-    assert not [path for method, path in (*early, *bench.turn()) if method == "LIST"]
+    assert not [path for method, path in (*early, *bench.reconcile_once()) if method == "LIST"]
 
 
 def test_no_pod_is_deleted_before_the_status_is_written() -> None:
@@ -987,7 +987,7 @@ def test_no_pod_is_deleted_before_the_status_is_written() -> None:
     bench.pods_crash()
 
     with pytest.raises(ClusterUnavailableError):
-        bench.turn()
+        bench.reconcile_once()
 
     assert not [request for request in bench.api.asked if request[0] == "DELETE"]
     assert bench.status()["attempt"] == 1
@@ -1001,11 +1001,11 @@ def test_restart_is_counted_once(done: bool) -> None:
     before = counted._value.get()
     lost = Ailing(bench, "/status", unavailable(0), "PUT", done=done)
     with pytest.raises(ClusterUnavailableError):
-        bench.turn()
+        bench.reconcile_once()
     lost.mend()
 
     for _ in range(3):
-        bench.turn()
+        bench.reconcile_once()
 
     assert bench.status()["restartsByReason"] == {"Exit9": 1}
     assert counted._value.get() - before == 1
@@ -1014,14 +1014,14 @@ def test_restart_is_counted_once(done: bool) -> None:
 def test_nothing_is_read_while_pods_of_an_earlier_attempt_terminate() -> None:
     bench = training()
     bench.pods_crash()
-    bench.turn()
+    bench.reconcile_once()
     for path in bench.gang_pods():
         pod = bench.api.objects[path]
         gone_by = {"deletionTimestamp": "2099-01-01T00:00:00Z", "deletionGracePeriodSeconds": 30}
         shown = bench.api.put(path, {**pod, "metadata": {**pod["metadata"], **gone_by}})
         bench.pods.change({"type": "MODIFIED", "object": shown})
 
-    told = bench.turn()
+    told = bench.reconcile_once()
     assert bench.status()["attempt"] == 2
     assert not [request for request in told if request[0] in ("GET", "LIST")]
     assert not [request for request in told if request[0] in ("POST", "DELETE")]
@@ -1029,11 +1029,11 @@ def test_nothing_is_read_while_pods_of_an_earlier_attempt_terminate() -> None:
 
 def trains() -> Bench:
     bench = planned()
-    bench.turn()
+    bench.reconcile_once()
     bench.pods_run()
-    bench.turn()
+    bench.reconcile_once()
     bench.pod_0_trains()
-    bench.turn()
+    bench.reconcile_once()
     assert bench.status()["phase"] == "Running"
     return bench
 
@@ -1045,7 +1045,7 @@ def test_unknown_spec_field_leaves_running_pods_alone() -> None:
     stored = bench.status()["progress"]
     bench.shown_anew({**bench.api.objects[JOB], "status": {**bench.status(), "progress": {**stored, "time": None}}})
 
-    asked = [writes(bench.turn()) for _ in range(4)]
+    asked = [writes(bench.reconcile_once()) for _ in range(4)]
 
     assert bench.gang_pods() == pods
     assert asked == [[("POST", EVENTS), ("PUT", f"{JOB}/status")], [], [], []]
@@ -1057,12 +1057,12 @@ def test_unknown_spec_field_delays_the_first_attempt() -> None:
     job = bench.api.objects[JOB]
     bench.shown_anew({**job, "spec": {**job["spec"], "newSection": {}}})
 
-    bench.turn()
+    bench.reconcile_once()
     bench.pass_by(0.1)  # what is passing waits for as long in the smallest crowd
-    waiting = [writes(bench.turn()) for _ in range(3)]
+    waiting = [writes(bench.reconcile_once()) for _ in range(3)]
     asked = bench.planner.asked
     bench.api.objects[JOB]["spec"].pop("newSection")  # a definition that was rolled back: no version moves
-    bench.turn()
+    bench.reconcile_once()
 
     assert waiting == [[("POST", EVENTS), ("PUT", f"{JOB}/status")], [], []]
     assert asked is None
@@ -1074,7 +1074,7 @@ def test_unknown_status_keys_are_kept() -> None:
     job = bench.api.objects[JOB]
     bench.shown_anew({**job, "status": {**job["status"], "restarts": 3, "newCounter": 0}})
 
-    asked = [bench.turn() for _ in range(4)]
+    asked = [bench.reconcile_once() for _ in range(4)]
 
     assert asked == [[], [], [], []]
     assert bench.status()["restarts"] == 3
@@ -1087,12 +1087,12 @@ def test_unreadable_status_stops_reconciles() -> None:
     bench.pods_crash()
     for _ in range(4):
         with pytest.raises(UnreadableStatusError, match=r"status\.phase: .*upgrade the operator"):
-            bench.turn()
+            bench.reconcile_once()
         assert bench.api.asked == []
     kept = bench.gang_pods()
     bench.jobs.saw(bench.api.put(JOB, job))
 
-    bench.turn()
+    bench.reconcile_once()
 
     assert kept == pods
     assert bench.status()["attempt"] == 2
@@ -1105,7 +1105,7 @@ def test_unreadable_live_status_stops_a_pass() -> None:
     bench.pods_crash()
 
     with pytest.raises(UnreadableStatusError):
-        bench.turn()
+        bench.reconcile_once()
 
     assert bench.api.asked == [("GET", JOB)]
     assert bench.gang_pods() == pods
@@ -1113,12 +1113,12 @@ def test_unreadable_live_status_stops_a_pass() -> None:
 
 def test_first_status_never_replaces_a_concurrent_one() -> None:
     bench = Bench(status_debounce_s=0)
-    bench.turn()
+    bench.reconcile_once()
     bench.pass_by(0.1)
     bench.api.put(JOB, {**bench.api.objects[JOB], "status": {"phase": "Dreaming", "restarts": 3}})
 
     with pytest.raises(UnreadableStatusError):
-        bench.turn()
+        bench.reconcile_once()
 
     assert ("PUT", f"{JOB}/status") in bench.api.asked
     assert bench.status() == {"phase": "Dreaming", "restarts": 3}

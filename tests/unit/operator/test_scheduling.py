@@ -18,10 +18,10 @@ from dlrm_operator.manifests.scheduling import with_affinity
 from dlrm_operator.reconcile.state import Action, CreatePod, CreatePodGroup, DeleteObject, DeleteWorkload, WakeAt
 from dlrm_planner import plan_job, working_set_bytes
 from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES, CUDA_SHARED_BYTES
-from dlrm_testing.operator.kubelet_double import committed_word
+from dlrm_testing.operator.kubelet_double import committed_progress
 from dlrm_testing.operator.model_cluster import ModelCluster
 from dlrm_testing.operator.operator_cluster import job_document
-from dlrm_testing.operator.running_job import POD_0, POD_1, bring_up, condition, say, status
+from dlrm_testing.operator.running_job import POD_0, POD_1, condition, report_progress, start_training, status
 
 Object = dict[str, Any]
 SCM_NODE = {"matchExpressions": [{"key": "memory.dlrm.dev/scm", "operator": "Exists"}]}
@@ -308,7 +308,7 @@ def test_marks_of_the_group_cannot_be_replaced(scheduling: Object, overlay: Obje
 def kueue_gang() -> ModelCluster:
     """A gang that Kueue knows and admitted, and that trains."""
     cluster = ModelCluster(lifecycle={"restart": {"backoff": "0s"}}, scheduling=KUEUE)
-    bring_up(cluster)
+    start_training(cluster)
     for pod in cluster.pods.values():
         pod["metadata"]["finalizers"] = [HELD]
     uids = [{"uid": pod["metadata"]["uid"]} for pod in cluster.pods.values()]
@@ -321,15 +321,15 @@ def kueue_gang() -> ModelCluster:
 
 def test_a_pod_group_exists_before_its_pods_until_the_next_gang() -> None:
     cluster = ModelCluster(lifecycle={"restart": {"backoff": "0s"}}, scheduling={"gang": "volcano"})
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
 
-    actions = cluster.turn()
-    bring_up(cluster)
+    actions = cluster.reconcile_once()
+    start_training(cluster)
     cluster.end(POD_0, "trainer", 1)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pods = {}
-    bring_up(cluster)
+    start_training(cluster)
 
     kinds = [type(action) for action in actions]
     assert kinds.index(CreatePodGroup) < kinds.index(CreatePod)
@@ -339,19 +339,19 @@ def test_a_pod_group_exists_before_its_pods_until_the_next_gang() -> None:
 @pytest.mark.parametrize("gang", ["volcano", "coscheduling"])
 def test_a_suspended_gang_keeps_no_room_by_its_pod_group(gang: str) -> None:
     cluster = ModelCluster(scheduling={"gang": gang})
-    bring_up(cluster)
+    start_training(cluster)
     cluster.edit("lifecycle", suspend=True)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.answer_cut(2)
-    say(cluster, step=3, committed=2)
-    cluster.turn()
+    report_progress(cluster, step=3, committed=2)
+    cluster.reconcile_once()
 
     ending = set(cluster.groups)
     cluster.pods = {}
     cluster.settle()
     suspended = (status(cluster).phase, set(cluster.groups))
     cluster.edit("lifecycle", suspend=False)
-    bring_up(cluster)
+    start_training(cluster)
 
     assert ending == {"demo-1"}
     assert suspended == (Phase.SUSPENDED, set())
@@ -361,16 +361,16 @@ def test_a_suspended_gang_keeps_no_room_by_its_pod_group(gang: str) -> None:
 @pytest.mark.parametrize("code", [0, 65])
 def test_a_finished_gang_keeps_no_room_once_its_last_pod_has_ended(code: int) -> None:
     cluster = ModelCluster(scheduling=VOLCANO)
-    bring_up(cluster)
+    start_training(cluster)
     for name in (POD_0, POD_1) if code == 0 else (POD_0,):
         cluster.end(name, "trainer", code, cluster.done(9) if code == 0 else "")
-    say(cluster, step=9, committed=9)
-    cluster.turn()
+    report_progress(cluster, step=9, committed=9)
+    cluster.reconcile_once()
 
     finished = status(cluster).phase, set(cluster.groups)
     for name in (POD_0, POD_1):
         cluster.end(name, "trainer", 143)
-        cluster.end(name, "checkpointer", 0, committed_word(9).model_dump_json())
+        cluster.end(name, "checkpointer", 0, committed_progress(9).model_dump_json())
     cluster.settle()
 
     assert finished == (Phase.FAILED if code else Phase.SUCCEEDED, {"demo-1"})
@@ -381,12 +381,12 @@ def test_pods_wait_for_a_missing_gang_scheduler() -> None:
     cluster = ModelCluster(scheduling={"gang": "coscheduling"})
     cluster.groups_problem = "install the coscheduling plugin, or set gang: none"
     for _ in range(3):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
 
     without = status(cluster)
     cluster.groups_problem = ""
-    bring_up(cluster)
+    start_training(cluster)
 
     assert without.phase is Phase.PENDING
     assert status(cluster).phase is Phase.RUNNING
@@ -396,12 +396,12 @@ def test_a_workload_left_of_an_earlier_job_of_the_name_is_waited_for() -> None:
     cluster = ModelCluster(scheduling=KUEUE)
     cluster.groups["demo-1"] = {"apiVersion": "kueue.x-k8s.io/v1beta1", "metadata": {"name": "demo-1", "uid": "old"}}
     for _ in range(3):
-        actions = cluster.turn()
+        actions = cluster.reconcile_once()
         cluster.plan()
 
     waiting = condition(cluster, ConditionType.SCHEDULED)
     cluster.groups = {}
-    bring_up(cluster)
+    start_training(cluster)
 
     assert not [action for action in actions if isinstance(action, CreatePod)]
     assert [action for action in actions if isinstance(action, WakeAt)]
@@ -413,7 +413,7 @@ def test_a_workload_left_of_an_earlier_job_of_the_name_is_waited_for() -> None:
 def test_pods_that_kueue_does_not_manage_are_reported() -> None:
     cluster = ModelCluster(scheduling=KUEUE)
     for _ in range(4):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
 
     scheduled = condition(cluster, ConditionType.SCHEDULED)
@@ -427,7 +427,7 @@ def test_other_gates_are_named() -> None:
     overlay = {"spec": {"schedulingGates": [{"name": "example.com/data-copied"}]}}
     cluster = ModelCluster(trainer={"replicas": 2, "podTemplate": overlay})
     for _ in range(4):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
 
     assert "example.com/data-copied" in condition(cluster, ConditionType.SCHEDULED).message
@@ -440,13 +440,13 @@ def released(actions: tuple[Action, ...]) -> list[tuple[str, str]]:
 def test_the_workload_of_a_force_deleted_pod_is_deleted() -> None:
     cluster = kueue_gang()
     cluster.end(POD_0, "trainer", 1)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.remove(POD_0)
 
     uid = cluster.pods[POD_0]["metadata"]["uid"]
     cluster.pass_time(10_000)
-    forced = cluster.turn()
-    after = cluster.turn()
+    forced = cluster.reconcile_once()
+    after = cluster.reconcile_once()
 
     assert {(action.name, action.force) for action in forced if isinstance(action, DeleteObject)} == {(POD_1, True)}
     assert released(forced) == []
@@ -457,15 +457,15 @@ def test_the_workload_of_a_force_deleted_pod_is_deleted() -> None:
 def test_an_ended_group_is_left_to_kueue_for_a_minute() -> None:
     cluster = kueue_gang()
     cluster.end(POD_0, "trainer", 1)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pass_time(20)
     for name in (POD_0, POD_1):
         cluster.end(name, "trainer", 143)
         cluster.remove(name)
 
-    at_once = cluster.turn()
+    at_once = cluster.reconcile_once()
     cluster.pass_time(61)
-    later = cluster.turn()
+    later = cluster.reconcile_once()
 
     assert released(at_once) == []
     assert [group for group, _ in released(later)] == ["demo-1"]
@@ -474,11 +474,11 @@ def test_an_ended_group_is_left_to_kueue_for_a_minute() -> None:
 def test_a_group_of_which_a_pod_still_ends_is_left_to_kueue() -> None:
     cluster = kueue_gang()
     cluster.end(POD_0, "trainer", 1)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.remove(POD_0)
 
     cluster.pass_time(80)
-    actions = cluster.turn()
+    actions = cluster.reconcile_once()
 
     assert not [action for action in actions if isinstance(action, DeleteWorkload)]
 
@@ -488,10 +488,10 @@ def test_pods_that_others_keep_are_never_released_by_us() -> None:
     for pod in cluster.pods.values():
         pod["metadata"]["finalizers"] = ["example.com/audit"]
     cluster.end(POD_0, "trainer", 1)
-    cluster.turn()
+    cluster.reconcile_once()
     for name in (POD_0, POD_1):
         cluster.remove(name)
 
     cluster.pass_time(10_000)
 
-    assert not [action for action in cluster.turn() if isinstance(action, DeleteWorkload)]
+    assert not [action for action in cluster.reconcile_once() if isinstance(action, DeleteWorkload)]

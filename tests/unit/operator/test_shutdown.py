@@ -17,35 +17,37 @@ from dlrm_operator.reconcile.state import (
     UpdateStatus,
     WakeAt,
 )
-from dlrm_testing.operator.kubelet_double import committed_word
+from dlrm_testing.operator.kubelet_double import committed_progress
 from dlrm_testing.operator.model_cluster import ModelCluster
-from dlrm_testing.operator.running_job import POD_0, POD_1, bring_up, condition, running, say, status
+from dlrm_testing.operator.running_job import POD_0, POD_1, condition, report_progress, running, start_training, status
 
 
 def wakes(cluster: ModelCluster) -> list[float]:
     """Seconds until the operator wants to look again."""
-    return [(action.time - cluster.now).total_seconds() for action in cluster.turn() if isinstance(action, WakeAt)]
+    return [
+        (action.time - cluster.now).total_seconds() for action in cluster.reconcile_once() if isinstance(action, WakeAt)
+    ]
 
 
 def suspended(cluster: ModelCluster, seconds: float) -> None:
     """The job rests for so long, then trains again."""
     cluster.edit("lifecycle", suspend=True)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.answer_cut(1)
-    say(cluster, step=1, committed=1)
-    cluster.turn()
+    report_progress(cluster, step=1, committed=1)
+    cluster.reconcile_once()
     cluster.pods = {}
-    cluster.turn()
+    cluster.reconcile_once()
     assert status(cluster).phase is Phase.SUSPENDED
     cluster.pass_time(seconds)
     cluster.edit("lifecycle", suspend=False)
-    bring_up(cluster)
+    start_training(cluster)
 
 
 def test_a_late_start_fails_with_the_schedulers_message() -> None:
     cluster = ModelCluster(lifecycle={"pendingDeadline": "5m"})
     for _ in range(4):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
     unscheduled = {"type": "PodScheduled", "status": "False", "message": "0/2 nodes are available: 2 too small."}
     cluster.pods[POD_1]["status"]["conditions"] = [unscheduled]
@@ -55,7 +57,7 @@ def test_a_late_start_fails_with_the_schedulers_message() -> None:
     before = wakes(cluster)
     waiting = status(cluster).phase
     cluster.pass_time(1)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert before == [1.0]
     assert waiting is Phase.SCHEDULING
@@ -70,16 +72,16 @@ def test_a_late_start_fails_with_the_schedulers_message() -> None:
 def test_a_gang_whose_image_cannot_be_had_fails_in_the_kubelets_words() -> None:
     cluster = ModelCluster(lifecycle={"pendingDeadline": "5m"})
     for _ in range(4):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
     for pod in cluster.pods.values():
         pod["spec"]["nodeName"] = "node"
         pod["status"]["containerStatuses"] = [{"name": "trainer", "state": waiting}]
 
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pass_time(301)
-    cluster.turn()
+    cluster.reconcile_once()
 
     words = condition(cluster, ConditionType.FAILED).message
     assert "2 of 2 trainers have not started: demo-trainer-1-0/trainer: ImagePullBackOff: no such image" in words
@@ -87,68 +89,68 @@ def test_a_gang_whose_image_cannot_be_had_fails_in_the_kubelets_words() -> None:
 
 def test_the_pending_deadline_covers_each_attempt_until_it_started() -> None:
     cluster = ModelCluster(lifecycle={"pendingDeadline": "5m", "restart": {"backoff": "10m"}})
-    bring_up(cluster)
+    start_training(cluster)
     cluster.pass_time(1_000)
-    cluster.turn()
+    cluster.reconcile_once()
     assert status(cluster).phase is Phase.RUNNING
 
     cluster.end(POD_0, "trainer", 70)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pods = {}
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pass_time(601)  # the pause is no wait for pods
     for _ in range(3):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
     cluster.pass_time(299)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).phase is Phase.SCHEDULING
     cluster.pass_time(2)
-    cluster.turn()
+    cluster.reconcile_once()
     assert status(cluster).phase is Phase.FAILED
 
 
 def test_the_next_attempt_has_the_whole_pending_deadline() -> None:
     cluster = ModelCluster(lifecycle={"pendingDeadline": "5m", "restart": {"backoff": "10s"}})
     for _ in range(4):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
     cluster.start(POD_0)
     cluster.pass_time(200)
     cluster.pods[POD_1]["status"] = {"phase": "Failed", "reason": "OutOfcpu", "message": "Node has not enough cpu"}
-    cluster.turn()
+    cluster.reconcile_once()
 
     cluster.pass_time(200)  # pod 0 takes its grace
-    cluster.turn()
+    cluster.reconcile_once()
     between = status(cluster).pending_since
     cluster.pods = {}
     for _ in range(3):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
     cluster.pass_time(299)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert between is None
     assert status(cluster).attempt == 2
     assert status(cluster).phase is Phase.SCHEDULING
     cluster.pass_time(1)
-    cluster.turn()
+    cluster.reconcile_once()
     assert status(cluster).phase is Phase.FAILED
 
 
 def test_terminating_pods_do_not_count_as_pending_after_an_edit() -> None:
     cluster = ModelCluster(lifecycle={"pendingDeadline": "1m"})
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
-    cluster.turn(most=5)  # dies before the status that calls the gang whole
+    cluster.reconcile_once(most=5)  # dies before the status that calls the gang whole
     cluster.start(POD_0)
     cluster.edit("training", seed=7)
-    cluster.turn()
-    cluster.turn()
+    cluster.reconcile_once()
+    cluster.reconcile_once()
 
     cluster.pass_time(80)  # pod 0 takes its grace
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert POD_0 in cluster.pods
     assert status(cluster).attempt == 2
@@ -159,16 +161,16 @@ def test_terminating_pods_do_not_count_as_pending_after_an_edit() -> None:
 def test_a_job_that_ran_for_too_long_cuts_commits_and_fails() -> None:
     cluster = running()
     cluster.edit("lifecycle", activeDeadline="1h")
-    cluster.turn()
+    cluster.reconcile_once()
 
     cluster.pass_time(3_700)
-    say(cluster, step=50, committed=40)
-    asked = cluster.turn()
+    report_progress(cluster, step=50, committed=40)
+    asked = cluster.reconcile_once()
     meanwhile = status(cluster)
     cluster.answer_cut(51)
-    cluster.turn()
-    say(cluster, step=52, committed=51)
-    cluster.turn()
+    cluster.reconcile_once()
+    report_progress(cluster, step=52, committed=51)
+    cluster.reconcile_once()
 
     assert [action.reason for action in asked if isinstance(action, RequestCut)] == ["DeadlineExceeded"]
     assert meanwhile.phase is Phase.RUNNING
@@ -192,7 +194,7 @@ def test_the_end_of_the_active_deadline_is_waited_for_without_any_event() -> Non
 def test_the_first_running_pass_wakes_at_the_active_deadline() -> None:
     cluster = ModelCluster(lifecycle={"activeDeadline": "1h"})
     for _ in range(4):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
     for name in cluster.pods:
         cluster.start(name)
@@ -206,11 +208,11 @@ def test_suspended_time_does_not_count_for_the_active_deadline() -> None:
 
     suspended(cluster, 86_400)
     cluster.pass_time(3_000)
-    say(cluster, step=9, committed=1)
-    cluster.turn()
+    report_progress(cluster, step=9, committed=1)
+    cluster.reconcile_once()
     trains = status(cluster)
     cluster.pass_time(601)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert trains.phase is Phase.RUNNING
     assert trains.suspended_seconds == 86_400
@@ -223,9 +225,9 @@ def test_a_silent_gang_is_ended_by_the_active_deadline_all_the_same() -> None:
     cluster.polled = None
 
     cluster.pass_time(3_700)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pass_time(61)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).phase is Phase.FAILED
 
@@ -233,8 +235,8 @@ def test_a_silent_gang_is_ended_by_the_active_deadline_all_the_same() -> None:
 def finished(cluster: ModelCluster) -> None:
     for name in (POD_0, POD_1):
         cluster.end(name, "trainer", 0, cluster.done(100))
-        cluster.end(name, "checkpointer", 0, committed_word(100).model_dump_json())
-    cluster.turn()
+        cluster.end(name, "checkpointer", 0, committed_progress(100).model_dump_json())
+    cluster.reconcile_once()
     assert status(cluster).phase is Phase.SUCCEEDED
 
 
@@ -245,9 +247,9 @@ def test_a_finished_job_is_deleted_after_its_ttl() -> None:
 
     before = wakes(cluster)
     cluster.pass_time(3_600)
-    (deletion,) = cluster.turn()
+    (deletion,) = cluster.reconcile_once()
     cluster.pods = {}
-    after = cluster.turn()
+    after = cluster.reconcile_once()
 
     assert before == [3_600.0]
     assert deletion == DeleteJob(key=cluster.observe().job.key, uid="job-uid", resource_version=version(cluster, -1))
@@ -266,10 +268,10 @@ def test_a_suspended_job_is_not_a_finished_one() -> None:
 
     assert "deletionTimestamp" not in cluster.job["metadata"]
     cluster.end("demo-trainer-2-0", "trainer", 65)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.edit("lifecycle", suspend=True)  # nothing comes of it any more
-    cluster.turn()
-    cluster.turn()
+    cluster.reconcile_once()
+    cluster.reconcile_once()
     assert "deletionTimestamp" in cluster.job["metadata"]
 
 
@@ -277,12 +279,12 @@ def failed() -> ModelCluster:
     """A job whose data are bad, after a restart for another reason."""
     cluster = running(maxRestarts=1)
     cluster.end(POD_0, "trainer", 70)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pods = {}
     cluster.pass_time(120)
-    bring_up(cluster)
+    start_training(cluster)
     cluster.end("demo-trainer-2-0", "trainer", 65)
-    cluster.turn()
+    cluster.reconcile_once()
     assert status(cluster).phase is Phase.FAILED
     return cluster
 
@@ -292,10 +294,10 @@ def test_a_changed_spec_retries_a_failed_job_with_full_budgets() -> None:
     cluster.pass_time(500)
 
     cluster.edit("trainer", image="trainer:mended")
-    cluster.turn()
+    cluster.reconcile_once()
     restarting = status(cluster)
     cluster.pods = {}
-    bring_up(cluster)
+    start_training(cluster)
 
     assert restarting.phase is Phase.RESTARTING
     assert restarting.charged_restarts == 0
@@ -310,11 +312,11 @@ def test_a_changed_spec_retries_a_failed_job_with_full_budgets() -> None:
 
 def test_a_failed_job_that_nobody_changes_stays_as_it_is() -> None:
     cluster = failed()
-    cluster.turn()
+    cluster.reconcile_once()
 
     cluster.pass_time(100_000)
 
-    assert not [action for action in cluster.turn() if isinstance(action, CreatePod)]
+    assert not [action for action in cluster.reconcile_once() if isinstance(action, CreatePod)]
     assert status(cluster).phase is Phase.FAILED
 
 
@@ -322,10 +324,10 @@ def test_a_failed_job_that_is_suspended_starts_again_when_it_is_resumed() -> Non
     cluster = failed()
 
     cluster.edit("lifecycle", suspend=True)
-    cluster.turn()
+    cluster.reconcile_once()
     at_rest = status(cluster).phase
     cluster.edit("lifecycle", suspend=False)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert at_rest is Phase.FAILED
     assert status(cluster).phase is Phase.RESTARTING
@@ -345,7 +347,7 @@ def test_what_may_mend_a_failed_job_starts_it_again(section: str, change: dict[s
     cluster = failed()
 
     cluster.edit(section, **change)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).phase is Phase.RESTARTING
     assert status(cluster).failed_spec is None
@@ -363,12 +365,12 @@ def test_what_mends_nothing_is_seen_and_leaves_a_failed_job_failed(section: str,
     cluster = failed()
 
     cluster.edit(section, **change)
-    cluster.turn()
+    cluster.reconcile_once()
     seen = status(cluster)
     writes = cluster.writes
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.edit("training", seed=5)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert (seen.phase, seen.observed_generation) == (Phase.FAILED, 2)
     assert status(cluster).phase is Phase.RESTARTING
@@ -380,7 +382,7 @@ def test_a_change_that_is_taken_back_while_nobody_looks_starts_nothing() -> None
 
     cluster.edit("training", seed=5)
     cluster.job["spec"].pop("training")
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).phase is Phase.FAILED
 
@@ -390,7 +392,7 @@ def test_without_a_stored_digest_any_change_retries_a_failed_job() -> None:
     cluster.job["status"].pop("failedSpec")
 
     cluster.edit("lifecycle", ttlAfterFinished="1h")
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).phase is Phase.RESTARTING
 
@@ -401,24 +403,24 @@ def test_a_job_that_succeeded_never_starts_again() -> None:
     ended = status(cluster)
 
     cluster.edit("trainer", replicas=3)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster) == ended.model_copy(update={"observed_generation": 2})
     assert ended.phase is Phase.SUCCEEDED
-    assert cluster.turn() == ()
+    assert cluster.reconcile_once() == ()
 
 
 def fail(cluster: ModelCluster, attempt: int) -> None:
     """Pod 0 of the attempt fails, and with its upload done it ends; the other is told to go."""
     name = f"demo-trainer-{attempt}-0"
     cluster.end(name, "trainer", 70)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.end(name, "checkpointer", 0)
-    cluster.turn()
+    cluster.reconcile_once()
     for other in [n for n, pod in cluster.pods.items() if "deletionTimestamp" in pod["metadata"]]:
         del cluster.pods[other]
     cluster.pass_time(120)
-    bring_up(cluster)
+    start_training(cluster)
 
 
 def test_kept_failed_pods_do_not_block_the_next_attempt() -> None:
@@ -440,11 +442,11 @@ def test_a_kept_pod_blocks_until_its_checkpointer_ended_or_is_late() -> None:
     cluster.edit("lifecycle", keepFailedPods=True, terminationGracePeriod="30s")
 
     cluster.end(POD_0, "trainer", 70)
-    first = cluster.turn()
+    first = cluster.reconcile_once()
     del cluster.pods[POD_1]
-    waiting = cluster.turn()
+    waiting = cluster.reconcile_once()
     cluster.pass_time(91)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert [action.name for action in first if isinstance(action, DeleteObject)] == [POD_1]
     assert not [action for action in waiting if isinstance(action, DeleteObject | CreatePod)]
@@ -458,9 +460,9 @@ def test_kept_pods_outlive_the_end_of_the_job() -> None:
 
     for index in (0, 1):
         cluster.end(f"demo-trainer-2-{index}", "trainer", 0, cluster.done(100))
-        cluster.end(f"demo-trainer-2-{index}", "checkpointer", 0, committed_word(100).model_dump_json())
-    cluster.turn()
-    cluster.turn()
+        cluster.end(f"demo-trainer-2-{index}", "checkpointer", 0, committed_progress(100).model_dump_json())
+    cluster.reconcile_once()
+    cluster.reconcile_once()
 
     assert status(cluster).phase is Phase.SUCCEEDED
     assert POD_0 in cluster.pods
@@ -468,7 +470,7 @@ def test_kept_pods_outlive_the_end_of_the_job() -> None:
 
 def suspend(cluster: ModelCluster) -> None:
     cluster.edit("lifecycle", suspend=True)
-    cluster.turn()
+    cluster.reconcile_once()
 
 
 def resume(cluster: ModelCluster) -> None:
@@ -483,23 +485,23 @@ def gone(cluster: ModelCluster) -> None:
     """Deleted pods are gone, and the operator sees it."""
     for name in deleted(cluster):
         del cluster.pods[name]
-    cluster.turn()
+    cluster.reconcile_once()
 
 
 def test_a_suspended_gang_goes_after_its_last_cut_is_committed() -> None:
     cluster = running()
-    say(cluster, step=50, committed=40)
+    report_progress(cluster, step=50, committed=40)
 
     suspend(cluster)
     asked = status(cluster)
     cluster.answer_cut(51)
-    cluster.turn()
+    cluster.reconcile_once()
     committing = condition(cluster, ConditionType.SUSPENDED)
-    say(cluster, step=55, committed=50)
-    cluster.turn()
+    report_progress(cluster, step=55, committed=50)
+    cluster.reconcile_once()
     kept = deleted(cluster)
-    say(cluster, step=56, committed=51)
-    cluster.turn()
+    report_progress(cluster, step=56, committed=51)
+    cluster.reconcile_once()
     let_go = deleted(cluster)
     stopping = status(cluster)
     gone(cluster)
@@ -517,7 +519,7 @@ def test_a_suspended_gang_goes_after_its_last_cut_is_committed() -> None:
     assert "step 51" in held.message
     assert "spec.lifecycle.suspend" in held.message
     assert condition(cluster, ConditionType.RUNNING).status == "False"
-    assert cluster.turn() == ()
+    assert cluster.reconcile_once() == ()
 
 
 def test_the_cut_is_asked_for_once_and_its_step_outlives_the_operator() -> None:
@@ -526,9 +528,9 @@ def test_the_cut_is_asked_for_once_and_its_step_outlives_the_operator() -> None:
     suspend(cluster)
     first = cluster.cut_asked
     cluster.answer_cut(9)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.cut = cluster.cut_asked = None  # another operator, which asked nobody
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert first is not None
     assert (first.attempt, first.ip, first.reason) == (1, "127.0.0.2", "Suspended")
@@ -542,10 +544,10 @@ def test_an_answer_to_an_earlier_suspension_is_not_taken_for_this_one() -> None:
     suspend(cluster)
     cluster.answer_cut(9)
     resume(cluster)
-    cluster.turn()
+    cluster.reconcile_once()
     on_the_way = status(cluster)
     cluster.pass_time(60)
-    say(cluster, step=80, committed=9)
+    report_progress(cluster, step=80, committed=9)
 
     suspend(cluster)
 
@@ -559,20 +561,20 @@ def test_an_answer_to_an_earlier_suspension_is_not_taken_for_this_one() -> None:
 def test_a_silent_trainer_is_asked_until_the_commit_deadline() -> None:
     cluster = running()
     cluster.edit("lifecycle", commitDeadline="2m")
-    say(cluster, step=50, committed=40)
+    report_progress(cluster, step=50, committed=40)
 
     suspend(cluster)
     cluster.answer_cut(None, "pod 0 did not answer: connection refused")
     cluster.pass_time(31)  # words wait until they are due
-    cluster.turn()
+    cluster.reconcile_once()
     words = condition(cluster, ConditionType.SUSPENDED)
     cluster.cut, cluster.cut_asked = None, None
-    again = cluster.turn()
+    again = cluster.reconcile_once()
     cluster.pass_time(88)
-    cluster.turn()
+    cluster.reconcile_once()
     kept = deleted(cluster)
     cluster.pass_time(1)
-    cluster.turn()
+    cluster.reconcile_once()
     let_go = deleted(cluster)
     gone(cluster)
 
@@ -588,13 +590,13 @@ def test_a_silent_trainer_is_asked_until_the_commit_deadline() -> None:
 
 def test_a_cut_that_missed_its_deadline_is_reported() -> None:
     cluster = running()
-    say(cluster, step=50, committed=40)
+    report_progress(cluster, step=50, committed=40)
 
     suspend(cluster)
     cluster.answer_cut(51)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pass_time(601)
-    cluster.turn()
+    cluster.reconcile_once()
     gone(cluster)
 
     held = condition(cluster, ConditionType.SUSPENDED).message
@@ -603,15 +605,15 @@ def test_a_cut_that_missed_its_deadline_is_reported() -> None:
 
 def test_what_a_checkpointer_commits_while_its_pod_ends_is_held() -> None:
     cluster = running()
-    say(cluster, step=50, committed=40)
+    report_progress(cluster, step=50, committed=40)
     suspend(cluster)
     cluster.pass_time(601)
-    cluster.turn()
+    cluster.reconcile_once()
 
     for name in (POD_0, POD_1):
         cluster.end(name, "trainer", 143)
-        cluster.end(name, "checkpointer", 0, committed_word(52).model_dump_json())
-    cluster.turn()
+        cluster.end(name, "checkpointer", 0, committed_progress(52).model_dump_json())
+    cluster.reconcile_once()
     gone(cluster)
 
     assert status(cluster).last_snapshot is not None
@@ -623,7 +625,7 @@ def test_what_a_checkpointer_commits_while_its_pod_ends_is_held() -> None:
 def test_a_gang_that_has_trained_nothing_yet_goes_at_once() -> None:
     cluster = ModelCluster()
     for _ in range(4):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
     cluster.start(POD_0)
 
@@ -637,8 +639,8 @@ def test_a_gang_that_has_trained_nothing_yet_goes_at_once() -> None:
 def test_a_job_that_is_suspended_before_it_has_pods_gets_none() -> None:
     cluster = ModelCluster(lifecycle={"suspend": True})
 
-    first = cluster.turn()
-    later = cluster.turn()
+    first = cluster.reconcile_once()
+    later = cluster.reconcile_once()
 
     assert [type(action) for action in first if not isinstance(action, WakeAt)][-1] is UpdateStatus
     assert not [action for action in first if isinstance(action, CreatePod | RequestPlan)]
@@ -646,7 +648,7 @@ def test_a_job_that_is_suspended_before_it_has_pods_gets_none() -> None:
     assert status(cluster).phase is Phase.SUSPENDED
     assert "nothing was trained yet" in condition(cluster, ConditionType.SUSPENDED).message
     resume(cluster)
-    bring_up(cluster)
+    start_training(cluster)
     assert status(cluster).attempt == 1
     assert status(cluster).restarts == 0
 
@@ -655,11 +657,11 @@ def test_a_resumed_job_is_a_new_attempt_that_is_not_charged() -> None:
     cluster = running()
     suspend(cluster)
     cluster.pass_time(601)
-    cluster.turn()
+    cluster.reconcile_once()
     gone(cluster)
 
     resume(cluster)
-    bring_up(cluster)
+    start_training(cluster)
 
     assert status(cluster).attempt == 2
     assert status(cluster).charged_restarts == 0
@@ -671,16 +673,16 @@ def test_a_resumed_job_is_a_new_attempt_that_is_not_charged() -> None:
 
 def test_a_spec_that_was_changed_while_suspended_is_planned_anew() -> None:
     cluster = ModelCluster()
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
-    cluster.turn(most=2)  # the plan is written down, and no pod relies on it
+    cluster.reconcile_once(most=2)  # the plan is written down, and no pod relies on it
     assert cluster.config_maps
     assert not cluster.pods
     suspend(cluster)
 
     cluster.edit("trainer", replicas=3)
     resume(cluster)
-    bring_up(cluster)
+    start_training(cluster)
 
     assert sorted(cluster.pods) == ["demo-trainer-1-0", "demo-trainer-1-1", "demo-trainer-1-2"]
 
@@ -688,12 +690,12 @@ def test_a_spec_that_was_changed_while_suspended_is_planned_anew() -> None:
 def test_a_stored_plan_without_pods_is_used_for_the_same_spec() -> None:
     for trainer in ({"replicas": 2}, {}, {"auto": {"max": 2, "targetSamplesPerSecond": 0}}):
         cluster = ModelCluster(trainer=trainer)
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
-        cluster.turn(most=2)
+        cluster.reconcile_once(most=2)
         cluster.planning = None  # another operator
 
-        actions = cluster.turn()
+        actions = cluster.reconcile_once()
 
         assert cluster.pods
         assert not [action for action in actions if isinstance(action, RequestPlan)], trainer
@@ -704,7 +706,7 @@ def test_a_gang_that_fails_while_suspending_is_charged_not_replaced() -> None:
     suspend(cluster)
 
     cluster.end(POD_0, "trainer", 70)
-    cluster.turn()
+    cluster.reconcile_once()
     gone(cluster)
 
     assert status(cluster).phase is Phase.SUSPENDED
@@ -720,10 +722,10 @@ def test_a_job_that_ends_well_while_it_is_to_be_suspended_has_succeeded() -> Non
 
     for name in (POD_0, POD_1):
         cluster.end(name, "trainer", 0, cluster.done(100))
-    waiting = cluster.turn()
+    waiting = cluster.reconcile_once()
     for name in (POD_0, POD_1):
-        cluster.end(name, "checkpointer", 0, committed_word(100).model_dump_json())
-    cluster.turn()
+        cluster.end(name, "checkpointer", 0, committed_progress(100).model_dump_json())
+    cluster.reconcile_once()
 
     assert not [action for action in waiting if isinstance(action, DeleteObject | RequestCut)]
     assert status(cluster).phase is Phase.SUCCEEDED
@@ -733,7 +735,7 @@ def test_a_job_that_ends_well_while_it_is_to_be_suspended_has_succeeded() -> Non
 def test_suspending_a_finished_job_does_nothing() -> None:
     cluster = running()
     cluster.end(POD_0, "trainer", 65)
-    cluster.turn()
+    cluster.reconcile_once()
     gone(cluster)
 
     suspend(cluster)
@@ -746,13 +748,13 @@ def test_each_step_of_a_suspension_is_told_once() -> None:
     cluster = running()
     suspend(cluster)
     cluster.answer_cut(2)
-    cluster.turn()
-    say(cluster, step=3, committed=2)
-    cluster.turn()
+    cluster.reconcile_once()
+    report_progress(cluster, step=3, committed=2)
+    cluster.reconcile_once()
     gone(cluster)
-    cluster.turn()
+    cluster.reconcile_once()
     resume(cluster)
-    bring_up(cluster)
+    start_training(cluster)
 
     told = [event.reason for event in cluster.events]
     assert [told.count(reason) for reason in ("Suspending", "Suspended", "Resumed")] == [1, 1, 1]
@@ -764,10 +766,10 @@ def scale(cluster: ModelCluster, replicas: int) -> None:
 
 def let_go(cluster: ModelCluster) -> None:
     """The gang commits the cut that it is asked for, and its pods end."""
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.answer_cut(51)
-    say(cluster, step=52, committed=51)
-    cluster.turn()
+    report_progress(cluster, step=52, committed=51)
+    cluster.reconcile_once()
     assert all("deletionTimestamp" in pod["metadata"] for pod in cluster.pods.values())
     cluster.pods = {}
 
@@ -776,13 +778,13 @@ def test_a_resize_requests_the_cut_only_after_the_plan() -> None:
     cluster = running()
     scale(cluster, 3)
 
-    asked = cluster.turn()
+    asked = cluster.reconcile_once()
     planning = condition(cluster, ConditionType.RESIZED)
     meanwhile = status(cluster).phase
     cluster.plan()
-    cut = cluster.turn()
+    cut = cluster.reconcile_once()
     let_go(cluster)
-    bring_up(cluster)
+    start_training(cluster)
 
     assert [type(action) for action in asked if isinstance(action, RequestPlan | RequestCut)] == [RequestPlan]
     assert (planning.status, planning.reason) == ("False", "Planning")
@@ -800,13 +802,13 @@ def test_a_resize_requests_the_cut_only_after_the_plan() -> None:
 def test_training_continues_while_the_cut_is_committed() -> None:
     cluster = running()
     scale(cluster, 1)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
-    cluster.turn()
+    cluster.reconcile_once()
 
     cluster.answer_cut(51)
-    say(cluster, step=55, committed=50)
-    actions = cluster.turn()
+    report_progress(cluster, step=55, committed=50)
+    actions = cluster.reconcile_once()
 
     assert status(cluster).phase is Phase.RUNNING
     assert condition(cluster, ConditionType.RUNNING).status == "True"
@@ -817,12 +819,12 @@ def test_training_continues_while_the_cut_is_committed() -> None:
 def test_an_infeasible_size_keeps_the_gang_and_is_reported_once() -> None:
     cluster = running()
     scale(cluster, 9)
-    cluster.turn()
+    cluster.reconcile_once()
 
     cluster.planning = Planning(problem="data.virtualShards is too small", final=True)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.planning = None
-    later = cluster.turn()
+    later = cluster.reconcile_once()
 
     refused = condition(cluster, ConditionType.RESIZED)
     assert refused.reason == "Infeasible"
@@ -833,18 +835,18 @@ def test_an_infeasible_size_keeps_the_gang_and_is_reported_once() -> None:
     assert later == ()
     assert [event.reason for event in cluster.events].count("ResizeRefused") == 1
     scale(cluster, 3)
-    assert [action for action in cluster.turn() if isinstance(action, RequestPlan)]
+    assert [action for action in cluster.reconcile_once() if isinstance(action, RequestPlan)]
 
 
 def test_a_size_that_is_taken_back_changes_nothing() -> None:
     cluster = running()
     scale(cluster, 3)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
-    cluster.turn()
+    cluster.reconcile_once()
 
     cluster.edit("trainer", replicas=2)
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).halt is None
     assert status(cluster).attempt == 1
@@ -854,21 +856,21 @@ def test_a_size_that_is_taken_back_changes_nothing() -> None:
 def test_a_resize_without_its_profile_withdraws_the_cut() -> None:
     cluster = running()
     scale(cluster, 3)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
-    cluster.turn()
+    cluster.reconcile_once()
     asked = status(cluster).halt
 
     cluster.planning = None
     cluster.profile_problem = "there is no HardwareProfile pool"
-    cluster.turn()
+    cluster.reconcile_once()
     said = condition(cluster, ConditionType.RESIZED)
     later = status(cluster).halt
     cluster.pass_time(86_400)
     cluster.profile_problem = ""
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert asked is not None
     assert said.reason == "HardwareProfileUnavailable"
@@ -880,15 +882,15 @@ def test_a_resize_without_its_profile_withdraws_the_cut() -> None:
 def test_a_gang_that_finds_no_nodes_is_made_smaller_at_once() -> None:
     cluster = ModelCluster(replicas=3)
     for _ in range(4):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
     assert len(cluster.pods) == 3
 
     scale(cluster, 1)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
-    cluster.turn()
-    bring_up(cluster)
+    cluster.reconcile_once()
+    start_training(cluster)
 
     assert list(cluster.pods) == ["demo-trainer-2-0"]
     assert status(cluster).charged_restarts == 0
@@ -897,16 +899,16 @@ def test_a_gang_that_finds_no_nodes_is_made_smaller_at_once() -> None:
 def test_a_restarted_operator_waits_for_the_same_cut_of_a_resize() -> None:
     cluster = running()
     scale(cluster, 3)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.answer_cut(51)
-    cluster.turn()
+    cluster.reconcile_once()
 
     cluster.planning = cluster.cut = cluster.cut_asked = None
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
-    cluster.turn()
+    cluster.reconcile_once()
 
     assert status(cluster).halt is not None
     assert status(cluster).halt.step == 51
@@ -916,13 +918,13 @@ def test_a_restarted_operator_waits_for_the_same_cut_of_a_resize() -> None:
 def test_a_failure_while_it_is_resized_brings_the_new_size_too() -> None:
     cluster = running()
     scale(cluster, 3)
-    cluster.turn()
+    cluster.reconcile_once()
 
     cluster.end(POD_0, "trainer", 70)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pods = {}
     cluster.pass_time(120)
-    bring_up(cluster)
+    start_training(cluster)
 
     assert len(cluster.pods) == 3
     assert status(cluster).charged_restarts == 1
@@ -932,14 +934,14 @@ def test_a_job_that_is_suspended_and_resized_comes_back_with_the_new_size() -> N
     cluster = running()
     cluster.edit("lifecycle", suspend=True)
     scale(cluster, 1)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pass_time(601)
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pods = {}
-    cluster.turn()
+    cluster.reconcile_once()
 
     cluster.edit("lifecycle", suspend=False)
-    bring_up(cluster)
+    start_training(cluster)
 
     assert list(cluster.pods) == ["demo-trainer-2-0"]
     assert status(cluster).restarts_by_reason == {"Suspended": 1}
@@ -947,15 +949,15 @@ def test_a_job_that_is_suspended_and_resized_comes_back_with_the_new_size() -> N
 
 def test_a_number_that_the_planner_chose_is_not_taken_for_another_size() -> None:
     cluster = ModelCluster(trainer={"auto": {"min": 2, "max": 3, "targetSamplesPerSecond": 0}})
-    bring_up(cluster)
+    start_training(cluster)
 
     assert len(cluster.pods) == 2
-    assert cluster.turn() == ()
+    assert cluster.reconcile_once() == ()
     scale(cluster, 3)  # from now on the user says how many
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.plan()
     let_go(cluster)
-    bring_up(cluster)
+    start_training(cluster)
     assert len(cluster.pods) == 3
 
 

@@ -83,7 +83,7 @@ def one(fault: Fault, done: int) -> tuple[Any, list[str]]:
         await asyncio.sleep(0.3)  # for what is not to come
         return found
 
-    weather = Weather(seed=1, rate=1.0, longest_delay_s=0.2, only=(fault,))
+    weather = Weather(seed=1, rate=1.0, max_delay_s=0.2, only=(fault,))
     found, _, proxy = through(weather, do, upstream)
     assert set(proxy.faults) == {fault}
     return found, upstream.asked
@@ -181,7 +181,7 @@ def test_each_fault_of_a_watch_is_one_that_a_client_can_meet() -> None:
     async def do(url: str, proxy: UnrulyProxy) -> list[tuple[int, str]]:
         return list(await asyncio.gather(*(watch(url) for _ in range(30))))
 
-    weather = Weather(seed=3, rate=1.0, watch_life_s=(0.1, 0.2), silence_s=(3.5, 4.0), longest_delay_s=0.1)
+    weather = Weather(seed=3, rate=1.0, watch_life_s=(0.1, 0.2), silence_s=(3.5, 4.0), max_delay_s=0.1)
     found, _, proxy = through(weather, do)
 
     assert set(proxy.faults) == set(WatchFault)

@@ -23,7 +23,7 @@ RATES: dict[str, Any] = {
 DEVICES = {"resource": "nvidia.com/gpu", "count": 1, "hbm": {"bytes": "80Gi"}, "flopsPerSecond": 1e14}
 DDR = {"bytes": "64Gi", "readBytesPerSecond": 1e9, "writeBytesPerSecond": 5e8}
 TABLES = [{"name": f"t{i}", "rows": 10**6, "dim": 16, "maxLookups": 2} for i in range(8)]
-MOST_JUDGED = GRID_SIZES + 12
+MAX_JUDGED = GRID_SIZES + 12
 
 
 def auto(least: int, most: int, target: float) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def test_whatever_sizes_are_worth_the_answer_is_true_and_few_are_judged(
 
     found = choose_replicas(least, most, target, worth.__getitem__)
 
-    assert len(found.judged) <= MOST_JUDGED + MAX_EXACT - GRID_SIZES
+    assert len(found.judged) <= MAX_JUDGED + MAX_EXACT - GRID_SIZES
     assert all(least <= size <= most and worth[size] == judged for size, judged in found.judged.items())
     fitting = [judged.rate for judged in found.judged.values() if judged.fits]
     if found.replicas is None:
@@ -91,7 +91,7 @@ def test_where_more_replicas_are_never_worse_the_answer_is_the_fewest_of_all(
     found = choose_replicas(least, most, needed, lambda size: JudgedSize(fits=True, rate=float(size)))
 
     assert found.replicas == (max(least, needed) if needed <= most else most)
-    assert len(found.judged) <= MOST_JUDGED + MAX_EXACT - GRID_SIZES
+    assert len(found.judged) <= MAX_JUDGED + MAX_EXACT - GRID_SIZES
 
 
 def test_sizes_that_only_get_worse_are_left_out() -> None:

@@ -20,7 +20,7 @@ from dlrm_checkpointer.write.retention import ORPHAN_S, RetentionPolicy
 from dlrm_testing.checkpointer.truth import Handed, Truth
 from dlrm_testing.checkpointer.turns import Actor, Clock, FailingStore, MemoryStore
 
-MOST_TURNS = 40_000
+MAX_TURNS = 40_000
 CLAIMS = 12
 """Tries of one attempt to begin; the store fails only the first ones."""
 
@@ -281,7 +281,7 @@ class ShutdownPolicy:
 
     def until_ended(self, actor: Actor) -> Actor:
         """Let it and all others run until it ends."""
-        for _ in range(MOST_TURNS):
+        for _ in range(MAX_TURNS):
             if actor.ended:
                 return actor
             actor.step()

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from dlrm_testing.operator.fault_server import Object, deleting, gang_of, has_ended, kept_by_others
+from dlrm_testing.operator.fault_server import Object, gang_of, has_ended, held_by_others, is_deleting
 
 KEPT_ATTEMPTS = 3
 """With ``keepFailedPods`` the ended pods of so many attempts before the current one stay."""
@@ -20,10 +20,10 @@ class Audit:
     """Creations of pods by (uid of the job, name of the pod)."""
     alive: dict[str, Object] = field(default_factory=dict)
     """Pods that exist, by name."""
-    wrongs: list[str] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
     """What must never be."""
 
-    def see_pod(self, kind: str, pod: Object) -> None:
+    def record_pod(self, kind: str, pod: Object) -> None:
         """One event of the watch."""
         name, gang = pod["metadata"]["name"], gang_of(pod)
         if kind == "DELETED":
@@ -31,39 +31,39 @@ class Audit:
             return
         if kind == "ADDED":
             self.created[gang[0], name] += 1
-            others = sorted(other for other, its in self.alive.items() if not self._suffers(its, gang))
+            others = sorted(other for other, its in self.alive.items() if not self._allows(its, gang))
             if others:
-                self.wrongs.append(f"{name} was created while there were pods of another gang: {others}")
+                self.violations.append(f"{name} was created while there were pods of another gang: {others}")
         self.alive[name] = pod
 
-    def see_status(self, before: Object, after: Object) -> None:
+    def record_status(self, before: Object, after: Object) -> None:
         """One change of the status of one job."""
         for name in FORWARD:
             if after.get(name, 0) < before.get(name, 0):
-                self.wrongs.append(f"status.{name} went from {before[name]} back to {after.get(name, 0)}")
+                self.violations.append(f"status.{name} went from {before[name]} back to {after.get(name, 0)}")
         was, reasons = before.get("restartsByReason", {}), after.get("restartsByReason", {})
         if any(reasons.get(reason, 0) < count for reason, count in was.items()):
-            self.wrongs.append(f"restarts by reason went from {was} back to {reasons}")
+            self.violations.append(f"restarts by reason went from {was} back to {reasons}")
         if _newest(after) < _newest(before):
-            self.wrongs.append(f"the newest snapshot went from step {_newest(before)} back to {_newest(after)}")
+            self.violations.append(f"the newest snapshot went from step {_newest(before)} back to {_newest(after)}")
         healed = _newest(after) > _newest(before) or reasons.get("SpecChanged", 0) > was.get("SpecChanged", 0)
         for budget in ("chargedRestarts", "freeRestarts"):
             if after.get(budget, 0) < before.get(budget, 0) and not healed:
-                self.wrongs.append(f"status.{budget} went from {before[budget]} to {after.get(budget, 0)} unhealed")
+                self.violations.append(f"status.{budget} went from {before[budget]} to {after.get(budget, 0)} unhealed")
 
-    def doubled(self) -> list[str]:
+    def created_twice(self) -> list[str]:
         """Pods that were created more than once for one job."""
         return [name for (_, name), count in self.created.items() if count > 1]
 
-    def _suffers(self, other: Object, gang: tuple[str, int]) -> bool:
+    def _allows(self, other: Object, gang: tuple[str, int]) -> bool:
         """Whether a pod of that gang may be created beside this one, of which nothing may run."""
         uid, attempt = gang_of(other)
         if (uid, attempt) == gang:
             return True
         if uid != gang[0]:
             return False
-        if deleting(other):
-            return kept_by_others(other)
+        if is_deleting(other):
+            return held_by_others(other)
         return self.keeps and has_ended(other) and attempt >= gang[1] - KEPT_ATTEMPTS
 
 

@@ -6,14 +6,14 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from dlrm_testing.operator.fault_server import Object, deleting, gang_of, index_of
+from dlrm_testing.operator.fault_server import Object, gang_of, index_of, is_deleting
 from dlrm_testing.operator.fault_world import World
 from dlrm_testing.operator.job_checks import Story
 from dlrm_testing.operator.job_model import Fate
 from dlrm_testing.operator.job_schedule import Script
-from dlrm_testing.operator.kubelet_double import committed_word
+from dlrm_testing.operator.kubelet_double import committed_progress
 
-LONGEST_S = float(os.environ.get("FAULT_PATIENCE_S", "300"))
+MAX_WAIT_S = float(os.environ.get("FAULT_PATIENCE_S", "300"))
 """An operator that is killed and refused all the time still comes to its next step in far less."""
 
 
@@ -36,9 +36,9 @@ class FaultJob:
         """Newest step that its checkpointers committed."""
         self.still = False
         """Whether the current gang stands still."""
-        self.lived: list[Fate] = []
+        self.past_fates: list[Fate] = []
         """What befell the gangs so far."""
-        self.odd: list[str] = []
+        self.unexpected: list[str] = []
         """What the operator asked of pods, and should not have, or did to them."""
         self.tasks: list[asyncio.Task[None]] = []
         """What goes on beside its fates; ended with its life."""
@@ -48,9 +48,9 @@ class FaultJob:
         fates = self.script.fates
         return fates[attempt - 1] if 0 < attempt <= len(fates) else None
 
-    def last_word(self) -> str:
+    def checkpointer_message(self) -> str:
         """What its checkpointers say."""
-        return committed_word(self.committed).model_dump_json()
+        return committed_progress(self.committed).model_dump_json()
 
     def job(self) -> Object:
         """The job that was applied last, as it is or was last."""
@@ -72,7 +72,7 @@ class FaultJob:
     def gang(self) -> dict[int, Object]:
         """The pods of the current attempt that are not on their way out."""
         wanted = self.uid, self.attempt
-        return {index_of(pod): pod for pod in self.pods() if gang_of(pod) == wanted and not deleting(pod)}
+        return {index_of(pod): pod for pod in self.pods() if gang_of(pod) == wanted and not is_deleting(pod)}
 
     def runs(self, index: int) -> bool:
         pod = self.gang().get(index)
@@ -82,14 +82,14 @@ class FaultJob:
         return Story(
             script=self.script,
             uid=self.uid,
-            fates=tuple(self.lived),
+            fates=tuple(self.past_fates),
             job=self.job(),
             pods=tuple(self.pods()),
             audit=self.world.audits[self.home],
         )
 
     async def until(self, truth: Callable[[], Any], what: str) -> None:
-        await self.world.until(truth, f"{self.script.name}: {what}", LONGEST_S)
+        await self.world.until(truth, f"{self.script.name}: {what}", MAX_WAIT_S)
 
-    def tell(self, what: str) -> None:
-        self.world.tell(self.namespace, f"{self.script.name}: {what}")
+    def trace(self, what: str) -> None:
+        self.world.trace(self.namespace, f"{self.script.name}: {what}")

@@ -14,9 +14,9 @@ from dlrm_testing.operator.fault_server import (
     Object,
     RefusedError,
     Server,
-    deleting,
     ended,
     exit_code,
+    is_deleting,
     path_of,
     phase_of,
 )
@@ -35,7 +35,7 @@ class Start(enum.Enum):
     NOT_PULLED = "waits for its image"
 
 
-class Tenant(Protocol):
+class PodBehavior(Protocol):
     """Whose pods they are, and what they say."""
 
     slow_s: float
@@ -44,16 +44,16 @@ class Tenant(Protocol):
     def start(self, pod: Object) -> Start:
         """What the kubelet makes of this pod."""
 
-    def silent(self, pod: Object) -> bool:
+    def is_silent(self, pod: Object) -> bool:
         """Whether the pod's kubelet does not hear that it is deleted."""
 
-    def serves(self, pod: Object) -> bool:
+    def has_endpoints(self, pod: Object) -> bool:
         """Whether the pod has endpoints that are asked."""
 
-    def last_word(self, pod: Object) -> str:
+    def checkpointer_message(self, pod: Object) -> str:
         """What its checkpointer says when it ends."""
 
-    def says(self, pod: Object, port: int, asked: str) -> tuple[int, str] | None:
+    def answer(self, pod: Object, port: int, asked: str) -> tuple[int, str] | None:
         """HTTP status and body of the pod's answer to ``asked`` (method and path) on ``port``; None: it is silent."""
 
 
@@ -67,9 +67,9 @@ class Kubelet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._endpoints: dict[str, list[asyncio.Server]] = {}
 
-    def keep(self, tenant: Tenant, uid: str, seen: Callable[[], Object | None]) -> None:
+    def run_pod(self, behavior: PodBehavior, uid: str, seen: Callable[[], Object | None]) -> None:
         """Look after a new pod; ``seen`` is what the API server has of it now, None once it is gone."""
-        self._tasks[uid] = asyncio.create_task(self._keep(tenant, uid, seen))
+        self._tasks[uid] = asyncio.create_task(self._run_pod(behavior, uid, seen))
 
     async def stop(self) -> None:
         """Leave all pods to themselves."""
@@ -91,28 +91,28 @@ class Kubelet:
                 loop.remove_reader(listening.fileno())
             loop.call_soon(server.close)
 
-    async def _keep(self, tenant: Tenant, uid: str, seen: Callable[[], Object | None]) -> None:
+    async def _run_pod(self, behavior: PodBehavior, uid: str, seen: Callable[[], Object | None]) -> None:
         dice = random.Random(uid)
         started = lost = False
         try:
             while (pod := seen()) is not None:
-                wait_s = dice.uniform(0.0, tenant.slow_s)
+                wait_s = dice.uniform(0.0, behavior.slow_s)
                 with suppress(RefusedError):
-                    if deleting(pod):
-                        if not held(pod) and not tenant.silent(pod):
+                    if is_deleting(pod):
+                        if not held(pod) and not behavior.is_silent(pod):
                             await asyncio.sleep(wait_s)
                             await self._end(seen() or pod)
-                        elif tenant.silent(pod) and not lost:
+                        elif behavior.is_silent(pod) and not lost:
                             lost = True
                             await asyncio.sleep(wait_s)
                             await self._lose_node(pod)
                     elif not started and pod["spec"].get("nodeName"):
                         started = True
                         await asyncio.sleep(wait_s)
-                        await self._start(pod, tenant)
+                        await self._start(pod, behavior)
                     elif phase_of(pod) == "Running" and exit_code(pod) is not None:
                         await asyncio.sleep(wait_s)
-                        await self._complete(seen() or pod, tenant)
+                        await self._complete(seen() or pod, behavior)
                 await asyncio.sleep(POLL_S)
         except Exception as error:
             self._broken.append(error)
@@ -120,8 +120,8 @@ class Kubelet:
         finally:
             self._tasks.pop(uid, None)
 
-    async def _start(self, pod: Object, tenant: Tenant) -> None:
-        match tenant.start(pod):
+    async def _start(self, pod: Object, behavior: PodBehavior) -> None:
+        match behavior.start(pod):
             case Start.REFUSED:
                 words = {"reason": "UnexpectedAdmissionError", "message": "the node has no such device"}
                 await self._server.patch_pod(pod, {"phase": "Failed", **words})
@@ -134,7 +134,7 @@ class Kubelet:
                 }
                 await self._server.patch_pod(pod, {"phase": "Pending", **lists})
             case Start.RUNS:
-                ip = await self._serve(pod, tenant) if tenant.serves(pod) else self._address()
+                ip = await self._serve(pod, behavior) if behavior.has_endpoints(pod) else self._address()
                 running = {"running": {"startedAt": now()}}
                 status = {
                     "phase": "Running",
@@ -145,14 +145,14 @@ class Kubelet:
                 }
                 await self._server.patch_pod(pod, status)
 
-    async def _complete(self, pod: Object, tenant: Tenant) -> None:
+    async def _complete(self, pod: Object, behavior: PodBehavior) -> None:
         """The trainer ended: its checkpointer does, and so the pod."""
         code = exit_code(pod)
         if phase_of(pod) != "Running" or code is None:
             return
         sidecars = pod["status"]["initContainerStatuses"]
         running = any("running" in sidecar["state"] for sidecar in sidecars)
-        word = ended("checkpointer", 0, tenant.last_word(pod)) if running else {}
+        word = ended("checkpointer", 0, behavior.checkpointer_message(pod)) if running else {}
         await self._server.patch_pod(pod, {"phase": "Failed" if code else "Succeeded", **word})
 
     async def _end(self, pod: Object) -> None:
@@ -178,7 +178,7 @@ class Kubelet:
         number = next(self._addresses) % 2**20
         return f"127.{128 + number // 2**16}.{number // 256 % 256}.{number % 254 + 1}"
 
-    async def _serve(self, pod: Object, tenant: Tenant) -> str:
+    async def _serve(self, pod: Object, behavior: PodBehavior) -> str:
         """Serve the pod's endpoints on a loopback address of its own."""
         uid = pod["metadata"]["uid"]
         while True:
@@ -186,7 +186,7 @@ class Kubelet:
             servers: list[asyncio.Server] = []
             try:
                 for port in (Port.TRAINER, Port.CHECKPOINTER):
-                    servers.append(await asyncio.start_server(_answers(pod, tenant, port), ip, port))
+                    servers.append(await asyncio.start_server(_answers(pod, behavior, port), ip, port))
             except OSError:
                 for server in servers:
                     server.close()
@@ -195,11 +195,13 @@ class Kubelet:
             return ip
 
 
-def _answers(pod: Object, tenant: Tenant, port: int) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]:
+def _answers(
+    pod: Object, behavior: PodBehavior, port: int
+) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with closing(writer), suppress(OSError, asyncio.IncompleteReadError):
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            said = tenant.says(pod, port, head.partition(" HTTP/")[0])
+            said = behavior.answer(pod, port, head.partition(" HTTP/")[0])
             if said is not None:
                 code, body = said
                 head = f"HTTP/1.1 {code} Word\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"

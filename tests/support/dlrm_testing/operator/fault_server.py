@@ -102,7 +102,7 @@ def path_of(pod: Object) -> str:
     return f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
 
 
-def deleting(pod: Object) -> bool:
+def is_deleting(pod: Object) -> bool:
     return "deletionTimestamp" in pod["metadata"]
 
 
@@ -115,9 +115,9 @@ def has_ended(pod: Object) -> bool:
     return phase_of(pod) in ("Succeeded", "Failed")
 
 
-def kept_by_others(pod: Object) -> bool:
+def held_by_others(pod: Object) -> bool:
     """Whether nothing of a deleted pod runs, and somebody's finalizer alone keeps its object."""
-    return held(pod) or (deleting(pod) and has_ended(pod) and bool(pod["metadata"].get("finalizers")))
+    return held(pod) or (is_deleting(pod) and has_ended(pod) and bool(pod["metadata"].get("finalizers")))
 
 
 def exit_code(pod: Object) -> int | None:

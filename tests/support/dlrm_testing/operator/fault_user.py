@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 
 from dlrm_testing.operator.fault_job import FaultJob
-from dlrm_testing.operator.fault_server import Object, RefusedError, WorldError, has_ended, kept_by_others
+from dlrm_testing.operator.fault_server import Object, RefusedError, WorldError, has_ended, held_by_others
 from dlrm_testing.operator.job_model import Fate, Kind
 
 PATIENT_EDITS = 20
@@ -23,15 +23,15 @@ class FaultUser:
         path = self._job.path.rpartition("/")[0]
         made = await self._job.server.call("POST", path, self._job.script.document())
         self._job.uid, self._job.committed, self._job.attempt = made["metadata"]["uid"], None, 0
-        self._job.lived = []
-        self._job.tell(f"the user applies the job ({self._job.uid})")
+        self._job.past_fates = []
+        self._job.trace(f"the user applies the job ({self._job.uid})")
 
     async def change(self, change: Object) -> None:
         await self._job.server.call("PATCH", self._job.path, {"spec": change})
 
     async def scale(self, replicas: int) -> None:
         """Another number of pods, as ``kubectl scale`` or ``kubectl apply`` says it."""
-        self._job.tell(f"the user wants {replicas} pods")
+        self._job.trace(f"the user wants {replicas} pods")
         if self._job.dice.random() < 0.5:
             await self.change({"trainer": {"replicas": replicas}})
         else:
@@ -56,19 +56,19 @@ class FaultUser:
     async def retry(self, size: int) -> bool:
         """The user edits the failed job, so that it goes on; False where it was deleted before."""
         await asyncio.sleep(self._job.dice.choice([0.0, 0.2, 1.0]))
-        mended: Object = {"activeDeadline": None, "pendingDeadline": None}
+        change: Object = {"activeDeadline": None, "pendingDeadline": None}
         try:
             if self._job.dice.random() < 0.3:
-                self._job.tell(f"the user suspends the failed job, and resumes it with {size} pods")
+                self._job.trace(f"the user suspends the failed job, and resumes it with {size} pods")
                 await self.change({"lifecycle": {"suspend": True}})
                 wanted = (await self._job.server.call("GET", self._job.path))["metadata"]["generation"]
                 seen = lambda: self._job.status().get("observedGeneration", 0) >= wanted  # noqa: E731
                 await self._job.until(lambda: seen() or self._job.uid in self._job.world.gone, "the suspension is seen")
-                mended["suspend"] = False
+                change["suspend"] = False
             else:
-                self._job.tell(f"the user edits the failed job, for {size} pods")
-                mended["restart"] = {"maxBackoff": f"{10 + self._job.attempt}s"}
-            await self.change({"lifecycle": mended, "trainer": {"replicas": size}})
+                self._job.trace(f"the user edits the failed job, for {size} pods")
+                change["restart"] = {"maxBackoff": f"{10 + self._job.attempt}s"}
+            await self.change({"lifecycle": change, "trainer": {"replicas": size}})
         except RefusedError as error:
             if error.code != 404 or self._job.script.ttl_s is None:
                 raise
@@ -78,15 +78,15 @@ class FaultUser:
     async def suspend(self, size: int) -> None:
         """The user suspends the job, waits until its pods are gone, and resumes it, maybe in another size."""
         await asyncio.sleep(self._job.dice.choice([0.0, 0.5, 2.0]))
-        self._job.tell("the user suspends the job")
+        self._job.trace("the user suspends the job")
         await self.change({"lifecycle": {"suspend": True}})
         await self._job.until(lambda: self._job.status().get("phase") == "Suspended", "the job is suspended")
         kept = self._job.script.keeps
-        left = [pod for pod in self._job.pods() if not (kept_by_others(pod) or (kept and has_ended(pod)))]
+        left = [pod for pod in self._job.pods() if not (held_by_others(pod) or (kept and has_ended(pod)))]
         if left:
             raise WorldError(f"there are pods of a suspended job: {left}")
         await asyncio.sleep(self._job.dice.choice([0.0, 1.0]))
-        self._job.tell(f"the user resumes the job, with {size} pods")
+        self._job.trace(f"the user resumes the job, with {size} pods")
         await self.change({"lifecycle": {"suspend": False}, "trainer": {"replicas": size}})
 
     async def delete(self, fate: Fate) -> None:
@@ -97,6 +97,6 @@ class FaultUser:
         elif moment == "running" and fate.kind not in (Kind.NEVER_STARTED, Kind.NOT_PULLED):
             await self._job.until(lambda: self._job.runs(0), "pod 0 runs")
         await asyncio.sleep(self._job.dice.uniform(0.0, 1.0))
-        self._job.tell("the user deletes the job")
+        self._job.trace("the user deletes the job")
         await self._job.server.call("DELETE", self._job.path)
         await self._job.until(lambda: self._job.uid in self._job.world.gone, "the job is gone")

@@ -13,7 +13,7 @@ from typing import Any
 
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_testing.operator.fault_audit import Audit
-from dlrm_testing.operator.fault_kubelet import Kubelet, Tenant
+from dlrm_testing.operator.fault_kubelet import Kubelet, PodBehavior
 from dlrm_testing.operator.fault_server import Home, Object, Server, WorldError, home_of
 
 JOBS = "/apis/dlrm.dev/v1alpha1/dlrmjobs"
@@ -32,7 +32,7 @@ class World:
         self.gone: dict[str, float] = {}
         """When a job was deleted (Unix seconds), by uid."""
         self.audits: dict[Home, Audit] = defaultdict(Audit)
-        self.tenants: dict[Home, Tenant] = {}
+        self.behaviors: dict[Home, PodBehavior] = {}
         self.traces: dict[str, list[str]] = defaultdict(list)
         """By namespace."""
         self.steps = 0
@@ -45,7 +45,7 @@ class World:
         self._kubelet = Kubelet(self.server, self.broken)
 
     @asynccontextmanager
-    async def turning(self) -> AsyncIterator["World"]:
+    async def running(self) -> AsyncIterator["World"]:
         """The world turns while the context lasts."""
         async with self.server.reached():
             tasks = [
@@ -60,18 +60,18 @@ class World:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await self._kubelet.stop()
 
-    def tell(self, namespace: str, what: str) -> None:
+    def trace(self, namespace: str, what: str) -> None:
         """A line of the namespace's trace."""
         self.traces[namespace].append(f"{time.monotonic() - self.began:7.2f} s  {what}")
 
-    def tell_all(self, what: str) -> None:
+    def trace_all(self, what: str) -> None:
         """A line of every trace."""
-        for namespace in {namespace for namespace, _ in self.tenants}:
-            self.tell(namespace, what)
+        for namespace in {namespace for namespace, _ in self.behaviors}:
+            self.trace(namespace, what)
 
     def forget(self, namespace: str) -> None:
         """The lives there are over: nothing of them is kept."""
-        for kept in (self.tenants, self.pods, self.jobs, self.audits):
+        for kept in (self.behaviors, self.pods, self.jobs, self.audits):
             for home in [home for home in kept if home[0] == namespace]:
                 del kept[home]  # type: ignore[attr-defined]
         self.traces.pop(namespace, None)
@@ -104,24 +104,24 @@ class World:
     def _see_job(self, kind: str, job: Object) -> None:
         meta = job["metadata"]
         home = meta["namespace"], meta["name"]
-        if home not in self.tenants:
+        if home not in self.behaviors:
             return
         before = self.jobs.get(home, {})
         self.jobs[home] = job
         if kind == "DELETED":
             self.gone[meta["uid"]] = time.time()
         elif before.get("metadata", {}).get("uid") == meta["uid"]:
-            self.audits[home].see_status(before.get("status", {}), job.get("status", {}))
+            self.audits[home].record_status(before.get("status", {}), job.get("status", {}))
         if kind == "DELETED" or outline(job) != outline(before):
             self.steps += 1
-            self.tell(home[0], f"job {home[1]} {kind.lower()}: {outline(job)}")
+            self.trace(home[0], f"job {home[1]} {kind.lower()}: {outline(job)}")
 
     def _see_pod(self, kind: str, pod: Object) -> None:
         home, name, uid = home_of(pod), pod["metadata"]["name"], pod["metadata"]["uid"]
-        tenant = self.tenants.get(home)
-        if tenant is None:
+        behavior = self.behaviors.get(home)
+        if behavior is None:
             return
-        self.audits[home].see_pod(kind, pod)
+        self.audits[home].record_pod(kind, pod)
         pods = self.pods[home]
         if kind == "DELETED":
             pods.pop(name, None)
@@ -129,7 +129,7 @@ class World:
         else:
             pods[name] = pod
         if kind != "MODIFIED":
-            self.tell(home[0], f"pod {name} {kind.lower()}")
+            self.trace(home[0], f"pod {name} {kind.lower()}")
 
         def seen() -> Object | None:
             found = self.pods.get(home, {}).get(name)
@@ -137,7 +137,7 @@ class World:
 
         if kind == "ADDED":
             self.steps += 1
-            self._kubelet.keep(tenant, uid, seen)
+            self._kubelet.run_pod(behavior, uid, seen)
 
 
 def outline(job: Object) -> Object:
@@ -146,7 +146,7 @@ def outline(job: Object) -> Object:
     known = ("phase", "attempt", "gangAttempt", "restarts", "chargedRestarts", "restartsByReason", "halt")
     found = {name: status[name] for name in known if name in status}
     if "deletionTimestamp" in job.get("metadata", {}):
-        found["deleting"] = True
+        found["is_deleting"] = True
     failure = status.get("lastFailure")
     if failure:
         found["lastFailure"] = f"{failure.get('attempt')}/{failure.get('reason')}"

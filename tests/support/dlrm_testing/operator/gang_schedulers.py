@@ -10,13 +10,13 @@ import yaml
 from dlrm_cluster.build import built, module_folder
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.process import Server
-from dlrm_testing.operator.definitions import define
+from dlrm_testing.operator.definitions import install_crds
 
 Object = dict[str, Any]
-AGAIN_S = 5
+RETRY_INTERVAL_S = 5
 """When coscheduling looks again at pods that it turned away; by default after five minutes, for a new node is none of
 the events that it waits for."""
-PERMIT_S = 5
+PERMIT_TIMEOUT_S = 5
 """How long coscheduling keeps the room that it found for some pods of a gang while it looks for the others'."""
 CLIENT = ("--kube-api-qps=500", "--kube-api-burst=1000")
 
@@ -40,7 +40,7 @@ class GangScheduler:
         self.server = Server(name, argv, folder)
 
     def __enter__(self) -> "GangScheduler":
-        define(self._api, *(yaml.safe_load(path.read_text()) for path in definitions(self.name)))
+        install_crds(self._api, *(yaml.safe_load(path.read_text()) for path in definitions(self.name)))
         self.server.start()
         return self
 
@@ -66,7 +66,7 @@ def coscheduling(programs: Path, kubeconfig: Path, folder: Path) -> list[str | P
             "multiPoint": {"enabled": [{"name": "Coscheduling"}]},
             "queueSort": {"enabled": [{"name": "Coscheduling"}], "disabled": [{"name": "*"}]},
         },
-        "pluginConfig": [{"name": "Coscheduling", "args": {"permitWaitingTimeSeconds": PERMIT_S}}],
+        "pluginConfig": [{"name": "Coscheduling", "args": {"permitWaitingTimeSeconds": PERMIT_TIMEOUT_S}}],
     }
     config = {
         "apiVersion": "kubescheduler.config.k8s.io/v1",
@@ -77,7 +77,7 @@ def coscheduling(programs: Path, kubeconfig: Path, folder: Path) -> list[str | P
     }
     (folder / "coscheduling.yaml").write_text(json.dumps(config))
     flags = (f"--config={folder / 'coscheduling.yaml'}", "--secure-port=0")
-    return [programs / "kube-scheduler", *flags, f"--pod-max-in-unschedulable-pods-duration={AGAIN_S}s"]
+    return [programs / "kube-scheduler", *flags, f"--pod-max-in-unschedulable-pods-duration={RETRY_INTERVAL_S}s"]
 
 
 def volcano(programs: Path, kubeconfig: Path, folder: Path) -> list[str | Path]:

@@ -6,7 +6,7 @@ from typing import Any
 from dlrm_api.progress import SlowestRank, TrainerPhase
 from dlrm_operator.reconcile.state import Polled, StacksSeen
 from dlrm_testing.operator.model_cluster import ModelCluster
-from dlrm_testing.operator.running_job import POD_0, POD_1, running, say
+from dlrm_testing.operator.running_job import POD_0, POD_1, report_progress, running
 
 COLLECTIVE = "dlrm/dlrm_trainer/distributed/collectives.py"
 
@@ -27,9 +27,9 @@ HUNG_READER = {
 }
 
 
-def stands_still(cluster: ModelCluster, still_s: float, **progress: Any) -> None:
+def stop_progress(cluster: ModelCluster, still_s: float, **progress: Any) -> None:
     """Pod 0 has answered for so long, and nothing moved."""
-    say(cluster, step=7)
+    report_progress(cluster, step=7)
     polled = cluster.polled
     assert polled is not None
     assert polled.trainer is not None
@@ -43,20 +43,20 @@ def answer_stacks(cluster: ModelCluster, texts: dict[str, str]) -> None:
     cluster.stacks = StacksSeen(place=cluster.stacks_asked.place, texts=texts)
 
 
-def hung(still_s: float = 301.0, texts: dict[str, str] = HUNG_READER, **progress: Any) -> ModelCluster:
+def hung_cluster(still_s: float = 301.0, texts: dict[str, str] = HUNG_READER, **progress: Any) -> ModelCluster:
     """A job whose gang hung, and was judged."""
     cluster = running()
-    stands_still(cluster, still_s, **progress)
-    cluster.turn()
+    stop_progress(cluster, still_s, **progress)
+    cluster.reconcile_once()
     answer_stacks(cluster, texts)
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster
 
 
-def straggling(slow_s: float = 301.0, seconds: float = 0.5) -> ModelCluster:
+def straggling_cluster(slow_s: float = 301.0, seconds: float = 0.5) -> ModelCluster:
     """A job whose rank 1 has been slow for so long."""
     cluster = running()
-    say(cluster, step=7)
+    report_progress(cluster, step=7)
     polled = cluster.polled
     assert polled is not None
     assert polled.trainer is not None
@@ -64,5 +64,5 @@ def straggling(slow_s: float = 301.0, seconds: float = 0.5) -> ModelCluster:
     said = polled.trainer.model_copy(update={"world_size": 2, "slowest": slowest})
     cluster.polled = Polled(pod_uid=polled.pod_uid, trainer=said, checkpointer=polled.checkpointer, slow_s=slow_s)
     cluster.pass_time(60)
-    cluster.turn()
+    cluster.reconcile_once()
     return cluster

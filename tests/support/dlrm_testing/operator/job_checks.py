@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dlrm_api.names import trainer_pod
 from dlrm_testing.operator.fault_audit import KEPT_ATTEMPTS, Audit
-from dlrm_testing.operator.fault_server import Object, WorldError, deleting, gang_of, has_ended, kept_by_others
+from dlrm_testing.operator.fault_server import Object, WorldError, gang_of, has_ended, held_by_others, is_deleting
 from dlrm_testing.operator.job_model import HALTS, End, Fate, Kind, Stuck, ends
 from dlrm_testing.operator.job_schedule import LAST_STEP, Script
 
@@ -87,10 +87,10 @@ def check_pods(story: Story) -> None:
         WorldError: not so.
     """
     audit, script = story.audit, story.script
-    if audit.wrongs:
-        raise WorldError("; ".join(audit.wrongs))
-    if audit.doubled():
-        raise WorldError(f"created more than once: {audit.doubled()}")
+    if audit.violations:
+        raise WorldError("; ".join(audit.violations))
+    if audit.created_twice():
+        raise WorldError(f"created more than once: {audit.created_twice()}")
     sizes = enumerate(script.sizes, 1)
     meant = {trainer_pod(script.name, attempt, index) for attempt, size in sizes for index in range(size)}
     if strange := sorted({name for _, name in audit.created} - meant):
@@ -125,7 +125,7 @@ def at_rest(pod: Object, story: Story) -> bool:
     if uid != story.uid:
         return False
     oldest = story.status["attempt"] - (KEPT_ATTEMPTS if story.script.keeps else 0)
-    return kept_by_others(pod) or (has_ended(pod) and not deleting(pod) and attempt >= oldest)
+    return held_by_others(pod) or (has_ended(pod) and not is_deleting(pod) and attempt >= oldest)
 
 
 def check_children(story: Story, children: Iterable[str]) -> None:

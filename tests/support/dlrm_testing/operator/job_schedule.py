@@ -131,7 +131,7 @@ def random_schedule(seed: int) -> Schedule:
     weather = Weather(
         seed=seed,
         rate=dice.choice([0.0, 0.03, 0.08, 0.15]),
-        longest_delay_s=dice.choice([0.05, 0.8, 2.0]),
+        max_delay_s=dice.choice([0.05, 0.8, 2.0]),
         half_open=0.03 if dice.random() < 0.15 else 0.0,
     )
     scripts = tuple(_script(dice, seed, name) for name in NAMES[: dice.choice([1, 1, 1, 2, 3])])

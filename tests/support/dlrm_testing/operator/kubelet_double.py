@@ -78,7 +78,7 @@ class KubeletDouble:
         """Whether new pods are started by themselves."""
         self.removes = True
         """Whether deleted pods end by themselves."""
-        self.most_attempts = 0
+        self.max_concurrent_attempts = 0
         """Attempts of one job that had pods at the same time, at most."""
         self.seen: dict[str, str] = {}
         """Name to uid of every pod ever seen."""
@@ -109,32 +109,32 @@ class KubeletDouble:
         found: list[Object] = self.api.call("GET", f"/api/v1/namespaces/{self.namespace}/pods")["items"]
         return sorted(found, key=lambda pod: pod["metadata"]["name"])
 
-    def says(self, pod: str, trainer: Progress, checkpointer: CheckpointerProgress | None = None) -> None:
+    def set_progress(self, pod: str, trainer: Progress, checkpointer: CheckpointerProgress | None = None) -> None:
         """What the pod's endpoints answer from now on."""
         trainer_server, checkpointer_server = self._servers[pod]
         trainer_server.answer = trainer.model_dump_json()
         if checkpointer is not None:
             checkpointer_server.answer = checkpointer.model_dump_json()
 
-    def shows(self, pod: str, stacks: str) -> None:
+    def set_stacks(self, pod: str, stacks: str) -> None:
         """What the pod's ranks are doing, as its ``/stacks`` says."""
         if pod not in self._servers:
             ip = self._get(pod)["status"]["podIP"]
             self._servers[pod] = ProgressServer(ip, Port.TRAINER), ProgressServer(ip, Port.CHECKPOINTER)
         self._servers[pod][0].stacks = stacks
 
-    def falls_silent(self, pod: str) -> None:
+    def stop_endpoints(self, pod: str) -> None:
         """Nobody listens at the pod's endpoints any more."""
         for server in self._servers[pod]:
             server.shutdown()
             server.server_close()
 
-    def trains(self, pod: str, attempt: int, step: int = 1, committed: int | None = None) -> None:
+    def report_training(self, pod: str, attempt: int, step: int = 1, committed: int | None = None) -> None:
         """The pod says that it trains."""
         trainer = Progress(attempt=attempt, phase=TrainerPhase.TRAINING, step=step, total_steps=100, loss=0.5)
-        self.says(pod, trainer, committed_word(committed))
+        self.set_progress(pod, trainer, committed_progress(committed))
 
-    def cuts(self, pod: str, step: int) -> None:
+    def answer_cuts(self, pod: str, step: int) -> None:
         """The pod answers requests for a cut with one of ``step`` from now on."""
         self._servers[pod][0].cut_step = step
 
@@ -149,7 +149,9 @@ class KubeletDouble:
 
     def end_checkpointer(self, pod: str, code: int, committed: int | None) -> None:
         """The pod's checkpointer ends, and the pod with it where its trainer has ended."""
-        self._end(pod, "initContainerStatuses", "checkpointer", code, committed_word(committed).model_dump_json(), "")
+        self._end(
+            pod, "initContainerStatuses", "checkpointer", code, committed_progress(committed).model_dump_json(), ""
+        )
         status = self._get(pod)["status"]
         codes = [
             c["state"]["terminated"]["exitCode"] for c in status["containerStatuses"] if "terminated" in c["state"]
@@ -187,14 +189,14 @@ class KubeletDouble:
     def _run(self) -> None:
         while not self._stop.wait(POLL_S):
             try:
-                self._turn()
+                self._run_once()
             except ApiError as error:
                 if error.code not in (404, 409):
                     self.errors.append(error)
             except OSError:
                 continue  # the API server is away; so is a kubelet's
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         pods = self.latest = self.pods()
         self._audit(pods)
         for pod in pods:
@@ -214,7 +216,7 @@ class KubeletDouble:
             if self.seen.setdefault(meta["name"], meta["uid"]) != meta["uid"]:
                 self.doubled.append(meta["name"])
                 self.seen[meta["name"]] = meta["uid"]
-        self.most_attempts = max([self.most_attempts, *(len(found) for found in attempts.values())])
+        self.max_concurrent_attempts = max([self.max_concurrent_attempts, *(len(found) for found in attempts.values())])
 
     def start(self, pod: Object) -> None:
         name = pod["metadata"]["name"]
@@ -259,7 +261,7 @@ def held(pod: Object) -> bool:
     return "deletionTimestamp" in meta and bool(meta.get("finalizers")) and meta["deletionGracePeriodSeconds"] == 0
 
 
-def committed_word(step: int | None) -> CheckpointerProgress:
+def committed_progress(step: int | None) -> CheckpointerProgress:
     """What a checkpointer says that has committed ``step``."""
     if step is None:
         return CheckpointerProgress()

@@ -14,7 +14,7 @@ from dlrm_cluster.certificates import write_certificates
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.ports import LOOPBACK, free_port
 from dlrm_cluster.process import Server
-from dlrm_testing.operator.definitions import define
+from dlrm_testing.operator.definitions import install_crds
 from dlrm_testing.operator.operator_cluster import eventually
 
 Object = dict[str, Any]
@@ -56,7 +56,7 @@ class Kueue:
 
     def __enter__(self) -> "Kueue":
         crds = (self._sources / "config/components/crd/bases").glob("*.yaml")
-        define(self._api, *(yaml.safe_load(crd.read_text()) for crd in crds))
+        install_crds(self._api, *(yaml.safe_load(crd.read_text()) for crd in crds))
         for configuration in self._webhooks():
             kind = configuration["kind"].lower() + "s"
             self._api.ensure(f"/apis/admissionregistration.k8s.io/v1/{kind}", configuration)

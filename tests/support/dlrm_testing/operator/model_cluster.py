@@ -106,23 +106,23 @@ class ModelCluster:
             profile_problem=self.profile_problem,
         )
 
-    def turn(self, most: int | None = None) -> tuple[Action, ...]:
+    def reconcile_once(self, most: int | None = None) -> tuple[Action, ...]:
         """One turn of the operator, which dies after ``most`` actions."""
         actions = reconcile(self.observe(), self.now)
         for action in actions[:most]:
             self.perform(action)
         return actions
 
-    def settle(self, most_turns: int = 12) -> None:
+    def settle(self, max_passes: int = 12) -> None:
         """Reconciler until there is nothing to do."""
-        for _ in range(most_turns):
+        for _ in range(max_passes):
             if not [
                 action
-                for action in self.turn()
+                for action in self.reconcile_once()
                 if not isinstance(action, WakeAt | RequestPlan | RequestCut | RequestStacks)
             ]:
                 return
-        raise AssertionError(f"it never settled: {self.turn()}")
+        raise AssertionError(f"it never settled: {self.reconcile_once()}")
 
     def perform(self, action: Action) -> None:
         match action:

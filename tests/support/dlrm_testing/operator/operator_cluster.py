@@ -161,7 +161,7 @@ class OperatorProcess:
         eventually(ready_or_dead, state=self.log)
         assert self._process.poll() is None, self.log()
 
-    def words(self, path: str) -> str:
+    def read_text(self, path: str) -> str:
         """The answer's text, whether it is good or bad; empty while nobody answers."""
         try:
             return self.get(path)

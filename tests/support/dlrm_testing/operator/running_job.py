@@ -6,7 +6,7 @@ from dlrm_api.progress import Progress, TrainerPhase
 from dlrm_api.status import Condition, ConditionType, DLRMJobStatus, FailureEvidence, Phase
 from dlrm_operator.reconcile.findings import find_condition, timestamp
 from dlrm_operator.reconcile.state import Polled
-from dlrm_testing.operator.kubelet_double import committed_word
+from dlrm_testing.operator.kubelet_double import committed_progress
 from dlrm_testing.operator.model_cluster import ModelCluster
 
 POD_0, POD_1 = "demo-trainer-1-0", "demo-trainer-1-1"
@@ -20,35 +20,35 @@ def running(replicas: int = 2, **restart: Any) -> ModelCluster:
     """A cluster whose job trains in its first attempt."""
     limits = {"maxRestarts": 3, "backoff": "10s", "maxBackoff": "1m", **restart}
     cluster = ModelCluster(replicas, lifecycle={"restart": limits})
-    bring_up(cluster)
+    start_training(cluster)
     return cluster
 
 
-def bring_up(cluster: ModelCluster) -> None:
+def start_training(cluster: ModelCluster) -> None:
     for _ in range(5):
-        cluster.turn()
+        cluster.reconcile_once()
         cluster.plan()
         for name in cluster.pods:
             cluster.start(name)
-    say(cluster, step=1)
+    report_progress(cluster, step=1)
     cluster.settle()
     assert status(cluster).phase is Phase.RUNNING
 
 
-def say(cluster: ModelCluster, step: int, committed: int | None = None, **word: Any) -> None:
+def report_progress(cluster: ModelCluster, step: int, committed: int | None = None, **word: Any) -> None:
     attempt = max(status(cluster).attempt, 1)
     first = cluster.pods[f"demo-trainer-{attempt}-0"]["metadata"]["uid"]
     trainer = Progress(attempt=attempt, phase=TrainerPhase.TRAINING, step=step, loss=0.5)
-    checkpointer = committed_word(committed).model_copy(update=word)
+    checkpointer = committed_progress(committed).model_copy(update=word)
     cluster.polled = Polled(pod_uid=first, trainer=trainer, checkpointer=checkpointer)
 
 
-def next_gang(cluster: ModelCluster) -> None:
+def start_next_attempt(cluster: ModelCluster) -> None:
     """Old pods go, the backoff passes, the next gang trains."""
-    cluster.turn()
+    cluster.reconcile_once()
     cluster.pods = {}
     cluster.pass_time(120)
-    bring_up(cluster)
+    start_training(cluster)
 
 
 def lose_node(cluster: ModelCluster, name: str) -> None:

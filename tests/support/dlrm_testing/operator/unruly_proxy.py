@@ -45,7 +45,7 @@ class WatchFault(enum.StrEnum):
 
     CUT = "watch cut in the middle of a line"
     SILENT = "watch fell silent"
-    GONE = "watch told 410"
+    GONE = "watch got 410"
     LAGGING = "watch lags"
     REPEATING = "watch says everything twice"
 
@@ -60,7 +60,7 @@ class Weather:
     seed: int
     rate: float
     """Part of the requests that meet a fault."""
-    longest_delay_s: float = 0.8
+    max_delay_s: float = 0.8
     watch_life_s: tuple[float, float] = (0.5, 8.0)
     """How long a watch runs before its fault begins."""
     silence_s: tuple[float, float] = (0.5, 6.0)
@@ -100,7 +100,7 @@ class UnrulyProxy:
     upstream: str
     ca: Path | None = None
     weather: dict[str, Weather] = field(default_factory=dict)
-    told: Callable[[str, str], None] = lambda namespace, what: None
+    on_fault: Callable[[str, str], None] = lambda namespace, what: None
     """PodReport of each fault, by namespace."""
     faults: Counter[str] = field(default_factory=Counter)
     """Faults done, by kind."""
@@ -163,10 +163,10 @@ class UnrulyProxy:
         fault, generator = weather.request(*key, self._seen[key])
         if fault is None:
             return await self._pass(request, body)
-        answer = await self._mistreat(request, body, namespace, weather, fault, generator)
+        answer = await self._apply_fault(request, body, namespace, weather, fault, generator)
         return answer if answer is not None else _abort(request)
 
-    async def _mistreat(
+    async def _apply_fault(
         self,
         request: web.BaseRequest,
         body: bytes,
@@ -177,45 +177,45 @@ class UnrulyProxy:
     ) -> web.StreamResponse | None:
         """Do the fault; None where the connection is to break."""
         what = f"{request.method} {request.path}: {fault.value}"
-        delay_s = generator.uniform(0.0, weather.longest_delay_s)
+        delay_s = generator.uniform(0.0, weather.max_delay_s)
         match fault:
             case Fault.REFUSED:
                 own = [409] if request.method in ("POST", "PATCH", "PUT") else []  # of a deletion: another uid
                 own += [410] if "continue" in request.query else []
                 code = generator.choice([429, 500, 503, *own])
-                self._tell(namespace, fault, f"{what} {code}")
+                self._record(namespace, fault, f"{what} {code}")
                 return _status(code)
             case Fault.HALF_OPEN:
-                self._tell(namespace, fault, what)
+                self._record(namespace, fault, what)
                 await self._hold(namespace, 3_600)
                 return None
             case Fault.DROPPED:
-                self._tell(namespace, fault, what)
+                self._record(namespace, fault, what)
                 return None
             case Fault.LATE:
-                self._tell(namespace, fault, what)
+                self._record(namespace, fault, what)
                 self._later(delay_s, request, body)
                 return None
             case Fault.DELAYED:
-                self._tell(namespace, fault, f"{what} {delay_s:.2f} s")
+                self._record(namespace, fault, f"{what} {delay_s:.2f} s")
                 await asyncio.sleep(delay_s)
                 return await self._pass(request, body)
             case Fault.DOUBLED:
                 first = await self._pass(request, body)
                 second = await self._pass(request, body)
-                self._tell(namespace, fault, f"{what}: {first.status}, {second.status}")
+                self._record(namespace, fault, f"{what}: {first.status}, {second.status}")
                 return generator.choice([first, second])
         answer = await self._pass(request, body)
-        self._tell(namespace, fault, f"{what}: {answer.status}")
+        self._record(namespace, fault, f"{what}: {answer.status}")
         if fault is Fault.TORN and isinstance(answer.body, bytes) and len(answer.body) > 1:
             torn = web.StreamResponse(status=answer.status, headers={"Content-Length": str(len(answer.body))})
             await torn.prepare(request)
             await torn.write(answer.body[: len(answer.body) // 2])
         return None
 
-    def _tell(self, namespace: str, fault: Fault | WatchFault, what: str) -> None:
+    def _record(self, namespace: str, fault: Fault | WatchFault, what: str) -> None:
         self.faults[fault] += 1
-        self.told(namespace, what)
+        self.on_fault(namespace, what)
 
     async def _pass(self, request: web.BaseRequest, body: bytes) -> web.Response:
         headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
@@ -238,11 +238,11 @@ class UnrulyProxy:
         self._late.add(task)
         task.add_done_callback(self._late.discard)
 
-    async def _hold(self, namespace: str, most_s: float) -> None:
+    async def _hold(self, namespace: str, timeout_s: float) -> None:
         event = asyncio.Event()
         self._held.setdefault(namespace, set()).add(event)
         try:
-            await asyncio.wait_for(event.wait(), most_s)
+            await asyncio.wait_for(event.wait(), timeout_s)
         except TimeoutError:
             pass
         finally:
@@ -262,7 +262,7 @@ class UnrulyProxy:
                     key = ("WATCH", request.path)
                     self._seen[key] += 1
                     fault, generator = weather.watch(request.path, self._seen[key])
-                    broken = await self._spoil(answer, chunks, namespace, weather, fault, generator, request.path)
+                    broken = await self._break_watch(answer, chunks, namespace, weather, fault, generator, request.path)
                     if broken:
                         return _abort(request)
                 else:
@@ -271,7 +271,7 @@ class UnrulyProxy:
                 await answer.write_eof()
             return answer
 
-    async def _spoil(
+    async def _break_watch(
         self,
         answer: web.StreamResponse,
         chunks: AsyncIterator[bytes],
@@ -291,7 +291,7 @@ class UnrulyProxy:
             while loop.time() < begins or fault in (WatchFault.LAGGING, WatchFault.REPEATING):
                 spoiled = loop.time() >= begins
                 if spoiled and loop.time() >= ends:
-                    self._tell(namespace, fault, f"{path}: {fault.value}")
+                    self._record(namespace, fault, f"{path}: {fault.value}")
                     return True
                 pending = pending or asyncio.ensure_future(_next(chunks))
                 await asyncio.wait([pending], timeout=(ends if spoiled else begins) - loop.time())
@@ -301,12 +301,12 @@ class UnrulyProxy:
                 if not chunk:
                     return False
                 if spoiled and fault is WatchFault.LAGGING:
-                    await asyncio.sleep(generator.uniform(0.0, weather.longest_delay_s))
+                    await asyncio.sleep(generator.uniform(0.0, weather.max_delay_s))
                 await answer.write(chunk)
                 if spoiled and fault is WatchFault.REPEATING and whole_lines and chunk.endswith(b"\n"):
                     await answer.write(chunk)
                 whole_lines = chunk.endswith(b"\n")
-            self._tell(namespace, fault, f"{path}: {fault.value}")
+            self._record(namespace, fault, f"{path}: {fault.value}")
             if fault is WatchFault.GONE and whole_lines:
                 gone = {"kind": "Status", "apiVersion": "v1", "code": 410, "reason": "Expired", "message": "too old"}
                 await answer.write(json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n")

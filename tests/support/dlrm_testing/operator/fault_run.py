@@ -9,10 +9,10 @@ from traceback import format_exception
 
 from dlrm_api.names import Label
 from dlrm_operator.reconcile.findings import parse_timestamp
-from dlrm_testing.operator.fault_job import LONGEST_S, FaultJob
+from dlrm_testing.operator.fault_injector import FaultInjector
+from dlrm_testing.operator.fault_job import MAX_WAIT_S, FaultJob
+from dlrm_testing.operator.fault_pods import ScriptedPods
 from dlrm_testing.operator.fault_server import RefusedError, WorldError
-from dlrm_testing.operator.fault_strikes import FaultStrikes
-from dlrm_testing.operator.fault_tenant import FatedPods
 from dlrm_testing.operator.fault_user import FaultUser
 from dlrm_testing.operator.fault_world import World
 from dlrm_testing.operator.job_checks import at_rest, check_children, check_end, check_events, check_kept, check_pods
@@ -25,7 +25,7 @@ GROUPS = {
 }
 
 
-class Life:
+class JobRun:
     """One job's life."""
 
     def __init__(
@@ -33,9 +33,9 @@ class Life:
     ) -> None:
         """``settled`` is told once this life needs no faults any more."""
         self._job = FaultJob(script, world, namespace)
-        self._pods = FatedPods(self._job, slow_s)
+        self._pods = ScriptedPods(self._job, slow_s)
         self._user = FaultUser(self._job)
-        self._strikes = FaultStrikes(self._job)
+        self._injector = FaultInjector(self._job)
         self._settled = settled
 
     async def run(self) -> None:
@@ -45,31 +45,31 @@ class Life:
             WorldError: it did not come to what the model says.
         """
         job, script, world = self._job, self._job.script, self._job.world
-        world.tenants[job.home] = self._pods
+        world.behaviors[job.home] = self._pods
         world.audits[job.home].keeps = script.keeps
         try:
             await self._user.apply()
             if script.edits:
                 job.tasks.append(asyncio.create_task(self._user.edit()))
-            finished = await self._live(script.deleted_in)
+            finished = await self._run_fates(script.deleted_in)
             if not finished and script.reborn:
                 await self._user.apply()
-                finished = await self._live(0)
+                finished = await self._run_fates(0)
             await (self._check_finished() if finished else self._check_gone())
             check_pods(job.story())
-            if job.odd:
-                raise WorldError("; ".join(job.odd))
+            if job.unexpected:
+                raise WorldError("; ".join(job.unexpected))
         except RefusedError as error:
             raise WorldError(f"the API server refused what nobody may: {error}") from error
         finally:
             self._settled()
-            self._strikes.may_release.set()
+            self._injector.may_release.set()
             for task in job.tasks:
                 task.cancel()
             for pod in job.pods():
-                await self._strikes.release(pod)
+                await self._injector.release(pod)
 
-    async def _live(self, deleted_in: int) -> bool:
+    async def _run_fates(self, deleted_in: int) -> bool:
         """Fates befall the gangs; False where the user deletes the job in the course of attempt ``deleted_in``."""
         job, fates, sizes = self._job, self._job.script.fates, self._job.script.sizes
         for job.attempt, fate in enumerate(fates, 1):
@@ -78,13 +78,13 @@ class Life:
                 await self._user.delete(fate)
                 return False
             following = sizes[job.attempt] if job.attempt < len(sizes) else sizes[-1]
-            await self._befall(fate, following)
+            await self._inject(fate, following)
             if job.attempt == len(fates):
                 await asyncio.sleep(job.dice.uniform(0.0, 2.0))
-                job.tell("needs no faults any more")
+                job.trace("needs no faults any more")
                 self._settled()
-            await job.until(self._judged, f"a verdict on attempt {job.attempt}")
-            job.lived.append(self._as_it_was(fate))
+            await job.until(self._is_judged, f"a verdict on attempt {job.attempt}")
+            job.past_fates.append(self._actual_fate(fate))
             if fate.kind is Kind.HUNG:
                 self._check_hang(fate)
             phase = job.status()["phase"] if job.finished() else ""
@@ -94,16 +94,16 @@ class Life:
                 return True
         return True
 
-    def _judged(self) -> bool:
+    def _is_judged(self) -> bool:
         return self._job.status().get("attempt", 0) > self._job.attempt or self._job.finished()
 
-    def _as_it_was(self, fate: Fate) -> Fate:
+    def _actual_fate(self, fate: Fate) -> Fate:
         """A halt whose gang was asked for no cut has none."""
         if fate.kind in HALTS and self._job.committed != fate.committed:
             return replace(fate, committed=None)
         return fate
 
-    async def _befall(self, fate: Fate, following: int) -> None:
+    async def _inject(self, fate: Fate, following: int) -> None:
         if fate.kind is Kind.NEVER_STARTED:
             return  # the kubelet does it
         job = self._job
@@ -120,9 +120,9 @@ class Life:
         if fate.kind is Kind.NOT_PULLED:
             await job.until(lambda: fate.index in job.gang(), f"pod {fate.index} is there")
         if fate.stuck in (Stuck.HELD, Stuck.BOTH):
-            await self._strikes.hold(job.gang()[fate.index])
+            await self._injector.hold(job.gang()[fate.index])
         await asyncio.sleep(job.dice.choice([0.0, 0.2, 1.5]))
-        job.tell(f"now: {describe(fate)}")
+        job.trace(f"now: {describe(fate)}")
         if fate.kind is Kind.SUSPENDED:
             await self._user.suspend(following)
         elif fate.kind is Kind.RESIZED:
@@ -134,7 +134,7 @@ class Life:
         elif fate.kind is Kind.HUNG:
             job.still = True
         else:
-            await self._strikes.strike(fate)
+            await self._injector.inject(fate)
 
     # What must come of it.
 
@@ -159,16 +159,16 @@ class Life:
             await self._check_gone()
         else:
             await job.until(lambda: all(at_rest(pod, job.story()) for pod in job.pods()), "nothing goes on")
-            await self._no_room_is_kept()
+            await self._check_groups_deleted()
             check_children(job.story(), await self._children(job.uid))
             check_kept(job.story())
         check_end(job.story())
         events = await job.server.call("GET", f"/api/v1/namespaces/{job.namespace}/events")
         check_events(job.story(), events["items"])
 
-    async def _no_room_is_kept(self) -> None:
+    async def _check_groups_deleted(self) -> None:
         """A scheduler is told of no group any more once nothing of the finished job runs."""
-        deadline = time.monotonic() + LONGEST_S
+        deadline = time.monotonic() + MAX_WAIT_S
         while left := [child for child in await self._children(self._job.uid) if child.startswith("podgroups/")]:
             if time.monotonic() > deadline:
                 raise WorldError(f"room is kept for a job that has ended: {left}")
@@ -177,8 +177,8 @@ class Life:
     async def _check_gone(self) -> None:
         """Of a deleted job nothing is left, and nothing comes back."""
         self._settled()
-        self._strikes.may_release.set()
-        deadline = time.monotonic() + LONGEST_S
+        self._injector.may_release.set()
+        deadline = time.monotonic() + MAX_WAIT_S
         for _ in range(2):
             while left := await self._children():
                 if time.monotonic() > deadline:
@@ -200,7 +200,7 @@ class Life:
         return found
 
 
-async def live(
+async def run_jobs(
     scripts: tuple[Script, ...], world: World, namespace: str, slow_s: float, calm: Callable[[], None]
 ) -> None:
     """Live all jobs of a namespace at once; the faults end, by ``calm``, when none of them needs any more.
@@ -218,7 +218,7 @@ async def live(
             calm()
 
     lives = [
-        Life(script, world, namespace, slow_s, lambda name=script.name: settled(name))  # type: ignore[misc]
+        JobRun(script, world, namespace, slow_s, lambda name=script.name: settled(name))  # type: ignore[misc]
         for script in scripts
     ]
     try:

@@ -8,12 +8,12 @@ from dlrm_testing.operator.fault_job import FaultJob
 from dlrm_testing.operator.fault_server import Object, RefusedError, ended, path_of
 from dlrm_testing.operator.job_model import Fate, Kind
 from dlrm_testing.operator.job_schedule import LAST_STEP
-from dlrm_testing.operator.kubelet_double import committed_word, held
+from dlrm_testing.operator.kubelet_double import committed_progress, held
 
 FINALIZER = "example.com/hold"
 
 
-class FaultStrikes:
+class FaultInjector:
     """Strikes pods of one job."""
 
     def __init__(self, job: FaultJob) -> None:
@@ -21,7 +21,7 @@ class FaultStrikes:
         self.may_release = asyncio.Event()
         """Set: whoever holds a pod may let go of it."""
 
-    async def strike(self, fate: Fate) -> None:
+    async def inject(self, fate: Fate) -> None:
         """What befalls pods."""
         gang, patch = self._job.gang(), self._job.server.patch_pod
         pod = gang[fate.index]
@@ -45,7 +45,7 @@ class FaultStrikes:
                 await self._delete_pod(pod, force=True)
             case Kind.SIDECAR_REFUSED:
                 self._commit(fate)
-                word = committed_word(self._job.committed).model_copy(update={"store_error": "AccessDenied"})
+                word = committed_progress(self._job.committed).model_copy(update={"store_error": "AccessDenied"})
                 await patch(pod, ended("checkpointer", 77, word.model_dump_json()))
             case Kind.DONE | Kind.UNCOMMITTED:
                 self._commit(fate)
@@ -61,7 +61,7 @@ class FaultStrikes:
         status: Object = {}
         if fate.committed is not None:
             self._commit(fate)
-            status |= ended("checkpointer", 0, self._job.last_word())
+            status |= ended("checkpointer", 0, self._job.checkpointer_message())
         left = TerminationMessage(exit_code=fate.code, reason=fate.reason, message="boom").encode().decode()
         reason = "OOMKilled" if fate.kind is Kind.OOM else ""
         status |= ended("trainer", fate.code, left if fate.reason else "", reason)
@@ -76,11 +76,11 @@ class FaultStrikes:
 
     async def hold(self, pod: Object) -> None:
         """Somebody's finalizer holds the pod; whoever set it lets go a while after the pod's end."""
-        self._job.tell(f"somebody holds pod {pod['metadata']['name']}")
+        self._job.trace(f"somebody holds pod {pod['metadata']['name']}")
         await self._job.server.call("PATCH", path_of(pod), {"metadata": {"finalizers": [FINALIZER]}})
-        self._job.tasks.append(asyncio.create_task(self._let_go_later(pod)))
+        self._job.tasks.append(asyncio.create_task(self._release_later(pod)))
 
-    async def _let_go_later(self, pod: Object) -> None:
+    async def _release_later(self, pod: Object) -> None:
         name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
 
         def seen() -> Object | None:
@@ -95,7 +95,7 @@ class FaultStrikes:
             await self.may_release.wait()
         found = seen()
         if found is None:
-            self._job.odd.append(f"pod {name} went though a finalizer of somebody else held it")
+            self._job.unexpected.append(f"pod {name} went though a finalizer of somebody else held it")
         else:
             await self.release(found)
 

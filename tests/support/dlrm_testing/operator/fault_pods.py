@@ -1,4 +1,4 @@
-"""What the pods of one job in faults say and become: the ``fault_kubelet.Tenant`` of a life."""
+"""What the pods of one job in faults say and become: the ``fault_kubelet.PodBehavior`` of a life."""
 
 import random
 
@@ -14,7 +14,7 @@ from dlrm_testing.operator.job_schedule import LAST_STEP
 RUBBISH = ["", "{", "null", '{"attempt": "x"}', '{"attempt": 999}']
 
 
-class FatedPods:
+class ScriptedPods:
     """Its pods run, hang, fall silent and answer as their fates say."""
 
     def __init__(self, job: FaultJob, slow_s: float) -> None:
@@ -29,40 +29,40 @@ class FatedPods:
             return Start.RUNS
         return {Kind.NEVER_STARTED: Start.REFUSED, Kind.NOT_PULLED: Start.NOT_PULLED}.get(fate.kind, Start.RUNS)
 
-    def silent(self, pod: Object) -> bool:
+    def is_silent(self, pod: Object) -> bool:
         """Whether its kubelet does not hear."""
         fate = self._job.fate(gang_of(pod)[1])
         if fate is None or gang_of(pod)[0] in self._job.world.gone:  # of a deleted job: nobody would force it
             return False
         return fate.stuck in (Stuck.SILENT, Stuck.BOTH) and fate.index == index_of(pod)
 
-    def serves(self, pod: Object) -> bool:
+    def has_endpoints(self, pod: Object) -> bool:
         """Whether it is asked anything."""
         fate = self._job.fate(gang_of(pod)[1])
         return index_of(pod) == 0 or (fate is not None and fate.kind is Kind.HUNG)
 
-    def last_word(self, pod: Object) -> str:
+    def checkpointer_message(self, pod: Object) -> str:
         """What its checkpointer leaves."""
-        return self._job.last_word()
+        return self._job.checkpointer_message()
 
-    def says(self, pod: Object, port: int, asked: str) -> tuple[int, str] | None:
+    def answer(self, pod: Object, port: int, asked: str) -> tuple[int, str] | None:
         """An answer."""
         if self._job.script.sloppy and random.random() < 0.3:
             return random.choice([None, (500, "boom"), (200, random.choice(RUBBISH))])
         if port == Port.CHECKPOINTER:
-            return 200, self._job.last_word()
+            return 200, self._job.checkpointer_message()
         attempt = gang_of(pod)[1]
         fate = self._job.fate(attempt)
         if asked == "POST /cut":
             if fate is None or fate.kind not in HALTS or fate.committed is None:
-                self._job.odd.append(f"attempt {attempt} was asked for a cut")
+                self._job.unexpected.append(f"attempt {attempt} was asked for a cut")
                 return 500, "no cut was expected"
-            self._job.tell(f"attempt {attempt} cuts at step {fate.committed}")
+            self._job.trace(f"attempt {attempt} cuts at step {fate.committed}")
             self._job.committed = fate.committed
             return 200, CutResponse(step=fate.committed).model_dump_json()
         if asked == "GET /stacks":
             if fate is None or fate.kind is not Kind.HUNG:
-                self._job.odd.append(f"attempt {attempt} was asked for its stacks")
+                self._job.unexpected.append(f"attempt {attempt} was asked for its stacks")
             return 200, self._stacks(index_of(pod), fate)
         hangs = fate is not None and fate.kind is Kind.HUNG and attempt == self._job.attempt and self._job.still
         said = Progress(
