@@ -1,6 +1,6 @@
-"""Jobs at random, whose API server, nodes, users and operator fail at random, all come to what the model says.
+"""Check that random jobs under random faults of API server, nodes, users and operator end as the model allows.
 
-``FAULT_SCHEDULES`` says how many lives there are, ``FAULT_SEED`` which is the first (see ``make faults``).
+``FAULT_SCHEDULES`` is the number of schedules, ``FAULT_SEED`` the first seed (see ``make faults``).
 """
 
 import asyncio
@@ -30,26 +30,27 @@ pytestmark = pytest.mark.cluster
 SCHEDULES = int(os.environ.get("FAULT_SCHEDULES", "50"))
 FIRST_SEED = int(os.environ.get("FAULT_SEED", "0"))
 AT_ONCE = int(os.environ.get("FAULT_AT_ONCE", "16"))
-"""Lives that share the operator at any moment."""
+"""Schedules that share the operator at any moment."""
 MAX_STEPS = 100
-"""Changes of jobs and new pods that an operator sees at most before it is killed: a slow machine kills less often."""
+"""Largest number of job changes and new pods between two kills: a slow machine kills less often."""
 MAX_UPTIME_S = 60.0
 NO_KILL_WAIT_S = MAX_WAIT_S / 2
-"""No kill while a life has waited so long: on a slow machine, reigns would be too short for anything to be done."""
+"""No kill while a job has waited this long: on a slow machine the operator would never make progress."""
 MAX_SCHEDULE_S = 4 * MAX_WAIT_S
 TIMEOUT_S = MAX_SCHEDULE_S * (1 + math.ceil(SCHEDULES / AT_ONCE))
-"""Above what the schedules may take by their own limits, so that these speak first."""
+"""Above the sum of the schedules' own timeouts, so that these fail first."""
 CUT_OFF = "ignore:Exception ignored in. <function _SelectorTransport:pytest.PytestUnraisableExceptionWarning"
-"""Connections that a dead operator or an ended proxy leaves half open are none of the test's findings."""
+"""Half-open connections of a killed operator or a closed proxy are expected."""
 PROGRESS = 10
-"""Schedules between two lines."""
+"""Schedules between two progress lines."""
 
 
 async def kill_at_random(operator: OperatorProcess, world: World, dice: random.Random) -> None:
-    """kill -9 at random moments; an operator that ended by itself is started anew, as a kubelet would."""
+    """Kill the operator at random moments and start it again, also if it ended by itself."""
     while True:
         while not operator.ended and not await asyncio.to_thread(operator.answers, "readyz"):
-            await asyncio.sleep(0.2)  # a reign that never began would prove nothing
+            # Killing an operator that never became ready would prove nothing.
+            await asyncio.sleep(0.2)
         last, deadline = world.steps + dice.randint(0, MAX_STEPS), time.monotonic() + MAX_UPTIME_S
         while not operator.ended:
             over = world.steps >= last or time.monotonic() >= deadline
@@ -63,14 +64,14 @@ async def kill_at_random(operator: OperatorProcess, world: World, dice: random.R
 
 
 async def run_schedule(seed: int, world: World, proxy: UnrulyProxy, places: asyncio.Semaphore) -> tuple[Schedule, str]:
-    """Live one schedule; its trace where it went wrong."""
+    """Run one schedule; return its trace if it failed."""
     schedule = random_schedule(seed)
     async with places:
         namespace = f"life-{seed}-{secrets.token_hex(2)}"
         proxy.weather[namespace] = schedule.weather
-        lives = run_jobs(schedule.scripts, world, namespace, schedule.slow_kubelet_s, lambda: proxy.calm(namespace))
+        jobs = run_jobs(schedule.scripts, world, namespace, schedule.slow_kubelet_s, lambda: proxy.calm(namespace))
         try:
-            await asyncio.wait_for(lives, MAX_SCHEDULE_S)
+            await asyncio.wait_for(jobs, MAX_SCHEDULE_S)
         except (WorldError, TimeoutError) as error:
             again = f"make faults SCHEDULES=1 SEED={seed}"
             trace = [f"{schedule}", *world.traces[namespace], f"WRONG: {error}", f"again: {again}"]
@@ -92,28 +93,29 @@ async def run_schedules(control_plane: ControlPlane, original: Path, folder: Pat
         kubeconfig = proxy.kubeconfig(folder, original)
         with OperatorProcess(kubeconfig, None, folder / "operator.log") as operator:
             killer = asyncio.create_task(kill_at_random(operator, world, random.Random(FIRST_SEED)))
-            lives = [asyncio.create_task(run_schedule(seed, world, proxy, places)) for seed in seeds]
+            tasks = [asyncio.create_task(run_schedule(seed, world, proxy, places)) for seed in seeds]
             try:
-                for number, life in enumerate(asyncio.as_completed(lives), 1):
-                    schedule, trace = await life
+                for number, task in enumerate(asyncio.as_completed(tasks), 1):
+                    schedule, trace = await task
                     counts.update(traits(schedule))
                     if trace:
                         wrong.append(trace)
                         print(trace, flush=True)
                     if number % PROGRESS == 0:
                         print(f"{number} of {SCHEDULES} schedules, {len(wrong)} wrong", flush=True)
-            finally:  # or it would start an operator that nobody ends
+            finally:
+                # First, so that it does not start another operator.
                 killer.cancel()
                 await asyncio.gather(killer, return_exceptions=True)
-                # in a thread, or the proxy, which this loop serves, would leave its last requests without an answer
+                # In a thread: this loop serves the proxy, which must answer the operator's last requests.
                 await asyncio.to_thread(operator.stop)
-    print(f"requests and watches: {dict(proxy.faults)}\nlives: {dict(counts.most_common())}")
+    print(f"requests and watches: {dict(proxy.faults)}\nschedules: {dict(counts.most_common())}")
     return wrong
 
 
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.filterwarnings(CUT_OFF)
-def test_every_life_in_faults_comes_to_what_the_model_says(
+def test_every_job_under_faults_ends_as_the_model_allows(
     api_types: ControlPlane, cluster_account: Identity, tmp_path: Path
 ) -> None:
     install_crds(api_types.api, *map(pod_group_crd, GROUPS))  # no scheduler looks at them here

@@ -55,7 +55,7 @@ def test_an_operator_that_died_takes_up_the_plan_that_it_wrote() -> None:
     cluster = open_job()
     while not cluster.config_maps:
         cluster.plan()
-        cluster.reconcile_once(most=1)
+        cluster.reconcile_once(max_actions=1)
     assert not cluster.pods
     cluster.asked = cluster.planning = None
 

@@ -53,7 +53,7 @@ def test_a_plan_is_written_down_before_a_pod_relies_on_it() -> None:
     cluster.reconcile_once()
     cluster.plan()
 
-    actions = cluster.reconcile_once(most=2)  # the operator dies then
+    actions = cluster.reconcile_once(max_actions=2)  # the operator dies then
     cluster.planning = None  # and one that was started anew knows no answer
     created = cluster.reconcile_once()
 
@@ -68,7 +68,7 @@ def test_a_gang_is_called_whole_only_after_its_last_pod_was_created() -> None:
     cluster.reconcile_once()
     cluster.plan()
 
-    cluster.reconcile_once(most=4)  # the operator dies after the first of two pods
+    cluster.reconcile_once(max_actions=4)  # the operator dies after the first of two pods
     between = status(cluster)
     cluster.reconcile_once()
 
@@ -86,7 +86,7 @@ def test_all_pods_of_a_gang_have_a_secret_or_none(given: bool) -> None:
     cluster = ModelCluster()
     cluster.reconcile_once()
     cluster.plan()
-    cluster.reconcile_once(most=3)  # the operator dies after the first of two pods
+    cluster.reconcile_once(max_actions=3)  # the operator dies after the first of two pods
     [first] = cluster.pods.values()
     if not given:  # it was of a version that gives no secret
         trainer = first["spec"]["containers"][0]
@@ -315,7 +315,7 @@ def test_config_maps_that_a_crash_left_of_another_plan_make_room() -> None:
     cluster = ModelCluster()
     cluster.reconcile_once()
     cluster.plan()
-    cluster.reconcile_once(most=2)
+    cluster.reconcile_once(max_actions=2)
     stale = cluster.config_maps["demo-plan-1"]
     stale["binaryData"] = {"plan.0123456789abcdef.0-of-2.gz": "AAAA"}
 
@@ -329,7 +329,7 @@ def test_a_stored_part_of_the_plan_is_not_created_again() -> None:
     cluster = ModelCluster()
     cluster.reconcile_once()
     cluster.plan()
-    cluster.reconcile_once(most=2)
+    cluster.reconcile_once(max_actions=2)
     stale = copy.deepcopy(cluster.config_maps["demo-plan-1"])
     stale["metadata"] |= {"name": "demo-plan-1-9", "uid": "stale"}
     stale["binaryData"] = {"plan.0123456789abcdef.0-of-2.gz": "AAAA"}

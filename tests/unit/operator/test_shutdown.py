@@ -143,7 +143,7 @@ def test_terminating_pods_do_not_count_as_pending_after_an_edit() -> None:
     cluster = ModelCluster(lifecycle={"pendingDeadline": "1m"})
     cluster.reconcile_once()
     cluster.plan()
-    cluster.reconcile_once(most=5)  # dies before the status that calls the gang whole
+    cluster.reconcile_once(max_actions=5)  # dies before the status that calls the gang whole
     cluster.start(POD_0)
     cluster.edit("training", seed=7)
     cluster.reconcile_once()
@@ -675,7 +675,7 @@ def test_a_spec_that_was_changed_while_suspended_is_planned_anew() -> None:
     cluster = ModelCluster()
     cluster.reconcile_once()
     cluster.plan()
-    cluster.reconcile_once(most=2)  # the plan is written down, and no pod relies on it
+    cluster.reconcile_once(max_actions=2)  # the plan is written down, and no pod relies on it
     assert cluster.config_maps
     assert not cluster.pods
     suspend(cluster)
@@ -692,7 +692,7 @@ def test_a_stored_plan_without_pods_is_used_for_the_same_spec() -> None:
         cluster = ModelCluster(trainer=trainer)
         cluster.reconcile_once()
         cluster.plan()
-        cluster.reconcile_once(most=2)
+        cluster.reconcile_once(max_actions=2)
         cluster.planning = None  # another operator
 
         actions = cluster.reconcile_once()

@@ -15,36 +15,36 @@ POD_GROUPS = Path(__file__).with_name("crds")
 
 
 def project_crd(plural: str) -> Object:
-    """The definition of one of the project's kinds."""
+    """Return the CRD of one of the project's kinds."""
     return _read(OWN / f"{plural}.yaml")
 
 
 def pod_group_crd(gang: str) -> Object:
-    """The definition that a gang scheduler (``volcano``, ``coscheduling``) brings for its groups of pods."""
+    """Return the CRD that a gang scheduler (``volcano``, ``coscheduling``) installs for its pod groups."""
     return _read(POD_GROUPS / f"{gang}.yaml")
 
 
 def list_path(definition: Object) -> str:
-    """Where a kind's objects are listed, in all namespaces."""
+    """Return the path that lists a kind's objects in all namespaces."""
     spec = definition["spec"]
     version = next(each["name"] for each in spec["versions"] if each["served"])
     return f"/apis/{spec['group']}/{version}/{spec['names']['plural']}"
 
 
 def crd_path(definition: Object) -> str:
-    """Where the definition itself is."""
+    """Return the path of the CRD itself."""
     return f"{DEFINITIONS}/{definition['metadata']['name']}"
 
 
 def install_crds(api: Api, *definitions: Object) -> None:
-    """Have kinds served; a definition that is there already stays as it is."""
+    """Create missing CRDs and wait until all of them are served."""
     for definition in definitions:
         api.ensure(DEFINITIONS, definition)
     eventually(lambda: all(api.found(list_path(definition)) for definition in definitions))
 
 
 def delete_crd(api: Api, definition: Object) -> None:
-    """Have a kind served no more, and all its objects gone with it."""
+    """Delete a CRD and, with it, all objects of its kind."""
     path = crd_path(definition)
     if api.found(path):
         api.call("DELETE", path)

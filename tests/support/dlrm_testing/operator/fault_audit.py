@@ -1,4 +1,4 @@
-"""What was done to one job's pods and said in its status, in the server's order, and what of it must never be."""
+"""Audit one job: its pods and status changes in the server's order, and violated invariants."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from dlrm_testing.operator.fault_server import Object, gang_of, has_ended, held_by_others, is_deleting
 
 KEPT_ATTEMPTS = 3
-"""With ``keepFailedPods`` the ended pods of so many attempts before the current one stay."""
+"""Attempts before the current one whose ended pods stay with ``keepFailedPods``."""
 FORWARD = ("attempt", "gangAttempt", "restarts")
 
 
 @dataclass
 class Audit:
-    """Of one job's name."""
+    """Collect the history of one job name."""
 
     keeps: bool = False
     """Whether its failed pods are kept."""
@@ -21,10 +21,10 @@ class Audit:
     alive: dict[str, Object] = field(default_factory=dict)
     """Pods that exist, by name."""
     violations: list[str] = field(default_factory=list)
-    """What must never be."""
+    """Violated invariants."""
 
     def record_pod(self, kind: str, pod: Object) -> None:
-        """One event of the watch."""
+        """Record one watch event."""
         name, gang = pod["metadata"]["name"], gang_of(pod)
         if kind == "DELETED":
             self.alive.pop(name, None)
@@ -37,7 +37,7 @@ class Audit:
         self.alive[name] = pod
 
     def record_status(self, before: Object, after: Object) -> None:
-        """One change of the status of one job."""
+        """Record one status change of a job."""
         for name in FORWARD:
             if after.get(name, 0) < before.get(name, 0):
                 self.violations.append(f"status.{name} went from {before[name]} back to {after.get(name, 0)}")
@@ -52,11 +52,11 @@ class Audit:
                 self.violations.append(f"status.{budget} went from {before[budget]} to {after.get(budget, 0)} unhealed")
 
     def created_twice(self) -> list[str]:
-        """Pods that were created more than once for one job."""
+        """Return pods that were created more than once for one job."""
         return [name for (_, name), count in self.created.items() if count > 1]
 
     def _allows(self, other: Object, gang: tuple[str, int]) -> bool:
-        """Whether a pod of that gang may be created beside this one, of which nothing may run."""
+        """Return whether a pod of ``gang`` may be created while ``other`` exists."""
         uid, attempt = gang_of(other)
         if (uid, attempt) == gang:
             return True

@@ -1,4 +1,4 @@
-"""What befalls the pods of one job in faults: they crash, are deleted, evicted, lost, and held by somebody."""
+"""Inject faults into the pods of one job: crash, delete, evict, lose and hold them."""
 
 import asyncio
 from contextlib import suppress
@@ -14,15 +14,15 @@ FINALIZER = "example.com/hold"
 
 
 class FaultInjector:
-    """Strikes pods of one job."""
+    """Inject faults into the pods of one job."""
 
     def __init__(self, job: FaultJob) -> None:
         self._job = job
         self.may_release = asyncio.Event()
-        """Set: whoever holds a pod may let go of it."""
+        """Set once held pods may be released."""
 
     async def inject(self, fate: Fate) -> None:
-        """What befalls pods."""
+        """Do to the pods what a fate says."""
         gang, patch = self._job.gang(), self._job.server.patch_pod
         pod = gang[fate.index]
         match fate.kind:
@@ -30,7 +30,8 @@ class FaultInjector:
                 await self._end_trainer(pod, fate)
             case Kind.PEERS_LOST:
                 for number, each in enumerate(gang.values()):
-                    with suppress(*([RefusedError] if number else [])):  # deleted by now, where a rule needs no more
+                    # The operator may already have deleted the others.
+                    with suppress(*([RefusedError] if number else [])):
                         await self._end_trainer(each, fate)
             case Kind.EVICTED:
                 evicted = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
@@ -54,7 +55,7 @@ class FaultInjector:
                     await patch(each, ended("trainer", 0, left))
 
     def _commit(self, fate: Fate) -> None:
-        """The checkpointers come to say so."""
+        """Let the checkpointers report the step that the fate commits."""
         self._job.committed = fate.committed if fate.committed is not None else self._job.committed
 
     async def _end_trainer(self, pod: Object, fate: Fate) -> None:
@@ -75,8 +76,8 @@ class FaultInjector:
             await self._job.server.call("DELETE", path_of(pod), options)
 
     async def hold(self, pod: Object) -> None:
-        """Somebody's finalizer holds the pod; whoever set it lets go a while after the pod's end."""
-        self._job.trace(f"somebody holds pod {pod['metadata']['name']}")
+        """Hold the pod by a finalizer that is removed a while after the pod's end."""
+        self._job.trace(f"a finalizer holds pod {pod['metadata']['name']}")
         await self._job.server.call("PATCH", path_of(pod), {"metadata": {"finalizers": [FINALIZER]}})
         self._job.tasks.append(asyncio.create_task(self._release_later(pod)))
 
@@ -95,7 +96,7 @@ class FaultInjector:
             await self.may_release.wait()
         found = seen()
         if found is None:
-            self._job.unexpected.append(f"pod {name} went though a finalizer of somebody else held it")
+            self._job.unexpected.append(f"pod {name} was deleted although a foreign finalizer held it")
         else:
             await self.release(found)
 

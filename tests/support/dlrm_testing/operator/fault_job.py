@@ -1,4 +1,4 @@
-"""One job that lives in faults, as its life knows it: its script, how far it came, and what the API server has."""
+"""State of one job under fault injection: its script, its progress, and what the API server has."""
 
 import asyncio
 import os
@@ -14,11 +14,11 @@ from dlrm_testing.operator.job_schedule import Script
 from dlrm_testing.operator.kubelet_double import committed_progress
 
 MAX_WAIT_S = float(os.environ.get("FAULT_PATIENCE_S", "300"))
-"""An operator that is killed and refused all the time still comes to its next step in far less."""
+"""Even an operator that is killed all the time makes progress in far less."""
 
 
 class FaultJob:
-    """What the parts of one life share: who strikes its pods, what these say, what its user does."""
+    """Hold what the user, the pods and the fault injector of one job share."""
 
     def __init__(self, script: Script, world: World, namespace: str) -> None:
         self.script = script
@@ -29,31 +29,31 @@ class FaultJob:
         self.path = f"/apis/dlrm.dev/v1alpha1/namespaces/{namespace}/dlrmjobs/{script.name}"
         self.dice = random.Random(f"life {script.seed} {script.name}")
         self.uid = ""
-        """Of the job that was applied last."""
+        """UID of the job that was applied last."""
         self.attempt = 0
-        """Whose gang it is that something befalls."""
+        """The attempt that the current fate applies to."""
         self.committed: int | None = None
-        """Newest step that its checkpointers committed."""
+        """Newest step that the checkpointers committed."""
         self.still = False
         """Whether the current gang stands still."""
         self.past_fates: list[Fate] = []
-        """What befell the gangs so far."""
+        """Fates of the attempts so far."""
         self.unexpected: list[str] = []
-        """What the operator asked of pods, and should not have, or did to them."""
+        """What the operator did to pods, or requested from them, and should not have."""
         self.tasks: list[asyncio.Task[None]] = []
-        """What goes on beside its fates; ended with its life."""
+        """Background tasks; cancelled at the end of the run."""
 
     def fate(self, attempt: int) -> Fate | None:
-        """What befalls the gang of an attempt."""
+        """Return the fate of an attempt."""
         fates = self.script.fates
         return fates[attempt - 1] if 0 < attempt <= len(fates) else None
 
     def checkpointer_message(self) -> str:
-        """What its checkpointers say."""
+        """Return the checkpointers' progress as JSON."""
         return committed_progress(self.committed).model_dump_json()
 
     def job(self) -> Object:
-        """The job that was applied last, as it is or was last."""
+        """Return the last known object of the job that was applied last."""
         job = self.world.jobs.get(self.home, {})
         return job if job.get("metadata", {}).get("uid") == self.uid else {}
 
@@ -62,7 +62,7 @@ class FaultJob:
         return found
 
     def finished(self) -> bool:
-        """Whether the current attempt, or one after it, ended the job."""
+        """Return whether the current attempt, or a later one, ended the job."""
         status = self.status()
         return status.get("phase") in ("Succeeded", "Failed") and status["attempt"] >= self.attempt
 
@@ -70,7 +70,7 @@ class FaultJob:
         return list(self.world.pods[self.home].values())
 
     def gang(self) -> dict[int, Object]:
-        """The pods of the current attempt that are not on their way out."""
+        """Return the pods of the current attempt that are not being deleted, by index."""
         wanted = self.uid, self.attempt
         return {index_of(pod): pod for pod in self.pods() if gang_of(pod) == wanted and not is_deleting(pod)}
 

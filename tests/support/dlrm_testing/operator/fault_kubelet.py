@@ -1,4 +1,4 @@
-"""The kubelet of all pods of lives in faults: it starts and ends them, or is silent, and serves their endpoints."""
+"""Kubelet of all pods under fault injection: it starts and ends them and serves their endpoints."""
 
 import asyncio
 import enum
@@ -24,11 +24,11 @@ from dlrm_testing.operator.kubelet_double import container, held, now
 
 POLL_S = 0.05
 SILENT_FOR_S = 57
-"""A node falls silent so long ago that its pods may be forced three seconds from now."""
+"""Age of a node's silence: its pods may be force-deleted three seconds from now."""
 
 
 class Start(enum.Enum):
-    """What a kubelet makes of a pod that is bound to its node."""
+    """Say what a kubelet does with a pod that is bound to its node."""
 
     RUNS = "runs"
     REFUSED = "is not admitted"
@@ -36,29 +36,29 @@ class Start(enum.Enum):
 
 
 class PodBehavior(Protocol):
-    """Whose pods they are, and what they say."""
+    """Decide how the pods of one job behave."""
 
     slow_s: float
-    """Longest time that a kubelet takes."""
+    """Longest delay of the kubelet."""
 
     def start(self, pod: Object) -> Start:
-        """What the kubelet makes of this pod."""
+        """Return what the kubelet does with this pod."""
 
     def is_silent(self, pod: Object) -> bool:
-        """Whether the pod's kubelet does not hear that it is deleted."""
+        """Return whether the pod's kubelet ignores its deletion."""
 
     def has_endpoints(self, pod: Object) -> bool:
-        """Whether the pod has endpoints that are asked."""
+        """Return whether the pod serves endpoints that the operator requests."""
 
     def checkpointer_message(self, pod: Object) -> str:
-        """What its checkpointer says when it ends."""
+        """Return the checkpointer's termination message."""
 
     def answer(self, pod: Object, port: int, asked: str) -> tuple[int, str] | None:
-        """HTTP status and body of the pod's answer to ``asked`` (method and path) on ``port``; None: it is silent."""
+        """Return status and body of the response to ``asked`` (method and path) on ``port``; None: no response."""
 
 
 class Kubelet:
-    """Keeps each pod from its creation on."""
+    """Run each pod from its creation to its deletion."""
 
     def __init__(self, server: Server, broken: list[BaseException]) -> None:
         self._server = server
@@ -68,11 +68,11 @@ class Kubelet:
         self._endpoints: dict[str, list[asyncio.Server]] = {}
 
     def run_pod(self, behavior: PodBehavior, uid: str, seen: Callable[[], Object | None]) -> None:
-        """Look after a new pod; ``seen`` is what the API server has of it now, None once it is gone."""
+        """Run a new pod; ``seen`` returns the API server's current object, None once it is deleted."""
         self._tasks[uid] = asyncio.create_task(self._run_pod(behavior, uid, seen))
 
     async def stop(self) -> None:
-        """Leave all pods to themselves."""
+        """Stop running pods, and close their endpoints."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -81,9 +81,9 @@ class Kubelet:
             self.silence(uid)
 
     def silence(self, uid: str) -> None:
-        """Nobody listens for this pod any more.
+        """Close the endpoints of a pod.
 
-        CPython 3.11 leaks a connection that is being accepted while its server closes: accepting ends first.
+        CPython 3.11 leaks a connection that is being accepted while its server closes, so accepting ends first.
         """
         loop = asyncio.get_running_loop()
         for server in self._endpoints.pop(uid, []):
@@ -146,7 +146,7 @@ class Kubelet:
                 await self._server.patch_pod(pod, status)
 
     async def _complete(self, pod: Object, behavior: PodBehavior) -> None:
-        """The trainer ended: its checkpointer does, and so the pod."""
+        """End the checkpointer and the pod of an ended trainer."""
         code = exit_code(pod)
         if phase_of(pod) != "Running" or code is None:
             return
@@ -156,7 +156,7 @@ class Kubelet:
         await self._server.patch_pod(pod, {"phase": "Failed" if code else "Succeeded", **word})
 
     async def _end(self, pod: Object) -> None:
-        """A deleted pod's time is over; one that somebody's finalizer keeps says that it ended."""
+        """End a deleted pod; one that a finalizer holds fails first."""
         if pod["metadata"].get("finalizers") and phase_of(pod) == "Running":
             await self._server.patch_pod(pod, {"phase": "Failed", **ended("trainer", 143), **ended("checkpointer", 0)})
         same = {"uid": pod["metadata"]["uid"]}
@@ -164,15 +164,15 @@ class Kubelet:
         await self._server.call("DELETE", path_of(pod), options)
 
     async def _lose_node(self, pod: Object) -> None:
-        """The node controller has not heard of the pod's node for long."""
+        """Set the conditions that the node controller sets for a silent node."""
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - SILENT_FOR_S))
         silent = {"lastTransitionTime": since, "reason": "NodeNotReady"}
-        told = [
+        conditions = [
             {"type": "ContainersReady", "status": "True", **silent},
             {"type": "Ready", "status": "False", **silent},
         ]
         others = [c for c in pod["status"].get("conditions", []) if c["type"] not in ("ContainersReady", "Ready")]
-        await self._server.patch_pod(pod, {"conditions": [*others, *told]})
+        await self._server.patch_pod(pod, {"conditions": [*others, *conditions]})
 
     def _address(self) -> str:
         number = next(self._addresses) % 2**20

@@ -1,4 +1,4 @@
-"""What the pods of one job in faults say and become: the ``fault_kubelet.PodBehavior`` of a life."""
+"""Behavior of the pods of one job under fault injection."""
 
 import random
 
@@ -15,38 +15,39 @@ RUBBISH = ["", "{", "null", '{"attempt": "x"}', '{"attempt": 999}']
 
 
 class ScriptedPods:
-    """Its pods run, hang, fall silent and answer as their fates say."""
+    """Let pods run, hang, fall silent and answer as the fates of their attempts say."""
 
     def __init__(self, job: FaultJob, slow_s: float) -> None:
-        """``slow_s`` is the longest time that a kubelet takes."""
+        """``slow_s`` is the longest delay of the kubelet."""
         self.slow_s = slow_s
         self._job = job
 
     def start(self, pod: Object) -> Start:
-        """What becomes of a bound pod."""
+        """Return what the kubelet does with a bound pod."""
         fate = self._job.fate(gang_of(pod)[1])
         if fate is None or fate.index != index_of(pod):
             return Start.RUNS
         return {Kind.NEVER_STARTED: Start.REFUSED, Kind.NOT_PULLED: Start.NOT_PULLED}.get(fate.kind, Start.RUNS)
 
     def is_silent(self, pod: Object) -> bool:
-        """Whether its kubelet does not hear."""
+        """Return whether the pod's kubelet ignores its deletion."""
         fate = self._job.fate(gang_of(pod)[1])
-        if fate is None or gang_of(pod)[0] in self._job.world.gone:  # of a deleted job: nobody would force it
+        # The operator does not force-delete pods of a deleted job.
+        if fate is None or gang_of(pod)[0] in self._job.world.gone:
             return False
         return fate.stuck in (Stuck.SILENT, Stuck.BOTH) and fate.index == index_of(pod)
 
     def has_endpoints(self, pod: Object) -> bool:
-        """Whether it is asked anything."""
+        """Return whether the operator requests anything from the pod."""
         fate = self._job.fate(gang_of(pod)[1])
         return index_of(pod) == 0 or (fate is not None and fate.kind is Kind.HUNG)
 
     def checkpointer_message(self, pod: Object) -> str:
-        """What its checkpointer leaves."""
+        """Return the checkpointer's termination message."""
         return self._job.checkpointer_message()
 
     def answer(self, pod: Object, port: int, asked: str) -> tuple[int, str] | None:
-        """An answer."""
+        """Answer a request of the operator."""
         if self._job.script.sloppy and random.random() < 0.3:
             return random.choice([None, (500, "boom"), (200, random.choice(RUBBISH))])
         if port == Port.CHECKPOINTER:

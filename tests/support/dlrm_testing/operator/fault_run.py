@@ -1,4 +1,4 @@
-"""The life of one job in faults: what befalls its gangs one after the other, and what must come of it."""
+"""Run one job under fault injection: inject the fate of each attempt and check the outcome."""
 
 import asyncio
 import time
@@ -26,12 +26,12 @@ GROUPS = {
 
 
 class JobRun:
-    """One job's life."""
+    """Run one job and check the outcome."""
 
     def __init__(
         self, script: Script, world: World, namespace: str, slow_s: float, settled: Callable[[], None]
     ) -> None:
-        """``settled`` is told once this life needs no faults any more."""
+        """``settled`` is called once this job needs no more faults."""
         self._job = FaultJob(script, world, namespace)
         self._pods = ScriptedPods(self._job, slow_s)
         self._user = FaultUser(self._job)
@@ -39,10 +39,10 @@ class JobRun:
         self._settled = settled
 
     async def run(self) -> None:
-        """Live, and check what came of it.
+        """Run the job to its end and check the outcome.
 
         Raises:
-            WorldError: it did not come to what the model says.
+            WorldError: the outcome is not one that the model allows.
         """
         job, script, world = self._job, self._job.script, self._job.world
         world.behaviors[job.home] = self._pods
@@ -60,7 +60,7 @@ class JobRun:
             if job.unexpected:
                 raise WorldError("; ".join(job.unexpected))
         except RefusedError as error:
-            raise WorldError(f"the API server refused what nobody may: {error}") from error
+            raise WorldError(f"the API server refused a call of the test: {error}") from error
         finally:
             self._settled()
             self._injector.may_release.set()
@@ -70,7 +70,7 @@ class JobRun:
                 await self._injector.release(pod)
 
     async def _run_fates(self, deleted_in: int) -> bool:
-        """Fates befall the gangs; False where the user deletes the job in the course of attempt ``deleted_in``."""
+        """Inject all fates; return False if the user deletes the job during attempt ``deleted_in``."""
         job, fates, sizes = self._job, self._job.script.fates, self._job.script.sizes
         for job.attempt, fate in enumerate(fates, 1):
             job.still = False
@@ -98,14 +98,14 @@ class JobRun:
         return self._job.status().get("attempt", 0) > self._job.attempt or self._job.finished()
 
     def _actual_fate(self, fate: Fate) -> Fate:
-        """A halt whose gang was asked for no cut has none."""
+        """Return the fate without its cut if no cut was requested."""
         if fate.kind in HALTS and self._job.committed != fate.committed:
             return replace(fate, committed=None)
         return fate
 
     async def _inject(self, fate: Fate, following: int) -> None:
         if fate.kind is Kind.NEVER_STARTED:
-            return  # the kubelet does it
+            return  # the kubelet refuses it
         job = self._job
         size = job.script.sizes[job.attempt - 1]
         if fate.early:
@@ -115,8 +115,8 @@ class JobRun:
             run = sorted(set(range(size)) - waits)
             await job.until(lambda: all(map(job.runs, run)), f"attempt {job.attempt} runs")
         if fate.kind in (Kind.DELETED, Kind.VANISHED, Kind.EVICTED):
-            # before the status says that the gang was whole, a pod that is taken away is made again
-            await job.until(lambda: job.status().get("gangAttempt") == job.attempt, "the gang is whole")
+            # Until the status calls the gang complete, a deleted pod is created again.
+            await job.until(lambda: job.status().get("gangAttempt") == job.attempt, "the gang is complete")
         if fate.kind is Kind.NOT_PULLED:
             await job.until(lambda: fate.index in job.gang(), f"pod {fate.index} is there")
         if fate.stuck in (Stuck.HELD, Stuck.BOTH):
@@ -136,10 +136,8 @@ class JobRun:
         else:
             await self._injector.inject(fate)
 
-    # What must come of it.
-
     def _check_hang(self, fate: Fate) -> None:
-        """The rank is named that is in no collective."""
+        """Check that the evidence names the rank outside of the collective."""
         status = self._job.status()
         known = [failure for failure in (status.get("lastFailure"), *status.get("earlierFailures", [])) if failure]
         found = [failure for failure in known if failure["attempt"] == self._job.attempt]
@@ -149,7 +147,7 @@ class JobRun:
             raise WorldError(f"rank {fate.index} hung, blamed is {found[0]}")
 
     async def _check_finished(self) -> None:
-        """The job, its pods, its children and its Events, once nothing of it moves."""
+        """Check the job, its pods, its children and its Events once nothing changes."""
         job, script = self._job, self._job.script
         if script.ttl_s is not None:
             await job.until(lambda: job.uid in job.world.gone, "the finished job is deleted")
@@ -158,7 +156,7 @@ class JobRun:
                 raise WorldError(f"deleted {due - job.world.gone[job.uid]:.1f} s too early")
             await self._check_gone()
         else:
-            await job.until(lambda: all(at_rest(pod, job.story()) for pod in job.pods()), "nothing goes on")
+            await job.until(lambda: all(at_rest(pod, job.story()) for pod in job.pods()), "nothing changes")
             await self._check_groups_deleted()
             check_children(job.story(), await self._children(job.uid))
             check_kept(job.story())
@@ -167,27 +165,27 @@ class JobRun:
         check_events(job.story(), events["items"])
 
     async def _check_groups_deleted(self) -> None:
-        """A scheduler is told of no group any more once nothing of the finished job runs."""
+        """Check that the pod groups of the finished job are deleted."""
         deadline = time.monotonic() + MAX_WAIT_S
         while left := [child for child in await self._children(self._job.uid) if child.startswith("podgroups/")]:
             if time.monotonic() > deadline:
-                raise WorldError(f"room is kept for a job that has ended: {left}")
+                raise WorldError(f"pod groups of a finished job are left: {left}")
             await asyncio.sleep(1)
 
     async def _check_gone(self) -> None:
-        """Of a deleted job nothing is left, and nothing comes back."""
+        """Check that nothing of a deleted job is left or comes back."""
         self._settled()
         self._injector.may_release.set()
         deadline = time.monotonic() + MAX_WAIT_S
         for _ in range(2):
             while left := await self._children():
                 if time.monotonic() > deadline:
-                    raise WorldError(f"of the deleted job there are left: {left}")
+                    raise WorldError(f"objects of the deleted job are left: {left}")
                 await asyncio.sleep(1)
             await asyncio.sleep(1)
 
     async def _children(self, uid: str = "") -> list[str]:
-        """What bears the job's name; with ``uid`` what that one owns."""
+        """Return the objects with the job's label; with ``uid`` only those that it owns."""
         found = []
         core = f"/api/v1/namespaces/{self._job.namespace}"
         paths = [f"{core}/{kind}" for kind in ("pods", "services", "configmaps", "secrets")]
@@ -203,10 +201,10 @@ class JobRun:
 async def run_jobs(
     scripts: tuple[Script, ...], world: World, namespace: str, slow_s: float, calm: Callable[[], None]
 ) -> None:
-    """Live all jobs of a namespace at once; the faults end, by ``calm``, when none of them needs any more.
+    """Run all jobs of a namespace at once; call ``calm`` when none of them needs more faults.
 
     Raises:
-        WorldError: one of them did not come to what the model says.
+        WorldError: the outcome of a job is not one that the model allows.
     """
     body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
     await world.server.call("POST", "/api/v1/namespaces", body)
@@ -217,12 +215,12 @@ async def run_jobs(
         if not unsettled:
             calm()
 
-    lives = [
+    runs = [
         JobRun(script, world, namespace, slow_s, lambda name=script.name: settled(name))  # type: ignore[misc]
         for script in scripts
     ]
     try:
-        ends = await asyncio.gather(*(life.run() for life in lives), return_exceptions=True)
+        ends = await asyncio.gather(*(run.run() for run in runs), return_exceptions=True)
     finally:
         calm()
         path = f"/api/v1/namespaces/{namespace}"

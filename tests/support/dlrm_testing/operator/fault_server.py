@@ -1,4 +1,4 @@
-"""The real API server, spoken to past the unruly proxy, and what is read off its pods."""
+"""Client of the real API server that bypasses the unruly proxy, and readers of its pods."""
 
 import json
 import ssl
@@ -19,11 +19,11 @@ Home = tuple[str, str]
 
 
 class WorldError(AssertionError):
-    """Something in the world did not become as it must."""
+    """Report an outcome that must not happen."""
 
 
 class RefusedError(Exception):
-    """The API server's refusal; ``code`` is its HTTP status."""
+    """Report a refusal of the API server; ``code`` is its HTTP status."""
 
     def __init__(self, code: int, words: str) -> None:
         super().__init__(f"{code}: {words}")
@@ -31,14 +31,14 @@ class RefusedError(Exception):
 
 
 class Server:
-    """Calls and watches of an administrator."""
+    """Call and watch the API server as an administrator."""
 
     def __init__(self, control_plane: ControlPlane) -> None:
         self._plane = control_plane
 
     @asynccontextmanager
     async def reached(self) -> AsyncIterator["Server"]:
-        """Connections are held while the context lasts."""
+        """Hold connections while the context lasts."""
         context = ssl.create_default_context(cafile=self._plane.ca)
         headers = {"Authorization": f"Bearer {self._plane.token}"}
         connector = aiohttp.TCPConnector(limit=0, ssl=context)
@@ -49,7 +49,7 @@ class Server:
             yield self
 
     async def call(self, method: str, path: str, body: Object | None = None) -> Object:
-        """One call; a PATCH is a merge patch."""
+        """Send one request; a PATCH is a merge patch."""
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         data = None if body is None else json.dumps(body)
         url = URL(self._plane.server + path, encoded=True)
@@ -84,12 +84,12 @@ class Server:
 
 
 def home_of(pod: Object) -> Home:
-    """Whose pod it is, by its label."""
+    """Return the job of a pod, by its label."""
     return pod["metadata"]["namespace"], pod["metadata"]["labels"][Label.JOB]
 
 
 def gang_of(pod: Object) -> tuple[str, int]:
-    """(uid of the job, attempt)."""
+    """Return the UID of a pod's job, and its attempt."""
     owners = pod["metadata"].get("ownerReferences") or [{"uid": ""}]
     return owners[0]["uid"], int(pod["metadata"]["labels"][Label.ATTEMPT])
 
@@ -111,17 +111,17 @@ def phase_of(pod: Object) -> str:
 
 
 def has_ended(pod: Object) -> bool:
-    """Whether nothing of it runs any more."""
+    """Return whether all containers of the pod have ended."""
     return phase_of(pod) in ("Succeeded", "Failed")
 
 
 def held_by_others(pod: Object) -> bool:
-    """Whether nothing of a deleted pod runs, and somebody's finalizer alone keeps its object."""
+    """Return whether a deleted pod has ended, and only a finalizer keeps its object."""
     return held(pod) or (is_deleting(pod) and has_ended(pod) and bool(pod["metadata"].get("finalizers")))
 
 
 def exit_code(pod: Object) -> int | None:
-    """Its trainer's; None while that has not ended."""
+    """Return the trainer's exit code; None until it has ended."""
     for seen in pod["status"].get("containerStatuses", []):
         if "terminated" in seen["state"]:
             return int(seen["state"]["terminated"]["exitCode"])
@@ -129,7 +129,7 @@ def exit_code(pod: Object) -> int | None:
 
 
 def ended(name: str, code: int, message: str = "", reason: str = "") -> Object:
-    """The part of a pod's status that says that a container ended."""
+    """Return the part of a pod's status that reports the end of a container."""
     word = reason or ("Error" if code else "Completed")
     state = {"terminated": {"exitCode": code, "message": message, "finishedAt": now(), "reason": word}}
     kind = "containerStatuses" if name == "trainer" else "initContainerStatuses"

@@ -1,4 +1,4 @@
-"""The user of one job in faults: applies, edits, scales, suspends, mends and deletes it."""
+"""User of one job under fault injection: applies, edits, scales, suspends, retries and deletes it."""
 
 import asyncio
 import random
@@ -10,11 +10,11 @@ from dlrm_testing.operator.fault_server import Object, RefusedError, WorldError,
 from dlrm_testing.operator.job_model import Fate, Kind
 
 PATIENT_EDITS = 20
-"""A user who edits all the time leaves so many times of a call between: a turn of the operator takes several calls."""
+"""Pause between two edits, in durations of a call: a reconcile takes several calls."""
 
 
 class FaultUser:
-    """Of one job; whatever it asks for reaches the API server, past the unruly proxy."""
+    """Act as the user of one job, past the unruly proxy."""
 
     def __init__(self, job: FaultJob) -> None:
         self._job = job
@@ -30,7 +30,7 @@ class FaultUser:
         await self._job.server.call("PATCH", self._job.path, {"spec": change})
 
     async def scale(self, replicas: int) -> None:
-        """Another number of pods, as ``kubectl scale`` or ``kubectl apply`` says it."""
+        """Change the number of pods, as ``kubectl scale`` or ``kubectl apply`` would."""
         self._job.trace(f"the user wants {replicas} pods")
         if self._job.dice.random() < 0.5:
             await self.change({"trainer": {"replicas": replicas}})
@@ -38,7 +38,7 @@ class FaultUser:
             await self._job.server.call("PATCH", f"{self._job.path}/scale", {"spec": {"replicas": replicas}})
 
     async def edit(self) -> None:
-        """Edits that change nothing of the end: they only get into the way of status writes."""
+        """Keep editing fields that do not change how the job ends but conflict with status writes."""
         took_s = 0.0
         while True:
             await asyncio.sleep(max(random.uniform(0.1, 3.0), PATIENT_EDITS * took_s))
@@ -54,7 +54,7 @@ class FaultUser:
             took_s = time.monotonic() - began
 
     async def retry(self, size: int) -> bool:
-        """The user edits the failed job, so that it goes on; False where it was deleted before."""
+        """Edit the failed job so that it continues; return False if it was deleted before."""
         await asyncio.sleep(self._job.dice.choice([0.0, 0.2, 1.0]))
         change: Object = {"activeDeadline": None, "pendingDeadline": None}
         try:
@@ -76,7 +76,7 @@ class FaultUser:
         return True
 
     async def suspend(self, size: int) -> None:
-        """The user suspends the job, waits until its pods are gone, and resumes it, maybe in another size."""
+        """Suspend the job, wait until its pods are gone, and resume it, possibly with another size."""
         await asyncio.sleep(self._job.dice.choice([0.0, 0.5, 2.0]))
         self._job.trace("the user suspends the job")
         await self.change({"lifecycle": {"suspend": True}})
@@ -90,7 +90,7 @@ class FaultUser:
         await self.change({"lifecycle": {"suspend": False}, "trainer": {"replicas": size}})
 
     async def delete(self, fate: Fate) -> None:
-        """The user deletes the job at any moment of this attempt."""
+        """Delete the job at a random moment of this attempt."""
         moment = self._job.dice.choice(["at once", "with a pod", "running"])
         if moment == "with a pod":
             await self._job.until(self._job.pods, "a pod is there")

@@ -1,7 +1,7 @@
-"""The cluster around lives in faults: what is created there is audited at the server, and a kubelet runs all pods.
+"""Cluster under fault injection: audits every change at the API server, and runs all pods.
 
-It speaks to the API server directly, never through the unruly proxy, and follows watches without a gap: so it sees
-every creation and deletion of a pod, and every status of a job, in the order in which they were done.
+It bypasses the unruly proxy and follows watches without a gap, so it sees every creation and deletion of a pod, and
+every status of a job, in the server's order.
 """
 
 import asyncio
@@ -21,32 +21,32 @@ PODS = "/api/v1/pods"
 
 
 class World:
-    """Pods and jobs as the API server has them."""
+    """Mirror the pods and jobs of the API server."""
 
     def __init__(self, control_plane: ControlPlane) -> None:
         self.server = Server(control_plane)
         self.pods: dict[Home, dict[str, Object]] = defaultdict(dict)
-        """By job, and then by name."""
+        """Pods by job and name."""
         self.jobs: dict[Home, Object] = {}
-        """Jobs as they are, or were last."""
+        """Last known object of each job."""
         self.gone: dict[str, float] = {}
-        """When a job was deleted (Unix seconds), by uid."""
+        """Time of each job's deletion (Unix seconds), by UID."""
         self.audits: dict[Home, Audit] = defaultdict(Audit)
         self.behaviors: dict[Home, PodBehavior] = {}
         self.traces: dict[str, list[str]] = defaultdict(list)
-        """By namespace."""
+        """Trace lines by namespace."""
         self.steps = 0
-        """Steps of jobs, and pods created."""
+        """Number of job changes and created pods."""
         self.began = time.monotonic()
         self.broken: list[BaseException] = []
-        """What ended a task of the world itself: nothing can be concluded then."""
+        """Errors of the test's own tasks; with one, the test proves nothing."""
         self._waits: list[float] = []
-        """Since when each life waits for its next step."""
+        """Start of each job's current wait."""
         self._kubelet = Kubelet(self.server, self.broken)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["World"]:
-        """The world turns while the context lasts."""
+        """Watch the cluster and run pods while the context lasts."""
         async with self.server.reached():
             tasks = [
                 asyncio.create_task(self._follow(PODS, "labelSelector=dlrm.dev%2Fjob", self._see_pod)),
@@ -61,37 +61,37 @@ class World:
                 await self._kubelet.stop()
 
     def trace(self, namespace: str, what: str) -> None:
-        """A line of the namespace's trace."""
+        """Add a line to the namespace's trace."""
         self.traces[namespace].append(f"{time.monotonic() - self.began:7.2f} s  {what}")
 
     def trace_all(self, what: str) -> None:
-        """A line of every trace."""
+        """Add a line to every trace."""
         for namespace in {namespace for namespace, _ in self.behaviors}:
             self.trace(namespace, what)
 
     def forget(self, namespace: str) -> None:
-        """The lives there are over: nothing of them is kept."""
+        """Drop all state of a namespace whose jobs are over."""
         for kept in (self.behaviors, self.pods, self.jobs, self.audits):
             for home in [home for home in kept if home[0] == namespace]:
                 del kept[home]  # type: ignore[attr-defined]
         self.traces.pop(namespace, None)
 
     async def until(self, truth: Callable[[], Any], what: str, timeout_s: float) -> None:
-        """Return once ``truth`` holds."""
+        """Wait until ``truth`` holds."""
         began = time.monotonic()
         self._waits.append(began)
         try:
             while not truth():
                 if self.broken:
-                    raise WorldError(f"the world itself broke: {self.broken[0]!r}")
+                    raise WorldError(f"the test itself broke: {self.broken[0]!r}")
                 if time.monotonic() > began + timeout_s:
-                    raise WorldError(f"in {timeout_s:.0f} s it never came to this: {what}")
+                    raise WorldError(f"timed out after {timeout_s:.0f} s: {what}")
                 await asyncio.sleep(0.03)
         finally:
             self._waits.remove(began)
 
     def longest_wait_s(self) -> float:
-        """How long the life has waited that has waited longest."""
+        """Return the longest current wait."""
         return time.monotonic() - min(self._waits) if self._waits else 0.0
 
     async def _follow(self, path: str, query: str, see: Callable[[str, Object], None]) -> None:
@@ -141,7 +141,7 @@ class World:
 
 
 def outline(job: Object) -> Object:
-    """What a trace shows of a job."""
+    """Return what a trace shows of a job."""
     status = job.get("status", {})
     known = ("phase", "attempt", "gangAttempt", "restarts", "chargedRestarts", "restartsByReason", "halt")
     found = {name: status[name] for name in known if name in status}

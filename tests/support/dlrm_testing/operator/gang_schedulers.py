@@ -1,4 +1,4 @@
-"""The schedulers of coscheduling and of Volcano beside a test's control plane: their kinds, one process."""
+"""Run the coscheduling or Volcano scheduler on a test's control plane."""
 
 import json
 from collections.abc import Callable
@@ -14,23 +14,22 @@ from dlrm_testing.operator.definitions import install_crds
 
 Object = dict[str, Any]
 RETRY_INTERVAL_S = 5
-"""When coscheduling looks again at pods that it turned away; by default after five minutes, for a new node is none of
-the events that it waits for."""
+"""Retry interval for unschedulable pods. The default is five minutes, and a new node does not trigger a retry."""
 PERMIT_TIMEOUT_S = 5
-"""How long coscheduling keeps the room that it found for some pods of a gang while it looks for the others'."""
+"""How long coscheduling reserves nodes for some pods of a gang while it schedules the others."""
 CLIENT = ("--kube-api-qps=500", "--kube-api-burst=1000")
 
 
 class GangScheduler:
-    """One of them; it runs while it is entered, and leaves its kinds behind.
+    """Run a scheduler while the context lasts. Its CRDs stay.
 
     Args:
-        name: of the recipe that builds it.
-        control_plane: whose pods it looks at.
-        folder: for its log and configuration.
+        name: Recipe that builds it.
+        control_plane: Control plane whose pods it schedules.
+        folder: Folder for its log and configuration.
 
     Raises:
-        MissingToolError: nobody has built it.
+        MissingToolError: it is not built.
     """
 
     def __init__(self, name: str, control_plane: ControlPlane, folder: Path) -> None:
@@ -49,7 +48,7 @@ class GangScheduler:
 
 
 def definitions(name: str) -> list[Path]:
-    """Files of the kinds that a scheduler looks at, from its own module."""
+    """Return the CRD files of a scheduler, from its own module."""
     if name == "coscheduling":
         return [
             module_folder(name, "sigs.k8s.io/scheduler-plugins") / "config/crd/bases/scheduling.x-k8s.io_podgroups.yaml"
@@ -59,7 +58,7 @@ def definitions(name: str) -> list[Path]:
 
 
 def coscheduling(programs: Path, kubeconfig: Path, folder: Path) -> list[str | Path]:
-    """Kubernetes' scheduler with the plugin, under the name that the project's own chart gives it."""
+    """Return the command of kube-scheduler with the plugin, under the name that its chart uses."""
     profile = {
         "schedulerName": "scheduler-plugins-scheduler",
         "plugins": {
@@ -81,7 +80,7 @@ def coscheduling(programs: Path, kubeconfig: Path, folder: Path) -> list[str | P
 
 
 def volcano(programs: Path, kubeconfig: Path, folder: Path) -> list[str | Path]:
-    """Volcano's scheduler with its own defaults; it opens no port."""
+    """Return the command of Volcano's scheduler with its defaults, without a port."""
     flags = (f"--kubeconfig={kubeconfig}", "--leader-elect=false", "--cache-dumper=false", *CLIENT)
     return [programs / "vc-scheduler", *flags]
 

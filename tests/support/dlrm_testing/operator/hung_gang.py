@@ -1,4 +1,4 @@
-"""A gang that stands still, and one that waits for a slow rank, on a model cluster."""
+"""Hung gangs and gangs with a straggler on a model cluster."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ COLLECTIVE = "dlrm/dlrm_trainer/distributed/collectives.py"
 
 
 def stack(rank: int, file: str, function: str) -> str:
-    """What a rank says of its threads, in the words of ``faulthandler``."""
+    """Return a rank's stacks in the format of ``faulthandler``."""
     return (
         f"rank {rank}, process {100 + rank}\n"
         'Thread 0x00007f1 (most recent call first):\n  File "/usr/lib/threading.py", line 3 in wait\n\n'
@@ -28,7 +28,7 @@ HUNG_READER = {
 
 
 def stop_progress(cluster: ModelCluster, still_s: float, **progress: Any) -> None:
-    """Pod 0 has answered for so long, and nothing moved."""
+    """Let pod 0 answer without progress for ``still_s`` seconds."""
     report_progress(cluster, step=7)
     polled = cluster.polled
     assert polled is not None
@@ -38,13 +38,13 @@ def stop_progress(cluster: ModelCluster, still_s: float, **progress: Any) -> Non
 
 
 def answer_stacks(cluster: ModelCluster, texts: dict[str, str]) -> None:
-    """The pods answer what they were asked."""
+    """Let the pods answer the request for stacks."""
     assert cluster.stacks_asked is not None
     cluster.stacks = StacksSeen(place=cluster.stacks_asked.place, texts=texts)
 
 
 def hung_cluster(still_s: float = 301.0, texts: dict[str, str] = HUNG_READER, **progress: Any) -> ModelCluster:
-    """A job whose gang hung, and was judged."""
+    """Return a cluster whose gang hung and whose attempt was ended."""
     cluster = running()
     stop_progress(cluster, still_s, **progress)
     cluster.reconcile_once()
@@ -54,7 +54,7 @@ def hung_cluster(still_s: float = 301.0, texts: dict[str, str] = HUNG_READER, **
 
 
 def straggling_cluster(slow_s: float = 301.0, seconds: float = 0.5) -> ModelCluster:
-    """A job whose rank 1 has been slow for so long."""
+    """Return a cluster whose rank 1 has been slow for ``slow_s`` seconds."""
     cluster = running()
     report_progress(cluster, step=7)
     polled = cluster.polled

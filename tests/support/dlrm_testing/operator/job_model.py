@@ -1,8 +1,8 @@
 """Model of how a job ends: small, written from the documented rules and not from the operator's code.
 
 A job has a list of fates, one for the gang of each attempt. Attempts are numbered from 1; each ends by its fate, and
-the next begins with the next fate. The rules (``docs/design/operator.md``, "How an attempt ends" and "How a
-gang that is well comes to its end"):
+the next begins with the next fate. The rules (``docs/design/operator.md``, "How an attempt ends" and
+"Graceful shutdown"):
 
 1. A newly committed step restores both budgets (unless ``progressResets`` is off).
 2. The user's rules by exit code come first, for a trainer's code.

@@ -1,4 +1,4 @@
-"""The kubelet's part, played by a thread that writes pod status on a real API server."""
+"""Kubelet double: a thread that writes pod status to a real API server."""
 
 import itertools
 import random
@@ -23,7 +23,7 @@ POLL_S = 0.05
 
 
 class ProgressServer(ThreadingHTTPServer):
-    """One endpoint of one pod, on the pod's own loopback address."""
+    """Serve one endpoint of one pod on the pod's own loopback address."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -31,11 +31,11 @@ class ProgressServer(ThreadingHTTPServer):
     def __init__(self, ip: str, port: int) -> None:
         self.answer = "{}"
         self.stacks = ""
-        """What ``/stacks`` is answered with; empty: it is not there."""
+        """Response to ``/stacks``; empty: 404."""
         self.cut_step: int | None = None
-        """Step of the cut that ``POST /cut`` is answered with; None: it is refused."""
+        """Step in the response to ``POST /cut``; None: 409."""
         self.tokens: list[str] = []
-        """What came with each request for a cut."""
+        """Token of each request for a cut."""
         super().__init__((ip, port), ProgressHandler)
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
@@ -65,32 +65,32 @@ class ProgressHandler(BaseHTTPRequestHandler):
 
 
 class KubeletDouble:
-    """Starts bound pods, ends deleted ones, and lets a test end containers as it likes.
+    """Start bound pods, end deleted ones, and let a test end containers.
 
-    Each pod gets an address of its own in 127.0.0.0/8; pod 0 of each gang serves ``/progress`` there, and others what
-    they are told to.
+    Each pod gets its own address in 127.0.0.0/8. Pod 0 of each gang serves ``/progress`` there, others only what a
+    test sets.
     """
 
     def __init__(self, api: Api, namespace: str) -> None:
         self.api = api
         self.namespace = namespace
         self.starts = True
-        """Whether new pods are started by themselves."""
+        """Whether bound pods are started."""
         self.removes = True
-        """Whether deleted pods end by themselves."""
+        """Whether deleted pods are ended."""
         self.max_concurrent_attempts = 0
-        """Attempts of one job that had pods at the same time, at most."""
+        """Largest number of attempts of one job that had pods at the same time."""
         self.seen: dict[str, str] = {}
-        """Name to uid of every pod ever seen."""
+        """UID of every pod ever seen, by name."""
         self.doubled: list[str] = []
-        """Names that came back with another uid."""
+        """Names that were used again with another UID."""
         self._servers: dict[str, tuple[ProgressServer, ProgressServer]] = {}
         self._ips = itertools.count(random.randrange(2**16))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.errors: list[Exception] = []
         self.latest: list[Object] = []
-        """Pods as of the last look."""
+        """Pods of the last poll."""
 
     def __enter__(self) -> "KubeletDouble":
         self._thread.start()
@@ -110,45 +110,45 @@ class KubeletDouble:
         return sorted(found, key=lambda pod: pod["metadata"]["name"])
 
     def set_progress(self, pod: str, trainer: Progress, checkpointer: CheckpointerProgress | None = None) -> None:
-        """What the pod's endpoints answer from now on."""
+        """Set the responses of the pod's ``/progress`` endpoints."""
         trainer_server, checkpointer_server = self._servers[pod]
         trainer_server.answer = trainer.model_dump_json()
         if checkpointer is not None:
             checkpointer_server.answer = checkpointer.model_dump_json()
 
     def set_stacks(self, pod: str, stacks: str) -> None:
-        """What the pod's ranks are doing, as its ``/stacks`` says."""
+        """Set the response of the pod's ``/stacks``."""
         if pod not in self._servers:
             ip = self._get(pod)["status"]["podIP"]
             self._servers[pod] = ProgressServer(ip, Port.TRAINER), ProgressServer(ip, Port.CHECKPOINTER)
         self._servers[pod][0].stacks = stacks
 
     def stop_endpoints(self, pod: str) -> None:
-        """Nobody listens at the pod's endpoints any more."""
+        """Close the pod's endpoints."""
         for server in self._servers[pod]:
             server.shutdown()
             server.server_close()
 
     def report_training(self, pod: str, attempt: int, step: int = 1, committed: int | None = None) -> None:
-        """The pod says that it trains."""
+        """Let the pod report that it trains."""
         trainer = Progress(attempt=attempt, phase=TrainerPhase.TRAINING, step=step, total_steps=100, loss=0.5)
         self.set_progress(pod, trainer, committed_progress(committed))
 
     def answer_cuts(self, pod: str, step: int) -> None:
-        """The pod answers requests for a cut with one of ``step`` from now on."""
+        """Answer requests for a cut of the pod with ``step``."""
         self._servers[pod][0].cut_step = step
 
     def tokens(self, pod: str) -> list[str]:
-        """Tokens that came with requests for cuts of the pod."""
+        """Return the tokens of the requests for cuts of the pod."""
         return self._servers[pod][0].tokens
 
     def end_trainer(self, pod: str, code: int, message: TerminationMessage | None = None, reason: str = "") -> None:
-        """The pod's trainer ends; its checkpointer goes on."""
+        """End the pod's trainer; its checkpointer keeps running."""
         text = message.encode().decode() if message else ""
         self._end(pod, "containerStatuses", "trainer", code, text, reason)
 
     def end_checkpointer(self, pod: str, code: int, committed: int | None) -> None:
-        """The pod's checkpointer ends, and the pod with it where its trainer has ended."""
+        """End the pod's checkpointer, and the pod if its trainer has ended."""
         self._end(
             pod, "initContainerStatuses", "checkpointer", code, committed_progress(committed).model_dump_json(), ""
         )
@@ -160,12 +160,12 @@ class KubeletDouble:
             self._patch(pod, {"phase": "Failed" if any(codes) else "Succeeded"})
 
     def finish(self, pod: str, step: int, committed: int | None) -> None:
-        """The pod's trainer ends well at ``step``, then its checkpointer."""
+        """End the pod's trainer with success at ``step``, then its checkpointer."""
         self.end_trainer(pod, 0, TerminationMessage(exit_code=0, reason="Done", step=step))
         self.end_checkpointer(pod, 0, committed)
 
     def end_deleted(self, pod: Object) -> None:
-        """A deleted pod's time is over; one that somebody's finalizer keeps says that it ended, as a kubelet does."""
+        """End a deleted pod; one that a finalizer holds fails first, as with a real kubelet."""
         meta, status = pod["metadata"], pod["status"]
         if meta.get("finalizers") and pod["spec"].get("nodeName") and status["phase"] == "Running":
             ended = {"terminated": {"exitCode": 143, "reason": "Error", "message": "", "finishedAt": now()}}
@@ -178,7 +178,7 @@ class KubeletDouble:
             self.remove(meta["name"])
 
     def remove(self, pod: str) -> None:
-        """The pod is gone, as after its grace period."""
+        """Delete the pod's object, as after its grace period."""
         options = {"kind": "DeleteOptions", "gracePeriodSeconds": 0}
         try:
             self.api.call("DELETE", f"/api/v1/namespaces/{self.namespace}/pods/{pod}", options)
@@ -194,7 +194,7 @@ class KubeletDouble:
                 if error.code not in (404, 409):
                     self.errors.append(error)
             except OSError:
-                continue  # the API server is away; so is a kubelet's
+                continue  # the API server is down
 
     def _run_once(self) -> None:
         pods = self.latest = self.pods()
@@ -210,7 +210,8 @@ class KubeletDouble:
         attempts: dict[str, set[str]] = {}
         for pod in pods:
             meta = pod["metadata"]
-            name, _, number = meta["name"].partition("-trainer-")  # labels may be edited
+            # Labels may be edited, names may not.
+            name, _, number = meta["name"].partition("-trainer-")
             if number and not held(pod):
                 attempts.setdefault(name, set()).add(number.partition("-")[0])
             if self.seen.setdefault(meta["name"], meta["uid"]) != meta["uid"]:
@@ -250,19 +251,19 @@ class KubeletDouble:
 
 
 def container(name: str, state: Object) -> Object:
-    """A container status as the API server wants it."""
+    """Return a container status that the API server accepts."""
     ready = "running" in state
     return {"name": name, "state": state, "ready": ready, "restartCount": 0, "image": "none", "imageID": "none"}
 
 
 def held(pod: Object) -> bool:
-    """Whether nothing of a deleted pod is left but its object, which somebody's finalizer keeps."""
+    """Return whether a deleted pod has ended and only a finalizer keeps its object."""
     meta = pod["metadata"]
     return "deletionTimestamp" in meta and bool(meta.get("finalizers")) and meta["deletionGracePeriodSeconds"] == 0
 
 
 def committed_progress(step: int | None) -> CheckpointerProgress:
-    """What a checkpointer says that has committed ``step``."""
+    """Return the progress of a checkpointer that has committed ``step``."""
     if step is None:
         return CheckpointerProgress()
     snapshot = SnapshotInfo(step=step, bits=32, bytes=1_000, uri=f"s3://b/manifests/{step}-1.json", time=1.7e9 + step)
@@ -270,5 +271,5 @@ def committed_progress(step: int | None) -> CheckpointerProgress:
 
 
 def now() -> str:
-    """The time as a kubelet writes it."""
+    """Return the time as a kubelet writes it."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

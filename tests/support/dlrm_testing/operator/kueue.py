@@ -1,4 +1,4 @@
-"""A real Kueue beside a test's control plane: its CRDs, its webhooks for chosen namespaces, its controller."""
+"""Run a real Kueue on a test's control plane: CRDs, webhooks for chosen namespaces, controller."""
 
 import base64
 import json
@@ -20,13 +20,13 @@ from dlrm_testing.operator.operator_cluster import eventually
 Object = dict[str, Any]
 KUEUE = "/apis/kueue.x-k8s.io/v1beta1"
 CHOSEN = {"kueue-test": "true"}
-"""Label of the namespaces whose pods Kueue looks after."""
+"""Label of the namespaces in which Kueue manages pods."""
 PATHS = ("v1-pod", "kueue-x-k8s-io")
-"""Its webhooks of pods and of its own objects; the others are for kinds that this control plane lacks."""
+"""Webhooks of pods and of Kueue's objects; the others are for kinds that this control plane lacks."""
 
 
 class Kueue:
-    """Runs while it is entered; leaves its CRDs behind, and no webhook that nobody answers."""
+    """Run Kueue while the context lasts. Its CRDs stay, its webhooks are deleted."""
 
     def __init__(self, control_plane: ControlPlane, folder: Path) -> None:
         self._api: Api = control_plane.api
@@ -74,7 +74,7 @@ class Kueue:
         self.server.stop()
 
     def queue(self, namespace: str, cpus: int) -> None:
-        """A LocalQueue ``ads`` of the namespace over a ClusterQueue of its own with ``cpus`` cores."""
+        """Create a LocalQueue ``ads`` in the namespace, with its own ClusterQueue of ``cpus`` cores."""
         label = {"metadata": {"labels": CHOSEN}}
         self._api.call("PATCH", f"/api/v1/namespaces/{namespace}", label)
         flavor = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "ResourceFlavor", "metadata": {"name": "any"}}
@@ -101,7 +101,7 @@ class Kueue:
         self._api.ensure(f"{KUEUE}/namespaces/{namespace}/localqueues", local_queue)
 
     def workloads(self, namespace: str) -> dict[str, dict[str, str]]:
-        """Each Workload's conditions that hold, by its name, with their reasons."""
+        """Return the reason of each true condition, by Workload and condition type."""
         items = self._api.call("GET", f"{KUEUE}/namespaces/{namespace}/workloads")["items"]
         return {
             item["metadata"]["name"]: {
@@ -113,7 +113,7 @@ class Kueue:
         }
 
     def _webhooks(self) -> list[Object]:
-        """Kueue's own configurations, at its address, for the chosen namespaces' pods."""
+        """Return Kueue's webhook configurations with this server's address and namespaces."""
         found = []
         for document in yaml.safe_load_all((self._sources / "config/components/webhook/manifests.yaml").read_text()):
             document["metadata"]["name"] = f"kueue-{document['metadata']['name']}"
@@ -128,9 +128,9 @@ class Kueue:
         return found
 
     def _answers(self) -> bool:
-        """Whether its webhooks do: without them a flavor is refused.
+        """Return whether the webhooks answer: without them a flavor is refused.
 
-        It is started again where it ended because the API server's discovery was behind its new definitions.
+        Kueue is started again if it ended because the API server's discovery did not have its CRDs yet.
         """
         self.server.start()
         flavor = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "ResourceFlavor", "metadata": {"name": "any"}}

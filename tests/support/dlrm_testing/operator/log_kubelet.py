@@ -1,4 +1,4 @@
-"""The part of a kubelet that serves logs: a node on loopback that the real API server asks for them."""
+"""Kubelet double that serves logs: a node on loopback from which the real API server reads them."""
 
 import ssl
 import threading
@@ -12,7 +12,7 @@ NODE = "log-node"
 
 
 class LogKubelet(ThreadingHTTPServer):
-    """Logs by pod, container and whether they are of its previous life; a follower ends when a log is closed."""
+    """Serve logs by pod, container and instance; a follower ends when a log is closed."""
 
     daemon_threads = True
 
@@ -30,12 +30,12 @@ class LogKubelet(ThreadingHTTPServer):
         self._register()
 
     def write(self, pod: str, line: str, container: str = "trainer", *, previous: bool = False) -> None:
-        """One line, each a second after the one before, so that their order can be told by their times."""
+        """Write one line, a second after the one before, so that timestamps give the order."""
         lines = self.logs.setdefault((pod, container, previous), [])
         lines.append(f"2026-01-01T00:00:{len(lines):02d}.000000001Z {line}")
 
     def server_close(self) -> None:
-        """Leave no node behind: other tests of this control plane would find it."""
+        """Delete the node too: other tests of this control plane would find it."""
         super().server_close()
         self._plane.api.call("DELETE", f"/api/v1/nodes/{NODE}")
 

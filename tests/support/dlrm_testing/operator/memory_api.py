@@ -1,4 +1,4 @@
-"""The API server's part for one job, in memory: what was asked of it can be counted."""
+"""In-memory API server for one job that counts requests."""
 
 import copy
 import itertools
@@ -13,7 +13,7 @@ Object = dict[str, Any]
 
 
 class MemoryApi:
-    """Objects by path. A status with an older resource version is refused, as a POST of what exists is."""
+    """Store objects by path. Refuse a stale resource version and a POST of an existing object."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Object] = {}
@@ -22,7 +22,7 @@ class MemoryApi:
         self._versions = itertools.count(1)
 
     def put(self, path: str, document: Object) -> Object:
-        """The object as it is stored."""
+        """Store an object and return it with its metadata."""
         meta = {"uid": path, "generation": 1, **document["metadata"], "resourceVersion": str(next(self._versions))}
         self.objects[path] = {**copy.deepcopy(document), "metadata": meta}
         return copy.deepcopy(self.objects[path])

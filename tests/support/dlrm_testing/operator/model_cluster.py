@@ -1,4 +1,4 @@
-"""A cluster of plain dictionaries that does what actions ask, and lets a test do the rest of the world."""
+"""Model of a cluster: performs the reconciler's actions; a test plays kubelets, users and the planner."""
 
 import copy
 import itertools
@@ -45,7 +45,7 @@ KEY = JobKey("space", "demo")
 
 
 class ModelCluster:
-    """One job and its children. Every rule of the real API that ``perform`` relies on is checked or played here."""
+    """Hold one job and its children. ``perform`` checks the rules of the real API that it relies on."""
 
     def __init__(self, replicas: int = 2, **spec: Any) -> None:
         document = job_document(KEY.name, replicas, **spec)
@@ -76,7 +76,7 @@ class ModelCluster:
 
     @property
     def planning(self) -> Planning | None:
-        """The planner's answer for the spec as it is now."""
+        """Return the planner's answer for the current generation."""
         return self._planning if self._planned_generation == self.job["metadata"]["generation"] else None
 
     @planning.setter
@@ -106,15 +106,15 @@ class ModelCluster:
             profile_problem=self.profile_problem,
         )
 
-    def reconcile_once(self, most: int | None = None) -> tuple[Action, ...]:
-        """One turn of the operator, which dies after ``most`` actions."""
+    def reconcile_once(self, max_actions: int | None = None) -> tuple[Action, ...]:
+        """Reconcile once; the operator dies after ``max_actions`` actions."""
         actions = reconcile(self.observe(), self.now)
-        for action in actions[:most]:
+        for action in actions[:max_actions]:
             self.perform(action)
         return actions
 
     def settle(self, max_passes: int = 12) -> None:
-        """Reconciler until there is nothing to do."""
+        """Reconcile until there is nothing to do."""
         for _ in range(max_passes):
             if not [
                 action
@@ -122,7 +122,7 @@ class ModelCluster:
                 if not isinstance(action, WakeAt | RequestPlan | RequestCut | RequestStacks)
             ]:
                 return
-        raise AssertionError(f"it never settled: {self.reconcile_once()}")
+        raise AssertionError(f"never idle: {self.reconcile_once()}")
 
     def perform(self, action: Action) -> None:
         match action:
@@ -170,12 +170,12 @@ class ModelCluster:
         meta["resourceVersion"] = str(int(meta["resourceVersion"]) + 1)
 
     def attempts(self) -> set[str]:
-        """Attempts of which something may run."""
+        """Return the attempts with pods that may run."""
         pods = [read_pod(pod) for pod in self.pods.values()]
         return {str(pod.attempt) for pod in pods if not (pod.held or pod.ended)}
 
     def plan(self) -> None:
-        """The planner answers what it was asked."""
+        """Let the planner answer the pending request."""
         if self.asked is not None:
             question = self.asked.question
             self.planned_reserve = question.reserve
@@ -188,19 +188,19 @@ class ModelCluster:
             self._planned_generation = question.generation
 
     def answer_cut(self, step: int | None, problem: str = "") -> None:
-        """Pod 0 answers what it was asked, or does not."""
+        """Let pod 0 answer the pending request for a cut."""
         if self.cut_asked is not None:
             self.cut = CutAnswer(question=self.cut_asked.question, step=step, problem=problem)
 
     def edit(self, section: str, **fields: Any) -> None:
-        """The user changes fields of one section of the spec."""
+        """Change fields of one section of the spec, as a user."""
         spec = self.job["spec"]
         spec[section] = {**spec.get(section, {}), **fields}
         self.job["metadata"]["generation"] += 1
         self.touch()
 
     def start(self, name: str) -> None:
-        """The pod finds a node and its containers start."""
+        """Bind a pending pod to a node and start its containers."""
         pod = self.pods[name]
         if pod["status"]["phase"] != "Pending":
             return
@@ -214,7 +214,7 @@ class ModelCluster:
         }
 
     def end(self, name: str, which: str, code: int, message: str = "", reason: str = "Error") -> None:
-        """One container of a started pod ends; the pod does with its last one. Of other pods none runs that could."""
+        """End one container of a running pod, and the pod with its last one; ignore other pods."""
         status = self.pods[name]["status"]
         if status["phase"] != "Running":
             return
@@ -230,14 +230,14 @@ class ModelCluster:
             status["phase"] = "Failed" if trainer["exitCode"] else "Succeeded"
 
     def done(self, step: int) -> str:
-        """What a trainer leaves that ended well."""
+        """Return the termination message of a trainer that succeeded."""
         return TerminationMessage(exit_code=0, reason="Done", step=step).encode().decode()
 
     def pass_time(self, seconds: float) -> None:
         self.now += timedelta(seconds=seconds)
 
     def _check_transition_times(self, written: Object) -> None:
-        """A condition's time moves with its status, and never without it."""
+        """Check that a condition's time changes exactly with its status."""
         known = {old["type"]: old for old in self.job.get("status", {}).get("conditions", [])}
         for new in written["conditions"]:
             old = known.get(new["type"])
@@ -247,7 +247,7 @@ class ModelCluster:
     def _create_pod(self, manifest: Object) -> None:
         name, labels = manifest["metadata"]["name"], manifest["metadata"]["labels"]
         assert self.attempts() <= {labels[Label.ATTEMPT]}, "two gangs at once"
-        assert name not in self.pods, "a pod is created that exists"
+        assert name not in self.pods, "the pod exists already"
         self.pods[name] = {**self._made(manifest), "status": {"phase": "Pending"}}
 
     def _made(self, manifest: Object) -> Object:
@@ -274,15 +274,15 @@ class ModelCluster:
             del kept[action.name]
 
     def _release(self, group: str) -> None:
-        """Kueue learns that the group's Workload is deleted: it deletes what is left of it, and lets go."""
+        """Delete the group's pods, as Kueue does when the Workload is deleted."""
         self.groups.pop(group, None)
         for name, pod in list(self.pods.items()):
             if pod_group(KEY.name, int(pod["metadata"]["labels"][Label.ATTEMPT])) == group:
-                assert read_pod(pod).held or read_pod(pod).ended, "a group is released of which something runs"
+                assert read_pod(pod).held or read_pod(pod).ended, "the group is released while a pod runs"
                 del self.pods[name]
 
     def remove(self, name: str) -> None:
-        """The kubelet is done with a deleted pod; whoever set a finalizer on it keeps its object."""
+        """End a deleted pod, as a kubelet; a finalizer keeps its object."""
         pod = self.pods[name]
         if not pod["metadata"].get("finalizers"):
             del self.pods[name]
@@ -292,7 +292,7 @@ class ModelCluster:
             pod["status"]["phase"] = "Failed"
 
     def delete(self, name: str) -> None:
-        """Anyone deletes a pod; its kubelet gives it its grace period."""
+        """Delete a pod with its grace period."""
         meta = self.pods[name]["metadata"]
         meta.setdefault("deletionTimestamp", timestamp(self.now + timedelta(seconds=30)))
 

@@ -27,11 +27,11 @@ class MountedSecret:
         return made.ca
 
     def mismatch(self) -> None:
-        """A certificate that does not belong to its key."""
+        """Mount a certificate that does not match its key."""
         self.show(self.make().server_cert, self.make().server_key)
 
     def make(self) -> Certificates:
-        """A new authority and what it signs, not shown yet."""
+        """Create a new CA and certificates, without mounting them."""
         scratch = self.folder.parent / f"{self.folder.name}-made-{next(self._numbers)}"
         scratch.mkdir()
         return write_certificates(scratch, self._hosts)

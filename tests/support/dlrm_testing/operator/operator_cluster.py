@@ -1,4 +1,4 @@
-"""A job on a real control plane, and an operator process beside it."""
+"""Jobs and operator processes on a real control plane."""
 
 import os
 import signal
@@ -19,11 +19,11 @@ from dlrm_testing.waiting import wait_until
 Object = dict[str, Any]
 JOBS = "/apis/dlrm.dev/v1alpha1/namespaces/{}/dlrmjobs"
 GRACE_S = 30
-"""Of the operator's pod, by the chart's default: a kubelet kills after it."""
+"""Grace period of the operator's pod (s), the chart's default."""
 
 
 def job_document(name: str, replicas: int = 2, **spec: Any) -> Object:
-    """A small job of ``replicas`` pods; further fields replace whole sections of its spec."""
+    """Return a small job of ``replicas`` pods; ``spec`` replaces whole sections."""
     return {
         "apiVersion": "dlrm.dev/v1alpha1",
         "kind": "DLRMJob",
@@ -45,13 +45,13 @@ def job_document(name: str, replicas: int = 2, **spec: Any) -> Object:
 
 
 def planner_answer(plan: Plan) -> Planning:
-    """The planner's answer, as its process gives it."""
+    """Return the planner's answer in the form of its process."""
     parts = plan_to_parts(plan)
     return Planning(plan=plan_without_tables(parts), parts=parts)
 
 
 class JobDriver:
-    """One job as its user sees it."""
+    """Act as the user of one job."""
 
     def __init__(self, api: Api, namespace: str, document: Object) -> None:
         self.api = api
@@ -75,7 +75,7 @@ class JobDriver:
         return found[0] if found else {}
 
     def patch(self, change: Object) -> None:
-        """The user changes the job, by a merge patch."""
+        """Change the job by a merge patch."""
         self.api.call("PATCH", self.path, change)
 
     def delete(self) -> None:
@@ -86,7 +86,7 @@ class JobDriver:
         return self.status()
 
     def children(self) -> list[str]:
-        """Everything in the namespace that belongs to the job."""
+        """Return all objects in the namespace with the job's label."""
         found = []
         for kind in ("pods", "services", "configmaps", "secrets"):
             items = self.api.call(
@@ -101,7 +101,7 @@ class JobDriver:
 
 
 class OperatorProcess:
-    """``python -m dlrm_operator`` of one namespace, or of all."""
+    """Run ``python -m dlrm_operator`` for one namespace, or all."""
 
     def __init__(self, kubeconfig: Path, namespace: str | None, log: Path, *further: str) -> None:
         self.port = free_port("127.0.0.1")
@@ -127,14 +127,14 @@ class OperatorProcess:
             self._process = subprocess.Popen(self._argv, env=self._env, stdout=log, stderr=log)
 
     def kill(self) -> None:
-        """kill -9."""
+        """Kill the process with SIGKILL."""
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
     @property
     def ended(self) -> bool:
-        """Whether it ended by itself."""
+        """Return whether the process ended by itself."""
         return self._process is not None and self._process.poll() is not None
 
     def stop(self) -> int:
@@ -152,7 +152,7 @@ class OperatorProcess:
         return text
 
     def wait_ready(self) -> None:
-        """Return once it is ready; fail with its log at once where it ends before."""
+        """Wait until the operator is ready; fail with its log if it ends before."""
         assert self._process is not None
 
         def ready_or_dead() -> bool:
@@ -162,7 +162,7 @@ class OperatorProcess:
         assert self._process.poll() is None, self.log()
 
     def read_text(self, path: str) -> str:
-        """The answer's text, whether it is good or bad; empty while nobody answers."""
+        """Return the body of any response, an error's too; empty if nothing answers."""
         try:
             return self.get(path)
         except urllib.error.HTTPError as error:
@@ -191,7 +191,7 @@ class OperatorProcess:
 
 
 def eventually(truth: Callable[[], Any], timeout_s: float = 150.0, state: Callable[[], str] = str) -> None:
-    """Return once ``truth`` holds of objects that may not be there yet; fail with ``state`` when it never does."""
+    """Wait until ``truth`` holds; missing objects count as false. Fail with ``state`` at the timeout."""
 
     def holds() -> object:
         try:

@@ -1,4 +1,4 @@
-"""The level ``restricted`` of the Pod Security Standards, as Kubernetes documents it: what of a pod it refuses.
+"""Level ``restricted`` of the Pod Security Standards, as Kubernetes documents it.
 
 https://kubernetes.io/docs/concepts/security/pod-security-standards
 """
@@ -38,7 +38,7 @@ APPARMOR = "container.apparmor.security.beta.kubernetes.io/"
 
 
 def violations(pod: Object) -> list[str]:
-    """Names of the controls that refuse the pod; a field that holds null is absent."""
+    """Return the names of the controls that refuse the pod; a null field is absent."""
     spec = pod["spec"]
     context = _of(spec, "securityContext")
     containers = [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]
@@ -72,7 +72,7 @@ def _of_pod(spec: Object, context: Object) -> Iterator[str]:
 
 
 def _of_either(context: Object) -> Iterator[str]:
-    """Controls of fields that pods and containers have alike."""
+    """Check the fields that pods and containers share."""
     if _of(context, "windowsOptions").get("hostProcess"):
         yield "HostProcess"
     if _of(context, "appArmorProfile").get("type") not in (None, "RuntimeDefault", "Localhost"):

@@ -1,4 +1,4 @@
-"""One job of a model cluster, brought to where a test begins."""
+"""Jobs of a model cluster, brought to the state that a test starts from."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def status(cluster: ModelCluster) -> DLRMJobStatus:
 
 
 def running(replicas: int = 2, **restart: Any) -> ModelCluster:
-    """A cluster whose job trains in its first attempt."""
+    """Return a cluster whose job trains in its first attempt."""
     limits = {"maxRestarts": 3, "backoff": "10s", "maxBackoff": "1m", **restart}
     cluster = ModelCluster(replicas, lifecycle={"restart": limits})
     start_training(cluster)
@@ -25,6 +25,7 @@ def running(replicas: int = 2, **restart: Any) -> ModelCluster:
 
 
 def start_training(cluster: ModelCluster) -> None:
+    """Plan and start the current attempt, and let it train."""
     for _ in range(5):
         cluster.reconcile_once()
         cluster.plan()
@@ -35,16 +36,17 @@ def start_training(cluster: ModelCluster) -> None:
     assert status(cluster).phase is Phase.RUNNING
 
 
-def report_progress(cluster: ModelCluster, step: int, committed: int | None = None, **word: Any) -> None:
+def report_progress(cluster: ModelCluster, step: int, committed: int | None = None, **fields: Any) -> None:
+    """Let pod 0 report a step; ``fields`` replace those of the checkpointer's progress."""
     attempt = max(status(cluster).attempt, 1)
     first = cluster.pods[f"demo-trainer-{attempt}-0"]["metadata"]["uid"]
     trainer = Progress(attempt=attempt, phase=TrainerPhase.TRAINING, step=step, loss=0.5)
-    checkpointer = committed_progress(committed).model_copy(update=word)
+    checkpointer = committed_progress(committed).model_copy(update=fields)
     cluster.polled = Polled(pod_uid=first, trainer=trainer, checkpointer=checkpointer)
 
 
 def start_next_attempt(cluster: ModelCluster) -> None:
-    """Old pods go, the backoff passes, the next gang trains."""
+    """Delete old pods, let the backoff pass and start the next gang."""
     cluster.reconcile_once()
     cluster.pods = {}
     cluster.pass_time(120)
@@ -52,7 +54,7 @@ def start_next_attempt(cluster: ModelCluster) -> None:
 
 
 def lose_node(cluster: ModelCluster, name: str) -> None:
-    """The node controller takes Ready from a pod whose kubelet it does not hear any more."""
+    """Set a pod not ready, as the node controller does for a silent node."""
     cluster.pods[name]["status"]["conditions"] = [
         {"type": "ContainersReady", "status": "True", "lastTransitionTime": timestamp(cluster.now)},
         {"type": "Ready", "status": "False", "lastTransitionTime": timestamp(cluster.now)},
@@ -60,21 +62,21 @@ def lose_node(cluster: ModelCluster, name: str) -> None:
 
 
 def crash_checkpointer(cluster: ModelCluster, name: str, code: int, reason: str) -> None:
-    """The kubelet has started the pod's checkpointer again, and it crashed again."""
+    """Put the pod's checkpointer into a crash loop."""
     sidecar = cluster.pods[name]["status"]["initContainerStatuses"][0]
     sidecar["state"] = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}
     sidecar["lastState"] = {"terminated": {"exitCode": code, "reason": reason}}
 
 
 def condition(cluster: ModelCluster, kind: ConditionType) -> Condition:
-    """The condition of that type; there must be one."""
+    """Return the condition of that type; it must exist."""
     found = find_condition(status(cluster).conditions, kind)
     assert found is not None, kind
     return found
 
 
 def failure(cluster: ModelCluster) -> FailureEvidence:
-    """The last failure; there must be one."""
+    """Return the last failure; it must exist."""
     found = status(cluster).last_failure
     assert found is not None
     return found

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to whatever is waited for: hours pass at once, and always in the same order."""
+"""Event loop with simulated time: the clock jumps to the next timer, in a deterministic order."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import Any
 
 
 class SimulatedTimeLoop(asyncio.SelectorEventLoop):
-    """For coroutines that wait for timers and for each other; ``time`` begins at 0 and moves only where all wait."""
+    """Run coroutines that wait for timers and each other; time starts at 0 and moves only when all wait."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
         super().__init__(_JumpingSelector(self))
 
     def time(self) -> float:
-        """Seconds since the loop was made."""
+        """Return the simulated seconds since the loop was created."""
         return self._now_s
 
     def jump(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the clock."""
         self._now_s += seconds
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Waits for no file: where none is ready, the time of waiting has passed."""
+    """Advance the clock by the timeout if no file is ready."""
 
     def __init__(self, loop: SimulatedTimeLoop) -> None:
         super().__init__()
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """See ``selectors``; raises RuntimeError where nothing would ever end the wait."""
+        """Select without waiting; raise RuntimeError if no timer would ever end the wait."""
         ready = super().select(0)
         if not ready and timeout is None:
-            raise RuntimeError("all wait for what never comes: no timer is set")
+            raise RuntimeError("deadlock: all tasks wait and no timer is set")
         if not ready and timeout is not None:
             self._loop.jump(max(timeout, 0.0))
         return ready

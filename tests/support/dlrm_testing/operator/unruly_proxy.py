@@ -1,9 +1,8 @@
-"""An HTTP proxy before a real API server that drops, delays, repeats and refuses what it is asked to pass on.
+"""HTTP proxy in front of a real API server that drops, delays, repeats and refuses requests.
 
-What it does is honest: everything that it does to a request may happen between a client and a real API server. So it
-never forges data, it serves no list older than the one that the server gave (a list without a resource version is the
-newest there is), and it never does a creation of a pod late: a POST has no precondition, so nobody could tell it from
-one that is meant.
+All of its faults may happen between a client and a real API server. So it never forges data, never serves an old list
+(a list without a resource version is the newest), and never delivers the creation of a pod late: a POST has no
+precondition, so a late one looks like an intended one.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ READS = ("GET", "HEAD")
 
 
 class Fault(enum.StrEnum):
-    """What may befall one request."""
+    """Faults of one request."""
 
     DROPPED = "dropped before the server"
     ANSWER_LOST = "done, the answer lost"
@@ -41,7 +40,7 @@ class Fault(enum.StrEnum):
 
 
 class WatchFault(enum.StrEnum):
-    """What may befall one watch, once it has run for a while."""
+    """Faults of one watch after it has run for a while."""
 
     CUT = "watch cut in the middle of a line"
     SILENT = "watch fell silent"
@@ -55,17 +54,17 @@ CODES = {409: "Conflict", 410: "Expired", 429: "TooManyRequests", 500: "Internal
 
 @dataclass(frozen=True, kw_only=True)
 class Weather:
-    """Faults as a function of a seed: the n-th request of one kind fares the same in every run."""
+    """Choose faults by a seed: the n-th request of one kind has the same fault in every run."""
 
     seed: int
     rate: float
-    """Part of the requests that meet a fault."""
+    """Share of requests with a fault."""
     max_delay_s: float = 0.8
     watch_life_s: tuple[float, float] = (0.5, 8.0)
     """How long a watch runs before its fault begins."""
     silence_s: tuple[float, float] = (0.5, 6.0)
     half_open: float = 0.0
-    """Part of the faults that are half-open connections; each costs a client its whole time limit."""
+    """Share of faults that are half-open connections; each costs a client its whole timeout."""
     only: tuple[Fault, ...] = tuple(Fault)
 
     def _random(self, *what: object) -> random.Random:
@@ -73,7 +72,7 @@ class Weather:
         return random.Random(hashlib.sha256(text.encode()).digest())
 
     def request(self, method: str, path: str, number: int) -> tuple[Fault | None, random.Random]:
-        """The fault of the ``number``-th such request, and what else about it is random."""
+        """Return the fault of the ``number``-th such request, and the generator for its details."""
         generator = self._random(method, path, number)
         if generator.random() >= self.rate:
             return None, generator
@@ -88,22 +87,22 @@ class Weather:
         return (generator.choice(may) if may else None), generator
 
     def watch(self, path: str, number: int) -> tuple[WatchFault, random.Random]:
-        """The fault that the ``number``-th watch ends in."""
+        """Return the fault of the ``number``-th watch, and the generator for its details."""
         generator = self._random("WATCH", path, number)
         return generator.choice(list(WatchFault)), generator
 
 
 @dataclass
 class UnrulyProxy:
-    """One proxy. ``weather`` says by namespace what befalls requests; ``""`` is for what lies in none."""
+    """Proxy requests with faults by namespace; ``""`` is for cluster-scoped objects."""
 
     upstream: str
     ca: Path | None = None
     weather: dict[str, Weather] = field(default_factory=dict)
     on_fault: Callable[[str, str], None] = lambda namespace, what: None
-    """PodReport of each fault, by namespace."""
+    """Called with namespace and text of each fault."""
     faults: Counter[str] = field(default_factory=Counter)
-    """Faults done, by kind."""
+    """Injected faults, by kind."""
 
     def __post_init__(self) -> None:
         self._seen: Counter[tuple[str, str]] = Counter()
@@ -136,7 +135,7 @@ class UnrulyProxy:
                 await runner.cleanup()
 
     def kubeconfig(self, folder: Path, original: Path) -> Path:
-        """The ``original`` kubeconfig with this proxy in the server's place."""
+        """Write a copy of a kubeconfig that points to this proxy."""
         document = json.loads(original.read_text())
         document["clusters"] = [{"name": c["name"], "cluster": {"server": self.url}} for c in document["clusters"]]
         path = folder / "unruly-kubeconfig"
@@ -144,7 +143,7 @@ class UnrulyProxy:
         return path
 
     def calm(self, namespace: str) -> None:
-        """End the faults of one namespace: what is held open breaks, as when a connection's keep-alive gives up."""
+        """End the faults of one namespace; half-open connections break, as at the end of a keep-alive."""
         self.weather.pop(namespace, None)
         for event in self._held.pop(namespace, set()):
             event.set()
@@ -175,7 +174,7 @@ class UnrulyProxy:
         fault: Fault,
         generator: random.Random,
     ) -> web.StreamResponse | None:
-        """Do the fault; None where the connection is to break."""
+        """Apply the fault; None: the connection must break."""
         what = f"{request.method} {request.path}: {fault.value}"
         delay_s = generator.uniform(0.0, weather.max_delay_s)
         match fault:
@@ -281,7 +280,7 @@ class UnrulyProxy:
         generator: random.Random,
         path: str,
     ) -> bool:
-        """Pass the watch on for a while, then spoil it. Whether its connection is to break."""
+        """Forward the watch for a while, then break it; return whether its connection must break."""
         loop = asyncio.get_running_loop()
         begins = loop.time() + generator.uniform(*weather.watch_life_s)
         ends = begins + generator.uniform(*weather.silence_s)
@@ -335,14 +334,14 @@ def _namespace(path: str) -> str:
 
 
 def _abort(request: web.BaseRequest) -> web.Response:
-    """Reset the connection; the response is for aiohttp, and reaches nobody."""
+    """Reset the connection; the response only satisfies aiohttp."""
     if request.transport is not None:
         request.transport.abort()
     return web.Response(status=500)
 
 
 def _status(code: int, message: str = "by the unruly proxy") -> web.Response:
-    """What an API server says that refuses."""
+    """Return the API server's response to a refused request."""
     body: dict[str, Any] = {
         "kind": "Status",
         "apiVersion": "v1",
