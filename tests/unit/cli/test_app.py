@@ -73,7 +73,7 @@ def test_help_shows_where_a_run_keeps_its_files() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "JOB"], ["validate", "JOB"]])
-def test_a_reader_that_has_seen_enough_is_no_failure(job: Path, arguments: list[str]) -> None:
+def test_a_closed_stdout_is_not_a_failure(job: Path, arguments: list[str]) -> None:
     program = [sys.executable, "-m", "dlrm_cli.app", *(str(job) if each == "JOB" else each for each in arguments)]
     reading, writing = os.pipe()
     os.close(reading)
@@ -85,7 +85,7 @@ def test_a_reader_that_has_seen_enough_is_no_failure(job: Path, arguments: list[
 
 
 @pytest.mark.slow
-def test_output_to_a_full_disk_is_told_as_such(job: Path) -> None:
+def test_output_to_a_full_disk_is_reported(job: Path) -> None:
     with Path("/dev/full").open("wb") as full:
         program = [sys.executable, "-m", "dlrm_cli.app", "plan", str(job)]
         finished = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
@@ -109,9 +109,7 @@ def test_ctrl_c_while_the_program_loads_ends_it_without_a_word(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("started", ["/somewhere/dlrmctl", "/somewhere/dlrm_cli/__main__.py"])
-def test_the_way_to_resume_is_told_by_the_programs_name_however_it_was_started(
-    monkeypatch: pytest.MonkeyPatch, started: str
-) -> None:
+def test_the_resume_hint_uses_the_name_of_the_program(monkeypatch: pytest.MonkeyPatch, started: str) -> None:
     monkeypatch.setattr(sys, "argv", [started, "run", "a job.yaml"])
 
     assert resume_hint(7) == ("stopped; the snapshot of step 7 is committed; to resume: dlrmctl run 'a job.yaml'")
@@ -133,7 +131,7 @@ def test_validate_says_what_each_document_is(job: Path, capsys: pytest.CaptureFi
     assert "HardwareProfile box is valid" in printed.out
 
 
-def test_validate_goes_on_after_a_bad_document_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_continues_after_a_bad_document_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(f"kind: Pod\n---\n{JOB}\n---\nkind: DLRMJob\nmetadata: {{name: bad}}\n")
 
@@ -447,9 +445,7 @@ def test_a_missing_trace_is_named(
     assert says in error
 
 
-def test_validate_reads_traces_that_are_files_and_leaves_config_maps_to_the_operator(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_reads_trace_files_but_no_config_maps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "large.yaml"
 
     def validated(reference: str) -> int:

@@ -171,7 +171,7 @@ def test_a_bad_job_is_refused_before_anything_starts(
     assert not list(folder.glob("runs/*/logs/*"))
 
 
-def test_data_below_a_folder_that_may_not_be_entered_is_refused_by_the_name_of_its_field(
+def test_data_in_an_unreadable_folder_is_refused_with_its_field(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with tempfile.TemporaryDirectory() as above:
@@ -253,7 +253,7 @@ def test_a_bad_command_line_is_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize("command", [["run", "JOB"], ["trace", "JOB", "--batches", "3"], ["profile", "measure"]])
-def test_a_current_folder_that_was_removed_is_told_as_such(
+def test_a_removed_current_folder_is_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "job.yaml").write_text(yaml.safe_dump(document(folder)))

@@ -159,7 +159,7 @@ def version(number: int, phase: str) -> Object:
 
 
 @pytest.mark.parametrize("more", [[], ["-w"]])
-def test_names_beside_a_selector_are_refused_before_a_job_is_asked_for(
+def test_names_with_a_selector_are_refused_before_any_request(
     kubeconfig: Path, capsys: pytest.CaptureFixture[str], more: list[str]
 ) -> None:
     code = run(kubeconfig, "get", "ads", "-l", "team=ads", *more)
@@ -194,7 +194,7 @@ def test_in_a_pod_the_users_own_kubeconfig_goes_before_the_pods_account(
     assert ("the pod's service account" in said.err) != there
 
 
-def test_a_watch_that_is_cut_or_too_old_is_begun_anew_and_shows_each_change_once(
+def test_a_broken_or_expired_watch_restarts_and_shows_each_change_once(
     api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planning, restoring, trains = version(1, "Planning"), version(2, "Restoring"), version(3, "Running")
@@ -222,7 +222,7 @@ def test_a_watch_that_is_cut_or_too_old_is_begun_anew_and_shows_each_change_once
     assert api.scripts == {"list": [], "watch": []}
 
 
-def test_a_first_list_that_expires_while_it_is_read_is_told(
+def test_a_first_list_that_expires_while_it_is_read_is_reported(
     api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.scripts["list"] = [{"metadata": {"resourceVersion": "2", "continue": "more"}, "items": []}, (410, "expired")]
@@ -251,7 +251,7 @@ def test_rates_are_those_between_two_looks() -> None:
     assert (found.stage, found.stage_share) == ("forward", 0.75)
 
 
-def test_rates_after_a_restart_are_those_of_the_new_life() -> None:
+def test_rates_after_a_restart_are_those_of_the_new_process() -> None:
     before = pod_figures(metrics(step=900, hits=1, accesses=1_000))
 
     assert rates(pod_figures(metrics(step=20, hits=90, accesses=100)), before).hit_rate == 0.9
@@ -511,7 +511,7 @@ def test_a_resume_that_never_comes_true_ends(seen: Object, words: str) -> None:
     assert words in str(verdict.error)
 
 
-def test_a_cluster_without_the_operator_is_told_how_to_get_it(
+def test_a_cluster_without_the_operator_is_reported_with_how_to_install_it(
     kubeconfig: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = run(kubeconfig, "get")
@@ -528,7 +528,7 @@ def test_a_context_that_is_not_there_is_named(kubeconfig: Path, capsys: pytest.C
     assert "prod" in capsys.readouterr().err
 
 
-def test_no_kubeconfig_is_told_where_it_is_looked_for(
+def test_a_missing_kubeconfig_is_reported_with_the_searched_paths(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))

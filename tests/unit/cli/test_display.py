@@ -33,7 +33,7 @@ def test_progress_says_step_loss_rate_time_left_and_snapshot() -> None:
     assert text == "step 1,200/5,000, loss 0.4711, 35,000 samples/s, 1:40 left, snapshot at step 1,000"
 
 
-def test_a_snapshot_of_a_later_step_is_none_of_this_training() -> None:
+def test_a_snapshot_of_a_later_step_belongs_to_another_run() -> None:
     assert progress_text(seen(999)).endswith("1:40 left")
     assert progress_text(seen(1_000)).endswith("snapshot at step 1,000")
 
@@ -187,7 +187,7 @@ def profile_of(ranks: int) -> Profile:
     return Profile(stages=tuple(stages), hit_rates=tuple(rates))
 
 
-def test_a_profile_shows_every_stage_of_every_rank_and_the_hit_rate_over_time() -> None:
+def test_a_profile_shows_all_stages_of_all_ranks_and_the_hit_rate() -> None:
     text = shown(profile_view(profile_of(2)))
 
     rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in text.splitlines()]
@@ -197,7 +197,7 @@ def test_a_profile_shows_every_stage_of_every_rank_and_the_hit_rate_over_time() 
     assert "40.0% to step 40" in text
 
 
-def test_what_follows_the_last_step_is_no_share_of_steps() -> None:
+def test_time_after_the_last_step_is_not_step_time() -> None:
     times = {"steps": 1, "mean_seconds": 0.5, "median_seconds": 0.5, "p99_seconds": 0.5}
     after = StageTimes(rank=0, stage="evaluation at the end", **times)
     whole = profile_of(1)

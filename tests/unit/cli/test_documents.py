@@ -57,7 +57,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_documents(tmp_path / "absent.yaml")
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_a_folder_is_refused_as_a_file(tmp_path: Path) -> None:
     with pytest.raises(NoInputError, match="Is a directory"):
         read_documents(tmp_path)
 
@@ -73,7 +73,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
         ("kind: DLRMJob\nspec: {seed: 2026-13-45}\n", "month must be in 1..12"),
     ],
 )
-def test_what_is_no_manifest_is_refused_with_its_place(tmp_path: Path, text: str, words: str) -> None:
+def test_an_invalid_manifest_is_refused_with_its_line(tmp_path: Path, text: str, words: str) -> None:
     path = write(tmp_path, text)
 
     with pytest.raises(BadDataError) as caught:
@@ -83,7 +83,7 @@ def test_what_is_no_manifest_is_refused_with_its_place(tmp_path: Path, text: str
     assert words in str(caught.value)
 
 
-def test_text_that_is_no_utf8_is_refused_with_the_byte(tmp_path: Path) -> None:
+def test_invalid_utf8_is_refused_with_the_byte(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_bytes(b"kind: \xff\n")
 
@@ -155,7 +155,7 @@ def test_a_job_finds_its_profile_in_its_own_file_or_in_another(tmp_path: Path) -
         find_profile(job, documents[:1], None)
 
 
-def test_a_job_that_names_no_profile_takes_the_only_one_of_a_file_and_none_of_several(tmp_path: Path) -> None:
+def test_a_job_without_a_profile_name_takes_one_only_if_it_is_unique(tmp_path: Path) -> None:
     job = parse_document(read_documents(write(tmp_path, JOB))[0])
     one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
     one.write_text(PROFILE)

@@ -66,7 +66,7 @@ def test_a_damaged_line_is_named_and_the_next_ones_are_read(tmp_path: Path) -> N
     assert [each.attempt for each in select_lines(Started, lines)] == [1, 2]
 
 
-def test_the_history_goes_on_where_an_earlier_command_left_it_without_its_torn_line(tmp_path: Path) -> None:
+def test_the_history_continues_an_earlier_one_without_its_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     path.write_text('{"event":"started","time":1,"attempt":1}\n{"event":"look","tim')
 
@@ -75,7 +75,7 @@ def test_the_history_goes_on_where_an_earlier_command_left_it_without_its_torn_l
     assert readable(path) == [Started(time=1, attempt=1), Started(time=2, attempt=2)]
 
 
-def test_a_file_that_cannot_be_written_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_history_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:
     history = History(tmp_path / "gone" / "history.jsonl")
 
     history.add(Started(time=1, attempt=1))

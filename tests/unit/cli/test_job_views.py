@@ -204,7 +204,7 @@ def test_the_page_says_all_of_a_running_job() -> None:
     assert "20m   Normal   Running   1       attempt 3 trains" in text
 
 
-def test_the_page_names_the_rank_that_others_wait_for_and_what_memory_is_spared() -> None:
+def test_the_page_shows_the_straggler_and_the_memory_reserve() -> None:
     job = running_job(memoryReserveBytes=512_000_000)
     slow = {"rank": 3, "pod": "ads-trainer-3-1", "node": "n7", "seconds": 0.09, "medianSeconds": 0.05}
     job["status"]["progress"]["straggler"] = slow
@@ -215,7 +215,7 @@ def test_the_page_names_the_rank_that_others_wait_for_and_what_memory_is_spared(
     assert "each pod keeps 512.0 MB more free since one ran out of it" in text
 
 
-def test_events_of_one_second_are_in_the_order_in_which_they_were_told() -> None:
+def test_events_of_one_second_keep_their_order() -> None:
     events = [
         {"reason": reason, "lastTimestamp": ago(seconds=5), "metadata": {"resourceVersion": version}}
         for reason, version in (("Restarting", "101"), ("AttemptFailed", "99"))

@@ -25,7 +25,7 @@ def test_a_plan_leaves_what_is_in_use_and_some_to_the_system() -> None:
     assert this_machine(4).spec.tiers.ddr.bytes <= 0.95 * memory / 4
 
 
-def test_memory_that_an_earlier_run_still_holds_is_planned_with_once_it_has_ended(
+def test_memory_of_an_earlier_run_is_available_once_it_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     document = {

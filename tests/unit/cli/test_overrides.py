@@ -134,7 +134,7 @@ def test_every_field_of_the_spec_can_be_set(path: str, value: int) -> None:
     assert changed == value
 
 
-def test_data_replaces_the_training_files_and_evaluates_on_them_where_the_job_has_no_others() -> None:
+def test_data_replaces_evaluation_files_that_the_job_does_not_set() -> None:
     changed = with_data(body(), "/mine.tsv", None)
 
     assert changed["spec"]["data"]["train"]["uris"] == ["/mine.tsv"]

@@ -165,7 +165,7 @@ def test_two_ranks_exchange_bytes_for_real() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_cannot_exchange_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_cannot_exchange_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dlrm_cli.machine_profile.free_ports", lambda _: SimpleNamespace(rendezvous="no number"))
 
     with pytest.raises(DeviceError, match="no number"):
@@ -173,12 +173,12 @@ def test_ranks_that_cannot_exchange_are_told(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("tier", ["scm", "block"])
-def test_a_tier_that_is_not_there_is_told(tier: Tier, tmp_path: Path) -> None:
+def test_a_missing_tier_is_reported(tier: Tier, tmp_path: Path) -> None:
     with pytest.raises(NoInputError, match=f"--tier: .*none.*{tier}"):
         tier_rates(tier, tmp_path / "none")
 
 
-def test_a_tier_without_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_tier_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1_000_000))
 
     with pytest.raises(DeviceError, match="1,000,000 are free"):
@@ -230,7 +230,7 @@ def test_a_host_with_little_memory_is_measured_by_less_of_it() -> None:
     assert host_effort(GIB).bytes == GIB // 16
 
 
-def test_a_full_disk_is_told_and_leaves_no_part_of_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_partial_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write_part(path: Path, _text: str) -> None:
         path.touch()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -249,7 +249,7 @@ def test_where_torch_sees_no_gpu_there_are_none() -> None:
     assert detect_gpus() == ()
 
 
-def test_a_driver_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unresponsive_driver_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'CUDA error: unknown error' >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -285,7 +285,7 @@ def test_pods_that_one_machine_plays_divide_its_gpus() -> None:
     assert this_machine(1).spec.devices is None
 
 
-def test_a_run_that_asks_for_hbm_where_there_is_none_is_refused() -> None:
+def test_a_run_that_needs_missing_hbm_is_refused() -> None:
     job = parse_job(
         {
             "metadata": {"name": "job"},

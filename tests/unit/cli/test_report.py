@@ -71,7 +71,7 @@ def test_how_a_run_ended_is_said(kept_run: Kept, ending: Ended | None, state: st
     assert (ending.words if ending else "to resume") in page(record).place
 
 
-def test_a_run_that_goes_on_is_said_to(kept_run: Kept) -> None:
+def test_a_run_in_progress_is_shown_as_such(kept_run: Kept) -> None:
     folder = kept_run(ending=None)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -145,7 +145,7 @@ def test_a_line_without_end_is_read_in_pieces(kept_run: Kept, monkeypatch: pytes
     assert record.notes
 
 
-def test_a_half_written_last_line_is_no_damage(kept_run: Kept) -> None:
+def test_a_half_written_last_line_is_not_damage(kept_run: Kept) -> None:
     folder = kept_run()
     with (folder / "progress.jsonl").open("a") as progress:
         progress.write('{"step": 401, "lo')
@@ -163,7 +163,7 @@ def test_a_run_without_history_says_what_lacks(kept_run: Kept) -> None:
     assert "Times of stages were not recorded" in text_of(record)
 
 
-def test_a_folder_that_is_none_or_no_work_directory_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_work_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NoInputError, match="gone"):
         read_work_folder(tmp_path / "gone")
     with pytest.raises(NoInputError, match=r"job\.json"):
@@ -207,7 +207,7 @@ def test_the_stall_of_a_snapshot_is_the_time_of_cuts_around_its_step(kept_run: K
     assert stall == pytest.approx(40 * 0.001)  # looks are 20 steps apart, and its step is that of one
 
 
-def test_steps_made_again_after_a_restart_are_counted_in_the_time_of_a_step(kept_run: Kept) -> None:
+def test_repeated_steps_after_a_restart_count_in_the_step_time(kept_run: Kept) -> None:
     record = read_work_folder(kept_run())
 
     rows = {row[0]: row for row in cells(record, "Time of a step", "Mean over all ranks")}
@@ -216,7 +216,7 @@ def test_steps_made_again_after_a_restart_are_counted_in_the_time_of_a_step(kept
     assert "460 steps" in text_of(record)
 
 
-def test_the_plan_stands_beside_what_was_measured(kept_run: Kept) -> None:
+def test_the_plan_is_shown_next_to_measured_values(kept_run: Kept) -> None:
     rows = {row[0]: row for row in cells(read_work_folder(kept_run()), "Plan against measured", "")}
 
     assert rows["samples/s"][1] == "18,000"
@@ -355,7 +355,7 @@ def test_the_command_writes_the_file_and_says_which(
     assert output.read_text().startswith("<!doctype html>")
 
 
-def test_the_command_leaves_a_file_alone_that_is_no_report(
+def test_the_command_does_not_overwrite_a_foreign_file(
     kept_run: Kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = tmp_path / "thesis.html"

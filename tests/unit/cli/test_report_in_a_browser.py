@@ -91,7 +91,7 @@ def test_the_page_opens_without_a_word_on_the_console(shown: Callable[..., tuple
         assert words in document
 
 
-def test_a_request_to_elsewhere_would_be_refused_and_told(shown: Callable[..., tuple[str, str]]) -> None:
+def test_a_request_to_another_host_would_be_refused_and_recorded(shown: Callable[..., tuple[str, str]]) -> None:
     _, console = shown(
         "light", change=lambda text: text.replace("</main>", '<img src="http://127.0.0.1:9/x.png"></main>')
     )

@@ -29,7 +29,7 @@ def ended(name: str, code: int, message: str = "") -> ProcessExit:
         ((78, 74), 78),
     ],
 )
-def test_the_cause_is_told_from_its_effects(codes: tuple[int, ...], cause: int) -> None:
+def test_the_cause_is_distinguished_from_its_effects(codes: tuple[int, ...], cause: int) -> None:
     exits = [ended(f"trainer-{i}", code) for i, code in enumerate(codes)]
 
     assert find_cause(exits).code == cause

@@ -32,7 +32,7 @@ def test_a_plan_in_ddr_alone_needs_no_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_device_is_told_by_the_bytes_that_lack(tmp_path: Path) -> None:
+def test_a_full_device_is_reported_with_the_missing_bytes(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match=rf"{tmp_path}/scm: .*{2**60} bytes"):
         make_tier_folders(tmp_path, plan(block=1, scm=2**60 - 1))
 

@@ -38,7 +38,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "job.yaml"
 
 
-def test_one_epoch_is_written_beside_the_user_and_shown(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_epoch_is_traced_and_shown(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = app.main(["trace", job])
 
     printed = capsys.readouterr()
@@ -55,7 +55,7 @@ def test_one_epoch_is_written_beside_the_user_and_shown(job: str, capsys: pytest
     assert f"distribution.reference: {Path.cwd().as_uri()}/small.trace.json" in printed.err
 
 
-def test_a_short_trace_is_told_to_underrate_caches(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_trace_is_reported_to_underestimate_caches(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     app.main(["trace", job, "--batches", "2"])
     short = capsys.readouterr().out
     app.main(["trace", job, "--batches", "800"])
@@ -65,7 +65,7 @@ def test_a_short_trace_is_told_to_underrate_caches(job: str, capsys: pytest.Capt
     assert "first of their row" not in long
 
 
-def test_a_short_job_is_traced_to_its_end_and_a_long_trace_goes_on_into_the_next_epoch(job: str) -> None:
+def test_a_trace_ends_with_the_job_and_may_span_epochs(job: str) -> None:
     app.main(["trace", job, "--set", "spec.training.maxSteps=5", "--out", "short.json"])
     app.main(["trace", job, "--batches", "40", "--out", "long.json"])
 

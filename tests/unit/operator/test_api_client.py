@@ -190,7 +190,7 @@ def test_a_missing_kubeconfig_is_named(tmp_path: Path) -> None:
     "text",
     ["just text", "a: [", "- a", "day: 2026-13-45", "", '{"current-context": "a", "contexts": 5}', '{"contexts": []}'],
 )
-def test_a_file_that_is_no_kubeconfig_is_named(tmp_path: Path, text: str) -> None:
+def test_an_invalid_kubeconfig_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "config"
     file.write_text(text)
 

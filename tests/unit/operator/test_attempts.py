@@ -190,7 +190,7 @@ def test_a_silent_node_is_waited_for_before_the_last_commit() -> None:
     assert status(cluster).charged_restarts == 0
 
 
-def test_an_upload_at_work_is_waited_for_whatever_befell_the_other_pods() -> None:
+def test_a_running_upload_is_awaited_whatever_happened_to_other_pods() -> None:
     cluster = committing()
     lose_node(cluster, POD_1)
 
@@ -595,7 +595,7 @@ def test_a_newly_committed_step_restores_the_budgets() -> None:
     assert status(cluster).last_snapshot.step == 50
 
 
-def test_a_snapshot_seen_again_after_a_restore_is_no_progress() -> None:
+def test_a_snapshot_seen_again_after_a_restore_is_not_progress() -> None:
     cluster = running(maxRestarts=1)
     report_progress(cluster, step=60, committed=50)
     cluster.end(POD_0, "trainer", 1)
@@ -608,7 +608,7 @@ def test_a_snapshot_seen_again_after_a_restore_is_no_progress() -> None:
     assert status(cluster).phase is Phase.FAILED
 
 
-def test_each_gang_is_told_which_snapshot_the_job_has_committed() -> None:
+def test_each_gang_gets_the_last_committed_snapshot() -> None:
     cluster = running()
     first = [env_of(pod) for pod in cluster.pods.values()]
     report_progress(cluster, step=60, committed=50)

@@ -76,14 +76,14 @@ def test_the_cut_is_asked_for_once_with_the_attempts_token(pod: ProgressServer) 
     assert woken == [KEY]
 
 
-def test_a_refusal_is_told_in_the_trainers_words(pod: ProgressServer) -> None:
+def test_a_refusal_is_reported_in_the_trainers_words(pod: ProgressServer) -> None:
     found, _ = answer()
 
     assert found.step is None
     assert found.problem == 'pod 0 answered 409: {"error": "no hand-off"}'
 
 
-def test_a_pod_that_does_not_listen_is_told() -> None:
+def test_a_pod_that_does_not_listen_is_reported() -> None:
     found, _ = answer()
 
     assert found.problem.startswith("pod 0 did not answer: ")
@@ -263,7 +263,7 @@ def test_a_key_that_could_not_be_had_is_asked_for_again() -> None:
     "data",
     [{}, {"data": None}, {"data": {"key": "not base64"}}, {"data": {"key": base64.b64encode(b"short").decode()}}],
 )
-def test_a_secret_that_holds_no_key_is_named_with_the_mend(data: dict[str, Any]) -> None:
+def test_a_secret_without_a_key_is_named_with_the_fix(data: dict[str, Any]) -> None:
     api = MemoryApi()
     api.put(SECRET, {"metadata": {"name": KEY_OBJECT}, **data})
 

@@ -70,7 +70,7 @@ def test_the_jobs_queue_is_one_of_the_queues() -> None:
     assert marks["kueue.x-k8s.io/queue-name"] == local["metadata"]["name"]
 
 
-def test_a_policy_for_one_job_covers_its_pods_on_the_ports_that_they_have_and_no_other_job_s() -> None:
+def test_a_policy_for_one_job_covers_its_pods_ports_and_no_other_job() -> None:
     policy = yaml.safe_load((FOLDER / "one-jobs-network.yaml").read_text())
     wanted = policy["spec"]["podSelector"]["matchLabels"]
     among_pods, from_outside = policy["spec"]["ingress"]
@@ -85,7 +85,7 @@ def test_a_policy_for_one_job_covers_its_pods_on_the_ports_that_they_have_and_no
     assert [each["port"] for each in from_outside["ports"]] == [Port.TRAINER, Port.CHECKPOINTER]
 
 
-def test_the_clusters_quickstart_is_two_pods_that_fit_on_two_processors_and_reach_s3_with_a_secrets_keys() -> None:
+def test_the_cluster_quickstart_is_two_small_pods_with_s3_keys() -> None:
     job = parse_job(yaml.safe_load((FOLDER.parent / "quickstart-cluster.yaml").read_text()))
     pods = [item for item in render_objects(job, None, plan_job(job.spec, None)) if item["kind"] == "Pod"]
 

@@ -122,7 +122,7 @@ def test_gangs_that_were_replaced_by_wish_are_no_failures() -> None:
     assert found["failures_total"] == 3
 
 
-def test_an_interval_by_time_is_shown_as_it_is() -> None:
+def test_an_interval_by_time_is_shown_unchanged() -> None:
     assert Seen(RUNNING, interval="10m").figures()["snapshot_interval_seconds"] == 600
     assert Seen(RUNNING).figures()["snapshot_interval_seconds"] == 1_800
     assert "snapshot_interval_steps" not in Seen(RUNNING).figures()

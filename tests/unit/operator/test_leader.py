@@ -56,7 +56,7 @@ async def until_held(candidate: Leader, within_s: float = 10.0) -> float:
 
 
 @pytest.mark.slow
-def test_a_follower_takes_over_after_the_leader_died_and_never_beside_it() -> None:
+def test_a_follower_takes_over_only_after_the_leader_died() -> None:
     async def run() -> tuple[bool, float]:
         server = MemoryApi()
         line = LineDown(server)

@@ -27,7 +27,7 @@ def test_a_plain_line_ends_with_what_the_event_says_of_itself() -> None:
     assert line.endswith(" operator INFO phase changed job=ads/demo phase=Failed")
 
 
-def test_a_json_line_has_it_as_fields_and_the_job_besides() -> None:
+def test_a_json_line_has_the_facts_and_the_job_as_fields() -> None:
     (line,) = said(plain=False).splitlines()
 
     found = json.loads(line)

@@ -117,7 +117,7 @@ def test_nothing_is_read_once_there_is_an_answer() -> None:
         ("configmap:reuse", {"reuse": {"other": ""}}, "ConfigMap reuse has no key trace.json"),
     ],
 )
-def test_a_trace_that_cannot_be_read_holds_planning_with_the_mend(
+def test_an_unreadable_trace_holds_planning_with_the_fix(
     reference: str, config_maps: dict[str, Object], says: str
 ) -> None:
     observed = looked(ScriptedApi(reference, config_maps))

@@ -80,7 +80,7 @@ def test_tiers_that_nobody_mounts_are_refused_before_there_is_a_plan() -> None:
     assert "name a HardwareProfile whose tiers.block has hostPath or storageClass" in answer.problem
 
 
-def test_a_deadline_is_no_verdict_and_leaves_no_child() -> None:
+def test_a_deadline_is_not_an_answer_and_leaves_no_child() -> None:
     me = psutil.Process()
 
     answer = asyncio.run(plan(question(), 0.05))  # less than Python takes to start
@@ -161,7 +161,7 @@ def test_an_answer_that_is_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch)
     assert planner_children() == []
 
 
-def test_the_loop_turns_while_the_planner_works() -> None:
+def test_the_event_loop_runs_while_the_planner_works() -> None:
     async def both() -> int:
         ticks = 0
         task = asyncio.create_task(plan(question(), 60))
@@ -233,7 +233,7 @@ def test_equal_questions_need_no_planner() -> None:
     assert plan_from_parts(found.parts) == plan_job(question().job.spec, None)
 
 
-def test_a_job_whose_checkpointer_asks_for_more_memory_is_planned_anew() -> None:
+def test_a_larger_checkpointer_request_is_planned_again() -> None:
     async def run() -> bool:
         planner = Planner(60, lambda key: None)
         await answers(planner, KEYS[:1], question())
@@ -302,7 +302,7 @@ def test_job_that_is_edited_all_the_time_gets_its_plan() -> None:
     assert found is not None
 
 
-def test_a_job_that_changes_while_it_is_planned_is_planned_anew() -> None:
+def test_a_job_that_changes_while_it_is_planned_is_planned_again() -> None:
     async def run() -> Planning | None:
         planner = Planner(60, lambda key: None)
         planner.request(KEYS[0], question())

@@ -20,7 +20,7 @@ def poller(jobs: int) -> Poller:
     return made
 
 
-def test_a_new_pod_is_asked_at_once_and_moves_nobody_elses_turn() -> None:
+def test_a_new_pod_is_polled_at_once_without_delaying_others() -> None:
     made = poller(3)
     first = made.take_due(100.0)
 

@@ -38,7 +38,7 @@ from dlrm_testing.operator.running_job import (
 )
 
 
-def test_all_phases_passed_in_one_turn_are_one_write() -> None:
+def test_all_phases_of_one_reconcile_are_one_write() -> None:
     cluster = ModelCluster()
 
     actions = cluster.reconcile_once()
@@ -97,7 +97,7 @@ def test_all_pods_of_a_gang_have_a_secret_or_none(given: bool) -> None:
     assert [Env.GANG_SECRET in variables(pod) for pod in cluster.pods.values()] == [given, given]
 
 
-def test_a_refused_child_is_told_before_it_is_tried_again() -> None:
+def test_a_refused_child_is_reported_before_the_retry() -> None:
     cluster = ModelCluster()
     cluster.reconcile_once()
     cluster.plan()
@@ -296,7 +296,7 @@ def test_an_infeasible_plan_fails_in_the_planners_words() -> None:
     assert "5 bytes short" in planned.message
 
 
-def test_a_planner_that_crashed_is_no_verdict() -> None:
+def test_a_crashed_planner_is_not_an_answer() -> None:
     cluster = ModelCluster()
     cluster.reconcile_once()
 
@@ -311,7 +311,7 @@ def test_a_planner_that_crashed_is_no_verdict() -> None:
     assert condition(cluster, ConditionType.PLANNED).status == "True"
 
 
-def test_config_maps_that_a_crash_left_of_another_plan_make_room() -> None:
+def test_config_maps_left_of_another_plan_are_replaced() -> None:
     cluster = ModelCluster()
     cluster.reconcile_once()
     cluster.plan()

@@ -347,7 +347,7 @@ def test_in_a_crowd_a_start_that_goes_well_is_one_status() -> None:
     assert bench.status()["plan"]["nodes"] == 2
 
 
-def test_in_a_crowd_a_gang_that_does_not_start_is_told_once_it_has_waited() -> None:
+def test_in_a_crowd_a_gang_that_does_not_start_is_reported_after_a_wait() -> None:
     bench = Bench(status_debounce_s=0.0)
     bench.debouncer.remaining_s(JobKey("space", "other"))
     bench.reconcile_once()
@@ -566,7 +566,7 @@ def test_pod_deleted_before_its_creation_response_is_not_cached(late: bool) -> N
     assert [seen.uid for seen in cache.pods(KEY)] == ([] if late else ["u"])
 
 
-def test_a_pod_wakes_its_job_by_what_it_shows_anew_and_by_nothing_else() -> None:
+def test_a_pod_wakes_its_job_only_by_relevant_changes() -> None:
     woken: list[JobKey] = []
     soon: list[JobKey] = []
     cache = PodCache(cast("Any", None), None, woken.append, soon.append)
@@ -743,7 +743,7 @@ def test_quota_conflict_is_retried(kind: str) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 401, 429], ids=["no answer", "an old token", "too many requests"])
-def test_unavailable_server_is_no_refusal(code: int) -> None:
+def test_unavailable_server_is_not_a_refusal(code: int) -> None:
     bench = planned()
     Ailing(bench, "/pods", unavailable(code))
 
@@ -835,7 +835,7 @@ def test_failed_events_do_not_stop_a_restart(error: Exception) -> None:
     assert max(events.waits_s) <= EVENT_TIMEOUT_S
 
 
-def test_events_that_cannot_be_created_are_told_by_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_events_are_logged_by_one_line(caplog: pytest.LogCaptureFixture) -> None:
     bench = training()
     events = Ailing(bench, "/events", unavailable(429, "the limit of Events is reached"))
     bench.pods_crash()
@@ -892,7 +892,7 @@ def test_refused_deletion_of_an_old_plan_blocks_nothing() -> None:
     assert "delete ConfigMap demo-plan-1: ConfigMaps are kept here" in told[0]["message"]
 
 
-def test_a_job_that_the_operator_has_no_right_to_see_is_told_by_one_event() -> None:
+def test_a_job_that_the_operator_may_not_read_gets_one_event() -> None:
     bench = training()
     listed = bench.api.list_all
 

@@ -66,14 +66,14 @@ def test_its_version_changes_with_its_own_document_alone() -> None:
 
 
 @pytest.mark.parametrize("data", [None, {}, {"all": POOL % ("small", "1Gi")}, {"all": "- a list\n--- 7"}])
-def test_a_profile_that_is_not_there_is_told_with_the_place(data: dict[str, str] | None) -> None:
+def test_a_missing_profile_is_reported_with_its_field(data: dict[str, str] | None) -> None:
     words = "spec.trainer.hardware: HardwareProfile big not found in ConfigMap pools in namespace team"
 
     assert seen(data).profile is None
     assert words in seen(data).problem
 
 
-def test_a_value_that_is_no_yaml_is_told_with_its_key() -> None:
+def test_invalid_yaml_is_reported_with_its_key() -> None:
     problem = seen({"broken.yaml": "a: [1"}).problem
 
     assert "ConfigMap pools in namespace team, key broken.yaml: invalid YAML" in problem
@@ -90,7 +90,7 @@ def test_yaml_aliases_are_refused() -> None:
     assert "line 2" in problem
 
 
-def test_an_anchor_that_nothing_refers_to_is_none_of_our_business() -> None:
+def test_an_unused_anchor_is_ignored() -> None:
     assert seen({"all": (POOL % ("big", "8Gi")).replace("tiers: {", "tiers: &all {")}).profile is not None
 
 
@@ -99,7 +99,7 @@ def test_a_value_that_is_too_long_or_too_deep_is_refused() -> None:
     assert "key all: invalid YAML: maximum recursion depth" in seen({"all": "[" * 10_000}).problem
 
 
-def test_the_config_map_is_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_config_map_is_parsed_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
     kept = yaml.load_all
 
@@ -114,13 +114,13 @@ def test_the_config_map_is_parsed_beside_the_event_loop(monkeypatch: pytest.Monk
     assert threads
 
 
-def test_a_profile_that_is_none_is_told_with_its_field() -> None:
+def test_an_invalid_profile_is_reported_with_its_field() -> None:
     assert "spec.tiers.ddr.bytes" in seen({"all": POOL % ("big", "-1")}).problem
     assert "keys must be str" in seen({"all": POOL.replace("bytes", "2026-01-01") % ("big", "1Gi")}).problem
     assert "key all: invalid YAML: month must be in 1..12" in seen({"all": "day: 2026-13-45"}).problem
 
 
-def test_a_right_that_the_operator_lacks_is_told_in_the_servers_words() -> None:
+def test_a_missing_permission_is_reported_in_the_servers_words() -> None:
     class Forbidding(Cluster):
         async def call(self, _: str, path: str) -> dict[str, Any]:
             raise ClusterRefusedError(403, "hardwareprofiles.dlrm.dev is forbidden")

@@ -108,7 +108,7 @@ def test_a_job_that_fits_nowhere_is_refused_in_the_planners_words() -> None:
     assert "tierBudgets" in answer["status"]["message"]
 
 
-def test_what_no_rule_of_the_definition_can_say_is_refused_with_the_mend() -> None:
+def test_what_the_crd_cannot_check_is_refused_with_the_fix() -> None:
     job = job_document("demo")
     job["spec"]["model"]["tables"][1]["name"] = "a"
     planner = Planner(FEASIBLE)
@@ -161,7 +161,7 @@ def test_a_priority_of_the_cluster_is_refused_though_no_plan_depends_on_it() -> 
     assert "spec.scheduling.priorityClass: " in answer["status"]["message"]
 
 
-def test_a_privileged_job_that_was_stored_before_is_left_as_it_is() -> None:
+def test_a_privileged_job_that_was_stored_before_stays() -> None:
     old = privileged()
     labelled = changed(old, lambda job: job["metadata"].update(labels={"team": "ads"}))
 
@@ -414,6 +414,6 @@ def test_an_update_to_what_fits_nowhere_is_refused() -> None:
         changed(review(job_document("demo")), lambda found: found["request"].update(object=None)),
     ],
 )
-def test_what_is_no_review_of_a_job_is_told(document: Any) -> None:
+def test_an_invalid_review_is_reported(document: Any) -> None:
     with pytest.raises(BadDataError):
         asyncio.run(Reviewer(cast("ReferenceReader", Referred()), 1.0).answer(document))

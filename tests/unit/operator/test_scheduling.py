@@ -141,7 +141,7 @@ def test_additions_that_contradict_the_placement_are_refused_by_name(overlay: Ob
     assert refusal.value.problem == words
 
 
-def test_the_same_runtime_class_said_twice_is_no_contradiction() -> None:
+def test_the_same_runtime_class_twice_is_not_a_conflict() -> None:
     assert pods(job({"runtimeClassName": "nvidia"}), profile(runtimeClass="nvidia"))[0]["runtimeClassName"] == "nvidia"
 
 
@@ -337,7 +337,7 @@ def test_a_pod_group_exists_before_its_pods_until_the_next_gang() -> None:
 
 
 @pytest.mark.parametrize("gang", ["volcano", "coscheduling"])
-def test_a_suspended_gang_keeps_no_room_by_its_pod_group(gang: str) -> None:
+def test_a_suspended_gang_has_no_pod_group(gang: str) -> None:
     cluster = ModelCluster(scheduling={"gang": gang})
     start_training(cluster)
     cluster.edit("lifecycle", suspend=True)
@@ -359,7 +359,7 @@ def test_a_suspended_gang_keeps_no_room_by_its_pod_group(gang: str) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 65])
-def test_a_finished_gang_keeps_no_room_once_its_last_pod_has_ended(code: int) -> None:
+def test_a_finished_gang_has_no_pod_group_after_its_last_pod_ended(code: int) -> None:
     cluster = ModelCluster(scheduling=VOLCANO)
     start_training(cluster)
     for name in (POD_0, POD_1) if code == 0 else (POD_0,):

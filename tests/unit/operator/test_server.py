@@ -150,7 +150,7 @@ def test_a_pair_that_does_not_fit_leaves_the_old_one_in_use(tmp_path: Path, capl
     ],
     ids=["review", "another object", "no JSON", "too deep", "too many digits", "long", "too large"],
 )
-def test_noise_is_told_so(tmp_path: Path, body: str, status: int, words: str) -> None:
+def test_noise_is_reported(tmp_path: Path, body: str, status: int, words: str) -> None:
     secret = MountedSecret(tmp_path / "certs")
 
     async def work(url: str) -> None:
@@ -226,6 +226,6 @@ def test_a_review_that_does_not_arrive_is_given_up(tmp_path: Path, monkeypatch: 
     serve(secret, work)
 
 
-def test_a_folder_without_a_pair_is_refused_with_the_mend(tmp_path: Path) -> None:
+def test_a_folder_without_a_key_pair_is_refused_with_the_fix(tmp_path: Path) -> None:
     with pytest.raises(NoInputError, match=r"tls\.crt and tls\.key"):
         Certificate(tmp_path)

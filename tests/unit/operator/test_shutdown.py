@@ -310,7 +310,7 @@ def test_a_changed_spec_retries_a_failed_job_with_full_budgets() -> None:
     assert [event.reason for event in cluster.events].count("SpecChanged") == 1
 
 
-def test_a_failed_job_that_nobody_changes_stays_as_it_is() -> None:
+def test_a_failed_job_that_nobody_changes_stays_failed() -> None:
     cluster = failed()
     cluster.reconcile_once()
 
@@ -343,7 +343,7 @@ def test_a_failed_job_that_is_suspended_starts_again_when_it_is_resumed() -> Non
         ("checkpoint", {"bits": 8}),
     ],
 )
-def test_what_may_mend_a_failed_job_starts_it_again(section: str, change: dict[str, Any]) -> None:
+def test_a_change_that_may_fix_a_failed_job_restarts_it(section: str, change: dict[str, Any]) -> None:
     cluster = failed()
 
     cluster.edit(section, **change)
@@ -361,7 +361,7 @@ def test_what_may_mend_a_failed_job_starts_it_again(section: str, change: dict[s
         ("checkpoint", {"retention": {"keepLast": 9}}),
     ],
 )
-def test_what_mends_nothing_is_seen_and_leaves_a_failed_job_failed(section: str, change: dict[str, Any]) -> None:
+def test_a_change_that_fixes_nothing_leaves_a_failed_job_failed(section: str, change: dict[str, Any]) -> None:
     cluster = failed()
 
     cluster.edit(section, **change)
@@ -671,7 +671,7 @@ def test_a_resumed_job_is_a_new_attempt_that_is_not_charged() -> None:
     assert (resumed.status, resumed.reason) == ("False", "Resumed")
 
 
-def test_a_spec_that_was_changed_while_suspended_is_planned_anew() -> None:
+def test_a_spec_that_was_changed_while_suspended_is_planned_again() -> None:
     cluster = ModelCluster()
     cluster.reconcile_once()
     cluster.plan()
@@ -744,7 +744,7 @@ def test_suspending_a_finished_job_does_nothing() -> None:
     assert find_condition(status(cluster).conditions, ConditionType.SUSPENDED) is None
 
 
-def test_each_step_of_a_suspension_is_told_once() -> None:
+def test_each_step_of_a_suspension_is_reported_once() -> None:
     cluster = running()
     suspend(cluster)
     cluster.answer_cut(2)

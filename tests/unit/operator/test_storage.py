@@ -140,7 +140,7 @@ def test_a_pod_whose_rows_are_all_in_ddr_mounts_no_tier() -> None:
         (profile(block={"bytes": "1Ti"}), "HardwareProfile node does not say what to mount"),
     ],
 )
-def test_a_tier_that_nobody_mounts_is_refused_with_the_mend(a_profile: HardwareProfile | None, says: str) -> None:
+def test_a_tier_that_nobody_mounts_is_refused_with_the_fix(a_profile: HardwareProfile | None, says: str) -> None:
     a_job = job(tierBudgets={"ddr": "1Gi", "block": "20Gi"})
     plan = plan_job(a_job.spec, a_profile)
 

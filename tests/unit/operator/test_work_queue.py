@@ -50,7 +50,7 @@ def run_for(
     run_simulated(main())
 
 
-def test_ten_events_make_one_turn() -> None:
+def test_ten_events_cause_one_reconcile() -> None:
     turns: list[JobKey] = []
 
     async def take(key: JobKey) -> None:
@@ -123,7 +123,7 @@ def test_events_do_not_shorten_the_backoff() -> None:
     assert bounds[-1] == MAX_BACKOFF_S
 
 
-def test_jobs_whose_turns_are_held_up_leave_turns_to_others() -> None:
+def test_slow_jobs_leave_workers_to_others() -> None:
     waited: list[float] = []
 
     async def take(key: JobKey) -> None:
@@ -225,7 +225,7 @@ def test_a_later_wish_changes_nothing_and_an_earlier_one_does() -> None:
     assert moments == pytest.approx([0.2])
 
 
-def test_what_is_only_to_be_told_makes_a_turn_with_what_comes_after_it() -> None:
+def test_a_report_is_reconciled_with_the_next_event() -> None:
     turns: list[tuple[JobKey, float]] = []
 
     async def take(key: JobKey) -> None:
@@ -241,7 +241,7 @@ def test_what_is_only_to_be_told_makes_a_turn_with_what_comes_after_it() -> None
     assert turns == [(B, 0.0), (A, DEBOUNCE_S)]
 
 
-def test_what_is_forgotten_gets_no_turn() -> None:
+def test_a_forgotten_key_is_not_reconciled() -> None:
     turns: list[JobKey] = []
 
     async def take(key: JobKey) -> None:
@@ -257,7 +257,7 @@ def test_what_is_forgotten_gets_no_turn() -> None:
     assert turns == [B]
 
 
-def test_nothing_is_kept_of_a_job_that_its_own_turn_finds_gone() -> None:
+def test_nothing_is_kept_of_a_job_that_its_reconcile_finds_gone() -> None:
     kept: list[object] = []
     queues: list[WorkQueue] = []
 

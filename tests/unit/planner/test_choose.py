@@ -159,13 +159,13 @@ def test_a_plan_grows_by_no_shard_with_the_ranks_that_hold_a_replica(make_spec: 
     assert [each.shards for each in few.tables] == [each.shards for each in many.tables]
 
 
-def test_a_table_beyond_the_size_threshold_is_not_replicated_however_large_the_batch(make_spec: MakeSpec) -> None:
+def test_a_table_beyond_the_size_threshold_is_never_replicated(make_spec: MakeSpec) -> None:
     plan = plan_job(make_spec([table("t", 4 * MIB // (16 * 4) + 1), table("u", 9)], replicas=2, batch=2**24))
 
     assert "data" not in {shard.kind for shard in plan.tables[0].shards}
 
 
-def test_small_tables_stay_whole_where_memory_has_no_room_for_replicas(make_spec: MakeSpec) -> None:
+def test_small_tables_stay_whole_if_replicas_do_not_fit(make_spec: MakeSpec) -> None:
     small, big = [table(f"s{i}", 1_000) for i in range(40)], table("big", 10**5, pin={"sharding": "table"})
     roomy = plan_job(make_spec([*small, big], replicas=2))
     tight = (
@@ -272,9 +272,7 @@ def test_shards_that_pins_ask_for_are_counted_before_any_is_made(
     assert f"{shards} shards with all other tables, and a plan holds at most {shards - 1}: pin" in str(refused.value)
 
 
-def test_a_plan_of_more_shards_than_it_holds_is_refused_whoever_split_the_tables(
-    make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_with_too_many_shards_is_refused(make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec([table("t", 1_000_000, maxLookups=90)], replicas=4)
     shards = len(plan_job(spec).tables[0].shards)
     monkeypatch.setattr("dlrm_planner.write.MAX_SHARDS", shards - 1)
@@ -301,7 +299,7 @@ def test_the_largest_tables_that_the_api_allows_can_be_planned(make_spec: MakeSp
     assert sum(rank.bytes_per_tier["ddr"] for rank in plan.ranks) > 2**63
 
 
-def test_a_hand_off_is_told_what_the_pod_with_the_largest_cut_needs(make_spec: MakeSpec) -> None:
+def test_the_hand_off_size_is_that_of_the_pod_with_the_largest_cut(make_spec: MakeSpec) -> None:
     pinned = [table("small", 10_000, pin={"ranks": [0]}), table("large", 100_000, pin={"ranks": [1]})]
     spec = make_spec(pinned, replicas=2)
 
@@ -331,7 +329,7 @@ def test_a_hand_off_budget_of_the_user_is_kept(make_spec: MakeSpec) -> None:
     )
 
 
-def test_a_hand_off_budget_below_a_full_cut_is_taken_for_slices_down_to_a_floor(make_spec: MakeSpec) -> None:
+def test_a_hand_off_budget_below_a_full_cut_is_used_down_to_a_floor(make_spec: MakeSpec) -> None:
     spec = make_spec([table("t", 10**6), table("u", 10**6)], replicas=2)
     floor = 66 * MIB  # 64 MiB of rows, the dense state and the headers of a rank, in whole MiB
 
@@ -353,7 +351,7 @@ def test_a_small_table_s_hand_off_budget_need_only_hold_its_full_cut(make_spec: 
         plan_job(with_handoff_budget(spec, needed - 1))
 
 
-def test_full_cuts_make_room_for_tables_and_are_handed_over_in_slices(make_spec: MakeSpec) -> None:
+def test_cuts_are_handed_over_in_slices_if_tables_need_the_memory(make_spec: MakeSpec) -> None:
     budget = 400 * MIB
     whole = plan_job(make_spec([table("t", 4 * 10**6)]))
     assert whole.ranks[0].bytes_per_tier["ddr"] > budget

@@ -136,9 +136,7 @@ def test_no_pod_holds_more_than_its_budgets_however_tables_are_split(
 
 @pytest.mark.parametrize("blocks", [{}, {"columnBlock": 16}])
 @pytest.mark.parametrize("ranks", [2, 4, 16])
-def test_a_table_that_alone_costs_more_than_a_rank_should_is_split_and_balance_is_better(
-    make_spec: MakeSpec, ranks: int, blocks: dict[str, int]
-) -> None:
+def test_a_table_too_slow_for_one_rank_is_split(make_spec: MakeSpec, ranks: int, blocks: dict[str, int]) -> None:
     others = [table(f"o{i}", 10**6) for i in range(2 * ranks)]
     giant = table("t", 10**7, maxLookups=100, **blocks)
 
@@ -151,7 +149,7 @@ def test_a_table_that_alone_costs_more_than_a_rank_should_is_split_and_balance_i
     assert all(len(shards(split, f"o{i}")) == 1 for i in range(2 * ranks))
 
 
-def test_row_ranges_are_shorter_where_a_rank_holds_more_besides(make_spec: MakeSpec) -> None:
+def test_row_ranges_are_shorter_on_ranks_that_hold_more(make_spec: MakeSpec) -> None:
     whole = table("u", 10**6, pin={"sharding": "table"})
 
     plan = plan_job(make_spec([table("t", 10**7, maxLookups=4), whole], replicas=2))
@@ -162,7 +160,7 @@ def test_row_ranges_are_shorter_where_a_rank_holds_more_besides(make_spec: MakeS
     assert plan.predicted.imbalance < 1.1
 
 
-def test_column_blocks_are_split_where_they_suffice_and_rows_where_they_do_not(make_spec: MakeSpec) -> None:
+def test_rows_are_split_only_if_column_blocks_do_not_suffice(make_spec: MakeSpec) -> None:
     def kind(ranks: int, blocks: int) -> str:
         giant = table("t", 10**7, maxLookups=20, columnBlock=64 // blocks)
         others = [table(f"o{i}", 10**6) for i in range(20)]
@@ -211,7 +209,7 @@ def test_a_table_larger_than_any_node_is_planned_where_the_gang_holds_it(
     assert len(budgets) > 1 or any("leave out spec.model.tables[0].pin.sharding" in r for r in refused.value.reasons)
 
 
-def test_a_pinned_table_that_no_node_holds_is_mended_by_leaving_the_pin_out(make_spec: MakeSpec) -> None:
+def test_a_pinned_table_that_no_node_holds_fits_without_the_pin(make_spec: MakeSpec) -> None:
     tight = {"ddr": "500Mi"}
     with pytest.raises(InfeasiblePlanError) as refused:
         plan_job(make_spec([table("t", 4 * 10**6, pin={"ranks": [1]})], replicas=4, tierBudgets=tight))
@@ -222,7 +220,7 @@ def test_a_pinned_table_that_no_node_holds_is_mended_by_leaving_the_pin_out(make
     assert len(shards(plan_job(make_spec([table("t", 4 * 10**6)], replicas=4, tierBudgets=tight)))) > 1
 
 
-def test_a_table_larger_than_the_gang_is_named_with_what_all_nodes_lack_and_its_mends_hold(make_spec: MakeSpec) -> None:
+def test_a_table_larger_than_the_gang_is_named_with_fixes_that_work(make_spec: MakeSpec) -> None:
     tight = {"ddr": "200Mi"}
     with pytest.raises(InfeasiblePlanError) as refused:
         plan_job(make_spec([table("t", 4 * 10**6)], replicas=2, tierBudgets=tight))
@@ -237,7 +235,7 @@ def test_a_table_larger_than_the_gang_is_named_with_what_all_nodes_lack_and_its_
     assert len(shards(plan)) == replicas
 
 
-def test_rows_are_split_unevenly_where_nodes_have_uneven_room(make_spec: MakeSpec) -> None:
+def test_rows_are_split_unevenly_over_uneven_nodes(make_spec: MakeSpec) -> None:
     held = [table(f"u{i}", 10**6, pin={"ranks": [0], "sharding": "table"}) for i in range(2)]
     budget = 2 * 10**6 * 261 + 150 * MIB
 
@@ -248,7 +246,7 @@ def test_rows_are_split_unevenly_where_nodes_have_uneven_room(make_spec: MakeSpe
     assert sum(rows.values()) == 3 * 10**6
 
 
-def test_what_fits_nowhere_whole_beside_others_is_split_as_a_last_resort(make_spec: MakeSpec) -> None:
+def test_a_table_that_fits_nowhere_whole_is_split_as_a_last_resort(make_spec: MakeSpec) -> None:
     found = [table(f"t{i}", 10**6) for i in range(3)]
     budget = int(1.6 * 10**6 * 261) + 70 * MIB
 
@@ -258,7 +256,7 @@ def test_what_fits_nowhere_whole_beside_others_is_split_as_a_last_resort(make_sp
     assert any("no node has enough memory for it whole next to other tables" in reason for reason in plan.reasons)
 
 
-def test_a_range_of_rows_has_its_share_of_slots_and_the_hit_rate_of_the_whole(make_spec: MakeSpec) -> None:
+def test_a_row_range_has_its_share_of_slots_and_the_tables_hit_rate(make_spec: MakeSpec) -> None:
     one = make_spec([table("t", 10**7)], tierBudgets={"ddr": "1Gi", "block": "100Gi"})
     four = make_spec(
         [table("t", 4 * 10**7, pin={"sharding": "row"})], replicas=4, tierBudgets={"ddr": "1Gi", "block": "100Gi"}

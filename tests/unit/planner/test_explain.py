@@ -32,7 +32,7 @@ def refusal(spec: DLRMJobSpec, profile: HardwareProfile | None = None) -> Infeas
     return refused.value
 
 
-def test_a_table_larger_than_any_node_is_named_with_the_bytes_that_are_missing(make_spec: MakeSpec) -> None:
+def test_a_table_larger_than_any_node_is_named_with_missing_bytes(make_spec: MakeSpec) -> None:
     spec = make_spec(tables(10, 10**6), replicas=2, processesPerReplica=2, tierBudgets={"ddr": "100Mi"})
 
     reasons = refusal(spec).reasons
@@ -86,9 +86,7 @@ def test_a_node_too_small_for_what_every_node_holds_is_said_so(make_spec: MakeSp
     assert reasons[2].startswith("fix: raise DDR per node (HardwareProfile big) by ")
 
 
-def test_what_the_checkpointer_asks_for_is_named_where_it_takes_the_nodes_memory(
-    make_spec: MakeSpec, make_profile: MakeProfile
-) -> None:
+def test_the_checkpointers_request_is_named_if_memory_is_short(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
     spec, node = make_spec(tables(10_000_000)), make_profile("4Gi")
     resources = ResourcesSpec(requests={"memory": "3Gi"})
     greedy = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"resources": resources})})
@@ -99,7 +97,7 @@ def test_what_the_checkpointer_asks_for_is_named_where_it_takes_the_nodes_memory
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("rows", [(10**6, 10), (200_000, 200_000, 200_000, 50_000), (3,) * 70])
-def test_the_memory_mend_is_enough_and_a_little_less_is_not(
+def test_the_memory_fix_is_enough_and_slightly_less_is_not(
     make_spec: MakeSpec, rows: tuple[int, ...], processes: int
 ) -> None:
     budget = 3 * MIB
@@ -121,7 +119,7 @@ def test_the_memory_mend_is_enough_and_a_little_less_is_not(
 
 
 @pytest.mark.parametrize("count", [5, 17, 40])
-def test_the_replica_mend_is_enough(make_spec: MakeSpec, count: int) -> None:
+def test_the_replica_fix_is_enough(make_spec: MakeSpec, count: int) -> None:
     rows = tuple(100_000 + 7_919 * i % 50_000 for i in range(count))
     reasons = refusal(make_spec(tables(*rows), replicas=2, tierBudgets={"ddr": "32Mi"})).reasons
     replicas = int(reasons[-1].removeprefix("fix: trainer.replicas: ").split()[0])
@@ -132,7 +130,7 @@ def test_the_replica_mend_is_enough(make_spec: MakeSpec, count: int) -> None:
 
 
 @pytest.mark.parametrize("short", [GIB, 5 * GIB, 7 * GIB])
-def test_the_mend_of_a_micro_batch_is_enough_and_one_piece_fewer_is_not(
+def test_the_micro_batch_fix_is_enough_and_one_piece_fewer_is_not(
     make_spec: MakeSpec, make_profile: MakeProfile, short: int
 ) -> None:
     share = 2**20
@@ -153,7 +151,7 @@ def test_the_mend_of_a_micro_batch_is_enough_and_one_piece_fewer_is_not(
         plan_job(micro_batch(-(-share // (-(-share // size) - 1))), node)
 
 
-def test_a_micro_batch_is_no_mend_where_a_budget_of_tables_is_short(make_spec: MakeSpec) -> None:
+def test_a_micro_batch_does_not_fix_a_short_table_budget(make_spec: MakeSpec) -> None:
     reasons = refusal(make_spec(tables(10**6), batch=2**20, tierBudgets={"ddr": "64Mi"})).reasons
 
     assert not any("microBatchSize" in reason for reason in reasons)
@@ -179,7 +177,7 @@ def test_less_read_ahead_is_named_where_that_is_enough(
         plan_job(reads_ahead(size + (3 * GIB - size) // 64), node)
 
 
-def test_less_read_ahead_is_no_mend_where_nothing_is_read_or_all_of_it_is_too_little(
+def test_a_shorter_lookahead_is_named_only_if_it_fixes_the_shortage(
     make_spec: MakeSpec, make_profile: MakeProfile
 ) -> None:
     reads = DataSpec.model_validate({"format": "parquet", "train": {"uris": ["/a"]}})
@@ -189,7 +187,7 @@ def test_less_read_ahead_is_no_mend_where_nothing_is_read_or_all_of_it_is_too_li
         assert not any("prefetchBytes" in reason for reason in refusal(spec, make_profile("4Gi")).reasons)
 
 
-def test_more_replicas_are_no_mend_where_all_share_one_machine(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+def test_more_replicas_are_not_a_fix_on_one_machine(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
     spec, node = make_spec(tables(3 * 10**7, 3 * 10**7)), make_profile("4Gi")
 
     with pytest.raises(InfeasiblePlanError) as refused:
@@ -200,9 +198,7 @@ def test_more_replicas_are_no_mend_where_all_share_one_machine(make_spec: MakeSp
     assert not any("trainer.replicas" in reason for reason in refused.value.reasons)
 
 
-def test_one_machine_is_asked_for_memory_that_is_free_and_for_files_below_it(
-    make_spec: MakeSpec, make_profile: MakeProfile
-) -> None:
+def test_one_machine_gets_fixes_by_free_memory_and_by_files(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
     spec, node = make_spec(tables(6 * 10**7)), make_profile("4Gi")
 
     with pytest.raises(InfeasiblePlanError) as refused:
@@ -250,7 +246,7 @@ def test_rows_that_nearly_fit_ddr_are_refused_by_what_they_lack_there(make_spec:
         optional={tier: st.integers(MIB, 300 * MIB) for tier in ("ddr", "node", "limit")},
     ),
 )
-def test_every_limit_that_a_mend_raises_is_enough_together(
+def test_all_limits_that_the_fixes_raise_are_enough_together(
     make_spec: MakeSpec, make_profile: MakeProfile, rows: list[int], replicas: int, sizes: dict[str, int | None]
 ) -> None:
     working = working_set_bytes(make_spec(tables(*rows), replicas=replicas))
@@ -273,9 +269,7 @@ def test_every_limit_that_a_mend_raises_is_enough_together(
         planned({fields.get(field, "limit"): int(more) for field, more in raised})
 
 
-def test_a_short_tier_is_told_by_what_even_pods_lack_and_its_mends_spread_tables_too(
-    make_spec: MakeSpec, make_profile: MakeProfile
-) -> None:
+def test_a_short_tier_is_reported_with_fixes_that_spread_tables(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
     found = [{"name": f"t{i}", "rows": 10**8, "dim": 64} for i in range(40)]
     profile = make_profile("64Gi")
 
@@ -291,7 +285,7 @@ def test_a_short_tier_is_told_by_what_even_pods_lack_and_its_mends_spread_tables
     assert plan_job(asked(enough), profile)
 
 
-def test_where_two_memories_are_too_small_no_one_change_is_said_to_be_enough(make_spec: MakeSpec) -> None:
+def test_no_single_fix_is_named_if_two_tiers_are_too_small(make_spec: MakeSpec) -> None:
     found = [
         {"name": "in-memory", "rows": 10**6, "dim": 64, "pin": {"tier": "ddr", "ranks": [0]}},
         {"name": "below", "rows": 10**6, "dim": 64, "pin": {"tier": "block", "ranks": [0]}},

@@ -365,7 +365,7 @@ def test_nothing_known_of_hbm_gives_slots_to_a_tenth_and_is_said(make_spec: Make
         ),
     ],
 )
-def test_what_gpus_cannot_do_is_refused_by_field_and_mend(
+def test_what_gpus_cannot_do_is_refused_with_field_and_fix(
     make_spec: MakeSpec, make_profile: MakeProfile, more: Any, trainer: Any, devices: Any, path: str, words: str
 ) -> None:
     profile = make_profile("64Gi", **({"devices": devices} if devices else {}))
@@ -378,7 +378,7 @@ def test_what_gpus_cannot_do_is_refused_by_field_and_mend(
 
 
 @pytest.mark.parametrize("fix", [{"columnBlock": 2_048}, {"pin": {"tier": "ddr"}}])
-def test_the_mends_of_wide_rows_are_enough(make_spec: MakeSpec, make_profile: MakeProfile, fix: dict[str, Any]) -> None:
+def test_the_fixes_of_wide_rows_are_enough(make_spec: MakeSpec, make_profile: MakeProfile, fix: dict[str, Any]) -> None:
     spec = make_spec([{**table("t", 1_000, dim=4_096), **fix}])
 
     assert plan_job(spec, make_profile("64Gi", devices=gpus(1))).device == "cuda"
@@ -391,7 +391,7 @@ def refusal(spec: DLRMJobSpec, profile: HardwareProfile | None = None) -> tuple[
     return tuple(refused.value.reasons)
 
 
-def test_too_little_hbm_is_told_by_what_takes_it_and_mends_that_hold(
+def test_too_little_hbm_is_reported_with_its_use_and_fixes_that_work(
     make_spec: MakeSpec, make_profile: MakeProfile
 ) -> None:
     tables = [table("t", 10**7, pin={"tier": "hbm"})]
@@ -416,7 +416,7 @@ def test_too_little_hbm_is_told_by_what_takes_it_and_mends_that_hold(
     assert plan_job(make_spec(tables, replicas=2), make_profile("64Gi", devices=gpus(1, "4Gi")))
 
 
-def test_slots_that_a_gpu_has_no_room_for_are_told_with_the_batches_in_flight(
+def test_slots_too_large_for_a_gpu_are_reported_with_the_batches(
     make_spec: MakeSpec, make_profile: MakeProfile
 ) -> None:
     spec = make_spec([table("t", 10**8, maxLookups=1_000)])
@@ -427,7 +427,7 @@ def test_slots_that_a_gpu_has_no_room_for_are_told_with_the_batches_in_flight(
     assert "rows and for all lookups of 3 batches in flight it takes" in reasons[0]
 
 
-def test_the_budget_mend_counts_all_processes(make_spec: MakeSpec) -> None:
+def test_the_budget_fix_counts_all_processes(make_spec: MakeSpec) -> None:
     tables = [table("t", 3 * 10**7, pin={"tier": "hbm"})]
 
     def spec(hbm: int) -> DLRMJobSpec:
@@ -448,7 +448,7 @@ def test_a_gpu_too_small_for_the_dense_part_is_said_so(make_spec: MakeSpec, make
 
 
 @pytest.mark.parametrize("pin", [{"ranks": [1]}, {"sharding": "data"}, {}])
-def test_a_node_too_small_for_its_processes_is_refused_though_no_table_lies_there(
+def test_a_node_too_small_for_its_processes_is_refused_without_tables(
     make_spec: MakeSpec, make_profile: MakeProfile, pin: dict[str, Any]
 ) -> None:
     spec = make_spec([table("a", 1_000, pin=pin)], replicas=2)
@@ -461,7 +461,7 @@ def test_a_node_too_small_for_its_processes_is_refused_though_no_table_lies_ther
     assert plan_job(spec, make_profile(GIB + int(more[1]), devices=gpus())).device == "cuda"
 
 
-def test_rows_that_neither_hbm_nor_ddr_holds_are_told(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+def test_rows_that_neither_hbm_nor_ddr_holds_are_reported(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
     spec = make_spec([table("t", 10**8)], replicas=1)  # 26 GB
 
     reasons = refusal(spec, make_profile("16Gi", devices=gpus(1, "8Gi")))

@@ -45,7 +45,7 @@ def rate(plan: Plan) -> float:
 
 
 @given(found=many, gang=gangs, slow=st.booleans())
-def test_no_plan_is_predicted_slower_than_with_all_tables_whole_or_all_split_by_rows(
+def test_no_plan_is_slower_than_all_whole_or_all_row_wise(
     make_spec: MakeSpec, make_profile: MakeProfile, found: list[dict[str, Any]], gang: dict[str, int], slow: bool
 ) -> None:
     network = {key: value / 10 for key, value in RATES["network"].items()} if slow else RATES["network"]
@@ -59,7 +59,7 @@ def test_no_plan_is_predicted_slower_than_with_all_tables_whole_or_all_split_by_
 
 
 @pytest.mark.parametrize(("tables", "ranks"), [(3, 4), (12, 16), (26, 40)])
-def test_bags_stay_whole_where_their_ranges_would_send_nearly_all_their_vectors(
+def test_bags_stay_whole_if_ranges_would_send_nearly_all_vectors(
     make_spec: MakeSpec, make_profile: MakeProfile, tables: int, ranks: int
 ) -> None:
     found = named([{"rows": 10**7, "dim": 32, "maxLookups": 10}] * tables)
@@ -96,7 +96,7 @@ def test_column_blocks_of_bags_go_to_all_ranks_where_that_is_quickest(
 
 @pytest.mark.parametrize("replicas", [4, 8, 16])
 @pytest.mark.parametrize("shape", [{}, {"columnBlock": 16}])
-def test_a_table_that_no_node_holds_is_read_by_as_many_ranks_as_one_that_any_holds(
+def test_a_table_that_no_node_holds_is_read_by_as_many_ranks(
     make_spec: MakeSpec, make_profile: MakeProfile, replicas: int, shape: dict[str, Any]
 ) -> None:
     found = named([{"rows": 10**9, "dim": 64, "maxLookups": 20, **shape}, {"rows": 10**6, "dim": 64}])
@@ -109,7 +109,7 @@ def test_a_table_that_no_node_holds_is_read_by_as_many_ranks_as_one_that_any_hol
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_reads_of_slower_tiers_are_spread_over_nodes_where_they_set_the_pace(
+def test_slow_tier_reads_are_spread_over_nodes_if_they_dominate(
     make_spec: MakeSpec, make_profile: MakeProfile, lookahead: int
 ) -> None:
     cold = [{"rows": rows, "dim": 32, "maxLookups": lookups} for rows, lookups in ((27_000_000, 20), (26_000_000, 3))]

@@ -83,9 +83,7 @@ def test_of_few_sizes_the_answer_is_the_fewest_of_all(
 
 
 @given(st.integers(1, 4_096), st.integers(1, 4_096), st.integers(1, 5_000))
-def test_where_more_replicas_are_never_worse_the_answer_is_the_fewest_of_all(
-    least: int, more: int, needed: int
-) -> None:
+def test_the_fewest_replicas_win_if_more_are_never_worse(least: int, more: int, needed: int) -> None:
     most = min(4_096, least + more)
 
     found = choose_replicas(least, most, needed, lambda size: JudgedSize(fits=True, rate=float(size)))
@@ -138,9 +136,7 @@ def test_replicas_override_auto(make_spec: MakeSpec, make_profile: MakeProfile) 
     assert not any("trainer.auto" in reason for reason in plan.reasons)
 
 
-def test_without_a_target_the_fewest_that_hold_all_tables_need_no_measured_rates(
-    make_spec: MakeSpec, make_profile: MakeProfile
-) -> None:
+def test_the_fewest_that_hold_all_tables_need_no_measured_rates(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
     tables = [{"name": f"t{i}", "rows": 4 * 10**6, "dim": 64} for i in range(4)]
 
     plan = plan_job(make_spec(tables, auto=auto(1, 8, 0)), make_profile("4Gi"))
@@ -154,7 +150,7 @@ def test_without_a_target_the_fewest_that_hold_all_tables_need_no_measured_rates
     assert f"{plan.nodes - 1}: does not fit" in plan.reasons[0]
 
 
-def test_tables_that_fit_no_allowed_number_are_refused_with_a_larger_one_as_the_mend(
+def test_tables_that_fit_no_allowed_number_are_refused_with_a_fix(
     make_spec: MakeSpec, make_profile: MakeProfile
 ) -> None:
     tables = [{"name": f"t{i}", "rows": 4 * 10**6, "dim": 64} for i in range(8)]

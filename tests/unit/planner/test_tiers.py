@@ -234,7 +234,7 @@ def test_what_fits_ddr_has_no_levels(make_spec: MakeSpec) -> None:
     assert set(plan.ranks[0].bytes_per_tier) == {"ddr"}
 
 
-def test_hot_small_tables_are_whole_in_ddr_before_large_ones_get_more_slots(make_spec: MakeSpec) -> None:
+def test_hot_small_tables_are_whole_in_ddr_before_others_get_slots(make_spec: MakeSpec) -> None:
     small = [table(f"s{i}", 20_000) for i in range(5)]
     plan = plan_job(make_spec([*small, table("big", 10**7)], tierBudgets={**PLENTY, "ddr": "600Mi"}))
 
@@ -284,7 +284,7 @@ def test_slots_hold_the_distinct_rows_of_the_batches_in_flight(make_spec: MakeSp
         assert share(plan_job(spec), "t").levels[0].rows >= 0.999 * batch * lookups * (lookahead + 1)
 
 
-def test_without_a_ddr_limit_a_pinned_table_keeps_a_tenth_of_its_rows_in_slots(make_spec: MakeSpec) -> None:
+def test_a_pinned_table_keeps_a_tenth_of_its_rows_in_slots(make_spec: MakeSpec) -> None:
     plan = plan_job(make_spec([table("t", 10**6, pin={"tier": "block"}), table("u", 10**6)], tierBudgets=PLENTY))
 
     assert [level.rows for level in share(plan, "t").levels] == [100_000, 10**6]
@@ -322,7 +322,7 @@ def mend(reasons: tuple[str, ...], start: str) -> int:
     return next(int(found[1]) for reason in reasons if (found := re.match(rf"fix: {start}(\d+)", reason)))
 
 
-def test_a_missing_tier_is_mended_by_the_bytes_that_are_named(make_spec: MakeSpec) -> None:
+def test_a_missing_tier_is_fixed_by_the_named_bytes(make_spec: MakeSpec) -> None:
     with pytest.raises(InfeasiblePlanError) as refused:
         plan_job(make_spec([table("t", 10**7)], tierBudgets={"ddr": "1Gi"}))
     block = mend(refused.value.reasons, "trainer.tierBudgets.block: ")
@@ -334,9 +334,7 @@ def test_a_missing_tier_is_mended_by_the_bytes_that_are_named(make_spec: MakeSpe
         plan_job(make_spec([table("t", 10**7)], tierBudgets={"ddr": "1Gi", "block": block * 97 // 100}))
 
 
-def test_the_mend_of_a_tier_that_nodes_give_by_claims_says_how_many_of_their_bytes_are_enough(
-    make_spec: MakeSpec, make_profile: MakeProfile
-) -> None:
+def test_the_fix_of_a_claimed_tier_names_enough_bytes(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
     spec = make_spec([table(f"t{i}", 6_000_000 + i) for i in range(4)], tierBudgets={"ddr": "1Gi"})
 
     def node(size: int) -> HardwareProfile:
@@ -353,9 +351,7 @@ def test_the_mend_of_a_tier_that_nodes_give_by_claims_says_how_many_of_their_byt
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_tier_that_is_too_small_is_named_with_its_bytes_and_the_mends_hold(
-    make_spec: MakeSpec, replicas: int
-) -> None:
+def test_a_tier_that_is_too_small_is_named_with_fixes_that_work(make_spec: MakeSpec, replicas: int) -> None:
     found = [table(f"t{i}", 6_000_000 + i) for i in range(4)]
     small = {"ddr": "1Gi", "block": "1Gi"}
     with pytest.raises(InfeasiblePlanError) as refused:
@@ -375,7 +371,7 @@ def test_a_table_pinned_to_ddr_is_refused_as_a_whole(make_spec: MakeSpec) -> Non
     assert f"with row state it takes {10**7 * 261} bytes" in refused.value.reasons[0]
 
 
-def test_slots_that_have_no_room_are_mended_by_ddr_or_a_shorter_lookahead(make_spec: MakeSpec) -> None:
+def test_slots_that_do_not_fit_are_fixed_by_ddr_or_a_shorter_lookahead(make_spec: MakeSpec) -> None:
     busy = table("busy", 10**7, maxLookups=100, distribution={"prior": "uniform"})
     tight = {**PLENTY, "ddr": "800Mi"}
     with pytest.raises(InfeasiblePlanError) as refused:
@@ -458,7 +454,7 @@ def test_buffers_of_each_class_of_rows_are_counted(make_spec: MakeSpec, tier: st
     assert buffers({}, {"dim": 32, "pin": {"tier": "ddr"}}) == 0
 
 
-def test_tables_are_whole_in_ddr_where_slower_tiers_cannot_back_slots_of_all(
+def test_tables_are_whole_in_ddr_if_slow_tiers_cannot_back_all_slots(
     make_spec: MakeSpec, make_profile: MakeProfile
 ) -> None:
     found = [{"name": f"t{i}", "rows": 192_000_000, "dim": 64} for i in range(3)]
