@@ -75,7 +75,7 @@ FLEET = Dashboard(
                 Panel(
                     title="Cost per hour",
                     description="Price of the nodes in use, in the currency of the HardwareProfiles. "
-                    "Jobs whose profile has no price are not counted.",
+                    "Jobs without a price in their profile are not counted.",
                     unit="none",
                     kind="stat",
                     width=4,
@@ -113,7 +113,7 @@ FLEET = Dashboard(
                 Panel(
                     title="Throughput vs. plan",
                     description="Measured / predicted samples/s. Far below 1: check the job's stages and tiers. "
-                    "Only jobs whose HardwareProfile gives rates have a prediction.",
+                    "Only jobs with rates in their HardwareProfile have a prediction.",
                     unit="percentunit",
                     queries=(
                         Query(f"{_of_jobs('samples_per_second')} / {_of_jobs('predicted_samples_per_second')}", BY_JOB),

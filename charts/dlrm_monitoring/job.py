@@ -193,7 +193,7 @@ TIERS = Row(
         Panel(
             title="Hit rate",
             description="Share of distinct rows of batches that were in a slot, and the plan's expectation. "
-            "Only jobs whose plan has levels.",
+            "Only jobs with levels in their plan.",
             unit="percentunit",
             most=1,
             queries=(
@@ -224,7 +224,7 @@ TIERS = Row(
         ),
         Panel(
             title="Rows served by tier",
-            description="Share of accesses whose row came from a slower tier.",
+            description="Share of accesses with a row from a slower tier.",
             unit="percentunit",
             stacked=True,
             queries=(Query(_rate("trainer_tier_read_rows_total", "tier") + f" / scalar({ACCESSES} > 0)", "{{tier}}"),),

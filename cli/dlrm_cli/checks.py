@@ -112,7 +112,7 @@ def this_machine(replicas: int, devices: Sequence[DetectedGpu] = ()) -> Hardware
 
 
 def make_tier_folders(folder: Path, plan: Plan) -> None:
-    """Make the folder of each tier whose rows are in files, if the plan uses any.
+    """Make the folder of each tier that the plan stores in files.
 
     Raises:
         NoPermissionError: a folder cannot be made or written.

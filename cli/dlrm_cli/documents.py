@@ -130,7 +130,7 @@ def read_documents(path: Path) -> list[Document]:
 
     Raises:
         NoInputError: the file does not exist or cannot be read.
-        BadDataError: the file has invalid YAML, no document, or a document that is no mapping.
+        BadDataError: the file has invalid YAML, no document, or a document that is not a mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -176,7 +176,7 @@ def only_job(documents: list[Document]) -> Document:
     """Return the one DLRMJob among documents.
 
     Raises:
-        InvalidSpecError: there is none.
+        InvalidSpecError: there is no such document.
         UsageError: there are several.
     """
     jobs = [document for document in documents if document.kind == "DLRMJob"]

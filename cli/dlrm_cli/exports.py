@@ -151,7 +151,7 @@ def _named(store: ObjectStore, name: str) -> Snapshot:
 
     Raises:
         UsageError: an invalid name.
-        NoInputError: there is none.
+        NoInputError: no such snapshot.
         SnapshotError: it is unusable.
     """
     from dlrm_checkpointer import find_snapshot

@@ -134,7 +134,7 @@ def _key(node: Any, step: str | int, path: str, walked: str) -> Any:
 
 
 def _below(node: Any, key: Any, model: Any, following: str | int) -> Any:
-    """Return the list or map at ``key``, made if absent; below free-form fields the next step tells which."""
+    """Return the list or map at ``key``, created if absent. Below free-form fields ``following`` decides which."""
     wanted: type = list if typing.get_origin(model) is tuple else dict
     kinds: tuple[type, ...] = (wanted,)
     if model is Any:

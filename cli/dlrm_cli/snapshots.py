@@ -228,7 +228,7 @@ def select_snapshot(store: ObjectStore, step: int | None) -> tuple[Snapshot, lis
     """Return the snapshot of a step, or the newest usable one, and the newer ones that were skipped.
 
     Raises:
-        NoInputError: there is none; names the steps that exist.
+        NoInputError: no such snapshot; names the existing steps.
         SnapshotError: it is unusable.
     """
     from dlrm_checkpointer import list_snapshots, pick_snapshot
@@ -321,7 +321,7 @@ def verify_one(store: ObjectStore, step: int | None) -> None:
 
     Raises:
         SnapshotError: it is damaged; or none was named, and a newer one is.
-        NoInputError: there is none.
+        NoInputError: no such snapshot.
     """
     from dlrm_checkpointer import verify_snapshot
 

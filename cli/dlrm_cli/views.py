@@ -25,7 +25,7 @@ from dlrm_api.run_report import HitRate, Profile, StageTimes, TableUse, TierRepo
 SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 """Units and their bytes, largest first: powers of 1000, as disks and networks are sold."""
 PLAIN_INTERVAL_S = 5.0
-"""Time between two progress lines on stderr if it is no terminal."""
+"""Time between two progress lines on stderr if it is not a terminal."""
 
 
 def format_bytes(count: float) -> str:
@@ -39,7 +39,7 @@ def format_bytes(count: float) -> str:
 MAX_USED_TABLES = 20
 """Tables that are shown one by one."""
 MAX_RANKS = 8
-"""Ranks whose stages are shown one by one. With more ranks, each stage is shown on its slowest rank."""
+"""Largest number of ranks with separate stages. With more ranks, each stage is shown on its slowest rank."""
 MAX_RATES = 8
 """Hit rates of a rank that are shown, spread evenly over the run."""
 AFTER_LAST_STEP = " at the end"
@@ -180,7 +180,7 @@ WIDTH_OFF_TERMINAL = 200
 
 
 def print_view(view: RenderableType, *, stderr: bool = False) -> None:
-    """Print on stdout or stderr, wide if it is no terminal, so that URIs and digests stay whole.
+    """Print on stdout or stderr, wide if it is not a terminal, so that URIs and digests stay whole.
 
     On a narrow terminal, cells wrap within their column, figures too: none is cut.
     """

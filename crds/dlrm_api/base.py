@@ -108,7 +108,7 @@ class NotBuilt:
 
 
 MAX_COUNTED_CHARACTERS = 2**17
-"""Longest served document whose errors are all counted: two characters can cause an error that takes 1 KiB."""
+"""Longest served document of which all errors are counted: two characters can cause an error that takes 1 KiB."""
 MAX_KEYS = 1_000
 """Keys of one object in a served document: each unknown key is an error too."""
 MAX_VALUES = 250_000

@@ -74,7 +74,7 @@ class ColumnsSpec(ApiModel):
 
     label: ColumnName = Field("label", description="Column of the label, which is 0 or 1.")
     rename: dict[str, ColumnName] = Field(
-        {}, max_length=10_000, description="Column of each feature whose column has another name."
+        {}, max_length=10_000, description="Column of each feature, if named differently."
     )
 
 

@@ -185,7 +185,7 @@ def plain(annotation: Any) -> Any:
 
 
 def nearest_field(model: type[BaseModel], place: Sequence[int | str]) -> str | None:
-    """Return the known field whose name is most similar to the last step of ``place``, or None.
+    """Return the known field with the name most similar to the last step of ``place``, or None.
 
     Args:
         model: Type of the whole document.

@@ -127,7 +127,7 @@ class Plan(ApiModel):
     )
     ranks: tuple[RankPlan, ...] = Field(description="Ranks, in order.")
     tables: tuple[TablePlan, ...] = Field(description="Tables, in the model's order.")
-    lookahead: int = Field(0, ge=0, le=8, description="Batches whose rows are prefetched ahead of the current one.")
+    lookahead: int = Field(0, ge=0, le=8, description="Batches ahead of the current one with prefetched rows.")
     handoff_bytes: tuple[int, ...] = Field(description="Shared-memory budget for cuts of each pod (bytes).")
     predicted: Prediction = Field(Prediction(), description="Prediction of the cost model.")
     reasons: tuple[str, ...] = Field((), description="Reasons for the plan's decisions.")

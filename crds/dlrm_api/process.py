@@ -215,7 +215,7 @@ class EndpointServer(ThreadingHTTPServer):
 
 
 class EndpointHandler(BaseHTTPRequestHandler):
-    """A request whose answers carry their length; subclasses say what is answered."""
+    """Answer requests with a Content-Length; subclasses choose the body."""
 
     timeout = REQUEST_TIMEOUT_S
 

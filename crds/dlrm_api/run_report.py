@@ -20,7 +20,7 @@ class TableUse(ApiModel):
     rows: Total = Field(description="Rows of the table.")
     lookups: Total = Field(0, description="Lookups, duplicates included.")
     accesses: Total = Field(0, description="Accesses, one per distinct row of a batch.")
-    hits: Total = Field(0, description="Accesses whose row was in a slot when the batch was prepared.")
+    hits: Total = Field(0, description="Accesses with their row in a slot when the batch was prepared.")
     created_rows: Total = Field(0, description="Rows created by their first lookup.")
     evicted_rows: Total = Field(0, description="Rows evicted from a slot.")
     scratch_rows: Total = Field(
@@ -70,14 +70,16 @@ class RankUse(ApiModel):
 
     rank: Total = Field(description="Rank.")
     prefetch_wait_seconds: float = Field(0, ge=0, description="Time that lookups waited for rows (s).")
-    missing_lookups: Total = Field(0, description="Lookups whose row had no slot when its batch started. Always 0.")
+    missing_lookups: Total = Field(
+        0, description="Lookups of rows without a slot at the start of their batch. Always 0."
+    )
     tables: tuple[TableUse, ...] = Field((), description="Tables with levels.")
     levels: tuple[LevelUse, ...] = Field((), description="Levels below the slots.")
     tiers: tuple[TierBytes, ...] = Field((), description="Bytes by tier.")
 
 
 class TierReport(ApiModel):
-    """Report the tier use of all ranks whose tables have levels."""
+    """Report the tier use of all ranks that have tables with levels."""
 
     ranks: tuple[RankUse, ...] = Field(description="Ranks, in order.")
 
@@ -99,7 +101,7 @@ class HitRate(ApiModel):
     rank: Total = Field(description="Rank.")
     step: Total = Field(description="Steps done.")
     accesses: Total = Field(ge=1, description="Accesses since the previous report.")
-    hit_rate: float = Field(ge=0, le=1, description="Share of these accesses whose row was in a slot.")
+    hit_rate: float = Field(ge=0, le=1, description="Share of these accesses with their row in a slot.")
 
 
 class Profile(ApiModel):

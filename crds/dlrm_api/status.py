@@ -147,7 +147,7 @@ class DLRMJobStatus(ApiModel):
     plan: PlanStatus | None = Field(None, description="Summary of the plan.")
     attempt: int = Field(0, ge=0, le=MAX_EXACT, description="Number of the current attempt, from 1.")
     gang_attempt: int = Field(
-        0, ge=0, le=MAX_EXACT, description="Newest attempt whose trainer pods all existed at once."
+        0, ge=0, le=MAX_EXACT, description="Newest attempt in which all trainer pods existed at once."
     )
     restarts: int = Field(0, ge=0, le=MAX_EXACT, description="Restarts over the job's lifetime.")
     restarts_by_reason: dict[str, Count] = Field({}, max_length=64, description="Restarts by reason.")
@@ -180,8 +180,8 @@ class DLRMJobStatus(ApiModel):
         None,
         max_length=64,
         description=(
-            "SHA-256 of the spec of a failed job, without the fields whose change cannot fix it. A job whose spec no "
-            "longer matches starts again. Absent once the job was suspended."
+            "SHA-256 of the spec of a failed job, without the fields that cannot fix it. The job starts again once its "
+            "spec no longer matches. Absent once the job was suspended."
         ),
     )
     selector: str = Field("", max_length=512, description="Label selector of the pods, for scale.")

@@ -95,7 +95,7 @@ def messages(rule: Mapping[str, Any]) -> list[str]:
 
 
 def _mixed_enum(schema: Schema) -> None:
-    """An enum of texts and numbers has no type: it becomes an int-or-string with a rule."""
+    """Replace an enum of strings and numbers, which has no type, by an int-or-string with a rule."""
     values = schema.get("enum", ())
     if len({isinstance(value, str) for value in values}) < 2:
         return

@@ -41,7 +41,7 @@ TIERS: Mapping[Tier, TierKind] = MappingProxyType(
 )
 """All tiers, fastest first."""
 FILE_TIERS: tuple[Tier, ...] = tuple(tier for tier, kind in TIERS.items() if kind.needs_directory)
-"""Tiers whose rows lie in files: those below host memory."""
+"""Tiers with rows in files: those below host memory."""
 
 ELEMENT_BYTES: dict[RowDtype, int] = {"fp32": 4, "fp16": 2}
 MAX_DEVICE_COLUMNS = 2_048
@@ -72,7 +72,7 @@ BLOCK_PLACE_META_BYTES = 8
 TIER_BUFFER_BYTES = 64 << 20
 """Host memory of one rank with levels for rows in transit: staging, segments being written, pages being read."""
 CLASS_BUFFER_BYTES = 32 << 20
-"""The same for each further class of tables (another width or type) whose rows a device queue moves."""
+"""The same for each further class of tables (another width or type) that a device queue moves."""
 
 
 CLAIM_OVERHEAD_DIVISOR = 10
@@ -117,7 +117,7 @@ def extra_slots(rows: int, max_lookups: int, global_batch_size: int, lookahead: 
         rows: Rows of the shard.
         max_lookups: Lookups of one sample, over all features of the table.
         global_batch_size: Samples of a batch over all ranks.
-        lookahead: Batches whose rows are prefetched.
+        lookahead: Prefetched batches.
     """
     return min(rows, max_lookups * global_batch_size * (lookahead + 2))
 
@@ -128,7 +128,7 @@ def record_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
 
 
 def places_meta_bytes(tier: Tier, rows: int, *, last: bool) -> int:
-    """Return the host memory for bookkeeping of a level below the first; ``last``: there is no slower level."""
+    """Return the host memory for bookkeeping of a level below the first; ``last``: it is the slowest level."""
     if not TIERS[tier].byte_addressable:
         return math.ceil(rows * BLOCK_SLACK) * BLOCK_PLACE_META_BYTES
     return rows * (PLACE_META_BYTES if last else PLACE_META_BYTES + ORDER_META_BYTES)

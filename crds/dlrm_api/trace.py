@@ -61,7 +61,7 @@ class Trace(ApiModel):
     """Result of one run of ``dlrmctl trace``."""
 
     format_version: Literal[1] = Field(1, description="Version of this document.")
-    job: str | None = Field(None, description="Name of the job whose data was traced.")
+    job: str | None = Field(None, description="Name of the traced job.")
     global_batch_size: int = Field(ge=1, description="Samples of a batch.")
     batches: int = Field(ge=1, description="Global batches that were traced.")
     tables: tuple[TableTrace, ...] = Field(description="Tables, in the model's order.")

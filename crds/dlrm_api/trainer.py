@@ -41,7 +41,7 @@ class AutoReplicas(ApiModel):
         le=1e12,
         description=(
             "Throughput that the plan must reach by prediction (samples/s); needs a HardwareProfile with measured "
-            "rates. 0: the minimum number of replicas whose memory holds all tables."
+            "rates. 0: the minimum number of replicas that hold all tables in memory."
         ),
     )
 
@@ -95,7 +95,7 @@ class TierBudgets(ApiModel):
 
 
 class CacheSpec(ApiModel):
-    """Configure the slots in fast memory of tables whose rows do not all fit there."""
+    """Configure the slots in fast memory of tables that do not fit there."""
 
     policy: Literal["auto", "lru", "lfu", "mixed"] = Field(
         "auto",
@@ -109,7 +109,7 @@ class CacheSpec(ApiModel):
         1,
         ge=0,
         le=8,
-        description="Batches whose rows are prefetched into the slots ahead of the current one.",
+        description="Batches ahead of the current one with rows prefetched into slots.",
     )
 
 
@@ -165,7 +165,7 @@ class TrainerSpec(ApiModel):
         ),
     )
     tier_budgets: TierBudgets = Field(TierBudgets(), description="Memory budgets of a pod by tier.")
-    cache: CacheSpec = Field(CacheSpec(), description="Slots of tables whose rows do not all fit fast memory.")
+    cache: CacheSpec = Field(CacheSpec(), description="Slots of tables that do not fit in fast memory.")
     resources: ResourcesSpec = Field(ResourcesSpec(), description="Requests and limits of the trainer container.")
     pod_template: PodTemplateOverlay = Field(
         PodTemplateOverlay(),

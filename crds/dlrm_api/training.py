@@ -84,7 +84,7 @@ class TrainingSpec(ApiModel):
         ge=1,
         le=2**26,
         description=(
-            "Samples of a rank whose activations are in memory at a time. Gradients are still summed over the global "
+            "Samples of a rank with activations in memory at a time. Gradients are still summed over the global "
             "batch and applied once. Default: the rank's whole share."
         ),
     )

@@ -56,7 +56,7 @@ def _tune_garbage_collection() -> None:
 
 
 async def run(settings: Settings) -> None:
-    """Serve one namespace or all; return when told to stop.
+    """Serve one namespace or all; return once asked to stop.
 
     kopf ends with an error if a watch meets what kopf does not retry: a removed CustomResourceDefinition, a truncated
     response. Then everything is restarted within this process, which is faster than the kubelet. So it is when a

@@ -39,7 +39,7 @@ from dlrm_operator.metrics import API_REQUESTS
 class ClusterUnavailableError(TemporaryError):
     """Report that the API server did not answer, or asked to retry later.
 
-    ``retry_after_s`` is what it asked for, if anything; ``code`` is the HTTP status, 0 without a response.
+    ``retry_after_s`` is its Retry-After header, if any; ``code`` is the HTTP status, 0 without a response.
     """
 
     def __init__(self, message: str, retry_after_s: float | None = None, code: int = 0) -> None:
@@ -126,7 +126,7 @@ class KubernetesApi:
     """Connect to the API server of a kubeconfig; without one, of this pod or of ``~/.kube/config``.
 
     Raises:
-        NoInputError: there is no usable configuration.
+        NoInputError: no usable configuration was found.
     """
 
     def __init__(

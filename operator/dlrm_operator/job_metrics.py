@@ -218,7 +218,7 @@ class JobMetrics(Collector):
         return [*_families(()), _phases()]
 
     def collect(self) -> Iterator[Metric]:
-        """Return every metric if this process leads; jobs whose status is unreadable have no series."""
+        """Return every metric if this process leads; jobs with an unreadable status have no series."""
         if self._leads():
             jobs = [JobFacts(job, self._latest(job.key)) for job in self._jobs() if not job.unreadable]
             yield from _families(jobs)
@@ -286,7 +286,7 @@ class HealthServer:
         address: Address to listen on.
         port: Port to listen on.
         health: State of the operator.
-        collectors: Metrics beside those of the process.
+        collectors: Metrics in addition to those of the process.
     """
 
     def __init__(self, address: str, port: int, health: Health, collectors: Iterable[Collector]) -> None:

@@ -125,7 +125,7 @@ def read_problem(
     """Return the problem of a job with a fixed number of replicas.
 
     Raises:
-        InvalidSpecError: GPUs are asked for that the hardware does not have, or for what they cannot do.
+        InvalidSpecError: the spec needs GPUs that the hardware lacks, or a feature that GPUs lack.
     """
     tables, device = read_tables(spec), device_of(spec, profile)
     if device == "cuda":
@@ -151,7 +151,7 @@ class MemoryMode:
     stage: int
     """A later stage is tried only if all earlier ones fail."""
     in_segments: bool
-    """The hand-off takes segments of a cut in turn; otherwise it holds a full cut."""
+    """The hand-off takes one segment of a cut at a time; otherwise it holds a full cut."""
     uses_tiers: bool
     """Rows may be in slower tiers, or in HBM; otherwise all are in DDR."""
     replicates: bool
@@ -214,7 +214,7 @@ def _try_modes(problem: Problem, modes: list[MemoryMode]) -> Solution | Infeasib
             # Of one stage both ways to hand over cuts compete, each with as many replicas as fit.
             limit_s = MIN_SEGMENT_GAIN * search.variable_s(best)
             competes = (mode.stage, mode.in_segments) not in fits and mode.stage in {stage for stage, _ in fits}
-            # More memory does not help ranks whose loads are level.
+            # More memory does not help if all ranks have the same load.
             is_level = best.placement.imbalance * MIN_SEGMENT_GAIN <= 1
             if mode.proposals.only_checks or not competes or is_level:
                 continue

@@ -24,7 +24,7 @@ MIN_SPLIT_GAIN = 0.95
 """A split must bring the costliest rank below this part of what it was."""
 ROW_TOLERANCE, COLUMN_TOLERANCE = 1.02, 1.1
 """Accept so much of the best balance for fewer shards. Columns get more: their vectors are sums of whole bags."""
-PINNED = "as it is pinned"
+PINNED = "as pinned"
 UNBALANCED = "whole tables leave the ranks less balanced"
 
 
@@ -32,7 +32,7 @@ def check_pins(spec: DLRMJobSpec, tables: Tables, replicas_field: str) -> None:
     """Refuse pins that no placement can honour; ``replicas_field`` is the field that adds ranks.
 
     Raises:
-        InvalidSpecError: a pinned rank does not exist, replicas are pinned to some ranks only, table-row is asked for
+        InvalidSpecError: a pinned rank does not exist, replicas are pinned to some ranks only, table-row is pinned
             without several ranks on a node, or there would be more shards than a plan holds.
     """
     world_size = spec.world_size

@@ -193,7 +193,7 @@ class CostModel:
         return float(seconds.sum()) / self.world_size + self.fixed_s(replicated)
 
     def estimate(self, placement: Placement) -> Estimate:
-        """Estimate a step of a placement whose rows are all in the first level."""
+        """Estimate a step of a placement with all rows in the first level."""
         shards, ranks = placement.shards, placement.ranks
         looked_up = self.lookup_s(shards.table, shards.share, shards.width)
         sent = self.exchange_s(shards.table, shards.share, shards.width, shards.blocks)
@@ -378,7 +378,7 @@ def _limited_s(count: float, iops: float | None, size: float, rate: float | None
 
 
 def predict(spec: DLRMJobSpec, profile: HardwareProfile | None, found: Estimate, imbalance: float) -> Prediction:
-    """Return the parts of an estimate whose rates the profile states, and the throughput if it states all."""
+    """Return the parts of an estimate with rates in the profile, and the throughput if it states all rates."""
     if profile is None:
         return Prediction(imbalance=imbalance)
     rate = price = None

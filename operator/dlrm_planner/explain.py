@@ -56,7 +56,7 @@ def _device(found: Solution) -> list[str]:
     host = [] if found.tiers is None else found.placement.shards.table[~found.tiers.stacks.on_device].tolist()
     reasons = ["ranks compute on GPUs, one for each process: dense parameters, replicas and slots are in HBM"]
     if tables := list(dict.fromkeys(host)):
-        reasons.append(f"on the host, as they are pinned, and looked up there: {_names(found.problem.tables, tables)}")
+        reasons.append(f"pinned to the host, and looked up there: {_names(found.problem.tables, tables)}")
     return reasons
 
 
@@ -242,7 +242,7 @@ def _table_shortage(problem: Problem, failure: Infeasible, cause: TableShortage)
         )
     batches = problem.spec.trainer.cache.lookahead + 1
     if failure.min_slots and table.pin is not None and table.pin.tier == "hbm":
-        form = "with all rows, as it is pinned,"
+        form = "with all rows, as pinned,"
     elif failure.min_slots and cause.tier == "hbm":
         form = f"with slots for {failure.min_slots} rows and for all lookups of {batches + 1} batches in flight"
     elif failure.min_slots:
@@ -347,7 +347,7 @@ class _Fixes:
         return " and ".join([*([f"raise {' and '.join(fields)}"] if fields else []), *others])
 
     def other_memory(self) -> Iterator[str]:
-        """Yield other memory for a table: the host's, a slower tier if there is none, or slots for fewer batches."""
+        """Yield other memory for a table: the host's, a slower tier, or slots for fewer batches."""
         problem, cause = self.problem, self.failure.cause
         if isinstance(cause, TableShortage) and cause.tier == "hbm":
             yield from self._host_pin(cause)

@@ -194,10 +194,10 @@ BUDGET = "trainer.tierBudgets.hbm"
 
 
 def device_of(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Device:
-    """Return where the ranks compute: on GPUs if the hardware has some, or if it is unknown and HBM is asked for.
+    """Return where the ranks compute: on GPUs if the hardware has some, or if it is unknown and the spec needs HBM.
 
     Raises:
-        InvalidSpecError: hbm is asked for on hardware without devices, or the devices of a node are fewer than the
+        InvalidSpecError: the spec needs hbm on hardware without devices, or the devices of a node are fewer than the
             processes of a pod; names the field.
     """
     asks = next(_asks(spec), None)
@@ -209,7 +209,7 @@ def device_of(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Device:
     if asks is not None:
         raise InvalidSpecError(
             asks,
-            f"memory of GPUs is asked for, and HardwareProfile {profile.metadata.name} has no devices: name hardware "
+            f"GPU memory is requested, but HardwareProfile {profile.metadata.name} has no devices: name hardware "
             "that has some, or leave it out",
         )
     return "cpu"
@@ -304,7 +304,7 @@ def _check_count(spec: DLRMJobSpec, name: str, devices: DeviceSpec) -> None:
 
 
 def ddr_capacity(problem: Problem, replicated: Sequence[int], *, other_bytes: int = 0) -> Capacity:
-    """Measure shards whose rows are all in DDR; ``other_bytes`` of each pod are for something else."""
+    """Measure shards with all rows in DDR; ``other_bytes`` of each pod are for something else."""
     spec, tables, limit = problem.spec, problem.tables, problem.limit
     free = [UNBOUNDED] * spec.replicas
     if limit is not None:

@@ -46,7 +46,7 @@ class Items:
 
 @dataclass(frozen=True, kw_only=True)
 class Bins:
-    """Hold the ranks, and the nodes whose memory they share; a rank with its own memory is a node here."""
+    """Hold the ranks, and the nodes with the memory that they share; a rank with its own memory is a node here."""
 
     node: Indices
     """(W,) node of each rank."""

@@ -161,7 +161,7 @@ class _Filling:
         return by_columns, blocks if by_columns else table.rows, costs.by_part(i, by_columns=by_columns)
 
     def lowest(self, most_s: float) -> Options | None:
-        """Return the options of the lowest level below ``most_s`` that holds everything; None if there is none."""
+        """Return the options of the lowest level below ``most_s`` that holds everything, or None."""
         if not self._order:
             return None
         low, high, found = max(self._total_s / len(self._load), float(self._load.max())), most_s, None
@@ -277,7 +277,7 @@ class Strategy:
 
     name: str
     propose: Propose
-    """From the seconds to beat on a rank, beyond those that every placement takes; None if there is no way to."""
+    """Called with the seconds to beat on a rank, beyond those of every placement; None: it cannot."""
     methods: tuple[str, ...] = ("greedy",)
     when: When = "always"
     """Always; after an earlier strategy found ranks; if none did; or if tiers did not hold the rows of any."""

@@ -23,7 +23,7 @@ GRID_SIZES = 12
 FALLING_SIZES = 3
 """Sizes in a row below the best one, after which larger ones are skipped."""
 SHOWN_SIZES = 3
-"""Sizes next to the chosen one whose prediction is shown."""
+"""Number of sizes next to the chosen one with a shown prediction."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -252,7 +252,7 @@ def _pin(tables: Tables, i: int, caps: Mapping[SlowTier, int]) -> int:
         raise InvalidSpecError(
             f"{path}.pin.tier",
             f"table {table.name} is pinned to {tier}, of which a pod has no bytes: set trainer.tierBudgets.{tier}, or "
-            f"name hardware whose profile has tiers.{tier}",
+            f"name a HardwareProfile with tiers.{tier}",
         )
     if table.pin.sharding == "data":
         raise InvalidSpecError(

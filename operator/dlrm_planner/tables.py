@@ -22,7 +22,7 @@ EXCHANGED_COPIES, MESSAGES = 4, 2
 LONE_ID_BYTES, ID_BYTES = 32, 96
 """Bytes per id of a batch, on one rank and among several. Measured with tables in DDR: 30, and 81 to 95."""
 ID_BYTES_AHEAD = 24
-"""Bytes per id of a batch that is prefetched: as it was read, as it arrived, and its slot."""
+"""Bytes per id of a batch that is prefetched: its read, received and slot forms."""
 UPDATED_ELEMENT_BYTES, UPDATED_ROW_BYTES = 48, 100
 """Bytes per element, and per row, of rows that torch's operations update on a GPU: gradients of lookups and of rows,
 rows and states before and after, and their ids. Counted operation by operation: 39 and 89, under Adam 48 and 97."""
@@ -114,7 +114,7 @@ def staged_bytes(spec: DLRMJobSpec) -> int:
 
 
 def lookup_bytes(spec: DLRMJobSpec) -> int:
-    """Return the bytes of one rank for ids, on the host and on a GPU: as they are read, sent and looked up.
+    """Return the bytes of one rank for ids, on the host and on a GPU, for reading, sending and lookup.
 
     A balanced rank looks up as many ids as its slice of the batch has.
     """

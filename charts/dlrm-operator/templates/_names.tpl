@@ -106,7 +106,7 @@ helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
 {{- $seconds -}}
 {{- end -}}
 
-{{- /* How often is scraped; the Prometheus Operator takes no monitor whose scrapes may last longer than that. */ -}}
+{{- /* Scrape interval and timeout. The Prometheus Operator refuses a timeout above the interval. */ -}}
 {{- define "dlrm.scrapes" -}}
 {{- if lt (int (include "dlrm.seconds" .Values.monitoring.interval)) (int (include "dlrm.seconds" .Values.monitoring.scrapeTimeout)) -}}
 {{- fail "monitoring.interval must not be below monitoring.scrapeTimeout" -}}
@@ -115,7 +115,7 @@ interval: {{ .Values.monitoring.interval }}
 scrapeTimeout: {{ .Values.monitoring.scrapeTimeout }}
 {{- end -}}
 
-{{- /* Beyond what a scrape fails; 0 and "" are none. */ -}}
+{{- /* Limits above which a scrape fails; 0 and "" set none. */ -}}
 {{- define "dlrm.scrapeLimits" -}}
 {{- with .sampleLimit }}
 sampleLimit: {{ int64 . }}

@@ -53,7 +53,7 @@ def no_such_job(name: str, namespace: str, names: Collection[str], elsewhere: Co
     """Return the error for an unknown job, with similar names and other namespaces that have it.
 
     Args:
-        name: The job that was asked for.
+        name: Name of the requested job.
         namespace: Namespace that was searched.
         names: Names of the namespace's jobs.
         elsewhere: Other namespaces that have a job of that name.
@@ -102,7 +102,7 @@ class JobClient:
     """Read and patch the jobs of one namespace as one user.
 
     Raises:
-        NoInputError: there is no usable kubeconfig.
+        NoInputError: no usable kubeconfig was found.
     """
 
     def __init__(self, context: ClusterContext) -> None:

@@ -66,7 +66,7 @@ def _summary(job: Object, facts: JobFacts, now: datetime) -> Iterator[tuple[str,
     if facts.reason:
         yield "", one_line(facts.reason)
     if dig(job, "spec", "lifecycle", "suspend"):
-        yield "Suspend", "asked for: dlrmctl resume lets it go on"
+        yield "Suspend", "requested; dlrmctl resume continues the job"
     yield "Created", f"{age(facts.created, now)} ago"
     if status.get("startTime"):
         yield "Started", f"{age(status['startTime'], now)} ago"

@@ -98,12 +98,12 @@ def condition(job: Object, kind: str) -> Object:
 
 
 def pod_index(pod: Object) -> int:
-    """Return a trainer pod's index, or -1 if its label is no number."""
+    """Return a trainer pod's index, or -1 if its label is not a number."""
     return _number(dig(pod, "metadata", "labels", Label.INDEX))
 
 
 def pod_attempt(pod: Object) -> int:
-    """Return the attempt of a trainer pod, or -1 if its label is no number."""
+    """Return the attempt of a trainer pod, or -1 if its label is not a number."""
     return _number(dig(pod, "metadata", "labels", Label.ATTEMPT))
 
 

@@ -1,7 +1,7 @@
 """``dlrmctl suspend`` and ``resume``: set ``spec.lifecycle.suspend``, and wait for the job to follow.
 
-A failed job is restarted by both in turn: the operator retries a failed job that it has seen suspended and that is then
-resumed, whether or not the rest of its spec changed.
+``suspend`` and then ``resume`` restart a failed job: the operator retries a failed job that it has seen suspended and
+that is then resumed, whether or not the rest of its spec changed.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def choose_pods(job: JobFacts, pods: Sequence[Object], choice: PodChoice) -> lis
 
 
 def no_such_pod(job: JobFacts, pods: Sequence[Object], choice: PodChoice) -> NoInputError:
-    """Return the error that says why there is no such pod."""
+    """Return the error for a missing pod."""
     attempts = sorted({pod_attempt(pod) for pod in pods})
     if choice.attempt is not None and attempts and choice.attempt not in attempts:
         found = ", ".join(map(str, attempts))
@@ -109,7 +109,7 @@ class LogOptions:
 
 
 def print_logs(client: JobClient, name: str, options: LogOptions) -> None:
-    """Print the logs as they are.
+    """Print the logs unchanged.
 
     Raises:
         NoInputError: no such job, pod, or log.

@@ -158,9 +158,7 @@ def _read_record(what: str, connect: Callable[[], JobClient]) -> Record:
     try:
         return read_cluster_job(connect(), what)
     except NoInputError as error:
-        raise NoInputError(
-            f"{error} (and there is no folder {what} here; give a work directory by its path)"
-        ) from error
+        raise NoInputError(f"{error} (folder {what} not found either; give a work directory by its path)") from error
 
 
 def _check_output(output: Path) -> None:

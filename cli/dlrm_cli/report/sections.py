@@ -35,7 +35,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Hold rows of cells as they are shown."""
+    """Hold the displayed rows of a table."""
 
     title: str
     columns: Sequence[Column]
@@ -281,7 +281,7 @@ def _hit_rate(record: Record, uses: list[TableUse]) -> Iterator[Plot]:
     if points:
         yield Plot(
             title="Hit rate",
-            words="Share of accesses (distinct rows of a batch) whose row was in fast memory when the batch came.",
+            words="Share of accesses (distinct rows of a batch) that found their row in fast memory.",
             x_name="step",
             x_unit="count",
             y_name="hit rate",

@@ -198,7 +198,7 @@ class RunningGang:
             process.kill()
 
     def restart_sidecars(self, report: Callable[[ProcessExit], None]) -> ProcessExit | None:
-        """Restart dead sidecars on the same hand-off directory; return the exit of one that would only die again.
+        """Restart dead sidecars on the same hand-off directory; return the exit of one that cannot recover.
 
         A sidecar that ended with 0 although trainers continue, as after a stray SIGTERM, is restarted too.
         """

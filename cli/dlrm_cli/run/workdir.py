@@ -142,7 +142,7 @@ def locked(root: Path, grace_s: float, say: Callable[[str], None], stop: Callabl
 
     Args:
         root: The folder; made if absent.
-        grace_s: Longest wait for processes whose dlrmctl is gone (s).
+        grace_s: Longest wait for processes left by a killed dlrmctl (s).
         say: Called with a sentence if there is something to wait for.
         stop: Called while waiting; true ends the wait.
 

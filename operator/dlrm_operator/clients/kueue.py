@@ -30,7 +30,7 @@ class _Followed:
 
 
 def waiting_group(observed: Observed) -> str:
-    """Return the pod group of the job that Kueue holds back; empty if there is none."""
+    """Return the pod group of the job that Kueue holds back; empty without one."""
     job = observed.job
     held = (pod for pod in observed.pods if pod.owner_uid == job.uid and waits_for_kueue(pod))
     return next((names.pod_group(job.key.name, pod.attempt) for pod in held), "")

@@ -111,7 +111,7 @@ class Planner:
         """The last answers by all that they depend on, least recently used first."""
 
     def answer(self, key: JobKey, job: JobSeen, profile_version: str) -> Planning | None:
-        """Return the answer for this spec and profile; None if there is no answer, or it is due for a retry."""
+        """Return the answer for this spec and profile; None without an answer, or if a retry is due."""
         known = self._answers.get(key)
         reserve = job.known.memory_reserve_bytes if job.known else 0
         if known is None or isinstance(job.spec, InvalidSpecError):
@@ -275,7 +275,7 @@ class PlannerProcess:
         self._ending: asyncio.Task[None] | None = None
 
     async def ask(self, question: PlanQuestion, deadline_s: float) -> Planning:
-        """Return a plan, or why there is none. If cancelled, no process is left behind."""
+        """Return a plan, or the reason for its absence. If cancelled, no process is left behind."""
         done = False
         self._cancel_idle_timer()
         try:
@@ -391,7 +391,7 @@ def main() -> None:
 
 
 def answer_question(question: dict[str, Any]) -> dict[str, Any]:
-    """Return ``{"parts": ...}``, the plan in base64, or ``{"refusal": ..., "field": ...}`` if there is none."""
+    """Return ``{"parts": ...}``, the plan in base64, or ``{"refusal": ..., "field": ...}`` without one."""
     try:
         return {"parts": {name: base64.b64encode(part).decode() for name, part in _plan(question).items()}}
     except InvalidSpecError as error:

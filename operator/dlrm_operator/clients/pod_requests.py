@@ -43,7 +43,7 @@ class PendingRequests(Generic[QuestionT, AnswerT]):
     """Run at most one request per job as a task, and keep the newest answer of each job.
 
     Args:
-        wake: Called with each job whose answer arrived or was dropped.
+        wake: Called with a job when its answer arrived or was dropped.
         keep_s: Seconds for which to keep an answer; None, or no function: until the next answer.
     """
 

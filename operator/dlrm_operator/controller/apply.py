@@ -180,7 +180,7 @@ class ActionExecutor:
     async def _update_status(self, action: UpdateStatus) -> None:
         """Write the status; on a conflict that changed nothing it depends on, write it on top of that version.
 
-        Otherwise a job whose labels change more often than a reconcile takes would never get a status.
+        Otherwise frequent label changes would keep a job without a status for ever.
         """
         path = JOB_PATH.format(action.key.namespace, action.key.name)
         version = action.resource_version

@@ -50,7 +50,7 @@ from dlrm_operator.webhook.server import Certificate, WebhookServer
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 10.0
-"""Time for running reconciles to finish when the process is told to stop."""
+"""Time for running reconciles to finish when the process stops."""
 RESYNCS_PER_LIST = 20
 """Each time the jobs are listed as well: kopf's watch can fall silent."""
 MISSING_CRD_INTERVAL_S = 5.0
@@ -230,7 +230,7 @@ class Engine:
         """Wake every job that exists, and every cached one: a reconcile of a deleted job removes what is known of it.
 
         Raises:
-            NotFoundError: there is no CustomResourceDefinition.
+            NotFoundError: the CustomResourceDefinition is missing.
             ClusterUnavailableError: the API server did not answer.
         """
         where = f"namespaces/{self.settings.namespace}/" if self.settings.namespace else ""

@@ -31,7 +31,7 @@ from dlrm_operator.reconcile.state import ConfigMapSeen, ContainerSeen, GroupSee
 logger = logging.getLogger(__name__)
 
 MISSING = -1
-"""Attempt or index of a child whose label is not a number."""
+"""Attempt or index of a child with a label that is not a number."""
 NUMBER = re.compile("[0-9]{1,9}")
 SELECTOR = f"{Label.JOB},{Label.MANAGED_BY}={FIELD_MANAGER}"
 WATCH_TIMEOUT_S = 240
@@ -231,7 +231,7 @@ class PodCache:
         Args:
             api: The Kubernetes API.
             namespace: The only namespace to watch; None: all.
-            wake: Called with each job whose pods changed.
+            wake: Called with a job when its pods changed.
             wake_soon: Called instead if nothing depends on the change: the pod's node, or why it has none.
         """
         self._api = api
@@ -309,7 +309,7 @@ class PodCache:
             self._stop.wait(WATCH_PAUSE_S)
 
     def replace(self, pods: Iterable[PodSeen]) -> None:
-        """Replace all pods by a fresh list; wake every job whose pods differ."""
+        """Replace all pods by a fresh list; wake every job with a changed pod."""
         fresh: dict[JobKey, dict[str, PodSeen]] = {}
         for pod in pods:
             fresh.setdefault(pod.key, {})[pod.name] = pod

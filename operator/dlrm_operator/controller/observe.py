@@ -92,7 +92,7 @@ class Observer:
         self.refusals: dict[JobKey, str] = {}
         self.refused_deletions: dict[JobKey, str] = {}
         self.started: set[JobKey] = set()
-        """Jobs whose first attempt this process has started to create: its objects have to be read from now on."""
+        """Jobs that this process has started to create: their objects have to be read from now on."""
 
     async def observe(self, key: JobKey, *, live: bool) -> Observed | None:
         """Return what is known of the job: its objects from the caches, or read live.

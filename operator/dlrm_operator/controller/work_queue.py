@@ -19,7 +19,7 @@ from dlrm_operator.reconcile.state import JobKey
 logger = logging.getLogger(__name__)
 
 WORKERS = 8
-# A webhook that hangs costs each reconcile ten seconds: jobs whose last reconcile failed slowly share these workers.
+# A webhook that hangs costs each reconcile ten seconds: jobs with a slow failure last time share these workers.
 MAX_SLOW_WORKERS = WORKERS // 2
 SLOW_RECONCILE_S = 2.0
 DEBOUNCE_S = 1.0
@@ -64,8 +64,8 @@ class WorkQueue:
         self._is_new = is_new
         self._clock, self._monotonic = clock, monotonic
         self._due: dict[JobKey, float] = {}
-        # Heaps whose entries may be stale: _due and _busy decide. _queue holds when to consider a key, _ready the keys
-        # whose time has come, with what orders them.
+        # Entries of these heaps may be stale: _due and _busy decide. _queue holds when to consider a key, _ready the
+        # keys that are due, with what orders them.
         self._queue: list[tuple[float, JobKey]] = []
         self._ready: list[tuple[float, JobKey]] = []
         self._not_before: dict[JobKey, float] = {}
@@ -161,7 +161,7 @@ class WorkQueue:
         return wait_s
 
     def _find_ready(self, now: float) -> float:
-        """Move the keys whose time has come to the ready heap; return the seconds until the next one's has."""
+        """Move due keys to the ready heap; return the seconds until the next one is due."""
         while self._queue:
             queued_at, key = self._queue[0]
             if key not in self._due or key in self._busy:

@@ -45,7 +45,7 @@ class PodAttempt:
     memory_reserve_bytes: int = 0
     """Memory of each pod beyond what the plan needs."""
     committed_snapshot: str = ""
-    """URI of the manifest of the newest known snapshot; empty if there is none."""
+    """URI of the manifest of the newest known snapshot; empty without one."""
     secret: bool = True
     """Whether its ranks share a secret: all of them, or none."""
 
@@ -184,7 +184,7 @@ def _checkpointer(attempt: PodAttempt, index: int) -> Manifest:
 def _container(
     attempt: PodAttempt, index: int, command: list[str], env: dict[str, str], ports: list[Manifest]
 ) -> Manifest:
-    """Build what both containers share. Each gets half of the grace period: the kubelet stops them in turn."""
+    """Build what both containers share. Each gets half of the grace period: the kubelet stops one after the other."""
     job = attempt.job
     shared = {
         Env.JOB_NAME: job.metadata.name,

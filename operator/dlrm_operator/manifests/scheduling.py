@@ -166,7 +166,7 @@ def _on_nodes_of(hardware: HardwareProfileSpec) -> Manifest:
 
 
 def _spread(job: DLRMJob, attempt: int) -> Manifest:
-    """Spread the pods evenly over the domains; nodes whose taints exclude the pods do not count."""
+    """Spread the pods evenly over the domains; nodes with taints that exclude the pods do not count."""
     return {
         "maxSkew": 1,
         "topologyKey": job.spec.scheduling.topology_key or HOSTNAME,

@@ -1,4 +1,4 @@
-"""Volumes of tiers whose rows are in files, and which ``file://`` stores outlive a pod."""
+"""Volumes of tiers with rows in files, and which ``file://`` stores outlive a pod."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_mounts(plan: Plan, profile: HardwareProfile | None) -> None:
     """Check that each tier of the plan can be mounted.
 
     Raises:
-        InvalidSpecError: there is no profile, or it sets neither hostPath nor storageClass of a tier.
+        InvalidSpecError: no profile is set, or it sets neither hostPath nor storageClass of a tier.
     """
     for sizes in tier_bytes(plan):
         for tier in sizes:
@@ -60,8 +60,8 @@ def _mounted(tier: str, profile: HardwareProfile | None) -> TierSpec:
     if profile is None:
         raise InvalidSpecError(
             "spec.trainer.hardware",
-            f"the plan uses {tier}, and no hardware is set: name a HardwareProfile whose tiers.{tier} has hostPath or "
-            "storageClass",
+            f"the plan uses {tier}, but no hardware is set: name a HardwareProfile with hostPath or storageClass of "
+            f"tiers.{tier}",
         )
     found: TierSpec | None = getattr(profile.spec.tiers, tier)
     if found is None or not (found.host_path or found.storage_class):
@@ -88,7 +88,7 @@ def _volume(tier: str, size: int, spec: TierSpec) -> Manifest:
 def ephemeral_store_warnings(spec: DLRMJobSpec) -> tuple[str, ...]:
     """Warn about each ``file://`` store that is on no volume of the pod template.
 
-    This is no error: ``dlrmctl run`` uses the same manifest on a machine whose directories persist.
+    This is not an error: ``dlrmctl run`` uses the same manifest on a machine with persistent directories.
     """
     mounts = spec.trainer.pod_template.container.get("volumeMounts", ())
     points = [str(mount["mountPath"]) for mount in mounts if isinstance(mount, dict) and mount.get("mountPath")]

@@ -119,7 +119,7 @@ def outcome_rule(view: JobView) -> RuleResult:
 
 
 def hang_rule(view: JobView) -> RuleResult:
-    """End an attempt whose gang hangs, after its stacks were read."""
+    """End the attempt of a hung gang after its stacks were read."""
     found = check_hang(view)
     if isinstance(found, RuleResult):
         return found
@@ -127,7 +127,7 @@ def hang_rule(view: JobView) -> RuleResult:
 
 
 def deleted_plan_rule(view: JobView) -> RuleResult:
-    """End an attempt whose plan was deleted before all of its pods started: their kubelets would wait for ever."""
+    """End an attempt if its plan was deleted before all pods started: their kubelets would wait for ever."""
     gang, children = view.gang, view.observed.children
     name = names.plan_config_map(gang.job, gang.attempt)
     if children is None or not gang.whole or name in {seen.name for seen in children.config_maps}:
@@ -373,7 +373,7 @@ def _trainer_end(pod: PodSeen, restart: RestartSpec, now: datetime) -> AttemptOu
 
 
 def _pod_end(pod: PodSeen, now: datetime) -> AttemptOutcome | None:
-    """Classify the failure of a pod whose trainer container did not fail."""
+    """Classify the failure of a pod if its trainer container did not fail."""
     sidecar = pod.checkpointer
     if sidecar is not None:
         for code in (sidecar.exit_code, sidecar.last_exit_code):
@@ -456,7 +456,7 @@ def _never_started(gang: Gang, now: datetime) -> AttemptOutcome | None:
 
 
 def _unsaved(gang: Gang, now: datetime) -> AttemptOutcome:
-    """Judge a gang whose trainers all exited with code 0 and whose last step no checkpointer reports as committed.
+    """Judge a gang if all trainers exited with code 0 and no checkpointer reports the last step as committed.
 
     A pod that still uploads is waited for, unless nobody can end it any more, or nothing suggests that a cut could
     still come. If a pod was removed before its part was stored, that is the reason.

@@ -2,7 +2,7 @@
 
 The API server accepted such a spec, so its CustomResourceDefinition is probably newer than the operator. A gang that
 exists was created from a spec that was understood: it runs to its own end. No attempt starts from such a spec, because
-an ignored field could make it train something else than was asked for.
+an ignored field could make it train something other than requested.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def invalid_spec_rule(problem: InvalidSpecError, running: Condition | None, sett
 
 
 def failed_gang_rule(problem: InvalidSpecError, gang: Gang, ending: str) -> RuleResult:
-    """Report a failed gang whose restart policy cannot be read; the phase is one in which the spec may change."""
+    """Report a failed gang with an unreadable restart policy; the phase is one in which the spec may change."""
     message = (
         f"attempt {gang.attempt} ended ({ending}), and the spec that says what follows is invalid: {problem}; fix it"
     )

@@ -197,7 +197,7 @@ def rests(job: JobSeen) -> bool:
 
 
 def unknown_fields_message(fields: Sequence[str]) -> str:
-    """Say which fields of a spec this operator does not know; empty if there are none."""
+    """Say which fields of a spec this operator does not know; empty without any."""
     if not fields:
         return ""
     noun = "unknown field" if len(fields) == 1 else "unknown fields"

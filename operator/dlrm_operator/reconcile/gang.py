@@ -1,4 +1,4 @@
-"""The trainer pods of an attempt: planned, created, watched, and deleted if they are in the way of the next ones."""
+"""The trainer pods of an attempt: planned, created, watched, and deleted if they block the next ones."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _create(view: JobView, plan: Plan, maps: list[Manifest] | None = None) -> Ru
     """
     observed, attempt = view.observed, view.status.attempt
     children = observed.children
-    assert children is not None, "gang_rule asked for it"
+    assert children is not None, "gang_rule requested it"
     if view.gang.pods and _was_edited(children, view.spec, attempt):
         return _replace_edited_gang(view)
     gang = replace(view.gang, size=plan.nodes)
@@ -371,7 +371,7 @@ def _running_finding(view: JobView, gang: Gang) -> Finding | None:
         message = "training is complete, its last snapshot is being committed"
         return _running("True", Reason.COMMITTING, message, phase=Phase.RUNNING)
     if gang.trainer is None:
-        # An endpoint that does not answer is no failure: what was known of this gang stays.
+        # An endpoint that does not answer is not a failure: what was known of this gang stays.
         if view.status.phase is Phase.RUNNING:
             return None
         message = "trainers are running, pod 0 has not reported progress yet"
@@ -391,7 +391,7 @@ def _running_finding(view: JobView, gang: Gang) -> Finding | None:
 
 
 def unlabelled_pods_rule(view: JobView) -> RuleResult:
-    """Delete pods whose labels somebody changed, before the attempt is judged: later passes would not find them."""
+    """Delete pods with changed labels before the attempt is judged: later passes would not find them."""
     pods = [pod for pod in view.observed.pods if pod.unlabelled]
     if not pods:
         return RuleResult()
@@ -413,7 +413,7 @@ def unlabelled_pods_rule(view: JobView) -> RuleResult:
 def stale_pods_rule(view: JobView) -> RuleResult:
     """Delete the pods that block the current attempt, and wait until they are gone.
 
-    With ``keepFailedPods`` a pod whose trainer ended gets time to end by itself.
+    With ``keepFailedPods`` a pod gets time to end by itself after its trainer.
     """
     stale = [pod for pod in view.observed.pods if _blocks(view, pod)]
     if not stale:
@@ -471,7 +471,7 @@ def _why_it_stays(pod: PodSeen, *, owned: bool) -> str:
 def delete_stale_pods(view: JobView) -> RuleResult:
     """Delete the pods of a finished job that still run; the dead ones of its last attempt stay for their logs.
 
-    A pod whose trainer ended is left to its checkpointer, which the kubelet stops when its upload is done. If other
+    After its trainer, a pod is left to its checkpointer, which the kubelet stops when its upload is done. If other
     containers prevent that, the pod is deleted when its time is over, unless a cut of a failed job may yet be
     committed.
     """

@@ -183,7 +183,7 @@ def find_straggler(gang: Gang) -> StragglerStatus | None:
 
 
 def end_awaited_until(pod: PodSeen, grace: timedelta) -> datetime | None:
-    """Return how long a pod whose trainer ended may take to end; None if its trainer has not ended.
+    """Return how long a pod may run after its trainer ended; None if its trainer has not ended.
 
     Such a pod ends by itself: the kubelet stops the checkpointer, a native sidecar, after the ordinary containers. A
     foreign container that never ends, such as a mesh's proxy, keeps both running: then the operator ends them.
@@ -254,7 +254,7 @@ def _newest_checkpoint(gang: Gang, pod: PodSeen) -> CheckpointerProgress | None:
 
 
 def check_hang(view: JobView) -> RuleResult | FailureEvidence:
-    """Watch for a gang that answers and makes no progress. Silence is no hang.
+    """Watch for a gang that answers and makes no progress. Silence is not a hang.
 
     Returns:
         Evidence if the gang hangs and its stacks were read; else the request for them, or when to check again.

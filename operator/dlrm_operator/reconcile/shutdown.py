@@ -87,7 +87,7 @@ def suspended_rule(view: JobView) -> RuleResult:
 def resize_rule(view: JobView) -> RuleResult:
     """Get a plan for another number of pods while the gang trains, then stop the gang.
 
-    A size for which there is no plan leaves the gang as it is.
+    Without a plan for the new size, the gang keeps running.
     """
     status, observed = view.status, view.observed
     if view.lifecycle.suspend or not view.gang.pods or status.plan is None:
@@ -130,7 +130,7 @@ def resize_rule(view: JobView) -> RuleResult:
 
 
 def pending_deadline_rule(view: JobView, formed: DLRMJobStatus) -> RuleResult:
-    """Fail a job whose pods have not all started within ``pendingDeadline`` from when they were wanted.
+    """Fail a job if its pods have not all started within ``pendingDeadline`` from when they were wanted.
 
     Args:
         view: The job.
@@ -260,7 +260,7 @@ def _may_have_trained(gang: Gang) -> bool:
 def _active_due(view: JobView) -> datetime | None:
     """Return when the job has run for ``activeDeadline`` since it first ran, suspended time left out.
 
-    None if there is no such deadline, the job has not run yet, or it is suspended.
+    None without such a deadline, the job has not run yet, or it is suspended.
     """
     deadline_s, status = view.lifecycle.active_deadline, view.status
     if deadline_s is None or status.start_time is None:

@@ -200,7 +200,7 @@ class Groups:
 
     seen: tuple[GroupSeen, ...] = ()
     attempt: int = 0
-    """Attempt whose group was looked up, for schedulers whose groups are looked up by name."""
+    """Attempt of the group that was read, for schedulers with groups that are read by name."""
     problem: str = ""
     """Why there can be no group."""
 
@@ -213,7 +213,7 @@ class Children:
     config_maps: tuple[ConfigMapSeen, ...] = ()
     groups: Groups = field(default_factory=Groups)
     assumed: bool = False
-    """Whether those of a first attempt were not looked up: creating the Service, which comes first, will tell."""
+    """Whether a first attempt's children were not read: creating the Service, which comes first, detects any."""
 
     def parts(self, attempt: int) -> dict[str, bytes]:
         """Return the stored parts of an attempt's plan."""
@@ -240,7 +240,7 @@ class Planning:
     parts: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """The whole plan as ConfigMaps hold it (``dlrm_api.plan.plan_to_parts``)."""
     problem: str = ""
-    """Why there is no plan."""
+    """Reason for the missing plan."""
     final: bool = False
     """Whether planning again would end the same way."""
     field: str = ""

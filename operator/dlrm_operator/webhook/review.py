@@ -62,7 +62,7 @@ class Verdict:
 
 
 class Reviewer:
-    """Answer reviews. There is no side effect, so dry runs are answered like all others."""
+    """Answer reviews without side effects, so dry runs are answered like all others."""
 
     def __init__(
         self,

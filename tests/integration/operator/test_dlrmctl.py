@@ -173,7 +173,7 @@ def test_a_report_shows_what_the_status_says_and_names_what_lacks(
     assert "1 restart of the gang (NodeLost 1)" in text
     assert "keeps no history" in text
     assert "did you mean ads?" in misspelt
-    assert "there is no folder adz here" in misspelt
+    assert "folder adz not found" in misspelt
 
 
 def test_a_misspelt_job_is_answered_with_the_names_that_come_near(
@@ -374,7 +374,7 @@ def test_a_whole_life_is_suspended_resumed_watched_and_told_in_few_events(
     end = dlrmctl("describe", "ads")
 
     assert said.startswith("ads is Suspended and holds step 50")
-    assert "Suspend:      asked for: dlrmctl resume lets it go on" in page
+    assert "Suspend:      requested; dlrmctl resume continues the job" in page
     assert again.startswith("ads is Running at step 51")
     assert watching.wait(30) == 130
     watching.stdout.close()

@@ -371,7 +371,7 @@ def test_a_plan_as_a_table_shows_what_each_rank_holds_of_a_split_table(
         assert part in shown
     assert "ddr: all, 260.0 MB" in shown
     assert "ddr: all, 272.0 kB" in shown  # a row state for each block
-    assert "- table C1 is split by rows over ranks 0 to 3: as it is pinned" in shown
+    assert "- table C1 is split by rows over ranks 0 to 3: as pinned" in shown
 
 
 def test_a_plan_as_a_table_shows_the_levels_of_each_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

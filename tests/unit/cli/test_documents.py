@@ -73,7 +73,7 @@ def test_a_folder_is_refused_as_a_file(tmp_path: Path) -> None:
         ("kind: DLRMJob\nspec: {seed: 2026-13-45}\n", "month must be in 1..12"),
     ],
 )
-def test_an_invalid_manifest_is_refused_with_its_line(tmp_path: Path, text: str, words: str) -> None:
+def test_an_invalid_manifest_is_refused_with_path_and_reason(tmp_path: Path, text: str, words: str) -> None:
     path = write(tmp_path, text)
 
     with pytest.raises(BadDataError) as caught:

@@ -77,7 +77,7 @@ def test_tiers_that_nobody_mounts_are_refused_before_there_is_a_plan() -> None:
     answer = asyncio.run(plan(asked, 60))
 
     assert answer.final
-    assert "name a HardwareProfile whose tiers.block has hostPath or storageClass" in answer.problem
+    assert "name a HardwareProfile with hostPath or storageClass of tiers.block" in answer.problem
 
 
 def test_a_deadline_is_not_an_answer_and_leaves_no_child() -> None:

@@ -135,7 +135,7 @@ def test_a_pod_whose_rows_are_all_in_ddr_mounts_no_tier() -> None:
 @pytest.mark.parametrize(
     ("a_profile", "says"),
     [
-        (None, "no hardware is set: name a HardwareProfile whose tiers.block has"),
+        (None, "no hardware is set: name a HardwareProfile with hostPath or storageClass of tiers.block"),
         (profile(), "HardwareProfile node does not say what to mount: set its tiers.block.storageClass"),
         (profile(block={"bytes": "1Ti"}), "HardwareProfile node does not say what to mount"),
     ],

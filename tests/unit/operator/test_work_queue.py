@@ -225,7 +225,7 @@ def test_a_later_wish_changes_nothing_and_an_earlier_one_does() -> None:
     assert moments == pytest.approx([0.2])
 
 
-def test_a_report_is_reconciled_with_the_next_event() -> None:
+def test_a_debounced_key_runs_at_once_if_it_is_woken() -> None:
     turns: list[tuple[JobKey, float]] = []
 
     async def take(key: JobKey) -> None:

@@ -282,7 +282,7 @@ def test_table_row_pins_take_one_nodes_ranks(make_spec: MakeSpec) -> None:
     assert [(shard.rank, shard.kind) for shard in shards(plan)] == [(4, "table-row"), (5, "table-row")]
     assert {shard.rank // 2 for shard in shards(plan, "u")} in ({0}, {1})
     assert [shard.kind for shard in shards(plan, "v")] == ["table"]
-    assert any("table t is split by rows inside node 2 over ranks 4 and 5: as it is pinned" in r for r in plan.reasons)
+    assert any("table t is split by rows inside node 2 over ranks 4 and 5: as pinned" in r for r in plan.reasons)
 
 
 @pytest.mark.parametrize(

@@ -177,9 +177,7 @@ def test_less_read_ahead_is_named_where_that_is_enough(
         plan_job(reads_ahead(size + (3 * GIB - size) // 64), node)
 
 
-def test_a_shorter_lookahead_is_named_only_if_it_fixes_the_shortage(
-    make_spec: MakeSpec, make_profile: MakeProfile
-) -> None:
+def test_a_shorter_lookahead_is_not_named_if_it_fixes_nothing(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
     reads = DataSpec.model_validate({"format": "parquet", "train": {"uris": ["/a"]}})
 
     for data in ({}, {"data": reads}):

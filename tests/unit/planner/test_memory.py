@@ -248,7 +248,7 @@ def test_pins_to_the_host_keep_slots_there(make_spec: MakeSpec, make_profile: Ma
     assert share(plan, "ddr").levels == ()
     assert [level.tier for level in share(plan, "block").levels] == ["ddr", "block"]
     assert [level.tier for level in share(plan, "free").levels] == ["hbm"]
-    assert any("on the host, as they are pinned" in reason and "ddr, block" in reason for reason in plan.reasons)
+    assert any("pinned to the host" in reason and "ddr, block" in reason for reason in plan.reasons)
 
 
 def test_replicas_lie_in_hbm_with_their_gradients(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
@@ -329,7 +329,7 @@ def test_nothing_known_of_hbm_gives_slots_to_a_tenth_and_is_said(make_spec: Make
             {"tierBudgets": {"hbm": "1Gi"}},
             None,
             "spec.trainer.tierBudgets.hbm",
-            "memory of GPUs is asked for, and HardwareProfile big has no devices: name hardware that has some, or "
+            "GPU memory is requested, but HardwareProfile big has no devices: name hardware that has some, or "
             "leave it out",
         ),
         ({"pin": {"tier": "hbm"}}, {}, None, "spec.model.tables[0].pin.tier", "HardwareProfile big has no devices"),
@@ -402,7 +402,7 @@ def test_too_little_hbm_is_reported_with_its_use_and_fixes_that_work(
     room = 4 * GIB - device_working_bytes(make_spec(tables))
     assert reasons[0] == (
         "table t (10000000 rows x 64) does not fit on the GPU of rank 0 on node 0, which has most free memory: "
-        f"with all rows, as it is pinned, it takes {needed} bytes, "
+        f"with all rows, as pinned, it takes {needed} bytes, "
         f"and {room} bytes are free: {needed - room} bytes short"
     )
     assert reasons[1].startswith(
