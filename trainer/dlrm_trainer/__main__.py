@@ -50,9 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _end_before_the_start(_number: int, _frame: FrameType | None) -> None:
-    """Exit at once: before the ranks exist there is nothing to cut. Then the launcher takes over.
+    """Exit at once: before the ranks exist there is nothing to save. Then the launcher takes over.
 
-    Imports are under way: an exception may be lost among theirs.
+    An exception is no alternative: imports that are running may catch it.
     """
     os._exit(ExitCode.TERMINATED)
 
@@ -71,7 +71,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _run(options: argparse.Namespace, settings: Settings) -> TerminationMessage:
     job, plan = read_job(options.job), read_plan(options.plan)
-    from dlrm_trainer.launcher import Launcher  # torch takes seconds to load: what is wrong above is said before
+    # Loads torch, which takes seconds; errors above are reported before.
+    from dlrm_trainer.launcher import Launcher
 
     return Launcher(job, plan, settings, options.digest).wait()
 
@@ -80,8 +81,8 @@ def read_plan(path: Path) -> Plan:
     """Read a plan from its file, or from the directory of its parts.
 
     Raises:
-        NoInputError: there is none.
-        InvalidSpecError: it is no plan, or parts are missing.
+        NoInputError: the file does not exist.
+        InvalidSpecError: it is invalid, or parts are missing.
     """
     if not path.is_dir():
         return parse_plan(_read(path))

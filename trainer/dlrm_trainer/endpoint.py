@@ -1,4 +1,4 @@
-"""The pod's HTTP endpoint: ``/progress``, ``/metrics``, ``/stacks`` and ``POST /cut``. A few microseconds a request."""
+"""Serve ``/progress``, ``/metrics``, ``/stacks`` and ``POST /cut`` of one pod over HTTP."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from dlrm_trainer.checkpointing.control import CutControl
 from dlrm_trainer.metrics.progress import ProgressBoard
 
 CUT_WAIT_S = 5.0
-"""How long ``POST /cut`` waits for the cut before it answers with the step at which it will be at the earliest."""
+"""How long ``POST /cut`` waits for the cut before it answers with the first step that can follow."""
 MAX_BODY_BYTES = 4_096
 
 
 class Endpoint:
-    """Serve one pod's progress from a thread of its own, until closed.
+    """Serve one pod's progress from a background thread until closed.
 
     Args:
         address: to listen on.
         port: to listen on.
-        board: what ``/progress`` shows.
-        control: takes ``POST /cut``.
-        token_sha256: digest of what the header must say for a cut (``dlrm_api.names``); None: nobody may ask for one.
-        collectors: of more metrics.
-        stacks: what ``/stacks`` shows; by default those of this process.
+        board: content of ``/progress``.
+        control: takes requests for cuts.
+        token_sha256: digest of the token that ``POST /cut`` must send (``dlrm_api.names``); None: cuts are refused.
+        collectors: of further metrics.
+        stacks: content of ``/stacks``; by default the stacks of this process.
 
     Raises:
-        TemporaryError: the port is taken.
+        TemporaryError: the port is in use.
     """
 
     def __init__(
@@ -73,54 +73,55 @@ class Endpoint:
         self._server.server_close()
 
     def allows(self, token: str | None) -> bool:
-        """Whether a request may ask for a cut."""
+        """Return whether a token permits requests for cuts."""
         if token is None or self.token_sha256 is None:
             return False
         return hmac.compare_digest(token_digest(token), self.token_sha256)
 
     def cut(self) -> tuple[HTTPStatus, dict[str, Any]]:
-        """Ask for a cut: its step once it is handed over; else the first step that it can be at."""
+        """Request a cut; return its step if it is handed over in time, else the first step it can have."""
         now = self.board.now
         if not self.control.takes_cuts:
             return HTTPStatus.CONFLICT, {"error": "this run takes no checkpoints: no hand-off directory is configured"}
         if (done := self.control.wait_for(now.step, 0.0)) is not None:
             return HTTPStatus.OK, {"step": done}
         if now.phase in (TrainerPhase.FINISHING, TrainerPhase.DONE):
-            return HTTPStatus.ACCEPTED, {"step": now.step}  # the final cut is on its way by itself
+            # The final cut follows without a request.
+            return HTTPStatus.ACCEPTED, {"step": now.step}
         self.control.ask(now.step)
         step = self.control.wait_for(now.step, CUT_WAIT_S)
         return (HTTPStatus.ACCEPTED, {"step": now.step + 1}) if step is None else (HTTPStatus.OK, {"step": step})
 
 
 UNCOUNTED = frozenset({TrainerPhase.STARTING, TrainerPhase.RESTORING})
-"""Phases before it is known which step the attempt goes on from: a 0 there would make that step's samples a rate."""
+"""Phases before the restored step is known: a counter of 0 would turn the restored samples into a rate."""
 Reading = Callable[[Progress, CutControl], float | None]
 COUNTERS: tuple[tuple[str, str, Reading], ...] = (
-    ("steps", "Steps done in the job's life.", lambda now, _: now.step if now.phase not in UNCOUNTED else None),
+    ("steps", "Steps completed by the job.", lambda now, _: now.step if now.phase not in UNCOUNTED else None),
     (
         "samples",
-        "Samples trained on in the job's life.",
+        "Samples trained by the job.",
         lambda now, _: now.samples if now.phase not in UNCOUNTED else None,
     ),
-    ("cut_delays", "Cuts that waited for the one before.", lambda _, control: control.delays),
+    ("cut_delays", "Cuts that waited for the previous one.", lambda _, control: control.delays),
     (
         "cuts_early",
-        "Cuts that came early, because changed rows had nearly filled a rank's share of the hand-off budget.",
+        "Cuts made early because changed rows had nearly filled a rank's share of the hand-off budget.",
         lambda _, control: control.early_cuts,
     ),
     (
         "cut_wait_seconds",
-        "Time that training waited for the checkpointer to make room for cuts above the hand-off budget.",
+        "Time that training waited for the checkpointer to free space for cuts above the hand-off budget.",
         lambda _, control: control.waited_s,
     ),
-    ("cuts_abandoned", "Cuts given up because that room was not made in time.", lambda _, c: c.abandoned_cuts),
+    ("cuts_abandoned", "Cuts withdrawn because that space was not freed in time.", lambda _, c: c.abandoned_cuts),
 )
 GAUGES: tuple[tuple[str, str, Reading], ...] = (
     ("world_size_ranks", "Ranks.", lambda now, _: now.world_size),
     ("samples_per_second", "Throughput over the last steps.", lambda now, _: now.samples_per_second),
     ("loss_nats", "Mean log loss of the last step.", lambda now, _: now.loss),
     ("last_step_timestamp_seconds", "When the last step ended.", lambda now, _: now.time),
-    ("last_cut_step", "Step of the newest cut that was handed over.", lambda now, _: now.last_cut_step),
+    ("last_cut_step", "Step of the newest cut handed over.", lambda now, _: now.last_cut_step),
     ("restored_step", "Step of the snapshot that this attempt started from.", lambda now, _: now.restored_step),
     (
         "passed_over_snapshots",
@@ -146,19 +147,19 @@ GAUGES: tuple[tuple[str, str, Reading], ...] = (
 
 
 class TrainerMetrics(Collector):
-    """Prometheus metrics, read from the progress board when they are scraped."""
+    """Collect metrics from the progress board when they are scraped."""
 
     def __init__(self, board: ProgressBoard, control: CutControl) -> None:
         self._board, self._control = board, control
 
     @staticmethod
     def describe() -> list[Metric]:
-        """Every metric without its value."""
-        counters = [CounterMetricFamily(f"dlrm_trainer_{name}", words) for name, words, _ in COUNTERS]
-        return [*counters, *(GaugeMetricFamily(f"dlrm_trainer_{name}", words) for name, words, _ in GAUGES)]
+        """Return every metric without its value."""
+        counters = [CounterMetricFamily(f"dlrm_trainer_{name}", text) for name, text, _ in COUNTERS]
+        return [*counters, *(GaugeMetricFamily(f"dlrm_trainer_{name}", text) for name, text, _ in GAUGES)]
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric that has a value now."""
+        """Return every metric that has a value."""
         now = self._board.now
         for family, (_, _, reading) in zip(self.describe(), (*COUNTERS, *GAUGES), strict=True):
             if (value := reading(now, self._control)) is not None:
@@ -184,15 +185,15 @@ def _handler(endpoint: Endpoint) -> type[EndpointHandler]:
             elif self.path == "/stacks":
                 self.answer(HTTPStatus.OK, endpoint.stacks(), "text/plain")
             else:
-                self._refuse(HTTPStatus.NOT_FOUND, "there are /progress, /metrics, /stacks and POST /cut")
+                self._refuse(HTTPStatus.NOT_FOUND, "not found; use GET /progress, /metrics or /stacks, or POST /cut")
 
         def do_POST(self) -> None:
             length = self.headers.get("Content-Length", "")
             self.rfile.read(min(int(length) if length.isdigit() else 0, MAX_BODY_BYTES))
             if self.path != "/cut":
-                self._refuse(HTTPStatus.NOT_FOUND, "POST goes to /cut")
+                self._refuse(HTTPStatus.NOT_FOUND, "not found; use POST /cut")
             elif not endpoint.allows(self.headers.get(TOKEN_HEADER)):
-                self._refuse(HTTPStatus.FORBIDDEN, f"{TOKEN_HEADER} is not this attempt's token")
+                self._refuse(HTTPStatus.FORBIDDEN, f"invalid {TOKEN_HEADER}: expected this attempt's token")
             else:
                 status, answer = endpoint.cut()
                 self.answer(status, json.dumps(answer).encode(), "application/json")

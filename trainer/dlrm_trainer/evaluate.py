@@ -29,23 +29,23 @@ def evaluate(
     scored: Callable[[int], None] = lambda _: None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> EvalMetrics | None:
-    """Score samples once each; None if no rank has any. Training state does not change.
+    """Score each sample once; return None if no rank has any. Training state does not change.
 
-    A rank keeps five bytes a sample, and rank 0 takes ten a sample of all ranks' at the end.
+    Each rank keeps five bytes per sample, and rank 0 takes ten per sample of all ranks at the end.
 
     Args:
         learner: of this rank.
-        batches: this rank's slices of the evaluation set, as many on every rank.
+        batches: this rank's slices of the evaluation set, equally many on every rank.
         collectives: of all ranks, which must all call this.
         step: steps done.
-        scored: is told how many batches are scored, after each.
-        stopping: whether this rank was told to end; asked after each batch.
+        scored: called after each batch with the number of batches scored.
+        stopping: returns whether this rank received a signal; called after each batch.
 
     Returns:
         The same on every rank.
 
     Raises:
-        StoppedError: on every rank, since one was told to end.
+        StoppedError: on every rank, if one received a signal.
     """
     logits: list[Tensor] = []
     labels: list[Tensor] = []
@@ -53,9 +53,9 @@ def evaluate(
         logits.append(learner.logits(batch))
         labels.append(batch.labels.to(torch.uint8))
         scored(len(labels))
-        told = torch.tensor([float(stopping())])
-        collectives.all_reduce(told)
-        if told.item():
+        stopped = torch.tensor([float(stopping())])
+        collectives.all_reduce(stopped)
+        if stopped.item():
             raise StoppedError(f"received a signal during the evaluation after step {step}")
     all_logits = gather_first(_joined(logits, torch.float32), collectives)
     all_labels = gather_first(_joined(labels, torch.uint8), collectives)
@@ -71,7 +71,7 @@ def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def gather_first(values: Tensor, collectives: Collectives) -> NDArray[Any]:
-    """Every rank's (n,) values, in the order of ranks, on rank 0; nothing on the others."""
+    """Return every rank's (n,) values, in the order of ranks, on rank 0; nothing on the others."""
     sizes = collectives.all_gather(torch.tensor([len(values)])).flatten().tolist()
     others = collectives.world_size - 1
     received = sizes if collectives.rank == 0 else [0] * len(sizes)

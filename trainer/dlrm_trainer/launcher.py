@@ -1,7 +1,7 @@
-"""Start the ranks of one pod and answer for them: signals in, one exit code and one termination message out.
+"""Start the ranks of one pod, forward signals to them, and report one exit code and message.
 
-The ranks are forked from this process after it has loaded torch once: they start in milliseconds, and their
-memory of code is shared. Nothing here starts a thread before the fork.
+The ranks are forked from this process after it has loaded torch: they start in milliseconds and share the memory of
+code. Nothing here starts a thread before the fork.
 """
 
 from __future__ import annotations
@@ -28,68 +28,68 @@ from dlrm_trainer.metrics.tiers import SharedCounters
 from dlrm_trainer.rank import STOP_SIGNALS, RankReport, run_rank
 from dlrm_trainer.settings import Settings
 
-CONSEQUENCES_S = 10.0
-"""After one rank failed, how long the others may take to notice and say so."""
-UNSERVED_S = 15.0
-"""How long ranks that were told to end are left waiting for a checkpointer that died: whoever starts it again does so
-sooner, and a kubelet starts none in a pod that ends."""
+PEER_EXIT_TIMEOUT_S = 10.0
+"""Time for the other ranks to notice a failed rank and exit."""
+LOST_CHECKPOINTER_TIMEOUT_S = 15.0
+"""Time for a lost checkpointer to come back after a signal. A restart takes less, and the kubelet does not restart
+containers of a terminating pod."""
 
 
 @dataclass
-class Endings:
-    """What is known of the ends of a pod's ranks. Times are of one monotonic clock, in seconds."""
+class RankExits:
+    """Track the exits of a pod's ranks. Times are seconds of one monotonic clock."""
 
     grace_s: float
-    """How long ranks may take once they were told to end, or once one has ended well: all do so at the same step."""
+    """Time to exit after a signal, or after the first rank succeeded: all end at the same step."""
     stopped_at: float | None = None
-    """When they were told to end."""
-    unserved_at: float | None = None
-    """Since when they have no checkpointer, having been told to end."""
+    """Time of the signal."""
+    checkpointer_lost_at: float | None = None
+    """Time at which the checkpointer was lost after the signal."""
     failures: dict[int, float] = field(default_factory=dict)
-    """When each rank that failed was seen to have."""
-    _well_at: float | None = None
+    """Time at which each failed rank was observed."""
+    _succeeded_at: float | None = None
 
     def stop(self, now: float) -> None:
-        """Record that the ranks were told to end."""
+        """Record the signal."""
         if self.stopped_at is None:
             self.stopped_at = now
 
-    def see(self, codes: Mapping[int, int | None], now: float, *, unserved: bool) -> None:
-        """Record what is known now.
+    def observe(self, codes: Mapping[int, int | None], now: float, *, checkpointer_lost: bool) -> None:
+        """Record the current exit codes.
 
         Args:
-            codes: each rank's exit code; None: it runs.
+            codes: exit code of each rank; None while it runs.
             now: the time.
-            unserved: whether they were told to end and their checkpointer died.
+            checkpointer_lost: whether the checkpointer is gone after a signal.
         """
         for rank, code in codes.items():
             if code in (ExitCode.DONE, ExitCode.TERMINATED):
-                self._well_at = now if self._well_at is None else self._well_at
+                self._succeeded_at = now if self._succeeded_at is None else self._succeeded_at
             elif code is not None:
                 self.failures.setdefault(rank, now)
-        if not unserved:
-            self.unserved_at = None
-        elif self.unserved_at is None:
-            self.unserved_at = now
+        if not checkpointer_lost:
+            self.checkpointer_lost_at = None
+        elif self.checkpointer_lost_at is None:
+            self.checkpointer_lost_at = now
 
-    def are_late(self, now: float) -> bool:
-        """Whether ranks that still run are to be killed: whatever they wait for won't come."""
+    def are_overdue(self, now: float) -> bool:
+        """Return whether to kill the ranks that still run."""
         failed_at = min(self.failures.values(), default=None)
         bounds = (
-            (failed_at, CONSEQUENCES_S),
-            (self.unserved_at, UNSERVED_S),
+            (failed_at, PEER_EXIT_TIMEOUT_S),
+            (self.checkpointer_lost_at, LOST_CHECKPOINTER_TIMEOUT_S),
             (self.stopped_at, self.grace_s),
-            (self._well_at, self.grace_s),
+            (self._succeeded_at, self.grace_s),
         )
         return any(since is not None and now - since > allowed_s for since, allowed_s in bounds)
 
 
-POLL_S = 0.5
+POLL_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True)
 class RankProcess:
-    """One rank and the pipe that its last words come through."""
+    """Hold one rank's process and the pipe of its report."""
 
     rank: int
     process: ForkProcess
@@ -97,22 +97,23 @@ class RankProcess:
 
 
 class Launcher:
-    """Run the ranks of one pod from their start to their end.
+    """Run the ranks of one pod until all have exited.
 
     Args:
         job: the whole job.
         plan: for its world size.
         settings: of the pod.
-        digest: whether the digest of the final state is wanted.
+        digest: whether to compute the digest of the final state.
     """
 
     def __init__(self, job: DLRMJob, plan: Plan, settings: Settings, digest: bool) -> None:
-        self._endings = Endings(settings.grace_s or job.spec.lifecycle.termination_grace_period)
+        self._exits = RankExits(settings.grace_s or job.spec.lifecycle.termination_grace_period)
         self._handoff = settings.handoff_dir
-        self._ended_here: set[int] = set()
+        self._killed: set[int] = set()
         processes = job.spec.trainer.processes_per_replica
         context = multiprocessing.get_context("fork")
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until each process has its own handlers
+        # Blocked until each process has installed its own handlers.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         self._ranks: list[RankProcess] = []
         shared = SharedCounters(plan, range(settings.replica * processes, (settings.replica + 1) * processes))
         stacks = RankStacks(shared.ranks)
@@ -128,40 +129,39 @@ class Launcher:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _stop(self, _number: int, _frame: FrameType | None) -> None:
-        """Pass the signal on: it asks for a cut and the end."""
-        self._endings.stop(time.monotonic())
+        """Forward the signal, which requests a cut and the end, to the ranks."""
+        self._exits.stop(time.monotonic())
         for each in self._ranks:
             if each.process.is_alive():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(each.process.pid or 0, signal.SIGTERM)
 
     def wait(self) -> TerminationMessage:
-        """Wait for every rank and say how the pod ended."""
+        """Wait for every rank and return the pod's result."""
         while running := [each for each, code in self._codes() if code is None]:
-            wait([each.process.sentinel for each in running], POLL_S)
+            wait([each.process.sentinel for each in running], POLL_INTERVAL_S)
             codes = {each.rank: code for each, code in self._codes()}
             now = time.monotonic()
-            self._endings.see(codes, now, unserved=self._is_unserved())
-            if self._endings.are_late(now):
+            self._exits.observe(codes, now, checkpointer_lost=self._has_lost_checkpointer())
+            if self._exits.are_overdue(now):
                 for each in running:
                     if codes[each.rank] is None:
-                        self._ended_here.add(each.rank)
+                        self._killed.add(each.rank)
                         each.process.kill()
-        return self._verdict()
+        return self._result()
 
-    def _is_unserved(self) -> bool:
-        """Whether ranks that were told to end have no checkpointer any more."""
-        told = self._endings.stopped_at is not None
-        return told and self._handoff is not None and HandoffDir(self._handoff).has_lost_its_sidecar()
+    def _has_lost_checkpointer(self) -> bool:
+        """Return whether the checkpointer is gone after a signal."""
+        stopped = self._exits.stopped_at is not None
+        return stopped and self._handoff is not None and HandoffDir(self._handoff).has_lost_its_sidecar()
 
     def _codes(self) -> list[tuple[RankProcess, int | None]]:
-        """Every rank with its exit code; None: it runs."""
         return [(each, each.process.exitcode) for each in self._ranks]
 
-    def _verdict(self) -> TerminationMessage:
+    def _result(self) -> TerminationMessage:
         reports = {each.rank: self._report(each) for each in self._ranks}
-        told = reports[0].progress if 0 in reports else None
-        progress = Progress.model_validate(told) if told else None
+        reported = reports[0].progress if 0 in reports else None
+        progress = Progress.model_validate(reported) if reported else None
         failed = {rank: report for rank, report in reports.items() if report.exit_code != ExitCode.DONE}
         if not failed:
             first = next(iter(reports.values()))
@@ -180,27 +180,28 @@ class Launcher:
         )
 
     def _report(self, each: RankProcess) -> RankReport:
-        """Return the rank's report, or what its exit code means if it had no time for one."""
+        """Return the rank's report, or one made from its exit code if it sent none."""
         with contextlib.suppress(EOFError, OSError):
-            said = RankReport(**json.loads(each.report.recv_bytes()))
-            if said.exit_code != ExitCode.DONE or each.process.exitcode == ExitCode.DONE:
-                return said  # a process may still crash after it has done its work
+            sent = RankReport(**json.loads(each.report.recv_bytes()))
+            # A process may crash after it has reported success.
+            if sent.exit_code != ExitCode.DONE or each.process.exitcode == ExitCode.DONE:
+                return sent
         code, lost = each.process.exitcode or 0, False
-        words = {
+        known = {
             ExitCode.DONE: ("Done", "training is done"),
             ExitCode.TERMINATED: ("Terminated", "ended by a signal"),
-            ExitCode.TEMPORARY: ("Hung", f"rank {each.rank} hung while others waited: its log has its stacks"),
+            ExitCode.TEMPORARY: ("Hung", f"rank {each.rank} hung while others waited; see the stacks in its log"),
         }
-        reason, message = words.get(ExitCode(code), ("", "")) if code in words else ("", "")
+        reason, message = known.get(ExitCode(code), ("", "")) if code in known else ("", "")
         if code < 0:
             name = signal.Signals(-code).name
             code, reason, message = 128 - code, "Killed", f"rank {each.rank} was killed by {name}"
-            if each.rank in self._ended_here:
+            if each.rank in self._killed:
                 lost = True
-                message = f"rank {each.rank} did not end in time, after another or a signal, and was killed"
-                if self._endings.unserved_at is not None:
-                    message += ": its checkpointer had died, so its last cut had nowhere to go"
+                message = f"rank {each.rank} did not exit in time after another rank or a signal, and was killed"
+                if self._exits.checkpointer_lost_at is not None:
+                    message += "; its checkpointer was gone, so its last cut was not stored"
         elif not reason:
-            reason, message = "Crashed", f"rank {each.rank} ended with exit code {code}: see its log"
-        when = self._endings.failures.get(each.rank, time.monotonic())
+            reason, message = "Crashed", f"rank {each.rank} ended with exit code {code}; see its log"
+        when = self._exits.failures.get(each.rank, time.monotonic())
         return RankReport(exit_code=code, reason=reason, message=message, step=0, time=when, peer_lost=lost)

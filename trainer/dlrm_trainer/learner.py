@@ -32,7 +32,7 @@ from dlrm_trainer.model.dlrm import build_model, global_mean_loss
 
 
 class DenseBatch(NamedTuple):
-    """What the dense half needs of n samples, on its device."""
+    """Hold the dense features and labels of n samples, on the dense half's device."""
 
     dense: Tensor
     """(n, F) float32."""
@@ -41,22 +41,23 @@ class DenseBatch(NamedTuple):
 
 
 class Learner:
-    """Hold model, optimizers and tables of one rank. Every rank must make the same calls in the same order.
+    """Hold model, optimizers and tables of one rank.
 
-    Losses divide by the count of the global batch, so that gradients are summed over ranks and averaged nowhere.
+    Every rank must make the same calls in the same order. Losses are divided by the count of the global batch, so
+    gradients are summed over ranks and never averaged.
 
     Args:
         spec: of the job.
         placement: of its tables.
         collectives: of all ranks.
-        tier_dir: folder of the tiers that need a file system; None where the plan uses none.
-        stages: told where time goes.
-        id_collectives: of all ranks, for a thread that sends ids; None: ids are sent like the rest, at once.
+        tier_dir: directory of the tiers that need a file system; None if the plan uses none.
+        stages: counts the time of each stage.
+        id_collectives: of all ranks, for a thread that sends ids; None: ids are sent by the calling thread.
         device: of the dense half, and of rows that the plan puts into hbm.
 
     Raises:
-        InvalidSpecError: a tier has no folder.
-        DeviceError: a tier's file can't be made.
+        InvalidSpecError: a tier has no directory.
+        DeviceError: a tier's file cannot be created.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Learner:
             part.start(seed)
 
     def send(self, batch: Batch) -> Future[OwnedIds]:
-        """Begin to send the ids of a batch that will be trained on, after those sent before it.
+        """Start to send the ids of a batch to train on, after those of the batches before it.
 
         Args:
             batch: this rank's slice; may be empty.
@@ -108,7 +109,7 @@ class Learner:
         return sent
 
     def prepare(self, sent: Future[OwnedIds]) -> PreparedRows:
-        """Begin to fetch the rows of a batch, after those prepared before it.
+        """Start to fetch the rows of a batch, after those of the batches before it.
 
         Raises:
             PeerLostError: a rank is lost.
@@ -121,7 +122,7 @@ class Learner:
         return prepared
 
     def compute(self, prepared: PreparedRows, global_count: int) -> tuple[float, Gradients]:
-        """Predict this rank's samples and find every gradient; changes no parameter and no row.
+        """Predict this rank's samples and compute all gradients. No parameter and no row changes.
 
         Args:
             prepared: this rank's slice; may be empty.
@@ -132,7 +133,7 @@ class Learner:
 
         Raises:
             DeviceError: rows could not be fetched from their tier.
-            DivergedError: a gradient that is to travel in fp16 is not finite.
+            DivergedError: a gradient to be sent in fp16 is not finite.
             PeerLostError: a rank is lost.
         """
         batch, owned, collectives = self._on_device(prepared.batch), self.embeddings.tables, self._collectives
@@ -140,7 +141,8 @@ class Learner:
         self.dense.zero_gradient()
         pooled = self.embeddings.pool(prepared)
         pieces = _pieces(len(batch.labels), self._micro_batch)
-        bottom = self.model.bottom_out(batch.dense) if len(pieces) == 1 else None  # while pooled rows travel
+        # The bottom MLP overlaps the exchange of pooled rows.
+        bottom = self.model.bottom_out(batch.dense) if len(pieces) == 1 else None
         features = self.embeddings.features(pooled)
         self._stages.apart("prefetch wait", owned.wait_s - waited)
         self._stages.apart("exchange", collectives.seconds - sent)
@@ -155,7 +157,7 @@ class Learner:
     def _whole(
         self, pooled: PooledRows, features: Tensor, bottom: Tensor | None, batch: DenseBatch, global_count: int
     ) -> tuple[float, Gradients]:
-        """All samples at once: their features' gradient leaves while the bottom MLP's backward pass goes on."""
+        """Compute all samples at once, and send the features' gradient during the bottom MLP's backward pass."""
         gradients: list[Gradients] = []
 
         def send(features: Tensor) -> None:
@@ -168,8 +170,10 @@ class Learner:
         self._stages.lap("forward")
         sent = self._collectives.seconds
         loss.backward()  # type: ignore[no-untyped-call]
-        hook.remove()  # it and the features hold each other, out of the garbage collector's sight
-        value = loss.item()  # waits for a GPU, whose work is this rank's own and not what others are waited for
+        # The hook and the features form a cycle that the garbage collector does not see: it would leak every step.
+        hook.remove()
+        # Waits for the GPU before the lap, so its work counts as this rank's own time and not as waiting for others.
+        value = loss.item()
         self._stages.apart("exchange", self._collectives.seconds - sent)
         self._stages.lap("backward")
         return value, gradients[0]
@@ -177,7 +181,7 @@ class Learner:
     def _piecewise(
         self, pooled: PooledRows, features: Tensor, pieces: Sequence[slice], batch: DenseBatch, global_count: int
     ) -> tuple[float, Gradients]:
-        """Compute some samples at a time, so that no more activations are held; gradients add up."""
+        """Compute one micro batch at a time, which bounds the memory of activations, and add up the gradients."""
         total = 0.0
         gradient = torch.empty_like(features)
         for piece in pieces:
@@ -194,14 +198,14 @@ class Learner:
         return total, gradients
 
     def apply(self, gradients: Gradients, factor: float) -> None:
-        """Update every parameter, and every row that the global batch looked up, once.
+        """Update every parameter, and each row that the global batch looked up, once.
 
         Args:
             gradients: from ``compute``.
             factor: multiplies the learning rates (``Schedule.factor``).
 
         Raises:
-            DivergedError: a gradient that came in fp16 is not finite; nothing was updated.
+            DivergedError: a gradient received in fp16 is not finite; nothing was updated.
             PeerLostError: a rank is lost.
         """
         summing, sent = self._start_sums(), self._collectives.seconds
@@ -217,7 +221,7 @@ class Learner:
         self._stages.lap("dense update")
 
     def logits(self, batch: Batch) -> Tensor:
-        """(n,) float32 logits, on the host, of this rank's samples; changes nothing, not even which rows are dirty."""
+        """Return (n,) float32 logits of this rank's samples, on the host. No state changes."""
         with torch.no_grad():
             prepared = self.embeddings.prepare(self.embeddings.send(batch).result(), updates=False)
             features = self.embeddings.features(self.embeddings.pool(prepared))
@@ -226,7 +230,7 @@ class Learner:
             return torch.cat([self.model(dense[piece], features[piece]) for piece in pieces]).cpu()
 
     def _start_sums(self) -> list[Arriving]:
-        """Begin to sum gradients over ranks, while rows are updated; those of tables are always sent in fp32."""
+        """Start to sum gradients over ranks while rows are updated; those of tables are always sent in fp32."""
         if self._dense_codec == "fp32":
             return [self._collectives.start_sum(self._gradient)]
         sums = [self._collectives.start_sum(self._dense_gradient, self._dense_codec)]
@@ -235,16 +239,16 @@ class Learner:
         return sums
 
     def bad_values(self) -> list[str]:
-        """Describe what this rank holds that is not finite: tables first, then dense parameters."""
-        words = []
+        """Describe this rank's non-finite values: tables first, then dense parameters."""
+        problems = []
         self.embeddings.settle()
         for part in self.embeddings.local:
             if rows := bad_rows(part):
-                words.append(f"{len(rows)} rows of table {part.table.name}, the first is row {rows[0]}")
-        return words + [f"dense parameter {name}" for name in self.dense.bad_parameters()]
+                problems.append(f"{len(rows)} rows of table {part.table.name}, the first is row {rows[0]}")
+        return problems + [f"dense parameter {name}" for name in self.dense.bad_parameters()]
 
     def largest_value(self) -> tuple[float, str]:
-        """Return the largest absolute value that this rank holds, and where it is."""
+        """Return the largest absolute value on this rank, and where it is."""
         value, name = self.dense.largest()
         found = [(value, f"dense parameter {name}")]
         self.embeddings.settle()
@@ -254,9 +258,9 @@ class Learner:
         return max(found)
 
 
-def _pieces(samples: int, most: int | None) -> list[slice]:
-    """Slices of at most ``most`` samples; one even where there is no sample."""
-    step = max(1, most or samples)
+def _pieces(samples: int, limit: int | None) -> list[slice]:
+    """Return slices of at most ``limit`` samples: at least one, even without samples."""
+    step = max(1, limit or samples)
     return [slice(start, start + step) for start in range(0, max(samples, 1), step)]
 
 
@@ -265,15 +269,15 @@ VALUE_AND_PLACE = TypeAdapter(tuple[float, str])
 
 
 def diverged(learner: Learner, collectives: Collectives, loss: float, step: int) -> DivergedError:
-    """Describe where values are not finite, as all ranks see it.
+    """Return an error that names the first non-finite value of all ranks, or the largest value.
 
     Args:
         learner: of this rank; the step has updated nothing.
         collectives: of all ranks, which must all call this.
         loss: of the step.
-        step: steps done once this one is.
+        step: number of the failed step, from 1.
     """
-    found = [words for part in collectives.gather(learner.bad_values(), MESSAGES) for words in part]
+    found = [problem for part in collectives.gather(learner.bad_values(), MESSAGES) for problem in part]
     value, place = max(collectives.gather(learner.largest_value(), VALUE_AND_PLACE))
     where = f"not finite: {found[0]}" if found else f"every value is finite, the largest is {value:.3g} in {place}"
     return DivergedError(

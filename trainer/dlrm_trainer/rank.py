@@ -1,4 +1,4 @@
-"""Run one rank's process: it dies with its launcher, handles signals, and reports how it ended."""
+"""Run one rank's process: end with the launcher, handle signals, and report the result."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class RankReport:
     message: str
     step: int
     time: float
-    """By the machine's monotonic clock: the first failure is the cause, most others its consequence."""
+    """Monotonic clock of the host: the first failure is the cause, most others follow from it."""
     peer_lost: bool = False
     """Another rank is to blame."""
     progress: dict[str, Any] | None = None
-    """The rank's last progress, as JSON's types."""
+    """Last progress of the rank, in JSON types."""
 
     def encode(self) -> bytes:
-        """JSON."""
+        """Return the report as JSON."""
         return json.dumps(asdict(self)).encode()
 
 
@@ -66,18 +66,18 @@ def run_rank(
     shared: SharedCounters,
     stacks: RankStacks,
 ) -> None:
-    """Run one rank in this process, just forked by the launcher, and exit with the code that says how it went.
+    """Run one rank in this freshly forked process and exit with the code of its result.
 
     Args:
         rank: global rank.
         job: the whole job.
         plan: for its world size.
         settings: of the pod.
-        digest: whether the digest of the final state is wanted.
-        launcher: pid of the launcher; the kernel kills this process when that one ends.
-        report: takes one ``RankReport``.
+        digest: whether to compute the digest of the final state.
+        launcher: pid of the launcher; the kernel kills this process when the launcher ends.
+        report: receives one ``RankReport``.
         shared: memory for the counters of the pod's ranks.
-        stacks: answers what this rank is doing.
+        stacks: answers requests for this rank's stacks.
     """
     _die_with(launcher)
     log_to_stderr(f"rank {rank}")
@@ -113,7 +113,8 @@ def _report(code: int, reason: str, message: str, board: ProgressBoard) -> RankR
     return RankReport(
         exit_code=code,
         reason=reason,
-        message=message[:TERMINATION_MESSAGE_BYTES],  # no more is told, and a pipe that nobody reads yet takes 64 KiB
+        # A longer message is cut off anyway, and a pipe without a reader blocks after 64 KiB.
+        message=message[:TERMINATION_MESSAGE_BYTES],
         step=now.step,
         time=time.monotonic(),
         progress=now.model_dump(mode="json", exclude_none=True),
@@ -121,7 +122,7 @@ def _report(code: int, reason: str, message: str, board: ProgressBoard) -> RankR
 
 
 def _end_at_once(code: int) -> NoReturn:
-    """Exit without the threads that may still wait for a rank that is lost."""
+    """Exit without joining threads: some may wait for a lost rank."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -137,7 +138,8 @@ def _blame(error: BaseException) -> ExitCode:
 def _die_with(launcher: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it ended before the kernel was told
+    # The launcher may have ended before prctl.
+    if os.getppid() != launcher:
         os._exit(ExitCode.TEMPORARY)
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic of a job's length and learning rate: pure functions of the spec and the step."""
+"""Compute a job's length and learning rate: pure functions of the spec and the step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dlrm_api.job import DLRMJobSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long training goes on and how fast it learns, as functions of the number of steps done."""
+    """Hold the length and the learning rate factor of training, as functions of the steps done."""
 
     num_samples: int
     """Samples of an epoch."""
@@ -19,7 +19,7 @@ class Schedule:
     total_steps: int
     warmup_steps: int = 0
     scale: float = 1.0
-    """What full learning rates are multiplied by: globalBatchSize over referenceBatchSize."""
+    """Factor of the full learning rates: globalBatchSize over referenceBatchSize."""
 
     def samples_after(self, step: int) -> int:
         """Return the samples of the first ``step`` steps; an epoch's last batch may be short."""
@@ -27,7 +27,7 @@ class Schedule:
         return epochs * self.num_samples + batches * self.batch_size
 
     def epoch_of(self, step: int) -> int:
-        """Epoch, from 0, of the last of ``step`` steps."""
+        """Return the epoch, from 0, of the last of ``step`` steps."""
         return max(0, step - 1) // self.batches_per_epoch
 
     def factor(self, step: int) -> float:
@@ -40,7 +40,7 @@ class Schedule:
 
 
 def make_schedule(spec: DLRMJobSpec, num_samples: int, batches_per_epoch: int) -> Schedule:
-    """Return a job's schedule over an epoch of ``num_samples`` samples; the first limit ends it."""
+    """Return the schedule of a job with ``num_samples`` samples per epoch; the first limit ends it."""
     batch_size, training = spec.data.global_batch_size, spec.training
     total = spec.data.epochs * batches_per_epoch
     if training.max_steps is not None:

@@ -1,4 +1,4 @@
-"""What the environment says. The one module that reads it."""
+"""Read the environment. No other module does."""
 
 from __future__ import annotations
 
@@ -17,53 +17,54 @@ from dlrm_api.names import ANY_ADDRESS, Env
 
 SPIN_COUNT = "30000"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-LARGEST_PIECE_BYTES = 64 << 20
-"""Larger ones, such as tables, are mapped alone: their pages take no memory until they are written."""
-KEPT_BYTES = 1 << 30
+MMAP_THRESHOLD_BYTES = 64 << 20
+"""Larger allocations, such as tables, get a mapping of their own: pages take no memory until they are written."""
+TRIM_THRESHOLD_BYTES = 1 << 30
+"""Free memory that the heap keeps for the next step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One launcher's surroundings."""
+    """Configure one launcher."""
 
     attempt: int = 0
     """The operator's attempt number, for progress."""
     replica: int = 0
     """Index of this pod in its gang."""
     master_addr: str = "127.0.0.1"
-    """Where rank 0 is."""
+    """Host of rank 0."""
     master_port: int = names.Port.RENDEZVOUS
     rendezvous_timeout_s: float = 600.0
-    """Pods of a gang start apart: images are pulled, volumes attached."""
+    """Covers pulling images and attaching volumes of the slowest pod."""
     collective_timeout_s: float = 600.0
-    """How long a silent peer is waited for; one that dies is noticed at once. Longer than any restore or evaluation
-    may hold one rank back."""
+    """Longest wait for a silent peer; a dead one is noticed at once. Exceeds the time by which a restore or an
+    evaluation may delay one rank."""
     bind: str = ANY_ADDRESS
-    """In the pod's network namespace; dlrmctl says 127.0.0.1."""
+    """Address in the pod's network namespace; dlrmctl sets 127.0.0.1."""
     trainer_port: int = names.Port.TRAINER
     token_sha256: str | None = None
-    """What the token of ``POST /cut`` is known by; None: nobody may ask for a cut."""
+    """SHA-256 of the token of ``POST /cut``; None: cuts cannot be requested."""
     gang_secret: str = field(default="", repr=False)
-    """By which the ranks of this attempt know each other where they meet; empty: there is none."""
+    """Secret with which the ranks of this attempt authenticate each other; empty: any rank is trusted."""
     handoff_dir: Path | None = None
     """None: train without snapshots."""
     work_dir: Path | None = None
     ledger_dir: Path | None = None
     committed_snapshot: str = ""
-    """URI of the manifest of the newest snapshot that the job is known to have committed; empty: none is known."""
+    """URI of the manifest of the newest snapshot that the job has committed; empty: unknown."""
     termination_log: Path | None = None
     grace_s: float | None = None
-    """None: what the job's lifecycle says."""
+    """None: terminationGracePeriod of the job."""
     credentials_dir: Path | None = None
     data_credentials_dir: Path | None = None
     tier_dir: Path | None = None
-    """Folder of the mounts of tiers that need a file system."""
+    """Directory with the mounts of tiers that need a file system."""
     profile: bool = False
     """Time the stages of steps."""
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
-    """Read the environment; a variable that is unset or empty has its default.
+    """Read the environment; unset or empty variables have their default.
 
     Raises:
         UsageError: a variable is not a number; the message names it.
@@ -108,32 +109,34 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
 def spin_briefly() -> None:
     """Let idle compute threads sleep soon, so that the thread that fetches rows gets their processor.
 
-    To be called before torch is loaded, whose OpenMP reads the variable then. Its own value, ten times this, keeps
-    every processor busy with waiting from one parallel region to the next.
+    Call it before torch is loaded: OpenMP reads the variable then. OpenMP's default, ten times this, keeps every
+    processor spinning from one parallel region to the next.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 def keep_memory() -> None:
-    """Keep the memory that a step frees for the next step, in large pages.
+    """Reuse the memory that a step frees in the next step, and use huge pages.
 
-    glibc would return large pieces to the kernel at once, which then clears and maps every page of them again. Products
-    of matrices read along columns too, for which a processor remembers too few small pages. To be called before torch
-    is loaded, which reads the variable then and asks the kernel for large pages in tensors of 2 MiB and more.
+    By default glibc returns large allocations to the kernel, which clears and maps every page again in the next step.
+    Matrix products also read along columns, which misses the TLB with small pages. Call it before torch is loaded:
+    torch reads the variable then and asks for huge pages in tensors of 2 MiB and more.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with contextlib.suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_PIECE_BYTES)
-        libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
 
 
 def allow_open_files() -> None:
-    """Raise the limit of open files of this process and its children to what the system allows.
+    """Raise the limit of open files of this process and its children to the hard limit.
 
-    The usual soft limit of 1,024 ends gangs of some 250 ranks, of which each takes two connections to each other one
-    and rank 0 a third and a fourth for its store, and sets of some 500 text files, each mapped with its index.
+    The usual soft limit of 1,024 is too low for gangs of more than about 250 ranks, where each rank has two connections
+    to every other one and rank 0 two more for its store, and for more than about 500 text files, each mapped with its
+    index.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # a system that takes none so high
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Some systems refuse to set the hard limit that they report.
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

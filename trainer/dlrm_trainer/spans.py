@@ -1,4 +1,4 @@
-"""What each thread of a rank did when: kept for a trace if one was asked for, and otherwise not even timed."""
+"""Record what each thread of a rank did when, for a trace. Without a profile nothing is timed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 NEWEST_STEPS = 200
-"""Steps that a trace shows."""
+"""Steps in a trace."""
 NEWEST_SPANS = 100_000
-"""And spans, where steps have very many."""
+"""Spans in a trace."""
 THREADS = {
     "MainThread": "training",
     "dlrm-ids": "ids",
@@ -20,7 +20,7 @@ THREADS = {
     "dlrm-read": "reader",
     "dlrm-fetch": "fetcher",
 }
-"""Names in the trace, by how threads' own begin; others keep theirs."""
+"""Names in the trace by prefix of the thread's name; other threads keep their name."""
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -28,27 +28,28 @@ Item = TypeVar("Item")
 
 
 class Spans:
-    """The newest spans of all threads of this process."""
+    """Hold the newest spans of all threads of this process."""
 
     def __init__(self) -> None:
         self._spans: deque[tuple[str, str, float, float]] = deque(maxlen=NEWEST_SPANS)
         self._steps: deque[float] = deque(maxlen=NEWEST_STEPS)
 
     def add(self, name: str, start: float, end: float) -> None:
-        """Keep what the calling thread did between two moments of the monotonic clock."""
+        """Add a span of the calling thread between two times of the monotonic clock."""
         self._spans.append((name, threading.current_thread().name, start, end))
 
     def end_step(self) -> None:
-        """Say that a step is over."""
+        """Record the end of a step."""
         self._steps.append(time.monotonic())
 
     def events(self, rank: int) -> list[dict[str, Any]]:
-        """Return the newest steps as events of a Chrome trace: the rank is the process, times are microseconds.
+        """Return the newest steps as events of a Chrome trace: process = rank, times in microseconds.
 
         Source: Trace Event Format, complete events (``X``) and metadata (``M``).
         """
         first = self._steps[0] if len(self._steps) == NEWEST_STEPS else 0.0
-        offset = time.time() - time.monotonic()  # ranks of other machines have other monotonic clocks
+        # Hosts have different monotonic clocks, so traces of several ranks need wall-clock times.
+        offset = time.time() - time.monotonic()
         numbers: dict[str, int] = {}
         events: list[dict[str, Any]] = []
         for name, thread, start, end in tuple(self._spans):
@@ -66,20 +67,20 @@ _kept: Spans | None = None
 
 
 def keep_spans() -> Spans:
-    """Keep spans of this process from now on."""
+    """Record spans of this process from now on."""
     global _kept
     _kept = Spans()
     return _kept
 
 
 def add_span(name: str, start: float, end: float) -> None:
-    """Keep one span of the calling thread, if they are kept."""
+    """Add a span of the calling thread, if spans are recorded."""
     if _kept is not None:
         _kept.add(name, start, end)
 
 
 def spanned(name: str) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
-    """Keep each call of a function as a span, if they are kept."""
+    """Record each call of a function as a span, if spans are recorded."""
 
     def wrap(function: Callable[Given, Result]) -> Callable[Given, Result]:
         @functools.wraps(function)
@@ -98,7 +99,7 @@ def spanned(name: str) -> Callable[[Callable[Given, Result]], Callable[Given, Re
 
 
 def each_spanned(items: Iterable[Item], name: str) -> Iterator[Item]:
-    """Yield items; making each is a span, if spans are kept."""
+    """Yield items; making each is a span, if spans are recorded."""
     start = time.monotonic()
     for item in items:
         add_span(name, start, time.monotonic())

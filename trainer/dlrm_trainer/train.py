@@ -1,4 +1,4 @@
-"""Train, from the start that the store gives to the last committed cut. Read it from top to bottom."""
+"""Train one rank from the restored snapshot to the last committed cut. Read it from top to bottom."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from dlrm_trainer.settings import Settings
 logger = logging.getLogger(__name__)
 
 STALL_S = 300.0
-"""Where a step takes longer than this, every thread's stack goes to the log, even while the GIL is held."""
+"""A step that takes longer dumps every thread's stack to the log, even while the GIL is held."""
 
 
 def train(
@@ -60,21 +60,21 @@ def train(
     shared: SharedCounters,
     stacks: RankStacks,
 ) -> ExitCode:
-    """Train one rank's share of the job to its end, or to the cut that a signal asked for.
+    """Train one rank's share of the job to its end, or to the cut that a signal requested.
 
     Args:
         job: the whole job.
         plan: for the job's world size.
         settings: of the pod.
-        gang: the ranks, not yet met.
-        control: takes requests for cuts; a signal handler already points at it.
+        gang: the ranks, before their rendezvous.
+        control: takes requests for cuts; the signal handlers already use it.
         board: shows progress; the pod's first rank serves it.
-        digest: whether the digest of the final state is wanted in ``result.json``.
+        digest: whether to write the digest of the final state to ``result.json``.
         shared: memory for the counters of the pod's ranks.
-        stacks: asks the pod's ranks what they are doing.
+        stacks: dumps the stacks of the pod's ranks.
 
     Returns:
-        DONE, or TERMINATED where a signal ended it after a cut.
+        DONE, or TERMINATED if a signal ended training after a cut.
 
     Raises:
         DLRMError: of the class that says who can act.
@@ -131,7 +131,7 @@ class Training:
 
     Args:
         assembly: restored.
-        restored: what to.
+        restored: state to start from.
     """
 
     def __init__(self, assembly: Assembly, restored: Restored) -> None:
@@ -154,12 +154,15 @@ class Training:
         self.ledger = (
             Ledger(settings.ledger_dir, rank, self.step, assembly.gang.world_size) if settings.ledger_dir else None
         )
-        self.pace = StepTimer(self.collectives, self.stages.own_seconds)
+        self.step_timer = StepTimer(self.collectives, self.stages.own_seconds)
         self.trained_s, self.trained_samples = 0.0, 0
         self.cuts = CutDriver(assembly, restored.attempt, restored.held_step)
 
     def run(self) -> ExitCode | None:
-        """Train to the last step, or to the cut that a signal asked for; return how that ended.
+        """Train to the last step, or to the cut that a signal requested.
+
+        Returns:
+            None after the last step, TERMINATED after a signal.
 
         Raises:
             TemporaryError: see ``stop``.
@@ -176,7 +179,8 @@ class Training:
                 stop, cut = self.train_step(batch)
                 self.trained_s += time.monotonic() - mark
                 if stop:
-                    return self.stop()  # before the reader's threads are waited for
+                    # Within this block: leaving it joins the reader's threads, which takes time from the grace period.
+                    return self.stop()
                 if self.step < self.schedule.total_steps:
                     if (ended := self.evaluate_if_due()) is not None:
                         return ended
@@ -197,7 +201,7 @@ class Training:
         count = self.assembly.reader.global_count(batch.number)
         loss, gradients = learner.compute(prepared, count)
         agreed = self.control.agree(loss, self.step + 1)
-        if (slowest := self.pace.stepped(self.step + 1)) is not None:
+        if (slowest := self.step_timer.stepped(self.step + 1)) is not None:
             self.board.update(slowest=slowest)
         self.stages.lap("agreement")
         if not math.isfinite(agreed.loss):
@@ -215,7 +219,7 @@ class Training:
         return agreed.stop, agreed.cut
 
     def evaluate_if_due(self) -> ExitCode | None:
-        """Evaluate if the interval says so and it was not done; an interrupted evaluation is left to the restart.
+        """Evaluate after every ``evalEverySteps`` steps, unless the restored snapshot has that result.
 
         Returns:
             See ``evaluate``.
@@ -229,7 +233,7 @@ class Training:
         """Measure quality on the evaluation set; training state does not change.
 
         Returns:
-            How the cut ended that a signal asked for meanwhile; None: there was none.
+            TERMINATED if a signal arrived and the last cut is handed over, else None.
 
         Raises:
             TemporaryError: see ``stop``.
@@ -245,7 +249,7 @@ class Training:
                     self.collectives,
                     self.step,
                     scored=self.scored,
-                    stopping=lambda: self.control.told_to_stop,
+                    stopping=lambda: self.control.stop_requested,
                 )
             except StoppedError:
                 return self.stop()
@@ -257,12 +261,12 @@ class Training:
         return None
 
     def scored(self, batches: int) -> None:
-        """Show how far an evaluation is, and hand a cut over that is whole meanwhile."""
+        """Report the progress of an evaluation, and hand over a cut that has been copied."""
         self.board.evaluating(batches)
         self.cuts.advance(evaluating=True)
 
     def cut_meta(self, parent: SnapshotName | None, now: float) -> CutMeta:
-        """Return the metadata of a cut, the same on all ranks; ``now`` is rank 0's clock."""
+        """Return the metadata of a cut, equal on all ranks; ``now`` is rank 0's clock."""
         spec = self.assembly.job.spec
         quality = None if self.quality is None else self.quality.model_dump(by_alias=False)
         return CutMeta(
@@ -282,10 +286,10 @@ class Training:
         )
 
     def stop(self) -> ExitCode:
-        """Hand over a last cut within the time that a signal leaves for it.
+        """Hand over a last cut within the grace period of a signal.
 
         Raises:
-            TemporaryError: an earlier cut still waited at the end of that time, or this one found no room.
+            TemporaryError: an earlier cut was still waiting after that time, or there was no space for this one.
         """
         self.cuts.hand_over_last(self.step, self.cut_meta)
         self.observer.save_profile(self.collectives, self.assembly.settings.work_dir)
@@ -296,7 +300,7 @@ class Training:
         """Evaluate, hand over the final cut, wait until it is committed, and write the result.
 
         Returns:
-            DONE, or TERMINATED where a signal ended the evaluation.
+            DONE, or TERMINATED if a signal ended the evaluation.
 
         Raises:
             TemporaryError: the cut was not committed in time; running again commits it.
@@ -317,7 +321,7 @@ class Training:
         return ExitCode.DONE
 
     def result(self, state_digest: str | None) -> dict[str, Any]:
-        """Return what ``result.json`` holds."""
+        """Return the content of ``result.json``."""
         return {
             "step": self.step,
             "samples": self.schedule.samples_after(self.step),
@@ -329,7 +333,7 @@ class Training:
         }
 
     def close(self) -> None:
-        """Give up a cut that is on its way, and close files."""
+        """Withdraw a cut that is not handed over, and close files."""
         faulthandler.cancel_dump_traceback_later()
         self.cuts.close()
         for file in (self.journal, self.ledger):
@@ -345,14 +349,14 @@ def prepared_ahead(
     depth: int,
     sent_ahead: int = 0,
 ) -> Iterator[PreparedRows]:
-    """Yield every batch in order once later ones have been begun.
+    """Yield batches in order, with the ids and rows of later ones already requested.
 
     Args:
         batches: in order.
-        send: begins to send a batch's ids.
-        prepare: waits for the ids of a batch that was sent, and begins to fetch its rows.
-        depth: batches prepared before an earlier one is given out, if there are so many.
-        sent_ahead: batches sent before an earlier one is prepared.
+        send: starts to send a batch's ids.
+        prepare: waits for the ids of a batch that was sent, and starts to fetch its rows.
+        depth: batches prepared beyond the one yielded, if there are as many.
+        sent_ahead: batches sent beyond the one prepared.
     """
     sent: deque[Future[OwnedIds]] = deque()
     waiting: deque[PreparedRows] = deque()

@@ -130,7 +130,7 @@ def test_tables_get_more_rows_between_two_runs_and_lose_none_that_were_trained(l
     local.write(model={"tables": TABLES}, data={"epochs": 1}, training={"maxSteps": 30})
     refused = local.run()
     assert refused.code != ExitCode.DONE
-    assert "table C2 has 2000 rows now: row " in refused.stderr
+    assert "table C2 to 2000 rows: row " in refused.stderr
 
 
 def salvageable(local: Any) -> None:
@@ -155,7 +155,7 @@ def test_a_job_goes_on_from_a_cut_that_one_rank_lost_where_it_asks_for_that(loca
     assert (reasons, result["step"], snapshot.step, snapshot.manifest.kind) == ([], 15, 15, "full")
     assert snapshot_digest(snapshot) == result["state_digest"]
     assert [line["step"] for line in local.steps()] == list(range(1, 16))
-    assert "rows of lost ranks are of an older step step=5 stored_ranks=[0]" in local.logs()
+    assert "partial restore: lost shards use an older step step=5 stored_ranks=[0]" in local.logs()
 
 
 def test_a_last_cut_that_one_rank_lost_is_committed_where_no_step_is_left_to_train(local: Any) -> None:
@@ -166,4 +166,4 @@ def test_a_last_cut_that_one_rank_lost_is_committed_where_no_step_is_left_to_tra
     snapshot, reasons = newest_snapshot(open_store(local.store.as_uri()))
     assert (reasons, result["step"], snapshot.step, snapshot.attempt, snapshot.manifest.kind) == ([], 10, 10, 2, "full")
     assert snapshot_digest(snapshot) == result["state_digest"]
-    assert "rows of lost ranks are of an older step step=5 stored_ranks=[0]" in local.logs()
+    assert "partial restore: lost shards use an older step step=5 stored_ranks=[0]" in local.logs()

@@ -10,7 +10,7 @@ import torch
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_checkpointer.handoff.writer import HandoffWriter
 from dlrm_testing.trainer.gangs import run_ranks, small_job
-from dlrm_trainer.checkpointing.control import COMMIT_S, Agreement, CutControl, StoppedError
+from dlrm_trainer.checkpointing.control import EXPECTED_COMMIT_S, Agreement, CutControl, StoppedError
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding.checkpoint import ChangedBytes
 
@@ -160,7 +160,7 @@ def test_a_cut_that_is_on_its_way_makes_none_early_unless_it_stays_away(
         control.made(5)
 
     soon = control.agree(0.5, 10).cut
-    now = COMMIT_S
+    now = EXPECTED_COMMIT_S
     late = control.agree(0.5, 11).cut
 
     assert (soon, late) == (False, True)

@@ -210,9 +210,9 @@ def test_a_table_may_get_more_rows_or_lose_ones_that_were_never_trained(tmp_path
 @pytest.mark.parametrize(
     ("values", "last_row", "problem"),
     [
-        ({"rows": 100}, 110, "row 110 was trained and would be lost: give at least 111 rows"),
-        ({"rows": 200, "initializer": {}}, 5, "give initializer.scale 0.25, which is that of the snapshot's 120 rows"),
-        ({"rows": 200, "embedding": {"hash": "mix"}}, 5, "embedding.hash mix gives each id another row"),
+        ({"rows": 100}, 110, "row 110 was trained and would be lost; set at least 111 rows"),
+        ({"rows": 200, "initializer": {}}, 5, "set initializer.scale 0.25, the scale of the snapshot's 120 rows"),
+        ({"rows": 200, "embedding": {"hash": "mix"}}, 5, "embedding.hash mix would give each id another row"),
     ],
 )
 def test_another_number_of_rows_is_refused_where_it_would_change_what_was_trained(
@@ -225,14 +225,14 @@ def test_another_number_of_rows_is_refused_where_it_would_change_what_was_traine
     with pytest.raises(SnapshotError) as caught:
         check(meta, other, {"bags": last_row})
 
-    assert f"table bags has {values['rows']} rows now: " in str(caught.value)
+    assert f"table bags to {values['rows']} rows: " in str(caught.value)
     assert problem in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("edit", "named"),
     [
-        (lambda path: with_table(path, name="bag", features=["bags"]), "table bag is new"),
+        (lambda path: with_table(path, name="bag", features=["bags"]), "table bag was added"),
         (lambda path: with_table(path, initializer={"kind": "zero"}), "table bags.scale was"),
         (lambda path: with_table(path, dtype="fp16"), "table bags.dtype was fp32 and is fp16"),
         (lambda path: with_table(path, embedding={"hash": "mix"}), "table bags.hash was none and is mix"),
@@ -284,9 +284,9 @@ def test_changed_data_is_refused_and_an_unchanged_job_is_not(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("days", "change"),
     [
-        (range(41), "day_40.tsv is new; there were 40 and there are 41"),
-        (range(39), "day_39.tsv is gone; there were 40 and there are 39"),
-        ([*range(20), *range(21, 40), 50, 51], "day_20.tsv is gone; there were 40 and there are 41"),
+        (range(41), "day_40.tsv was added; there were 40 and there are 41"),
+        (range(39), "day_39.tsv was removed; there were 40 and there are 39"),
+        ([*range(20), *range(21, 40), 50, 51], "day_20.tsv was removed; there were 40 and there are 41"),
     ],
 )
 def test_files_that_came_or_went_are_named_however_many_there_are(days: Sequence[int], change: str) -> None:

@@ -1,1 +1,1 @@
-"""Cuts of a gang: when, how they go over while training goes on, and how snapshots come back."""
+"""Make cuts of a gang while it trains, hand them to the checkpointer, and restore snapshots."""

@@ -1,4 +1,4 @@
-"""Whether a snapshot fits a job: the same model and data, with tables that may have other numbers of rows."""
+"""Check that a snapshot has the job's model and data. Tables may have another number of rows."""
 
 from __future__ import annotations
 
@@ -10,81 +10,82 @@ from dlrm_api.errors import SnapshotError
 from dlrm_api.model import TableSpec
 from dlrm_checkpointer import CutMeta, TableMeta, table_scale
 
-MEND = "undo the change, or give another spec.checkpoint.uri to start from step 0"
+HOW_TO_FIX = "undo the change, or set another spec.checkpoint.uri to start from step 0"
 
-_SAID_SINCE = frozenset({"columns", "content", "dense", "hash", "pooling"})
-"""What older snapshots don't say of their data and tables: it is not compared with theirs."""
-_SHORT = 80
-"""Characters of a value that a message shows."""
+_OPTIONAL_KEYS = frozenset({"columns", "content", "dense", "hash", "pooling"})
+"""Keys that snapshots of earlier versions lack; compared only if the snapshot has them."""
+_MAX_VALUE_CHARACTERS = 80
+"""Longest value in a message."""
 
 
 def check_data(meta: CutMeta, fingerprint: Mapping[str, Any], where: str) -> None:
-    """Refuse a snapshot made with other data: its reader's position would mean other samples.
+    """Refuse a snapshot of other data: its reader position would name other samples.
 
     Raises:
-        SnapshotError: names the part of the data that changed.
+        SnapshotError: the data changed; names the part.
     """
     then = meta.reader.get("fingerprint", {})
-    if change := first_change(then, _as_said_by(then, fingerprint), "data"):
-        raise SnapshotError(f"{where}: the data changed since the snapshot: {change}; {MEND}")
+    if change := first_change(then, _comparable(then, fingerprint), "data"):
+        raise SnapshotError(f"{where}: the data changed since the snapshot: {change}; {HOW_TO_FIX}")
 
 
 def check_model(
     meta: CutMeta, last_rows: Mapping[str, int], model: Mapping[str, Any], tables: Sequence[TableSpec], where: str
 ) -> bool:
-    """Refuse a snapshot of another model; tables may have more rows now, or fewer where no row is lost.
+    """Refuse a snapshot of another model. Tables may have grown, or shrunk if no trained row is lost.
 
     Args:
         meta: of the snapshot.
-        last_rows: of each table the last row that was ever updated; tables without one are absent.
+        last_rows: last row ever updated of each table that has one.
         model: ``model_document`` of the job.
         tables: of the job.
-        where: the snapshot's URI.
+        where: URI of the snapshot.
 
     Returns:
-        Whether a table has another number of rows now.
+        Whether a table has another number of rows than in the snapshot.
 
     Raises:
-        SnapshotError: names the table or parameter that changed, and what would make a new number of rows possible.
+        SnapshotError: names the table or parameter that changed, and what permits another number of rows.
     """
     then = {table.name: table for table in meta.tables}
     resized = [table for table in tables if table.name in then and then[table.name].rows != table.rows]
     for table in resized:
         if problem := _resizing_problem(table, then[table.name], last_rows.get(table.name, -1)):
-            raise SnapshotError(f"{where}: table {table.name} has {table.rows} rows now: {problem}")
+            raise SnapshotError(f"{where}: cannot resize table {table.name} to {table.rows} rows: {problem}")
     kept = {table.name: then[table.name].rows for table in resized}
     now = dict(model) | {"tables": [each | {"rows": kept.get(each["name"], each["rows"])} for each in model["tables"]]}
     if change := _model_change(meta.model, now):
-        raise SnapshotError(f"{where}: the model changed since the snapshot: {change}; {MEND}")
+        raise SnapshotError(f"{where}: the model changed since the snapshot: {change}; {HOW_TO_FIX}")
     return bool(resized)
 
 
 def _resizing_problem(table: TableSpec, then: TableMeta, last: int) -> str:
-    """Why a table can't get another number of rows; empty where it can."""
+    """Return why a table cannot have another number of rows; empty if it can."""
     if table.embedding.hash != "none":
         return (
-            f"embedding.hash {table.embedding.hash} gives each id another row then: keep the {then.rows} rows of the "
+            f"embedding.hash {table.embedding.hash} would give each id another row; keep the {then.rows} rows of the "
             "snapshot"
         )
     if table_scale(table.initializer, table.rows) != then.scale:
         return (
-            "its rows would start from other values: give initializer.scale "
-            f"{then.scale!r}, which is that of the snapshot's {then.rows} rows"
+            "its rows would have other initial values; set initializer.scale "
+            f"{then.scale!r}, the scale of the snapshot's {then.rows} rows"
         )
     if last >= table.rows:
-        return f"row {last} was trained and would be lost: give at least {last + 1} rows"
+        return f"row {last} was trained and would be lost; set at least {last + 1} rows"
     return ""
 
 
 def _model_change(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    # Before the tables: their state changes with the optimizer.
     if change := first_change(then.get("rowOptimizer"), now.get("rowOptimizer"), "model.rowOptimizer"):
-        return change  # before the tables' state, which changes with it
+        return change
     old = {table["name"]: table | TableMeta.from_json(table).to_json() for table in then.get("tables", ())}
     new = {table["name"]: table for table in now["tables"]}
     if odd := sorted(old.keys() ^ new.keys()):
-        return f"table {odd[0]} is {'gone' if odd[0] in old else 'new'}"
+        return f"table {odd[0]} was {'removed' if odd[0] in old else 'added'}"
     for name, table in new.items():
-        if change := first_change(old[name], _as_said_by(old[name], table), f"table {name}"):
+        if change := first_change(old[name], _comparable(old[name], table), f"table {name}"):
             return change
     if list(old) != list(new):
         return "the order of the tables"
@@ -93,18 +94,18 @@ def _model_change(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None
     return first_change(rest_then, rest_now, "model")
 
 
-def _as_said_by(then: Any, now: Any) -> Any:
-    """A document without what an older one did not say yet."""
+def _comparable(then: Any, now: Any) -> Any:
+    """Return the new document without optional keys that the old one lacks."""
     if isinstance(then, Mapping) and isinstance(now, Mapping):
-        said = {key: value for key, value in now.items() if key in then or key not in _SAID_SINCE}
-        return {key: _as_said_by(then.get(key), value) for key, value in said.items()}
+        kept = {key: value for key, value in now.items() if key in then or key not in _OPTIONAL_KEYS}
+        return {key: _comparable(then.get(key), value) for key, value in kept.items()}
     if _is_list(then) and _is_list(now) and len(then) == len(now):
-        return [_as_said_by(old, new) for old, new in zip(then, now, strict=True)]
+        return [_comparable(old, new) for old, new in zip(then, now, strict=True)]
     return now
 
 
 def first_change(then: Any, now: Any, path: str) -> str | None:
-    """The first place where two JSON documents differ, in words; None where they are equal."""
+    """Describe the first difference of two JSON documents; return None if they are equal."""
     if isinstance(then, Mapping) and isinstance(now, Mapping):
         for key in sorted(then.keys() | now.keys()):
             if change := first_change(then.get(key), now.get(key), f"{path}.{key}"):
@@ -112,27 +113,25 @@ def first_change(then: Any, now: Any, path: str) -> str | None:
         return None
     if _is_list(then) and _is_list(now):
         documents = any(isinstance(each, Mapping) for each in now)
-        if len(then) == len(now) and (documents or len(str(now)) > _SHORT):
+        if len(then) == len(now) and (documents or len(str(now)) > _MAX_VALUE_CHARACTERS):
             changes = (
-                first_change(a, b, f"{path}[{_called(a, i)}]") for i, (a, b) in enumerate(zip(then, now, strict=True))
+                first_change(a, b, f"{path}[{_label(a, i)}]") for i, (a, b) in enumerate(zip(then, now, strict=True))
             )
             return next((change for change in changes if change), None)
         if documents:
-            return f"{path}: {_first_odd(then, now)}; there were {len(then)} and there are {len(now)}"
+            return f"{path}: {_first_unmatched(then, now)}; there were {len(then)} and there are {len(now)}"
     return None if json.dumps(then) == json.dumps(now) else f"{path} was {_short(then)} and is {_short(now)}"
 
 
-def _called(entry: Any, place: int) -> Any:
-    """What people know a list's entry by."""
-    return entry.get("name", place) if isinstance(entry, Mapping) else place
+def _label(entry: Any, index: int) -> Any:
+    return entry.get("name", index) if isinstance(entry, Mapping) else index
 
 
-def _first_odd(then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:
-    """The first name that only one of two lists of another length has, in words."""
+def _first_unmatched(then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:
     names, kept = [each["name"] for each in then], {each["name"] for each in now}
-    gone = next((name for name in names if name not in kept), None)
-    new = next((each["name"] for each in now if each["name"] not in names), None)
-    return f"{new} is new" if gone is None else f"{gone} is gone"
+    removed = next((name for name in names if name not in kept), None)
+    added = next((each["name"] for each in now if each["name"] not in names), None)
+    return f"{added} was added" if removed is None else f"{removed} was removed"
 
 
 def _is_list(value: Any) -> bool:
@@ -141,4 +140,4 @@ def _is_list(value: Any) -> bool:
 
 def _short(value: Any) -> str:
     text = "absent" if value is None else str(value)
-    return text if len(text) <= _SHORT else f"{text[: _SHORT - 3]}..."
+    return text if len(text) <= _MAX_VALUE_CHARACTERS else f"{text[: _MAX_VALUE_CHARACTERS - 3]}..."

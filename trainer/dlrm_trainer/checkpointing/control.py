@@ -1,4 +1,4 @@
-"""When a cut is made: who may ask, and how all ranks come to make it after one and the same step."""
+"""Decide when a cut is made, so that all ranks make it after the same step."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding.checkpoint import ChangedBytes
 
 EARLY_SHARE = 0.8
-"""Of a rank's share of the hand-off budget: where changed rows take this much, a cut is due."""
-COMMIT_S = 60.0
-"""How long a cut that was handed over is expected to be committed soon: what it holds is then none of the next."""
+"""Changed rows that fill this part of a rank's share of the hand-off budget make a cut due."""
+EXPECTED_COMMIT_S = 60.0
+"""Time within which a commit of the last cut is expected: its rows do not count for the next cut until then."""
 
 
 class StoppedError(Exception):
-    """A signal asked for the end of what is not worth waiting for."""
+    """Report that a signal ended a wait or an evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """What all ranks know alike after a step's small collective."""
+    """Hold what all ranks agreed on after a step."""
 
     loss: float
     """Mean log loss of the global batch."""
     cut: bool
     """Make a cut after this step."""
     stop: bool
-    """Some rank was told to end (SIGTERM): hand over a cut after this step and end."""
+    """Hand over a cut after this step and exit: a rank received SIGTERM."""
 
 
 class CutControl:
-    """One rank's requests for cuts, and the agreement of all. Requests may come from other threads and signal handlers.
+    """Collect one rank's requests for cuts, and agree on them with all ranks.
+
+    Requests may come from other threads and signal handlers.
 
     Args:
-        spec: says the interval; rank 0 alone keeps it.
+        spec: sets the interval, which only rank 0 applies.
         collectives: of all ranks.
     """
 
@@ -51,69 +53,69 @@ class CutControl:
         self._interval_s = DEFAULT_INTERVAL_S if spec.interval is None else spec.interval
         self._due = False
         self._asked: int | None = None
-        """Least step of a cut that would answer every request; None: none is open."""
-        self.told_to_stop = False
-        """Whether a signal asked for a cut and the end."""
+        """First step at which a cut answers every request; None without requests."""
+        self.stop_requested = False
+        """Whether a signal requested a last cut and the exit."""
         self._last_time = time.monotonic()
         self.last_step: int | None = None
-        """Step of the newest cut of this attempt, or of the snapshot that it started from."""
+        """Step of the newest cut handed over by this attempt, or of the snapshot that it restored."""
         self._newest: int | None = None
-        """Step of the newest cut that was begun and not given up."""
+        """Step of the newest cut that was begun and not withdrawn."""
         self.delays = 0
-        """Cuts that had to wait because an earlier one still did."""
+        """Cuts that waited for the previous one."""
         self.abandoned_cuts = 0
-        """Cuts above the hand-off budget that were given up, because the checkpointer made no room in time."""
+        """Cuts above the hand-off budget withdrawn because the checkpointer did not free space in time."""
         self.early_cuts = 0
-        """Cuts that this rank asked for before they were due, lest they pass its share of the hand-off budget."""
+        """Cuts requested early because changed rows had nearly filled this rank's share of the hand-off budget."""
         self._changed_bytes: Callable[[int | None], ChangedBytes] | None = None
         self._was_early = False
         self.waited_s = 0.0
-        """Seconds that this rank waited for such room."""
+        """Seconds that this rank waited for such space."""
         self._waiting = False
         self._changed = threading.Condition()
 
     def attach(self, writer: HandoffWriter | None) -> None:
-        """Say where cuts go; None: no snapshots are taken."""
+        """Set the receiver of cuts; None: no snapshots are taken."""
         self._writer = writer
 
     def watch(self, changed_bytes: Callable[[int | None], ChangedBytes]) -> None:
-        """Say how to ask what the next cut will take: ``CheckpointView.changed_bytes``."""
+        """Set how to estimate the next cut: ``CheckpointView.changed_bytes``."""
         self._changed_bytes = changed_bytes
 
     def restored(self, step: int | None) -> None:
-        """Say which step's state a snapshot holds as training goes on from it, and start the interval."""
+        """Record the step of the snapshot that holds the current state, if any, and start the interval."""
         self.last_step = self._newest = step
         self._last_time = time.monotonic()
 
     def ask(self, step: int) -> None:
-        """Ask for a cut of ``step`` steps or more. For other threads."""
+        """Request a cut at ``step`` or later. Any thread may call it."""
         with self._changed:
             self._asked = max(step, self._asked or 0)
 
     def stop(self) -> None:
-        """Ask for a cut and the end; safe in a signal handler."""
-        self.told_to_stop = True
+        """Request a last cut and the exit; safe in a signal handler."""
+        self.stop_requested = True
 
     @property
     def takes_cuts(self) -> bool:
-        """Whether there is anywhere to hand a cut over to."""
+        """Return whether cuts are handed over at all."""
         return self._writer is not None
 
     def check_stop(self) -> None:
-        """End a wait that no step has come out of yet.
+        """End a wait before the first step.
 
         Raises:
-            StoppedError: this rank was told to end.
+            StoppedError: this rank received a signal.
         """
-        if self.told_to_stop:
-            raise StoppedError("told to end before the first step")
+        if self.stop_requested:
+            raise StoppedError("received a signal before the first step")
 
     def agree(self, loss: float, step: int) -> Agreement:
-        """The one small collective of a step: sums the ranks' shares of the loss and joins their requests.
+        """Sum the ranks' shares of the loss and join their requests, in the only small collective of a step.
 
         Args:
             loss: this rank's share.
-            step: number of steps done once this one is.
+            step: number of this step, from 1.
         """
         if self._collectives.rank == 0 and self._writer is not None:
             self._due = self._due or self._interval_over(step)
@@ -124,31 +126,32 @@ class CutControl:
         self._was_early = early
         wanted = (self._due or asked or early) and self._writer is not None
         blocked = self._writer is not None and not self._writer.ready()
-        vector = torch.tensor([loss, wanted, blocked, self.told_to_stop], dtype=torch.float64)
+        vector = torch.tensor([loss, wanted, blocked, self.stop_requested], dtype=torch.float64)
         self._collectives.all_reduce(vector)
         total, wanting, blocking, stopping = vector.tolist()
-        delayed = wanting > 0 and blocking > 0  # an earlier cut still waits for the checkpointer
+        # The checkpointer has not taken the previous cut yet.
+        delayed = wanting > 0 and blocking > 0
         if delayed and not self._waiting:
             self.delays += 1
         self._waiting = delayed
         return Agreement(loss=total, cut=wanting > 0 and blocking == 0, stop=stopping > 0)
 
     def begun(self, step: int) -> None:
-        """Record that a cut is begun after ``step`` steps: it answers no request for a later one, made meanwhile."""
+        """Record that a cut is begun at ``step``. It does not answer requests for a later step."""
         self._due = False
         self._newest = step
         self._last_time = time.monotonic()
         self._answer(step)
 
     def made(self, step: int) -> None:
-        """Record that the cut begun after ``step`` steps is handed over."""
+        """Record that the cut begun at ``step`` is handed over."""
         self._answer(step)
         with self._changed:
             self.last_step = step
             self._changed.notify_all()
 
     def withdrawn(self) -> None:
-        """Record that a cut was withdrawn. The next is due when the interval is over, not at every step."""
+        """Record that a cut was withdrawn, and restart the interval: retrying at every step would stall training."""
         self.abandoned_cuts += 1
         self._newest = self.last_step
         self._last_time = time.monotonic()
@@ -159,16 +162,16 @@ class CutControl:
                 self._asked = None
 
     def wait_for(self, step: int, timeout_s: float) -> int | None:
-        """Step of a cut at ``step`` or later, once one is handed over; None if none is by then. For other threads."""
+        """Wait for a cut at ``step`` or later; return its step, or None after the timeout. Any thread may call it."""
         with self._changed:
             self._changed.wait_for(lambda: self.last_step is not None and self.last_step >= step, timeout_s)
             return self.last_step if self.last_step is not None and self.last_step >= step else None
 
     def _is_early(self) -> bool:
-        """Whether what changed since the last cut brings the next one near to this rank's share of the budget.
+        """Return whether rows changed since the last cut bring the next one near this rank's share of the budget.
 
-        Not where what is kept from before does so alone: more cuts would not help. Nor on account of what the last cut
-        holds, while that is on its way: a cut before its commit would hold all of it again, one after it none.
+        False if rows kept from earlier cuts do so alone, because more cuts would not help. Rows of the last cut do not
+        count while its commit is expected: a cut before that would contain them all again, one after it none of them.
         """
         if self._writer is None or self._changed_bytes is None or self._writer.share is None:
             return False
@@ -176,7 +179,7 @@ class CutControl:
         if sum(self._changed_bytes(None)) < limit:
             return False
         known = [self._writer.committed_step()]
-        if time.monotonic() - self._last_time < COMMIT_S:
+        if time.monotonic() - self._last_time < EXPECTED_COMMIT_S:
             known.append(self._newest)
         changed = self._changed_bytes(max((step for step in known if step is not None), default=None))
         return changed.kept < limit <= sum(changed)

@@ -26,7 +26,7 @@ from dlrm_trainer.embedding import CopyBeforeUpdate
 logger = logging.getLogger(__name__)
 
 INITIAL_COPY_BYTES = 16 << 20
-"""Copied right at the cut, in milliseconds: all of a small one."""
+"""Copied at once, in milliseconds, so that a small cut is complete at its step."""
 READY_POLL_S = 0.02
 COMMIT_POLL_S = 1.0
 
@@ -44,7 +44,7 @@ class CutDriver:
     Args:
         assembly: restored.
         attempt: the store's number of this attempt.
-        step: whose state a snapshot of the store holds as it was restored; None: none does.
+        step: of the restored snapshot if the store holds exactly that state, else None.
     """
 
     def __init__(self, assembly: Assembly, attempt: int, step: int | None) -> None:
@@ -77,10 +77,12 @@ class CutDriver:
         self._stages.lap("cut")
 
     def advance(self, *, evaluating: bool = False) -> None:
-        """Copy more of a cut, and hand it over once it is copied. A cut without space for changing rows is withdrawn.
+        """Copy more of a cut, and hand it over once it is complete.
+
+        A cut without space for rows that are about to change is withdrawn.
 
         Args:
-            evaluating: between two batches of an evaluation, whose rows may move: only a thread copies meanwhile.
+            evaluating: whether an evaluation is running: its rows may move, so only the background thread copies.
 
         Raises:
             DeviceError: rows could not be read, or the device is full.
@@ -102,10 +104,10 @@ class CutDriver:
             self._stages.lap("cut")
 
     def hand_over_last(self, step: int, meta_of: MetaOf) -> None:
-        """Hand over the last cut, within the time that a signal leaves for it: nothing is trained any more.
+        """Hand over the last cut within the grace period, after the last step.
 
         Raises:
-            TemporaryError: an earlier cut still waited at the end of that time, or this one found no space.
+            TemporaryError: an earlier cut was still waiting after that time, or there was no space for this one.
         """
         if self._cut is not None and self._cut.is_whole:
             self._finish()
@@ -120,7 +122,7 @@ class CutDriver:
         self._stages.lap("cut")
 
     def wait_committed(self, step: int) -> None:
-        """Wait until the last cut is committed; after a signal, at most ``PEERS_TIMEOUT_S`` for other pods' parts.
+        """Wait until the last cut is committed; after a signal, at most ``PEERS_TIMEOUT_S`` for other pods.
 
         Raises:
             TemporaryError: it was not in time.
@@ -129,12 +131,12 @@ class CutDriver:
         stored_at: float | None = None
         while writer and not writer.wait_idle(COMMIT_POLL_S):
             now = time.monotonic()
-            if stored_at is None and self._control.told_to_stop and writer.ready():
+            if stored_at is None and self._control.stop_requested and writer.ready():
                 stored_at = now
             if now - began > self._grace_s or (stored_at is not None and now - stored_at > PEERS_TIMEOUT_S):
                 raise TemporaryError(
-                    f"the final cut at step {step} was not committed after {now - began:.0f} s: see the "
-                    "checkpointers' logs; running again continues from the last snapshot"
+                    f"the final cut at step {step} was not committed after {now - began:.0f} s; see the "
+                    "checkpointers' logs; the next run continues from the last snapshot"
                 )
 
     def close(self) -> None:
@@ -170,7 +172,7 @@ class CutDriver:
         return None if parent in [broken for _, broken in answers] else parent, now
 
     def _step(self, *, evaluating: bool = False, resting_bytes: int | None = 0) -> bool:
-        """Copy some rows, and hand the cut over if all are copied; tell whether it is."""
+        """Copy some rows, hand the cut over if all are copied, and return whether it is."""
         assert self._cut is not None
         assert self._copying is not None
         done = self._copying.check() if evaluating else self._copying.copy(resting_bytes)
@@ -183,7 +185,7 @@ class CutDriver:
         return True
 
     def _finish(self) -> None:
-        """Hand a cut over while nothing is trained: every row waits where it is.
+        """Hand a cut over while no training changes or moves a row.
 
         Raises:
             CutWithdrawnError: the checkpointer did not free space in time.
@@ -194,8 +196,8 @@ class CutDriver:
                 if time.monotonic() - began > self._grace_s:
                     assert self._cut is not None
                     raise self._cut.withdrawn(
-                        f"the checkpointer did not free space for the rest within {self._grace_s:g} s: see why its "
-                        "store is slow or silent, or raise spec.checkpoint.handoffBudget"
+                        f"the checkpointer did not free space for the rest within {self._grace_s:g} s; check its "
+                        "store, or raise spec.checkpoint.handoffBudget"
                     )
                 time.sleep(READY_POLL_S)
                 self._control.waited_s += READY_POLL_S
@@ -226,7 +228,7 @@ class CutDriver:
         while not writer.ready():
             if time.monotonic() > deadline:
                 raise TemporaryError(
-                    f"step {step} could not be handed over: the checkpointer did not take the cut before it"
+                    f"cannot hand over step {step}: the checkpointer did not take the previous cut; see its log"
                 )
             keepalive.keep_alive()
             time.sleep(READY_POLL_S)

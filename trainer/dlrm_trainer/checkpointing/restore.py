@@ -1,4 +1,4 @@
-"""Between the learner and the checkpointer: what a cut holds, and how training goes on from a snapshot."""
+"""Choose, check and restore the snapshot that training continues from, and describe the state of cuts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ROUND_BYTES = 1 << 30
-"""What each rank reads before all hear of it: where one finds something damaged, the others read little in vain."""
+"""Bytes that each rank verifies between two exchanges of results: bounds the reads after the first damage."""
 ENTRIES = TypeAdapter(tuple[ObjectEntry, ...])
 PROBLEM = TypeAdapter(str)
 
@@ -67,20 +67,21 @@ PROBLEM = TypeAdapter(str)
 def choose_together(
     store: ObjectStore, collectives: Collectives, choose: Callable[[Check], T], kind: TypeAdapter[T]
 ) -> T:
-    """What rank 0 chooses, on every rank; what it has checked for that is read by all of them.
+    """Return rank 0's choice on every rank; all ranks share the reads that it needs.
 
     Args:
-        store: of what is read.
-        collectives: of all ranks, each of which calls this.
-        choose: called on rank 0 alone, with what it checks objects by.
-        kind: of what it chooses.
+        store: of the objects to check.
+        collectives: of all ranks, which must all call this.
+        choose: called on rank 0 only, with the function that checks objects.
+        kind: type of the choice.
 
     Raises:
-        PeerLostError: rank 0 chose nothing, or another rank could not read.
+        PeerLostError: rank 0 failed to choose, or another rank could not read.
     """
     if collectives.rank == 0:
         chosen = choose(functools.partial(_check_together, collectives))
-        collectives.broadcast((), ENTRIES)  # there is nothing more to read
+        # Ends the loop of the other ranks.
+        collectives.broadcast((), ENTRIES)
         return collectives.broadcast(chosen, kind)
     while entries := collectives.broadcast(None, ENTRIES):
         _check_share(collectives, store, entries)
@@ -90,7 +91,7 @@ def choose_together(
 def _check_together(
     collectives: Collectives, store: ObjectStore, objects: Sequence[ObjectEntry], on_whole: Callable[[str], None]
 ) -> None:
-    """See ``check_bytes``; on rank 0, whose peers are told what to read."""
+    """Do as ``check_bytes`` on rank 0, with a share of the objects read by each rank."""
     size, done = sum(entry.bytes for entry in objects), 0
     for entries in _rounds(objects, ROUND_BYTES * collectives.world_size):
         collectives.broadcast(entries, ENTRIES)
@@ -103,7 +104,7 @@ def _check_together(
 
 
 def _check_share(collectives: Collectives, store: ObjectStore, entries: Sequence[ObjectEntry]) -> str:
-    """Read this rank's share of some objects; every rank returns the first one's problem, empty where none has any."""
+    """Read this rank's share of some objects; return the first problem of any rank, or an empty string."""
     together, problem = CollectiveKeepalive(collectives), ""
     try:
         check_bytes(store, entries[collectives.rank :: collectives.world_size], lambda _key: together.keep_alive())
@@ -114,12 +115,12 @@ def _check_share(collectives: Collectives, store: ObjectStore, entries: Sequence
     return next(filter(None, problems), "")
 
 
-def _rounds(objects: Sequence[ObjectEntry], most: int) -> Iterator[tuple[ObjectEntry, ...]]:
-    """Some objects, so many bytes at a time, or one that has more."""
+def _rounds(objects: Sequence[ObjectEntry], limit_bytes: int) -> Iterator[tuple[ObjectEntry, ...]]:
+    """Yield runs of objects of at most ``limit_bytes``, or a single larger one."""
     taken: list[ObjectEntry] = []
     size = 0
     for entry in objects:
-        if taken and size + entry.bytes > most:
+        if taken and size + entry.bytes > limit_bytes:
             yield tuple(taken)
             taken, size = [], 0
         taken.append(entry)
@@ -130,16 +131,16 @@ def _rounds(objects: Sequence[ObjectEntry], most: int) -> Iterator[tuple[ObjectE
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where an attempt starts from; the same on every rank."""
+    """Hold what an attempt starts from; equal on all ranks."""
 
     attempt: int
     """The store's number of this attempt."""
     snapshot: SnapshotName | None
     """None: from the beginning."""
     reasons: tuple[str, ...]
-    """Why newer snapshots were passed over."""
+    """Why newer snapshots were skipped."""
     salvage: PartialCut | None = None
-    """A newer cut whose parts are restored over the snapshot."""
+    """A newer, incomplete cut whose shards replace those of the snapshot."""
 
 
 START = TypeAdapter(Start)
@@ -149,29 +150,29 @@ PARTIALS = TypeAdapter(dict[str, PartialDigest])
 def choose_start(
     store: ObjectStore, collectives: Collectives, note: str, *, partial: bool = False, committed: str
 ) -> Start:
-    """Choose the newest snapshot that verifies and announce an attempt that goes on from it; rank 0 does it for all.
+    """Choose the newest snapshot that verifies, and claim an attempt that continues from it.
 
-    All ranks read what it verifies, a share each.
+    Rank 0 decides; each rank reads a share of the objects to verify.
 
     Args:
         store: the job's store.
         collectives: of all ranks.
-        note: who claims, for people.
-        partial: whether a newer cut may be used of which parts are missing.
-        committed: URI of the manifest of a snapshot that the job is known to have committed; empty where none is known.
+        note: written to the claim, for people.
+        partial: whether a newer cut with missing shards may be used.
+        committed: URI of the manifest of a snapshot that the job has committed; empty if unknown.
 
     Raises:
-        SnapshotError: on rank 0: snapshots are there and none of them can be used, or the store holds none and no word
-            of one though the job committed one there. Nothing is announced.
-        PeerLostError: on the others, then.
+        SnapshotError: on rank 0: no snapshot is usable, or the store holds none although the job committed one there.
+            No attempt is claimed then.
+        PeerLostError: on the others in that case.
     """
 
     def choose(check: Check) -> Start:
         snapshot, reasons = newest_snapshot(store, check=check)
         if snapshot is None and committed.startswith(f"{store.uri}/"):
             raise SnapshotError(
-                f"{store.uri}: no snapshot is there, and the job committed {committed}: bring back what was there (is "
-                "the right folder mounted?), or give another spec.checkpoint.uri to start from step 0"
+                f"snapshot not found: {committed}, which the job committed; restore the content of {store.uri} (check "
+                "that the right volume is mounted), or set another spec.checkpoint.uri to start from step 0"
             )
         salvage = find_partial(store, snapshot, check) if partial and snapshot else None
         name = None if snapshot is None else snapshot.name
@@ -182,15 +183,15 @@ def choose_start(
 
 
 def open_start(store: ObjectStore, start: Start) -> Snapshot | None:
-    """The snapshot that ``choose_start`` chose, with the parts of a newer cut over it where there are any."""
+    """Open the snapshot that ``choose_start`` chose and verified, with the shards of a newer cut over it."""
     if start.snapshot is None:
         return None
-    snapshot = Snapshot(store, load_chain(store, start.snapshot))  # its objects were all read just now
+    snapshot = Snapshot(store, load_chain(store, start.snapshot))
     return open_partial(store, snapshot, start.salvage) if start.salvage else snapshot
 
 
 def model_document(spec: DLRMJobSpec, learner: Learner) -> dict[str, Any]:
-    """What a snapshot says of the model, and what one must agree with to be restored."""
+    """Return the description of the model that snapshots store and that a restore compares."""
     seed, optimizer = spec.training.seed, spec.training.row_optimizer.kind
     return {
         "tables": [
@@ -206,20 +207,20 @@ def model_document(spec: DLRMJobSpec, learner: Learner) -> dict[str, Any]:
 
 
 def restore(learner: Learner, snapshot: Snapshot, collectives: Collectives, *, mark: bool = False) -> None:
-    """Take a snapshot over a learner that has just started; at 32 bits every byte is as it was.
+    """Load a snapshot into a learner that has just started; bit-exact at 32 bits.
 
-    Returns on all ranks when it is done on all of them: some have many times the rows of others.
+    Returns once all ranks are done: some have many times the rows of others.
 
     Args:
-        learner: at its start.
+        learner: just started.
         snapshot: of the same model.
-        collectives: of all ranks, each of which calls this.
-        mark: whether the next cut is to hold every row of it: it can't be a cut's parent, because it is of another
-            store, its tables have other sizes, or it is no snapshot but parts of one.
+        collectives: of all ranks, which must all call this.
+        mark: whether to mark its rows as changed, so that the next cut contains them. Needed if the snapshot cannot be
+            the parent of a cut: it is in another store, a table was resized, or it is a partial restore.
 
     Raises:
         SnapshotError: an object is absent or corrupt.
-        PeerLostError: a rank is gone.
+        PeerLostError: a rank is lost.
     """
     learner.embeddings.settle()
     in_step = CollectiveKeepalive(collectives)
@@ -233,7 +234,7 @@ def restore(learner: Learner, snapshot: Snapshot, collectives: Collectives, *, m
 
 
 def _recorded(part: LocalPart, pieces: Iterable[CodedRows], *, mark: bool) -> Iterator[CodedRows]:
-    """The pieces; their rows are changed, or held by the snapshot."""
+    """Yield the pieces, and record their rows as changed, or as held by the snapshot."""
     record = part.dirty.mark if mark else part.dirty.store
     for piece in pieces:
         record(piece.row_ids - part.shard.row_start)
@@ -241,11 +242,12 @@ def _recorded(part: LocalPart, pieces: Iterable[CodedRows], *, mark: bool) -> It
 
 
 def live_digest(learner: Learner, collectives: Collectives) -> str:
-    """Digest of the whole logical state in memory, on every rank; equal to that of a snapshot at 32 bits."""
+    """Return the digest of the whole logical state, on every rank; equal to that of a snapshot at 32 bits."""
     learner.embeddings.settle()
     mine: dict[str, list[PartialDigest]] = {}
     for part in learner.embeddings.saved:
-        meta = table_meta(part.table, 0, learner.row_optimizer)  # the seed is no part of a digest
+        # Digests do not cover the seed.
+        meta = table_meta(part.table, 0, learner.row_optimizer)
         mine.setdefault(meta.name, []).append(shard_digest(meta, part.shard, part.read_block))
     partials: dict[str, list[PartialDigest]] = {}
     for found in collectives.gather({name: add_digests(each) for name, each in mine.items()}, PARTIALS):
@@ -262,9 +264,9 @@ CHOSEN = TypeAdapter[tuple[SnapshotName | None, list[str]]](tuple[SnapshotName |
 
 
 def open_writer(stack: ExitStack, job: DLRMJob, plan: Plan, settings: Settings, rank: int) -> HandoffWriter | None:
-    """The rank's way to the checkpointer, which learns at the end why the rank left; None: no snapshots are taken."""
+    """Open the rank's hand-off, if configured; closing ``stack`` reports why the rank ended."""
     if settings.handoff_dir is None:
-        logger.warning("no hand-off folder: training without snapshots")
+        logger.warning("no hand-off directory, training without snapshots")
         return None
     budget = job.spec.checkpoint.handoff_budget
     if budget is None and settings.replica < len(plan.handoff_bytes):
@@ -281,7 +283,7 @@ def open_writer(stack: ExitStack, job: DLRMJob, plan: Plan, settings: Settings, 
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """What one rank's training is made of."""
+    """Hold the components of one rank's training."""
 
     job: DLRMJob
     settings: Settings
@@ -297,14 +299,14 @@ class Assembly:
 
 
 def agree_on_data(collectives: Collectives, fingerprint: Mapping[str, Any]) -> None:
-    """Check that all ranks found the same data: else they would train on other samples than those of their batches.
+    """Check that all ranks found the same data: otherwise batches would consist of other samples.
 
     Args:
         collectives: of all ranks.
-        fingerprint: of all that this rank found.
+        fingerprint: of all data that this rank found.
 
     Raises:
-        TemporaryError: on every rank; names what one found otherwise than rank 0.
+        TemporaryError: on every rank; names the first difference from rank 0.
     """
     digest = hashlib.sha256(json.dumps(fingerprint).encode()).hexdigest()
     if len(set(collectives.gather(digest, DIGEST))) == 1:
@@ -313,32 +315,32 @@ def agree_on_data(collectives: Collectives, fingerprint: Mapping[str, Any]) -> N
     changes = collectives.gather(first_change(first, fingerprint, "data"), CHANGE)
     rank, change = next((rank, change) for rank, change in enumerate(changes) if change)
     raise TemporaryError(
-        f"rank {rank} found other data than rank 0: {change}; files came, went or changed while ranks started: they "
-        "are listed anew at the next start, so give URIs whose files stay"
+        f"rank {rank} found other data than rank 0: {change}; files changed while ranks started; the next start lists "
+        "them again, so use URIs whose files do not change"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What training goes on from."""
+    """Hold what training continues from."""
 
     attempt: int = 0
     """The store's number of this attempt."""
     step: int = 0
     """Steps done."""
     held_step: int | None = None
-    """Step whose state, as it is now, a snapshot of the job's store holds; None: none does."""
+    """Step of the snapshot in the job's store that holds exactly this state; None if there is none."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """Of the snapshot: loss of its last step, last evaluation."""
+    """Metrics of the snapshot: loss of its last step, last evaluation."""
 
 
 def restore_newest(assembly: Assembly) -> Restored:
-    """Fill the learner from the newest snapshot that can be used, and say which one that is and why not a newer one.
+    """Restore the newest usable snapshot, and log which one it is and why newer ones were skipped.
 
     Raises:
-        SnapshotError: none can be used, none is there though the job committed one, or it is of another model or of
-            other data.
-        NoInputError: there is none, and none in ``restoreFrom``.
+        SnapshotError: none is usable, the store holds none although the job committed one, or it is of another model
+            or of other data.
+        NoInputError: neither the job's store nor ``restoreFrom`` holds one.
     """
     spec = assembly.job.spec
     checkpoint = spec.checkpoint
@@ -355,24 +357,25 @@ def restore_newest(assembly: Assembly) -> Restored:
         committed=assembly.settings.committed_snapshot,
     )
     for reason in start.reasons:
-        logger.warning("snapshot passed over", extra={"problem": reason})
+        logger.warning("skipping unusable snapshot", extra={"reason": reason})
     assembly.board.update(passed_over_snapshots=len(start.reasons))
     snapshot = open_start(store, start)
     if snapshot is None:
         if checkpoint.restore_from is not None:
             begin_from(assembly, checkpoint.restore_from, options)
         else:
-            logger.info("no snapshot is there: starting from step 0", extra={"store": store.uri})
+            logger.info("no snapshot found, starting from step 0", extra={"store": store.uri})
         return Restored(attempt=start.attempt)
     check_data(snapshot.meta, assembly.reader.fingerprint, snapshot.uri)
     model = model_document(spec, assembly.learner)
     resized = check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)
-    new = resized or start.salvage is not None  # a state that no snapshot holds
+    # No snapshot holds the state of a resized table or of a partial restore.
+    new = resized or start.salvage is not None
     restore(assembly.learner, snapshot, assembly.gang.collectives, mark=new)
     assembly.writer.restored(None if new else snapshot.name)
     if start.salvage and start.snapshot:
-        told = {"step": start.snapshot.step, "stored_ranks": list(start.salvage.ranks)}
-        logger.warning("rows of lost ranks are of an older step", extra=told)
+        extra = {"step": start.snapshot.step, "stored_ranks": list(start.salvage.ranks)}
+        logger.warning("partial restore: lost shards use an older step", extra=extra)
     logger.info("snapshot restored", extra={"step": snapshot.step, "snapshot": snapshot.uri})
     return Restored(
         attempt=start.attempt,
@@ -383,12 +386,12 @@ def restore_newest(assembly: Assembly) -> Restored:
 
 
 def begin_from(assembly: Assembly, uri: str, options: StoreOptions) -> None:
-    """Take rows, dense parameters and optimizer state of another job's newest snapshot; steps and data begin anew.
+    """Load rows, dense parameters and optimizer state of another job's newest snapshot; start from step 0.
 
     Raises:
         NoInputError: there is none.
-        SnapshotError: it can't be used, or is of another model.
-        TemporaryError: the other job, which may live, retired it meanwhile.
+        SnapshotError: it is unusable, or of another model.
+        TemporaryError: the other job, which may still run, retired it during the restore.
     """
     other = open_store(uri, replace(options, fields=RESTORE_FROM_FIELDS))
 
@@ -398,9 +401,9 @@ def begin_from(assembly: Assembly, uri: str, options: StoreOptions) -> None:
 
     name, reasons = choose_together(other, assembly.gang.collectives, choose, CHOSEN)
     for reason in reasons:
-        logger.warning("snapshot passed over", extra={"problem": reason})
+        logger.warning("skipping unusable snapshot", extra={"reason": reason})
     if name is None:
-        raise NoInputError(f"spec.checkpoint.restoreFrom: {other.uri} holds no snapshot: mend the URI or leave it out")
+        raise NoInputError(f"spec.checkpoint.restoreFrom: {other.uri} holds no snapshot; fix the URI or remove it")
     with _unless_retired(other, name):
         snapshot = Snapshot(other, load_chain(other, name))
         spec = assembly.job.spec
@@ -412,10 +415,10 @@ def begin_from(assembly: Assembly, uri: str, options: StoreOptions) -> None:
 
 @contextlib.contextmanager
 def _unless_retired(store: ObjectStore, name: SnapshotName) -> Iterator[None]:
-    """Say of what went wrong in the block whether the snapshot is gone: no announcement keeps it, as it does our own.
+    """Turn a failed read into a retry if the snapshot was retired: no claim protects another job's snapshot.
 
     Raises:
-        TemporaryError: it is gone; the next attempt chooses a newer one.
+        TemporaryError: it was retired; the next attempt chooses a newer one.
     """
     try:
         yield
@@ -423,6 +426,6 @@ def _unless_retired(store: ObjectStore, name: SnapshotName) -> Iterator[None]:
         if store.size(manifest_key(name.step, name.attempt)) is not None:
             raise
         raise TemporaryError(
-            f"spec.checkpoint.restoreFrom: {store.uri}: the snapshot of step {name.step} was retired while it was "
-            "read: running again chooses a newer one"
+            f"spec.checkpoint.restoreFrom: {store.uri}: the snapshot of step {name.step} was retired during the "
+            "restore; the next run chooses a newer one"
         ) from error
