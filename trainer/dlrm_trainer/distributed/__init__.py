@@ -1,1 +1,1 @@
-"""Ranks among each other: collectives, number formats of what travels, meeting, and who is gone."""
+"""Connect the ranks of a gang: rendezvous, collectives, number formats on the wire, and failure detection."""

@@ -2,7 +2,7 @@
 
 Shapes: K rows of d float32 values, d a multiple of 4.
 
-- fp32: as they are.
+- fp32: unchanged.
 - fp16: multiplied by a power of two, which goes first, so that small gradients keep their bits and no finite value
   overflows. The error of a value is at most 2**-11 of it, or 2**-25 of the scale.
 - bf16: rounded to the nearest; the error of a value is at most 2**-8 of it.

@@ -26,9 +26,9 @@ from dlrm_trainer.spans import add_span
 
 T = TypeVar("T")
 MAX_GATHERED_BYTES = 16 << 20
-"""Of one rank's value: every rank holds those of all at once."""
+"""Limit of one rank's value: every rank holds those of all at once."""
 MAX_BROADCAST_BYTES = 1 << 30
-"""Of rank 0's value, such as a list of objects to read."""
+"""Limit of rank 0's value, such as a list of objects to read."""
 
 
 def encode_value(value: T, kind: TypeAdapter[T]) -> bytes:
@@ -73,7 +73,7 @@ def _unreadable(rank: int, problem: str) -> TemporaryError:
 
 
 Traffic = Literal["lengths", "ids", "weights", "pooled", "gradients", "dense", "small"]
-"""What is sent: bags' lengths, ids and weights; pooled rows and their gradients; the dense gradient; the rest."""
+"""Kinds of traffic: lengths, ids and weights of bags; pooled rows and their gradients; the dense gradient; the rest."""
 
 
 REDUCED_WIDTH = 64
@@ -109,7 +109,7 @@ class Arriving:
 
 
 class Collectives:
-    """Run the collectives that training needs. At world size 1 nothing is sent and no process group is needed.
+    """Run the collectives of training. At world size 1 nothing is sent and no process group is needed.
 
     Every rank must make the same calls in the same order; only one thread may make them.
 

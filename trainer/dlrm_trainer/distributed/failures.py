@@ -27,7 +27,7 @@ from dlrm_trainer.distributed.gang_store import GangStore
 POLL_INTERVAL_S = 0.5
 """How often every rank checks whether another one raised the alarm."""
 ANSWER_TIMEOUT_S = 2.0
-"""How long an answer is waited for; none is one too."""
+"""How long to wait for an answer; a rank without one counts as lost."""
 STORE_TIMEOUT_S = 2.0
 """How long rank 0's store may take on top before rank 0 itself counts as lost."""
 EXIT_TIMEOUT_S = 10.0
@@ -39,7 +39,7 @@ ANSWERS, LEFT, HEARD = "answers", "left", "heard"
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Say how far a rank is."""
+    """Hold how far a rank has got."""
 
     made: int
     """Collectives that it has begun."""
@@ -50,7 +50,7 @@ class Answer:
 class FailureDetector:
     """Agree with all ranks on which of them are lost, from a thread of its own until it is closed.
 
-    A rank that lost a peer raises the alarm; all ranks then say how far they are, and the first verdict counts.
+    A rank that lost a peer raises the alarm; all ranks then report how far they have got, and the first verdict counts.
 
     Args:
         store: on a connection that nobody else uses.
@@ -149,7 +149,7 @@ class FailureDetector:
 def _verdict(
     answers: Mapping[int, Answer], reasons: Mapping[int, str], silent: Sequence[int], asking: int, timeout_s: float
 ) -> str:
-    """Blame ranks that ended before silent ones, and those before hung ones: the later may be consequences."""
+    """Blame ended ranks first, then silent ones, then hung ones: the latter may be consequences."""
     if reasons:
         rank = min(reasons)
         return f"rank {rank} ended: {reasons[rank]}"
@@ -162,7 +162,7 @@ def _verdict(
     behind = [rank for rank, each in answers.items() if each.made == last]
     still_s = max(answers[rank].still_s for rank in behind)
     return (
-        f"{name_ranks(behind)} hung: no collective for {still_s:.0f} s, and {first - last} behind the others; see the "
+        f"{name_ranks(behind)} hung: no collective for {still_s:.0f} s, {first - last} behind the others; see the "
         "stacks in the log"
     )
 
@@ -175,7 +175,7 @@ def name_ranks(numbers: Sequence[int]) -> str:
 
 T = TypeVar("T")
 KEEPALIVE_INTERVAL_S = 20.0
-"""A rank that still works says so this often, so that no wait comes near the timeout of collectives."""
+"""How often a working rank reports that it is alive, so that no wait comes near the timeout of collectives."""
 
 
 class CollectiveKeepalive:
@@ -242,7 +242,7 @@ class StepTimer:
         self._mark = (0, 0.0)
 
     def stepped(self, step: int) -> SlowestRank | None:
-        """Return the slowest rank of the window that ends with ``step``; None if none ends, or there is one rank."""
+        """Return the slowest rank of the window that ends with ``step``; None if no window ends, or with one rank."""
         if self._collectives.world_size == 1:
             return None
         self._steps += 1

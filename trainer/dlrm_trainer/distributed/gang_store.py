@@ -19,7 +19,7 @@ class GangStore:
 
     Args:
         store: that rank 0 serves.
-        secret: of the attempt; empty if its pods were given none, and then anybody can read and write.
+        secret: of the attempt; without one, anybody can read and write.
     """
 
     def __init__(self, store: TCPStore, secret: str) -> None:

@@ -1,1 +1,1 @@
-"""What a run tells: times, counters, tiers beside their plan, stacks, files of steps."""
+"""Report on a run: progress, times, counters, use of tiers, stacks, and files of steps."""

@@ -1,4 +1,4 @@
-"""Report how far training is: one immutable Progress for other threads, files of steps, counters and profiles."""
+"""Report the progress of training to other threads, to files of steps, as counters and as a profile."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from dlrm_trainer.metrics.tiers import RankCounters, SharedCounters, TierMetrics
 from dlrm_trainer.schedule import Schedule
 
 RATE_STEPS = 50
-"""Steps over which the rate is taken."""
+"""Steps over which the throughput is averaged."""
 
 
 class ProgressBoard:
-    """The newest ``Progress``. One thread writes; any thread reads ``now``, which is replaced as a whole."""
+    """Hold the newest ``Progress``. One thread writes; any thread may read ``now``, which is replaced whole."""
 
     def __init__(self, attempt: int, world_size: int) -> None:
         self.now = Progress(attempt=attempt, world_size=world_size, time=time.time())
@@ -45,7 +45,7 @@ class ProgressBoard:
         self.now = self.now.model_copy(update=values)
 
     def phase(self, phase: TrainerPhase) -> None:
-        """Say what the gang is doing."""
+        """Set what the gang is doing."""
         self.update(phase=phase)
 
     def begin(self, step: int, restored_step: int | None, schedule: Schedule) -> None:
@@ -56,7 +56,8 @@ class ProgressBoard:
             phase=TrainerPhase.TRAINING,
             step=step,
             restored_step=restored_step,
-            total_steps=max(step, schedule.total_steps),  # a job that was made shorter since has done more
+            # A job that was shortened after the snapshot has done more than its total.
+            total_steps=max(step, schedule.total_steps),
             samples=samples,
             epoch=schedule.epoch_of(step),
         )
@@ -82,11 +83,11 @@ class ProgressBoard:
         )
 
     def evaluating(self, batches: int) -> None:
-        """Say how many batches of the evaluation set are scored."""
+        """Set the number of batches of the evaluation set that are scored."""
         self.update(evaluated_batches=batches)
 
     def evaluated(self, metrics: EvalMetrics | None) -> None:
-        """Record an evaluation, and don't count its time as training."""
+        """Record an evaluation, whose time does not count as training."""
         self._marks.clear()
         self._marks.append((time.monotonic(), self.now.samples))
         self.update(evaluation=metrics)
@@ -99,26 +100,31 @@ TRACE_FILE = "trace.json"
 
 
 class StepJournal:
-    """``progress.jsonl``: one JSON object a line. Lines after the restored step, and a torn last one, are dropped."""
+    """Write ``progress.jsonl``, one JSON object per line.
+
+    Lines after the restored step, and a torn last one, are dropped at the start.
+    """
 
     def __init__(self, folder: Path, restored_step: int) -> None:
         path = folder / PROGRESS_FILE
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (RESULT_FILE, PROFILE_FILE, TRACE_FILE):  # of an earlier end: nobody may take them for this one's
+        # Results of an earlier run must not pass for those of this one.
+        for name in (RESULT_FILE, PROFILE_FILE, TRACE_FILE):
             (folder / name).unlink(missing_ok=True)
         draft = path.with_suffix(".draft")
-        with draft.open("w") as kept:  # one by one: a long run has millions
+        # Line by line: a long run has millions.
+        with draft.open("w") as kept:
             kept.writelines(json.dumps(line) + "\n" for line in _lines(path) if line.get("step", 0) <= restored_step)
         draft.replace(path)
         self._file = path.open("a", buffering=1)
 
     def stepped(self, now: Progress) -> None:
-        """Append a line about a step, which readers see at once."""
+        """Append a line about a step, visible to readers at once."""
         line = {"step": now.step, "loss": now.loss, "samples_per_s": now.samples_per_second}
         self._write(line | {"samples": now.samples, "epoch": now.epoch, "time": now.time})
 
     def evaluated(self, step: int, quality: EvalMetrics) -> None:
-        """Append a line about an evaluation after a step."""
+        """Append a line about the evaluation after a step."""
         self._write({"step": step, "eval": quality.model_dump(by_alias=False)})
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -130,12 +136,12 @@ class StepJournal:
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:
-    """Write ``result.json`` whole or not at all."""
+    """Write ``result.json`` atomically."""
     _replace(folder / RESULT_FILE, json.dumps(result, indent=2) + "\n")
 
 
 def write_profile(folder: Path, profile: Profile) -> None:
-    """Write ``profile.json`` whole or not at all."""
+    """Write ``profile.json`` atomically."""
     _replace(folder / PROFILE_FILE, profile.model_dump_json(indent=1, by_alias=False) + "\n")
 
 
@@ -145,7 +151,7 @@ def write_trace_part(folder: Path, rank: int, events: list[dict[str, Any]]) -> N
 
 
 def join_trace(folder: Path, world_size: int) -> None:
-    """Make ``trace.json`` of the ranks' parts that are in this folder: all ranks' that write to the same one."""
+    """Join the ranks' parts in this folder to ``trace.json``; ranks that write elsewhere are not in it."""
     parts = [path for rank in range(world_size) if (path := folder / f"trace-{rank}.json").exists()]
     events = [event for path in parts for event in json.loads(path.read_text())]
     _replace(folder / TRACE_FILE, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
@@ -160,10 +166,10 @@ def _replace(path: Path, text: str) -> None:
 
 
 class Ledger:
-    """``rank-<r>.bin``: for each step int64 numbers: step, count, then the ids of the samples trained on.
+    """Write ``rank-<r>.bin``: for each step its number, the number of samples and their ids, all int64.
 
-    Records after the restored step, and a torn last one, are dropped at the start: what is left is what the final
-    parameters were made from.
+    Records after the restored step, and a torn last one, are dropped at the start, so that the file lists exactly the
+    samples behind the final parameters.
     """
 
     def __init__(self, folder: Path, rank: int, restored_step: int, world_size: int) -> None:
@@ -172,12 +178,13 @@ class Ledger:
         own.touch()
         for path in folder.glob("rank-*.bin"):
             number = int(path.stem.removeprefix("rank-"))
-            if number % world_size == rank:  # its own, and in turn those of ranks that a larger gang had
+            # Ranks of an earlier, larger gang are shared out among the present ones.
+            if number % world_size == rank:
                 os.truncate(path, 8 * _kept(np.fromfile(path, "<i8"), restored_step))
         self._file = own.open("ab", buffering=0)
 
     def write(self, step: int, sample_ids: NDArray[np.int64]) -> None:
-        """Append one record; ``step`` counts the steps done once this one is."""
+        """Append one record; ``step`` is the number of the step, from 1."""
         self._file.write(np.concatenate(([step, len(sample_ids)], sample_ids)).astype("<i8").tobytes())
 
     def close(self) -> None:
@@ -186,7 +193,7 @@ class Ledger:
 
 
 def _kept(numbers: NDArray[np.int64], restored_step: int) -> int:
-    """How many numbers belong to whole records of steps up to ``restored_step``."""
+    """Return how many numbers belong to complete records of steps up to ``restored_step``."""
     position = 0
     while position + 2 <= len(numbers):
         end = position + 2 + int(numbers[position + 1])
@@ -210,21 +217,23 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 COPY_INTERVAL_S = 1.0
-"""Counters are copied for other processes at most this often."""
+"""Shortest interval between two copies of the counters for other processes."""
 COUNTERS = TypeAdapter(list[int])
 TIMES = TypeAdapter(tuple[list[StageTimes], list[HitRate]])
 
 
 class Observer:
-    """Count and time one rank for others to see. Every rank must make the same calls in the same order.
+    """Publish the counters and times of one rank.
+
+    Every rank must make the same calls in the same order.
 
     Args:
         placement: of the job's tables.
         optimizer: of their rows.
-        rank: this one.
+        rank: of this process.
         shared: counters of the pod's ranks.
-        profile: whether the stages of steps are timed.
-        device: that the rank computes on; each stage of a profile waits for a GPU, so that its time is its own.
+        profile: whether to time the stages of steps.
+        device: that the rank computes on; with a profile each stage ends with a wait for the GPU.
     """
 
     def __init__(
@@ -249,18 +258,18 @@ class Observer:
         self.stages: Stages = self._profile or Stages(self._steps.stage_ns)
 
     def collectors(self) -> Sequence[Collector]:
-        """Metrics of all ranks of the pod."""
+        """Return the collectors of all ranks of the pod."""
         ranks = [RankCounters(self._placement, rank, self._shared.of(rank)) for rank in self._shared.ranks]
         steps = [StepCounters(rank, self._shared.steps_of(rank)) for rank in self._shared.ranks]
         return [StepMetrics(steps), TierMetrics(self._placement, self._optimizer, ranks)]
 
     def watch(self, owned: LocalTables, channels: Sequence[Collectives]) -> None:
-        """Say whose counters they are; ``channels`` are those of all threads."""
+        """Set the sources of the counters; ``channels`` are the collectives of all threads."""
         self._channels = channels
         self._owned = owned if self._counters.groups else None
 
     def stepped(self, step: int) -> None:
-        """Note that a step is over."""
+        """Record the end of a step."""
         self.stages.end_step()
         if time.monotonic() >= self._due:
             self._copy(step)
@@ -274,7 +283,7 @@ class Observer:
                 self._profile.served(step, *self._counters.served())
 
     def report(self, collectives: Collectives, step: int, folder: Path | None) -> dict[str, Any] | None:
-        """Save the profile, and return how all ranks' tables used their tiers; None if the plan has no levels.
+        """Save the profile, and return how the tables of all ranks used their tiers; None without levels.
 
         Args:
             collectives: of all ranks.
@@ -289,7 +298,7 @@ class Observer:
         return tier_report(self._placement, self._optimizer, blocks).model_dump(mode="json", by_alias=False)
 
     def save_profile(self, collectives: Collectives, folder: Path | None) -> None:
-        """Write all ranks' times to ``profile.json`` and ``trace.json``, if asked for: of all ranks, or of none."""
+        """Write ``profile.json`` and ``trace.json`` of all ranks if a profile is taken."""
         if self._profile is None:
             return
         if folder is not None:

@@ -1,6 +1,6 @@
-"""Measure predictions over a whole evaluation set: log loss, normalized entropy, AUC, calibration; all exact.
+"""Measure log loss, normalized entropy, AUC and calibration of an evaluation set, all exactly.
 
-Sets may be large, so nothing as large as the set is made beside it but its scores in order.
+Sets may be large: besides the input only sorted scores take memory in proportion.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Floats = NDArray[np.floating[Any]]
 Labels = NDArray[np.number[Any]]
 
 CHUNK = 1 << 20
-"""Samples looked at together."""
+"""Samples processed at a time."""
 
 
 def evaluate(logits: Floats, labels: Labels, step: int = 0) -> EvalMetrics:
     """Measure predictions over an evaluation set.
 
     Args:
-        logits: (n,) log odds of a positive label, n at least 1. Logits rather than probabilities: these round to 0 or 1
-            where the model is sure, which makes the log loss infinite and ties where there were none.
+        logits: (n,) log odds of a positive label, n at least 1. Probabilities would round to 0 or 1 where the model is
+            certain, which makes the log loss infinite and creates ties.
         labels: (n,) each 0 or 1.
-        step: step after which the model stood.
+        step: after which the model was evaluated.
 
     Raises:
         DivergedError: a logit is NaN or infinite.
@@ -53,7 +53,7 @@ def evaluate(logits: Floats, labels: Labels, step: int = 0) -> EvalMetrics:
 
 
 def log_loss(logits: Floats, labels: Labels) -> float:
-    """Mean of -log of the probability given to the label (nats): finite for any finite logits."""
+    """Return the mean of -log of the label's probability (nats): finite for any finite logits."""
     return _mean(
         logits,
         labels,
@@ -88,7 +88,8 @@ def auc(scores: Floats, labels: Labels) -> float | None:
     twice = 0
     for start in range(0, positives.size, CHUNK):
         some = positives[start : start + CHUNK]
-        for side in ("left", "right"):  # those below, and those below or equal
+        # Negatives below, and negatives below or equal.
+        for side in ("left", "right"):
             twice += int(np.searchsorted(negatives, some, side=side).sum())
     return twice / (2 * pairs)
 

@@ -1,4 +1,4 @@
-"""Dump what every thread of every rank of a pod does, even if a rank's main thread hangs or keeps the GIL."""
+"""Dump the stacks of all threads of a pod's ranks, even if a rank's main thread hangs or keeps the GIL."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from collections.abc import Sequence
 import numpy as np
 
 SIGNAL = signal.SIGUSR1
-"""Makes a rank write its stacks from the signal's handler, where it no longer answers by a thread."""
+"""Makes a rank write its stacks from the signal handler if its thread does not answer."""
 ANSWER_S = 1.0
 QUIET_S = 0.02
-"""A dump that has not grown for so long is over."""
+"""A dump that has not grown for this long is complete."""
 MAX_DUMP_BYTES = 65_536
-"""Of one rank."""
+"""Largest dump of one rank."""
 
 
 class RankStacks:
@@ -51,7 +51,7 @@ class RankStacks:
         self._pids[place] = os.getpid()
 
     def dump(self) -> bytes:
-        """Stacks of all ranks of the pod, each under its number; takes at most a few seconds."""
+        """Return the stacks of all ranks of the pod, each under its number, within a few seconds."""
         with self._lock:
             places = range(len(self._ranks))
             for place in places:
@@ -75,7 +75,7 @@ class RankStacks:
                 os.kill(int(self._pids[place]), SIGNAL)
 
     def _await(self, places: Sequence[int]) -> None:
-        """Wait until all have said all, or for the time that an answer may take."""
+        """Wait until all dumps are complete or the time is over."""
         deadline, before = time.monotonic() + ANSWER_S, [0]
         while time.monotonic() < deadline:
             sizes = [self._size(place) for place in places]

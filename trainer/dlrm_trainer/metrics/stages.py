@@ -30,20 +30,20 @@ Stage = Literal[
     "evaluation",
     "cut",
 ]
-"""In the order of a step: waiting for the reader; sending ids and beginning to fetch rows of a batch to come; waiting
-for rows; forward pass; the small collective of loss and flags, which waits for slower ranks; backward pass; pooled
-rows, their gradients and the dense sum between ranks; updates; progress and ledger."""
+"""In the order of a step: wait for the reader; send ids and start to fetch rows of a later batch; wait for rows;
+forward pass; collective of loss and flags, including the wait for slower ranks; backward pass; exchange of pooled
+rows, gradients and dense sums; updates; progress and ledger."""
 STAGES: tuple[Stage, ...] = get_args(Stage)
 NUMBERS = {stage: number for number, stage in enumerate(STAGES)}
 WAITING = frozenset[Stage]({"agreement", "exchange"})
-"""What a rank spends on others' account."""
+"""Stages that wait for other ranks."""
 OWN = np.array([stage not in WAITING | {"evaluation", "cut"} for stage in STAGES])
-"""Which stages are a rank's own part of a step."""
+"""Whether each stage is a rank's own part of a step."""
 STEP = "step"
 AFTERWARDS = " at the end"
-"""Follows the name of a stage that came after the last step."""
+"""Suffix of the name of a stage after the last step."""
 NEWEST_STEPS = 20_000
-"""Steps that medians and percentiles are of."""
+"""Steps over which medians and percentiles are taken."""
 NEWEST_RATES = 10_000
 
 Item = TypeVar("Item")
@@ -53,7 +53,7 @@ class Stages:
     """Add up the time of every stage of one rank.
 
     Args:
-        totals: (stages,) int64 nanoseconds to add to, in the order of ``STAGES``; others may read them.
+        totals: (stages,) int64 nanoseconds to add to, in the order of ``STAGES``; other threads may read them.
     """
 
     def __init__(self, totals: NDArray[np.int64] | None = None) -> None:
@@ -62,18 +62,18 @@ class Stages:
         self._apart = 0.0
 
     def start(self) -> None:
-        """Begin the time of steps now."""
+        """Start to measure now."""
         self._mark, self._apart = time.monotonic(), 0.0
 
     def lap(self, stage: Stage) -> None:
-        """Count all time since the last call for this stage."""
+        """Add the time since the last call to this stage."""
         now = time.monotonic()
         self._spend(stage, max(0.0, now - self._mark - self._apart))
         add_span(stage, self._mark, now)
         self._mark, self._apart = now, 0.0
 
     def apart(self, stage: Stage, seconds: float) -> None:
-        """Count so much of the time until the next lap for another stage."""
+        """Add this part of the time until the next lap to another stage."""
         if seconds > 0:
             self._spend(stage, seconds)
             self._apart += seconds
@@ -86,7 +86,7 @@ class Stages:
         return float(self._totals[OWN].sum()) / 1e9
 
     def after(self, items: Iterable[Item], stage: Stage) -> Iterator[Item]:
-        """Yield items; the wait for each is this stage, and steps begin with the wait for the first."""
+        """Yield items; waiting for each counts as this stage, and the first wait starts the measurement."""
         self.start()
         for item in items:
             self.lap(stage)
@@ -97,12 +97,12 @@ class Stages:
 
 
 class StepProfile(Stages):
-    """Keep the time of every stage of every step too, and spans of all threads.
+    """Also record the time of each stage of each step, and spans of all threads.
 
     Args:
-        rank: whose steps they are.
+        rank: of this process.
         totals: see ``Stages``.
-        finish: waits, at the end of each stage, for what was asked of a GPU in it: it would fall into a later one.
+        finish: called at the end of each stage to wait for the GPU, whose work would count for a later stage otherwise.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class StepProfile(Stages):
         self._now.clear()
 
     def trace(self) -> list[dict[str, Any]]:
-        """Return what each thread of this rank did in the newest steps, as events of a Chrome trace."""
+        """Return the newest steps of all threads of this rank as events of a Chrome trace."""
         return self._spans.events(self._rank)
 
     def served(self, step: int, accesses: int, hits: int) -> None:
@@ -155,8 +155,9 @@ class StepProfile(Stages):
             self._served = (accesses, hits)
 
     def stages(self) -> list[StageTimes]:
-        """Return every stage of any step, in order; the whole step; then what came after the last one."""
-        if "records" in self._now:  # a step that a signal ended: its cut is its own
+        """Return the stages in order, the whole step, and then what followed the last step."""
+        # A signal ended this step, so the cut after "records" belongs to the step.
+        if "records" in self._now:
             self.end_step()
         self._now = defaultdict(float, {f"{stage}{AFTERWARDS}": seconds for stage, seconds in self._now.items()})
         self._enter()
@@ -184,14 +185,14 @@ class StepProfile(Stages):
 TRAFFIC: tuple[Traffic, ...] = get_args(Traffic)
 KINDS = ("all_to_all", "all_reduce", "all_gather")
 WORDS = len(STAGES) + len(TRAFFIC) + len(KINDS)
-"""int64 numbers of one rank."""
+"""Number of int64 counters of one rank."""
 
 
 class StepCounters:
-    """Name the numbers of one rank.
+    """Give access to the counters of one rank.
 
     Args:
-        rank: whose they are.
+        rank: of the counters.
         words: (WORDS,) int64.
     """
 
@@ -201,7 +202,7 @@ class StepCounters:
         self.stage_ns, self.sent_bytes, self.collectives = np.split(words, edges)
 
     def copy_from(self, channels: Sequence[Collectives]) -> None:
-        """Take the newest counts of collectives, over all threads that make them."""
+        """Copy the newest counts of collectives, summed over all threads."""
         self.sent_bytes[:] = [sum(each.bytes_sent[what] for each in channels) for what in TRAFFIC]
         self.collectives[:] = [sum(each.calls[kind] for each in channels) for kind in KINDS]
 
@@ -221,11 +222,11 @@ class StepMetrics(Collector):
         """Return every metric once."""
         seconds = CounterMetricFamily(
             "dlrm_trainer_stage_seconds",
-            "Time of the training thread, by the stage of a step that it went to.",
+            "Time of the training thread, by stage of the step.",
             labels=["rank", "stage"],
         )
         sent = CounterMetricFamily(
-            "dlrm_trainer_sent_bytes", "Bytes sent to other ranks, by what travels.", labels=["rank", "traffic"]
+            "dlrm_trainer_sent_bytes", "Bytes sent to other ranks, by kind of traffic.", labels=["rank", "traffic"]
         )
         made = CounterMetricFamily("dlrm_trainer_collectives", "Collectives begun.", labels=["rank", "kind"])
         for each in self._ranks:

@@ -1,7 +1,7 @@
-"""Count what tables and tiers do, in memory that a pod's ranks share, for Prometheus and the run report.
+"""Share the counters of tables and tiers between a pod's ranks, for Prometheus and the run report.
 
-Each rank copies its counters to a block of its own now and then, and any process of the pod may read them. Numbers of
-one block may be a few microseconds apart.
+Each rank copies its counters to its own block about once per second, and any process of the pod may read them. Values
+of one block may be a few microseconds apart.
 """
 
 from __future__ import annotations
@@ -40,43 +40,43 @@ READ_ROWS, WRITTEN_ROWS, READ_BYTES, WRITTEN_BYTES, DEVICE_READS, DEVICE_WRITES,
 TABLE_COUNTS: tuple[tuple[str, int, str], ...] = (
     ("lookups", LOOKUPS, "Lookups of tables with levels, duplicates included."),
     ("accesses", ACCESSES, "Accesses: one for each distinct row of a batch."),
-    ("hits", HITS, "Accesses whose row was in a slot when the batch was looked at."),
+    ("hits", HITS, "Accesses whose row was in a slot when the batch was looked up."),
     ("created_rows", CREATED, "Rows looked up for the first time."),
-    ("evicted_rows", EVICTED, "Rows that left a slot for another."),
+    ("evicted_rows", EVICTED, "Rows evicted from a slot."),
     ("scratch_rows", SCRATCH, "Rows served from extra slots, because batches in flight filled all others."),
 )
-"""What is counted of each table: its name, its column, and what it is."""
+"""Name, column and description of each counter of a table."""
 LEVEL_COUNTS: tuple[tuple[str, int, str], ...] = (
-    ("read_rows", READ_ROWS, "Records that came up to slots from levels below, by the tier that these lie in."),
-    ("written_rows", WRITTEN_ROWS, "Records that went down to levels below the slots."),
-    ("read_bytes", READ_BYTES, "Bytes of these records; on block storage bytes that the device was asked for."),
-    ("written_bytes", WRITTEN_BYTES, "Bytes of these records; on block storage bytes given to the device."),
+    ("read_rows", READ_ROWS, "Records read from levels below the slots, by tier."),
+    ("written_rows", WRITTEN_ROWS, "Records written to levels below the slots, by tier."),
+    ("read_bytes", READ_BYTES, "Bytes of records read; for block storage the bytes requested from the device."),
+    ("written_bytes", WRITTEN_BYTES, "Bytes of records written; for block storage the bytes written to the device."),
     ("device_reads", DEVICE_READS, "Reads of single pages that reached the block device."),
     ("device_writes", DEVICE_WRITES, "Segments written to the block device."),
     ("cleaned_rows", CLEANED, "Records moved within block storage to free a segment."),
 )
-"""The same of each level below the slots."""
+"""Name, column and description of each counter of a level below the slots."""
 Words = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class GroupCounters:
-    """Counters of one class of tables: views of its rank's block."""
+    """View the counters of one group of tables in its rank's block."""
 
     group: PartGroup
     tables: Words
     """(K, COUNTS)"""
     levels: Words
-    """(L, LEVEL_WORDS) of the levels below the slots."""
+    """(L, LEVEL_WORDS), of the levels below the slots."""
 
 
 class RankCounters:
-    """Name the numbers of one rank's block.
+    """Give access to the counters in one rank's block.
 
     Args:
         placement: of the job's tables.
-        rank: whose block it is.
-        block: (n,) int64; n is at least what ``SharedCounters`` reckons.
+        rank: of the block.
+        block: (n,) int64, sized by ``SharedCounters``.
     """
 
     def __init__(self, placement: Placement, rank: int, block: Words) -> None:
@@ -94,7 +94,7 @@ class RankCounters:
                 first = last
 
     def copy_from(self, owned: LocalTables) -> None:
-        """Take the rank's newest counters, while other threads may go on counting."""
+        """Copy the rank's newest counters; other threads may count meanwhile."""
         stacks = [group.stack for group in owned.groups if group.stack is not None]
         self.head[WAIT_NS], self.head[MISSING] = round(owned.wait_s * 1e9), owned.missing
         kept = np.zeros(len(TIERS), np.int64)
@@ -107,7 +107,7 @@ class RankCounters:
         self.head[KEPT:] = kept
 
     def served(self) -> tuple[int, int]:
-        """Return accesses and hits of all tables."""
+        """Return the accesses and hits of all tables."""
         return tuple(sum(int(each.tables[:, column].sum()) for each in self.groups) for column in (ACCESSES, HITS))  # type: ignore[return-value]
 
 
@@ -129,22 +129,22 @@ class SharedCounters:
 
     @property
     def ranks(self) -> range:
-        """Of the pod."""
+        """Return the ranks of the pod."""
         return range(self._first, self._first + len(self._blocks))
 
     def of(self, rank: int) -> Words:
-        """(n,) int64, zero until the rank copies its counters there."""
+        """Return the (n,) int64 block of a rank, zero until the rank copies its counters."""
         block: Words = self._blocks[rank - self._first]
         return block
 
     def steps_of(self, rank: int) -> Words:
-        """(n,) int64: where the rank's time went, and what it sent."""
+        """Return the (n,) int64 block of ``StepCounters`` of a rank."""
         words: Words = self._steps[rank - self._first]
         return words
 
 
 def _words(plan: Plan, rank: int) -> int:
-    """Enough for a rank, each of whose parts might be a class of its own."""
+    """Return the size of a block that suffices even if each part of the rank is a group of its own."""
     words = HEAD_WORDS
     for table in plan.tables:
         for shard in table.shards:
@@ -155,7 +155,8 @@ def _words(plan: Plan, rank: int) -> int:
 
 
 def _level_counters(stack: Stack, number: int, level: Level) -> list[int]:
-    from dlrm_trainer.embedding.tiers.block import BlockLevel  # compiled loops: loaded where a plan needs them
+    # Loads compiled kernels, which plans without levels do not need.
+    from dlrm_trainer.embedding.tiers.block import BlockLevel
 
     read, written = (int(rows) for rows in stack.moved_rows[number])
     if isinstance(level, BlockLevel):
@@ -165,16 +166,16 @@ def _level_counters(stack: Stack, number: int, level: Level) -> list[int]:
 
 
 MAX_TABLE_SERIES = 200
-"""Tables of a pod that have series of their own; where there are more, those of a class are added up."""
-_PER_TABLE = f"Tables are added up by class (class:0, ...) where a pod has more than {MAX_TABLE_SERIES} with levels."
+"""Number of tables of a pod above which series are summed by class."""
+_PER_TABLE = f"Summed by class of tables (class:0, ...) if a pod has more than {MAX_TABLE_SERIES} tables with levels."
 EXPECTED_HITS = (
     "dlrm_trainer_table_expected_hits",
-    f"Hits that the plan expects of so many accesses; absent where it expects nothing. {_PER_TABLE}",
+    f"Hits that the plan expects for these accesses; absent if the plan has no expectation. {_PER_TABLE}",
 )
 
 
 class TierMetrics(Collector):
-    """Collect the metrics of all ranks of a pod; none without a plan that has levels.
+    """Collect the metrics of all ranks of a pod; there are none if the plan has no levels.
 
     Args:
         placement: of the job's tables.
@@ -190,11 +191,11 @@ class TierMetrics(Collector):
 
     @staticmethod
     def describe() -> list[Metric]:
-        """Every metric without its values."""
+        """Return every metric without its values."""
         return [*_table_families(), _expected_family(), *_level_families(), *_rank_families()]
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric once."""
+        """Yield every metric once."""
         if self._ranks:
             yield from self._of_tables()
             yield self._expected()
@@ -210,7 +211,7 @@ class TierMetrics(Collector):
         return families
 
     def _series(self, rank: RankCounters) -> dict[str, Words]:
-        """Return a rank's counts by table, over all its parts of it; by class if tables are many."""
+        """Return a rank's counts by table, summed over its parts, or by class if there are many tables."""
         found: dict[str, Words] = {}
         for number, group in enumerate(rank.groups):
             for part, counts in zip(group.group.parts, group.tables, strict=True):
@@ -219,7 +220,7 @@ class TierMetrics(Collector):
         return found
 
     def _expected(self) -> Metric:
-        """Return accesses times the hit rate that the plan expects of their part's first level."""
+        """Return accesses times the expected hit rate of the first level."""
         family = _expected_family()
         for rank in self._ranks:
             found: dict[str, float] = {}
@@ -255,8 +256,8 @@ class TierMetrics(Collector):
 
 def _table_families() -> list[CounterMetricFamily]:
     return [
-        CounterMetricFamily(f"dlrm_trainer_table_{name}", f"{words} {_PER_TABLE}", labels=["rank", "table"])
-        for name, _, words in TABLE_COUNTS
+        CounterMetricFamily(f"dlrm_trainer_table_{name}", f"{text} {_PER_TABLE}", labels=["rank", "table"])
+        for name, _, text in TABLE_COUNTS
     ]
 
 
@@ -266,39 +267,38 @@ def _expected_family() -> CounterMetricFamily:
 
 def _level_families() -> list[CounterMetricFamily]:
     return [
-        CounterMetricFamily(f"dlrm_trainer_tier_{name}", words, labels=["rank", "tier"])
-        for name, _, words in LEVEL_COUNTS
+        CounterMetricFamily(f"dlrm_trainer_tier_{name}", text, labels=["rank", "tier"])
+        for name, _, text in LEVEL_COUNTS
     ]
 
 
 def _rank_families() -> tuple[GaugeMetricFamily, GaugeMetricFamily, CounterMetricFamily, CounterMetricFamily]:
-    """Bytes that are kept, bytes that are planned, time waited for rows, lookups whose row was missing."""
     return (
         GaugeMetricFamily(
             "dlrm_trainer_tier_kept_bytes",
-            "Bytes that tables with levels really take: slots ever filled, maps, touched memory, file blocks.",
+            "Bytes used by tables with levels: slots ever filled, maps, touched memory, file blocks.",
             labels=["rank", "tier"],
         ),
         GaugeMetricFamily(
             "dlrm_trainer_tier_planned_bytes",
-            "Bytes that the plan's rows take in a tier when every level is full.",
+            "Bytes that the plan's rows use in a tier when every level is full.",
             labels=["rank", "tier"],
         ),
         CounterMetricFamily(
             "dlrm_trainer_tier_prefetch_wait_seconds",
-            "Time for which lookups waited for rows from slower tiers.",
+            "Time that lookups waited for rows from slower tiers.",
             labels=["rank"],
         ),
         CounterMetricFamily(
             "dlrm_trainer_tier_missing_lookups",
-            "Lookups whose row was in no slot when their batch began; anything but 0 is a bug.",
+            "Lookups whose row was in no slot when their batch began; any value above 0 is a bug.",
             labels=["rank"],
         ),
     )
 
 
 def _by_tier(rank: RankCounters) -> dict[str, list[int]]:
-    """Counters of a rank's levels, added up over those in one tier."""
+    """Return the counters of a rank's levels, summed by tier."""
     found: dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
     for group in rank.groups:
         for level, counts in zip(group.group.parts[0].share.levels[1:], group.levels, strict=True):
@@ -307,7 +307,7 @@ def _by_tier(rank: RankCounters) -> dict[str, list[int]]:
 
 
 def tier_report(placement: Placement, optimizer: RowOptimizerSpec, blocks: Iterable[Words]) -> TierReport:
-    """Return the report of a run.
+    """Return the report on tiers of a run.
 
     Args:
         placement: of the job's tables.
@@ -319,7 +319,7 @@ def tier_report(placement: Placement, optimizer: RowOptimizerSpec, blocks: Itera
 
 
 def rank_use(placement: Placement, optimizer: RowOptimizerSpec, counters: RankCounters) -> RankUse:
-    """Return what one rank counted."""
+    """Return the report on one rank."""
     kept = dict(zip(TIERS, counters.head[KEPT:].tolist(), strict=True))
     planned = planned_bytes(optimizer, counters)
     return RankUse(
@@ -337,7 +337,7 @@ def rank_use(placement: Placement, optimizer: RowOptimizerSpec, counters: RankCo
 
 
 def planned_bytes(optimizer: RowOptimizerSpec, counters: RankCounters) -> Counter[Tier]:
-    """Bytes of a rank's stacks by tier when every level is full, by the arithmetic that plans budget with."""
+    """Return the bytes of a rank's stacks by tier when every level is full, computed as by the planner."""
     planned: Counter[Tier] = Counter()
     for each in counters.groups:
         for part in each.group.parts:
@@ -346,7 +346,7 @@ def planned_bytes(optimizer: RowOptimizerSpec, counters: RankCounters) -> Counte
 
 
 def stack_bytes(part: Part, dtype: tiers.RowDtype, optimizer: RowOptimizerSpec) -> Counter[Tier]:
-    """Bytes of one part with levels, by tier."""
+    """Return the bytes of one part with levels, by tier."""
     row = (part.width, dtype, optimizer.kind)
     first, *below = part.share.levels
     slots = min(first.rows, part.rows)
