@@ -339,18 +339,18 @@ def test_lists_and_tuples_of_json_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("edit", "named"),
     [
-        (lambda plan: plan.model_copy(update={"world_size": 2}), "plan.worldSize: the plan is for 2 ranks"),
+        (lambda plan: plan.model_copy(update={"world_size": 2}), "plan.worldSize: expected 1, the job's ranks, got 2"),
         (lambda plan: plan.model_copy(update={"tables": plan.tables[1:]}), "table users is not in the plan"),
-        (lambda plan: plan.model_copy(update={"tables": plan.tables[::-1]}), "not the model's, in its order"),
-        (lambda plan: _with_shard(plan, column_end=4), "table users: columns 0 to 4 are no whole column blocks"),
+        (lambda plan: plan.model_copy(update={"tables": plan.tables[::-1]}), "in the model's order"),
+        (lambda plan: _with_shard(plan, column_end=4), "table users: expected whole column blocks"),
         (
             lambda plan: _with_shard(plan, row_end=5),
             "table users: rows 5 to 900 of columns from 0 on are not the table's, or are in no shard",
         ),
-        (lambda plan: _with_shard(plan, rank=3), "table users: there are ranks 0 to 0 alone"),
+        (lambda plan: _with_shard(plan, rank=3), "table users: expected a rank from 0 to 0"),
         (
             lambda plan: _with_table(plan, column_blocks=(0, 4, 8)),
-            "table users: the job has column blocks with edges (0, 8): plan the job again",
+            "table users: the job has column blocks with edges (0, 8); replan the job",
         ),
     ],
 )

@@ -52,9 +52,7 @@ def test_an_empty_store_in_which_the_job_committed_a_snapshot_is_no_beginning(tm
     store, alone = FileStore(tmp_path / "snapshots"), Collectives(0, 1, lambda: "")
     committed = f"{store.uri}/manifests/0000000000000050-00000003.json"
 
-    with pytest.raises(
-        SnapshotError, match=r"snapshot not found: .*50-00000003\.json, which the job"
-    ):
+    with pytest.raises(SnapshotError, match=r"snapshot not found: .*50-00000003\.json, which the job"):
         choose_start(store, alone, "demo, attempt 4", committed=committed)
 
     assert newest_attempt(store) == 0  # what comes back is not given up

@@ -162,7 +162,7 @@ def _verdict(
     behind = [rank for rank, each in answers.items() if each.made == last]
     still_s = max(answers[rank].still_s for rank in behind)
     return (
-        f"{name_ranks(behind)} hung: no collective for {still_s:.0f} s, {first - last} behind the others; see the "
+        f"{name_ranks(behind)} hung: no collective for {still_s:.0f} s, and {first - last} behind the others; see the "
         "stacks in the log"
     )
 

@@ -1,4 +1,4 @@
-"""Rows that updates changed: one bit a row, kept until a snapshot is committed that holds them."""
+"""Record the rows that updates changed, one bit each, until a committed snapshot holds them."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from dlrm_checkpointer import CutRowSource
 from dlrm_kernels.dirty_rows import U64, WORD, Words, count_bits, mark_rows, rows_of_bits
 
 MAX_KEPT = 3
-"""Sets of words kept for cuts that no snapshot holds yet; more are joined."""
+"""Bitmaps kept for cuts that no snapshot holds yet; further ones are merged."""
 WINDOW_ROWS = 1 << 20
-"""Rows looked through at a time."""
+"""Rows searched at a time."""
 
 
 class Kept(NamedTuple):
-    """Hold what changed before a cut that no snapshot is known to hold."""
+    """Hold what changed before a cut that is in no known snapshot."""
 
     step: int
     words: Words
     rows: int
-    """Bound on the rows in them."""
+    """Upper bound of the rows in them."""
 
 
 class DirtyRows:
     """Record which rows of some parts changed since the parent of the next cut.
 
-    A cut takes the words and leaves zeroed ones, whose pages are untouched. They are kept, with the cut's step, until
-    a snapshot of that step or a later one is the parent of a cut: so a lost cut's rows are in the next one. What
-    snapshots hold is recorded too, for a cut without a parent. A superset of the changed rows is always right.
+    A cut takes the bitmap and leaves a zeroed one with untouched pages. The old one is kept, with the cut's step, until
+    a snapshot of that step or a later one is the parent of a cut, so the rows of a lost cut are in the next one. Rows
+    that snapshots hold are recorded too, for a cut without a parent. A superset of the changed rows is always correct.
 
-    One thread marks; nothing marks while another method runs.
+    Only one thread may mark, and not while another method runs.
 
     Args:
         sizes: rows of each part.
@@ -46,17 +46,17 @@ class DirtyRows:
         self.sizes = tuple(sizes)
         words = [*accumulate((-(-size // WORD) for size in sizes), initial=0)]
         self.starts = np.array(words, np.int64)[:-1] * WORD
-        """(K,) the bit of each part's first row."""
+        """(K,) bit of each part's first row."""
         self._marked: Words = np.zeros(words[-1], U64)
         self._kept: list[Kept] = []
         self._stored: Words | None = None
-        """Of rows that snapshots hold; None: none do."""
+        """Bitmap of the rows that snapshots hold; None without any."""
         self.marked = 0
         """Rows marked since the last cut."""
 
     @property
     def words(self) -> int:
-        """Return the words of all parts."""
+        """Return the number of words of all parts."""
         return len(self._marked)
 
     def mark(self, ids: NDArray[np.int64], sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
@@ -76,7 +76,7 @@ class DirtyRows:
         mark_rows(self._stored, ids, sizes, starts)
 
     def cut(self, step: int) -> None:
-        """Keep what was marked up to this step for its cut, and start with no marked row."""
+        """Keep the rows marked up to this step for its cut, and start without marked rows."""
         if len(self._kept) == MAX_KEPT:
             old, newer = self._kept[:2]
             self._kept[:2] = [Kept(newer.step, old.words | newer.words, old.rows + newer.rows)]
@@ -84,7 +84,7 @@ class DirtyRows:
         self._marked, self.marked = np.zeros_like(self._marked), 0
 
     def forget(self, step: int) -> None:
-        """Drop what a snapshot of this step holds."""
+        """Drop the rows that a snapshot of this step holds."""
         for kept in self._kept:
             if kept.step <= step:
                 self._stored = (
@@ -93,14 +93,14 @@ class DirtyRows:
         self._kept = [kept for kept in self._kept if kept.step > step]
 
     def recall(self) -> None:
-        """Mark all that snapshots hold as changed: none of them is the next cut's parent."""
+        """Mark all rows that snapshots hold as changed: the next cut has no parent."""
         if self._stored is not None:
             np.bitwise_or(self._marked, self._stored, out=self._marked)
             self.marked += int(count_bits(self._stored))
             self._stored = None
 
     def kept(self, step: int | None) -> int:
-        """Bound the rows that are kept once a snapshot of this step is a parent; None: no snapshot is."""
+        """Bound the rows kept once a snapshot of this step is a parent; None: without a parent."""
         return sum(kept.rows for kept in self._kept if step is None or kept.step > step)
 
     def clear(self, part: int) -> None:
@@ -111,11 +111,11 @@ class DirtyRows:
                 words[here] = 0
 
     def bits(self, part: int, first: int, last: int) -> Words:
-        """Return the words of rows [first, last) of a part since the parent; ``first`` is a multiple of 64."""
+        """Return the bits of rows [first, last) of a part that changed since the parent; 64 divides ``first``."""
         return self._union(self.words_of(part, first, last))
 
     def all_bits(self) -> Words:
-        """Return the words of all parts: rows that changed since the parent."""
+        """Return the bits of the rows of all parts that changed since the parent."""
         return self._union(slice(None))
 
     def _union(self, here: slice) -> Words:
@@ -125,7 +125,7 @@ class DirtyRows:
         return found
 
     def are_marked(self, parts: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tell whether (N,) rows of (N,) parts changed since the parent."""
+        """Return whether (N,) rows of (N,) parts changed since the parent."""
         bits = self.starts[parts] + rows
         found = self._marked[bits // WORD]
         for kept in self._kept:
@@ -159,7 +159,7 @@ class DirtyPart:
         self.rows.clear(self.number)
 
     def windows(self) -> Iterator[NDArray[np.int64]]:
-        """Iterate over the changed rows of the part, ascending: those of each window that has any."""
+        """Yield the changed rows of the part, ascending, one window with any at a time."""
         size = self.rows.sizes[self.number]
         for first in range(0, size, WINDOW_ROWS):
             bits = self.rows.bits(self.number, first, min(size, first + WINDOW_ROWS))
@@ -186,10 +186,10 @@ ascending; their (N,) positions among the ids of ``RowsToUpdate``."""
 
 
 class RowsToUpdate(NamedTuple):
-    """Name rows of some parts that are about to change."""
+    """Name rows that are about to change."""
 
     record: DirtyRows
-    """Of the parts."""
+    """Record of their parts."""
     ids: NDArray[np.int64]
     """See ``DirtyRows.mark``."""
     sizes: NDArray[np.int64]
@@ -201,4 +201,4 @@ class BeforeUpdates(Protocol):
     """Act before rows change."""
 
     def before_update(self, rows: RowsToUpdate) -> None:
-        """Copy those that belong to a cut and are not copied yet."""
+        """Copy the rows that belong to a cut and are not copied yet."""

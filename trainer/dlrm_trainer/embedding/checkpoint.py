@@ -1,4 +1,4 @@
-"""Rows of a rank's parts of tables: how they leave for a cut, and how they come back from a snapshot."""
+"""Give the changed rows of a rank's parts of tables to cuts, and restore rows from snapshots."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK, Stack
 
 BLOCK_VALUES = 1 << 17
-"""Weights decoded at a time on their way to their place."""
+"""Weights decoded at a time."""
 CHUNK_ROWS = 65_536
-"""Rows copied at a time, so that a start needs little memory."""
+"""Rows copied at a time: bounds the memory of a start."""
 
 SCAN_BYTES = 64 << 20
-"""Records of a block level that are sorted by table at a time."""
+"""Bytes of records of a block level that are sorted by table at a time."""
 
 
 class LocalPart(Protocol):
@@ -73,10 +73,10 @@ class LocalPart(Protocol):
         """
 
     def held(self) -> Iterator[NDArray[np.int64]]:
-        """List every row that may have changed since its start, as for ``in_place``, 1 to ``CHUNK_ROWS`` at a time."""
+        """Yield the rows that may have changed since the start, up to ``CHUNK_ROWS`` at a time; see ``in_place``."""
 
     def restore(self, pieces: Iterable[CodedRows]) -> None:
-        """Restore rows of a snapshot to a part that has just started; none of them is marked as changed."""
+        """Restore rows of a snapshot to a part that has just started, without marking them as changed."""
 
     def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return rows [start, end) of the table (n, width) and their state (n, S), for a digest."""
@@ -87,7 +87,7 @@ P = TypeVar("P", bound=LocalPart)
 
 @dataclass(frozen=True, kw_only=True)
 class ResidentPart:
-    """A part all of whose rows are in the memory of its kernel."""
+    """Hold a part with all rows in the memory of its kernel; implements ``LocalPart``."""
 
     table: TableSpec
     shard: ShardId
@@ -100,7 +100,7 @@ class ResidentPart:
 
     @property
     def is_on_host(self) -> bool:
-        """Tell whether its rows are in host memory."""
+        """Return whether its rows are in host memory."""
         return self.weight.device.type == "cpu"
 
     def start(self, seed: int) -> None:
@@ -132,8 +132,8 @@ class ResidentPart:
     def _fill(self, piece: CodedRows) -> None:
         """Decode into place; several threads fill different rows.
 
-        What needs neither another type nor another device goes there in one call, which leaves Python's lock to the
-        other threads; all else in blocks that stay in the processor's cache.
+        Rows of the same type and device are decoded in one call, which releases the GIL for the other threads; all
+        others in blocks that stay in the processor's cache.
         """
         ids = piece.row_ids - self.shard.row_start
         first, last = int(ids[0]), int(ids[-1]) + 1
@@ -236,7 +236,7 @@ def bad_rows(part: LocalPart) -> list[int]:
 
 
 def largest(part: LocalPart) -> tuple[float, int]:
-    """Return the largest absolute value of any row that may have changed, and that row; (-1, 0) if none has."""
+    """Return the largest absolute value of the rows that may have changed, and its row; (-1, 0) if none has."""
     found = (-1.0, 0)
     for piece in map(load_rows, map(part.in_place, part.held())):
         values = np.abs(piece.rows).max(axis=1)
@@ -260,21 +260,21 @@ def table_meta(table: TableSpec, seed: int, optimizer: RowOptimizerKind) -> Tabl
 
 
 SCAN_SHARE = 0.5
-"""All of a block level is read, by large reads, where the pages of the rows wanted may be this share of it."""
+"""A block level is scanned by large reads if the pages of the wanted rows make up at least this share of it."""
 Values = TypeVar("Values", NDArray[np.int64], NDArray[np.uint32])
 Found: TypeAlias = tuple[NDArray[np.int64], NDArray[np.uint32]]
-"""Rows of a class, and their records."""
+"""Rows of a stack, and their records."""
 
 
 @dataclass(frozen=True)
 class StackedPart:
-    """A part in a stack; implements ``LocalPart``. Nothing may be under way in the stack meanwhile."""
+    """Hold a part in a stack; implements ``LocalPart``. No row may be moving in the stack meanwhile."""
 
     table: TableSpec
     shard: ShardId
     stack: Stack
     number: int
-    """In the stack."""
+    """Number of the part in the stack."""
     dirty: DirtyPart
 
     def start(self, seed: int) -> None:
@@ -305,13 +305,13 @@ class StackedPart:
 
     @property
     def first(self) -> int:
-        """Its first row, in the class."""
+        """Return the part's first row, numbered over all parts of the stack."""
         return int(self.stack.row_map.row_starts[self.number])
 
 
 @dataclass(frozen=True)
 class StackedRows(PartRows[StackedPart]):
-    """Some rows of a part in a stack; implements ``CutRowSource``. Nothing may be under way in the stack meanwhile."""
+    """Locate rows of a part in a stack; implements ``CutRowSource``. No row may be moving in the stack meanwhile."""
 
     @property
     def state_values(self) -> int:
@@ -327,7 +327,7 @@ class StackedRows(PartRows[StackedPart]):
 
 
 def rows_of_stack(stack: Stack, parts: Sequence[StackedPart]) -> Iterator[CutRowSource]:
-    """The changed rows of all parts of a stack, each once; those on block storage last, in the order they lie there."""
+    """Yield the changed rows of all parts of a stack once; those on block storage last, in storage order."""
     number = next((n for n, level in enumerate(stack.levels, start=1) if isinstance(level, BlockLevel)), None)
     stored = 0
     for part in parts:
@@ -341,9 +341,9 @@ def rows_of_stack(stack: Stack, parts: Sequence[StackedPart]) -> Iterator[CutRow
     if number is not None and stored:
         level = stack.levels[number - 1]
         assert isinstance(level, BlockLevel)
-        most = max(1, SCAN_BYTES // (4 * stack.memory.words))
+        limit = max(1, SCAN_BYTES // (4 * stack.memory.words))
         scans = stored * level.page_bytes >= SCAN_SHARE * level.bytes_stored
-        found = _scanned(level, parts, most) if scans else _picked(stack, number, level, parts, most)
+        found = _scan(level, parts, limit) if scans else _read_pages(stack, number, level, parts, limit)
         for rows, records in found:
             yield from _by_part(stack, parts, rows, records)
 
@@ -351,7 +351,7 @@ def rows_of_stack(stack: Stack, parts: Sequence[StackedPart]) -> Iterator[CutRow
 def _by_part(
     stack: Stack, parts: Sequence[StackedPart], rows: NDArray[np.int64], records: NDArray[np.uint32]
 ) -> Iterator[ShardRows]:
-    """Rows of the class in any order, sorted part by part."""
+    """Yield rows of a stack, in any order, part by part and ascending."""
     order = np.argsort(rows)
     rows = rows[order]
     edges = np.searchsorted(rows, stack.row_map.row_starts)
@@ -362,19 +362,21 @@ def _by_part(
         yield ShardRows(shard=part.shard, row_ids=ids, rows=weights, state=state)
 
 
-def _scanned(level: BlockLevel, parts: Sequence[StackedPart], most: int) -> Iterator[Found]:
-    """The changed rows of a block level by reading all of it from its start to its end."""
+def _scan(level: BlockLevel, parts: Sequence[StackedPart], limit: int) -> Iterator[Found]:
+    """Yield the changed rows of a block level by reading all of it."""
     dirty = parts[0].dirty.rows
     firsts = np.array([part.first for part in parts])
-    for rows, records in _joined(level.scan(), most):
+    for rows, records in _joined(level.scan(), limit):
         part = np.searchsorted(firsts, rows, side="right") - 1
         changed = dirty.are_marked(part, rows - firsts[part])
         yield rows[changed], records[changed]
 
 
-def _picked(stack: Stack, number: int, level: BlockLevel, parts: Sequence[StackedPart], most: int) -> Iterator[Found]:
-    """The changed rows of a block level by reading their pages, in the order in which they lie."""
-    for rows, places in _joined(_stored(stack, number, parts), most):
+def _read_pages(
+    stack: Stack, number: int, level: BlockLevel, parts: Sequence[StackedPart], limit: int
+) -> Iterator[Found]:
+    """Yield the changed rows of a block level by reading their pages in storage order."""
+    for rows, places in _joined(_stored(stack, number, parts), limit):
         order = np.argsort(places)
         rows, places = rows[order], places[order]
         records = np.empty((len(rows), stack.memory.words), np.uint32)
@@ -393,17 +395,17 @@ def _stored(
 
 
 def _joined(
-    pieces: Iterable[tuple[NDArray[np.int64], Values]], most: int
+    pieces: Iterable[tuple[NDArray[np.int64], Values]], size: int
 ) -> Iterator[tuple[NDArray[np.int64], Values]]:
-    """Rows and what comes with them, at least ``most`` at a time but for the last, and fewer than twice that."""
+    """Join rows and their values to pieces of ``size`` to 2 * ``size`` - 1 rows; the last may be smaller."""
     waiting: list[tuple[NDArray[np.int64], Values]] = []
     count = 0
     for rows, values in pieces:
-        for start in range(0, len(rows), most):
-            some = slice(start, start + most)
+        for start in range(0, len(rows), size):
+            some = slice(start, start + size)
             waiting.append((rows[some].copy(), values[some].copy()))
             count += len(waiting[-1][0])
-            if count >= most:
+            if count >= size:
                 yield _concatenated(waiting)
                 waiting, count = [], 0
     if count:
@@ -418,13 +420,13 @@ class ChangedBytes(NamedTuple):
     """Bound the bytes of rows in the next cut."""
 
     kept: int
-    """Of rows that changed before the last cut and that no snapshot holds."""
+    """Bytes of rows that changed before the last cut and are in no snapshot."""
     marked: int
-    """Of rows that changed since."""
+    """Bytes of rows that changed since the last cut."""
 
 
 class OwnTables(Protocol):
-    """The parts that this rank alone holds, as a cut sees them."""
+    """Give access to the parts that only this rank holds."""
 
     pending: BeforeUpdates | None
 
@@ -439,7 +441,7 @@ class OwnTables(Protocol):
 
 
 class ReplicaTables(Protocol):
-    """The parts that every rank holds, as a cut sees them."""
+    """Give access to the parts that every rank holds."""
 
     pending: BeforeUpdates | None
 
@@ -449,9 +451,9 @@ class ReplicaTables(Protocol):
 
 
 class CheckpointView:
-    """See a rank's tables as cuts do: its own parts, and the data-parallel ones that it saves for all ranks.
+    """Give cuts access to a rank's own parts and to the data-parallel ones that it saves for all ranks.
 
-    Iterating gives each part. Over all ranks, each part is given once.
+    Iterating yields each part. Over all ranks, each part is yielded once.
 
     Args:
         owned: parts that this rank alone holds.
@@ -467,12 +469,12 @@ class CheckpointView:
         yield from self._saved
 
     def begin_cut(self, step: int, parent: int | None) -> None:
-        """Close the record of changed rows for a cut; ``changed_rows`` still gives them until the next one.
+        """Close the record of changed rows for a cut; ``changed_rows`` yields them until the next cut.
 
         Args:
             step: of the cut.
-            parent: step of the cut's parent, which holds all rows that changed before; None: the cut has none, and all
-                rows that were ever updated count as changed.
+            parent: step of the cut's parent, which holds all rows changed before it; None: without a parent, all rows
+                ever updated count as changed.
         """
         for record in {part.dirty.rows for part in (*self._owned.parts(), *self._replicas.parts)}:
             if parent is None:
@@ -487,7 +489,7 @@ class CheckpointView:
         Copy each before any row is looked up or updated.
 
         Args:
-            moving: only those that do not stay in place in host memory.
+            moving: only rows that do not stay in place in host memory.
 
         Raises:
             DeviceError: rows could not be read from their tier.
@@ -521,7 +523,7 @@ class CheckpointView:
         """Bound the bytes of ``changed_rows``.
 
         Args:
-            step: of the newest snapshot, whose rows do not count; None: there is none.
+            step: of the newest snapshot, whose rows do not count; None without one.
         """
         kept = marked = 0
         for part in self:
@@ -540,7 +542,7 @@ class CheckpointView:
         return copying
 
     def end_copying(self) -> None:
-        """Let rows change without being copied before."""
+        """Stop copying rows before they change."""
         self._owned.pending = self._replicas.pending = None
 
 

@@ -1,4 +1,4 @@
-"""How a cut copies its rows as they were at its step, while training continues.
+"""Copy the rows of a cut as they were at its step while training continues.
 
 Source: copy on update (Salles et al., An Evaluation of Checkpoint Recovery for Massively Multiplayer Online Games,
 VLDB 2009).
@@ -81,7 +81,7 @@ def copy_rows(
 
 
 class CutPart(Protocol):
-    """Rows of one part, as a cut sees them."""
+    """Give access to the rows of one part."""
 
     @property
     def shard(self) -> ShardId:
@@ -96,7 +96,7 @@ class CutPart(Protocol):
 
 
 class RestingPart(CutPart, Protocol):
-    """A part whose rows stay in place in host memory."""
+    """Give access to a part whose rows stay in place in host memory."""
 
     @property
     def weight(self) -> Tensor:
@@ -108,13 +108,13 @@ class RestingPart(CutPart, Protocol):
 
 
 class CopyBeforeUpdate:
-    """Copy the rows of a cut as they were at its step, while training continues; implements ``BeforeUpdates``.
+    """Copy the rows of a cut as they were at its step while training continues; a ``BeforeUpdates``.
 
-    A bitmap holds the rows that are not copied yet. The copier clears bits as it copies; an update first copies those
-    of its rows whose bit is set. They take turns, chunk by chunk. Rows that rest in host memory are copied by a thread,
-    or by ``copy``; all others by ``copy`` alone, between two steps. Resting rows have a place in the cut before they
-    are copied, so one that is copied early goes to where it would be anyway. Others become pieces of their own. While
-    the sidecar stores a segment, the next one is left to rows that are about to change.
+    A bitmap marks the rows that are not copied yet. The copier clears bits as it copies; an update first copies those
+    of its rows that are marked. The two alternate, chunk by chunk. Rows that rest in host memory are copied by a thread
+    or by ``copy``, all others only by ``copy``, between two steps. Resting rows have a place in the cut before they are
+    copied, and an update copies them to that place. Others become separate pieces. While the sidecar stores a segment,
+    the next one is reserved for rows that are about to change.
 
     Args:
         cut: reserved.
@@ -135,7 +135,7 @@ class CopyBeforeUpdate:
         self._cut, self._moving, self._settle = cut, moving, settle
         self._in_order = in_order if cut.is_whole else None
         self._at = 0, 0
-        """The moving part, and its first row, that may still have to be copied."""
+        """Moving part and first row of it that may still have to be copied."""
         self._maps: dict[DirtyRows, _RecordMap] = {}
         for record, parts in _by_record(resting).items():
             self._maps[record] = _RecordMap(record, parts)
@@ -156,11 +156,11 @@ class CopyBeforeUpdate:
 
     @property
     def done(self) -> bool:
-        """Tell whether all rows are copied."""
+        """Return whether all rows are copied."""
         return self._is_moving_done and self._is_resting_done
 
     def before_update(self, rows: RowsToUpdate) -> None:
-        """See ``BeforeUpdates``. The update follows whatever happens, so a withdrawn cut is reported by ``check``."""
+        """See ``BeforeUpdates``. An error must not stop the update, so ``check`` reports a withdrawn cut."""
         found = self._maps.get(rows.record)
         if found is None or self.done or self._stop.is_set():
             return
@@ -177,10 +177,10 @@ class CopyBeforeUpdate:
             self._end(error)
 
     def copy(self, resting_bytes: int | None = None) -> bool:
-        """Copy what there is space for, between two steps; return ``done``.
+        """Copy as much as there is space for, between two steps; return ``done``.
 
         Args:
-            resting_bytes: of the rows in host memory, at least so many, unless a thread copies them; None: all.
+            resting_bytes: copy at least so many bytes of resting rows, unless a thread copies them; None: all.
 
         Raises:
             CutWithdrawnError: rows changed before there was space for them.
@@ -201,18 +201,18 @@ class CopyBeforeUpdate:
         return self.done
 
     def check(self) -> bool:
-        """Return ``done``; raise what ended the copying."""
+        """Return ``done``; raise the error that ended copying."""
         if self._error is not None:
             raise self._error
         return self.done
 
     def start(self) -> None:
-        """Copy all resting rows that are left in a thread."""
+        """Start a thread that copies the remaining resting rows."""
         self._thread = threading.Thread(target=self._run, name="dlrm-cut", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, after the chunk that it copies; the cut's memory may be freed then."""
+        """End the thread after its current chunk; the cut's memory may be freed then."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -233,7 +233,7 @@ class CopyBeforeUpdate:
         self._stop.set()
 
     def _copy_chunk(self) -> int:
-        """Copy some resting rows; return their bytes, 0 if there are none or no space."""
+        """Copy some resting rows; return their bytes, 0 without rows or without space."""
         if self._stop.is_set():
             return 0
         if not self._laid and not self._cut.is_waiting():
@@ -250,7 +250,7 @@ class CopyBeforeUpdate:
         return size
 
     def _lay(self) -> None:
-        """Give places in the current segment to as many resting rows as there is space for."""
+        """Assign places in the current segment to as many resting rows as it has space for."""
         while self._unlaid:
             found, number = self._unlaid[0]
             chunks = found.lay(number, self._cut)
@@ -260,7 +260,7 @@ class CopyBeforeUpdate:
             self._unlaid.popleft()
 
     def _make_space(self) -> bool:
-        """Go to the next segment, which all laid rows must be copied for; False: the sidecar must free one first."""
+        """Open the next segment, once all laid rows are copied; return False if the sidecar must free one first."""
         if self._cut.is_waiting():
             return False
         while self._laid:
@@ -276,8 +276,8 @@ class CopyBeforeUpdate:
             copied = self._cut.copy(source, start)
             if not copied and not self._make_space():
                 raise self._cut.withdrawn(
-                    "rows changed faster than the checkpointer freed space: see why its store is slow or silent, or "
-                    "raise spec.checkpoint.handoffBudget"
+                    "rows changed faster than the checkpointer freed space; check its store, or raise "
+                    "spec.checkpoint.handoffBudget"
                 )
             start += copied
 
@@ -324,7 +324,7 @@ class CopyBeforeUpdate:
 
 
 class _Chunk(NamedTuple):
-    """Laid rows of a part that are copied together: units [first, stop), places [begin, end) of a piece."""
+    """Name laid rows of a part that are copied together: units [first, stop), places [begin, end) of a piece."""
 
     part: int
     first: int
@@ -335,11 +335,11 @@ class _Chunk(NamedTuple):
 
 
 class _RecordMap:
-    """Which rows of a record of changed rows a cut still has to copy, and their places in the cut.
+    """Track which rows of a record of changed rows are still to copy, and their places in the cut.
 
     Args:
         record: of the parts.
-        resting: all parts of the record, neighbours in one memory; or none: no row has a place.
+        resting: all parts of the record, neighbours in one memory; empty if rows have no places.
     """
 
     def __init__(self, record: DirtyRows, resting: Sequence[RestingPart]) -> None:
@@ -359,25 +359,25 @@ class _RecordMap:
             states_at=np.zeros(count, U64),
         )
         self._next = [0] * count
-        """First unit of each part that may have rows without a place."""
+        """First unit of each part with rows that may lack a place."""
         self._is_laid = [False] * count
         weights, states = _joined([part.weight for part in resting]), _joined([part.state for part in resting])
         self._width, self._values = weights.shape[1], states.shape[1]
         self._memory = memory_of(weights, states)
         self.drop_memory()
-        # Compiled here, once, and not when a step waits for it.
+        # Compiled here and not while a step waits.
         self.save(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
 
     def is_laid(self, part: int) -> bool:
-        """Tell whether every row of a part has its place."""
+        """Return whether every row of a part has a place."""
         return self._is_laid[part]
 
     def drop_memory(self) -> None:
-        """Forget the memory of a segment whose laid rows are all copied."""
+        """Drop the memory of a segment once all its laid rows are copied."""
         self._file = np.zeros(0, np.float32)
 
     def lay(self, number: int, cut: Cut) -> list[_Chunk]:
-        """Give places to as many rows of a part as there is space for, and list the chunks to copy."""
+        """Assign places to as many rows of a part as there is space for, and list the chunks to copy."""
         part, unit = self._parts[number], self._next[number]
         words, units = slice(*self._words[number : number + 2]), slice(*self._units[number : number + 2])
         pending, places = self.map.pending[words], self.map.places[units]
@@ -405,7 +405,7 @@ class _RecordMap:
         return chunks
 
     def copy(self, chunk: _Chunk) -> int:
-        """Copy what is still pending of a chunk, and number all of its rows; return the bytes."""
+        """Copy the pending rows of a chunk and write the ids of all its rows; return the bytes."""
         part, size = self._parts[chunk.part], chunk.end - chunk.begin
         rows, places = np.empty(size, np.int64), np.empty(size, np.int64)
         start, stop = (self._words[chunk.part] + unit * UNIT_WORDS for unit in (chunk.first, chunk.stop))
@@ -417,7 +417,7 @@ class _RecordMap:
         return size * CutRows(shard=part.shard, count=0, state_values=self._values).row_bytes
 
     def save(self, ids: NDArray[np.int64], sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Copy the pending rows of each segment of ids that have a place; return the positions of the others."""
+        """Copy the pending rows of each segment of ids that have places; return the positions of the others."""
         parts = np.searchsorted(np.array(self._words[:-1]), starts // WORD, side="right") - 1
         rest, width = np.empty(len(ids), np.int64), U64(self._values)
         size = size_of(self._width)
@@ -450,14 +450,14 @@ def _offset(memory: NDArray[np.float32], view: NDArray[np.float32]) -> int:
 
 
 class _Turns:
-    """A lock that a thread gets after one turn of another, although that takes it again and again."""
+    """Provide a fair lock: a waiting thread gets it next, even if the holder asks for it again at once."""
 
     def __init__(self) -> None:
         self._next, self._turn = threading.Lock(), threading.Lock()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Be the only one within the block."""
+        """Hold the lock within the block."""
         with self._next:
             self._turn.acquire()
         try:

@@ -108,7 +108,7 @@ class Vectors:
         messages, found = torch.split(self.arriving.wait(), list(self.sizes)), []
         for rank, (message, shapes) in enumerate(zip(messages, self.shapes, strict=True)):
             if rank != self.rank and not is_finite(self.codec, message):
-                raise DivergedError(f"rank {rank} sent values that are not finite: see its log")
+                raise DivergedError(f"rank {rank} sent values that are not finite; see its log")
             found.append(self.own if rank == self.rank else read_message(self.codec, message, shapes))
         return found
 
@@ -422,7 +422,7 @@ def split_bags(bags: Bags, splits: Sequence[Split]) -> Bags:
 
 def _impossible(rank: int, what: str) -> TemporaryError:
     return TemporaryError(
-        f"rank {rank} sent {what}: run the same trainer version on all ranks, and keep others off their ports"
+        f"rank {rank} sent {what}; run the same trainer version on all ranks, and block other access to their ports"
     )
 
 

@@ -1,4 +1,4 @@
-"""Look up and update the parts that one rank holds: resident ones, and ones whose rows are fetched into slots ahead."""
+"""Look up and update the parts of one rank, resident ones and those with rows fetched into slots ahead of use."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from dlrm_trainer.embedding.tiers.slots import untouched_zeros
 from dlrm_trainer.embedding.tiers.stack import Fetched, Stack, make_stack, stack_tables
 
 UNIT_LOOKUPS, UNIT_BAGS = 1 << 10, 1 << 9
-"""Smallest work of a thread at a time."""
+"""Smallest unit of work of a thread."""
 UNITS_PER_THREAD = 4
 ALL_ONES = np.zeros(0, np.float32)
 """Weights of ids that have none."""
@@ -489,7 +489,7 @@ def split_columns(bags: Bags, counts: Sequence[int]) -> tuple[Bags, ...]:
 
 
 def make_kernel(tables: Tables) -> Kernel:
-    """Make the kernel of the tables' device."""
+    """Return the kernel for the tables' device."""
     if tables.device.type == "cpu":
         return HostKernel(tables)
     # Loads fbgemm, which takes seconds.
@@ -499,10 +499,10 @@ def make_kernel(tables: Tables) -> Kernel:
 
 
 def lazy_zeros(count: int, dtype: torch.dtype) -> Tensor:
-    """Return (count,) zeros on the host, page-aligned, that take no memory, nor a commitment of it, until written.
+    """Return (count,) page-aligned zeros on the host that neither use nor commit memory until written.
 
-    torch.zeros writes every page, and numpy's zeros are committed: a machine may have less than the slots that only a
-    rare batch would fill.
+    torch.zeros writes every page, and numpy's zeros count as committed: a host may have less memory than the slots that
+    only a rare batch fills.
 
     Raises:
         DeviceError: no address space is left.
@@ -597,14 +597,14 @@ def _check_links(placement: Placement, plan: PartGroup, slots: Sequence[int]) ->
             raise InvalidSpecError(
                 "plan.tables",
                 f"table {table.name}: a shard of {part.rows:,} rows has {count:,} slots, batches in flight included; "
-                f"the limit is {MAX_LINKED_SLOTS:,}: replan the job, or lower globalBatchSize or maxLookups",
+                f"the limit is {MAX_LINKED_SLOTS:,}; replan the job, or lower globalBatchSize or maxLookups",
             )
         for level in part.share.levels[1:-1]:
             if min(level.rows, part.rows) > MAX_LINKED_SLOTS:
                 raise InvalidSpecError(
                     "plan.tables",
                     f"table {table.name}: a shard of {part.rows:,} rows has {level.rows:,} places in tier {level.tier} "
-                    f"above a slower one, and {MAX_LINKED_SLOTS:,} at most: plan the job again",
+                    f"above a slower one; the limit is {MAX_LINKED_SLOTS:,}; replan the job",
                 )
 
 
@@ -616,13 +616,13 @@ def _device_of(placement: Placement, plan: PartGroup, device: torch.device) -> t
     table = placement.tables[plan.parts[0].table]
     if device.type == "cpu":
         raise InvalidSpecError(
-            "plan.tables", f"table {table.name} has rows in tier hbm, and plan.device is cpu: plan the job again"
+            "plan.tables", f"table {table.name} has rows in tier hbm, and plan.device is cpu; replan the job"
         )
     if plan.width > MAX_DEVICE_COLUMNS:
         raise InvalidSpecError(
             "plan.tables",
             f"table {table.name}: dim {table.dim} has column blocks of {plan.width}, and rows in tier hbm have "
-            f"at most {MAX_DEVICE_COLUMNS} columns: give the table a columnBlock of no more, or pin it elsewhere",
+            f"at most {MAX_DEVICE_COLUMNS} columns; lower the table's columnBlock, or pin it to another tier",
         )
     return device
 
@@ -638,7 +638,7 @@ def _make_prefetcher(stacks: Sequence[Stack], tier_dir: Path | None) -> Prefetch
 def _place(
     group: Group, slots: NDArray[np.int64] | None, number: int, rows: NDArray[np.int64], lookups: NDArray[np.int64]
 ) -> CutRowSource:
-    """Return rows of a part that a batch has looked up as they lie: in slots, or in their own place."""
+    """Locate rows of a part that a batch has looked up: in slots, or in place."""
     part = group.parts[number]
     if slots is None:
         return part.in_place(rows)

@@ -1,4 +1,6 @@
-"""Read a plan: which rows and columns live where, and what travels to which rank. Every rank derives the same data.
+"""Read from a plan which rows and columns live where, and what travels to which rank.
+
+Every rank derives the same data.
 
 A *part* is a range of rows of one column block, on one rank: a table to a kernel. A *bag unit* is the share of a
 feature's bags that one set of parts takes: all its ids, or those of a range of rows; units 0 to F - 1 are the whole
@@ -33,7 +35,7 @@ from dlrm_trainer.compute_device import HOST
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Describe rows [row_start, row_end) of a table's columns [column_start, column_end), which are a column block."""
+    """Describe rows [row_start, row_end) of one column block [column_start, column_end) of a table."""
 
     table: int
     row_start: int
@@ -57,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class PartGroup:
-    """Describe parts of one rank behind one kernel: resident ones of one type and width, or ones that share a stack.
+    """Describe parts of one rank behind one kernel: resident ones of one type and width, or one stack's.
 
     A group's *columns* are pairs of a part and a feature that reads it, part by part: the bags that it pools.
     """
@@ -233,14 +235,14 @@ def place(model: ModelSpec, plan: Plan, world_size: int) -> Placement:
     """
     if plan.world_size != world_size:
         raise InvalidSpecError(
-            "plan.worldSize", f"the plan is for {plan.world_size} ranks, the job for {world_size}: plan it again"
+            "plan.worldSize", f"expected {world_size}, the job's ranks, got {plan.world_size}; replan the job"
         )
     tables = model.all_tables()
     names, planned = [table.name for table in tables], [table.name for table in plan.tables]
     if names != planned:
         odd = next((name for name in names if name not in planned), None)
-        what = f"table {odd} is not in the plan" if odd else "the plan's tables are not the model's, in its order"
-        raise InvalidSpecError("plan.tables", f"{what}: plan the job again")
+        what = f"table {odd} is not in the plan" if odd else "expected the model's tables in the model's order"
+        raise InvalidSpecError("plan.tables", f"{what}; replan the job")
     owned: list[list[Part]] = [[] for _ in range(world_size)]
     replicated: list[Part] = []
     for number, (table, shards) in enumerate(zip(tables, plan.tables, strict=True)):
@@ -270,7 +272,7 @@ def _parts(number: int, table: TableSpec, plan: TablePlan, world_size: int) -> I
     if plan.column_blocks != table.block_edges:
         raise InvalidSpecError(
             f"{path}.columnBlocks",
-            f"table {table.name}: the job has column blocks with edges {table.block_edges}: plan the job again",
+            f"table {table.name}: the job has column blocks with edges {table.block_edges}; replan the job",
         )
     shards = plan.shards
     if any(shard.kind == "data" for shard in shards):
@@ -323,13 +325,13 @@ def _check_replicas(path: str, table: TableSpec, shards: Sequence[Shard], world_
 
 def _check_shard(path: str, table: TableSpec, shard: Shard, world_size: int) -> None:
     if shard.rank >= world_size:
-        raise InvalidSpecError(f"{path}.rank", f"table {table.name}: there are ranks 0 to {world_size - 1} alone")
+        raise InvalidSpecError(f"{path}.rank", f"table {table.name}: expected a rank from 0 to {world_size - 1}")
     edges = table.block_edges
     if shard.column_start not in edges or shard.column_end not in edges or shard.column_start >= shard.column_end:
         raise InvalidSpecError(
             path,
-            f"table {table.name}: columns {shard.column_start} to {shard.column_end} are no whole column blocks, "
-            f"whose edges are {edges}",
+            f"table {table.name}: expected whole column blocks with edges {edges}, got columns {shard.column_start} to "
+            f"{shard.column_end}",
         )
     levels, rows = shard.tiers.levels, shard.row_end - shard.row_start
     alone = len(levels) == 1 and levels[0].tier != "hbm"

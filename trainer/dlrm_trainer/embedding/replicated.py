@@ -1,4 +1,4 @@
-"""Data-parallel tables: every rank holds all rows, gradients are summed, and every rank makes the same update."""
+"""Hold data-parallel tables: every rank has all rows and applies the same update of summed gradients."""
 
 from __future__ import annotations
 

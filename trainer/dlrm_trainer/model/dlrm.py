@@ -43,9 +43,9 @@ class MLP(nn.Module):
 
 
 class DotInteraction(nn.Module):
-    """Dot products of all pairs of vectors: each feature's pooled row, and the bottom MLP's output if there is one.
+    """Compute the dot products of all pairs of a sample's pooled rows and its bottom MLP output, if any.
 
-    That output is also passed on as it is. ``dtype`` is that of a GPU's products; the host's are float32.
+    That output is also passed on unchanged. ``dtype`` is that of a GPU's products; the host's are float32.
     """
 
     places: Tensor

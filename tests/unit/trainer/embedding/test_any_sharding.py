@@ -119,7 +119,7 @@ def test_a_gradient_that_fp16_cannot_send_ends_every_rank_by_name_before_any_upd
 
     words = run_ranks(2, words_of_bad_gradient, job, plan, tmp_path)
 
-    assert words[0] == "rank 1 sent values that are not finite: see its log"
+    assert words[0] == "rank 1 sent values that are not finite; see its log"
     assert words[1].startswith(
         "step 1: the gradient of feature i of table items is not finite: lower the learning rate"
     )

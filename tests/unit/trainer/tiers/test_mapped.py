@@ -89,7 +89,7 @@ def test_a_full_device_is_an_error_with_path_and_bytes_and_kills_nobody(
 
     assert (held == 5).all()
     assert str(tmp_path) in str(caught.value)
-    assert "256,000 bytes for rows beside the 4,096,000" in str(caught.value)
+    assert "256,000 bytes for rows after 4,096,000" in str(caught.value)
     assert "No space left on device" in str(caught.value)
 
 

@@ -1,1 +1,1 @@
-"""Hierarchical memory: rows of large tables in slots that the kernels compute on, and in slower levels below them."""
+"""Keep rows of large tables in a hierarchy: slots that kernels compute on, and slower levels below them."""

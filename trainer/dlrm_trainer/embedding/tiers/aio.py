@@ -42,7 +42,7 @@ REQUEST = np.dtype(
 EVENT = np.dtype([("data", "<u8"), ("request", "<u8"), ("result", "<i8"), ("result2", "<i8")])
 """``struct io_event``."""
 Arrived = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Numbers of pieces, and the buffers that hold them."""
+"""Numbers of pieces, and their buffers."""
 _READ, _WRITE = 0, 1
 _SETUP, _DESTROY, _SUBMIT, _GETEVENTS = range(4)
 _NUMBERS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
@@ -55,7 +55,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def _call(name: int, *arguments: int) -> int:
-    """Make a system call, again if a signal interrupts it."""
+    """Make a system call; repeat it if a signal interrupts it."""
     number = _NUMBERS[platform.machine()][name]
     while True:
         result = int(_libc.syscall(*(ctypes.c_long(argument) for argument in (number, *arguments))))
@@ -125,11 +125,11 @@ def _no_queue(depth: int, error: OSError) -> DeviceError:
     if error.errno == errno.EAGAIN:
         limit = f"{int(_LIMIT.read_text()):,}" if _LIMIT.exists() else "unknown"
         return DeviceError(
-            f"the host has no {depth:,} asynchronous requests left: its limit fs.aio-max-nr is {limit} for all its "
-            "processes together; raise it, such as by `sysctl -w fs.aio-max-nr=1048576` on the node"
+            f"the host has fewer than {depth:,} asynchronous requests left: fs.aio-max-nr is {limit} for all "
+            "processes; raise it, for example by `sysctl -w fs.aio-max-nr=1048576` on the node"
         )
     return DeviceError(
-        f"the kernel gives no queue of {depth:,} asynchronous requests (io_setup): {error.strerror}; rows on block "
+        f"cannot create a queue of {depth:,} asynchronous requests (io_setup): {error.strerror}; rows on block "
         "storage need Linux with CONFIG_AIO and a seccomp profile that allows io_setup, as the default ones do"
     )
 
@@ -331,7 +331,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class ScratchFile:
-    """Hold a file that only this process can open: created exclusively and unlinked at once, so it never outlives us.
+    """Hold a file that is created exclusively and unlinked at once, so it never outlives this process.
 
     Args:
         folder: existing directory on the device.
@@ -358,8 +358,8 @@ class ScratchFile:
     def _refused(self, error: OSError, direct: bool) -> DeviceError:
         if direct and error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return DeviceError(
-                f"{self.path.parent}: its file system has no direct I/O (O_DIRECT), without which the page cache would "
-                "take memory that no plan counts; mount one on block storage there that has it, such as ext4 or XFS"
+                f"{self.path.parent}: the file system has no direct I/O (O_DIRECT), without which the page cache would "
+                "use memory outside the plan; mount ext4 or XFS on block storage there"
             )
         return DeviceError(f"{self.path}: cannot create a file for rows: {error.strerror}")
 
@@ -371,15 +371,15 @@ class ScratchFile:
         """
         os.ftruncate(self.fd, size)
 
-    def ensure(self, wanted: int, step: int, most: int) -> None:
-        """Allocate the first ``wanted`` bytes, in steps ahead while the device has space, at most ``most``.
+    def ensure(self, wanted: int, step: int, limit: int) -> None:
+        """Allocate the first ``wanted`` bytes, in steps ahead while the device has space, at most ``limit``.
 
         Raises:
             DeviceError: it is full; the content of the file is unchanged.
         """
         if wanted <= self.allocated:
             return
-        ahead = min(most, -(-wanted // step) * step)
+        ahead = min(limit, -(-wanted // step) * step)
         try:
             self._allocate(ahead)
         except OSError as error:
@@ -387,8 +387,8 @@ class ScratchFile:
                 self.ensure(wanted, 1, wanted)
                 return
             raise DeviceError(
-                f"{self.path}: cannot reserve {wanted - self.allocated:,} bytes for rows beside the {self.allocated:,} "
-                f"that it has: {error.strerror}; make room on {self.path.parent}, or give this tier less in the plan"
+                f"{self.path}: cannot allocate {wanted - self.allocated:,} bytes for rows after {self.allocated:,}: "
+                f"{error.strerror}; free space on {self.path.parent}, or give this tier less in the plan"
             ) from error
 
     def _allocate(self, end: int) -> None:

@@ -1,4 +1,4 @@
-"""Keep records on block storage: a log of segments, read a page at a time at queue depth, written by segment."""
+"""Keep records on block storage in a log of segments, read by page at queue depth and written by segment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ READ_BUFFER_BYTES = 8 << 20
 WRITE_BUFFERS = 4
 """Segments in memory: the open one, and those being written."""
 VICTIM_BUFFERS = 4
-"""Segments read ahead of cleaning: beside page reads each takes long."""
+"""Segments read ahead of cleaning: each takes long while pages are read."""
 SCAN_DEPTH = 4
 SPARE_SEGMENTS, SPARE_SHARE = 32, 64
 """Segments kept free, at most one in SPARE_SHARE, for writes while pages are read: a segment freed meanwhile may still
@@ -40,7 +40,7 @@ STEP_BYTES = 64 << 20
 
 
 class BlockLevel:
-    """Implement ``Level`` in a file that nobody else sees.
+    """Implement ``Level`` in a private file.
 
     New records go to the open segment, in memory. A full segment is written in the background and served from memory
     until the device has it. If no segment is free, the one with the fewest records in use is read, its records are

@@ -1,4 +1,4 @@
-"""Keep records in byte-addressable memory: DDR, or CXL and SCM as a file mapped from a mount, near its NUMA node."""
+"""Keep records in byte-addressable memory: DDR, or a mapped file on CXL or SCM, bound to its NUMA node."""
 
 from __future__ import annotations
 

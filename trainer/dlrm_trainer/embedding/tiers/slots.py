@@ -1,4 +1,4 @@
-"""Hold the first level, where kernels compute, on host or GPU; and define records, and what a level below must do."""
+"""Hold the slots that kernels compute on, on host or GPU, and define records and the interface of levels below."""
 
 from __future__ import annotations
 
@@ -290,6 +290,7 @@ def map_anonymous(size: int) -> mmap.mmap:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     except OSError as error:
         raise DeviceError(f"cannot map {size:,} bytes of memory for rows: {error.strerror}") from error
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)  # rows are far apart: fewer misses of the processor's page table
+    # Rows are far apart: huge pages save TLB misses. Some kernels have none.
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -1,4 +1,4 @@
-"""Move rows of tables that share levels between their slots and the levels below, and build such stacks from a plan."""
+"""Move rows of tables that share levels between slots and the levels below, and build stacks from a plan."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ class Stack:
 
     @property
     def bytes_kept(self) -> dict[Tier, int]:
-        """Bytes allocated now, by tier: slots (rows, states, metadata), map and levels."""
+        """Return the bytes allocated now, by tier: slots (rows, states, metadata), map and levels."""
         filled = int(self.row_map.filled[:, :2].sum())
         slot = self.format.kept_words * 4 + SLOT_META_BYTES
         kept: dict[Tier, int] = {"ddr": self.row_map.place_of.nbytes}
@@ -442,8 +442,8 @@ def make_stack(
     """Make the stack of a group over the slots of its kernel, given as their rows and states.
 
     Raises:
-        InvalidSpecError: a level needs a folder and none was given.
-        DeviceError: a level's file can't be made.
+        InvalidSpecError: a level needs a directory and none was given.
+        DeviceError: a level's file cannot be created.
     """
     weight, state = storage
     share = group.parts[0].share
@@ -478,7 +478,7 @@ def _make_level(tier: Tier, stack: Stack, number: int, planned: int, tier_dir: P
         return ByteLevel(tier, AnonymousStorage(words, places), places, ordered=not last)
     if tier_dir is None:
         raise InvalidSpecError(
-            "plan.tables", f"rows in tier {tier} need a folder: set DLRM_TIER_DIR, or dlrmctl run --tier-dir"
+            "plan.tables", f"rows in tier {tier} need a directory; set DLRM_TIER_DIR, or dlrmctl run --tier-dir"
         )
     folder = tier_dir / tier
     folder.mkdir(parents=True, exist_ok=True)
