@@ -6,6 +6,7 @@ Those that need a cluster are run on one by ``tests/e2e/test_documented_commands
 from __future__ import annotations
 
 import os
+import pydoc
 import re
 import shlex
 import shutil
@@ -48,6 +49,13 @@ def ours() -> list[tuple[str, tuple[str, ...]]]:
             if DLRMCTL.match(words[0]):
                 found.append((str(path.relative_to(ROOT)), tuple(words[1:])))
     return list(dict.fromkeys(found))
+
+
+def test_every_function_of_the_walks_through_the_code_exists() -> None:
+    names = re.findall(r"`(dlrm_\w+(?:\.(?!py`)\w+)+)`", (ROOT / "docs" / "architecture.md").read_text())
+
+    assert names
+    assert [name for name in names if pydoc.locate(name) is None] == []
 
 
 @pytest.mark.parametrize(("doc", "arguments"), ours(), ids=lambda value: value if isinstance(value, str) else value[0])

@@ -47,7 +47,7 @@ RECIPES: Mapping[str, Recipe] = {
         sources=("checkpointer", "kernels", "stores"),
         packages=("dlrm_api", "dlrm_kernels", "dlrm_stores", "dlrm_checkpointer"),
         absent=(
-            *("torch", "kubernetes", "kopf", "scipy", "tenacity"),
+            *("torch", "kubernetes", "kopf", "scipy"),
             *("dlrm_operator", "dlrm_planner", "dlrm_trainer", "dlrm_cli"),
         ),
     ),
