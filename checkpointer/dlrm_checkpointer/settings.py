@@ -1,4 +1,4 @@
-"""Where the sidecar's settings come from: the job's document, and the environment that ``dlrm_api.names`` lists."""
+"""Read the sidecar's settings from the job's document and the environment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT_GRACE_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All that a sidecar needs to know."""
+    """Configure a sidecar."""
 
     uri: str
     options: StoreOptions
@@ -33,9 +33,9 @@ class Settings:
     """Pods of the gang."""
     checkpoint: CheckpointSpec
     expected_restores: int
-    """Restores in the job's life that ``bits: auto`` goes by."""
+    """Expected number of restores over the whole job, from which ``bits: auto`` is chosen."""
     grace_s: float
-    """Seconds that the end of the trainers leaves for the last upload."""
+    """Seconds for the last upload after the trainers have ended."""
     bind: str
     port: int
     termination_log: Path | None
@@ -45,7 +45,7 @@ def read_settings(job_file: Path, env: Mapping[str, str]) -> Settings:
     """Read the job and the environment.
 
     Raises:
-        NoInputError: the job's file is not there.
+        NoInputError: the job's file does not exist.
         BadDataError: it is neither JSON nor YAML.
         InvalidSpecError: names the field.
         UsageError: names the environment variable.
@@ -72,18 +72,18 @@ def read_settings(job_file: Path, env: Mapping[str, str]) -> Settings:
 
 
 def store_options(job: DLRMJob, env: Mapping[str, str]) -> StoreOptions:
-    """How the job's store is reached, in any process of the job."""
+    """Return how a process of the job reaches its store."""
     folder = env.get(Env.CREDENTIALS_DIR)
     return StoreOptions(s3=job.spec.checkpoint.s3, credentials_dir=Path(folder) if folder else None)
 
 
 def read_job(path: Path) -> DLRMJob:
-    """Read a job's document, JSON or YAML; the trainer reads it by this too.
+    """Read a job's document, JSON or YAML; the trainer uses it too.
 
     Raises:
-        NoInputError: the file can't be read.
+        NoInputError: the file cannot be read.
         BadDataError: it is neither JSON nor YAML.
-        InvalidSpecError: it is no job.
+        InvalidSpecError: it is not a valid job.
     """
     try:
         text = path.read_bytes().decode(errors="replace")
@@ -96,7 +96,8 @@ def _decode(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        import yaml  # imported here: in a pod the job is JSON, and the sidecar starts in a moment
+        # In a pod the job is JSON, and the sidecar must start fast.
+        import yaml
 
         try:
             return yaml.safe_load(text)
@@ -117,7 +118,7 @@ def open_publish_store(uri: str, options: StoreOptions, snapshots: ObjectStore) 
 
     Args:
         uri: ``spec.checkpoint.publish.uri``.
-        options: How the job's store is reached; this one is reached the same way.
+        options: How to reach the job's store and this one.
         snapshots: The job's store.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Run the sidecar's loop: commit cuts from the hand-off directory as snapshots until the trainers are gone."""
+"""Run the sidecar's loop: commit cuts from the hand-off directory until the trainers have ended."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MAX_POLL_INTERVAL_S = 2.0
 
 @dataclass
 class ShutdownPolicy:
-    """Decide when the sidecar ends, from the ranks' locks and the stop signal. Pure: the caller passes the time.
+    """Decide when the sidecar ends, from the ranks' locks and the stop signal. The caller passes the time.
 
     All locks free after one was held means that the trainers ended, however they died. A stop signal ends the sidecar
     once no lock is held, so that a cut that the signal caused is still handed over.
@@ -166,7 +166,7 @@ class Sidecar:
         self._shutdown.observe(living=bool(self._inbox.living()), stopping=stop.is_set(), now=time.monotonic())
 
     def _rest(self, stop: threading.Event, there: frozenset[str]) -> None:
-        """Wait until there may be work: names in the directory other than ``there``, those before the last pass.
+        """Wait until there may be work: the names in the directory differ from ``there``.
 
         Listing the names costs a tenth of a pass.
         """
@@ -303,7 +303,7 @@ class Sidecar:
         return True
 
     def _conclude(self, cut: UploadedCut) -> None:
-        """Commit a cut whose parts are all durable; discard one that can never be complete."""
+        """Commit a cut once all its parts are durable; discard one that can never be complete."""
         reason = NEWER_ATTEMPT if self._is_superseded(cut.attempt) else ""
         manifest = None
         try:

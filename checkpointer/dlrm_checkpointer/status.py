@@ -43,7 +43,7 @@ class Status:
             prefix + "slices", "Slices of cuts above the hand-off budget made durable.", registry=registry
         )
         self._chain = Gauge(
-            prefix + "chain_length", "Snapshots that the newest one goes over; 0: it is full.", registry=registry
+            prefix + "chain_length", "Older snapshots that the newest one needs; 0: it is full.", registry=registry
         )
         self._bits = Gauge(prefix + "bits", "Bits of an element of the newest snapshot's rows.", registry=registry)
         self._snapshot_bytes = Gauge(

@@ -1,4 +1,4 @@
-"""What a rank hands over at a cut: plain data, the same whichever way the tables are sharded."""
+"""Define what a rank hands over at a cut: plain data, independent of how the tables are sharded."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from dlrm_api.errors import SnapshotError
 
 @dataclass(frozen=True, order=True)
 class SnapshotName:
-    """A snapshot of a store: the step of its cut and the store's attempt that made it; order is step, attempt."""
+    """Name a snapshot of a store by the step of its cut and the attempt that made it, in this order."""
 
     step: int
     attempt: int
 
     @property
     def recency(self) -> tuple[int, int]:
-        """Greater for what a job commits later: a newer attempt may begin at an earlier step."""
+        """Return a key that orders snapshots by commit: a newer attempt may begin at an earlier step."""
         return self.attempt, self.step
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any] | None) -> Self | None:
-        """Read ``asdict``'s form, or nothing."""
+        """Parse the result of ``asdict``, or None."""
         return None if value is None else cls(step=int(value["step"]), attempt=int(value["attempt"]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardId:
-    """A rectangle of a table: rows [row_start, row_end) and columns [column_start, column_end)."""
+    """Name a rectangle of a table: rows [row_start, row_end) and columns [column_start, column_end)."""
 
     table: str
     row_start: int
@@ -43,7 +43,7 @@ class ShardId:
 
     @property
     def width(self) -> int:
-        """Columns of the rectangle."""
+        """Return the number of columns."""
         return self.column_end - self.column_start
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class ShardId:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRows:
-    """Some rows of one shard, with their optimizer state.
+    """Hold rows of one shard with their optimizer state.
 
     ``row_ids`` (N,) int64 are global row numbers, strictly ascending and inside the shard;
     ``rows`` (N, width) float32; ``state`` (N, S) float32, the values of each column block of the shard side by side
@@ -66,12 +66,12 @@ class ShardRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the three arrays."""
+        """Return the bytes of the three arrays."""
         return self.row_ids.nbytes + self.rows.nbytes + self.state.nbytes
 
     @property
     def state_values(self) -> int:
-        """Values of a row's state."""
+        """Return the number of state values per row."""
         return int(self.state.shape[1])
 
     def copy(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
@@ -79,12 +79,12 @@ class ShardRows:
         rows[:], state[:] = self.rows[start:end], self.state[start:end]
 
     def part(self, start: int, end: int) -> ShardRows:
-        """Rows [start, end) of these, counted from 0; views."""
+        """Return rows [start, end) of these, counted from 0, as views."""
         span = slice(start, end)
         return ShardRows(shard=self.shard, row_ids=self.row_ids[span], rows=self.rows[span], state=self.state[span])
 
     def check(self, table: TableMeta) -> None:
-        """Refuse arrays that don't belong together or to their table.
+        """Check that the arrays fit each other and their table.
 
         Raises:
             ValueError: names the shard and what is wrong with it.
@@ -102,7 +102,7 @@ class ShardRows:
 
 
 class CutRowSource(Protocol):
-    """Rows of one shard of a cut, wherever the trainer keeps them; ``ShardRows`` are such rows too."""
+    """Provide rows of one shard of a cut, wherever the trainer keeps them; ``ShardRows`` does it too."""
 
     @property
     def shard(self) -> ShardId:
@@ -136,7 +136,7 @@ class CutRows:
 
 
 def load_rows(source: CutRowSource) -> ShardRows:
-    """Copy rows from where they are."""
+    """Load the rows of a source into memory."""
     count = len(source.row_ids)
     rows = np.empty((count, source.shard.width), np.float32)
     state = np.empty((count, source.state_values), np.float32)
@@ -160,14 +160,14 @@ one cut, the last finds all of them and commits it."""
 Dtype = Literal["fp32", "fp16"]
 MAX_NAME = 63
 MAX_ROWS, MAX_COLUMNS = 2**40, 4_096
-"""Of a table: the bounds of ``spec.model.tables``, which are the format's too."""
+"""Bounds of a table, in the format as in ``spec.model.tables``."""
 MAX_STEPS, MAX_ATTEMPTS, MAX_RANKS = 10**16, 10**8, 10**6
-"""What keys have digits for."""
+"""Bounds set by the number of digits in keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableMeta:
-    """All that a reader must know of a table: the entry of ``CutMeta.model["tables"]``."""
+    """Describe a table to readers: the entry of ``CutMeta.model["tables"]``."""
 
     name: str
     rows: int
@@ -177,18 +177,18 @@ class TableMeta:
     scale: float
     """Scale of the initializer, a float32 value; 0 for tables that start at zero (``initializer.table_scale``)."""
     column_blocks: tuple[tuple[int, int], ...]
-    """Columns [start, end) of each block that has a row optimizer state of its own; contiguous from 0 to dim."""
+    """Columns [start, end) of each block with its own row optimizer state; contiguous from 0 to dim."""
     state_columns: tuple[int, ...] = ()
-    """float32 values of row optimizer state of each block; 1 each where it is left out."""
+    """float32 values of row optimizer state per block; 1 each by default."""
     dtype: Dtype = "fp32"
-    """Type of the trainer's rows: a row of fp16 takes no other values, its initial ones included."""
+    """Type of the trainer's rows; all values of a fp16 table, initial ones included, are fp16 values."""
 
     def __post_init__(self) -> None:
         if not self.state_columns:
             object.__setattr__(self, "state_columns", (1,) * len(self.column_blocks))
 
     def to_json(self) -> dict[str, Any]:
-        """The table as the format writes it."""
+        """Return the table as the format writes it."""
         return {
             "name": self.name,
             "rows": self.rows,
@@ -202,10 +202,10 @@ class TableMeta:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Read ``to_json``'s form.
+        """Parse the result of ``to_json``.
 
         Raises:
-            KeyError, TypeError, ValueError, OverflowError: it is none, or says what no table has; names the table.
+            KeyError, TypeError, ValueError, OverflowError: the value is invalid or out of bounds; names the table.
         """
         blocks = tuple((int(start), int(end)) for start, end in value["columnBlocks"])
         table = cls(
@@ -223,32 +223,32 @@ class TableMeta:
         return table
 
     def _problem(self) -> str:
-        """What is beyond the bounds of the format, in words; empty where nothing is."""
+        """Describe what exceeds the bounds of the format; empty if nothing does."""
         if not 1 <= len(self.name) <= MAX_NAME or "\0" in self.name:
-            return f"a name has from 1 to {MAX_NAME} characters, and no zero among them"
+            return f"expected a name of 1 to {MAX_NAME} characters without NUL"
         if not (1 <= self.rows <= MAX_ROWS and 1 <= self.dim <= MAX_COLUMNS):
-            return f"{self.rows} rows x {self.dim} columns, and a table has at most {MAX_ROWS} x {MAX_COLUMNS}"
+            return f"expected at most {MAX_ROWS} rows x {MAX_COLUMNS} columns, got {self.rows} x {self.dim}"
         edges = [0, *(end for _, end in self.column_blocks)]
         if [start for start, _ in self.column_blocks] != edges[:-1] or edges[-1] != self.dim:
-            return f"its column blocks don't go from 0 to {self.dim}"
+            return f"expected contiguous column blocks from 0 to {self.dim}"
         widths = [end - start for start, end in self.column_blocks]
         if min(widths) < 1 or len(self.state_columns) != len(widths):
-            return "column blocks have a column and more, and a number of state values each"
+            return "expected column blocks of at least one column, with one number of state values each"
         if any(not 0 <= values <= 4 * width + 4 for values, width in zip(self.state_columns, widths, strict=True)):
-            return "a block of w columns has from 0 to 4 w + 4 values of state"
+            return "expected 0 to 4 w + 4 state values for a block of w columns"
         if not 0 <= self.scale < math.inf or not -(2**63) <= self.seed < 2**63:
-            return f"scale {self.scale} or seed {self.seed} is none of an initializer"
-        return "" if self.dtype in get_args(Dtype) else f"dtype {self.dtype!r} is neither fp32 nor fp16"
+            return f"invalid initializer: scale {self.scale}, seed {self.seed}"
+        return "" if self.dtype in get_args(Dtype) else f"expected dtype fp32 or fp16, got {self.dtype!r}"
 
     def whole(self) -> ShardId:
-        """The rectangle that is the whole table."""
+        """Return the rectangle that covers the table."""
         return ShardId(table=self.name, row_start=0, row_end=self.rows, column_start=0, column_end=self.dim)
 
     def blocks_of(self, column_start: int, column_end: int) -> range:
-        """Indices of the column blocks that make up these columns.
+        """Return the indices of the column blocks that make up these columns.
 
         Raises:
-            SnapshotError: the columns cut a block in two, whose state can't be split.
+            SnapshotError: the columns cut a block in two; its state cannot be split.
         """
         starts = [start for start, _ in self.column_blocks]
         ends = [end for _, end in self.column_blocks]
@@ -260,16 +260,16 @@ class TableMeta:
         return range(starts.index(column_start), ends.index(column_end) + 1)
 
     def rounded(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Rows as the trainer has them: of an fp16 table the nearest fp16 values."""
+        """Round rows to the values that the trainer has: the nearest fp16 values for an fp16 table."""
         return rows.astype(np.float16).astype(np.float32) if self.dtype == "fp16" else rows
 
     @property
     def state_width(self) -> int:
-        """Values of row optimizer state that a whole row has."""
+        """Return the number of row optimizer state values of a whole row."""
         return sum(self.state_columns)
 
     def state_of(self, column_start: int, column_end: int) -> range:
-        """Places, in a whole row's state, of the values that belong to these columns.
+        """Return the positions, in a whole row's state, of the values that belong to these columns.
 
         Raises:
             SnapshotError: the columns cut a block in two.
@@ -279,7 +279,7 @@ class TableMeta:
 
 
 def check_rows(place: CutRowSource, table: TableMeta) -> None:
-    """Refuse rows that are not of their table.
+    """Check that rows belong to their table.
 
     Raises:
         ValueError: names the shard and what is wrong with it.
@@ -287,7 +287,7 @@ def check_rows(place: CutRowSource, table: TableMeta) -> None:
     """
     shard, ids = place.shard, place.row_ids
     if shard.table != table.name or shard.row_end > table.rows or shard.column_end > table.dim:
-        raise ValueError(f"{shard}: is no part of table {table.name} of {table.rows} rows x {table.dim} columns")
+        raise ValueError(f"{shard}: lies outside table {table.name} of {table.rows} rows x {table.dim} columns")
     values = len(table.state_of(shard.column_start, shard.column_end))
     if place.state_values != values:
         raise ValueError(f"{shard}: rows have {place.state_values} values of state, not {values}")
@@ -299,44 +299,44 @@ def check_rows(place: CutRowSource, table: TableMeta) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CutMeta:
-    """What is the same on all ranks of a cut; JSON types only in the dicts."""
+    """Describe what is the same on all ranks of a cut; the dicts hold JSON types only."""
 
     step: int
     """Steps done."""
     samples: int
-    """Samples trained on in the job's life."""
+    """Samples that the job has trained on, over all attempts."""
     world_size: int
     attempt: int
     """The store's attempt number, from ``claim_attempt``."""
     parent: SnapshotName | None = None
-    """Rows that no update touched since this snapshot are not handed over; None: since the initial values."""
+    """Only rows updated since this snapshot are handed over; None: all rows ever updated."""
     time: float = 0.0
-    """When the cut was made, by rank 0's clock (Unix seconds)."""
+    """Time of the cut by rank 0's clock (Unix seconds)."""
     reader: dict[str, Any] = field(default_factory=dict)
     """``next_batch`` (global batch number), ``fingerprint`` of the data and ``seed``."""
     model: dict[str, Any] = field(default_factory=dict)
-    """What restore must check: ``tables`` (``TableMeta.to_json`` each, in the model's order) and whatever the
-    trainer adds (shapes of dense parameters, kinds of optimizers); compared as it is."""
+    """What restore compares: ``tables`` (``TableMeta.to_json`` each, in the model's order) and what the trainer adds
+    (shapes of dense parameters, kinds of optimizers)."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """Quality at the last evaluation; informative."""
+    """Quality at the last evaluation, for information only."""
 
     @property
     def tables(self) -> tuple[TableMeta, ...]:
-        """The model's tables, in its order."""
+        """Return the model's tables, in its order."""
         return tuple(TableMeta.from_json(table) for table in self.model.get("tables", ()))
 
     def to_json(self) -> dict[str, Any]:
-        """The cut as the format writes it."""
+        """Return the cut as the format writes it."""
         value = asdict(self)
         value["worldSize"] = value.pop("world_size")
         return value
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Read ``to_json``'s form.
+        """Parse the result of ``to_json``.
 
         Raises:
-            KeyError, TypeError, ValueError, OverflowError: it is none, or says what no cut has.
+            KeyError, TypeError, ValueError, OverflowError: the value is invalid or out of bounds.
         """
         cut = cls(
             step=int(value["step"]),
@@ -350,7 +350,7 @@ class CutMeta:
             metrics=dict(value["metrics"]),
         )
         if not (0 <= cut.step < MAX_STEPS and 0 <= cut.attempt < MAX_ATTEMPTS and 1 <= cut.world_size <= MAX_RANKS):
-            raise ValueError(f"step {cut.step}, attempt {cut.attempt} and {cut.world_size} ranks are those of no cut")
+            raise ValueError(f"out of bounds: step {cut.step}, attempt {cut.attempt}, {cut.world_size} ranks")
         if cut.samples < 0 or not math.isfinite(cut.time):
-            raise ValueError(f"{cut.samples} samples and time {cut.time} are those of no cut")
+            raise ValueError(f"out of bounds: {cut.samples} samples, time {cut.time}")
         return cut

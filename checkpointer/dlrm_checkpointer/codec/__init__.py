@@ -1,1 +1,1 @@
-"""Rows as values, as codes and as bytes: pure functions and compiled loops."""
+"""Encode rows, row numbers and digests: pure functions around compiled loops."""

@@ -1,12 +1,12 @@
-"""Digest of the logical state: rows, their optimizer state, dense parameters and dense optimizer state.
+"""Compute a digest of the logical state: rows, dense parameters, and the optimizer state of both.
 
-It depends on values alone: a digest of the trainer's live memory and one of a snapshot at 32 bits are equal, at any
-world size, plan or tier. Rows never updated enter with their initial values and zero state. A table's digest is a sum
-over its rows and column blocks, so ranks that hold parts of a table each compute a part of it, in any order. It finds
-damage and divergence; it is no signature, since who wants to can make other rows of the same digest.
+It depends on values alone: the digests of the trainer's live memory and of a snapshot at 32 bits are equal, at any
+world size, plan or tier. Rows never updated count with their initial values and zero state. A table's digest is a sum
+over its rows and column blocks, so ranks that hold parts of a table compute their parts in any order. It finds damage
+and divergence. It is not a signature: rows with a given digest can be forged.
 
 Source: sums of hashes of a set's members (MSet-Add-Hash of Clarke et al., ASIACRYPT 2003), each a multilinear hash
-(Lemire & Kaser, "Strongly universal string hashing is fast", 2014) that SplitMix64's finalizer follows.
+(Lemire & Kaser, "Strongly universal string hashing is fast", 2014) followed by SplitMix64's finalizer.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from dlrm_kernels.hashing import GOLDEN, mix_array
 
 DOMAIN = b"dlrm-digest-2\0"
 LANES = 4
-"""64-bit hashes of a unit, independent of each other."""
+"""Independent 64-bit hashes per row and block."""
 BLOCK_ROWS = 65_536
-"""Most rows that are read at a time."""
+"""Largest number of rows read at a time."""
 BLOCK_BYTES = 32 << 20
-"""Most bytes of rows with their state that are read at a time, or one row: a table's claims take no more memory."""
+"""Bytes of rows with their state read at a time, but at least one row: bounds memory if a manifest lies."""
 PASS_VALUES = 1 << 16
-"""Values hashed in one pass: as 64-bit integers they stay in the cache."""
+"""Values hashed in one pass: few enough to stay in the cache as 64-bit integers."""
 
 PartialDigest = tuple[int, ...]
-"""``LANES`` sums mod 2**64: what some rows add to their table's digest."""
+"""``LANES`` sums mod 2**64: the part of a table's digest that some of its rows contribute."""
 ReadBlock = Callable[[int, int], tuple[NDArray[np.float32], NDArray[np.float32]]]
-"""Global rows [start, end) of a shard: (n, width) weights and (n, state values) row optimizer state, both float32."""
+"""Reads global rows [start, end) of a shard: (n, width) weights and (n, state values) state, both float32."""
 
 
 def rows_digest(
@@ -45,18 +45,20 @@ def rows_digest(
     rows: NDArray[np.float32],
     state: NDArray[np.float32],
 ) -> PartialDigest:
-    """What some rows of some whole column blocks add to their table's digest; any order, each row and block once.
+    """Digest rows of complete column blocks, as a part of their table's digest.
+
+    Parts may be computed in any order; over all of them each row and block must occur once.
 
     Args:
-        table: whose name, dim, column blocks and state columns count.
+        table: the table; its name, dim, column blocks and state columns enter the digest.
         row_ids: (N,) int64 global row numbers.
-        column_start: global column of the first of ``rows``.
+        column_start: global number of the first column of ``rows``.
         rows: (N, width) float32 weights; those of fp16 tables as float32.
         state: (N, S) float32 row optimizer state, the values of each block in the order of the blocks.
 
     Raises:
         SnapshotError: the columns cut a block in two.
-        ValueError: the state is not that of these columns.
+        ValueError: the shape of the state does not fit these columns.
     """
     column_end = column_start + rows.shape[1]
     held = table.state_of(column_start, column_end)
@@ -80,7 +82,7 @@ def rows_digest(
 
 
 def shard_digest(table: TableMeta, shard: ShardId, read_block: ReadBlock) -> PartialDigest:
-    """What a rectangle of whole column blocks adds to its table's digest, read block by block.
+    """Digest a rectangle of complete column blocks, read block by block, as a part of its table's digest.
 
     Raises:
         SnapshotError: the columns cut a block in two.
@@ -94,28 +96,28 @@ def shard_digest(table: TableMeta, shard: ShardId, read_block: ReadBlock) -> Par
 
 
 def add_digests(partials: Iterable[PartialDigest]) -> PartialDigest:
-    """What the rows of several partials add together."""
+    """Add several partial digests."""
     return tuple(sum(lane) % 2**64 for lane in zip((0,) * LANES, *partials, strict=True))
 
 
 def table_digest(partials: Iterable[PartialDigest]) -> str:
-    """A table's digest (hexadecimal) from partials that together hold each of its rows and columns once."""
+    """Return a table's digest (hexadecimal) from partials that together cover each row and column once."""
     return "".join(f"{lane:016x}" for lane in add_digests(partials))
 
 
 def block_rows(table: TableMeta) -> int:
-    """Most rows of a table that are read at a time."""
+    """Return the largest number of a table's rows that are read at a time."""
     return max(1, min(BLOCK_ROWS, BLOCK_BYTES // (4 * (table.dim + table.state_width))))
 
 
 def block_ranges(table: TableMeta) -> Iterator[tuple[int, int]]:
-    """Rows [start, end) of a table that are read at a time."""
+    """Split a table into rows [start, end) that are read at a time."""
     size = block_rows(table)
     return ((start, min(start + size, table.rows)) for start in range(0, table.rows, size))
 
 
 def state_digest(tables: Sequence[tuple[str, str]], dense: Mapping[str, NDArray[np.generic]]) -> str:
-    """Digest of the whole state (hexadecimal).
+    """Return the digest of the complete state (hexadecimal).
 
     Args:
         tables: (name, ``table_digest``) of every table; the order does not matter.
@@ -133,13 +135,13 @@ def state_digest(tables: Sequence[tuple[str, str]], dense: Mapping[str, NDArray[
 
 
 def _words(values: NDArray[np.float32]) -> NDArray[np.uint64]:
-    """The bits of float32 values, each as one integer."""
+    """Return the bits of float32 values as integers."""
     return np.ascontiguousarray(values, "<f4").view("<u4").astype(np.uint64)
 
 
 @lru_cache(maxsize=8)
 def _keys(table: str, values: int) -> NDArray[np.uint64]:
-    """(2 + values, LANES) odd multipliers of a row's number, its block's, and of each of its values."""
+    """Return (2 + values, LANES) odd multipliers: for the row number, the block number and each value."""
     key = int.from_bytes(hashlib.sha256(DOMAIN + table.encode()).digest()[:8], "little")
     lanes = mix_array(np.uint64(key) + np.arange(1, LANES + 1, dtype=np.uint64) * GOLDEN)
     places = np.arange(1, values + 3, dtype=np.uint64) * GOLDEN

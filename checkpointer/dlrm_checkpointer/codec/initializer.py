@@ -1,8 +1,7 @@
-"""Initial values of embedding rows: a hash of (seed, table, row, column), bit for bit the same everywhere.
+"""Compute initial values of rows: a hash of (seed, table, row, column), the same bits everywhere.
 
-Integers do all the work; the only rounding is one float32 multiplication, so that any device and any
-sharding agree, tables can start lazily, and a snapshot omits rows that were never updated. The README of
-this folder specifies it with test vectors.
+All steps are integer operations but one float32 multiplication, so every device and sharding agrees, tables can be
+initialized lazily, and snapshots omit rows that were never updated. ``docs/format.md`` specifies it with test vectors.
 """
 
 from __future__ import annotations
@@ -18,19 +17,22 @@ from dlrm_kernels.hashing import GOLDEN, mix_array
 
 DOMAIN = b"dlrm-initializer-1\0"
 BLOCK_VALUES = 1 << 16
-"""Hashes of one pass: its temporaries (0.5 MiB each) stay in the cache."""
+"""Hashes per pass: few enough for its temporaries (0.5 MiB each) to stay in the cache."""
 
 
 def table_key(seed: int, table: str) -> int:
-    """The table's 64-bit key: the first 8 bytes, little-endian, of SHA-256(domain, seed as 8 bytes, name in UTF-8)."""
+    """Return a table's 64-bit key.
+
+    It is the first 8 bytes, little-endian, of SHA-256(domain, seed as 8 bytes, name in UTF-8).
+    """
     body = DOMAIN + (seed % 2**64).to_bytes(8, "little") + table.encode()
     return int.from_bytes(hashlib.sha256(body).digest()[:8], "little")
 
 
 def table_scale(initializer: InitializerSpec, rows: int) -> float:
-    """Half the width of the table's initial values, as a float32 value; 0 where rows start at zero.
+    """Return the bound on a table's initial values, as a float32 value; 0 if rows start at zero.
 
-    The default is 1/sqrt(rows): IEEE 754 rounds square root and division correctly, so every machine agrees.
+    The default is 1/sqrt(rows). IEEE 754 rounds square root and division correctly, so every machine agrees.
     """
     if initializer.kind == "zero":
         return 0.0
@@ -41,7 +43,9 @@ def table_scale(initializer: InitializerSpec, rows: int) -> float:
 def initial_rows(
     seed: int, table: str, row_ids: NDArray[np.int64], columns: range, scale: float
 ) -> NDArray[np.float32]:
-    """Initial values of some rows: uniform in [-scale, scale), 2**24 levels; +0 everywhere where scale is 0.
+    """Return the initial values of rows: uniform in [-scale, scale), 2**24 levels; +0 if scale is 0.
+
+    Each row has its own SplitMix64 stream; each output serves two neighbouring columns.
 
     Args:
         seed: the model's seed.
@@ -52,8 +56,6 @@ def initial_rows(
 
     Returns:
         (N, len(columns)) float32, C order.
-
-    One stream of SplitMix64 a row; each output serves two neighbouring columns.
     """
     out = np.zeros((len(row_ids), len(columns)), np.float32)
     if not out.size or scale == 0.0:

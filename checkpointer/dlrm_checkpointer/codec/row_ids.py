@@ -1,4 +1,4 @@
-"""Row numbers of a chunk in few bytes: nothing where they follow each other, else a bitmap or the gaps between them."""
+"""Encode the row numbers of a chunk: as a bitmap or as gaps, or not at all if contiguous."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ GAP_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
 
 
 def encode_ids(row_ids: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-    """The arrays of a chunk that say its row numbers, beside the first and how many; the smaller of both ways.
+    """Encode row numbers in the smaller way; their first and their count are stored elsewhere.
 
     Args:
         row_ids: (N,) strictly ascending, N >= 1.
 
     Returns:
-        nothing where they follow each other; ``row_bitmap`` uint8, bit i of byte j (the least significant first) for
-        the first row + 8 j + i; or, unless that is smaller, ``row_gaps`` (N - 1,) of the smallest unsigned type, the
-        numbers left out between each row and the next.
+        Nothing if they are contiguous; ``row_bitmap`` uint8 with bit i of byte j (least significant first) for the
+        first row + 8 j + i; or, unless that is smaller, ``row_gaps`` (N - 1,) of the smallest unsigned type: the
+        number of rows left out between each row and the next.
     """
     count, first = len(row_ids), int(row_ids[0])
     span = int(row_ids[-1]) - first + 1
     if span == count:
         return {}
     size = -(-span // 8)
-    if size >= count - 1:  # else gaps of a byte each are no smaller
+    # A smaller bitmap also beats gaps of one byte each.
+    if size >= count - 1:
         gaps = np.diff(row_ids)
         gaps -= 1
         kind = next(kind for kind in GAP_TYPES if int(gaps.max()) <= np.iinfo(kind).max)
@@ -40,21 +41,21 @@ def encode_ids(row_ids: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
 
 
 def decode_ids(arrays: Mapping[str, NDArray[Any]], first: int, count: int, end: int) -> NDArray[np.int64]:
-    """Row numbers of a chunk.
+    """Decode the row numbers of a chunk.
 
     Args:
-        arrays: what ``encode_ids`` made, among others.
+        arrays: the result of ``encode_ids``, among others.
         first: the first row.
-        count: rows of the chunk; memory is taken for so many, so the caller has checked it.
-        end: the row after the shard's last.
+        count: rows of the chunk. This allocates memory for them, so the caller must have checked it.
+        end: end of the shard's rows.
 
     Raises:
-        ValueError: the arrays say something else than ``count`` rows from ``first`` on, below ``end``.
+        ValueError: the arrays do not hold ``count`` rows from ``first`` on, below ``end``.
     """
     if not (0 <= first < end and 1 <= count <= end - first):
         raise ValueError(f"{count} rows from row {first} on do not lie below row {end}")
     if BITMAP in arrays and GAPS in arrays:
-        raise ValueError("row numbers are there twice")
+        raise ValueError(f"expected either {BITMAP} or {GAPS}, got both")
     if BITMAP in arrays:
         ids = _of_bitmap(arrays[BITMAP], count)
     elif GAPS in arrays:
@@ -62,7 +63,7 @@ def decode_ids(arrays: Mapping[str, NDArray[Any]], first: int, count: int, end: 
     else:
         return np.arange(first, first + count, dtype=np.int64)
     if len(ids) != count or ids[0] != 0 or ids[-1] >= end - first or not (ids[1:] > ids[:-1]).all():
-        raise ValueError(f"row numbers are not those of {count} rows from row {first} on, below row {end}")
+        raise ValueError(f"expected {count} ascending row numbers from row {first} on, below row {end}")
     ids += first
     return ids
 
@@ -77,5 +78,6 @@ def _of_gaps(gaps: NDArray[Any], count: int) -> NDArray[np.int64]:
     if gaps.dtype not in GAP_TYPES or gaps.shape != (count - 1,):
         raise ValueError(f"{GAPS} is {gaps.dtype}{gaps.shape}, and not of {count} rows")
     ids = np.zeros(len(gaps) + 1, np.int64)
-    np.cumsum(gaps.astype(np.int64) + 1, out=ids[1:])  # a sum that wraps does not ascend, which the caller sees
+    # A sum that overflows does not ascend, which the caller checks.
+    np.cumsum(gaps.astype(np.int64) + 1, out=ids[1:])
     return ids

@@ -1,4 +1,4 @@
-"""Encode rows as a snapshot keeps them: weights in 2 to 16 bits or as they are, optimizer state always as it is."""
+"""Encode rows for a snapshot: weights in 2 to 16 bits or as float32, optimizer state as float32."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def encode(self, piece: ShardRows, out: NDArray[np.uint8] | None) -> tuple[CodedRows, NDArray[np.int8] | None, int]:
-        """Return the encoded rows, their exponents (None: all 0), and the first row that cannot be stored or -1."""
+        """Return encoded rows, their exponents (None: all 0), and the first row that cannot be stored or -1."""
 
     @abstractmethod
     def decode(self, coded: CodedRows, places: NDArray[np.int64], out: NDArray[np.float32]) -> None:
@@ -120,7 +120,7 @@ class _Halves(Quantizer):
 
 
 class _Floats(Quantizer):
-    """Store weights as they are."""
+    """Store weights as float32."""
 
     exponents = (0,)
     dtype = np.float32
@@ -219,14 +219,14 @@ def body_shape(bits: Bits, rows: int, width: int) -> tuple[int, int]:
 
 
 def row_bytes(bits: Bits, width: int, state_values: int) -> int:
-    """Return the bytes of a row in a chunk: weights, scale, minimum and optimizer state, without its number."""
+    """Return the bytes of a row in a chunk: weights, scale, minimum and state, without its number."""
     quantizer = QUANTIZERS[bits]
     size = np.dtype(quantizer.dtype).itemsize * quantizer.columns(width)
     return size + 4 * quantizer.has_scale + 4 * state_values
 
 
 def code_rows(piece: ShardRows, bits: Bits, out: NDArray[np.uint8] | None = None) -> list[CodedRows]:
-    """Encode rows: one ``CodedRows`` for each encoding that occurs, nearly always one. Equal rows give equal bits.
+    """Encode rows: one ``CodedRows`` per encoding, nearly always one. Equal rows give equal bits.
 
     At 2 to 8 bits a weight in the range of its row's codes comes back within half a scale, plus float rounding; that
     is every weight at 8 bits. At 2, 3 and 4 bits the range is the one with the least squared error that a search

@@ -1,9 +1,9 @@
-"""Attempts and the lineage: which gang may add to a job's history, and which manifests count.
+"""Number the attempts of a job and decide the lineage: which manifests belong to the job's history.
 
-An attempt announces itself with ``attempts/<n>.json`` and the step that it goes on from, and says so once more when it
-is sure of that snapshot: one that is pending stops older attempts, and rules on no manifest. A manifest of an
-earlier attempt with a later step is of a history that was given up (a lost node that committed late): it is
-ignored for ever, so the lineage can't fork. Listings must see every finished write, as S3 and files do.
+An attempt writes ``attempts/<n>.json`` with the step that it continues from: first as pending, and again once that
+snapshot is known to exist. A pending attempt stops older attempts, but invalidates no manifest. A manifest of an
+earlier attempt with a later step belongs to an abandoned history (a lost node that committed late): it is ignored for
+ever, so the lineage cannot fork. Listings must show every finished write, as S3 and files do.
 """
 
 from __future__ import annotations
@@ -32,52 +32,52 @@ RETIRED = "retired/"
 PROBES = "probe/"
 JITTER_S = 0.2
 DEAD_MARK_S = 600.0
-"""A retention that marked a snapshot removes it in moments: a mark that is so much older than a claim has no owner."""
+"""Age at which a retention mark has no owner any more: retention removes a snapshot moments after it marks it."""
 _ATTEMPT = re.compile(r"attempts/(\d+)\.json")
 _CLAIM = re.compile(r"claims/(\d+)\.[0-9a-f]+\.json")
 
 
 @dataclass(frozen=True, order=True)
 class StoreAttempt:
-    """One gang's announcement."""
+    """Describe the announcement of one gang."""
 
     number: int
     restored_step: int | None
-    """Step that it went on from; None: from the beginning."""
+    """Step of the snapshot that it continued from; None: it started at step 0."""
 
     def accepts(self, step: int, attempt: int) -> bool:
-        """Whether a manifest of this step and attempt is part of the history that this attempt goes on from."""
+        """Return whether this manifest belongs to the history that this attempt continues."""
         return attempt >= self.number or (self.restored_step is not None and step <= self.restored_step)
 
 
 def in_lineage(step: int, attempt: int, attempts: Iterable[StoreAttempt]) -> bool:
-    """Whether a manifest counts: every attempt after its own went on from it or from a later step."""
+    """Return whether a manifest counts: every later attempt continued from it or from a later step."""
     return all(later.accepts(step, attempt) for later in attempts)
 
 
 def attempt_key(number: int) -> str:
-    """Key of an attempt's announcement."""
+    """Return the key of an attempt's announcement."""
     return f"{ATTEMPTS}{number:08d}.json"
 
 
 def newest_attempt(store: ObjectStore) -> int:
-    """Number of the newest announced attempt, pending or not; 0 before the first."""
+    """Return the number of the newest announced attempt, pending or not; 0 before the first."""
     return max(_numbers(store, ATTEMPTS, _ATTEMPT), default=0)
 
 
 def read_attempts(
     store: ObjectStore, after: int, known: Mapping[int, StoreAttempt] | None = None
 ) -> list[StoreAttempt]:
-    """Attempts with a number above ``after``: those that can rule on a manifest of attempt ``after``; no pending ones.
+    """Read the attempts above ``after`` that are not pending: they can invalidate its manifests.
 
     Args:
         store: the job's store.
-        after: see above.
-        known: attempts by number that were read before. They are listed again and not read: one that is not pending any
-            more never changes, and a job that is often restarted has thousands.
+        after: number of an attempt.
+        known: attempts by number that were read before. They are listed again but not read: an attempt that is not
+            pending never changes, and a job that is often restarted has thousands.
 
     Raises:
-        SnapshotError: an announcement can't be read.
+        SnapshotError: an announcement cannot be read.
     """
     known = known or {}
     numbers = [number for number in _numbers(store, ATTEMPTS, _ATTEMPT) if number > after]
@@ -88,17 +88,17 @@ def read_attempts(
 
 
 def is_claimed(number: int, attempts: Iterable[StoreAttempt]) -> bool:
-    """Whether an attempt is sure of its snapshot, as it is where it begins anew: 0 is before the first.
+    """Return whether an attempt is past its pending state; attempt 0, before the first, always is.
 
     Args:
-        number: of the attempt.
-        attempts: those that are not pending.
+        number: number of the attempt.
+        attempts: all attempts that are not pending.
     """
     return number == 0 or any(each.number == number for each in attempts)
 
 
 def honours_conditions(store: ObjectStore) -> bool:
-    """Whether the store refuses a conditional write over an object; some accept it silently and overwrite."""
+    """Return whether the store refuses to create an object that exists; some overwrite it silently."""
     key = f"{PROBES}{secrets.token_hex(8)}"
     try:
         store.put_if_absent(key, b"first")
@@ -108,18 +108,18 @@ def honours_conditions(store: ObjectStore) -> bool:
 
 
 def claim_attempt(store: ObjectStore, restored_step: int | None, note: str) -> int:
-    """Announce a new attempt that goes on from ``restored_step``; from now on older attempts can't add to the history.
+    """Announce a new attempt that continues from ``restored_step`` and return its number.
 
-    Rank 0 of a gang calls it once, after ``newest_snapshot``. Two gangs never get one number, also where the
-    store ignores conditional writes.
+    From then on older attempts cannot add to the history. Rank 0 of a gang calls it once, after ``newest_snapshot``.
+    Two gangs never get the same number, not even from a store that ignores conditional writes.
 
     Args:
         store: the job's store.
-        restored_step: step of the snapshot that was chosen; None: none is there.
-        note: who claims, for people.
+        restored_step: step of the chosen snapshot; None: the store has none.
+        note: name of the gang, for people.
 
     Raises:
-        TemporaryError: that snapshot is being removed by an older attempt's retention: choose again.
+        TemporaryError: an older attempt's retention is removing that snapshot: choose again.
     """
     token = secrets.token_hex(8)
     said = {"restoredStep": restored_step, "note": note, "token": token, "time": time.time()}
@@ -128,7 +128,8 @@ def claim_attempt(store: ObjectStore, restored_step: int | None, note: str) -> i
         _claim_by_condition(store, token, body) if honours_conditions(store) else _claim_by_rank(store, token, body)
     )
     if restored_step is not None and not _still_there(store, restored_step, number):
-        store.delete(attempt_key(number))  # where this fails it is pending for ever, which rules on nothing
+        # If this fails, the attempt stays pending for ever, which invalidates no manifest.
+        store.delete(attempt_key(number))
         raise TemporaryError(f"{store.uri}: the snapshot of step {restored_step} is being removed: choose again")
     store.put(attempt_key(number), _encode(said))
     logger.info("attempt claimed", extra={"attempt": number, "restored_step": restored_step})
@@ -142,15 +143,16 @@ def _claim_by_condition(store: ObjectStore, token: str, body: bytes) -> int:
         key = attempt_key(number)
         if store.put_if_absent(key, body):
             return number
+        # The object may be our own write, and only its response was lost.
         if _token(store, key) == token:
-            return number  # our own write, whose answer was lost
+            return number
 
 
 def _claim_by_rank(store: ObjectStore, token: str, body: bytes) -> int:
-    """Claim without conditions: write a claim of our own name, then look who else claims the number.
+    """Claim without conditional writes: write a claim under our own name, then list the others.
 
-    Of two claimants the later to write sees the other's claim, because a listing sees every finished write;
-    whoever sees one withdraws and tries a higher number. So a number has at most one owner, who announces it.
+    Of two claimants, the later writer sees the other's claim, because a listing shows every finished write. Whoever
+    sees another claim withdraws and tries a higher number. So a number has at most one owner, who announces it.
     """
     while True:
         number = max(_greatest_used(store), max(_numbers(store, CLAIMS, _CLAIM), default=0)) + 1
@@ -159,17 +161,17 @@ def _claim_by_rank(store: ObjectStore, token: str, body: bytes) -> int:
         rivals = [info.key for info in store.list(f"{CLAIMS}{number:08d}.") if info.key != mine]
         if not rivals and number > newest_attempt(store):
             store.put(attempt_key(number), body)
-            store.delete(mine)  # the announcement says it now
+            store.delete(mine)
             return number
         store.delete(mine)
         time.sleep(random.uniform(0, JITTER_S))  # noqa: S311  jitter
 
 
 def _greatest_used(store: ObjectStore) -> int:
-    """The greatest number of an attempt that was announced or has stored something; 0 where there is none.
+    """Return the greatest number of an attempt that was announced or has stored anything, or 0.
 
-    A copy of a store that was in use may lack announcements, and so may one whose objects expire. An attempt that got
-    such a number would take part lists of the other one for its own, and commit what that had handed over.
+    A copy of a store in use may lack announcements, and so may a store that expires objects. An attempt that reused a
+    number would take the other's part lists for its own and commit them.
     """
     manifests = filter(None, (parse_manifest_key(info.key) for info in store.list(MANIFESTS)))
     cuts = filter(None, (parse_cut_key(info.key) for info in store.list(PARTS)))
@@ -177,12 +179,12 @@ def _greatest_used(store: ObjectStore) -> int:
 
 
 def _still_there(store: ObjectStore, step: int, number: int) -> bool:
-    """Whether a snapshot of this step is there that no living retention has marked for removal.
+    """Return whether a snapshot of this step exists that no running retention has marked for removal.
 
     Args:
         store: the job's store.
-        step: of the snapshot.
-        number: of the attempt that was announced just now: its time is the store's present.
+        step: step of the snapshot.
+        number: the attempt announced just now; its announcement's time is the store's current time.
     """
     prefix = f"{MANIFESTS}{step:016d}-"
     now = max((info.modified for info in store.list(attempt_key(number))), default=0.0)
@@ -198,7 +200,7 @@ def _numbers(store: ObjectStore, prefix: str, pattern: re.Pattern[str]) -> list[
 
 
 def _read(store: ObjectStore, number: int) -> StoreAttempt | None:
-    """None where it is pending, or was taken back since it was listed."""
+    """Read an attempt; None if it is pending, or was withdrawn since it was listed."""
     key = attempt_key(number)
     try:
         said = json.loads(store.get(key))
@@ -211,7 +213,7 @@ def _read(store: ObjectStore, number: int) -> StoreAttempt | None:
 
 
 def _token(store: ObjectStore, key: str) -> str:
-    """Who announced an attempt; nobody where that was taken back."""
+    """Return the token of who announced an attempt; empty if the announcement was withdrawn."""
     try:
         return str(json.loads(store.get(key)).get("token"))
     except (NoInputError, ValueError, AttributeError, RecursionError):

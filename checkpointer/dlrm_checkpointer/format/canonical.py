@@ -1,4 +1,4 @@
-"""JSON of the formats, and the seals of objects that nothing else says the SHA-256 of."""
+"""Encode and parse the JSON of the formats; seal objects that no other object has a SHA-256 of."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ from dlrm_api.errors import SnapshotError, field_path, first_problem
 
 UNSEALED = "0" * 64
 FORMAT = ConfigDict(alias_generator=to_camel, validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
-"""Of all parts of the format, which never change: camelCase; unknown fields are ignored, incompatible ones raise the
-version."""
+"""Rules of every part of the format: camelCase, unknown fields are ignored, incompatible changes raise the version."""
 
 
 class NewerVersionError(SnapshotError):
-    """A newer version of the software wrote it: it may be whole, so nothing older is taken in its place unasked."""
+    """Report an object of a newer version. It may be intact: only a user may go back behind it."""
 
 
 class FormatModel(BaseModel):
-    """Part of the format."""
+    """Define a part of the format."""
 
     model_config = ConfigDict(**FORMAT, frozen=True)
 
 
 class SealedModel(FormatModel):
-    """An object of its own, which says the SHA-256 of its own bytes: nothing else knows what it should be."""
+    """Define an object that holds the SHA-256 of its own bytes."""
 
     def encode(self) -> bytes:
-        """JSON with sorted keys and no spaces, sealed: equal content gives equal bytes."""
+        """Encode as sealed JSON with sorted keys and no spaces: equal content gives equal bytes."""
         return sealed(self.model_dump(mode="json"))
 
 
 class _Head(BaseModel):
-    """What is looked at before all else."""
+    """Hold the fields that are checked before all others."""
 
     version: int
     seal: str = ""
@@ -47,13 +46,13 @@ M = TypeVar("M", bound=SealedModel)
 
 
 def sealed(value: Mapping[str, Any]) -> bytes:
-    """Canonical JSON of a value with the SHA-256 of its bytes as ``seal``, whose own digits are zeros meanwhile."""
+    """Encode as canonical JSON with its SHA-256 as ``seal``, computed with zeros in place of the seal."""
     unsealed = json.dumps({**value, "seal": UNSEALED}, sort_keys=True, separators=(",", ":")).encode()
     return _with_seal(unsealed, UNSEALED, hashlib.sha256(unsealed).hexdigest())
 
 
 def _is_sealed(body: bytes, seal: str) -> bool:
-    """Whether the seal that an object's JSON says is that of its bytes."""
+    """Return whether the seal in an object's JSON matches its bytes."""
     return hashlib.sha256(_with_seal(body, seal, UNSEALED)).hexdigest() == seal
 
 
@@ -62,17 +61,17 @@ def _with_seal(body: bytes, old: str, new: str) -> bytes:
 
 
 def parse_sealed(model: type[M], body: bytes, key: str, version: int, refusal: Callable[[int], str]) -> M:
-    """Read sealed JSON of one version, which no Python object but the model is made of.
+    """Parse sealed JSON of one version.
 
     Args:
-        model: what it is.
+        model: the expected model.
         body: the JSON.
-        key: of the object, for messages.
-        version: the one that is read.
-        refusal: what is said of another one.
+        key: key of the object, for messages.
+        version: the supported version.
+        refusal: returns the message for another version.
 
     Raises:
-        NewerVersionError: it is of a newer version.
+        NewerVersionError: a newer version wrote it.
         SnapshotError: names the object and what is wrong with it.
     """
     try:

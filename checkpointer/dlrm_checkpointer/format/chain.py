@@ -1,4 +1,4 @@
-"""A snapshot and those that its rows go over, and what the next one goes over."""
+"""Load a snapshot with the older ones that it is based on, and choose the base of the next snapshot."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dlrm_stores import ObjectStore
 
 
 class BrokenChainError(SnapshotError):
-    """What a cut goes over is gone or damaged: the cut can't be stored, and its rows come again with a later one."""
+    """Report a missing or damaged base. The cut cannot be stored; a later cut brings its rows again."""
 
 
 class ChainLayers:
-    """The chunks of some manifests by table: looked through once, however many tables there are.
+    """Index the chunks of manifests by table, in one pass however many tables there are.
 
     Args:
         manifests: oldest first.
@@ -41,55 +41,53 @@ class ChainLayers:
             self._of.append(found)
 
     def __call__(self, table: str) -> tuple[tuple[ChunkEntry, ...], ...]:
-        """A table's chunks in each of the manifests."""
+        """Return a table's chunks in each of the manifests."""
         return tuple(tuple(each.get(table, ())) for each in self._of)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A snapshot's manifest with those below it, oldest first; a row is that of the newest one that holds it."""
+    """Hold a snapshot's manifest and those below it, oldest first. The newest one with a row wins."""
 
     manifests: tuple[Manifest, ...]
     links: tuple[ChainLink, ...]
-    """One for each manifest."""
+    """One link per manifest."""
 
     @property
     def newest(self) -> Manifest:
-        """The snapshot itself."""
+        """Return the manifest of the snapshot itself."""
         return self.manifests[-1]
 
     @cached_property
     def chunks(self) -> ChainLayers:
-        """Each table's chunks, manifest by manifest."""
+        """Return each table's chunks, manifest by manifest."""
         return ChainLayers(self.manifests)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotBase:
-    """What a snapshot is made relative to."""
+    """Describe what a snapshot is based on."""
 
     kind: Kind
     chain: tuple[ChainLink, ...] = ()
     growth: ChainSummary | None = None
-    """Of the parent; None where the snapshot is full."""
+    """The parent's growth; None if the snapshot is full."""
     merged: tuple[Manifest, ...] = ()
-    """Snapshots, oldest first, whose rows are stored once more with those of the cut."""
+    """Snapshots, oldest first; their rows are stored again together with those of the cut."""
 
 
 def load_chain(store: ObjectStore, name: SnapshotName) -> Chain:
     """Read a snapshot's manifest and those of its chain.
 
     Raises:
-        NoInputError: there is no such snapshot.
-        SnapshotError: it can't be read, or one of its chain is gone or another one than it was.
+        NoInputError: the snapshot does not exist.
+        SnapshotError: it cannot be read, or a manifest of its chain is gone or was replaced.
     """
     key = manifest_key(name.step, name.attempt)
     try:
         body = store.get(key)
     except NoInputError as error:
-        raise NoInputError(
-            f"{store.uri}: there is no snapshot of step {name.step} by attempt {name.attempt}"
-        ) from error
+        raise NoInputError(f"{store.uri}: no snapshot of step {name.step} by attempt {name.attempt}") from error
     newest = parse_manifest(body, key)
     below = tuple(_load(store, link, key) for link in newest.chain)
     if below and below[0].kind != "full":
@@ -103,9 +101,9 @@ def _load(store: ObjectStore, link: ChainLink, above: str) -> Manifest:
     try:
         body = store.get(key)
     except NoInputError as error:
-        raise SnapshotError(f"{store.uri}/{key}: gone, and {above} goes over it") from error
+        raise SnapshotError(f"{store.uri}/{key}: manifest not found; {above} is based on it") from error
     if hashlib.sha256(body).hexdigest() != link.sha256:
-        raise SnapshotError(f"{store.uri}/{key}: is not the manifest that {above} goes over: its SHA-256 differs")
+        raise SnapshotError(f"{store.uri}/{key}: not the manifest that {above} is based on: its SHA-256 differs")
     return parse_manifest(body, key)
 
 

@@ -1,4 +1,4 @@
-"""Objects of a snapshot as bytes: chunks of rows and the dense state, each a safetensors container."""
+"""Encode and decode a snapshot's objects: chunks of rows and dense state, as safetensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dlrm_stores.base import Body
 
 OBJECT_VERSION = 2
 METADATA_KEY = "dlrm"
-"""The one entry of the container's metadata, a JSON object: with more than one their order would be left to chance."""
+"""The only entry of the container's metadata, a JSON object: the order of several entries is not deterministic."""
 DTYPES = {
     "F16": "<f2",
     "F32": "<f4",
@@ -33,21 +33,21 @@ DTYPES = {
     "I64": "<i8",
     "BOOL": "|b1",
 }
-"""safetensors' names of the types that occur, as numpy's."""
+"""numpy type of each safetensors type name."""
 NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 FIRST_TYPES = ("U64", "I64", "F64", "F32", "U32", "I32", "F16", "U16", "U8", "BOOL")
-"""The order in which the safetensors library puts arrays of several types; those of one go by their names."""
+"""Order in which the safetensors library writes arrays of different types; those of one type are sorted by name."""
 HEADER_LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-"""As the safetensors library has it."""
+"""Limit of the safetensors library."""
 ALIGNMENT = 8
-"""Of the data, by spaces at the end of the header."""
+"""Alignment of the data, by spaces at the end of the header."""
 MAX_ROW_NUMBERS = 1 << 23
-"""In one object of row numbers: where they follow each other they take no bytes that would bound them."""
+"""Largest number of row numbers in one object. Contiguous ones take no bytes, so the size does not bound them."""
 
 
 def encode_rows(coded: CodedRows) -> memoryview:
-    """One chunk, of at least one row. Equal rows give equal bytes."""
+    """Encode one chunk of at least one row. Equal rows give equal bytes."""
     form = coded.form
     arrays: dict[str, NDArray[Any]] = {"state": coded.state, **encode_ids(coded.row_ids)}
     if QUANTIZERS[form.bits].has_scale:
@@ -67,7 +67,7 @@ def encode_rows(coded: CodedRows) -> memoryview:
 
 
 def decode_rows(body: Body, key: str) -> CodedRows:
-    """Read a chunk; its arrays but for the row numbers are views of ``body``.
+    """Decode a chunk; all arrays except the row numbers are views of ``body``.
 
     Raises:
         SnapshotError: names the object and what is wrong with it.
@@ -86,7 +86,7 @@ def _coded_rows(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
     if quantizer is None or form.exponent not in quantizer.exponents:
         raise ValueError(f"{form.bits} bits with exponent {form.exponent}")
     if shard.width < 1 or shard.row_start < 0 or shard.column_start < 0:
-        raise ValueError(f"{shard} is no shard")
+        raise ValueError(f"invalid shard {shard}")
     first = int(meta["firstRow"])
     if first < shard.row_start:
         raise ValueError(f"row {first} lies outside {shard}")
@@ -115,7 +115,7 @@ def _coded_rows(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
 
 
 def encode_row_numbers(table: str, row_ids: NDArray[np.int64]) -> memoryview:
-    """Row numbers alone: from one to ``MAX_ROW_NUMBERS``, strictly ascending. Equal ones give equal bytes."""
+    """Encode 1 to ``MAX_ROW_NUMBERS`` strictly ascending row numbers. Equal ones give equal bytes."""
     meta = {
         "version": OBJECT_VERSION,
         "kind": "row-numbers",
@@ -127,7 +127,7 @@ def encode_row_numbers(table: str, row_ids: NDArray[np.int64]) -> memoryview:
 
 
 def decode_row_numbers(body: Body, key: str, table: str, rows: int) -> NDArray[np.int64]:
-    """Read row numbers of a table with so many rows: (N,) strictly ascending.
+    """Decode row numbers of a table with ``rows`` rows: (N,) strictly ascending.
 
     Raises:
         SnapshotError: names the object and what is wrong with it.
@@ -138,14 +138,14 @@ def decode_row_numbers(body: Body, key: str, table: str, rows: int) -> NDArray[n
             raise ValueError(f"is of table {meta['table']}, not {table}")
         count = int(meta["rows"])
         if count > MAX_ROW_NUMBERS:
-            raise ValueError(f"{count} row numbers, and an object holds {MAX_ROW_NUMBERS} at most")
+            raise ValueError(f"expected at most {MAX_ROW_NUMBERS} row numbers, got {count}")
         return decode_ids(arrays, int(meta["firstRow"]), count, rows)
     except (LookupError, OverflowError, TypeError, ValueError) as error:
         raise SnapshotError(f"{key}: not row numbers as the format says: {error!r}") from error
 
 
 def encode_dense(arrays: Mapping[str, NDArray[Any]]) -> memoryview:
-    """The dense parameters and dense optimizer state, as they are.
+    """Encode the dense parameters and dense optimizer state without loss.
 
     Raises:
         SnapshotError: names the array that holds a value that is not finite.
@@ -157,7 +157,7 @@ def encode_dense(arrays: Mapping[str, NDArray[Any]]) -> memoryview:
 
 
 def decode_dense(body: Body, key: str) -> dict[str, NDArray[Any]]:
-    """Read the dense state.
+    """Decode the dense state.
 
     Raises:
         SnapshotError: names the object and what is wrong with it.
@@ -166,7 +166,7 @@ def decode_dense(body: Body, key: str) -> dict[str, NDArray[Any]]:
 
 
 def shard_json(shard: ShardId) -> dict[str, Any]:
-    """A rectangle as the format writes it."""
+    """Return a rectangle as the format writes it."""
     return {
         "table": shard.table,
         "rowStart": shard.row_start,
@@ -177,7 +177,7 @@ def shard_json(shard: ShardId) -> dict[str, Any]:
 
 
 def shard_of(value: Mapping[str, Any]) -> ShardId:
-    """Read ``shard_json``'s form."""
+    """Parse the result of ``shard_json``."""
     return ShardId(
         table=str(value["table"]),
         row_start=int(value["rowStart"]),
@@ -188,7 +188,7 @@ def shard_of(value: Mapping[str, Any]) -> ShardId:
 
 
 def _save(arrays: dict[str, NDArray[Any]], meta: dict[str, Any]) -> memoryview:
-    """The very bytes that the safetensors library would write, each copied once: it would copy them three times."""
+    """Encode as the safetensors library does, byte for byte, with one copy where the library makes three."""
     little = {name: np.asarray(array, array.dtype.newbyteorder("<")) for name, array in arrays.items()}
     types = {name: NAMES[array.dtype] for name, array in little.items()}
     order = sorted(little, key=lambda name: (FIRST_TYPES.index(types[name]), name))
@@ -211,11 +211,11 @@ def _save(arrays: dict[str, NDArray[Any]], meta: dict[str, Any]) -> memoryview:
 
 
 def _load(body: Body, key: str, kind: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Header and arrays (views of ``body``); the library would copy, and hides the metadata."""
+    """Return metadata and arrays (views of ``body``); the library would copy, and hides the metadata."""
     try:
         length = int.from_bytes(body[:HEADER_LENGTH_BYTES], "little")
         if length > MAX_HEADER_BYTES:
-            raise ValueError(f"a header of {length} bytes, and one has {MAX_HEADER_BYTES} at most")
+            raise ValueError(f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {length}")
         data = memoryview(body)[HEADER_LENGTH_BYTES + length :]
         header = json.loads(bytes(body[HEADER_LENGTH_BYTES : HEADER_LENGTH_BYTES + length]))
         meta = json.loads(header.pop("__metadata__")[METADATA_KEY])
@@ -236,7 +236,7 @@ def _load(body: Body, key: str, kind: str) -> tuple[dict[str, Any], dict[str, ND
 
 
 def _check_ranges(ranges: Sequence[Sequence[int]], size: int) -> None:
-    """Refuse arrays whose bytes lie outside the data, in each other's, or do not make up all of it.
+    """Check that the arrays fill the data exactly, without gap or overlap.
 
     Raises:
         ValueError: names the range.
@@ -254,17 +254,17 @@ def _array(data: memoryview, entry: Mapping[str, Any]) -> NDArray[Any]:
     begin, end = entry["data_offsets"]
     shape = [size for size in entry["shape"] if type(size) is int and size >= 0]
     if len(shape) != len(entry["shape"]):
-        raise ValueError(f"{entry['shape']} is no shape")
+        raise ValueError(f"invalid shape {entry['shape']}")
     return np.frombuffer(data[begin:end], DTYPES[entry["dtype"]]).reshape(shape)
 
 
 def put_by_digest(store: ObjectStore, key_of: Callable[[str], str], body: Body) -> ObjectEntry:
-    """Put an object whose key holds the SHA-256 of its bytes.
+    """Put an object under a key that holds the SHA-256 of its bytes.
 
     Args:
-        store: takes it.
-        key_of: its key, from the digest in hexadecimal.
-        body: its bytes, contiguous.
+        store: the store.
+        key_of: returns the key for the digest in hexadecimal.
+        body: contiguous bytes.
     """
     sha256 = hashlib.sha256(body).hexdigest()
     key = key_of(sha256)
@@ -273,10 +273,9 @@ def put_by_digest(store: ObjectStore, key_of: Callable[[str], str], body: Body) 
 
 
 CHUNK_BYTES = 32 << 20
-"""Bytes of float32 rows with their state in one chunk: bounds the memory of upload and restore, and is read as one
-object."""
+"""Bytes of float32 rows with their state in one chunk, which bound the memory of upload and restore."""
 
 
 def chunk_rows(width: int, state_values: int = 0) -> int:
-    """Most rows of so many columns and values of state in one chunk."""
+    """Return the largest number of rows in one chunk, given their columns and state values."""
     return max(1, CHUNK_BYTES // (4 * (width + state_values)))

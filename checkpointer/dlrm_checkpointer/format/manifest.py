@@ -1,4 +1,4 @@
-"""Part lists and manifests: what a snapshot consists of. Their content is a function of the cut alone."""
+"""Define part lists and manifests, which list a snapshot's objects as a function of the cut alone."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ PARTS = "parts/"
 CHUNKS = "chunks/"
 Kind = Literal["full", "increment"]
 MAX_BYTES = 2**63
-"""Of an object; a signed number of 64 bits counts them."""
+"""Bound on the size of an object: sizes are signed 64-bit integers."""
 _KEY = re.compile(r"manifests/(\d{16})-(\d{8})\.json")
 _OF_A_CUT = re.compile(f"(?:{CHUNKS}|{PARTS})([0-9]{{16}})/([0-9]{{8}})/")
 
 
 class SnapshotConflictError(SnapshotError):
-    """The same step of the same attempt is there already with other content; nothing was replaced."""
+    """Report that this step and attempt are stored already with other content; nothing was replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=FORMAT)
 class ObjectEntry:
-    """One object: its key below the store's URI, its bytes and their SHA-256.
+    """Describe one object by its key below the store's URI, its size and its SHA-256.
 
-    In slots: of a model of terabytes there are hundreds of thousands, in every checkpointer and restoring rank.
+    It has slots because a model of terabytes has hundreds of thousands of objects, listed in every checkpointer and
+    restoring rank.
     """
 
     key: str = Field(pattern=r"^chunks/\d{16}/\d{8}/\d{6}/[0-9A-Za-z_-]+\.safetensors$")
@@ -46,7 +47,7 @@ class ObjectEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=FORMAT)
 class ChunkEntry(ObjectEntry):
-    """Some rows of one shard."""
+    """Describe an object that holds rows of one shard."""
 
     table: str
     row_start: int = Field(ge=0)
@@ -59,11 +60,11 @@ class ChunkEntry(ObjectEntry):
 
     @classmethod
     def of(cls, put: ObjectEntry, shard: ShardId, row_ids: NDArray[np.int64]) -> Self:
-        """The entry of an object that holds rows.
+        """Return the entry of an object that holds rows.
 
         Args:
             put: the object.
-            shard: that the rows are of.
+            shard: shard of the rows.
             row_ids: (N,) ascending, N >= 1.
         """
         first, last = int(row_ids[0]), int(row_ids[-1])
@@ -71,7 +72,7 @@ class ChunkEntry(ObjectEntry):
 
     @property
     def shard(self) -> ShardId:
-        """The rectangle that the rows are of."""
+        """Return the shard of the rows."""
         return ShardId(
             table=self.table,
             row_start=self.row_start,
@@ -82,7 +83,7 @@ class ChunkEntry(ObjectEntry):
 
 
 class Link(FormatModel):
-    """A snapshot that another object goes on from; ``sha256`` is of the manifest that says so."""
+    """Name a snapshot that another object is based on, with the SHA-256 of its manifest."""
 
     step: int = Field(ge=0)
     attempt: int = Field(ge=0)
@@ -90,31 +91,31 @@ class Link(FormatModel):
 
     @property
     def name(self) -> SnapshotName:
-        """Which snapshot it is."""
+        """Return the name of the snapshot."""
         return SnapshotName(self.step, self.attempt)
 
 
 class ChainLink(Link):
-    """A snapshot that another one's rows go over, by its own manifest."""
+    """Name a snapshot of a chain, with the SHA-256 of its own manifest."""
 
 
 class ChainSummary(FormatModel):
-    """Measured sizes of a full snapshot and of the increments that followed it: they decide when the next is due.
+    """Sum up the sizes of a full snapshot and its increments, which decide when the next full one is due.
 
-    Bytes are those of all objects that hold rows.
+    Sizes are the bytes of all objects that hold rows.
     """
 
     base_bytes: int = Field(ge=0)
     base_time: float = Field(allow_inf_nan=False)
-    """When it was cut (Unix seconds)."""
+    """Time of the full snapshot's cut (Unix seconds)."""
     increments: int = Field(0, ge=0)
     increment_bytes: int = Field(0, ge=0)
-    """Of all increments together."""
+    """Bytes of all increments together."""
     last_bytes: int = Field(0, ge=0)
-    """Of the newest."""
+    """Bytes of the newest increment."""
 
     def after(self, size: int) -> ChainSummary:
-        """With one more increment."""
+        """Return the sums with one more increment."""
         return ChainSummary(
             base_bytes=self.base_bytes,
             base_time=self.base_time,
@@ -125,7 +126,7 @@ class ChainSummary(FormatModel):
 
 
 class PartList(SealedModel):
-    """What one rank put into the store at one cut: ``parts/<step>/<attempt>/<rank>.json``."""
+    """List what one rank stored of one cut: ``parts/<step>/<attempt>/<rank>.json``."""
 
     format: Literal["dlrm-part"] = "dlrm-part"
     version: int = FORMAT_VERSION
@@ -134,21 +135,21 @@ class PartList(SealedModel):
     bits: int
     chain: tuple[ChainLink, ...]
     before: ChainSummary | None
-    """Of the newest of the chain; None where the snapshot is full."""
+    """Growth of the chain's newest snapshot; None if the snapshot is full."""
     meta: dict[str, Any]
     chunks: tuple[ChunkEntry, ...]
     dense: ObjectEntry | None
 
 
 class Manifest(SealedModel):
-    """A snapshot: it exists exactly when this object does."""
+    """Describe a snapshot, which exists exactly as long as this object does."""
 
     format: Literal["dlrm-snapshot"] = "dlrm-snapshot"
     version: int = FORMAT_VERSION
     kind: Kind
     bits: int
     chain: tuple[ChainLink, ...]
-    """Snapshots whose rows hold where this one has none, oldest first: a full one, then increments."""
+    """Snapshots that provide the rows that this one lacks, oldest first: a full one, then increments."""
     growth: ChainSummary
     meta: dict[str, Any]
     chunks: tuple[ChunkEntry, ...]
@@ -156,30 +157,30 @@ class Manifest(SealedModel):
 
     @property
     def name(self) -> SnapshotName:
-        """Which snapshot it is."""
+        """Return the name of the snapshot."""
         return SnapshotName(int(self.meta["step"]), int(self.meta["attempt"]))
 
     @property
     def cut(self) -> CutMeta:
-        """What was the same on all ranks."""
+        """Return the part of the cut that was the same on all ranks."""
         return CutMeta.from_json(self.meta)
 
     @property
     def objects(self) -> tuple[ObjectEntry, ...]:
-        """Every object of its own; its chain's come beside."""
+        """Return the snapshot's own objects, without those of its chain."""
         return (*self.chunks, self.dense)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all its objects."""
+        """Return the bytes of the snapshot's own objects."""
         return sum(entry.bytes for entry in self.objects)
 
     @classmethod
     def of_parts(cls, parts: Sequence[PartList]) -> Self:
-        """The manifest of a whole gang's part lists.
+        """Merge the part lists of all ranks into a manifest.
 
         Raises:
-            SnapshotConflictError: the parts are not of one cut.
+            SnapshotConflictError: the parts belong to different cuts.
         """
         ordered = sorted(parts, key=lambda part: part.rank)
         first = ordered[0]
@@ -212,39 +213,39 @@ M = TypeVar("M", PartList, Manifest)
 
 
 def manifest_key(step: int, attempt: int) -> str:
-    """Key of a manifest; zeros in front, so that a listing sorts by step."""
+    """Return the key of a manifest, padded with zeros so that a listing is sorted by step."""
     return f"{MANIFESTS}{step:016d}-{attempt:08d}.json"
 
 
 def parse_manifest_key(key: str) -> tuple[int, int] | None:
-    """(step, attempt) of a manifest's key; None where it is none."""
+    """Parse (step, attempt) from a manifest's key; None for another key."""
     match = _KEY.fullmatch(key)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def parse_cut_key(key: str) -> SnapshotName | None:
-    """The cut that an object or a part list is of; None of what others put beside them."""
+    """Parse the cut from the key of an object or part list; None for another key."""
     match = _OF_A_CUT.match(key)
     return SnapshotName(int(match[1]), int(match[2])) if match else None
 
 
 def cut_prefix(kind: str, step: int, attempt: int) -> str:
-    """Where the part lists (``PARTS``) or the objects (``CHUNKS``) of one cut are."""
+    """Return the prefix of one cut's part lists (``PARTS``) or objects (``CHUNKS``)."""
     return f"{kind}{step:016d}/{attempt:08d}/"
 
 
 def part_key(step: int, attempt: int, rank: int) -> str:
-    """Key of a rank's part list."""
+    """Return the key of a rank's part list."""
     return f"{cut_prefix(PARTS, step, attempt)}{rank:06d}.json"
 
 
 def chunk_key(cut: CutMeta, rank: int, name: str, sha256: str) -> str:
-    """Key of an object: it holds the hash of its bytes, so a repeated write can't change what is there."""
+    """Return an object's key. It holds the hash of the bytes: a repeated write changes nothing."""
     return f"{cut_prefix(CHUNKS, cut.step, cut.attempt)}{rank:06d}/{name}-{sha256[:16]}.safetensors"
 
 
 def parse_part(body: bytes, key: str) -> PartList:
-    """Read a part list.
+    """Parse a part list.
 
     Raises:
         SnapshotError: names the object and the field that is wrong.
@@ -256,7 +257,7 @@ def parse_part(body: bytes, key: str) -> PartList:
 
 
 def parse_manifest(body: bytes, key: str) -> Manifest:
-    """Read a manifest.
+    """Parse a manifest.
 
     Raises:
         NewerVersionError: a newer version wrote it.
@@ -274,7 +275,7 @@ def parse_manifest(body: bytes, key: str) -> Manifest:
 
 
 def checked_tables(documents: Iterable[Mapping[str, Any]], chunks: Iterable[ChunkEntry]) -> dict[str, TableMeta]:
-    """Tables by name, once their chunks are known to lie in them: readers reckon with what entries say.
+    """Parse tables by name, and check that their chunks lie in them: readers rely on the entries.
 
     Raises:
         KeyError, TypeError, ValueError, OverflowError: names the table or the chunk that is wrong.
@@ -282,7 +283,7 @@ def checked_tables(documents: Iterable[Mapping[str, Any]], chunks: Iterable[Chun
     tables: dict[str, TableMeta] = {}
     for table in map(TableMeta.from_json, documents):
         if tables.setdefault(table.name, table) is not table:
-            raise ValueError(f"table {table.name!r} is there twice")
+            raise ValueError(f"duplicate table {table.name!r}")
     edges = {
         name: ({start for start, _ in table.column_blocks}, {end for _, end in table.column_blocks})
         for name, table in tables.items()
@@ -298,12 +299,12 @@ def checked_tables(documents: Iterable[Mapping[str, Any]], chunks: Iterable[Chun
             and chunk.column_end in ends
             and chunk.column_start < chunk.column_end
         ):
-            raise ValueError(f"{chunk.key}: {chunk.rows} rows of {chunk.shard} are none of that table")
+            raise ValueError(f"{chunk.key}: {chunk.rows} rows of {chunk.shard} do not lie in that table")
     return tables
 
 
 def check_chunks(manifest: Manifest, key: str) -> None:
-    """Refuse a manifest whose chunks don't lie in its tables.
+    """Check that a manifest's chunks lie in its tables.
 
     Raises:
         SnapshotError: names the object, and the table or the chunk.
@@ -322,7 +323,7 @@ def _meta_of(key: str) -> Iterator[None]:
 
 def _parse(model: type[M], body: bytes, key: str) -> M:
     def refusal(version: int) -> str:
-        mend = "use a newer dlrm-operator" if version > FORMAT_VERSION else "that version was never released"
-        return f"format version {version}, this program reads version {FORMAT_VERSION}: {mend}"
+        advice = "use a newer dlrm-operator" if version > FORMAT_VERSION else "that version was never released"
+        return f"format version {version}, this program reads version {FORMAT_VERSION}: {advice}"
 
     return parse_sealed(model, body, key, FORMAT_VERSION, refusal)

@@ -1,1 +1,1 @@
-"""The shared-memory folder through which cuts go from a pod's ranks to its checkpointer."""
+"""Hand cuts from a pod's ranks to its checkpointer through a directory in shared memory."""

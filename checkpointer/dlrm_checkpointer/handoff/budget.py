@@ -1,4 +1,4 @@
-"""Bytes of the hand-off directory: a budget that the ranks of a pod share, and the memory of one segment."""
+"""Share the bytes of the hand-off directory among a pod's ranks, and fill the memory of a segment."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ class Budget:
         return sys.maxsize if self.size is None else self._use(self.size).share
 
     def touch(self, rank: int) -> None:
-        """Allocate a rank's share ahead of its first cut, as far as it is free; return when done.
+        """Allocate the free part of a rank's share ahead of its first cut; return when done.
 
-        Pages that are new to the process take several times as long to fill. May run in a thread beside the rank.
+        Pages that are new to the process take several times as long to fill. May run in a second thread.
         """
         if self.size is None:
             return
@@ -182,7 +182,7 @@ class SegmentMemory(NamedTuple):
 
 
 class CutBuffer:
-    """Memory of one segment while a rank copies rows to it. It holds whole pieces: rows of one shard, one array each.
+    """Fill one segment with complete pieces: rows of one shard, in one array each.
 
     Args:
         directory: of the pod.
@@ -201,7 +201,7 @@ class CutBuffer:
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether no piece is in it."""
+        """Return whether no piece is in it."""
         return not self._pieces and self._dense is None
 
     @property
@@ -210,7 +210,7 @@ class CutBuffer:
         return np.frombuffer(self._memory, np.float32, len(self._memory) // 4)
 
     def lay(self, wanted: CutRows) -> ShardRows | None:
-        """Take memory for as many of some rows as there is space for. The caller fills it in. None: for no row."""
+        """Reserve memory for as many of the rows as fit, which the caller fills; None: not one fits."""
         free = self._size - self._index_bytes - self.end - ENTRY_BYTES
         count = min(wanted.count, free // wanted.row_bytes)
         if count <= 0:

@@ -1,4 +1,4 @@
-"""The state machine of one rank's cut: one path for every size, in one segment or in many.
+"""Run the state machine of one rank's cut: one path for every size, in one segment or in many.
 
             reserve()                copy()...                finish()
  (none) ─────────────▶ RESERVED ─────────────▶ COPYING ─────────────▶ READY ──(sidecar)──▶ uploaded ▶ committed
@@ -63,7 +63,7 @@ class CutWithdrawnError(TemporaryError):
 
 
 class Cut:
-    """One rank's part of a cut. Whatever a transition raises, the cut is WITHDRAWN then. Not thread-safe.
+    """Hand over one rank's part of a cut. If a transition raises, the cut is WITHDRAWN. Not thread-safe.
 
     Args:
         budget: of the pod.
@@ -114,7 +114,7 @@ class Cut:
         return self._enter(CutState.COPYING, lambda: self._lay(wanted))
 
     def next_segment(self) -> bool:
-        """Hand what is copied to the sidecar and take space for more; False: there is none before the sidecar frees it.
+        """Hand what is copied to the sidecar and reserve more; False: the sidecar must free space first.
 
         Raises:
             DeviceError: the device is full, or the budget cannot hold one row.
@@ -123,7 +123,7 @@ class Cut:
         return self._enter(CutState.COPYING, self._next_segment)
 
     def is_waiting(self) -> bool:
-        """Tell whether the sidecar still has the segment before this one; raises what ``next_segment`` raises."""
+        """Return whether the sidecar still has the previous segment; raises as ``next_segment`` does."""
         return self._enter(self.state, self._is_stored_pending)
 
     def finish(self) -> HandedOver | None:
@@ -150,7 +150,7 @@ class Cut:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether the cut is READY or WITHDRAWN."""
+        """Return whether the cut is READY or WITHDRAWN."""
         return self.state in (CutState.READY, CutState.WITHDRAWN)
 
     @property
@@ -263,7 +263,7 @@ class Cut:
         return HandedOver(nbytes=self._bytes, segments=self._segments + 1)
 
     def _is_stored_pending(self) -> bool:
-        """Tell whether the sidecar still has the segment before this one."""
+        """Return whether the sidecar still has the segment before this one."""
         pending = self._stored is not None and self._directory.has(self._stored)
         # In this order: the sidecar refuses a cut before it frees the segment.
         self._check_refused()

@@ -1,4 +1,4 @@
-"""The sidecar's side of the hand-off directory: cuts that wait, which ranks run, and what to tell them."""
+"""Access the hand-off directory from the sidecar: waiting cuts, running ranks, notes to them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Inbox:
         return sorted(names, key=lambda name: (name.step, name.attempt, name.rank))
 
     def has(self, name: CutName | SegmentName) -> bool:
-        """Tell whether an entry still exists: a rank may withdraw the segments of a cut."""
+        """Return whether an entry still exists: a rank may withdraw the segments of a cut."""
         return self._directory.has(name)
 
     def open(self, name: CutName | SegmentName) -> ReadyCut:
@@ -108,15 +108,15 @@ class Inbox:
         return dropped
 
     def note_uploaded(self, cut: ReadyCut) -> None:
-        """Record, across a restart of the sidecar, that this cut's parts are durable and wait for the manifest."""
+        """Record, across a restart of the sidecar, that this cut's parts are durable."""
         self._directory.write_uploaded(cut)
 
     def uploaded(self) -> list[UploadedCut]:
-        """List cuts whose local parts are durable and whose manifest may be missing, oldest step first."""
+        """List cuts with durable local parts and a possibly missing manifest, oldest step first."""
         return self._directory.uploaded()
 
     def parents_in_flight(self) -> set[SnapshotName]:
-        """List the parents of this pod's cuts that are not committed yet, which must stay in the store until then.
+        """List the parents of this pod's uncommitted cuts, which must stay in the store until then.
 
         A snapshot that a rank will name as a parent is among them, or newer than all that were recorded before.
         """
@@ -130,7 +130,7 @@ class Inbox:
         return {name for name in found if name is not None}
 
     def forget_uploaded(self, cut: UploadedCut) -> None:
-        """Remove the record of a cut whose manifest exists, or never will."""
+        """Remove the record of a cut with a manifest, or without a chance to get one."""
         self._directory.remove_uploaded(cut)
 
     def publish_committed(self, name: SnapshotName) -> None:
@@ -164,7 +164,7 @@ class Inbox:
         return {rank: str(note["reason"]) for rank, note in self._closed().items()}
 
     def in_order(self) -> bool:
-        """Tell whether every local rank ended where all ranks had agreed to, and none because a rank failed."""
+        """Return whether every local rank ended where all ranks had agreed to, and none because a rank failed."""
         notes = self._closed()
         return len(notes) == len(self.ranks) and not any(note["failed"] for note in notes.values())
 

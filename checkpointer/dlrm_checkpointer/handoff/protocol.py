@@ -1,4 +1,4 @@
-"""The hand-off directory of a pod: its only description, and the only code that touches its files.
+"""Define the hand-off directory of a pod; no other module touches its files.
 
 Ranks and sidecar talk through this directory, by renames. A name says what an entry is and who owns it.
 
@@ -90,7 +90,7 @@ class CutName:
 
 @dataclass(frozen=True, order=True)
 class SegmentName:
-    """Name a segment that is not its cut's last; ``put`` tells two tries of one cut apart."""
+    """Name a segment that is not its cut's last; ``put`` distinguishes two tries of one cut."""
 
     step: int
     attempt: int
@@ -119,7 +119,7 @@ class DirUsage(NamedTuple):
     used: int
     """Segments, cuts, and what is about to be removed."""
     notes: int
-    """What the sidecar's notes of durable segments may take: each is rewritten beside its old version."""
+    """Bytes that the sidecar's notes of durable segments may take: old and new version exist during a rewrite."""
     spare: int
 
 
@@ -165,7 +165,7 @@ class HandoffDir:
             yield free
 
     def has_lost_its_sidecar(self) -> bool:
-        """Tell whether a sidecar once ran here and none runs now."""
+        """Return whether a sidecar once ran here and none runs now."""
         if not self._sidecar_lock.exists():
             return False
         with _lock_if_free(self._sidecar_lock) as free:
@@ -195,7 +195,7 @@ class HandoffDir:
         return sorted(name for name in map(SegmentName.parse, self.entries()) if name)
 
     def has(self, name: CutName | SegmentName) -> bool:
-        """Tell whether an entry still exists: a rank may withdraw the segments of a cut."""
+        """Return whether an entry still exists: a rank may withdraw the segments of a cut."""
         return (self.path / str(name)).exists()
 
     def writing(self, rank: int) -> Path:
@@ -222,10 +222,10 @@ class HandoffDir:
         return file_size(self.rows(rank))
 
     def hand_over(self, name: CutName | SegmentName, rows: int, index: str, *, has_segments: bool) -> None:
-        """Hand a rank's segment to the sidecar. It is complete from the rename that ends this call, absent before.
+        """Hand a rank's segment to the sidecar, atomically by the rename that ends this call.
 
         Args:
-            name: of the segment, or of the cut whose last segment it is.
+            name: name of the segment, or of the cut if it is the cut's last segment.
             rows: bytes of its rows that stay allocated.
             index: what lies where in the rows.
             has_segments: whether the cut has segments before this one.
@@ -251,7 +251,7 @@ class HandoffDir:
         self._remove(self.writing(rank), rank)
 
     def ranks_with_unfinished_cuts(self) -> set[int]:
-        """List the ranks whose cut is not ready; those that run still copy it."""
+        """List the ranks with a cut that is not ready; those that run still copy it."""
         matches = (_UNFINISHED.fullmatch(entry) for entry in self.entries())
         return {int(match[1]) for match in matches if match} | {name.rank for name in self.ready_segments()}
 
@@ -279,7 +279,7 @@ class HandoffDir:
         return sorted(self.path.glob("spare-*"), key=lambda path: (file_size(path), path))
 
     def drop_spare(self, path: Path) -> None:
-        """Free the memory of a spare file at once, though its rank may have it mapped; with the directory locked."""
+        """Free the memory of a spare file, even if its rank has it mapped; with the directory locked."""
         with contextlib.suppress(FileNotFoundError):
             os.truncate(path, 0)
             path.unlink()
@@ -349,7 +349,7 @@ class HandoffDir:
                 self.retire(name)
 
     def has_durable(self, rank: int, put: int) -> bool:
-        """Tell whether the sidecar still keeps the segments of this try of a rank's cut."""
+        """Return whether the sidecar still keeps the segments of this try of a rank's cut."""
         note = _read_json(self._durable(rank))
         return note is not None and note["put"] == put
 
@@ -399,7 +399,7 @@ class HandoffDir:
         self._write(self.path / "superseded.json", {"attempt": attempt})
 
     def uploaded(self) -> list[UploadedCut]:
-        """List the cuts whose local parts are durable and whose manifest may be missing, oldest step first."""
+        """List the cuts with durable local parts and a possibly missing manifest, oldest step first."""
         found = []
         for path in self.path.glob("uploaded-*.json"):
             match, note = _UPLOADED.fullmatch(path.name), _read_json(path)
@@ -477,7 +477,7 @@ class RefusedCut:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyCut:
-    """Hold one rank's ready cut, or one segment of it. Its arrays are views of mapped memory until ``Inbox.free``."""
+    """Hold one rank's ready cut or segment. Its arrays are views of mapped memory until ``Inbox.free``."""
 
     name: CutName | SegmentName
     meta: CutMeta
@@ -540,7 +540,7 @@ class Durable(BaseModel):
 
 @dataclass(frozen=True)
 class UploadedCut:
-    """Name a cut whose local parts are durable."""
+    """Name a cut with durable local parts."""
 
     step: int
     attempt: int
@@ -557,7 +557,7 @@ class UploadedCut:
 
 
 def boot_id() -> str:
-    """Identify this boot of the machine: a cut of another boot may be torn, because nothing syncs the directory."""
+    """Identify this boot of the machine: a cut of another boot may be torn, as nothing is synced."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""
 
@@ -580,7 +580,7 @@ def _folder_size(folder: str) -> int:
 
 
 def _map(path: Path, size: int) -> memoryview:
-    """Map the first bytes of a file, or all if it is shorter. What follows them is memory kept for later cuts."""
+    """Map the first bytes of a file, or all if it is shorter. The rest is kept for later cuts."""
     with path.open("rb") as file:
         size = min(size, os.fstat(file.fileno()).st_size)
         return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)) if size else memoryview(b"")
@@ -645,7 +645,7 @@ def _check_version(path: Path, who: str) -> None:
 
 
 def _holder(path: Path) -> list[str]:
-    """Read pid and version of a lock's last holder: the first line, since a longer one may have been there before."""
+    """Read pid and version of a lock's last holder: the first line, as a longer one may precede it."""
     try:
         return path.read_text(errors="replace").partition("\n")[0].split()
     except FileNotFoundError:

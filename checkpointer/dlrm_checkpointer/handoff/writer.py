@@ -1,4 +1,4 @@
-"""The trainer's side of the hand-off directory: reserve a cut, and learn what became of it."""
+"""Access the hand-off directory from the trainer: reserve cuts, and follow their fate."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HandoffWriter:
             raise_device(error, folder, 0)
 
     def ready(self) -> bool:
-        """Tell whether a cut can be reserved now: not while an earlier one of this rank is copied or waits.
+        """Return whether a cut can be reserved now: not while an earlier one of this rank is copied or waits.
 
         Raises:
             DivergedError: an earlier one of this attempt could never be stored, and so none that holds its rows.
@@ -141,7 +141,7 @@ class HandoffWriter:
         owned: Sequence[ShardId],
         timeout_s: float,
     ) -> HandedOver:
-        """Reserve a cut, copy rows that stay as they are, and wait until it is ready.
+        """Reserve a cut, copy rows that do not change meanwhile, and wait until it is ready.
 
         Args:
             meta: see ``reserve``.
@@ -204,7 +204,7 @@ class HandoffWriter:
         return None if newest is None else newest.step
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until this rank's last cut is committed; return whether it is. True if there is none.
+        """Wait until this rank's last cut is committed; return whether it is. True without a cut.
 
         Raises:
             DivergedError: the cut can never be stored, because it holds a value that is not finite.

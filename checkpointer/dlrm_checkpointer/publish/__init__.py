@@ -1,1 +1,1 @@
-"""Deltas for inference caches: making them, and a reference consumer."""
+"""Publish deltas for inference caches, and apply them in a reference consumer."""

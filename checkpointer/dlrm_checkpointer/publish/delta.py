@@ -1,4 +1,8 @@
-"""FIXME: docstring of dlrm_checkpointer.publish.delta."""
+"""Define the format of deltas, put a pod's part of one, and remove old ones.
+
+A delta holds the rows that turn one snapshot into a newer one, for consumers that follow a job. Rank 0's sidecar plans
+it, every pod puts its part, and it exists as soon as its manifest does.
+"""
 
 from __future__ import annotations
 
@@ -36,27 +40,27 @@ _OF_A_DELTA = re.compile(f"(?:{CHUNKS}|{PARTS})([0-9]{{16}})/")
 
 
 class DeltaLink(Link):
-    """A delta that another one follows, by its own manifest, and the snapshot that it leads to."""
+    """Name a delta that another one follows: its sequence, its manifest's SHA-256, and its snapshot."""
 
     sequence: int = Field(ge=1)
 
 
 @entry(frozen=True, slots=True, kw_only=True, config=FORMAT)
 class GoneEntry(ObjectEntry):
-    """Numbers of rows that are back at their initial values."""
+    """Describe an object with the numbers of rows that are reset to their initial values."""
 
     table: str
     rows: int = Field(ge=1)
 
 
 class DeltaPlan(SealedModel):
-    """What the next delta is to be, for all pods of a gang: ``plan.json``, written by rank 0's sidecar."""
+    """Plan the next delta for all pods of a gang: ``plan.json``, written by rank 0's sidecar."""
 
     format: Literal["dlrm-delta-plan"] = "dlrm-delta-plan"
     version: int = PUBLICATION_VERSION
     sequence: int = Field(ge=1)
     number: int = Field(ge=0, lt=TRIES)
-    """Tells tries at one sequence number apart."""
+    """Distinguishes attempts at one sequence number."""
     step: int = Field(ge=0)
     attempt: int = Field(ge=0)
     snapshot: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -70,25 +74,25 @@ class DeltaPlan(SealedModel):
 
     @property
     def name(self) -> SnapshotName:
-        """The snapshot that is published."""
+        """Return the name of the published snapshot."""
         return SnapshotName(self.step, self.attempt)
 
 
 class DeltaPart(SealedModel):
-    """What one pod put for a delta."""
+    """List what one pod put for a delta."""
 
     format: Literal["dlrm-delta-part"] = "dlrm-delta-part"
     version: int = PUBLICATION_VERSION
     problem: str = ""
-    """Why the older snapshot can't be gone from; nothing was put then."""
+    """Why the pod could not build its part; then nothing was put."""
     chunks: tuple[ChunkEntry, ...] = ()
     tombstones: tuple[GoneEntry, ...] = ()
     dense: ObjectEntry | None = None
-    """Of pod 0 alone."""
+    """Set by pod 0 only."""
 
 
 class Delta(SealedModel):
-    """A delta: it exists exactly when this object does."""
+    """Describe a delta, which exists exactly as long as this object does."""
 
     format: Literal["dlrm-delta"] = "dlrm-delta"
     version: int = PUBLICATION_VERSION
@@ -97,7 +101,7 @@ class Delta(SealedModel):
     attempt: int = Field(ge=0)
     snapshot: str = Field(pattern=r"^[0-9a-f]{64}$")
     time: float
-    """Of the snapshot's cut (Unix seconds)."""
+    """Time of the snapshot's cut (Unix seconds)."""
     previous: DeltaLink | None
     full: bool
     base: int = Field(ge=1)
@@ -109,31 +113,31 @@ class Delta(SealedModel):
 
     @property
     def name(self) -> SnapshotName:
-        """The snapshot that it leads to."""
+        """Return the name of the snapshot that it leads to."""
         return SnapshotName(self.step, self.attempt)
 
     @property
     def table_metas(self) -> tuple[TableMeta, ...]:
-        """The model's tables, as they are published."""
+        """Return the model's tables as published."""
         return tuple(TableMeta.from_json(table) for table in self.tables)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all its objects."""
+        """Return the bytes of all its objects."""
         return sum(entry.bytes for entry in (*self.chunks, *self.tombstones, self.dense))
 
 
 @dataclass(frozen=True)
 class Published:
-    """A delta that is there."""
+    """Hold a published delta."""
 
     delta: Delta
     sha256: str
-    """Of its manifest."""
+    """SHA-256 of its manifest."""
 
     @property
     def link(self) -> DeltaLink:
-        """As the next one names it."""
+        """Return the link by which the next delta names this one."""
         delta = self.delta
         return DeltaLink(sequence=delta.sequence, step=delta.step, attempt=delta.attempt, sha256=self.sha256)
 
@@ -142,48 +146,48 @@ M = TypeVar("M", DeltaPlan, DeltaPart, Delta)
 
 
 def published_table(table: TableMeta) -> TableMeta:
-    """A table as deltas hold it: whole rows without optimizer state."""
+    """Return a table as deltas hold it: complete rows without optimizer state."""
     return replace(table, column_blocks=((0, table.dim),), state_columns=(0,))
 
 
 def delta_key(sequence: int) -> str:
-    """Key of a delta's manifest; zeros in front, so that a listing sorts by sequence."""
+    """Return the key of a delta's manifest, padded with zeros so that a listing is sorted by sequence."""
     return f"{DELTAS}{sequence:016d}.json"
 
 
 def try_prefix(kind: str, sequence: int, number: int) -> str:
-    """Where the part lists (``PARTS``) or the objects (``CHUNKS``) of one try at a delta are."""
+    """Return the prefix of the part lists (``PARTS``) or objects (``CHUNKS``) of one attempt at a delta."""
     return f"{kind}{sequence:016d}/{number:08d}/"
 
 
 def delta_part_key(plan: DeltaPlan, pod: int) -> str:
-    """Key of a pod's part list."""
+    """Return the key of a pod's part list."""
     return f"{try_prefix(PARTS, plan.sequence, plan.number)}{pod:06d}.json"
 
 
 def delta_object_key(plan: DeltaPlan, pod: int, name: str, sha256: str) -> str:
-    """Key of an object."""
+    """Return the key of an object."""
     return f"{try_prefix(CHUNKS, plan.sequence, plan.number)}{pod:06d}/{name}-{sha256[:16]}.safetensors"
 
 
 def sequence_of(key: str) -> int | None:
-    """The sequence number below whose prefix an object or part list lies; None of what others put beside them."""
+    """Parse the sequence number from the key of an object or part list; None for another key."""
     match = _OF_A_DELTA.match(key)
     return int(match[1]) if match else None
 
 
 def sequences(store: ObjectStore) -> list[int]:
-    """Of every delta that is there, ascending."""
+    """List the sequence numbers of all deltas, ascending."""
     matches = (_KEY.fullmatch(info.key) for info in store.list(DELTAS))
     return [int(match[1]) for match in matches if match]
 
 
 def read_delta(store: ObjectStore, sequence: int) -> Published:
-    """One delta's manifest.
+    """Read one delta's manifest.
 
     Raises:
-        NoInputError: it is not there.
-        SnapshotError: it can't be read.
+        NoInputError: it does not exist.
+        SnapshotError: it cannot be read.
     """
     key = delta_key(sequence)
     body = store.get(key)
@@ -196,12 +200,12 @@ def read_delta(store: ObjectStore, sequence: int) -> Published:
         raise SnapshotError(f"{store.uri}/{key}: tables or chunks are not as the format says: {error!r}") from error
     for gone in delta.tombstones:
         if gone.table not in tables:
-            raise SnapshotError(f"{store.uri}/{key}: {gone.key} is of a table that its model does not have")
+            raise SnapshotError(f"{store.uri}/{key}: {gone.key} names a table that its model does not have")
     return Published(delta, hashlib.sha256(body).hexdigest())
 
 
 def newest_delta(store: ObjectStore) -> tuple[int, Published | None]:
-    """The greatest sequence number, 0 before the first delta, and that delta; None where it can't be read."""
+    """Return the greatest sequence number, 0 before the first, and its delta; None if it cannot be read."""
     there = sequences(store)
     if not there:
         return 0, None
@@ -212,7 +216,7 @@ def newest_delta(store: ObjectStore) -> tuple[int, Published | None]:
 
 
 def read_plan(store: ObjectStore) -> DeltaPlan | None:
-    """The plan that is there; None where there is none or it can't be read."""
+    """Read the current plan; None if it does not exist or cannot be read."""
     try:
         return parse(DeltaPlan, store.get(PLAN_KEY), PLAN_KEY)
     except (NoInputError, SnapshotError):
@@ -220,7 +224,7 @@ def read_plan(store: ObjectStore) -> DeltaPlan | None:
 
 
 def parse(model: type[M], body: bytes, key: str) -> M:
-    """Read JSON of the format.
+    """Parse JSON of the format.
 
     Raises:
         SnapshotError: names the object and what is wrong with it.
@@ -233,27 +237,27 @@ def parse(model: type[M], body: bytes, key: str) -> M:
 
 
 MAX_NUMBERS = 1 << 22
-"""Row numbers in one object of tombstones."""
+"""Largest number of row numbers in one object of tombstones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishSlot:
-    """Where deltas come from and go to, and which pod of the gang this is."""
+    """Locate the stores that deltas come from and go to, and this pod in its gang."""
 
     snapshots: ObjectStore
     target: ObjectStore
     pod: int
     pods: int
     before_put: Callable[[], None]
-    """Called, in any thread, before each object that is put: may wait."""
+    """Called in any thread before each object is put; may block."""
     on_put: Callable[[int], None]
-    """PodReport, in any thread, of the bytes of each object."""
+    """Called in any thread with the bytes of each object that was put."""
 
 
 def put_part(place: PublishSlot, plan: DeltaPlan) -> None:
-    """Put this pod's objects of a delta, then its part list, which is kept where it is there already.
+    """Put this pod's objects of a delta, then its part list; do nothing if the part list exists.
 
-    What can't be read or published is said in the part list: who made the plan decides.
+    The part list also reports a snapshot that cannot be read or published: rank 0's sidecar decides what follows.
     """
     key = delta_part_key(plan, place.pod)
     if place.target.size(key) is not None:
@@ -266,10 +270,10 @@ def put_part(place: PublishSlot, plan: DeltaPlan) -> None:
 
 
 def parts_of(target: ObjectStore, plan: DeltaPlan) -> list[DeltaPart] | None:
-    """The part lists of all pods; None while some are missing.
+    """Read the part lists of all pods; None while some are missing.
 
     Raises:
-        SnapshotError: one can't be read.
+        SnapshotError: one cannot be read.
     """
     there = {info.key for info in target.list(try_prefix(PARTS, plan.sequence, plan.number))}
     wanted = [delta_part_key(plan, pod) for pod in range(plan.pods)]
@@ -279,10 +283,10 @@ def parts_of(target: ObjectStore, plan: DeltaPlan) -> list[DeltaPart] | None:
 
 
 def delta_of(plan: DeltaPlan, after: Chain, parts: Sequence[DeltaPart]) -> Delta:
-    """The delta that part lists make up.
+    """Merge part lists into a delta.
 
     Raises:
-        SnapshotError: none of them has the dense state.
+        SnapshotError: not exactly one of them has the dense state.
     """
     dense = [part.dense for part in parts if part.dense]
     if len(dense) != 1:
@@ -306,10 +310,10 @@ def delta_of(plan: DeltaPlan, after: Chain, parts: Sequence[DeltaPart]) -> Delta
 
 
 def remove_old(target: ObjectStore, newest: Delta, keep_last: int) -> int:
-    """Remove deltas that need not be kept, other tries at the newest one, and part lists; returns how many went.
+    """Remove deltas beyond ``keep_last``, other attempts at the newest one, and old part lists.
 
-    The newest full delta and those after it stay. A delta's manifest goes before its objects. Safe to repeat or cut
-    off.
+    Keeps the newest full delta and those after it. Removes a delta's manifest before its objects, so it may be
+    interrupted and repeated. Returns the number of removed deltas.
     """
     first = min(newest.sequence - keep_last + 1, newest.base)
     gone = [sequence for sequence in sequences(target) if sequence < first]
@@ -322,7 +326,7 @@ def remove_old(target: ObjectStore, newest: Delta, keep_last: int) -> int:
 
 
 def _below(target: ObjectStore, kind: str, first: int) -> list[str]:
-    """Keys of objects of deltas before the first one that is kept; reads no more of the listing than these."""
+    """List the keys of objects of deltas before ``first``; stop the listing there."""
     found = []
     for info in target.list(kind):
         sequence = sequence_of(info.key)
@@ -339,7 +343,7 @@ class _Part:
         self._place, self._plan = place, plan
         self._after = load_chain(place.snapshots, plan.name)
         if self._after.links[-1].sha256 != plan.snapshot:
-            raise SnapshotError(f"{place.snapshots.uri}: step {plan.step} is not the snapshot of the plan any more")
+            raise SnapshotError(f"{place.snapshots.uri}: the snapshot of step {plan.step} was replaced since the plan")
         previous = None if plan.full else plan.previous
         self._before = load_chain(place.snapshots, previous.name) if previous else None
         self._tombstones: list[GoneEntry] = []
@@ -357,7 +361,7 @@ class _Part:
         return self._put_object("dense", body)
 
     def _tasks(self, table: TableMeta) -> Iterator[Callable[[str], Iterator[ChunkEntry]]]:
-        """What codes and puts the rows of this pod's share of a table; numbers of rows that are gone go meanwhile."""
+        """Yield calls that encode and put this pod's rows of a table; put the tombstones on the way."""
         pod, pods = self._place.pod, self._place.pods
         share = range(table.rows * pod // pods, table.rows * (pod + 1) // pods)
         found = _Gathered(chunk_rows(table.dim))
@@ -395,7 +399,7 @@ class _Part:
 
 
 class _Gathered:
-    """Rows of ascending bands, gathered to about as many as an object holds."""
+    """Gather rows of ascending bands until they fill about one object."""
 
     def __init__(self, size: int) -> None:
         self._size, self._count = size, 0
@@ -404,7 +408,7 @@ class _Gathered:
     def add(
         self, row_ids: NDArray[np.int64], rows: NDArray[np.float32] | None = None
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        """Take some; gives them with those that waited once they are enough."""
+        """Add rows; yield all waiting rows once they fill an object."""
         if len(row_ids):
             self._waiting.append((row_ids, np.empty((0, 0), np.float32) if rows is None else rows))
             self._count += len(row_ids)
@@ -412,7 +416,7 @@ class _Gathered:
             yield from self.rest()
 
     def rest(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        """What waits."""
+        """Yield the waiting rows."""
         if self._waiting:
             ids, rows = zip(*self._waiting, strict=True)
             self._waiting, self._count = [], 0

@@ -1,4 +1,8 @@
-"""FIXME: docstring of dlrm_checkpointer.publish.follower."""
+"""Keep tables in a folder up to date with published deltas: the reference consumer.
+
+Rows are written in place. ``state.json`` names the applied delta, and the one being applied, which a follower that was
+killed applies again.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ TABLES_FOLDER = "tables"
 
 
 class Applied(BaseModel):
-    """A delta by its sequence number and the SHA-256 of its manifest."""
+    """Name a delta by its sequence number and the SHA-256 of its manifest."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -50,7 +54,7 @@ class Applied(BaseModel):
 
 
 class ImageState(BaseModel):
-    """What a follower's folder holds: ``state.json``."""
+    """Describe the content of a follower's folder: ``state.json``."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -63,20 +67,20 @@ class ImageState(BaseModel):
     step: int
     attempt: int
     applied: Applied
-    """The newest delta that is whole."""
+    """The newest delta that was applied completely."""
     applying: Applied | None = None
-    """A delta of which rows may be written already: it must be applied again before the tables are whole."""
+    """A delta that may be applied in part: the tables are consistent only after it was applied again."""
 
 
 class Image:
-    """Tables in a folder.
+    """Manage tables in a folder.
 
     Args:
-        folder: made if absent.
+        folder: created if absent.
         before_write: called before each write.
 
     Raises:
-        UsageError: the folder holds something else.
+        UsageError: the folder holds other files.
     """
 
     def __init__(self, folder: Path, before_write: Callable[[], None]) -> None:
@@ -89,10 +93,10 @@ class Image:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Have the folder for oneself, as it is now; where its file system knows no locks, nobody is kept out.
+        """Lock the folder in the block and read its state again; no lock if its file system has none.
 
         Raises:
-            TemporaryError: another follower has it.
+            TemporaryError: another follower holds the lock.
         """
         descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -103,14 +107,14 @@ class Image:
                     f"{self._folder}: another follower is at work in this folder: end one of the two"
                 ) from error
             except OSError as error:
-                logger.warning("folder can't be locked", extra={"folder": str(self._folder), "problem": str(error)})
+                logger.warning("failed to lock folder", extra={"folder": str(self._folder), "error": str(error)})
             self.state = self._read_state()
             yield
         finally:
             os.close(descriptor)
 
     def _read_state(self) -> ImageState | None:
-        """None where no image is there."""
+        """Read the state; None if the folder has no image."""
         path = self._folder / STATE_FILE
         try:
             state = ImageState.model_validate_json(path.read_bytes()) if path.exists() else None
@@ -119,7 +123,7 @@ class Image:
         return state if state and (self._folder / state.image).is_dir() else None
 
     def remove_rest(self) -> None:
-        """Remove what a killed follower left, and images that were replaced."""
+        """Remove files of killed followers, and images that were replaced."""
         for path in self._folder.glob(f"{IMAGES}*"):
             if self.state is None or path.name != self.state.image:
                 self._before_write()
@@ -131,7 +135,7 @@ class Image:
                     path.unlink()
 
     def save(self, state: ImageState) -> None:
-        """Remember, in one step, what the folder holds, once the names of its files outlive the machine."""
+        """Replace the state file atomically, after syncing the folders that it refers to."""
         self._before_write()
         for folder in (self._folder / state.image / TABLES_FOLDER, self._folder / state.image, self._folder):
             sync(folder)
@@ -142,14 +146,14 @@ class Image:
         self.state = state
 
     def new(self, sequence: int) -> str:
-        """An empty folder for the tables of a full delta; its name."""
+        """Create an empty folder for the tables of a full delta; return its name."""
         self._before_write()
         name = f"{IMAGES}{sequence:016d}-{secrets.token_hex(4)}"
         (self._folder / name / TABLES_FOLDER).mkdir(parents=True)
         return name
 
     def write_dense(self, image: str, sequence: int, body: Body) -> str:
-        """Write the dense state; returns the file's name."""
+        """Write the dense state; return the file's name."""
         self._before_write()
         name = f"dense-{sequence:016d}.safetensors"
         with (self._folder / image / name).open("wb") as file:
@@ -159,7 +163,7 @@ class Image:
         return name
 
     def make_table(self, image: str, table: TableMeta) -> None:
-        """A table's file, with initial values."""
+        """Create a table's file with initial values."""
         self._before_write()
         shape = (table.rows, table.dim)
         path = self._path(image, table)
@@ -168,8 +172,9 @@ class Image:
             file.write(header)
             file.flush()
             size = len(header) + 4 * table.rows * table.dim
+            # The file is mapped: without its blocks, a full disk would be a SIGBUS.
             try:
-                os.posix_fallocate(file.fileno(), 0, size)  # else a full disk is a SIGBUS
+                os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
                 raise_device(error, path, size)
         with self.table(image, table) as rows:
@@ -179,7 +184,7 @@ class Image:
 
     @contextlib.contextmanager
     def table(self, image: str, table: TableMeta) -> Iterator[TableRows]:
-        """A table's rows, to be written; synced at the end."""
+        """Map a table's rows for writing, and sync them at the end."""
         path = self._path(image, table)
         header = safetensors_header({"weights": (np.dtype(np.float32), (table.rows, table.dim))})
         with path.open("rb") as file:
@@ -191,12 +196,12 @@ class Image:
 
     def _path(self, image: str, table: TableMeta) -> Path:
         if Path(table.name).name != table.name:
-            raise SnapshotError(f"{table.name!r} is no name of a file")
+            raise SnapshotError(f"table name {table.name!r} cannot be a file name")
         return self._folder / image / TABLES_FOLDER / f"{table.name}.safetensors"
 
 
 class TableRows:
-    """Rows of a table in a mapped file."""
+    """Write rows of a table to its mapped file."""
 
     def __init__(self, rows: NDArray[np.float32], before_write: Callable[[], None]) -> None:
         self._rows, self._before_write = rows, before_write
@@ -208,17 +213,17 @@ class TableRows:
 
 
 def initial_values(table: TableMeta, row_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Rows as they were before any update, as a trainer has them."""
+    """Return rows before any update, with the trainer's values."""
     return table.rounded(initial_rows(table.seed, table.name, row_ids, range(table.dim), table.scale))
 
 
 MAX_RELOADS = 2
-"""Within one round: more would mean that the publisher's folder is broken where the newest full delta is."""
+"""Largest number of reloads per round; more would mean that the publisher's newest full delta is broken."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Did:
-    """One thing that a follower did."""
+    """Describe one action of a follower."""
 
     what: Literal["full", "delta", "waiting"]
     sequence: int
@@ -226,9 +231,9 @@ class Did:
     rows: int = 0
     """Rows written."""
     gone: int = 0
-    """Rows set back to their initial values."""
+    """Rows reset to their initial values."""
     why: str = ""
-    """Of a full one why the image was made anew; of waiting what is missing."""
+    """Why a full delta replaced the image, or what a waiting follower lacks."""
 
     def __str__(self) -> str:
         if self.what == "waiting":
@@ -239,9 +244,9 @@ class Did:
 
 
 class GapError(SnapshotError):
-    """The next delta is not there, or does not follow what was applied.
+    """Report that the next delta is missing, or does not follow the applied one.
 
-    ``whole``: the image is whole and its delta in the publisher's history, so only a newer full delta is of use.
+    ``whole``: the image is consistent and its delta is in the publisher's history, so only a newer full delta helps.
     """
 
     def __init__(self, why: str, *, whole: bool = False) -> None:
@@ -250,20 +255,20 @@ class GapError(SnapshotError):
 
 
 def _nothing() -> None:
-    """The default of ``before_write``."""
+    """Do nothing before a write."""
 
 
 class Follower:
-    """Keeps a folder at the newest delta; may be killed at any point and started again on the same folder.
+    """Keep a folder at the newest delta; it may be killed at any point and restarted on the same folder.
 
     Args:
-        store: the publisher's folder.
-        folder: of the image.
+        store: the publisher's store.
+        folder: folder of the image.
         before_write: called before each write to the folder.
 
     Raises:
-        UsageError: the folder holds something else, or can't be made.
-        NoPermissionError: it may not be written.
+        UsageError: the folder holds other files, or cannot be created.
+        NoPermissionError: it cannot be written.
     """
 
     def __init__(self, store: ObjectStore, folder: Path, before_write: Callable[[], None] = _nothing) -> None:
@@ -273,15 +278,15 @@ class Follower:
 
     @property
     def state(self) -> ImageState | None:
-        """What the folder holds."""
+        """Return the state of the folder."""
         return self._image.state
 
     def catch_up(self) -> list[Did]:
-        """Apply all that is there; returns what was done.
+        """Apply all published deltas; return what was done.
 
         Raises:
             SnapshotError: an object is corrupt.
-            TemporaryError: the store does not answer, or another follower is at work in the folder: call again.
+            TemporaryError: the store does not answer, or another follower holds the folder: call again.
             DeviceError: the disk is full.
         """
         with written_to(self._folder), self._image.held():
@@ -304,15 +309,15 @@ class Follower:
             self._image.remove_rest()
 
     def _next(self) -> Did | None:
-        """Apply the next delta; None where there is none.
+        """Apply the next delta, if any.
 
         Raises:
-            GapError: it can't be applied to what is here.
+            GapError: it cannot be applied to the image.
         """
         there, state = sequences(self._store), self._image.state
         if state is None:
             if there:
-                raise GapError("no image was here")
+                raise GapError("the folder had no image")
             return None
         if state.applying:
             return self._apply(self._same(state.applying), state)
@@ -339,14 +344,14 @@ class Follower:
             raise GapError(str(error), whole=whole) from error
 
     def _same(self, wanted: Applied) -> Published:
-        """A delta that was looked at before, if it is still the same."""
+        """Read a delta that was read before; it must not have changed."""
         published = self._read(wanted.sequence)
         if published.sha256 != wanted.sha256:
-            raise GapError(f"delta {wanted.sequence} is another one than it was")
+            raise GapError(f"delta {wanted.sequence} was replaced")
         return published
 
     def _reload(self, gap: GapError, *, give_up: bool) -> Did:
-        """Begin anew from the newest full delta, where that leads on."""
+        """Start over from the newest full delta, if it is newer."""
         there, state = sequences(self._store), self._image.state
         sequence, step = (state.applied.sequence, state.step) if state else (0, 0)
         waiting = Did(what="waiting", sequence=sequence, step=step, why=str(gap))
@@ -359,7 +364,7 @@ class Follower:
             return waiting
 
     def _apply(self, published: Published, state: ImageState) -> Did:
-        """Write a delta over the image."""
+        """Apply a delta to the image."""
         delta, mark = published.delta, _applied(published)
         if state.applying is None:
             self._image.save(state.model_copy(update={"applying": mark}))
@@ -369,7 +374,7 @@ class Follower:
         return Did(what="delta", sequence=delta.sequence, step=delta.step, rows=rows, gone=gone)
 
     def _load(self, published: Published, why: str) -> Did:
-        """Make a new image of a full delta."""
+        """Create a new image from a full delta."""
         delta = published.delta
         image = self._image.new(delta.sequence)
         for table in delta.table_metas:
@@ -380,7 +385,7 @@ class Follower:
         return Did(what="full", sequence=delta.sequence, step=delta.step, rows=rows, why=why)
 
     def _write(self, delta: Delta, image: str) -> tuple[int, int]:
-        """Write a delta's rows, a few objects in memory at a time; how many, and how many are initial again."""
+        """Write a delta's rows, with a few objects in memory; return the numbers of written and reset rows."""
         rows = gone = 0
         for table in delta.table_metas:
             chunks = [chunk for chunk in delta.chunks if chunk.table == table.name]
@@ -409,7 +414,7 @@ class Follower:
 
     @contextlib.contextmanager
     def _kept(self, delta: Delta) -> Iterator[None]:
-        """Read objects of a delta; where one is gone because the delta was removed meanwhile, that is a gap."""
+        """Read objects of a delta in the block; report a gap if the delta was removed meanwhile."""
         try:
             yield
         except SnapshotError as error:

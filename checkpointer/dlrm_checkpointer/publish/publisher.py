@@ -1,7 +1,7 @@
-"""The sidecar's publisher: a thread that turns committed snapshots into deltas, behind the commit of further ones.
+"""Turn committed snapshots into deltas, in a thread of the sidecar that yields to the upload of cuts.
 
-The sidecar of rank 0 leads: it writes down what the next delta is to be, and its manifest once every pod's part is
-there. The delta goes from the newest one that is there to the newest committed snapshot, so an outage skips nothing.
+Rank 0's sidecar leads: it writes the plan of the next delta, and its manifest once every pod has put its part. A delta
+leads from the newest delta to the newest committed snapshot, so an outage skips no rows.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ logger = logging.getLogger(__name__)
 INITIAL_BACKOFF_S, MAX_BACKOFF_S, MAX_LAST_BACKOFF_S = 0.2, 30.0, 2.0
 FIRST_LOOK_S = 0.05
 MAX_POLL_INTERVAL_S = 5.0
-"""Pauses between two looks for the plan, or for other pods' parts, grow up to this."""
+"""Longest pause between two checks for the plan or for other pods' parts."""
 MAX_END_S = 2.0
-"""Wait for the thread at the end; a call of a store that takes longer dies with the process."""
+"""Longest wait for the thread at the end; a store call that takes longer dies with the process."""
 
 
 @dataclass
 class Backoff:
-    """Compute growing waits with jitter, so that the sidecars of a large gang do not return to a store all at once."""
+    """Compute growing waits with jitter, so that the sidecars of a gang do not retry all at once."""
 
     _next_s: float = INITIAL_BACKOFF_S
 
@@ -68,7 +68,7 @@ class Backoff:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What the job asks of its deltas, and the place in the gang of this pod."""
+    """Configure the deltas of a job, and locate this pod in its gang."""
 
     bits: Literal[8, 16, 32]
     keep_last: int
@@ -77,13 +77,13 @@ class Terms:
 
 
 class Publisher:
-    """Publishes what it is offered, the newest alone where it falls behind.
+    """Publish offered snapshots; only the newest if it falls behind.
 
     Args:
-        snapshots: the job's store, by a client of its own, so that snapshots don't wait for its calls.
-        target: where deltas go.
-        terms: of the job.
-        status: what is told of deltas.
+        snapshots: the job's store, with its own client so that uploads do not wait for its calls.
+        target: the store of deltas.
+        terms: the job's settings for deltas.
+        status: counts deltas and failures.
     """
 
     def __init__(self, snapshots: ObjectStore, target: ObjectStore, terms: Terms, status: Status) -> None:
@@ -108,7 +108,7 @@ class Publisher:
         self._thread.start()
 
     def offer(self, name: SnapshotName) -> None:
-        """A snapshot is committed."""
+        """Publish a committed snapshot soon."""
         with self._lock:
             if self._wanted is None or self._wanted.recency < name.recency:
                 self._wanted = name
@@ -117,7 +117,7 @@ class Publisher:
 
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
-        """Put nothing more meanwhile: a cut has the store for itself."""
+        """Pause puts in the block, so that a cut has the whole bandwidth."""
         self._free.clear()
         try:
             yield
@@ -126,25 +126,25 @@ class Publisher:
 
     @property
     def knows(self) -> bool:
-        """Whether the deltas that are there were looked at, and so ``in_use`` is all of it."""
+        """Return whether the existing deltas were read, and so ``in_use`` is complete."""
         with self._lock:
             return self._used is not None
 
     @property
     def in_use(self) -> frozenset[SnapshotName]:
-        """Snapshots that the next delta goes from or to, as far as that is known."""
+        """Return the snapshots that the next delta leads from or to, as far as known."""
         with self._lock:
             wanted = {self._wanted} if self._wanted else set()
             return (self._used or frozenset()) | wanted
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is left to be published, or nothing can be."""
+        """Return whether nothing is left to publish, or nothing can be published."""
         with self._lock:
             return self._wanted is None
 
     def close(self) -> None:
-        """End the thread, at its next pause."""
+        """End the thread at its next pause."""
         self._stop.set()
         self._free.set()
         self._wake.set()
@@ -153,7 +153,7 @@ class Publisher:
     def _wait_for_turn(self) -> None:
         self._free.wait()
         if self._stop.is_set():
-            raise TemporaryError("the publisher ends")
+            raise TemporaryError("the publisher is stopping")
 
     def _work(self) -> None:
         backoff = Backoff()
@@ -164,7 +164,7 @@ class Publisher:
             except DLRMError as error:
                 if self._stop.is_set():
                     return
-                logger.warning("publishing failed", extra={"problem": str(error)})
+                logger.warning("failed to publish delta", extra={"error": str(error)})
                 self._status.publish_errors.inc()
                 if self.knows:
                     self._note_used(None)
@@ -175,9 +175,10 @@ class Publisher:
             self._wake.clear()
 
     def _turn(self) -> float | None:
-        """Go on with the next delta; returns for how long to wait then, None until there is something new."""
+        """Advance the next delta; return the seconds to wait, or None to wait for an offer."""
+        # Set before the first store call: one that is refused for good must drop this snapshot.
         with self._lock:
-            wanted = self._tried = self._wanted  # before the first call, which may be refused for good
+            wanted = self._tried = self._wanted
         sequence, newest = newest_delta(self._target)
         self._note_used(newest)
         if wanted is None:
@@ -210,12 +211,12 @@ class Publisher:
         return self._look_s
 
     def _is_ours(self, plan: DeltaPlan, wanted: SnapshotName, sequence: int, newest: Published | None) -> bool:
-        """Whether a plan is of this gang and of the delta that follows the newest one."""
+        """Return whether this gang made the plan, for the delta after the newest one."""
         mine = (wanted.attempt, self._terms.pods, sequence + 1, newest.link if newest else None)
         return (plan.attempt, plan.pods, plan.sequence, plan.previous) == mine
 
     def _is_there(self, published: DeltaPlan | Delta) -> bool:
-        """Whether its snapshot is one of the job's store: deltas may be older than the store is."""
+        """Return whether the job's store holds its snapshot: deltas may be older than the store."""
         try:
             return load_chain(self._snapshots, published.name).links[-1].sha256 == published.snapshot
         except (NoInputError, SnapshotError):
@@ -224,11 +225,11 @@ class Publisher:
     def _make_plan(
         self, wanted: SnapshotName, sequence: int, newest: Published | None, *, full: bool = False
     ) -> DeltaPlan:
-        """Say what the delta after the newest one is to be.
+        """Plan the delta after the newest one.
 
         Raises:
-            NoInputError: the snapshot is gone.
-            SnapshotError: it can't be read.
+            NoInputError: the snapshot does not exist any more.
+            SnapshotError: it cannot be read.
         """
         after = load_chain(self._snapshots, wanted)
         leads_on = (
@@ -253,7 +254,7 @@ class Publisher:
         return plan
 
     def _leads_on(self, newest: Published, after: Chain) -> bool:
-        """Whether the snapshot of the newest delta is there still, and of the same model."""
+        """Return whether the snapshot of the newest delta still exists, with the same model."""
         name = newest.delta.name
         try:
             before = load_chain(self._snapshots, name)
@@ -263,24 +264,28 @@ class Publisher:
         else:
             if before.links[-1].sha256 == newest.delta.snapshot and before.newest.cut.tables == after.newest.cut.tables:
                 return True
-            why = "it is of another model or job"
-        logger.warning("the delta is full", extra={"step": name.step, "attempt": name.attempt, "why": why})
+            why = "its model or job differs"
+        # Without that snapshot the next delta holds all rows.
+        logger.warning(
+            "base of the delta is unusable, publishing all rows",
+            extra={"step": name.step, "attempt": name.attempt, "reason": why},
+        )
         return False
 
     def _conclude(self, plan: DeltaPlan, wanted: SnapshotName) -> bool:
-        """Commit the delta if all parts are there; whether something changed.
+        """Commit the delta if all parts exist; return whether anything changed.
 
         Raises:
-            SnapshotError: the snapshot can't be published.
+            SnapshotError: the snapshot cannot be published.
         """
         parts = parts_of(self._target, plan)
         if parts is None:
             return False
         problems = [part.problem for part in parts if part.problem]
         if problems and plan.full and plan.name == wanted:
-            raise SnapshotError(f"step {plan.step} is not published: {problems[0]}")
+            raise SnapshotError(f"cannot publish step {plan.step}: {problems[0]}")
         if problems:
-            logger.warning("the delta is planned anew", extra={"step": plan.step, "why": problems[0]})
+            logger.warning("replacing the plan of a delta", extra={"step": plan.step, "reason": problems[0]})
             self._make_plan(wanted, *newest_delta(self._target), full=plan.name == wanted)
             return True
         delta = delta_of(plan, load_chain(self._snapshots, plan.name), parts)
@@ -293,7 +298,7 @@ class Publisher:
         return True
 
     def _note_used(self, newest: Published | None) -> None:
-        """Remember which snapshots must stay; what was known stays where the deltas can't be read."""
+        """Remember which snapshots must stay; keep the known ones if the deltas cannot be read."""
         with self._lock:
             used = set() if newest else set(self._used or ())
             for link in (newest and newest.link, self._plan, self._plan and self._plan.previous):
@@ -302,7 +307,7 @@ class Publisher:
             self._used = frozenset(used)
 
     def _forget(self, name: SnapshotName | None) -> None:
-        """Nothing is left to be done for a snapshot; a newer one may have come meanwhile."""
+        """Stop publishing a snapshot, unless a newer one was offered meanwhile."""
         with self._lock:
             if self._wanted == name:
                 self._wanted = None

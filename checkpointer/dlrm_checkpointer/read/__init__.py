@@ -1,1 +1,1 @@
-"""Snapshots read back: restore, verification, comparison and exports."""
+"""Read snapshots: restore, verify, compare and export them."""

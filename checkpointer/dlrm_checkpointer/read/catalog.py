@@ -1,4 +1,4 @@
-"""What is in a store, for people: ``dlrmctl snapshots``."""
+"""List, find and verify the snapshots of a store, for ``dlrmctl snapshots``."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from dlrm_stores import ObjectStore
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Rows [start, end) of a table, and what the snapshot stores of them."""
+    """Hold rows [start, end) of a table, as far as the snapshot stores them."""
 
     table: TableMeta
     start: int
     end: int
     stored: tuple[tuple[int, ShardRows], ...]
-    """Of each snapshot of the chain, oldest first: its number there, and rows."""
+    """(position in the chain, rows) of each snapshot of the chain, oldest first."""
 
     def fill(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """All rows (n, dim) and their state (n, state values): stored ones, and initial values elsewhere."""
+        """Return all rows (n, dim) and their state (n, state values); rows not stored have initial values."""
         table = self.table
         ids = np.arange(self.start, self.end, dtype=np.int64)
         rows = initial_rows(table.seed, table.name, ids, range(table.dim), table.scale)
@@ -45,21 +45,22 @@ class Block:
         return table.rounded(rows), state
 
     def held(self) -> NDArray[np.int64]:
-        """Global numbers of the rows of which any column is stored, ascending."""
+        """Return the ascending global numbers of the rows that have any column stored."""
         there = np.zeros(self.end - self.start, bool)
         for _, piece in self.stored:
             there[piece.row_ids - self.start] = True
         return np.flatnonzero(there) + self.start
 
     def digest(self, rows: NDArray[np.float32], state: NDArray[np.float32]) -> PartialDigest:
-        """What its rows, as ``fill`` gave them, add to the table's digest."""
+        """Return the digest of its rows, as returned by ``fill``, as a part of the table's."""
         return rows_digest(self.table, np.arange(self.start, self.end, dtype=np.int64), 0, rows, state)
 
     def check(self) -> int:
         """Check what is stored, and count the rows.
 
         Raises:
-            SnapshotError: names the table and the row that one snapshot holds twice, or whose value is not finite.
+            SnapshotError: a row is stored twice in one snapshot, or holds a value that is not finite; names the table
+                and the row.
         """
         layers = 1 + max((layer for layer, _ in self.stored), default=0)
         every = np.zeros((layers, self.end - self.start, len(self.table.column_blocks)), bool)
@@ -78,12 +79,12 @@ class Block:
 
 
 def walk_table(snapshot: Snapshot, table: TableMeta) -> Iterator[Block]:
-    """Every block of a table in order; reads each of its objects once and checks it.
+    """Yield the blocks of a table in order; read and check each object once.
 
-    Memory is that of one block and of the chunks that overlap it.
+    Takes memory for one block and the chunks that overlap it.
 
     Raises:
-        SnapshotError: an object is missing, corrupt, or not of this table.
+        SnapshotError: an object is missing, corrupt, or belongs to another table.
     """
     layers = enumerate(snapshot.chain.chunks(table.name))
     sources = [source for number, entries in layers for source in stored(snapshot.store, table, number, entries)]
@@ -95,48 +96,48 @@ def walk_table(snapshot: Snapshot, table: TableMeta) -> Iterator[Block]:
 
 @dataclass(frozen=True, kw_only=True)
 class ListedSnapshot:
-    """One manifest of a store."""
+    """Describe one manifest of a store."""
 
     step: int
     attempt: int
     uri: str
     """URI of the manifest."""
     time: float
-    """When it was committed, by the store's clock (Unix seconds)."""
+    """Time of the commit by the store's clock (Unix seconds)."""
     manifest: Manifest | None
-    """None where it can't be read."""
+    """None if it cannot be read."""
     problem: str
-    """Why it will not be restored from; empty where it can be (its objects were not read)."""
+    """Why it will not be restored; empty if it can be (its objects were not read)."""
     counts: bool = True
-    """Whether it is of the lineage; False: a later attempt went on from before it, and nothing goes back to it."""
+    """Whether it belongs to the lineage; False: a later attempt continued from an older snapshot."""
     newer: bool = False
-    """Whether it is of the lineage and a newer version wrote it: what is older is not restored from unasked."""
+    """Whether it belongs to the lineage and a newer version wrote it: older ones are restored only by name."""
 
     @property
     def damaged(self) -> bool:
-        """Whether it should be usable and is not."""
+        """Return whether it should be usable but is not."""
         return self.counts and bool(self.problem)
 
     @property
     def bytes(self) -> int:
-        """Bytes of its own objects."""
+        """Return the bytes of its own objects."""
         return self.manifest.total_bytes if self.manifest else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedSnapshot:
-    """What reading a whole snapshot found."""
+    """Describe a snapshot that was read completely."""
 
     step: int
     attempt: int
     objects: int
     bytes: int
     rows: dict[str, int]
-    """Stored rows of each table; the others have their initial values."""
+    """Number of stored rows per table; all others have their initial values."""
 
 
 def list_snapshots(store: ObjectStore) -> list[ListedSnapshot]:
-    """Every manifest, newest first, also those that will not be restored from, with the reason. Reads no objects."""
+    """List all manifests, newest first, also unusable ones with the reason. Read no other objects."""
     infos = {parse_manifest_key(info.key): info for info in store.list(MANIFESTS)}
     keys = sorted((key for key in infos if key), reverse=True)
     attempts = read_attempts(store, min((attempt for _, attempt in keys), default=0)) if keys else []
@@ -166,9 +167,9 @@ def find_snapshot(store: ObjectStore, step: int | None = None, attempt: int | No
     """Open one snapshot: the newest usable one of the lineage, or of those with this step or attempt.
 
     Raises:
-        NoInputError: there is none; says which steps there are.
-        NewerVersionError: none is named, and a newer version wrote the newest.
-        SnapshotError: there is one and it can't be used.
+        NoInputError: it does not exist; lists the existing steps.
+        NewerVersionError: no step or attempt is given, and a newer version wrote the newest snapshot.
+        SnapshotError: it exists but cannot be used.
     """
     return pick_snapshot(store, list_snapshots(store), step, attempt)
 
@@ -176,7 +177,7 @@ def find_snapshot(store: ObjectStore, step: int | None = None, attempt: int | No
 def pick_snapshot(
     store: ObjectStore, listed: Sequence[ListedSnapshot], step: int | None = None, attempt: int | None = None
 ) -> Snapshot:
-    """Open one snapshot of a listing, as ``find_snapshot`` does; where none is named, those before it are unusable.
+    """Open one snapshot of a listing, as ``find_snapshot`` does.
 
     Raises:
         NoInputError: see ``find_snapshot``.
@@ -199,7 +200,7 @@ def pick_snapshot(
 
 
 def verify_snapshot(snapshot: Snapshot) -> VerifiedSnapshot:
-    """Read every byte of a snapshot once and check it: checksums, form, every row at most once, finite values.
+    """Read every byte of a snapshot once; check checksums, encoding, duplicate rows and finite values.
 
     Raises:
         SnapshotError: names the object, or the table and the row.
@@ -219,7 +220,7 @@ def verify_snapshot(snapshot: Snapshot) -> VerifiedSnapshot:
 
 
 def _read(store: ObjectStore, key: str) -> tuple[Manifest | None, str, bool]:
-    """A manifest, or why it can't be read and whether that is for a newer version."""
+    """Return a manifest, or why it cannot be read and whether the reason is a newer version."""
     try:
         return parse_manifest(store.get(key), key), "", False
     except (SnapshotError, NoInputError) as error:

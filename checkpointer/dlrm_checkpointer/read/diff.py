@@ -1,4 +1,4 @@
-"""How two snapshots of a store differ, table by table: ``dlrmctl snapshots diff``."""
+"""Compare two snapshots of a store table by table, for deltas and ``dlrmctl snapshots diff``."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from dlrm_stores.parallel import parallel_map
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """Some rows of a table as one snapshot has them."""
+    """Hold rows of a table as one snapshot has them."""
 
     rows: NDArray[np.float32]
     """(N, dim) weights."""
     state: NDArray[np.float32]
     """(N, S) row optimizer state."""
     held: NDArray[np.bool_]
-    """(N,) whether the snapshot stores any column of them; the others have their initial values."""
+    """(N,) whether the snapshot stores any column of the row; the others have their initial values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Rows whose weights or optimizer state differ, in ascending order; each row whole."""
+    """Hold complete rows that differ in weights or optimizer state, in ascending order."""
 
     row_ids: NDArray[np.int64]
     before: Values
@@ -47,22 +47,22 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What brings rows of one snapshot to another: at least those whose weights differ, in ascending order."""
+    """Hold the rows that turn one snapshot into another: at least those that differ, ascending."""
 
     row_ids: NDArray[np.int64]
     rows: NDArray[np.float32]
     """(N, dim) new weights."""
     gone: NDArray[np.int64]
-    """Rows that are back at their initial values."""
+    """Rows that are reset to their initial values."""
 
 
 def differences(store: ObjectStore, table: TableMeta, before: Chain, after: Chain) -> Iterator[Difference]:
-    """Rows of a table that differ between two snapshots, band by band in ascending order.
+    """Yield the rows of a table that differ between two snapshots, band by band in ascending order.
 
-    Memory is that of one band and of the chunks that overlap it.
+    Takes memory for one band and the chunks that overlap it.
 
     Raises:
-        SnapshotError: an object is missing, corrupt, or not of this table.
+        SnapshotError: an object is missing, corrupt, or belongs to another table.
     """
     for band in _bands(store, table, before, after, range(table.rows)):
         lower = band.lower(~(band.before.whole & band.after.whole))
@@ -73,20 +73,20 @@ def differences(store: ObjectStore, table: TableMeta, before: Chain, after: Chai
 
 
 def updates(store: ObjectStore, table: TableMeta, before: Chain | None, after: Chain, rows: range) -> Iterator[Update]:
-    """What brings some rows of a table from one snapshot to another, band by band in ascending order.
+    """Yield the updates that turn rows of one snapshot into another's, in ascending bands.
 
-    A row that only the newer snapshot stores anew is among them without a look at its older value, so that a chain
-    that merely grew costs one read of what it grew by.
+    A row that the newer snapshot stores again is included without comparing it with its older value, so that a chain
+    that merely grew costs one read of the new chunks.
 
     Args:
-        store: of both.
-        table: the table, as both have it.
-        before: None: every row has its initial values.
-        after: the newer one.
+        store: the store of both.
+        table: the table, the same in both.
+        before: the older snapshot; None: every row has its initial values.
+        after: the newer snapshot.
         rows: global rows, with step 1.
 
     Raises:
-        SnapshotError: an object is missing, corrupt, or not of this table.
+        SnapshotError: an object is missing, corrupt, or belongs to another table.
     """
     for band in _bands(store, table, before, after, rows):
         lower = band.lower(~band.after.whole)
@@ -102,16 +102,16 @@ def updates(store: ObjectStore, table: TableMeta, before: Chain | None, after: C
 
 @dataclass(frozen=True, kw_only=True)
 class _Side:
-    """Rows of a band as the snapshots of one chain that the other lacks have them, oldest first."""
+    """Hold rows of a band from the snapshots that only one of the two chains has, oldest first."""
 
     table: TableMeta
     row_ids: NDArray[np.int64]
     pieces: tuple[ShardRows, ...]
     whole: NDArray[np.bool_]
-    """(N,) rows of which the pieces hold all columns."""
+    """(N,) whether the pieces hold all columns of the row."""
 
     def values(self, lower: Sequence[ShardRows]) -> Values:
-        """The rows; where the pieces have none, those of lower snapshots, else initial values."""
+        """Return the rows; rows missing here come from the lower snapshots, else they have initial values."""
         table, ids = self.table, self.row_ids
         rows = initial_rows(table.seed, table.name, ids, range(table.dim), table.scale)
         state = np.zeros((len(ids), table.state_width), np.float32)
@@ -128,7 +128,7 @@ class _Side:
 
 @dataclass(frozen=True, kw_only=True)
 class _Candidates:
-    """Rows of a band that one of two chains stores where the other one does not."""
+    """Hold the rows of a band that the unshared snapshots of either chain store."""
 
     row_ids: NDArray[np.int64]
     before: _Side
@@ -136,7 +136,7 @@ class _Candidates:
     shared: _Shared
 
     def lower(self, needed: NDArray[np.bool_]) -> Sequence[ShardRows]:
-        """What the snapshots that both go over have of some of the rows, oldest first."""
+        """Return the needed rows as the shared snapshots have them, oldest first."""
         return self.shared.rows(self.row_ids[needed]) if needed.any() else ()
 
 
@@ -170,7 +170,7 @@ def _bands(
 
 
 def _common(before: Chain | None, after: Chain) -> int:
-    """Snapshots, from the oldest on, that two chains have in common."""
+    """Count the snapshots, from the oldest on, that two chains have in common."""
     pairs = zip(before.links, after.links, strict=False) if before else ()
     count = 0
     for one, other in pairs:
@@ -190,7 +190,7 @@ def _side(table: TableMeta, ids: NDArray[np.int64], pieces: Sequence[ShardRows])
 
 
 def _differ(one: NDArray[np.float32], other: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """(N,) rows of which a bit differs."""
+    """Return (N,) whether any bit of the row differs."""
     differ: NDArray[np.bool_] = (one.view(np.uint32) != other.view(np.uint32)).any(axis=1)
     return differ
 
@@ -200,9 +200,9 @@ def _of(values: Values, index: NDArray[np.bool_]) -> Values:
 
 
 class _Shared:
-    """Chunks of snapshots that both chains go over, loaded when a row that lies in them is asked for.
+    """Load chunks of the snapshots that both chains share, when one of their rows is requested.
 
-    Rows are asked for in ascending order; a chunk stays in memory until it is passed.
+    Rows are requested in ascending order; a chunk stays in memory until its last row is passed.
     """
 
     def __init__(self, store: ObjectStore, table: TableMeta, layers: Sequence[Sequence[ChunkEntry]]) -> None:
@@ -213,10 +213,10 @@ class _Shared:
         self._loaded: dict[str, CodedRows] = {}
 
     def rows(self, ids: NDArray[np.int64]) -> Sequence[ShardRows]:
-        """What the snapshots have of some rows, oldest first.
+        """Return rows as the snapshots have them, oldest first.
 
         Args:
-            ids: (N,) ascending, N >= 1, none below those of the last call.
+            ids: (N,) ascending, N >= 1, not below those of the last call.
         """
         while self._waiting and self._waiting[-1][1].first_row <= ids[-1]:
             self._near.append(self._waiting.pop())
@@ -240,7 +240,7 @@ def _any_between(ids: NDArray[np.int64], first: int, last: int) -> bool:
 
 
 def _only(piece: CodedRows, ids: NDArray[np.int64]) -> CodedRows:
-    """The rows of a piece that are among some ascending ones."""
+    """Return the rows of a piece that are among the ascending ``ids``."""
     places = np.searchsorted(piece.row_ids, ids)
     places = places[places < len(piece.row_ids)]
     return piece.take(places[piece.row_ids[places] == ids[: len(places)]])
@@ -248,7 +248,7 @@ def _only(piece: CodedRows, ids: NDArray[np.int64]) -> CodedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class TableDiff:
-    """How a table differs between two snapshots. Norms are L2, over the weights of the rows that differ."""
+    """Summarize how a table differs between snapshots. Norms are L2 over weights of differing rows."""
 
     table: str
     changed: int
@@ -256,7 +256,7 @@ class TableDiff:
     new: int
     """Rows that had their initial values and are stored now."""
     gone: int
-    """Rows that were stored and are back at their initial values."""
+    """Rows that were stored and are reset to their initial values."""
     change_norm: float
     largest_change: float
     """Largest magnitude of one weight's change."""
@@ -265,19 +265,19 @@ class TableDiff:
 
 
 def diff_snapshots(before: Snapshot, after: Snapshot) -> list[TableDiff]:
-    """How two snapshots of one store differ, table by table.
+    """Compare two snapshots of one store, table by table.
 
     Raises:
-        SnapshotError: an object is missing or corrupt, or they are of different models.
+        SnapshotError: an object is missing or corrupt, or the models differ.
     """
     if [table.name for table in before.meta.tables] != [table.name for table in after.meta.tables]:
-        raise SnapshotError(f"{after.uri}: its tables are not those of {before.uri}: they are of different models")
+        raise SnapshotError(f"{after.uri}: its tables are not those of {before.uri}: the models differ")
     return [_diff_table(before, after, table) for table in after.meta.tables]
 
 
 def _diff_table(before: Snapshot, after: Snapshot, table: TableMeta) -> TableDiff:
     if before.table(table.name) != table:
-        raise SnapshotError(f"{after.uri}: table {table.name} is not as in {before.uri}: they are of different models")
+        raise SnapshotError(f"{after.uri}: table {table.name} is not as in {before.uri}: the models differ")
     changed = new = gone = 0
     change = norm_before = norm_after = largest = 0.0
     for each in differences(after.store, table, before.chain, after.chain):

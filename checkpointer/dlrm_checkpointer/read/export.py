@@ -1,4 +1,4 @@
-"""A snapshot as plain safetensors files in a folder, one a table, with rows that were never updated filled in."""
+"""Write a snapshot as plain files, one per table, with initial values for rows never updated."""
 
 from __future__ import annotations
 
@@ -30,59 +30,59 @@ from dlrm_stores.file import make_folder, replace_synced, sync_all, write_synced
 HEADER_ALIGNMENT = 8
 COPIED_BYTES = 16 << 20
 DTYPES = {"uint8": "U8", "float16": "F16", "float32": "F32", "int64": "I64", "uint16": "BF16"}
-"""safetensors' names of numpy's types; 16-bit words are those of bf16."""
+"""safetensors name of each numpy type; uint16 holds bf16."""
 
 
 class TableFile(Protocol):
-    """Takes a table's rows in ascending order."""
+    """Write a table's rows in ascending order."""
 
     def add(self, row_ids: NDArray[np.int64], arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Some rows more: their numbers and what ``precision.at_precision`` made of them."""
+        """Append rows: their numbers and the result of ``at_precision``."""
         ...
 
     def close(self) -> None:
-        """The rows are all there: finish the file."""
+        """Finish the file after the last row."""
         ...
 
 
 class TableFormat(Protocol):
-    """A kind of file for tables."""
+    """Define a file format for tables."""
 
     name: str
     suffix: str
 
     def check(self, precision: Precision) -> None:
-        """Refuse a precision that files of this kind don't know.
+        """Refuse a precision that the format does not support.
 
         Raises:
-            UsageError: it is none of theirs; says which are.
+            UsageError: names the supported ones.
         """
         ...
 
     def open(self, path: Path, table: TableMeta, precision: Precision, *, all_rows: bool) -> TableFile:
-        """A new file; ``all_rows``: every row of the table will come."""
+        """Create a file; ``all_rows``: every row of the table will be added."""
         ...
 
 
 class Safetensors:
-    """safetensors files: arrays side by side, the rows of each in ascending order.
+    """Write safetensors files, with the rows of each array in ascending order.
 
-    Row numbers are in ``row_ids`` (N,) int64, and left out where all rows are there.
+    ``row_ids`` (N,) int64 holds the row numbers; it is left out if the file has all rows.
     """
 
     name = "safetensors"
     suffix = ".safetensors"
 
     def check(self, precision: Precision) -> None:
-        """Every precision has its type."""
+        """Accept every precision."""
 
     def open(self, path: Path, table: TableMeta, precision: Precision, *, all_rows: bool) -> TableFile:  # noqa: ARG002
-        """A new file. Unless all rows come, each array is in a file of its own beside it until the rows are there."""
+        """Create a file. Unless all rows will be added, ``close`` joins it from one draft file per array."""
         return _WholeTable(path, table.rows) if all_rows else _SomeRows(path)
 
 
 class _WholeTable:
-    """A file whose rows are counted: every block goes where it belongs."""
+    """Write blocks in place: the number of rows is known."""
 
     def __init__(self, path: Path, rows: int) -> None:
         self._path, self._rows, self._done = path, rows, 0
@@ -108,14 +108,14 @@ class _WholeTable:
             self._starts[name], end = end, end + _bytes((dtype, shape))
 
     def close(self) -> None:
-        """Every row is where it belongs already."""
+        """Do nothing: every row is in place already."""
 
 
 class _SomeRows:
     def __init__(self, path: Path) -> None:
         self._path, self._rows = path, 0
         self._arrays: dict[str, NDArray[Any]] = {}
-        """Empty ones, which tell type and shape."""
+        """Empty arrays with the type and shape of the real ones."""
 
     def add(self, row_ids: NDArray[np.int64], arrays: Mapping[str, NDArray[Any]]) -> None:
         for name, array in {"row_ids": row_ids, **arrays}.items():
@@ -141,10 +141,10 @@ Layout = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
 
 def check_room(path: Path, size: int) -> None:
-    """Refuse to begin a file that its disk has no room for: a table's rows may be claimed by trillions.
+    """Refuse to create a file that does not fit its disk: a damaged manifest may claim trillions of rows.
 
     Raises:
-        DeviceError: names the file, its bytes and those that are free.
+        DeviceError: names the file, its bytes and the free bytes.
     """
     free = shutil.disk_usage(path.parent).free
     if size > free:
@@ -157,13 +157,13 @@ def _bytes(array: tuple[np.dtype[Any], tuple[int, ...]]) -> int:
 
 
 def _layout(arrays: Mapping[str, NDArray[Any]], rows: int) -> Layout:
-    """Types and shapes with so many rows, types of more bytes first: each array begins where its type may."""
+    """Return types and shapes for ``rows`` rows, wide types first so that every array is aligned."""
     names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
     return {name: (arrays[name].dtype, (rows, *arrays[name].shape[1:])) for name in names}
 
 
 def safetensors_header(arrays: Layout) -> bytes:
-    """The first bytes of a file that holds these arrays in their order: type and shape of each."""
+    """Return the header of a file that holds these arrays in their order."""
     entries, end = {}, 0
     for name, (dtype, shape) in arrays.items():
         begin, end = end, end + _bytes((dtype, shape))
@@ -174,7 +174,7 @@ def safetensors_header(arrays: Layout) -> bytes:
 
 
 def little_endian(array: NDArray[Any]) -> memoryview:
-    """An array's bytes, row by row."""
+    """Return an array's bytes, row by row."""
     flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1)
     return flat.view(np.uint8).data
 
@@ -183,7 +183,7 @@ META_FILE = "meta.json"
 DENSE_FILE = "dense.safetensors"
 TABLES_FOLDER = "tables"
 NO_FOLDER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP})
-"""Errors of paths that no folder can have."""
+"""Errors of paths that cannot be a folder."""
 
 
 def restore_to_folder(snapshot: Snapshot, folder: Path) -> str:
@@ -194,9 +194,9 @@ def restore_to_folder(snapshot: Snapshot, folder: Path) -> str:
     through memory in blocks.
 
     Raises:
-        UsageError: the folder holds something, or can't be made.
+        UsageError: the folder is not empty, or cannot be created.
         SnapshotError: an object is missing or corrupt.
-        NoPermissionError: the folder may not be written.
+        NoPermissionError: the folder cannot be written.
         DeviceError: the disk is full.
     """
     with written_to(folder):
@@ -212,20 +212,18 @@ def restore_to_folder(snapshot: Snapshot, folder: Path) -> str:
 
 
 def write_dense(folder: Path, dense: dict[str, NDArray[Any]]) -> None:
-    """Write the dense arrays as the other files are written.
-
-    safetensors' ``save_file`` gives the user alone the right to read, and tells of a full disk by an error of its own.
-    """
+    """Write the dense arrays."""
+    # safetensors' save_file creates a file that only this user can read, and raises its own error for a full disk.
     (folder / DENSE_FILE).write_bytes(save(dense))
 
 
 @contextlib.contextmanager
 def written_to(folder: Path) -> Iterator[None]:
-    """Say who can act where a user's folder can't be made or written.
+    """Translate errors of creating or writing a user's folder into those that say who can act.
 
     Raises:
-        UsageError: there can be no such folder.
-        NoPermissionError: it may not be looked into or written.
+        UsageError: the path cannot be a folder.
+        NoPermissionError: it cannot be read or written.
         DeviceError: the disk is full, or fails.
     """
     try:
@@ -241,17 +239,17 @@ def written_to(folder: Path) -> Iterator[None]:
 
 
 def check_new(folder: Path) -> None:
-    """Refuse a folder that is neither absent nor empty.
+    """Refuse a folder that is not empty.
 
     Raises:
-        UsageError: it holds something.
+        UsageError: the folder is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder}: is not empty: give a new folder")
 
 
 def write_last(path: Path, text: str) -> None:
-    """Write the file that says that all others are whole, once they outlive the machine: whole or not at all."""
+    """Sync all files of the folder, then write the file that marks them as complete, atomically."""
     sync_all(path.parent)
     draft = path.with_name(f".{path.name}")
     write_synced(draft, text)
@@ -259,9 +257,9 @@ def write_last(path: Path, text: str) -> None:
 
 
 def _write_table(snapshot: Snapshot, table: TableMeta, folder: Path) -> str:
-    """Write one table block by block and return its digest; the library could write it only from memory."""
+    """Write one table block by block and return its digest; the library would need all of it in memory."""
     if Path(table.name).name != table.name:
-        raise SnapshotError(f"{snapshot.uri}: {table.name!r} is no name of a table")
+        raise SnapshotError(f"{snapshot.uri}: invalid table name {table.name!r}")
     state_start, width = 4 * table.rows * table.dim, table.state_width
     floats = np.dtype(np.float32)
     header = safetensors_header({"weights": (floats, (table.rows, table.dim)), "state": (floats, (table.rows, width))})
@@ -294,18 +292,18 @@ INFINITE_BF16 = 0x7F80
 def at_precision(
     table: TableMeta, row_ids: NDArray[np.int64], rows: NDArray[np.float32], precision: Precision
 ) -> dict[str, NDArray[Any]]:
-    """Whole rows of a table in another form.
+    """Convert complete rows of a table to a precision.
 
     Args:
-        table: theirs.
+        table: the table.
         row_ids: (N,) ascending.
         rows: (N, dim) finite weights.
-        precision: of the answer.
+        precision: precision of the result.
 
     Returns:
         ``weights`` (N, dim): float32, float16, or bf16 as the upper half of a float32's bits in uint16, each rounded
         to the nearest, ties to even. At int8 ``codes`` (N, dim) uint8, ``scale`` and ``low`` (N,) float32: a weight is
-        ``float32(code) * scale + low``, both rounded to float32 (``codes.code_rows`` at 8 bits).
+        ``float32(code) * scale + low``, both rounded to float32 (``code_rows`` at 8 bits).
 
     Raises:
         SnapshotError: a weight is too large; names the table and the row.
@@ -355,27 +353,27 @@ EXPORT_FILE = "export.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What of a snapshot is exported."""
+    """Select what of a snapshot is exported."""
 
     form: TableFormat
     precision: Precision
     tables: tuple[str, ...] = ()
-    """Names; all where empty."""
+    """Names of tables; empty: all."""
     updated_only: bool = False
-    """Leave rows out that were never updated."""
+    """Leave out rows that were never updated."""
 
 
 def export_tables(snapshot: Snapshot, folder: Path, wanted: ExportOptions) -> int:
-    """Write tables and the dense state into an empty or absent folder; returns the rows written.
+    """Write tables and the dense state into an empty or absent folder; return the number of rows written.
 
-    ``tables/<name><suffix>`` holds a table, ``dense.safetensors`` the dense arrays as they are, and ``export.json``,
-    written last, what is there with the SHA-256 of each file. Tables stream through memory in blocks.
+    ``tables/<name><suffix>`` holds a table, ``dense.safetensors`` the unchanged dense arrays, and ``export.json``,
+    written last, lists the files with their SHA-256. Tables stream through memory in blocks.
 
     Raises:
-        UsageError: the folder holds something or can't be made, there is no table of a name, or files of this kind
-            don't know the precision.
+        UsageError: the folder is not empty or cannot be created, a table does not exist, or the file format does not
+            support the precision.
         SnapshotError: an object is missing or corrupt, or a weight is too large for the precision.
-        NoPermissionError: the folder may not be written.
+        NoPermissionError: the folder cannot be written.
         DeviceError: the disk is full.
     """
     wanted.form.check(wanted.precision)
@@ -409,7 +407,7 @@ def _tables(snapshot: Snapshot, names: Sequence[str]) -> list[TableMeta]:
     chosen = [there[name] for name in dict.fromkeys(names)] or list(there.values())
     for table in chosen:
         if Path(table.name).name != table.name:
-            raise UsageError(f"{snapshot.uri}: {table.name!r} is no name of a file")
+            raise UsageError(f"{snapshot.uri}: table name {table.name!r} cannot be a file name")
     return chosen
 
 
@@ -419,7 +417,8 @@ def _export_table(snapshot: Snapshot, table: TableMeta, folder: Path, wanted: Ex
     file = wanted.form.open(folder / name, table, wanted.precision, all_rows=all_rows)
     count = 0
     for block in walk_table(snapshot, table):
-        if not all_rows and not block.stored and block.start:  # the first one begins the file, with or without rows
+        # The first block creates the file, even if it has no rows.
+        if not all_rows and not block.stored and block.start:
             continue
         rows, _ = block.fill()
         ids = np.arange(block.start, block.end, dtype=np.int64)

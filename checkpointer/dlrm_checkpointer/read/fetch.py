@@ -1,4 +1,4 @@
-"""Read objects back whole, checked against their SHA-256, several at a time in bounded memory."""
+"""Read complete objects and check their SHA-256, several at a time in bounded memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dlrm_stores import ObjectStore
 from dlrm_stores.parallel import PARALLEL_GETS, parallel_map
 
 USUAL_BYTES = 64 << 20
-"""More than any object of rows: of larger ones the size in the store is checked before memory is allocated."""
+"""Larger than any object of rows. For larger objects, the size in the store is checked before memory is allocated."""
 
 
 class BufferPool:
@@ -58,7 +58,7 @@ class BufferPool:
 logger = logging.getLogger(__name__)
 
 AHEAD_BYTES = 112 << 20
-"""Bytes of objects that are read at a time, if that allows two: decoded ones come on top."""
+"""Bytes of objects that are read at a time, but at least two objects; decoded rows come on top."""
 Check = Callable[[ObjectStore, Sequence[ObjectEntry], Callable[[str], None]], None]
 """``check_bytes``, or a function that shares its work among ranks."""
 
@@ -83,7 +83,7 @@ def fetch(store: ObjectStore, entry: ObjectEntry, bodies: BufferPool | None = No
         raise DeviceError(f"cannot allocate {entry.bytes} bytes for {store.uri}/{entry.key}") from error
     try:
         _read(store, entry, body)
-    # The store may have it whole: without TLS nothing notices bytes that are garbled on the way.
+    # The store may hold intact bytes: without TLS, nothing else notices corruption on the network.
     except SnapshotError as error:
         logger.warning("reading object again", extra={"error": str(error)})
         _read(store, entry, body)
@@ -110,9 +110,9 @@ def fetch_rows(store: ObjectStore, entry: ChunkEntry, table: TableMeta, bodies: 
     piece = decode_rows(fetch(store, entry, bodies), key)
     ids, shard = piece.row_ids, piece.shard
     if shard != entry.shard or len(ids) != entry.rows or (ids[0], ids[-1]) != (entry.first_row, entry.last_row):
-        raise SnapshotError(f"{key}: its rows are not those that the manifest says")
+        raise SnapshotError(f"{key}: its rows are not those in the manifest")
     if shard.table != table.name or shard.row_end > table.rows or shard.column_end > table.dim:
-        raise SnapshotError(f"{key}: {shard} is no part of a table of {table.rows} rows x {table.dim} columns")
+        raise SnapshotError(f"{key}: {shard} lies outside a table of {table.rows} rows x {table.dim} columns")
     if ids[0] < shard.row_start or ids[-1] >= shard.row_end:
         raise SnapshotError(f"{key}: rows {ids[0]} to {ids[-1]} lie outside {shard}")
     values = len(table.state_of(shard.column_start, shard.column_end))

@@ -1,10 +1,10 @@
-"""A cut that some ranks stored whole and others did not, because they were lost: used where a job asks for it.
+"""Restore from a cut that only some ranks stored, because the others were lost; opt-in per job.
 
-The rows of the ranks that stored it go on from it, those of the lost ones from the newest snapshot. The state is none
-that training ever had; what that costs in quality is measured by ``benchmarks.restores``.
+Ranks that stored the cut continue from it, lost ranks from the newest snapshot. Training never had this state;
+``benchmarks.restores`` measures what it costs in quality.
 
 Source: Maeng et al., CPR: Understanding and Improving Failure Tolerant Training for Deep Learning Recommendation with
-PartialDigest Recovery, MLSys 2021.
+Partial Recovery, MLSys 2021.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ logger = logging.getLogger(__name__)
 
 _PART = re.compile(r"parts/(\d+)/(\d+)/(\d+)\.json")
 NO_MANIFEST = "0" * 64
-"""In place of the SHA-256 of a manifest that is not there."""
+"""Stands for the SHA-256 of a manifest that does not exist."""
 
 
 @dataclass(frozen=True)
 class PartialCut:
-    """A cut, and the ranks whose part lists are there."""
+    """Name a cut and the ranks that stored their part list."""
 
     name: SnapshotName
     ranks: tuple[int, ...]
 
 
 class PartialSnapshot(Snapshot):
-    """Rows of some ranks of a cut over the newest snapshot; its dense state and its step are the cut's."""
+    """Combine some ranks' rows of a cut with the newest snapshot; dense state and step are the cut's."""
 
     @property
     def uri(self) -> str:
-        """Where the part lists are."""
+        """Return the URI of the part lists."""
         return f"{self.store.uri}/{PARTS}{self.step:016d}/{self.attempt:08d}/"
 
 
 def find_partial(store: ObjectStore, base: Snapshot, check: Check = check_bytes) -> PartialCut | None:
-    """The newest cut after a snapshot that rank 0 stored, and whichever others; None where there is none.
+    """Find the newest cut after ``base`` that rank 0 and any others stored.
 
-    What it holds is read and checked once, so that a restore can't fail midway.
+    Its objects are read and checked once, so that a restore cannot fail midway.
 
     Args:
         store: the job's store.
-        base: the newest snapshot of the lineage that can be used.
-        check: reads it.
+        base: the newest usable snapshot of the lineage.
+        check: reads and checks objects.
     """
     cuts: dict[SnapshotName, list[int]] = {}
     for info in store.list(PARTS):
@@ -71,18 +71,19 @@ def find_partial(store: ObjectStore, base: Snapshot, check: Check = check_bytes)
             found = open_partial(store, base, salvage)
             check(store, found.manifest.objects, lambda _key: None)
         except (SnapshotError, NoInputError) as error:
-            logger.warning("cut can't be salvaged", extra={"step": name.step, "problem": str(error)})
+            logger.warning("skipping unusable partial cut", extra={"step": name.step, "error": str(error)})
         else:
             return salvage
     return None
 
 
 def open_partial(store: ObjectStore, base: Snapshot, salvage: PartialCut) -> PartialSnapshot:
-    """Open what ``find_partial`` found; any rank gets the same.
+    """Open what ``find_partial`` found, with the same result on every rank.
 
     Raises:
-        NoInputError: a part list is gone.
-        SnapshotError: the parts are not of one cut, or go over a snapshot newer than ``base``, or an object is gone.
+        NoInputError: a part list is missing.
+        SnapshotError: the parts belong to different cuts, or are based on a snapshot newer than ``base``, or an object
+            is missing.
     """
     step, attempt = salvage.name.step, salvage.name.attempt
     keys = [part_key(step, attempt, rank) for rank in salvage.ranks]
@@ -93,19 +94,19 @@ def open_partial(store: ObjectStore, base: Snapshot, salvage: PartialCut) -> Par
 
 
 def _over(base: Snapshot, parts: Sequence[PartList], where: str) -> Manifest:
-    """What some parts of a cut would be as an increment over a snapshot.
+    """Build the manifest of some parts of a cut as an increment over a snapshot.
 
-    A part holds each row of its rank that changed since the cut's parent, and maybe more; so over the parent, or
-    whatever was committed between the two, its rows are the rank's state at the cut.
+    A part holds at least the rows of its rank that changed since the cut's parent. So on top of the parent, or of a
+    snapshot committed between the two, its rows give the rank's state at the cut.
     """
     first = parts[0]
     parent = CutMeta.from_json(first.meta).parent
     if parent is not None and parent.step > base.step:
-        raise SnapshotError(f"{where}: goes over step {parent.step}, which can't be used")
+        raise SnapshotError(f"{where}: based on step {parent.step}, which cannot be used")
     if any((part.meta, part.chain) != (first.meta, first.chain) for part in parts):
-        raise SnapshotError(f"{where}: the parts are not of one cut")
+        raise SnapshotError(f"{where}: the parts belong to different cuts")
     if first.dense is None:
-        raise SnapshotError(f"{where}: has no dense state")
+        raise SnapshotError(f"{where}: dense state is missing")
     chunks = tuple(chunk for part in parts for chunk in part.chunks)
     manifest = Manifest(
         kind="increment",

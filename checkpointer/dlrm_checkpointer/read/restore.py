@@ -1,4 +1,4 @@
-"""From the store back to rows: the newest snapshot that verifies, read at any sharding in bounded memory."""
+"""Find the newest intact snapshot, and read its rows at any sharding in bounded memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dlrm_stores.parallel import parallel_map
 
 
 class SeenRows:
-    """Rows of a rectangle that newer snapshots of a chain held.
+    """Track the rows of a rectangle that newer snapshots of a chain hold.
 
     Args:
         shard: the rectangle.
@@ -47,13 +47,13 @@ class SeenRows:
         self._bits = np.zeros((len(self._blocks), -(-(shard.row_end - shard.row_start) // 8)), np.uint8)
 
     def unseen(self, row_ids: NDArray[np.int64], column_start: int) -> NDArray[np.bool_]:
-        """(N,) which rows were not seen in the column block that begins there, and from now on are.
+        """Mark rows of one column block as seen; return (N,) which of them were not before.
 
-        Snapshots of one chain may split a table's columns in different ways, so each block is asked for by itself.
+        Each column block is tracked on its own, because snapshots of one chain may split a table's columns differently.
 
         Args:
             row_ids: (N,) ascending, inside the rectangle.
-            column_start: of a column block.
+            column_start: first column of the block.
         """
         from dlrm_kernels import packing
 
@@ -65,14 +65,14 @@ class SeenRows:
 
 
 PARALLEL_DECODES = 2
-"""Chunks that a restore decodes at a time, beside those that are read."""
+"""Chunks that a restore decodes at a time, in addition to those being read."""
 
 
 class Snapshot:
-    """One committed snapshot, open for reading.
+    """Read one committed snapshot.
 
     Args:
-        store: where it is.
+        store: the store that holds it.
         chain: its manifest and those below it.
     """
 
@@ -83,42 +83,42 @@ class Snapshot:
 
     @property
     def step(self) -> int:
-        """Steps done at the cut."""
+        """Return the number of steps done at the cut."""
         return self.meta.step
 
     @property
     def attempt(self) -> int:
-        """The store's attempt that wrote it; with ``step`` it names the snapshot."""
+        """Return the attempt that wrote it; with ``step`` it names the snapshot."""
         return self.meta.attempt
 
     @property
     def name(self) -> SnapshotName:
-        """Step and attempt."""
+        """Return step and attempt."""
         return self.manifest.name
 
     @property
     def uri(self) -> str:
-        """URI of its manifest."""
+        """Return the URI of its manifest."""
         return f"{self.store.uri}/{manifest_key(self.step, self.attempt)}"
 
     @property
     def objects(self) -> tuple[ObjectEntry, ...]:
-        """Every object that reading it needs, those of its chain first."""
+        """Return all objects needed to read it, those of its chain first."""
         below = (chunk for manifest in self.chain.manifests[:-1] for chunk in manifest.chunks)
         return (*below, *self.manifest.objects)
 
     def table(self, name: str) -> TableMeta:
-        """What the snapshot says of a table.
+        """Return the description of a table.
 
         Raises:
-            SnapshotError: it has none of that name.
+            SnapshotError: the snapshot has no table of that name.
         """
         if name not in self._tables:
             raise SnapshotError(f"{self.uri}: has no table {name}: it is of another model")
         return self._tables[name]
 
     def last_rows(self) -> dict[str, int]:
-        """Of each table the last row that was ever updated; tables without one are absent."""
+        """Return each table's last row that was ever updated; tables without one are absent."""
         found: dict[str, int] = {}
         for manifest in self.chain.manifests:
             for chunk in manifest.chunks:
@@ -126,28 +126,28 @@ class Snapshot:
         return found
 
     def dense(self) -> dict[str, NDArray[Any]]:
-        """Dense parameters and dense optimizer state."""
+        """Read dense parameters and dense optimizer state."""
         entry = self.manifest.dense
         return decode_dense(fetch(self.store, entry), f"{self.store.uri}/{entry.key}")
 
     def shard_codes(self, shards: Sequence[ShardId]) -> Iterator[tuple[int, CodedRows]]:
-        """The rows of some rectangles that were ever updated, chunk by chunk; each row and column once.
+        """Yield the rows of rectangles that were ever updated, chunk by chunk; each row and column once.
 
-        Objects are read ahead, also those of the rectangle after the next. Each piece fills a part of its rectangle
-        (``piece.shard``): where the snapshot was written with the table's columns split otherwise, a row comes in
-        several pieces. Rows that come in no piece have their initial values and zero state, those beyond the
-        snapshot's table too. Rows of fp16 tables are to be rounded to the nearest fp16 value, which changes nothing at
-        32 bits. Memory is that of a few chunks, and where there is a chain a bit a row and column block.
+        Objects are read ahead, also those of later rectangles. A piece fills a part of its rectangle
+        (``piece.shard``): if the snapshot was written with other column splits, a row comes in several pieces. Rows
+        without a piece have their initial values and zero state, also those beyond the snapshot's table. The caller
+        rounds rows of fp16 tables to fp16, which changes nothing at 32 bits. Takes memory for a few chunks and, with
+        a chain, one bit per row and column block.
 
         Args:
             shards: rectangles along column blocks.
 
         Yields:
-            Rectangle by rectangle, in their order: its number, and a piece; in no order of rows.
+            (number of the rectangle, piece), rectangle by rectangle; pieces are in no order of rows.
 
         Raises:
-            SnapshotError: no such table or columns in the model, a cut column block, or an object that is missing or
-                corrupt.
+            SnapshotError: the model lacks the table or columns, a column block is cut in two, or an object is missing
+                or corrupt.
         """
         tables = [self.table(shard.table) for shard in shards]
         for shard, table in zip(shards, tables, strict=True):
@@ -171,7 +171,7 @@ class Snapshot:
 
 
 def _newest(pieces: Iterable[CodedRows], seen: SeenRows, table: TableMeta) -> Generator[CodedRows]:
-    """What no piece before holds, of pieces that come newest first."""
+    """Yield the rows of each piece that no earlier piece holds; pieces come newest first."""
     for piece in pieces:
         for part in _by_block(piece, table):
             fresh = seen.unseen(part.row_ids, part.shard.column_start)
@@ -179,7 +179,7 @@ def _newest(pieces: Iterable[CodedRows], seen: SeenRows, table: TableMeta) -> Ge
 
 
 def _by_block(piece: CodedRows, table: TableMeta) -> Iterator[CodedRows]:
-    """A piece's column blocks, each by itself."""
+    """Split a piece into its column blocks."""
     blocks = table.blocks_of(piece.shard.column_start, piece.shard.column_end)
     if len(blocks) == 1:
         yield piece
@@ -190,19 +190,19 @@ def _by_block(piece: CodedRows, table: TableMeta) -> Iterator[CodedRows]:
 
 
 def snapshot_keys(store: ObjectStore) -> list[tuple[int, int]]:
-    """(step, attempt) of every manifest, newest first; those of histories that were given up are among them."""
+    """List (step, attempt) of all manifests, newest first, including those of abandoned histories."""
     keys = (parse_manifest_key(info.key) for info in store.list(MANIFESTS))
     return sorted((key for key in keys if key), reverse=True)
 
 
 def open_snapshot(store: ObjectStore, step: int, attempt: int) -> Snapshot:
-    """Open one snapshot with its chain; checks that all objects are there with their sizes.
+    """Open one snapshot with its chain, and check that all objects exist with their sizes.
 
     Every object is checked against its SHA-256 when it is read.
 
     Raises:
-        NoInputError: there is no such snapshot.
-        SnapshotError: it can't be used.
+        NoInputError: the snapshot does not exist.
+        SnapshotError: it cannot be used.
     """
     snapshot = Snapshot(store, load_chain(store, SnapshotName(step, attempt)))
     check_present(store, snapshot.objects)
@@ -210,32 +210,34 @@ def open_snapshot(store: ObjectStore, step: int, attempt: int) -> Snapshot:
 
 
 def newest_snapshot(store: ObjectStore, *, check: Check | None = check_bytes) -> tuple[Snapshot | None, list[str]]:
-    """The newest snapshot of the lineage that can be used.
+    """Open the newest usable snapshot of the lineage.
 
     Args:
         store: the job's store.
-        check: reads every object once and checks its SHA-256 before the answer, so that restoring from it can't
-            fail midway. It costs one more read of the snapshot, in parallel and in bounded memory; with None a
-            corrupt object shows as a SnapshotError from ``shard_codes``, when part of the model is filled.
+        check: reads every object once and checks its SHA-256 before this returns, so that a restore cannot fail
+            midway. It costs one more read of the snapshot, in parallel and in bounded memory. With None, a corrupt
+            object raises SnapshotError from ``shard_codes``, when part of the model is already filled.
 
     Returns:
-        the snapshot, None where the lineage holds none; and why each newer one was passed over.
+        The snapshot, None if the lineage holds none; and why each newer one was skipped.
 
     Raises:
-        NewerVersionError: a newer version wrote one that comes first: after a rollback of the software it is whole, and
-            going back behind it must be a decision.
-        SnapshotError: snapshots are there and none can be used, or the newest attempt went on from one and none is
-            there: starting from step 0 must be a decision.
+        NewerVersionError: a newer version wrote a newer snapshot. After a rollback of the software it is intact, and
+            only a user may decide to fall back behind it.
+        SnapshotError: snapshots exist but none can be used, or the newest attempt continued from one and none exists.
+            Only a user may decide to start from step 0.
     """
     whole: set[str] = set()
     while True:
         keys = snapshot_keys(store)
         snapshot, reasons, broken = _newest_of(store, keys, check, whole)
+        # If the keys changed, an older attempt has committed and retired snapshots meanwhile: a skipped one may have
+        # been intact.
         if not broken or snapshot_keys(store) == keys:
-            break  # else an older attempt has committed and retired meanwhile: what was passed over may have been whole
+            break
     if broken and snapshot is None:
         raise SnapshotError(
-            f"{store.uri}: no snapshot can be used ({'; '.join(reasons)}): mend the store, "
+            f"{store.uri}: no snapshot can be used ({'; '.join(reasons)}): repair the store, "
             "or give an empty spec.checkpoint.uri to start from step 0"
         )
     if snapshot is None:
@@ -244,32 +246,32 @@ def newest_snapshot(store: ObjectStore, *, check: Check | None = check_bytes) ->
 
 
 def _check_beginning(store: ObjectStore) -> None:
-    """Refuse to begin anew where the newest attempt did not.
+    """Refuse to start from step 0 if the newest attempt did not.
 
     Raises:
-        SnapshotError: it went on from a snapshot.
+        SnapshotError: it continued from a snapshot.
     """
     newest = max(read_attempts(store, 0), default=None)
     if newest and newest.restored_step is not None:
         raise SnapshotError(
-            f"{store.uri}: attempt {newest.number} went on from step {newest.restored_step}, and no snapshot of its "
-            "history is there: mend the store, or give an empty spec.checkpoint.uri to start from step 0"
+            f"{store.uri}: attempt {newest.number} continued from step {newest.restored_step}, but no snapshot of its "
+            "history exists: repair the store, or give an empty spec.checkpoint.uri to start from step 0"
         )
 
 
 def _newest_of(
     store: ObjectStore, keys: Sequence[tuple[int, int]], check: Check | None, whole: set[str]
 ) -> tuple[Snapshot | None, list[str], bool]:
-    """The first of some manifests that can be used; why the others can't; and whether one of these should be usable.
+    """Return the first usable snapshot, why earlier ones are not, and whether one of them is broken.
 
     Args:
         store: the job's store.
         keys: (step, attempt) of the manifests, newest first.
         check: see ``newest_snapshot``.
-        whole: objects whose bytes were read and are as they should be, added to.
+        whole: keys of the objects that were read and are intact; more are added.
 
     Raises:
-        NewerVersionError: a newer version wrote one of them before the first that can be used.
+        NewerVersionError: a newer version wrote one that comes before the first usable one.
     """
     attempts = read_attempts(store, min((attempt for _, attempt in keys), default=0)) if keys else []
     reasons: list[str] = []
@@ -294,7 +296,7 @@ def _newest_of(
 
 
 def _way_back(store: ObjectStore, names: Sequence[SnapshotName]) -> str:
-    """How to go on without the snapshots that a newer version wrote, in words.
+    """Describe how to continue without the snapshots that a newer version wrote.
 
     Args:
         store: the job's store.
@@ -318,7 +320,7 @@ def _way_back(store: ObjectStore, names: Sequence[SnapshotName]) -> str:
 
 
 def given_up(step: int, attempt: int, attempts: list[StoreAttempt]) -> str:
-    """Why a manifest does not count (``in_lineage`` is False), in words."""
+    """Describe why a manifest does not count (``in_lineage`` is False)."""
     later = next(each for each in attempts if not each.accepts(step, attempt))
     origin = "the beginning" if later.restored_step is None else f"step {later.restored_step}"
-    return f"step {step} of attempt {attempt}: attempt {later.number} went on from {origin} instead"
+    return f"step {step} of attempt {attempt}: attempt {later.number} continued from {origin} instead"

@@ -1,1 +1,1 @@
-"""Cuts made durable: objects, part lists, manifests, and what is removed."""
+"""Make cuts durable: upload objects, commit manifests, remove old snapshots."""

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def try_commit(
     store: ObjectStore, step: int, attempt: int, world_size: int, own: Iterable[int] = ()
 ) -> Manifest | None:
-    """Put the manifest of a cut if the part lists of all ranks are durable; return None if some are missing.
+    """Put the manifest of a cut once the part lists of all ranks are durable; None if some are missing.
 
     The manifest goes last: a snapshot exists from the moment its manifest does, so a crash at any point leaves only
     orphans, which retention deletes. Its content is a function of the part lists, which are never replaced; so every

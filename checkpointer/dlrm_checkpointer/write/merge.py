@@ -1,4 +1,4 @@
-"""A shard's rows of several snapshots and of a cut, as one: of each row the newest value, its codes as they are."""
+"""Merge a shard's rows of several snapshots and a cut, without encoding stored rows again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLUMNS = ("body", "scale", "low", "state")
 
 @dataclass(frozen=True)
 class Picked:
-    """Rows of some pieces, ascending, each once: row ``i`` is at ``places[i]`` of piece ``numbers[i]``."""
+    """Select ascending rows from pieces, each once: row ``i`` is at ``places[i]`` of piece ``numbers[i]``."""
 
     pieces: Sequence[CodedRows]
     row_ids: NDArray[np.int64]
@@ -36,7 +36,7 @@ class Picked:
         return len(self.row_ids)
 
     def of(self, form: ChunkEncoding) -> Picked:
-        """Those of the pieces of one form."""
+        """Return the rows that come from pieces of one encoding."""
         own = np.array([piece.form == form for piece in self.pieces])
         if own.all():
             return self
@@ -44,13 +44,13 @@ class Picked:
         return Picked(self.pieces, self.row_ids[here], self.numbers[here], self.places[here])
 
     def part(self, begin: int, end: int) -> Picked:
-        """Rows [begin, end) of these."""
+        """Return rows [begin, end) of these."""
         span = slice(begin, end)
         return Picked(self.pieces, self.row_ids[span], self.numbers[span], self.places[span])
 
 
 def newest(pieces: Sequence[CodedRows]) -> Picked:
-    """Each row of some pieces of one shard, as the first piece that has it holds it."""
+    """Select each row of some pieces of one shard from the first piece that holds it."""
     from dlrm_kernels import packing
 
     if len(pieces) == 1:
@@ -64,11 +64,11 @@ def newest(pieces: Sequence[CodedRows]) -> Picked:
 
 
 class Gathering:
-    """Chunks of one shard on their way, one for each form of rows.
+    """Fill chunks of one shard with rows, one chunk per encoding at a time.
 
     Args:
-        shard: of the chunks.
-        size: rows of a chunk.
+        shard: shard of the chunks.
+        size: rows per chunk.
     """
 
     def __init__(self, shard: ShardId, size: int) -> None:
@@ -76,7 +76,7 @@ class Gathering:
         self._filling: dict[ChunkEncoding, _Chunk] = {}
 
     def add(self, picked: Picked) -> Iterator[CodedRows]:
-        """Copy rows, all of which come after those before; gives the chunks that are full."""
+        """Copy rows that come after all earlier ones; yield the chunks that are full."""
         for piece in picked.pieces:
             if piece.form not in self._filling:
                 self._filling[piece.form] = _Chunk(self._shard, piece, self._size)
@@ -89,29 +89,30 @@ class Gathering:
             end = min(len(picked), begin + self._size - self._filling[form].count)
             self._filling[form].copy(picked.part(begin, end))
             begin = end
+            # Yielded without keeping a reference, so that the caller can free it.
             if self._filling[form].count == self._size:
-                yield self._full(form)  # nothing here holds it any more
+                yield self._full(form)
 
     def _full(self, form: ChunkEncoding) -> CodedRows:
-        """Give a chunk away and begin the next."""
+        """Return a full chunk and begin the next."""
         rows = self._filling[form].rows
         self._filling[form] = _Chunk(self._shard, rows, self._size)
         return rows
 
     def rest(self) -> Iterator[CodedRows]:
-        """What filled no chunk."""
+        """Yield the chunks that are not full."""
         for chunk in self._filling.values():
             if chunk.count:
                 yield chunk.rows
 
 
 class _Chunk:
-    """Memory for rows of one form, and how many are in it; pages that no row reaches are never touched.
+    """Hold memory for rows of one encoding, and count them. Pages that no row reaches are never touched.
 
     Args:
-        shard: of the rows.
-        like: rows of the same form and columns.
-        size: rows that there is room for.
+        shard: shard of the rows.
+        like: rows of the same encoding and columns.
+        size: capacity in rows.
     """
 
     def __init__(self, shard: ShardId, like: CodedRows, size: int) -> None:
@@ -128,11 +129,11 @@ class _Chunk:
 
     @property
     def rows(self) -> CodedRows:
-        """What is in it; views."""
+        """Return the copied rows as views."""
         return self._rows.take(slice(0, self.count))
 
     def copy(self, picked: Picked) -> None:
-        """Copy rows of this form behind those that are there."""
+        """Append rows of this encoding."""
         target = self._rows.take(slice(self.count, self.count + len(picked)))
         target.row_ids[:] = picked.row_ids
         for number, piece in enumerate(picked.pieces):
@@ -142,7 +143,7 @@ class _Chunk:
 
 
 def _place(picked: Picked, number: int, source: CodedRows, target: CodedRows) -> None:
-    """Copy what one piece has of the rows."""
+    """Copy the rows that come from one piece."""
     from dlrm_kernels import packing
 
     if len(picked.pieces) == 1:
@@ -151,7 +152,8 @@ def _place(picked: Picked, number: int, source: CodedRows, target: CodedRows) ->
             into = getattr(target, name)
             into[:] = getattr(source, name)[first : first + len(into)]
         return
-    targets = np.flatnonzero(picked.numbers == number)  # once for all columns: which piece is next can't be foretold
+    # Computed once for all columns: the order of pieces is unpredictable, so each scan mispredicts branches.
+    targets = np.flatnonzero(picked.numbers == number)
     places = picked.places[targets]
     for name in COLUMNS:
         into = getattr(target, name).reshape(-1).view(np.uint8)
@@ -161,11 +163,11 @@ def _place(picked: Picked, number: int, source: CodedRows, target: CodedRows) ->
 
 
 class Delta:
-    """Rows that a cut hands over of one shard; each row once.
+    """Hold the rows of one shard in a cut; each row once.
 
     Args:
         shard: the rectangle.
-        pieces: of it, each with ascending rows.
+        pieces: its pieces, each with ascending rows.
     """
 
     def __init__(self, shard: ShardId, pieces: Iterable[ShardRows]) -> None:
@@ -176,7 +178,7 @@ class Delta:
         sizes = [len(piece.row_ids) for piece in self._pieces]
         self._starts = np.cumsum([0, *sizes])
         self._order: NDArray[np.int64] | None = None
-        """Places, among those of all pieces, in ascending order of rows; None where they are in it."""
+        """Positions in the concatenated pieces, ordered by row; None if the pieces are ordered already."""
         ids = [piece.row_ids for piece in self._pieces]
         self.row_ids: NDArray[np.int64] = ids[0] if len(ids) == 1 else np.concatenate([np.empty(0, np.int64), *ids])
         """(N,) ascending."""
@@ -189,11 +191,11 @@ class Delta:
 
     @property
     def state_values(self) -> int:
-        """Values of optimizer state of each row; 0 where there is no row."""
+        """Return the number of optimizer state values per row; 0 without rows."""
         return self._pieces[0].state.shape[1] if self._pieces else 0
 
     def rows(self, begin: int, end: int) -> ShardRows:
-        """The rows at places [begin, end) of ``row_ids``; views where they are of one piece."""
+        """Return the rows at positions [begin, end) of ``row_ids``, as views if they are in one piece."""
         if self._order is None:
             number, last = map(int, np.searchsorted(self._starts, (begin, end - 1), side="right") - 1)
             if number == last:
@@ -211,7 +213,7 @@ class Delta:
 
 
 def deltas(owned: Iterable[ShardId], pieces: Iterable[ShardRows]) -> list[Delta]:
-    """The rows of each shard that a rank stores, in the order of ``owned``; some have none."""
+    """Group a rank's rows by the shards that it stores, in the order of ``owned``; some may be empty."""
     found: dict[ShardId, list[ShardRows]] = {shard: [] for shard in owned}
     for piece in pieces:
         found[piece.shard].append(piece)
@@ -219,23 +221,23 @@ def deltas(owned: Iterable[ShardId], pieces: Iterable[ShardRows]) -> list[Delta]
 
 
 ID_BYTES = 8
-"""Of a row's number in memory."""
+"""Bytes of a row's number in memory."""
 
 
 def coded_chunks(delta: Delta, bits: Bits, *, chained: bool = False) -> Iterator[Callable[[], Sequence[CodedRows]]]:
-    """What codes the rows of a cut, chunk by chunk: to be called in any thread.
+    """Yield calls that encode the rows of a cut, chunk by chunk, in any thread.
 
     Args:
         delta: the rows.
-        bits: of each weight.
-        chained: whether a merge will read them beside a whole chain of others: their chunks are small.
+        bits: bits per weight.
+        chained: make chunks small, because a merge will read them together with those of a whole chain.
     """
     for begin, end in _bounds(delta, bits, chained=chained):
         yield partial(_code, delta, begin, end, bits)
 
 
 def _bounds(delta: Delta, bits: Bits, *, chained: bool = False) -> Iterator[tuple[int, int]]:
-    """Places at which the chunks of a cut begin and end."""
+    """Yield the positions at which the chunks of a cut begin and end."""
     width, state = delta.shard.width, delta.state_values
     size = chunk_rows(width, state)
     if chained:
@@ -256,22 +258,22 @@ def merged_chunks(
     bits: Bits,
     on_read: Callable[[int], None],
 ) -> Iterator[CodedRows]:
-    """The rows of a shard, in chunks of ascending rows for each form that occurs.
+    """Yield the rows of a shard in chunks of ascending rows, for each encoding that occurs.
 
-    Where older snapshots split the table's columns otherwise, chunks are of parts of the shard's columns: a row's
-    codes of different snapshots have scales of their own.
+    If older snapshots split the table's columns differently, chunks hold parts of the shard's columns, because a row's
+    codes from different snapshots have different scales.
 
     Args:
-        store: of the older chunks.
-        table: of the shard.
-        delta: rows of the cut; newest.
-        older: chunks, layer by layer, oldest first; only what lies in the shard is taken.
-        bits: for the rows of the cut.
+        store: store of the older chunks.
+        table: table of the shard.
+        delta: rows of the cut, the newest.
+        older: chunks, layer by layer, oldest first; only rows inside the shard are used.
+        bits: bits per weight for the rows of the cut.
         on_read: called with the bytes of each older chunk that was read.
 
     Raises:
         BrokenChainError: an older chunk is missing or corrupt.
-        SnapshotError: a row of the cut can't be stored.
+        SnapshotError: a row of the cut cannot be stored.
     """
     shard = delta.shard
     layers = [overlapping(entries, shard) for entries in older]
@@ -313,7 +315,7 @@ def _state_values(table: TableMeta, part: ShardId) -> int:
 
 
 def _columns(shard: ShardId, layers: Sequence[Sequence[ChunkEntry]]) -> list[ShardId]:
-    """The shard, cut where any chunk's columns begin or end."""
+    """Split the shard where any chunk's columns begin or end."""
     edges = {shard.column_start, shard.column_end}
     for entries in layers:
         for entry in entries:
@@ -332,7 +334,7 @@ def _columns(shard: ShardId, layers: Sequence[Sequence[ChunkEntry]]) -> list[Sha
 
 
 def _pieces(band: Band, part: ShardId, table: TableMeta) -> list[CodedRows]:
-    """The pieces of a band that have some columns, cut to these; newest first."""
+    """Return the pieces of a band that overlap a part's columns, cut to them; newest first."""
     return [
         replace(piece.clip(part, table), shard=part)
         for _, piece in reversed(band.parts)

@@ -123,7 +123,7 @@ def decide(
     policy: RetentionPolicy,
     in_use: Iterable[SnapshotName],
 ) -> RetentionPlan:
-    """Keep what the policy says of the lineage, per step the newest attempt's, with all chains; retire the rest.
+    """Keep what the policy wants of the lineage, newest attempt per step, with chains; retire the rest.
 
     A manifest that cannot be read does not count and stays, with its chain: it may become readable.
 
@@ -156,7 +156,7 @@ def decide(
 
 
 def is_orphan(cut: SnapshotName, newest: Sequence[SnapshotName], attempts: Sequence[StoreAttempt]) -> bool:
-    """Return whether no live writer can still make a snapshot of a cut's objects that belong to no manifest.
+    """Return whether no live writer can still turn a cut's unreferenced objects into a snapshot.
 
     A cut newer than the oldest of ``newest`` may still be in flight, unless its attempt was abandoned before it.
 
@@ -182,7 +182,7 @@ class Retention:
         self._known: dict[SnapshotName, StoredSnapshot] = {}
         self._attempts: dict[int, StoreAttempt] = {}
         self._incomplete: frozenset[SnapshotName] = frozenset()
-        """Snapshots of whose own objects the last sweep did not find all."""
+        """Snapshots with own objects that the last sweep did not find."""
         self._next_sweep = float("-inf")
         """Monotonic time; in the past while something to delete may be left."""
 
@@ -208,7 +208,7 @@ class Retention:
         then its objects.
 
         Args:
-            attempt: The attempt on whose behalf to delete.
+            attempt: The attempt that deletes.
             in_use: Snapshots that cuts in flight are relative to.
 
         Raises:

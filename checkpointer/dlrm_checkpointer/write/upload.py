@@ -1,4 +1,4 @@
-"""Make cuts durable: encode rows, merge them with older snapshots, put them, and put the part list last."""
+"""Make cuts durable: encode rows, merge them with older snapshots, and put the part list last."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Upload:
             self._dense = self._put("dense", encode_dense(arrays))
 
     def _put_chunks(self, loads: Iterator[Load], at_once: int = DEFAULT_WORKERS) -> tuple[ChunkEntry, ...]:
-        """Put chunks as they are loaded, a few at a time; return their entries in order."""
+        """Put chunks while others load, a few at a time; return their entries in order."""
         numbered = enumerate(loads, len(self._before.chunks))
         entries = parallel_map(lambda task: self._put_chunk(*task), numbered, at_once)
         return tuple(entry for found in entries for entry in found)
@@ -202,7 +202,7 @@ def _get_part(store: ObjectStore, key: str) -> PartList | None:
 
 
 class WritePlanner:
-    """Decide how cuts are stored, by what the job asks and what the store holds: the same in all pods of a gang.
+    """Decide how cuts are stored, by the job's settings and the store: the same in all pods of a gang.
 
     Args:
         store: The job's store.

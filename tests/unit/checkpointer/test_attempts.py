@@ -102,7 +102,7 @@ def test_a_commit_that_a_lost_node_had_already_begun_is_fenced_by_readers(
 
     assert late is not None
     assert (snapshot.step, snapshot_digest(snapshot)) == (1, model.digest())
-    assert reasons == [f"step 9 of attempt {attempt}: attempt {successor} went on from step 1 instead"]
+    assert reasons == [f"step 9 of attempt {attempt}: attempt {successor} continued from step 1 instead"]
     assert [(each.step, bool(each.problem)) for each in list_snapshots(files)] == [(9, True), (1, False)]
 
 
@@ -116,7 +116,7 @@ def test_where_all_snapshots_were_given_up_the_lineage_starts_from_the_beginning
     snapshot, reasons = newest_snapshot(files)
 
     assert snapshot is None
-    assert reasons == ["step 1 of attempt 1: attempt 2 went on from the beginning instead"]
+    assert reasons == ["step 1 of attempt 1: attempt 2 continued from the beginning instead"]
 
 
 def test_a_claim_on_a_snapshot_that_is_being_removed_is_taken_back(
@@ -211,7 +211,7 @@ def test_where_the_newest_attempt_went_on_from_a_snapshot_and_none_is_there_step
     claim_attempt(files, 1, "2")
     files.delete("manifests/0000000000000001-00000001.json")
 
-    with pytest.raises(SnapshotError, match="attempt 2 went on from step 1, and no snapshot of its history is there"):
+    with pytest.raises(SnapshotError, match="attempt 2 continued from step 1, but no snapshot of its history exists"):
         newest_snapshot(files)
 
 

@@ -285,7 +285,8 @@ def test_a_manifest_that_is_not_the_one_below_is_no_link(tmp_path: Path, files: 
     snapshot, reasons = newest_snapshot(files)
 
     assert snapshot.step == 1
-    assert "is not the manifest that" in reasons[0]
+    assert len(reasons) == 1
+    assert "manifests/0000000000000001-00000001.json: not the manifest" in reasons[0]
 
 
 def test_bytes_read_to_merge_are_counted(tmp_path: Path, files: FileStore, new_model, new_pod):

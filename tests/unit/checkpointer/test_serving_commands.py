@@ -84,7 +84,7 @@ def test_follow_once_applies_what_is_there_and_then_nothing(tmp_path: Path, publ
     assert app.main(command) == ExitCode.DONE
 
     assert [line.split(":")[0] for line in first] == ["full delta 1 applied", "delta 2 applied", "delta 3 applied"]
-    assert first[0].endswith("(no image was here)")
+    assert first[0].endswith("(the folder had no image)")
     assert capsys.readouterr().out == ""
     assert json.loads((tmp_path / "out" / "state.json").read_text())["step"] == 3
 
