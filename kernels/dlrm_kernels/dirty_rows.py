@@ -1,4 +1,4 @@
-"""Bitmaps of changed rows: one bit a row, set by updates; and which rows of a cut are not copied yet."""
+"""Keep bitmaps of rows: one bit per row that an update changed, or that a cut has not copied yet."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ U64 = np.uint64
 WORD = 64
 """Rows per word of a bitmap."""
 UNIT_WORDS = 1 << 9
-"""Words whose rows are counted together, and listed by a thread at a time."""
+"""Words of one unit, which a thread counts and lists at a time."""
 UNIT_SHIFT = U64(UNIT_WORDS.bit_length() - 1)
 Words = NDArray[np.uint64]
 
 
 def rows_of_bits(bits: Words, first: int, threads: int) -> NDArray[np.int64]:
-    """Return the (N,) rows whose bit is set, ascending; the first bit is that of row ``first``."""
+    """Return the (N,) rows with a set bit, ascending; the first bit is that of row ``first``."""
     units = max(1, -(-len(bits) // UNIT_WORDS))
     ends = np.zeros(units + 1, np.int64)
     parallel_for(_count_units, units, threads, bits, ends)
@@ -86,9 +86,9 @@ def _list_units(counts: Any, units: int, bits: Any, starts: Any, first: int, row
 
 
 class CutMap(NamedTuple):
-    """Where the rows of some tables lie in a cut, for compiled loops. K tables of one memory, W words, U units.
+    """Locate the rows of tables in a cut, for compiled loops. K tables of one memory, W words, U units.
 
-    A row whose bit is set in ``pending`` belongs to the cut and is not copied yet. If its bit is set in ``laid`` too,
+    A row with its bit set in ``pending`` belongs to the cut and is not copied yet. If its bit is set in ``laid`` too,
     it has a place in the cut's memory: the number of laid rows before it, counted from the first unit that was laid.
     """
 
@@ -99,27 +99,27 @@ class CutMap(NamedTuple):
     words: NDArray[np.uint64]
     """(K,) first word of each table."""
     units: NDArray[np.uint64]
-    """(K,) first unit of each table; it has one more than it has rows for."""
+    """(K,) first unit of each table; a table has one unit more than its rows need."""
     places: NDArray[np.uint64]
     """(U,) place of each unit's first laid row."""
     first_rows: NDArray[np.uint64]
     """(K,) first row of each table in the memory of all."""
     rows_at: NDArray[np.uint64]
-    """(K,) where the rows of each table begin in the cut's memory, in float32 values."""
+    """(K,) start of each table's rows in the cut's memory, in float32 values."""
     states_at: NDArray[np.uint64]
-    """(K,)"""
+    """(K,) start of each table's state, likewise."""
 
 
 @kernel
 def lay_rows(pending: Any, laid: Any, places: Any, unit: Any, limit: Any) -> Any:
-    """Give places to the first ``limit`` pending rows of a table, from a unit on; return the unit where it stopped.
+    """Assign places to the first ``limit`` pending rows from a unit on; return the unit where it stopped.
 
     Args:
-        pending: (W,) of the table.
-        laid: (W,) of the table; overwritten from the unit on, as far as places are given.
-        places: (units + 1,) of the table; filled from the unit on.
-        unit: from which all pending rows are without a place.
-        limit: rows.
+        pending: (W,) words of the table.
+        laid: (W,) words of the table; overwritten from ``unit`` on, as far as places are assigned.
+        places: (units + 1,) of the table; filled from ``unit`` on.
+        unit: first unit, from which on no pending row has a place.
+        limit: largest number of rows.
     """
     place = U64(0)
     while True:
@@ -139,20 +139,20 @@ def lay_rows(pending: Any, laid: Any, places: Any, unit: Any, limit: Any) -> Any
 
 @kernel
 def take_laid(pending: Any, laid: Any, row: Any, first_row: Any, place: Any, ids: Any, rows: Any, places: Any) -> Any:
-    """List the laid rows that are still pending, with their places; none is pending then. Number all laid rows.
+    """List the laid rows that are still pending, with their places, and clear them. Number all laid rows.
 
     Args:
         pending: words of some units.
         laid: likewise.
-        row: of the first bit, counted from the table's first on this rank.
-        first_row: that row's number in the whole table.
-        place: of the first laid row.
+        row: row of the first bit, counted from the table's first row on this rank.
+        first_row: number of that first row in the complete table.
+        place: place of the first laid row.
         ids: (N,) filled: row numbers by place.
-        rows: filled.
-        places: filled.
+        rows: filled with the listed rows.
+        places: filled with their places.
 
     Returns:
-        How many rows are listed.
+        The number of listed rows.
     """
     count = np.int64(0)
     for at in range(len(laid)):
@@ -181,22 +181,22 @@ def clear_bits(bits: Any, rows: Any) -> None:
 def save_before_update(
     size: Any, memory: Any, map_: Any, width: Any, ids: Any, sizes: Any, starts: Any, parts: Any, file: Any, rest: Any
 ) -> Any:
-    """Copy the pending rows among those that are about to change; none of them is pending then.
+    """Copy the pending rows among those about to change, and clear their pending bits.
 
     Args:
         size: columns of a row (``size_of``).
-        memory: of the rows (``row_updates.Memory``).
-        map_: where they are in the cut.
-        width: state values of a row.
+        memory: memory of the rows (``row_updates.Memory``).
+        map_: their places in the cut.
+        width: state values per row.
         ids: (L,) rows of their tables, segment after segment.
-        sizes: (S,) ids of each segment.
+        sizes: (S,) number of ids per segment.
         starts: (S,) bit of the first row of each segment's table.
         parts: (S,) table of each segment.
         file: the cut's memory.
-        rest: (L,) filled with the positions in ``ids`` of the rows without a place: the caller copies them.
+        rest: (L,) filled with the positions in ``ids`` of rows without a place, which the caller copies.
 
     Returns:
-        How many are in ``rest``.
+        The number of positions in ``rest``.
     """
     dim, memory, map_, file = value_of(size), borrowed(memory), borrowed(map_), borrowed(file)
     first, has_places, left = 0, len(map_.laid) != 0, 0

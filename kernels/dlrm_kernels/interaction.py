@@ -155,7 +155,7 @@ class _Tile:
         return carried
 
     def _advanced(self, sums: Sums, partner: Any, places: Sequence[Any]) -> Sums:
-        """The sums with one more partner, whose pairs' gradients are at ``places``; None is no pair."""
+        """Add one partner to the sums, with the gradients of its pairs at ``places``; None: not a pair."""
         builder = self.builder
         vector = cgutils.gep(builder, self.vectors, builder.mul(partner, _word(self.width)))
         parts = [builder.load(self.pointer(vector, column), align=4) for column in self.columns]
@@ -169,7 +169,7 @@ class _Tile:
         return added
 
     def _spread(self, value: Any) -> Any:
-        """The value in all lanes."""
+        """Broadcast a value to all lanes."""
         none = ir.Constant(self.type, ir.Undefined)
         one = self.builder.insert_element(none, value, ir.Constant(ir.IntType(32), 0))
         return self.builder.shuffle_vector(one, none, ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), None))

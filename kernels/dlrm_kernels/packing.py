@@ -1,6 +1,6 @@
-"""Codes below eight bits, several to a byte: compiled loops over rows.
+"""Pack codes below eight bits into bytes, decode them, and merge rows of several pieces.
 
-A row's bytes hold its codes in planes, so that loops over bytes run in vectors: with P bytes a plane, byte i holds the
+A row's bytes hold its codes in planes, so that loops over bytes vectorize: with P bytes per plane, byte i holds the
 codes of columns i, i + P, i + 2 P and so on, the first in its lowest bits.
 """
 
@@ -15,19 +15,19 @@ from dlrm_kernels.cache import kernel
 U8, U64, F32 = np.uint8, np.uint64, np.float32
 ZERO, ONE, TWO, THREE, FOUR, SEVEN, EIGHT = U64(0), U64(1), U64(2), U64(3), U64(4), U64(7), U64(8)
 SPARE = EIGHT
-"""Bytes that a row's codes need beyond twice its width, so that planes may end past its last column."""
+"""Bytes beyond twice its width that a row's codes need, so that planes may end past its last column."""
 
 
 @kernel
 def pack_row(codes: Any, width: Any, bits: Any, packed: Any, start: Any) -> None:
-    """Pack a row's codes, one a byte, into ``packed`` from ``start`` on.
+    """Pack a row's codes, one per byte, into ``packed`` from ``start`` on.
 
     Args:
         codes: (2 * width + 8,) uint8, zeros from ``width`` on.
-        width: columns, a uint64.
+        width: number of columns, a uint64.
         bits: 2, 3 or 4.
         packed: uint8, written.
-        start: the row's first byte, a uint64.
+        start: position of the row's first byte, a uint64.
     """
     if bits == 4:
         plane = (width + ONE) // TWO
@@ -50,7 +50,7 @@ def pack_row(codes: Any, width: Any, bits: Any, packed: Any, start: Any) -> None
 
 @kernel
 def unpack_row(packed: Any, start: Any, width: Any, bits: Any, codes: Any) -> None:
-    """The other way round; of ``codes``, (2 * width + 8,), the first ``width`` mean something afterwards."""
+    """Unpack a row's codes; only the first ``width`` of ``codes`` (2 * width + 8,) are defined afterwards."""
     if bits == 4:
         plane = (width + ONE) // TWO
         for i in range(plane):
@@ -71,7 +71,7 @@ def unpack_row(packed: Any, start: Any, width: Any, bits: Any, codes: Any) -> No
 
 @kernel
 def unpack(body: Any, bits: Any, codes: Any) -> None:
-    """Codes of rows, one a byte: ``body`` (N, P) uint8 into ``codes`` (N, W) uint8, at 2, 3 or 4 bits."""
+    """Unpack rows of 2, 3 or 4 bits: ``body`` (N, P) uint8 into ``codes`` (N, W) uint8, one per byte."""
     width, plane, packed = U64(codes.shape[1]), U64(body.shape[1]), body.reshape(body.size)
     scratch = np.empty(TWO * width + SPARE, np.uint8)
     for row in range(U64(codes.shape[0])):
@@ -82,7 +82,7 @@ def unpack(body: Any, bits: Any, codes: Any) -> None:
 
 @kernel
 def pack(codes: Any, bits: Any, body: Any) -> None:
-    """The other way round."""
+    """Pack rows of 2, 3 or 4 bits: ``codes`` (N, W) uint8, one per byte, into ``body`` (N, P) uint8."""
     width, plane, packed = U64(codes.shape[1]), U64(body.shape[1]), body.reshape(body.size)
     scratch = np.zeros(TWO * width + SPARE, np.uint8)
     for row in range(U64(codes.shape[0])):
@@ -93,14 +93,14 @@ def pack(codes: Any, bits: Any, body: Any) -> None:
 
 @kernel
 def decode(body: Any, bits: Any, steps: Any, lows: Any, places: Any, rows: Any) -> None:
-    """Weights of codes: float32(code) * step, then + low, each rounded to float32.
+    """Decode codes to weights: float32(code) * step, then + low, each rounded to float32.
 
     Args:
         body: (N, P) uint8.
         bits: 2, 3, 4 or 8.
         steps: (N,) float32.
         lows: (N,) float32.
-        places: (N,) int64, the row of ``rows`` that each goes to; empty: they go to the first N.
+        places: (N,) int64, the target row of each in ``rows``; empty: the first N rows.
         rows: (at least N, W) float32, written.
     """
     width, plane = U64(rows.shape[1]), U64(body.shape[1])
@@ -118,36 +118,36 @@ def decode(body: Any, bits: Any, steps: Any, lows: Any, places: Any, rows: Any) 
 
 @kernel
 def fill_row(codes: Any, place: Any, width: Any, step: Any, low: Any, weights: Any, start: Any) -> None:
-    """Weights of one row from ``start`` on, of codes from ``place`` on, one a byte."""
+    """Decode one row: codes from ``place`` on, one per byte, to weights from ``start`` on."""
     for j in range(width):
         weights[start + j] = F32(codes[place + j]) * step + low
 
 
-BEYOND = np.int64(2**63 - 1)
-"""More than any row number."""
+NO_ROW = np.int64(2**63 - 1)
+"""Greater than any row number: marks a piece without further rows."""
 
 
 @kernel
 def newest_rows(row_ids: Any, starts: Any, found: Any, numbers: Any, places: Any) -> Any:
-    """Which piece has the newest value of each row.
+    """Find the piece with the newest value of each row.
 
     Args:
-        row_ids: (N,) int64, those of all pieces one after another, ascending in each; the newest piece comes first.
-        starts: (K + 1,) int64, where each piece begins, and N.
+        row_ids: (N,) int64, those of all pieces concatenated, newest piece first, ascending within a piece.
+        starts: (K + 1,) int64, start of each piece, and N.
         found: (N,) int64, written: the rows, ascending, each once.
-        numbers: (N,) uint16, written: the first piece that has each.
-        places: (N,) int64, written: where it has it.
+        numbers: (N,) uint16, written: the first piece that holds each row.
+        places: (N,) int64, written: position of the row in that piece.
 
     Returns:
-        How many rows were found.
+        The number of rows found.
     """
     pieces = len(starts) - 1
     at, coming = starts[:-1].copy(), np.empty(pieces, np.int64)
     for piece in range(pieces):
-        coming[piece] = row_ids[at[piece]] if at[piece] < starts[piece + 1] else BEYOND
+        coming[piece] = row_ids[at[piece]] if at[piece] < starts[piece + 1] else NO_ROW
     count = 0
     while True:
-        row, owner = BEYOND, -1
+        row, owner = NO_ROW, -1
         for piece in range(pieces):
             if coming[piece] < row:
                 row, owner = coming[piece], piece
@@ -158,18 +158,18 @@ def newest_rows(row_ids: Any, starts: Any, found: Any, numbers: Any, places: Any
         for piece in range(owner, pieces):
             if coming[piece] == row:
                 at[piece] += 1
-                coming[piece] = row_ids[at[piece]] if at[piece] < starts[piece + 1] else BEYOND
+                coming[piece] = row_ids[at[piece]] if at[piece] < starts[piece + 1] else NO_ROW
 
 
 @kernel
 def place_rows(targets: Any, places: Any, size: Any, source: Any, target: Any) -> None:
-    """Copy one piece's rows to where they belong.
+    """Copy one piece's rows to their target positions.
 
     Args:
-        targets: (N,) int64, where each row goes.
-        places: (N,) int64, where the piece has it.
-        size: bytes of a row, a uint64.
-        source: uint8, the piece's.
+        targets: (N,) int64, position of each row in ``target``.
+        places: (N,) int64, position of each row in ``source``.
+        size: bytes per row, a uint64.
+        source: uint8, the piece's bytes.
         target: uint8, written.
     """
     for row in range(U64(len(targets))):
@@ -180,12 +180,12 @@ def place_rows(targets: Any, places: Any, size: Any, source: Any, target: Any) -
 
 @kernel
 def see_rows(bits: Any, places: Any, fresh: Any) -> None:
-    """Set the bits of rows, and tell which were not set before.
+    """Set the bits of rows, and find those that were not set before.
 
     Args:
-        bits: (B,) uint8, changed; bit ``p & 7``, the least significant first, of byte ``p >> 3`` is place ``p``'s.
-        places: (N,) int64.
-        fresh: (N,) bool, written.
+        bits: (B,) uint8, changed; bit ``p & 7``, least significant first, of byte ``p >> 3`` belongs to row ``p``.
+        places: (N,) int64, the rows.
+        fresh: (N,) bool, written: whether the bit was not set before.
     """
     for i in range(len(places)):
         place = U64(places[i])

@@ -1,8 +1,8 @@
-"""Weights to codes of 2, 3, 4 or 8 bits: compiled loops over rows, a block of rows at a time.
+"""Quantize weights to codes of 2, 3, 4 or 8 bits, or to scaled fp16, in blocks of rows.
 
-The same bits on any processor and any number of threads: every operation is a float32 or integer operation of IEEE 754
-and two's complement, none fused, and none in an order that depends on the width of vectors. Reductions along a row are
-minima and maxima of integers; sums of squared errors go column by column, with one row a lane.
+The result has the same bits on any processor and with any number of threads: every step is a float32 or integer
+operation of IEEE 754 and two's complement, none is fused, and no order depends on the width of vectors. Reductions
+along a row are minima and maxima of integers; sums of squared errors run column by column, with one row per lane.
 """
 
 from __future__ import annotations
@@ -17,37 +17,40 @@ from dlrm_kernels.packing import SPARE, pack_row
 
 U8, U16, U32, U64, I32, I64, F32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.int64, np.float32
 BLOCK = 64
-"""Rows of one pass: they stay in the cache between passes, and numbers of each lie side by side in vectors."""
-OF_LEAST, OF_MOST, OF_LEFT, OF_RIGHT, OF_FACTOR, OF_LOW, OF_INVERSE = (np.uint64(BLOCK * place) for place in range(7))
-"""Where ``lanes`` (7 * BLOCK,) float32 has, of each row of a block: minimum and maximum, bins that the search leaves
-out at both sides, 2**-exponent, low times 2**exponent, and one over the scale, or 0. It is one array because of several
-the compiler must fear that one is another."""
+"""Rows per pass: few enough to stay in the cache between passes; their numbers fill vectors, one row per lane."""
+OF_MIN, OF_MAX, OF_LEFT, OF_RIGHT, OF_FACTOR, OF_LOW, OF_INVERSE = (np.uint64(BLOCK * place) for place in range(7))
+"""Offsets in ``lanes`` (7 * BLOCK,) float32 of numbers of each row of a block: minimum, maximum, bins that the search
+leaves out at either end, 2**-exponent, low times 2**exponent, and one over the scale or 0. One array holds them all,
+because the compiler must assume that several arrays overlap."""
 NO_EXPONENT = np.int8(-128)
-"""In place of the exponent of a row of zeros: any will do."""
+"""Stands for the exponent of a row of zeros, which fits any exponent."""
 MAGNITUDE = I32(0x7FFFFFFF)
-LEAST, MOST = I32(-(2**31)), I32(2**31 - 1)
+MIN_INT32, MAX_INT32 = I32(-(2**31)), I32(2**31 - 1)
 MAX_WORD = I32((127 + 126) << 23)
-"""2**126 as a float32's bits: with larger ones a range, or what comes back, would overflow."""
+"""Bits of 2**126 as a float32: for larger magnitudes a range or a decoded weight would overflow."""
 MIN_EXPONENT = I32(-112)
-"""Below it, multiples of fp16's smallest number would no longer be float32 numbers."""
+"""Below it, multiples of fp16's smallest number would not be float32 numbers."""
 BIAS, MANTISSA_BITS, CLASS_BITS = I32(127), I32(23), I32(4)
-HALF_LEAST_NORMAL = F32(2.0**-14)
+MIN_NORMAL_HALF = F32(2.0**-14)
 HALF_REBIAS, HALF_SHIFT, HALF_DROPPED = U32((127 - 15) << 23), U32(13), U32(0x1FFF)
 HALF_UNITS, HALF_UNIT = F32(2.0**24), F32(2.0**-24)
 HALF_SIGN = U16(0x8000)
 TO_WHOLE = F32(1.5 * 2.0**23)
-"""Added and taken away again, it rounds a number below 2**22 in magnitude to a whole one, half to even."""
+"""Adding and subtracting it rounds a number below 2**22 in magnitude to an integer, half to even."""
 TO_WHOLE_WORD = U32(0x4B400000)
-"""The bits of ``TO_WHOLE``."""
+"""Bits of ``TO_WHOLE``."""
 ZERO, ONE = F32(0), F32(1)
 SIGN_SHIFT = I32(31)
 TWICE_BIAS_WORD = U32(2 * 127 << 23)
-"""Less the bits of a power of two, those of one over it."""
+"""Minus the bits of a power of two, it gives the bits of the power's reciprocal."""
 
 
 @kernel
 def largest_word(words: Any) -> Any:
-    """The bits of the largest magnitude of float32 numbers, given as int32 ``words`` (V,); not finite: more."""
+    """Return the bits of the largest magnitude of float32 numbers, given as int32 ``words`` (V,).
+
+    If a number is not finite, the result is at least the bits of infinity.
+    """
     most = I32(0)
     for j in range(U64(words.shape[0])):
         most = max(most, I32(words[j] & MAGNITUDE))
@@ -61,16 +64,16 @@ def code_rows(rows: Any, bits: Any, bins: Any, shrinks: Any, body: Any, scale: A
     Args:
         rows: (N, W) float32, W >= 1.
         bits: 2, 3, 4 or 8.
-        bins: parts of a row's range by which the search makes it smaller.
-        shrinks: how often it does; 0: no search.
+        bins: number of bins of a row's range; the search shrinks the range bin by bin.
+        shrinks: how many bins it leaves out at most; 0: no search.
         body: (N, P) uint8, written: packed codes.
-        scale: (N,) uint16, written: bits of float16; a row's scale over 2**exponent.
-        low: (N,) uint16, written: likewise.
-        exponents: (N,) int8, written; ``NO_EXPONENT`` where a row is all zeros.
+        scale: (N,) uint16, written: bits of float16, the row's scale over 2**exponent.
+        low: (N,) uint16, written: likewise, the row's low.
+        exponents: (N,) int8, written; ``NO_EXPONENT`` for a row of zeros.
 
     Returns:
-        The first row that holds a value that is not finite or is 2**126 or more in magnitude; -1 where none does.
-        Where there is one, what is written says nothing.
+        The first row with a value that is not finite or has a magnitude of 2**126 or more, else -1. If there is such a
+        row, the written arrays are undefined.
     """
     width, plane, size = U64(rows.shape[1]), U64(body.shape[1]), U64(BLOCK)
     values, packed = rows.reshape(rows.size), body.reshape(body.size)
@@ -104,28 +107,28 @@ def code_rows(rows: Any, bits: Any, bins: Any, shrinks: Any, body: Any, scale: A
 
 @kernel
 def find_ranges(words: Any, first: Any, count: Any, width: Any, lanes: Any) -> None:
-    """Each row's minimum and maximum.
+    """Find each row's minimum and maximum.
 
-    As integers whose order is that of the numbers: a maximum of floats is not one in vectors, where any could be NaN.
+    Compares integers ordered like the floats: a maximum of floats does not vectorize, because any could be NaN.
     """
     for i in range(count):
-        low, high = MOST, LEAST
+        low, high = MAX_INT32, MIN_INT32
         for j in range((first + i) * width, (first + i) * width + width):
             key = I32(words[j] ^ ((words[j] >> SIGN_SHIFT) & MAGNITUDE))
             low, high = min(low, key), max(high, key)
-        lanes[OF_LEAST + i] = number_of(U32(low ^ ((low >> SIGN_SHIFT) & MAGNITUDE)))
-        lanes[OF_MOST + i] = number_of(U32(high ^ ((high >> SIGN_SHIFT) & MAGNITUDE)))
+        lanes[OF_MIN + i] = number_of(U32(low ^ ((low >> SIGN_SHIFT) & MAGNITUDE)))
+        lanes[OF_MAX + i] = number_of(U32(high ^ ((high >> SIGN_SHIFT) & MAGNITUDE)))
 
 
 @kernel
 def find_exponents(lanes: Any, first: Any, count: Any, exponents: Any) -> Any:
-    """Each row's exponent and 2**-exponent; the first row that can't be coded, or -1.
+    """Compute each row's exponent and 2**-exponent; return the first row that cannot be encoded, or -1.
 
-    With E = floor(log2 m) of the row's largest magnitude m: 16 * floor((E + 1) / 16), at least -112.
+    The exponent is max(16 * floor((E + 1) / 16), -112) with E = floor(log2 m) of the row's largest magnitude m.
     """
     bad = I64(-1)
     for i in range(count):
-        least, most = bits_of(lanes[OF_LEAST + i]), bits_of(lanes[OF_MOST + i])
+        least, most = bits_of(lanes[OF_MIN + i]), bits_of(lanes[OF_MAX + i])
         word = max(I32(least & MAGNITUDE), I32(most & MAGNITUDE))
         if word >= MAX_WORD and bad < 0:
             bad = I64(i)
@@ -138,9 +141,9 @@ def find_exponents(lanes: Any, first: Any, count: Any, exponents: Any) -> Any:
 
 @kernel(error_model="numpy")
 def find_scales(lanes: Any, bins: Any, top: Any, halves: Any) -> None:
-    """fp16 bits of all rows' lows (rounded down) and then scales (rounded up), and what ``code_row`` needs."""
+    """Compute fp16 bits of all lows (rounded down), then scales (rounded up), and ``code_row``'s inputs."""
     for i in range(U64(BLOCK)):
-        least, most, factor = lanes[OF_LEAST + i], lanes[OF_MOST + i], lanes[OF_FACTOR + i]
+        least, most, factor = lanes[OF_MIN + i], lanes[OF_MAX + i], lanes[OF_FACTOR + i]
         part = (most - least) / F32(bins)
         bottom = (least + lanes[OF_LEFT + i] * part) * factor
         size = half_size(bottom, HALF_DROPPED if bottom < ZERO else U32(0))
@@ -156,34 +159,34 @@ def find_scales(lanes: Any, bins: Any, top: Any, halves: Any) -> None:
 
 @kernel
 def half_size(value: Any, up: Any) -> Any:
-    """The fp16 number next to a float32's magnitude, which is below 2**15: towards 0, or away (``up`` HALF_DROPPED)."""
+    """Round a float32's magnitude, below 2**15, to fp16: towards 0, or away (``up`` is HALF_DROPPED)."""
     word = U32(bits_of(value) & U32(MAGNITUDE))
     normal = number_of(U32((word + up) & ~HALF_DROPPED))
     size = number_of(word)
-    scaled = min(size, HALF_LEAST_NORMAL) * HALF_UNITS
+    scaled = min(size, MIN_NORMAL_HALF) * HALF_UNITS
     nearest = (scaled + TO_WHOLE) - TO_WHOLE
     units = nearest - (ONE if nearest > scaled else ZERO)
     units += ONE if up != U32(0) and units < scaled else ZERO
-    return units * HALF_UNIT if size < HALF_LEAST_NORMAL else normal
+    return units * HALF_UNIT if size < MIN_NORMAL_HALF else normal
 
 
 @kernel
 def half_bits(size: Any) -> Any:
-    """The bits of an fp16 number that is not below 0."""
+    """Return the fp16 bits of a non-negative fp16 value."""
     normal = U32((bits_of(size) - HALF_REBIAS) >> HALF_SHIFT)
-    subnormal = U32(whole_number(min(size, HALF_LEAST_NORMAL) * HALF_UNITS))
-    return U16(subnormal if size < HALF_LEAST_NORMAL else normal)
+    subnormal = U32(whole_number(min(size, MIN_NORMAL_HALF) * HALF_UNITS))
+    return U16(subnormal if size < MIN_NORMAL_HALF else normal)
 
 
 @kernel
 def whole_number(value: Any) -> Any:
-    """The nearest integer, half to even, of a float32 below 2**22 in magnitude."""
+    """Round a float32 below 2**22 in magnitude to the nearest integer, half to even."""
     return I32(bits_of(value + TO_WHOLE) - TO_WHOLE_WORD)
 
 
 @kernel
 def code_row(values: Any, start: Any, width: Any, lanes: Any, lane: Any, top: Any, codes: Any, place: Any) -> None:
-    """Codes of one row, whose weights are ``values`` from ``start`` on, one a byte from ``place`` on."""
+    """Encode one row: weights in ``values`` from ``start`` on, to codes from ``place`` on, one per byte."""
     low, factor, inverse = lanes[OF_LOW + lane], lanes[OF_FACTOR + lane], lanes[OF_INVERSE + lane]
     for j in range(width):
         code = whole_number((values[start + j] - low) * factor * inverse)
@@ -192,10 +195,10 @@ def code_row(values: Any, start: Any, width: Any, lanes: Any, lane: Any, top: An
 
 @kernel
 def spread_columns(values: Any, first: Any, count: Any, width: Any, lanes: Any, bins: Any, columns: Any) -> None:
-    """Values of a block of rows in bins above their row's minimum, column by column."""
+    """Write a block of rows, in bins above their row's minimum, column by column."""
     for i in range(count):
-        low = lanes[OF_LEAST + i]
-        distance = lanes[OF_MOST + i] - low
+        low = lanes[OF_MIN + i]
+        distance = lanes[OF_MAX + i] - low
         divisor = distance if distance > ZERO else ONE
         for j in range(width):
             columns[j * U64(BLOCK) + i] = (values[(first + i) * width + j] - low) / divisor * F32(bins)
@@ -203,10 +206,10 @@ def spread_columns(values: Any, first: Any, count: Any, width: Any, lanes: Any, 
 
 @kernel
 def find_best_ranges(columns: Any, width: Any, top: Any, bins: Any, shrinks: Any, lanes: Any) -> None:
-    """Search each row's range for the one whose codes are nearest to its values.
+    """Search each row's range for the part with the smallest quantization error.
 
-    Greedily: ``shrinks`` times, leave out one bin more at that side where the sum of squared errors becomes the
-    smaller; the best range on the way is the one, the whole range among them.
+    The search is greedy: ``shrinks`` times it leaves out one more bin, at the end where that gives the smaller sum of
+    squared errors. It keeps the best range seen, the complete one included.
 
     Source: Guan et al., Post-Training 4-bit Quantization on Embedding Tables, 2019.
     """
@@ -229,7 +232,7 @@ def find_best_ranges(columns: Any, width: Any, top: Any, bins: Any, shrinks: Any
 
 @kernel
 def find_errors(columns: Any, width: Any, places: Any, size: Any, top: Any, errors: Any) -> None:
-    """Each row's sum of squared errors, in bins, of codes for ``size`` bins from a place, then from one further."""
+    """Sum each row's squared errors, in bins, for ranges of ``size`` bins from a place and the next one."""
     factor, square = top / size, size / top * (size / top)
     for k in range(U64(2 * BLOCK)):
         errors[k] = ZERO
@@ -246,13 +249,13 @@ def find_errors(columns: Any, width: Any, places: Any, size: Any, top: Any, erro
 
 @kernel
 def missed(place: Any, top: Any) -> Any:
-    """A place's distance from its nearest code."""
+    """Return the distance of a value from its nearest code."""
     clamped = min(max(place, ZERO), top)
     return place - ((clamped + TO_WHOLE) - TO_WHOLE)
 
 
 MAX_HALF = U32(0x7FE000)
-"""The bits, as those of a float32 below its exponent, of 65504: the largest fp16 number."""
+"""Fraction bits, as a float32, of 65504: the largest fp16 number."""
 FRACTION, CLASS = U32(0x7FFFFF), I32(15)
 HALF_SIGN_WORD, HALF_MAGNITUDE, HALF_SIGN_SHIFT = U32(0x8000), U32(0x7FFF), U32(16)
 JUST_BELOW_HALF, LAST = U32(0xFFF), U32(1)
@@ -261,15 +264,15 @@ HALF_BIAS = F32(2.0**112)
 
 @kernel
 def code_halves(rows: Any, halves: Any, exponents: Any) -> Any:
-    """The nearest fp16 numbers, half to even, of weights over 2**exponent.
+    """Round weights over 2**exponent to the nearest fp16 numbers, half to even.
 
     Args:
         rows: (N, W) float32.
         halves: (N, W) uint16, written: bits of float16.
-        exponents: (N,) int8, written: each row's, ``NO_EXPONENT`` where it is all zeros.
+        exponents: (N,) int8, written; ``NO_EXPONENT`` for a row of zeros.
 
     Returns:
-        As ``quantize.code_rows``.
+        See ``code_rows``.
     """
     width, values, out = U64(rows.shape[1]), rows.reshape(rows.size), halves.reshape(halves.size)
     words = values.view(np.int32)
@@ -292,19 +295,19 @@ def code_halves(rows: Any, halves: Any, exponents: Any) -> Any:
 
 @kernel
 def nearest_half(value: Any) -> Any:
-    """The bits of the nearest fp16 number, half to even, of a float32 of 65504 or less in magnitude."""
+    """Round a float32 of at most 65504 in magnitude to fp16 bits, half to even."""
     word = U32(bits_of(value) & U32(MAGNITUDE))
     size = number_of(word)
     rounded = U32(word + JUST_BELOW_HALF + ((word >> HALF_SHIFT) & LAST))
     normal = U32(U32(rounded - HALF_REBIAS) >> HALF_SHIFT)
-    subnormal = U32(whole_number(min(size, HALF_LEAST_NORMAL) * HALF_UNITS))
+    subnormal = U32(whole_number(min(size, MIN_NORMAL_HALF) * HALF_UNITS))
     sign = U32(bits_of(value) >> HALF_SIGN_SHIFT) & HALF_SIGN_WORD
-    return U16(sign | (subnormal if size < HALF_LEAST_NORMAL else normal))
+    return U16(sign | (subnormal if size < MIN_NORMAL_HALF else normal))
 
 
 @kernel
 def decode_halves(halves: Any, factor: Any, rows: Any) -> None:
-    """Weights (N, W) float32, written, of the bits of fp16 numbers (N, W) uint16, times a power of two."""
+    """Decode the bits of fp16 numbers (N, W) uint16, times a power of two, to ``rows`` (N, W) float32."""
     given, out = halves.reshape(halves.size), rows.reshape(rows.size)
     for i in range(U64(out.shape[0])):
         half = U32(given[i])

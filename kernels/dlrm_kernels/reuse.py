@@ -144,10 +144,10 @@ def _new_stack(
     weights: NDArray[np.int64],
     lookups: NDArray[np.int64],
     distances: NDArray[np.float64],
-    room: int,
+    extra: int,
 ) -> _Stack:
-    """A stack of rows, the longest unused first, with room for ``room`` more rows and as many accesses."""
-    size = max(_SMALLEST, 1 << (2 * (rows.size + room) - 1).bit_length())
+    """Build a stack of rows, least recently used first, with space for ``extra`` more rows and accesses."""
+    size = max(_SMALLEST, 1 << (2 * (rows.size + extra) - 1).bit_length())
     nodes = np.arange(size + 1, dtype=np.int64)
     sums = np.concatenate(([0], np.cumsum(weights)))
     kept = np.zeros((2, size))
@@ -252,8 +252,8 @@ class StackDistances:
         elif not self._halvings:
             self._renew(0, halvings=self._wanted_halvings)
 
-    def _renew(self, room: int, halvings: int = 0) -> None:
-        """Number the times of last use anew, with more room, and halve the rate of sampling some times."""
+    def _renew(self, extra: int, halvings: int = 0) -> None:
+        """Renumber the times of last use, with space for more rows, and halve the sampling rate some times."""
         old = self._stack
         places = old.users[: self._now]
         places = places[places != _FREE]
@@ -267,5 +267,5 @@ class StackDistances:
             kept = certain | _sampled(rows, self._halvings)
             rows, weights, lookups = rows[kept], weights[kept], lookups[kept]
             distances = distances.reshape(2, -1, min(distances.shape[1], 1 << halvings)).sum(axis=2)
-        self._stack = _new_stack(rows, weights, lookups, distances, room)
+        self._stack = _new_stack(rows, weights, lookups, distances, extra)
         self._now = self._followed = rows.size

@@ -102,7 +102,7 @@ class ObjectStore(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the objects whose key starts with ``prefix``, in ascending order of keys."""
+        """Yield the objects with a key that starts with ``prefix``, in ascending order of keys."""
         ...
 
     def delete(self, key: str) -> None:

@@ -153,7 +153,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _draft(self, path: Path, body: Body) -> Iterator[Path]:
-        """Write a synced file next to ``path``, to be renamed or linked in the block, and remove it afterwards."""
+        """Write a synced file next to ``path``, to be renamed or linked in the block, then remove it."""
         draft = path.with_name(f"{DRAFT_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{path.name}")
         try:
             with _open_draft(draft) as file:
@@ -170,7 +170,7 @@ class FileStore:
             _raise_write_error(error, path, len(body))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the objects whose key starts with ``prefix``, in ascending order of keys."""
+        """Yield the objects with a key that starts with ``prefix``, in ascending order of keys."""
         folder = self.root / prefix.rpartition("/")[0]
         found: list[ObjectInfo] = []
         for path in self._files(folder):

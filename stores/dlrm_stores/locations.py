@@ -1,6 +1,6 @@
 """Turn URIs, directories and patterns of training data into a sorted list of files and objects.
 
-Files are read at any offset, and only as long as they are what was found at first. Objects are read by ranges.
+Files are read at any offset and objects by ranges, and only while they are unchanged since they were found.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def find_files(uris: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
 
     Raises:
         NoInputError: a URI names nothing.
-        NoPermissionError: a file or directory can't be read.
+        NoPermissionError: a file or directory cannot be read.
         BadDataError: a URI names a pipe or a device.
     """
     try:
@@ -73,13 +73,13 @@ def find_files(uris: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
 
 
 def relative_names(paths: Sequence[PurePath]) -> list[str]:
-    """Return names of files relative to the directory that they share: they stay the same wherever it is mounted."""
+    """Return names of files relative to their common directory, wherever that is mounted."""
     shared = PurePath(os.path.commonpath([path.parent for path in paths]))
     return [path.relative_to(shared).as_posix() for path in paths]
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a directory's URI leaves a name out: hidden files, and those that writers keep for themselves."""
+    """Return whether a directory's URI skips a name: hidden files, and those private to writers."""
     return name.startswith((".", "_"))
 
 
@@ -88,7 +88,7 @@ def read_text(path: Path) -> str:
 
     Raises:
         NoInputError: it is not found.
-        NoPermissionError: it can't be read.
+        NoPermissionError: it cannot be read.
         BadDataError: it is not UTF-8 text.
     """
     try:
@@ -144,7 +144,7 @@ def _matching(pattern: Path) -> list[Path]:
 
 
 def pattern_parts(pattern: str, uri: str) -> list[str]:
-    """Split a pattern at its slashes: each part is ``**``, a directory and all below it, or a pattern of one name.
+    """Split a pattern at its slashes. A part is ``**``, a directory and all below it, or one name.
 
     Args:
         pattern: without a leading slash.
@@ -323,7 +323,7 @@ class S3Object:
         Raises:
             NoInputError: it was removed.
             BadDataError: it was changed.
-            NoPermissionError: the credentials don't allow it.
+            NoPermissionError: the credentials do not allow it.
             StoreUnavailableError: the service did not answer until the deadline.
         """
         try:
@@ -374,7 +374,7 @@ def find_objects(
 
     Raises:
         NoInputError: a URI names nothing, or its bucket is not found.
-        NoPermissionError: the credentials don't allow to list or to read.
+        NoPermissionError: the credentials do not allow to list or to read.
         StoreUnavailableError: the service does not answer.
     """
     found: dict[str, S3Object] = {}
@@ -395,9 +395,8 @@ def _expand_s3(uri: str, suffixes: Sequence[str], s3: S3Spec, credentials_dir: P
     store = S3Store(bucket, "", StoreOptions(s3=s3, credentials_dir=credentials_dir, fields=FIELDS))
     magic = _S3_MAGIC.search(key)
     prefix = key[: magic.start()] if magic else key.rstrip("/")
-    listed = [
-        item for item in _list_objects(store, prefix) if not item.key.endswith("/")
-    ]  # what marks a folder is no file
+    # Keys that end in a slash are folder markers of S3 consoles.
+    listed = [item for item in _list_objects(store, prefix) if not item.key.endswith("/")]
     if chosen := [item for item in listed if item.key == key]:
         return [S3Object(store, bucket, chosen[0])]
     if magic:
@@ -456,7 +455,7 @@ def find_data_files(
 
     Raises:
         NoInputError: a URI names nothing.
-        NoPermissionError: a file, folder or bucket can't be read.
+        NoPermissionError: a file, folder or bucket cannot be read.
         BadDataError: a URI names a pipe or a device.
         StoreUnavailableError: the S3 service does not answer.
     """

@@ -10,14 +10,14 @@ from typing import TypeVar
 PARALLEL_GETS = 16
 """Objects that are read at a time, memory allowing: the latency of a distant store does not depend on their size."""
 DEFAULT_WORKERS = 4
-"""Default number of items at work, whose inputs and results are in memory."""
+"""Default number of items at work; their inputs and results are in memory."""
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 def parallel_map(work: Callable[[T], R], items: Iterable[T], workers: int = DEFAULT_WORKERS) -> Iterator[R]:
-    """Yield results in order with ``workers`` items at work, so that no more results than that are in memory."""
+    """Yield results in order, with ``workers`` items at work and at most as many results in memory."""
     with ThreadPoolExecutor(workers, "fetch") as pool:
         waiting: deque[Future[R]] = deque()
         try:

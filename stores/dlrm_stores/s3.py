@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 RANGE_BYTES = 16 << 20
 PARALLEL_RANGES = 16
 PIECE_BYTES = 1 << 20
-"""Bytes that a range takes beside its buffer: they stay in the processor's cache on their way."""
+"""Bytes read at a time within a range, few enough to stay in the processor's cache."""
 MAX_BATCH_KEYS = 1_000
 """Largest number of keys that S3 deletes in one request."""
 INITIAL_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
@@ -45,7 +45,7 @@ R = TypeVar("R")
 
 
 class _BrokenBodyError(StoreUnavailableError):
-    """Report a response whose body broke off or came short. botocore retries only up to the headers."""
+    """Report a response with an incomplete body. botocore retries only up to the headers."""
 
 
 class _Version(NamedTuple):
@@ -210,7 +210,7 @@ class S3Store:
         return True
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the objects whose key starts with ``prefix``, in ascending order of keys."""
+        """Yield the objects with a key that starts with ``prefix``, in ascending order of keys."""
         wanted: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
         more = True
         while more:
@@ -305,7 +305,7 @@ class S3Store:
         return {"Bucket": self._bucket, "Key": self._prefix + key}
 
     def _call(self, operation: Callable[[S3Client], R]) -> R:
-        """Run an operation on the current client; at once again if its credentials were refused and have rotated."""
+        """Run an operation on the current client, and again if its refused credentials have rotated."""
 
         def attempt() -> R:
             client = self._clients.current()

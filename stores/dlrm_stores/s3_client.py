@@ -1,4 +1,4 @@
-"""Make boto3 clients of an S3 service, watch their calls and rotate their credentials; the only user of boto3."""
+"""Make boto3 clients of an S3 service, watch their calls and rotate their credentials."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Clients:
             return self._client
 
     def newer_than(self, client: S3Client) -> S3Client | None:
-        """Return the client after one whose credentials were refused, or None if they did not change."""
+        """Return a client with newer credentials than a refused one's, or None if they did not change."""
         with self._lock:
             if self._client is client:
                 self._checked = float("-inf")

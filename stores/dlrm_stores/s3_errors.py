@@ -31,7 +31,7 @@ REFUSED = frozenset(
 NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError"})
 UNFETCHED_CREDENTIALS = frozenset({"CredentialRetrievalError", "MetadataRetrievalError"})
 MAYBE_LATE = UNFETCHED_CREDENTIALS | {"NoCredentialsError"}
-"""A machine whose metadata service is not up yet looks like one without such a service."""
+"""A machine with a metadata service that is not up yet looks like one without such a service."""
 THROTTLED = frozenset(
     {"RequestLimitExceeded", "RequestThrottled", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests"}
 )
