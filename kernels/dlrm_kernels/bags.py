@@ -33,7 +33,7 @@ FOUR_BYTES, LINE_BYTES = 16, 64
 UNIT_ROWS = 1 << 12
 """Rows that a thread copies at a time."""
 AHEAD, COPIES_AHEAD = U64(8), U64(24)
-"""Rows prefetched ahead. With more copies of two lines each, the first level of caches could not wait for all."""
+"""Rows prefetched ahead. More copies of two lines each would exceed the outstanding misses of the first-level cache."""
 F32_ZERO, F32_ONE = np.float32(0), np.float32(1)
 
 

@@ -23,14 +23,14 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 APPLICATION = "dlrm-operator"
 SEED_VARIABLE = "DLRM_KERNEL_CACHE"
-"""Names a read-only directory whose machine code is copied at start, as images ship it."""
+"""Variable that names a read-only directory of machine code to copy at start, as shipped in images."""
 DIGEST = re.compile(r"[0-9a-f]{16}")
 MAX_UNUSED_S = 30 * 24 * 3_600
-"""Directories of other sources go when no process has started with them for this long."""
+"""Directories of other sources are removed after this time without a process that used them."""
 EXACT: frozenset[str] = frozenset()
 ANY_ORDER = frozenset({"reassoc", "contract", "nsz"})
-"""Fast-math flags for sums in any order and fused multiply-adds. Bits then depend on the processor's vectors, as in any
-BLAS, but not on the run."""
+"""Fast-math flags for sums in any order and fused multiply-adds. As in any BLAS, bits then depend on the processor, but
+not on the run."""
 
 
 @overload
@@ -45,7 +45,7 @@ def kernel(
     error_model: Literal["python", "numpy"] = "python",
     fastmath: frozenset[str] = EXACT,
 ) -> Any:
-    """Compile a function at its first call, cache the machine code for later processes, and run it without the GIL.
+    """Compile a function at its first call, cache its machine code, and run it without the GIL.
 
     Args:
         function: compiled; a decorator is returned without it.
@@ -68,12 +68,12 @@ _compiled = 0
 
 
 def compilations() -> int:
-    """Return how many versions of kernels this process had to compile because no machine code was cached."""
+    """Return the number of versions of kernels that this process compiled for lack of cached machine code."""
     return _compiled
 
 
 class _Cache(caching.FunctionCache):
-    """numba's cache of one function, which counts compilations and ignores failed writes."""
+    """Extend numba's cache of one function: count compilations and ignore failed writes."""
 
     def save_overload(self, signature: Any, result: Any) -> None:
         """Store a version of the function; training needs it in memory only, so a full disk must not end it."""

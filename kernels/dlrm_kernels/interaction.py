@@ -1,7 +1,7 @@
-"""Dot products of all pairs of a sample's vectors, and their gradients.
+"""Compute the dot products of all pairs of a sample's vectors, and their gradients.
 
-The gradients' sums of some vectors stay in the processor's vector registers: a loop over columns would read and write
-a sum for every product.
+The sums of several vectors' gradients stay in vector registers: a loop over columns would read and write a sum for
+every product.
 
 Shapes: n samples, V vectors of E elements each, of which one may be the bottom MLP's output and T = V or V - 1 are
 features; P = V (V - 1) / 2 pairs: the lower triangle, row by row.
@@ -27,10 +27,10 @@ from dlrm_kernels.parallel import finish, parallel_for, take
 Floats = NDArray[np.float32]
 U64 = np.uint64
 ROWS = 6
-"""Vectors whose sums fit into registers together."""
+"""Number of vectors with sums that fit into registers at once."""
 HAS_32_REGISTERS = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
 LANES, REGISTERS = (16, 4) if HAS_32_REGISTERS else (8, 2)
-"""float32 elements of a register, and how many of these one vector's sum may take."""
+"""float32 elements of a register, and registers of one vector's sum."""
 FLOAT, WORD = ir.FloatType(), ir.IntType(64)
 cgutils: Any = numba.core.cgutils
 Sums = list[list[Any]]
@@ -43,25 +43,25 @@ def sum_partners(
     size: Any,
     rows: Any,
     gradient: Any,
-    start: Any,  # noqa: ARG001  by its type alone, as all that follow
+    start: Any,  # noqa: ARG001  only its type matters, as below
     first: Any,  # noqa: ARG001
     count: Any,  # noqa: ARG001
     vectors: Any,
     out: Any,
     place: Any,  # noqa: ARG001
 ) -> Any:
-    """Of some vectors i, fill ``out[place:]`` with the sum over all others j of gradient(i, j) times vector j.
+    """Fill ``out[place:]``, for vectors i, with the sum over all others j of gradient(i, j) times vector j.
 
     Args:
         size: ``size_of`` a vector.
         rows: ``size_of`` how many vectors i, at most ``ROWS``.
         gradient: float32, of all pairs: the lower triangle, row by row.
-        start: where that begins.
+        start: index of the sample's first gradient.
         first: number of the first vector i.
-        count: of all vectors.
+        count: number of all vectors.
         vectors: float32, one after the other.
         out: float32; written vector after vector.
-        place: where.
+        place: index of the first element to write.
     """
     width, some = size_in_type(size), size_in_type(rows)
 
@@ -87,7 +87,7 @@ def sum_partners(
 
 @dataclass(frozen=True)
 class _Tile:
-    """Some columns of some vectors' sums."""
+    """Generate code for some columns of some vectors' sums."""
 
     builder: Any
     lanes: int
@@ -98,7 +98,7 @@ class _Tile:
     vectors: Any
 
     def summed(self, first: Any, count: Any) -> Sums:
-        """In the order of the partners, whose numbers are below those of the vectors, among them, above them."""
+        """Return the sums over all partners: those numbered below the vectors, among them, and above them."""
         builder = self.builder
         zero = ir.Constant(self.type, [0.0] * self.lanes)
         own = [builder.add(first, _word(row)) for row in range(self.rows)]
@@ -120,15 +120,15 @@ class _Tile:
 
     @property
     def type(self) -> Any:
-        """Of a register."""
+        """Return the type of a register."""
         return ir.VectorType(FLOAT, self.lanes)
 
     def pointer(self, data: Any, place: int) -> Any:
-        """To a register's elements in memory."""
+        """Return a pointer to a register's elements in memory."""
         return self.builder.bitcast(cgutils.gep(self.builder, data, _word(place)), self.type.as_pointer())
 
     def _triangle_row(self, number: Any) -> Any:
-        """Where the gradients of a vector's pairs with those before it begin."""
+        """Return a pointer to the gradients of a vector's pairs with those before it."""
         builder = self.builder
         pairs = builder.lshr(builder.mul(number, builder.sub(number, _word(1))), _word(1))
         return cgutils.gep(builder, self.gradients, pairs)
@@ -155,7 +155,7 @@ class _Tile:
         return carried
 
     def _advanced(self, sums: Sums, partner: Any, places: Sequence[Any]) -> Sums:
-        """Add one partner to the sums, with the gradients of its pairs at ``places``; None: not a pair."""
+        """Add one partner to the sums, with gradients at ``places``; None skips a vector."""
         builder = self.builder
         vector = cgutils.gep(builder, self.vectors, builder.mul(partner, _word(self.width)))
         parts = [builder.load(self.pointer(vector, column), align=4) for column in self.columns]
@@ -169,7 +169,7 @@ class _Tile:
         return added
 
     def _spread(self, value: Any) -> Any:
-        """Broadcast a value to all lanes."""
+        """Return a register with the value in all lanes."""
         none = ir.Constant(self.type, ir.Undefined)
         one = self.builder.insert_element(none, value, ir.Constant(ir.IntType(32), 0))
         return self.builder.shuffle_vector(one, none, ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), None))
@@ -192,7 +192,7 @@ UNIT_SAMPLES = 64
 
 
 def dot_products(bottom: Floats | None, features: Floats, out: Floats, dim: int, threads: int) -> None:
-    """Compute all pairs' products of each sample.
+    """Compute the products of all pairs of each sample.
 
     Args:
         bottom: (n, E), copied to the first columns of ``out``; None: features interact only with each other.
@@ -238,7 +238,7 @@ def _units(samples: Floats) -> int:
 
 
 def _sizes(bottom: Floats | None, features: Floats, dim: int) -> tuple[Size, Size, Size, Size]:
-    """Return V, E, whether there is a bottom, and the features that no whole tile holds."""
+    """Return V, E, whether there is a bottom, and the number of features beyond whole tiles."""
     count = features.shape[1] // dim
     return size_of(count + (bottom is not None)), size_of(dim), size_of(int(bottom is not None)), size_of(count % ROWS)
 

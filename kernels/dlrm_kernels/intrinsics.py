@@ -1,4 +1,4 @@
-"""Give kernels the LLVM instructions that numba lacks: atomic adds, prefetches, streaming stores, wide products."""
+"""Provide LLVM instructions that numba lacks: atomic adds, prefetches, streaming stores, wide products."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fetch_add(_typing: Any, counts: Any, place: Any, amount: Any) -> Any:  # noq
 
 @intrinsic
 def borrowed(_typing: Any, held: Any) -> Any:
-    """Return an array, or a tuple of arrays, tuples and numbers, whose references are not counted.
+    """Return an array, or a tuple of arrays, tuples and numbers, without reference counting.
 
     Each count is an atomic write to memory that all threads share, and every access to a tuple's array is counted.
     The caller of a kernel must hold the arrays while these are used.
@@ -41,7 +41,8 @@ def borrowed(_typing: Any, held: Any) -> Any:
 
 def _borrow(context: Any, builder: Any, kind: Any, value: Any) -> Any:
     if isinstance(kind, types.BaseTuple):
-        kinds: Any = kind.types  # type: ignore[attr-defined]  # of every tuple but the base of them
+        # The base class of tuple types lacks ``types``.
+        kinds: Any = kind.types  # type: ignore[attr-defined]
         parts = zip(kinds, cgutils.unpack_tuple(builder, value), strict=True)
         return context.make_tuple(builder, kind, [_borrow(context, builder, *part) for part in parts])
     if not isinstance(kind, types.Array):

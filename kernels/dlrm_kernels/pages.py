@@ -1,4 +1,4 @@
-"""Copy records of rows: in pages and segments of a file (pack, find, clean), in slots, and in plain arrays.
+"""Copy records of rows in pages and segments of a file, in slots, and in plain arrays.
 
 A place numbers the records of a whole file: segment, page in it, record in the page. ``owners`` holds row + 1 for each
 place, or 0 if it is free.
@@ -96,7 +96,7 @@ def move(shape: Shape, image: Any, owners: Any, target: Any, first: int, target_
 
 @kernel
 def read_buffered(shape: Shape, places: Any, buffer_of: Any, buffers: Any, out: Any, elsewhere: Any) -> int:
-    """Copy out the records whose segment is in memory, and list the others.
+    """Copy out the records of segments in memory, and list the others.
 
     Args:
         shape: of the level.

@@ -39,8 +39,8 @@ def single_threaded() -> Iterator[None]:
 def parallel_for(loop: Callable[..., None], units: int, threads: int, *arguments: Any) -> None:
     """Run a kernel on at most ``threads`` threads, this one included, and return when all units are done.
 
-    Any thread may do any unit, so units must write to disjoint memory. A helper that wakes late finds nothing left to
-    do, and nobody waits for it.
+    Any thread may run any unit, so units must write to disjoint memory. A helper that wakes late finds no unit, and
+    nobody waits for it.
 
     Args:
         loop: called as ``loop(counts, units, *arguments)`` on each thread. It calls ``take`` for its next unit until
@@ -50,7 +50,7 @@ def parallel_for(loop: Callable[..., None], units: int, threads: int, *arguments
         arguments: passed to the loop.
 
     Raises:
-        BaseException: what the loop raised on any thread. Units may be undone or still running then.
+        BaseException: raised by the loop on any thread. Units may be undone or still running then.
     """
     counts = np.zeros(COUNTS, np.int64)
     raised: list[BaseException] = []

@@ -20,15 +20,15 @@ Numbers = NDArray[np.float32]
 MISSING_ID = 2**32
 """Id of an empty field, above every 32-bit id: a missing category hashes to a row of its own and is learned."""
 MAX_HEX_DIGITS = 8
-"""Of an id: 32 bits."""
+"""Longest hexadecimal id: 32 bits."""
 MAX_DECIMAL_DIGITS = 15
-"""Of an integer: any such number is exact as a float64."""
+"""Longest integer: float64 holds any such number exactly."""
 UNUSED, LABEL, INTEGER, ID = 0, 1, 2, 3
 """Roles of a field."""
 NONE, MODULO, MIX = 0, 1, 2
 """Kinds of ``Hashing``."""
 GOOD, LONG_BAG, NO_ROW = 0, 1, 2
-"""What ``check_bags`` finds."""
+"""Results of ``check_bags``."""
 
 _TAB, _RETURN, _MINUS, _ZERO = (ord(character) for character in "\t\r-0")
 _TEN = np.int64(10)
@@ -39,7 +39,7 @@ for _digits in ("0123456789abcdef", "0123456789ABCDEF"):
 _THREE, _SEVEN, _EIGHT = np.uint64(3), np.uint64(7), np.uint64(8)
 _NAN = np.float32(np.nan)
 _TILE = 16
-"""Rows that are transposed at a time, so that they stay in the nearest cache."""
+"""Rows transposed at a time, so that they stay in the first-level cache."""
 _PREFETCH_ROWS = np.uint64(8)
 """Distance in rows at which ``put_rows`` prefetches."""
 _LINE_BYTES = 64
@@ -137,7 +137,7 @@ def parse_lines(
             field += 1
             if at >= end:
                 break
-            at += 1  # the tab
+            at += 1  # tab
         if field < fields:
             if not lenient:
                 return line
@@ -153,7 +153,7 @@ def parse_lines(
 
 @kernel
 def put_labels(values: NDArray[np.float64], labels: Numbers) -> int:
-    """Copy labels; return the first row whose label is neither 0 nor 1, or -1."""
+    """Copy labels; return the first row with a label that is neither 0 nor 1, or -1."""
     bad = 0
     for row in range(values.size):
         labels[row] = values[row]
@@ -243,11 +243,11 @@ def check_bags(
     """
     start = 0
     for feature in range(lengths.shape[0]):
-        total, most = 0, np.int32(0)
+        total, longest_bag = 0, np.int32(0)
         for sample in range(lengths.shape[1]):
             total += lengths[feature, sample]
-            most = max(most, lengths[feature, sample])
-        if most > longest[feature]:
+            longest_bag = max(longest_bag, lengths[feature, sample])
+        if longest_bag > longest[feature]:
             for sample in range(lengths.shape[1]):
                 if lengths[feature, sample] > longest[feature]:
                     return LONG_BAG, feature, sample

@@ -1,9 +1,9 @@
-"""Choose the rows that leave a full cache: LRU, LFU or segmented LRU ("mixed"), fully associative or within sets.
+"""Choose the rows to evict from a full cache by LRU, LFU or segmented LRU ("mixed"), possibly within sets.
 
 Fully associative: each table keeps lists of its slots, newest first. The victim is the oldest unpinned slot of the
 first list that has one. LRU has one list, LFU one per access count up to ``LFU_LISTS``. Mixed is a segmented LRU
-(Karedla et al., IEEE Computer 1994): rows enter on probation, are protected from their second access on, and fall back
-on probation when more than four fifths of the slots are protected.
+(Karedla et al., IEEE Computer 1994): rows enter on probation, are protected from their second access on, and return to
+probation when more than four fifths of the slots are protected.
 
 Within sets: a hash of the row selects its set, and the victim is the unpinned slot of the set that was used longest ago
 (LRU), among those with the smallest access count (LFU), or among those on probation (mixed).
@@ -28,14 +28,14 @@ LIST_SHIFT: Final = 8
 """The number of a slot's list stands above its flags."""
 LRU, LFU, MIXED = 0, 1, 2
 LFU_LISTS = 64
-"""LFU treats higher access counts alike."""
+"""Number of LFU lists: all higher access counts share the last one."""
 LISTS = {LRU: 1, LFU: LFU_LISTS, MIXED: 2}
 PROTECTED_SHARE = 0.8
 MAX_COUNT = 2**31 - 1
 AHEAD: Final = 12
 """Neighbours in a list prefetched ahead."""
 GROUP_TABLES: Final = 8
-"""Tables whose lists are followed together: few enough for their slots to stay in the processor's cache."""
+"""Tables with lists traversed in one go: few enough for their slots to stay in the processor's cache."""
 FIRST, LAST, SIZE = 0, 1, 2
 """Columns of a list."""
 
@@ -105,10 +105,10 @@ def limit_protected(replacement: Replacement, meta: Any) -> None:
     """Put the oldest slots back on probation if too many are protected (mixed); call it after ``touch``."""
     if replacement.policy != MIXED or replacement.ways > 0:
         return
-    lists, most = replacement.lists, replacement.max_protected
+    lists, limits = replacement.lists, replacement.max_protected
     over = np.empty(len(lists), np.int64)
     for table in range(len(lists)):
-        over[table] = max(0, lists[table, 1, SIZE] - most[table])
+        over[table] = max(0, lists[table, 1, SIZE] - limits[table])
     for table in range(len(lists)):
         if table % GROUP_TABLES == 0:
             follow(meta, lists[table : table + GROUP_TABLES, 1, LAST].copy(), over[table : table + GROUP_TABLES])
@@ -120,7 +120,7 @@ def limit_protected(replacement: Replacement, meta: Any) -> None:
 
 @kernel
 def insert(replacement: Replacement, meta: Any, table: int, slots: Any, counts: Any) -> None:
-    """Enter rows that came into slots, each with the count of its earlier accesses."""
+    """Enter rows that moved into slots, each with its earlier access count."""
     policy, ways, lists = replacement.policy, replacement.ways, replacement.lists
     for n in range(len(slots)):
         slot = slots[n]
@@ -131,7 +131,9 @@ def insert(replacement: Replacement, meta: Any, table: int, slots: Any, counts: 
 
 @kernel
 def follow(meta: Any, places: Any, counts: Any) -> None:
-    """Load the oldest slots of several lists into the cache: steps along one list would wait for memory in turn.
+    """Load the oldest slots of several lists into the processor's cache.
+
+    Interleaving the lists overlaps the memory accesses, which are serial along one list.
 
     Args:
         meta: of the slots.
@@ -156,7 +158,7 @@ def take_slots(
     targets: Any,
     leaving: Any,
 ) -> None:
-    """Find a slot of the table for each row: free ones first, then the coldest that no batch in flight needs.
+    """Find a slot of the table for each row: free ones first, then the coldest unpinned ones.
 
     Args:
         replacement: state of the policy.

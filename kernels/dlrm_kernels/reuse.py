@@ -1,18 +1,18 @@
-"""Hit rates of LRU caches of every size at once, from one pass over the batches of one table.
+"""Compute the hit rates of LRU caches of all sizes in one pass over the batches of one table.
 
-A batch looks its distinct rows up all at once: first every one of them is sought in the cache as the batches before
-left it, then all become the most recent, in ascending order of row. So a row hits if fewer than C other rows were last
-used after its own last use, C being the cache's rows. A cache that never evicts rows of a batch in flight, and touches
-each distinct row of a batch once, differs only in the order within a batch, which moves a row by less than a batch.
+A batch looks up its distinct rows at once: all are searched in the cache that the previous batches left, then all
+become the most recent, in ascending order of row. So a row hits if fewer than C other rows were used after its own last
+use, where C is the size of the cache in rows. A cache that never evicts rows of a batch in flight, and touches each
+distinct row of a batch once, differs only in the order within a batch, which moves a row by less than a batch.
 
 Source: Mattson, Gecsei, Slutz, Traiger, Evaluation techniques for storage hierarchies, IBM Systems Journal 9(2), 1970
 (stack distances); Bennett, Kruskal, LRU stack processing, IBM J. Res. Dev. 19(4), 1975 (counted by a tree over the
 times of last use); Waldspurger, Park, Garthwaite, Ahmad, Efficient MRC construction with SHARDS, FAST 2015 (sampling by
 a hash of the row, halving the rate when too many rows are followed).
 
-What is ours: when sampling begins, the hotter half of the rows seen so far is followed for certain; the other rows that
-are followed count 1 / rate each, scaled so that they come to all accesses but the certain rows'. Most accesses are of
-hot rows: a sample's curve would be at the mercy of which of them are in it.
+Unlike SHARDS, the hotter half of the rows seen before sampling begins is tracked exactly; the other tracked rows count
+1 / rate each, scaled so that they add up to all other accesses. Most accesses are of hot rows, so a plain sample's
+curve would depend on which of them it contains.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from dlrm_kernels.hashing import GOLDEN, mix
 
 _SHIFT_11 = np.uint64(11)
 _HASH_BITS = 53
-_SMALLEST = 1 << 10
+_MIN_SIZE = 1 << 10
 _FREE = -1
 
 
 class _Stack(NamedTuple):
-    """Rows that are followed: a hash table of them, and a tree over the times of their last use."""
+    """Hold the tracked rows in a hash table, and a tree over the times of their last use."""
 
     rows: NDArray[np.int64]
-    """(H,) row in each place of the hash table, -1 where it is free; H is a power of two."""
+    """(H,) row in each place of the hash table, -1 if free; H is a power of two."""
     weights: NDArray[np.int64]
-    """(H,) rows that the row stands for: itself, or also those like it that are not followed."""
+    """(H,) number of rows that the row represents: 1, or 1 / rate if sampled."""
     times: NDArray[np.int32]
     """(H,) time of the row's last use."""
     lookups: NDArray[np.int64]
     """(H,) lookups of the row."""
     users: NDArray[np.int32]
-    """(H,) place of the row last used at each time, -1 where none is."""
+    """(H,) place of the row last used at each time, or -1."""
     tree: NDArray[np.int64]
     """(H + 1,) Fenwick tree: weights of the rows last used at each time."""
     distances: NDArray[np.float64]
-    """(2, H) accesses, those that count 1 and those of sampled rows, by how many other rows were used since the row's
-    last use; these in units of the sampled rows' weight."""
+    """(2, H) accesses of exactly tracked and of sampled rows, by the number of other rows used since the row's last
+    use, in units of the sampled rows' weight."""
 
 
 @kernel
 def _mixed(row: int) -> int:
-    """53 bits that look random; the upper ones of ``mix64``."""
+    """Return the upper 53 bits of ``mix64``."""
     return np.int64(mix(np.uint64(row) + GOLDEN) >> _SHIFT_11)  # type: ignore[return-value]  # numba has no int
 
 
 @kernel
 def _place(rows: NDArray[np.int64], row: int, mixed: int) -> int:
-    """Where a row is in the hash table, or where it belongs; by its low bits, for sampling took the high ones."""
+    """Return a row's place in the hash table, chosen by the low bits: sampling uses the high ones."""
     mask = len(rows) - 1
     place = mixed & mask
     while rows[place] != row and rows[place] != _FREE:
@@ -80,8 +80,8 @@ def _add(tree: NDArray[np.int64], time: int, change: int) -> None:
 def _seek(
     stack: _Stack, rows: NDArray[np.int64], lookups: NDArray[np.int64], halvings: int, places: NDArray[np.int64]
 ) -> tuple[int, int]:
-    """Seek a batch's rows, count how far down each was; returns how many are followed, and how many of them are new."""
-    followed, new = 0, 0
+    """Find a batch's rows and count their distances; return how many are tracked, and how many of these are new."""
+    tracked, new = 0, 0
     used, node = 0, len(stack.tree) - 1
     while node > 0:
         used += stack.tree[node]
@@ -102,9 +102,9 @@ def _seek(
             weight = stack.weights[place]
             stack.distances[np.int64(weight > 1), (used - older) >> halvings] += weight
         stack.lookups[place] += lookups[number]
-        places[followed] = place
-        followed += 1
-    return followed, new
+        places[tracked] = place
+        tracked += 1
+    return tracked, new
 
 
 @kernel
@@ -122,7 +122,7 @@ def _use(stack: _Stack, places: NDArray[np.int64], count: int, now: int) -> None
 
 @kernel
 def _fill(stack: _Stack, rows: NDArray[np.int64], weights: NDArray[np.int64], lookups: NDArray[np.int64]) -> None:
-    """Put rows, the longest unused first, into an empty stack whose tree knows them."""
+    """Enter rows, least recently used first, into an empty stack with a complete tree."""
     for time in range(len(rows)):
         place = _place(stack.rows, rows[time], _mixed(rows[time]))
         stack.rows[place], stack.weights[place] = rows[time], weights[time]
@@ -132,7 +132,7 @@ def _fill(stack: _Stack, rows: NDArray[np.int64], weights: NDArray[np.int64], lo
 
 @kernel
 def _sampled(rows: NDArray[np.int64], halvings: int) -> NDArray[np.bool_]:
-    """Which rows are followed when only their hash decides."""
+    """Return which rows the sample contains by their hash."""
     chosen = np.empty(len(rows), dtype=np.bool_)
     for number in range(len(rows)):
         chosen[number] = _mixed(rows[number]) >> (_HASH_BITS - halvings) == 0
@@ -144,10 +144,10 @@ def _new_stack(
     weights: NDArray[np.int64],
     lookups: NDArray[np.int64],
     distances: NDArray[np.float64],
-    extra: int,
+    spare: int,
 ) -> _Stack:
-    """Build a stack of rows, least recently used first, with space for ``extra`` more rows and accesses."""
-    size = max(_SMALLEST, 1 << (2 * (rows.size + extra) - 1).bit_length())
+    """Make a stack of rows, least recently used first, with space for ``spare`` more rows and as many accesses."""
+    size = max(_MIN_SIZE, 1 << (2 * (rows.size + spare) - 1).bit_length())
     nodes = np.arange(size + 1, dtype=np.int64)
     sums = np.concatenate(([0], np.cumsum(weights)))
     kept = np.zeros((2, size))
@@ -166,41 +166,42 @@ def _new_stack(
 
 
 class StackDistances:
-    """One table's accesses: hit rate by cache size, and lookups of each row that is followed.
+    """Track one table's accesses: hit rate by cache size, and lookups of each tracked row.
 
-    Exact while all rows are followed. Memory: at most 230 bytes a row followed, and twice that for a moment.
+    Exact while all rows are tracked. Memory: at most 230 bytes per tracked row, and briefly twice that.
     """
 
-    def __init__(self, most_rows: int | None = None, rate: float | None = None) -> None:
-        """Follow all rows until they are more than ``most_rows``, then a sample.
+    def __init__(self, max_rows: int | None = None, rate: float | None = None) -> None:
+        """Track all rows up to ``max_rows``, then a sample.
 
         Args:
-            most_rows: None follows all rows for ever.
-            rate: share of rows that the sample follows, as the nearest power of two below 1; by default whatever
-                keeps to ``most_rows``.
+            max_rows: None always tracks all rows.
+            rate: share of rows in the sample, rounded to a power of two below 1; by default what keeps within
+                ``max_rows``.
         """
         self.accesses = 0
-        """Distinct rows of each batch, summed, whether followed or not."""
-        self._most_rows = most_rows
+        """Distinct rows of each batch, summed, whether tracked or not."""
+        self._max_rows = max_rows
         self._wanted_halvings = None if rate is None else max(1, round(-math.log2(rate)))
-        self._halvings = self._now = self._followed = 0
-        self._first_accesses = np.zeros(2)  # as in the stack's distances
+        self._halvings = self._now = self._tracked = 0
+        # Of exactly tracked and of sampled rows.
+        self._first_accesses = np.zeros(2)
         nothing = np.empty(0, dtype=np.int64)
         self._stack = _new_stack(nothing, nothing, nothing, np.empty((2, 0)), 0)
         self._places = nothing
 
     @property
     def rate(self) -> float:
-        """Share of rows that are followed, other than those followed for certain."""
+        """Return the share of the rows not tracked exactly that the sample contains."""
         return 1.0 / (1 << self._halvings)
 
     @property
     def unique_rows(self) -> float:
-        """Distinct rows accessed, or an estimate of them."""
+        """Return the number of distinct rows accessed, estimated if sampled."""
         return float(self._first_accesses[0] + self._scale * self._first_accesses[1])
 
     def row_lookups(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """(n,) lookups of each row that is followed, and (n,) how many rows it stands for; these sum to all unique."""
+        """Return (n,) lookups of each tracked row, and (n,) rows that it represents, which sum to ``unique_rows``."""
         there = self._stack.rows != _FREE
         lookups, weights = self._stack.lookups[there], self._stack.weights[there].astype(np.float64)
         sampled = weights > 1
@@ -216,21 +217,21 @@ class StackDistances:
             lookups: (n,) how often the batch looks each up.
         """
         size = self._stack.rows.size
-        if 3 * (self._followed + rows.size) > 2 * size or self._now + rows.size > size:
+        if 3 * (self._tracked + rows.size) > 2 * size or self._now + rows.size > size:
             self._renew(rows.size)
         if self._places.size < rows.size:
             self._places = np.empty(rows.size, dtype=np.int64)
         self.accesses += rows.size
-        followed, new = _seek(self._stack, rows, lookups, self._halvings, self._places)
-        _use(self._stack, self._places, followed, self._now)
-        self._now += followed
-        self._followed += new
+        tracked, new = _seek(self._stack, rows, lookups, self._halvings, self._places)
+        _use(self._stack, self._places, tracked, self._now)
+        self._now += tracked
+        self._tracked += new
         self._first_accesses[int(self._halvings > 0)] += new << self._halvings
-        if self._most_rows is not None and self._followed > self._most_rows:
-            self._thin(self._most_rows)
+        if self._max_rows is not None and self._tracked > self._max_rows:
+            self._thin(self._max_rows)
 
     def hit_rate(self, cache_rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Share of accesses that find their row in an LRU cache of each size (k,); a row's first access misses."""
+        """Return the hit rate of an LRU cache of each size, (k,) rows; a row's first access misses."""
         if not self.accesses:
             return np.zeros(cache_rows.shape)
         distances = self._stack.distances[0] + self._scale * self._stack.distances[1]
@@ -240,20 +241,20 @@ class StackDistances:
 
     @property
     def _scale(self) -> float:
-        """What makes the sampled rows' accesses all those that are not counted one by one."""
+        """Return the factor that scales accesses of sampled rows to all accesses not tracked exactly."""
         counted, sampled = self._stack.distances.sum(axis=1) + self._first_accesses
         return (self.accesses - counted) / sampled if sampled else 0.0
 
-    def _thin(self, most_rows: int) -> None:
-        """Follow fewer rows, by a lower rate."""
+    def _thin(self, max_rows: int) -> None:
+        """Lower the rate to track fewer rows."""
         if self._wanted_halvings is None:
-            while self._followed > most_rows:
+            while self._tracked > max_rows:
                 self._renew(0, halvings=1)
         elif not self._halvings:
             self._renew(0, halvings=self._wanted_halvings)
 
-    def _renew(self, extra: int, halvings: int = 0) -> None:
-        """Renumber the times of last use, with space for more rows, and halve the sampling rate some times."""
+    def _renew(self, spare: int, halvings: int = 0) -> None:
+        """Renumber the times of last use, with space for ``spare`` more, and halve the rate ``halvings`` times."""
         old = self._stack
         places = old.users[: self._now]
         places = places[places != _FREE]
@@ -267,5 +268,5 @@ class StackDistances:
             kept = certain | _sampled(rows, self._halvings)
             rows, weights, lookups = rows[kept], weights[kept], lookups[kept]
             distances = distances.reshape(2, -1, min(distances.shape[1], 1 << halvings)).sum(axis=2)
-        self._stack = _new_stack(rows, weights, lookups, distances, extra)
-        self._now = self._followed = rows.size
+        self._stack = _new_stack(rows, weights, lookups, distances, spare)
+        self._now = self._tracked = rows.size

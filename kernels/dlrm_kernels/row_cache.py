@@ -1,4 +1,4 @@
-"""Map rows to slots and levels: find a batch's rows, admit missing ones, release them, and create initial rows.
+"""Map rows to slots and levels: find and release a batch's rows, admit missing ones, create initial ones.
 
 ``place_of`` holds one entry per row: 0 if the row is nowhere yet, else 1 + level + 4 * place. During a lookup a missing
 row's entry is -1 - its number among the batch's missing rows, so that its duplicates find it.
@@ -47,7 +47,7 @@ UNIT = np.float32(2.0**-23)
 
 
 class RowMap(NamedTuple):
-    """Where the rows of K tables that share levels are."""
+    """Map the rows of K tables that share levels to slots and places."""
 
     place_of: NDArray[Any]
     """(R,) int32, or int64 if a level has too many places; all rows of all tables."""
@@ -67,7 +67,7 @@ class RowMap(NamedTuple):
 
 
 class LookupResult(NamedTuple):
-    """Buffers that the lookup of one batch fills."""
+    """Hold the buffers that the lookup of one batch fills."""
 
     slots: NDArray[np.int64]
     """(L,) slot of each lookup, from its table's first."""
@@ -78,14 +78,14 @@ class LookupResult(NamedTuple):
     sources: NDArray[np.int64]
     """(L,) their entries of ``place_of``."""
     waiting: NDArray[np.int64]
-    """(L,) lookups of rows that have no slot yet."""
+    """(L,) lookups of rows without a slot yet."""
     targets: NDArray[np.int64]
     """(L,) slots that the missing rows get."""
     leaving: NDArray[np.int64]
     """(L,) rows that those slots held; -1 if free."""
 
     def first(self, lookups: int) -> LookupResult:
-        """Return the part that a batch of so many lookups takes."""
+        """Return views of the first ``lookups`` elements."""
         return LookupResult(
             self.slots[:lookups],
             self.distinct[:lookups],
@@ -192,10 +192,12 @@ def _list_missing(
 
 @kernel
 def admit(row_map: RowMap, batch: int, found: LookupResult, distinct: int, missing: int) -> int:
-    """Give every missing row a slot and list the rows that leave; the caller moves these and updates their entries.
+    """Assign a slot to each missing row and list the rows evicted, which the caller moves.
+
+    The caller also updates the entries of evicted rows.
 
     Returns:
-        Number of rows that got no slot: 0 unless the batch exceeds what the map was made for.
+        Number of rows without a slot: 0 unless the batch exceeds the size that the map was made for.
     """
     row_map, found = borrowed(row_map), borrowed(found)
     row_starts, lists = row_map.row_starts, row_map.replacement.lists

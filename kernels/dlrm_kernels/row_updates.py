@@ -1,4 +1,4 @@
-"""Update rows on the host: row-wise Adagrad, SGD and Adam, gradient sums per distinct row, stochastic rounding to fp16.
+"""Update rows on the host by row-wise Adagrad, SGD or Adam, with stochastic rounding to fp16.
 
 float32 operations run in one order and none is fused, so that bits depend neither on threads nor on the processor.
 
@@ -9,7 +9,7 @@ and G = ``GOLDEN`` of ``hashing``::
     w   = mix(mix(mix(key + s * G) + r * G) + (c div 4 + 1) * G)
     b   = bits 16 * (c mod 4) to 16 * (c mod 4) + 15 of w, an integer in [0, 2^16)
 
-So neither the place of a row, nor the number of ranks, nor a restart changes them.
+So they do not depend on a row's place, the number of ranks or restarts.
 
 The rounding of x, with q the distance of the fp16 numbers around x: 2^(e - 10) if 2^e <= |x| < 2^(e + 1), and 2^-24 for
 the subnormals, if e < -14::
@@ -21,9 +21,9 @@ the subnormals, if e < -14::
 A number between two normal fp16 numbers has at most 13 bits more than they, so f is exact and the mean of the result is
 x. Between subnormals f is cut to 16 bits, and the mean is nearer to zero by less than 2^-40.
 
-A result of 65536 or more becomes an infinity. It is not held at 65504: a weight of that size means that training
-diverged, which clamping would hide; an infinity makes the loss of its next lookup stop the run, and the error names
-table and row. A NaN stays a NaN.
+A result of 65536 or more becomes an infinity and is not clamped to 65504: a weight of that size means that training
+diverged, which clamping would hide. With an infinity the next lookup stops the run with an error that names table and
+row. A NaN stays a NaN.
 
 Source: Gupta et al., ICML 2015 (stochastic rounding).
 """
@@ -48,14 +48,14 @@ F32_ONE = np.float32(1)
 SGD, ADAGRAD, ADAM = 0, 1, 2
 KINDS = {"sgd": SGD, "rowwise-adagrad": ADAGRAD, "adam": ADAM}
 MAX_UPDATES = 2**24
-"""Adam's count of a row's updates stops here: the next integer is no float32, and no decay is slower than that."""
+"""Limit of Adam's count of a row's updates: float32 cannot hold the next integer, and no decay needs more."""
 MAX_COUNT = np.float32(MAX_UPDATES)
 AHEAD, ROWS_AHEAD = U64(8), 8
 """Gradients and sums, and rows, prefetched ahead."""
 UNIT_ELEMENTS = 1 << 14
-"""Elements that a thread updates at a time, if rows are chosen."""
+"""Elements that a thread updates at a time in ``update_chosen_rows``."""
 OTHERS = -1
-"""Group of a lookup that belongs to another unit's part."""
+"""Group of a lookup that another unit handles."""
 DIGIT_BITS = U64(11)
 
 DOMAIN = b"dlrm-rounding-1\0"
@@ -76,7 +76,7 @@ NOT_A_NUMBER = U32(0x7E00)
 
 
 class Memory(NamedTuple):
-    """Rows and states of several tables end to end, as one-dimensional arrays."""
+    """Hold rows and states of several tables end to end, as one-dimensional arrays."""
 
     rows: Any
     """float32; also over fp16 rows, where it is not read."""
@@ -89,7 +89,7 @@ class Memory(NamedTuple):
 
 
 class OptimizerConstants(NamedTuple):
-    """Constants of one update step."""
+    """Hold the constants of one update step."""
 
     kind: int
     rate: np.float32
@@ -386,7 +386,7 @@ def fill_random(size: Any, key: Any, row: Any, first_column: Any, random: Any) -
 
 
 class Layout(NamedTuple):
-    """Where tables and features are; all uint64. The features of a table are neighbours."""
+    """Locate tables and features; all uint64. The features of a table are neighbours."""
 
     starts: Any
     """(T,) index of the first element of each table's rows."""
@@ -405,7 +405,7 @@ class Layout(NamedTuple):
 
 
 class Lookups(NamedTuple):
-    """Ids looked up, and the gradient of the pooled rows."""
+    """Hold the ids looked up and the gradient of the pooled rows."""
 
     ids: Any
     """(L,) uint64 rows of their tables, feature-major."""
@@ -423,7 +423,7 @@ class Lookups(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Units of work: the rows of a table with row % parts == part. (units,) uint64 each."""
+    """List units of work: the rows of a table with row % parts == part. (units,) uint64 each."""
 
     tables: Any
     part: Any

@@ -123,7 +123,7 @@ def test_the_hotter_half_is_followed_for_certain_and_others_by_the_readers_hash(
     hot = rows % 2 == 1
     chosen = mix64(rows.astype(np.uint64)) < np.uint64(2**62)
 
-    distances = StackDistances(most_rows=9_999, rate=0.25)
+    distances = StackDistances(max_rows=9_999, rate=0.25)
     distances.add(rows, np.where(hot, 1_000 + rows, np.where(chosen, 1, 2)))
 
     lookups, weights = distances.row_lookups()

@@ -47,7 +47,7 @@ class GangStore:
         return self._verified(name, self._store.compare_set(self._key(name), "", self._signed(name, value)))
 
     def get(self, name: str) -> str | None:
-        """Return a value; None if there is none of this gang."""
+        """Return a value; None if this gang has not written one."""
         return self._verified(name, self._store.get(self._key(name))) if self.has([name]) else None
 
     def has(self, names: Iterable[str]) -> bool:

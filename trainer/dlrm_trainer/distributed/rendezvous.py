@@ -72,7 +72,7 @@ class RankGroup:
 
         Raises:
             PeerLostError: not all came in time, or NCCL cannot connect the GPUs; names the absent ranks if known.
-            TemporaryError: rank 0 can't listen on its port.
+            TemporaryError: rank 0 cannot listen on its port.
         """
         if self.world_size == 1:
             return

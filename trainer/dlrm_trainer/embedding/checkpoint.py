@@ -523,7 +523,7 @@ class CheckpointView:
         """Bound the bytes of ``changed_rows``.
 
         Args:
-            step: of the newest snapshot, whose rows do not count; None without one.
+            step: of the newest snapshot: its rows do not count; None without one.
         """
         kept = marked = 0
         for part in self:

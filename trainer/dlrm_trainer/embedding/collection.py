@@ -20,7 +20,7 @@ from dlrm_trainer.embedding.replicated import ReplicatedTables
 
 @dataclass(frozen=True, kw_only=True)
 class PooledRows:
-    """Hold a batch whose rows are pooled and on their way to its samples."""
+    """Hold a batch with pooled rows in transit to its samples."""
 
     prepared: PreparedRows
     owned: OwnedIds
@@ -41,7 +41,7 @@ class PooledRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """Hold a batch whose gradients are on their way to the owners of its rows."""
+    """Hold a batch with gradients in transit to the owners of its rows."""
 
     pooled: PooledRows
     vectors: Vectors

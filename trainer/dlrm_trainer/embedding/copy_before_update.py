@@ -72,9 +72,9 @@ def copy_rows(
         bags.copy_rows(weight.numpy(), state.numpy(), rows, out, out_state, places, torch.get_num_threads())
         return
     assert len(places) == 0
-    most = max(1, DEVICE_BYTES // (4 * max(weight.shape[1], state.shape[1])))
-    for first in range(0, len(rows), most):
-        piece = slice(first, first + most)
+    limit = max(1, DEVICE_BYTES // (4 * max(weight.shape[1], state.shape[1])))
+    for first in range(0, len(rows), limit):
+        piece = slice(first, first + limit)
         chosen = torch.from_numpy(rows[piece]).to(weight.device)
         torch.from_numpy(out[piece]).copy_(weight.index_select(0, chosen))
         torch.from_numpy(out_state[piece]).copy_(state.index_select(0, chosen))
@@ -96,7 +96,7 @@ class CutPart(Protocol):
 
 
 class RestingPart(CutPart, Protocol):
-    """Give access to a part whose rows stay in place in host memory."""
+    """Give access to a part with rows that stay in place in host memory."""
 
     @property
     def weight(self) -> Tensor:
@@ -118,7 +118,7 @@ class CopyBeforeUpdate:
 
     Args:
         cut: reserved.
-        resting: parts whose rows stay in place in host memory.
+        resting: parts with rows that stay in place in host memory.
         moving: all other parts.
         in_order: iterates over the changed rows of ``moving``, in the order in which they are read fastest.
         settle: waits until no row is moving.

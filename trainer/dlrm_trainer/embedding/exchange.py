@@ -226,7 +226,7 @@ class Exchange:
             zip(blocks, sizes, torch.split(ids, list(received)), strict=True)
         ):
             if int(of_units.sum()) != len(of_rank) or (block.numel() and int(block.min()) < 0):
-                raise _impossible(rank, f"bags whose lengths do not add up to {len(of_rank)} ids")
+                raise _impossible(rank, f"lengths of bags that do not add up to {len(of_rank)} ids")
             bad = find_outside(of_rank.numpy(), of_units.numpy(), self._routes.own_rows)
             if bad >= 0:
                 raise _impossible(rank, f"row {int(of_rank[bad])}, which this rank does not hold")

@@ -53,7 +53,7 @@ def made_for_gpus() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Describe neighbouring features [start, stop) of one dim, whose rows are updated together."""
+    """Describe neighbouring features [start, stop) of one dim, updated in one call."""
 
     start: int
     stop: int
@@ -349,7 +349,7 @@ def _power_of_two(exponents: Tensor) -> Tensor:
 
 
 def _mix(values: Tensor) -> Tensor:
-    """Apply ``hashing.mix`` to int64 values, whose shift to the right copies the sign: the masks remove it."""
+    """Apply ``hashing.mix`` to int64 values; masks remove the sign that their right shift copies."""
     values = (values ^ ((values >> 30) & (2**34 - 1))) * MIX_1
     values = (values ^ ((values >> 27) & (2**37 - 1))) * MIX_2
     return values ^ ((values >> 31) & (2**33 - 1))

@@ -339,7 +339,7 @@ class LocalTables:
         self.wait_s = 0.0
         """Seconds for which training waited for rows."""
         self.missing = 0
-        """Lookups whose row was in no slot when their batch began; always 0."""
+        """Lookups without a row in a slot when their batch began; always 0."""
         self.pending: BeforeUpdates | None = None
         """Rows of a cut that must be copied before they change."""
         with ExitStack() as resources:
@@ -447,7 +447,7 @@ class LocalTables:
         """Iterate over every row of every part that changed since the parent of the next cut, once.
 
         Args:
-            moving: leave out parts whose rows stay in place in host memory.
+            moving: leave out parts with rows that stay in place in host memory.
         """
         for group in self.groups:
             if moving and group.stack is None and group.device.type == "cpu":

@@ -97,7 +97,7 @@ class Placement:
     """Parts that every rank holds: column blocks of data-parallel tables, those of a group side by side."""
     world_size: int
     lookahead: int = 0
-    """Batches whose rows are fetched ahead."""
+    """Number of batches with rows fetched ahead."""
 
     @cached_property
     def features_of(self) -> tuple[tuple[int, ...], ...]:
@@ -154,7 +154,7 @@ def kernel_key(tables: Sequence[TableSpec], part: Part) -> tuple[Any, ...]:
 
 
 def _classes(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    # Runs of parts whose rows fit one map of narrow entries; parts without a stack have no map.
+    # Runs of parts with rows that fit one map of narrow entries; parts without a stack have no map.
     members: list[Part] = []
     rows = 0
     for part in parts:

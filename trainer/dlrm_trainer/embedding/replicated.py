@@ -23,7 +23,7 @@ from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement
 
 
 class ReplicatedGroup:
-    """Hold small tables whose dense gradient is cheaper to sum over ranks than their pooled rows are to send.
+    """Hold small tables: summing their dense gradient over ranks is cheaper than sending pooled rows.
 
     Their rows stay bit-equal on all ranks, because the sum is, and so the update made from it.
 

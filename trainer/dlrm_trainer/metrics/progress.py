@@ -87,7 +87,7 @@ class ProgressBoard:
         self.update(evaluated_batches=batches)
 
     def evaluated(self, metrics: EvalMetrics | None) -> None:
-        """Record an evaluation, whose time does not count as training."""
+        """Record an evaluation; its time does not count as training."""
         self._marks.clear()
         self._marks.append((time.monotonic(), self.now.samples))
         self.update(evaluation=metrics)

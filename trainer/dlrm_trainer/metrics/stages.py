@@ -102,7 +102,7 @@ class StepProfile(Stages):
     Args:
         rank: of this process.
         totals: see ``Stages``.
-        finish: called at the end of each stage to wait for the GPU, whose work would count for a later stage otherwise.
+        finish: called at the end of each stage to wait for the GPU: its work would count for a later stage otherwise.
     """
 
     def __init__(

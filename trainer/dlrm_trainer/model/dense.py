@@ -188,7 +188,7 @@ class DenseParameters:
         model: its parameters become views of one tensor, and their gradients views of ``gradient``.
         spec: of the optimizer.
         gradient: (at least ``elements(model)``,) float32, on the parameters' device. Losses divide by the global
-            count, so ranks sum it as it is, in the order of the parameters.
+            count, so ranks sum it directly, in the order of the parameters.
     """
 
     def __init__(self, model: nn.Module, spec: DenseOptimizerSpec, gradient: Tensor) -> None:

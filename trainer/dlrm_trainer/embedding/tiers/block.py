@@ -191,8 +191,8 @@ class BlockLevel:
     def _keep_free(self) -> None:
         """Keep one segment free, and the spare ones if that leaves the open segment space for what comes."""
         while (free := len(self._free) + len(self._held)) < self._spare:
-            victims, room = self._emptiest(), self._shape.segment_records - self._filled
-            if free and (len(victims) == 0 or self._live[victims[0]] > room * FULL_SHARE):
+            victims, space = self._emptiest(), self._shape.segment_records - self._filled
+            if free and (len(victims) == 0 or self._live[victims[0]] > space * FULL_SHARE):
                 return
             self._clean(victims)
 
@@ -229,7 +229,7 @@ class BlockLevel:
         self._tell(segment * size + indices[:count], target * size + first, owners[first : first + count] - 1)
 
     def _tell(self, before: Places, start: int, rows: Rows) -> None:
-        # Records of the running write are corrected in its result; the caller is told of the others.
+        # Records of the running write are corrected in its result; the caller is notified of the others.
         after = np.arange(start, start + len(before))
         at = np.searchsorted(before, self._incoming)
         own = np.flatnonzero(before[np.minimum(at, len(before) - 1)] == self._incoming) if len(before) else at[:0]

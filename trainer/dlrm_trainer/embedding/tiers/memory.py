@@ -225,7 +225,7 @@ class Storage(Protocol):
 
     @property
     def records(self) -> Records:
-        """Return (places, W) records, whose pages are allocated when first written."""
+        """Return (places, W) records, with pages allocated on first write."""
 
     def ensure(self, places: int) -> None:
         """Make the first places writable.
@@ -268,8 +268,8 @@ class ByteLevel:
     @property
     def bytes_kept(self) -> dict[Tier, int]:
         """See ``Level``."""
-        beside = self._free.itemsize + (self._order.itemsize * ORDER_WORDS if self.ordered else 0)
-        kept: dict[Tier, int] = {"ddr": self._filled * beside}
+        metadata = self._free.itemsize + (self._order.itemsize * ORDER_WORDS if self.ordered else 0)
+        kept: dict[Tier, int] = {"ddr": self._filled * metadata}
         kept[self.tier] = kept.get(self.tier, 0) + self._storage.bytes_kept
         return kept
 

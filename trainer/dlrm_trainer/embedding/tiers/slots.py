@@ -184,10 +184,10 @@ class DeviceSlots:
     Args:
         weight: (S, dim) fp32 or fp16, contiguous, on the device.
         state: (S, n) fp32, contiguous, on the device.
-        most: largest number of records per call.
+        limit: largest number of records per call.
     """
 
-    def __init__(self, weight: Tensor, state: Tensor, most: int) -> None:
+    def __init__(self, weight: Tensor, state: Tensor, limit: int) -> None:
         self._weight, self._state = weight.view(torch.int32), state.view(torch.int32)
         self._row_words = self._weight.shape[1]
         self.words = record_words(weight, state)
@@ -201,9 +201,9 @@ class DeviceSlots:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         pinned = self._stream is not None
-        self._buffer = torch.empty(most, self.words - 1, dtype=torch.int32, pin_memory=pinned)
+        self._buffer = torch.empty(limit, self.words - 1, dtype=torch.int32, pin_memory=pinned)
         """Rows and states side by side. Copied whole: the device copies a part of its rows only through a detour."""
-        self._slots = torch.empty(most, dtype=torch.int64, pin_memory=pinned)
+        self._slots = torch.empty(limit, dtype=torch.int64, pin_memory=pinned)
 
     def gather(self, slots: Slots, out: Records) -> None:
         """See ``SlotMemory``."""
@@ -266,9 +266,9 @@ def record_words(weight: Tensor, state: Tensor) -> int:
     return (weight.shape[1] * weight.itemsize + state.shape[1] * state.itemsize) // 4 + 1
 
 
-def slot_memory(weight: Tensor, state: Tensor, most: int) -> SlotMemory:
-    """Return the slots' memory, on the host or on a GPU; ``most`` records move per call."""
-    return HostSlots(weight, state) if weight.device.type == "cpu" else DeviceSlots(weight, state, most)
+def slot_memory(weight: Tensor, state: Tensor, limit: int) -> SlotMemory:
+    """Return the slots' memory, on the host or on a GPU; at most ``limit`` records move per call."""
+    return HostSlots(weight, state) if weight.device.type == "cpu" else DeviceSlots(weight, state, limit)
 
 
 MAP_NORESERVE = 0x4000

@@ -53,7 +53,7 @@ QUEUED_CHUNK = 32_768
 QUEUED_CHUNK_BYTES = 8 << 20
 POLICIES = {"lru": LRU, "lfu": LFU, "mixed": MIXED}
 GIVEN = -1
-"""Source of a row whose record comes from the caller."""
+"""Source of a row with a record from the caller."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +331,7 @@ class Stack:
         self.format.begin(weights, out)
 
     def _demote(self, rows: Rows, records: Records, above: int, source: int = 0) -> None:
-        """Write records into the level below number ``above``, whose coldest rows move down if it is full.
+        """Write records into the level below number ``above``; its coldest rows move down if it is full.
 
         Args:
             rows: of the records.
