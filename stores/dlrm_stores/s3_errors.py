@@ -115,7 +115,7 @@ def translate(error: Exception, location: S3Location, key: str) -> DLRMError:
             f"{where}: not an S3 response: {message}; check {fields.service}.endpoint and any proxy in front of it"
         )
     if code == "NoSuchBucket":
-        return NoInputError(f"bucket not found: {where}; create it, or correct {fields.uri}")
+        return NoInputError(f"{where} not found; create it, or correct {fields.uri}")
     if code == "RequestTimeTooSkewed":
         return NoPermissionError(
             f"{where} refused {key}: clocks of this machine and the service differ by more than 15 minutes; set them"

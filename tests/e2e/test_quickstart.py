@@ -51,7 +51,7 @@ def test_the_example_trains_on_two_pods_and_leaves_a_snapshot_that_verifies(
     assert columns["Succeeded"].split()[:3] == ["quickstart", "Succeeded", str(status["progress"]["totalSteps"])]
     assert float(status["progress"]["ne"]) < 1
     assert "Succeeded" in listed.split()
-    assert said.startswith(f"step {status['lastSnapshot']['step']} is whole")
+    assert said.startswith(f"verified step {status['lastSnapshot']['step']}: ")
     real_node.kubectl("delete", *JOB, "--wait")
 
 
@@ -66,7 +66,7 @@ def test_the_commands_of_the_readme_lead_to_a_trained_model_and_a_snapshot_that_
     printed = shell.run(block)
 
     real_node.kubectl("delete", *JOB, "--wait")
-    assert " is whole" in printed.splitlines()[-1]
+    assert printed.splitlines()[-1].startswith("verified step ")
 
 
 def verified(endpoint: str, folder: Path) -> str:

@@ -44,7 +44,7 @@ PLANTED = {
         "dlrm_trainer.checkpointing.control",
     ),
     "the checkpointer's packages know only those below them": (
-        "checkpointer/dlrm_stores",
+        "checkpointer/dlrm_checkpointer/codec",
         "dlrm_checkpointer.read.restore",
     ),
     "the trainer imports only the checkpointer's public face": (

@@ -41,7 +41,7 @@ def test_a_run_commits_to_the_server_and_its_snapshot_comes_back_from_there(loca
 
     assert [snapshot["step"] for snapshot in result["snapshots"]] == [60, 120]
     assert result["snapshots"][-1]["uri"].startswith(f"{uri}/manifests/")
-    assert "step 120 is whole" in verified.stdout
+    assert "verified step 120: " in verified.stdout
     assert restored.stdout.strip() == result["state_digest"]
     assert (local.folder / "out" / "tables" / "C2.safetensors").exists()
 

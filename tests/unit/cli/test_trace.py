@@ -263,5 +263,5 @@ def test_ctrl_c_ends_it_and_writes_nothing(job: str) -> None:
     assert "tracing: " in first
     assert time.monotonic() - sent < 20
     assert (process.returncode, out) == (130, "")
-    assert error.splitlines()[-1] == "stopped; nothing was written"
+    assert error.splitlines()[-1] == "interrupted, nothing was written"
     assert [path.name for path in Path.cwd().iterdir()] == ["job.yaml"]

@@ -275,7 +275,7 @@ def test_an_object_that_goes_while_training_is_named(bucket: Bucket, opened: Any
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
-        ("s3://nowhere/day.parquet", r"bucket nowhere is not there at http.*: create it, or mend data\.train\.uris"),
+        ("s3://nowhere/day.parquet", r"bucket nowhere at http.* not found; create it, or correct data\.train\.uris"),
         ("s3://data/absent", r"object not found.*\.parquet: s3://data/absent"),
         ("s3://data/*.parquet", r"no object matches: s3://data/\*\.parquet; check data\.train\.uris"),
         ("s3://data/[9-0]*", r"invalid pattern: s3://data/\[9-0\]\*; bad character range 9-0"),
