@@ -20,6 +20,7 @@ from dlrm_api.names import Env
 from dlrm_api.objects import file_path, is_s3
 from dlrm_api.plan import Plan
 from dlrm_api.process import free_memory_bytes
+from dlrm_api.tiers import FILE_TIERS
 from dlrm_checkpointer import PUBLISH_FIELDS, open_publish_store, store_options
 from dlrm_stores import ObjectStore, open_store
 from dlrm_stores.base import CHECKPOINT_FIELDS, FieldNames
@@ -31,7 +32,6 @@ HERE = FieldNames(
         "read in a cluster alone)"
     )
 )
-FILE_TIERS = frozenset({"cxl", "scm", "block"})
 RESOURCE = "nvidia.com/gpu"
 """Resource name of NVIDIA's device plugin."""
 ASK_GPUS = """

@@ -26,14 +26,12 @@ from dlrm_api.hardware import parse_profile
 from dlrm_api.names import API_VERSION
 from dlrm_api.objects import ObjectName
 from dlrm_api.process import usable_cpus, usable_memory_bytes
-from dlrm_api.tiers import BLOCK_SLACK, Tier
+from dlrm_api.tiers import BLOCK_SLACK, FILE_TIERS, Tier
 from dlrm_cli.checks import RESOURCE, DetectedGpu, detect_gpus
 from dlrm_cli.run.appdef import free_ports
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.memory import ByteLevel, MappedStorage
 from dlrm_trainer.embedding.tiers.slots import Level, Places, Records, Rows
-
-SLOWER_TIERS: tuple[Tier, ...] = ("cxl", "scm", "block")
 
 
 class Probe(Protocol):
@@ -116,9 +114,9 @@ def _folders(tiers: Sequence[str]) -> dict[Tier, Path]:
     folders: dict[Tier, Path] = {}
     for each in tiers:
         tier, _, folder = each.partition("=")
-        if tier not in SLOWER_TIERS or not folder:
+        if tier not in FILE_TIERS or not folder:
             raise UsageError(
-                f"invalid --tier: expected TIER=FOLDER with one of {', '.join(SLOWER_TIERS)}, such as block=/mnt/nvme, "
+                f"invalid --tier: expected TIER=FOLDER with one of {', '.join(FILE_TIERS)}, such as block=/mnt/nvme, "
                 f"got {each!r}"
             )
         if tier in folders:
@@ -133,7 +131,7 @@ def profile_text(name: str, probe: Probe, folders: Mapping[Tier, Path]) -> str:
     document = _document(name, probe, devices, folders)
     parse_profile(document)  # refuses what no profile may hold
     counts = Counter(each.name for each in devices)
-    unmeasured = [tier for tier in SLOWER_TIERS if tier not in folders]
+    unmeasured = [tier for tier in FILE_TIERS if tier not in folders]
     missing = [f"tiers ({', '.join(unmeasured)})"] if unmeasured else []
     missing += ["network" if devices else "network between nodes", "price", "node affinity"]
     seen = ", ".join(f"{count} x {each}" for each, count in counts.items()) or "no GPU"

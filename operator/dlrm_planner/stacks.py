@@ -18,10 +18,13 @@ from dlrm_api.tiers import (
     BLOCK_SLACK,
     CHANGED_BYTES,
     COUNTER_BYTES,
+    FILE_TIERS,
     MAX_LINKED_SLOTS,
     ORDER_META_BYTES,
     PLACE_META_BYTES,
     SLOT_META_BYTES,
+    TIERS,
+    Tier,
     extra_slots,
     map_entry_bytes,
     paged_bytes,
@@ -29,20 +32,17 @@ from dlrm_api.tiers import (
     usable_claim_bytes,
 )
 from dlrm_planner.tables import Tables
-from dlrm_planner.types import Floats, HitRates, Indices, Levels, LowerTier, Shards, SlowTier
+from dlrm_planner.types import Floats, HitRates, Indices, Levels, Shards
 
-SLOW_TIERS: tuple[SlowTier, ...] = ("cxl", "scm", "block")
-"""Fastest first."""
-META_BYTES: Mapping[SlowTier, float] = {
-    "cxl": PLACE_META_BYTES,
-    "scm": PLACE_META_BYTES,
-    "block": BLOCK_PLACE_META_BYTES * BLOCK_SLACK,
+META_BYTES: Mapping[Tier, float] = {
+    tier: PLACE_META_BYTES if TIERS[tier].byte_addressable else BLOCK_PLACE_META_BYTES * BLOCK_SLACK
+    for tier in FILE_TIERS
 }
 """DDR that a row's place in this tier takes, besides its map entry."""
 IMBALANCE_FACTOR = 1.1
 """Assumed rows of the rank with most rows of a kind, over the mean, until shards have ranks."""
 IN_HBM, UNPINNED, IN_DDR = -3, -2, -1
-"""Values of :attr:`Stacks.pin` for tables pinned to HBM, to no tier, or to DDR; else an index of SLOW_TIERS."""
+"""Values of :attr:`Stacks.pin` for tables pinned to HBM, to no tier, or to DDR; else an index of FILE_TIERS."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Stacks:
     pin: Indices
     ways: int
 
-    def row_bytes(self, tier: LowerTier) -> Floats:
+    def row_bytes(self, tier: Tier) -> Floats:
         """Return the (N,) bytes that a row takes in a tier."""
         return self.paged if tier == "block" else self.record
 
@@ -118,7 +118,7 @@ class Stacks:
         scratch = self.scratch[shard] if levels.below else 0.0
         return int((levels.slots + scratch) * self.device_slot[shard])
 
-    def bytes_below(self, shard: int, levels: Levels) -> dict[LowerTier, int]:
+    def bytes_below(self, shard: int, levels: Levels) -> dict[Tier, int]:
         """Return the bytes of rows in each level below the slots."""
         return {tier: math.ceil(n * self.row_bytes(tier)[shard]) for tier, n in levels.below}
 
@@ -127,7 +127,7 @@ def read_stacks(
     spec: DLRMJobSpec,
     shards: Shards,
     rates: HitRates,
-    caps: Mapping[SlowTier, int],
+    caps: Mapping[Tier, int],
     ranks: Indices | None = None,
     device: Device = "cpu",
 ) -> Stacks:
@@ -145,7 +145,7 @@ def read_stacks(
     on_device = (pin <= UNPINNED) & (device == "cuda")
     record, slot = row + blocks * COUNTER_BYTES, np.where(on_device, 0.0, row) + blocks * SLOT_META_BYTES
     dearest = max((META_BYTES[tier] for tier in caps), default=0.0)
-    meta = np.array([*(META_BYTES[tier] for tier in SLOW_TIERS), dearest])[np.maximum(pin, -1)]
+    meta = np.array([*(META_BYTES[tier] for tier in FILE_TIERS), dearest])[np.maximum(pin, -1)]
     middle = sum(list(caps.values())[:-1])
     extra = _extra_slots(spec, shards)
     scratch = np.where(on_device, extra, np.ceil(rates.accesses)) * (pin != IN_HBM)
@@ -209,13 +209,13 @@ def _by_value(values: Floats, function: Callable[[int], float]) -> Floats:
     return np.array([float(function(int(value))) for value in different])[inverse]
 
 
-def slow_caps(spec: DLRMJobSpec, profile: HardwareProfile | None) -> dict[SlowTier, int]:
+def slow_caps(spec: DLRMJobSpec, profile: HardwareProfile | None) -> dict[Tier, int]:
     """Return the bytes of each slower tier of one pod, fastest first: the tighter of the node's and the user's budget.
 
     A node that gives a tier by volume claims holds the rows that fit such a claim.
     """
-    caps: dict[SlowTier, int] = {}
-    for tier in SLOW_TIERS:
+    caps: dict[Tier, int] = {}
+    for tier in FILE_TIERS:
         node: TierSpec | None = getattr(profile.spec.tiers, tier) if profile else None
         budget = getattr(spec.trainer.tier_budgets, tier)
         given = [] if budget is None else [int(budget)]
@@ -238,16 +238,16 @@ def stack_classes(tables: Tables) -> int:
 
 def pinned_slow(tables: Tables) -> bool:
     """Return whether a pin puts any table below DDR."""
-    return any(t.pin is not None and t.pin.tier in SLOW_TIERS for t in tables.specs)
+    return any(t.pin is not None and t.pin.tier in FILE_TIERS for t in tables.specs)
 
 
-def _pin(tables: Tables, i: int, caps: Mapping[SlowTier, int]) -> int:
+def _pin(tables: Tables, i: int, caps: Mapping[Tier, int]) -> int:
     table, path = tables.specs[i], tables.paths[i]
     if table.pin is None or table.pin.tier is None:
         return UNPINNED
     if table.pin.tier in ("hbm", "ddr"):
         return IN_HBM if table.pin.tier == "hbm" else IN_DDR
-    tier = next(each for each in SLOW_TIERS if each == table.pin.tier)
+    tier = next(each for each in FILE_TIERS if each == table.pin.tier)
     if tier not in caps:
         raise InvalidSpecError(
             f"{path}.pin.tier",
@@ -259,4 +259,4 @@ def _pin(tables: Tables, i: int, caps: Mapping[SlowTier, int]) -> int:
             f"{path}.pin.tier",
             f"table {table.name} is pinned to sharding data, which keeps replicas in DDR: leave out one of the pins",
         )
-    return SLOW_TIERS.index(tier)
+    return FILE_TIERS.index(tier)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_api.tiers import CLASS_BUFFER_BYTES, MAX_LINKED_SLOTS, TIER_BUFFER_BYTES
+from dlrm_api.tiers import CLASS_BUFFER_BYTES, FILE_TIERS, MAX_LINKED_SLOTS, TIER_BUFFER_BYTES, Tier
 from dlrm_planner.hit_rates import Demand, Filled, fill, table_hit_rates
 from dlrm_planner.memory import ddr_capacity, fixed_pod_bytes
-from dlrm_planner.stacks import IN_DDR, SLOW_TIERS, UNPINNED, Stacks, read_stacks, stack_classes
+from dlrm_planner.stacks import IN_DDR, UNPINNED, Stacks, read_stacks, stack_classes
 from dlrm_planner.tables import replica_bytes
 from dlrm_planner.types import (
     UNBOUNDED,
@@ -25,11 +25,9 @@ from dlrm_planner.types import (
     HitRates,
     Indices,
     Levels,
-    LowerTier,
     Placement,
     Problem,
     Shards,
-    SlowTier,
     TableShortage,
     TierShortage,
     cut_tables,
@@ -54,7 +52,7 @@ class TierCapacity:
     """Hold the bytes that one pod has for shards; inf if a tier's size is unknown."""
 
     ddr: float
-    slow: Mapping[SlowTier, float]
+    slow: Mapping[Tier, float]
     """Of each available slower tier, fastest first."""
     hbm: float = 0.0
     """Of each rank."""
@@ -210,7 +208,7 @@ def _whole_or_in_sets(slots: Floats, rows: Floats, ways: int) -> Floats:
 
 
 def _below(
-    which: Indices, slots: Floats, filled: Filled, stacks: Stacks, rates: HitRates, caps: Mapping[SlowTier, float]
+    which: Indices, slots: Floats, filled: Filled, stacks: Stacks, rates: HitRates, caps: Mapping[Tier, float]
 ) -> dict[int, Levels] | TierShortage:
     """Assign rows to each tier below DDR; pinned shards come first.
 
@@ -221,16 +219,16 @@ def _below(
     shards, above = which[stacked], filled.rows[stacked]
     total = stacks.rows[shards]
     rest = np.maximum(total - above, 1)
-    left, held = dict(caps), {tier: np.zeros(len(shards)) for tier in SLOW_TIERS}
-    for tier in (tier for tier in SLOW_TIERS if tier in left):
-        here = stacks.pin[shards] == SLOW_TIERS.index(tier)
+    left, held = dict(caps), {tier: np.zeros(len(shards)) for tier in FILE_TIERS}
+    for tier in (tier for tier in FILE_TIERS if tier in left):
+        here = stacks.pin[shards] == FILE_TIERS.index(tier)
         places = np.where(here, total, 0)
         taken = float((places * stacks.row_bytes(tier)[shards]).sum())
         if taken > left[tier]:
             return TierShortage(tier, math.ceil(taken - left[tier]))
         left[tier] -= taken
         held[tier][here], rest[here] = places[here], 0
-    usable: list[SlowTier] = list(left)[-MAX_BELOW_DDR:] if stacks.on_device[shards].any() else list(left)
+    usable: list[Tier] = list(left)[-MAX_BELOW_DDR:] if stacks.on_device[shards].any() else list(left)
     for tier in usable:
         size = stacks.row_bytes(tier)[shards]
         places = np.where(rest > 0, total, 0)
@@ -245,7 +243,7 @@ def _below(
         rest = rest - got
     levels = {}
     for k, i in enumerate(shards.tolist()):
-        below = tuple((tier, int(held[tier][k])) for tier in SLOW_TIERS if held[tier][k] > 0)
+        below = tuple((tier, int(held[tier][k])) for tier in FILE_TIERS if held[tier][k] > 0)
         levels[i] = _levels(stacks, i, slots[stacked[k]], above[k], below)
     in_hbm = _in_hbm(which, slots, stacks)
     for k in np.flatnonzero(filled.whole & stacks.on_device[which]).tolist():
@@ -254,7 +252,7 @@ def _below(
     return levels
 
 
-def _levels(stacks: Stacks, shard: int, slots: float, above: float, below: tuple[tuple[LowerTier, int], ...]) -> Levels:
+def _levels(stacks: Stacks, shard: int, slots: float, above: float, below: tuple[tuple[Tier, int], ...]) -> Levels:
     """Return the levels of a shard with rows below DDR; ``above`` of them are in its slots and in DDR."""
     if not stacks.on_device[shard]:
         return Levels(int(above), below)

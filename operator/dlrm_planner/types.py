@@ -20,8 +20,6 @@ from dlrm_planner.tables import PartBytes, Tables, part_bytes
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
-SlowTier = Literal["cxl", "scm", "block"]
-LowerTier = Literal["ddr", "cxl", "scm", "block"]
 UNBOUNDED = 2**62
 """Bytes of a node of unknown memory. Shards then take no bytes, so no sum overflows."""
 
@@ -212,7 +210,7 @@ class Problem:
     """HBM of a rank, before replicas; None on the host, and if unknown."""
     reserve: int
     """Bytes that each pod keeps free; the limit is without them."""
-    caps: Mapping[SlowTier, int]
+    caps: Mapping[Tier, int]
     """Bytes of each slower tier of a pod, fastest first."""
     traces: Mapping[str, TableTrace]
     curves: dict[int, HitRates] = field(default_factory=dict)
@@ -302,7 +300,7 @@ class Levels:
     """Place the rows of one shard in a stack of levels, or all of them in HBM."""
 
     slots: int
-    below: tuple[tuple[LowerTier, int], ...]
+    below: tuple[tuple[Tier, int], ...]
     """Rows that each further level may hold, fastest first; empty if all rows are in the first level for good."""
     first: Literal["ddr", "hbm"] = "ddr"
     """The memory of the slots."""
@@ -374,7 +372,7 @@ class TableShortage:
 class TierShortage:
     """Say which tier lacks bytes for the rows of one pod."""
 
-    tier: LowerTier
+    tier: Tier
     missing: int
 
 

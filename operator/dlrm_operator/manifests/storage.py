@@ -11,10 +11,8 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.names import Path
 from dlrm_api.objects import is_s3
 from dlrm_api.plan import Plan
-from dlrm_api.tiers import claim_bytes
+from dlrm_api.tiers import FILE_TIERS, claim_bytes
 from dlrm_operator.manifests import Manifest
-
-FILE_TIERS = ("cxl", "scm", "block")
 
 
 def tier_bytes(plan: Plan) -> list[dict[str, int]]:

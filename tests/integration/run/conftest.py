@@ -158,9 +158,8 @@ class Local:
         """Kind and reason of each snapshot that attempts above a number chose, as "kind: reason"."""
         folders = [path for path in self.workdir.glob("logs/*") if int(path.name) > after]
         text = "".join(path.read_text() for folder in folders for path in folder.glob("*.log"))
-        return [
-            f"{kind}: {why}" for kind, why in re.findall(r"kind of snapshot chosen .*?kind=(\S+) why=\"(.*)\"", text)
-        ]
+        found = re.findall(r"selected snapshot kind .*?kind=(\S+) reason=\"(.*)\"", text)
+        return [f"{kind}: {reason}" for kind, reason in found]
 
     def manifests(self) -> list[str]:
         """Names of the committed snapshots' manifests."""

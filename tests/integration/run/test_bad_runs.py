@@ -97,7 +97,7 @@ CASES: list[tuple[str, Callable[[Any], None], int, tuple[str, ...]]] = [
     ("a label that is none", field(17, 0, "2"), 65, ("train.tsv:18", "label")),
     ("a word for a number", field(30, 2, "many"), 65, ("train.tsv:31", "I2", "many")),
     ("an id that is no hexadecimal", field(40, 15, "xyz"), 65, ("train.tsv:41", "C2", "xyz")),
-    ("a table that is too small", field(50, 16, "ffff"), 65, ("train.tsv:51", "C3", "65535", "50")),
+    ("a table that is too small", field(50, 16, "ffff"), 65, ("train.tsv:51", "C3", "65535", "49")),
     ("an empty file", nothing, 65, ("train.tsv", "empty")),
     ("a file that is no Parquet", not_parquet, 65, ("train.parquet",)),
     ("an id column that is absent", column("C2"), 65, ("train.parquet", "C2")),

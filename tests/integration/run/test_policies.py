@@ -27,10 +27,10 @@ TABLES = [
 
 
 WHY = {
-    "full": ("full: the policy is full",),
-    "one-shot": ("increment: the policy is one-shot",),
-    "consecutive": ("increment: the policy is consecutive",),
-    "intermittent": ("increment: the policy is intermittent", "full: a full one and its increments are expected"),
+    "full": ("full: policy full",),
+    "one-shot": ("increment: policy one-shot",),
+    "consecutive": ("increment: policy consecutive",),
+    "intermittent": ("increment: policy intermittent", "full: a full snapshot and its increments are expected"),
 }
 """Kind and reason, by policy, of a snapshot that has one before it."""
 DROPPED = "was discarded, the next is full"
@@ -82,7 +82,7 @@ def test_a_gang_goes_on_taking_snapshots_after_one_that_only_one_pod_can_tell_is
     assert reasons == []
     assert snapshot_digest(snapshot) == json.loads(stdout)["state_digest"]
     assert local.last_attempt() == 1
-    assert local.choices(after=0).count("full: there is no snapshot before it") > 2  # both pods begin with one
+    assert local.choices(after=0).count("full: no parent") > 2  # both pods begin with one
 
 
 def test_a_job_starts_from_another_jobs_snapshot_and_its_own_hold_all_of_it(local: Any) -> None:

@@ -11,7 +11,7 @@ import mmap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from dlrm_api import tiers
 from dlrm_api.plan import Plan
 from dlrm_api.run_report import LevelUse, RankUse, TableUse, TierBytes, TierReport
-from dlrm_api.tiers import Tier
+from dlrm_api.tiers import TIERS, Tier
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_kernels.row_cache import ACCESSES, COUNTS, CREATED, EVICTED, HITS, LOOKUPS, SCRATCH
 from dlrm_trainer.embedding.local_tables import LocalTables
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from dlrm_trainer.embedding.tiers.slots import Level
     from dlrm_trainer.embedding.tiers.stack import Stack
 
-TIERS: tuple[Tier, ...] = get_args(Tier)
 WAIT_NS, MISSING, KEPT = 0, 1, 2
 HEAD_WORDS = KEPT + len(TIERS)
+TIER_NUMBERS = {tier: number for number, tier in enumerate(TIERS)}
 READ_ROWS, WRITTEN_ROWS, READ_BYTES, WRITTEN_BYTES, DEVICE_READS, DEVICE_WRITES, CLEANED, LEVEL_WORDS = range(8)
 """Columns of a level's counters."""
 TABLE_COUNTS: tuple[tuple[str, int, str], ...] = (
@@ -103,7 +103,7 @@ class RankCounters:
             for number, level in enumerate(stack.levels):
                 counters.levels[number] = _level_counters(stack, number + 1, level)
             for tier, size in stack.bytes_kept.items():
-                kept[TIERS.index(tier)] += size
+                kept[TIER_NUMBERS[tier]] += size
         self.head[KEPT:] = kept
 
     def served(self) -> tuple[int, int]:
