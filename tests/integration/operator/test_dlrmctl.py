@@ -204,7 +204,7 @@ def test_a_user_without_rights_reads_the_servers_words_and_the_verb(
     said = Dlrmctl(as_account(api_types, namespace, tmp_path), namespace, capsys)("get", code=ExitCode.NO_PERMISSION)
 
     assert f'User "system:serviceaccount:{namespace}:default" cannot list resource "dlrmjobs"' in said
-    assert said.endswith("ask for a Role that allows the verb list on dlrmjobs (dlrm.dev)\n")
+    assert said.endswith("ask for a Role that allows list on dlrmjobs (dlrm.dev)\n")
 
 
 @pytest.fixture
@@ -254,8 +254,8 @@ def test_logs_are_those_of_pod_0s_trainer_unless_something_else_is_asked_for(
     assert 'previous terminated container "trainer" in pod "ads-trainer-1-0" not found' in dlrmctl(
         "logs", "ads", "-p", code=ExitCode.NO_INPUT
     )
-    assert "replica 7: ads has replicas 0 to 1, ranks 0 to 1" in dlrmctl("logs", "ads", "--rank", "7", code=64)
-    assert "no pod of attempt 9 is left (there are those of 1)" in dlrmctl("logs", "ads", "--attempt", "9", code=66)
+    assert "expected 0 to 1 for ads, got 7" in dlrmctl("logs", "ads", "--rank", "7", code=64)
+    assert "pods of attempt 9 not found (found attempts: 1)" in dlrmctl("logs", "ads", "--attempt", "9", code=66)
 
 
 def test_the_rights_that_the_readme_names_are_enough(
@@ -310,7 +310,7 @@ def test_top_shows_the_status_where_the_api_server_does_not_reach_the_pod(
 
     assert lines[1].split()[:4] == ["ads", "Running", "1200/5000", "35,000"]
     assert lines[4].split()[:3] == ["ads-trainer-1-0", NODE, "Running"]
-    assert lines[-1].startswith("ads-trainer-1-0: metrics not reached: ")
+    assert lines[-1].startswith("ads-trainer-1-0: metrics unavailable: ")
 
 
 def test_followed_logs_go_on_with_the_next_gang_until_the_job_ends(

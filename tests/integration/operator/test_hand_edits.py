@@ -44,7 +44,7 @@ def test_a_pod_that_lost_its_labels_is_ended_before_the_next_gang_is_made(
     eventually(
         lambda: "deletionTimestamp" in api_types.api.call("GET", path)["metadata"], state=lambda: str(job.status())
     )
-    eventually(lambda: f"changed labels of pod {pod}" in job.condition("Running").get("message", ""))
+    eventually(lambda: job.condition("Running").get("reason") == "PodDeleted")
     attempt_meanwhile = job.status()["attempt"]
     kubelet.removes = True
     trains(kubelet, job, 2)

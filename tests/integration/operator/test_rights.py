@@ -71,7 +71,7 @@ class Life:
         model = {"tables": [table], "interaction": "dcn"}
         job = JobDriver(self.api, self.namespace, job_document("referring", trainer=trainer, model=model))
         eventually(
-            lambda: "no ConfigMap reuse" in job.condition("Planned").get("message", ""), state=lambda: str(job.status())
+            lambda: job.condition("Planned").get("reason") == "TraceUnavailable", state=lambda: str(job.status())
         )
         return job
 
