@@ -1,29 +1,5 @@
-"""Offer the fixtures that stores and checkpointer share."""
+"""Fixtures of the checkpointer's tests that stores need too."""
 
-from dlrm_testing.checkpointer.fixtures import (
-    all_tables,
-    clock,
-    dying,
-    few_rows,
-    files,
-    new_model,
-    new_pod,
-    small_tables,
-    store,
-    to_disk,
-    train_and_commit,
-)
+from dlrm_testing.checkpointer.fixtures import files, new_model, new_pod, store
 
-__all__ = [
-    "all_tables",
-    "clock",
-    "dying",
-    "few_rows",
-    "files",
-    "new_model",
-    "new_pod",
-    "small_tables",
-    "store",
-    "to_disk",
-    "train_and_commit",
-]
+__all__ = ["files", "new_model", "new_pod", "store"]
