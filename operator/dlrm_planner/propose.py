@@ -31,7 +31,7 @@ class Proposer:
 
     def __init__(self, spec: DLRMJobSpec, tables: Tables, costs: CostModel, capacity: Capacity) -> None:
         self.tables, self.costs, self.capacity = tables, costs, capacity
-        self.world_size, self.processes = spec.world_size, spec.trainer.processes_per_replica
+        self.world_size = spec.world_size
         self._spec = spec
 
     def empty(self) -> OptionBuilder:
@@ -402,11 +402,12 @@ def _level_options(placement: Placement, seconds: Floats, world_size: int) -> Op
         others, total = load[where] - seconds[mine], float(seconds[mine].sum())
         shares = _pour(others, total) / total if total > 0 else np.zeros(len(where))
         ends_ = np.rint(np.cumsum(shares) * units).astype(np.int64)
-        kept = np.diff(ends_, prepend=0) > 0
+        sizes = np.diff(ends_, prepend=0)
+        kept = sizes > 0
         if kept.sum() < 2 or ends_[-1] != units:
             continue
         load[where] = others + shares * total
-        edges = (0, *(table.block_edges[end] if option.kind == "column" else end for end in ends_[kept].tolist()))
+        edges = edges_of(table, option.kind, sizes[kept].tolist())
         found[i] = replace(option, ranks=tuple(where[kept].tolist()), edges=edges)
     return found
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import ModelSpec, TableSpec
-from dlrm_api.row_optimizers import STATE_BYTES, state_values
+from dlrm_api.row_optimizers import ROW_OPTIMIZERS, STATE_BYTES, state_values
 from dlrm_api.tiers import CHANGED_BYTES
 from dlrm_api.tiers import ELEMENT_BYTES as BYTES_OF
 
@@ -128,9 +128,9 @@ def update_bytes(spec: DLRMJobSpec) -> int:
 
     Tables of one width and type are updated at a time; a rank looks up as many rows as its slice of the batch has.
     """
-    adam, taken = spec.training.row_optimizer.kind == "adam", Counter[tuple[int, str]]()
+    fused, taken = ROW_OPTIMIZERS[spec.training.row_optimizer.kind].is_fused_on_gpu, Counter[tuple[int, str]]()
     for table in spec.model.all_tables():
-        if adam or table.dtype != "fp32":
+        if not fused or table.dtype != "fp32":
             width = table.column_block or table.dim
             rows = math.ceil(table.lookups * len(table.sources) * largest_slice(spec)) * table.dim // width
             taken[width, table.dtype] += rows * (UPDATED_ELEMENT_BYTES * width + UPDATED_ROW_BYTES)

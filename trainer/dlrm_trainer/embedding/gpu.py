@@ -22,7 +22,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor
 
-from dlrm_api.row_optimizers import state_values
+from dlrm_api.row_optimizers import ROW_OPTIMIZERS, state_values
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_kernels import hashing
 from dlrm_kernels.row_updates import COLUMNS_PER_HASH, MAX_UPDATES, step_keys
@@ -87,7 +87,7 @@ class DeviceKernel:
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
-        self._fused = tables.dtype == "fp32" and tables.optimizer.kind != "adam"
+        self._fused = tables.dtype == "fp32" and ROW_OPTIMIZERS[tables.optimizer.kind].is_fused_on_gpu
         self._fbgemm = self._make_fbgemm()
         # .data, because autograd would take rows fetched between a lookup and its update for a change of what it saved.
         self.weights: tuple[Tensor, ...] = tuple(weight.data for weight in self._fbgemm.split_embedding_weights())
