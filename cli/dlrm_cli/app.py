@@ -22,7 +22,7 @@ from dlrm_api.errors import RULE_PREFIX, DLRMError, NoInputError, UsageError, vi
 from dlrm_api.names import ExitCode
 from dlrm_api.process import named_limit
 from dlrm_cli.exports import exports
-from dlrm_cli.snapshots import snapshots
+from dlrm_cli.snapshots import Output, OutputFormat, snapshots
 
 if TYPE_CHECKING:
     from dlrm_cli.cluster.client import JobClient
@@ -42,13 +42,6 @@ profiles = typer.Typer(name="profile", help="Work with HardwareProfiles.", no_ar
 app.add_typer(profiles, name="profile")
 
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-
-
-class TableOrJson(enum.StrEnum):
-    """List the output formats of results."""
-
-    TABLE = "table"
-    JSON = "json"
 
 
 class YamlOrJson(enum.StrEnum):
@@ -138,12 +131,12 @@ def plan(
     file: File,
     profile: Profile = None,
     settings: Settings = None,
-    output: Annotated[TableOrJson, typer.Option("--output", "-o", help="Output format.")] = TableOrJson.TABLE,
+    output: Output = OutputFormat.TABLE,
 ) -> None:
     """Show which embedding table is on which rank, and what that takes."""
     from dlrm_cli.manifests import print_plan
 
-    print_plan(file, profile, settings or [], as_json=output is TableOrJson.JSON)
+    print_plan(file, profile, settings or [], as_json=output is OutputFormat.JSON)
 
 
 @app.command()
@@ -176,7 +169,7 @@ def run(
     tier_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for rows in slower tiers (default: <workdir>/tiers).")
     ] = None,
-    output: Annotated[TableOrJson, typer.Option("--output", "-o", help="Output format.")] = TableOrJson.TABLE,
+    output: Output = OutputFormat.TABLE,
 ) -> None:
     """Train the job on this machine. Run the same command again to resume."""
     from dlrm_cli.run.command import RunOptions, run_job
@@ -192,7 +185,7 @@ def run(
         ledger=ledger,
         profile=profile,
         tier_dir=tier_dir,
-        as_json=output is TableOrJson.JSON,
+        as_json=output is OutputFormat.JSON,
     )
     raise typer.Exit(run_job(options))
 

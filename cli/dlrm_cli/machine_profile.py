@@ -28,7 +28,7 @@ from dlrm_api.objects import ObjectName
 from dlrm_api.process import usable_cpus, usable_memory_bytes
 from dlrm_api.tiers import BLOCK_SLACK, FILE_TIERS, Tier
 from dlrm_cli.checks import RESOURCE, DetectedGpu, detect_gpus
-from dlrm_cli.run.appdef import free_ports
+from dlrm_cli.run.appdef import LOOPBACK, free_ports
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.memory import ByteLevel, MappedStorage
 from dlrm_trainer.embedding.tiers.slots import Level, Places, Records, Rows
@@ -448,7 +448,6 @@ def _ignore_moves(_rows: Rows, _places: Places) -> None:
     """Ignore moves: records that stay in use do not move."""
 
 
-LOOPBACK = "127.0.0.1"
 SENT_BYTES = 32 << 20
 """Bytes that each rank sends the other at a time."""
 REPEATS = 10

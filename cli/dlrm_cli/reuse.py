@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.model import TableSpec
 from dlrm_api.trace import CurvePoint, ReuseBin, TableTrace, Trace
+from dlrm_cli.trace import CACHE_SHARES
 from dlrm_kernels.reuse import StackDistances
 from dlrm_trainer.data.reader import Batch
 
@@ -20,7 +21,6 @@ MAX_TRACKED_ROWS = 12_000_000
 MIN_TRACKED_ROWS = 1 << 16
 """Rows of a table that are tracked at any rate: fewer make a noisy curve and save little."""
 CURVE_POINTS = 61
-SHARES = (0.01, 0.1, 0.5)
 """Cache sizes as shares of a table's rows, in addition to the geometric ones."""
 _DIGITS = 6
 
@@ -114,7 +114,7 @@ def cache_sizes(rows: int, unique: int) -> NDArray[np.int64]:
     if not unique:
         return np.empty(0, dtype=np.int64)
     geometric = np.geomspace(1, unique, min(CURVE_POINTS, unique)).round().astype(np.int64)
-    wanted = np.array([size for share in SHARES if 1 <= (size := round(share * rows)) < unique], dtype=np.int64)
+    wanted = np.array([size for share in CACHE_SHARES if 1 <= (size := round(share * rows)) < unique], dtype=np.int64)
     return np.unique(np.concatenate((geometric, wanted)))
 
 

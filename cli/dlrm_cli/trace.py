@@ -23,7 +23,7 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.model import TRACE_KEY
 from dlrm_api.trace import TableTrace, Trace, parse_trace
 from dlrm_cli.checks import check_inputs
-from dlrm_cli.manifests import read_job
+from dlrm_cli.manifests import CONFIGMAP, read_job
 from dlrm_cli.views import PLAIN_INTERVAL_S, SafeConsole, print_view
 
 MAX_CONFIGMAP_BYTES = 1 << 20
@@ -51,7 +51,7 @@ class TraceMap:
     def reference(self) -> str:
         """Return which tables refer to it, as a line of a manifest."""
         which = self.first if self.first == self.last else f"{self.first} to {self.last}"
-        return f"{which}: distribution.reference: configmap:{self.name}"
+        return f"{which}: distribution.reference: {CONFIGMAP}{self.name}"
 
 
 def trace_maps(name: str, trace: Trace, paths: Sequence[str]) -> list[TraceMap]:

@@ -56,6 +56,15 @@ def tiers_view(report: TierReport) -> RenderableType:
     return Group(_tables_view([table for rank in report.ranks for table in rank.tables]), _tiers(report), Text(words))
 
 
+def slowest_by_stage(stages: Iterable[StageTimes]) -> tuple[StageTimes, ...]:
+    """Return the times of each stage on its slowest rank, in the order of a step."""
+    slowest: dict[str, StageTimes] = {}
+    for each in stages:
+        if each.stage not in slowest or each.mean_seconds > slowest[each.stage].mean_seconds:
+            slowest[each.stage] = each
+    return tuple(slowest.values())
+
+
 def profile_view(profile: Profile) -> RenderableType:
     """Return the time of steps by stage, and the hit rate over time."""
     ranks = {each.rank for each in profile.stages}
@@ -63,11 +72,7 @@ def profile_view(profile: Profile) -> RenderableType:
     title = "time of a step"
     if len(ranks) > MAX_RANKS:
         title = f"time of a step: each stage on the slowest of {len(ranks)} ranks"
-        by_stage: dict[str, StageTimes] = {}
-        for each in profile.stages:
-            if each.stage not in by_stage or each.mean_seconds > by_stage[each.stage].mean_seconds:
-                by_stage[each.stage] = each
-        shown = tuple(by_stage.values())
+        shown = slowest_by_stage(profile.stages)
     table = Table(title=title, title_justify="left")
     table.add_column("rank", justify="right")
     table.add_column("stage")
@@ -95,7 +100,7 @@ def _tables_view(tables: Sequence[TableUse]) -> Table:
         table=f"all {len(tables)}",
         rows=sum(table.rows for table in tables),
         hits=sum(table.hits for table in tables),
-        expected_hit_rate=_expected(tables),
+        expected_hit_rate=expected_hit_rate(tables),
         **{name: sum(getattr(table, name) for table in tables) for name in COUNTS},
     )
     shown = largest[:MAX_USED_TABLES]
@@ -114,7 +119,7 @@ def _cells(table: TableUse, *, expects: bool) -> Iterator[str]:
     yield from (f"{count:,}" for count in (table.created_rows, table.evicted_rows, table.scratch_rows))
 
 
-def _expected(tables: Sequence[TableUse]) -> float | None:
+def expected_hit_rate(tables: Sequence[TableUse]) -> float | None:
     """Return the hit rate that the plan expects of all accesses, or None if a table has no expectation."""
     rates = [table.expected_hit_rate for table in tables]
     accesses = sum(table.accesses for table in tables)
@@ -337,7 +342,3 @@ def _part(shard: Shard) -> str:
     if shard.kind == "column":
         return f"columns {shard.column_start} to {shard.column_end - 1}"
     return f"rows {shard.row_start:,} to {shard.row_end - 1:,}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.5f}"

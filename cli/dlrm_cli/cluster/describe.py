@@ -16,6 +16,7 @@ from dlrm_cli.cluster.get import (
     UNKNOWN,
     JobFacts,
     age,
+    condition,
     containers,
     grid,
     job_facts,
@@ -294,13 +295,8 @@ def waits_for(pod: Object) -> str:
     return one_line(_disrupted(pod) or _unscheduled(pod) or _unstarted(pod) or _ended(pod))
 
 
-def _condition(pod: Object, kind: str) -> Object:
-    conditions = dig(pod, "status", "conditions") or ()
-    return next((each for each in conditions if each.get("type") == kind), {})
-
-
 def _disrupted(pod: Object) -> str:
-    found = _condition(pod, "DisruptionTarget")
+    found = condition(pod, "DisruptionTarget")
     if found.get("status") != "True":
         return ""
     return f"disruption: {found.get('reason') or 'disrupted'}: {found.get('message') or ''}".rstrip(": ")
@@ -312,7 +308,7 @@ def _unscheduled(pod: Object) -> str:
     gates = ", ".join(str(gate.get("name")) for gate in dig(pod, "spec", "schedulingGates") or ())
     if gates:
         return f"a node: held by scheduling gate {gates}"
-    words = _condition(pod, "PodScheduled").get("message")
+    words = condition(pod, "PodScheduled").get("message")
     who = dig(pod, "spec", "schedulerName")
     return f"a node: {words or f'no status from scheduler {who} yet'}"
 

@@ -91,9 +91,9 @@ def job_facts(job: Object) -> JobFacts:
     )
 
 
-def condition(job: Object, kind: str) -> Object:
-    """Return one condition of a job, or an empty object."""
-    conditions = dig(job, "status", "conditions") or ()
+def condition(of: Object, kind: str) -> Object:
+    """Return one condition of a job or pod, or an empty object."""
+    conditions = dig(of, "status", "conditions") or ()
     return next((each for each in conditions if each.get("type") == kind), {})
 
 
@@ -105,6 +105,11 @@ def pod_index(pod: Object) -> int:
 def pod_attempt(pod: Object) -> int:
     """Return the attempt of a trainer pod, or -1 if its label is not a number."""
     return _number(dig(pod, "metadata", "labels", Label.ATTEMPT))
+
+
+def is_running(pod: Object) -> bool:
+    """Return whether a pod runs and is not being deleted."""
+    return dig(pod, "status", "phase") == "Running" and not dig(pod, "metadata", "deletionTimestamp")
 
 
 def containers(pod: Object) -> list[Object]:

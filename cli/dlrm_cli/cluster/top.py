@@ -16,7 +16,18 @@ from dlrm_api.errors import DLRMError, TemporaryError
 from dlrm_api.names import Port, trainer_pod
 from dlrm_cli.cluster.client import JobClient, Object, dig
 from dlrm_cli.cluster.describe import pod_phase, ready
-from dlrm_cli.cluster.get import UNKNOWN, JobFacts, age, grid, job_facts, number, one_line, print_lines, time_left
+from dlrm_cli.cluster.get import (
+    UNKNOWN,
+    JobFacts,
+    age,
+    grid,
+    is_running,
+    job_facts,
+    number,
+    one_line,
+    print_lines,
+    time_left,
+)
 from dlrm_cli.cluster.logs import PodChoice, choose_pods
 from dlrm_cli.counters import PodFigures, Rates, pod_figures, rates
 from dlrm_cli.views import SafeConsole
@@ -141,7 +152,7 @@ class Top:
         job = job_facts(self._client.job(name))
         pods = choose_pods(job, self._client.pods(name), PodChoice(everyone=True))
         keys = [(job.namespace, str(dig(pod, "metadata", "name"))) for pod in pods]
-        readings = self._poll([key for key, pod in zip(keys, pods, strict=True) if _runs(pod)])
+        readings = self._poll([key for key, pod in zip(keys, pods, strict=True) if is_running(pod)])
         seen = [(pod, readings.get(key, Reading())) for key, pod in zip(keys, pods, strict=True)]
         return job_lines(job, seen, datetime.now(UTC))
 
@@ -207,7 +218,3 @@ def _refresh(top: Top, lines: list[Text]) -> list[Text]:
     except TemporaryError as error:
         current = [text for text in lines if not text.plain.startswith(OUTDATED)]
         return [*current, Text(f"{OUTDATED}{error}")]
-
-
-def _runs(pod: Object) -> bool:
-    return dig(pod, "status", "phase") == "Running" and not dig(pod, "metadata", "deletionTimestamp")

@@ -21,7 +21,7 @@ from dlrm_api.progress import EvalMetrics, Figure, PodReport, Progress, UnixSeco
 from dlrm_api.run_report import Profile, TierReport
 from dlrm_api.status import Count
 from dlrm_cli.cluster.client import JobClient, Object, dig
-from dlrm_cli.cluster.get import JobFacts, job_facts, moment, one_line
+from dlrm_cli.cluster.get import JobFacts, is_running, job_facts, moment, one_line
 from dlrm_cli.cluster.logs import PodChoice, choose_pods
 from dlrm_cli.counters import Counts, PodFigures, pod_figures, sum_counts
 from dlrm_cli.run.history import MAX_LINE, Committed, Ended, Failure, Line, Look, Started, read_lines, select_lines
@@ -337,7 +337,7 @@ def read_cluster_job(client: JobClient, name: str) -> Record:
     pods = _allowed(lambda: client.pods(name), "pods", notes)
     events = _allowed(lambda: client.events(name), "Events", notes)
     facts = job_facts(job)
-    running = [pod for pod in choose_pods(facts, pods, PodChoice(everyone=True)) if _runs(pod)]
+    running = [pod for pod in choose_pods(facts, pods, PodChoice(everyone=True)) if is_running(pod)]
     progress, looks = _asked(client, facts, running, notes) if running else (None, [])
     return cluster_record(job, events, progress, looks, notes)
 
@@ -461,7 +461,3 @@ def _event(event: Object) -> tuple[float, str, str]:
 def _seconds(text: str | None) -> float | None:
     found = moment(text)
     return found.timestamp() if found else None
-
-
-def _runs(pod: Object) -> bool:
-    return dig(pod, "status", "phase") == "Running" and not dig(pod, "metadata", "deletionTimestamp")

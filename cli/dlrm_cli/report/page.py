@@ -122,9 +122,6 @@ def values_table(plot: Plot) -> Table:
     return Table(title=plot.y_name, columns=[Column(name=name) for name in names], rows=rows, note=note)
 
 
-HEAD_BYTES = 4_096
-
-
 def write_report(what: str, output: Path, connect: Callable[[], JobClient]) -> Path:
     """Write the page about a work directory, or a job of the cluster; return the file.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from dlrm_api.run_report import Profile, StageTimes, TableUse
+from dlrm_api.run_report import Profile, TableUse
 from dlrm_cli.report.collect import Record
 from dlrm_cli.report.plots import (
     UNKNOWN,
@@ -23,6 +23,7 @@ from dlrm_cli.report.plots import (
 )
 from dlrm_cli.report.rates import Between, between, counted_from, last_of_attempts, mean_throughput, stall_s, throughput
 from dlrm_cli.run.history import Committed
+from dlrm_cli.views import expected_hit_rate, slowest_by_stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +205,6 @@ def _last_at(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 def _profile(profile: Profile) -> Table:
     """Show each stage on its slowest rank."""
-    slowest: dict[str, StageTimes] = {}
-    for each in profile.stages:
-        if each.stage not in slowest or each.mean_seconds > slowest[each.stage].mean_seconds:
-            slowest[each.stage] = each
     names = ("steps", "mean ms", "median ms", "p99 ms")
     rows = [
         [
@@ -216,7 +213,7 @@ def _profile(profile: Profile) -> Table:
             count(each.steps),
             *(f"{1e3 * value:,.3f}" for value in (each.mean_seconds, each.median_seconds, each.p99_seconds)),
         ]
-        for each in slowest.values()
+        for each in slowest_by_stage(profile.stages)
     ]
     return Table(
         title="Profile of the last attempt, each stage on its slowest rank",
@@ -262,22 +259,13 @@ def table_uses(record: Record) -> Iterator[TableUse]:
             created_rows=sum(part.created_rows for part in parts),
             evicted_rows=sum(part.evicted_rows for part in parts),
             scratch_rows=sum(part.scratch_rows for part in parts),
-            expected_hit_rate=_expected(parts),
+            expected_hit_rate=expected_hit_rate(parts),
         )
-
-
-def _expected(parts: Iterable[TableUse]) -> float | None:
-    """Return the hit rate that the plan expects of all accesses, or None if a table has no expectation."""
-    known = [(part.expected_hit_rate, part.accesses) for part in parts]
-    accesses = sum(each for _, each in known)
-    if not accesses or any(rate is None for rate, _ in known):
-        return None
-    return min(1.0, sum((rate or 0.0) * each for rate, each in known) / accesses)
 
 
 def _hit_rate(record: Record, uses: list[TableUse]) -> Iterator[Plot]:
     points = {float(pair.now.step): rate for pair in between(record.looks) if (rate := pair.hit_rate) is not None}
-    expected = _expected(uses) if uses else None
+    expected = expected_hit_rate(uses) if uses else None
     if points:
         yield Plot(
             title="Hit rate",
@@ -420,7 +408,9 @@ def _rate_rows(record: Record) -> Iterator[list[str]]:
     uses = sorted(table_uses(record), key=lambda use: (-use.rows, use.table))
     if len(uses) > 1:
         accesses, hits = sum(use.accesses for use in uses), sum(use.hits for use in uses)
-        yield _rate_row("hit rate of all tables with levels", _expected(uses), hits / accesses if accesses else None)
+        yield _rate_row(
+            "hit rate of all tables with levels", expected_hit_rate(uses), hits / accesses if accesses else None
+        )
     for use in uses[:MAX_TABLES]:
         yield _rate_row(f"hit rate of {use.table}", use.expected_hit_rate, use.hit_rate)
 
