@@ -118,9 +118,6 @@ class Api(Protocol):
     async def list_all(self, path: str, query: Query, accept: str = JSON) -> tuple[list[Object], str]:
         """Return all items and the resource version to watch from."""
 
-    def watch(self, path: str, query: Query, silence_s: float) -> Iterator[Object]:
-        """Yield events in the calling thread until the server ends the watch or falls silent."""
-
 
 class KubernetesApi:
     """Connect to the API server of a kubeconfig; without one, of this pod or of ``~/.kube/config``.
@@ -211,7 +208,7 @@ class KubernetesApi:
                 return
 
     def watch(self, path: str, query: Query, silence_s: float) -> Iterator[Object]:
-        """Yield events, see :class:`Api`."""
+        """Yield events in the calling thread until the server ends the watch or falls silent."""
         for line in self.lines(path, {**query, "watch": "true"}, silence_s):
             # A closed connection leaves half an event.
             if line.strip() and line.endswith(b"\n"):

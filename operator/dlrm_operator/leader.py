@@ -18,7 +18,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 from dlrm_operator.api_client import (
     JSON,
@@ -238,7 +237,3 @@ class FencedApi:
     async def list_all(self, path: str, query: Query, accept: str = JSON) -> tuple[list[Object], str]:
         """List a collection, see ``api_client.Api``."""
         return await self._api.list_all(path, query, accept)
-
-    def watch(self, path: str, query: Query, silence_s: float) -> Any:
-        """Watch a collection, see ``api_client.Api``."""
-        return self._api.watch(path, query, silence_s)

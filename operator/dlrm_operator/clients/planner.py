@@ -299,12 +299,13 @@ class PlannerProcess:
     async def end(self) -> None:
         """Kill the process, if there is one."""
         self._cancel_idle_timer()
+        # Both are taken before waiting: the next question may start another process meanwhile.
         process, self._process = self._process, None
+        stderr, self._stderr = self._stderr, None
         if process is not None:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-        stderr, self._stderr = self._stderr, None
         if stderr is not None:
             stderr.cancel()
 

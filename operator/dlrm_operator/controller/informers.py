@@ -64,7 +64,7 @@ def read_job(document: Object, known: JobSeen | None = None) -> JobSeen:
 
 def read_pod(document: Object) -> PodSeen:
     """Read a trainer pod."""
-    meta, status = document["metadata"], document.get("status") or {}
+    meta, spec, status = document["metadata"], document.get("spec") or {}, document.get("status") or {}
     labels = meta.get("labels") or {}
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
     scheduled, disrupted = conditions.get("PodScheduled", {}), _disruption(conditions)
@@ -76,7 +76,7 @@ def read_pod(document: Object) -> PodSeen:
         attempt=_number(labels.get(Label.ATTEMPT)),
         index=_number(labels.get(Label.INDEX)),
         phase=status.get("phase", "Pending"),
-        node=(document.get("spec") or {}).get("nodeName") or "",
+        node=spec.get("nodeName") or "",
         ip=status.get("podIP") or "",
         reason=status.get("reason") or "",
         message=status.get("message") or disrupted.get("message") or "",
@@ -86,10 +86,10 @@ def read_pod(document: Object) -> PodSeen:
         finalizers=tuple(meta.get("finalizers") or ()),
         disruption=(disrupted.get("reason") or "Disrupted") if disrupted else "",
         lost_since=_lost_since(conditions),
-        scheduler=(document.get("spec") or {}).get("schedulerName") or "",
+        scheduler=spec.get("schedulerName") or "",
         unschedulable=(scheduled.get("message") or "") if scheduled.get("status") == "False" else "",
-        secretless=_is_secretless(document.get("spec") or {}),
-        gates=tuple(gate["name"] for gate in (document.get("spec") or {}).get("schedulingGates") or ()),
+        secretless=_is_secretless(spec),
+        gates=tuple(gate["name"] for gate in spec.get("schedulingGates") or ()),
         containers=tuple(_containers(status)),
     )
 
@@ -210,7 +210,7 @@ class WatchApi(Protocol):
         """Yield each page and its resource version, see ``api_client.KubernetesApi``."""
 
     def watch(self, path: str, query: Query, silence_s: float) -> Iterator[Object]:
-        """Yield events, see ``api_client.Api``."""
+        """Yield events, see ``api_client.KubernetesApi``."""
 
 
 class PodCache:

@@ -220,7 +220,7 @@ class Observer:
         except NotFoundError:
             return None
         pod = read_unlabelled_pod(found, job.key, attempt, index)
-        return pod if pod.owner_uid == job.uid and not (pod.ended or pod.held) else None
+        return pod if pod.owner_uid == job.uid and not pod.gone else None
 
     async def _children(self, job: JobSeen, begins: bool) -> Children:
         """Read the job's own Service, ConfigMaps and groups; those of a deleted job of the same name are left out.
@@ -231,9 +231,11 @@ class Observer:
         groups = await read_groups(self._api, job)
         if begins:
             return Children(groups=groups, assumed=True)
-        if _attempt(job) == 1 and not any(await asyncio.gather(self._service(job), self._plan(job))):
-            return Children(groups=groups)
-        maps, services = await asyncio.gather(self._config_maps(job), self._service(job))
+        if _attempt(job) > 1:
+            maps, services = await asyncio.gather(self._config_maps(job), self._service(job))
+            return Children(services=services, config_maps=maps, groups=groups)
+        services, plan = await asyncio.gather(self._service(job), self._plan(job))
+        maps = await self._config_maps(job) if services or plan else ()
         return Children(services=services, config_maps=maps, groups=groups)
 
     async def _service(self, job: JobSeen) -> frozenset[str]:
@@ -275,8 +277,10 @@ async def read_groups(api: Api, job: JobSeen) -> Groups:
     Raises:
         ClusterUnavailableError: the API server did not answer.
     """
-    kind = group_type(job.spec.spec.scheduling) if isinstance(job.spec, DLRMJob) else None
-    if kind is None or isinstance(job.spec, InvalidSpecError):
+    if not isinstance(job.spec, DLRMJob):
+        return Groups()
+    kind = group_type(job.spec.spec.scheduling)
+    if kind is None:
         return Groups()
     gang, attempt = job.spec.spec.scheduling.gang, _attempt(job)
     query = _selector(job)
@@ -340,7 +344,7 @@ class StalePodGroups:
             return False
         if job.key in self._none_left or isinstance(job.spec, InvalidSpecError):
             return False
-        return job.spec.spec.scheduling.gang in POD_GROUPS and all(pod.ended or pod.held for pod in pods)
+        return job.spec.spec.scheduling.gang in POD_GROUPS and all(pod.gone for pod in pods)
 
     def done(self, job: JobSeen, groups: Groups) -> None:
         """Note what was found."""

@@ -40,7 +40,7 @@ from dlrm_operator.reconcile.health import (
     has_stored,
     upload_awaited_until,
 )
-from dlrm_operator.reconcile.state import ContainerSeen, Gang, JobSeen, JobView, PodSeen
+from dlrm_operator.reconcile.state import ContainerSeen, Gang, JobSeen, JobView, PodSeen, lifecycle_of
 from dlrm_planner import working_set_bytes
 
 NODE_LOST_AFTER = timedelta(seconds=60)
@@ -210,14 +210,9 @@ def _end_findings(view: JobView) -> Iterator[Finding]:
 
 def is_retried(job: JobSeen, status: DLRMJobStatus) -> bool:
     """Return whether a failed job starts again: its user changed what may fix it, or suspended and resumed it."""
-    if status.phase is not Phase.FAILED or job.generation <= status.observed_generation or is_suspended(job):
+    if status.phase is not Phase.FAILED or job.generation <= status.observed_generation or lifecycle_of(job).suspend:
         return False
     return status.failed_spec is None or status.failed_spec != _digest(job.spec)
-
-
-def is_suspended(job: JobSeen) -> bool:
-    """Return whether the spec asks for suspension."""
-    return isinstance(job.spec, DLRMJob) and job.spec.spec.lifecycle.suspend
 
 
 def _digest(spec: DLRMJob | InvalidSpecError) -> str | None:

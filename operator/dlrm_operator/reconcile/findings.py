@@ -9,9 +9,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from dlrm_api.errors import visible
-from dlrm_api.job import DLRMJob
 from dlrm_api.status import Condition, ConditionType, DLRMJobStatus, Phase
-from dlrm_operator.reconcile.state import Action, EmitEvent, JobSeen, UpdateStatus
+from dlrm_operator.reconcile.state import Action, EmitEvent, JobSeen, UpdateStatus, lifecycle_of
 
 MAX_MESSAGE_LENGTH = 4_096
 MAX_REASON_LENGTH = 128
@@ -192,7 +191,7 @@ def rests(job: JobSeen) -> bool:
     status = job.known
     if status is None:
         return False
-    suspended = status.phase is Phase.SUSPENDED and isinstance(job.spec, DLRMJob) and job.spec.spec.lifecycle.suspend
+    suspended = status.phase is Phase.SUSPENDED and lifecycle_of(job).suspend
     return suspended or status.phase in FINISHED
 
 
@@ -281,14 +280,15 @@ def status_update(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus, now
     """Return the write of a status; None if it only moves figures or messages that were written a moment ago."""
     if job.status is not None and not _is_due(job.status, after, now):
         return None
+    decisive = _is_decisive(before, after)
     return UpdateStatus(
         key=job.key,
         uid=job.uid,
         resource_version=job.resource_version,
         status=after,
         seen=job.status,
-        decisive=_is_decisive(before, after),
-        passing=before.phase in PASSING and after.phase in PASSING and not _is_decisive(before, after),
+        decisive=decisive,
+        passing=before.phase in PASSING and after.phase in PASSING and not decisive,
         repeatable=_is_repeatable(before, after),
     )
 

@@ -192,12 +192,8 @@ def _create(view: JobView, plan: Plan, maps: list[Manifest] | None = None) -> Ru
     scheduled = _scheduled(
         "False", Reason.UNSCHEDULABLE, f"{count} pods are unschedulable: no message from the scheduler yet"
     )
-    running = _running(
-        "False",
-        Reason.TRAINERS_STARTING,
-        f"{count} trainers have not started: no container reports a reason",
-        phase=Phase.SCHEDULING,
-    )
+    reason, why = pods_wait([])
+    running = _running("False", reason, f"{count} trainers have not started: {why}", phase=Phase.SCHEDULING)
     return RuleResult(
         findings=(*planned.findings, scheduled, running),
         changes={**planned.changes, "gang_attempt": attempt, "replicas": plan.nodes},
@@ -557,7 +553,7 @@ def _may_be_kept(view: JobView, pod: PodSeen) -> bool:
 
 def delete_stale_groups(observed: Observed) -> Iterator[Action]:
     """Yield the deletion of PodGroups of which no pod runs: schedulers reserve capacity for them."""
-    running = {pod.attempt for pod in observed.pods if not (pod.ended or pod.held)}
+    running = {pod.attempt for pod in observed.pods if not pod.gone}
     for group in observed.children.groups.seen if observed.children else ():
         if group.owner_uid == observed.job.uid and group.attempt not in running:
             yield _group_deletion(observed.job.key, group)
@@ -579,7 +575,7 @@ def release_kueue_groups(observed: Observed, now: datetime) -> RuleResult:
         groups.setdefault((pod.owner_uid, pod.attempt), []).append(pod)
     for (_, attempt), pods in groups.items():
         held = [pod for pod in pods if pod.held and KUEUE_FINALIZER in pod.finalizers]
-        if not held or not all(pod.held or pod.ended for pod in pods):
+        if not held or not all(pod.gone for pod in pods):
             continue
         due = max(_ended_at(pod) or now for pod in pods) + RELEASE_AFTER
         if now < due and all(pod.ended for pod in pods):

@@ -27,7 +27,7 @@ from dlrm_operator.reconcile.findings import (
     fold,
     status_update,
 )
-from dlrm_operator.reconcile.state import Action, DeleteJob, JobView, Observed, UpdateStatus, WakeAt
+from dlrm_operator.reconcile.state import Action, DeleteJob, JobView, Observed, UpdateStatus, WakeAt, lifecycle_of
 
 Rule = Callable[[JobView], RuleResult]
 RULES: tuple[Rule, ...] = (
@@ -108,8 +108,9 @@ def _results(observed: Observed, before: DLRMJobStatus, now: datetime) -> list[R
     if not result.done:
         results.append(shutdown.pending_deadline_rule(view, folded))
     if folded.phase not in FINISHED:
-        results.append(compat.unknown_fields_rule(replace(view, status=folded)))
-        results.append(shutdown.active_deadline_wake(replace(view, status=folded)))
+        closing = replace(view, status=folded)
+        results.append(compat.unknown_fields_rule(closing))
+        results.append(shutdown.active_deadline_wake(closing))
     return results
 
 
@@ -147,7 +148,7 @@ def _identity(observed: Observed, status: DLRMJobStatus) -> RuleResult:
         # A hand edit must not take it back to before the gang.
         "attempt": max(status.attempt, status.gang_attempt, 1),
         "selector": f"{Label.JOB}={job.key.name}",
-        "replicas": sum(pod.owner_uid == job.uid and not (pod.ended or pod.held) for pod in observed.pods),
+        "replicas": sum(pod.owner_uid == job.uid and not pod.gone for pod in observed.pods),
     }
     return RuleResult(changes=changes)
 
@@ -158,11 +159,11 @@ def _finished(observed: Observed, status: DLRMJobStatus, now: datetime) -> tuple
     if due is not None and now >= due:
         return (DeleteJob(key=job.key, uid=job.uid, resource_version=job.resource_version),)
     # Whether an unknown field may fix a failed job is up to a newer operator.
-    known = status.phase is Phase.SUCCEEDED or attempts.is_suspended(job) or not job.unknown_fields
+    known = status.phase is Phase.SUCCEEDED or lifecycle_of(job).suspend or not job.unknown_fields
     noted: tuple[Action, ...] = ()
     if job.generation > status.observed_generation and known:
         # After a suspension resuming is enough to retry a failed job.
-        failed_spec = None if attempts.is_suspended(job) else status.failed_spec
+        failed_spec = None if lifecycle_of(job).suspend else status.failed_spec
         seen = RuleResult(changes={"observed_generation": job.generation, "failed_spec": failed_spec})
         version = job.resource_version
         after = fold(status, [seen], now)

@@ -11,7 +11,7 @@ from typing import Any
 
 from dlrm_api.job import DLRMJob
 from dlrm_api.status import ConditionType, DLRMJobStatus, HaltReason, HaltStatus, Phase
-from dlrm_operator.reconcile.attempts import fail, is_suspended, next_attempt
+from dlrm_operator.reconcile.attempts import fail, next_attempt
 from dlrm_operator.reconcile.findings import (
     FINISHED,
     Finding,
@@ -25,7 +25,7 @@ from dlrm_operator.reconcile.findings import (
 )
 from dlrm_operator.reconcile.gang import complete_gang_rule, delete_stale_groups, live_pass, plan_request
 from dlrm_operator.reconcile.health import TRAINING
-from dlrm_operator.reconcile.state import CutQuestion, Gang, JobSeen, JobView, RequestCut
+from dlrm_operator.reconcile.state import CutQuestion, Gang, JobSeen, JobView, RequestCut, lifecycle_of
 
 
 def resume_rule(view: JobView) -> RuleResult:
@@ -161,16 +161,16 @@ def active_deadline_wake(view: JobView) -> RuleResult:
 
 def expiry(job: JobSeen, status: DLRMJobStatus) -> datetime | None:
     """Return when a finished job is deleted."""
-    if not isinstance(job.spec, DLRMJob) or status.completion_time is None:
+    ttl_s = lifecycle_of(job).ttl_after_finished
+    if ttl_s is None or status.completion_time is None:
         return None
-    ttl_s = job.spec.spec.lifecycle.ttl_after_finished
-    return None if ttl_s is None else parse_timestamp(status.completion_time) + timedelta(seconds=ttl_s)
+    return parse_timestamp(status.completion_time) + timedelta(seconds=ttl_s)
 
 
 def wants_resize(job: JobSeen) -> bool:
     """Return whether the job's gang was planned for another size than the spec's, and the planner has not refused."""
     status, spec = job.known, job.spec
-    if not isinstance(spec, DLRMJob) or status is None or status.phase in FINISHED or is_suspended(job):
+    if not isinstance(spec, DLRMJob) or status is None or status.phase in FINISHED or lifecycle_of(job).suspend:
         return False
     return _differs(spec, status) and not _was_refused(status, job.generation)
 

@@ -145,6 +145,11 @@ class PodSeen:
         return self.deleting and bool(self.finalizers) and (self.ended or self.grace_s == 0)
 
     @property
+    def gone(self) -> bool:
+        """Return whether nothing of it runs any more, even if its object stays."""
+        return self.ended or self.held
+
+    @property
     def trainer(self) -> ContainerSeen | None:
         """Return its trainer, once the kubelet reported one."""
         return next((c for c in self.containers if c.name == Container.TRAINER), None)

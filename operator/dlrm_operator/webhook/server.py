@@ -50,8 +50,9 @@ class Certificate:
         self._directory = directory
         self._loaded = b""
         try:
-            self._current = self._load()
+            # In this order a pair that changes in between is loaded again by ``refresh``.
             self._loaded = self._content()
+            self._current = self._load()
         # An SSLError is an OSError.
         except OSError as error:
             problem = f"invalid {directory}: expected {CERTIFICATE} and {KEY}: {error}; mount the webhook's Secret"
