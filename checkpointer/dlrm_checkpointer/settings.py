@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError, UsageError
 from dlrm_api.job import DLRMJob, parse_job
@@ -96,9 +98,7 @@ def _decode(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        # In a pod the job is JSON, and the sidecar must start fast.
-        import yaml
-
+        # In a pod the job is JSON, which is read faster.
         try:
             return yaml.safe_load(text)
         except yaml.YAMLError as error:

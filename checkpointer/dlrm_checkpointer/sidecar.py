@@ -14,7 +14,7 @@ from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import DLRMError, SnapshotError, TemporaryError
 from dlrm_api.names import ExitCode
 from dlrm_api.progress import SnapshotInfo
-from dlrm_checkpointer.format.attempts import in_lineage, newest_attempt, read_attempts
+from dlrm_checkpointer.format.attempts import attempts_over, in_lineage, newest_attempt, read_attempts
 from dlrm_checkpointer.format.chain import BrokenChainError
 from dlrm_checkpointer.format.manifest import Manifest, manifest_key
 from dlrm_checkpointer.handoff.inbox import Inbox
@@ -207,7 +207,7 @@ class Sidecar:
     def _search(self) -> None:
         """Find the newest snapshot of earlier sidecars."""
         keys = snapshot_keys(self._store)
-        attempts = read_attempts(self._store, min((attempt for _, attempt in keys), default=0)) if keys else []
+        attempts = attempts_over(self._store, keys)
         found = next((key for key in keys if in_lineage(*key, attempts)), None)
         if found:
             self._status.found(found[0])

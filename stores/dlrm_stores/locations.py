@@ -29,7 +29,7 @@ from dlrm_api.objects import S3Spec, file_path, is_s3
 from dlrm_stores.base import FieldNames, ObjectInfo, StoreOptions
 
 ANY_DEPTH = "**"
-_MAGIC = frozenset("*?[")
+_MAGIC = re.compile(r"[*?\[]")
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 
 
@@ -115,7 +115,7 @@ def _expand(uri: str, suffixes: Sequence[str]) -> list[Path]:
         raise BadDataError(f"not a regular file: {path}; data is read in any order, so write it to a file")
     if mode:
         return [path.absolute()]
-    if not _MAGIC & set(str(path)):
+    if not _MAGIC.search(str(path)):
         raise NoInputError(f"file not found: {path}; check data.train.uris and data.eval.uris")
     matches = _matching(path.absolute())
     if not matches:
@@ -174,13 +174,13 @@ def _tree(tops: Sequence[Path]) -> list[Path]:
 
 
 def _folders(folder: Path, pattern: str) -> list[Path]:
-    if not _MAGIC & set(pattern):
+    if not _MAGIC.search(pattern):
         return [folder / pattern] if (folder / pattern).is_dir() else []
     return [folder / each.name for each in _listed(folder) if fnmatchcase(each.name, pattern) and _is_folder(each)]
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
-    if not _MAGIC & set(pattern):
+    if not _MAGIC.search(pattern):
         return [folder / pattern] if (folder / pattern).is_file() else []
     return [folder / each.name for each in _listed(folder) if fnmatchcase(each.name, pattern) and _is_file(each)]
 
@@ -285,7 +285,6 @@ FIELDS = FieldNames(
 RETRY_DEADLINE_S = 300.0
 """Reads are retried this long while the service does not answer."""
 LIST_RETRY_DEADLINE_S = 60.0
-_S3_MAGIC = re.compile(r"[*?\[]")
 _SET = re.compile(r"\[!?[^\]]+\]")
 _PATTERNS = {"*": r"[^/]*", "?": r"[^/]"}
 _FOLDERS = r"(?:[^/._][^/]*/)*"
@@ -393,7 +392,7 @@ def _expand_s3(uri: str, suffixes: Sequence[str], s3: S3Spec, credentials_dir: P
     if not bucket:
         raise NoInputError(f"invalid URI: {uri}; expected s3://bucket/prefix")
     store = S3Store(bucket, "", StoreOptions(s3=s3, credentials_dir=credentials_dir, fields=FIELDS))
-    magic = _S3_MAGIC.search(key)
+    magic = _MAGIC.search(key)
     prefix = key[: magic.start()] if magic else key.rstrip("/")
     # Keys that end in a slash are folder markers of S3 consoles.
     listed = [item for item in _list_objects(store, prefix) if not item.key.endswith("/")]

@@ -134,7 +134,7 @@ class _Floats(Quantizer):
         return _coded(piece, 32, piece.rows), None, -1
 
     def decode(self, coded: CodedRows, places: NDArray[np.int64], out: NDArray[np.float32]) -> None:
-        out[places if len(places) else slice(None)] = coded.body
+        out[places if len(places) else slice(len(coded.body))] = coded.body
 
 
 QUANTIZERS: dict[Bits, Quantizer] = {

@@ -14,7 +14,7 @@ import random
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -85,6 +85,11 @@ def read_attempts(
     new = [number for number in numbers if number not in known]
     read = filter(None, parallel_map(partial(_read, store), new, PARALLEL_GETS))
     return sorted([*there, *read], key=lambda attempt: attempt.number)
+
+
+def attempts_over(store: ObjectStore, keys: Sequence[tuple[int, int]]) -> list[StoreAttempt]:
+    """Read the attempts that can invalidate any of some manifests, (step, attempt) each; see ``read_attempts``."""
+    return read_attempts(store, min(attempt for _, attempt in keys)) if keys else []
 
 
 def is_claimed(number: int, attempts: Iterable[StoreAttempt]) -> bool:

@@ -46,6 +46,8 @@ class BudgetUse(NamedTuple):
     """Spare memory included."""
     share: int
     """One rank's own, whatever the others need."""
+    spare: int
+    """Part of what is free that is allocated nevertheless."""
 
 
 class Budget:
@@ -71,9 +73,10 @@ class Budget:
             OSError: the device is full.
         """
         with self.directory.lock():
-            if self.size is not None and wanted > self._use(self.size).free:
-                return None
-            return self._allocate(rank, wanted, self.share)
+            if self.size is None:
+                return self._allocate(rank, wanted, sys.maxsize)
+            use = self._use(self.size)
+            return None if wanted > use.free else self._allocate(rank, wanted, use.share)
 
     def reserve_segment(self, wanted: int, least: int, rank: int) -> SegmentMemory | None:
         """Take bytes for one segment: ``wanted``, or half of the rank's share, or what is free of that.
@@ -99,11 +102,6 @@ class Budget:
                 return None
             return self._allocate(rank, min(wanted, limit, use.free), limit)
 
-    @property
-    def share(self) -> int:
-        """Return the bytes that one rank may keep from cut to cut. Call it with the directory locked."""
-        return sys.maxsize if self.size is None else self._use(self.size).share
-
     def touch(self, rank: int) -> None:
         """Allocate the free part of a rank's share ahead of its first cut; return when done.
 
@@ -115,10 +113,10 @@ class Budget:
         with contextlib.suppress(OSError):
             while True:
                 with self.directory.lock():
-                    use, spares = self._use(self.size), sum(map(file_size, self.directory.spares()))
+                    use = self._use(self.size)
                     end = min(size + TOUCH_BYTES, use.share)
                     has_begun = self.directory.writing(rank).exists() or file_size(spare) != size
-                    if has_begun or end == size or end - size + spares > use.free:
+                    if has_begun or end == size or end - size + use.spare > use.free:
                         return
                     _fallocate(spare, size, end)
                     size = end
@@ -168,7 +166,7 @@ class Budget:
     def _use(self, size: int) -> BudgetUse:
         usage = self.directory.usage()
         total = size - self.ranks * min(MAX_SPARE_BYTES, size // (16 * self.ranks)) - usage.notes
-        return BudgetUse(total=total, free=total - usage.used, share=total // self.ranks)
+        return BudgetUse(total=total, free=total - usage.used, share=total // self.ranks, spare=usage.spare)
 
 
 class SegmentMemory(NamedTuple):

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -75,7 +76,7 @@ class Cut:
     def __init__(self, budget: Budget, name: CutName, meta: CutMeta, owned: Sequence[ShardId]) -> None:
         self.name, self.state = name, CutState.RESERVED
         self._budget, self._directory = budget, budget.directory
-        self._tables, self._owned = {table.name: table for table in meta.tables}, owned
+        self._tables, self._owned = {table.name: table for table in meta.tables}, frozenset(owned)
         self._head, self._put = index_head(meta, name.rank, owned), time.monotonic_ns()
         self._buffer: CutBuffer | None = None
         self._dense: Mapping[str, NDArray[Any]] | None = None
@@ -188,8 +189,8 @@ class Cut:
         if taken is not None:
             self._buffer = CutBuffer(self._directory, taken, self._head)
             if dense is not None:
-                assert self._buffer.add_dense(dense)
-                self._bytes += sum(array.nbytes for array in dense.values())
+                added = self._add_dense(self._buffer, dense)
+                assert added, "the cut's size counts the dense state"
             return
         if dense is not None:
             self._dense = {name: array.copy() for name, array in dense.items()}
@@ -238,8 +239,12 @@ class Cut:
 
     def _least(self) -> int:
         """Return the bytes of a segment that holds any row, or the dense state."""
-        widest = max((8 + 4 * (shard.width + self._state_values(shard)) for shard in self._owned), default=0)
-        return head_bytes(self._head) + max(ENTRY_BYTES + widest, dense_bytes(self._dense or {}))
+        return head_bytes(self._head) + max(ENTRY_BYTES + self._widest_row_bytes, dense_bytes(self._dense or {}))
+
+    @cached_property
+    def _widest_row_bytes(self) -> int:
+        rows = (CutRows(shard=shard, count=1, state_values=self._state_values(shard)) for shard in self._owned)
+        return max((each.row_bytes for each in rows), default=0)
 
     def _state_values(self, shard: ShardId) -> int:
         return len(self._tables[shard.table].state_of(shard.column_start, shard.column_end))
@@ -251,16 +256,22 @@ class Cut:
             return None
         assert self._buffer is not None
         if self._dense is not None:
-            if not self._buffer.add_dense(self._dense):
+            if not self._add_dense(self._buffer, self._dense):
                 self._next_segment()
                 return None
-            self._bytes += sum(array.nbytes for array in self._dense.values())
             self._dense = None
         if self._segments and not self._directory.has_durable(self.name.rank, self._put):
             raise self.withdrawn("the checkpointer dropped its segments, because a newer attempt has started")
         self._buffer.hand_over(self.name, self._segments)
         self._buffer = None
         return HandedOver(nbytes=self._bytes, segments=self._segments + 1)
+
+    def _add_dense(self, buffer: CutBuffer, arrays: Mapping[str, NDArray[Any]]) -> bool:
+        """Copy the dense state into a segment; return whether there was space for it."""
+        added = buffer.add_dense(arrays)
+        if added:
+            self._bytes += sum(array.nbytes for array in arrays.values())
+        return added
 
     def _is_stored_pending(self) -> bool:
         """Return whether the sidecar still has the segment before this one."""

@@ -121,6 +121,7 @@ class DirUsage(NamedTuple):
     notes: int
     """Bytes that the sidecar's notes of durable segments may take: old and new version exist during a rewrite."""
     spare: int
+    """Memory kept for later segments."""
 
 
 class HandoffDir:
@@ -343,9 +344,11 @@ class HandoffDir:
 
     def write_durable(self, name: SegmentName, done: Durable) -> None:
         """Record what is durable with this segment, and free it; nothing happens if it was withdrawn."""
+        # Packed before the lock, for which the pod's ranks wait.
+        note = {"put": name.put, "done": done.pack()}
         with self.lock():
             if self.has(name):
-                self._write(self._durable(name.rank), {"put": name.put, "done": done.pack()})
+                self._write(self._durable(name.rank), note)
                 self.retire(name)
 
     def has_durable(self, rank: int, put: int) -> bool:

@@ -29,7 +29,7 @@ from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_checkpointer.codec.rows import decode_rows
 from dlrm_checkpointer.format.chunk import decode_row_numbers
 from dlrm_checkpointer.publish.delta import Delta, GoneEntry, Published, delta_key, read_delta, sequences
-from dlrm_checkpointer.read.export import safetensors_header, written_to
+from dlrm_checkpointer.read.export import TABLES_FOLDER, safetensors_header, written_to
 from dlrm_checkpointer.read.fetch import fetch, fetch_rows
 from dlrm_checkpointer.types import TableMeta
 from dlrm_stores import ObjectStore
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
 IMAGES = "image-"
-TABLES_FOLDER = "tables"
 
 
 class Applied(BaseModel):
@@ -165,9 +164,7 @@ class Image:
     def make_table(self, image: str, table: TableMeta) -> None:
         """Create a table's file with initial values."""
         self._before_write()
-        shape = (table.rows, table.dim)
-        path = self._path(image, table)
-        header = safetensors_header({"weights": (np.dtype(np.float32), shape)})
+        path, header = self._path(image, table), _header(table)
         with path.open("xb") as file:
             file.write(header)
             file.flush()
@@ -185,8 +182,7 @@ class Image:
     @contextlib.contextmanager
     def table(self, image: str, table: TableMeta) -> Iterator[TableRows]:
         """Map a table's rows for writing, and sync them at the end."""
-        path = self._path(image, table)
-        header = safetensors_header({"weights": (np.dtype(np.float32), (table.rows, table.dim))})
+        path, header = self._path(image, table), _header(table)
         with path.open("rb") as file:
             if file.read(len(header)) != header:
                 raise SnapshotError(f"{path}: is no table of {table.rows} rows x {table.dim} columns as the delta says")
@@ -436,3 +432,7 @@ def _applied(published: Published) -> Applied:
 def _state(published: Published, image: str, dense: str) -> ImageState:
     delta = published.delta
     return ImageState(image=image, dense=dense, step=delta.step, attempt=delta.attempt, applied=_applied(published))
+
+
+def _header(table: TableMeta) -> bytes:
+    return safetensors_header({"weights": (np.dtype(np.float32), (table.rows, table.dim))})

@@ -12,7 +12,7 @@ from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.codec.digest import PartialDigest, block_ranges, rows_digest
 from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_checkpointer.codec.rows import decode_rows
-from dlrm_checkpointer.format.attempts import in_lineage, read_attempts
+from dlrm_checkpointer.format.attempts import attempts_over, in_lineage
 from dlrm_checkpointer.format.canonical import NewerVersionError
 from dlrm_checkpointer.format.manifest import MANIFESTS, Manifest, parse_manifest, parse_manifest_key
 from dlrm_checkpointer.read.fetch import stored, sweep
@@ -140,7 +140,7 @@ def list_snapshots(store: ObjectStore) -> list[ListedSnapshot]:
     """List all manifests, newest first, also unusable ones with the reason. Read no other objects."""
     infos = {parse_manifest_key(info.key): info for info in store.list(MANIFESTS)}
     keys = sorted((key for key in infos if key), reverse=True)
-    attempts = read_attempts(store, min((attempt for _, attempt in keys), default=0)) if keys else []
+    attempts = attempts_over(store, keys)
     found = []
     for step, attempt in keys:
         info = infos[step, attempt]

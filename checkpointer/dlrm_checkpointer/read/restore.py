@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.codec.rows import CodedRows
-from dlrm_checkpointer.format.attempts import StoreAttempt, in_lineage, read_attempts
+from dlrm_checkpointer.format.attempts import StoreAttempt, attempts_over, in_lineage, read_attempts
 from dlrm_checkpointer.format.canonical import NewerVersionError
 from dlrm_checkpointer.format.chain import Chain, load_chain
 from dlrm_checkpointer.format.chunk import decode_dense
@@ -29,6 +29,7 @@ from dlrm_checkpointer.read.fetch import (
     overlapping,
 )
 from dlrm_checkpointer.types import CutMeta, ShardId, SnapshotName, TableMeta
+from dlrm_kernels import packing
 from dlrm_stores import ObjectStore
 from dlrm_stores.parallel import parallel_map
 
@@ -55,8 +56,6 @@ class SeenRows:
             row_ids: (N,) ascending, inside the rectangle.
             column_start: first column of the block.
         """
-        from dlrm_kernels import packing
-
         block = next(n for n in self._blocks if self._table.column_blocks[n][0] == column_start)
         bits = self._bits[block - self._blocks.start]
         fresh = np.empty(len(row_ids), bool)
@@ -273,7 +272,7 @@ def _newest_of(
     Raises:
         NewerVersionError: a newer version wrote one that comes before the first usable one.
     """
-    attempts = read_attempts(store, min((attempt for _, attempt in keys), default=0)) if keys else []
+    attempts = attempts_over(store, keys)
     reasons: list[str] = []
     broken = False
     for number, (step, attempt) in enumerate(keys):

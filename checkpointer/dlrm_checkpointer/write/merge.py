@@ -18,6 +18,7 @@ from dlrm_checkpointer.format.chunk import chunk_rows
 from dlrm_checkpointer.format.manifest import ChunkEntry
 from dlrm_checkpointer.read.fetch import Band, Source, overlapping, stored, sweep
 from dlrm_checkpointer.types import ShardId, ShardRows, TableMeta
+from dlrm_kernels import packing
 from dlrm_stores import ObjectStore
 
 COLUMNS = ("body", "scale", "low", "state")
@@ -51,8 +52,6 @@ class Picked:
 
 def newest(pieces: Sequence[CodedRows]) -> Picked:
     """Select each row of some pieces of one shard from the first piece that holds it."""
-    from dlrm_kernels import packing
-
     if len(pieces) == 1:
         count = len(pieces[0].row_ids)
         return Picked(pieces, pieces[0].row_ids, np.zeros(count, np.uint16), np.arange(count))
@@ -144,8 +143,6 @@ class _Chunk:
 
 def _place(picked: Picked, number: int, source: CodedRows, target: CodedRows) -> None:
     """Copy the rows that come from one piece."""
-    from dlrm_kernels import packing
-
     if len(picked.pieces) == 1:
         first = int(picked.places[0])
         for name in COLUMNS:
@@ -321,16 +318,7 @@ def _columns(shard: ShardId, layers: Sequence[Sequence[ChunkEntry]]) -> list[Sha
         for entry in entries:
             edges |= {entry.column_start, entry.column_end}
     inside = sorted(edge for edge in edges if shard.column_start <= edge <= shard.column_end)
-    return [
-        ShardId(
-            table=shard.table,
-            row_start=shard.row_start,
-            row_end=shard.row_end,
-            column_start=start,
-            column_end=end,
-        )
-        for start, end in pairwise(inside)
-    ]
+    return [replace(shard, column_start=start, column_end=end) for start, end in pairwise(inside)]
 
 
 def _pieces(band: Band, part: ShardId, table: TableMeta) -> list[CodedRows]:
