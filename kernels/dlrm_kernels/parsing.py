@@ -332,16 +332,6 @@ def pack_runs(values: NDArray[Any], sizes: NDArray[np.int32], packed: NDArray[An
 
 
 @kernel
-def take_runs(values: NDArray[Any], starts: Ints, sizes: Ints, taken: NDArray[Any]) -> None:
-    """Copy runs of values from anywhere, one after the other."""
-    place = 0
-    for run in range(starts.size):
-        for offset in range(sizes[run]):
-            taken[place] = values[starts[run] + offset]
-            place += 1
-
-
-@kernel
 def put_rows(values: NDArray[Any], rows: Ints, order: Ints, taken: NDArray[Any]) -> None:
     """Copy ``rows`` of the flat ``values`` to rows ``order`` of ``taken`` (n, width)."""
     width, count = np.uint64(taken.shape[1]), np.uint64(rows.size)

@@ -187,12 +187,12 @@ class Launcher:
             if sent.exit_code != ExitCode.DONE or each.process.exitcode == ExitCode.DONE:
                 return sent
         code, lost = each.process.exitcode or 0, False
-        known = {
+        known: dict[int, tuple[str, str]] = {
             ExitCode.DONE: ("Done", "training is done"),
             ExitCode.TERMINATED: ("Terminated", "ended by a signal"),
             ExitCode.TEMPORARY: ("Hung", f"rank {each.rank} hung while others waited; see the stacks in its log"),
         }
-        reason, message = known.get(ExitCode(code), ("", "")) if code in known else ("", "")
+        reason, message = known.get(code, ("", ""))
         if code < 0:
             name = signal.Signals(-code).name
             code, reason, message = 128 - code, "Killed", f"rank {each.rank} was killed by {name}"

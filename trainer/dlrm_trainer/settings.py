@@ -7,7 +7,6 @@ import ctypes
 import os
 import resource
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -138,5 +137,5 @@ def allow_open_files() -> None:
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Some systems refuse to set the hard limit that they report.
-    with suppress(ValueError, OSError):
+    with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

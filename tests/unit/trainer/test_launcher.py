@@ -219,7 +219,7 @@ def test_without_a_checkpointer_cuts_are_delayed_training_goes_on_and_the_end_sa
     code = pod.run(checkpointer=False)
 
     assert code == ExitCode.TEMPORARY
-    assert "the checkpointer did not take the cut before it" in pod.termination().message
+    assert "the checkpointer did not take the previous cut" in pod.termination().message
     assert pod.lines()[-1]["step"] == STEPS
     assert pod.log().count("cut handed over step=10") == 2
     assert pod.log().count("cut handed over") == 2

@@ -342,8 +342,7 @@ def restore_newest(assembly: Assembly) -> Restored:
             or of other data.
         NoInputError: neither the job's store nor ``restoreFrom`` holds one.
     """
-    spec = assembly.job.spec
-    checkpoint = spec.checkpoint
+    checkpoint = assembly.job.spec.checkpoint
     if assembly.writer is None:
         return Restored()
     options = StoreOptions(s3=checkpoint.s3, credentials_dir=assembly.settings.credentials_dir)
@@ -356,8 +355,7 @@ def restore_newest(assembly: Assembly) -> Restored:
         partial=checkpoint.partial_restore,
         committed=assembly.settings.committed_snapshot,
     )
-    for reason in start.reasons:
-        logger.warning("skipping unusable snapshot", extra={"reason": reason})
+    _log_skipped(start.reasons)
     assembly.board.update(passed_over_snapshots=len(start.reasons))
     snapshot = open_start(store, start)
     if snapshot is None:
@@ -367,8 +365,7 @@ def restore_newest(assembly: Assembly) -> Restored:
             logger.info("no snapshot found, starting from step 0", extra={"store": store.uri})
         return Restored(attempt=start.attempt)
     check_data(snapshot.meta, assembly.reader.fingerprint, snapshot.uri)
-    model = model_document(spec, assembly.learner)
-    resized = check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)
+    resized = _check_model(assembly, snapshot)
     # No snapshot holds the state of a resized table or of a partial restore.
     new = resized or start.salvage is not None
     restore(assembly.learner, snapshot, assembly.gang.collectives, mark=new)
@@ -400,17 +397,26 @@ def begin_from(assembly: Assembly, uri: str, options: StoreOptions) -> None:
         return None if newest is None else newest.name, reasons
 
     name, reasons = choose_together(other, assembly.gang.collectives, choose, CHOSEN)
-    for reason in reasons:
-        logger.warning("skipping unusable snapshot", extra={"reason": reason})
+    _log_skipped(reasons)
     if name is None:
         raise NoInputError(f"spec.checkpoint.restoreFrom: {other.uri} holds no snapshot; fix the URI or remove it")
     with _unless_retired(other, name):
         snapshot = Snapshot(other, load_chain(other, name))
-        spec = assembly.job.spec
-        model = model_document(spec, assembly.learner)
-        check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)
+        _check_model(assembly, snapshot)
         restore(assembly.learner, snapshot, assembly.gang.collectives, mark=True)
     logger.info("starting from step 0 with the model of another job", extra={"snapshot": snapshot.uri})
+
+
+def _check_model(assembly: Assembly, snapshot: Snapshot) -> bool:
+    """Check that a snapshot is of this model; return whether a table has another number of rows."""
+    spec = assembly.job.spec
+    model = model_document(spec, assembly.learner)
+    return check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)
+
+
+def _log_skipped(reasons: Iterable[str]) -> None:
+    for reason in reasons:
+        logger.warning("skipping unusable snapshot", extra={"reason": reason})
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.model import TableSpec
+from dlrm_kernels.bags import copy_segments
 from dlrm_kernels.hashing import inverse_of
 from dlrm_kernels.parsing import (
     MIX,
@@ -31,7 +32,6 @@ from dlrm_kernels.parsing import (
     put_rows,
     sort_by_block,
     split_numbers,
-    take_runs,
     transpose,
 )
 
@@ -277,10 +277,10 @@ class BatchBuilder:
         stops = np.cumsum(sizes)
         self._starts[order] = sum(map(len, self._bags)) + stops - sizes
         self._bags.append(np.empty(int(stops[-1]), dtype=np.int64))
-        take_runs(block.ids, starts, sizes, self._bags[-1])
+        copy_segments(block.ids, starts, sizes, self._bags[-1])
         if block.weights is not None:
             self._bag_weights.append(np.empty(int(stops[-1]), dtype=np.float32))
-            take_runs(block.weights, starts, sizes, self._bag_weights[-1])
+            copy_segments(block.weights, starts, sizes, self._bag_weights[-1])
 
     def batches(self) -> Iterator[RawRows]:
         """Yield the rows batch by batch, each laid out when it is taken."""

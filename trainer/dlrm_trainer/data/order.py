@@ -42,10 +42,6 @@ class SampleOrder:
         largest = -(-self.num_samples // self.virtual_shards)
         return -(-largest // self.share)
 
-    def epoch_of(self, batch: int) -> int:
-        """Return the epoch, from 0, of a global batch number."""
-        return batch // self.batches_per_epoch
-
     def global_count(self, batch: int) -> int:
         """Return the samples of a batch over all ranks."""
         last = batch % self.batches_per_epoch == self.batches_per_epoch - 1

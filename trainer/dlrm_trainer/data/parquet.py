@@ -30,7 +30,6 @@ from dlrm_trainer.data.batch_builder import (
     SingleIds,
     blocks_of,
     hashing_of,
-    no_rows,
     pack_bags,
     scratch,
     shares_of,
@@ -144,14 +143,14 @@ class ParquetSource:
             BadDataError: a row group is damaged, or holds a value that can't be used.
         """
         features, dense, weighted = len(self._columns.bags), len(self._columns.dense), any(self._columns.weights)
+        sizes = [each.size for each in slices]
+        builder = BatchBuilder(sizes, dense, features, wide=self._is_wide, weighted=weighted)
         sample_ids = np.concatenate(slices)
         if not sample_ids.size:
-            return [no_rows(features, dense, weighted) for _ in slices]
+            return builder.batches()
         shares = shares_of(sample_ids, self._bounds)
         if ahead is not None:
             self._decoded.plan([*shares.blocks, *blocks_of(ahead, self._bounds)])
-        sizes = [each.size for each in slices]
-        builder = BatchBuilder(sizes, dense, features, wide=self._is_wide, weighted=weighted)
         for number, rows, order in shares:
             builder.put(self._decoded.take(number), rows, order)
         self._is_wide = builder.is_wide

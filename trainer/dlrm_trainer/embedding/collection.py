@@ -160,10 +160,11 @@ class Embeddings:
         """
         if pooled.scale is not None:
             gradient = gradient * pooled.scale
-        vectors = self._exchange.send_gradients(gradient, pooled.owned)
+        by_width = self._exchange.split(gradient)
+        vectors = self._exchange.send_gradients(by_width, pooled.owned)
         if not vectors.finite:
             raise DivergedError(f"step {pooled.batch.number + 1}: {self._bad_gradient(gradient)}")
-        self.replicated.write_gradient(buffer, self._exchange.replicated_gradients(gradient), pooled.replicated)
+        self.replicated.write_gradient(buffer, self._exchange.replicated_gradients(by_width), pooled.replicated)
         return Gradients(pooled=pooled, vectors=vectors)
 
     def _bad_gradient(self, gradient: Tensor) -> str:

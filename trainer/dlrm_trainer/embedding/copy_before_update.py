@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from dlrm_kernels.intrinsics import size_of
 from dlrm_kernels.parallel import single_threaded
 from dlrm_kernels.row_updates import memory_of
 from dlrm_trainer.embedding.changes import WINDOW_ROWS, DirtyPart, DirtyRows, RowsToUpdate
+from dlrm_trainer.embedding.placement import joined
 
 COPY_ROWS = 1 << 14
 """Rows copied at a time, or those of a unit: what an update may have to wait for."""
@@ -141,7 +142,7 @@ class CopyBeforeUpdate:
             self._maps[record] = _RecordMap(record, parts)
         for record in _by_record(moving):
             self._maps[record] = _RecordMap(record, ())
-        self._unlaid = deque((self._maps[part.dirty.rows], number) for part, number in _numbered(resting))
+        self._unlaid = deque((self._maps[part.dirty.rows], part.dirty.number) for part in resting)
         self._laid: deque[tuple[_RecordMap, _Chunk]] = deque()
         self._turns = _Turns()
         self._thread: threading.Thread | None = None
@@ -166,11 +167,11 @@ class CopyBeforeUpdate:
             return
         try:
             with self._turns.taken():
-                rest = found.save(rows.ids, rows.sizes, rows.starts)
-                parts = np.searchsorted(np.cumsum(rows.sizes), rest, side="right")
-                parts = np.searchsorted(rows.record.starts, rows.starts, side="right")[parts] - 1
-                for part in np.unique(parts).tolist():
-                    here = rest[parts == part]
+                parts = np.searchsorted(rows.record.starts, rows.starts, side="right") - 1
+                rest = found.save(rows.ids, rows.sizes, rows.starts, parts)
+                of_rest = parts[np.searchsorted(np.cumsum(rows.sizes), rest, side="right")]
+                for part in np.unique(of_rest).tolist():
+                    here = rest[of_rest == part]
                     here = here[np.argsort(rows.ids[here])]
                     self._save(rows.locate(part, rows.ids[here], here))
         except CutWithdrawnError as error:
@@ -361,12 +362,16 @@ class _RecordMap:
         self._next = [0] * count
         """First unit of each part with rows that may lack a place."""
         self._is_laid = [False] * count
-        weights, states = _joined([part.weight for part in resting]), _joined([part.state for part in resting])
-        self._width, self._values = weights.shape[1], states.shape[1]
+        of_parts = [part.weight for part in resting], [part.state for part in resting]
+        weights, states = (
+            joined(each, 0, len(each)).numpy() if each else np.empty((0, 1), np.float32) for each in of_parts
+        )
+        self._size, self._values = size_of(weights.shape[1]), states.shape[1]
         self._memory = memory_of(weights, states)
         self.drop_memory()
         # Compiled here and not while a step waits.
-        self.save(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
+        nothing = np.empty(0, np.int64)
+        self.save(nothing, nothing, nothing, nothing)
 
     def is_laid(self, part: int) -> bool:
         """Return whether every row of a part has a place."""
@@ -416,12 +421,25 @@ class _RecordMap:
         copy_rows(part.weight, part.state, rows[:count], piece.rows, piece.state, places[:count])
         return size * CutRows(shard=part.shard, count=0, state_values=self._values).row_bytes
 
-    def save(self, ids: NDArray[np.int64], sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Copy the pending rows of each segment of ids that have places; return the positions of the others."""
-        parts = np.searchsorted(np.array(self._words[:-1]), starts // WORD, side="right") - 1
+    def save(
+        self,
+        ids: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        parts: NDArray[np.int64],
+    ) -> NDArray[np.int64]:
+        """Copy the pending rows of each segment of ids that have places; return the positions of the others.
+
+        Args:
+            ids: segment by segment.
+            sizes: ids of each segment.
+            starts: where the record has each segment's part.
+            parts: number of each segment's part.
+        """
         rest, width = np.empty(len(ids), np.int64), U64(self._values)
-        size = size_of(self._width)
-        left = save_before_update(size, self._memory, self.map, width, ids, sizes, starts, parts, self._file, rest)
+        left = save_before_update(
+            self._size, self._memory, self.map, width, ids, sizes, starts, parts, self._file, rest
+        )
         return rest[:left]
 
 
@@ -430,18 +448,6 @@ def _by_record(parts: Sequence[P]) -> dict[DirtyRows, list[P]]:
     for part in parts:
         found.setdefault(part.dirty.rows, []).append(part)
     return found
-
-
-def _numbered(parts: Sequence[RestingPart]) -> Iterator[tuple[RestingPart, int]]:
-    return ((part, part.dirty.number) for part in parts)
-
-
-def _joined(tables: Sequence[Tensor]) -> NDArray[Any]:
-    """View tables of one width, which are neighbours in memory, as one."""
-    if not tables:
-        return np.empty((0, 1), np.float32)
-    rows = sum(map(len, tables))
-    return tables[0].as_strided((rows, tables[0].shape[1]), tables[0].stride()).numpy()
 
 
 def _offset(memory: NDArray[np.float32], view: NDArray[np.float32]) -> int:

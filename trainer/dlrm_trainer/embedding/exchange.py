@@ -7,7 +7,7 @@ side, in the model's order; L ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -298,18 +298,21 @@ class Exchange:
             found.append(_Landed(group, rows.view(here, group.columns, group.width)))
         return _join(found, table, here, self._device)
 
-    def send_gradients(self, gradient: Tensor, owned: OwnedIds) -> Vectors:
+    def split(self, gradient: Tensor) -> dict[int, Tensor]:
+        """Return the (n, V_w, w) gradients of vectors of each width, from (n, D)."""
+        return _split(gradient, self._routes)
+
+    def send_gradients(self, by_width: Mapping[int, Tensor], owned: OwnedIds) -> Vectors:
         """Start to send the gradients of vectors to the ranks that pooled them, as ``send_pooled`` in reverse.
 
         Args:
-            gradient: (n, D).
+            by_width: from ``split``.
             owned: see ``send_pooled``.
 
         Raises:
             PeerLostError: a rank is gone.
         """
         table = self._routes
-        by_width = _split(gradient, table)
         sent: list[list[Tensor]] = []
         for groups, landings in zip(table.groups, owned.landing, strict=True):
             pieces = []
@@ -344,11 +347,8 @@ class Exchange:
             found.append(rows)
         return found
 
-    def replicated_gradients(self, gradient: Tensor) -> list[Tensor]:
-        """Return (n, C_g * w) of each data-parallel group, from (n, D)."""
-        if not self._routes.replicated:
-            return []
-        by_width = _split(gradient, self._routes)
+    def replicated_gradients(self, by_width: Mapping[int, Tensor]) -> list[Tensor]:
+        """Return (n, C_g * w) of each data-parallel group, from ``split``."""
         return [by_width[group.width][:, group.whole_slots].flatten(1) for group in self._routes.replicated]
 
     def _start(

@@ -312,6 +312,8 @@ class Group:
     plan: PartGroup
     batch: TableBatch
     parts: Sequence[LocalPart]
+    part_of: Tensor
+    """(C_g,) int64 number of each column's part."""
     first_rows: Tensor
     """(C_g,) int64 first row, in its table, of each column's part."""
     dirty: DirtyRows
@@ -362,7 +364,7 @@ class LocalTables:
         fetched, groups = None, self._by_group(owned.bags)
         if self._prefetcher is not None:
             lookups = [
-                (bags.ids.numpy(), _part_ends(group.plan, bags.sizes).numpy())
+                (bags.ids.numpy(), _part_ends(group, bags.sizes).numpy())
                 for group, bags in zip(self.groups, groups, strict=True)
                 if group.stack is not None
             ]
@@ -569,7 +571,14 @@ def _group(
     firsts = torch.tensor([part.row_start for part in plan.parts], dtype=torch.int64)
     starts = dirty.starts[part_of.numpy()]
     return Group(
-        plan=plan, batch=batch, parts=parts, first_rows=firsts[part_of], dirty=dirty, starts=starts, device=device
+        plan=plan,
+        batch=batch,
+        parts=parts,
+        part_of=part_of,
+        first_rows=firsts[part_of],
+        dirty=dirty,
+        starts=starts,
+        device=device,
     )
 
 
@@ -653,10 +662,9 @@ def _rows_to_round(group: Group, bags: Bags) -> Tensor | None:
     return (bags.ids + torch.repeat_interleave(group.first_rows, bags.sizes)).to(group.device)
 
 
-def _part_ends(plan: PartGroup, sizes: Tensor) -> Tensor:
+def _part_ends(group: Group, sizes: Tensor) -> Tensor:
     """Return (K,) where the lookups of each part end, from the ids of each column (C_g,), part by part."""
-    part_of = torch.tensor([part for part, _ in plan.columns], dtype=torch.int64)
-    return torch.zeros(len(plan.parts), dtype=torch.int64).index_add_(0, part_of, sizes).cumsum(0)
+    return torch.zeros(len(group.parts), dtype=torch.int64).index_add_(0, group.part_of, sizes).cumsum(0)
 
 
 def _work(tables: NDArray[np.int64], sizes: NDArray[np.int64]) -> Work:

@@ -248,7 +248,6 @@ class Observer:
     ) -> None:
         self._placement, self._optimizer, self._shared = placement, optimizer, shared
         self._counters = RankCounters(placement, rank, shared.of(rank))
-        self._has_stacks = placement.has_stacks
         self._owned: LocalTables | None = None
         self._due = 0.0
         self._steps = StepCounters(rank, shared.steps_of(rank))
@@ -291,7 +290,7 @@ class Observer:
             folder: for the profile.
         """
         self.save_profile(collectives, folder)
-        if not self._has_stacks:
+        if not self._placement.has_stacks:
             return None
         self._copy(step)
         blocks = [np.array(block, np.int64) for block in collectives.gather(self._counters.block.tolist(), COUNTERS)]

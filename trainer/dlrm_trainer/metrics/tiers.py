@@ -11,7 +11,6 @@ import mmap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +25,10 @@ from dlrm_api.training import RowOptimizerSpec
 from dlrm_kernels.row_cache import ACCESSES, COUNTS, CREATED, EVICTED, HITS, LOOKUPS, SCRATCH
 from dlrm_trainer.embedding.local_tables import LocalTables
 from dlrm_trainer.embedding.placement import Part, PartGroup, Placement
+from dlrm_trainer.embedding.tiers.block import BlockLevel
+from dlrm_trainer.embedding.tiers.slots import Level
+from dlrm_trainer.embedding.tiers.stack import Stack
 from dlrm_trainer.metrics.stages import WORDS as STEP_WORDS
-
-if TYPE_CHECKING:
-    from dlrm_trainer.embedding.tiers.slots import Level
-    from dlrm_trainer.embedding.tiers.stack import Stack
 
 WAIT_NS, MISSING, KEPT = 0, 1, 2
 HEAD_WORDS = KEPT + len(TIERS)
@@ -155,9 +153,6 @@ def _words(plan: Plan, rank: int) -> int:
 
 
 def _level_counters(stack: Stack, number: int, level: Level) -> list[int]:
-    # Loads compiled kernels, which plans without levels do not need.
-    from dlrm_trainer.embedding.tiers.block import BlockLevel
-
     read, written = (int(rows) for rows in stack.moved_rows[number])
     if isinstance(level, BlockLevel):
         return [read, written, level.bytes_read, level.bytes_written, level.reads, level.writes, level.cleaned]

@@ -46,14 +46,7 @@ class Prefetcher:
 
     def release(self, fetched: Sequence[Fetched]) -> None:
         """Unpin a batch after its update."""
-        marks = [stack.memory.mark() for stack in self._stacks]
-
-        def release() -> None:
-            for stack, each, mark in zip(self._stacks, fetched, marks, strict=True):
-                stack.memory.follow(mark)
-                stack.release(each)
-
-        self._submit(release)
+        self._after_kernels(lambda stack, each: stack.release(each), fetched)
 
     def borrow(self, lookups: Sequence[Lookups]) -> Future[list[Fetched]]:
         """Make the rows of a batch without an update readable: ``Stack.borrow`` of every stack."""
@@ -61,14 +54,18 @@ class Prefetcher:
 
     def give_back(self, borrowed: Sequence[Fetched]) -> None:
         """Free the slots of ``borrow``."""
+        self._after_kernels(lambda stack, each: stack.give_back(each), borrowed)
+
+    def _after_kernels(self, act: Callable[[Stack, Fetched], None], batch: Sequence[Fetched]) -> None:
+        """Act on each stack's part of a batch once the kernels that were started on it have run."""
         marks = [stack.memory.mark() for stack in self._stacks]
 
-        def give_back() -> None:
-            for stack, each, mark in zip(self._stacks, borrowed, marks, strict=True):
+        def run() -> None:
+            for stack, each, mark in zip(self._stacks, batch, marks, strict=True):
                 stack.memory.follow(mark)
-                stack.give_back(each)
+                act(stack, each)
 
-        self._submit(give_back)
+        self._submit(run)
 
     def settle(self) -> None:
         """Wait for all requests; the caller may use the stacks until its next request.
