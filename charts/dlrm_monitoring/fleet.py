@@ -26,10 +26,7 @@ FLEET = Dashboard(
     description="All DLRMJobs: phases, throughput, snapshots, restarts and cost.",
     variables=(
         Variable(
-            name="namespace",
-            label="Namespace",
-            query="label_values(dlrm_operator_job_phase, namespace)",
-            several=True,
+            name="namespace", label="Namespace", query="label_values(dlrm_operator_job_phase, namespace)", several=True
         ),
     ),
     rows=(
@@ -205,10 +202,7 @@ FLEET = Dashboard(
                     unit="none",
                     decimals=2,
                     queries=(
-                        Query(
-                            f"{_of_jobs('cost_per_hour')} / 3600 / {_of_jobs('samples_per_second')} * 1e9",
-                            BY_JOB,
-                        ),
+                        Query(f"{_of_jobs('cost_per_hour')} / 3600 / {_of_jobs('samples_per_second')} * 1e9", BY_JOB),
                     ),
                 ),
             ),

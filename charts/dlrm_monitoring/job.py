@@ -102,10 +102,7 @@ QUALITY = Row(
             description="Mean log loss of the last step and of the last evaluation.",
             unit="none",
             decimals=4,
-            queries=(
-                Query(_trainer("loss_nats"), "training"),
-                Query(_trainer("eval_log_loss_nats"), "evaluation"),
-            ),
+            queries=(Query(_trainer("loss_nats"), "training"), Query(_trainer("eval_log_loss_nats"), "evaluation")),
         ),
         Panel(
             title="Normalized entropy",
@@ -154,10 +151,7 @@ SPEED = Row(
             unit="s",
             stacked=True,
             queries=(
-                Query(
-                    f"avg by (stage) (rate(dlrm_trainer_stage_seconds_total{{{JOB}}}{RATE})) / {STEPS}",
-                    "{{stage}}",
-                ),
+                Query(f"avg by (stage) (rate(dlrm_trainer_stage_seconds_total{{{JOB}}}{RATE})) / {STEPS}", "{{stage}}"),
             ),
         ),
         Panel(
@@ -344,15 +338,9 @@ JOB_DASHBOARD = Dashboard(
     title="DLRM / Job",
     description="One DLRMJob: quality, throughput, stages, memory tiers and snapshots.",
     variables=(
+        Variable(name="namespace", label="Namespace", query="label_values(dlrm_operator_job_phase, namespace)"),
         Variable(
-            name="namespace",
-            label="Namespace",
-            query="label_values(dlrm_operator_job_phase, namespace)",
-        ),
-        Variable(
-            name="job",
-            label="Job",
-            query='label_values(dlrm_operator_job_phase{namespace="$namespace"}, dlrm_job)',
+            name="job", label="Job", query='label_values(dlrm_operator_job_phase{namespace="$namespace"}, dlrm_job)'
         ),
     ),
     rows=(NOW, QUALITY, SPEED, TIERS, SNAPSHOTS),

@@ -63,10 +63,7 @@ OPERATOR = Dashboard(
                     unit="ops",
                     stacked=True,
                     queries=(
-                        Query(
-                            f"sum by (result) (rate(dlrm_operator_reconciles_total{{{HERE}}}{RATE}))",
-                            "{{result}}",
-                        ),
+                        Query(f"sum by (result) (rate(dlrm_operator_reconciles_total{{{HERE}}}{RATE}))", "{{result}}"),
                     ),
                 ),
                 Panel(
@@ -121,8 +118,7 @@ OPERATOR = Dashboard(
                     stacked=True,
                     queries=(
                         Query(
-                            f"sum by (method) (rate(dlrm_operator_api_requests_total{{{HERE}}}{RATE}))",
-                            "{{method}}",
+                            f"sum by (method) (rate(dlrm_operator_api_requests_total{{{HERE}}}{RATE}))", "{{method}}"
                         ),
                     ),
                 ),
@@ -133,8 +129,7 @@ OPERATOR = Dashboard(
                     stacked=True,
                     queries=(
                         Query(
-                            f"sum by (verdict) (rate(dlrm_operator_admissions_total{{{HERE}}}{RATE}))",
-                            "{{verdict}}",
+                            f"sum by (verdict) (rate(dlrm_operator_admissions_total{{{HERE}}}{RATE}))", "{{verdict}}"
                         ),
                     ),
                 ),

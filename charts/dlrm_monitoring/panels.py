@@ -102,9 +102,7 @@ def to_json(dashboard: Dashboard) -> str:
         "time": {"from": "now-3h", "to": "now"},
         "timezone": "browser",
         "annotations": {"list": []},
-        "links": [
-            {"type": "dashboards", "title": "dlrm", "tags": ["dlrm"], "asDropdown": True, "includeVars": True},
-        ],
+        "links": [{"type": "dashboards", "title": "dlrm", "tags": ["dlrm"], "asDropdown": True, "includeVars": True}],
         "templating": {"list": [_source(), *(_variable(each) for each in dashboard.variables)]},
         "panels": list(_laid_out(dashboard)),
     }

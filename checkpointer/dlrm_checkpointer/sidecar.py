@@ -336,12 +336,7 @@ class Sidecar:
     def _announce(self, cut: UploadedCut, manifest: Manifest) -> None:
         uri = f"{self._store.uri}/{manifest_key(cut.step, cut.attempt)}"
         snapshot = SnapshotInfo(
-            step=cut.step,
-            kind=manifest.kind,
-            bits=manifest.bits,
-            bytes=manifest.total_bytes,
-            uri=uri,
-            time=time.time(),
+            step=cut.step, kind=manifest.kind, bits=manifest.bits, bytes=manifest.total_bytes, uri=uri, time=time.time()
         )
         name = cut.snapshot
         self._committed = max(self._committed or name, name, key=attrgetter("recency"))

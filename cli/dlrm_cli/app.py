@@ -127,12 +127,7 @@ def validate(
 
 
 @app.command()
-def plan(
-    file: File,
-    profile: Profile = None,
-    settings: Settings = None,
-    output: Output = OutputFormat.TABLE,
-) -> None:
+def plan(file: File, profile: Profile = None, settings: Settings = None, output: Output = OutputFormat.TABLE) -> None:
     """Show which embedding table is on which rank, and what that takes."""
     from dlrm_cli.manifests import print_plan
 
@@ -299,8 +294,7 @@ def logs(
     ] = False,
     tail: Annotated[int | None, typer.Option(min=0, metavar="N", help="Number of recent lines to show.")] = None,
     since: Annotated[
-        str | None,
-        typer.Option(metavar="DURATION", help="Show logs newer than this duration, e.g. 30s, 10m, 2h."),
+        str | None, typer.Option(metavar="DURATION", help="Show logs newer than this duration, e.g. 30s, 10m, 2h.")
     ] = None,
     timestamps: Annotated[bool, typer.Option("--timestamps", help="Prefix each line with its time.")] = False,
     namespace: Namespace = None,

@@ -56,8 +56,7 @@ def check_metadata(metadata: Any) -> None:
     namespace = metadata.get("namespace")
     if namespace is not None and not (isinstance(namespace, str) and NAMESPACE.fullmatch(namespace)):
         raise InvalidSpecError(
-            "metadata.namespace",
-            f"expected at most 63 lower-case letters, digits and dashes, got {namespace!r}",
+            "metadata.namespace", f"expected at most 63 lower-case letters, digits and dashes, got {namespace!r}"
         )
     for field in ("labels", "annotations"):
         _check_texts(f"metadata.{field}", metadata.get(field), labels=field == "labels")
@@ -78,8 +77,7 @@ def _check_texts(path: str, texts: Any, *, labels: bool) -> None:
             raise InvalidSpecError(f"{path}[{key}]", f"expected a string, got {value!r}; quote it")
         if labels and not VALUE.fullmatch(value):
             raise InvalidSpecError(
-                f"{path}[{key}]",
-                f"expected at most 63 letters, digits, dashes, dots and underscores, got {value!r}",
+                f"{path}[{key}]", f"expected at most 63 letters, digits, dashes, dots and underscores, got {value!r}"
             )
 
 

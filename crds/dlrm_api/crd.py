@@ -168,10 +168,5 @@ def _definition(
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
         "metadata": {"name": f"{plural}.{GROUP}"},
-        "spec": {
-            "group": GROUP,
-            "names": names,
-            "scope": scope,
-            "versions": [version],
-        },
+        "spec": {"group": GROUP, "names": names, "scope": scope, "versions": [version]},
     }

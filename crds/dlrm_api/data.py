@@ -114,8 +114,7 @@ class DataSpec(ApiModel):
         ),
     )
     credentials_secret: ObjectName | None = Field(
-        None,
-        description=("Secret with accessKeyId, secretAccessKey and optionally sessionToken for s3:// data."),
+        None, description=("Secret with accessKeyId, secretAccessKey and optionally sessionToken for s3:// data.")
     )
     s3: S3Spec = Field(S3Spec(), description="Service of s3:// data.")
 

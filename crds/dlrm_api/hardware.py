@@ -87,9 +87,7 @@ class HardwareProfileSpec(ApiModel):
     """Describe one node of a pool."""
 
     node_affinity_terms: tuple[NodeTerm, ...] = Field(
-        (),
-        max_length=16,
-        description="nodeSelectorTerms that select the pool's nodes. A node must match one of them.",
+        (), max_length=16, description="nodeSelectorTerms that select the pool's nodes. A node must match one of them."
     )
     tolerations: tuple[PodObject, ...] = Field((), max_length=32, description="Tolerations for the pool's taints.")
     runtime_class: str | None = Field(None, min_length=1, max_length=253, description="RuntimeClass of the pods.")

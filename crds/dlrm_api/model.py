@@ -7,15 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dlrm_api.base import ApiModel, Rule
-from dlrm_api.tables import (
-    TRACE_KEY,
-    ColumnName,
-    DistributionSpec,
-    Feature,
-    InitializerSpec,
-    TableOptions,
-    TableSpec,
-)
+from dlrm_api.tables import TRACE_KEY, ColumnName, DistributionSpec, Feature, InitializerSpec, TableOptions, TableSpec
 
 __all__ = [
     "MAX_FEATURES",

@@ -36,18 +36,11 @@ class S3Spec(ApiModel):
     """Configure the S3 service. Default: AWS."""
 
     endpoint: str | None = Field(
-        None,
-        min_length=1,
-        max_length=2_048,
-        pattern=r"^https?://",
-        description="URL of the S3 service. Default: AWS.",
+        None, min_length=1, max_length=2_048, pattern=r"^https?://", description="URL of the S3 service. Default: AWS."
     )
     region: str | None = Field(None, min_length=1, max_length=64, description="S3 region.")
     ca_file: str | None = Field(
-        None,
-        min_length=1,
-        max_length=1_024,
-        description="PEM file of the CA that signed the endpoint's certificate.",
+        None, min_length=1, max_length=1_024, description="PEM file of the CA that signed the endpoint's certificate."
     )
 
 

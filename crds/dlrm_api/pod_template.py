@@ -23,11 +23,7 @@ REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
 PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
 
 TEXT: Shape = {"type": "string", "maxLength": 253}
-TEXTS: Shape = {
-    "type": "object",
-    "maxProperties": 64,
-    "additionalProperties": {"type": "string", "maxLength": 65_536},
-}
+TEXTS: Shape = {"type": "object", "maxProperties": 64, "additionalProperties": {"type": "string", "maxLength": 65_536}}
 OBJECT: Shape = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 OBJECTS: Shape = {"type": "array", "maxItems": 64, "items": OBJECT}
 
@@ -169,11 +165,9 @@ class AllowedKeys:
     @property
     def fields(self) -> dict[str, Shape]:
         """Return the schema of each allowed key."""
-        return {
-            "metadata": POD_OVERLAY_METADATA,
-            "spec": POD_OVERLAY_SPEC,
-            "container": POD_OVERLAY_CONTAINER,
-        }[self.name]
+        return {"metadata": POD_OVERLAY_METADATA, "spec": POD_OVERLAY_SPEC, "container": POD_OVERLAY_CONTAINER}[
+            self.name
+        ]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))

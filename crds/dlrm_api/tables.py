@@ -35,10 +35,7 @@ class EmbeddingOptions(ApiModel):
         None, ge=1, le=1_000_000, description="Number of times an id must be seen before it gets its own row."
     )
     prune_ratio: Annotated[float | None, NotBuilt()] = Field(
-        None,
-        ge=0,
-        le=0.999,
-        description="Share of embedding bytes to prune during training (in-training dimension).",
+        None, ge=0, le=0.999, description="Share of embedding bytes to prune during training (in-training dimension)."
     )
 
 

@@ -46,11 +46,7 @@ class AutoReplicas(ApiModel):
     )
 
     rules = (
-        Rule(
-            cel="self.min <= self.max",
-            holds=lambda auto: auto.min <= auto.max,
-            message="min must not exceed max",
-        ),
+        Rule(cel="self.min <= self.max", holds=lambda auto: auto.min <= auto.max, message="min must not exceed max"),
     )
 
 
@@ -106,10 +102,7 @@ class CacheSpec(ApiModel):
     )
     ways: int = Field(0, ge=0, le=1_024, description="Associativity: slots per set. 0: fully associative.")
     lookahead: int = Field(
-        1,
-        ge=0,
-        le=8,
-        description="Batches ahead of the current one with rows prefetched into slots.",
+        1, ge=0, le=8, description="Batches ahead of the current one with rows prefetched into slots."
     )
 
 
@@ -175,10 +168,7 @@ class TrainerSpec(ApiModel):
         ),
     )
     image: str | None = Field(
-        None,
-        min_length=1,
-        max_length=1_024,
-        description="Trainer image. Default: the image of the operator's version.",
+        None, min_length=1, max_length=1_024, description="Trainer image. Default: the image of the operator's version."
     )
     checkpointer_image: str | None = Field(
         None,

@@ -75,10 +75,7 @@ class TrainingSpec(ApiModel):
         None, ge=1, le=2**40, description="Steps between two evaluations. Default: evaluate at the end only."
     )
     seed: int = Field(0, ge=0, le=2**53, description="Seed of initial values, sample order and synthetic data.")
-    deterministic: bool = Field(
-        False,
-        description="Make GPU runs bit-reproducible, at some cost. CPU runs always are.",
-    )
+    deterministic: bool = Field(False, description="Make GPU runs bit-reproducible, at some cost. CPU runs always are.")
     micro_batch_size: int | None = Field(
         None,
         ge=1,

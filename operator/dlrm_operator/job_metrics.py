@@ -181,11 +181,7 @@ GAUGES: tuple[tuple[str, str, Callable[[JobFacts], float | None]], ...] = (
         "Requested steps between two cuts; absent if the spec sets a time.",
         JobFacts.snapshot_interval_steps,
     ),
-    (
-        "passed_over_snapshots",
-        "Newer snapshots that the running attempt could not start from.",
-        JobFacts.passed_over,
-    ),
+    ("passed_over_snapshots", "Newer snapshots that the running attempt could not start from.", JobFacts.passed_over),
     ("store_failing", "1 while the last request of pod 0 to the store failed.", JobFacts.store_failing),
     (
         "cost_per_hour",

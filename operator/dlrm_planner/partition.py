@@ -15,15 +15,7 @@ from numpy.typing import NDArray
 
 from dlrm_planner.estimate import CostModel
 from dlrm_planner.tables import Tables
-from dlrm_planner.types import (
-    Capacity,
-    Floats,
-    Indices,
-    Placement,
-    Proposal,
-    TableShortage,
-    cut_tables,
-)
+from dlrm_planner.types import Capacity, Floats, Indices, Placement, Proposal, TableShortage, cut_tables
 
 MAX_DIFFERENCING_ITEMS = 2**25
 """Items times ranks up to which largest differencing is tried: it takes up to 200 MiB then."""
@@ -311,9 +303,7 @@ class Partitioner:
         self.shards = cut_tables(tables, capacity.placed, proposal.options)
         held = capacity.measure(self.shards) if capacity.is_bounded else (0,) * len(self.shards.kinds)
         self.items = Items(
-            seconds=costs.of_shards(self.shards),
-            held_bytes=np.array(held, np.int64),
-            allowed=self.shards.allowed,
+            seconds=costs.of_shards(self.shards), held_bytes=np.array(held, np.int64), allowed=self.shards.allowed
         )
         node = np.arange(costs.world_size, dtype=np.int64) // capacity.sharing
         self.bins = Bins(node=node, free=np.array(capacity.free, np.int64))

@@ -24,7 +24,7 @@ EXTRAS = {
 DISTRIBUTIONS = {"pydantic-core": "pydantic", "botocore": "boto3", "llvmlite": "numba", "yaml": "pyyaml"}
 """Of modules that are not named after what is installed: some come with what they are made for."""
 UNASKED = {
-    "mypy-boto3-s3",  # types alone, which mypy reads and no process loads
+    "mypy-boto3-s3"  # types alone, which mypy reads and no process loads
 }
 """Modules that no extra asks for."""
 BESIDE = {

@@ -98,11 +98,7 @@ UNCOUNTED = frozenset({TrainerPhase.STARTING, TrainerPhase.RESTORING})
 Reading = Callable[[Progress, CutControl], float | None]
 COUNTERS: tuple[tuple[str, str, Reading], ...] = (
     ("steps", "Steps completed by the job.", lambda now, _: now.step if now.phase not in UNCOUNTED else None),
-    (
-        "samples",
-        "Samples trained by the job.",
-        lambda now, _: now.samples if now.phase not in UNCOUNTED else None,
-    ),
+    ("samples", "Samples trained by the job.", lambda now, _: now.samples if now.phase not in UNCOUNTED else None),
     ("cut_delays", "Cuts that waited for the previous one.", lambda _, control: control.delays),
     (
         "cuts_early",

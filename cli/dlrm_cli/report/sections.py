@@ -9,18 +9,7 @@ from datetime import UTC, datetime
 
 from dlrm_api.run_report import Profile, TableUse
 from dlrm_cli.report.collect import Record
-from dlrm_cli.report.plots import (
-    UNKNOWN,
-    Level,
-    Mark,
-    Plot,
-    Series,
-    count,
-    number,
-    seconds,
-    share,
-    size,
-)
+from dlrm_cli.report.plots import UNKNOWN, Level, Mark, Plot, Series, count, number, seconds, share, size
 from dlrm_cli.report.rates import Between, between, counted_from, last_of_attempts, mean_throughput, stall_s, throughput
 from dlrm_cli.run.history import Committed
 from dlrm_cli.views import expected_hit_rate, slowest_by_stage
@@ -359,9 +348,7 @@ def plan_and_measured(record: Record) -> Section:
         )
     reasons = [[str(number), reason] for number, reason in enumerate(record.plan.reasons if record.plan else (), 1)]
     why = Table(
-        title="Reasons of the plan",
-        columns=[Column(name="number"), Column(name="reason", numeric=False)],
-        rows=reasons,
+        title="Reasons of the plan", columns=[Column(name="number"), Column(name="reason", numeric=False)], rows=reasons
     )
     table = Table(
         title=_gang(record), columns=[Column(name=name, numeric=i > 0) for i, name in enumerate(names)], rows=rows

@@ -131,9 +131,7 @@ def free_ports(replicas: int) -> Ports:
             listener.bind((LOOPBACK, 0))
             numbers.append(int(listener.getsockname()[1]))
     return Ports(
-        rendezvous=numbers[0],
-        trainers=tuple(numbers[1 : 1 + replicas]),
-        checkpointers=tuple(numbers[1 + replicas :]),
+        rendezvous=numbers[0], trainers=tuple(numbers[1 : 1 + replicas]), checkpointers=tuple(numbers[1 + replicas :])
     )
 
 

@@ -82,10 +82,7 @@ def run_job(options: RunOptions) -> int:
     stop = Stop()
     restore_handlers = stop.install()
     try:
-        with (
-            open_display() as display,
-            locked(root, grace_s, display.say, lambda: stop.count > 0) as workdir,
-        ):
+        with open_display() as display, locked(root, grace_s, display.say, lambda: stop.count > 0) as workdir:
             if not is_fixed:
                 display.say(
                     "spec.trainer.auto: running the minimum number of replicas, because all would share this "

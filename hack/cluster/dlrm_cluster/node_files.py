@@ -117,10 +117,7 @@ def dns_objects(network: Network) -> list[tuple[str, Object]]:
     return [
         (
             "/api/v1/namespaces/kube-system/services",
-            {
-                "metadata": {"name": "kube-dns", "labels": labels},
-                "spec": {"clusterIP": DNS_IP, "ports": ports},
-            },
+            {"metadata": {"name": "kube-dns", "labels": labels}, "spec": {"clusterIP": DNS_IP, "ports": ports}},
         ),
         (
             "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices",
@@ -131,10 +128,7 @@ def dns_objects(network: Network) -> list[tuple[str, Object]]:
                 "ports": ports,
             },
         ),
-        (
-            "/apis/rbac.authorization.k8s.io/v1/clusterroles",
-            {"metadata": {"name": "system:coredns"}, "rules": reads},
-        ),
+        ("/apis/rbac.authorization.k8s.io/v1/clusterroles", {"metadata": {"name": "system:coredns"}, "rules": reads}),
         (
             "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
             {"metadata": {"name": "system:coredns"}, "roleRef": role, "subjects": [user]},

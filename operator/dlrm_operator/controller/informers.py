@@ -122,11 +122,7 @@ def read_group(document: Object, api_version: str) -> GroupSeen:
     meta = document["metadata"]
     attempt = _number((meta.get("labels") or {}).get(Label.ATTEMPT))
     return GroupSeen(
-        name=meta["name"],
-        uid=meta["uid"],
-        owner_uid=_owner_uid(meta),
-        attempt=attempt,
-        api_version=api_version,
+        name=meta["name"], uid=meta["uid"], owner_uid=_owner_uid(meta), attempt=attempt, api_version=api_version
     )
 
 
@@ -220,11 +216,7 @@ class PodCache:
     """
 
     def __init__(
-        self,
-        api: WatchApi,
-        namespace: str | None,
-        wake: Callable[[JobKey], None],
-        wake_soon: Callable[[JobKey], None],
+        self, api: WatchApi, namespace: str | None, wake: Callable[[JobKey], None], wake_soon: Callable[[JobKey], None]
     ) -> None:
         """Create an empty cache.
 

@@ -153,12 +153,7 @@ def config_volume(config_maps: list[Manifest]) -> Manifest:
 
 
 def _config_map(job: DLRMJob, name: str, attempt: int, owner: Owner) -> Manifest:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata(job, name, owner, attempt),
-        "immutable": True,
-    }
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(job, name, owner, attempt), "immutable": True}
 
 
 def _own(name: str) -> str:

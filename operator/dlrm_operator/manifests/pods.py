@@ -269,9 +269,4 @@ def render_objects(
     )
     maps = plan_config_maps(job, attempt, plan, plan_to_parts(plan), owner)
     pods = trainer_pods(gang, maps)
-    return [
-        gang_service(job, owner),
-        *maps,
-        *pod_groups(job, attempt, pods, owner),
-        *pods,
-    ]
+    return [gang_service(job, owner), *maps, *pod_groups(job, attempt, pods, owner), *pods]

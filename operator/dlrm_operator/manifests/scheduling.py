@@ -65,10 +65,7 @@ def group_metadata(job: DLRMJob, attempt: int, size: int) -> tuple[dict[str, str
     scheduling, group = job.spec.scheduling, names.pod_group(job.metadata.name, attempt)
     if scheduling.gang == "kueue":
         labels = {"kueue.x-k8s.io/queue-name": scheduling.queue or "", "kueue.x-k8s.io/pod-group-name": group}
-        return labels, {
-            "kueue.x-k8s.io/pod-group-total-count": str(size),
-            "kueue.x-k8s.io/retriable-in-group": "false",
-        }
+        return labels, {"kueue.x-k8s.io/pod-group-total-count": str(size), "kueue.x-k8s.io/retriable-in-group": "false"}
     if scheduling.gang == "volcano":
         return {}, {"scheduling.k8s.io/group-name": group}
     if scheduling.gang == "coscheduling":

@@ -181,9 +181,7 @@ def _create(view: JobView, plan: Plan, maps: list[Manifest] | None = None) -> Ru
     except InvalidSpecError as error:
         failed = fail(view, Reason.INVALID_SPEC, str(error))
         return replace(
-            failed,
-            findings=(*planned.findings, *failed.findings),
-            changes={**planned.changes, **failed.changes},
+            failed, findings=(*planned.findings, *failed.findings), changes={**planned.changes, **failed.changes}
         )
     if observed.refusal:
         finding = _scheduled("False", Reason.REQUEST_DENIED, observed.refusal, phase=Phase.SCHEDULING)

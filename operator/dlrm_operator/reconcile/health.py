@@ -10,21 +10,8 @@ from typing import Any
 
 from dlrm_api.names import USER_ERROR_CODES, Container, ExitCode
 from dlrm_api.progress import CheckpointerProgress, Progress, SlowestRank, TrainerPhase
-from dlrm_api.status import (
-    ConditionType,
-    FailureEvidence,
-    ProgressStatus,
-    SnapshotStatus,
-    StragglerStatus,
-)
-from dlrm_operator.reconcile.findings import (
-    MAX_MESSAGE_LENGTH,
-    Finding,
-    Reason,
-    RuleResult,
-    shorten,
-    timestamp,
-)
+from dlrm_api.status import ConditionType, FailureEvidence, ProgressStatus, SnapshotStatus, StragglerStatus
+from dlrm_operator.reconcile.findings import MAX_MESSAGE_LENGTH, Finding, Reason, RuleResult, shorten, timestamp
 from dlrm_operator.reconcile.state import Gang, JobView, Observed, PodSeen, RequestStacks, StacksSeen
 
 TRAINING = frozenset(TrainerPhase) - {TrainerPhase.STARTING, TrainerPhase.RESTORING}

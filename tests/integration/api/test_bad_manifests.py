@@ -46,31 +46,19 @@ BAD = {
     "no model": job({"spec.model": GONE}, "spec.model", "spec.model: Required value"),
     "no data": job({"spec.data": GONE}, "spec.data", "spec.data: Required value"),
     "no format": job({"spec.data.format": GONE}, "spec.data.format", "spec.data.format: Required value"),
-    "no uri": job(
-        {"spec.checkpoint.uri": GONE},
-        "spec.checkpoint.uri",
-        "spec.checkpoint.uri: Required value",
-    ),
+    "no uri": job({"spec.checkpoint.uri": GONE}, "spec.checkpoint.uri", "spec.checkpoint.uri: Required value"),
     "no rows": job(
-        {"spec.model.tables.0.rows": GONE},
-        "spec.model.tables[0].rows",
-        "spec.model.tables[0].rows: Required value",
+        {"spec.model.tables.0.rows": GONE}, "spec.model.tables[0].rows", "spec.model.tables[0].rows: Required value"
     ),
     # types
     "text for an integer": job(
-        {"spec.data.epochs": "two"},
-        "spec.data.epochs",
-        "spec.data.epochs in body must be of type integer",
+        {"spec.data.epochs": "two"}, "spec.data.epochs", "spec.data.epochs in body must be of type integer"
     ),
     "quoted number": job(
-        {"spec.trainer.replicas": "2"},
-        "spec.trainer.replicas",
-        "spec.trainer.replicas in body must be of type integer",
+        {"spec.trainer.replicas": "2"}, "spec.trainer.replicas", "spec.trainer.replicas in body must be of type integer"
     ),
     "fraction for an integer": job(
-        {"spec.trainer.replicas": 1.5},
-        "spec.trainer.replicas",
-        "spec.trainer.replicas in body must be of type integer",
+        {"spec.trainer.replicas": 1.5}, "spec.trainer.replicas", "spec.trainer.replicas in body must be of type integer"
     ),
     "number for a boolean": job(
         {"spec.training.deterministic": 1},
@@ -84,9 +72,7 @@ BAD = {
     ),
     "list for an object": job({"spec.data": []}, "spec.data", "spec.data in body must be of type object"),
     "object for a list": job(
-        {"spec.model.tables": {"ads": {}}},
-        "spec.model.tables",
-        'unknown field "spec.model.tables.ads"',
+        {"spec.model.tables": {"ads": {}}}, "spec.model.tables", 'unknown field "spec.model.tables.ads"'
     ),
     "seconds without a unit": job(
         {"spec.lifecycle.restart.backoff": 90},
@@ -126,11 +112,7 @@ BAD = {
         'spec.checkpoint.s3.encryption: Unsupported value: "aes256": supported values: "none", "AES256", "aws:kms"',
     ),
     # unknown fields
-    "misspelt field": job(
-        {"spec.trainer.replica": 2},
-        "spec.trainer.replica",
-        'unknown field "spec.trainer.replica"',
-    ),
+    "misspelt field": job({"spec.trainer.replica": 2}, "spec.trainer.replica", 'unknown field "spec.trainer.replica"'),
     "required field of a table, misspelt": job(
         {"spec.model.tables.1.rows": GONE, "spec.model.tables.1.row": 2},
         "spec.model.tables[1].row",
@@ -142,19 +124,13 @@ BAD = {
         'unknown field "spec.checkpoints"',
     ),
     "required field of a profile, misspelt": profile(
-        {"spec.tiers.ddr": {"byte": "1Gi"}},
-        "spec.tiers.ddr.byte",
-        'unknown field "spec.tiers.ddr.byte"',
+        {"spec.tiers.ddr": {"byte": "1Gi"}}, "spec.tiers.ddr.byte", 'unknown field "spec.tiers.ddr.byte"'
     ),
     "unknown field that is near to none": job(
-        {"spec.model.hidden": 8},
-        "spec.model.hidden",
-        'unknown field "spec.model.hidden"',
+        {"spec.model.hidden": 8}, "spec.model.hidden", 'unknown field "spec.model.hidden"'
     ),
     "misspelt field of a table": job(
-        {"spec.model.tables.1.row": 2},
-        "spec.model.tables[1].row",
-        'unknown field "spec.model.tables[1].row"',
+        {"spec.model.tables.1.row": 2}, "spec.model.tables[1].row", 'unknown field "spec.model.tables[1].row"'
     ),
     "Python's name of a field": job(
         {"spec.data.global_batch_size": 64},
@@ -188,9 +164,7 @@ BAD = {
         "spec.training.rowOptimizer.learningRate in body should be greater than or equal to 0",
     ),
     "empty top MLP": job(
-        {"spec.model.topMlp": []},
-        "spec.model.topMlp",
-        "spec.model.topMlp in body should have at least 1 items",
+        {"spec.model.topMlp": []}, "spec.model.topMlp", "spec.model.topMlp in body should have at least 1 items"
     ),
     "too many layers": job(
         {"spec.model.topMlp": [1] * 65},
@@ -249,39 +223,20 @@ BAD = {
     "name from a digit on": job({"metadata.name": "1job"}, "metadata", "metadata.name"),
     # what fields together may not be
     "top MLP without a logit": job({"spec.model.topMlp": [8, 2]}, "spec.model"),
-    "dense features without an MLP": job(
-        {"spec.model.bottomMlp": []},
-        "spec.model",
-    ),
-    "no tables": job(
-        {"spec.model.tables": []},
-        "spec.model",
-    ),
+    "dense features without an MLP": job({"spec.model.bottomMlp": []}, "spec.model"),
+    "no tables": job({"spec.model.tables": []}, "spec.model"),
     "one vector alone": job(
-        {"spec.model.denseFeatures": [], "spec.model.bottomMlp": [], "spec.model.tables.1": GONE},
-        "spec.model",
+        {"spec.model.denseFeatures": [], "spec.model.bottomMlp": [], "spec.model.tables.1": GONE}, "spec.model"
     ),
     "dims of two widths": job({"spec.model.tables.1.dim": 32}, "spec.model"),
     "dim of a group": job({"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 32}}]}, "spec.model"),
-    "two intervals": job(
-        {"spec.checkpoint.interval": "30m"},
-        "spec.checkpoint",
-    ),
+    "two intervals": job({"spec.checkpoint.interval": "30m"}, "spec.checkpoint"),
     "store of another kind": job({"spec.checkpoint.uri": "gs://bucket/job"}, "spec.checkpoint"),
     "relative folder": job({"spec.checkpoint.uri": "file://snapshots"}, "spec.checkpoint"),
-    "two lengths": job(
-        {"spec.training.maxSteps": 5, "spec.training.maxSamples": 5},
-        "spec.training",
-    ),
+    "two lengths": job({"spec.training.maxSteps": 5, "spec.training.maxSamples": 5}, "spec.training"),
     "shards that do not divide the batch": job({"spec.data.globalBatchSize": 1_000}, "spec.data"),
-    "snapshots of another job by ftp": job(
-        {"spec.checkpoint.restoreFrom": "ftp://host/x"},
-        "spec.checkpoint",
-    ),
-    "deltas to a relative path": job(
-        {"spec.checkpoint.publish": {"uri": "deltas"}},
-        "spec.checkpoint.publish",
-    ),
+    "snapshots of another job by ftp": job({"spec.checkpoint.restoreFrom": "ftp://host/x"}, "spec.checkpoint"),
+    "deltas to a relative path": job({"spec.checkpoint.publish": {"uri": "deltas"}}, "spec.checkpoint.publish"),
     "deltas among the snapshots": job(
         {
             "spec.checkpoint.publish": {"uri": "s3://bucket/ranker-v12//"},
@@ -295,30 +250,15 @@ BAD = {
         'spec.checkpoint.publish.bits: Unsupported value: 4: supported values: "8", "16", "32"',
     ),
     "a key without encryption by it": job(
-        {"spec.checkpoint.s3": {"encryption": "AES256", "kmsKeyId": "alias/snapshots"}},
-        "spec.checkpoint.s3",
+        {"spec.checkpoint.s3": {"encryption": "AES256", "kmsKeyId": "alias/snapshots"}}, "spec.checkpoint.s3"
     ),
     "encryption of data that is only read": job(
-        {"spec.data.s3": {"encryption": "AES256"}},
-        "spec.data.s3.encryption",
-        'unknown field "spec.data.s3.encryption"',
+        {"spec.data.s3": {"encryption": "AES256"}}, "spec.data.s3.encryption", 'unknown field "spec.data.s3.encryption"'
     ),
-    "a period of no length": job(
-        {"spec.checkpoint.retention": {"keepEvery": "0h0m"}},
-        "spec.checkpoint.retention",
-    ),
-    "no time to make a step in": job(
-        {"spec.lifecycle.hangTimeout": "0s"},
-        "spec.lifecycle",
-    ),
-    "no bandwidth": job(
-        {"spec.checkpoint.restoreBandwidth": 0},
-        "spec.checkpoint",
-    ),
-    "no bandwidth, in megabytes": job(
-        {"spec.checkpoint.restoreBandwidth": "0.0M"},
-        "spec.checkpoint",
-    ),
+    "a period of no length": job({"spec.checkpoint.retention": {"keepEvery": "0h0m"}}, "spec.checkpoint.retention"),
+    "no time to make a step in": job({"spec.lifecycle.hangTimeout": "0s"}, "spec.lifecycle"),
+    "no bandwidth": job({"spec.checkpoint.restoreBandwidth": 0}, "spec.checkpoint"),
+    "no bandwidth, in megabytes": job({"spec.checkpoint.restoreBandwidth": "0.0M"}, "spec.checkpoint"),
     "no snapshot above a base": job(
         {"spec.checkpoint.maxChain": 0},
         "spec.checkpoint.maxChain",
@@ -338,10 +278,7 @@ BAD = {
         "spec.trainer.cache.lookahead",
         "spec.trainer.cache.lookahead in body should be less than or equal to 8",
     ),
-    "more ranks than shards": job(
-        {"spec.trainer.replicas": 33, "spec.trainer.processesPerReplica": 2},
-        "spec",
-    ),
+    "more ranks than shards": job({"spec.trainer.replicas": 33, "spec.trainer.processesPerReplica": 2}, "spec"),
     "a smallest gang of more ranks than shards": job(
         {
             "spec.trainer.auto": {"min": 33, "max": 99, "targetSamplesPerSecond": 0},
@@ -349,30 +286,22 @@ BAD = {
         },
         "spec",
     ),
-    "nothing to train on": job(
-        {"spec.data.format": "parquet"},
-        "spec.data",
-    ),
-    "files that nobody would read": job(
-        {"spec.data.eval.uris": ["/data/eval"]},
-        "spec.data",
-    ),
+    "nothing to train on": job({"spec.data.format": "parquet"}, "spec.data"),
+    "files that nobody would read": job({"spec.data.eval.uris": ["/data/eval"]}, "spec.data"),
     "data of a place that nobody reads": job(
         {"spec.data.format": "parquet", "spec.data.train.uris": ["/data", "gs://bucket/a"]},
         "spec.data.train.uris[1]",
         "expected a path, file:///path or s3://bucket/prefix",
     ),
     "data of another machine": job(
-        {"spec.data.format": "parquet", "spec.data.train.uris": ["file://host/data"]},
-        "spec.data.train.uris[0]",
+        {"spec.data.format": "parquet", "spec.data.train.uris": ["file://host/data"]}, "spec.data.train.uris[0]"
     ),
     "requests above limits": job(
         {"spec.trainer.resources": {"requests": {"memory": "2Gi", "cpu": 1}, "limits": {"memory": "2G", "cpu": "1"}}},
         "spec.trainer.resources",
     ),
     "requests of the checkpointer above limits": job(
-        {"spec.checkpoint.resources": {"requests": {"cpu": "1500m"}, "limits": {"cpu": 1}}},
-        "spec.checkpoint.resources",
+        {"spec.checkpoint.resources": {"requests": {"cpu": "1500m"}, "limits": {"cpu": 1}}}, "spec.checkpoint.resources"
     ),
     "an S3 service that is no URL": job(
         {"spec.data.s3": {"endpoint": "minio:9000"}},
@@ -381,35 +310,23 @@ BAD = {
     ),
     # over all tables: too much for CEL
     "two tables of one name": job({"spec.model.tables.1.name": "ads"}, "spec", None),
-    "one feature twice in a table": job(
-        {"spec.model.tables.1.features": ["C1", "C2", "C1"]},
-        "spec",
-        None,
-    ),
+    "one feature twice in a table": job({"spec.model.tables.1.features": ["C1", "C2", "C1"]}, "spec", None),
     "weights in criteo-tsv": job(
-        {**FILES, "spec.model.tables.1.features": ["C2"], "spec.model.tables.1.weights": ["C3"]},
-        "spec",
-        None,
+        {**FILES, "spec.model.tables.1.features": ["C2"], "spec.model.tables.1.weights": ["C3"]}, "spec", None
     ),
     "fewer weights than features": job(
-        {"spec.model.tables.1.features": ["C1", "C2"], "spec.model.tables.1.weights": ["W"]},
-        "spec.model.tables[1]",
+        {"spec.model.tables.1.features": ["C1", "C2"], "spec.model.tables.1.weights": ["W"]}, "spec.model.tables[1]"
     ),
     "a block of columns that does not divide them": job(
-        {"spec.model.tables.1.columnBlock": 12},
-        "spec.model.tables[1]",
+        {"spec.model.tables.1.columnBlock": 12}, "spec.model.tables[1]"
     ),
-    "bags longer on average than the longest": job(
-        {"spec.model.tables.1.avgLookups": 3.5},
-        "spec.model.tables[1]",
-    ),
+    "bags longer on average than the longest": job({"spec.model.tables.1.avgLookups": 3.5}, "spec.model.tables[1]"),
     "bags of a group longer on average than the longest": job(
         {"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 16, "avgLookups": 2}}]},
         "spec.model.tableGroups[0].template",
     ),
     "columns that are one block pinned to several ranks": job(
-        {"spec.model.tables.1.pin": {"sharding": "column"}},
-        "spec.model.tables[1]",
+        {"spec.model.tables.1.pin": {"sharding": "column"}}, "spec.model.tables[1]"
     ),
     "a block as wide as a group's tables that are split by columns": job(
         {
@@ -419,20 +336,9 @@ BAD = {
         },
         "spec.model.tableGroups[0].template",
     ),
-    "feature that criteo lacks": job(
-        {**FILES, "spec.model.tables.1.features": ["C27"]},
-        "spec",
-        None,
-    ),
-    "dense feature that criteo lacks": job(
-        {**FILES, "spec.model.denseFeatures": ["I0", "I1"]},
-        "spec",
-        None,
-    ),
-    "too many tables by groups": job(
-        {"spec.model.tableGroups": [{**GROUP, "count": 4_999}]},
-        "spec.model",
-    ),
+    "feature that criteo lacks": job({**FILES, "spec.model.tables.1.features": ["C27"]}, "spec", None),
+    "dense feature that criteo lacks": job({**FILES, "spec.model.denseFeatures": ["I0", "I1"]}, "spec", None),
+    "too many tables by groups": job({"spec.model.tableGroups": [{**GROUP, "count": 4_999}]}, "spec.model"),
     # the pods' overlay
     "overlay of the host's network": job(
         {"spec.trainer.podTemplate.spec": {"hostNetwork": True}},
@@ -509,22 +415,10 @@ BAD = {
         f"affinity.podAffinity.{REQUIRED} in body must be of type array",
     ),
     # where pods go
-    "pack without a domain": job(
-        {"spec.scheduling": {"topology": "pack"}},
-        "spec.scheduling",
-    ),
-    "domain of no topology": job(
-        {"spec.scheduling": {"topologyKey": "zone"}},
-        "spec.scheduling",
-    ),
-    "kueue without a queue": job(
-        {"spec.scheduling": {"gang": "kueue"}},
-        "spec.scheduling",
-    ),
-    "queue that nobody reads": job(
-        {"spec.scheduling": {"gang": "coscheduling", "queue": "ads"}},
-        "spec.scheduling",
-    ),
+    "pack without a domain": job({"spec.scheduling": {"topology": "pack"}}, "spec.scheduling"),
+    "domain of no topology": job({"spec.scheduling": {"topologyKey": "zone"}}, "spec.scheduling"),
+    "kueue without a queue": job({"spec.scheduling": {"gang": "kueue"}}, "spec.scheduling"),
+    "queue that nobody reads": job({"spec.scheduling": {"gang": "coscheduling", "queue": "ads"}}, "spec.scheduling"),
     # what this version lacks
     "option of a group's tables": job(
         {"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 16, "embedding": {"pruneRatio": 0.5}}}]},
@@ -540,18 +434,13 @@ BAD = {
     # hardware profiles
     "profile without tiers": profile({"spec.tiers": GONE}, "spec.tiers", "spec.tiers: Required value"),
     "profile without DDR": profile(
-        {"spec.tiers": {"block": {"bytes": 1}}},
-        "spec.tiers.ddr",
-        "spec.tiers.ddr: Required value",
+        {"spec.tiers": {"block": {"bytes": 1}}}, "spec.tiers.ddr", "spec.tiers.ddr: Required value"
     ),
     "profile's bytes in words": profile(
-        {"spec.tiers.ddr.bytes": "lots"},
-        "spec.tiers.ddr.bytes",
-        f"spec.tiers.ddr.bytes in body should match '{BYTES}'",
+        {"spec.tiers.ddr.bytes": "lots"}, "spec.tiers.ddr.bytes", f"spec.tiers.ddr.bytes in body should match '{BYTES}'"
     ),
     "tier with two mounts": profile(
-        {"spec.tiers.scm": {"bytes": "1Ti", "hostPath": "/mnt/scm", "storageClass": "local"}},
-        "spec.tiers.scm",
+        {"spec.tiers.scm": {"bytes": "1Ti", "hostPath": "/mnt/scm", "storageClass": "local"}}, "spec.tiers.scm"
     ),
     "no devices": profile(
         {"spec.devices": {"resource": "nvidia.com/gpu", "count": 0, "hbm": {"bytes": "80Gi"}}},
@@ -574,9 +463,7 @@ BAD = {
         "spec.nodeAffinityTerms[0].matchExpressions in body must be of type array",
     ),
     "price in words": profile(
-        {"spec.pricePerHour": "cheap"},
-        "spec.pricePerHour",
-        "spec.pricePerHour in body must be of type number",
+        {"spec.pricePerHour": "cheap"}, "spec.pricePerHour", "spec.pricePerHour in body must be of type number"
     ),
     "unknown field of a profile": profile({"spec.gpu": 1}, "spec.gpu", 'unknown field "spec.gpu"'),
 }

@@ -19,9 +19,7 @@ def client(server: S3Server, secret: str | None = None) -> Any:
     # By default boto3 checks every answer's checksum: it would refuse what a test damaged, and also any part
     # of an object from rclone, which sends the whole object's checksum with a part.
     lenient = Config(
-        s3={"addressing_style": "path"},
-        retries={"total_max_attempts": 1},
-        response_checksum_validation="when_required",
+        s3={"addressing_style": "path"}, retries={"total_max_attempts": 1}, response_checksum_validation="when_required"
     )
     return boto3.client(
         "s3",

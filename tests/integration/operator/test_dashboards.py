@@ -40,7 +40,7 @@ EMPTY = {
     (
         "dlrm-operator",
         "Review time",
-    ): "this operator serves no webhook: tests/operator/test_webhook.py looks at its reviews",
+    ): "this operator serves no webhook: tests/operator/test_webhook.py looks at its reviews"
 }
 """Queries that can have no data here, by dashboard and legend or panel, and why."""
 
@@ -143,11 +143,7 @@ def test_every_panel_of_every_dashboard_has_data(
     with OperatorProcess(api_types.kubeconfig, namespace, tmp_path / "operator.log") as operator:
         operator.wait_ready()
         with Prometheus(tmp_path / "prometheus", scrape_configs(operator.port, targets)) as prometheus:
-            job = JobDriver(
-                api_types.api,
-                namespace,
-                job_document("demo", trainer={"replicas": 1, "hardware": priced}),
-            )
+            job = JobDriver(api_types.api, namespace, job_document("demo", trainer={"replicas": 1, "hardware": priced}))
             restart_and_train(kubelet, job)
             eventually((training / "ports.json").exists, 60, lambda: (tmp_path / "run.log").read_text())
             write_targets(targets, training, namespace)

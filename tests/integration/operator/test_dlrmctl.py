@@ -259,11 +259,7 @@ def test_logs_are_those_of_pod_0s_trainer_unless_something_else_is_asked_for(
 
 
 def test_the_rights_that_the_readme_names_are_enough(
-    api_types: ControlPlane,
-    namespace: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    log_kubelet: LogKubelet,
+    api_types: ControlPlane, namespace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], log_kubelet: LogKubelet
 ) -> None:
     running_job(api_types, namespace)
     log_kubelet.write(logging_pod(api_types, namespace, 1, 0), "a line")

@@ -19,11 +19,7 @@ from dlrm_testing.operator.operator_cluster import JobDriver, OperatorProcess, e
 
 pytestmark = pytest.mark.cluster
 
-PROFILE = {
-    "apiVersion": "dlrm.dev/v1alpha1",
-    "kind": "HardwareProfile",
-    "spec": {"tiers": {"ddr": {"bytes": "64Gi"}}},
-}
+PROFILE = {"apiVersion": "dlrm.dev/v1alpha1", "kind": "HardwareProfile", "spec": {"tiers": {"ddr": {"bytes": "64Gi"}}}}
 
 
 class Life:

@@ -94,12 +94,7 @@ class Local:
         }
         for name, changes in sections.items():
             spec[name] = {**spec[name], **changes}
-        document = {
-            "apiVersion": "dlrm.dev/v1alpha1",
-            "kind": "DLRMJob",
-            "metadata": {"name": "tiny"},
-            "spec": spec,
-        }
+        document = {"apiVersion": "dlrm.dev/v1alpha1", "kind": "DLRMJob", "metadata": {"name": "tiny"}, "spec": spec}
         self.manifest.write_text(yaml.safe_dump(document))
         return document
 

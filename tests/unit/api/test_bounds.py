@@ -100,11 +100,7 @@ NOT_BUILT = [
     for mark in marks(field)
 ]
 
-EXAMPLES: dict[str, Any] = {
-    "auto": {"max": 2, "targetSamplesPerSecond": 1},
-    "queue": "team",
-    "topologyKey": "zone",
-}
+EXAMPLES: dict[str, Any] = {"auto": {"max": 2, "targetSamplesPerSecond": 1}, "queue": "team", "topologyKey": "zone"}
 
 
 def other_values(schema: dict[str, Any], allowed: tuple[Any, ...], name: str) -> list[Any]:

@@ -198,10 +198,7 @@ def test_times_of_a_step_are_left_out_while_a_job_evaluates(promtool: str, tmp_p
         promtool,
         tmp_path,
         series,
-        [
-            (20, expr, {'{stage="read"}': 0.5, '{stage="evaluation"}': 0}),
-            (40, f"({expr}) >= 0", {}),
-        ],
+        [(20, expr, {'{stage="read"}': 0.5, '{stage="evaluation"}': 0}), (40, f"({expr}) >= 0", {})],
     )
 
 

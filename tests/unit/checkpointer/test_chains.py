@@ -26,11 +26,7 @@ from dlrm_testing.checkpointer.restored import stored_rows
 from dlrm_testing.digests import snapshot_digest
 
 POLICIES = ["full", "one-shot", "consecutive", "intermittent"]
-KINDS = {
-    "full": ["full"] * 6,
-    "one-shot": ["full", *["increment"] * 5],
-    "consecutive": ["full", *["increment"] * 5],
-}
+KINDS = {"full": ["full"] * 6, "one-shot": ["full", *["increment"] * 5], "consecutive": ["full", *["increment"] * 5]}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -350,8 +346,7 @@ def spoil(files: FileStore, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "what"),
-    [*((policy, "manifest") for policy in POLICIES), ("full", "chunk"), ("one-shot", "chunk")],
+    ("policy", "what"), [*((policy, "manifest") for policy in POLICIES), ("full", "chunk"), ("one-shot", "chunk")]
 )
 def test_after_a_parent_that_is_damaged_one_cut_is_lost_and_the_next_holds_all(
     tmp_path: Path, files: FileStore, new_model, new_pod, small_tables, policy: str, what: str

@@ -50,13 +50,7 @@ def test_differences_are_those_of_every_row_and_updates_lead_from_one_snapshot_t
         world = data.draw(st.integers(1, 3))
         policy = data.draw(st.sampled_from(POLICIES))
         pod = new_pod(
-            root / f"pod{life}",
-            store,
-            world_size=world,
-            ranks=range(world),
-            policy=policy,
-            bits=bits,
-            keep_last=100,
+            root / f"pod{life}", store, world_size=world, ranks=range(world), policy=policy, bits=bits, keep_last=100
         )
         back = life == 2 and data.draw(st.booleans())
         if back:  # a new life from the beginning: rows of the lives before are back at their initial values

@@ -16,13 +16,7 @@ from dlrm_api.errors import DeviceError, SnapshotError
 from dlrm_checkpointer.codec.digest import BLOCK_BYTES, block_ranges
 from dlrm_checkpointer.codec.rows import code_rows
 from dlrm_checkpointer.format.canonical import sealed
-from dlrm_checkpointer.format.chunk import (
-    MAX_ROW_NUMBERS,
-    decode_dense,
-    decode_row_numbers,
-    decode_rows,
-    encode_rows,
-)
+from dlrm_checkpointer.format.chunk import MAX_ROW_NUMBERS, decode_dense, decode_row_numbers, decode_rows, encode_rows
 from dlrm_checkpointer.format.manifest import ObjectEntry, parse_manifest, parse_part, part_key
 from dlrm_checkpointer.publish.delta import delta_key
 from dlrm_checkpointer.publish.follower import Follower
@@ -123,10 +117,7 @@ def test_as_many_row_numbers_as_an_object_may_hold_are_read() -> None:
 def test_a_chunk_that_claims_other_rows_than_it_has_bytes_for_is_refused_by_its_key(claim: Object) -> None:
     shard = ShardId(table="t", row_start=0, row_end=9, column_start=0, column_end=4)
     rows = ShardRows(
-        shard=shard,
-        row_ids=np.arange(3),
-        rows=np.ones((3, 4), np.float32),
-        state=np.ones((3, 1), np.float32),
+        shard=shard, row_ids=np.arange(3), rows=np.ones((3, 4), np.float32), state=np.ones((3, 1), np.float32)
     )
     body = bytes(encode_rows(code_rows(rows, 8)[0]))
     header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])

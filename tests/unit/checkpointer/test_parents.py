@@ -71,11 +71,7 @@ def test_a_parent_is_in_flight_from_the_beginning_of_its_cut_until_that_is_commi
     parent = writer.begin(attempt=3)
     seen.append(inbox.parents_in_flight())
     writer.hand_over(
-        replace(model.meta(1, 3), parent=parent),
-        model.pieces(0, 1),
-        model.dense,
-        owned=model.shards(0, 1),
-        timeout_s=1,
+        replace(model.meta(1, 3), parent=parent), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), timeout_s=1
     )
     seen.append(inbox.parents_in_flight())
     cut = inbox.open(inbox.ready()[0])

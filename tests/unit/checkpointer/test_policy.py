@@ -53,11 +53,7 @@ def test_intermittent_never_goes_on_where_a_full_one_is_expected_to_cost_less(si
 
 @pytest.mark.parametrize(
     ("name", "kinds"),
-    [
-        ("full", ["full"] * 5),
-        ("one-shot", ["full", *["increment"] * 4]),
-        ("consecutive", ["full", *["increment"] * 4]),
-    ],
+    [("full", ["full"] * 5), ("one-shot", ["full", *["increment"] * 4]), ("consecutive", ["full", *["increment"] * 4])],
 )
 def test_the_other_policies_are_as_their_names_say(name, kinds):
     assert run(policy(name), [5_000] * 5, 1_000) == kinds

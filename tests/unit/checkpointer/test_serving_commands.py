@@ -45,8 +45,7 @@ def test_diff_prints_a_table(files: FileStore, trained, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("name", "says", "code"),
-    [("last", "'last'", ExitCode.USAGE), ("7", "no snapshot of step 7", ExitCode.NO_INPUT)],
+    ("name", "says", "code"), [("last", "'last'", ExitCode.USAGE), ("7", "no snapshot of step 7", ExitCode.NO_INPUT)]
 )
 def test_diff_says_which_snapshot_it_cannot_find(files: FileStore, trained, capsys, name, says, code):
     assert app.main(["snapshots", "diff", files.uri, "1", name]) == code

@@ -245,11 +245,7 @@ def test_a_job_survives_its_way_through_the_work_directory(job: Path) -> None:
         (["walk"], ExitCode.USAGE, "No such command"),
         (["plan", "JOB", "--fast"], ExitCode.USAGE, "No such option"),
         (["plan", "JOB", "-o", "xml"], ExitCode.USAGE, "'-o': 'xml' is not one of 'table', 'json'"),
-        (
-            ["snapshots", "prune", "file:///", "--keep-every", "5"],
-            ExitCode.USAGE,
-            "--keep-every",
-        ),
+        (["snapshots", "prune", "file:///", "--keep-every", "5"], ExitCode.USAGE, "--keep-every"),
         (["snapshots", "prune", "file:///", "--keep-every", "0s"], ExitCode.USAGE, "--keep-every"),
         (["logs", "job", "--since", "1 h"], ExitCode.USAGE, "--since"),
         (["suspend", "job", "--wait", "--timeout", "9"], ExitCode.USAGE, "--timeout"),
@@ -290,11 +286,7 @@ ON_SNAPSHOTS = [
 @pytest.mark.parametrize("command", ON_SNAPSHOTS, ids=[command[0] for command in ON_SNAPSHOTS])
 @pytest.mark.parametrize("place", ["mistyped", "job.yaml"], ids=["absent", "file"])
 def test_a_missing_directory_of_snapshots_is_named(
-    job: Path,
-    command: list[str],
-    place: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    job: Path, command: list[str], place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(job.parent)
     name, *options = command

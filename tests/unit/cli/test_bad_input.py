@@ -171,9 +171,7 @@ def test_a_bad_job_is_refused_before_anything_starts(
     assert not list(folder.glob("runs/*/logs/*"))
 
 
-def test_data_in_an_unreadable_folder_is_refused_with_its_field(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_data_in_an_unreadable_folder_is_refused_with_its_field(capsys: pytest.CaptureFixture[str]) -> None:
     with tempfile.TemporaryDirectory() as above:
         folder = Path(above) / "folder"
         (folder / "locked").mkdir(parents=True)

@@ -201,11 +201,7 @@ def test_a_broken_or_expired_watch_restarts_and_shows_each_change_once(
     too_old = {"kind": "Status", "code": 410, "message": "too old resource version: 1 (7)"}
     half_read = {"metadata": {"resourceVersion": "2", "continue": "more"}, "items": [restoring]}
     api.scripts["list"] = [listed(planning), listed(restoring), half_read, (410, "expired"), listed(trains)]
-    api.scripts["watch"] = [
-        event("MODIFIED", restoring) + event("ERROR", too_old),
-        event("MODIFIED", trains)[:40],
-        "",
-    ]
+    api.scripts["watch"] = [event("MODIFIED", restoring) + event("ERROR", too_old), event("MODIFIED", trains)[:40], ""]
     waits = iter([None, None, None])
 
     def wait(_: float) -> None:

@@ -92,8 +92,7 @@ def test_invalid_utf8_is_refused_with_the_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
-    [("2026-01-01: x", "keys must be str"), ("loop: &loop {again: *loop}", "Circular reference")],
+    ("more", "words"), [("2026-01-01: x", "keys must be str"), ("loop: &loop {again: *loop}", "Circular reference")]
 )
 @pytest.mark.parametrize("command", ["validate", "plan", "render"])
 def test_yaml_that_no_json_can_say_is_refused_with_its_file(

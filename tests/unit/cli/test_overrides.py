@@ -99,10 +99,7 @@ def test_the_last_of_several_settings_wins() -> None:
         ("spec.data.epochs=[1", "spec.data.epochs"),
         ("spec.data.train.uris[3]=/x", "spec.data.train.uris has no element [3]"),
         ("status.phase=Running", "no field status"),
-        (
-            "spec.trainer.podTemplate.container.env[0].value=2",
-            "podTemplate.container.env has no element [0]",
-        ),
+        ("spec.trainer.podTemplate.container.env[0].value=2", "podTemplate.container.env has no element [0]"),
         ("spec.trainer.podTemplate.spec.volumes.name=a", "spec.trainer.podTemplate.spec.volumes[0]"),
         ("spec.data.train[uris=1", "spec.model.tables[0].rows"),
     ],

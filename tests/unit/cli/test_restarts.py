@@ -20,14 +20,7 @@ def ended(name: str, code: int, message: str = "") -> ProcessExit:
 
 @pytest.mark.parametrize(
     ("codes", "cause"),
-    [
-        ((75, 137), 137),
-        ((75, 65, 137), 65),
-        ((143, 75), 75),
-        ((74, 1), 74),
-        ((143, 143), 143),
-        ((78, 74), 78),
-    ],
+    [((75, 137), 137), ((75, 65, 137), 65), ((143, 75), 75), ((74, 1), 74), ((143, 143), 143), ((78, 74), 78)],
 )
 def test_the_cause_is_distinguished_from_its_effects(codes: tuple[int, ...], cause: int) -> None:
     exits = [ended(f"trainer-{i}", code) for i, code in enumerate(codes)]

@@ -34,10 +34,7 @@ JOB: dict[str, Any] = {
         "lastFailure": {"attempt": 1, "pod": "p", "reason": "BadData", "message": EVIL},
     },
 }
-POD: dict[str, Any] = {
-    "metadata": {"name": "ads-trainer-1-0"},
-    "status": {"phase": "Failed", "message": EVIL},
-}
+POD: dict[str, Any] = {"metadata": {"name": "ads-trainer-1-0"}, "status": {"phase": "Failed", "message": EVIL}}
 
 
 def harmless(text: str) -> bool:

@@ -7,10 +7,7 @@ from dlrm_api.status import Phase
 from dlrm_testing.operator.model_cluster import ModelCluster
 from dlrm_testing.operator.running_job import start_next_attempt, start_training, status
 
-TABLES = [
-    {"name": "a", "rows": 1_000, "dim": 4, "pin": {"ranks": [2]}},
-    {"name": "b", "rows": 2_000, "dim": 4},
-]
+TABLES = [{"name": "a", "rows": 1_000, "dim": 4, "pin": {"ranks": [2]}}, {"name": "b", "rows": 2_000, "dim": 4}]
 """Rank 2 is asked for, so fewer than three replicas are not enough."""
 
 

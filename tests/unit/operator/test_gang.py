@@ -92,9 +92,7 @@ def test_a_finished_job_asks_nothing_more_of_a_pod_that_a_finalizer_keeps() -> N
 
 
 @pytest.mark.parametrize("owners", [[], [{"uid": "an older job"}]])
-def test_a_foreign_pod_is_waited_for_and_never_force_deleted(
-    owners: list[Object],
-) -> None:
+def test_a_foreign_pod_is_waited_for_and_never_force_deleted(owners: list[Object]) -> None:
     cluster = running(backoff="0s")
     theirs = cluster.pods[POD_1]
     theirs["metadata"]["ownerReferences"] = [{**theirs["metadata"]["ownerReferences"][0], **owner} for owner in owners]

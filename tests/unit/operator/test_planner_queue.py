@@ -80,9 +80,7 @@ def run(bench: Bench, work: Callable[[], Awaitable[Any]]) -> None:
     asyncio.run(whole())
 
 
-def test_namespaces_are_served_round_robin(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_namespaces_are_served_round_robin(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
     monkeypatch.setattr(planner, "SLOW_S", 60.0)  # one process
 
@@ -134,9 +132,7 @@ def test_a_namespace_that_has_edited_its_job_makes_way_all_the_same(monkeypatch:
     run(bench, work)
 
 
-def test_retry_interval_doubles_until_an_edit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_retry_interval_doubles_until_an_edit(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, now = Bench(monkeypatch), [0.0]
     monkeypatch.setattr(planner, "time", SimpleNamespace(monotonic=lambda: now[0]))
     (key,) = keys("team", 1)

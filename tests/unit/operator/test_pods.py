@@ -47,11 +47,7 @@ def env(container: Object) -> dict[str, str]:
 def test_render_gives_every_object_of_one_attempt() -> None:
     found = rendered(job())
 
-    assert {kind: len(items) for kind, items in found.items()} == {
-        "ConfigMap": 1,
-        "Service": 1,
-        "Pod": 2,
-    }
+    assert {kind: len(items) for kind, items in found.items()} == {"ConfigMap": 1, "Service": 1, "Pod": 2}
     assert [pod["metadata"]["name"] for pod in found["Pod"]] == ["demo-trainer-1-0", "demo-trainer-1-1"]
 
 
@@ -179,11 +175,7 @@ def test_pods_meet_the_restricted_security_standard() -> None:
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert spec["automountServiceAccountToken"] is False
         assert spec["restartPolicy"] == "Never"
-        assert {next(iter(set(volume) - {"name"})) for volume in spec["volumes"]} <= {
-            "projected",
-            "emptyDir",
-            "secret",
-        }
+        assert {next(iter(set(volume) - {"name"})) for volume in spec["volumes"]} <= {"projected", "emptyDir", "secret"}
         for container in containers(pod):
             security = container["securityContext"]
             assert security["allowPrivilegeEscalation"] is False

@@ -667,9 +667,7 @@ def unavailable(code: int, words: str = WEBHOOK_DOWN) -> ClusterUnavailableError
 
 
 @pytest.mark.parametrize("kind", ["/services", "/configmaps", "/pods"])
-def test_creation_that_a_broken_webhook_fails_is_reported(
-    kind: str,
-) -> None:
+def test_creation_that_a_broken_webhook_fails_is_reported(kind: str) -> None:
     bench = planned()
     webhook = Ailing(bench, kind, unavailable(500))
     for _ in range(3):
@@ -942,9 +940,7 @@ def test_a_service_that_was_deleted_before_the_gang_met_is_made_again(monkeypatc
     assert bench.status()["attempt"] == 1
 
 
-def test_plan_deleted_before_the_start_ends_the_attempt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_plan_deleted_before_the_start_ends_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = started_slowly(monkeypatch)
     bench.reconcile_once()
     del bench.api.objects[PLAN]
@@ -966,9 +962,7 @@ def test_what_slow_gangs_start_by_is_asked_for_once_a_second_at_most(monkeypatch
     assert not [path for method, path in second if method == "LIST"]
 
 
-def test_startup_checks_end_when_the_job_trains(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_startup_checks_end_when_the_job_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = planned()
     bench.reconcile_once()
     bench.pods_run()

@@ -251,12 +251,7 @@ def test_volcano_is_given_a_pod_group_and_places_the_pods_itself() -> None:
     assert (group["apiVersion"], group["metadata"]["name"]) == ("scheduling.volcano.sh/v1beta1", "demo-1")
     assert group["metadata"]["ownerReferences"][0]["uid"] == "u"
     resources = requests_of_all(pods)
-    assert group["spec"] == {
-        "minMember": 2,
-        "minResources": resources,
-        "queue": "ads",
-        "priorityClassName": "high",
-    }
+    assert group["spec"] == {"minMember": 2, "minResources": resources, "queue": "ads", "priorityClassName": "high"}
     assert resources["cpu"] == "3"
 
 

@@ -317,9 +317,7 @@ def test_events_do_not_wait_behind_spread_keys() -> None:
     assert turns == [jobs[0], jobs[-1]]
 
 
-def test_unreadable_status_backs_off_and_is_counted(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_unreadable_status_backs_off_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     turns: list[JobKey] = []
     counted = RECONCILES.labels("unreadable")
     before = counted._value.get()

@@ -203,17 +203,7 @@ def test_pins_are_honoured(make_spec: MakeSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pin", "message"),
-    [
-        (
-            {"ranks": [0, 2]},
-            "rank 2",
-        ),
-        (
-            {"sharding": "data", "ranks": [0]},
-            "sharding data",
-        ),
-    ],
+    ("pin", "message"), [({"ranks": [0, 2]}, "rank 2"), ({"sharding": "data", "ranks": [0]}, "sharding data")]
 )
 def test_a_pin_that_cannot_be_honoured_is_refused(make_spec: MakeSpec, pin: dict[str, Any], message: str) -> None:
     spec = make_spec([table("u", 10), table("t", 10, pin=pin)], replicas=2)

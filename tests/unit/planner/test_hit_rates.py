@@ -163,12 +163,7 @@ def hot(lookups_each: int) -> tuple[ReuseBin, ...]:
 
 @pytest.mark.parametrize(
     ("histogram", "policy", "expected"),
-    [
-        ((), "auto", "lru"),
-        (hot(20), "auto", "mixed"),
-        (hot(1), "auto", "lru"),
-        (hot(20), "lfu", "lfu"),
-    ],
+    [((), "auto", "lru"), (hot(20), "auto", "mixed"), (hot(1), "auto", "lru"), (hot(20), "lfu", "lfu")],
 )
 def test_the_policy_follows_the_trace_and_the_user_before_it(
     make_spec: MakeSpec, histogram: tuple[ReuseBin, ...], policy: str, expected: str

@@ -52,11 +52,7 @@ def problems(draw: st.DrawFn) -> tuple[Items, Bins]:
 def test_no_partitioner_breaks_a_cap_or_a_pin(problem: tuple[Items, Bins]) -> None:
     items, bins = problem
 
-    answers = [
-        greedy(items, bins),
-        best_fit(items, bins),
-        repair(items, bins, largest_differences(items, bins)),
-    ]
+    answers = [greedy(items, bins), best_fit(items, bins), repair(items, bins, largest_differences(items, bins))]
 
     for ranks in answers:
         if ranks is None or isinstance(ranks, PartitionFailure):

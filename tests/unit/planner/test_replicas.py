@@ -69,9 +69,7 @@ def test_whatever_sizes_are_worth_the_answer_is_true_and_few_are_judged(
 
 
 @given(judgements())
-def test_of_few_sizes_the_answer_is_the_fewest_of_all(
-    given_: tuple[int, int, float, Mapping[int, JudgedSize]],
-) -> None:
+def test_of_few_sizes_the_answer_is_the_fewest_of_all(given_: tuple[int, int, float, Mapping[int, JudgedSize]]) -> None:
     least, most, target, worth = given_
     most = min(most, least + MAX_EXACT - 1)
 

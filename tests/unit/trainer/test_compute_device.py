@@ -133,10 +133,7 @@ def test_a_gpu_that_fails_while_others_are_waited_for_is_no_fault_of_theirs(fail
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (
-            "full",
-            r"the rank's GPU is full: .* Tried to allocate 2.00 GiB.*; set or lower spec.trainer.tierBudgets.hbm",
-        ),
+        ("full", r"the rank's GPU is full: .* Tried to allocate 2.00 GiB.*; set or lower spec.trainer.tierBudgets.hbm"),
         ("failing", r"the rank's GPU failed: CUDA error: uncorrectable ECC error encountered; drain the node"),
     ],
 )

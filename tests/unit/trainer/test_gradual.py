@@ -181,9 +181,7 @@ def test_a_cut_of_many_slices_is_handed_over_over_many_steps(tmp_path: Path, tie
     assert max(report.whole.values()) > 3
 
 
-def test_a_cut_whose_rows_change_before_there_is_room_is_given_up_and_its_rows_are_in_the_next(
-    tmp_path: Path,
-) -> None:
+def test_a_cut_whose_rows_change_before_there_is_room_is_given_up_and_its_rows_are_in_the_next(tmp_path: Path) -> None:
     job = job_of(tmp_path)
     plan = random_plan(np.random.default_rng(3), job.spec.model, 1)
 

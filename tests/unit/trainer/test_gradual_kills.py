@@ -46,10 +46,7 @@ TABLES = [
 ]
 CHANGES: dict[str, Any] = {
     "model": {"tables": TABLES, "bottomMlp": [16]},
-    "data": {
-        "synthetic": {"samples": 1_000_000, "evalSamples": 500, "alpha": 0.0},
-        "globalBatchSize": 256,
-    },
+    "data": {"synthetic": {"samples": 1_000_000, "evalSamples": 500, "alpha": 0.0}, "globalBatchSize": 256},
     "training": {"maxSteps": STEPS},
     "checkpoint": {"intervalSteps": 4, "bits": 32, "policy": "consecutive", "retention": {"keepLast": 1_000}},
 }

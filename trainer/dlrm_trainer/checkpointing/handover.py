@@ -10,15 +10,7 @@ from pydantic import TypeAdapter
 
 from dlrm_api.errors import TemporaryError
 from dlrm_api.progress import TrainerPhase
-from dlrm_checkpointer import (
-    PEERS_TIMEOUT_S,
-    Cut,
-    CutMeta,
-    CutWithdrawnError,
-    HandedOver,
-    HandoffWriter,
-    SnapshotName,
-)
+from dlrm_checkpointer import PEERS_TIMEOUT_S, Cut, CutMeta, CutWithdrawnError, HandedOver, HandoffWriter, SnapshotName
 from dlrm_trainer.checkpointing.restore import Assembly
 from dlrm_trainer.distributed.failures import CollectiveKeepalive
 from dlrm_trainer.embedding import CopyBeforeUpdate

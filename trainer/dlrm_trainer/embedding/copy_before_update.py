@@ -422,11 +422,7 @@ class _RecordMap:
         return size * CutRows(shard=part.shard, count=0, state_values=self._values).row_bytes
 
     def save(
-        self,
-        ids: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        parts: NDArray[np.int64],
+        self, ids: NDArray[np.int64], sizes: NDArray[np.int64], starts: NDArray[np.int64], parts: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Copy the pending rows of each segment of ids that have places; return the positions of the others.
 

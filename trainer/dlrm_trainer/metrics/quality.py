@@ -55,9 +55,7 @@ def evaluate(logits: Floats, labels: Labels, step: int = 0) -> EvalMetrics:
 def log_loss(logits: Floats, labels: Labels) -> float:
     """Return the mean of -log of the label's probability (nats): finite for any finite logits."""
     return _mean(
-        logits,
-        labels,
-        lambda some, theirs: np.maximum(some, 0.0) - some * theirs + np.log1p(np.exp(-np.abs(some))),
+        logits, labels, lambda some, theirs: np.maximum(some, 0.0) - some * theirs + np.log1p(np.exp(-np.abs(some)))
     )
 
 

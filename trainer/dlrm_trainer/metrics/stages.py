@@ -221,9 +221,7 @@ class StepMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Return every metric once."""
         seconds = CounterMetricFamily(
-            "dlrm_trainer_stage_seconds",
-            "Time of the training thread, by stage of the step.",
-            labels=["rank", "stage"],
+            "dlrm_trainer_stage_seconds", "Time of the training thread, by stage of the step.", labels=["rank", "stage"]
         )
         sent = CounterMetricFamily(
             "dlrm_trainer_sent_bytes", "Bytes sent to other ranks, by kind of traffic.", labels=["rank", "traffic"]

@@ -226,11 +226,7 @@ class Pod:
     def sidecar(self) -> tuple[Inbox, Sidecar]:
         inbox = Inbox(self.folder, self.ranks)
         chains = ChainPolicy(
-            name=self.policy,
-            base_every_s=None,
-            max_chain=self.max_chain,
-            max_restore_s=None,
-            restore_bytes_per_s=1e8,
+            name=self.policy, base_every_s=None, max_chain=self.max_chain, max_restore_s=None, restore_bytes_per_s=1e8
         )
         duties = SidecarTasks(
             bits=self.bits,
@@ -344,12 +340,7 @@ def new_model() -> type[Model]:
 @pytest.fixture
 def small_tables() -> tuple[TableMeta, ...]:
     """Few rows, for tests that look at each of them in plain Python."""
-    return (
-        table("users", 300, 8),
-        table("items", 100, 16, blocks=2),
-        table("zero", 5, 4, scale=0),
-        *OTHER_TABLES,
-    )
+    return (table("users", 300, 8), table("items", 100, 16, blocks=2), table("zero", 5, 4, scale=0), *OTHER_TABLES)
 
 
 @pytest.fixture

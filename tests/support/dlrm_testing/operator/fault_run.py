@@ -19,10 +19,7 @@ from dlrm_testing.operator.job_checks import at_rest, check_children, check_end,
 from dlrm_testing.operator.job_model import HALTS, Fate, Kind, Stuck
 from dlrm_testing.operator.job_schedule import Script, describe
 
-GROUPS = {
-    "volcano": "/apis/scheduling.volcano.sh/v1beta1",
-    "coscheduling": "/apis/scheduling.x-k8s.io/v1alpha1",
-}
+GROUPS = {"volcano": "/apis/scheduling.volcano.sh/v1beta1", "coscheduling": "/apis/scheduling.x-k8s.io/v1alpha1"}
 
 
 class JobRun:

@@ -21,10 +21,7 @@ def stack(rank: int, file: str, function: str) -> str:
     )
 
 
-HUNG_READER = {
-    POD_0: stack(0, COLLECTIVE, "wait"),
-    POD_1: stack(1, "dlrm/dlrm_trainer/data/reader.py", "read"),
-}
+HUNG_READER = {POD_0: stack(0, COLLECTIVE, "wait"), POD_1: stack(1, "dlrm/dlrm_trainer/data/reader.py", "read")}
 
 
 def stop_progress(cluster: ModelCluster, still_s: float, **progress: Any) -> None:

@@ -44,10 +44,7 @@ class Kueue:
             "webhook": {"host": LOOPBACK, "port": self._port, "certDir": str(folder)},
             "leaderElection": {"leaderElect": False},
             "internalCertManagement": {"enable": False},
-            "integrations": {
-                "frameworks": ["pod"],
-                "podOptions": {"namespaceSelector": {"matchLabels": CHOSEN}},
-            },
+            "integrations": {"frameworks": ["pod"], "podOptions": {"namespaceSelector": {"matchLabels": CHOSEN}}},
         }
         (folder / "kueue.yaml").write_text(json.dumps(config))
         argv = [binaries("kueue") / "kueue", f"--config={folder / 'kueue.yaml'}"]

@@ -256,11 +256,7 @@ class ModelCluster:
         return made
 
     def _delete(self, action: DeleteObject) -> None:
-        kept = {
-            "Pod": self.pods,
-            "ConfigMap": self.config_maps,
-            "PodGroup": self.groups,
-        }[action.kind]
+        kept = {"Pod": self.pods, "ConfigMap": self.config_maps, "PodGroup": self.groups}[action.kind]
         found = kept.get(action.name)
         if found is None or found["metadata"]["uid"] != action.uid:
             return

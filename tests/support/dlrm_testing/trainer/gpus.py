@@ -22,10 +22,7 @@ def lacking() -> str:
 
 LACKING = lacking()
 needs_gpu = pytest.mark.skipif(bool(LACKING), reason=LACKING or "nothing")
-GPUS = [
-    pytest.param("pretended"),
-    pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu]),
-]
+GPUS = [pytest.param("pretended"), pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 """What tests of the code for GPUs run on: everywhere, and where there is a CUDA device."""
 
 

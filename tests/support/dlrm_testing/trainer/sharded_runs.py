@@ -40,10 +40,7 @@ def job_of(
     model = {"denseFeatures": ["a", "b"], "bottomMlp": [16], "topMlp": [16, 1], "tables": tables}
     row_optimizer = {"kind": kind, "learningRate": 0.01}
     return small_job(
-        folder,
-        world_size,
-        model=model | {"precision": precision},
-        training={"rowOptimizer": row_optimizer, **training},
+        folder, world_size, model=model | {"precision": precision}, training={"rowOptimizer": row_optimizer, **training}
     )
 
 

@@ -272,11 +272,7 @@ def test_closing_a_reader_ends_its_threads(open_rows: Any) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "shrunk": (lambda path: os.truncate(path, 100), BadDataError, r"data\.parquet: changed .* to 100 bytes"),
-    "longer": (
-        lambda path: path.write_bytes(path.read_bytes() + b"\n"),
-        BadDataError,
-        r"data\.parquet: changed",
-    ),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\n"), BadDataError, r"data\.parquet: changed"),
     "gone": (lambda path: path.unlink(), NoInputError, r"file not found: .*data\.parquet"),
 }
 

@@ -63,11 +63,7 @@ def test_features_of_a_table_are_bags_of_their_own_in_the_models_order(read: Any
     batch = read(COLUMNS, [FILMS, USER])
 
     assert batch.lengths.tolist() == [[2, 0, 0, 1], [1, 1, 2, 0], [1, 1, 0, 1]]
-    assert bags(batch, batch.values) == [
-        [[5, 6], [], [], [7]],
-        [[1], [2], [3, 4], []],
-        [[3], [1], [], [0]],
-    ]
+    assert bags(batch, batch.values) == [[[5, 6], [], [], [7]], [[1], [2], [3, 4], []], [[3], [1], [], [0]]]
     assert batch.weights is None
 
 
@@ -118,10 +114,7 @@ BAD_WEIGHTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "NaN": ({"seen_w": [[0.5, float("nan")], [], [], [1.0]]}, r"row 0: invalid column seen_w: .*finite"),
     "infinity": ({"liked_w": [[1.0], [2.0], [3.0, float("inf")], []]}, r"row 2: invalid column liked_w: .*finite"),
-    "beyond float32": (
-        {"seen_w": [[0.5, 1.0], [], [], [1e300]]},
-        r"row 3: invalid column seen_w: .*finite",
-    ),
+    "beyond float32": ({"seen_w": [[0.5, 1.0], [], [], [1e300]]}, r"row 3: invalid column seen_w: .*finite"),
     "null": ({"seen_w": [[0.5, None], [], [], [1.0]]}, r"row 0: invalid column seen_w: .*null"),
     "text": ({"seen_w": [["a", "b"], [], [], ["c"]]}, r"invalid column seen_w: .* got list<.*string>"),
 }

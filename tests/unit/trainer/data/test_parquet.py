@@ -143,15 +143,9 @@ BAD_COLUMNS: dict[str, tuple[dict[str, Any], str]] = {
     "text ids": ({"user": list("abcde")}, r"invalid column user: .*string"),
     "fractions as ids": ({"user": [0.5, 1, 2, 3, 0]}, r"invalid column user: .*double"),
     "null in a bag": ({"films": [[1], [], [2, None], [], []]}, r"row 2: invalid column films: .*null.* \[2, None\]$"),
-    "id too large": (
-        {"user": [0, 4, 1, 2, 9]},
-        r"row 1: .* table user .* got 4; raise rows to at least 10.*mix",
-    ),
+    "id too large": ({"user": [0, 4, 1, 2, 9]}, r"row 1: .* table user .* got 4; raise rows to at least 10.*mix"),
     "negative id": ({"user": [0, 1, -7, 2, 3]}, r"row 2: .* table user .* 0 to 3, got -7; .*embedding\.hash: mix"),
-    "bag too long": (
-        {"films": [[1], [], [], [1] * 4, []]},
-        r"row 3: .* table films .* 3 ids \(maxLookups .* got 4$",
-    ),
+    "bag too long": ({"films": [[1], [], [], [1] * 4, []]}, r"row 3: .* table films .* 3 ids \(maxLookups .* got 4$"),
     "id in a bag": ({"films": [[], [1, 2], [3, 10], [1], []]}, r"row 2: .* table films .* got 10;"),
 }
 

@@ -44,10 +44,7 @@ class TwoRanks:
 
     def __init__(self, header: list[int], lengths: list[int], ids: list[int]) -> None:
         self._header = header
-        self._sent = {
-            "lengths": torch.tensor(lengths, dtype=torch.uint8),
-            "ids": torch.tensor(ids, dtype=torch.int32),
-        }
+        self._sent = {"lengths": torch.tensor(lengths, dtype=torch.uint8), "ids": torch.tensor(ids, dtype=torch.int32)}
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.stack([tensor, torch.tensor(self._header)])

@@ -33,10 +33,7 @@ OPTIMIZERS = {
 }
 KINDS = list(OPTIMIZERS)
 RATES = [0.1, 0.05, 0.2, 0.1]
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu]),
-]
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 both_types = pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_device = pytest.mark.parametrize("device", DEVICES)

@@ -25,12 +25,7 @@ ROWS, SAMPLES = 50_000, 2_048
     ("features", "bag", "dim", "weighted"), [(4, 1, 64, False), (4, 5, 16, True), (1, 9, 128, True)]
 )
 def test_updates_take_what_plans_count(
-    kind: RowOptimizerKind,
-    dtype: RowDtype,
-    features: int,
-    bag: int,
-    dim: int,
-    weighted: bool,
+    kind: RowOptimizerKind, dtype: RowDtype, features: int, bag: int, dim: int, weighted: bool
 ) -> None:
     tables = Tables(
         shapes=((ROWS, dim),) * features,

@@ -41,11 +41,7 @@ def test_an_attempt_begins_without_the_result_and_the_profile_of_an_earlier_end(
     assert {path.name for path in tmp_path.iterdir()} == {"progress.jsonl"}
 
 
-@given(
-    counts=st.lists(st.integers(0, 5), max_size=8),
-    restored=st.integers(0, 10),
-    torn=st.integers(0, 40),
-)
+@given(counts=st.lists(st.integers(0, 5), max_size=8), restored=st.integers(0, 10), torn=st.integers(0, 40))
 def test_a_ledger_keeps_whole_records_up_to_the_restored_step(
     tmp_path_factory: object, counts: list[int], restored: int, torn: int
 ) -> None:

@@ -21,11 +21,7 @@ PIECE = 40_000
 @pytest.mark.parametrize(("ways", "column_block"), [(0, DIM), (8, DIM), (0, DIM // 4)])
 @pytest.mark.parametrize(
     "budgets",
-    [
-        {"ddr": "164Mi", "block": "1Gi"},
-        {"ddr": "164Mi", "scm": "1Gi"},
-        {"ddr": "164Mi", "scm": "20Mi", "block": "1Gi"},
-    ],
+    [{"ddr": "164Mi", "block": "1Gi"}, {"ddr": "164Mi", "scm": "1Gi"}, {"ddr": "164Mi", "scm": "20Mi", "block": "1Gi"}],
 )
 def test_rows_of_every_table_fit_the_planned_bytes(
     tmp_path: Path, budgets: dict[str, str], ways: int, column_block: int

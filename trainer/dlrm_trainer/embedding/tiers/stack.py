@@ -18,15 +18,7 @@ from dlrm_api.plan import TierShare
 from dlrm_api.tiers import BLOCK_SLACK, MAX_PLACES, SLOT_META_BYTES, RowDtype, Tier, map_entry_bytes
 from dlrm_checkpointer import table_key, table_scale
 from dlrm_kernels import row_cache
-from dlrm_kernels.replacement import (
-    LFU,
-    LISTS,
-    LRU,
-    META_WORDS,
-    MIXED,
-    PROTECTED_SHARE,
-    Replacement,
-)
+from dlrm_kernels.replacement import LFU, LISTS, LRU, META_WORDS, MIXED, PROTECTED_SHARE, Replacement
 from dlrm_kernels.row_cache import COUNTS, LEVEL_BITS, LookupResult, RowMap, fill_initial
 from dlrm_trainer.embedding.placement import PartGroup
 from dlrm_trainer.embedding.tiers.block import BlockLevel
@@ -433,11 +425,7 @@ def stack_tables(group: PartGroup, tables: Sequence[TableSpec], extra: Sequence[
 
 
 def make_stack(
-    group: PartGroup,
-    tables: Sequence[StackTable],
-    storage: tuple[Tensor, Tensor],
-    seed: int,
-    tier_dir: Path | None,
+    group: PartGroup, tables: Sequence[StackTable], storage: tuple[Tensor, Tensor], seed: int, tier_dir: Path | None
 ) -> Stack:
     """Make the stack of a group over the slots of its kernel, given as their rows and states.
 
