@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.model import TableSpec
-from dlrm_api.trace import CurvePoint, ReuseBin, TableTrace, Trace
-from dlrm_cli.trace import CACHE_SHARES
+from dlrm_api.trace import CACHE_SHARES, CurvePoint, ReuseBin, TableTrace, Trace
 from dlrm_kernels.reuse import StackDistances
 from dlrm_trainer.data.reader import Batch
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from dlrm_api.errors import DeviceError, InvalidSpecError, UsageError
 from dlrm_api.job import DLRMJob
 from dlrm_api.model import TRACE_KEY
-from dlrm_api.trace import TableTrace, Trace, parse_trace
+from dlrm_api.trace import CACHE_SHARES, TableTrace, Trace, parse_trace
 from dlrm_cli.checks import check_inputs
 from dlrm_cli.manifests import CONFIGMAP, read_job
 from dlrm_cli.views import PLAIN_INTERVAL_S, SafeConsole, print_view
@@ -113,7 +113,6 @@ def _text(trace: Trace, tables: Sequence[TableTrace]) -> str:
 if TYPE_CHECKING:
     from dlrm_trainer.data import Reader
 
-CACHE_SHARES = (0.01, 0.1, 0.5)
 MAX_NAME = 253 - len("-9999")
 """Characters of a ConfigMap's name that leave space for a number."""
 MAX_FIRST_ACCESSES = 0.1

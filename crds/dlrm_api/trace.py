@@ -10,6 +10,9 @@ from pydantic import Field, ValidationError
 from dlrm_api.base import ApiModel, stopping_early
 from dlrm_api.errors import invalid_spec
 
+CACHE_SHARES = (0.01, 0.1, 0.5)
+"""Caches, as shares of a table's rows, whose hit rates every curve holds."""
+
 
 class ReuseBin(ApiModel):
     """Count rows with a similar number of lookups."""

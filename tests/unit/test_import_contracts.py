@@ -22,7 +22,7 @@ PLANTED = {
         "operator/dlrm_operator/manifests",
         "dlrm_operator.reconcile.state",
     ),
-    "the operator's modules are read in one direction: none imports what imports it": (
+    "every package is read in one direction: no module imports what imports it": (
         "operator/dlrm_operator/manifests",
         "dlrm_operator.reconcile.state",
     ),

@@ -1,4 +1,4 @@
-"""Choose the device that a rank computes on: the host, or a GPU of its own. Loads fbgemm only for a GPU."""
+"""Choose the device that a rank computes on: the host, or a GPU of its own."""
 
 from __future__ import annotations
 
@@ -27,22 +27,13 @@ def take_device(device: Device, local_rank: int) -> torch.device:
         local_rank: index of this process in its pod, and of its GPU.
 
     Raises:
-        InvalidSpecError: the plan needs a GPU, and this process has none of its own or no kernels for it.
+        InvalidSpecError: the plan needs a GPU, and this process has none of its own.
         DeviceError: the driver provides no GPU; a retry or another node may help.
     """
     if device == "cpu":
         return HOST
     if not torch.cuda.is_available():
         raise _without_gpus()
-    # Loads fbgemm, which takes seconds.
-    from dlrm_trainer.embedding.gpu import made_for_gpus
-
-    if not made_for_gpus():
-        raise InvalidSpecError(
-            "plan.device",
-            "expected cpu, got cuda: the package fbgemm-gpu-cpu has no kernels for GPUs; "
-            "install fbgemm-gpu, as in the trainer's image for GPUs",
-        )
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise InvalidSpecError(

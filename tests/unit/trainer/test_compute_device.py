@@ -29,7 +29,6 @@ from dlrm_trainer.compute_device import HOST, take_device
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.rendezvous import backends
-from dlrm_trainer.embedding import gpu as gpu_module
 from dlrm_trainer.embedding import place
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.metrics import stages
@@ -94,7 +93,6 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda each: taken.append(str(each)))
-    monkeypatch.setattr(gpu_module, "made_for_gpus", lambda: True)
     return taken
 
 
@@ -108,14 +106,6 @@ def test_each_process_of_a_pod_takes_a_gpu_of_its_own(two_gpus: list[str], local
 def test_a_pod_with_fewer_gpus_than_processes_is_refused() -> None:
     with pytest.raises(InvalidSpecError, match=r"processesPerReplica: expected at most 2, .* process 2 has none"):
         take_device("cuda", 2)
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_a_package_without_kernels_for_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_module, "made_for_gpus", lambda: False)
-
-    with pytest.raises(InvalidSpecError, match="fbgemm-gpu-cpu has no kernels for GPUs; install fbgemm-gpu"):
-        take_device("cuda", 0)
 
 
 @pytest.mark.parametrize("failure", FAILURES.values())

@@ -19,6 +19,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor
 
+from dlrm_api.errors import InvalidSpecError
 from dlrm_api.row_optimizers import ROW_OPTIMIZERS, state_values
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_kernels import hashing
@@ -80,9 +81,18 @@ class DeviceKernel:
     """Look up and update tables on a GPU; see ``local_tables.Kernel``.
 
     On the host it runs too, for tests that compare it with the compiled loops.
+
+    Raises:
+        InvalidSpecError: the tables are on a GPU, and the installed fbgemm has no kernels for it.
     """
 
     def __init__(self, tables: Tables) -> None:
+        if tables.device.type == "cuda" and not made_for_gpus():
+            raise InvalidSpecError(
+                "plan.device",
+                "expected cpu, got cuda: the package fbgemm-gpu-cpu has no kernels for GPUs; "
+                "install fbgemm-gpu, as in the trainer's image for GPUs",
+            )
         self._tables = tables
         self._fused = tables.dtype == "fp32" and ROW_OPTIMIZERS[tables.optimizer.kind].is_fused_on_gpu
         self._fbgemm = self._make_fbgemm()

@@ -8,9 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.training import RowOptimizerSpec
 from dlrm_kernels.row_updates import step_keys, table_key
 from dlrm_testing.trainer import row_rules
-from dlrm_trainer.embedding.gpu import Rounding, random_bits, round_to_half
+from dlrm_trainer.embedding import gpu
+from dlrm_trainer.embedding.gpu import DeviceKernel, Rounding, random_bits, round_to_half
+from dlrm_trainer.embedding.placement import Tables
 
 SUBNORMAL = 2.0**-24
 """The least fp16 number above zero."""
@@ -162,3 +166,19 @@ def test_neighbouring_rows_columns_and_steps_are_not_correlated() -> None:
         pairs = centred.narrow(dim, 0, 63) * centred.narrow(dim, 1, 63)
         assert abs(float(pairs.mean())) * math.sqrt(pairs.numel()) < 4.5
     assert abs(float(centred.mean())) * math.sqrt(centred.numel()) < 4.5
+
+
+def test_a_package_without_kernels_for_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "made_for_gpus", lambda: False)
+    tables = Tables(
+        shapes=((10, 4),),
+        features=(0,),
+        optimizer=RowOptimizerSpec(),
+        dtype="fp32",
+        device=torch.device("cuda", 0),
+        keys=np.empty(0, np.uint64),
+        first_columns=(0,),
+    )
+
+    with pytest.raises(InvalidSpecError, match=r"plan\.device: .* install fbgemm-gpu"):
+        DeviceKernel(tables)
