@@ -60,7 +60,7 @@ class Carrier:
         self._pipe.send(self._requests)
 
     def durable(self) -> bool:
-        """Whether the server has taken all of it."""
+        """Return whether the server has everything."""
         if not self._carried and self._pipe.poll():
             answer = self._pipe.recv()
             if answer:
@@ -70,7 +70,7 @@ class Carrier:
 
     @property
     def cpu_s(self) -> float:
-        """Of the process that sends, since its start."""
+        """Return the CPU seconds of the sending process since its start."""
         times = psutil.Process(self._process.pid).cpu_times()
         return float(times.user + times.system)
 

@@ -26,7 +26,7 @@ Kept = tuple[float, str, int]
 
 
 class ContenderError(RuntimeError):
-    """A side ended before it was done, as when the kernel killed it for its memory."""
+    """Report a side that ended early, as when the kernel killed it for its memory."""
 
 
 class Contender:

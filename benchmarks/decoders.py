@@ -24,7 +24,7 @@ _DIGITS[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a file is."""
+    """Locate a file."""
 
     uri: str
     """A path, or ``s3://bucket/key``."""
@@ -32,7 +32,7 @@ class Origin:
 
     @property
     def storage_options(self) -> dict[str, str]:
-        """As polars takes them."""
+        """Return the location in the form that polars takes."""
         if self.service is None:
             return {}
         return {
@@ -45,7 +45,7 @@ class Origin:
 
     @property
     def filesystem(self) -> tuple[pa.fs.FileSystem, str]:
-        """As pyarrow takes it, and the path there."""
+        """Return pyarrow's file system and the path in it."""
         if self.service is None:
             return pa.fs.LocalFileSystem(), self.uri
         service = pa.fs.S3FileSystem(
@@ -59,7 +59,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Decoded:
-    """A file's content; missing dense values are 0, missing ids ``MISSING_ID``."""
+    """Hold a file's content; missing dense values are 0, missing ids ``MISSING_ID``."""
 
     labels: NDArray[Any]
     dense: NDArray[np.float32]
@@ -77,7 +77,7 @@ class Columns:
     """A column as an Arrow array."""
 
     def contents(self) -> Decoded:
-        """For comparison, not timed."""
+        """Return the decoded content, for comparison; not timed."""
 
         def filled(name: str, value: int) -> NDArray[Any]:
             column = self.column(name)

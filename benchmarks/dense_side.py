@@ -19,7 +19,7 @@ PRODUCT = (2_048, 512, 512)
 
 
 class DenseSide:
-    """Our dense half, its optimizer, and pooled rows that are there already.
+    """Run our dense half and its optimizer on pooled rows that are there already.
 
     Args:
         shape: of the model.
@@ -49,7 +49,7 @@ class DenseSide:
 
 
 class Products:
-    """As many multiplications as the dense half's step has, all in products of matrices of a wide layer's size.
+    """Multiply as often as the dense half's step, all in products of matrices of a wide layer's size.
 
     Args:
         shape: of the model.
@@ -73,7 +73,7 @@ class Products:
 
 
 def step_flops(shape: Shape) -> float:
-    """Of the dense half's step: two for each product of a weight or of two vectors' elements, and twice that backward.
+    """Count a dense step's operations: two per product of a weight or of two vectors' elements, twice that backward.
 
     No gradient of the dense features is needed; of the symmetric products, half.
     """

@@ -13,7 +13,7 @@ DEPTH = 128
 
 
 class FioError(RuntimeError):
-    """The device's limit can't be measured, and none is made up."""
+    """Report that the device's limit can't be measured."""
 
 
 def find_fio() -> str:

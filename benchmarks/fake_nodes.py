@@ -74,7 +74,7 @@ class FakeNodes:
                     yield json.loads(line)
 
     def writes(self, agent: str) -> int:
-        """How many of them were to change something."""
+        """Return how many of the calls were writes."""
         return sum(call["verb"] in WRITES for call in self.calls(agent))
 
     def cpu_s(self) -> dict[str, float]:

@@ -24,11 +24,11 @@ PATIENCE_S = 60.0
 
 
 class GangError(RuntimeError):
-    """A rank of a side failed."""
+    """Report that a rank of a side failed."""
 
 
 class Gang:
-    """The ranks of one side.
+    """Run the ranks of one side.
 
     Args:
         make: called in each process as ``make(rank, ranks, port)``, which must be picklable.

@@ -115,7 +115,7 @@ class Ours:
 
 
 class Kubeflow:
-    """The stock training operator: master and worker of a PyTorchJob."""
+    """Run the stock training operator: master and worker of a PyTorchJob."""
 
     name, agent, signs = "kubeflow-training-operator", "training-operator", 1
     job_label = "training.kubeflow.org/job-name"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """An S3 service."""
+    """Describe an S3 service."""
 
     endpoint: str
     access_key: str

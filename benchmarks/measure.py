@@ -15,31 +15,31 @@ from dlrm_trainer.data import Batch
 
 
 class Side(Protocol):
-    """What is measured."""
+    """Run what is measured."""
 
     def run(self, batches: Sequence[Batch]) -> float:
         """Seconds in which it trains as many batches as it is given."""
 
 
 class Described(Protocol):
-    """What a line is about, in the names that it has in the output."""
+    """Describe the setting of a line by the names that the output uses."""
 
     @property
     def benchmark(self) -> str:
-        """The program."""
+        """Return the program's name."""
 
     @property
     def against(self) -> str:
-        """The peer."""
+        """Return the peer's name."""
 
     @property
     def shown(self) -> dict[str, Any]:
-        """The setting, without the peer."""
+        """Return the setting without the peer."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Of a line about tiers."""
+    """Describe a line about tiers."""
 
     backing: str
     trace: str
@@ -54,13 +54,13 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """For choosing lines by a pattern."""
+        """Return the name that ``--only`` matches."""
         return f"{self.backing}/{self.cache}/{self.trace}/{self.against}"
 
 
 @dataclass
 class Pairs:
-    """What two sides measured, repeat by repeat."""
+    """Hold what two sides measured, repeat by repeat."""
 
     ours: list[float] = field(default_factory=list)
     theirs: list[float] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Pairs:
 
     @property
     def ratio(self) -> float:
-        """The median over repeats of ours / theirs."""
+        """Return the median over repeats of ours / theirs."""
         return float(np.median(self._ratios))
 
     @property
@@ -135,7 +135,7 @@ def alternate(
     repeats: int,
     after: Callable[[dict[str, float]], None],
 ) -> int:
-    """Every side in turn on the same batches, the order turned round each time.
+    """Run every side in turn on the same batches, in reverse order every other repeat.
 
     Args:
         sides: by name.

@@ -15,7 +15,7 @@ class MemoryGroupError(RuntimeError):
 
 
 class MemoryGroup:
-    """A control group of its own for some processes and whatever they allocate, page cache of files included.
+    """Put processes into a control group of their own, which counts all they allocate, page cache included.
 
     Raises:
         MemoryGroupError: this is not root, or the host gives no memory controller.
@@ -70,7 +70,7 @@ class MemoryGroup:
         return sum(int(words.get(name, 0)) for name in names)
 
     def events(self) -> dict[str, int]:
-        """How often the limit was met, and how often a process was killed for it."""
+        """Return how often the limit was met, and how often a process was killed for it."""
         if self._second:
             words = dict(line.split() for line in (self.folder / "memory.events").read_text().splitlines())
             return {"limit_met": int(words["max"]), "killed": int(words["oom_kill"])}

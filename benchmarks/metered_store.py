@@ -24,7 +24,7 @@ class MeteredStore:
 
     @property
     def uri(self) -> str:
-        """The store's own."""
+        """Return the wrapped store's URI."""
         return self._store.uri
 
     def _wrote(self, size: int) -> None:

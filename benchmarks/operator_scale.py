@@ -30,7 +30,7 @@ PEERS: dict[str, type[Controller]] = {"kubeflow-training-operator": Kubeflow, "b
 
 @dataclass(frozen=True)
 class Setting:
-    """Of a line about scale."""
+    """Describe a line about scale."""
 
     jobs: int
     against: str
@@ -79,7 +79,7 @@ class Watched:
 
     @property
     def cpu_s(self) -> float:
-        """All of it, that of ended children too."""
+        """Return the CPU seconds so far, with those of ended children."""
         self._look()
         return sum(self._ended_cpu_s.values())
 

@@ -30,7 +30,7 @@ Rows = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Setting:
-    """Of a line about codes."""
+    """Describe a line about codes."""
 
     bits: Bits
     search: str
@@ -46,7 +46,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """For choosing lines by a pattern."""
+        """Return the name that ``--only`` matches."""
         return f"{self.bits}/{self.search}/{self.draw}/{self.against}"
 
 
@@ -127,7 +127,7 @@ def drawn(draw: str, rows: int, seed: int) -> Rows:
 
 
 def piece(rows: Rows) -> ShardRows:
-    """As a rank hands them over."""
+    """Return rows in the form in which a rank hands them over."""
     return ShardRows(
         shard=ShardId(table="t", row_start=0, row_end=len(rows), column_start=0, column_end=WIDTH),
         row_ids=np.arange(len(rows), dtype=np.int64),

@@ -47,7 +47,7 @@ COLUMNS_ALONE = "none"
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Of one line."""
+    """Describe one line."""
 
     format: str
     uri: str
@@ -62,7 +62,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """For choosing lines by a pattern."""
+        """Return the name that ``--only`` matches."""
         return f"{self.format}/{self.uri}/{self.order}/{self.against}"
 
 

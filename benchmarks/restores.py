@@ -47,7 +47,7 @@ SNAPSHOTS = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Of a line about restores."""
+    """Describe a line about restores."""
 
     bits: Bits
     restores: int
@@ -63,7 +63,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class PartialSetting:
-    """Of a line about restores of lost shards alone."""
+    """Describe a line about restores of lost shards alone."""
 
     failures: int
     samples: int
@@ -98,7 +98,7 @@ def spec_of(seed: int, samples: int, eval_samples: int) -> DLRMJobSpec:
 
 
 def draw(spec: DLRMJobSpec) -> Data:
-    """All batches of an epoch and of the evaluation set."""
+    """Draw all batches of an epoch and of the evaluation set."""
     found = []
     for split in ("train", "eval"):
         with closing(open_reader(spec, split, 0, 1)) as reader:
@@ -207,7 +207,7 @@ def lines(quick: bool, seeds: int = SEEDS) -> Iterator[Line]:
 
 
 def lost(entropies: Sequence[float], exact: Sequence[float]) -> dict[str, float]:
-    """How much larger entropies are, seed by seed: the mean, and how far the true mean may be from it."""
+    """Return the mean increase of the entropies over seeds, and its margin of error."""
     gaps = 100 * (np.array(entropies) / np.array(exact) - 1)
     factor = stats.t.ppf((1 + CONFIDENCE) / 2, len(gaps) - 1)
     return {"gap_percent": float(gaps.mean()), "gap_percent_error": float(factor * stats.sem(gaps))}

@@ -41,7 +41,7 @@ KINDS: tuple[tuple[Bits, str], ...] = ((32, "full"), (8, "full"), (2, "full"), (
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Of a line about restoring."""
+    """Describe a line about restoring."""
 
     bits: Bits
     kind: str
@@ -138,7 +138,7 @@ def part_of(table: TableMeta) -> ResidentPart:
 
 
 def restore(snapshot: Snapshot, parts: Sequence[ResidentPart]) -> None:
-    """As a rank does that starts."""
+    """Restore as a starting rank does."""
     codes = snapshot.shard_codes([part.shard for part in parts])
     for number, group in groupby(codes, key=itemgetter(0)):
         parts[number].restore(piece for _, piece in group)
@@ -146,7 +146,7 @@ def restore(snapshot: Snapshot, parts: Sequence[ResidentPart]) -> None:
 
 
 class FarStore(MeteredStore):
-    """A store each of whose objects comes late and slowly, however many are asked for."""
+    """Delay and slow each answer of a store, no matter how many are asked for at once."""
 
     def get_into(self, key: str, buffer: memoryview) -> int:
         """See ``ObjectStore``."""
@@ -163,7 +163,7 @@ class BareRead:
         self._keys = [f"{prefix}/{entry.key}" for entry in entries]
 
     def run(self) -> None:
-        """Once."""
+        """Read everything once."""
         with ThreadPoolExecutor(self._at_once) as pool:
             list(pool.map(self._read, self._keys))
 

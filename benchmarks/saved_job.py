@@ -76,12 +76,12 @@ class SavedJob:
 
     @property
     def table_bytes(self) -> int:
-        """Of all rows in fp32, with their state."""
+        """Return the bytes of all rows in fp32, with their state."""
         return sum(self.rows[table.name].nbytes + self.state[table.name].nbytes for table in self.tables)
 
     @property
     def full_bytes(self) -> int:
-        """Of everything: what a snapshot without increments and codes has to hold."""
+        """Return the bytes of a snapshot without increments and codes."""
         return self.table_bytes + sum(array.nbytes for array in self.dense.values())
 
     def touch(self, name: str, ids: NDArray[np.int64]) -> None:

@@ -17,7 +17,7 @@ PREFIX = "dlrm-bench-"
 
 
 class Scratch:
-    """A folder that is removed when it is closed; after a kill, when the next one is made beside it.
+    """Make a directory that is removed on close, or after a kill when the next one is made next to it.
 
     The process holds a lock on it, which the kernel drops with the process: one that nobody holds is left over.
 

@@ -26,7 +26,7 @@ HISTOGRAM = "meta-embedding-locality-2021.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The size of a model and of its batches; by default that of Criteo's data, one lookup a table."""
+    """Size a model and its batches; by default that of Criteo's data, one lookup a table."""
 
     tables: int = 26
     rows: int = 400_000
@@ -93,7 +93,7 @@ def job_of(shape: Shape) -> DLRMJob:
 def placement_of(
     shape: Shape, tiers: Sequence[str], cache: float, policy: str = "lru", lookahead: int = 1, slots: str = "ddr"
 ) -> Placement:
-    """Every table on the one rank: resident where ``tiers`` is empty, else in slots for a share of its rows over tiers.
+    """Place all tables on one rank: resident without ``tiers``, else in slots for a share of the rows over tiers.
 
     Args:
         shape: of the model.
@@ -125,7 +125,7 @@ def placement_of(
 
 
 def split_placement(shape: Shape, ranks: int, sharding: str) -> Placement:
-    """Every table in memory, split over some ranks: by table, row or column; mixed: in turn."""
+    """Split every table in memory over some ranks: by table, row or column; mixed: in turn."""
     model = job_of(shape).spec.model
     tables = []
     for number, table in enumerate(model.all_tables()):
@@ -152,7 +152,7 @@ def split_placement(shape: Shape, ranks: int, sharding: str) -> Placement:
 
 
 def popularity_of(trace: str, rows: int, data_dir: Path) -> Popularity:
-    """How often the rows of a table are looked up.
+    """Return how often the rows of a table are looked up.
 
     Raises:
         NoInputError: the histogram is not in ``data_dir``.

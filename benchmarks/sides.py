@@ -29,7 +29,7 @@ Replace = Callable[[Stack], Sequence[Level]]
 
 
 class Trained:
-    """A learner of one rank that trains whatever batches it is given, those ahead prepared as in a real run.
+    """Train a learner of one rank on the batches it is given, with those ahead prepared as in a real run.
 
     It trains as many batches as it is given, but later ones by its lookahead; those that are left wait for the next
     call. Whatever the lookahead began is waited for, so that all work of a call is in its time.
@@ -64,7 +64,7 @@ class Trained:
 
     @property
     def stacks(self) -> list[Stack]:
-        """Of the learner's tables."""
+        """Return the stacks of the learner's tables."""
         return [group.stack for group in self.learner.embeddings.tables.groups if group.stack is not None]
 
     def fill(self) -> None:

@@ -57,7 +57,7 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rat
 
 
 class _Rate:
-    """Has each part wait for those before it."""
+    """Let each part wait for those before it."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s, self._free_at = bytes_per_s, 0.0

@@ -34,7 +34,7 @@ METRIC = "stall_ms"
 
 @dataclass(frozen=True)
 class Stall:
-    """Of a line."""
+    """Describe a line about stalls."""
 
     shape: Shape
     against: str
@@ -49,7 +49,7 @@ class Stall:
 
 @dataclass(frozen=True)
 class Line:
-    """What was measured against one peer, in milliseconds."""
+    """Hold what was measured against one peer, in milliseconds."""
 
     setting: Stall
     pairs: Pairs
@@ -70,7 +70,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a cut took, in milliseconds."""
+    """Hold what a cut took, in milliseconds."""
 
     stall: float
     """All that training waited for: between steps, and before their updates."""
@@ -127,19 +127,19 @@ class Gather:
         self.out = tuple(torch.ones(len(self._rows), source.shape[1]) for source in self._sources)
 
     def run(self) -> None:
-        """Once."""
+        """Run once."""
         for source, out in zip(self._sources, self.out, strict=True):
             torch.index_select(source, 0, self._rows, out=out)
 
 
 class Copy:
-    """A plain copy of as many bytes, from one place to another."""
+    """Copy as many bytes plainly from one place to another."""
 
     def __init__(self, like: Sequence[Tensor]) -> None:
         self._to, self._from = [torch.ones_like(each) for each in like], like
 
     def run(self) -> None:
-        """Once."""
+        """Run once."""
         for to, from_ in zip(self._to, self._from, strict=True):
             to.copy_(from_)
 

@@ -29,7 +29,7 @@ CHECKED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Of a line about bytes."""
+    """Describe a line about bytes."""
 
     bits: Bits
     policy: PolicyName
@@ -46,7 +46,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """What a job's snapshots took."""
+    """Hold what a job's snapshots took."""
 
     written_bytes: int
     peak_bytes: int

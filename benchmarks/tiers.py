@@ -39,7 +39,7 @@ SLOW_STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How much is measured, and where."""
+    """Say how much is measured, and where."""
 
     shape: Shape
     virtual: Shape
@@ -66,11 +66,11 @@ class Options:
         return placement_of(self.shape, (tier,), cache, self.policy_of(trace), self.lookahead)
 
     def policy_of(self, trace: str) -> str:
-        """Which row leaves the slots."""
+        """Return the eviction policy of the slots."""
         return self.policy or POLICIES[trace]
 
     def chosen(self, trace: str) -> dict[str, str | int]:
-        """How rows are kept in slots, for the line."""
+        """Return how rows are kept in slots, for the line."""
         return {"policy": self.policy_of(trace), "lookahead": self.lookahead}
 
 
@@ -182,7 +182,7 @@ def against_rocksdb(options: Options, trace: str, settings: Sequence[Setting]) -
 
 
 def against_mapped_bags(options: Options, trace: str, settings: Sequence[Setting]) -> None:
-    """Our block level and torch's own embedding bags over a mapped file, both under one memory limit."""
+    """Compare our block level with torch's own embedding bags over a mapped file under one memory limit."""
     shape = replace(options.shape, row_optimizer="sgd", dense_optimizer="sgd")
     (setting,), folders = settings, (options.tier_dir, options.data_dir)
     pairs, cache = Pairs(), (setting.cache, options.policy_of(trace), options.lookahead)
@@ -217,7 +217,7 @@ def start(options: Options, trace: str, settings: Sequence[Setting]) -> None:
 
 
 def everything() -> Iterator[tuple[Measure, str, list[Setting]]]:
-    """Every measurement, with the lines that it prints."""
+    """Yield every measurement with the lines that it prints."""
     for trace in TRACES:
         memory = [("ddr", "all-in-ddr"), ("scm-emulated", "all-in-ddr"), ("scm-emulated", "ddr-backed")]
         yield in_memory, trace, [Setting(backing, trace, against=against) for backing, against in memory]

@@ -34,7 +34,7 @@ TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class TheirTables(nn.Module):
-    """Their tables under our dense half."""
+    """Run their tables under our dense half."""
 
     def __init__(self, tables: EmbeddingBagCollection, dense: DLRM) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ class Trace:
 
     @property
     def name(self) -> str:
-        """As settings show it."""
+        """Return the name that settings show."""
         return f"zipf-{self.exponent}/{self.share:.0%}"
 
     def odds(self, rows: int) -> NDArray[np.float64]:

@@ -30,7 +30,7 @@ PARTS_OF_A_STEP = ("dense-only", "flop-bound")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Of a line about training."""
+    """Describe a line about training."""
 
     pooling: int
     precision: str = "fp32"
@@ -53,13 +53,13 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """For choosing lines by a pattern."""
+        """Return the name that ``--only`` matches."""
         return f"{self.ranks}/{self.sharding}/{self.precision}/{self.pooling}/{self.codec}/{self.against}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How much is measured."""
+    """Say how much is measured."""
 
     shape: Shape
     steps: int
@@ -68,7 +68,7 @@ class Options:
 
 
 def ours(shape: Shape, rank: int, ranks: int, port: int, sharding: str) -> Any:
-    """Our trainer, in a process of its own."""
+    """Make our trainer, in a process of its own."""
     from benchmarks.ranks import trained
 
     return trained(shape, rank, ranks, port, sharding)
@@ -82,7 +82,7 @@ def torchrec(shape: Shape, rank: int, ranks: int, port: int, sharding: str, our_
 
 
 def dense_only(shape: Shape, _rank: int, _ranks: int, _port: int) -> Any:
-    """Our dense half alone, likewise."""
+    """Make our dense half alone, in a process of its own."""
     from benchmarks.dense_side import DenseSide
 
     return DenseSide(shape)
@@ -168,7 +168,7 @@ def _compare(sides: list[Gang], setting: Setting) -> None:
 
 
 def settings() -> Iterator[Setting]:
-    """Every line."""
+    """Yield the setting of every line."""
     for precision in ("fp32", "bf16"):
         for pooling in (1, 20):
             for against in ("torchrec", "torchrec-our-dense"):

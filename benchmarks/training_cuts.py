@@ -32,13 +32,13 @@ AFTER = 10
 
 
 class Saving(Protocol):
-    """A way to save a model."""
+    """Save a model in one of several ways."""
 
     def begin(self) -> None:
         """Do what training waits for."""
 
     def durable(self) -> bool:
-        """Whether all that was begun would survive a crash."""
+        """Return whether everything begun would survive a crash."""
 
 
 class Training:
@@ -55,7 +55,7 @@ class Training:
 
     @property
     def learner(self) -> Learner:
-        """What is trained."""
+        """Return the learner that is trained."""
         return self._side.learner
 
     def step(self) -> float:
@@ -165,7 +165,7 @@ class AsyncSave:
         self._saving = saving
 
     def durable(self) -> bool:
-        """Whether all files are written and synced."""
+        """Return whether all files are written and synced."""
         return self._saving is None or self._saving.done()
 
     def wait(self) -> None:

@@ -43,7 +43,7 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Of a line about training beside an upload."""
+    """Describe a line about training during an upload."""
 
     rows: int
     tables: int
@@ -105,7 +105,7 @@ class Sidecar:
         """From the newest cut to its commit."""
 
     def begin(self) -> None:
-        """As a rank makes a cut."""
+        """Begin a cut as a rank does."""
         self._step, self._began, self.took_s = self._training.steps, time.monotonic(), 0.0
         self._cuts.begin()
 
@@ -121,7 +121,7 @@ class Sidecar:
 
     @property
     def cpu_s(self) -> float:
-        """Of the checkpointer, since its start."""
+        """Return the CPU seconds of the checkpointer since its start."""
         return cpu_s(self._process.pid)
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ def modules(package: str) -> Iterator[str]:
 
 
 def refuses_files(folder: str) -> bool:
-    """Whether the folder lies in a file system that can't be written."""
+    """Return whether the directory is on a read-only file system."""
     try:
         Path(folder, "probe").touch()
     except OSError as error:

@@ -51,7 +51,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def store(real_node: RealCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterS3]:
-    """An S3 server in the cluster, with the example's bucket and the Secret of its keys."""
+    """Run an S3 server in the cluster, with the example's bucket and the Secret of its keys."""
     folder = tmp_path_factory.mktemp("s3")
     archive = folder / "image.tar"
     program = binaries("versitygw") / "versitygw"
@@ -66,7 +66,7 @@ def store(real_node: RealCluster, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="session")
 def release(real_node: RealCluster, helm: Path, request: pytest.FixtureRequest) -> Iterator[Release]:
-    """The chart with the images that are built here."""
+    """Install the chart with the images that are built here."""
     for image in request.session.stash[IMAGES].result():
         real_node.load(image.archive)
     found = Release(helm, real_node.kubeconfig)
@@ -93,7 +93,7 @@ def new_job(
 
 @pytest.fixture(scope="session")
 def folder_of_jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What jobs keep of their steps and samples; pods reach it, who run as nobody."""
+    """Make the directory for jobs' steps and samples; pods, which run as nobody, can write it."""
     folder = tmp_path_factory.mktemp("jobs")
     for parent in (folder, *folder.parents[:2]):
         parent.chmod(0o755)

@@ -36,7 +36,7 @@ spec:
 
 
 def commands(doc: Path) -> list[str]:
-    """A doc's lines for a cluster, without comments; what takes the chart away comes last.
+    """Return a doc's commands for a cluster without comments, the uninstall last.
 
     Of README.md the block about what there is from then on: the quickstart's has a test of its own, and the others need
     no cluster.
@@ -53,7 +53,7 @@ def commands(doc: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def endless(release: Release, store: ClusterS3, real_node: RealCluster, folder_of_jobs: Path) -> Iterator[DrilledJob]:
-    """A job that is there as long as somebody looks at it."""
+    """Run a job that lasts as long as the test looks at it."""
     job = DrilledJob(real_node, folder_of_jobs, "documented")
     yield job
     real_node.kubectl("delete", "dlrmjob", job.name, "ranking", "--namespace=default", "--ignore-not-found", "--wait")
@@ -61,7 +61,7 @@ def endless(release: Release, store: ClusterS3, real_node: RealCluster, folder_o
 
 @pytest.fixture
 def shell(release: Release, store: ClusterS3, real_node: RealCluster, endless: DrilledJob, tmp_path: Path) -> UserShell:
-    """A user's, beside a job that trains."""
+    """Open a user's shell while a job trains."""
     define(real_node)
     manifest = endless.manifest()
     manifest["spec"]["data"]["synthetic"]["samples"] = NEVER_ENDS

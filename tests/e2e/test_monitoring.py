@@ -53,7 +53,7 @@ def profile(real_node: RealCluster, tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def monitored(release: Release, real_node: RealCluster) -> Iterator[None]:
-    """The release with its monitors and rules."""
+    """Install the release with its monitors and rules."""
     define(real_node)
     release.helm("upgrade", "--reset-then-reuse-values", *MONITORING)
     yield

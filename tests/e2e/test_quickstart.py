@@ -70,7 +70,7 @@ def test_the_commands_of_the_readme_lead_to_a_trained_model_and_a_snapshot_that_
 
 
 def verified(endpoint: str, folder: Path) -> str:
-    """What ``dlrmctl snapshots verify`` says of the newest snapshot."""
+    """Return what ``dlrmctl snapshots verify`` says about the newest snapshot."""
     for name, value in zip(("accessKeyId", "secretAccessKey"), KEYS, strict=True):
         (folder / name).write_text(value)
     where = ["s3://snapshots/quickstart", "--endpoint", endpoint, "--region", REGION, "--credentials-dir", str(folder)]

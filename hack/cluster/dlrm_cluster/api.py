@@ -14,7 +14,7 @@ TIMEOUT_S = 30.0
 
 
 class ApiError(ClusterError):
-    """The API server refused; ``code`` is its HTTP status."""
+    """Report a refusal of the API server; ``code`` is its HTTP status."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(f"{code}: {message}")
@@ -70,7 +70,7 @@ class Api:
                 raise
 
     def found(self, path: str) -> bool:
-        """Whether the object is there now; false also while the server does not answer."""
+        """Return whether the object exists; false also while the server does not answer."""
         try:
             self.call("GET", path)
         except (ApiError, OSError):

@@ -32,7 +32,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How one wrapper module becomes programs."""
+    """Describe how one wrapper module becomes programs."""
 
     packages: Mapping[str, str]
     """Program name -> the Go package that it is built from."""
@@ -131,7 +131,7 @@ def built(name: str) -> Path:
 
 
 def _entry(name: str) -> Path:
-    """Where the cache has, or will have, the programs of a recipe."""
+    """Return the cache directory of a recipe's programs, built or not."""
     return cache_dir() / "bin" / f"{name}-{_fingerprint(name, go_toolchain(name))}"
 
 

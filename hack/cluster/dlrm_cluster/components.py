@@ -26,7 +26,7 @@ Argv = list[str | Path]
 
 @dataclass(frozen=True)
 class Account:
-    """A user of the API who shows a static token; one who speaks for a node alone is in the group of nodes."""
+    """Describe a user of the API with a static token; an account of one node is in the group of nodes."""
 
     name: str
     group: str
@@ -35,7 +35,7 @@ class Account:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where one control plane keeps its files and listens."""
+    """Name the files and ports of one control plane."""
 
     work_dir: Path
     address: str
@@ -46,27 +46,27 @@ class Layout:
 
     @property
     def server(self) -> str:
-        """The API server's URL."""
+        """Return the API server's URL."""
         return f"https://{self.address}:{self.api_port}"
 
     @property
     def etcd(self) -> str:
-        """The store's URL; it asks nobody who they are, so only loopback reaches it."""
+        """Return the store's URL; it has no authentication, so it listens on loopback only."""
         return f"http://{LOOPBACK}:{self.etcd_port}"
 
     @property
     def kubeconfig(self) -> Path:
-        """The administrator's kubeconfig."""
+        """Return the administrator's kubeconfig."""
         return self.work_dir / "kubeconfig"
 
     @property
     def tokens(self) -> Path:
-        """The API server's static token file."""
+        """Return the API server's static token file."""
         return self.work_dir / "tokens.csv"
 
     @property
     def scheduler_config(self) -> Path:
-        """The scheduler's configuration file."""
+        """Return the scheduler's configuration file."""
         return self.work_dir / "scheduler.yaml"
 
     @property
@@ -76,7 +76,7 @@ class Layout:
 
     @property
     def audit_policy(self) -> Path:
-        """What the API server records there."""
+        """Return the API server's audit policy file."""
         return self.work_dir / "audit-policy.yaml"
 
 
@@ -129,7 +129,7 @@ def apiserver_argv(program: Path, layout: Layout, *, audit: bool) -> Argv:
 
 
 def controller_manager_argv(program: Path, layout: Layout, *, node_grace_s: float) -> Argv:
-    """All controllers that need no cloud; its own port is off, so that nothing can take it."""
+    """Run all controllers that need no cloud; the manager's own port is off, so that nothing can take it."""
     return [
         program,
         f"--kubeconfig={layout.kubeconfig}",
@@ -159,7 +159,7 @@ def scheduler_config(layout: Layout) -> dict[str, Any]:
 
 
 def audit_policy() -> dict[str, Any]:
-    """Who asked for what, once a call, and without bodies: those hold secrets."""
+    """Return a policy that records who asked for what, once a call, without bodies, which hold secrets."""
     return {
         "apiVersion": "audit.k8s.io/v1",
         "kind": "Policy",
@@ -169,7 +169,7 @@ def audit_policy() -> dict[str, Any]:
 
 
 def administrator(token: str) -> Account:
-    """Who may do everything."""
+    """Return the account that may do everything."""
     return Account(ADMIN, MASTERS, token)
 
 

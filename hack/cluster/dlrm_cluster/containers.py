@@ -44,7 +44,7 @@ class Containers:
 
     @property
     def socket(self) -> Path:
-        """Where containerd answers."""
+        """Return the socket on which containerd answers."""
         return self.state / "containerd.sock"
 
     @property
@@ -54,7 +54,7 @@ class Containers:
 
     @property
     def argv(self) -> Argv:
-        """The command line."""
+        """Return the command line."""
         return ["containerd", "--config", self.config]
 
     def write_files(self, pods: str) -> None:
@@ -97,7 +97,7 @@ class Containers:
         return self.ctr("images", "list", "--quiet").split()
 
     def answers(self) -> bool:
-        """Whether containerd takes calls now."""
+        """Return whether containerd takes calls now."""
         try:
             self.ctr("version")
         except ClusterError:

@@ -70,17 +70,17 @@ class ControlPlane:
 
     @property
     def server(self) -> str:
-        """The API server's URL."""
+        """Return the API server's URL."""
         return self.layout.server
 
     @property
     def ca(self) -> Path:
-        """The authority that signed the API server's certificate (PEM)."""
+        """Return the authority that signed the API server's certificate (PEM)."""
         return self.layout.certificates.ca
 
     @property
     def kubeconfig(self) -> Path:
-        """A kubeconfig for an administrator (group ``system:masters``)."""
+        """Return a kubeconfig for an administrator (group ``system:masters``)."""
         return self.layout.kubeconfig
 
     @property
@@ -90,7 +90,7 @@ class ControlPlane:
 
     @property
     def kubectl(self) -> Path:
-        """The kubectl of the cluster's version; pass it ``--kubeconfig``."""
+        """Return the kubectl of the cluster's version; pass it ``--kubeconfig``."""
         return binaries("kubernetes") / "kubectl"
 
     @property

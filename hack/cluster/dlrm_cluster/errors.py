@@ -12,11 +12,11 @@ class MissingToolError(ClusterError):
 
 
 class BuildError(ClusterError):
-    """A program did not build; the message ends with what the compiler said."""
+    """Report a program that did not build; the message ends with the compiler's output."""
 
 
 class StartError(ClusterError):
-    """A server ended, or was not ready in time; the message ends with its log's last lines."""
+    """Report a server that ended or was not ready in time; the message ends with its log's last lines."""
 
     def __init__(self, name: str, problem: str, log: Path, tail: str) -> None:
         super().__init__(f"{name} {problem}; the end of {log}:\n{tail}")

@@ -101,7 +101,7 @@ def running(folder: Path) -> dict[str, ProcessId]:
 
 
 def kubeconfig(folder: Path) -> Path:
-    """Where a control plane in ``folder`` has its kubeconfig."""
+    """Return the path of the kubeconfig of a control plane in ``folder``."""
     return folder.resolve() / "kubeconfig"
 
 

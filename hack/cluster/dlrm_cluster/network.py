@@ -35,17 +35,17 @@ class Network:
 
     @property
     def node(self) -> str:
-        """The node and what runs on it, as this machine and pods see it."""
+        """Return the address of the node and of what runs on it, as seen from this machine and from pods."""
         return f"10.213.{self.slot}.2"
 
     @property
     def pods(self) -> str:
-        """The range of pods' addresses."""
+        """Return the range of pod addresses."""
         return f"10.214.{self.slot}.0/24"
 
     @property
     def enter(self) -> Argv:
-        """What to put before a command, so that it runs in the namespace; the process keeps its id.
+        """Return the prefix that runs a command in the namespace; the process keeps its id.
 
         ``ip netns exec`` would also mount a /sys without the control groups.
         """

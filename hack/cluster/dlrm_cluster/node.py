@@ -52,7 +52,7 @@ DNS_ACCOUNT = ("system:coredns", "system:authenticated")
 
 
 class Node:
-    """The only node of the cluster in ``folder``; everything outlives this process."""
+    """Run the only node of the cluster in ``folder``; everything outlives this process."""
 
     def __init__(self, folder: Path, report: Report) -> None:
         self._folder = folder.resolve()
@@ -143,12 +143,12 @@ def start_kubelet(folder: Path) -> Server:
 
 
 def made(folder: Path) -> bool:
-    """Whether a node was started in ``folder`` and not yet removed."""
+    """Return whether a node was started in ``folder`` and not yet removed."""
     return containers(folder).folder.exists()
 
 
 def is_ready(api: Api) -> bool:
-    """Whether the node says that it takes pods."""
+    """Return whether the node accepts pods."""
     try:
         status = api.call("GET", f"/api/v1/nodes/{files.NODE}")["status"]
     except (ApiError, OSError):
@@ -179,7 +179,7 @@ def check(folder: Path) -> None:
 
 
 def _there(program: str) -> bool:
-    """Whether it can be run; busybox must also be the package without shared libraries."""
+    """Return whether a program can be run; busybox must also be the static package."""
     found = shutil.which(program)
     return found is not None and not (program == str(BUSYBOX) and b"/ld-linux" in BUSYBOX.read_bytes())
 

@@ -33,7 +33,7 @@ def free_port(address: str = LOOPBACK) -> int:
 
 
 def listens(pid: int, port: int) -> bool:
-    """Whether the process itself listens on ``port`` (any IPv4 address of its own network namespace).
+    """Return whether the process itself listens on ``port`` (any IPv4 address of its own network namespace).
 
     A plain connect would also succeed against a stranger that took the port first.
     """

@@ -52,7 +52,7 @@ class ProcessId:
         return recorded if recorded.alive() else None
 
     def alive(self) -> bool:
-        """Whether this very process still runs."""
+        """Return whether this very process still runs."""
         return ProcessId.of(self.pid) == self
 
     def send(self, number: signal.Signals) -> None:
@@ -103,7 +103,7 @@ class Server:
 
     @property
     def identity(self) -> ProcessId | None:
-        """The running process; None before ``start`` and after its end."""
+        """Return the running process; None before ``start`` and after its end."""
         if self._process is None or self._process.poll() is not None:
             return None
         return ProcessId.of(self._process.pid)

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class RealCluster:
-    """The cluster of a kubeconfig.
+    """Call the cluster of a kubeconfig.
 
     ``folder`` is where ``up --node`` made it; None for a cluster of somebody else, whose node's processes are out of
     reach and whose images come from registries. ``program`` is its kubectl.

@@ -41,7 +41,7 @@ class S3Server(ABC):
 
     @property
     def endpoint(self) -> str:
-        """The URL for an S3 client, which must use path-style addresses."""
+        """Return the URL for an S3 client, which must use path-style addresses."""
         assert self.port, "start() it first"
         return f"http://{LOOPBACK}:{self.port}"
 

@@ -45,17 +45,17 @@ GOOD: dict[str, Document] = {
 
 
 class RefusedError(RuntimeError):
-    """What the API server said, as kubectl prints it."""
+    """Hold what the API server said, as kubectl prints it."""
 
 
 class Server:
-    """The API server that holds the definitions; it is as strict about unknown fields as kubectl asks it to be."""
+    """Call an API server with both CRDs; it is as strict about unknown fields as kubectl asks it to be."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self.plane = plane
 
     def create(self, document: Document, *, dry_run: bool = True) -> Document:
-        """The object as the server would keep it, defaults and all."""
+        """Return the object as the server would store it, with defaults."""
         return self.call("POST", FOLDERS[document["kind"]], document, dry_run=dry_run)
 
     def call(self, method: str, path: str, body: Document | None = None, *, dry_run: bool = False) -> Document:
@@ -75,7 +75,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server(control_plane: ControlPlane) -> Server:
-    """An API server that serves both definitions."""
+    """Serve both CRDs from an API server."""
     found = Server(control_plane)
     files = [argument for path in sorted((ROOT / "crds").glob("*.yaml")) for argument in ("-f", path)]
     found.kubectl("apply", "--server-side", "--force-conflicts", *files)
@@ -95,5 +95,5 @@ def server(control_plane: ControlPlane) -> Server:
 
 @pytest.fixture
 def good() -> dict[str, Document]:
-    """A good manifest of each kind, to change at will."""
+    """Return a valid manifest of each kind, to change at will."""
     return copy.deepcopy(GOOD)

@@ -8,7 +8,7 @@ from dlrm_checkpointer.read.restore import Snapshot
 
 
 def snapshot_digest(snapshot: Snapshot) -> str:
-    """The digest of the state that restoring the snapshot gives (``digest.state_digest``); reads every object."""
+    """Return the digest of the state in a snapshot (``digest.state_digest``); reads every object."""
     tables = []
     for table in snapshot.meta.tables:
         digest = table_digest(block.digest(*block.fill()) for block in walk_table(snapshot, table))

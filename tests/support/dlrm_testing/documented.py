@@ -13,6 +13,6 @@ FENCED = re.compile(r"^```(?:console|sh|bash)\n(.*?)^```", re.MULTILINE | re.DOT
 
 
 def blocks(doc: Path) -> list[list[str]]:
-    """The lines of each block of a shell's commands; one that is continued is one line."""
+    """Return the lines of each block of shell commands, with continued lines joined."""
     found = FENCED.findall(doc.read_text())
     return [[line for line in block.replace("\\\n", " ").splitlines() if line.strip()] for block in found]

@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """A built image."""
+    """Name a built image."""
 
     reference: str
     """Its whole name."""

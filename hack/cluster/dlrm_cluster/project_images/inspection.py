@@ -20,7 +20,7 @@ exec chroot --userspec="$user" "$0" env -i HOME=/tmp DLRM_KERNEL_CACHE=/opt/dlrm
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What the probe in the image found."""
+    """Hold what the probe in the image found."""
 
     version: str
     """Of this project."""

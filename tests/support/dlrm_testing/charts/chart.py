@@ -32,12 +32,12 @@ PLACES = {
 
 
 def variant(name: str) -> Path:
-    """The values of one of the chart's variants."""
+    """Return the values of one of the chart's variants."""
     return CHART / "ci" / f"{name}-values.yaml"
 
 
 def helm_run(helm: Path, home: Path, *words: str | Path, kubeconfig: Path | None = None) -> str:
-    """What helm writes; it keeps its own files in ``home``."""
+    """Run helm, with its own files in ``home``; return what it writes."""
     env = {**os.environ, "HELM_CACHE_HOME": str(home), "HELM_CONFIG_HOME": str(home), "HELM_DATA_HOME": str(home)}
     env["KUBECONFIG"] = str(kubeconfig or home / "none")
     argv = [str(helm), *(str(word) for word in words)]
@@ -49,7 +49,7 @@ def helm_run(helm: Path, home: Path, *words: str | Path, kubeconfig: Path | None
 def render(
     helm: Path, home: Path, release: str, namespace: str, *values: str | Path, tests: bool = False
 ) -> list[Object]:
-    """All objects of a release, on wish with those of ``helm test``; ``values`` are files, or settings: replicas=2."""
+    """Render all objects of a release; ``values`` are files, or settings such as replicas=2."""
     words: list[str | Path] = ["template", release, CHART, "--namespace", namespace, "--kube-version", KUBE_VERSION]
     words += [] if tests else ["--skip-tests"]
     for value in values:
@@ -67,7 +67,7 @@ def only(objects: Iterable[Object], kind: str) -> Object:
 
 
 class Identity:
-    """The operator's service account with exactly the rendered rights; a context manager."""
+    """Make the operator's service account with exactly the rendered rights; a context manager."""
 
     def __init__(self, control_plane: ControlPlane, objects: list[Object], folder: Path) -> None:
         self._control_plane = control_plane
@@ -122,7 +122,7 @@ class Identity:
                     raise
 
     def granted(self) -> set[Right]:
-        """Every right of every role that the account is bound to."""
+        """Return every right of every role that the account is bound to."""
         return {
             (group, resource, verb)
             for role in self._roles()
@@ -133,7 +133,7 @@ class Identity:
         }
 
     def calls(self) -> list[Object]:
-        """The account's calls about objects, as the API server recorded them."""
+        """Return the account's calls about objects, as the API server recorded them."""
         name, found = self.name.encode(), []
         with self._control_plane.audit_log.open("rb") as log:
             log.seek(self._since)
@@ -145,7 +145,7 @@ class Identity:
         return found
 
     def asked(self) -> set[Right]:
-        """The rights that its calls needed, but for those that it was refused."""
+        """Return the rights that its calls needed, except those that were refused."""
         return {right for call in self.calls() if not _forbidden(call) for right in used(call)}
 
     def _roles(self) -> list[Object]:
@@ -154,7 +154,7 @@ class Identity:
 
 
 def used(call: Object) -> set[Right]:
-    """The rights that one recorded call needed: server-side apply of what is not there is a creation too."""
+    """Return the rights that one recorded call needed; server-side apply of a missing object creates it too."""
     about = call["objectRef"]
     resource = "/".join(filter(None, (about["resource"], about.get("subresource"))))
     verbs = {call["verb"]}
@@ -164,7 +164,7 @@ def used(call: Object) -> set[Right]:
 
 
 def refused(identity: Identity) -> list[Object]:
-    """The account's calls that it had no right to; a quota or a namespace's end forbids for other reasons.
+    """Return the account's calls without a right; a quota or a namespace's end forbids for other reasons.
 
     An install that was not told of Kueue may meet other tests' jobs that wait for it.
     """

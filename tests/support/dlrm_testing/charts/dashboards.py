@@ -16,7 +16,7 @@ Empty = Collection[tuple[str, str]]
 
 
 def queries(namespace: str, job: str, empty: Empty) -> set[str]:
-    """Of all panels that can have data, with the choices at the top of a dashboard made."""
+    """Return the queries of all panels that can have data, with the dashboard's variables filled in."""
     found = set()
     for dashboard in DASHBOARDS:
         place = HOME if dashboard.uid == OPERATOR else namespace
@@ -29,7 +29,7 @@ def queries(namespace: str, job: str, empty: Empty) -> set[str]:
 
 
 def assert_variables_offer(prometheus: Prometheus, namespace: str, job: str) -> None:
-    """The choices at the top of each dashboard are the namespace and the job, and no other."""
+    """Check that each dashboard's variables offer this namespace and job, and no other."""
     for dashboard in DASHBOARDS:
         offered = [prometheus.choices(each.query.replace("$namespace", namespace)) for each in dashboard.variables]
         assert offered[0] == [HOME if dashboard.uid == OPERATOR else namespace]

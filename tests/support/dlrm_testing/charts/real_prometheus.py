@@ -73,10 +73,10 @@ class Prometheus:
         return [value for value in found if not math.isnan(value)]
 
     def names(self) -> set[str]:
-        """Of all series."""
+        """Return the names of all series."""
         return set(self._get("label/__name__/values"))
 
     def choices(self, query: str) -> list[str]:
-        """What a dashboard's variable offers: ``label_values(SERIES, LABEL)``."""
+        """Return what a dashboard's variable offers: ``label_values(SERIES, LABEL)``."""
         series, _, label = query.removeprefix("label_values(").removesuffix(")").rpartition(", ")
         return list(self._get(f"label/{label}/values", **{"match[]": series}))

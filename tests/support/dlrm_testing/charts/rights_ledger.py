@@ -42,7 +42,7 @@ class Ledger:
         self.whole |= other["whole"]
 
     def wrongs(self) -> list[str]:
-        """A sentence for each right that was asked for and is not granted, or is granted and was never used."""
+        """Return a sentence for each right that is used and not granted, or granted and never used."""
         unused = self.granted - self.asked - UNSEEN if self.whole else set()
         return _sentences(self.missing, "asked for, not granted by the chart") + _sentences(
             unused, "granted, never used"

@@ -35,7 +35,7 @@ def write_schemas(control_plane: ControlPlane, folder: Path) -> set[str]:
 
 
 def _strict(schema: Any) -> Any:
-    """The schema with its references turned to the one file, and closed where it names its fields."""
+    """Return the schema with references to one file, and no further fields where it names its fields."""
     if isinstance(schema, list):
         return [_strict(each) for each in schema]
     if not isinstance(schema, dict):

@@ -75,7 +75,7 @@ OTHER_TABLES = (
 
 @dataclass
 class Model:
-    """The logical state, as a trainer of one rank would hold it."""
+    """Hold the logical state as a trainer of one rank would."""
 
     tables: tuple[TableMeta, ...] = TABLES
     rows: dict[str, NDArray[np.float32]] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Model:
         self.dense = {"top.0.weight": np.zeros((3, 5), np.float32), "opt.step": np.zeros((), np.int64)}
 
     def copy(self) -> Model:
-        """The same state, to go on from again."""
+        """Return a copy of the state."""
         return copy.deepcopy(self)
 
     def train(self, steps: int = 1) -> Model:
@@ -175,7 +175,7 @@ class Model:
 
 @dataclass
 class Pod:
-    """A hand-off folder, the writers of its ranks, and a sidecar that runs in a thread when asked to."""
+    """Run the hand-off directory of a pod, its ranks' writers, and on request a sidecar in a thread."""
 
     folder: Path
     store: ObjectStore
@@ -268,7 +268,7 @@ class Pod:
 
 
 class DyingStore:
-    """A store that answers nothing more after some writes (puts and deletes): the machine went down there."""
+    """Stop answering after some writes (puts and deletes), as a machine that goes down."""
 
     def __init__(self, store: ObjectStore, writes_left: int) -> None:
         self._store, self.writes_left = store, writes_left
@@ -390,7 +390,7 @@ def files(tmp_path: Path) -> FileStore:
 
 
 def s3_store(server: Any, folder: Path, bucket: str = "snapshots") -> ObjectStore:
-    """A store on a fresh bucket of a real S3 server, with credentials as a mounted Secret has them."""
+    """Open a store on a fresh bucket of a real S3 server, with credentials as a mounted Secret has them."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "accessKeyId").write_text(server.access_key)
     (folder / "secretAccessKey").write_text(server.secret_key + "\n")
@@ -416,7 +416,7 @@ STORES = [
 
 @pytest.fixture(params=STORES)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    """Every kind of store that the project knows."""
+    """Open every kind of store that the project knows, one after the other."""
     if request.param == "file":
         return open_store(f"file://{tmp_path}/a%20store")
     return s3_store(request.getfixturevalue(request.param), tmp_path / "credentials")
@@ -424,7 +424,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
 
 @dataclass
 class ToDisk:
-    """What reached the device, in order."""
+    """Record what reached the device, in order."""
 
     steps: list[tuple[str, Path]] = field(default_factory=list)
     """``synced`` files and folders, and names that files were ``renamed`` to."""

@@ -26,7 +26,7 @@ CLAIMS = 12
 
 
 class Gang:
-    """An attempt's trainers and sidecars."""
+    """Run the trainers and sidecars of an attempt."""
 
     def __init__(self, attempt: int, model: Any, pods: list[Any]) -> None:
         self.attempt, self.model, self.pods = attempt, model, pods
@@ -52,7 +52,7 @@ class Gang:
         self.sidecars[number] = self._sidecar(number)
 
     def end(self) -> None:
-        """The trainers end, one way or another."""
+        """End the trainers."""
         self.trains = False
         for pod, stop in zip(self.pods, self.stops, strict=True):
             pod.end("ended")
@@ -142,7 +142,7 @@ class ShutdownPolicy:
         return gang
 
     def start(self) -> Gang | None:
-        """A new attempt from the newest snapshot; None where that is refused, and rightly."""
+        """Start a new attempt from the newest snapshot; None if that is refused, and rightly."""
         share = self.failing.share
         for number in range(CLAIMS):
             self.failing.share = share if number < CLAIMS // 2 else 0

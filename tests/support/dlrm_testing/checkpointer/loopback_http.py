@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def served(handler: type[BaseHTTPRequestHandler], **attributes: Any) -> Iterator[str]:
-    """A server's address, while it answers by a handler that has these attributes."""
+    """Serve a handler with these attributes; yield the server's address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Served", (handler,), attributes))
     server.daemon_threads = True
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that went away

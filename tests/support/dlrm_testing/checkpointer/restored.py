@@ -10,5 +10,5 @@ from dlrm_checkpointer.types import ShardId, ShardRows
 
 
 def stored_rows(snapshot: Snapshot, shard: ShardId) -> Iterator[ShardRows]:
-    """The rows of a rectangle that were ever updated, in pieces."""
+    """Yield the rows of a rectangle that were ever updated, in pieces."""
     return (decode_rows(piece) for _, piece in snapshot.shard_codes([shard]))

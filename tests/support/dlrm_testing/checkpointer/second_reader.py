@@ -42,7 +42,7 @@ def manifest(root: Path, step: int, attempt: int, sha256: str = "") -> dict:
 
 
 def container(body: bytes) -> tuple[dict, dict[str, np.ndarray]]:
-    """What an object says of itself, and its arrays."""
+    """Return an object's metadata and arrays."""
     end = 8 + int.from_bytes(body[:8], "little")
     header = json.loads(body[8:end])
     said = json.loads(header.pop("__metadata__")["dlrm"])
@@ -110,7 +110,7 @@ def initial(table: dict) -> np.ndarray:
 
 
 def restore(root: Path, step: int, attempt: int) -> str:
-    """The state digest of a snapshot."""
+    """Return the state digest of a snapshot."""
     top = manifest(root, step, attempt)
     tables = {table["name"]: table for table in top["meta"]["model"]["tables"]}
     sizes = {name: each.get("stateColumns", [1] * len(each["columnBlocks"])) for name, each in tables.items()}

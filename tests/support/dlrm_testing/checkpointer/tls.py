@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 
 def self_signed(folder: Path, address: str = "127.0.0.1") -> ssl.SSLContext:
-    """The context of a server at an address; ``ca.pem`` in the folder has those trust it who read it."""
+    """Return a server's TLS context for an address; clients that load ``ca.pem`` of the directory trust it."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, address)])
     now = datetime.datetime.now(datetime.UTC)

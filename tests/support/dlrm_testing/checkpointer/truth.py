@@ -30,7 +30,7 @@ Arrays = dict[str, NDArray[np.float32]]
 
 @dataclass
 class State:
-    """What restoring a snapshot must give."""
+    """Hold what restoring a snapshot must give."""
 
     rows: Arrays
     state: Arrays
@@ -39,7 +39,7 @@ class State:
 
 @dataclass
 class Handed:
-    """A cut as it was handed over."""
+    """Hold a cut as it was handed over."""
 
     parent: SnapshotName | None
     pieces: list[ShardRows]
@@ -47,7 +47,7 @@ class Handed:
 
 
 class Truth:
-    """What a store must hold.
+    """Hold what a store must contain.
 
     Args:
         store: the job's store.
@@ -98,12 +98,12 @@ class Truth:
         return {name for name in found if all(key in self.store.objects for key in self.keys(name))}
 
     def manifest(self, name: SnapshotName) -> Manifest:
-        """As it was written."""
+        """Return the manifest as it was written."""
         key = manifest_key(name.step, name.attempt)
         return parse_manifest(self.store.written[key], key)
 
     def keys(self, name: SnapshotName) -> Iterator[str]:
-        """Every object that reading a snapshot needs."""
+        """Return every object that reading a snapshot needs."""
         manifest = self.manifest(name)
         yield manifest_key(name.step, name.attempt)
         yield from (entry.key for entry in manifest.objects)
@@ -112,7 +112,7 @@ class Truth:
             yield from (entry.key for entry in self.manifest(link.name).chunks)
 
     def state(self, name: SnapshotName | None) -> State:
-        """What a snapshot holds: its parent's state, and over it the cut's rows as they are coded."""
+        """Return what a snapshot holds: its parent's state with the cut's rows, as encoded."""
         if name is None:
             fresh = self.new_model(self.tables)
             return State(fresh.rows, fresh.state, fresh.dense)
@@ -143,7 +143,7 @@ class Truth:
             np.testing.assert_array_equal(found[name], array)
 
     def check(self) -> None:
-        """What a reader finds now is right, or it is refused where nothing better is left."""
+        """Check that a reader finds the right state, or is refused if nothing better is left."""
         least = self.usable()
         try:
             snapshot, _ = newest_snapshot(self.store)
@@ -162,7 +162,7 @@ class Truth:
             self.check_chains()
 
     def check_chains(self) -> None:
-        """Every snapshot that retention keeps can be read, with all below it."""
+        """Check that every snapshot that retention keeps can be read, with its ancestors."""
         for name in Retention(self.store, self.rule).decide().keep:
             chain = load_chain(self.store, name)
             check_present(self.store, Snapshot(self.store, chain).objects)
@@ -186,7 +186,7 @@ class Truth:
 
 
 def flipped(body: bytes, bit: int) -> bytes:
-    """A body with one bit changed."""
+    """Return a body with one bit changed."""
     changed = bytearray(body)
     changed[bit // 8] ^= 1 << (bit % 8)
     return bytes(changed)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Killed(BaseException):
-    """The actor died here."""
+    """End the actor here."""
 
 
 class Actor:
@@ -171,7 +171,7 @@ class MemoryStore:
 
 
 class FailingStore:
-    """A store as actors reach it: a call is a turn, and some get no answer, whether or not they took effect.
+    """Make each call a turn of the schedule; some get no answer, whether or not they took effect.
 
     Args:
         store: what is behind it.
@@ -224,7 +224,7 @@ class FailingStore:
         self._call(self.store.delete, key)
 
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Each key is a call of its own, in an order that nobody promised: any part of them may be all that goes."""
+        """Delete each key by a call of its own, in any order, so that any part of them may remain."""
         for key in self._draw.sample(keys, len(keys)):
             self.delete(key)
 

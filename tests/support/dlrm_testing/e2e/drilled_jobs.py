@@ -26,7 +26,7 @@ UNDER_WAY = 100
 
 
 class DrilledJob:
-    """The cluster's quickstart at 32 bits with a snapshot every 20 steps, a journal of its losses and a ledger."""
+    """Run the cluster quickstart at 32 bits with a snapshot every 20 steps, a journal of losses and a ledger."""
 
     def __init__(self, cluster: RealCluster, folder: Path, name: str) -> None:
         self.cluster, self.name = cluster, name
@@ -35,7 +35,7 @@ class DrilledJob:
         self._kept.chmod(0o777)  # pods run as nobody
 
     def manifest(self, **trainer: Any) -> Object:
-        """The job; ``trainer`` is added to ``spec.trainer``."""
+        """Return the job; ``trainer`` is added to ``spec.trainer``."""
         job: Object = yaml.safe_load((ROOT / "examples/quickstart-cluster.yaml").read_text())
         job["metadata"] = {"name": self.name, "namespace": "default"}
         spec = job["spec"]
@@ -58,13 +58,13 @@ class DrilledJob:
         return found
 
     def journal(self) -> list[Object]:
-        """The lines of ``progress.jsonl`` that are whole."""
+        """Return the complete lines of ``progress.jsonl``."""
         path = self._kept / "progress.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def step(self) -> int:
-        """The last step done."""
+        """Return the last step done."""
         return max((line["step"] for line in self.journal()), default=0)
 
     def wait_until_under_way(self, step: int = UNDER_WAY) -> int:
@@ -120,7 +120,7 @@ class DrilledJob:
                 raise
 
     def dlrmctl(self, *words: str) -> None:
-        """A command of dlrmctl as a user gives it."""
+        """Run a dlrmctl command as a user does."""
         program = "from dlrm_cli.app import main; main()"
         environment = {**os.environ, "KUBECONFIG": str(self.cluster.kubeconfig)}
         subprocess.run([sys.executable, "-c", program, *words, NAMESPACE], check=True, env=environment)

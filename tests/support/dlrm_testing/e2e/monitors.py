@@ -38,7 +38,7 @@ def discover(cluster: RealCluster, folder: Path) -> None:
 
 
 def _pods(cluster: RealCluster) -> Iterator[Object]:
-    """Each port of each container, those that run before the others too."""
+    """Yield each port of each container, init containers included."""
     for pod in cluster.get("pods", "--all-namespaces")["items"]:
         meta, status = pod["metadata"], pod["status"]
         for container in (*pod["spec"]["containers"], *pod["spec"].get("initContainers", ())):
@@ -50,7 +50,7 @@ def _pods(cluster: RealCluster) -> Iterator[Object]:
 
 
 def _endpoints(cluster: RealCluster) -> Iterator[Object]:
-    """Each ready address and port of each Service."""
+    """Yield each ready address and port of each Service."""
     services = {_place(each): each for each in cluster.get("services", "--all-namespaces")["items"]}
     for endpoints in cluster.get("endpoints", "--all-namespaces")["items"]:
         service = services.get(_place(endpoints), {"metadata": {}})
@@ -112,7 +112,7 @@ def _scrape_config(monitor: Object, number: int, endpoint: Object, folder: Path)
 
 
 def _sanitized(label: str) -> str:
-    """A label's name as Prometheus' discovery writes it."""
+    """Return a label's name as Prometheus' discovery writes it."""
     return re.sub(r"\W", "_", label)
 
 

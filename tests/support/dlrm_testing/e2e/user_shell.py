@@ -44,14 +44,14 @@ class UserShell:
         }
 
     def run(self, commands: str) -> str:
-        """What they printed; each must end well."""
+        """Run commands; return their output; each must succeed."""
         process = self._start(commands)
         printed, _ = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0, f"exit status {process.returncode}: {commands}\n{printed}"
         return printed
 
     def look(self, command: str) -> str:
-        """The first line of a command that goes on until Ctrl-C, which must end it well where it is one of ours."""
+        """Return the first line of a command that runs until Ctrl-C; one of ours must then exit cleanly."""
         process = self._start(f"exec {command}")
         assert process.stdout
         first = process.stdout.readline()

@@ -36,7 +36,7 @@ def code_rows(rows: Floats, bits: int, bins: int, shrinks: int) -> tuple[NDArray
 
 
 def toward(values: Floats, direction: float) -> NDArray[np.float16]:
-    """The next fp16 numbers at or beyond float32 numbers."""
+    """Return the next fp16 numbers at or beyond float32 numbers."""
     near = values.astype(np.float16)
     passed = near.astype(F32) < values if direction > 0 else near.astype(F32) > values
     found = np.where(passed, np.nextafter(near, np.float16(direction)), near)
@@ -93,7 +93,7 @@ def planes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 
 
 def code_halves(rows: Floats) -> tuple[NDArray[np.float16], NDArray[np.int64]]:
-    """The nearest fp16 numbers of weights over 2**exponent, and the exponents."""
+    """Return the nearest fp16 numbers of weights over 2**exponent, and the exponents."""
     exponents = exponents_of(rows, 0)
     scaled = np.abs(rows).max(axis=1) * np.exp2(-exponents).astype(F32)
     exponents += 16 * (scaled > 65504)

@@ -43,7 +43,7 @@ def job_of(folder: Path, world_size: int = 1, kind: str = "rowwise-adagrad") -> 
 
 @dataclass(frozen=True)
 class Cuts:
-    """What one rank's cuts held."""
+    """Hold the content of one rank's cuts."""
 
     rows: int
     """Of all cuts together."""
@@ -51,7 +51,7 @@ class Cuts:
 
 
 class MemoryCut:
-    """A model of ``dlrm_checkpointer.Cut``: its segments are plain memory, and they must be filled when they end.
+    """Model ``dlrm_checkpointer.Cut``: its segments are plain memory, which must be full at the end.
 
     Args:
         segment_rows: rows that a segment holds; None: it holds all of the cut.
@@ -154,7 +154,7 @@ def cut_every_step(
 
 
 def learner_of(collectives: Collectives, job: DLRMJob, plan: Plan, folder: Path, pipelined: bool = False) -> Learner:
-    """A learner at its start."""
+    """Return a learner at its start."""
     ids = None
     if pipelined:
         ids = Collectives(collectives.rank, collectives.world_size, lambda: "")
@@ -193,7 +193,7 @@ def check_cut(
     *,
     exact: bool,
 ) -> None:
-    """Each row that was looked up since the parent is there once and as it is; no other is, but for older cuts'."""
+    """Check that each row looked up since the parent is there once, with its values, and no row but older cuts' is."""
     held = {name: [piece for piece in pieces if str(piece.shard) == name] for name in now}
     assert sum(len(each) for each in held.values()) == len(pieces)
     for name, (shard, (rows, state)) in now.items():

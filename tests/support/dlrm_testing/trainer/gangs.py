@@ -22,7 +22,7 @@ from dlrm_cluster.ports import LOOPBACK, free_port
 
 
 def job_document(folder: Path, world_size: int = 1, **changes: Any) -> dict[str, Any]:
-    """A small synthetic job; ``changes`` are merged into the sections of its spec."""
+    """Return a small synthetic job; ``changes`` are merged into the sections of its spec."""
     tables = [
         {"name": "users", "rows": 900, "dim": 8},
         {"name": "bags", "rows": 120, "dim": 8, "pooling": "mean", "maxLookups": 4, "avgLookups": 2},
@@ -52,7 +52,7 @@ def small_job(folder: Path, world_size: int = 1, **changes: Any) -> DLRMJob:
 
 
 def plan_document(job: DLRMJob, owners: Sequence[int | None] | None = None) -> dict[str, Any]:
-    """A plan by hand: each table's owner, None for data-parallel; by default in turn, ``small`` data-parallel."""
+    """Plan by hand: each table's owner, None for data-parallel; by default in turn, ``small`` data-parallel."""
     world_size, tables = job.spec.world_size, job.spec.model.all_tables()
     if owners is None:
         owners = [None if table.name == "small" else number % world_size for number, table in enumerate(tables)]
@@ -213,7 +213,7 @@ class Pod:
         return result
 
     def termination(self) -> TerminationMessage:
-        """The trainer's termination message."""
+        """Return the trainer's termination message."""
         message = TerminationMessage.decode((self.folder / "trainer-termination.json").read_bytes())
         assert message is not None
         return message
@@ -237,7 +237,7 @@ class Pod:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
+    """Return whether a process runs (a zombie does not)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:

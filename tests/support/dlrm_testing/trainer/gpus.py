@@ -12,7 +12,7 @@ from dlrm_testing.trainer.pretended_gpu import pretended_gpu
 
 
 def lacking() -> str:
-    """What is not here; nothing where they can run."""
+    """Return what is missing here to run GPU tests; empty if nothing is."""
     if not torch.cuda.is_available():
         return "no CUDA device here: its kernels are not tested"
     from dlrm_trainer.embedding.gpu import made_for_gpus

@@ -19,7 +19,7 @@ COLLECTIVES = ("all_reduce", "all_to_all_single")
 
 @contextmanager
 def meeting_as_nccl_does() -> Iterator[None]:
-    """Has ranks ask the store for rank 0's word before their first collective of the pretended GPU, as torch does.
+    """Make ranks ask the store for rank 0's key before their first collective on the pretended GPU, as NCCL does.
 
     Source: ProcessGroupNCCL::broadcastUniqueNCCLID: rank 0 sets the key, the others get it, in the store's own timeout.
     """

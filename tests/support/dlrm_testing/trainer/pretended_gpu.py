@@ -34,11 +34,11 @@ PRETENDED = torch.device(NAME, 0)
 
 
 class MixedDevicesError(RuntimeError):
-    """An operation was given tensors of two devices."""
+    """Report an operation on tensors of two devices."""
 
 
 class Pretended(Tensor):
-    """A tensor of the device."""
+    """Wrap a host tensor as one of the device."""
 
     kept: Tensor
     """Its values."""
@@ -46,7 +46,7 @@ class Pretended(Tensor):
 
     @staticmethod
     def __new__(cls, kept: Tensor) -> Pretended:
-        """A tensor of the values."""
+        """Return a tensor of the values."""
         made: Pretended = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             kept.shape,
@@ -92,13 +92,13 @@ class Pretended(Tensor):
 
 
 def _copy_from(source: Tensor, target: Pretended, _non_blocking: bool = False) -> Pretended:
-    """What ``torch.tensor`` does with what it has made on the host."""
+    """Do what ``torch.tensor`` does with a tensor that it made on the host."""
     target.kept.copy_(source)
     return target
 
 
 def _register() -> torch.library.Library:
-    """What torch asks of a device before any of its tensors is there to be asked."""
+    """Register the operations that torch calls before the device has a tensor."""
     library = torch.library.Library("aten", "IMPL")
     for name in FACTORIES:
         base, _, overload = name.partition(".")

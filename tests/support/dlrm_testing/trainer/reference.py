@@ -112,7 +112,7 @@ class DenseTables:
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank saw and held."""
+    """Hold what one rank saw and owned."""
 
     features: list[Floats]
     parts: list[tuple[ShardId, NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]]
@@ -132,7 +132,7 @@ def train_sharded(
     rates: list[float],
     communication: CommunicationSpec | None = None,
 ) -> RankState:
-    """The steps of ``DenseTables.step`` on one rank of a gang, with a lookup for evaluation after each."""
+    """Run the steps of ``DenseTables.step`` on one rank of a gang, with a lookup for evaluation after each."""
     options = EmbeddingOptions(
         optimizer=RowOptimizerSpec(eps=EPS),
         seed=0,

@@ -21,7 +21,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def summed(bags: list[list[int]], gradient: Array) -> dict[int, Array]:
-    """Of each row that a table's bags hold: the sum of its bags' gradients (N, d), once for every occurrence."""
+    """Return, for each row of a table's bags, the sum of its bags' gradients (N, d), once per occurrence."""
     sums: dict[int, Array] = {}
     for bag, each in zip(bags, gradient, strict=True):
         for row in bag:
@@ -61,7 +61,7 @@ def mix(value: int) -> int:
 
 
 def bits_of(seed: int, table: str, step: int, row: int, column: int) -> int:
-    """The 16 random bits of one element at one step."""
+    """Return the 16 random bits of one element at one step."""
     text = b"dlrm-rounding-1\0" + seed.to_bytes(8, "little", signed=True) + table.encode()
     key = int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
     row_stream = mix((mix((key + step * GOLDEN) & MASK) + row * GOLDEN) & MASK)
@@ -70,7 +70,7 @@ def bits_of(seed: int, table: str, step: int, row: int, column: int) -> int:
 
 
 def rounded(value: float, bits: int) -> float:
-    """A finite number as fp16 by stochastic rounding."""
+    """Round a finite number to fp16 stochastically."""
     if value == 0:
         return value
     exponent = max(math.frexp(value)[1] - 1, -14)

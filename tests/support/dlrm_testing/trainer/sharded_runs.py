@@ -46,7 +46,7 @@ def job_of(
 
 @dataclass(frozen=True)
 class Saved:
-    """A snapshot in memory."""
+    """Hold a snapshot in memory."""
 
     pieces: Sequence[ShardRows]
     arrays: dict[str, Any]
@@ -72,7 +72,7 @@ def _overlap(a: ShardId, b: ShardId) -> bool:
 
 @dataclass(frozen=True)
 class ShardedRun:
-    """What one rank saw and left."""
+    """Hold what one rank saw and left."""
 
     losses: list[float]
     """This rank's shares."""
@@ -115,14 +115,14 @@ def train_plan(
 
 
 def saved_of(job: DLRMJob, runs: Sequence[ShardedRun]) -> Saved:
-    """The snapshot that all ranks make together."""
+    """Return the snapshot that all ranks make together."""
     seed, kind = job.spec.training.seed, job.spec.training.row_optimizer.kind
     metas = {table.name: table_meta(table, seed, kind) for table in job.spec.model.all_tables()}
     return Saved([piece for run in runs for piece in run.pieces], runs[0].arrays, metas)
 
 
 def words_of_bad_gradient(collectives: Collectives, job: DLRMJob, plan: Plan, folder: Path) -> str:
-    """What ends each rank where rank 1's gradient of feature 5 holds an infinity; nothing may be updated."""
+    """Return each rank's error if rank 1's gradient of feature 5 is infinite; nothing may be updated."""
     learner = Learner(job.spec, place(job.spec.model, plan, collectives.world_size), collectives, folder)
     learner.start(job.spec.training.seed)
     embeddings = learner.embeddings

@@ -40,7 +40,7 @@ def random_model(
 def random_plan(
     generator: np.random.Generator, model: ModelSpec, world_size: int, tiers: Sequence[Tier] = (), lookahead: int = 0
 ) -> Plan:
-    """Each table replicated, or cut into rectangles of rows and column blocks, each on any rank.
+    """Plan each table replicated, or cut into rectangles of rows and column blocks, each on any rank.
 
     Args:
         generator: draws.
@@ -62,7 +62,7 @@ def random_plan(
 
 
 def whole_plan(model: ModelSpec, owner: int, world_size: int) -> Plan:
-    """Every table whole on one rank."""
+    """Plan every table whole on one rank."""
     tables = []
     for table in model.all_tables():
         extent = {"row_start": 0, "row_end": table.rows, "column_start": 0, "column_end": table.dim}
@@ -83,7 +83,7 @@ def _plan(tables: Sequence[TablePlan], world_size: int, lookahead: int) -> Plan:
 
 
 def without_levels(plan: Plan) -> Plan:
-    """The same shards, with all rows resident."""
+    """Return the same shards with all rows resident."""
     tables = tuple(
         table.model_copy(
             update={"shards": tuple(shard.model_copy(update={"tiers": TierShare()}) for shard in table.shards)}
@@ -116,7 +116,7 @@ def random_shards(generator: np.random.Generator, rows: int, edges: tuple[int, .
 
 
 def every_shard_in(plan: Plan, tiers: Sequence[str]) -> Plan:
-    """The plan with all shards but replicas in levels of these tiers: whole in one, or a quarter of them in slots."""
+    """Put all shards but replicas into levels of these tiers: whole in one, or a quarter of them in slots."""
 
     def placed(rows: int) -> TierShare:
         sizes = [rows if len(tiers) == 1 else rows // 4, *[rows] * (len(tiers) - 1)]

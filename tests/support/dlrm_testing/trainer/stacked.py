@@ -26,7 +26,7 @@ ALONE = Collectives(0, 1, lambda: "")
 
 @dataclass(frozen=True)
 class Shape:
-    """How every table-wise table of a plan is stacked."""
+    """Describe how every table-wise table of a plan is stacked."""
 
     tiers: tuple[str, ...] = ("ddr", "ddr")
     slots: int = 8
@@ -57,7 +57,7 @@ def stacked_plan(job: DLRMJob, shape: Shape | None, owners: Sequence[int | None]
 
 @dataclass(frozen=True)
 class Run:
-    """What a run leaves: the bits that must not depend on where rows live."""
+    """Hold the bits of a run that must not depend on where rows live."""
 
     losses: list[float]
     evaluations: list[tuple[float, float | None]]
@@ -97,7 +97,7 @@ def train_run(
 def make_learner(
     collectives: Collectives, job: DLRMJob, shape: Shape | None, folder: Path, device: torch.device = HOST
 ) -> Learner:
-    """A learner at its start."""
+    """Return a learner at its start."""
     placement = place(job.spec.model, stacked_plan(job, shape), job.spec.world_size)
     learner = Learner(job.spec, placement, collectives, folder, device=device)
     learner.start(job.spec.training.seed)
