@@ -89,18 +89,14 @@ class CheckpointSpec(ApiModel):
     )
     policy: PolicyName = Field(
         "intermittent",
-        description=(
-            "What a snapshot holds. full: all rows ever updated, so that each snapshot is a base; one-shot: one base, "
-            "then rows updated since it; consecutive: rows updated since the previous snapshot; intermittent: rows "
-            "updated since the newest base, with a new base as soon as that is expected to write fewer bytes."
-        ),
+        description="What a snapshot holds. full: all rows ever updated, so that each snapshot is a base; one-shot: "
+        "one base, then rows updated since it; consecutive: rows updated since the previous snapshot; intermittent: "
+        "rows updated since the newest base, with a new base as soon as that is expected to write fewer bytes.",
     )
     bits: Literal["auto", 2, 3, 4, 8, 16, 32] = Field(
         32,
-        description=(
-            "Bits per stored element. 32 restores exactly. auto: 2, 3 or 4 by the number of expected restores, and 8 "
-            "if there are many or more than expected."
-        ),
+        description="Bits per stored element. 32 restores exactly. auto: 2, 3 or 4 by the number of expected restores, "
+        "and 8 if there are many or more than expected.",
     )
     expected_restores: int | None = Field(
         None,
@@ -118,10 +114,8 @@ class CheckpointSpec(ApiModel):
     )
     max_restore_time: Duration | None = Field(
         None,
-        description=(
-            "Maximum time to read a snapshot and all that it depends on, estimated from restoreBandwidth; beyond it a "
-            "base is written. Default: no limit."
-        ),
+        description="Maximum time to read a snapshot and all that it depends on, estimated from restoreBandwidth; "
+        "beyond it a base is written. Default: no limit.",
     )
     restore_bandwidth: Bytes = Field(
         200_000_000, description="Read bandwidth of one pod from the store, for maxRestoreTime (bytes/s)."
@@ -129,17 +123,13 @@ class CheckpointSpec(ApiModel):
     retention: RetentionSpec = Field(RetentionSpec(), description="Retention of snapshots.")
     restore_from: Uri | None = Field(
         None,
-        description=(
-            "Snapshots of another job to start from if uri holds none: s3://bucket/prefix or file:///path, accessed "
-            "with the same s3 and credentialsSecret."
-        ),
+        description="Snapshots of another job to start from if uri holds none: s3://bucket/prefix or file:///path, "
+        "accessed with the same s3 and credentialsSecret.",
     )
     partial_restore: bool = Field(
         False,
-        description=(
-            "Resume from a newer, incomplete checkpoint (cut) if ranks were lost before they stored their part: their "
-            "rows return to the newest snapshot, all others keep the newer values. The result mixes two steps."
-        ),
+        description="Resume from a newer, incomplete checkpoint (cut) if ranks were lost before they stored their "
+        "part: their rows return to the newest snapshot, all others keep the newer values. The result mixes two steps.",
     )
     credentials_secret: ObjectName | None = Field(
         None, description="Secret with accessKeyId, secretAccessKey and optionally sessionToken."
@@ -151,10 +141,8 @@ class CheckpointSpec(ApiModel):
     publish: PublishSpec | None = Field(None, description="Deltas for inference caches.")
     resources: ResourcesSpec = Field(
         ResourcesSpec(),
-        description=(
-            "Requests and limits of the checkpointer container. Default: a request of 512Mi of memory, plus 8Mi per "
-            "snapshot of maxChain with policy consecutive."
-        ),
+        description="Requests and limits of the checkpointer container. Default: a request of 512Mi of memory, plus "
+        "8Mi per snapshot of maxChain with policy consecutive.",
     )
 
     rules = (
@@ -173,10 +161,8 @@ class CheckpointSpec(ApiModel):
             message="publish.uri must differ from uri: snapshot retention would delete the deltas",
         ),
         Rule(
-            cel=(
-                "type(self.restoreBandwidth) == int ? self.restoreBandwidth >= 1 "
-                ": self.restoreBandwidth.matches('[1-9]')"
-            ),
+            cel="type(self.restoreBandwidth) == int ? self.restoreBandwidth >= 1 : "
+            "self.restoreBandwidth.matches('[1-9]')",
             holds=lambda checkpoint: checkpoint.restore_bandwidth >= 1,
             message="restoreBandwidth must be at least 1 byte/s",
         ),

@@ -35,10 +35,8 @@ class SplitSpec(ApiModel):
     uris: tuple[DataUri, ...] = Field(
         (),
         max_length=10_000,
-        description=(
-            "Files, directories or glob patterns: file:///data/*.parquet, s3://bucket/prefix/*.parquet or a plain "
-            "path. They are read in the order of their names."
-        ),
+        description="Files, directories or glob patterns: file:///data/*.parquet, s3://bucket/prefix/*.parquet or a "
+        "plain path. They are read in the order of their names.",
     )
 
 
@@ -108,10 +106,8 @@ class DataSpec(ApiModel):
     )
     prefetch_bytes: Bytes = Field(
         2**30,
-        description=(
-            "Memory of each rank's reader for decoded row groups and batches (bytes). If it is smaller than what one "
-            "batch touches in all virtual shards of a rank, row groups are decoded repeatedly."
-        ),
+        description="Memory of each rank's reader for decoded row groups and batches (bytes). If it is smaller than "
+        "what one batch touches in all virtual shards of a rank, row groups are decoded repeatedly.",
     )
     credentials_secret: ObjectName | None = Field(
         None, description=("Secret with accessKeyId, secretAccessKey and optionally sessionToken for s3:// data.")
@@ -130,15 +126,10 @@ class DataSpec(ApiModel):
             message="train.uris is empty: set it, or use format synthetic",
         ),
         Rule(
-            cel=(
-                "self.format != 'synthetic' || "
-                "(!(has(self.train) && has(self.train.uris) && size(self.train.uris) > 0) && "
-                "!(has(self.eval) && has(self.eval.uris) && size(self.eval.uris) > 0))"
-            ),
+            cel="self.format != 'synthetic' || (!(has(self.train) && has(self.train.uris) && size(self.train.uris) > "
+            "0) && !(has(self.eval) && has(self.eval.uris) && size(self.eval.uris) > 0))",
             holds=lambda data: data.format != "synthetic" or not (data.train.uris or data.eval.uris),
-            message=(
-                "format synthetic reads no files: remove train.uris and eval.uris, or set the format of the files "
-                "(criteo-tsv or parquet)"
-            ),
+            message="format synthetic reads no files: remove train.uris and eval.uris, or set the format of the files "
+            "(criteo-tsv or parquet)",
         ),
     )

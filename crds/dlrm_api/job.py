@@ -40,10 +40,8 @@ class ObjectMeta(ApiModel):
         Rule(
             cel=f"size(self.name) <= {JOB_NAME_LENGTH} && self.name.matches('{JOB_NAME_PATTERN}')",
             holds=lambda meta: len(meta.name) <= JOB_NAME_LENGTH and re.search(JOB_NAME_PATTERN, meta.name) is not None,
-            message=(
-                f"name must be at most {JOB_NAME_LENGTH} lower-case letters, digits and dashes and start with a "
-                "letter: Services and pods are named after it"
-            ),
+            message=f"name must be at most {JOB_NAME_LENGTH} lower-case letters, digits and dashes and start with a "
+            "letter: Services and pods are named after it",
         ),
     )
 
@@ -61,16 +59,11 @@ class DLRMJobSpec(ApiModel):
 
     rules = (
         Rule(
-            cel=(
-                "(has(self.trainer.replicas) ? self.trainer.replicas : "
-                "has(self.trainer.auto) ? self.trainer.auto.min : 1) * self.trainer.processesPerReplica "
-                "<= self.data.virtualShards"
-            ),
+            cel="(has(self.trainer.replicas) ? self.trainer.replicas : has(self.trainer.auto) ? self.trainer.auto.min "
+            ": 1) * self.trainer.processesPerReplica <= self.data.virtualShards",
             holds=lambda spec: spec.world_size <= spec.data.virtual_shards,
-            message=(
-                "data.virtualShards must be at least trainer.replicas (or auto.min) x processesPerReplica, the number "
-                "of ranks: raise it, or use fewer ranks"
-            ),
+            message="data.virtualShards must be at least trainer.replicas (or auto.min) x processesPerReplica, the "
+            "number of ranks: raise it, or use fewer ranks",
         ),
     )
 

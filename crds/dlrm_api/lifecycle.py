@@ -63,10 +63,8 @@ class LifecycleSpec(ApiModel):
     )
     commit_deadline: Duration = Field(
         "10m",  # type: ignore[assignment]
-        description=(
-            "Maximum wait for the last checkpoint (cut) to be committed before the trainer pods are deleted to "
-            "suspend, resize or end the job."
-        ),
+        description="Maximum wait for the last checkpoint (cut) to be committed before the trainer pods are deleted to "
+        "suspend, resize or end the job.",
     )
     restart: RestartSpec = Field(RestartSpec(), description="Restarts after failures.")
     pending_deadline: Duration | None = Field(
@@ -74,10 +72,8 @@ class LifecycleSpec(ApiModel):
     )
     active_deadline: Duration | None = Field(
         None,
-        description=(
-            "Maximum run time of the job, including restarts and excluding suspended time; then it saves a checkpoint "
-            "and fails. Default: no limit."
-        ),
+        description="Maximum run time of the job, including restarts and excluding suspended time; then it saves a "
+        "checkpoint and fails. Default: no limit.",
     )
     hang_timeout: Duration | None = Field(
         None,
@@ -90,10 +86,8 @@ class LifecycleSpec(ApiModel):
     )
     keep_failed_pods: bool = Field(
         False,
-        description=(
-            "Keep the ended pods of the last three failed attempts and their volumes for inspection. Running pods are "
-            "deleted in any case."
-        ),
+        description="Keep the ended pods of the last three failed attempts and their volumes for inspection. Running "
+        "pods are deleted in any case.",
     )
     termination_grace_period: Duration = Field(
         "10m", description="Time for the last checkpoint (cut) and its upload after SIGTERM."
@@ -123,17 +117,13 @@ class SchedulingSpec(ApiModel):
         None,
         min_length=1,
         max_length=253,
-        description=(
-            "Scheduler of the pods. Default: the cluster's; for gang volcano: volcano; for gang coscheduling: "
-            "scheduler-plugins-scheduler."
-        ),
+        description="Scheduler of the pods. Default: the cluster's; for gang volcano: volcano; for gang coscheduling: "
+        "scheduler-plugins-scheduler.",
     )
     topology: Literal["any", "spread", "pack"] = Field(
         "any",
-        description=(
-            "spread: place pods evenly over topology domains. pack: place all pods in one domain. Both are hard "
-            "constraints: if they cannot be met, pods stay pending."
-        ),
+        description="spread: place pods evenly over topology domains. pack: place all pods in one domain. Both are "
+        "hard constraints: if they cannot be met, pods stay pending.",
     )
     topology_key: str | None = Field(
         None,

@@ -87,10 +87,8 @@ class ModelSpec(ApiModel):
     cross_rank: int = Field(64, ge=1, le=16_384, description="Rank of each cross layer's matrix.")
     precision: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description=(
-            "Compute type of MLPs and interaction; weights stay fp32. bf16 computes in fp32 on CPUs where bf16 would "
-            "be slower: those without AMX (Intel) or AVX-512 BF16 (others)."
-        ),
+        description="Compute type of MLPs and interaction; weights stay fp32. bf16 computes in fp32 on CPUs where bf16 "
+        "would be slower: those without AMX (Intel) or AVX-512 BF16 (others).",
     )
     tables: tuple[TableSpec, ...] = Field((), max_length=MAX_TABLES, description="Embedding tables.")
     table_groups: tuple[TableGroup, ...] = Field((), max_length=256, description="Groups of equal tables.")
@@ -102,10 +100,8 @@ class ModelSpec(ApiModel):
             message="topMlp must end in 1: the last layer is the logit",
         ),
         Rule(
-            cel=(
-                "(has(self.denseFeatures) && size(self.denseFeatures) > 0) == "
-                "(has(self.bottomMlp) && size(self.bottomMlp) > 0)"
-            ),
+            cel="(has(self.denseFeatures) && size(self.denseFeatures) > 0) == (has(self.bottomMlp) && "
+            "size(self.bottomMlp) > 0)",
             holds=lambda model: bool(model.dense_features) == bool(model.bottom_mlp),
             message="denseFeatures and bottomMlp must be set together: set both or neither",
         ),
@@ -117,37 +113,27 @@ class ModelSpec(ApiModel):
             message="tables and tableGroups are both empty: add at least one table",
         ),
         Rule(
-            cel=(
-                "(has(self.tables) ? size(self.tables) : 0) + "
-                f"(has(self.tableGroups) ? self.tableGroups.map(g, g.count).sum() : 0) <= {MAX_TABLES}"
-            ),
+            cel="(has(self.tables) ? size(self.tables) : 0) + "
+            f"(has(self.tableGroups) ? self.tableGroups.map(g, g.count).sum() : 0) <= {MAX_TABLES}",
             holds=_few_enough,
             message=f"expected at most {MAX_TABLES} tables, with the counts of tableGroups included",
         ),
         Rule(
-            cel=(
-                "self.interaction != 'dot' || "
-                f"((!has(self.tables) || self.tables.all(t, t.dim == ({_WIDTH}))) && "
-                f"(!has(self.tableGroups) || self.tableGroups.all(g, g.template.dim == ({_WIDTH}))))"
-            ),
+            cel="self.interaction != 'dot' || "
+            f"((!has(self.tables) || self.tables.all(t, t.dim == ({_WIDTH}))) && "
+            f"(!has(self.tableGroups) || self.tableGroups.all(g, g.template.dim == ({_WIDTH}))))",
             holds=_dims_agree,
-            message=(
-                "interaction dot needs equal widths: make the dim of every table and the last bottomMlp width equal, "
-                "or use interaction dcn"
-            ),
+            message="interaction dot needs equal widths: make the dim of every table and the last bottomMlp width "
+            "equal, or use interaction dcn",
         ),
         Rule(
-            cel=(
-                "self.interaction != 'dot' || (has(self.bottomMlp) && size(self.bottomMlp) > 0) || "
-                "(has(self.tables) && self.tables.exists(t, has(t.features) && size(t.features) > 1)) || "
-                "(has(self.tableGroups) && self.tableGroups.exists(g, g.count > 1)) || "
-                "(has(self.tables) ? size(self.tables) : 0) + (has(self.tableGroups) ? size(self.tableGroups) : 0) != 1"
-            ),
+            cel="self.interaction != 'dot' || (has(self.bottomMlp) && size(self.bottomMlp) > 0) || (has(self.tables) "
+            "&& self.tables.exists(t, has(t.features) && size(t.features) > 1)) || (has(self.tableGroups) && "
+            "self.tableGroups.exists(g, g.count > 1)) || (has(self.tables) ? size(self.tables) : 0) + "
+            "(has(self.tableGroups) ? size(self.tableGroups) : 0) != 1",
             holds=_has_a_pair,
-            message=(
-                "interaction dot needs at least two vectors: add denseFeatures or a second feature, or use "
-                "interaction dcn"
-            ),
+            message="interaction dot needs at least two vectors: add denseFeatures or a second feature, or use "
+            "interaction dcn",
         ),
     )
 

@@ -49,10 +49,8 @@ class SnapshotS3Spec(S3Spec):
 
     encryption: Literal["none", "AES256", "aws:kms"] = Field(
         "none",
-        description=(
-            "Server-side encryption of every write. AES256: with a key of the service; aws:kms: with a KMS key; none: "
-            "the bucket's default."
-        ),
+        description="Server-side encryption of every write. AES256: with a key of the service; aws:kms: with a KMS "
+        "key; none: the bucket's default.",
     )
     kms_key_id: str | None = Field(
         None,

@@ -40,10 +40,8 @@ class TierLevel(ApiModel):
         None,
         ge=0,
         le=1,
-        description=(
-            "Expected share of accesses (one per distinct row of a batch) that this level and those above serve. "
-            "None: unknown."
-        ),
+        description="Expected share of accesses (one per distinct row of a batch) that this level and those above "
+        "serve. None: unknown.",
     )
 
 
@@ -53,11 +51,9 @@ class TierShare(ApiModel):
     levels: tuple[TierLevel, ...] = Field(
         (),
         max_length=4,
-        description=(
-            "Levels, fastest first. A row is in one level at a time. Kernels compute on the first level; the last has "
-            "space for every row. A lone hbm level holds all rows. Empty: all rows are in host memory, those of data "
-            "shards in the memory where ranks compute."
-        ),
+        description="Levels, fastest first. A row is in one level at a time. Kernels compute on the first level; the "
+        "last has space for every row. A lone hbm level holds all rows. Empty: all rows are in host memory, those of "
+        "data shards in the memory where ranks compute.",
     )
     policy: Literal["lru", "lfu", "mixed"] = Field("lru", description="Replacement policy of the first level.")
     ways: int = Field(0, ge=0, le=1_024, description="Slots per set of the first level. 0: fully associative.")
@@ -96,10 +92,8 @@ class RankPlan(ApiModel):
     rank: int = Field(ge=0, description="Rank.")
     node: int = Field(ge=0, description="Index of its pod in the gang.")
     bytes_per_tier: dict[str, int] = Field(
-        description=(
-            "Bytes of rows, optimizer state, row maps, partial pooled vectors and hand-off, by tier. In hbm: all of "
-            "the rank's GPU memory."
-        )
+        description="Bytes of rows, optimizer state, row maps, partial pooled vectors and hand-off, by tier. In hbm: "
+        "all of the rank's GPU memory."
     )
 
 

@@ -179,10 +179,8 @@ class DLRMJobStatus(ApiModel):
     failed_spec: str | None = Field(
         None,
         max_length=64,
-        description=(
-            "SHA-256 of the spec of a failed job, without the fields that cannot fix it. The job starts again once its "
-            "spec no longer matches. Absent once the job was suspended."
-        ),
+        description="SHA-256 of the spec of a failed job, without the fields that cannot fix it. The job starts again "
+        "once its spec no longer matches. Absent once the job was suspended.",
     )
     selector: str = Field("", max_length=512, description="Label selector of the pods, for scale.")
     replicas: int = Field(0, ge=0, le=MAX_EXACT, description="Trainer pods that exist, for scale.")

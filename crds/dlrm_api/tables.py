@@ -26,10 +26,8 @@ class EmbeddingOptions(ApiModel):
 
     hash: Literal["none", "modulo", "mix"] = Field(
         "none",
-        description=(
-            "none: ids are row numbers below rows; any other id is an error. modulo: id mod rows. "
-            "mix: a 64-bit hash of the id, then mod rows (for hexadecimal or unbounded ids)."
-        ),
+        description="none: ids are row numbers below rows; any other id is an error. modulo: id mod rows. mix: a "
+        "64-bit hash of the id, then mod rows (for hexadecimal or unbounded ids).",
     )
     admission_count: Annotated[int | None, NotBuilt()] = Field(
         None, ge=1, le=1_000_000, description="Number of times an id must be seen before it gets its own row."
@@ -56,10 +54,8 @@ class DistributionSpec(ApiModel):
         min_length=1,
         max_length=1_024,
         pattern=REFERENCE,
-        description=(
-            "Trace of the table, measured by dlrmctl trace: file:///path for dlrmctl, or configmap:NAME for key "
-            f"{TRACE_KEY} of a ConfigMap in the job's namespace."
-        ),
+        description="Trace of the table, measured by dlrmctl trace: file:///path for dlrmctl, or configmap:NAME for "
+        f"key {TRACE_KEY} of a ConfigMap in the job's namespace.",
     )
 
     rules = (
@@ -76,26 +72,20 @@ class TablePin(ApiModel):
 
     sharding: Literal["table", "row", "column", "data", "table-row"] | None = Field(
         None,
-        description=(
-            "Sharding of the table. table: whole on one rank; row: a range of rows on each rank; column: "
-            "column blocks (needs columnBlock); data: a replica on every rank; table-row: a range of rows on each rank "
-            "of one node. Default: the planner decides."
-        ),
+        description="Sharding of the table. table: whole on one rank; row: a range of rows on each rank; column: "
+        "column blocks (needs columnBlock); data: a replica on every rank; table-row: a range of rows on each rank of "
+        "one node. Default: the planner decides.",
     )
     ranks: tuple[Annotated[int, Field(ge=0, le=65_535)], ...] = Field(
         (),
         max_length=1_024,
-        description=(
-            "Ranks that may hold the table's shards. Sharding row uses each of them, column as many as there are "
-            "blocks, table-row all ranks of their node; otherwise the planner chooses among them. Empty: any rank."
-        ),
+        description="Ranks that may hold the table's shards. Sharding row uses each of them, column as many as there "
+        "are blocks, table-row all ranks of their node; otherwise the planner chooses among them. Empty: any rank.",
     )
     tier: Tier | None = Field(
         None,
-        description=(
-            "Memory tier that backs the table's rows. hbm: all rows in GPU memory; ddr: all rows in host memory; "
-            "a slower tier: all rows that are not in host memory slots."
-        ),
+        description="Memory tier that backs the table's rows. hbm: all rows in GPU memory; ddr: all rows in host "
+        "memory; a slower tier: all rows that are not in host memory slots.",
     )
 
 
@@ -119,10 +109,8 @@ class TableOptions(ApiModel):
     )
     dtype: Literal["fp32", "fp16"] = Field(
         "fp32",
-        description=(
-            "Type of an element. fp16: updates are computed in fp32 and rounded stochastically, reproducibly "
-            "in every run."
-        ),
+        description="Type of an element. fp16: updates are computed in fp32 and rounded stochastically, reproducibly "
+        "in every run.",
     )
     initializer: InitializerSpec = Field(InitializerSpec(), description="Initial row values.")
     pin: TablePin | None = Field(None, description="Fixed sharding or tier, instead of the planner's choice.")
@@ -131,10 +119,8 @@ class TableOptions(ApiModel):
         ge=4,
         le=4_096,
         multiple_of=4,
-        description=(
-            "Columns of a column block, which has its own row optimizer state and is never split over ranks; must "
-            "divide dim. Default: dim (one block). It cannot change while the job has snapshots."
-        ),
+        description="Columns of a column block, which has its own row optimizer state and is never split over ranks; "
+        "must divide dim. Default: dim (one block). It cannot change while the job has snapshots.",
     )
     embedding: EmbeddingOptions = Field(EmbeddingOptions(), description="How ids map to rows.")
 
@@ -175,18 +161,14 @@ class TableSpec(TableOptions):
     features: tuple[ColumnName, ...] = Field(
         (),
         max_length=256,
-        description=(
-            "Source columns of ids (C1 to C26 for criteo-tsv), each pooled separately. Default: the table's name. "
-            "Several tables may read the same column."
-        ),
+        description="Source columns of ids (C1 to C26 for criteo-tsv), each pooled separately. Default: the table's "
+        "name. Several tables may read the same column.",
     )
     weights: tuple[ColumnName, ...] = Field(
         (),
         max_length=256,
-        description=(
-            "Weight columns, one per feature, with one weight per id of a bag: rows are multiplied by it before "
-            "pooling. Empty: all weights are 1."
-        ),
+        description="Weight columns, one per feature, with one weight per id of a bag: rows are multiplied by it "
+        "before pooling. Empty: all weights are 1.",
     )
 
     rules = (

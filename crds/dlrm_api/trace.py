@@ -43,10 +43,8 @@ class TableTrace(ApiModel):
     histogram: tuple[ReuseBin, ...] = Field((), description="Rows and lookups by how often a row is looked up.")
     curve: tuple[CurvePoint, ...] = Field(
         (),
-        description=(
-            "Hit rate of a fully associative LRU cache by cache size (ascending), with one access per distinct row of "
-            "a batch. First accesses count as misses. Valid for caches that hold at least the rows of one batch."
-        ),
+        description="Hit rate of a fully associative LRU cache by cache size (ascending), with one access per distinct "
+        "row of a batch. First accesses count as misses. Valid for caches that hold at least the rows of one batch.",
     )
 
     def hit_rate(self, cache_rows: float) -> float:

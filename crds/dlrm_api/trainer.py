@@ -39,10 +39,8 @@ class AutoReplicas(ApiModel):
     target_samples_per_second: float = Field(
         ge=0,
         le=1e12,
-        description=(
-            "Throughput that the plan must reach by prediction (samples/s); needs a HardwareProfile with measured "
-            "rates. 0: the minimum number of replicas that hold all tables in memory."
-        ),
+        description="Throughput that the plan must reach by prediction (samples/s); needs a HardwareProfile with "
+        "measured rates. 0: the minimum number of replicas that hold all tables in memory.",
     )
 
     rules = (
@@ -60,18 +58,14 @@ class TierBudgets(ApiModel):
 
     hbm: Bytes | None = Field(
         None,
-        description=(
-            "GPU memory of one replica, divided evenly over its processes (bytes). Everything in it counts: dense "
-            "parameters, activations and 2 GiB for CUDA too. Without a HardwareProfile, setting it makes ranks compute "
-            "on GPUs."
-        ),
+        description="GPU memory of one replica, divided evenly over its processes (bytes). Everything in it counts: "
+        "dense parameters, activations and 2 GiB for CUDA too. Without a HardwareProfile, setting it makes ranks "
+        "compute on GPUs.",
     )
     ddr: Bytes | None = Field(
         None,
-        description=(
-            "Host memory of one replica for tables, slots, row maps of slower tiers, and the hand-off (bytes), on top "
-            "of the memory of its processes."
-        ),
+        description="Host memory of one replica for tables, slots, row maps of slower tiers, and the hand-off (bytes), "
+        "on top of the memory of its processes.",
     )
     cxl: Bytes | None = Field(
         None, description="CXL memory of one replica for rows that do not fit host memory (bytes)."
@@ -95,10 +89,8 @@ class CacheSpec(ApiModel):
 
     policy: Literal["auto", "lru", "lfu", "mixed"] = Field(
         "auto",
-        description=(
-            "Replacement policy of the slots: least recently used, least frequently used, or a mix of both. "
-            "auto: the planner decides by the tables' traces."
-        ),
+        description="Replacement policy of the slots: least recently used, least frequently used, or a mix of both. "
+        "auto: the planner decides by the tables' traces.",
     )
     ways: int = Field(0, ge=0, le=1_024, description="Associativity: slots per set. 0: fully associative.")
     lookahead: int = Field(
@@ -114,10 +106,8 @@ class ResourcesSpec(ApiModel):
 
     rules = (
         Rule(
-            cel=(
-                "!has(self.requests) || !has(self.limits) || self.requests.all(name, !(name in self.limits) || "
-                "quantity(string(self.requests[name])).compareTo(quantity(string(self.limits[name]))) <= 0)"
-            ),
+            cel="!has(self.requests) || !has(self.limits) || self.requests.all(name, !(name in self.limits) || "
+            "quantity(string(self.requests[name])).compareTo(quantity(string(self.limits[name]))) <= 0)",
             holds=lambda resources: all(
                 quantity_value(amount) <= quantity_value(resources.limits[name])
                 for name, amount in resources.requests.items()
@@ -145,27 +135,21 @@ class TrainerSpec(ApiModel):
         None,
         ge=1,
         le=1_024,
-        description=(
-            "Compute threads of one rank. Default: the pod's CPUs divided by its ranks. If set, the trainer container "
-            "requests as many CPUs as its ranks have threads; otherwise it requests none unless resources does."
-        ),
+        description="Compute threads of one rank. Default: the pod's CPUs divided by its ranks. If set, the trainer "
+        "container requests as many CPUs as its ranks have threads; otherwise it requests none unless resources does.",
     )
     hardware: ObjectName | None = Field(
         None,
-        description=(
-            "Name of a HardwareProfile. Default: any node; memory is then checked only if tierBudgets.ddr or "
-            "resources.limits.memory is set."
-        ),
+        description="Name of a HardwareProfile. Default: any node; memory is then checked only if tierBudgets.ddr or "
+        "resources.limits.memory is set.",
     )
     tier_budgets: TierBudgets = Field(TierBudgets(), description="Memory budgets of a pod by tier.")
     cache: CacheSpec = Field(CacheSpec(), description="Slots of tables that do not fit in fast memory.")
     resources: ResourcesSpec = Field(ResourcesSpec(), description="Requests and limits of the trainer container.")
     pod_template: PodTemplateOverlay = Field(
         PodTemplateOverlay(),
-        description=(
-            "Overrides for the pods. Unless the cluster admin sets the chart value jobs.podTemplatePolicy to any, "
-            "only what Pod Security level restricted allows is allowed."
-        ),
+        description="Overrides for the pods. Unless the cluster admin sets the chart value jobs.podTemplatePolicy to "
+        "any, only what Pod Security level restricted allows is allowed.",
     )
     image: str | None = Field(
         None, min_length=1, max_length=1_024, description="Trainer image. Default: the image of the operator's version."

@@ -19,10 +19,8 @@ class RowOptimizerSpec(ApiModel):
 
     kind: RowOptimizerKind = Field(
         "rowwise-adagrad",
-        description=(
-            "rowwise-adagrad keeps one fp32 value per row and column block, sgd none, adam two fp32 moments per "
-            "element and one update count per row for bias correction."
-        ),
+        description="rowwise-adagrad keeps one fp32 value per row and column block, sgd none, adam two fp32 moments "
+        "per element and one update count per row for bias correction.",
     )
     learning_rate: float = Field(0.02, ge=0, le=1_000, description="Learning rate at referenceBatchSize.")
     eps: float = Field(
@@ -59,10 +57,8 @@ class TrainingSpec(ApiModel):
         None,
         ge=1,
         le=2**26,
-        description=(
-            "Batch size for which the learning rates were tuned; they are scaled by globalBatchSize / "
-            "referenceBatchSize. Default: no scaling."
-        ),
+        description="Batch size for which the learning rates were tuned; they are scaled by globalBatchSize / "
+        "referenceBatchSize. Default: no scaling.",
     )
     warmup_steps: int = Field(0, ge=0, le=10_000_000, description="Steps of linear learning-rate warm-up.")
     max_steps: int | None = Field(
@@ -80,10 +76,8 @@ class TrainingSpec(ApiModel):
         None,
         ge=1,
         le=2**26,
-        description=(
-            "Samples of a rank with activations in memory at a time. Gradients are still summed over the global "
-            "batch and applied once. Default: the rank's whole share."
-        ),
+        description="Samples of a rank with activations in memory at a time. Gradients are still summed over the "
+        "global batch and applied once. Default: the rank's whole share.",
     )
     communication: CommunicationSpec = Field(CommunicationSpec(), description="Wire formats.")
 
