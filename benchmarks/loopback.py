@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.measure import tell
-from dlrm_api.objects import S3Spec
+from dlrm_api.fields import S3Spec
 from dlrm_stores import ObjectStore, StoreOptions, open_store
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from dlrm_api.errors import DeviceError, InvalidSpecError, NoInputError, NoPermissionError
+from dlrm_api.fields import file_path, is_s3
 from dlrm_api.hardware import DeviceSpec, HardwareProfile, HardwareProfileSpec, ProfileMeta, TierSpec, TiersSpec
 from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.names import Env
-from dlrm_api.objects import file_path, is_s3
 from dlrm_api.plan import Plan
 from dlrm_api.process import free_memory_bytes
 from dlrm_api.tiers import FILE_TIERS

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from dlrm_api.base import ApiModel
 from dlrm_api.errors import BadDataError
-from dlrm_api.status import Count
+from dlrm_api.fields import Count
 
 PREFIX = "dlrm_trainer_"
 MAX_VALUE = 1e18

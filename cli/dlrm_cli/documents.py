@@ -13,9 +13,9 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from dlrm_api.errors import BadDataError, DLRMError, InvalidSpecError, NoInputError, UsageError, first_problem
+from dlrm_api.fields import Duration
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
-from dlrm_api.quantities import Duration
 
 FIELDS = (
     "annotations",

@@ -22,9 +22,9 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from dlrm_api.errors import DeviceError, NoInputError, UsageError
+from dlrm_api.fields import ObjectName
 from dlrm_api.hardware import parse_profile
 from dlrm_api.names import API_VERSION
-from dlrm_api.objects import ObjectName
 from dlrm_api.process import usable_cpus, usable_memory_bytes
 from dlrm_api.tiers import BLOCK_SLACK, FILE_TIERS, Tier
 from dlrm_cli.checks import RESOURCE, DetectedGpu, detect_gpus

@@ -269,7 +269,7 @@ def open_snapshot_store(
     """
     from dlrm_api.base import read
     from dlrm_api.checkpoint import SCHEMES
-    from dlrm_api.objects import SnapshotS3Spec
+    from dlrm_api.fields import SnapshotS3Spec
     from dlrm_stores import StoreOptions, open_existing_store, open_store
     from dlrm_stores.base import FieldNames
 

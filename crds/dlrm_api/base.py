@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
-from pydantic.alias_generators import to_camel
+from pydantic.alias_generators import to_camel, to_snake
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, SchemaValidator, core_schema
 
@@ -19,11 +19,8 @@ from dlrm_api.errors import BadDataError, InvalidSpecError, field_path, invalid_
 
 NOT_BUILT = "x-dlrm-not-built"
 """JSON schema key under which :class:`NotBuilt` leaves the allowed values for the CRD generator."""
-
 RULES = "x-kubernetes-validations"
 """JSON schema key under which Kubernetes keeps CEL rules."""
-
-
 WHOLE: Any = {"x-kubernetes-map-type": "atomic"}
 """JSON schema of an object that server-side apply treats as one value with one owner."""
 
@@ -39,6 +36,24 @@ class Rule:
     holds: Callable[[Any], bool]
     message: str
     """Shown to the user; names the field and the fix."""
+
+
+def exclusive(one: str, other: str) -> Rule:
+    """Return the rule that at most one of two optional fields is set; both are named as in YAML."""
+    return Rule(
+        cel=f"!(has(self.{one}) && has(self.{other}))",
+        holds=lambda spec: getattr(spec, to_snake(one)) is None or getattr(spec, to_snake(other)) is None,
+        message=f"{one} and {other} are mutually exclusive: set one of them",
+    )
+
+
+def positive(field: str, effect: str) -> Rule:
+    """Return the rule that an optional duration is not 0; ``effect``: what happens without it."""
+    return Rule(
+        cel=f"!has(self.{field}) || self.{field}.matches('[1-9]')",
+        holds=lambda spec: getattr(spec, to_snake(field)) != 0,
+        message=f"{field} must be longer than 0s: remove it {effect}",
+    )
 
 
 class ApiModel(BaseModel):
@@ -144,38 +159,34 @@ def read(model: type[Model], document: Any) -> Model:
 def read_served(model: type[Model], document: Any) -> Model:
     """Read a document that claims to come from an API server as strictly as :func:`read`, in bounded memory.
 
-    The server has dropped nulls and normalized numbers already. Reading stops at the first invalid item of each list.
+    The server has dropped nulls and normalized numbers already. Of a large document, reading stops at the first invalid
+    item of each list.
 
     Raises:
         InvalidSpecError: names the first invalid field, and how many more there are unless the document is large.
     """
     _check_size(document)
     text = json.dumps(document)
+    is_large = len(text) > MAX_COUNTED_CHARACTERS
+    validator: Any = stopping_early(model) if is_large else model.__pydantic_validator__
     try:
-        found: Model = stopping_early(model).validate_json(text, strict=True, by_alias=True, by_name=False)
+        found: Model = validator.validate_json(text, strict=True, by_alias=True, by_name=False)
     except ValidationError as error:
-        if len(text) > MAX_COUNTED_CHARACTERS:
-            raise invalid_spec(error, model=model, stopped=True) from error
-        try:
-            model.model_validate_json(text, strict=True, by_alias=True, by_name=False)
-        except ValidationError as every:
-            raise invalid_spec(every, model=model) from every
-        raise AssertionError("the full reader accepts a document that the early-stopping one rejects") from error
+        raise invalid_spec(error, model=model, stopped=is_large) from error
     return found
 
 
 def _check_size(document: Any) -> None:
-    left, values = [document], 0
-    while left and values <= MAX_VALUES:
-        value = left.pop()
+    waiting, values = [document], 0
+    while waiting:
+        value = waiting.pop()
         inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         if isinstance(value, dict) and len(value) > MAX_KEYS:
             raise InvalidSpecError("document", f"an object has {len(value)} keys, at most {MAX_KEYS} are allowed")
         values += len(inside)
-        if values <= MAX_VALUES:
-            left.extend(inside)
-    if values > MAX_VALUES:
-        raise InvalidSpecError("document", f"more than {MAX_VALUES} values, the largest number allowed")
+        if values > MAX_VALUES:
+            raise InvalidSpecError("document", f"more than {MAX_VALUES} values, the largest number allowed")
+        waiting.extend(inside)
 
 
 @cache
@@ -194,15 +205,8 @@ def _failing_fast(schema: Any) -> Any:
 def read_stored(model: type[Model], document: Any, root: str = "") -> tuple[Model, tuple[str, ...]]:
     """Read a stored object as strictly as :func:`read`, except that unknown fields are reported instead of rejected.
 
-    Another version of this software may have written them, or the CRD is newer than this code.
-
-    Args:
-        model: Type of the document.
-        document: Decoded JSON.
-        root: Path of the document.
-
-    Returns:
-        The model of the known fields, and the paths of the unknown ones as kubectl shows them.
+    Another version of this software may have written them, or the CRD is newer than this code. Returns the model of the
+    known fields, and the paths of the unknown ones below ``root`` as kubectl shows them.
 
     Raises:
         InvalidSpecError: names the first known field that is invalid.
@@ -218,17 +222,9 @@ def read_stored(model: type[Model], document: Any, root: str = "") -> tuple[Mode
             if not places:
                 raise invalid_spec(error, root) from error
         unknown += [field_path(place, root) for place in places]
-        document = _without(document, places)
-
-
-def _without(document: Any, places: Iterable[tuple[int | str, ...]]) -> Any:
-    left = copy.deepcopy(document)
-    for *above, last in places:
-        place = left
-        for step in above:
-            place = place[step]
-        del place[last]
-    return left
+        document = copy.deepcopy(document)
+        for *above, last in places:
+            del _below(document, above)[last]
 
 
 def _read_json(model: type[Model], document: Any) -> Model:

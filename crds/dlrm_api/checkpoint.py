@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
+from pydantic.alias_generators import to_snake
 
-from dlrm_api.base import ApiModel, Rule
-from dlrm_api.objects import ObjectName, SnapshotS3Spec, Uri
-from dlrm_api.quantities import Bytes, Duration
+from dlrm_api.base import ApiModel, Rule, exclusive, positive
+from dlrm_api.fields import Bytes, Duration, ObjectName, SnapshotS3Spec, Steps, Uri
 from dlrm_api.trainer import ResourcesSpec
 
 Bits = Literal[2, 3, 4, 8, 16, 32]
@@ -40,14 +40,12 @@ DEFAULT_INTERVAL_S = 1_800.0
 INCREMENT_CHUNK_BYTES = 8 << 20
 """Maximum size of an increment's object under policy ``consecutive``: to write a base, a checkpointer holds one object
 of each snapshot of the chain in memory."""
-SCHEMES = ("s3://", "file:///")
 
 
-def _scheme_rule(field: str, name: str, *, optional: bool = False) -> Rule:
-    absent = f"!has(self.{field}) || " if optional else ""
+def _scheme_rule(field: str, absent: str = "") -> Rule:
     return Rule(
         cel=f"{absent}self.{field}.startsWith('s3://') || self.{field}.startsWith('file:///')",
-        holds=lambda spec: getattr(spec, name) is None or getattr(spec, name).startswith(SCHEMES),
+        holds=lambda spec: (uri := getattr(spec, to_snake(field))) is None or uri.startswith(("s3://", "file:///")),
         message=f"{field} must start with s3:// or file:///",
     )
 
@@ -58,13 +56,7 @@ class RetentionSpec(ApiModel):
     keep_last: int = Field(3, ge=1, le=1_000, description="Number of newest snapshots that are always kept.")
     keep_every: Duration | None = Field(None, description="Also keep one snapshot per period of this length.")
 
-    rules = (
-        Rule(
-            cel="!has(self.keepEvery) || self.keepEvery.matches('[1-9]')",
-            holds=lambda retention: retention.keep_every is None or retention.keep_every > 0,
-            message="keepEvery must be longer than 0s: remove it to keep only keepLast snapshots",
-        ),
-    )
+    rules = (positive("keepEvery", "to keep only keepLast snapshots"),)
 
 
 class PublishSpec(ApiModel):
@@ -74,7 +66,7 @@ class PublishSpec(ApiModel):
     bits: Literal[8, 16, 32] = Field(16, description="Bits per element of a published row.")
     keep_last: int = Field(100, ge=1, le=1_000_000, description="Number of newest deltas that are always kept.")
 
-    rules = (_scheme_rule("uri", "uri"),)
+    rules = (_scheme_rule("uri"),)
 
 
 class CheckpointSpec(ApiModel):
@@ -84,9 +76,7 @@ class CheckpointSpec(ApiModel):
     interval: Duration | None = Field(
         None, description="Time between two checkpoints (cuts). Default: 30m if intervalSteps is absent."
     )
-    interval_steps: int | None = Field(
-        None, ge=1, le=2**40, description="Training steps between two checkpoints (cuts)."
-    )
+    interval_steps: Steps | None = Field(None, description="Training steps between two checkpoints (cuts).")
     policy: PolicyName = Field(
         "intermittent",
         description="What a snapshot holds. full: all rows ever updated, so that each snapshot is a base; one-shot: "
@@ -146,13 +136,9 @@ class CheckpointSpec(ApiModel):
     )
 
     rules = (
-        Rule(
-            cel="!(has(self.interval) && has(self.intervalSteps))",
-            holds=lambda checkpoint: checkpoint.interval is None or checkpoint.interval_steps is None,
-            message="interval and intervalSteps are mutually exclusive: set one of them",
-        ),
-        _scheme_rule("uri", "uri"),
-        _scheme_rule("restoreFrom", "restore_from", optional=True),
+        exclusive("interval", "intervalSteps"),
+        _scheme_rule("uri"),
+        _scheme_rule("restoreFrom", absent="!has(self.restoreFrom) || "),
         Rule(
             cel="!has(self.publish) || self.publish.uri.find('^.*[^/]') != self.uri.find('^.*[^/]')",
             holds=lambda checkpoint: (

@@ -8,9 +8,8 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from dlrm_api.base import RULES, ApiModel, Rule
+from dlrm_api.fields import BatchSize, Bytes, LocalPath, ObjectName, S3Spec, Uri, file_path, is_s3
 from dlrm_api.model import ColumnName
-from dlrm_api.objects import ObjectName, S3Spec, Uri, file_path, is_s3
-from dlrm_api.quantities import Bytes
 
 
 def _readable(uri: str) -> str:
@@ -46,9 +45,7 @@ class SyntheticSpec(ApiModel):
     samples: int = Field(1_000_000, ge=1, le=2**40, description="Training samples per epoch.")
     eval_samples: int = Field(100_000, ge=0, le=2**40, description="Samples of the evaluation set.")
     alpha: float = Field(1.05, ge=0, le=3, description="Zipf exponent of the ids. Used if reuseHistogram is absent.")
-    reuse_histogram: str | None = Field(
-        None, min_length=1, max_length=1_024, description="File with a reuse histogram from which ids are drawn."
-    )
+    reuse_histogram: LocalPath | None = Field(None, description="File with a reuse histogram from which ids are drawn.")
     noise: float = Field(0.5, ge=0, le=100, description="Standard deviation of the noise on the teacher's logit.")
     positive_rate: float = Field(0.25, ge=0.001, le=0.999, description="Approximate share of positive labels.")
 
@@ -97,7 +94,7 @@ class DataSpec(ApiModel):
     lenient: bool = Field(False, description="criteo-tsv: accept lines that lack trailing empty fields.")
     epochs: int = Field(1, ge=1, le=100_000, description="Passes over the training data.")
     shuffle: ShuffleSpec = Field(ShuffleSpec(), description="Shuffling of samples.")
-    global_batch_size: int = Field(2_048, ge=1, le=2**26, description="Samples per step over all ranks.")
+    global_batch_size: BatchSize = Field(2_048, description="Samples per step over all ranks.")
     virtual_shards: int = Field(
         64,
         ge=1,

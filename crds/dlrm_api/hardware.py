@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
-from dlrm_api.base import ApiModel, Rule, read
+from dlrm_api.base import ApiModel, exclusive, read
+from dlrm_api.fields import Bytes, ClassName, LocalPath, Rate
 from dlrm_api.names import API_VERSION
 from dlrm_api.pod_template import NODE_TERM, OBJECT, Shaped
-from dlrm_api.quantities import Bytes
 
-BytesPerSecond = Annotated[float, Field(ge=0, le=1e18)]
+Iops = Annotated[float, Field(ge=0, le=1e12)]
 NodeTerm = Annotated[dict[str, Any], Shaped(NODE_TERM)]
 PodObject = Annotated[dict[str, Any], WithJsonSchema(OBJECT)]
 """A part of a pod as Kubernetes defines it. The API server validates it when a pod is created."""
@@ -21,34 +21,18 @@ class TierSpec(ApiModel):
     """Describe one memory tier of a node."""
 
     bytes: Bytes = Field(description="Capacity (bytes).")
-    read_bytes_per_second: BytesPerSecond | None = Field(None, description="Sequential reads (bytes/s).")
-    write_bytes_per_second: BytesPerSecond | None = Field(None, description="Sequential writes (bytes/s).")
-    read_iops: float | None = Field(
-        None, ge=0, le=1e12, description="Random reads of one row or page, for tiers below ddr (1/s)."
+    read_bytes_per_second: Rate | None = Field(None, description="Sequential reads (bytes/s).")
+    write_bytes_per_second: Rate | None = Field(None, description="Sequential writes (bytes/s).")
+    read_iops: Iops | None = Field(None, description="Random reads of one row or page, for tiers below ddr (1/s).")
+    write_iops: Iops | None = Field(
+        None, description="Random writes of one row, for cxl and scm (1/s). Block storage is written sequentially."
     )
-    write_iops: float | None = Field(
-        None,
-        ge=0,
-        le=1e12,
-        description="Random writes of one row, for cxl and scm (1/s). Block storage is written sequentially.",
-    )
-    host_path: str | None = Field(
-        None, min_length=1, max_length=1_024, description="Directory of the node to mount, for tiers below ddr."
-    )
-    storage_class: str | None = Field(
-        None,
-        min_length=1,
-        max_length=253,
-        description="Storage class of an ephemeral volume claim to mount, for tiers below ddr.",
+    host_path: LocalPath | None = Field(None, description="Directory of the node to mount, for tiers below ddr.")
+    storage_class: ClassName | None = Field(
+        None, description="Storage class of an ephemeral volume claim to mount, for tiers below ddr."
     )
 
-    rules = (
-        Rule(
-            cel="!(has(self.hostPath) && has(self.storageClass))",
-            holds=lambda tier: tier.host_path is None or tier.storage_class is None,
-            message="hostPath and storageClass are mutually exclusive: set one of them",
-        ),
-    )
+    rules = (exclusive("hostPath", "storageClass"),)
 
 
 class TiersSpec(ApiModel):
@@ -66,10 +50,10 @@ class DeviceSpec(ApiModel):
     resource: str = Field(min_length=1, max_length=317, description="Extended resource, for example nvidia.com/gpu.")
     count: int = Field(ge=1, le=64, description="Number of devices per node.")
     hbm: TierSpec = Field(description="Memory of one device.")
-    flops_per_second: float | None = Field(
-        None, ge=0, le=1e18, description="Measured compute rate of one device, used for predictions (flop/s)."
+    flops_per_second: Rate | None = Field(
+        None, description="Measured compute rate of one device, used for predictions (flop/s)."
     )
-    host_bytes_per_second: BytesPerSecond | None = Field(
+    host_bytes_per_second: Rate | None = Field(
         None, description="Bandwidth between one device and host memory, per direction (bytes/s)."
     )
 
@@ -77,10 +61,8 @@ class DeviceSpec(ApiModel):
 class NetworkSpec(ApiModel):
     """Describe the bandwidth between ranks."""
 
-    intra_node_bytes_per_second: BytesPerSecond | None = Field(
-        None, description="Bandwidth between ranks of one node (bytes/s)."
-    )
-    inter_node_bytes_per_second: BytesPerSecond | None = Field(None, description="Bandwidth between nodes (bytes/s).")
+    intra_node_bytes_per_second: Rate | None = Field(None, description="Bandwidth between ranks of one node (bytes/s).")
+    inter_node_bytes_per_second: Rate | None = Field(None, description="Bandwidth between nodes (bytes/s).")
 
 
 class HardwareProfileSpec(ApiModel):
@@ -90,12 +72,12 @@ class HardwareProfileSpec(ApiModel):
         (), max_length=16, description="nodeSelectorTerms that select the pool's nodes. A node must match one of them."
     )
     tolerations: tuple[PodObject, ...] = Field((), max_length=32, description="Tolerations for the pool's taints.")
-    runtime_class: str | None = Field(None, min_length=1, max_length=253, description="RuntimeClass of the pods.")
+    runtime_class: ClassName | None = Field(None, description="RuntimeClass of the pods.")
     cpus: float | None = Field(
         None, ge=0, le=4_096, description="Allocatable CPU cores of one node. Shown by kubectl; plans do not use it."
     )
-    flops_per_second: float | None = Field(
-        None, ge=0, le=1e18, description="Measured compute rate of the CPUs, used for predictions (flop/s)."
+    flops_per_second: Rate | None = Field(
+        None, description="Measured compute rate of the CPUs, used for predictions (flop/s)."
     )
     devices: DeviceSpec | None = Field(None, description="Accelerators.")
     tiers: TiersSpec = Field(description="Memory tiers.")

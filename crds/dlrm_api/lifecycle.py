@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dlrm_api.base import ApiModel, Rule
-from dlrm_api.quantities import Duration
+from dlrm_api.base import ApiModel, Rule, positive
+from dlrm_api.fields import ClassName, Duration
 
 RestartAction = Literal["fail", "restart", "restart-free"]
 
@@ -43,14 +43,6 @@ class RestartSpec(ApiModel):
     progress_resets: bool = Field(True, description="Reset both budgets when a newer step is committed.")
     rules_by_exit_code: tuple[ExitCodeRule, ...] = Field(
         (), max_length=64, description="Rules that take precedence over the built-in meaning of exit codes, in order."
-    )
-
-
-def _positive(field: str, name: str, effect: str = "for no deadline") -> Rule:
-    return Rule(
-        cel=f"!has(self.{field}) || self.{field}.matches('[1-9]')",
-        holds=lambda lifecycle: getattr(lifecycle, name) is None or getattr(lifecycle, name) > 0,
-        message=f"{field} must be longer than 0s: remove it {effect}",
     )
 
 
@@ -94,16 +86,16 @@ class LifecycleSpec(ApiModel):
     )  # type: ignore[assignment]
 
     rules = (
-        _positive("pendingDeadline", "pending_deadline"),
-        _positive("activeDeadline", "active_deadline"),
-        _positive("hangTimeout", "hang_timeout", "to derive it from recent steps"),
+        positive("pendingDeadline", "for no deadline"),
+        positive("activeDeadline", "for no deadline"),
+        positive("hangTimeout", "to derive it from recent steps"),
     )
 
 
 class SchedulingSpec(ApiModel):
     """Configure queue, priority, gang scheduling and topology."""
 
-    priority_class: str | None = Field(None, min_length=1, max_length=253, description="PriorityClass of the pods.")
+    priority_class: ClassName | None = Field(None, description="PriorityClass of the pods.")
     queue: str | None = Field(
         None,
         min_length=1,
@@ -113,10 +105,8 @@ class SchedulingSpec(ApiModel):
     gang: Literal["none", "kueue", "volcano", "coscheduling"] = Field(
         "none", description="Gang scheduler, which starts all pods or none. It must be installed in the cluster."
     )
-    scheduler_name: str | None = Field(
+    scheduler_name: ClassName | None = Field(
         None,
-        min_length=1,
-        max_length=253,
         description="Scheduler of the pods. Default: the cluster's; for gang volcano: volcano; for gang coscheduling: "
         "scheduler-plugins-scheduler.",
     )

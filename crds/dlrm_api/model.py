@@ -1,38 +1,211 @@
-"""``spec.model``: the dense features, the MLPs, the interaction, and groups of embedding tables."""
+"""``spec.model``: the dense features, the MLPs, the interaction, and the embedding tables with their placement."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from dlrm_api.base import ApiModel, Rule
-from dlrm_api.tables import TRACE_KEY, ColumnName, DistributionSpec, Feature, InitializerSpec, TableOptions, TableSpec
-
-__all__ = [
-    "MAX_FEATURES",
-    "MAX_TABLES",
-    "TRACE_KEY",
-    "ColumnName",
-    "DistributionSpec",
-    "Feature",
-    "InitializerSpec",
-    "ModelSpec",
-    "TableGroup",
-    "TableSpec",
-]
+from dlrm_api.base import ApiModel, NotBuilt, Rule, exclusive
+from dlrm_api.tiers import Tier
 
 MAX_TABLES = 5_000
 MAX_FEATURES = 10_000
+NAME_PATTERN = r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$"
+Name = Annotated[str, Field(min_length=1, max_length=63, pattern=NAME_PATTERN)]
+ColumnName = Annotated[str, Field(min_length=1, max_length=128)]
 Width = Annotated[int, Field(ge=1, le=65_536)]
+
+
+class InitializerSpec(ApiModel):
+    """Configure initial row values: a hash of (seed, table, row, column), equal at any sharding and on any device."""
+
+    kind: Literal["uniform", "zero"] = Field("uniform", description="Distribution of initial values.")
+    scale: float | None = Field(None, ge=0, le=10, description="Values lie in [-scale, scale). Default: 1/sqrt(rows).")
+
+
+class EmbeddingOptions(ApiModel):
+    """Configure how ids map to rows and which rows are kept."""
+
+    hash: Literal["none", "modulo", "mix"] = Field(
+        "none",
+        description="none: ids are row numbers below rows; any other id is an error. modulo: id mod rows. mix: a "
+        "64-bit hash of the id, then mod rows (for hexadecimal or unbounded ids).",
+    )
+    admission_count: Annotated[int | None, NotBuilt()] = Field(
+        None, ge=1, le=1_000_000, description="Number of times an id must be seen before it gets its own row."
+    )
+    prune_ratio: Annotated[float | None, NotBuilt()] = Field(
+        None, ge=0, le=0.999, description="Share of embedding bytes to prune during training (in-training dimension)."
+    )
+
+
+TRACE_KEY = "trace.json"
+"""Key of a ConfigMap that holds a trace."""
+REFERENCE = r"^(file:///.+|configmap:[a-z0-9]([a-z0-9.-]*[a-z0-9])?)$"
+
+
+class DistributionSpec(ApiModel):
+    """Describe how often rows are accessed: a named prior, or a trace measured by dlrmctl trace."""
+
+    prior: Literal["uniform", "zipf"] | None = Field(
+        None, description="Shape of the popularity curve. Default without reference: zipf."
+    )
+    alpha: float = Field(1.05, ge=0, le=3, description="Exponent of the zipf prior.")
+    reference: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1_024,
+        pattern=REFERENCE,
+        description="Trace of the table, measured by dlrmctl trace: file:///path for dlrmctl, or configmap:NAME for "
+        f"key {TRACE_KEY} of a ConfigMap in the job's namespace.",
+    )
+
+    rules = (exclusive("prior", "reference"),)
+
+
+class TablePin(ApiModel):
+    """Fix the placement of a table instead of leaving it to the planner."""
+
+    sharding: Literal["table", "row", "column", "data", "table-row"] | None = Field(
+        None,
+        description="Sharding of the table. table: whole on one rank; row: a range of rows on each rank; column: "
+        "column blocks (needs columnBlock); data: a replica on every rank; table-row: a range of rows on each rank of "
+        "one node. Default: the planner decides.",
+    )
+    ranks: tuple[Annotated[int, Field(ge=0, le=65_535)], ...] = Field(
+        (),
+        max_length=1_024,
+        description="Ranks that may hold the table's shards. Sharding row uses each of them, column as many as there "
+        "are blocks, table-row all ranks of their node; otherwise the planner chooses among them. Empty: any rank.",
+    )
+    tier: Tier | None = Field(
+        None,
+        description="Memory tier that backs the table's rows. hbm: all rows in GPU memory; ddr: all rows in host "
+        "memory; a slower tier: all rows that are not in host memory slots.",
+    )
+
+
+def _has_blocks_to_split(table: TableOptions) -> bool:
+    block = table.dim if table.column_block is None else table.column_block
+    return table.pin is None or table.pin.sharding != "column" or block < table.dim
+
+
+class TableOptions(ApiModel):
+    """Configure everything of a table except its name and features."""
+
+    rows: int = Field(ge=1, le=2**40, description="Rows of the table (distinct ids after hashing).")
+    dim: int = Field(ge=4, le=4_096, multiple_of=4, description="Columns of a row (elements).")
+    pooling: Literal["sum", "mean"] = Field("sum", description="How the rows of one bag are combined into one vector.")
+    max_lookups: int = Field(1, ge=1, le=100_000, description="Most ids in one bag; a longer bag is an error.")
+    avg_lookups: float | None = Field(
+        None, ge=0, le=100_000, description="Mean number of ids in one bag, for planning. Default: maxLookups."
+    )
+    distribution: DistributionSpec | None = Field(
+        None, description="How often rows are accessed, for cache planning. Default: zipf with alpha 1.05."
+    )
+    dtype: Literal["fp32", "fp16"] = Field(
+        "fp32",
+        description="Type of an element. fp16: updates are computed in fp32 and rounded stochastically, reproducibly "
+        "in every run.",
+    )
+    initializer: InitializerSpec = Field(InitializerSpec(), description="Initial row values.")
+    pin: TablePin | None = Field(None, description="Fixed sharding or tier, instead of the planner's choice.")
+    column_block: int | None = Field(
+        None,
+        ge=4,
+        le=4_096,
+        multiple_of=4,
+        description="Columns of a column block, which has its own row optimizer state and is never split over ranks; "
+        "must divide dim. Default: dim (one block). It cannot change while the job has snapshots.",
+    )
+    embedding: EmbeddingOptions = Field(EmbeddingOptions(), description="How ids map to rows.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            cel="!has(self.columnBlock) || self.dim % self.columnBlock == 0",
+            holds=lambda table: table.column_block is None or table.dim % table.column_block == 0,
+            message="columnBlock must divide dim: change one of them",
+        ),
+        Rule(
+            cel="!has(self.pin) || !has(self.pin.sharding) || self.pin.sharding != 'column' || "
+            "(has(self.columnBlock) && self.columnBlock < self.dim)",
+            holds=_has_blocks_to_split,
+            message="pin.sharding column needs columnBlock below dim: set it, for example to dim / 2 for two shards",
+        ),
+        Rule(
+            cel="!has(self.avgLookups) || self.avgLookups <= double(self.maxLookups)",
+            holds=lambda table: table.avg_lookups is None or table.avg_lookups <= table.max_lookups,
+            message="avgLookups must not exceed maxLookups: change one of them",
+        ),
+    )
+
+    @property
+    def lookups(self) -> float:
+        """Return the mean number of ids in one bag, for the cost model."""
+        return self.max_lookups if self.avg_lookups is None else self.avg_lookups
+
+    @property
+    def block_edges(self) -> tuple[int, ...]:
+        """Return the edges of the column blocks: (0, dim) for one block."""
+        return tuple(range(0, self.dim + 1, self.column_block or self.dim))
+
+
+class TableSpec(TableOptions):
+    """Configure one embedding table."""
+
+    name: Name = Field(description="Name of the table, unique in the model.")
+    features: tuple[ColumnName, ...] = Field(
+        (),
+        max_length=256,
+        description="Source columns of ids (C1 to C26 for criteo-tsv), each pooled separately. Default: the table's "
+        "name. Several tables may read the same column.",
+    )
+    weights: tuple[ColumnName, ...] = Field(
+        (),
+        max_length=256,
+        description="Weight columns, one per feature, with one weight per id of a bag: rows are multiplied by it "
+        "before pooling. Empty: all weights are 1.",
+    )
+
+    rules = (
+        *TableOptions.rules,
+        Rule(
+            cel="!has(self.weights) || size(self.weights) == 0 || "
+            "size(self.weights) == (has(self.features) && size(self.features) > 0 ? size(self.features) : 1)",
+            holds=lambda table: len(table.weights) in (0, len(table.sources)),
+            message="weights must have one column per feature, or none",
+        ),
+    )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Return the columns that the table reads."""
+        return self.features or (self.name,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """Describe one feature: a bag of ids per sample, looked up in one table and pooled to one vector."""
+
+    table: int
+    """Index of the table in the model's order."""
+    column: str
+    """Source column of the ids."""
+    weights: str | None
+    """Source column of the weights; None: all weights are 1."""
 
 
 class TableGroup(ApiModel):
     """Declare ``count`` equal tables named ``<name>-0``, ``<name>-1`` and so on, to keep manifests small."""
 
-    name: Annotated[
-        str, Field(min_length=1, max_length=56, pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")
-    ] = Field(description="Prefix of the tables' names. Table i is <name>-<i> and reads the feature of that name.")
+    name: str = Field(
+        min_length=1,
+        max_length=56,
+        pattern=NAME_PATTERN,
+        description="Prefix of the tables' names. Table i is <name>-<i> and reads the feature of that name.",
+    )
     count: int = Field(ge=1, le=MAX_TABLES, description="Number of tables.")
     template: TableOptions = Field(description="Options of each table.")
 
@@ -44,18 +217,10 @@ _WIDTH = (
 """Width of the dot interaction, in CEL. Evaluated only if there is a table or a group."""
 
 
-def _widths_end_in_one(model: ModelSpec) -> bool:
-    return model.top_mlp[-1] == 1
-
-
 def _dims_agree(model: ModelSpec) -> bool:
     dims = {table.dim for table in model.tables} | {group.template.dim for group in model.table_groups}
     dims |= set(model.bottom_mlp[-1:])
     return model.interaction != "dot" or len(dims) <= 1
-
-
-def _few_enough(model: ModelSpec) -> bool:
-    return len(model.tables) + sum(group.count for group in model.table_groups) <= MAX_TABLES
 
 
 def _has_a_pair(model: ModelSpec) -> bool:
@@ -96,7 +261,7 @@ class ModelSpec(ApiModel):
     rules = (
         Rule(
             cel="size(self.topMlp) > 0 && self.topMlp[size(self.topMlp) - 1] == 1",
-            holds=_widths_end_in_one,
+            holds=lambda model: model.top_mlp[-1] == 1,
             message="topMlp must end in 1: the last layer is the logit",
         ),
         Rule(
@@ -106,16 +271,14 @@ class ModelSpec(ApiModel):
             message="denseFeatures and bottomMlp must be set together: set both or neither",
         ),
         Rule(
-            cel=(
-                "(has(self.tables) && size(self.tables) > 0) || (has(self.tableGroups) && size(self.tableGroups) > 0)"
-            ),
+            cel="(has(self.tables) && size(self.tables) > 0) || (has(self.tableGroups) && size(self.tableGroups) > 0)",
             holds=lambda model: bool(model.tables or model.table_groups),
             message="tables and tableGroups are both empty: add at least one table",
         ),
         Rule(
             cel="(has(self.tables) ? size(self.tables) : 0) + "
             f"(has(self.tableGroups) ? self.tableGroups.map(g, g.count).sum() : 0) <= {MAX_TABLES}",
-            holds=_few_enough,
+            holds=lambda model: len(model.tables) + sum(group.count for group in model.table_groups) <= MAX_TABLES,
             message=f"expected at most {MAX_TABLES} tables, with the counts of tableGroups included",
         ),
         Rule(

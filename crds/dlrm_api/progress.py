@@ -8,8 +8,8 @@ from typing import Annotated, Self
 from pydantic import ConfigDict, Field, ValidationError
 
 from dlrm_api.base import ApiModel
+from dlrm_api.fields import MAX_EXACT, Count, Rate
 from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
-from dlrm_api.status import MAX_EXACT, Count
 
 MAX_UNIX_SECONDS = 253_402_300_799
 """The last second of the year 9999, where timestamps end."""
@@ -81,10 +81,8 @@ class Progress(PodReport):
     epoch: Count = Field(0, description="Epoch, from 0.")
     samples: Count = Field(0, description="Samples trained on over the job's lifetime.")
     loss: Figure | None = Field(None, description="Mean log loss of the last step.")
-    samples_per_second: float | None = Field(
-        None, ge=0, le=1e18, description="Throughput over the last steps (samples/s)."
-    )
-    eta_seconds: float | None = Field(None, ge=0, le=1e18, description="Expected seconds to the end of training.")
+    samples_per_second: Rate | None = Field(None, description="Throughput over the last steps (samples/s).")
+    eta_seconds: Rate | None = Field(None, description="Expected seconds to the end of training.")
     longest_step_seconds: Seconds | None = Field(
         None, description="Longest time between the ends of two steps, over the last 50 steps (s)."
     )

@@ -8,10 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dlrm_api.base import ApiModel
+from dlrm_api.fields import MAX_EXACT, Count, Rate
 
-MAX_EXACT = 2**53
-"""Largest integer that every JSON reader represents exactly."""
-Count = Annotated[int, Field(ge=0, le=MAX_EXACT)]
 Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
 
 
@@ -51,7 +49,7 @@ class Condition(ApiModel):
     reason: str = Field(min_length=1, max_length=128, description="CamelCase reason.")
     message: str = Field("", max_length=4_096, description="Human-readable message.")
     last_transition_time: Time = Field(description="Last change of status.")
-    observed_generation: int = Field(0, ge=0, le=MAX_EXACT, description="Generation of the spec that this refers to.")
+    observed_generation: Count = Field(0, description="Generation of the spec that this refers to.")
 
 
 class PlanStatus(ApiModel):
@@ -61,16 +59,14 @@ class PlanStatus(ApiModel):
     nodes: int = Field(ge=1, le=MAX_EXACT, description="Trainer pods, one per node.")
     hardware: str = Field("", max_length=253, description="HardwareProfile.")
     bytes_per_tier: dict[str, Count] = Field({}, max_length=64, description="Bytes of the fullest rank, by tier.")
-    predicted_samples_per_second: float | None = Field(
-        None, ge=0, le=1e18, description="Predicted throughput (samples/s)."
-    )
-    price_per_billion_samples: float | None = Field(None, ge=0, le=1e18, description="Predicted price of 1e9 samples.")
+    predicted_samples_per_second: Rate | None = Field(None, description="Predicted throughput (samples/s).")
+    price_per_billion_samples: Rate | None = Field(None, description="Predicted price of 1e9 samples.")
 
 
 class StragglerStatus(ApiModel):
     """Rank that has slowed down the others for some time."""
 
-    rank: int = Field(ge=0, le=MAX_EXACT, description="Rank.")
+    rank: Count = Field(description="Rank.")
     pod: str = Field(max_length=253, description="Pod of the rank.")
     node: str = Field("", max_length=253, description="Node of the rank.")
     seconds: float = Field(ge=0, le=1e9, description="Step time of the rank itself (s).")
@@ -80,14 +76,14 @@ class StragglerStatus(ApiModel):
 class ProgressStatus(ApiModel):
     """Progress of training."""
 
-    step: int = Field(0, ge=0, le=MAX_EXACT, description="Steps done.")
-    total_steps: int | None = Field(None, ge=0, le=MAX_EXACT, description="Steps that the job will do.")
-    samples: int = Field(0, ge=0, le=MAX_EXACT, description="Samples trained on.")
-    epoch: int = Field(0, ge=0, le=MAX_EXACT, description="Epoch, from 0.")
+    step: Count = Field(0, description="Steps done.")
+    total_steps: Count | None = Field(None, description="Steps that the job will do.")
+    samples: Count = Field(0, description="Samples trained on.")
+    epoch: Count = Field(0, description="Epoch, from 0.")
     loss: float | None = Field(None, ge=-1e308, le=1e308, description="Mean log loss of the last step.")
     ne: float | None = Field(None, ge=-1e308, le=1e308, description="Normalized entropy of the last evaluation.")
     auc: float | None = Field(None, ge=0, le=1, description="Area under the ROC curve of the last evaluation.")
-    samples_per_second: float | None = Field(None, ge=0, le=1e18, description="Throughput (samples/s).")
+    samples_per_second: Rate | None = Field(None, description="Throughput (samples/s).")
     eta: Time | None = Field(None, description="Expected end of training.")
     straggler: StragglerStatus | None = Field(None, description="Rank that slows down the others.")
     time: Time | None = Field(None, description="Time of this report.")
@@ -96,20 +92,20 @@ class ProgressStatus(ApiModel):
 class SnapshotStatus(ApiModel):
     """Newest committed snapshot."""
 
-    step: int = Field(ge=0, le=MAX_EXACT, description="Step of the cut.")
+    step: Count = Field(description="Step of the cut.")
     time: Time = Field(description="Time of the commit.")
     kind: str = Field(max_length=32, description="full or increment.")
     bits: int = Field(ge=2, le=32, description="Bits per element.")
-    bytes: int = Field(ge=0, le=MAX_EXACT, description="Bytes written.")
+    bytes: Count = Field(description="Bytes written.")
     uri: str = Field(max_length=4_096, description="URI of its manifest.")
 
 
 class FailureEvidence(ApiModel):
     """Evidence of a failure."""
 
-    attempt: int = Field(ge=0, le=MAX_EXACT, description="Attempt that failed.")
+    attempt: Count = Field(description="Attempt that failed.")
     pod: str = Field("", max_length=253, description="Pod.")
-    rank: int | None = Field(None, ge=0, le=MAX_EXACT, description="Rank.")
+    rank: Count | None = Field(None, description="Rank.")
     node: str = Field("", max_length=253, description="Node.")
     exit_code: int | None = Field(None, ge=-MAX_EXACT, le=MAX_EXACT, description="Exit code of the container.")
     reason: str = Field("", max_length=128, description="CamelCase reason.")
@@ -133,9 +129,7 @@ class HaltStatus(ApiModel):
     attempt: int = Field(ge=1, le=MAX_EXACT, description="Attempt that is shutting down.")
     reason: HaltReason = Field(description="Reason of the shutdown.")
     since: Time = Field(description="When the last checkpoint was requested.")
-    step: int | None = Field(
-        None, ge=0, le=MAX_EXACT, description="Step that must be committed. Absent until pod 0 has answered."
-    )
+    step: Count | None = Field(None, description="Step that must be committed. Absent until pod 0 has answered.")
 
 
 class DLRMJobStatus(ApiModel):
@@ -143,22 +137,16 @@ class DLRMJobStatus(ApiModel):
 
     phase: Phase = Field(Phase.PENDING, description="Phase of the job.")
     conditions: tuple[Condition, ...] = Field((), max_length=16, description="Conditions.")
-    observed_generation: int = Field(0, ge=0, le=MAX_EXACT, description="Generation of the spec that this refers to.")
+    observed_generation: Count = Field(0, description="Generation of the spec that this refers to.")
     plan: PlanStatus | None = Field(None, description="Summary of the plan.")
-    attempt: int = Field(0, ge=0, le=MAX_EXACT, description="Number of the current attempt, from 1.")
-    gang_attempt: int = Field(
-        0, ge=0, le=MAX_EXACT, description="Newest attempt in which all trainer pods existed at once."
-    )
-    restarts: int = Field(0, ge=0, le=MAX_EXACT, description="Restarts over the job's lifetime.")
+    attempt: Count = Field(0, description="Number of the current attempt, from 1.")
+    gang_attempt: Count = Field(0, description="Newest attempt in which all trainer pods existed at once.")
+    restarts: Count = Field(0, description="Restarts over the job's lifetime.")
     restarts_by_reason: dict[str, Count] = Field({}, max_length=64, description="Restarts by reason.")
-    charged_restarts: int = Field(
-        0, ge=0, le=MAX_EXACT, description="Restarts counted against maxRestarts since the last progress."
-    )
-    free_restarts: int = Field(
-        0, ge=0, le=MAX_EXACT, description="Restarts counted against maxFreeRestarts since the last progress."
-    )
-    memory_reserve_bytes: int = Field(
-        0, ge=0, le=MAX_EXACT, description="Extra memory reserve of each pod after an out-of-memory failure (bytes)."
+    charged_restarts: Count = Field(0, description="Restarts counted against maxRestarts since the last progress.")
+    free_restarts: Count = Field(0, description="Restarts counted against maxFreeRestarts since the last progress.")
+    memory_reserve_bytes: Count = Field(
+        0, description="Extra memory reserve of each pod after an out-of-memory failure (bytes)."
     )
     restart_not_before: Time | None = Field(None, description="Earliest start of the next attempt.")
     halt: HaltStatus | None = Field(
@@ -171,8 +159,8 @@ class DLRMJobStatus(ApiModel):
         (), max_length=4, description="Earlier failures, newest first. Older ones are dropped."
     )
     start_time: Time | None = Field(None, description="When the job first ran since it was last started by its user.")
-    suspended_seconds: int = Field(
-        0, ge=0, le=MAX_EXACT, description="Suspended time since startTime, which activeDeadline excludes (s)."
+    suspended_seconds: Count = Field(
+        0, description="Suspended time since startTime, which activeDeadline excludes (s)."
     )
     pending_since: Time | None = Field(None, description="Start of pendingDeadline. Absent once all pods have started.")
     completion_time: Time | None = Field(None, description="When the job ended.")
@@ -183,4 +171,4 @@ class DLRMJobStatus(ApiModel):
         "once its spec no longer matches. Absent once the job was suspended.",
     )
     selector: str = Field("", max_length=512, description="Label selector of the pods, for scale.")
-    replicas: int = Field(0, ge=0, le=MAX_EXACT, description="Trainer pods that exist, for scale.")
+    replicas: Count = Field(0, description="Trainer pods that exist, for scale.")

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlrm_api.base import NOT_BUILT, RULES, NotBuilt
+from dlrm_api.fields import INT_OR_STRING
 
 Schema = dict[str, Any]
 
@@ -26,7 +27,6 @@ KEPT = frozenset(
 )  # fmt: skip
 """Keywords that pass unchanged."""
 DROPPED = frozenset({"title", "$defs", NOT_BUILT})
-INT_OR_STRING: Schema = {"x-kubernetes-int-or-string": True, "anyOf": [{"type": "integer"}, {"type": "string"}]}
 
 
 def structural(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Schema:

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import Field
 
 from dlrm_api.base import ApiModel, Rule
-from dlrm_api.objects import ObjectName
+from dlrm_api.fields import Bytes, ImageName, ObjectName, ResourceQuantity, quantity_value
 from dlrm_api.pod_template import PodTemplateOverlay
-from dlrm_api.quantities import Bytes, quantity_value
 
 MAX_REPLICAS = 4_096
-QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
-ResourceQuantity = Annotated[
-    str,
-    BeforeValidator(lambda value: str(value) if type(value) is int else value),
-    Field(min_length=1, max_length=32, pattern=QUANTITY),
-    WithJsonSchema(
-        {
-            "x-kubernetes-int-or-string": True,
-            "anyOf": [{"type": "integer"}, {"type": "string"}],
-            "minLength": 1,
-            "maxLength": 32,
-            "minimum": 0,
-            "pattern": QUANTITY,
-        }
-    ),
-]
-"""A resource quantity as in a pod: 2, 500m, 16Gi."""
 
 
 class AutoReplicas(ApiModel):
@@ -72,15 +54,13 @@ class TierBudgets(ApiModel):
     )
     scm: Bytes | None = Field(
         None,
-        description=(
-            "Byte-addressable storage-class memory of one replica for rows that do not fit faster tiers (bytes)."
-        ),
+        description="Byte-addressable storage-class memory of one replica for rows that do not fit faster tiers "
+        "(bytes).",
     )
     block: Bytes | None = Field(
         None,
-        description=(
-            "Block storage of one replica for rows that do not fit faster tiers, counted in allocated blocks (bytes)."
-        ),
+        description="Block storage of one replica for rows that do not fit faster tiers, counted in allocated "
+        "blocks (bytes).",
     )
 
 
@@ -151,14 +131,9 @@ class TrainerSpec(ApiModel):
         description="Overrides for the pods. Unless the cluster admin sets the chart value jobs.podTemplatePolicy to "
         "any, only what Pod Security level restricted allows is allowed.",
     )
-    image: str | None = Field(
-        None, min_length=1, max_length=1_024, description="Trainer image. Default: the image of the operator's version."
-    )
-    checkpointer_image: str | None = Field(
-        None,
-        min_length=1,
-        max_length=1_024,
-        description="Checkpointer image. Default: the image of the operator's version.",
+    image: ImageName | None = Field(None, description="Trainer image. Default: the image of the operator's version.")
+    checkpointer_image: ImageName | None = Field(
+        None, description="Checkpointer image. Default: the image of the operator's version."
     )
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
         "IfNotPresent", description="Image pull policy."

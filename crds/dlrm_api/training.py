@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from dlrm_api.base import ApiModel, Rule
+from dlrm_api.base import ApiModel, exclusive
+from dlrm_api.fields import BatchSize, Steps
 from dlrm_api.row_optimizers import RowOptimizerKind
 from dlrm_api.wire import Codec
 
@@ -53,38 +54,26 @@ class TrainingSpec(ApiModel):
 
     row_optimizer: RowOptimizerSpec = Field(RowOptimizerSpec(), description="Optimizer of embedding rows.")
     dense_optimizer: DenseOptimizerSpec = Field(DenseOptimizerSpec(), description="Optimizer of dense parameters.")
-    reference_batch_size: int | None = Field(
+    reference_batch_size: BatchSize | None = Field(
         None,
-        ge=1,
-        le=2**26,
         description="Batch size for which the learning rates were tuned; they are scaled by globalBatchSize / "
         "referenceBatchSize. Default: no scaling.",
     )
     warmup_steps: int = Field(0, ge=0, le=10_000_000, description="Steps of linear learning-rate warm-up.")
-    max_steps: int | None = Field(
-        None, ge=1, le=2**40, description="Stop after this many steps, or earlier at the end of the data."
-    )
+    max_steps: Steps | None = Field(None, description="Stop after this many steps, or earlier at the end of the data.")
     max_samples: int | None = Field(
         None, ge=1, le=2**50, description="Stop after the first step that reaches this many samples."
     )
-    eval_every_steps: int | None = Field(
-        None, ge=1, le=2**40, description="Steps between two evaluations. Default: evaluate at the end only."
+    eval_every_steps: Steps | None = Field(
+        None, description="Steps between two evaluations. Default: evaluate at the end only."
     )
     seed: int = Field(0, ge=0, le=2**53, description="Seed of initial values, sample order and synthetic data.")
     deterministic: bool = Field(False, description="Make GPU runs bit-reproducible, at some cost. CPU runs always are.")
-    micro_batch_size: int | None = Field(
+    micro_batch_size: BatchSize | None = Field(
         None,
-        ge=1,
-        le=2**26,
         description="Samples of a rank with activations in memory at a time. Gradients are still summed over the "
         "global batch and applied once. Default: the rank's whole share.",
     )
     communication: CommunicationSpec = Field(CommunicationSpec(), description="Wire formats.")
 
-    rules = (
-        Rule(
-            cel="!(has(self.maxSteps) && has(self.maxSamples))",
-            holds=lambda training: training.max_steps is None or training.max_samples is None,
-            message="maxSteps and maxSamples are mutually exclusive: set one of them",
-        ),
-    )
+    rules = (exclusive("maxSteps", "maxSamples"),)

@@ -10,8 +10,8 @@ import numpy as np
 from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import TierSpec
 from dlrm_api.job import DLRMJobSpec
+from dlrm_api.model import TablePin
 from dlrm_api.plan import RankPlan
-from dlrm_api.tables import TablePin
 from dlrm_api.tiers import Tier, claim_bytes
 from dlrm_planner.enumerate import may_split
 from dlrm_planner.estimate import Solution, read_costs

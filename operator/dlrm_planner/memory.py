@@ -8,10 +8,10 @@ from decimal import Decimal
 
 from dlrm_api.checkpoint import INCREMENT_CHUNK_BYTES
 from dlrm_api.errors import InvalidSpecError
+from dlrm_api.fields import parse_bytes
 from dlrm_api.hardware import DeviceSpec, HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Device
-from dlrm_api.quantities import parse_bytes
 from dlrm_api.tiers import MAX_DEVICE_COLUMNS
 from dlrm_planner.tables import (
     CUT_HEADER_BYTES,

@@ -1,20 +1,27 @@
-"""Define what an object store offers, and how one is described."""
+"""Define what an object store offers and how one is described, and map work over many objects in parallel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
-from dlrm_api.objects import S3Spec
+from dlrm_api.fields import S3Spec
 
 Body = bytes | bytearray | memoryview
 RetryReason = Literal["throttled", "failed", "broken", "credentials"]
 """Why a call is retried: throttled, a server error, a connection or an answer that broke off, credentials not there
 yet."""
+PARALLEL_GETS = 16
+"""Objects that are read at a time, memory allowing: the latency of a distant store does not depend on their size."""
+DEFAULT_WORKERS = 4
+"""Default number of items at work; their inputs and results are in memory."""
 PARALLEL_DELETES = 8
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +129,17 @@ class ObjectStore(Protocol):
         ...
 
 
-def delete_each(delete: Callable[[str], None], keys: Sequence[str]) -> None:
-    """Delete objects one by one, several at a time. All deletions have ended when an error is raised."""
-    with ThreadPoolExecutor(PARALLEL_DELETES, "delete") as pool:
-        list(pool.map(delete, keys))
+def parallel_map(work: Callable[[T], R], items: Iterable[T], workers: int = DEFAULT_WORKERS) -> Iterator[R]:
+    """Yield results in order, with ``workers`` items at work and at most as many results in memory."""
+    with ThreadPoolExecutor(workers, "fetch") as pool:
+        waiting: deque[Future[R]] = deque()
+        try:
+            for item in items:
+                waiting.append(pool.submit(work, item))
+                if len(waiting) >= workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for task in waiting:
+                task.cancel()

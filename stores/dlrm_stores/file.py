@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from dlrm_api.errors import DLRMError, NoInputError, NoPermissionError, StoreUnavailableError
 from dlrm_api.process import FULL, raise_device
-from dlrm_stores.base import Body, ObjectInfo, delete_each
+from dlrm_stores.base import PARALLEL_DELETES, Body, ObjectInfo, parallel_map
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class FileStore:
 
     def delete_all(self, keys: Sequence[str]) -> None:
         """Remove those objects that exist, and directories that they leave empty."""
-        delete_each(self.delete, keys)
+        list(parallel_map(self.delete, keys, PARALLEL_DELETES))
 
     def size(self, key: str) -> int | None:
         """Return the object's bytes, or None if it does not exist."""

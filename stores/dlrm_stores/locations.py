@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError, StoreUnavailableError
+from dlrm_api.fields import S3Spec, file_path, is_s3
 from dlrm_api.names import Env
-from dlrm_api.objects import S3Spec, file_path, is_s3
 from dlrm_stores.base import FieldNames, ObjectInfo, StoreOptions
 
 ANY_DEPTH = "**"

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, stop_after_delay
 
 from dlrm_api.errors import DLRMError, InvalidSpecError, NoInputError, StoreUnavailableError
-from dlrm_api.objects import S3Spec, SnapshotS3Spec
-from dlrm_stores.base import Body, ObjectInfo, StoreOptions, delete_each
+from dlrm_api.fields import S3Spec, SnapshotS3Spec
+from dlrm_stores.base import PARALLEL_DELETES, Body, ObjectInfo, StoreOptions, parallel_map
 from dlrm_stores.s3_client import ERRORS, MAX_ATTEMPTS, MULTIPART, RETRY_DEADLINE_S, Clients, Payload
 from dlrm_stores.s3_errors import (
     REFUSED,
@@ -238,7 +238,8 @@ class S3Store:
         object, and a service without batches works too.
         """
         batches = (keys[start : start + MAX_BATCH_KEYS] for start in range(0, len(keys), MAX_BATCH_KEYS))
-        delete_each(self.delete, [key for batch in batches for key in self._delete_batch(batch)])
+        left = [key for batch in batches for key in self._delete_batch(batch)]
+        list(parallel_map(self.delete, left, PARALLEL_DELETES))
 
     def _delete_batch(self, keys: Sequence[str]) -> Sequence[str]:
         """Return the keys that the service does not report as deleted."""

@@ -22,7 +22,7 @@ from typing import Any
 from dlrm_api.errors import NoInputError, SnapshotError, TemporaryError
 from dlrm_checkpointer.format.manifest import MANIFESTS, PARTS, parse_cut_key, parse_manifest_key
 from dlrm_stores import ObjectStore
-from dlrm_stores.parallel import PARALLEL_GETS, parallel_map
+from dlrm_stores.base import PARALLEL_GETS, parallel_map
 
 logger = logging.getLogger(__name__)
 

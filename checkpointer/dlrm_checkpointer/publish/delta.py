@@ -28,8 +28,7 @@ from dlrm_checkpointer.read.diff import updates
 from dlrm_checkpointer.read.fetch import fetch
 from dlrm_checkpointer.types import ShardId, ShardRows, SnapshotName, TableMeta
 from dlrm_stores import ObjectStore
-from dlrm_stores.base import Body
-from dlrm_stores.parallel import parallel_map
+from dlrm_stores.base import Body, parallel_map
 
 PUBLICATION_VERSION = 1
 DELTAS = "deltas/"

@@ -33,9 +33,8 @@ from dlrm_checkpointer.read.export import TABLES_FOLDER, safetensors_header, wri
 from dlrm_checkpointer.read.fetch import fetch, fetch_rows
 from dlrm_checkpointer.types import TableMeta
 from dlrm_stores import ObjectStore
-from dlrm_stores.base import Body
+from dlrm_stores.base import Body, parallel_map
 from dlrm_stores.file import make_folder, replace_synced, sync, write_synced
-from dlrm_stores.parallel import parallel_map
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from dlrm_checkpointer.read.fetch import fetch_rows, stored, sweep
 from dlrm_checkpointer.read.restore import Snapshot
 from dlrm_checkpointer.types import ShardRows, TableMeta
 from dlrm_stores import ObjectStore
-from dlrm_stores.parallel import parallel_map
+from dlrm_stores.base import parallel_map
 
 
 @dataclass(frozen=True, kw_only=True)

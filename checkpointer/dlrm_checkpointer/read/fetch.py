@@ -19,7 +19,7 @@ from dlrm_checkpointer.format.chunk import decode_rows
 from dlrm_checkpointer.format.manifest import ChunkEntry, ObjectEntry
 from dlrm_checkpointer.types import ShardId, TableMeta
 from dlrm_stores import ObjectStore
-from dlrm_stores.parallel import PARALLEL_GETS, parallel_map
+from dlrm_stores.base import PARALLEL_GETS, parallel_map
 
 USUAL_BYTES = 64 << 20
 """Larger than any object of rows. For larger objects, the size in the store is checked before memory is allocated."""

@@ -31,7 +31,7 @@ from dlrm_checkpointer.read.fetch import (
 from dlrm_checkpointer.types import CutMeta, ShardId, SnapshotName, TableMeta
 from dlrm_kernels import packing
 from dlrm_stores import ObjectStore
-from dlrm_stores.parallel import parallel_map
+from dlrm_stores.base import parallel_map
 
 
 class SeenRows:

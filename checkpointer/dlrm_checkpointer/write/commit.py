@@ -18,7 +18,7 @@ from dlrm_checkpointer.format.manifest import (
     part_key,
 )
 from dlrm_stores import ObjectStore
-from dlrm_stores.parallel import PARALLEL_GETS, parallel_map
+from dlrm_stores.base import PARALLEL_GETS, parallel_map
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,7 @@ from dlrm_checkpointer.types import ShardId, TableMeta
 from dlrm_checkpointer.write.merge import Delta, coded_chunks, deltas, merged_chunks
 from dlrm_checkpointer.write.policy import ChainPolicy, bits_in_use, choose_kind
 from dlrm_stores import ObjectStore
-from dlrm_stores.base import Body
-from dlrm_stores.parallel import DEFAULT_WORKERS, parallel_map
+from dlrm_stores.base import DEFAULT_WORKERS, Body, parallel_map
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from dlrm_api.base import ApiModel
 from dlrm_api.errors import BadDataError, first_problem
+from dlrm_api.fields import MAX_EXACT, Count
 from dlrm_api.progress import CheckpointerProgress, Progress, SnapshotInfo, UnixSeconds
-from dlrm_api.status import MAX_EXACT, Count
 from dlrm_cli.counters import Counted, Counts, PodFigures, metric_samples, pod_figures, sum_counts
 from dlrm_cli.run.appdef import LOOPBACK, Ports
 

@@ -19,10 +19,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dlrm_api.errors import DeviceError, DLRMError, NoPermissionError, TemporaryError
+from dlrm_api.fields import Count
 from dlrm_api.job import DLRMJob
 from dlrm_api.progress import EvalMetrics, SnapshotInfo
 from dlrm_api.run_report import Profile, TierReport
-from dlrm_api.status import Count
 
 POLL_INTERVAL_S = 0.1
 ATTEMPT = re.compile("[0-9]{1,9}")

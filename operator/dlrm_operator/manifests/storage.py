@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from urllib.parse import unquote, urlsplit
 
 from dlrm_api.errors import InvalidSpecError
+from dlrm_api.fields import is_s3
 from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.names import Path
-from dlrm_api.objects import is_s3
 from dlrm_api.plan import Plan
 from dlrm_api.tiers import FILE_TIERS, claim_bytes
 from dlrm_operator.manifests import Manifest

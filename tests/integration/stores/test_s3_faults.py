@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from dlrm_api.errors import DLRMError, NoInputError, NoPermissionError, SnapshotError, StoreUnavailableError
-from dlrm_api.objects import S3Spec
+from dlrm_api.fields import S3Spec
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.format.manifest import ObjectEntry
 from dlrm_checkpointer.read.fetch import fetch

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 import pytest
 from pydantic import ValidationError
 
+from dlrm_api.fields import MAX_EXACT
 from dlrm_api.progress import MAX_UNIX_SECONDS, CheckpointerProgress, CutResponse, Progress, TerminationMessage
-from dlrm_api.status import MAX_EXACT
 
 SNAPSHOT = {"step": 1, "kind": "full", "bits": 8, "bytes": 1, "uri": "s3://b/p", "time": 0}
 ABSURD = (

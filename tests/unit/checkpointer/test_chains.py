@@ -20,8 +20,8 @@ from dlrm_checkpointer.read.catalog import find_snapshot, list_snapshots, verify
 from dlrm_checkpointer.read.fetch import fetch_rows
 from dlrm_checkpointer.read.restore import newest_snapshot, open_snapshot
 from dlrm_checkpointer.types import ShardRows, SnapshotName, TableMeta
+from dlrm_stores.base import DEFAULT_WORKERS
 from dlrm_stores.file import FileStore
-from dlrm_stores.parallel import DEFAULT_WORKERS
 from dlrm_testing.checkpointer.restored import stored_rows
 from dlrm_testing.digests import snapshot_digest
 

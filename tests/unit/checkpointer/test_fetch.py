@@ -8,8 +8,8 @@ import pytest
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.format.manifest import ObjectEntry
 from dlrm_checkpointer.read.fetch import AHEAD_BYTES, check_bytes, gets_at_once
+from dlrm_stores.base import PARALLEL_GETS
 from dlrm_stores.file import FileStore
-from dlrm_stores.parallel import PARALLEL_GETS
 
 SIZE = 1_000
 

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from dlrm_api.fields import MAX_EXACT
 from dlrm_api.names import Label
 from dlrm_api.progress import (
     MAX_UNIX_SECONDS,
@@ -16,7 +17,7 @@ from dlrm_api.progress import (
     TerminationMessage,
     TrainerPhase,
 )
-from dlrm_api.status import MAX_EXACT, ConditionType, Phase
+from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.clients.progress import with_durations
 from dlrm_operator.controller.informers import MISSING, read_pod
 from dlrm_operator.reconcile.findings import shorten

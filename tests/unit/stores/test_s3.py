@@ -10,8 +10,8 @@ import boto3
 import pytest
 
 from dlrm_api.errors import DLRMError, InvalidSpecError, NoInputError, NoPermissionError, StoreUnavailableError
+from dlrm_api.fields import S3Spec
 from dlrm_api.names import ExitCode
-from dlrm_api.objects import S3Spec
 from dlrm_cluster.ports import free_port
 from dlrm_stores import ObjectStore, StoreOptions, open_store
 from dlrm_stores.s3_errors import S3Location, translate

@@ -14,8 +14,8 @@ import pytest
 from botocore.utils import ContainerMetadataFetcher
 
 from dlrm_api.errors import InvalidSpecError, NoPermissionError, StoreUnavailableError
+from dlrm_api.fields import S3Spec
 from dlrm_api.names import ExitCode
-from dlrm_api.objects import S3Spec
 from dlrm_stores import ObjectStore, StoreOptions, open_store, s3
 from dlrm_stores.s3_client import MAX_ATTEMPTS
 from dlrm_testing.checkpointer.loopback_http import served

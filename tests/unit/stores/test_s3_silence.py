@@ -13,7 +13,7 @@ from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 
 from dlrm_api.errors import StoreUnavailableError
-from dlrm_api.objects import S3Spec
+from dlrm_api.fields import S3Spec
 from dlrm_stores import ObjectStore, StoreOptions, open_store, s3, s3_client
 
 FACTOR = 1 / 40

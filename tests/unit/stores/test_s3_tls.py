@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_api.errors import InvalidSpecError, StoreUnavailableError
-from dlrm_api.objects import S3Spec
+from dlrm_api.fields import S3Spec
 from dlrm_stores import ObjectStore, StoreOptions, open_store
 from dlrm_stores.s3_client import MAX_ATTEMPTS
 from dlrm_testing.checkpointer.tls import self_signed

@@ -16,7 +16,7 @@ import pytest
 from moto import mock_aws
 
 from dlrm_api.errors import DLRMError, StoreUnavailableError
-from dlrm_api.objects import SnapshotS3Spec
+from dlrm_api.fields import SnapshotS3Spec
 from dlrm_checkpointer.format.attempts import claim_attempt, honours_conditions
 from dlrm_stores import ObjectStore, StoreOptions, open_store, s3
 from dlrm_stores.s3_client import MULTIPART, SEND_BYTES, Payload

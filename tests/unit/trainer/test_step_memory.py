@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dlrm_api.job import DLRMJob
+from dlrm_api.model import TablePin
 from dlrm_api.plan import Plan
-from dlrm_api.tables import TablePin
 from dlrm_planner import plan_job
 from dlrm_planner.memory import dense_bytes
 from dlrm_planner.tables import (

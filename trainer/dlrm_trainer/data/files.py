@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError
 from dlrm_api.job import DLRMJobSpec
+from dlrm_stores.base import parallel_map
 from dlrm_stores.locations import DataFile, LocalFile, relative_names
-from dlrm_stores.parallel import parallel_map
 
 SAMPLE_BYTES = 4096
 PARALLEL_FILES = 32

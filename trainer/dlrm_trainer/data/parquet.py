@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError
 from dlrm_kernels.parsing import MIX, NONE, Hashing, Ints, Numbers, put_floats, put_labels, put_rows_of
+from dlrm_stores.base import parallel_map
 from dlrm_stores.locations import DataFile
-from dlrm_stores.parallel import parallel_map
 from dlrm_trainer.data.batch_builder import (
     BatchBuilder,
     Fingerprint,

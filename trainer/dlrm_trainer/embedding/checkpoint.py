@@ -32,7 +32,7 @@ from dlrm_checkpointer import (
     table_scale,
 )
 from dlrm_kernels.dirty_rows import WORD
-from dlrm_stores.parallel import parallel_map
+from dlrm_stores.base import parallel_map
 from dlrm_trainer.embedding.changes import WINDOW_ROWS, BeforeUpdates, DirtyPart
 from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate, copy_rows
 from dlrm_trainer.embedding.tiers.block import BlockLevel

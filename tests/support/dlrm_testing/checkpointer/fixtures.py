@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from dlrm_api.checkpoint import Bits, PolicyName
 from dlrm_api.errors import StoreUnavailableError
+from dlrm_api.fields import S3Spec
 from dlrm_api.names import ExitCode
-from dlrm_api.objects import S3Spec
 from dlrm_api.tiers import RowDtype
 from dlrm_checkpointer.codec.digest import shard_digest, state_digest, table_digest
 from dlrm_checkpointer.codec.initializer import initial_rows
@@ -328,7 +328,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     for module in ("sidecar", "handoff.cut", "handoff.writer", "format.attempts", "write.retention"):
         monkeypatch.setattr(f"dlrm_checkpointer.{module}.time", clock)
-    monkeypatch.setattr("dlrm_stores.parallel.ThreadPoolExecutor", InTurn)
+    monkeypatch.setattr("dlrm_stores.base.ThreadPoolExecutor", InTurn)
     return clock
 
 

@@ -15,8 +15,8 @@ import torch
 from tenacity import wait_none
 
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError, NoPermissionError, StoreUnavailableError
+from dlrm_api.fields import S3Spec
 from dlrm_api.names import Env
-from dlrm_api.objects import S3Spec
 from dlrm_cluster.ports import free_port
 from dlrm_stores import locations
 from dlrm_stores.base import ObjectInfo

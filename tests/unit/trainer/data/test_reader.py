@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from dlrm_api.data import DataSpec
 from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError
 from dlrm_api.job import parse_job
-from dlrm_api.tables import TableSpec
+from dlrm_api.model import TableSpec
 from dlrm_kernels.parsing import put_rows_of
 from dlrm_stores.locations import LocalFile, find_files, local_path, relative_names
 from dlrm_testing.nobody import as_nobody

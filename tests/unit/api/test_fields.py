@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dlrm_api.base import ApiModel, read
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.quantities import Bytes, Duration
+from dlrm_api.fields import Bytes, Duration
 
 FACTORS = {
     "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15,
