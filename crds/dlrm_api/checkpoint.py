@@ -40,12 +40,13 @@ DEFAULT_INTERVAL_S = 1_800.0
 INCREMENT_CHUNK_BYTES = 8 << 20
 """Maximum size of an increment's object under policy ``consecutive``: to write a base, a checkpointer holds one object
 of each snapshot of the chain in memory."""
+SCHEMES = ("s3://", "file:///")
 
 
 def _scheme_rule(field: str, absent: str = "") -> Rule:
     return Rule(
         cel=f"{absent}self.{field}.startsWith('s3://') || self.{field}.startsWith('file:///')",
-        holds=lambda spec: (uri := getattr(spec, to_snake(field))) is None or uri.startswith(("s3://", "file:///")),
+        holds=lambda spec: (uri := getattr(spec, to_snake(field))) is None or uri.startswith(SCHEMES),
         message=f"{field} must start with s3:// or file:///",
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from dlrm_api.base import RULES, ApiModel
 from dlrm_api.checkpoint import CheckpointSpec
+from dlrm_api.errors import fields_of
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob, DLRMJobSpec, ObjectMeta
 from dlrm_api.names import GROUP, VERSION
@@ -15,15 +16,9 @@ from dlrm_api.trainer import TrainerSpec
 CHANGEABLE_PHASES = ("Pending", "Suspended", "Failed")
 """Phases without trainer pods, in which all of the spec may change."""
 MUTABLE_CHECKPOINT = (
-    "interval",
-    "intervalSteps",
-    "expectedRestores",
-    "baseEvery",
-    "maxChain",
-    "maxRestoreTime",
-    "restoreBandwidth",
+    "interval", "intervalSteps", "expectedRestores", "baseEvery", "maxChain", "maxRestoreTime", "restoreBandwidth",
     "retention",
-)
+)  # fmt: skip
 
 JOB_COLUMNS = (
     ("Phase", "string", ".status.phase", "Phase of the job.", 0),
@@ -51,14 +46,15 @@ PROFILE_COLUMNS = (
 
 def definitions() -> dict[str, Schema]:
     """Return every CRD by the plural name of its kind."""
-    return {"dlrmjobs": job_definition(), "hardwareprofiles": profile_definition()}
-
-
-def job_definition() -> Schema:
-    """Return the CRD of DLRMJob."""
-    schema = root_schema(DLRMJob)
-    schema[RULES] = [*_metadata_rules(), immutability_rule()]
-    subresources = {
+    job = _definition(DLRMJob, "dlrmjobs", "dlrm", "Namespaced", JOB_COLUMNS)
+    version = job["spec"]["versions"][0]
+    # The schema of metadata itself may not have rules, so they are attached to the root.
+    of_metadata = [
+        {"rule": rule.cel.replace("self.", "self.metadata."), "message": f"metadata.{rule.message}"}
+        for rule in ObjectMeta.rules
+    ]
+    version["schema"]["openAPIV3Schema"][RULES] = [*of_metadata, immutability_rule()]
+    version["subresources"] = {
         "status": {},
         "scale": {
             "specReplicasPath": ".spec.trainer.replicas",
@@ -66,14 +62,8 @@ def job_definition() -> Schema:
             "labelSelectorPath": ".status.selector",
         },
     }
-    return _definition(DLRMJob, "dlrmjobs", "dlrm", "Namespaced", schema, JOB_COLUMNS, subresources)
-
-
-def profile_definition() -> Schema:
-    """Return the CRD of HardwareProfile."""
-    return _definition(
-        HardwareProfile, "hardwareprofiles", "hwp", "Cluster", root_schema(HardwareProfile), PROFILE_COLUMNS, {}
-    )
+    profile = _definition(HardwareProfile, "hardwareprofiles", "hwp", "Cluster", PROFILE_COLUMNS)
+    return {"dlrmjobs": job, "hardwareprofiles": profile}
 
 
 def root_schema(model: type[ApiModel]) -> Schema:
@@ -95,9 +85,9 @@ def immutability_rule() -> Schema:
     costs the API server a copy of its parent object.
     """
     checkpoint, trainer = "spec.checkpoint", "spec.trainer"
-    parts = [f"spec.{name}" for name in _fields(DLRMJobSpec) if name not in ("checkpoint", "lifecycle", "trainer")]
-    parts += [f"{checkpoint}.{name}" for name in _fields(CheckpointSpec) if name not in MUTABLE_CHECKPOINT]
-    parts += [f"{trainer}.{name}" for name in _fields(TrainerSpec) if name != "replicas"]
+    parts = [f"spec.{name}" for name in fields_of(DLRMJobSpec) if name not in ("checkpoint", "lifecycle", "trainer")]
+    parts += [f"{checkpoint}.{name}" for name in fields_of(CheckpointSpec) if name not in MUTABLE_CHECKPOINT]
+    parts += [f"{trainer}.{name}" for name in fields_of(TrainerSpec) if name != "replicas"]
     equal = " && ".join(_same(part) for part in parts)
     phases = ", ".join(f"'{phase}'" for phase in CHANGEABLE_PHASES)
     free = f"!has(oldSelf.status) || !has(oldSelf.status.phase) || oldSelf.status.phase in [{phases}]"
@@ -129,26 +119,8 @@ def _same(path: str) -> str:
     return f"has({new}) == has({old}) && (!has({new}) || {new} == {old})"
 
 
-def _fields(model: type[ApiModel]) -> list[str]:
-    return [field.alias or name for name, field in model.model_fields.items()]
-
-
-def _metadata_rules() -> list[Schema]:
-    # The schema of metadata itself may not have rules, so they are attached to the root.
-    return [
-        {"rule": rule.cel.replace("self.", "self.metadata."), "message": f"metadata.{rule.message}"}
-        for rule in ObjectMeta.rules
-    ]
-
-
 def _definition(
-    model: type[ApiModel],
-    plural: str,
-    short: str,
-    scope: str,
-    schema: Schema,
-    columns: tuple[tuple[str, str, str, str, int], ...],
-    subresources: Schema,
+    model: type[ApiModel], plural: str, short: str, scope: str, columns: tuple[tuple[str, str, str, str, int], ...]
 ) -> Schema:
     kind = model.__name__
     names = {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower(), "shortNames": [short]}
@@ -156,14 +128,12 @@ def _definition(
         "name": VERSION,
         "served": True,
         "storage": True,
-        "schema": {"openAPIV3Schema": schema},
+        "schema": {"openAPIV3Schema": root_schema(model)},
         "additionalPrinterColumns": [
             {"name": name, "type": kind, "jsonPath": path, "description": text, "priority": priority}
             for name, kind, path, text, priority in columns
         ],
     }
-    if subresources:
-        version["subresources"] = subresources
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",

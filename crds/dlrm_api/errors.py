@@ -1,19 +1,4 @@
-"""Every error that a user may meet. The class says who can act and carries the exit code.
-
-DLRMError
-├── UsageError            64  the command line
-├── BadDataError          65  a file, row or column of the input
-│   ├── DivergedError     65  the loss is no longer finite
-│   └── SnapshotError     65  a snapshot is corrupt, of another model, or of a newer version
-├── NoInputError          66  a file or snapshot that is not there
-├── DeviceError           74  a full or failing disk or memory
-├── TemporaryError        75  the same call may succeed later
-│   ├── StoreUnavailableError
-│   └── PeerLostError
-├── NoPermissionError     77  credentials or rights
-└── InvalidSpecError      78  the DLRMJob
-    └── InfeasiblePlanError
-"""
+"""Every error that a user may meet. The class says who can act and carries the exit code."""
 
 from __future__ import annotations
 
@@ -122,13 +107,8 @@ def invalid_spec(
 ) -> InvalidSpecError:
     """Name the first invalid field below ``root`` the way kubectl shows it, and say how many more there are.
 
-    Unknown fields come first: an unknown field is often a misspelled required one.
-
-    Args:
-        error: Error of pydantic.
-        root: Path of the document.
-        model: Type of the document; if given, the message suggests the known field with the most similar name.
-        stopped: Reading stopped at the first invalid item of a list, so there may be more.
+    Unknown fields come first: an unknown field is often a misspelled required one, and of a ``model`` the known field
+    with the most similar name is suggested. ``stopped``: reading stopped at the first invalid item of a list.
     """
     problems = error.errors(include_url=False, include_input=True)
     first = next((problem for problem in problems if problem["type"] == UNKNOWN), problems[0])
@@ -185,19 +165,14 @@ def plain(annotation: Any) -> Any:
 
 
 def nearest_field(model: type[BaseModel], place: Sequence[int | str]) -> str | None:
-    """Return the known field with the name most similar to the last step of ``place``, or None.
-
-    Args:
-        model: Type of the whole document.
-        place: Keys of objects and numbers of elements, down to a field that the model lacks.
-    """
+    """Return the known field with the name most similar to the last step of ``place``, from the document's root."""
     at: Any = model
     *above, last = place
     for step in above:
         at = _type_below(at, step)
     if not _is_model(at):
         return None
-    near = get_close_matches(str(last), _fields(at), n=1)
+    near = get_close_matches(str(last), fields_of(at), n=1)
     return near[0] if near else None
 
 
@@ -205,13 +180,14 @@ def _is_model(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def _fields(model: type[BaseModel]) -> dict[str, Any]:
+def fields_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the annotation of each field, by its name in YAML."""
     return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
 
 
 def _type_below(annotation: Any, step: int | str) -> Any:
     if _is_model(annotation):
-        return plain(_fields(annotation).get(str(step)))
+        return plain(fields_of(annotation).get(str(step)))
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is tuple:
         return plain(arguments[0])

@@ -91,6 +91,7 @@ MAX_EXACT = 2**53
 """Largest integer that every JSON reader represents exactly."""
 Count = Annotated[int, Field(ge=0, le=MAX_EXACT)]
 Rate = Annotated[float, Field(ge=0, le=1e18)]
+Share = Annotated[float, Field(ge=0, le=1)]
 BatchSize = Annotated[int, Field(ge=1, le=2**26)]
 Steps = Annotated[int, Field(ge=1, le=2**40)]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from dlrm_api.base import WHOLE, ApiModel, Rule, read, read_served, read_stored
+from dlrm_api.base import WHOLE, ApiModel, Rule, read
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_api.data import DataSpec
 from dlrm_api.lifecycle import LifecycleSpec, SchedulingSpec
@@ -71,7 +71,9 @@ class DLRMJobSpec(ApiModel):
     def _tables_agree(self) -> DLRMJobSpec:
         # Uniqueness over up to 5,000 tables would take quadratic time in CEL, so it is checked here and in the webhook.
         tables = self.model.all_tables()
-        _refuse_duplicates("name", [table.name for table in tables])
+        name, count = Counter(table.name for table in tables).most_common(1)[0]
+        if count > 1:
+            _refuse(f"model.tables: {count} tables have the name {name}: names must be unique")
         features = self.model.all_features()
         if len(features) > MAX_FEATURES:
             _refuse(f"model.tables: expected at most {MAX_FEATURES} features over all tables, got {len(features)}")
@@ -142,35 +144,8 @@ def parse_job(document: Any) -> DLRMJob:
     return read(DLRMJob, document)
 
 
-def parse_served_job(document: Any) -> DLRMJob:
-    """Read a job that claims to come from an API server, in bounded memory.
-
-    Raises:
-        InvalidSpecError: names the first invalid field as kubectl shows it, and how many more there are.
-    """
-    return read_served(DLRMJob, document)
-
-
-def parse_stored_job(document: Any) -> tuple[DLRMJob, tuple[str, ...]]:
-    """Read a stored job; its CRD may be newer than this code.
-
-    Returns:
-        The job with its known fields, and the paths of the unknown ones.
-
-    Raises:
-        InvalidSpecError: names the first known field that is invalid.
-    """
-    return read_stored(DLRMJob, document)
-
-
 def _refuse(message: str) -> None:
     raise PydanticCustomError("rule", "{message}", {"message": message})
-
-
-def _refuse_duplicates(what: str, values: list[str]) -> None:
-    value, count = Counter(values).most_common(1)[0]
-    if count > 1:
-        _refuse(f"model.tables: {count} tables have the {what} {value}: {what}s must be unique")
 
 
 def _refuse_unknown(path: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:

@@ -15,6 +15,7 @@ MAX_FEATURES = 10_000
 NAME_PATTERN = r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$"
 Name = Annotated[str, Field(min_length=1, max_length=63, pattern=NAME_PATTERN)]
 ColumnName = Annotated[str, Field(min_length=1, max_length=128)]
+Columns = Annotated[int, Field(ge=4, le=4_096, multiple_of=4)]
 Width = Annotated[int, Field(ge=1, le=65_536)]
 
 
@@ -96,7 +97,7 @@ class TableOptions(ApiModel):
     """Configure everything of a table except its name and features."""
 
     rows: int = Field(ge=1, le=2**40, description="Rows of the table (distinct ids after hashing).")
-    dim: int = Field(ge=4, le=4_096, multiple_of=4, description="Columns of a row (elements).")
+    dim: Columns = Field(description="Columns of a row (elements).")
     pooling: Literal["sum", "mean"] = Field("sum", description="How the rows of one bag are combined into one vector.")
     max_lookups: int = Field(1, ge=1, le=100_000, description="Most ids in one bag; a longer bag is an error.")
     avg_lookups: float | None = Field(
@@ -112,11 +113,8 @@ class TableOptions(ApiModel):
     )
     initializer: InitializerSpec = Field(InitializerSpec(), description="Initial row values.")
     pin: TablePin | None = Field(None, description="Fixed sharding or tier, instead of the planner's choice.")
-    column_block: int | None = Field(
+    column_block: Columns | None = Field(
         None,
-        ge=4,
-        le=4_096,
-        multiple_of=4,
         description="Columns of a column block, which has its own row optimizer state and is never split over ranks; "
         "must divide dim. Default: dim (one block). It cannot change while the job has snapshots.",
     )
@@ -303,10 +301,7 @@ class ModelSpec(ApiModel):
     def all_tables(self) -> tuple[TableSpec, ...]:
         """Return every table with groups expanded, in the order of the model and of the snapshot format."""
         grouped = (
-            TableSpec(
-                name=f"{group.name}-{i}",
-                **{key: getattr(group.template, key) for key in type(group.template).model_fields},
-            )
+            TableSpec(name=f"{group.name}-{i}", **dict(group.template))
             for group in self.table_groups
             for i in range(group.count)
         )

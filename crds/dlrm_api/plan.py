@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 
 from dlrm_api.base import ApiModel, stopping_early
 from dlrm_api.errors import InvalidSpecError, invalid_spec
+from dlrm_api.fields import Share
 from dlrm_api.tiers import Tier
 
 Device = Literal["cpu", "cuda"]
@@ -36,10 +37,8 @@ class TierLevel(ApiModel):
 
     tier: Tier = Field(description="Memory tier.")
     rows: int = Field(ge=1, description="Rows that the level may hold.")
-    expected_hit_rate: float | None = Field(
+    expected_hit_rate: Share | None = Field(
         None,
-        ge=0,
-        le=1,
         description="Expected share of accesses (one per distinct row of a batch) that this level and those above "
         "serve. None: unknown.",
     )

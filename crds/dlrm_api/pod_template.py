@@ -83,18 +83,13 @@ class Shaped:
         return dict(self.shape)
 
     def _check(self, value: dict[str, Any]) -> dict[str, Any]:
-        refuse_misfits(value, self.shape)
+        found = [
+            InitErrorDetails(type=PydanticCustomError("shape", "{message}", {"message": words}), loc=place, input=None)
+            for place, words in misfits(value, self.shape)
+        ]
+        if found:
+            raise ValidationError.from_exception_data("shape", found)
         return value
-
-
-def refuse_misfits(value: Any, shape: Shape) -> None:
-    """Raise pydantic's error with the path of each mismatch."""
-    found = [
-        InitErrorDetails(type=PydanticCustomError("shape", "{message}", {"message": words}), loc=place, input=None)
-        for place, words in misfits(value, shape)
-    ]
-    if found:
-        raise ValidationError.from_exception_data("shape", found)
 
 
 def misfits(value: Any, shape: Shape, place: Place = ()) -> Iterator[tuple[Place, str]]:
@@ -153,47 +148,29 @@ POD_OVERLAY_CONTAINER = {
 }
 
 
-@dataclass(frozen=True)
-class AllowedKeys:
-    """Mark an object that allows the listed keys only, each with its shape.
+class AllowedKeys(Shaped):
+    """Mark an object that allows the keys of its shape only.
 
     CEL cannot see keys that a schema does not list: the API server itself rejects them as unknown fields.
     """
 
-    name: str
-
-    @property
-    def fields(self) -> dict[str, Shape]:
-        """Return the schema of each allowed key."""
-        return {"metadata": POD_OVERLAY_METADATA, "spec": POD_OVERLAY_SPEC, "container": POD_OVERLAY_CONTAINER}[
-            self.name
-        ]
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return closed(**self.fields)
-
     def _check(self, value: dict[str, Any]) -> dict[str, Any]:
-        unknown = sorted(set(value) - set(self.fields))
-        if unknown:
-            raise PydanticCustomError(
-                "overlay",
-                "{message}",
-                {"message": f"{unknown[0]} cannot be set: expected one of {', '.join(sorted(self.fields))}"},
-            )
-        refuse_misfits(value, closed(**self.fields))
-        return value
+        allowed = self.shape["properties"]
+        if unknown := sorted(set(value) - set(allowed)):
+            message = f"{unknown[0]} cannot be set: expected one of {', '.join(sorted(allowed))}"
+            raise PydanticCustomError("overlay", "{message}", {"message": message})
+        return super()._check(value)
 
 
 class PodTemplateOverlay(ApiModel):
     """Override parts of the trainer pods. Only the listed fields are allowed."""
 
-    metadata: Annotated[dict[str, Any], AllowedKeys("metadata")] = Field(
+    metadata: Annotated[dict[str, Any], AllowedKeys(closed(**POD_OVERLAY_METADATA))] = Field(
         {}, description="Labels and annotations of the pods."
     )
-    spec: Annotated[dict[str, Any], AllowedKeys("spec")] = Field({}, description="Fields of the pod spec.")
-    container: Annotated[dict[str, Any], AllowedKeys("container")] = Field(
+    spec: Annotated[dict[str, Any], AllowedKeys(closed(**POD_OVERLAY_SPEC))] = Field(
+        {}, description="Fields of the pod spec."
+    )
+    container: Annotated[dict[str, Any], AllowedKeys(closed(**POD_OVERLAY_CONTAINER))] = Field(
         {}, description="Fields of the trainer container."
     )

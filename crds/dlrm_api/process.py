@@ -50,11 +50,7 @@ def _quoted(value: object) -> str:
 
 
 def log_to_stderr(who: str) -> None:
-    """Log to stderr, replacing the handlers that a forked process inherits.
-
-    Args:
-        who: Name of the process, for example ``rank 0``.
-    """
+    """Log to stderr as process ``who``, such as ``rank 0``, replacing the handlers that a forked process inherits."""
     handler = logging.StreamHandler()
     handler.setFormatter(EventFormatter(who))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -118,45 +114,28 @@ def raise_device(error: OSError, path: Path, size: int) -> NoReturn:
 
 
 MOUNT, GROUPS, MEMORY = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/meminfo")
-
-
+"""The mount of control groups, the process's groups, and how much of the machine's memory is available."""
 SYSTEM_SHARE = 20
 """One part in this many of the machine's memory stays with its system."""
 
 
 def usable_memory_bytes(mount: Path = MOUNT, groups: Path = GROUPS) -> int:
-    """Return the host memory that this process may use: the machine's, or less by its control groups (v1 or v2).
-
-    Args:
-        mount: where control groups are mounted.
-        groups: the file that lists the process's groups.
-    """
-    found = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
-    for folder in _folders("memory", mount, groups):
-        found += [_number(folder / name) for name in ("memory.max", "memory.limit_in_bytes")]
-    return int(min(found))
+    """Return the host memory that this process may use: the machine's, or less by its control groups (v1 or v2)."""
+    machine = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    files = ("memory.max", "memory.limit_in_bytes")
+    limits = (_number(folder / name) for folder in _folders("memory", mount, groups) for name in files)
+    return int(min([machine, *limits]))
 
 
 def free_memory_bytes(mount: Path = MOUNT, groups: Path = GROUPS, memory: Path = MEMORY) -> int:
-    """Return the host memory that new processes may take: usable memory, less what is in use or kept for the system.
-
-    Args:
-        mount: where control groups are mounted.
-        groups: the file that lists the process's groups.
-        memory: the file that says how much of the machine's memory is available.
-    """
+    """Return the host memory that new processes may take: usable memory, less what is in use or kept for the system."""
     usable = usable_memory_bytes(mount, groups)
     available = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(memory), re.MULTILINE)
     return min(usable - usable // SYSTEM_SHARE, int(available[1]) * 1024 if available else usable)
 
 
 def usable_cpus(mount: Path = MOUNT, groups: Path = GROUPS) -> int:
-    """Return how many CPUs this process may use, by its affinity and its control groups' quotas; at least one.
-
-    Args:
-        mount: where control groups are mounted.
-        groups: the file that lists the process's groups.
-    """
+    """Return how many CPUs this process may use, by its affinity and its control groups' quotas; at least one."""
     found = [float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)]
     for folder in _folders("cpu", mount, groups):
         found.append(_number(folder / "cpu.cfs_quota_us") / _number(folder / "cpu.cfs_period_us", 1))

@@ -1,4 +1,4 @@
-"""What pods report: ``/progress`` of trainer and checkpointer, and termination messages."""
+"""Reports of pods: ``/progress`` of trainer and checkpointer, and termination messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from pydantic import ConfigDict, Field, ValidationError
 
 from dlrm_api.base import ApiModel
-from dlrm_api.fields import MAX_EXACT, Count, Rate
+from dlrm_api.fields import MAX_EXACT, Count, Rate, Share
 from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
 
 MAX_UNIX_SECONDS = 253_402_300_799
@@ -52,9 +52,7 @@ class EvalMetrics(PodReport):
         description="Normalized entropy: log loss divided by that of always predicting the base rate. "
         "None if only one label occurs.",
     )
-    auc: float | None = Field(
-        None, ge=0, le=1, description="Exact area under the ROC curve. None if only one label occurs."
-    )
+    auc: Share | None = Field(None, description="Exact area under the ROC curve. None if only one label occurs.")
     calibration: Figure | None = Field(
         None, description="Mean prediction divided by the base rate. None without positives."
     )

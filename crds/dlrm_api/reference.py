@@ -45,7 +45,7 @@ def _kind(spec: Mapping[str, Any]) -> Iterator[str]:
 def _object(path: str, schema: Schema, kind: str, seen: dict[str, str]) -> Iterator[str]:
     # ``seen`` maps each object's fields to the path of the table that lists them.
     form = json.dumps(schema["properties"], sort_keys=True)
-    yield f"### {_title(path, kind)}\n"
+    yield f"### {kind}: `{path}`\n"
     if form in seen:
         yield f"{schema.get('description', '')} Its fields are those of {_link(seen[form], kind)}.\n"
         return
@@ -56,13 +56,8 @@ def _object(path: str, schema: Schema, kind: str, seen: dict[str, str]) -> Itera
     required = schema.get("required", ())
     for name, field in schema["properties"].items():
         shown = f"**`{name}`**" if name in required else f"`{name}`"
-        cells = (
-            shown,
-            _type(f"{path}.{name}", field, kind),
-            _default(field),
-            _bounds(field),
-            field.get("description", ""),
-        )
+        kind_of, meaning = _type(f"{path}.{name}", field, kind), field.get("description", "")
+        cells = (shown, kind_of, _default(field), _bounds(field), meaning)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
     yield from _rules(schema)
@@ -90,9 +85,7 @@ def _inner(field: Schema) -> tuple[Schema, str]:
 def _type(path: str, field: Schema, kind: str) -> str:
     inner, mark = _inner(field)
     before = {"[]": "list of ", "{}": "map of "}.get(mark, "")
-    if "properties" in inner:
-        return before + _link(path + mark, kind)
-    return before + _word(inner)
+    return before + (_link(path + mark, kind) if "properties" in inner else _word(inner))
 
 
 def _word(field: Schema) -> str:
@@ -112,9 +105,8 @@ def _word(field: Schema) -> str:
 
 
 def _default(field: Schema) -> str:
-    if "default" not in field or "properties" in field:  # an object's default is that of its fields
-        return ""
-    return f"`{json.dumps(field['default'])}`"
+    # An object's default is that of its fields.
+    return "" if "default" not in field or "properties" in field else f"`{json.dumps(field['default'])}`"
 
 
 def _bounds(field: Schema) -> str:
@@ -155,10 +147,6 @@ def _number(value: float) -> str:
     return f"{value:g}"
 
 
-def _title(path: str, kind: str) -> str:
-    return f"{kind}: `{path}`"
-
-
 def _link(path: str, kind: str) -> str:
-    anchor = re.sub(r"[^a-z0-9 -]", "", _title(path, kind).lower()).replace(" ", "-")
+    anchor = re.sub(r"[^a-z0-9 -]", "", f"{kind}: {path}".lower()).replace(" ", "-")
     return f"[`{path}`](#{anchor})"

@@ -16,13 +16,10 @@ JITTER = 0.25
 def restart_action(
     code: int, spec: RestartSpec, *, disrupted: bool, fatal: Collection[int] = USER_ERROR_CODES
 ) -> RestartAction:
-    """Return what follows an exit code: the job's own rules first, then its built-in meaning.
+    """Return what follows a trainer's exit code other than 0: the job's own rules first, then its built-in meaning.
 
-    Args:
-        code: Exit code of a trainer, not 0.
-        spec: ``spec.lifecycle.restart``.
-        disrupted: The process was stopped from outside, for example by a node drain.
-        fatal: Codes after which a restart would fail again.
+    ``disrupted``: the process was stopped from outside, for example by a node drain. After one of the ``fatal`` codes a
+    restart would fail again.
     """
     for rule in spec.rules_by_exit_code:
         if code in rule.exit_codes:

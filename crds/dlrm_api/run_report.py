@@ -1,4 +1,4 @@
-"""What a run measured of itself: use of tiers by table, and time by stage of a step. Plain data."""
+"""Measurements that a run made of itself: use of tiers by table, and time by stage of a step. Plain data."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from dlrm_api.base import ApiModel
+from dlrm_api.fields import Share
 from dlrm_api.tiers import Tier
 
 Total = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -26,9 +27,7 @@ class TableUse(ApiModel):
     scratch_rows: Total = Field(
         0, description="Rows served from scratch slots because the batches in flight needed more than all slots."
     )
-    expected_hit_rate: float | None = Field(
-        None, ge=0, le=1, description="Hit rate that the plan expects of the slots."
-    )
+    expected_hit_rate: Share | None = Field(None, description="Hit rate that the plan expects of the slots.")
 
     @property
     def hit_rate(self) -> float | None:
@@ -101,7 +100,7 @@ class HitRate(ApiModel):
     rank: Total = Field(description="Rank.")
     step: Total = Field(description="Steps done.")
     accesses: Total = Field(ge=1, description="Accesses since the previous report.")
-    hit_rate: float = Field(ge=0, le=1, description="Share of these accesses with their row in a slot.")
+    hit_rate: Share = Field(description="Share of these accesses with their row in a slot.")
 
 
 class Profile(ApiModel):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dlrm_api.base import ApiModel
-from dlrm_api.fields import MAX_EXACT, Count, Rate
+from dlrm_api.fields import MAX_EXACT, Count, Rate, Share
 
 Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
 
@@ -82,7 +82,7 @@ class ProgressStatus(ApiModel):
     epoch: Count = Field(0, description="Epoch, from 0.")
     loss: float | None = Field(None, ge=-1e308, le=1e308, description="Mean log loss of the last step.")
     ne: float | None = Field(None, ge=-1e308, le=1e308, description="Normalized entropy of the last evaluation.")
-    auc: float | None = Field(None, ge=0, le=1, description="Area under the ROC curve of the last evaluation.")
+    auc: Share | None = Field(None, description="Area under the ROC curve of the last evaluation.")
     samples_per_second: Rate | None = Field(None, description="Throughput (samples/s).")
     eta: Time | None = Field(None, description="Expected end of training.")
     straggler: StragglerStatus | None = Field(None, description="Rank that slows down the others.")

@@ -73,8 +73,6 @@ TIER_BUFFER_BYTES = 64 << 20
 """Host memory of one rank with levels for rows in transit: staging, segments being written, pages being read."""
 CLASS_BUFFER_BYTES = 32 << 20
 """The same for each further class of tables (another width or type) that a device queue moves."""
-
-
 CLAIM_OVERHEAD_DIVISOR = 10
 """A volume claim asks for 1/10 more than its rows take: file system metadata and blocks reserved for root."""
 

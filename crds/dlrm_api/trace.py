@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 
 from dlrm_api.base import ApiModel, stopping_early
 from dlrm_api.errors import invalid_spec
+from dlrm_api.fields import Share
 
 CACHE_SHARES = (0.01, 0.1, 0.5)
 """Caches, as shares of a table's rows, whose hit rates every curve holds."""
@@ -26,7 +27,7 @@ class CurvePoint(ApiModel):
     """Give one point of a hit-rate curve."""
 
     cache_rows: int = Field(ge=1, description="Rows that the cache holds.")
-    hit_rate: float = Field(ge=0, le=1, description="Share of accesses that find their row in the cache.")
+    hit_rate: Share = Field(description="Share of accesses that find their row in the cache.")
 
 
 class TableTrace(ApiModel):

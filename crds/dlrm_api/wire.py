@@ -15,11 +15,11 @@ class WireFormat:
     """Describe one wire format by the bytes it takes."""
 
     value_bytes: int
-    """Of each value."""
+    """Per value."""
     row_bytes: int = 0
-    """Of each row, on top of its values."""
+    """Per row, on top of its values."""
     message_bytes: int = 0
-    """Of each message that is not empty, on top of its rows."""
+    """Per message that is not empty, on top of its rows."""
 
 
 CODECS: Mapping[Codec, WireFormat] = MappingProxyType(

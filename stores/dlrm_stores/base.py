@@ -77,11 +77,9 @@ class ObjectStore(Protocol):
     @property
     def uri(self) -> str:
         """Return the URI of the keys' parent, without a trailing slash."""
-        ...
 
     def get(self, key: str) -> bytes:
         """Return the object's bytes. Raises NoInputError if it does not exist."""
-        ...
 
     def get_into(self, key: str, buffer: memoryview) -> int:
         """Fill a contiguous, writable buffer with the object's first bytes and return the object's size.
@@ -89,44 +87,33 @@ class ObjectStore(Protocol):
         The content of the buffer is undefined after an error, and beyond the object's end. Raises NoInputError if the
         object does not exist.
         """
-        ...
 
     def put(self, key: str, body: Body, sha256: str | None = None) -> None:
         """Write or replace the object; readers see the old bytes or the new ones, never a mixture.
 
-        Args:
-            key: Key of the object.
-            body: Contiguous bytes.
-            sha256: Their digest in hexadecimal if known; it is sent along and not computed again.
+        The body is contiguous. Its digest in hexadecimal, if known, is sent along and not computed again.
         """
-        ...
 
     def put_if_absent(self, key: str, body: Body) -> bool:
         """Write the object unless it exists; return False, with nothing written, if it does.
 
         A store without conditional writes overwrites and returns True: ``attempts.honours_conditions`` finds out.
         """
-        ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Yield the objects with a key that starts with ``prefix``, in ascending order of keys."""
-        ...
 
     def delete(self, key: str) -> None:
         """Remove the object if it exists."""
-        ...
 
     def delete_all(self, keys: Sequence[str]) -> None:
         """Remove those objects that exist, in any order; after an error some are left."""
-        ...
 
     def size(self, key: str) -> int | None:
         """Return the object's bytes, or None if it does not exist."""
-        ...
 
     def sweep_uploads(self, older_than_s: float) -> int:
         """Remove what unfinished writes of dead writers left, if older than this; return how many."""
-        ...
 
 
 def parallel_map(work: Callable[[T], R], items: Iterable[T], workers: int = DEFAULT_WORKERS) -> Iterator[R]:

@@ -10,10 +10,11 @@ import io
 import os
 import re
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 from urllib.parse import urlsplit
 
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_random_exponential
@@ -49,18 +50,13 @@ def find_files(uris: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
     """List the files that local URIs name, each once, sorted by path.
 
     A directory stands for all files below it, also behind links, that end in one of ``suffixes``; hidden ones are
-    skipped.
-
-    Raises:
-        NoInputError: a URI names nothing.
-        NoPermissionError: a file or directory cannot be read.
-        BadDataError: a URI names a pipe or a device.
+    skipped. Raises as ``find_data_files`` does.
     """
     try:
         found = {path for uri in uris for path in _expand(uri, suffixes)}
     except PermissionError as error:
-        where = error.filename
-        raise NoPermissionError(f"permission denied: {where}; change the directory's owner or mode") from error
+        message = f"permission denied: {error.filename}; change the directory's owner or mode"
+        raise NoPermissionError(message) from error
     for path in found:
         if not os.access(path, os.R_OK, effective_ids=True):
             raise NoPermissionError(f"permission denied: {path}; change its owner or mode")
@@ -103,13 +99,12 @@ def _expand(uri: str, suffixes: Sequence[str]) -> list[Path]:
     except OSError as error:
         if error.errno not in _ABSENT:
             raise
-        mode = 0
-    if stat.S_ISDIR(mode):
-        return _in_folder(path, suffixes)
-    if mode and not stat.S_ISREG(mode):
+    else:
+        if stat.S_ISDIR(mode):
+            return _in_folder(path, suffixes)
+        if stat.S_ISREG(mode):
+            return [path.absolute()]
         raise BadDataError(f"not a regular file: {path}; data is read in any order, so write it to a file")
-    if mode:
-        return [path.absolute()]
     if not _MAGIC.search(str(path)):
         raise NoInputError(f"file not found: {path}; check data.train.uris and data.eval.uris")
     matches = _matching(path.absolute())
@@ -139,14 +134,10 @@ def _matching(pattern: Path) -> list[Path]:
 
 
 def pattern_parts(pattern: str, uri: str) -> list[str]:
-    """Split a pattern at its slashes. A part is ``**``, a directory and all below it, or one name.
-
-    Args:
-        pattern: without a leading slash.
-        uri: as the user wrote it, for messages.
+    """Split a pattern without a leading slash at its slashes. A part is ``**``, any directories, or one name.
 
     Raises:
-        NoInputError: ``**`` is only a piece of a part.
+        NoInputError: ``**`` is only a piece of a part; the message quotes ``uri``, as the user wrote it.
     """
     parts = pattern.split("/")
     if any(ANY_DEPTH in part and part != ANY_DEPTH for part in parts):
@@ -169,15 +160,18 @@ def _tree(tops: Sequence[Path]) -> list[Path]:
 
 
 def _folders(folder: Path, pattern: str) -> list[Path]:
-    if not _MAGIC.search(pattern):
-        return [folder / pattern] if (folder / pattern).is_dir() else []
-    return [folder / each.name for each in _listed(folder) if fnmatchcase(each.name, pattern) and _is_folder(each)]
+    return _named(folder, pattern, lambda each: each.is_dir())
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
+    return _named(folder, pattern, lambda each: each.is_file())
+
+
+def _named(folder: Path, pattern: str, wanted: Callable[[Path | os.DirEntry[str]], bool]) -> list[Path]:
     if not _MAGIC.search(pattern):
-        return [folder / pattern] if (folder / pattern).is_file() else []
-    return [folder / each.name for each in _listed(folder) if fnmatchcase(each.name, pattern) and _is_file(each)]
+        return [folder / pattern] if wanted(folder / pattern) else []
+    listed = (each for each in _listed(folder) if fnmatchcase(each.name, pattern))
+    return [folder / each.name for each in listed if wanted(Path(each.path) if each.is_symlink() else each)]
 
 
 def _listed(folder: Path) -> list[os.DirEntry[str]]:
@@ -189,36 +183,22 @@ def _listed(folder: Path) -> list[os.DirEntry[str]]:
         raise NoPermissionError(f"permission denied: cannot list {folder}; change its owner or mode") from error
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    return Path(entry.path).is_dir() if entry.is_symlink() else entry.is_dir()
-
-
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    return Path(entry.path).is_file() if entry.is_symlink() else entry.is_file()
-
-
 CHANGED = "changed after this run found it; restore it, or start a new run on the new data"
 
 
-class DataFile(Protocol):
+class DataFile(ABC):
     """Read one file as it was when it was found."""
 
-    @property
-    def name(self) -> str:
-        """Return the name as users write it."""
+    name: str
+    """As users write it."""
+    path: PurePath
+    """Files are sorted by it."""
+    size: int
+    """In bytes."""
+    stamp: str
+    """Changes with the content, as far as the store can tell."""
 
-    @property
-    def path(self) -> PurePath:
-        """Return the path, by which files are sorted."""
-
-    @property
-    def size(self) -> int:
-        """Return the number of bytes."""
-
-    @property
-    def stamp(self) -> str:
-        """Return a string that changes with the content, as far as the store can tell."""
-
+    @abstractmethod
     def check(self) -> None:
         """Check that it is still the same.
 
@@ -227,38 +207,39 @@ class DataFile(Protocol):
             BadDataError: it was changed.
         """
 
+    @abstractmethod
     def open(self) -> BinaryIO:
         """Open it for reads at any offset, which raise as ``check`` does."""
 
 
-class LocalFile:
+class LocalFile(DataFile):
     """Read a file of this machine.
 
     Raises:
         NoInputError: it was removed since it was found.
+        NoPermissionError: it cannot be looked up.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path: Path = path
         self.name = str(path)
-        try:
-            stat = path.stat()
-        except FileNotFoundError as error:
-            raise NoInputError(f"file not found: {self.name}; it was removed after this run found it") from error
-        self.size = stat.st_size
-        self.stamp = f"{stat.st_size}\x00{stat.st_mtime_ns}"
+        self.size, self.stamp = self._look_up()
 
-    def check(self) -> None:
-        """Compare size and modification time with those at first."""
+    def _look_up(self) -> tuple[int, str]:
         try:
-            stat = self.path.stat()
+            status = self.path.stat()
         except FileNotFoundError as error:
             raise NoInputError(f"file not found: {self.name}; it was removed after this run found it") from error
         except PermissionError as error:
             raise NoPermissionError(f"permission denied: {self.name}; change its owner or mode") from error
-        if stat.st_size < self.size:
-            raise BadDataError(f"{self.name}: {CHANGED} (it shrank from {self.size} to {stat.st_size} bytes)")
-        if f"{stat.st_size}\x00{stat.st_mtime_ns}" != self.stamp:
+        return status.st_size, f"{status.st_size}\x00{status.st_mtime_ns}"
+
+    def check(self) -> None:
+        """Compare size and modification time with those at first."""
+        size, stamp = self._look_up()
+        if size < self.size:
+            raise BadDataError(f"{self.name}: {CHANGED} (it shrank from {self.size} to {size} bytes)")
+        if stamp != self.stamp:
             raise BadDataError(f"{self.name}: {CHANGED}")
 
     def open(self) -> BinaryIO:
@@ -280,13 +261,14 @@ FIELDS = FieldNames(
 RETRY_DEADLINE_S = 300.0
 """Reads are retried this long while the service does not answer."""
 LIST_RETRY_DEADLINE_S = 60.0
+_UNAVAILABLE, _BACKOFF = retry_if_exception_type(StoreUnavailableError), wait_random_exponential(0.5, max=15)
 _SET = re.compile(r"\[!?[^\]]+\]")
 _PATTERNS = {"*": r"[^/]*", "?": r"[^/]"}
 _FOLDERS = r"(?:[^/._][^/]*/)*"
 """Any directories below but hidden ones."""
 
 
-class S3Object:
+class S3Object(DataFile):
     """Read one object as a listing showed it."""
 
     def __init__(self, store: S3Store, bucket: str, found: ObjectInfo) -> None:
@@ -305,12 +287,7 @@ class S3Object:
         """Open it for reads by ranges."""
         return cast(BinaryIO, _Ranges(self.size, self.read))
 
-    @retry(
-        retry=retry_if_exception_type(StoreUnavailableError),
-        stop=stop_after_delay(RETRY_DEADLINE_S),
-        wait=wait_random_exponential(0.5, max=15),
-        reraise=True,
-    )
+    @retry(retry=_UNAVAILABLE, stop=stop_after_delay(RETRY_DEADLINE_S), wait=_BACKOFF, reraise=True)
     def read(self, start: int, length: int) -> bytes:
         """Read some bytes.
 
@@ -343,9 +320,6 @@ class _Ranges(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
         return self._at
@@ -364,18 +338,10 @@ def find_objects(
     """List the objects that ``s3://`` URIs name, each once.
 
     A URI that names no object is a pattern or a directory, which stands for all objects below it that end in one of
-    ``suffixes``; hidden ones are skipped.
-
-    Raises:
-        NoInputError: a URI names nothing, or its bucket is not found.
-        NoPermissionError: the credentials do not allow to list or to read.
-        StoreUnavailableError: the service does not answer.
+    ``suffixes``; hidden ones are skipped. Raises as ``find_data_files`` does.
     """
-    found: dict[str, S3Object] = {}
-    for uri in uris:
-        for item in _expand_s3(uri, suffixes, s3, credentials_dir):
-            found.setdefault(item.name, item)
-    return list(found.values())
+    found = (item for uri in uris for item in _expand_s3(uri, suffixes, s3, credentials_dir))
+    return list({item.name: item for item in found}.values())
 
 
 def _expand_s3(uri: str, suffixes: Sequence[str], s3: S3Spec, credentials_dir: Path | None) -> list[S3Object]:
@@ -406,12 +372,7 @@ def _expand_s3(uri: str, suffixes: Sequence[str], s3: S3Spec, credentials_dir: P
     return [S3Object(store, bucket, item) for item in chosen]
 
 
-@retry(
-    retry=retry_if_exception_type(StoreUnavailableError),
-    stop=stop_after_delay(LIST_RETRY_DEADLINE_S),
-    wait=wait_random_exponential(0.5, max=15),
-    reraise=True,
-)
+@retry(retry=_UNAVAILABLE, stop=stop_after_delay(LIST_RETRY_DEADLINE_S), wait=_BACKOFF, reraise=True)
 def _list_objects(store: S3Store, prefix: str) -> list[ObjectInfo]:
     return list(store.list(prefix))
 
@@ -421,11 +382,7 @@ def _wanted(name: str, suffixes: Sequence[str]) -> bool:
 
 
 def _expression(pattern: str, uri: str) -> re.Pattern[str]:
-    """Return a regular expression for a pattern, which means the same as for files.
-
-    Raises:
-        NoInputError: brackets do not hold a set of characters, or ``**`` is only a piece of a part.
-    """
+    """Return a regular expression for a pattern, which means the same as for files. Raises NoInputError."""
     *above, last = pattern_parts(pattern, uri)
     folders = "".join(_FOLDERS if part == ANY_DEPTH else f"{_of_part(part)}/" for part in above)
     try:
@@ -448,8 +405,8 @@ def find_data_files(
     """List the files and objects that URIs name, sorted by path.
 
     Raises:
-        NoInputError: a URI names nothing.
-        NoPermissionError: a file, folder or bucket cannot be read.
+        NoInputError: a URI names nothing, or its bucket is not found.
+        NoPermissionError: a file, folder or bucket cannot be listed or read.
         BadDataError: a URI names a pipe or a device.
         StoreUnavailableError: the S3 service does not answer.
     """

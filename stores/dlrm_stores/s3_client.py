@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
 ERRORS = (ClientError, BotoCoreError, HTTPError)
-"""What calls of a client raise, and reading the body of a response."""
+"""Raised by calls of a client, and by reads of a response's body."""
 MAX_ATTEMPTS = 6
 RETRY_DEADLINE_S = 60.0
 """No retry starts later, so that a service that hangs blocks a caller for this and one timeout."""
@@ -263,7 +263,7 @@ def _judge(
 ) -> None:
     """Make botocore retry what its standard mode does not know, and give up where a retry cannot help.
 
-    As botocore's own handlers do, it sets the status that the retry condition looks at.
+    As botocore's own handlers do, it sets the status that the retry condition reads.
     """
     context = request_dict["context"]
     if caught_exception is not None:

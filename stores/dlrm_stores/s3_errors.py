@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from dlrm_api.errors import (
     DeviceError,
@@ -16,18 +17,10 @@ from dlrm_api.errors import (
 from dlrm_stores.base import CHECKPOINT_FIELDS, FieldNames, RetryReason
 
 # The credentials were refused; they may have been rotated meanwhile.
-REFUSED = frozenset(
-    {
-        "AccessDenied",
-        "AllAccessDisabled",
-        "ExpiredToken",
-        "InvalidAccessKeyId",
-        "InvalidToken",
-        "SignatureDoesNotMatch",
-        "TokenRefreshRequired",
-        "XAdminUserNotFound",  # versitygw, with status 404
-    }
-)
+REFUSED = frozenset({
+    "AccessDenied", "AllAccessDisabled", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch",
+    "TokenRefreshRequired", "XAdminUserNotFound",  # the last by versitygw, with status 404
+})  # fmt: skip
 NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError"})
 UNFETCHED_CREDENTIALS = frozenset({"CredentialRetrievalError", "MetadataRetrievalError"})
 MAYBE_LATE = UNFETCHED_CREDENTIALS | {"NoCredentialsError"}
@@ -56,14 +49,17 @@ class S3Location:
 
 def status_of(error: Exception) -> int:
     """Return the HTTP status of the service's response, 0 if there was none."""
-    answer = getattr(error, "response", None) or {}
-    return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    return int(_response(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def code_of(error: Exception) -> str:
     """Return the service's error code, empty if there was none."""
-    answer = getattr(error, "response", None) or {}
-    return str(answer.get("Error", {}).get("Code", ""))
+    return str(_response(error).get("Error", {}).get("Code", ""))
+
+
+def _response(error: Exception) -> dict[str, Any]:
+    found: dict[str, Any] = getattr(error, "response", None) or {}
+    return found
 
 
 def is_unknown_request(error: Exception) -> bool:
@@ -108,7 +104,7 @@ def translate(error: Exception, location: S3Location, key: str) -> DLRMError:
     where = f"bucket {location.bucket} at {location.endpoint}"
     if not status and not code:
         return _without_response(error, location, where)
-    message = (getattr(error, "response", None) or {}).get("Error", {}).get("Message", "")
+    message = _response(error).get("Error", {}).get("Message", "")
     detail = f"{code}: {message}".strip(": ") or str(status)
     if code == NOT_S3:
         return StoreUnavailableError(

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from dlrm_api.base import read_stored
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.job import DLRMJob, parse_stored_job
+from dlrm_api.job import DLRMJob
 from dlrm_api.names import FIELD_MANAGER, GROUP, Container, Env, Label
 from dlrm_api.status import DLRMJobStatus
 from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError, GoneError, Object, Query
@@ -130,8 +130,8 @@ def _spec(document: Object) -> tuple[DLRMJob | InvalidSpecError, tuple[str, ...]
     """Return the job without its status, and the paths of unknown fields."""
     meta = {key: value for key, value in document["metadata"].items() if key in ("name", "namespace")}
     try:
-        return parse_stored_job(
-            {**{key: value for key, value in document.items() if key != "status"}, "metadata": meta}
+        return read_stored(
+            DLRMJob, {**{key: value for key, value in document.items() if key != "status"}, "metadata": meta}
         )
     except InvalidSpecError as error:
         return error, ()

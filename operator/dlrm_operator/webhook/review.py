@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dlrm_api.base import read_served
 from dlrm_api.errors import BadDataError, InvalidSpecError
-from dlrm_api.job import DLRMJob, parse_served_job
+from dlrm_api.job import DLRMJob
 from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError
 from dlrm_operator.clients.planner import PlannerProcess
 from dlrm_operator.clients.references import CONFIG_MAP_SCHEME, ProfileSeen, ReferenceReader
@@ -161,7 +162,7 @@ def examine(review: Review, limits: PodTemplatePolicy) -> Verdict | DLRMJob:
     if isinstance(metadata, dict):
         metadata = {key: value for key, value in metadata.items() if key in ("name", "namespace")}
     try:
-        job = parse_served_job({**review.job, "metadata": metadata, "status": None})
+        job = read_served(DLRMJob, {**review.job, "metadata": metadata, "status": None})
         check_policy(job.spec, review.namespace, limits)
     except InvalidSpecError as error:
         return Verdict(refusal=str(error))

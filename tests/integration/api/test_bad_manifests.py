@@ -264,7 +264,7 @@ BAD = {
         "spec.checkpoint.maxChain",
         "spec.checkpoint.maxChain in body should be greater than or equal to 1",
     ),
-    "prior beside a trace": job(
+    "prior with a trace": job(
         {"spec.model.tables.0.distribution": {"prior": "uniform", "reference": "configmap:reuse"}},
         "spec.model.tables[0].distribution",
     ),

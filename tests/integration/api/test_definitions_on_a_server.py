@@ -93,9 +93,7 @@ def test_five_thousand_tables_are_accepted_by_server_side_apply(server: Any, goo
     assert len(parse_job(kept).spec.model.all_tables()) == 5_000
 
 
-def test_what_is_frozen_together_has_one_owner_and_what_others_set_has_an_owner_a_field(
-    server: Any, stored: dict[str, Any]
-) -> None:
+def test_frozen_sections_have_one_owner_and_others_one_per_field(server: Any, stored: dict[str, Any]) -> None:
     server.call("PATCH", f"{JOBS}/job/status", {"status": {"phase": "Pending", "attempt": 1}})
     kept = server.call("PATCH", f"{JOBS}/job", {"spec": {"trainer": {"replicas": 2}, "lifecycle": {"suspend": True}}})
 

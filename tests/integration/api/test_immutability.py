@@ -27,7 +27,7 @@ def set_phase(server: Any, job: str, phase: str) -> None:
     server.call("PATCH", f"{job}/status", {"status": {"phase": phase}})
 
 
-def test_what_the_operator_compares_is_what_the_rule_freezes(good: dict[str, dict[str, Any]]) -> None:
+def test_operator_compares_the_part_that_the_rule_freezes(good: dict[str, dict[str, Any]]) -> None:
     spec = parse_job(good["DLRMJob"]).spec
     free = {
         "trainer": {"replicas": 7},
@@ -65,7 +65,7 @@ def test_what_the_operator_compares_is_what_the_rule_freezes(good: dict[str, dic
         {"scheduling": {"priorityClass": "high"}},
     ],
 )
-def test_what_a_running_job_cannot_take_over_is_refused(server: Any, job: str, change: dict[str, Any]) -> None:
+def test_frozen_fields_of_a_running_job_are_refused(server: Any, job: str, change: dict[str, Any]) -> None:
     set_phase(server, job, "Running")
 
     with pytest.raises(RuntimeError) as refused:
@@ -88,7 +88,7 @@ def test_what_a_running_job_cannot_take_over_is_refused(server: Any, job: str, c
     ],
 )
 @pytest.mark.parametrize("phase", ["Running", "Restarting"])
-def test_what_a_running_job_takes_over_may_change(server: Any, job: str, phase: str, change: dict[str, Any]) -> None:
+def test_mutable_fields_of_a_running_job_may_change(server: Any, job: str, phase: str, change: dict[str, Any]) -> None:
     set_phase(server, job, phase)
 
     kept = server.call("PATCH", job, {"spec": change})

@@ -1,4 +1,4 @@
-"""What S3 services and networks do wrong, each in front of a real server: throttling, breaks, lies, rotation."""
+"""Faults of S3 services and networks in front of a real server: throttling, breaks, lies, rotation."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ LARGE = bytes(range(256)) * (128 << 10)
 IN_PARTS = bytes(range(256)) * (280 << 10)
 """70 MiB: five parts."""
 THROTTLED_RETRIES = 100
-"""What the retry quota of botocore's standard mode allows while nothing succeeds."""
+"""Retries that the quota of botocore's standard mode allows while nothing succeeds."""
 Act = Callable[["Proxy", bytes], None]
 
 
 @dataclass
 class Fault:
-    """What happens to the next ``times`` requests of a method whose path and query hold ``where``."""
+    """Act on the next ``times`` requests of a method whose path and query hold ``where``."""
 
     method: str
     act: Act
@@ -320,7 +320,7 @@ def test_objects_that_a_request_left_go_one_by_one(store: ObjectStore, plan: Pla
     assert (plan.count("POST"), plan.count("DELETE")) == (1, 3 + 1)
 
 
-def test_an_object_that_may_not_be_removed_is_named_as_if_it_had_been_alone(store: ObjectStore, plan: Plan):
+def test_object_that_cannot_be_deleted_is_named_as_if_alone(store: ObjectStore, plan: Plan):
     put_all(store, KEYS)
     plan.faults += [
         Fault("POST", lambda proxy, body: answer_batch(proxy, [], KEYS)),
@@ -385,9 +385,7 @@ def test_a_batch_whose_answer_is_lost_is_asked_for_again(store: ObjectStore, pla
     assert (told, plan.count("DELETE")) == (["broken"], 0)
 
 
-def test_a_store_that_throttles_for_long_is_asked_a_bounded_number_of_times(
-    store: ObjectStore, plan: Plan, told: list[str]
-):
+def test_lasting_throttling_gets_a_bounded_number_of_requests(store: ObjectStore, plan: Plan, told: list[str]):
     plan.faults.append(Fault("PUT", refuse(503, "SlowDown"), times=10**9))
 
     for _ in range(60):
@@ -446,7 +444,7 @@ def test_credentials_that_expire_under_an_upload_in_parts_rotate_under_it(
     assert told == []
 
 
-def test_credentials_that_expire_before_an_object_is_looked_for_rotate_under_it(
+def test_credentials_that_expire_before_a_lookup_rotate(
     store: ObjectStore, plan: Plan, told: list[str], versitygw: Any, tmp_path: Path
 ):
     def expire(proxy: Proxy, body: bytes) -> None:
@@ -461,9 +459,7 @@ def test_credentials_that_expire_before_an_object_is_looked_for_rotate_under_it(
     assert told == []
 
 
-def test_a_token_that_is_expired_where_an_object_is_looked_for_is_an_error_of_the_credentials(
-    store: ObjectStore, plan: Plan
-):
+def test_expired_token_at_a_lookup_is_a_credentials_error(store: ObjectStore, plan: Plan):
     plan.faults += [Fault(method, refuse(400, "ExpiredToken"), times=10**9) for method in ("GET", "HEAD")]
 
     with pytest.raises(NoPermissionError, match="ExpiredToken"):
@@ -485,9 +481,7 @@ def test_clocks_that_differ_are_named(store: ObjectStore, plan: Plan):
         store.put("x", b"1")
 
 
-def test_an_object_that_a_lifecycle_rule_archived_is_told_as_such_and_not_as_a_matter_of_credentials(
-    store: ObjectStore, plan: Plan
-):
+def test_archived_object_is_not_reported_as_a_credentials_error(store: ObjectStore, plan: Plan):
     store.put("x", b"1")
     plan.faults.append(Fault("GET", refuse(403, "InvalidObjectState"), times=10**9))
 
@@ -515,7 +509,7 @@ def test_an_object_that_is_garbled_on_its_way_once_is_read_again(store: ObjectSt
         fetch(store, entry)
 
 
-def test_who_may_not_list_uploads_looks_for_other_leftovers_no_more_often_for_that(store: ObjectStore, plan: Plan):
+def test_refused_upload_list_does_not_make_sweeps_more_frequent(store: ObjectStore, plan: Plan):
     plan.faults.append(Fault("GET", refuse(403, "AccessDenied"), "uploads", times=10**9))
     attempt = claim_attempt(store, None, "test")
     retention = Retention(store, RetentionPolicy(keep_last=1))
@@ -527,7 +521,7 @@ def test_who_may_not_list_uploads_looks_for_other_leftovers_no_more_often_for_th
 
 
 def answer_page(body: bytes) -> Act:
-    """What a proxy, a gateway or another server says in a service's place."""
+    """Answer with a page of a proxy, a gateway or another server in the service's place."""
 
     def act(proxy: Proxy, _body: bytes) -> None:
         proxy.send(200, [("Content-Type", "text/html")], body)

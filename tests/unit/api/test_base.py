@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from dlrm_api.base import read_stored
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.job import DLRMJob, parse_job, parse_stored_job
+from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.progress import CheckpointerProgress, Progress, TerminationMessage
 
 
@@ -94,7 +95,7 @@ def test_a_field_that_holds_nothing_is_left_out(good: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_is_needed_must_hold_something(good: dict[str, Any], change: dict[str, Any], says: str) -> None:
+def test_required_lists_must_not_be_empty(good: dict[str, Any], change: dict[str, Any], says: str) -> None:
     good["DLRMJob"]["spec"] |= change
 
     with pytest.raises(InvalidSpecError) as refused:
@@ -124,7 +125,7 @@ def test_a_job_written_as_json_reads_back_equal(good: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("document", [None, [], "job", 5, {}])
-def test_what_is_no_job_at_all_is_refused(document: Any) -> None:
+def test_documents_that_are_not_jobs_are_refused(document: Any) -> None:
     with pytest.raises(InvalidSpecError):
         parse_job(document)
 
@@ -157,34 +158,34 @@ def test_groups_are_written_out_in_order(good: dict[str, Any]) -> None:
     assert tables[3].embedding.hash == "mix"
 
 
-def test_a_stored_job_is_read_without_the_fields_that_are_not_known_and_they_are_named(good: dict[str, Any]) -> None:
+def test_stored_job_is_read_without_unknown_fields_which_are_named(good: dict[str, Any]) -> None:
     known = parse_job(good["DLRMJob"])
     good["DLRMJob"]["spec"]["data"]["newField"] = 1
     good["DLRMJob"]["spec"]["model"]["tables"][1]["newField"] = {"a": 1}
 
-    job, unknown = parse_stored_job(good["DLRMJob"])
+    job, unknown = read_stored(DLRMJob, good["DLRMJob"])
 
     assert job == known
     assert unknown == ("spec.model.tables[1].newField", "spec.data.newField")
     assert good["DLRMJob"]["spec"]["data"]["newField"] == 1
 
 
-def test_a_stored_job_is_refused_by_its_wrong_field_also_beside_unknown_ones(good: dict[str, Any]) -> None:
+def test_stored_job_with_an_invalid_and_unknown_fields_is_refused(good: dict[str, Any]) -> None:
     good["DLRMJob"]["spec"]["data"] |= {"newField": 1, "epochs": 0}
 
     with pytest.raises(InvalidSpecError) as refused:
-        parse_stored_job(good["DLRMJob"])
+        read_stored(DLRMJob, good["DLRMJob"])
 
     assert str(refused.value) == "spec.data.epochs: Input should be greater than or equal to 1"
 
 
-def test_a_manifest_with_a_field_that_is_not_known_is_refused_in_spec_and_status(good: dict[str, Any]) -> None:
+def test_unknown_field_of_a_manifest_is_refused_in_spec_and_status(good: dict[str, Any]) -> None:
     for section in ({"spec": {**good["DLRMJob"]["spec"], "newField": 1}}, {"status": {"newField": 1}}):
         with pytest.raises(InvalidSpecError, match=r"newField: unknown field"):
             parse_job({**good["DLRMJob"], **section})
 
 
-def test_what_pods_of_another_version_say_is_heard_as_far_as_it_is_known() -> None:
+def test_reports_of_other_versions_are_read_as_far_as_known() -> None:
     slowest = '{"rank": 1, "seconds": 2, "medianSeconds": 1, "why": "disk"}'
     progress = Progress.model_validate_json(f'{{"step": 5, "slowest": {slowest}, "gpuBusy": 0.9}}')
     word = CheckpointerProgress.model_validate_json('{"committedStep": 5, "compression": "zstd"}')
@@ -196,7 +197,7 @@ def test_what_pods_of_another_version_say_is_heard_as_far_as_it_is_known() -> No
     assert left.step == 5
 
 
-def test_groups_of_over_a_million_tables_are_refused_without_writing_them_out(good: dict[str, Any]) -> None:
+def test_groups_of_a_million_tables_are_refused_without_expansion(good: dict[str, Any]) -> None:
     template = {"rows": 10, "dim": 16}
     groups = [{"name": f"g{i}", "count": 5_000, "template": template} for i in range(256)]
     good["DLRMJob"]["spec"]["model"]["tableGroups"] = groups

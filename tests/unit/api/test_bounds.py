@@ -1,4 +1,4 @@
-"""Every field of the API says what it is and how large it may get, and none that is not built is taken in silence."""
+"""Every field of the API has a description and bounds, and setting one that is not built is an error."""
 
 import copy
 import re
@@ -134,7 +134,7 @@ def test_a_field_that_is_not_built_is_refused_by_its_name(model: type[ApiModel],
         assert found == [mark.message(alias)], value
 
 
-def test_a_figure_of_a_profile_says_that_it_is_not_used_where_nothing_reads_it() -> None:
+def test_unused_profile_figures_say_so() -> None:
     source = "".join(path.read_text() for path in (ROOT / "operator").rglob("*.py"))
     fields = {
         f"{model.__name__}.{name}": (name, field.description or "")

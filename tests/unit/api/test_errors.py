@@ -1,4 +1,4 @@
-"""What is made visible: whatever steers a terminal, and nothing that people read."""
+"""Characters that control a terminal are escaped; readable text is not."""
 
 import unicodedata
 
@@ -33,7 +33,7 @@ def test_it_is_written_out(text: str, shown: str) -> None:
     assert visible(text) == shown
 
 
-def test_what_people_read_stays() -> None:
+def test_readable_text_stays() -> None:
     text = "naïve Ünïcode, 模型, emoji 🚀, tab\there\r\nnext line\n"
 
     assert visible(text) == text

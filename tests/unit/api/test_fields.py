@@ -60,13 +60,13 @@ def test_durations_survive_a_round_trip_through_json(seconds: int) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "16 Gi", "Gi", "1e3", "-1", "16GiB", "0x10", True, 1.5, [], "9999P"])
-def test_what_is_no_amount_of_bytes_is_refused(value: object) -> None:
+def test_invalid_byte_quantities_are_refused(value: object) -> None:
     with pytest.raises(InvalidSpecError, match=r"^bytes: "):
         read(Amounts, {"bytes": value})
 
 
 @pytest.mark.parametrize("value", ["", "10", "1m30", "s", "1.5h", "30s1m", "-5s", "5 m", 30, 1.5, True, "99999d"])
-def test_what_is_no_time_span_is_refused(value: object) -> None:
+def test_invalid_durations_are_refused(value: object) -> None:
     with pytest.raises(InvalidSpecError, match=r"^time: "):
         read(Amounts, {"time": value})
 

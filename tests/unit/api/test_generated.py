@@ -66,7 +66,7 @@ def fields_of(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield from fields_of(schema[below])
 
 
-def test_the_reference_has_a_row_for_every_field_and_its_links_lead_somewhere() -> None:
+def test_reference_lists_every_field_and_its_links_resolve() -> None:
     text = reference()
     rows = {(name, words) for name, words in re.findall(r"^\| \**`(\w+)`\** \|.*\| ([^|]*) \|$", text, re.MULTILINE)}
     titles = [line[4:].lower() for line in text.splitlines() if line.startswith("### ")]
@@ -174,7 +174,7 @@ def test_a_lone_word_becomes_an_enum() -> None:
     assert rewritten(Outer)["properties"]["fixed"]["enum"] == ["a"]
 
 
-def test_rules_of_the_class_stand_before_those_of_fields_that_are_not_built() -> None:
+def test_class_rules_precede_rules_of_fields_that_are_not_built() -> None:
     rules = rewritten(Outer)["x-kubernetes-validations"]
 
     assert rules == [
@@ -204,7 +204,7 @@ class Pair(ApiModel):
     )
 
 
-def test_several_rules_of_a_class_become_one_that_says_the_first_that_is_broken() -> None:
+def test_rules_of_a_class_become_one_that_reports_the_first_broken() -> None:
     (rule,) = rewritten(Pair)["x-kubernetes-validations"]
 
     assert rule == {

@@ -90,7 +90,7 @@ def test_version_1_says_no_limit_by_a_negative_quota_and_a_huge_number(tmp_path:
         (str(MEMORY // 2), 0.25, 0.25),
     ],
 )
-def test_what_others_use_is_not_free_and_a_twentieth_is_left_in_any_case(
+def test_memory_in_use_is_not_free_and_a_twentieth_is_kept_back(
     tmp_path: Path, limit: str, available: float | None, free: float
 ) -> None:
     machine, said = Machine(tmp_path, "0::/\n", {"memory.max": limit}), tmp_path / "meminfo"

@@ -1,4 +1,4 @@
-"""What stands in a plan's ConfigMaps: read back as it was written, whatever somebody else wrote there."""
+"""Plans in ConfigMaps are read back as written; damaged or foreign parts are refused."""
 
 import gzip
 import hashlib

@@ -1,4 +1,4 @@
-"""What every process shares: exhausted limits, listeners, log lines."""
+"""Code shared by every process: exhausted limits, listeners, log lines."""
 
 from __future__ import annotations
 
@@ -147,9 +147,7 @@ class Log:
     ],
     ids=["none", "plain", "spaces", "quotes and lines", "empty", "kopf's own"],
 )
-def test_what_an_event_says_of_itself_stands_behind_its_message_on_one_line(
-    extra: dict[str, Any] | None, end: str
-) -> None:
+def test_extras_of_an_event_follow_its_message_on_one_line(extra: dict[str, Any] | None, end: str) -> None:
     log = Log()
 
     log.logger.warning("snapshot of %s passed over", "demo", extra=extra)

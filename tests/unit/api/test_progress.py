@@ -1,4 +1,4 @@
-"""What pods tell may be anything: what is taken over fits the status and the metrics, and all else is no answer."""
+"""Reports of pods are untrusted: figures fit status and metrics, or the whole report is rejected."""
 
 import json
 from datetime import UTC, datetime

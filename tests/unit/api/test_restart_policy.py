@@ -1,4 +1,4 @@
-"""What follows a failure: exit codes, budgets, waits."""
+"""Restart policy: exit codes, budgets, waits."""
 
 import pytest
 

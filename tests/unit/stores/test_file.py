@@ -20,7 +20,7 @@ from dlrm_stores.file import FileStore
 
 
 @pytest.mark.slow
-def test_a_writer_that_is_killed_leaves_the_old_object_and_nothing_that_is_listed(files: FileStore):
+def test_killed_writer_leaves_the_old_object_and_lists_nothing_else(files: FileStore):
     files.put("a", b"old")
     code = (
         "import sys; from pathlib import Path; from dlrm_stores.file import FileStore;"
@@ -73,7 +73,7 @@ def test_a_sweep_passes_over_a_folder_that_goes_meanwhile(files: FileStore, monk
 
 
 @pytest.mark.parametrize("call", ["scandir", "stat", "unlink"])
-def test_an_error_of_a_mounted_folder_while_it_is_listed_or_swept_is_the_stores(
+def test_io_errors_of_lists_and_sweeps_become_store_errors(
     files: FileStore, monkeypatch: pytest.MonkeyPatch, call: str
 ):
     files.put("a/x", b"1")
@@ -112,7 +112,7 @@ def test_every_folder_that_a_write_makes_outlives_the_machine(files: FileStore, 
     assert sorted(folders) == ["/chunks", "/chunks/2", "/chunks/2/3", "/chunks/2/3/4"]
 
 
-def test_a_full_disk_is_named_with_path_and_bytes_and_leaves_the_old_object(files: FileStore):
+def test_full_disk_names_path_and_bytes_and_keeps_the_old_object(files: FileStore):
     files.put("a", b"old")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -196,7 +196,7 @@ def test_a_uri_of_another_kind_is_refused_by_field(uri: str):
 
 
 @pytest.mark.parametrize("uri", ["s3://bucket/job#2", "s3://bucket/job?2", "file:///jobs/a#2", "file:///jobs/a?2"])
-def test_a_uri_with_more_than_a_path_is_refused_so_that_no_two_jobs_share_what_comes_before(uri: str):
+def test_uri_with_a_query_or_fragment_is_refused(uri: str):
     with pytest.raises(InvalidSpecError, match=r"spec\.checkpoint\.uri"):
         open_store(uri)
 
@@ -216,9 +216,7 @@ def asked_to_link(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     return asked
 
 
-def test_where_there_are_no_hard_links_attempts_are_claimed_without_conditions(
-    files: FileStore, asked_to_link: list[str]
-):
+def test_attempts_are_claimed_without_hard_links(files: FileStore, asked_to_link: list[str]):
     claimed = [claim_attempt(files, None, "") for _ in range(3)]
 
     assert not honours_conditions(files)
@@ -228,7 +226,7 @@ def test_where_there_are_no_hard_links_attempts_are_claimed_without_conditions(
 
 
 @pytest.mark.usefixtures("asked_to_link")
-def test_where_there_are_no_hard_links_claimants_at_once_get_numbers_of_their_own(files: FileStore):
+def test_concurrent_claims_without_hard_links_get_distinct_numbers(files: FileStore):
     with ThreadPoolExecutor(3) as pool:
         numbers = list(pool.map(lambda number: claim_attempt(FileStore(files.root), None, str(number)), range(3)))
 
@@ -236,7 +234,7 @@ def test_where_there_are_no_hard_links_claimants_at_once_get_numbers_of_their_ow
 
 
 @pytest.mark.usefixtures("asked_to_link")
-def test_a_file_that_was_there_first_stays_and_does_not_hide_that_there_are_no_hard_links(files: FileStore):
+def test_existing_file_stays_and_missing_hard_links_are_still_noticed(files: FileStore):
     files.put("x", b"1")
 
     assert not files.put_if_absent("x", b"2")
@@ -244,9 +242,7 @@ def test_a_file_that_was_there_first_stays_and_does_not_hide_that_there_are_no_h
     assert not honours_conditions(files)
 
 
-def test_a_write_that_is_refused_whether_linked_or_renamed_is_an_error_and_teaches_nothing(
-    files: FileStore, monkeypatch: pytest.MonkeyPatch
-):
+def test_write_refused_by_link_and_rename_is_an_error(files: FileStore, monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 

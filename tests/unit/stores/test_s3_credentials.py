@@ -26,7 +26,7 @@ NOTHING_THERE = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucket
 
 
 class Machine:
-    """What its metadata service, and that of its pods, does; beside it an S3 service with an empty bucket."""
+    """Serve the metadata of a machine and of its pods, and an S3 service with an empty bucket."""
 
     def __init__(self) -> None:
         self.refusals_left = 0
@@ -127,7 +127,7 @@ def test_a_metadata_service_that_takes_longer_than_botocore_waits_is_heard(
     assert told == []
 
 
-def test_a_machine_without_credentials_is_told_so_after_a_bounded_number_of_looks(store: ObjectStore, machine: Machine):
+def test_missing_credentials_are_reported_after_bounded_attempts(store: ObjectStore, machine: Machine):
     machine.refusals_left = 10**9
 
     with pytest.raises(NoPermissionError, match=r"bucket bucket .*spec\.checkpoint") as caught:
@@ -137,9 +137,7 @@ def test_a_machine_without_credentials_is_told_so_after_a_bounded_number_of_look
     assert len(machine.asked) == MAX_ATTEMPTS
 
 
-def test_a_store_that_found_no_credentials_takes_those_that_are_there_at_its_next_call(
-    store: ObjectStore, machine: Machine
-):
+def test_credentials_that_arrive_later_are_used_by_the_next_call(store: ObjectStore, machine: Machine):
     machine.refusals_left = MAX_ATTEMPTS
     with pytest.raises(NoPermissionError):
         store.get("x")
@@ -154,7 +152,7 @@ def test_credentials_that_were_found_are_not_asked_for_at_each_call(store: Objec
     assert machine.asked == [ROLE, ROLE + "trainer"]
 
 
-def test_where_no_metadata_service_is_to_be_asked_missing_credentials_are_told_at_once(
+def test_missing_credentials_fail_at_once_without_a_metadata_service(
     store: ObjectStore, machine: Machine, told: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -172,9 +170,7 @@ def test_credentials_of_a_pod_that_come_late_are_waited_for(of_a_pod: ObjectStor
     assert told == ["credentials"] * 3
 
 
-def test_a_pod_whose_credentials_stay_away_may_start_again_for_it_has_an_identity(
-    of_a_pod: ObjectStore, machine: Machine
-):
+def test_pod_with_an_identity_may_retry_without_credentials(of_a_pod: ObjectStore, machine: Machine):
     machine.refusals_left = MAX_ATTEMPTS
 
     with pytest.raises(StoreUnavailableError, match=r"credentials for bucket bucket") as caught:
@@ -184,7 +180,7 @@ def test_a_pod_whose_credentials_stay_away_may_start_again_for_it_has_an_identit
     assert list(of_a_pod.list("")) == []
 
 
-def test_credentials_that_expire_while_their_service_is_away_are_waited_for(
+def test_expired_credentials_are_waited_for_while_their_service_is_down(
     of_a_pod: ObjectStore, machine: Machine, told: list[str]
 ):
     machine.expires_in = timedelta(minutes=5)  # botocore asks for newer ones at each call

@@ -1,4 +1,4 @@
-"""TLS that breaks off, each in front of a real connection: only a certificate that is refused is the user's to mend."""
+"""TLS that breaks off, each in front of a real connection: only a refused certificate is the user's to fix."""
 
 from __future__ import annotations
 
@@ -158,9 +158,7 @@ def test_a_certificate_that_is_refused_names_the_field_at_once(
     assert (server.connections, told) == (1, [])
 
 
-def test_a_file_without_a_certificate_is_refused_by_its_field_and_not_by_a_connection(
-    server: Server, opened, tmp_path: Path
-):
+def test_ca_file_without_certificates_is_refused_by_its_field(server: Server, opened, tmp_path: Path):
     (tmp_path / "ca.pem").write_text("no certificate")
 
     with pytest.raises(InvalidSpecError, match=r"s3\.caFile.*/ca\.pem"):

@@ -1,4 +1,4 @@
-"""What every write carries, whatever way it goes up: the encryption that the job names, and a checksum."""
+"""Every kind of write carries the encryption that the job names, and a checksum."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_over_tls_every_body_travels_with_its_checksum(service: Any):
     assert [headers["x-amz-checksum-algorithm"] for headers in begun] == ["SHA256"]
 
 
-def test_removals_of_many_objects_travel_with_the_checksum_that_s3_asks_for(service: Any):
+def test_batch_deletes_carry_the_checksum_that_s3_requires(service: Any):
     store, sent = opened(), []
     store.put("whole", b"1")
     store._call(lambda s3: s3).meta.events.register_first(
@@ -237,9 +237,7 @@ def without_conditions(folder: Path, status: int, code: str) -> Iterator[tuple[O
 
 
 @pytest.mark.parametrize(("status", "code"), [(501, "NotImplemented"), (400, "InvalidArgument")])
-def test_a_service_that_refuses_conditions_is_asked_for_one_once_and_attempts_are_claimed_without(
-    tmp_path: Path, status: int, code: str
-):
+def test_refused_conditions_are_tried_once_then_claims_go_without(tmp_path: Path, status: int, code: str):
     with without_conditions(tmp_path, status, code) as (store, handler):
         claimed = [claim_attempt(store, None, "") for _ in range(3)]
 
@@ -249,7 +247,7 @@ def test_a_service_that_refuses_conditions_is_asked_for_one_once_and_attempts_ar
     assert handler.asked.count("*") == 1
 
 
-def test_a_write_that_is_refused_with_a_condition_and_without_is_an_error_and_teaches_nothing(tmp_path: Path):
+def test_write_refused_with_and_without_a_condition_is_an_error(tmp_path: Path):
     with without_conditions(tmp_path, 400, "InvalidArgument") as (store, handler):
         put = handler.do_PUT
         handler.do_PUT = lambda self: (self.rfile.read(int(self.headers["Content-Length"])), self.answer(400))

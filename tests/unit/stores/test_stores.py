@@ -1,4 +1,4 @@
-"""What every ObjectStore must do; a new kind of store joins by one entry in conftest's STORES."""
+"""Contract of every ObjectStore; a new kind of store joins by one entry in conftest's STORES."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGE = bytes(range(256)) * (280 << 10)
 """70 MiB: several parts."""
 
 
-def test_what_is_put_is_read_back(store: ObjectStore):
+def test_put_objects_are_read_back(store: ObjectStore):
     store.put("a/b", b"hello")
 
     assert store.get("a/b") == b"hello"
@@ -57,15 +57,15 @@ def test_an_object_is_read_into_a_buffer_of_its_size(store: ObjectStore, size: i
 
 
 @pytest.mark.parametrize("size", [3, 20 << 20])
-@pytest.mark.parametrize("room", [0, 1, 17 << 20])
-def test_a_buffer_of_another_size_gets_the_first_bytes_and_learns_the_size(store: ObjectStore, size: int, room: int):
+@pytest.mark.parametrize("space", [0, 1, 17 << 20])
+def test_a_buffer_of_another_size_gets_the_first_bytes_and_learns_the_size(store: ObjectStore, size: int, space: int):
     store.put("a", LARGE[:size])
-    buffer = bytearray(room)
+    buffer = bytearray(space)
 
     found = store.get_into("a", memoryview(buffer))
 
     assert found == size
-    assert buffer[: min(size, room)] == LARGE[: min(size, room)]
+    assert buffer[: min(size, space)] == LARGE[: min(size, space)]
 
 
 def test_a_buffer_may_hold_numbers(store: ObjectStore):
@@ -77,10 +77,10 @@ def test_a_buffer_may_hold_numbers(store: ObjectStore):
     assert np.array_equal(found, rows)
 
 
-@pytest.mark.parametrize("room", [0, 1, 20 << 20])
-def test_what_is_absent_is_read_into_no_buffer(store: ObjectStore, room: int):
+@pytest.mark.parametrize("space", [0, 1, 20 << 20])
+def test_absent_object_is_not_read_into_a_buffer(store: ObjectStore, space: int):
     with pytest.raises(NoInputError, match="a/c"):
-        store.get_into("a/c", memoryview(bytearray(room)))
+        store.get_into("a/c", memoryview(bytearray(space)))
 
 
 def test_an_object_without_bytes_is_an_object(store: ObjectStore):
@@ -90,7 +90,7 @@ def test_an_object_without_bytes_is_an_object(store: ObjectStore):
     assert store.size("empty") == 0
 
 
-def test_what_is_absent_is_said_so(store: ObjectStore):
+def test_absent_object_is_reported(store: ObjectStore):
     store.put("a/b", b"x")
 
     assert store.size("a") is None
@@ -122,7 +122,7 @@ def test_a_deleted_object_is_gone_and_its_neighbour_stays(store: ObjectStore):
     assert [info.key for info in store.list("a/")] == ["a/b/d"]
 
 
-def test_objects_that_are_deleted_together_are_gone_and_their_neighbours_stay(store: ObjectStore):
+def test_batch_delete_removes_only_the_given_objects(store: ObjectStore):
     keys = [f"a/{number}/ä {name}" for number in range(3) for name in ("x&y", "<z>")]
     for key in keys:
         store.put(key, b"1")
@@ -146,7 +146,7 @@ def test_many_writers_at_once_lose_nothing(store: ObjectStore):
     assert [info.key for info in store.list("dir-")] == wanted
 
 
-def test_a_conditional_put_writes_only_where_nothing_is_or_the_probe_says_that_it_does_not(store: ObjectStore):
+def test_conditional_put_writes_only_if_absent_or_the_probe_says_so(store: ObjectStore):
     honoured = honours_conditions(store)
     first, second = store.put_if_absent("a/x", b"first"), store.put_if_absent("a/x", b"second")
 
