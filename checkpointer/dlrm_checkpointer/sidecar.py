@@ -18,7 +18,7 @@ from dlrm_checkpointer.format.attempts import attempts_over, in_lineage, newest_
 from dlrm_checkpointer.format.chain import BrokenChainError
 from dlrm_checkpointer.format.manifest import Manifest, manifest_key
 from dlrm_checkpointer.handoff.inbox import Inbox
-from dlrm_checkpointer.handoff.protocol import CutName, Durable, ReadyCut, SegmentName, UploadedCut
+from dlrm_checkpointer.handoff.protocol import Durable, EntryName, ReadyCut, RefusedCut, SegmentName, UploadedCut
 from dlrm_checkpointer.publish.publisher import Backoff, Publisher
 from dlrm_checkpointer.read.restore import snapshot_keys
 from dlrm_checkpointer.status import Status
@@ -125,7 +125,7 @@ class Sidecar:
         self._retention = Retention(store, tasks.retention)
         self._traffic = Traffic(put=status.uploaded_bytes.inc, read=status.merged_bytes.inc)
         self._planner = WritePlanner(store, tasks.bits, tasks.expected_restores, tasks.chains)
-        self._uploads: dict[CutName | SegmentName, Upload] = {}
+        self._uploads: dict[EntryName, Upload] = {}
         self._looks: dict[UploadedCut, tuple[float, float]] = {}
         self._committed: SnapshotName | None = None
         self._searched = False
@@ -220,7 +220,7 @@ class Sidecar:
             self._uploads.pop(name)
         self._inbox.sweep()
 
-    def _take(self, name: CutName | SegmentName) -> None:
+    def _take(self, name: EntryName) -> None:
         """Make one rank's cut, or a slice of it, durable and free its memory."""
         try:
             with self._publisher.held_back() if self._publisher else contextlib.nullcontext():
@@ -231,7 +231,7 @@ class Sidecar:
         self._uploads.pop(name, None)
         self._inbox.free(name)
 
-    def _store_cut(self, name: CutName | SegmentName) -> None:
+    def _store_cut(self, name: EntryName) -> None:
         cut = self._inbox.open(name)
         if self._is_superseded(name.attempt):
             self._drop(name, NEWER_ATTEMPT)
@@ -243,23 +243,23 @@ class Sidecar:
     def _store_whole(self, cut: ReadyCut) -> None:
         """Make a cut durable; if its parent cannot be read, have the next cut hold all rows ever updated."""
         try:
-            self._upload(cut, self._inbox.durable(cut)).run()
+            self._upload(cut, self._inbox.read_durable(cut)).run()
         except BrokenChainError as error:
             lost = BrokenChainError(f"cut of step {cut.name.step} was discarded, the next is full: {error}")
             self._lose(cut.name, lost)
             self._fail(lost)
             self._drop(cut.name, str(error))
             if cut.meta.parent is not None:
-                self._inbox.publish_broken(cut.meta.parent)
+                self._inbox.broken_parent.write(cut.meta.parent)
         else:
-            self._inbox.note_uploaded(cut)
+            self._inbox.write_uploaded(cut)
 
     def _store_slice(self, name: SegmentName, cut: ReadyCut) -> None:
-        before = self._inbox.durable(cut)
+        before = self._inbox.read_durable(cut)
         if before.slices > cut.number:
             # A sidecar was killed between noting it and freeing it.
             return
-        self._inbox.note_durable(name, self._upload(cut, before).run_slice())
+        self._inbox.write_durable(name, self._upload(cut, before).run_slice())
         self._status.slices.inc()
 
     def _upload(self, cut: ReadyCut, before: Durable) -> Upload:
@@ -270,18 +270,18 @@ class Sidecar:
             self._uploads[cut.name] = Upload(self._store, cut, before, plan, self._traffic)
         return self._uploads[cut.name]
 
-    def _refuse(self, name: CutName | SegmentName, error: SnapshotError) -> None:
+    def _refuse(self, name: EntryName, error: SnapshotError) -> None:
         logger.error("cut rejected", extra={"cut": str(name), "error": str(error)})
         # The frames of its traceback hold the cut's memory.
         self._lose(name, error.with_traceback(None))
         self._status.refused_cuts.inc()
-        self._inbox.publish_refused(name.step, name.attempt, str(error))
+        self._inbox.refused.write(RefusedCut(name.step, name.attempt, str(error)))
 
-    def _lose(self, cut: CutName | SegmentName | UploadedCut, error: SnapshotError) -> None:
+    def _lose(self, cut: EntryName | UploadedCut, error: SnapshotError) -> None:
         if self._lost is None or self._lost.name.recency <= cut.snapshot.recency:
             self._lost = LostCut(cut.snapshot, error)
 
-    def _drop(self, cut: CutName | SegmentName | UploadedCut, reason: str) -> None:
+    def _drop(self, cut: EntryName | UploadedCut, reason: str) -> None:
         logger.warning("cut discarded", extra={"step": cut.step, "attempt": cut.attempt, "reason": reason})
         self._status.dropped_cuts.inc()
 
@@ -290,7 +290,7 @@ class Sidecar:
         if newest_attempt(self._store) <= attempt:
             return False
         if claimed := read_attempts(self._store, attempt):
-            self._inbox.publish_superseded(claimed[-1].number)
+            self._inbox.superseded.write({"attempt": claimed[-1].number})
         return True
 
     def _is_due(self, cut: UploadedCut) -> bool:
@@ -318,7 +318,7 @@ class Sidecar:
             self._announce(cut, manifest)
         else:
             self._drop(cut, reason)
-        self._inbox.forget_uploaded(cut)
+        self._inbox.remove_uploaded(cut)
         self._looks.pop(cut, None)
         if manifest and 0 in self._inbox.ranks:
             self._retain(cut.snapshot)
@@ -370,7 +370,7 @@ class Sidecar:
                     f"{newest.step} cannot be restored; the next snapshot is full; check what deletes objects there"
                 )
             )
-            self._inbox.publish_broken(newest)
+            self._inbox.broken_parent.write(newest)
 
     def _waits_for_deltas(self) -> bool:
         """Return whether the snapshot that the next delta starts from is not known yet but may soon be.

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError
 from dlrm_api.process import FULL
-from dlrm_checkpointer.handoff.protocol import CutName, HandoffDir, SegmentName, boot_id, file_size
-from dlrm_checkpointer.types import CutMeta, CutRows, CutSize, ShardId, ShardRows
+from dlrm_checkpointer.handoff.protocol import EntryName, HandoffDir, boot_id, file_size
+from dlrm_checkpointer.types import CutMeta, CutRows, ShardId, ShardRows
 
 MAX_SPARE_BYTES = 1 << 20
 """Bytes per rank that segments never take: files are rounded up to pages, and the sidecar writes notes."""
@@ -66,19 +66,19 @@ class Budget:
         self.directory, self.size, self.ranks = directory, size, ranks
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
 
-    def reserve(self, wanted: int, rank: int) -> SegmentMemory | None:
-        """Take ``wanted`` bytes for a whole cut, or nothing if they are not free now.
+    def reserve(self, wanted: int, rank: int, head: str) -> CutBuffer | None:
+        """Take ``wanted`` bytes for a whole cut, or nothing if they are not free now; ``head`` is that of its index.
 
         Raises:
             OSError: the device is full.
         """
         with self.directory.lock():
             if self.size is None:
-                return self._allocate(rank, wanted, sys.maxsize)
+                return self._allocate(rank, wanted, sys.maxsize, head)
             use = self._use(self.size)
-            return None if wanted > use.free else self._allocate(rank, wanted, use.share)
+            return None if wanted > use.free else self._allocate(rank, wanted, use.share, head)
 
-    def reserve_segment(self, wanted: int, least: int, rank: int) -> SegmentMemory | None:
+    def reserve_segment(self, wanted: int, least: int, rank: int, head: str) -> CutBuffer | None:
         """Take bytes for one segment: ``wanted``, or half of the rank's share, or what is free of that.
 
         Half of the share, so that rows that are about to change find space while the sidecar stores the other half.
@@ -90,7 +90,7 @@ class Budget:
         """
         with self.directory.lock():
             if self.size is None:
-                return self._allocate(rank, wanted, wanted)
+                return self._allocate(rank, wanted, wanted, head)
             use = self._use(self.size)
             if least > use.total:
                 raise DeviceError(
@@ -100,7 +100,7 @@ class Budget:
             limit = max(use.share // 2, least)
             if use.free < max(least, int(MIN_SEGMENT_SHARE * min(wanted, limit))):
                 return None
-            return self._allocate(rank, min(wanted, limit, use.free), limit)
+            return self._allocate(rank, min(wanted, limit, use.free), limit, head)
 
     def touch(self, rank: int) -> None:
         """Allocate the free part of a rank's share ahead of its first cut; return when done.
@@ -127,25 +127,27 @@ class Budget:
             status = os.fstat(file.fileno())
             key = status.st_dev, status.st_ino
             memory = self._maps.pop(key, None)
-            if memory is not None and len(memory) != status.st_size:
-                memory = _resized(memory, status.st_size)
-            if memory is None:
-                memory = mmap.mmap(file.fileno(), status.st_size)
+            try:
+                if memory is not None and len(memory) != status.st_size:
+                    memory.resize(status.st_size)
+            # A view of it is still alive.
+            except BufferError:
+                memory = None
+            memory = memory or mmap.mmap(file.fileno(), status.st_size)
         self._maps[key] = memory
         while len(self._maps) > MAX_MAPS:
             self._maps.pop(next(iter(self._maps)))
         return memory
 
-    def _allocate(self, rank: int, wanted: int, limit: int) -> SegmentMemory:
+    def _allocate(self, rank: int, wanted: int, limit: int, head: str) -> CutBuffer:
         """Begin a segment in the rank's spare memory, cut to ``limit``, and allocate what it lacks."""
         rows, have = self.directory.rows(rank), self.directory.begin_segment(rank)
-        if have > max(limit, wanted):
-            have = max(limit, wanted)
-            os.truncate(rows, have)
-        if have < wanted:
-            self._grow(rows, have, wanted)
-        size = max(have, wanted)
-        return SegmentMemory(self.map(rows), size, min(size, limit))
+        size = max(wanted, min(have, limit))
+        if have > size:
+            os.truncate(rows, size)
+        elif have < size:
+            self._grow(rows, have, size)
+        return CutBuffer(self.directory, self.map(rows), size, min(size, limit), head)
 
     def _grow(self, rows: Path, start: int, end: int) -> None:
         """Allocate bytes of a file. Spare memory of others makes way, all of it if the device is full."""
@@ -164,19 +166,9 @@ class Budget:
             _fallocate(rows, start, end)
 
     def _use(self, size: int) -> BudgetUse:
-        usage = self.directory.usage()
-        total = size - self.ranks * min(MAX_SPARE_BYTES, size // (16 * self.ranks)) - usage.notes
-        return BudgetUse(total=total, free=total - usage.used, share=total // self.ranks, spare=usage.spare)
-
-
-class SegmentMemory(NamedTuple):
-    """Hold the allocated memory of a segment."""
-
-    memory: mmap.mmap
-    size: int
-    """Bytes for its rows and its index."""
-    keep: int
-    """Bytes that stay allocated although the segment needs fewer."""
+        used, notes, spare = self.directory.usage()
+        total = size - self.ranks * min(MAX_SPARE_BYTES, size // (16 * self.ranks)) - notes
+        return BudgetUse(total=total, free=total - used, share=total // self.ranks, spare=spare)
 
 
 class CutBuffer:
@@ -184,13 +176,15 @@ class CutBuffer:
 
     Args:
         directory: of the pod.
-        taken: memory from the budget.
+        memory: of the segment.
+        size: bytes for its rows and its index.
+        keep: bytes that stay allocated although the segment needs fewer.
         head: what the index says of the cut.
     """
 
-    def __init__(self, directory: HandoffDir, taken: SegmentMemory, head: str) -> None:
-        self._directory, self._memory, self._head = directory, taken.memory, head
-        self._size, self._keep = taken.size, taken.keep
+    def __init__(self, directory: HandoffDir, memory: mmap.mmap, size: int, keep: int, head: str) -> None:
+        self._directory, self._memory, self._head = directory, memory, head
+        self._size, self._keep = size, keep
         self._pieces: list[dict[str, Any]] = []
         self._dense: list[dict[str, Any]] | None = None
         self._index_bytes = head_bytes(head)
@@ -239,7 +233,7 @@ class CutBuffer:
             self._dense.append({"name": name, **shape, "offset": offset})
         return True
 
-    def hand_over(self, name: CutName | SegmentName, number: int) -> None:
+    def hand_over(self, name: EntryName, number: int) -> None:
         """Hand the segment to the sidecar, as number ``number`` of its cut; see ``HandoffDir.hand_over``."""
         content = {"pieces": self._pieces, "dense": self._dense, "bytes": self.end, "slice": number}
         index = json.dumps(json.loads(self._head) | content | {"time": time.time()})
@@ -264,23 +258,9 @@ def head_bytes(head: str) -> int:
     return HEAD_BYTES + len(head)
 
 
-def cut_bytes(head: str, size: CutSize, dense: Mapping[str, NDArray[Any]] | None) -> int:
-    """Return the most bytes that a cut takes as one segment."""
-    return head_bytes(head) + size.row_bytes + size.pieces * ENTRY_BYTES + dense_bytes(dense or {})
-
-
 def dense_bytes(arrays: Mapping[str, NDArray[Any]]) -> int:
     """Return the most bytes that dense state takes."""
     return sum(array.nbytes + ENTRY_BYTES for array in arrays.values())
-
-
-def _resized(memory: mmap.mmap, size: int) -> mmap.mmap | None:
-    try:
-        memory.resize(size)
-    except BufferError:
-        # A view of it is still alive.
-        return None
-    return memory
 
 
 def _fallocate(path: Path, start: int, end: int) -> None:

@@ -14,30 +14,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DivergedError, TemporaryError
 from dlrm_api.process import raise_device
-from dlrm_checkpointer.handoff.budget import (
-    ENTRY_BYTES,
-    Budget,
-    CutBuffer,
-    cut_bytes,
-    dense_bytes,
-    head_bytes,
-    index_head,
-)
+from dlrm_checkpointer.handoff.budget import ENTRY_BYTES, Budget, CutBuffer, dense_bytes, head_bytes, index_head
 from dlrm_checkpointer.handoff.protocol import CutName, SegmentName
 from dlrm_checkpointer.types import CutMeta, CutRows, CutRowSource, CutSize, ShardId, ShardRows, check_rows
-
-T = TypeVar("T")
 
 
 class CutState(Enum):
@@ -94,7 +84,17 @@ class Cut:
         Raises:
             DeviceError: the device is full, or the budget cannot hold one row or the dense state.
         """
-        self._enter(CutState.RESERVED, lambda: self._reserve(size, dense))
+        with self._entering(CutState.RESERVED):
+            self._left = head_bytes(self._head) + size.row_bytes + size.pieces * ENTRY_BYTES + dense_bytes(dense or {})
+            self._buffer = self._budget.reserve(self._left, self.name.rank, self._head)
+            self.is_whole = self._buffer is not None
+            if self._buffer is None:
+                if dense is not None:
+                    self._dense = {name: array.copy() for name, array in dense.items()}
+                self._begin_segment()
+            elif dense is not None:
+                added = self._add_dense(self._buffer, dense)
+                assert added, "the cut's size counts the dense state"
 
     def copy(self, source: CutRowSource, start: int = 0) -> int:
         """Enter COPYING: copy rows from ``start`` on; return how many there was space for.
@@ -102,7 +102,17 @@ class Cut:
         Raises:
             ValueError: they are not of the cut's tables, or the rank does not store them.
         """
-        return self._enter(CutState.COPYING, lambda: self._copy(source, start))
+        with self._entering(CutState.COPYING):
+            self._check_owned(source.shard)
+            check_rows(source, self._tables[source.shard.table])
+            count = len(source.row_ids) - start
+            laid = self.lay(CutRows(shard=source.shard, count=count, state_values=source.state_values))
+            if laid is None:
+                return 0
+            end = start + len(laid.row_ids)
+            laid.row_ids[:] = source.row_ids[start:end]
+            source.copy(start, end, laid.rows, laid.state)
+            return end - start
 
     def lay(self, wanted: CutRows) -> ShardRows | None:
         """Enter COPYING: take memory for as many of some rows as there is space for; None: for no row.
@@ -112,7 +122,12 @@ class Cut:
         Raises:
             ValueError: the rank does not store them.
         """
-        return self._enter(CutState.COPYING, lambda: self._lay(wanted))
+        with self._entering(CutState.COPYING):
+            self._check_owned(wanted.shard)
+            laid = None if self._buffer is None else self._buffer.lay(wanted)
+            if laid is not None:
+                self._bytes += laid.nbytes
+            return laid
 
     def next_segment(self) -> bool:
         """Hand what is copied to the sidecar and reserve more; False: the sidecar must free space first.
@@ -121,11 +136,24 @@ class Cut:
             DeviceError: the device is full, or the budget cannot hold one row.
             DivergedError: the cut can never be stored, because it holds a value that is not finite.
         """
-        return self._enter(CutState.COPYING, self._next_segment)
+        with self._entering(CutState.COPYING):
+            if self._buffer is not None and not self._buffer.is_empty:
+                if self.is_waiting():
+                    return False
+                name = self.name
+                self._stored = SegmentName(name.step, name.attempt, name.rank, self._segments, self._put)
+                self._left -= self._buffer.end
+                self._buffer.hand_over(self._stored, self._segments)
+                self._buffer, self._segments = None, self._segments + 1
+            return self._begin_segment()
 
     def is_waiting(self) -> bool:
         """Return whether the sidecar still has the previous segment; raises as ``next_segment`` does."""
-        return self._enter(self.state, self._is_stored_pending)
+        with self._entering(self.state):
+            pending = self._stored is not None and self._directory.has(self._stored)
+            # In this order: the sidecar refuses a cut before it frees the segment.
+            self._check_refused()
+            return pending
 
     def finish(self) -> HandedOver | None:
         """Enter READY, once all rows are copied; None: there is no space yet for the last segment.
@@ -135,10 +163,21 @@ class Cut:
             DeviceError: the device is full, or the budget cannot hold the dense state.
             DivergedError: the cut can never be stored.
         """
-        handed = self._enter(CutState.COPYING, self._finish)
-        if handed is not None:
-            self.state = CutState.READY
-        return handed
+        with self._entering(CutState.COPYING):
+            if self.is_waiting() or not self._begin_segment():
+                return None
+            assert self._buffer is not None
+            if self._dense is not None:
+                if not self._add_dense(self._buffer, self._dense):
+                    self.next_segment()
+                    return None
+                self._dense = None
+            if self._segments and not self._directory.has_durable(self.name.rank, self._put):
+                raise self.withdrawn("the checkpointer dropped its segments, because a newer attempt has started")
+            self._buffer.hand_over(self.name, self._segments)
+            self._buffer = None
+        self.state = CutState.READY
+        return HandedOver(nbytes=self._bytes, segments=self._segments + 1)
 
     def withdraw(self) -> None:
         """Enter WITHDRAWN, unless the cut is READY. Retention removes what the sidecar has stored of it."""
@@ -168,11 +207,13 @@ class Cut:
             f"and {self._bytes} bytes: {why}"
         )
 
-    def _enter(self, state: CutState, transition: Callable[[], T]) -> T:
+    @contextlib.contextmanager
+    def _entering(self, state: CutState) -> Iterator[None]:
+        """Enter a state at the end of the block; withdraw the cut if it raises."""
         if self.is_over:
             raise CutWithdrawnError(f"rank {self.name.rank}: the cut at step {self.name.step} is {self.state.value}")
         try:
-            result = transition()
+            yield
         except BaseException as error:
             size = self._left if self._buffer is None else self._buffer.end
             self.withdraw()
@@ -180,66 +221,18 @@ class Cut:
                 raise_device(error, self._directory.path, size)
             raise
         self.state = state
-        return result
-
-    def _reserve(self, size: CutSize, dense: Mapping[str, NDArray[Any]] | None) -> None:
-        self._left = cut_bytes(self._head, size, dense)
-        taken = self._budget.reserve(self._left, self.name.rank)
-        self.is_whole = taken is not None
-        if taken is not None:
-            self._buffer = CutBuffer(self._directory, taken, self._head)
-            if dense is not None:
-                added = self._add_dense(self._buffer, dense)
-                assert added, "the cut's size counts the dense state"
-            return
-        if dense is not None:
-            self._dense = {name: array.copy() for name, array in dense.items()}
-        self._begin_segment(self._least())
-
-    def _copy(self, source: CutRowSource, start: int) -> int:
-        self._check_owned(source.shard)
-        check_rows(source, self._tables[source.shard.table])
-        count = len(source.row_ids) - start
-        laid = self._lay(CutRows(shard=source.shard, count=count, state_values=source.state_values))
-        if laid is None:
-            return 0
-        end = start + len(laid.row_ids)
-        laid.row_ids[:] = source.row_ids[start:end]
-        source.copy(start, end, laid.rows, laid.state)
-        return end - start
-
-    def _lay(self, wanted: CutRows) -> ShardRows | None:
-        self._check_owned(wanted.shard)
-        laid = None if self._buffer is None else self._buffer.lay(wanted)
-        if laid is not None:
-            self._bytes += laid.nbytes
-        return laid
 
     def _check_owned(self, shard: ShardId) -> None:
         if shard not in self._owned:
             raise ValueError(f"{shard}: rank {self.name.rank} does not store this shard")
 
-    def _next_segment(self) -> bool:
-        if self._buffer is not None and not self._buffer.is_empty:
-            if self._is_stored_pending():
-                return False
-            name = self.name
-            self._stored = SegmentName(name.step, name.attempt, name.rank, self._segments, self._put)
-            self._left -= self._buffer.end
-            self._buffer.hand_over(self._stored, self._segments)
-            self._buffer, self._segments = None, self._segments + 1
-        return self._begin_segment(self._least())
-
-    def _begin_segment(self, least: int) -> bool:
+    def _begin_segment(self) -> bool:
+        """Take a buffer that holds any row, or the dense state, if there is none; return whether there is one now."""
         self._check_refused()
         if self._buffer is None:
-            taken = self._budget.reserve_segment(max(self._left, least), least, self.name.rank)
-            self._buffer = None if taken is None else CutBuffer(self._directory, taken, self._head)
+            least = head_bytes(self._head) + max(ENTRY_BYTES + self._widest_row_bytes, dense_bytes(self._dense or {}))
+            self._buffer = self._budget.reserve_segment(max(self._left, least), least, self.name.rank, self._head)
         return self._buffer is not None
-
-    def _least(self) -> int:
-        """Return the bytes of a segment that holds any row, or the dense state."""
-        return head_bytes(self._head) + max(ENTRY_BYTES + self._widest_row_bytes, dense_bytes(self._dense or {}))
 
     @cached_property
     def _widest_row_bytes(self) -> int:
@@ -249,23 +242,6 @@ class Cut:
     def _state_values(self, shard: ShardId) -> int:
         return len(self._tables[shard.table].state_of(shard.column_start, shard.column_end))
 
-    def _finish(self) -> HandedOver | None:
-        if self._is_stored_pending():
-            return None
-        if self._buffer is None and not self._begin_segment(self._least()):
-            return None
-        assert self._buffer is not None
-        if self._dense is not None:
-            if not self._add_dense(self._buffer, self._dense):
-                self._next_segment()
-                return None
-            self._dense = None
-        if self._segments and not self._directory.has_durable(self.name.rank, self._put):
-            raise self.withdrawn("the checkpointer dropped its segments, because a newer attempt has started")
-        self._buffer.hand_over(self.name, self._segments)
-        self._buffer = None
-        return HandedOver(nbytes=self._bytes, segments=self._segments + 1)
-
     def _add_dense(self, buffer: CutBuffer, arrays: Mapping[str, NDArray[Any]]) -> bool:
         """Copy the dense state into a segment; return whether there was space for it."""
         added = buffer.add_dense(arrays)
@@ -273,14 +249,7 @@ class Cut:
             self._bytes += sum(array.nbytes for array in arrays.values())
         return added
 
-    def _is_stored_pending(self) -> bool:
-        """Return whether the sidecar still has the segment before this one."""
-        pending = self._stored is not None and self._directory.has(self._stored)
-        # In this order: the sidecar refuses a cut before it frees the segment.
-        self._check_refused()
-        return pending
-
     def _check_refused(self) -> None:
-        refused = self._directory.refused()
-        if refused is not None and refused.name == self.name.snapshot:
+        refused = self._directory.refused.read()
+        if refused is not None and refused.recency == self.name.snapshot.recency:
             raise DivergedError(refused.problem)

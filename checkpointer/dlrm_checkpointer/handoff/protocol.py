@@ -33,20 +33,22 @@ import shutil
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from dlrm_api.checkpoint import Bits
-from dlrm_api.errors import SnapshotError, UsageError
+from dlrm_api.errors import SnapshotError, TemporaryError, UsageError
 from dlrm_api.process import raise_device
 from dlrm_checkpointer.format.canonical import NewerVersionError
 from dlrm_checkpointer.format.manifest import ChunkEntry
 from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName
+
+T = TypeVar("T")
 
 LAYOUT_VERSION = 1
 """Version of the entries above and their content. Raise it with each change that an older release would misread."""
@@ -58,119 +60,191 @@ POLL_S = 0.02
 _ROWS = "rows.bin"
 _INDEX = "index.json"
 _DURABLE = "durable.json"
-_READY = re.compile(r"ready-(\d+)-(\d+)-(\d+)")
-_SEGMENT = re.compile(r"slice-(\d+)-(\d+)-(\d+)-(\d+)-(\d+)")
 _UPLOADED = re.compile(r"uploaded-(\d+)-(\d+)\.json")
 _UNFINISHED = re.compile(r"(?:writing|durable|parent)-(\d+)(?:\.json)?")
 _SIDECAR_NOTES = ("durable-*", "uploaded-*", "committed", "refused", "broken", "superseded")
+_JSON = TypeAdapter(dict[str, Any])
+_NAME = TypeAdapter(SnapshotName)
 
 
 @dataclass(frozen=True, order=True)
-class CutName:
-    """Name a ready cut; ordered by step, attempt, rank."""
+class EntryName:
+    """Name a ready cut, or a segment of one that is not ready."""
 
     step: int
     attempt: int
     rank: int
+    pattern: ClassVar[re.Pattern[str]]
 
     @property
     def snapshot(self) -> SnapshotName:
         """Return the snapshot that the cut becomes."""
         return SnapshotName(self.step, self.attempt)
+
+    @classmethod
+    def parse(cls, entry: str) -> Self | None:
+        """Parse the name of an entry; None if it is of another kind."""
+        match = cls.pattern.fullmatch(entry)
+        return cls(*map(int, match.groups())) if match else None
+
+
+@dataclass(frozen=True, order=True)
+class CutName(EntryName):
+    """Name a ready cut; ordered by step, attempt, rank."""
+
+    pattern: ClassVar[re.Pattern[str]] = re.compile(r"ready-(\d+)-(\d+)-(\d+)")
 
     def __str__(self) -> str:
         return f"ready-{self.step:016d}-{self.attempt:08d}-{self.rank:06d}"
 
-    @classmethod
-    def parse(cls, entry: str) -> Self | None:
-        """Parse the name of an entry; None if it is not a ready cut."""
-        match = _READY.fullmatch(entry)
-        return cls(*map(int, match.groups())) if match else None
-
 
 @dataclass(frozen=True, order=True)
-class SegmentName:
+class SegmentName(EntryName):
     """Name a segment that is not its cut's last; ``put`` distinguishes two tries of one cut."""
 
-    step: int
-    attempt: int
-    rank: int
     number: int
     put: int
-
-    @property
-    def snapshot(self) -> SnapshotName:
-        """Return the snapshot that the cut becomes."""
-        return SnapshotName(self.step, self.attempt)
+    pattern: ClassVar[re.Pattern[str]] = re.compile(r"slice-(\d+)-(\d+)-(\d+)-(\d+)-(\d+)")
 
     def __str__(self) -> str:
         return f"slice-{self.step:016d}-{self.attempt:08d}-{self.rank:06d}-{self.number:06d}-{self.put}"
 
-    @classmethod
-    def parse(cls, entry: str) -> Self | None:
-        """Parse the name of an entry; None if it is not a segment."""
-        match = _SEGMENT.fullmatch(entry)
-        return cls(*map(int, match.groups())) if match else None
+
+@dataclass(frozen=True)
+class RefusedCut(SnapshotName):
+    """Name a cut that can never be stored, and why."""
+
+    problem: str
 
 
-class DirUsage(NamedTuple):
-    """Count the bytes of the directory."""
+class Note(Generic[T]):
+    """Read and replace a small JSON file, completely or not at all. Readers are on this machine: it is not synced."""
 
-    used: int
-    """Segments, cuts, and what is about to be removed."""
-    notes: int
-    """Bytes that the sidecar's notes of durable segments may take: old and new version exist during a rewrite."""
-    spare: int
-    """Memory kept for later segments."""
+    def __init__(self, path: Path, content: TypeAdapter[T]) -> None:
+        self.path, self._content = path, content
+
+    def read(self) -> T | None:
+        """Return the content; None if there is none, or it is unreadable."""
+        try:
+            return self._content.validate_json(self.path.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def write(self, value: T) -> None:
+        """Replace the content.
+
+        Raises:
+            DeviceError: the directory cannot be written.
+        """
+        draft = self.path.with_name(f".{self.path.name}")
+        try:
+            draft.write_text(json.dumps(self._content.dump_python(value)))
+            draft.replace(self.path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise_device(error, self.path, 0)
+
+    def remove(self) -> None:
+        """Remove the file, if it exists."""
+        self.path.unlink(missing_ok=True)
 
 
-class HandoffDir:
-    """Access the hand-off directory of one pod.
-
-    Args:
-        path: the directory; in shared memory in production.
-    """
+class ProcessLock:
+    """Show that a process runs, by a lock on a file (flock) that ends with it however it dies."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def hold_rank_lock(self, rank: int) -> int:
-        """Lock the directory for a rank until the returned descriptor is closed or the process dies.
+    def hold(self, who: str) -> int:
+        """Lock until the returned descriptor is closed or the process dies; write its pid and layout version.
 
         Raises:
-            UsageError: a running process is this rank; names its pid.
+            UsageError: a running process holds it; names its pid.
         """
-        return _hold(self._rank_lock(rank), f"rank {rank}")
-
-    def hold_sidecar_lock(self) -> int:
-        """Lock the directory for the sidecar; see ``hold_rank_lock``."""
-        return _hold(self._sidecar_lock, "a checkpointer of this directory")
-
-    def check_rank_version(self, rank: int) -> None:
-        """Refuse a rank of another release.
-
-        Raises:
-            NewerVersionError: its release is newer.
-            SnapshotError: it is older.
-        """
-        _check_version(self._rank_lock(rank), f"rank {rank}")
-
-    def check_sidecar_version(self) -> None:
-        """Refuse a sidecar of another release; see ``check_rank_version``."""
-        _check_version(self._sidecar_lock, "the checkpointer")
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while not _try_lock(descriptor):
+            if time.monotonic() > deadline:
+                holder = next(iter(self._holder()), "unknown")
+                os.close(descriptor)
+                raise UsageError(f"{self.path}: {who} already runs (pid {holder}): end it first")
+            time.sleep(POLL_S)
+        os.pwrite(descriptor, f"{os.getpid()} {LAYOUT_VERSION}\n".encode(), 0)
+        return descriptor
 
     @contextlib.contextmanager
-    def rank_lock_if_free(self, rank: int) -> Iterator[bool]:
-        """Hold a rank's lock for a moment if no process holds it; yields whether that is so."""
-        with _lock_if_free(self._rank_lock(rank)) as free:
-            yield free
+    def if_free(self) -> Iterator[bool]:
+        """Hold the lock in the block if no process holds it; yield whether that is so."""
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            yield True
+            return
+        try:
+            yield _try_lock(descriptor)
+        finally:
+            # Closing the file unlocks it.
+            os.close(descriptor)
+
+    def check_version(self, who: str) -> None:
+        """Refuse another release by the lock that its process holds, or held last.
+
+        Raises:
+            NewerVersionError: the other release is newer.
+            SnapshotError: it is older.
+        """
+        holder = self._holder()
+        if not holder:
+            return
+        version = int(holder[1]) if len(holder) > 1 else 0
+        if version != LAYOUT_VERSION:
+            refused = NewerVersionError if version > LAYOUT_VERSION else SnapshotError
+            raise refused(
+                f"{self.path.parent}: {who} uses version {version} of the hand-off directory, this program version "
+                f"{LAYOUT_VERSION}: set spec.trainer.image and spec.trainer.checkpointerImage to one release, or to "
+                "none"
+            )
+
+    def _holder(self) -> list[str]:
+        """Read pid and version of the last holder: the first line, as a longer one may precede it."""
+        try:
+            return self.path.read_text(errors="replace").partition("\n")[0].split()
+        except FileNotFoundError:
+            return []
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class HandoffDir:
+    """Access the hand-off directory of one pod; in shared memory in production."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.sidecar_lock = ProcessLock(path / "sidecar.lock")
+        self.committed = Note(path / "committed.json", _NAME)
+        """The newest committed snapshot."""
+        self.refused = Note(path / "refused.json", TypeAdapter(RefusedCut))
+        """The newest cut that can never be stored."""
+        self.broken_parent = Note(path / "broken.json", _NAME)
+        """The snapshot that the sidecar could not read as a cut's parent."""
+        self.superseded = Note(path / "superseded.json", TypeAdapter(dict[str, int]))
+        """``attempt``: the newer one that owns the store now."""
+
+    def rank_lock(self, rank: int) -> ProcessLock:
+        """Return the lock that a rank holds while it runs."""
+        return ProcessLock(self.path / f"rank-{rank}.lock")
 
     def has_lost_its_sidecar(self) -> bool:
         """Return whether a sidecar once ran here and none runs now."""
-        if not self._sidecar_lock.exists():
-            return False
-        with _lock_if_free(self._sidecar_lock) as free:
-            return free
+        with self.sidecar_lock.if_free() as free:
+            return free and self.sidecar_lock.path.exists()
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -195,7 +269,7 @@ class HandoffDir:
         """List the segments of cuts that are not ready yet, oldest step first."""
         return sorted(name for name in map(SegmentName.parse, self.entries()) if name)
 
-    def has(self, name: CutName | SegmentName) -> bool:
+    def has(self, name: EntryName) -> bool:
         """Return whether an entry still exists: a rank may withdraw the segments of a cut."""
         return (self.path / str(name)).exists()
 
@@ -206,6 +280,14 @@ class HandoffDir:
     def rows(self, rank: int) -> Path:
         """Return the file of the rows that a rank copies."""
         return self.writing(rank) / _ROWS
+
+    def parent(self, rank: int) -> Note[SnapshotName]:
+        """Return the note of the parent of the cut that a rank copies; written with the directory locked."""
+        return Note(self.path / f"parent-{rank}.json", _NAME)
+
+    def closed(self, rank: int) -> Note[dict[str, Any]]:
+        """Return the note of why a rank ended: ``reason``, ``failed`` and ``time`` (Unix seconds)."""
+        return Note(self.path / f"closed-{rank}.json", _JSON)
 
     def spare(self, rank: int) -> Path:
         """Return the file that keeps the memory of a rank's removed segment."""
@@ -222,7 +304,7 @@ class HandoffDir:
         self.rows(rank).touch()
         return file_size(self.rows(rank))
 
-    def hand_over(self, name: CutName | SegmentName, rows: int, index: str, *, has_segments: bool) -> None:
+    def hand_over(self, name: EntryName, rows: int, index: str, *, has_segments: bool) -> None:
         """Hand a rank's segment to the sidecar, atomically by the rename that ends this call.
 
         Args:
@@ -235,11 +317,11 @@ class HandoffDir:
             os.truncate(self.rows(name.rank), rows)
             (self.writing(name.rank) / _INDEX).write_text(index)
             if has_segments and isinstance(name, CutName):
-                self._durable(name.rank).rename(self.writing(name.rank) / _DURABLE)
+                self._durable(name.rank).path.rename(self.writing(name.rank) / _DURABLE)
             self.writing(name.rank).rename(self.path / str(name))
         if isinstance(name, CutName):
             # The ready cut names its parent itself.
-            self._parent(name.rank).unlink(missing_ok=True)
+            self.parent(name.rank).remove()
 
     def discard_unfinished(self, rank: int) -> None:
         """Remove all of a cut that is not ready. A segment's bytes count until the sidecar has closed it."""
@@ -247,8 +329,8 @@ class HandoffDir:
             for name in self.ready_segments():
                 if name.rank == rank:
                     self.retire(name)
-            self._durable(rank).unlink(missing_ok=True)
-            self._parent(rank).unlink(missing_ok=True)
+            self._durable(rank).remove()
+            self.parent(rank).remove()
         self._remove(self.writing(rank), rank)
 
     def ranks_with_unfinished_cuts(self) -> set[int]:
@@ -256,7 +338,7 @@ class HandoffDir:
         matches = (_UNFINISHED.fullmatch(entry) for entry in self.entries())
         return {int(match[1]) for match in matches if match} | {name.rank for name in self.ready_segments()}
 
-    def retire(self, name: CutName | SegmentName) -> None:
+    def retire(self, name: EntryName) -> None:
         """Mark an entry for removal, if it still exists. Call it with the directory locked."""
         with contextlib.suppress(FileNotFoundError):
             dead = self.path / f"dead-{name.rank}-{time.monotonic_ns()}-{os.getpid()}"
@@ -285,8 +367,13 @@ class HandoffDir:
             os.truncate(path, 0)
             path.unlink()
 
-    def usage(self) -> DirUsage:
-        """Count the bytes that are taken. Call it with the directory locked."""
+    def usage(self) -> tuple[int, int, int]:
+        """Count the bytes that are taken. Call it with the directory locked.
+
+        Returns:
+            Bytes of segments, cuts, and what is about to be removed; bytes that the sidecar's notes of durable segments
+            may take, as old and new version exist during a rewrite; memory kept for later segments.
+        """
         used = notes = spare = 0
         with os.scandir(self.path) as entries:
             for entry in entries:
@@ -294,29 +381,45 @@ class HandoffDir:
                     notes += 2 * file_size(entry)
                 elif entry.name.startswith("spare-"):
                     spare += file_size(entry)
+                # The sidecar may be removing the folder.
                 elif entry.is_dir(follow_symlinks=False):
-                    used += _folder_size(entry.path)
-        return DirUsage(used, notes, spare)
+                    with contextlib.suppress(FileNotFoundError), os.scandir(entry.path) as files:
+                        used += sum(map(file_size, files))
+        return used, notes, spare
 
-    def read_index(self, name: CutName | SegmentName) -> dict[str, Any] | None:
-        """Read the index of an entry; None if it is gone or unreadable."""
-        return _read_json(self.path / str(name) / _INDEX)
+    def parents(self) -> set[SnapshotName]:
+        """List the parents of cuts that ranks copy."""
+        with self.lock():
+            found = [Note(path, _NAME).read() for path in self.path.glob("parent-*.json")]
+        return {name for name in found if name}
 
-    def open(self, name: CutName | SegmentName) -> ReadyCut:
-        """Map an entry.
+    def parent_of(self, name: EntryName) -> SnapshotName | None:
+        """Return the parent of a ready cut or segment; None if it has none, or is gone."""
+        index = Note(self.path / str(name) / _INDEX, _JSON).read()
+        return SnapshotName.from_json(index["meta"]["parent"]) if index else None
+
+    def open(self, name: EntryName) -> ReadyCut:
+        """Map a cut or a segment.
 
         Raises:
-            OSError: the system does not open it now.
-            SnapshotError: it is not complete: the machine went down after it was written, or bytes are gone.
+            SnapshotError: it is not complete, because the machine went down after it was written or bytes are gone; or
+                another release handed it over.
+            TemporaryError: the system does not open it now.
         """
+        self.rank_lock(name.rank).check_version(f"rank {name.rank}")
         path = self.path / str(name)
         try:
             index = json.loads((path / _INDEX).read_text())
             meta, number = CutMeta.from_json(index["meta"]), int(index["slice"])
-            data = _map(path / _ROWS, int(index["bytes"]))
+            # The file may be longer: the rest is kept for later cuts.
+            with (path / _ROWS).open("rb") as file:
+                size = min(int(index["bytes"]), os.fstat(file.fileno()).st_size)
+                data = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b"")
             complete = len(data) == index["bytes"] and index["boot"] == boot_id()
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             raise SnapshotError(f"{path}: not a complete cut: {error!r}") from error
+        except OSError as error:
+            raise TemporaryError(f"{path}: cannot be opened: {error.strerror or error}") from error
         if not complete:
             raise SnapshotError(
                 f"{path}: {len(data)} of {index['bytes']} bytes, or written before the machine restarted"
@@ -329,17 +432,17 @@ class HandoffDir:
         Raises:
             SnapshotError: the note of some of them is gone.
         """
-        path = self.path / str(cut.name) / _DURABLE
+        durable = Note(self.path / str(cut.name) / _DURABLE, _JSON)
         if isinstance(cut.name, SegmentName):
-            path = self._durable(cut.name.rank)
+            durable = self._durable(cut.name.rank)
         elif not cut.number:
             return Durable()
-        note = _read_json(path)
+        note = durable.read()
         if note and isinstance(cut.name, SegmentName) and note["put"] != cut.name.put:
             note = None
         done = Durable.unpack(note["done"]) if note else Durable()
         if done.slices < cut.number:
-            raise SnapshotError(f"{path}: holds {done.slices} of the {cut.number} segments before {cut.name}")
+            raise SnapshotError(f"{durable.path}: holds {done.slices} of the {cut.number} segments before {cut.name}")
         return done
 
     def write_durable(self, name: SegmentName, done: Durable) -> None:
@@ -348,64 +451,22 @@ class HandoffDir:
         note = {"put": name.put, "done": done.pack()}
         with self.lock():
             if self.has(name):
-                self._write(self._durable(name.rank), note)
+                self._durable(name.rank).write(note)
                 self.retire(name)
 
     def has_durable(self, rank: int, put: int) -> bool:
         """Return whether the sidecar still keeps the segments of this try of a rank's cut."""
-        note = _read_json(self._durable(rank))
+        note = self._durable(rank).read()
         return note is not None and note["put"] == put
 
-    def parents(self) -> set[SnapshotName]:
-        """List the parents of cuts that ranks copy."""
-        with self.lock():
-            notes = [_read_json(path) for path in self.path.glob("parent-*.json")]
-        found = {SnapshotName.from_json(note) for note in notes if note}
-        return {name for name in found if name is not None}
-
-    def write_parent(self, rank: int, parent: SnapshotName) -> None:
-        """Record the parent of the cut that a rank is about to copy. Call it with the directory locked."""
-        self._write(self._parent(rank), asdict(parent))
-
-    def committed(self) -> SnapshotName | None:
-        """Return the newest committed snapshot; None until the sidecar has recorded one."""
-        return SnapshotName.from_json(_read_json(self.path / "committed.json"))
-
-    def write_committed(self, name: SnapshotName) -> None:
-        """Record the newest committed snapshot."""
-        self._write(self.path / "committed.json", asdict(name))
-
-    def refused(self) -> RefusedCut | None:
-        """Return the newest cut that can never be stored."""
-        note = _read_json(self.path / "refused.json")
-        return None if note is None else RefusedCut(SnapshotName(note["step"], note["attempt"]), note["problem"])
-
-    def write_refused(self, refused: RefusedCut) -> None:
-        """Record a cut that can never be stored."""
-        self._write(self.path / "refused.json", asdict(refused.name) | {"problem": refused.problem})
-
-    def broken_parent(self) -> SnapshotName | None:
-        """Return the snapshot that the sidecar could not read as a cut's parent."""
-        return SnapshotName.from_json(_read_json(self.path / "broken.json"))
-
-    def write_broken_parent(self, parent: SnapshotName) -> None:
-        """Record a snapshot that cannot be a parent."""
-        self._write(self.path / "broken.json", asdict(parent))
-
-    def superseding_attempt(self) -> int | None:
-        """Return the newer attempt that owns the store now."""
-        note = _read_json(self.path / "superseded.json")
-        return None if note is None else int(note["attempt"])
-
-    def write_superseded(self, attempt: int) -> None:
-        """Record that a newer attempt owns the store."""
-        self._write(self.path / "superseded.json", {"attempt": attempt})
+    def _durable(self, rank: int) -> Note[dict[str, Any]]:
+        return Note(self.path / f"durable-{rank}.json", _JSON)
 
     def uploaded(self) -> list[UploadedCut]:
         """List the cuts with durable local parts and a possibly missing manifest, oldest step first."""
         found = []
         for path in self.path.glob("uploaded-*.json"):
-            match, note = _UPLOADED.fullmatch(path.name), _read_json(path)
+            match, note = _UPLOADED.fullmatch(path.name), Note(path, _JSON).read()
             if match and note:
                 parent = SnapshotName.from_json(note["parent"])
                 name = int(match[1]), int(match[2])
@@ -413,76 +474,29 @@ class HandoffDir:
         return sorted(found, key=lambda cut: (cut.step, cut.attempt))
 
     def write_uploaded(self, cut: ReadyCut) -> None:
-        """Record that the parts of a cut are durable."""
+        """Record, across a restart of the sidecar, that the parts of a cut are durable."""
         parent = cut.index["meta"]["parent"]
         note = {"worldSize": cut.meta.world_size, "time": cut.index["time"], "parent": parent}
-        self._write(self._uploaded(cut.name.step, cut.name.attempt), note)
+        self._uploaded(cut.name.snapshot).write(note)
 
     def remove_uploaded(self, cut: UploadedCut) -> None:
-        """Remove the record of ``write_uploaded``."""
-        self._uploaded(cut.step, cut.attempt).unlink(missing_ok=True)
+        """Remove the record of a cut with a manifest, or without a chance to get one."""
+        self._uploaded(cut.snapshot).remove()
 
-    def closed(self, rank: int) -> dict[str, Any] | None:
-        """Return why a rank ended, and whether it failed; None if it did not say."""
-        return _read_json(self._closed(rank))
-
-    def write_closed(self, rank: int, reason: str, *, failed: bool) -> None:
-        """Record why a rank ends."""
-        self._write(self._closed(rank), {"reason": reason, "failed": failed, "time": time.time()})
-
-    def clear_closed(self, rank: int) -> None:
-        """Remove what an earlier process of the rank recorded."""
-        self._closed(rank).unlink(missing_ok=True)
+    def _uploaded(self, name: SnapshotName) -> Note[dict[str, Any]]:
+        return Note(self.path / f"uploaded-{name.step}-{name.attempt}.json", _JSON)
 
     def remove_unfinished_notes(self) -> None:
         """Remove what a killed sidecar left of the notes that it was writing."""
         for path in (path for name in _SIDECAR_NOTES for path in self.path.glob(f".{name}.json")):
             path.unlink()
 
-    @property
-    def _sidecar_lock(self) -> Path:
-        return self.path / "sidecar.lock"
-
-    def _rank_lock(self, rank: int) -> Path:
-        return self.path / f"rank-{rank}.lock"
-
-    def _closed(self, rank: int) -> Path:
-        return self.path / f"closed-{rank}.json"
-
-    def _parent(self, rank: int) -> Path:
-        return self.path / f"parent-{rank}.json"
-
-    def _durable(self, rank: int) -> Path:
-        return self.path / f"durable-{rank}.json"
-
-    def _uploaded(self, step: int, attempt: int) -> Path:
-        return self.path / f"uploaded-{step}-{attempt}.json"
-
-    def _write(self, path: Path, value: dict[str, Any]) -> None:
-        """Write a small file completely or not at all. Readers are on this machine, so it is not synced."""
-        draft = path.with_name(f".{path.name}")
-        try:
-            draft.write_text(json.dumps(value))
-            draft.replace(path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
-            raise_device(error, path, 0)
-
-
-@dataclass(frozen=True)
-class RefusedCut:
-    """Name a cut that can never be stored, and why."""
-
-    name: SnapshotName
-    problem: str
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyCut:
     """Hold one rank's ready cut or segment. Its arrays are views of mapped memory until ``Inbox.free``."""
 
-    name: CutName | SegmentName
+    name: EntryName
     meta: CutMeta
     number: int
     """Segments of the cut before this one."""
@@ -571,85 +585,3 @@ def file_size(path: Path | os.DirEntry[str]) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def _folder_size(folder: str) -> int:
-    # The sidecar may be removing the folder.
-    try:
-        with os.scandir(folder) as files:
-            return sum(map(file_size, files))
-    except FileNotFoundError:
-        return 0
-
-
-def _map(path: Path, size: int) -> memoryview:
-    """Map the first bytes of a file, or all if it is shorter. The rest is kept for later cuts."""
-    with path.open("rb") as file:
-        size = min(size, os.fstat(file.fileno()).st_size)
-        return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)) if size else memoryview(b"")
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _hold(path: Path, who: str) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                holder = next(iter(_holder(path)), "unknown")
-                os.close(descriptor)
-                raise UsageError(f"{path}: {who} already runs (pid {holder}): end it first") from None
-            time.sleep(POLL_S)
-        else:
-            os.pwrite(descriptor, f"{os.getpid()} {LAYOUT_VERSION}\n".encode(), 0)
-            return descriptor
-
-
-@contextlib.contextmanager
-def _lock_if_free(path: Path) -> Iterator[bool]:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield True
-        return
-    try:
-        # Closing the file unlocks it.
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        free = True
-    except BlockingIOError:
-        free = False
-    try:
-        yield free
-    finally:
-        os.close(descriptor)
-
-
-def _check_version(path: Path, who: str) -> None:
-    """Refuse another release by the lock that its process holds, or held last."""
-    holder = _holder(path)
-    if not holder:
-        return
-    version = int(holder[1]) if len(holder) > 1 else 0
-    if version != LAYOUT_VERSION:
-        refused = NewerVersionError if version > LAYOUT_VERSION else SnapshotError
-        raise refused(
-            f"{path.parent}: {who} uses version {version} of the hand-off directory, this program version "
-            f"{LAYOUT_VERSION}: set spec.trainer.image and spec.trainer.checkpointerImage to one release, or to none"
-        )
-
-
-def _holder(path: Path) -> list[str]:
-    """Read pid and version of a lock's last holder: the first line, as a longer one may precede it."""
-    try:
-        return path.read_text(errors="replace").partition("\n")[0].split()
-    except FileNotFoundError:
-        return []

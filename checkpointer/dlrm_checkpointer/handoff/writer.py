@@ -45,12 +45,12 @@ class HandoffWriter:
         self._last: CutName | None = None
         """The newest cut that was handed over."""
         self._restored: SnapshotName | None = None
-        self._directory.check_sidecar_version()
+        self._directory.sidecar_lock.check_version("the checkpointer")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock: int | None = self._directory.hold_rank_lock(rank)
+            self._lock: int | None = self._directory.rank_lock(rank).hold(f"rank {rank}")
             self._directory.discard_unfinished(rank)
-            self._directory.clear_closed(rank)
+            self._directory.closed(rank).remove()
         except OSError as error:
             raise_device(error, folder, 0)
 
@@ -96,17 +96,17 @@ class HandoffWriter:
         """
         # The sidecar lists parents with the directory locked, after it has recorded a commit.
         with self._directory.lock():
-            newest = self._directory.committed()
+            newest = self._directory.committed.read()
             parent = newest if newest is not None and newest.attempt == attempt else self._restored
             if parent == self.broken_parent():
                 return None
             if parent is not None:
-                self._directory.write_parent(self.rank, parent)
+                self._directory.parent(self.rank).write(parent)
         return parent
 
     def broken_parent(self) -> SnapshotName | None:
         """Return the snapshot that the sidecar could not read as a parent, because it is gone or damaged."""
-        return self._directory.broken_parent()
+        return self._directory.broken_parent.read()
 
     def reserve(
         self, meta: CutMeta, dense: Mapping[str, NDArray[Any]] | None, *, owned: Sequence[ShardId], size: CutSize
@@ -185,13 +185,13 @@ class HandoffWriter:
 
     def _check_storable(self, attempt: int) -> None:
         """Raise if the sidecar knows that no cut of this attempt will be stored any more."""
-        refused = self._directory.refused()
-        if refused is not None and refused.name.attempt == attempt:
-            done = self._directory.committed()
-            if done is None or done.recency < refused.name.recency:
+        refused = self._directory.refused.read()
+        if refused is not None and refused.attempt == attempt:
+            done = self._directory.committed.read()
+            if done is None or done.recency < refused.recency:
                 raise DivergedError(refused.problem)
-        newer = self._directory.superseding_attempt()
-        if newer is not None and newer > attempt:
+        newer = (self._directory.superseded.read() or {"attempt": 0})["attempt"]
+        if newer > attempt:
             raise InvalidSpecError(
                 "spec.checkpoint.uri",
                 f"another run, attempt {newer} there, owns the snapshots of attempt {attempt} now: end one of the two, "
@@ -200,7 +200,7 @@ class HandoffWriter:
 
     def committed_step(self) -> int | None:
         """Return the step of the newest committed snapshot; None until the sidecar has recorded one."""
-        newest = self._directory.committed()
+        newest = self._directory.committed.read()
         return None if newest is None else newest.step
 
     def wait_idle(self, timeout_s: float) -> bool:
@@ -213,7 +213,7 @@ class HandoffWriter:
         self._note_cut()
         deadline = time.monotonic() + timeout_s
         while self._last is not None:
-            done = self._directory.committed()
+            done = self._directory.committed.read()
             if done and done.recency >= self._last.snapshot.recency:
                 break
             self._check_storable(self._last.attempt)
@@ -233,6 +233,7 @@ class HandoffWriter:
             return
         # The free lock says the same, without the reason.
         with contextlib.suppress(DeviceError):
-            self._directory.write_closed(self.rank, reason, failed=failed)
+            note = {"reason": reason, "failed": failed, "time": time.time()}
+            self._directory.closed(self.rank).write(note)
         os.close(self._lock)
         self._lock = None

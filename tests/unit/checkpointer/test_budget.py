@@ -72,7 +72,7 @@ def note_grown(inbox: Inbox, writer: HandoffWriter, step: int) -> None:
     """A rank's segment becomes durable, in so many objects that the note of them takes space."""
     segment_taken(writer, step).next_segment()
     (name,) = (name for name in inbox.ready() if isinstance(name, SegmentName))
-    inbox.note_durable(name, Durable(slices=1, chunks=tuple(chunk(number, name) for number in range(40)), bits=32))
+    inbox.write_durable(name, Durable(slices=1, chunks=tuple(chunk(number, name) for number in range(40)), bits=32))
 
 
 @pytest.mark.parametrize("meanwhile", ["a neighbour takes a segment", "a note grows"])
@@ -191,7 +191,7 @@ class Folder(RuleBasedStateMachine):
         pieces = len(list(self.inbox.open(name).pieces()))
         known = self.notes.setdefault(name.rank, [])
         known += [chunk(len(known) + number, name) for number in range(pieces)]
-        self.inbox.note_durable(name, Durable(slices=name.number + 1, chunks=tuple(known), bits=32))
+        self.inbox.write_durable(name, Durable(slices=name.number + 1, chunks=tuple(known), bits=32))
         self.inbox.free(name)
 
     @rule(rank=st.integers(0, RANKS - 1), what=st.sampled_from(["withdraws", "dies", "touches", "sweeps"]))

@@ -15,7 +15,7 @@ from dlrm_api.errors import DeviceError, DivergedError, InvalidSpecError, Snapsh
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.format.canonical import NewerVersionError
 from dlrm_checkpointer.handoff.inbox import Inbox
-from dlrm_checkpointer.handoff.protocol import HandoffDir
+from dlrm_checkpointer.handoff.protocol import HandoffDir, RefusedCut
 from dlrm_checkpointer.handoff.writer import HandoffWriter
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_stores.file import FileStore
@@ -250,8 +250,8 @@ def test_a_refused_cut_is_of_no_account_to_another_attempt_nor_after_a_newer_com
     inbox.free(inbox.ready()[0])
     answers = []
     for notice in (
-        lambda: inbox.publish_refused(1, 1, "of an attempt before"),
-        lambda: inbox.publish_refused(1, 2, "bad"),
+        lambda: inbox.refused.write(RefusedCut(1, 1, "of an attempt before")),
+        lambda: inbox.refused.write(RefusedCut(1, 2, "bad")),
         lambda: inbox.publish_committed(SnapshotName(2, 2)),
     ):
         notice()
@@ -267,12 +267,12 @@ def test_a_refused_cut_is_of_no_account_to_another_attempt_nor_after_a_newer_com
 def test_a_rank_whose_store_goes_on_with_a_newer_attempt_is_told_of_the_other_run(tmp_path: Path, new_model, new_pod):
     model, pod = new_model().train(), new_pod(tmp_path / "pod", FileStore(tmp_path / "store"))
     inbox, writer = Inbox(pod.folder, pod.ranks), pod.writers[0]
-    inbox.publish_superseded(2)  # of an earlier life of the folder
+    inbox.superseded.write({"attempt": 2})  # of an earlier life of the folder
     pod.cut(model, attempt=2)
     inbox.free(inbox.ready()[0])
     assert writer.ready()
 
-    inbox.publish_superseded(3)
+    inbox.superseded.write({"attempt": 3})
 
     for ask in (writer.ready, lambda: writer.wait_idle(1)):
         with pytest.raises(InvalidSpecError, match=r"spec\.checkpoint\.uri: another run, attempt 3"):

@@ -50,7 +50,7 @@ def test_a_parent_that_could_not_be_read_is_none_until_a_newer_snapshot_is_there
     writer, inbox = HandoffWriter(tmp_path, 0, None), Inbox(tmp_path, range(1))
     writer.restored(RESTORED)
 
-    inbox.publish_broken(RESTORED)
+    inbox.broken_parent.write(RESTORED)
     broken, in_flight = writer.begin(attempt=3), inbox.parents_in_flight()
     inbox.publish_committed(SnapshotName(45, 3))
     committed = writer.begin(attempt=3)
@@ -75,13 +75,13 @@ def test_a_parent_is_in_flight_from_the_beginning_of_its_cut_until_that_is_commi
     )
     seen.append(inbox.parents_in_flight())
     cut = inbox.open(inbox.ready()[0])
-    inbox.note_uploaded(cut)
+    inbox.write_uploaded(cut)
     seen.append(inbox.parents_in_flight())
     inbox.free(cut.name)
     inbox.close()
     again = Inbox(pod.folder, pod.ranks)
     seen.append(again.parents_in_flight())
-    again.forget_uploaded(again.uploaded()[0])
+    again.remove_uploaded(again.uploaded()[0])
 
     assert seen == [set(), *[{RESTORED}] * 4]
     assert again.parents_in_flight() == set()

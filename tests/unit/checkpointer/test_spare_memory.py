@@ -18,7 +18,7 @@ BUDGET = 2_000_000
 def inode_of_cut(inbox: Inbox) -> int:
     """Of the rows of the one cut that waits; it is freed."""
     (name,) = inbox.ready()
-    inode = (inbox.folder / str(name) / "rows.bin").stat().st_ino
+    inode = (inbox.path / str(name) / "rows.bin").stat().st_ino
     inbox.free(name)
     return inode
 

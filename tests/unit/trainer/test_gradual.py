@@ -53,9 +53,9 @@ class Taker:
             cut = self.inbox.open(name)
             self._keep(cut)
             if isinstance(name, SegmentName):
-                self.inbox.note_durable(name, Durable(slices=cut.number + 1))
+                self.inbox.write_durable(name, Durable(slices=cut.number + 1))
             else:
-                assert self.inbox.durable(cut).slices == cut.number
+                assert self.inbox.read_durable(cut).slices == cut.number
                 self.whole[name.step] = cut.number + 1
                 self.inbox.free(name)
             self.inbox.sweep()

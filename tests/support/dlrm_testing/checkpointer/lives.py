@@ -309,7 +309,7 @@ class ShutdownPolicy:
 
     def _hear(self, gang: Gang) -> None:
         for pod in gang.pods:
-            known = HandoffDir(pod.folder).committed()
+            known = HandoffDir(pod.folder).committed.read()
             if known:
                 self.truth.acknowledged.add(known)
 
