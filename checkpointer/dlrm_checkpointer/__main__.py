@@ -71,7 +71,8 @@ def _run(settings: Settings, stop: threading.Event) -> int:
     try:
         options = replace(settings.options, on_retry=status.store_retried)
         publisher = _publisher(settings, options, status)
-        code = Sidecar(inbox, open_store(settings.uri, options), status, duties(settings), publisher).run(stop)
+        store = open_store(settings.checkpoint.uri, options)
+        code = Sidecar(inbox, store, status, duties(settings), publisher).run(stop)
     finally:
         if publisher:
             publisher.close()
@@ -87,7 +88,7 @@ def _publisher(settings: Settings, options: StoreOptions, status: Status) -> Pub
         return None
     pod = settings.ranks.start // len(settings.ranks)
     terms = Terms(bits=wanted.bits, keep_last=wanted.keep_last, pod=pod, pods=settings.pods)
-    snapshots = open_store(settings.uri, options)
+    snapshots = open_store(settings.checkpoint.uri, options)
     return Publisher(snapshots, open_publish_store(wanted.uri, options, snapshots), terms, status)
 
 
@@ -101,13 +102,12 @@ def duties(settings: Settings) -> SidecarTasks:
         max_restore_s=checkpoint.max_restore_time,
         restore_bytes_per_s=float(checkpoint.restore_bandwidth * settings.pods),
     )
+    kept = checkpoint.retention
     return SidecarTasks(
         bits=checkpoint.bits,
         expected_restores=settings.expected_restores,
         chains=chains,
-        retention=RetentionPolicy(
-            keep_last=checkpoint.retention.keep_last, keep_every_s=checkpoint.retention.keep_every
-        ),
+        retention=RetentionPolicy(keep_last=kept.keep_last, keep_every_s=kept.keep_every),
         single_pod=settings.pods == 1,
         grace_s=settings.grace_s,
     )

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -26,7 +25,6 @@ DEFAULT_GRACE_S = 120.0
 class Settings:
     """Configure a sidecar."""
 
-    uri: str
     options: StoreOptions
     handoff: Path
     ranks: range
@@ -59,7 +57,6 @@ def read_settings(job_file: Path, env: Mapping[str, str]) -> Settings:
         raise UsageError(f"{Env.HANDOFF_DIR} is not set: give the pod's hand-off folder")
     log = env.get(Env.TERMINATION_LOG)
     return Settings(
-        uri=spec.checkpoint.uri,
         options=store_options(job, env),
         handoff=Path(env[Env.HANDOFF_DIR]),
         ranks=range(first, first + per_pod),
@@ -91,19 +88,16 @@ def read_job(path: Path) -> DLRMJob:
         text = path.read_bytes().decode(errors="replace")
     except OSError as error:
         raise NoInputError(f"{path}: the job's file cannot be read: {error.strerror}") from error
-    return parse_job(_decode(text, path))
-
-
-def _decode(text: str, path: Path) -> Any:
+    # In a pod the job is JSON, which is read faster.
     try:
-        return json.loads(text)
+        document = json.loads(text)
     except ValueError:
-        # In a pod the job is JSON, which is read faster.
         try:
-            return yaml.safe_load(text)
+            document = yaml.safe_load(text)
         except yaml.YAMLError as error:
             problem = " ".join(str(error).split())
             raise BadDataError(f"{path}: neither JSON nor YAML: {problem}") from error
+    return parse_job(document)
 
 
 def _number(env: Mapping[str, str], name: str, default: float) -> float:
@@ -114,20 +108,13 @@ def _number(env: Mapping[str, str], name: str, default: float) -> float:
 
 
 def open_publish_store(uri: str, options: StoreOptions, snapshots: ObjectStore) -> ObjectStore:
-    """Open the store that deltas go to.
-
-    Args:
-        uri: ``spec.checkpoint.publish.uri``.
-        options: How to reach the job's store and this one.
-        snapshots: The job's store.
+    """Open the store that deltas go to, ``spec.checkpoint.publish.uri``, as the job's store is reached.
 
     Raises:
         InvalidSpecError: the URI is invalid, or names the store of the snapshots.
     """
     target = open_store(uri, replace(options, fields=replace(options.fields, uri=PUBLISH_FIELDS.uri)))
     if target.uri == snapshots.uri:
-        raise InvalidSpecError(
-            PUBLISH_FIELDS.uri,
-            f"expected another location than {target.uri}: the retention of snapshots there would delete deltas",
-        )
+        problem = f"expected another location than {target.uri}: the retention of snapshots there would delete deltas"
+        raise InvalidSpecError(PUBLISH_FIELDS.uri, problem)
     return target

@@ -18,7 +18,7 @@ from dlrm_checkpointer.format.attempts import attempts_over, in_lineage, newest_
 from dlrm_checkpointer.format.chain import BrokenChainError
 from dlrm_checkpointer.format.manifest import Manifest, manifest_key
 from dlrm_checkpointer.handoff.inbox import Inbox
-from dlrm_checkpointer.handoff.protocol import Durable, EntryName, ReadyCut, RefusedCut, SegmentName, UploadedCut
+from dlrm_checkpointer.handoff.protocol import CutName, Durable, ReadyCut, RefusedCut, SegmentName, UploadedCut
 from dlrm_checkpointer.publish.publisher import Backoff, Publisher
 from dlrm_checkpointer.read.restore import snapshot_keys
 from dlrm_checkpointer.status import Status
@@ -26,7 +26,7 @@ from dlrm_checkpointer.types import PEERS_TIMEOUT_S, SnapshotName
 from dlrm_checkpointer.write.commit import try_commit
 from dlrm_checkpointer.write.policy import ChainPolicy
 from dlrm_checkpointer.write.retention import Retention, RetentionPolicy
-from dlrm_checkpointer.write.upload import Traffic, Upload, WritePlanner
+from dlrm_checkpointer.write.upload import Upload, WritePlanner
 from dlrm_stores import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -106,14 +106,8 @@ class Sidecar:
     """Store and commit the cuts of one pod's hand-off directory.
 
     A sidecar that is killed at any point and started again on the same directory continues there: a cut leaves the
-    directory after its part list is durable, the note about it after its manifest is.
-
-    Args:
-        inbox: The hand-off directory.
-        store: The job's store.
-        status: Reports what happens.
-        tasks: What the job asks for.
-        publisher: Is offered each committed snapshot; None: nothing is published.
+    directory after its part list is durable, the note about it after its manifest is. A publisher is offered each
+    committed snapshot.
     """
 
     def __init__(
@@ -123,9 +117,8 @@ class Sidecar:
         self._publisher = publisher
         self._shutdown, self._backoff = ShutdownPolicy(tasks.grace_s), Backoff()
         self._retention = Retention(store, tasks.retention)
-        self._traffic = Traffic(put=status.uploaded_bytes.inc, read=status.merged_bytes.inc)
         self._planner = WritePlanner(store, tasks.bits, tasks.expected_restores, tasks.chains)
-        self._uploads: dict[EntryName, Upload] = {}
+        self._uploads: dict[CutName, Upload] = {}
         self._looks: dict[UploadedCut, tuple[float, float]] = {}
         self._committed: SnapshotName | None = None
         self._searched = False
@@ -220,7 +213,7 @@ class Sidecar:
             self._uploads.pop(name)
         self._inbox.sweep()
 
-    def _take(self, name: EntryName) -> None:
+    def _take(self, name: CutName) -> None:
         """Make one rank's cut, or a slice of it, durable and free its memory."""
         try:
             with self._publisher.held_back() if self._publisher else contextlib.nullcontext():
@@ -231,7 +224,7 @@ class Sidecar:
         self._uploads.pop(name, None)
         self._inbox.free(name)
 
-    def _store_cut(self, name: EntryName) -> None:
+    def _store_cut(self, name: CutName) -> None:
         cut = self._inbox.open(name)
         if self._is_superseded(name.attempt):
             self._drop(name, NEWER_ATTEMPT)
@@ -265,23 +258,24 @@ class Sidecar:
     def _upload(self, cut: ReadyCut, before: Durable) -> Upload:
         """Return the upload of a cut, which an earlier pass may have begun."""
         if cut.name not in self._uploads:
-            plan = self._planner.of(cut)
-            self._status.handed_over_bytes.inc(cut.nbytes)
-            self._uploads[cut.name] = Upload(self._store, cut, before, plan, self._traffic)
+            plan, status = self._planner.of(cut), self._status
+            status.handed_over_bytes.inc(cut.nbytes)
+            counters = status.uploaded_bytes.inc, status.merged_bytes.inc
+            self._uploads[cut.name] = Upload(self._store, cut, before, plan, *counters)
         return self._uploads[cut.name]
 
-    def _refuse(self, name: EntryName, error: SnapshotError) -> None:
+    def _refuse(self, name: CutName, error: SnapshotError) -> None:
         logger.error("cut rejected", extra={"cut": str(name), "error": str(error)})
         # The frames of its traceback hold the cut's memory.
         self._lose(name, error.with_traceback(None))
         self._status.refused_cuts.inc()
         self._inbox.refused.write(RefusedCut(name.step, name.attempt, str(error)))
 
-    def _lose(self, cut: EntryName | UploadedCut, error: SnapshotError) -> None:
+    def _lose(self, cut: CutName | UploadedCut, error: SnapshotError) -> None:
         if self._lost is None or self._lost.name.recency <= cut.snapshot.recency:
             self._lost = LostCut(cut.snapshot, error)
 
-    def _drop(self, cut: EntryName | UploadedCut, reason: str) -> None:
+    def _drop(self, cut: CutName | UploadedCut, reason: str) -> None:
         logger.warning("cut discarded", extra={"step": cut.step, "attempt": cut.attempt, "reason": reason})
         self._status.dropped_cuts.inc()
 
@@ -364,12 +358,11 @@ class Sidecar:
         except DLRMError as error:
             self._fail(error)
         if incomplete := self._retention.lacking(newest):
-            self._fail(
-                BrokenChainError(
-                    f"{self._store.uri}: objects of the snapshot of step {incomplete.step} are missing, so step "
-                    f"{newest.step} cannot be restored; the next snapshot is full; check what deletes objects there"
-                )
+            problem = (
+                f"{self._store.uri}: objects of the snapshot of step {incomplete.step} are missing, so step "
+                f"{newest.step} cannot be restored; the next snapshot is full; check what deletes objects there"
             )
+            self._fail(BrokenChainError(problem))
             self._inbox.broken_parent.write(newest)
 
     def _waits_for_deltas(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -25,54 +26,33 @@ class Status:
         self._lock = threading.Lock()
         self._progress = CheckpointerProgress(time=time.time())
         registry = self.registry = CollectorRegistry()
-        prefix = "dlrm_checkpointer_"
-        self._committed = Gauge(prefix + "committed_step", "Step of the newest committed snapshot.", registry=registry)
-        self._pending = Gauge(
-            prefix + "pending_step", "Step handed over and not committed; -1: none.", registry=registry
-        )
-        self._commit_time = Gauge(
-            prefix + "last_commit_timestamp_seconds", "When the newest snapshot was committed.", registry=registry
-        )
-        self._failing = Gauge(prefix + "store_failing", "1 while the store's last call failed.", registry=registry)
-        self.uploaded_bytes = Counter(prefix + "uploaded_bytes", "Bytes of objects put.", registry=registry)
-        self.merged_bytes = Counter(
-            prefix + "merged_bytes", "Bytes of older objects read to be stored with a cut.", registry=registry
-        )
-        self.handed_over_bytes = Counter(prefix + "handed_over_bytes", "Bytes of cuts taken over.", registry=registry)
-        self.slices = Counter(
-            prefix + "slices", "Slices of cuts above the hand-off budget made durable.", registry=registry
-        )
-        self._chain = Gauge(
-            prefix + "chain_length", "Older snapshots that the newest one needs; 0: it is full.", registry=registry
-        )
-        self._bits = Gauge(prefix + "bits", "Bits of an element of the newest snapshot's rows.", registry=registry)
-        self._snapshot_bytes = Gauge(
-            prefix + "snapshot_bytes", "Bytes of the newest snapshot's own objects.", registry=registry
-        )
-        self.commits = Counter(prefix + "commits", "Snapshots seen committed, by kind.", ["kind"], registry=registry)
-        self.store_errors = Counter(prefix + "store_errors", "Failed rounds of store calls.", registry=registry)
-        self._store_repeats = Counter(
-            prefix + "store_repeats", "Calls of the store made again.", ["reason"], registry=registry
-        )
-        self.refused_cuts = Counter(prefix + "refused_cuts", "Cuts that can never be stored.", registry=registry)
-        self.dropped_cuts = Counter(
-            prefix + "dropped_cuts", "Cuts given up: incomplete or overtaken.", registry=registry
-        )
-        self.retired = Counter(prefix + "retired_snapshots", "Snapshots removed by retention.", registry=registry)
+        gauge = partial(Gauge, namespace="dlrm_checkpointer", registry=registry)
+        counter = partial(Counter, namespace="dlrm_checkpointer", registry=registry)
+        self._committed = gauge("committed_step", "Step of the newest committed snapshot.")
+        self._pending = gauge("pending_step", "Step handed over and not committed; -1: none.")
+        self._commit_time = gauge("last_commit_timestamp_seconds", "When the newest snapshot was committed.")
+        self._failing = gauge("store_failing", "1 while the store's last call failed.")
+        self.uploaded_bytes = counter("uploaded_bytes", "Bytes of objects put.")
+        self.merged_bytes = counter("merged_bytes", "Bytes of older objects read to be stored with a cut.")
+        self.handed_over_bytes = counter("handed_over_bytes", "Bytes of cuts taken over.")
+        self.slices = counter("slices", "Slices of cuts above the hand-off budget made durable.")
+        self._chain = gauge("chain_length", "Older snapshots that the newest one needs; 0: it is full.")
+        self._bits = gauge("bits", "Bits of an element of the newest snapshot's rows.")
+        self._snapshot_bytes = gauge("snapshot_bytes", "Bytes of the newest snapshot's own objects.")
+        self.commits = counter("commits", "Snapshots seen committed, by kind.", ["kind"])
+        self.store_errors = counter("store_errors", "Failed rounds of store calls.")
+        self._store_repeats = counter("store_repeats", "Calls of the store made again.", ["reason"])
+        self.refused_cuts = counter("refused_cuts", "Cuts that can never be stored.")
+        self.dropped_cuts = counter("dropped_cuts", "Cuts given up: incomplete or overtaken.")
+        self.retired = counter("retired_snapshots", "Snapshots removed by retention.")
         self._commit_seconds = Histogram(
-            prefix + "commit_seconds", "From hand-over to commit.", registry=registry, buckets=COMMIT_BUCKETS_S
+            "dlrm_checkpointer_commit_seconds", "From hand-over to commit.", registry=registry, buckets=COMMIT_BUCKETS_S
         )
-        self._published_sequence = Gauge(
-            prefix + "published_sequence", "Sequence number of the newest delta published.", registry=registry
-        )
-        self._published_step = Gauge(prefix + "published_step", "Step that it leads to.", registry=registry)
-        self._deltas = Counter(
-            prefix + "published_deltas", "Deltas published, by kind: full, delta.", ["kind"], registry=registry
-        )
-        self.published_bytes = Counter(
-            prefix + "published_bytes", "Bytes of objects put for deltas.", registry=registry
-        )
-        self.publish_errors = Counter(prefix + "publish_errors", "Failed rounds of publishing.", registry=registry)
+        self._published_sequence = gauge("published_sequence", "Sequence number of the newest delta published.")
+        self._published_step = gauge("published_step", "Step that it leads to.")
+        self._deltas = counter("published_deltas", "Deltas published, by kind: full, delta.", ["kind"])
+        self.published_bytes = counter("published_bytes", "Bytes of objects put for deltas.")
+        self.publish_errors = counter("publish_errors", "Failed rounds of publishing.")
         # Series start at 0: one that begins with its first event shows no increase by it.
         for kind in get_args(Kind):
             self.commits.labels(kind)

@@ -31,7 +31,7 @@ class SnapshotName:
         return None if value is None else cls(step=int(value["step"]), attempt=int(value["attempt"]))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ShardId:
     """Name a rectangle of a table: rows [row_start, row_end) and columns [column_start, column_end)."""
 
@@ -82,23 +82,6 @@ class ShardRows:
         """Return rows [start, end) of these, counted from 0, as views."""
         span = slice(start, end)
         return ShardRows(shard=self.shard, row_ids=self.row_ids[span], rows=self.rows[span], state=self.state[span])
-
-    def check(self, table: TableMeta) -> None:
-        """Check that the arrays fit each other and their table.
-
-        Raises:
-            ValueError: names the shard and what is wrong with it.
-            SnapshotError: the shard cuts a column block in two.
-        """
-        shard, count = self.shard, self.row_ids.shape[0]
-        values = len(table.state_of(shard.column_start, shard.column_end))
-        wanted = {"row_ids": (count,), "rows": (count, shard.width), "state": (count, values)}
-        types = {"row_ids": np.int64, "rows": np.float32, "state": np.float32}
-        for name, shape in wanted.items():
-            array = getattr(self, name)
-            if array.shape != shape or array.dtype != types[name]:
-                raise ValueError(f"{shard}: {name} is {array.dtype}{array.shape}, not {types[name].__name__}{shape}")
-        check_rows(self, table)
 
 
 class CutRowSource(Protocol):
@@ -207,14 +190,13 @@ class TableMeta:
         Raises:
             KeyError, TypeError, ValueError, OverflowError: the value is invalid or out of bounds; names the table.
         """
-        blocks = tuple((int(start), int(end)) for start, end in value["columnBlocks"])
         table = cls(
             name=str(value["name"]),
             rows=int(value["rows"]),
             dim=int(value["dim"]),
             seed=int(value["seed"]),
             scale=float(value["scale"]),
-            column_blocks=blocks,
+            column_blocks=tuple((int(start), int(end)) for start, end in value["columnBlocks"]),
             state_columns=tuple(int(values) for values in value.get("stateColumns", ())),
             dtype=value.get("dtype", "fp32"),
         )
@@ -242,7 +224,7 @@ class TableMeta:
 
     def whole(self) -> ShardId:
         """Return the rectangle that covers the table."""
-        return ShardId(table=self.name, row_start=0, row_end=self.rows, column_start=0, column_end=self.dim)
+        return ShardId(self.name, 0, self.rows, 0, self.dim)
 
     def blocks_of(self, column_start: int, column_end: int) -> range:
         """Return the indices of the column blocks that make up these columns.
@@ -250,8 +232,7 @@ class TableMeta:
         Raises:
             SnapshotError: the columns cut a block in two; its state cannot be split.
         """
-        starts = [start for start, _ in self.column_blocks]
-        ends = [end for _, end in self.column_blocks]
+        starts, ends = map(list, zip(*self.column_blocks, strict=True))
         if column_start not in starts or column_end not in ends:
             raise SnapshotError(
                 f"table {self.name}: columns {column_start}:{column_end} cut its column blocks "
@@ -315,7 +296,7 @@ class CutMeta:
     reader: dict[str, Any] = field(default_factory=dict)
     """``next_batch`` (global batch number), ``fingerprint`` of the data and ``seed``."""
     model: dict[str, Any] = field(default_factory=dict)
-    """What restore compares: ``tables`` (``TableMeta.to_json`` each, in the model's order) and what the trainer adds
+    """Compared by restore: ``tables`` (``TableMeta.to_json`` each, in the model's order) and what the trainer adds
     (shapes of dense parameters, kinds of optimizers)."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Quality at the last evaluation, for information only."""

@@ -47,14 +47,9 @@ def rows_digest(
 ) -> PartialDigest:
     """Digest rows of complete column blocks, as a part of their table's digest.
 
-    Parts may be computed in any order; over all of them each row and block must occur once.
-
-    Args:
-        table: the table; its name, dim, column blocks and state columns enter the digest.
-        row_ids: (N,) int64 global row numbers.
-        column_start: global number of the first column of ``rows``.
-        rows: (N, width) float32 weights; those of fp16 tables as float32.
-        state: (N, S) float32 row optimizer state, the values of each block in the order of the blocks.
+    Parts may be computed in any order; over all of them each row and block must occur once. The table's name, dim,
+    column blocks and state columns enter the digest. ``row_ids`` (N,) and ``column_start`` are global numbers; ``rows``
+    (N, width) and ``state`` (N, S) are float32, also for fp16 tables, the state in the order of the blocks.
 
     Raises:
         SnapshotError: the columns cut a block in two.
@@ -119,9 +114,7 @@ def block_ranges(table: TableMeta) -> Iterator[tuple[int, int]]:
 def state_digest(tables: Sequence[tuple[str, str]], dense: Mapping[str, NDArray[np.generic]]) -> str:
     """Return the digest of the complete state (hexadecimal).
 
-    Args:
-        tables: (name, ``table_digest``) of every table; the order does not matter.
-        dense: dense parameters and dense optimizer state by name, float32 or int64.
+    ``tables`` are (name, ``table_digest``) in any order, ``dense`` parameters and optimizer state, float32 or int64.
     """
     arrays = {name: np.ascontiguousarray(array, array.dtype.newbyteorder("<")) for name, array in dense.items()}
     entries = {

@@ -45,17 +45,9 @@ def initial_rows(
 ) -> NDArray[np.float32]:
     """Return the initial values of rows: uniform in [-scale, scale), 2**24 levels; +0 if scale is 0.
 
-    Each row has its own SplitMix64 stream; each output serves two neighbouring columns.
-
-    Args:
-        seed: the model's seed.
-        table: name of the table.
-        row_ids: (N,) int64 global row numbers, in any order.
-        columns: global columns, ascending with step 1.
-        scale: a float32 value (``table_scale``).
-
-    Returns:
-        (N, len(columns)) float32, C order.
+    Each row has its own SplitMix64 stream; each output serves two neighbouring columns. ``row_ids`` (N,) are global
+    row numbers in any order, ``columns`` global ones with step 1, and ``scale`` is a float32 value (``table_scale``).
+    Returns (N, len(columns)) float32 in C order.
     """
     out = np.zeros((len(row_ids), len(columns)), np.float32)
     if not out.size or scale == 0.0:

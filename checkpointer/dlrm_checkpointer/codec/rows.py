@@ -35,6 +35,10 @@ class ChunkEncoding:
     """Weights are what is stored times 2**exponent."""
 
 
+Encoded = tuple["CodedRows", NDArray[np.int8] | None, int]
+"""Encoded rows, their exponents (None: all 0), and the first row that cannot be stored or -1."""
+
+
 class Quantizer(ABC):
     """Encode the weights of rows in one number of bits, and decode them."""
 
@@ -50,8 +54,8 @@ class Quantizer(ABC):
         return width
 
     @abstractmethod
-    def encode(self, piece: ShardRows, out: NDArray[np.uint8] | None) -> tuple[CodedRows, NDArray[np.int8] | None, int]:
-        """Return encoded rows, their exponents (None: all 0), and the first row that cannot be stored or -1."""
+    def encode(self, piece: ShardRows, out: NDArray[np.uint8] | None) -> Encoded:
+        """Encode rows."""
 
     @abstractmethod
     def decode(self, coded: CodedRows, places: NDArray[np.int64], out: NDArray[np.float32]) -> None:
@@ -77,7 +81,7 @@ class _Codes(Quantizer):
     def columns(self, width: int) -> int:
         return -(-width // 4) + -(-width // 8) if self.bits == 3 else -(-width * self.bits // 8)
 
-    def encode(self, piece: ShardRows, out: NDArray[np.uint8] | None) -> tuple[CodedRows, NDArray[np.int8] | None, int]:
+    def encode(self, piece: ShardRows, out: NDArray[np.uint8] | None) -> Encoded:
         rows = np.ascontiguousarray(piece.rows)
         body = _buffer(out, (len(rows), self.columns(rows.shape[1])), np.uint8)
         scale, low, exponents = np.empty(len(rows), "u2"), np.empty(len(rows), "u2"), np.empty(len(rows), np.int8)
@@ -105,7 +109,7 @@ class _Halves(Quantizer):
 
     dtype = np.float16
 
-    def encode(self, piece: ShardRows, out: NDArray[np.uint8] | None) -> tuple[CodedRows, NDArray[np.int8] | None, int]:
+    def encode(self, piece: ShardRows, out: NDArray[np.uint8] | None) -> Encoded:
         rows = np.ascontiguousarray(piece.rows)
         body, exponents = _buffer(out, rows.shape, np.uint16), np.empty(len(rows), np.int8)
         bad = quantize.code_halves(rows, body, exponents)
@@ -125,11 +129,8 @@ class _Floats(Quantizer):
     exponents = (0,)
     dtype = np.float32
 
-    def encode(
-        self,
-        piece: ShardRows,
-        out: NDArray[np.uint8] | None,  # noqa: ARG002  nothing is copied
-    ) -> tuple[CodedRows, NDArray[np.int8] | None, int]:
+    # Nothing is copied.
+    def encode(self, piece: ShardRows, out: NDArray[np.uint8] | None) -> Encoded:  # noqa: ARG002
         _check_finite(piece, piece.rows, NOT_FINITE)
         return _coded(piece, 32, piece.rows), None, -1
 
@@ -177,15 +178,13 @@ class CodedRows:
         def taken(array: NDArray[Any]) -> NDArray[Any]:
             return array[index] if isinstance(index, slice) else array.take(index, axis=0)
 
-        scaled = QUANTIZERS[self.form.bits].has_scale
-        return replace(
-            self,
-            row_ids=taken(self.row_ids),
-            body=taken(self.body),
-            scale=taken(self.scale) if scaled else self.scale,
-            low=taken(self.low) if scaled else self.low,
-            state=taken(self.state),
-        )
+        scaled = ("scale", "low") if QUANTIZERS[self.form.bits].has_scale else ()
+        return replace(self, **{name: taken(getattr(self, name)) for name in ("row_ids", "body", "state", *scaled)})
+
+    def between(self, start: int, end: int) -> CodedRows:
+        """Return rows with numbers [start, end), as views."""
+        begin, stop = np.searchsorted(self.row_ids, (start, end)).tolist()
+        return self if (begin, stop) == (0, len(self.row_ids)) else self.take(slice(begin, stop))
 
     def clip(self, shard: ShardId, table: TableMeta) -> CodedRows:
         """Return the part in a rectangle, with the same weights bit for bit. Views where possible.
@@ -193,24 +192,16 @@ class CodedRows:
         Raises:
             SnapshotError: the rectangle splits a column block.
         """
-        begin, end = np.searchsorted(self.row_ids, (shard.row_start, shard.row_end))
-        part = self if (begin, end) == (0, len(self.row_ids)) else self.take(slice(int(begin), int(end)))
-        own = self.shard
+        part, own = self.between(shard.row_start, shard.row_end), self.shard
         first, last = max(own.column_start, shard.column_start), min(own.column_end, shard.column_end)
         held, wanted = table.state_of(own.column_start, own.column_end), table.state_of(first, last)
-        rectangle = ShardId(
-            table=table.name,
-            row_start=max(own.row_start, shard.row_start),
-            row_end=min(own.row_end, shard.row_end),
-            column_start=first,
-            column_end=last,
-        )
+        start, stop = max(own.row_start, shard.row_start), min(own.row_end, shard.row_end)
         body, state = part.body, part.state
         if (first, last) != (own.column_start, own.column_end):
             quantizer = QUANTIZERS[self.form.bits]
             body = quantizer.cut_columns(part, first - own.column_start, last - own.column_start)
             state = state[:, wanted.start - held.start : wanted.stop - held.start]
-        return replace(part, shard=rectangle, body=body, state=state)
+        return replace(part, shard=ShardId(table.name, start, stop, first, last), body=body, state=state)
 
 
 def body_shape(bits: Bits, rows: int, width: int) -> tuple[int, int]:
@@ -237,11 +228,8 @@ def code_rows(piece: ShardRows, bits: Bits, out: NDArray[np.uint8] | None = None
     that what is stored is below 2**15; at 16 bits 16 * floor(E / 16), and 16 more where m would pass 65504 then; at
     least -112. Rows of zeros have the exponent that occurs most, the least of several.
 
-    Args:
-        piece: Rows of at least one column.
-        bits: Bits per weight.
-        out: Bytes to write the codes to if they are enough; memory in use before is faster than new memory. The
-            result is valid until they are used again.
+    Codes are written to ``out`` if it is large enough, which is faster than new memory; the result is valid until it is
+    used again.
 
     Raises:
         SnapshotError: names the table and the row of a value that cannot be stored.
@@ -260,9 +248,7 @@ def code_rows(piece: ShardRows, bits: Bits, out: NDArray[np.uint8] | None = None
 def decode_rows(coded: CodedRows, out: NDArray[np.float32] | None = None) -> ShardRows:
     """Decode rows.
 
-    Args:
-        coded: The encoded rows.
-        out: (at least N, width) memory for the rows; by default new memory, or at 32 bits a view of ``coded``.
+    ``out`` is memory for them, (at least N, width) float32; by default new memory, or at 32 bits a view of ``coded``.
     """
     if out is None and coded.body.dtype == np.float32:
         rows = coded.body
@@ -276,17 +262,13 @@ def decode_rows(coded: CodedRows, out: NDArray[np.float32] | None = None) -> Sha
 def place_weights(coded: CodedRows, places: NDArray[np.int64], out: NDArray[np.float32]) -> None:
     """Decode weights straight to their places.
 
-    Args:
-        coded: The encoded rows.
-        places: (N,) rows of ``out``, all different; empty: the first N.
-        out: (any, width).
+    ``places`` (N,) are different rows of ``out`` (any, width); empty: its first N.
     """
     QUANTIZERS[coded.form.bits].decode(coded, places, out)
 
 
 def _coded(piece: ShardRows, bits: Bits, body: NDArray[Any], *scale_and_low: NDArray[np.float16]) -> CodedRows:
-    scale, low = scale_and_low or (EMPTY, EMPTY)
-    form = ChunkEncoding(bits, 0)
+    form, (scale, low) = ChunkEncoding(bits, 0), scale_and_low or (EMPTY, EMPTY)
     return CodedRows(
         shard=piece.shard, row_ids=piece.row_ids, form=form, body=body, scale=scale, low=low, state=piece.state
     )

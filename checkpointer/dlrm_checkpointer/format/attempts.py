@@ -8,6 +8,7 @@ ever, so the lineage cannot fork. Listings must show every finished write, as S3
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import random
@@ -17,10 +18,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from dlrm_api.errors import NoInputError, SnapshotError, TemporaryError
-from dlrm_checkpointer.format.manifest import MANIFESTS, PARTS, parse_cut_key, parse_manifest_key
+from dlrm_api.errors import NoInputError, TemporaryError
+from dlrm_checkpointer.format.manifest import MANIFESTS, PARTS, parse_cut_key, parse_manifest_key, refusing
 from dlrm_stores import ObjectStore
 from dlrm_stores.base import PARALLEL_GETS, parallel_map
 
@@ -70,11 +70,8 @@ def read_attempts(
 ) -> list[StoreAttempt]:
     """Read the attempts above ``after`` that are not pending: they can invalidate its manifests.
 
-    Args:
-        store: the job's store.
-        after: number of an attempt.
-        known: attempts by number that were read before. They are listed again but not read: an attempt that is not
-            pending never changes, and a job that is often restarted has thousands.
+    Those in ``known``, by number, were read before. They are listed again but not read: an attempt that is not pending
+    never changes, and a job that is often restarted has thousands.
 
     Raises:
         SnapshotError: an announcement cannot be read.
@@ -88,17 +85,12 @@ def read_attempts(
 
 
 def attempts_over(store: ObjectStore, keys: Sequence[tuple[int, int]]) -> list[StoreAttempt]:
-    """Read the attempts that can invalidate any of some manifests, (step, attempt) each; see ``read_attempts``."""
+    """Read the attempts that can invalidate any of some manifests, given as (step, attempt)."""
     return read_attempts(store, min(attempt for _, attempt in keys)) if keys else []
 
 
 def is_claimed(number: int, attempts: Iterable[StoreAttempt]) -> bool:
-    """Return whether an attempt is past its pending state; attempt 0, before the first, always is.
-
-    Args:
-        number: number of the attempt.
-        attempts: all attempts that are not pending.
-    """
+    """Return whether an attempt is among those not pending; attempt 0, before the first, always is."""
     return number == 0 or any(each.number == number for each in attempts)
 
 
@@ -118,25 +110,21 @@ def claim_attempt(store: ObjectStore, restored_step: int | None, note: str) -> i
     From then on older attempts cannot add to the history. Rank 0 of a gang calls it once, after ``newest_snapshot``.
     Two gangs never get the same number, not even from a store that ignores conditional writes.
 
-    Args:
-        store: the job's store.
-        restored_step: step of the chosen snapshot; None: the store has none.
-        note: name of the gang, for people.
+    ``restored_step`` is None if the store has no snapshot; ``note`` names the gang, for people.
 
     Raises:
         TemporaryError: an older attempt's retention is removing that snapshot: choose again.
     """
     token = secrets.token_hex(8)
     said = {"restoredStep": restored_step, "note": note, "token": token, "time": time.time()}
-    body = _encode({**said, "pending": True})
-    number = (
-        _claim_by_condition(store, token, body) if honours_conditions(store) else _claim_by_rank(store, token, body)
-    )
+    body = json.dumps({**said, "pending": True}).encode()
+    claim = _claim_by_condition if honours_conditions(store) else _claim_by_rank
+    number = claim(store, token, body)
     if restored_step is not None and not _still_there(store, restored_step, number):
         # If this fails, the attempt stays pending for ever, which invalidates no manifest.
         store.delete(attempt_key(number))
         raise TemporaryError(f"{store.uri}: the snapshot of step {restored_step} is being removed: choose again")
-    store.put(attempt_key(number), _encode(said))
+    store.put(attempt_key(number), json.dumps(said).encode())
     logger.info("attempt claimed", extra={"attempt": number, "restored_step": restored_step})
     return number
 
@@ -186,16 +174,12 @@ def _greatest_used(store: ObjectStore) -> int:
 def _still_there(store: ObjectStore, step: int, number: int) -> bool:
     """Return whether a snapshot of this step exists that no running retention has marked for removal.
 
-    Args:
-        store: the job's store.
-        step: step of the snapshot.
-        number: the attempt announced just now; its announcement's time is the store's current time.
+    The time of the announcement of attempt ``number``, just made, is the store's current time.
     """
-    prefix = f"{MANIFESTS}{step:016d}-"
     now = max((info.modified for info in store.list(attempt_key(number))), default=0.0)
     marks = [info for info in store.list(f"{RETIRED}{step:016d}-") if now - info.modified < DEAD_MARK_S]
     retired = {info.key.removeprefix(RETIRED) for info in marks}
-    keys = [info.key for info in store.list(prefix) if parse_manifest_key(info.key)]
+    keys = [info.key for info in store.list(f"{MANIFESTS}{step:016d}-") if parse_manifest_key(info.key)]
     return any(key.removeprefix(MANIFESTS) not in retired for key in keys)
 
 
@@ -207,14 +191,11 @@ def _numbers(store: ObjectStore, prefix: str, pattern: re.Pattern[str]) -> list[
 def _read(store: ObjectStore, number: int) -> StoreAttempt | None:
     """Read an attempt; None if it is pending, or was withdrawn since it was listed."""
     key = attempt_key(number)
-    try:
+    with contextlib.suppress(NoInputError), refusing(f"{store.uri}/{key}", "not an attempt's announcement"):
         said = json.loads(store.get(key))
         restored = said["restoredStep"]
         return None if said.get("pending") else StoreAttempt(number, None if restored is None else int(restored))
-    except NoInputError:
-        return None
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise SnapshotError(f"{store.uri}/{key}: not an attempt's announcement: {error!r}") from error
+    return None
 
 
 def _token(store: ObjectStore, key: str) -> str:
@@ -223,7 +204,3 @@ def _token(store: ObjectStore, key: str) -> str:
         return str(json.loads(store.get(key)).get("token"))
     except (NoInputError, ValueError, AttributeError, RecursionError):
         return ""
-
-
-def _encode(said: dict[str, Any]) -> bytes:
-    return json.dumps(said).encode()

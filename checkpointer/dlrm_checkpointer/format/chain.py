@@ -26,11 +26,7 @@ class BrokenChainError(SnapshotError):
 
 
 class ChainLayers:
-    """Index the chunks of manifests by table, in one pass however many tables there are.
-
-    Args:
-        manifests: oldest first.
-    """
+    """Index the chunks of manifests, oldest first, by table: in one pass however many tables there are."""
 
     def __init__(self, manifests: Sequence[Manifest]) -> None:
         self._of: list[dict[str, list[ChunkEntry]]] = []
@@ -110,10 +106,8 @@ def _load(store: ObjectStore, link: ChainLink, above: str) -> Manifest:
 def snapshot_base(kind: Kind, parent: Chain | None, *, chained: bool) -> SnapshotBase:
     """Return what the snapshot of a cut is based on.
 
-    Args:
-        kind: Kind of the snapshot.
-        parent: The chain that the cut's rows are relative to; None if the cut holds all rows ever updated.
-        chained: Whether an increment is based on its parent; else on the parent's full snapshot.
+    ``parent`` is what its rows are relative to; None: it holds all rows ever updated. An increment that is ``chained``
+    is based on its parent, else on the parent's full snapshot.
     """
     if parent is None:
         return SnapshotBase(kind="full")

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic.alias_generators import to_camel
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.codec.row_ids import decode_ids, encode_ids
 from dlrm_checkpointer.codec.rows import EMPTY, QUANTIZERS, ChunkEncoding, CodedRows
-from dlrm_checkpointer.format.manifest import ObjectEntry
+from dlrm_checkpointer.format.manifest import ObjectEntry, refusing
 from dlrm_checkpointer.types import ShardId
 from dlrm_stores import ObjectStore
 from dlrm_stores.base import Body
@@ -21,22 +21,11 @@ from dlrm_stores.base import Body
 OBJECT_VERSION = 2
 METADATA_KEY = "dlrm"
 """The only entry of the container's metadata, a JSON object: the order of several entries is not deterministic."""
-DTYPES = {
-    "F16": "<f2",
-    "F32": "<f4",
-    "F64": "<f8",
-    "U8": "|u1",
-    "U16": "<u2",
-    "U32": "<u4",
-    "U64": "<u8",
-    "I32": "<i4",
-    "I64": "<i8",
-    "BOOL": "|b1",
-}
-"""numpy type of each safetensors type name."""
-NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 FIRST_TYPES = ("U64", "I64", "F64", "F32", "U32", "I32", "F16", "U16", "U8", "BOOL")
 """Order in which the safetensors library writes arrays of different types; those of one type are sorted by name."""
+DTYPES = dict(zip(FIRST_TYPES, ("<u8", "<i8", "<f8", "<f4", "<u4", "<i4", "<f2", "<u2", "|u1", "|b1"), strict=True))
+"""numpy type of each safetensors type name."""
+NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 HEADER_LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library."""
@@ -44,26 +33,20 @@ ALIGNMENT = 8
 """Alignment of the data, by spaces at the end of the header."""
 MAX_ROW_NUMBERS = 1 << 23
 """Largest number of row numbers in one object. Contiguous ones take no bytes, so the size does not bound them."""
+BITMAP, GAPS = "row_bitmap", "row_gaps"
+GAP_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
 
 
 def encode_rows(coded: CodedRows) -> memoryview:
     """Encode one chunk of at least one row. Equal rows give equal bytes."""
     form = coded.form
-    arrays: dict[str, NDArray[Any]] = {"state": coded.state, **encode_ids(coded.row_ids)}
+    arrays: dict[str, NDArray[Any]] = {"state": coded.state, **_encode_ids(coded.row_ids)}
     if QUANTIZERS[form.bits].has_scale:
         arrays |= {"codes": coded.body, "scale": coded.scale, "low": coded.low}
     else:
         arrays["rows"] = coded.body
-    meta = {
-        "version": OBJECT_VERSION,
-        "kind": "rows",
-        "bits": form.bits,
-        "exponent": form.exponent,
-        "firstRow": int(coded.row_ids[0]),
-        "rows": len(coded.row_ids),
-        **shard_json(coded.shard),
-    }
-    return _save(arrays, meta)
+    shard = {to_camel(name): value for name, value in vars(coded.shard).items()}
+    return _save(arrays, "rows", {"bits": form.bits, "exponent": form.exponent, **_ids_meta(coded.row_ids), **shard})
 
 
 def decode_rows(body: Body, key: str) -> CodedRows:
@@ -73,14 +56,13 @@ def decode_rows(body: Body, key: str) -> CodedRows:
         SnapshotError: names the object and what is wrong with it.
     """
     meta, arrays = _load(body, key, "rows")
-    try:
+    with refusing(key, "not a chunk of rows as the format says"):
         return _coded_rows(meta, arrays)
-    except (LookupError, OverflowError, TypeError, ValueError) as error:
-        raise SnapshotError(f"{key}: not a chunk of rows as the format says: {error!r}") from error
 
 
 def _coded_rows(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> CodedRows:
-    shard, count = shard_of(meta), int(meta["rows"])
+    rectangle = (int(meta[name]) for name in ("rowStart", "rowEnd", "columnStart", "columnEnd"))
+    shard, count = ShardId(str(meta["table"]), *rectangle), int(meta["rows"])
     form = ChunkEncoding(meta["bits"], int(meta["exponent"]))
     quantizer = QUANTIZERS.get(form.bits) if type(form.bits) is int else None
     if quantizer is None or form.exponent not in quantizer.exponents:
@@ -90,40 +72,29 @@ def _coded_rows(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
     first = int(meta["firstRow"])
     if first < shard.row_start:
         raise ValueError(f"row {first} lies outside {shard}")
-    coded = quantizer.has_scale
-    halves = (np.float16, (count,)), (np.float16, (count,))
-    wanted: dict[str, tuple[Any, tuple[int, ...]]] = {
-        "codes" if coded else "rows": (quantizer.dtype, (count, quantizer.columns(shard.width))),
+    name = "codes" if quantizer.has_scale else "rows"
+    wanted: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+        name: (quantizer.dtype, (count, quantizer.columns(shard.width))),
         "state": (np.float32, (count, arrays["state"].shape[-1])),
-        **(dict(zip(("scale", "low"), halves, strict=True)) if coded else {}),
     }
-    for name, (kind, shape) in wanted.items():
-        array = arrays[name]
+    if quantizer.has_scale:
+        wanted |= {"scale": (np.float16, (count,)), "low": (np.float16, (count,))}
+    for each, (kind, shape) in wanted.items():
+        array = arrays[each]
         if array.dtype != kind or array.shape != shape:
-            raise ValueError(f"{name} is {array.dtype}{array.shape}, not {np.dtype(kind)}{shape}")
-        if name in ("scale", "low") and not np.isfinite(array).all():
-            raise ValueError(f"{name} is not finite")
+            raise ValueError(f"{each} is {array.dtype}{array.shape}, not {np.dtype(kind)}{shape}")
+        if each in ("scale", "low") and not np.isfinite(array).all():
+            raise ValueError(f"{each} is not finite")
+    scale, low = (arrays["scale"], arrays["low"]) if quantizer.has_scale else (EMPTY, EMPTY)
+    ids = _decode_ids(arrays, first, count, shard.row_end)
     return CodedRows(
-        shard=shard,
-        row_ids=decode_ids(arrays, first, count, shard.row_end),
-        form=form,
-        body=arrays["codes" if coded else "rows"],
-        scale=arrays["scale"] if coded else EMPTY,
-        low=arrays["low"] if coded else EMPTY,
-        state=arrays["state"],
+        shard=shard, row_ids=ids, form=form, body=arrays[name], scale=scale, low=low, state=arrays["state"]
     )
 
 
 def encode_row_numbers(table: str, row_ids: NDArray[np.int64]) -> memoryview:
     """Encode 1 to ``MAX_ROW_NUMBERS`` strictly ascending row numbers. Equal ones give equal bytes."""
-    meta = {
-        "version": OBJECT_VERSION,
-        "kind": "row-numbers",
-        "table": table,
-        "firstRow": int(row_ids[0]),
-        "rows": len(row_ids),
-    }
-    return _save(encode_ids(row_ids), meta)
+    return _save(_encode_ids(row_ids), "row-numbers", {"table": table, **_ids_meta(row_ids)})
 
 
 def decode_row_numbers(body: Body, key: str, table: str, rows: int) -> NDArray[np.int64]:
@@ -133,15 +104,13 @@ def decode_row_numbers(body: Body, key: str, table: str, rows: int) -> NDArray[n
         SnapshotError: names the object and what is wrong with it.
     """
     meta, arrays = _load(body, key, "row-numbers")
-    try:
+    with refusing(key, "not row numbers as the format says"):
         if meta["table"] != table:
             raise ValueError(f"is of table {meta['table']}, not {table}")
         count = int(meta["rows"])
         if count > MAX_ROW_NUMBERS:
             raise ValueError(f"expected at most {MAX_ROW_NUMBERS} row numbers, got {count}")
-        return decode_ids(arrays, int(meta["firstRow"]), count, rows)
-    except (LookupError, OverflowError, TypeError, ValueError) as error:
-        raise SnapshotError(f"{key}: not row numbers as the format says: {error!r}") from error
+        return _decode_ids(arrays, int(meta["firstRow"]), count, rows)
 
 
 def encode_dense(arrays: Mapping[str, NDArray[Any]]) -> memoryview:
@@ -153,7 +122,7 @@ def encode_dense(arrays: Mapping[str, NDArray[Any]]) -> memoryview:
     for name, array in arrays.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise SnapshotError(f"dense {name} holds a value that is not finite: the cut is not stored")
-    return _save(dict(arrays), {"version": OBJECT_VERSION, "kind": "dense"})
+    return _save(arrays, "dense", {})
 
 
 def decode_dense(body: Body, key: str) -> dict[str, NDArray[Any]]:
@@ -165,30 +134,68 @@ def decode_dense(body: Body, key: str) -> dict[str, NDArray[Any]]:
     return {name: array.copy() for name, array in _load(body, key, "dense")[1].items()}
 
 
-def shard_json(shard: ShardId) -> dict[str, Any]:
-    """Return a rectangle as the format writes it."""
-    return {
-        "table": shard.table,
-        "rowStart": shard.row_start,
-        "rowEnd": shard.row_end,
-        "columnStart": shard.column_start,
-        "columnEnd": shard.column_end,
-    }
+def _encode_ids(row_ids: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    """Encode N >= 1 ascending row numbers in the smaller way, without their first and their count.
+
+    Returns:
+        Nothing if they are contiguous; ``row_bitmap`` uint8 with bit i of byte j (least significant first) for the
+        first row + 8 j + i; or, unless that is smaller, ``row_gaps`` (N - 1,) of the smallest unsigned type: the
+        number of rows left out between each row and the next.
+    """
+    count, first = len(row_ids), int(row_ids[0])
+    span = int(row_ids[-1]) - first + 1
+    if span == count:
+        return {}
+    size = -(-span // 8)
+    # A smaller bitmap also beats gaps of one byte each.
+    if size >= count - 1:
+        gaps = np.diff(row_ids)
+        gaps -= 1
+        kind = next(kind for kind in GAP_TYPES if int(gaps.max()) <= np.iinfo(kind).max)
+        if size >= (count - 1) * np.dtype(kind).itemsize:
+            return {GAPS: gaps.astype(kind)}
+    present = np.zeros(span, bool)
+    present[row_ids - first] = True
+    return {BITMAP: np.packbits(present, bitorder="little")}
 
 
-def shard_of(value: Mapping[str, Any]) -> ShardId:
-    """Parse the result of ``shard_json``."""
-    return ShardId(
-        table=str(value["table"]),
-        row_start=int(value["rowStart"]),
-        row_end=int(value["rowEnd"]),
-        column_start=int(value["columnStart"]),
-        column_end=int(value["columnEnd"]),
-    )
+def _decode_ids(arrays: Mapping[str, NDArray[Any]], first: int, count: int, end: int) -> NDArray[np.int64]:
+    """Decode ``count`` row numbers below ``end``; allocates them, so the caller must have checked both.
+
+    Raises:
+        ValueError: the arrays do not hold ``count`` rows from ``first`` on, below ``end``.
+    """
+    if not (0 <= first < end and 1 <= count <= end - first):
+        raise ValueError(f"{count} rows from row {first} on do not lie below row {end}")
+    if BITMAP in arrays and GAPS in arrays:
+        raise ValueError(f"expected either {BITMAP} or {GAPS}, got both")
+    if BITMAP in arrays:
+        bitmap = arrays[BITMAP]
+        if bitmap.dtype != np.uint8 or bitmap.ndim != 1 or int(np.bitwise_count(bitmap).sum()) != count:
+            raise ValueError(f"{BITMAP} is {bitmap.dtype}{bitmap.shape}, and not of {count} rows")
+        ids = np.flatnonzero(np.unpackbits(bitmap, bitorder="little")).astype(np.int64, copy=False)
+    elif GAPS in arrays:
+        gaps = arrays[GAPS]
+        if gaps.dtype not in GAP_TYPES or gaps.shape != (count - 1,):
+            raise ValueError(f"{GAPS} is {gaps.dtype}{gaps.shape}, and not of {count} rows")
+        ids = np.zeros(count, np.int64)
+        # A sum that overflows does not ascend, which is checked below.
+        np.cumsum(gaps.astype(np.int64) + 1, out=ids[1:])
+    else:
+        return np.arange(first, first + count, dtype=np.int64)
+    if len(ids) != count or ids[0] != 0 or ids[-1] >= end - first or not (ids[1:] > ids[:-1]).all():
+        raise ValueError(f"expected {count} ascending row numbers from row {first} on, below row {end}")
+    ids += first
+    return ids
 
 
-def _save(arrays: dict[str, NDArray[Any]], meta: dict[str, Any]) -> memoryview:
+def _ids_meta(row_ids: NDArray[np.int64]) -> dict[str, int]:
+    return {"firstRow": int(row_ids[0]), "rows": len(row_ids)}
+
+
+def _save(arrays: Mapping[str, NDArray[Any]], kind: str, meta: Mapping[str, Any]) -> memoryview:
     """Encode as the safetensors library does, byte for byte, with one copy where the library makes three."""
+    meta = {"version": OBJECT_VERSION, "kind": kind, **meta}
     little = {name: np.asarray(array, array.dtype.newbyteorder("<")) for name, array in arrays.items()}
     types = {name: NAMES[array.dtype] for name, array in little.items()}
     order = sorted(little, key=lambda name: (FIRST_TYPES.index(types[name]), name))
@@ -212,7 +219,7 @@ def _save(arrays: dict[str, NDArray[Any]], meta: dict[str, Any]) -> memoryview:
 
 def _load(body: Body, key: str, kind: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """Return metadata and arrays (views of ``body``); the library would copy, and hides the metadata."""
-    try:
+    with refusing(key, "not a safetensors container of this format"):
         length = int.from_bytes(body[:HEADER_LENGTH_BYTES], "little")
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {length}")
@@ -222,8 +229,6 @@ def _load(body: Body, key: str, kind: str) -> tuple[dict[str, Any], dict[str, ND
         _check_ranges([entry["data_offsets"] for entry in header.values()], len(data))
         arrays = {name: _array(data, entry) for name, entry in header.items()}
         version, found = int(meta["version"]), meta["kind"]
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        raise SnapshotError(f"{key}: not a safetensors container of this format: {error!r}") from error
     if version > OBJECT_VERSION:
         raise SnapshotError(
             f"{key}: object version {version}, this program reads up to {OBJECT_VERSION}: use a newer dlrm-operator"
@@ -259,13 +264,7 @@ def _array(data: memoryview, entry: Mapping[str, Any]) -> NDArray[Any]:
 
 
 def put_by_digest(store: ObjectStore, key_of: Callable[[str], str], body: Body) -> ObjectEntry:
-    """Put an object under a key that holds the SHA-256 of its bytes.
-
-    Args:
-        store: the store.
-        key_of: returns the key for the digest in hexadecimal.
-        body: contiguous bytes.
-    """
+    """Put an object of contiguous bytes under the key for their SHA-256 (hexadecimal)."""
     sha256 = hashlib.sha256(body).hexdigest()
     key = key_of(sha256)
     store.put(key, body, sha256)

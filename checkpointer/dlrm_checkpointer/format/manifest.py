@@ -1,8 +1,13 @@
-"""Define part lists and manifests, which list a snapshot's objects as a function of the cut alone."""
+"""Define part lists and manifests, which list a snapshot's objects as a function of the cut alone.
+
+They are sealed: no other object has a SHA-256 of them, so their JSON holds its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -10,26 +15,109 @@ from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
 from pydantic.dataclasses import dataclass
 
-from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.format.canonical import FORMAT, FormatModel, SealedModel, parse_sealed
+from dlrm_api.errors import SnapshotError, field_path, first_problem
 from dlrm_checkpointer.types import MAX_NAME, CutMeta, ShardId, SnapshotName, TableMeta
 
 FORMAT_VERSION = 2
+UNSEALED = "0" * 64
+FORMAT = ConfigDict(alias_generator=to_camel, validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
+"""Rules of every part of the format: camelCase, unknown fields are ignored, incompatible changes raise the version."""
 MANIFESTS = "manifests/"
 PARTS = "parts/"
 CHUNKS = "chunks/"
 Kind = Literal["full", "increment"]
 MAX_BYTES = 2**63
 """Bound on the size of an object: sizes are signed 64-bit integers."""
+BAD_META = "meta is not as the format says"
 _KEY = re.compile(r"manifests/(\d{16})-(\d{8})\.json")
 _OF_A_CUT = re.compile(f"(?:{CHUNKS}|{PARTS})([0-9]{{16}})/([0-9]{{8}})/")
 
 
+class NewerVersionError(SnapshotError):
+    """Report an object of a newer version. It may be intact: only a user may go back behind it."""
+
+
 class SnapshotConflictError(SnapshotError):
     """Report that this step and attempt are stored already with other content; nothing was replaced."""
+
+
+class FormatModel(BaseModel):
+    """Define a part of the format."""
+
+    model_config = ConfigDict(**FORMAT, frozen=True)
+
+
+class SealedModel(FormatModel):
+    """Define an object that holds the SHA-256 of its own bytes."""
+
+    def encode(self) -> bytes:
+        """Encode as sealed JSON with sorted keys and no spaces: equal content gives equal bytes."""
+        return sealed(self.model_dump(mode="json"))
+
+
+class _Head(BaseModel):
+    """Hold the fields that are checked before all others."""
+
+    version: int
+    seal: str = ""
+
+
+M = TypeVar("M", bound=SealedModel)
+
+
+def sealed(value: Mapping[str, Any]) -> bytes:
+    """Encode as canonical JSON with its SHA-256 as ``seal``, computed with zeros in place of the seal."""
+    unsealed = json.dumps({**value, "seal": UNSEALED}, sort_keys=True, separators=(",", ":")).encode()
+    return _with_seal(unsealed, UNSEALED, hashlib.sha256(unsealed).hexdigest())
+
+
+def _with_seal(body: bytes, old: str, new: str) -> bytes:
+    return body.replace(f'"seal":"{old}"'.encode(), f'"seal":"{new}"'.encode())
+
+
+def parse_sealed(model: type[M], body: bytes, key: str, what: str, *, newer: str = "", older: str = "") -> M:
+    """Parse sealed JSON of the model's version; ``newer`` and ``older`` are advice about other versions.
+
+    Raises:
+        NewerVersionError: a newer version wrote it.
+        SnapshotError: names the object and what is wrong with it.
+    """
+    version: int = model.model_fields["version"].default
+    try:
+        head = _Head.model_validate_json(body)
+    except ValidationError as error:
+        raise SnapshotError(f"{key}: not JSON of this format: {_first_problem(error)}") from error
+    if head.version != version:
+        refused, advice = (NewerVersionError, newer) if head.version > version else (SnapshotError, older)
+        raise refused(f"{key}: {what} version {head.version}, this program reads version {version}{advice}")
+    if hashlib.sha256(_with_seal(body, head.seal, UNSEALED)).hexdigest() != head.seal:
+        raise SnapshotError(f"{key}: corrupt: its SHA-256 is not its seal")
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise SnapshotError(f"{key}: {_first_problem(error)}") from error
+
+
+def _first_problem(error: ValidationError) -> str:
+    path = field_path(error.errors(include_url=False, include_input=False)[0]["loc"])
+    return f"{path}: {first_problem(error)}" if path else first_problem(error)
+
+
+@contextlib.contextmanager
+def refusing(key: str, problem: str) -> Iterator[None]:
+    """Report an object whose content cannot be used in the block.
+
+    Raises:
+        SnapshotError: names the object, the problem and the cause.
+    """
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise SnapshotError(f"{key}: {problem}: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=FORMAT)
@@ -60,30 +148,18 @@ class ChunkEntry(ObjectEntry):
 
     @classmethod
     def of(cls, put: ObjectEntry, shard: ShardId, row_ids: NDArray[np.int64]) -> Self:
-        """Return the entry of an object that holds rows.
-
-        Args:
-            put: the object.
-            shard: shard of the rows.
-            row_ids: (N,) ascending, N >= 1.
-        """
+        """Return the entry of an object that holds rows ``row_ids`` (N,), ascending, N >= 1."""
         first, last = int(row_ids[0]), int(row_ids[-1])
         return cls(**asdict(put), **asdict(shard), rows=len(row_ids), first_row=first, last_row=last)
 
     @property
     def shard(self) -> ShardId:
         """Return the shard of the rows."""
-        return ShardId(
-            table=self.table,
-            row_start=self.row_start,
-            row_end=self.row_end,
-            column_start=self.column_start,
-            column_end=self.column_end,
-        )
+        return ShardId(self.table, self.row_start, self.row_end, self.column_start, self.column_end)
 
 
-class Link(FormatModel):
-    """Name a snapshot that another object is based on, with the SHA-256 of its manifest."""
+class ChainLink(FormatModel):
+    """Name a snapshot that another one is based on, with the SHA-256 of its manifest."""
 
     step: int = Field(ge=0)
     attempt: int = Field(ge=0)
@@ -93,10 +169,6 @@ class Link(FormatModel):
     def name(self) -> SnapshotName:
         """Return the name of the snapshot."""
         return SnapshotName(self.step, self.attempt)
-
-
-class ChainLink(Link):
-    """Name a snapshot of a chain, with the SHA-256 of its own manifest."""
 
 
 class ChainSummary(FormatModel):
@@ -116,13 +188,8 @@ class ChainSummary(FormatModel):
 
     def after(self, size: int) -> ChainSummary:
         """Return the sums with one more increment."""
-        return ChainSummary(
-            base_bytes=self.base_bytes,
-            base_time=self.base_time,
-            increments=self.increments + 1,
-            increment_bytes=self.increment_bytes + size,
-            last_bytes=size,
-        )
+        grown = {"increments": self.increments + 1, "increment_bytes": self.increment_bytes + size}
+        return self.model_copy(update={**grown, "last_bytes": size})
 
 
 class PartList(SealedModel):
@@ -209,9 +276,6 @@ class Manifest(SealedModel):
         )
 
 
-M = TypeVar("M", PartList, Manifest)
-
-
 def manifest_key(step: int, attempt: int) -> str:
     """Return the key of a manifest, padded with zeros so that a listing is sorted by step."""
     return f"{MANIFESTS}{step:016d}-{attempt:08d}.json"
@@ -251,7 +315,7 @@ def parse_part(body: bytes, key: str) -> PartList:
         SnapshotError: names the object and the field that is wrong.
     """
     part = _parse(PartList, body, key)
-    with _meta_of(key):
+    with refusing(key, BAD_META):
         CutMeta.from_json(part.meta)
     return part
 
@@ -264,7 +328,7 @@ def parse_manifest(body: bytes, key: str) -> Manifest:
         SnapshotError: names the object and the field that is wrong.
     """
     manifest = _parse(Manifest, body, key)
-    with _meta_of(key):
+    with refusing(key, BAD_META):
         cut = manifest.cut
     check_chunks(manifest, key)
     if parse_manifest_key(key) != (cut.step, cut.attempt):
@@ -284,10 +348,7 @@ def checked_tables(documents: Iterable[Mapping[str, Any]], chunks: Iterable[Chun
     for table in map(TableMeta.from_json, documents):
         if tables.setdefault(table.name, table) is not table:
             raise ValueError(f"duplicate table {table.name!r}")
-    edges = {
-        name: ({start for start, _ in table.column_blocks}, {end for _, end in table.column_blocks})
-        for name, table in tables.items()
-    }
+    edges = {name: tuple(map(set, zip(*table.column_blocks, strict=True))) for name, table in tables.items()}
     for chunk in chunks:
         if chunk.table not in tables:
             raise ValueError(f"{chunk.key} holds rows of a table {chunk.table[:MAX_NAME]} that its model does not have")
@@ -309,21 +370,10 @@ def check_chunks(manifest: Manifest, key: str) -> None:
     Raises:
         SnapshotError: names the object, and the table or the chunk.
     """
-    with _meta_of(key):
+    with refusing(key, BAD_META):
         checked_tables(manifest.meta["model"].get("tables", ()), manifest.chunks)
 
 
-@contextlib.contextmanager
-def _meta_of(key: str) -> Iterator[None]:
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise SnapshotError(f"{key}: meta is not as the format says: {error!r}") from error
-
-
 def _parse(model: type[M], body: bytes, key: str) -> M:
-    def refusal(version: int) -> str:
-        advice = "use a newer dlrm-operator" if version > FORMAT_VERSION else "that version was never released"
-        return f"format version {version}, this program reads version {FORMAT_VERSION}: {advice}"
-
-    return parse_sealed(model, body, key, FORMAT_VERSION, refusal)
+    advice = {"newer": ": use a newer dlrm-operator", "older": ": that version was never released"}
+    return parse_sealed(model, body, key, "format", **advice)

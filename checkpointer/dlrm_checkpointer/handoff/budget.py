@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError
 from dlrm_api.process import FULL
-from dlrm_checkpointer.handoff.protocol import EntryName, HandoffDir, boot_id, file_size
+from dlrm_checkpointer.handoff.protocol import CutName, HandoffDir, boot_id, file_size
 from dlrm_checkpointer.types import CutMeta, CutRows, ShardId, ShardRows
 
 MAX_SPARE_BYTES = 1 << 20
@@ -54,12 +54,7 @@ class Budget:
     """Bytes of the hand-off directory that the ranks of a pod share.
 
     Bytes are taken with the directory locked, by allocating a file before anything is written to it. So the sizes of
-    the files say at any moment what is taken, also after a kill.
-
-    Args:
-        directory: of the pod.
-        size: bytes; None: whatever the device holds.
-        ranks: ranks of the pod.
+    the files say at any moment what is taken, also after a kill. Without a size: whatever the device holds.
     """
 
     def __init__(self, directory: HandoffDir, size: int | None, ranks: int) -> None:
@@ -67,7 +62,7 @@ class Budget:
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
 
     def reserve(self, wanted: int, rank: int, head: str) -> CutBuffer | None:
-        """Take ``wanted`` bytes for a whole cut, or nothing if they are not free now; ``head`` is that of its index.
+        """Take bytes for a whole cut, or nothing if they are not free now; ``head`` is that of its index.
 
         Raises:
             OSError: the device is full.
@@ -233,7 +228,7 @@ class CutBuffer:
             self._dense.append({"name": name, **shape, "offset": offset})
         return True
 
-    def hand_over(self, name: EntryName, number: int) -> None:
+    def hand_over(self, name: CutName, number: int) -> None:
         """Hand the segment to the sidecar, as number ``number`` of its cut; see ``HandoffDir.hand_over``."""
         content = {"pieces": self._pieces, "dense": self._dense, "bytes": self.end, "slice": number}
         index = json.dumps(json.loads(self._head) | content | {"time": time.time()})

@@ -56,11 +56,7 @@ class CutWithdrawnError(TemporaryError):
 class Cut:
     """Hand over one rank's part of a cut. If a transition raises, the cut is WITHDRAWN. Not thread-safe.
 
-    Args:
-        budget: of the pod.
-        name: of the cut.
-        meta: the same on all ranks.
-        owned: all shards that the rank stores; the cut holds those of their rows that changed.
+    ``owned`` are all shards that the rank stores; the cut holds those of their rows that changed.
     """
 
     def __init__(self, budget: Budget, name: CutName, meta: CutMeta, owned: Sequence[ShardId]) -> None:
@@ -227,7 +223,7 @@ class Cut:
             raise ValueError(f"{shard}: rank {self.name.rank} does not store this shard")
 
     def _begin_segment(self) -> bool:
-        """Take a buffer that holds any row, or the dense state, if there is none; return whether there is one now."""
+        """Take a buffer for any row or the dense state, unless there is one; return whether there is."""
         self._check_refused()
         if self._buffer is None:
             least = head_bytes(self._head) + max(ENTRY_BYTES + self._widest_row_bytes, dense_bytes(self._dense or {}))
@@ -236,11 +232,9 @@ class Cut:
 
     @cached_property
     def _widest_row_bytes(self) -> int:
-        rows = (CutRows(shard=shard, count=1, state_values=self._state_values(shard)) for shard in self._owned)
+        places = [(each, self._tables[each.table].state_of(each.column_start, each.column_end)) for each in self._owned]
+        rows = (CutRows(shard=shard, count=1, state_values=len(state)) for shard, state in places)
         return max((each.row_bytes for each in rows), default=0)
-
-    def _state_values(self, shard: ShardId) -> int:
-        return len(self._tables[shard.table].state_of(shard.column_start, shard.column_end))
 
     def _add_dense(self, buffer: CutBuffer, arrays: Mapping[str, NDArray[Any]]) -> bool:
         """Copy the dense state into a segment; return whether there was space for it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_api.process import raise_device
-from dlrm_checkpointer.handoff.protocol import EntryName, HandoffDir
+from dlrm_checkpointer.handoff.protocol import CutName, HandoffDir
 from dlrm_checkpointer.types import SnapshotName
 
 
@@ -38,12 +38,12 @@ class Inbox(HandoffDir):
         """Unlock the directory."""
         os.close(self._lock)
 
-    def ready(self) -> list[EntryName]:
+    def ready(self) -> list[CutName]:
         """List cuts and segments of cuts that wait, oldest step first; a rank has one of the two at a time."""
         names = [*self.ready_segments(), *self.ready_cuts()]
         return sorted(names, key=lambda name: (name.step, name.attempt, name.rank))
 
-    def free(self, name: EntryName) -> None:
+    def free(self, name: CutName) -> None:
         """Free an entry's memory; from the rename on it no longer waits. Nothing happens if it was withdrawn."""
         with self.lock():
             self.retire(name)

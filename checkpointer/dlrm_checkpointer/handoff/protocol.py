@@ -44,8 +44,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import SnapshotError, TemporaryError, UsageError
 from dlrm_api.process import raise_device
-from dlrm_checkpointer.format.canonical import NewerVersionError
-from dlrm_checkpointer.format.manifest import ChunkEntry
+from dlrm_checkpointer.format.manifest import ChunkEntry, NewerVersionError
 from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName
 
 T = TypeVar("T")
@@ -68,13 +67,16 @@ _NAME = TypeAdapter(SnapshotName)
 
 
 @dataclass(frozen=True, order=True)
-class EntryName:
-    """Name a ready cut, or a segment of one that is not ready."""
+class CutName:
+    """Name a ready cut; ordered by step, attempt, rank."""
 
     step: int
     attempt: int
     rank: int
-    pattern: ClassVar[re.Pattern[str]]
+    pattern: ClassVar[re.Pattern[str]] = re.compile(r"ready-(\d+)-(\d+)-(\d+)")
+
+    def __str__(self) -> str:
+        return f"ready-{self.step:016d}-{self.attempt:08d}-{self.rank:06d}"
 
     @property
     def snapshot(self) -> SnapshotName:
@@ -89,17 +91,7 @@ class EntryName:
 
 
 @dataclass(frozen=True, order=True)
-class CutName(EntryName):
-    """Name a ready cut; ordered by step, attempt, rank."""
-
-    pattern: ClassVar[re.Pattern[str]] = re.compile(r"ready-(\d+)-(\d+)-(\d+)")
-
-    def __str__(self) -> str:
-        return f"ready-{self.step:016d}-{self.attempt:08d}-{self.rank:06d}"
-
-
-@dataclass(frozen=True, order=True)
-class SegmentName(EntryName):
+class SegmentName(CutName):
     """Name a segment that is not its cut's last; ``put`` distinguishes two tries of one cut."""
 
     number: int
@@ -118,7 +110,7 @@ class RefusedCut(SnapshotName):
 
 
 class Note(Generic[T]):
-    """Read and replace a small JSON file, completely or not at all. Readers are on this machine: it is not synced."""
+    """Read and replace a small JSON file atomically; unsynced, as readers are on this machine."""
 
     def __init__(self, path: Path, content: TypeAdapter[T]) -> None:
         self.path, self._content = path, content
@@ -269,7 +261,7 @@ class HandoffDir:
         """List the segments of cuts that are not ready yet, oldest step first."""
         return sorted(name for name in map(SegmentName.parse, self.entries()) if name)
 
-    def has(self, name: EntryName) -> bool:
+    def has(self, name: CutName) -> bool:
         """Return whether an entry still exists: a rank may withdraw the segments of a cut."""
         return (self.path / str(name)).exists()
 
@@ -304,22 +296,19 @@ class HandoffDir:
         self.rows(rank).touch()
         return file_size(self.rows(rank))
 
-    def hand_over(self, name: EntryName, rows: int, index: str, *, has_segments: bool) -> None:
+    def hand_over(self, name: CutName, rows: int, index: str, *, has_segments: bool) -> None:
         """Hand a rank's segment to the sidecar, atomically by the rename that ends this call.
 
-        Args:
-            name: name of the segment, or of the cut if it is the cut's last segment.
-            rows: bytes of its rows that stay allocated.
-            index: what lies where in the rows.
-            has_segments: whether the cut has segments before this one.
+        It has the name of its cut if it is the cut's last segment. ``rows`` bytes of its rows stay allocated, and
+        ``index`` says what lies where in them; ``has_segments``: the cut has segments before this one.
         """
         with self.lock():
             os.truncate(self.rows(name.rank), rows)
             (self.writing(name.rank) / _INDEX).write_text(index)
-            if has_segments and isinstance(name, CutName):
+            if has_segments and not isinstance(name, SegmentName):
                 self._durable(name.rank).path.rename(self.writing(name.rank) / _DURABLE)
             self.writing(name.rank).rename(self.path / str(name))
-        if isinstance(name, CutName):
+        if not isinstance(name, SegmentName):
             # The ready cut names its parent itself.
             self.parent(name.rank).remove()
 
@@ -335,10 +324,10 @@ class HandoffDir:
 
     def ranks_with_unfinished_cuts(self) -> set[int]:
         """List the ranks with a cut that is not ready; those that run still copy it."""
-        matches = (_UNFINISHED.fullmatch(entry) for entry in self.entries())
-        return {int(match[1]) for match in matches if match} | {name.rank for name in self.ready_segments()}
+        matches = filter(None, map(_UNFINISHED.fullmatch, self.entries()))
+        return {int(match[1]) for match in matches} | {name.rank for name in self.ready_segments()}
 
-    def retire(self, name: EntryName) -> None:
+    def retire(self, name: CutName) -> None:
         """Mark an entry for removal, if it still exists. Call it with the directory locked."""
         with contextlib.suppress(FileNotFoundError):
             dead = self.path / f"dead-{name.rank}-{time.monotonic_ns()}-{os.getpid()}"
@@ -393,12 +382,12 @@ class HandoffDir:
             found = [Note(path, _NAME).read() for path in self.path.glob("parent-*.json")]
         return {name for name in found if name}
 
-    def parent_of(self, name: EntryName) -> SnapshotName | None:
+    def parent_of(self, name: CutName) -> SnapshotName | None:
         """Return the parent of a ready cut or segment; None if it has none, or is gone."""
         index = Note(self.path / str(name) / _INDEX, _JSON).read()
         return SnapshotName.from_json(index["meta"]["parent"]) if index else None
 
-    def open(self, name: EntryName) -> ReadyCut:
+    def open(self, name: CutName) -> ReadyCut:
         """Map a cut or a segment.
 
         Raises:
@@ -421,9 +410,8 @@ class HandoffDir:
         except OSError as error:
             raise TemporaryError(f"{path}: cannot be opened: {error.strerror or error}") from error
         if not complete:
-            raise SnapshotError(
-                f"{path}: {len(data)} of {index['bytes']} bytes, or written before the machine restarted"
-            )
+            found = f"{len(data)} of {index['bytes']} bytes"
+            raise SnapshotError(f"{path}: {found}, or written before the machine restarted")
         return ReadyCut(name=name, meta=meta, number=number, nbytes=len(data), index=index, data=data)
 
     def read_durable(self, cut: ReadyCut) -> Durable:
@@ -438,9 +426,8 @@ class HandoffDir:
         elif not cut.number:
             return Durable()
         note = durable.read()
-        if note and isinstance(cut.name, SegmentName) and note["put"] != cut.name.put:
-            note = None
-        done = Durable.unpack(note["done"]) if note else Durable()
+        is_other_try = note and isinstance(cut.name, SegmentName) and note["put"] != cut.name.put
+        done = Durable.unpack(note["done"]) if note and not is_other_try else Durable()
         if done.slices < cut.number:
             raise SnapshotError(f"{durable.path}: holds {done.slices} of the {cut.number} segments before {cut.name}")
         return done
@@ -468,9 +455,8 @@ class HandoffDir:
         for path in self.path.glob("uploaded-*.json"):
             match, note = _UPLOADED.fullmatch(path.name), Note(path, _JSON).read()
             if match and note:
-                parent = SnapshotName.from_json(note["parent"])
-                name = int(match[1]), int(match[2])
-                found.append(UploadedCut(*name, int(note["worldSize"]), float(note["time"]), parent))
+                what = int(note["worldSize"]), float(note["time"]), SnapshotName.from_json(note["parent"])
+                found.append(UploadedCut(int(match[1]), int(match[2]), *what))
         return sorted(found, key=lambda cut: (cut.step, cut.attempt))
 
     def write_uploaded(self, cut: ReadyCut) -> None:
@@ -496,7 +482,7 @@ class HandoffDir:
 class ReadyCut:
     """Hold one rank's ready cut or segment. Its arrays are views of mapped memory until ``Inbox.free``."""
 
-    name: EntryName
+    name: CutName
     meta: CutMeta
     number: int
     """Segments of the cut before this one."""

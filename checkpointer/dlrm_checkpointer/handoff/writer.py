@@ -84,9 +84,6 @@ class HandoffWriter:
 
         Only rank 0 calls it, and all ranks take its answer. ``reserve`` follows, with a ``CutMeta`` that names it.
 
-        Args:
-            attempt: the store's number of this attempt.
-
         Returns:
             The newest snapshot of the attempt that the sidecar committed, else the one that was restored from. None:
             there is neither, or the sidecar could not read it: the cut must hold every row that was ever updated.
@@ -141,21 +138,16 @@ class HandoffWriter:
         owned: Sequence[ShardId],
         timeout_s: float,
     ) -> HandedOver:
-        """Reserve a cut, copy rows that do not change meanwhile, and wait until it is ready.
+        """Reserve a cut, copy rows that do not change meanwhile, and wait until it is ready; see ``reserve``.
 
-        Args:
-            meta: see ``reserve``.
-            rows: this rank's rows that changed since the cut's parent, in any number of pieces.
-            dense: see ``reserve``.
-            owned: see ``reserve``.
-            timeout_s: seconds after which a cut that does not fit the budget is withdrawn.
+        The rows are those of this rank that changed since the cut's parent, in any number of pieces. A cut that does
+        not fit the budget is withdrawn after ``timeout_s``.
 
         Raises:
             CutWithdrawnError: the sidecar did not free space in time.
             TemporaryError, DeviceError, DivergedError, ValueError: see ``Cut``.
         """
-        sources = [source for source in rows if len(source.row_ids)]
-        start = 0
+        sources, start = [source for source in rows if len(source.row_ids)], 0
         shapes = [CutRows(shard=s.shard, count=len(s.row_ids), state_values=s.state_values) for s in sources]
         size = CutSize(row_bytes=sum(each.count * each.row_bytes for each in shapes), pieces=len(shapes))
         cut, deadline = self.reserve(meta, dense, owned=owned, size=size), time.monotonic() + timeout_s
@@ -225,9 +217,7 @@ class HandoffWriter:
     def close(self, reason: str, *, failed: bool = False) -> None:
         """Record why the rank ends, and unlock the directory. Repeating it does nothing.
 
-        Args:
-            reason: for people.
-            failed: whether it or another rank failed, so that a cut of this rank may have no counterpart elsewhere.
+        ``failed``: it or another rank failed, so that a cut of this rank may have no counterpart elsewhere.
         """
         if self._lock is None:
             return

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,20 @@ from pydantic.dataclasses import dataclass as entry
 
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.codec.rows import code_rows
-from dlrm_checkpointer.format.canonical import FORMAT, SealedModel, parse_sealed
 from dlrm_checkpointer.format.chain import Chain, load_chain
 from dlrm_checkpointer.format.chunk import chunk_rows, encode_row_numbers, encode_rows, put_by_digest
-from dlrm_checkpointer.format.manifest import CHUNKS, PARTS, ChunkEntry, Link, ObjectEntry, checked_tables
+from dlrm_checkpointer.format.manifest import (
+    CHUNKS,
+    FORMAT,
+    PARTS,
+    ChainLink,
+    ChunkEntry,
+    ObjectEntry,
+    SealedModel,
+    checked_tables,
+    parse_sealed,
+    refusing,
+)
 from dlrm_checkpointer.read.diff import updates
 from dlrm_checkpointer.read.fetch import fetch
 from dlrm_checkpointer.types import ShardId, ShardRows, SnapshotName, TableMeta
@@ -38,7 +48,7 @@ _KEY = re.compile(r"deltas/(\d{16})\.json")
 _OF_A_DELTA = re.compile(f"(?:{CHUNKS}|{PARTS})([0-9]{{16}})/")
 
 
-class DeltaLink(Link):
+class DeltaLink(ChainLink):
     """Name a delta that another one follows: its sequence, its manifest's SHA-256, and its snapshot."""
 
     sequence: int = Field(ge=1)
@@ -52,14 +62,11 @@ class GoneEntry(ObjectEntry):
     rows: int = Field(ge=1)
 
 
-class DeltaPlan(SealedModel):
-    """Plan the next delta for all pods of a gang: ``plan.json``, written by rank 0's sidecar."""
+class DeltaHead(SealedModel):
+    """Hold what a delta's manifest takes from its plan."""
 
-    format: Literal["dlrm-delta-plan"] = "dlrm-delta-plan"
     version: int = PUBLICATION_VERSION
     sequence: int = Field(ge=1)
-    number: int = Field(ge=0, lt=TRIES)
-    """Distinguishes attempts at one sequence number."""
     step: int = Field(ge=0)
     attempt: int = Field(ge=0)
     snapshot: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -69,12 +76,20 @@ class DeltaPlan(SealedModel):
     base: int = Field(ge=1)
     """Sequence of the newest full delta, this one included."""
     bits: Literal[8, 16, 32]
-    pods: int = Field(ge=1)
 
     @property
     def name(self) -> SnapshotName:
-        """Return the name of the published snapshot."""
+        """Return the name of the snapshot that the delta leads to."""
         return SnapshotName(self.step, self.attempt)
+
+
+class DeltaPlan(DeltaHead):
+    """Plan the next delta for all pods of a gang: ``plan.json``, written by rank 0's sidecar."""
+
+    format: Literal["dlrm-delta-plan"] = "dlrm-delta-plan"
+    number: int = Field(ge=0, lt=TRIES)
+    """Distinguishes attempts at one sequence number."""
+    pods: int = Field(ge=1)
 
 
 class DeltaPart(SealedModel):
@@ -90,30 +105,16 @@ class DeltaPart(SealedModel):
     """Set by pod 0 only."""
 
 
-class Delta(SealedModel):
+class Delta(DeltaHead):
     """Describe a delta, which exists exactly as long as this object does."""
 
     format: Literal["dlrm-delta"] = "dlrm-delta"
-    version: int = PUBLICATION_VERSION
-    sequence: int = Field(ge=1)
-    step: int = Field(ge=0)
-    attempt: int = Field(ge=0)
-    snapshot: str = Field(pattern=r"^[0-9a-f]{64}$")
     time: float
     """Time of the snapshot's cut (Unix seconds)."""
-    previous: DeltaLink | None
-    full: bool
-    base: int = Field(ge=1)
-    bits: Literal[8, 16, 32]
     tables: tuple[dict[str, Any], ...]
     chunks: tuple[ChunkEntry, ...]
     tombstones: tuple[GoneEntry, ...]
     dense: ObjectEntry
-
-    @property
-    def name(self) -> SnapshotName:
-        """Return the name of the snapshot that it leads to."""
-        return SnapshotName(self.step, self.attempt)
 
     @property
     def table_metas(self) -> tuple[TableMeta, ...]:
@@ -141,9 +142,6 @@ class Published:
         return DeltaLink(sequence=delta.sequence, step=delta.step, attempt=delta.attempt, sha256=self.sha256)
 
 
-M = TypeVar("M", DeltaPlan, DeltaPart, Delta)
-
-
 def published_table(table: TableMeta) -> TableMeta:
     """Return a table as deltas hold it: complete rows without optimizer state."""
     return replace(table, column_blocks=((0, table.dim),), state_columns=(0,))
@@ -164,17 +162,6 @@ def delta_part_key(plan: DeltaPlan, pod: int) -> str:
     return f"{try_prefix(PARTS, plan.sequence, plan.number)}{pod:06d}.json"
 
 
-def delta_object_key(plan: DeltaPlan, pod: int, name: str, sha256: str) -> str:
-    """Return the key of an object."""
-    return f"{try_prefix(CHUNKS, plan.sequence, plan.number)}{pod:06d}/{name}-{sha256[:16]}.safetensors"
-
-
-def sequence_of(key: str) -> int | None:
-    """Parse the sequence number from the key of an object or part list; None for another key."""
-    match = _OF_A_DELTA.match(key)
-    return int(match[1]) if match else None
-
-
 def sequences(store: ObjectStore) -> list[int]:
     """List the sequence numbers of all deltas, ascending."""
     matches = (_KEY.fullmatch(info.key) for info in store.list(DELTAS))
@@ -190,13 +177,11 @@ def read_delta(store: ObjectStore, sequence: int) -> Published:
     """
     key = delta_key(sequence)
     body = store.get(key)
-    delta = parse(Delta, body, f"{store.uri}/{key}")
+    delta = parse_sealed(Delta, body, f"{store.uri}/{key}", "delta")
     if delta.sequence != sequence:
         raise SnapshotError(f"{store.uri}/{key}: says that it is number {delta.sequence}")
-    try:
+    with refusing(f"{store.uri}/{key}", "tables or chunks are not as the format says"):
         tables = checked_tables(delta.tables, delta.chunks)
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise SnapshotError(f"{store.uri}/{key}: tables or chunks are not as the format says: {error!r}") from error
     for gone in delta.tombstones:
         if gone.table not in tables:
             raise SnapshotError(f"{store.uri}/{key}: {gone.key} names a table that its model does not have")
@@ -217,22 +202,9 @@ def newest_delta(store: ObjectStore) -> tuple[int, Published | None]:
 def read_plan(store: ObjectStore) -> DeltaPlan | None:
     """Read the current plan; None if it does not exist or cannot be read."""
     try:
-        return parse(DeltaPlan, store.get(PLAN_KEY), PLAN_KEY)
+        return parse_sealed(DeltaPlan, store.get(PLAN_KEY), PLAN_KEY, "delta")
     except (NoInputError, SnapshotError):
         return None
-
-
-def parse(model: type[M], body: bytes, key: str) -> M:
-    """Parse JSON of the format.
-
-    Raises:
-        SnapshotError: names the object and what is wrong with it.
-    """
-
-    def refusal(version: int) -> str:
-        return f"delta version {version}, this program reads version {PUBLICATION_VERSION}"
-
-    return parse_sealed(model, body, key, PUBLICATION_VERSION, refusal)
 
 
 MAX_NUMBERS = 1 << 22
@@ -278,7 +250,7 @@ def parts_of(target: ObjectStore, plan: DeltaPlan) -> list[DeltaPart] | None:
     wanted = [delta_part_key(plan, pod) for pod in range(plan.pods)]
     if not there.issuperset(wanted):
         return None
-    return [parse(DeltaPart, target.get(key), key) for key in wanted]
+    return [parse_sealed(DeltaPart, target.get(key), key, "delta") for key in wanted]
 
 
 def delta_of(plan: DeltaPlan, after: Chain, parts: Sequence[DeltaPart]) -> Delta:
@@ -292,15 +264,8 @@ def delta_of(plan: DeltaPlan, after: Chain, parts: Sequence[DeltaPart]) -> Delta
         raise SnapshotError(f"delta {plan.sequence}: {len(dense)} pods put the dense state, not one")
     cut = after.newest.cut
     return Delta(
-        sequence=plan.sequence,
-        step=plan.step,
-        attempt=plan.attempt,
-        snapshot=plan.snapshot,
+        **{name: getattr(plan, name) for name in DeltaHead.model_fields},
         time=cut.time,
-        previous=plan.previous,
-        full=plan.full,
-        base=plan.base,
-        bits=plan.bits,
         tables=tuple(published_table(table).to_json() for table in cut.tables),
         chunks=tuple(chunk for part in parts for chunk in part.chunks),
         tombstones=tuple(entry for part in parts for entry in part.tombstones),
@@ -328,12 +293,11 @@ def _below(target: ObjectStore, kind: str, first: int) -> list[str]:
     """List the keys of objects of deltas before ``first``; stop the listing there."""
     found = []
     for info in target.list(kind):
-        sequence = sequence_of(info.key)
-        if sequence is None:
-            continue
-        if sequence >= first:
+        match = _OF_A_DELTA.match(info.key)
+        if match and int(match[1]) >= first:
             break
-        found.append(info.key)
+        if match:
+            found.append(info.key)
     return found
 
 
@@ -356,8 +320,7 @@ class _Part:
         return DeltaPart(chunks=chunks, tombstones=tuple(self._tombstones), dense=dense)
 
     def _put_dense(self) -> ObjectEntry:
-        body = fetch(self._place.snapshots, self._after.newest.dense)
-        return self._put_object("dense", body)
+        return self._put_object("dense", fetch(self._place.snapshots, self._after.newest.dense))
 
     def _tasks(self, table: TableMeta) -> Iterator[Callable[[str], Iterator[ChunkEntry]]]:
         """Yield calls that encode and put this pod's rows of a table; put the tombstones on the way."""
@@ -368,19 +331,17 @@ class _Part:
         for update in updates(self._place.snapshots, table, self._before, self._after, share):
             for rows in found.add(update.row_ids, update.rows):
                 yield partial(self._put_rows, table, share, *rows)
-            for numbers, _ in gone.add(update.gone):
+            for (numbers,) in gone.add(update.gone):
                 self._put_gone(table, numbers)
         for rows in found.rest():
             yield partial(self._put_rows, table, share, *rows)
-        for numbers, _ in gone.rest():
+        for (numbers,) in gone.rest():
             self._put_gone(table, numbers)
 
     def _put_rows(
         self, table: TableMeta, share: range, row_ids: NDArray[np.int64], rows: NDArray[np.float32], name: str
     ) -> Iterator[ChunkEntry]:
-        shard = ShardId(
-            table=table.name, row_start=share.start, row_end=share.stop, column_start=0, column_end=table.dim
-        )
+        shard = ShardId(table.name, share.start, share.stop, 0, table.dim)
         none = np.empty((len(row_ids), 0), np.float32)
         for coded in code_rows(ShardRows(shard=shard, row_ids=row_ids, rows=rows, state=none), self._plan.bits):
             yield ChunkEntry.of(self._put_object(name, encode_rows(coded)), shard, coded.row_ids)
@@ -391,8 +352,8 @@ class _Part:
 
     def _put_object(self, name: str, body: Body) -> ObjectEntry:
         self._place.before_put()
-        key_of = partial(delta_object_key, self._plan, self._place.pod, name)
-        entry = put_by_digest(self._place.target, key_of, body)
+        folder = f"{try_prefix(CHUNKS, self._plan.sequence, self._plan.number)}{self._place.pod:06d}"
+        entry = put_by_digest(self._place.target, lambda sha256: f"{folder}/{name}-{sha256[:16]}.safetensors", body)
         self._place.on_put(len(body))
         return entry
 
@@ -402,21 +363,19 @@ class _Gathered:
 
     def __init__(self, size: int) -> None:
         self._size, self._count = size, 0
-        self._waiting: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = []
+        self._waiting: list[tuple[NDArray[Any], ...]] = []
 
-    def add(
-        self, row_ids: NDArray[np.int64], rows: NDArray[np.float32] | None = None
-    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        """Add rows; yield all waiting rows once they fill an object."""
-        if len(row_ids):
-            self._waiting.append((row_ids, np.empty((0, 0), np.float32) if rows is None else rows))
-            self._count += len(row_ids)
+    def add(self, *rows: NDArray[Any]) -> Iterator[list[NDArray[Any]]]:
+        """Add rows, in one array or several of one length; yield all waiting rows once they fill an object."""
+        if len(rows[0]):
+            self._waiting.append(rows)
+            self._count += len(rows[0])
         if self._count >= self._size:
             yield from self.rest()
 
-    def rest(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    def rest(self) -> Iterator[list[NDArray[Any]]]:
         """Yield the waiting rows."""
         if self._waiting:
-            ids, rows = zip(*self._waiting, strict=True)
+            arrays = zip(*self._waiting, strict=True)
             self._waiting, self._count = [], 0
-            yield np.concatenate(ids), np.concatenate(rows)
+            yield [np.concatenate(each) for each in arrays]

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
 IMAGES = "image-"
+WriteRows = Callable[[NDArray[np.int64], NDArray[np.float32]], None]
 
 
 class Applied(BaseModel):
@@ -71,11 +72,7 @@ class ImageState(BaseModel):
 
 
 class Image:
-    """Manage tables in a folder.
-
-    Args:
-        folder: created if absent.
-        before_write: called before each write.
+    """Manage tables in a folder, which is created if absent.
 
     Raises:
         UsageError: the folder holds other files.
@@ -173,38 +170,31 @@ class Image:
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
                 raise_device(error, path, size)
-        with self.table(image, table) as rows:
+        with self.table(image, table) as write:
             for start, end in block_ranges(table):
                 ids = np.arange(start, end, dtype=np.int64)
-                rows.write(ids, initial_values(table, ids))
+                write(ids, initial_values(table, ids))
 
     @contextlib.contextmanager
-    def table(self, image: str, table: TableMeta) -> Iterator[TableRows]:
-        """Map a table's rows for writing, and sync them at the end."""
+    def table(self, image: str, table: TableMeta) -> Iterator[WriteRows]:
+        """Map a table's file, yield what writes rows to it by their numbers, and sync it at the end."""
         path, header = self._path(image, table), _header(table)
         with path.open("rb") as file:
             if file.read(len(header)) != header:
                 raise SnapshotError(f"{path}: is no table of {table.rows} rows x {table.dim} columns as the delta says")
         mapped = np.memmap(path, "<f4", "r+", len(header), (table.rows, table.dim))
-        yield TableRows(mapped, self._before_write)
+
+        def write(row_ids: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
+            self._before_write()
+            mapped[row_ids] = rows
+
+        yield write
         mapped.flush()
 
     def _path(self, image: str, table: TableMeta) -> Path:
         if Path(table.name).name != table.name:
             raise SnapshotError(f"table name {table.name!r} cannot be a file name")
         return self._folder / image / TABLES_FOLDER / f"{table.name}.safetensors"
-
-
-class TableRows:
-    """Write rows of a table to its mapped file."""
-
-    def __init__(self, rows: NDArray[np.float32], before_write: Callable[[], None]) -> None:
-        self._rows, self._before_write = rows, before_write
-
-    def write(self, row_ids: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
-        """Write some rows."""
-        self._before_write()
-        self._rows[row_ids] = rows
 
 
 def initial_values(table: TableMeta, row_ids: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -249,24 +239,17 @@ class GapError(SnapshotError):
         self.whole = whole
 
 
-def _nothing() -> None:
-    """Do nothing before a write."""
-
-
 class Follower:
     """Keep a folder at the newest delta; it may be killed at any point and restarted on the same folder.
 
-    Args:
-        store: the publisher's store.
-        folder: folder of the image.
-        before_write: called before each write to the folder.
+    ``before_write`` is called before each write to the folder.
 
     Raises:
         UsageError: the folder holds other files, or cannot be created.
         NoPermissionError: it cannot be written.
     """
 
-    def __init__(self, store: ObjectStore, folder: Path, before_write: Callable[[], None] = _nothing) -> None:
+    def __init__(self, store: ObjectStore, folder: Path, before_write: Callable[[], None] = lambda: None) -> None:
         self._store, self._folder = store, folder
         with written_to(folder):
             self._image = Image(folder, before_write)
@@ -360,9 +343,9 @@ class Follower:
 
     def _apply(self, published: Published, state: ImageState) -> Did:
         """Apply a delta to the image."""
-        delta, mark = published.delta, _applied(published)
+        delta = published.delta
         if state.applying is None:
-            self._image.save(state.model_copy(update={"applying": mark}))
+            self._image.save(state.model_copy(update={"applying": _applied(published)}))
         rows, gone = self._write(delta, state.image)
         dense = self._write_dense(delta, state.image)
         self._image.save(_state(published, state.image, dense))
@@ -387,11 +370,14 @@ class Follower:
             tombstones = [entry for entry in delta.tombstones if entry.table == table.name]
             if not chunks and not tombstones:
                 continue
-            with self._image.table(image, table) as target, self._kept(delta):
+            with self._image.table(image, table) as write, self._kept(delta):
                 for coded in parallel_map(partial(fetch_rows, self._store, table=table), chunks):
-                    target.write(coded.row_ids, table.rounded(decode_rows(coded).rows))
+                    write(coded.row_ids, table.rounded(decode_rows(coded).rows))
                 for entry in tombstones:
-                    self._reset(target, table, self._numbers(entry, table))
+                    numbers = self._numbers(entry, table)
+                    for start in range(0, len(numbers), block_rows(table)):
+                        part = numbers[start : start + block_rows(table)]
+                        write(part, initial_values(table, part))
             rows += sum(chunk.rows for chunk in chunks)
             gone += sum(entry.rows for entry in tombstones)
         return rows, gone
@@ -416,12 +402,6 @@ class Follower:
             if self._store.size(delta_key(delta.sequence)) is None:
                 raise GapError(f"delta {delta.sequence} was removed while it was read") from error
             raise
-
-    def _reset(self, target: TableRows, table: TableMeta, numbers: NDArray[np.int64]) -> None:
-        size = block_rows(table)
-        for start in range(0, len(numbers), size):
-            part = numbers[start : start + size]
-            target.write(part, initial_values(table, part))
 
 
 def _applied(published: Published) -> Applied:

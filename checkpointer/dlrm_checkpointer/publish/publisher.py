@@ -77,13 +77,9 @@ class Terms:
 
 
 class Publisher:
-    """Publish offered snapshots; only the newest if it falls behind.
+    """Publish offered snapshots from the job's store to ``target``; only the newest if it falls behind.
 
-    Args:
-        snapshots: the job's store, with its own client so that uploads do not wait for its calls.
-        target: the store of deltas.
-        terms: the job's settings for deltas.
-        status: counts deltas and failures.
+    ``snapshots`` has its own client, so that uploads do not wait for its calls.
     """
 
     def __init__(self, snapshots: ObjectStore, target: ObjectStore, terms: Terms, status: Status) -> None:
@@ -134,8 +130,7 @@ class Publisher:
     def in_use(self) -> frozenset[SnapshotName]:
         """Return the snapshots that the next delta leads from or to, as far as known."""
         with self._lock:
-            wanted = {self._wanted} if self._wanted else set()
-            return (self._used or frozenset()) | wanted
+            return frozenset(self._used or ()).union([self._wanted] if self._wanted else [])
 
     @property
     def settled(self) -> bool:
@@ -232,12 +227,9 @@ class Publisher:
             SnapshotError: it cannot be read.
         """
         after = load_chain(self._snapshots, wanted)
-        leads_on = (
-            newest is not None
-            and not full
-            and sequence + 1 - newest.delta.base < self._terms.keep_last
-            and self._leads_on(newest, after)
-        )
+        base = sequence + 1
+        if newest and not full and base - newest.delta.base < self._terms.keep_last and self._leads_on(newest, after):
+            base = newest.delta.base
         plan = DeltaPlan(
             sequence=sequence + 1,
             number=secrets.randbelow(TRIES),
@@ -245,8 +237,8 @@ class Publisher:
             attempt=wanted.attempt,
             snapshot=after.links[-1].sha256,
             previous=newest.link if newest else None,
-            full=not leads_on,
-            base=newest.delta.base if newest and leads_on else sequence + 1,
+            full=base == sequence + 1,
+            base=base,
             bits=self._terms.bits,
             pods=self._terms.pods,
         )
@@ -266,10 +258,8 @@ class Publisher:
                 return True
             why = "its model or job differs"
         # Without that snapshot the next delta holds all rows.
-        logger.warning(
-            "base of the delta is unusable, publishing all rows",
-            extra={"step": name.step, "attempt": name.attempt, "reason": why},
-        )
+        extra = {"step": name.step, "attempt": name.attempt, "reason": why}
+        logger.warning("base of the delta is unusable, publishing all rows", extra=extra)
         return False
 
     def _conclude(self, plan: DeltaPlan, wanted: SnapshotName) -> bool:
@@ -299,12 +289,10 @@ class Publisher:
 
     def _note_used(self, newest: Published | None) -> None:
         """Remember which snapshots must stay; keep the known ones if the deltas cannot be read."""
+        links = (newest and newest.link, self._plan, self._plan and self._plan.previous)
         with self._lock:
-            used = set() if newest else set(self._used or ())
-            for link in (newest and newest.link, self._plan, self._plan and self._plan.previous):
-                if link:
-                    used.add(link.name)
-            self._used = frozenset(used)
+            known = frozenset() if newest else self._used or frozenset()
+            self._used = known.union(link.name for link in links if link)
 
     def _forget(self, name: SnapshotName | None) -> None:
         """Stop publishing a snapshot, unless a newer one was offered meanwhile."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +13,25 @@ from dlrm_checkpointer.codec.digest import PartialDigest, block_ranges, rows_dig
 from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_checkpointer.codec.rows import decode_rows
 from dlrm_checkpointer.format.attempts import attempts_over, in_lineage
-from dlrm_checkpointer.format.canonical import NewerVersionError
-from dlrm_checkpointer.format.manifest import MANIFESTS, Manifest, parse_manifest, parse_manifest_key
+from dlrm_checkpointer.format.manifest import MANIFESTS, Manifest, NewerVersionError, parse_manifest, parse_manifest_key
 from dlrm_checkpointer.read.fetch import stored, sweep
 from dlrm_checkpointer.read.restore import Snapshot, given_up, open_snapshot
 from dlrm_checkpointer.types import ShardRows, TableMeta
 from dlrm_stores import ObjectStore
+
+
+def fill_rows(
+    table: TableMeta, row_ids: NDArray[np.int64], placed: Iterable[tuple[NDArray[np.int64], ShardRows]]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return rows (N, dim) and state (N, values): initial values, overlaid with pieces at their places."""
+    rows = initial_rows(table.seed, table.name, row_ids, range(table.dim), table.scale)
+    state = np.zeros((len(row_ids), table.state_width), np.float32)
+    for at, piece in placed:
+        columns = piece.shard.column_start, piece.shard.column_end
+        values = table.state_of(*columns)
+        rows[at, slice(*columns)] = piece.rows
+        state[at, values.start : values.stop] = piece.state
+    return table.rounded(rows), state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +46,8 @@ class Block:
 
     def fill(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return all rows (n, dim) and their state (n, state values); rows not stored have initial values."""
-        table = self.table
-        ids = np.arange(self.start, self.end, dtype=np.int64)
-        rows = initial_rows(table.seed, table.name, ids, range(table.dim), table.scale)
-        state = np.zeros((len(ids), table.state_width), np.float32)
-        for _, piece in self.stored:
-            shard = piece.shard
-            places = table.state_of(shard.column_start, shard.column_end)
-            rows[piece.row_ids - self.start, shard.column_start : shard.column_end] = piece.rows
-            state[piece.row_ids - self.start, places.start : places.stop] = piece.state
-        return table.rounded(rows), state
+        placed = ((piece.row_ids - self.start, piece) for _, piece in self.stored)
+        return fill_rows(self.table, np.arange(self.start, self.end, dtype=np.int64), placed)
 
     def held(self) -> NDArray[np.int64]:
         """Return the ascending global numbers of the rows that have any column stored."""
@@ -141,11 +146,14 @@ def list_snapshots(store: ObjectStore) -> list[ListedSnapshot]:
     infos = {parse_manifest_key(info.key): info for info in store.list(MANIFESTS)}
     keys = sorted((key for key in infos if key), reverse=True)
     attempts = attempts_over(store, keys)
-    found = []
+    found: list[ListedSnapshot] = []
     for step, attempt in keys:
         info = infos[step, attempt]
-        manifest, problem, newer = _read(store, info.key)
-        counts = in_lineage(step, attempt, attempts)
+        counts, newer, problem, manifest = in_lineage(step, attempt, attempts), False, "", None
+        try:
+            manifest = parse_manifest(store.get(info.key), info.key)
+        except (SnapshotError, NoInputError) as error:
+            problem, newer = str(error), isinstance(error, NewerVersionError)
         if not problem and not counts:
             problem = given_up(step, attempt, attempts)
         found.append(
@@ -177,12 +185,7 @@ def find_snapshot(store: ObjectStore, step: int | None = None, attempt: int | No
 def pick_snapshot(
     store: ObjectStore, listed: Sequence[ListedSnapshot], step: int | None = None, attempt: int | None = None
 ) -> Snapshot:
-    """Open one snapshot of a listing, as ``find_snapshot`` does.
-
-    Raises:
-        NoInputError: see ``find_snapshot``.
-        SnapshotError: see ``find_snapshot``.
-    """
+    """Open one snapshot of a listing, as ``find_snapshot`` does."""
     wanted = [
         each for each in listed if (step is None or each.step == step) and (attempt is None or each.attempt == attempt)
     ]
@@ -209,19 +212,6 @@ def verify_snapshot(snapshot: Snapshot) -> VerifiedSnapshot:
     for name, array in snapshot.dense().items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise SnapshotError(f"{snapshot.uri}: dense {name} holds a value that is not finite")
-    objects = snapshot.objects
-    return VerifiedSnapshot(
-        step=snapshot.step,
-        attempt=snapshot.attempt,
-        objects=len(objects),
-        bytes=sum(entry.bytes for entry in objects),
-        rows=rows,
-    )
-
-
-def _read(store: ObjectStore, key: str) -> tuple[Manifest | None, str, bool]:
-    """Return a manifest, or why it cannot be read and whether the reason is a newer version."""
-    try:
-        return parse_manifest(store.get(key), key), "", False
-    except (SnapshotError, NoInputError) as error:
-        return None, str(error), isinstance(error, NewerVersionError)
+    sizes = [entry.bytes for entry in snapshot.objects]
+    name, count, size = snapshot.name, len(sizes), sum(sizes)
+    return VerifiedSnapshot(step=name.step, attempt=name.attempt, objects=count, bytes=size, rows=rows)

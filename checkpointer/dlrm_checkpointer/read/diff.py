@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.codec.digest import BLOCK_ROWS
-from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_checkpointer.codec.rows import CodedRows, decode_rows
 from dlrm_checkpointer.format.chain import Chain
 from dlrm_checkpointer.format.chunk import chunk_rows
 from dlrm_checkpointer.format.manifest import ChunkEntry
+from dlrm_checkpointer.read.catalog import fill_rows
 from dlrm_checkpointer.read.fetch import fetch_rows, stored, sweep
 from dlrm_checkpointer.read.restore import Snapshot
 from dlrm_checkpointer.types import ShardRows, TableMeta
@@ -65,7 +65,7 @@ def differences(store: ObjectStore, table: TableMeta, before: Chain, after: Chai
         SnapshotError: an object is missing, corrupt, or belongs to another table.
     """
     for band in _bands(store, table, before, after, range(table.rows)):
-        lower = band.lower(~(band.before.whole & band.after.whole))
+        lower = band.shared.rows(band.row_ids[~(band.before.whole & band.after.whole)])
         old, new = band.before.values(lower), band.after.values(lower)
         differ = _differ(old.rows, new.rows) | _differ(old.state, new.state)
         if differ.any():
@@ -76,20 +76,13 @@ def updates(store: ObjectStore, table: TableMeta, before: Chain | None, after: C
     """Yield the updates that turn rows of one snapshot into another's, in ascending bands.
 
     A row that the newer snapshot stores again is included without comparing it with its older value, so that a chain
-    that merely grew costs one read of the new chunks.
-
-    Args:
-        store: the store of both.
-        table: the table, the same in both.
-        before: the older snapshot; None: every row has its initial values.
-        after: the newer snapshot.
-        rows: global rows, with step 1.
+    that merely grew costs one read of the new chunks. Without a snapshot before, every row had its initial values.
 
     Raises:
         SnapshotError: an object is missing, corrupt, or belongs to another table.
     """
     for band in _bands(store, table, before, after, rows):
-        lower = band.lower(~band.after.whole)
+        lower = band.shared.rows(band.row_ids[~band.after.whole])
         new = band.after.values(lower)
         known = band.before.whole
         changed = ~known
@@ -112,18 +105,12 @@ class _Side:
 
     def values(self, lower: Sequence[ShardRows]) -> Values:
         """Return the rows; rows missing here come from the lower snapshots, else they have initial values."""
-        table, ids = self.table, self.row_ids
-        rows = initial_rows(table.seed, table.name, ids, range(table.dim), table.scale)
-        state = np.zeros((len(ids), table.state_width), np.float32)
-        held = np.zeros(len(ids), bool)
-        for piece in (*lower, *self.pieces):
-            shard = piece.shard
-            values = table.state_of(shard.column_start, shard.column_end)
-            at = np.searchsorted(ids, piece.row_ids)
-            rows[at, shard.column_start : shard.column_end] = piece.rows
-            state[at, values.start : values.stop] = piece.state
+        placed = [(np.searchsorted(self.row_ids, piece.row_ids), piece) for piece in (*lower, *self.pieces)]
+        rows, state = fill_rows(self.table, self.row_ids, placed)
+        held = np.zeros(len(self.row_ids), bool)
+        for at, _ in placed:
             held[at] = True
-        return Values(rows=table.rounded(rows), state=state, held=held)
+        return Values(rows=rows, state=state, held=held)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +121,6 @@ class _Candidates:
     before: _Side
     after: _Side
     shared: _Shared
-
-    def lower(self, needed: NDArray[np.bool_]) -> Sequence[ShardRows]:
-        """Return the needed rows as the shared snapshots have them, oldest first."""
-        return self.shared.rows(self.row_ids[needed]) if needed.any() else ()
 
 
 def _bands(
@@ -172,12 +155,7 @@ def _bands(
 def _common(before: Chain | None, after: Chain) -> int:
     """Count the snapshots, from the oldest on, that two chains have in common."""
     pairs = zip(before.links, after.links, strict=False) if before else ()
-    count = 0
-    for one, other in pairs:
-        if one != other:
-            break
-        count += 1
-    return count
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def _side(table: TableMeta, ids: NDArray[np.int64], pieces: Sequence[ShardRows]) -> _Side:
@@ -213,30 +191,22 @@ class _Shared:
         self._loaded: dict[str, CodedRows] = {}
 
     def rows(self, ids: NDArray[np.int64]) -> Sequence[ShardRows]:
-        """Return rows as the snapshots have them, oldest first.
-
-        Args:
-            ids: (N,) ascending, N >= 1, not below those of the last call.
-        """
+        """Return rows as the snapshots have them, oldest first; ``ids`` ascend within and between calls."""
+        if not len(ids):
+            return ()
         while self._waiting and self._waiting[-1][1].first_row <= ids[-1]:
             self._near.append(self._waiting.pop())
         for _, entry in self._near:
             if entry.last_row < ids[0]:
                 self._loaded.pop(entry.key, None)
         self._near = sorted((each for each in self._near if each[1].last_row >= ids[0]), key=lambda each: each[0])
-        needed = [entry for _, entry in self._near if _any_between(ids, entry.first_row, entry.last_row)]
-        self._load(entry for entry in needed if entry.key not in self._loaded)
+        edges = ((entry, np.searchsorted(ids, (entry.first_row, entry.last_row + 1))) for _, entry in self._near)
+        needed = [entry for entry, (begin, end) in edges if begin < end]
+        missing = [entry for entry in needed if entry.key not in self._loaded]
+        loaded = parallel_map(lambda entry: fetch_rows(self._store, entry, self._table), missing)
+        self._loaded.update(zip((entry.key for entry in missing), loaded, strict=True))
         pieces = (_only(self._loaded[entry.key], ids) for entry in needed)
         return [decode_rows(piece) for piece in pieces if len(piece.row_ids)]
-
-    def _load(self, entries: Iterable[ChunkEntry]) -> None:
-        for key, piece in parallel_map(lambda each: (each.key, fetch_rows(self._store, each, self._table)), entries):
-            self._loaded[key] = piece
-
-
-def _any_between(ids: NDArray[np.int64], first: int, last: int) -> bool:
-    begin, end = np.searchsorted(ids, (first, last + 1)).tolist()
-    return bool(begin < end)
 
 
 def _only(piece: CodedRows, ids: NDArray[np.int64]) -> CodedRows:

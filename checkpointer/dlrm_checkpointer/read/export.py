@@ -7,7 +7,6 @@ import errno
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,11 +37,9 @@ class TableFile(Protocol):
 
     def add(self, row_ids: NDArray[np.int64], arrays: Mapping[str, NDArray[Any]]) -> None:
         """Append rows: their numbers and the result of ``at_precision``."""
-        ...
 
     def close(self) -> None:
         """Finish the file after the last row."""
-        ...
 
 
 class TableFormat(Protocol):
@@ -57,11 +54,9 @@ class TableFormat(Protocol):
         Raises:
             UsageError: names the supported ones.
         """
-        ...
 
     def open(self, path: Path, table: TableMeta, precision: Precision, *, all_rows: bool) -> TableFile:
         """Create a file; ``all_rows``: every row of the table will be added."""
-        ...
 
 
 class Safetensors:
@@ -268,20 +263,14 @@ def _write_table(snapshot: Snapshot, table: TableMeta, folder: Path) -> str:
     check_room(path, len(header) + state_start + 4 * table.rows * width)
     with path.open("wb") as file:
         file.write(header)
-        file.flush()
         for block in walk_table(snapshot, table):
             rows, state = block.fill()
             partials.append(block.digest(rows, state))
-            _write_at(file.fileno(), len(header) + 4 * block.start * table.dim, rows)
-            _write_at(file.fileno(), len(header) + state_start + 4 * block.start * width, state)
+            file.seek(len(header) + 4 * block.start * table.dim)
+            file.write(little_endian(rows))
+            file.seek(len(header) + state_start + 4 * block.start * width)
+            file.write(little_endian(state))
     return table_digest(partials)
-
-
-def _write_at(descriptor: int, offset: int, array: NDArray[np.float32]) -> None:
-    rest = little_endian(array)
-    while rest:
-        done = os.pwrite(descriptor, rest, offset)
-        rest, offset = rest[done:], offset + done
 
 
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
@@ -292,13 +281,7 @@ INFINITE_BF16 = 0x7F80
 def at_precision(
     table: TableMeta, row_ids: NDArray[np.int64], rows: NDArray[np.float32], precision: Precision
 ) -> dict[str, NDArray[Any]]:
-    """Convert complete rows of a table to a precision.
-
-    Args:
-        table: the table.
-        row_ids: (N,) ascending.
-        rows: (N, dim) finite weights.
-        precision: precision of the result.
+    """Convert complete rows of a table, (N, dim) finite weights of ascending numbers, to a precision.
 
     Returns:
         ``weights`` (N, dim): float32, float16, or bf16 as the upper half of a float32's bits in uint16, each rounded

@@ -26,11 +26,7 @@ USUAL_BYTES = 64 << 20
 
 
 class BufferPool:
-    """Reuse buffers of one size, as many as are in use at once: used memory costs no page faults.
-
-    Args:
-        size: Bytes of the largest object, apart from a few larger ones.
-    """
+    """Reuse buffers of one size, as many as are in use at once: used memory costs no page faults."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -65,11 +61,6 @@ Check = Callable[[ObjectStore, Sequence[ObjectEntry], Callable[[str], None]], No
 
 def fetch(store: ObjectStore, entry: ObjectEntry, bodies: BufferPool | None = None) -> memoryview:
     """Return an object's bytes, which may be overwritten.
-
-    Args:
-        store: The store.
-        entry: The manifest's entry for it.
-        bodies: Memory to read it into; None: new memory.
 
     Raises:
         SnapshotError: the object is missing, or is not what the manifest says.
@@ -147,12 +138,7 @@ def _check_size(store: ObjectStore, entry: ObjectEntry, size: int | None) -> Non
 
 
 def check_bytes(store: ObjectStore, objects: Sequence[ObjectEntry], on_whole: Callable[[str], None]) -> None:
-    """Read objects once and check their SHA-256.
-
-    Args:
-        store: The store.
-        objects: The objects.
-        on_whole: Called with the key of each intact object.
+    """Read objects once and check their SHA-256; call ``on_whole`` with the key of each intact one.
 
     Raises:
         SnapshotError: names the first that is missing or corrupt.
@@ -172,7 +158,7 @@ class Source:
     """Describe rows of one table that are loaded together."""
 
     layer: int
-    """Of two sources that hold a row, the one of the higher layer has the newer value."""
+    """The source of the highest layer has the newest value of a row."""
     first_row: int
     last_row: int
     load: Callable[[], Sequence[CodedRows]]
@@ -200,15 +186,10 @@ def _load(store: ObjectStore, entry: ChunkEntry, table: TableMeta) -> Sequence[C
 
 
 def sweep(sources: Iterable[Source], edges: Iterable[int], start: int) -> Iterator[Band]:
-    """Yield rows in ascending order, band by band.
+    """Yield rows in ascending order, band by band; ``edges`` are the ends of the bands, ascending.
 
     Each source is loaded once, just before its first band: memory holds the sources that overlap a band, and a few
     that are loaded ahead.
-
-    Args:
-        sources: In any order.
-        edges: Ends of the bands, ascending; the last is beyond every row that is wanted.
-        start: Start of the first band.
     """
     ordered = sorted(sources, key=lambda source: (source.first_row, source.layer))
     loaded = parallel_map(lambda source: source.load(), ordered)
@@ -218,17 +199,11 @@ def sweep(sources: Iterable[Source], edges: Iterable[int], start: int) -> Iterat
         while taken < len(ordered) and ordered[taken].first_row < end:
             active += [(ordered[taken].layer, piece) for piece in next(loaded)]
             taken += 1
-        parts = [(layer, rows_between(piece, start, end)) for layer, piece in active]
+        parts = [(layer, piece.between(start, end)) for layer, piece in active]
         parts = sorted(((layer, piece) for layer, piece in parts if len(piece.row_ids)), key=lambda part: part[0])
         yield Band(start=start, end=end, parts=tuple(parts))
         active = [(layer, piece) for layer, piece in active if piece.row_ids[-1] >= end]
         start = end
-
-
-def rows_between(piece: CodedRows, start: int, end: int) -> CodedRows:
-    """Return the rows [start, end) of a piece as a view."""
-    begin, stop = np.searchsorted(piece.row_ids, (start, end)).tolist()
-    return piece if (begin, stop) == (0, len(piece.row_ids)) else piece.take(slice(begin, stop))
 
 
 def overlapping(entries: Sequence[ChunkEntry], shard: ShardId) -> tuple[ChunkEntry, ...]:

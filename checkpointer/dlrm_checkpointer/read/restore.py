@@ -1,9 +1,11 @@
-"""Find the newest intact snapshot, and read its rows at any sharding in bounded memory."""
+"""Find the newest intact snapshot or partial cut, and read it at any sharding in bounded memory."""
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -14,10 +16,23 @@ from numpy.typing import NDArray
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.codec.rows import CodedRows
 from dlrm_checkpointer.format.attempts import StoreAttempt, attempts_over, in_lineage, read_attempts
-from dlrm_checkpointer.format.canonical import NewerVersionError
 from dlrm_checkpointer.format.chain import Chain, load_chain
 from dlrm_checkpointer.format.chunk import decode_dense
-from dlrm_checkpointer.format.manifest import MANIFESTS, ChunkEntry, ObjectEntry, manifest_key, parse_manifest_key
+from dlrm_checkpointer.format.manifest import (
+    MANIFESTS,
+    PARTS,
+    ChainLink,
+    ChunkEntry,
+    Manifest,
+    NewerVersionError,
+    ObjectEntry,
+    PartList,
+    check_chunks,
+    manifest_key,
+    parse_manifest_key,
+    parse_part,
+    part_key,
+)
 from dlrm_checkpointer.read.fetch import (
     BufferPool,
     Check,
@@ -33,14 +48,11 @@ from dlrm_kernels import packing
 from dlrm_stores import ObjectStore
 from dlrm_stores.base import parallel_map
 
+logger = logging.getLogger(__name__)
+
 
 class SeenRows:
-    """Track the rows of a rectangle that newer snapshots of a chain hold.
-
-    Args:
-        shard: the rectangle.
-        table: its table.
-    """
+    """Track the rows of a rectangle that newer snapshots of a chain hold."""
 
     def __init__(self, shard: ShardId, table: TableMeta) -> None:
         self._shard, self._table = shard, table
@@ -48,18 +60,13 @@ class SeenRows:
         self._bits = np.zeros((len(self._blocks), -(-(shard.row_end - shard.row_start) // 8)), np.uint8)
 
     def unseen(self, row_ids: NDArray[np.int64], column_start: int) -> NDArray[np.bool_]:
-        """Mark rows of one column block as seen; return (N,) which of them were not before.
+        """Mark (N,) ascending rows of the column block that begins here as seen; return which were not before.
 
         Each column block is tracked on its own, because snapshots of one chain may split a table's columns differently.
-
-        Args:
-            row_ids: (N,) ascending, inside the rectangle.
-            column_start: first column of the block.
         """
         block = next(n for n in self._blocks if self._table.column_blocks[n][0] == column_start)
-        bits = self._bits[block - self._blocks.start]
         fresh = np.empty(len(row_ids), bool)
-        packing.see_rows(bits, row_ids - self._shard.row_start, fresh)
+        packing.see_rows(self._bits[block - self._blocks.start], row_ids - self._shard.row_start, fresh)
         return fresh
 
 
@@ -68,12 +75,7 @@ PARALLEL_DECODES = 2
 
 
 class Snapshot:
-    """Read one committed snapshot.
-
-    Args:
-        store: the store that holds it.
-        chain: its manifest and those below it.
-    """
+    """Read one committed snapshot."""
 
     def __init__(self, store: ObjectStore, chain: Chain) -> None:
         self.store, self.chain, self.manifest = store, chain, chain.newest
@@ -137,9 +139,6 @@ class Snapshot:
         without a piece have their initial values and zero state, also those beyond the snapshot's table. The caller
         rounds rows of fp16 tables to fp16, which changes nothing at 32 bits. Takes memory for a few chunks and, with
         a chain, one bit per row and column block.
-
-        Args:
-            shards: rectangles along column blocks.
 
         Yields:
             (number of the rectangle, piece), rectangle by rectangle; pieces are in no order of rows.
@@ -239,23 +238,13 @@ def newest_snapshot(store: ObjectStore, *, check: Check | None = check_bytes) ->
             f"{store.uri}: no snapshot can be used ({'; '.join(reasons)}): repair the store, "
             "or give an empty spec.checkpoint.uri to start from step 0"
         )
-    if snapshot is None:
-        _check_beginning(store)
-    return snapshot, reasons
-
-
-def _check_beginning(store: ObjectStore) -> None:
-    """Refuse to start from step 0 if the newest attempt did not.
-
-    Raises:
-        SnapshotError: it continued from a snapshot.
-    """
-    newest = max(read_attempts(store, 0), default=None)
+    newest = None if snapshot else max(read_attempts(store, 0), default=None)
     if newest and newest.restored_step is not None:
         raise SnapshotError(
             f"{store.uri}: attempt {newest.number} continued from step {newest.restored_step}, but no snapshot of its "
             "history exists: repair the store, or give an empty spec.checkpoint.uri to start from step 0"
         )
+    return snapshot, reasons
 
 
 def _newest_of(
@@ -263,11 +252,8 @@ def _newest_of(
 ) -> tuple[Snapshot | None, list[str], bool]:
     """Return the first usable snapshot, why earlier ones are not, and whether one of them is broken.
 
-    Args:
-        store: the job's store.
-        keys: (step, attempt) of the manifests, newest first.
-        check: see ``newest_snapshot``.
-        whole: keys of the objects that were read and are intact; more are added.
+    ``keys`` are (step, attempt) of the manifests, newest first; ``whole`` those of objects that were read and are
+    intact, to which more are added.
 
     Raises:
         NewerVersionError: a newer version wrote one that comes before the first usable one.
@@ -295,12 +281,7 @@ def _newest_of(
 
 
 def _way_back(store: ObjectStore, names: Sequence[SnapshotName]) -> str:
-    """Describe how to continue without the snapshots that a newer version wrote.
-
-    Args:
-        store: the job's store.
-        names: snapshots of the lineage, newest first.
-    """
+    """Describe how to continue without those of some snapshots that a newer version wrote."""
     newer: list[int] = []
     for name in names:
         try:
@@ -323,3 +304,101 @@ def given_up(step: int, attempt: int, attempts: list[StoreAttempt]) -> str:
     later = next(each for each in attempts if not each.accepts(step, attempt))
     origin = "the beginning" if later.restored_step is None else f"step {later.restored_step}"
     return f"step {step} of attempt {attempt}: attempt {later.number} continued from {origin} instead"
+
+
+_PART = re.compile(r"parts/(\d+)/(\d+)/(\d+)\.json")
+NO_MANIFEST = "0" * 64
+"""Stands for the SHA-256 of a manifest that does not exist."""
+
+
+@dataclass(frozen=True)
+class PartialCut:
+    """Name a cut and the ranks that stored their part list."""
+
+    name: SnapshotName
+    ranks: tuple[int, ...]
+
+
+class PartialSnapshot(Snapshot):
+    """Combine some ranks' rows of a cut with the newest snapshot; dense state and step are the cut's.
+
+    Ranks that stored the cut continue from it, lost ranks from the newest snapshot; opt-in per job. Training never had
+    this state; ``benchmarks.restores`` measures what it costs in quality.
+
+    Source: Maeng et al., CPR: Understanding and Improving Failure Tolerant Training for Deep Learning Recommendation
+    with Partial Recovery, MLSys 2021.
+    """
+
+    @property
+    def uri(self) -> str:
+        """Return the URI of the part lists."""
+        return f"{self.store.uri}/{PARTS}{self.step:016d}/{self.attempt:08d}/"
+
+
+def find_partial(store: ObjectStore, base: Snapshot, check: Check = check_bytes) -> PartialCut | None:
+    """Find the newest cut that rank 0 and any others stored after ``base``, the newest usable snapshot.
+
+    Its objects are read and checked once, so that a restore cannot fail midway.
+    """
+    cuts: dict[SnapshotName, list[int]] = {}
+    for info in store.list(PARTS):
+        if match := _PART.fullmatch(info.key):
+            cuts.setdefault(SnapshotName(int(match[1]), int(match[2])), []).append(int(match[3]))
+    attempts = read_attempts(store, 0)
+    committed = {SnapshotName(*key) for key in snapshot_keys(store)}
+    for name in sorted(cuts.keys() - committed, reverse=True):
+        if name.step <= base.step or 0 not in cuts[name] or not in_lineage(name.step, name.attempt, attempts):
+            continue
+        salvage = PartialCut(name, tuple(sorted(cuts[name])))
+        try:
+            found = open_partial(store, base, salvage)
+            check(store, found.manifest.objects, lambda _key: None)
+        except (SnapshotError, NoInputError) as error:
+            logger.warning("skipping unusable partial cut", extra={"step": name.step, "error": str(error)})
+        else:
+            return salvage
+    return None
+
+
+def open_partial(store: ObjectStore, base: Snapshot, salvage: PartialCut) -> PartialSnapshot:
+    """Open what ``find_partial`` found, with the same result on every rank.
+
+    Raises:
+        NoInputError: a part list is missing.
+        SnapshotError: the parts belong to different cuts, or are based on a snapshot newer than ``base``, or an object
+            is missing.
+    """
+    step, attempt = salvage.name.step, salvage.name.attempt
+    keys = [part_key(step, attempt, rank) for rank in salvage.ranks]
+    manifest = _over(base, [parse_part(store.get(key), key) for key in keys], f"{store.uri}/{keys[0]}")
+    check_present(store, manifest.objects)
+    link = ChainLink(step=step, attempt=attempt, sha256=NO_MANIFEST)
+    return PartialSnapshot(store, Chain((*base.chain.manifests, manifest), (*base.chain.links, link)))
+
+
+def _over(base: Snapshot, parts: Sequence[PartList], where: str) -> Manifest:
+    """Build the manifest of some parts of a cut as an increment over a snapshot.
+
+    A part holds at least the rows of its rank that changed since the cut's parent. So on top of the parent, or of a
+    snapshot committed between the two, its rows give the rank's state at the cut.
+    """
+    first = parts[0]
+    parent = CutMeta.from_json(first.meta).parent
+    if parent is not None and parent.step > base.step:
+        raise SnapshotError(f"{where}: based on step {parent.step}, which cannot be used")
+    if any((part.meta, part.chain) != (first.meta, first.chain) for part in parts):
+        raise SnapshotError(f"{where}: the parts belong to different cuts")
+    if first.dense is None:
+        raise SnapshotError(f"{where}: dense state is missing")
+    chunks = tuple(chunk for part in parts for chunk in part.chunks)
+    manifest = Manifest(
+        kind="increment",
+        bits=first.bits,
+        chain=base.chain.links,
+        growth=base.manifest.growth.after(sum(chunk.bytes for chunk in chunks)),
+        meta=first.meta,
+        chunks=chunks,
+        dense=first.dense,
+    )
+    check_chunks(manifest, where)
+    return manifest

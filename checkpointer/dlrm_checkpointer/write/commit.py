@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from dlrm_api.errors import NoInputError
 from dlrm_checkpointer.format.manifest import (
@@ -33,13 +33,8 @@ def try_commit(
     sidecar of the gang may commit, in any order, and repeat it after a lost response. Retention deletes part lists
     before their manifest: a manifest that was put when they are gone belongs to a retired snapshot and is deleted.
 
-    Args:
-        store: The job's store.
-        step: Step of the cut.
-        attempt: Attempt of the cut.
-        world_size: Number of ranks.
-        own: Ranks whose part lists an existing manifest is compared with; if every pod compared all of them, reads
-            would grow with ranks times pods.
+    An existing manifest is compared with the part lists of ranks ``own``: if every pod compared all of them, reads
+    would grow with ranks times pods.
 
     Raises:
         StoreUnavailableError: the outcome is unknown; repeat the call unchanged.
@@ -50,7 +45,9 @@ def try_commit(
     known = _get(store, key)
     if known is not None:
         manifest = parse_manifest(known, key)
-        _check_holds(manifest, _parts(store, step, attempt, own), f"{store.uri}/{key}")
+        held, parts = set(manifest.chunks), _parts(store, step, attempt, own)
+        if any(part.meta != manifest.meta or not held.issuperset(part.chunks) for part in parts):
+            raise _conflict(f"{store.uri}/{key}")
     elif present.issuperset(part_key(step, attempt, rank) for rank in range(world_size)):
         manifest = _put_manifest(store, step, attempt, world_size, present)
     if manifest:
@@ -71,12 +68,6 @@ def _put_manifest(store: ObjectStore, step: int, attempt: int, world_size: int, 
         store.delete(key)
         return None
     return manifest
-
-
-def _check_holds(manifest: Manifest, parts: Sequence[PartList], where: str) -> None:
-    held = set(manifest.chunks)
-    if any(part.meta != manifest.meta or not held.issuperset(part.chunks) for part in parts):
-        raise _conflict(where)
 
 
 def _conflict(where: str) -> SnapshotConflictError:

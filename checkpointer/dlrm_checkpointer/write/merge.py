@@ -63,12 +63,7 @@ def newest(pieces: Sequence[CodedRows]) -> Picked:
 
 
 class Gathering:
-    """Fill chunks of one shard with rows, one chunk per encoding at a time.
-
-    Args:
-        shard: shard of the chunks.
-        size: rows per chunk.
-    """
+    """Fill chunks of one shard, of ``size`` rows each, one chunk per encoding at a time."""
 
     def __init__(self, shard: ShardId, size: int) -> None:
         self._shard, self._size = shard, size
@@ -106,13 +101,7 @@ class Gathering:
 
 
 class _Chunk:
-    """Hold memory for rows of one encoding, and count them. Pages that no row reaches are never touched.
-
-    Args:
-        shard: shard of the rows.
-        like: rows of the same encoding and columns.
-        size: capacity in rows.
-    """
+    """Hold memory for ``size`` rows of one encoding; pages that no row reaches are never touched."""
 
     def __init__(self, shard: ShardId, like: CodedRows, size: int) -> None:
         self.count = 0
@@ -160,23 +149,16 @@ def _place(picked: Picked, number: int, source: CodedRows, target: CodedRows) ->
 
 
 class Delta:
-    """Hold the rows of one shard in a cut; each row once.
-
-    Args:
-        shard: the rectangle.
-        pieces: its pieces, each with ascending rows.
-    """
+    """Hold the rows of one shard in a cut, in pieces that have each row once, in ascending order."""
 
     def __init__(self, shard: ShardId, pieces: Iterable[ShardRows]) -> None:
         self.shard = shard
-        self._pieces: Sequence[ShardRows] = sorted(
-            (piece for piece in pieces if len(piece.row_ids)), key=lambda piece: int(piece.row_ids[0])
-        )
-        sizes = [len(piece.row_ids) for piece in self._pieces]
-        self._starts = np.cumsum([0, *sizes])
+        filled = (piece for piece in pieces if len(piece.row_ids))
+        self._pieces = sorted(filled, key=lambda piece: int(piece.row_ids[0]))
+        ids = [piece.row_ids for piece in self._pieces]
+        self._starts = np.cumsum([0, *map(len, ids)])
         self._order: NDArray[np.int64] | None = None
         """Positions in the concatenated pieces, ordered by row; None if the pieces are ordered already."""
-        ids = [piece.row_ids for piece in self._pieces]
         self.row_ids: NDArray[np.int64] = ids[0] if len(ids) == 1 else np.concatenate([np.empty(0, np.int64), *ids])
         """(N,) ascending."""
         if len(ids) > 1 and not bool((self.row_ids[1:] > self.row_ids[:-1]).all()):
@@ -224,10 +206,7 @@ ID_BYTES = 8
 def coded_chunks(delta: Delta, bits: Bits, *, chained: bool = False) -> Iterator[Callable[[], Sequence[CodedRows]]]:
     """Yield calls that encode the rows of a cut, chunk by chunk, in any thread.
 
-    Args:
-        delta: the rows.
-        bits: bits per weight.
-        chained: make chunks small, because a merge will read them together with those of a whole chain.
+    With ``chained`` chunks are small, because a merge will read them together with those of a whole chain.
     """
     for begin, end in _bounds(delta, bits, chained=chained):
         yield partial(_code, delta, begin, end, bits)
@@ -258,15 +237,8 @@ def merged_chunks(
     """Yield the rows of a shard in chunks of ascending rows, for each encoding that occurs.
 
     If older snapshots split the table's columns differently, chunks hold parts of the shard's columns, because a row's
-    codes from different snapshots have different scales.
-
-    Args:
-        store: store of the older chunks.
-        table: table of the shard.
-        delta: rows of the cut, the newest.
-        older: chunks, layer by layer, oldest first; only rows inside the shard are used.
-        bits: bits per weight for the rows of the cut.
-        on_read: called with the bytes of each older chunk that was read.
+    codes from different snapshots have different scales. ``older`` are chunks, layer by layer, oldest first; only rows
+    inside the shard are used. ``on_read`` is called with the bytes of each one that was read.
 
     Raises:
         BrokenChainError: an older chunk is missing or corrupt.
@@ -287,7 +259,8 @@ def merged_chunks(
         edges.add(last + 1)
     inner = sorted(edge for edge in edges if shard.row_start < edge < shard.row_end)
     columns = _columns(shard, layers)
-    outputs = [Gathering(part, chunk_rows(part.width, _state_values(table, part))) for part in columns]
+    values = [len(table.state_of(part.column_start, part.column_end)) for part in columns]
+    outputs = [Gathering(part, chunk_rows(part.width, count)) for part, count in zip(columns, values, strict=True)]
     for band in sweep(sources, [*inner, shard.row_end], shard.row_start):
         for part, output in zip(columns, outputs, strict=True):
             if pieces := _pieces(band, part, table):
@@ -307,16 +280,10 @@ def _load_older(
     return rows
 
 
-def _state_values(table: TableMeta, part: ShardId) -> int:
-    return len(table.state_of(part.column_start, part.column_end))
-
-
 def _columns(shard: ShardId, layers: Sequence[Sequence[ChunkEntry]]) -> list[ShardId]:
     """Split the shard where any chunk's columns begin or end."""
-    edges = {shard.column_start, shard.column_end}
-    for entries in layers:
-        for entry in entries:
-            edges |= {entry.column_start, entry.column_end}
+    chunks = (entry for entries in layers for entry in entries)
+    edges = {shard.column_start, shard.column_end}.union(*((each.column_start, each.column_end) for each in chunks))
     inside = sorted(edge for edge in edges if shard.column_start <= edge <= shard.column_end)
     return [replace(shard, column_start=start, column_end=end) for start, end in pairwise(inside)]
 

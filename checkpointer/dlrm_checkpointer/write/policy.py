@@ -35,32 +35,13 @@ class ChainPolicy:
         return POLICIES[self.name]
 
 
-@dataclass(frozen=True, kw_only=True)
-class KindChoice:
-    """State what the next snapshot is, and why."""
+def choose_kind(policy: ChainPolicy, parent: ChainSummary | None, chain_length: int, time: float) -> tuple[Kind, str]:
+    """Choose the kind of a snapshot, and say why: the same in all pods, as all see the same parent.
 
-    kind: Kind
-    reason: str
-    chained: bool = False
-    """Whether an increment is based on its parent; else on the parent's full snapshot."""
-
-
-def choose_kind(policy: ChainPolicy, parent: ChainSummary | None, chain_length: int, time: float) -> KindChoice:
-    """Choose the kind of a snapshot; all pods come to the same answer, because all see the same parent.
-
-    Args:
-        policy: What the job asks for.
-        parent: Summary of the snapshot that the cut's rows are relative to, or None.
-        chain_length: Number of snapshots that the parent depends on.
-        time: Time of the cut (Unix seconds).
+    The parent depends on ``chain_length`` snapshots; ``time`` is that of the cut (Unix seconds).
     """
-    chained = policy.traits.chained
-    reason = _needs_full(policy, parent, chain_length + 1 if chained else 1, time)
-    return (
-        KindChoice(kind="full", reason=reason)
-        if reason
-        else KindChoice(kind="increment", reason=f"policy {policy.name}", chained=chained)
-    )
+    reason = _needs_full(policy, parent, chain_length + 1 if policy.traits.chained else 1, time)
+    return ("full", reason) if reason else ("increment", f"policy {policy.name}")
 
 
 def _needs_full(policy: ChainPolicy, parent: ChainSummary | None, length: int, time: float) -> str:
@@ -100,13 +81,7 @@ def bits_for(expected_restores: int) -> Bits:
 
 
 def bits_in_use(wanted: Bits | Literal["auto"], expected_restores: int, restores: int) -> tuple[Bits, str]:
-    """Return the bits of rows that a cut quantizes, and why.
-
-    Args:
-        wanted: ``spec.checkpoint.bits``.
-        expected_restores: Restores expected over the job.
-        restores: Restores so far.
-    """
+    """Return the bits of rows that a cut quantizes, and why; ``wanted`` is ``spec.checkpoint.bits``."""
     if wanted != "auto":
         return wanted, "spec.checkpoint.bits"
     if restores > expected_restores:

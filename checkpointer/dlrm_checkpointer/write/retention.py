@@ -20,11 +20,11 @@ from dlrm_checkpointer.format.attempts import (
     newest_attempt,
     read_attempts,
 )
-from dlrm_checkpointer.format.canonical import NewerVersionError
 from dlrm_checkpointer.format.manifest import (
     CHUNKS,
     MANIFESTS,
     PARTS,
+    NewerVersionError,
     cut_prefix,
     manifest_key,
     parse_cut_key,
@@ -125,13 +125,8 @@ def decide(
 ) -> RetentionPlan:
     """Keep what the policy wants of the lineage, newest attempt per step, with chains; retire the rest.
 
-    A manifest that cannot be read does not count and stays, with its chain: it may become readable.
-
-    Args:
-        found: Every manifest.
-        attempts: Every attempt.
-        policy: The job's policy.
-        in_use: Snapshots that cuts in flight are relative to.
+    A manifest that cannot be read does not count and stays, with its chain: it may become readable. ``in_use`` are the
+    snapshots that cuts in flight are relative to.
     """
     newest_first = sorted(found, key=lambda each: each.name, reverse=True)
     keep: dict[int, StoredSnapshot] = {}
@@ -150,20 +145,15 @@ def decide(
     kept = tuple(each.name for each in keep.values())
     needed = frozenset(used.union(*(each.below for each in held))) - set(kept)
     stay = {*kept, *needed, *(each.name for each in newest_first if not each.readable)}
-    return RetentionPlan(
-        keep=kept, needed=needed, retire=tuple(each.name for each in newest_first if each.name not in stay)
-    )
+    retire = tuple(each.name for each in newest_first if each.name not in stay)
+    return RetentionPlan(keep=kept, needed=needed, retire=retire)
 
 
 def is_orphan(cut: SnapshotName, newest: Sequence[SnapshotName], attempts: Sequence[StoreAttempt]) -> bool:
     """Return whether no live writer can still turn a cut's unreferenced objects into a snapshot.
 
-    A cut newer than the oldest of ``newest`` may still be in flight, unless its attempt was abandoned before it.
-
-    Args:
-        cut: The cut that wrote the objects.
-        newest: The ``keep_last`` newest snapshots; those kept for their period do not count.
-        attempts: Every attempt.
+    A cut newer than the oldest of ``newest``, the ``keep_last`` newest snapshots without those kept for their period,
+    may still be in flight, unless its attempt was abandoned before it.
     """
     return bool(newest) and (cut.step < min(newest).step or not in_lineage(cut.step, cut.attempt, attempts))
 
@@ -206,10 +196,6 @@ class Retention:
         looks for the mark after it announced itself: one of the two sees the other, so a snapshot that a new attempt
         starts from is never deleted. Part lists go first, so that no sidecar commits them again, then the manifest,
         then its objects.
-
-        Args:
-            attempt: The attempt that deletes.
-            in_use: Snapshots that cuts in flight are relative to.
 
         Raises:
             NewerVersionError: a newer version wrote a snapshot of the lineage; what it depends on is unknown, so
@@ -273,15 +259,13 @@ class Retention:
         return attempts
 
     def _found(self, attempts: Sequence[StoreAttempt]) -> list[StoredSnapshot]:
-        found = [self._known.get(name) or self._read(name) for name in self._names()]
+        names = (SnapshotName(*key) for key in snapshot_keys(self._store))
+        found = [self._known.get(name) or self._read(name) for name in names]
         for each in found:
             if each.newer and in_lineage(each.name.step, each.name.attempt, attempts):
                 raise NewerVersionError(f"{self._store.uri}: {each.newer}; nothing is deleted")
         self._known = {each.name: each for each in found if each.readable}
         return found
-
-    def _names(self) -> list[SnapshotName]:
-        return [SnapshotName(step, attempt) for step, attempt in snapshot_keys(self._store)]
 
     def _read(self, name: SnapshotName) -> StoredSnapshot:
         key = manifest_key(name.step, name.attempt)
@@ -289,9 +273,8 @@ class Retention:
             manifest = parse_manifest(self._store.get(key), key)
         except (SnapshotError, NoInputError) as error:
             logger.warning("cannot read manifest, keeping it", extra={"key": key, "error": str(error)})
-            return StoredSnapshot(
-                name=name, readable=False, newer=str(error) if isinstance(error, NewerVersionError) else ""
-            )
+            newer = str(error) if isinstance(error, NewerVersionError) else ""
+            return StoredSnapshot(name=name, readable=False, newer=newer)
         return StoredSnapshot(
             name=name,
             time=manifest.cut.time,
@@ -311,13 +294,7 @@ class Retention:
     def _sweep(
         self, found: Sequence[StoredSnapshot], decision: RetentionPlan, attempts: Sequence[StoreAttempt]
     ) -> float:
-        """Delete old orphans and abandoned uploads; return when to search again.
-
-        Args:
-            found: Every manifest that is left.
-            decision: The plan for these.
-            attempts: Every attempt.
-        """
+        """Delete old orphans and abandoned uploads; return when to search again. ``found`` is what is left."""
         store, began = self._store, time.monotonic()
         there = {each.name: each for each in found}
         newest = decision.keep[: self._policy.keep_last]

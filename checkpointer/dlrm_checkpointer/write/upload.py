@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -57,30 +58,24 @@ class WritePlan:
     """Whether a later merge reads these rows next to a whole chain of others: their chunks are small."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """Count the bytes of each object, from any thread."""
-
-    put: Callable[[int], None]
-    read: Callable[[int], None]
-    """Of older objects that are merged with a cut."""
-
-
 class Upload:
     """Put one rank's cut, or a slice of one, into the store.
 
-    ``run`` and ``run_slice`` may be repeated after an outage: what is stored already is not put again.
-
-    Args:
-        store: The job's store.
-        cut: One rank's cut or slice.
-        before: What is durable of earlier slices; its bits hold for the whole cut.
-        plan: How the rows are stored.
-        traffic: Counts bytes.
+    ``run`` and ``run_slice`` may be repeated after an outage: what is stored already is not put again. ``before`` is
+    what is durable of earlier slices; its bits hold for the whole cut. ``on_put`` is called in any thread with the
+    bytes of each object that was put, ``on_read`` with those of older objects that are merged with the cut.
     """
 
-    def __init__(self, store: ObjectStore, cut: ReadyCut, before: Durable, plan: WritePlan, traffic: Traffic) -> None:
-        self._store, self._cut, self._before, self._traffic = store, cut, before, traffic
+    def __init__(
+        self,
+        store: ObjectStore,
+        cut: ReadyCut,
+        before: Durable,
+        plan: WritePlan,
+        on_put: Callable[[int], None],
+        on_read: Callable[[int], None],
+    ) -> None:
+        self._store, self._cut, self._before, self._on_put, self._on_read = store, cut, before, on_put, on_read
         self._basis, self._bits, self._chained = plan.basis, before.bits or plan.bits, plan.chained
         self._put_already: dict[int, tuple[ChunkEntry, ...]] = {}
         self._dense: ObjectEntry | None = None
@@ -98,14 +93,16 @@ class Upload:
         """
         name, basis = self._cut.name, self._basis
         key = part_key(name.step, name.attempt, name.rank)
-        known = _get_part(self._store, key)
-        if known:
-            return known
-        self._put_dense()
+        with contextlib.suppress(NoInputError):
+            return parse_part(self._store.get(key), key)
+        arrays = self._cut.dense()
+        if arrays is not None and self._dense is None:
+            self._dense = self._put("dense", encode_dense(arrays))
         mine = deltas(self._cut.owned, self._cut.pieces())
-        chunks = (
-            self._put_merged(mine) if basis.merged else (*self._before.chunks, *self._put_chunks(self._coded(mine)))
-        )
+        if basis.merged:
+            chunks = self._put_chunks((load for delta in mine for load in self._merged(delta)), MERGE_WORKERS)
+        else:
+            chunks = (*self._before.chunks, *self._put_chunks(self._coded(mine)))
         part = PartList(
             rank=name.rank,
             kind=basis.kind,
@@ -134,16 +131,13 @@ class Upload:
         for delta in mine:
             yield from map(_encoding, coded_chunks(delta, self._bits, chained=self._chained))
 
-    def _put_merged(self, mine: Sequence[Delta]) -> tuple[ChunkEntry, ...]:
-        return self._put_chunks((load for delta in mine for load in self._merged(delta)), MERGE_WORKERS)
-
     def _merged(self, delta: Delta) -> Iterator[Load]:
         table = self._tables[delta.shard.table]
         older = (*self._older(table.name), self._slices.get(delta.shard, ()))
-        merged = merged_chunks(self._store, table, delta, older, self._bits, self._traffic.read)
+        merged = merged_chunks(self._store, table, delta, older, self._bits, self._on_read)
         # Encoded at once, so that the rows are not in memory while the chunk is put.
         for encoded in map(_Encoded.of, merged):
-            yield partial(_unchanged, encoded)
+            yield partial(iter, (encoded,))
 
     @cached_property
     def _tables(self) -> dict[str, TableMeta]:
@@ -160,11 +154,6 @@ class Upload:
             found.setdefault(chunk.shard, []).append(chunk)
         return found
 
-    def _put_dense(self) -> None:
-        arrays = self._cut.dense()
-        if arrays is not None and self._dense is None:
-            self._dense = self._put("dense", encode_dense(arrays))
-
     def _put_chunks(self, loads: Iterator[Load], at_once: int = DEFAULT_WORKERS) -> tuple[ChunkEntry, ...]:
         """Put chunks while others load, a few at a time; return their entries in order."""
         numbered = enumerate(loads, len(self._before.chunks))
@@ -173,41 +162,24 @@ class Upload:
 
     def _put_chunk(self, number: int, load: Load) -> tuple[ChunkEntry, ...]:
         if number not in self._put_already:
-            self._put_already[number] = tuple(self._put_rows(number, rows) for rows in load())
+            put = (ChunkEntry.of(self._put(f"{number:06d}", rows.body), rows.shard, rows.row_ids) for rows in load())
+            self._put_already[number] = tuple(put)
         return self._put_already[number]
-
-    def _put_rows(self, number: int, rows: _Encoded) -> ChunkEntry:
-        return ChunkEntry.of(self._put(f"{number:06d}", rows.body), rows.shard, rows.row_ids)
 
     def _put(self, name: str, body: Body) -> ObjectEntry:
         entry = put_by_digest(self._store, partial(chunk_key, self._cut.meta, self._cut.name.rank, name), body)
-        self._traffic.put(len(body))
+        self._on_put(len(body))
         return entry
-
-
-def _unchanged(chunk: _Encoded) -> Iterable[_Encoded]:
-    return (chunk,)
 
 
 def _encoding(code: Callable[[], Sequence[CodedRows]]) -> Load:
     return lambda: map(_Encoded.of, code())
 
 
-def _get_part(store: ObjectStore, key: str) -> PartList | None:
-    try:
-        return parse_part(store.get(key), key)
-    except NoInputError:
-        return None
-
-
 class WritePlanner:
     """Decide how cuts are stored, by the job's settings and the store: the same in all pods of a gang.
 
-    Args:
-        store: The job's store.
-        bits: ``spec.checkpoint.bits``.
-        expected_restores: Restores expected over the job, for ``auto``.
-        chains: What the job asks of the kinds of its snapshots.
+    ``bits`` are those of ``spec.checkpoint``; ``auto`` chooses by the restores expected over the job.
     """
 
     def __init__(
@@ -235,10 +207,9 @@ class WritePlanner:
         except (NoInputError, SnapshotError) as error:
             raise BrokenChainError(str(error)) from error
         growth, length = (chain.newest.growth, len(chain.links) - 1) if chain else (None, 0)
-        choice = choose_kind(chains, growth, length, cut.meta.time)
-        extra = {"step": cut.name.step, "kind": choice.kind, "reason": choice.reason}
-        logger.info("selected snapshot kind", extra=extra)
-        return snapshot_base(choice.kind, chain, chained=choice.chained)
+        kind, reason = choose_kind(chains, growth, length, cut.meta.time)
+        logger.info("selected snapshot kind", extra={"step": cut.name.step, "kind": kind, "reason": reason})
+        return snapshot_base(kind, chain, chained=chains.traits.chained)
 
     def _bits_of(self, attempt: int) -> Bits:
         if attempt not in self._bits:

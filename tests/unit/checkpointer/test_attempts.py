@@ -28,7 +28,7 @@ from dlrm_stores.file import FileStore
 from dlrm_testing.digests import snapshot_digest
 
 
-def test_a_manifest_counts_while_every_later_attempt_went_on_from_it_or_from_later():
+def test_a_manifest_counts_if_every_later_attempt_continued_from_it():
     attempts = [StoreAttempt(2, 100), StoreAttempt(3, 250)]
 
     assert in_lineage(100, 1, attempts)
@@ -106,9 +106,7 @@ def test_a_commit_that_a_lost_node_had_already_begun_is_fenced_by_readers(
     assert [(each.step, bool(each.problem)) for each in list_snapshots(files)] == [(9, True), (1, False)]
 
 
-def test_where_all_snapshots_were_given_up_the_lineage_starts_from_the_beginning(
-    tmp_path: Path, files: FileStore, new_model, new_pod
-):
+def test_the_lineage_restarts_if_all_snapshots_were_abandoned(tmp_path: Path, files: FileStore, new_model, new_pod):
     new_pod(tmp_path / "pod", files).commit(new_model().train(), 1)
     claim_attempt(files, None, "1")
     claim_attempt(files, None, "2 started before 1 committed")
@@ -131,7 +129,7 @@ def test_a_claim_on_a_snapshot_that_is_being_removed_is_taken_back(
     assert newest_attempt(files) == 1
 
 
-def test_retention_stops_when_a_new_attempt_appears_between_its_mark_and_its_delete(
+def test_retention_stops_if_an_attempt_appears_between_mark_and_delete(
     tmp_path: Path, files: FileStore, new_model, new_pod
 ):
     class Interrupted(FileStore):
@@ -163,7 +161,7 @@ def test_an_announcement_that_cannot_be_read_is_named(files: FileStore):
 
 
 @pytest.mark.parametrize("writes_left", range(5))
-def test_a_claim_that_dies_anywhere_takes_no_commit_of_the_attempt_before_out_of_the_lineage(
+def test_a_claim_that_dies_anywhere_invalidates_no_earlier_commit(
     tmp_path: Path, files: FileStore, new_model, new_pod, dying, writes_left: int
 ):
     model, pod = new_model(), new_pod(tmp_path / "pod", files)
@@ -189,7 +187,7 @@ def test_a_mark_whose_retention_died_long_ago_holds_no_claim_up(tmp_path: Path, 
     assert claim_attempt(files, 1, "2") == 2
 
 
-def test_an_attempt_that_is_taken_back_while_the_others_are_read_counts_for_nothing(files: FileStore):
+def test_an_attempt_withdrawn_while_it_is_read_does_not_count(files: FileStore):
     class Late(FileStore):
         """An announcement goes between its listing and its reading."""
 
@@ -204,7 +202,7 @@ def test_an_attempt_that_is_taken_back_while_the_others_are_read_counts_for_noth
     assert read_attempts(Late(files.root), 0) == [StoreAttempt(1, None), StoreAttempt(3, None)]
 
 
-def test_where_the_newest_attempt_went_on_from_a_snapshot_and_none_is_there_step_0_is_refused(
+def test_step_0_is_refused_if_the_newest_attempt_restored_a_lost_snapshot(
     tmp_path: Path, files: FileStore, new_model, new_pod
 ):
     new_pod(tmp_path / "pod", files).commit(new_model().train(), claim_attempt(files, None, "1"))
@@ -215,7 +213,7 @@ def test_where_the_newest_attempt_went_on_from_a_snapshot_and_none_is_there_step
         newest_snapshot(files)
 
 
-def test_a_snapshot_that_goes_while_it_is_verified_gives_way_to_the_one_that_took_its_place(
+def test_a_snapshot_retired_during_verification_yields_to_its_successor(
     tmp_path: Path, files: FileStore, new_model, new_pod
 ):
     model, lock = new_model(), threading.Lock()

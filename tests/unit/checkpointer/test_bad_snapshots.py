@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_api.errors import NoInputError, SnapshotError
-from dlrm_checkpointer.format.canonical import sealed
-from dlrm_checkpointer.format.manifest import manifest_key
+from dlrm_checkpointer.format.manifest import manifest_key, sealed
 from dlrm_checkpointer.read.catalog import find_snapshot, list_snapshots, verify_snapshot
 from dlrm_checkpointer.read.restore import newest_snapshot, open_snapshot
 from dlrm_checkpointer.types import ShardId
@@ -148,7 +147,7 @@ def test_a_bad_snapshot_is_passed_over_with_its_reason(two, damage):
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_where_no_snapshot_can_be_used_step_0_is_refused(two, damage):
+def test_step_0_is_refused_if_no_snapshot_can_be_used(two, damage):
     files, _ = two
     damage(files)
     files.delete(manifest_key(1, 1))

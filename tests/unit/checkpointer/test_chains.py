@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.codec.rows import code_rows, decode_rows
 from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.format.canonical import sealed
+from dlrm_checkpointer.format.manifest import sealed
 from dlrm_checkpointer.read.catalog import find_snapshot, list_snapshots, verify_snapshot
 from dlrm_checkpointer.read.fetch import fetch_rows
 from dlrm_checkpointer.read.restore import newest_snapshot, open_snapshot
@@ -89,9 +89,7 @@ def long_chain(tmp_path: Path, files: FileStore, new_model, new_pod, monkeypatch
     return pod, model
 
 
-def test_increments_of_a_chain_are_small_objects_and_full_snapshots_large_ones_state_included(
-    files: FileStore, long_chain: Any
-):
+def test_increments_are_small_objects_and_full_snapshots_large_ones(files: FileStore, long_chain: Any):
     sizes = {"full": 0, "increment": 0}
     for each in list_snapshots(files):
         tables = {table.name: table for table in each.manifest.cut.tables}
@@ -103,9 +101,7 @@ def test_increments_of_a_chain_are_small_objects_and_full_snapshots_large_ones_s
     assert INCREMENT_CHUNK_BYTES * 0.8 < sizes["increment"] <= INCREMENT_CHUNK_BYTES
 
 
-def test_a_base_at_the_end_of_a_chain_holds_a_small_object_of_each_increment_and_few_of_the_base(
-    files: FileStore, long_chain: Any
-):
+def test_a_base_after_a_chain_holds_few_objects_in_memory(files: FileStore, long_chain: Any):
     pod, model = long_chain
     pod.store = Holding(files.root)
 
@@ -196,7 +192,7 @@ def snapshot_name(listed: Any) -> SnapshotName:
     return SnapshotName(listed.step, listed.attempt)
 
 
-def test_rows_that_a_cut_lacks_keep_their_codes_and_the_bits_they_were_stored_with(
+def test_rows_that_a_cut_lacks_keep_their_codes_and_bits(
     tmp_path: Path, files: FileStore, new_model, new_pod, small_tables
 ):
     """Quantized once: a row's value after many merges is what coding it at its last update gave."""
@@ -229,7 +225,7 @@ def test_rows_that_a_cut_lacks_keep_their_codes_and_the_bits_they_were_stored_wi
             np.testing.assert_array_equal(found[row], values)
 
 
-def test_a_cut_whose_parent_is_gone_is_dropped_and_training_is_told_nothing(
+def test_a_cut_whose_parent_is_gone_is_dropped_and_training_continues(
     tmp_path: Path, files: FileStore, new_model, new_pod
 ):
     model, pod = new_model(), new_pod(tmp_path / "pod", files, policy="consecutive")
@@ -246,7 +242,7 @@ def test_a_cut_whose_parent_is_gone_is_dropped_and_training_is_told_nothing(
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_damaged_link_makes_all_above_it_unusable_and_what_is_below_is_taken(
+def test_a_damaged_link_makes_only_later_snapshots_unusable(
     tmp_path: Path, files: FileStore, new_model, new_pod, victim
 ):
     model, pod = new_model(), new_pod(tmp_path / "pod", files, policy="consecutive", keep_last=100)
@@ -348,7 +344,7 @@ def spoil(files: FileStore, key: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "what"), [*((policy, "manifest") for policy in POLICIES), ("full", "chunk"), ("one-shot", "chunk")]
 )
-def test_after_a_parent_that_is_damaged_one_cut_is_lost_and_the_next_holds_all(
+def test_a_damaged_parent_loses_one_cut_and_the_next_holds_all_rows(
     tmp_path: Path, files: FileStore, new_model, new_pod, small_tables, policy: str, what: str
 ):
     model, pod = new_model(small_tables), new_pod(tmp_path / "pod", files, policy=policy, keep_last=100)
@@ -377,7 +373,7 @@ def test_after_a_parent_that_is_damaged_one_cut_is_lost_and_the_next_holds_all(
 
 
 @pytest.mark.parametrize(("policy", "lacking"), [("one-shot", 1), ("consecutive", 1), ("consecutive", 3)])
-def test_where_a_snapshot_below_the_newest_lacks_an_object_the_next_is_full(
+def test_a_missing_object_below_the_newest_makes_the_next_one_full(
     tmp_path: Path, files: FileStore, new_model, new_pod, few_rows, policy, lacking
 ):
     model, pod = new_model(few_rows), new_pod(tmp_path / "pod", files, policy=policy)

@@ -22,7 +22,7 @@ WRITES_OF_A_COMMIT = 30
 
 
 @pytest.mark.parametrize("writes_left", range(WRITES_OF_A_COMMIT))
-def test_a_crash_leaves_the_old_snapshot_or_the_new_one_and_a_new_sidecar_finishes(
+def test_a_crash_leaves_the_old_or_new_snapshot_and_is_recovered(
     tmp_path: Path, files: FileStore, new_model, new_pod, dying, writes_left: int
 ):
     model = new_model()
@@ -50,7 +50,7 @@ def test_a_crash_leaves_the_old_snapshot_or_the_new_one_and_a_new_sidecar_finish
 
 
 @pytest.mark.parametrize("writes_left", range(25))
-def test_retention_cut_off_anywhere_leaves_only_whole_snapshots_and_the_next_run_tidies_up(
+def test_retention_interrupted_anywhere_leaves_only_whole_snapshots(
     tmp_path: Path, files: FileStore, new_model, new_pod, dying, writes_left: int
 ):
     model, pod = new_model(), new_pod(tmp_path / "pod", files, keep_last=100)

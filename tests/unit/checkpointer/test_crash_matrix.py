@@ -37,7 +37,7 @@ class Scene:
     objects: dict[str, tuple[bytes, float]]
     folder: Path
     digests: dict[int, str]
-    """Of the state at each step."""
+    """Digest of the state at each step."""
 
 
 @pytest.fixture(params=POLICIES)
@@ -162,7 +162,7 @@ def test_whichever_call_of_the_store_is_the_last_a_new_sidecar_finishes(takes: I
 
 
 @pytest.mark.slow
-def test_whichever_change_of_the_hand_off_folder_is_the_last_a_new_sidecar_finishes(takes: Iterator[Take]):
+def test_a_new_sidecar_finishes_after_a_crash_at_any_change(takes: Iterator[Take]):
     undisturbed = next(takes)
     with STEPS.watching(undisturbed.pod.folder):
         undisturbed.sidecar_dies()
@@ -180,9 +180,7 @@ def test_whichever_change_of_the_hand_off_folder_is_the_last_a_new_sidecar_finis
 
 
 @pytest.mark.slow
-def test_whichever_change_of_the_hand_off_folder_is_a_ranks_last_there_is_a_whole_cut_or_none(
-    takes: Iterator[Take], new_model, few_rows
-):
+def test_a_rank_that_dies_at_any_change_leaves_a_whole_cut_or_none(takes: Iterator[Take], new_model, few_rows):
     def cut(take: Take, die_at: int | None) -> None:
         """The next cut, after the one that waits, of ranks that die."""
         take.pod.finish()
@@ -220,7 +218,7 @@ def objects_of(store: MemoryStore, step: int) -> set[str]:
 
 
 @pytest.mark.slow
-def test_whichever_object_is_damaged_a_committed_state_is_found_or_none_and_never_a_mixture(takes: Iterator[Take]):
+def test_damage_to_any_object_never_restores_a_mixture(takes: Iterator[Take]):
     whole = next(takes)
     whole.pod.keep_last = 100
     whole.goes_on()

@@ -37,7 +37,7 @@ def image(snapshot: Snapshot, name: str) -> tuple[Any, Any, Any]:
 @pytest.mark.slow
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_differences_are_those_of_every_row_and_updates_lead_from_one_snapshot_to_another(
+def test_differences_cover_every_row_and_updates_lead_to_the_newer_one(
     data, tmp_path_factory, new_model, new_pod, small_tables, monkeypatch
 ):
     """Random policies, shardings and a rollback, so that either snapshot may be the older one or of another life."""
@@ -119,7 +119,7 @@ class Counted:
         return self._store.get_into(key, buffer)
 
 
-def test_what_a_chain_grew_by_is_all_that_updates_read(tmp_path: Path, files: FileStore, new_model, new_pod):
+def test_updates_read_only_the_growth_of_a_chain(tmp_path: Path, files: FileStore, new_model, new_pod):
     model, pod = new_model(), new_pod(tmp_path / "pod", files, policy="consecutive", keep_last=100)
     attempt = claim_attempt(files, None, "test")
     for _ in range(3):

@@ -46,7 +46,7 @@ def whole(meta: TableMeta, rows: np.ndarray, state: np.ndarray) -> str:
 
 @settings(max_examples=60)
 @given(data=st.data(), state=st.sampled_from([0, 1, 17]))
-def test_any_split_into_rectangles_of_rows_in_any_order_gives_the_tables_digest(data: st.DataObject, state: int):
+def test_any_split_into_rectangles_gives_the_same_table_digest(data: st.DataObject, state: int):
     meta = table(state=state)
     rows, states = values(meta)
     cuts = data.draw(st.lists(st.integers(0, meta.rows), max_size=4))
@@ -108,7 +108,7 @@ def test_values_that_change_places_change_the_digest():
     assert digest not in others
 
 
-def test_tables_of_other_column_blocks_have_other_digests_because_state_belongs_to_blocks():
+def test_tables_with_other_column_blocks_have_other_digests():
     one, three = table(blocks=1, state=3), table(blocks=3, state=1)
     rows, state = values(one)
 

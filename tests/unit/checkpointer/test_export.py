@@ -146,7 +146,7 @@ def test_a_disk_that_is_full_at_the_very_end_leaves_no_meta(
     assert not (tmp_path / "out" / "meta.json").exists()
 
 
-def test_all_files_outlive_the_machine_before_the_one_that_says_that_they_are_whole(
+def test_all_files_are_synced_before_the_one_that_marks_them_complete(
     tmp_path: Path, files: FileStore, new_model, new_pod, few_rows, to_disk
 ):
     new_pod(tmp_path / "pod", files).commit(new_model(few_rows).train())

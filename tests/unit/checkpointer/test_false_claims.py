@@ -15,9 +15,8 @@ import pytest
 from dlrm_api.errors import DeviceError, SnapshotError
 from dlrm_checkpointer.codec.digest import BLOCK_BYTES, block_ranges
 from dlrm_checkpointer.codec.rows import code_rows
-from dlrm_checkpointer.format.canonical import sealed
 from dlrm_checkpointer.format.chunk import MAX_ROW_NUMBERS, decode_dense, decode_row_numbers, decode_rows, encode_rows
-from dlrm_checkpointer.format.manifest import ObjectEntry, parse_manifest, parse_part, part_key
+from dlrm_checkpointer.format.manifest import ObjectEntry, parse_manifest, parse_part, part_key, sealed
 from dlrm_checkpointer.publish.delta import delta_key
 from dlrm_checkpointer.publish.follower import Follower
 from dlrm_checkpointer.read.export import check_room, restore_to_folder
@@ -28,7 +27,7 @@ from dlrm_stores.file import FileStore
 
 Object = dict[str, Any]
 ROOM_BYTES = 4 << 30
-"""Of addresses, beside what the process has: a claim that is believed runs into it, whatever this machine holds."""
+"""Bytes of addresses above those in use: a claim that is believed exceeds them on any machine."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +60,7 @@ DENSE = {
     "of no number": container({"w": array("U8", [4], 0.0, 4)}, b"1234", kind="dense"),
     "of no shape": container({"w": array("U8", [-1], 0, 4)}, b"1234", kind="dense"),
     "of an endless shape": container({"w": array("U8", [10**30, 0], 0, 0)}, kind="dense"),
-    "of a shape that is none": container({"w": array("U8", 4, 0, 4)}, b"1234", kind="dense"),
+    "of an invalid shape": container({"w": array("U8", 4, 0, 4)}, b"1234", kind="dense"),
     "three offsets": container({"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 1, 4]}}, b"1234", kind="dense"),
     "bottomless": (200_000).to_bytes(8, "little") + b"[" * 200_000,
     "bottomless within": container({"w": {}}, kind="dense").replace(b"{}}", b"[" * 2 + b"}"),
@@ -72,7 +71,7 @@ DENSE = {
 
 
 @pytest.mark.parametrize("body", DENSE.values(), ids=DENSE)
-def test_an_object_whose_arrays_are_not_where_it_says_is_refused_by_its_key(body: bytes) -> None:
+def test_an_object_with_wrong_array_offsets_is_refused_by_its_key(body: bytes) -> None:
     with pytest.raises(SnapshotError, match="chunks/dense"):
         decode_dense(body, "chunks/dense")
 
@@ -114,7 +113,7 @@ def test_as_many_row_numbers_as_an_object_may_hold_are_read() -> None:
     "claim",
     [{"rows": 10**13}, {"rows": -1}, {"firstRow": 2**62}, {"columnEnd": 2**40}, {"rowEnd": 2**80, "rows": 2**70}],
 )
-def test_a_chunk_that_claims_other_rows_than_it_has_bytes_for_is_refused_by_its_key(claim: Object) -> None:
+def test_a_chunk_that_claims_rows_without_bytes_is_refused_by_key(claim: Object) -> None:
     shard = ShardId(table="t", row_start=0, row_end=9, column_start=0, column_end=4)
     rows = ShardRows(
         shard=shard, row_ids=np.arange(3), rows=np.ones((3, 4), np.float32), state=np.ones((3, 1), np.float32)
@@ -189,7 +188,7 @@ CLAIMS: dict[str, Callable[[Object], None]] = {
     "a type of rows that nobody knows": table(dtype="fp64"),
     "a table twice": two_of_a_name,
     "tables that are none": no_list_of_tables,
-    "a model that is none": no_tables_at_all,
+    "an invalid model": no_tables_at_all,
     "a chunk beyond its table": chunk(rowEnd=10**9, lastRow=10**9 - 1),
     "a chunk beyond 64 bits": chunk(rowEnd=10**30, lastRow=10**29),
     "a chunk of more rows than it spans": chunk(rows=10**12),
@@ -208,7 +207,7 @@ CLAIMS: dict[str, Callable[[Object], None]] = {
     "an endless time": cut(time=float("inf")),
     "samples below none": cut(samples=-1),
     "endless samples": cut(samples=float("inf")),
-    "a parent that is none": cut(parent=7),
+    "an invalid parent": cut(parent=7),
 }
 
 
@@ -273,7 +272,7 @@ def test_an_object_that_memory_does_not_hold_is_named(stored: FileStore) -> None
         fetch(stored, entry)
 
 
-def test_blocks_of_the_widest_and_longest_table_take_little_memory_and_are_made_one_by_one() -> None:
+def test_blocks_of_the_largest_table_are_lazy_and_take_little_memory() -> None:
     widest = TableMeta(
         name="t",
         rows=MAX_ROWS,
@@ -289,9 +288,7 @@ def test_blocks_of_the_widest_and_longest_table_take_little_memory_and_are_made_
     assert (start, 0 < (end - start) * 4 * 9 * 4_096 <= BLOCK_BYTES) == (0, True)
 
 
-def test_a_table_of_trillions_of_rows_is_refused_where_the_disk_has_no_room_for_it(
-    tmp_path: Path, stored: FileStore
-) -> None:
+def test_a_table_that_does_not_fit_the_disk_is_refused(tmp_path: Path, stored: FileStore) -> None:
     [path] = (stored.root / "manifests").iterdir()
     resealed(path, table(rows=MAX_ROWS))
 
@@ -323,7 +320,7 @@ def foreign_tombstone(delta: Object) -> None:
         foreign_tombstone,
     ],
 )
-def test_a_delta_that_claims_what_no_table_has_leaves_a_follower_waiting_and_says_why(
+def test_a_delta_with_false_claims_leaves_a_follower_waiting_with_a_reason(
     tmp_path: Path, files: FileStore, new_model, new_pod, claim: Callable[[Object], None]
 ) -> None:
     target = FileStore(tmp_path / "deltas")
@@ -335,7 +332,7 @@ def test_a_delta_that_claims_what_no_table_has_leaves_a_follower_waiting_and_say
     assert [each.what for each in did] == ["waiting"]
 
 
-def test_a_delta_of_tables_with_other_rows_than_the_image_is_refused_by_the_file(
+def test_a_delta_of_a_table_with_other_rows_is_refused_by_file(
     tmp_path: Path, files: FileStore, new_model, new_pod
 ) -> None:
     target = FileStore(tmp_path / "deltas")

@@ -41,7 +41,7 @@ def objects(files: FileStore) -> list[ObjectEntry]:
     return entries
 
 
-def test_small_objects_are_read_many_at_a_time_because_each_takes_its_while(files, objects):
+def test_small_objects_are_read_many_at_a_time(files, objects):
     whole: list[str] = []
 
     check_bytes(FarStore(files, PARALLEL_GETS), objects, whole.append)

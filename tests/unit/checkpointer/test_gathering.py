@@ -58,7 +58,7 @@ def test_pieces_that_were_taken_apart_come_together_as_they_were(bits: Any, data
 
 @settings(max_examples=150)
 @given(data=st.data())
-def test_of_each_row_the_newest_piece_counts_whatever_forms_and_bands_there_are(data: st.DataObject):
+def test_the_newest_piece_of_each_row_wins_in_any_encodings_and_bands(data: st.DataObject):
     edges = sorted({0, *data.draw(st.lists(st.integers(1, ROWS - 1), max_size=3)), ROWS})
     bands: list[list[CodedRows]] = []
     wanted: dict[int, tuple[CodedRows, int]] = {}

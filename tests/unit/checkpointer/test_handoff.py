@@ -13,7 +13,7 @@ import pytest
 
 from dlrm_api.errors import DeviceError, DivergedError, InvalidSpecError, SnapshotError, TemporaryError, UsageError
 from dlrm_api.names import ExitCode
-from dlrm_checkpointer.format.canonical import NewerVersionError
+from dlrm_checkpointer.format.manifest import NewerVersionError
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.protocol import HandoffDir, RefusedCut
 from dlrm_checkpointer.handoff.writer import HandoffWriter
@@ -21,7 +21,7 @@ from dlrm_checkpointer.types import SnapshotName
 from dlrm_stores.file import FileStore
 
 
-def test_what_a_rank_hands_over_the_sidecar_reads(tmp_path: Path, new_model):
+def test_the_sidecar_reads_the_cut_that_a_rank_hands_over(tmp_path: Path, new_model):
     model = new_model().train(2)
     writer = HandoffWriter(tmp_path, 1, None)
     writer.hand_over(model.meta(2), model.pieces(1, 2), None, owned=model.shards(1, 2), timeout_s=1)
@@ -112,11 +112,11 @@ def test_rows_that_are_not_of_their_shard_are_refused(tmp_path: Path, new_model)
         writer.hand_over(model.meta(1), [piece], model.dense, owned=model.shards(0, 1), timeout_s=1)
 
 
-BESIDE = {2: NewerVersionError, 0: SnapshotError}
+OTHER_RELEASES = {2: NewerVersionError, 0: SnapshotError}
 """Versions of the folder, which releases before this one and after it would say, and how they are refused."""
 
 
-@pytest.mark.parametrize("version", BESIDE)
+@pytest.mark.parametrize("version", OTHER_RELEASES)
 def test_a_trainer_beside_a_checkpointer_of_another_release_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
 ):
@@ -124,12 +124,12 @@ def test_a_trainer_beside_a_checkpointer_of_another_release_does_not_start(
         other.setattr("dlrm_checkpointer.handoff.protocol.LAYOUT_VERSION", version)
         Inbox(tmp_path, range(1)).close()
 
-    with pytest.raises(BESIDE[version], match=rf"the checkpointer .* version {version} .*spec.trainer.image"):
+    with pytest.raises(OTHER_RELEASES[version], match=rf"the checkpointer .* version {version} .*spec.trainer.image"):
         HandoffWriter(tmp_path, 0, None)
     assert not (tmp_path / "rank-0.lock").exists()
 
 
-@pytest.mark.parametrize("version", BESIDE)
+@pytest.mark.parametrize("version", OTHER_RELEASES)
 def test_a_cut_of_another_release_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_model, version: int):
     model = new_model().train()
     with monkeypatch.context() as other:
@@ -138,7 +138,7 @@ def test_a_cut_of_another_release_is_not_read(tmp_path: Path, monkeypatch: pytes
         writer.hand_over(model.meta(1), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), timeout_s=1)
     inbox = Inbox(tmp_path, range(1))
 
-    with pytest.raises(BESIDE[version], match=rf"rank 0 uses version {version} .* version 1"):
+    with pytest.raises(OTHER_RELEASES[version], match=rf"rank 0 uses version {version} .* version 1"):
         inbox.open(inbox.ready()[0])
     inbox.close()
 
@@ -243,7 +243,7 @@ def test_a_cut_with_a_value_that_is_not_finite_is_refused_by_table_and_row(
             then()
 
 
-def test_a_refused_cut_is_of_no_account_to_another_attempt_nor_after_a_newer_commit(tmp_path: Path, new_model, new_pod):
+def test_a_refused_cut_concerns_only_its_attempt_until_a_newer_commit(tmp_path: Path, new_model, new_pod):
     model, pod = new_model().train(), new_pod(tmp_path / "pod", FileStore(tmp_path / "store"))
     inbox, writer = Inbox(pod.folder, pod.ranks), pod.writers[0]
     pod.cut(model, attempt=2)
@@ -264,10 +264,10 @@ def test_a_refused_cut_is_of_no_account_to_another_attempt_nor_after_a_newer_com
     inbox.close()
 
 
-def test_a_rank_whose_store_goes_on_with_a_newer_attempt_is_told_of_the_other_run(tmp_path: Path, new_model, new_pod):
+def test_a_rank_is_told_that_a_newer_attempt_owns_its_store(tmp_path: Path, new_model, new_pod):
     model, pod = new_model().train(), new_pod(tmp_path / "pod", FileStore(tmp_path / "store"))
     inbox, writer = Inbox(pod.folder, pod.ranks), pod.writers[0]
-    inbox.superseded.write({"attempt": 2})  # of an earlier life of the folder
+    inbox.superseded.write({"attempt": 2})  # of an earlier use of the folder
     pod.cut(model, attempt=2)
     inbox.free(inbox.ready()[0])
     assert writer.ready()

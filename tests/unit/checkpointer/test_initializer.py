@@ -98,7 +98,7 @@ def test_tables_and_seeds_start_differently():
     assert len({row.tobytes() for row in rows}) == 4
 
 
-def test_the_default_scale_is_the_float32_nearest_to_one_over_the_root_of_rows():
+def test_the_default_scale_is_the_float32_next_to_1_over_sqrt_rows():
     assert table_scale(InitializerSpec(), 10_000) == float(np.float32(0.01))
     assert table_scale(InitializerSpec(), 3) == float(np.float32(1 / 3**0.5))
     assert table_scale(InitializerSpec(scale=0.3), 3) == float(np.float32(0.3))

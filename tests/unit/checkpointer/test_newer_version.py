@@ -11,8 +11,7 @@ import pytest
 from dlrm_api.errors import SnapshotError
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.format.canonical import NewerVersionError, sealed
-from dlrm_checkpointer.format.manifest import manifest_key
+from dlrm_checkpointer.format.manifest import NewerVersionError, manifest_key, sealed
 from dlrm_checkpointer.read.catalog import find_snapshot, list_snapshots
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.write.retention import Retention, RetentionPolicy
@@ -73,7 +72,7 @@ def test_going_back_is_a_decision_after_which_those_do_not_count(upgraded: FileS
     assert [each.step for each in list_snapshots(upgraded) if not each.problem] == [2, 1]
 
 
-def test_where_no_older_one_is_there_step_0_is_a_decision(upgraded: FileStore):
+def test_without_an_older_snapshot_step_0_is_the_users_decision(upgraded: FileStore):
     for step in (1, 2):
         upgraded.delete(manifest_key(step, 1))
 
@@ -101,7 +100,7 @@ def test_nothing_is_removed_beside_snapshots_whose_chain_cannot_be_known(upgrade
 
     claim_attempt(upgraded, 2, "test")
     retention.apply(2)
-    assert [each.step for each in list_snapshots(upgraded)] == [4, 3, 2, 1]  # 2 goes over 1
+    assert [each.step for each in list_snapshots(upgraded)] == [4, 3, 2, 1]  # 2 depends on 1
 
 
 @pytest.mark.parametrize("command", ["show", "verify", "restore", "prune", "export"])

@@ -17,7 +17,7 @@ RESTORED = SnapshotName(40, 2)
 
 
 @pytest.mark.parametrize("parent", [None, SnapshotName(7, 3)])
-def test_what_a_cut_says_of_its_parent_and_time_comes_back_from_json(new_model, parent: SnapshotName | None):
+def test_parent_and_time_of_a_cut_survive_json(new_model, parent: SnapshotName | None):
     meta = replace(new_model().meta(2), parent=parent, time=1_700_000_000.25)
 
     value = meta.to_json()
@@ -30,7 +30,7 @@ def test_snapshots_are_ordered_by_step_and_then_by_attempt():
     assert SnapshotName(3, 9) < SnapshotName(4, 1) < SnapshotName(4, 2)
 
 
-def test_the_parent_is_the_newest_commit_of_the_attempt_else_what_was_restored_else_nothing(tmp_path: Path):
+def test_the_parent_is_the_attempts_newest_commit_else_the_restored_one(tmp_path: Path):
     writer, inbox = HandoffWriter(tmp_path, 0, None), Inbox(tmp_path, range(1))
 
     fresh = writer.begin(attempt=3)
@@ -46,7 +46,7 @@ def test_the_parent_is_the_newest_commit_of_the_attempt_else_what_was_restored_e
     inbox.close()
 
 
-def test_a_parent_that_could_not_be_read_is_none_until_a_newer_snapshot_is_there(tmp_path: Path):
+def test_an_unreadable_parent_is_not_used_until_a_newer_snapshot_exists(tmp_path: Path):
     writer, inbox = HandoffWriter(tmp_path, 0, None), Inbox(tmp_path, range(1))
     writer.restored(RESTORED)
 
@@ -60,9 +60,7 @@ def test_a_parent_that_could_not_be_read_is_none_until_a_newer_snapshot_is_there
     inbox.close()
 
 
-def test_a_parent_is_in_flight_from_the_beginning_of_its_cut_until_that_is_committed(
-    tmp_path: Path, files: FileStore, new_model, new_pod
-):
+def test_a_parent_is_in_flight_until_its_cut_is_committed(tmp_path: Path, files: FileStore, new_model, new_pod):
     model, pod = new_model().train(), new_pod(tmp_path / "pod", files)
     writer, inbox = pod.writers[0], Inbox(pod.folder, pod.ranks)
     writer.restored(RESTORED)

@@ -19,7 +19,7 @@ from dlrm_testing.digests import snapshot_digest
 
 @pytest.fixture
 def digest(tmp_path: Path, files: FileStore, new_model, new_pod) -> str:
-    """Of the newest of four snapshots in ``files``."""
+    """Return the digest of the newest of four snapshots in ``files``."""
     model, pod = new_model(), new_pod(tmp_path / "pod", files, keep_last=100)
     attempt = claim_attempt(files, None, "test")
     for _ in range(4):
@@ -35,7 +35,7 @@ def steps(files: FileStore) -> list[int]:
     return [each.step for each in list_snapshots(files)]
 
 
-def test_what_is_not_kept_goes_and_what_is_kept_is_untouched(
+def test_prune_removes_the_rest_and_leaves_kept_snapshots_untouched(
     files: FileStore, digest: str, capsys: pytest.CaptureFixture[str]
 ):
     code = prune(files, "--keep-last", "2")

@@ -29,7 +29,7 @@ from dlrm_api.errors import (
     UsageError,
 )
 from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.format.canonical import sealed
+from dlrm_checkpointer.format.manifest import sealed
 from dlrm_checkpointer.publish.delta import newest_delta, read_delta, read_plan, sequences
 from dlrm_checkpointer.publish.follower import Follower
 from dlrm_checkpointer.read.catalog import find_snapshot, list_snapshots, walk_table
@@ -92,7 +92,7 @@ def test_a_follower_has_what_was_published_at_its_precision(
     assert pod.status.registry.get_sample_value("dlrm_checkpointer_published_step") == 4
 
 
-def test_the_names_of_an_images_files_outlive_the_machine_before_the_state_that_names_it(
+def test_folders_of_an_image_are_synced_before_the_state_that_names_it(
     tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables, to_disk
 ):
     new_pod(tmp_path / "pod", files, target=target).commit(new_model(small_tables).train())
@@ -107,7 +107,7 @@ def test_the_names_of_an_images_files_outlive_the_machine_before_the_state_that_
 @pytest.mark.slow
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_random_lives_rollbacks_and_lost_deltas_end_with_the_snapshot_that_was_published_last(
+def test_random_attempts_and_lost_deltas_end_at_the_newest_delta(
     data, tmp_path_factory, new_model, new_pod, small_tables, monkeypatch
 ):
     monkeypatch.setattr("dlrm_checkpointer.format.chunk.CHUNK_BYTES", data.draw(st.sampled_from([700, 32 << 20])))
@@ -172,7 +172,7 @@ def objects_of(delta: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("keep_last", [2, 3])
-def test_old_deltas_go_and_a_full_one_comes_before_the_oldest_that_is_needed_would(
+def test_old_deltas_go_and_a_full_one_replaces_the_oldest_needed(
     tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables, keep_last
 ):
     model = new_model(small_tables)
@@ -372,7 +372,7 @@ class Failing:
         return getattr(self._store, name)
 
 
-def test_an_outage_of_the_publishers_store_delays_no_commit_and_skips_no_row(
+def test_an_outage_of_the_delta_store_delays_no_commit_and_skips_no_row(
     tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
 ):
     """The snapshot that the next delta goes from stays meanwhile, though keepLast is 1."""
@@ -411,7 +411,7 @@ def test_an_outage_of_the_publishers_store_delays_no_commit_and_skips_no_row(
 
 
 @pytest.mark.slow
-def test_a_sidecar_that_starts_in_an_outage_of_the_publishers_store_keeps_what_the_next_delta_goes_from(
+def test_a_sidecar_started_in_an_outage_keeps_the_next_deltas_base(
     tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
 ):
     model, failing = new_model(small_tables), Failing(target)
@@ -593,7 +593,7 @@ class Unlisted(FileStore):
         raise self.problem
 
 
-def test_a_job_ends_without_waiting_for_deltas_whose_store_refuses_to_be_listed(
+def test_a_job_does_not_wait_for_a_delta_store_that_refuses_listings(
     tmp_path: Path, files: FileStore, new_model, new_pod, small_tables
 ):
     pod = new_pod(tmp_path / "pod", files, target=Unlisted(tmp_path / "deltas"), grace_s=3_600.0)
@@ -606,7 +606,7 @@ def test_a_job_ends_without_waiting_for_deltas_whose_store_refuses_to_be_listed(
 @pytest.mark.slow
 @pytest.mark.parametrize("problem", [NoPermissionError("no listing"), StoreUnavailableError("gone")])
 @pytest.mark.parametrize(("timeout_s", "left"), [(3_600.0, [4, 3, 2, 1]), (0.0, [4])])
-def test_snapshots_are_retired_though_deltas_cannot_be_listed_once_these_were_waited_for_as_long_as_for_orphans(
+def test_retention_waits_a_bounded_time_for_a_delta_store_that_is_down(
     tmp_path: Path, files: FileStore, new_model, new_pod, small_tables, problem, timeout_s, left, caplog
 ):
     model, target = new_model(small_tables), Unlisted(tmp_path / "deltas")
@@ -621,7 +621,7 @@ def test_snapshots_are_retired_though_deltas_cannot_be_listed_once_these_were_wa
     assert ("although deltas cannot be read" in caplog.text) == (len(left) == 1)
 
 
-def test_a_delta_is_full_where_the_snapshot_before_went_while_deltas_could_not_be_listed(
+def test_a_delta_is_full_if_its_base_was_retired_in_an_outage(
     tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
 ):
     model, attempt = new_model(small_tables), claim_attempt(files, None, "test")
@@ -714,7 +714,7 @@ def test_a_full_disk_is_told_before_rows_are_written_to_it(
         Follower(target, tmp_path / "out").catch_up()
 
 
-def test_what_others_put_beside_objects_of_deltas_stays_and_keeps_no_delta_back(
+def test_foreign_objects_stay_and_hold_no_delta_back(
     tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
 ):
     model, attempt = new_model(small_tables), claim_attempt(files, None, "test")

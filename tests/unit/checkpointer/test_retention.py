@@ -39,7 +39,7 @@ def found(names: Iterable[SnapshotName]) -> list[StoredSnapshot]:
 
 
 @given(names=NAMES, restored=st.integers(0, 12), keep_last=st.integers(1, 5))
-def test_what_is_kept_is_the_newest_of_the_lineage_and_all_else_goes(names, restored, keep_last):
+def test_only_the_newest_of_the_lineage_are_kept(names, restored, keep_last):
     attempts = [StoreAttempt(2, restored)]
 
     decision = decide(found(names), attempts, RetentionPolicy(keep_last=keep_last), ())
@@ -83,7 +83,7 @@ def test_a_manifest_that_cannot_be_read_neither_counts_nor_goes():
     assert decision.retire == (SnapshotName(7, 1),)
 
 
-def test_what_an_unusable_snapshot_goes_over_stays_with_it():
+def test_the_chain_of_an_unusable_snapshot_stays():
     broken = StoredSnapshot(name=SnapshotName(9, 1), below=(SnapshotName(6, 1),), readable=False)
 
     decision = decide([broken, *found([SnapshotName(8, 1), SnapshotName(6, 1)])], [], RetentionPolicy(keep_last=1), ())
@@ -158,7 +158,7 @@ class Counting(FileStore):
         super().delete(key)
 
 
-def test_where_a_snapshot_goes_its_own_folders_are_listed_and_all_objects_only_now_and_then(
+def test_retiring_lists_only_the_snapshots_own_folders_most_times(
     tmp_path: Path, files: FileStore, new_model, new_pod, clock: Clock
 ):
     model, pod, store = new_model(), new_pod(tmp_path / "pod", files, keep_last=9), Counting(files.root)
@@ -196,7 +196,7 @@ class Slow(FileStore):
 
 
 @pytest.mark.parametrize(("seconds", "pause_s"), [(1, 600), (60, 1_200), (3_000, 3_600)])
-def test_the_longer_all_objects_take_to_be_listed_the_rarer_they_are_but_hourly_at_least(
+def test_slow_listings_of_all_objects_are_rarer_but_at_least_hourly(
     tmp_path: Path, files: FileStore, new_model, new_pod, clock: Clock, seconds, pause_s
 ):
     new_pod(tmp_path / "pod", files).commit(new_model().train(), claim_attempt(files, None, "one"))
@@ -213,7 +213,7 @@ def test_the_longer_all_objects_take_to_be_listed_the_rarer_they_are_but_hourly_
 
 
 class Crowded(FileStore):
-    """Holds many orphans beside what is there, and counts how many entries of its listing anybody holds at once."""
+    """Adds many orphans to a store, and counts the entries of its listing that are held at once."""
 
     orphans = 20_000
 
@@ -238,9 +238,7 @@ class Crowded(FileStore):
         assert len(keys) <= 1_000
 
 
-def test_a_sweep_removes_orphans_while_it_lists_and_holds_a_few_entries_at_once(
-    tmp_path: Path, files: FileStore, new_model, new_pod
-):
+def test_a_sweep_removes_orphans_while_listing_in_bounded_memory(tmp_path: Path, files: FileStore, new_model, new_pod):
     new_pod(tmp_path / "pod", files).commit(new_model().train(), claim_attempt(files, None, "one"))
     store = Crowded(files.root)
 
@@ -259,7 +257,7 @@ def test_keys_are_known_again_and_take_eight_bytes_each(names, other):
     assert (len(keys), keys.nbytes) == (len(names), 8 * len(names))
 
 
-def test_what_a_sidecar_that_died_put_beside_a_snapshots_objects_goes_and_these_stay(
+def test_leftovers_of_a_dead_sidecar_go_and_a_snapshots_objects_stay(
     tmp_path: Path, files: FileStore, new_model, new_pod
 ):
     model = new_model()
@@ -274,9 +272,7 @@ def test_what_a_sidecar_that_died_put_beside_a_snapshots_objects_goes_and_these_
     assert snapshot_digest(newest_snapshot(files)[0]) == model.digest()
 
 
-def test_a_removal_that_an_outage_cut_off_is_looked_after_with_the_next_snapshot(
-    tmp_path: Path, files: FileStore, new_model, new_pod
-):
+def test_a_removal_interrupted_by_an_outage_is_finished_next_time(tmp_path: Path, files: FileStore, new_model, new_pod):
     model, pod, store = new_model(), new_pod(tmp_path / "pod", files, keep_last=9), Counting(files.root)
     attempt = claim_attempt(files, None, "one")
     retention = Retention(store, RetentionPolicy(keep_last=1))
@@ -331,9 +327,7 @@ def test_a_chain_goes_from_its_end_and_nothing_goes_before_the_part_lists(
     assert not any(set(manifests).intersection(keys) for keys in store.together)
 
 
-def test_what_a_live_writer_is_uploading_stays_and_what_a_lost_one_left_goes(
-    tmp_path: Path, files: FileStore, new_model, new_pod
-):
+def test_live_uploads_stay_and_abandoned_ones_go(tmp_path: Path, files: FileStore, new_model, new_pod):
     model, pod = new_model(), new_pod(tmp_path / "pod", files)
     lost = claim_attempt(files, None, "lost")
     attempt = claim_attempt(files, None, "live")
@@ -350,9 +344,7 @@ def test_what_a_live_writer_is_uploading_stays_and_what_a_lost_one_left_goes(
 
 
 @pytest.mark.parametrize("stray", ["chunks/7", "chunks/notes.txt", "parts/7", "chunks/²/1/x", "chunks/7/1"])
-def test_what_others_put_beside_objects_stays_and_keeps_retention_from_nothing(
-    tmp_path: Path, files: FileStore, new_model, new_pod, stray
-):
+def test_foreign_objects_stay_and_do_not_stop_retention(tmp_path: Path, files: FileStore, new_model, new_pod, stray):
     model, pod = new_model(), new_pod(tmp_path / "pod", files, keep_last=100)
     attempt = claim_attempt(files, None, "test")
     for _ in range(2):
@@ -379,7 +371,7 @@ def test_orphans_stay_for_their_safety_age_by_the_stores_clock(tmp_path: Path, f
     assert files.size(young) == 1
 
 
-def test_what_a_retention_that_died_left_goes_also_where_older_snapshots_stay_for_their_period(
+def test_leftovers_of_a_dead_retention_go_despite_older_kept_snapshots(
     tmp_path: Path, files: FileStore, new_model, new_pod
 ):
     model, pod = new_model(), new_pod(tmp_path / "pod", files, keep_last=100)
@@ -395,7 +387,7 @@ def test_what_a_retention_that_died_left_goes_also_where_older_snapshots_stay_fo
 
 
 @pytest.mark.parametrize("before", ["get", "put_if_absent"])
-def test_a_snapshot_that_is_retired_while_another_pod_commits_it_does_not_come_back(
+def test_a_snapshot_retired_while_a_pod_commits_it_does_not_come_back(
     tmp_path: Path, files: FileStore, new_model, new_pod, before
 ):
     class Racing(FileStore):

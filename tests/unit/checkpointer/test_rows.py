@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.codec.rows import ChunkEncoding, CodedRows, body_shape, code_rows, decode_rows, place_weights
 from dlrm_checkpointer.types import ShardId, ShardRows, TableMeta
+from dlrm_testing.checkpointer.restored import check_piece
 
 README = Path(__file__).parents[3] / "docs" / "format.md"
 QUANTIZED = [2, 3, 4, 8]
@@ -100,7 +101,7 @@ def test_weights_go_to_their_places_and_nowhere_else(bits: Any, rows: np.ndarray
 @pytest.mark.parametrize("bits", QUANTIZED)
 @settings(max_examples=200)
 @given(rows=ROWS)
-def test_weights_are_their_codes_times_scale_plus_low_and_missing_codes_are_zero(bits: Any, rows: np.ndarray):
+def test_weights_are_codes_times_scale_plus_low_and_padding_is_zero(bits: Any, rows: np.ndarray):
     for coded in code_rows(piece(rows), bits):
         assert coded.body.shape == body_shape(bits, len(coded.row_ids), rows.shape[1])
         np.testing.assert_array_equal(decode_rows(coded).rows, by_the_formula(coded))
@@ -111,7 +112,7 @@ def test_weights_are_their_codes_times_scale_plus_low_and_missing_codes_are_zero
 @pytest.mark.parametrize("bits", QUANTIZED)
 @settings(max_examples=300)
 @given(rows=ROWS)
-def test_a_weight_within_its_codes_comes_back_within_half_a_scale_and_rounding(bits: Any, rows: np.ndarray):
+def test_a_weight_in_range_comes_back_within_half_a_scale(bits: Any, rows: np.ndarray):
     for coded in code_rows(piece(rows), bits):
         factor = 2.0**coded.form.exponent
         scale, low = coded.scale.astype(np.float64) * factor, coded.low.astype(np.float64) * factor
@@ -145,7 +146,7 @@ def test_the_exponent_is_that_of_the_rows_largest_magnitude(bits: Any, rows: np.
 
 @settings(max_examples=200)
 @given(rows=ROWS)
-def test_at_16_bits_a_weight_is_the_nearest_fp16_number_times_a_power_of_two(rows: np.ndarray):
+def test_16_bits_keep_the_nearest_fp16_number_times_a_power_of_two(rows: np.ndarray):
     for coded in code_rows(piece(rows), 16):
         factor = np.float64(2.0**coded.form.exponent)
         scaled = rows[coded.row_ids].astype(np.float64) / factor
@@ -255,7 +256,7 @@ def test_a_clipped_piece_holds_the_same_weights_bit_for_bit(bits: Any, data: st.
     before, after = decode_rows(coded), decode_rows(part)
     kept = (coded.row_ids >= start) & (coded.row_ids < end)
     assert part.shard == shard
-    after.check(meta)
+    check_piece(after, meta)
     np.testing.assert_array_equal(part.row_ids, coded.row_ids[kept])
     np.testing.assert_array_equal(after.rows, before.rows[kept, columns[0] : columns[1]])
     np.testing.assert_array_equal(after.state, before.state[kept, first:last])
@@ -325,7 +326,7 @@ print(digest.hexdigest())
 
 
 @pytest.mark.slow
-def test_codes_and_weights_have_the_same_bits_on_processors_with_other_vectors():
+def test_codes_and_weights_are_the_same_bits_on_other_processors():
     processors = [{}, {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}]
 
     runs = [

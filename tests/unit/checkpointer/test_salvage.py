@@ -12,8 +12,7 @@ from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.format.manifest import part_key
 from dlrm_checkpointer.read.catalog import list_snapshots
-from dlrm_checkpointer.read.partial import PartialCut, find_partial, open_partial
-from dlrm_checkpointer.read.restore import newest_snapshot
+from dlrm_checkpointer.read.restore import PartialCut, find_partial, newest_snapshot, open_partial
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer.restored import stored_rows
@@ -35,7 +34,7 @@ def lost(tmp_path: Path, files: FileStore, new_model, new_pod, request):
 
 
 @pytest.mark.parametrize("lost", ["full", "one-shot", "consecutive", "intermittent"], indirect=True)
-def test_rows_of_ranks_that_stored_the_cut_are_of_it_and_those_of_lost_ranks_of_the_snapshot(lost, files: FileStore):
+def test_lost_ranks_fall_back_to_the_snapshot_and_others_keep_the_cut(lost, files: FileStore):
     before, after, attempt = lost
     base, _ = newest_snapshot(files)
 

@@ -48,7 +48,7 @@ def test_a_reader_written_from_the_readme_gets_the_same_state(
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mixed", [False, True], ids=["32 bits", "all bits"])
-def test_chains_of_every_policy_over_gangs_of_several_sizes_have_one_state_by_both_readers(
+def test_both_readers_agree_on_chains_of_every_policy_and_gang_size(
     tmp_path: Path, files: FileStore, new_model, new_pod, small_tables, policy, mixed
 ):
     """Tables are cut by columns in gangs of two and four, and not in those of one and three."""

@@ -141,7 +141,7 @@ def test_only_the_tables_that_were_named_are_written(tmp_path: Path, files: File
 
 
 @pytest.mark.parametrize(("precision", "value"), [("fp16", 65_520.0), ("bf16", 3.4e38)])
-def test_a_weight_beyond_the_precision_is_refused_by_row_and_nothing_looks_whole(
+def test_a_weight_beyond_the_precision_is_refused_by_row(
     tmp_path: Path, files: FileStore, new_model, new_pod, precision, value
 ):
     model = new_model().train()
@@ -165,7 +165,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, files: File
 
 @pytest.mark.parametrize("updated_only", [False, True])
 @pytest.mark.parametrize("form", FORMS, ids=["safetensors", "parquet"])
-def test_all_files_outlive_the_machine_before_the_one_that_says_that_they_are_whole(
+def test_all_files_are_synced_before_the_one_that_marks_them_complete(
     tmp_path: Path, files: FileStore, trained, to_disk, form, updated_only: bool
 ):
     wanted = ExportOptions(form=form, precision="fp32", updated_only=updated_only)

@@ -1,4 +1,4 @@
-"""What the sidecar reads from the job's document and its environment."""
+"""Test reading the job's document and the environment."""
 
 import json
 from pathlib import Path

@@ -95,7 +95,7 @@ def digest_by_ranks(model, layout: Layout) -> str:
 @pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(written=layouts(), read=layouts())
-def test_what_ranks_wrote_in_any_pieces_is_restored_in_any_others(sharded, new_pod, written: Layout, read: Layout):
+def test_rows_written_at_any_sharding_are_restored_at_any_other(sharded, new_pod, written: Layout, read: Layout):
     with TemporaryDirectory() as folder:
         files, model = FileStore(Path(folder) / "store"), sharded(written).train(2)
         new_pod(Path(folder) / "pod", files, world_size=RANKS, ranks=range(RANKS)).commit(model)
@@ -122,7 +122,7 @@ def test_what_ranks_wrote_in_any_pieces_is_restored_in_any_others(sharded, new_p
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(written=layouts())
-def test_rows_that_were_never_updated_are_in_no_piece_and_have_initial_values(sharded, new_pod, written: Layout):
+def test_rows_never_updated_are_not_stored_and_have_initial_values(sharded, new_pod, written: Layout):
     with TemporaryDirectory() as folder:
         files, model = FileStore(Path(folder) / "store"), sharded(written).train(1)
         new_pod(Path(folder) / "pod", files, world_size=RANKS, ranks=range(RANKS), bits=8).commit(model)

@@ -64,7 +64,7 @@ def running(*pods) -> Iterator[tuple[list[Future[ExitCode]], threading.Event]]:
         inbox.close()
 
 
-def test_each_cut_is_committed_while_the_trainer_lives_and_the_sidecar_ends_with_it(
+def test_each_cut_is_committed_and_the_sidecar_ends_with_the_trainer(
     tmp_path: Path, files: FileStore, new_model, new_pod
 ):
     model, pod = new_model(), new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2))
@@ -83,9 +83,7 @@ def test_each_cut_is_committed_while_the_trainer_lives_and_the_sidecar_ends_with
     assert [each.step for each in list_snapshots(files)] == [3, 2, 1]
 
 
-def test_a_gang_that_dies_while_handing_over_leaves_no_snapshot_and_no_wait(
-    tmp_path: Path, files: FileStore, new_model, new_pod
-):
+def test_a_gang_that_dies_during_hand_over_leaves_no_snapshot(tmp_path: Path, files: FileStore, new_model, new_pod):
     model, pod = new_model(), new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2), grace_s=60)
     pod.commit(model.train())
     pod.cut(model.train(), only=range(1))
@@ -131,7 +129,7 @@ def test_a_pod_whose_neighbour_is_lost_waits_for_its_grace_alone(tmp_path: Path,
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["failed", "killed"])
-def test_a_pod_of_a_gang_that_broke_leaves_the_cut_to_the_pod_that_stores_the_last_part(
+def test_a_pod_of_a_broken_gang_leaves_the_commit_to_the_last_pod(
     tmp_path: Path, files: FileStore, new_model, new_pod, monkeypatch: pytest.MonkeyPatch, *, killed: bool
 ):
     monkeypatch.setattr(sidecar_module, "PEERS_TIMEOUT_S", 0.5)
@@ -174,7 +172,7 @@ def test_an_outage_is_sat_out_while_the_trainer_lives(tmp_path: Path, new_model,
     assert newest_snapshot(store)[0].step == 1
 
 
-def test_an_outage_at_the_end_is_waited_for_within_the_grace_and_loses_no_cut(tmp_path: Path, new_model, new_pod):
+def test_an_outage_within_the_grace_period_loses_no_cut(tmp_path: Path, new_model, new_pod):
     store = Flaky(tmp_path / "store")
     model, pod = new_model().train(), new_pod(tmp_path / "pod", store, grace_s=0.6)
     pod.cut(model)
@@ -189,9 +187,7 @@ def test_an_outage_at_the_end_is_waited_for_within_the_grace_and_loses_no_cut(tm
     assert snapshot_digest(newest_snapshot(store)[0]) == model.digest()
 
 
-def test_a_sidecar_that_starts_in_an_outage_after_its_trainers_ended_says_what_it_has_to_commit(
-    tmp_path: Path, new_model, new_pod
-):
+def test_a_sidecar_started_in_an_outage_reports_its_pending_step(tmp_path: Path, new_model, new_pod):
     class Silent(FileStore):
         """A store that does not even list."""
 
@@ -319,26 +315,26 @@ def test_rows_come_back_exact_at_32_bits_and_within_half_a_step_at_8(
 
 
 def test_the_end_of_the_locks_is_the_end_only_after_one_was_held():
-    life = ShutdownPolicy(grace_s=10)
-    life.observe(living=False, stopping=False, now=0)
-    before = (life.ended, life.deadline)
-    life.observe(living=True, stopping=False, now=1)
-    life.observe(living=False, stopping=False, now=2)
+    policy = ShutdownPolicy(grace_s=10)
+    policy.observe(living=False, stopping=False, now=0)
+    before = (policy.ended, policy.deadline)
+    policy.observe(living=True, stopping=False, now=1)
+    policy.observe(living=False, stopping=False, now=2)
 
     assert before == (False, None)
-    assert (life.ended, life.deadline) == (True, 12)
-    assert not life.is_over(11.9)
-    assert life.is_over(12)
+    assert (policy.ended, policy.deadline) == (True, 12)
+    assert not policy.is_over(11.9)
+    assert policy.is_over(12)
 
 
 def test_a_stop_starts_the_clock_and_waits_for_the_locks():
-    life = ShutdownPolicy(grace_s=10)
-    life.observe(living=True, stopping=True, now=5)
-    held = (life.ended, life.deadline)
-    life.observe(living=False, stopping=True, now=6)
+    policy = ShutdownPolicy(grace_s=10)
+    policy.observe(living=True, stopping=True, now=5)
+    held = (policy.ended, policy.deadline)
+    policy.observe(living=False, stopping=True, now=6)
 
     assert held == (False, 15)
-    assert (life.ended, life.deadline) == (True, 15)
+    assert (policy.ended, policy.deadline) == (True, 15)
 
 
 def test_pauses_grow_to_a_bound_and_shrink_near_the_end():
@@ -352,7 +348,7 @@ def test_pauses_grow_to_a_bound_and_shrink_near_the_end():
     assert backoff.next(hurried=False) <= 0.2
 
 
-def test_a_cut_that_the_system_does_not_let_be_opened_for_a_moment_is_stored_and_ends_no_training(
+def test_a_cut_that_cannot_be_opened_for_a_moment_is_stored_later(
     tmp_path: Path, files: FileStore, new_model, new_pod, monkeypatch: pytest.MonkeyPatch
 ):
     refused = []

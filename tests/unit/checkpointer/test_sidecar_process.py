@@ -144,7 +144,7 @@ def test_it_publishes_where_the_job_asks_for_it(tmp_path: Path, files: FileStore
 
 
 @pytest.mark.parametrize("uri", ["store", "/store//", "%73tore"])
-def test_it_publishes_nothing_among_the_snapshots_however_the_folder_is_written(tmp_path: Path, start, uri: str):
+def test_publishing_into_the_snapshot_store_is_refused(tmp_path: Path, start, uri: str):
     code, errors = start(checkpoint={"publish": {"uri": f"file://{tmp_path}/{uri}"}}).end()
 
     assert code == ExitCode.BAD_CONFIG

@@ -194,7 +194,7 @@ def test_any_pieces_pass_through_any_budget_and_never_above_it(
     assert 0 < seen[0] <= budget
 
 
-def test_a_store_that_is_down_ends_the_cut_in_time_and_the_next_one_is_whole(tmp_path: Path, new_model, new_pod):
+def test_a_cut_times_out_while_the_store_is_down_and_the_next_is_whole(tmp_path: Path, new_model, new_pod):
     store = Outage(tmp_path / "store")
     model, pod = new_model().train(), new_pod(tmp_path / "pod", store, budget_bytes=BUDGET)
     store.down = True
@@ -214,9 +214,7 @@ def test_a_store_that_is_down_ends_the_cut_in_time_and_the_next_one_is_whole(tmp
     assert leftovers(pod.folder) == []
 
 
-def test_a_store_that_is_slow_ends_the_cut_in_time_and_it_can_be_tried_again_at_the_same_step(
-    tmp_path: Path, new_model, new_pod
-):
+def test_a_cut_that_times_out_on_a_slow_store_can_be_retried_at_its_step(tmp_path: Path, new_model, new_pod):
     store = Outage(tmp_path / "store")
     model, pod = new_model().train(), new_pod(tmp_path / "pod", store, budget_bytes=BUDGET)
     store.pause_s = 0.15
@@ -274,9 +272,7 @@ def test_a_slice_with_a_value_that_is_not_finite_ends_the_cut_at_once(
     assert leftovers(pod.folder) == []
 
 
-def test_slices_of_an_attempt_that_was_given_up_are_dropped_and_so_is_its_cut(
-    tmp_path: Path, files: FileStore, new_model, new_pod
-):
+def test_slices_and_cut_of_a_superseded_attempt_are_dropped(tmp_path: Path, files: FileStore, new_model, new_pod):
     model, pod = new_model().train(), new_pod(tmp_path / "pod", files, budget_bytes=BUDGET)
     old = claim_attempt(files, None, "old")
     claim_attempt(files, None, "new")

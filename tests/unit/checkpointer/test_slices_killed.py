@@ -103,7 +103,7 @@ def test_a_trainer_that_dies_leaves_a_whole_cut_or_none(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dies_at", [*range(0, 190, 4), NEVER])
-def test_a_sidecar_that_dies_is_followed_by_one_that_goes_on_and_the_trainers_notice_nothing(
+def test_a_restarted_sidecar_continues_unnoticed_by_trainers(
     tmp_path: Path, files: FileStore, new_model, new_pod, small_tables, dies_at: int
 ):
     model = new_model(small_tables).train(15)

@@ -16,7 +16,7 @@ BUDGET = 2_000_000
 
 
 def inode_of_cut(inbox: Inbox) -> int:
-    """Of the rows of the one cut that waits; it is freed."""
+    """Return the inode of the rows of the one waiting cut, and free it."""
     (name,) = inbox.ready()
     inode = (inbox.path / str(name) / "rows.bin").stat().st_ino
     inbox.free(name)
@@ -44,7 +44,7 @@ def test_a_cut_is_copied_into_the_memory_of_the_one_before_it(tmp_path: Path, ne
     inbox.close()
 
 
-def test_memory_that_was_touched_ahead_is_the_ranks_share_and_takes_the_first_cut(tmp_path: Path, new_model):
+def test_memory_touched_ahead_is_the_ranks_share_and_takes_a_cut(tmp_path: Path, new_model):
     model, writers = new_model().train(), [HandoffWriter(tmp_path, rank, BUDGET, 2) for rank in range(2)]
     inbox = Inbox(tmp_path, range(2))
 
@@ -59,7 +59,7 @@ def test_memory_that_was_touched_ahead_is_the_ranks_share_and_takes_the_first_cu
     inbox.close()
 
 
-def test_a_rank_that_needs_more_than_its_share_takes_the_spare_memory_of_others(tmp_path: Path, new_model):
+def test_a_rank_above_its_share_takes_the_spare_memory_of_others(tmp_path: Path, new_model):
     model = new_model().train()
     size = sum(piece.nbytes for piece in model.pieces(0, 1))
     writers = [HandoffWriter(tmp_path, rank, int(size * 1.3) + 16_384, 2) for rank in range(2)]

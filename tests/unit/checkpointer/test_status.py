@@ -1,4 +1,4 @@
-"""What the sidecar says of itself."""
+"""Test the sidecar's reports."""
 
 from __future__ import annotations
 

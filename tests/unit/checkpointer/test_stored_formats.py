@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dlrm_checkpointer import find_partial, newest_snapshot, open_partial, open_snapshot
+from dlrm_checkpointer import find_partial, newest_snapshot, open_partial
 from dlrm_checkpointer.format.attempts import newest_attempt
 from dlrm_checkpointer.publish.follower import Follower
-from dlrm_checkpointer.read.restore import snapshot_keys
+from dlrm_checkpointer.read.restore import open_snapshot, snapshot_keys
 from dlrm_stores.file import FileStore
 from dlrm_testing.digests import snapshot_digest
 

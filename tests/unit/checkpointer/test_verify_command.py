@@ -1,4 +1,4 @@
-"""``dlrmctl snapshots`` beside damage: what is passed over is told, and what is checked."""
+"""``dlrmctl snapshots`` on damaged stores: it names what it skips and what it checked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def flip(files: FileStore, step: int) -> None:
 
 
 @pytest.mark.parametrize("command", ["show", "restore", "export"])
-def test_a_snapshot_that_stands_in_for_a_damaged_newer_one_is_said_to_do_so(
+def test_restoring_an_older_snapshot_says_why_the_newer_is_skipped(
     three: FileStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ):
     tear(three, 3)

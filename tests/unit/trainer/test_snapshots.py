@@ -18,9 +18,10 @@ from dlrm_checkpointer.handoff.protocol import Durable
 from dlrm_checkpointer.handoff.writer import HandoffWriter
 from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName, load_rows
 from dlrm_checkpointer.write.commit import try_commit
-from dlrm_checkpointer.write.upload import Traffic, Upload, WritePlan
+from dlrm_checkpointer.write.upload import Upload, WritePlan
 from dlrm_stores import ObjectStore, StoreOptions
 from dlrm_stores.file import FileStore
+from dlrm_testing.checkpointer.restored import check_piece
 from dlrm_testing.trainer.gangs import hand_plan, job_document, small_job
 from dlrm_trainer.checkpointing.compat import check_data, check_model, first_change
 from dlrm_trainer.checkpointing.restore import begin_from, live_digest, model_document, restore
@@ -100,7 +101,7 @@ def test_a_cut_holds_exactly_the_rows_that_were_ever_updated_in_pieces_that_agre
     seed, tables = job.spec.training.seed, job.spec.model.all_tables()
     metas = {table.name: table_meta(table, seed, "rowwise-adagrad") for table in tables}
     for piece in pieces:
-        piece.check(metas[piece.shard.table])
+        check_piece(piece, metas[piece.shard.table])
     for part, start in zip(learner.embeddings.local, fresh.embeddings.local, strict=True):
         assert isinstance(part, ResidentPart)
         assert isinstance(start, ResidentPart)
@@ -386,8 +387,8 @@ def commit(job: DLRMJob, learner: Learner, step: int, folder: Path, store: FileS
     )
     owned = [part.shard for part in learner.embeddings.saved]
     writer.hand_over(meta, learner.embeddings.saved.changed_rows(), learner.dense.arrays(), owned=owned, timeout_s=0)
-    way, traffic = WritePlan(bits=32, basis=SnapshotBase(kind="full")), Traffic(put=lambda _: None, read=lambda _: None)
-    Upload(store, inbox.open(inbox.ready()[0]), Durable(), way, traffic).run()
+    way = WritePlan(bits=32, basis=SnapshotBase(kind="full"))
+    Upload(store, inbox.open(inbox.ready()[0]), Durable(), way, lambda _: None, lambda _: None).run()
     assert try_commit(store, step, 1, 1)
     writer.close("done")
     inbox.close()

@@ -70,7 +70,7 @@ OTHER_TABLES = (
     table("sgd", 80, 4, state=0),
     table("half", 120, 8, dtype="fp16"),
 )
-"""What other row optimizers keep, and rows of the other type."""
+"""Tables with other row optimizers, and with fp16 rows."""
 
 
 @dataclass
@@ -192,7 +192,7 @@ class Pod:
     """The first use of a kernel compiles it, which takes seconds."""
     budget_bytes: int | None = None
     target: ObjectStore | None = None
-    """Where deltas go; None: nothing is published."""
+    """Store of deltas; None: nothing is published."""
     publish_bits: Literal[8, 16, 32] = 32
     publish_keep_last: int = 100
 

@@ -1,4 +1,4 @@
-"""What must be true of a store whatever went wrong with it: of all that was handed over and acknowledged, what is left.
+"""Audit a store, whatever went wrong with it: of all that was handed over and acknowledged, what is left.
 
 The states that snapshots must give are made of what was handed over, by the coding of rows alone.
 """
@@ -63,7 +63,7 @@ class Truth:
         self.handed: dict[SnapshotName, Handed] = {}
         self.acknowledged: set[SnapshotName] = set()
         self.restored: dict[int, SnapshotName | None] = {}
-        """What each attempt that counts went on from."""
+        """Return the snapshot that each counting attempt continued from."""
         self.damaged: set[str] = set()
 
     def note_attempts(self, chosen: SnapshotName | None) -> None:

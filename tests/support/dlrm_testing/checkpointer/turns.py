@@ -182,7 +182,7 @@ class FailingStore:
         self.store, self._draw = store, draw or random.Random(0)
         self.uri = store.uri
         self.share = 0.0
-        """Of calls that fail; some of them begin an outage."""
+        """Share of calls that fail; some of them begin an outage."""
         self._down = 0
         """Calls until the outage is over."""
         self.calls = 0

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from dlrm_api.errors import TemporaryError
 from dlrm_api.progress import EvalMetrics
-from dlrm_checkpointer.read.partial import PartialCut
+from dlrm_checkpointer.read.restore import PartialCut
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_trainer.checkpointing.handover import BEGUN

@@ -19,6 +19,7 @@ from dlrm_checkpointer.codec.rows import CodedRows, code_rows, decode_rows
 from dlrm_checkpointer.format import chunk
 from dlrm_checkpointer.read.catalog import Block
 from dlrm_checkpointer.types import ShardId, load_rows
+from dlrm_testing.checkpointer.restored import check_piece
 from dlrm_testing.trainer.gangs import hand_plan, job_document
 from dlrm_trainer.checkpointing.restore import live_digest, restore
 from dlrm_trainer.data import open_reader
@@ -85,7 +86,7 @@ def digest_of_stored(job: DLRMJob, stored: Stored) -> str:
         meta = table_meta(table, job.spec.training.seed, job.spec.training.row_optimizer.kind)
         pieces = tuple(piece for piece in stored.pieces if piece.shard.table == table.name)
         for piece in pieces:
-            piece.check(meta)
+            check_piece(piece, meta)
         block = Block(table=meta, start=0, end=table.rows, stored=tuple((0, piece) for piece in pieces))
         tables.append((table.name, table_digest([block.digest(*block.fill())])))
     return state_digest(tables, stored.dense())
