@@ -179,7 +179,8 @@ class CodedRows:
             return array[index] if isinstance(index, slice) else array.take(index, axis=0)
 
         scaled = ("scale", "low") if QUANTIZERS[self.form.bits].has_scale else ()
-        return replace(self, **{name: taken(getattr(self, name)) for name in ("row_ids", "body", "state", *scaled)})
+        columns: dict[str, Any] = {name: taken(getattr(self, name)) for name in ("row_ids", "body", "state", *scaled)}
+        return replace(self, **columns)
 
     def between(self, start: int, end: int) -> CodedRows:
         """Return rows with numbers [start, end), as views."""

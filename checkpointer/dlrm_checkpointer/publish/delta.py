@@ -330,17 +330,18 @@ class _Part:
         gone = _Gathered(MAX_NUMBERS)
         for update in updates(self._place.snapshots, table, self._before, self._after, share):
             for rows in found.add(update.row_ids, update.rows):
-                yield partial(self._put_rows, table, share, *rows)
+                yield partial(self._put_rows, table, share, rows)
             for (numbers,) in gone.add(update.gone):
                 self._put_gone(table, numbers)
         for rows in found.rest():
-            yield partial(self._put_rows, table, share, *rows)
+            yield partial(self._put_rows, table, share, rows)
         for (numbers,) in gone.rest():
             self._put_gone(table, numbers)
 
     def _put_rows(
-        self, table: TableMeta, share: range, row_ids: NDArray[np.int64], rows: NDArray[np.float32], name: str
+        self, table: TableMeta, share: range, gathered: Sequence[NDArray[Any]], name: str
     ) -> Iterator[ChunkEntry]:
+        row_ids, rows = gathered
         shard = ShardId(table.name, share.start, share.stop, 0, table.dim)
         none = np.empty((len(row_ids), 0), np.float32)
         for coded in code_rows(ShardRows(shard=shard, row_ids=row_ids, rows=rows, state=none), self._plan.bits):

@@ -213,5 +213,5 @@ def verify_snapshot(snapshot: Snapshot) -> VerifiedSnapshot:
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise SnapshotError(f"{snapshot.uri}: dense {name} holds a value that is not finite")
     sizes = [entry.bytes for entry in snapshot.objects]
-    name, count, size = snapshot.name, len(sizes), sum(sizes)
-    return VerifiedSnapshot(step=name.step, attempt=name.attempt, objects=count, bytes=size, rows=rows)
+    step, attempt = snapshot.step, snapshot.attempt
+    return VerifiedSnapshot(step=step, attempt=attempt, objects=len(sizes), bytes=sum(sizes), rows=rows)
