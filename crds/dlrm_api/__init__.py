@@ -1,1 +1,1 @@
-"""The API of dlrm-operator: the models its CRDs are generated from, and the types that cross a boundary."""
+"""The API of dlrm-operator: the models of its CRDs, and the types that cross a boundary."""

@@ -1,4 +1,4 @@
-"""Base of every API type: immutability, camelCase names, rules in Python and CEL, strict and tolerant readers."""
+"""Base of every API type: immutability, camelCase names, rules, strict and tolerant readers."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ NUMBER_EXPECTED = ("int_type", "float_type")
 
 
 def read(model: type[Model], document: Any) -> Model:
-    """Read a decoded YAML or JSON document as strictly as the API server: no text for numbers, no Python names.
+    """Read a decoded document as strictly as the API server: no text for numbers, no Python names.
 
     As there, a null field counts as absent, and 2.0 and 1e6 are integers.
 
@@ -157,7 +157,7 @@ def read(model: type[Model], document: Any) -> Model:
 
 
 def read_served(model: type[Model], document: Any) -> Model:
-    """Read a document that claims to come from an API server as strictly as :func:`read`, in bounded memory.
+    """Read a document of an API server as strictly as :func:`read`, in bounded memory.
 
     The server has dropped nulls and normalized numbers already. Of a large document, reading stops at the first invalid
     item of each list.
@@ -191,7 +191,7 @@ def _check_size(document: Any) -> None:
 
 @cache
 def stopping_early(model: type[ApiModel]) -> SchemaValidator:
-    """Return a validator that leaves each list at its first invalid item, which bounds the memory for errors."""
+    """Return a validator that leaves each list at its first invalid item, to bound memory for errors."""
     return SchemaValidator(_failing_fast(model.__pydantic_core_schema__))
 
 
@@ -203,7 +203,7 @@ def _failing_fast(schema: Any) -> Any:
 
 
 def read_stored(model: type[Model], document: Any, root: str = "") -> tuple[Model, tuple[str, ...]]:
-    """Read a stored object as strictly as :func:`read`, except that unknown fields are reported instead of rejected.
+    """Read a stored object as strictly as :func:`read`, but report unknown fields, not reject them.
 
     Another version of this software may have written them, or the CRD is newer than this code. Returns the model of the
     known fields, and the paths of the unknown ones below ``root`` as kubectl shows them.
@@ -237,7 +237,7 @@ def _read_json(model: type[Model], document: Any) -> Model:
 
 
 def _normalize(document: Any, error: ValidationError) -> Any:
-    """Return a copy without the rejected nulls and with numbers as kubectl sends them, or None if it has neither."""
+    """Return a copy without rejected nulls and with numbers as kubectl sends them; None: no change."""
     normalized = json.loads(json.dumps(document, default=str))
     changed = False
     for problem in error.errors(include_url=False):

@@ -1,4 +1,4 @@
-"""``spec.checkpoint``: where snapshots go, how often, what they hold, at which precision, and how many are kept."""
+"""``spec.checkpoint``: store, interval, content, precision and retention of snapshots."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def definitions() -> dict[str, Schema]:
 
 
 def root_schema(model: type[ApiModel]) -> Schema:
-    """Return a kind's structural schema. The API server defines ``apiVersion``, ``kind`` and ``metadata`` itself."""
+    """Return a kind's structural schema; the API server itself defines its version, kind and metadata."""
     raw = model.model_json_schema(by_alias=True)
     raw["properties"]["metadata"] = {"type": "object"}
     schema = structural(raw, raw.get("$defs", {}))
@@ -78,7 +78,7 @@ def root_schema(model: type[ApiModel]) -> Schema:
 
 
 def immutability_rule() -> Schema:
-    """Return the rule that freezes the spec while the job has pods or has succeeded, except for mutable fields.
+    """Return the rule that freezes all but mutable fields of a job that has pods or has succeeded.
 
     The API server evaluates the rule at status writes too, although these cannot change the spec. The rule therefore
     tests the phase first, then whether the status changed, and compares the spec field by field last: each field access

@@ -105,7 +105,7 @@ RULE_PREFIX = "Value error, "
 def invalid_spec(
     error: ValidationError, root: str = "", model: type[BaseModel] | None = None, *, stopped: bool = False
 ) -> InvalidSpecError:
-    """Name the first invalid field below ``root`` the way kubectl shows it, and say how many more there are.
+    """Name the first invalid field below ``root`` as kubectl shows it, and count the others.
 
     Unknown fields come first: an unknown field is often a misspelled required one, and of a ``model`` the known field
     with the most similar name is suggested. ``stopped``: reading stopped at the first invalid item of a list.
@@ -165,7 +165,7 @@ def plain(annotation: Any) -> Any:
 
 
 def nearest_field(model: type[BaseModel], place: Sequence[int | str]) -> str | None:
-    """Return the known field with the name most similar to the last step of ``place``, from the document's root."""
+    """Return the known field with the name most similar to the last step of a path, or None."""
     at: Any = model
     *above, last = place
     for step in above:

@@ -1,4 +1,4 @@
-"""Field types that several sections share: bytes and durations as Kubernetes users write them, names, URIs, S3."""
+"""Field types that several sections share: bytes and durations as in Kubernetes, names, URIs, S3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``spec.model``: the dense features, the MLPs, the interaction, and the embedding tables with their placement."""
+"""``spec.model``: dense features, MLPs, interaction, and embedding tables with their placement."""
 
 from __future__ import annotations
 

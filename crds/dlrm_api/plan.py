@@ -1,4 +1,4 @@
-"""The plan: which rows and columns of which table live on which rank, in which tier. Plain, immutable data."""
+"""The plan: which rows and columns of which table live on which rank, in which tier."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TierLevel(ApiModel):
 
 
 class TierShare(ApiModel):
-    """Describe where the rows of one shard live. Each of its column blocks has its own levels of these sizes."""
+    """Describe where the rows of one shard live. Each column block has its own levels of these sizes."""
 
     levels: tuple[TierLevel, ...] = Field(
         (),
@@ -64,7 +64,7 @@ class TierShare(ApiModel):
 
 
 class Shard(ApiModel):
-    """Describe a rectangle of one table on one rank. A ``data`` shard is the whole table, replicated on every rank."""
+    """Describe a rectangle of one table on one rank; a ``data`` shard is the table, on every rank."""
 
     rank: int = Field(ge=0, description="Rank that holds the shard; 0 for a data shard, which every rank holds.")
     kind: ShardKind = Field(description="Sharding of the table.")
@@ -144,7 +144,7 @@ def parse_plan(text: str | bytes) -> Plan:
 
 
 def plan_to_parts(plan: Plan) -> dict[str, bytes]:
-    """Compress a plan and split it into parts that each fit a ConfigMap; keys are ``plan.<sha256>.<i>-of-<n>.gz``.
+    """Compress a plan and split it into parts ``plan.<sha256>.<i>-of-<n>.gz`` that fit a ConfigMap.
 
     Equal plans give equal bytes, so a repeated reconcile writes what already exists.
 
@@ -174,7 +174,7 @@ def plan_from_parts(parts: Mapping[str, bytes]) -> Plan:
 
 
 def plan_without_tables(parts: Mapping[str, bytes]) -> Plan:
-    """Join the parts, but leave out the tables: all that the operator needs, in a fraction of the time and memory.
+    """Join the parts without the tables, in a fraction of the time and memory: all the operator needs.
 
     Raises:
         InvalidSpecError: as for :func:`plan_from_parts`.

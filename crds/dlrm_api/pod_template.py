@@ -1,4 +1,4 @@
-"""``spec.trainer.podTemplate``: the parts of a pod that users may set, as far as the operator merges them.
+"""``spec.trainer.podTemplate``: the parts of a pod that users may set and the operator merges.
 
 One JSON schema serves the API server, in the CRD, and Python, here. The API server validates all other fields when a
 pod is created.

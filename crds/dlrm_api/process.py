@@ -1,4 +1,4 @@
-"""Share what every process does: log, listen, read the machine's limits and name a system limit that was met."""
+"""Share what every process does: log, listen, read the machine's limits, name an exhausted limit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _quoted(value: object) -> str:
 
 
 def log_to_stderr(who: str) -> None:
-    """Log to stderr as process ``who``, such as ``rank 0``, replacing the handlers that a forked process inherits."""
+    """Log to stderr as ``who``, such as ``rank 0``, in place of handlers that a fork inherits."""
     handler = logging.StreamHandler()
     handler.setFormatter(EventFormatter(who))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -76,7 +76,7 @@ NO_TEMPORARY_DIRECTORY = "No usable temporary directory found"
 
 
 def named_limit(error: BaseException) -> BaseException:
-    """Turn an exhausted system limit into an error that says which limit to raise. Return other errors unchanged."""
+    """Turn an exhausted system limit into an error that says what to raise; return others unchanged."""
     words, number = str(error), getattr(error, "errno", None)
     if isinstance(error, DLRMError):
         return error
@@ -120,7 +120,7 @@ SYSTEM_SHARE = 20
 
 
 def usable_memory_bytes(mount: Path = MOUNT, groups: Path = GROUPS) -> int:
-    """Return the host memory that this process may use: the machine's, or less by its control groups (v1 or v2)."""
+    """Return the host memory that this process may use, by machine and control groups (v1 or v2)."""
     machine = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     files = ("memory.max", "memory.limit_in_bytes")
     limits = (_number(folder / name) for folder in _folders("memory", mount, groups) for name in files)
@@ -128,14 +128,14 @@ def usable_memory_bytes(mount: Path = MOUNT, groups: Path = GROUPS) -> int:
 
 
 def free_memory_bytes(mount: Path = MOUNT, groups: Path = GROUPS, memory: Path = MEMORY) -> int:
-    """Return the host memory that new processes may take: usable memory, less what is in use or kept for the system."""
+    """Return the host memory for new processes: usable, less what is in use or kept for the system."""
     usable = usable_memory_bytes(mount, groups)
     available = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(memory), re.MULTILINE)
     return min(usable - usable // SYSTEM_SHARE, int(available[1]) * 1024 if available else usable)
 
 
 def usable_cpus(mount: Path = MOUNT, groups: Path = GROUPS) -> int:
-    """Return how many CPUs this process may use, by its affinity and its control groups' quotas; at least one."""
+    """Return the CPUs that this process may use, by affinity and control groups' quotas; at least 1."""
     found = [float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)]
     for folder in _folders("cpu", mount, groups):
         found.append(_number(folder / "cpu.cfs_quota_us") / _number(folder / "cpu.cfs_period_us", 1))
@@ -180,7 +180,7 @@ class EndpointServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def server_bind(self) -> None:
-        """Bind to either family, without asking DNS for the machine's full name, as HTTPServer would for seconds."""
+        """Bind to either family; unlike HTTPServer, do not ask DNS for the machine's name for seconds."""
         self.socket.close()  # of IPv4 alone
         host, port = self.server_address[:2]
         self.socket = listener(str(host), int(port))

@@ -20,7 +20,7 @@ Figure = Annotated[float, Field(ge=-1e308, le=1e308)]
 
 
 class PodReport(ApiModel):
-    """Base of what one process reports to another, possibly of another version: unknown fields are ignored.
+    """Base of reports from one process to another, maybe of another version: ignores unknown fields.
 
     Each figure has the bounds of the status field or metric that it goes into. A report with a figure out of bounds is
     rejected as a whole.

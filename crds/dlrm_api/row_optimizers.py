@@ -1,4 +1,4 @@
-"""The row optimizers: the state that each keeps for a row, and where the row types it supports are updated."""
+"""The row optimizers: the state that each keeps for a row, and where it updates rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurements that a run made of itself: use of tiers by table, and time by stage of a step. Plain data."""
+"""Measurements that a run made of itself: use of tiers by table, and time by stage of a step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TableUse(ApiModel):
 
 
 class LevelUse(ApiModel):
-    """Count the transfers of one level below the slots, for one class of tables (those of a rank that share levels)."""
+    """Count the transfers of one level below the slots, for the tables of a rank that share levels."""
 
     group: Total = Field(description="Index of the class on its rank.")
     level: Total = Field(ge=1, description="1 is the first below the slots.")

@@ -1,4 +1,4 @@
-"""The memory tiers, and the bytes that a row takes in each: the planner budgets by them, the trainer keeps to them.
+"""The memory tiers, and the bytes that a row takes in each, by which planner and trainer budget.
 
 A shard that does not fit fast memory is a stack of levels, fastest first. A row is in one level at a time: a lookup
 moves it to the first level, and the coldest rows there move down. The first level is the slots that kernels compute on.
@@ -126,7 +126,7 @@ def record_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
 
 
 def places_meta_bytes(tier: Tier, rows: int, *, last: bool) -> int:
-    """Return the host memory for bookkeeping of a level below the first; ``last``: it is the slowest level."""
+    """Return the host memory for bookkeeping of a level below the first; ``last``: the slowest level."""
     if not TIERS[tier].byte_addressable:
         return math.ceil(rows * BLOCK_SLACK) * BLOCK_PLACE_META_BYTES
     return rows * (PLACE_META_BYTES if last else PLACE_META_BYTES + ORDER_META_BYTES)

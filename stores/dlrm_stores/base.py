@@ -1,4 +1,4 @@
-"""Define what an object store offers and how one is described, and map work over many objects in parallel."""
+"""Define what an object store offers, how one is described, and a bounded parallel map."""
 
 from __future__ import annotations
 

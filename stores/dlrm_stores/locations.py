@@ -134,7 +134,7 @@ def _matching(pattern: Path) -> list[Path]:
 
 
 def pattern_parts(pattern: str, uri: str) -> list[str]:
-    """Split a pattern without a leading slash at its slashes. A part is ``**``, any directories, or one name.
+    """Split a pattern without a leading slash. A part is ``**``, any directories, or one name.
 
     Raises:
         NoInputError: ``**`` is only a piece of a part; the message quotes ``uri``, as the user wrote it.

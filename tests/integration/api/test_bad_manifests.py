@@ -1,4 +1,4 @@
-"""Bad manifests, and what their user reads: from dlrmctl (the models) and from kubectl (the API server)."""
+"""Bad manifests and their messages, from dlrmctl (the models) and from kubectl (the API server)."""
 
 import copy
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Every field of the API has a description and bounds, and setting one that is not built is an error."""
+"""Every field of the API has a description and bounds; setting one that is not built is an error."""
 
 import copy
 import re

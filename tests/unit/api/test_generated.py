@@ -1,4 +1,4 @@
-"""The files under crds/ are what the models give, and the rewrites to structural schemas are the right ones."""
+"""Generated files match the models, and rewrites to structural schemas keep their meaning."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Answers that never come, and those that take long: timeouts as in production, all shorter by one factor."""
+"""Answers that never come or take long: timeouts as in production, all shorter by one factor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TLS that breaks off, each in front of a real connection: only a refused certificate is the user's to fix."""
+"""Broken TLS on real connections: only a refused certificate is the user's to fix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Talk = Callable[["Server", socket.socket], None]
 
 
 class Server:
-    """Talks to each connection as told, one after the other, and as a service that is well once nothing is told.
+    """Act on each connection as scripted, then as a healthy service.
 
     Args:
         context: its side of TLS.

@@ -68,7 +68,7 @@ def test_every_write_names_the_encryption(service: Any, encryption: dict[str, st
 
 
 def headers_of(store: ObjectStore) -> list[tuple[str, dict[str, Any]]]:
-    """Operation and headers of each call that the store will make; a mocked service shows them no other way."""
+    """Record operation and headers of each call of the store; a mocked service cannot show them."""
     seen: list[tuple[str, dict[str, Any]]] = []
 
     def look(model: Any, params: dict[str, Any], **_: Any) -> None:
