@@ -160,7 +160,7 @@ def test_profiles(server: Any, spec: dict[str, Any]) -> None:
 
 
 def one_part(part: str, value: dict[str, Any]) -> dict[str, Any]:
-    """A job that is good but for this part: many faults would hide that one rule is not said."""
+    """A job that is valid except for this part, because many faults would hide a missing rule."""
     spec: dict[str, dict[str, Any]] = {
         "model": {"topMlp": [1], "tables": [{"name": name, "rows": 9, "dim": 8} for name in "tu"]},
         "data": {"format": "synthetic"},

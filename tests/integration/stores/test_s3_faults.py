@@ -52,7 +52,7 @@ class Fault:
 
 @dataclass
 class Plan:
-    """Faults to come, and what was asked."""
+    """Planned faults and recorded requests."""
 
     upstream: tuple[str, int]
     endpoint: str = ""
@@ -74,7 +74,7 @@ class Plan:
 
 
 class Proxy(BaseHTTPRequestHandler):
-    """Passes requests on, signatures and all; a fault of the plan takes the place of that."""
+    """Forward requests with their signatures, or act a planned fault."""
 
     plan: Plan
     protocol_version = "HTTP/1.1"
@@ -118,7 +118,7 @@ class Proxy(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def reset(self) -> None:
-        """Break the connection off as a dying host does."""
+        """Break the connection as a dying host does."""
         self.wfile.flush()
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
@@ -179,7 +179,7 @@ def plan(versitygw: Any) -> Iterator[Plan]:
 
 @pytest.fixture
 def told() -> list[str]:
-    """Why calls were repeated."""
+    """Reasons of retries."""
     return []
 
 
@@ -287,7 +287,7 @@ def put_all(store: ObjectStore, keys: list[str]) -> None:
 
 
 def answer_batch(proxy: Proxy, gone: list[str], left: list[str]) -> None:
-    """Say of each key of a batch what became of it."""
+    """Report the result for each key of a batch."""
     words = [f"<Deleted><Key>job/{key}</Key></Deleted>" for key in gone]
     words += [f"<Error><Key>job/{key}</Key><Code>AccessDenied</Code></Error>" for key in left]
     proxy.send(200, [("Content-Type", "application/xml")], f"<DeleteResult>{''.join(words)}</DeleteResult>".encode())

@@ -203,7 +203,7 @@ def test_uri_with_a_query_or_fragment_is_refused(uri: str):
 
 @pytest.fixture(params=[errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS], ids=errno.errorcode.get)
 def asked_to_link(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A file system without hard links: names that one was asked for."""
+    """A file system without hard links; yields the names of attempted links."""
     asked: list[str] = []
 
     def link(_draft: Path, path: Path) -> None:

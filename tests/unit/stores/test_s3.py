@@ -205,7 +205,7 @@ def test_an_answer_of_the_service_says_who_can_act(code: str, status: int, exit_
 
 
 class NoSuchKey(BaseHTTPRequestHandler):
-    """Answers every GET as S3 does where an object is absent."""
+    """Answer every GET as S3 does for an absent object."""
 
     def do_GET(self) -> None:
         body = b"<Error><Code>NoSuchKey</Code><Message>none</Message></Error>"

@@ -31,7 +31,7 @@ class Machine:
     def __init__(self) -> None:
         self.refusals_left = 0
         self.late_s = 0.0
-        """That the next answer takes."""
+        """Delay of the next answer."""
         self.expires_in = timedelta(hours=6)
         self.asked: list[str] = []
 
@@ -53,7 +53,7 @@ class Machine:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Every service of a machine."""
+    """Serve all services of a machine."""
 
     machine: Machine
 
@@ -86,13 +86,13 @@ def endpoint(machine: Machine) -> Iterator[str]:
 
 @pytest.fixture
 def told() -> list[str]:
-    """Why calls were repeated."""
+    """Reasons of retries."""
     return []
 
 
 @pytest.fixture
 def store(endpoint: str, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    """One whose machine has a role and nothing else that says who it is."""
+    """A store on a machine with a role and no other identity."""
     for name in [each for each in os.environ if each.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
@@ -104,7 +104,7 @@ def store(endpoint: str, told: list[str], tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def of_a_pod(store: ObjectStore, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    """One whose pod has an identity."""
+    """A store in a pod with an identity."""
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", endpoint + POD)
     monkeypatch.setattr(ContainerMetadataFetcher, "SLEEP_TIME", 0)
     monkeypatch.setattr(ContainerMetadataFetcher, "RETRY_ATTEMPTS", 1)

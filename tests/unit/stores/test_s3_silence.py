@@ -21,7 +21,7 @@ Answer = Callable[[socket.socket], None]
 
 
 class Server:
-    """Answers requests as it is told, one a connection, and then never a word more."""
+    """Answer scripted requests, one per connection, then stay silent."""
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []
@@ -91,7 +91,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def told() -> list[str]:
-    """Why calls were repeated."""
+    """Reasons of retries."""
     return []
 
 

@@ -93,7 +93,7 @@ def server(tmp_path: Path) -> Server:
 
 @pytest.fixture
 def told() -> list[str]:
-    """Why calls were repeated."""
+    """Reasons of retries."""
     return []
 
 

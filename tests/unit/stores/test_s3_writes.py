@@ -165,7 +165,7 @@ def test_a_known_hash_is_not_computed_again(service: Any, monkeypatch: pytest.Mo
 
 
 class WithoutConditions(BaseHTTPRequestHandler):
-    """Keeps objects, and refuses what has a condition as a service does that never heard of any."""
+    """Keep objects, and refuse conditions as a service that does not know them."""
 
     protocol_version = "HTTP/1.1"
     refusal: tuple[int, str]
