@@ -44,7 +44,7 @@ MAX_RATES = 8
 """Hit rates of a rank that are shown, spread evenly over the run."""
 AFTER_LAST_STEP = " at the end"
 """Suffix of stages after the last step, which have no share of the steps."""
-COUNTS = ("lookups", "accesses", "created_rows", "evicted_rows", "scratch_rows")
+COUNTS = ("rows", "lookups", "accesses", "hits", "created_rows", "evicted_rows", "scratch_rows")
 
 
 def tiers_view(report: TierReport) -> RenderableType:
@@ -96,13 +96,7 @@ def _tables_view(tables: Sequence[TableUse]) -> Table:
     for name in (*names, "created", "evicted", "scratch"):
         view.add_column(name, justify="right")
     largest = sorted(tables, key=lambda table: (-table.rows, table.table))
-    total = TableUse(
-        table=f"all {len(tables)}",
-        rows=sum(table.rows for table in tables),
-        hits=sum(table.hits for table in tables),
-        expected_hit_rate=expected_hit_rate(tables),
-        **{name: sum(getattr(table, name) for table in tables) for name in COUNTS},
-    )
+    total = sum_uses(f"all {len(tables)}", tables)
     shown = largest[:MAX_USED_TABLES]
     for table in shown:
         view.add_row(*_cells(table, expects=expects), end_section=table is shown[-1])
@@ -117,6 +111,12 @@ def _cells(table: TableUse, *, expects: bool) -> Iterator[str]:
     if expects:
         yield _share(table.expected_hit_rate)
     yield from (f"{count:,}" for count in (table.created_rows, table.evicted_rows, table.scratch_rows))
+
+
+def sum_uses(name: str, parts: Sequence[TableUse]) -> TableUse:
+    """Return the use of several tables, or of one table's shards, as one."""
+    counts = {count: sum(getattr(part, count) for part in parts) for count in COUNTS}
+    return TableUse(table=name, expected_hit_rate=expected_hit_rate(parts), **counts)
 
 
 def expected_hit_rate(tables: Sequence[TableUse]) -> float | None:

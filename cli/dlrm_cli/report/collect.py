@@ -6,7 +6,7 @@ import fcntl
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -35,15 +35,12 @@ MAX_SPANS = 600
 class Steps:
     """Sum up consecutive steps."""
 
-    first: int
     last: int
     time: float
     """When the last one ended (Unix seconds)."""
     count: int
     """Recorded steps among these."""
     loss_sum: float
-    lowest: float
-    highest: float
     samples: int
     """Samples of the job when the last one ended."""
 
@@ -54,37 +51,25 @@ class Steps:
 
     def joined(self, later: Steps) -> Steps:
         """Return these and the next ones as one."""
-        return Steps(
-            first=self.first,
-            last=later.last,
-            time=later.time,
-            count=self.count + later.count,
-            loss_sum=self.loss_sum + later.loss_sum,
-            lowest=min(self.lowest, later.lowest),
-            highest=max(self.highest, later.highest),
-            samples=later.samples,
-        )
+        return replace(later, count=self.count + later.count, loss_sum=self.loss_sum + later.loss_sum)
 
 
 def sum_steps(steps: Iterable[Steps], max_spans: int = MAX_SPANS) -> list[Steps]:
     """Sum any number of steps into at most ``max_spans`` equal spans, in memory for twice as many."""
     spans: list[Steps] = []
-    width = 1
-    open_span: Steps | None = None
-    taken = 0
+    width = taken = 1
     for step in steps:
-        open_span = step if open_span is None else open_span.joined(step)
-        taken += 1
-        if taken == width:
-            spans.append(open_span)
-            open_span, taken = None, 0
+        if spans and taken < width:
+            spans[-1], taken = spans[-1].joined(step), taken + 1
+            continue
         if len(spans) == 2 * max_spans:
-            spans = [one.joined(other) for one, other in zip(spans[::2], spans[1::2], strict=True)]
-            width *= 2
-    if open_span is not None:
-        spans.append(open_span)
-    if len(spans) <= max_spans:
-        return spans
+            spans, width = _in_pairs(spans), 2 * width
+        spans.append(step)
+        taken = 1
+    return spans if len(spans) <= max_spans else _in_pairs(spans)
+
+
+def _in_pairs(spans: Sequence[Steps]) -> list[Steps]:
     pairs = [spans[i : i + 2] for i in range(0, len(spans), 2)]
     return [pair[0].joined(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
 
@@ -136,6 +121,13 @@ class Record:
         if self.plan is not None:
             return self.plan.predicted.samples_per_second
         return self.plan_status.get("predictedSamplesPerSecond")
+
+    @property
+    def mean_samples_per_s(self) -> float | None:
+        """Return samples/s from the first recorded step to the last, pauses included; None for fewer than two."""
+        if len(self.steps) < 2 or self.steps[-1].time <= self.steps[0].time:
+            return None
+        return (self.steps[-1].samples - self.steps[0].samples) / (self.steps[-1].time - self.steps[0].time)
 
 
 MAX_NAMED = 5
@@ -301,16 +293,7 @@ class _Journal:
 
     def _step(self, line: _StepLine) -> Steps:
         self.last = line
-        return Steps(
-            first=line.step,
-            last=line.step,
-            time=line.time,
-            count=1,
-            loss_sum=line.loss,
-            lowest=line.loss,
-            highest=line.loss,
-            samples=line.samples,
-        )
+        return Steps(last=line.step, time=line.time, count=1, loss_sum=line.loss, samples=line.samples)
 
 
 TIMEOUT_S = 2.0
@@ -461,3 +444,24 @@ def _event(event: Object) -> tuple[float, str, str]:
 def _seconds(text: str | None) -> float | None:
     found = moment(text)
     return found.timestamp() if found else None
+
+
+def throughput(steps: Sequence[Steps], attempts: Sequence[Started], max_points: int) -> list[list[tuple[float, float]]]:
+    """Return (time, samples/s) over at most ``max_points`` equal spans; a new run of points for each attempt.
+
+    A span is long enough that single steps do not show, and a pause is within one.
+    """
+    if len(steps) < 2:
+        return []
+    runs: list[list[tuple[float, float]]] = [[]]
+    starts = sorted(attempt.time for attempt in attempts)
+    min_span_s = (steps[-1].time - steps[0].time) / max_points
+    before = steps[0]
+    for now in steps[1:]:
+        if any(before.time < start <= now.time for start in starts):
+            runs.append([])
+            before = now
+        elif now.time - before.time >= max(min_span_s, 1e-3):
+            runs[-1].append((now.time, (now.samples - before.samples) / (now.time - before.time)))
+            before = now
+    return [run for run in runs if run]

@@ -14,9 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from dlrm_api.errors import DLRMError, NoInputError, UsageError
 from dlrm_cli.report.collect import Record, read_cluster_job, read_work_folder
 from dlrm_cli.report.plots import FORMATS, Plot, count, draw, number, seconds
-from dlrm_cli.report.rates import mean_throughput
 from dlrm_cli.report.sections import (
-    Column,
     Section,
     Table,
     format_utc,
@@ -82,7 +80,7 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
     total = f" of {record.total_steps:,}" if record.total_steps is not None else ""
     yield "steps", count(record.step) + (total if record.step is not None else "")
     yield "samples", count(record.samples)
-    mean = mean_throughput(record.steps)
+    mean = record.mean_samples_per_s
     yield ("mean samples/s", count(mean)) if mean is not None else ("last samples/s", count(record.samples_per_s))
     yield "NE", number(record.ne)
     yield "AUC", number(record.auc)
@@ -119,7 +117,7 @@ def values_table(plot: Plot) -> Table:
     ]
     names = [plot.x_name, *(series.name for series in plot.series)]
     note = "" if len(chosen) == len(every) else f"{len(chosen)} of {len(every)} points"
-    return Table(title=plot.y_name, columns=[Column(name=name) for name in names], rows=rows, note=note)
+    return Table(title=plot.y_name, columns=names, rows=rows, note=note)
 
 
 def write_report(what: str, output: Path, connect: Callable[[], JobClient]) -> Path:

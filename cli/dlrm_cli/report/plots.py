@@ -86,8 +86,8 @@ class Plot:
 
     title: str
     words: str
-    x_name: str
-    x_unit: Unit
+    x_name: str = "step"
+    x_unit: Unit = "count"
     y_name: str
     y_unit: Unit
     series: Sequence[Series]

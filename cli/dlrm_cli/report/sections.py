@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from dlrm_api.run_report import Profile, TableUse
-from dlrm_cli.report.collect import Record
+from dlrm_cli.report.collect import Record, throughput
 from dlrm_cli.report.plots import UNKNOWN, Level, Mark, Plot, Series, count, number, seconds, share, size
-from dlrm_cli.report.rates import Between, between, counted_from, last_of_attempts, mean_throughput, stall_s, throughput
-from dlrm_cli.run.history import Committed
-from dlrm_cli.views import expected_hit_rate, slowest_by_stage
-
-
-@dataclass(frozen=True, kw_only=True)
-class Column:
-    """Name a column of a table."""
-
-    name: str
-    numeric: bool = True
+from dlrm_cli.run.history import Between, Committed, between, last_of_attempts, stall_s
+from dlrm_cli.views import expected_hit_rate, slowest_by_stage, sum_uses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +19,10 @@ class Table:
     """Hold the displayed rows of a table."""
 
     title: str
-    columns: Sequence[Column]
+    columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    text_columns: Collection[str] = ()
+    """Columns of words; all others are of figures."""
     note: str = ""
 
 
@@ -52,26 +45,23 @@ OTHER = "other stages"
 
 def learning(record: Record) -> Section:
     """Show loss and quality over steps."""
-    words = [] if record.evaluations else ["No evaluations were recorded."]
-    if not record.steps:
-        words.append("The loss of single steps was not recorded.")
-    parts = [*([_loss(record)] if record.steps else [])]
+    title, parts = "Loss and quality", [_loss(record)] if record.steps else []
+    words = [] if record.steps else ["The loss of single steps was not recorded."]
     if not record.evaluations:
-        return Section(title="Loss and quality", words=words, parts=parts)
+        return Section(title=title, words=["No evaluations were recorded.", *words], parts=parts)
     shown = record.evaluations[-MAX_EVALUATIONS:]
     rows = [
         [count(e.step), number(e.log_loss), number(e.ne), number(e.auc), number(e.calibration), count(e.samples)]
         for e in shown
     ]
-    names = ("step", "log loss", "NE", "AUC", "calibration", "samples")
     left_out = len(record.evaluations) - len(shown)
     table = Table(
         title="Evaluations",
-        columns=[Column(name=name) for name in names],
+        columns=("step", "log loss", "NE", "AUC", "calibration", "samples"),
         rows=rows,
         note=f"{left_out} earlier ones are in progress.jsonl." if left_out else "",
     )
-    return Section(title="Loss and quality", words=words, parts=[*parts, _entropy(record), table])
+    return Section(title=title, words=words, parts=[*parts, _entropy(record), table])
 
 
 def _loss(record: Record) -> Plot:
@@ -80,8 +70,6 @@ def _loss(record: Record) -> Plot:
     return Plot(
         title="Training loss",
         words="Mean log loss of batches over neighbouring steps. Dots are evaluations on held-out samples.",
-        x_name="step",
-        x_unit="count",
         y_name="log loss (nats)",
         y_unit="number",
         series=[Series(name="training", runs=[[(float(each.last), each.loss) for each in record.steps]]), *dots],
@@ -93,8 +81,6 @@ def _entropy(record: Record) -> Plot:
     return Plot(
         title="Normalized entropy",
         words="Log loss of evaluations, divided by that of always predicting the base rate; lower is better.",
-        x_name="step",
-        x_unit="count",
         y_name="NE",
         y_unit="number",
         series=[Series(name="NE", runs=[points])],
@@ -109,7 +95,7 @@ def speed(record: Record) -> Section:
     start = record.started
     runs = [[(at - start, rate) for at, rate in run] for run in throughput(record.steps, record.attempts, MAX_RATES)]
     marks = [Mark(x=each.time - start, name=f"attempt {each.attempt}") for each in record.attempts]
-    predicted = record.predicted_samples_per_s
+    predicted, mean = record.predicted_samples_per_s, record.mean_samples_per_s
     plot = Plot(
         title="Samples per second",
         words="Steps that led to the result. Steps that were repeated after a restart are not counted.",
@@ -122,7 +108,6 @@ def speed(record: Record) -> Section:
         levels=[] if predicted is None else [Level(y=predicted, name="predicted by the plan")],
         from_zero=True,
     )
-    mean = mean_throughput(record.steps)
     words = [] if mean is None else [f"{mean:,.0f} samples/s from the first step to the last, pauses included."]
     return Section(title="Throughput", words=words, parts=[plot])
 
@@ -130,71 +115,61 @@ def speed(record: Record) -> Section:
 def step_time(record: Record) -> Section:
     """Show the time of a step by stage."""
     title = "Time of a step"
-    pairs = list(between(record.looks))
     spent, steps = _totals(record)
     if not steps:
         return Section(title=title, words=["Times of stages were not recorded."])
     order = sorted(spent, key=lambda stage: -spent[stage])
     whole = sum(spent.values())
-    rows = [
-        [stage, f"{1e3 * spent[stage] / steps:,.3f}", share(spent[stage] / whole if whole else None)]
-        for stage in order
-        if spent[stage] > 0
-    ]
     table = Table(
         title="Mean over all ranks and counted steps",
-        columns=[Column(name="stage", numeric=False), Column(name="ms per step"), Column(name="share")],
-        rows=rows,
+        columns=("stage", "ms per step", "share"),
+        text_columns=("stage",),
+        rows=[
+            [stage, f"{1e3 * spent[stage] / steps:,.3f}", share(spent[stage] / whole if whole else None)]
+            for stage in order
+            if spent[stage] > 0
+        ],
         note=f"Over {steps:,.0f} steps, including those repeated after restarts.",
     )
     profile = [_profile(record.profile)] if record.profile is not None else []
+    pairs = list(between(record.looks))
     plots = [_stages(pairs, order)] if len(pairs) > 1 else []
     return Section(title=title, parts=[*plots, table, *profile])
 
 
 def _totals(record: Record) -> tuple[dict[str, float], float]:
-    """Seconds by stage, mean over ranks, and the steps that they were counted over, of all attempts."""
+    """Return seconds by stage, mean over ranks, and the steps that they were counted over, of all attempts."""
     spent: dict[str, float] = defaultdict(float)
+    # An attempt's counters start at the step of its first reading.
+    starts = {look.attempt: look.step for look in reversed(record.looks)}
     steps = 0
     for look in last_of_attempts(record.looks):
-        steps += look.step - counted_from(record.looks, look.attempt)
+        steps += look.step - starts[look.attempt]
         for stage, spent_s in look.stages.items():
             spent[stage] += spent_s / max(1, look.ranks)
     return dict(spent), steps
 
 
 def _stages(pairs: Sequence[Between], order: Sequence[str]) -> Plot:
-    shown = list(order[:MAX_STAGES])
-    rest = order[MAX_STAGES:]
-    runs: dict[str, list[tuple[float, float]]] = {stage: [] for stage in shown}
-    others: list[tuple[float, float]] = []
+    parts = {stage: [stage] for stage in order[:MAX_STAGES]}
+    if rest := list(order[MAX_STAGES:]):
+        parts[OTHER] = rest
+    # Repeated steps are drawn once, with their last value.
+    runs: dict[str, dict[float, float]] = {name: {} for name in parts}
     for pair in pairs:
-        at = float(pair.now.step)
-        for stage in shown:
-            runs[stage].append((at, 1e3 * pair.stage_s(stage) / pair.steps))
-        others.append((at, 1e3 * sum(pair.stage_s(stage) for stage in rest) / pair.steps))
-    series = [Series(name=stage, runs=[_last_at(runs[stage])], form="area") for stage in shown]
-    if rest:
-        series.append(Series(name=OTHER, runs=[_last_at(others)], form="area"))
+        for name, stages in parts.items():
+            runs[name][float(pair.now.step)] = 1e3 * sum(pair.stage_s(stage) for stage in stages) / pair.steps
     return Plot(
         title="Time of a step by stage",
         words="Mean over ranks between two readings of their counters, stacked by stage.",
-        x_name="step",
-        x_unit="count",
         y_name="time per step",
         y_unit="milliseconds",
-        series=series,
+        series=[Series(name=name, runs=[sorted(points.items())], form="area") for name, points in runs.items()],
     )
-
-
-def _last_at(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the last value of each step, in order: repeated steps are drawn once."""
-    return sorted(dict(points).items())
 
 
 def _profile(profile: Profile) -> Table:
     """Show each stage on its slowest rank."""
-    names = ("steps", "mean ms", "median ms", "p99 ms")
     rows = [
         [
             each.stage,
@@ -206,7 +181,8 @@ def _profile(profile: Profile) -> Table:
     ]
     return Table(
         title="Profile of the last attempt, each stage on its slowest rank",
-        columns=[Column(name="stage", numeric=False), Column(name="rank"), *(Column(name=name) for name in names)],
+        columns=("stage", "rank", "steps", "mean ms", "median ms", "p99 ms"),
+        text_columns=("stage",),
         rows=rows or [[UNKNOWN] * 6],
     )
 
@@ -239,17 +215,7 @@ def table_uses(record: Record) -> Iterator[TableUse]:
     for use in (table for rank in ranks for table in rank.tables):
         tables.setdefault(use.table, []).append(use)
     for name, parts in tables.items():
-        yield TableUse(
-            table=name,
-            rows=sum(part.rows for part in parts),
-            lookups=sum(part.lookups for part in parts),
-            accesses=sum(part.accesses for part in parts),
-            hits=sum(part.hits for part in parts),
-            created_rows=sum(part.created_rows for part in parts),
-            evicted_rows=sum(part.evicted_rows for part in parts),
-            scratch_rows=sum(part.scratch_rows for part in parts),
-            expected_hit_rate=expected_hit_rate(parts),
-        )
+        yield sum_uses(name, parts)
 
 
 def _hit_rate(record: Record, uses: list[TableUse]) -> Iterator[Plot]:
@@ -277,23 +243,16 @@ def _traffic(record: Record) -> Iterator[Table]:
     rows = []
     for name in names:
         seen = [look.tiers[name] for look in ends if name in look.tiers]
-        rows.append(
-            [
-                name,
-                count(sum(each.read_rows for each in seen)),
-                count(sum(each.written_rows for each in seen)),
-                size(sum(each.read_bytes for each in seen)),
-                size(sum(each.written_bytes for each in seen)),
-                size(seen[-1].kept_bytes),
-                size(seen[-1].planned_bytes),
-            ]
-        )
-    headings = ("rows read", "rows written", "read", "written", "kept", "of planned")
+        moved = [sum(getattr(each, field) for each in seen) for field in ("read_rows", "written_rows")]
+        sizes = [sum(getattr(each, field) for each in seen) for field in ("read_bytes", "written_bytes")]
+        sizes += [seen[-1].kept_bytes, seen[-1].planned_bytes]
+        rows.append([name, *map(count, moved), *map(size, sizes)])
     waited = sum(look.prefetch_wait_s / max(1, look.ranks) for look in ends)
     gone, made = sum(look.evicted_rows for look in ends), sum(look.created_rows for look in ends)
     yield Table(
         title="Traffic of tiers in all attempts, and bytes kept at the end of the last",
-        columns=[Column(name="tier", numeric=False), *(Column(name=name) for name in headings)],
+        columns=("tier", "rows read", "rows written", "read", "written", "kept", "of planned"),
+        text_columns=("tier",),
         rows=rows,
         note=f"{count(made)} rows were created and {count(gone)} evicted from fast memory. "
         f"Ranks waited {seconds(waited)} for rows on average.",
@@ -307,22 +266,18 @@ def _tables(uses: list[TableUse]) -> Iterator[Table]:
     rows = [
         [
             use.table,
-            count(use.rows),
-            count(use.accesses),
-            share(use.hit_rate),
-            share(use.repeat_hit_rate),
-            share(use.expected_hit_rate),
-            count(use.evicted_rows),
-            count(use.scratch_rows),
+            *map(count, (use.rows, use.accesses)),
+            *map(share, (use.hit_rate, use.repeat_hit_rate, use.expected_hit_rate)),
+            *map(count, (use.evicted_rows, use.scratch_rows)),
         ]
         for use in shown
     ]
-    headings = ("rows", "accesses", "hit rate", "of repeats", "expected", "evicted", "scratch")
     left_out = len(uses) - len(shown)
     more = f" {left_out} smaller tables are not shown." if left_out else ""
     yield Table(
         title="Tables over tiers, last attempt",
-        columns=[Column(name="table", numeric=False), *(Column(name=name) for name in headings)],
+        columns=("table", "rows", "accesses", "hit rate", "of repeats", "expected", "evicted", "scratch"),
+        text_columns=("table",),
         rows=rows,
         note="Of repeats: without the first access of each row, which no cache can hit." + more,
     )
@@ -333,8 +288,8 @@ def plan_and_measured(record: Record) -> Section:
     title = "Plan against measured"
     if record.plan is None and not record.plan_status:
         return Section(title=title, words=["The plan was not recorded."])
-    rows = [*_speed_row(record), *_byte_rows(record), *_rate_rows(record)]
-    names = ("quantity", "planned", "measured", "measured / planned")
+    columns = ("quantity", "planned", "measured", "measured / planned")
+    rows = [_speed_row(record), *_byte_rows(record), *_rate_rows(record)]
     words = []
     if record.predicted_samples_per_s is None:
         words.append(
@@ -346,14 +301,12 @@ def plan_and_measured(record: Record) -> Section:
             "A plan from a prior ignores the first access of each row: compare it with the hit rate of repeats, under "
             "memory tiers. A plan from a trace counts first accesses as misses."
         )
-    reasons = [[str(number), reason] for number, reason in enumerate(record.plan.reasons if record.plan else (), 1)]
-    why = Table(
-        title="Reasons of the plan", columns=[Column(name="number"), Column(name="reason", numeric=False)], rows=reasons
-    )
-    table = Table(
-        title=_gang(record), columns=[Column(name=name, numeric=i > 0) for i, name in enumerate(names)], rows=rows
-    )
-    return Section(title=title, words=words, parts=[table, *([why] if reasons else [])])
+    parts = [Table(title=_gang(record), columns=columns, text_columns=("quantity",), rows=rows)]
+    if reasons := [[str(i), reason] for i, reason in enumerate(record.plan.reasons if record.plan else (), 1)]:
+        parts.append(
+            Table(title="Reasons of the plan", columns=("number", "reason"), text_columns=("reason",), rows=reasons)
+        )
+    return Section(title=title, words=words, parts=parts)
 
 
 def _gang(record: Record) -> str:
@@ -365,10 +318,10 @@ def _gang(record: Record) -> str:
     return f"{ranks} ranks on {nodes} " + ("pod" if nodes == 1 else "pods") + (f" of {hardware}" if hardware else "")
 
 
-def _speed_row(record: Record) -> Iterator[list[str]]:
-    predicted, measured = record.predicted_samples_per_s, mean_throughput(record.steps) or record.samples_per_s
+def _speed_row(record: Record) -> list[str]:
+    predicted, measured = record.predicted_samples_per_s, record.mean_samples_per_s or record.samples_per_s
     ratio = share(measured / predicted) if predicted and measured else UNKNOWN
-    yield ["samples/s", count(predicted), count(measured), ratio]
+    return ["samples/s", count(predicted), count(measured), ratio]
 
 
 def _byte_rows(record: Record) -> Iterator[list[str]]:
@@ -429,17 +382,11 @@ def snapshots(record: Record) -> Section:
         ]
         for each in shown
     ]
-    columns = [
-        Column(name="step"),
-        Column(name="committed", numeric=False),
-        Column(name="kind", numeric=False),
-        *(Column(name=name) for name in ("bits", "bytes", "chain", "to commit", "stall")),
-    ]
+    newest = f"Newest {len(shown)} of {len(record.snapshots)}"
     table = Table(
-        title=f"Newest {len(shown)} of {len(record.snapshots)}"
-        if len(shown) < len(record.snapshots)
-        else "All snapshots",
-        columns=columns,
+        title=newest if len(shown) < len(record.snapshots) else "All snapshots",
+        columns=("step", "committed", "kind", "bits", "bytes", "chain", "to commit", "stall"),
+        text_columns=("committed", "kind"),
         rows=rows,
         note="Chain: snapshots that it depends on. To commit: from hand-over to commit, while training continues. "
         "Stall: time that training spent on cuts between the readings around it. A dash: not observed.",
@@ -456,8 +403,6 @@ def _sizes(every: Sequence[Committed]) -> Plot:
     return Plot(
         title="Bytes of snapshots",
         words="Bytes of each snapshot's own objects, by the step of its cut.",
-        x_name="step",
-        x_unit="count",
         y_name="bytes",
         y_unit="bytes",
         series=[Series(name=kind, runs=[points], form="bars") for kind, points in by_kind.items() if points],
@@ -466,11 +411,8 @@ def _sizes(every: Sequence[Committed]) -> Plot:
 
 def restarts(record: Record) -> Section:
     """Show attempts, and why they ended."""
-    words = [_count_words(record)]
     parts: list[Plot | Table] = []
-    if record.failures:
-        columns = [Column(name="time", numeric=False), Column(name="attempt"), Column(name="process", numeric=False)]
-        columns += [Column(name="code"), *(Column(name=name, numeric=False) for name in ("evidence", "action"))]
+    if failures := record.failures[-MAX_ROWS:]:
         rows = [
             [
                 format_utc(each.time),
@@ -480,17 +422,18 @@ def restarts(record: Record) -> Section:
                 each.words,
                 each.then or UNKNOWN,
             ]
-            for each in record.failures[-MAX_ROWS:]
+            for each in failures
         ]
-        logs = sorted({each.log for each in record.failures[-MAX_ROWS:] if each.log})
-        parts.append(
-            Table(title="Failures", columns=columns, rows=rows, note=f"Logs: {', '.join(logs)}" if logs else "")
-        )
+        columns = ("time", "attempt", "process", "code", "evidence", "action")
+        logs = ", ".join(sorted({each.log for each in failures if each.log}))
+        note = f"Logs: {logs}" if logs else ""
+        texts = ("time", "process", "evidence", "action")
+        parts.append(Table(title="Failures", columns=columns, text_columns=texts, rows=rows, note=note))
     if record.events:
-        columns = [Column(name=name, numeric=False) for name in ("time", "reason", "message")]
-        event_rows = [[format_utc(at), reason, words] for at, reason, words in record.events[-MAX_ROWS:]]
-        parts.append(Table(title="Events", columns=columns, rows=event_rows))
-    return Section(title="Restarts", words=words, parts=parts)
+        columns = ("time", "reason", "message")
+        rows = [[format_utc(at), reason, words] for at, reason, words in record.events[-MAX_ROWS:]]
+        parts.append(Table(title="Events", columns=columns, text_columns=columns, rows=rows))
+    return Section(title="Restarts", words=[_count_words(record)], parts=parts)
 
 
 def _count_words(record: Record) -> str:
