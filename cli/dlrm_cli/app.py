@@ -92,7 +92,7 @@ Timeout = Annotated[str, typer.Option(metavar="DURATION", help="Longest time to 
 
 
 def _check_current_folder() -> None:
-    """Refuse to start in a folder that was removed: relative paths mean nothing there, and torch does not load."""
+    """Refuse to start in a removed folder: relative paths mean nothing there, and torch does not load."""
     try:
         Path.cwd()
     except FileNotFoundError as error:
@@ -209,20 +209,10 @@ def trace(
     settings: Settings = None,
 ) -> None:
     """Measure how a job's data reuses rows; the planner sizes caches by it."""
-    from dlrm_cli.trace import TraceOptions, trace_job
+    from dlrm_cli.trace import trace_job
 
     _check_current_folder()
-    trace_job(
-        TraceOptions(
-            file=file,
-            out=out,
-            configmap=configmap,
-            batches=batches,
-            rate=rate,
-            data=data,
-            settings=tuple(settings or ()),
-        )
-    )
+    trace_job(file, settings or (), data, out=out, configmap=configmap, batches=batches, rate=rate)
 
 
 @profiles.command()
@@ -407,9 +397,9 @@ def _set_suspend(
 
 
 def _client(namespace: str | None, context: str | None, kubeconfig: str | None) -> JobClient:
-    from dlrm_cli.cluster.client import ClusterContext, JobClient
+    from dlrm_cli.cluster.client import JobClient
 
-    return JobClient(ClusterContext(kubeconfig=kubeconfig, context=context, namespace=namespace))
+    return JobClient(namespace, context, kubeconfig)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -47,25 +47,13 @@ class Counts(ApiModel):
     tiers: dict[str, TierCounts] = Field({}, description="By tier.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PodFigures:
+class PodFigures(Counts):
     """Hold one reading of a pod; its counters start with the pod and cover all its ranks."""
 
     step: int | None = None
     samples_per_second: float | None = None
     loss: float | None = None
     ne: float | None = None
-    accesses: float = 0.0
-    """Distinct rows looked up in tables with levels."""
-    hits: float = 0.0
-    """Accesses found in a slot."""
-    created_rows: float = 0.0
-    evicted_rows: float = 0.0
-    prefetch_wait_s: float = 0.0
-    tiers: Mapping[str, TierCounts] = field(default_factory=dict)
-    ranks: int = 0
-    stage_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Time of the training threads by stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +116,9 @@ def pod_figures(text: str) -> PodFigures:
         created_rows=sums["table_created_rows_total"],
         evicted_rows=sums["table_evicted_rows_total"],
         prefetch_wait_s=sums["tier_prefetch_wait_seconds_total"],
-        tiers={tier: TierCounts.model_validate(counts) for tier, counts in tiers.items()},
+        tiers=tiers,
         ranks=len(ranks),
-        stage_seconds=dict(stages),
+        stages=dict(stages),
     )
 
 
@@ -139,30 +127,26 @@ def sum_counts(pods: Sequence[PodFigures]) -> Counts:
     stages: dict[str, float] = defaultdict(float)
     tiers: dict[str, TierCounts] = {}
     for pod in pods:
-        for stage, seconds in pod.stage_seconds.items():
+        for stage, seconds in pod.stages.items():
             stages[stage] += seconds
         for tier, counts in pod.tiers.items():
             before = tiers.get(tier, TierCounts())
             sums = {name: getattr(before, name) + getattr(counts, name) for name in TierCounts.model_fields}
             tiers[tier] = TierCounts.model_validate(sums)
+    counted = ("ranks", "accesses", "hits", "created_rows", "evicted_rows", "prefetch_wait_s")
     return Counts(
-        ranks=sum(pod.ranks for pod in pods),
         stages={stage: round(seconds, 6) for stage, seconds in stages.items()},
-        accesses=sum(pod.accesses for pod in pods),
-        hits=sum(pod.hits for pod in pods),
-        created_rows=sum(pod.created_rows for pod in pods),
-        evicted_rows=sum(pod.evicted_rows for pod in pods),
-        prefetch_wait_s=sum(pod.prefetch_wait_s for pod in pods),
         tiers=tiers,
+        **{name: sum(getattr(pod, name) for pod in pods) for name in counted},
     )
 
 
 def rates(now: PodFigures, before: PodFigures | None) -> Rates:
-    """Return what happened between two readings; since the pod began if the earlier one is absent or of another pod."""
+    """Return what happened between two readings; since the pod began without an earlier one of it."""
     if before is None or now.accesses < before.accesses or (now.step or 0) < (before.step or 0):
         before = PodFigures()
     accesses = now.accesses - before.accesses
-    stages = {name: spent - before.stage_seconds.get(name, 0.0) for name, spent in now.stage_seconds.items()}
+    stages = {name: spent - before.stages.get(name, 0.0) for name, spent in now.stages.items()}
     total, stage = sum(stages.values()), max(stages, key=lambda name: stages[name], default="")
     shares = {
         tier: (counts.read_rows - before.tiers.get(tier, TierCounts()).read_rows) / accesses

@@ -1,38 +1,29 @@
-"""Read manifests: YAML files of several documents, with the line of whatever is wrong in them."""
+"""Read manifests, naming the line of a problem; apply ``--set``, ``--data`` and ``--eval-data``."""
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Hashable
+import typing
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from dlrm_api.errors import BadDataError, DLRMError, InvalidSpecError, NoInputError, UsageError, first_problem
+from dlrm_api.errors import BadDataError, DLRMError, InvalidSpecError, NoInputError, UsageError, first_problem, plain
 from dlrm_api.fields import Duration
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 
 FIELDS = (
-    "annotations",
-    "creationTimestamp",
-    "deletionGracePeriodSeconds",
-    "deletionTimestamp",
-    "finalizers",
-    "generateName",
-    "generation",
-    "labels",
-    "managedFields",
-    "name",
-    "namespace",
-    "ownerReferences",
-    "resourceVersion",
-    "selfLink",
-    "uid",
+    *("annotations", "creationTimestamp", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers"),
+    *("generateName", "generation", "labels", "managedFields", "name", "namespace", "ownerReferences"),
+    *("resourceVersion", "selfLink", "uid"),
 )
 NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 KEY = re.compile(r"([a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-._A-Za-z0-9]{0,61}[A-Za-z0-9])?")
@@ -188,9 +179,9 @@ def only_job(documents: list[Document]) -> Document:
 
 
 def find_profile(job: DLRMJob, documents: list[Document], extra: Path | None) -> HardwareProfile | None:
-    """Return the profile that the job names, from its own file or from ``--profile``; None if it names none.
+    """Return the profile that the job names, from its own file or from ``--profile``.
 
-    If the job names no hardware, the only profile of ``--profile`` is used.
+    If the job names none, it is the only one of ``--profile``, or None without that option.
 
     Raises:
         UsageError: the profile that the job names is in neither file; or it names none, and the file has several.
@@ -235,10 +226,10 @@ def _names(profiles: list[HardwareProfile]) -> str:
 
 def located(document: Document, error: DLRMError) -> DLRMError:
     """Return the same error with the file and document in front."""
-    message = f"{document.path}: {document.title}: {error}"
+    where = f"{document.path}: {document.title}"
     if isinstance(error, InvalidSpecError):
-        return InvalidSpecError(f"{document.path}: {document.title}: {error.path}", error.problem)
-    return type(error)(message)
+        return InvalidSpecError(f"{where}: {error.path}", error.problem)
+    return type(error)(f"{where}: {error}")
 
 
 def _place(error: yaml.YAMLError) -> str:
@@ -267,3 +258,161 @@ def parse_duration(option: str, text: str) -> int:
             f"invalid {option}: expected a duration greater than zero such as 90s, 30m or 1h30m, got {text!r}"
         )
     return found
+
+
+STEP = re.compile(r"(?:^|\.)([^.\[\]]+)|\[(?:(\d+)|([^\[\]]+))\]")
+"""A field, ``[0]`` for an element of a list, ``[nvidia.com/gpu]`` for a key of a map."""
+
+
+def with_overrides(body: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of a job's document with every ``path=value`` of ``settings`` set, in order.
+
+    A value is read as YAML: ``2`` is a number, ``[a, b]`` a list, and ``null`` restores a field's default.
+
+    Raises:
+        UsageError: a setting has no ``=``, an invalid value, or a path that the API does not have.
+    """
+    changed = copy.deepcopy(body)
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        if not equals:
+            raise UsageError(f"invalid --set {setting}: expected spec.path=value")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UsageError(f"invalid --set {setting}: expected a YAML value, got {text!r}; quote it") from error
+        _set(changed, path, value)
+    return changed
+
+
+def with_data(body: dict[str, Any], data: str | None, eval_data: str | None) -> dict[str, Any]:
+    """Return a copy of a job's document that trains on ``data`` and evaluates on ``eval_data``.
+
+    Without ``eval_data``, ``data`` replaces the evaluation files too, if there are none or the same as for training.
+
+    Raises:
+        UsageError: one of them is empty.
+    """
+    changed = copy.deepcopy(body)
+    if data is None and eval_data is None:
+        return changed
+    old_train, old_eval = (_dig(changed, "spec", "data", split, "uris") or [] for split in ("train", "eval"))
+    if data is not None:
+        _set(changed, "spec.data.train.uris", [local_uri("--data", data)])
+    if eval_data is not None:
+        _set(changed, "spec.data.eval.uris", [local_uri("--eval-data", eval_data)])
+    elif not old_eval or old_eval == old_train:
+        _set(changed, "spec.data.eval.uris", [local_uri("--data", str(data))])
+    return changed
+
+
+def refuse_unread_data(body: dict[str, Any], data: str | None, eval_data: str | None) -> None:
+    """Refuse files for a job with synthetic data, with all its settings applied.
+
+    Raises:
+        UsageError: names the option.
+    """
+    given = "--data" if data is not None else "--eval-data" if eval_data is not None else None
+    if given is not None and _dig(body, "spec", "data", "format") == "synthetic":
+        raise UsageError(
+            f"{given} cannot be combined with spec.data.format synthetic, which reads no files; omit {given} or set "
+            f"the format with --set spec.data.format=parquet (or criteo-tsv)"
+        )
+
+
+def local_uri(option: str, uri: str) -> str:
+    """Return the URI as a manifest holds it: with an absolute path, so that a later run finds it.
+
+    Raises:
+        UsageError: it is empty, as an unset shell variable is.
+    """
+    if not uri:
+        raise UsageError(f"invalid {option}: expected a file, folder or pattern, got an empty string")
+    return uri if "://" in uri else str(Path(uri).absolute())
+
+
+def _dig(node: Any, *path: str) -> Any:
+    for key in path:
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
+
+
+def _set(body: dict[str, Any], path: str, value: Any) -> None:
+    steps = _steps(path)
+    node: Any = body
+    model: Any = DLRMJob
+    walked = ""
+    for step, following in pairwise(steps):
+        model = _inner(model, step, path, walked, node)
+        node = _below(node, _key(node, step, path, walked), model, following)
+        walked = f"{walked}[{step}]" if isinstance(step, int) or "." in step else f"{walked}.{step}".lstrip(".")
+    _inner(model, steps[-1], path, walked, node)
+    key = _key(node, steps[-1], path, walked)
+    if value is None and isinstance(node, dict):
+        node.pop(key, None)
+    else:
+        node[key] = value
+
+
+def _key(node: Any, step: str | int, path: str, walked: str) -> Any:
+    """Return what ``step`` is to the list or map that it is taken in."""
+    if isinstance(node, dict):
+        return str(step)
+    if isinstance(step, str):
+        raise _list_error(path, walked, node)
+    if step >= len(node):
+        expected = f"expected an index below {len(node)}" if node else "the list is empty"
+        raise UsageError(f"invalid --set {path}: {walked} has no element [{step}]; {expected}")
+    return step
+
+
+def _below(node: Any, key: Any, model: Any, following: str | int) -> Any:
+    """Return the list or map at ``key``, created if absent; in free-form fields ``following`` says which."""
+    wanted: type = list if typing.get_origin(model) is tuple else dict
+    kinds: tuple[type, ...] = (wanted,)
+    if model is Any:
+        wanted, kinds = (list if isinstance(following, int) else dict), (list, dict)
+    there = node.get(key) if isinstance(node, dict) else node[key]
+    if not isinstance(there, kinds):
+        there = node[key] = wanted()
+    return there
+
+
+def _list_error(path: str, walked: str, node: list[Any]) -> UsageError:
+    return UsageError(f"invalid --set {path}: {walked} is a list of {len(node)}; {walked}[0] is its first element")
+
+
+def _steps(path: str) -> list[str | int]:
+    steps: list[str | int] = []
+    end = 0
+    for match in STEP.finditer(path):
+        if match.start() != end:
+            break
+        steps.append(int(match[2]) if match[2] is not None else match[1] or match[3])
+        end = match.end()
+    if not steps or end != len(path):
+        raise UsageError(f"invalid --set {path}: expected a path such as spec.model.tables[0].rows")
+    return steps
+
+
+def _inner(model: Any, step: str | int, path: str, walked: str, node: Any) -> Any:
+    """Return the type of the field or element ``step`` of ``model``; Any below free-form fields."""
+    here = walked or "a manifest"
+    if model is Any:
+        return Any
+    if isinstance(model, type) and issubclass(model, BaseModel):
+        fields = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+        fields.pop("status", None)
+        if step in fields:
+            return plain(fields[str(step)])
+        if model.model_config.get("extra") == "allow" and isinstance(step, str):
+            return Any
+        raise UsageError(f"invalid --set {path}: {here} has no field {step}; expected one of {', '.join(fields)}")
+    origin, arguments = typing.get_origin(model), typing.get_args(model)
+    if origin is tuple and isinstance(step, int):
+        return plain(arguments[0])
+    if origin is dict:
+        return plain(arguments[1])
+    if origin is tuple:
+        raise _list_error(path, walked, node)
+    raise UsageError(f"invalid --set {path}: {here} is a single value")

@@ -163,7 +163,7 @@ def _named(store: ObjectStore, name: str) -> Snapshot:
 
 
 class Parquet:
-    """Write Parquet files: ``row_id`` int64, and the arrays of ``at_precision``, vectors as fixed-size lists."""
+    """Write Parquet: ``row_id`` int64 and the arrays of ``at_precision``, vectors as fixed-size lists."""
 
     name = "parquet"
     suffix = ".parquet"

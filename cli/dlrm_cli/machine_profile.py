@@ -1,4 +1,4 @@
-"""``dlrmctl profile measure``: measure this machine, with torch and the trainer's own tiers, as a HardwareProfile."""
+"""``dlrmctl profile measure``: measure this machine with torch and the trainer's own tiers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,54 +31,26 @@ from dlrm_cli.checks import RESOURCE, DetectedGpu, detect_gpus
 from dlrm_cli.run.appdef import LOOPBACK, free_ports
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.memory import ByteLevel, MappedStorage
-from dlrm_trainer.embedding.tiers.slots import Level, Places, Records, Rows
-
-
-class Probe(Protocol):
-    """Measure a machine; see ``TorchProbe``."""
-
-    def memory_bytes(self) -> int:
-        """Return the host memory in bytes."""
-
-    def cores(self) -> int:
-        """Return the CPUs that this process may use."""
-
-    def devices(self) -> tuple[DetectedGpu, ...]:
-        """Return the GPUs."""
-
-    def host_rates(self) -> Rates:
-        """Return the rates of all CPUs together and of host memory."""
-
-    def device_rates(self) -> Rates:
-        """Return the rates of the first GPU."""
-
-    def link_bytes_per_second(self) -> float:
-        """Return the rate between host memory and the first GPU, in the slower direction."""
-
-    def tier_rates(self, tier: Tier, folder: Path) -> TierRates:
-        """Return the rates of a slower tier that is mounted at a folder."""
-
-    def exchange_bytes_per_second(self) -> float:
-        """Return the rate at which each of two CPU ranks sends to the other."""
+from dlrm_trainer.embedding.tiers.slots import Level, Places, Records
 
 
 def write_profile(name: str, out: Path | None, tiers: Sequence[str] = ()) -> None:
-    """Measure this machine, and write its profile as YAML to a new file, or print it.
-
-    Args:
-        name: Name of the profile.
-        out: The file; None prints it.
-        tiers: ``TIER=FOLDER`` of each slower tier to measure.
+    """Measure this machine and its tiers (``TIER=FOLDER``); write a profile to a new file, or print it.
 
     Raises:
         UsageError: an existing or unwritable file, or an invalid name or tier.
         DeviceError: the GPUs' driver failed, or the file cannot be written.
     """
-    _check_name(name)
+    try:
+        TypeAdapter(ObjectName).validate_python(name)
+    except ValidationError as error:
+        raise UsageError(
+            f"invalid --name: expected at most 253 lower-case letters, digits, - and ., got {name!r}"
+        ) from error
     folders = _folders(tiers)
     if out is not None:
         _check_new(out)
-    text = profile_text(name, TorchProbe(), folders)
+    text = profile_text(name, Probe(), folders)
     if out is None:
         print(text, end="")
         return
@@ -89,15 +61,6 @@ def write_profile(name: str, out: Path | None, tiers: Sequence[str] = ()) -> Non
             # Part of a profile is useless, and the next try would refuse to overwrite it.
             out.unlink()
         raise DeviceError(f"invalid --out: {out}: {error.strerror}; choose another file") from error
-
-
-def _check_name(name: str) -> None:
-    try:
-        TypeAdapter(ObjectName).validate_python(name)
-    except ValidationError as error:
-        raise UsageError(
-            f"invalid --name: expected at most 253 lower-case letters, digits, - and ., got {name!r}"
-        ) from error
 
 
 def _check_new(out: Path) -> None:
@@ -135,9 +98,8 @@ def profile_text(name: str, probe: Probe, folders: Mapping[Tier, Path]) -> str:
     missing = [f"tiers ({', '.join(unmeasured)})"] if unmeasured else []
     missing += ["network" if devices else "network between nodes", "price", "node affinity"]
     seen = ", ".join(f"{count} x {each}" for each, count in counts.items()) or "no GPU"
-    return f"# Measured on one machine with {seen}. Add by hand: {', '.join(missing)}.\n" + yaml.safe_dump(
-        document, sort_keys=False
-    )
+    head = f"# Measured on one machine with {seen}. Add by hand: {', '.join(missing)}.\n"
+    return head + yaml.safe_dump(document, sort_keys=False)
 
 
 def _document(
@@ -212,42 +174,6 @@ HOST_SHARE = 16
 DEVICE_EFFORT = Effort(bytes=1 << 30, side=8_192, repeats=10)
 
 
-class TorchProbe:
-    """Measure this machine."""
-
-    def memory_bytes(self) -> int:
-        """Return the host memory in bytes."""
-        return usable_memory_bytes()
-
-    def cores(self) -> int:
-        """Return the CPUs that this process may use."""
-        return usable_cpus()
-
-    def devices(self) -> tuple[DetectedGpu, ...]:
-        """Return the GPUs."""
-        return detect_gpus()
-
-    def host_rates(self) -> Rates:
-        """Return the rates of all CPUs together and of host memory."""
-        return measured(HOST, host_effort(self.memory_bytes()))
-
-    def device_rates(self) -> Rates:
-        """Return the rates of the first GPU."""
-        return measured(torch.device("cuda", 0), DEVICE_EFFORT)
-
-    def link_bytes_per_second(self) -> float:
-        """Return the rate between host memory and the first GPU, in the slower direction."""
-        return link_rate(torch.device("cuda", 0), DEVICE_EFFORT)
-
-    def tier_rates(self, tier: Tier, folder: Path) -> TierRates:
-        """Return the rates of a slower tier that is mounted at a folder."""
-        return tier_rates(tier, folder)
-
-    def exchange_bytes_per_second(self) -> float:
-        """Return the rate at which each of two CPU ranks sends to the other."""
-        return exchange_rate()
-
-
 def host_effort(memory_bytes: int) -> Effort:
     """Return the effort that suits a host's memory."""
     return replace(HOST_EFFORT, bytes=min(HOST_EFFORT.bytes, memory_bytes // HOST_SHARE))
@@ -271,11 +197,8 @@ def link_rate(device: torch.device, effort: Effort) -> float:
     """Return the bytes/s of copies between pinned host memory and a device, in the slower direction."""
     here = torch.ones(effort.bytes // 4, pin_memory=device.type == "cuda")
     there = torch.ones(effort.bytes // 4, device=device)
-    seconds = (
-        _seconds(device, effort.repeats, lambda: there.copy_(here)),
-        _seconds(device, effort.repeats, lambda: here.copy_(there)),
-    )
-    return effort.bytes / max(seconds)
+    copies = (lambda: there.copy_(here), lambda: here.copy_(there))
+    return effort.bytes / max(_seconds(device, effort.repeats, copy) for copy in copies)
 
 
 def _seconds(device: torch.device, repeats: int, work: Callable[[], object]) -> float:
@@ -329,7 +252,7 @@ class TierRates:
 
 
 def tier_rates(tier: Tier, folder: Path, effort: TierEffort = TIER_EFFORT) -> TierRates:
-    """Write a file of records to a folder of ``cxl``, ``scm`` or ``block`` storage, read it, and leave nothing.
+    """Write records to a folder of ``cxl``, ``scm`` or ``block`` storage, read them, and leave nothing.
 
     CXL and SCM are measured through the page cache, as trainers meet them; block storage without it.
 
@@ -351,7 +274,7 @@ def tier_rates(tier: Tier, folder: Path, effort: TierEffort = TIER_EFFORT) -> Ti
     records = size // RECORD_BYTES
     if tier == "block":
         slack = int(records * BLOCK_SLACK)
-        with closing(BlockLevel(folder, RECORD_WORDS, slack, records, _ignore_moves)) as block:
+        with closing(BlockLevel(folder, RECORD_WORDS, slack, records, lambda _rows, _places: None)) as block:
             return _block_rates(block, free, records, effort.seconds)
     storage = MappedStorage(folder, RECORD_WORDS, records, tier)
     with closing(ByteLevel(tier, storage, records, ordered=False)) as level:
@@ -378,7 +301,7 @@ def _byte_rates(level: ByteLevel, free: int, records: int, seconds: float) -> Ti
     # Writing new records takes pages from the kernel, which training does once, so this is not the write rate.
     places, _ = _filled(level, records)
     batches = list(_reads_at_random(level, places, seconds))
-    out, start = _records(BATCH_RECORDS), time.perf_counter()
+    out, start = _records(), time.perf_counter()
     for some in _in_batches(places):
         level.read(some, out[: len(some)])()
     read = len(places) * RECORD_BYTES / (time.perf_counter() - start)
@@ -399,7 +322,7 @@ def _byte_rates(level: ByteLevel, free: int, records: int, seconds: float) -> Ti
 
 def _filled(level: Level, records: int) -> tuple[Places, float]:
     """Return the places of new records, and the bytes/s; the first batch, which compiles, does not count."""
-    places, source, start = [], _records(BATCH_RECORDS), 0.0
+    places, source, start = [], _records(), 0.0
     for rows in _in_batches(np.arange(records)):
         places.append(level.write(rows, source[: len(rows)]))
         start = start or time.perf_counter()
@@ -408,7 +331,7 @@ def _filled(level: Level, records: int) -> tuple[Places, float]:
 
 def _reads_at_random(level: Level, places: Places, seconds: float) -> Iterator[float]:
     """Yield the seconds of each batch of reads, without the first, which compiles."""
-    out = _records(BATCH_RECORDS)
+    out = _records()
     for number, some in enumerate(_at_random(places, seconds)):
         start = time.perf_counter()
         level.read(some, out)()
@@ -418,7 +341,7 @@ def _reads_at_random(level: Level, places: Places, seconds: float) -> Iterator[f
 
 def _writes_at_random(level: ByteLevel, places: Places, seconds: float) -> Iterator[float]:
     """Yield the seconds of each batch of writes: freed places are the next to be taken."""
-    source, rows = _records(BATCH_RECORDS), np.arange(BATCH_RECORDS)
+    source, rows = _records(), np.arange(BATCH_RECORDS)
     for number, some in enumerate(_at_random(places, seconds)):
         level.free(some)
         start = time.perf_counter()
@@ -440,12 +363,8 @@ def _in_batches(numbers: Places) -> Iterator[Places]:
         yield numbers[start : start + BATCH_RECORDS]
 
 
-def _records(count: int) -> Records:
-    return np.ones((count, RECORD_WORDS), np.uint32)
-
-
-def _ignore_moves(_rows: Rows, _places: Places) -> None:
-    """Ignore moves: records that stay in use do not move."""
+def _records() -> Records:
+    return np.ones((BATCH_RECORDS, RECORD_WORDS), np.uint32)
 
 
 SENT_BYTES = 32 << 20
@@ -490,6 +409,28 @@ def _exchange(rank: int, port: int) -> float:
         fastest = min(fastest, time.perf_counter() - start)
     torch.distributed.destroy_process_group()
     return SENT_BYTES / fastest
+
+
+class Probe:
+    """Measure this machine."""
+
+    memory_bytes = staticmethod(usable_memory_bytes)
+    cores = staticmethod(usable_cpus)
+    devices = staticmethod(detect_gpus)
+    tier_rates = staticmethod(tier_rates)
+    exchange_bytes_per_second = staticmethod(exchange_rate)
+
+    def host_rates(self) -> Rates:
+        """Return the rates of all CPUs together and of host memory."""
+        return measured(HOST, host_effort(self.memory_bytes()))
+
+    def device_rates(self) -> Rates:
+        """Return the rates of the first GPU."""
+        return measured(torch.device("cuda", 0), DEVICE_EFFORT)
+
+    def link_bytes_per_second(self) -> float:
+        """Return the rate between host memory and the first GPU, in the slower direction."""
+        return link_rate(torch.device("cuda", 0), DEVICE_EFFORT)
 
 
 if __name__ == "__main__":

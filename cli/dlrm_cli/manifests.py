@@ -14,8 +14,17 @@ from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.tiers import ELEMENT_BYTES
 from dlrm_api.trace import TableTrace
-from dlrm_cli.documents import Document, find_profile, located, only_job, parse_document, read_documents
-from dlrm_cli.overrides import refuse_unread_data, with_data, with_overrides
+from dlrm_cli.documents import (
+    Document,
+    find_profile,
+    located,
+    only_job,
+    parse_document,
+    read_documents,
+    refuse_unread_data,
+    with_data,
+    with_overrides,
+)
 from dlrm_cli.views import plan_view, print_stderr, print_view
 
 CONFIGMAP = "configmap:"
@@ -103,7 +112,7 @@ def read_job_and_profile(
 
 
 def read_job(path: Path, settings: Sequence[str], data: str | None, eval_data: str | None = None) -> DLRMJob:
-    """Read a file's job with its settings applied, training on ``data`` and evaluating on ``eval_data`` if given."""
+    """Read a file's job with its settings applied, and with ``data`` and ``eval_data`` if given."""
     document = only_job(read_documents(path))
     body = with_overrides(with_data(document.body, data, eval_data), settings)
     refuse_unread_data(body, data, eval_data)

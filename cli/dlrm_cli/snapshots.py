@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -276,33 +277,25 @@ def open_snapshot_store(
     for option, path in (("--ca-file", ca_file), ("--credentials-dir", credentials_dir)):
         if path is not None and not path.exists():
             raise NoInputError(f"invalid {option}: file or folder not found: {path}")
-    given = {
-        "endpoint": endpoint,
-        "region": region,
-        "caFile": ca_file,
-        "encryption": encryption.value,
-        "kmsKeyId": kms_key_id,
-    }
+    given = {"endpoint": endpoint, "region": region, "caFile": ca_file, "encryption": encryption.value}
+    given["kmsKeyId"] = kms_key_id
     if not uri.startswith(SCHEMES):
         hint = "" if "://" in uri or not uri else f"; did you mean {Path(uri).absolute().as_uri()}?"
         raise UsageError(f"invalid URI: expected file:///folder or s3://bucket/prefix, got {uri!r}{hint}")
     try:
         s3 = read(SnapshotS3Spec, {name: value for name, value in given.items() if value is not None})
-        opened = open_existing_store if must_exist else open_store
-        return opened(
-            uri, StoreOptions(s3=s3, credentials_dir=credentials_dir, fields=FieldNames(credentials=CREDENTIALS))
-        )
+        options = StoreOptions(s3=s3, credentials_dir=credentials_dir, fields=FieldNames(credentials=CREDENTIALS))
+        return open_existing_store(uri, options) if must_exist else open_store(uri, options)
     except InvalidSpecError as error:
-        options = {"endpoint": "--endpoint", "region": "--region", "kmsKeyId": "--kms-key-id"}
-        option = options.get(error.path, "")
+        named = {"endpoint": "--endpoint", "region": "--region", "kmsKeyId": "--kms-key-id"}
+        option = named.get(error.path, "")
         raise UsageError(f"invalid {option}: {error.problem}" if option else error.problem) from error
 
 
 def _description(snapshot: Snapshot) -> dict[str, Any]:
-    meta, manifest = snapshot.meta.to_json(), snapshot.manifest
-    stored: dict[str, int] = {}
+    manifest, stored = snapshot.manifest, Counter[str]()
     for chunk in manifest.chunks:
-        stored[chunk.table] = stored.get(chunk.table, 0) + chunk.rows
+        stored[chunk.table] += chunk.rows
     return {
         "uri": snapshot.uri,
         "step": snapshot.step,
@@ -312,7 +305,7 @@ def _description(snapshot: Snapshot) -> dict[str, Any]:
         "bytes": manifest.total_bytes,
         "objects": len(manifest.objects),
         "storedRows": stored,
-        "cut": meta,
+        "cut": snapshot.meta.to_json(),
     }
 
 

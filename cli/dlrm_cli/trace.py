@@ -1,4 +1,7 @@
-"""``dlrmctl trace``: read a job's training data as training would, and write how its columns reuse rows."""
+"""``dlrmctl trace``: read a job's data as training would, and write how its columns reuse rows.
+
+The trainer's packages are imported when data is read: the command can say that they are not installed.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,31 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from dlrm_api.errors import DeviceError, InvalidSpecError, UsageError
 from dlrm_api.job import DLRMJob
-from dlrm_api.model import TRACE_KEY
-from dlrm_api.trace import CACHE_SHARES, TableTrace, Trace, parse_trace
+from dlrm_api.model import TRACE_KEY, TableSpec
+from dlrm_api.trace import CACHE_SHARES, CurvePoint, ReuseBin, TableTrace, Trace, parse_trace
 from dlrm_cli.checks import check_inputs
 from dlrm_cli.manifests import CONFIGMAP, read_job
-from dlrm_cli.views import PLAIN_INTERVAL_S, SafeConsole, print_view
+from dlrm_cli.run.workdir import replace_file
+from dlrm_cli.views import PLAIN_INTERVAL_S, SafeConsole, print_view, titled_table
+
+if TYPE_CHECKING:
+    from dlrm_kernels.reuse import StackDistances
+    from dlrm_trainer.data import Reader
+    from dlrm_trainer.data.reader import Batch
 
 MAX_CONFIGMAP_BYTES = 1 << 20
 """Limit of a ConfigMap's data."""
@@ -59,26 +69,17 @@ def trace_maps(name: str, trace: Trace, paths: Sequence[str]) -> list[TraceMap]:
 
     Tables keep the model's order, and those of one path share a ConfigMap: the template of a group names only one.
 
-    Args:
-        name: Name of the ConfigMap.
-        trace: Trace of all the model's tables.
-        paths: Path of each table in the manifest.
+    ``paths`` are those of the trace's tables in the manifest.
 
     Raises:
         UsageError: one group's tables are too many for a ConfigMap; names the group.
     """
     parts = list(_parts(trace, paths))
-    found = []
-    for number, part in enumerate(parts):
-        found.append(
-            TraceMap(
-                name=name if len(parts) == 1 else f"{name}-{number}",
-                text=_text(trace, [table for _, table in part]),
-                first=part[0][0],
-                last=part[-1][0],
-            )
-        )
-    return found
+    names = [name] if len(parts) == 1 else [f"{name}-{number}" for number in range(len(parts))]
+    return [
+        TraceMap(name=each, text=_text(trace, [table for _, table in part]), first=part[0][0], last=part[-1][0])
+        for each, part in zip(names, parts, strict=True)
+    ]
 
 
 Part = list[tuple[str, TableTrace]]
@@ -110,9 +111,6 @@ def _text(trace: Trace, tables: Sequence[TableTrace]) -> str:
     return trace.model_copy(update={"tables": tuple(tables)}).model_dump_json()
 
 
-if TYPE_CHECKING:
-    from dlrm_trainer.data import Reader
-
 MAX_NAME = 253 - len("-9999")
 """Characters of a ConfigMap's name that leave space for a number."""
 MAX_FIRST_ACCESSES = 0.1
@@ -120,20 +118,16 @@ MAX_FIRST_ACCESSES = 0.1
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TraceOptions:
-    """Hold the options of the command line."""
-
-    file: Path
-    out: Path | None
-    configmap: str | None
-    batches: int | None
-    rate: float | None
-    data: str | None
-    settings: tuple[str, ...]
-
-
-def trace_job(options: TraceOptions) -> None:
+def trace_job(
+    file: Path,
+    settings: Sequence[str],
+    data: str | None,
+    *,
+    out: Path | None,
+    configmap: str | None,
+    batches: int | None,
+    rate: float | None,
+) -> None:
     """Measure the data of a file's job; write the trace, or print it as a ConfigMap, and show a table.
 
     Nothing is written before all is measured, and then the whole file at once.
@@ -142,20 +136,20 @@ def trace_job(options: TraceOptions) -> None:
         UsageError: the file holds something else; or a group is too large for a ConfigMap (the trace is in the file).
         DLRMError: the job or its data is invalid.
     """
-    if options.configmap is not None and options.out is not None:
+    if configmap is not None and out is not None:
         raise UsageError("--out cannot be combined with --configmap")
-    job = read_job(options.file, options.settings, options.data)
-    out = options.out or Path(f"{job.metadata.name}.trace.json")
+    job = read_job(file, settings, data)
+    out = out or Path(f"{job.metadata.name}.trace.json")
     _check_out(out, job)
-    if options.configmap is not None:
-        _check_name(options.configmap)
+    if configmap is not None and (len(configmap) > MAX_NAME or not _NAME.fullmatch(configmap)):
+        raise UsageError(f"invalid --configmap: expected lower-case letters, digits, - and ., got {configmap!r}")
     check_inputs(job.spec)
     try:
-        trace = _measured(job, options)
+        trace = _measured(job, batches, rate)
     except KeyboardInterrupt:
         print("interrupted, nothing was written", file=sys.stderr)
         raise
-    if options.configmap is None:
+    if configmap is None:
         _write(out, trace)
         print_view(trace_view(trace))
         print(
@@ -167,7 +161,7 @@ def trace_job(options: TraceOptions) -> None:
     from dlrm_planner import table_paths
 
     try:
-        maps = trace_maps(options.configmap, trace, table_paths(job.spec))
+        maps = trace_maps(configmap, trace, table_paths(job.spec))
     except UsageError as error:
         _write(out, trace)
         raise UsageError(f"{error}; the trace is in {out}") from error
@@ -179,32 +173,20 @@ def trace_job(options: TraceOptions) -> None:
 
 def trace_view(trace: Trace) -> RenderableType:
     """Return a line per table: rows in use, and the hit rates of caches that hold at least a batch's rows."""
-    view = Table(
-        title=f"{trace.job}: {trace.batches:,} batches of {trace.global_batch_size:,} samples",
-        title_justify="left",
-        caption_justify="left",
+    shares = [f"hits at {each:.0%}" for each in CACHE_SHARES]
+    view = titled_table(
+        f"{trace.job}: {trace.batches:,} batches of {trace.global_batch_size:,} samples",
+        ("table", "rows", "lookups", "unique", "distinct per batch", *shares),
+        words=("table",),
     )
-    view.add_column("table", overflow="fold")
-    for name in (
-        "rows",
-        "lookups",
-        "unique",
-        "distinct per batch",
-        *(f"hits at {share:.0%}" for share in CACHE_SHARES),
-    ):
-        view.add_column(name, justify="right")
+    view.caption_justify = "left"
     for table in trace.tables:
         about = "" if table.sample_rate == 1 else "~"
         distinct = table.accesses / trace.batches
-        caches = [share * table.rows for share in CACHE_SHARES]
-        view.add_row(
-            table.table,
-            f"{table.rows:,}",
-            f"{table.lookups:,}",
-            f"{about}{table.unique_rows:,}",
-            f"{distinct:,.1f}",
-            *("-" if cache < distinct else f"{about}{table.hit_rate(cache):.1%}" for cache in caches),
-        )
+        counts = (f"{table.rows:,}", f"{table.lookups:,}", f"{about}{table.unique_rows:,}", f"{distinct:,.1f}")
+        caches = [each * table.rows for each in CACHE_SHARES]
+        hits = ("-" if cache < distinct else f"{about}{table.hit_rate(cache):.1%}" for cache in caches)
+        view.add_row(table.table, *counts, *hits)
     first = sum(table.unique_rows for table in trace.tables) / max(1, sum(table.accesses for table in trace.tables))
     if first > MAX_FIRST_ACCESSES:
         view.caption = (
@@ -213,77 +195,54 @@ def trace_view(trace: Trace) -> RenderableType:
     return view
 
 
-def _measured(job: DLRMJob, options: TraceOptions) -> Trace:
+def _measured(job: DLRMJob, batches: int | None, rate: float | None) -> Trace:
     """Read the batches in training order and measure them.
 
     Raises:
         UsageError: the trainer's packages are not installed.
     """
     try:
-        from dlrm_cli.reuse import ReuseMeter
         from dlrm_trainer.data import open_reader
+
+        meter = ReuseMeter(job.spec.model.all_tables(), rate)
     except ModuleNotFoundError as error:
         raise UsageError(f"package not found: {error.name}; pip install 'dlrm-operator[trainer]'") from error
     with contextlib.closing(open_reader(job.spec, "train", 0, 1)) as reader:
-        batches = options.batches or _batches(job, reader)
-        meter = ReuseMeter(job.spec.model.all_tables(), options.rate)
+        batches = batches or _batches(job, reader)
         read = contextlib.closing(reader.iterate(0, batches))
-        with _TraceDisplay(batches) as display, read as each_batch:
+        with _progress(batches) as show, read as each_batch:
             for batch in each_batch:
                 meter.add(batch)
-                display.update(meter.batches, meter.lookups)
+                show(meter.batches, meter.lookups)
         return meter.trace(job.metadata.name, job.spec.data.global_batch_size)
 
 
 def _batches(job: DLRMJob, reader: Reader) -> int:
     """Return the batches of one epoch, or fewer if the job ends earlier."""
     training = job.spec.training
-    limits = [reader.batches_per_epoch]
-    if training.max_steps is not None:
-        limits.append(training.max_steps)
-    if training.max_samples is not None:
-        limits.append(-(-training.max_samples // job.spec.data.global_batch_size))
-    return min(limits)
+    by_samples = None if training.max_samples is None else -(-training.max_samples // job.spec.data.global_batch_size)
+    return min(each for each in (reader.batches_per_epoch, training.max_steps, by_samples) if each is not None)
 
 
-class _TraceDisplay:
-    """Show a bar on a terminal, or print a line every few seconds; both on stderr."""
+@contextlib.contextmanager
+def _progress(batches: int) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that shows batches and lookups on stderr: as a bar, or off a terminal as lines."""
+    console = SafeConsole(stderr=True)
+    lookups = TextColumn("batches, {task.fields[lookups]:,} lookups")
+    columns = (TextColumn("tracing"), BarColumn(), MofNCompleteColumn(), lookups, TimeRemainingColumn())
+    shown_at = time.monotonic()
 
-    def __init__(self, batches: int) -> None:
-        self._console = SafeConsole(stderr=True)
-        self._bar = Progress(
-            TextColumn("tracing"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("batches, {task.fields[lookups]:,} lookups"),
-            TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._bar.add_task("tracing", total=batches, lookups=0)
-        self._batches = batches
-        self._shown_at = time.monotonic()
+    def show(done: int, lookups: int) -> None:
+        nonlocal shown_at
+        bar.update(task, completed=done, lookups=lookups)
+        if not console.is_terminal and time.monotonic() - shown_at >= PLAIN_INTERVAL_S:
+            shown_at = time.monotonic()
+            line = f"tracing: {done:,}/{batches:,} batches, {lookups:,} lookups"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def __enter__(self) -> _TraceDisplay:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def update(self, batches: int, lookups: int) -> None:
-        """Show the progress."""
-        self._bar.update(self._task, completed=batches, lookups=lookups)
-        if not self._console.is_terminal and time.monotonic() - self._shown_at >= PLAIN_INTERVAL_S:
-            self._shown_at = time.monotonic()
-            line = f"tracing: {batches:,}/{self._batches:,} batches, {lookups:,} lookups"
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _check_name(name: str) -> None:
-    if len(name) > MAX_NAME or not _NAME.fullmatch(name):
-        raise UsageError(f"invalid --configmap: expected lower-case letters, digits, - and ., got {name!r}")
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("tracing", total=batches, lookups=0)
+        yield show
 
 
 def _check_out(out: Path, job: DLRMJob) -> None:
@@ -310,13 +269,140 @@ def _check_out(out: Path, job: DLRMJob) -> None:
 
 def _write(out: Path, trace: Trace) -> None:
     text = trace.model_dump_json()
-    fresh = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        fresh.write_text(text)
-        fresh.replace(out)
+        replace_file(out, text)
     except OSError as error:
         raise DeviceError(
             f"failed to write {len(text):,} bytes to {out}: {error.strerror}; choose another --out"
         ) from error
-    finally:
-        fresh.unlink(missing_ok=True)
+
+
+MAX_TRACKED_ROWS = 12_000_000
+"""Rows of all tables together that are tracked without a rate: at most 3 GB of memory."""
+MIN_TRACKED_ROWS = 1 << 16
+"""Rows of a table that are tracked at any rate: fewer make a noisy curve and save little."""
+CURVE_POINTS = 61
+"""Cache sizes as shares of a table's rows, in addition to the geometric ones."""
+_DIGITS = 6
+
+
+class TableReuse:
+    """Count one table's lookups, batch after batch."""
+
+    def __init__(self, table: TableSpec, distances: StackDistances) -> None:
+        self.table = table
+        self.lookups = 0
+        self._distances = distances
+
+    def add(self, values: NDArray[np.int64]) -> None:
+        """Count one global batch's lookups: (n,) rows of the table, in any order."""
+        self.lookups += values.size
+        self._distances.add(*np.unique(values, return_counts=True))
+
+    def trace(self) -> TableTrace:
+        """Return what was measured so far."""
+        unique = min(round(self._distances.unique_rows), self.table.rows)
+        sizes = cache_sizes(self.table.rows, unique)
+        hit_rates = self._distances.hit_rate(sizes).round(_DIGITS)
+        curve = zip(sizes.tolist(), hit_rates.tolist(), strict=True)
+        return TableTrace(
+            table=self.table.name,
+            rows=self.table.rows,
+            lookups=self.lookups,
+            unique_rows=unique,
+            accesses=self._distances.accesses,
+            sample_rate=self._distances.rate,
+            histogram=reuse_histogram(*self._distances.row_lookups(), self.lookups),
+            curve=tuple(CurvePoint(cache_rows=size, hit_rate=share) for size, share in curve),
+        )
+
+
+class ReuseMeter:
+    """Count all tables' lookups, one global batch after the other, in training order."""
+
+    def __init__(self, tables: Sequence[TableSpec], rate: float | None = None) -> None:
+        """Measure ``tables``, those of the batches.
+
+        Without ``rate`` the result is exact unless tables have more than ``MAX_TRACKED_ROWS`` rows together; then the
+        largest are sampled. With a rate, tables with more than ``MIN_TRACKED_ROWS`` rows in use are sampled; 1 tracks
+        every row.
+        """
+        from dlrm_kernels.reuse import StackDistances
+
+        self.batches = 0
+        most: list[int | None] = [None if rate == 1 else MIN_TRACKED_ROWS] * len(tables)
+        if rate is None:
+            most[:] = tracked_shares([table.rows for table in tables], MAX_TRACKED_ROWS)
+        self.tables = [TableReuse(table, StackDistances(rows, rate)) for table, rows in zip(tables, most, strict=True)]
+        features = np.array([len(table.sources) for table in tables], dtype=np.intp)
+        # A table's features are adjacent in a batch.
+        self._firsts = np.cumsum(features) - features
+
+    @property
+    def lookups(self) -> int:
+        """Return the lookups of all tables so far."""
+        return sum(table.lookups for table in self.tables)
+
+    def add(self, batch: Batch) -> None:
+        """Count the next global batch, read as the only rank; a table's features count together."""
+        bags = batch.lengths.numpy().sum(axis=1, dtype=np.int64)
+        stops = np.cumsum(np.add.reduceat(bags, self._firsts))
+        for table, values in zip(self.tables, np.split(batch.values.numpy(), stops[:-1]), strict=True):
+            table.add(values)
+        self.batches += 1
+
+    def trace(self, job: str, global_batch_size: int) -> Trace:
+        """Return what was measured so far, from at least one batch."""
+        tables = tuple(table.trace() for table in self.tables)
+        return Trace(job=job, global_batch_size=global_batch_size, batches=self.batches, tables=tables)
+
+
+def tracked_shares(rows: Sequence[int], total: int) -> list[int]:
+    """Return how many rows of each table to track: all of small ones, an even share of large ones."""
+    shares, left = [0] * len(rows), total
+    for place, number in enumerate(sorted(range(len(rows)), key=rows.__getitem__)):
+        shares[number] = max(1, min(rows[number], left // (len(rows) - place)))
+        left -= shares[number]
+    return shares
+
+
+def cache_sizes(rows: int, unique: int) -> NDArray[np.int64]:
+    """Return a curve's ascending cache sizes: geometric up to the unique rows, and shares of all rows."""
+    if not unique:
+        return np.empty(0, dtype=np.int64)
+    geometric = np.geomspace(1, unique, min(CURVE_POINTS, unique)).round().astype(np.int64)
+    wanted = np.array([size for share in CACHE_SHARES if 1 <= (size := round(share * rows)) < unique], dtype=np.int64)
+    return np.unique(np.concatenate((geometric, wanted)))
+
+
+def reuse_histogram(row_lookups: NDArray[np.int64], weights: NDArray[np.float64], lookups: int) -> tuple[ReuseBin, ...]:
+    """Return rows and lookups in bins (0, 1], (1, 2], (2, 4] ... of lookups per row; the last bin is open.
+
+    Args:
+        row_lookups: (n,) lookups of each tracked row.
+        weights: (n,) rows that it stands for.
+        lookups: Lookups of all rows. If rows were sampled, the difference to the bins goes to the hottest bins: a few
+            rows with many lookups decide it.
+    """
+    if not row_lookups.size:
+        return ()
+    bins = np.frexp((row_lookups - 1).astype(np.float64))[1]
+    rows = _binned(bins, weights)
+    counts = np.maximum(_binned(bins, weights * row_lookups), rows)
+    lacking = lookups - int(counts.sum())
+    for number in range(counts.size - 1, -1, -1):
+        # Each row was looked up at least once.
+        change = max(lacking, int(rows[number] - counts[number]))
+        counts[number] += change
+        lacking -= change
+    last = counts.size - 1
+    return tuple(
+        ReuseBin(most=None if number == last else 1 << number, rows=int(rows[number]), lookups=int(counts[number]))
+        for number in range(last + 1)
+    )
+
+
+def _binned(bins: NDArray[np.int32], values: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the sum of each bin's values as whole numbers that add up to the rounded total."""
+    sums = np.bincount(bins, weights=values).astype(np.float64)
+    return np.diff(np.rint(np.cumsum(sums)), prepend=0.0).astype(np.int64)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from dlrm_api import tiers
@@ -22,6 +22,7 @@ from dlrm_api.plan import Device, Plan, Prediction, Shard, TablePlan
 from dlrm_api.progress import SnapshotInfo
 from dlrm_api.run_report import HitRate, Profile, StageTimes, TableUse, TierReport
 
+UNKNOWN = "-"
 SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 """Units and their bytes, largest first: powers of 1000, as disks and networks are sold."""
 PLAIN_INTERVAL_S = 5.0
@@ -34,6 +35,23 @@ def format_bytes(count: float) -> str:
         if count >= factor:
             return f"{count / factor:,.1f} {unit}"
     return f"{count:,.0f} B"
+
+
+def number(value: float | None, form: str) -> str:
+    """Format a number, or return ``-``."""
+    return UNKNOWN if value is None else format(value, form)
+
+
+def share(value: float | None) -> str:
+    """Format a share of one as a percentage, or return ``-``."""
+    return number(value, ".1%")
+
+
+def titled_table(title: str, columns: Sequence[str], words: Collection[str]) -> Table:
+    """Return an empty table; columns that are not of ``words`` are of figures, aligned to the right."""
+    sides: dict[bool, JustifyMethod] = {True: "left", False: "right"}
+    shown = (Column(name, justify=sides[name in words]) for name in columns)
+    return Table(*shown, title=title, title_justify="left")
 
 
 MAX_USED_TABLES = 20
@@ -73,28 +91,23 @@ def profile_view(profile: Profile) -> RenderableType:
     if len(ranks) > MAX_RANKS:
         title = f"time of a step: each stage on the slowest of {len(ranks)} ranks"
         shown = slowest_by_stage(profile.stages)
-    table = Table(title=title, title_justify="left")
-    table.add_column("rank", justify="right")
-    table.add_column("stage")
-    for name in ("steps", "mean ms", "median ms", "p99 ms", "share"):
-        table.add_column(name, justify="right")
+    columns = ("rank", "stage", "steps", "mean ms", "median ms", "p99 ms", "share")
+    table = titled_table(title, columns, words=("stage",))
     totals = {each.rank: each.mean_seconds * each.steps for each in profile.stages if each.stage == "step"}
     for each in shown:
         times = (each.mean_seconds, each.median_seconds, each.p99_seconds)
         steps = None if each.stage.endswith(AFTER_LAST_STEP) else totals.get(each.rank)
         spent = each.mean_seconds * each.steps / steps if steps else None
-        cells = (f"{each.steps:,}", *(f"{1e3 * seconds:,.3f}" for seconds in times), _share(spent))
+        cells = (f"{each.steps:,}", *(f"{1e3 * seconds:,.3f}" for seconds in times), share(spent))
         table.add_row(str(each.rank), each.stage, *cells, end_section=each.stage == "step")
     return Group(table, *(Text(words) for words in _rates(profile.hit_rates)))
 
 
 def _tables_view(tables: Sequence[TableUse]) -> Table:
     expects = any(table.expected_hit_rate is not None for table in tables)
-    view = Table(title="tables over tiers", title_justify="left")
-    view.add_column("table", overflow="fold")
     names = ("rows", "lookups", "accesses", "hit rate", "of repeats", *(["expected"] if expects else []))
-    for name in (*names, "created", "evicted", "scratch"):
-        view.add_column(name, justify="right")
+    columns = ("table", *names, "created", "evicted", "scratch")
+    view = titled_table("tables over tiers", columns, words=("table",))
     largest = sorted(tables, key=lambda table: (-table.rows, table.table))
     total = sum_uses(f"all {len(tables)}", tables)
     shown = largest[:MAX_USED_TABLES]
@@ -107,9 +120,9 @@ def _tables_view(tables: Sequence[TableUse]) -> Table:
 def _cells(table: TableUse, *, expects: bool) -> Iterator[str]:
     yield table.table
     yield from (f"{count:,}" for count in (table.rows, table.lookups, table.accesses))
-    yield from (_share(table.hit_rate), _share(table.repeat_hit_rate))
+    yield from (share(table.hit_rate), share(table.repeat_hit_rate))
     if expects:
-        yield _share(table.expected_hit_rate)
+        yield share(table.expected_hit_rate)
     yield from (f"{count:,}" for count in (table.created_rows, table.evicted_rows, table.scratch_rows))
 
 
@@ -130,10 +143,8 @@ def expected_hit_rate(tables: Sequence[TableUse]) -> float | None:
 
 
 def _tiers(report: TierReport) -> Table:
-    view = Table(title="tiers", title_justify="left")
-    view.add_column("tier")
-    for name in ("rows read", "rows written", "read", "written", "device reads", "kept", "of planned"):
-        view.add_column(name, justify="right")
+    columns = ("tier", "rows read", "rows written", "read", "written", "device reads", "kept", "of planned")
+    view = titled_table("tiers", columns, words=("tier",))
     levels = [level for rank in report.ranks for level in rank.levels]
     held = [size for rank in report.ranks for size in rank.tiers]
     for tier in dict.fromkeys(size.tier for size in held):
@@ -141,8 +152,8 @@ def _tiers(report: TierReport) -> Table:
         rows = [sum(getattr(level, name) for level in here) for name in ("read_rows", "written_rows")]
         sizes = [sum(getattr(level, name) for level in here) for name in ("read_bytes", "written_bytes")]
         kept = [sum(getattr(each, n) for each in held if each.tier == tier) for n in ("kept_bytes", "planned_bytes")]
-        through = [*(f"{count:,}" for count in rows), *map(format_bytes, sizes)] if here else ["-"] * 4
-        reads = f"{sum(level.device_reads for level in here):,}" if tier == "block" else "-"
+        through = [*(f"{count:,}" for count in rows), *map(format_bytes, sizes)] if here else [UNKNOWN] * 4
+        reads = f"{sum(level.device_reads for level in here):,}" if tier == "block" else UNKNOWN
         view.add_row(tier, *through, reads, *map(format_bytes, kept))
     return view
 
@@ -154,10 +165,6 @@ def _rates(rates: Sequence[HitRate]) -> Iterator[str]:
         shown = every[::-1][::step][::-1]
         words = ", ".join(f"{rate.hit_rate:.1%} to step {rate.step:,}" for rate in shown)
         yield f"hit rate on rank {rank}: {words}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
 
 
 class SafeConsole(Console):
@@ -208,31 +215,15 @@ def _tables(view: RenderableType) -> Iterator[Table]:
 
 def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:
     """Return a plan's ranks, its largest tables and its reasons as tables."""
-    ranks = Table(title=f"{job.metadata.name}: {plan.world_size} ranks on {plan.nodes} pods", title_justify="left")
-    ranks.add_column("rank", justify="right")
-    ranks.add_column("pod", justify="right")
-    ranks.add_column("tables", justify="right")
     used = sorted({tier for rank in plan.ranks for tier in rank.bytes_per_tier})
-    for tier in used:
-        ranks.add_column(f"{tier} bytes", justify="right")
+    title = f"{job.metadata.name}: {plan.world_size} ranks on {plan.nodes} pods"
+    ranks = titled_table(title, ("rank", "pod", "tables", *(f"{tier} bytes" for tier in used)), words=())
     held = Counter(rank for table in plan.tables for rank in _homes(table, plan.world_size))
     for rank in plan.ranks:
-        ranks.add_row(
-            str(rank.rank),
-            str(rank.node),
-            str(held[rank.rank]),
-            *(f"{rank.bytes_per_tier.get(tier, 0):,}" for tier in used),
-        )
-    tables = Table(title="tables", title_justify="left")
-    for name, justify in (
-        ("table", "left"),
-        ("rows", "right"),
-        ("dim", "right"),
-        ("sharding", "left"),
-        ("ranks", "left"),
-        ("tiers", "left"),
-    ):
-        tables.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
+        counts = (rank.rank, rank.node, held[rank.rank])
+        ranks.add_row(*map(str, counts), *(f"{rank.bytes_per_tier.get(tier, 0):,}" for tier in used))
+    columns = ("table", "rows", "dim", "sharding", "ranks", "tiers")
+    tables = titled_table("tables", columns, words=("table", "sharding", "ranks", "tiers"))
     sizes = {table.name: table for table in job.spec.model.all_tables()}
     largest = sorted(plan.tables, key=lambda table: (-sizes[table.name].rows * sizes[table.name].dim, table.name))
     for table in largest[:MAX_TABLES]:
@@ -247,13 +238,11 @@ def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:
         )
     if len(largest) > MAX_TABLES:
         tables.add_row(f"and {len(largest) - MAX_TABLES} smaller ones", "", "", "", "", "see -o json")
-    expected = [Text(words) for words in (_prediction(plan.predicted),) if words]
+    expected = [] if plan.predicted.samples_per_second is None else [Text(_prediction(plan.predicted))]
     return Group(ranks, tables, *expected, *(Text(f"- {reason}") for reason in plan.reasons))
 
 
 def _prediction(predicted: Prediction) -> str:
-    if predicted.samples_per_second is None:
-        return ""
     price = predicted.price_per_billion_samples
     priced = "" if price is None else f", {price:,.2f} per billion samples (currency of pricePerHour)"
     return f"predicted: {predicted.samples_per_second:,.0f} samples/s{priced}"
@@ -263,23 +252,16 @@ def snapshots_view(snapshots: Sequence[SnapshotInfo]) -> RenderableType:
     """Return committed snapshots, oldest first, as a table."""
     if not snapshots:
         return Text("no committed snapshots")
-    table = Table(title="snapshots", title_justify="left")
-    for name in ("step", "kind", "bits", "bytes"):
-        table.add_column(name, justify="right")
-    table.add_column("manifest", overflow="fold")
-    for snapshot in snapshots:
-        table.add_row(
-            f"{snapshot.step:,}", snapshot.kind, str(snapshot.bits), f"{snapshot.bytes:,}", Text(snapshot.uri)
-        )
+    table = titled_table("snapshots", ("step", "kind", "bits", "bytes", "manifest"), words=("manifest",))
+    for each in snapshots:
+        table.add_row(f"{each.step:,}", each.kind, str(each.bits), f"{each.bytes:,}", Text(each.uri))
     return table
 
 
 def diff_view(tables: Sequence[TableDiff]) -> RenderableType:
     """Return how the tables of two snapshots differ."""
-    view = Table(title="rows that differ", title_justify="left")
-    view.add_column("table", overflow="fold")
-    for name in ("changed", "new", "gone", "norm of change", "largest change", "norm before", "norm after"):
-        view.add_column(name, justify="right")
+    columns = ("table", "changed", "new", "gone", "norm of change", "largest change", "norm before", "norm after")
+    view = titled_table("rows that differ", columns, words=("table",))
     for each in tables:
         counts = (f"{count:,}" for count in (each.changed, each.new, each.gone))
         norms = (each.change_norm, each.largest_change, each.norm_before, each.norm_after)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 from dlrm_api.errors import DLRMError, InvalidSpecError, NoInputError, NoPermissionError, TemporaryError
-from dlrm_api.names import API_VERSION, Label
+from dlrm_api.names import API_VERSION, Label, Port
 from dlrm_operator.api_client import (
     ClusterRefusedError,
     ClusterUnavailableError,
@@ -50,14 +49,7 @@ def not_installed(server: str) -> NoInputError:
 
 
 def no_such_job(name: str, namespace: str, names: Collection[str], elsewhere: Collection[str]) -> NoInputError:
-    """Return the error for an unknown job, with similar names and other namespaces that have it.
-
-    Args:
-        name: Name of the requested job.
-        namespace: Namespace that was searched.
-        names: Names of the namespace's jobs.
-        elsewhere: Other namespaces that have a job of that name.
-    """
+    """Return the error for an unknown job, with similar ``names`` and namespaces ``elsewhere`` with it."""
     problem = f"DLRMJob not found: {namespace}/{name}"
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if elsewhere:
@@ -82,20 +74,15 @@ def _unavailable(error: ClusterUnavailableError, server: str) -> DLRMError:
 USER_KUBECONFIG = "~/.kube/config"
 MERGE_PATCH = "application/merge-patch+json"
 JOBS = "dlrmjobs (dlrm.dev)"
+MAX_POLLED_PODS = 64
+"""Pods that one look at metrics polls."""
+METRICS_THREADS = 8
+POD_TIMEOUT_S = 2.0
 MAX_RESPONSE_BYTES = 4 * 2**20
 """Limit of a pod's answer: the metrics of 64 ranks with 60 classes of tables each take 2.6 MB."""
 MAX_LINE_BYTES = 2**20
 WATCH_TIMEOUT_S = 300
 """Time after which the server ends a watch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterContext:
-    """Choose a cluster and a namespace."""
-
-    kubeconfig: str | None = None
-    context: str | None = None
-    namespace: str | None = None
 
 
 class JobClient:
@@ -105,11 +92,11 @@ class JobClient:
         NoInputError: no usable kubeconfig was found.
     """
 
-    def __init__(self, context: ClusterContext) -> None:
-        kubeconfig = context.kubeconfig or os.environ.get("KUBECONFIG") or _user_kubeconfig()
+    def __init__(self, namespace: str | None, context: str | None, kubeconfig: str | None) -> None:
+        kubeconfig = kubeconfig or os.environ.get("KUBECONFIG") or _user_kubeconfig()
         in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
-        self._api = KubernetesApi(kubeconfig, in_cluster=in_cluster, context=context.context)
-        self.namespace = context.namespace or self._api.namespace
+        self._api = KubernetesApi(kubeconfig, in_cluster=in_cluster, context=context)
+        self.namespace = namespace or self._api.namespace
 
     def job(self, name: str) -> Object:
         """Return one job.
@@ -117,20 +104,15 @@ class JobClient:
         Raises:
             NoInputError: no job has that name.
         """
-        try:
-            with self._explained("get", JOBS, missing=False):
-                return self._api.call_now("GET", self._job_path(name))
-        except NotFoundError:
-            raise self._not_found(name) from None
+        with self._explained("get", JOBS, missing=lambda: self._not_found(name)):
+            return self._api.call_now("GET", self._job_path(name))
 
     def jobs(self, *, everywhere: bool = False, selector: str | None = None) -> tuple[list[Object], str]:
         """Return all jobs by namespace and name, and the resource version to watch from."""
         path = self._jobs_path(None if everywhere else self.namespace)
         try:
-            with self._explained("list", JOBS, missing=False):
+            with self._explained("list", JOBS, missing=lambda: not_installed(self._api.host)):
                 found, version = self._api.list_now(path, {"labelSelector": selector} if selector else {})
-        except NotFoundError:
-            raise not_installed(self._api.host) from None
         except GoneError as error:
             raise TemporaryError(f"the list of jobs expired while it was read: {error}; try again") from None
         return sorted(found, key=lambda job: (job["metadata"]["namespace"], job["metadata"]["name"])), version
@@ -138,50 +120,43 @@ class JobClient:
     def watch_jobs(self, version: str, *, everywhere: bool, selector: str | None) -> Iterator[Object]:
         """Yield jobs as they change until the server ends the watch; a deleted one has ``deletionTimestamp``."""
         query = {"resourceVersion": version, "timeoutSeconds": str(WATCH_TIMEOUT_S)}
+        query |= {"labelSelector": selector} if selector else {}
         path = self._jobs_path(None if everywhere else self.namespace)
         with self._explained("watch", JOBS), suppress(GoneError):
-            for event in self._api.watch(
-                path, {**query, **({"labelSelector": selector} if selector else {})}, 2 * WATCH_TIMEOUT_S
-            ):
+            for event in self._api.watch(path, query, 2 * WATCH_TIMEOUT_S):
                 yield event["object"]
 
     def set_suspend(self, name: str, wanted: bool) -> Object:
         """Patch ``spec.lifecycle.suspend`` and return the job."""
         body = {"spec": {"lifecycle": {"suspend": wanted}}}
-        try:
-            with self._explained("patch", JOBS, missing=False):
-                return self._api.call_now("PATCH", self._job_path(name), body, kind=MERGE_PATCH)
-        except NotFoundError:
-            raise self._not_found(name) from None
+        with self._explained("patch", JOBS, missing=lambda: self._not_found(name)):
+            return self._api.call_now("PATCH", self._job_path(name), body, kind=MERGE_PATCH)
 
     def pods(self, name: str) -> list[Object]:
         """Return the trainer pods of all attempts of a job."""
-        path = f"/api/v1/namespaces/{quote(self.namespace)}/pods"
         with self._explained("list", "pods"):
-            return self._api.list_now(path, {"labelSelector": f"{Label.JOB}={name}"})[0]
+            return self._api.list_now(self._path("pods"), {"labelSelector": f"{Label.JOB}={name}"})[0]
 
     def events(self, name: str) -> list[Object]:
         """Return the Events about a job itself."""
-        path = f"/api/v1/namespaces/{quote(self.namespace)}/events"
         about = f"involvedObject.kind=DLRMJob,involvedObject.name={name}"
         with self._explained("list", "events"):
-            return self._api.list_now(path, {"fieldSelector": about})[0]
+            return self._api.list_now(self._path("events"), {"fieldSelector": about})[0]
 
-    def log(self, pod: str, query: dict[str, str], silence_s: float | None) -> Iterator[bytes]:
+    def log(self, pod: str, query: dict[str, str]) -> Iterator[bytes]:
         """Yield the lines of a container's log, each cut after ``MAX_LINE_BYTES``."""
-        path = f"/api/v1/namespaces/{quote(self.namespace)}/pods/{quote(pod)}/log"
         with self._explained("get", "pods/log"):
-            yield from self._api.lines(path, query, silence_s, MAX_LINE_BYTES)
+            yield from self._api.lines(self._path(f"pods/{quote(pod)}/log"), query, None, MAX_LINE_BYTES)
 
-    def pod_endpoint(self, pod: str, namespace: str, port: int, path: str, timeout_s: float) -> str:
-        """Return what a pod answers on a port, through the API server's proxy.
+    def pod_endpoint(self, pod: str, namespace: str, path: str) -> str:
+        """Return what a pod's trainer answers, through the API server's proxy.
 
         Raises:
             BadDataError: the answer is too large, or too slow.
         """
-        whole = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(pod)}:{port}/proxy/{path}"
+        whole = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(pod)}:{Port.TRAINER}/proxy/{path}"
         with self._explained("get", "pods/proxy"):
-            return self._api.answer_of_pod(whole, timeout_s, MAX_RESPONSE_BYTES).decode(errors="replace")
+            return self._api.answer_of_pod(whole, POD_TIMEOUT_S, MAX_RESPONSE_BYTES).decode(errors="replace")
 
     def _not_found(self, name: str) -> DLRMError:
         names = {job["metadata"]["name"] for job in self.jobs()[0]}
@@ -192,18 +167,19 @@ class JobClient:
         return no_such_job(name, self.namespace, names, elsewhere)
 
     @contextmanager
-    def _explained(self, verb: str, resource: str, *, missing: bool = True) -> Iterator[None]:
-        """Raise errors as ``explain`` returns them; 404 unchanged if ``missing`` is False."""
+    def _explained(self, verb: str, resource: str, missing: Callable[[], DLRMError] | None = None) -> Iterator[None]:
+        """Raise errors as ``explain`` returns them; for a 404 what ``missing`` returns, if given."""
         try:
             yield
-        except NotFoundError as error:
-            if not missing:
-                raise
-            raise explain(error, verb, resource, self._api.host) from error
         except GoneError:
             raise
         except DLRMError as error:
+            if missing is not None and isinstance(error, NotFoundError):
+                raise missing() from None
             raise explain(error, verb, resource, self._api.host) from error
+
+    def _path(self, resource: str) -> str:
+        return f"/api/v1/namespaces/{quote(self.namespace)}/{resource}"
 
     def _jobs_path(self, namespace: str | None) -> str:
         where = f"namespaces/{quote(namespace)}/" if namespace else ""

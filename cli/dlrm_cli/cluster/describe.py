@@ -13,21 +13,22 @@ from dlrm_api.progress import TerminationMessage
 from dlrm_cli.cluster.client import JobClient, Object, dig
 from dlrm_cli.cluster.get import (
     STYLES,
-    UNKNOWN,
     JobFacts,
     age,
     condition,
     containers,
+    event_time,
     grid,
     job_facts,
     moment,
     one_line,
+    parse_number,
     pod_attempt,
     pod_index,
     print_lines,
     time_left,
 )
-from dlrm_cli.views import format_bytes
+from dlrm_cli.views import UNKNOWN, format_bytes
 
 MAX_EVENTS = 20
 MAX_PODS = 64
@@ -50,13 +51,11 @@ class JobPage:
 
 def page_lines(page: JobPage, now: datetime) -> list[Text]:
     """Return the whole page."""
-    facts = job_facts(page.job)
-    lines = [_field(name, words) for name, words in _summary(page.job, facts, now)]
+    lines = [_field(name, words) for name, words in _summary(page.job, job_facts(page.job), now)]
     lines += _section("Conditions", _conditions(page.job, now))
     lines += _section("Failures", _failures(page.job, now))
-    lines += _section("Pods", _pods(page, now))
-    lines += _section("Events", _events(page, now))
-    return lines
+    lines += _section("Pods", _pods(page.pods, now))
+    return lines + _section("Events", _events(page.events, now))
 
 
 def _summary(job: Object, facts: JobFacts, now: datetime) -> Iterator[tuple[str, str]]:
@@ -92,10 +91,8 @@ def _plan(job: Object) -> str:
     if not plan:
         return "none"
     sizes = ", ".join(f"{tier} {format_bytes(size)}" for tier, size in sorted((plan.get("bytesPerTier") or {}).items()))
-    parts = [
-        f"{plan.get('worldSize')} ranks on {plan.get('nodes')} nodes"
-        + (f" of {plan['hardware']}" if plan.get("hardware") else "")
-    ]
+    hardware = f" of {plan['hardware']}" if plan.get("hardware") else ""
+    parts = [f"{plan.get('worldSize')} ranks on {plan.get('nodes')} nodes{hardware}"]
     if sizes:
         parts.append(f"largest rank: {sizes}")
     if plan.get("predictedSamplesPerSecond"):
@@ -170,14 +167,13 @@ def _conditions(job: Object, now: datetime) -> list[Text]:
         )
         for each in dig(job, "status", "conditions") or ()
     ]
-    return grid(("TYPE", "STATUS", "REASON", "SINCE", "MESSAGE"), rows, INDENT) if rows else []
+    return grid(("TYPE", "STATUS", "REASON", "SINCE", "MESSAGE"), rows, INDENT)
 
 
 def _failures(job: Object, now: datetime) -> list[Text]:
     """Return the evidence of the last failures, newest first."""
     status = job.get("status") or {}
-    last = status.get("lastFailure")
-    known = [*([last] if last else []), *(status.get("earlierFailures") or ())]
+    known = [status.get("lastFailure"), *(status.get("earlierFailures") or ())]
     rows = [
         (
             str(each.get("attempt")),
@@ -190,14 +186,15 @@ def _failures(job: Object, now: datetime) -> list[Text]:
             one_line(each.get("message") or ""),
         )
         for each in known
+        if each
     ]
-    return grid(("ATTEMPT", "AGE", "POD", "RANK", "NODE", "CODE", "REASON", "MESSAGE"), rows, INDENT) if rows else []
+    return grid(("ATTEMPT", "AGE", "POD", "RANK", "NODE", "CODE", "REASON", "MESSAGE"), rows, INDENT)
 
 
-def _pods(page: JobPage, now: datetime) -> list[Text]:
-    if isinstance(page.pods, str):
-        return [Text(f"{INDENT}not available: {page.pods}")]
-    ordered = sorted(page.pods, key=lambda pod: (-pod_attempt(pod), pod_index(pod)))
+def _pods(pods: Objects, now: datetime) -> list[Text]:
+    if isinstance(pods, str):
+        return [Text(f"{INDENT}not available: {pods}")]
+    ordered = sorted(pods, key=lambda pod: (-pod_attempt(pod), pod_index(pod)))
     rows = [
         (
             str(dig(pod, "metadata", "name")),
@@ -209,35 +206,31 @@ def _pods(page: JobPage, now: datetime) -> list[Text]:
         )
         for pod in ordered[:MAX_PODS]
     ]
-    lines = grid(("POD", "NODE", "PHASE", "READY", "AGE", "WAITING FOR"), rows, INDENT) if rows else []
+    lines = grid(("POD", "NODE", "PHASE", "READY", "AGE", "WAITING FOR"), rows, INDENT)
     if len(ordered) > MAX_PODS:
         lines.append(Text(f"{INDENT}and {len(ordered) - MAX_PODS} more"))
     return lines
 
 
-def _events(page: JobPage, now: datetime) -> list[Text]:
-    if isinstance(page.events, str):
-        return [Text(f"{INDENT}not available: {page.events}")]
-
-    def last(event: Object) -> str:
-        return str(event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp") or "")
+def _events(events: Objects, now: datetime) -> list[Text]:
+    if isinstance(events, str):
+        return [Text(f"{INDENT}not available: {events}")]
 
     def order(event: Object) -> tuple[str, int]:
         """Order by time, which is in whole seconds, then by resource version."""
-        version = str(dig(event, "metadata", "resourceVersion") or "")
-        return last(event), int(version) if version.isascii() and version.isdigit() else 0
+        return event_time(event) or "", parse_number(dig(event, "metadata", "resourceVersion"))
 
     rows = [
         (
-            age(last(event), now),
+            age(event_time(event), now),
             str(event.get("type") or ""),
             str(event.get("reason") or ""),
             str(event.get("count") or 1),
             one_line(event.get("message") or ""),
         )
-        for event in sorted(page.events, key=order)[-MAX_EVENTS:]
+        for event in sorted(events, key=order)[-MAX_EVENTS:]
     ]
-    return grid(("AGE", "TYPE", "REASON", "COUNT", "MESSAGE"), rows, INDENT) if rows else []
+    return grid(("AGE", "TYPE", "REASON", "COUNT", "MESSAGE"), rows, INDENT)
 
 
 def _section(title: str, lines: Sequence[Text]) -> list[Text]:

@@ -17,7 +17,7 @@ from rich.text import Text
 from dlrm_api.errors import TemporaryError
 from dlrm_api.names import Label
 from dlrm_cli.cluster.client import JobClient, Object, dig
-from dlrm_cli.views import SafeConsole
+from dlrm_cli.views import UNKNOWN, SafeConsole, number
 
 FINISHED = frozenset({"Succeeded", "Failed"})
 NOT_OBSERVED = "not observed by an operator yet; check that one serves this namespace"
@@ -99,12 +99,18 @@ def condition(of: Object, kind: str) -> Object:
 
 def pod_index(pod: Object) -> int:
     """Return a trainer pod's index, or -1 if its label is not a number."""
-    return _number(dig(pod, "metadata", "labels", Label.INDEX))
+    return parse_number(dig(pod, "metadata", "labels", Label.INDEX))
 
 
 def pod_attempt(pod: Object) -> int:
     """Return the attempt of a trainer pod, or -1 if its label is not a number."""
-    return _number(dig(pod, "metadata", "labels", Label.ATTEMPT))
+    return parse_number(dig(pod, "metadata", "labels", Label.ATTEMPT))
+
+
+def event_time(event: Object) -> str | None:
+    """Return when an Event was last seen."""
+    found: str | None = event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp")
+    return found
 
 
 def is_running(pod: Object) -> bool:
@@ -118,7 +124,8 @@ def containers(pod: Object) -> list[Object]:
     return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
 
 
-def _number(text: Any) -> int:
+def parse_number(text: Any) -> int:
+    """Return what digits say, or -1 for anything else."""
     return int(text) if isinstance(text, str) and text.isascii() and text.isdigit() else -1
 
 
@@ -145,13 +152,10 @@ def _reason(phase: str, conditions: Iterable[Object]) -> str:
 
 GAP = "   "
 STYLES = {
-    "Running": "green",
-    "Succeeded": "green",
+    **dict.fromkeys(("Running", "Succeeded"), "green"),
+    **dict.fromkeys(("Restarting", "Suspending", "Warning"), "yellow"),
     "Failed": "red",
-    "Restarting": "yellow",
-    "Suspending": "yellow",
     "Suspended": "cyan",
-    "Warning": "yellow",
 }
 """Colours of words on a terminal."""
 
@@ -178,9 +182,9 @@ def line(row: Row, columns: Sequence[int], indent: str = "") -> Text:
 
 
 def grid(header: Row, rows: Sequence[Row], indent: str = "") -> list[Text]:
-    """Return a header and its rows as aligned columns."""
+    """Return a header and its rows as aligned columns; nothing without rows."""
     columns = widths([header, *rows])
-    return [line(row, columns, indent) for row in (header, *rows)]
+    return [line(row, columns, indent) for row in (header, *rows)] if rows else []
 
 
 def print_lines(lines: Sequence[Text]) -> None:
@@ -204,7 +208,7 @@ def job_row(job: JobFacts, now: datetime, *, everywhere: bool, wide: bool) -> Ro
     cells = (
         job.name,
         job.phase,
-        steps(job),
+        steps(job.step, job.total_steps),
         number(job.samples_per_second, ",.0f"),
         number(job.ne, ".5f"),
         age(job.snapshot_time, now),
@@ -216,16 +220,11 @@ def job_row(job: JobFacts, now: datetime, *, everywhere: bool, wide: bool) -> Ro
     return (*((job.namespace,) if everywhere else ()), *cells, *(more if wide else ()))
 
 
-def steps(job: JobFacts) -> str:
+def steps(step: int | None, total: int | None) -> str:
     """Return ``1200/5000``, or the steps done if the total is unknown."""
-    if job.step is None:
+    if step is None:
         return UNKNOWN
-    return f"{job.step}/{job.total_steps}" if job.total_steps is not None else str(job.step)
-
-
-def number(value: float | None, form: str) -> str:
-    """Format a number, or return ``-``."""
-    return UNKNOWN if value is None else format(value, form)
+    return f"{step}/{total}" if total is not None else str(step)
 
 
 def one_line(text: str) -> str:
@@ -265,16 +264,14 @@ def get_jobs(client: JobClient, options: GetOptions) -> None:
     if options.form not in ("table", "wide"):
         print(document(jobs, options.form, alone=len(options.names) == 1), end="")
     elif jobs:
-        rows = [header(everywhere=options.everywhere, wide=options.form == "wide"), *_rows(jobs, options)]
-        columns = widths(rows)
-        print_lines([line(row, columns) for row in rows])
+        print_lines(grid(_header(options), _rows(jobs, options)))
     else:
         where = "any namespace" if options.everywhere else f"namespace {client.namespace}"
         print(f"no DLRMJobs found in {where}")
 
 
 def document(jobs: Sequence[Object], form: str, *, alone: bool) -> str:
-    """Return objects as JSON, as YAML, or their names, without managed fields; several are a List, as kubectl's."""
+    """Return objects as JSON, YAML or names, without managed fields; several are a List, as kubectl's."""
     if form == "name":
         return "".join(f"dlrmjob.dlrm.dev/{job['metadata']['name']}\n" for job in jobs)
     shown = [_without_managed_fields(job) for job in jobs]
@@ -290,6 +287,10 @@ def _without_managed_fields(job: Object) -> Object:
     return {**job, "metadata": {key: value for key, value in job["metadata"].items() if key != "managedFields"}}
 
 
+def _header(options: GetOptions) -> Row:
+    return header(everywhere=options.everywhere, wide=options.form == "wide")
+
+
 def _rows(jobs: Iterable[Object], options: GetOptions) -> list[Row]:
     now, wide = datetime.now(UTC), options.form == "wide"
     return [job_row(job_facts(job), now, everywhere=options.everywhere, wide=wide) for job in jobs]
@@ -302,7 +303,7 @@ def _follow(client: JobClient, options: GetOptions) -> None:
         if options.form in ("table", "wide"):
             rows = _rows([job], options)
             if not columns:
-                rows.insert(0, header(everywhere=options.everywhere, wide=options.form == "wide"))
+                rows.insert(0, _header(options))
             columns = widths(rows, columns)
             print_lines([line(row, columns) for row in rows])
         else:
@@ -314,10 +315,13 @@ def _changes(client: JobClient, options: GetOptions) -> Iterator[Object]:
     """Yield each version of each job once; a watch that ends is restarted from a list."""
     shown: dict[str, str] = {}
 
-    def wanted(job: Object) -> bool:
-        meta = job["metadata"]
-        fits = not options.names or meta["name"] in options.names
-        return fits and shown.get(meta["uid"]) != meta["resourceVersion"]
+    def changed(jobs: Iterable[Object]) -> Iterator[Object]:
+        for job in jobs:
+            meta = job["metadata"]
+            wanted = not options.names or meta["name"] in options.names
+            if wanted and shown.get(meta["uid"]) != meta["resourceVersion"]:
+                shown[meta["uid"]] = meta["resourceVersion"]
+                yield job
 
     first = True
     while True:
@@ -326,13 +330,8 @@ def _changes(client: JobClient, options: GetOptions) -> Iterator[Object]:
                 for name in options.names:
                     client.job(name)
             jobs, version = client.jobs(everywhere=options.everywhere, selector=options.selector)
-            for job in filter(wanted, jobs):
-                shown[job["metadata"]["uid"]] = job["metadata"]["resourceVersion"]
-                yield job
-            for job in client.watch_jobs(version, everywhere=options.everywhere, selector=options.selector):
-                if wanted(job):
-                    shown[job["metadata"]["uid"]] = job["metadata"]["resourceVersion"]
-                    yield job
+            yield from changed(jobs)
+            yield from changed(client.watch_jobs(version, everywhere=options.everywhere, selector=options.selector))
         except TemporaryError:
             if first:
                 raise
@@ -342,11 +341,10 @@ def _changes(client: JobClient, options: GetOptions) -> Iterator[Object]:
 
 MINUTE, HOUR, DAY = 60, 3_600, 86_400
 YEAR = 365 * DAY
-UNKNOWN = "-"
 
 
 def duration(seconds: float) -> str:
-    """Return ``45s``, ``3m20s``, ``47m``, ``5h12m`` or ``2d3h``, as exactly as kubectl does; never below zero."""
+    """Return ``45s``, ``3m20s``, ``47m``, ``5h12m`` or ``2d3h``, as kubectl does; never below zero."""
     whole = max(0, int(seconds))
     for below, unit, name, rest, rest_name in (
         (2 * MINUTE, 1, "s", 0, ""),

@@ -73,11 +73,8 @@ def set_suspend(client: JobClient, name: str, wanted: bool, timeout_s: float | N
         _acknowledge_failure(client, name)
     job = client.set_suspend(name, wanted)
     if timeout_s is None:
-        print(
-            f"{name} is being suspended: it saves a checkpoint, then releases its nodes"
-            if wanted
-            else f"{name} is being resumed"
-        )
+        what = "suspended: it saves a checkpoint, then releases its nodes" if wanted else "resumed"
+        print(f"{name} is being {what}")
         return
     advice = "the request stays; see dlrmctl describe"
     try:
@@ -95,10 +92,9 @@ def _acknowledge_failure(client: JobClient, name: str) -> None:
     """
 
     def state(job: Object) -> SuspendState:
-        return SuspendState(
-            words=f"{name} has Failed, waiting for the operator to observe the retry", done=_is_observed(job)
-        )
+        return SuspendState(words=words, done=_is_observed(job))
 
+    words = f"{name} has Failed, waiting for the operator to observe the retry"
     advice = "check that an operator serves this namespace, then resume again"
     _wait(client, client.set_suspend(name, True), state, ACKNOWLEDGE_TIMEOUT_S, advice)
 

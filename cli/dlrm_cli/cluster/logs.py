@@ -96,16 +96,14 @@ class LogOptions:
 
     def query(self) -> dict[str, str]:
         """Return the query parameters of a log that is read once."""
-        found = {"container": self.container}
-        if self.previous:
-            found["previous"] = "true"
-        if self.timestamps:
-            found["timestamps"] = "true"
-        if self.tail is not None:
-            found["tailLines"] = str(self.tail)
-        if self.since_s is not None:
-            found["sinceSeconds"] = str(self.since_s)
-        return found
+        given = {
+            "container": self.container,
+            "previous": "true" if self.previous else None,
+            "timestamps": "true" if self.timestamps else None,
+            "tailLines": self.tail,
+            "sinceSeconds": self.since_s,
+        }
+        return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def print_logs(client: JobClient, name: str, options: LogOptions) -> None:
@@ -123,7 +121,7 @@ def print_logs(client: JobClient, name: str, options: LogOptions) -> None:
     for pod in chosen:
         prefix = _prefix(pod, options)
         try:
-            for line in client.log(dig(pod, "metadata", "name"), options.query(), None):
+            for line in client.log(dig(pod, "metadata", "name"), options.query()):
                 sys.stdout.write(prefix + _text(line))
         except DLRMError as error:
             if len(chosen) == 1:
@@ -186,7 +184,7 @@ class _Tail:
     def _run(self) -> None:
         while True:
             try:
-                for line in self._client.log(self._pod, self._query(), None):
+                for line in self._client.log(self._pod, self._query()):
                     time_, _, text = _text(line).partition(" ")
                     if time_ > self._last:
                         self._last = time_
@@ -243,7 +241,7 @@ def _prefix(pod: Object, options: LogOptions) -> str:
 
 
 def _text(line: bytes) -> str:
-    """Return a line as shown: on a terminal without control characters, elsewhere as the container wrote it."""
+    """Return a line as shown: on a terminal without control characters, elsewhere unchanged."""
     text = line.decode(errors="replace")
     text = visible(text) if sys.stdout.isatty() else text
     return text if text.endswith("\n") else text + "\n"

@@ -13,24 +13,13 @@ from rich.live import Live
 from rich.text import Text
 
 from dlrm_api.errors import DLRMError, TemporaryError
-from dlrm_api.names import Port, trainer_pod
-from dlrm_cli.cluster.client import JobClient, Object, dig
+from dlrm_api.names import trainer_pod
+from dlrm_cli.cluster.client import MAX_POLLED_PODS, METRICS_THREADS, JobClient, Object, dig
 from dlrm_cli.cluster.describe import pod_phase, ready
-from dlrm_cli.cluster.get import (
-    UNKNOWN,
-    JobFacts,
-    age,
-    grid,
-    is_running,
-    job_facts,
-    number,
-    one_line,
-    print_lines,
-    time_left,
-)
+from dlrm_cli.cluster.get import JobFacts, age, grid, is_running, job_facts, one_line, print_lines, steps, time_left
 from dlrm_cli.cluster.logs import PodChoice, choose_pods
 from dlrm_cli.counters import PodFigures, Rates, pod_figures, rates
-from dlrm_cli.views import SafeConsole
+from dlrm_cli.views import UNKNOWN, SafeConsole, number
 
 JOBS = ("NAME", "PHASE", "STEP", "SAMPLES/S", "STEP TIME", "LOSS", "NE", "RESTARTS", "SNAPSHOT", "ETA", "HITS", "BELOW")
 PODS = ("POD", "NODE", "PHASE", "READY", "STEP", "HITS", "BELOW", "SLOWEST STAGE")
@@ -74,11 +63,10 @@ def _job_row(job: JobFacts, reading: Reading, now: datetime) -> tuple[str, ...]:
     step = live.step if live.step is not None else job.step
     speed = live.samples_per_second if live.samples_per_second is not None else job.samples_per_second
     seconds = job.batch / speed if job.batch and speed else None
-    total = f"/{job.total_steps}" if job.total_steps is not None else ""
     return (
         job.name,
         job.phase,
-        UNKNOWN if step is None else f"{step}{total}",
+        steps(step, job.total_steps),
         number(speed, ",.0f"),
         UNKNOWN if seconds is None else f"{seconds * 1_000:,.1f}ms",
         number(live.loss if live.loss is not None else job.loss, ".5f"),
@@ -122,10 +110,6 @@ def _problems(readings: Sequence[tuple[str, Reading]]) -> list[Text]:
 
 
 REFRESH_INTERVAL_S = 2.0
-TIMEOUT_S = 2.0
-WORKERS = 8
-MAX_POLLED_PODS = 64
-"""Pods polled per refresh. Others are shown by the job's status."""
 OUTDATED = "outdated: "
 
 PodKey = tuple[str, str]
@@ -164,9 +148,9 @@ class Top:
         return jobs_lines(seen, datetime.now(UTC), everywhere=self._everywhere)
 
     def _poll(self, keys: Sequence[PodKey]) -> dict[PodKey, Reading]:
-        """Poll pods in parallel."""
+        """Poll pods in parallel, not too many: others are shown by the job's status."""
         asked = keys[:MAX_POLLED_PODS]
-        with ThreadPoolExecutor(WORKERS, thread_name_prefix="metrics") as threads:
+        with ThreadPoolExecutor(METRICS_THREADS, thread_name_prefix="metrics") as threads:
             readings = dict(zip(asked, threads.map(self._poll_pod, asked), strict=True))
         self._before = {key: reading.now for key, reading in readings.items() if reading.now is not None}
         return readings
@@ -174,8 +158,8 @@ class Top:
     def _poll_pod(self, key: PodKey) -> Reading:
         namespace, pod = key
         try:
-            text = self._client.pod_endpoint(pod, namespace, Port.TRAINER, "metrics", TIMEOUT_S)
-            return Reading(now=pod_figures(text), before=self._before.get(key))
+            now = pod_figures(self._client.pod_endpoint(pod, namespace, "metrics"))
+            return Reading(now=now, before=self._before.get(key))
         except DLRMError as error:
             return Reading(problem=one_line(str(error)))
 

@@ -1,4 +1,4 @@
-"""Read what is known of one run: from its work directory, or from the cluster. What is absent was not recorded."""
+"""Read what is known of a run, from its work directory or the cluster. Absent means not recorded."""
 
 from __future__ import annotations
 
@@ -16,15 +16,25 @@ from pydantic_core import from_json
 from dlrm_api.errors import BadDataError, DLRMError, NoInputError, NoPermissionError, first_problem
 from dlrm_api.fields import Count
 from dlrm_api.job import DLRMJob
-from dlrm_api.names import Port
 from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics, Figure, PodReport, Progress, UnixSeconds
 from dlrm_api.run_report import Profile, TierReport
-from dlrm_cli.cluster.client import JobClient, Object, dig
-from dlrm_cli.cluster.get import JobFacts, is_running, job_facts, moment, one_line
+from dlrm_cli.cluster.client import MAX_POLLED_PODS, METRICS_THREADS, JobClient, Object, dig
+from dlrm_cli.cluster.get import JobFacts, event_time, is_running, job_facts, moment, one_line
 from dlrm_cli.cluster.logs import PodChoice, choose_pods
 from dlrm_cli.counters import Counts, PodFigures, pod_figures, sum_counts
-from dlrm_cli.run.history import MAX_LINE, Committed, Ended, Failure, Line, Look, Started, read_lines, select_lines
+from dlrm_cli.run.history import (
+    MAX_LINE,
+    Committed,
+    Ended,
+    Failure,
+    Line,
+    Look,
+    Started,
+    committed,
+    read_lines,
+    select_lines,
+)
 from dlrm_cli.run.workdir import Final, TrainerResult, WorkDir, is_held, read_profile
 
 MAX_SPANS = 600
@@ -204,7 +214,7 @@ def _read(workdir: WorkDir) -> Record:
 
 
 def _state(workdir: WorkDir, history: Sequence[Line], *, finished: bool) -> State:
-    if is_held(workdir.root / "lock", fcntl.LOCK_SH):
+    if is_held(workdir.lock, fcntl.LOCK_SH):
         return "running", "open", "still running when the report was made"
     if not history:
         return ("done", "good", "") if finished else ("unknown", "open", "no history of how it ended")
@@ -235,10 +245,7 @@ def _snapshots(seen: Sequence[Committed], final: Final | None) -> list[Committed
     """Return those recorded while it ran, and those that existed at its end."""
     known = {each.step: each for each in seen}
     for each in final.result.snapshots if final is not None else ():
-        if each.step not in known:
-            known[each.step] = Committed(
-                time=each.time, step=each.step, kind=each.kind, bits=each.bits, bytes=each.bytes, uri=each.uri
-            )
+        known.setdefault(each.step, committed(each))
     return [known[step] for step in sorted(known)]
 
 
@@ -296,9 +303,6 @@ class _Journal:
         return Steps(last=line.step, time=line.time, count=1, loss_sum=line.loss, samples=line.samples)
 
 
-TIMEOUT_S = 2.0
-WORKERS = 8
-MAX_POLLED_PODS = 64
 NO_HISTORY = (
     "The job has no history of loss, throughput and counters: see Prometheus and the chart's dashboards. Below are the "
     "newest figures."
@@ -368,17 +372,17 @@ def _asked(
 
     def read(pod: str) -> PodFigures | str:
         try:
-            return pod_figures(_ask(client, facts, pod, "metrics"))
+            return pod_figures(client.pod_endpoint(pod, facts.namespace, "metrics"))
         except DLRMError as error:
             return f"Counters of pod {pod} are missing: {one_line(str(error))}"
 
     try:
-        progress = Progress.model_validate_json(_ask(client, facts, names[0], "progress"))
+        progress = Progress.model_validate_json(client.pod_endpoint(names[0], facts.namespace, "progress"))
     except (DLRMError, ValidationError) as error:
         words = first_problem(error) if isinstance(error, ValidationError) else one_line(str(error))
         notes.append(f"The pods did not answer, so figures are from the status: {words}")
         return None, []
-    with ThreadPoolExecutor(WORKERS, thread_name_prefix="metrics") as threads:
+    with ThreadPoolExecutor(METRICS_THREADS, thread_name_prefix="metrics") as threads:
         found = list(threads.map(read, names))
     notes += [each for each in found if isinstance(each, str)]
     counts = sum_counts([each for each in found if not isinstance(each, str)])
@@ -388,10 +392,6 @@ def _asked(
         Look(time=now, attempt=attempt, step=progress.restored_step or 0, **dict(zero)),
         Look(time=now, attempt=attempt, step=progress.step, **dict(counts)),
     ]
-
-
-def _ask(client: JobClient, facts: JobFacts, pod: str, path: str) -> str:
-    return client.pod_endpoint(pod, facts.namespace, Port.TRAINER, path, TIMEOUT_S)
 
 
 def _allowed(look: Callable[[], list[Object]], what: str, notes: list[str]) -> list[Object]:
@@ -420,7 +420,7 @@ def _newest_snapshot(found: Object | None) -> list[Committed]:
 
 def _failures(status: Object) -> list[Failure]:
     """Return the evidence of the last failures, oldest first."""
-    known = [*(status.get("earlierFailures") or ())[::-1], *([last] if (last := status.get("lastFailure")) else [])]
+    known = [*(status.get("earlierFailures") or ())[::-1], status.get("lastFailure")]
     return [
         Failure(
             time=_seconds(each.get("time")) or 0.0,
@@ -431,14 +431,14 @@ def _failures(status: Object) -> list[Failure]:
             then=None,
         )
         for each in known
+        if each
     ]
 
 
 def _event(event: Object) -> tuple[float, str, str]:
-    at = event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp")
     times = int(event.get("count") or 1)
     words = one_line(event.get("message") or "") + (f" ({times} times)" if times > 1 else "")
-    return _seconds(at) or 0.0, str(event.get("reason") or ""), words
+    return _seconds(event_time(event)) or 0.0, str(event.get("reason") or ""), words
 
 
 def _seconds(text: str | None) -> float | None:
@@ -447,7 +447,7 @@ def _seconds(text: str | None) -> float | None:
 
 
 def throughput(steps: Sequence[Steps], attempts: Sequence[Started], max_points: int) -> list[list[tuple[float, float]]]:
-    """Return (time, samples/s) over at most ``max_points`` equal spans; a new run of points for each attempt.
+    """Return (time, samples/s) over at most ``max_points`` equal spans; each attempt begins a new list.
 
     A span is long enough that single steps do not show, and a pause is within one.
     """

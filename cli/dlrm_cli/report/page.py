@@ -1,13 +1,13 @@
-"""Write the report: one HTML file without scripts or requests, light or dark as the reader's system is."""
+"""Write the report: one HTML file without scripts or requests, light or dark as the system is."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -26,7 +26,7 @@ from dlrm_cli.report.sections import (
     step_time,
     tiers,
 )
-from dlrm_cli.run.workdir import folder_error
+from dlrm_cli.run.workdir import folder_error, replace_file
 
 if TYPE_CHECKING:
     from dlrm_cli.cluster.client import JobClient
@@ -43,37 +43,18 @@ MAX_VALUES = 12
 class Page:
     """Hold a whole report."""
 
-    title: str
-    state: str
-    """Outcome in a word or two."""
-    tone: Literal["good", "bad", "open"]
+    record: Record
     place: str
     """Where the run is or was, and why it is in this state."""
     facts: Sequence[tuple[str, str]]
     sections: Sequence[Section]
-    notes: Sequence[str]
-    """What is missing or was not readable."""
 
 
 def page(record: Record) -> Page:
     """Compose the page of a run."""
-    return Page(
-        title=record.name,
-        state=record.state,
-        tone=record.tone,
-        place=record.place + (f": {record.words}" if record.words else ""),
-        facts=list(_facts(record)),
-        sections=[
-            learning(record),
-            speed(record),
-            step_time(record),
-            tiers(record),
-            snapshots(record),
-            restarts(record),
-            plan_and_measured(record),
-        ],
-        notes=record.notes,
-    )
+    show = (learning, speed, step_time, tiers, snapshots, restarts, plan_and_measured)
+    place = record.place + (f": {record.words}" if record.words else "")
+    return Page(record=record, place=place, facts=list(_facts(record)), sections=[section(record) for section in show])
 
 
 def _facts(record: Record) -> Iterator[tuple[str, str]]:
@@ -123,10 +104,7 @@ def values_table(plot: Plot) -> Table:
 def write_report(what: str, output: Path, connect: Callable[[], JobClient]) -> Path:
     """Write the page about a work directory, or a job of the cluster; return the file.
 
-    Args:
-        what: A folder. Any other name without a slash is a job's.
-        output: The file. An older report is replaced, anything else is left alone.
-        connect: Opens the cluster.
+    A ``what`` without a slash that is no folder is a job's name. An older report is replaced, anything else is not.
 
     Raises:
         NoInputError: no such folder or job.
@@ -135,13 +113,10 @@ def write_report(what: str, output: Path, connect: Callable[[], JobClient]) -> P
     """
     record = _read_record(what, connect)
     _check_output(output)
-    made = (
-        f"Made {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC by dlrmctl report, dlrm-operator {version('dlrm-operator')}."
-    )
-    draft = output.with_name(f".{output.name}.draft")
+    made = f"Made {format_utc(time.time())} by dlrmctl report, dlrm-operator {version('dlrm-operator')}."
+    text = render_page(page(record), made)
     try:
-        draft.write_text(render_page(page(record), made), "utf-8")
-        draft.replace(output)
+        replace_file(output, text)
     except OSError as error:
         raise _write_error(output, error) from error
     return output

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
-from dlrm_cli.views import format_bytes
+from dlrm_cli import views
+from dlrm_cli.views import UNKNOWN, format_bytes, share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-UNKNOWN = "-"
 FEW_POINTS = 3
 """A line of no more points is drawn with markers too."""
 SERIES_COLOURS = ("#0b6fb8", "#c2571a", "#1f8a5f", "#a23b8f", "#8a6d00", "#4a5fc1", "#b3304a", "#5f6b76")
@@ -65,22 +65,6 @@ class Series:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
-    """Name an x at which something happened."""
-
-    x: float
-    name: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Level:
-    """Name a y to compare with."""
-
-    y: float
-    name: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plot:
     """Describe one picture; ``words`` say what it shows."""
 
@@ -91,8 +75,10 @@ class Plot:
     y_name: str
     y_unit: Unit
     series: Sequence[Series]
-    marks: Sequence[Mark] = ()
-    levels: Sequence[Level] = ()
+    marks: Sequence[tuple[float, str]] = ()
+    """Each x at which something happened, and its name."""
+    levels: Sequence[tuple[float, str]] = ()
+    """Each y to compare with, and its name."""
     from_zero: bool = False
 
     @property
@@ -101,19 +87,14 @@ class Plot:
         return any(run for series in self.series for run in series.runs)
 
 
-def number(value: float | None, digits: int = 5) -> str:
+def number(value: float | None) -> str:
     """Format a number, or return ``-``."""
-    return UNKNOWN if value is None else f"{value:,.{digits}f}"
+    return views.number(value, ",.5f")
 
 
 def count(value: float | None) -> str:
     """Format a whole number, or return ``-``."""
-    return UNKNOWN if value is None else f"{value:,.0f}"
-
-
-def share(value: float | None) -> str:
-    """Format a share of one as a percentage, or return ``-``."""
-    return UNKNOWN if value is None else f"{value:.1%}"
+    return views.number(value, ",.0f")
 
 
 def size(value: float | None) -> str:
@@ -145,11 +126,9 @@ FORMATS: Mapping[Unit, Callable[[float], str]] = {
 
 
 def draw(plot: Plot, name: str) -> str:
-    """Return a plot as inline SVG, without requests or fixed colours.
+    """Return a plot of at least one point as inline SVG, without requests or fixed colours.
 
-    Args:
-        plot: It has at least one point.
-        name: Prefix of the element ids, which are unique in the page.
+    ``name`` is the prefix of the element ids, which are unique in the page.
     """
     # matplotlib takes half a second to import, so only a report pays for it.
     from matplotlib import rc_context
@@ -159,11 +138,11 @@ def draw(plot: Plot, name: str) -> str:
         figure = Figure(figsize=(9, 3.4), layout="constrained")
         axes = figure.add_subplot()
         _draw_series(axes, plot)
-        for mark in plot.marks:
-            axes.axvline(mark.x, color=SOFT, linewidth=0.8, linestyle=":")
+        for x, _ in plot.marks:
+            axes.axvline(x, color=SOFT, linewidth=0.8, linestyle=":")
         _label_marks(axes, plot.marks)
-        for level in plot.levels:
-            axes.axhline(level.y, color=INK, linewidth=0.8, linestyle="--", label=level.name)
+        for y, label in plot.levels:
+            axes.axhline(y, color=INK, linewidth=0.8, linestyle="--", label=label)
         _set_axes(axes, plot)
         if len(plot.series) + len(plot.levels) > 1:
             figure.legend(loc="outside lower center", ncols=5, frameon=False)
@@ -201,14 +180,14 @@ def _draw_series(axes: Axes, plot: Plot) -> None:
                 line.set_gid(f"series-{position}-{part}")
 
 
-def _label_marks(axes: Axes, marks: Sequence[Mark]) -> None:
+def _label_marks(axes: Axes, marks: Sequence[tuple[float, str]]) -> None:
     """Name marks above the plot, but for those that would overlap the name before."""
     low, high = axes.get_xlim()
     last = float("-inf")
-    for mark in sorted(marks, key=lambda each: each.x):
-        if mark.x - last >= (high - low) / 8:
-            last = mark.x
-            axes.text(mark.x, 1.01, mark.name, transform=axes.get_xaxis_transform(), ha="center", va="bottom")
+    for x, name in sorted(marks, key=lambda mark: mark[0]):
+        if x - last >= (high - low) / 8:
+            last = x
+            axes.text(x, 1.01, name, transform=axes.get_xaxis_transform(), ha="center", va="bottom")
 
 
 def _set_axes(axes: Axes, plot: Plot) -> None:

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 
 from dlrm_api.run_report import Profile, TableUse
 from dlrm_cli.report.collect import Record, throughput
-from dlrm_cli.report.plots import UNKNOWN, Level, Mark, Plot, Series, count, number, seconds, share, size
+from dlrm_cli.report.plots import Plot, Series, count, number, seconds, size
 from dlrm_cli.run.history import Between, Committed, between, last_of_attempts, stall_s
-from dlrm_cli.views import expected_hit_rate, slowest_by_stage, sum_uses
+from dlrm_cli.views import UNKNOWN, expected_hit_rate, share, slowest_by_stage, sum_uses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def _entropy(record: Record) -> Plot:
         y_name="NE",
         y_unit="number",
         series=[Series(name="NE", runs=[points])],
-        levels=[Level(y=1.0, name="base rate")],
+        levels=[(1.0, "base rate")],
     )
 
 
@@ -94,7 +94,7 @@ def speed(record: Record) -> Section:
         return Section(title="Throughput", words=["Throughput over time was not recorded."])
     start = record.started
     runs = [[(at - start, rate) for at, rate in run] for run in throughput(record.steps, record.attempts, MAX_RATES)]
-    marks = [Mark(x=each.time - start, name=f"attempt {each.attempt}") for each in record.attempts]
+    marks = [(each.time - start, f"attempt {each.attempt}") for each in record.attempts]
     predicted, mean = record.predicted_samples_per_s, record.mean_samples_per_s
     plot = Plot(
         title="Samples per second",
@@ -105,7 +105,7 @@ def speed(record: Record) -> Section:
         y_unit="count",
         series=[Series(name="samples/s", runs=runs)],
         marks=marks,
-        levels=[] if predicted is None else [Level(y=predicted, name="predicted by the plan")],
+        levels=[] if predicted is None else [(predicted, "predicted by the plan")],
         from_zero=True,
     )
     words = [] if mean is None else [f"{mean:,.0f} samples/s from the first step to the last, pauses included."]
@@ -138,7 +138,7 @@ def step_time(record: Record) -> Section:
 
 
 def _totals(record: Record) -> tuple[dict[str, float], float]:
-    """Return seconds by stage, mean over ranks, and the steps that they were counted over, of all attempts."""
+    """Return seconds by stage, mean over ranks, and the steps that they cover, of all attempts."""
     spent: dict[str, float] = defaultdict(float)
     # An attempt's counters start at the step of its first reading.
     starts = {look.attempt: look.step for look in reversed(record.looks)}
@@ -230,12 +230,12 @@ def _hit_rate(record: Record, uses: list[TableUse]) -> Iterator[Plot]:
             y_name="hit rate",
             y_unit="share",
             series=[Series(name="hit rate", runs=[sorted(points.items())])],
-            levels=[] if expected is None else [Level(y=expected, name="expected by the plan")],
+            levels=[] if expected is None else [(expected, "expected by the plan")],
         )
 
 
 def _traffic(record: Record) -> Iterator[Table]:
-    """Yield rows and bytes of each tier: traffic of all attempts, and what it holds at the end of the last one."""
+    """Yield rows and bytes of each tier: traffic of all attempts, and its size at the end of the last."""
     ends = last_of_attempts(record.looks)
     names = sorted({name for look in ends for name in look.tiers})
     if not names:

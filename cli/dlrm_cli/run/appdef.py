@@ -1,4 +1,4 @@
-"""Describe the processes of a job on this machine as a torchx ``AppDef``: programs, arguments and environments.
+"""Describe a job's processes on this machine as a torchx ``AppDef``: programs, arguments, environments.
 
 ``job`` is also a component: ``torchx run --scheduler local_cwd cli/dlrm_cli/run/appdef.py:job --file job.yaml``.
 """
@@ -123,7 +123,7 @@ class LocalGang:
 
 
 def free_ports(replicas: int) -> Ports:
-    """Return ports that are free now. A process that finds its port taken ends, and the next attempt takes others."""
+    """Return ports that are free now. If one is taken later, its process ends; the next attempt has others."""
     with ExitStack() as stack:
         numbers = []
         for _ in range(1 + 2 * replicas):
@@ -136,7 +136,7 @@ def free_ports(replicas: int) -> Ports:
 
 
 def visible_gpus(replica: int, processes: int, environment: Mapping[str, str]) -> str:
-    """Return ``CUDA_VISIBLE_DEVICES`` of one of several replicas on this machine: the GPUs of its processes alone."""
+    """Return ``CUDA_VISIBLE_DEVICES`` of one of several replicas here: the GPUs of its processes alone."""
     given = environment.get(VISIBLE_GPUS)
     first = replica * processes
     names = [str(number) for number in range(first + processes)] if given is None else given.split(",")

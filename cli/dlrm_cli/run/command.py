@@ -7,18 +7,16 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column, Table
 
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.process import usable_cpus
-from dlrm_api.progress import Progress as TrainerProgress
 from dlrm_api.progress import TrainerPhase
 from dlrm_cli.checks import check_inputs, detect_gpus, make_tier_folders, open_job_store, this_machine
 from dlrm_cli.manifests import read_job, read_references
@@ -33,12 +31,14 @@ from dlrm_cli.run.workdir import (
     read_final,
     read_profile,
     read_result,
+    replace_file,
     write_final,
 )
 from dlrm_cli.snapshots import list_usable
 from dlrm_cli.views import (
     PLAIN_INTERVAL_S,
     SafeConsole,
+    number,
     print_stderr,
     print_view,
     profile_view,
@@ -82,7 +82,7 @@ def run_job(options: RunOptions) -> int:
     stop = Stop()
     restore_handlers = stop.install()
     try:
-        with open_display() as display, locked(root, grace_s, display.say, lambda: stop.count > 0) as workdir:
+        with RunDisplay() as display, locked(root, grace_s, display.say, lambda: stop.count > 0) as workdir:
             if not is_fixed:
                 display.say(
                     "spec.trainer.auto: running the minimum number of replicas, because all would share this "
@@ -95,7 +95,12 @@ def run_job(options: RunOptions) -> int:
         _print_profile(WorkDir(root), as_table=not options.as_json)
     if result is None:
         return stop.exit_code
-    _print_result(result, options)
+    if not options.digest:
+        result = result.model_copy(update={"state_digest": None})
+    if options.as_json:
+        print(result.to_json())
+    else:
+        print_view(result_view(result))
     return int(ExitCode.DONE)
 
 
@@ -107,7 +112,7 @@ class LocalRun:
     plan: Plan
     store: ObjectStore
     workdir: WorkDir
-    display: LiveDisplay | PlainDisplay
+    display: RunDisplay
     stop: Stop
     options: RunOptions
 
@@ -125,9 +130,9 @@ class LocalRun:
         digested = self._train()
         if digested is None:
             return None
-        kept = self._keep(finished.model_copy(update={"state_digest": digested.state_digest}))
-        kept.write(self.workdir)
-        return kept
+        finished = self._keep(finished.model_copy(update={"state_digest": digested.state_digest}))
+        finished.write(self.workdir)
+        return finished
 
     def _finished(self) -> RunResult | None:
         """Return the result of the same job if it finished here and its last snapshot still exists."""
@@ -149,8 +154,8 @@ class LocalRun:
             profile=self.options.profile,
         )
         try:
-            self.workdir.write(self.workdir.job, self.job.model_dump_json(indent=1, exclude_none=True))
-            self.workdir.write(self.workdir.plan, self.plan.model_dump_json(indent=1))
+            replace_file(self.workdir.job, self.job.model_dump_json(indent=1, exclude_none=True))
+            replace_file(self.workdir.plan, self.plan.model_dump_json(indent=1))
             # Without a snapshot the job starts from step 0, and so does its history.
             if not list_usable(self.store):
                 self.workdir.history.unlink(missing_ok=True)
@@ -167,7 +172,7 @@ class LocalRun:
 
 
 def _share_threads(job: DLRMJob) -> DLRMJob:
-    """Divide this machine's CPUs among all ranks; a trainer would divide them among its own replica's only."""
+    """Divide this machine's CPUs among all ranks; a trainer divides them among its own replica's only."""
     if job.spec.trainer.threads_per_process is not None or job.spec.replicas == 1:
         return job
     threads = max(1, usable_cpus() // job.spec.world_size)
@@ -203,121 +208,68 @@ def _print_profile(workdir: WorkDir, *, as_table: bool) -> None:
             print_stderr(f"timeline of all threads: {workdir.trace}")
 
 
-def _print_result(result: RunResult, options: RunOptions) -> None:
-    if not options.digest:
-        result = result.model_copy(update={"state_digest": None})
-    if options.as_json:
-        print(result.to_json())
-    else:
-        print_view(result_view(result))
-
-
 def result_view(result: RunResult) -> RenderableType:
     """Return a run's result, its use of tiers and its snapshots as tables."""
-    table = Table(show_header=False, title="result", title_justify="left")
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    rows: list[tuple[str, str]] = [
-        ("steps", f"{result.step:,}"),
-        ("samples", f"{result.samples:,}"),
-        ("world size", str(result.world_size)),
-        ("training loss", _five_digits(result.train_loss)),
-    ]
-    if result.eval is not None:
-        rows += [
-            ("eval log loss", _five_digits(result.eval.log_loss)),
-            ("eval NE", _five_digits(result.eval.ne)),
-            ("eval AUC", _five_digits(result.eval.auc)),
-            ("eval calibration", _five_digits(result.eval.calibration)),
-        ]
-    rows += [
-        ("samples/s", "-" if result.samples_per_s is None else f"{result.samples_per_s:,.0f}"),
-        ("restarts", str(result.restarts)),
-    ]
+    table = Table(Column(style="bold"), Column(), show_header=False, title="result", title_justify="left")
+    rows = {"steps": f"{result.step:,}", "samples": f"{result.samples:,}", "world size": str(result.world_size)}
+    rows["training loss"] = number(result.train_loss, ".5f")
+    if quality := result.eval:
+        figures = {
+            "log loss": quality.log_loss,
+            "NE": quality.ne,
+            "AUC": quality.auc,
+            "calibration": quality.calibration,
+        }
+        rows |= {f"eval {name}": number(value, ".5f") for name, value in figures.items()}
+    rows |= {"samples/s": number(result.samples_per_s, ",.0f"), "restarts": str(result.restarts)}
     if result.state_digest is not None:
-        rows.append(("state digest", result.state_digest))
-    for name, value in rows:
-        table.add_row(name, value)
+        rows["state digest"] = result.state_digest
+    for row in rows.items():
+        table.add_row(*row)
     tiers = [] if result.tiers is None else [tiers_view(result.tiers)]
     return Group(table, *tiers, snapshots_view(result.snapshots))
 
 
-def _five_digits(value: float | None) -> str:
-    return "-" if value is None else f"{value:.5f}"
+class RunDisplay:
+    """Show progress and events on stderr: with a bar on a terminal, elsewhere line by line.
 
+    The bar has step, loss, rate, time left and committed step. Lines come every few seconds while steps are made, and
+    at each new phase.
+    """
 
-class LiveDisplay:
-    """Show a bar with step, loss, rate, time left and committed step; sentences scroll by above it."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bar = Progress(
-            TextColumn("{task.description:<10}", markup=False),
-            BarColumn(),
-            TextColumn("{task.fields[text]}", markup=False),
-            console=console,
-            transient=True,
-        )
-        self._task: TaskID = self._bar.add_task("Starting", total=None, text="")
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or SafeConsole(stderr=True)
+        self._has_bar = self._console.is_terminal
+        text = TextColumn("{task.fields[text]}", markup=False)
+        columns = (TextColumn("{task.description:<10}", markup=False), BarColumn(), text)
+        self._bar = Progress(*columns, console=self._console, transient=True, disable=not self._has_bar)
+        self._task = self._bar.add_task("Starting", total=None, text="")
+        self._shown: tuple[TrainerPhase, int] | None = None
+        self._shown_at = 0.0
 
     def __enter__(self) -> Self:
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def update(self, seen: Seen) -> None:
-        """Show the newest progress."""
-        if seen.trainer is None:
+        """Show the newest progress; as a line only if it is time."""
+        if (trainer := seen.trainer) is None:
             return
-        self._bar.update(
-            self._task,
-            description=str(seen.trainer.phase),
-            total=seen.trainer.total_steps,
-            completed=seen.trainer.step,
-            text=progress_text(seen),
-        )
-
-    def say(self, sentence: str) -> None:
-        """Show one event."""
-        self._console.print(sentence, markup=False, highlight=False)
-
-
-class PlainDisplay:
-    """Print a line every few seconds while steps are made, and at each new phase."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._shown: tuple[TrainerPhase, int] | None = None
-        self._shown_at = 0.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        return
-
-    def update(self, seen: Seen) -> None:
-        """Show the newest progress, if it is time."""
-        if seen.trainer is None:
+        phase, total, step, text = trainer.phase, trainer.total_steps, trainer.step, progress_text(seen)
+        self._bar.update(self._task, description=str(phase), total=total, completed=step, text=text)
+        now, new = time.monotonic(), (phase, step)
+        if self._has_bar or new == self._shown:
             return
-        now, new = time.monotonic(), (seen.trainer.phase, seen.trainer.step)
-        if new == self._shown:
-            return
-        if self._shown is None or new[0] != self._shown[0] or now - self._shown_at >= PLAIN_INTERVAL_S:
+        if self._shown is None or phase != self._shown[0] or now - self._shown_at >= PLAIN_INTERVAL_S:
             self._shown, self._shown_at = new, now
-            self.say(f"{seen.trainer.phase}: {progress_text(seen)}")
+            self.say(f"{phase}: {text}")
 
     def say(self, sentence: str) -> None:
         """Show one event."""
-        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
-
-
-def open_display() -> LiveDisplay | PlainDisplay:
-    """Return the display that suits stderr."""
-    console = SafeConsole(stderr=True)
-    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
+        self._console.print(sentence, markup=False, highlight=False, soft_wrap=not self._has_bar)
 
 
 def progress_text(seen: Seen) -> str:
@@ -326,18 +278,6 @@ def progress_text(seen: Seen) -> str:
     if trainer is None:
         return ""
     parts = [f"step {trainer.step:,}" + (f"/{trainer.total_steps:,}" if trainer.total_steps is not None else "")]
-    parts += _rates(trainer)
-    committed = None if seen.checkpointer is None else seen.checkpointer.committed_step
-    # Later snapshots belong to a history that was abandoned.
-    if committed is not None and committed <= trainer.step:
-        parts.append(f"snapshot at step {committed:,}")
-    if seen.checkpointer is not None and seen.checkpointer.store_error:
-        parts.append(f"store: {seen.checkpointer.store_error.splitlines()[0]}")
-    return ", ".join(parts)
-
-
-def _rates(trainer: TrainerProgress) -> list[str]:
-    parts = []
     if trainer.loss is not None:
         parts.append(f"loss {trainer.loss:.4f}")
     if trainer.samples_per_second is not None:
@@ -346,4 +286,10 @@ def _rates(trainer: TrainerProgress) -> list[str]:
         minutes, seconds = divmod(round(trainer.eta_seconds), 60)
         hours, minutes = divmod(minutes, 60)
         parts.append((f"{hours}:{minutes:02d}" if hours else f"{minutes}") + f":{seconds:02d} left")
-    return parts
+    committed = None if seen.checkpointer is None else seen.checkpointer.committed_step
+    # Later snapshots belong to a history that was abandoned.
+    if committed is not None and committed <= trainer.step:
+        parts.append(f"snapshot at step {committed:,}")
+    if seen.checkpointer is not None and seen.checkpointer.store_error:
+        parts.append(f"store: {seen.checkpointer.store_error.splitlines()[0]}")
+    return ", ".join(parts)

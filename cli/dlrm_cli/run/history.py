@@ -1,4 +1,4 @@
-"""Record what happens to a local run and what its processes count, in ``history.jsonl``: one JSON object a line.
+"""Record a local run's events and counters in ``history.jsonl``: one JSON object a line.
 
 The file is bounded. When there are too many readings of counters, every second one is dropped and the next ones come
 half as often, so that the file covers the whole run evenly. Of all other lines the newest stay.
@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -25,6 +25,7 @@ from dlrm_api.fields import MAX_EXACT, Count
 from dlrm_api.progress import CheckpointerProgress, Progress, SnapshotInfo, UnixSeconds
 from dlrm_cli.counters import Counted, Counts, PodFigures, metric_samples, pod_figures, sum_counts
 from dlrm_cli.run.appdef import LOOPBACK, Ports
+from dlrm_cli.run.workdir import replace_file
 
 READING_INTERVAL_S = 2.0
 """Time between two readings of counters, until the first thinning."""
@@ -105,29 +106,22 @@ Answer = TypeVar("Answer", Progress, CheckpointerProgress)
 
 
 class History:
-    """Append to the file, from any thread. If the file cannot be written, recording ends and the run continues.
+    """Append to the file, from any thread. If that fails, recording ends and the run continues.
 
-    Args:
-        path: The file. Its readable lines are kept.
-        max_readings: Readings of counters that are kept.
-        max_others: Lines of each other kind that are kept.
+    The file's readable lines are kept. ``max_others`` is for each kind of line that is not a reading.
     """
 
     def __init__(self, path: Path, *, max_readings: int = MAX_READINGS, max_others: int = MAX_OTHER_LINES) -> None:
         self._path, self._max_readings, self._max_others = path, max_readings, max_others
         self._lock = threading.Lock()
-        self._interval_s = READING_INTERVAL_S
+        self.interval_s = READING_INTERVAL_S
+        """Time between two readings."""
         self.problem: OSError | None = None
         """Why nothing is written any more."""
         self._lines: list[Line] = []
         with contextlib.suppress(OSError):
             self._lines = [line for line in read_lines(path) if not isinstance(line, str)]
         self._attempt_write(self._rewrite)
-
-    @property
-    def interval_s(self) -> float:
-        """Return the time between two readings."""
-        return self._interval_s
 
     def add(self, line: Line) -> None:
         """Append a line."""
@@ -147,7 +141,7 @@ class History:
         if len(alike) <= (self._max_readings if is_reading else self._max_others):
             return self._lines
         if is_reading:
-            self._interval_s *= 2
+            self.interval_s *= 2
         dropped = set(alike[1::2] if is_reading else alike[: len(alike) // 4 + 1])
         return [line for i, line in enumerate(self._lines) if i not in dropped]
 
@@ -156,9 +150,7 @@ class History:
             file.write(_json_line(line))
 
     def _rewrite(self) -> None:
-        draft = self._path.with_name(f".{self._path.name}.draft")
-        draft.write_text("".join(map(_json_line, self._lines)))
-        draft.replace(self._path)
+        replace_file(self._path, "".join(map(_json_line, self._lines)))
 
     def _attempt_write(self, write: Callable[[], None]) -> None:
         if self.problem is None:
@@ -255,17 +247,12 @@ class Watch:
     """Poll the first trainer and the first checkpointer of a gang from a thread, until closed."""
 
     def __init__(self, trainer_port: int, checkpointer_port: int) -> None:
-        self._trainer_port = trainer_port
-        self._checkpointer_port = checkpointer_port
-        self._seen = Seen()
+        self._trainer_port, self._checkpointer_port = trainer_port, checkpointer_port
+        self.seen = Seen()
+        """The newest answers."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="watch", daemon=True)
         self._thread.start()
-
-    @property
-    def seen(self) -> Seen:
-        """Return the newest answers."""
-        return self._seen
 
     def close(self) -> None:
         """Stop polling."""
@@ -274,9 +261,9 @@ class Watch:
 
     def _poll(self) -> None:
         while not self._closed.wait(POLL_INTERVAL_S):
-            self._seen = Seen(
-                get_progress(Progress, self._trainer_port) or self._seen.trainer,
-                get_progress(CheckpointerProgress, self._checkpointer_port) or self._seen.checkpointer,
+            self.seen = Seen(
+                get_progress(Progress, self._trainer_port) or self.seen.trainer,
+                get_progress(CheckpointerProgress, self._checkpointer_port) or self.seen.checkpointer,
             )
 
 
@@ -305,12 +292,8 @@ def get_text(port: int, path: str) -> str | None:
 class Recorder:
     """Record counters and snapshots of an attempt from a thread, until closed.
 
-    Args:
-        history: Where they are kept.
-        attempt: Number of the attempt.
-        ports: Ports of its processes.
-        last_snapshots: Returns the newest snapshots of sidecars that ended. Called on close, because the last commit
-            comes as a sidecar ends.
+    ``last_snapshots`` returns the newest snapshots of sidecars that ended. It is called on close, because the last
+    commit comes as a sidecar ends.
     """
 
     def __init__(
@@ -377,22 +360,16 @@ class Recorder:
         if newest.step == self._committed:
             return
         self._committed = newest.step
-        self._history.add(
-            Committed(
-                time=newest.time,
-                step=newest.step,
-                kind=newest.kind,
-                bits=newest.bits,
-                bytes=newest.bytes,
-                uri=newest.uri,
-                chain=chain,
-                commit_s=commit_s,
-            )
-        )
+        self._history.add(committed(newest, chain=chain, commit_s=commit_s))
+
+
+def committed(snapshot: SnapshotInfo, **observed: Any) -> Committed:
+    """Return the line of a snapshot; ``observed`` may hold its chain and the time of its commit."""
+    return Committed(**dict(snapshot), **observed)
 
 
 def _commit_figures(text: str) -> tuple[int | None, float | None]:
-    """Return the length of the newest chain and the time of all commits (s), from a checkpointer's metrics."""
+    """Return the newest chain's length and the time of all commits (s), from a checkpointer's metrics."""
     try:
         found = {each.name.removeprefix("dlrm_checkpointer_"): each.value for each in metric_samples(text)}
     except BadDataError:

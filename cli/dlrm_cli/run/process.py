@@ -32,6 +32,7 @@ from dlrm_api.errors import (
 from dlrm_api.names import USER_ERROR_CODES, Container, ExitCode
 from dlrm_api.progress import CheckpointerProgress, SnapshotInfo, TerminationMessage
 from dlrm_cli.run.appdef import LocalGang
+from dlrm_cli.run.workdir import replace_file
 
 GUARD = """
 import ctypes, os, signal, sys
@@ -94,12 +95,7 @@ def start(name: str, command: Sequence[str], environment: Mapping[str, str], log
     The program gets SIGTERM when dlrmctl dies, however that dies, and keeps a shared lock on ``lock`` while it lives.
     Call this on the main thread: the kernel sends the death signal when the *thread* that started a process ends.
 
-    Args:
-        name: ``<role>-<replica>``.
-        command: The program and its arguments.
-        environment: Added to dlrmctl's own.
-        log: File that stdout and stderr are appended to.
-        lock: File that the process locks.
+    ``environment`` is added to dlrmctl's own; stdout and stderr are appended to ``log``.
 
     Raises:
         DeviceError: the machine cannot start one more process, or cannot open its files.
@@ -249,10 +245,8 @@ class RunningGang:
         return [process for name, process in self._processes.items() if name.startswith(f"{role}-")]
 
     def _exit(self, process: Process) -> ProcessExit:
-        name = process.name
-        return ProcessExit(
-            name=name, code=process.exit_code() or 0, message=self._message(name), log=self._gang.log(name)
-        )
+        name, code = process.name, process.exit_code() or 0
+        return ProcessExit(name=name, code=code, message=self._message(name), log=self._gang.log(name))
 
     def _message(self, name: str) -> str:
         trainer = TerminationMessage.decode(self._termination(name))
@@ -273,7 +267,7 @@ class RunningGang:
 
     def _publish(self) -> None:
         pids = {name: process.pid for name, process in self._processes.items()}
-        self._gang.workdir.write(self._gang.workdir.ports, self._gang.ports_json(pids))
+        replace_file(self._gang.workdir.ports, self._gang.ports_json(pids))
 
 
 def _describe_code(code: int) -> str:

@@ -1,4 +1,4 @@
-"""Run attempt after attempt of a job on this machine until it is done, cannot continue, or the user stops it.
+"""Run attempts of a job on this machine until it is done, cannot continue, or the user stops it.
 
 A level-triggered loop on the main thread: observe the processes, decide, act. Signals only set flags. A failed trainer
 ends the whole gang, and the next attempt starts when every process of it has ended. A sidecar that dies alone is
@@ -216,7 +216,7 @@ class Supervisor:
         raise cause.error()
 
     def _run_attempt(self) -> ProcessExit | None:
-        """Run one attempt to its end; return None if training succeeded and is committed, else the cause of failure."""
+        """Run one attempt to its end; return None if it succeeded and is committed, else the cause of failure."""
         attempt = self.workdir.last_attempt() + 1
         replicas = self.job.spec.replicas
         self.workdir.prepare_attempt(attempt, replicas)

@@ -12,7 +12,6 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,76 +27,38 @@ POLL_INTERVAL_S = 0.1
 ATTEMPT = re.compile("[0-9]{1,9}")
 
 
-@dataclass(frozen=True)
 class WorkDir:
     """Name the files of one work directory; README.md says what each holds."""
 
-    root: Path
-
-    @property
-    def job(self) -> Path:
-        """Return the file of the job as it runs, with every ``--set`` applied."""
-        return self.root / "job.json"
-
-    @property
-    def plan(self) -> Path:
-        """Return the file of its plan."""
-        return self.root / "plan.json"
-
-    @property
-    def progress(self) -> Path:
-        """Return the file with one JSON line per step, written by rank 0."""
-        return self.root / "progress.jsonl"
-
-    @property
-    def history(self) -> Path:
-        """Return the file of attempts, failures, snapshots and counters."""
-        return self.root / "history.jsonl"
-
-    @property
-    def ports(self) -> Path:
-        """Return the file of ports and pids of the running processes."""
-        return self.root / "ports.json"
-
-    @property
-    def result(self) -> Path:
-        """Return rank 0's result of training."""
-        return self.root / "result.json"
-
-    @property
-    def profile(self) -> Path:
-        """Return the times of stages of the last attempt, written by rank 0 with ``--profile``."""
-        return self.root / "profile.json"
-
-    @property
-    def trace(self) -> Path:
-        """Return the Chrome trace of the newest steps, written with ``--profile``."""
-        return self.root / "trace.json"
-
-    @property
-    def final(self) -> Path:
-        """Return the result of the job that finished here."""
-        return self.root / "final.json"
-
-    @property
-    def token(self) -> Path:
-        """Return the file of the token for ``POST /cut``."""
-        return self.root / "token"
-
-    @property
-    def ledger(self) -> Path:
-        """Return the folder of the sample ids that each rank trained on."""
-        return self.root / "ledger"
-
-    @property
-    def tiers(self) -> Path:
-        """Return the folder of rows in slower tiers while a trainer runs."""
-        return self.root / "tiers"
-
-    @property
-    def process_lock(self) -> Path:
-        """Return the file on which every process of a run holds a shared lock."""
-        return self.root / "processes.lock"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.job = root / "job.json"
+        """The job as it runs, with every ``--set`` applied."""
+        self.plan = root / "plan.json"
+        self.progress = root / "progress.jsonl"
+        """A JSON line per step, written by rank 0."""
+        self.history = root / "history.jsonl"
+        """Attempts, failures, snapshots and counters."""
+        self.ports = root / "ports.json"
+        """Ports and pids of the running processes."""
+        self.result = root / "result.json"
+        """Rank 0's result of training."""
+        self.profile = root / "profile.json"
+        """Times of stages of the last attempt, written by rank 0 with ``--profile``."""
+        self.trace = root / "trace.json"
+        """Chrome trace of the newest steps, written with ``--profile``."""
+        self.final = root / "final.json"
+        """The result of the job that finished here."""
+        self.token = root / "token"
+        """The token for ``POST /cut``."""
+        self.ledger = root / "ledger"
+        """Folder of the sample ids that each rank trained on."""
+        self.tiers = root / "tiers"
+        """Folder of rows in slower tiers while a trainer runs."""
+        self.lock = root / "lock"
+        """Held by the dlrmctl that works here."""
+        self.process_lock = root / "processes.lock"
+        """Every process of a run holds a shared lock on it."""
 
     def handoff(self, replica: int) -> Path:
         """Return the hand-off directory of one replica."""
@@ -129,11 +90,15 @@ class WorkDir:
         with os.fdopen(os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(16))
 
-    def write(self, path: Path, text: str) -> None:
-        """Replace a file atomically."""
-        fresh = path.with_name(f".{path.name}.{os.getpid()}")
-        fresh.write_text(text)
-        fresh.rename(path)
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file atomically; a failure leaves the old one."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        fresh.write_text(text, "utf-8")
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -151,17 +116,17 @@ def locked(root: Path, grace_s: float, say: Callable[[str], None], stop: Callabl
         NoPermissionError: the folder cannot be made or written.
         DeviceError: its file system is full.
     """
+    workdir = WorkDir(root)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(workdir.lock, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise folder_error(root, error) from error
-    workdir = WorkDir(root)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            pid = (root / "lock").read_text(errors="replace")[:16].strip() or "unknown"
+            pid = workdir.lock.read_text(errors="replace")[:16].strip() or "unknown"
             raise TemporaryError(
                 f"work directory in use by dlrmctl with pid {pid}: {root}; wait for it, end it with kill {pid}, or "
                 f"choose another with --workdir"
@@ -258,7 +223,7 @@ class TrainerResult(BaseModel):
 
     def write(self, workdir: WorkDir) -> None:
         """Write ``result.json``, as rank 0 does."""
-        workdir.write(workdir.result, self.model_dump_json(include=set(TrainerResult.model_fields), exclude_none=True))
+        replace_file(workdir.result, self.model_dump_json(include=set(TrainerResult.model_fields), exclude_none=True))
 
 
 class RunResult(TrainerResult):
@@ -269,21 +234,15 @@ class RunResult(TrainerResult):
 
     def to_json(self) -> str:
         """Return the one JSON object of ``-o json``, on one line."""
+        snapshot = {"step", "kind", "bits", "bytes", "uri"}
+        quality = {"log_loss", "ne", "auc", "calibration"}
         body: dict[str, Any] = {
-            "step": self.step,
-            "samples": self.samples,
-            "world_size": self.world_size,
-            "train_loss": self.train_loss,
-            "eval": None,
+            **self.model_dump(include={"step", "samples", "world_size", "train_loss"}),
+            "eval": None if self.eval is None else self.eval.model_dump(by_alias=False, include=quality),
             "samples_per_s": self.samples_per_s,
             "restarts": self.restarts,
-            "snapshots": [
-                {"step": each.step, "kind": each.kind, "bits": each.bits, "bytes": each.bytes, "uri": each.uri}
-                for each in self.snapshots
-            ],
+            "snapshots": [each.model_dump(by_alias=False, include=snapshot) for each in self.snapshots],
         }
-        if self.eval is not None:
-            body["eval"] = self.eval.model_dump(by_alias=False, include={"log_loss", "ne", "auc", "calibration"})
         if self.state_digest is not None:
             body["state_digest"] = self.state_digest
         if self.tiers is not None:
@@ -330,4 +289,4 @@ def read_final(workdir: WorkDir, job: DLRMJob) -> RunResult | None:
 
 def write_final(workdir: WorkDir, job: DLRMJob, result: RunResult) -> None:
     """Record that the job finished here."""
-    workdir.write(workdir.final, Final(job=job, result=result).model_dump_json(indent=1, exclude_none=True))
+    replace_file(workdir.final, Final(job=job, result=result).model_dump_json(indent=1, exclude_none=True))

@@ -32,7 +32,7 @@ class Dlrmctl:
         self._capsys = capsys
 
     def __call__(self, *arguments: str, code: int = ExitCode.DONE) -> str:
-        """What it prints: on stdout where it is done, else on stderr."""
+        """Its output: stdout after success, else stderr."""
         found = app.main([*arguments, *self.where])
         printed = self._capsys.readouterr()
         assert found == code, printed.err
@@ -234,7 +234,7 @@ def logging_pod(api_types: ControlPlane, namespace: str, attempt: int, index: in
     return name
 
 
-def test_logs_are_those_of_pod_0s_trainer_unless_something_else_is_asked_for(
+def test_logs_are_of_pod_0s_trainer_unless_asked_otherwise(
     api_types: ControlPlane, namespace: str, dlrmctl: Dlrmctl, log_kubelet: LogKubelet
 ) -> None:
     running_job(api_types, namespace)

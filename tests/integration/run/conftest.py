@@ -1,4 +1,4 @@
-"""``dlrmctl run`` as users run it: a real command in a folder of its own, with real processes below it."""
+"""``dlrmctl run`` as users run it: a real command in its own folder, with real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only running processes can find out: documented exit code, file, row, table and mend, no partial snapshot."""
+"""Errors that only running processes find: exit code, file, row, table, fix, and no partial snapshot."""
 
 from __future__ import annotations
 

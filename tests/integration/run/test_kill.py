@@ -1,4 +1,4 @@
-"""kill -9 of any process at random moments: the end is byte for byte that of a run which nobody disturbed.
+"""kill -9 of any process at random moments: the end is byte for byte that of an undisturbed run.
 
 The moments come from a seed that is printed; ``DLRM_KILL_SEED`` sets it, to see a failure again.
 """

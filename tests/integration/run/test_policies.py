@@ -1,4 +1,4 @@
-"""Whole jobs under each policy of snapshots, from other jobs' snapshots, and with tables of other sizes."""
+"""Whole jobs under each snapshot policy, from other jobs' snapshots, and with tables of other sizes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MORE_STEPS = 200
 
 
 @pytest.mark.parametrize("policy", WHY)
-def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one_whatever_the_policy(local: Any, policy: str) -> None:
+def test_a_killed_run_ends_like_an_undisturbed_one_under_any_policy(local: Any, policy: str) -> None:
     checkpoint = {"policy": policy, "intervalSteps": 5, "retention": {"keepLast": 2}}
     local.write(checkpoint=checkpoint, data={"epochs": 10_000})
     process = local.start()
@@ -62,7 +62,7 @@ def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one_whatever_the_pol
     assert [choice for choice in choices if not choice.startswith(WHY[policy])] == []
 
 
-def test_a_gang_goes_on_taking_snapshots_after_one_that_only_one_pod_can_tell_is_damaged(local: Any) -> None:
+def test_snapshots_continue_after_one_that_only_one_pod_finds_damaged(local: Any) -> None:
     checkpoint = {"policy": "full", "intervalSteps": 10}
     local.write(checkpoint=checkpoint, data={"epochs": 40}, trainer={"replicas": 2})
     process = local.start("--digest")
@@ -85,7 +85,7 @@ def test_a_gang_goes_on_taking_snapshots_after_one_that_only_one_pod_can_tell_is
     assert local.choices(after=0).count("full: no parent") > 2  # both pods begin with one
 
 
-def test_a_job_starts_from_another_jobs_snapshot_and_its_own_hold_all_of_it(local: Any) -> None:
+def test_a_job_starts_from_another_jobs_snapshot_and_keeps_all_of_it(local: Any) -> None:
     local.write(data={"epochs": 1})
     local.done()
     old, _ = newest_snapshot(open_store(local.store.as_uri()))
@@ -114,7 +114,7 @@ def test_a_job_that_is_to_start_from_an_empty_store_says_so(local: Any) -> None:
     assert "holds no snapshot" in finished.stderr
 
 
-def test_tables_get_more_rows_between_two_runs_and_lose_none_that_were_trained(local: Any) -> None:
+def test_tables_that_grow_between_two_runs_keep_trained_rows(local: Any) -> None:
     local.write(model={"tables": TABLES}, data={"epochs": 1}, training={"maxSteps": 10})
     local.done()
     larger = [*TABLES[:1], TABLES[1] | {"rows": 5_000}, TABLES[2]]
@@ -146,7 +146,7 @@ def salvageable(local: Any) -> None:
     (local.store / "parts/0000000000000010/00000001/000001.json").unlink()
 
 
-def test_a_job_goes_on_from_a_cut_that_one_rank_lost_where_it_asks_for_that(local: Any) -> None:
+def test_a_job_continues_from_a_cut_that_one_rank_lost_if_it_says_so(local: Any) -> None:
     salvageable(local)
 
     result = local.done("--digest", "--set", "spec.training.maxSteps=15")
@@ -158,7 +158,7 @@ def test_a_job_goes_on_from_a_cut_that_one_rank_lost_where_it_asks_for_that(loca
     assert "partial restore: lost shards use an older step step=5 stored_ranks=[0]" in local.logs()
 
 
-def test_a_last_cut_that_one_rank_lost_is_committed_where_no_step_is_left_to_train(local: Any) -> None:
+def test_a_last_cut_that_one_rank_lost_is_committed_after_the_last_step(local: Any) -> None:
     salvageable(local)
 
     result = local.done("--digest")

@@ -1,4 +1,4 @@
-"""Runs whose snapshots go to a real S3 server: one that honours ``If-None-Match``, one that ignores it."""
+"""Runs with snapshots in a real S3 server: one that honours ``If-None-Match``, one that ignores it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def use(local: Any, server: Any, bucket: str = "bucket") -> str:
     return uri
 
 
-def test_a_run_commits_to_the_server_and_its_snapshot_comes_back_from_there(local: Any, server: Any) -> None:
+def test_a_run_commits_to_the_server_and_restores_from_it(local: Any, server: Any) -> None:
     uri = use(local, server)
 
     result = local.done("--digest", **keys(server))

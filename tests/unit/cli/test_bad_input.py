@@ -1,4 +1,4 @@
-"""What is told before any process starts: the exit code, the file or field, the mend, and nothing left behind."""
+"""Errors before any process starts: exit code, file or field, fix, and nothing left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands on a cluster's jobs against a scripted API server: what a real one shows only beside real pods."""
+"""Commands on a cluster's jobs against a scripted API server: what a real one shows only with real pods."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ScriptedApi(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), ScriptedHandler)
         self.answers: dict[str, Object | str | tuple[int, str]] = {}
         self.scripts: dict[str, list[Object | str | tuple[int, str]]] = {}
-        """What lists and watches of jobs are answered with, one after the other."""
+        """Answers to lists and watches of jobs, one after the other."""
         self.patches: list[Object] = []
         self.on_patch: Callable[[], None] = lambda: None
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()

@@ -13,7 +13,7 @@ from dlrm_api.plan import Prediction
 from dlrm_api.progress import CheckpointerProgress, EvalMetrics, Progress, SnapshotInfo, TrainerPhase
 from dlrm_api.run_report import HitRate, LevelUse, Profile, RankUse, StageTimes, TableUse, TierBytes, TierReport
 from dlrm_checkpointer.read.diff import TableDiff
-from dlrm_cli.run.command import LiveDisplay, PlainDisplay, progress_text, result_view
+from dlrm_cli.run.command import RunDisplay, progress_text, result_view
 from dlrm_cli.run.history import Seen
 from dlrm_cli.run.workdir import RunResult
 from dlrm_cli.views import diff_view, plan_view, print_view, profile_view, tiers_view
@@ -46,7 +46,7 @@ def test_a_failing_store_shows_in_the_progress() -> None:
 
 def test_a_log_file_gets_a_line_for_each_phase_and_not_for_each_step() -> None:
     written = io.StringIO()
-    display = PlainDisplay(Console(file=written, width=200))
+    display = RunDisplay(Console(file=written, width=200))
 
     display.update(Seen())
     for step in range(10):
@@ -60,7 +60,7 @@ def test_a_log_file_gets_a_line_for_each_phase_and_not_for_each_step() -> None:
 def test_a_terminal_gets_a_bar_and_the_events_above_it() -> None:
     written = io.StringIO()
 
-    with LiveDisplay(Console(file=written, force_terminal=True, width=150)) as display:
+    with RunDisplay(Console(file=written, force_terminal=True, width=150)) as display:
         display.update(seen(1_200))
         display.say("checkpointer-0 ended with signal 9; starting it again")
 

@@ -1,4 +1,4 @@
-"""What ``dlrmctl get`` and ``describe`` make of objects: pure functions, read as a user reads their output."""
+"""Output of ``dlrmctl get`` and ``describe`` for given objects."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dlrm_api.errors import UsageError
 from dlrm_api.job import DLRMJobSpec, parse_job
-from dlrm_cli.overrides import with_data, with_overrides
+from dlrm_cli.documents import with_data, with_overrides
 
 
 def body() -> dict[str, Any]:

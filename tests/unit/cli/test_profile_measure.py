@@ -1,4 +1,4 @@
-"""``dlrmctl profile measure`` by a probe of our own; what measures is tried on the host, and no GPU is made believe."""
+"""``dlrmctl profile measure`` on a machine with known rates, and its measurements on this host."""
 
 import errno
 import os
@@ -22,10 +22,10 @@ from dlrm_cli.machine_profile import (
     HOST_EFFORT,
     RECORD_BYTES,
     Effort,
+    Probe,
     Rates,
     TierEffort,
     TierRates,
-    TorchProbe,
     exchange_rate,
     host_effort,
     link_rate,
@@ -42,8 +42,8 @@ SMALL = Effort(bytes=1 << 20, side=64, repeats=2)
 
 
 @dataclass(frozen=True)
-class KnownMachine:
-    """Implements ``Probe`` by what it is told."""
+class KnownMachine(Probe):
+    """A machine with known rates."""
 
     gpus: tuple[DetectedGpu, ...] = ()
 
@@ -133,7 +133,7 @@ def test_what_was_measured_is_enough_to_predict_one_node(
 
 
 def test_slower_tiers_are_written_as_they_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlrm_cli.machine_profile.TorchProbe", KnownMachine)
+    monkeypatch.setattr("dlrm_cli.machine_profile.Probe", KnownMachine)
 
     write_profile("box", tmp_path / "box.yaml", ["scm=/mnt/scm", "block=/mnt/block"])
 
@@ -197,14 +197,14 @@ def test_a_full_tier_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_tiers_that_cannot_be_measured_are_refused_before_anything_is(
     tiers: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dlrm_cli.machine_profile.TorchProbe", None)
+    monkeypatch.setattr("dlrm_cli.machine_profile.Probe", None)
 
     with pytest.raises(UsageError, match=words):
         write_profile("box", tmp_path / "box.yaml", tiers)
 
 
 def test_a_file_that_is_there_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlrm_cli.machine_profile.TorchProbe", KnownMachine)
+    monkeypatch.setattr("dlrm_cli.machine_profile.Probe", KnownMachine)
     out = tmp_path / "box.yaml"
 
     write_profile("box", out)
@@ -221,8 +221,8 @@ def test_the_host_is_measured_for_real() -> None:
 
     assert min(rates.read_bytes_per_second, rates.write_bytes_per_second, rates.flops_per_second) > 1e6
     assert link_rate(HOST, SMALL) > 1e6
-    assert TorchProbe().memory_bytes() > GIB
-    assert TorchProbe().cores() >= 1
+    assert Probe().memory_bytes() > GIB
+    assert Probe().cores() >= 1
 
 
 def test_a_host_with_little_memory_is_measured_by_less_of_it() -> None:
@@ -235,7 +235,7 @@ def test_a_full_disk_is_reported_and_leaves_no_partial_profile(tmp_path: Path, m
         path.touch()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("dlrm_cli.machine_profile.TorchProbe", KnownMachine)
+    monkeypatch.setattr("dlrm_cli.machine_profile.Probe", KnownMachine)
     monkeypatch.setattr(Path, "write_text", write_part)
 
     with pytest.raises(DeviceError, match=r"box\.yaml: No space left on device"):
@@ -314,7 +314,7 @@ def test_a_run_that_needs_missing_hbm_is_refused() -> None:
 def test_what_cannot_be_written_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, out: str, words: str
 ) -> None:
-    monkeypatch.setattr("dlrm_cli.machine_profile.TorchProbe", None)
+    monkeypatch.setattr("dlrm_cli.machine_profile.Probe", None)
 
     with pytest.raises(UsageError, match=words):
         write_profile(name, tmp_path / out)

@@ -53,7 +53,7 @@ def chromium() -> str:
 
 @pytest.fixture
 def shown(chromium: str, kept_run: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[str, str]]:
-    """Opens the report, or what a change makes of it; gives the document as it then is, and the browser's console."""
+    """Opens the report, changed if asked; returns the resulting document and the browser's console."""
     text = render_page(page(read_work_folder(kept_run())), "made now")
 
     def show(scheme: str, width: int = 1_000, change: Callable[[str], str] = str) -> tuple[str, str]:

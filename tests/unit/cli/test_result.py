@@ -1,4 +1,4 @@
-"""What a run that ended leaves in its work directory, and what a damaged file there does to the next run."""
+"""Results in the work directory of a finished run, and a damaged file's effect on the next run."""
 
 from __future__ import annotations
 

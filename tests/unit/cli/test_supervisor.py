@@ -349,12 +349,12 @@ RUNNER = """
 import json, sys
 from pathlib import Path
 from dlrm_api.job import parse_job
-from dlrm_cli.run.command import open_display
+from dlrm_cli.run.command import RunDisplay
 from dlrm_cli.run.supervisor import Stop, Supervisor
 from dlrm_cli.run.workdir import WorkDir
 job, programs = json.loads(sys.argv[2])
 workdir = WorkDir(Path(sys.argv[1]))
-with open_display() as display:
+with RunDisplay() as display:
     Supervisor(job=parse_job(job), workdir=workdir, display=display, stop=Stop(), programs=programs).run()
 """
 

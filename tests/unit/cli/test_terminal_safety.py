@@ -83,7 +83,7 @@ def test_the_display_of_a_run_shows_a_store_s_error_and_is_steered_by_none(
     )
     failing = CheckpointerProgress(store_error=f"[/] [red] {EVIL}")
 
-    with command.open_display() as shown:
+    with command.RunDisplay() as shown:
         shown.update(Seen(Progress(step=1), failing))
         shown.say(f"trainer-0 ended: {EVIL}")
 
@@ -121,7 +121,7 @@ class OneLog:
         labels = {"dlrm.dev/job": "ads", "dlrm.dev/attempt": "1", "dlrm.dev/index": "0"}
         return [{**POD, "metadata": {"name": "ads-trainer-1-0", "labels": labels}}]
 
-    def log(self, pod: str, query: dict[str, str], silence_s: float | None) -> list[bytes]:
+    def log(self, pod: str, query: dict[str, str]) -> list[bytes]:
         return [EVIL.encode() + b"\n"]
 
 

@@ -1,4 +1,4 @@
-"""Folders of slower tiers on this machine: made where a plan needs them, refused before anything starts."""
+"""Folders of slower tiers: made where a plan needs them, refused before anything starts."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dlrm_cli.reuse import MIN_TRACKED_ROWS
+from dlrm_cli.trace import MIN_TRACKED_ROWS
 from dlrm_kernels.hashing import mix64
 from dlrm_kernels.reuse import StackDistances
 

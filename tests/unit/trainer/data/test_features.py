@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from dlrm_api.errors import BadDataError, InvalidSpecError
 from dlrm_api.job import parse_job
-from dlrm_cli.reuse import ReuseMeter
+from dlrm_cli.trace import ReuseMeter
 from dlrm_trainer.data import Batch, open_reader
 
 SYNTHETIC = {

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_api.trace import TableTrace, Trace, parse_trace
-from dlrm_cli.reuse import ReuseMeter, cache_sizes, reuse_histogram, tracked_shares
+from dlrm_cli.trace import ReuseMeter, cache_sizes, reuse_histogram, tracked_shares
 from dlrm_trainer.data import open_reader
 
 
