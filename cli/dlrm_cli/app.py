@@ -5,7 +5,6 @@ Each command imports what it needs when it runs, so that ``dlrmctl --help`` answ
 
 from __future__ import annotations
 
-import enum
 import errno
 import os
 import sys
@@ -14,7 +13,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,7 +21,7 @@ from dlrm_api.errors import RULE_PREFIX, DLRMError, NoInputError, UsageError, vi
 from dlrm_api.names import ExitCode
 from dlrm_api.process import named_limit
 from dlrm_cli.exports import exports
-from dlrm_cli.snapshots import Output, OutputFormat, snapshots
+from dlrm_cli.snapshots import Output, snapshots
 
 if TYPE_CHECKING:
     from dlrm_cli.cluster.client import JobClient
@@ -44,29 +43,9 @@ app.add_typer(profiles, name="profile")
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
-class YamlOrJson(enum.StrEnum):
-    """List the output formats of manifests."""
-
-    YAML = "yaml"
-    JSON = "json"
-
-
-class JobFormat(enum.StrEnum):
-    """List the output formats of jobs in a cluster."""
-
-    TABLE = "table"
-    WIDE = "wide"
-    JSON = "json"
-    YAML = "yaml"
-    NAME = "name"
-
-
-class TrainerContainer(enum.StrEnum):
-    """List the containers of a trainer pod."""
-
-    TRAINER = "trainer"
-    CHECKPOINTER = "checkpointer"
-
+YamlOrJson = Literal["yaml", "json"]
+JobFormat = Literal["table", "wide", "json", "yaml", "name"]
+TrainerContainer = Literal["trainer", "checkpointer"]
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with a DLRMJob.")]
 Profile = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with the HardwareProfile.")]
@@ -127,11 +106,11 @@ def validate(
 
 
 @app.command()
-def plan(file: File, profile: Profile = None, settings: Settings = None, output: Output = OutputFormat.TABLE) -> None:
+def plan(file: File, profile: Profile = None, settings: Settings = None, output: Output = "table") -> None:
     """Show which embedding table is on which rank, and what that takes."""
     from dlrm_cli.manifests import print_plan
 
-    print_plan(file, profile, settings or [], as_json=output is OutputFormat.JSON)
+    print_plan(file, profile, settings or [], as_json=output == "json")
 
 
 @app.command()
@@ -139,12 +118,12 @@ def render(
     file: File,
     profile: Profile = None,
     settings: Settings = None,
-    output: Annotated[YamlOrJson, typer.Option("--output", "-o", help="Output format.")] = YamlOrJson.YAML,
+    output: Annotated[YamlOrJson, typer.Option("--output", "-o", help="Output format.")] = "yaml",
 ) -> None:
     """Print the Kubernetes objects that the operator would create."""
     from dlrm_cli.manifests import print_objects
 
-    print_objects(file, profile, settings or [], as_json=output is YamlOrJson.JSON)
+    print_objects(file, profile, settings or [], as_json=output == "json")
 
 
 @app.command()
@@ -164,7 +143,7 @@ def run(
     tier_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for rows in slower tiers (default: <workdir>/tiers).")
     ] = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Train the job on this machine. Run the same command again to resume."""
     from dlrm_cli.run.command import RunOptions, run_job
@@ -180,7 +159,7 @@ def run(
         ledger=ledger,
         profile=profile,
         tier_dir=tier_dir,
-        as_json=output is OutputFormat.JSON,
+        as_json=output == "json",
     )
     raise typer.Exit(run_job(options))
 
@@ -240,7 +219,7 @@ def get(
     namespace: Namespace = None,
     all_namespaces: AllNamespaces = False,
     selector: Annotated[str | None, typer.Option("--selector", "-l", help="Label selector.")] = None,
-    output: Annotated[JobFormat, typer.Option("--output", "-o", help="Output format.")] = JobFormat.TABLE,
+    output: Annotated[JobFormat, typer.Option("--output", "-o", help="Output format.")] = "table",
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Watch for changes.")] = False,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
@@ -252,7 +231,7 @@ def get(
     if names and selector:
         raise UsageError("--selector cannot be combined with job names")
     options = GetOptions(
-        names=tuple(names or ()), everywhere=all_namespaces, selector=selector, form=output.value, watch=watch
+        names=tuple(names or ()), everywhere=all_namespaces, selector=selector, form=output, watch=watch
     )
     with _until_interrupted():
         get_jobs(_client(namespace, context, kubeconfig), options)
@@ -269,9 +248,7 @@ def describe(job: Name, namespace: Namespace = None, context: Context = None, ku
 @cluster.command()
 def logs(
     job: Name,
-    container: Annotated[
-        TrainerContainer, typer.Option("--container", "-c", help="Container name.")
-    ] = TrainerContainer.TRAINER,
+    container: Annotated[TrainerContainer, typer.Option("--container", "-c", help="Container name.")] = "trainer",
     replica: Annotated[int | None, typer.Option(min=0, metavar="N", help="Pod index (default: 0).")] = None,
     rank: Annotated[int | None, typer.Option(min=0, metavar="N", help="Show the pod that runs this rank.")] = None,
     everyone: Annotated[bool, typer.Option("--all", help="Show all pods, prefixed with the pod name.")] = False,
@@ -299,7 +276,7 @@ def logs(
         raise UsageError("--follow cannot be combined with --previous")
     options = LogOptions(
         choice=PodChoice(replica=replica, rank=rank, everyone=everyone, attempt=attempt),
-        container=container.value,
+        container=container,
         previous=previous,
         timestamps=timestamps,
         tail=tail,

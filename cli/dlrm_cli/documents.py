@@ -130,7 +130,10 @@ def read_documents(path: Path) -> list[Document]:
     try:
         bodies = list(yaml.load_all(text, Loader=_Loader))
     except yaml.YAMLError as error:
-        raise BadDataError(f"{path}{_place(error)}: invalid YAML: {_problem(error)}") from error
+        mark, context = getattr(error, "problem_mark", None), getattr(error, "context", None)
+        where = f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
+        problem = (getattr(error, "problem", None) or str(error).splitlines()[0]) + (f" ({context})" if context else "")
+        raise BadDataError(f"{path}{where}: invalid YAML: {problem}") from error
     except ValueError as error:
         # For example 2026-02-31, which looks like a date.
         raise BadDataError(f"{path}: invalid value: {error}; quote it if it is text") from error
@@ -230,17 +233,6 @@ def located(document: Document, error: DLRMError) -> DLRMError:
     if isinstance(error, InvalidSpecError):
         return InvalidSpecError(f"{where}: {error.path}", error.problem)
     return type(error)(f"{where}: {error}")
-
-
-def _place(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
-
-
-def _problem(error: yaml.YAMLError) -> str:
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-    context = getattr(error, "context", None)
-    return f"{problem} ({context})" if context else str(problem)
 
 
 def parse_duration(option: str, text: str) -> int:

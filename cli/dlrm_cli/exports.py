@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import re
 import sys
@@ -10,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -20,7 +19,6 @@ from dlrm_cli.snapshots import (
     Credentials,
     Endpoint,
     Output,
-    OutputFormat,
     Region,
     Step,
     Uri,
@@ -41,22 +39,6 @@ NAME = re.compile(r"(\d+)(?:-(\d+))?")
 NAME_HELP = "STEP or STEP-ATTEMPT"
 
 
-class FileFormat(enum.StrEnum):
-    """List the file formats of exported tables."""
-
-    PARQUET = "parquet"
-    SAFETENSORS = "safetensors"
-
-
-class Numbers(enum.StrEnum):
-    """List the precisions of exported rows."""
-
-    FP32 = "fp32"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    INT8 = "int8"
-
-
 @exports.command()
 def diff(
     uri: Uri,
@@ -66,14 +48,14 @@ def diff(
     region: Region = None,
     ca_file: CaFile = None,
     credentials_dir: Credentials = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Show for each table how many rows differ between two snapshots, and by how much."""
     from dlrm_checkpointer import diff_snapshots
 
     store = open_snapshot_store(uri, endpoint, region, ca_file, credentials_dir)
     found = diff_snapshots(_named(store, before), _named(store, after))
-    if output is OutputFormat.JSON:
+    if output == "json":
         print(json.dumps([asdict(each) for each in found]))
     else:
         from dlrm_cli.views import diff_view, print_view
@@ -85,10 +67,12 @@ def diff(
 def export(
     uri: Uri,
     to: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder, with one file per table.")],
-    format: Annotated[FileFormat, typer.Option(help="File format.")] = FileFormat.SAFETENSORS,  # noqa: A002
-    precision: Annotated[Numbers, typer.Option(help="Precision of rows; int8 has scale and low per row.")] = (
-        Numbers.FP32
-    ),
+    format: Annotated[  # noqa: A002
+        Literal["parquet", "safetensors"], typer.Option(help="File format.")
+    ] = "safetensors",
+    precision: Annotated[
+        Literal["fp32", "fp16", "bf16", "int8"], typer.Option(help="Precision of rows; int8 has scale and low per row.")
+    ] = "fp32",
     step: Step = None,
     table: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Export only this table. May be repeated.")
@@ -102,10 +86,8 @@ def export(
     """Export one snapshot's tables for serving: all rows, without optimizer state."""
     from dlrm_checkpointer import ExportOptions, Safetensors, TableFormat, export_tables
 
-    form: TableFormat = Safetensors()
-    if format is FileFormat.PARQUET:
-        form = Parquet()
-    wanted = ExportOptions(form=form, precision=precision.value, tables=tuple(table or ()), updated_only=updated_only)
+    form: TableFormat = Parquet() if format == "parquet" else Safetensors()
+    wanted = ExportOptions(form=form, precision=precision, tables=tuple(table or ()), updated_only=updated_only)
     snapshot, _ = select_snapshot(open_snapshot_store(uri, endpoint, region, ca_file, credentials_dir), step)
     rows = export_tables(snapshot, to, wanted)
     print(f"exported step {snapshot.step} to {to}: {rows:,} rows", file=sys.stderr)

@@ -43,7 +43,10 @@ def validate_file(path: Path) -> None:
         try:
             parsed = parse_document(document)
             if isinstance(parsed, DLRMJob):
-                _check_references(parsed)
+                named = {table.distribution.reference for table in parsed.spec.model.all_tables() if table.distribution}
+                # Traces in ConfigMaps are the operator's to read.
+                if not any(reference and reference.startswith(CONFIGMAP) for reference in named):
+                    read_references(parsed.spec)
             print(visible(f"{path}: {document.title} is valid: {_summary(parsed)}"))
             if isinstance(parsed, DLRMJob):
                 _warn(_refused_by_default(parsed))
@@ -138,14 +141,6 @@ def _refused_by_default(job: DLRMJob) -> tuple[str, ...]:
 def _warn(warnings: Sequence[str]) -> None:
     for text in warnings:
         print_stderr(f"dlrmctl: warning: {text}")
-
-
-def _check_references(job: DLRMJob) -> None:
-    """Check traces in files; those in ConfigMaps are the operator's to read."""
-    tables = job.spec.model.all_tables()
-    named = {table.distribution.reference for table in tables if table.distribution}
-    if not any(reference and reference.startswith(CONFIGMAP) for reference in named):
-        read_references(job.spec)
 
 
 def _summary(parsed: DLRMJob | HardwareProfile) -> str:

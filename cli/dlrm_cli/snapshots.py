@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -23,21 +22,8 @@ if TYPE_CHECKING:
 snapshots = typer.Typer(name="snapshots", help="Manage committed snapshots.", no_args_is_help=True)
 
 
-class Encryption(enum.StrEnum):
-    """List the encryptions of ``spec.checkpoint.s3.encryption``."""
-
-    NONE = "none"
-    AES256 = "AES256"
-    KMS = "aws:kms"
-
-
-class OutputFormat(enum.StrEnum):
-    """List the output formats."""
-
-    TABLE = "table"
-    JSON = "json"
-
-
+Encryption = Literal["none", "AES256", "aws:kms"]
+OutputFormat = Literal["table", "json"]
 Uri = Annotated[str, typer.Argument(metavar="URI", help="Value of spec.checkpoint.uri: file:///... or s3://...")]
 Endpoint = Annotated[str | None, typer.Option(metavar="URL", help="URL of the S3 service (default: AWS).")]
 Region = Annotated[str | None, typer.Option(help="Region of the S3 service.")]
@@ -70,14 +56,14 @@ def list_(
     region: Region = None,
     ca_file: CaFile = None,
     credentials_dir: Credentials = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """List committed snapshots, oldest first. Unusable ones are listed on stderr, with the reason."""
     from dlrm_checkpointer import list_snapshots
 
     listed = list_snapshots(open_snapshot_store(uri, endpoint, region, ca_file, credentials_dir))
     usable, unusable = split_usable(listed)
-    if output is OutputFormat.JSON:
+    if output == "json":
         print(json.dumps([each.model_dump(by_alias=False) for each in usable]))
     else:
         from dlrm_cli.views import print_view, snapshots_view
@@ -150,9 +136,9 @@ def prune(
     region: Region = None,
     ca_file: CaFile = None,
     credentials_dir: Credentials = None,
-    encryption: Encrypted = Encryption.NONE,
+    encryption: Encrypted = "none",
     kms_key_id: KmsKey = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Delete snapshots that retention does not keep, and orphaned objects. The job may be running."""
     from dlrm_checkpointer import Retention, RetentionPolicy, is_claimed, newest_attempt, read_attempts
@@ -182,7 +168,7 @@ def prune(
 def _print_decision(decision: RetentionPlan, retired: str, output: OutputFormat) -> None:
     dependencies = sorted(decision.needed, reverse=True)
     verdicts = {"kept": decision.keep, "kept as dependency": dependencies, retired: decision.retire}
-    if output is OutputFormat.JSON:
+    if output == "json":
         print(json.dumps({word: [asdict(name) for name in names] for word, names in verdicts.items()}))
         return
     for word, names in verdicts.items():
@@ -257,7 +243,7 @@ def open_snapshot_store(
     region: str | None,
     ca_file: Path | None,
     credentials_dir: Path | None,
-    encryption: Encryption = Encryption.NONE,
+    encryption: Encryption = "none",
     kms_key_id: str | None = None,
     *,
     must_exist: bool = True,
@@ -277,7 +263,7 @@ def open_snapshot_store(
     for option, path in (("--ca-file", ca_file), ("--credentials-dir", credentials_dir)):
         if path is not None and not path.exists():
             raise NoInputError(f"invalid {option}: file or folder not found: {path}")
-    given = {"endpoint": endpoint, "region": region, "caFile": ca_file, "encryption": encryption.value}
+    given = {"endpoint": endpoint, "region": region, "caFile": ca_file, "encryption": encryption}
     given["kmsKeyId"] = kms_key_id
     if not uri.startswith(SCHEMES):
         hint = "" if "://" in uri or not uri else f"; did you mean {Path(uri).absolute().as_uri()}?"

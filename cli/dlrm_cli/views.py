@@ -48,9 +48,12 @@ def share(value: float | None) -> str:
 
 
 def titled_table(title: str, columns: Sequence[str], words: Collection[str]) -> Table:
-    """Return an empty table; columns that are not of ``words`` are of figures, aligned to the right."""
+    """Return an empty table; columns that are not of ``words`` are of figures, aligned to the right.
+
+    On a narrow terminal, cells wrap within their column, figures too: none is cut.
+    """
     sides: dict[bool, JustifyMethod] = {True: "left", False: "right"}
-    shown = (Column(name, justify=sides[name in words]) for name in columns)
+    shown = (Column(name, justify=sides[name in words], overflow="fold") for name in columns)
     return Table(*shown, title=title, title_justify="left")
 
 
@@ -192,25 +195,11 @@ WIDTH_OFF_TERMINAL = 200
 
 
 def print_view(view: RenderableType, *, stderr: bool = False) -> None:
-    """Print on stdout or stderr, wide if it is not a terminal, so that URIs and digests stay whole.
-
-    On a narrow terminal, cells wrap within their column, figures too: none is cut.
-    """
+    """Print on stdout or stderr, wide if it is not a terminal, so that URIs and digests stay whole."""
     console = SafeConsole(stderr=stderr)
     if not console.is_terminal:
         console = SafeConsole(stderr=stderr, width=WIDTH_OFF_TERMINAL)
-    for table in _tables(view):
-        for column in table.columns:
-            column.overflow = "fold"
     console.print(view)
-
-
-def _tables(view: RenderableType) -> Iterator[Table]:
-    if isinstance(view, Table):
-        yield view
-    elif isinstance(view, Group):
-        for part in view.renderables:
-            yield from _tables(part)
 
 
 def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:

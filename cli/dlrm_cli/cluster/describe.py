@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from rich.text import Text
@@ -40,22 +39,13 @@ Objects = Sequence[Object] | str
 """Objects, or why the user may not read them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobPage:
-    """Hold what one page shows."""
-
-    job: Object
-    pods: Objects = ()
-    events: Objects = ()
-
-
-def page_lines(page: JobPage, now: datetime) -> list[Text]:
+def page_lines(job: Object, now: datetime, *, pods: Objects = (), events: Objects = ()) -> list[Text]:
     """Return the whole page."""
-    lines = [_field(name, words) for name, words in _summary(page.job, job_facts(page.job), now)]
-    lines += _section("Conditions", _conditions(page.job, now))
-    lines += _section("Failures", _failures(page.job, now))
-    lines += _section("Pods", _pods(page.pods, now))
-    return lines + _section("Events", _events(page.events, now))
+    lines = [_field(name, words) for name, words in _summary(job, job_facts(job), now)]
+    lines += _section("Conditions", _conditions(job, now))
+    lines += _section("Failures", _failures(job, now))
+    lines += _section("Pods", _pods(pods, now))
+    return lines + _section("Events", _events(events, now))
 
 
 def _summary(job: Object, facts: JobFacts, now: datetime) -> Iterator[tuple[str, str]]:
@@ -255,9 +245,8 @@ def describe_job(client: JobClient, name: str) -> None:
         NoInputError: no such job.
     """
     job = client.job(name)
-    pods = _allowed(lambda: client.pods(name))
-    events = _allowed(lambda: client.events(name))
-    print_lines(page_lines(JobPage(job=job, pods=pods, events=events), datetime.now(UTC)))
+    pods, events = _allowed(lambda: client.pods(name)), _allowed(lambda: client.events(name))
+    print_lines(page_lines(job, datetime.now(UTC), pods=pods, events=events))
 
 
 def _allowed(look: Callable[[], list[Object]]) -> Objects:

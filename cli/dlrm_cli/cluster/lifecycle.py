@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from dlrm_api.errors import DLRMError, TemporaryError, UsageError, visible
 from dlrm_cli.cluster.client import JobClient, Object, dig
@@ -20,42 +19,45 @@ ACKNOWLEDGE_TIMEOUT_S = 60.0
 """Time for the operator to observe that a failed job is suspended."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SuspendState:
-    """Say how far a job has followed a request; ``error`` says that it never will."""
-
-    words: str
-    done: bool = False
-    error: DLRMError | None = None
+Progress = tuple[bool, str]
+"""Whether a job has followed a request, and its state in words."""
 
 
-def suspend_state(job: Object) -> SuspendState:
-    """Return how far a job is on its way to Suspended."""
-    facts, seen = job_facts(job), _is_observed(job)
-    if facts.phase == "Suspended" and seen:
+def suspend_progress(job: Object) -> Progress:
+    """Return how far a job is on its way to Suspended.
+
+    Raises:
+        TemporaryError: it never will be: someone has resumed it.
+    """
+    facts = job_facts(job)
+    if facts.phase == "Suspended" and _is_observed(job):
         step = facts.snapshot_step
         holds = f"at step {step:,}" if step is not None else "before its first step"
         why = f" ({one_line(facts.reason)})" if facts.reason else ""
-        return SuspendState(words=f"{facts.name} is Suspended {holds}{why}", done=True)
+        return True, f"{facts.name} is Suspended {holds}{why}"
     if facts.finished:
-        return SuspendState(words=f"{facts.name} has {facts.phase}, nothing to suspend", done=True)
+        return True, f"{facts.name} has {facts.phase}, nothing to suspend"
     if not dig(job, "spec", "lifecycle", "suspend"):
-        return _overridden(f"{facts.name} was resumed by someone else")
-    return SuspendState(words=_describe_phase(job))
+        raise TemporaryError(f"{facts.name} was resumed by someone else")
+    return False, _describe_phase(job)
 
 
-def resume_state(job: Object) -> SuspendState:
-    """Return how far a job is on its way to Running."""
+def resume_progress(job: Object) -> Progress:
+    """Return how far a job is on its way to Running.
+
+    Raises:
+        TemporaryError: it never will be: someone has suspended it.
+        DLRMError: it has failed.
+    """
     facts = job_facts(job)
     if facts.phase == "Failed" and _is_observed(job):
-        words = f"{facts.name} has Failed: {one_line(facts.reason)}".rstrip(": ")
-        return SuspendState(words=words, error=DLRMError(words))
+        raise DLRMError(f"{facts.name} has Failed: {one_line(facts.reason)}".rstrip(": "))
     if facts.phase in ("Running", "Succeeded") and _is_observed(job):
         step = f" at step {facts.step:,}" if facts.step is not None else ""
-        return SuspendState(words=f"{facts.name} is {facts.phase}{step}", done=True)
+        return True, f"{facts.name} is {facts.phase}{step}"
     if dig(job, "spec", "lifecycle", "suspend"):
-        return _overridden(f"{facts.name} was suspended by someone else")
-    return SuspendState(words=_describe_phase(job))
+        raise TemporaryError(f"{facts.name} was suspended by someone else")
+    return False, _describe_phase(job)
 
 
 def set_suspend(client: JobClient, name: str, wanted: bool, timeout_s: float | None) -> None:
@@ -64,13 +66,16 @@ def set_suspend(client: JobClient, name: str, wanted: bool, timeout_s: float | N
     Raises:
         NoInputError: no such job.
         UsageError: the job has ended, or has succeeded and cannot be resumed.
-        TemporaryError: time is up; the request stays.
+        TemporaryError: time is up; the request stays, or a failed job stays suspended until it is resumed again.
     """
     facts = job_facts(client.job(name))
     if facts.phase == "Succeeded" or (facts.finished and wanted):
         raise UsageError(f"cannot {'suspend' if wanted else 'resume'} {name}: it has {facts.phase}")
     if facts.finished:
-        _acknowledge_failure(client, name)
+        words = f"{name} has Failed, waiting for the operator to observe the retry"
+        advice = "check that an operator serves this namespace, then resume again"
+        job = client.set_suspend(name, True)
+        _wait(client, job, lambda seen: (_is_observed(seen), words), ACKNOWLEDGE_TIMEOUT_S, advice)
     job = client.set_suspend(name, wanted)
     if timeout_s is None:
         what = "suspended: it saves a checkpoint, then releases its nodes" if wanted else "resumed"
@@ -78,44 +83,25 @@ def set_suspend(client: JobClient, name: str, wanted: bool, timeout_s: float | N
         return
     advice = "the request stays; see dlrmctl describe"
     try:
-        print(visible(_wait(client, job, suspend_state if wanted else resume_state, timeout_s, advice).words))
+        print(visible(_wait(client, job, suspend_progress if wanted else resume_progress, timeout_s, advice)))
     except KeyboardInterrupt:
         print_stderr(f"no longer waiting; the request to {'suspend' if wanted else 'resume'} {name} stays")
         raise
 
 
-def _acknowledge_failure(client: JobClient, name: str) -> None:
-    """Suspend a failed job and wait until the operator has observed it.
+def _wait(client: JobClient, job: Object, judge: Callable[[Object], Progress], timeout_s: float, advice: str) -> str:
+    """Poll until ``judge`` says that it is done, and return its words; print each change on stderr.
 
     Raises:
-        TemporaryError: it has not; the job stays suspended, and resuming it again continues from there.
-    """
-
-    def state(job: Object) -> SuspendState:
-        return SuspendState(words=words, done=_is_observed(job))
-
-    words = f"{name} has Failed, waiting for the operator to observe the retry"
-    advice = "check that an operator serves this namespace, then resume again"
-    _wait(client, client.set_suspend(name, True), state, ACKNOWLEDGE_TIMEOUT_S, advice)
-
-
-def _wait(
-    client: JobClient, job: Object, judge: Callable[[Object], SuspendState], timeout_s: float, advice: str
-) -> SuspendState:
-    """Poll until ``judge`` says that it is done; print each change on stderr.
-
-    Raises:
-        TemporaryError: time is up, or the job never will follow.
+        TemporaryError: time is up.
     """
     deadline, shown = time.monotonic() + timeout_s, ""
     while True:
-        state = judge(job)
-        if state.done:
-            return state
-        if state.error:
-            raise state.error
-        if state.words != shown:
-            shown = state.words
+        done, words = judge(job)
+        if done:
+            return words
+        if words != shown:
+            shown = words
             print_stderr(shown)
         left = deadline - time.monotonic()
         if left <= 0:
@@ -126,10 +112,6 @@ def _wait(
         except TemporaryError as error:
             shown = str(error)
             print_stderr(shown)
-
-
-def _overridden(words: str) -> SuspendState:
-    return SuspendState(words=words, error=TemporaryError(words))
 
 
 def _is_observed(job: Object) -> bool:

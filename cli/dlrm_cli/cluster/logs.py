@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dlrm_api.errors import DLRMError, NoInputError, TemporaryError, UsageError, visible
@@ -215,19 +216,12 @@ def _read(client: JobClient, name: str, options: LogOptions) -> tuple[JobFacts, 
 
 def _print_for(lines: queue.Queue[str], seconds: float) -> None:
     """Print all queued lines, and those that come within so many seconds."""
-    for line in _lines_until(lines, time.monotonic() + seconds):
-        sys.stdout.write(line)
-    sys.stdout.flush()
-
-
-def _lines_until(lines: queue.Queue[str], end: float) -> Iterator[str]:
-    while True:
-        if lines.empty():
-            sys.stdout.flush()
-        try:
-            yield lines.get(timeout=max(0.0, end - time.monotonic()))
-        except queue.Empty:
-            return
+    end = time.monotonic() + seconds
+    with contextlib.suppress(queue.Empty):
+        while True:
+            if lines.empty():
+                sys.stdout.flush()
+            sys.stdout.write(lines.get(timeout=max(0.0, end - time.monotonic())))
 
 
 def _print_once(text: str, shown: str) -> str:

@@ -292,15 +292,12 @@ class _Journal:
                     if isinstance(line, dict) and "eval" in line:
                         self.evaluations.append(EvalMetrics.model_validate(line["eval"]))
                     else:
-                        yield self._step(_StepLine.model_validate(line))
+                        self.last = last = _StepLine.model_validate(line)
+                        yield Steps(last=last.step, time=last.time, count=1, loss_sum=last.loss, samples=last.samples)
                 except ValueError:
                     # The last line of a running job may be half written.
                     if text.endswith("\n"):
                         self.damaged.append(f"{self.path.name}, line {number}: not a step; the line is ignored")
-
-    def _step(self, line: _StepLine) -> Steps:
-        self.last = line
-        return Steps(last=line.step, time=line.time, count=1, loss_sum=line.loss, samples=line.samples)
 
 
 NO_HISTORY = (
@@ -308,8 +305,6 @@ NO_HISTORY = (
     "newest figures."
 )
 TONES: Mapping[str, Any] = {"Succeeded": "good", "Failed": "bad"}
-
-Found = TypeVar("Found")
 
 
 def read_cluster_job(client: JobClient, name: str) -> Record:

@@ -424,11 +424,16 @@ def restarts(record: Record) -> Section:
             ]
             for each in failures
         ]
-        columns = ("time", "attempt", "process", "code", "evidence", "action")
         logs = ", ".join(sorted({each.log for each in failures if each.log}))
         note = f"Logs: {logs}" if logs else ""
-        texts = ("time", "process", "evidence", "action")
-        parts.append(Table(title="Failures", columns=columns, text_columns=texts, rows=rows, note=note))
+        table = Table(
+            title="Failures",
+            columns=("time", "attempt", "process", "code", "evidence", "action"),
+            text_columns=("time", "process", "evidence", "action"),
+            rows=rows,
+            note=note,
+        )
+        parts.append(table)
     if record.events:
         columns = ("time", "reason", "message")
         rows = [[format_utc(at), reason, words] for at, reason, words in record.events[-MAX_ROWS:]]

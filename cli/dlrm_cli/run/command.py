@@ -21,7 +21,7 @@ from dlrm_api.progress import TrainerPhase
 from dlrm_cli.checks import check_inputs, detect_gpus, make_tier_folders, open_job_store, this_machine
 from dlrm_cli.manifests import read_job, read_references
 from dlrm_cli.run.history import Seen
-from dlrm_cli.run.supervisor import Outcome, Stop, Supervisor
+from dlrm_cli.run.supervisor import Stop, Supervisor
 from dlrm_cli.run.workdir import (
     RunResult,
     WorkDir,
@@ -159,7 +159,7 @@ class LocalRun:
             # Without a snapshot the job starts from step 0, and so does its history.
             if not list_usable(self.store):
                 self.workdir.history.unlink(missing_ok=True)
-            if supervisor.run() is Outcome.STOPPED:
+            if supervisor.run() == "stopped":
                 self.display.say(resume_hint(supervisor.committed_step))
                 return None
             return self._keep(read_result(self.workdir, list_usable(self.store), supervisor.restarts))
@@ -210,7 +210,8 @@ def _print_profile(workdir: WorkDir, *, as_table: bool) -> None:
 
 def result_view(result: RunResult) -> RenderableType:
     """Return a run's result, its use of tiers and its snapshots as tables."""
-    table = Table(Column(style="bold"), Column(), show_header=False, title="result", title_justify="left")
+    columns = (Column(style="bold", overflow="fold"), Column(overflow="fold"))
+    table = Table(*columns, show_header=False, title="result", title_justify="left")
     rows = {"steps": f"{result.step:,}", "samples": f"{result.samples:,}", "world size": str(result.world_size)}
     rows["training loss"] = number(result.train_loss, ".5f")
     if quality := result.eval:

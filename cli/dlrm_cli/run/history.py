@@ -121,18 +121,18 @@ class History:
         self._lines: list[Line] = []
         with contextlib.suppress(OSError):
             self._lines = [line for line in read_lines(path) if not isinstance(line, str)]
-        self._attempt_write(self._rewrite)
+        self._write()
 
     def add(self, line: Line) -> None:
         """Append a line."""
         with self._lock:
             self._lines.append(line)
             kept = self._bounded(line)
-            if len(kept) < len(self._lines):
-                self._lines = kept
-                self._attempt_write(self._rewrite)
+            if len(kept) == len(self._lines):
+                self._write(line)
             else:
-                self._attempt_write(lambda: self._append(line))
+                self._lines = kept
+                self._write()
 
     def _bounded(self, newest: Line) -> list[Line]:
         """Return all lines, or fewer if there are too many of the newest one's kind."""
@@ -145,19 +145,18 @@ class History:
         dropped = set(alike[1::2] if is_reading else alike[: len(alike) // 4 + 1])
         return [line for i, line in enumerate(self._lines) if i not in dropped]
 
-    def _append(self, line: Line) -> None:
-        with self._path.open("a") as file:
-            file.write(_json_line(line))
-
-    def _rewrite(self) -> None:
-        replace_file(self._path, "".join(map(_json_line, self._lines)))
-
-    def _attempt_write(self, write: Callable[[], None]) -> None:
-        if self.problem is None:
-            try:
-                write()
-            except OSError as error:
-                self.problem = error
+    def _write(self, line: Line | None = None) -> None:
+        """Append a line, or write the whole file."""
+        if self.problem is not None:
+            return
+        try:
+            if line is None:
+                replace_file(self._path, "".join(map(_json_line, self._lines)))
+            else:
+                with self._path.open("a") as file:
+                    file.write(_json_line(line))
+        except OSError as error:
+            self.problem = error
 
 
 def read_lines(path: Path) -> Iterator[Line | str]:
@@ -232,7 +231,7 @@ def stall_s(snapshot: Committed, looks: Sequence[Look]) -> float | None:
 
 
 def _json_line(line: Line) -> str:
-    return line.model_dump_json(exclude_defaults=False, exclude_none=True) + "\n"
+    return line.model_dump_json(exclude_none=True) + "\n"
 
 
 @dataclass(frozen=True)

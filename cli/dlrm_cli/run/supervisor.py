@@ -7,7 +7,6 @@ restarted while its trainer continues.
 
 from __future__ import annotations
 
-import enum
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -76,11 +75,8 @@ class LocalRestarts:
         return replace(self, budget=left, committed_step=committed_step or self.committed_step), wait_s
 
 
-class Outcome(enum.Enum):
-    """Say how a run ended, if no error says it."""
-
-    DONE = "done"
-    STOPPED = "stopped"
+Outcome = Literal["done", "stopped"]
+"""How a run ended, if no error says it."""
 
 
 class Display(Protocol):
@@ -122,8 +118,7 @@ class Stop:
         self.number = self.number or number
         self.count += 1
 
-    @property
-    def at_once(self) -> bool:
+    def is_at_once(self) -> bool:
         """Return whether a second signal came: processes are killed then."""
         return self.count > 1
 
@@ -169,10 +164,10 @@ class Supervisor:
         except DLRMError as error:
             self._end_history("failed", str(error))
             raise
-        self._end_history("done" if outcome is Outcome.DONE else "stopped")
+        self._end_history(outcome)
         return outcome
 
-    def _end_history(self, outcome: Literal["done", "stopped", "failed"], words: str = "") -> None:
+    def _end_history(self, outcome: Outcome | Literal["failed"], words: str = "") -> None:
         self._history.add(Ended(time=time.time(), outcome=outcome, words=words[:MAX_WORDS]))
         if self._history.problem is not None:
             problem = self._history.problem.strerror
@@ -182,20 +177,20 @@ class Supervisor:
         restarts = LocalRestarts(spec=self.job.spec.lifecycle.restart)
         while not self.stop.count:
             cause = self._run_attempt()
-            if self.stop.at_once:
-                return Outcome.STOPPED
+            if self.stop.is_at_once():
+                return "stopped"
             if cause is None:
-                return Outcome.DONE
+                return "done"
             if self.stop.count:
                 if cause.code != ExitCode.TERMINATED:
                     self.display.say(cause.sentence)
-                return Outcome.STOPPED
+                return "stopped"
             restarts, wait_s = self._take_restart(cause, restarts)
             self.restarts += 1
             self._record_failure(cause, "gang restarted")
             self.display.say(f"{cause.sentence}; restarting in {wait_s:.0f} s (log: {cause.log})")
             self._sleep(wait_s)
-        return Outcome.STOPPED
+        return "stopped"
 
     def _take_restart(self, cause: ProcessExit, restarts: LocalRestarts) -> tuple[LocalRestarts, float]:
         """Charge one restart, or raise the error that ends the run."""
@@ -250,7 +245,7 @@ class Supervisor:
     def _watch_trainers(self, running: RunningGang, watch: Watch) -> ProcessExit | None:
         """Wait until every trainer has ended; return the cause if one failed."""
         is_stopping = False
-        while running.alive(Container.TRAINER) and not self.stop.at_once:
+        while running.alive(Container.TRAINER) and not self.stop.is_at_once():
             self._observe(watch)
             if self.stop.count and not is_stopping:
                 is_stopping = True
@@ -259,11 +254,11 @@ class Supervisor:
             failed = running.failed(Container.TRAINER)
             if failed and not self.stop.count:
                 if find_cause(failed).code == ExitCode.TEMPORARY:
-                    running.wait(Container.TRAINER, CAUSE_GRACE_S, self._is_at_once)
-                running.end(Container.TRAINER, PEERS_GRACE_S, self._is_at_once)
+                    running.wait(Container.TRAINER, CAUSE_GRACE_S, self.stop.is_at_once)
+                running.end(Container.TRAINER, PEERS_GRACE_S, self.stop.is_at_once)
             broken = running.restart_sidecars(self._report_sidecar)
             if broken is not None:
-                running.end(Container.TRAINER, PEERS_GRACE_S, self._is_at_once)
+                running.end(Container.TRAINER, PEERS_GRACE_S, self.stop.is_at_once)
                 return broken
             time.sleep(POLL_INTERVAL_S)
         failed = running.failed(Container.TRAINER)
@@ -273,7 +268,7 @@ class Supervisor:
         """Let the sidecars commit what is left, then end."""
         running.signal(Container.CHECKPOINTER, signal.SIGTERM)
         deadline = time.monotonic() + self.job.spec.lifecycle.termination_grace_period
-        while running.alive(Container.CHECKPOINTER) and time.monotonic() < deadline and not self.stop.at_once:
+        while running.alive(Container.CHECKPOINTER) and time.monotonic() < deadline and not self.stop.is_at_once():
             self._observe(watch)
             time.sleep(POLL_INTERVAL_S)
         for report in running.sidecar_reports():
@@ -321,9 +316,6 @@ class Supervisor:
                 log=str(ended.log),
             )
         )
-
-    def _is_at_once(self) -> bool:
-        return self.stop.at_once
 
     def _sleep(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

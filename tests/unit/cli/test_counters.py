@@ -45,4 +45,4 @@ def test_our_own_metrics_are_read() -> None:
 
     found = pod_figures(generate_latest(registry).decode())
 
-    assert (found.step, found.loss, found.ranks, found.stage_seconds) == (3, -1.5e-7, 2, {"forward": 4.0})
+    assert (found.step, found.loss, found.ranks, found.stages) == (3, -1.5e-7, 2, {"forward": 4.0})

@@ -9,7 +9,7 @@ import pytest
 
 from dlrm_api.progress import TerminationMessage
 from dlrm_cli.cluster.client import explain, no_such_job
-from dlrm_cli.cluster.describe import JobPage, page_lines, pod_phase, ready, waits_for
+from dlrm_cli.cluster.describe import page_lines, pod_phase, ready, waits_for
 from dlrm_cli.cluster.get import age, document, duration, grid, header, job_facts, job_row, time_left
 from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError
 
@@ -107,7 +107,7 @@ def pod(index: int, phase: str = "Running", node: str | None = "n1", **status: A
 
 
 def page(job: dict[str, Any], **seen: Any) -> str:
-    return "\n".join(text.plain for text in page_lines(JobPage(job=job, **seen), NOW))
+    return "\n".join(text.plain for text in page_lines(job, NOW, **seen))
 
 
 @pytest.mark.parametrize(

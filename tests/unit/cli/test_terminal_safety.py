@@ -14,7 +14,7 @@ from dlrm_api.errors import BadDataError
 from dlrm_api.progress import CheckpointerProgress, Progress, SnapshotInfo
 from dlrm_cli import app
 from dlrm_cli.cluster import logs
-from dlrm_cli.cluster.describe import JobPage, page_lines
+from dlrm_cli.cluster.describe import page_lines
 from dlrm_cli.cluster.get import header, job_facts, job_row, line, print_lines, widths
 from dlrm_cli.cluster.logs import PodChoice
 from dlrm_cli.cluster.top import Reading, job_lines
@@ -45,7 +45,7 @@ def harmless(text: str) -> bool:
 def test_the_page_of_a_job_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     events = [{"message": EVIL, "reason": "Failed"}]
 
-    print_lines(page_lines(JobPage(job=JOB, pods=[POD], events=events), NOW))
+    print_lines(page_lines(JOB, NOW, pods=[POD], events=events))
 
     assert harmless(capsys.readouterr().out)
 
