@@ -95,9 +95,7 @@ class Document:
     @property
     def title(self) -> str:
         """Return kind and name, as messages show it."""
-        metadata = self.body.get("metadata")
-        name = metadata.get("name") if isinstance(metadata, dict) else None
-        return f"{self.kind} {name or f'(document {self.number})'}"
+        return f"{self.kind} {_dig(self.body, 'metadata', 'name') or f'(document {self.number})'}"
 
 
 class _Loader(yaml.SafeLoader):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import yaml
@@ -110,7 +112,7 @@ def read_job_and_profile(
     """Read a file's job with its settings applied, and the profile that it names."""
     documents = read_documents(path)
     document = only_job(documents)
-    job = _parse_job(Document(document.path, document.number, with_overrides(document.body, settings)))
+    job = _parse_job(document, with_overrides(document.body, settings))
     return job, find_profile(job, documents, profile_path)
 
 
@@ -119,10 +121,11 @@ def read_job(path: Path, settings: Sequence[str], data: str | None, eval_data: s
     document = only_job(read_documents(path))
     body = with_overrides(with_data(document.body, data, eval_data), settings)
     refuse_unread_data(body, data, eval_data)
-    return _parse_job(Document(document.path, document.number, body))
+    return _parse_job(document, body)
 
 
-def _parse_job(changed: Document) -> DLRMJob:
+def _parse_job(document: Document, body: dict[str, Any]) -> DLRMJob:
+    changed = replace(document, body=body)
     try:
         job = parse_document(changed)
     except DLRMError as error:

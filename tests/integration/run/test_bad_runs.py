@@ -110,7 +110,7 @@ CASES: list[tuple[str, Callable[[Any], None], int, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("make", "code", "words"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_bad_data_ends_the_run_with_its_place_and_its_mend(
+def test_bad_data_ends_the_run_with_its_place_and_its_fix(
     local: Any, make: Callable[[Any], None], code: int, words: tuple[str, ...]
 ) -> None:
     make(local)
@@ -122,7 +122,7 @@ def test_bad_data_ends_the_run_with_its_place_and_its_mend(
     assert "Traceback" not in finished.stderr
     for word in words:
         assert word in finished.error
-    assert len(list(local.workdir.glob("logs/*"))) == 1, "what only the user can mend was tried again"
+    assert len(list(local.workdir.glob("logs/*"))) == 1, "what only the user can fix was tried again"
 
 
 def test_a_full_disk_ends_the_run_and_leaves_no_partial_snapshot(local: Any) -> None:

@@ -140,7 +140,7 @@ def test_killing_any_process_at_any_moment_changes_no_byte_of_the_result(local: 
 
 
 def check_other_world_sizes(local: Any, undisturbed: dict[str, Any]) -> None:
-    """Restored at another world size, before training goes on, the state is the same."""
+    """Restored at another world size, before training continues, the state is the same."""
     for world_size in (1, 4):
         setting = ("--set", f"spec.trainer.processesPerReplica={world_size}")
         workdir = ("--workdir", str(local.folder / f"work-as-{world_size}"))

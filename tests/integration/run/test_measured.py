@@ -1,4 +1,4 @@
-"""What ``dlrmctl run`` shows of tiers and of the time of steps."""
+"""Tiers and step times as ``dlrmctl run`` shows them."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ WHY = {
 """Kind and reason, by policy, of a snapshot that has one before it."""
 DROPPED = "was discarded, the next is full"
 MORE_STEPS = 200
-"""Of a run that goes on after a kill."""
+"""Steps of a run that continues after a kill."""
 
 
 @pytest.mark.parametrize("policy", WHY)

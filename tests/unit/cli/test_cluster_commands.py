@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
+from dlrm_api.errors import DLRMError
 from dlrm_api.names import ExitCode
 from dlrm_api.progress import Progress, TrainerPhase
 from dlrm_cli import app
@@ -501,10 +502,8 @@ def test_a_look_at_a_resting_job_that_fails_is_made_again(
     ],
 )
 def test_a_resume_that_never_comes_true_ends(seen: Object, words: str) -> None:
-    verdict = lifecycle.resume_state(seen)
-
-    assert verdict.error is not None
-    assert words in str(verdict.error)
+    with pytest.raises(DLRMError, match=words):
+        lifecycle.resume_progress(seen)
 
 
 def test_a_cluster_without_the_operator_is_reported_with_how_to_install_it(
