@@ -35,10 +35,10 @@ def test_images_are_called_what_pods_of_the_operator_and_of_the_chart_ask_for() 
     assert reference("checkpointer") == library + Images().checkpointer
 
 
-def test_trainer_and_checkpointer_share_their_layers_of_dependencies() -> None:
+def test_trainer_and_checkpointer_share_layers_of_dependencies_and_kernels() -> None:
     trainer, checkpointer = stages(ROOT / "trainer/Dockerfile"), stages(ROOT / "checkpointer/Dockerfile")
 
-    for stage in ("tools", "lists", "dependencies"):
+    for stage in ("tools", "lists", "dependencies", "kernels"):
         assert trainer[stage] == checkpointer[stage]
 
 

@@ -26,8 +26,8 @@ class Report:
     """Of this project."""
     modules: int
     """Of this project, all imported."""
-    cache_misses: int
-    """Loops that had to be compiled."""
+    compilations: int
+    """Versions of kernels that the image lacks."""
 
 
 def inspect(image: str, recipe: Recipe, variant: Variant) -> Report:

@@ -52,15 +52,7 @@ RECIPES: Mapping[str, Recipe] = {
         ),
     ),
     "trainer": Recipe(
-        sources=(
-            "checkpointer",
-            "kernels",
-            "stores",
-            "trainer",
-            "operator/dlrm_planner",
-            "examples/criteo.yaml",
-            "examples/quickstart.yaml",
-        ),
+        sources=("checkpointer", "kernels", "stores", "trainer"),
         packages=("dlrm_api", "dlrm_kernels", "dlrm_stores", "dlrm_checkpointer", "dlrm_trainer"),
         absent=("kubernetes", "kopf", "scipy", "torchx", "dlrm_operator", "dlrm_planner", "dlrm_cli"),
     ),
