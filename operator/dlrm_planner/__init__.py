@@ -1,9 +1,8 @@
 """Plan jobs: a pure function from a model and hardware to the plan that trainers execute."""
 
-from dlrm_planner.choose import plan_job
+from dlrm_planner.choose import choose_replicas, plan_job
 from dlrm_planner.hit_rates import read_traces, trace_references
 from dlrm_planner.memory import CUDA_SHARED_BYTES, asks_for_hbm, checkpointer_bytes, working_set_bytes
-from dlrm_planner.replicas import choose_replicas
 from dlrm_planner.tables import table_paths
 
 __all__ = [

@@ -1,19 +1,19 @@
-"""Choose the plan of a job: for each memory mode propose, partition, assign tiers, estimate; keep the fastest."""
+"""Choose a job's plan: in each memory mode propose, partition, assign tiers, estimate; keep the best."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
-from dlrm_api.errors import InvalidSpecError
+from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan
 from dlrm_api.trace import TableTrace
+from dlrm_api.trainer import AutoReplicas
 from dlrm_planner.enumerate import check_pins, pinned_to_data, worth_replicating
 from dlrm_planner.estimate import CostModel, Solution, estimate, missing_rates, read_costs
 from dlrm_planner.explain import explain_infeasible
@@ -30,15 +30,22 @@ from dlrm_planner.propose import (
     first_shortage,
     level_edges,
 )
-from dlrm_planner.replicas import plan_auto
 from dlrm_planner.stacks import pinned_slow, slow_caps
 from dlrm_planner.tables import read_tables
 from dlrm_planner.tiers import TierPlanner
-from dlrm_planner.types import Capacity, Infeasible, Placement, Problem, Proposal, TableShortage, TierShortage
+from dlrm_planner.types import Capacity, Infeasible, Ints, Placement, Problem, TableShortage
 from dlrm_planner.write import write_plan
 
 MIN_SHARD_GAIN = 1.005
 """A strategy with more shards must be faster by this factor."""
+MAX_EXACT = 16
+"""Up to so many numbers of replicas are judged one by one."""
+GRID_SIZES = 12
+"""Of more sizes so many are judged first, each larger by the same factor."""
+FALLING_SIZES = 3
+"""Sizes in a row below the best one, after which larger ones are skipped."""
+SHOWN_SIZES = 3
+"""Number of sizes next to the chosen one with a shown prediction."""
 BOUND_TOLERANCE = 1.01
 """A plan within this factor of what none can beat ends the search."""
 MIN_SEGMENT_GAIN = 0.9
@@ -55,8 +62,8 @@ def plan_job(
 ) -> Plan:
     """Place every table of the job on its ranks, and its rows in the tiers of their nodes.
 
-    With ``trainer.auto`` and without ``trainer.replicas`` the plan also chooses the number of replicas
-    (:mod:`dlrm_planner.replicas`).
+    With ``trainer.auto`` and without ``trainer.replicas`` the plan also chooses the number of replicas. The same
+    arguments give the same plan on every machine.
 
     Args:
         spec: A validated job; ``trainer.hardware`` names the profile, which the caller looks up.
@@ -66,9 +73,6 @@ def plan_job(
         reserve: Bytes of memory of each pod to keep free.
         shared: The nodes are parts of one machine, so more replicas would have smaller ones.
 
-    Returns:
-        The same plan for the same arguments, on every machine.
-
     Raises:
         InfeasiblePlanError: the tables do not fit; the reasons say which, where, by how many bytes, and the fix.
         InvalidSpecError: a pin names a rank, tier or kind of split that does not exist, a trace is missing, a target
@@ -76,8 +80,7 @@ def plan_job(
     """
     if spec.fixed_replicas is not None:
         return _Planner(profile, traces or {}, reserve, shared).plan(spec)
-    planner = _Planner(profile, traces or {}, reserve, shared, replicas_field="trainer.auto.max")
-    return plan_auto(spec, planner.try_plan, planner.refusal, lambda fixed, plan: missing_rates(fixed, profile, plan))
+    return _Planner(profile, traces or {}, reserve, shared, "trainer.auto.max").plan_auto(spec)
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class _Planner:
             raise explain_infeasible(problem, found, None if self.shared else self.replicas_field, is_feasible)
         return write_plan(found)
 
-    def try_plan(self, spec: DLRMJobSpec) -> Plan | None:
+    def _try_plan(self, spec: DLRMJobSpec) -> Plan | None:
         """Return the plan, or None without the time that it takes to find what would fix it."""
         try:
             found = choose(self._problem(spec))
@@ -106,17 +109,115 @@ class _Planner:
         except InvalidSpecError:
             return None
 
-    def refusal(self, spec: DLRMJobSpec) -> InvalidSpecError:
-        try:
-            self.plan(spec)
-        except InvalidSpecError as error:
-            return error
-        raise AssertionError("a plan that was refused is feasible")
-
     def _problem(self, spec: DLRMJobSpec) -> Problem:
         problem = read_problem(spec, self.profile, self.traces, self.reserve)
         check_pins(spec, problem.tables, self.replicas_field)
         return problem
+
+    def plan_auto(self, spec: DLRMJobSpec) -> Plan:
+        """Return the plan of the fewest replicas that reach the target, else of those that come closest."""
+        auto = spec.trainer.auto
+        assert auto is not None
+        most, target = min(auto.max, spec.max_replicas), auto.target_samples_per_second
+
+        def judge(size: int) -> float | None:
+            fixed = spec.with_replicas(size)
+            plan = self._try_plan(fixed)
+            if plan is None:
+                return None
+            rate = plan.predicted.samples_per_second
+            if rate is None and target > 0:
+                missing = missing_rates(fixed, self.profile, plan)
+                raise InvalidSpecError(
+                    "spec.trainer.auto.targetSamplesPerSecond",
+                    f"throughput of {size} replicas cannot be predicted: {missing}; measure it, give trainer.replicas, "
+                    "or a target of 0 for the fewest replicas that hold all tables",
+                )
+            return rate or 0.0
+
+        found = choose_replicas(auto.min, most, target, judge)
+        try:
+            # Planned once more: keeping all plans would take the memory of two dozen.
+            plan = self.plan(spec.with_replicas(found.replicas or most))
+        except InfeasiblePlanError as error:
+            first, *others = error.reasons
+            refused = f"no number of replicas from {auto.min} to {most} holds all tables; with {most}: {first}"
+            raise InfeasiblePlanError("spec.trainer.auto", [refused, *others]) from error
+        return plan.model_copy(update={"reasons": (_size_reason(spec, auto, most, found), *plan.reasons)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenSize:
+    """Hold how the search for a number of replicas ended."""
+
+    replicas: int | None
+    """The fewest that reach the target; else those of the highest throughput; None if nothing fits."""
+    reached: bool
+    judged: Mapping[int, float | None]
+    """Samples/s of every size that was judged, None if it does not fit: at most ``GRID_SIZES`` and twelve more."""
+
+
+def choose_replicas(fewest: int, most: int, target: float, judge: Callable[[int], float | None]) -> ChosenSize:
+    """Return the fewest replicas in a range that reach ``target``, else the best of those judged.
+
+    Between two neighbours of the grid the answer is assumed to change once, from no to yes; and throughput that has
+    fallen over several larger sizes is assumed not to rise above its peak again. Neither holds in general (a table may
+    split badly over one size and well over the next), so up to ``MAX_EXACT`` sizes are all judged.
+    """
+    judged: dict[int, float | None] = {}
+
+    def is_enough(size: int) -> bool:
+        if size not in judged:
+            judged[size] = judge(size)
+        rate = judged[size]
+        return rate is not None and rate >= target
+
+    before = fewest - 1
+    for size in size_grid(fewest, most):
+        if is_enough(size):
+            while size - before > 1:
+                middle = (before + size) // 2
+                before, size = (before, middle) if is_enough(middle) else (middle, size)
+            return ChosenSize(replicas=size, reached=True, judged=judged)
+        rates = [rate for _, rate in sorted(judged.items()) if rate is not None]
+        is_falling = len(rates) > FALLING_SIZES and max(rates[-FALLING_SIZES:]) < max(rates[:-FALLING_SIZES])
+        if most - fewest >= MAX_EXACT and is_falling:
+            break
+        before = size
+    fitting = {size: rate for size, rate in judged.items() if rate is not None}
+    best = max(fitting, key=lambda size: (fitting[size], -size), default=None)
+    return ChosenSize(replicas=best, reached=False, judged=judged)
+
+
+def size_grid(fewest: int, most: int) -> list[int]:
+    """Return the sizes to judge first, ascending, with both ends."""
+    if most - fewest < MAX_EXACT:
+        return list(range(fewest, most + 1))
+    steps = (round(fewest * (most / fewest) ** (i / (GRID_SIZES - 1))) for i in range(GRID_SIZES))
+    return sorted({fewest, most, *steps})
+
+
+def _size_reason(spec: DLRMJobSpec, auto: AutoReplicas, most: int, found: ChosenSize) -> str:
+    assert found.replicas is not None
+    size, target, rate = found.replicas, auto.target_samples_per_second, found.judged[found.replicas] or 0.0
+    sizes, chosen = f"from {auto.min} to {most}", f"{size} replica" if size == 1 else f"{size} replicas"
+    if found.reached and target == 0:
+        reason = f"trainer.auto: {chosen}, the fewest {sizes} that hold all tables"
+    elif found.reached:
+        reason = f"trainer.auto: {chosen}, the fewest {sizes} predicted to reach {target:,.0f} samples/s: {rate:,.0f}"
+    else:
+        reason = f"trainer.auto: no number of replicas {sizes} is predicted to reach {target:,.0f} samples/s; "
+        reason += f"{chosen} with the most, {rate:,.0f}"
+    others = sorted((each for each in found.judged if each != size), key=lambda each: (abs(each - size), each))
+    if shown := [_size_text(each, found.judged[each]) for each in sorted(others[:SHOWN_SIZES])]:
+        reason += f" ({', '.join(shown)})"
+    if most < auto.max:
+        reason += f"; data.virtualShards {spec.data.virtual_shards} allows no more than {most}"
+    return reason
+
+
+def _size_text(size: int, rate: float | None) -> str:
+    return f"{size}: {rate:,.0f}" if rate else f"{size}: {'does not fit' if rate is None else 'fits'}"
 
 
 def read_problem(
@@ -167,14 +268,13 @@ def memory_modes(
     All rows in DDR come first, with full cuts before segments; then slower tiers, which need the DDR that segments
     spare. On GPUs every mode uses tiers.
     """
-    stages: list[tuple[bool, StrategyList, tuple[bool, ...]]]
+    stages: list[tuple[bool, StrategyList, tuple[bool, ...]]] = []
     if problem.device == "cuda":
-        stages = [(True, whole, (False,)), (True, split, (False,)), (True, whole, (True,)), (True, split, (True,))]
-    else:
+        stages = [(True, whole, (False,)), (True, split, (False,))]
+    elif not pinned_slow(problem.tables):
         stages = [(False, whole, (False, True)), (False, split, (False, True))]
-        stages = [] if pinned_slow(problem.tables) else stages
-        if problem.caps or not stages:
-            stages += [(True, whole, (True,)), (True, split, (True,))]
+    if problem.device == "cuda" or problem.caps or not stages:
+        stages += [(True, whole, (True,)), (True, split, (True,))]
     return [
         MemoryMode(stage=stage, in_segments=segments, uses_tiers=uses_tiers, replicates=replicates, proposals=proposals)
         for stage, (uses_tiers, proposals, handoffs) in enumerate(stages)
@@ -203,7 +303,7 @@ def choose(problem: Problem) -> Solution | Infeasible:
 
 
 def _try_modes(problem: Problem, modes: list[MemoryMode]) -> Solution | Infeasible | None:
-    """Return the fastest placement of the first stage that fits; None if nothing fits and no mode says why."""
+    """Return the fastest placement of the first stage that fits, or why nothing does, if a mode says so."""
     best: Solution | None = None
     failure: Infeasible | None = None
     fits: set[tuple[int, bool]] = set()
@@ -212,7 +312,7 @@ def _try_modes(problem: Problem, modes: list[MemoryMode]) -> Solution | Infeasib
         limit_s = inf
         if best is not None:
             # Of one stage both ways to hand over cuts compete, each with as many replicas as fit.
-            limit_s = MIN_SEGMENT_GAIN * search.variable_s(best)
+            limit_s = MIN_SEGMENT_GAIN * best.estimate.variable_s
             competes = (mode.stage, mode.in_segments) not in fits and mode.stage in {stage for stage, _ in fits}
             # More memory does not help if all ranks have the same load.
             is_level = best.placement.imbalance * MIN_SEGMENT_GAIN <= 1
@@ -221,125 +321,78 @@ def _try_modes(problem: Problem, modes: list[MemoryMode]) -> Solution | Infeasib
         found = search.best_of(mode)
         if isinstance(found, Solution):
             fits.add((mode.stage, mode.in_segments))
-            if search.variable_s(found) < limit_s:
+            if found.estimate.variable_s < limit_s:
                 best = found
-        elif found is not None and (failure is None or _tells_more(found, mode)):
-            failure = found
+        elif found is not None:
+            # Segments leave less memory to tables than a full cut of small ones, which would be a confusing reason.
+            has_memory = isinstance(found.cause, TableShortage) and found.cause.free >= 0
+            if failure is None or mode.uses_tiers or not mode.in_segments or has_memory:
+                failure = found
     return best or failure
 
 
 def _lacks_less_in_ddr(problem: Problem, failure: Infeasible) -> bool:
     """Return whether DDR alone lacks less than what slower tiers need of every pod, tables aside."""
-    cause = failure.cause
-    if problem.limit is None or problem.device == "cuda" or not problem.caps or pinned_slow(problem.tables):
+    cause, limit = failure.cause, problem.limit
+    if limit is None or problem.device == "cuda" or not problem.caps or pinned_slow(problem.tables):
         return False
     if not isinstance(cause, TableShortage) or cause.free >= 0:
         return False
-    larger = replace(problem.limit, size=problem.limit.size - cause.free)
-    return is_feasible(replace(problem, caps={}, limit=larger))
+    return is_feasible(replace(problem, caps={}, limit=replace(limit, size=limit.size - cause.free)))
 
 
-def _tells_more(failure: Infeasible, mode: MemoryMode) -> bool:
-    """Return whether a failure says more than an earlier one.
-
-    Segments leave less memory to tables than a full cut of small ones, which would be a confusing reason.
-    """
-    cause = failure.cause
-    return mode.uses_tiers or not mode.in_segments or (isinstance(cause, TableShortage) and cause.free >= 0)
-
-
-@dataclass
 class _Search:
     """Try memory modes on one problem, and share between them what they have in common."""
 
-    problem: Problem
-    _tier_planners: dict[bool, TierPlanner] = field(default_factory=dict)
-    _not_placed: set[tuple[bool, tuple[int, ...], int]] = field(default_factory=set)
-    """Hand-off, replicated tables and number of the capacity for which no partitioner found ranks."""
-    _tried: set[tuple[int, bool, tuple[int, ...]]] = field(default_factory=set)
-
-    @cached_property
-    def costs(self) -> CostModel:
-        return read_costs(self.problem.spec, self.problem.profile, self.problem.device, self.problem.tables)
-
-    @cached_property
-    def _in_segments(self) -> Problem:
-        problem = self.problem
-        if problem.tables.handoff_budget is not None:
-            return problem
-        budget = segment_bytes(problem.spec, problem.tables, problem.limit)
-        return replace(problem, tables=problem.tables.in_segments(budget))
-
-    @cached_property
-    def _worth_replicating(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        return worth_replicating(self.problem.tables, self.costs, self.problem.device)
-
-    def _replicated(self, mode: MemoryMode) -> tuple[int, ...]:
+    def __init__(self, problem: Problem) -> None:
+        spec, tables, segments = problem.spec, problem.tables, problem
+        if tables.handoff_budget is None:
+            segments = replace(problem, tables=replace(tables, handoff_budget=segment_bytes(problem)))
+        self._problems = {False: problem, True: segments}
+        self._costs = read_costs(spec, problem.profile, problem.device, tables)
+        pinned = pinned_to_data(tables)
+        small = pinned | worth_replicating(tables, self._costs, problem.device)
         # On one rank a replica is the whole table.
-        if self.problem.spec.world_size == 1:
-            return ()
-        pinned = pinned_to_data(self.problem.tables)
-        return tuple(np.flatnonzero(pinned | self._worth_replicating if mode.replicates else pinned).tolist())
-
-    def variable_s(self, found: Solution) -> float:
-        """Return the seconds of a step that depend on the plan."""
-        return found.estimate.step_s - found.estimate.compute.seconds
+        chosen = {False: pinned & (spec.world_size > 1), True: small & (spec.world_size > 1)}
+        self._replicated = {replicates: tuple(np.flatnonzero(which).tolist()) for replicates, which in chosen.items()}
+        self._tier_planners: dict[bool, TierPlanner] = {}
+        self._not_placed: set[tuple[bool, bool, Ints, int]] = set()
+        """Use of tiers, hand-off, replicated tables and number of the capacity for which no partitioner found ranks."""
+        self._tried: set[tuple[int, bool, Ints]] = set()
 
     def best_of(self, mode: MemoryMode) -> Solution | Infeasible | None:
         """Return the fastest placement of a mode, or why it has none; None if an earlier one said why."""
-        replicated = self._replicated(mode)
+        problem, replicated = self._problems[mode.in_segments], self._replicated[mode.replicates]
         if (mode.stage, mode.in_segments, replicated) in self._tried:
             return None
         self._tried.add((mode.stage, mode.in_segments, replicated))
-        problem = self._in_segments if mode.in_segments else self.problem
-        if not mode.uses_tiers:
-            return self._best_in_ddr(problem, mode, ddr_capacity(problem, replicated))
-        planner = self._tier_planners.get(mode.in_segments)
-        if planner is None:
-            planner = self._tier_planners[mode.in_segments] = TierPlanner(problem)
-        return self._best_in_tiers(problem, mode, planner, replicated)
-
-    def _best_in_ddr(self, problem: Problem, mode: MemoryMode, capacity: Capacity) -> Solution | Infeasible | None:
-        if capacity.is_hopeless and (problem.caps or mode.proposals.only_checks):
-            return None
-        attempt = _Attempt(problem, self.costs, capacity, None)
-        best = attempt.best(mode.proposals)
-        if best is not None:
-            return best
-        assert attempt.failure is not None
-        return Infeasible(cause=attempt.failure, has_full_handoff=problem.tables.handoff_budget is None)
-
-    def _best_in_tiers(
-        self, problem: Problem, mode: MemoryMode, planner: TierPlanner, replicated: tuple[int, ...]
-    ) -> Solution | Infeasible | None:
         failure: Infeasible | None = None
-        for number, capacity in enumerate(planner.capacities(replicated)):
-            key = (mode.in_segments, replicated, number)
+        planner: TierPlanner | None = None
+        if mode.uses_tiers:
+            planner = self._tier_planners.get(mode.in_segments) or TierPlanner(problem)
+            self._tier_planners[mode.in_segments] = planner
+        capacities = planner.capacities(replicated) if planner else iter([ddr_capacity(problem, replicated)])
+        for number, capacity in enumerate(capacities):
+            key = (mode.uses_tiers, mode.in_segments, replicated, number)
             # More splits help only where no rank had the memory for a table.
             if mode.proposals.splits_to_fit and key not in self._not_placed:
                 continue
-            if capacity.is_hopeless and mode.proposals.only_checks:
+            if capacity.is_hopeless and (mode.proposals.only_checks or (problem.caps and not planner)):
                 self._not_placed.add(key)
                 continue
-            attempt = _Attempt(problem, self.costs, capacity, planner)
+            attempt = _Attempt(problem, self._costs, capacity, planner)
             best = attempt.best(mode.proposals)
             if best is not None:
                 return best
             if not attempt.placed:
                 self._not_placed.add(key)
             # Only the first capacity is counted in bytes.
-            if number == 0:
-                cause = planner.shortage if attempt.placed else attempt.failure
-                assert cause is not None
-                failure = self._infeasible(planner, cause)
+            if number == 0 and planner:
+                failure = planner.infeasible(None if attempt.placed else attempt.failure)
+            elif number == 0:
+                assert attempt.failure is not None
+                failure = Infeasible(cause=attempt.failure, has_full_handoff=problem.tables.handoff_budget is None)
         return failure
-
-    def _infeasible(self, planner: TierPlanner, cause: TableShortage | TierShortage) -> Infeasible:
-        if isinstance(cause, TierShortage):
-            smallest = planner.min_shortage
-            return Infeasible(cause=smallest if smallest is not None and smallest.tier == cause.tier else cause)
-        is_stack = planner.whole.is_stack(cause.table)
-        return Infeasible(cause=cause, min_slots=int(planner.whole.min_slots[cause.table]) if is_stack else 0)
 
 
 class _Attempt:
@@ -359,13 +412,14 @@ class _Attempt:
 
     def best(self, proposals: StrategyList) -> Solution | None:
         """Return the fastest solution, with few shards rather than many; None if nothing fits."""
-        proposer = Proposer(self._problem.spec, self._problem.tables, self._costs, self._capacity)
-        if (shortage := first_shortage(proposer)) is not None:
+        tables, costs, capacity = self._problem.tables, self._costs, self._capacity
+        if (shortage := first_shortage(tables, capacity)) is not None:
             self.failure = shortage
             return None
         # Nothing fits, but the checks say which table runs short.
-        if self._capacity.is_hopeless:
+        if capacity.is_hopeless:
             proposals = CHECK_SPLIT if proposals.splits_to_fit else CHECK_WHOLE
+        proposer = Proposer(self._problem.spec, tables, costs, capacity)
         for strategy in proposals.strategies:
             if not self._applies(strategy):
                 continue
@@ -375,10 +429,13 @@ class _Attempt:
                 self.failure = options
             if options is None or isinstance(options, TableShortage):
                 continue
-            proposal = Proposal(strategy=strategy.name, options=options, methods=strategy.methods)
-            partitioner = Partitioner(self._problem.tables, self._costs, self._capacity, proposal)
-            self._bound_s = min(self._bound_s, partitioner.bound_s)
-            for placement in self._placements(partitioner, None if proposals.only_checks else proposer):
+            partitioner = Partitioner(tables, costs, capacity, options)
+            least_s = float(partitioner.items.seconds.sum()) / costs.world_size + self._fixed_s
+            self._bound_s = min(self._bound_s, least_s)
+            for placement in partitioner.placements(strategy.name, strategy.methods):
+                self.placed = True
+                if not proposals.only_checks and (better := level_edges(partitioner, placement)) is not None:
+                    self._consider(better, strategy)
                 self._consider(placement, strategy)
             if not self.placed:
                 self.failure = partitioner.failure or self.failure
@@ -398,14 +455,6 @@ class _Attempt:
                 return self._best is None
         return True
 
-    def _placements(self, partitioner: Partitioner, proposer: Proposer | None) -> Iterator[Placement]:
-        for placement in partitioner.placements():
-            self.placed = True
-            better = level_edges(partitioner, proposer, placement) if proposer is not None else None
-            if better is not None:
-                yield better
-            yield placement
-
     def _consider(self, placement: Placement, strategy: Strategy) -> None:
         """Keep a placement if tiers hold its rows and it is faster than the best so far."""
         margin = 1.0 if strategy.name == self._best_strategy else MIN_SHARD_GAIN
@@ -415,8 +464,8 @@ class _Attempt:
         # Tiers only add to the time of rows in the first level.
         if fast_s >= limit_s:
             return
-        tiers = None
-        if self._planner is not None and (tiers := self._planner.assign(placement)) is None:
+        tiers = self._planner.assign(placement) if self._planner is not None else None
+        if self._planner is not None and tiers is None:
             return
         estimated = estimate(self._problem, self._costs, placement, tiers)
         if estimated.step_s < limit_s:

@@ -15,7 +15,7 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TableSpec
 from dlrm_api.plan import MAX_SHARDS, Device, ShardKind
 from dlrm_planner.estimate import CostModel
-from dlrm_planner.tables import ELEMENT_BYTES, Tables
+from dlrm_planner.tables import ELEMENT_BYTES, NO_PIN, Tables
 from dlrm_planner.types import Capacity, Indices, ShardOption, cut_tables
 
 MAX_REPLICA_BYTES = 4 * 2**20
@@ -24,8 +24,8 @@ MIN_SPLIT_GAIN = 0.95
 """A split must bring the costliest rank below this part of what it was."""
 ROW_TOLERANCE, COLUMN_TOLERANCE = 1.02, 1.1
 """Accept so much of the best balance for fewer shards. Columns get more: their vectors are sums of whole bags."""
+SPLIT_KINDS = ("row", "column", "table-row")
 PINNED = "as pinned"
-UNBALANCED = "whole tables leave the ranks less balanced"
 
 
 def check_pins(spec: DLRMJobSpec, tables: Tables, replicas_field: str) -> None:
@@ -35,94 +35,83 @@ def check_pins(spec: DLRMJobSpec, tables: Tables, replicas_field: str) -> None:
         InvalidSpecError: a pinned rank does not exist, replicas are pinned to some ranks only, table-row is pinned
             without several ranks on a node, or there would be more shards than a plan holds.
     """
-    world_size = spec.world_size
+    world_size, shards = spec.world_size, list[int]()
     for table, path in zip(tables.specs, tables.paths, strict=True):
-        if table.pin is None:
-            continue
-        if table.pin.sharding == "table-row":
-            _check_table_row(table, path, spec.trainer.processes_per_replica)
-        if table.pin.ranks and max(table.pin.ranks) >= world_size:
+        pin, is_pinned = table.pin or NO_PIN, f"table {table.name} is pinned to"
+        if pin.sharding == "table-row":
+            _check_table_row(pin.ranks, path, is_pinned, spec.trainer.processes_per_replica)
+        if pin.ranks and max(pin.ranks) >= world_size:
             raise InvalidSpecError(
                 f"{path}.pin.ranks",
-                f"table {table.name} is pinned to rank {max(table.pin.ranks)}, but the job has ranks 0 to "
-                f"{world_size - 1}: name one of these, or raise {replicas_field}",
+                f"{is_pinned} rank {max(pin.ranks)}, but the job has ranks 0 to {world_size - 1}: name one of these, "
+                f"or raise {replicas_field}",
             )
-        if table.pin.sharding == "data" and 0 < len(set(table.pin.ranks)) < world_size:
-            raise InvalidSpecError(
-                f"{path}.pin.ranks",
-                f"table {table.name} is pinned to sharding data, which places it on every rank: leave ranks out",
-            )
-    _check_shards(spec, tables)
-
-
-def _check_shards(spec: DLRMJobSpec, tables: Tables) -> None:
-    """Count the shards that pins ask for before any is made."""
-    counts = [_pinned_shards(spec, table) for table in tables.specs]
-    if sum(counts) <= MAX_SHARDS:
-        return
-    split = [count for count in counts if count > 1]
-    raise InvalidSpecError(
-        f"{tables.paths[counts.index(max(counts))]}.pin.sharding",
-        f"{len(split)} tables are pinned to be split, into {max(split)} shards at most over the job's "
-        f"{spec.world_size} ranks: {sum(counts)} shards with all other tables, and a plan holds at most {MAX_SHARDS}: "
-        "pin fewer tables, name fewer ranks in pin.ranks, or use fewer ranks",
-    )
+        if pin.sharding == "data" and 0 < len(set(pin.ranks)) < world_size:
+            problem = f"{is_pinned} sharding data, which places it on every rank: leave ranks out"
+            raise InvalidSpecError(f"{path}.pin.ranks", problem)
+        shards.append(_pinned_shards(spec, table))
+    if sum(shards) > MAX_SHARDS:
+        raise InvalidSpecError(
+            f"{tables.paths[shards.index(max(shards))]}.pin.sharding",
+            f"{sum(count > 1 for count in shards)} tables are pinned to be split, into {max(shards)} shards at most "
+            f"over the job's {world_size} ranks: {sum(shards)} shards with all other tables, and a plan holds at most "
+            f"{MAX_SHARDS}: pin fewer tables, name fewer ranks in pin.ranks, or use fewer ranks",
+        )
 
 
 def _pinned_shards(spec: DLRMJobSpec, table: TableSpec) -> int:
-    pin = table.pin
-    if pin is None or pin.sharding not in ("row", "column", "table-row"):
-        return 1
+    """Count the shards that a pin asks for before any is made."""
+    pin = table.pin or NO_PIN
+    parts = {"row": table.rows, "column": len(table.block_edges) - 1, "table-row": table.rows}
     ranks = len(set(pin.ranks)) or spec.world_size
-    if pin.sharding == "table-row":
-        return min(table.rows, spec.trainer.processes_per_replica)
-    return min(len(table.block_edges) - 1 if pin.sharding == "column" else table.rows, ranks)
+    most = spec.trainer.processes_per_replica if pin.sharding == "table-row" else ranks
+    return min(parts.get(pin.sharding or "", 1), most)
 
 
-def _check_table_row(table: TableSpec, path: str, processes: int) -> None:
+def _check_table_row(ranks: Sequence[int], path: str, is_pinned: str, processes: int) -> None:
     if processes == 1:
         raise InvalidSpecError(
             f"{path}.pin.sharding",
-            f"table {table.name} is pinned to sharding table-row, which splits rows over the ranks of one node, and a "
-            "node has one rank: set trainer.processesPerReplica to 2 or more, or pin to sharding row",
+            f"{is_pinned} sharding table-row, which splits rows over the ranks of one node, and a node has one rank: "
+            "set trainer.processesPerReplica to 2 or more, or pin to sharding row",
         )
-    assert table.pin is not None
-    nodes = sorted({rank // processes for rank in table.pin.ranks})
+    nodes = sorted({rank // processes for rank in ranks})
     if len(nodes) > 1:
         raise InvalidSpecError(
             f"{path}.pin.ranks",
-            f"table {table.name} is pinned to sharding table-row on ranks of nodes {', '.join(map(str, nodes))}: name "
-            f"ranks of one node, such as {nodes[0] * processes} to {(nodes[0] + 1) * processes - 1}, or pin to "
-            "sharding row",
+            f"{is_pinned} sharding table-row on ranks of nodes {', '.join(map(str, nodes))}: name ranks of one node, "
+            f"such as {nodes[0] * processes} to {(nodes[0] + 1) * processes - 1}, or pin to sharding row",
         )
 
 
 def may_split(table: TableSpec) -> bool:
     """Return whether the planner may split a table that no pin splits."""
-    return table.rows > 1 and (table.pin is None or (table.pin.sharding is None and len(set(table.pin.ranks)) != 1))
+    pin = table.pin or NO_PIN
+    return table.rows > 1 and pin.sharding is None and len(set(pin.ranks)) != 1
 
 
 def is_bound(table: TableSpec) -> bool:
     """Return whether a pin names ranks or a sharding."""
-    return table.pin is not None and bool(table.pin.ranks or table.pin.sharding)
+    pin = table.pin or NO_PIN
+    return bool(pin.ranks or pin.sharding)
 
 
 def pinned_to_data(tables: Tables) -> NDArray[np.bool_]:
     """Return the (T,) tables that pins replicate."""
-    return np.array([t.pin is not None and t.pin.sharding == "data" for t in tables.specs], bool)
+    return np.array([(table.pin or NO_PIN).sharding == "data" for table in tables.specs], bool)
 
 
 def worth_replicating(tables: Tables, costs: CostModel, device: Device) -> NDArray[np.bool_]:
-    """Return the (T,) small unpinned tables with a gradient that costs fewer bytes to all-reduce than to exchange.
+    """Return the (T,) small unpinned tables whose gradients are cheaper to all-reduce than to exchange.
 
     Over all W ranks, a ring all-reduce of R rows moves 2 (W - 1) R D elements; the exchange of a whole table moves the
     ids of the samples of W - 1 ranks, and their pooled vectors there and back. Replicas are where ranks compute.
     """
-    homes = (None, "hbm" if device == "cuda" else "ddr")
+    home = "hbm" if device == "cuda" else "ddr"
     table_bytes = tables.rows * costs.dims * ELEMENT_BYTES
     reduced = 2 * (costs.world_size - 1) * table_bytes
     exchanged = costs.sent_bytes(np.arange(len(table_bytes)), 1.0, costs.dims, costs.blocks)
-    unpinned = [t.pin is None or not (is_bound(t) or t.pin.tier not in homes) for t in tables.specs]
+    unpinned = [not is_bound(table) and (table.pin or NO_PIN).tier in (None, home) for table in tables.specs]
     return np.array(unpinned, bool) & (table_bytes <= MAX_REPLICA_BYTES) & (reduced < exchanged)
 
 
@@ -131,12 +120,8 @@ class OptionBuilder:
 
     def __init__(self, spec: DLRMJobSpec, tables: Tables, costs: CostModel, capacity: Capacity) -> None:
         self.tables, self.costs, self.capacity = tables, costs, capacity
-        self.processes, self.world_size, self.nodes = (
-            spec.trainer.processes_per_replica,
-            spec.world_size,
-            spec.replicas,
-        )
-        self.sharing = capacity.sharing
+        self.processes, self.world_size = spec.trainer.processes_per_replica, spec.world_size
+        self.nodes, self.sharing = spec.replicas, capacity.sharing
         self._everywhere = np.arange(spec.world_size)
         self.load = np.zeros(spec.world_size)
         """Seconds of each rank."""
@@ -158,19 +143,18 @@ class OptionBuilder:
         shards, ranks = cut_tables(self.tables, (i,), {i: option}), np.array(option.ranks)
         self.options[i] = option
         np.add.at(self.load, ranks, self.costs.of_shards(shards))
-        if self.capacity.is_bounded:
-            np.subtract.at(self.free, ranks // self.sharing, np.array(self.capacity.measure(shards), np.int64))
+        np.subtract.at(self.free, ranks // self.sharing, np.array(self.capacity.measure(shards), np.int64))
 
     def put(self, i: int, rank: int) -> None:
         """Place a whole table on a rank."""
         self.options[i] = ShardOption(kind="table", ranks=(rank,), edges=(0, self.tables.specs[i].rows), reason="")
         self.load[rank] += self.costs.whole_s[i]
-        self.free[rank // self.sharing] -= self.capacity.held[i] if self.capacity.is_bounded else 0
+        self.free[rank // self.sharing] -= self.capacity.held[i]
 
     def allowed(self, i: int) -> Indices:
         """Return the ranks that a table's pin allows."""
-        pin = self.tables.specs[i].pin
-        return np.array(sorted(set(pin.ranks)), np.int64) if pin and pin.ranks else self._everywhere
+        ranks = (self.tables.specs[i].pin or NO_PIN).ranks
+        return np.array(sorted(set(ranks)), np.int64) if ranks else self._everywhere
 
     def open_tables(self) -> list[int]:
         """Return the tables that may be split and have no option yet."""
@@ -182,7 +166,7 @@ class OptionBuilder:
         return sorted((i for i in self.open_tables() if self.is_heavy(i)), key=lambda i: -whole_s[i])
 
     def is_heavy(self, i: int) -> bool:
-        """Return whether balance may want a table split: it takes longer than the mean of a rank, and long enough."""
+        """Return whether balance may want a split: a table takes longer than the mean rank, and long enough."""
         return bool(self.costs.whole_s[i] > max(self.total_s / self.world_size, self.costs.min_split_s[i]))
 
     @cached_property
@@ -190,20 +174,22 @@ class OptionBuilder:
         """Return the seconds of all tables whole, over all ranks."""
         return float(self.costs.whole_s[list(self.capacity.placed)].sum())
 
-    def as_pinned(self, i: int) -> ShardOption | None:
-        """Return the split that a pin asks for; None if it asks for none.
+    def remaining_s(self) -> float:
+        """Return the seconds of all shards and of the tables without an option, over all ranks."""
+        whole = [i for i in self.capacity.placed if i not in self.options]
+        return float(self.load.sum() + self.costs.whole_s[whole].sum())
 
-        It is even if memory is too small for it anyway.
-        """
+    def as_pinned(self, i: int) -> ShardOption | None:
+        """Return the split that a pin asks for, even if memory is too small for it; None if it asks for none."""
         table, ranks = self.tables.specs[i], self.allowed(i)
-        if table.pin is None or table.pin.sharding not in ("row", "column", "table-row"):
+        pin, kind = table.pin or NO_PIN, (table.pin or NO_PIN).sharding
+        if kind is None or kind not in SPLIT_KINDS:
             return None
-        if table.pin.sharding == "column":
+        if kind == "column":
             blocks = min(len(table.block_edges) - 1, len(ranks))
             return self.by_columns(i, blocks, ranks, PINNED) or self._columns(i, ranks[:blocks], PINNED)
-        kind: ShardKind = "row"
-        if table.pin.sharding == "table-row":
-            kind, node = "table-row", ranks[0] // self.processes if table.pin.ranks else self._node_for(i)
+        if kind == "table-row":
+            node = ranks[0] // self.processes if pin.ranks else self._node_for(i)
             ranks = np.arange(node * self.processes, (node + 1) * self.processes)
         return self.by_rows(i, ranks, kind, PINNED) or _row_option(ranks, _even(table.rows, len(ranks)), kind, PINNED)
 
@@ -212,11 +198,10 @@ class OptionBuilder:
         load = self.load.reshape(self.nodes, self.processes).sum(axis=1)
         free = self.free.reshape(self.nodes, self.processes // self.sharing)
         held = -(-self.capacity.held[i] // free.shape[1])
-        fits = (free >= held).all(axis=1) if self.capacity.is_bounded else np.ones(self.nodes, bool)
-        return int(np.lexsort((np.arange(self.nodes), load, ~fits))[0])
+        return int(np.lexsort((np.arange(self.nodes), load, ~(free >= held).all(axis=1)))[0])
 
     def by_rows(self, i: int, ranks: Indices, kind: ShardKind, reason: str) -> ShardOption | None:
-        """Split into row ranges over these ranks, as even as memory allows; None if they do not hold the table."""
+        """Split into row ranges over ranks, as even as memory allows; None if they do not hold the table."""
         for reserve in (self.reserve, 0.0):
             nodes, per = np.unique(ranks // self.sharing, return_counts=True)
             got = spread_rows(self.tables.specs[i].rows, per, self._max_rows(i, nodes, per, reserve))
@@ -228,7 +213,7 @@ class OptionBuilder:
     def _max_rows(self, i: int, nodes: Indices, per: Indices, reserve: float) -> Indices:
         """Return the rows of a table that fit each node, in ``per`` ranges."""
         rows, held = self.tables.specs[i].rows, self.capacity.held[i]
-        if not self.capacity.is_bounded or held == 0:
+        if held == 0:
             return np.full(len(nodes), rows, np.int64)
         free = self.free[nodes] - reserve - per * float(self.capacity.extra[i])
         return np.asarray(np.clip(np.floor(free / held * rows) - 1, 0, rows), np.int64)
@@ -262,19 +247,19 @@ class OptionBuilder:
         return np.sort(np.concatenate(chosen))
 
     def by_columns(self, i: int, count: int, allowed: Indices, reason: str) -> ShardOption | None:
-        """Split into groups of column blocks on the least loaded ranks with enough memory; None if too few have."""
+        """Split into groups of column blocks on the least loaded ranks with memory; None if too few have it."""
         option = self._columns(i, allowed[:count], reason)
-        if option is None or not self.capacity.is_bounded:
-            order = allowed[np.lexsort((allowed, self.load[allowed]))]
-            return option and replace(option, ranks=tuple(order[:count].tolist()))
-        free, taken = self.free.copy(), np.zeros(self.world_size, bool)
-        ranks = []
+        if option is None:
+            return None
+        free, taken, ranks = self.free.copy(), np.zeros(self.world_size, bool), list[int]()
         for held in self.capacity.measure(cut_tables(self.tables, (i,), {i: option})):
             open_ = allowed[(free[allowed // self.sharing] >= held) & ~taken[allowed]]
             if not len(open_):
                 return None
-            ranks.append(int(open_[np.lexsort((open_, -free[open_ // self.sharing], self.load[open_]))[0]]))
-            taken[ranks[-1]], free[ranks[-1] // self.sharing] = True, free[ranks[-1] // self.sharing] - held
+            rank = int(open_[np.lexsort((open_, -free[open_ // self.sharing], self.load[open_]))[0]])
+            taken[rank] = True
+            free[rank // self.sharing] -= held
+            ranks.append(rank)
         return replace(option, ranks=tuple(ranks))
 
     def _columns(self, i: int, ranks: Indices, reason: str) -> ShardOption | None:
@@ -287,7 +272,7 @@ class OptionBuilder:
 
     def is_too_large(self, i: int) -> bool:
         """Return whether not even an empty node holds a table whole."""
-        return self.capacity.is_bounded and self.capacity.held[i] > max(self.capacity.free)
+        return self.capacity.held[i] > max(self.capacity.free)
 
     def for_memory(self, i: int) -> ShardOption | None:
         """Split a table that is too large for a node: by columns if that is enough, else by rows."""
@@ -304,10 +289,12 @@ class OptionBuilder:
     def balance_reason(self, i: int, total_s: float) -> str:
         """Return why a table is split that fits whole; ``total_s`` are the seconds of all tables."""
         times = float(self.costs.whole_s[i]) / total_s * self.world_size
-        return f"alone it costs {times:.2f} times the mean of a rank" if times > 1 else UNBALANCED
+        if times > 1:
+            return f"alone it costs {times:.2f} times the mean of a rank"
+        return "whole tables leave the ranks less balanced"
 
     def over_all_ranks(self, i: int, reason: str) -> ShardOption | None:
-        """Split over all allowed ranks: by columns if bags have several ids and ranks a block each, else by rows."""
+        """Split over all allowed ranks: by columns if bags have several ids and blocks suffice, else by rows."""
         table, allowed = self.tables.specs[i], self.allowed(i)
         blocks = len(table.block_edges) - 1
         if table.lookups > 1 and blocks >= len(allowed):
@@ -327,10 +314,8 @@ class OptionBuilder:
         row_counts = np.arange(2, min(len(allowed), table.rows) + 1)
         block_counts = np.arange(2, min(len(allowed), blocks) + 1)
         largest = np.asarray(-(-blocks // block_counts), np.float64)
-        fixed, widest = (
-            float(costs.total_s(i, 1.0, 0, 0)),
-            costs.total_s(i, 1.0, largest * (table.dim / blocks), largest),
-        )
+        fixed = float(costs.total_s(i, 1.0, 0, 0))
+        widest = costs.total_s(i, 1.0, largest * (table.dim / blocks), largest)
         parts = costs.total_s(i, 1 / row_counts, table.dim, blocks)
         with_other = np.where(block_counts < self.world_size, np.maximum(widest, other_s), widest + other_s)
         column = np.maximum(with_other, (total_s + (block_counts - 1) * fixed) / self.world_size)
@@ -372,7 +357,7 @@ def _even(count: int, parts: int) -> list[int]:
 
 
 def _row_option(ranks: Indices, sizes: Sequence[int], kind: ShardKind, reason: str) -> ShardOption | None:
-    """Return consecutive ranges of these sizes; a rank without rows gets no shard. None if one rank holds all."""
+    """Return consecutive ranges of these sizes, for ranks with rows; None if one rank holds all."""
     held = [(rank, size) for rank, size in zip(ranks.tolist(), sizes, strict=True) if size]
     if len(held) < 2:
         return None

@@ -1,8 +1,8 @@
-"""Estimate the seconds of a step: the one cost model, by which proposals are made, balanced, compared and reported.
+"""Estimate the seconds of a step: the one cost model, for proposals, balance, choice and report.
 
 Rates come from the HardwareProfile, or from the defaults below. A part of an estimate says whether the profile states
 its rates; only such parts are shown as a plan's prediction. To add a term, add it to :meth:`CostModel.fixed_s` if all
-plans of a job pay it, or to :meth:`CostModel.lookup_s` or :meth:`CostModel.exchange_s` if a shard's rank does.
+plans of a job pay it, or to :meth:`CostModel.lookup_s` or :meth:`CostModel.sent_bytes` if a shard's rank does.
 
 Source: Mudigere et al., "Software-hardware co-design for fast and scalable training of deep learning recommendation
 models", ISCA 2022; the planner of torchrec, for the default rates of HBM, DDR and links.
@@ -11,7 +11,7 @@ models", ISCA 2022; the planner of torchrec, for the default rates of HBM, DDR a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,10 +21,11 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Device, Plan, Prediction
 from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
 from dlrm_api.wire import CODECS
-from dlrm_planner.tables import ELEMENT_BYTES, Tables, dense_parameters, largest_slice, step_flops
+from dlrm_planner.tables import ELEMENT_BYTES, NO_PIN, Tables, dense_parameters, largest_slice, step_flops
 from dlrm_planner.tiers import TierAssignment
 from dlrm_planner.types import Estimate, Floats, Indices, Levels, Placement, Problem, Shards, Timed
 
+Each = Floats | float
 NARROW_ROWS = 2**31
 """If all tables have fewer rows, ids travel as four bytes, else as eight."""
 WEIGHT_BYTES = 4
@@ -82,7 +83,7 @@ class PartCost:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Give the seconds of shards, from (T,) arrays over tables. A share of the rows has that share of the ids."""
+    """Give the seconds of shards, from (T,) arrays over tables; a share of the rows has as many ids."""
 
     ids: Floats
     """Ids looked up in one step."""
@@ -108,9 +109,8 @@ class CostModel:
     byte_s: float
     """Seconds to exchange one byte with other ranks."""
     link_is_stated: bool
-    compute_s: float
+    compute: Timed
     """Dense layers of the rank with most samples; 0 if the profile states no rate."""
-    compute_is_stated: bool
     dense_bytes: float
     """Wire bytes of dense gradients."""
     table_elements: Floats
@@ -120,13 +120,11 @@ class CostModel:
         """Return the share of samples that belong to other ranks."""
         return (self.world_size - 1) / self.world_size
 
-    def lookup_s(self, table: Indices | int, share: Floats | float, width: Floats | float) -> Floats:
+    def lookup_s(self, table: Indices | int, share: Each, width: Each) -> Floats:
         """Return the seconds to look up and update the rows of shards."""
         return np.asarray(self.element_s[table] * (self.ids[table] * share * width))
 
-    def sent_bytes(
-        self, table: Indices | int, share: Floats | float, width: Floats | float, blocks: Floats | float
-    ) -> Floats:
+    def sent_bytes(self, table: Indices | int, share: Each, width: Each, blocks: Each) -> Floats:
         """Return the bytes that shards exchange: bags, pooled vectors and their gradients.
 
         A shard of some rows sends vectors for each bag that has an id there, the whole table for every bag.
@@ -136,17 +134,9 @@ class CostModel:
         bags = self.ids[table] * share * self.id_bytes[table] + self.bags[table] * self.length_bytes
         return np.asarray(self.away * (bags + here * (self.element_bytes * width + self.vector_bytes * blocks)))
 
-    def exchange_s(
-        self, table: Indices | int, share: Floats | float, width: Floats | float, blocks: Floats | float
-    ) -> Floats:
-        """Return the seconds that shards exchange."""
-        return self.byte_s * self.sent_bytes(table, share, width, blocks)
-
-    def total_s(
-        self, table: Indices | int, share: Floats | float, width: Floats | float, blocks: Floats | float
-    ) -> Floats:
+    def total_s(self, table: Indices | int, share: Each, width: Each, blocks: Each) -> Floats:
         """Return the seconds of shards on their rank."""
-        return self.lookup_s(table, share, width) + self.exchange_s(table, share, width, blocks)
+        return self.lookup_s(table, share, width) + self.byte_s * self.sent_bytes(table, share, width, blocks)
 
     def of_shards(self, shards: Shards) -> Floats:
         """Return the (N,) seconds of shards on their rank."""
@@ -186,17 +176,13 @@ class CostModel:
 
     def fixed_s(self, replicated: Sequence[int]) -> float:
         """Return the seconds that every placement with these replicated tables takes."""
-        return self.compute_s + self.replica_s(replicated) + self.reduce_s(replicated)
-
-    def bound_s(self, seconds: Floats, replicated: Sequence[int]) -> float:
-        """Return what no placement of shards that take so many ``seconds`` in all can beat."""
-        return float(seconds.sum()) / self.world_size + self.fixed_s(replicated)
+        return self.compute.seconds + self.replica_s(replicated) + self.reduce_s(replicated)
 
     def estimate(self, placement: Placement) -> Estimate:
         """Estimate a step of a placement with all rows in the first level."""
         shards, ranks = placement.shards, placement.ranks
         looked_up = self.lookup_s(shards.table, shards.share, shards.width)
-        sent = self.exchange_s(shards.table, shards.share, shards.width, shards.blocks)
+        sent_s = self.byte_s * self.sent_bytes(shards.table, shards.share, shards.width, shards.blocks)
         on_host, lookups = self.on_host[shards.table], dict[Tier, Timed]()
         # Replicated tables are in the memory of the device that computes.
         home: Tier = "hbm" if "hbm" in self.lookup_is_stated else "ddr"
@@ -206,14 +192,8 @@ class CostModel:
             slowest = self._slowest(ranks, looked_up * (on_host == (tier == "ddr")))
             own = self.replica_s(placement.replicated) if tier == home else 0.0
             lookups[tier] = Timed(slowest + own, stated)
-        exchange = self._slowest(ranks, sent) + self.reduce_s(placement.replicated)
-        return Estimate(
-            compute=Timed(self.compute_s, self.compute_is_stated),
-            lookups=lookups,
-            exchange=Timed(exchange, self.link_is_stated),
-            misses={},
-            prefetches=False,
-        )
+        exchange = Timed(self._slowest(ranks, sent_s) + self.reduce_s(placement.replicated), self.link_is_stated)
+        return Estimate(compute=self.compute, lookups=lookups, exchange=exchange)
 
     def _slowest(self, ranks: Indices, seconds: Floats) -> float:
         return float(np.bincount(ranks, weights=seconds, minlength=self.world_size).max())
@@ -223,13 +203,11 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
     """Return the costs of a job's tables on ranks of this kind."""
     specs, batch, processes = tables.specs, spec.data.global_batch_size, spec.trainer.processes_per_replica
     bags = np.array([batch * len(table.sources) for table in specs], np.float64)
-    directions = [
-        CODECS[codec] for codec in (spec.training.communication.forward, spec.training.communication.backward)
-    ]
+    communication = spec.training.communication
+    directions = [CODECS[codec] for codec in (communication.forward, communication.backward)]
     id_bytes = 4 if max(table.rows for table in specs) < NARROW_ROWS else 8
     longest = max(table.max_lookups for table in specs)
-    host_pins = [table.pin is not None and table.pin.tier not in (None, "hbm") for table in specs]
-    on_host = np.array(host_pins, bool) if device == "cuda" else np.ones(len(specs), bool)
+    on_host = np.array([device == "cpu" or (table.pin or NO_PIN).tier not in (None, "hbm") for table in specs], bool)
     # A node's ranks share its memory and its link to other nodes; a GPU's memory serves its rank alone.
     host_s, host_stated = _element_s(profile, "ddr")
     element_s, stated = np.full(len(specs), host_s * processes), dict[Tier, bool]()
@@ -239,7 +217,6 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
     stated["ddr"] = host_stated
     link, link_is_stated = _link_rate(spec, profile, device)
     flops = _flops(profile, device, processes)
-    dense = CODECS[spec.training.communication.dense].value_bytes * dense_parameters(spec.model)
     return CostModel(
         ids=bags * [table.lookups for table in specs],
         bags=bags,
@@ -255,9 +232,8 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
         lookup_is_stated=stated,
         byte_s=(processes if spec.replicas > 1 else 1) / link,
         link_is_stated=link_is_stated or spec.world_size == 1,
-        compute_s=step_flops(spec, largest_slice(spec)) / flops if flops else 0.0,
-        compute_is_stated=bool(flops),
-        dense_bytes=float(dense),
+        compute=Timed(step_flops(spec, largest_slice(spec)) / flops if flops else 0.0, bool(flops)),
+        dense_bytes=float(CODECS[communication.dense].value_bytes * dense_parameters(spec.model)),
         table_elements=np.array([float(table.rows) * table.dim for table in specs]),
     )
 
@@ -297,7 +273,7 @@ def _read_rate(profile: HardwareProfile | None, tier: Tier) -> float:
 
 
 def _element_s(profile: HardwareProfile | None, tier: Tier) -> tuple[float, bool]:
-    """Return the seconds to look up and update one element in a tier, and whether the profile states the rate."""
+    """Return the seconds to look up and update one element in a tier, and whether the rate is stated."""
     known, read = tier_spec(profile, tier), _read_rate(profile, tier)
     write = (known and known.write_bytes_per_second) or read
     return ELEMENT_BYTES * (ROW_READS / read + ROW_WRITES / write), bool(known and known.read_bytes_per_second)
@@ -308,13 +284,8 @@ def estimate(problem: Problem, costs: CostModel, placement: Placement, tiers: Ti
     fast = costs.estimate(placement)
     if tiers is None or not tiers.stacked:
         return fast
-    return Estimate(
-        compute=fast.compute,
-        lookups=fast.lookups,
-        exchange=fast.exchange,
-        misses=_misses(problem, placement, tiers),
-        prefetches=problem.spec.trainer.cache.lookahead > 0,
-    )
+    prefetches = problem.spec.trainer.cache.lookahead > 0
+    return replace(fast, misses=_misses(problem, placement, tiers), prefetches=prefetches)
 
 
 def _misses(problem: Problem, placement: Placement, tiers: TierAssignment) -> dict[Tier, Timed]:
@@ -328,17 +299,13 @@ def _misses(problem: Problem, placement: Placement, tiers: TierAssignment) -> di
     # Columns: rows read, bytes moved of a pod; bytes that cross a rank's link.
     moved: dict[Tier, tuple[Floats, Floats, Floats]] = {}
     for i, levels in tiers.stacked.items():
-        rank, held = int(placement.ranks[i]), levels.slots
-        first = hit_rates.hits_at(i, held)
-        below: tuple[tuple[Tier, int], ...] = levels.below
-        for place, (tier, rows) in enumerate(below):
-            is_last = place == len(below) - 1
-            until = float(hit_rates.accesses[i]) if is_last else hit_rates.hits_at(i, held + rows)
+        rank, held, record = int(placement.ranks[i]), levels.slots, float(stacks.record[i])
+        for place, (tier, rows) in enumerate(levels.below, start=1):
+            first, held = hit_rates.hits_at(i, held), held + rows
+            is_last = place == len(levels.below)
+            until = float(hit_rates.accesses[i]) if is_last else hit_rates.hits_at(i, held)
             missed = max(until - first, 0.0)
             missed = missed if missed > MIN_MISS_SHARE * until else 0.0
-            held += rows
-            first = hit_rates.hits_at(i, held)
-            record = float(stacks.record[i])
             counts, sizes, crossed = moved.setdefault(tier, (np.zeros(pods), np.zeros(pods), np.zeros(spec.world_size)))
             counts[rank // processes] += missed
             sizes[rank // processes] += missed * (max(record, BLOCK_PAGE_BYTES) if tier == "block" else record)
@@ -348,13 +315,10 @@ def _misses(problem: Problem, placement: Placement, tiers: TierAssignment) -> di
     link = devices and devices.host_bytes_per_second
     found: dict[Tier, Timed] = {}
     for tier, (counts, sizes, crossed) in moved.items():
-        seconds, is_stated = _transfer_s(
-            tier, tier_spec(problem.profile, tier), float(counts.max()), float(sizes.max())
-        )
-        if crossed.any():
-            seconds += float(crossed.max()) / (link or DEFAULT_HOST_LINK_RATE)
-        is_stated = is_stated and (bool(link) or problem.device == "cpu")
-        found[tier] = Timed(seconds, is_stated)
+        known = tier_spec(problem.profile, tier)
+        seconds, is_stated = _transfer_s(tier, known, float(counts.max()), float(sizes.max()))
+        seconds += float(crossed.max()) / (link or DEFAULT_HOST_LINK_RATE)
+        found[tier] = Timed(seconds, is_stated and (bool(link) or problem.device == "cpu"))
     return found
 
 
@@ -378,7 +342,7 @@ def _limited_s(count: float, iops: float | None, size: float, rate: float | None
 
 
 def predict(spec: DLRMJobSpec, profile: HardwareProfile | None, found: Estimate, imbalance: float) -> Prediction:
-    """Return the parts of an estimate with rates in the profile, and the throughput if it states all rates."""
+    """Return the parts of an estimate with stated rates, and the throughput if all rates are stated."""
     if profile is None:
         return Prediction(imbalance=imbalance)
     rate = price = None

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
 from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import TierSpec
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.model import TablePin
 from dlrm_api.plan import RankPlan
 from dlrm_api.tiers import Tier, claim_bytes
-from dlrm_planner.enumerate import may_split
+from dlrm_planner.enumerate import may_split, pinned_to_data
 from dlrm_planner.estimate import Solution, read_costs
 from dlrm_planner.memory import MAX_DDR, MIB, NODE_DDR, device_limit, human, pod_limit
-from dlrm_planner.tables import Tables, held_samples
-from dlrm_planner.types import Infeasible, Limit, Placement, Problem, TableShortage, TierShortage
+from dlrm_planner.tables import NO_PIN, Tables, held_samples
+from dlrm_planner.types import Infeasible, Limit, Options, Problem, TableShortage, TierShortage
 
 MAX_NAMED_TABLES = 5
 MAX_NAMED_RANKS = 8
@@ -34,13 +34,14 @@ def explain_plan(
     """Give the reasons of a plan: where ranks compute, sharding, balance, tiers, hand-off, memory."""
     problem, placement = found.problem, found.placement
     spec, tables = problem.spec, problem.tables
+    kinds = zip(placement.shards.table.tolist(), placement.shards.kinds, strict=True)
+    whole = [i for i, kind in kinds if kind == "table"]
     return (
-        f"{spec.world_size} ranks on {_count(spec.replicas, 'node')}: {_count(len(placement.whole), 'table')} whole on "
-        f"one rank each, {len(placement.options)} split over several, {len(placement.replicated)} replicated on every "
-        "rank",
+        f"{spec.world_size} ranks on {_count(spec.replicas, 'node')}: {_count(len(whole), 'table')} whole on one rank "
+        f"each, {len(placement.options)} split over several, {len(placement.replicated)} replicated on every rank",
         *_device(found),
-        *_sharding(spec, tables, placement),
-        *_splits(spec, tables, placement),
+        *_sharding(spec, tables, placement.replicated, whole),
+        *_splits(spec, tables, placement.options),
         *_balance(found),
         *_tiers(found),
         *([policy_reason] if policy_reason else []),
@@ -50,41 +51,35 @@ def explain_plan(
     )
 
 
-def _device(found: Solution) -> list[str]:
+def _device(found: Solution) -> Iterator[str]:
     if found.problem.device == "cpu":
-        return []
+        return
+    yield "ranks compute on GPUs, one for each process: dense parameters, replicas and slots are in HBM"
     host = [] if found.tiers is None else found.placement.shards.table[~found.tiers.stacks.on_device].tolist()
-    reasons = ["ranks compute on GPUs, one for each process: dense parameters, replicas and slots are in HBM"]
-    if tables := list(dict.fromkeys(host)):
-        reasons.append(f"pinned to the host, and looked up there: {_names(found.problem.tables, tables)}")
-    return reasons
+    if host:
+        yield f"pinned to the host, and looked up there: {_names(found.problem.tables, host)}"
 
 
-def _sharding(spec: DLRMJobSpec, tables: Tables, placement: Placement) -> list[str]:
-    reasons = []
-    pinned = [i for i in placement.replicated if (pin := tables.specs[i].pin) and pin.sharding == "data"]
-    if chosen := [i for i in placement.replicated if i not in set(pinned)]:
-        reasons.append(f"replicated because all-reducing their gradient moves fewer bytes: {_names(tables, chosen)}")
-    if pinned:
-        reasons.append(f"replicated because pinned to data: {_names(tables, pinned)}")
-    if spec.world_size == 1 and any(t.pin is not None and t.pin.sharding == "data" for t in tables.specs):
-        reasons.append("pins to sharding data mean nothing on one rank: its replica is the whole table")
-    if bound := [i for i in placement.whole if (pin := tables.specs[i].pin) and pin.ranks]:
-        reasons.append(f"on the ranks that they are pinned to: {_names(tables, bound)}")
-    return reasons
+def _sharding(spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], whole: Sequence[int]) -> Iterator[str]:
+    is_pinned = pinned_to_data(tables)
+    if chosen := [i for i in replicated if not is_pinned[i]]:
+        yield f"replicated because all-reducing their gradient moves fewer bytes: {_names(tables, chosen)}"
+    if pinned := [i for i in replicated if is_pinned[i]]:
+        yield f"replicated because pinned to data: {_names(tables, pinned)}"
+    if spec.world_size == 1 and is_pinned.any():
+        yield "pins to sharding data mean nothing on one rank: its replica is the whole table"
+    if bound := [i for i in whole if (tables.specs[i].pin or NO_PIN).ranks]:
+        yield f"on the ranks that they are pinned to: {_names(tables, bound)}"
 
 
-def _splits(spec: DLRMJobSpec, tables: Tables, placement: Placement) -> list[str]:
-    reasons = []
-    shown = dict(list(placement.options.items())[:MAX_NAMED_TABLES])
-    for i, option in shown.items():
+def _splits(spec: DLRMJobSpec, tables: Tables, options: Options) -> Iterator[str]:
+    for i, option in islice(options.items(), MAX_NAMED_TABLES):
         how = "by columns" if option.kind == "column" else "by rows"
         if option.kind == "table-row":
             how += f" inside node {option.ranks[0] // spec.trainer.processes_per_replica}"
-        reasons.append(f"table {tables.specs[i].name} is split {how} over {_ranks(option.ranks)}: {option.reason}")
-    if more := len(placement.options) - len(shown):
-        reasons.append(f"{_count(more, 'more table')} {'is' if more == 1 else 'are'} split: see the plan's shards")
-    return reasons
+        yield f"table {tables.specs[i].name} is split {how} over {_ranks(option.ranks)}: {option.reason}"
+    if (more := len(options) - MAX_NAMED_TABLES) > 0:
+        yield f"{_count(more, 'more table')} {'is' if more == 1 else 'are'} split: see the plan's shards"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -96,37 +91,32 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"
 
 
-def _balance(found: Solution) -> list[str]:
-    placement, problem = found.placement, found.problem
+def _balance(found: Solution) -> Iterator[str]:
+    placement, problem, shards = found.placement, found.problem, found.placement.shards
     if problem.spec.world_size == 1:
-        return []
-    reasons = [
-        f"placed by {placement.method}; largest over mean cost (lookups and exchange) of a rank: "
-        f"{placement.imbalance:.4f}"
-    ]
-    seconds = read_costs(problem.spec, problem.profile, problem.device, problem.tables).of_shards(placement.shards)
+        return
+    balance = f"largest over mean cost (lookups and exchange) of a rank: {placement.imbalance:.4f}"
+    yield f"placed by {placement.method}; {balance}"
+    seconds = read_costs(problem.spec, problem.profile, problem.device, problem.tables).of_shards(shards)
     mean = float(seconds.sum()) / problem.spec.world_size
     if len(seconds) and seconds.max() > BOTTLENECK_RATIO * mean > 0:
         largest = int(np.argmax(seconds))
-        part = "alone" if placement.shards.kinds[largest] == "table" else "with one of its shards"
-        reasons.append(
-            f"table {placement.shards.spec(largest).name} {part} costs {seconds.max() / mean:.2f} times the mean of a "
-            "rank: it is the bottleneck"
-        )
-    return reasons
+        part = "alone" if shards.kinds[largest] == "table" else "with one of its shards"
+        costs = f"costs {seconds.max() / mean:.2f} times the mean of a rank: it is the bottleneck"
+        yield f"table {shards.spec(largest).name} {part} {costs}"
 
 
-def _tiers(found: Solution) -> list[str]:
-    """Say where the rows of stacks are, and what share of their accesses each tier serves, by group of like tables."""
+def _tiers(found: Solution) -> Iterator[str]:
+    """Say where the rows of stacks are, and the accesses that slots serve, by group of like tables."""
     if found.tiers is None or not found.tiers.levels:
-        return []
+        return
     rates, levels_of, shards = found.tiers.hit_rates, found.tiers.levels, found.placement.shards
-    tables, groups, reasons = found.problem.tables, dict[tuple[Tier, ...], list[int]](), []
+    tables, groups = found.problem.tables, dict[tuple[Tier, ...], list[int]]()
     for i, levels in sorted(levels_of.items()):
         groups.setdefault(tuple(tier for tier, _ in levels.each) if levels.below else (), []).append(i)
     if in_hbm := groups.pop((), []):
-        named = list(dict.fromkeys(shards.table[in_hbm].tolist()))
-        reasons.append(f"{_count(len(named), 'table')} whole in HBM: {_names(tables, named)}")
+        named = shards.table[in_hbm].tolist()
+        yield f"{_count(len(set(named)), 'table')} whole in HBM: {_names(tables, named)}"
     for (first, *below), group in groups.items():
         rows = sum(int(shards.rows[i]) for i in group)
         accesses = max(sum(float(rates.accesses[i]) for i in group), 1e-300)
@@ -137,47 +127,37 @@ def _tiers(found: Solution) -> list[str]:
         for place, tier in enumerate(below):
             held = sum(levels_of[i].below[place][1] for i in group)
             kept.append(f"space for {held / rows:.1%} in {tier}")
-        named = list(dict.fromkeys(shards.table[group].tolist()))
-        counted = _count(len(named), "table")
-        reasons.append(f"{counted} with levels, {_names(tables, named)}: of {rows} rows {', '.join(kept)}")
+        named = shards.table[group].tolist()
+        counted = _count(len(set(named)), "table")
+        yield f"{counted} with levels, {_names(tables, named)}: of {rows} rows {', '.join(kept)}"
     whole = len(tables.specs) - len(set(shards.table[list(levels_of)].tolist()))
     if whole and found.problem.device == "cpu":
-        reasons.append(f"{_count(whole, 'table')} whole in DDR: there a byte spares most reads of slower tiers")
+        yield f"{_count(whole, 'table')} whole in DDR: there a byte spares most reads of slower tiers"
     if found.stacked:
         ahead = found.problem.spec.trainer.cache.lookahead
-        reasons.append(
-            f"rows are fetched {_count(ahead, 'batch')} ahead: slots hold at least the distinct rows expected of "
-            f"{_count(ahead + 1, 'batch')}"
-        )
-    return reasons
+        wanted = f"slots hold at least the distinct rows expected of {_count(ahead + 1, 'batch')}"
+        yield f"rows are fetched {_count(ahead, 'batch')} ahead: {wanted}"
 
 
-def _handoff(problem: Problem, handoff: Sequence[int]) -> list[str]:
+def _handoff(problem: Problem, handoff: Sequence[int]) -> Iterator[str]:
     budget = problem.tables.handoff_budget
-    if budget is None or problem.spec.checkpoint.handoff_budget is not None or budget not in handoff:
-        return []
-    return [
-        f"cuts are handed over in segments: {human(budget)} of shared memory a pod, because tables leave too little "
-        "memory for full cuts"
-    ]
+    if budget is not None and problem.spec.checkpoint.handoff_budget is None and budget in handoff:
+        reason = "because tables leave too little memory for full cuts"
+        yield f"cuts are handed over in segments: {human(budget)} of shared memory a pod, {reason}"
 
 
-def _device_memory(problem: Problem, ranks: Sequence[RankPlan]) -> list[str]:
+def _device_memory(problem: Problem, ranks: Sequence[RankPlan]) -> Iterator[str]:
     if problem.device == "cpu":
-        return []
+        return
     fullest = max(ranks, key=lambda rank: rank.bytes_per_tier["hbm"])
-    taken = f"rank {fullest.rank} takes most of its GPU, {human(fullest.bytes_per_tier['hbm'])} in all"
-    if problem.hbm is None:
-        return [
-            f"{taken}; not checked against memory: neither devices of a HardwareProfile nor trainer.tierBudgets.hbm"
-        ]
-    return [f"{taken}; tables have {human(problem.hbm.size)} of it: {problem.hbm.source}"]
+    limit = "not checked against memory: neither devices of a HardwareProfile nor trainer.tierBudgets.hbm"
+    if problem.hbm is not None:
+        limit = f"tables have {human(problem.hbm.size)} of it: {problem.hbm.source}"
+    yield f"rank {fullest.rank} takes most of its GPU, {human(fullest.bytes_per_tier['hbm'])} in all; {limit}"
 
 
 def _memory(problem: Problem, ranks: Sequence[RankPlan]) -> str:
-    pods = np.zeros(problem.spec.replicas)
-    for rank in ranks:
-        pods[rank.node] += rank.bytes_per_tier["ddr"]
+    pods = np.bincount([rank.node for rank in ranks], weights=[rank.bytes_per_tier["ddr"] for rank in ranks])
     fullest = int(np.argmax(pods))
     taken = f"node {fullest} holds most, {human(int(pods[fullest]))} of tables and hand-off"
     if problem.limit is None:
@@ -191,9 +171,10 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what if number == 1 else plural}"
 
 
-def _names(tables: Tables, indices: Sequence[int]) -> str:
-    shown = ", ".join(tables.specs[i].name for i in indices[:MAX_NAMED_TABLES])
-    return shown if len(indices) <= MAX_NAMED_TABLES else f"{shown} and {len(indices) - MAX_NAMED_TABLES} more"
+def _names(tables: Tables, indices: Iterable[int]) -> str:
+    names = [tables.specs[i].name for i in dict.fromkeys(indices)]
+    shown = ", ".join(names[:MAX_NAMED_TABLES])
+    return shown if len(names) <= MAX_NAMED_TABLES else f"{shown} and {len(names) - MAX_NAMED_TABLES} more"
 
 
 def explain_infeasible(
@@ -201,71 +182,51 @@ def explain_infeasible(
 ) -> InfeasiblePlanError:
     """Return the error that names the table, the rank, the node, the missing bytes, and what would fix it.
 
-    Args:
-        problem: what does not fit.
-        failure: why.
-        replicas_field: the field that adds replicas; None if they would share one machine.
-        is_feasible: tries a variant of the problem. Every fix that is suggested was tried.
+    Every fix was tried with ``is_feasible``. ``replicas_field`` adds replicas; None if they would share one machine.
     """
-    fixes = _Fixes(problem, failure, replicas_field, is_feasible)
-    cause, reasons = failure.cause, list[str]()
+    fixes, cause = _Fixes(problem, failure, replicas_field, is_feasible), failure.cause
     if isinstance(cause, TierShortage):
-        reasons.append(_tier_shortage(problem, cause))
-        reasons += fixes.more_of_tier(cause)
+        reasons = [_tier_shortage(problem, cause)]
     else:
-        reasons.append(_table_shortage(problem, failure, cause))
-    limit = fixes.limit_of(problem)
-    if limit is not None:
+        reasons = [_table_shortage(problem, failure, cause)]
+    if (limit := fixes.limit_of(problem)) is not None:
         owner = "a rank" if cause.tier == "hbm" else "a pod"
-        reasons.insert(1, f"{owner} has {max(0, limit.size)} bytes for tables: {limit.source}")
-        reasons += fixes.more_memory(limit)
-    reasons += [*fixes.fewer_activations(), *fixes.less_read_ahead(), *fixes.other_memory(), *fixes.no_pin()]
-    reasons.append(fixes.more_replicas())
+        reasons.append(f"{owner} has {max(0, limit.size)} bytes for tables: {limit.source}")
+    reasons += [*fixes.more_of_tier(), *fixes.more_memory(), *fixes.fewer_activations(), *fixes.less_read_ahead()]
+    reasons += [*fixes.other_memory(), *fixes.no_pin(), fixes.more_replicas()]
     if not any(reason.startswith("fix: ") for reason in reasons):
         reasons.append(f"no single change is enough: with all the {cause.tier} there may be, something else runs short")
     return InfeasiblePlanError("spec.trainer", reasons)
 
 
 def _table_shortage(problem: Problem, failure: Infeasible, cause: TableShortage) -> str:
-    table, limit = problem.tables.specs[cause.table], problem.hbm if cause.tier == "hbm" else problem.limit
+    table, is_hbm = problem.tables.specs[cause.table], cause.tier == "hbm"
+    limit = problem.hbm if is_hbm else problem.limit
     where = f"rank {cause.rank} on node {cause.rank // problem.spec.trainer.processes_per_replica}"
-    what = f"table {table.name} ({table.rows} rows x {table.dim})"
-    if cause.free < 0 and limit is not None and cause.tier == "hbm":
-        return (
-            f"{what} does not fit on the GPU of {where}: replicated tables and the working memory of a step take "
-            f"{-cause.free} bytes more than it has"
-        )
+    where = f"the GPU of {where}" if is_hbm else where
+    refused = f"table {table.name} ({table.rows} rows x {table.dim}) does not fit"
     if cause.free < 0 and limit is not None:
-        return (
-            f"{what} does not fit on {where}: replicated tables, the hand-off and buffers already take "
-            f"{limit.size - cause.free} bytes there, {-cause.free} bytes more than the pod has"
-        )
-    batches = problem.spec.trainer.cache.lookahead + 1
-    if failure.min_slots and table.pin is not None and table.pin.tier == "hbm":
-        form = "with all rows, as pinned,"
-    elif failure.min_slots and cause.tier == "hbm":
-        form = f"with slots for {failure.min_slots} rows and for all lookups of {batches + 1} batches in flight"
-    elif failure.min_slots:
-        form = (
-            f"with slots for {failure.min_slots} rows, those of {batches} batches in flight, scratch slots, and the "
-            "map of all rows"
-        )
-    else:
+        taken = f", the hand-off and buffers already take {limit.size - cause.free} bytes there, {-cause.free} bytes "
+        taken += "more than the pod has"
+        if is_hbm:
+            taken = f" and the working memory of a step take {-cause.free} bytes more than it has"
+        return f"{refused} on {where}: replicated tables{taken}"
+    batches, slots = problem.spec.trainer.cache.lookahead + 1, f"with slots for {failure.min_slots} rows"
+    if not failure.min_slots:
         form = "with row state and hand-off" if failure.has_full_handoff else "with row state"
-    next_to = "" if cause.is_alone else " next to other tables"
-    takes = f"{form} it takes {cause.held} bytes"
-    short = f"{cause.held - cause.free} bytes short"
+    elif (table.pin or NO_PIN).tier == "hbm":
+        form = "with all rows, as pinned,"
+    elif is_hbm:
+        form = f"{slots} and for all lookups of {batches + 1} batches in flight"
+    else:
+        form = f"{slots}, those of {batches} batches in flight, scratch slots, and the map of all rows"
+    on, free = f" on {where}, which has most free memory", "bytes are free"
     if cause.spread:
-        over = f"GPUs of {cause.spread} ranks" if cause.tier == "hbm" else f"ranks of {cause.spread} nodes"
-        return (
-            f"{what} does not fit, not even split over the {over}: {takes}, and {cause.free} bytes are free on all of "
-            f"them together{next_to}: {short}"
-        )
-    on = f"the GPU of {where}" if cause.tier == "hbm" else where
-    return (
-        f"{what} does not fit on {on}, which has most free memory: {takes}, and {cause.free} "
-        f"bytes are free{next_to}: {short}"
-    )
+        over = f"GPUs of {cause.spread} ranks" if is_hbm else f"ranks of {cause.spread} nodes"
+        on, free = f", not even split over the {over}", "bytes are free on all of them together"
+    next_to = "" if cause.is_alone else " next to other tables"
+    short = f"{cause.held - cause.free} bytes short"
+    return f"{refused}{on}: {form} it takes {cause.held} bytes, and {cause.free} {free}{next_to}: {short}"
 
 
 def _tier_shortage(problem: Problem, cause: TierShortage) -> str:
@@ -295,11 +256,11 @@ class _Fixes:
         limit = pod_limit(spec, problem.profile, problem.reserve, problem.device)
         return replace(problem, spec=spec, limit=limit, hbm=hbm)
 
-    def more_of_tier(self, cause: TierShortage) -> Iterator[str]:
-        """Yield a size of the tier that runs short; whether it comes from budget or profile is for the user to know."""
-        problem = self.problem
+    def more_of_tier(self) -> Iterator[str]:
+        """Yield a size of the tier that runs short; the user knows whether it is of a budget or a profile."""
+        problem, cause = self.problem, self.failure.cause
         # DDR is a matter of ``more_memory``.
-        if (tier := cause.tier) == "ddr":
+        if not isinstance(cause, TierShortage) or (tier := cause.tier) == "ddr":
             return
         has = problem.caps[tier]
 
@@ -315,9 +276,11 @@ class _Fixes:
                 f"profile's tiers.{tier}.bytes{claimed if node and node.storage_class else ''} if hardware is named"
             )
 
-    def more_memory(self, limit: Limit) -> Iterator[str]:
+    def more_memory(self) -> Iterator[str]:
         """Yield the bytes to add to each pod, or to each GPU, to within a MiB."""
-        cause, problem = self.failure.cause, self.problem
+        cause, problem, limit = self.failure.cause, self.problem, self.limit_of(self.problem)
+        if limit is None:
+            return
         if isinstance(cause, TierShortage):
             missing = cause.missing if cause.tier == "ddr" else 1
         else:
@@ -325,11 +288,10 @@ class _Fixes:
 
         def fits(more: int) -> bool:
             larger = replace(limit, size=limit.size + more * MIB)
-            changed = replace(problem, hbm=larger) if cause.tier == "hbm" else replace(problem, limit=larger)
-            return self.is_feasible(changed)
+            is_hbm = cause.tier == "hbm"
+            return self.is_feasible(replace(problem, hbm=larger) if is_hbm else replace(problem, limit=larger))
 
-        more = _smallest(fits, (MAX_DDR - limit.size) // MIB, -(-missing // MIB))
-        if more is not None:
+        if (more := _smallest(fits, (MAX_DDR - limit.size) // MIB, -(-missing // MIB))) is not None:
             yield f"fix: {self._raise_fields(limit, limit.size + more * MIB)}"
 
     def _raise_fields(self, limit: Limit, enough: int) -> str:
@@ -356,17 +318,15 @@ class _Fixes:
             free = max(0, problem.limit.size if problem.limit else 0) * problem.spec.replicas
             rest = sum(size.resident for size in problem.tables.whole) - free
             start = max(1, rest // problem.spec.replicas // MIB)
-            size = _smallest(
-                lambda size: self.is_feasible(replace(problem, caps={"block": size * MIB})), MAX_BLOCK // MIB, start
-            )
-            if size is not None:
+
+            def fits(size: int) -> bool:
+                return self.is_feasible(replace(problem, caps={"block": size * MIB}))
+
+            if (size := _smallest(fits, MAX_BLOCK // MIB, start)) is not None:
                 where = "on block storage; in a cluster, name hardware with a profile that mounts it"
-                if self.replicas_field is None:
-                    where = "into files below --tier-dir"
-                yield (
-                    f"fix: trainer.tierBudgets.block: {size * MIB} ({human(size * MIB)}) puts rows that DDR does not "
-                    f"hold {where}"
-                )
+                where = "into files below --tier-dir" if self.replicas_field is None else where
+                budget = f"{size * MIB} ({human(size * MIB)})"
+                yield f"fix: trainer.tierBudgets.block: {budget} puts rows that DDR does not hold {where}"
         elif self.failure.min_slots:
             yield from self._no_lookahead("needs slots for one batch alone")
 
@@ -380,10 +340,10 @@ class _Fixes:
 
     def _host_pin(self, cause: TableShortage) -> Iterator[str]:
         table = self.problem.tables.specs[cause.table]
-        if cause.free < 0 or (table.pin is not None and table.pin.sharding == "data"):
+        if cause.free < 0 or (table.pin or NO_PIN).sharding == "data":
             return
-        pin = (table.pin or TablePin()).model_copy(update={"tier": "ddr"})
-        if self.is_feasible(self.problem.with_table(cause.table, table.model_copy(update={"pin": pin}))):
+        pin = (table.pin or NO_PIN).model_copy(update={"tier": "ddr"})
+        if self.is_feasible(self.problem.with_pin(cause.table, pin)):
             path = self.problem.tables.paths[cause.table]
             yield f"fix: {path}.pin.tier: ddr keeps the table on the host, looked up there"
 
@@ -392,12 +352,10 @@ class _Fixes:
         cause = self.failure.cause
         if not isinstance(cause, TableShortage) or cause.free < 0:
             return
-        table, path = self.problem.tables.specs[cause.table], self.problem.tables.paths[cause.table]
-        if table.pin is None or not (table.pin.sharding or table.pin.ranks):
-            return
-        pin = table.pin.model_copy(update={"sharding": None, "ranks": ()})
-        if self.is_feasible(self.problem.with_table(cause.table, table.model_copy(update={"pin": pin}))):
-            names = " and ".join(f"{path}.pin.{name}" for name in ("sharding", "ranks") if getattr(table.pin, name))
+        pin, path = self.problem.tables.specs[cause.table].pin or NO_PIN, self.problem.tables.paths[cause.table]
+        free = pin.model_copy(update={"sharding": None, "ranks": ()})
+        if free != pin and self.is_feasible(self.problem.with_pin(cause.table, free)):
+            names = " and ".join(f"{path}.pin.{name}" for name in ("sharding", "ranks") if getattr(pin, name))
             over = "ranks" if cause.tier == "hbm" else "nodes"
             yield f"fix: leave out {names}: the planner then splits the table over {over}"
 
@@ -431,14 +389,12 @@ class _Fixes:
         """Return how much of a change leaves enough memory to tables; None if not even ``most`` does."""
         limit, larger = self.limit_of(self.problem), self.limit_of(after(most)) if most > 0 else None
         # A budget of tables alone does not change with what else a pod holds.
-        if limit is None or larger is None or larger.size <= limit.size:
+        if limit is None or larger is None or larger.size <= limit.size or not self.is_feasible(after(most)):
             return None
-        return (
-            _smallest(lambda amount: self.is_feasible(after(amount)), most) if self.is_feasible(after(most)) else None
-        )
+        return _smallest(lambda amount: self.is_feasible(after(amount)), most)
 
     def more_replicas(self) -> str:
-        """Return the number of replicas that holds all tables, as small as bisection finds one, or why none does."""
+        """Return a number of replicas that holds all tables, as small as bisection finds, or why none does."""
         problem, cause = self.problem, self.failure.cause
         if self.replicas_field is None:
             return "more replicas do not help: they share this machine's memory"
@@ -447,8 +403,7 @@ class _Fixes:
         def fits(more: int) -> bool:
             return self.is_feasible(self._with_spec(problem.spec.with_replicas(now + more)))
 
-        more = _smallest(fits, most - now) if most > now else None
-        if more is not None:
+        if most > now and (more := _smallest(fits, most - now)) is not None:
             return f"fix: {self.replicas_field}: {now + more} of the same hardware hold all tables"
         reason = f"{most} are the most that data.virtualShards {problem.spec.data.virtual_shards} allows, and too few"
         if isinstance(cause, TableShortage) and cause.free >= 0:
@@ -459,7 +414,7 @@ class _Fixes:
 
 
 def _smallest(holds: Callable[[int], bool], most: int, start: int = 1) -> int | None:
-    """Return the smallest number from 1 to ``most`` for which ``holds``, to within one part in 128; None if none does.
+    """Return the smallest number up to ``most`` for which ``holds``, to within one part in 128, or None.
 
     It doubles from ``start``, then bisects.
     """

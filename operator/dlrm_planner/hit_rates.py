@@ -9,62 +9,53 @@ Source: Che, Tung & Wang, "Hierarchical Web caching systems: modeling, design an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.model import DistributionSpec
+from dlrm_api.model import DistributionSpec, TableSpec
 from dlrm_api.trace import TableTrace, parse_trace
-from dlrm_planner.tables import Tables, table_paths
-from dlrm_planner.types import Floats, HitRates, Levels, Problem, Shards
+from dlrm_planner.tables import table_paths
+from dlrm_planner.types import Floats, HitRates, Problem, take
 
 DEFAULT_ALPHA = 1.05
 RANKS, HEAD = 96, 16
 """Groups of rows of one table: the most popular ones alone, the others by powers of popularity."""
 POINTS = 40
 """Points of a curve between no row and all rows."""
-Policy = Literal["lru", "lfu", "mixed"]
-POLICY_MIN_GAIN = 0.05
-"""Share of accesses by which the most frequent rows must beat the most recent ones before frequency counts."""
 MAX_ROUNDS = 64
 """Rounds in which tables too large to be taken whole are dropped; then all of them are."""
 SIGNIFICANT = 2.0**30
 """Smaller relative differences of gains are rounding of a processor, and must not change a plan."""
 
 
-def read_hit_rates(spec: DLRMJobSpec, tables: Tables, traces: Mapping[str, TableTrace]) -> HitRates:
-    """Return the curve of every table: from its trace, or from its prior.
+def table_hit_rates(problem: Problem) -> HitRates:
+    """Return the curves of whole tables, from traces or priors; variants of a problem share them.
 
     Raises:
         InvalidSpecError: a trace that a table refers to was not given, or is of a table of another size.
     """
-    in_flight = spec.trainer.cache.lookahead + 1
-    batch = spec.data.global_batch_size
-    lookups = np.array([batch * len(table.sources) * table.lookups for table in tables.specs], np.float64)
-    size = tables.rows
-    kinds = np.stack([size, lookups, np.array([_alpha(table.distribution) for table in tables.specs])], axis=1)
-    different, inverse = np.unique(kinds, axis=0, return_inverse=True)
-    prior = _priors(different[:, 0], different[:, 1], different[:, 2], in_flight)
-    rows, hits = prior.rows[inverse], prior.hits[inverse]
-    accesses, least = prior.accesses[inverse], prior.min_rows[inverse]
-    for i, trace in _measured(tables, traces):
-        accesses[i] = min(size[i], lookups[i] * trace.accesses / max(trace.lookups, 1))
-        least[i] = min(size[i], in_flight * accesses[i])
-        rows[i], hits[i] = _points(trace, accesses[i])
-    return HitRates(rows=rows, hits=hits, accesses=accesses, min_rows=np.clip(np.ceil(least), 1, size))
-
-
-def table_hit_rates(problem: Problem) -> HitRates:
-    """Return the curves of whole tables; variants of a problem share them."""
     ahead = problem.spec.trainer.cache.lookahead
     if ahead not in problem.curves:
-        problem.curves[ahead] = read_hit_rates(problem.spec, problem.tables, problem.traces)
+        problem.curves[ahead] = _read_hit_rates(problem, ahead + 1)
     return problem.curves[ahead]
+
+
+def _read_hit_rates(problem: Problem, in_flight: int) -> HitRates:
+    tables, batch, size = problem.tables, problem.spec.data.global_batch_size, problem.tables.rows
+    lookups = np.array([batch * len(table.sources) * table.lookups for table in tables.specs], np.float64)
+    kinds = np.stack([size, lookups, np.array([_alpha(table.distribution) for table in tables.specs])], axis=1)
+    different, inverse = np.unique(kinds, axis=0, return_inverse=True)
+    found = take(_priors(different[:, 0], different[:, 1], different[:, 2], in_flight), inverse)
+    for i, trace in _measured(problem.spec, problem.traces):
+        found.accesses[i] = min(size[i], lookups[i] * trace.accesses / max(trace.lookups, 1))
+        found.min_rows[i] = min(size[i], in_flight * found.accesses[i])
+        found.rows[i], found.hits[i] = _points(trace, found.accesses[i])
+    return replace(found, min_rows=np.clip(np.ceil(found.min_rows), 1, size))
 
 
 def _alpha(distribution: DistributionSpec | None) -> float:
@@ -73,22 +64,17 @@ def _alpha(distribution: DistributionSpec | None) -> float:
     return 0.0 if distribution.prior == "uniform" else distribution.alpha
 
 
-def _measured(tables: Tables, traces: Mapping[str, TableTrace]) -> list[tuple[int, TableTrace]]:
-    found = []
-    for i, (table, path) in enumerate(zip(tables.specs, tables.paths, strict=True)):
-        if table.distribution is None or table.distribution.reference is None:
-            continue
-        field, trace = f"{path}.distribution.reference", traces.get(table.name)
+def _measured(spec: DLRMJobSpec, traces: Mapping[str, TableTrace]) -> Iterator[tuple[int, TableTrace]]:
+    """Yield the tables that refer to a trace."""
+    for i, table, field, _ in _references(spec):
+        trace = traces.get(table.name)
         if trace is None:
             raise InvalidSpecError(field, f"the trace of table {table.name} was not read: give it, or leave it out")
         if trace.rows != table.rows:
-            raise InvalidSpecError(
-                field,
-                f"the trace is of a table {table.name} of {trace.rows} rows, the model's has {table.rows}: "
-                "measure it again with dlrmctl trace",
-            )
-        found.append((i, trace))
-    return found
+            sizes = f"of {trace.rows} rows, the model's has {table.rows}"
+            problem = f"the trace is of a table {table.name} {sizes}: measure it again with dlrmctl trace"
+            raise InvalidSpecError(field, problem)
+        yield i, trace
 
 
 def _priors(size: Floats, lookups: Floats, alpha: Floats, in_flight: int) -> HitRates:
@@ -145,12 +131,18 @@ def _below(a: Sequence[float], b: Sequence[float], c: Sequence[float]) -> bool:
     return (b[1] - a[1]) * (c[0] - a[0]) <= (c[1] - a[1]) * (b[0] - a[0])
 
 
+def _references(spec: DLRMJobSpec) -> Iterator[tuple[int, TableSpec, str, str]]:
+    """Yield the tables that refer to a trace, each with its index, the field, and the reference."""
+    for i, (table, path) in enumerate(zip(spec.model.all_tables(), table_paths(spec), strict=True)):
+        if table.distribution is not None and table.distribution.reference is not None:
+            yield i, table, f"{path}.distribution.reference", table.distribution.reference
+
+
 def trace_references(spec: DLRMJobSpec) -> dict[str, str]:
     """Return each trace that the job refers to, and the first field that names it."""
     found: dict[str, str] = {}
-    for table, path in zip(spec.model.all_tables(), table_paths(spec), strict=True):
-        if table.distribution is not None and table.distribution.reference is not None:
-            found.setdefault(table.distribution.reference, f"{path}.distribution.reference")
+    for _, _, field, reference in _references(spec):
+        found.setdefault(reference, field)
     return found
 
 
@@ -166,90 +158,31 @@ def read_traces(spec: DLRMJobSpec, texts: Mapping[str, str | bytes]) -> dict[str
         try:
             documents[reference] = {each.table: each for each in parse_trace(text).tables}
         except InvalidSpecError as error:
-            raise InvalidSpecError(
-                fields[reference], f"expected a trace in {reference}: {error}; write it with dlrmctl trace"
-            ) from error
+            problem = f"expected a trace in {reference}: {error}; write it with dlrmctl trace"
+            raise InvalidSpecError(fields[reference], problem) from error
     found = {}
-    for table, path in zip(spec.model.all_tables(), table_paths(spec), strict=True):
-        named = table.distribution.reference if table.distribution else None
-        if named is None or named not in documents:
+    for _, table, field, reference in _references(spec):
+        if (tables := documents.get(reference)) is None:
             continue
-        if table.name not in documents[named]:
-            raise InvalidSpecError(
-                f"{path}.distribution.reference",
-                f"table {table.name} is not in the trace {named}: measure it again with dlrmctl trace",
-            )
-        found[table.name] = documents[named][table.name]
+        if table.name not in tables:
+            problem = f"table {table.name} is not in the trace {reference}: measure it again with dlrmctl trace"
+            raise InvalidSpecError(field, problem)
+        found[table.name] = tables[table.name]
     return found
 
 
-def choose_policy(
-    spec: DLRMJobSpec,
-    shards: Shards,
-    stacked: Mapping[int, Levels],
-    rates: HitRates | None,
-    traces: Mapping[str, TableTrace],
-) -> tuple[Policy, str]:
-    """Choose one replacement policy for all tables with levels, which share slots, and give the reason.
-
-    The reason is empty without such tables. Traced tables say what share of accesses their most recent rows would serve
-    (the measured curve), and what share their most frequent ones (the histogram). LRU follows changes of popularity, so
-    another policy must be clearly better.
-    """
-    if not stacked or rates is None:
-        return "lru", ""
-    policy = spec.trainer.cache.policy
-    if policy != "auto":
-        return policy, f"rows leave the slots by {policy}, as trainer.cache.policy says"
-    recent = frequent = total = 0.0
-    for i, levels in stacked.items():
-        trace = traces.get(shards.spec(i).name)
-        if trace is None or not trace.histogram:
-            continue
-        total += float(rates.accesses[i])
-        recent += rates.hits_at(i, levels.slots)
-        frequent += _frequent(trace, levels.slots, float(rates.accesses[i]), float(shards.share[i]))
-    if total == 0:
-        return "lru", "rows leave the slots by lru: no table with levels has a trace that favors another policy"
-    figures = f"the traced tables' most recent rows serve {recent / total:.1%} of accesses, their most frequent ones "
-    figures += f"{frequent / total:.1%}"
-    if frequent - recent > POLICY_MIN_GAIN * total:
-        return "mixed", f"rows leave the slots by mixed: {figures}, which is over {POLICY_MIN_GAIN:.0%} more"
-    return "lru", f"rows leave the slots by lru: {figures}, which is not over {POLICY_MIN_GAIN:.0%} more"
-
-
-def _frequent(trace: TableTrace, slots: int, accesses: float, part: float) -> float:
-    """Return the accesses of a step that the most frequent ``slots`` rows of a shard serve; ``part`` is its share."""
-    rows = part * np.array([each.rows for each in trace.histogram], np.float64)
-    lookups = part * np.array([each.lookups for each in trace.histogram], np.float64)
-    batches_traced = part * trace.accesses / max(accesses, 1e-300)
-    mean = lookups / np.maximum(rows, 1e-300)
-    once = -np.expm1(-mean / max(batches_traced, 1.0)) * rows
-    order = np.argsort(-mean, kind="stable")
-    before = np.cumsum(rows[order]) - rows[order]
-    share = np.clip((slots - before) / np.maximum(rows[order], 1e-300), 0, 1)
-    scale = accesses / max(float(once.sum()), 1e-300)
-    return float((share * once[order]).sum()) * scale
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Demand:
-    """Hold what N tables gain by bytes."""
+    """Hold what N tables may be given, and its price."""
 
-    rows: Floats
-    """(N, K) points of each curve: rows, ascending."""
-    hits: Floats
-    """(N, K) hits at these points."""
     start: Floats
     """(N,) rows that each table has already."""
     stop: Floats
     """(N,) largest number of rows."""
     row_cost: Floats
     """(N,) bytes of a row."""
-    whole_cost: Floats
-    """(N,) further bytes for the whole table; inf if that is not an option."""
-    whole_hits: Floats
-    """(N,) hits of the whole table."""
+    whole_cost: Floats | float = np.inf
+    """(N,) further bytes for the whole table, which serves all accesses; inf if that is not an option."""
 
 
 @dataclass(frozen=True)
@@ -264,23 +197,23 @@ class Filled:
     """Bytes without a use."""
 
 
-def fill(demand: Demand, budget: float, *, spend_all: bool = False) -> Filled:
+def fill(rates: HitRates, demand: Demand, budget: float, *, spend_all: bool = False) -> Filled:
     """Spend the budget on what gains most hits per byte; with ``spend_all`` also on rows that gain none.
 
     This is water-filling over concave curves, with the jump to a whole table as one more segment of its curve.
     """
-    x = np.clip(demand.rows, demand.start[:, None], demand.stop[:, None])
+    x = np.clip(rates.rows, demand.start[:, None], demand.stop[:, None])
     x = np.concatenate([x, demand.stop[:, None]], axis=1)
-    hits = np.stack([np.interp(a, b, c) for a, b, c in zip(x, demand.rows, demand.hits, strict=True)])
+    hits = np.stack([np.interp(a, b, c) for a, b, c in zip(x, rates.rows, rates.hits, strict=True)])
     cost, gain = np.diff(x, axis=1) * demand.row_cost[:, None], np.diff(hits, axis=1)
     ends = np.concatenate([np.zeros((len(x), 1)), np.cumsum(cost, axis=1)], axis=1)
     worth = _significant(np.where(cost > 0, gain / np.maximum(cost, 1e-9), np.inf))
-    open_ = np.isfinite(demand.whole_cost)
     spent, whole = np.zeros_like(cost), np.zeros(len(x), bool)
+    open_ = ~whole & np.isfinite(demand.whole_cost)
     for attempt in range(MAX_ROUNDS + 1):
         if attempt == MAX_ROUNDS:
             open_[:] = False
-        jump_cost, jump_worth, until = _jumps(demand, ends, hits, worth, open_)
+        jump_cost, jump_worth, until = _jumps(demand.whole_cost, rates.accesses[:, None] - hits, ends, worth, open_)
         rest = np.where((ends[:, :-1] < until[:, None]) & ~whole[:, None], cost - spent, 0.0)
         costs = np.concatenate([rest.ravel(), np.where(open_, jump_cost, 0.0)])
         gains = np.concatenate([worth.ravel(), jump_worth])
@@ -306,14 +239,14 @@ def fill(demand: Demand, budget: float, *, spend_all: bool = False) -> Filled:
 
 
 def _jumps(
-    demand: Demand, ends: Floats, hits: Floats, worth: Floats, open_: NDArray[np.bool_]
+    whole_cost: Floats | float, missed: Floats, ends: Floats, worth: Floats, open_: NDArray[np.bool_]
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the (N,) cost and gain per byte of taking each table whole, and the bytes spent on it before that.
+    """Return the (N,) cost and gain per byte of taking tables whole, and the bytes spent on them before.
 
     The upper hull of a concave curve and one more point leaves the curve where its line to that point is least steep.
     """
-    left = np.where(open_, demand.whole_cost, np.inf)[:, None] - ends
-    slope = _significant(np.where(left > 0, (demand.whole_hits[:, None] - hits) / np.where(left > 0, left, 1), np.inf))
+    left = np.where(open_, whole_cost, np.inf)[:, None] - ends
+    slope = _significant(np.where(left > 0, missed / np.where(left > 0, left, 1), np.inf))
     due = np.argmin(slope, axis=1)
     here = np.arange(len(due))
     until = np.where(open_, ends[here, due], np.inf)
@@ -324,6 +257,6 @@ def _jumps(
 
 
 def _significant(values: Floats) -> Floats:
-    """Drop the last digits, so that equal gains are equal on every processor, and the first in the list wins."""
+    """Drop the last digits, so that equal gains are equal on every processor and the first one wins."""
     mantissa, exponent = np.frexp(values)
     return np.ldexp(np.rint(mantissa * SIGNIFICANT) / SIGNIFICANT, exponent)

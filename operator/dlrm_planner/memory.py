@@ -16,6 +16,7 @@ from dlrm_api.tiers import MAX_DEVICE_COLUMNS
 from dlrm_planner.tables import (
     CUT_HEADER_BYTES,
     ELEMENT_BYTES,
+    NO_PIN,
     OPTIMIZER_COPIES,
     Tables,
     activation_bytes,
@@ -35,6 +36,8 @@ from dlrm_planner.types import UNBOUNDED, Capacity, Limit, Problem
 MIB = 2**20
 RANK_BASE_BYTES = 768 * MIB
 """Host memory of one rank for Python, torch, kernels and a reader of synthetic samples."""
+CONTEXT_BYTES = 2_048 * MIB
+"""HBM for CUDA's context, its libraries and allocator waste: an allowance, not a measurement."""
 CUDA_HOST_BYTES = 2_048 * MIB
 """Host memory of one rank for CUDA's driver and libraries: an allowance, not a measurement."""
 CUDA_SHARED_BYTES = 256 * MIB
@@ -51,7 +54,7 @@ SEGMENT_SHARE = 16
 """A hand-off in segments takes one part in so many of a pod's memory for tables."""
 DEFAULT_SEGMENT_BYTES = 1024 * MIB
 """Bytes of a hand-off in segments if that memory is unknown."""
-CONTAINER_LIMIT = "trainer.resources.limits.memory"
+CONTAINER_LIMIT, HBM_BUDGET = "trainer.resources.limits.memory", "trainer.tierBudgets.hbm"
 MAX_DDR = 2**50
 """No node has more; it keeps sums over thousands of nodes below 2**63."""
 NODE_DDR = "DDR per node"
@@ -65,7 +68,7 @@ def tightest(limits: Iterable[Limit]) -> Limit | None:
 
 
 def working_set_bytes(spec: DLRMJobSpec, device: Device = "cpu") -> int:
-    """Return the host bytes of one pod without tables and hand-off: processes, dense parameters, batches in flight.
+    """Return a pod's host bytes without tables and hand-off: processes, dense parameters, batches.
 
     Ranks that compute on a GPU need what is read ahead and staged; the rest is in HBM.
     """
@@ -73,46 +76,38 @@ def working_set_bytes(spec: DLRMJobSpec, device: Device = "cpu") -> int:
         computing = CUDA_HOST_BYTES + CUDA_SHARED_BYTES + staged_bytes(spec)
     else:
         computing = dense_bytes(spec) + activation_bytes(spec) + exchange_bytes(spec)
-    rank = RANK_BASE_BYTES + computing + lookup_bytes(spec) + reading_bytes(spec)
+    # Readers of files hold batches ahead: the one for training, and the one for evaluation.
+    readers = 0 if spec.data.format == "synthetic" else 1 + bool(spec.data.eval.uris)
+    rank = RANK_BASE_BYTES + computing + lookup_bytes(spec) + readers * int(spec.data.prefetch_bytes)
     return checkpointer_bytes(spec) + spec.trainer.processes_per_replica * rank
 
 
 def checkpointer_bytes(spec: DLRMJobSpec) -> int:
-    """Return the bytes of one checkpointer: merging a chain holds an object of each of its snapshots at once."""
+    """Return a checkpointer's bytes: merging a chain holds an object of each of its snapshots at once."""
     return CHECKPOINTER_BASE_BYTES + spec.checkpoint.max_chained * INCREMENT_CHUNK_BYTES
 
 
 def dense_bytes(spec: DLRMJobSpec) -> int:
-    """Return the bytes of dense parameters of one rank, their gradients and sums of them, and optimizer state."""
+    """Return a rank's bytes of dense parameters, their gradients and sums of them, and optimizer state."""
     copies = 3 + OPTIMIZER_COPIES[spec.training.dense_optimizer.kind] + (spec.model.precision == "bf16")
     return ELEMENT_BYTES * copies * dense_parameters(spec.model)
 
 
-def reading_bytes(spec: DLRMJobSpec) -> int:
-    """Return what a rank's readers of files may hold ahead: the one for evaluation and the one for training."""
-    if spec.data.format == "synthetic":
-        return 0
-    return int(spec.data.prefetch_bytes) * (1 + bool(spec.data.eval.uris))
-
-
 def pod_limit(spec: DLRMJobSpec, profile: HardwareProfile | None, reserve: int, device: Device) -> Limit | None:
-    """Return the tightest of the node's DDR, the container's limit and the user's budget; None if all are unknown.
+    """Return the tightest of the node's DDR, the container's limit and the user's budget, if any is known.
 
-    Args:
-        spec: of the job.
-        profile: of the node.
-        reserve: bytes of each pod to keep free.
-        device: where ranks compute.
+    Each pod keeps ``reserve`` bytes free.
     """
     limits: list[Limit] = []
-    working, spared = working_set_bytes(spec, device), f", less {human(reserve)} that stay free" if reserve else ""
-    others = "processes, dense parameters, activations and data read ahead"
-    if device == "cuda":
-        others = "processes, CUDA's libraries, batches in transit to GPUs and data read ahead"
+    spared = f", less {human(reserve)} that stay free" if reserve else ""
+    computing = "CUDA's libraries, batches in transit to GPUs" if device == "cuda" else "dense parameters, activations"
+    others = f"processes, {computing} and data read ahead"
     taken = checkpointer_bytes(spec)
-    most, own = container_limit(spec), working - taken
+    own = working_set_bytes(spec, device) - taken
     if profile is not None:
-        ddr, name, sidecar = profile.spec.tiers.ddr.bytes, profile.metadata.name, _kept_for_checkpointer(spec)
+        ddr, name, resources = profile.spec.tiers.ddr.bytes, profile.metadata.name, spec.checkpoint.resources
+        kept = resources.requests.get("memory", resources.limits.get("memory", "0"))
+        sidecar = max(taken, _quantity_bytes(kept))
         asked = f" ({human(sidecar)} of it by checkpoint.resources)" if sidecar > taken else ""
         source = f"{human(ddr)} DDR of a {name} node less {human(own + sidecar)} for {others}{asked}{spared}"
         size = min(ddr, MAX_DDR) - own - sidecar - reserve
@@ -121,61 +116,49 @@ def pod_limit(spec: DLRMJobSpec, profile: HardwareProfile | None, reserve: int, 
     if budget is not None:
         source = f"trainer.tierBudgets.ddr of {human(budget)}{spared}"
         limits.append(Limit(min(budget, MAX_DDR) - reserve, source, "trainer.tierBudgets.ddr"))
-    if most is not None:
+    text = spec.trainer.resources.limits.get("memory")
+    if text is not None:
+        most = _quantity_bytes(text)
         source = f"{CONTAINER_LIMIT} of {human(most)} less {human(own)} for {others}{spared}"
         limits.append(Limit(min(most, MAX_DDR) - own - reserve, source, CONTAINER_LIMIT))
     return tightest(limits)
-
-
-def container_limit(spec: DLRMJobSpec) -> int | None:
-    """Return the memory limit of the trainer's container; None if the user sets none."""
-    text = spec.trainer.resources.limits.get("memory")
-    return None if text is None else _quantity_bytes(text)
-
-
-def _kept_for_checkpointer(spec: DLRMJobSpec) -> int:
-    resources = spec.checkpoint.resources
-    text = resources.requests.get("memory", resources.limits.get("memory"))
-    return max(checkpointer_bytes(spec), 0 if text is None else _quantity_bytes(text))
 
 
 def _quantity_bytes(text: str) -> int:
     return int(Decimal(text[:-1]) / 1000) if text.endswith("m") else int(parse_bytes(text))
 
 
-def full_cut_bytes(spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], pod: int) -> int:
+def full_cut_bytes(problem: Problem, replicated: Sequence[int], pod: int) -> int:
     """Return the bytes of a pod's full cut without the tables that are placed on it.
 
     Replicated tables count once in each pod, whichever rank hands them over; dense state leaves with rank 0.
     """
-    dense = dense_cut_bytes(spec) if pod == 0 else 0
-    return _headers(spec, tables) + dense + sum(tables.whole[i].handoff for i in replicated) + MIB - 1
+    dense = dense_cut_bytes(problem.spec) if pod == 0 else 0
+    return _headers(problem) + dense + sum(problem.tables.whole[i].handoff for i in replicated) + MIB - 1
 
 
-def min_handoff_bytes(spec: DLRMJobSpec, tables: Tables) -> int:
+def min_handoff_bytes(problem: Problem) -> int:
     """Return the smallest hand-off budget for segments, in whole MiB: dense state goes at once."""
-    return -(-(MIN_SEGMENT_BYTES + dense_cut_bytes(spec) + _headers(spec, tables)) // MIB) * MIB
+    return -(-(MIN_SEGMENT_BYTES + dense_cut_bytes(problem.spec) + _headers(problem)) // MIB) * MIB
 
 
-def segment_bytes(spec: DLRMJobSpec, tables: Tables, limit: Limit | None) -> int:
+def segment_bytes(problem: Problem) -> int:
     """Return the budget of a pod's hand-off in segments, in whole MiB."""
-    share = DEFAULT_SEGMENT_BYTES if limit is None else max(0, limit.size) // SEGMENT_SHARE
-    return min_handoff_bytes(spec, tables) + max(0, share - MIN_SEGMENT_BYTES) // MIB * MIB
+    share = DEFAULT_SEGMENT_BYTES if problem.limit is None else max(0, problem.limit.size) // SEGMENT_SHARE
+    return min_handoff_bytes(problem) + max(0, share - MIN_SEGMENT_BYTES) // MIB * MIB
 
 
-def fixed_pod_bytes(
-    spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], pod: int, device: Device = "cpu"
-) -> int:
+def fixed_pod_bytes(problem: Problem, replicated: Sequence[int], pod: int) -> int:
     """Return the DDR that replicas and hand-off take of a pod before any table is placed on it."""
-    replicas = 0
-    if device == "cpu":
-        replicas = spec.trainer.processes_per_replica * sum(replica_bytes(tables, i) for i in replicated)
-    budget = tables.handoff_budget
-    return replicas + (full_cut_bytes(spec, tables, replicated, pod) if budget is None else budget)
+    copies = problem.spec.trainer.processes_per_replica if problem.device == "cpu" else 0
+    budget = problem.tables.handoff_budget
+    handoff = full_cut_bytes(problem, replicated, pod) if budget is None else budget
+    return copies * replica_bytes(problem.tables, replicated) + handoff
 
 
-def _headers(spec: DLRMJobSpec, tables: Tables) -> int:
-    return spec.trainer.processes_per_replica * (CUT_BYTES_PER_RANK + CUT_BYTES_PER_TABLE * len(tables.specs))
+def _headers(problem: Problem) -> int:
+    each = CUT_BYTES_PER_RANK + CUT_BYTES_PER_TABLE * len(problem.tables.specs)
+    return problem.spec.trainer.processes_per_replica * each
 
 
 def human(size: int) -> str:
@@ -188,31 +171,24 @@ def human(size: int) -> str:
     return f"{value:.1f} {units[-1]}"
 
 
-CONTEXT_BYTES = 2_048 * MIB
-"""HBM for CUDA's context, its libraries and allocator waste: an allowance, not a measurement."""
-BUDGET = "trainer.tierBudgets.hbm"
-
-
 def device_of(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Device:
-    """Return where the ranks compute: on GPUs if the hardware has some, or if it is unknown and the spec needs HBM.
+    """Return where ranks compute: on GPUs if the hardware has some, or is unknown and the spec needs HBM.
 
     Raises:
         InvalidSpecError: the spec needs hbm on hardware without devices, or the devices of a node are fewer than the
             processes of a pod; names the field.
     """
     asks = next(_asks(spec), None)
-    if profile is None:
-        return "cpu" if asks is None else "cuda"
-    if profile.spec.devices is not None:
+    if profile is not None and profile.spec.devices is not None:
         _check_count(spec, profile.metadata.name, profile.spec.devices)
         return "cuda"
-    if asks is not None:
+    if asks is not None and profile is not None:
         raise InvalidSpecError(
             asks,
             f"GPU memory is requested, but HardwareProfile {profile.metadata.name} has no devices: name hardware "
             "that has some, or leave it out",
         )
-    return "cpu"
+    return "cpu" if asks is None else "cuda"
 
 
 def asks_for_hbm(spec: DLRMJobSpec) -> bool:
@@ -227,17 +203,15 @@ def check_device_tables(tables: Tables) -> None:
         InvalidSpecError: names the table, the field and the fix.
     """
     for table, path in zip(tables.specs, tables.paths, strict=True):
-        tier = table.pin.tier if table.pin else None
-        if tier not in (None, "hbm"):
-            if table.pin is not None and table.pin.sharding == "data":
-                raise InvalidSpecError(
-                    f"{path}.pin.tier",
-                    f"table {table.name} is pinned to sharding data, which keeps replicas in hbm if ranks compute on "
-                    "GPUs: leave out one of the pins",
-                )
-            continue
-        width = table.column_block or table.dim
-        if width > MAX_DEVICE_COLUMNS:
+        pin, width = table.pin or NO_PIN, table.column_block or table.dim
+        on_host = pin.tier not in (None, "hbm")
+        if on_host and pin.sharding == "data":
+            raise InvalidSpecError(
+                f"{path}.pin.tier",
+                f"table {table.name} is pinned to sharding data, which keeps replicas in hbm if ranks compute on "
+                "GPUs: leave out one of the pins",
+            )
+        if width > MAX_DEVICE_COLUMNS and not on_host:
             raise InvalidSpecError(
                 f"{path}.columnBlock",
                 f"table {table.name} has column blocks of {width} columns, and fbgemm's kernels take at most "
@@ -246,7 +220,7 @@ def check_device_tables(tables: Tables) -> None:
 
 
 def device_limit(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Limit | None:
-    """Return the tighter of a device's HBM and a process's part of the user's budget; None if both are unknown."""
+    """Return the tighter of a device's HBM and a process's part of the budget; None if both are unknown."""
     processes, budget, limits = spec.trainer.processes_per_replica, spec.trainer.tier_budgets.hbm, list[Limit]()
     working = device_working_bytes(spec)
     others = ", ".join(f"{human(size)} {what}" for what, size in _working(spec).items())
@@ -256,8 +230,8 @@ def device_limit(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Limit | 
         limits.append(Limit(min(size, MAX_DDR) - working, source, f"HBM per device (HardwareProfile {name})"))
     if budget is not None:
         each = f", {human(budget // processes)} for each of {processes} processes" if processes > 1 else ""
-        source = f"{BUDGET} of {human(budget)}{each}, less {others}"
-        limits.append(Limit(min(budget // processes, MAX_DDR) - working, source, BUDGET, processes))
+        source = f"{HBM_BUDGET} of {human(budget)}{each}, less {others}"
+        limits.append(Limit(min(budget // processes, MAX_DDR) - working, source, HBM_BUDGET, processes))
     return tightest(limits)
 
 
@@ -280,9 +254,9 @@ def _working(spec: DLRMJobSpec) -> dict[str, int]:
 
 def _asks(spec: DLRMJobSpec) -> Iterator[str]:
     if spec.trainer.tier_budgets.hbm is not None:
-        yield f"spec.{BUDGET}"
+        yield f"spec.{HBM_BUDGET}"
     for table, path in zip(spec.model.all_tables(), table_paths(spec), strict=True):
-        if table.pin is not None and table.pin.tier == "hbm":
+        if (table.pin or NO_PIN).tier == "hbm":
             yield f"{path}.pin.tier"
 
 
@@ -306,18 +280,17 @@ def _check_count(spec: DLRMJobSpec, name: str, devices: DeviceSpec) -> None:
 def ddr_capacity(problem: Problem, replicated: Sequence[int], *, other_bytes: int = 0) -> Capacity:
     """Measure shards with all rows in DDR; ``other_bytes`` of each pod are for something else."""
     spec, tables, limit = problem.spec, problem.tables, problem.limit
-    free = [UNBOUNDED] * spec.replicas
+    free = (UNBOUNDED,) * spec.replicas
     if limit is not None:
         # Dense state leaves with the first pod; all others are alike.
-        first, other = (limit.size - fixed_pod_bytes(spec, tables, replicated, pod) - other_bytes for pod in (0, 1))
-        free = [max(first if pod == 0 else other, -UNBOUNDED) for pod in range(spec.replicas)]
+        first, other = (limit.size - fixed_pod_bytes(problem, replicated, pod) - other_bytes for pod in (0, 1))
+        free = (max(first, -UNBOUNDED), *(max(other, -UNBOUNDED),) * (spec.replicas - 1))
     return Capacity(
         replicated=tuple(replicated),
-        held=tables.held_bytes,
-        free=tuple(free),
+        held=tables.held_bytes if limit else (0,) * len(tables.specs),
+        free=free,
         sharing=spec.trainer.processes_per_replica,
-        is_bounded=limit is not None,
-        measure=lambda shards: shards.held_bytes,
+        measure=lambda shards: shards.held_bytes if limit else (0,) * len(shards.kinds),
         extra=tuple(
             CUT_HEADER_BYTES * (len(table.block_edges) - 1) + step
             for table, step in zip(tables.specs, tables.max_range_bytes, strict=True)

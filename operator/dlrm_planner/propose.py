@@ -14,7 +14,7 @@ from dlrm_api.plan import ShardKind
 from dlrm_planner.enumerate import PINNED, OptionBuilder, edges_of, is_bound, may_split
 from dlrm_planner.estimate import CostModel, PartCost
 from dlrm_planner.partition import Partitioner
-from dlrm_planner.tables import Tables
+from dlrm_planner.tables import NO_PIN, Tables
 from dlrm_planner.types import Capacity, Floats, Options, Placement, ShardOption, TableShortage
 
 MAX_SHARDS_PER_PROPOSAL = 2**14
@@ -23,20 +23,14 @@ LEVEL_TOLERANCE = 1.01
 """The level to fill ranks to is found to within this factor."""
 MIN_FILLED_SHARE = 0.01
 """No part is cut that fills less of a rank than this share of the level."""
-EVERYWHERE = "a step is shortest if all ranks have a part of every table"
 
 
 class Proposer:
     """Hold what all strategies start from: the splits that pins and memory require."""
 
     def __init__(self, spec: DLRMJobSpec, tables: Tables, costs: CostModel, capacity: Capacity) -> None:
-        self.tables, self.costs, self.capacity = tables, costs, capacity
+        self.empty = OptionBuilder(spec, tables, costs, capacity)
         self.world_size = spec.world_size
-        self._spec = spec
-
-    def empty(self) -> OptionBuilder:
-        """Return a builder without options."""
-        return OptionBuilder(self._spec, self.tables, self.costs, self.capacity)
 
     @cached_property
     def required(self) -> OptionBuilder:
@@ -45,28 +39,22 @@ class Proposer:
 
     @cached_property
     def pinned(self) -> OptionBuilder:
-        """Return the same without heavy tables that memory requires to split: balance may want more parts of them."""
+        """Return the same without heavy tables: balance may want more parts of them than memory requires."""
         return self._require(also_heavy=False)
 
     def _require(self, *, also_heavy: bool) -> OptionBuilder:
-        builder, capacity = self.empty(), self.capacity
+        builder, capacity = self.empty.copy(), self.empty.capacity
         if self.world_size == 1:
             return builder
         for i in capacity.placed:
             builder.add(i, builder.as_pinned(i))
-        if capacity.is_bounded:
-            large = [i for i in builder.open_tables() if builder.is_too_large(i)]
-            rest = sum(capacity.held[i] for i in capacity.placed if i not in builder.options)
-            builder.reserve = (rest - sum(capacity.held[i] for i in large)) / len(capacity.free)
-            for i in sorted(large, key=lambda i: -capacity.held[i]):
-                if also_heavy or not builder.is_heavy(i):
-                    builder.add(i, builder.for_memory(i))
+        large = [i for i in builder.open_tables() if builder.is_too_large(i)]
+        rest = sum(capacity.held[i] for i in capacity.placed if i not in builder.options)
+        builder.reserve = (rest - sum(capacity.held[i] for i in large)) / len(capacity.free)
+        for i in sorted(large, key=lambda i: -capacity.held[i]):
+            if also_heavy or not builder.is_heavy(i):
+                builder.add(i, builder.for_memory(i))
         return builder
-
-    def remaining_s(self, builder: OptionBuilder) -> float:
-        """Return the seconds of all shards of a builder and of the tables without an option, over all ranks."""
-        whole = [i for i in self.capacity.placed if i not in builder.options]
-        return float(builder.load.sum() + self.costs.whole_s[whole].sum())
 
 
 def all_whole(proposer: Proposer, to_beat_s: float) -> Options:  # noqa: ARG001 - strategies share one signature
@@ -78,8 +66,8 @@ def split_heaviest(proposer: Proposer, to_beat_s: float) -> Options | None:  # n
     """Split tables that take longer than the mean of a rank, over as few ranks as balance needs."""
     if proposer.world_size == 1:
         return None
-    builder, costs, placed = proposer.pinned.copy(), proposer.costs, proposer.capacity.placed
-    slowest = sorted(placed, key=lambda i: -costs.whole_s[i])[:2]
+    builder, costs = proposer.pinned.copy(), proposer.empty.costs
+    slowest = sorted(builder.capacity.placed, key=lambda i: -costs.whole_s[i])[:2]
     for i in builder.heavy_tables():
         other_s = max((float(costs.whole_s[each]) for each in slowest if each != i), default=0.0)
         option = builder.for_balance(i, builder.total_s, other_s)
@@ -100,57 +88,52 @@ def split_heaviest_over_all(proposer: Proposer, to_beat_s: float) -> Options | N
 
 def even_rows(proposer: Proposer, to_beat_s: float) -> Options | None:
     """Split every table that takes long enough into even ranges of rows over all ranks."""
-    builder, costs = proposer.pinned.copy(), proposer.costs
+    builder, costs = proposer.pinned.copy(), proposer.empty.costs
     split = [i for i in builder.open_tables() if costs.whole_s[i] >= costs.min_split_s[i]]
     if proposer.world_size == 1 or len(split) * proposer.world_size > MAX_SHARDS_PER_PROPOSAL:
         return None
     which = np.array(split, np.int64)
     parts = costs.total_s(which, 1 / proposer.world_size, costs.dims[which], costs.blocks[which])
     added_s = float((proposer.world_size * parts - costs.whole_s[which]).sum())
-    if (proposer.remaining_s(builder) + added_s) / proposer.world_size >= to_beat_s:
+    if (builder.remaining_s() + added_s) / proposer.world_size >= to_beat_s:
         return None
+    reason = "a step is shortest if all ranks have a part of every table"
     for i in split:
-        builder.add(i, builder.by_rows(i, builder.allowed(i), "row", EVERYWHERE))
+        builder.add(i, builder.by_rows(i, builder.allowed(i), "row", reason))
     return builder.options
 
 
 def fill_to_level(proposer: Proposer, to_beat_s: float) -> Options | None:
-    """Fill ranks one after the other to one level; the next rank takes the rest of a table that passes the level.
+    """Fill ranks one by one to a level; the next rank takes the rest of a table that passes the level.
 
     Source: McNaughton, "Scheduling with deadlines and loss functions", 1959: the wrap-around rule. Here a cut costs
     something, so the level is searched for.
     """
     if proposer.world_size == 1:
         return None
-    filling = _Filling(proposer)
-    return filling.lowest(min(to_beat_s, proposer.remaining_s(proposer.required)))
+    return _Filling(proposer.pinned).lowest(min(to_beat_s, proposer.required.remaining_s()))
 
 
 class _Filling:
     """Fill ranks around the tables that may not be cut."""
 
-    def __init__(self, proposer: Proposer) -> None:
-        self._builder, self._capacity = proposer.pinned, proposer.capacity
-        self._specs = proposer.tables.specs
-        costs, builder = proposer.costs, self._builder
-        whole_s, min_s = costs.whole_s, costs.min_split_s
+    def __init__(self, builder: OptionBuilder) -> None:
+        self._builder, self._capacity, self._specs = builder, builder.capacity, builder.tables.specs
+        whole_s, min_s = builder.costs.whole_s, builder.costs.min_split_s
         open_ = [i for i in self._capacity.placed if i not in builder.options]
         cut = [i for i in open_ if may_split(self._specs[i]) and not is_bound(self._specs[i])]
         self._order = sorted((i for i in cut if whole_s[i] >= min_s[i]), key=lambda i: -whole_s[i])
-        self._load, self._free = builder.load.copy(), builder.free.copy()
-        ordered = set(self._order)
-        rest = [i for i in open_ if i not in ordered]
+        filled, rest = builder.copy(), sorted(set(open_) - set(self._order))
         for i in sorted((i for i in rest if is_bound(self._specs[i])), key=lambda i: -whole_s[i]):
-            ranks = builder.allowed(i)
-            rank = int(ranks[np.argmin(self._load[ranks])])
-            self._load[rank] += whole_s[i]
-            self._free[rank // builder.sharing] -= self._capacity.held[i] if self._capacity.is_bounded else 0
+            ranks = filled.allowed(i)
+            filled.put(i, int(ranks[np.argmin(filled.load[ranks])]))
+        self._load, self._free = filled.load, filled.free
         self._small_s = sum(float(whole_s[i]) for i in rest if not is_bound(self._specs[i]))
         """Seconds of tables that are placed afterwards, into what is left."""
         self._total_s = float(self._load.sum()) + self._small_s + float(whole_s[self._order].sum())
-        self._parts = {i: self._cut_by(costs, i) for i in self._order}
+        self._parts = {i: self._cut_by(i) for i in self._order}
 
-    def _cut_by(self, costs: CostModel, i: int) -> tuple[bool, int, PartCost]:
+    def _cut_by(self, i: int) -> tuple[bool, int, PartCost]:
         """Return whether to cut by columns, the number of units, and the cost of parts.
 
         Columns suit bags of several ids, since blocks hold sums of whole bags and ranges of rows do not.
@@ -158,7 +141,8 @@ class _Filling:
         table = self._specs[i]
         blocks = len(table.block_edges) - 1
         by_columns = blocks > 1 and table.lookups > 1
-        return by_columns, blocks if by_columns else table.rows, costs.by_part(i, by_columns=by_columns)
+        cost = self._builder.costs.by_part(i, by_columns=by_columns)
+        return by_columns, blocks if by_columns else table.rows, cost
 
     def lowest(self, most_s: float) -> Options | None:
         """Return the options of the lowest level below ``most_s`` that holds everything, or None."""
@@ -190,8 +174,8 @@ class _Filling:
                 fit = rest
                 if costs.seconds(rest / units) > here:
                     fit = min(rest, int(costs.share(here) * units)) if here > min_s else 0
-                if capacity.is_bounded:
-                    fit = min(fit, max(int((free[rank // sharing] - extra) / held), 0) if held else rest)
+                if held:
+                    fit = min(fit, max(int((free[rank // sharing] - extra) / held), 0))
                 if fit:
                     seconds = costs.seconds(fit / units)
                     if fit < rest and seconds < min_s:
@@ -219,8 +203,8 @@ class _Filling:
 
 
 def pack(proposer: Proposer, to_beat_s: float) -> Options | TableShortage:  # noqa: ARG001
-    """Place every table by best fit of bytes, largest first; tables that fit nowhere whole are split by rows."""
-    builder, capacity, tables = proposer.empty(), proposer.capacity, proposer.tables
+    """Place tables by best fit of bytes, largest first; those that fit nowhere whole are split by rows."""
+    builder, capacity = proposer.empty.copy(), proposer.empty.capacity
     held, which, sharing = capacity.held, capacity.placed, builder.sharing
     crowded = f"no {capacity.holder} has enough memory for it whole next to other tables"
     for i in which:
@@ -235,12 +219,12 @@ def pack(proposer: Proposer, to_beat_s: float) -> Options | TableShortage:  # no
             allowed, free = allowed[open_], free[open_]
             builder.put(i, int(allowed[np.lexsort((allowed, builder.load[allowed], free))[0]]))
             continue
-        chosen = builder.choose_ranks(i, 1) if may_split(tables.specs[i]) else None
+        chosen = builder.choose_ranks(i, 1) if may_split(builder.tables.specs[i]) else None
         option = builder.by_rows(i, *chosen, crowded) if chosen else None
         if option is None:
             return _shortage(builder, i)
         builder.add(i, option)
-    if capacity.is_bounded and int(builder.free.min()) < 0:
+    if int(builder.free.min()) < 0:
         node = int(np.argmin(builder.free))
         there = (i for i, option in builder.options.items() if node in {rank // sharing for rank in option.ranks})
         return _shortage(builder, max(there, key=held.__getitem__))
@@ -256,22 +240,14 @@ def _shortage(builder: OptionBuilder, i: int) -> TableShortage:
     spread, left = 0, int(free[best])
     if len(nodes) > 1 and may_split(builder.tables.specs[i]):
         spread, left = len(nodes), int(np.maximum(builder.free[nodes], 0).sum())
-    return TableShortage(
-        table=i,
-        rank=int(allowed[best]),
-        held=capacity.held[i],
-        free=left,
-        is_alone=False,
-        spread=spread,
-        tier=capacity.tier,
-    )
+    return capacity.shortage(i, int(allowed[best]), left, spread=spread)
 
 
 Propose = Callable[[Proposer, float], Options | TableShortage | None]
 When = Literal["always", "placed", "not placed", "not feasible"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Strategy:
     """Name one way to split tables, the partitioners for it, and when it is tried."""
 
@@ -283,15 +259,16 @@ class Strategy:
     """Always; after an earlier strategy found ranks; if none did; or if tiers did not hold the rows of any."""
 
 
-_BALANCED = ("largest differencing", "greedy")
-_BEST_FIT = ("best fit by bytes",)
-_OVER_ALL = Strategy(name="heaviest-split-all", propose=split_heaviest_over_all)
-_FILL = Strategy(name="fill-to-level", propose=fill_to_level)
-_EVEN = Strategy(name="even-rows", propose=even_rows)
-_PACK = Strategy(name="best-fit", propose=pack)
+_BALANCED, _BEST_FIT = ("largest differencing", "greedy"), ("best fit by bytes",)
+_WHOLE = Strategy("all-whole", all_whole)
+_HEAVIEST = Strategy("heaviest-split", split_heaviest)
+_OVER_ALL = Strategy("heaviest-split-all", split_heaviest_over_all)
+_FILL = Strategy("fill-to-level", fill_to_level)
+_EVEN = Strategy("even-rows", even_rows)
+_PACK = Strategy("best-fit", pack)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StrategyList:
     """Hold strategies in the order in which they are tried."""
 
@@ -303,91 +280,74 @@ class StrategyList:
 
 
 KEEP_WHOLE = StrategyList(
-    strategies=(
-        Strategy(name="all-whole", propose=all_whole, methods=_BALANCED),
-        Strategy(name="all-whole", propose=all_whole, methods=_BEST_FIT, when="not placed"),
-        Strategy(name="heaviest-split", propose=split_heaviest, methods=_BALANCED),
-        Strategy(name="heaviest-split", propose=split_heaviest, methods=_BEST_FIT, when="not placed"),
+    (
+        replace(_WHOLE, methods=_BALANCED),
+        replace(_WHOLE, methods=_BEST_FIT, when="not placed"),
+        replace(_HEAVIEST, methods=_BALANCED),
+        replace(_HEAVIEST, methods=_BEST_FIT, when="not placed"),
         *(replace(each, when="placed") for each in (_OVER_ALL, _FILL, _EVEN)),
-        Strategy(name="all-whole", propose=all_whole, methods=_BEST_FIT, when="not feasible"),
-        Strategy(name="heaviest-split", propose=split_heaviest, methods=_BEST_FIT, when="not feasible"),
+        *(replace(each, methods=_BEST_FIT, when="not feasible") for each in (_WHOLE, _HEAVIEST)),
     )
 )
-SPLIT_TO_FIT = StrategyList(strategies=(_PACK, _OVER_ALL, _FILL, _EVEN), splits_to_fit=True)
-_CHECKS: tuple[tuple[str, Propose, When], ...] = (
-    ("all-whole", all_whole, "not feasible"),
-    ("heaviest-split", split_heaviest, "not placed"),
-)
+SPLIT_TO_FIT = StrategyList((_PACK, _OVER_ALL, _FILL, _EVEN), splits_to_fit=True)
 CHECK_WHOLE = StrategyList(
-    strategies=tuple(
-        Strategy(name=name, propose=propose, methods=methods, when=when)
-        for name, propose, when in _CHECKS
-        for methods in (("greedy",), _BEST_FIT)
+    (
+        replace(_WHOLE, when="not feasible"),
+        replace(_WHOLE, methods=_BEST_FIT, when="not feasible"),
+        replace(_HEAVIEST, when="not placed"),
+        replace(_HEAVIEST, methods=_BEST_FIT, when="not placed"),
     ),
     only_checks=True,
 )
-CHECK_SPLIT = StrategyList(strategies=(_PACK,), splits_to_fit=True, only_checks=True)
+CHECK_SPLIT = StrategyList((_PACK,), splits_to_fit=True, only_checks=True)
 
 
-def first_shortage(proposer: Proposer) -> TableShortage | None:
-    """Return a table that is too large for empty nodes, or the largest if nodes cannot hold what every node must."""
-    tables, capacity = proposer.tables, proposer.capacity
+def first_shortage(tables: Tables, capacity: Capacity) -> TableShortage | None:
+    """Return a table too large for empty nodes, or the largest if nodes lack memory without tables."""
     held, free, sharing = capacity.held, capacity.free, capacity.sharing
-    if not capacity.is_bounded:
-        return None
-
-    def shortage(i: int, rank: int, left: int, spread: int = 0) -> TableShortage:
-        return TableShortage(
-            table=i, rank=rank, held=held[i], free=left, is_alone=True, spread=spread, tier=capacity.tier
-        )
-
     node = min(range(len(free)), key=free.__getitem__)
     if free[node] < 0:
-        return shortage(max(range(len(held)), key=held.__getitem__), node * sharing, free[node])
+        largest = max(range(len(held)), key=held.__getitem__)
+        return capacity.shortage(largest, node * sharing, free[node], is_alone=True)
     emptiest, total = max(range(len(free)), key=lambda node: (free[node], -node)), sum(free)
     for i in sorted(capacity.placed, key=lambda i: -held[i]):
-        pin = tables.specs[i].pin
-        if held[i] <= free[emptiest] and pin is None:
+        table, pin = tables.specs[i], tables.specs[i].pin or NO_PIN
+        if held[i] <= free[emptiest] and table.pin is None:
             continue
-        ranks = sorted(set(pin.ranks)) if pin else []
+        ranks = sorted(set(pin.ranks))
         best = max(ranks, key=lambda rank: (free[rank // sharing], -rank)) if ranks else emptiest * sharing
-        split = pin is not None and pin.sharding in ("row", "column", "table-row")
-        if split or may_split(tables.specs[i]):
-            nodes = {rank // sharing for rank in ranks} or range(len(free))
-            there = sum(free[node] for node in nodes) if ranks else total
-            if len(nodes) > 1 and (pin is None or pin.sharding != "table-row"):
-                if held[i] > there:
-                    return shortage(i, best, there, len(nodes))
-                continue
-        if held[i] > free[best // sharing]:
-            return shortage(i, best, free[best // sharing])
+        nodes = {rank // sharing for rank in ranks} or range(len(free))
+        there, spread = free[best // sharing], 0
+        if len(nodes) > 1 and (pin.sharding in ("row", "column") or may_split(table)):
+            there, spread = sum(free[node] for node in nodes) if ranks else total, len(nodes)
+        if held[i] > there:
+            return capacity.shortage(i, best, there, is_alone=True, spread=spread)
     return None
 
 
-def level_edges(partitioner: Partitioner, proposer: Proposer, placement: Placement) -> Placement | None:
-    """Move edges of split tables until loads are level, if that is faster and fits: loaded ranks get smaller parts.
+def level_edges(partitioner: Partitioner, placement: Placement) -> Placement | None:
+    """Move edges of split tables until loads are level, if that is faster and fits.
 
     Seconds are taken to grow with the rows of a range, or with the column blocks of a group.
     """
-    costs, shards, ranks = proposer.costs, placement.shards, placement.ranks
+    costs, shards, ranks = partitioner.costs, placement.shards, placement.ranks
     options = _level_options(placement, partitioner.items.seconds, costs.world_size)
     if options == placement.options:
         return None
-    levelled = Partitioner(proposer.tables, costs, proposer.capacity, replace(partitioner.proposal, options=options))
+    levelled = Partitioner(partitioner.tables, costs, partitioner.capacity, options)
     home = dict(zip(shards.table.tolist(), ranks.tolist(), strict=True))
     chosen = [
         allowed[0] if i in options else home[i]
         for i, allowed in zip(levelled.shards.table.tolist(), levelled.shards.allowed, strict=True)
     ]
-    better = replace(levelled.place("", np.array(chosen, np.int64)), method=placement.method)
-    fits = levelled.fits(better.ranks)
+    better = levelled.place(np.array(chosen, np.int64), placement.method)
+    fits = levelled.items.fits(better.ranks)
     return better if fits and costs.estimate(better).fast_s < costs.estimate(placement).fast_s else None
 
 
 def _level_options(placement: Placement, seconds: Floats, world_size: int) -> Options:
-    options, shards = placement.options, placement.shards
+    options, shards, found = placement.options, placement.shards, dict(placement.options)
     load = np.bincount(placement.ranks, weights=seconds, minlength=world_size)
-    found = dict(options)
     # Shards are in the order of their tables.
     starts = np.searchsorted(shards.table, list(options))
     ends = np.searchsorted(shards.table, list(options), side="right")

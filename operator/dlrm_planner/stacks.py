@@ -1,4 +1,4 @@
-"""Count what shards take as stacks of levels, tier by tier: dlrm_api.tiers' arithmetic over all shards at once."""
+"""Count the bytes of shards as stacks of levels: dlrm_api.tiers' arithmetic over all shards at once."""
 
 from __future__ import annotations
 
@@ -9,33 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrm_api import tiers
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Device
-from dlrm_api.tiers import (
-    BLOCK_PLACE_META_BYTES,
-    BLOCK_SLACK,
-    CHANGED_BYTES,
-    COUNTER_BYTES,
-    FILE_TIERS,
-    MAX_LINKED_SLOTS,
-    ORDER_META_BYTES,
-    PLACE_META_BYTES,
-    SLOT_META_BYTES,
-    TIERS,
-    Tier,
-    extra_slots,
-    map_entry_bytes,
-    paged_bytes,
-    places_meta_bytes,
-    usable_claim_bytes,
-)
-from dlrm_planner.tables import Tables
+from dlrm_api.tiers import FILE_TIERS, TIERS, Tier
+from dlrm_planner.tables import NO_PIN, Tables
 from dlrm_planner.types import Floats, HitRates, Indices, Levels, Shards
 
 META_BYTES: Mapping[Tier, float] = {
-    tier: PLACE_META_BYTES if TIERS[tier].byte_addressable else BLOCK_PLACE_META_BYTES * BLOCK_SLACK
+    tier: tiers.PLACE_META_BYTES if TIERS[tier].byte_addressable else tiers.BLOCK_PLACE_META_BYTES * tiers.BLOCK_SLACK
     for tier in FILE_TIERS
 }
 """DDR that a row's place in this tier takes, besides its map entry."""
@@ -88,8 +72,7 @@ class Stacks:
 
     def is_stack(self, shard: int) -> bool:
         """Return whether a shard's smallest form has levels."""
-        cheapest = float(self.min_ddr(slower_tiers=True)[shard])
-        return bool(self.pin[shard] >= 0) or cheapest < self.whole[shard]
+        return bool(self.pin[shard] >= 0 or self.min_ddr(slower_tiers=True)[shard] < self.whole[shard])
 
     def min_ddr(self, slower_tiers: bool) -> Floats:
         """Return the (N,) DDR of each shard in its smallest form; with ``slower_tiers`` that may be a stack."""
@@ -104,12 +87,12 @@ class Stacks:
 
     def device_places(self, *, last: bool) -> Floats:
         """Return the (N,) DDR of a row below slots in HBM; ``last`` if no further level is below."""
-        return self.record + self.blocks * (PLACE_META_BYTES + (0 if last else ORDER_META_BYTES))
+        return self.record + self.blocks * (tiers.PLACE_META_BYTES + (0 if last else tiers.ORDER_META_BYTES))
 
     def level_ddr_bytes(self, shard: int, levels: Levels) -> int:
-        """Return the DDR of a stack: slots and scratch or their metadata, the map, and bookkeeping of places below."""
+        """Return the DDR of a stack: slots and scratch, or their metadata, the map, and places below."""
         last = len(levels.below) - 1
-        places = sum(places_meta_bytes(tier, n, last=k == last) for k, (tier, n) in enumerate(levels.below))
+        places = sum(tiers.places_meta_bytes(tier, n, last=k == last) for k, (tier, n) in enumerate(levels.below))
         slots = (levels.slots + self.scratch[shard]) * self.slot[shard]
         return int(slots + self.blocks[shard] * (self.rows[shard] * self.entry[shard] + places))
 
@@ -143,50 +126,43 @@ def read_stacks(
     ways = spec.trainer.cache.ways
     pin = shards.by_table(lambda i: _pin(shards.tables, i, caps)).astype(np.int64)
     on_device = (pin <= UNPINNED) & (device == "cuda")
-    record, slot = row + blocks * COUNTER_BYTES, np.where(on_device, 0.0, row) + blocks * SLOT_META_BYTES
+    record, slot = row + blocks * tiers.COUNTER_BYTES, np.where(on_device, 0.0, row) + blocks * tiers.SLOT_META_BYTES
     dearest = max((META_BYTES[tier] for tier in caps), default=0.0)
     meta = np.array([*(META_BYTES[tier] for tier in FILE_TIERS), dearest])[np.maximum(pin, -1)]
     middle = sum(list(caps.values())[:-1])
-    extra = _extra_slots(spec, shards)
+    batch, ahead, specs = spec.data.global_batch_size, spec.trainer.cache.lookahead, shards.tables.specs
+    # Batches in flight may need slots besides the planned ones.
+    in_flight = shards.by_table(
+        lambda i: tiers.extra_slots(specs[i].rows, specs[i].max_lookups * len(specs[i].sources), batch, ahead)
+    )
+    extra = np.minimum(rows, in_flight)
     scratch = np.where(on_device, extra, np.ceil(rates.accesses)) * (pin != IN_HBM)
     least = np.ceil(rates.min_rows / max(ways, 1)) * max(ways, 1)
-    cut_parts = np.array(shards.held_bytes, np.float64) - np.array(shards.resident_bytes, np.float64)
-    entry = _map_entries(shards, ranks, spec.world_size) + CHANGED_BYTES
+    whole = np.array(shards.held_bytes, np.float64)
+    cut_parts = whole - np.array(shards.resident_bytes, np.float64)
+    entry = _map_entries(shards, ranks, spec.world_size) + tiers.CHANGED_BYTES
     return Stacks(
         rows=rows,
         blocks=blocks,
         on_device=on_device,
-        whole=np.where(on_device, np.inf, np.array(shards.held_bytes, np.float64)),
+        whole=np.where(on_device, np.inf, whole),
         min_slots=np.where(pin == IN_HBM, rows, np.where(on_device, np.minimum(least, rows), least)),
-        max_slots=np.minimum(rows, np.maximum(MAX_LINKED_SLOTS - extra, 1)),
+        max_slots=np.minimum(rows, np.maximum(tiers.MAX_LINKED_SLOTS - extra, 1)),
         slot=slot,
         device_slot=np.where(on_device, row, 0.0),
         entry=entry,
         # Places may be rounded up.
-        fixed=blocks * (np.ceil(rows * (entry + meta)) + 2 * BLOCK_PLACE_META_BYTES) + scratch * slot + cut_parts,
+        fixed=blocks * (np.ceil(rows * (entry + meta)) + 2 * tiers.BLOCK_PLACE_META_BYTES) + scratch * slot + cut_parts,
         scratch=scratch,
         record=record,
-        paged=BLOCK_SLACK * blocks * _by_value(np.asarray(record / blocks, np.float64), paged_bytes),
-        between=_between(middle, record / blocks, rows * blocks),
+        paged=tiers.BLOCK_SLACK * blocks * _by_value(np.asarray(record / blocks, np.float64), tiers.paged_bytes),
+        # Middle tiers hold as many of the smallest records as fit, or all rows.
+        between=math.ceil(
+            (tiers.PLACE_META_BYTES + tiers.ORDER_META_BYTES)
+            * min(middle / float((record / blocks).min(initial=np.inf)), float((rows * blocks).sum()))
+        ),
         pin=pin,
         ways=ways,
-    )
-
-
-def _extra_slots(spec: DLRMJobSpec, shards: Shards) -> Floats:
-    """Return the (N,) slots that batches in flight may need besides the planned ones."""
-    batch, ahead, specs = spec.data.global_batch_size, spec.trainer.cache.lookahead, shards.tables.specs
-
-    def of_table(i: int) -> float:
-        return extra_slots(specs[i].rows, specs[i].max_lookups * len(specs[i].sources), batch, ahead)
-
-    return np.minimum(shards.rows, shards.by_table(of_table))
-
-
-def _between(size: int, record: Floats, rows: Floats) -> int:
-    """Return the DDR for places in ``size`` bytes of middle tiers, if these hold the smallest records, or all rows."""
-    return math.ceil(
-        (PLACE_META_BYTES + ORDER_META_BYTES) * min(size / float(record.min(initial=np.inf)), float(rows.sum()))
     )
 
 
@@ -200,7 +176,7 @@ def _map_entries(shards: Shards, ranks: Indices | None, world_size: int) -> Floa
         kind = kind * world_size + ranks
     together = np.bincount(kind, weights=own)[kind]
     rows = np.maximum(own, together * IMBALANCE_FACTOR / world_size) if ranks is None else together
-    return _by_value(np.asarray(rows, np.float64), map_entry_bytes)
+    return _by_value(np.asarray(rows, np.float64), tiers.map_entry_bytes)
 
 
 def _by_value(values: Floats, function: Callable[[int], float]) -> Floats:
@@ -210,7 +186,7 @@ def _by_value(values: Floats, function: Callable[[int], float]) -> Floats:
 
 
 def slow_caps(spec: DLRMJobSpec, profile: HardwareProfile | None) -> dict[Tier, int]:
-    """Return the bytes of each slower tier of one pod, fastest first: the tighter of the node's and the user's budget.
+    """Return a pod's bytes of each slower tier, fastest first: the tighter of the node's and the budget.
 
     A node that gives a tier by volume claims holds the rows that fit such a claim.
     """
@@ -220,7 +196,7 @@ def slow_caps(spec: DLRMJobSpec, profile: HardwareProfile | None) -> dict[Tier, 
         budget = getattr(spec.trainer.tier_budgets, tier)
         given = [] if budget is None else [int(budget)]
         if node is not None:
-            given.append(usable_claim_bytes(node.bytes) if node.storage_class else node.bytes)
+            given.append(tiers.usable_claim_bytes(node.bytes) if node.storage_class else node.bytes)
         if given and min(given) > 0:
             caps[tier] = min(given)
     return caps
@@ -228,35 +204,28 @@ def slow_caps(spec: DLRMJobSpec, profile: HardwareProfile | None) -> dict[Tier, 
 
 def stack_classes(tables: Tables) -> int:
     """Count the kinds of rows, by width and type, with a stack: tables of a kind share one on each rank."""
-    kinds = {
-        (table.column_block or table.dim, table.dtype)
-        for table in tables.specs
-        if table.pin is None or not (table.pin.sharding == "data" or table.pin.tier in ("hbm", "ddr"))
-    }
-    return len(kinds)
+    pins = ((table, table.pin or NO_PIN) for table in tables.specs)
+    stacked = (t for t, pin in pins if pin.sharding != "data" and pin.tier not in ("hbm", "ddr"))
+    return len({(table.column_block or table.dim, table.dtype) for table in stacked})
 
 
 def pinned_slow(tables: Tables) -> bool:
     """Return whether a pin puts any table below DDR."""
-    return any(t.pin is not None and t.pin.tier in FILE_TIERS for t in tables.specs)
+    return any((table.pin or NO_PIN).tier in FILE_TIERS for table in tables.specs)
 
 
 def _pin(tables: Tables, i: int, caps: Mapping[Tier, int]) -> int:
-    table, path = tables.specs[i], tables.paths[i]
-    if table.pin is None or table.pin.tier is None:
-        return UNPINNED
-    if table.pin.tier in ("hbm", "ddr"):
-        return IN_HBM if table.pin.tier == "hbm" else IN_DDR
-    tier = next(each for each in FILE_TIERS if each == table.pin.tier)
+    table, path, pin = tables.specs[i], f"{tables.paths[i]}.pin.tier", tables.specs[i].pin or NO_PIN
+    tier = pin.tier
+    if tier is None or tier not in FILE_TIERS:
+        return {None: UNPINNED, "hbm": IN_HBM, "ddr": IN_DDR}[tier]
     if tier not in caps:
         raise InvalidSpecError(
-            f"{path}.pin.tier",
+            path,
             f"table {table.name} is pinned to {tier}, of which a pod has no bytes: set trainer.tierBudgets.{tier}, or "
             f"name a HardwareProfile with tiers.{tier}",
         )
-    if table.pin.sharding == "data":
-        raise InvalidSpecError(
-            f"{path}.pin.tier",
-            f"table {table.name} is pinned to sharding data, which keeps replicas in DDR: leave out one of the pins",
-        )
+    if pin.sharding == "data":
+        problem = "is pinned to sharding data, which keeps replicas in DDR: leave out one of the pins"
+        raise InvalidSpecError(path, f"table {table.name} {problem}")
     return FILE_TIERS.index(tier)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.model import ModelSpec, TableSpec
+from dlrm_api.model import ModelSpec, TablePin, TableSpec
 from dlrm_api.row_optimizers import ROW_OPTIMIZERS, STATE_BYTES, state_values
 from dlrm_api.tiers import CHANGED_BYTES
 from dlrm_api.tiers import ELEMENT_BYTES as BYTES_OF
 
+ELEMENT_BYTES = 4
+"""fp32: what is computed and handed over, whatever the type of the rows."""
+NO_PIN = TablePin()
 OPTIMIZER_COPIES = {"sgd": 0, "adagrad": 1, "adam": 2}
 EXCHANGED_COPIES, MESSAGES = 4, 2
 LONE_ID_BYTES, ID_BYTES = 32, 96
@@ -38,14 +42,13 @@ FLOPS_PER_WEIGHT = 6
 
 def dense_parameters(model: ModelSpec) -> int:
     """Count the elements of the MLPs, their biases, and the cross layers."""
-    bottom = _mlp(len(model.dense_features), model.bottom_mlp)
-    width = model.bottom_mlp[-1] if model.bottom_mlp else 0
-    if model.interaction == "dot":
-        vectors = len(model.all_features()) + bool(width)
-        return bottom + _mlp(width + vectors * (vectors - 1) // 2, model.top_mlp)
-    features = width + _pooled(model)
-    cross = model.cross_layers * (2 * features * model.cross_rank + features)
-    return bottom + cross + _mlp(features, model.top_mlp)
+    width, vectors = model.bottom_mlp[-1] if model.bottom_mlp else 0, _vectors(model)
+    features, cross = width + vectors * (vectors - 1) // 2, 0
+    if model.interaction == "dcn":
+        features = _joined(model)
+        cross = model.cross_layers * (2 * features * model.cross_rank + features)
+    layers = (*pairwise((len(model.dense_features), *model.bottom_mlp)), *pairwise((features, *model.top_mlp)))
+    return cross + sum((inputs + 1) * outputs for inputs, outputs in layers)
 
 
 def dense_cut_bytes(spec: DLRMJobSpec) -> int:
@@ -56,8 +59,7 @@ def dense_cut_bytes(spec: DLRMJobSpec) -> int:
 
 def step_flops(spec: DLRMJobSpec, samples: int) -> float:
     """Count the floating-point operations of one step over ``samples``, forward and backward."""
-    vectors = len(spec.model.all_features()) + bool(spec.model.bottom_mlp)
-    dot = vectors * vectors * spec.model.all_tables()[0].dim if spec.model.interaction == "dot" else 0
+    dot = _vectors(spec.model) ** 2 * spec.model.all_tables()[0].dim if spec.model.interaction == "dot" else 0
     return float(FLOPS_PER_WEIGHT * samples * (dense_parameters(spec.model) + dot))
 
 
@@ -81,15 +83,16 @@ def activation_bytes(spec: DLRMJobSpec) -> int:
     model, samples, held = spec.model, largest_slice(spec), held_samples(spec)
     inputs = len(model.dense_features) + _pooled(model)
     joined = INTERACTION_COPIES["cpu"][model.interaction] * _joined(model) * held
-    copies = MEAN_COPIES * _has_means(model) + WIDTH_COPIES * _has_widths(model)
-    copied = copies * _pooled(model) * samples
-    return ELEMENT_BYTES * (2 * (inputs * samples + _inner(model) * held) + joined + copied)
+    has_widths = len({table.column_block or table.dim for table in model.all_tables()}) > 1
+    copies = MEAN_COPIES * _has_means(model) + WIDTH_COPIES * has_widths
+    return ELEMENT_BYTES * (2 * (inputs * samples + _inner(model) * held) + joined + copies * _pooled(model) * samples)
 
 
 def device_activation_bytes(spec: DLRMJobSpec) -> int:
-    """Return the same on a GPU, where each of torch's operations makes a tensor. Counted operation by operation.
+    """Return the same on a GPU, where each of torch's operations makes a tensor.
 
-    The peak is where the interaction's gradients are made, or where those of pooled rows are split by table.
+    Counted operation by operation. The peak is where the interaction's gradients are made, or where those of pooled
+    rows are split by table.
     """
     model, samples, held = spec.model, largest_slice(spec), held_samples(spec)
     pooled, means = _pooled(model), _has_means(model)
@@ -101,9 +104,8 @@ def device_activation_bytes(spec: DLRMJobSpec) -> int:
 
 
 def _inner(model: ModelSpec) -> int:
-    vectors = len(model.all_features()) + bool(model.bottom_mlp)
     crossed = (_joined(model) + model.cross_rank) * model.cross_layers
-    interaction = vectors * vectors if model.interaction == "dot" else crossed
+    interaction = _vectors(model) ** 2 if model.interaction == "dot" else crossed
     return sum(model.bottom_mlp) + sum(model.top_mlp) + interaction
 
 
@@ -114,10 +116,7 @@ def staged_bytes(spec: DLRMJobSpec) -> int:
 
 
 def lookup_bytes(spec: DLRMJobSpec) -> int:
-    """Return the bytes of one rank for ids, on the host and on a GPU, for reading, sending and lookup.
-
-    A balanced rank looks up as many ids as its slice of the batch has.
-    """
+    """Return a rank's bytes for ids, on the host and on a GPU: as many ids as its slice of the batch has."""
     ids = sum(table.lookups * len(table.sources) for table in spec.model.all_tables())
     each = (LONE_ID_BYTES if spec.world_size == 1 else ID_BYTES) + ID_BYTES_AHEAD * spec.trainer.cache.lookahead
     return math.ceil(ids * largest_slice(spec)) * each
@@ -149,7 +148,7 @@ def exchange_bytes(spec: DLRMJobSpec) -> int:
 
 
 def message_bytes(spec: DLRMJobSpec) -> int:
-    """Return the messages of ``exchange_bytes`` alone: a GPU's pooled rows and gradients are among its activations."""
+    """Return the messages of ``exchange_bytes``: a GPU's pooled rows and gradients are activations."""
     return exchange_bytes(spec) * MESSAGES // EXCHANGED_COPIES
 
 
@@ -161,16 +160,12 @@ def _joined(model: ModelSpec) -> int:
     return _pooled(model) + (model.bottom_mlp[-1] if model.bottom_mlp else 0)
 
 
+def _vectors(model: ModelSpec) -> int:
+    return len(model.all_features()) + bool(model.bottom_mlp)
+
+
 def _has_means(model: ModelSpec) -> bool:
     return any(table.pooling == "mean" for table in model.all_tables())
-
-
-def _has_widths(model: ModelSpec) -> bool:
-    return len({table.column_block or table.dim for table in model.all_tables()}) > 1
-
-
-def _mlp(inputs: int, widths: Sequence[int]) -> int:
-    return sum((a + 1) * b for a, b in zip((inputs, *widths), widths, strict=False))
 
 
 ROW_ID_BYTES = 8
@@ -178,7 +173,7 @@ ROW_ID_BYTES = 8
 CUT_PIECE_ROWS, CUT_HEADER_BYTES = 65_536, 512
 """A cut lists its pieces: rows of a piece at least, and bytes of its entry at most."""
 
-RANGE_COPIES, SENT_COPIES = 2, 2
+RANGE_COPIES = SENT_COPIES = 2
 """Copies of a global batch's pooled rows on a rank with a range of a table's rows: they and their gradients; and of
 those of bags with ids in the range, picked and in a message."""
 RANGES = tuple(2**power for power in range(1, 13))
@@ -187,7 +182,7 @@ RANGES = tuple(2**power for power in range(1, 13))
 
 @dataclass(frozen=True)
 class PartBytes:
-    """Hold the bytes of some rows of some columns, as Python integers: 5,000 tables of 2**54 bytes overflow int64."""
+    """Hold the bytes of rows of columns, as Python integers: 5,000 tables of 2**54 bytes overflow int64."""
 
     row: int
     """A row and its state, as the kernels hold them."""
@@ -208,19 +203,19 @@ class Tables:
     """Row state of one column block."""
     whole: tuple[PartBytes, ...]
     """All rows and columns."""
-    held_bytes: tuple[int, ...]
-    """Host memory of a pod for each table, and for its part of a hand-off that holds a full cut."""
     vector_bytes: tuple[int, ...]
     """Bytes of each table's pooled rows of a global batch; 0 if they are not in host memory."""
     handoff_budget: int | None
     """Bytes of each pod's hand-off; None if it is sized to hold a full cut."""
 
-    def in_segments(self, budget: int) -> Tables:
-        """Return the tables with cuts that are handed over in segments, one after the other in a budget."""
-        return replace(self, held_bytes=tuple(size.resident for size in self.whole), handoff_budget=budget)
+    @cached_property
+    def held_bytes(self) -> tuple[int, ...]:
+        """Return the host memory of each table, and of its part of a hand-off that holds a full cut."""
+        has_cuts = self.handoff_budget is None
+        return tuple(size.resident + (size.handoff if has_cuts else 0) for size in self.whole)
 
     def range_bytes(self, table: int, share: float, ranges: int) -> int:
-        """Return the bytes of a step on one of ``ranges`` ranges of a table's rows, beyond its share of the table's.
+        """Return the bytes of a step on one range of a table's rows, beyond its share of the table's.
 
         Each range has pooled rows and gradients of every bag of a global batch; those of bags with ids are copied and
         sent.
@@ -242,9 +237,9 @@ class Tables:
     @cached_property
     def kinds(self) -> NDArray[np.int64]:
         """Return a (T,) number for each block width and row type."""
-        known: dict[tuple[int, str], int] = {}
-        of_table = ((table.column_block or table.dim, table.dtype) for table in self.specs)
-        return np.array([known.setdefault(kind, len(known)) for kind in of_table], np.int64)
+        of_table = [(table.column_block or table.dim, table.dtype) for table in self.specs]
+        number = {kind: i for i, kind in enumerate(dict.fromkeys(of_table))}
+        return np.array([number[kind] for kind in of_table], np.int64)
 
     @cached_property
     def max_range_bytes(self) -> tuple[int, ...]:
@@ -257,23 +252,20 @@ def read_tables(spec: DLRMJobSpec) -> Tables:
     """Size every table of a job."""
     specs, optimizer = spec.model.all_tables(), spec.training.row_optimizer.kind
     blocks = tuple(STATE_BYTES * state_values(optimizer, table.column_block or table.dim) for table in specs)
-    budget = spec.checkpoint.handoff_budget
-    sizes = [part_bytes(t, block, 0, t.rows, 0, t.dim) for t, block in zip(specs, blocks, strict=True)]
     return Tables(
         specs=specs,
         paths=table_paths(spec),
         block_state_bytes=blocks,
-        whole=tuple(sizes),
-        held_bytes=tuple(size.resident + (size.handoff if budget is None else 0) for size in sizes),
+        whole=tuple(part_bytes(t, block, t.rows, t.dim) for t, block in zip(specs, blocks, strict=True)),
         vector_bytes=tuple(ELEMENT_BYTES * t.dim * len(t.sources) * spec.data.global_batch_size for t in specs),
-        handoff_budget=budget,
+        handoff_budget=spec.checkpoint.handoff_budget,
     )
 
 
-def part_bytes(table: TableSpec, block_state: int, row_start: int, row_end: int, start: int, end: int) -> PartBytes:
-    """Size rows [row_start, row_end) of columns [start, end), which are whole blocks: each is stored separately."""
+def part_bytes(table: TableSpec, block_state: int, rows: int, columns: int) -> PartBytes:
+    """Size so many rows of so many columns, which are whole blocks: each is stored separately."""
     width = table.column_block or table.dim
-    rows, blocks = row_end - row_start, (end - start) // width
+    blocks = columns // width
     row = BYTES_OF[table.dtype] * width + block_state
     pieces = CUT_HEADER_BYTES * -(-rows // CUT_PIECE_ROWS)
     handoff = rows * (ELEMENT_BYTES * width + block_state + ROW_ID_BYTES) + pieces
@@ -289,11 +281,7 @@ def table_paths(spec: DLRMJobSpec) -> tuple[str, ...]:
     return (*own, *grouped)
 
 
-ELEMENT_BYTES = 4
-"""fp32: what is computed and handed over, whatever the type of the rows."""
-
-
-def replica_bytes(tables: Tables, index: int) -> int:
-    """Return the bytes of one replica on a rank: the table, and the gradient that is all-reduced, with row counts."""
-    table = tables.specs[index]
-    return tables.whole[index].resident + table.rows * ELEMENT_BYTES * (table.dim + 1)
+def replica_bytes(tables: Tables, replicated: Iterable[int]) -> int:
+    """Return a rank's bytes of replicas: tables and the gradients that are all-reduced, with row counts."""
+    specs = tables.specs
+    return sum(tables.whole[i].resident + specs[i].rows * ELEMENT_BYTES * (specs[i].dim + 1) for i in replicated)

@@ -7,8 +7,9 @@ placed so that tiers are likely to hold them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +22,12 @@ from dlrm_planner.tables import replica_bytes
 from dlrm_planner.types import (
     UNBOUNDED,
     Capacity,
+    FastTier,
     Floats,
     HitRates,
     Indices,
+    Infeasible,
+    Ints,
     Levels,
     Placement,
     Problem,
@@ -31,6 +35,7 @@ from dlrm_planner.types import (
     TableShortage,
     TierShortage,
     cut_tables,
+    take,
 )
 
 SCALE = 2**40
@@ -47,36 +52,21 @@ DDR_FILLS = ((False, False), (True, False), (True, True))
 """Ways to fill DDR, in order: with what gains hits; all of it, gain or not; all of it, whole shards first."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TierCapacity:
-    """Hold the bytes that one pod has for shards; inf if a tier's size is unknown."""
-
-    ddr: float
-    slow: Mapping[Tier, float]
-    """Of each available slower tier, fastest first."""
-    hbm: float = 0.0
-    """Of each rank."""
-
-
 def tier_tables(
-    which: Indices, ranks: Indices, stacks: Stacks, rates: HitRates, capacity: TierCapacity
+    ranks: Indices, stacks: Stacks, rates: HitRates, hbm: float, ddr: float, slow: Mapping[Tier, float]
 ) -> dict[int, Levels] | TierShortage:
-    """Return the levels of those of the shards ``which``, on ``ranks``, that are not whole in DDR.
+    """Return the levels of the shards of one pod, on ``ranks``, that are not whole in DDR.
 
     Each tier goes where a byte gains most expected hits: HBM to slots of its rank's shards, then DDR to slots, to whole
     shards, and to rows below slots in HBM. The next tiers take what is left, fastest first. DDR and HBM hold at least
     the smallest form of every shard. If slower tiers do not hold the rest, DDR first takes whole shards, which need
-    none of them.
+    none of them. Bytes are those of a rank (``hbm``) or of the pod, inf if unknown.
     """
     shortest: TierShortage | None = None
-    for slots in _device_slots(which, ranks, stacks, rates, capacity.hbm):
-        for spend_all, wholes in DDR_FILLS if math.isfinite(capacity.ddr) else DDR_FILLS[:1]:
-            filled = _in_ddr(which, slots, stacks, rates, capacity, spend_all=spend_all, wholes=wholes)
-            found = (
-                filled
-                if isinstance(filled, TierShortage)
-                else _below(which, slots, filled, stacks, rates, capacity.slow)
-            )
+    for slots in _device_slots(ranks, stacks, rates, hbm):
+        for way in DDR_FILLS if math.isfinite(ddr) else DDR_FILLS[:1]:
+            filled = _in_ddr(slots, stacks, rates, ddr, slow, way)
+            found = _below(slots, filled, stacks, rates, slow) if isinstance(filled, Filled) else filled
             if not isinstance(found, TierShortage):
                 return found
             if shortest is None or (found.tier == shortest.tier and found.missing < shortest.missing):
@@ -85,130 +75,91 @@ def tier_tables(
     return shortest
 
 
-def _device_slots(which: Indices, ranks: Indices, stacks: Stacks, rates: HitRates, hbm: float) -> Iterator[Floats]:
-    """Yield slots in HBM of each shard, 0 on the host: first those that serve most, then those that spare DDR.
+def _device_slots(ranks: Indices, stacks: Stacks, rates: HitRates, hbm: float) -> Iterator[Floats]:
+    """Yield slots in HBM of each shard, 0 on the host: first to serve most, then to spare DDR.
 
     Whole shards in HBM need no DDR for rows, and fewer slots need less of it for metadata.
     """
-    here = stacks.on_device[which]
+    here = stacks.on_device
     if not here.any():
-        yield np.zeros(len(which))
-        return
-    if not math.isfinite(hbm):
-        yield np.where(here, _whole_or_in_sets(_default_slots(which, stacks), stacks.rows[which], stacks.ways), 0.0)
-        return
-    for wholes, part in HBM_FILLS:
-        slots = np.zeros(len(which))
-        for rank in np.unique(ranks[here]).tolist():
-            own = np.flatnonzero(here & (ranks == rank))
-            slots[own] = _slots_of_rank(which[own], stacks, rates, hbm, part, wholes=wholes)
-        yield slots
+        yield np.zeros(len(here))
+    elif not math.isfinite(hbm):
+        yield np.where(here, _whole_or_in_sets(_default_slots(stacks), stacks), 0.0)
+    else:
+        for wholes, part in HBM_FILLS:
+            slots = np.zeros(len(here))
+            for rank in np.unique(ranks[here]).tolist():
+                own = np.flatnonzero(here & (ranks == rank))
+                slots[own] = _slots_of_rank(take(stacks, own), take(rates, own), hbm, part, wholes=wholes)
+            yield slots
 
 
-def _slots_of_rank(which: Indices, stacks: Stacks, rates: HitRates, hbm: float, part: float, *, wholes: bool) -> Floats:
+def _slots_of_rank(stacks: Stacks, rates: HitRates, hbm: float, part: float, *, wholes: bool) -> Floats:
     """Return the slots of the shards of one rank; with ``wholes``, whole shards that gain most come first."""
-    rows, slot, slots = stacks.rows[which], stacks.device_slot[which], stacks.min_slots[which].copy()
-    left = max(hbm - float(stacks.min_hbm()[which].sum()), 0.0)
+    slots, cost = stacks.min_slots, stacks.device_slot
+    left = max(hbm - float(stacks.min_hbm().sum()), 0.0)
     if wholes:
-        held = fill(_slot_demand(which, stacks, rates, slots, slots, (rows - slots) * slot), left)
-        slots, left = np.where(held.whole, rows, slots), held.left
-    most = np.maximum(stacks.max_slots[which], slots)
-    got = fill(_slot_demand(which, stacks, rates, slots, most, np.inf), part * left, spend_all=True)
-    return _whole_or_in_sets(got.rows, rows, stacks.ways)
-
-
-def _slot_demand(
-    which: Indices, stacks: Stacks, rates: HitRates, start: Floats, stop: Floats, whole_cost: Floats | float
-) -> Demand:
-    return Demand(
-        rows=rates.rows[which],
-        hits=rates.hits[which],
-        start=start,
-        stop=stop,
-        row_cost=stacks.device_slot[which],
-        whole_cost=np.broadcast_to(whole_cost, start.shape),
-        whole_hits=rates.accesses[which],
-    )
+        held = fill(rates, Demand(slots, slots, cost, (stacks.rows - slots) * cost), left)
+        slots, left = np.where(held.whole, stacks.rows, slots), held.left
+    got = fill(rates, Demand(slots, np.maximum(stacks.max_slots, slots), cost), part * left, spend_all=True)
+    return _whole_or_in_sets(got.rows, stacks)
 
 
 def _in_ddr(
-    which: Indices,
-    slots: Floats,
-    stacks: Stacks,
-    rates: HitRates,
-    capacity: TierCapacity,
-    *,
-    spend_all: bool,
-    wholes: bool,
+    slots: Floats, stacks: Stacks, rates: HitRates, ddr: float, slow: Mapping[Tier, float], way: tuple[bool, bool]
 ) -> Filled | TierShortage:
-    """Return rows of each shard in its slots and in DDR, or that it is whole; with ``wholes`` as many as fit are."""
-    ddr, here, pin, least = capacity.ddr, stacks.on_device[which], stacks.pin[which], stacks.min_slots[which]
-    floor = stacks.fixed[which] + np.where(here, slots, least) * stacks.slot[which]
-    backed = stacks.rows[which] * stacks.device_places(last=True)[which]
-    whole = np.where(here, floor + np.where(_in_hbm(which, slots, stacks), 0.0, backed), stacks.whole[which])
-    bound = (pin == IN_DDR) | ((pin == UNPINNED) & (whole <= floor)) | (here & ((whole <= floor) | (not capacity.slow)))
+    """Return rows of shards in slots and in DDR, or that they are whole, for one of ``DDR_FILLS``."""
+    spend_all, wholes = way
+    here, pin = stacks.on_device, stacks.pin
+    start = np.where(here, slots, stacks.min_slots)
+    floor = stacks.fixed + start * stacks.slot
+    backed = np.where(_in_hbm(slots, stacks), 0.0, stacks.rows * stacks.device_places(last=True))
+    whole = np.where(here, floor + backed, stacks.whole)
+    bound = (pin == IN_DDR) | ((pin == UNPINNED) & (whole <= floor)) | (here & ((whole <= floor) | (not slow)))
     if not math.isfinite(ddr):
-        return Filled(
-            np.where(here, slots, _in_sets(_default_slots(which, stacks), stacks.ways)), here | (pin < 0), ddr
-        )
+        return Filled(np.where(here, slots, _in_sets(_default_slots(stacks), stacks.ways)), here | (pin < 0), ddr)
     free = np.flatnonzero(~bound)
     rest = ddr - float(np.where(bound, whole, floor).sum())
-    if rest < -len(which) - 1:
+    if rest < -len(slots) - 1:
         assert here.any(), "smallest forms on the host were placed within DDR"
         return TierShortage("ddr", math.ceil(-rest))
-    rows, done = np.where(here, slots, least), bound.copy()
-    rest = max(rest, 0.0)
+    # DDR buys slots on the host, rows below slots in HBM, or all of a shard. A level below DDR has at least one row.
+    most = np.where(here, np.minimum(stacks.rows - 1, slots + MAX_LINKED_SLOTS), stacks.max_slots)
+    row_cost = np.where(here, stacks.device_places(last=False), stacks.slot)
+    demand = Demand(start, np.maximum(most, start), row_cost, np.where(pin >= 0, np.inf, whole - floor))
+    rows, done, rest = start.copy(), bound.copy(), max(rest, 0.0)
     if wholes and len(free):
-        demand = _ddr_demand(which[free], slots[free], stacks, rates, (whole - floor)[free])
-        held = fill(replace(demand, stop=demand.start), rest)
+        held = fill(take(rates, free), take(replace(demand, stop=start), free), rest)
         done[free], rest = held.whole, held.left
         free = free[~held.whole]
     if len(free):
-        demand = _ddr_demand(which[free], slots[free], stacks, rates, (whole - floor)[free])
-        got = fill(demand, rest, spend_all=spend_all)
+        got = fill(take(rates, free), take(demand, free), rest, spend_all=spend_all)
         rows[free], done[free] = got.rows, got.whole
     return Filled(np.where(here, rows, _in_sets(rows, stacks.ways)), done, 0.0)
 
 
-def _ddr_demand(which: Indices, slots: Floats, stacks: Stacks, rates: HitRates, whole_cost: Floats) -> Demand:
-    """Return what DDR buys: slots on the host, rows below slots in HBM, or all of a shard."""
-    here, least = stacks.on_device[which], stacks.min_slots[which]
-    start = np.where(here, slots, least)
-    most = np.where(here, np.minimum(stacks.rows[which] - 1, slots + MAX_LINKED_SLOTS), stacks.max_slots[which])
-    return Demand(
-        rows=rates.rows[which],
-        hits=rates.hits[which],
-        start=start,
-        # A level below DDR has at least one row.
-        stop=np.maximum(most, start),
-        row_cost=np.where(here, stacks.device_places(last=False)[which], stacks.slot[which]),
-        whole_cost=np.where(stacks.pin[which] >= 0, np.inf, whole_cost),
-        whole_hits=rates.accesses[which],
-    )
-
-
-def _default_slots(which: Indices, stacks: Stacks) -> Floats:
+def _default_slots(stacks: Stacks) -> Floats:
     """Return the slots of each shard in memory of unknown size."""
-    least = stacks.min_slots[which]
-    wide = np.maximum(least, np.ceil(DEFAULT_SLOT_SHARE * stacks.rows[which]))
-    return np.minimum(wide, np.maximum(stacks.max_slots[which], least))
+    wide = np.maximum(stacks.min_slots, np.ceil(DEFAULT_SLOT_SHARE * stacks.rows))
+    return np.minimum(wide, np.maximum(stacks.max_slots, stacks.min_slots))
 
 
-def _in_hbm(which: Indices, slots: Floats, stacks: Stacks) -> NDArray[np.bool_]:
+def _in_hbm(slots: Floats, stacks: Stacks) -> NDArray[np.bool_]:
     """Return the shards that are whole in HBM."""
-    return stacks.on_device[which] & (slots >= stacks.rows[which])
+    return stacks.on_device & (slots >= stacks.rows)
 
 
 def _in_sets(rows: Floats, ways: int) -> Floats:
     return rows if ways == 0 else np.floor(rows / ways) * ways
 
 
-def _whole_or_in_sets(slots: Floats, rows: Floats, ways: int) -> Floats:
+def _whole_or_in_sets(slots: Floats, stacks: Stacks) -> Floats:
+    rows, ways = stacks.rows, stacks.ways
     return np.where(slots >= rows, rows, np.maximum(_in_sets(slots, ways), np.minimum(rows, max(ways, 1))))
 
 
 def _below(
-    which: Indices, slots: Floats, filled: Filled, stacks: Stacks, rates: HitRates, caps: Mapping[Tier, float]
+    slots: Floats, filled: Filled, stacks: Stacks, rates: HitRates, caps: Mapping[Tier, float]
 ) -> dict[int, Levels] | TierShortage:
     """Assign rows to each tier below DDR; pinned shards come first.
 
@@ -216,39 +167,39 @@ def _below(
     have free slots, and a log fills it before it is cleaned.
     """
     stacked = np.flatnonzero(~filled.whole)
-    shards, above = which[stacked], filled.rows[stacked]
-    total = stacks.rows[shards]
-    rest = np.maximum(total - above, 1)
-    left, held = dict(caps), {tier: np.zeros(len(shards)) for tier in FILE_TIERS}
-    for tier in (tier for tier in FILE_TIERS if tier in left):
-        here = stacks.pin[shards] == FILE_TIERS.index(tier)
-        places = np.where(here, total, 0)
-        taken = float((places * stacks.row_bytes(tier)[shards]).sum())
+    shards, hits, above = take(stacks, stacked), take(rates, stacked), filled.rows[stacked]
+    rest = np.maximum(shards.rows - above, 1)
+    left, held = dict(caps), {tier: np.zeros(len(stacked)) for tier in caps}
+    for tier in caps:
+        here = shards.pin == FILE_TIERS.index(tier)
+        taken = float((np.where(here, shards.rows, 0) * shards.row_bytes(tier)).sum())
         if taken > left[tier]:
             return TierShortage(tier, math.ceil(taken - left[tier]))
         left[tier] -= taken
-        held[tier][here], rest[here] = places[here], 0
-    usable: list[Tier] = list(left)[-MAX_BELOW_DDR:] if stacks.on_device[shards].any() else list(left)
+        held[tier][here], rest[here] = shards.rows[here], 0
+    usable = list(caps)[-MAX_BELOW_DDR:] if shards.on_device.any() else list(caps)
     for tier in usable:
-        size = stacks.row_bytes(tier)[shards]
-        places = np.where(rest > 0, total, 0)
+        size = shards.row_bytes(tier)
+        places = np.where(rest > 0, shards.rows, 0)
         needed = float((places * size).sum())
         if needed <= left[tier]:
             held[tier] += places
             break
         if tier == usable[-1]:
             return TierShortage(tier, math.ceil(needed - left[tier]))
-        got = np.floor(_middle(shards, total - rest, rest, size, rates, left[tier]))
+        # A level between the first and the last fills its tier; the last level keeps at least one row.
+        start = shards.rows - rest
+        demand = Demand(start, start + np.clip(rest - 1, 0, MAX_LINKED_SLOTS), size)
+        got = np.floor(fill(hits, demand, left[tier], spend_all=True).rows - start)
         held[tier] += got
         rest = rest - got
-    levels = {}
-    for k, i in enumerate(shards.tolist()):
-        below = tuple((tier, int(held[tier][k])) for tier in FILE_TIERS if held[tier][k] > 0)
-        levels[i] = _levels(stacks, i, slots[stacked[k]], above[k], below)
-    in_hbm = _in_hbm(which, slots, stacks)
-    for k in np.flatnonzero(filled.whole & stacks.on_device[which]).tolist():
-        i, rows = int(which[k]), int(stacks.rows[which[k]])
-        levels[i] = Levels(rows, (), "hbm") if in_hbm[k] else Levels(int(slots[k]), (("ddr", rows),), "hbm")
+    levels, in_hbm = dict[int, Levels](), _in_hbm(slots, stacks)
+    for k, i in enumerate(stacked.tolist()):
+        below = tuple((tier, int(rows[k])) for tier, rows in held.items() if rows[k] > 0)
+        levels[i] = _levels(stacks, i, slots[i], above[k], below)
+    for i in np.flatnonzero(filled.whole & stacks.on_device).tolist():
+        whole = int(stacks.rows[i])
+        levels[i] = Levels(whole, (), "hbm") if in_hbm[i] else Levels(int(slots[i]), (("ddr", whole),), "hbm")
     return levels
 
 
@@ -258,21 +209,6 @@ def _levels(stacks: Stacks, shard: int, slots: float, above: float, below: tuple
         return Levels(int(above), below)
     between = int(above - slots)
     return Levels(int(slots), ((("ddr", between),) if between > 0 else ()) + below, "hbm")
-
-
-def _middle(shards: Indices, above: Floats, rest: Floats, size: Floats, rates: HitRates, budget: float) -> Floats:
-    """Return the rows of each shard in a level between the first and the last, filling its tier."""
-    demand = Demand(
-        rows=rates.rows[shards],
-        hits=rates.hits[shards],
-        start=above,
-        # The last level keeps at least one row.
-        stop=above + np.clip(rest - 1, 0, MAX_LINKED_SLOTS),
-        row_cost=size,
-        whole_cost=np.full(len(shards), np.inf),
-        whole_hits=np.zeros(len(shards)),
-    )
-    return np.asarray(fill(demand, budget, spend_all=True).rows - above)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +226,7 @@ class TierAssignment:
 
 
 def buffer_bytes(problem: Problem) -> int:
-    """Return the host memory of each rank with levels for rows in transit, as if it had a stack of every kind."""
+    """Return a rank's host memory for rows in transit between levels, as if it had a stack of every kind."""
     if problem.device == "cpu" and "block" not in problem.caps:
         return TIER_BUFFER_BYTES
     return TIER_BUFFER_BYTES + CLASS_BUFFER_BYTES * max(0, stack_classes(problem.tables) - 1)
@@ -300,77 +236,70 @@ class TierPlanner:
     """Assign tiers to placements of one problem, and remember why some did not fit."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._curves = table_hit_rates(problem)
+        self._problem, self._curves = problem, table_hit_rates(problem)
         self._processes = problem.spec.trainer.processes_per_replica
-        self.whole, _ = self._size(cut_tables(problem.tables, range(len(problem.tables.specs)), {}))
+        self._buffers = buffer_bytes(problem) * self._processes
+        self._whole, _ = self._size(cut_tables(problem.tables, range(len(problem.tables.specs)), {}))
         """Every table as one shard."""
-        self.shortage: TableShortage | TierShortage | None = None
+        self._shortage: TableShortage | TierShortage | None = None
         """Why the last placement did not fit."""
-        self.min_shortage: TierShortage | None = None
+        self._min_shortage: TierShortage | None = None
         """The smallest shortage of all placements so far."""
 
     def _size(self, shards: Shards, ranks: Indices | None = None) -> tuple[Stacks, HitRates]:
         problem, rates = self._problem, self._curves.of(shards)
         return read_stacks(problem.spec, shards, rates, problem.caps, ranks, problem.device), rates
 
-    def capacities(self, replicated: tuple[int, ...]) -> Iterator[Capacity]:
+    def capacities(self, replicated: Ints) -> Iterator[Capacity]:
         """Yield the capacities to place shards by, in order, until a placement fits."""
         return self._gpu_capacities(replicated) if self._problem.device == "cuda" else self._host_capacities(replicated)
 
-    def _host_capacities(self, replicated: tuple[int, ...]) -> Iterator[Capacity]:
+    def _capacity(
+        self, replicated: Ints, free: Ints, needs: Callable[[Stacks], Floats], extra: Floats, tier: FastTier = "ddr"
+    ) -> Capacity:
+        return Capacity(
+            replicated=replicated,
+            held=_rounded_up(needs(self._whole)),
+            free=free,
+            sharing=self._problem.spec.world_size // len(free),
+            measure=lambda shards: _rounded_up(needs(self._size(shards)[0])),
+            extra=_rounded_up(extra),
+            tier=tier,
+        )
+
+    def _host_capacities(self, replicated: Ints) -> Iterator[Capacity]:
         """Yield DDR alone; with several pods, which may fill unevenly, also the tighter of DDR and all tiers."""
-        problem, stacks, slower = self._problem, self.whole, bool(self._problem.caps)
-        other_bytes = buffer_bytes(problem) * self._processes + stacks.between
-        by_ddr = ddr_capacity(problem, replicated, other_bytes=other_bytes)
-        free = min(by_ddr.free)
-        steps = np.array(problem.tables.max_range_bytes, np.float64)
+        problem, stacks, slower = self._problem, self._whole, bool(self._problem.caps)
+        has_limit, pods = problem.limit is not None, problem.spec.replicas
+        nodes = ddr_capacity(problem, replicated, other_bytes=self._buffers + stacks.between).free
+        free, steps = min(nodes), np.array(problem.tables.max_range_bytes, np.float64)
         # What is rounded up for a range of rows.
         more = stacks.slot * (stacks.ways + 4) + steps + TIER_BUFFER_BYTES // 2**16
-        yield replace(
-            by_ddr,
-            held=_rounded_up(stacks.min_ddr(slower)),
-            measure=lambda shards: _rounded_up(self._size(shards)[0].min_ddr(slower)),
-            extra=_rounded_up(more),
-        )
-        if problem.spec.replicas == 1 or free < 0:
+        yield self._capacity(replicated, nodes, lambda sized: sized.min_ddr(slower) * has_limit, more)
+        if pods == 1 or free < 0:
             return
-        total = float(sum(problem.caps.values())) + max(0, free) * (1 if problem.limit else 0)
+        total = float(sum(problem.caps.values())) + free * has_limit
 
-        def parts(sized: Stacks) -> tuple[int, ...]:
+        def parts(sized: Stacks) -> Floats:
             needed = sized.min_ddr(slower)
             below = np.where(needed < sized.whole, sized.rows, 0) * sized.paged
-            of_ddr = needed / max(free, 1) if problem.limit else 0.0
+            of_ddr = needed / max(free, 1) if has_limit else 0.0
             return _scaled(np.maximum(of_ddr, (below + needed) / max(total, 1)))
 
-        yield Capacity(
-            replicated=replicated,
-            held=parts(stacks),
-            free=(SCALE,) * problem.spec.replicas,
-            sharing=self._processes,
-            is_bounded=True,
-            measure=lambda shards: parts(self._size(shards)[0]),
-            extra=_rounded_up(more / max(min(free, total), 1) * SCALE + 2),
-        )
+        yield self._capacity(replicated, (SCALE,) * pods, parts, more / max(min(free, total), 1) * SCALE + 2)
 
-    def _gpu_capacities(self, replicated: tuple[int, ...]) -> Iterator[Capacity]:
+    def _gpu_capacities(self, replicated: Ints) -> Iterator[Capacity]:
         """Yield each rank's HBM alone, then the tightest of it and of a rank's share of its pod's other tiers.
 
         That share is first counted as if HBM held none of the rows, then as if it were one more tier.
         """
-        problem, stacks, hbm = self._problem, self.whole, self._hbm(replicated)
-        world_size, slower = problem.spec.world_size, bool(problem.caps)
+        problem, stacks, hbm = self._problem, self._whole, self._hbm(replicated)
+        world_size, slower, has_limit = problem.spec.world_size, bool(problem.caps), problem.hbm is not None
         # Slots of a range of rows beyond its share, and what is rounded up.
         more = stacks.scratch + stacks.ways + 4
-        yield Capacity(
-            replicated=replicated,
-            held=_rounded_up(stacks.min_hbm()),
-            free=(math.floor(hbm) if math.isfinite(hbm) else UNBOUNDED,) * world_size,
-            sharing=1,
-            is_bounded=problem.hbm is not None,
-            measure=lambda shards: _rounded_up(self._size(shards)[0].min_hbm()),
-            extra=_rounded_up(more * stacks.device_slot),
-            tier="hbm",
+        free = (math.floor(hbm) if has_limit else UNBOUNDED,) * world_size
+        yield self._capacity(
+            replicated, free, lambda sized: sized.min_hbm() * has_limit, more * stacks.device_slot, tier="hbm"
         )
         ddr = min(self._ddr(replicated, pod) for pod in range(problem.spec.replicas)) / self._processes
         if not math.isfinite(ddr) or min(ddr, hbm) <= 0:
@@ -379,85 +308,72 @@ class TierPlanner:
         rows_cost = max(float(stacks.slot.max()), 1.0) * more + TIER_BUFFER_BYTES // 2**16
         extra = np.maximum(more * stacks.device_slot / hbm, rows_cost / ddr)
 
-        def parts(sized: Stacks, total: float) -> tuple[int, ...]:
+        def parts(total: float, sized: Stacks) -> Floats:
             needed = sized.min_ddr(slower)
             lowest = sized.paged if slower else sized.device_places(last=True)
             below = np.where(sized.on_device | (sized.pin >= 0), sized.rows * lowest, 0)
             return _scaled(np.maximum(sized.min_hbm() / hbm, np.maximum(needed / ddr, (below + needed) / total)))
 
-        for total in (slow + ddr, slow + ddr + (hbm if math.isfinite(hbm) else 0.0)):
-            yield Capacity(
-                replicated=replicated,
-                held=parts(stacks, total),
-                free=(SCALE,) * world_size,
-                sharing=1,
-                is_bounded=True,
-                measure=lambda shards, total=total: parts(self._size(shards)[0], total),  # type: ignore[misc]
-                extra=_rounded_up(extra * SCALE + 2),
-            )
+        for total in (slow + ddr, slow + ddr + (hbm if has_limit else 0.0)):
+            yield self._capacity(replicated, (SCALE,) * world_size, partial(parts, total), extra * SCALE + 2)
 
     def assign(self, placement: Placement) -> TierAssignment | None:
-        """Assign levels to a placement's shards; None, with ``shortage``, if some pod's tiers do not hold them."""
+        """Assign levels to a placement's shards; None if some pod's tiers do not hold them."""
         problem, found = self._problem, dict[int, Levels]()
         stacks, rates = self._size(placement.shards, placement.ranks)
-        min_ddr, hbm = stacks.min_ddr(bool(problem.caps)), self._hbm(placement.replicated)
-        if not self._fits_gpus(placement, stacks, hbm):
+        min_ddr, min_hbm, hbm = stacks.min_ddr(bool(problem.caps)), stacks.min_hbm(), self._hbm(placement.replicated)
+        taken = np.bincount(placement.ranks, weights=min_hbm, minlength=1)
+        if float(taken.max()) > hbm + len(min_hbm):
+            which = np.flatnonzero(placement.ranks == int(np.argmax(taken)))
+            self._shortage = replace(_table_shortage(placement, which, min_hbm, hbm), tier="hbm")
             return None
         for pod in range(problem.spec.replicas):
             which = placement.on_pod(pod, self._processes)
             ddr = self._ddr(placement.replicated, pod, stacks.between)
             if ddr < 0:
-                self.shortage = self._empty_shortage(pod, ddr)
+                self._shortage = self._empty_shortage(pod, ddr)
                 return None
             # Maps of all shards of a rank may be wider than the map of each alone: a byte of rounding for each.
             if float(min_ddr[which].sum()) > ddr + len(which):
-                self.shortage = _table_shortage(placement, which, min_ddr, ddr)
+                self._shortage = _table_shortage(placement, which, min_ddr, ddr)
                 return None
-            capacity = TierCapacity(ddr=ddr, slow=problem.caps, hbm=hbm)
-            levels = tier_tables(which, placement.ranks[which], stacks, rates, capacity)
+            ranks = placement.ranks[which]
+            levels = tier_tables(ranks, take(stacks, which), take(rates, which), hbm, ddr, problem.caps)
             if isinstance(levels, TierShortage):
-                self._remember(levels)
+                self._shortage, known = levels, self._min_shortage
+                if known is None or (levels.tier == known.tier and levels.missing < known.missing):
+                    self._min_shortage = levels
                 return None
-            found.update(levels)
+            found |= {int(which[k]): each for k, each in levels.items()}
         return TierAssignment(levels=found, stacks=stacks, hit_rates=rates)
 
-    def _remember(self, shortage: TierShortage) -> None:
-        self.shortage, known = shortage, self.min_shortage
-        if known is None or (shortage.tier == known.tier and shortage.missing < known.missing):
-            self.min_shortage = shortage
+    def infeasible(self, shortage: TableShortage | None) -> Infeasible:
+        """Return why nothing fits: this shortage, or why the last placement did not fit."""
+        cause, smallest = shortage or self._shortage, self._min_shortage
+        assert cause is not None
+        if isinstance(cause, TierShortage):
+            return Infeasible(cause=smallest if smallest is not None and smallest.tier == cause.tier else cause)
+        is_stack = self._whole.is_stack(cause.table)
+        return Infeasible(cause=cause, min_slots=int(self._whole.min_slots[cause.table]) if is_stack else 0)
 
     def _empty_shortage(self, pod: int, ddr: float) -> TableShortage:
         """Name the largest table for a pod that is too small even without shards."""
-        held = _rounded_up(self.whole.min_ddr(bool(self._problem.caps)))
+        held = _rounded_up(self._whole.min_ddr(bool(self._problem.caps)))
         largest = max(range(len(held)), key=held.__getitem__)
         rank = pod * self._processes
         return TableShortage(table=largest, rank=rank, held=held[largest], free=math.floor(ddr), is_alone=True)
 
-    def _fits_gpus(self, placement: Placement, stacks: Stacks, hbm: float) -> bool:
-        """Return whether each GPU holds the smallest form of its rank's shards."""
-        min_hbm = stacks.min_hbm()
-        taken = np.bincount(placement.ranks, weights=min_hbm, minlength=1)
-        rank = int(np.argmax(taken))
-        if float(taken[rank]) <= hbm + len(min_hbm):
-            return True
-        which = np.flatnonzero(placement.ranks == rank)
-        self.shortage = replace(_table_shortage(placement, which, min_hbm, hbm), tier="hbm")
-        return False
-
-    def _hbm(self, replicated: tuple[int, ...]) -> float:
+    def _hbm(self, replicated: Ints) -> float:
         """Return the HBM for the shards of a rank."""
-        if self._problem.hbm is None:
-            return math.inf
-        return self._problem.hbm.size - sum(replica_bytes(self._problem.tables, i) for i in replicated)
-
-    def _ddr(self, replicated: tuple[int, ...], pod: int, between: int = 0) -> float:
-        """Return the DDR for the shards of a pod."""
         problem = self._problem
-        if problem.limit is None:
+        return math.inf if problem.hbm is None else problem.hbm.size - replica_bytes(problem.tables, replicated)
+
+    def _ddr(self, replicated: Ints, pod: int, between: int = 0) -> float:
+        """Return the DDR for the shards of a pod."""
+        if self._problem.limit is None:
             return math.inf
-        fixed = fixed_pod_bytes(problem.spec, problem.tables, replicated, pod, problem.device)
-        buffers = buffer_bytes(problem) * self._processes
-        return problem.limit.size - fixed - buffers - max(self.whole.between, between)
+        fixed = fixed_pod_bytes(self._problem, replicated, pod)
+        return self._problem.limit.size - fixed - self._buffers - max(self._whole.between, between)
 
 
 def _table_shortage(placement: Placement, which: Indices, needed: Floats, available: float) -> TableShortage:
@@ -472,9 +388,9 @@ def _table_shortage(placement: Placement, which: Indices, needed: Floats, availa
     )
 
 
-def _scaled(parts: Floats) -> tuple[int, ...]:
-    return _rounded_up(np.minimum(parts, MAX_PARTS) * SCALE)
+def _scaled(parts: Floats) -> Floats:
+    return np.asarray(np.minimum(parts, MAX_PARTS) * SCALE)
 
 
-def _rounded_up(sizes: Floats) -> tuple[int, ...]:
+def _rounded_up(sizes: Floats) -> Ints:
     return tuple(math.ceil(size) for size in sizes.tolist())

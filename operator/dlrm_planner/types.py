@@ -1,27 +1,41 @@
-"""Define what the planner's steps pass on: the problem, shards, capacities, proposals, placements and estimates."""
+"""Define what the planner's steps pass on: problem, shards, capacities, placements, estimates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from itertools import pairwise
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.model import TableSpec
+from dlrm_api.model import TablePin, TableSpec
 from dlrm_api.plan import Device, ShardKind
 from dlrm_api.tiers import Tier
 from dlrm_api.trace import TableTrace
-from dlrm_planner.tables import PartBytes, Tables, part_bytes
+from dlrm_planner.tables import NO_PIN, PartBytes, Tables, part_bytes
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
+Ints = tuple[int, ...]
+"""Bytes, above all: 5,000 tables of 2**54 bytes overflow int64."""
+FastTier = Literal["ddr", "hbm"]
+"""Memory that kernels compute on."""
+Arrays = TypeVar("Arrays")
 UNBOUNDED = 2**62
 """Bytes of a node of unknown memory. Shards then take no bytes, so no sum overflows."""
+
+
+def take(record: Arrays, which: Indices) -> Arrays:
+    """Return a dataclass with some entries of each of its arrays."""
+    taken = copy(record)
+    vars(taken).update({name: each[which] for name, each in vars(record).items() if isinstance(each, np.ndarray)})
+    return taken
 
 
 @dataclass(frozen=True)
@@ -45,15 +59,15 @@ class ShardOption:
     """Split one table in one way, with a rank for each part."""
 
     kind: ShardKind
-    ranks: tuple[int, ...]
+    ranks: Ints
     """One rank per part; no rank twice."""
-    edges: tuple[int, ...]
+    edges: Ints
     """Edges of rows; of columns for kind ``column``."""
     reason: str
 
     def rectangles(self, table: TableSpec) -> Iterator[tuple[int, int, int, int]]:
         """Yield rows [start, end) and columns [start, end) of each part."""
-        for start, end in zip(self.edges, self.edges[1:], strict=False):
+        for start, end in pairwise(self.edges):
             yield (0, table.rows, start, end) if self.kind == "column" else (start, end, 0, table.dim)
 
 
@@ -71,7 +85,7 @@ class Shards:
     rectangles: tuple[tuple[int, int, int, int], ...]
     """Rows [start, end) and columns [start, end)."""
     kinds: tuple[ShardKind, ...]
-    allowed: tuple[tuple[int, ...], ...]
+    allowed: tuple[Ints, ...]
     """Ranks that may take the shard, ascending; empty for any."""
     rows: Floats
     share: Floats
@@ -79,22 +93,18 @@ class Shards:
     width: Floats
     blocks: Floats
     """Number of column blocks; each is stored separately."""
-    row_bytes: tuple[int, ...]
+    row_bytes: Ints
     """A row and its state, as the kernels hold them."""
-    resident_bytes: tuple[int, ...]
+    resident_bytes: Ints
     """Rows, row state and change bits."""
-    handoff_bytes: tuple[int, ...]
+    handoff_bytes: Ints
     """All rows with their ids and state, as a full cut hands them over."""
-    range_bytes: tuple[int, ...]
+    range_bytes: Ints
     """Bytes of a step on a range of rows, beyond an even share."""
-
-    @cached_property
-    def _used(self) -> tuple[Indices, Indices]:
-        return np.unique(self.table, return_inverse=True)
 
     def by_table(self, function: Callable[[int], float]) -> Floats:
         """Return the (N,) values of a function of each shard's table."""
-        used, inverse = self._used
+        used, inverse = np.unique(self.table, return_inverse=True)
         return np.array([function(i) for i in used.tolist()], np.float64)[inverse]
 
     def spec(self, shard: int) -> TableSpec:
@@ -102,52 +112,39 @@ class Shards:
         return self.tables.specs[int(self.table[shard])]
 
     @cached_property
-    def held_bytes(self) -> tuple[int, ...]:
+    def held_bytes(self) -> Ints:
         """Return the host memory of each shard: rows, steps, and its part of a hand-off that holds a full cut."""
-        held = tuple(a + b for a, b in zip(self.resident_bytes, self.range_bytes, strict=True))
-        if self.tables.handoff_budget is not None:
-            return held
-        return tuple(a + b for a, b in zip(held, self.handoff_bytes, strict=True))
+        cuts = self.handoff_bytes if self.tables.handoff_budget is None else (0,) * len(self.kinds)
+        return tuple(a + b + c for a, b, c in zip(self.resident_bytes, self.range_bytes, cuts, strict=True))
 
 
 def cut_tables(tables: Tables, which: Collection[int], options: Options) -> Shards:
-    """Cut some tables, ascending, into the shards of their options; a table without an option is one shard."""
+    """Cut some tables, ascending, into the shards of their options; one without an option is one shard."""
     table: list[int] = []
     rectangles: list[tuple[int, int, int, int]] = []
     kinds: list[ShardKind] = []
-    allowed: list[tuple[int, ...]] = []
-    sizes: list[PartBytes] = []
-    steps: list[int] = []
+    allowed: list[Ints] = []
+    sizes: list[tuple[PartBytes, int]] = []
     for i in which:
         spec = tables.specs[i]
         if (option := options.get(i)) is not None:
-            found = tuple(option.rectangles(spec))
-            rectangles += found
+            found = list(option.rectangles(spec))
             kinds += [option.kind] * len(found)
             allowed += [(rank,) for rank in option.ranks]
-            table += [i] * len(found)
-            if option.kind == "table":
-                sizes.append(tables.whole[i])
-                steps.append(0)
-                continue
-            # Even splits have two sizes of parts, so most of the arithmetic repeats.
-            known: dict[tuple[int, int], tuple[PartBytes, int]] = {}
-            for rectangle in found:
-                start, end, left, right = rectangle
-                shape = (end - start, right - left)
-                if shape not in known:
-                    share = shape[0] / spec.rows
-                    step = 0 if share == 1 else tables.range_bytes(i, share, len(found))
-                    known[shape] = part_bytes(spec, tables.block_state_bytes[i], *rectangle), step
-                sizes.append(known[shape][0])
-                steps.append(known[shape][1])
         else:
-            rectangles.append((0, spec.rows, 0, spec.dim))
+            found = [(0, spec.rows, 0, spec.dim)]
             kinds.append("table")
-            allowed.append(tuple(sorted(set(spec.pin.ranks))) if spec.pin else ())
-            table.append(i)
-            sizes.append(tables.whole[i])
-            steps.append(0)
+            allowed.append(tuple(sorted(set((spec.pin or NO_PIN).ranks))))
+        table += [i] * len(found)
+        rectangles += found
+        # Even splits have two sizes of parts, so most of the arithmetic repeats.
+        known = {(spec.rows, spec.dim): (tables.whole[i], 0)}
+        for start, end, left, right in found:
+            shape = (end - start, right - left)
+            if shape not in known:
+                step = 0 if shape[0] == spec.rows else tables.range_bytes(i, shape[0] / spec.rows, len(found))
+                known[shape] = part_bytes(spec, tables.block_state_bytes[i], *shape), step
+            sizes.append(known[shape])
     edges = np.array(rectangles, np.float64).reshape(-1, 4)
     rows, width = edges[:, 1] - edges[:, 0], edges[:, 3] - edges[:, 2]
     index = np.array(table, np.int64)
@@ -161,10 +158,10 @@ def cut_tables(tables: Tables, which: Collection[int], options: Options) -> Shar
         share=rows / tables.rows[index],
         width=width,
         blocks=width / tables.block_width[index],
-        row_bytes=tuple(size.row for size in sizes),
-        resident_bytes=tuple(size.resident for size in sizes),
-        handoff_bytes=tuple(size.handoff for size in sizes),
-        range_bytes=tuple(steps),
+        row_bytes=tuple(size.row for size, _ in sizes),
+        resident_bytes=tuple(size.resident for size, _ in sizes),
+        handoff_bytes=tuple(size.handoff for size, _ in sizes),
+        range_bytes=tuple(step for _, step in sizes),
     )
 
 
@@ -216,30 +213,29 @@ class Problem:
     curves: dict[int, HitRates] = field(default_factory=dict)
     """Hit rates of whole tables by lookahead: read once, however often a variant of the problem is tried."""
 
-    def with_table(self, i: int, table: TableSpec) -> Problem:
-        """Return the problem with another spec of one table."""
-        specs = tuple(table if k == i else each for k, each in enumerate(self.tables.specs))
-        return replace(self, tables=replace(self.tables, specs=specs))
+    def with_pin(self, i: int, pin: TablePin) -> Problem:
+        """Return the problem with another pin of one table."""
+        specs = list(self.tables.specs)
+        specs[i] = specs[i].model_copy(update={"pin": pin})
+        return replace(self, tables=replace(self.tables, specs=tuple(specs)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
     """Measure what tables take of a node or a rank, in bytes or in parts of it, and how much each has."""
 
-    replicated: tuple[int, ...]
-    held: tuple[int, ...]
-    """What each table of the model takes if it is placed whole."""
-    free: tuple[int, ...]
+    replicated: Ints
+    held: Ints
+    """What each table of the model takes if it is placed whole; nothing if the memory is unknown."""
+    free: Ints
     """What each node, or each rank, gives to shards."""
     sharing: int
     """Ranks that share one entry of ``free``: those of a node, or 1."""
-    is_bounded: bool
-    """False if nothing is known of the memory."""
-    measure: Callable[[Shards], tuple[int, ...]]
+    measure: Callable[[Shards], Ints]
     """What each shard takes."""
-    extra: tuple[int, ...]
+    extra: Ints
     """What a range of a table's rows may take beyond its share of the table."""
-    tier: Literal["ddr", "hbm"] = "ddr"
+    tier: FastTier = "ddr"
     """The memory that runs short if shards do not fit."""
 
     @property
@@ -248,7 +244,7 @@ class Capacity:
         return "GPU" if self.tier == "hbm" else "node"
 
     @cached_property
-    def placed(self) -> tuple[int, ...]:
+    def placed(self) -> Ints:
         """Return the tables that are not replicated."""
         replicated = set(self.replicated)
         return tuple(i for i in range(len(self.held)) if i not in replicated)
@@ -256,24 +252,20 @@ class Capacity:
     @cached_property
     def is_hopeless(self) -> bool:
         """Return whether all nodes together have too little memory, however tables are split."""
-        return self.is_bounded and sum(self.held[i] for i in self.placed) > sum(self.free)
+        return sum(self.held[i] for i in self.placed) > sum(self.free)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Proposal:
-    """Split tables in one way; the partitioner chooses the ranks that the options leave open."""
-
-    strategy: str
-    options: Options
-    methods: tuple[str, ...]
-    """Partitioners to try."""
+    def shortage(self, i: int, rank: int, free: int, *, is_alone: bool = False, spread: int = 0) -> TableShortage:
+        """Return that a table finds too little memory."""
+        return TableShortage(
+            table=i, rank=rank, held=self.held[i], free=free, is_alone=is_alone, spread=spread, tier=self.tier
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Place every shard of a proposal on a rank."""
 
-    replicated: tuple[int, ...]
+    replicated: Ints
     options: Options
     """Of the tables that are split."""
     shards: Shards
@@ -288,12 +280,6 @@ class Placement:
         """Return the shards of one pod."""
         return np.flatnonzero(self.ranks // processes == pod)
 
-    @cached_property
-    def whole(self) -> tuple[int, ...]:
-        """Return the tables that are one shard."""
-        kinds = zip(self.shards.table.tolist(), self.shards.kinds, strict=True)
-        return tuple(i for i, kind in kinds if kind == "table")
-
 
 @dataclass(frozen=True)
 class Levels:
@@ -302,7 +288,7 @@ class Levels:
     slots: int
     below: tuple[tuple[Tier, int], ...]
     """Rows that each further level may hold, fastest first; empty if all rows are in the first level for good."""
-    first: Literal["ddr", "hbm"] = "ddr"
+    first: FastTier = "ddr"
     """The memory of the slots."""
 
     @property
@@ -328,9 +314,9 @@ class Estimate:
     lookups: Mapping[Tier, Timed]
     """Lookups and updates in the memory that kernels compute on."""
     exchange: Timed
-    misses: Mapping[Tier, Timed]
+    misses: Mapping[Tier, Timed] = field(default_factory=dict)
     """Rows moved between the first level and each tier below it."""
-    prefetches: bool
+    prefetches: bool = False
     """Rows of lower tiers are fetched for batches ahead, while others compute."""
 
     @cached_property
@@ -343,6 +329,11 @@ class Estimate:
         """Return the seconds of a step."""
         missed = sum(each.seconds for each in self.misses.values())
         return max(self.fast_s, missed) if self.prefetches else self.fast_s + missed
+
+    @property
+    def variable_s(self) -> float:
+        """Return the seconds of a step that depend on the plan."""
+        return self.step_s - self.compute.seconds
 
     @property
     def is_stated(self) -> bool:
@@ -365,7 +356,7 @@ class TableShortage:
     """The table would not fit even if it were the only one."""
     spread: int = 0
     """Nodes or ranks that it may be split over, of which ``free`` is the sum; 0 for a shard that goes to one."""
-    tier: Literal["ddr", "hbm"] = "ddr"
+    tier: FastTier = "ddr"
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import groupby
+from typing import Literal
 
 import numpy as np
 
 from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.plan import MAX_SHARDS, Plan, RankPlan, Shard, TablePlan, TierLevel, TierShare
+from dlrm_api.trace import TableTrace
 from dlrm_planner.estimate import Solution, predict
 from dlrm_planner.explain import explain_plan
-from dlrm_planner.hit_rates import Policy, choose_policy
 from dlrm_planner.memory import MIB, device_working_bytes, full_cut_bytes, human, min_handoff_bytes
 from dlrm_planner.tables import replica_bytes
 from dlrm_planner.tiers import buffer_bytes
+
+Policy = Literal["lru", "lfu", "mixed"]
+POLICY_MIN_GAIN = 0.05
+"""Share of accesses by which the most frequent rows must beat the most recent ones before frequency counts."""
 
 
 def write_plan(found: Solution) -> Plan:
@@ -33,8 +38,7 @@ def write_plan(found: Solution) -> Plan:
         )
     handoff = _handoff_bytes(found)
     ranks = _rank_plans(found, handoff)
-    rates = found.tiers.hit_rates if found.tiers else None
-    policy, policy_reason = choose_policy(spec, placement.shards, found.stacked, rates, problem.traces)
+    policy, policy_reason = choose_policy(found)
     return Plan(
         world_size=spec.world_size,
         processes_per_node=spec.trainer.processes_per_replica,
@@ -50,14 +54,14 @@ def write_plan(found: Solution) -> Plan:
 
 
 def _handoff_bytes(found: Solution) -> tuple[int, ...]:
-    """Return the shared memory of each pod in whole MiB: the user's budget, a full cut of its ranks, or segments."""
-    spec, tables = found.problem.spec, found.problem.tables
+    """Return each pod's shared memory in whole MiB: the user's budget, a full cut, or segments."""
+    spec, planned = found.problem.spec, found.problem.tables.handoff_budget
     pods = range(spec.replicas)
     needed = [_cut_bytes(found, pod) for pod in pods]
     budget = spec.checkpoint.handoff_budget
     if budget is None:
-        return tuple(each if tables.handoff_budget is None else min(each, tables.handoff_budget) for each in needed)
-    floor = min_handoff_bytes(spec, tables)
+        return tuple(each if planned is None else min(each, planned) for each in needed)
+    floor = min_handoff_bytes(found.problem)
     pod = max(pods, key=needed.__getitem__)
     least = min(needed[pod], floor)
     if budget < least:
@@ -74,10 +78,10 @@ def _handoff_bytes(found: Solution) -> tuple[int, ...]:
 
 def _cut_bytes(found: Solution, pod: int) -> int:
     """Return the bytes of a full cut of all that a pod's ranks hold, in whole MiB."""
-    spec, placement = found.problem.spec, found.placement
-    here: list[int] = placement.on_pod(pod, spec.trainer.processes_per_replica).tolist()
+    placement = found.placement
+    here: list[int] = placement.on_pod(pod, found.problem.spec.trainer.processes_per_replica).tolist()
     own = sum(placement.shards.handoff_bytes[i] for i in here)
-    return (own + full_cut_bytes(spec, found.problem.tables, placement.replicated, pod)) // MIB * MIB
+    return (own + full_cut_bytes(found.problem, placement.replicated, pod)) // MIB * MIB
 
 
 def _rank_plans(found: Solution, handoff: tuple[int, ...]) -> tuple[RankPlan, ...]:
@@ -87,15 +91,11 @@ def _rank_plans(found: Solution, handoff: tuple[int, ...]) -> tuple[RankPlan, ..
     """
     problem, placement, spec = found.problem, found.placement, found.problem.spec
     processes, tables = spec.trainer.processes_per_replica, problem.tables
-    replicas = sum(replica_bytes(tables, i) for i in placement.replicated)
-    held = [Counter[str](ddr=0) for _ in range(spec.world_size)]
+    replicas = replica_bytes(tables, placement.replicated)
+    fixed = {"ddr": replicas} if problem.device == "cpu" else {"ddr": 0, "hbm": device_working_bytes(spec) + replicas}
+    held = [Counter[str](fixed) for _ in range(spec.world_size)]
     for rank in {int(placement.ranks[shard]) for shard in found.stacked}:
         held[rank]["ddr"] += buffer_bytes(problem)
-    for each in held:
-        if problem.device == "cuda":
-            each["hbm"] = device_working_bytes(spec) + replicas
-        else:
-            each["ddr"] += replicas
     cut = [0] * spec.world_size
     for shard, rank in enumerate(placement.ranks.tolist()):
         held[rank].update(_shard_bytes(found, shard))
@@ -103,11 +103,9 @@ def _rank_plans(found: Solution, handoff: tuple[int, ...]) -> tuple[RankPlan, ..
         cut[rank] += placement.shards.handoff_bytes[shard] if tables.handoff_budget is None else 0
     for pod, budget in enumerate(handoff):
         cut[pod * processes] += budget - sum(cut[pod * processes : (pod + 1) * processes])
-    for rank, more in enumerate(cut):
-        held[rank]["ddr"] += more
-    return tuple(
-        RankPlan(rank=rank, node=rank // processes, bytes_per_tier=dict(held[rank])) for rank in range(spec.world_size)
-    )
+    for each, more in zip(held, cut, strict=True):
+        each["ddr"] += more
+    return tuple(RankPlan(rank=rank, node=rank // processes, bytes_per_tier=each) for rank, each in enumerate(held))
 
 
 def _shard_bytes(found: Solution, shard: int) -> dict[str, int]:
@@ -126,6 +124,51 @@ def _shard_bytes(found: Solution, shard: int) -> dict[str, int]:
     if levels.first == "hbm":
         held["hbm"] = stacks.level_hbm_bytes(shard, levels)
     return held
+
+
+def choose_policy(found: Solution) -> tuple[Policy, str]:
+    """Choose one replacement policy for all tables with levels, which share slots, and give the reason.
+
+    The reason is empty without such tables. Traced tables say what share of accesses their most recent rows would serve
+    (the measured curve), and what share their most frequent ones (the histogram). LRU follows changes of popularity, so
+    another policy must be clearly better.
+    """
+    if not found.stacked or found.tiers is None:
+        return "lru", ""
+    policy = found.problem.spec.trainer.cache.policy
+    if policy != "auto":
+        return policy, f"rows leave the slots by {policy}, as trainer.cache.policy says"
+    rates, shards = found.tiers.hit_rates, found.placement.shards
+    recent = frequent = total = 0.0
+    for i, levels in found.stacked.items():
+        trace = found.problem.traces.get(shards.spec(i).name)
+        if trace is not None and trace.histogram:
+            total += float(rates.accesses[i])
+            recent += rates.hits_at(i, levels.slots)
+            frequent += _frequent(trace, levels.slots, float(rates.accesses[i]), float(shards.share[i]))
+    if total == 0:
+        return "lru", "rows leave the slots by lru: no table with levels has a trace that favors another policy"
+    better = frequent - recent > POLICY_MIN_GAIN * total
+    chosen: Policy = "mixed" if better else "lru"
+    return chosen, (
+        f"rows leave the slots by {chosen}: the traced tables' most recent rows serve {recent / total:.1%} of "
+        f"accesses, their most frequent ones {frequent / total:.1%}, which is {'' if better else 'not '}over "
+        f"{POLICY_MIN_GAIN:.0%} more"
+    )
+
+
+def _frequent(trace: TableTrace, slots: int, accesses: float, part: float) -> float:
+    """Return the accesses that a shard's most frequent ``slots`` rows serve; ``part``: its share of rows."""
+    rows = part * np.array([each.rows for each in trace.histogram], np.float64)
+    lookups = part * np.array([each.lookups for each in trace.histogram], np.float64)
+    batches_traced = part * trace.accesses / max(accesses, 1e-300)
+    mean = lookups / np.maximum(rows, 1e-300)
+    once = -np.expm1(-mean / max(batches_traced, 1.0)) * rows
+    order = np.argsort(-mean, kind="stable")
+    before = np.cumsum(rows[order]) - rows[order]
+    share = np.clip((slots - before) / np.maximum(rows[order], 1e-300), 0, 1)
+    scale = accesses / max(float(once.sum()), 1e-300)
+    return float((share * once[order]).sum()) * scale
 
 
 def _table_plans(found: Solution, policy: Policy) -> tuple[TablePlan, ...]:

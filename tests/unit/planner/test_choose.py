@@ -167,15 +167,15 @@ def test_a_table_beyond_the_size_threshold_is_never_replicated(make_spec: MakeSp
 
 def test_small_tables_stay_whole_if_replicas_do_not_fit(make_spec: MakeSpec) -> None:
     small, big = [table(f"s{i}", 1_000) for i in range(40)], table("big", 10**5, pin={"sharding": "table"})
-    roomy = plan_job(make_spec([*small, big], replicas=2))
+    ample = plan_job(make_spec([*small, big], replicas=2))
     tight = (
-        max(sum(rank.bytes_per_tier["ddr"] for rank in roomy.ranks if rank.node == pod) for pod in range(roomy.nodes))
+        max(sum(rank.bytes_per_tier["ddr"] for rank in ample.ranks if rank.node == pod) for pod in range(ample.nodes))
         - 3 * MIB
     )
 
     plan = plan_job(make_spec([*small, big], replicas=2, tierBudgets={"ddr": tight}))
 
-    assert {shard.kind for planned in roomy.tables for shard in planned.shards} == {"data", "table"}
+    assert {shard.kind for planned in ample.tables for shard in planned.shards} == {"data", "table"}
     assert {shard.kind for planned in plan.tables for shard in planned.shards} == {"table"}
 
 

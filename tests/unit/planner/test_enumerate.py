@@ -375,9 +375,9 @@ def test_each_column_block_of_a_table_with_levels_is_a_stack_of_its_own(make_spe
     )
     held = plan.ranks[0].bytes_per_tier
     assert held["block"] == pytest.approx(4 * block)
-    beside = plan.handoff_bytes[0] + tiers.TIER_BUFFER_BYTES
+    fixed = plan.handoff_bytes[0] + tiers.TIER_BUFFER_BYTES
     scratch = 4 * 2_048 * tiers.slot_bytes(*row)
-    assert 4 * ddr <= held["ddr"] - beside <= 4 * ddr + scratch
+    assert 4 * ddr <= held["ddr"] - fixed <= 4 * ddr + scratch
 
 
 def test_a_map_of_many_rows_has_wider_entries(make_spec: MakeSpec) -> None:

@@ -1,4 +1,4 @@
-"""Tables that do not fit: which, where, by how many bytes, and mends that hold."""
+"""Tables that do not fit: which, where, by how many bytes, and fixes that are enough."""
 
 import re
 from collections.abc import Callable
@@ -218,11 +218,11 @@ def test_replicas_beyond_the_virtual_shards_are_not_proposed(make_spec: MakeSpec
 
 def test_the_tighter_of_profile_and_budget_counts(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
     spec = make_spec(tables(10**6), tierBudgets={"ddr": "64Mi"})
-    roomy = make_spec(tables(10**6), tierBudgets={"ddr": "64Gi"})
-    node = make_profile(working_set_bytes(roomy) + 64 * MIB)
+    ample = make_spec(tables(10**6), tierBudgets={"ddr": "64Gi"})
+    node = make_profile(working_set_bytes(ample) + 64 * MIB)
 
     assert "trainer.tierBudgets.ddr of 64.0 MiB" in refusal(spec, make_profile("1Ti")).reasons[1]
-    assert "a big node less" in refusal(roomy, node).reasons[1]
+    assert "a big node less" in refusal(ample, node).reasons[1]
 
 
 def test_rows_that_nearly_fit_ddr_are_refused_by_what_they_lack_there(make_spec: MakeSpec) -> None:
@@ -261,8 +261,8 @@ def test_all_limits_that_the_fixes_raise_are_enough_together(
     try:
         planned({})
     except InfeasiblePlanError as refused:
-        mend = next(reason for reason in refused.reasons if reason.startswith("fix: raise "))
-        raised = re.findall(r"(?:raise|and) (.+?) by (\d+) bytes", mend)
+        fix = next(reason for reason in refused.reasons if reason.startswith("fix: raise "))
+        raised = re.findall(r"(?:raise|and) (.+?) by (\d+) bytes", fix)
 
         planned({fields.get(field, "limit"): int(more) for field, more in raised})
 

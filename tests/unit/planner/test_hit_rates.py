@@ -1,9 +1,10 @@
-"""Curves of reuse: priors against a simulated cache, traces as they were measured, the policy they speak for."""
+"""Hit rates: priors against a simulated cache, measured traces, and the policy that they favor."""
 
 import itertools
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,9 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.trace import CurvePoint, ReuseBin, TableTrace, Trace
 from dlrm_planner import plan_job, read_traces, trace_references
-from dlrm_planner.hit_rates import Demand, Filled, fill, read_hit_rates
-from dlrm_planner.tables import read_tables
-from dlrm_planner.types import HitRates
+from dlrm_planner.choose import read_problem
+from dlrm_planner.hit_rates import Demand, Filled, fill, table_hit_rates
+from dlrm_planner.types import HitRates, take
 
 MakeSpec = Callable[..., DLRMJobSpec]
 REFERENCE = "file:///traces/day.json"
@@ -29,11 +30,11 @@ def table(rows: int, **more: Any) -> dict[str, Any]:
 
 
 def reuse_of(spec: DLRMJobSpec, trace: TableTrace | None = None) -> HitRates:
-    return read_hit_rates(spec, read_tables(spec), {"t": trace} if trace else {})
+    return table_hit_rates(read_problem(spec, None, {"t": trace} if trace else {}))
 
 
 def lru_hits(batches: list[np.ndarray], slots: int) -> tuple[float, float]:
-    """Hits and accesses a batch of a simulated cache, one access for each distinct row, from half of the way on."""
+    """Return a simulated cache's hits and accesses a batch, of distinct rows, in the second half of the batches."""
     cache: OrderedDict[int, None] = OrderedDict()
     hits = accesses = 0
     for number, batch in enumerate(batches):
@@ -178,8 +179,8 @@ def test_the_policy_follows_the_trace_and_the_user_before_it(
 
 
 @st.composite
-def demand(draw: st.DrawFn) -> Demand:
-    """Up to five tables with concave curves of four pieces, some of which may be taken whole."""
+def demands(draw: st.DrawFn) -> tuple[HitRates, Demand]:
+    """Draw up to five tables with concave curves of four pieces, some of which may be taken whole."""
     tables = draw(st.integers(1, 5))
     rows, hits, start, whole = [], [], [], []
     for _ in range(tables):
@@ -189,64 +190,64 @@ def demand(draw: st.DrawFn) -> Demand:
         hits.append(np.concatenate([[0], np.cumsum(np.multiply(widths, slopes))]))
         start.append(draw(st.integers(0, widths[0])))
         whole.append(draw(st.one_of(st.just(np.inf), st.integers(1, 300))))
-    return Demand(
-        rows=np.array(rows),
-        hits=np.array(hits),
+    accesses = np.array([each[-1] for each in hits])
+    rates = HitRates(rows=np.array(rows), hits=np.array(hits), accesses=accesses, min_rows=np.ones(tables))
+    return rates, Demand(
         start=np.array(start, float),
         stop=np.array([each[-1] for each in rows]),
         row_cost=np.array([draw(st.sampled_from([1.0, 2.5, 7.0])) for _ in range(tables)]),
         whole_cost=np.array(whole, float),
-        whole_hits=np.array([each[-1] for each in hits]),
     )
 
 
-def value(given_: Demand, filled: Filled) -> float:
-    curves = [np.interp(r, x, y) for r, x, y in zip(filled.rows, given_.rows, given_.hits, strict=True)]
-    return float(np.where(filled.whole, given_.whole_hits, curves).sum())
+def value(rates: HitRates, filled: Filled) -> float:
+    curves = [np.interp(r, x, y) for r, x, y in zip(filled.rows, rates.rows, rates.hits, strict=True)]
+    return float(np.where(filled.whole, rates.accesses, curves).sum())
 
 
-def cost(given_: Demand, filled: Filled) -> float:
-    slots = (filled.rows - given_.start) * given_.row_cost
-    return float(np.where(filled.whole, given_.whole_cost, slots).sum())
+def cost(demand: Demand, filled: Filled) -> float:
+    slots = (filled.rows - demand.start) * demand.row_cost
+    return float(np.where(filled.whole, demand.whole_cost, slots).sum())
 
 
-def without(given_: Demand, **changes: Any) -> Demand:
-    return Demand(**{**given_.__dict__, **changes})
+def row_each(rates: HitRates) -> float:
+    """Return the hits of one row of each table: rows are whole numbers."""
+    return float((rates.hits[:, 1] / rates.rows[:, 1]).sum())
 
 
-@given(given_=demand(), budget=st.floats(0, 2_000), spend_all=st.booleans())
-def test_no_more_is_spent_than_there_is(given_: Demand, budget: float, spend_all: bool) -> None:
-    filled = fill(given_, budget, spend_all=spend_all)
+@given(given_=demands(), budget=st.floats(0, 2_000), spend_all=st.booleans())
+def test_no_more_is_spent_than_there_is(given_: tuple[HitRates, Demand], budget: float, spend_all: bool) -> None:
+    rates, demand = given_
 
-    assert cost(given_, filled) <= budget + 1e-4
-    assert (filled.rows >= given_.start).all()
-    assert (filled.rows <= given_.stop).all()
+    filled = fill(rates, demand, budget, spend_all=spend_all)
 
-
-@given(given_=demand(), budget=st.floats(0, 2_000))
-def test_taking_tables_whole_never_serves_less_than_slots_alone(given_: Demand, budget: float) -> None:
-    slots_alone = without(given_, whole_cost=np.full(len(given_.start), np.inf))
-    a_row_each = float((given_.hits[:, 1] / given_.rows[:, 1]).sum())  # rows are whole numbers
-
-    assert value(given_, fill(given_, budget)) >= value(given_, fill(slots_alone, budget)) - a_row_each
+    assert cost(demand, filled) <= budget + 1e-4
+    assert (filled.rows >= demand.start).all()
+    assert (filled.rows <= demand.stop).all()
 
 
-@given(given_=demand(), budget=st.floats(0, 2_000))
-def test_it_comes_within_one_table_of_the_best_choice_of_whole_tables(given_: Demand, budget: float) -> None:
+@given(given_=demands(), budget=st.floats(0, 2_000))
+def test_taking_tables_whole_serves_no_less_than_slots_alone(given_: tuple[HitRates, Demand], budget: float) -> None:
+    rates, demand = given_
+
+    served = value(rates, fill(rates, demand, budget))
+
+    assert served >= value(rates, fill(rates, replace(demand, whole_cost=np.inf), budget)) - row_each(rates)
+
+
+@given(given_=demands(), budget=st.floats(0, 2_000))
+def test_fill_is_within_one_table_of_the_best_whole_tables(given_: tuple[HitRates, Demand], budget: float) -> None:
+    rates, demand = given_
     best = 0.0
-    for chosen in itertools.product([False, True], repeat=len(given_.start)):
-        rest = budget - float(given_.whole_cost[list(chosen)].sum())
+    for chosen in itertools.product([False, True], repeat=len(demand.start)):
+        rest = budget - float(np.sum(demand.whole_cost, where=chosen))
         if not rest >= 0:
             continue
-        kept = [not each for each in chosen]
-        others = Demand(
-            **{
-                name: each[kept]
-                for name, each in without(given_, whole_cost=np.full(len(chosen), np.inf)).__dict__.items()
-            }
-        )
-        served = float(given_.whole_hits[list(chosen)].sum())
-        best = max(best, served + (value(others, fill(others, rest)) if any(kept) else 0.0))
+        kept = np.flatnonzero(~np.array(chosen))
+        others, slots_alone = take(rates, kept), replace(take(demand, kept), whole_cost=np.inf)
+        served = float(rates.accesses[list(chosen)].sum())
+        best = max(best, served + (value(others, fill(others, slots_alone, rest)) if len(kept) else 0.0))
 
-    a_row_each = float((given_.hits[:, 1] / given_.rows[:, 1]).sum())
-    assert value(given_, fill(given_, budget)) >= best - float(given_.whole_hits.max()) - a_row_each
+    served = value(rates, fill(rates, demand, budget))
+
+    assert served >= best - float(rates.accesses.max()) - row_each(rates)

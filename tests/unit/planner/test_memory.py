@@ -51,7 +51,7 @@ def gpus(count: int = 8, hbm: Any = "80Gi", **more: Any) -> dict[str, Any]:
 
 
 def with_tiers(profile: HardwareProfile, **sizes: Any) -> HardwareProfile:
-    """The profile with slower tiers."""
+    """Return the profile with slower tiers."""
     tiers_of = profile.spec.tiers.model_dump(mode="json", exclude_none=True)
     for tier, size in sizes.items():
         tiers_of[tier] = size if isinstance(size, dict) else {"bytes": size}
@@ -68,7 +68,7 @@ def share(plan: Plan, name: str) -> TierShare:
 
 
 def bytes_on_gpu(spec: DLRMJobSpec, plan: Plan, rank: int) -> int:
-    """What the shards of a rank take of its GPU as the trainer makes them, from dlrm_api.tiers alone."""
+    """Return the bytes of a rank's shards on its GPU as the trainer makes them, from dlrm_api.tiers alone."""
     taken, optimizer = 0, spec.training.row_optimizer.kind
     for planned, asked in zip(plan.tables, spec.model.all_tables(), strict=True):
         width = asked.column_block or asked.dim
@@ -86,7 +86,7 @@ def bytes_on_gpu(spec: DLRMJobSpec, plan: Plan, rank: int) -> int:
 
 
 def check_levels(spec: DLRMJobSpec, plan: Plan) -> None:
-    """What the trainer asks of a plan for GPUs."""
+    """Check the trainer's requirements of a plan for GPUs."""
     for planned, asked in zip(plan.tables, spec.model.all_tables(), strict=True):
         pin = asked.pin.tier if asked.pin else None
         held = Counter[tuple[int, int]]()
@@ -289,10 +289,10 @@ def test_where_ranks_compute(
 def test_what_hosts_spend_on_computing_is_not_asked_of_them(make_spec: MakeSpec) -> None:
     spec = make_spec([table("t", 1_000, dim=512)], batch=2**18)
 
-    on_host, beside_gpus = working_set_bytes(spec), working_set_bytes(spec, "cuda")
+    on_host, with_gpus = working_set_bytes(spec), working_set_bytes(spec, "cuda")
 
     assert device_working_bytes(spec) - CONTEXT_BYTES > GIB
-    assert beside_gpus - CHECKPOINTER_BASE_BYTES < 4 * GIB
+    assert with_gpus - CHECKPOINTER_BASE_BYTES < 4 * GIB
     assert on_host > activation_bytes(spec) > GIB
 
 
@@ -399,14 +399,14 @@ def test_too_little_hbm_is_reported_with_its_use_and_fixes_that_work(
 
     reasons = refusal(make_spec(tables), make_profile("64Gi", devices=gpus(1, "4Gi")))
 
-    room = 4 * GIB - device_working_bytes(make_spec(tables))
+    free = 4 * GIB - device_working_bytes(make_spec(tables))
     assert reasons[0] == (
         "table t (10000000 rows x 64) does not fit on the GPU of rank 0 on node 0, which has most free memory: "
         f"with all rows, as pinned, it takes {needed} bytes, "
-        f"and {room} bytes are free: {needed - room} bytes short"
+        f"and {free} bytes are free: {needed - free} bytes short"
     )
     assert reasons[1].startswith(
-        f"a rank has {room} bytes for tables: 4.0 GiB HBM of a device of a big node, less 2.0 GiB for CUDA, "
+        f"a rank has {free} bytes for tables: 4.0 GiB HBM of a device of a big node, less 2.0 GiB for CUDA, "
     )
     more = int(re.search(r"^fix: raise HBM per device \(HardwareProfile big\) by (\d+) bytes", reasons[2])[1])  # type: ignore[index]
     assert plan_job(make_spec(tables), make_profile("64Gi", devices=gpus(1, 4 * GIB + more)))

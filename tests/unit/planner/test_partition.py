@@ -8,36 +8,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_planner.partition import (
-    Bins,
-    Items,
-    PartitionFailure,
-    best_fit,
-    fits,
-    greedy,
-    largest_differences,
-    loads,
-    repair,
-)
+from dlrm_planner.partition import Items, PartitionFailure, best_fit, greedy, largest_differences, repair
 
 
 def make_items(
-    cost: list[float], held: list[int] | None = None, allowed: dict[int, tuple[int, ...]] | None = None
+    cost: list[float],
+    held: list[int] | None = None,
+    allowed: dict[int, tuple[int, ...]] | None = None,
+    *,
+    world_size: int,
+    free: int = 0,
+    processes: int = 1,
 ) -> Items:
     return Items(
         seconds=np.array(cost, np.float64),
         held_bytes=np.array(held or [0] * len(cost), np.int64),
         allowed=tuple((allowed or {}).get(i, ()) for i in range(len(cost))),
+        node=np.arange(world_size, dtype=np.int64) // processes,
+        free=np.full(world_size // processes, free, np.int64),
     )
 
 
-def make_bins(world_size: int, room: int, processes: int = 1) -> Bins:
-    node = np.arange(world_size, dtype=np.int64) // processes
-    return Bins(node=node, free=np.full(world_size // processes, room, np.int64))
-
-
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Items, Bins]:
+def problems(draw: st.DrawFn) -> Items:
     processes = draw(st.integers(1, 3))
     world_size = processes * draw(st.integers(1, 5))
     count = draw(st.integers(0, 30))
@@ -45,29 +38,26 @@ def problems(draw: st.DrawFn) -> tuple[Items, Bins]:
     held = draw(st.lists(st.integers(0, 100), min_size=count, max_size=count))
     ranks = st.integers(0, world_size - 1)
     allowed = {i: tuple(sorted(draw(st.sets(ranks, max_size=2)))) for i in range(0, count, 4)}
-    return make_items(cost, held, allowed), make_bins(world_size, draw(st.integers(0, 400)), processes)
+    free = draw(st.integers(0, 400))
+    return make_items(cost, held, allowed, world_size=world_size, free=free, processes=processes)
 
 
 @given(problems())
-def test_no_partitioner_breaks_a_cap_or_a_pin(problem: tuple[Items, Bins]) -> None:
-    items, bins = problem
-
-    answers = [greedy(items, bins), best_fit(items, bins), repair(items, bins, largest_differences(items, bins))]
+def test_no_partitioner_breaks_a_cap_or_a_pin(items: Items) -> None:
+    answers = [greedy(items), best_fit(items), repair(items, largest_differences(items))]
 
     for ranks in answers:
         if ranks is None or isinstance(ranks, PartitionFailure):
             continue
-        assert fits(items, bins, ranks)
+        assert items.fits(ranks)
         assert all(rank in allowed for rank, allowed in zip(ranks, items.allowed, strict=True) if allowed)
         assert len(ranks) == len(items.seconds)
-        assert not len(ranks) or (ranks.min() >= 0 and ranks.max() < bins.world_size)
+        assert not len(ranks) or (ranks.min() >= 0 and ranks.max() < len(items.node))
 
 
 @given(problems())
-def test_a_misfit_names_a_rank_and_its_free_bytes(problem: tuple[Items, Bins]) -> None:
-    items, bins = problem
-
-    answer = best_fit(items, bins)
+def test_a_failure_names_a_rank_and_its_free_bytes(items: Items) -> None:
+    answer = best_fit(items)
 
     if isinstance(answer, PartitionFailure):
         assert answer.free < items.held_bytes[answer.item]
@@ -76,13 +66,12 @@ def test_a_misfit_names_a_rank_and_its_free_bytes(problem: tuple[Items, Bins]) -
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=7), st.integers(1, 3))
 def test_differencing_stays_close_to_the_best_partition_there_is(cost: list[int], world_size: int) -> None:
-    items, bins = make_items([float(c) for c in cost]), make_bins(world_size, 0)
+    items = make_items([float(c) for c in cost], world_size=world_size)
     best = min(
-        loads(items, bins, np.array(ranks, np.int64)).max()
-        for ranks in itertools.product(range(world_size), repeat=len(cost))
+        items.loads(np.array(ranks, np.int64)).max() for ranks in itertools.product(range(world_size), repeat=len(cost))
     )
 
-    found = loads(items, bins, largest_differences(items, bins)).max()
+    found = items.loads(largest_differences(items)).max()
 
     assert best <= found <= best * (4 / 3)  # the method's bound, Michiels et al. 2003
 
@@ -94,71 +83,70 @@ def test_differencing_with_repair_is_rarely_worse_than_greedy() -> None:
         world_size = int(random.choice([2, 4, 8, 16]))
         count = int(random.integers(3 * world_size, 30 * world_size))
         held = random.lognormal(3, 1, count).astype(np.int64)
-        room = int(held.sum() / world_size * random.uniform(1.1, 2.0)) + int(held.max())
-        items = make_items(random.lognormal(0, 1, count).tolist(), held.tolist())
-        bins = make_bins(world_size, room)
-        plain = greedy(items, bins)
+        free = int(held.sum() / world_size * random.uniform(1.1, 2.0)) + int(held.max())
+        items = make_items(random.lognormal(0, 1, count).tolist(), held.tolist(), world_size=world_size, free=free)
+        plain = greedy(items)
         if isinstance(plain, PartitionFailure):
             continue
 
-        differenced = repair(items, bins, largest_differences(items, bins))
+        differenced = repair(items, largest_differences(items))
 
         cases += 1
-        best = loads(items, bins, plain).max() * (1 + 1e-12)  # sums in another order differ in their last bits
-        wins += differenced is not None and bool(loads(items, bins, differenced).max() <= best)
+        best = items.loads(plain).max() * (1 + 1e-12)  # sums in another order differ in their last bits
+        wins += differenced is not None and bool(items.loads(differenced).max() <= best)
     assert wins >= 0.9 * cases
 
 
 def test_differencing_beats_greedy_on_the_textbook_case() -> None:
-    items, bins = make_items([8, 7, 6, 5, 4]), make_bins(2, 0)
+    items = make_items([8, 7, 6, 5, 4], world_size=2)
 
-    greedily, differenced = greedy(items, bins), largest_differences(items, bins)
+    greedily, differenced = greedy(items), largest_differences(items)
 
     assert not isinstance(greedily, PartitionFailure)
-    assert loads(items, bins, greedily).tolist() == [17, 13]
-    assert sorted(loads(items, bins, differenced).tolist()) == [14, 16]
+    assert items.loads(greedily).tolist() == [17, 13]
+    assert sorted(items.loads(differenced).tolist()) == [14, 16]
 
 
 def test_repair_swaps_where_no_single_move_fits() -> None:
-    items, bins = make_items([1, 1, 1, 1], [6, 5, 3, 3]), make_bins(2, 9)
+    items = make_items([1, 1, 1, 1], [6, 5, 3, 3], world_size=2, free=9)
 
-    repaired = repair(items, bins, np.array([0, 0, 1, 1]))
+    repaired = repair(items, np.array([0, 0, 1, 1]))
 
     assert repaired is not None
-    assert fits(items, bins, repaired)
+    assert items.fits(repaired)
 
 
 def test_repair_gives_up_where_nothing_can_fit() -> None:
-    items, bins = make_items([1, 1], [6, 6]), make_bins(2, 5)
+    items = make_items([1, 1], [6, 6], world_size=2, free=5)
 
-    assert repair(items, bins, np.array([0, 1])) is None
+    assert repair(items, np.array([0, 1])) is None
 
 
 def test_ranks_of_one_node_share_its_memory() -> None:
-    items, bins = make_items([9, 1], [70, 20]), make_bins(2, 100, processes=2)
+    items = make_items([9, 1], [70, 20], world_size=2, free=100, processes=2)
 
-    ranks = greedy(items, bins)
+    ranks = greedy(items)
 
     assert not isinstance(ranks, PartitionFailure)
     assert sorted(ranks.tolist()) == [0, 1]
 
 
 @pytest.mark.parametrize("partition", [greedy, largest_differences])
-@given(problem=problems())
-def test_equal_problems_get_equal_answers(partition: object, problem: tuple[Items, Bins]) -> None:
+@given(items=problems())
+def test_equal_problems_get_equal_answers(partition: object, items: Items) -> None:
     assert callable(partition)
-    first, second = partition(*problem), partition(*problem)
+    first, second = partition(items), partition(items)
 
     assert type(first) is type(second)
     assert first == second if isinstance(first, PartitionFailure) else np.array_equal(first, second)
 
 
 def test_differencing_takes_few_bytes_for_each_item_and_rank() -> None:
-    items, bins = make_items([float(i % 97) for i in range(500)]), make_bins(1_000, room=1)
+    items = make_items([float(i % 97) for i in range(500)], world_size=1_000, free=1)
 
     tracemalloc.start()
     try:
-        largest_differences(items, bins)
+        largest_differences(items)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -1,4 +1,4 @@
-"""Plans are predicted to be as fast as the simple ones beside them: all tables whole, all split by rows."""
+"""Plans are predicted to be as fast as simple ones: all tables whole, all split by rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -146,9 +146,8 @@ def test_more_memory_makes_no_plan_much_slower_whose_full_cuts_then_fit(
         return plan_job(spec, profile)
 
     for more in ("6Gi", "7Gi", "7600Mi", "8Gi", "8400Mi", "9Gi", "12Gi"):
-        assert rate(asked(more)) >= 0.95 * MIN_SEGMENT_GAIN * rate(
-            asked("5632Mi")
-        )  # which is judged by pace, not by rate
+        # Hand-offs are compared by the seconds of a step without dense compute, not by rate.
+        assert rate(asked(more)) >= 0.95 * MIN_SEGMENT_GAIN * rate(asked("5632Mi"))
 
 
 @pytest.mark.parametrize("lookups", [1, 4, 10])
@@ -163,7 +162,7 @@ def test_auto_finds_a_size_where_whole_tables_do(make_spec: MakeSpec, make_profi
             make_spec(tables, batch=BATCH, auto={"min": 4, "max": 64, "targetSamplesPerSecond": target}), profile
         )
 
-    chosen, beside = asked(named(found)), asked(whole)
+    chosen, simple = asked(named(found)), asked(whole)
 
     assert rate(chosen) >= target
-    assert chosen.world_size <= beside.world_size
+    assert chosen.world_size <= simple.world_size

@@ -1,4 +1,4 @@
-"""The number of replicas that a plan is made for where the user leaves it open: bounds, target, words."""
+"""The number of replicas that a plan is made for if the user leaves it open: bounds, target, reasons."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_planner import choose_replicas, plan_job
-from dlrm_planner.replicas import GRID_SIZES, MAX_EXACT, JudgedSize
+from dlrm_planner.choose import GRID_SIZES, MAX_EXACT
 
 MakeSpec = Callable[..., DLRMJobSpec]
 MakeProfile = Callable[..., HardwareProfile]
@@ -37,20 +37,21 @@ def rate_of(spec: DLRMJobSpec, profile: HardwareProfile, replicas: int) -> float
 
 
 @st.composite
-def judgements(draw: st.DrawFn) -> tuple[int, int, float, Mapping[int, JudgedSize]]:
-    """Any sizes, in any order of goodness."""
+def judgements(draw: st.DrawFn) -> tuple[int, int, float, Mapping[int, float | None]]:
+    """Draw the bounds, a target, and the throughput of each size; None if it does not fit."""
     least = draw(st.integers(1, 50))
     most = least + draw(st.integers(0, 200))
     rates = draw(st.lists(st.none() | st.floats(0, 100), min_size=most - least + 1, max_size=most - least + 1))
-    found = {
-        least + i: JudgedSize(fits=rate is not None, rate=0.0 if rate is None else rate) for i, rate in enumerate(rates)
-    }
-    return least, most, draw(st.floats(0, 120)), found
+    return least, most, draw(st.floats(0, 120)), {least + i: rate for i, rate in enumerate(rates)}
+
+
+def reaches(rate: float | None, target: float) -> bool:
+    return rate is not None and rate >= target
 
 
 @given(judgements())
-def test_whatever_sizes_are_worth_the_answer_is_true_and_few_are_judged(
-    given_: tuple[int, int, float, Mapping[int, JudgedSize]],
+def test_the_answer_is_true_and_few_sizes_are_judged(
+    given_: tuple[int, int, float, Mapping[int, float | None]],
 ) -> None:
     least, most, target, worth = given_
 
@@ -58,24 +59,26 @@ def test_whatever_sizes_are_worth_the_answer_is_true_and_few_are_judged(
 
     assert len(found.judged) <= MAX_JUDGED + MAX_EXACT - GRID_SIZES
     assert all(least <= size <= most and worth[size] == judged for size, judged in found.judged.items())
-    fitting = [judged.rate for judged in found.judged.values() if judged.fits]
+    fitting = [rate for rate in found.judged.values() if rate is not None]
     if found.replicas is None:
         assert not fitting
     elif found.reached:
-        assert worth[found.replicas].reaches(target)
-        assert not any(worth[size].reaches(target) for size in found.judged if size < found.replicas)
+        assert reaches(worth[found.replicas], target)
+        assert not any(reaches(worth[size], target) for size in found.judged if size < found.replicas)
     else:
-        assert worth[found.replicas].rate == max(fitting) < target
+        assert worth[found.replicas] == max(fitting) < target
 
 
 @given(judgements())
-def test_of_few_sizes_the_answer_is_the_fewest_of_all(given_: tuple[int, int, float, Mapping[int, JudgedSize]]) -> None:
+def test_of_few_sizes_the_answer_is_the_fewest_of_all(
+    given_: tuple[int, int, float, Mapping[int, float | None]],
+) -> None:
     least, most, target, worth = given_
     most = min(most, least + MAX_EXACT - 1)
 
     found = choose_replicas(least, most, target, worth.__getitem__)
 
-    enough = [size for size in range(least, most + 1) if worth[size].reaches(target)]
+    enough = [size for size in range(least, most + 1) if reaches(worth[size], target)]
     assert found.reached == bool(enough)
     assert not enough or found.replicas == enough[0]
 
@@ -84,14 +87,14 @@ def test_of_few_sizes_the_answer_is_the_fewest_of_all(given_: tuple[int, int, fl
 def test_the_fewest_replicas_win_if_more_are_never_worse(least: int, more: int, needed: int) -> None:
     most = min(4_096, least + more)
 
-    found = choose_replicas(least, most, needed, lambda size: JudgedSize(fits=True, rate=float(size)))
+    found = choose_replicas(least, most, needed, float)
 
     assert found.replicas == (max(least, needed) if needed <= most else most)
     assert len(found.judged) <= MAX_JUDGED + MAX_EXACT - GRID_SIZES
 
 
 def test_sizes_that_only_get_worse_are_left_out() -> None:
-    found = choose_replicas(1, 4_096, 100.0, lambda size: JudgedSize(fits=True, rate=50.0 / size))
+    found = choose_replicas(1, 4_096, 100.0, lambda size: 50.0 / size)
 
     assert found.replicas == 1
     assert max(found.judged) < 20
@@ -174,7 +177,7 @@ def test_tables_that_fit_no_allowed_number_are_refused_with_a_fix(
         ({**RATES, "network": {}}, "2 replicas cannot be predicted: HardwareProfile big has no network.interNode"),
     ],
 )
-def test_a_target_that_nothing_can_be_held_against_is_refused(
+def test_a_target_without_a_prediction_is_refused(
     make_spec: MakeSpec, make_profile: MakeProfile, profile: dict[str, Any] | None, words: str
 ) -> None:
     hardware = None if profile is None else make_profile(DDR, **{k: v for k, v in profile.items() if v is not None})

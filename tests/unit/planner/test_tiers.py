@@ -17,8 +17,8 @@ from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, TierShare
 from dlrm_planner import plan_job, working_set_bytes
-from dlrm_planner.hit_rates import read_hit_rates
-from dlrm_planner.tables import read_tables
+from dlrm_planner.choose import read_problem
+from dlrm_planner.hit_rates import table_hit_rates
 from dlrm_testing.split_rows import range_bytes
 
 MIB, GIB = 2**20, 2**30
@@ -62,10 +62,10 @@ def share(plan: Plan, name: str) -> TierShare:
 
 
 def bytes_by_hand(spec: DLRMJobSpec, plan: Plan, pod: int) -> dict[str, float]:
-    """Bytes of one pod's shards, from dlrm_api.tiers alone."""
+    """Return the bytes of one pod's shards, from dlrm_api.tiers alone."""
     taken: dict[str, float] = {"ddr": 0.0}
     buffered = set()
-    accesses = read_hit_rates(spec, read_tables(spec), {}).accesses
+    accesses = table_hit_rates(read_problem(spec, None, {})).accesses
     for planned, asked, looked_up in zip(plan.tables, spec.model.all_tables(), accesses, strict=True):
         row = (asked.dim, asked.dtype, spec.training.row_optimizer.kind)
         for shard in planned.shards:
@@ -101,7 +101,7 @@ def bytes_by_hand(spec: DLRMJobSpec, plan: Plan, pod: int) -> dict[str, float]:
 
 
 def expected_hits(plan: Plan, spec: DLRMJobSpec) -> float:
-    """Mean expected hit rate of fast memory over equally used tables."""
+    """Return the mean expected hit rate of fast memory over equally used tables."""
     rates = []
     for planned in plan.tables:
         levels = planned.shards[0].tiers.levels
@@ -217,7 +217,7 @@ def test_more_ddr_never_lowers_the_expected_hit_rate(
 
 
 def accesses(rows: int, batch: int = 2_048, alpha: float = 0.9) -> float:
-    """Distinct rows of a batch, summed over rows by a coarse integral."""
+    """Return the distinct rows of a batch, summed over rows by a coarse integral."""
     edges = [1.0]
     while edges[-1] < rows + 1:
         edges.append(min(rows + 1.0, max(edges[-1] + 1, edges[-1] * 1.05)))
@@ -318,14 +318,14 @@ def test_a_tier_pin_that_cannot_be_honoured_is_refused(
     assert refused.value.path == path
 
 
-def mend(reasons: tuple[str, ...], start: str) -> int:
+def fix_bytes(reasons: tuple[str, ...], start: str) -> int:
     return next(int(found[1]) for reason in reasons if (found := re.match(rf"fix: {start}(\d+)", reason)))
 
 
 def test_a_missing_tier_is_fixed_by_the_named_bytes(make_spec: MakeSpec) -> None:
     with pytest.raises(InfeasiblePlanError) as refused:
         plan_job(make_spec([table("t", 10**7)], tierBudgets={"ddr": "1Gi"}))
-    block = mend(refused.value.reasons, "trainer.tierBudgets.block: ")
+    block = fix_bytes(refused.value.reasons, "trainer.tierBudgets.block: ")
 
     plan = plan_job(make_spec([table("t", 10**7)], tierBudgets={"ddr": "1Gi", "block": block}))
 
@@ -356,12 +356,12 @@ def test_a_tier_that_is_too_small_is_named_with_fixes_that_work(make_spec: MakeS
     small = {"ddr": "1Gi", "block": "1Gi"}
     with pytest.raises(InfeasiblePlanError) as refused:
         plan_job(make_spec(found, replicas=replicas, tierBudgets=small))
-    block = mend(refused.value.reasons, "block of ")
-    ddr = mend(refused.value.reasons, r"raise trainer\.tierBudgets\.ddr by ")
+    block = fix_bytes(refused.value.reasons, "block of ")
+    ddr = fix_bytes(refused.value.reasons, r"raise trainer\.tierBudgets\.ddr by ")
 
     assert "do not fit the slower tiers of a pod (block 1.0 GiB): block is " in refused.value.reasons[0]
-    for mended in ({**small, "block": block}, {**small, "ddr": GIB + ddr}):
-        assert plan_job(make_spec(found, replicas=replicas, tierBudgets=mended)).nodes == replicas
+    for larger in ({**small, "block": block}, {**small, "ddr": GIB + ddr}):
+        assert plan_job(make_spec(found, replicas=replicas, tierBudgets=larger)).nodes == replicas
 
 
 def test_a_table_pinned_to_ddr_is_refused_as_a_whole(make_spec: MakeSpec) -> None:
@@ -376,7 +376,7 @@ def test_slots_that_do_not_fit_are_fixed_by_ddr_or_a_shorter_lookahead(make_spec
     tight = {**PLENTY, "ddr": "800Mi"}
     with pytest.raises(InfeasiblePlanError) as refused:
         plan_job(make_spec([busy], batch=8_192, tierBudgets=tight))
-    more = mend(refused.value.reasons, r"raise trainer\.tierBudgets\.ddr by ")
+    more = fix_bytes(refused.value.reasons, r"raise trainer\.tierBudgets\.ddr by ")
 
     assert re.search(
         r"table busy .*: with slots for \d+ rows, those of 2 batches in flight, .* bytes short", str(refused.value)
