@@ -26,7 +26,6 @@ from dlrm_operator.reconcile.findings import (
     Reason,
     ReasonText,
     RuleResult,
-    find_condition,
     parse_timestamp,
     shorten,
     timestamp,
@@ -40,7 +39,7 @@ from dlrm_operator.reconcile.health import (
     has_stored,
     upload_awaited_until,
 )
-from dlrm_operator.reconcile.state import ContainerSeen, Gang, JobSeen, JobView, PodSeen, lifecycle_of
+from dlrm_operator.reconcile.state import ContainerSeen, Gang, JobSeen, JobView, PodSeen
 from dlrm_planner import working_set_bytes
 
 NODE_LOST_AFTER = timedelta(seconds=60)
@@ -110,7 +109,7 @@ ONGOING = AttemptOutcome(result="ongoing")
 
 def outcome_rule(view: JobView) -> RuleResult:
     """End the job if the attempt succeeded; charge a failed attempt and begin the next one, or fail the job."""
-    outcome = judge(view.gang, view.lifecycle.restart, view.now)
+    outcome = judge(view.gang, view.job.lifecycle.restart, view.now)
     if outcome.result == "succeeded":
         return succeed(view)
     if outcome.result == "ongoing":
@@ -132,11 +131,10 @@ def deleted_plan_rule(view: JobView) -> RuleResult:
     name = names.plan_config_map(gang.job, gang.attempt)
     if children is None or not gang.whole or name in {seen.name for seen in children.config_maps}:
         return RuleResult()
-    late = next((pod for pod in gang.pods.values() if not (pod.started or pod.ended)), None)
-    if late is None:
+    if (late := _late_pod(gang)) is None:
         return RuleResult()
     message = f"ConfigMap {name} with the plan was deleted before pod {late.name} started"
-    evidence = _evidence(late, Reason.PLAN_DELETED, message, view.now)
+    evidence = _evidence(late, Reason.PLAN_DELETED, message)
     return _end_attempt(view, AttemptOutcome(result="restart-free", evidence=evidence))
 
 
@@ -146,13 +144,7 @@ def backoff_rule(view: JobView) -> RuleResult:
     if start is None or view.now >= (due := parse_timestamp(start)):
         return RuleResult()
     message = f"attempt {view.status.attempt} starts at {start}, after a pause of spec.lifecycle.restart.backoff"
-    finding = Finding(
-        condition=ConditionType.SCHEDULED,
-        status="False",
-        reason=Reason.RESTARTING,
-        message=message,
-        phase=Phase.RESTARTING,
-    )
+    finding = Finding(ConditionType.SCHEDULED, "False", Reason.RESTARTING, message, Phase.RESTARTING)
     return RuleResult(findings=(finding,), wake_at=due, done=True)
 
 
@@ -177,40 +169,30 @@ def succeed(view: JobView) -> RuleResult:
     step = max(view.gang.final_step, known.step)
     progress = known.model_copy(update={"step": step, "eta": None, "time": timestamp(view.now)})
     message = f"training ended at step {step} and its snapshot is committed"
-    running = Finding(condition=ConditionType.RUNNING, status="False", reason=Reason.FINISHED)
-    succeeded = Finding(
-        condition=ConditionType.SUCCEEDED,
-        status="True",
-        reason=Reason.COMMITTED,
-        message=message,
-        phase=Phase.SUCCEEDED,
-    )
-    changes = {"progress": progress, **_end_changes(view)}
-    return RuleResult(findings=(running, succeeded, *_end_findings(view)), changes=changes, done=True)
+    succeeded = Finding(ConditionType.SUCCEEDED, "True", Reason.COMMITTED, message, Phase.SUCCEEDED)
+    return _end(view, Reason.FINISHED, succeeded, {"progress": progress})
 
 
 def fail(view: JobView, reason: ReasonText, message: str) -> RuleResult:
     """End the job: nothing more is tried, unless the user changes the spec."""
-    running = Finding(condition=ConditionType.RUNNING, status="False", reason=reason)
-    failed = Finding(condition=ConditionType.FAILED, status="True", reason=reason, message=message, phase=Phase.FAILED)
-    changes = {"failed_spec": _digest(view.job.spec), **_end_changes(view)}
-    return RuleResult(findings=(running, failed, *_end_findings(view)), changes=changes, done=True)
+    failed = Finding(ConditionType.FAILED, "True", reason, message, Phase.FAILED)
+    return _end(view, reason, failed, {"failed_spec": _digest(view.job.spec)})
 
 
-def _end_changes(view: JobView) -> dict[str, Any]:
-    return {"completion_time": timestamp(view.now), "halt": None, "pending_since": None, "replicas": 0}
-
-
-def _end_findings(view: JobView) -> Iterator[Finding]:
-    for kind in (ConditionType.SUSPENDED, ConditionType.RESIZED):
-        known = find_condition(view.status.conditions, kind)
-        if known is not None and known.status == "False":
-            yield Finding(condition=kind, status="False", reason=Reason.FINISHED)
+def _end(view: JobView, reason: ReasonText, ending: Finding, changes: dict[str, Any]) -> RuleResult:
+    running = Finding(ConditionType.RUNNING, "False", reason)
+    unsettled = [
+        Finding(known.type, "False", Reason.FINISHED)
+        for known in view.status.conditions
+        if known.type in (ConditionType.SUSPENDED, ConditionType.RESIZED) and known.status == "False"
+    ]
+    ended = {"completion_time": timestamp(view.now), "halt": None, "pending_since": None, "replicas": 0}
+    return RuleResult(findings=(running, ending, *unsettled), changes={**changes, **ended}, done=True)
 
 
 def is_retried(job: JobSeen, status: DLRMJobStatus) -> bool:
     """Return whether a failed job starts again: its user changed what may fix it, or suspended and resumed it."""
-    if status.phase is not Phase.FAILED or job.generation <= status.observed_generation or lifecycle_of(job).suspend:
+    if status.phase is not Phase.FAILED or job.generation <= status.observed_generation or job.lifecycle.suspend:
         return False
     return status.failed_spec is None or status.failed_spec != _digest(job.spec)
 
@@ -236,52 +218,40 @@ def retry(job: JobSeen, status: DLRMJobStatus) -> RuleResult:
         "suspended_seconds": 0,
         "failed_spec": None,
     }
-    finding = Finding(
-        condition=ConditionType.FAILED,
-        status="False",
-        reason=Reason.SPEC_CHANGED,
-        message=f"spec changed: attempt {status.attempt + 1} follows",
-        phase=Phase.RESTARTING,
-    )
+    message = f"spec changed: attempt {status.attempt + 1} follows"
+    finding = Finding(ConditionType.FAILED, "False", Reason.SPEC_CHANGED, message, Phase.RESTARTING)
     return RuleResult(findings=(finding,), changes=changes)
 
 
 def _end_attempt(view: JobView, outcome: AttemptOutcome) -> RuleResult:
     """Charge a failed attempt and begin the next one after a backoff; fail the job if that is pointless or too late."""
-    status, evidence, spec = view.status, outcome.evidence, view.spec.spec
-    assert evidence is not None, "a failure has evidence"
-    restart = spec.lifecycle.restart
-    failure = _failure_changes(status, evidence)
+    status, spec, restart = view.status, view.spec.spec, view.job.lifecycle.restart
+    assert outcome.evidence is not None, "a failure has evidence"
+    evidence = outcome.evidence.model_copy(update={"time": timestamp(view.now)})
+    failure = RuleResult(changes=_failure_changes(status, evidence))
     reason = ForeignReason(evidence.reason)
     if outcome.result not in ("restart", "restart-free"):
-        return _with_changes(fail(view, reason, f"{evidence.reason}: {evidence.message}"), failure)
+        return fail(view, reason, f"{evidence.reason}: {evidence.message}").after(failure)
     budget = RestartBudget(charged=status.charged_restarts, free=status.free_restarts)
     taken = budget.take(outcome.result, restart)
     free = outcome.result == "restart-free"
     if taken is None:
         spent = Reason.DISRUPTION_LIMIT_EXCEEDED if free else Reason.BACKOFF_LIMIT_EXCEEDED
         advice = _memory_advice(spec) if outcome.out_of_memory else ""
-        return _with_changes(fail(view, spent, _spent_message(status, restart, evidence, free=free) + advice), failure)
-    wait = timedelta(
-        seconds=backoff_s(restart, taken.free if free else taken.charged, f"{view.job.uid}/{status.attempt}")
-    )
+        return fail(view, spent, _spent_message(status, restart, evidence, free=free) + advice).after(failure)
+    wait_s = backoff_s(restart, taken.free if free else taken.charged, f"{view.job.uid}/{status.attempt}")
     reserve = status.memory_reserve_bytes
     if outcome.out_of_memory and not reserve:
         reserve = memory_reserve(spec, status)
     changes = {
-        **failure,
         **next_attempt(status, evidence.reason),
         "charged_restarts": taken.charged,
         "free_restarts": taken.free,
         "memory_reserve_bytes": reserve,
-        "restart_not_before": timestamp(view.now + wait),
+        "restart_not_before": timestamp(view.now + timedelta(seconds=wait_s)),
     }
-    running = Finding(condition=ConditionType.RUNNING, status="False", reason=reason, message=evidence.message)
-    return RuleResult(findings=(running,), changes=changes)
-
-
-def _with_changes(result: RuleResult, changes: dict[str, Any]) -> RuleResult:
-    return RuleResult(findings=result.findings, changes={**result.changes, **changes}, done=result.done)
+    running = Finding(ConditionType.RUNNING, "False", reason, evidence.message)
+    return RuleResult(findings=(running,), changes=changes).after(failure)
 
 
 def _failure_changes(status: DLRMJobStatus, evidence: FailureEvidence) -> dict[str, Any]:
@@ -313,9 +283,8 @@ def _spent_message(status: DLRMJobStatus, restart: RestartSpec, evidence: Failur
 
 def _memory_advice(spec: DLRMJobSpec) -> str:
     limit = spec.trainer.resources.limits.get("memory")
-    if limit is not None:
-        return f"; raise spec.trainer.resources.limits.memory ({limit}), or lower trainer.tierBudgets.ddr"
-    return "; raise spec.trainer.resources.requests.memory, use larger nodes, or lower trainer.tierBudgets.ddr"
+    raised = f"limits.memory ({limit})" if limit is not None else "requests.memory, use larger nodes"
+    return f"; raise spec.trainer.resources.{raised}, or lower trainer.tierBudgets.ddr"
 
 
 def judge(gang: Gang, restart: RestartSpec, now: datetime) -> AttemptOutcome:
@@ -327,12 +296,13 @@ def judge(gang: Gang, restart: RestartSpec, now: datetime) -> AttemptOutcome:
     committed = gang.committed_step
     if gang.finished and committed is not None and committed >= gang.final_step:
         return AttemptOutcome(result="succeeded")
-    ends = [*_pod_ends(gang, restart, now)]
+    ends = [*_pod_ends(gang, restart)]
+    lost = next((pod for pod in gang.pods.values() if pod.lost_since is not None and not pod.ended), None)
     for result in ("fail", "restart-free", "restart"):
         alike = [end for end in ends if end.result == result]
         causes = [end for end in alike if not end.symptom]
-        if alike and result == "restart" and (lost := _on_lost_node(gang)):
-            return AttemptOutcome(result="restart-free", evidence=_lost_node_evidence(lost, now))
+        if alike and result == "restart" and lost:
+            return AttemptOutcome(result="restart-free", evidence=_lost_node_evidence(lost))
         if causes:
             return _earliest(causes)
         if alike:
@@ -340,19 +310,17 @@ def judge(gang: Gang, restart: RestartSpec, now: datetime) -> AttemptOutcome:
     return _unsaved(gang, now) if gang.finished else ONGOING
 
 
-def _pod_ends(gang: Gang, restart: RestartSpec, now: datetime) -> Iterator[AttemptOutcome]:
+def _pod_ends(gang: Gang, restart: RestartSpec) -> Iterator[AttemptOutcome]:
     for pod in gang.pods.values():
-        end = _trainer_end(pod, restart, now) or _pod_end(pod, now)
+        end = _trainer_end(pod, restart) or _pod_end(pod)
         if end:
             yield end
     for index in gang.missing() if gang.whole else ():
-        name = gang.pod_name(index)
-        message = f"pod {name} was deleted while its attempt was running"
-        evidence = _podless_evidence(gang, name, Reason.POD_DELETED, message, now)
-        yield AttemptOutcome(result="restart-free", evidence=evidence)
+        message = "was deleted while its attempt was running"
+        yield _missing_pod_outcome(gang, index, Reason.POD_DELETED, message)
 
 
-def _trainer_end(pod: PodSeen, restart: RestartSpec, now: datetime) -> AttemptOutcome | None:
+def _trainer_end(pod: PodSeen, restart: RestartSpec) -> AttemptOutcome | None:
     trainer = pod.trainer
     if trainer is None or not trainer.exit_code:
         return None
@@ -360,42 +328,42 @@ def _trainer_end(pod: PodSeen, restart: RestartSpec, now: datetime) -> AttemptOu
     result = restart_action(code, restart, disrupted=_is_disrupted(pod))
     return AttemptOutcome(
         result=result,
-        evidence=trainer_evidence(pod, now),
+        evidence=_trainer_evidence(pod, trainer, code),
         symptom=result == "restart" and code in SYMPTOMS and not starved,
         time=trainer.finished_at,
         out_of_memory=starved,
     )
 
 
-def _pod_end(pod: PodSeen, now: datetime) -> AttemptOutcome | None:
+def _pod_end(pod: PodSeen) -> AttemptOutcome | None:
     """Classify the failure of a pod if its trainer container did not fail."""
     sidecar = pod.checkpointer
     if sidecar is not None:
         for code in (sidecar.exit_code, sidecar.last_exit_code):
             if code in USER_ERROR_CODES:
-                return AttemptOutcome(result="fail", evidence=_checkpointer_evidence(pod, code, "", now))
+                return AttemptOutcome(result="fail", evidence=_checkpointer_evidence(pod, code, ""))
         # After the first OOM kill the kubelet restarts it at once.
         if sidecar.waiting_reason == CRASH_LOOP and sidecar.last_reason == OUT_OF_MEMORY:
-            evidence = _checkpointer_evidence(pod, sidecar.last_exit_code or 0, OUT_OF_MEMORY, now)
+            evidence = _checkpointer_evidence(pod, sidecar.last_exit_code or 0, OUT_OF_MEMORY)
             return AttemptOutcome(result="restart", evidence=evidence, out_of_memory=True)
     for container in pod.containers:
         if container.waiting_reason in NEVER_STARTS:
             _, message = _container_wait(pod, container)
-            evidence = _evidence(pod, ForeignReason(container.waiting_reason), message, now)
+            evidence = _evidence(pod, ForeignReason(container.waiting_reason), message)
             return AttemptOutcome(result="fail", evidence=evidence)
     if pod.finished:
         return None
     if _is_disrupted(pod):
-        return AttemptOutcome(result="restart-free", evidence=_disruption_evidence(pod, now))
-    if pod.phase == "Failed" and pod.reason.startswith(ADMISSION_REASONS):
+        return AttemptOutcome(result="restart-free", evidence=_disruption_evidence(pod))
+    if pod.phase != "Failed":
+        return None
+    if pod.reason.startswith(ADMISSION_REASONS):
         message = pod.message or f"node {pod.node} rejected pod {pod.name}"
-        evidence = _evidence(pod, ForeignReason(pod.reason), message, now)
+        evidence = _evidence(pod, ForeignReason(pod.reason), message)
         return AttemptOutcome(result="restart-free", evidence=evidence)
-    if pod.phase == "Failed":
-        reason = ForeignReason(pod.reason) if pod.reason else Reason.POD_FAILED
-        evidence = _evidence(pod, reason, pod.message or _early_failure_message(pod), now)
-        return AttemptOutcome(result="restart", evidence=evidence)
-    return None
+    reason = ForeignReason(pod.reason) if pod.reason else Reason.POD_FAILED
+    evidence = _evidence(pod, reason, pod.message or _early_failure_message(pod))
+    return AttemptOutcome(result="restart", evidence=evidence)
 
 
 def _early_failure_message(pod: PodSeen) -> str:
@@ -406,11 +374,6 @@ def _early_failure_message(pod: PodSeen) -> str:
         return message
     last = f" ({ended.message})" if ended.message else ""
     return f"{message}: container {ended.name} exited with code {ended.exit_code}{last}"
-
-
-def _on_lost_node(gang: Gang) -> PodSeen | None:
-    lost = (pod for pod in gang.pods.values() if pod.lost_since is not None and not pod.ended)
-    return next(lost, None)
 
 
 def _is_disrupted(pod: PodSeen) -> bool:
@@ -430,24 +393,23 @@ def _settled(end: AttemptOutcome, gang: Gang, now: datetime) -> AttemptOutcome:
     # abs(): a kubelet's clock may be ahead.
     if not over and end.time is not None and abs(now - end.time) < patience:
         return AttemptOutcome(result="ongoing", settle_at=end.time + patience)
-    return (_never_started(gang, now) if missing else None) or end
+    return (_never_started(gang) if missing else None) or end
 
 
-def _never_started(gang: Gang, now: datetime) -> AttemptOutcome | None:
+def _never_started(gang: Gang) -> AttemptOutcome | None:
     """Return a free restart if ranks gave up on a pod that still waits for its node or its containers."""
-    late = next((pod for pod in gang.pods.values() if not (pod.started or pod.ended)), None)
-    if late is not None:
+    if (late := _late_pod(gang)) is not None:
         reason, why = _pod_wait(late, gang.queue_message)
         message = f"pod {late.name} had not started when the other ranks gave up waiting for it: {why}"
-        return AttemptOutcome(result="restart-free", evidence=_evidence(late, reason, message, now))
-    for index in gang.missing():
-        name = gang.pod_name(index)
-        message = (
-            f"pod {name} had not been created when the other ranks gave up waiting for it; see condition Scheduled"
-        )
-        evidence = _podless_evidence(gang, name, Reason.REQUEST_DENIED, message, now)
-        return AttemptOutcome(result="restart-free", evidence=evidence)
+        return AttemptOutcome(result="restart-free", evidence=_evidence(late, reason, message))
+    if missing := gang.missing():
+        message = "had not been created when the other ranks gave up waiting for it; see condition Scheduled"
+        return _missing_pod_outcome(gang, missing[0], Reason.REQUEST_DENIED, message)
     return None
+
+
+def _late_pod(gang: Gang) -> PodSeen | None:
+    return next((pod for pod in gang.pods.values() if not (pod.started or pod.ended)), None)
 
 
 def _unsaved(gang: Gang, now: datetime) -> AttemptOutcome:
@@ -457,7 +419,8 @@ def _unsaved(gang: Gang, now: datetime) -> AttemptOutcome:
     still come. If a pod was removed before its part was stored, that is the reason.
     """
     uploading = [pod for pod in gang.pods.values() if not has_ended_uploading(pod)]
-    dues = [due for pod in uploading if (due := _upload_due(gang, pod)) is not None]
+    dues = [due for pod in uploading if (due := _silent_from(pod) or upload_awaited_until(gang, pod))]
+    # Without a due time, the pod is waited for until it reports more.
     if len(dues) < len(uploading):
         return ONGOING
     if dues and now < max(dues):
@@ -466,15 +429,9 @@ def _unsaved(gang: Gang, now: datetime) -> AttemptOutcome:
     removed = (pod for pod in gang.pods.values() if _is_disrupted(pod) and not has_stored(pod))
     cause = next(chain(silent, removed), None)
     if cause is None:
-        return AttemptOutcome(result="restart", evidence=_not_committed_evidence(gang, now))
-    evidence = _lost_node_evidence(cause, now) if cause.lost_since is not None else _disruption_evidence(cause, now)
+        return AttemptOutcome(result="restart", evidence=_not_committed_evidence(gang))
+    evidence = _lost_node_evidence(cause) if cause.lost_since is not None else _disruption_evidence(cause)
     return AttemptOutcome(result="restart-free", evidence=evidence)
-
-
-def _upload_due(gang: Gang, pod: PodSeen) -> datetime | None:
-    """Return how long a pod that may still upload is waited for; None: until it reports more."""
-    silent = _silent_from(pod)
-    return upload_awaited_until(gang, pod) if silent is None else silent
 
 
 def _silent_from(pod: PodSeen) -> datetime | None:
@@ -491,47 +448,42 @@ def force_due(pod: PodSeen) -> datetime | None:
     return overdue if pod.lost_since is None else min(overdue, pod.lost_since + NODE_LOST_AFTER)
 
 
-def trainer_evidence(pod: PodSeen, now: datetime) -> FailureEvidence:
+def _trainer_evidence(pod: PodSeen, trainer: ContainerSeen, code: int) -> FailureEvidence:
     """Return how the pod's trainer ended: its own message, else the kubelet's, else the pod's."""
-    trainer = pod.trainer
-    if trainer is None or trainer.exit_code is None:
-        return _evidence(pod, ForeignReason(pod.reason) if pod.reason else Reason.POD_FAILED, pod.message, now)
     left, starved = trainer.termination, trainer.reason == OUT_OF_MEMORY
-    message = left.message if left else trainer.message or pod.message
-    if left is None and not message:
-        message = f"trainer exited with code {trainer.exit_code} and left no message"
+    unexplained = f"trainer exited with code {code} and left no message"
+    message = left.message if left else trainer.message or pod.message or unexplained
     if starved:
         message = f"trainer was killed because it ran out of memory; its last message: {message}"
-    reason = left.reason if left and not starved else _exit_reason(trainer.exit_code, trainer.reason)
-    evidence = _evidence(pod, ForeignReason(reason), message, now)
+    reason = left.reason if left and not starved else _exit_reason(code, trainer.reason)
+    evidence = _evidence(pod, ForeignReason(reason), message)
     return evidence.model_copy(update={"rank": left.rank if left else None})
 
 
-def _checkpointer_evidence(pod: PodSeen, code: int, kubelet_reason: str, now: datetime) -> FailureEvidence:
+def _checkpointer_evidence(pod: PodSeen, code: int, kubelet_reason: str) -> FailureEvidence:
     left = pod.checkpointer.checkpoint if pod.checkpointer else None
     message = (left.store_error or left.reason) if left and not kubelet_reason else ""
     if kubelet_reason:
         message = "checkpointer was killed more than once because it ran out of memory"
     reason = ForeignReason("Checkpointer" + _exit_reason(code, kubelet_reason))
-    evidence = _evidence(pod, reason, message or f"checkpointer exited with code {code}", now)
+    evidence = _evidence(pod, reason, message or f"checkpointer exited with code {code}")
     return evidence.model_copy(update={"exit_code": code})
 
 
-def _disruption_evidence(pod: PodSeen, now: datetime) -> FailureEvidence:
+def _disruption_evidence(pod: PodSeen) -> FailureEvidence:
     known = pod.disruption or (pod.reason if pod.reason in DISRUPTIONS else "")
     reason = ForeignReason(known) if known else Reason.POD_DELETED
-    return _evidence(pod, reason, pod.message or f"pod {pod.name} was deleted", now)
+    return _evidence(pod, reason, pod.message or f"pod {pod.name} was deleted")
 
 
-def _lost_node_evidence(pod: PodSeen, now: datetime) -> FailureEvidence:
+def _lost_node_evidence(pod: PodSeen) -> FailureEvidence:
     message = f"node {pod.node} of pod {pod.name} is silent: its kubelet stopped reporting"
-    return _evidence(pod, Reason.NODE_LOST, message, now)
+    return _evidence(pod, Reason.NODE_LOST, message)
 
 
-def _not_committed_evidence(gang: Gang, now: datetime) -> FailureEvidence:
-    newest = (
-        "no committed step is known" if gang.committed_step is None else f"the newest is of step {gang.committed_step}"
-    )
+def _not_committed_evidence(gang: Gang) -> FailureEvidence:
+    committed = gang.committed_step
+    newest = "no committed step is known" if committed is None else f"the newest is of step {committed}"
     message = f"training ended at step {gang.final_step} and no snapshot of it was committed: {newest}"
     pod = gang.pods[0]
     sidecar = pod.checkpointer.checkpoint if pod.checkpointer else None
@@ -540,10 +492,10 @@ def _not_committed_evidence(gang: Gang, now: datetime) -> FailureEvidence:
     kept = next((each for each in gang.pods.values() if not each.ended and foreign_containers(each)), None)
     if kept is not None:
         message += f"; pod {kept.name} cannot end, it still runs {', '.join(foreign_containers(kept))}"
-    return _evidence(pod, Reason.SNAPSHOT_NOT_COMMITTED, message, now)
+    return _evidence(pod, Reason.SNAPSHOT_NOT_COMMITTED, message)
 
 
-def _evidence(pod: PodSeen, reason: ReasonText, message: str, now: datetime) -> FailureEvidence:
+def _evidence(pod: PodSeen, reason: ReasonText, message: str) -> FailureEvidence:
     return FailureEvidence(
         attempt=pod.attempt,
         pod=pod.name,
@@ -551,20 +503,20 @@ def _evidence(pod: PodSeen, reason: ReasonText, message: str, now: datetime) -> 
         exit_code=pod.trainer.exit_code if pod.trainer else None,
         reason=_camel_case(reason),
         message=shorten(message, MAX_MESSAGE_LENGTH),
-        time=timestamp(now),
     )
 
 
-def _podless_evidence(gang: Gang, name: str, reason: Reason, message: str, now: datetime) -> FailureEvidence:
-    return FailureEvidence(attempt=gang.attempt, pod=name, reason=reason, message=message, time=timestamp(now))
+def _missing_pod_outcome(gang: Gang, index: int, reason: Reason, problem: str) -> AttemptOutcome:
+    pod = names.trainer_pod(gang.job, gang.attempt, index)
+    evidence = FailureEvidence(attempt=gang.attempt, pod=pod, reason=reason, message=f"pod {pod} {problem}")
+    return AttemptOutcome(result="restart-free", evidence=evidence)
 
 
 def _exit_reason(code: int, kubelet_reason: str) -> str:
     """Return the name of an exit code, or the kubelet's own reason if that says more (``OOMKilled``)."""
     if kubelet_reason not in ("", "Error", "Completed"):
         return kubelet_reason
-    known = {int(each): each.name.title().replace("_", "") for each in ExitCode}
-    return known.get(code, f"Exit{code}")
+    return ExitCode(code).name.title().replace("_", "") if code in set(ExitCode) else f"Exit{code}"
 
 
 def _camel_case(text: str) -> str:

@@ -25,30 +25,20 @@ CONTINUES = "the current attempt continues"
 
 
 def invalid_spec_rule(problem: InvalidSpecError, running: Condition | None, settle_at: datetime | None) -> RuleResult:
-    """Report an invalid spec next to what is known of the gang, which has not ended.
+    """Report an invalid spec next to a gang's condition Running, if all of its pods exist.
 
-    Args:
-        problem: What is wrong with the spec.
-        running: The gang's condition Running; None if not all of its pods exist.
-        settle_at: When the gang must be judged again.
+    The gang has not ended; it must be judged again at ``settle_at``.
     """
     message = f"{problem}; fix it, or upgrade the operator if it is older than the CustomResourceDefinition"
-    finding = Finding(condition=ConditionType.RUNNING, status="False", reason=Reason.INVALID_SPEC, message=message)
+    finding = Finding(ConditionType.RUNNING, "False", Reason.INVALID_SPEC, message)
     return RuleResult(findings=(_appended(running, message) if running else finding,), wake_at=settle_at)
 
 
 def failed_gang_rule(problem: InvalidSpecError, gang: Gang, ending: str) -> RuleResult:
     """Report a failed gang with an unreadable restart policy; the phase is one in which the spec may change."""
-    message = (
-        f"attempt {gang.attempt} ended ({ending}), and the spec that says what follows is invalid: {problem}; fix it"
-    )
-    finding = Finding(
-        condition=ConditionType.RUNNING,
-        status="False",
-        reason=Reason.INVALID_SPEC,
-        message=message,
-        phase=Phase.PENDING,
-    )
+    ended = f"attempt {gang.attempt} ended ({ending})"
+    message = f"{ended}, and the spec that says what follows is invalid: {problem}; fix it"
+    finding = Finding(ConditionType.RUNNING, "False", Reason.INVALID_SPEC, message, Phase.PENDING)
     return RuleResult(findings=(finding,))
 
 
@@ -63,5 +53,4 @@ def unknown_fields_rule(view: JobView) -> RuleResult:
 
 def _appended(running: Condition, message: str) -> Finding:
     text = "; ".join(part for part in (running.message, message, CONTINUES) if part)
-    reason = ForeignReason(running.reason)
-    return Finding(condition=ConditionType.RUNNING, status=running.status, reason=reason, message=text)
+    return Finding(ConditionType.RUNNING, running.status, ForeignReason(running.reason), text)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from dlrm_api.errors import visible
 from dlrm_api.status import Condition, ConditionType, DLRMJobStatus, Phase
-from dlrm_operator.reconcile.state import Action, EmitEvent, JobSeen, UpdateStatus, lifecycle_of
+from dlrm_operator.reconcile.state import Action, EmitEvent, JobSeen, UpdateStatus
 
 MAX_MESSAGE_LENGTH = 4_096
 MAX_REASON_LENGTH = 128
@@ -28,11 +28,11 @@ REPORTED = (
     "phase",
     "conditions",
     "observed_generation",
-    "progress",
-    "last_snapshot",
-    "start_time",
     "selector",
     "replicas",
+    "start_time",
+    "progress",
+    "last_snapshot",
 )
 """Fields that show what was observed. No decision rests on whether they were written."""
 
@@ -118,7 +118,7 @@ Truth = Literal["True", "False", "Unknown"]
 EventKind = Literal["Normal", "Warning"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """Hold what a rule concludes about one condition."""
 
@@ -144,6 +144,11 @@ class RuleResult:
     """Whether no later rule runs."""
     status_last: bool = False
     """Whether the status describes the effect of the actions, so that it is written after them."""
+
+    def after(self, earlier: RuleResult) -> RuleResult:
+        """Return this result with the findings and changes of an earlier one before its own, so that its own win."""
+        changes = {**earlier.changes, **self.changes}
+        return replace(self, findings=(*earlier.findings, *self.findings), changes=changes)
 
 
 def fold(status: DLRMJobStatus, results: Sequence[RuleResult], now: datetime) -> DLRMJobStatus:
@@ -191,7 +196,7 @@ def rests(job: JobSeen) -> bool:
     status = job.known
     if status is None:
         return False
-    suspended = status.phase is Phase.SUSPENDED and lifecycle_of(job).suspend
+    suspended = status.phase is Phase.SUSPENDED and job.lifecycle.suspend
     return suspended or status.phase in FINISHED
 
 
@@ -199,10 +204,9 @@ def unknown_fields_message(fields: Sequence[str]) -> str:
     """Say which fields of a spec this operator does not know; empty without any."""
     if not fields:
         return ""
-    noun = "unknown field" if len(fields) == 1 else "unknown fields"
     return (
-        f"{noun} {first_few(fields)}: the CustomResourceDefinition is newer than the operator; no attempt starts until "
-        "the operator is upgraded or the spec no longer has them"
+        f"{noun('unknown field', fields)} {first_few(fields)}: the CustomResourceDefinition is newer than the operator;"
+        " no attempt starts until the operator is upgraded or the spec no longer has them"
     )
 
 
@@ -226,20 +230,17 @@ def _changes(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> Itera
     if after.restarts > before.restarts and after.phase not in SUSPENSION:
         yield "Normal", Reason.RESTARTING, f"attempt {after.attempt} follows"
     if after.memory_reserve_bytes > before.memory_reserve_bytes:
-        more = f"{after.memory_reserve_bytes / 2**20:.0f} MiB"
-        message = (
-            f"a pod ran out of memory: attempt {after.attempt} gets a new plan that leaves {more} free on each pod"
-        )
-        yield "Normal", Reason.MEMORY_RESERVE_RAISED, message
+        plan = f"a new plan that leaves {after.memory_reserve_bytes / 2**20:.0f} MiB free on each pod"
+        yield "Normal", Reason.MEMORY_RESERVE_RAISED, f"a pod ran out of memory: attempt {after.attempt} gets {plan}"
     if before.phase is Phase.FAILED:
         yield "Normal", Reason.SPEC_CHANGED, f"spec changed: attempt {before.attempt + 1} follows"
     if before.phase in SUSPENSION and after.phase not in SUSPENSION | FINISHED:
         yield "Normal", Reason.RESUMED, f"attempt {after.attempt} continues from the newest snapshot"
     resized = _message(after, ConditionType.RESIZED, Reason.INFEASIBLE)
-    if resized != _message(before, ConditionType.RESIZED, Reason.INFEASIBLE) and resized:
+    if resized and resized != _message(before, ConditionType.RESIZED, Reason.INFEASIBLE):
         yield "Warning", Reason.RESIZE_REFUSED, resized
     resizing = _message(after, ConditionType.RESIZED, Reason.TERMINATING)
-    if resizing != _message(before, ConditionType.RESIZED, Reason.TERMINATING) and resizing:
+    if resizing and resizing != _message(before, ConditionType.RESIZED, Reason.TERMINATING):
         yield "Normal", Reason.RESIZING, resizing
     unknown = unknown_fields_message(job.unknown_fields)
     if unknown and _mentions(after, unknown) and not _mentions(before, unknown):
@@ -252,10 +253,9 @@ def _changes(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> Itera
     # The conditions say as much about a first attempt.
     if after.phase is Phase.RUNNING and after.restarts:
         yield "Normal", Reason.RUNNING, f"attempt {after.attempt} is training"
-    if after.phase is Phase.SUSPENDING:
-        yield "Normal", Reason.SUSPENDING, _message(after, ConditionType.SUSPENDED)
-    if after.phase is Phase.SUSPENDED:
-        yield "Normal", Reason.SUSPENDED, _message(after, ConditionType.SUSPENDED)
+    if after.phase in SUSPENSION:
+        reason = Reason.SUSPENDED if after.phase is Phase.SUSPENDED else Reason.SUSPENDING
+        yield "Normal", reason, _message(after, ConditionType.SUSPENDED)
     if after.phase is Phase.SUCCEEDED:
         yield "Normal", Reason.SUCCEEDED, _message(after, ConditionType.SUCCEEDED)
     if after.phase is Phase.FAILED:
@@ -349,6 +349,11 @@ def shorten(text: str, length: int) -> str:
     mark = " [...] "
     head = (length - len(mark)) // 2
     return text[:head] + mark + text[len(text) - (length - len(mark) - head) :]
+
+
+def noun(singular: str, things: Sequence[object]) -> str:
+    """Return the noun in the number of things that there are."""
+    return singular if len(things) == 1 else f"{singular}s"
 
 
 def first_few(names: Sequence[str]) -> str:

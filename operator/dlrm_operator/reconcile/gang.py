@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 
 from dlrm_api import names
 from dlrm_api.crd import frozen_part
@@ -29,12 +30,11 @@ from dlrm_operator.reconcile.attempts import (
 from dlrm_operator.reconcile.findings import (
     Finding,
     Reason,
-    ReasonText,
     RuleResult,
-    Truth,
     earliest,
     event,
     first_few,
+    noun,
     timestamp,
     unknown_fields_message,
 )
@@ -75,6 +75,9 @@ HUNG_GRACE_S = 30
 KEPT_ATTEMPTS = 3
 """With ``keepFailedPods`` the dead pods of this many earlier attempts are kept."""
 MAX_PLAN_REASONS = 3
+_planned = partial(Finding, ConditionType.PLANNED)
+_scheduled = partial(Finding, ConditionType.SCHEDULED)
+_running = partial(Finding, ConditionType.RUNNING)
 
 
 def gang_rule(view: JobView) -> RuleResult:
@@ -124,17 +127,15 @@ def _plan(view: JobView) -> RuleResult:
     if obstacle is None and planning is None and observed.trace_problem:
         obstacle = Reason.TRACE_UNAVAILABLE, observed.trace_problem
     if obstacle is not None:
-        return RuleResult(findings=(_planned("False", *obstacle, phase=Phase.PENDING),))
+        return RuleResult(findings=(_planned("False", *obstacle, Phase.PENDING),))
     phase = Phase.RESTARTING if view.status.restarts else Phase.PLANNING
     if planning is None:
-        return RuleResult(findings=(_planned("False", Reason.PLANNING, phase=phase),), actions=(plan_request(view),))
+        finding = _planned("False", Reason.PLANNING, phase=phase)
+        return RuleResult(findings=(finding,), actions=(plan_request(view),))
     if planning.plan is None:
         reason = Reason.INFEASIBLE if planning.final else Reason.PLANNER_FAILED
-        finding = _planned("False", reason, planning.problem, phase=phase)
-        if not planning.final:
-            return RuleResult(findings=(finding,))
-        failed = fail(view, reason, planning.problem)
-        return replace(failed, findings=(finding, *failed.findings))
+        found = RuleResult(findings=(_planned("False", reason, planning.problem, phase),))
+        return fail(view, reason, planning.problem).after(found) if planning.final else found
     try:
         maps = plan_config_maps(view.spec, view.status.attempt, planning.plan, planning.parts, _owner(view))
     except InvalidSpecError as error:
@@ -148,56 +149,44 @@ def _create(view: JobView, plan: Plan, maps: list[Manifest] | None = None) -> Ru
     The status that calls the gang complete is written last: from then on a pod that is missing was deleted, and is not
     created again.
     """
-    observed, attempt = view.observed, view.status.attempt
-    children = observed.children
+    observed, children, attempt = view.observed, view.observed.children, view.status.attempt
     assert children is not None, "gang_rule requested it"
     if view.gang.pods and _was_edited(children, view.spec, attempt):
         return _replace_edited_gang(view)
     gang = replace(view.gang, size=plan.nodes)
-    planned = RuleResult(
-        findings=(_planned("True", Reason.PLANNED, "; ".join(plan.reasons[:MAX_PLAN_REASONS])),),
-        changes={"plan": plan_status(plan)},
-    )
+    finding = _planned("True", Reason.PLANNED, "; ".join(plan.reasons[:MAX_PLAN_REASONS]))
+    planned = RuleResult(findings=(finding,), changes={"plan": plan_status(plan)})
     stored = tuple(_config_map_actions(view.job.key, children, attempt, maps)) if maps else ()
     outdated = tuple(_delete_outdated(view, children))
     if gang.complete or gang.whole:
-        watched = _watch(view, gang)
         # The children of a complete gang are not looked up again.
-        return RuleResult(
-            findings=(*planned.findings, *watched.findings),
-            changes={**planned.changes, **watched.changes, "gang_attempt": attempt},
-            actions=(*stored, *outdated),
-            status_last=True,
-        )
+        whole = RuleResult(changes={"gang_attempt": attempt}, actions=(*stored, *outdated), status_last=True)
+        return whole.after(_watch(view, gang).after(planned))
     if (obstacle := _obstacle(observed)) is not None:
-        return _with_finding(planned, _scheduled("False", *obstacle, phase=Phase.PENDING))
+        return RuleResult(findings=(_scheduled("False", *obstacle, Phase.PENDING),)).after(planned)
     if not gang.pods and (problem := group_obstacle(view.spec, attempt, children.groups)):
-        finding = _scheduled("False", Reason.GANG_SCHEDULER_UNAVAILABLE, problem, phase=Phase.PENDING)
+        finding = _scheduled("False", Reason.GANG_SCHEDULER_UNAVAILABLE, problem, Phase.PENDING)
         # Nothing watches the groups of others.
-        waits = replace(planned, actions=stored, wake_at=view.now + RETRY_INTERVAL)
-        return _with_finding(waits, finding)
+        wake_at = view.now + RETRY_INTERVAL
+        return RuleResult(findings=(finding,), actions=stored, wake_at=wake_at).after(planned)
     try:
         actions = tuple(_creations(view, plan, gang, stored, maps))
     except InvalidSpecError as error:
-        failed = fail(view, Reason.INVALID_SPEC, str(error))
-        return replace(
-            failed, findings=(*planned.findings, *failed.findings), changes={**planned.changes, **failed.changes}
-        )
+        return fail(view, Reason.INVALID_SPEC, str(error)).after(planned)
     if observed.refusal:
-        finding = _scheduled("False", Reason.REQUEST_DENIED, observed.refusal, phase=Phase.SCHEDULING)
-        return _with_finding(replace(planned, actions=actions), finding)
+        finding = _scheduled("False", Reason.REQUEST_DENIED, observed.refusal, Phase.SCHEDULING)
+        return RuleResult(findings=(finding,), actions=actions).after(planned)
     count = f"{plan.nodes} of {plan.nodes}"
-    scheduled = _scheduled(
-        "False", Reason.UNSCHEDULABLE, f"{count} pods are unschedulable: no message from the scheduler yet"
-    )
+    message = f"{count} pods are unschedulable: no message from the scheduler yet"
+    scheduled = _scheduled("False", Reason.UNSCHEDULABLE, message)
     reason, why = pods_wait([])
-    running = _running("False", reason, f"{count} trainers have not started: {why}", phase=Phase.SCHEDULING)
+    running = _running("False", reason, f"{count} trainers have not started: {why}", Phase.SCHEDULING)
     return RuleResult(
-        findings=(*planned.findings, scheduled, running),
-        changes={**planned.changes, "gang_attempt": attempt, "replicas": plan.nodes},
+        findings=(scheduled, running),
+        changes={"gang_attempt": attempt, "replicas": plan.nodes},
         actions=(*actions, *outdated),
         status_last=True,
-    )
+    ).after(planned)
 
 
 def _creations(
@@ -247,7 +236,7 @@ def _config_map_actions(key: JobKey, children: Children, attempt: int, wanted: l
     for seen in children.config_maps:
         if seen.attempt != attempt:
             continue
-        if _is_equal(seen, missing.get(seen.name)):
+        if seen.name in missing and _is_equal(seen, missing[seen.name]):
             del missing[seen.name]
         else:
             yield DeleteObject(kind="ConfigMap", key=key, name=seen.name, uid=seen.uid)
@@ -255,19 +244,17 @@ def _config_map_actions(key: JobKey, children: Children, attempt: int, wanted: l
         yield CreateConfigMap(manifest=manifest)
 
 
-def _is_equal(seen: ConfigMapSeen, wanted: Manifest | None) -> bool:
+def _is_equal(seen: ConfigMapSeen, wanted: Manifest) -> bool:
     """Compare by part names, which hold the plan's digest."""
-    if wanted is None:
-        return False
     return set(seen.parts) == set(wanted.get("binaryData", {})) and dict(seen.text) == wanted.get("data", {})
 
 
 def _delete_outdated(view: JobView, children: Children) -> Iterator[Action]:
     """Yield the deletion of earlier attempts' plans and groups."""
     key, attempt = view.job.key, view.status.attempt
-    for config_map in children.config_maps:
-        if config_map.attempt < attempt:
-            yield DeleteObject(kind="ConfigMap", key=key, name=config_map.name, uid=config_map.uid)
+    for seen in children.config_maps:
+        if seen.attempt < attempt:
+            yield DeleteObject(kind="ConfigMap", key=key, name=seen.name, uid=seen.uid)
     for group in children.groups.seen:
         if group.owner_uid == view.job.uid and group.attempt < attempt:
             yield _group_deletion(key, group)
@@ -289,7 +276,7 @@ def _was_edited(children: Children, job: DLRMJob, attempt: int) -> bool:
 def _replace_edited_gang(view: JobView) -> RuleResult:
     changes = next_attempt(view.status, Reason.SPEC_CHANGED)
     message = f"spec changed while pods were created: attempt {changes['attempt']} follows"
-    finding = _running("False", Reason.SPEC_CHANGED, message, phase=Phase.RESTARTING)
+    finding = _running("False", Reason.SPEC_CHANGED, message, Phase.RESTARTING)
     return RuleResult(findings=(finding,), changes=changes, done=True)
 
 
@@ -360,19 +347,19 @@ def _running_finding(view: JobView, gang: Gang) -> Finding | None:
     if late := [pod for pod in gang.pods.values() if not pod.started]:
         reason, why = pods_wait(late)
         message = f"{len(late)} of {gang.size} trainers have not started: {why}"
-        return _running("False", reason, message, phase=Phase.SCHEDULING)
+        return _running("False", reason, message, Phase.SCHEDULING)
     if gang.finished:
         message = "training is complete, its last snapshot is being committed"
-        return _running("True", Reason.COMMITTING, message, phase=Phase.RUNNING)
-    if gang.trainer is None:
+        return _running("True", Reason.COMMITTING, message, Phase.RUNNING)
+    if gang.polled.trainer is None:
         # An endpoint that does not answer is not a failure: what was known of this gang stays.
         if view.status.phase is Phase.RUNNING:
             return None
         message = "trainers are running, pod 0 has not reported progress yet"
-        return _running("False", Reason.PROGRESS_UNKNOWN, message, phase=Phase.RESTORING)
-    if gang.trainer.phase not in TRAINING:
+        return _running("False", Reason.PROGRESS_UNKNOWN, message, Phase.RESTORING)
+    if gang.polled.trainer.phase not in TRAINING:
         message = "trainers are starting, or restoring the newest snapshot"
-        return _running("False", Reason.RESTORING, message, phase=Phase.RESTORING)
+        return _running("False", Reason.RESTORING, message, Phase.RESTORING)
     slow = view.status.progress.straggler if view.status.progress else None
     if slow is None:
         return _running("True", Reason.TRAINING, phase=Phase.RUNNING)
@@ -381,7 +368,7 @@ def _running_finding(view: JobView, gang: Gang) -> Finding | None:
         f"rank {slow.rank} in pod {slow.pod} on node {slow.node} slows down the gang: its part of a step takes over "
         f"{STRAGGLER_RATIO:g}x the median (status.progress.straggler); check that node, or the plan"
     )
-    return _running("True", Reason.STRAGGLER_DETECTED, message, phase=Phase.RUNNING)
+    return _running("True", Reason.STRAGGLER_DETECTED, message, Phase.RUNNING)
 
 
 def unlabelled_pods_rule(view: JobView) -> RuleResult:
@@ -389,13 +376,14 @@ def unlabelled_pods_rule(view: JobView) -> RuleResult:
     pods = [pod for pod in view.observed.pods if pod.unlabelled]
     if not pods:
         return RuleResult()
-    noun = "pod" if len(pods) == 1 else "pods"
     found = first_few([pod.name for pod in pods])
-    message = f"{noun} {found} lost the labels of their gang: they are deleted, and the next attempt follows"
+    message = (
+        f"{noun('pod', pods)} {found} lost the labels of their gang: they are deleted, and the next attempt follows"
+    )
     emitted = event(view.job, "Warning", Reason.POD_DELETED, message, view.status.attempt)
     deleted = delete_pods(view, pods)
     refused = _refusal_message(view.observed, pods)
-    finding = _running("False", Reason.POD_DELETED, refused or message, phase=Phase.RESTARTING)
+    finding = _running("False", Reason.POD_DELETED, refused or message, Phase.RESTARTING)
     return RuleResult(
         findings=(finding,),
         actions=(emitted, *deleted.actions),
@@ -414,16 +402,14 @@ def stale_pods_rule(view: JobView) -> RuleResult:
         return RuleResult()
     doomed, wakes = [], []
     for pod in stale:
-        kept = _may_be_kept(view, pod)
-        due = end_awaited_until(pod, timedelta(seconds=view.lifecycle.termination_grace_period)) if kept else None
+        due = end_awaited_until(pod, view.gang.grace) if _may_be_kept(view, pod) else None
         if due is None or view.now >= due:
             doomed.append(pod)
         else:
             wakes.append(due)
     deleted = delete_pods(view, doomed)
-    finding = _termination_finding(view, stale)
     return RuleResult(
-        findings=(finding,),
+        findings=(_termination_finding(view, stale),),
         # The next pods are wanted once these are gone.
         changes={"pending_since": None},
         actions=deleted.actions,
@@ -434,21 +420,17 @@ def stale_pods_rule(view: JobView) -> RuleResult:
 
 def _termination_finding(view: JobView, stale: list[PodSeen]) -> Finding:
     refused = _refusal_message(view.observed, stale)
-    if view.lifecycle.suspend:
-        return Finding(
-            condition=ConditionType.SUSPENDED,
-            status="False",
-            reason=Reason.REQUEST_DENIED if refused else Reason.TERMINATING,
-            message=refused or f"{len(stale)} pods are terminating; each may commit a last cut within its grace period",
-            phase=Phase.SUSPENDING,
-        )
+    if view.job.lifecycle.suspend:
+        reason = Reason.REQUEST_DENIED if refused else Reason.TERMINATING
+        message = f"{len(stale)} pods are terminating; each may commit a last cut within its grace period"
+        return Finding(ConditionType.SUSPENDED, "False", reason, refused or message, Phase.SUSPENDING)
     phase = Phase.RESTARTING if view.status.restarts else Phase.PENDING
     if refused:
-        return _scheduled("False", Reason.REQUEST_DENIED, refused, phase=phase)
+        return _scheduled("False", Reason.REQUEST_DENIED, refused, phase)
     found = [f"{pod.name}{_why_it_stays(pod, owned=pod.owner_uid == view.job.uid)}" for pod in stale]
-    noun = "pod" if len(found) == 1 else "pods"
-    message = f"{len(found)} {noun} must terminate before the next attempt starts: {first_few(found)}"
-    return _scheduled("False", Reason.PODS_TERMINATING, message, phase=phase)
+    count = f"{len(found)} {noun('pod', found)}"
+    message = f"{count} must terminate before the next attempt starts: {first_few(found)}"
+    return _scheduled("False", Reason.PODS_TERMINATING, message, phase)
 
 
 def _why_it_stays(pod: PodSeen, *, owned: bool) -> str:
@@ -494,20 +476,19 @@ def delete_pods(view: JobView, pods: Iterable[PodSeen]) -> RuleResult:
     Pods that this job does not own are only waited for: those of a deleted job of the same name are the garbage
     collector's, and those of nobody are somebody's. Finalizers of others are never touched.
     """
-    key, actions, wakes = view.job.key, list[Action](), list[datetime]()
+    actions, wakes = list[Action](), list[datetime]()
     failure = view.status.last_failure
     for pod in pods:
         if pod.held or pod.owner_uid != view.job.uid:
             continue
-        due = force_due(pod)
+        due, deletion = force_due(pod), DeleteObject(kind="Pod", key=view.job.key, name=pod.name, uid=pod.uid)
         if not pod.deleting:
             hung = failure is not None and (failure.attempt, failure.reason) == (pod.attempt, Reason.HANG_DETECTED)
-            grace_s = HUNG_GRACE_S if hung else None
-            actions.append(DeleteObject(kind="Pod", key=key, name=pod.name, uid=pod.uid, grace_s=grace_s))
+            actions.append(replace(deletion, grace_s=HUNG_GRACE_S) if hung else deletion)
         elif due is not None and view.now >= due:
             message = _force_message(pod, view.now)
             actions.append(event(view.job, "Warning", Reason.POD_FORCE_DELETED, message, max(pod.attempt, 0)))
-            actions.append(DeleteObject(kind="Pod", key=key, name=pod.name, uid=pod.uid, force=True))
+            actions.append(replace(deletion, force=True))
         elif due is not None:
             wakes.append(due)
     return RuleResult(actions=tuple(actions), wake_at=earliest(*wakes))
@@ -528,8 +509,8 @@ def _refusal_message(observed: Observed, pods: Iterable[PodSeen]) -> str:
     kept = [pod.name for pod in pods if pod.owner_uid == observed.job.uid and not pod.deleting]
     if not observed.refused_deletion or not kept:
         return ""
-    noun = "pod" if len(kept) == 1 else "pods"
-    return f"failed to delete {noun} {first_few(kept)}, which may still train: {observed.refused_deletion}"
+    found = f"{noun('pod', kept)} {first_few(kept)}"
+    return f"failed to delete {found}, which may still train: {observed.refused_deletion}"
 
 
 def _blocks(view: JobView, pod: PodSeen) -> bool:
@@ -546,7 +527,7 @@ def _blocks(view: JobView, pod: PodSeen) -> bool:
 
 def _may_be_kept(view: JobView, pod: PodSeen) -> bool:
     recent = view.status.attempt - KEPT_ATTEMPTS <= pod.attempt < view.status.attempt
-    return view.lifecycle.keep_failed_pods and recent and not pod.deleting
+    return view.job.lifecycle.keep_failed_pods and recent and not pod.deleting
 
 
 def delete_stale_groups(observed: Observed) -> Iterator[Action]:
@@ -590,19 +571,3 @@ def _ended_at(pod: PodSeen) -> datetime | None:
 
 def _owner(view: JobView) -> Owner:
     return Owner(name=view.job.key.name, uid=view.job.uid)
-
-
-def _with_finding(result: RuleResult, finding: Finding) -> RuleResult:
-    return replace(result, findings=(*result.findings, finding))
-
-
-def _planned(status: Truth, reason: ReasonText, message: str = "", phase: Phase | None = None) -> Finding:
-    return Finding(condition=ConditionType.PLANNED, status=status, reason=reason, message=message, phase=phase)
-
-
-def _scheduled(status: Truth, reason: ReasonText, message: str = "", phase: Phase | None = None) -> Finding:
-    return Finding(condition=ConditionType.SCHEDULED, status=status, reason=reason, message=message, phase=phase)
-
-
-def _running(status: Truth, reason: ReasonText, message: str = "", phase: Phase | None = None) -> Finding:
-    return Finding(condition=ConditionType.RUNNING, status=status, reason=reason, message=message, phase=phase)

@@ -135,13 +135,12 @@ def _store_health(gang: Gang) -> tuple[Finding, ...]:
         if sidecar is not None and pod.training and sidecar.waiting_reason == CRASH_LOOP:
             code = sidecar.last_exit_code
             message = f"container {pod.name}/{sidecar.name} keeps exiting with code {code}; see its log"
-            reason = Reason.CHECKPOINTER_CRASH_LOOP
-            return (Finding(condition=kind, status="False", reason=reason, message=message),)
-    if gang.checkpointer is None:
+            return (Finding(kind, "False", Reason.CHECKPOINTER_CRASH_LOOP, message),)
+    if gang.polled.checkpointer is None:
         return ()
-    if error := gang.checkpointer.store_error:
-        return (Finding(condition=kind, status="False", reason=Reason.STORE_UNAVAILABLE, message=error),)
-    return (Finding(condition=kind, status="True", reason=Reason.STORE_AVAILABLE),)
+    if error := gang.polled.checkpointer.store_error:
+        return (Finding(kind, "False", Reason.STORE_UNAVAILABLE, error),)
+    return (Finding(kind, "True", Reason.STORE_AVAILABLE),)
 
 
 def lags(slowest: SlowestRank) -> bool:
@@ -152,21 +151,13 @@ def lags(slowest: SlowestRank) -> bool:
 
 def find_straggler(gang: Gang) -> StragglerStatus | None:
     """Return the rank that has slowed down the gang for at least STRAGGLER_DURATION_S; it is never restarted."""
-    report = gang.trainer
-    if report is None or report.slowest is None or not gang.size:
+    report = gang.polled.trainer
+    if report is None or (slowest := report.slowest) is None or not gang.size:
         return None
-    if gang.slow_s < STRAGGLER_DURATION_S or not lags(report.slowest):
+    if gang.polled.slow_s < STRAGGLER_DURATION_S or not lags(slowest):
         return None
-    pod = gang.pods.get(report.slowest.rank * gang.size // report.world_size)
-    if pod is None:
-        return None
-    return StragglerStatus(
-        rank=report.slowest.rank,
-        pod=pod.name,
-        node=pod.node,
-        seconds=report.slowest.seconds,
-        median_seconds=report.slowest.median_seconds,
-    )
+    pod = gang.pods.get(slowest.rank * gang.size // report.world_size)
+    return StragglerStatus(pod=pod.name, node=pod.node, **slowest.model_dump()) if pod else None
 
 
 def end_awaited_until(pod: PodSeen, grace: timedelta) -> datetime | None:
@@ -233,7 +224,7 @@ def _is_gone_with_its_part(pod: PodSeen) -> bool:
 
 def _newest_checkpoint(gang: Gang, pod: PodSeen) -> CheckpointerProgress | None:
     """Return the checkpointer's newest report; one that has not read its directory and its store has none."""
-    asked = gang.checkpointer if pod is gang.pods.get(0) else None
+    asked = gang.polled.checkpointer if pod is gang.pods.get(0) else None
     left = pod.checkpointer.checkpoint if pod.checkpointer else None
     reports = [said for said in (asked, left) if said is not None]
     known = [said for said in reports if said.pending_step is not None or said.committed_step is not None]
@@ -246,8 +237,8 @@ def check_hang(view: JobView) -> RuleResult | FailureEvidence:
     Returns:
         Evidence if the gang hangs and its stacks were read; else the request for them, or when to check again.
     """
-    gang, timeout_s, stacks = view.gang, view.lifecycle.hang_timeout, view.observed.stacks
-    report, place = gang.trainer, gang.place
+    gang, timeout_s, stacks = view.gang, view.job.lifecycle.hang_timeout, view.observed.stacks
+    report, place = gang.polled.trainer, gang.polled.place
     if report is None or place is None or report.phase not in HANG_PHASES or not gang.complete:
         return RuleResult()
     # A gang that is being stopped has a deadline for that.
@@ -255,15 +246,15 @@ def check_hang(view: JobView) -> RuleResult | FailureEvidence:
         return RuleResult()
     if not all(pod.training and not pod.deleting for pod in gang.pods.values()):
         return RuleResult()
-    left_s = hang_timeout_s(report, timeout_s) - gang.still_s
+    left_s = hang_timeout_s(report, timeout_s) - gang.polled.still_s
     if left_s > 0:
         wake_at = view.now + timedelta(seconds=max(left_s, MIN_HANG_WAKE_S))
         # While it moves, the resync is soon enough.
-        return RuleResult(wake_at=wake_at if gang.still_s > 0 else None)
+        return RuleResult(wake_at=wake_at if gang.polled.still_s > 0 else None)
     if stacks is None or stacks.place != place:
         ips = {pod.name: pod.ip for pod in gang.pods.values() if pod.ip}
         return RuleResult(actions=(RequestStacks(key=view.job.key, place=place, ips=ips),))
-    return _hang_evidence(gang, report, stacks, timeout_s, view.now)
+    return _hang_evidence(gang, report, stacks, timeout_s)
 
 
 def hang_timeout_s(report: Progress, timeout_s: float | None) -> float:
@@ -277,9 +268,7 @@ def hang_timeout_s(report: Progress, timeout_s: float | None) -> float:
     return max(INITIAL_HANG_TIMEOUT_S if evaluates else MIN_HANG_TIMEOUT_S, HANG_STEP_FACTOR * longest_s)
 
 
-def _hang_evidence(
-    gang: Gang, report: Progress, stacks: StacksSeen, timeout_s: float | None, now: datetime
-) -> FailureEvidence:
+def _hang_evidence(gang: Gang, report: Progress, stacks: StacksSeen, timeout_s: float | None) -> FailureEvidence:
     """Name the rank to blame: one in no collective, else one of a pod that does not answer."""
     found = [(pod, stack) for pod in gang.pods.values() for stack in read_stacks(stacks.texts.get(pod.name, ""))]
     silent = [pod for pod in gang.pods.values() if not stacks.texts.get(pod.name)]
@@ -301,7 +290,6 @@ def _hang_evidence(
         node=blamed.node,
         reason=Reason.HANG_DETECTED,
         message=shorten("; ".join(parts), MAX_MESSAGE_LENGTH),
-        time=timestamp(now),
     )
 
 

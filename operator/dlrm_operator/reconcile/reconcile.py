@@ -27,7 +27,7 @@ from dlrm_operator.reconcile.findings import (
     fold,
     status_update,
 )
-from dlrm_operator.reconcile.state import Action, DeleteJob, JobView, Observed, UpdateStatus, WakeAt, lifecycle_of
+from dlrm_operator.reconcile.state import Action, DeleteJob, JobView, Observed, UpdateStatus, WakeAt
 
 Rule = Callable[[JobView], RuleResult]
 RULES: tuple[Rule, ...] = (
@@ -93,7 +93,7 @@ def _results(observed: Observed, before: DLRMJobStatus, now: datetime) -> list[R
     view = JobView(observed=observed, status=fold(before, results, now), now=now)
     if isinstance(observed.job.spec, InvalidSpecError):
         return [*results, *_results_without_spec(view, observed.job.spec)]
-    results.append(health.report_rule(view, progress_resets=view.lifecycle.restart.progress_resets))
+    results.append(health.report_rule(view, progress_resets=view.job.lifecycle.restart.progress_resets))
     if results[-1].changes:
         view = replace(view, status=fold(before, results, now))
     for rule in RULES:
@@ -121,7 +121,7 @@ def _results_without_spec(view: JobView, problem: InvalidSpecError) -> list[Rule
     # Whether progress restores budgets is unknown.
     reported = health.report_rule(view, progress_resets=False)
     view = replace(view, status=fold(view.status, [reported], view.now))
-    outcome = attempts.judge(view.gang, view.lifecycle.restart, view.now)
+    outcome = attempts.judge(view.gang, view.job.lifecycle.restart, view.now)
     if outcome.result == "succeeded":
         return [reported, attempts.succeed(view)]
     if outcome.evidence is not None:
@@ -159,11 +159,11 @@ def _finished(observed: Observed, status: DLRMJobStatus, now: datetime) -> tuple
     if due is not None and now >= due:
         return (DeleteJob(key=job.key, uid=job.uid, resource_version=job.resource_version),)
     # Whether an unknown field may fix a failed job is up to a newer operator.
-    known = status.phase is Phase.SUCCEEDED or lifecycle_of(job).suspend or not job.unknown_fields
+    known = status.phase is Phase.SUCCEEDED or job.lifecycle.suspend or not job.unknown_fields
     noted: tuple[Action, ...] = ()
     if job.generation > status.observed_generation and known:
         # After a suspension resuming is enough to retry a failed job.
-        failed_spec = None if lifecycle_of(job).suspend else status.failed_spec
+        failed_spec = None if job.lifecycle.suspend else status.failed_spec
         seen = RuleResult(changes={"observed_generation": job.generation, "failed_spec": failed_spec})
         version = job.resource_version
         after = fold(status, [seen], now)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 from dlrm_api.job import DLRMJob
@@ -17,7 +18,6 @@ from dlrm_operator.reconcile.findings import (
     Finding,
     Reason,
     RuleResult,
-    Truth,
     find_condition,
     parse_timestamp,
     timestamp,
@@ -25,18 +25,20 @@ from dlrm_operator.reconcile.findings import (
 )
 from dlrm_operator.reconcile.gang import complete_gang_rule, delete_stale_groups, live_pass, plan_request
 from dlrm_operator.reconcile.health import TRAINING
-from dlrm_operator.reconcile.state import CutQuestion, Gang, JobSeen, JobView, RequestCut, lifecycle_of
+from dlrm_operator.reconcile.state import CutQuestion, Gang, JobSeen, JobView, RequestCut
+
+_not_resized = partial(Finding, ConditionType.RESIZED, "False")
 
 
 def resume_rule(view: JobView) -> RuleResult:
     """Report that a job which was suspended may run, and leave the suspended time out of its deadline."""
-    if view.lifecycle.suspend:
+    if view.job.lifecycle.suspend:
         return RuleResult()
     changes = _without_halt(view, HaltReason.SUSPENDED)
     if find_condition(view.status.conditions, ConditionType.SUSPENDED) is None:
         return RuleResult(changes=changes)
     changes["suspended_seconds"] = _suspended_seconds(view.status, view.now)
-    return RuleResult(findings=(_suspended("False", Reason.RESUMED),), changes=changes)
+    return RuleResult(findings=(Finding(ConditionType.SUSPENDED, "False", Reason.RESUMED),), changes=changes)
 
 
 def active_deadline_rule(view: JobView) -> RuleResult:
@@ -51,7 +53,7 @@ def active_deadline_rule(view: JobView) -> RuleResult:
     snapshot = view.status.last_snapshot
     newest = f"its newest snapshot is of step {snapshot.step}" if snapshot else "it has no snapshot"
     message = (
-        f"job ran for longer than spec.lifecycle.activeDeadline ({view.lifecycle.active_deadline:g} s); {newest}; "
+        f"job ran for longer than spec.lifecycle.activeDeadline ({view.job.lifecycle.active_deadline:g} s); {newest}; "
         "raise the deadline to continue from there"
     )
     return fail(view, Reason.DEADLINE_EXCEEDED, message)
@@ -59,7 +61,7 @@ def active_deadline_rule(view: JobView) -> RuleResult:
 
 def suspend_rule(view: JobView) -> RuleResult:
     """Stop the gang of a job that is to be suspended; its pods belong to an earlier attempt then."""
-    if not view.lifecycle.suspend:
+    if not view.job.lifecycle.suspend:
         return RuleResult()
     changes: dict[str, Any] = {"pending_since": None}
     if not view.gang.pods:
@@ -67,10 +69,8 @@ def suspend_rule(view: JobView) -> RuleResult:
     stopping = _stop_gang(view, HaltReason.SUSPENDED, ConditionType.SUSPENDED)
     if isinstance(stopping, RuleResult):
         return replace(stopping, changes={**changes, **stopping.changes}, done=True)
-    findings = (
-        Finding(condition=ConditionType.RUNNING, status="False", reason=Reason.SUSPENDED),
-        Finding(condition=ConditionType.SCHEDULED, status="False", reason=Reason.SUSPENDED),
-    )
+    kinds = (ConditionType.RUNNING, ConditionType.SCHEDULED)
+    findings = tuple(Finding(kind, "False", Reason.SUSPENDED) for kind in kinds)
     # The halt stays: suspended_rule reports what became of its cut.
     changes = {**changes, **next_attempt(view.status, HaltReason.SUSPENDED), "halt": stopping}
     return RuleResult(findings=findings, changes=changes)
@@ -78,9 +78,9 @@ def suspend_rule(view: JobView) -> RuleResult:
 
 def suspended_rule(view: JobView) -> RuleResult:
     """Report a suspended job, of which no pod is left."""
-    if not view.lifecycle.suspend:
+    if not view.job.lifecycle.suspend:
         return RuleResult()
-    finding = _suspended("True", Reason.SUSPENDED, _saved_message(view), phase=Phase.SUSPENDED)
+    finding = Finding(ConditionType.SUSPENDED, "True", Reason.SUSPENDED, _saved_message(view), Phase.SUSPENDED)
     return RuleResult(findings=(finding,), actions=tuple(delete_stale_groups(view.observed)), done=True)
 
 
@@ -90,12 +90,12 @@ def resize_rule(view: JobView) -> RuleResult:
     Without a plan for the new size, the gang keeps running.
     """
     status, observed = view.status, view.observed
-    if view.lifecycle.suspend or not view.gang.pods or status.plan is None:
+    if view.job.lifecycle.suspend or not view.gang.pods or status.plan is None:
         return RuleResult()
     without_halt = _without_halt(view, HaltReason.RESIZED)
     if not _differs(view.spec, status):
         known = find_condition(status.conditions, ConditionType.RESIZED)
-        finding = _resized("True", Reason.RESIZED, f"{status.plan.nodes} pods as requested")
+        finding = Finding(ConditionType.RESIZED, "True", Reason.RESIZED, f"{status.plan.nodes} pods as requested")
         return RuleResult(findings=(finding,) if known else (), changes=without_halt)
     if _was_refused(status, view.job.generation):
         return RuleResult()
@@ -110,33 +110,31 @@ def resize_rule(view: JobView) -> RuleResult:
     )
     for reason, problem in obstacles:
         if problem:
-            finding = _resized("False", reason, f"no plan for {pods} yet: {problem}; {stays}")
+            finding = _not_resized(reason, f"no plan for {pods} yet: {problem}; {stays}")
             return RuleResult(findings=(finding,), changes=without_halt)
     if planning is None:
-        finding = _resized("False", Reason.PLANNING, f"planning {pods}; {stays}")
+        finding = _not_resized(Reason.PLANNING, f"planning {pods}; {stays}")
         return RuleResult(findings=(finding,), actions=(plan_request(view),))
     if planning.plan is None:
         fix = f"set spec.trainer.replicas back to {status.plan.nodes}, or to a number that fits, before it restarts"
         message = f"no plan for {pods}: {planning.problem}; {stays}: {fix}"
         reason = Reason.INFEASIBLE if planning.final else Reason.PLANNER_FAILED
-        return RuleResult(findings=(_resized("False", reason, message),), changes=without_halt)
+        return RuleResult(findings=(_not_resized(reason, message),), changes=without_halt)
     stopping = _stop_gang(view, HaltReason.RESIZED, ConditionType.RESIZED, f"{pods} follow: ")
     if isinstance(stopping, RuleResult):
         return _while_training(view, stopping)
     changes = next_attempt(status, HaltReason.RESIZED)
     message = f"attempt {changes['attempt']} follows with {pods}"
-    running = Finding(condition=ConditionType.RUNNING, status="False", reason=Reason.RESIZED, message=message)
-    return RuleResult(findings=(running, _resized("False", Reason.TERMINATING, message)), changes=changes)
+    running = Finding(ConditionType.RUNNING, "False", Reason.RESIZED, message)
+    return RuleResult(findings=(running, _not_resized(Reason.TERMINATING, message)), changes=changes)
 
 
 def pending_deadline_rule(view: JobView, formed: DLRMJobStatus) -> RuleResult:
     """Fail a job if its pods have not all started within ``pendingDeadline`` from when they were wanted.
 
-    Args:
-        view: The job.
-        formed: The status as folded so far; its conditions say why pods have not started.
+    The conditions of ``formed``, the status as folded so far, say why they have not.
     """
-    deadline_s = view.lifecycle.pending_deadline
+    deadline_s = view.job.lifecycle.pending_deadline
     if deadline_s is None or view.gang.started:
         return RuleResult(changes={"pending_since": None} if view.status.pending_since else {})
     since = view.status.pending_since or timestamp(view.now)
@@ -161,7 +159,7 @@ def active_deadline_wake(view: JobView) -> RuleResult:
 
 def expiry(job: JobSeen, status: DLRMJobStatus) -> datetime | None:
     """Return when a finished job is deleted."""
-    ttl_s = lifecycle_of(job).ttl_after_finished
+    ttl_s = job.lifecycle.ttl_after_finished
     if ttl_s is None or status.completion_time is None:
         return None
     return parse_timestamp(status.completion_time) + timedelta(seconds=ttl_s)
@@ -170,7 +168,7 @@ def expiry(job: JobSeen, status: DLRMJobStatus) -> datetime | None:
 def wants_resize(job: JobSeen) -> bool:
     """Return whether the job's gang was planned for another size than the spec's, and the planner has not refused."""
     status, spec = job.known, job.spec
-    if not isinstance(spec, DLRMJob) or status is None or status.phase in FINISHED or lifecycle_of(job).suspend:
+    if not isinstance(spec, DLRMJob) or status is None or status.phase in FINISHED or job.lifecycle.suspend:
         return False
     return _differs(spec, status) and not _was_refused(status, job.generation)
 
@@ -200,7 +198,7 @@ def _stop_gang(
     answer = view.observed.cut if view.observed.cut and view.observed.cut.question == question else None
     step = halt.step if halt.step is not None or answer is None else answer.step
     halt = halt.model_copy(update={"reason": why, "step": step})
-    deadline = parse_timestamp(halt.since) + timedelta(seconds=view.lifecycle.commit_deadline)
+    deadline = parse_timestamp(halt.since) + timedelta(seconds=view.job.lifecycle.commit_deadline)
     committed = gang.committed_step
     if now >= deadline or (step is not None and committed is not None and committed >= step):
         return halt
@@ -216,19 +214,13 @@ def _stop_gang(
         asks = RequestCut(key=key, uid=uid, attempt=gang.attempt, question=question, ip=ip, reason=why.value)
         actions = (asks,)
     phase = Phase.SUSPENDING if why is HaltReason.SUSPENDED else None
-    findings = (
-        (Finding(condition=condition, status="False", reason=reason, message=prefix + message, phase=phase),)
-        if condition
-        else ()
-    )
+    findings = (Finding(condition, "False", reason, prefix + message, phase),) if condition else ()
     return RuleResult(findings=findings, changes={"halt": halt}, actions=actions, wake_at=deadline)
 
 
 def _while_training(view: JobView, stopping: RuleResult) -> RuleResult:
     """Report the gang, which trains until its last cut is committed."""
-    training = complete_gang_rule(view)
-    findings, changes = (*training.findings, *stopping.findings), {**training.changes, **stopping.changes}
-    return replace(stopping, findings=findings, changes=changes, done=True)
+    return replace(stopping.after(complete_gang_rule(view)), done=True)
 
 
 def _current_halt(view: JobView) -> HaltStatus | None:
@@ -236,7 +228,7 @@ def _current_halt(view: JobView) -> HaltStatus | None:
     halt = view.status.halt
     if halt is None or halt.attempt != view.status.attempt:
         return None
-    if halt.reason is HaltReason.SUSPENDED and not view.lifecycle.suspend:
+    if halt.reason is HaltReason.SUSPENDED and not view.job.lifecycle.suspend:
         return None
     due = _active_due(view)
     if halt.reason is HaltReason.DEADLINE_EXCEEDED and (due is None or view.now < due):
@@ -252,9 +244,8 @@ def _without_halt(view: JobView, why: HaltReason) -> dict[str, Any]:
 
 def _may_have_trained(gang: Gang) -> bool:
     """Return whether there may be anything that the newest snapshot lacks: no rank trains before all trainers run."""
-    if not gang.pods or gang.missing() or not all(pod.started for pod in gang.pods.values()):
-        return False
-    return gang.trainer is None or gang.trainer.phase in TRAINING
+    started = gang.pods and not gang.missing() and all(pod.started for pod in gang.pods.values())
+    return bool(started) and (gang.polled.trainer is None or gang.polled.trainer.phase in TRAINING)
 
 
 def _active_due(view: JobView) -> datetime | None:
@@ -262,10 +253,10 @@ def _active_due(view: JobView) -> datetime | None:
 
     None without such a deadline, the job has not run yet, or it is suspended.
     """
-    deadline_s, status = view.lifecycle.active_deadline, view.status
+    deadline_s, status = view.job.lifecycle.active_deadline, view.status
     if deadline_s is None or status.start_time is None:
         return None
-    if view.lifecycle.suspend and _suspended_since(status) is not None:
+    if view.job.lifecycle.suspend and _suspended_since(status) is not None:
         return None
     allowed = timedelta(seconds=deadline_s + _suspended_seconds(status, view.now))
     return parse_timestamp(status.start_time) + allowed
@@ -280,9 +271,8 @@ def _suspended_seconds(status: DLRMJobStatus, now: datetime) -> int:
 
 
 def _suspended_since(status: DLRMJobStatus) -> datetime | None:
-    condition = find_condition(status.conditions, ConditionType.SUSPENDED)
-    is_true = condition is not None and condition.status == "True"
-    return parse_timestamp(condition.last_transition_time) if condition and is_true else None
+    known = find_condition(status.conditions, ConditionType.SUSPENDED)
+    return parse_timestamp(known.last_transition_time) if known and known.status == "True" else None
 
 
 def _saved_message(view: JobView) -> str:
@@ -290,7 +280,7 @@ def _saved_message(view: JobView) -> str:
     status = view.status
     snapshot, halt = status.last_snapshot, status.halt
     newest = f"the newest snapshot is of step {snapshot.step}" if snapshot else "no snapshot is known"
-    deadline = f"commitDeadline ({view.lifecycle.commit_deadline:g} s)"
+    deadline = f"commitDeadline ({view.job.lifecycle.commit_deadline:g} s)"
     if halt is None and snapshot is None and not (status.progress and status.progress.step):
         saved = "nothing was trained yet"
     elif halt is None:
@@ -313,11 +303,3 @@ def _was_refused(status: DLRMJobStatus, generation: int) -> bool:
     """Return whether the planner found this very spec infeasible; a changed spec is planned again."""
     known = find_condition(status.conditions, ConditionType.RESIZED)
     return known is not None and known.reason == Reason.INFEASIBLE and known.observed_generation == generation
-
-
-def _suspended(status: Truth, reason: Reason, message: str = "", phase: Phase | None = None) -> Finding:
-    return Finding(condition=ConditionType.SUSPENDED, status=status, reason=reason, message=message, phase=phase)
-
-
-def _resized(status: Truth, reason: Reason, message: str) -> Finding:
-    return Finding(condition=ConditionType.RESIZED, status=status, reason=reason, message=message)

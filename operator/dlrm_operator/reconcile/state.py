@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -12,7 +13,7 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob
 from dlrm_api.lifecycle import LifecycleSpec
-from dlrm_api.names import Container, trainer_pod
+from dlrm_api.names import Container
 from dlrm_api.plan import Plan, plan_without_tables
 from dlrm_api.progress import CheckpointerProgress, Progress, TerminationMessage, TrainerPhase
 from dlrm_api.status import DLRMJobStatus
@@ -60,6 +61,11 @@ class JobSeen:
         """Return the status that this process continues from."""
         return self.unwritten or self.status
 
+    @property
+    def lifecycle(self) -> LifecycleSpec:
+        """Return ``spec.lifecycle``; the defaults if the spec is invalid."""
+        return self.spec.spec.lifecycle if isinstance(self.spec, DLRMJob) else LifecycleSpec()
+
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerSeen:
@@ -86,12 +92,9 @@ class ContainerSeen:
     @property
     def checkpoint(self) -> CheckpointerProgress | None:
         """Return the checkpointer's termination message, of its current or its last instance."""
-        for text in (self.message, self.last_message):
-            if text:
-                try:
-                    return CheckpointerProgress.model_validate_json(text)
-                except ValueError:
-                    continue
+        for text in filter(None, (self.message, self.last_message)):
+            with suppress(ValueError):
+                return CheckpointerProgress.model_validate_json(text)
         return None
 
 
@@ -222,11 +225,8 @@ class Children:
 
     def parts(self, attempt: int) -> dict[str, bytes]:
         """Return the stored parts of an attempt's plan."""
-        parts: dict[str, bytes] = {}
-        for config_map in self.config_maps:
-            if config_map.attempt == attempt:
-                parts.update(config_map.parts)
-        return parts
+        maps = (each for each in self.config_maps if each.attempt == attempt)
+        return {key: part for config_map in maps for key, part in config_map.parts.items()}
 
     def plan(self, attempt: int) -> Plan | None:
         """Return the attempt's stored plan without its tables; None unless every part is present and intact."""
@@ -277,7 +277,7 @@ class StacksSeen:
 class Polled:
     """Hold the last answers of pod 0; None if an endpoint did not answer, which is never a failure."""
 
-    pod_uid: str
+    pod_uid: str = ""
     trainer: Progress | None = None
     checkpointer: CheckpointerProgress | None = None
     still_s: float = field(default=0.0, compare=False)
@@ -288,8 +288,7 @@ class Polled:
     @property
     def place(self) -> TrainingPosition | None:
         """Return the trainer's position."""
-        said = self.trainer
-        if said is None:
+        if (said := self.trainer) is None:
             return None
         batches = said.evaluated_batches
         return TrainingPosition(pod_uid=self.pod_uid, phase=said.phase, step=said.step, evaluated_batches=batches)
@@ -361,14 +360,8 @@ class Gang:
     whole: bool
     """Whether all pods existed at once in an earlier pass: a pod that is missing now was deleted."""
     pods: Mapping[int, PodSeen]
-    trainer: Progress | None
-    """Pod 0's report for this very attempt; None if it does not answer."""
-    checkpointer: CheckpointerProgress | None
-    place: TrainingPosition | None
-    still_s: float
-    """Seconds for which it answered and did not move."""
-    slow_s: float
-    """Seconds for which it reported one rank as far slower than the others."""
+    polled: Polled
+    """Answers of its pod 0, without what a trainer said of another attempt."""
     last_step: int
     """Newest step in the status."""
     grace: timedelta
@@ -379,10 +372,6 @@ class Gang:
     def missing(self) -> list[int]:
         """Return the indices without a pod."""
         return [index for index in range(self.size or 0) if index not in self.pods]
-
-    def pod_name(self, index: int) -> str:
-        """Return the name of the pod at ``index``."""
-        return trainer_pod(self.job, self.attempt, index)
 
     @property
     def complete(self) -> bool:
@@ -403,7 +392,7 @@ class Gang:
     def checkpoints(self) -> list[CheckpointerProgress]:
         """Return the checkpointers' reports: their termination messages, and pod 0's answer."""
         left = [pod.checkpointer.checkpoint for pod in self.pods.values() if pod.checkpointer]
-        return [report for report in (*left, self.checkpointer) if report is not None]
+        return [report for report in (*left, self.polled.checkpointer) if report is not None]
 
     @property
     def committed_step(self) -> int | None:
@@ -415,7 +404,7 @@ class Gang:
         """Return pod 0's last report: from its termination message, else from its endpoint."""
         first = self.pods.get(0)
         left = first.trainer.termination if first and first.trainer else None
-        return left.progress if left and left.progress else self.trainer
+        return left.progress if left and left.progress else self.polled.trainer
 
     @property
     def final_step(self) -> int:
@@ -428,23 +417,20 @@ def current_gang(observed: Observed, status: DLRMJobStatus) -> Gang:
     """Return the gang of the status' attempt, without pods of other owners or attempts."""
     uid = observed.job.uid
     pods = {pod.index: pod for pod in observed.pods if pod.attempt == status.attempt and pod.owner_uid == uid}
-    first, polled = pods.get(0), observed.polled
-    if first is None or polled is None or polled.pod_uid != first.uid:
-        polled = None
-    current = polled if polled and polled.trainer and polled.trainer.attempt == status.attempt else None
+    polled = observed.polled
+    if polled is None or 0 not in pods or polled.pod_uid != pods[0].uid:
+        polled = Polled()
+    if polled.trainer is None or polled.trainer.attempt != status.attempt:
+        polled = replace(polled, trainer=None, still_s=0.0, slow_s=0.0)
     return Gang(
         job=observed.job.key.name,
         attempt=status.attempt,
         size=status.plan.nodes if status.plan else None,
         whole=status.gang_attempt == status.attempt,
         pods=pods,
-        trainer=current.trainer if current else None,
-        place=current.place if current else None,
-        still_s=current.still_s if current else 0.0,
-        slow_s=current.slow_s if current else 0.0,
-        checkpointer=polled.checkpointer if polled else None,
+        polled=polled,
         last_step=status.progress.step if status.progress else 0,
-        grace=timedelta(seconds=lifecycle_of(observed.job).termination_grace_period),
+        grace=timedelta(seconds=observed.job.lifecycle.termination_grace_period),
         queue_message=observed.queue_message,
     )
 
@@ -473,50 +459,39 @@ class JobView:
         assert isinstance(self.job.spec, DLRMJob), "rules that read the spec run only if it is valid"
         return self.job.spec
 
+
+class Action:
+    """Describe one write or request. A pass may be cut off after any action, and each may be repeated."""
+
     @property
-    def lifecycle(self) -> LifecycleSpec:
-        """Return ``spec.lifecycle``; the defaults if the spec is invalid."""
-        return lifecycle_of(self.job)
-
-
-def lifecycle_of(job: JobSeen) -> LifecycleSpec:
-    """Return ``spec.lifecycle``; the defaults if the spec is invalid."""
-    return job.spec.spec.lifecycle if isinstance(job.spec, DLRMJob) else LifecycleSpec()
-
-
-# Actions. A pass may be cut off after any of them, and each may be repeated. ``needs_live``: the facts behind an action
-# must have been read live, because from a cache it could act on what has changed.
+    def needs_live(self) -> bool:
+        """Return whether the facts behind it must be read live: a cache may lack what has changed."""
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
-class CreateService:
+class Creation(Action):
+    """Create one child of a job."""
+
+    manifest: Manifest
+
+
+class CreateService(Creation):
     """Create the headless Service."""
 
-    manifest: Manifest
-    needs_live: ClassVar[bool] = False
 
-
-@dataclass(frozen=True, kw_only=True)
-class CreateConfigMap:
+class CreateConfigMap(Creation):
     """Create one immutable ConfigMap of the plan."""
 
-    manifest: Manifest
-    needs_live: ClassVar[bool] = False
 
-
-@dataclass(frozen=True, kw_only=True)
-class CreatePodGroup:
+class CreatePodGroup(Creation):
     """Create the object by which a gang scheduler knows one attempt's pods."""
 
-    manifest: Manifest
-    needs_live: ClassVar[bool] = False
-
 
 @dataclass(frozen=True, kw_only=True)
-class CreatePod:
+class CreatePod(Creation):
     """Create one trainer pod. An existing pod of this job and attempt counts as success."""
 
-    manifest: Manifest
     owner_uid: str
     attempt: int
 
@@ -527,7 +502,7 @@ class CreatePod:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeleteObject:
+class DeleteObject(Action):
     """Delete one child, if it is still the observed one."""
 
     kind: Literal["Pod", "ConfigMap", "PodGroup"]
@@ -544,7 +519,7 @@ class DeleteObject:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeleteWorkload:
+class DeleteWorkload(Action):
     """Delete Kueue's Workload of a group that has ended, so that Kueue removes its finalizers from the pods."""
 
     key: JobKey
@@ -555,7 +530,7 @@ class DeleteWorkload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeleteJob:
+class DeleteJob(Action):
     """Delete the job itself, if it has not changed since; the garbage collector deletes its children."""
 
     key: JobKey
@@ -565,7 +540,7 @@ class DeleteJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateStatus:
+class UpdateStatus(Action):
     """Replace the whole status, if spec and status have not changed since they were observed."""
 
     key: JobKey
@@ -588,7 +563,7 @@ class UpdateStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmitEvent:
+class EmitEvent(Action):
     """Create an Event of the job. Its name is a function of its content, so a repeated pass adds none."""
 
     key: JobKey
@@ -597,7 +572,6 @@ class EmitEvent:
     reason: str
     message: str
     attempt: int
-    needs_live: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -616,16 +590,15 @@ class PlanQuestion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestPlan:
+class RequestPlan(Action):
     """Start the planner for the job's spec; a later pass observes the answer."""
 
     key: JobKey
     question: PlanQuestion
-    needs_live: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestCut:
+class RequestCut(Action):
     """Request a cut from pod 0, with its attempt's token; a later pass observes the answer."""
 
     key: JobKey
@@ -638,7 +611,7 @@ class RequestCut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestStacks:
+class RequestStacks(Action):
     """Request the stacks of all pods of a gang that seems to hang; a later pass observes them."""
 
     key: JobKey
@@ -649,27 +622,10 @@ class RequestStacks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WakeAt:
+class WakeAt(Action):
     """Reconcile again then, even if nothing has changed."""
 
     key: JobKey
     time: datetime = field(compare=False)
     needs_live: bool = False
     """Whether the caches lack what the next step rests on."""
-
-
-Action = (
-    CreateService
-    | CreateConfigMap
-    | CreatePodGroup
-    | CreatePod
-    | DeleteObject
-    | DeleteWorkload
-    | DeleteJob
-    | UpdateStatus
-    | EmitEvent
-    | RequestPlan
-    | RequestCut
-    | RequestStacks
-    | WakeAt
-)
