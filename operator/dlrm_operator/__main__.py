@@ -16,7 +16,7 @@ from dlrm_api.errors import DLRMError
 from dlrm_api.process import EventFormatter
 from dlrm_operator.api_client import KubernetesApi
 from dlrm_operator.controller.handlers import Engine, build_registry
-from dlrm_operator.log_context import ObjectFilter
+from dlrm_operator.controller.reconciler import ObjectFilter
 from dlrm_operator.settings import Settings, read_settings
 
 logger = logging.getLogger(__name__)

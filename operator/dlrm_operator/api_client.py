@@ -19,8 +19,10 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +34,6 @@ from kubernetes import client, config
 from pydantic_core import from_json, to_json
 
 from dlrm_api.errors import BadDataError, DLRMError, NoInputError, TemporaryError
-from dlrm_operator.clock import ServerClock
 from dlrm_operator.metrics import API_REQUESTS
 
 
@@ -94,6 +95,10 @@ MAX_ERROR_BYTES = 65_536
 SECONDS = re.compile(r"[0-9]{1,6}")
 RETRIABLE_CODES = (401, 408)
 """An expired token is read again, and a request that timed out may be repeated."""
+# A response may be this old when it is read, so clocks that differ by less count as equal.
+MAX_SKEW = timedelta(seconds=10)
+# Two readings of one clock differ by this much at most: the Date header has whole seconds.
+DATE_RESOLUTION = timedelta(seconds=2)
 
 
 class Api(Protocol):
@@ -117,6 +122,51 @@ class Api(Protocol):
 
     async def list_all(self, path: str, query: Query, accept: str = JSON) -> tuple[list[Object], str]:
         """Return all items and the resource version to watch from."""
+
+
+def own_time() -> datetime:
+    """Return this machine's time of day, in UTC."""
+    return datetime.now(UTC)
+
+
+class ServerClock:
+    """Tell this machine's time while it agrees with the server's; else the server's, advanced by a monotonic clock.
+
+    So a wrong or adjusted clock of this node, or of another replica, neither moves a deadline nor makes a pod that
+    still uploads its last cut be force-deleted.
+
+    Args:
+        own: This machine's time of day.
+        monotonic: Seconds of a clock that nobody sets.
+    """
+
+    def __init__(self, own: Callable[[], datetime] = own_time, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._own, self._monotonic = own, monotonic
+        self._zero: datetime | None = None
+        """The server's time when the monotonic clock was 0; None until it is known."""
+        self._date = ""
+
+    def hear(self, date: str | None) -> None:
+        """Take the ``Date`` header of a response that arrived just now; ignore an absent or invalid one."""
+        # The first response of a second is the closest to it.
+        if not date or date == self._date:
+            return
+        try:
+            moment = parsedate_to_datetime(date)
+            zero = moment.astimezone(UTC) - timedelta(seconds=self._monotonic())
+        except (ValueError, OverflowError):
+            return
+        self._date = date
+        if self._zero is None or abs(zero - self._zero) > DATE_RESOLUTION:
+            self._zero = zero
+
+    def now(self) -> datetime:
+        """Return the time of day, in UTC."""
+        own = self._own()
+        if self._zero is None:
+            return own
+        server = self._zero + timedelta(seconds=self._monotonic())
+        return own if abs(own - server) <= MAX_SKEW else server
 
 
 class KubernetesApi:

@@ -64,129 +64,119 @@ class JobFacts:
     @property
     def failures(self) -> int:
         """Return the number of attempts that failed or were disrupted."""
-        return self.status.restarts - sum(
-            self.status.restarts_by_reason.get(reason, 0) for reason in REQUESTED_RESTARTS
-        )
-
-    def step(self) -> float | None:
-        """Return the steps done: polled or written, whichever is newer."""
-        written = self.status.progress
-        return max(self.trainer.step, written.step) if written else self.trainer.step or None
-
-    def samples(self) -> float | None:
-        """Return the samples trained on."""
-        written = self.status.progress
-        return max(self.trainer.samples, written.samples) if written else self.trainer.samples or None
-
-    def total_steps(self) -> float | None:
-        """Return the planned number of steps."""
-        return self.status.progress.total_steps if self.status.progress else self.trainer.total_steps
-
-    def samples_per_second(self) -> float | None:
-        """Return the throughput; None while the job does not train."""
-        return self.trainer.samples_per_second
-
-    def evaluated_batches(self) -> float | None:
-        """Return the batches of the running or last evaluation."""
-        return self.trainer.evaluated_batches if self.trains else None
-
-    def predicted(self) -> float | None:
-        """Return the throughput that the plan predicts."""
-        return self.status.plan.predicted_samples_per_second if self.status.plan else None
-
-    def loss(self) -> float | None:
-        """Return the loss of the last step."""
-        return self.trainer.loss
-
-    def normalized_entropy(self) -> float | None:
-        """Return the normalized entropy of the last evaluation."""
-        return self.trainer.evaluation.ne if self.trainer.evaluation else None
-
-    def ranks(self) -> float | None:
-        """Return the ranks of the plan."""
-        return self.status.plan.world_size if self.status.plan else None
-
-    def pods(self) -> float | None:
-        """Return the number of trainer pods."""
-        return self.status.replicas
-
-    def running_since(self) -> float | None:
-        """Return when training began (Unix seconds)."""
-        condition = find_condition(self.status.conditions, ConditionType.RUNNING)
-        if not self.trains or condition is None or condition.status != "True":
-            return None
-        return parse_timestamp(condition.last_transition_time).timestamp()
-
-    def snapshot_step(self) -> float | None:
-        """Return the step of the newest committed snapshot."""
-        return self.status.last_snapshot.step if self.status.last_snapshot else None
-
-    def snapshot_time(self) -> float | None:
-        """Return when the newest snapshot was committed (Unix seconds)."""
-        written = self.status.last_snapshot
-        return parse_timestamp(written.time).timestamp() if written else None
-
-    def snapshot_interval_s(self) -> float | None:
-        """Return the requested time between two cuts; steps are converted at the current throughput."""
-        if not isinstance(self.job.spec, DLRMJob):
-            return None
-        spec = self.job.spec.spec
-        if spec.checkpoint.interval_steps is None:
-            return spec.checkpoint.interval or DEFAULT_INTERVAL_S
-        rate = self.samples_per_second()
-        return spec.checkpoint.interval_steps * spec.data.global_batch_size / rate if rate else None
-
-    def snapshot_interval_steps(self) -> float | None:
-        """Return the requested steps between two cuts; None if the spec sets a time."""
-        return self.job.spec.spec.checkpoint.interval_steps if isinstance(self.job.spec, DLRMJob) else None
-
-    def passed_over(self) -> float | None:
-        """Return the number of newer snapshots that the attempt could not start from."""
-        return self.trainer.passed_over_snapshots if self.trains else None
-
-    def store_failing(self) -> float | None:
-        """Return 1 if the checkpointer's last request to the store failed."""
-        return float(bool(self.checkpointer.store_error)) if self.trains else None
-
-    def cost_per_hour(self) -> float | None:
-        """Return the price of the nodes in use. The plan's price per sample assumes its predicted throughput."""
-        plan = self.status.plan
-        if plan is None or plan.price_per_billion_samples is None or plan.predicted_samples_per_second is None:
-            return None
-        whole = plan.price_per_billion_samples * plan.predicted_samples_per_second / 1e9 * SECONDS_PER_HOUR
-        return whole * self.status.replicas / plan.nodes
+        counts = self.status.restarts_by_reason
+        return self.status.restarts - sum(counts.get(reason, 0) for reason in REQUESTED_RESTARTS)
 
 
+def _step(facts: JobFacts) -> float | None:
+    """Return the steps done: polled or written, whichever is newer."""
+    written = facts.status.progress
+    return max(facts.trainer.step, written.step) if written else facts.trainer.step or None
+
+
+def _samples(facts: JobFacts) -> float | None:
+    written = facts.status.progress
+    return max(facts.trainer.samples, written.samples) if written else facts.trainer.samples or None
+
+
+def _total_steps(facts: JobFacts) -> float | None:
+    return (facts.status.progress or facts.trainer).total_steps
+
+
+def _running_since(facts: JobFacts) -> float | None:
+    condition = find_condition(facts.status.conditions, ConditionType.RUNNING)
+    if not facts.trains or condition is None or condition.status != "True":
+        return None
+    return parse_timestamp(condition.last_transition_time).timestamp()
+
+
+def _snapshot_time(facts: JobFacts) -> float | None:
+    written = facts.status.last_snapshot
+    return parse_timestamp(written.time).timestamp() if written else None
+
+
+def _snapshot_interval_s(facts: JobFacts) -> float | None:
+    if not isinstance(facts.job.spec, DLRMJob):
+        return None
+    spec = facts.job.spec.spec
+    if spec.checkpoint.interval_steps is None:
+        return spec.checkpoint.interval or DEFAULT_INTERVAL_S
+    rate = facts.trainer.samples_per_second
+    return spec.checkpoint.interval_steps * spec.data.global_batch_size / rate if rate else None
+
+
+def _snapshot_interval_steps(facts: JobFacts) -> float | None:
+    return facts.job.spec.spec.checkpoint.interval_steps if isinstance(facts.job.spec, DLRMJob) else None
+
+
+def _cost_per_hour(facts: JobFacts) -> float | None:
+    """Return the price of the nodes in use. The plan's price per sample assumes its predicted throughput."""
+    plan = facts.status.plan
+    if plan is None or plan.price_per_billion_samples is None or plan.predicted_samples_per_second is None:
+        return None
+    whole = plan.price_per_billion_samples * plan.predicted_samples_per_second / 1e9 * SECONDS_PER_HOUR
+    return whole * facts.status.replicas / plan.nodes
+
+
+# Name, description, and the function that computes the value, or None if there is none.
 GAUGES: tuple[tuple[str, str, Callable[[JobFacts], float | None]], ...] = (
-    ("step", "Steps done.", JobFacts.step),
-    ("planned_steps", "Planned number of steps.", JobFacts.total_steps),
-    ("samples", "Samples trained on, over all attempts.", JobFacts.samples),
-    ("samples_per_second", "Last reported throughput, while the job trains.", JobFacts.samples_per_second),
-    ("predicted_samples_per_second", "Throughput that the plan predicts.", JobFacts.predicted),
-    ("evaluated_batches", "Batches of the running or last evaluation.", JobFacts.evaluated_batches),
-    ("loss_nats", "Mean log loss of the last step.", JobFacts.loss),
-    ("normalized_entropy_ratio", "Normalized entropy of the last evaluation.", JobFacts.normalized_entropy),
-    ("world_size_ranks", "Ranks of the plan.", JobFacts.ranks),
-    ("pods", "Trainer pods that exist.", JobFacts.pods),
-    ("running_timestamp_seconds", "When training began.", JobFacts.running_since),
-    ("last_snapshot_step", "Step of the newest committed snapshot.", JobFacts.snapshot_step),
-    ("last_snapshot_timestamp_seconds", "When the newest snapshot was committed.", JobFacts.snapshot_time),
+    ("step", "Steps done.", _step),
+    ("planned_steps", "Planned number of steps.", _total_steps),
+    ("samples", "Samples trained on, over all attempts.", _samples),
+    (
+        "samples_per_second",
+        "Last reported throughput, while the job trains.",
+        lambda job: job.trainer.samples_per_second,
+    ),
+    (
+        "predicted_samples_per_second",
+        "Throughput that the plan predicts.",
+        lambda job: job.status.plan and job.status.plan.predicted_samples_per_second,
+    ),
+    (
+        "evaluated_batches",
+        "Batches of the running or last evaluation.",
+        lambda job: job.trainer.evaluated_batches if job.trains else None,
+    ),
+    ("loss_nats", "Mean log loss of the last step.", lambda job: job.trainer.loss),
+    (
+        "normalized_entropy_ratio",
+        "Normalized entropy of the last evaluation.",
+        lambda job: job.trainer.evaluation and job.trainer.evaluation.ne,
+    ),
+    ("world_size_ranks", "Ranks of the plan.", lambda job: job.status.plan and job.status.plan.world_size),
+    ("pods", "Trainer pods that exist.", lambda job: job.status.replicas),
+    ("running_timestamp_seconds", "When training began.", _running_since),
+    (
+        "last_snapshot_step",
+        "Step of the newest committed snapshot.",
+        lambda job: job.status.last_snapshot and job.status.last_snapshot.step,
+    ),
+    ("last_snapshot_timestamp_seconds", "When the newest snapshot was committed.", _snapshot_time),
     (
         "snapshot_interval_seconds",
         "Requested time between two cuts; steps are converted at the current throughput.",
-        JobFacts.snapshot_interval_s,
+        _snapshot_interval_s,
     ),
     (
         "snapshot_interval_steps",
         "Requested steps between two cuts; absent if the spec sets a time.",
-        JobFacts.snapshot_interval_steps,
+        _snapshot_interval_steps,
     ),
-    ("passed_over_snapshots", "Newer snapshots that the running attempt could not start from.", JobFacts.passed_over),
-    ("store_failing", "1 while the last request of pod 0 to the store failed.", JobFacts.store_failing),
+    (
+        "passed_over_snapshots",
+        "Newer snapshots that the running attempt could not start from.",
+        lambda job: job.trainer.passed_over_snapshots if job.trains else None,
+    ),
+    (
+        "store_failing",
+        "1 while the last request of pod 0 to the store failed.",
+        lambda job: bool(job.checkpointer.store_error) if job.trains else None,
+    ),
     (
         "cost_per_hour",
         "Price of the nodes in use, in the currency of the HardwareProfile; absent without a price.",
-        JobFacts.cost_per_hour,
+        _cost_per_hour,
     ),
 )
 
@@ -276,14 +266,7 @@ class Health(Protocol):
 
 
 class HealthServer:
-    """Serve /healthz, /readyz and /metrics.
-
-    Args:
-        address: Address to listen on.
-        port: Port to listen on.
-        health: State of the operator.
-        collectors: Metrics in addition to those of the process.
-    """
+    """Serve /healthz, /readyz and /metrics: those of the process and of ``collectors``."""
 
     def __init__(self, address: str, port: int, health: Health, collectors: Iterable[Collector]) -> None:
         self._address = address

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from dlrm_api.base import ApiModel
 from dlrm_api.names import Port
 from dlrm_api.progress import CheckpointerProgress, Progress
-from dlrm_operator.clients.pod_requests import POD_ERRORS, pod_session, pod_url, read_body
+from dlrm_operator.clients.pod_requests import PARALLEL_REQUESTS, POD_ERRORS, pod_session, pod_url, read_body
 from dlrm_operator.metrics import POLLS
 from dlrm_operator.reconcile.health import lags
 from dlrm_operator.reconcile.state import JobKey, Observed, Polled
@@ -27,7 +27,6 @@ ModelT = TypeVar("ModelT", bound=ApiModel)
 POLLS_PER_S = 10.0
 MIN_POLLS_PER_S = 1.0
 SCHEDULE_INTERVAL_S = 0.25
-PARALLEL_REQUESTS = 16
 TIMEOUT_S = 2.0
 MAX_BYTES = 65_536
 MAX_GAP_S = 60.0

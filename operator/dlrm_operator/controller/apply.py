@@ -20,11 +20,11 @@ from dlrm_operator.api_client import (
     ClusterUnavailableError,
     ConflictError,
     NotFoundError,
+    own_time,
 )
 from dlrm_operator.clients.checkpoint import CheckpointClient, ControlKey
 from dlrm_operator.clients.planner import Planner
-from dlrm_operator.clients.stacks import StackClient
-from dlrm_operator.clock import own_time
+from dlrm_operator.clients.pod_requests import StackClient
 from dlrm_operator.controller.informers import JobCache, PodCache
 from dlrm_operator.controller.observe import JOB_PATH, owned_by
 from dlrm_operator.controller.work_queue import WorkQueue

@@ -30,9 +30,9 @@ from dlrm_operator.api_client import (
 from dlrm_operator.clients.checkpoint import CheckpointClient, ControlKey
 from dlrm_operator.clients.kueue import KueueClient
 from dlrm_operator.clients.planner import Planner
+from dlrm_operator.clients.pod_requests import StackClient
 from dlrm_operator.clients.progress import Poller
 from dlrm_operator.clients.references import ReferenceReader
-from dlrm_operator.clients.stacks import StackClient
 from dlrm_operator.controller.apply import ActionExecutor
 from dlrm_operator.controller.informers import JobCache, PodCache
 from dlrm_operator.controller.observe import Observer
@@ -40,7 +40,6 @@ from dlrm_operator.controller.reconciler import Reconciler
 from dlrm_operator.controller.work_queue import StatusDebouncer, WorkQueue
 from dlrm_operator.job_metrics import HealthServer, JobMetrics
 from dlrm_operator.leader import FencedApi, Leader
-from dlrm_operator.log_context import set_log_context
 from dlrm_operator.metrics import WATCH_AGE
 from dlrm_operator.reconcile.state import JobKey
 from dlrm_operator.settings import Settings
@@ -197,8 +196,6 @@ class Engine:
             self.wake_all()
 
     async def _reconcile(self, key: JobKey) -> None:
-        job = self.jobs.get(key)
-        set_log_context(key, job.uid if job else "")
         # Followers keep their caches warm and do nothing else.
         if self._leader.held:
             await self.reconciler.reconcile(key)

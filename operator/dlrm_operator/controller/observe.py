@@ -17,9 +17,9 @@ from dlrm_operator.api_client import METADATA_ONLY, Api, ClusterRefusedError, No
 from dlrm_operator.clients.checkpoint import CheckpointClient
 from dlrm_operator.clients.kueue import KueueClient, waiting_group
 from dlrm_operator.clients.planner import Planner
+from dlrm_operator.clients.pod_requests import StackClient
 from dlrm_operator.clients.progress import Poller
 from dlrm_operator.clients.references import ProfileSeen, ReferenceReader
-from dlrm_operator.clients.stacks import StackClient
 from dlrm_operator.controller.informers import (
     JobCache,
     PodCache,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from datetime import datetime, timedelta
 from types import UnionType
 
+from dlrm_api import names
 from dlrm_api.status import Phase
 from dlrm_operator.api_client import (
     AlreadyExistsError,
@@ -15,10 +17,10 @@ from dlrm_operator.api_client import (
     ClusterUnavailableError,
     ConflictError,
     NotFoundError,
+    own_time,
 )
 from dlrm_operator.clients.planner import Planner
 from dlrm_operator.clients.progress import Poller, poll_target
-from dlrm_operator.clock import own_time
 from dlrm_operator.controller.apply import ActionExecutor
 from dlrm_operator.controller.informers import JobCache
 from dlrm_operator.controller.observe import Observer, needs_plan
@@ -51,6 +53,8 @@ Creation = CreateService | CreateConfigMap | CreatePodGroup | CreatePod
 FORBIDDEN = 403
 SERVER_ERROR = 500
 """First code of failures behind the API server, such as a webhook that every pod needs."""
+_OBJECT: ContextVar[dict[str, str] | None] = ContextVar("object", default=None)
+"""The job that a log line is about: set once per pass, added to every line that the pass writes."""
 
 
 class Reconciler:
@@ -92,6 +96,8 @@ class Reconciler:
             ClusterRefusedError: a write was refused; the next pass writes that into the status.
             UnreadableStatusError: nothing can be done until somebody writes a status that is known.
         """
+        job = self._jobs.get(key)
+        set_log_context(key, job.uid if job else "")
         with RECONCILE_SECONDS.time():
             if not await self._reconcile_from(key, live=False):
                 await self._reconcile_from(key, live=True)
@@ -265,3 +271,20 @@ def _report(key: JobKey, observed: Observed, written: UpdateStatus) -> None:
         log("phase changed", extra=extra)
     for reason, count in after.restarts_by_reason.items():
         count_restarts(reason, max(count - (before.restarts_by_reason.get(reason, 0) if before else 0), 0))
+
+
+def set_log_context(key: JobKey, uid: str) -> None:
+    """Add the job to all that this task logs from now on."""
+    place = {"namespace": key.namespace, "name": key.name, "uid": uid}
+    _OBJECT.set({"apiVersion": names.API_VERSION, "kind": "DLRMJob", **place})
+
+
+class ObjectFilter(logging.Filter):
+    """Set the object on a record where kopf's formatters look for it: the key ``object`` of a JSON line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let every record pass."""
+        found = _OBJECT.get()
+        if found is not None and not hasattr(record, "k8s_ref"):
+            record.k8s_ref = found
+        return True

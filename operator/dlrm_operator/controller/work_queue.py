@@ -10,8 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 
-from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError, ConflictError
-from dlrm_operator.clock import own_time
+from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError, ConflictError, own_time
 from dlrm_operator.controller.observe import UnreadableStatusError
 from dlrm_operator.metrics import QUEUE, RECONCILES
 from dlrm_operator.reconcile.state import JobKey

@@ -20,10 +20,9 @@ from dlrm_operator.manifests.pod_template import (
     check_policy,
     with_overlay,
 )
-from dlrm_operator.manifests.resources import checkpointer_resources, trainer_memory_bytes, trainer_resources
 from dlrm_operator.manifests.scheduling import group_gates, group_metadata, placement, pod_groups
 from dlrm_operator.manifests.storage import tier_bytes, tier_mounts, tier_volumes
-from dlrm_planner import CUDA_SHARED_BYTES
+from dlrm_planner import CUDA_SHARED_BYTES, checkpointer_bytes, working_set_bytes
 
 # Started trainers load, read and create their tables before they meet.
 RENDEZVOUS_TIMEOUT_S = 1_800
@@ -73,7 +72,7 @@ def trainer_pods(attempt: PodAttempt, maps: list[Manifest]) -> list[Manifest]:
     """
     check_policy(attempt.job.spec, attempt.job.metadata.namespace or "", attempt.limits)
     config = config_volume(maps)
-    sizes = zip(trainer_memory_bytes(attempt.job, attempt.plan), tier_bytes(attempt.plan), strict=True)
+    sizes = zip(_trainer_memory_bytes(attempt.job, attempt.plan), tier_bytes(attempt.plan), strict=True)
     shares = [_Share(index=index, memory_bytes=size, tiers=tiers) for index, (size, tiers) in enumerate(sizes)]
     return [_pod(attempt, share, config) for share in shares]
 
@@ -163,7 +162,7 @@ def _trainer(attempt: PodAttempt, share: _Share) -> Manifest:
         "name": Container.TRAINER,
         "image": trainer.image or attempt.images.trainer_on(attempt.plan.device),
         **container,
-        "resources": trainer_resources(job, attempt.profile, share.memory_bytes, attempt.memory_reserve_bytes),
+        "resources": _trainer_resources(job, attempt.profile, share.memory_bytes, attempt.memory_reserve_bytes),
     }
 
 
@@ -177,7 +176,7 @@ def _checkpointer(attempt: PodAttempt, index: int) -> Manifest:
         "image": attempt.job.spec.trainer.checkpointer_image or attempt.images.checkpointer,
         "restartPolicy": "Always",
         **_container(attempt, index, command, env, ports),
-        "resources": checkpointer_resources(attempt.job),
+        "resources": _checkpointer_resources(attempt.job),
     }
 
 
@@ -233,6 +232,47 @@ def _volumes(attempt: PodAttempt, share: _Share, config: Manifest) -> list[Manif
         size = CUDA_SHARED_BYTES * attempt.plan.processes_per_node
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(size)}})
     return volumes + tier_volumes(share.tiers, attempt.profile)
+
+
+def _trainer_resources(job: DLRMJob, profile: HardwareProfile | None, memory_bytes: int, reserve: int) -> Manifest:
+    """Complete the user's resources of a trainer: memory plus ``reserve``, CPUs, one device per process."""
+    trainer = job.spec.trainer
+    requests, limits = dict(trainer.resources.requests), dict(trainer.resources.limits)
+    if "memory" not in requests and "memory" not in limits:
+        requests["memory"] = str(memory_bytes + reserve)
+    if trainer.threads_per_process and "cpu" not in requests and "cpu" not in limits:
+        requests["cpu"] = str(trainer.threads_per_process * trainer.processes_per_replica)
+    if profile and profile.spec.devices and profile.spec.devices.resource not in limits:
+        limits[profile.spec.devices.resource] = str(trainer.processes_per_replica)
+    return _stated(requests=requests, limits=limits)
+
+
+def _checkpointer_resources(job: DLRMJob) -> Manifest:
+    """Complete the user's resources of a checkpointer by the memory of its process.
+
+    The rows that it reads are in the hand-off, which is charged to the trainer.
+    """
+    resources = job.spec.checkpoint.resources
+    requests, limits = dict(resources.requests), dict(resources.limits)
+    if "memory" not in requests and "memory" not in limits:
+        requests["memory"] = str(checkpointer_bytes(job.spec))
+    return _stated(requests=requests, limits=limits)
+
+
+def _stated(**amounts: dict[str, str]) -> Manifest:
+    return {kind: each for kind, each in amounts.items() if each}
+
+
+def _trainer_memory_bytes(job: DLRMJob, plan: Plan) -> list[int]:
+    """Return the memory of each pod's trainer: working set, tables and hand-off (tmpfs is charged to its writer).
+
+    Kueue counts pods with equal requests as one role, and allows at most 8 roles in a group: all of its pods request
+    what the largest one needs.
+    """
+    found = [working_set_bytes(job.spec, plan.device) - checkpointer_bytes(job.spec)] * plan.nodes
+    for rank in plan.ranks:
+        found[rank.node] += rank.bytes_per_tier.get("ddr", 0)
+    return [max(found)] * plan.nodes if job.spec.scheduling.gang == "kueue" else found
 
 
 def render_objects(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Final
 
 from dlrm_api import names
@@ -11,9 +13,9 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.lifecycle import SchedulingSpec
 from dlrm_api.names import Label
 from dlrm_api.pod_template import REQUIRED
+from dlrm_api.quantities import quantity_value
 from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.objects import Owner, metadata
-from dlrm_operator.manifests.resources import requests_of_all
 
 HOSTNAME: Final = "kubernetes.io/hostname"
 KUEUE_FINALIZER: Final = "kueue.x-k8s.io/managed"
@@ -99,6 +101,22 @@ def pod_groups(job: DLRMJob, attempt: int, pods: list[Manifest], owner: Owner) -
             "spec": spec,
         }
     ]
+
+
+def requests_of_all(pods: list[Manifest]) -> dict[str, str]:
+    """Return the sum of all requests; a limit without a request counts, as in Kubernetes."""
+    found: dict[str, Decimal] = {}
+    for pod in pods:
+        for container in (*pod["spec"]["initContainers"], *pod["spec"]["containers"]):
+            resources = container.get("resources", {})
+            for name, amount in {**resources.get("limits", {}), **resources.get("requests", {})}.items():
+                found[name] = found.get(name, Decimal()) + quantity_value(amount)
+    return {name: _quantity(total) for name, total in sorted(found.items())}
+
+
+def _quantity(amount: Decimal) -> str:
+    """Format an integer, or thousandths rounded up: Kubernetes counts nothing finer."""
+    return f"{amount:.0f}" if amount == int(amount) else f"{math.ceil(amount * 1000)}m"
 
 
 def placement(job: DLRMJob, profile: HardwareProfile | None, attempt: int) -> Manifest:

@@ -15,9 +15,9 @@ from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableErro
 from dlrm_operator.clients.checkpoint import CheckpointClient, ControlKey
 from dlrm_operator.clients.kueue import KueueClient
 from dlrm_operator.clients.planner import Planner
+from dlrm_operator.clients.pod_requests import StackClient
 from dlrm_operator.clients.progress import Poller
 from dlrm_operator.clients.references import ReferenceReader
-from dlrm_operator.clients.stacks import StackClient
 from dlrm_operator.controller.apply import ActionExecutor
 from dlrm_operator.controller.informers import JobCache, PodCache
 from dlrm_operator.controller.observe import Observer

@@ -12,8 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from dlrm_operator.api_client import KubernetesApi
-from dlrm_operator.clock import ServerClock
+from dlrm_operator.api_client import KubernetesApi, ServerClock
 from dlrm_operator.controller.handlers import Engine
 from dlrm_operator.reconcile.findings import parse_timestamp
 from dlrm_operator.reconcile.reconcile import reconcile

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from dlrm_operator.api_client import JSON, ClusterUnavailableError
+from dlrm_operator.controller.reconciler import ObjectFilter, set_log_context
 from dlrm_operator.leader import FencedApi, Leader, LeaseTimes
-from dlrm_operator.log_context import ObjectFilter, set_log_context
 from dlrm_operator.reconcile.state import JobKey
 from dlrm_operator.settings import read_settings
 from dlrm_testing.operator.memory_api import MemoryApi, Object

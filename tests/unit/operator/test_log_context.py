@@ -8,7 +8,7 @@ WARNS = """
 import logging
 from dlrm_operator.__main__ import log_events
 from dlrm_operator.reconcile.state import JobKey
-from dlrm_operator.log_context import set_log_context
+from dlrm_operator.controller.reconciler import set_log_context
 
 log_events(plain={plain})
 set_log_context(JobKey("ads", "demo"), "some uid")

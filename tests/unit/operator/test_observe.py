@@ -11,9 +11,9 @@ from dlrm_operator.api_client import Api, NotFoundError
 from dlrm_operator.clients.checkpoint import CheckpointClient
 from dlrm_operator.clients.kueue import KueueClient
 from dlrm_operator.clients.planner import Planner
+from dlrm_operator.clients.pod_requests import StackClient
 from dlrm_operator.clients.progress import Poller
 from dlrm_operator.clients.references import ReferenceReader
-from dlrm_operator.clients.stacks import StackClient
 from dlrm_operator.controller.informers import JobCache, PodCache
 from dlrm_operator.controller.observe import Observer
 from dlrm_operator.manifests.objects import Images

@@ -13,8 +13,7 @@ from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.clients.planner import answer_question
 from dlrm_operator.manifests.objects import Images
 from dlrm_operator.manifests.pods import render_objects
-from dlrm_operator.manifests.resources import requests_of_all
-from dlrm_operator.manifests.scheduling import with_affinity
+from dlrm_operator.manifests.scheduling import requests_of_all, with_affinity
 from dlrm_operator.reconcile.state import Action, CreatePod, CreatePodGroup, DeleteObject, DeleteWorkload, WakeAt
 from dlrm_planner import plan_job, working_set_bytes
 from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES, CUDA_SHARED_BYTES

@@ -12,7 +12,7 @@ from dlrm_api.names import Env
 from dlrm_api.plan import Plan
 from dlrm_api.tiers import claim_bytes
 from dlrm_operator.manifests.pods import render_objects
-from dlrm_operator.manifests.resources import requests_of_all
+from dlrm_operator.manifests.scheduling import requests_of_all
 from dlrm_operator.manifests.storage import check_mounts
 from dlrm_planner import plan_job, working_set_bytes
 from dlrm_testing.operator.operator_cluster import job_document

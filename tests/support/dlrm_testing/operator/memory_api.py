@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dlrm_operator.api_client import JSON, AlreadyExistsError, ConflictError, NotFoundError
-from dlrm_operator.clock import ServerClock
+from dlrm_operator.api_client import JSON, AlreadyExistsError, ConflictError, NotFoundError, ServerClock
 
 Object = dict[str, Any]
 
