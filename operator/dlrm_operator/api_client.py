@@ -73,6 +73,9 @@ class GoneError(ClusterRefusedError):
     """Report that the resource version or the continue token is too old."""
 
 
+API_ERRORS = (ClusterUnavailableError, ClusterRefusedError)
+"""How a call can fail."""
+
 Object = dict[str, Any]
 Query = Mapping[str, str]
 
@@ -134,10 +137,6 @@ class ServerClock:
 
     So a wrong or adjusted clock of this node, or of another replica, neither moves a deadline nor makes a pod that
     still uploads its last cut be force-deleted.
-
-    Args:
-        own: This machine's time of day.
-        monotonic: Seconds of a clock that nobody sets.
     """
 
     def __init__(self, own: Callable[[], datetime] = own_time, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -230,7 +229,9 @@ class KubernetesApi:
         left_s = done_by - time.monotonic()
         if left_s <= 0:
             raise ClusterUnavailableError(f"{method} {path}: not sent: its deadline has passed")
-        return self._call(method, path, body, query, kind, accept, min(REQUEST_TIMEOUT_S, left_s))
+        timeout = urllib3.Timeout(total=min(REQUEST_TIMEOUT_S, left_s), connect=CONNECT_TIMEOUT_S)
+        response = self._send(method, path, query, timeout, body=body, kind=kind, accept=accept)
+        return _object(response.data or b"{}", f"{method} {path}")
 
     async def list_all(self, path: str, query: Query, accept: str = JSON) -> tuple[list[Object], str]:
         """Return all items, see :class:`Api`."""
@@ -251,7 +252,7 @@ class KubernetesApi:
         token = ""
         while True:
             page = {**query, "limit": str(PAGE_SIZE), **({"continue": token} if token else {})}
-            answer = self._call("GET", path, None, page, JSON, accept)
+            answer = self.call_now("GET", path, None, page, accept)
             yield answer.get("items") or [], answer["metadata"]["resourceVersion"]
             token = answer["metadata"].get("continue")
             if not token:
@@ -267,16 +268,12 @@ class KubernetesApi:
     def lines(
         self, path: str, query: Query, silence_s: float | None, max_bytes: int = MAX_LINE_BYTES
     ) -> Iterator[bytes]:
-        """Yield the lines of a response such as a log, newlines included, in the calling thread.
+        """Yield the lines of a response such as a log, as :func:`bounded_lines`, in the calling thread.
 
-        Args:
-            path: Path of the resource.
-            query: Query parameters.
-            silence_s: Read timeout; None: the server may be silent forever.
-            max_bytes: Longest line; the rest of a longer one is dropped.
+        ``silence_s`` is the read timeout; None: the server may be silent forever.
         """
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=silence_s)
-        response = self._send("GET", path, None, query, JSON, ANYTHING, timeout, stream=True)
+        response = self._send("GET", path, query, timeout, stream=True)
         try:
             yield from bounded_lines(response.stream(READ_BYTES, decode_content=False), max_bytes)
         except urllib3.exceptions.HTTPError as error:
@@ -287,19 +284,13 @@ class KubernetesApi:
     def answer_of_pod(self, path: str, timeout_s: float, max_bytes: int) -> bytes:
         """Return a pod's response through the server's proxy, in the calling thread.
 
-        Pods are untrusted in size and time.
-
-        Args:
-            path: Path of the pod's proxy.
-            timeout_s: Time limit of the whole response.
-            max_bytes: Limit of its size.
-
         Raises:
-            BadDataError: the response is too long or too slow.
+            BadDataError: the response is longer than ``max_bytes`` or takes longer than ``timeout_s``: pods are
+                untrusted in size and time.
         """
         done_by, body = time.monotonic() + timeout_s, bytearray()
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=timeout_s)
-        response = self._send("GET", path, None, {}, JSON, ANYTHING, timeout, stream=True)
+        response = self._send("GET", path, None, timeout, stream=True)
         try:
             for chunk in _chunks(response):
                 body += chunk
@@ -313,31 +304,17 @@ class KubernetesApi:
             response.close()
         return bytes(body)
 
-    def _call(
-        self,
-        method: str,
-        path: str,
-        body: Object | None,
-        query: Query | None,
-        kind: str,
-        accept: str,
-        timeout_s: float = REQUEST_TIMEOUT_S,
-    ) -> Object:
-        timeout = urllib3.Timeout(total=timeout_s, connect=CONNECT_TIMEOUT_S)
-        response = self._send(method, path, body, query or {}, kind, accept, timeout, stream=False)
-        return _object(response.data or b"{}", f"{method} {path}")
-
     def _send(
         self,
         method: str,
         path: str,
-        body: Object | None,
-        query: Query,
-        kind: str,
-        accept: str,
+        query: Query | None,
         timeout: urllib3.Timeout,
         *,
-        stream: bool,
+        body: Object | None = None,
+        kind: str = JSON,
+        accept: str = ANYTHING,
+        stream: bool = False,
     ) -> Any:
         if _escapes(path):
             raise NotFoundError(404, f"invalid path {path}: expected names of objects")
@@ -362,18 +339,12 @@ class KubernetesApi:
         API_REQUESTS.labels(method, response.status).inc()
         self.clock.hear(response.headers.get("Date"))
         if response.status >= FIRST_ERROR:
-            body_start = _read_error(response) if stream else response.data
-            raise _error_of(response, body_start, f"{method} {path}")
+            raise _error_of(response, _read_error(response) if stream else response.data, f"{method} {path}")
         return response
 
 
 def bounded_lines(chunks: Iterable[bytes], max_bytes: int) -> Iterator[bytes]:
-    """Yield the lines of a stream, newlines included.
-
-    Args:
-        chunks: The stream, split anywhere.
-        max_bytes: Longest line; the rest of a longer one is dropped.
-    """
+    """Yield the lines of a stream that is split anywhere, newlines included; cut lines longer than ``max_bytes``."""
     line = bytearray()
     for chunk in chunks:
         *ended, rest = chunk.split(b"\n")
@@ -421,19 +392,15 @@ def _load_kubeconfig(kubeconfig: str | None, context: str | None) -> tuple[clien
     file, settings = kubeconfig or config.KUBE_CONFIG_DEFAULT_LOCATION, client.Configuration()
     try:
         config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=settings)
-        return settings, _namespace(kubeconfig, context)
+        contexts, current = config.list_kube_config_contexts(config_file=kubeconfig)
+        chosen = next((each for each in contexts if each["name"] == context), current)
+        return settings, str(chosen["context"].get("namespace") or "default")
     except (config.ConfigException, OSError, UnicodeDecodeError) as error:
         raise NoInputError(f"failed to read kubeconfig {file}: {error}; set KUBECONFIG") from error
     # The library does not check the shape of the file.
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError) as error:
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise NoInputError(f"invalid kubeconfig {file}: {problem}; set KUBECONFIG") from error
-
-
-def _namespace(kubeconfig: str | None, context: str | None) -> str:
-    contexts, current = config.list_kube_config_contexts(config_file=kubeconfig)
-    chosen = next((each for each in contexts if each["name"] == context), current)
-    return str(chosen["context"].get("namespace") or "default")
 
 
 def _escapes(path: str) -> bool:
@@ -476,8 +443,7 @@ def _error_of(response: Any, body: bytes, what: str) -> ClusterUnavailableError 
 def _reason_and_message(text: bytes) -> tuple[str, str] | None:
     try:
         status = from_json(text)
-    except ValueError:
+        return str(status.get("reason", "")), str(status["message"])
+    # Whatever answered was not the API server.
+    except (ValueError, AttributeError, LookupError):
         return None
-    if not isinstance(status, dict) or "message" not in status:
-        return None
-    return str(status.get("reason", "")), str(status["message"])

@@ -181,22 +181,15 @@ GAUGES: tuple[tuple[str, str, Callable[[JobFacts], float | None]], ...] = (
 )
 
 
+@dataclass(eq=False)
 class JobMetrics(Collector):
-    """Export series of each known job, so that the jobs that exist bound their number.
+    """Export series of each known job, so that the jobs that exist bound their number."""
 
-    Args:
-        jobs: Returns the known jobs.
-        latest: Returns the last answers of a job's pod 0.
-        leads: Returns whether this process leads. Followers poll nobody, and would count each job again.
-    """
-
-    def __init__(
-        self,
-        jobs: Callable[[], Iterable[JobSeen]],
-        latest: Callable[[JobKey], Polled | None],
-        leads: Callable[[], bool],
-    ) -> None:
-        self._jobs, self._latest, self._leads = jobs, latest, leads
+    jobs: Callable[[], Iterable[JobSeen]]
+    latest: Callable[[JobKey], Polled | None]
+    """Returns the last answers of a job's pod 0."""
+    leads: Callable[[], bool]
+    """Returns whether this process leads. Followers poll nobody, and would count each job again."""
 
     @staticmethod
     def describe() -> list[Metric]:
@@ -205,8 +198,8 @@ class JobMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Return every metric if this process leads; jobs with an unreadable status have no series."""
-        if self._leads():
-            jobs = [JobFacts(job, self._latest(job.key)) for job in self._jobs() if not job.unreadable]
+        if self.leads():
+            jobs = [JobFacts(job, self.latest(job.key)) for job in self.jobs() if not job.unreadable]
             yield from _families(jobs)
             phases, counts = _phases(), Counter(each.status.phase for each in jobs)
             for phase in Phase:

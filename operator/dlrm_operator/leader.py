@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from dlrm_operator.api_client import (
+    API_ERRORS,
     JSON,
     Api,
-    ClusterRefusedError,
     ClusterUnavailableError,
     ConflictError,
     NotFoundError,
@@ -98,7 +98,7 @@ class Leader:
         except ConflictError:
             # Another process was first.
             pass
-        except (ClusterUnavailableError, ClusterRefusedError) as error:
+        except API_ERRORS as error:
             logger.warning("failed to read or renew lease", extra={"lease": LEASE_NAME, "error": str(error)})
         self._publish()
 
@@ -112,11 +112,9 @@ class Leader:
             record = await self._call("GET", f"/{LEASE_NAME}")
             if record["spec"].get("holderIdentity") == self._identity:
                 await self._write(record, holder="", duration_s=1.0)
-        except (ClusterUnavailableError, ClusterRefusedError) as error:
-            logger.warning(
-                "failed to release lease; the next leader waits for it to expire",
-                extra={"lease": LEASE_NAME, "error": str(error)},
-            )
+        except API_ERRORS as error:
+            extra = {"lease": LEASE_NAME, "error": str(error)}
+            logger.warning("failed to release lease; the next leader waits for it to expire", extra=extra)
 
     def _pause_s(self, part: float) -> float:
         if self._written is None:
@@ -152,7 +150,7 @@ class Leader:
             record = await self._call("GET", f"/{LEASE_NAME}")
         except NotFoundError:
             if self._unchanged_s("") >= self._other_holds_s:
-                await self._create()
+                await self._renew(None)
             return
         spec = record.get("spec") or {}
         unchanged_s, holder = self._unchanged_s(record["metadata"]["resourceVersion"]), spec.get("holderIdentity") or ""
@@ -169,26 +167,18 @@ class Leader:
             self._seen = version, self._read_at
         return self._read_at - self._seen[1]
 
-    async def _create(self) -> None:
-        sent = time.monotonic()
-        body = {
-            "apiVersion": "coordination.k8s.io/v1",
-            "kind": "Lease",
-            "metadata": {"name": LEASE_NAME},
-            "spec": self._spec({}, self._identity, self._times.duration_s),
-        }
-        self._written = await self._call("POST", "", body)
-        self._hold(sent)
-
-    async def _renew(self, record: Object) -> None:
+    async def _renew(self, record: Object | None) -> None:
+        """Write the Lease as its holder; create it without a record."""
         sent = time.monotonic()
         self._written = await self._write(record, holder=self._identity, duration_s=self._times.duration_s)
         self._hold(sent)
 
-    async def _write(self, record: Object, *, holder: str, duration_s: float) -> Object:
+    async def _write(self, record: Object | None, *, holder: str, duration_s: float) -> Object:
+        new = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": LEASE_NAME}}
         # The resource version of the record guards the update: of two concurrent ones, one is refused.
-        body = {**record, "spec": self._spec(record.get("spec") or {}, holder, duration_s)}
-        return await self._call("PUT", f"/{LEASE_NAME}", body)
+        body = record or new
+        body = {**body, "spec": self._spec(body.get("spec") or {}, holder, duration_s)}
+        return await self._call("PUT" if record else "POST", f"/{LEASE_NAME}" if record else "", body)
 
     async def _call(self, method: str, path: str, body: Object | None = None) -> Object:
         # This leaves time for another try before the last renewal expires.

@@ -6,7 +6,8 @@ import argparse
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from dlrm_api.names import ANY_ADDRESS, Port
 from dlrm_operator.clients.references import ProfileSource
@@ -63,95 +64,61 @@ def _profile_source(text: str) -> ProfileSource:
 
 def read_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Settings:
     """Read the settings: flags override the environment, which overrides the defaults."""
-    known = Settings()
+    known = Settings(
+        lease_namespace=environ.get("DLRM_LEASE_NAMESPACE") or environ.get("POD_NAMESPACE") or None,
+        identity=environ.get("POD_NAME") or f"{socket.gethostname()}-{os.getpid()}",
+    )
     parser = argparse.ArgumentParser(prog="dlrm_operator", description="Run DLRMJobs.")
 
-    def add_seconds(flag: str, variable: str, default: float, text: str) -> None:
-        value = environ.get(variable, default)
-        parser.add_argument(flag, type=float, default=value, metavar="SECONDS", help=f"{text} (default: {default:g})")
+    def add(field: str, flag: str, variable: str | None, text: str, of: object = known, **options: Any) -> None:
+        default = getattr(of, field)
+        value = environ.get(variable, default) if variable else default
+        value = (value or None) if default is None else value
+        parser.add_argument(flag, dest=field, default=value, help=text, **options)
 
-    parser.add_argument(
-        "--namespace", default=environ.get("DLRM_NAMESPACE") or None, help="serve this namespace only (default: all)"
-    )
-    parser.add_argument(
-        "--profiles",
-        type=_profile_source,
-        default=environ.get("DLRM_PROFILES") or None,
-        metavar="NAMESPACE/CONFIGMAP",
-        help="read HardwareProfiles from this ConfigMap (default: the cluster's objects)",
-    )
-    parser.add_argument(
-        "--pod-template-policy",
-        default=environ.get("DLRM_POD_OVERLAY", known.limits.level),
-        metavar="|".join(POLICY_LEVELS),
-        help="policy for podTemplate overrides (default: restricted, as in Pod Security)",
-    )
-    parser.add_argument("--address", default=environ.get("DLRM_ADDRESS", known.address), help="address to listen on")
-    parser.add_argument("--port", type=int, default=environ.get("DLRM_PORT", known.port), help="port to listen on")
-    add_seconds("--resync-seconds", "DLRM_RESYNC_S", known.resync_s, "reconcile each job at least this often")
-    add_seconds("--poll-seconds", "DLRM_POLL_S", known.poll_s, "poll the progress of a job at most this often")
-    add_seconds(
-        "--status-debounce-seconds",
-        "DLRM_PASSING_S",
-        known.status_debounce_s,
-        "delay the write of an intermediate status by this time",
-    )
-    add_seconds("--plan-deadline-seconds", "DLRM_PLAN_DEADLINE_S", known.plan_deadline_s, "time limit of one plan")
-    parser.add_argument(
-        "--webhook-certs",
-        default=environ.get("DLRM_WEBHOOK_CERTS") or None,
-        metavar="DIRECTORY",
-        help="serve the admission webhook with tls.crt and tls.key of this directory (default: no webhook)",
-    )
-    parser.add_argument(
-        "--webhook-port",
-        type=int,
-        default=environ.get("DLRM_WEBHOOK_PORT", known.webhook_port),
-        help="port of the admission webhook",
-    )
-    add_seconds(
-        "--webhook-deadline-seconds", "DLRM_WEBHOOK_DEADLINE_S", known.webhook_deadline_s, "time limit of one review"
-    )
-    parser.add_argument(
-        "--lease-namespace",
-        default=environ.get("DLRM_LEASE_NAMESPACE") or environ.get("POD_NAMESPACE") or None,
-        help="namespace of the Lease if all namespaces are served (default: the operator's)",
-    )
-    parser.add_argument(
-        "--identity",
-        default=environ.get("POD_NAME") or f"{socket.gethostname()}-{os.getpid()}",
-        help="name of this process in the Lease (default: the pod's name)",
-    )
-    lease = known.lease
-    add_seconds("--lease-duration-seconds", "DLRM_LEASE_S", lease.duration_s, "followers take over after this time")
-    add_seconds(
-        "--lease-renew-deadline-seconds",
-        "DLRM_RENEW_DEADLINE_S",
-        lease.renew_deadline_s,
-        "the leader begins no write if its renewal is older",
-    )
-    add_seconds("--lease-renew-seconds", "DLRM_RENEW_S", lease.renew_interval_s, "interval of renewals")
-    parser.add_argument(
-        "--log-format",
-        choices=["json", "plain"],
-        default=environ.get("DLRM_LOG_FORMAT", "json"),
-        help="log as JSON lines or as text",
-    )
-    flags = parser.parse_args(argv)
-    lease = LeaseTimes(
-        duration_s=flags.lease_duration_seconds,
-        renew_deadline_s=flags.lease_renew_deadline_seconds,
-        renew_interval_s=flags.lease_renew_seconds,
-    )
+    def add_seconds(field: str, flag: str, variable: str, text: str, of: object = known) -> None:
+        text = f"{text} (default: {getattr(of, field):g})"
+        add(field, flag, variable, text, of, type=float, metavar="SECONDS")
+
+    add("namespace", "--namespace", "DLRM_NAMESPACE", "serve this namespace only (default: all)")
+    text = "read HardwareProfiles from this ConfigMap (default: the cluster's objects)"
+    add("profiles", "--profiles", "DLRM_PROFILES", text, type=_profile_source, metavar="NAMESPACE/CONFIGMAP")
+    text = "policy for podTemplate overrides (default: restricted, as in Pod Security)"
+    levels = "|".join(POLICY_LEVELS)
+    add("level", "--pod-template-policy", "DLRM_POD_OVERLAY", text, known.limits, metavar=levels)
+    add("address", "--address", "DLRM_ADDRESS", "address to listen on")
+    add("port", "--port", "DLRM_PORT", "port to listen on", type=int)
+    add_seconds("resync_s", "--resync-seconds", "DLRM_RESYNC_S", "reconcile each job at least this often")
+    add_seconds("poll_s", "--poll-seconds", "DLRM_POLL_S", "poll the progress of a job at most this often")
+    text = "delay the write of an intermediate status by this time"
+    add_seconds("status_debounce_s", "--status-debounce-seconds", "DLRM_PASSING_S", text)
+    add_seconds("plan_deadline_s", "--plan-deadline-seconds", "DLRM_PLAN_DEADLINE_S", "time limit of one plan")
+    text = "serve the admission webhook with tls.crt and tls.key of this directory (default: no webhook)"
+    add("webhook_certs", "--webhook-certs", "DLRM_WEBHOOK_CERTS", text, metavar="DIRECTORY")
+    add("webhook_port", "--webhook-port", "DLRM_WEBHOOK_PORT", "port of the admission webhook", type=int)
+    text = "time limit of one review"
+    add_seconds("webhook_deadline_s", "--webhook-deadline-seconds", "DLRM_WEBHOOK_DEADLINE_S", text)
+    text = "namespace of the Lease if all namespaces are served (default: the operator's)"
+    add("lease_namespace", "--lease-namespace", None, text)
+    add("identity", "--identity", None, "name of this process in the Lease (default: the pod's name)")
+    text = "followers take over after this time"
+    add_seconds("duration_s", "--lease-duration-seconds", "DLRM_LEASE_S", text, known.lease)
+    text = "the leader begins no write if its renewal is older"
+    add_seconds("renew_deadline_s", "--lease-renew-deadline-seconds", "DLRM_RENEW_DEADLINE_S", text, known.lease)
+    add_seconds("renew_interval_s", "--lease-renew-seconds", "DLRM_RENEW_S", "interval of renewals", known.lease)
+    text = "log as JSON lines or as text"
+    add("log_format", "--log-format", "DLRM_LOG_FORMAT", text, choices=["json", "plain"])
+
+    flags = vars(parser.parse_args(argv))
+    lease = LeaseTimes(**{each.name: flags.pop(each.name) for each in fields(LeaseTimes)})
     if not lease.duration_s > lease.renew_deadline_s > lease.renew_interval_s > 0:
         parser.error(
             "invalid --lease-duration-seconds: expected more than --lease-renew-deadline-seconds, and that more than "
             "--lease-renew-seconds"
         )
-    level = next((level for level in POLICY_LEVELS if level == flags.pod_template_policy), None)
-    if level is None:
+    if (level := flags.pop("level")) not in POLICY_LEVELS:
         expected = " or ".join(POLICY_LEVELS)
-        parser.error(f"invalid --pod-template-policy: expected {expected}, got {flags.pod_template_policy!r}")
+        parser.error(f"invalid --pod-template-policy: expected {expected}, got {level!r}")
     images = Images(
         trainer=environ.get("DLRM_TRAINER_IMAGE") or known.images.trainer,
         trainer_cuda=environ.get("DLRM_TRAINER_CUDA_IMAGE") or known.images.trainer_cuda,
@@ -162,21 +129,8 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     return Settings(
         kubeconfig=environ.get("KUBECONFIG") or None,
         in_cluster="KUBERNETES_SERVICE_HOST" in environ,
-        namespace=flags.namespace,
-        profiles=flags.profiles,
-        address=flags.address,
-        port=flags.port,
-        resync_s=flags.resync_seconds,
-        poll_s=flags.poll_seconds,
-        status_debounce_s=flags.status_debounce_seconds,
-        plan_deadline_s=flags.plan_deadline_seconds,
         lease=lease,
-        lease_namespace=flags.lease_namespace,
-        identity=flags.identity,
-        log_format=flags.log_format,
-        webhook_certs=flags.webhook_certs,
-        webhook_port=flags.webhook_port,
-        webhook_deadline_s=flags.webhook_deadline_seconds,
         images=images,
         limits=PodTemplatePolicy(level=level, own_account=own_account),
+        **flags,
     )

@@ -11,14 +11,7 @@ from collections.abc import Callable
 
 from dlrm_api.names import FIELD_MANAGER, TOKEN_HEADER, Label, Port
 from dlrm_api.progress import CutResponse
-from dlrm_operator.api_client import (
-    Api,
-    ClusterRefusedError,
-    ClusterUnavailableError,
-    ConflictError,
-    NotFoundError,
-    Object,
-)
+from dlrm_operator.api_client import API_ERRORS, Api, ClusterRefusedError, ConflictError, NotFoundError, Object
 from dlrm_operator.clients.pod_requests import POD_ERRORS, PendingRequests, pod_session, pod_url, read_body
 from dlrm_operator.reconcile.findings import shorten
 from dlrm_operator.reconcile.state import CutAnswer, CutQuestion, JobKey, RequestCut
@@ -82,9 +75,8 @@ class ControlKey:
             key = b""
         if len(key) < KEY_BYTES:
             where = f"Secret {self._namespace}/{KEY_OBJECT}, data.{KEY_FIELD}"
-            raise ClusterRefusedError(
-                422, f"invalid {where}: expected {KEY_BYTES} bytes in base64, got {len(key)}; delete the Secret"
-            )
+            problem = f"invalid {where}: expected {KEY_BYTES} bytes in base64, got {len(key)}; delete the Secret"
+            raise ClusterRefusedError(422, problem)
         return key
 
 
@@ -109,7 +101,7 @@ class CheckpointClient(PendingRequests[CutQuestion, CutAnswer]):
         """Return the step of the cut, or the first that it can have."""
         try:
             headers = {TOKEN_HEADER: await self._control_key.token(action.uid, action.attempt)}
-        except (ClusterUnavailableError, ClusterRefusedError) as error:
+        except API_ERRORS as error:
             raise _NoCutError(f"failed to read the control key: {error}") from error
         url, body = pod_url(action.ip, Port.TRAINER, "/cut"), {"reason": action.reason}
         try:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dlrm_api import names
-from dlrm_operator.api_client import Api, ClusterRefusedError, ClusterUnavailableError, Object
+from dlrm_operator.api_client import API_ERRORS, Api, Object
 from dlrm_operator.manifests.scheduling import KUEUE
 from dlrm_operator.reconcile.attempts import waits_for_kueue
 from dlrm_operator.reconcile.findings import shorten
@@ -74,7 +74,7 @@ class KueueClient:
     async def _read(self, key: JobKey, followed: _Followed) -> None:
         try:
             workload = await self._api.call("GET", f"{KUEUE.path(key.namespace)}/{followed.workload}")
-        except (ClusterUnavailableError, ClusterRefusedError):
+        except API_ERRORS:
             # The last message stays. That the pods are admitted shows on the pods themselves.
             return
         message = shorten(quota_message(workload), MAX_MESSAGE_CHARACTERS)

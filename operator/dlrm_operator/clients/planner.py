@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import parse_profile
@@ -204,7 +204,11 @@ class Planner:
             self._keep(key, question, planning)
         finally:
             del self._running[key]
-            await self._give_back(process)
+            # One idle process is kept for the next question.
+            if self._idle:
+                await process.end()
+            else:
+                self._idle.append(process)
             self._start_next()
 
     def _ended(self, key: JobKey, process: PlannerProcess, task: asyncio.Task[None]) -> None:
@@ -229,13 +233,6 @@ class Planner:
             asyncio.get_running_loop().call_later(retry_s, self._wake, key)
         self._answers[key] = _Answer(inputs, planning, time.monotonic() + retry_s, retry_s)
         self._wake(key)
-
-    async def _give_back(self, process: PlannerProcess) -> None:
-        """Keep one idle process for the next question."""
-        if self._idle:
-            await process.end()
-        else:
-            self._idle.append(process)
 
     def _recall(self, key: JobKey, question: PlanQuestion) -> Planning | None:
         dependencies = self._dependencies(key, question)
@@ -383,12 +380,15 @@ def _decode_answer(text: bytes) -> tuple[int, Planning]:
 def main() -> None:
     """Answer questions until standard input ends."""
     limit_memory(MAX_PLANNING_BYTES)
-    while question := _read_message(sys.stdin.buffer):
+    while length := sys.stdin.buffer.readline():
+        question = json.loads(sys.stdin.buffer.read(int(length)))
         # If the operator was killed, nobody else ends this process.
         signal.alarm(math.ceil(question["deadline"]) + 1)
         found = answer_question(question)
         signal.alarm(0)
-        _write_message(sys.stdout.buffer, {**found, "resident": _resident_bytes()})
+        answer = json.dumps({**found, "resident": _resident_bytes()}).encode()
+        sys.stdout.buffer.write(b"%d\n" % len(answer) + answer)
+        sys.stdout.buffer.flush()
 
 
 def answer_question(question: dict[str, Any]) -> dict[str, Any]:
@@ -423,20 +423,6 @@ def _plan(question: dict[str, Any]) -> dict[str, bytes]:
 def _resident_bytes() -> int:
     """Return the resident memory now. The peak of getrusage includes the parent's, from before exec."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def _read_message(stream: BinaryIO) -> dict[str, Any] | None:
-    length = stream.readline()
-    if not length:
-        return None
-    message: dict[str, Any] = json.loads(stream.read(int(length)))
-    return message
-
-
-def _write_message(stream: BinaryIO, message: dict[str, Any]) -> None:
-    body = json.dumps(message).encode()
-    stream.write(b"%d\n" % len(body) + body)
-    stream.flush()
 
 
 if __name__ == "__main__":

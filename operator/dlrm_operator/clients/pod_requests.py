@@ -55,9 +55,8 @@ async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 class PendingRequests(Generic[QuestionT, AnswerT]):
     """Run at most one request per job as a task, and keep the newest answer of each job.
 
-    Args:
-        wake: Called with a job when its answer arrived or was dropped.
-        keep_s: Seconds for which to keep an answer; None, or no function: until the next answer.
+    ``wake`` is called with a job when its answer arrived or was dropped. An answer is kept for ``keep_s``, or until
+    the next one if that is None.
     """
 
     def __init__(self, wake: Callable[[JobKey], None], keep_s: Callable[[AnswerT], float | None] | None = None) -> None:
@@ -71,13 +70,7 @@ class PendingRequests(Generic[QuestionT, AnswerT]):
         return self._answers.get(key)
 
     def ask(self, key: JobKey, question: QuestionT, find: Callable[[], Awaitable[AnswerT]]) -> None:
-        """Start a request unless an equal one is running; a different one of the same job is cancelled.
-
-        Args:
-            key: The job.
-            question: Identifies the request.
-            find: Produces the answer; never raises.
-        """
+        """Start a request, which never raises, unless an equal one runs; a different one of the job is cancelled."""
         running = self._running.get(key)
         if running is not None:
             if running[0] == question:

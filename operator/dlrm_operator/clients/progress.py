@@ -144,7 +144,9 @@ class Poller:
         if known is None or known.pod_uid != target.pod_uid:
             known = Polled(pod_uid=target.pod_uid)
         answers = replace(known, trainer=trainer or known.trainer, checkpointer=checkpointer or known.checkpointer)
-        gap_s = self.gap_s(target, time.monotonic()) if trainer else self._silence(target)
+        gap_s = self.gap_s(target, time.monotonic()) if trainer else 0.0
+        if trainer is None:
+            self._answered.pop(target, None)
         self._latest[key] = with_durations(known, answers, gap_s)
         if answers != known:
             self._wake(key)
@@ -155,18 +157,11 @@ class Poller:
         self._answered[target] = now
         return min(now - before, max(MAX_GAP_S, 2 * max(self._intervals_s())))
 
-    def _silence(self, target: Target) -> float:
-        self._answered.pop(target, None)
-        return 0.0
-
 
 def with_durations(before: Polled, answers: Polled, gap_s: float) -> Polled:
     """Return the answers with the time for which nothing moved, and for which one rank was slow.
 
-    Args:
-        before: Answers of the last poll.
-        answers: Answers of this poll.
-        gap_s: Seconds between two consecutive answers of the trainer.
+    ``gap_s`` is the time between two consecutive answers of the trainer; ``before`` are the answers of the last poll.
     """
     slow, was = _slow_rank(answers.trainer), _slow_rank(before.trainer)
     return replace(

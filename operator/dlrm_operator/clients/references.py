@@ -70,7 +70,9 @@ class ReferenceReader:
             if self._profiles is None:
                 document = await self._api.call("GET", PROFILE_PATH.format(_path_segment(name)))
                 return ProfileSeen(parse_profile(document), document["metadata"]["resourceVersion"])
-            return await self._from_config_map(self._profiles, name)
+            path = CONFIG_MAP_PATH.format(self._profiles.namespace, self._profiles.config_map)
+            values = (await self._api.call("GET", path)).get("data") or {}
+            return await asyncio.to_thread(_find_profile, values, name, self._profiles)
         except NotFoundError:
             where = f" in {self._profiles}" if self._profiles else ""
             problem = f"spec.trainer.hardware: HardwareProfile {name} not found{where}; create it or name another"
@@ -109,11 +111,6 @@ class ReferenceReader:
                 return {}, f"{field}: ConfigMap {name} has no key {TRACE_KEY}; write the trace there"
         return found, ""
 
-    async def _from_config_map(self, source: ProfileSource, name: str) -> ProfileSeen:
-        path = CONFIG_MAP_PATH.format(source.namespace, source.config_map)
-        config_map = await self._api.call("GET", path)
-        return await asyncio.to_thread(_find_profile, config_map.get("data") or {}, name, source)
-
 
 def _path_segment(name: str) -> str:
     """Quote a name for a path: anybody who reaches the webhook may send a review with any name in it."""
@@ -130,15 +127,11 @@ class _PlainLoader(yaml.SafeLoader):
 
 def _find_profile(values: Mapping[str, str], name: str, source: ProfileSource) -> ProfileSeen:
     for document in _documents(values, source):
-        if isinstance(document, dict) and _name_of(document) == name:
+        metadata = document.get("metadata") if isinstance(document, dict) else None
+        if isinstance(metadata, dict) and metadata.get("name") == name:
             profile = parse_profile(document)
             return ProfileSeen(profile, hashlib.sha256(yaml.safe_dump(document).encode()).hexdigest()[:16])
     raise NotFoundError(404, f"HardwareProfile {name} not found")
-
-
-def _name_of(document: dict[str, Any]) -> object:
-    metadata = document.get("metadata")
-    return metadata.get("name") if isinstance(metadata, dict) else None
 
 
 def _documents(values: Mapping[str, str], source: ProfileSource) -> Iterator[Any]:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from dlrm_api import names
 from dlrm_api.errors import DLRMError
 from dlrm_api.names import FIELD_MANAGER, Env, Label, token_digest
 from dlrm_operator.api_client import (
+    API_ERRORS,
     METADATA_OF_ONE,
     AlreadyExistsError,
     Api,
     ClusterRefusedError,
-    ClusterUnavailableError,
     ConflictError,
     NotFoundError,
     own_time,
@@ -34,10 +36,8 @@ from dlrm_operator.manifests.scheduling import KUEUE
 from dlrm_operator.reconcile.findings import Reason, timestamp
 from dlrm_operator.reconcile.state import (
     Action,
-    CreateConfigMap,
     CreatePod,
-    CreatePodGroup,
-    CreateService,
+    Creation,
     DeleteJob,
     DeleteObject,
     DeleteWorkload,
@@ -62,35 +62,22 @@ IDENTITY_LABELS = (Label.JOB, Label.MANAGED_BY, Label.ATTEMPT, Label.INDEX)
 # The status waits for the creation of an Event.
 EVENT_TIMEOUT_S = 5.0
 DROPPED_EVENT_LOG_INTERVAL_S = 60.0
-PLURALS = {"Pod": "pods", "ConfigMap": "configmaps", "PodGroup": "podgroups"}
 
 
+@dataclass(kw_only=True)
 class ActionExecutor:
     """Execute actions. Responses of the API server go into the caches."""
 
-    def __init__(
-        self,
-        api: Api,
-        *,
-        planner: Planner,
-        checkpoint_client: CheckpointClient,
-        stack_client: StackClient,
-        queue: WorkQueue,
-        jobs: JobCache,
-        pods: PodCache,
-        control_key: ControlKey,
-        clock: Callable[[], datetime] = own_time,
-    ) -> None:
-        self._api = api
-        self._clock = clock
-        self._planner = planner
-        self._checkpoint_client = checkpoint_client
-        self._stack_client = stack_client
-        self._queue = queue
-        self._jobs = jobs
-        self._pods = pods
-        self._control_key = control_key
-        self._dropped_event_logged_at = float("-inf")
+    api: Api
+    planner: Planner
+    checkpoint_client: CheckpointClient
+    stack_client: StackClient
+    queue: WorkQueue
+    jobs: JobCache
+    pods: PodCache
+    control_key: ControlKey
+    clock: Callable[[], datetime] = own_time
+    _dropped_event_logged_at: float = field(default=-math.inf, init=False)
 
     async def execute(self, action: Action) -> None:
         """Execute one action. Repeating it changes nothing.
@@ -101,14 +88,11 @@ class ActionExecutor:
             ClusterRefusedError: the API server refused; the message is its own.
         """
         match action:
-            case CreateService(manifest=manifest):
-                await self._create("services", manifest)
-            case CreateConfigMap(manifest=manifest):
-                await self._create("configmaps", manifest)
-            case CreatePodGroup(manifest=manifest):
-                await self._create("podgroups", manifest)
             case CreatePod():
                 await self._create_pod(action)
+            case Creation(manifest=manifest):
+                path = _path(manifest["apiVersion"], manifest["metadata"]["namespace"], manifest["kind"])
+                await self.api.call("POST", path, manifest, FIELD_MANAGER_QUERY, METADATA_OF_ONE)
             case DeleteObject():
                 await self._delete(action)
             case DeleteWorkload():
@@ -120,29 +104,25 @@ class ActionExecutor:
             case EmitEvent():
                 await self._emit_event(action)
             case RequestPlan(key=key, question=question):
-                self._planner.request(key, question)
+                self.planner.request(key, question)
             case RequestStacks():
-                self._stack_client.request(action)
+                self.stack_client.request(action)
             case RequestCut():
-                self._checkpoint_client.request(action)
+                self.checkpoint_client.request(action)
             case WakeAt(key=key, time=time):
-                self._queue.add_at(key, time)
-
-    async def _create(self, plural: str, manifest: Manifest) -> None:
-        path = f"{_root(manifest['apiVersion'])}/namespaces/{manifest['metadata']['namespace']}/{plural}"
-        await self._api.call("POST", path, manifest, FIELD_MANAGER_QUERY, METADATA_OF_ONE)
+                self.queue.add_at(key, time)
 
     async def _create_pod(self, action: CreatePod) -> None:
         meta = action.manifest["metadata"]
-        path = f"/api/v1/namespaces/{meta['namespace']}/pods"
+        path = _path("v1", meta["namespace"], "Pod")
         identity = action.owner_uid, action.attempt
-        secret = await self._control_key.gang_secret(*identity)
-        derived = {Env.TOKEN_SHA256: token_digest(await self._control_key.token(*identity)), Env.GANG_SECRET: secret}
+        secret = await self.control_key.gang_secret(*identity)
+        derived = {Env.TOKEN_SHA256: token_digest(await self.control_key.token(*identity)), Env.GANG_SECRET: secret}
         body = with_derived(action.manifest, derived)
         try:
-            found = await self._api.call("POST", path, body, FIELD_MANAGER_QUERY, METADATA_OF_ONE)
+            found = await self.api.call("POST", path, body, FIELD_MANAGER_QUERY, METADATA_OF_ONE)
         except AlreadyExistsError as error:
-            found = await self._api.call("GET", f"{path}/{meta['name']}")
+            found = await self.api.call("GET", f"{path}/{meta['name']}")
             attempt = found["metadata"].get("labels", {}).get(Label.ATTEMPT)
             if not owned_by(found, action.owner_uid) or attempt != str(action.attempt):
                 problem = f"pod {meta['name']} exists and belongs to another owner or attempt: delete it"
@@ -150,32 +130,32 @@ class ActionExecutor:
         # Later reconciles would not see a pod without its labels, and it would train while the next attempt does.
         if (lost := _lost_identity(action, found)) is not None:
             with suppress(NotFoundError, ConflictError):
-                await self._api.call("DELETE", f"{path}/{meta['name']}", _delete_options(uid=found["metadata"]["uid"]))
+                await self.api.call("DELETE", f"{path}/{meta['name']}", _delete_options(uid=found["metadata"]["uid"]))
             problem = f"an admission controller changed {lost} of pod {meta['name']}, which identifies it"
             raise ClusterRefusedError(422, f"{problem}: the pod was deleted; exempt it from that webhook or policy")
-        self._pods.saw(found)
+        self.pods.saw(found)
 
     async def _delete(self, action: DeleteObject) -> None:
         options = _delete_options(uid=action.uid)
         if action.force or action.grace_s is not None:
             options["gracePeriodSeconds"] = 0 if action.force else action.grace_s
-        path = f"{_root(action.api_version)}/namespaces/{action.key.namespace}/{PLURALS[action.kind]}/{action.name}"
+        path = f"{_path(action.api_version, action.key.namespace, action.kind)}/{action.name}"
         # It is gone, or replaced by another object of that name.
         with suppress(NotFoundError, ConflictError):
-            await self._api.call("DELETE", path, options)
+            await self.api.call("DELETE", path, options)
 
     async def _delete_workload(self, action: DeleteWorkload) -> None:
         path = f"{KUEUE.path(action.key.namespace)}/{action.group}"
         with suppress(NotFoundError, ConflictError):
-            found = await self._api.call("GET", path)
+            found = await self.api.call("GET", path)
             if owned_by(found, action.pod_uid):
-                await self._api.call("DELETE", path, _delete_options(uid=found["metadata"]["uid"]))
+                await self.api.call("DELETE", path, _delete_options(uid=found["metadata"]["uid"]))
 
     async def _delete_job(self, action: DeleteJob) -> None:
         path = JOB_PATH.format(action.key.namespace, action.key.name)
         options = _delete_options(uid=action.uid, resourceVersion=action.resource_version)
         with suppress(NotFoundError):
-            await self._api.call("DELETE", path, {**options, "propagationPolicy": "Background"})
+            await self.api.call("DELETE", path, {**options, "propagationPolicy": "Background"})
 
     async def _update_status(self, action: UpdateStatus) -> None:
         """Write the status; on a conflict that changed nothing it depends on, write it on top of that version.
@@ -189,23 +169,22 @@ class ActionExecutor:
             meta = {"name": action.key.name, "uid": action.uid, "resourceVersion": version}
             body = {"apiVersion": names.API_VERSION, "kind": "DLRMJob", "metadata": meta, "status": status}
             try:
-                self._jobs.saw(await self._api.call("PUT", f"{path}/status", body, FIELD_MANAGER_QUERY))
+                self.jobs.saw(await self.api.call("PUT", f"{path}/status", body, FIELD_MANAGER_QUERY))
+                break
             except ConflictError:
-                found = self._jobs.saw(await self._api.call("GET", path))
+                found = self.jobs.saw(await self.api.call("GET", path))
                 if not tries_left or not _same_basis(found, action):
                     raise
                 version = found.resource_version
-            else:
-                break
         # What depends on the status is decided by another reconcile: the watch brings nothing that the caches lack.
         if action.decisive:
-            self._queue.add_at(action.key, self._clock())
+            self.queue.add_at(action.key, self.clock())
 
     async def _emit_event(self, action: EmitEvent) -> None:
         """Create the Event or drop it: nothing depends on it."""
         message = "" if action.reason in ONCE_PER_ATTEMPT else action.message
         digest = hashlib.sha256("\n".join((action.uid, str(action.attempt), action.reason, message)).encode())
-        now = timestamp(self._clock())
+        now = timestamp(self.clock())
         body = {
             "apiVersion": "v1",
             "kind": "Event",
@@ -225,13 +204,13 @@ class ActionExecutor:
             "lastTimestamp": now,
             "count": 1,
         }
-        path, done_by = f"/api/v1/namespaces/{action.key.namespace}/events", time.monotonic() + EVENT_TIMEOUT_S
+        path, done_by = _path("v1", action.key.namespace, "Event"), time.monotonic() + EVENT_TIMEOUT_S
         try:
-            await self._api.call("POST", path, body, done_by=done_by)
+            await self.api.call("POST", path, body, done_by=done_by)
         except ConflictError:
             # The name is a hash of the content: the Event exists.
             pass
-        except (ClusterUnavailableError, ClusterRefusedError) as error:
+        except API_ERRORS as error:
             self._log_dropped_event(action, error)
 
     def _log_dropped_event(self, action: EmitEvent, error: DLRMError) -> None:
@@ -260,5 +239,6 @@ def _delete_options(**preconditions: str) -> Manifest:
     return {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": preconditions}
 
 
-def _root(api_version: str) -> str:
-    return f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
+def _path(api_version: str, namespace: str, kind: str) -> str:
+    root = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
+    return f"{root}/namespaces/{namespace}/{kind.lower()}s"

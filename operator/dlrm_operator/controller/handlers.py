@@ -11,7 +11,6 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,7 @@ import kopf
 
 from dlrm_api import names
 from dlrm_api.names import GROUP, VERSION
-from dlrm_operator.api_client import (
-    METADATA_ONLY,
-    ClusterRefusedError,
-    ClusterUnavailableError,
-    KubernetesApi,
-    NotFoundError,
-)
+from dlrm_operator.api_client import API_ERRORS, METADATA_ONLY, KubernetesApi, NotFoundError
 from dlrm_operator.clients.checkpoint import CheckpointClient, ControlKey
 from dlrm_operator.clients.kueue import KueueClient
 from dlrm_operator.clients.planner import Planner
@@ -63,11 +56,8 @@ class Engine:
     def __init__(self, settings: Settings, api: KubernetesApi, lease_api: KubernetesApi) -> None:
         """Create all parts; nothing runs yet.
 
-        Args:
-            settings: Settings of this process.
-            api: The Kubernetes API.
-            lease_api: The same with threads of its own, so that no queue of requests delays a renewal. Its clock is
-                used for all decisions, because it gets a response every few seconds.
+        ``lease_api`` has threads of its own, so that no queue of requests delays a renewal. Its clock is used for all
+        decisions, because it gets a response every few seconds.
         """
         clock = lease_api.clock.now
         self.settings = settings
@@ -85,7 +75,7 @@ class Engine:
         self._stack_client = StackClient(self.queue.add)
         self._kueue_client = KueueClient(api, self.queue.add)
         observer = Observer(
-            api,
+            api=api,
             jobs=self.jobs,
             pods=self._pods,
             planner=self._planner,
@@ -98,7 +88,7 @@ class Engine:
             limits=settings.limits,
         )
         executor = ActionExecutor(
-            FencedApi(api, self._leader),
+            api=FencedApi(api, self._leader),
             planner=self._planner,
             checkpoint_client=self._checkpoint_client,
             stack_client=self._stack_client,
@@ -213,7 +203,7 @@ class Engine:
             except NotFoundError:
                 self._crd_missing = True
                 logger.warning("CustomResourceDefinition is missing", extra={"error": self.waits_for()})
-            except (ClusterUnavailableError, ClusterRefusedError) as error:
+            except API_ERRORS as error:
                 logger.warning("resync failed, will retry", extra={"error": str(error)})
             known = self.jobs.known()
             pause_s = self.settings.resync_s
@@ -297,8 +287,7 @@ def build_registry(engine: Engine) -> kopf.OperatorRegistry:
 
 def configure(settings: kopf.OperatorSettings, engine: Engine) -> None:
     """Set short timeouts, no Event per log line, and no access beyond the namespace if one is given."""
-    settings.persistence.diffbase_storage = NullDiffBaseStorage()
-    settings.persistence.progress_storage = NullProgressStorage()
+    settings.persistence.diffbase_storage = settings.persistence.progress_storage = NullStorage()
     settings.posting.level = logging.WARNING
     # Otherwise kopf kills the process this long after its watches ended.
     settings.process.ultimate_exiting_timeout = None
@@ -312,45 +301,29 @@ def configure(settings: kopf.OperatorSettings, engine: Engine) -> None:
     settings.scanning.disabled = engine.settings.namespace is not None
 
 
-STORES_NOTHING = "only kopf.on.event is used, which stores nothing"
+class NullStorage(kopf.DiffBaseStorage, kopf.ProgressStorage):
+    """Store nothing of an object. ``kopf.on.event`` needs nothing, and kopf stores only for handlers of changes.
 
+    kopf compares each object of an event with an "essence" that such handlers would have stored. Copying the object
+    for it was half of the cost of an event.
+    """
 
-# kopf compares each object of an event with an "essence" that handlers of changes would have stored. There are no such
-# handlers, and copying the object for it was half of the cost of an event.
-class NullDiffBaseStorage(kopf.DiffBaseStorage):
-    """Return the same empty essence for every object."""
-
-    def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:  # noqa: ARG002
-        """Return an empty essence."""
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        """Return the same empty essence for every object."""
         return kopf.BodyEssence({})
 
-    def fetch(self, *, body: kopf.Body) -> kopf.BodyEssence | None:  # noqa: ARG002
+    def fetch(self, **_: Any) -> None:
         """Return None."""
-        return None
 
-    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:  # noqa: ARG002
-        """Fail: kopf calls this for handlers of changes only."""
-        raise AssertionError(STORES_NOTHING)
-
-
-class NullProgressStorage(kopf.ProgressStorage):
-    """Keep no progress of handlers."""
-
-    def fetch(self, *, key: Any, body: kopf.Body) -> Any:  # noqa: ARG002
-        """Return None."""
-        return None
-
-    def store(self, *, key: Any, record: Any, body: kopf.Body, patch: kopf.Patch) -> None:  # noqa: ARG002
-        """Fail: kopf calls this for handlers of changes only."""
-        raise AssertionError(STORES_NOTHING)
-
-    def purge(self, *, key: Any, body: kopf.Body, patch: kopf.Patch) -> None:
+    def purge(self, **_: Any) -> None:
         """Do nothing."""
-
-    def touch(self, *, body: kopf.Body, patch: kopf.Patch, value: str | None) -> None:  # noqa: ARG002
-        """Fail: kopf calls this for handlers of changes only."""
-        raise AssertionError(STORES_NOTHING)
 
     def clear(self, *, essence: kopf.BodyEssence) -> kopf.BodyEssence:
         """Return the essence unchanged."""
         return essence
+
+    def store(self, **_: Any) -> None:
+        """Fail: kopf calls this for handlers of changes only."""
+        raise AssertionError("only kopf.on.event is used, which stores nothing")
+
+    touch = store

@@ -24,7 +24,7 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import FIELD_MANAGER, GROUP, Container, Env, Label
 from dlrm_api.status import DLRMJobStatus
-from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError, GoneError, Object, Query
+from dlrm_operator.api_client import API_ERRORS, GoneError, Object, Query
 from dlrm_operator.reconcile.findings import parse_timestamp
 from dlrm_operator.reconcile.state import ConfigMapSeen, ContainerSeen, GroupSeen, JobKey, JobSeen, PodSeen
 
@@ -98,11 +98,6 @@ def _is_secretless(spec: Object) -> bool:
     trainers = [each for each in spec.get("containers") or () if each.get("name") == Container.TRAINER]
     names = {variable.get("name") for trainer in trainers for variable in trainer.get("env") or ()}
     return bool(trainers) and Env.GANG_SECRET not in names
-
-
-def read_unlabelled_pod(document: Object, key: JobKey, attempt: int, index: int) -> PodSeen:
-    """Read a trainer pod that is identified by its name, since its labels were changed."""
-    return replace(read_pod(document), key=key, attempt=attempt, index=index, unlabelled=True)
 
 
 def read_config_map(document: Object) -> ConfigMapSeen:
@@ -218,13 +213,10 @@ class PodCache:
     def __init__(
         self, api: WatchApi, namespace: str | None, wake: Callable[[JobKey], None], wake_soon: Callable[[JobKey], None]
     ) -> None:
-        """Create an empty cache.
+        """Create an empty cache of one namespace, or of all.
 
-        Args:
-            api: The Kubernetes API.
-            namespace: The only namespace to watch; None: all.
-            wake: Called with a job when its pods changed.
-            wake_soon: Called instead if nothing depends on the change: the pod's node, or why it has none.
+        ``wake`` is called with a job when its pods changed, ``wake_soon`` if nothing depends on the change: the pod's
+        node, or why it has none.
         """
         self._api = api
         self._path = f"/api/v1/namespaces/{namespace}/pods" if namespace else "/api/v1/pods"
@@ -269,7 +261,7 @@ class PodCache:
                 self._follow(loop)
             except GoneError:
                 continue
-            except (ClusterUnavailableError, ClusterRefusedError) as error:
+            except API_ERRORS as error:
                 logger.warning("pod watch closed, restarting", extra={"error": str(error)})
                 self._resumed.wait(self._backoff_s)
                 self._resumed.clear()

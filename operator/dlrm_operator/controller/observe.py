@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from dlrm_api import names
 from dlrm_api.errors import InvalidSpecError, TemporaryError
@@ -20,14 +20,7 @@ from dlrm_operator.clients.planner import Planner
 from dlrm_operator.clients.pod_requests import StackClient
 from dlrm_operator.clients.progress import Poller
 from dlrm_operator.clients.references import ProfileSeen, ReferenceReader
-from dlrm_operator.controller.informers import (
-    JobCache,
-    PodCache,
-    read_config_map,
-    read_group,
-    read_pod,
-    read_unlabelled_pod,
-)
+from dlrm_operator.controller.informers import JobCache, PodCache, read_config_map, read_group, read_pod
 from dlrm_operator.manifests.objects import Images
 from dlrm_operator.manifests.pod_template import RESTRICTED, PodTemplatePolicy
 from dlrm_operator.manifests.scheduling import KUEUE, POD_GROUPS, group_type
@@ -58,41 +51,30 @@ class UnreadableStatusError(TemporaryError):
     """Report a status that another version wrote and this one cannot read: the job is not reconciled."""
 
 
+@dataclass(kw_only=True)
 class Observer:
     """Observe one job at a time, and remember what the API server refused between reconciles."""
 
-    def __init__(
-        self,
-        api: Api,
-        *,
-        jobs: JobCache,
-        pods: PodCache,
-        planner: Planner,
-        poller: Poller,
-        checkpoint_client: CheckpointClient,
-        stack_client: StackClient,
-        kueue_client: KueueClient,
-        references: ReferenceReader,
-        images: Images,
-        limits: PodTemplatePolicy = RESTRICTED,
-    ) -> None:
-        self._api = api
-        self._jobs = jobs
-        self._pods = pods
-        self._planner = planner
-        self._poller = poller
-        self._checkpoint_client = checkpoint_client
-        self._stack_client = stack_client
-        self._kueue_client = kueue_client
-        self._references = references
-        self._images = images
-        self._limits = limits
+    api: Api
+    jobs: JobCache
+    pods: PodCache
+    planner: Planner
+    poller: Poller
+    checkpoint_client: CheckpointClient
+    stack_client: StackClient
+    kueue_client: KueueClient
+    references: ReferenceReader
+    images: Images
+    limits: PodTemplatePolicy = RESTRICTED
+    refusals: dict[JobKey, str] = field(default_factory=dict, init=False)
+    refused_deletions: dict[JobKey, str] = field(default_factory=dict, init=False)
+    started: set[JobKey] = field(default_factory=set, init=False)
+    """Jobs that this process has started to create: their objects have to be read from now on."""
+
+    def __post_init__(self) -> None:
         self._startup_checks = StartupChecks()
-        self._stale_pod_groups = StalePodGroups()
-        self.refusals: dict[JobKey, str] = {}
-        self.refused_deletions: dict[JobKey, str] = {}
-        self.started: set[JobKey] = set()
-        """Jobs that this process has started to create: their objects have to be read from now on."""
+        self._without_stale_groups: set[JobKey] = set()
+        """Jobs at rest of which no PodGroup is left."""
 
     async def observe(self, key: JobKey, *, live: bool) -> Observed | None:
         """Return what is known of the job: its objects from the caches, or read live.
@@ -108,9 +90,9 @@ class Observer:
             ClusterRefusedError: the operator lacks a permission.
             UnreadableStatusError: the job cannot be reconciled.
         """
-        if not live and not self._pods.filled:
+        if not live and not self.pods.filled:
             return None
-        job = await self._live_job(key) if live else self._jobs.get(key)
+        job = await self._live_job(key) if live else self.jobs.get(key)
         if job is None:
             return None
         if job.unreadable and not job.deleting:
@@ -120,7 +102,7 @@ class Observer:
             )
         if needs_plan(job):
             return await self._observe_forming(job, live=live)
-        pods = await self._live_pods(job) if live else self._pods.pods(key)
+        pods = await self._live_pods(job) if live else self.pods.pods(key)
         children = None
         if self._startup_checks.due(job, pods):
             if not live:
@@ -128,11 +110,12 @@ class Observer:
             services, plan = await asyncio.gather(self._service(job), self._plan(job))
             self._startup_checks.done(key)
             children = Children(services=services, config_maps=plan)
-        elif self._stale_pod_groups.due(job, pods):
+        elif self._may_have_stale_groups(job, pods):
             if not live:
                 return None
-            children = Children(groups=await read_groups(self._api, job))
-            self._stale_pod_groups.done(job, children.groups)
+            children = Children(groups=await read_groups(self.api, job))
+            if not any(group.owner_uid == job.uid for group in children.groups.seen):
+                self._without_stale_groups.add(key)
         return replace(self._facts(job, pods), children=children)
 
     def forget(self, key: JobKey) -> None:
@@ -141,22 +124,34 @@ class Observer:
         self.refused_deletions.pop(key, None)
         self.started.discard(key)
         self._startup_checks.forget(key)
-        self._stale_pod_groups.forget(key)
+        self._without_stale_groups.discard(key)
+
+    def _may_have_stale_groups(self, job: JobSeen, pods: Iterable[PodSeen]) -> bool:
+        """Return whether a job at rest may have PodGroups left, for which its scheduler reserves resources.
+
+        A job that has none is not observed again until it has had pods again.
+        """
+        if not rests(job):
+            self._without_stale_groups.discard(job.key)
+            return False
+        if job.key in self._without_stale_groups or isinstance(job.spec, InvalidSpecError):
+            return False
+        return job.spec.spec.scheduling.gang in POD_GROUPS and all(pod.gone for pod in pods)
 
     def _facts(self, job: JobSeen, pods: tuple[PodSeen, ...]) -> Observed:
         """Return the job and its pods with what this process holds of it."""
         observed = Observed(
             job=job,
             pods=pods,
-            polled=self._poller.latest(job.key),
-            cut=self._checkpoint_client.answer(job.key),
-            stacks=self._stack_client.answer(job.key),
-            images=self._images,
-            limits=self._limits,
+            polled=self.poller.latest(job.key),
+            cut=self.checkpoint_client.answer(job.key),
+            stacks=self.stack_client.answer(job.key),
+            images=self.images,
+            limits=self.limits,
             refused_deletion=self.refused_deletions.get(job.key, ""),
         )
-        self._kueue_client.follow(job.key, waiting_group(observed))
-        return replace(observed, queue_message=self._kueue_client.message(job.key))
+        self.kueue_client.follow(job.key, waiting_group(observed))
+        return replace(observed, queue_message=self.kueue_client.message(job.key))
 
     async def _observe_forming(self, job: JobSeen, *, live: bool) -> Observed:
         """Observe a job that needs a plan.
@@ -165,16 +160,16 @@ class Observer:
         attempt exists. However old the cached job is, this creates no second set of pods. That it is recent spares
         users the pods of a job that was just deleted.
         """
-        answered = self._planner.has_answered(job.key)
-        recent = time.monotonic() - self._jobs.heard_at <= MAX_CACHE_AGE_S
+        answered = self.planner.has_answered(job.key)
+        recent = time.monotonic() - self.jobs.heard_at <= MAX_CACHE_AGE_S
         begins = self._begins(job) and (answered if live else recent or not answered)
         if not live and not begins:
-            return self._facts(job, self._pods.pods(job.key))
+            return self._facts(job, self.pods.pods(job.key))
         # Concurrently: a list that has to be current waits for the API server's watch cache.
         pods, profile, children = await asyncio.gather(
-            self._no_pods() if begins else self._live_pods(job), self._profile(job), self._children(job, begins)
+            self._live_pods(job, begins), self._profile(job), self._children(job, begins)
         )
-        planning = self._planner.answer(job.key, job, profile.version)
+        planning = self.planner.answer(job.key, job, profile.version)
         traces, trace_problem = await self._traces(job, children, pods) if planning is None else ({}, "")
         return replace(
             self._facts(job, pods),
@@ -191,21 +186,20 @@ class Observer:
     def _begins(self, job: JobSeen) -> bool:
         """Return whether, as far as is known, nothing of the first attempt exists."""
         first = _attempt(job) == 1 and _is_forming(job) and not job.unknown_fields and not job.deleting
-        return first and self._pods.filled and not self._pods.pods(job.key) and job.key not in self.started
+        return first and self.pods.filled and not self.pods.pods(job.key) and job.key not in self.started
 
     async def _live_job(self, key: JobKey) -> JobSeen | None:
         try:
-            return self._jobs.saw(await self._api.call("GET", JOB_PATH.format(key.namespace, key.name)))
+            return self.jobs.saw(await self.api.call("GET", JOB_PATH.format(key.namespace, key.name)))
         except NotFoundError:
             return None
 
-    async def _no_pods(self) -> tuple[PodSeen, ...]:
-        return ()
-
-    async def _live_pods(self, job: JobSeen) -> tuple[PodSeen, ...]:
+    async def _live_pods(self, job: JobSeen, begins: bool = False) -> tuple[PodSeen, ...]:
         """Return the pods with the job's labels, and those of a complete gang that have lost them."""
+        if begins:
+            return ()
         path = f"/api/v1/namespaces/{job.key.namespace}/pods"
-        items, _ = await self._api.list_all(path, _selector(job, managed=True))
+        items, _ = await self.api.list_all(path, _selector(job, managed=True))
         pods = tuple(read_pod(item) for item in items)
         searched = (self._unlabelled(job, path, index) for index in _missing(job, pods))
         unlabelled = tuple(pod for pod in await asyncio.gather(*searched) if pod is not None)
@@ -216,10 +210,10 @@ class Observer:
         """Return a pod of the current attempt that no list shows, if anything of it runs."""
         attempt = _attempt(job)
         try:
-            found = await self._api.call("GET", f"{path}/{names.trainer_pod(job.key.name, attempt, index)}")
+            found = await self.api.call("GET", f"{path}/{names.trainer_pod(job.key.name, attempt, index)}")
         except NotFoundError:
             return None
-        pod = read_unlabelled_pod(found, job.key, attempt, index)
+        pod = replace(read_pod(found), key=job.key, attempt=attempt, index=index, unlabelled=True)
         return pod if pod.owner_uid == job.uid and not pod.gone else None
 
     async def _children(self, job: JobSeen, begins: bool) -> Children:
@@ -228,7 +222,7 @@ class Observer:
         The Service is created first, so without it there is nothing else. If the first attempt begins, nobody reads it:
         its creation shows whether it exists.
         """
-        groups = await read_groups(self._api, job)
+        groups = await read_groups(self.api, job)
         if begins:
             return Children(groups=groups, assumed=True)
         if _attempt(job) > 1:
@@ -242,25 +236,25 @@ class Observer:
         """Read the Service by name: others may change its labels."""
         query = {"fieldSelector": f"metadata.name={names.trainer_service(job.key.name)}"}
         path = f"/api/v1/namespaces/{job.key.namespace}/services"
-        items, _ = await self._api.list_all(path, query, METADATA_ONLY)
+        items, _ = await self.api.list_all(path, query, METADATA_ONLY)
         return frozenset(item["metadata"]["name"] for item in items if owned_by(item, job.uid))
 
     async def _plan(self, job: JobSeen) -> tuple[ConfigMapSeen, ...]:
         """Read the ConfigMap with the first part of the current attempt's plan."""
         name = names.plan_config_map(job.key.name, _attempt(job))
         try:
-            found = await self._api.call("GET", f"/api/v1/namespaces/{job.key.namespace}/configmaps/{name}")
+            found = await self.api.call("GET", f"/api/v1/namespaces/{job.key.namespace}/configmaps/{name}")
         except NotFoundError:
             return ()
         return (read_config_map(found),)
 
     async def _config_maps(self, job: JobSeen) -> tuple[ConfigMapSeen, ...]:
         path = f"/api/v1/namespaces/{job.key.namespace}/configmaps"
-        items, _ = await self._api.list_all(path, _selector(job))
+        items, _ = await self.api.list_all(path, _selector(job))
         return tuple(read_config_map(item) for item in items if owned_by(item, job.uid))
 
     async def _profile(self, job: JobSeen) -> ProfileSeen:
-        return await self._references.profile(job.spec.spec) if isinstance(job.spec, DLRMJob) else ProfileSeen()
+        return await self.references.profile(job.spec.spec) if isinstance(job.spec, DLRMJob) else ProfileSeen()
 
     async def _traces(self, job: JobSeen, children: Children, pods: tuple[PodSeen, ...]) -> tuple[dict[str, str], str]:
         """Read the traces unless the attempt has its plan already."""
@@ -268,7 +262,7 @@ class Observer:
             return {}, ""
         if plan_in_force(children, pods, job.spec, _attempt(job)) is not None and not wants_resize(job):
             return {}, ""
-        return await self._references.traces(job.key.namespace, job.spec.spec)
+        return await self.references.traces(job.key.namespace, job.spec.spec)
 
 
 async def read_groups(api: Api, job: JobSeen) -> Groups:
@@ -326,34 +320,6 @@ class StartupChecks:
     def forget(self, key: JobKey) -> None:
         """Drop a deleted job."""
         self._due.pop(key, None)
-
-
-class StalePodGroups:
-    """Find jobs at rest that may have PodGroups left: their scheduler reserves resources for them.
-
-    A job that has none is not observed again until it has had pods again.
-    """
-
-    def __init__(self) -> None:
-        self._none_left: set[JobKey] = set()
-
-    def due(self, job: JobSeen, pods: Iterable[PodSeen]) -> bool:
-        """Return whether a job at rest, of which nothing runs, may have PodGroups."""
-        if not rests(job):
-            self._none_left.discard(job.key)
-            return False
-        if job.key in self._none_left or isinstance(job.spec, InvalidSpecError):
-            return False
-        return job.spec.spec.scheduling.gang in POD_GROUPS and all(pod.gone for pod in pods)
-
-    def done(self, job: JobSeen, groups: Groups) -> None:
-        """Note what was found."""
-        if not any(group.owner_uid == job.uid for group in groups.seen):
-            self._none_left.add(job.key)
-
-    def forget(self, key: JobKey) -> None:
-        """Drop a deleted job."""
-        self._none_left.discard(key)
 
 
 def owned_by(document: Object, uid: str) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from types import UnionType
 
@@ -26,7 +27,7 @@ from dlrm_operator.controller.informers import JobCache
 from dlrm_operator.controller.observe import Observer, needs_plan
 from dlrm_operator.controller.work_queue import StatusDebouncer
 from dlrm_operator.metrics import RECONCILE_SECONDS, count_restarts
-from dlrm_operator.reconcile.findings import MAX_EVENT_LENGTH, Reason, shorten
+from dlrm_operator.reconcile.findings import Reason, event
 from dlrm_operator.reconcile.reconcile import reconcile
 from dlrm_operator.reconcile.state import (
     Action,
@@ -34,6 +35,7 @@ from dlrm_operator.reconcile.state import (
     CreatePod,
     CreatePodGroup,
     CreateService,
+    Creation,
     DeleteObject,
     EmitEvent,
     JobKey,
@@ -49,7 +51,6 @@ PARALLEL_ACTIONS: tuple[type[Action] | UnionType, ...] = (CreatePod, DeleteObjec
 """Consecutive actions of one of these kinds are executed concurrently."""
 # If a quota holds no more pods, this many requests are refused at most.
 MAX_PARALLEL_WRITES = 8
-Creation = CreateService | CreateConfigMap | CreatePodGroup | CreatePod
 FORBIDDEN = 403
 SERVER_ERROR = 500
 """First code of failures behind the API server, such as a webhook that every pod needs."""
@@ -57,29 +58,22 @@ _OBJECT: ContextVar[dict[str, str] | None] = ContextVar("object", default=None)
 """The job that a log line is about: set once per pass, added to every line that the pass writes."""
 
 
+@dataclass
 class Reconciler:
     """Reconcile jobs. A pass may be repeated, and interrupted at any point."""
 
-    def __init__(
-        self,
-        observer: Observer,
-        executor: ActionExecutor,
-        jobs: JobCache,
-        planner: Planner,
-        poller: Poller,
-        debouncer: StatusDebouncer,
-        clock: Callable[[], datetime] = own_time,
-    ) -> None:
-        self._observer = observer
-        self._executor = executor
-        self._jobs = jobs
-        self._planner = planner
-        self._poller = poller
-        self._debouncer = debouncer
-        self._clock = clock
+    observer: Observer
+    executor: ActionExecutor
+    jobs: JobCache
+    planner: Planner
+    poller: Poller
+    debouncer: StatusDebouncer
+    clock: Callable[[], datetime] = own_time
+
+    def __post_init__(self) -> None:
         self._unconfirmed: dict[JobKey, tuple[Observed, UpdateStatus]] = {}
         """The last status write of each job if it got no response: it may have been done, and is reported when seen."""
-        parts = (observer, jobs, planner, poller, debouncer)
+        parts = (self.observer, self.jobs, self.planner, self.poller, self.debouncer)
         self._forget_callbacks: list[Callable[[JobKey], None]] = [part.forget for part in parts]
 
     def on_forget(self, callback: Callable[[JobKey], None]) -> None:
@@ -96,7 +90,7 @@ class Reconciler:
             ClusterRefusedError: a write was refused; the next pass writes that into the status.
             UnreadableStatusError: nothing can be done until somebody writes a status that is known.
         """
-        job = self._jobs.get(key)
+        job = self.jobs.get(key)
         set_log_context(key, job.uid if job else "")
         with RECONCILE_SECONDS.time():
             if not await self._reconcile_from(key, live=False):
@@ -104,17 +98,17 @@ class Reconciler:
 
     async def _reconcile_from(self, key: JobKey, *, live: bool) -> bool:
         """Return whether the pass is complete; False if live facts are needed."""
-        known = self._jobs.get(key)
+        known = self.jobs.get(key)
         observed = await self._observe(key, live=live)
         if observed is None:
             if not live:
                 return False
             # The watch has shown the job since: the response is older than that.
-            if self._jobs.get(key) is not known:
+            if self.jobs.get(key) is not known:
                 raise ConflictError(404, f"job {key} changed while it was read")
             self._forget(key)
             return True
-        actions = reconcile(observed, self._clock())
+        actions = reconcile(observed, self.clock())
         if not live and any(action.needs_live for action in actions):
             return False
         self._follow(key, observed)
@@ -130,24 +124,17 @@ class Reconciler:
     async def _observe(self, key: JobKey, *, live: bool) -> Observed | None:
         """Observe the job. Emit a warning Event if RBAC denies the read."""
         try:
-            return await self._observer.observe(key, live=live)
+            return await self.observer.observe(key, live=live)
         except ClusterRefusedError as error:
-            job = self._jobs.get(key)
+            job = self.jobs.get(key)
             if error.code == FORBIDDEN and job is not None:
                 await self._warn(job, f"the operator may not read this job's objects, so nothing is done: {error}")
             raise
 
     async def _warn(self, job: JobSeen, message: str) -> None:
         """Emit an Event about what the job's status cannot say."""
-        event = EmitEvent(
-            key=job.key,
-            uid=job.uid,
-            kind="Warning",
-            reason=Reason.REQUEST_DENIED,
-            message=shorten(message, MAX_EVENT_LENGTH),
-            attempt=job.known.attempt if job.known else 0,
-        )
-        await self._executor.execute(event)
+        attempt = job.known.attempt if job.known else 0
+        await self.executor.execute(event(job, "Warning", Reason.REQUEST_DENIED, message, attempt))
 
     def _follow(self, key: JobKey, observed: Observed) -> None:
         before, written = self._unconfirmed.get(key, (observed, None))
@@ -155,19 +142,19 @@ class Reconciler:
             del self._unconfirmed[key]
             if observed.job.status == written.status:
                 _report(key, before, written)
-        self._poller.follow(key, poll_target(observed))
+        self.poller.follow(key, poll_target(observed))
         if not needs_plan(observed.job):
-            self._planner.forget(key)
-            self._observer.started.discard(key)
+            self.planner.forget(key)
+            self.observer.started.discard(key)
 
     def _debounced(self, key: JobKey, actions: tuple[Action, ...]) -> tuple[Action, ...]:
         """Remove a status that may still wait, and its Events."""
         if any(isinstance(action, UpdateStatus) and action.passing for action in actions):
-            remaining_s = self._debouncer.remaining_s(key)
+            remaining_s = self.debouncer.remaining_s(key)
             if remaining_s > 0:
                 kept = [action for action in actions if not isinstance(action, UpdateStatus | EmitEvent)]
-                return (*kept, WakeAt(key=key, time=self._clock() + timedelta(seconds=remaining_s)))
-        self._debouncer.forget(key)
+                return (*kept, WakeAt(key=key, time=self.clock() + timedelta(seconds=remaining_s)))
+        self.debouncer.forget(key)
         return actions
 
     async def _apply(self, key: JobKey, observed: Observed, actions: tuple[Action, ...]) -> None:
@@ -182,22 +169,19 @@ class Reconciler:
             for error in results:
                 if error is not None:
                     raise error
-        self._observer.refusals.pop(key, None)
-        self._observer.refused_deletions.pop(key, None)
+        self.observer.refusals.pop(key, None)
+        self.observer.refused_deletions.pop(key, None)
 
     async def _execute(self, key: JobKey, observed: Observed, action: Action) -> None:
-        if isinstance(action, UpdateStatus) and action.repeatable and self._debouncer.crowded:
-            self._jobs.keep(observed.job, action.status)
-            action = WakeAt(key=key, time=self._clock() + timedelta(seconds=self._debouncer.remaining_s(key)))
-        unseen = (
-            isinstance(action, CreateService | CreateConfigMap)
-            and observed.children is not None
-            and observed.children.assumed
-        )
+        if isinstance(action, UpdateStatus) and action.repeatable and self.debouncer.crowded:
+            self.jobs.keep(observed.job, action.status)
+            action = WakeAt(key=key, time=self.clock() + timedelta(seconds=self.debouncer.remaining_s(key)))
+        assumed = observed.children is not None and observed.children.assumed
+        unseen = assumed and isinstance(action, CreateService | CreateConfigMap)
         if unseen:
-            self._observer.started.add(key)
+            self.observer.started.add(key)
         try:
-            await self._executor.execute(action)
+            await self.executor.execute(action)
         except AlreadyExistsError:
             if isinstance(action, Creation) and not unseen:
                 self._note_refusal(key, action, _name_taken(action))
@@ -207,8 +191,7 @@ class Reconciler:
         except ClusterRefusedError as error:
             # What cannot be created because this object is not deleted is reported then.
             if isinstance(action, DeleteObject) and action.kind != "Pod":
-                message = f"permission denied: delete {action.kind} {action.name}: {error}"
-                await self._warn(observed.job, message)
+                await self._warn(observed.job, f"permission denied: delete {action.kind} {action.name}: {error}")
                 return
             if not isinstance(action, UpdateStatus):
                 self._note_refusal(key, action, str(error))
@@ -228,7 +211,7 @@ class Reconciler:
 
     def _note_refusal(self, key: JobKey, action: Action, message: str) -> None:
         deletes = isinstance(action, DeleteObject)
-        refused = self._observer.refused_deletions if deletes else self._observer.refusals
+        refused = self.observer.refused_deletions if deletes else self.observer.refusals
         refused[key] = f"{type(action).__name__}: {message}"
 
     def _forget(self, key: JobKey) -> None:

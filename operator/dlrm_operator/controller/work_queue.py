@@ -51,14 +51,7 @@ class WorkQueue:
         clock: Callable[[], datetime] = own_time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create an empty queue.
-
-        Args:
-            reconcile: Reconciles one job.
-            is_new: Returns whether a job never had all of its pods.
-            clock: Clock of the moments in ``add_at``.
-            monotonic: Clock of the event loop, in seconds.
-        """
+        """Create an empty queue; ``is_new`` returns whether a job never had all of its pods."""
         self._reconcile = reconcile
         self._is_new = is_new
         self._clock, self._monotonic = clock, monotonic
@@ -226,12 +219,7 @@ class WorkQueue:
 
 
 class StatusDebouncer:
-    """Delay the intermediate statuses of starting jobs, so that a quick start takes few writes.
-
-    Args:
-        debounce_s: Delay if a job starts alone.
-        monotonic: Seconds of a clock that nobody sets.
-    """
+    """Delay the intermediate statuses of starting jobs, at least by ``debounce_s``: a quick start takes few writes."""
 
     def __init__(self, debounce_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._debounce_s, self._monotonic = debounce_s, monotonic

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 
 from dlrm_api import names
@@ -19,6 +19,7 @@ JOB_FILE = "job.json"
 # A ConfigMap may hold 1 MiB, keys included.
 MAX_CONFIG_MAP_BYTES = 1_000_000
 ROLE = "trainer"
+VERSION = version("dlrm-operator")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +33,8 @@ class Owner:
         """Return ``metadata.ownerReferences``, by which the garbage collector removes the objects of a deleted job."""
         if not self.uid:
             return []
-        return [
-            {
-                "apiVersion": names.API_VERSION,
-                "kind": "DLRMJob",
-                "name": self.name,
-                "uid": self.uid,
-                "controller": True,
-                "blockOwnerDeletion": True,
-            }
-        ]
+        job = {"apiVersion": names.API_VERSION, "kind": "DLRMJob", "name": self.name, "uid": self.uid}
+        return [{**job, "controller": True, "blockOwnerDeletion": True}]
 
 
 def labels(job: str, attempt: int | None = None, index: int | None = None) -> dict[str, str]:
@@ -99,12 +92,11 @@ def job_document(job: DLRMJob, plan: Plan) -> str:
     """
     fixed = job.spec.fixed_replicas
     spec = job.spec if fixed is not None else job.spec.with_replicas(plan.nodes)
-    written = spec.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     document = {
         "apiVersion": job.api_version,
         "kind": job.kind,
         "metadata": {"name": job.metadata.name, "namespace": job.metadata.namespace or "default"},
-        "spec": written,
+        "spec": spec.model_dump(mode="json", exclude_unset=True, exclude_none=True),
     }
     return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
@@ -114,12 +106,7 @@ def plan_config_maps(
 ) -> list[Manifest]:
     """Build the immutable ConfigMaps of one attempt, each below 1 MiB: the job, then the parts of the plan.
 
-    Args:
-        job: The job.
-        attempt: Number of the attempt.
-        plan: Its plan; the tables are not read.
-        parts: The whole plan (:func:`dlrm_api.plan.plan_to_parts`).
-        owner: Owner of the ConfigMaps.
+    The tables are in ``parts`` (:func:`dlrm_api.plan.plan_to_parts`); ``plan`` may lack them.
 
     Raises:
         InvalidSpecError: the job's document does not fit into one ConfigMap.
@@ -156,18 +143,14 @@ def _config_map(job: DLRMJob, name: str, attempt: int, owner: Owner) -> Manifest
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(job, name, owner, attempt), "immutable": True}
 
 
-def _own(name: str) -> str:
-    return f"{name}:{version('dlrm-operator')}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Images:
     """Hold the default images: this version's own unless the operator's settings name others."""
 
-    trainer: str = field(default_factory=lambda: _own("dlrm-trainer"))
-    trainer_cuda: str = field(default_factory=lambda: _own("dlrm-trainer-cuda"))
+    trainer: str = f"dlrm-trainer:{VERSION}"
+    trainer_cuda: str = f"dlrm-trainer-cuda:{VERSION}"
     """Image of trainers on GPUs."""
-    checkpointer: str = field(default_factory=lambda: _own("dlrm-checkpointer"))
+    checkpointer: str = f"dlrm-checkpointer:{VERSION}"
 
     def trainer_on(self, device: Device) -> str:
         """Return the trainer's image for a device."""

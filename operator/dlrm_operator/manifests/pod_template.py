@@ -42,15 +42,13 @@ def joined_security(ours: Manifest, theirs: Manifest) -> Manifest:
 
     So added capabilities keep ``drop: [ALL]``, and OpenShift chooses the user if ``runAsUser`` is null.
     """
-    found = copy.deepcopy(ours)
+    found = copy.deepcopy({**ours, **theirs})
     for field, value in theirs.items():
         if value is None:
-            found.pop(field, None)
+            del found[field]
         elif isinstance(value, dict):
-            present = found.get(field)
+            present = ours.get(field)
             found[field] = joined_security(present if isinstance(present, dict) else {}, value)
-        else:
-            found[field] = copy.deepcopy(value)
     return found
 
 
@@ -133,25 +131,19 @@ def _is_one_of(*values: Any) -> Callable[[Any], bool]:
     return lambda value: any(type(value) is type(one) and value == one for one in values)
 
 
+def _each(allows: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or (isinstance(value, list) and all(map(allows, value)))
+
+
 def _is_not_root(value: Any) -> bool:
     return value is None or (type(value) is int and value != 0)
 
 
-def _are_not_root(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(type(each) is int and each != 0 for each in value))
+def _is_safe(sysctl: Any) -> bool:
+    return isinstance(sysctl, dict) and sysctl.get("name") in SYSCTLS
 
 
-def _are_safe(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, list) and all(isinstance(each, dict) and each.get("name") in SYSCTLS for each in value)
-    )
-
-
-def _are_harmless(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(each == "NET_BIND_SERVICE" for each in value))
-
-
-def _hold_all(value: Any) -> bool:
+def _holds_all(value: Any) -> bool:
     return isinstance(value, list) and "ALL" in value
 
 
@@ -170,8 +162,8 @@ _POD: Final = (
     _Bound("runAsNonRoot", _is_one_of(True), "must be true"),
     _Bound("seccompProfile.type", _is_one_of(*PROFILES), f"must be {' or '.join(PROFILES)}"),
     _Bound("fsGroup", _is_not_root, _NOT_ROOT),
-    _Bound("supplementalGroups", _are_not_root, "must not contain 0 (root)"),
-    _Bound("sysctls", _are_safe, f"must be among {', '.join(SYSCTLS)}"),
+    _Bound("supplementalGroups", _each(lambda group: type(group) is int and group != 0), "must not contain 0 (root)"),
+    _Bound("sysctls", _each(_is_safe), f"must be among {', '.join(SYSCTLS)}"),
 )
 _CONTAINER: Final = (
     *_EITHER,
@@ -179,8 +171,8 @@ _CONTAINER: Final = (
     _Bound("seccompProfile.type", _is_one_of(None, *PROFILES), f"must be {' or '.join(PROFILES)}"),
     _Bound("privileged", _is_one_of(None, False), "must be false"),
     _Bound("allowPrivilegeEscalation", _is_one_of(False), "must be false"),
-    _Bound("capabilities.add", _are_harmless, "must contain only NET_BIND_SERVICE"),
-    _Bound("capabilities.drop", _hold_all, "must contain ALL"),
+    _Bound("capabilities.add", _each(_is_one_of("NET_BIND_SERVICE")), "must contain only NET_BIND_SERVICE"),
+    _Bound("capabilities.drop", _holds_all, "must contain ALL"),
     _Bound("procMount", _is_one_of(None, "Default"), "must be Default"),
 )
 
@@ -235,9 +227,7 @@ def _context(root: str, ours: Manifest, additions: Manifest, bounds: tuple[_Boun
 def _value(context: Any, field: str) -> Any:
     """Return the value at a path, or the first value on the way that is not an object."""
     for step in field.split("."):
-        if not isinstance(context, dict):
-            break
-        context = context.get(step)
+        context = context.get(step) if isinstance(context, dict) else context
     return context
 
 
@@ -248,8 +238,8 @@ def _volumes(volumes: list[Manifest]) -> Iterator[InvalidSpecError]:
             if kind == "name" or source is None:
                 continue
             if kind not in VOLUMES:
-                problem = f"must be one of {', '.join(VOLUMES)}"
-                yield _violation(f"{path}.{kind}", problem, "use a persistentVolumeClaim")
+                expected = f"must be one of {', '.join(VOLUMES)}"
+                yield _violation(f"{path}.{kind}", expected, "use a persistentVolumeClaim")
             elif kind == "projected":
                 yield from _projected(f"{path}.projected", source)
 
@@ -292,23 +282,23 @@ def _merge_metadata(metadata: Manifest, additions: Manifest) -> None:
 
 
 def _merge(target: Manifest, additions: Manifest, root: str) -> None:
-    for field, value in additions.items():
-        path = f"{root}.{field}"
+    for field, value in copy.deepcopy(additions).items():
+        path, present = f"{root}.{field}", target.get(field)
         if field in LIST_KEYS:
-            target[field] = [*target.get(field, []), *_new_items(target.get(field, []), value, LIST_KEYS[field], path)]
+            target[field] = [*(present or []), *value]
+            _check_unique(present or [], value, LIST_KEYS[field], path)
         elif field == "affinity":
-            target[field] = with_affinity(target.get(field, {}), copy.deepcopy(value))
+            target[field] = with_affinity(present or {}, value)
         elif field == "securityContext":
             target[field] = joined_security(target[field], value)
         elif target.get(field, value) != value:
-            raise InvalidSpecError(path, f"the HardwareProfile sets {target[field]}: remove it")
+            raise InvalidSpecError(path, f"the HardwareProfile sets {present}: remove it")
         else:
-            target[field] = copy.deepcopy(value)
+            target[field] = value
 
 
-def _new_items(present: Iterable[Any], value: list[Any], key: str | None, path: str) -> list[Any]:
+def _check_unique(present: Iterable[Any], added: list[Any], key: str | None, path: str) -> None:
     taken = {item.get(key) for item in present} if key else set()
-    for position, item in enumerate(value):
+    for position, item in enumerate(added):
         if key and item.get(key) in taken:
             raise InvalidSpecError(f"{path}[{position}].{key}", f"the operator uses {item[key]}: choose another")
-    return copy.deepcopy(value)

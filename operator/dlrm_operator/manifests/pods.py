@@ -49,22 +49,8 @@ class PodAttempt:
     """Whether its ranks share a secret: all of them, or none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Share:
-    """Hold what differs between the pods of an attempt."""
-
-    index: int
-    memory_bytes: int
-    tiers: dict[str, int]
-    """Bytes of its ranks in files, by tier."""
-
-
 def trainer_pods(attempt: PodAttempt, maps: list[Manifest]) -> list[Manifest]:
-    """Build the pods by index; equal arguments give equal pods.
-
-    Args:
-        attempt: All that they depend on.
-        maps: The attempt's ConfigMaps (:func:`dlrm_operator.manifests.objects.plan_config_maps`).
+    """Build the pods by index; equal arguments give equal pods. ``maps`` are the attempt's ConfigMaps.
 
     Raises:
         InvalidSpecError: the pod template violates the policy or collides with what the operator sets, or a tier has
@@ -73,8 +59,7 @@ def trainer_pods(attempt: PodAttempt, maps: list[Manifest]) -> list[Manifest]:
     check_policy(attempt.job.spec, attempt.job.metadata.namespace or "", attempt.limits)
     config = config_volume(maps)
     sizes = zip(_trainer_memory_bytes(attempt.job, attempt.plan), tier_bytes(attempt.plan), strict=True)
-    shares = [_Share(index=index, memory_bytes=size, tiers=tiers) for index, (size, tiers) in enumerate(sizes)]
-    return [_pod(attempt, share, config) for share in shares]
+    return [_pod(attempt, index, size, tiers, config) for index, (size, tiers) in enumerate(sizes)]
 
 
 def with_derived(pod: Manifest, values: Mapping[str, str]) -> Manifest:
@@ -89,8 +74,9 @@ def with_derived(pod: Manifest, values: Mapping[str, str]) -> Manifest:
     return {**pod, "spec": {**spec, "containers": containers}}
 
 
-def _pod(attempt: PodAttempt, share: _Share, config: Manifest) -> Manifest:
-    job, index = attempt.job, share.index
+def _pod(attempt: PodAttempt, index: int, memory_bytes: int, tiers: dict[str, int], config: Manifest) -> Manifest:
+    """Build one pod; ``tiers`` are the bytes of its ranks in files, by tier."""
+    job = attempt.job
     name = names.trainer_pod(job.metadata.name, attempt.number, index)
     spec: Manifest = {
         "restartPolicy": "Never",
@@ -103,8 +89,8 @@ def _pod(attempt: PodAttempt, share: _Share, config: Manifest) -> Manifest:
         "terminationGracePeriodSeconds": _grace_seconds(job),
         "securityContext": POD_SECURITY,
         "initContainers": [_checkpointer(attempt, index)],
-        "containers": [_trainer(attempt, share)],
-        "volumes": _volumes(attempt, share, config),
+        "containers": [_trainer(attempt, index, memory_bytes, tiers)],
+        "volumes": _volumes(attempt, index, tiers, config),
         **placement(job, attempt.profile, attempt.number),
     }
     meta = metadata(job, name, attempt.owner, attempt.number, index)
@@ -128,7 +114,7 @@ def _rendezvous_timeout_s(job: DLRMJob) -> int:
     return RENDEZVOUS_TIMEOUT_S + round(MAX_PENDING_S if deadline is None else deadline)
 
 
-def _trainer(attempt: PodAttempt, share: _Share) -> Manifest:
+def _trainer(attempt: PodAttempt, index: int, memory_bytes: int, tiers: dict[str, int]) -> Manifest:
     job, trainer = attempt.job, attempt.job.spec.trainer
     command = ["python", "-m", "dlrm_trainer", "--job", Path.JOB, "--plan", Path.PLAN]
     rank0 = f"{names.trainer_pod(job.metadata.name, attempt.number, 0)}.{names.trainer_service(job.metadata.name)}"
@@ -144,7 +130,7 @@ def _trainer(attempt: PodAttempt, share: _Share) -> Manifest:
         env[Env.GANG_SECRET] = ""
     if attempt.committed_snapshot:
         env[Env.COMMITTED_SNAPSHOT] = attempt.committed_snapshot
-    if share.tiers:
+    if tiers:
         env[Env.TIER_DIR] = Path.TIERS
     own: list[Manifest] = []
     if job.spec.data.credentials_secret:
@@ -154,15 +140,15 @@ def _trainer(attempt: PodAttempt, share: _Share) -> Manifest:
         {"name": "trainer", "containerPort": Port.TRAINER},
         {"name": "rendezvous", "containerPort": Port.RENDEZVOUS},
     ]
-    container = _container(attempt, share.index, command, env, ports)
+    container = _container(attempt, index, command, env, ports)
     if attempt.plan.device == "cuda":
         own.append({"name": "shm", "mountPath": Path.SHARED_MEMORY})
-    container["volumeMounts"] = [*container["volumeMounts"], *own, *tier_mounts(share.tiers)]
+    container["volumeMounts"] = [*container["volumeMounts"], *own, *tier_mounts(tiers)]
     return {
         "name": Container.TRAINER,
         "image": trainer.image or attempt.images.trainer_on(attempt.plan.device),
         **container,
-        "resources": _trainer_resources(job, attempt.profile, share.memory_bytes, attempt.memory_reserve_bytes),
+        "resources": _trainer_resources(job, attempt.profile, memory_bytes, attempt.memory_reserve_bytes),
     }
 
 
@@ -216,8 +202,8 @@ def _container(
     }
 
 
-def _volumes(attempt: PodAttempt, share: _Share, config: Manifest) -> list[Manifest]:
-    job, handoff_bytes = attempt.job, attempt.plan.handoff_bytes[share.index]
+def _volumes(attempt: PodAttempt, index: int, tiers: dict[str, int], config: Manifest) -> list[Manifest]:
+    job, handoff_bytes = attempt.job, attempt.plan.handoff_bytes[index]
     volumes: list[Manifest] = [
         config,
         {"name": "handoff", "emptyDir": {"medium": "Memory", "sizeLimit": str(handoff_bytes)}},
@@ -231,7 +217,7 @@ def _volumes(attempt: PodAttempt, share: _Share, config: Manifest) -> list[Manif
     if attempt.plan.device == "cuda":
         size = CUDA_SHARED_BYTES * attempt.plan.processes_per_node
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(size)}})
-    return volumes + tier_volumes(share.tiers, attempt.profile)
+    return volumes + tier_volumes(tiers, attempt.profile)
 
 
 def _trainer_resources(job: DLRMJob, profile: HardwareProfile | None, memory_bytes: int, reserve: int) -> Manifest:
@@ -287,16 +273,8 @@ def render_objects(
 ) -> list[Manifest]:
     """Build every object that the operator creates for one attempt, in the order of creation.
 
-    The pods have no digest of a control token, so pods created from this output refuse requests for cuts.
-
-    Args:
-        job: The job.
-        profile: The HardwareProfile that ``trainer.hardware`` names.
-        plan: The job's plan.
-        attempt: Number of the attempt.
-        images: Images for a job that names none (default: this version's own).
-        limits: Policy for the pod template.
-        uid: The job's uid; without it the objects have no owner.
+    The pods have no digest of a control token, so pods created from this output refuse requests for cuts. Without
+    ``uid``, the job's, the objects have no owner.
 
     Raises:
         InvalidSpecError: the job's document is too large, or the pod template violates the policy or collides with

@@ -93,14 +93,8 @@ def pod_groups(job: DLRMJob, attempt: int, pods: list[Manifest], owner: Owner) -
         if scheduling.priority_class:
             spec["priorityClassName"] = scheduling.priority_class
     name = names.pod_group(job.metadata.name, attempt)
-    return [
-        {
-            "apiVersion": kind.api_version,
-            "kind": "PodGroup",
-            "metadata": metadata(job, name, owner, attempt),
-            "spec": spec,
-        }
-    ]
+    meta = metadata(job, name, owner, attempt)
+    return [{"apiVersion": kind.api_version, "kind": "PodGroup", "metadata": meta, "spec": spec}]
 
 
 def requests_of_all(pods: list[Manifest]) -> dict[str, str]:
@@ -132,7 +126,8 @@ def placement(job: DLRMJob, profile: HardwareProfile | None, attempt: int) -> Ma
     if scheduling.topology == "spread":
         found["topologySpreadConstraints"] = [_spread(job, attempt)]
     if scheduling.topology == "pack":
-        found["affinity"] = with_affinity(found.get("affinity", {}), {"podAffinity": {REQUIRED: [_pack(job, attempt)]}})
+        together = {"topologyKey": scheduling.topology_key, "labelSelector": _gang(job, attempt)}
+        found["affinity"] = with_affinity(found.get("affinity", {}), {"podAffinity": {REQUIRED: [together]}})
     return found
 
 
@@ -142,11 +137,8 @@ def with_affinity(ours: Manifest, additions: Manifest) -> Manifest:
     Pod terms and preferences are concatenated. A node has to match only one of the node selector terms, so each of ours
     is combined with each of theirs.
     """
-    found: Manifest = {}
-    for kind in sorted({*ours, *additions}):
-        left, right = ours.get(kind) or {}, additions.get(kind) or {}
-        found[kind] = _with_rules(left, right)
-    return found
+    kinds = sorted({*ours, *additions})
+    return {kind: _with_rules(ours.get(kind) or {}, additions.get(kind) or {}) for kind in kinds}
 
 
 def _with_rules(left: Manifest, right: Manifest) -> Manifest:
@@ -189,10 +181,6 @@ def _spread(job: DLRMJob, attempt: int) -> Manifest:
         "nodeTaintsPolicy": "Honor",
         "labelSelector": _gang(job, attempt),
     }
-
-
-def _pack(job: DLRMJob, attempt: int) -> Manifest:
-    return {"topologyKey": job.spec.scheduling.topology_key, "labelSelector": _gang(job, attempt)}
 
 
 def _gang(job: DLRMJob, attempt: int) -> dict[str, Any]:

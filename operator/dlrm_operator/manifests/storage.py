@@ -37,11 +37,7 @@ def check_mounts(plan: Plan, profile: HardwareProfile | None) -> None:
 
 
 def tier_volumes(sizes: Mapping[str, int], profile: HardwareProfile | None) -> list[Manifest]:
-    """Build the volumes of a pod with these bytes in files.
-
-    Raises:
-        InvalidSpecError: see :func:`check_mounts`.
-    """
+    """Build the volumes of a pod with these bytes in files. Raises like :func:`check_mounts`."""
     return [_volume(tier, size, _mounted(tier, profile)) for tier, size in sizes.items()]
 
 
@@ -99,10 +95,9 @@ def ephemeral_store_warnings(spec: DLRMJobSpec) -> tuple[str, ...]:
 
 
 def _folders(spec: DLRMJobSpec) -> Iterator[tuple[str, str]]:
-    checkpoint = spec.checkpoint
-    places = {"spec.checkpoint.uri": checkpoint.uri}
-    if checkpoint.publish is not None:
-        places["spec.checkpoint.publish.uri"] = checkpoint.publish.uri
-    for field, uri in places.items():
+    uris = {"spec.checkpoint.uri": spec.checkpoint.uri}
+    if spec.checkpoint.publish is not None:
+        uris["spec.checkpoint.publish.uri"] = spec.checkpoint.publish.uri
+    for field, uri in uris.items():
         if not is_s3(uri):
             yield field, unquote(urlsplit(uri).path).rstrip("/")

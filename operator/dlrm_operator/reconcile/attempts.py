@@ -18,6 +18,7 @@ from dlrm_api.names import USER_ERROR_CODES, Container, ExitCode
 from dlrm_api.restart_policy import RestartBudget, backoff_s, restart_action
 from dlrm_api.status import ConditionType, DLRMJobStatus, FailureEvidence, Phase, ProgressStatus
 from dlrm_operator.manifests.scheduling import KUEUE_FINALIZER, KUEUE_GATE
+from dlrm_operator.reconcile import health
 from dlrm_operator.reconcile.findings import (
     MAX_MESSAGE_LENGTH,
     MAX_REASON_LENGTH,
@@ -29,15 +30,6 @@ from dlrm_operator.reconcile.findings import (
     parse_timestamp,
     shorten,
     timestamp,
-)
-from dlrm_operator.reconcile.health import (
-    CRASH_LOOP,
-    FORCE_DELETE_AFTER,
-    check_hang,
-    foreign_containers,
-    has_ended_uploading,
-    has_stored,
-    upload_awaited_until,
 )
 from dlrm_operator.reconcile.state import ContainerSeen, Gang, JobSeen, JobView, PodSeen
 from dlrm_planner import working_set_bytes
@@ -119,7 +111,7 @@ def outcome_rule(view: JobView) -> RuleResult:
 
 def hang_rule(view: JobView) -> RuleResult:
     """End the attempt of a hung gang after its stacks were read."""
-    found = check_hang(view)
+    found = health.check_hang(view)
     if isinstance(found, RuleResult):
         return found
     return _end_attempt(view, AttemptOutcome(result="restart", evidence=found))
@@ -343,7 +335,7 @@ def _pod_end(pod: PodSeen) -> AttemptOutcome | None:
             if code in USER_ERROR_CODES:
                 return AttemptOutcome(result="fail", evidence=_checkpointer_evidence(pod, code, ""))
         # After the first OOM kill the kubelet restarts it at once.
-        if sidecar.waiting_reason == CRASH_LOOP and sidecar.last_reason == OUT_OF_MEMORY:
+        if sidecar.waiting_reason == health.CRASH_LOOP and sidecar.last_reason == OUT_OF_MEMORY:
             evidence = _checkpointer_evidence(pod, sidecar.last_exit_code or 0, OUT_OF_MEMORY)
             return AttemptOutcome(result="restart", evidence=evidence, out_of_memory=True)
     for container in pod.containers:
@@ -418,15 +410,15 @@ def _unsaved(gang: Gang, now: datetime) -> AttemptOutcome:
     A pod that still uploads is waited for, unless nobody can end it any more, or nothing suggests that a cut could
     still come. If a pod was removed before its part was stored, that is the reason.
     """
-    uploading = [pod for pod in gang.pods.values() if not has_ended_uploading(pod)]
-    dues = [due for pod in uploading if (due := _silent_from(pod) or upload_awaited_until(gang, pod))]
+    uploading = [pod for pod in gang.pods.values() if not health.has_ended_uploading(pod)]
+    dues = [due for pod in uploading if (due := _silent_from(pod) or health.upload_awaited_until(gang, pod))]
     # Without a due time, the pod is waited for until it reports more.
     if len(dues) < len(uploading):
         return ONGOING
     if dues and now < max(dues):
         return AttemptOutcome(result="ongoing", settle_at=max(dues))
     silent = (pod for pod in uploading if _silent_from(pod) is not None)
-    removed = (pod for pod in gang.pods.values() if _is_disrupted(pod) and not has_stored(pod))
+    removed = (pod for pod in gang.pods.values() if _is_disrupted(pod) and not health.has_stored(pod))
     cause = next(chain(silent, removed), None)
     if cause is None:
         return AttemptOutcome(result="restart", evidence=_not_committed_evidence(gang))
@@ -444,7 +436,7 @@ def force_due(pod: PodSeen) -> datetime | None:
     """Return when a pod that is being deleted may be force-deleted; None if that is unknown."""
     if pod.delete_by is None:
         return None
-    overdue = pod.delete_by + FORCE_DELETE_AFTER
+    overdue = pod.delete_by + health.FORCE_DELETE_AFTER
     return overdue if pod.lost_since is None else min(overdue, pod.lost_since + NODE_LOST_AFTER)
 
 
@@ -489,9 +481,9 @@ def _not_committed_evidence(gang: Gang) -> FailureEvidence:
     sidecar = pod.checkpointer.checkpoint if pod.checkpointer else None
     if sidecar is not None and sidecar.store_error:
         message += f"; store error: {sidecar.store_error}"
-    kept = next((each for each in gang.pods.values() if not each.ended and foreign_containers(each)), None)
+    kept = next((each for each in gang.pods.values() if not each.ended and health.foreign_containers(each)), None)
     if kept is not None:
-        message += f"; pod {kept.name} cannot end, it still runs {', '.join(foreign_containers(kept))}"
+        message += f"; pod {kept.name} cannot end, it still runs {', '.join(health.foreign_containers(kept))}"
     return _evidence(pod, Reason.SNAPSHOT_NOT_COMMITTED, message)
 
 

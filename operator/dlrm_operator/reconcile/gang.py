@@ -18,15 +18,7 @@ from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.objects import JOB_FILE, Owner, gang_service, job_document, plan_config_maps
 from dlrm_operator.manifests.pods import PodAttempt, trainer_pods
 from dlrm_operator.manifests.scheduling import KUEUE_FINALIZER, pod_groups
-from dlrm_operator.reconcile.attempts import (
-    NODE_LOST_AFTER,
-    fail,
-    force_due,
-    gate_message,
-    next_attempt,
-    pods_wait,
-    scheduler_message,
-)
+from dlrm_operator.reconcile import attempts, health
 from dlrm_operator.reconcile.findings import (
     Finding,
     Reason,
@@ -37,13 +29,6 @@ from dlrm_operator.reconcile.findings import (
     noun,
     timestamp,
     unknown_fields_message,
-)
-from dlrm_operator.reconcile.health import (
-    FORCE_DELETE_AFTER,
-    STRAGGLER_RATIO,
-    TRAINING,
-    end_awaited_until,
-    upload_awaited_until,
 )
 from dlrm_operator.reconcile.state import (
     Action,
@@ -135,11 +120,11 @@ def _plan(view: JobView) -> RuleResult:
     if planning.plan is None:
         reason = Reason.INFEASIBLE if planning.final else Reason.PLANNER_FAILED
         found = RuleResult(findings=(_planned("False", reason, planning.problem, phase),))
-        return fail(view, reason, planning.problem).after(found) if planning.final else found
+        return attempts.fail(view, reason, planning.problem).after(found) if planning.final else found
     try:
         maps = plan_config_maps(view.spec, view.status.attempt, planning.plan, planning.parts, _owner(view))
     except InvalidSpecError as error:
-        return fail(view, Reason.INVALID_SPEC, str(error))
+        return attempts.fail(view, Reason.INVALID_SPEC, str(error))
     return _create(view, planning.plan, maps)
 
 
@@ -172,14 +157,14 @@ def _create(view: JobView, plan: Plan, maps: list[Manifest] | None = None) -> Ru
     try:
         actions = tuple(_creations(view, plan, gang, stored, maps))
     except InvalidSpecError as error:
-        return fail(view, Reason.INVALID_SPEC, str(error)).after(planned)
+        return attempts.fail(view, Reason.INVALID_SPEC, str(error)).after(planned)
     if observed.refusal:
         finding = _scheduled("False", Reason.REQUEST_DENIED, observed.refusal, Phase.SCHEDULING)
         return RuleResult(findings=(finding,), actions=actions).after(planned)
     count = f"{plan.nodes} of {plan.nodes}"
     message = f"{count} pods are unschedulable: no message from the scheduler yet"
     scheduled = _scheduled("False", Reason.UNSCHEDULABLE, message)
-    reason, why = pods_wait([])
+    reason, why = attempts.pods_wait([])
     running = _running("False", reason, f"{count} trainers have not started: {why}", Phase.SCHEDULING)
     return RuleResult(
         findings=(scheduled, running),
@@ -274,7 +259,7 @@ def _was_edited(children: Children, job: DLRMJob, attempt: int) -> bool:
 
 
 def _replace_edited_gang(view: JobView) -> RuleResult:
-    changes = next_attempt(view.status, Reason.SPEC_CHANGED)
+    changes = attempts.next_attempt(view.status, Reason.SPEC_CHANGED)
     message = f"spec changed while pods were created: attempt {changes['attempt']} follows"
     finding = _running("False", Reason.SPEC_CHANGED, message, Phase.RESTARTING)
     return RuleResult(findings=(finding,), changes=changes, done=True)
@@ -337,15 +322,17 @@ def _scheduled_finding(gang: Gang) -> Finding:
     if not waiting:
         return _scheduled("True", Reason.ALL_PODS_SCHEDULED)
     count = f"{len(waiting)} of {gang.size} pods"
-    if held := next((message for pod in waiting if (message := gate_message(pod, gang.queue_message))), ""):
+    if held := next((message for pod in waiting if (message := attempts.gate_message(pod, gang.queue_message))), ""):
         return _scheduled("False", Reason.QUOTA_PENDING, f"{count} are not admitted: {held}")
     telling = next((pod for pod in waiting if pod.unschedulable), waiting[0])
-    return _scheduled("False", Reason.UNSCHEDULABLE, f"{count} are unschedulable: {scheduler_message(telling)}")
+    return _scheduled(
+        "False", Reason.UNSCHEDULABLE, f"{count} are unschedulable: {attempts.scheduler_message(telling)}"
+    )
 
 
 def _running_finding(view: JobView, gang: Gang) -> Finding | None:
     if late := [pod for pod in gang.pods.values() if not pod.started]:
-        reason, why = pods_wait(late)
+        reason, why = attempts.pods_wait(late)
         message = f"{len(late)} of {gang.size} trainers have not started: {why}"
         return _running("False", reason, message, Phase.SCHEDULING)
     if gang.finished:
@@ -357,7 +344,7 @@ def _running_finding(view: JobView, gang: Gang) -> Finding | None:
             return None
         message = "trainers are running, pod 0 has not reported progress yet"
         return _running("False", Reason.PROGRESS_UNKNOWN, message, Phase.RESTORING)
-    if gang.polled.trainer.phase not in TRAINING:
+    if gang.polled.trainer.phase not in health.TRAINING:
         message = "trainers are starting, or restoring the newest snapshot"
         return _running("False", Reason.RESTORING, message, Phase.RESTORING)
     slow = view.status.progress.straggler if view.status.progress else None
@@ -366,7 +353,7 @@ def _running_finding(view: JobView, gang: Gang) -> Finding | None:
     # No figures: the message must not change all the time.
     message = (
         f"rank {slow.rank} in pod {slow.pod} on node {slow.node} slows down the gang: its part of a step takes over "
-        f"{STRAGGLER_RATIO:g}x the median (status.progress.straggler); check that node, or the plan"
+        f"{health.STRAGGLER_RATIO:g}x the median (status.progress.straggler); check that node, or the plan"
     )
     return _running("True", Reason.STRAGGLER_DETECTED, message, Phase.RUNNING)
 
@@ -402,7 +389,7 @@ def stale_pods_rule(view: JobView) -> RuleResult:
         return RuleResult()
     doomed, wakes = [], []
     for pod in stale:
-        due = end_awaited_until(pod, view.gang.grace) if _may_be_kept(view, pod) else None
+        due = health.end_awaited_until(pod, view.gang.grace) if _may_be_kept(view, pod) else None
         if due is None or view.now >= due:
             doomed.append(pod)
         else:
@@ -440,8 +427,8 @@ def _why_it_stays(pod: PodSeen, *, owned: bool) -> str:
     if not owned:
         return f"{where} (of another owner, never force-deleted: see kubectl describe pod {pod.name})"
     if pod.lost_since is not None:
-        return f"{where} (its node is silent; force-deleted {NODE_LOST_AFTER.seconds} s after that)"
-    return f"{where} (force-deleted {FORCE_DELETE_AFTER.seconds} s after its grace period)"
+        return f"{where} (its node is silent; force-deleted {attempts.NODE_LOST_AFTER.seconds} s after that)"
+    return f"{where} (force-deleted {health.FORCE_DELETE_AFTER.seconds} s after its grace period)"
 
 
 def delete_stale_pods(view: JobView) -> RuleResult:
@@ -458,7 +445,7 @@ def delete_stale_pods(view: JobView) -> RuleResult:
         due = None
         if current and not pod.ended:
             safe = view.status.phase is Phase.SUCCEEDED
-            due = end_awaited_until(pod, gang.grace) if safe else upload_awaited_until(gang, pod)
+            due = health.end_awaited_until(pod, gang.grace) if safe else health.upload_awaited_until(gang, pod)
         ends = pod.ended or (pod.started and not pod.training) if current else pod.ended and _may_be_kept(view, pod)
         if not ends or (due is not None and view.now >= due):
             doomed.append(pod)
@@ -481,7 +468,7 @@ def delete_pods(view: JobView, pods: Iterable[PodSeen]) -> RuleResult:
     for pod in pods:
         if pod.held or pod.owner_uid != view.job.uid:
             continue
-        due, deletion = force_due(pod), DeleteObject(kind="Pod", key=view.job.key, name=pod.name, uid=pod.uid)
+        due, deletion = attempts.force_due(pod), DeleteObject(kind="Pod", key=view.job.key, name=pod.name, uid=pod.uid)
         if not pod.deleting:
             hung = failure is not None and (failure.attempt, failure.reason) == (pod.attempt, Reason.HANG_DETECTED)
             actions.append(replace(deletion, grace_s=HUNG_GRACE_S) if hung else deletion)
@@ -495,9 +482,9 @@ def delete_pods(view: JobView, pods: Iterable[PodSeen]) -> RuleResult:
 
 
 def _force_message(pod: PodSeen, now: datetime) -> str:
-    late = pod.delete_by is not None and now >= pod.delete_by + FORCE_DELETE_AFTER
-    existed = f"still existed {FORCE_DELETE_AFTER.seconds} s after its grace period"
-    silent = f"is on a node that has been silent for {NODE_LOST_AFTER.seconds} s"
+    late = pod.delete_by is not None and now >= pod.delete_by + health.FORCE_DELETE_AFTER
+    existed = f"still existed {health.FORCE_DELETE_AFTER.seconds} s after its grace period"
+    silent = f"is on a node that has been silent for {attempts.NODE_LOST_AFTER.seconds} s"
     return (
         f"pod {pod.name} (node {pod.node or 'unknown'}) {existed if late else silent}: force-deleted; if it still "
         "runs, its attempt cannot commit snapshots any more"

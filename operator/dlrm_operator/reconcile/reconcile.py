@@ -47,11 +47,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def reconcile(observed: Observed, now: datetime) -> tuple[Action, ...]:
-    """Decide one pass.
-
-    Args:
-        observed: From the caches, or live if one of the returned actions needs that.
-        now: Time of the pass, in UTC.
+    """Decide one pass at ``now``, in UTC, by what was observed: from the caches, or live if an action needs that.
 
     Returns:
         Actions, to be done in their order; none if everything is as it should be. After any prefix of them the next

@@ -17,7 +17,7 @@ from typing import Any
 from dlrm_api.base import read_served
 from dlrm_api.errors import BadDataError, InvalidSpecError
 from dlrm_api.job import DLRMJob
-from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError
+from dlrm_operator.api_client import API_ERRORS, Object
 from dlrm_operator.clients.planner import PlannerProcess
 from dlrm_operator.clients.references import CONFIG_MAP_SCHEME, ProfileSeen, ReferenceReader
 from dlrm_operator.manifests.pod_template import RESTRICTED, PodTemplatePolicy, check_policy
@@ -27,7 +27,6 @@ from dlrm_operator.reconcile.findings import first_few, shorten
 from dlrm_operator.reconcile.state import Planning, PlanQuestion
 from dlrm_planner import trace_references
 
-Object = dict[str, Any]
 PlanFunction = Callable[[PlanQuestion, float], Awaitable[Planning]]
 
 API_VERSION = "admission.k8s.io/v1"
@@ -107,7 +106,7 @@ class Reviewer:
                 verdict = await self._feasibility(namespace, job)
         except TimeoutError:
             verdict = unplanned(f"the planner did not finish within {self._deadline_s:g} s")
-        except (ClusterUnavailableError, ClusterRefusedError) as error:
+        except API_ERRORS as error:
             verdict = unplanned(f"failed to read what the spec refers to: {error}")
         return replace(verdict, warnings=(*verdict.warnings, *ephemeral_store_warnings(job.spec)))
 
@@ -172,19 +171,11 @@ def examine(review: Review, limits: PodTemplatePolicy) -> Verdict | DLRMJob:
 
 
 def missing(profile: ProfileSeen, trace_problem: str, traces: Sequence[str]) -> tuple[str, ...]:
-    """Warn about references that cannot be used: they may be applied after the job, from the same folder.
-
-    Args:
-        profile: The spec's HardwareProfile.
-        trace_problem: Why a trace cannot be read.
-        traces: ReferenceReader of all traces.
-    """
-    warnings = [f"{profile.problem}; the job waits for it"] if profile.problem else []
-    if trace_problem and all(reference.startswith(CONFIG_MAP_SCHEME) for reference in traces):
-        warnings += unplanned(_unusable(traces)).warnings
-    elif trace_problem:
-        warnings.append(f"{trace_problem}; the job waits for it")
-    return tuple(warnings)
+    """Warn about references that cannot be used: they may be applied after the job, from the same folder."""
+    private = all(reference.startswith(CONFIG_MAP_SCHEME) for reference in traces)
+    problems = (profile.problem, "" if private else trace_problem)
+    hidden = unplanned(_unusable(traces)).warnings if private and trace_problem else ()
+    return (*(f"{problem}; the job waits for it" for problem in problems if problem), *hidden)
 
 
 def conclude(planning: Planning, traces: Sequence[str]) -> Verdict:

@@ -11,6 +11,7 @@ import logging
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -134,35 +135,20 @@ class RequestSlots:
                 self._freed.notify_all()
 
 
+@dataclass
 class WebhookServer:
-    """Serve reviews over TLS.
+    """Serve reviews over TLS."""
 
-    Args:
-        address: Address to listen on.
-        port: Port to listen on.
-        handler: Answers the reviews.
-        certificate: The server's certificate.
-        wait_s: Seconds for which a review waits for others before it gets a 503, which the API server treats like an
-            absent webhook.
-        reload_interval_s: Seconds between two checks of the certificate.
-    """
+    address: str
+    port: int
+    handler: ReviewHandler
+    certificate: Certificate
+    _: KW_ONLY
+    wait_s: float
+    """Time for which a review waits for others; then it gets a 503, which means no webhook to the API server."""
+    reload_interval_s: float = RELOAD_INTERVAL_S
 
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        handler: ReviewHandler,
-        certificate: Certificate,
-        *,
-        wait_s: float,
-        reload_interval_s: float = RELOAD_INTERVAL_S,
-    ) -> None:
-        self._address = address
-        self._port = port
-        self._handler = handler
-        self._certificate = certificate
-        self._wait_s = wait_s
-        self._reload_interval_s = reload_interval_s
+    def __post_init__(self) -> None:
         self._slots = RequestSlots(MAX_BODY_BYTES_IN_FLIGHT)
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post(PATH, self._validate)
@@ -176,21 +162,21 @@ class WebhookServer:
             OSError: the port is in use.
         """
         await self._runner.setup()
-        listening = listener(self._address, self._port)
-        await web.SockSite(self._runner, listening, ssl_context=self._certificate.context).start()
-        self._following = asyncio.create_task(self._certificate.follow(self._reload_interval_s), name="certificate")
+        listening = listener(self.address, self.port)
+        await web.SockSite(self._runner, listening, ssl_context=self.certificate.context).start()
+        self._following = asyncio.create_task(self.certificate.follow(self.reload_interval_s), name="certificate")
 
     async def stop(self) -> None:
         """Finish the requests in flight and close."""
         if self._following is not None:
             self._following.cancel()
         await self._runner.cleanup()
-        await self._handler.stop()
+        await self.handler.stop()
 
     async def _validate(self, request: web.Request) -> web.Response:
         size = MAX_BODY_BYTES if request.content_length is None else min(request.content_length, MAX_BODY_BYTES)
         try:
-            async with self._slots.taken(size, self._wait_s):
+            async with self._slots.taken(size, self.wait_s):
                 return await self._answer(request)
         except TimeoutError:
             return web.Response(status=503, text="too many reviews in flight: try again")
@@ -202,7 +188,7 @@ class WebhookServer:
         except TimeoutError:
             return web.Response(status=408, text=f"the body did not arrive within {BODY_TIMEOUT_S:g} s")
         try:
-            return web.json_response(await self._handler.answer(await asyncio.to_thread(_decode, body)))
+            return web.json_response(await self.handler.answer(await asyncio.to_thread(_decode, body)))
         except BadDataError as error:
             problem = shorten(str(error), MAX_LOGGED_CHARACTERS)
             logger.warning("rejected invalid admission review", extra={"error": problem})

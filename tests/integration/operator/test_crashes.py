@@ -41,7 +41,7 @@ class MortalExecutor(ActionExecutor):
     """Dies at its ``die_at``-th action: before it is done, or done with the answer lost."""
 
     def __init__(self, api: KubernetesApi, *, die_at: int | None, answer_lost: bool, **others: Any) -> None:
-        super().__init__(api, **others)
+        super().__init__(api=api, **others)
         self.done = 0
         self._die_at = die_at
         self._answer_lost = answer_lost
@@ -99,7 +99,7 @@ class Life:
         self.executor = MortalExecutor(api, **both, **death, queue=Alarm(), control_key=control_key)
         kueue = KueueClient(api, lambda key: None)
         own: dict[str, Any] = {"poller": poller, "kueue_client": kueue, "references": ReferenceReader(api)}
-        observer = Observer(api, **both, **own, images=Images())
+        observer = Observer(api=api, **both, **own, images=Images())
         self.reconciler = Reconciler(observer, self.executor, jobs, planner, poller, StatusDebouncer(0.0))
 
 

@@ -603,7 +603,7 @@ def test_a_failure_emits_one_event_for_any_evidence(reason: Reason) -> None:
     unused = dict.fromkeys(
         ("planner", "checkpoint_client", "stack_client", "queue", "jobs", "pods", "control_key"), cast("Any", None)
     )
-    executor = ActionExecutor(api, **unused)
+    executor = ActionExecutor(api=api, **unused)
     base = EmitEvent(key=key, uid="u", kind="Warning", reason=reason, message="pod deleted", attempt=2)
 
     for event in (base, replace(base, message="pod is gone"), replace(base, attempt=3)):

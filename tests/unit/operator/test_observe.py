@@ -71,7 +71,7 @@ def looked(api: ScriptedApi, planning: Planning | None = None) -> Observed:
     pods = PodCache(cast("Any", None), None, lambda key: None, lambda key: None)
     pods.replace([])
     observer = Observer(
-        cast("Api", api),
+        api=cast("Api", api),
         jobs=JobCache(),
         pods=pods,
         planner=cast("Planner", OnePlan(planning)),

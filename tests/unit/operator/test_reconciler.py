@@ -110,8 +110,8 @@ class Bench:
         }
         kueue = KueueClient(self.api, lambda key: None)
         own = {"poller": self.poller, "kueue_client": kueue, "references": references, "images": Images()}
-        observer = Observer(self.api, **both, **own)
-        executor = ActionExecutor(self.api, **both, queue=cast("WorkQueue", self.alarm), control_key=control_key)
+        observer = Observer(api=self.api, **both, **own)
+        executor = ActionExecutor(api=self.api, **both, queue=cast("WorkQueue", self.alarm), control_key=control_key)
         self.debouncer = StatusDebouncer(status_debounce_s, lambda: self.now_s)
         self.reconciler = Reconciler(observer, executor, self.jobs, self.planner, self.poller, self.debouncer)
 

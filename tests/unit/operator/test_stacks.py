@@ -8,7 +8,7 @@ import pytest
 
 from dlrm_api.names import Port
 from dlrm_api.progress import TrainerPhase
-from dlrm_operator.clients import stacks as module
+from dlrm_operator.clients import pod_requests as module
 from dlrm_operator.clients.pod_requests import StackClient, pod_url
 from dlrm_operator.reconcile.state import JobKey, RequestStacks, StacksSeen, TrainingPosition
 from dlrm_testing.operator.kubelet_double import ProgressServer
