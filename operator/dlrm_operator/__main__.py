@@ -30,7 +30,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run until SIGTERM or SIGINT."""
     settings = read_settings(sys.argv[1:] if argv is None else argv)
     log_events(plain=settings.log_format == "plain")
-    _tune_garbage_collection()
+    # Imported modules stay forever, and are most of all objects: no later collection looks at them.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
     try:
         asyncio.run(run(settings))
     except DLRMError as error:
@@ -46,13 +49,6 @@ def log_events(*, plain: bool) -> None:
         if plain:
             handler.setFormatter(EventFormatter("operator"))
     logging.getLogger("kopf").setLevel(logging.WARNING)
-
-
-def _tune_garbage_collection() -> None:
-    """Exclude imported modules from later collections: they stay forever, and are most of all objects."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD)
 
 
 async def run(settings: Settings) -> None:

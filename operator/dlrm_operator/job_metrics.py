@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from aiohttp import web
@@ -269,8 +270,8 @@ class HealthServer:
         for collector in collectors:
             self._registry.register(collector)
         app = web.Application()
-        app.router.add_get("/healthz", self._healthz)
-        app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/healthz", partial(self._probe, health.problem))
+        app.router.add_get("/readyz", partial(self._probe, health.waits_for))
         app.router.add_get("/metrics", self._metrics)
         self._runner = web.AppRunner(app, access_log=None)
 
@@ -287,13 +288,9 @@ class HealthServer:
         """Close all connections."""
         await self._runner.cleanup()
 
-    async def _healthz(self, _: web.Request) -> web.Response:
-        problem = self._health.problem()
+    async def _probe(self, find_problem: Callable[[], str], _: web.Request) -> web.Response:
+        problem = find_problem()
         return web.Response(status=503 if problem else 200, text=problem or "ok")
-
-    async def _readyz(self, _: web.Request) -> web.Response:
-        waits_for = self._health.waits_for()
-        return web.Response(status=503 if waits_for else 200, text=waits_for or "ok")
 
     async def _metrics(self, _: web.Request) -> web.Response:
         self._health.measure()

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from dlrm_api import names
 from dlrm_operator.api_client import API_ERRORS, Api, Object
 from dlrm_operator.manifests.scheduling import KUEUE
-from dlrm_operator.reconcile.attempts import waits_for_kueue
 from dlrm_operator.reconcile.findings import shorten
+from dlrm_operator.reconcile.health import waits_for_kueue
 from dlrm_operator.reconcile.state import JobKey, Observed
 
 # Also the delay of the first read: Kueue needs a moment to set its conditions.

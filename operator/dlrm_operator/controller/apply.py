@@ -184,18 +184,13 @@ class ActionExecutor:
         """Create the Event or drop it: nothing depends on it."""
         message = "" if action.reason in ONCE_PER_ATTEMPT else action.message
         digest = hashlib.sha256("\n".join((action.uid, str(action.attempt), action.reason, message)).encode())
-        now = timestamp(self.clock())
+        now, key = timestamp(self.clock()), action.key
+        job = {"apiVersion": names.API_VERSION, "kind": "DLRMJob", "uid": action.uid}
         body = {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {"name": f"{action.key.name}.{digest.hexdigest()[:16]}"},
-            "involvedObject": {
-                "apiVersion": names.API_VERSION,
-                "kind": "DLRMJob",
-                "namespace": action.key.namespace,
-                "name": action.key.name,
-                "uid": action.uid,
-            },
+            "metadata": {"name": f"{key.name}.{digest.hexdigest()[:16]}"},
+            "involvedObject": {**job, "namespace": key.namespace, "name": key.name},
             "type": action.kind,
             "reason": action.reason,
             "message": action.message,

@@ -14,10 +14,9 @@ from dlrm_api import names
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.lifecycle import RestartAction, RestartSpec
-from dlrm_api.names import USER_ERROR_CODES, Container, ExitCode
+from dlrm_api.names import USER_ERROR_CODES, ExitCode
 from dlrm_api.restart_policy import RestartBudget, backoff_s, restart_action
 from dlrm_api.status import ConditionType, DLRMJobStatus, FailureEvidence, Phase, ProgressStatus
-from dlrm_operator.manifests.scheduling import KUEUE_FINALIZER, KUEUE_GATE
 from dlrm_operator.reconcile import health
 from dlrm_operator.reconcile.findings import (
     MAX_MESSAGE_LENGTH,
@@ -60,12 +59,6 @@ ADMISSION_REASONS = (
     "InvalidNodeInfo",
 )
 """Prefixes of pod reasons if a kubelet rejected a pod that the scheduler had assigned to it."""
-NEVER_STARTS = frozenset({"InvalidImageName"})
-"""Only a new spec helps. A registry may recover, a Secret may be created: these wait for the pending deadline."""
-PULL_ERRORS = frozenset(
-    {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError", "RegistryUnavailable"}
-)
-IMAGE_FIELDS = {Container.TRAINER: "spec.trainer.image", Container.CHECKPOINTER: "spec.trainer.checkpointerImage"}
 EARLIER_FAILURES = 4
 MAX_EARLIER_MESSAGE_LENGTH = 1_024
 MAX_RESTART_REASONS = 16
@@ -81,7 +74,7 @@ FIELDS_WITHOUT_RETRY: dict[str, bool | dict[str, bool | dict[str, bool]]] = {
 _NOT_ALPHANUMERIC = re.compile(r"[^A-Za-z0-9]+")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AttemptOutcome:
     """Say what an attempt came to: it continues, the job succeeded, or what follows its failure."""
 
@@ -96,7 +89,7 @@ class AttemptOutcome:
     out_of_memory: bool = False
 
 
-ONGOING = AttemptOutcome(result="ongoing")
+ONGOING = AttemptOutcome("ongoing")
 
 
 def outcome_rule(view: JobView) -> RuleResult:
@@ -114,7 +107,7 @@ def hang_rule(view: JobView) -> RuleResult:
     found = health.check_hang(view)
     if isinstance(found, RuleResult):
         return found
-    return _end_attempt(view, AttemptOutcome(result="restart", evidence=found))
+    return _end_attempt(view, AttemptOutcome("restart", found))
 
 
 def deleted_plan_rule(view: JobView) -> RuleResult:
@@ -127,7 +120,7 @@ def deleted_plan_rule(view: JobView) -> RuleResult:
         return RuleResult()
     message = f"ConfigMap {name} with the plan was deleted before pod {late.name} started"
     evidence = _evidence(late, Reason.PLAN_DELETED, message)
-    return _end_attempt(view, AttemptOutcome(result="restart-free", evidence=evidence))
+    return _end_attempt(view, AttemptOutcome("restart-free", evidence))
 
 
 def backoff_rule(view: JobView) -> RuleResult:
@@ -287,14 +280,14 @@ def judge(gang: Gang, restart: RestartSpec, now: datetime) -> AttemptOutcome:
     """
     committed = gang.committed_step
     if gang.finished and committed is not None and committed >= gang.final_step:
-        return AttemptOutcome(result="succeeded")
+        return AttemptOutcome("succeeded")
     ends = [*_pod_ends(gang, restart)]
     lost = next((pod for pod in gang.pods.values() if pod.lost_since is not None and not pod.ended), None)
     for result in ("fail", "restart-free", "restart"):
         alike = [end for end in ends if end.result == result]
         causes = [end for end in alike if not end.symptom]
         if alike and result == "restart" and lost:
-            return AttemptOutcome(result="restart-free", evidence=_lost_node_evidence(lost))
+            return AttemptOutcome("restart-free", _lost_node_evidence(lost))
         if causes:
             return _earliest(causes)
         if alike:
@@ -304,12 +297,10 @@ def judge(gang: Gang, restart: RestartSpec, now: datetime) -> AttemptOutcome:
 
 def _pod_ends(gang: Gang, restart: RestartSpec) -> Iterator[AttemptOutcome]:
     for pod in gang.pods.values():
-        end = _trainer_end(pod, restart) or _pod_end(pod)
-        if end:
+        if end := _trainer_end(pod, restart) or _pod_end(pod):
             yield end
     for index in gang.missing() if gang.whole else ():
-        message = "was deleted while its attempt was running"
-        yield _missing_pod_outcome(gang, index, Reason.POD_DELETED, message)
+        yield _missing_pod_outcome(gang, index, Reason.POD_DELETED, "was deleted while its attempt was running")
 
 
 def _trainer_end(pod: PodSeen, restart: RestartSpec) -> AttemptOutcome | None:
@@ -318,13 +309,9 @@ def _trainer_end(pod: PodSeen, restart: RestartSpec) -> AttemptOutcome | None:
         return None
     code, starved = trainer.exit_code, trainer.reason == OUT_OF_MEMORY
     result = restart_action(code, restart, disrupted=_is_disrupted(pod))
-    return AttemptOutcome(
-        result=result,
-        evidence=_trainer_evidence(pod, trainer, code),
-        symptom=result == "restart" and code in SYMPTOMS and not starved,
-        time=trainer.finished_at,
-        out_of_memory=starved,
-    )
+    symptom = result == "restart" and code in SYMPTOMS and not starved
+    evidence = _trainer_evidence(pod, trainer, code)
+    return AttemptOutcome(result, evidence, symptom=symptom, time=trainer.finished_at, out_of_memory=starved)
 
 
 def _pod_end(pod: PodSeen) -> AttemptOutcome | None:
@@ -333,29 +320,26 @@ def _pod_end(pod: PodSeen) -> AttemptOutcome | None:
     if sidecar is not None:
         for code in (sidecar.exit_code, sidecar.last_exit_code):
             if code in USER_ERROR_CODES:
-                return AttemptOutcome(result="fail", evidence=_checkpointer_evidence(pod, code, ""))
+                return AttemptOutcome("fail", _checkpointer_evidence(pod, code, ""))
         # After the first OOM kill the kubelet restarts it at once.
         if sidecar.waiting_reason == health.CRASH_LOOP and sidecar.last_reason == OUT_OF_MEMORY:
             evidence = _checkpointer_evidence(pod, sidecar.last_exit_code or 0, OUT_OF_MEMORY)
-            return AttemptOutcome(result="restart", evidence=evidence, out_of_memory=True)
+            return AttemptOutcome("restart", evidence, out_of_memory=True)
     for container in pod.containers:
-        if container.waiting_reason in NEVER_STARTS:
-            _, message = _container_wait(pod, container)
-            evidence = _evidence(pod, ForeignReason(container.waiting_reason), message)
-            return AttemptOutcome(result="fail", evidence=evidence)
+        if container.waiting_reason in health.NEVER_STARTS:
+            _, message = health.container_wait(pod, container)
+            return AttemptOutcome("fail", _evidence(pod, ForeignReason(container.waiting_reason), message))
     if pod.finished:
         return None
     if _is_disrupted(pod):
-        return AttemptOutcome(result="restart-free", evidence=_disruption_evidence(pod))
+        return AttemptOutcome("restart-free", _disruption_evidence(pod))
     if pod.phase != "Failed":
         return None
     if pod.reason.startswith(ADMISSION_REASONS):
         message = pod.message or f"node {pod.node} rejected pod {pod.name}"
-        evidence = _evidence(pod, ForeignReason(pod.reason), message)
-        return AttemptOutcome(result="restart-free", evidence=evidence)
+        return AttemptOutcome("restart-free", _evidence(pod, ForeignReason(pod.reason), message))
     reason = ForeignReason(pod.reason) if pod.reason else Reason.POD_FAILED
-    evidence = _evidence(pod, reason, pod.message or _early_failure_message(pod))
-    return AttemptOutcome(result="restart", evidence=evidence)
+    return AttemptOutcome("restart", _evidence(pod, reason, pod.message or _early_failure_message(pod)))
 
 
 def _early_failure_message(pod: PodSeen) -> str:
@@ -384,16 +368,16 @@ def _settled(end: AttemptOutcome, gang: Gang, now: datetime) -> AttemptOutcome:
     over = all(pod.ended or (pod.trainer and pod.trainer.exit_code is not None) for pod in gang.pods.values())
     # abs(): a kubelet's clock may be ahead.
     if not over and end.time is not None and abs(now - end.time) < patience:
-        return AttemptOutcome(result="ongoing", settle_at=end.time + patience)
+        return AttemptOutcome("ongoing", settle_at=end.time + patience)
     return (_never_started(gang) if missing else None) or end
 
 
 def _never_started(gang: Gang) -> AttemptOutcome | None:
     """Return a free restart if ranks gave up on a pod that still waits for its node or its containers."""
     if (late := _late_pod(gang)) is not None:
-        reason, why = _pod_wait(late, gang.queue_message)
+        reason, why = health.pod_wait(late, gang.queue_message)
         message = f"pod {late.name} had not started when the other ranks gave up waiting for it: {why}"
-        return AttemptOutcome(result="restart-free", evidence=_evidence(late, reason, message))
+        return AttemptOutcome("restart-free", _evidence(late, reason, message))
     if missing := gang.missing():
         message = "had not been created when the other ranks gave up waiting for it; see condition Scheduled"
         return _missing_pod_outcome(gang, missing[0], Reason.REQUEST_DENIED, message)
@@ -416,14 +400,14 @@ def _unsaved(gang: Gang, now: datetime) -> AttemptOutcome:
     if len(dues) < len(uploading):
         return ONGOING
     if dues and now < max(dues):
-        return AttemptOutcome(result="ongoing", settle_at=max(dues))
+        return AttemptOutcome("ongoing", settle_at=max(dues))
     silent = (pod for pod in uploading if _silent_from(pod) is not None)
     removed = (pod for pod in gang.pods.values() if _is_disrupted(pod) and not health.has_stored(pod))
     cause = next(chain(silent, removed), None)
     if cause is None:
-        return AttemptOutcome(result="restart", evidence=_not_committed_evidence(gang))
+        return AttemptOutcome("restart", _not_committed_evidence(gang))
     evidence = _lost_node_evidence(cause) if cause.lost_since is not None else _disruption_evidence(cause)
-    return AttemptOutcome(result="restart-free", evidence=evidence)
+    return AttemptOutcome("restart-free", evidence)
 
 
 def _silent_from(pod: PodSeen) -> datetime | None:
@@ -501,7 +485,7 @@ def _evidence(pod: PodSeen, reason: ReasonText, message: str) -> FailureEvidence
 def _missing_pod_outcome(gang: Gang, index: int, reason: Reason, problem: str) -> AttemptOutcome:
     pod = names.trainer_pod(gang.job, gang.attempt, index)
     evidence = FailureEvidence(attempt=gang.attempt, pod=pod, reason=reason, message=f"pod {pod} {problem}")
-    return AttemptOutcome(result="restart-free", evidence=evidence)
+    return AttemptOutcome("restart-free", evidence)
 
 
 def _exit_reason(code: int, kubelet_reason: str) -> str:
@@ -514,59 +498,3 @@ def _exit_reason(code: int, kubelet_reason: str) -> str:
 def _camel_case(text: str) -> str:
     """Return a foreign reason as letters and digits alone; empty text becomes ``Unknown``."""
     return _NOT_ALPHANUMERIC.sub("", text)[:MAX_REASON_LENGTH] or "Unknown"
-
-
-def pods_wait(pods: list[PodSeen]) -> tuple[Reason, str]:
-    """Return why pods that have a node do not start: the first container that is not merely being created."""
-    found = [_container_wait(pod, container) for pod in pods for container in pod.containers if container.waiting]
-    telling = [wait for wait in found if wait[0] is not Reason.TRAINERS_STARTING]
-    return next(iter(telling + found), (Reason.TRAINERS_STARTING, "no container reports a reason"))
-
-
-def scheduler_message(pod: PodSeen) -> str:
-    """Return what its scheduler reports about a pod without a node; one that does not run reports nothing."""
-    return pod.unschedulable or f"no message from {pod.scheduler or 'the scheduler'} yet"
-
-
-def waits_for_kueue(pod: PodSeen) -> bool:
-    """Return whether Kueue manages the pod and has not admitted it yet."""
-    return KUEUE_GATE in pod.gates and KUEUE_FINALIZER in pod.finalizers
-
-
-def gate_message(pod: PodSeen, queue_message: str) -> str:
-    """Return why scheduling gates hold a pod, in Kueue's own words if it has any; empty if none does."""
-    if KUEUE_GATE not in pod.gates:
-        return f"scheduling gates: {', '.join(pod.gates)}" if pod.gates else ""
-    group = names.pod_group(pod.key.name, pod.attempt)
-    if waits_for_kueue(pod):
-        return f"Kueue has not admitted group {group} yet: {queue_message or f'see kubectl describe workload {group}'}"
-    return (
-        f"Kueue does not manage the pods of group {group}: enable its pod integration for this namespace "
-        "(integrations.frameworks: pod), or set gang: none"
-    )
-
-
-def _pod_wait(pod: PodSeen, queue_message: str) -> tuple[Reason, str]:
-    if pod.node:
-        return pods_wait([pod])
-    if held := gate_message(pod, queue_message):
-        return Reason.QUOTA_PENDING, held
-    return Reason.UNSCHEDULABLE, f"pod is unschedulable: {scheduler_message(pod)}"
-
-
-def _container_wait(pod: PodSeen, container: ContainerSeen) -> tuple[Reason, str]:
-    """Return why the kubelet has not started a container, and how to fix it."""
-    reason, fix = Reason.TRAINERS_STARTING, ""
-    field = IMAGE_FIELDS.get(container.name, "spec.trainer.podTemplate")
-    match container.waiting_reason:
-        case known if known in NEVER_STARTS:
-            reason, fix = Reason.IMAGE_PULL_ERROR, f" (fix {field})"
-        case known if known in PULL_ERRORS:
-            fix = f" (check {field}, imagePullPolicy and the pull secrets; the kubelet keeps trying)"
-            reason = Reason.IMAGE_PULL_ERROR
-        case "CreateContainerConfigError":
-            fix = f" (create the missing object in namespace {pod.key.namespace}; the kubelet keeps trying)"
-            reason = Reason.CONTAINER_CONFIG_ERROR
-        case "ContainerCreating" | "PodInitializing":
-            fix = f" (if it lasts, a volume or a Secret may be missing: kubectl describe pod {pod.name})"
-    return reason, f"{pod.name}/{container.name}: {container.waiting}{fix}"

@@ -164,7 +164,7 @@ def _create(view: JobView, plan: Plan, maps: list[Manifest] | None = None) -> Ru
     count = f"{plan.nodes} of {plan.nodes}"
     message = f"{count} pods are unschedulable: no message from the scheduler yet"
     scheduled = _scheduled("False", Reason.UNSCHEDULABLE, message)
-    reason, why = attempts.pods_wait([])
+    reason, why = health.pods_wait([])
     running = _running("False", reason, f"{count} trainers have not started: {why}", Phase.SCHEDULING)
     return RuleResult(
         findings=(scheduled, running),
@@ -322,17 +322,15 @@ def _scheduled_finding(gang: Gang) -> Finding:
     if not waiting:
         return _scheduled("True", Reason.ALL_PODS_SCHEDULED)
     count = f"{len(waiting)} of {gang.size} pods"
-    if held := next((message for pod in waiting if (message := attempts.gate_message(pod, gang.queue_message))), ""):
+    if held := next((message for pod in waiting if (message := health.gate_message(pod, gang.queue_message))), ""):
         return _scheduled("False", Reason.QUOTA_PENDING, f"{count} are not admitted: {held}")
     telling = next((pod for pod in waiting if pod.unschedulable), waiting[0])
-    return _scheduled(
-        "False", Reason.UNSCHEDULABLE, f"{count} are unschedulable: {attempts.scheduler_message(telling)}"
-    )
+    return _scheduled("False", Reason.UNSCHEDULABLE, f"{count} are unschedulable: {health.scheduler_message(telling)}")
 
 
 def _running_finding(view: JobView, gang: Gang) -> Finding | None:
     if late := [pod for pod in gang.pods.values() if not pod.started]:
-        reason, why = attempts.pods_wait(late)
+        reason, why = health.pods_wait(late)
         message = f"{len(late)} of {gang.size} trainers have not started: {why}"
         return _running("False", reason, message, Phase.SCHEDULING)
     if gang.finished:

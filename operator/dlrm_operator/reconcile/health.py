@@ -1,4 +1,4 @@
-"""What pods report: progress, snapshots, uploads, hangs and stragglers."""
+"""What pods report: why they wait, progress, snapshots, uploads, hangs and stragglers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from dlrm_api import names
 from dlrm_api.names import USER_ERROR_CODES, Container, ExitCode
 from dlrm_api.progress import CheckpointerProgress, Progress, SlowestRank, TrainerPhase
 from dlrm_api.status import ConditionType, FailureEvidence, ProgressStatus, SnapshotStatus, StragglerStatus
+from dlrm_operator.manifests.scheduling import KUEUE_FINALIZER, KUEUE_GATE
 from dlrm_operator.reconcile.findings import MAX_MESSAGE_LENGTH, Finding, Reason, RuleResult, shorten, timestamp
-from dlrm_operator.reconcile.state import Gang, JobView, Observed, PodSeen, RequestStacks, StacksSeen
+from dlrm_operator.reconcile.state import ContainerSeen, Gang, JobView, Observed, PodSeen, RequestStacks, StacksSeen
 
 TRAINING = frozenset(TrainerPhase) - {TrainerPhase.STARTING, TrainerPhase.RESTORING}
 SIGNIFICANT_DIGITS = 5
@@ -38,6 +40,12 @@ MIN_HANG_TIMEOUT_S = 300.0
 INITIAL_HANG_TIMEOUT_S = 1_800.0
 """Before a step was measured, and in evaluations: a first step compiles, an evaluation sorts its scores at the end."""
 MIN_HANG_WAKE_S = 5.0
+NEVER_STARTS = frozenset({"InvalidImageName"})
+"""Only a new spec helps. A registry may recover, a Secret may be created: these wait for the pending deadline."""
+PULL_ERRORS = frozenset(
+    {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError", "RegistryUnavailable"}
+)
+IMAGE_FIELDS = {Container.TRAINER: "spec.trainer.image", Container.CHECKPOINTER: "spec.trainer.checkpointerImage"}
 MAX_BLAMED = 3
 MAX_PLACE_LENGTH = 800
 MEETING_PLACES = ("dlrm_trainer/distributed/collectives.py", "dlrm_trainer/distributed/rendezvous.py")
@@ -229,6 +237,63 @@ def _newest_checkpoint(gang: Gang, pod: PodSeen) -> CheckpointerProgress | None:
     reports = [said for said in (asked, left) if said is not None]
     known = [said for said in reports if said.pending_step is not None or said.committed_step is not None]
     return max(known, key=lambda said: said.time, default=None)
+
+
+def pods_wait(pods: list[PodSeen]) -> tuple[Reason, str]:
+    """Return why pods that have a node do not start: the first container that is not merely being created."""
+    found = [container_wait(pod, container) for pod in pods for container in pod.containers if container.waiting]
+    telling = [wait for wait in found if wait[0] is not Reason.TRAINERS_STARTING]
+    return next(iter(telling + found), (Reason.TRAINERS_STARTING, "no container reports a reason"))
+
+
+def scheduler_message(pod: PodSeen) -> str:
+    """Return what its scheduler reports about a pod without a node; one that does not run reports nothing."""
+    return pod.unschedulable or f"no message from {pod.scheduler or 'the scheduler'} yet"
+
+
+def waits_for_kueue(pod: PodSeen) -> bool:
+    """Return whether Kueue manages the pod and has not admitted it yet."""
+    return KUEUE_GATE in pod.gates and KUEUE_FINALIZER in pod.finalizers
+
+
+def gate_message(pod: PodSeen, queue_message: str) -> str:
+    """Return why scheduling gates hold a pod, in Kueue's own words if it has any; empty if none does."""
+    if KUEUE_GATE not in pod.gates:
+        return f"scheduling gates: {', '.join(pod.gates)}" if pod.gates else ""
+    group = names.pod_group(pod.key.name, pod.attempt)
+    if waits_for_kueue(pod):
+        return f"Kueue has not admitted group {group} yet: {queue_message or f'see kubectl describe workload {group}'}"
+    return (
+        f"Kueue does not manage the pods of group {group}: enable its pod integration for this namespace "
+        "(integrations.frameworks: pod), or set gang: none"
+    )
+
+
+def pod_wait(pod: PodSeen, queue_message: str) -> tuple[Reason, str]:
+    """Return why a pod has not started."""
+    if pod.node:
+        return pods_wait([pod])
+    if held := gate_message(pod, queue_message):
+        return Reason.QUOTA_PENDING, held
+    return Reason.UNSCHEDULABLE, f"pod is unschedulable: {scheduler_message(pod)}"
+
+
+def container_wait(pod: PodSeen, container: ContainerSeen) -> tuple[Reason, str]:
+    """Return why the kubelet has not started a container, and how to fix it."""
+    reason, fix = Reason.TRAINERS_STARTING, ""
+    field = IMAGE_FIELDS.get(container.name, "spec.trainer.podTemplate")
+    match container.waiting_reason:
+        case known if known in NEVER_STARTS:
+            reason, fix = Reason.IMAGE_PULL_ERROR, f" (fix {field})"
+        case known if known in PULL_ERRORS:
+            fix = f" (check {field}, imagePullPolicy and the pull secrets; the kubelet keeps trying)"
+            reason = Reason.IMAGE_PULL_ERROR
+        case "CreateContainerConfigError":
+            fix = f" (create the missing object in namespace {pod.key.namespace}; the kubelet keeps trying)"
+            reason = Reason.CONTAINER_CONFIG_ERROR
+        case "ContainerCreating" | "PodInitializing":
+            fix = f" (if it lasts, a volume or a Secret may be missing: kubectl describe pod {pod.name})"
+    return reason, f"{pod.name}/{container.name}: {container.waiting}{fix}"
 
 
 def check_hang(view: JobView) -> RuleResult | FailureEvidence:

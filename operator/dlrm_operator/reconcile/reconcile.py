@@ -69,10 +69,8 @@ def reconcile(observed: Observed, now: datetime) -> tuple[Action, ...]:
         return (*write, *_clean_up(observed, after, now), *_with_wake(observed, released))
     wake_at = earliest(*(result.wake_at for result in (*results, released)))
     actions = (*(action for result in results for action in result.actions), *released.actions)
-    wakes = (WakeAt(key=job.key, time=wake_at),) if wake_at else ()
-    if any(result.status_last for result in results):
-        return (*actions, *wakes, *write)
-    return (*write, *actions, *wakes)
+    done = _with_wake(observed, RuleResult(actions=actions, wake_at=wake_at))
+    return (*done, *write) if any(result.status_last for result in results) else (*write, *done)
 
 
 def _results(observed: Observed, before: DLRMJobStatus, now: datetime) -> list[RuleResult]:
@@ -106,7 +104,7 @@ def _results(observed: Observed, before: DLRMJobStatus, now: datetime) -> list[R
     if folded.phase not in FINISHED:
         closing = replace(view, status=folded)
         results.append(compat.unknown_fields_rule(closing))
-        results.append(shutdown.active_deadline_wake(closing))
+        results.append(RuleResult(wake_at=shutdown.active_due(closing)))
     return results
 
 

@@ -43,7 +43,7 @@ def resume_rule(view: JobView) -> RuleResult:
 
 def active_deadline_rule(view: JobView) -> RuleResult:
     """Fail a job that has run for ``activeDeadline``, once what it trained is saved."""
-    due = _active_due(view)
+    due = active_due(view)
     if due is None or view.now < due:
         return RuleResult(changes=_without_halt(view, HaltReason.DEADLINE_EXCEEDED))
     if view.gang.pods:
@@ -152,11 +152,6 @@ def pending_deadline_rule(view: JobView, formed: DLRMJobStatus) -> RuleResult:
     return fail(view, Reason.PENDING_DEADLINE_EXCEEDED, message)
 
 
-def active_deadline_wake(view: JobView) -> RuleResult:
-    """Wake the job when its ``activeDeadline`` passes, by the status as folded so far."""
-    return RuleResult(wake_at=_active_due(view))
-
-
 def expiry(job: JobSeen, status: DLRMJobStatus) -> datetime | None:
     """Return when a finished job is deleted."""
     ttl_s = job.lifecycle.ttl_after_finished
@@ -230,7 +225,7 @@ def _current_halt(view: JobView) -> HaltStatus | None:
         return None
     if halt.reason is HaltReason.SUSPENDED and not view.job.lifecycle.suspend:
         return None
-    due = _active_due(view)
+    due = active_due(view)
     if halt.reason is HaltReason.DEADLINE_EXCEEDED and (due is None or view.now < due):
         return None
     return halt
@@ -248,7 +243,7 @@ def _may_have_trained(gang: Gang) -> bool:
     return bool(started) and (gang.polled.trainer is None or gang.polled.trainer.phase in TRAINING)
 
 
-def _active_due(view: JobView) -> datetime | None:
+def active_due(view: JobView) -> datetime | None:
     """Return when the job has run for ``activeDeadline`` since it first ran, suspended time left out.
 
     None without such a deadline, the job has not run yet, or it is suspended.

@@ -186,7 +186,6 @@ class ConfigMapSeen:
     uid: str
     attempt: int
     parts: Mapping[str, bytes]
-    """Plan parts by key."""
     text: Mapping[str, str]
 
 
@@ -245,7 +244,6 @@ class Planning:
     parts: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """The whole plan as ConfigMaps hold it (``dlrm_api.plan.plan_to_parts``)."""
     problem: str = ""
-    """Reason for the missing plan."""
     final: bool = False
     """Whether planning again would end the same way."""
     field: str = ""
@@ -324,7 +322,6 @@ class Observed:
     """None: not looked up in this pass."""
     profile: HardwareProfile | None = None
     profile_version: str = ""
-    """Resource version of the HardwareProfile."""
     profile_problem: str = ""
     """Why the HardwareProfile that the spec names cannot be used."""
     traces: Mapping[str, str] = field(default_factory=dict)
@@ -341,7 +338,6 @@ class Observed:
     queue_message: str = ""
     """Kueue's message on why the gang waits."""
     images: Images = field(default_factory=Images)
-    """Images for jobs that name none."""
     limits: PodTemplatePolicy = RESTRICTED
     refusal: str = ""
     """The API server's message if it refused to create a child in an earlier pass."""
@@ -548,7 +544,6 @@ class UpdateStatus(Action):
     resource_version: str
     status: DLRMJobStatus
     seen: DLRMJobStatus | None = None
-    """The observed status."""
     decisive: bool = True
     """Whether later decisions rest on it; then the facts behind it must be live."""
     passing: bool = False
@@ -586,7 +581,6 @@ class PlanQuestion:
     job: DLRMJob = field(compare=False, repr=False)
     profile: HardwareProfile | None = field(compare=False, repr=False)
     traces: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """The document of each trace that the job refers to."""
 
 
 @dataclass(frozen=True, kw_only=True)
