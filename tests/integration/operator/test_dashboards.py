@@ -46,7 +46,7 @@ EMPTY = {
 
 
 EXCEPTED = ("dlrm_checkpointer_bits ", "python_", "process_")
-"""What promtool may find fault with: bits of a code are no amount of memory; the client library's own."""
+"""Complaints of promtool that are expected: bits of a code are no memory; the client library's own."""
 
 
 def scrape_configs(operator_port: int, targets: Path) -> list[Object]:
@@ -103,7 +103,7 @@ def priced(api_types: ControlPlane) -> Iterator[str]:
 
 
 def write_targets(path: Path, workdir: Path, namespace: str) -> None:
-    """What the chart's PodMonitor finds, for the pod that this machine plays."""
+    """Write the PodMonitor's targets for the pod that this machine plays."""
     found = json.loads((workdir / "ports.json").read_text())["processes"]
     labels = {"namespace": namespace, "dlrm_job": "demo", "attempt": "1", "pod": "demo-trainer-1-0"}
     path.write_text(

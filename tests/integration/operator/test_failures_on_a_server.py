@@ -92,7 +92,7 @@ def test_the_gang_of_a_silent_node_is_forced_away_and_replaced_elsewhere(
     assert kubelet.max_concurrent_attempts == 1
 
 
-def test_a_gang_out_of_memory_gets_more_of_it_once_then_the_job_fails_and_says_what_to_raise(
+def test_an_oom_raises_the_reserve_once_and_then_fails_with_advice(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
     lifecycle = {"restart": {"maxRestarts": 2, "backoff": "0s"}, "terminationGracePeriod": "30s"}
@@ -115,7 +115,7 @@ def test_a_gang_out_of_memory_gets_more_of_it_once_then_the_job_fails_and_says_w
     assert "spec.trainer.resources.requests.memory" in words["message"]
 
 
-def test_an_image_that_cannot_be_pulled_is_told_in_the_kubelets_words_and_waited_for(
+def test_an_image_pull_error_is_reported_and_waited_for(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
     kubelet.starts = False
@@ -160,7 +160,7 @@ def webhook_down(api_types: ControlPlane, namespace: str) -> Iterator[str]:
         api_types.api.call("DELETE", path)
 
 
-def test_a_webhook_of_pods_that_is_down_is_told_in_the_servers_words_and_waited_for(
+def test_a_pod_webhook_that_is_down_is_reported_and_waited_for(
     api_types: ControlPlane, namespace: str, webhook_down: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
     job = JobDriver(api_types.api, namespace, job_document("demo", replicas=2))

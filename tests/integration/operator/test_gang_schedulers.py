@@ -89,9 +89,7 @@ def most_bound(pool: Pool, job: JobDriver) -> int:
     return most
 
 
-def test_of_a_gang_none_is_bound_where_all_but_one_fit_and_all_are_once_all_fit(
-    gang: str, pool: Pool, kubelet: KubeletDouble
-) -> None:
+def test_no_pod_of_a_gang_is_bound_before_all_fit(gang: str, pool: Pool, kubelet: KubeletDouble) -> None:
     pool.grow()
     pool.grow()
     lone = pool.job("lone", 3, "none")

@@ -1,4 +1,4 @@
-"""What somebody edits or takes away by hand while a job is at work, on a real API server."""
+"""Edit and delete a running job's objects by hand, on a real API server."""
 
 import pytest
 
@@ -55,7 +55,7 @@ def test_a_pod_that_lost_its_labels_is_ended_before_the_next_gang_is_made(
     assert "PodDeleted" in job.events()
 
 
-def test_a_plan_that_was_taken_from_the_status_is_read_back_and_the_job_comes_to_its_end(
+def test_a_plan_removed_from_the_status_is_read_back(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
     job = at_work(api_types, namespace, kubelet)
@@ -72,7 +72,7 @@ def test_a_plan_that_was_taken_from_the_status_is_read_back_and_the_job_comes_to
     assert not again["restarts"]
 
 
-def test_a_service_and_a_plan_that_others_labelled_anew_are_the_jobs_own_all_the_same(
+def test_a_relabelled_service_and_plan_still_belong_to_the_job(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
     job, core = at_work(api_types, namespace, kubelet), f"/api/v1/namespaces/{namespace}"

@@ -60,7 +60,7 @@ def waits(job: JobDriver, attempt: int = 1) -> Object:
     return job.condition("Scheduled")
 
 
-def test_a_gang_waits_whole_for_its_quota_and_starts_when_the_one_before_it_ends(
+def test_a_gang_waits_whole_for_its_quota_until_the_one_before_it_ends(
     api_types: ControlPlane, namespace: str, kueue: Kueue, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
     kueue.queue(namespace, cpus=2)
@@ -91,7 +91,7 @@ def test_a_gang_waits_whole_for_its_quota_and_starts_when_the_one_before_it_ends
     assert "Admitted" in admitted["second-1"]
 
 
-def test_a_gang_that_kueue_preempts_restarts_for_free_as_a_new_group_in_the_queue(
+def test_a_preempted_gang_restarts_for_free_as_a_new_group(
     api_types: ControlPlane, namespace: str, kueue: Kueue, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
     kueue.queue(namespace, cpus=2)
@@ -132,7 +132,7 @@ def test_a_failed_gangs_group_ends_and_the_next_attempt_is_another(
     assert "Admitted" in kueue.workloads(namespace)["demo-2"]
 
 
-def test_a_gang_of_a_lost_node_gives_its_quota_back_though_its_pods_never_say_that_they_ended(
+def test_a_gang_on_a_lost_node_gives_its_quota_back(
     api_types: ControlPlane,
     namespace: str,
     kueue: Kueue,
@@ -157,7 +157,7 @@ def test_a_gang_of_a_lost_node_gives_its_quota_back_though_its_pods_never_say_th
     assert {right for right in asked if right[0] == "kueue.x-k8s.io"} == of_kueue
 
 
-def test_a_job_made_anew_under_its_old_name_does_not_fall_into_the_old_group(
+def test_a_recreated_job_does_not_join_the_old_group(
     api_types: ControlPlane, namespace: str, kueue: Kueue, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
     kueue.queue(namespace, cpus=2)
@@ -177,7 +177,7 @@ def test_a_job_made_anew_under_its_old_name_does_not_fall_into_the_old_group(
     assert new.status().get("restarts", 0) == 0
 
 
-def test_a_suspended_gang_gives_its_quota_back_whether_it_trained_or_waited(
+def test_a_suspended_gang_gives_its_quota_back_trained_or_waiting(
     api_types: ControlPlane, namespace: str, kueue: Kueue, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
     kueue.queue(namespace, cpus=2)

@@ -128,7 +128,7 @@ def test_a_job_deleted_while_the_operator_is_away_is_gone_all_the_same(
     assert trains(kubelet, again, 1)  # the same names serve the next job
 
 
-def test_what_the_user_must_mend_fails_at_once_and_says_where(
+def test_a_user_error_fails_at_once_and_names_the_field(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
     job = JobDriver(api_types.api, namespace, job_document("demo"))
@@ -278,7 +278,7 @@ def test_kubectl_scale_brings_a_gang_of_the_new_size_after_a_committed_cut(
     assert kubelet.doubled == []
 
 
-def test_a_failed_job_starts_again_when_it_is_mended_and_is_deleted_when_its_time_is_over(
+def test_a_fixed_job_starts_again_and_is_deleted_after_its_ttl(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
     lifecycle = {"pendingDeadline": "12s", "terminationGracePeriod": "30s"}

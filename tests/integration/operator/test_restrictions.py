@@ -120,7 +120,7 @@ TAKEN = [
 
 
 @pytest.mark.parametrize(("template", "path"), [*REFUSED, *REFUSED_BESIDES])
-def test_what_would_widen_a_pod_is_refused_by_its_field_with_the_mend(template: Object, path: str) -> None:
+def test_a_widening_template_is_refused_by_field_with_the_fix(template: Object, path: str) -> None:
     with pytest.raises(InvalidSpecError) as refusal:
         pods_of(a_job(template))
 
@@ -129,7 +129,7 @@ def test_what_would_widen_a_pod_is_refused_by_its_field_with_the_mend(template: 
 
 
 @pytest.mark.parametrize("template", TAKEN)
-def test_what_leaves_a_pod_as_narrow_or_narrower_is_taken(template: Object) -> None:
+def test_a_template_that_widens_nothing_is_accepted(template: Object) -> None:
     [pod] = pods_of(a_job(template))
 
     assert violations(pod) == []
@@ -176,7 +176,7 @@ def test_host_paths_of_a_profile_are_its_admins() -> None:
 
 
 @pytest.mark.parametrize("limits", [RESTRICTED, ANY])
-def test_added_capabilities_leave_the_others_dropped_and_every_other_field_ours(limits: PodTemplatePolicy) -> None:
+def test_added_capabilities_change_no_other_security_field(limits: PodTemplatePolicy) -> None:
     template = {
         **of_container(capabilities={"add": ["NET_BIND_SERVICE"]}, runAsUser=1000),
         **of_pod(fsGroup=1000, seccompProfile={"localhostProfile": "a.json", "type": "Localhost"}),
@@ -278,7 +278,7 @@ TEMPLATES = st.fixed_dictionaries(
 
 @settings(max_examples=200)
 @given(TEMPLATES)
-def test_what_is_taken_passes_pod_securitys_restricted_level_and_what_is_refused_does_not(template: Object) -> None:
+def test_the_policy_agrees_with_pod_securitys_restricted_level(template: Object) -> None:
     job = a_job(template)
     plan = plan_job(job.spec, None)
 
@@ -332,7 +332,7 @@ def test_a_limit_that_is_none_ends_the_operator(environ: dict[str, str], capsys:
 
 
 def refusal_of(api: Api, namespace: str, pod: Object) -> str:
-    """What the API server says to the pod; empty where it takes it."""
+    """Return the API server's refusal of the pod; empty if it is accepted."""
     try:
         api.call("POST", f"/api/v1/namespaces/{namespace}/pods?dryRun=All", pod)
     except ApiError as error:

@@ -212,7 +212,7 @@ def test_an_account_without_a_role_is_told_what_it_lacks(
 
 
 def test_the_audit_log_knows_who_asked(api_types: ControlPlane, namespace: str, helm: Path, tmp_path: Path) -> None:
-    """What the tests above rest on: a call that is refused is recorded under the account's name."""
+    """Check the premise of the tests above: a refused call is recorded under the account's name."""
     objects = render(helm, tmp_path, "demo", namespace, variant("tenant"))
 
     with Identity(api_types, objects, tmp_path) as identity:

@@ -33,7 +33,7 @@ def everything(control_plane: ControlPlane, namespace: str, operator: OperatorPr
 
 
 def derived(key: str, about: str) -> str:
-    """What the operator derives from its key, as the Secret holds it."""
+    """Return the token that the operator derives from the key in its Secret."""
     return hmac.digest(base64.b64decode(key), about.encode(), "sha256").hex()
 
 
@@ -86,7 +86,7 @@ def test_in_a_restricted_namespace_jobs_train_and_secrets_stay_secret(
     assert "boom" in seen["jobs"]  # what is looked through does hold what trainers say
 
 
-def test_a_job_that_asks_for_a_privileged_pod_fails_until_an_admin_allows_any_and_it_is_resumed(
+def test_a_privileged_pod_needs_an_admin_to_allow_any(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, account: Identity, tmp_path: Path
 ) -> None:
     log = tmp_path / "operator.log"

@@ -112,9 +112,7 @@ def submit(pools: ControlPlane, namespace: str, operator: OperatorProcess) -> Su
     return Submitter(pools, namespace)
 
 
-def test_jobs_land_on_the_nodes_of_their_pool_and_those_without_room_say_why_in_the_schedulers_words(
-    submit: Submitter,
-) -> None:
+def test_jobs_run_in_their_pool_or_report_the_schedulers_message(submit: Submitter) -> None:
     eight = {"processesPerReplica": 8}
     gpu = submit("gpu", 2, "gpu", trainer=eight)
     scm = submit("scm", 2, "scm")
@@ -155,7 +153,7 @@ def test_spread_takes_different_domains_and_pack_one(submit: Submitter) -> None:
 
 
 @pytest.mark.parametrize(("gang", "product"), [("volcano", "Volcano"), ("coscheduling", "the coscheduling plugin")])
-def test_pod_groups_are_as_their_schedulers_define_them_and_a_missing_scheduler_is_told(
+def test_pod_groups_match_their_crds_and_a_missing_scheduler_is_reported(
     submit: Submitter, gang: str, product: str
 ) -> None:
     definition = pod_group_crd(gang)

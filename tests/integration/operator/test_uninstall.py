@@ -60,7 +60,7 @@ def compact(control_plane: ControlPlane) -> None:
     ask("compaction", {"revision": revision, "physical": True})
 
 
-def test_without_their_definition_jobs_and_all_of_theirs_go_and_with_it_the_same_operator_works_again(
+def test_jobs_go_with_their_crd_and_the_operator_works_once_it_is_back(
     definitions: ControlPlane, namespace: str, kubelet: KubeletDouble, cluster_account: Identity, tmp_path: Path
 ) -> None:
     api = definitions.api
@@ -84,7 +84,7 @@ def test_without_their_definition_jobs_and_all_of_theirs_go_and_with_it_the_same
         assert operator.stop() == 0
 
 
-def test_an_operator_started_before_its_definitions_waits_for_them_in_words(
+def test_an_operator_started_before_its_crds_waits_and_says_so(
     definitions: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
     operator.kill()
@@ -99,7 +99,7 @@ def test_an_operator_started_before_its_definitions_waits_for_them_in_words(
     assert gang_runs(kubelet, job)
 
 
-def test_what_happened_while_the_operator_was_away_and_etcd_forgot_is_made_up_for(
+def test_changes_that_etcd_compacted_meanwhile_are_caught_up_with(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
     jobs = {name: JobDriver(api_types.api, namespace, job_document(name)) for name in ("well", "crashed", "deleted")}

@@ -61,7 +61,7 @@ class Webhook:
             self.api.call("POST", CONFIGURATIONS, self._configuration)
 
     def kubectl(self, *words: str, document: Object) -> str:
-        """What the user sees of ``kubectl WORDS -f document``."""
+        """Return the output of ``kubectl WORDS -f document``."""
         path = self.folder / "job.json"
         path.write_text(json.dumps(document))
         argv = [self.control_plane.kubectl, "--kubeconfig", self.control_plane.kubeconfig, "-n", self.namespace]
@@ -78,7 +78,7 @@ class Webhook:
         return "planner" in self.refusal() or "tierBudgets" in self.refusal()
 
     def refusal(self) -> str:
-        """What it says to a job that fits nowhere; empty where it takes it."""
+        """Return the refusal of a job that fits nowhere; empty if it is admitted."""
         try:
             self.api.call("POST", f"{self.jobs}?dryRun=All", job_document("probe", trainer=INFEASIBLE))
         except ApiError as error:
@@ -216,7 +216,7 @@ def test_certificates_rotate_while_jobs_are_applied_and_none_is_refused(webhook:
     assert set(answers) == {""}
 
 
-def test_jobs_are_taken_while_no_operator_is_there_unless_failure_means_refusal(webhook: Webhook) -> None:
+def test_jobs_are_admitted_without_an_operator_unless_the_policy_is_fail(webhook: Webhook) -> None:
     bundle = webhook.secret.ca.read_bytes()
     webhook.api.call("POST", webhook.jobs, job_document("at-work"))
     webhook.operator.kill()

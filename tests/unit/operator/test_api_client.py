@@ -158,7 +158,7 @@ def test_a_server_that_is_away_is_unavailable(server: ScriptedServer, api: Kuber
 
 
 @pytest.mark.parametrize("answer", [b"ok\n", b"<html>a proxy's page</html>\n", b"[1]\n"])
-def test_what_answers_no_object_is_not_the_api_server(
+def test_a_response_that_is_no_object_is_not_the_api_servers(
     server: ScriptedServer, api: KubernetesApi, answer: bytes
 ) -> None:
     server.script = [(200, {}, [answer])]
@@ -275,14 +275,14 @@ def test_a_stream_that_is_cut_anywhere_gives_the_same_lines(chunks: list[bytes])
     assert b"".join(bounded_lines(chunks, 1_000)) == b"".join(chunks)
 
 
-def test_of_a_line_without_end_only_the_beginning_is_kept() -> None:
+def test_only_the_start_of_an_endless_line_is_kept() -> None:
     assert list(bounded_lines([b"0123", b"456789xyz" * 9, b"and more\nnext", b" line"], 10)) == [
         b"0123456789\n",
         b"next line",
     ]
 
 
-def test_what_is_streamed_is_not_inflated(server: ScriptedServer, api: KubernetesApi) -> None:
+def test_streams_are_not_inflated(server: ScriptedServer, api: KubernetesApi) -> None:
     bomb = gzip.compress(b"\0" * 10_000_000)
     server.script = [(200, {"Content-Encoding": "gzip"}, [bomb])]
 

@@ -433,7 +433,7 @@ def node_of(size: int) -> HardwareProfile:
         (139, Phase.RESTARTING, 1),
     ],
 )
-def test_what_an_exit_code_means(code: int, phase: Phase, charged: int) -> None:
+def test_exit_codes_decide_phase_and_charge(code: int, phase: Phase, charged: int) -> None:
     cluster = running()
 
     cluster.end(POD_1, "trainer", code)

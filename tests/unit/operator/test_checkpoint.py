@@ -22,7 +22,7 @@ TOKEN = "derived"
 
 
 class Key:
-    """A token, or why there is none."""
+    """Return a token, or why it cannot be derived."""
 
     def __init__(self, problem: Exception | None = None) -> None:
         self._problem = problem
@@ -52,7 +52,7 @@ def question(asked: str = "2026-01-01T00:00:00Z") -> RequestCut:
 
 
 def answer(problem: Exception | None = None, times: int = 1) -> tuple[CutAnswer, list[JobKey]]:
-    """What comes of a request that is made ``times`` times, and whom it woke."""
+    """Return the answer to a request that is made ``times`` times, and the jobs that it woke."""
 
     async def ask() -> tuple[CutAnswer, list[JobKey]]:
         woken: list[JobKey] = []
@@ -172,7 +172,7 @@ SECRET = f"/api/v1/namespaces/operators/secrets/{KEY_OBJECT}"
 
 
 def tokens(api: Any, *attempts: tuple[str, int]) -> list[str]:
-    """Of one process, all asked for at once."""
+    """Return the tokens of one process, all requested at once."""
 
     async def ask() -> list[str]:
         key = ControlKey(api, "operators")

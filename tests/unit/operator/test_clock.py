@@ -1,4 +1,4 @@
-"""Whose time decides: no wrong clock of the operator's machine makes a deadline come early, nor one that is set."""
+"""Check that no wrong or adjusted clock of the operator's machine makes a deadline come early."""
 
 import asyncio
 import threading

@@ -40,7 +40,7 @@ def ends_well(cluster: ModelCluster, step: int) -> None:
 
 
 def doings(cluster: ModelCluster) -> list[Any]:
-    """What the turns of a while do, but for the status and Events."""
+    """Return the actions of several passes, without statuses and Events."""
     found: list[Any] = []
     for _ in range(5):
         cluster.pass_time(40)

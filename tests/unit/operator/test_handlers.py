@@ -1,4 +1,4 @@
-"""What the list of jobs mends that kopf's watch did not show."""
+"""Check that listing jobs catches up with what kopf's watch did not show."""
 
 import asyncio
 from typing import Any, cast

@@ -53,7 +53,7 @@ POLLED = Polled(
     checkpointer=CheckpointerProgress(store_error="SlowDown: try later"),
 )
 HUGE = Progress.model_construct(**{**dict(Progress()), "step": 10**400})
-"""What no pod can tell any more; the metrics hold all the same."""
+"""Figures that no pod can report any more; the metrics still hold."""
 
 
 class Seen:
@@ -104,7 +104,7 @@ def test_a_job_that_trains_is_shown_as_its_pods_and_its_plan_say() -> None:
     }
 
 
-def test_what_pods_said_before_is_not_shown_of_a_job_that_does_not_train() -> None:
+def test_old_reports_of_a_job_that_does_not_train_are_not_shown() -> None:
     found = Seen({**RUNNING, "phase": "Suspended", "replicas": 0}).figures()
 
     assert found["Suspended"] == 1

@@ -1,4 +1,4 @@
-"""What Kueue says of a gang that waits is asked for now and then, and only while one waits."""
+"""Check that Kueue's message is read now and then, and only while a gang waits."""
 
 import asyncio
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""What the operator's log says of an event, in both formats."""
+"""Check the operator's log lines in both formats."""
 
 import json
 import subprocess

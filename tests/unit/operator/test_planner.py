@@ -142,7 +142,7 @@ def test_planning_beyond_the_memory_limit_is_refused(limit: str, monkeypatch: py
 @pytest.mark.parametrize(
     "asked", [grouped(5_000, 4_096), grouped(512, 127, pin={"sharding": "row"})], ids=["whole tables", "most shards"]
 )
-def test_what_production_needs_is_planned_within_a_planner_s_memory(asked: PlanQuestion) -> None:
+def test_a_production_job_is_planned_within_the_planners_memory(asked: PlanQuestion) -> None:
     answer = asyncio.run(plan(asked, 120))
 
     assert answer.problem == ""

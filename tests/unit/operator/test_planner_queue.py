@@ -1,4 +1,4 @@
-"""Whose question is planned next: namespaces take turns, and slow questions of one hold up nobody else."""
+"""Check the planner's order: namespaces take turns, and slow questions of one hold up nobody else."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

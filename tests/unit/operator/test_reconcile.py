@@ -1,4 +1,4 @@
-"""What reconcile decides, case by case, on a cluster of plain data."""
+"""Check the decisions of reconcile, case by case, on a cluster of plain data."""
 
 import copy
 from dataclasses import replace
@@ -54,7 +54,7 @@ def test_a_plan_is_written_down_before_a_pod_relies_on_it() -> None:
     cluster.plan()
 
     actions = cluster.reconcile_once(max_actions=2)  # the operator dies then
-    cluster.planning = None  # and one that was started anew knows no answer
+    cluster.planning = None  # and a restarted operator knows no answer
     created = cluster.reconcile_once()
 
     kinds = [type(action) for action in actions]
@@ -126,7 +126,7 @@ def test_a_start_through_many_phases_needs_two_urgent_writes() -> None:
     assert [action.decisive for action in kept] == [True, False]
 
 
-def test_what_an_endpoint_repeats_is_not_written_again() -> None:
+def test_a_repeated_answer_is_not_written_again() -> None:
     cluster = running()
 
     cluster.pass_time(3_600)

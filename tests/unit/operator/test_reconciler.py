@@ -1,4 +1,4 @@
-"""What a turn asks of the API server: little from copies, live objects before anything that can't be undone."""
+"""Check the requests of a pass: few from caches, live reads before anything that cannot be undone."""
 
 import asyncio
 import copy
@@ -67,7 +67,7 @@ class SlowPlanner(Planner):
 
 
 class SaidPoller(Poller):
-    """What a test has pod 0 say."""
+    """Answer polls with the reports that a test set."""
 
     def __init__(self) -> None:
         super().__init__(1, lambda key: None)
@@ -583,7 +583,7 @@ def test_a_pod_wakes_its_job_only_by_relevant_changes() -> None:
     assert (woken, soon) == ([KEY], [KEY])
 
 
-def test_what_was_seen_already_replaces_no_copy() -> None:
+def test_an_older_version_does_not_replace_the_cached_job() -> None:
     bench = Bench()
     shown = copy.deepcopy(bench.api.objects[JOB])
     known = bench.jobs.get(KEY)
@@ -952,7 +952,7 @@ def test_plan_deleted_before_the_start_ends_the_attempt(monkeypatch: pytest.Monk
     assert bench.status()["chargedRestarts"] == 0
 
 
-def test_what_slow_gangs_start_by_is_asked_for_once_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_startup_checks_are_at_most_one_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = started_slowly(monkeypatch)
     monkeypatch.setattr("dlrm_operator.controller.observe.STARTUP_CHECK_PAUSE_S", 60.0)
 

@@ -1,4 +1,4 @@
-"""What the webhook answers, in the words that kubectl shows: documents in, documents out."""
+"""Check the webhook's answers as kubectl shows them: documents in, documents out."""
 
 import asyncio
 import copy
@@ -38,7 +38,7 @@ def review(job: Object, old: Object | None = None) -> Object:
 
 
 class Referred:
-    """What the spec refers to."""
+    """Hold the objects that the spec refers to."""
 
     def __init__(self, profile: str = "", trace: str = "", error: Exception | None = None) -> None:
         self._profile, self._trace, self._error = ProfileSeen(problem=profile), trace, error
@@ -108,7 +108,7 @@ def test_a_job_that_fits_nowhere_is_refused_in_the_planners_words() -> None:
     assert "tierBudgets" in answer["status"]["message"]
 
 
-def test_what_the_crd_cannot_check_is_refused_with_the_fix() -> None:
+def test_rules_beyond_the_crd_are_refused_with_the_fix() -> None:
     job = job_document("demo")
     job["spec"]["model"]["tables"][1]["name"] = "a"
     planner = Planner(FEASIBLE)
@@ -267,7 +267,7 @@ def test_one_review_is_examined_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         (Referred(trace="spec.model.tables[0].distribution: file:///x: no files"), "no files"),
     ],
 )
-def test_what_is_not_there_yet_is_a_warning_because_it_may_be_applied_next(referred: Referred, words: str) -> None:
+def test_a_missing_reference_is_a_warning_as_it_may_follow(referred: Referred, words: str) -> None:
     planner = Planner(FEASIBLE)
 
     [answer] = answers(planner, review(of_tables(traced("file:///x"), OTHER_TABLE)), referred=referred)
@@ -279,7 +279,7 @@ def test_what_is_not_there_yet_is_a_warning_because_it_may_be_applied_next(refer
 
 
 class ConfigMaps:
-    """What the API server has of the ConfigMap that a trace should be in."""
+    """Hold the API server's answer for the ConfigMap of a trace."""
 
     def __init__(self, data: dict[str, str] | None) -> None:
         self._data = data

@@ -603,7 +603,7 @@ def test_a_cut_that_missed_its_deadline_is_reported() -> None:
     assert "the cut of step 51 was not committed within commitDeadline (600 s); the newest snapshot is of" in held
 
 
-def test_what_a_checkpointer_commits_while_its_pod_ends_is_held() -> None:
+def test_a_commit_while_the_pod_ends_is_kept_in_the_status() -> None:
     cluster = running()
     report_progress(cluster, step=50, committed=40)
     suspend(cluster)

@@ -79,7 +79,7 @@ async def send_a_bomb(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     writer.close()
 
 
-def test_what_a_pod_answers_is_not_inflated() -> None:
+def test_answers_of_pods_are_not_inflated() -> None:
     async def live() -> StacksSeen:
         async with await asyncio.start_server(send_a_bomb, SENDING_ON, Port.TRAINER):
             return await take({"demo-1-0": SENDING_ON})

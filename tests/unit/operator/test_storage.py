@@ -86,7 +86,7 @@ def test_claims_fit_the_tier_of_the_node(mounted: Object) -> None:
             assert 0.99 * 2**30 < plan.ranks[index].bytes_per_tier["scm"] <= 2**30
 
 
-def test_what_is_mounted_can_be_written_by_the_pods_user() -> None:
+def test_mounted_directories_are_writable_by_the_pods_user() -> None:
     security = pods(job(), MOUNTED)[1][0]["spec"]["securityContext"]
 
     assert security["runAsUser"] == security["fsGroup"]

@@ -40,7 +40,7 @@ class Upstream:
 def through(
     weather: Weather, do: Callable[[str, UnrulyProxy], Awaitable[Any]], upstream: Upstream | None = None
 ) -> tuple[Any, Upstream, UnrulyProxy]:
-    """What ``do`` came to behind a proxy in this weather."""
+    """Return the result of ``do`` behind a proxy in this weather."""
     upstream = upstream or Upstream()
 
     async def run() -> tuple[Any, Upstream, UnrulyProxy]:

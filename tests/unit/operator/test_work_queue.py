@@ -141,7 +141,7 @@ def test_slow_jobs_leave_workers_to_others() -> None:
             woken[0] = now_s()
             queue.add(A)
 
-        asyncio.get_running_loop().call_later(41 * SLOW_RECONCILE_S, later)  # each was held up once, and four are anew
+        asyncio.get_running_loop().call_later(41 * SLOW_RECONCILE_S, later)  # each was held up once, and four are again
 
     woken = [0.0]
     run_for(60 * SLOW_RECONCILE_S, take, wake)

@@ -39,7 +39,7 @@ class FaultJob:
         self.past_fates: list[Fate] = []
         """Fates of the attempts so far."""
         self.unexpected: list[str] = []
-        """What the operator did to pods, or requested from them, and should not have."""
+        """Unexpected deletions of pods and requests to them by the operator."""
         self.tasks: list[asyncio.Task[None]] = []
         """Background tasks; cancelled at the end of the run."""
 

@@ -23,7 +23,7 @@ class Story:
     script: Script
     uid: str
     fates: tuple[Fate, ...]
-    """What happened to its gangs; for a stop with the cut that was requested."""
+    """Events of its gangs; a stop has the cut that was requested."""
     job: Object
     pods: tuple[Object, ...]
     """The remaining ones."""

@@ -76,7 +76,7 @@ class Fate:
     early: bool = False
     """Whether it happens as soon as that pod runs, even if others do not exist yet."""
     stuck: Stuck = Stuck.NO
-    """What keeps that pod after its deletion."""
+    """Finalizers that keep that pod after its deletion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class End:
     phase: str = ""
     """Succeeded or Failed; empty while it continues."""
     reason: str = ""
-    """Of the condition Succeeded or Failed."""
+    """Reason of the condition Succeeded or Failed."""
     attempt: int = 1
     charged: int = 0
     free: int = 0

@@ -11,7 +11,7 @@ from dlrm_testing.operator.unruly_proxy import Weather
 
 LAST_STEP = 100
 MAX_FATES = 4
-"""Of one job, without the one that ends it."""
+"""Number of failures of one job, without the one that ends it."""
 CRASHES = (1, 70, 74, 134, 137, 139)
 NAMES = ("demo", "demo-1", "demo-trainer")
 """Each one is a prefix of names of the first one's children."""
@@ -29,7 +29,7 @@ class Script:
     budget: Budget
     backoff_s: int
     fates: tuple[Fate, ...]
-    """Of each attempt; after one that fails the job its user edits it."""
+    """Fate of each attempt; after one that fails the job its user edits it."""
     gang: str = "none"
     """``spec.scheduling.gang``."""
     keeps: bool = False
