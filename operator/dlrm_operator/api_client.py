@@ -66,7 +66,7 @@ class ConflictError(ClusterRefusedError):
 
 
 class AlreadyExistsError(ConflictError):
-    """Report that an object of that name exists. After any other conflict, such as in a quota, nothing was created."""
+    """Report that an object of that name exists. After any other conflict nothing was created."""
 
 
 class GoneError(ClusterRefusedError):
@@ -133,10 +133,10 @@ def own_time() -> datetime:
 
 
 class ServerClock:
-    """Tell this machine's time while it agrees with the server's; else the server's, advanced by a monotonic clock.
+    """Tell this machine's time while it agrees with the server's; else the server's.
 
-    So a wrong or adjusted clock of this node, or of another replica, neither moves a deadline nor makes a pod that
-    still uploads its last cut be force-deleted.
+    The latter is advanced by a monotonic clock. So a wrong or adjusted clock of this node, or of another replica,
+    neither moves a deadline nor makes a pod that still uploads its last cut be force-deleted.
     """
 
     def __init__(self, own: Callable[[], datetime] = own_time, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -344,7 +344,7 @@ class KubernetesApi:
 
 
 def bounded_lines(chunks: Iterable[bytes], max_bytes: int) -> Iterator[bytes]:
-    """Yield the lines of a stream that is split anywhere, newlines included; cut lines longer than ``max_bytes``."""
+    """Yield the lines of a stream, newlines included; cut lines longer than ``max_bytes``."""
     line = bytearray()
     for chunk in chunks:
         *ended, rest = chunk.split(b"\n")
@@ -358,7 +358,7 @@ def bounded_lines(chunks: Iterable[bytes], max_bytes: int) -> Iterator[bytes]:
 
 
 def _chunks(response: Any) -> Iterator[bytes]:
-    """Yield the body as it arrives. urllib3's own methods wait until a buffer is full, however slowly it fills."""
+    """Yield the body as it arrives. urllib3's own methods wait until a buffer is full."""
     while chunk := response._original_response.read1(READ_BYTES):
         yield chunk
 

@@ -1,4 +1,4 @@
-"""Metrics of each job, read from the caches at a scrape and shown by the leader only; the server of all metrics."""
+"""Metrics of each job, read from the caches and shown by the leader only; the metrics server."""
 
 from __future__ import annotations
 

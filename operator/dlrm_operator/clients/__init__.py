@@ -1,1 +1,1 @@
-"""Requests that take longer than a reconcile may: asked in the background, a later reconcile sees the answer."""
+"""Requests that outlast a reconcile: they run in the background, a later reconcile sees the answer."""

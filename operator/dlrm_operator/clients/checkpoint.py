@@ -81,7 +81,7 @@ class ControlKey:
 
 
 class CheckpointClient(PendingRequests[CutQuestion, CutAnswer]):
-    """Request cuts. A failure is kept for ``RETRY_INTERVAL_S`` only, so that the next reconcile asks again."""
+    """Request cuts. After ``RETRY_INTERVAL_S`` a failure is dropped, so that a reconcile asks again."""
 
     def __init__(self, control_key: ControlKey, wake: Callable[[JobKey], None]) -> None:
         super().__init__(wake, keep_s=lambda answer: RETRY_INTERVAL_S if answer.step is None else None)

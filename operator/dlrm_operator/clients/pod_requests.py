@@ -1,4 +1,4 @@
-"""HTTP requests to pods, bounded in size and time, in background tasks; among them the stacks of hung gangs."""
+"""Bounded HTTP requests to pods in background tasks; among them the stacks of hung gangs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEEP_STACKS_S = 600.0
 
 
 def pod_session(timeout_s: float) -> aiohttp.ClientSession:
-    """Open a session for requests that each end within ``timeout_s``; one connection a request, nothing inflated."""
+    """Open a session for requests of at most ``timeout_s``; one connection each, nothing inflated."""
     connector = aiohttp.TCPConnector(force_close=True, limit=0, use_dns_cache=False)
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
@@ -70,7 +70,7 @@ class PendingRequests(Generic[QuestionT, AnswerT]):
         return self._answers.get(key)
 
     def ask(self, key: JobKey, question: QuestionT, find: Callable[[], Awaitable[AnswerT]]) -> None:
-        """Start a request, which never raises, unless an equal one runs; a different one of the job is cancelled."""
+        """Start a request, which never raises, unless an equal one runs; cancel the job's other one."""
         running = self._running.get(key)
         if running is not None:
             if running[0] == question:

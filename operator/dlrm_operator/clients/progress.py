@@ -152,7 +152,7 @@ class Poller:
             self._wake(key)
 
     def gap_s(self, target: Target, now: float) -> float:
-        """Return the seconds since the trainer's answer before this one; 0 if it did not answer the poll before."""
+        """Return the seconds since the trainer's last answer; 0 if it did not answer the poll before."""
         before = self._answered.get(target, now)
         self._answered[target] = now
         return min(now - before, max(MAX_GAP_S, 2 * max(self._intervals_s())))

@@ -1,4 +1,4 @@
-"""Read what a spec refers to: its HardwareProfile and the traces of its tables, or why they cannot be used.
+"""Read what a spec refers to: its HardwareProfile and traces, or why they cannot be used.
 
 Profiles are objects of the cluster. An operator without rights beyond one namespace takes them from a ConfigMap there;
 each value holds one or more HardwareProfile documents as YAML (``kubectl create configmap NAME --from-file=FOLDER``).
@@ -43,7 +43,7 @@ class ProfileSource:
 
 @dataclass(frozen=True)
 class ProfileSeen:
-    """Hold the profile that a spec names with its version, or why it cannot be used; empty if it names none."""
+    """Hold the profile that a spec names, or why it cannot be used; empty if it names none."""
 
     profile: HardwareProfile | None = None
     version: str = ""

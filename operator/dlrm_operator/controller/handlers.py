@@ -214,7 +214,7 @@ class Engine:
             await asyncio.sleep(pause_s)
 
     async def list_jobs(self) -> None:
-        """Wake every job that exists, and every cached one: a reconcile of a deleted job removes what is known of it.
+        """Wake every existing and every cached job: the reconcile of a deleted one forgets it.
 
         Raises:
             NotFoundError: the CustomResourceDefinition is missing.
@@ -302,7 +302,7 @@ def configure(settings: kopf.OperatorSettings, engine: Engine) -> None:
 
 
 class NullStorage(kopf.DiffBaseStorage, kopf.ProgressStorage):
-    """Store nothing of an object. ``kopf.on.event`` needs nothing, and kopf stores only for handlers of changes.
+    """Store nothing: ``kopf.on.event`` needs nothing, kopf stores for handlers of changes only.
 
     kopf compares each object of an event with an "essence" that such handlers would have stored. Copying the object
     for it was half of the cost of an event.

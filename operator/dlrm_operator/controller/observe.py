@@ -217,7 +217,7 @@ class Observer:
         return pod if pod.owner_uid == job.uid and not pod.gone else None
 
     async def _children(self, job: JobSeen, begins: bool) -> Children:
-        """Read the job's own Service, ConfigMaps and groups; those of a deleted job of the same name are left out.
+        """Read the Service, ConfigMaps and groups of this job, not of a deleted one of the same name.
 
         The Service is created first, so without it there is nothing else. If the first attempt begins, nobody reads it:
         its creation shows whether it exists.

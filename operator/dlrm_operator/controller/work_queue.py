@@ -1,4 +1,4 @@
-"""Which job is reconciled when: one reconcile per job at a time, backoff with jitter, and started jobs first."""
+"""When jobs are reconciled: one pass per job at a time, backoff with jitter, started jobs first."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class WorkQueue:
         self._add(key, self._monotonic() + max((moment - self._clock()).total_seconds(), 0.0))
 
     def spread(self, keys: Sequence[JobKey], over_s: float) -> None:
-        """Reconcile the jobs one after the other, spread over this time, so that no event waits behind all of them."""
+        """Reconcile the jobs one by one, spread over this time: no event waits behind all of them."""
         now = self._monotonic()
         for number, key in enumerate(keys):
             self._add(key, now + over_s * number / len(keys))
@@ -219,7 +219,7 @@ class WorkQueue:
 
 
 class StatusDebouncer:
-    """Delay the intermediate statuses of starting jobs, at least by ``debounce_s``: a quick start takes few writes."""
+    """Delay intermediate statuses by at least ``debounce_s``, so that a quick start takes few writes."""
 
     def __init__(self, debounce_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._debounce_s, self._monotonic = debounce_s, monotonic

@@ -30,7 +30,7 @@ class Owner:
     uid: str = ""
 
     def references(self) -> list[Manifest]:
-        """Return ``metadata.ownerReferences``, by which the garbage collector removes the objects of a deleted job."""
+        """Return ``metadata.ownerReferences``: the garbage collector removes objects of deleted jobs."""
         if not self.uid:
             return []
         job = {"apiVersion": names.API_VERSION, "kind": "DLRMJob", "name": self.name, "uid": self.uid}
@@ -104,7 +104,7 @@ def job_document(job: DLRMJob, plan: Plan) -> str:
 def plan_config_maps(
     job: DLRMJob, attempt: int, plan: Plan, parts: Mapping[str, bytes], owner: Owner
 ) -> list[Manifest]:
-    """Build the immutable ConfigMaps of one attempt, each below 1 MiB: the job, then the parts of the plan.
+    """Build the immutable ConfigMaps of one attempt, each below 1 MiB: first the job, then the plan.
 
     The tables are in ``parts`` (:func:`dlrm_api.plan.plan_to_parts`); ``plan`` may lack them.
 

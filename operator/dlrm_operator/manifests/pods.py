@@ -109,7 +109,7 @@ def _grace_seconds(job: DLRMJob) -> int:
 
 
 def _rendezvous_timeout_s(job: DLRMJob) -> int:
-    """Exceed the time for which pods may be pending: ranks that give up before would end a starting attempt."""
+    """Exceed the time for which pods may be pending: ranks must not give up on a starting attempt."""
     deadline = job.spec.lifecycle.pending_deadline
     return RENDEZVOUS_TIMEOUT_S + round(MAX_PENDING_S if deadline is None else deadline)
 
@@ -153,7 +153,7 @@ def _trainer(attempt: PodAttempt, index: int, memory_bytes: int, tiers: dict[str
 
 
 def _checkpointer(attempt: PodAttempt, index: int) -> Manifest:
-    """Build the native sidecar: it starts before the trainer and stops after it, so it can upload the last cut."""
+    """Build the native sidecar: it stops after the trainer, so it can upload the last cut."""
     command = ["python", "-m", "dlrm_checkpointer", "--job", Path.JOB]
     ports = [{"name": "checkpointer", "containerPort": Port.CHECKPOINTER}]
     env = {Env.CHECKPOINTER_PORT: str(Port.CHECKPOINTER)}
@@ -169,7 +169,7 @@ def _checkpointer(attempt: PodAttempt, index: int) -> Manifest:
 def _container(
     attempt: PodAttempt, index: int, command: list[str], env: dict[str, str], ports: list[Manifest]
 ) -> Manifest:
-    """Build what both containers share. Each gets half of the grace period: the kubelet stops one after the other."""
+    """Build what both containers share. The kubelet stops them in turn: each has half of the grace period."""
     job = attempt.job
     shared = {
         Env.JOB_NAME: job.metadata.name,
@@ -250,7 +250,7 @@ def _stated(**amounts: dict[str, str]) -> Manifest:
 
 
 def _trainer_memory_bytes(job: DLRMJob, plan: Plan) -> list[int]:
-    """Return the memory of each pod's trainer: working set, tables and hand-off (tmpfs is charged to its writer).
+    """Return the memory of each pod's trainer: working set, tables and hand-off (in its tmpfs).
 
     Kueue counts pods with equal requests as one role, and allows at most 8 roles in a group: all of its pods request
     what the largest one needs.

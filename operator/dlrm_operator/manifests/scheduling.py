@@ -1,4 +1,4 @@
-"""Where and when the pods of one attempt are scheduled: affinity, topology, priority and gang schedulers."""
+"""Scheduling of the pods of one attempt: affinity, topology, priority and gang schedulers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from decimal import Decimal
 from typing import Any, Final
 
 from dlrm_api import names
+from dlrm_api.fields import quantity_value
 from dlrm_api.hardware import HardwareProfile, HardwareProfileSpec
 from dlrm_api.job import DLRMJob
 from dlrm_api.lifecycle import SchedulingSpec
 from dlrm_api.names import Label
 from dlrm_api.pod_template import REQUIRED
-from dlrm_api.quantities import quantity_value
 from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.objects import Owner, metadata
 

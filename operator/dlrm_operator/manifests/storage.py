@@ -68,7 +68,7 @@ def _mounted(tier: str, profile: HardwareProfile | None) -> TierSpec:
 
 
 def _volume(tier: str, size: int, spec: TierSpec) -> Manifest:
-    """Build a claim that lives as long as the pod, or mount a directory of the node, which must be writable."""
+    """Build a claim that lives as long as the pod, or mount a writable directory of the node."""
     if spec.host_path:
         return {"name": _name(tier), "hostPath": {"path": spec.host_path, "type": "Directory"}}
     claim = {

@@ -1,4 +1,4 @@
-"""How an attempt ended, and what follows: restart budgets, backoff, the next attempt, the end of the job."""
+"""How an attempt ended, and what follows: restart budgets, backoff, next attempt, end of the job."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ ONGOING = AttemptOutcome("ongoing")
 
 
 def outcome_rule(view: JobView) -> RuleResult:
-    """End the job if the attempt succeeded; charge a failed attempt and begin the next one, or fail the job."""
+    """End the job if the attempt succeeded; charge a failed one and begin the next, or fail the job."""
     outcome = judge(view.gang, view.job.lifecycle.restart, view.now)
     if outcome.result == "succeeded":
         return succeed(view)
@@ -134,7 +134,7 @@ def backoff_rule(view: JobView) -> RuleResult:
 
 
 def next_attempt(status: DLRMJobStatus, reason: str) -> dict[str, Any]:
-    """Return the changes of a status that begin the next attempt. Everything of the old one alone is dropped."""
+    """Return the changes of a status that begin the next attempt, and drop what was the old one's."""
     counts = status.restarts_by_reason
     key = reason if reason in counts or len(counts) < MAX_RESTART_REASONS else "Other"
     return {
@@ -176,14 +176,14 @@ def _end(view: JobView, reason: ReasonText, ending: Finding, changes: dict[str, 
 
 
 def is_retried(job: JobSeen, status: DLRMJobStatus) -> bool:
-    """Return whether a failed job starts again: its user changed what may fix it, or suspended and resumed it."""
+    """Return whether a failed job starts again: its spec changed, or it was suspended and resumed."""
     if status.phase is not Phase.FAILED or job.generation <= status.observed_generation or job.lifecycle.suspend:
         return False
     return status.failed_spec is None or status.failed_spec != _digest(job.spec)
 
 
 def _digest(spec: DLRMJob | InvalidSpecError) -> str | None:
-    """Return what must change before a failed job is retried; None for an invalid spec: any change may fix it."""
+    """Return what must change before a retry; None for an invalid spec, which any change may fix."""
     if isinstance(spec, InvalidSpecError):
         return None
     text = spec.spec.model_dump_json(exclude=FIELDS_WITHOUT_RETRY, exclude_defaults=True)
@@ -191,7 +191,7 @@ def _digest(spec: DLRMJob | InvalidSpecError) -> str | None:
 
 
 def retry(job: JobSeen, status: DLRMJobStatus) -> RuleResult:
-    """Start a failed job again, with the next attempt, full budgets and a fresh deadline; its history is kept."""
+    """Start a failed job again with full budgets and a fresh deadline; its history is kept."""
     changes = {
         **next_attempt(status, Reason.SPEC_CHANGED),
         "observed_generation": job.generation,
@@ -209,7 +209,7 @@ def retry(job: JobSeen, status: DLRMJobStatus) -> RuleResult:
 
 
 def _end_attempt(view: JobView, outcome: AttemptOutcome) -> RuleResult:
-    """Charge a failed attempt and begin the next one after a backoff; fail the job if that is pointless or too late."""
+    """Charge a failed attempt and begin the next after a backoff; fail the job if that is pointless."""
     status, spec, restart = view.status, view.spec.spec, view.job.lifecycle.restart
     assert outcome.evidence is not None, "a failure has evidence"
     evidence = outcome.evidence.model_copy(update={"time": timestamp(view.now)})
@@ -249,7 +249,7 @@ def _failure_changes(status: DLRMJobStatus, evidence: FailureEvidence) -> dict[s
 
 
 def memory_reserve(spec: DLRMJobSpec, status: DLRMJobStatus) -> int:
-    """Return the bytes that each pod keeps free after one ran out of memory, a share of its planned memory."""
+    """Return the bytes that each pod keeps free after one ran out of memory: a share of the plan's."""
     held = status.plan.bytes_per_tier if status.plan else {}
     sized = spec.with_replicas(status.plan.nodes) if status.plan else spec
     tables = spec.trainer.processes_per_replica * held.get("ddr", 0)
@@ -343,7 +343,7 @@ def _pod_end(pod: PodSeen) -> AttemptOutcome | None:
 
 
 def _early_failure_message(pod: PodSeen) -> str:
-    """Name the container that ended a pod before its trainer ran: an injected one, since ours is restarted."""
+    """Name the container that ended a pod before its trainer ran: an injected one."""
     message = f"pod {pod.name} failed before its trainer started"
     ended = next((container for container in pod.containers if container.exit_code), None)
     if ended is None:
@@ -389,7 +389,7 @@ def _late_pod(gang: Gang) -> PodSeen | None:
 
 
 def _unsaved(gang: Gang, now: datetime) -> AttemptOutcome:
-    """Judge a gang if all trainers exited with code 0 and no checkpointer reports the last step as committed.
+    """Judge a gang whose trainers exited with code 0 while its last step is not known as committed.
 
     A pod that still uploads is waited for, unless nobody can end it any more, or nothing suggests that a cut could
     still come. If a pod was removed before its part was stored, that is the reason.
@@ -411,7 +411,7 @@ def _unsaved(gang: Gang, now: datetime) -> AttemptOutcome:
 
 
 def _silent_from(pod: PodSeen) -> datetime | None:
-    """Return from when a pod that does not report its end counts as ended; None if its kubelet may be well."""
+    """Return when a pod that does not report its end counts as ended; None if its kubelet may be well."""
     due = force_due(pod)
     return pod.lost_since + NODE_LOST_AFTER if due is None and pod.lost_since is not None else due
 

@@ -35,7 +35,7 @@ def invalid_spec_rule(problem: InvalidSpecError, running: Condition | None, sett
 
 
 def failed_gang_rule(problem: InvalidSpecError, gang: Gang, ending: str) -> RuleResult:
-    """Report a failed gang with an unreadable restart policy; the phase is one in which the spec may change."""
+    """Report a failed gang with an unreadable restart policy, in a phase in which the spec may change."""
     ended = f"attempt {gang.attempt} ended ({ending})"
     message = f"{ended}, and the spec that says what follows is invalid: {problem}; fix it"
     finding = Finding(ConditionType.RUNNING, "False", Reason.INVALID_SPEC, message, Phase.PENDING)

@@ -1,4 +1,4 @@
-"""Findings of rules, and the status that they fold into: conditions, phase, Events of a change, when to write."""
+"""Findings of rules, and the status that they fold into; Events of a change, and when to write it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REPORTED = (
 
 
 class Reason(enum.StrEnum):
-    """Reasons that the operator gives in conditions, failures and Events. ``docs/failures.md`` explains each.
+    """List the operator's reasons in conditions, failures and Events; see ``docs/failures.md``.
 
     Reasons of others (a trainer, the kubelet) are passed on as :class:`ForeignReason`; mypy refuses a bare string where
     one of the two is expected.
@@ -146,7 +146,7 @@ class RuleResult:
     """Whether the status describes the effect of the actions, so that it is written after them."""
 
     def after(self, earlier: RuleResult) -> RuleResult:
-        """Return this result with the findings and changes of an earlier one before its own, so that its own win."""
+        """Return this result with an earlier one's findings and changes before its own, so its own win."""
         changes = {**earlier.changes, **self.changes}
         return replace(self, findings=(*earlier.findings, *self.findings), changes=changes)
 
@@ -277,7 +277,7 @@ def _straggler(status: DLRMJobStatus) -> tuple[int, str] | None:
 
 
 def status_update(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus, now: datetime) -> UpdateStatus | None:
-    """Return the write of a status; None if it only moves figures or messages that were written a moment ago."""
+    """Return the write of a status; None if it only moves figures that were written a moment ago."""
     if job.status is not None and not _is_due(job.status, after, now):
         return None
     decisive = _is_decisive(before, after)
@@ -308,7 +308,7 @@ def _outline(status: DLRMJobStatus) -> DLRMJobStatus:
 
 
 def _is_decisive(before: DLRMJobStatus, after: DLRMJobStatus) -> bool:
-    """Return whether later decisions rest on this write: an attempt's number, a charge, a complete gang, an end.
+    """Return whether later decisions rest on this write: a number, a charge, a complete gang, an end.
 
     A field that is not listed in ``REPORTED`` counts as decisive.
     """
@@ -342,7 +342,7 @@ def earliest(*times: datetime | None) -> datetime | None:
 
 
 def shorten(text: str, length: int) -> str:
-    """Return the text printable (pods wrote some of it), without its middle if it is longer than ``length``."""
+    """Return the text printable (pods wrote some of it), without its middle beyond ``length``."""
     text = visible(text)
     if len(text) <= length:
         return text

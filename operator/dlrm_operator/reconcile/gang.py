@@ -66,7 +66,7 @@ _running = partial(Finding, ConditionType.RUNNING)
 
 
 def gang_rule(view: JobView) -> RuleResult:
-    """Plan the attempt, create its objects and pods in one pass, then watch them. No pod of another attempt exists."""
+    """Plan the attempt, create its objects and pods, then watch them. No other attempt has pods."""
     gang, children = view.gang, view.observed.children
     if gang.whole and gang.size is not None:
         return replace(_watch(view, gang), actions=tuple(_service(view)))
@@ -430,7 +430,7 @@ def _why_it_stays(pod: PodSeen, *, owned: bool) -> str:
 
 
 def delete_stale_pods(view: JobView) -> RuleResult:
-    """Delete the pods of a finished job that still run; the dead ones of its last attempt stay for their logs.
+    """Delete the running pods of a finished job; the dead ones of its last attempt stay for their logs.
 
     After its trainer, a pod is left to its checkpointer, which the kubelet stops when its upload is done. If other
     containers prevent that, the pod is deleted when its time is over, unless a cut of a failed job may yet be

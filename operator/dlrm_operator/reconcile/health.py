@@ -158,7 +158,7 @@ def lags(slowest: SlowestRank) -> bool:
 
 
 def find_straggler(gang: Gang) -> StragglerStatus | None:
-    """Return the rank that has slowed down the gang for at least STRAGGLER_DURATION_S; it is never restarted."""
+    """Return the rank that has slowed down the gang for STRAGGLER_DURATION_S; it is never restarted."""
     report = gang.polled.trainer
     if report is None or (slowest := report.slowest) is None or not gang.size:
         return None
@@ -186,7 +186,7 @@ def upload_awaited_until(gang: Gang, pod: PodSeen) -> datetime | None:
 
 
 def has_ended_uploading(pod: PodSeen) -> bool:
-    """Return whether its checkpointer ended for good: one that ran out of time restarts while other containers run."""
+    """Return whether its checkpointer ended for good: one out of time restarts beside other containers."""
     sidecar = pod.checkpointer
     if pod.ended or sidecar is None or sidecar.exit_code is None:
         return pod.ended
@@ -323,7 +323,7 @@ def check_hang(view: JobView) -> RuleResult | FailureEvidence:
 
 
 def hang_timeout_s(report: Progress, timeout_s: float | None) -> float:
-    """Return the longest time without a step or a batch of an evaluation: the user's, or by measured steps."""
+    """Return the longest time without progress: the user's, or by measured steps."""
     longest_s = report.longest_step_seconds
     if longest_s is None:
         return max(INITIAL_HANG_TIMEOUT_S, timeout_s or 0.0)

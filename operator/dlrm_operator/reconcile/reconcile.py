@@ -1,4 +1,4 @@
-"""Decide what to do for one job: a pure, total, level-triggered function of what was observed and the time.
+"""Decide what to do for one job: a pure, total, level-triggered function of facts and time.
 
 - The status is written before its consequences. A failed attempt is charged, recorded and followed by the next number
   in one write; only then are its pods deleted. A crash in between repeats the deletion, never the charge.
@@ -47,7 +47,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def reconcile(observed: Observed, now: datetime) -> tuple[Action, ...]:
-    """Decide one pass at ``now``, in UTC, by what was observed: from the caches, or live if an action needs that.
+    """Decide one pass at ``now`` (UTC) by what was observed: live if an action needs that.
 
     Returns:
         Actions, to be done in their order; none if everything is as it should be. After any prefix of them the next
@@ -127,7 +127,7 @@ def _results_without_spec(view: JobView, problem: InvalidSpecError) -> list[Rule
 
 
 def _known_status(observed: Observed) -> DLRMJobStatus:
-    """Return the status to continue from; if it was lost (a restored backup has none), the attempt of the pods."""
+    """Return the status to continue from; if a restored backup lost it, the attempt of the pods."""
     if observed.job.known is not None:
         return observed.job.known
     numbers = [pod.attempt for pod in observed.pods if pod.owner_uid == observed.job.uid]
@@ -148,7 +148,7 @@ def _identity(observed: Observed, status: DLRMJobStatus) -> RuleResult:
 
 
 def _finished(observed: Observed, status: DLRMJobStatus, now: datetime) -> tuple[Action, ...]:
-    """Delete a finished job when its time is over; until then clean up, and note changes that start nothing."""
+    """Delete a finished job after its TTL; until then clean up, and note changes that start nothing."""
     job, due = observed.job, shutdown.expiry(observed.job, status)
     if due is not None and now >= due:
         return (DeleteJob(key=job.key, uid=job.uid, resource_version=job.resource_version),)

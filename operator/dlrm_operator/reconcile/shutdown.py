@@ -1,4 +1,4 @@
-"""Graceful shutdown of a gang: suspend, resize and deadlines request a cut, wait for its commit, then delete the pods.
+"""Graceful shutdown: suspend, resize and deadlines wait for a committed cut, then delete the pods.
 
 The request is kept in ``status.halt``, so that a restarted operator waits for the same cut, until the same deadline.
 """
@@ -161,7 +161,7 @@ def expiry(job: JobSeen, status: DLRMJobStatus) -> datetime | None:
 
 
 def wants_resize(job: JobSeen) -> bool:
-    """Return whether the job's gang was planned for another size than the spec's, and the planner has not refused."""
+    """Return whether the spec asks for another size than the plan's that the planner has not refused."""
     status, spec = job.known, job.spec
     if not isinstance(spec, DLRMJob) or status is None or status.phase in FINISHED or job.lifecycle.suspend:
         return False
@@ -238,7 +238,7 @@ def _without_halt(view: JobView, why: HaltReason) -> dict[str, Any]:
 
 
 def _may_have_trained(gang: Gang) -> bool:
-    """Return whether there may be anything that the newest snapshot lacks: no rank trains before all trainers run."""
+    """Return whether the newest snapshot may lack steps: no rank trains before all trainers run."""
     started = gang.pods and not gang.missing() and all(pod.started for pod in gang.pods.values())
     return bool(started) and (gang.polled.trainer is None or gang.polled.trainer.phase in TRAINING)
 

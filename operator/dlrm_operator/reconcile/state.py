@@ -1,4 +1,4 @@
-"""Plain data for decisions: what was observed of a job, its gang, and the actions that reconcile returns."""
+"""Plain data for decisions: what was observed of a job, its gang, and the actions of a pass."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class JobKey:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSeen:
-    """Hold a DLRMJob: its spec as a model or as the error that reading it raised, and its status as last written.
+    """Hold a DLRMJob: its spec, or the error that reading it raised, and its status as last written.
 
     If the CustomResourceDefinition is newer than this process, or another version wrote the object, it may have fields
     that are unknown here. Those of the spec are listed; those of the status mean nothing to this version.
@@ -294,7 +294,7 @@ class Polled:
 
 @dataclass(frozen=True)
 class CutQuestion:
-    """Identify one request for a cut. Equal questions are asked once; a later one asks the pod for a later cut."""
+    """Identify one request for a cut. Equal ones are sent once; a later one asks for a later cut."""
 
     pod_uid: str
     asked: str
@@ -433,7 +433,7 @@ def current_gang(observed: Observed, status: DLRMJobStatus) -> Gang:
 
 @dataclass(frozen=True, kw_only=True)
 class JobView:
-    """Hold what a rule decides on: what was observed, the status to continue from, and the time of the pass."""
+    """Hold what a rule decides on: the facts, the status to continue from, and the time of the pass."""
 
     observed: Observed
     status: DLRMJobStatus
@@ -493,7 +493,7 @@ class CreatePod(Creation):
 
     @property
     def needs_live(self) -> bool:
-        """Return whether a later attempt starts. The first one's Service, created before, shows whether it exists."""
+        """Return whether a later attempt starts. The first one's Service shows whether it exists."""
         return self.attempt > 1
 
 
@@ -516,7 +516,7 @@ class DeleteObject(Action):
 
 @dataclass(frozen=True, kw_only=True)
 class DeleteWorkload(Action):
-    """Delete Kueue's Workload of a group that has ended, so that Kueue removes its finalizers from the pods."""
+    """Delete Kueue's Workload of an ended group, so that Kueue removes its finalizers from the pods."""
 
     key: JobKey
     group: str

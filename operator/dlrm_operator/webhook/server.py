@@ -1,4 +1,4 @@
-"""The admission webhook's HTTPS server: ``POST /validate``, with a certificate that is reloaded when it changes.
+"""HTTPS server of the admission webhook: ``POST /validate``; reloads its changed certificate.
 
 Requests are not authenticated: whoever reaches the port may send reviews, so what they cost is bounded here.
 """
