@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Protocol
 
 from aiohttp import web
@@ -124,15 +125,11 @@ GAUGES: tuple[tuple[str, str, Callable[[JobFacts], float | None]], ...] = (
     ("step", "Steps done.", _step),
     ("planned_steps", "Planned number of steps.", _total_steps),
     ("samples", "Samples trained on, over all attempts.", _samples),
-    (
-        "samples_per_second",
-        "Last reported throughput, while the job trains.",
-        lambda job: job.trainer.samples_per_second,
-    ),
+    ("samples_per_second", "Last reported throughput, while the job trains.", attrgetter("trainer.samples_per_second")),
     (
         "predicted_samples_per_second",
         "Throughput that the plan predicts.",
-        lambda job: job.status.plan and job.status.plan.predicted_samples_per_second,
+        lambda job: job.status.plan.predicted_samples_per_second if job.status.plan else None,
     ),
     (
         "evaluated_batches",
@@ -143,15 +140,15 @@ GAUGES: tuple[tuple[str, str, Callable[[JobFacts], float | None]], ...] = (
     (
         "normalized_entropy_ratio",
         "Normalized entropy of the last evaluation.",
-        lambda job: job.trainer.evaluation and job.trainer.evaluation.ne,
+        lambda job: job.trainer.evaluation.ne if job.trainer.evaluation else None,
     ),
-    ("world_size_ranks", "Ranks of the plan.", lambda job: job.status.plan and job.status.plan.world_size),
+    ("world_size_ranks", "Ranks of the plan.", lambda job: job.status.plan.world_size if job.status.plan else None),
     ("pods", "Trainer pods that exist.", lambda job: job.status.replicas),
     ("running_timestamp_seconds", "When training began.", _running_since),
     (
         "last_snapshot_step",
         "Step of the newest committed snapshot.",
-        lambda job: job.status.last_snapshot and job.status.last_snapshot.step,
+        lambda job: job.status.last_snapshot.step if job.status.last_snapshot else None,
     ),
     ("last_snapshot_timestamp_seconds", "When the newest snapshot was committed.", _snapshot_time),
     (
@@ -255,9 +252,6 @@ class Health(Protocol):
     def waits_for(self) -> str:
         """Return why the process is not ready; empty if it is."""
 
-    def measure(self) -> None:
-        """Update the gauges."""
-
 
 class HealthServer:
     """Serve /healthz, /readyz and /metrics: those of the process and of ``collectors``."""
@@ -265,7 +259,6 @@ class HealthServer:
     def __init__(self, address: str, port: int, health: Health, collectors: Iterable[Collector]) -> None:
         self._address = address
         self._port = port
-        self._health = health
         self._registry = CollectorRegistry()
         for collector in collectors:
             self._registry.register(collector)
@@ -293,6 +286,5 @@ class HealthServer:
         return web.Response(status=503 if problem else 200, text=problem or "ok")
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        self._health.measure()
         body = generate_latest() + generate_latest(self._registry)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})

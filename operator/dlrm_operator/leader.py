@@ -174,7 +174,7 @@ class Leader:
         self._hold(sent)
 
     async def _write(self, record: Object | None, *, holder: str, duration_s: float) -> Object:
-        new = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": LEASE_NAME}}
+        new: Object = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": LEASE_NAME}}
         # The resource version of the record guards the update: of two concurrent ones, one is refused.
         body = record or new
         body = {**body, "spec": self._spec(body.get("spec") or {}, holder, duration_s)}

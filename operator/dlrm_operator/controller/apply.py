@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from dlrm_api import names
-from dlrm_api.errors import DLRMError
 from dlrm_api.names import FIELD_MANAGER, Env, Label, token_digest
 from dlrm_operator.api_client import (
     API_ERRORS,
@@ -206,14 +205,10 @@ class ActionExecutor:
             # The name is a hash of the content: the Event exists.
             pass
         except API_ERRORS as error:
-            self._log_dropped_event(action, error)
-
-    def _log_dropped_event(self, action: EmitEvent, error: DLRMError) -> None:
-        if time.monotonic() - self._dropped_event_logged_at < DROPPED_EVENT_LOG_INTERVAL_S:
-            return
-        self._dropped_event_logged_at = time.monotonic()
-        extra = {"job": str(action.key), "reason": str(action.reason), "error": str(error)}
-        logger.warning("failed to create event, dropping it", extra=extra)
+            if time.monotonic() - self._dropped_event_logged_at >= DROPPED_EVENT_LOG_INTERVAL_S:
+                self._dropped_event_logged_at = time.monotonic()
+                extra = {"job": str(action.key), "reason": str(action.reason), "error": str(error)}
+                logger.warning("failed to create event, dropping it", extra=extra)
 
 
 def _lost_identity(action: CreatePod, found: Manifest) -> str | None:

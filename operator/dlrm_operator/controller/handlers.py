@@ -106,6 +106,7 @@ class Engine:
         self._health_server = HealthServer(settings.address, settings.port, self, [job_metrics])
         self._webhook = _webhook_server(settings, self.references)
         self._tasks: list[asyncio.Task[None]] = []
+        WATCH_AGE.set_function(self.watch_age_s)
         self._crd_missing = False
         self.crd_restored = False
         """Whether the CRD was missing and is back: in one namespace kopf watches no kind that was added later."""
@@ -166,10 +167,6 @@ class Engine:
         if not self._pods.filled:
             return "waiting for caches to sync"
         return "" if self._leader.known else "waiting for leader election"
-
-    def measure(self) -> None:
-        """Update the gauges."""
-        WATCH_AGE.set(self.watch_age_s())
 
     def watch_age_s(self) -> float:
         """Return the seconds since the last event or bookmark of the pod watch."""

@@ -184,7 +184,9 @@ class Reconciler:
             await self.executor.execute(action)
         except AlreadyExistsError:
             if isinstance(action, Creation) and not unseen:
-                self._note_refusal(key, action, _name_taken(action))
+                child = f"{action.manifest['kind']} {action.manifest['metadata']['name']}"
+                problem = f"{child} exists and belongs to another owner: delete it, or rename the job"
+                self._note_refusal(key, action, problem)
             raise
         except ConflictError:
             raise
@@ -238,11 +240,6 @@ def batches(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
         batch.append(action)
     if batch:
         yield tuple(batch)
-
-
-def _name_taken(action: Creation) -> str:
-    kind, name = action.manifest["kind"], action.manifest["metadata"]["name"]
-    return f"{kind} {name} exists and belongs to another owner: delete it, or rename the job"
 
 
 def _report(key: JobKey, observed: Observed, written: UpdateStatus) -> None:

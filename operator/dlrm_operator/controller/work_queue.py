@@ -99,11 +99,8 @@ class WorkQueue:
         known = self._due.get(key)
         if known is None or due < known:
             self._due[key] = due
-            self._enqueue(key)
+            heapq.heappush(self._queue, (self._starts_at(key), key))
             self._changed.set()
-
-    def _enqueue(self, key: JobKey) -> None:
-        heapq.heappush(self._queue, (self._starts_at(key), key))
 
     def _starts_at(self, key: JobKey) -> float:
         return max(self._due[key], self._not_before.get(key, 0.0))
@@ -208,7 +205,7 @@ class WorkQueue:
             self._forgotten.discard(key)
             del self._busy[key]
             if key in self._due:
-                self._enqueue(key)
+                heapq.heappush(self._queue, (self._starts_at(key), key))
             self._changed.set()
 
     def _back_off(self, key: JobKey, retry_after_s: float | None, max_s: float = MAX_BACKOFF_S) -> None:

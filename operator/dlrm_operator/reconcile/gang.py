@@ -137,7 +137,10 @@ def _create(view: JobView, plan: Plan, maps: list[Manifest] | None = None) -> Ru
     observed, children, attempt = view.observed, view.observed.children, view.status.attempt
     assert children is not None, "gang_rule requested it"
     if view.gang.pods and _was_edited(children, view.spec, attempt):
-        return _replace_edited_gang(view)
+        message = f"spec changed while pods were created: attempt {attempt + 1} follows"
+        finding = _running("False", Reason.SPEC_CHANGED, message, Phase.RESTARTING)
+        changes = attempts.next_attempt(view.status, Reason.SPEC_CHANGED)
+        return RuleResult(findings=(finding,), changes=changes, done=True)
     gang = replace(view.gang, size=plan.nodes)
     finding = _planned("True", Reason.PLANNED, "; ".join(plan.reasons[:MAX_PLAN_REASONS]))
     planned = RuleResult(findings=(finding,), changes={"plan": plan_status(plan)})
@@ -256,13 +259,6 @@ def _was_edited(children: Children, job: DLRMJob, attempt: int) -> bool:
     except (InvalidSpecError, ValueError):
         # Another version of the operator wrote it, from a spec that it understood.
         return False
-
-
-def _replace_edited_gang(view: JobView) -> RuleResult:
-    changes = attempts.next_attempt(view.status, Reason.SPEC_CHANGED)
-    message = f"spec changed while pods were created: attempt {changes['attempt']} follows"
-    finding = _running("False", Reason.SPEC_CHANGED, message, Phase.RESTARTING)
-    return RuleResult(findings=(finding,), changes=changes, done=True)
 
 
 def _obstacle(observed: Observed) -> tuple[Reason, str] | None:
