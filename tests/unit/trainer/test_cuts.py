@@ -12,7 +12,7 @@ from dlrm_checkpointer.handoff.writer import HandoffWriter
 from dlrm_testing.trainer.gangs import run_ranks, small_job
 from dlrm_trainer.checkpointing.control import EXPECTED_COMMIT_S, Agreement, CutControl, StoppedError
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.embedding.checkpoint import ChangedBytes
+from dlrm_trainer.embedding import ChangedBytes
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 from dlrm_api.checkpoint import DEFAULT_INTERVAL_S, CheckpointSpec
 from dlrm_checkpointer import HandoffWriter
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.embedding.checkpoint import ChangedBytes
+from dlrm_trainer.embedding import ChangedBytes
 
 EARLY_SHARE = 0.8
 """Changed rows that fill this part of a rank's share of the hand-off budget make a cut due."""

@@ -1,13 +1,13 @@
 """Embedding tables: where their rows live, how ids and pooled rows travel, and how rows are updated."""
 
-from dlrm_trainer.embedding.checkpoint import CheckpointView
-from dlrm_trainer.embedding.collection import Embeddings, Gradients, PooledRows
+from dlrm_trainer.embedding.collection import ChangedBytes, CheckpointView, Embeddings, Gradients, PooledRows
 from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate
 from dlrm_trainer.embedding.exchange import OwnedIds
 from dlrm_trainer.embedding.local_tables import PreparedRows
 from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement, place
 
 __all__ = [
+    "ChangedBytes",
     "CheckpointView",
     "CopyBeforeUpdate",
     "EmbeddingOptions",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
 from itertools import pairwise
-from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -18,10 +17,7 @@ from dlrm_api.row_optimizers import RowOptimizerKind, state_values
 from dlrm_checkpointer import (
     PARALLEL_DECODES,
     CodedRows,
-    Cut,
-    CutRows,
     CutRowSource,
-    CutSize,
     ShardId,
     ShardRows,
     TableMeta,
@@ -31,10 +27,9 @@ from dlrm_checkpointer import (
     place_weights,
     table_scale,
 )
-from dlrm_kernels.dirty_rows import WORD
+from dlrm_kernels import bags
 from dlrm_stores.base import parallel_map
-from dlrm_trainer.embedding.changes import WINDOW_ROWS, BeforeUpdates, DirtyPart
-from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate, copy_rows
+from dlrm_trainer.embedding.changes import DirtyPart
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK, Stack
 
@@ -42,7 +37,9 @@ BLOCK_VALUES = 1 << 17
 """Weights decoded at a time."""
 CHUNK_ROWS = 65_536
 """Rows copied at a time: bounds the memory of a start."""
-
+DEVICE_BYTES = 32 << 20
+"""Bytes of rows, or of their state, that a GPU gathers at a time."""
+IN_ORDER = np.empty(0, np.int64)
 SCAN_BYTES = 64 << 20
 """Bytes of records of a block level that are sorted by table at a time."""
 
@@ -82,9 +79,6 @@ class LocalPart(Protocol):
         """Return rows [start, end) of the table (n, width) and their state (n, S), for a digest."""
 
 
-P = TypeVar("P", bound=LocalPart)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ResidentPart:
     """Hold a part with all rows in the memory of its kernel; implements ``LocalPart``."""
@@ -116,7 +110,7 @@ class ResidentPart:
 
     def in_place(self, rows: NDArray[np.int64]) -> CutRowSource:
         """See ``LocalPart``."""
-        return ResidentRows(self, rows)
+        return SlotRows(self.shard, rows + self.shard.row_start, self.weight, self.state, rows)
 
     def held(self) -> Iterator[NDArray[np.int64]]:
         """See ``LocalPart``: all of them."""
@@ -167,48 +161,15 @@ class ResidentPart:
 
 
 @dataclass(frozen=True)
-class PartRows(Generic[P]):
-    """Locate rows of a part, counted from its first."""
-
-    part: P
-    rows: NDArray[np.int64]
-
-    @property
-    def shard(self) -> ShardId:
-        """See ``CutRowSource``."""
-        return self.part.shard
-
-    @cached_property
-    def row_ids(self) -> NDArray[np.int64]:
-        """See ``CutRowSource``."""
-        return self.rows + self.part.shard.row_start if self.part.shard.row_start else self.rows
-
-
-@dataclass(frozen=True)
-class ResidentRows(PartRows[ResidentPart]):
-    """Locate rows of a resident part; implements ``CutRowSource``."""
-
-    @property
-    def state_values(self) -> int:
-        """See ``CutRowSource``."""
-        return self.part.state.shape[1]
-
-    def copy(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
-        """See ``CutRowSource``."""
-        copy_rows(self.part.weight, self.part.state, self.rows[start:end], rows, state)
-
-
-@dataclass(frozen=True)
 class SlotRows:
-    """Locate rows of a part that are in slots; implements ``CutRowSource``."""
+    """Locate rows of a part in the memory of its kernel; implements ``CutRowSource``."""
 
     shard: ShardId
     row_ids: NDArray[np.int64]
     weight: Tensor
-    """Of the part's slots."""
     state: Tensor
     slots: NDArray[np.int64]
-    """(N,) of the rows."""
+    """(N,) of the rows in ``weight`` and ``state``."""
 
     @property
     def state_values(self) -> int:
@@ -218,6 +179,38 @@ class SlotRows:
     def copy(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
         """See ``CutRowSource``."""
         copy_rows(self.weight, self.state, self.slots[start:end], rows, state)
+
+
+def copy_rows(
+    weight: Tensor,
+    state: Tensor,
+    rows: NDArray[np.int64],
+    out: NDArray[np.float32],
+    out_state: NDArray[np.float32],
+    places: NDArray[np.int64] = IN_ORDER,
+) -> None:
+    """Copy chosen rows and their state to the host, as float32.
+
+    Args:
+        weight: (R, d) float32 or float16, contiguous.
+        state: (R, S) float32, contiguous, on the same device.
+        rows: (N,) chosen rows.
+        out: (M, d) float32, contiguous, filled at ``places``.
+        out_state: (M, S) float32, contiguous, filled at ``places``.
+        places: (N,) rows of ``out`` and ``out_state``; empty if these are 0 to N - 1, as they must be for a GPU.
+    """
+    if len(rows) == 0:
+        return
+    if weight.device.type == "cpu":
+        bags.copy_rows(weight.numpy(), state.numpy(), rows, out, out_state, places, torch.get_num_threads())
+        return
+    assert len(places) == 0
+    limit = max(1, DEVICE_BYTES // (4 * max(weight.shape[1], state.shape[1])))
+    for first in range(0, len(rows), limit):
+        piece = slice(first, first + limit)
+        chosen = torch.from_numpy(rows[piece]).to(weight.device)
+        torch.from_numpy(out[piece]).copy_(weight.index_select(0, chosen))
+        torch.from_numpy(out_state[piece]).copy_(state.index_select(0, chosen))
 
 
 def saved_rows(part: LocalPart) -> Iterator[CutRowSource]:
@@ -282,7 +275,7 @@ class StackedPart:
 
     def in_place(self, rows: NDArray[np.int64]) -> CutRowSource:
         """See ``LocalPart``."""
-        return StackedRows(self, rows)
+        return StackedRows(self.shard, rows + self.shard.row_start, self.stack, rows + self.first)
 
     def held(self) -> Iterator[NDArray[np.int64]]:
         """See ``LocalPart``: those that were ever looked up."""
@@ -310,20 +303,26 @@ class StackedPart:
 
 
 @dataclass(frozen=True)
-class StackedRows(PartRows[StackedPart]):
+class StackedRows:
     """Locate rows of a part in a stack; implements ``CutRowSource``. No row may be moving in the stack meanwhile."""
+
+    shard: ShardId
+    row_ids: NDArray[np.int64]
+    stack: Stack
+    rows: NDArray[np.int64]
+    """(N,) the same rows, numbered over all parts of the stack."""
 
     @property
     def state_values(self) -> int:
         """See ``CutRowSource``."""
-        return self.part.stack.format.state_values
+        return self.stack.format.state_values
 
     def copy(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
         """See ``CutRowSource``."""
-        stack, chosen = self.part.stack, self.rows[start:end] + self.part.first
+        chosen = self.rows[start:end]
         for first in range(0, len(chosen), CHUNK_ROWS):
             part = slice(first, first + CHUNK_ROWS)
-            rows[part], state[part] = stack.format.values(stack.read(chosen[part]))
+            rows[part], state[part] = self.stack.format.values(self.stack.read(chosen[part]))
 
 
 def rows_of_stack(stack: Stack, parts: Sequence[StackedPart]) -> Iterator[CutRowSource]:
@@ -414,138 +413,3 @@ def _joined(
 
 def _concatenated(parts: Sequence[tuple[NDArray[np.int64], Values]]) -> tuple[NDArray[np.int64], Values]:
     return np.concatenate([rows for rows, _ in parts]), np.concatenate([values for _, values in parts])
-
-
-class ChangedBytes(NamedTuple):
-    """Bound the bytes of rows in the next cut."""
-
-    kept: int
-    """Bytes of rows that changed before the last cut and are in no snapshot."""
-    marked: int
-    """Bytes of rows that changed since the last cut."""
-
-
-class OwnTables(Protocol):
-    """Give access to the parts that only this rank holds."""
-
-    pending: BeforeUpdates | None
-
-    def parts(self) -> Iterator[LocalPart]:
-        """Iterate over the parts."""
-
-    def saved_rows(self, *, moving: bool = False) -> Iterator[CutRowSource]:
-        """Iterate over the rows that changed since the parent of the next cut, once each."""
-
-    def settle(self) -> None:
-        """Wait until no row is moving between tiers."""
-
-
-class ReplicaTables(Protocol):
-    """Give access to the parts that every rank holds."""
-
-    pending: BeforeUpdates | None
-
-    @property
-    def parts(self) -> Sequence[ResidentPart]:
-        """Return the parts."""
-
-
-class CheckpointView:
-    """Give cuts access to a rank's own parts and to the data-parallel ones that it saves for all ranks.
-
-    Iterating yields each part. Over all ranks, each part is yielded once.
-
-    Args:
-        owned: parts that this rank alone holds.
-        replicas: parts that every rank holds.
-        saved: of ``replicas``, those that this rank saves.
-    """
-
-    def __init__(self, owned: OwnTables, replicas: ReplicaTables, saved: Sequence[ResidentPart]) -> None:
-        self._owned, self._replicas, self._saved = owned, replicas, saved
-
-    def __iter__(self) -> Iterator[LocalPart]:
-        yield from self._owned.parts()
-        yield from self._saved
-
-    def begin_cut(self, step: int, parent: int | None) -> None:
-        """Close the record of changed rows for a cut; ``changed_rows`` yields them until the next cut.
-
-        Args:
-            step: of the cut.
-            parent: step of the cut's parent, which holds all rows changed before it; None: without a parent, all rows
-                ever updated count as changed.
-        """
-        for record in {part.dirty.rows for part in (*self._owned.parts(), *self._replicas.parts)}:
-            if parent is None:
-                record.recall()
-            else:
-                record.forget(parent)
-            record.cut(step)
-
-    def changed_rows(self, *, moving: bool = False) -> Iterator[CutRowSource]:
-        """Iterate over the rows that changed since the parent and that this rank saves, once each.
-
-        Copy each before any row is looked up or updated.
-
-        Args:
-            moving: only rows that do not stay in place in host memory.
-
-        Raises:
-            DeviceError: rows could not be read from their tier.
-        """
-        self.settle()
-        yield from self._owned.saved_rows(moving=moving)
-        for part in self._saved:
-            if not (moving and part.is_on_host):
-                yield from saved_rows(part)
-
-    def settle(self) -> None:
-        """Wait until no row is moving between tiers.
-
-        Raises:
-            DeviceError: rows could not be moved.
-        """
-        self._owned.settle()
-
-    def cut_size(self) -> CutSize:
-        """Bound what ``changed_rows`` takes in the hand-off directory."""
-        taken = pieces = 0
-        for part in self:
-            size = _row_bytes(part)
-            windows = part.dirty.rows.sizes[part.dirty.number] // WINDOW_ROWS + 2
-            # Block storage is read in batches, and each is a piece of every part.
-            batches = part.dirty.rows.words * WORD * size // SCAN_BYTES + 1
-            taken, pieces = taken + part.dirty.count() * size, pieces + windows + batches
-        return CutSize(row_bytes=taken, pieces=pieces)
-
-    def changed_bytes(self, step: int | None) -> ChangedBytes:
-        """Bound the bytes of ``changed_rows``.
-
-        Args:
-            step: of the newest snapshot: its rows do not count; None without one.
-        """
-        kept = marked = 0
-        for part in self:
-            if part.dirty.number == 0:
-                record, size = part.dirty.rows, _row_bytes(part)
-                kept, marked = kept + record.kept(step) * size, marked + record.marked * size
-        return ChangedBytes(kept, marked)
-
-    def begin_copying(self, cut: Cut) -> CopyBeforeUpdate:
-        """Copy the changed rows to a cut before they change again, until ``end_copying``."""
-        resting = [part for part in self if isinstance(part, ResidentPart) and part.is_on_host]
-        moving = [part for part in self if not (isinstance(part, ResidentPart) and part.is_on_host)]
-        in_order = partial(self.changed_rows, moving=True)
-        copying = CopyBeforeUpdate(cut, resting, moving, in_order, self.settle)
-        self._owned.pending = self._replicas.pending = copying
-        return copying
-
-    def end_copying(self) -> None:
-        """Stop copying rows before they change."""
-        self._owned.pending = self._replicas.pending = None
-
-
-def _row_bytes(part: LocalPart) -> int:
-    values = part.in_place(np.empty(0, np.int64)).state_values
-    return CutRows(shard=part.shard, count=0, state_values=values).row_bytes

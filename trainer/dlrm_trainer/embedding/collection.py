@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dlrm_api.errors import DivergedError
+from dlrm_checkpointer import Cut, CutRows, CutRowSource, CutSize
+from dlrm_kernels.dirty_rows import WORD
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.embedding.checkpoint import CheckpointView, LocalPart
+from dlrm_trainer.embedding.changes import WINDOW_ROWS
+from dlrm_trainer.embedding.checkpoint import SCAN_BYTES, LocalPart, ResidentPart, saved_rows
+from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate
 from dlrm_trainer.embedding.exchange import Bags, Exchange, OwnedIds, Vectors
 from dlrm_trainer.embedding.local_tables import LocalTables, PreparedRows
 from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement
@@ -45,6 +53,111 @@ class Gradients:
 
     pooled: PooledRows
     vectors: Vectors
+
+
+class ChangedBytes(NamedTuple):
+    """Bound the bytes of rows in the next cut."""
+
+    kept: int
+    """Bytes of rows that changed before the last cut and are in no snapshot."""
+    marked: int
+    """Bytes of rows that changed since the last cut."""
+
+
+class CheckpointView:
+    """Give cuts access to a rank's own parts and to the data-parallel ones that it saves for all ranks.
+
+    Iterating yields each part. Over all ranks, each part is yielded once.
+
+    Args:
+        owned: parts that this rank alone holds.
+        replicas: parts that every rank holds.
+        saved: of ``replicas``, those that this rank saves.
+    """
+
+    def __init__(self, owned: LocalTables, replicas: ReplicatedTables, saved: Sequence[ResidentPart]) -> None:
+        self._owned, self._replicas, self._saved = owned, replicas, saved
+
+    def __iter__(self) -> Iterator[LocalPart]:
+        yield from self._owned.parts()
+        yield from self._saved
+
+    def begin_cut(self, step: int, parent: int | None) -> None:
+        """Close the record of changed rows for a cut; ``changed_rows`` yields them until the next cut.
+
+        Args:
+            step: of the cut.
+            parent: step of the cut's parent, which holds all rows changed before it; None: without a parent, all rows
+                ever updated count as changed.
+        """
+        for record in {part.dirty.rows for part in (*self._owned.parts(), *self._replicas.parts)}:
+            if parent is None:
+                record.recall()
+            else:
+                record.forget(parent)
+            record.cut(step)
+
+    def changed_rows(self, *, moving: bool = False) -> Iterator[CutRowSource]:
+        """Iterate over the rows that changed since the parent and that this rank saves, once each.
+
+        Copy each before any row is looked up or updated.
+
+        Args:
+            moving: only rows that do not stay in place in host memory.
+
+        Raises:
+            DeviceError: rows could not be read from their tier.
+        """
+        self.settle()
+        yield from self._owned.saved_rows(moving=moving)
+        for part in self._saved:
+            if not (moving and part.is_on_host):
+                yield from saved_rows(part)
+
+    def settle(self) -> None:
+        """Wait until no row is moving between tiers.
+
+        Raises:
+            DeviceError: rows could not be moved.
+        """
+        self._owned.settle()
+
+    def cut_size(self) -> CutSize:
+        """Bound what ``changed_rows`` takes in the hand-off directory."""
+        taken = pieces = 0
+        for part in self:
+            size = _row_bytes(part)
+            windows = part.dirty.rows.sizes[part.dirty.number] // WINDOW_ROWS + 2
+            # Block storage is read in batches, and each is a piece of every part.
+            batches = part.dirty.rows.words * WORD * size // SCAN_BYTES + 1
+            taken, pieces = taken + part.dirty.count() * size, pieces + windows + batches
+        return CutSize(row_bytes=taken, pieces=pieces)
+
+    def changed_bytes(self, step: int | None) -> ChangedBytes:
+        """Bound the bytes of ``changed_rows``.
+
+        Args:
+            step: of the newest snapshot: its rows do not count; None without one.
+        """
+        kept = marked = 0
+        for part in self:
+            if part.dirty.number == 0:
+                record, size = part.dirty.rows, _row_bytes(part)
+                kept, marked = kept + record.kept(step) * size, marked + record.marked * size
+        return ChangedBytes(kept, marked)
+
+    def begin_copying(self, cut: Cut) -> CopyBeforeUpdate:
+        """Copy the changed rows to a cut before they change again, until ``end_copying``."""
+        resting = [part for part in self if isinstance(part, ResidentPart) and part.is_on_host]
+        moving = [part for part in self if not (isinstance(part, ResidentPart) and part.is_on_host)]
+        in_order = partial(self.changed_rows, moving=True)
+        copying = CopyBeforeUpdate(cut, resting, moving, in_order, self.settle)
+        self._owned.pending = self._replicas.pending = copying
+        return copying
+
+    def end_copying(self) -> None:
+        """Stop copying rows before they change."""
+        self._owned.pending = self._replicas.pending = None
 
 
 class Embeddings:
@@ -224,3 +337,8 @@ def _means(placement: Placement, device: torch.device) -> tuple[Tensor | None, T
     feature_of_column = torch.repeat_interleave(torch.arange(len(dims)), dims)
     mean_of_column = means[feature_of_column].to(device) if bool(means.any()) else None
     return mean_of_column, feature_of_column.to(device)
+
+
+def _row_bytes(part: LocalPart) -> int:
+    values = part.in_place(np.empty(0, np.int64)).state_values
+    return CutRows(shard=part.shard, count=0, state_values=values).row_bytes

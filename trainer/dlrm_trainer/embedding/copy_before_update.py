@@ -11,15 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from dlrm_checkpointer import Cut, CutRows, CutRowSource, CutWithdrawnError, ShardId, ShardRows
-from dlrm_kernels import bags
+from dlrm_checkpointer import Cut, CutRows, CutRowSource, CutWithdrawnError, ShardRows
 from dlrm_kernels.dirty_rows import (
     U64,
     UNIT_WORDS,
@@ -36,76 +34,15 @@ from dlrm_kernels.dirty_rows import (
 from dlrm_kernels.intrinsics import size_of
 from dlrm_kernels.parallel import single_threaded
 from dlrm_kernels.row_updates import memory_of
-from dlrm_trainer.embedding.changes import WINDOW_ROWS, DirtyPart, DirtyRows, RowsToUpdate
+from dlrm_trainer.embedding.changes import WINDOW_ROWS, DirtyRows, RowsToUpdate
+from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart, copy_rows
 from dlrm_trainer.embedding.placement import joined
 
 COPY_ROWS = 1 << 14
 """Rows copied at a time, or those of a unit: what an update may have to wait for."""
 SPACE_POLL_S = 0.02
-DEVICE_BYTES = 32 << 20
-"""Bytes of rows, or of their state, that a GPU gathers at a time."""
-IN_ORDER = np.empty(0, np.int64)
 
-P = TypeVar("P", bound="CutPart")
-
-
-def copy_rows(
-    weight: Tensor,
-    state: Tensor,
-    rows: NDArray[np.int64],
-    out: NDArray[np.float32],
-    out_state: NDArray[np.float32],
-    places: NDArray[np.int64] = IN_ORDER,
-) -> None:
-    """Copy chosen rows and their state to the host, as float32.
-
-    Args:
-        weight: (R, d) float32 or float16, contiguous.
-        state: (R, S) float32, contiguous, on the same device.
-        rows: (N,) chosen rows.
-        out: (M, d) float32, contiguous, filled at ``places``.
-        out_state: (M, S) float32, contiguous, filled at ``places``.
-        places: (N,) rows of ``out`` and ``out_state``; empty if these are 0 to N - 1, as they must be for a GPU.
-    """
-    if len(rows) == 0:
-        return
-    if weight.device.type == "cpu":
-        bags.copy_rows(weight.numpy(), state.numpy(), rows, out, out_state, places, torch.get_num_threads())
-        return
-    assert len(places) == 0
-    limit = max(1, DEVICE_BYTES // (4 * max(weight.shape[1], state.shape[1])))
-    for first in range(0, len(rows), limit):
-        piece = slice(first, first + limit)
-        chosen = torch.from_numpy(rows[piece]).to(weight.device)
-        torch.from_numpy(out[piece]).copy_(weight.index_select(0, chosen))
-        torch.from_numpy(out_state[piece]).copy_(state.index_select(0, chosen))
-
-
-class CutPart(Protocol):
-    """Give access to the rows of one part."""
-
-    @property
-    def shard(self) -> ShardId:
-        """Return the rows and columns of the table."""
-
-    @property
-    def dirty(self) -> DirtyPart:
-        """Return which rows changed."""
-
-    def in_place(self, rows: NDArray[np.int64]) -> CutRowSource:
-        """Locate (N,) rows, counted from the part's first, ascending."""
-
-
-class RestingPart(CutPart, Protocol):
-    """Give access to a part with rows that stay in place in host memory."""
-
-    @property
-    def weight(self) -> Tensor:
-        """Return the (rows, width) weights, float32 or float16."""
-
-    @property
-    def state(self) -> Tensor:
-        """Return the (rows, S) float32 row optimizer state."""
+P = TypeVar("P", bound=LocalPart)
 
 
 class CopyBeforeUpdate:
@@ -128,8 +65,8 @@ class CopyBeforeUpdate:
     def __init__(
         self,
         cut: Cut,
-        resting: Sequence[RestingPart],
-        moving: Sequence[CutPart],
+        resting: Sequence[ResidentPart],
+        moving: Sequence[LocalPart],
         in_order: Callable[[], Iterable[CutRowSource]],
         settle: Callable[[], None],
     ) -> None:
@@ -303,7 +240,7 @@ class CopyBeforeUpdate:
         self._at = len(self._moving), 0
         return True
 
-    def _copy_window(self, part: CutPart, first: int) -> bool:
+    def _copy_window(self, part: LocalPart, first: int) -> bool:
         words = self._bits(part, first)[: WINDOW_ROWS // WORD]
         rows = rows_of_bits(words, first, torch.get_num_threads())
         if not len(rows):
@@ -319,7 +256,7 @@ class CopyBeforeUpdate:
                 return False
         return True
 
-    def _bits(self, part: CutPart, first: int) -> Words:
+    def _bits(self, part: LocalPart, first: int) -> Words:
         record, number = part.dirty.rows, part.dirty.number
         return self._maps[record].map.pending[record.words_of(number, first, record.sizes[number])]
 
@@ -343,7 +280,7 @@ class _RecordMap:
         resting: all parts of the record, neighbours in one memory; empty if rows have no places.
     """
 
-    def __init__(self, record: DirtyRows, resting: Sequence[RestingPart]) -> None:
+    def __init__(self, record: DirtyRows, resting: Sequence[ResidentPart]) -> None:
         self._parts, count = resting, len(record.sizes)
         words = [-(-size // WORD) for size in record.sizes]
         self._words = [*accumulate(words, initial=0)]

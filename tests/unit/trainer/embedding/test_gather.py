@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_testing.trainer.live_memory import LiveMemory
-from dlrm_trainer.embedding.copy_before_update import DEVICE_BYTES, copy_rows
+from dlrm_trainer.embedding.checkpoint import DEVICE_BYTES, copy_rows
 
 LINE = 16
 """float32 elements of a cache line, which memory below is aligned to but for the shift."""
