@@ -1,1 +1,1 @@
-"""Connect the ranks of a gang: rendezvous, collectives, number formats on the wire, and failure detection."""
+"""Connect the ranks of a gang: rendezvous, collectives, number formats on the wire, failure detection."""

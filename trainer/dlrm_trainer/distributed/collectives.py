@@ -39,11 +39,6 @@ def encode_value(value: T, kind: TypeAdapter[T]) -> bytes:
 def decode_value(body: bytes, kind: TypeAdapter[T], rank: int) -> T:
     """Decode what ``encode_value`` returned on another rank.
 
-    Args:
-        body: what arrived.
-        kind: expected type.
-        rank: that sent it.
-
     Raises:
         TemporaryError: it is not of that type; names the rank and the problem.
     """
@@ -74,8 +69,6 @@ def _unreadable(rank: int, problem: str) -> TemporaryError:
 
 Traffic = Literal["lengths", "ids", "weights", "pooled", "gradients", "dense", "small"]
 """Kinds of traffic: lengths, ids and weights of bags; pooled rows and their gradients; the dense gradient; the rest."""
-
-
 REDUCED_WIDTH = 64
 """Values of the dense gradient that share a range in int8."""
 BUSY_WAIT_S = 0.01
@@ -95,11 +88,7 @@ class Arriving:
         return self
 
     def wait(self) -> Tensor:
-        """Return the values that arrived, rank by rank.
-
-        Raises:
-            PeerLostError: a rank is lost.
-        """
+        """Return the values that arrived, rank by rank."""
         if self._wait is not None:
             self._wait()
         for finish in self._after:
@@ -111,12 +100,8 @@ class Arriving:
 class Collectives:
     """Run the collectives of training. At world size 1 nothing is sent and no process group is needed.
 
-    Every rank must make the same calls in the same order; only one thread may make them.
-
-    Args:
-        rank: of this process.
-        world_size: number of ranks.
-        explain: after a failed collective, returns which peers are lost.
+    Every rank must make the same calls in the same order; only one thread may make them. Each call, and each wait for
+    the result of one, raises PeerLostError if a rank is lost, in the words of ``explain``.
     """
 
     def __init__(self, rank: int, world_size: int, explain: Callable[[], str]) -> None:
@@ -135,23 +120,15 @@ class Collectives:
         self._group = group
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a few numbers over ranks, in place; the result has the same bits on every rank.
-
-        Raises:
-            PeerLostError: a rank is lost.
-        """
+        """Sum a few numbers over ranks, in place; the result has the same bits on every rank."""
         if self.world_size > 1:
             self._start_sum("small", tensor).wait()
 
     def start_sum(self, tensor: Tensor, codec: Codec = "fp32") -> Arriving:
-        """Begin to sum over ranks, in place; the result has the same bits on every rank.
+        """Begin to sum (k,) float32 over ranks, in place; the result has the same bits on every rank.
 
-        Args:
-            tensor: (k,) float32; must not be used until the result is waited for.
-            codec: of what is sent; sums of other formats than fp32 are made in float32, in the order of ranks.
-
-        Raises:
-            PeerLostError: a rank is lost.
+        The tensor must not be used until the result is waited for. Sums of other formats than fp32 are made in float32,
+        in the order of ranks.
         """
         if self.world_size == 1:
             return Arriving(tensor)
@@ -164,15 +141,11 @@ class Collectives:
         return tensor.unsqueeze(0) if self.world_size == 1 else torch.stack(self._gathered("small", tensor))
 
     def all_to_all(self, what: Traffic, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send ``sent[s]`` elements of a flat tensor to each rank s; return ``received[s]`` elements from each."""
+        """Send ``sent[s]`` elements of a flat tensor to each rank s; return ``received[s]`` from each."""
         return self.start_all_to_all(what, tensor, sent, received).wait()
 
     def start_all_to_all(self, what: Traffic, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Arriving:
-        """Begin ``all_to_all``; the tensor must not change until the result is waited for.
-
-        Raises:
-            PeerLostError: a rank is lost.
-        """
+        """Begin ``all_to_all``; the tensor must not change until the result is waited for."""
         if self.world_size == 1:
             return Arriving(tensor)
         output = tensor.new_empty(sum(received))
@@ -186,12 +159,7 @@ class Collectives:
     def gather(self, value: T, kind: TypeAdapter[T]) -> list[T]:
         """Return one small value of each rank; for starts, ends and evaluations, not for steps.
 
-        Args:
-            value: of this rank.
-            kind: type of the values; the same on every rank.
-
         Raises:
-            PeerLostError: a rank is lost.
             TemporaryError: a rank's value is of another type or too long.
         """
         if self.world_size == 1:
@@ -208,18 +176,16 @@ class Collectives:
     def broadcast(self, value: T | None, kind: TypeAdapter[T]) -> T:
         """Return rank 0's value on every rank; the others pass None.
 
-        Args:
-            value: of rank 0.
-            kind: its type; the same on every rank.
-
         Raises:
-            PeerLostError: a rank is lost.
             TemporaryError: the value is of another type or too long.
         """
         if self.rank == 0:
             assert value is not None
             if self.world_size > 1:
-                self._send(_bytes_tensor(encode_value(value, kind)))
+                body = _bytes_tensor(encode_value(value, kind))
+                self._broadcast(torch.tensor([len(body)]))
+                check_size(len(body), MAX_BROADCAST_BYTES, 0)
+                self._broadcast(body)
             return value
         size = torch.zeros(1, dtype=torch.int64)
         self._broadcast(size)
@@ -262,11 +228,6 @@ class Collectives:
         with self._counted("all_gather"):
             dist.all_gather(gathered, tensor, group=self._group)
         return gathered
-
-    def _send(self, body: Tensor) -> None:
-        self._broadcast(torch.tensor([len(body)]))
-        check_size(len(body), MAX_BROADCAST_BYTES, 0)
-        self._broadcast(body)
 
     def _broadcast(self, tensor: Tensor) -> None:
         if self.rank == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import hmac
 import json
 import os
 import statistics
@@ -18,11 +19,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from dlrm_api.names import ExitCode
 from dlrm_api.progress import SlowestRank
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.distributed.gang_store import GangStore
 
 POLL_INTERVAL_S = 0.5
 """How often every rank checks whether another one raised the alarm."""
@@ -35,6 +36,71 @@ EXIT_TIMEOUT_S = 10.0
 ALARM, VERDICT = "alarm", "verdict"
 ANSWERS, LEFT, HEARD = "answers", "left", "heard"
 """Keys under which each rank appends a line: one request reads those of hundreds of ranks."""
+SIGNATURE_DIGITS = 64
+
+
+class GangStore:
+    """Share keys and values through rank 0's store that nobody can name or forge without the secret.
+
+    Whoever reaches the store's port may list its keys, read them and write others. So each key is a keyed hash of its
+    name, and each value carries one of its name and itself: a value that is not signed is ignored. Without a secret,
+    anybody can read and write.
+    """
+
+    def __init__(self, store: TCPStore, secret: str) -> None:
+        self._store, self._secret = store, secret.encode()
+
+    def clone(self) -> GangStore:
+        """Return the same store on a connection of its own."""
+        line: TCPStore = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
+        return GangStore(line, self._secret.decode())
+
+    def without_secret(self) -> GangStore:
+        """Return the same store as ranks without a secret see it."""
+        return GangStore(self._store, "")
+
+    def for_torch(self, name: str) -> PrefixStore:
+        """Return a namespace for torch's keys, which can be listed once the first exists, and are not signed."""
+        return PrefixStore(self._key(name), self._store)
+
+    def set(self, name: str, value: str) -> None:
+        """Write a value, replacing the one that exists."""
+        self._store.set(self._key(name), self._signed(name, value))
+
+    def set_first(self, name: str, value: str) -> str | None:
+        """Write a value unless one exists; return the one that exists then, None if not signed by this gang."""
+        return self._verified(name, self._store.compare_set(self._key(name), "", self._signed(name, value)))
+
+    def get(self, name: str) -> str | None:
+        """Return a value; None if this gang has not written one."""
+        return self._verified(name, self._store.get(self._key(name))) if self.has([name]) else None
+
+    def has(self, names: Iterable[str]) -> bool:
+        """Return whether all keys exist: one request, however many they are."""
+        return bool(self._store.check([self._key(name) for name in names]))
+
+    def append(self, name: str, value: str) -> None:
+        """Append a line to a value."""
+        self._store.append(self._key(name), self._signed(name, value) + "\n")  # type: ignore[attr-defined]  # as above
+
+    def read_lines(self, name: str) -> list[str]:
+        """Return all lines that this gang appended, oldest first, by two requests."""
+        lines = self._store.get(self._key(name)).splitlines() if self.has([name]) else []
+        return [value for value in (self._verified(name, line) for line in lines) if value is not None]
+
+    def _key(self, name: str) -> str:
+        return self._hash(f"key {name}")
+
+    def _signed(self, name: str, value: str) -> str:
+        return self._hash(f"word {name} {value}") + value
+
+    def _verified(self, name: str, signed: bytes) -> str | None:
+        text = signed.decode(errors="replace")
+        value = text[SIGNATURE_DIGITS:]
+        return value if hmac.compare_digest(text.encode(), self._signed(name, value).encode()) else None
+
+    def _hash(self, what: str) -> str:
+        return hmac.digest(self._secret, what.encode(), "sha256").hex()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +117,8 @@ class FailureDetector:
     """Agree with all ranks on which of them are lost, from a thread of its own until it is closed.
 
     A rank that lost a peer raises the alarm; all ranks then report how far they have got, and the first verdict counts.
-
-    Args:
-        store: on a connection that nobody else uses.
-        rank: of this process.
-        world_size: number of ranks.
-        made: returns the collectives that this rank has begun, in all groups.
-        timeout_s: of collectives.
+    Nobody else uses the store's connection; ``made`` returns the collectives that this rank has begun, in all groups,
+    and ``timeout_s`` is theirs.
     """
 
     def __init__(self, store: GangStore, rank: int, world_size: int, made: Callable[[], int], timeout_s: float) -> None:
@@ -181,21 +242,15 @@ KEEPALIVE_INTERVAL_S = 20.0
 class CollectiveKeepalive:
     """Keep ranks together while some of them work longer than a collective may wait.
 
-    Each rank calls ``keep_alive`` as often as it likes, and at its end ``wait``, which returns when all are done.
-
-    Args:
-        collectives: of all ranks.
+    Each rank calls ``keep_alive`` as often as it likes, and at its end ``wait``, which returns when all are done. Both
+    raise PeerLostError if a rank is gone.
     """
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives, self._last = collectives, time.monotonic()
 
     def keep_alive(self) -> None:
-        """Tell the others that this rank still works, if it is time to.
-
-        Raises:
-            PeerLostError: a rank is gone.
-        """
+        """Tell the others that this rank still works, if it is time to."""
         if time.monotonic() - self._last >= KEEPALIVE_INTERVAL_S:
             self._working(1)
 
@@ -206,11 +261,7 @@ class CollectiveKeepalive:
             yield item
 
     def wait(self) -> None:
-        """Wait until every rank has called this, however long that takes.
-
-        Raises:
-            PeerLostError: a rank is gone.
-        """
+        """Wait until every rank has called this, however long that takes."""
         while self._working(0):
             pass
 
@@ -231,9 +282,7 @@ WARM_UP_STEPS = 4
 class StepTimer:
     """Find the rank that the others wait for. Every rank must call it at the same steps.
 
-    Args:
-        collectives: of all ranks.
-        own_seconds: returns the time that this rank has spent on its own part of steps.
+    ``own_seconds`` returns the time that this rank has spent on its own part of steps.
     """
 
     def __init__(self, collectives: Collectives, own_seconds: Callable[[], float]) -> None:
@@ -242,7 +291,7 @@ class StepTimer:
         self._mark = (0, 0.0)
 
     def stepped(self, step: int) -> SlowestRank | None:
-        """Return the slowest rank of the window that ends with ``step``; None if no window ends, or with one rank."""
+        """Return the slowest rank of the window that ends with ``step``; None without one, or with one rank."""
         if self._collectives.world_size == 1:
             return None
         self._steps += 1
@@ -258,11 +307,7 @@ class StepTimer:
 
 
 def slowest(seconds: Sequence[float]) -> SlowestRank:
-    """Return the rank with the longest time, and the median of the others'; the first of equal ones.
-
-    Args:
-        seconds: of each rank, at least two.
-    """
+    """Return the first rank of two or more with the longest time, and the median of the others' times."""
     rank = max(range(len(seconds)), key=lambda each: (seconds[each], -each))
     others = [each for number, each in enumerate(seconds) if number != rank]
     return SlowestRank(rank=rank, seconds=seconds[rank], median_seconds=statistics.median(others))

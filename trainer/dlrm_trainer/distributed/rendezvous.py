@@ -17,8 +17,7 @@ from dlrm_api.names import ANY_ADDRESS
 from dlrm_api.process import listener
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.distributed.failures import FailureDetector, name_ranks
-from dlrm_trainer.distributed.gang_store import GangStore
+from dlrm_trainer.distributed.failures import FailureDetector, GangStore, name_ranks
 
 RETRY_INTERVAL_S = 0.1
 POLL_INTERVAL_PER_RANK_S = 0.0005
@@ -36,13 +35,8 @@ def backends(device: torch.device) -> str:
 class RankGroup:
     """Meet the ranks of one attempt at rank 0's store. At world size 1 there is nobody to meet.
 
-    Args:
-        rank: of this process.
-        world_size: number of ranks.
-        host: of rank 0; a name is looked up again until it resolves.
-        port: of rank 0's store.
-        bind: address that rank 0 listens on.
-        secret: of this attempt, with which its ranks sign what they store; empty: whoever comes is trusted.
+    Rank 0 listens at ``bind``. The others look its ``host`` up again until it resolves. Ranks sign what they store with
+    the attempt's secret; if it is empty, whoever comes is trusted.
     """
 
     def __init__(self, rank: int, world_size: int, host: str, port: int, bind: str, secret: str = "") -> None:
@@ -62,13 +56,10 @@ class RankGroup:
         check: Callable[[], None],
         device: torch.device = HOST,
     ) -> None:
-        """Wait until all ranks have come.
+        """Wait until all ranks have come: first for rank 0, then for the rest.
 
-        Args:
-            rendezvous_timeout_s: longest wait for rank 0, and then for the rest.
-            collective_timeout_s: longest wait for a silent peer in any later collective.
-            check: called between attempts; what it raises ends the wait.
-            device: that this rank computes on; all ranks' are of one type.
+        ``collective_timeout_s`` is the longest wait for a silent peer in any later collective. ``check`` is called
+        between attempts; what it raises ends the wait. All ranks' devices are of one type.
 
         Raises:
             PeerLostError: not all came in time, or NCCL cannot connect the GPUs; names the absent ranks if known.
@@ -95,7 +86,14 @@ class RankGroup:
             timeout=timeout,
         )
         self.id_collectives.use(dist.new_group(timeout=timeout, backend="gloo"))
-        self._detect_failures(collective_timeout_s)
+        channels = self.collectives, self.id_collectives
+        self._failures = FailureDetector(
+            self._store.clone(),
+            self.rank,
+            self.world_size,
+            lambda: sum(sum(tuple(each.calls.values())) for each in channels),
+            collective_timeout_s,
+        )
         # NCCL connects at its first collective, by a store that waits STORE_TIMEOUT_S for rank 0.
         if device.type != "cpu":
             self.collectives.all_reduce(torch.zeros(1, device=device))
@@ -106,17 +104,9 @@ class RankGroup:
             self._failures.close(reason)
 
     def close(self) -> None:
-        """Destroy the process groups after the last collective of all ranks: NCCL warns of those that are left."""
+        """Destroy the process groups after the last collective of all ranks: NCCL warns of those left."""
         if dist.is_initialized():
             dist.destroy_process_group()
-
-    def _detect_failures(self, collective_timeout_s: float) -> None:
-        assert self._store is not None
-
-        def made() -> int:
-            return sum(sum(tuple(each.calls.values())) for each in (self.collectives, self.id_collectives))
-
-        self._failures = FailureDetector(self._store.clone(), self.rank, self.world_size, made, collective_timeout_s)
 
     def _serve(self) -> TCPStore:
         try:

@@ -1,4 +1,4 @@
-"""What ranks tell each other: typed values on both sides, and nothing that a peer sends is run."""
+"""Values between ranks: typed on both sides, and nothing that a peer sends is run."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_is_no_such_value_is_refused_by_the_rank_that_sent_it(body: bytes, 
 
 
 def said_by(collectives: Collectives, bodies: list[bytes], of_rank_0: bool) -> str:
-    """What a rank makes of the bodies that ranks send as their values."""
+    """Gather the values of ranks that send these bodies."""
     from dlrm_trainer.distributed import collectives as module
 
     module.encode_value = lambda _value, _kind: bodies[collectives.rank]  # type: ignore[assignment]

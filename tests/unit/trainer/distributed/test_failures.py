@@ -1,4 +1,4 @@
-"""What a roll call costs rank 0's store, which answers every rank of the gang."""
+"""The cost of a roll call for rank 0's store, which answers every rank of the gang."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlrm_trainer.distributed.failures import ALARM, ANSWERS, HEARD, LEFT, VERDICT, FailureDetector
-from dlrm_trainer.distributed.gang_store import GangStore
+from dlrm_trainer.distributed.failures import ALARM, ANSWERS, HEARD, LEFT, VERDICT, FailureDetector, GangStore
 
 LONG_AGO_S = 900.0
 SECRET = "5ec2e7"
@@ -47,7 +46,7 @@ class CountingStore:
 
 
 def call(world_size: int, hung: int | None = None, left: int | None = None) -> tuple[str, int]:
-    """What rank 0 hears of a gang where all the others answered, and the requests that it made for that."""
+    """Return rank 0's verdict on a gang in which all others answered, and its number of requests."""
     raw: Any = CountingStore()
     store = GangStore(raw, SECRET)
     for rank in range(1, world_size):
@@ -65,7 +64,7 @@ def call(world_size: int, hung: int | None = None, left: int | None = None) -> t
 
 
 @pytest.mark.parametrize("world_size", [8, 1_000])
-def test_the_rank_to_blame_is_found_in_few_requests_however_many_ranks_there_are(world_size: int) -> None:
+def test_the_rank_to_blame_is_found_in_few_requests_at_any_world_size(world_size: int) -> None:
     hung, requests = call(world_size, hung=7)
     ended, _ = call(world_size, left=5)
 

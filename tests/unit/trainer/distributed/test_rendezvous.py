@@ -15,7 +15,7 @@ import pytest
 from dlrm_api.names import ANY_ADDRESS
 from dlrm_cluster.ports import LOOPBACK, free_port
 from dlrm_testing.trainer.gangs import run_ranks
-from dlrm_trainer.distributed.gang_store import GangStore
+from dlrm_trainer.distributed.failures import GangStore
 
 
 def sum_of_ranks(collectives: Any) -> float:
@@ -136,7 +136,7 @@ def test_a_stranger_at_the_store_is_taken_for_no_rank_and_ends_no_gang() -> None
 
 
 @pytest.mark.slow
-def test_a_rank_that_was_given_no_secret_is_named_where_the_others_have_one() -> None:
+def test_a_rank_without_the_secret_of_the_others_is_named() -> None:
     port = free_port()
     first, first_told = start_rank(0, port, SECRET, wait_s=6.0)
     second, _ = start_rank(1, port, "", wait_s=6.0)
@@ -172,7 +172,7 @@ def begin_late(rank: int, world_size: int, port: int, sums: Connection) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_on_gpus_wait_for_a_slow_rank_0_as_long_at_their_first_step_as_at_others() -> None:
+def test_ranks_on_gpus_wait_for_a_slow_rank_0_also_at_their_first_step() -> None:
     context, port = multiprocessing.get_context("forkserver"), free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
     ranks = [context.Process(target=begin_late, args=(rank, 2, port, sender)) for rank, (_, sender) in enumerate(pipes)]
