@@ -154,7 +154,7 @@ class AsyncSave:
         self._folder = folder
         self._state: dict[str, Any] = {"dense": {n: torch.from_numpy(a) for n, a in learner.dense.arrays().items()}}
         for part in learner.embeddings.local:
-            self._state[part.table.name] = {"weight": part.weight, "state": part.state}  # type: ignore[attr-defined]
+            self._state[part.table.name] = {"weight": part.weight, "state": part.state}  # type: ignore[union-attr]
         self._saving: Future[Any] | None = None
 
     def begin(self) -> None:

@@ -28,7 +28,7 @@ def told(dirty: DirtyRows) -> set[tuple[int, int]]:
 
 @settings(max_examples=200)
 @given(data=st.data(), restored=marks, cuts=st.lists(marks, max_size=MAX_KEPT + 3))
-def test_a_cut_without_a_parent_tells_of_all_that_ever_changed_whatever_snapshots_hold(
+def test_a_cut_without_a_parent_holds_all_rows_that_ever_changed(
     data: st.DataObject, restored: list[tuple[int, int]], cuts: list[list[tuple[int, int]]]
 ):
     dirty, ever = DirtyRows(SIZES), {(part, row % SIZES[part]) for part, row in restored}
@@ -49,7 +49,7 @@ def test_a_cut_without_a_parent_tells_of_all_that_ever_changed_whatever_snapshot
 
 @settings(max_examples=200)
 @given(data=st.data(), cuts=st.lists(marks, max_size=MAX_KEPT + 3))
-def test_a_cut_tells_of_all_that_changed_since_its_parent_whatever_became_of_the_cuts_between(
+def test_a_cut_holds_all_changes_since_its_parent_if_cuts_between_are_lost(
     data: st.DataObject, cuts: list[list[tuple[int, int]]]
 ):
     dirty, history, parent = DirtyRows(SIZES), [], 0

@@ -32,7 +32,7 @@ from dlrm_trainer.embedding import copy_before_update
 from dlrm_trainer.embedding.changes import MAX_KEPT, DirtyPart, DirtyRows, RowsToUpdate
 from dlrm_trainer.embedding.checkpoint import ResidentPart, table_meta
 from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate
-from dlrm_trainer.embedding.local_tables import lazy_zeros
+from dlrm_trainer.embedding.tiers.slots import untouched_zeros
 from dlrm_trainer.train import prepared_ahead
 
 ALONE = Collectives(0, 1, lambda: "")
@@ -100,10 +100,10 @@ def test_a_cut_holds_each_row_as_it_was_however_much_is_copied_per_step(
     embeddings.close()
 
 
-def resident(rows: int, dtype: torch.dtype = torch.float32) -> ResidentPart:
+def resident(rows: int, dtype: type[np.floating] = np.float32) -> ResidentPart:
     spec = TableSpec(name="items", rows=rows, dim=WIDTH)
-    weight = lazy_zeros(rows * WIDTH, dtype).view(rows, WIDTH)
-    state = lazy_zeros(rows, torch.float32).view(rows, 1)
+    weight = torch.from_numpy(untouched_zeros(rows * WIDTH, dtype)).view(rows, WIDTH)
+    state = torch.from_numpy(untouched_zeros(rows, np.float32)).view(rows, 1)
     shard = table_meta(spec, 0, "rowwise-adagrad").whole()
     return ResidentPart(table=spec, shard=shard, weight=weight, state=state, dirty=DirtyPart(DirtyRows([rows]), 0))
 
@@ -137,9 +137,9 @@ def locate(*_: object) -> CutRowSource:
     raise AssertionError("rows with a place need not be located")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("share", [0.001, 0.3, 1.0])
-def test_a_thread_copies_beside_updates_and_no_row_is_torn(share: float, dtype: torch.dtype) -> None:
+def test_a_thread_copies_beside_updates_and_no_row_is_torn(share: float, dtype: type[np.floating]) -> None:
     part, draw, cut = resident(ROWS, dtype), np.random.default_rng(0), MemoryCut(values=VALUES)
     part.weight[:], part.state[:] = 1.0, 1.0
     changed = np.flatnonzero(draw.random(ROWS) < share)
@@ -195,7 +195,7 @@ def test_a_closed_copy_writes_no_more() -> None:
     assert 0 < (cut.pieces[0].rows == NOT_FILLED).sum() < ROWS * WIDTH
 
 
-def test_a_cut_without_space_for_a_changing_row_is_withdrawn_and_the_update_goes_ahead() -> None:
+def test_a_cut_without_space_for_a_changing_row_is_withdrawn() -> None:
     part, cut = resident(1_000), MemoryCut(segment_rows=10)
     part.dirty.mark(np.arange(1_000))
     copying = copying_of(part, cut)

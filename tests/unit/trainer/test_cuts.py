@@ -17,7 +17,7 @@ from dlrm_trainer.embedding import ChangedBytes
 
 @dataclass
 class Writer:
-    """A hand-off whose readiness a test decides."""
+    """A hand-off that is ready when a test says so."""
 
     is_ready: bool = True
     share: int | None = None
@@ -77,7 +77,7 @@ def test_a_cut_waits_while_an_earlier_one_does_and_is_counted_once() -> None:
     assert control.delays == 1
 
 
-def test_a_cut_that_was_given_up_is_counted_and_tried_again_when_the_next_is_due() -> None:
+def test_a_withdrawn_cut_is_counted_and_repeated_when_the_next_is_due() -> None:
     control = control_of(Writer(), intervalSteps=3)
     control.ask(1)
 
@@ -120,7 +120,7 @@ def test_a_cut_asked_for_while_one_is_handed_over_comes_after_that_one(ends_well
     assert not control.agree(0.5, 122).cut
 
 
-def test_a_request_that_comes_while_its_step_is_handed_over_makes_no_second_cut() -> None:
+def test_a_request_during_the_hand_over_of_its_step_makes_no_second_cut() -> None:
     control = control_of(Writer(), intervalSteps=3)
     assert control.agree(0.5, 3).cut
     control.begun(3)
@@ -132,7 +132,7 @@ def test_a_request_that_comes_while_its_step_is_handed_over_makes_no_second_cut(
     assert not control.agree(0.5, 4).cut
 
 
-def test_a_cut_comes_early_when_changed_rows_nearly_fill_the_ranks_share_and_is_counted_once() -> None:
+def test_a_cut_comes_early_when_changed_rows_nearly_fill_the_budget() -> None:
     writer, kept = Writer(share=1_000), {4: 700}
     control = control_of(writer, intervalSteps=1_000)
     marked = [0]
@@ -167,7 +167,7 @@ def test_a_cut_that_is_on_its_way_makes_none_early_unless_it_stays_away(
     assert control.early_cuts == 1
 
 
-def test_rows_that_no_commit_took_and_that_fill_the_share_alone_make_no_cut_after_every_step() -> None:
+def test_uncommitted_rows_that_fill_the_budget_make_no_cut_at_each_step() -> None:
     control = control_of(Writer(share=1_000), intervalSteps=1_000)
     control.watch(lambda step: ChangedBytes(800, 900))
 

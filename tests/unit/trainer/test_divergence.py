@@ -13,9 +13,7 @@ from dlrm_trainer.learner import diverged
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_loss_that_is_not_finite_is_explained_where_most_rows_of_tiers_were_never_looked_up(
-    tmp_path: Path, steps: int
-) -> None:
+def test_a_loss_that_is_not_finite_is_explained_with_rows_never_looked_up(tmp_path: Path, steps: int) -> None:
     tables = [{"name": "users", "rows": 50 * CHUNK_ROWS, "dim": 8}, {"name": "items", "rows": 300, "dim": 8}]
     job = small_job(tmp_path, model={"tables": tables})
     learner, reader = make_learner(ALONE, job, Shape(), tmp_path), open_reader(job.spec, "train", 0, 1)

@@ -1,4 +1,4 @@
-"""Cuts above the hand-off budget: what is handed over while training goes on is the state at the cut's step."""
+"""Cuts above the hand-off budget: segments handed over during training hold the state at the cut's step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEPS = 14
 
 @dataclass
 class Taker:
-    """A checkpointer that keeps what it is given, and makes room now and then."""
+    """A checkpointer that keeps all segments, and frees space now and then."""
 
     inbox: Inbox
     draw: np.random.Generator
@@ -71,7 +71,7 @@ class Taker:
 
 @dataclass
 class Report:
-    """What came of the cuts of a run."""
+    """The cuts of a run and their outcome."""
 
     whole: dict[int, int]
     given_up: list[int]
@@ -158,7 +158,7 @@ def train(
     pace=st.sampled_from([0.5, 1.0]),
     threads=st.booleans(),
 )
-def test_slices_over_many_steps_hold_the_state_at_the_cuts_step_and_change_no_bit_of_training(
+def test_segments_of_many_steps_hold_the_state_at_the_step_of_their_cut(
     tmp_path: Path, seed: int, tiers: tuple[str, ...], lookahead: int, budget: int, pace: float, threads: bool
 ) -> None:
     job = job_of(tmp_path)
@@ -181,7 +181,7 @@ def test_a_cut_of_many_slices_is_handed_over_over_many_steps(tmp_path: Path, tie
     assert max(report.whole.values()) > 3
 
 
-def test_a_cut_whose_rows_change_before_there_is_room_is_given_up_and_its_rows_are_in_the_next(tmp_path: Path) -> None:
+def test_rows_of_a_withdrawn_cut_are_in_the_next_one(tmp_path: Path) -> None:
     job = job_of(tmp_path)
     plan = random_plan(np.random.default_rng(3), job.spec.model, 1)
 

@@ -54,7 +54,7 @@ Victim = Literal["sidecar", "rank", "both"]
 
 
 def pod_in(folder: Path, module: str, budget: int = BUDGET_BYTES, **environment: str) -> Pod:
-    """A pod whose trainer is one of the doubles."""
+    """A pod with one of the test doubles as its trainer."""
     doubles = str(SUPPORT)
     path = os.pathsep.join((doubles, os.environ.get("PYTHONPATH", "")))
     plan = plan_document(small_job(folder, WORLD_SIZE, **CHANGES))
@@ -77,7 +77,7 @@ def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 
 @pytest.fixture(params=["in slices", "by a thread"])
 def pod(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pod]:
-    """Whose ranks hand cuts over in slices, or by a thread each."""
+    """Change its ranks to hand cuts over in segments, or by a thread each."""
     module, budget = (
         ("dlrm_testing.trainer.slow_trainer", BUDGET_BYTES)
         if request.param == "in slices"
@@ -183,7 +183,7 @@ def _is_newer(moment: float, path: Path) -> bool:
 
 
 @pytest.mark.parametrize("victim", ["sidecar", "rank", "both"])
-def test_kill_9_amid_gradual_cuts_leaves_states_of_single_steps_and_changes_no_bit_of_training(
+def test_kill_9_during_gradual_cuts_leaves_single_steps_and_the_same_bits(
     pod: Pod, digests: dict[int, str], victim: Victim
 ) -> None:
     seed = int(os.environ.get("GRADUAL_KILL_SEED", random.SystemRandom().randrange(2**32)))

@@ -72,7 +72,7 @@ def make_pods(tmp_path: Path, compiled: None) -> Iterator[MakePods]:
 
 
 def messages_of_the_left(pods: list[Pod], lost: int) -> list[str]:
-    """What the pods other than the lost one said, which all ended for the loss of a peer."""
+    """Return the messages of all pods but the lost one; all ended because a peer was lost."""
     left = [pod for rank, pod in enumerate(pods) if rank != lost]
     assert [pod.wait(60.0) for pod in left] == [ExitCode.TEMPORARY] * len(left)
     assert {pod.termination().reason for pod in left} == {"PeerLost"}
@@ -109,7 +109,7 @@ def test_a_lost_rank_is_named_alone_by_all_others_in_time(
             process.join()
 
 
-def test_a_rank_that_hangs_in_its_reader_is_named_by_the_others_and_ends_itself(make_pods: MakePods) -> None:
+def test_a_rank_that_hangs_in_its_reader_is_named_and_ends_itself(make_pods: MakePods) -> None:
     lost = 1
     pods = make_pods(2, FAULT=f"{lost} read 20 3600")
     ranks = [pod.rank_pids()[0] for pod in pods]
@@ -124,7 +124,7 @@ def test_a_rank_that_hangs_in_its_reader_is_named_by_the_others_and_ends_itself(
     assert not any(map(alive, ranks))
 
 
-def test_an_error_in_the_thread_that_sends_ids_ends_its_rank_and_is_said_by_the_others(make_pods: MakePods) -> None:
+def test_an_error_in_the_thread_that_sends_ids_ends_its_rank_and_is_named(make_pods: MakePods) -> None:
     lost = 1
     pods = make_pods(2, FAULT=f"{lost} send 30 0")
 

@@ -91,7 +91,7 @@ def test_training_from_a_cut_ends_with_the_bytes_of_training_through(tmp_path: P
     assert digest_of(job, second) == digest_of(job, whole)
 
 
-def test_a_cut_holds_exactly_the_rows_that_were_ever_updated_in_pieces_that_agree(tmp_path: Path) -> None:
+def test_a_cut_holds_exactly_the_rows_ever_updated_in_consistent_pieces(tmp_path: Path) -> None:
     job = small_job(tmp_path)
     learner, fresh = learner_of(job), learner_of(job)
 
@@ -114,9 +114,7 @@ def test_a_cut_holds_exactly_the_rows_that_were_ever_updated_in_pieces_that_agre
 
 
 @pytest.mark.parametrize("committed", [None, 8])
-def test_a_cut_without_a_parent_holds_all_that_was_ever_updated_also_before_a_restore(
-    tmp_path: Path, committed: int | None
-) -> None:
+def test_a_cut_without_a_parent_holds_rows_updated_before_a_restore(tmp_path: Path, committed: int | None) -> None:
     job = small_job(tmp_path)
     first, second, third = (learner_of(job) for _ in range(3))
     train(job, first, 0, 6)
@@ -216,7 +214,7 @@ def test_a_table_may_get_more_rows_or_lose_ones_that_were_never_trained(tmp_path
         ({"rows": 200, "embedding": {"hash": "mix"}}, 5, "embedding.hash mix would give each id another row"),
     ],
 )
-def test_another_number_of_rows_is_refused_where_it_would_change_what_was_trained(
+def test_another_number_of_rows_is_refused_if_it_changes_trained_rows(
     tmp_path: Path, values: Any, last_row: int, problem: str
 ) -> None:
     job = with_table(tmp_path, initializer={"scale": 0.25})
@@ -258,7 +256,7 @@ def test_another_model_is_refused_by_the_name_of_what_changed(tmp_path: Path, ed
     assert "spec.checkpoint.uri" in str(caught.value)
 
 
-def test_a_snapshot_from_before_tables_said_their_state_type_and_hash_is_of_an_unchanged_model(tmp_path: Path) -> None:
+def test_an_old_snapshot_without_state_type_and_hash_fits_the_same_model(tmp_path: Path) -> None:
     job = small_job(tmp_path)
     model = model_document(job.spec, learner_of(job))
     since = ("stateColumns", "dtype", "hash", "pooling")
@@ -296,7 +294,7 @@ def test_files_that_came_or_went_are_named_however_many_there_are(days: Sequence
     assert first_change({"files": then}, {"files": now}, "data") == f"data.files: {change}"
 
 
-def test_a_snapshot_from_before_data_said_its_columns_and_dense_values_is_of_unchanged_data() -> None:
+def test_an_old_snapshot_without_columns_and_dense_fits_the_same_data() -> None:
     then = {"samples": 10}
     now = {"samples": 10, "columns": {"label": "click"}, "dense": {"transform": "none", "missing": 0.0}}
     older, newer = (
@@ -309,7 +307,7 @@ def test_a_snapshot_from_before_data_said_its_columns_and_dense_values_is_of_unc
         check_data(newer, now | {"columns": {"label": "like"}}, "here")
 
 
-def test_a_snapshot_from_before_data_said_what_files_hold_is_of_unchanged_data() -> None:
+def test_an_old_snapshot_without_file_content_fits_the_same_data() -> None:
     file = {"name": "a", "bytes": 5, "rows": 1}
     older, newer = (
         CutMeta(step=1, samples=64, world_size=1, attempt=1, reader={"fingerprint": {"files": [each]}})
@@ -403,7 +401,7 @@ def commit(job: DLRMJob, learner: Learner, step: int, folder: Path, store: FileS
         ("chunks/", True, SnapshotError),
     ],
 )
-def test_a_snapshot_of_another_job_is_chosen_anew_where_it_is_retired_while_it_is_read_and_not_where_it_is_damaged(
+def test_a_foreign_snapshot_is_retried_if_retired_and_not_if_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str, opens: bool, error: type[DLRMError]
 ) -> None:
     job, store = small_job(tmp_path), FileStore(tmp_path / "other")

@@ -1,4 +1,4 @@
-"""What ranks agree on before they train."""
+"""Agreements of ranks before they train."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_ranks_that_found_the_same_files_go_on() -> None:
     assert run_ranks(2, refusal, [same, same]) == ["", ""]
 
 
-def test_an_empty_store_in_which_the_job_committed_a_snapshot_is_no_beginning(tmp_path: Path) -> None:
+def test_an_empty_store_is_refused_after_the_job_committed_to_it(tmp_path: Path) -> None:
     store, alone = FileStore(tmp_path / "snapshots"), Collectives(0, 1, lambda: "")
     committed = f"{store.uri}/manifests/0000000000000050-00000003.json"
 
@@ -58,7 +58,7 @@ def test_an_empty_store_in_which_the_job_committed_a_snapshot_is_no_beginning(tm
     assert newest_attempt(store) == 0  # what comes back is not given up
 
 
-def test_another_store_than_the_one_that_holds_the_jobs_snapshots_is_a_beginning(tmp_path: Path) -> None:
+def test_another_store_than_that_of_the_jobs_snapshots_starts_from_step_0(tmp_path: Path) -> None:
     store, other = (FileStore(tmp_path / name) for name in ("snapshots", "snapshots-2"))
     alone, committed = Collectives(0, 1, lambda: ""), f"{other.uri}/manifests/0000000000000050-00000003.json"
 

@@ -34,15 +34,8 @@ def check_model(
 ) -> bool:
     """Refuse a snapshot of another model. Tables may have grown, or shrunk if no trained row is lost.
 
-    Args:
-        meta: of the snapshot.
-        last_rows: last row ever updated of each table that has one.
-        model: ``model_document`` of the job.
-        tables: of the job.
-        where: URI of the snapshot.
-
-    Returns:
-        Whether a table has another number of rows than in the snapshot.
+    ``last_rows`` are the last rows ever updated of each table that has one, and ``model`` is the ``model_document`` of
+    the job. Returns whether a table has another number of rows than in the snapshot ``where``.
 
     Raises:
         SnapshotError: names the table or parameter that changed, and what permits another number of rows.

@@ -39,11 +39,7 @@ class Agreement:
 class CutControl:
     """Collect one rank's requests for cuts, and agree on them with all ranks.
 
-    Requests may come from other threads and signal handlers.
-
-    Args:
-        spec: sets the interval, which only rank 0 applies.
-        collectives: of all ranks.
+    Requests may come from other threads and signal handlers. Only rank 0 applies the interval of ``spec``.
     """
 
     def __init__(self, spec: CheckpointSpec, collectives: Collectives) -> None:
@@ -111,12 +107,7 @@ class CutControl:
             raise StoppedError("received a signal before the first step")
 
     def agree(self, loss: float, step: int) -> Agreement:
-        """Sum the ranks' shares of the loss and join their requests, in the only small collective of a step.
-
-        Args:
-            loss: this rank's share.
-            step: number of this step, from 1.
-        """
+        """Sum the ranks' shares of the loss and join their requests, in the only small collective of a step."""
         if self._collectives.rank == 0 and self._writer is not None:
             self._due = self._due or self._interval_over(step)
         early = self._is_early()
@@ -151,7 +142,7 @@ class CutControl:
             self._changed.notify_all()
 
     def withdrawn(self) -> None:
-        """Record that a cut was withdrawn, and restart the interval: retrying at every step would stall training."""
+        """Record that a cut was withdrawn; restart the interval: a retry at every step would stall training."""
         self.abandoned_cuts += 1
         self._newest = self.last_step
         self._last_time = time.monotonic()
@@ -162,13 +153,13 @@ class CutControl:
                 self._asked = None
 
     def wait_for(self, step: int, timeout_s: float) -> int | None:
-        """Wait for a cut at ``step`` or later; return its step, or None after the timeout. Any thread may call it."""
+        """Wait in any thread for a cut at ``step`` or later; return its step, or None after the timeout."""
         with self._changed:
-            self._changed.wait_for(lambda: self.last_step is not None and self.last_step >= step, timeout_s)
-            return self.last_step if self.last_step is not None and self.last_step >= step else None
+            made = self._changed.wait_for(lambda: self.last_step is not None and self.last_step >= step, timeout_s)
+            return self.last_step if made else None
 
     def _is_early(self) -> bool:
-        """Return whether rows changed since the last cut bring the next one near this rank's share of the budget.
+        """Return whether rows changed since the last cut bring the next one near this rank's budget.
 
         False if rows kept from earlier cuts do so alone, because more cuts would not help. Rows of the last cut do not
         count while its commit is expected: a cut before that would contain them all again, one after it none of them.

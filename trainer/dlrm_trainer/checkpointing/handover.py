@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from dlrm_api.errors import TemporaryError
 from dlrm_api.progress import TrainerPhase
-from dlrm_checkpointer import PEERS_TIMEOUT_S, Cut, CutMeta, CutWithdrawnError, HandedOver, HandoffWriter, SnapshotName
+from dlrm_checkpointer import PEERS_TIMEOUT_S, Cut, CutMeta, CutWithdrawnError, HandoffWriter, SnapshotName
 from dlrm_trainer.checkpointing.restore import Assembly
 from dlrm_trainer.distributed.failures import CollectiveKeepalive
 from dlrm_trainer.embedding import CopyBeforeUpdate
@@ -31,12 +31,8 @@ BEGUN = TypeAdapter[tuple[Begun | None, SnapshotName | None]](tuple[Begun | None
 class CutDriver:
     """Make cuts, and copy them while training continues. Does nothing without a checkpointer.
 
-    Every rank makes the same calls after the same steps.
-
-    Args:
-        assembly: restored.
-        attempt: the store's number of this attempt.
-        step: of the restored snapshot if the store holds exactly that state, else None.
+    Every rank makes the same calls after the same steps. ``step`` is that of the restored snapshot if the store holds
+    exactly that state, else None.
     """
 
     def __init__(self, assembly: Assembly, attempt: int, step: int | None) -> None:
@@ -71,10 +67,8 @@ class CutDriver:
     def advance(self, *, evaluating: bool = False) -> None:
         """Copy more of a cut, and hand it over once it is complete.
 
-        A cut without space for rows that are about to change is withdrawn.
-
-        Args:
-            evaluating: whether an evaluation is running: its rows may move, so only the background thread copies.
+        A cut without space for rows that are about to change is withdrawn. While ``evaluating`` rows may move, so only
+        the background thread copies.
 
         Raises:
             DeviceError: rows could not be read, or the device is full.
@@ -171,7 +165,10 @@ class CutDriver:
         handed = self._cut.finish() if done else None
         if handed is None:
             return False
-        self._log_handed_over(self._cut.name.step, handed)
+        step = self._cut.name.step
+        self._control.made(step)
+        self._board.update(last_cut_step=step)
+        logger.info("cut handed over", extra={"step": step, "segments": handed.segments})
         self._view.end_copying()
         self._cut = self._copying = None
         return True
@@ -198,11 +195,6 @@ class CutDriver:
             raise
         finally:
             self.close()
-
-    def _log_handed_over(self, step: int, handed: HandedOver) -> None:
-        self._control.made(step)
-        self._board.update(last_cut_step=step)
-        logger.info("cut handed over", extra={"step": step, "segments": handed.segments})
 
     @property
     def _grace_s(self) -> float:

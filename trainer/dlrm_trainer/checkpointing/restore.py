@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -61,19 +62,15 @@ T = TypeVar("T")
 ROUND_BYTES = 1 << 30
 """Bytes that each rank verifies between two exchanges of results: bounds the reads after the first damage."""
 ENTRIES = TypeAdapter(tuple[ObjectEntry, ...])
-PROBLEM = TypeAdapter(str)
+TEXT = TypeAdapter(str)
 
 
 def choose_together(
     store: ObjectStore, collectives: Collectives, choose: Callable[[Check], T], kind: TypeAdapter[T]
 ) -> T:
-    """Return rank 0's choice on every rank; all ranks share the reads that it needs.
+    """Return rank 0's choice on every rank; all ranks share the reads of the store that it needs.
 
-    Args:
-        store: of the objects to check.
-        collectives: of all ranks, which must all call this.
-        choose: called on rank 0 only, with the function that checks objects.
-        kind: type of the choice.
+    Every rank must call this; ``choose`` is called on rank 0 only, with the function that checks objects.
 
     Raises:
         PeerLostError: rank 0 failed to choose, or another rank could not read.
@@ -111,7 +108,7 @@ def _check_share(collectives: Collectives, store: ObjectStore, entries: Sequence
     except SnapshotError as error:
         problem = str(error)
     together.wait()
-    problems = collectives.gather(problem, PROBLEM)
+    problems = collectives.gather(problem, TEXT)
     return next(filter(None, problems), "")
 
 
@@ -152,14 +149,9 @@ def choose_start(
 ) -> Start:
     """Choose the newest snapshot that verifies, and claim an attempt that continues from it.
 
-    Rank 0 decides; each rank reads a share of the objects to verify.
-
-    Args:
-        store: the job's store.
-        collectives: of all ranks.
-        note: written to the claim, for people.
-        partial: whether a newer cut with missing shards may be used.
-        committed: URI of the manifest of a snapshot that the job has committed; empty if unknown.
+    Rank 0 decides; each rank reads a share of the objects to verify. The note goes to the claim, for people. With
+    ``partial`` a newer cut with missing shards may be used. ``committed`` is the URI of the manifest of a snapshot that
+    the job has committed; empty if unknown.
 
     Raises:
         SnapshotError: on rank 0: no snapshot is usable, or the store holds none although the job committed one there.
@@ -182,14 +174,6 @@ def choose_start(
     return choose_together(store, collectives, choose, START)
 
 
-def open_start(store: ObjectStore, start: Start) -> Snapshot | None:
-    """Open the snapshot that ``choose_start`` chose and verified, with the shards of a newer cut over it."""
-    if start.snapshot is None:
-        return None
-    snapshot = Snapshot(store, load_chain(store, start.snapshot))
-    return open_partial(store, snapshot, start.salvage) if start.salvage else snapshot
-
-
 def model_document(spec: DLRMJobSpec, learner: Learner) -> dict[str, Any]:
     """Return the description of the model that snapshots store and that a restore compares."""
     seed, optimizer = spec.training.seed, spec.training.row_optimizer.kind
@@ -209,14 +193,9 @@ def model_document(spec: DLRMJobSpec, learner: Learner) -> dict[str, Any]:
 def restore(learner: Learner, snapshot: Snapshot, collectives: Collectives, *, mark: bool = False) -> None:
     """Load a snapshot into a learner that has just started; bit-exact at 32 bits.
 
-    Returns once all ranks are done: some have many times the rows of others.
-
-    Args:
-        learner: just started.
-        snapshot: of the same model.
-        collectives: of all ranks, which must all call this.
-        mark: whether to mark its rows as changed, so that the next cut contains them. Needed if the snapshot cannot be
-            the parent of a cut: it is in another store, a table was resized, or it is a partial restore.
+    All ranks must call this, and it returns once all are done: some have many times the rows of others. With ``mark``
+    its rows count as changed, so the next cut contains them: needed if the snapshot cannot be the parent of a cut,
+    because it is in another store, a table was resized, or it is a partial restore.
 
     Raises:
         SnapshotError: an object is absent or corrupt.
@@ -225,39 +204,36 @@ def restore(learner: Learner, snapshot: Snapshot, collectives: Collectives, *, m
     learner.embeddings.settle()
     in_step = CollectiveKeepalive(collectives)
     parts = list(learner.embeddings.local)
+
+    def recorded(part: LocalPart, group: Iterable[tuple[int, CodedRows]]) -> Iterator[CodedRows]:
+        record = part.dirty.mark if mark else part.dirty.store
+        for _, piece in in_step.over(group):
+            record(piece.row_ids - part.shard.row_start)
+            yield piece
+
     codes = snapshot.shard_codes([part.shard for part in parts])
     for number, group in groupby(codes, key=itemgetter(0)):
-        pieces = (piece for _, piece in in_step.over(group))
-        parts[number].restore(_recorded(parts[number], pieces, mark=mark))
+        parts[number].restore(recorded(parts[number], group))
     learner.dense.restore(snapshot.dense())
     in_step.wait()
-
-
-def _recorded(part: LocalPart, pieces: Iterable[CodedRows], *, mark: bool) -> Iterator[CodedRows]:
-    """Yield the pieces, and record their rows as changed, or as held by the snapshot."""
-    record = part.dirty.mark if mark else part.dirty.store
-    for piece in pieces:
-        record(piece.row_ids - part.shard.row_start)
-        yield piece
 
 
 def live_digest(learner: Learner, collectives: Collectives) -> str:
     """Return the digest of the whole logical state, on every rank; equal to that of a snapshot at 32 bits."""
     learner.embeddings.settle()
-    mine: dict[str, list[PartialDigest]] = {}
+    mine: dict[str, list[PartialDigest]] = defaultdict(list)
     for part in learner.embeddings.saved:
         # Digests do not cover the seed.
         meta = table_meta(part.table, 0, learner.row_optimizer)
-        mine.setdefault(meta.name, []).append(shard_digest(meta, part.shard, part.read_block))
-    partials: dict[str, list[PartialDigest]] = {}
+        mine[meta.name].append(shard_digest(meta, part.shard, part.read_block))
+    partials: dict[str, list[PartialDigest]] = defaultdict(list)
     for found in collectives.gather({name: add_digests(each) for name, each in mine.items()}, PARTIALS):
         for name, each in found.items():
-            partials.setdefault(name, []).append(each)
+            partials[name].append(each)
     return state_digest([(name, table_digest(each)) for name, each in partials.items()], learner.dense.arrays())
 
 
 RESTORE_FROM_FIELDS = FieldNames(uri="spec.checkpoint.restoreFrom")
-DIGEST = TypeAdapter(str)
 FINGERPRINT = TypeAdapter(dict[str, Any])
 CHANGE = TypeAdapter[str | None](str | None)
 CHOSEN = TypeAdapter[tuple[SnapshotName | None, list[str]]](tuple[SnapshotName | None, list[str]])
@@ -301,15 +277,11 @@ class Assembly:
 def agree_on_data(collectives: Collectives, fingerprint: Mapping[str, Any]) -> None:
     """Check that all ranks found the same data: otherwise batches would consist of other samples.
 
-    Args:
-        collectives: of all ranks.
-        fingerprint: of all data that this rank found.
-
     Raises:
         TemporaryError: on every rank; names the first difference from rank 0.
     """
     digest = hashlib.sha256(json.dumps(fingerprint).encode()).hexdigest()
-    if len(set(collectives.gather(digest, DIGEST))) == 1:
+    if len(set(collectives.gather(digest, TEXT))) == 1:
         return
     first = collectives.broadcast(dict(fingerprint) if collectives.rank == 0 else None, FINGERPRINT)
     changes = collectives.gather(first_change(first, fingerprint, "data"), CHANGE)
@@ -348,38 +320,31 @@ def restore_newest(assembly: Assembly) -> Restored:
     options = StoreOptions(s3=checkpoint.s3, credentials_dir=assembly.settings.credentials_dir)
     store = open_store(checkpoint.uri, options)
     note = f"{assembly.job.metadata.name}, attempt {assembly.settings.attempt}"
-    start = choose_start(
-        store,
-        assembly.gang.collectives,
-        note,
-        partial=checkpoint.partial_restore,
-        committed=assembly.settings.committed_snapshot,
-    )
+    collectives, committed = assembly.gang.collectives, assembly.settings.committed_snapshot
+    start = choose_start(store, collectives, note, partial=checkpoint.partial_restore, committed=committed)
     _log_skipped(start.reasons)
     assembly.board.update(passed_over_snapshots=len(start.reasons))
-    snapshot = open_start(store, start)
-    if snapshot is None:
+    if start.snapshot is None:
         if checkpoint.restore_from is not None:
             begin_from(assembly, checkpoint.restore_from, options)
         else:
             logger.info("no snapshot found, starting from step 0", extra={"store": store.uri})
         return Restored(attempt=start.attempt)
+    snapshot = Snapshot(store, load_chain(store, start.snapshot))
+    if start.salvage:
+        snapshot = open_partial(store, snapshot, start.salvage)
     check_data(snapshot.meta, assembly.reader.fingerprint, snapshot.uri)
     resized = _check_model(assembly, snapshot)
     # No snapshot holds the state of a resized table or of a partial restore.
     new = resized or start.salvage is not None
-    restore(assembly.learner, snapshot, assembly.gang.collectives, mark=new)
+    restore(assembly.learner, snapshot, collectives, mark=new)
     assembly.writer.restored(None if new else snapshot.name)
-    if start.salvage and start.snapshot:
+    if start.salvage:
         extra = {"step": start.snapshot.step, "stored_ranks": list(start.salvage.ranks)}
         logger.warning("partial restore: lost shards use an older step", extra=extra)
     logger.info("snapshot restored", extra={"step": snapshot.step, "snapshot": snapshot.uri})
-    return Restored(
-        attempt=start.attempt,
-        step=snapshot.step,
-        held_step=None if new else snapshot.step,
-        metrics=snapshot.meta.metrics,
-    )
+    held_step = None if new else snapshot.step
+    return Restored(attempt=start.attempt, step=snapshot.step, held_step=held_step, metrics=snapshot.meta.metrics)
 
 
 def begin_from(assembly: Assembly, uri: str, options: StoreOptions) -> None:
@@ -421,7 +386,7 @@ def _log_skipped(reasons: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _unless_retired(store: ObjectStore, name: SnapshotName) -> Iterator[None]:
-    """Turn a failed read into a retry if the snapshot was retired: no claim protects another job's snapshot.
+    """Turn a failed read into a retry if the snapshot was retired: no claim protects another job's.
 
     Raises:
         TemporaryError: it was retired; the next attempt chooses a newer one.

@@ -36,10 +36,7 @@ class DirtyRows:
     a snapshot of that step or a later one is the parent of a cut, so the rows of a lost cut are in the next one. Rows
     that snapshots hold are recorded too, for a cut without a parent. A superset of the changed rows is always correct.
 
-    Only one thread may mark, and not while another method runs.
-
-    Args:
-        sizes: rows of each part.
+    Only one thread may mark, and not while another method runs. ``sizes`` are the rows of each part.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -60,13 +57,7 @@ class DirtyRows:
         return len(self._marked)
 
     def mark(self, ids: NDArray[np.int64], sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
-        """Mark the rows of each segment of ids.
-
-        Args:
-            ids: (L,) rows of their parts, segment after segment.
-            sizes: (S,) ids of each segment.
-            starts: (S,) of each segment's part.
-        """
+        """Mark (L,) rows of their parts by segment: (S,) ids of each, (S,) ``starts`` of each one's part."""
         self.marked += mark_rows(self._marked, ids, sizes, starts)
 
     def store(self, ids: NDArray[np.int64], sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
@@ -110,15 +101,8 @@ class DirtyRows:
             if words is not None:
                 words[here] = 0
 
-    def bits(self, part: int, first: int, last: int) -> Words:
-        """Return the bits of rows [first, last) of a part that changed since the parent; 64 divides ``first``."""
-        return self._union(self.words_of(part, first, last))
-
-    def all_bits(self) -> Words:
-        """Return the bits of the rows of all parts that changed since the parent."""
-        return self._union(slice(None))
-
-    def _union(self, here: slice) -> Words:
+    def bits(self, here: slice = slice(None)) -> Words:
+        """Return the bits of rows that changed since the parent, of all parts or some words of them."""
         found: Words = self._marked[here].copy()
         for kept in self._kept:
             np.bitwise_or(found, kept.words[here], out=found)
@@ -148,11 +132,11 @@ class DirtyPart:
 
     def mark(self, ids: NDArray[np.int64]) -> None:
         """Mark (N,) rows of the part."""
-        self.rows.mark(ids, np.array([len(ids)]), self.rows.starts[self.number : self.number + 1])
+        self.rows.mark(ids, np.array([len(ids)]), self.rows.starts[[self.number]])
 
     def store(self, ids: NDArray[np.int64]) -> None:
         """Record that a snapshot holds (N,) rows of the part."""
-        self.rows.store(ids, np.array([len(ids)]), self.rows.starts[self.number : self.number + 1])
+        self.rows.store(ids, np.array([len(ids)]), self.rows.starts[[self.number]])
 
     def clear(self) -> None:
         """Mark all rows as unchanged."""
@@ -160,20 +144,19 @@ class DirtyPart:
 
     def windows(self) -> Iterator[NDArray[np.int64]]:
         """Yield the changed rows of the part, ascending, one window with any at a time."""
-        size = self.rows.sizes[self.number]
-        for first in range(0, size, WINDOW_ROWS):
-            bits = self.rows.bits(self.number, first, min(size, first + WINDOW_ROWS))
+        for first, bits in self._bits():
             found = rows_of_bits(bits, first, torch.get_num_threads())
             if len(found):
                 yield found
 
     def count(self) -> int:
         """Count the changed rows of the part."""
+        return sum(int(count_bits(bits)) for _, bits in self._bits())
+
+    def _bits(self) -> Iterator[tuple[int, Words]]:
         size = self.rows.sizes[self.number]
-        windows = (
-            self.rows.bits(self.number, first, min(size, first + WINDOW_ROWS)) for first in range(0, size, WINDOW_ROWS)
-        )
-        return sum(int(count_bits(bits)) for bits in windows)
+        for first in range(0, size, WINDOW_ROWS):
+            yield first, self.rows.bits(self.rows.words_of(self.number, first, min(size, first + WINDOW_ROWS)))
 
     def all(self) -> NDArray[np.int64]:
         """Return the changed rows of the part, ascending."""

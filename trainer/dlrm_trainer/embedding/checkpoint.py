@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -44,44 +44,9 @@ SCAN_BYTES = 64 << 20
 """Bytes of records of a block level that are sorted by table at a time."""
 
 
-class LocalPart(Protocol):
-    """Rows of one column block of a table that this rank holds."""
-
-    @property
-    def table(self) -> TableSpec:
-        """Return the table."""
-
-    @property
-    def shard(self) -> ShardId:
-        """Return the rows and columns of it."""
-
-    def start(self, seed: int) -> None:
-        """Set every row to its initial value."""
-
-    @property
-    def dirty(self) -> DirtyPart:
-        """Return which of its rows changed since the parent of the next cut."""
-
-    def in_place(self, rows: NDArray[np.int64]) -> CutRowSource:
-        """Locate some of its rows, to be copied before any of them is updated.
-
-        Args:
-            rows: (N,) counted from the part's first row, ascending.
-        """
-
-    def held(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the rows that may have changed since the start, up to ``CHUNK_ROWS`` at a time; see ``in_place``."""
-
-    def restore(self, pieces: Iterable[CodedRows]) -> None:
-        """Restore rows of a snapshot to a part that has just started, without marking them as changed."""
-
-    def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return rows [start, end) of the table (n, width) and their state (n, S), for a digest."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ResidentPart:
-    """Hold a part with all rows in the memory of its kernel; implements ``LocalPart``."""
+    """Hold rows of one column block of a table, all in the memory of its kernel."""
 
     table: TableSpec
     shard: ShardId
@@ -90,7 +55,7 @@ class ResidentPart:
     state: Tensor
     """(rows, S) float32 row optimizer state; 0 in a row that was never updated."""
     dirty: DirtyPart
-    """Set by updates, never by lookups."""
+    """Rows changed since the parent of the next cut; set by updates, never by lookups."""
 
     @property
     def is_on_host(self) -> bool:
@@ -98,7 +63,7 @@ class ResidentPart:
         return self.weight.device.type == "cpu"
 
     def start(self, seed: int) -> None:
-        """See ``LocalPart``."""
+        """Set every row to its initial value."""
         scale = table_scale(self.table.initializer, self.table.rows)
         shard, columns = self.shard, range(self.shard.column_start, self.shard.column_end)
         for first in range(shard.row_start, shard.row_end, CHUNK_ROWS):
@@ -109,17 +74,17 @@ class ResidentPart:
         self.dirty.clear()
 
     def in_place(self, rows: NDArray[np.int64]) -> CutRowSource:
-        """See ``LocalPart``."""
+        """Locate (N,) rows, counted from the first and ascending, to be copied before any of them is updated."""
         return SlotRows(self.shard, rows + self.shard.row_start, self.weight, self.state, rows)
 
     def held(self) -> Iterator[NDArray[np.int64]]:
-        """See ``LocalPart``: all of them."""
+        """Yield the rows, as for ``in_place``, that may have changed, at most ``CHUNK_ROWS`` at a time: all."""
         count = self.shard.row_end - self.shard.row_start
         for first in range(0, count, CHUNK_ROWS):
             yield np.arange(first, min(first + CHUNK_ROWS, count))
 
     def restore(self, pieces: Iterable[CodedRows]) -> None:
-        """See ``LocalPart``."""
+        """Restore rows of a snapshot to a part that has just started, without marking them as changed."""
         for _ in parallel_map(self._fill, pieces, PARALLEL_DECODES):
             pass
 
@@ -155,7 +120,7 @@ class ResidentPart:
                     target.index_copy_(0, torch.from_numpy(ids).to(target.device), source)
 
     def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """See ``LocalPart``."""
+        """Return rows [start, end) of the table (n, width) and their state (n, S), for a digest."""
         rows = slice(start - self.shard.row_start, end - self.shard.row_start)
         return self.weight[rows].to("cpu", torch.float32).numpy(), self.state[rows].cpu().numpy()
 
@@ -189,15 +154,10 @@ def copy_rows(
     out_state: NDArray[np.float32],
     places: NDArray[np.int64] = IN_ORDER,
 ) -> None:
-    """Copy chosen rows and their state to the host, as float32.
+    """Copy (N,) chosen rows and their state, contiguous and on one device, to the host as float32.
 
-    Args:
-        weight: (R, d) float32 or float16, contiguous.
-        state: (R, S) float32, contiguous, on the same device.
-        rows: (N,) chosen rows.
-        out: (M, d) float32, contiguous, filled at ``places``.
-        out_state: (M, S) float32, contiguous, filled at ``places``.
-        places: (N,) rows of ``out`` and ``out_state``; empty if these are 0 to N - 1, as they must be for a GPU.
+    They go to the (N,) ``places`` of ``out`` (M, d) and ``out_state`` (M, S), contiguous too; if ``places`` is empty,
+    as it must be for a GPU, to 0 to N - 1.
     """
     if len(rows) == 0:
         return
@@ -229,7 +189,7 @@ def bad_rows(part: LocalPart) -> list[int]:
 
 
 def largest(part: LocalPart) -> tuple[float, int]:
-    """Return the largest absolute value of the rows that may have changed, and its row; (-1, 0) if none has."""
+    """Return the largest absolute value of rows that may have changed, and its row; (-1, 0) without any."""
     found = (-1.0, 0)
     for piece in map(load_rows, map(part.in_place, part.held())):
         values = np.abs(piece.rows).max(axis=1)
@@ -261,7 +221,7 @@ Found: TypeAlias = tuple[NDArray[np.int64], NDArray[np.uint32]]
 
 @dataclass(frozen=True)
 class StackedPart:
-    """Hold a part in a stack; implements ``LocalPart``. No row may be moving in the stack meanwhile."""
+    """Hold a part in a stack, as ``ResidentPart`` does in memory. No row may be moving meanwhile."""
 
     table: TableSpec
     shard: ShardId
@@ -271,14 +231,14 @@ class StackedPart:
     dirty: DirtyPart
 
     def start(self, seed: int) -> None:
-        """See ``LocalPart``: the stack knows the seed, and rows start when they are first looked up."""
+        """See ``ResidentPart``: the stack knows the seed, and rows start when they are first looked up."""
 
     def in_place(self, rows: NDArray[np.int64]) -> CutRowSource:
-        """See ``LocalPart``."""
+        """See ``ResidentPart``."""
         return StackedRows(self.shard, rows + self.shard.row_start, self.stack, rows + self.first)
 
     def held(self) -> Iterator[NDArray[np.int64]]:
-        """See ``LocalPart``: those that were ever looked up."""
+        """See ``ResidentPart``: those that were ever looked up."""
         count = self.shard.row_end - self.shard.row_start
         for first in range(0, count, CHUNK_ROWS):
             rows = self.stack.known(self.number, first, min(first + CHUNK_ROWS, count))
@@ -286,13 +246,13 @@ class StackedPart:
                 yield rows - self.first
 
     def restore(self, pieces: Iterable[CodedRows]) -> None:
-        """See ``LocalPart``."""
+        """See ``ResidentPart``."""
         for piece in parallel_map(decode_rows, pieces, PARALLEL_DECODES):
             rows = piece.row_ids - self.shard.row_start + self.first
             self.stack.restore(self.number, rows, self.stack.format.records(piece.rows, piece.state))
 
     def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """See ``LocalPart``."""
+        """See ``ResidentPart``."""
         shift = self.first - self.shard.row_start
         return self.stack.format.values(self.stack.read(np.arange(shift + start, shift + end)))
 
@@ -302,9 +262,13 @@ class StackedPart:
         return int(self.stack.row_map.row_starts[self.number])
 
 
+LocalPart: TypeAlias = ResidentPart | StackedPart
+"""Rows of one column block of a table that this rank holds."""
+
+
 @dataclass(frozen=True)
 class StackedRows:
-    """Locate rows of a part in a stack; implements ``CutRowSource``. No row may be moving in the stack meanwhile."""
+    """Locate rows of a part in a stack, where none may be moving meanwhile; implements ``CutRowSource``."""
 
     shard: ShardId
     row_ids: NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""Hold all embedding tables of the model as one rank sees them: look up, then update with the gradients."""
+"""Hold all embedding tables as one rank sees them: look up, update, and give changed rows to cuts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from dlrm_trainer.embedding.changes import WINDOW_ROWS
 from dlrm_trainer.embedding.checkpoint import SCAN_BYTES, LocalPart, ResidentPart, saved_rows
 from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate
 from dlrm_trainer.embedding.exchange import Bags, Exchange, OwnedIds, Vectors
-from dlrm_trainer.embedding.local_tables import LocalTables, PreparedRows
+from dlrm_trainer.embedding.local_tables import LocalTables, PreparedRows, ReplicatedTables
 from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement
-from dlrm_trainer.embedding.replicated import ReplicatedTables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +66,8 @@ class ChangedBytes(NamedTuple):
 class CheckpointView:
     """Give cuts access to a rank's own parts and to the data-parallel ones that it saves for all ranks.
 
-    Iterating yields each part. Over all ranks, each part is yielded once.
-
-    Args:
-        owned: parts that this rank alone holds.
-        replicas: parts that every rank holds.
-        saved: of ``replicas``, those that this rank saves.
+    Iterating yields each part. Over all ranks, each part is yielded once. ``saved`` are the parts of ``replicas`` that
+    this rank saves.
     """
 
     def __init__(self, owned: LocalTables, replicas: ReplicatedTables, saved: Sequence[ResidentPart]) -> None:
@@ -85,10 +80,8 @@ class CheckpointView:
     def begin_cut(self, step: int, parent: int | None) -> None:
         """Close the record of changed rows for a cut; ``changed_rows`` yields them until the next cut.
 
-        Args:
-            step: of the cut.
-            parent: step of the cut's parent, which holds all rows changed before it; None: without a parent, all rows
-                ever updated count as changed.
+        ``parent`` is the step of the cut's parent, which holds all rows changed before it. Without one, all rows ever
+        updated count as changed.
         """
         for record in {part.dirty.rows for part in (*self._owned.parts(), *self._replicas.parts)}:
             if parent is None:
@@ -100,27 +93,17 @@ class CheckpointView:
     def changed_rows(self, *, moving: bool = False) -> Iterator[CutRowSource]:
         """Iterate over the rows that changed since the parent and that this rank saves, once each.
 
-        Copy each before any row is looked up or updated.
-
-        Args:
-            moving: only rows that do not stay in place in host memory.
+        Copy each before any row is looked up or updated. With ``moving`` only rows come that do not stay in place in
+        host memory.
 
         Raises:
             DeviceError: rows could not be read from their tier.
         """
-        self.settle()
+        self._owned.settle()
         yield from self._owned.saved_rows(moving=moving)
         for part in self._saved:
             if not (moving and part.is_on_host):
                 yield from saved_rows(part)
-
-    def settle(self) -> None:
-        """Wait until no row is moving between tiers.
-
-        Raises:
-            DeviceError: rows could not be moved.
-        """
-        self._owned.settle()
 
     def cut_size(self) -> CutSize:
         """Bound what ``changed_rows`` takes in the hand-off directory."""
@@ -134,11 +117,7 @@ class CheckpointView:
         return CutSize(row_bytes=taken, pieces=pieces)
 
     def changed_bytes(self, step: int | None) -> ChangedBytes:
-        """Bound the bytes of ``changed_rows``.
-
-        Args:
-            step: of the newest snapshot: its rows do not count; None without one.
-        """
+        """Bound the bytes of ``changed_rows``; those of a snapshot of this step do not count."""
         kept = marked = 0
         for part in self:
             if part.dirty.number == 0:
@@ -150,8 +129,7 @@ class CheckpointView:
         """Copy the changed rows to a cut before they change again, until ``end_copying``."""
         resting = [part for part in self if isinstance(part, ResidentPart) and part.is_on_host]
         moving = [part for part in self if not (isinstance(part, ResidentPart) and part.is_on_host)]
-        in_order = partial(self.changed_rows, moving=True)
-        copying = CopyBeforeUpdate(cut, resting, moving, in_order, self.settle)
+        copying = CopyBeforeUpdate(cut, resting, moving, partial(self.changed_rows, moving=True), self._owned.settle)
         self._owned.pending = self._replicas.pending = copying
         return copying
 
@@ -161,17 +139,12 @@ class CheckpointView:
 
 
 class Embeddings:
-    """Hold tables of any sharding behind one lookup. Every rank must make the same calls in the same order.
+    """Hold tables of any sharding behind one lookup.
 
     A batch passes ``send``, ``prepare``, ``pool``, ``features``, ``send_gradients``, ``update`` and
     ``update_replicated``. Only updates change rows, their state and the record of changed rows; ``prepare`` moves rows
-    between tiers.
-
-    Args:
-        placement: of all tables.
-        collectives: for pooled rows and gradients.
-        options: of all parts.
-        id_collectives: for ids, in a thread that this object starts; None: ids travel like the rest, at once.
+    between tiers. Every rank must make the same calls in the same order; those that send or wait raise PeerLostError if
+    a rank is gone. ``id_collectives`` carry ids in a thread of their own; without them ids travel at once, as the rest.
 
     Raises:
         InvalidSpecError: the plan asks for a tier and no directory was given for it.
@@ -196,8 +169,9 @@ class Embeddings:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="dlrm-ids")
         self.tables = LocalTables(placement, collectives.rank, options)
         self.replicated = ReplicatedTables(placement, options)
-        replicas = [part for n, part in enumerate(self.replicated.parts) if placement.saver(n) == collectives.rank]
-        self.saved = CheckpointView(self.tables, self.replicated, replicas)
+        # The ranks take turns in saving replicas.
+        saved = self.replicated.parts[collectives.rank :: placement.world_size]
+        self.saved = CheckpointView(self.tables, self.replicated, saved)
         """What this rank hands over in cuts."""
         self._mean_of_column, self._feature_of_column = _means(placement, options.device)
 
@@ -220,11 +194,9 @@ class Embeddings:
         return sent
 
     def prepare(self, owned: OwnedIds, *, updates: bool) -> PreparedRows:
-        """Start to fetch the rows of a batch that are not at hand.
+        """Start to fetch the rows of a batch that are not at hand, batch after batch in the order of ``send``.
 
-        Args:
-            owned: from ``send``, in the order of sending.
-            updates: whether an update follows; a lookup without one must follow at once.
+        ``updates`` says whether an update follows; a lookup without one must follow at once.
         """
         return self.tables.prepare(owned, updates=updates)
 
@@ -233,7 +205,6 @@ class Embeddings:
 
         Raises:
             DeviceError: rows could not be fetched from their tier.
-            PeerLostError: a rank is gone.
         """
         local = self.tables.pool(prepared)
         owned = prepared.owned.with_places_on(self._device)
@@ -248,28 +219,18 @@ class Embeddings:
         )
 
     def features(self, pooled: PooledRows) -> Tensor:
-        """Wait for the pooled rows of this rank's samples.
-
-        Returns:
-            (n, D) float32, vectors side by side in the model's order.
-
-        Raises:
-            PeerLostError: a rank is gone.
-        """
+        """Wait for the pooled rows of this rank's samples: (n, D) float32, vectors in the model's order."""
         features = self._exchange.features(pooled.vectors, pooled.owned, self.replicated.lookup(pooled.replicated))
         return features if pooled.scale is None else features * pooled.scale
 
     def send_gradients(self, pooled: PooledRows, gradient: Tensor, buffer: Tensor) -> Gradients:
-        """Start to send the features' gradient to the owners; write that of data-parallel tables to ``buffer``.
+        """Start to send the gradient to the owners; write that of data-parallel tables to ``buffer``.
 
-        Args:
-            pooled: of this step.
-            gradient: (n, D) of the loss by the features.
-            buffer: (gradient_elements,) float32; the caller sums it over ranks before ``update_replicated``.
+        The gradient is (n, D), of the loss by the features; the buffer is (gradient_elements,) float32, and the caller
+        sums it over ranks before ``update_replicated``.
 
         Raises:
             DivergedError: the gradient travels in fp16 and is not finite.
-            PeerLostError: a rank is gone.
         """
         if pooled.scale is not None:
             gradient = gradient * pooled.scale
@@ -290,11 +251,7 @@ class Embeddings:
         )
 
     def update(self, gradients: Gradients, learning_rate: float) -> None:
-        """Wait for gradients and update every row of this rank's own parts that the global batch looked up, once.
-
-        Raises:
-            PeerLostError: a rank is gone.
-        """
+        """Wait for gradients; update every row of the rank's own parts that the global batch looked up, once."""
         pooled = gradients.pooled
         of_groups = self._exchange.gradients(gradients.vectors, pooled.owned)
         self.tables.update(pooled.prepared, pooled.local, of_groups, learning_rate, pooled.batch.number)
@@ -302,10 +259,7 @@ class Embeddings:
     def update_replicated(self, gradients: Gradients, buffer: Tensor, learning_rate: float) -> None:
         """Update every row of data-parallel tables that the global batch looked up, once.
 
-        Args:
-            gradients: of this step.
-            buffer: (gradient_elements,) summed over ranks.
-            learning_rate: of this step.
+        ``buffer`` is that of ``send_gradients``, summed over ranks.
         """
         self.replicated.update(buffer, learning_rate, gradients.pooled.batch.number)
 
@@ -331,7 +285,7 @@ class Embeddings:
 
 
 def _means(placement: Placement, device: torch.device) -> tuple[Tensor | None, Tensor]:
-    """Return (D,) which columns are means, or None if none is, and (D,) the feature of each, on the device."""
+    """Return (D,) which columns are means, None without any, and (D,) the feature of each, on the device."""
     dims = torch.tensor([placement.tables[feature.table].dim for feature in placement.features])
     means = torch.tensor([placement.tables[feature.table].pooling == "mean" for feature in placement.features])
     feature_of_column = torch.repeat_interleave(torch.arange(len(dims)), dims)

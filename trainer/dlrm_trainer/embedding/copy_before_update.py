@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,13 +36,11 @@ from dlrm_kernels.parallel import single_threaded
 from dlrm_kernels.row_updates import memory_of
 from dlrm_trainer.embedding.changes import WINDOW_ROWS, DirtyRows, RowsToUpdate
 from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart, copy_rows
-from dlrm_trainer.embedding.placement import joined
+from dlrm_trainer.embedding.table_batch import joined
 
 COPY_ROWS = 1 << 14
 """Rows copied at a time, or those of a unit: what an update may have to wait for."""
 SPACE_POLL_S = 0.02
-
-P = TypeVar("P", bound=LocalPart)
 
 
 class CopyBeforeUpdate:
@@ -54,12 +52,8 @@ class CopyBeforeUpdate:
     copied, and an update copies them to that place. Others become separate pieces. While the sidecar stores a segment,
     the next one is reserved for rows that are about to change.
 
-    Args:
-        cut: reserved.
-        resting: parts with rows that stay in place in host memory.
-        moving: all other parts.
-        in_order: iterates over the changed rows of ``moving``, in the order in which they are read fastest.
-        settle: waits until no row is moving.
+    ``resting`` are the parts with rows that stay in place in host memory, and ``moving`` all others; ``in_order``
+    iterates over the changed rows of these in the order in which they are read fastest.
     """
 
     def __init__(
@@ -74,11 +68,10 @@ class CopyBeforeUpdate:
         self._in_order = in_order if cut.is_whole else None
         self._at = 0, 0
         """Moving part and first row of it that may still have to be copied."""
-        self._maps: dict[DirtyRows, _RecordMap] = {}
-        for record, parts in _by_record(resting).items():
-            self._maps[record] = _RecordMap(record, parts)
-        for record in _by_record(moving):
-            self._maps[record] = _RecordMap(record, ())
+        records: dict[DirtyRows, list[ResidentPart]] = {part.dirty.rows: [] for part in (*resting, *moving)}
+        for part in resting:
+            records[part.dirty.rows].append(part)
+        self._maps = {record: _RecordMap(record, parts) for record, parts in records.items()}
         self._unlaid = deque((self._maps[part.dirty.rows], part.dirty.number) for part in resting)
         self._laid: deque[tuple[_RecordMap, _Chunk]] = deque()
         self._turns = _Turns()
@@ -117,8 +110,7 @@ class CopyBeforeUpdate:
     def copy(self, resting_bytes: int | None = None) -> bool:
         """Copy as much as there is space for, between two steps; return ``done``.
 
-        Args:
-            resting_bytes: copy at least so many bytes of resting rows, unless a thread copies them; None: all.
+        Of resting rows it copies at least so many bytes, or all, unless a thread copies them.
 
         Raises:
             CutWithdrawnError: rows changed before there was space for them.
@@ -132,10 +124,9 @@ class CopyBeforeUpdate:
                 self._is_moving_done = self._copy_moving()
             copied = 0
             while self._thread is None and (resting_bytes is None or copied < resting_bytes):
-                chunk = self._copy_chunk()
-                copied += chunk
-                if not chunk:
+                if not (chunk := self._copy_chunk()):
                     break
+                copied += chunk
         return self.done
 
     def check(self) -> bool:
@@ -193,12 +184,12 @@ class CopyBeforeUpdate:
             found, number = self._unlaid[0]
             chunks = found.lay(number, self._cut)
             self._laid.extend((found, chunk) for chunk in chunks)
-            if not found.is_laid(number):
+            if not found.is_laid[number]:
                 return
             self._unlaid.popleft()
 
     def _make_space(self) -> bool:
-        """Open the next segment, once all laid rows are copied; return False if the sidecar must free one first."""
+        """Copy all laid rows, then open the next segment; return False if the sidecar must free one first."""
         if self._cut.is_waiting():
             return False
         while self._laid:
@@ -262,7 +253,7 @@ class CopyBeforeUpdate:
 
 
 class _Chunk(NamedTuple):
-    """Name laid rows of a part that are copied together: units [first, stop), places [begin, end) of a piece."""
+    """Name laid rows of a part to copy together: units [first, stop), places [begin, end) of a piece."""
 
     part: int
     first: int
@@ -275,9 +266,7 @@ class _Chunk(NamedTuple):
 class _RecordMap:
     """Track which rows of a record of changed rows are still to copy, and their places in the cut.
 
-    Args:
-        record: of the parts.
-        resting: all parts of the record, neighbours in one memory; empty if rows have no places.
+    ``resting`` are all parts of the record, neighbours in one memory; without them rows have no places.
     """
 
     def __init__(self, record: DirtyRows, resting: Sequence[ResidentPart]) -> None:
@@ -285,7 +274,7 @@ class _RecordMap:
         words = [-(-size // WORD) for size in record.sizes]
         self._words = [*accumulate(words, initial=0)]
         self._units = [*accumulate((-(-size // UNIT_WORDS) + 1 for size in words), initial=0)]
-        pending = record.all_bits()
+        pending = record.bits()
         self.map = CutMap(
             pending=pending,
             laid=np.zeros(len(pending) if resting else 0, U64),
@@ -298,7 +287,8 @@ class _RecordMap:
         )
         self._next = [0] * count
         """First unit of each part with rows that may lack a place."""
-        self._is_laid = [False] * count
+        self.is_laid = [False] * count
+        """Whether every row of each part has a place."""
         of_parts = [part.weight for part in resting], [part.state for part in resting]
         weights, states = (
             joined(each, 0, len(each)).numpy() if each else np.empty((0, 1), np.float32) for each in of_parts
@@ -310,10 +300,6 @@ class _RecordMap:
         nothing = np.empty(0, np.int64)
         self.save(nothing, nothing, nothing, nothing)
 
-    def is_laid(self, part: int) -> bool:
-        """Return whether every row of a part has a place."""
-        return self._is_laid[part]
-
     def drop_memory(self) -> None:
         """Drop the memory of a segment once all its laid rows are copied."""
         self._file = np.zeros(0, np.float32)
@@ -324,7 +310,7 @@ class _RecordMap:
         words, units = slice(*self._words[number : number + 2]), slice(*self._units[number : number + 2])
         pending, places = self.map.pending[words], self.map.places[units]
         count = int(count_bits(pending[unit * UNIT_WORDS :]))
-        self._is_laid[number] = count == 0
+        self.is_laid[number] = count == 0
         if count == 0:
             return []
         piece = cut.lay(CutRows(shard=part.shard, count=count, state_values=self._values))
@@ -332,7 +318,7 @@ class _RecordMap:
             return []
         laid = len(piece.row_ids)
         stop = int(lay_rows(pending, self.map.laid[words], places, unit, U64(laid)))
-        self._is_laid[number], self._next[number] = laid == count, stop - 1
+        self.is_laid[number], self._next[number] = laid == count, stop - 1
         self._file = cut.memory
         self.map.rows_at[number] = _offset(self._file, piece.rows)
         self.map.states_at[number] = _offset(self._file, piece.state)
@@ -363,24 +349,13 @@ class _RecordMap:
     ) -> NDArray[np.int64]:
         """Copy the pending rows of each segment of ids that have places; return the positions of the others.
 
-        Args:
-            ids: segment by segment.
-            sizes: ids of each segment.
-            starts: where the record has each segment's part.
-            parts: number of each segment's part.
+        ``ids``, ``sizes`` and ``starts`` are as for ``DirtyRows.mark``; ``parts`` numbers each segment's part.
         """
         rest, width = np.empty(len(ids), np.int64), U64(self._values)
         left = save_before_update(
             self._size, self._memory, self.map, width, ids, sizes, starts, parts, self._file, rest
         )
         return rest[:left]
-
-
-def _by_record(parts: Sequence[P]) -> dict[DirtyRows, list[P]]:
-    found: dict[DirtyRows, list[P]] = {}
-    for part in parts:
-        found.setdefault(part.dirty.rows, []).append(part)
-    return found
 
 
 def _offset(memory: NDArray[np.float32], view: NDArray[np.float32]) -> int:

@@ -1,4 +1,4 @@
-"""Send ids to the owners of their rows, pooled rows back, and gradients to the owners: a collective each.
+"""Send ids to the owners of their rows, pooled rows back, and gradients to the owners.
 
 Shapes: n samples of this rank, n_s of rank s, N of all; F features; U bag units; C columns of this rank, C_g of its
 group g, C_w whole ones of a group; w columns of a vector, V_w vectors of that width; D columns of all vectors side by
@@ -27,6 +27,7 @@ from dlrm_trainer.spans import spanned
 
 NARROW_ROWS = 2**31
 """Tables of fewer rows send ids of four bytes."""
+LENGTH_TYPES = torch.uint8, torch.int16, torch.int32
 EMPTY = torch.empty(0, dtype=torch.int64)
 
 
@@ -49,6 +50,16 @@ class Bags:
             return self
         weights = None if self.weights is None else self.weights.to(device)
         return replace(self, lengths=self.lengths.to(device), ids=self.ids.to(device), weights=weights)
+
+    def split(self, counts: Sequence[int]) -> tuple[Bags, ...]:
+        """Split bags on the host into runs of so many units each."""
+        if len(counts) < 2:
+            return (self,) * len(counts)
+        sizes = torch.split(self.sizes, list(counts))
+        ids = [int(each.sum()) for each in sizes]
+        weights = (None,) * len(ids) if self.weights is None else torch.split(self.weights, ids)
+        runs = zip(torch.split(self.lengths, list(counts)), torch.split(self.ids, ids), weights, sizes, strict=True)
+        return tuple(Bags(lengths=a, ids=b, weights=c, sizes=d) for a, b, c, d in runs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +112,6 @@ class Vectors:
 
         Raises:
             DivergedError: a value that came in fp16 is not finite.
-            PeerLostError: a rank is gone.
         """
         if self.arriving is None:
             return [self.own]
@@ -126,15 +136,10 @@ class _Landed(NamedTuple):
 
 
 class Exchange:
-    """Run one rank's part of the exchanges.
+    """Run one rank's part of the exchanges, each a collective that raises PeerLostError if a rank is gone.
 
-    Args:
-        placement: of all tables.
-        collectives: for vectors and their gradients.
-        id_collectives: for ids; another thread may use it.
-        formats: number formats on the wire.
-        gradient_scale: power of two that brings usual gradients near 1.
-        device: of vectors and their gradients; ids are on the host.
+    Vectors and their gradients are on ``device``, ids on the host; another thread may use ``id_collectives``.
+    ``gradient_scale`` is a power of two that brings usual gradients near 1.
     """
 
     def __init__(
@@ -154,17 +159,15 @@ class Exchange:
         max_rows = max((table.rows for table in placement.tables), default=0)
         self._id_type = torch.int32 if max_rows < NARROW_ROWS else torch.int64
         self._max_length = max((table.max_lookups for table in placement.tables), default=0)
-        length = self._max_length
-        self._length_type = torch.uint8 if length < 2**8 else torch.int16 if length < 2**15 else torch.int32
+        self._length_type = next(each for each in LENGTH_TYPES if self._max_length <= torch.iinfo(each).max)
         identity = torch.arange(self._routes.features)
         self._sends_all = torch.equal(self._routes.units, identity) and self._world_size == 1
 
     @spanned("send ids")
     def send_ids(self, batch: Batch) -> OwnedIds:
-        """Send every bag, or the ids of it in a range of rows, to the owners of those rows, and take this rank's.
+        """Send every bag, or its ids in a range of rows, to the owners of those rows; take this rank's.
 
         Raises:
-            PeerLostError: a rank is gone.
             TemporaryError: a rank sent lengths or ids that cannot be; names the rank.
         """
         table = self._routes
@@ -247,22 +250,17 @@ class Exchange:
         for part in torch.split(lengths, list(samples), dim=1):
             places, first = [], 0
             for group in groups:
-                whole, last = group.whole, first + group.columns
-                sample, column = (part[first + whole : last] > 0).t().nonzero(as_tuple=True)
-                places.append(sample * group.columns + whole + column)
+                last = first + group.columns
+                sample, column = (part[first + group.whole : last] > 0).t().nonzero(as_tuple=True)
+                places.append(sample * group.columns + group.whole + column)
                 first = last
             of_ranks.append(tuple(places))
         return tuple(of_ranks)
 
     def send_pooled(self, pooled: Sequence[Tensor], owned: OwnedIds) -> Vectors:
-        """Start to send pooled rows to the ranks of their samples.
+        """Start to send the (N, C_g * w) pooled rows of this rank's groups to the ranks of their samples.
 
-        Args:
-            pooled: (N, C_g * w) of each of this rank's groups.
-            owned: ids that were pooled, with places on the vectors' device.
-
-        Raises:
-            PeerLostError: a rank is gone.
+        ``owned`` holds the ids that were pooled, with places on the vectors' device.
         """
         table, here = self._routes, owned.samples[self._rank]
         sent: list[list[Tensor]] = [[] for _ in owned.samples]
@@ -275,18 +273,9 @@ class Exchange:
         return self._start("pooled", self._formats.forward, sent, shapes, 1.0)
 
     def features(self, vectors: Vectors, owned: OwnedIds, replicated: Sequence[Tensor]) -> Tensor:
-        """Wait for pooled rows and put every vector into its place.
+        """Wait for pooled rows and return (n, D), every vector in its place.
 
-        Args:
-            vectors: from ``send_pooled``.
-            owned: see ``send_pooled``.
-            replicated: (n, C_g * w) of each data-parallel group.
-
-        Returns:
-            (n, D).
-
-        Raises:
-            PeerLostError: a rank is gone.
+        ``vectors`` come from ``send_pooled``; ``replicated`` are the (n, C_g * w) of each data-parallel group.
         """
         table, here, came = self._routes, owned.samples[self._rank], vectors.wait()
         found: list[_Landed] = []
@@ -300,18 +289,18 @@ class Exchange:
 
     def split(self, gradient: Tensor) -> dict[int, Tensor]:
         """Return the (n, V_w, w) gradients of vectors of each width, from (n, D)."""
-        return _split(gradient, self._routes)
+        table, samples = self._routes, len(gradient)
+        if len(table.widths) == 1:
+            return {table.widths[0]: gradient.view(samples, table.vector_counts[0], table.widths[0])}
+        sizes = [table.widths[width] * count for width, _, count in table.runs]
+        parts: dict[int, list[Tensor]] = {width: [] for width in table.widths}
+        for (width, _, _), part in zip(table.runs, torch.split(gradient, sizes, dim=1), strict=True):
+            parts[table.widths[width]].append(part)
+        counts = zip(table.widths, table.vector_counts, strict=True)
+        return {width: torch.cat(parts[width], dim=1).view(samples, count, width) for width, count in counts}
 
     def send_gradients(self, by_width: Mapping[int, Tensor], owned: OwnedIds) -> Vectors:
-        """Start to send the gradients of vectors to the ranks that pooled them, as ``send_pooled`` in reverse.
-
-        Args:
-            by_width: from ``split``.
-            owned: see ``send_pooled``.
-
-        Raises:
-            PeerLostError: a rank is gone.
-        """
+        """Start to send gradients from ``split`` to the ranks of the pooled rows: ``send_pooled`` in reverse."""
         table = self._routes
         sent: list[list[Tensor]] = []
         for groups, landings in zip(table.groups, owned.landing, strict=True):
@@ -326,11 +315,7 @@ class Exchange:
         return self._start("gradients", self._formats.backward, sent, shapes, self._gradient_scale)
 
     def gradients(self, vectors: Vectors, owned: OwnedIds) -> list[Tensor]:
-        """Wait for gradients: (N, C_g * w) of each of this rank's groups; zero if a bag has no ids in the part.
-
-        Raises:
-            PeerLostError: a rank is gone.
-        """
+        """Wait for gradients: (N, C_g * w) of each of this rank's groups, 0 if a bag has no ids in the part."""
         came, found = vectors.wait(), []
         for place, group in enumerate(self._routes.groups[self._rank]):
             wide = group.whole * group.width
@@ -463,18 +448,3 @@ def _join(landed: Iterable[_Landed], table: Routes, samples: int, device: torch.
     if len(of_widths) == 1:
         return of_widths[0].flatten(1)
     return torch.cat([of_widths[width][:, slot : slot + count].flatten(1) for width, slot, count in table.runs], dim=1)
-
-
-def _split(rows: Tensor, table: Routes) -> dict[int, Tensor]:
-    """Return (n, V_w, w) of each width, from (n, D)."""
-    samples = len(rows)
-    if len(table.widths) == 1:
-        return {table.widths[0]: rows.view(samples, table.vector_counts[0], table.widths[0])}
-    sizes = [table.widths[width] * count for width, _, count in table.runs]
-    parts: dict[int, list[Tensor]] = {width: [] for width in table.widths}
-    for (width, _, _), part in zip(table.runs, torch.split(rows, sizes, dim=1), strict=True):
-        parts[table.widths[width]].append(part)
-    return {
-        width: torch.cat(parts[width], dim=1).view(samples, count, width)
-        for width, count in zip(table.widths, table.vector_counts, strict=True)
-    }

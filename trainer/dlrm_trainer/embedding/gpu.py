@@ -1,4 +1,4 @@
-"""Look up and update rows on a GPU: fbgemm's fused kernels, or torch operations. Only this module imports fbgemm.
+"""Look up and update rows on a GPU by fbgemm, which only this module imports, or by torch operations.
 
 Shapes: R rows of a table, U of them to be updated, L ids, d columns, S values of row state.
 """
@@ -25,7 +25,7 @@ from dlrm_api.training import RowOptimizerSpec
 from dlrm_kernels import hashing
 from dlrm_kernels.row_updates import COLUMNS_PER_HASH, MAX_UPDATES, step_keys
 from dlrm_trainer.embedding.exchange import Bags
-from dlrm_trainer.embedding.placement import Tables, joined, table_views
+from dlrm_trainer.embedding.table_batch import Tables, joined, table_views
 
 FBGEMM_TYPES = {"fp32": SparseType.FP32, "fp16": SparseType.FP16}
 MIN_EXPONENT = 113
@@ -51,18 +51,16 @@ def made_for_gpus() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Describe neighbouring features [start, stop) of one dim, updated in one call."""
+    """Describe neighbouring features of one dim, updated in one call."""
 
-    start: int
-    stop: int
     dim: int
     first_table: int
     last_table: int
     """The table after the last."""
     features: Tensor
-    """(stop - start,) int64 table of each feature."""
+    """(n,) int64 table of each feature."""
     row_starts: Tensor
-    """(stop - start,) int64 first row of each feature's table among the rows of the run."""
+    """(n,) int64 first row of each feature's table among the rows of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +76,7 @@ class Rounding:
 
 
 class DeviceKernel:
-    """Look up and update tables on a GPU; see ``local_tables.Kernel``.
+    """Look up and update tables on a GPU; see ``table_batch.Kernel``.
 
     On the host it runs too, for tests that compare it with the compiled loops.
 
@@ -132,7 +130,7 @@ class DeviceKernel:
         return table_views(torch.zeros(sum(rows * width for rows, width in shapes), device=self._tables.device), shapes)
 
     def pool(self, bags: Bags, updates: bool) -> Tensor:
-        """See ``local_tables.Kernel``."""
+        """See ``table_batch.Kernel``."""
         fused = self._fused and updates
         pooled = self._forward(bags, grad=fused)
         if fused:
@@ -149,24 +147,17 @@ class DeviceKernel:
         return pooled
 
     def update(self, bags: Bags, gradient: Tensor, learning_rate: float, step: int, rows: Tensor) -> None:
-        """See ``local_tables.Kernel``."""
+        """See ``table_batch.Kernel``."""
         if self._fused:
             self._backward(bags, gradient, learning_rate)
             return
         keys = self._keys(step)
-        sizes = bags.sizes.tolist()
+        of_runs = bags.split([len(run.features) for run in self._runs])
         at = column = 0
-        for run in self._runs:
-            count, width = sum(sizes[run.start : run.stop]), (run.stop - run.start) * run.dim
-            part = slice(at, at + count)
-            of_run = Bags(
-                lengths=bags.lengths[run.start : run.stop],
-                ids=bags.ids[part],
-                weights=None if bags.weights is None else bags.weights[part],
-                sizes=bags.sizes[run.start : run.stop],
-            )
+        for run, of_run in zip(self._runs, of_runs, strict=True):
+            count, width = len(of_run.ids), len(run.features) * run.dim
             summed = gradient[:, column : column + width].reshape(-1, run.dim)
-            self._update_run(run, of_run, summed, keys, rows[part], learning_rate)
+            self._update_run(run, of_run, summed, keys, rows[at : at + count], learning_rate)
             at, column = at + count, column + width
 
     def _backward(self, bags: Bags, gradient: Tensor, learning_rate: float) -> None:
@@ -188,23 +179,16 @@ class DeviceKernel:
     def _update_run(
         self, run: Run, bags: Bags, gradient: Tensor, keys: Tensor, rows: Tensor, learning_rate: float
     ) -> None:
-        """Update the tables of one run.
-
-        Args:
-            run: the features.
-            bags: of the run.
-            gradient: (N * features of the run, dim), sample-major.
-            keys: of all tables; empty for fp32.
-            rows: (L,) global rows of the ids.
-            learning_rate: of this step.
-        """
+        """Update the tables of one run by the gradient of its bags, (N * features, dim), sample-major."""
         features, samples = bags.lengths.shape
         bag = torch.repeat_interleave(bags.lengths.flatten().to(torch.int64), output_size=len(bags.ids))
         feature, sample = bag // max(samples, 1), bag % max(samples, 1)
         each = gradient.index_select(0, sample * features + feature)
         if bags.weights is not None:
             each = each * bags.weights[:, None]
-        slots, sums, places = sum_by_row(bags.ids + run.row_starts[feature], each)
+        slots, places = torch.unique(bags.ids + run.row_starts[feature], return_inverse=True)
+        # Sums each row's gradients on a GPU always in the same order.
+        sums = torch.ops.aten.embedding_dense_backward(each, places, len(slots), -1, False)
         rounding = None
         if len(keys):
             tables = run.features[feature]
@@ -214,74 +198,42 @@ class DeviceKernel:
                 first_column=torch.empty_like(slots).index_put_((places,), self._first_columns[tables]),
             )
         weight, state = (joined(each, run.first_table, run.last_table) for each in (self.weights, self.states))
-        update_rows(weight, state, slots, sums, self._tables.optimizer, learning_rate, rounding)
+        self._update(weight, state, slots, sums, learning_rate, rounding)
 
     def update_rows(self, table: int, rows: Tensor, gradient: Tensor, learning_rate: float, step: int) -> None:
-        """See ``local_tables.Kernel``."""
+        """See ``table_batch.Kernel``."""
         rounding = None
         if self._tables.dtype == "fp16":
             key, column = self._keys(step)[table], self._first_columns[table]
             rounding = Rounding(keys=key.expand_as(rows), rows=rows, first_column=column.expand_as(rows))
-        weight, state, optimizer = self.weights[table], self.states[table], self._tables.optimizer
-        update_rows(weight, state, rows, gradient, optimizer, learning_rate, rounding)
+        self._update(self.weights[table], self.states[table], rows, gradient, learning_rate, rounding)
 
-
-def sum_by_row(slots: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum the gradients of each distinct row, on a GPU always in the same order.
-
-    Args:
-        slots: (L,) int64 rows looked up.
-        gradients: (L, d) float32 of each lookup.
-
-    Returns:
-        (U,) distinct slots ascending, (U, d) their sums, and (L,) the index among these of each lookup.
-    """
-    distinct, places = torch.unique(slots, return_inverse=True)
-    sums = torch.ops.aten.embedding_dense_backward(gradients, places, len(distinct), -1, False)
-    return distinct, sums, places
-
-
-def update_rows(
-    weight: Tensor,
-    state: Tensor,
-    slots: Tensor,
-    gradient: Tensor,
-    optimizer: RowOptimizerSpec,
-    learning_rate: float,
-    rounding: Rounding | None,
-) -> None:
-    """Update some rows in place, each once.
-
-    Args:
-        weight: (R, d) float32 or float16.
-        state: (R, S) float32.
-        slots: (U,) int64 distinct rows.
-        gradient: (U, d) float32 of each.
-        optimizer: the rule and its constants.
-        learning_rate: of this step.
-        rounding: of each of ``slots``; required for float16 rows.
-    """
-    old = weight.index_select(0, slots).float()
-    rows, states = updated(old, state.index_select(0, slots), gradient, optimizer, learning_rate)
-    if weight.dtype == torch.float16:
-        assert rounding is not None
-        rows = round_to_half(rows, random_bits(rounding, gradient.shape[1]))
-    weight[slots] = rows
-    state[slots] = states
+    def _update(
+        self,
+        weight: Tensor,
+        state: Tensor,
+        slots: Tensor,
+        gradient: Tensor,
+        learning_rate: float,
+        rounding: Rounding | None,
+    ) -> None:
+        """Update (U,) distinct rows by (U, d) gradients in place, each once; float16 rows need ``rounding``."""
+        old, optimizer = weight.index_select(0, slots).float(), self._tables.optimizer
+        rows, states = updated(old, state.index_select(0, slots), gradient, optimizer, learning_rate)
+        if weight.dtype == torch.float16:
+            assert rounding is not None
+            rows = round_to_half(rows, random_bits(rounding, gradient.shape[1]))
+        weight[slots] = rows
+        state[slots] = states
 
 
 def updated(
     weight: Tensor, state: Tensor, gradient: Tensor, optimizer: RowOptimizerSpec, learning_rate: float
 ) -> tuple[Tensor, Tensor]:
-    """Return rows and their state after one update.
+    """Return (U, d) float32 rows and their (U, S) float32 state after one update.
 
-    Args:
-        weight: (U, d) float32.
-        state: (U, S) float32: one sum for row-wise Adagrad; nothing for SGD; d first moments, d second moments and the
-            number of updates for Adam.
-        gradient: (U, d) float32.
-        optimizer: the rule and its constants.
-        learning_rate: of this step.
+    The state is one sum for row-wise Adagrad, nothing for SGD, and d first moments, d second moments and the number of
+    updates for Adam.
     """
     if optimizer.kind == "sgd":
         return weight - gradient * learning_rate, state
@@ -309,12 +261,7 @@ def _adam(
 
 
 def _correction(decay: float, counts: Tensor) -> Tensor:
-    """Return 1 - decay ** count as float32.
-
-    Args:
-        decay: in [0, 1).
-        counts: (U, 1) float32 whole numbers, 1 to 2**24.
-    """
+    """Return 1 - decay ** count as float32 of (U, 1) float32 counts, whole numbers from 1 to 2**24."""
     # Multiplication in float64 only: a library's power differs by device and lane.
     whole = counts.to(torch.int32)
     powers = torch.ones_like(counts, dtype=torch.float64)
@@ -325,12 +272,7 @@ def _correction(decay: float, counts: Tensor) -> Tensor:
 
 
 def random_bits(rounding: Rounding, columns: int) -> Tensor:
-    """Return (U, columns) uint16, the random bits of rows' columns as ``row_updates`` specifies them.
-
-    Args:
-        rounding: of the rows.
-        columns: number of columns; a multiple of 4.
-    """
+    """Return (U, columns) uint16, the random bits of rows' columns as ``row_updates`` specifies them."""
     keys = rounding.keys
     first = rounding.first_column.view(-1, 1) // COLUMNS_PER_HASH
     quads = (first + torch.arange(1, columns // COLUMNS_PER_HASH + 1, device=keys.device)) * GOLDEN
@@ -382,20 +324,15 @@ def _deterministic() -> Iterator[None]:
 
 
 def _runs(tables: Tables) -> Iterator[Run]:
-    dims = [tables.shapes[table][1] for table in tables.features]
-    start = 0
-    for dim, group in groupby(dims):
-        stop = start + len(list(group))
-        of_run = torch.tensor(tables.features[start:stop], device=tables.device)
-        first, last = tables.features[start], tables.features[stop - 1] + 1
-        row_starts = torch.tensor([0, *accumulate(rows for rows, _ in tables.shapes[first:last])], device=tables.device)
+    for dim, group in groupby(tables.features, key=lambda table: tables.shapes[table][1]):
+        features = list(group)
+        first, last = features[0], features[-1] + 1
+        starts = torch.tensor([*accumulate((rows for rows, _ in tables.shapes[first:last]), initial=0)])
+        of_run = torch.tensor(features)
         yield Run(
-            start=start,
-            stop=stop,
             dim=dim,
             first_table=first,
             last_table=last,
-            features=of_run,
-            row_starts=row_starts[of_run - first],
+            features=of_run.to(tables.device),
+            row_starts=starts[of_run - first].to(tables.device),
         )
-        start = stop

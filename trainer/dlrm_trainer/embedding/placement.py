@@ -11,7 +11,7 @@ one width lie side by side, in the model's order, at their *slots*.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -29,7 +29,6 @@ from dlrm_api.plan import Plan, Shard, TablePlan, TierShare
 from dlrm_api.tiers import RowDtype, map_entry_bytes
 from dlrm_api.training import CommunicationSpec, RowOptimizerSpec
 from dlrm_checkpointer import ShardId
-from dlrm_kernels.row_updates import OptimizerConstants, constants_of
 from dlrm_trainer.compute_device import HOST
 
 
@@ -132,10 +131,6 @@ class Placement:
             column_end=part.column_end,
         )
 
-    def saver(self, number: int) -> int:
-        """Return the rank that saves ``replicated[number]`` in cuts: the ranks take turns."""
-        return number % self.world_size
-
     def _groups(self, parts: Sequence[Part]) -> Iterator[PartGroup]:
         for _, alike in groupby(parts, key=lambda part: kernel_key(self.tables, part)):
             for members in _classes(alike):
@@ -184,49 +179,6 @@ class EmbeddingOptions:
     """Whether equal batches leave equal bits also on a GPU."""
 
 
-TORCH_TYPES: dict[RowDtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tables:
-    """Describe the tables behind one kernel."""
-
-    shapes: tuple[tuple[int, int], ...]
-    """(rows, dim) of each."""
-    features: tuple[int, ...]
-    """The table of each feature, ascending."""
-    optimizer: RowOptimizerSpec
-    dtype: RowDtype
-    device: torch.device
-    keys: NDArray[np.uint64]
-    """(T,) ``row_updates.table_key``; empty for fp32."""
-    first_columns: tuple[int, ...]
-    """First column of each table in the whole table."""
-    deterministic: bool = False
-    """Whether a GPU sums gradients in a fixed order."""
-
-    def constants(self, learning_rate: float) -> OptimizerConstants:
-        """Return the optimizer's constants for kernels."""
-        optimizer = self.optimizer
-        return constants_of(optimizer.kind, learning_rate, optimizer.eps, optimizer.beta1, optimizer.beta2)
-
-
-def table_views(buffer: Tensor, shapes: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
-    """Split a buffer into views (rows, width), table by table."""
-    parts = torch.split(buffer, [rows * width for rows, width in shapes])
-    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
-
-
-def joined(views: Sequence[Tensor], start: int, stop: int) -> Tensor:
-    """Return tables [start, stop) of one width as one: they are neighbours in memory."""
-    rows = sum(len(view) for view in views[start:stop])
-    return views[start].as_strided((rows, views[start].shape[1]), views[start].stride())
-
-
-Rectangle = tuple[int, int, int, int]
-"""First and end column, first and end row."""
-
-
 def place(model: ModelSpec, plan: Plan, world_size: int) -> Placement:
     """Read the parts of every rank from a plan.
 
@@ -250,7 +202,10 @@ def place(model: ModelSpec, plan: Plan, world_size: int) -> Placement:
             (replicated if rank is None else owned[rank]).append(part)
 
     def in_groups(parts: list[Part]) -> tuple[Part, ...]:
-        return tuple(sorted(parts, key=lambda part: _order(tables, part)))
+        def order(part: Part) -> tuple[Any, ...]:
+            return (*kernel_key(tables, part), part.row_split, part.table, part.column_start, part.row_start)
+
+        return tuple(sorted(parts, key=order))
 
     return Placement(
         tables=tables,
@@ -262,12 +217,8 @@ def place(model: ModelSpec, plan: Plan, world_size: int) -> Placement:
     )
 
 
-def _order(tables: Sequence[TableSpec], part: Part) -> tuple[Any, ...]:
-    return (*kernel_key(tables, part), part.row_split, part.table, part.column_start, part.row_start)
-
-
-def _parts(number: int, table: TableSpec, plan: TablePlan, world_size: int) -> Iterator[tuple[int | None, Part]]:
-    # None instead of a rank: on every rank.
+def _parts(number: int, table: TableSpec, plan: TablePlan, world_size: int) -> list[tuple[int | None, Part]]:
+    """Return the parts of a table with their ranks; None: on every rank."""
     path = f"plan.tables[{number}]"
     if plan.column_blocks != table.block_edges:
         raise InvalidSpecError(
@@ -278,30 +229,25 @@ def _parts(number: int, table: TableSpec, plan: TablePlan, world_size: int) -> I
     if any(shard.kind == "data" for shard in shards):
         _check_replicas(path, table, shards, world_size)
         shards = shards[:1]
-    rectangles: list[tuple[Rectangle, Shard]] = []
+    parts: list[tuple[int | None, Part]] = []
     for place_, shard in enumerate(shards):
         _check_shard(f"{path}.shards[{place_}]", table, shard, world_size)
-        # Without a stack the policy must not separate groups.
-        tiers = shard.tiers
-        share = tiers if tiers.is_stack else TierShare(levels=tiers.levels)
         edges = [edge for edge in table.block_edges if shard.column_start <= edge <= shard.column_end]
         for first, last in pairwise(edges):
-            rectangles.append(
-                ((first, last, shard.row_start, shard.row_end), shard.model_copy(update={"tiers": share}))
+            part = Part(
+                table=number,
+                row_start=shard.row_start,
+                row_end=shard.row_end,
+                column_start=first,
+                column_end=last,
+                row_split=shard.row_end - shard.row_start < table.rows,
+                # Without a stack the policy must not separate groups.
+                share=shard.tiers if shard.tiers.is_stack else TierShare(levels=shard.tiers.levels),
             )
-    rectangles.sort(key=lambda each: each[0])
-    _check_tiling(path, table, [rectangle for rectangle, _ in rectangles])
-    for (first, last, row_start, row_end), shard in rectangles:
-        part = Part(
-            table=number,
-            row_start=row_start,
-            row_end=row_end,
-            column_start=first,
-            column_end=last,
-            row_split=row_end - row_start < table.rows,
-            share=shard.tiers,
-        )
-        yield (None if shard.kind == "data" else shard.rank), part
+            parts.append((None if shard.kind == "data" else shard.rank, part))
+    parts.sort(key=lambda each: (each[1].column_start, each[1].row_start, each[1].row_end))
+    _check_tiling(path, table, [part for _, part in parts])
+    return parts
 
 
 def _check_replicas(path: str, table: TableSpec, shards: Sequence[Shard], world_size: int) -> None:
@@ -341,27 +287,24 @@ def _check_shard(path: str, table: TableSpec, shard: Shard, world_size: int) -> 
         )
 
 
-def _check_tiling(path: str, table: TableSpec, rectangles: Sequence[Rectangle]) -> None:
-    # Rectangles are sorted, so each column block's rows must follow one another from 0.
+def _check_tiling(path: str, table: TableSpec, parts: Sequence[Part]) -> None:
+    # Parts are sorted, so each column block's rows must follow one another from 0.
     reached: dict[int, int] = dict.fromkeys(table.block_edges[:-1], 0)
-    for first, _, row_start, row_end in rectangles:
-        if row_start != reached[first] or row_end <= row_start:
+    for part in parts:
+        first = part.column_start
+        if part.row_start != reached[first] or part.row_end <= part.row_start:
             raise InvalidSpecError(
                 f"{path}.shards",
                 f"table {table.name}: rows from {reached[first]} on of columns from {first} on are in no shard or two",
             )
-        reached[first] = row_end
-    short = {first: row for first, row in reached.items() if row != table.rows}
-    for first, row in short.items():
-        raise InvalidSpecError(
-            f"{path}.shards",
-            f"table {table.name}: rows {row} to {table.rows} of columns from {first} on are not the table's, "
-            "or are in no shard: its shards must hold every row and column once",
-        )
-
-
-VectorKey = tuple[int, int]
-"""Feature, and first column of the block."""
+        reached[first] = part.row_end
+    for first, row in reached.items():
+        if row != table.rows:
+            raise InvalidSpecError(
+                f"{path}.shards",
+                f"table {table.name}: rows {row} to {table.rows} of columns from {first} on are not the table's, "
+                "or are in no shard: its shards must hold every row and column once",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,12 +376,23 @@ class Routes:
 
 def routes(placement: Placement, rank: int, device: torch.device) -> Routes:
     """Make the index tables of one rank; ``device`` holds the vectors, and ``whole_slots``."""
+    slots, (splits, unit_of) = _slots(placement), _units(placement)
+    vectors = Counter(width for width, _ in slots.values())
+    widths = tuple(sorted(vectors))
 
     def route(group: PartGroup) -> GroupRoute:
-        return _route(group, slots, unit_of, vectors, device)
+        columns = [(group.parts[part], feature) for part, feature in group.columns]
+        at = [slots[feature, part.column_start][1] for part, feature in columns]
+        whole = group.whole_columns
+        return GroupRoute(
+            width=group.width,
+            vectors=vectors[group.width],
+            whole=whole,
+            whole_slots=_slice(at[:whole], device),
+            split_slots=_index(at[whole:]),
+            split_units=_index(unit_of[_unit_key(part, feature)] for part, feature in columns[whole:]),
+        )
 
-    widths, slots = _slots(placement)
-    splits, unit_of = _units(placement)
     units: list[int] = []
     counts: list[int] = []
     own: Tensor | None = None
@@ -449,12 +403,11 @@ def routes(placement: Placement, rank: int, device: torch.device) -> Routes:
         # Column blocks of one rank share their ids.
         sent = list(dict.fromkeys(wanted))
         if owner == rank:
-            own = None if sent == wanted else _index(sent.index(unit) for unit in wanted)
+            own = None if sent == wanted else _index(map(sent.index, wanted))
             rows = {unit: part.rows for unit, (part, _) in zip(wanted, columns, strict=True)}
             own_rows = np.array([rows[unit] for unit in sent], np.int64)
         units += sent
         counts.append(len(sent))
-    vectors = Counter(width for width, _ in slots.values())
     split_widths = {part.width for parts in placement.parts for part in parts if part.row_split}
     return Routes(
         features=len(placement.features),
@@ -470,7 +423,7 @@ def routes(placement: Placement, rank: int, device: torch.device) -> Routes:
         widths=widths,
         vector_counts=tuple(vectors[width] for width in widths),
         summed=tuple(width in split_widths for width in widths),
-        runs=_runs(placement, widths, slots),
+        runs=_runs(widths, slots.values()),
     )
 
 
@@ -478,28 +431,21 @@ def _index(values: Iterable[int]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.int64)
 
 
-def _slice(values: Sequence[int]) -> Tensor | slice:
+def _slice(values: list[int], device: torch.device) -> Tensor | slice:
     first = values[0] if values else 0
-    if list(values) == list(range(first, first + len(values))):
-        return slice(first, first + len(values))
-    return _index(values)
+    span = range(first, first + len(values))
+    return slice(span.start, span.stop) if values == list(span) else _index(values).to(device)
 
 
-def _vectors(placement: Placement) -> list[tuple[VectorKey, int]]:
-    return [
-        ((number, first), last - first)
-        for number, feature in enumerate(placement.features)
-        for first, last in pairwise(placement.tables[feature.table].block_edges)
-    ]
-
-
-def _slots(placement: Placement) -> tuple[tuple[int, ...], dict[VectorKey, tuple[int, int]]]:
-    used: dict[int, int] = {}
+def _slots(placement: Placement) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return width and slot of each vector, in the model's order, by feature and block's first column."""
+    used: Counter[int] = Counter()
     slots = {}
-    for key, width in _vectors(placement):
-        slots[key] = (width, used.get(width, 0))
-        used[width] = used.get(width, 0) + 1
-    return tuple(sorted(used)), slots
+    for number, feature in enumerate(placement.features):
+        for first, last in pairwise(placement.tables[feature.table].block_edges):
+            slots[number, first] = last - first, used[last - first]
+            used[last - first] += 1
+    return slots
 
 
 def _unit_key(part: Part, feature: int) -> tuple[int, int, int]:
@@ -527,36 +473,11 @@ def _units(placement: Placement) -> tuple[tuple[Split, ...], dict[tuple[int, int
     return tuple(splits), unit_of
 
 
-def _route(
-    group: PartGroup,
-    slots: Mapping[VectorKey, tuple[int, int]],
-    unit_of: Mapping[tuple[int, int, int], int],
-    vectors: Mapping[int, int],
-    device: torch.device,
-) -> GroupRoute:
-    columns = [(group.parts[part], feature) for part, feature in group.columns]
-    at = [slots[feature, part.column_start][1] for part, feature in columns]
-    units = [unit_of[_unit_key(part, feature)] for part, feature in columns]
-    whole = group.whole_columns
-    whole_slots = _slice(at[:whole])
-    return GroupRoute(
-        width=group.width,
-        vectors=vectors[group.width],
-        whole=whole,
-        whole_slots=whole_slots if isinstance(whole_slots, slice) else whole_slots.to(device),
-        split_slots=_index(at[whole:]),
-        split_units=_index(units[whole:]),
-    )
-
-
-def _runs(
-    placement: Placement, widths: Sequence[int], slots: dict[VectorKey, tuple[int, int]]
-) -> tuple[tuple[int, int, int], ...]:
+def _runs(widths: Sequence[int], slots: Iterable[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
     runs: list[tuple[int, int, int]] = []
-    for key, _ in _vectors(placement):
-        width, slot = slots[key]
+    for width, slot in slots:
         number = widths.index(width)
-        if runs and runs[-1][0] == number and runs[-1][1] + runs[-1][2] == slot:
+        if runs and runs[-1][0] == number and sum(runs[-1][1:]) == slot:
             runs[-1] = (number, runs[-1][1], runs[-1][2] + 1)
         else:
             runs.append((number, slot, 1))

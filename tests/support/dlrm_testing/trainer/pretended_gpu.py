@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding import local_tables
 from dlrm_trainer.embedding.exchange import Bags
-from dlrm_trainer.embedding.placement import Tables
+from dlrm_trainer.embedding.table_batch import Kernel, Tables
 
 NAME = "pretended"
 COPIES = {"aten._to_copy.default", "aten.copy_.default"}
@@ -127,15 +127,15 @@ class PretendedKernel:
         self.states = tuple(map(Pretended, self._kernel.states))
 
     def pool(self, bags: Bags, updates: bool) -> Tensor:
-        """See ``local_tables.Kernel``."""
+        """See ``table_batch.Kernel``."""
         return Pretended(self._kernel.pool(_kept_bags(bags), updates))
 
     def update(self, bags: Bags, gradient: Tensor, learning_rate: float, step: int, rows: Tensor) -> None:
-        """See ``local_tables.Kernel``."""
+        """See ``table_batch.Kernel``."""
         self._kernel.update(_kept_bags(bags), _kept(gradient), learning_rate, step, _kept(rows))
 
     def update_rows(self, table: int, rows: Tensor, gradient: Tensor, learning_rate: float, step: int) -> None:
-        """See ``local_tables.Kernel``."""
+        """See ``table_batch.Kernel``."""
         self._kernel.update_rows(table, _kept(rows), _kept(gradient), learning_rate, step)
 
 
@@ -153,10 +153,10 @@ def _kept_bags(bags: Bags) -> Bags:
 def pretended_gpu() -> Iterator[torch.device]:
     """Make the device have kernels for rows."""
     made = local_tables.make_kernel
+
+    def make_kernel(tables: Tables) -> Kernel:
+        return PretendedKernel(tables) if tables.device == PRETENDED else made(tables)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            local_tables,
-            "make_kernel",
-            lambda tables: (PretendedKernel if tables.device == PRETENDED else made)(tables),
-        )
+        patch.setattr(local_tables, "make_kernel", make_kernel)
         yield PRETENDED

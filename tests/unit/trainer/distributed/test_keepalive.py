@@ -1,4 +1,4 @@
-"""Ranks whose work takes longer than a collective may wait."""
+"""Ranks that work longer than a collective may wait."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def end_when_ready(collectives: Collectives, waits_s: Sequence[float]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pieces", [[0, 16, 1], [16, 0, 7]])
-def test_ranks_with_few_rows_wait_for_those_that_restore_for_longer_than_a_collective_may(pieces: list[int]) -> None:
+def test_ranks_with_few_rows_wait_for_slow_restores_beyond_the_timeout(pieces: list[int]) -> None:
     found = run_ranks(3, restore_some, pieces, timeout_s=TIMEOUT_S)
 
     ends = [end for _, end in found]
@@ -99,5 +99,5 @@ def test_one_rank_alone_waits_for_nobody() -> None:
 
 
 @pytest.mark.slow
-def test_a_last_cut_waits_for_the_slowest_checkpointer_for_longer_than_a_collective_may() -> None:
+def test_a_last_cut_waits_for_a_slow_checkpointer_beyond_the_timeout() -> None:
     assert run_ranks(3, end_when_ready, [0.0, 2 * TIMEOUT_S, 1.0], timeout_s=TIMEOUT_S) == [True] * 3

@@ -1,4 +1,4 @@
-"""A rank whose reader is slow: its own time says so, and that of the others says that they wait."""
+"""A rank with a slow reader: its own time shows it, and that of the others shows that they wait."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def stage_seconds(pod: Pod) -> dict[tuple[str, ...], float]:
 
 
 def progress(pod: Pod) -> Progress:
-    """What the pod's endpoint says."""
+    """Return the progress that the pod's endpoint reports."""
     return Progress.model_validate_json(ask(pod, "progress"))
 
 
 def ask(pod: Pod, path: str) -> str:
-    """What the pod's endpoint answers."""
+    """Return the answer of the pod's endpoint."""
     with urllib.request.urlopen(f"http://127.0.0.1:{pod.port}/{path}", timeout=20) as answer:
         text: str = answer.read().decode()
     return text
@@ -92,7 +92,7 @@ def test_a_slow_reader_shows_on_its_rank_and_as_waiting_on_the_other(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_gang_that_hangs_shows_every_ranks_stacks_and_which_rank_is_to_blame(tmp_path: Path) -> None:
+def test_a_hung_gang_shows_the_stacks_of_all_ranks_and_the_one_to_blame(tmp_path: Path) -> None:
     environment = {
         Env.HANDOFF_DIR: "",
         Env.LEDGER_DIR: "",

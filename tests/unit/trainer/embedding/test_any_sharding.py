@@ -113,7 +113,7 @@ def test_fewer_bits_on_the_wire_take_fewer_bytes_and_train_nearly_the_same(tmp_p
 
 
 @pytest.mark.slow
-def test_a_gradient_that_fp16_cannot_send_ends_every_rank_by_name_before_any_update(tmp_path: Path) -> None:
+def test_a_gradient_that_fp16_cannot_send_ends_every_rank_before_updates(tmp_path: Path) -> None:
     job = job_of(tmp_path, 2, communication={"backward": "fp16"})
     plan = whole_plan(job.spec.model, owner=0, world_size=2)
 

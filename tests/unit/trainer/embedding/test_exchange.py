@@ -38,7 +38,7 @@ def test_picking_segments_equals_joining_slices(lengths: list[int], shuffler: An
 
 
 class TwoRanks:
-    """Collectives of rank 0 beside a rank that sends what a test says."""
+    """Collectives of rank 0 with a peer that sends what a test gives it."""
 
     rank, world_size = 0, 2
 

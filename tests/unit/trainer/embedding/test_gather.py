@@ -22,7 +22,7 @@ LINE = 16
     copies=st.integers(0, 40),
     shift=st.sampled_from([0, 1, 4, 8]),
 )
-def test_chosen_rows_and_their_state_are_copied_bit_for_bit_wherever_they_go(
+def test_chosen_rows_and_their_state_are_copied_bit_for_bit(
     dim: int, values: int, half: bool, chosen: set[int], copies: int, shift: int
 ):
     generator = torch.Generator().manual_seed(dim)

@@ -12,9 +12,9 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_kernels.row_updates import step_keys, table_key
 from dlrm_testing.trainer import row_rules
+from dlrm_testing.trainer.bags import tables_of
 from dlrm_trainer.embedding import gpu
 from dlrm_trainer.embedding.gpu import DeviceKernel, Rounding, random_bits, round_to_half
-from dlrm_trainer.embedding.placement import Tables
 
 SUBNORMAL = 2.0**-24
 """The least fp16 number above zero."""
@@ -170,15 +170,7 @@ def test_neighbouring_rows_columns_and_steps_are_not_correlated() -> None:
 
 def test_a_package_without_kernels_for_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "made_for_gpus", lambda: False)
-    tables = Tables(
-        shapes=((10, 4),),
-        features=(0,),
-        optimizer=RowOptimizerSpec(),
-        dtype="fp32",
-        device=torch.device("cuda", 0),
-        keys=np.empty(0, np.uint64),
-        first_columns=(0,),
-    )
+    tables = tables_of([(10, 4)], RowOptimizerSpec(), device=torch.device("cuda", 0))
 
     with pytest.raises(InvalidSpecError, match=r"plan\.device: .* install fbgemm-gpu"):
         DeviceKernel(tables)

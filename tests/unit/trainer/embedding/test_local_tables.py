@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 
 from dlrm_api.tiers import RowDtype
 from dlrm_api.training import RowOptimizerSpec
-from dlrm_kernels.row_updates import table_key
-from dlrm_testing.trainer.bags import bags_of
-from dlrm_trainer.compute_device import HOST
+from dlrm_testing.trainer.bags import bags_of, batch_of, tables_of
 from dlrm_trainer.embedding.exchange import Bags
 from dlrm_trainer.embedding.gpu import DeviceKernel
-from dlrm_trainer.embedding.local_tables import HostKernel, TableBatch, lazy_zeros
-from dlrm_trainer.embedding.placement import Tables
-from dlrm_trainer.embedding.replicated import ReplicatedGroup
+from dlrm_trainer.embedding.local_tables import ReplicatedGroup
+from dlrm_trainer.embedding.table_batch import HostKernel, TableBatch
+from dlrm_trainer.embedding.tiers.slots import untouched_zeros
 
 EPS = 1e-8
 ADAGRAD = RowOptimizerSpec(eps=EPS)
@@ -66,7 +64,7 @@ def dense_step(
 @given(seed=st.integers(0, 2**31), samples=st.integers(0, 30))
 def test_the_kernel_agrees_with_a_dense_float64_optimizer(seed: int, samples: int) -> None:
     generator = np.random.default_rng(seed)
-    batch = TableBatch(SHAPES, ADAGRAD)
+    batch = batch_of(SHAPES, ADAGRAD)
     weights, states = fill(batch, seed), [np.zeros(rows) for rows, _ in SHAPES]
 
     for step in range(4):
@@ -87,7 +85,7 @@ def test_the_kernel_agrees_with_a_dense_float64_optimizer(seed: int, samples: in
 @given(seed=st.integers(0, 2**31), samples=st.integers(0, 30))
 def test_data_parallel_tables_follow_the_same_rule(seed: int, samples: int) -> None:
     generator = np.random.default_rng(seed)
-    tables = ReplicatedGroup(SHAPES, ADAGRAD)
+    tables = ReplicatedGroup(batch_of(SHAPES, ADAGRAD))
     weights, states = fill(tables.batch, seed), [np.zeros(rows) for rows, _ in SHAPES]
     buffer = torch.full((tables.gradient_elements,), float("nan"))
 
@@ -97,7 +95,7 @@ def test_data_parallel_tables_follow_the_same_rule(seed: int, samples: int) -> N
         pooled = tables.batch.lookup(bags)
         dense_step(weights, states, (ids, lengths), rate=0.1)
         tables.write_gradient(buffer, pooled, bags)
-        tables.update(buffer, 0.1)
+        tables.update(buffer, tables.touched(buffer), 0.1)
 
     for weight, state, expected_weight, expected_state in zip(
         tables.batch.weights, tables.batch.states, weights, states, strict=True
@@ -112,7 +110,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     for threads in (1, 2, 2):
         torch.set_num_threads(threads)
         generator = np.random.default_rng(5)
-        sharded, replicated = TableBatch(SHAPES, ADAGRAD), ReplicatedGroup(SHAPES, ADAGRAD)
+        sharded, replicated = batch_of(SHAPES, ADAGRAD), ReplicatedGroup(batch_of(SHAPES, ADAGRAD))
         fill(sharded, 1)
         fill(replicated.batch, 1)
         buffer = torch.empty(replicated.gradient_elements)
@@ -121,7 +119,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
             pooled = sharded.lookup(bags, updates=True)
             sharded.update(pooled, pooled.detach(), 0.05)
             replicated.write_gradient(buffer, replicated.batch.lookup(bags), bags)
-            replicated.update(buffer, 0.05)
+            replicated.update(buffer, replicated.touched(buffer), 0.05)
         tensors = (*sharded.weights, *sharded.states, *replicated.batch.weights, *replicated.batch.states)
         results.append([tensor.clone() for tensor in tensors])
     torch.set_num_threads(threads_before)
@@ -130,26 +128,15 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_a_rank_without_tables_looks_nothing_up() -> None:
-    batch = TableBatch([], ADAGRAD)
-
-    pooled = batch.lookup(bags_of(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 5, dtype=torch.int32)))
-
-    assert pooled.shape == (5, 0)
-    assert batch.weights == ()
-
-
 FEATURES = [0, 0, 1, 2, 2, 2]
 """Of ``SHAPES``: the tables of six features."""
 
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**31), samples=st.integers(0, 20), weighted=st.booleans())
-def test_features_of_one_table_pool_apart_and_update_each_row_once_by_weighted_sums(
-    seed: int, samples: int, weighted: bool
-) -> None:
+def test_features_of_a_table_pool_apart_and_update_each_row_once(seed: int, samples: int, weighted: bool) -> None:
     generator = np.random.default_rng(seed)
-    batch = TableBatch(SHAPES, ADAGRAD, features=FEATURES)
+    batch = batch_of(SHAPES, ADAGRAD, features=FEATURES)
     rows = fill(batch, seed)
     lengths = generator.integers(0, 5, (len(FEATURES), samples))
     ids = np.concatenate(
@@ -185,7 +172,7 @@ def column_blocks(dtype: RowDtype, first_columns: list[int] | None) -> list[torc
     generator = torch.Generator().manual_seed(4)
     start, ids = torch.randn(30, 16, generator=generator), torch.randint(0, 30, (40,), generator=generator)
     count = 1 if first_columns is None else len(first_columns)
-    batch = TableBatch(
+    batch = batch_of(
         [(30, 16 // count)] * count,
         RowOptimizerSpec(kind="sgd"),
         dtype=dtype,
@@ -208,13 +195,13 @@ def test_fp16_rows_are_rounded_to_the_same_bits_whole_and_by_column_blocks() -> 
     assert not torch.equal(whole[0], column_blocks("fp16", [0, 0, 0, 0])[0])
 
 
-def test_a_row_that_all_samples_look_up_has_the_same_bits_on_one_and_two_threads() -> None:
+def test_a_row_of_all_samples_has_the_same_bits_on_one_and_two_threads() -> None:
     threads_before = torch.get_num_threads()
     results = []
     for threads in (1, 2, 2):
         torch.set_num_threads(threads)
         generator = torch.Generator().manual_seed(1)
-        batch = TableBatch([(5, 16)], ADAGRAD)
+        batch = batch_of([(5, 16)], ADAGRAD)
         ids = torch.randint(0, 2, (20_000,), generator=generator) * 3
         lengths = torch.full((1, 2_000), 10, dtype=torch.int32)
         for _ in range(3):
@@ -228,10 +215,10 @@ def test_a_row_that_all_samples_look_up_has_the_same_bits_on_one_and_two_threads
     assert results[0][0][[1, 2, 4]].count_nonzero() == 0
 
 
-def test_more_memory_than_the_machine_has_can_be_had_for_rows_that_are_never_touched() -> None:
+def test_untouched_rows_may_take_more_memory_than_the_machine_has() -> None:
     if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
         pytest.skip("this machine promises no more memory than it has (vm.overcommit_memory is 2)")
-    rows = lazy_zeros(2 * psutil.virtual_memory().total // 4, torch.float32)
+    rows = torch.from_numpy(untouched_zeros(2 * psutil.virtual_memory().total // 4, np.float32))
 
     rows[:1_000] += 1
 
@@ -244,16 +231,8 @@ def test_more_memory_than_the_machine_has_can_be_had_for_rows_that_are_never_tou
 def test_the_kernels_of_a_gpu_do_on_the_host_what_the_compiled_loops_do(kind: Any, dtype: RowDtype) -> None:
     generator = np.random.default_rng(6)
     names = [f"t{number}" for number in range(len(SHAPES))]
-    keys = [table_key(0, name) for name in names] if dtype == "fp16" else []
-    tables = Tables(
-        shapes=tuple(SHAPES),
-        features=tuple(FEATURES),
-        optimizer=RowOptimizerSpec(kind=kind),
-        dtype=dtype,
-        device=HOST,
-        keys=np.array(keys, np.uint64),
-        first_columns=(0, 4, 8),
-    )
+    optimizer = RowOptimizerSpec(kind=kind)
+    tables = tables_of(SHAPES, optimizer, dtype=dtype, names=names, features=FEATURES, first_columns=(0, 4, 8))
     kernels = [HostKernel(tables), DeviceKernel(tables)]
     for kernel in kernels:
         for number, weight in enumerate(kernel.weights):
@@ -284,24 +263,14 @@ def flags() -> tuple[bool, bool]:
 
 
 def one_lookup(deterministic: bool) -> tuple[DeviceKernel, Bags]:
-    tables = Tables(
-        shapes=((40, 4),),
-        features=(0,),
-        optimizer=ADAGRAD,
-        dtype="fp32",
-        device=HOST,
-        keys=np.zeros(0, np.uint64),
-        first_columns=(0,),
-        deterministic=deterministic,
-    )
-    kernel, ids = DeviceKernel(tables), torch.arange(5)
+    kernel, ids = DeviceKernel(tables_of([(40, 4)], ADAGRAD, deterministic=deterministic)), torch.arange(5)
     bags = bags_of(ids, torch.ones(1, 5, dtype=torch.int64))
     kernel.pool(bags, True)
     return kernel, bags
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_fused_sums_are_deterministic_where_that_is_asked_for_and_nothing_else_is(deterministic: bool) -> None:
+def test_only_fused_sums_are_deterministic_and_only_on_request(deterministic: bool) -> None:
     kernel, bags = one_lookup(deterministic)
     seen: list[tuple[bool, bool]] = []
     assert kernel._graph is not None

@@ -1,4 +1,4 @@
-"""What the planner plans, the trainer takes: every kind of split, with and without levels, at any number of ranks."""
+"""The trainer takes every plan of the planner: every kind of split, with and without levels, at any number of ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_placement_holds_every_row_and_column_that_was_planned(
     assert held == [table["rows"] * 32 for table in found]
 
 
-def test_a_stored_plan_that_lists_the_replica_of_each_rank_is_taken_like_one_that_lists_it_once() -> None:
+def test_a_stored_plan_may_list_a_replica_for_each_rank_or_once() -> None:
     found = [{"rows": 100, "kind": "data", "lookups": 1, "slow": False}]
     spec = parse_job(manifest(found, 2, 2)).spec
     plan = plan_job(spec)

@@ -1,4 +1,4 @@
-"""What the planner makes for GPUs is what the trainer reads: levels of each kind, replicas, tables kept on the host."""
+"""The trainer reads every plan for GPUs: levels of each kind, replicas, tables kept on the host."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ TABLES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("ddr", ["12Gi", "64Gi"])
-def test_every_shard_of_a_plan_for_gpus_is_a_part_of_the_kind_that_it_asks_for(ddr: str) -> None:
+def test_every_shard_of_a_plan_for_gpus_is_a_part_of_its_kind(ddr: str) -> None:
     hardware = {
         "devices": {"resource": "nvidia.com/gpu", "count": 2, "hbm": {"bytes": "4Gi"}},
         "tiers": {"ddr": {"bytes": ddr}, "block": {"bytes": "200Gi"}},

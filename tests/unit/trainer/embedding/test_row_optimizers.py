@@ -17,11 +17,11 @@ from dlrm_api.tiers import RowDtype
 from dlrm_api.training import MIN_EPS, DenseOptimizerSpec, RowOptimizerSpec
 from dlrm_kernels.row_updates import MAX_UPDATES
 from dlrm_testing.trainer import row_rules
-from dlrm_testing.trainer.bags import bags_of
+from dlrm_testing.trainer.bags import bags_of, batch_of
 from dlrm_testing.trainer.gpus import needs_gpu
 from dlrm_trainer.embedding.gpu import updated
-from dlrm_trainer.embedding.local_tables import TableBatch
-from dlrm_trainer.embedding.replicated import ReplicatedGroup
+from dlrm_trainer.embedding.local_tables import ReplicatedGroup
+from dlrm_trainer.embedding.table_batch import TableBatch
 from dlrm_trainer.model.dense import DenseOptimizer
 
 SHAPES = [(40, 4), (7, 4), (30, 16), (1, 8)]
@@ -53,7 +53,7 @@ def flat(bags: row_rules.Bags, device: str) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def eighths(generator: np.random.Generator, *shape: int) -> np.ndarray:
-    """Gradients whose sums and sums of squares are exact in float32, in any order."""
+    """Gradients with sums and sums of squares that are exact in float32 in any order."""
     return (generator.integers(-8, 9, shape) / 8).astype(np.float32)
 
 
@@ -71,7 +71,7 @@ class Owned:
         self, kind: str, dtype: RowDtype, device: str = "cpu", shapes: Any = SHAPES, names: Any = NAMES
     ) -> None:
         options = {"dtype": dtype, "device": torch.device(device), "seed": 5, "names": names}
-        self.batch = TableBatch(shapes, OPTIMIZERS[kind], **options)
+        self.batch = batch_of(shapes, OPTIMIZERS[kind], **options)
         self.device = device
 
     def step(self, bags: row_rules.Bags, gradients: list[np.ndarray], rate: float, number: int) -> torch.Tensor:
@@ -91,7 +91,7 @@ class Replicated(Owned):
         self, kind: str, dtype: RowDtype, device: str = "cpu", shapes: Any = SHAPES, names: Any = NAMES
     ) -> None:
         options = {"dtype": dtype, "device": torch.device(device), "seed": 5, "names": names}
-        self.tables = ReplicatedGroup(shapes, OPTIMIZERS[kind], **options)
+        self.tables = ReplicatedGroup(batch_of(shapes, OPTIMIZERS[kind], **options))
         self.batch, self.device = self.tables.batch, device
         self.buffer = torch.full((self.tables.gradient_elements,), float("nan"), device=device)
 
@@ -100,7 +100,7 @@ class Replicated(Owned):
         pooled = self.batch.lookup(given)
         gradient = torch.from_numpy(np.concatenate(gradients, axis=1)).to(self.device)
         self.tables.write_gradient(self.buffer, gradient, given)
-        self.tables.update(self.buffer, rate, step=number)
+        self.tables.update(self.buffer, self.tables.touched(self.buffer), rate, step=number)
         return pooled
 
 
@@ -256,7 +256,7 @@ def test_a_table_beside_others_has_the_bits_of_the_table_alone(kind: str, dtype:
 @each_holder
 @each_kind
 @both_types
-def test_training_from_stored_rows_and_state_ends_with_the_bits_of_training_through(
+def test_training_from_stored_rows_and_state_ends_with_the_same_bits(
     holder: type[Owned], kind: str, dtype: RowDtype
 ) -> None:
     whole, second = holder(kind, dtype), holder(kind, dtype)
@@ -273,7 +273,7 @@ def test_training_from_stored_rows_and_state_ends_with_the_bits_of_training_thro
 
 @each_kind
 @both_types
-def test_a_lookup_for_evaluation_between_a_lookup_and_its_update_changes_nothing(kind: str, dtype: RowDtype) -> None:
+def test_an_evaluation_between_a_lookup_and_its_update_changes_nothing(kind: str, dtype: RowDtype) -> None:
     plain, evaluated, generator = Owned(kind, dtype), Owned(kind, dtype), np.random.default_rng(0)
     fill(plain.batch, 6)
     fill(evaluated.batch, 6)
@@ -318,7 +318,7 @@ def test_a_table_of_which_a_batch_looks_no_row_up_is_left_as_it_is(kind: str) ->
 @pytest.mark.parametrize("size", [0.0, 1e-23])
 def test_gradients_of_zero_and_nearly_so_move_no_row_at_the_least_eps(kind: str, dtype: RowDtype, size: float) -> None:
     spec = RowOptimizerSpec.model_validate({"kind": kind, "eps": MIN_EPS})
-    batch = TableBatch([(3, 4)], spec, dtype=dtype, names=["t"])
+    batch = batch_of([(3, 4)], spec, dtype=dtype, names=["t"])
     batch.weights[0].fill_(1.0)
     gradient = torch.full((2, 4), size)
     sums = torch.zeros(3, 4).index_copy_(0, torch.tensor([0, 2]), gradient)
@@ -339,7 +339,7 @@ def test_an_eps_of_zero_is_refused(spec: type[ApiModel]) -> None:
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
 @pytest.mark.parametrize("size", [0.0, 1e-23])
-def test_gradients_of_zero_and_nearly_so_move_no_dense_parameter_at_the_least_eps(kind: str, size: float) -> None:
+def test_gradients_of_about_zero_move_no_dense_parameter_at_the_least_eps(kind: str, size: float) -> None:
     values = torch.ones(5)
 
     optimizer = DenseOptimizer(DenseOptimizerSpec.model_validate({"kind": kind, "eps": MIN_EPS}), values)
@@ -363,7 +363,7 @@ def test_adams_correction_is_that_of_exact_powers_however_many_updates(decay: fl
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 0.999, 0.999999])
 @pytest.mark.parametrize("count", [1, 2, 3, 100, 12_345])
-def test_a_first_gradient_of_one_after_many_updates_moves_by_the_exact_ratio(decay: float, count: int) -> None:
+def test_a_gradient_of_one_after_many_updates_moves_by_the_exact_ratio(decay: float, count: int) -> None:
     spec = RowOptimizerSpec(kind="adam", beta1=min(decay, 0.9999), beta2=decay, eps=MIN_EPS)
     state = torch.tensor([[0.0] * 8 + [count - 1.0]])
 
@@ -418,7 +418,7 @@ def resident_bytes() -> int:
 def test_eight_gibibytes_of_rows_take_no_memory_until_they_are_written(kind: str, dtype: RowDtype) -> None:
     before = resident_bytes()
 
-    batch = TableBatch([(2**24, 64), (2**24, 64)], OPTIMIZERS[kind], dtype=dtype, names=["a", "b"])
+    batch = batch_of([(2**24, 64), (2**24, 64)], OPTIMIZERS[kind], dtype=dtype, names=["a", "b"])
     made = resident_bytes()
     weight, state = batch.storage()
     weight[2**24 + 5] = 3.0
@@ -434,7 +434,7 @@ def test_eight_gibibytes_of_rows_take_no_memory_until_they_are_written(kind: str
 
 
 def test_tables_of_several_dims_have_no_common_storage() -> None:
-    batch = TableBatch(SHAPES, OPTIMIZERS["sgd"])
+    batch = batch_of(SHAPES, OPTIMIZERS["sgd"])
 
     with pytest.raises(AssertionError, match=r"dims \[4, 8, 16\] have no common row"):
         batch.storage()
@@ -442,4 +442,4 @@ def test_tables_of_several_dims_have_no_common_storage() -> None:
 
 def test_fp16_tables_without_names_are_refused() -> None:
     with pytest.raises(AssertionError, match="the name of every table"):
-        TableBatch(SHAPES, OPTIMIZERS["sgd"], dtype="fp16", names=["t0"])
+        batch_of(SHAPES, OPTIMIZERS["sgd"], dtype="fp16", names=["t0"])

@@ -34,7 +34,7 @@ TYPES = {"fp32": ["fp32"] * 4, "fp16": ["fp16"] * 4, "mixed": ["fp16", "fp32", "
 
 
 class Stored:
-    """A snapshot in memory whose rows went through the format at some number of bits."""
+    """A snapshot in memory with rows encoded at some number of bits."""
 
     def __init__(self, learner: Learner, bits: int) -> None:
         pieces = [load_rows(piece) for piece in learner.embeddings.saved.changed_rows()]
@@ -94,9 +94,7 @@ def digest_of_stored(job: DLRMJob, stored: Stored) -> str:
 
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cut_holds_the_live_state_and_training_goes_on_from_it_to_the_same_bytes(
-    tmp_path: Path, kind: str, types: str
-) -> None:
+def test_a_cut_holds_the_live_state_and_training_from_it_is_exact(tmp_path: Path, kind: str, types: str) -> None:
     job = job_of(tmp_path, kind, types)
     whole, second = learner_of(job), learner_of(job)
 
@@ -114,7 +112,7 @@ def test_a_cut_holds_the_live_state_and_training_goes_on_from_it_to_the_same_byt
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fp16_rows_start_and_stay_at_values_of_fp16_also_from_a_cut_at_8_bits(tmp_path: Path, kind: str) -> None:
+def test_fp16_rows_start_and_stay_at_fp16_values_also_after_8_bits(tmp_path: Path, kind: str) -> None:
     job = job_of(tmp_path, kind, "fp16")
     learner, second = learner_of(job), learner_of(job)
     start = Stored(learner, 32)

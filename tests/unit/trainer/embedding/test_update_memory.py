@@ -1,8 +1,7 @@
-"""What updates of rows by torch's operations take of a GPU's memory, counted operation by operation."""
+"""GPU memory that updates by torch's operations take, counted operation by operation."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,10 +9,9 @@ from dlrm_api.row_optimizers import RowOptimizerKind
 from dlrm_api.tiers import RowDtype
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_planner.tables import UPDATED_ELEMENT_BYTES, UPDATED_ROW_BYTES
-from dlrm_testing.trainer.bags import bags_of
+from dlrm_testing.trainer.bags import bags_of, tables_of
 from dlrm_testing.trainer.live_memory import LiveMemory
 from dlrm_trainer.embedding.gpu import DeviceKernel
-from dlrm_trainer.embedding.placement import Tables
 
 ROWS, SAMPLES = 50_000, 2_048
 
@@ -27,16 +25,8 @@ ROWS, SAMPLES = 50_000, 2_048
 def test_updates_take_what_plans_count(
     kind: RowOptimizerKind, dtype: RowDtype, features: int, bag: int, dim: int, weighted: bool
 ) -> None:
-    tables = Tables(
-        shapes=((ROWS, dim),) * features,
-        features=tuple(range(features)),
-        optimizer=RowOptimizerSpec(kind=kind),
-        dtype=dtype,
-        device=torch.device("cpu"),
-        keys=np.arange(features if dtype == "fp16" else 0, dtype=np.uint64),
-        first_columns=(0,) * features,
-    )
-    kernel = DeviceKernel(tables)
+    names = [f"t{number}" for number in range(features)]
+    kernel = DeviceKernel(tables_of([(ROWS, dim)] * features, RowOptimizerSpec(kind=kind), dtype=dtype, names=names))
     ids = torch.cat([torch.randperm(ROWS)[: SAMPLES * bag] for _ in range(features)])  # none twice: the dearest case
     gradient = torch.ones(SAMPLES, features * dim)
     weights = torch.ones(len(ids)) if weighted else None

@@ -84,7 +84,7 @@ def test_a_device_with_room_for_the_rows_alone_takes_them(direct_folder: Path, m
     np.testing.assert_array_equal(found, records(rows))
 
 
-def test_a_write_that_fails_is_told_and_every_row_taken_is_still_read_right(
+def test_a_failed_write_is_reported_and_every_stored_row_stays_readable(
     direct_folder: Path, files_end_at: Limit
 ) -> None:
     rows = np.arange(20_000)
@@ -106,7 +106,7 @@ def test_a_write_that_fails_is_told_and_every_row_taken_is_still_read_right(
 
 
 @pytest.mark.parametrize("left", [0, 10 * SEGMENT, 10 * SEGMENT + 512])
-def test_a_file_cut_behind_the_levels_back_gives_no_row_instead_of_a_wrong_one(direct_folder: Path, left: int) -> None:
+def test_a_truncated_file_gives_an_error_instead_of_a_wrong_row(direct_folder: Path, left: int) -> None:
     rows = np.arange(10_000)
     with closing(open_level(direct_folder)) as level:
         places = level.write(rows, records(rows))

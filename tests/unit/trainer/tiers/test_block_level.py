@@ -42,7 +42,7 @@ class LateWriter(DirectWriter):
 
 
 class BlockModel(RuleBasedStateMachine):
-    """What rows hold is their number and version; where they are is what the level said last."""
+    """Rows hold their number and version; their places are those that the level reported last."""
 
     @initialize(
         words=st.sampled_from([3, 66, 1_024, 1_500]),

@@ -23,7 +23,7 @@ PIECES = 600
 
 @pytest.fixture
 def file(direct_folder: Path) -> Iterator[ScratchFile]:
-    """A file whose page n is full of the number n."""
+    """A file with page n full of the number n."""
     with closing(ScratchFile(direct_folder, direct=True)) as file:
         pages = aio.page_aligned(PIECES, PIECE // 4)
         pages[:] = np.arange(PIECES, dtype=np.uint32)[:, None]
@@ -81,13 +81,13 @@ def test_a_piece_that_came_in_part_is_completed(file: ScratchFile, monkeypatch: 
     np.testing.assert_array_equal(found[:, 1], np.arange(50))
 
 
-def test_a_piece_beyond_the_end_is_an_error_that_names_file_offset_and_bytes(file: ScratchFile) -> None:
+def test_a_piece_beyond_the_end_is_an_error_with_file_offset_and_bytes(file: ScratchFile) -> None:
     os.ftruncate(file.fd, 100 * PIECE + 512)
 
     with closing(aio.DirectReader(file, 8, PIECE)) as reader:
         with pytest.raises(DeviceError) as caught:
             contents(reader, np.arange(90, 110))
-        assert reader.queue.under_way == 0
+        assert reader.queue.in_flight == 0
         np.testing.assert_array_equal(contents(reader, np.arange(90))[:, 0], np.arange(90))
 
     assert str(file.path) in str(caught.value)
@@ -102,9 +102,7 @@ def test_a_request_that_the_kernel_refuses_is_an_error_that_says_why(file: Scrat
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(st.integers(0, PIECES - 1), min_size=1, max_size=3, unique=True), max_size=30), st.randoms())
-def test_pieces_read_early_are_those_asked_for_whatever_was_expected_before(
-    file: ScratchFile, turns: list[list[int]], random: Random
-) -> None:
+def test_pieces_read_early_are_those_last_expected(file: ScratchFile, turns: list[list[int]], random: Random) -> None:
     with closing(aio.EarlyReader(file, 3, PIECE)) as reader:
         for pages in turns:
             reader.expect([(page, page * PIECE) for page in pages])
@@ -123,7 +121,7 @@ def test_pieces_that_are_expected_again_are_read_once(file: ScratchFile) -> None
     assert begun == [2, 0, 1, 0]
 
 
-def test_an_early_piece_beyond_the_end_is_an_error_and_its_buffer_is_used_again(file: ScratchFile) -> None:
+def test_an_early_piece_beyond_the_end_is_an_error_and_frees_its_buffer(file: ScratchFile) -> None:
     os.ftruncate(file.fd, 100 * PIECE + 512)
 
     with closing(aio.EarlyReader(file, 1, PIECE)) as reader:

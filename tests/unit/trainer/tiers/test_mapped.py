@@ -93,9 +93,7 @@ def test_a_full_device_is_an_error_with_path_and_bytes_and_kills_nobody(
     assert "No space left on device" in str(caught.value)
 
 
-def test_a_file_longer_than_the_mount_allows_is_an_error_with_path_and_bytes(
-    tmp_path: Path, files_end_at: Limit
-) -> None:
+def test_a_file_too_long_for_the_mount_is_an_error_with_path_and_bytes(tmp_path: Path, files_end_at: Limit) -> None:
     with files_end_at(1 << 20), pytest.raises(DeviceError) as caught:
         MappedStorage(tmp_path, WORDS, 100_000, "scm")
 

@@ -15,9 +15,8 @@ from dlrm_api.tiers import MAX_LINKED_SLOTS
 from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_testing.trainer.gangs import small_job
 from dlrm_testing.trainer.stacked import ALONE, Shape, make_learner
-from dlrm_trainer.embedding.local_tables import lazy_zeros
 from dlrm_trainer.embedding.tiers.memory import AnonymousStorage, ByteLevel
-from dlrm_trainer.embedding.tiers.slots import HostSlots
+from dlrm_trainer.embedding.tiers.slots import HostSlots, untouched_zeros
 from dlrm_trainer.embedding.tiers.stack import Fetched, Stack, StackTable
 
 ROWS, EXTRA, DIM, SEED, SCALE = 2**33, 100, 4, 7, 0.25
@@ -25,8 +24,8 @@ ROWS, EXTRA, DIM, SEED, SCALE = 2**33, 100, 4, 7, 0.25
 
 def test_the_last_slots_that_links_can_name_hold_their_rows() -> None:
     slots = MAX_LINKED_SLOTS - EXTRA
-    weight = lazy_zeros(MAX_LINKED_SLOTS * DIM, torch.float32).view(-1, DIM)
-    state = lazy_zeros(MAX_LINKED_SLOTS, torch.float32).view(-1, 1)
+    weight = torch.from_numpy(untouched_zeros(MAX_LINKED_SLOTS * DIM, np.float32)).view(-1, DIM)
+    state = torch.from_numpy(untouched_zeros(MAX_LINKED_SLOTS, np.float32)).view(-1, 1)
     share = TierShare(levels=(TierLevel(tier="ddr", rows=slots), TierLevel(tier="ddr", rows=ROWS)))
     table = StackTable(name="t", rows=ROWS, slots=slots, extra=EXTRA, scale=SCALE)
     stack = Stack([table], share, HostSlots(weight, state), SEED, DIM, "fp32")

@@ -1,4 +1,4 @@
-"""Where a mount's memory is, on trees planted as the kernel lays them out."""
+"""NUMA nodes of mounts, on trees laid out as the kernel does."""
 
 import logging
 import mmap
@@ -88,9 +88,7 @@ def test_this_hosts_own_mounts_can_be_read(tmp_path: Path) -> None:
     assert node_of_folder(tmp_path) is None or node_of_folder(tmp_path) in memory_nodes()
 
 
-def test_pages_bound_to_a_node_hold_what_is_stored_whether_or_not_the_host_allows_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_pages_hold_what_is_stored_whether_or_not_binding_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
     memory = np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)
     with caplog.at_level(logging.WARNING):
         bound = bind(memory.ctypes.data, 1 << 20, 0)

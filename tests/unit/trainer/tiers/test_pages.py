@@ -1,4 +1,4 @@
-"""How a file is divided: within what the plan budgets, and always with room to clean."""
+"""How a file is divided: within what the plan budgets, and always with space to clean."""
 
 import numpy as np
 from hypothesis import given
@@ -10,9 +10,7 @@ from dlrm_trainer.embedding.tiers.block import divide_file
 
 
 @given(words=st.integers(1, 5_000), live=st.integers(1, 10**7))
-def test_a_file_takes_what_its_places_take_and_cleaning_always_finds_a_segment_that_is_not_full(
-    words: int, live: int
-) -> None:
+def test_a_file_fits_its_places_and_cleaning_finds_a_segment_not_full(words: int, live: int) -> None:
     places = int(live * BLOCK_SLACK)
 
     found = divide_file(words, places, live, BLOCK_SEGMENT_BYTES)

@@ -60,7 +60,7 @@ def test_few_slots_train_the_bits_of_slots_for_every_row(
 @pytest.mark.parametrize("tiers", [TWO, ("hbm", "block"), ("hbm", "ddr", "scm", "block")])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_neither_the_levels_below_nor_how_far_ahead_rows_are_fetched_changes_a_bit(
+def test_neither_levels_below_nor_the_lookahead_change_a_bit(
     tmp_path: Path, gpu: torch.device, kind: str, dtype: str, tiers: tuple[str, ...]
 ) -> None:
     job = job_of(tmp_path, kind, dtype)
@@ -96,7 +96,7 @@ def train_steps(learner: Learner, job: DLRMJob, first: int, stop: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cut_holds_rows_as_they_were_in_slots_before_their_update_and_restores_them(
+def test_a_cut_holds_and_restores_rows_of_slots_as_before_their_update(
     tmp_path: Path, gpu: torch.device, kind: str
 ) -> None:
     job, shape = job_of(tmp_path, kind), Shape(TWO, slots=20)
@@ -131,12 +131,12 @@ def test_a_job_says_whether_sums_on_a_gpu_are_to_be_deterministic(tmp_path: Path
 
     owned = make_learner(ALONE, job, Shape(), tmp_path).embeddings.tables
 
-    assert {group.batch._tables.deterministic for group in owned.groups} == {deterministic}
+    assert {group.batch.tables.deterministic for group in owned.groups} == {deterministic}
     owned.close()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_what_kernels_are_given_is_sent_to_the_gpu_before_the_first_of_them_begins(
+def test_inputs_are_sent_to_the_gpu_before_the_first_kernel_begins(
     tmp_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     calls: list[str] = []

@@ -25,12 +25,11 @@ from dlrm_kernels.replacement import SIZE
 from dlrm_kernels.row_cache import ACCESSES, CREATED, EVICTED, HITS, SCRATCH
 from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.checkpoint import StackedPart, rows_of_stack, table_meta
-from dlrm_trainer.embedding.local_tables import lazy_zeros
 from dlrm_trainer.embedding.tiers import stack as stack_module
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.memory import AnonymousStorage, ByteLevel, MappedStorage
 from dlrm_trainer.embedding.tiers.prefetch import Prefetcher
-from dlrm_trainer.embedding.tiers.slots import DeviceSlots, HostSlots, Level, Records, SlotMemory
+from dlrm_trainer.embedding.tiers.slots import DeviceSlots, HostSlots, Level, Records, SlotMemory, untouched_zeros
 from dlrm_trainer.embedding.tiers.stack import Stack, StackTable
 
 DIM, SEED, SCALE = 4, 7, 0.25
@@ -38,7 +37,7 @@ Ids = NDArray[np.int64]
 
 
 class Tables:
-    """Some tables over a stack, and beside it what every row ought to be: its initial value plus its updates."""
+    """Some tables over a stack, and every row's expected value: its initial one plus its updates."""
 
     def __init__(
         self,
@@ -245,10 +244,10 @@ def test_rows_that_a_level_moves_while_they_are_on_their_way_are_found(
     assert level.cleaned > 10_000
 
 
-def test_slots_beyond_what_32_bits_can_name_are_found_whatever_few_rows_there_are() -> None:
+def test_slots_beyond_32_bits_are_found_also_with_few_rows() -> None:
     members = [StackTable(name=name, rows=9, slots=n, extra=4, scale=SCALE) for name, n in (("a", 2**29), ("b", 4))]
     slots = sum(table.slots + table.extra for table in members)
-    weight, state = lazy_zeros(slots, torch.float32).view(slots, 1), lazy_zeros(slots, torch.float32).view(slots, 1)
+    weight, state = (torch.from_numpy(untouched_zeros(slots, np.float32)).view(slots, 1) for _ in range(2))
     share = TierShare.model_validate({"levels": [TierLevel(tier="ddr", rows=2**29), TierLevel(tier="ddr", rows=9)]})
     stack = Stack(members, share, HostSlots(weight, state), SEED, 1, "fp32")
     stack.attach([ByteLevel("ddr", AnonymousStorage(stack.memory.words, 18), 18, ordered=False)])
@@ -295,7 +294,7 @@ def test_lfu_keeps_what_is_used_often_and_lru_what_was_used_last() -> None:
     assert set(range(5)) <= kept["mixed"]
 
 
-def test_mixed_protects_rows_looked_up_twice_and_four_fifths_of_the_slots_at_most() -> None:
+def test_mixed_protects_rows_looked_up_twice_in_four_fifths_of_the_slots() -> None:
     tables = Tables([100, 100], 10, ("ddr",), Path(), policy="mixed")
     lists, generator = tables.stack.row_map.replacement.lists, np.random.default_rng(5)
     most_protected = np.zeros(2, np.int64)
@@ -389,9 +388,7 @@ def test_after_an_error_every_request_fails_with_it_and_the_thread_ends(tmp_path
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="turns of threads are Linux's")
-def test_a_thread_that_only_copies_runs_in_gaps_and_one_that_keeps_a_queue_full_or_drives_a_gpu_does_not(
-    tmp_path: Path,
-) -> None:
+def test_only_a_thread_that_just_copies_runs_in_gaps(tmp_path: Path) -> None:
     classes = []
     for tier, staged in (("ddr", False), ("block", False), ("ddr", True)):
         tables = Tables([100], 5, (tier,), tmp_path, staged=staged)
@@ -403,7 +400,7 @@ def test_a_thread_that_only_copies_runs_in_gaps_and_one_that_keeps_a_queue_full_
     assert classes == [os.SCHED_IDLE, os.SCHED_OTHER, os.SCHED_OTHER]
 
 
-def test_rows_are_fetched_where_the_kernel_refuses_the_idle_class_and_the_log_says_so(
+def test_rows_are_fetched_if_the_kernel_refuses_the_idle_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
@@ -437,7 +434,7 @@ def test_bytes_kept_are_those_of_the_rows_that_were_stored(tmp_path: Path) -> No
     assert kept["ddr"] == pytest.approx(2_000 * (20 + 32) + 20_000 * 4 + (stored - 2_000) * 4, rel=0.05)
 
 
-def test_rows_go_to_a_gpu_in_few_large_copies_and_to_the_host_in_small_ones() -> None:
+def test_rows_go_to_a_gpu_in_large_copies_and_to_the_host_in_small_ones() -> None:
     copies: dict[bool, list[int]] = {False: [], True: []}
     for staged, counts in copies.items():
         tables = Tables([20_000], 12_000, ("ddr",), Path(), staged=staged)

@@ -74,7 +74,7 @@ class Queue:
     """
 
     def __init__(self, depth: int) -> None:
-        self.depth, self.under_way = depth, 0
+        self.depth, self.in_flight = depth, 0
         if platform.machine() not in _NUMBERS:
             raise DeviceError(f"block storage for rows needs an x86_64 or aarch64 host, not {platform.machine()}")
         handle = ctypes.c_ulong(0)
@@ -102,19 +102,19 @@ class Queue:
                 time.sleep(0.001)
                 continue
             sent += accepted
-            self.under_way += accepted
+            self.in_flight += accepted
 
     def finished(self, at_least: int) -> NDArray[np.void]:
-        """Wait for some requests, at most those running; return the ``EVENT`` of all done, until the next call."""
-        wanted = min(at_least, self.under_way)
+        """Wait for some requests, at most those running; return new ``EVENT``s, valid until the next call."""
+        wanted = min(at_least, self.in_flight)
         count = _call(_GETEVENTS, self._handle, wanted, self.depth, self._events.ctypes.data, 0)
-        self.under_way -= count
+        self.in_flight -= count
         return self._events[:count]
 
     def drain(self) -> None:
         """Wait for all requests and drop their results: their buffers are free then."""
-        while self.under_way:
-            self.finished(self.under_way)
+        while self.in_flight:
+            self.finished(self.in_flight)
 
     def close(self) -> None:
         """Wait for all requests and release the queue."""
@@ -186,7 +186,7 @@ class DirectReader(_Transfers):
         self._piece_of = np.zeros(depth, np.int64)
 
     def pieces(self, offsets: NDArray[np.int64]) -> Generator[Arrived, None, None]:
-        """Read pieces at offsets (bytes) and yield them as they arrive: indices of ``offsets``, and ``buffers``.
+        """Read pieces at offsets (bytes) and yield indices of ``offsets`` and of ``buffers`` as they arrive.
 
         Buffers are valid until the next iteration. Close the iterator before you call this method again.
 
@@ -232,13 +232,9 @@ class EarlyReader(_Transfers):
         """Results by buffer."""
 
     def expect(self, pieces: Sequence[tuple[int, int]]) -> int:
-        """Start to read pieces, no more than there are buffers, and drop all others.
+        """Start to read pieces, no more than there are buffers, drop others; return the number of new reads.
 
-        Args:
-            pieces: number and offset (bytes) of each. The first is read in any case, others while buffers are idle.
-
-        Returns:
-            Number of reads started.
+        Each piece has a number and an offset (bytes). The first is read in any case, others while buffers are idle.
 
         Raises:
             DeviceError: the kernel refused at once.
@@ -295,7 +291,7 @@ class EarlyReader(_Transfers):
 
 
 class DirectWriter(_Transfers):
-    """Write buffers of ``size`` bytes in the background. A buffer that could not be written keeps its bytes."""
+    """Write buffers of ``size`` bytes in the background; one that could not be written keeps its bytes."""
 
     def __init__(self, file: ScratchFile, depth: int, size: int) -> None:
         super().__init__(file, depth, size, _WRITE)
@@ -328,14 +324,14 @@ class DirectWriter(_Transfers):
 
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+STEP_BYTES = 64 << 20
+"""Growth of a file at a time, while the device has space."""
 
 
 class ScratchFile:
     """Hold a file that is created exclusively and unlinked at once, so it never outlives this process.
 
-    Args:
-        folder: existing directory on the device.
-        direct: whether reads and writes bypass the page cache.
+    It lies in an existing directory on the device; ``direct`` reads and writes bypass the page cache.
 
     Raises:
         DeviceError: the directory is absent or not writable, or its file system has no direct I/O.
@@ -350,18 +346,16 @@ class ScratchFile:
         try:
             self.fd = os.open(self.path, flags, 0o600)
         except OSError as error:
-            raise self._refused(error, direct) from error
+            problem = f"{self.path}: cannot create a file for rows: {error.strerror}"
+            if direct and error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                problem = (
+                    f"{folder}: the file system has no direct I/O (O_DIRECT), without which the page cache would use "
+                    "memory outside the plan; mount ext4 or XFS on block storage there"
+                )
+            raise DeviceError(problem) from error
         finally:
             # Some kernels leave the file behind when they refuse O_DIRECT.
             self.path.unlink(missing_ok=True)
-
-    def _refused(self, error: OSError, direct: bool) -> DeviceError:
-        if direct and error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return DeviceError(
-                f"{self.path.parent}: the file system has no direct I/O (O_DIRECT), without which the page cache would "
-                "use memory outside the plan; mount ext4 or XFS on block storage there"
-            )
-        return DeviceError(f"{self.path}: cannot create a file for rows: {error.strerror}")
 
     def resize(self, size: int) -> None:
         """Set the length of the file without allocating blocks.
@@ -381,7 +375,8 @@ class ScratchFile:
             return
         ahead = min(limit, -(-wanted // step) * step)
         try:
-            self._allocate(ahead)
+            os.posix_fallocate(self.fd, self.allocated, ahead - self.allocated)
+            self.allocated = ahead
         except OSError as error:
             if error.errno in _FULL and wanted < ahead:
                 self.ensure(wanted, 1, wanted)
@@ -391,29 +386,17 @@ class ScratchFile:
                 f"{error.strerror}; free space on {self.path.parent}, or give this tier less in the plan"
             ) from error
 
-    def _allocate(self, end: int) -> None:
-        os.posix_fallocate(self.fd, self.allocated, end - self.allocated)
-        self.allocated = end
-
     @property
     def bytes_kept(self) -> int:
         """Return the bytes that the device has allocated."""
         return os.fstat(self.fd).st_blocks * 512
 
     def read(self, buffer: memoryview, offset: int) -> None:
-        """Fill a buffer of bytes from an offset.
-
-        Raises:
-            DeviceError: some of them could not be read; names path, offset and bytes.
-        """
+        """Fill a buffer of bytes from an offset; a DeviceError names path, offset and bytes not read."""
         self._transfer("read", os.preadv, buffer, offset)
 
     def write(self, buffer: memoryview, offset: int) -> None:
-        """Write a buffer of bytes to an offset.
-
-        Raises:
-            DeviceError: some of them could not be written; names path, offset and bytes.
-        """
+        """Write a buffer of bytes to an offset; fails as ``read`` does."""
         self._transfer("write", os.pwritev, buffer, offset)
 
     def _transfer(

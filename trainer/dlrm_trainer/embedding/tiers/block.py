@@ -1,4 +1,4 @@
-"""Keep records on block storage in a log of segments, read by page at queue depth and written by segment."""
+"""Keep records on block storage in a log of segments, read by page and written by segment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlrm_api.errors import DeviceError
 from dlrm_api.tiers import BLOCK_PAGE_BYTES, BLOCK_SEGMENT_BYTES, Tier
 from dlrm_kernels import pages
 from dlrm_kernels.pages import Shape
-from dlrm_trainer.embedding.tiers.aio import DirectReader, DirectWriter, EarlyReader, ScratchFile
+from dlrm_trainer.embedding.tiers.aio import STEP_BYTES, DirectReader, DirectWriter, EarlyReader, ScratchFile
 from dlrm_trainer.embedding.tiers.slots import Finish, Moved, Places, Records, Rows, finished, untouched_zeros
 from dlrm_trainer.spans import spanned
 
@@ -35,8 +35,6 @@ SPARE_SEGMENTS, SPARE_SHARE = 32, 64
 be read from, so a batch that fills more than these waits for the last page."""
 FULL_SHARE = 0.75
 """A segment that fills more of the open one's space than this is not cleaned while another one is free."""
-STEP_BYTES = 64 << 20
-"""Growth of the file at a time, while the device has space."""
 
 
 class BlockLevel:
@@ -48,13 +46,9 @@ class BlockLevel:
     Pages are read in a separate thread; a segment freed meanwhile is not written to before all of them arrived.
     Record buffers take about 9 MiB at most for records up to a page, and 5 MiB more during a scan.
 
-    Args:
-        folder: existing directory on the device.
-        words: of a record.
-        places: that the file may have, with holes and segments in flight: ``BLOCK_SLACK`` times ``live_places``.
-        live_places: largest number of records at once.
-        moved: called with records that were moved to free a segment, during ``write``.
-        segment_bytes: largest segment.
+    The folder exists, on the device. At most ``live_places`` records are held at once; the file may have ``places``,
+    ``BLOCK_SLACK`` times as many, for holes and segments in flight. ``moved`` is called during ``write``, with records
+    that were moved to free a segment.
 
     Raises:
         DeviceError: the file system has no direct I/O, or the host no queue.
@@ -85,7 +79,7 @@ class BlockLevel:
             self._victims = stack.enter_context(closing(EarlyReader(self._file, VICTIM_BUFFERS, layout.segment_bytes)))
             self._thread = stack.enter_context(ThreadPoolExecutor(1, "dlrm-block"))
             self._resources = stack.pop_all()
-        self._owners = untouched_zeros(layout.places)
+        self._owners = untouched_zeros(layout.places, np.int64)
         self._live = np.zeros(layout.segments, np.int32)
         # 1, 2, ... in the order of writing; 0 if free or open.
         self._written = np.zeros(layout.segments, np.int64)

@@ -1,4 +1,4 @@
-"""Keep records in byte-addressable memory: DDR, or a mapped file on CXL or SCM, bound to its NUMA node."""
+"""Keep records in byte-addressable memory: DDR, or a mapped file on CXL or SCM near its NUMA node."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import os
 import platform
 import re
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from dlrm_api.errors import DeviceError
 from dlrm_api.tiers import Tier
 from dlrm_kernels.pages import ORDER_WORDS, append_order, list_oldest, load_records, remove_order, store_records
-from dlrm_trainer.embedding.tiers.aio import ScratchFile
+from dlrm_trainer.embedding.tiers.aio import STEP_BYTES, ScratchFile
 from dlrm_trainer.embedding.tiers.slots import MAP_NORESERVE, Finish, Places, Records, Rows, finished, map_anonymous
 
 SYSFS = Path("/sys")
@@ -37,38 +36,20 @@ def node_of_folder(folder: Path, mountinfo: Path = MOUNTINFO, sysfs: Path = SYSF
     A tmpfs names it by its mount option ``mpol=bind:N``, persistent memory by its device in sysfs. Files on disks are
     in whatever memory the page cache uses.
     """
-    mount = _mount_of(folder.resolve(), mountinfo)
-    if mount is None:
-        return None
-    device, kind, options = mount
+    folder, best = folder.resolve(), -1
+    device, kind, options = "", "", ""
+    for line in mountinfo.read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        point = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), before.split()[4]))
+        # A later mount hides an earlier one.
+        if folder.is_relative_to(point) and len(point.parts) >= best:
+            best, device = len(point.parts), before.split()[2]
+            kind, _, options = after.split(" ", 2)
     if kind == "tmpfs":
         policy = _POLICY.search(options)
         return int(policy.group(1)) if policy else None
-    return _node_of_device(device, sysfs)
-
-
-def _mount_of(folder: Path, mountinfo: Path) -> tuple[str, str, str] | None:
-    # Device number, file system, and options of the mount.
-    best, found = -1, None
-    for line in mountinfo.read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        point = Path(_unescaped(before.split()[4]))
-        # A later mount hides an earlier one.
-        if folder.is_relative_to(point) and len(point.parts) >= best:
-            kind, _, options = after.split(" ", 2)
-            best, found = len(point.parts), (before.split()[2], kind, options)
-    return found
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), text)
-
-
-def _node_of_device(device: str, sysfs: Path) -> int | None:
-    folder = (sysfs / "dev/block" / device).resolve()
-    if not folder.name.startswith("pmem"):
-        return None
-    for parent in (folder, *folder.parents):
+    block = (sysfs / "dev/block" / device).resolve()
+    for parent in (block, *block.parents) if block.name.startswith("pmem") else ():
         attribute = parent / "numa_node"
         if attribute.is_file():
             node = int(attribute.read_text())
@@ -123,10 +104,6 @@ def bind(address: int, size: int, node: int) -> bool:
     return False
 
 
-STEP_BYTES = 64 << 20
-"""Growth of a file at a time, while the device has space."""
-
-
 class AnonymousStorage:
     """Keep places in the process's own memory, touched in order."""
 
@@ -155,45 +132,31 @@ class AnonymousStorage:
 
 
 class MappedStorage:
-    """Keep places in a file on a mount: persistent memory, CXL or a remote node's memory as tmpfs, or a disk.
+    """Keep places in a file on persistent memory, on CXL or a remote node's memory as tmpfs, or on a disk.
 
     Touching a page of a mapped file for which the device has no block kills the process (SIGBUS), so blocks are
     allocated before a place is used.
-
-    Args:
-        folder: on the mount.
-        words: of a record.
-        places: number of records.
-        tier: of the mount, for messages.
 
     Raises:
         DeviceError: no file of that size can be made there.
     """
 
     def __init__(self, folder: Path, words: int, places: int, tier: Tier) -> None:
-        self._tier, self._size = tier, places * words * 4
+        self._size = places * words * 4
         self._file = ScratchFile(folder, direct=False)
         try:
-            self._memory = self._map()
-        except BaseException:
-            self._file.close()
-            raise
-        self.records: Records = np.frombuffer(self._memory, np.uint32).reshape(places, words)
-        self._move_to_node(folder)
-
-    def _map(self) -> mmap.mmap:
-        try:
             self._file.resize(self._size)
-            memory = mmap.mmap(self._file.fd, self._size, flags=mmap.MAP_SHARED | MAP_NORESERVE)
+            self._memory = mmap.mmap(self._file.fd, self._size, flags=mmap.MAP_SHARED | MAP_NORESERVE)
             # Rows are far apart: read-ahead would fetch megabytes for each.
-            memory.madvise(mmap.MADV_RANDOM)
-        except OSError as error:
+            self._memory.madvise(mmap.MADV_RANDOM)
+        except BaseException as error:
+            self._file.close()
+            if not isinstance(error, OSError):
+                raise
             raise DeviceError(
-                f"{self._file.path}: cannot map {self._size:,} bytes for tier {self._tier}: {error.strerror}"
+                f"{self._file.path}: cannot map {self._size:,} bytes for tier {tier}: {error.strerror}"
             ) from error
-        return memory
-
-    def _move_to_node(self, folder: Path) -> None:
+        self.records: Records = np.frombuffer(self._memory, np.uint32).reshape(places, words)
         node = node_of_folder(folder)
         if node is not None and len(memory_nodes()) > 1:
             bind(self.records.ctypes.data, self._size, node)
@@ -220,43 +183,15 @@ class MappedStorage:
         self._file.close()
 
 
-class Storage(Protocol):
-    """Provide memory for records."""
-
-    @property
-    def records(self) -> Records:
-        """Return (places, W) records, with pages allocated on first write."""
-
-    def ensure(self, places: int) -> None:
-        """Make the first places writable.
-
-        Raises:
-            DeviceError: names the path and the bytes that did not fit.
-        """
-
-    @property
-    def bytes_kept(self) -> int:
-        """Return the bytes allocated."""
-
-    def close(self) -> None:
-        """Release the memory."""
-
-
 class ByteLevel:
     """Implement ``Level`` in byte-addressable memory.
 
     The coldest record is the one that arrived first, because whatever is looked up leaves. The last level of a stack
     needs no order: only lookups remove records, and the place freed last is taken first, while its memory is still in
-    the processor's cache.
-
-    Args:
-        tier: of the storage.
-        storage: of at least ``places`` records.
-        places: records that the level may hold.
-        ordered: whether ``coldest`` will be called.
+    the processor's cache. ``ordered`` says whether ``coldest`` will be called; ``storage`` has ``places`` or more.
     """
 
-    def __init__(self, tier: Tier, storage: Storage, places: int, *, ordered: bool) -> None:
+    def __init__(self, tier: Tier, storage: AnonymousStorage | MappedStorage, places: int, *, ordered: bool) -> None:
         self.tier, self.places, self.ordered = tier, places, ordered
         self.used = 0
         self._storage = storage

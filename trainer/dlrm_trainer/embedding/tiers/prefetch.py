@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrm_trainer.embedding.tiers.memory import node_of_folder, processors_near
 from dlrm_trainer.embedding.tiers.stack import Fetched, Stack
 from dlrm_trainer.spans import spanned
 
@@ -25,11 +27,8 @@ Lookups = tuple[NDArray[np.int64], NDArray[np.int64]]
 class Prefetcher:
     """Run requests one after the other in a thread.
 
-    After an error nothing more is done: every later request fails with the same error.
-
-    Args:
-        stacks: that nobody else uses while requests are running.
-        processors: to run on, near the levels' memory; empty: any.
+    Nobody else uses the stacks while requests are running. After an error nothing more is done: every later request
+    fails with the same error. The thread runs on ``processors`` near the levels' memory; empty: on any.
     """
 
     def __init__(self, stacks: Sequence[Stack], processors: frozenset[int] = frozenset()) -> None:
@@ -91,6 +90,13 @@ class Prefetcher:
                 raise
 
         return self._thread.submit(run)
+
+
+def processors_near_levels(stacks: Sequence[Stack], tier_dir: Path | None) -> frozenset[int]:
+    """Return the processors nearest to the memory of levels on CXL and SCM; empty if that is unknown."""
+    tiers = {level.tier for stack in stacks for level in stack.levels} & {"scm", "cxl"}
+    nodes = {node_of_folder(tier_dir / tier) for tier in tiers} if tier_dir else set()
+    return frozenset[int]().union(*(processors_near(node) for node in nodes if node is not None))
 
 
 def _run_on(processors: frozenset[int], yielding: bool) -> None:

@@ -1,4 +1,4 @@
-"""Hold the slots that kernels compute on, on host or GPU, and define records and the interface of levels below."""
+"""Hold the slots that kernels compute on; define records and the interface of levels below."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ def finished() -> None:
 
 
 class Level(Protocol):
-    """Keep records of W words. Only one thread at a time may use it; no array of places names a place twice."""
+    """Keep records of W words, for one thread at a time; no array of places names a place twice."""
 
     @property
     def tier(self) -> Tier:
@@ -55,7 +55,7 @@ class Level(Protocol):
         """Return the bytes allocated now, by tier: blocks of files, touched memory, and its own tables."""
 
     def write(self, rows: Rows, records: Records) -> Places:
-        """Store records of rows that it does not hold, at places of its choice; the caller ensures that they fit.
+        """Store records of rows that it does not hold, at places of its choice; the caller makes them fit.
 
         Raises:
             DeviceError: names the path and the bytes that could not be written.
@@ -83,7 +83,7 @@ class Level(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordFormat:
-    """Describe records: a row of ``dim`` columns, then S values of state, then the access count, in W words."""
+    """Describe records of W words: a row of ``dim`` columns, S values of state, and the access count."""
 
     dim: int
     dtype: RowDtype
@@ -125,6 +125,7 @@ class RecordFormat:
         out[:, self._row_words :] = 0
 
 
+Scalar = TypeVar("Scalar", bound=np.generic)
 Slots = NDArray[np.int64]
 Mark: TypeAlias = torch.cuda.Event | None
 
@@ -149,12 +150,7 @@ class SlotMemory(Protocol):
 
 
 class HostSlots:
-    """Hold slots in host memory.
-
-    Args:
-        weight: (S, dim) fp32 or fp16, contiguous.
-        state: (S, n) fp32, contiguous.
-    """
+    """Hold slots in host memory: (S, dim) weights, fp32 or fp16, and (S, n) fp32 states, both contiguous."""
 
     def __init__(self, weight: Tensor, state: Tensor) -> None:
         self.weight = weight.numpy().view(np.uint32)
@@ -181,10 +177,7 @@ class HostSlots:
 class DeviceSlots:
     """Hold slots in a GPU's memory; records move through pinned buffers on a separate stream.
 
-    Args:
-        weight: (S, dim) fp32 or fp16, contiguous, on the device.
-        state: (S, n) fp32, contiguous, on the device.
-        limit: largest number of records per call.
+    At most ``limit`` records move per call.
     """
 
     def __init__(self, weight: Tensor, state: Tensor, limit: int) -> None:
@@ -275,9 +268,15 @@ MAP_NORESERVE = 0x4000
 """As on x86_64 and aarch64; the ``mmap`` module has had it since Python 3.13."""
 
 
-def untouched_zeros(count: int) -> NDArray[np.int64]:
-    """Return (count,) int64 zeros that take no memory until they are written."""
-    return np.frombuffer(map_anonymous(count * 8), np.int64)
+def untouched_zeros(count: int, dtype: type[Scalar]) -> NDArray[Scalar]:
+    """Return (count,) page-aligned zeros that neither use nor commit memory until they are written.
+
+    numpy's zeros count as committed: a host may have less memory than the slots that only a rare batch fills.
+
+    Raises:
+        DeviceError: no address space is left.
+    """
+    return np.frombuffer(map_anonymous(max(1, count * np.dtype(dtype).itemsize)), dtype, count)
 
 
 def map_anonymous(size: int) -> mmap.mmap:

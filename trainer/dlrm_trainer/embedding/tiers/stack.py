@@ -1,4 +1,4 @@
-"""Move rows of tables that share levels between slots and the levels below, and build stacks from a plan."""
+"""Move rows of tables that share levels between slots and levels below; build stacks from a plan."""
 
 from __future__ import annotations
 
@@ -13,16 +13,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.model import TableSpec
 from dlrm_api.plan import TierShare
-from dlrm_api.tiers import BLOCK_SLACK, MAX_PLACES, SLOT_META_BYTES, RowDtype, Tier, map_entry_bytes
+from dlrm_api.tiers import (
+    BLOCK_SLACK,
+    MAX_LINKED_SLOTS,
+    MAX_PLACES,
+    SLOT_META_BYTES,
+    RowDtype,
+    Tier,
+    extra_slots,
+    map_entry_bytes,
+)
 from dlrm_checkpointer import table_key, table_scale
 from dlrm_kernels import row_cache
 from dlrm_kernels.replacement import LFU, LISTS, LRU, META_WORDS, MIXED, PROTECTED_SHARE, Replacement
 from dlrm_kernels.row_cache import COUNTS, LEVEL_BITS, LookupResult, RowMap, fill_initial
-from dlrm_trainer.embedding.placement import PartGroup
+from dlrm_trainer.embedding.placement import PartGroup, Placement
 from dlrm_trainer.embedding.tiers.block import BlockLevel
-from dlrm_trainer.embedding.tiers.memory import AnonymousStorage, ByteLevel, MappedStorage, Storage
+from dlrm_trainer.embedding.tiers.memory import AnonymousStorage, ByteLevel, MappedStorage
 from dlrm_trainer.embedding.tiers.slots import (
     Finish,
     HostSlots,
@@ -78,15 +86,8 @@ class Fetched:
 class Stack:
     """Hold rows of some tables in slots, in levels below, or nowhere while they have their initial value.
 
-    Only one thread at a time may use it.
-
-    Args:
-        tables: that share the levels.
-        share: their tiers, policy and ways; the number of rows comes from ``levels``.
-        memory: of the slots, table by table, the extra slots of each last.
-        seed: of the initial values.
-        dim: columns of a row.
-        dtype: of a row.
+    Only one thread at a time may use it. ``memory`` holds the slots, table by table, the extra slots of each last. Of
+    ``share`` tiers, policy and ways count; the number of rows comes from ``levels``.
     """
 
     def __init__(
@@ -127,10 +128,7 @@ class Stack:
     def fetch(self, ids: NDArray[np.int64], ends: NDArray[np.int64], batch: int) -> Fetched:
         """Bring every row that a batch will update into a slot, and pin it until ``release``.
 
-        Args:
-            ids: (L,) rows of their tables, table-major.
-            ends: (K,) end of each table's lookups.
-            batch: its number, ascending from 1.
+        The (L,) ids are table-major, and (K,) ``ends`` the end of each table's; batches ascend from 1.
 
         Raises:
             DeviceError: a level could not read or write; the stack is unusable from then on.
@@ -245,10 +243,7 @@ class Stack:
     def _exchange(self, found: LookupResult, missing: int, copying: list[Finish] | None) -> None:
         """Move missing rows into their slots, and the rows that leave these down.
 
-        Args:
-            found: rows and slots.
-            missing: number of rows.
-            copying: running copies of the first chunk's records to ``_coming``; None if none was started.
+        ``copying`` are running copies of the first chunk's records to ``_coming``; None if none was started.
         """
         rows, sources = found.missing[:missing], found.sources[:missing]
         targets, leaving = found.targets[:missing], found.leaving[:missing]
@@ -256,19 +251,9 @@ class Stack:
         counts, left = np.empty(missing, np.uint32), np.arange(missing)
         if self._swapping is not None and copying is None:
             slots, level = self._swapping
-            done, map_ = np.empty(missing, np.bool_), self.row_map
-            row_cache.swap_rows(
-                slots.weight,
-                slots.state,
-                level.records,
-                map_.meta,
-                map_.place_of,
-                sources,
-                targets,
-                leaving,
-                done,
-                counts,
-            )
+            memory, done = (slots.weight, slots.state, level.records), np.empty(missing, np.bool_)
+            where = self.row_map.meta, self.row_map.place_of, sources, targets
+            row_cache.swap_rows(*memory, *where, leaving, done, counts)
             left = np.flatnonzero(~done)
             self.moved_rows[1] += missing - len(left)
         for start in range(0, len(left), self._chunk):
@@ -323,14 +308,7 @@ class Stack:
         self.format.begin(weights, out)
 
     def _demote(self, rows: Rows, records: Records, above: int, source: int = 0) -> None:
-        """Write records into the level below number ``above``; its coldest rows move down if it is full.
-
-        Args:
-            rows: of the records.
-            records: already removed from where they were.
-            above: number of a level.
-            source: number of the level that the rows leave.
-        """
+        """Write records of rows that left level ``source`` below level ``above``; its coldest rows make place."""
         level = self.levels[above]
         over = len(rows) + level.used - level.places
         if over > 0 and above + 1 < len(self.levels):
@@ -386,11 +364,11 @@ def _row_map(tables: Sequence[StackTable], share: TierShare) -> RowMap:
     policy, ways = POLICIES[share.policy], share.ways
     capacity = np.array([table.slots // ways * ways if ways else table.slots for table in tables], np.int64)
     return RowMap(
-        place_of=untouched_zeros(-(-rows[-1] * np.dtype(entry).itemsize // 8)).view(entry)[: rows[-1]],
+        place_of=untouched_zeros(rows[-1], entry),
         row_starts=np.array(rows, np.int64),
         slot_starts=np.array(slots, np.int64),
         capacity=capacity,
-        meta=untouched_zeros(slots[-1] * META_WORDS // 2).view(np.int32).reshape(slots[-1], META_WORDS),
+        meta=untouched_zeros(slots[-1] * META_WORDS, np.int32).reshape(slots[-1], META_WORDS),
         filled=np.zeros((len(tables), 3), np.int64),
         replacement=Replacement(
             policy=policy,
@@ -402,26 +380,44 @@ def _row_map(tables: Sequence[StackTable], share: TierShare) -> RowMap:
     )
 
 
-def stack_tables(group: PartGroup, tables: Sequence[TableSpec], extra: Sequence[int]) -> list[StackTable]:
+def stack_tables(placement: Placement, group: PartGroup, global_batch_size: int) -> list[StackTable]:
     """Return the slots of each part of a group: those of its plan, and extra ones for batches in flight.
 
-    Args:
-        group: with levels.
-        tables: all tables of the model.
-        extra: slots of each part of the group on top of the plan's (``dlrm_api.tiers.extra_slots``).
+    Raises:
+        InvalidSpecError: there are more slots or places than the links of their lists can name.
     """
-    return [
-        StackTable(
-            name=tables[part.table].name,
-            rows=part.rows,
-            slots=min(part.share.levels[0].rows, part.rows),
-            extra=more,
-            scale=table_scale(tables[part.table].initializer, tables[part.table].rows),
-            first_row=part.row_start,
-            first_column=part.column_start,
+    found = []
+    for part in group.parts:
+        table = placement.tables[part.table]
+        lookups = table.max_lookups * len(placement.features_of[part.table])
+        slots = min(part.share.levels[0].rows, part.rows)
+        extra = extra_slots(part.rows, lookups, global_batch_size, placement.lookahead)
+        shard = f"table {table.name}: a shard of {part.rows:,} rows has"
+        if slots + extra > MAX_LINKED_SLOTS:
+            raise InvalidSpecError(
+                "plan.tables",
+                f"{shard} {slots + extra:,} slots, batches in flight included; the limit is {MAX_LINKED_SLOTS:,}; "
+                "replan the job, or lower globalBatchSize or maxLookups",
+            )
+        for level in part.share.levels[1:-1]:
+            if min(level.rows, part.rows) > MAX_LINKED_SLOTS:
+                raise InvalidSpecError(
+                    "plan.tables",
+                    f"{shard} {level.rows:,} places in tier {level.tier} above a slower one; the limit is "
+                    f"{MAX_LINKED_SLOTS:,}; replan the job",
+                )
+        found.append(
+            StackTable(
+                name=table.name,
+                rows=part.rows,
+                slots=slots,
+                extra=extra,
+                scale=table_scale(table.initializer, table.rows),
+                first_row=part.row_start,
+                first_column=part.column_start,
+            )
         )
-        for part, more in zip(group.parts, extra, strict=True)
-    ]
+    return found
 
 
 def make_stack(
@@ -433,16 +429,9 @@ def make_stack(
         InvalidSpecError: a level needs a directory and none was given.
         DeviceError: a level's file cannot be created.
     """
-    weight, state = storage
     share = group.parts[0].share
-    stack = Stack(
-        tables,
-        share,
-        slot_memory(weight, state, queued_chunk(record_words(weight, state))),
-        seed,
-        group.width,
-        group.dtype,
-    )
+    memory = slot_memory(*storage, queued_chunk(record_words(*storage)))
+    stack = Stack(tables, share, memory, seed, group.width, group.dtype)
     tiers = [level.tier for level in share.levels[1:]]
     levels: list[Level] = []
     try:
@@ -471,10 +460,5 @@ def _make_level(tier: Tier, stack: Stack, number: int, planned: int, tier_dir: P
     folder = tier_dir / tier
     folder.mkdir(parents=True, exist_ok=True)
     if tier == "block":
-
-        def moved(rows: NDArray[np.int64], at: NDArray[np.int64]) -> None:
-            stack.relocated(number, rows, at)
-
-        return BlockLevel(folder, words, int(min(rows, planned) * BLOCK_SLACK), rows, moved)
-    storage: Storage = MappedStorage(folder, words, places, tier)
-    return ByteLevel(tier, storage, places, ordered=not last)
+        return BlockLevel(folder, words, int(min(rows, planned) * BLOCK_SLACK), rows, partial(stack.relocated, number))
+    return ByteLevel(tier, MappedStorage(folder, words, places, tier), places, ordered=not last)
