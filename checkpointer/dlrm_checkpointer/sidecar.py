@@ -91,15 +91,10 @@ class SidecarTasks:
 
 
 class LostCut(NamedTuple):
-    """Name a cut that could not be stored."""
+    """Name a cut that could not be stored. After a ``BrokenChainError`` the next one may be."""
 
     name: SnapshotName
     error: SnapshotError
-
-    @property
-    def is_recoverable(self) -> bool:
-        """Return whether the next cut may be stored: only the parent was broken."""
-        return isinstance(self.error, BrokenChainError)
 
 
 class Sidecar:
@@ -145,7 +140,7 @@ class Sidecar:
                 self._pause(self._backoff.next(hurried=self._shutdown.deadline is not None), stop)
                 continue
             self._backoff.reset()
-            if not (self._lost and self._lost.is_recoverable):
+            if not (self._lost and isinstance(self._lost.error, BrokenChainError)):
                 self._status.store_answered()
             left = self._left()
             over = self._shutdown.is_over(time.monotonic())
@@ -393,7 +388,7 @@ class Sidecar:
         return "" if step is None else f"cut of step {step}"
 
     def _verdict(self) -> tuple[ExitCode, str]:
-        if self._lost and self._lost.is_recoverable:
+        if self._lost and isinstance(self._lost.error, BrokenChainError):
             return ExitCode.TEMPORARY, f"BrokenParent: {self._lost.error}"
         if self._lost:
             return self._lost.error.exit_code, f"Refused: {self._lost.error}"

@@ -225,12 +225,8 @@ def code_rows(piece: ShardRows, bits: Bits, out: NDArray[np.uint8] | None = None
     finds. At 16 bits a weight is the nearest fp16 number times 2**exponent: exact for rows of fp16 tables. At 32 bits
     it is a view of ``piece``.
 
-    With E = floor(log2 m) of a row's largest magnitude m, the exponent is 16 * floor((E + 1) / 16) at 2 to 8 bits, so
-    that what is stored is below 2**15; at 16 bits 16 * floor(E / 16), and 16 more where m would pass 65504 then; at
-    least -112. Rows of zeros have the exponent that occurs most, the least of several.
-
-    Codes are written to ``out`` if it is large enough, which is faster than new memory; the result is valid until it is
-    used again.
+    ``docs/format.md`` has the exponents. Codes are written to ``out`` if it is large enough, which is faster than new
+    memory; the result is valid until it is used again.
 
     Raises:
         SnapshotError: names the table and the row of a value that cannot be stored.

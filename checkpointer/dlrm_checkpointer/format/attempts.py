@@ -108,9 +108,8 @@ def claim_attempt(store: ObjectStore, restored_step: int | None, note: str) -> i
     """Announce a new attempt that continues from ``restored_step`` and return its number.
 
     From then on older attempts cannot add to the history. Rank 0 of a gang calls it once, after ``newest_snapshot``.
-    Two gangs never get the same number, not even from a store that ignores conditional writes.
-
-    ``restored_step`` is None if the store has no snapshot; ``note`` names the gang, for people.
+    Two gangs never get the same number, not even from a store that ignores conditional writes. ``restored_step`` is
+    None if the store has no snapshot; ``note`` names the gang, for people.
 
     Raises:
         TemporaryError: an older attempt's retention is removing that snapshot: choose again.

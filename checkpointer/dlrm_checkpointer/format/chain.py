@@ -29,12 +29,10 @@ class ChainLayers:
     """Index the chunks of manifests, oldest first, by table: in one pass however many tables there are."""
 
     def __init__(self, manifests: Sequence[Manifest]) -> None:
-        self._of: list[dict[str, list[ChunkEntry]]] = []
-        for manifest in manifests:
-            found: dict[str, list[ChunkEntry]] = {}
+        self._of: list[dict[str, list[ChunkEntry]]] = [{} for _ in manifests]
+        for found, manifest in zip(self._of, manifests, strict=True):
             for chunk in manifest.chunks:
                 found.setdefault(chunk.table, []).append(chunk)
-            self._of.append(found)
 
     def __call__(self, table: str) -> tuple[tuple[ChunkEntry, ...], ...]:
         """Return a table's chunks in each of the manifests."""

@@ -69,8 +69,7 @@ def _coded_rows(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
         raise ValueError(f"{form.bits} bits with exponent {form.exponent}")
     if shard.width < 1 or shard.row_start < 0 or shard.column_start < 0:
         raise ValueError(f"invalid shard {shard}")
-    first = int(meta["firstRow"])
-    if first < shard.row_start:
+    if (first := int(meta["firstRow"])) < shard.row_start:
         raise ValueError(f"row {first} lies outside {shard}")
     name = "codes" if quantizer.has_scale else "rows"
     wanted: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {

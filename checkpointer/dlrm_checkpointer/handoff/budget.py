@@ -169,12 +169,8 @@ class Budget:
 class CutBuffer:
     """Fill one segment with complete pieces: rows of one shard, in one array each.
 
-    Args:
-        directory: of the pod.
-        memory: of the segment.
-        size: bytes for its rows and its index.
-        keep: bytes that stay allocated although the segment needs fewer.
-        head: what the index says of the cut.
+    It has ``size`` bytes for rows and index, of which ``keep`` stay allocated even if it needs fewer. ``head`` is what
+    the index says of the cut.
     """
 
     def __init__(self, directory: HandoffDir, memory: mmap.mmap, size: int, keep: int, head: str) -> None:

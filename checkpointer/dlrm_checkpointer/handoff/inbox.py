@@ -12,11 +12,7 @@ from dlrm_checkpointer.types import SnapshotName
 
 
 class Inbox(HandoffDir):
-    """Hold the hand-off directory of one pod as its sidecar.
-
-    Args:
-        folder: made if absent.
-        ranks: global ranks of this pod.
+    """Hold the hand-off directory of one pod, made if absent, as its sidecar; ``ranks`` are global.
 
     Raises:
         UsageError: another sidecar works on the directory.

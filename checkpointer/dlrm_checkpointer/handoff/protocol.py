@@ -255,11 +255,11 @@ class HandoffDir:
 
     def ready_cuts(self) -> list[CutName]:
         """List the ready cuts, oldest step first."""
-        return sorted(name for name in map(CutName.parse, self.entries()) if name)
+        return sorted(filter(None, map(CutName.parse, self.entries())))
 
     def ready_segments(self) -> list[SegmentName]:
         """List the segments of cuts that are not ready yet, oldest step first."""
-        return sorted(name for name in map(SegmentName.parse, self.entries()) if name)
+        return sorted(filter(None, map(SegmentName.parse, self.entries())))
 
     def has(self, name: CutName) -> bool:
         """Return whether an entry still exists: a rank may withdraw the segments of a cut."""
@@ -499,8 +499,7 @@ class ReadyCut:
         """Iterate over the rows, in the order in which the rank copied them."""
         for piece in self.index["pieces"]:
             shard, count, state = ShardId(**piece["shard"]), piece["rows"], piece["stateColumns"]
-            rows_at = piece["rowsOffset"]
-            rows_end = rows_at + 4 * count * shard.width
+            rows_at, rows_end = piece["rowsOffset"], piece["rowsOffset"] + 4 * count * shard.width
             yield ShardRows(
                 shard=shard,
                 row_ids=np.frombuffer(self.data, "<i8", count, piece["offset"]),

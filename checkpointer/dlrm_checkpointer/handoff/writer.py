@@ -24,12 +24,8 @@ class HandoffWriter:
 
     Holds the rank's lock while it runs: the sidecar takes all locks free as the end of the trainers, however they died.
 
-    Args:
-        folder: the pod's hand-off directory, made if absent; in shared memory in production.
-        rank: global rank.
-        budget_bytes: most bytes that the directory may take, cuts of all the pod's ranks together; None: whatever the
-            device holds. A cut above it is handed over in segments.
-        ranks_here: ranks of the pod.
+    The directory, made if absent, takes at most ``budget_bytes`` with the cuts of all the pod's ``ranks_here`` ranks
+    together; None: whatever the device holds. A cut above it is handed over in segments.
 
     Raises:
         UsageError: another running process is this rank.
@@ -193,7 +189,7 @@ class HandoffWriter:
     def committed_step(self) -> int | None:
         """Return the step of the newest committed snapshot; None until the sidecar has recorded one."""
         newest = self._directory.committed.read()
-        return None if newest is None else newest.step
+        return newest.step if newest else None
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until this rank's last cut is committed; return whether it is. True without a cut.

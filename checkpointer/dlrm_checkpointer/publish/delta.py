@@ -218,7 +218,6 @@ class PublishSlot:
     snapshots: ObjectStore
     target: ObjectStore
     pod: int
-    pods: int
     before_put: Callable[[], None]
     """Called in any thread before each object is put; may block."""
     on_put: Callable[[int], None]
@@ -324,7 +323,7 @@ class _Part:
 
     def _tasks(self, table: TableMeta) -> Iterator[Callable[[str], Iterator[ChunkEntry]]]:
         """Yield calls that encode and put this pod's rows of a table; put the tombstones on the way."""
-        pod, pods = self._place.pod, self._place.pods
+        pod, pods = self._place.pod, self._plan.pods
         share = range(table.rows * pod // pods, table.rows * (pod + 1) // pods)
         found = _Gathered(chunk_rows(table.dim))
         gone = _Gathered(MAX_NUMBERS)

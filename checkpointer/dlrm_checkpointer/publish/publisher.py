@@ -90,7 +90,6 @@ class Publisher:
             snapshots=snapshots,
             target=target,
             pod=terms.pod,
-            pods=terms.pods,
             before_put=self._wait_for_turn,
             on_put=status.published_bytes.inc,
         )

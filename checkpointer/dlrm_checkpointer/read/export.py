@@ -194,9 +194,7 @@ def restore_to_folder(snapshot: Snapshot, folder: Path) -> str:
         NoPermissionError: the folder cannot be written.
         DeviceError: the disk is full.
     """
-    with written_to(folder):
-        check_new(folder)
-        make_folder(folder / TABLES_FOLDER)
+    with _new_folder(folder):
         tables = [(table.name, _write_table(snapshot, table, folder / TABLES_FOLDER)) for table in snapshot.meta.tables]
         dense = snapshot.dense()
         write_dense(folder, dense)
@@ -233,14 +231,14 @@ def written_to(folder: Path) -> Iterator[None]:
         raise_device(error, folder, 0)
 
 
-def check_new(folder: Path) -> None:
-    """Refuse a folder that is not empty.
-
-    Raises:
-        UsageError: the folder is not empty.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder}: is not empty: give a new folder")
+@contextlib.contextmanager
+def _new_folder(folder: Path) -> Iterator[None]:
+    """Create a folder for tables; refuse one that is not empty. Errors in the block are those of ``written_to``."""
+    with written_to(folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(f"{folder}: is not empty: give a new folder")
+        make_folder(folder / TABLES_FOLDER)
+        yield
 
 
 def write_last(path: Path, text: str) -> None:
@@ -361,9 +359,7 @@ def export_tables(snapshot: Snapshot, folder: Path, wanted: ExportOptions) -> in
     """
     wanted.form.check(wanted.precision)
     tables = _tables(snapshot, wanted.tables)
-    with written_to(folder):
-        check_new(folder)
-        make_folder(folder / TABLES_FOLDER)
+    with _new_folder(folder):
         entries = [_export_table(snapshot, table, folder, wanted) for table in tables]
         write_dense(folder, snapshot.dense())
         described = {

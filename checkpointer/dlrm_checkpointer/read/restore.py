@@ -210,11 +210,8 @@ def open_snapshot(store: ObjectStore, step: int, attempt: int) -> Snapshot:
 def newest_snapshot(store: ObjectStore, *, check: Check | None = check_bytes) -> tuple[Snapshot | None, list[str]]:
     """Open the newest usable snapshot of the lineage.
 
-    Args:
-        store: the job's store.
-        check: reads every object once and checks its SHA-256 before this returns, so that a restore cannot fail
-            midway. It costs one more read of the snapshot, in parallel and in bounded memory. With None, a corrupt
-            object raises SnapshotError from ``shard_codes``, when part of the model is already filled.
+    ``check`` reads every object once before this returns, in parallel and in bounded memory, so that a restore cannot
+    fail midway. Without it a corrupt object raises SnapshotError from ``shard_codes``, with part of the model filled.
 
     Returns:
         The snapshot, None if the lineage holds none; and why each newer one was skipped.

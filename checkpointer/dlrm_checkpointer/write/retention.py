@@ -188,14 +188,10 @@ class Retention:
     def apply(self, attempt: int, in_use: Iterable[SnapshotName] = ()) -> int:
         """Delete what the policy does not keep, and orphans; return the number of snapshots deleted.
 
-        Safe to repeat or interrupt. A deleted snapshot's own prefixes are listed; orphans are searched for now and
-        then in a listing of all objects.
-
-        Only the newest attempt deletes anything, and only once it is confirmed: while it is pending it may have
-        looked for marks already. A snapshot is marked as retired before the attempts are read again, and a new attempt
-        looks for the mark after it announced itself: one of the two sees the other, so a snapshot that a new attempt
-        starts from is never deleted. Part lists go first, so that no sidecar commits them again, then the manifest,
-        then its objects.
+        Safe to repeat or interrupt. Only the newest attempt deletes anything, and only once it is confirmed: while it
+        is pending it may have looked for marks already. A snapshot is marked as retired before the attempts are read
+        again, and a new attempt looks for the mark after it announced itself: one of the two sees the other, so a
+        snapshot that a new attempt starts from is never deleted.
 
         Raises:
             NewerVersionError: a newer version wrote a snapshot of the lineage; what it depends on is unknown, so
