@@ -222,7 +222,7 @@ class Sidecar:
     def _store_cut(self, name: CutName) -> None:
         cut = self._inbox.open(name)
         if self._is_superseded(name.attempt):
-            self._drop(name, NEWER_ATTEMPT)
+            self._drop(name.snapshot, NEWER_ATTEMPT)
         elif isinstance(name, SegmentName):
             self._store_slice(name, cut)
         else:
@@ -234,9 +234,9 @@ class Sidecar:
             self._upload(cut, self._inbox.read_durable(cut)).run()
         except BrokenChainError as error:
             lost = BrokenChainError(f"cut of step {cut.name.step} was discarded, the next is full: {error}")
-            self._lose(cut.name, lost)
+            self._lose(cut.name.snapshot, lost)
             self._fail(lost)
-            self._drop(cut.name, str(error))
+            self._drop(cut.name.snapshot, str(error))
             if cut.meta.parent is not None:
                 self._inbox.broken_parent.write(cut.meta.parent)
         else:
@@ -262,16 +262,16 @@ class Sidecar:
     def _refuse(self, name: CutName, error: SnapshotError) -> None:
         logger.error("cut rejected", extra={"cut": str(name), "error": str(error)})
         # The frames of its traceback hold the cut's memory.
-        self._lose(name, error.with_traceback(None))
+        self._lose(name.snapshot, error.with_traceback(None))
         self._status.refused_cuts.inc()
         self._inbox.refused.write(RefusedCut(name.step, name.attempt, str(error)))
 
-    def _lose(self, cut: CutName | UploadedCut, error: SnapshotError) -> None:
-        if self._lost is None or self._lost.name.recency <= cut.snapshot.recency:
-            self._lost = LostCut(cut.snapshot, error)
+    def _lose(self, name: SnapshotName, error: SnapshotError) -> None:
+        if self._lost is None or self._lost.name.recency <= name.recency:
+            self._lost = LostCut(name, error)
 
-    def _drop(self, cut: CutName | UploadedCut, reason: str) -> None:
-        logger.warning("cut discarded", extra={"step": cut.step, "attempt": cut.attempt, "reason": reason})
+    def _drop(self, name: SnapshotName, reason: str) -> None:
+        logger.warning("cut discarded", extra={"step": name.step, "attempt": name.attempt, "reason": reason})
         self._status.dropped_cuts.inc()
 
     def _is_superseded(self, attempt: int) -> bool:
@@ -293,24 +293,24 @@ class Sidecar:
 
     def _conclude(self, cut: UploadedCut) -> None:
         """Commit a cut once all its parts are durable; discard one that can never be complete."""
-        reason = NEWER_ATTEMPT if self._is_superseded(cut.attempt) else ""
+        name, reason = cut.snapshot, NEWER_ATTEMPT if self._is_superseded(cut.snapshot.attempt) else ""
         manifest = None
         try:
             if not reason:
-                manifest = try_commit(self._store, cut.step, cut.attempt, cut.world_size, self._inbox.ranks)
+                manifest = try_commit(self._store, name.step, name.attempt, cut.world_size, self._inbox.ranks)
         except SnapshotError as error:
-            self._lose(cut, error)
+            self._lose(name, error)
             reason = str(error)
         if not manifest and not (reason := reason or self._cannot_complete(cut)):
             return
         if manifest:
             self._announce(cut, manifest)
         else:
-            self._drop(cut, reason)
+            self._drop(name, reason)
         self._inbox.remove_uploaded(cut)
         self._looks.pop(cut, None)
         if manifest and 0 in self._inbox.ranks:
-            self._retain(cut.snapshot)
+            self._retain(name)
 
     def _cannot_complete(self, cut: UploadedCut) -> str:
         """Return why not to wait for a cut's missing part lists, or an empty string."""
@@ -323,11 +323,11 @@ class Sidecar:
         return ""
 
     def _announce(self, cut: UploadedCut, manifest: Manifest) -> None:
-        uri = f"{self._store.uri}/{manifest_key(cut.step, cut.attempt)}"
+        name, size = cut.snapshot, manifest.total_bytes
+        uri = f"{self._store.uri}/{manifest_key(name.step, name.attempt)}"
         snapshot = SnapshotInfo(
-            step=cut.step, kind=manifest.kind, bits=manifest.bits, bytes=manifest.total_bytes, uri=uri, time=time.time()
+            step=name.step, kind=manifest.kind, bits=manifest.bits, bytes=size, uri=uri, time=time.time()
         )
-        name = cut.snapshot
         self._committed = max(self._committed or name, name, key=attrgetter("recency"))
         if self._lost and self._lost.name.recency < name.recency:
             self._lost = None
@@ -380,7 +380,7 @@ class Sidecar:
         self._status.store_failed(error)
 
     def _pending(self) -> int | None:
-        waiting = [cut.step for cut in self._inbox.ready()] + [cut.step for cut in self._inbox.uploaded()]
+        waiting = [cut.step for cut in self._inbox.ready()] + [cut.snapshot.step for cut in self._inbox.uploaded()]
         return max(waiting, default=None)
 
     def _left(self) -> str:

@@ -455,9 +455,9 @@ class HandoffDir:
         for path in self.path.glob("uploaded-*.json"):
             match, note = _UPLOADED.fullmatch(path.name), Note(path, _JSON).read()
             if match and note:
-                what = int(note["worldSize"]), float(note["time"]), SnapshotName.from_json(note["parent"])
-                found.append(UploadedCut(int(match[1]), int(match[2]), *what))
-        return sorted(found, key=lambda cut: (cut.step, cut.attempt))
+                name, parent = SnapshotName(int(match[1]), int(match[2])), SnapshotName.from_json(note["parent"])
+                found.append(UploadedCut(name, int(note["worldSize"]), float(note["time"]), parent))
+        return sorted(found, key=lambda cut: cut.snapshot)
 
     def write_uploaded(self, cut: ReadyCut) -> None:
         """Record, across a restart of the sidecar, that the parts of a cut are durable."""
@@ -542,20 +542,15 @@ class Durable(BaseModel):
 
 @dataclass(frozen=True)
 class UploadedCut:
-    """Name a cut with durable local parts."""
+    """Describe a cut with durable local parts."""
 
-    step: int
-    attempt: int
+    snapshot: SnapshotName
+    """The snapshot that it becomes."""
     world_size: int
     time: float
     """When a rank handed it over (Unix seconds)."""
     parent: SnapshotName | None = None
     """See ``CutMeta``."""
-
-    @property
-    def snapshot(self) -> SnapshotName:
-        """Return the snapshot that the cut becomes."""
-        return SnapshotName(self.step, self.attempt)
 
 
 def boot_id() -> str:
