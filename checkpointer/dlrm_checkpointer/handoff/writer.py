@@ -106,12 +106,9 @@ class HandoffWriter:
     ) -> Cut:
         """Take space for a cut, or for a segment of it, and copy its dense state. No call of the cut waits.
 
-        Args:
-            meta: the same on all ranks.
-            dense: dense parameters and optimizer state (float32 or int64) on global rank 0, None elsewhere.
-            owned: all shards that the rank stores, also those without a row in the cut; over all ranks each row and
-                column once.
-            size: bound on all rows that it will hold.
+        ``dense`` are parameters and optimizer state (float32 or int64) on global rank 0, None elsewhere; ``owned`` all
+        shards that the rank stores, also those without a row in the cut, over all ranks each row and column once;
+        ``size`` bounds the rows that it will hold.
 
         Raises:
             TemporaryError: an earlier cut is copied or waits (``ready`` is False).

@@ -161,10 +161,7 @@ def is_orphan(cut: SnapshotName, newest: Sequence[SnapshotName], attempts: Seque
 class Retention:
     """Apply a policy to a store repeatedly. It remembers manifests and attempts, which never change.
 
-    Args:
-        store: The job's store.
-        policy: The job's policy.
-        present: Whether a snapshot counts only if all objects of its chain exist, which costs listings.
+    With ``present`` a snapshot counts only if all objects of its chain exist, which costs listings.
     """
 
     def __init__(self, store: ObjectStore, policy: RetentionPolicy, *, present: bool = False) -> None:
