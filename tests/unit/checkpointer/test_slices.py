@@ -29,6 +29,7 @@ from dlrm_checkpointer.types import ShardId, ShardRows
 from dlrm_stores.base import Body
 from dlrm_stores.file import FileStore
 from dlrm_testing.digests import snapshot_digest
+from dlrm_testing.waiting import wait_until
 
 UNSHRUNK = [Phase.explicit, Phase.generate]
 """A failure with its threads takes seconds to show again."""
@@ -238,6 +239,7 @@ def test_one_rank_may_give_up_while_its_neighbour_hands_over(tmp_path: Path, fil
         with pytest.raises(CutWithdrawnError):
             pod.cut_of(1, model, timeout_s=0)
         alone = pod.writers[0].wait_idle(0.1)
+        wait_until(pod.writers[0].ready)
         cut_by_all(pod, model.train())
         committed = [pod.writers[rank].wait_idle(10) for rank in pod.ranks]
 
