@@ -1,4 +1,4 @@
-"""Build batches from decoded rows: the one way from any file format's columns to what the reader trains on.
+"""Build batches from decoded rows: the one way from any format's columns to what is trained on.
 
 Shapes: n rows of a batch, N rows of all batches of a builder, r rows of a block, D dense values and F features of a
 row.
@@ -10,6 +10,7 @@ import functools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -43,7 +44,7 @@ _HASH_KINDS = {"none": NONE, "modulo": MODULO, "mix": MIX}
 
 @dataclass(frozen=True, kw_only=True)
 class RawRows:
-    """Hold samples as a source has them: dense values before the transform; ids before the hash, unless it hashes."""
+    """Hold samples as a source has them: before the transform and, unless it hashes, the hash."""
 
     dense: Numbers
     """(n, D), NaN where the field is missing; owned by the caller."""
@@ -85,7 +86,7 @@ class RowSource(Protocol):
         Blocks are released before this returns; the layout of a batch may wait until it is taken, once each.
 
         Args:
-            slices: rows of each batch; may be empty.
+            slices: rows of each batch, at least one of each.
             ahead: rows that are wanted next; a thread may prepare their blocks from now on.
 
         Raises:
@@ -103,7 +104,7 @@ class RowSource(Protocol):
 
 
 class NoSamples:
-    """The source of a split that a job leaves out."""
+    """Stand for a split that a job leaves out."""
 
     num_samples = 0
     fingerprint: Fingerprint = MappingProxyType({"format": "none"})
@@ -121,19 +122,7 @@ class NoSamples:
     def rest(self) -> None:
         """Do nothing."""
 
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def no_rows(features: int, dense: int, weighted: bool) -> RawRows:
-    """Return the rows of an empty slice."""
-    return RawRows(
-        dense=np.empty((0, dense), dtype=np.float32),
-        labels=np.empty(0, dtype=np.float32),
-        lengths=np.empty((features, 0), dtype=np.int32),
-        ids=np.empty(0, dtype=np.int64),
-        weights=np.empty(0, dtype=np.float32) if weighted else None,
-    )
+    close = rest
 
 
 def hashing_of(table: TableSpec) -> Hashing:
@@ -161,8 +150,8 @@ class RowBlock:
     @property
     def num_bytes(self) -> int:
         """Return the memory that the rows take."""
-        parts = (self.numbers, self.ids, self.lengths, self.starts)
-        return sum(part.nbytes for part in parts) + (0 if self.weights is None else self.weights.nbytes)
+        parts = (self.numbers, self.ids, self.lengths, self.starts, self.weights)
+        return sum(part.nbytes for part in parts if part is not None)
 
     @property
     def is_single(self) -> bool:
@@ -186,12 +175,7 @@ class SingleIds:
         return column
 
     def pack(self, numbers: Numbers, weights: Numbers | None) -> RowBlock:
-        """Pack rows.
-
-        Args:
-            numbers: (1 + D, r) labels and dense values.
-            weights: (F * r,) feature-major.
-        """
+        """Pack rows with ``numbers`` (1 + D, r), labels first, and ``weights`` (F * r,), feature-major."""
         ids = self._columns
         fits = ids.dtype == np.uint32 or not ids.size or bool(ids.min() >= 0 and ids.max() < 2**32)
         return RowBlock(
@@ -206,11 +190,8 @@ class SingleIds:
 def pack_bags(numbers: Numbers, sizes: NDArray[np.int32], ids: Ints, weights: Numbers | None) -> RowBlock:
     """Pack rows with bags of any size.
 
-    Args:
-        numbers: (1 + D, r) labels and dense values.
-        sizes: (F, r) ids in each bag.
-        ids: (sum of sizes,) feature-major.
-        weights: like ids.
+    ``numbers`` are (1 + D, r) labels and dense values, ``sizes`` (F, r) ids in each bag, ``ids`` and ``weights``
+    (sum of sizes,), feature-major.
     """
     lengths = np.ascontiguousarray(sizes.T)
     stops: Ints = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
@@ -230,10 +211,7 @@ class BatchBuilder:
 
     Args:
         sizes: rows of each batch, in order.
-        dense: values of a row.
-        features: of a row.
         wide: whether ids exceed uint32, as far as known.
-        weighted: whether ids have weights.
     """
 
     def __init__(self, sizes: Sequence[int], dense: int, features: int, *, wide: bool, weighted: bool) -> None:
@@ -286,10 +264,8 @@ class BatchBuilder:
         """Yield the rows batch by batch, each laid out when it is taken."""
         if self._lengths is not None:
             self._join_bags(self._lengths)
-        first = 0
-        for size in self._sizes:
-            span = slice(first, first + size)
-            first += size
+        for size, stop in zip(self._sizes, accumulate(self._sizes), strict=True):
+            span = slice(stop - size, stop)
             labels = np.empty(size, dtype=np.float32)
             dense = np.empty((size, self.numbers.shape[1] - 1), dtype=np.float32)
             split_numbers(self.numbers[span], labels, dense)
@@ -333,30 +309,18 @@ def _transposed(columns: NDArray[Any], kind: type[np.generic]) -> NDArray[Any]:
     return packed
 
 
-@dataclass(frozen=True)
 class Shares:
-    """Say which rows lie in which block: rows ``order[edges[i] : edges[i + 1]]`` in block ``blocks[i]``."""
+    """Sort rows, at least one, by the block that they lie in; block b begins at row ``bounds[b]``."""
 
-    blocks: list[int]
-    edges: list[int]
-    order: Ints
-    """(N,) rows by block, within a block in the order asked for."""
-    within: Ints
-    """(N,) their numbers within their block."""
+    def __init__(self, sample_ids: Ints, bounds: Ints) -> None:
+        counts, self._order, self._within = sort_by_block(sample_ids, bounds)
+        self.blocks: list[int] = np.flatnonzero(counts).tolist()
+        self._stops: list[int] = np.cumsum(counts[self.blocks]).tolist()
 
     def __iter__(self) -> Iterator[tuple[int, Ints, Ints]]:
-        """Yield each block with ``within`` and ``order`` of its rows."""
-        for place, number in enumerate(self.blocks):
-            span = slice(self.edges[place], self.edges[place + 1])
-            yield number, self.within[span], self.order[span]
-
-
-def shares_of(sample_ids: Ints, bounds: Ints) -> Shares:
-    """Sort rows, at least one, by the block that they lie in; block b begins at row ``bounds[b]``."""
-    counts, order, within = sort_by_block(sample_ids, bounds)
-    blocks = np.flatnonzero(counts)
-    edges = np.concatenate(([0], np.cumsum(counts[blocks])))
-    return Shares(blocks.tolist(), edges.tolist(), order, within)
+        """Yield each block, the numbers of its rows within it, and their places among the rows given."""
+        for number, (start, stop) in zip(self.blocks, pairwise([0, *self._stops]), strict=True):
+            yield number, self._within[start:stop], self._order[start:stop]
 
 
 def blocks_of(sample_ids: Ints, bounds: Ints) -> list[int]:
@@ -364,21 +328,17 @@ def blocks_of(sample_ids: Ints, bounds: Ints) -> list[int]:
     return np.flatnonzero(count_by_block(sample_ids, bounds)[0]).tolist()
 
 
-class _Scratch(threading.local):
-    def __init__(self) -> None:
-        self.arrays: dict[tuple[str, type[np.generic]], NDArray[Any]] = {}
-
-
-_scratch = _Scratch()
+_scratch = threading.local()
 
 
 def scratch(name: str, shape: tuple[int, int], kind: type[np.generic]) -> NDArray[Any]:
-    """Return an array of this thread with any content, valid until the next call with the same name and kind.
+    """Return an array with any content, valid until this thread's next call with equal name and kind.
 
     Fresh pages cost more than what is written to them, so a thread uses its memory again.
     """
-    count = shape[0] * shape[1]
-    held = _scratch.arrays.get((name, kind))
+    count, key = shape[0] * shape[1], f"{name} {kind.__name__}"
+    held: NDArray[Any] | None = getattr(_scratch, key, None)
     if held is None or held.size < count:
-        held = _scratch.arrays[name, kind] = np.empty(count, dtype=kind)
+        held = np.empty(count, dtype=kind)
+        setattr(_scratch, key, held)
     return held[:count].reshape(shape)

@@ -1,17 +1,21 @@
-"""Read Criteo's text format: a label, 13 integers and 26 hexadecimal ids, separated by tabs; empty means missing."""
+"""Read Criteo's text format: a label, 13 integers and 26 hexadecimal ids, separated by tabs.
+
+An empty field is a missing value.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +24,7 @@ from dlrm_api.errors import BadDataError
 from dlrm_api.job import CRITEO_DENSE, CRITEO_SPARSE
 from dlrm_kernels.parsing import ID, INTEGER, LABEL, MAX_DECIMAL_DIGITS, MAX_HEX_DIGITS, UNUSED, Ints, parse_lines
 from dlrm_stores.locations import DataFile, LocalFile
-from dlrm_trainer.data.batch_builder import BatchBuilder, Fingerprint, RawRows, blocks_of, shares_of
+from dlrm_trainer.data.batch_builder import BatchBuilder, Fingerprint, RawRows, Shares, blocks_of
 from dlrm_trainer.data.files import BlockCache, FileSet, SourceRequest
 from dlrm_trainer.settings import allow_open_files
 
@@ -37,6 +41,12 @@ _COMPRESSED = {
 }
 """First bytes of compressed files."""
 _CHUNK_BYTES = 16 << 20
+_FIELDS = {
+    LABEL: (r"[01]", "a label of 0 or 1"),
+    INTEGER: (rf"(-?[0-9]{{1,{MAX_DECIMAL_DIGITS}}})?", f"an integer of at most {MAX_DECIMAL_DIGITS} digits"),
+    ID: (rf"[0-9a-fA-F]{{0,{MAX_HEX_DIGITS}}}", f"an id of at most {MAX_HEX_DIGITS} hexadecimal digits"),
+}
+"""Pattern and description of a field by its role."""
 
 
 def default_cache_folder() -> Path:
@@ -45,12 +55,12 @@ def default_cache_folder() -> Path:
 
 
 def line_starts(file: DataFile, cache_folder: Path) -> NDArray[np.int64]:
-    """Return offsets of a file's lines, (lines + 1,) int64; line i is bytes ``starts[i]`` to ``starts[i + 1] - 2``.
+    """Return offsets of a file's lines, (lines + 1,) int64.
 
-    The last entry is one past the final newline, or one past where it is missing. The index is read from
-    ``cache_folder`` if it holds one for the file's name and stamp; else the file is read once from beginning to end.
-    Ranks that start together build it once. It is written to the folder and mapped from there. If the folder cannot be
-    written, it is built in memory.
+    Line i is bytes ``starts[i]`` to ``starts[i + 1] - 2``. The last entry is one past the final newline, or one past
+    where it is missing. The index is read from ``cache_folder`` if it holds one for the file's name and stamp; else the
+    file is read once from beginning to end, and the index is written to the folder and mapped from there. Ranks that
+    start together build it once. If the folder cannot be written, it is built in memory.
 
     Raises:
         BadDataError: the file is empty or compressed.
@@ -69,8 +79,11 @@ def line_starts(file: DataFile, cache_folder: Path) -> NDArray[np.int64]:
 
 
 def _kept(kept: Path, file: DataFile) -> NDArray[np.int64]:
-    if (starts := _whole(kept, file.size)) is not None:
-        return starts
+    # A power cut may have taken the end of an index. numpy raises ValueError for an empty file or a part of a number.
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        starts = _mapped(kept)
+        if starts[-1] in (file.size, file.size + 1):
+            return starts
     draft = kept.with_suffix(".tmp")
     try:
         with draft.open("wb") as stream:
@@ -80,16 +93,6 @@ def _kept(kept: Path, file: DataFile) -> NDArray[np.int64]:
     finally:
         draft.unlink(missing_ok=True)
     return _mapped(kept)
-
-
-def _whole(kept: Path, size: int) -> NDArray[np.int64] | None:
-    """Return the index of a file of ``size`` bytes; None if there is none, or a power cut took its end."""
-    try:
-        starts = _mapped(kept)
-    # numpy raises ValueError for an empty file and for a part of a number.
-    except (FileNotFoundError, ValueError):
-        return None
-    return starts if starts[-1] in (size, size + 1) else None
 
 
 def _mapped(kept: Path) -> NDArray[np.int64]:
@@ -117,12 +120,6 @@ def _scan(file: DataFile) -> Iterator[NDArray[np.int64]]:
         yield np.array([offset + 1], dtype=np.int64)
 
 
-def map_file(path: Path) -> NDArray[np.uint8]:
-    """Map the bytes of a file that is not empty."""
-    data: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
-    return data
-
-
 def problem_of(text: bytes, names: tuple[str, ...], roles: NDArray[np.uint8], lenient: bool) -> str:
     """Describe what is wrong with a line that ``parse_lines`` refused, its newline excluded."""
     fields = [field.decode(errors="replace") for field in text.removesuffix(b"\r").split(b"\t")]
@@ -131,28 +128,10 @@ def problem_of(text: bytes, names: tuple[str, ...], roles: NDArray[np.uint8], le
         if len(fields) > len(names):
             return problem
         return f"{problem}; set data.lenient: true to accept lines without trailing empty fields"
-    checks: dict[int, tuple[Any, str]] = {
-        LABEL: (_is_label, "a label of 0 or 1"),
-        INTEGER: (_is_integer, f"an integer of at most {MAX_DECIMAL_DIGITS} digits"),
-        ID: (_is_id, f"an id of at most {MAX_HEX_DIGITS} hexadecimal digits"),
-    }
     for number, (name, role, field) in enumerate(zip(names, roles.tolist(), fields, strict=False), start=1):
-        if role in checks and not checks[role][0](field):
-            return f"invalid column {name} (field {number}): expected {checks[role][1]}, got {field[:40]!r}"
+        if role in _FIELDS and not re.fullmatch(_FIELDS[role][0], field):
+            return f"invalid column {name} (field {number}): expected {_FIELDS[role][1]}, got {field[:40]!r}"
     raise AssertionError(f"a good line was refused: {text!r}")
-
-
-def _is_label(field: str) -> bool:
-    return field in ("0", "1")
-
-
-def _is_integer(field: str) -> bool:
-    digits = field.removeprefix("-")
-    return not field or (digits.isascii() and digits.isdigit() and len(digits) <= MAX_DECIMAL_DIGITS)
-
-
-def _is_id(field: str) -> bool:
-    return len(field) <= MAX_HEX_DIGITS and all(character in "0123456789abcdefABCDEF" for character in field)
 
 
 SUFFIXES = (".tsv", ".txt")
@@ -178,40 +157,25 @@ class _Lines:
 
     def spans(self, lines: Ints) -> tuple[Ints, Ints]:
         """Return first byte and end (newline excluded) of some lines in the text."""
-        begins = self.starts[lines] - self.offset
-        return begins, self.starts[lines + 1] - (self.offset + 1)
+        return self.starts[lines] - self.offset, self.starts[lines + 1] - (self.offset + 1)
 
 
 def open_criteo(request: SourceRequest) -> CriteoSource:
-    """Open the text files of a split.
-
-    Raises:
-        BadDataError: a file is empty or compressed, or there are more than this process may have open.
-    """
+    """Open the text files of a split; see ``CriteoSource``."""
     model, data = request.spec.model, request.spec.data
     ids = [each.column for each in model.all_features()]
-    return CriteoSource(
-        request.files,
-        model.dense_features,
-        ids,
-        data.lenient,
-        request.cache_folder,
-        request.budget_bytes,
-        request.threads,
-    )
+    folder, budget, threads = request.cache_folder, request.budget_bytes, request.threads
+    return CriteoSource(request.files, model.dense_features, ids, data.lenient, folder, budget, threads)
 
 
 class CriteoSource:
-    """Give the lines of Criteo files in any order.
+    """Give the lines of Criteo files in any order: local ones are mapped, others fetched by blocks.
 
     Args:
-        files: in order; local ones are mapped, others fetched by blocks of lines.
         dense: columns of dense values.
         ids: columns of the ids.
         lenient: whether lines may lack trailing fields.
         cache_folder: keeps where lines start.
-        budget_bytes: of blocks of lines.
-        threads: that fetch blocks ahead.
 
     Raises:
         BadDataError: a file is empty or compressed, or there are more than this process may have open.
@@ -232,7 +196,10 @@ class CriteoSource:
         allow_open_files()
         try:
             self._starts = [line_starts(file, cache_folder) for file in files]
-            self._texts = [map_file(file.path) if isinstance(file, LocalFile) else None for file in files]
+            self._texts: list[NDArray[np.uint8] | None] = [
+                np.memmap(file.path, dtype=np.uint8, mode="r") if isinstance(file, LocalFile) else None
+                for file in files
+            ]
         except OSError as error:
             if error.errno not in _TOO_MANY:
                 raise
@@ -280,18 +247,11 @@ class CriteoSource:
         self._texts.clear()
 
     def batches(self, slices: Sequence[Ints], ahead: Ints | None = None) -> Iterable[RawRows]:
-        """Read and parse the lines of some batches.
-
-        Raises:
-            BadDataError: a line has another number of fields, or a field that is not a label, an integer or an id.
-        """
-        builder = BatchBuilder(
-            [each.size for each in slices], self._dense.size, self._ids.size, wide=True, weighted=False
-        )
+        """Read and parse the lines of some batches; see ``RowSource``."""
+        sizes = [each.size for each in slices]
+        builder = BatchBuilder(sizes, self._dense.size, self._ids.size, wide=True, weighted=False)
         sample_ids = np.concatenate(slices)
-        if not sample_ids.size:
-            return builder.batches()
-        shares = shares_of(sample_ids, self._bounds)
+        shares = Shares(sample_ids, self._bounds)
         if ahead is not None:
             self._fetched.plan([*shares.blocks, *blocks_of(ahead, self._bounds)])
         columns = self._dense, self._ids
@@ -306,7 +266,9 @@ class CriteoSource:
                 block.text, begins, ends, self._roles, self._lenient, columns, order, builder.numbers, builder.ids
             )
             if bad >= 0:
-                self._refuse(int(sample_ids[order[bad]]))
+                text = block.text[begins[bad] : ends[bad]].tobytes()
+                problem = problem_of(text, COLUMNS, self._roles, self._lenient)
+                raise BadDataError(f"{self.where(int(sample_ids[order[bad]]))}: {problem}")
         return builder.batches()
 
     def _fetch(self, number: int) -> _Lines:
@@ -321,14 +283,6 @@ class CriteoSource:
             opened.seek(offset)
             body = opened.read(stop - offset)
         return _Lines(np.frombuffer(body, dtype=np.uint8), starts, offset, len(body) + starts.nbytes)
-
-    def _refuse(self, sample_id: int) -> None:
-        """Raise what is wrong with a line."""
-        block = int(np.searchsorted(self._bounds, sample_id, side="right")) - 1
-        lines = self._fetched.take(block)
-        begins, ends = lines.spans(np.array([sample_id - self._bounds[block]], dtype=np.int64))
-        text = lines.text[begins[0] : ends[0]].tobytes()
-        raise BadDataError(f"{self.where(sample_id)}: {problem_of(text, COLUMNS, self._roles, self._lenient)}")
 
 
 def _block_edges(starts: Ints, text: NDArray[np.uint8] | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""Know a data set's files: what a reader is asked to open, row numbers over all files, blocks of rows in memory."""
+"""Describe what a reader is to open, number rows over all files, and hold blocks of rows in memory."""
 
 from __future__ import annotations
 
@@ -91,9 +91,8 @@ def content(file: DataFile) -> str:
                 digest.update(opened.read(SAMPLE_BYTES))
     except OSError as error:
         file.check()
-        raise BadDataError(
-            f"{file.name}: cannot read file: {error.strerror or error}; write or copy it again"
-        ) from error
+        problem = f"cannot read file: {error.strerror or error}"
+        raise BadDataError(f"{file.name}: {problem}; write or copy it again") from error
     return digest.hexdigest()[:16]
 
 
@@ -111,20 +110,13 @@ Block = TypeVar("Block", bound=Sized)
 class BlockCache(Generic[Block]):
     """Make blocks of rows by number, once, ahead of their use and within a budget.
 
-    Blocks that are wanted next are made in threads, as many as fit the budget; others are dropped for them, the least
-    recently used first. Only a single block may be larger than the budget.
-
-    Args:
-        make: makes a block; called from several threads.
-        budget_bytes: of all blocks that are held.
-        threads: that make blocks ahead.
+    Blocks that are wanted next are made in ``threads`` threads, as many as fit the budget; others are dropped for them,
+    the least recently used first. Only a single block may be larger than the budget.
     """
 
     def __init__(self, make: Callable[[int], Block], budget_bytes: int, threads: int = 1) -> None:
-        self._make = make
-        self._budget = budget_bytes
+        self._make, self._budget, self._threads = make, budget_bytes, threads
         self._pool = ThreadPoolExecutor(threads, "dlrm-decode")
-        self._threads = threads
         # Reentrant: a block may be done before its callback is added, which then runs in this thread.
         self._lock = threading.RLock()
         self._held: OrderedDict[int, Block] = OrderedDict()
@@ -173,10 +165,9 @@ class BlockCache(Generic[Block]):
     def clear(self) -> None:
         """Drop all blocks; those that are being made now are dropped when they are done."""
         with self._lock:
-            self._queue = []
+            self._queue, self._held_bytes, self._all_begun = [], 0, True
             self._making.clear()
             self._held.clear()
-            self._held_bytes, self._all_begun = 0, True
             self._seen.clear()
 
     def close(self) -> None:
@@ -198,8 +189,7 @@ class BlockCache(Generic[Block]):
             if space < 0 or not self._largest:
                 return
             if block is None and number not in self._making:
-                making = self._pool.submit(self._make, number)
-                self._making[number] = making
+                making = self._making[number] = self._pool.submit(self._make, number)
                 making.add_done_callback(functools.partial(self._made, number))
         self._all_begun = True
 

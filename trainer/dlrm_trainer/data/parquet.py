@@ -27,12 +27,12 @@ from dlrm_trainer.data.batch_builder import (
     Fingerprint,
     RawRows,
     RowBlock,
+    Shares,
     SingleIds,
     blocks_of,
     hashing_of,
     pack_bags,
     scratch,
-    shares_of,
 )
 from dlrm_trainer.data.files import BlockCache, FileSet, SourceRequest
 
@@ -67,11 +67,10 @@ class Columns:
 
 
 def open_parquet(request: SourceRequest) -> ParquetSource:
-    """Open the Parquet files of a split.
+    """Open the Parquet files of a split; see ``Footers``.
 
     Raises:
         InvalidSpecError: ``data.columns.rename`` names a feature that the model lacks.
-        BadDataError: a file is not Parquet, or lacks a column of a usable type.
     """
     model, rename = request.spec.model, request.spec.data.columns.rename
     features, tables = model.all_features(), model.all_tables()
@@ -90,14 +89,7 @@ def open_parquet(request: SourceRequest) -> ParquetSource:
 
 
 class ParquetSource:
-    """Give the rows of Parquet files in any order.
-
-    Args:
-        files: in order.
-        columns: that the model reads.
-        budget_bytes: of decoded row groups and footers.
-        threads: that decode row groups ahead.
-    """
+    """Give the rows of Parquet files in any order; ``budget_bytes`` are of decoded row groups and footers."""
 
     hashed = True
 
@@ -137,18 +129,11 @@ class ParquetSource:
         self._decoded.close()
 
     def batches(self, slices: Sequence[Ints], ahead: Ints | None = None) -> Iterable[RawRows]:
-        """Take the rows of some batches, decoding the row groups that are not at hand.
-
-        Raises:
-            BadDataError: a row group is damaged, or holds a value that can't be used.
-        """
+        """Take the rows of some batches, decoding the row groups that are not at hand; see ``RowSource``."""
         features, dense, weighted = len(self._columns.bags), len(self._columns.dense), any(self._columns.weights)
         sizes = [each.size for each in slices]
         builder = BatchBuilder(sizes, dense, features, wide=self._is_wide, weighted=weighted)
-        sample_ids = np.concatenate(slices)
-        if not sample_ids.size:
-            return builder.batches()
-        shares = shares_of(sample_ids, self._bounds)
+        shares = Shares(np.concatenate(slices), self._bounds)
         if ahead is not None:
             self._decoded.plan([*shares.blocks, *blocks_of(ahead, self._bounds)])
         for number, rows, order in shares:
@@ -190,12 +175,9 @@ class ParquetSource:
 
 
 class Footers:
-    """Know the rows of every row group, and give the footer of any file, read again if the budget is small.
+    """Number the rows of every row group, and give any file's footer, read again on a small budget.
 
-    Args:
-        files: in order.
-        columns: that every file must have.
-        budget_bytes: of footers that are kept, the most recently used ones; one alone may take more.
+    The most recently used footers are kept within ``budget_bytes``; one alone may take more.
 
     Raises:
         BadDataError: a file is not Parquet, or lacks a column of a usable type.
@@ -268,9 +250,9 @@ def _read_checked_footer(file: DataFile, columns: Columns) -> Any:
 
     footer, schema = guarded(file, "", read)
     wanted: list[tuple[Iterable[str | None], Callable[[Any], bool], str]] = [
-        ([columns.label, *columns.dense], holds_numbers, "numbers"),
-        (columns.bags, holds_ids, "integers or lists of integers; number or hash the values when the file is written"),
-        (columns.weights, holds_weights, "numbers or lists of numbers"),
+        ([columns.label, *columns.dense], _holds_numbers, "numbers"),
+        (columns.bags, _holds_ids, "integers or lists of integers; number or hash the values when the file is written"),
+        (columns.weights, _holds_weights, "numbers or lists of numbers"),
     ]
     for names, is_usable, expected in wanted:
         for name in filter(None, names):
@@ -310,9 +292,8 @@ def guarded(file: DataFile, rows: str, read: Callable[[], Any]) -> Any:
         file.check()
         reason = str(error).partition("\n")[0][:200]
         if "decrypt" in reason.lower():
-            raise BadDataError(
-                f"{file.name}: encrypted Parquet is not supported; write it without encryption"
-            ) from error
+            problem = "encrypted Parquet is not supported; write it without encryption"
+            raise BadDataError(f"{file.name}: {problem}") from error
         what = f"cannot decode {rows}: damaged" if rows else "not a Parquet file, or damaged"
         raise BadDataError(f"{file.name}: {what} ({reason}); write or copy it again") from error
 
@@ -374,10 +355,10 @@ class RowGroupDecoder:
             self._refuse(bad, column, name, "expected a finite float32, or null for a missing value")
 
     def _ids(self, data: pa.Table, name: str, hashing: Hashing, place: int, singles: SingleIds) -> _Bags:
-        """Return a feature's rows, in ``singles`` if each bag has one; a null bag and a null scalar are empty bags."""
+        """Return a feature's rows, in ``singles`` if each bag has one; null is an empty bag."""
         few = hashing.kind != NONE and int(hashing.rows) <= 2**32
         # Mixed, short ids become any row.
-        kept = hashing.kind != MIX and holds_narrow(data.schema.field(name).type)
+        kept = hashing.kind != MIX and _fits_uint32(data.schema.field(name).type)
         column = singles.column(place, narrow=few or kept)
         sizes, flat = self._flat(data[name], name, "ids")
         rows = column if sizes is None else np.empty(len(flat), dtype=np.int64)
@@ -412,7 +393,7 @@ class RowGroupDecoder:
         array = _array(column)
         if isinstance(array.type, pa.DictionaryType):
             array = array.dictionary_decode()
-        if not is_list(array.type):
+        if not _is_list(array.type):
             if not array.null_count:
                 return None, array
             return array.is_valid().to_numpy(zero_copy_only=False).astype(np.int32), array.drop_null()
@@ -436,30 +417,24 @@ def _array(column: Any) -> Any:
     return pa.concat_arrays(array.chunks) if isinstance(array, pa.ChunkedArray) else array
 
 
-def is_list(kind: Any) -> bool:
-    """Return whether an Arrow type is a list of any kind."""
+def _is_list(kind: Any) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def holds_narrow(kind: Any) -> bool:
-    """Return whether all ids of an Arrow type fit uint32."""
-    each = kind.value_type if is_list(kind) else kind
+def _fits_uint32(kind: Any) -> bool:
+    each = kind.value_type if _is_list(kind) else kind
     return bool(pa.types.is_unsigned_integer(each) and each.bit_width <= 32)
 
 
-def holds_numbers(kind: Any) -> bool:
-    """Return whether an Arrow type can be a label or a dense value."""
+def _holds_numbers(kind: Any) -> bool:
     is_real = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     return bool(is_real or pa.types.is_boolean(kind) or pa.types.is_decimal(kind))
 
 
-def holds_weights(kind: Any) -> bool:
-    """Return whether an Arrow type can be a weight, or a bag of weights."""
-    return holds_numbers(kind.value_type if is_list(kind) else kind)
+def _holds_weights(kind: Any) -> bool:
+    return _holds_numbers(kind.value_type if _is_list(kind) else kind)
 
 
-def holds_ids(kind: Any) -> bool:
-    """Return whether an Arrow type can be an id or a bag of ids."""
-    if is_list(kind) or isinstance(kind, pa.DictionaryType):
-        return bool(pa.types.is_integer(kind.value_type))
-    return bool(pa.types.is_integer(kind))
+def _holds_ids(kind: Any) -> bool:
+    holds_others = _is_list(kind) or isinstance(kind, pa.DictionaryType)
+    return bool(pa.types.is_integer(kind.value_type if holds_others else kind))

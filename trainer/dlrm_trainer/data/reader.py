@@ -1,4 +1,4 @@
-"""Read batches: join a sample order with a source of rows, and turn raw rows into what the model takes."""
+"""Read batches: join a sample order with a source of rows, and turn them into what the model takes."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_api.data import DenseInputSpec
 from dlrm_api.errors import BadDataError, DLRMError
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.model import TableSpec
+from dlrm_kernels.hashing import random_bits, shuffle, stream_key
 from dlrm_kernels.parsing import GOOD, LONG_BAG, NONE, Ints, check_bags, fill_missing, put_rows_of
 from dlrm_stores.locations import find_data_files
 from dlrm_trainer.data import criteo, parquet, synthetic
-from dlrm_trainer.data.batch_builder import NoSamples, RawRows, RowSource, hashing_of, no_rows
+from dlrm_trainer.data.batch_builder import NoSamples, RawRows, RowSource, hashing_of
 from dlrm_trainer.data.files import SourceRequest, Split
-from dlrm_trainer.data.order import SampleOrder
 from dlrm_trainer.settings import read_settings
 from dlrm_trainer.spans import each_spanned
 
 FINISHED_SHARE = 16
-"""One part in so many of the budget is for batches that are ready."""
+"""One part in so many of the budget is for batches that are ready. What batches leave is for blocks of rows."""
 GROUPS_SHARE = 4
 """One part in so many is for ``MAX_GROUPS`` groups of batches that are made together."""
 MAX_GROUPS = 5
@@ -62,7 +61,7 @@ READERS: dict[str, FileFormat] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Hold one rank's slice of one global batch; the slices of ranks 0 to W - 1 in this order are the whole batch.
+    """Hold one rank's slice of a global batch: those of ranks 0 to W - 1 in order are the whole batch.
 
     ``n`` is the slice's sample count and may be 0; ``F`` counts the model's features (bags a sample), in the order of
     ``ModelSpec.all_features``; feature-major means all bags of one feature, then all of the next.
@@ -109,14 +108,11 @@ def open_reader(
     source: RowSource = NoSamples()
     if uris or not file_format.suffixes:
         files = find_data_files(uris, file_format.suffixes, data.s3, read_settings().data_credentials_dir)
-        request = SourceRequest(
-            spec=spec,
-            split=split,
-            files=files,
-            budget_bytes=source_share(int(data.prefetch_bytes)),
-            cache_folder=cache_folder or criteo.default_cache_folder(),
+        folder, budget = cache_folder or criteo.default_cache_folder(), int(data.prefetch_bytes)
+        left = budget - budget // FINISHED_SHARE - budget // GROUPS_SHARE
+        source = file_format.open(
+            SourceRequest(spec=spec, split=split, files=files, budget_bytes=left, cache_folder=folder)
         )
-        source = file_format.open(request)
     if split == "train" and not source.num_samples:
         more = len(uris) - _SHOWN_URIS
         shown = ", ".join(uris[:_SHOWN_URIS]) + (f" and {more} more" if more > 0 else "")
@@ -124,48 +120,89 @@ def open_reader(
     return Reader(source, spec, split, rank, world_size)
 
 
-def source_share(budget_bytes: int) -> int:
-    """Return what a reader's batches leave of its budget for blocks of rows that its source holds."""
-    return budget_bytes - budget_bytes // FINISHED_SHARE - budget_bytes // GROUPS_SHARE
+@dataclass(frozen=True, kw_only=True)
+class SampleOrder:
+    """Order samples by a pure function of (seed, epoch), the same at every world size.
+
+    The rows are cut into V virtual shards of equal size to within one. Batch j of an epoch takes positions
+    [j * B / V, (j + 1) * B / V) of each shard, shards in order, so that only an epoch's last batch is short. Rank r
+    reads a contiguous run of shards: the ranks' slices concatenate to the same batch whatever the world size.
+    """
+
+    num_samples: int
+    batch_size: int
+    """Samples of a global batch; a multiple of ``virtual_shards``."""
+    virtual_shards: int
+    window_rows: int = 0
+    """Rows of a virtual shard that are mixed together; 0 keeps the file's order."""
+    block_rows: int = 1
+    """Rows of a virtual shard that stay together when blocks are permuted, before windows are mixed."""
+    seed: int = 0
+
+    @property
+    def share(self) -> int:
+        """Return the samples that a full batch takes from each virtual shard."""
+        return self.batch_size // self.virtual_shards
+
+    @cached_property
+    def batches_per_epoch(self) -> int:
+        """Return the batches of an epoch, a short last one included."""
+        largest = -(-self.num_samples // self.virtual_shards)
+        return -(-largest // self.share)
+
+    def global_count(self, batch: int) -> int:
+        """Return the samples of a batch over all ranks."""
+        last = batch % self.batches_per_epoch == self.batches_per_epoch - 1
+        return self.num_samples - (self.batches_per_epoch - 1) * self.batch_size if last else self.batch_size
+
+    def sample_ids(self, batch: int, rank: int = 0, world_size: int = 1) -> NDArray[np.int64]:
+        """Return row numbers of one rank's slice of a batch, in order: (n,) int64, n may be 0."""
+        epoch, index = divmod(batch, self.batches_per_epoch)
+        mine = range(rank * self.virtual_shards // world_size, (rank + 1) * self.virtual_shards // world_size)
+        # The first row of each shard: floor(shard * num_samples / V) without overflow.
+        shards = np.arange(mine.start, mine.stop + 1, dtype=np.int64)
+        whole, rest = divmod(self.num_samples, self.virtual_shards)
+        bounds = shards * whole + shards * rest // self.virtual_shards
+        sizes = np.diff(bounds)
+        first = index * self.share
+        counts = np.clip(sizes - first, 0, self.share)
+        row = np.arange(first, first + self.share, dtype=np.int64)
+        # Nearly all batches take a full share of each shard.
+        is_full = bool((counts == self.share).all())
+        offsets = np.tile(row, sizes.size) if is_full else np.concatenate([row[:0], *(row[:count] for count in counts)])
+        if self.window_rows and offsets.size:
+            each_size, keys = sizes.view(np.uint64).repeat(counts), _shard_keys(self.seed, epoch, mine).repeat(counts)
+            window, block = np.uint64(self.window_rows), np.uint64(self.block_rows)
+            offsets = shuffle(offsets.view(np.uint64), each_size, keys, window, block).view(np.int64)
+        return np.repeat(bounds[:-1], counts) + offsets
 
 
-def sample_order(spec: DLRMJobSpec, split: Split, num_samples: int) -> SampleOrder:
-    """Return the order of a split: shuffled for training, the files' own for evaluation."""
-    return SampleOrder(
-        num_samples=num_samples,
-        batch_size=spec.data.global_batch_size,
-        virtual_shards=spec.data.virtual_shards,
-        window_rows=spec.data.shuffle.window_rows if split == "train" else 0,
-        block_rows=spec.data.shuffle.block_rows,
-        seed=spec.training.seed,
-    )
+@lru_cache(maxsize=4)
+def _shard_keys(seed: int, epoch: int, shards: range) -> NDArray[np.uint64]:
+    """Return the keys of each shard's permutations in an epoch."""
+    return random_bits(stream_key("order", seed, epoch), np.arange(shards.start, shards.stop, dtype=np.uint64))
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Hold rows of batches that are made together."""
-
-    numbers: range
-    slices: Sequence[Ints]
-    """Sample ids of each batch."""
-    raws: Iterable[RawRows]
-    """Of the slices that are not empty."""
+_Group: TypeAlias = tuple[range, Sequence[Ints], Iterable[RawRows]]
+"""Numbers of batches that are made together, the sample ids of each, and the rows of those that are not empty."""
 
 
 class Reader:
     """Read one rank's view of one split. Any batch can be read at any time: there is no position to keep.
 
-    Args:
-        source: of all rows of the split.
-        spec: of the job.
-        split: decides the order.
-        rank: of this process.
-        world_size: number of ranks.
+    Training data is shuffled; evaluation data keeps the files' own order.
     """
 
     def __init__(self, source: RowSource, spec: DLRMJobSpec, split: Split, rank: int, world_size: int) -> None:
         self._source, self._dense = source, spec.data.dense
-        self._order = sample_order(spec, split, source.num_samples)
+        self._order = SampleOrder(
+            num_samples=source.num_samples,
+            batch_size=spec.data.global_batch_size,
+            virtual_shards=spec.data.virtual_shards,
+            window_rows=spec.data.shuffle.window_rows if split == "train" else 0,
+            block_rows=spec.data.shuffle.block_rows,
+            seed=spec.training.seed,
+        )
         self._rank, self._world_size = rank, world_size
         tables, features = spec.model.all_tables(), spec.model.all_features()
         self._bags = tuple((tables[feature.table], feature.column) for feature in features)
@@ -174,8 +211,14 @@ class Reader:
         self._to_hash = [] if source.hashed else np.flatnonzero(hashed).tolist()
         self._rows = np.where(hashed, 0, [table.rows for table, _ in self._bags])
         self._max_lookups = np.array([table.max_lookups for table, _ in self._bags], dtype=np.int64)
-        is_weighted = any(each.weights for each in features)
-        self._nothing = no_rows(len(features), len(spec.model.dense_features), is_weighted)
+        nothing = np.empty(0, dtype=np.float32)
+        self._nothing = RawRows(
+            dense=np.empty((0, len(spec.model.dense_features)), dtype=np.float32),
+            labels=nothing,
+            lengths=np.empty((len(features), 0), dtype=np.int32),
+            ids=np.empty(0, dtype=np.int64),
+            weights=nothing if any(each.weights for each in features) else None,
+        )
         self._budget = int(spec.data.prefetch_bytes)
         self._max_group_batches = 1
         self.waited_s = 0.0
@@ -230,9 +273,9 @@ class Reader:
     def _made(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield batches in order, made of rows that another thread fetches at most one group ahead."""
         with closing(prefetched(self._fetched(start, stop), 1, lambda _: 1, "fetch")) as groups:
-            for group in groups:
-                raws = iter(group.raws)
-                for number, sample_ids in zip(group.numbers, group.slices, strict=True):
+            for numbers, slices, rows in groups:
+                raws = iter(rows)
+                for number, sample_ids in zip(numbers, slices, strict=True):
                     batch = self._batch(number, sample_ids, next(raws) if sample_ids.size else self._nothing)
                     group_bytes = self._budget // GROUPS_SHARE // MAX_GROUPS
                     self._max_group_batches = max(1, group_bytes // max(1, batch.num_bytes))
@@ -240,7 +283,7 @@ class Reader:
         self._source.rest()
 
     def _fetched(self, start: int, stop: int) -> Iterator[_Group]:
-        """Yield rows of several batches at a time: the blocks that they need are then decoded once for all of them."""
+        """Yield rows of several batches at a time: their blocks are then decoded once for all of them."""
         count, remade = 1, 0
         slices = [self._sample_ids(number) for number in range(start, min(start + count, stop))]
         while start < stop:
@@ -263,31 +306,29 @@ class Reader:
                 for number, sample_ids in zip(numbers, slices, strict=True):
                     yield from self._groups(range(number, number + 1), [sample_ids], [])
             raise
-        yield _Group(numbers, slices, raws)
+        yield numbers, slices, raws
 
     def _sample_ids(self, batch: int) -> Ints:
         return self._order.sample_ids(batch, self._rank, self._world_size)
 
     def _batch(self, number: int, sample_ids: Ints, raw: RawRows) -> Batch:
-        self._hash(raw)
-        self._check(raw, sample_ids)
-        return Batch(
-            number=number,
-            sample_ids=torch.from_numpy(sample_ids),
-            dense=torch.from_numpy(dense_inputs(raw.dense, self._dense)),
-            labels=torch.from_numpy(raw.labels),
-            lengths=torch.from_numpy(raw.lengths),
-            values=torch.from_numpy(raw.ids),
-            weights=None if raw.weights is None else torch.from_numpy(raw.weights),
-        )
-
-    def _hash(self, raw: RawRows) -> None:
-        """Turn ids into rows of their tables in place, unless the source has done so."""
         if self._to_hash:
             edges = [0, *np.cumsum(raw.lengths.sum(axis=1, dtype=np.int64)).tolist()]
             for feature in self._to_hash:
                 ids = raw.ids[edges[feature] : edges[feature + 1]]
                 put_rows_of(ids, self._hashings[feature], ids)
+        self._check(raw, sample_ids)
+        fill_missing(raw.dense.reshape(-1), np.float32(self._dense.missing))
+        is_log = self._dense.transform == "log1p"
+        return Batch(
+            number=number,
+            sample_ids=torch.from_numpy(sample_ids),
+            dense=torch.from_numpy(np.log1p(np.maximum(raw.dense, np.float32(0))) if is_log else raw.dense),
+            labels=torch.from_numpy(raw.labels),
+            lengths=torch.from_numpy(raw.lengths),
+            values=torch.from_numpy(raw.ids),
+            weights=None if raw.weights is None else torch.from_numpy(raw.weights),
+        )
 
     def _check(self, raw: RawRows, sample_ids: Ints) -> None:
         finding, number, place = check_bags(raw.ids, raw.lengths, self._rows, self._max_lookups)
@@ -295,31 +336,19 @@ class Reader:
             return
         table, column = self._bags[number]
         if finding == LONG_BAG:
-            self._refuse_bag(table, column, int(raw.lengths[number, place]), int(sample_ids[place]))
+            raise BadDataError(
+                f"{self._source.where(int(sample_ids[place]))}: invalid bag of table {table.name} (column {column}): "
+                f"expected at most {table.max_lookups} ids (maxLookups of the table), got {raw.lengths[number, place]}"
+            )
         stops = np.cumsum(raw.lengths, dtype=np.int64)
         sample = int(np.searchsorted(stops, place, side="right")) - number * sample_ids.size
         first = int(stops[number * sample_ids.size] - raw.lengths[number, 0])
         largest = int(raw.ids[first : int(stops[(number + 1) * sample_ids.size - 1])].max())
-        self._refuse_id(table, column, int(raw.ids[place]), largest, int(sample_ids[sample]))
-
-    def _refuse_bag(self, table: TableSpec, column: str, length: int, sample_id: int) -> NoReturn:
+        fix = f"raise rows to at least {largest + 1}" if raw.ids[place] >= 0 else "correct the data"
         raise BadDataError(
-            f"{self._source.where(sample_id)}: invalid bag of table {table.name} (column {column}): expected at most "
-            f"{table.max_lookups} ids (maxLookups of the table), got {length}"
+            f"{self._source.where(int(sample_ids[sample]))}: invalid id of table {table.name} (column {column}): "
+            f"expected 0 to {table.rows - 1}, got {raw.ids[place]}; {fix}, or set embedding.hash: mix on the table"
         )
-
-    def _refuse_id(self, table: TableSpec, column: str, value: int, largest: int, sample_id: int) -> NoReturn:
-        fix = f"raise rows to at least {largest + 1}, or set" if value >= 0 else "correct the data, or set"
-        raise BadDataError(
-            f"{self._source.where(sample_id)}: invalid id of table {table.name} (column {column}): expected 0 to "
-            f"{table.rows - 1}, got {value}; {fix} embedding.hash: mix on the table"
-        )
-
-
-def dense_inputs(values: NDArray[np.float32], spec: DenseInputSpec) -> NDArray[np.float32]:
-    """Fill missing (NaN) values in, in place, and apply the transform: (n, F) float32 to the same, finite."""
-    fill_missing(values.reshape(-1), np.float32(spec.missing))
-    return np.log1p(np.maximum(values, np.float32(0))) if spec.transform == "log1p" else values
 
 
 class _Queue(Generic[T]):
@@ -334,7 +363,20 @@ class _Queue(Generic[T]):
         self._error: BaseException | None = None
         self._stopped = False
 
-    def put(self, item: T) -> bool:
+    def fill(self, items: Iterable[T]) -> None:
+        """Add all items, and then the error in making them, if any."""
+        error = None
+        try:
+            for item in items:
+                if not self._put(item):
+                    return
+        except BaseException as caught:
+            error = caught
+        with self._changed:
+            self._ended, self._error = True, error
+            self._changed.notify_all()
+
+    def _put(self, item: T) -> bool:
         """Add an item once it fits, or none is waiting; False after ``stop``."""
         size = self._size_of(item)
         with self._changed:
@@ -346,12 +388,6 @@ class _Queue(Generic[T]):
             self._changed.notify_all()
             return True
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Add no more items; ``error`` ended them."""
-        with self._changed:
-            self._ended, self._error = True, error
-            self._changed.notify_all()
-
     def stop(self) -> None:
         """Take no more items."""
         with self._changed:
@@ -360,11 +396,7 @@ class _Queue(Generic[T]):
             self._changed.notify_all()
 
     def get(self) -> tuple[T] | None:
-        """Return the next item, None at the end.
-
-        Raises:
-            BaseException: what ended the items.
-        """
+        """Return the next item, None at the end; raise the error that ended them."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._items) or self._ended)
             if self._items:
@@ -380,13 +412,13 @@ class _Queue(Generic[T]):
 def prefetched(
     items: Iterable[T], budget_bytes: int, size_of: Callable[[T], int], stage: str
 ) -> Generator[T, None, None]:
-    """Yield ``items`` in order, made ahead in a thread: as many as ``budget_bytes`` hold, and at least one.
+    """Yield ``items`` in order, made ahead in a thread: as many as the budget holds, and at least one.
 
     ``stage`` names the thread, and the making of each item in a trace. An error in making an item reaches the consumer
     in that item's place. Closing the iterator stops the thread after the item that it is making.
     """
     queue: _Queue[T] = _Queue(budget_bytes, size_of)
-    worker = threading.Thread(target=_fill, args=(each_spanned(items, stage), queue), name=f"dlrm-{stage}", daemon=True)
+    worker = threading.Thread(target=queue.fill, args=(each_spanned(items, stage),), name=f"dlrm-{stage}", daemon=True)
     worker.start()
     try:
         while (item := queue.get()) is not None:
@@ -394,13 +426,3 @@ def prefetched(
     finally:
         queue.stop()
         worker.join(JOIN_TIMEOUT_S)
-
-
-def _fill(items: Iterable[T], queue: _Queue[T]) -> None:
-    try:
-        for item in items:
-            if not queue.put(item):
-                return
-        queue.end()
-    except BaseException as error:
-        queue.end(error)

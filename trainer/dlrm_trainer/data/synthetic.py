@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.model import Feature, TableSpec
+from dlrm_api.model import TableSpec
 from dlrm_kernels.hashing import random_bits, stream_key, uniform
+from dlrm_kernels.parsing import Ints
 from dlrm_stores.locations import local_path, read_text
-from dlrm_trainer.data.batch_builder import Fingerprint, RawRows, no_rows
+from dlrm_trainer.data.batch_builder import Fingerprint, RawRows
 from dlrm_trainer.data.files import SourceRequest
 
 _TITLE = "Ratio of index distribution"
@@ -185,18 +186,18 @@ class Teacher:
     @classmethod
     def fitted(cls, seed: int, probe: Hidden, noise: float, positive_rate: float) -> Teacher:
         """Fit a teacher whose parts have their spread on ``probe``, and whose labels have ``positive_rate``."""
-        features, dense = probe.effects.shape[0], probe.dense.shape[1]
         # Some features matter more than others.
-        row_weights = 1.0 / np.sqrt(1.0 + np.arange(features))
-        dense_weights = _signed(random_bits(stream_key("dense", seed), np.arange(dense, dtype=np.uint64)))
+        row_weights = 1.0 / np.sqrt(1.0 + np.arange(probe.effects.shape[0]))
+        numbers = np.arange(probe.dense.shape[1], dtype=np.uint64)
+        dense_weights = _signed(random_bits(stream_key("dense", seed), numbers))
         bare = cls(row_weights, dense_weights, (1.0, 1.0, 1.0), 0.0)
         spreads = [float(part.std()) for part in bare.parts(probe)]
         row, dense, pair = (
             scale / spread if spread > 0 else 0.0
             for scale, spread in zip((_ROW_SCALE, _DENSE_SCALE, _PAIR_SCALE), spreads, strict=True)
         )
-        scaled = cls(row_weights, dense_weights, (row, dense, pair), 0.0)
-        return cls(row_weights, dense_weights, (row, dense, pair), _bias(scaled.logits(probe), noise, positive_rate))
+        scaled = replace(bare, scales=(row, dense, pair))
+        return replace(scaled, bias=_bias(scaled.logits(probe), noise, positive_rate))
 
     def parts(self, hidden: Hidden) -> tuple[Floats, Floats, Floats]:
         """Return the rows' own, dense and pairwise parts of the logits before scaling, (n,) each."""
@@ -211,12 +212,6 @@ class Teacher:
         """Return the log odds of a positive label, (n,), before noise."""
         row, dense, pair = self.parts(hidden)
         return self.bias + self.scales[0] * row + self.scales[1] * dense + self.scales[2] * pair
-
-
-def row_effects(keys: Sequence[np.uint64], rows: NDArray[np.uint64]) -> tuple[Floats, Floats]:
-    """Return the two hidden effects of some rows of one table: uniform with mean 0 and variance 1."""
-    first, second = keys
-    return _signed(random_bits(first, rows)), _signed(random_bits(second, rows))
 
 
 def sigmoid(logits: Floats) -> Floats:
@@ -241,6 +236,7 @@ def _weighted(weights: Floats, terms: Floats) -> Floats:
 
 
 def _signed(bits: NDArray[np.uint64]) -> Floats:
+    """Return uniform numbers with mean 0 and variance 1."""
     return np.asarray((2.0 * uniform(bits) - 1.0) * np.sqrt(3.0))
 
 
@@ -302,15 +298,6 @@ class _Draws:
         return bits.astype(np.float32) * np.float32(2.0**-23) + np.float32(0.5)
 
 
-@dataclass(frozen=True)
-class _Bags:
-    """Hold bag sizes (F, n), and by feature ids and weights (the latter only if any feature has some)."""
-
-    lengths: NDArray[np.int32]
-    ids: list[NDArray[np.int64]]
-    weights: list[NDArray[np.float32]]
-
-
 def open_synthetic(request: SourceRequest) -> SyntheticSource:
     """Open the synthetic samples of a split."""
     return SyntheticSource(request.spec, request.split)
@@ -324,9 +311,7 @@ class SyntheticSource:
 
     def __init__(self, spec: DLRMJobSpec, split: str) -> None:
         synthetic, seed = spec.data.synthetic, spec.training.seed
-        self._split = split
-        self._spec = synthetic
-        self._features = len(spec.model.dense_features)
+        self._split, self._spec, self._features = split, synthetic, len(spec.model.dense_features)
         self._counts = spec.data.dense.transform == "log1p"
         self.num_samples = synthetic.samples if split == "train" else synthetic.eval_samples
         self._histogram = read_histogram(synthetic.reuse_histogram) if synthetic.reuse_histogram else None
@@ -350,52 +335,50 @@ class SyntheticSource:
     def rest(self) -> None:
         """Do nothing."""
 
-    def close(self) -> None:
-        """Do nothing."""
+    close = rest
 
-    def batches(
-        self,
-        slices: Sequence[NDArray[np.int64]],
-        ahead: NDArray[np.int64] | None = None,  # noqa: ARG002
-    ) -> list[RawRows]:
+    def batches(self, slices: Sequence[Ints], ahead: Ints | None = None) -> list[RawRows]:  # noqa: ARG002
         """Compute the samples of some batches."""
-        nothing = no_rows(len(self._draws), self._features, self._weighted)
-        return [self.rows(each) if each.size else nothing for each in slices]
+        return [self.rows(each) for each in slices]
 
-    def rows(self, sample_ids: NDArray[np.int64]) -> RawRows:
+    def rows(self, sample_ids: Ints) -> RawRows:
         """Compute some samples."""
         counters = sample_ids.astype(np.uint64)
-        hidden, bags = self._hidden(counters)
+        hidden, all_lengths, ids, weights = self._hidden(counters)
         noise = self._spec.noise * gaussian(random_bits(self._noise_key, counters))
         chances = sigmoid(self._teacher.logits(hidden) + noise)
         labels = uniform(random_bits(self._label_key, counters)) < chances
         return RawRows(
             dense=self._observed(hidden.dense),
             labels=labels.astype(np.float32),
-            lengths=bags.lengths,
-            ids=np.concatenate(bags.ids),
-            weights=np.concatenate(bags.weights) if self._weighted else None,
+            lengths=all_lengths,
+            ids=np.concatenate(ids),
+            weights=np.concatenate(weights) if self._weighted else None,
         )
 
-    def _hidden(self, counters: NDArray[np.uint64]) -> tuple[Hidden, _Bags]:
+    def _hidden(
+        self, counters: NDArray[np.uint64]
+    ) -> tuple[Hidden, NDArray[np.int32], list[Ints], list[NDArray[np.float32]]]:
+        """Return also bag sizes (F, n), and by feature ids and weights, the latter if any feature has some."""
         shape = (len(self._draws), counters.size)
-        effects, factors = np.empty(shape), np.empty(shape)
-        bags = _Bags(np.empty(shape, dtype=np.int32), [], [])
+        effects, factors, all_lengths = np.empty(shape), np.empty(shape), np.empty(shape, dtype=np.int32)
+        ids: list[Ints] = []
+        weights: list[NDArray[np.float32]] = []
         for number, draws in enumerate(self._draws):
-            lengths = bags.lengths[number] = draws.lengths(counters)
+            lengths = all_lengths[number] = draws.lengths(counters)
             lookups = draws.lookups(counters, lengths)
             rows = draws.ids(lookups)
-            first, second = row_effects(draws.effect_keys, rows)
+            first, second = (_signed(random_bits(key, rows)) for key in draws.effect_keys)
             if self._weighted:
-                bags.weights.append(draws.weights(lookups))
-                first, second = first * bags.weights[number], second * bags.weights[number]
+                weights.append(draws.weights(lookups))
+                first, second = first * weights[number], second * weights[number]
             effects[number] = _bag_means(first, lengths)
             factors[number] = _bag_means(second, lengths)
-            bags.ids.append(rows.view(np.int64))
+            ids.append(rows.view(np.int64))
         dense = np.empty((counters.size, self._features))
         for column, key in enumerate(self._dense_keys):
-            dense[:, column] = (2.0 * uniform(random_bits(key, counters)) - 1.0) * np.sqrt(3.0)
-        return Hidden(effects, factors, dense), bags
+            dense[:, column] = _signed(random_bits(key, counters))
+        return Hidden(effects, factors, dense), all_lengths, ids, weights
 
     def _observed(self, latent: NDArray[np.float64]) -> NDArray[np.float32]:
         """Return the latent values, or heavy-tailed counts that grow with them if log1p follows."""
@@ -411,25 +394,23 @@ def _draws(spec: DLRMJobSpec, histogram: ReuseHistogram | None, split: str) -> l
         rows: histogram.popularity(rows) if histogram else Popularity.zipf(rows, spec.data.synthetic.alpha)
         for rows in {table.rows for table in tables}
     }
-    return [
-        _feature_draws(seed, split, tables[feature.table], feature, popularity[tables[feature.table].rows])
-        for feature in spec.model.all_features()
-    ]
-
-
-def _feature_draws(seed: int, split: str, table: TableSpec, feature: Feature, popularity: Popularity) -> _Draws:
-    """Name draws of a table's first column by the table alone, those of further ones by table and column."""
-    name = (table.name,) if feature.column == table.sources[0] else (table.name, feature.column)
-    return _Draws(
-        table=table,
-        popularity=popularity,
-        scatter=Scatter.of(table.rows, stream_key(seed, "scatter", table.name)),
-        length_key=stream_key(seed, split, "length", *name),
-        step_key=stream_key(seed, split, "step", *name),
-        place_key=stream_key(seed, split, "place", *name),
-        weight_key=stream_key(seed, split, "weight", *name) if feature.weights else None,
-        effect_keys=(stream_key(seed, "first", table.name), stream_key(seed, "second", table.name)),
-    )
+    found = []
+    for feature in spec.model.all_features():
+        table = tables[feature.table]
+        # Draws of a table's first column are named by the table alone, those of further ones by table and column.
+        name = (table.name,) if feature.column == table.sources[0] else (table.name, feature.column)
+        draws = _Draws(
+            table=table,
+            popularity=popularity[table.rows],
+            scatter=Scatter.of(table.rows, stream_key(seed, "scatter", table.name)),
+            length_key=stream_key(seed, split, "length", *name),
+            step_key=stream_key(seed, split, "step", *name),
+            place_key=stream_key(seed, split, "place", *name),
+            weight_key=stream_key(seed, split, "weight", *name) if feature.weights else None,
+            effect_keys=(stream_key(seed, "first", table.name), stream_key(seed, "second", table.name)),
+        )
+        found.append(draws)
+    return found
 
 
 def _bag_means(values: NDArray[np.float64], lengths: NDArray[np.int32]) -> NDArray[np.float64]:

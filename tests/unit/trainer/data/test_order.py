@@ -1,4 +1,4 @@
-"""What the order of samples promises: every sample once an epoch, the same batches at every world size."""
+"""Test the order of samples: each once an epoch, the same batches at every world size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from dlrm_kernels.hashing import UInts, shuffle
-from dlrm_trainer.data.order import SampleOrder
+from dlrm_trainer.data.reader import SampleOrder
 
 
 @st.composite
@@ -36,7 +36,7 @@ def test_an_epoch_holds_every_sample_exactly_once(order: SampleOrder, epoch: int
 
 @given(orders())
 @settings(max_examples=100)
-def test_only_the_last_batch_of_an_epoch_is_short_and_counts_are_known_without_reading(order: SampleOrder) -> None:
+def test_only_the_last_batch_of_an_epoch_is_short_and_is_counted_unread(order: SampleOrder) -> None:
     sizes = [order.sample_ids(number).size for number in range(2 * order.batches_per_epoch)]
 
     assert sizes == [order.global_count(number) for number in range(2 * order.batches_per_epoch)]
@@ -46,7 +46,7 @@ def test_only_the_last_batch_of_an_epoch_is_short_and_counts_are_known_without_r
 
 @given(orders(), st.data())
 @settings(max_examples=100)
-def test_the_slices_of_the_ranks_concatenate_to_the_same_batch_at_every_world_size(
+def test_slices_of_ranks_concatenate_to_the_same_batch_at_every_world_size(
     order: SampleOrder, data: st.DataObject
 ) -> None:
     world_size = data.draw(st.integers(1, order.virtual_shards))
