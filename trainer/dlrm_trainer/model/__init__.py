@@ -1,1 +1,1 @@
-"""The dense half of the model, its products and its optimizers: no parallelism."""
+"""Compute the dense half of the model and its optimizers, without parallelism."""

@@ -75,7 +75,7 @@ def product_dtype(precision: str, device: torch.device) -> torch.dtype:
 
 
 def linear(x: Tensor, layer: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Apply an ``nn.Linear`` in ``dtype``, by the library that is faster on this processor: (n, K) to (n, M).
+    """Apply an ``nn.Linear`` in ``dtype`` by this processor's faster library: (n, K) to (n, M).
 
     Sums are made in float32 whatever ``dtype`` is.
     """
@@ -140,45 +140,18 @@ class DenseOptimizer:
     @torch.no_grad()
     def step(self, parameters: Tensor, gradient: Tensor, learning_rate: float) -> None:
         """Make one step in place."""
-        common: dict[str, Any] = {
-            "lr": learning_rate,
-            "weight_decay": 0.0,
-            "maximize": False,
-            "foreach": False,
-            "fused": self._fused,
-            "differentiable": False,
-            "has_complex": False,
-        }
-        if self._spec.kind == "sgd":
+        spec, slots, given = self._spec, self.slots, ([parameters], [gradient])
+        off: dict[str, Any] = dict.fromkeys(("maximize", "foreach", "differentiable", "has_complex"), False)
+        common = off | {"lr": learning_rate, "eps": spec.eps, "weight_decay": 0.0, "fused": self._fused}
+        if spec.kind == "sgd":
             parameters.add_(gradient, alpha=-learning_rate)
-        elif self._spec.kind == "adagrad":
-            adagrad(
-                [parameters],
-                [gradient],
-                [self.slots["sum"]],
-                [self._steps],
-                lr_decay=0.0,
-                eps=self._spec.eps,
-                has_sparse_grad=False,
-                **common,
-            )
+        elif spec.kind == "adagrad":
+            adagrad(*given, [slots["sum"]], [self._steps], lr_decay=0.0, has_sparse_grad=False, **common)
         else:
-            self._steps.copy_(self.slots["steps"])
-            adam(
-                [parameters],
-                [gradient],
-                [self.slots["first"]],
-                [self.slots["second"]],
-                [],
-                [self._steps],
-                amsgrad=False,
-                beta1=self._spec.beta1,
-                beta2=self._spec.beta2,
-                eps=self._spec.eps,
-                capturable=False,
-                **common,
-            )
-            self.slots["steps"] += 1
+            common |= {"beta1": spec.beta1, "beta2": spec.beta2, "amsgrad": False, "capturable": False}
+            self._steps.copy_(slots["steps"])
+            adam(*given, [slots["first"]], [slots["second"]], [], [self._steps], **common)
+            slots["steps"] += 1
 
 
 class DenseParameters:

@@ -1,4 +1,4 @@
-"""The dense half of a DLRM: bottom MLP, interaction, top MLP to one logit, and the loss. It knows no parallelism.
+"""Compute the dense half of a DLRM, without parallelism: MLPs, interaction, logit and loss.
 
 Shapes: n samples, F dense features, T features of ids, D the width of all pooled rows side by side, E one's width,
 V vectors of a sample that interact, P = V (V - 1) / 2 pairs of them: the lower triangle, row by row.
@@ -80,7 +80,8 @@ class HostPairs(torch.autograd.Function):
         inputs = (None if bottom is None else bottom.contiguous(), features.contiguous())
         ctx.save_for_backward(*inputs)
         ctx.dim = dim
-        out = torch.empty(len(features), (0 if bottom is None else dim) + _pairs(bottom, features, dim))
+        vectors = features.shape[1] // dim + (bottom is not None)
+        out = torch.empty(len(features), (0 if bottom is None else dim) + vectors * (vectors - 1) // 2)
         dot_products(_array(inputs[0]), _array(inputs[1]), out.numpy(), dim, torch.get_num_threads())
         return out
 
@@ -89,15 +90,8 @@ class HostPairs(torch.autograd.Function):
         """Return gradients of the vectors."""
         (bottom, features), (gradient,) = ctx.saved_tensors, incoming
         to_bottom, to_features = None if bottom is None else torch.empty_like(bottom), torch.empty_like(features)
-        dot_gradients(
-            _array(bottom),
-            _array(features),
-            _array(gradient.contiguous()),
-            _array(to_bottom),
-            _array(to_features),
-            ctx.dim,
-            torch.get_num_threads(),
-        )
+        given = _array(bottom), _array(features), _array(gradient.contiguous())
+        dot_gradients(*given, _array(to_bottom), _array(to_features), ctx.dim, torch.get_num_threads())
         return to_bottom, to_features, None
 
 
@@ -133,17 +127,12 @@ class DevicePairs(torch.autograd.Function):
         return to_bottom, to_vectors[:, own:], None, None, None
 
 
-def _pairs(bottom: Tensor | None, features: Tensor, dim: int) -> int:
-    vectors = features.shape[1] // dim + (bottom is not None)
-    return vectors * (vectors - 1) // 2
-
-
 def _array(tensor: Tensor | None) -> Any:
     return None if tensor is None else tensor.detach().numpy()
 
 
 def pair_places(vectors: int) -> Tensor:
-    """Return (2, P) int64 places in a flat (V, V) matrix: of each pair below its diagonal, and of its mirror image."""
+    """Return (2, P) int64 places in a flat (V, V) matrix: of each pair below the diagonal, and its mirror."""
     rows, columns = torch.tril_indices(vectors, vectors, offset=-1)
     return torch.stack((rows * vectors + columns, columns * vectors + rows))
 
@@ -153,10 +142,9 @@ class CrossInteraction(nn.Module):
 
     def __init__(self, width: int, layers: int, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.width, self.dtype = width, dtype
         self.down = nn.ModuleList(nn.Linear(width, rank, bias=False) for _ in range(layers))
         self.up = nn.ModuleList(nn.Linear(rank, width) for _ in range(layers))
-        self.width = width
 
     def forward(self, bottom: Tensor | None, features: Tensor) -> Tensor:
         """(n, bottom width) and (n, D) to (n, width)."""
@@ -168,7 +156,7 @@ class CrossInteraction(nn.Module):
 
 
 class DLRM(nn.Module):
-    """Dense features and pooled rows to one logit a sample. A model without dense features has no bottom MLP."""
+    """Turn dense features and pooled rows into logits. Without dense features there is no bottom MLP."""
 
     def __init__(self, spec: ModelSpec, device: torch.device = HOST) -> None:
         super().__init__()
@@ -186,16 +174,11 @@ class DLRM(nn.Module):
         self.top = MLP(self.interaction.width, spec.top_mlp, last_relu=False, dtype=dtype)
 
     def forward(self, dense: Tensor, features: Tensor) -> Tensor:
-        """Return (n,) float32 logits.
-
-        Args:
-            dense: (n, F) float32; ignored where F is 0.
-            features: (n, D) float32 pooled rows, features side by side in the model's order.
-        """
+        """Return (n,) logits from dense features (n, F) and pooled rows (n, D) in order, all float32."""
         return self.logits(self.bottom_out(dense), features)
 
     def bottom_out(self, dense: Tensor) -> Tensor | None:
-        """Compute the half of ``forward`` that needs no pooled rows: (n, bottom width), None without dense features."""
+        """Compute the half of ``forward`` that needs no pooled rows: (n, bottom width) or None."""
         return None if self.bottom is None else self.bottom(dense)
 
     def logits(self, bottom: Tensor | None, features: Tensor) -> Tensor:
@@ -221,9 +204,6 @@ def build_model(spec: ModelSpec, seed: int, device: torch.device = HOST) -> DLRM
 def global_mean_loss(logits: Tensor, labels: Tensor, global_count: int) -> Tensor:
     """Return this rank's share of the global batch's mean log loss: the shares of all ranks add up to it.
 
-    Args:
-        logits: (n,) float32; n may be 0.
-        labels: (n,) float32 in {0, 1}.
-        global_count: samples of the batch over all ranks.
+    ``logits`` and ``labels`` are (n,) float32, n may be 0; ``global_count`` are samples of the batch over all ranks.
     """
     return nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum") / global_count
