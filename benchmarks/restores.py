@@ -31,8 +31,8 @@ from dlrm_checkpointer.write.policy import bits_for
 from dlrm_trainer.data import Batch, open_reader
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding.checkpoint import ResidentPart
+from dlrm_trainer.evaluate import measure
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.metrics import quality
 
 SHAPE = Shape(tables=8, rows=50_000, batch=1_024, bottom=(64, 64), top=(64, 1))
 ROW_RATE, DENSE_RATE = 0.05, 0.02
@@ -159,7 +159,7 @@ def finish(learner: Learner, data: Data) -> float:
     logits = torch.cat([learner.logits(batch) for batch in data.evaluation]).double().numpy()
     labels = torch.cat([batch.labels for batch in data.evaluation]).double().numpy()
     learner.embeddings.close()
-    entropy = quality.evaluate(logits, labels, len(data.train)).ne
+    entropy = measure(logits, labels, len(data.train)).ne
     assert entropy is not None, "there are labels of both kinds"
     return entropy
 

@@ -16,7 +16,7 @@ from dlrm_api.plan import Plan, parse_plan, plan_from_parts
 from dlrm_api.process import log_to_stderr, named_limit
 from dlrm_api.progress import TerminationMessage
 from dlrm_checkpointer import read_job
-from dlrm_trainer.settings import Settings, allow_open_files, keep_memory, read_settings, spin_briefly
+from dlrm_trainer.settings import Settings, allow_open_files, read_settings, tune_process
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,8 +26,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the launcher; the exit code is one of ``dlrm_api.names.ExitCode`` or a crashed rank's."""
-    spin_briefly()
-    keep_memory()
+    tune_process()
     allow_open_files()
     log_to_stderr("launcher")
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -35,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = Settings()
     try:
         settings = read_settings()
-        message = _run(_parse(arguments), settings)
+        message = _run(arguments, settings)
     except Exception as caught:
         error = named_limit(caught)
         if not isinstance(error, DLRMError):
@@ -50,14 +49,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _end_before_the_start(_number: int, _frame: FrameType | None) -> None:
-    """Exit at once: before the ranks exist there is nothing to save. Then the launcher takes over.
-
-    An exception is no alternative: imports that are running may catch it.
-    """
+    # Before the ranks exist there is nothing to save, and imports that are running may catch an exception.
     os._exit(ExitCode.TERMINATED)
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
+def _run(arguments: list[str] | None, settings: Settings) -> TerminationMessage:
     parser = _Parser(prog="python -m dlrm_trainer", description="Run this pod's trainer ranks.")
     parser.add_argument("--job", required=True, type=Path, metavar="FILE", help="the DLRMJob, JSON or YAML")
     parser.add_argument(
@@ -66,10 +62,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--digest", action="store_true", help="write the SHA-256 of the final state into result.json as state_digest"
     )
-    return parser.parse_args(arguments)
-
-
-def _run(options: argparse.Namespace, settings: Settings) -> TerminationMessage:
+    options = parser.parse_args(arguments)
     job, plan = read_job(options.job), read_plan(options.plan)
     # Loads torch, which takes seconds; errors above are reported before.
     from dlrm_trainer.launcher import Launcher
@@ -84,14 +77,10 @@ def read_plan(path: Path) -> Plan:
         NoInputError: the file does not exist.
         InvalidSpecError: it is invalid, or parts are missing.
     """
-    if not path.is_dir():
-        return parse_plan(_read(path))
-    return plan_from_parts({part.name: part.read_bytes() for part in path.glob("plan.*.gz")})
-
-
-def _read(path: Path) -> bytes:
+    if path.is_dir():
+        return plan_from_parts({part.name: part.read_bytes() for part in path.glob("plan.*.gz")})
     try:
-        return path.read_bytes()
+        return parse_plan(path.read_bytes())
     except OSError as error:
         raise NoInputError(f"cannot read {path}: {error.strerror}") from error
 

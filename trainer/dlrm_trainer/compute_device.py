@@ -20,11 +20,7 @@ _NO_GPU_ERRORS = (
 
 
 def take_device(device: Device, local_rank: int) -> torch.device:
-    """Return the plan's device; make a GPU the current one of this process.
-
-    Args:
-        device: of the plan.
-        local_rank: index of this process in its pod, and of its GPU.
+    """Return the plan's device; make GPU ``local_rank``, if it is one, current in this process.
 
     Raises:
         InvalidSpecError: the plan needs a GPU, and this process has none of its own.

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import hmac
 import json
+import mmap
+import os
+import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -25,19 +32,91 @@ from dlrm_trainer.metrics.progress import ProgressBoard
 CUT_WAIT_S = 5.0
 """How long ``POST /cut`` waits for the cut before it answers with the first step that can follow."""
 MAX_BODY_BYTES = 4_096
+STACKS_SIGNAL = signal.SIGUSR1
+"""Makes a rank write its stacks from the signal handler if its thread does not answer."""
+ANSWER_S = 1.0
+QUIET_S = 0.02
+"""A dump that has not grown for this long is complete."""
+MAX_DUMP_BYTES = 65_536
+"""Largest dump of one rank."""
+
+
+class RankStacks:
+    """Dump all threads' stacks of a pod's ranks, even if a rank's main thread hangs or keeps the GIL.
+
+    Create it before the ranks are forked: they share its files and pipes.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = tuple(ranks)
+        self._files = [_nameless_file() for _ in ranks]
+        self._pipes = [os.pipe() for _ in ranks]
+        self._pids = np.frombuffer(mmap.mmap(-1, 8 * len(ranks)), np.int64)
+        self._lock = threading.Lock()
+
+    def answer(self, rank: int) -> None:
+        """Let this process answer for ``rank`` from now on."""
+        place = self._ranks.index(rank)
+        file, requests = self._files[place], self._pipes[place][0]
+        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+
+        def listen() -> None:
+            while os.read(requests, 1):
+                faulthandler.dump_traceback(file=file, all_threads=True)
+
+        threading.Thread(target=listen, name="dlrm-stacks", daemon=True).start()
+        self._pids[place] = os.getpid()
+
+    def dump(self) -> bytes:
+        """Return the stacks of all ranks of the pod, each under its number, within a few seconds."""
+        with self._lock:
+            places = range(len(self._ranks))
+            for place in places:
+                os.ftruncate(self._files[place], 0)
+                os.lseek(self._files[place], 0, os.SEEK_SET)
+                os.write(self._pipes[place][1], b"?")
+            self._await(places)
+            silent = [place for place in places if not self._size(place)]
+            for place in silent:
+                if self._pids[place]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(self._pids[place]), STACKS_SIGNAL)
+            self._await(silent)
+            return b"".join(self._said(place) for place in places)
+
+    def _await(self, places: Sequence[int]) -> None:
+        """Wait until all dumps are complete or the time is over."""
+        deadline, before = time.monotonic() + ANSWER_S, [0]
+        while time.monotonic() < deadline:
+            sizes = [self._size(place) for place in places]
+            if all(sizes) and sizes == before:
+                return
+            before = sizes
+            time.sleep(QUIET_S)
+
+    def _size(self, place: int) -> int:
+        return os.fstat(self._files[place]).st_size
+
+    def _said(self, place: int) -> bytes:
+        text = os.pread(self._files[place], MAX_DUMP_BYTES, 0) or b"it says nothing\n"
+        return f"rank {self._ranks[place]}, process {self._pids[place]}\n".encode() + text + b"\n"
+
+
+def _nameless_file() -> int:
+    descriptor, path = tempfile.mkstemp()
+    Path(path).unlink()
+    return descriptor
 
 
 class Endpoint:
     """Serve one pod's progress from a background thread until closed.
 
     Args:
-        address: to listen on.
-        port: to listen on.
         board: content of ``/progress``.
         control: takes requests for cuts.
         token_sha256: digest of the token that ``POST /cut`` must send (``dlrm_api.names``); None: cuts are refused.
         collectors: of further metrics.
-        stacks: content of ``/stacks``; by default the stacks of this process.
+        stacks: makes the content of ``/stacks``.
 
     Raises:
         TemporaryError: the port is in use.
@@ -50,11 +129,10 @@ class Endpoint:
         board: ProgressBoard,
         control: CutControl,
         token_sha256: str | None,
-        collectors: Sequence[Collector] = (),
-        stacks: Callable[[], bytes] | None = None,
+        collectors: Sequence[Collector],
+        stacks: Callable[[], bytes],
     ) -> None:
-        self.board, self.control, self.token_sha256 = board, control, token_sha256
-        self.stacks = stacks or own_stacks
+        self.board, self.control, self.token_sha256, self.stacks = board, control, token_sha256, stacks
         self.registry = CollectorRegistry()
         for collector in (TrainerMetrics(board, control), *collectors):
             self.registry.register(collector)
@@ -96,6 +174,12 @@ class Endpoint:
 UNCOUNTED = frozenset({TrainerPhase.STARTING, TrainerPhase.RESTORING})
 """Phases before the restored step is known: a counter of 0 would turn the restored samples into a rate."""
 Reading = Callable[[Progress, CutControl], float | None]
+
+
+def _of_evaluation(name: str) -> Reading:
+    return lambda now, _: getattr(now.evaluation, name, None)
+
+
 COUNTERS: tuple[tuple[str, str, Reading], ...] = (
     ("steps", "Steps completed by the job.", lambda now, _: now.step if now.phase not in UNCOUNTED else None),
     ("samples", "Samples trained by the job.", lambda now, _: now.samples if now.phase not in UNCOUNTED else None),
@@ -124,21 +208,9 @@ GAUGES: tuple[tuple[str, str, Reading], ...] = (
         "Newer snapshots that this attempt could not use when it started.",
         lambda now, _: now.passed_over_snapshots,
     ),
-    (
-        "eval_log_loss_nats",
-        "Log loss of the last evaluation.",
-        lambda now, _: now.evaluation.log_loss if now.evaluation else None,
-    ),
-    (
-        "eval_normalized_entropy_ratio",
-        "Normalized entropy of the last evaluation.",
-        lambda now, _: now.evaluation.ne if now.evaluation else None,
-    ),
-    (
-        "eval_auc_ratio",
-        "Area under the ROC curve of the last evaluation.",
-        lambda now, _: now.evaluation.auc if now.evaluation else None,
-    ),
+    ("eval_log_loss_nats", "Log loss of the last evaluation.", _of_evaluation("log_loss")),
+    ("eval_normalized_entropy_ratio", "Normalized entropy of the last evaluation.", _of_evaluation("ne")),
+    ("eval_auc_ratio", "Area under the ROC curve of the last evaluation.", _of_evaluation("auc")),
 )
 
 
@@ -161,14 +233,6 @@ class TrainerMetrics(Collector):
             if (value := reading(now, self._control)) is not None:
                 family.add_metric([], value)  # type: ignore[attr-defined]
                 yield family
-
-
-def own_stacks() -> bytes:
-    """Return the stacks of all threads of this process."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read()
 
 
 def _handler(endpoint: Endpoint) -> type[EndpointHandler]:

@@ -23,7 +23,7 @@ from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.progress import Progress, TerminationMessage
 from dlrm_checkpointer import HandoffDir
-from dlrm_trainer.metrics.stacks import RankStacks
+from dlrm_trainer.endpoint import RankStacks
 from dlrm_trainer.metrics.tiers import SharedCounters
 from dlrm_trainer.rank import STOP_SIGNALS, RankReport, run_rank
 from dlrm_trainer.settings import Settings
@@ -55,13 +55,7 @@ class RankExits:
             self.stopped_at = now
 
     def observe(self, codes: Mapping[int, int | None], now: float, *, checkpointer_lost: bool) -> None:
-        """Record the current exit codes.
-
-        Args:
-            codes: exit code of each rank; None while it runs.
-            now: the time.
-            checkpointer_lost: whether the checkpointer is gone after a signal.
-        """
+        """Record each rank's exit code, None while it runs, and whether a signal found no checkpointer."""
         for rank, code in codes.items():
             if code in (ExitCode.DONE, ExitCode.TERMINATED):
                 self._succeeded_at = now if self._succeeded_at is None else self._succeeded_at
@@ -87,24 +81,8 @@ class RankExits:
 POLL_INTERVAL_S = 0.5
 
 
-@dataclass(frozen=True)
-class RankProcess:
-    """Hold one rank's process and the pipe of its report."""
-
-    rank: int
-    process: ForkProcess
-    report: Connection
-
-
 class Launcher:
-    """Run the ranks of one pod until all have exited.
-
-    Args:
-        job: the whole job.
-        plan: for its world size.
-        settings: of the pod.
-        digest: whether to compute the digest of the final state.
-    """
+    """Run the ranks of one pod until all have exited; ``digest``: compute the digest of the final state."""
 
     def __init__(self, job: DLRMJob, plan: Plan, settings: Settings, digest: bool) -> None:
         self._exits = RankExits(settings.grace_s or job.spec.lifecycle.termination_grace_period)
@@ -114,16 +92,16 @@ class Launcher:
         context = multiprocessing.get_context("fork")
         # Blocked until each process has installed its own handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        self._ranks: list[RankProcess] = []
+        self._processes: dict[int, ForkProcess] = {}
+        self._reports: dict[int, Connection] = {}
         shared = SharedCounters(plan, range(settings.replica * processes, (settings.replica + 1) * processes))
         stacks = RankStacks(shared.ranks)
         for rank in shared.ranks:
-            receiver, sender = context.Pipe(duplex=False)
+            self._reports[rank], sender = context.Pipe(duplex=False)
             arguments = (rank, job, plan, settings, digest, os.getpid(), sender, shared, stacks)
-            process = context.Process(target=run_rank, args=arguments, name=f"rank-{rank}")
-            process.start()
+            self._processes[rank] = context.Process(target=run_rank, args=arguments, name=f"rank-{rank}")
+            self._processes[rank].start()
             sender.close()
-            self._ranks.append(RankProcess(rank, process, receiver))
         for number in STOP_SIGNALS:
             signal.signal(number, self._stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -131,77 +109,63 @@ class Launcher:
     def _stop(self, _number: int, _frame: FrameType | None) -> None:
         """Forward the signal, which requests a cut and the end, to the ranks."""
         self._exits.stop(time.monotonic())
-        for each in self._ranks:
-            if each.process.is_alive():
+        for process in self._processes.values():
+            if process.is_alive():
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(each.process.pid or 0, signal.SIGTERM)
+                    os.kill(process.pid or 0, signal.SIGTERM)
 
     def wait(self) -> TerminationMessage:
         """Wait for every rank and return the pod's result."""
-        while running := [each for each, code in self._codes() if code is None]:
-            wait([each.process.sentinel for each in running], POLL_INTERVAL_S)
-            codes = {each.rank: code for each, code in self._codes()}
-            now = time.monotonic()
-            self._exits.observe(codes, now, checkpointer_lost=self._has_lost_checkpointer())
+        while running := [process for process in self._processes.values() if process.exitcode is None]:
+            wait([process.sentinel for process in running], POLL_INTERVAL_S)
+            codes = {rank: process.exitcode for rank, process in self._processes.items()}
+            now, stopped = time.monotonic(), self._exits.stopped_at is not None
+            lost = stopped and self._handoff is not None and HandoffDir(self._handoff).has_lost_its_sidecar()
+            self._exits.observe(codes, now, checkpointer_lost=lost)
             if self._exits.are_overdue(now):
-                for each in running:
-                    if codes[each.rank] is None:
-                        self._killed.add(each.rank)
-                        each.process.kill()
+                for rank in (rank for rank, code in codes.items() if code is None):
+                    self._killed.add(rank)
+                    self._processes[rank].kill()
         return self._result()
 
-    def _has_lost_checkpointer(self) -> bool:
-        """Return whether the checkpointer is gone after a signal."""
-        stopped = self._exits.stopped_at is not None
-        return stopped and self._handoff is not None and HandoffDir(self._handoff).has_lost_its_sidecar()
-
-    def _codes(self) -> list[tuple[RankProcess, int | None]]:
-        return [(each, each.process.exitcode) for each in self._ranks]
-
     def _result(self) -> TerminationMessage:
-        reports = {each.rank: self._report(each) for each in self._ranks}
+        reports = {rank: self._report(rank) for rank in self._processes}
         reported = reports[0].progress if 0 in reports else None
         progress = Progress.model_validate(reported) if reported else None
         failed = {rank: report for rank, report in reports.items() if report.exit_code != ExitCode.DONE}
-        if not failed:
-            first = next(iter(reports.values()))
-            return TerminationMessage(
-                exit_code=ExitCode.DONE, reason=first.reason, message=first.message, step=first.step, progress=progress
-            )
         worse = {rank: each for rank, each in failed.items() if each.exit_code != ExitCode.TERMINATED}
-        rank, first = min((worse or failed).items(), key=lambda pair: (pair[1].peer_lost, pair[1].time))
+        rank, first = min((worse or failed or reports).items(), key=lambda pair: (pair[1].peer_lost, pair[1].time))
         return TerminationMessage(
             exit_code=first.exit_code,
             reason=first.reason,
             message=first.message,
-            rank=rank,
+            rank=rank if failed else None,
             step=first.step,
             progress=progress,
         )
 
-    def _report(self, each: RankProcess) -> RankReport:
+    def _report(self, rank: int) -> RankReport:
         """Return the rank's report, or one made from its exit code if it sent none."""
         with contextlib.suppress(EOFError, OSError):
-            sent = RankReport(**json.loads(each.report.recv_bytes()))
+            sent = RankReport(**json.loads(self._reports[rank].recv_bytes()))
             # A process may crash after it has reported success.
-            if sent.exit_code != ExitCode.DONE or each.process.exitcode == ExitCode.DONE:
+            if sent.exit_code != ExitCode.DONE or self._processes[rank].exitcode == ExitCode.DONE:
                 return sent
-        code, lost = each.process.exitcode or 0, False
+        code, lost = self._processes[rank].exitcode or 0, False
         known: dict[int, tuple[str, str]] = {
             ExitCode.DONE: ("Done", "training is done"),
             ExitCode.TERMINATED: ("Terminated", "ended by a signal"),
-            ExitCode.TEMPORARY: ("Hung", f"rank {each.rank} hung while others waited; see the stacks in its log"),
+            ExitCode.TEMPORARY: ("Hung", f"rank {rank} hung while others waited; see the stacks in its log"),
         }
-        reason, message = known.get(code, ("", ""))
+        crashed = ("Crashed", f"rank {rank} ended with exit code {code}; see its log")
+        reason, message = known.get(code, crashed)
         if code < 0:
             name = signal.Signals(-code).name
-            code, reason, message = 128 - code, "Killed", f"rank {each.rank} was killed by {name}"
-            if each.rank in self._killed:
+            code, reason, message = 128 - code, "Killed", f"rank {rank} was killed by {name}"
+            if rank in self._killed:
                 lost = True
-                message = f"rank {each.rank} did not exit in time after another rank or a signal, and was killed"
+                message = f"rank {rank} did not exit in time after another rank or a signal, and was killed"
                 if self._exits.checkpointer_lost_at is not None:
                     message += "; its checkpointer was gone, so its last cut was not stored"
-        elif not reason:
-            reason, message = "Crashed", f"rank {each.rank} ended with exit code {code}; see its log"
-        when = self._exits.failures.get(each.rank, time.monotonic())
+        when = self._exits.failures.get(rank, time.monotonic())
         return RankReport(exit_code=code, reason=reason, message=message, step=0, time=when, peer_lost=lost)

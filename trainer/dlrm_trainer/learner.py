@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from pydantic import TypeAdapter
@@ -31,15 +31,6 @@ from dlrm_trainer.model.dense import DenseParameters
 from dlrm_trainer.model.dlrm import build_model, global_mean_loss
 
 
-class DenseBatch(NamedTuple):
-    """Hold the dense features and labels of n samples, on the dense half's device."""
-
-    dense: Tensor
-    """(n, F) float32."""
-    labels: Tensor
-    """(n,) float32."""
-
-
 class Learner:
     """Hold model, optimizers and tables of one rank.
 
@@ -47,11 +38,7 @@ class Learner:
     gradients are summed over ranks and never averaged.
 
     Args:
-        spec: of the job.
-        placement: of its tables.
-        collectives: of all ranks.
         tier_dir: directory of the tiers that need a file system; None if the plan uses none.
-        stages: counts the time of each stage.
         id_collectives: of all ranks, for a thread that sends ids; None: ids are sent by the calling thread.
         device: of the dense half, and of rows that the plan puts into hbm.
 
@@ -99,21 +86,13 @@ class Learner:
             part.start(seed)
 
     def send(self, batch: Batch) -> Future[OwnedIds]:
-        """Start to send the ids of a batch to train on, after those of the batches before it.
-
-        Args:
-            batch: this rank's slice; may be empty.
-        """
+        """Start to send the ids of a batch to train on, after those of the batches before it."""
         sent = self.embeddings.send(batch)
         self._stages.lap("prepare")
         return sent
 
     def prepare(self, sent: Future[OwnedIds]) -> PreparedRows:
-        """Start to fetch the rows of a batch, after those of the batches before it.
-
-        Raises:
-            PeerLostError: a rank is lost.
-        """
+        """Start to fetch the rows of a batch, after those of the batches before it."""
         # Ids that come late are due to another rank or a link.
         owned = sent.result()
         self._stages.lap("exchange")
@@ -124,19 +103,19 @@ class Learner:
     def compute(self, prepared: PreparedRows, global_count: int) -> tuple[float, Gradients]:
         """Predict this rank's samples and compute all gradients. No parameter and no row changes.
 
-        Args:
-            prepared: this rank's slice; may be empty.
-            global_count: samples of the batch over all ranks.
-
         Returns:
-            This rank's share of the global batch's mean log loss, and the gradients for ``apply``.
+            This rank's share of the mean log loss of the batch's ``global_count`` samples, and the gradients for
+            ``apply``.
 
         Raises:
             DeviceError: rows could not be fetched from their tier.
             DivergedError: a gradient to be sent in fp16 is not finite.
             PeerLostError: a rank is lost.
         """
-        batch, owned, collectives = self._on_device(prepared.batch), self.embeddings.tables, self._collectives
+        given, device = prepared.batch, self._device
+        dense, labels = given.dense.to(device, non_blocking=True), given.labels.to(device, non_blocking=True)
+        batch = replace(given, dense=dense, labels=labels)
+        owned, collectives = self.embeddings.tables, self._collectives
         waited, sent = owned.wait_s, collectives.seconds
         self.dense.zero_gradient()
         pooled = self.embeddings.pool(prepared)
@@ -150,12 +129,8 @@ class Learner:
             return self._whole(pooled, features, bottom, batch, global_count)
         return self._piecewise(pooled, features, pieces, batch, global_count)
 
-    def _on_device(self, batch: Batch) -> DenseBatch:
-        device = self._device
-        return DenseBatch(batch.dense.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True))
-
     def _whole(
-        self, pooled: PooledRows, features: Tensor, bottom: Tensor | None, batch: DenseBatch, global_count: int
+        self, pooled: PooledRows, features: Tensor, bottom: Tensor | None, batch: Batch, global_count: int
     ) -> tuple[float, Gradients]:
         """Compute all samples at once, and send the features' gradient during the bottom MLP's backward pass."""
         gradients: list[Gradients] = []
@@ -179,7 +154,7 @@ class Learner:
         return value, gradients[0]
 
     def _piecewise(
-        self, pooled: PooledRows, features: Tensor, pieces: Sequence[slice], batch: DenseBatch, global_count: int
+        self, pooled: PooledRows, features: Tensor, pieces: Sequence[slice], batch: Batch, global_count: int
     ) -> tuple[float, Gradients]:
         """Compute one micro batch at a time, which bounds the memory of activations, and add up the gradients."""
         total = 0.0
@@ -200,9 +175,7 @@ class Learner:
     def apply(self, gradients: Gradients, factor: float) -> None:
         """Update every parameter, and each row that the global batch looked up, once.
 
-        Args:
-            gradients: from ``compute``.
-            factor: multiplies the learning rates (``Schedule.factor``).
+        ``factor`` multiplies the learning rates (``Schedule.factor``).
 
         Raises:
             DivergedError: a gradient received in fp16 is not finite; nothing was updated.
@@ -271,11 +244,7 @@ VALUE_AND_PLACE = TypeAdapter(tuple[float, str])
 def diverged(learner: Learner, collectives: Collectives, loss: float, step: int) -> DivergedError:
     """Return an error that names the first non-finite value of all ranks, or the largest value.
 
-    Args:
-        learner: of this rank; the step has updated nothing.
-        collectives: of all ranks, which must all call this.
-        loss: of the step.
-        step: number of the failed step, from 1.
+    All ranks must call this. ``step`` is the number, from 1, of the failed step, which has updated nothing.
     """
     found = [problem for part in collectives.gather(learner.bad_values(), MESSAGES) for problem in part]
     value, place = max(collectives.gather(learner.largest_value(), VALUE_AND_PLACE))

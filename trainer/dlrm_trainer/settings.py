@@ -6,9 +6,10 @@ import contextlib
 import ctypes
 import os
 import resource
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from dlrm_api import names
 from dlrm_api.errors import UsageError
@@ -24,7 +25,7 @@ TRIM_THRESHOLD_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Configure one launcher."""
+    """Configure one launcher. ``dlrm_api.names.Env`` has the variable of each field, by the same name."""
 
     attempt: int = 0
     """The operator's attempt number, for progress."""
@@ -62,6 +63,16 @@ class Settings:
     """Time the stages of steps."""
 
 
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "int": lambda text: int(float(text)),
+    "float": float,
+    "float | None": float,
+    "bool": lambda text: bool(float(text)),
+    "Path | None": Path,
+}
+"""By type of the field; other values are text."""
+
+
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     """Read the environment; unset or empty variables have their default.
 
@@ -69,58 +80,27 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         UsageError: a variable is not a number; the message names it.
     """
     source = os.environ if environment is None else environment
-    default = Settings()
-
-    def number(name: str, fallback: float) -> float:
-        text = source.get(name, "")
-        try:
-            return float(text) if text else fallback
-        except ValueError:
-            raise UsageError(f"invalid {name}: expected a number, got {text!r}") from None
-
-    def path(name: str) -> Path | None:
-        return Path(source[name]) if source.get(name) else None
-
-    return Settings(
-        attempt=int(number(Env.ATTEMPT, default.attempt)),
-        replica=int(number(Env.REPLICA, default.replica)),
-        master_addr=source.get(Env.MASTER_ADDR) or default.master_addr,
-        master_port=int(number(Env.MASTER_PORT, default.master_port)),
-        rendezvous_timeout_s=number(Env.RENDEZVOUS_TIMEOUT_S, default.rendezvous_timeout_s),
-        collective_timeout_s=number(Env.COLLECTIVE_TIMEOUT_S, default.collective_timeout_s),
-        bind=source.get(Env.BIND) or default.bind,
-        trainer_port=int(number(Env.TRAINER_PORT, 0)) or default.trainer_port,
-        token_sha256=source.get(Env.TOKEN_SHA256) or None,
-        gang_secret=source.get(Env.GANG_SECRET, default.gang_secret),
-        handoff_dir=path(Env.HANDOFF_DIR),
-        work_dir=path(Env.WORK_DIR),
-        ledger_dir=path(Env.LEDGER_DIR),
-        committed_snapshot=source.get(Env.COMMITTED_SNAPSHOT, default.committed_snapshot),
-        termination_log=path(Env.TERMINATION_LOG),
-        grace_s=number(Env.GRACE_S, -1.0) if source.get(Env.GRACE_S) else None,
-        credentials_dir=path(Env.CREDENTIALS_DIR),
-        data_credentials_dir=path(Env.DATA_CREDENTIALS_DIR),
-        tier_dir=path(Env.TIER_DIR),
-        profile=bool(number(Env.PROFILE, 0)),
-    )
+    values: dict[str, Any] = {}
+    for each in fields(Settings):
+        name = getattr(Env, each.name.upper())
+        if text := source.get(name):
+            try:
+                values[each.name] = _PARSERS.get(str(each.type), str)(text)
+            except ValueError:
+                raise UsageError(f"invalid {name}: expected a number, got {text!r}") from None
+    # Port 0 stands for the default.
+    return Settings(**values | {"trainer_port": values.get("trainer_port") or names.Port.TRAINER})
 
 
-def spin_briefly() -> None:
-    """Let idle compute threads sleep soon, so that the thread that fetches rows gets their processor.
+def tune_process() -> None:
+    """Let idle compute threads sleep soon, and keep memory for the next step. Call before loading torch.
 
-    Call it before torch is loaded: OpenMP reads the variable then. OpenMP's default, ten times this, keeps every
-    processor spinning from one parallel region to the next.
+    OpenMP spins ten times as long by default, from one parallel region to the next, on the processor of the thread that
+    fetches rows. glibc returns large allocations to the kernel, which clears and maps every page again in the next
+    step. Matrix products also read along columns, which misses the TLB with small pages: torch asks for huge ones in
+    tensors of 2 MiB and more.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-
-
-def keep_memory() -> None:
-    """Reuse the memory that a step frees in the next step, and use huge pages.
-
-    By default glibc returns large allocations to the kernel, which clears and maps every page again in the next step.
-    Matrix products also read along columns, which misses the TLB with small pages. Call it before torch is loaded:
-    torch reads the variable then and asks for huge pages in tensors of 2 MiB and more.
-    """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with contextlib.suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)

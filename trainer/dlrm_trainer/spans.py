@@ -54,13 +54,13 @@ class Spans:
         events: list[dict[str, Any]] = []
         for name, thread, start, end in tuple(self._spans):
             if start >= first:
-                number = numbers.setdefault(_role(thread), len(numbers))
+                role = next((role for prefix, role in THREADS.items() if thread.startswith(prefix)), thread)
+                number = numbers.setdefault(role, len(numbers))
                 times = {"ts": (start + offset) * 1e6, "dur": (end - start) * 1e6}
                 events.append({"ph": "X", "name": name, "cat": "stage", "pid": rank, "tid": number} | times)
         named = [("process_name", 0, f"rank {rank}"), *(("thread_name", tid, role) for role, tid in numbers.items())]
-        for what, tid, name in named:
-            events.append({"ph": "M", "name": what, "pid": rank, "tid": tid, "args": {"name": name}})
-        return events
+        meta = [{"ph": "M", "name": kind, "pid": rank, "tid": tid, "args": {"name": name}} for kind, tid, name in named]
+        return events + meta
 
 
 _kept: Spans | None = None
@@ -105,7 +105,3 @@ def each_spanned(items: Iterable[Item], name: str) -> Iterator[Item]:
         add_span(name, start, time.monotonic())
         yield item
         start = time.monotonic()
-
-
-def _role(thread: str) -> str:
-    return next((role for prefix, role in THREADS.items() if thread.startswith(prefix)), thread)

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from typing import Any
 
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
@@ -33,13 +32,11 @@ from dlrm_trainer.data import Batch, open_reader
 from dlrm_trainer.distributed.failures import StepTimer
 from dlrm_trainer.distributed.rendezvous import RankGroup
 from dlrm_trainer.embedding import OwnedIds, PreparedRows, place
-from dlrm_trainer.endpoint import Endpoint
+from dlrm_trainer.endpoint import Endpoint, RankStacks
 from dlrm_trainer.evaluate import evaluate
 from dlrm_trainer.learner import Learner, diverged
-from dlrm_trainer.metrics.progress import Ledger, Observer, ProgressBoard, StepJournal, write_result
-from dlrm_trainer.metrics.stacks import RankStacks
+from dlrm_trainer.metrics.progress import Ledger, Observer, ProgressBoard, StepJournal, make_schedule, write_result
 from dlrm_trainer.metrics.tiers import SharedCounters
-from dlrm_trainer.schedule import Schedule, make_schedule
 from dlrm_trainer.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -60,21 +57,10 @@ def train(
     shared: SharedCounters,
     stacks: RankStacks,
 ) -> ExitCode:
-    """Train one rank's share of the job to its end, or to the cut that a signal requested.
+    """Train one rank's share of the job; return DONE, or TERMINATED after a signal's last cut.
 
-    Args:
-        job: the whole job.
-        plan: for the job's world size.
-        settings: of the pod.
-        gang: the ranks, before their rendezvous.
-        control: takes requests for cuts; the signal handlers already use it.
-        board: shows progress; the pod's first rank serves it.
-        digest: whether to write the digest of the final state to ``result.json``.
-        shared: memory for the counters of the pod's ranks.
-        stacks: dumps the stacks of the pod's ranks.
-
-    Returns:
-        DONE, or TERMINATED if a signal ended training after a cut.
+    The ranks of ``gang`` have not met yet; the signal handlers already use ``control``. The pod's first rank serves
+    ``board`` and ``stacks``. ``digest``: write the digest of the final state to ``result.json``.
 
     Raises:
         DLRMError: of the class that says who can act.
@@ -92,17 +78,12 @@ def train(
             address, port, more = settings.bind, settings.trainer_port, observer.collectors()
             endpoint = Endpoint(address, port, board, control, settings.token_sha256, more, stacks.dump)
             stack.callback(endpoint.close)
+        ours, of_ids = gang.collectives, gang.id_collectives
         learner = Learner(
-            spec,
-            placement,
-            gang.collectives,
-            settings.tier_dir,
-            observer.stages,
-            id_collectives=gang.id_collectives,
-            device=device,
+            spec, placement, ours, settings.tier_dir, observer.stages, id_collectives=of_ids, device=device
         )
         stack.callback(learner.embeddings.close)
-        observer.watch(learner.embeddings.tables, (gang.collectives, gang.id_collectives))
+        observer.watch(learner.embeddings.tables, (ours, of_ids))
         learner.start(spec.training.seed)
         gang.meet(settings.rendezvous_timeout_s, settings.collective_timeout_s, control.check_stop, device)
         board.phase(TrainerPhase.RESTORING)
@@ -119,7 +100,7 @@ def train(
             writer=writer,
             observer=observer,
         )
-        agree_on_data(gang.collectives, {"train": reader.fingerprint, "eval": eval_reader.fingerprint})
+        agree_on_data(ours, {"train": reader.fingerprint, "eval": eval_reader.fingerprint})
         training = Training(assembly, restore_newest(assembly))
         stack.callback(training.close)
         ended = training.run()
@@ -127,17 +108,12 @@ def train(
 
 
 class Training:
-    """Run one rank's steps. Every rank makes the same collectives in the same order.
-
-    Args:
-        assembly: restored.
-        restored: state to start from.
-    """
+    """Run one rank's steps. Every rank makes the same collectives in the same order."""
 
     def __init__(self, assembly: Assembly, restored: Restored) -> None:
         self.assembly, self.attempt, self.step = assembly, restored.attempt, restored.step
         spec, settings = assembly.job.spec, assembly.settings
-        self.schedule: Schedule = make_schedule(spec, assembly.reader.num_samples, assembly.reader.batches_per_epoch)
+        self.schedule = make_schedule(spec, assembly.reader.num_samples, assembly.reader.batches_per_epoch)
         self.collectives, self.board, self.control = assembly.gang.collectives, assembly.board, assembly.control
         self.observer, self.stages = assembly.observer, assembly.observer.stages
         self.board.begin(self.step, self.step or None, self.schedule)
@@ -149,24 +125,15 @@ class Training:
         self.board.update(loss=self.loss, evaluation=self.quality)
         self.control.watch(assembly.learner.embeddings.saved.changed_bytes)
         self.control.restored(restored.held_step)
-        first, rank = assembly.gang.rank == 0, assembly.gang.rank
-        self.journal = StepJournal(settings.work_dir, self.step) if first and settings.work_dir else None
-        self.ledger = (
-            Ledger(settings.ledger_dir, rank, self.step, assembly.gang.world_size) if settings.ledger_dir else None
-        )
+        gang, ledgers = assembly.gang, settings.ledger_dir
+        self.journal = StepJournal(settings.work_dir, self.step) if gang.rank == 0 and settings.work_dir else None
+        self.ledger = Ledger(ledgers, gang.rank, self.step, gang.world_size) if ledgers else None
         self.step_timer = StepTimer(self.collectives, self.stages.own_seconds)
         self.trained_s, self.trained_samples = 0.0, 0
         self.cuts = CutDriver(assembly, restored.attempt, restored.held_step)
 
     def run(self) -> ExitCode | None:
-        """Train to the last step, or to the cut that a signal requested.
-
-        Returns:
-            None after the last step, TERMINATED after a signal.
-
-        Raises:
-            TemporaryError: see ``stop``.
-        """
+        """Train to the last step and return None, or return what ``stop`` does after a signal."""
         if (ended := self.evaluate_if_due()) is not None:
             return ended
         with closing(self.assembly.reader.iterate(self.step, self.schedule.total_steps)) as batches:
@@ -219,25 +186,14 @@ class Training:
         return agreed.stop, agreed.cut
 
     def evaluate_if_due(self) -> ExitCode | None:
-        """Evaluate after every ``evalEverySteps`` steps, unless the restored snapshot has that result.
-
-        Returns:
-            See ``evaluate``.
-        """
+        """Evaluate after every ``evalEverySteps`` steps, unless the restored snapshot has that result."""
         every = self.assembly.job.spec.training.eval_every_steps
         if not every or self.step % every or not 0 < self.step < self.schedule.total_steps:
             return None
         return None if self.quality is not None and self.quality.step == self.step else self.evaluate()
 
     def evaluate(self) -> ExitCode | None:
-        """Measure quality on the evaluation set; training state does not change.
-
-        Returns:
-            TERMINATED if a signal arrived and the last cut is handed over, else None.
-
-        Raises:
-            TemporaryError: see ``stop``.
-        """
+        """Measure quality on the evaluation set and return None, or return what ``stop`` does after a signal."""
         self.board.update(phase=TrainerPhase.EVALUATING, evaluated_batches=0)
         faulthandler.cancel_dump_traceback_later()
         learner, reader = self.assembly.learner, self.assembly.eval_reader
@@ -262,12 +218,12 @@ class Training:
 
     def scored(self, batches: int) -> None:
         """Report the progress of an evaluation, and hand over a cut that has been copied."""
-        self.board.evaluating(batches)
+        self.board.update(evaluated_batches=batches)
         self.cuts.advance(evaluating=True)
 
     def cut_meta(self, parent: SnapshotName | None, now: float) -> CutMeta:
         """Return the metadata of a cut, equal on all ranks; ``now`` is rank 0's clock."""
-        spec = self.assembly.job.spec
+        spec, reader = self.assembly.job.spec, self.assembly.reader
         quality = None if self.quality is None else self.quality.model_dump(by_alias=False)
         return CutMeta(
             step=self.step,
@@ -276,17 +232,13 @@ class Training:
             attempt=self.attempt,
             parent=parent,
             time=now,
-            reader={
-                "next_batch": self.step,
-                "fingerprint": self.assembly.reader.fingerprint,
-                "seed": spec.training.seed,
-            },
+            reader={"next_batch": self.step, "fingerprint": reader.fingerprint, "seed": spec.training.seed},
             model=model_document(spec, self.assembly.learner),
             metrics={"loss": self.loss, "eval": quality},
         )
 
     def stop(self) -> ExitCode:
-        """Hand over a last cut within the grace period of a signal.
+        """Hand over a last cut within the grace period of a signal, and return TERMINATED.
 
         Raises:
             TemporaryError: an earlier cut was still waiting after that time, or there was no space for this one.
@@ -297,10 +249,7 @@ class Training:
         return ExitCode.TERMINATED
 
     def finish(self, digest: bool) -> ExitCode:
-        """Evaluate, hand over the final cut, wait until it is committed, and write the result.
-
-        Returns:
-            DONE, or TERMINATED if a signal ended the evaluation.
+        """Evaluate, hand over the final cut, wait until it is committed, write the result and return DONE.
 
         Raises:
             TemporaryError: the cut was not committed in time; running again commits it.
@@ -313,24 +262,22 @@ class Training:
         self.board.phase(TrainerPhase.FINISHING)
         state = live_digest(self.assembly.learner, self.collectives) if digest else None
         self.cuts.wait_committed(self.step)
-        tiers = self.observer.report(self.collectives, self.step, self.assembly.settings.work_dir)
+        folder = self.assembly.settings.work_dir
+        tiers = self.observer.report(self.collectives, self.step, folder)
         self.collectives.barrier()
-        if self.assembly.gang.rank == 0 and self.assembly.settings.work_dir:
-            write_result(self.assembly.settings.work_dir, self.result(state) | ({"tiers": tiers} if tiers else {}))
+        if self.assembly.gang.rank == 0 and folder:
+            result = {
+                "step": self.step,
+                "samples": self.schedule.samples_after(self.step),
+                "world_size": self.assembly.gang.world_size,
+                "train_loss": self.loss,
+                "eval": None if self.quality is None else self.quality.model_dump(by_alias=False),
+                "samples_per_s": self.trained_samples / self.trained_s if self.trained_s else None,
+                "state_digest": state,
+            }
+            write_result(folder, result | ({"tiers": tiers} if tiers else {}))
         self.board.phase(TrainerPhase.DONE)
         return ExitCode.DONE
-
-    def result(self, state_digest: str | None) -> dict[str, Any]:
-        """Return the content of ``result.json``."""
-        return {
-            "step": self.step,
-            "samples": self.schedule.samples_after(self.step),
-            "world_size": self.assembly.gang.world_size,
-            "train_loss": self.loss,
-            "eval": None if self.quality is None else self.quality.model_dump(by_alias=False),
-            "samples_per_s": self.trained_samples / self.trained_s if self.trained_s else None,
-            "state_digest": state_digest,
-        }
 
     def close(self) -> None:
         """Withdraw a cut that is not handed over, and close files."""
@@ -351,12 +298,8 @@ def prepared_ahead(
 ) -> Iterator[PreparedRows]:
     """Yield batches in order, with the ids and rows of later ones already requested.
 
-    Args:
-        batches: in order.
-        send: starts to send a batch's ids.
-        prepare: waits for the ids of a batch that was sent, and starts to fetch its rows.
-        depth: batches prepared beyond the one yielded, if there are as many.
-        sent_ahead: batches sent beyond the one prepared.
+    ``send`` starts to send a batch's ids; ``prepare`` waits for them, and starts to fetch its rows. ``depth`` batches
+    are prepared beyond the one yielded, and ``sent_ahead`` are sent beyond those, if there are as many.
     """
     sent: deque[Future[OwnedIds]] = deque()
     waiting: deque[PreparedRows] = deque()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import socket
@@ -21,9 +22,8 @@ from dlrm_cluster.ports import LOOPBACK, free_port
 from dlrm_trainer import endpoint as endpoint_module
 from dlrm_trainer.checkpointing.control import CutControl
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.endpoint import Endpoint
-from dlrm_trainer.metrics.progress import ProgressBoard
-from dlrm_trainer.schedule import Schedule
+from dlrm_trainer.endpoint import Endpoint, RankStacks
+from dlrm_trainer.metrics.progress import ProgressBoard, Schedule
 
 SCHEDULE = Schedule(num_samples=1_000, batch_size=100, batches_per_epoch=10, total_steps=20)
 
@@ -56,6 +56,13 @@ class Served:
         return answer.status, body
 
 
+@functools.cache  # to the end of the process, whose signal handler has the file
+def own_stacks() -> RankStacks:
+    stacks = RankStacks([0])
+    stacks.answer(0)
+    return stacks
+
+
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(endpoint_module, "CUT_WAIT_S", 0.5)
@@ -64,7 +71,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     control = CutControl(CheckpointSpec(uri="file:///nowhere", interval_steps=1_000), collectives)
     control.attach(Idle())  # type: ignore[arg-type]
     board.begin(3, 3, SCHEDULE)
-    endpoint = Endpoint(LOOPBACK, free_port(), board, control, token_digest("secret"))
+    endpoint = Endpoint(LOOPBACK, free_port(), board, control, token_digest("secret"), (), own_stacks().dump)
     yield Served(endpoint, board, control)
     endpoint.close()
 
@@ -82,7 +89,7 @@ def test_progress_is_the_newest_step(served: Served) -> None:
     assert progress.eta_seconds is not None
 
 
-def test_a_job_that_was_made_shorter_than_it_is_shows_no_more_steps_than_it_has() -> None:
+def test_a_shortened_job_has_no_more_steps_done_than_in_total() -> None:
     board = ProgressBoard(attempt=4, world_size=2)
 
     board.begin(25, 25, SCHEDULE)
@@ -120,10 +127,8 @@ def test_metrics_say_which_form_they_have(served: Served) -> None:
 
 
 @pytest.mark.parametrize("phase", [TrainerPhase.STARTING, TrainerPhase.RESTORING])
-def test_steps_and_samples_have_no_series_before_their_first_value_is_known(
-    served: Served, phase: TrainerPhase
-) -> None:
-    """A rate over a 0 and the restored step would be that of the whole life before."""
+def test_steps_and_samples_have_no_series_before_their_first_value(served: Served, phase: TrainerPhase) -> None:
+    """A rate from 0 to the restored step would count all earlier attempts."""
     served.board.phase(phase)
 
     _, before = served.ask("GET", "/metrics")
@@ -183,7 +188,7 @@ def test_a_cut_is_answered_with_its_step_once_it_is_handed_over(served: Served) 
     assert (status, json.loads(body)) == (200, {"step": 4})
 
 
-def test_a_cut_that_takes_long_is_answered_with_the_first_step_that_it_can_be_at(served: Served) -> None:
+def test_a_slow_cut_is_answered_with_its_first_possible_step(served: Served) -> None:
     status, body = served.ask("POST", "/cut", {TOKEN_HEADER: "secret"})
 
     assert (status, json.loads(body)) == (202, {"step": 4})
@@ -226,7 +231,7 @@ def test_other_paths_are_not_found(served: Served, method: str, path: str) -> No
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this kernel has no IPv6")
 def test_a_pod_is_asked_at_an_address_of_either_family(served: Served) -> None:
-    endpoint = Endpoint(ANY_ADDRESS, free_port(), served.board, served.control, None)
+    endpoint = Endpoint(ANY_ADDRESS, free_port(), served.board, served.control, None, (), bytes)
     everywhere = Served(endpoint, served.board, served.control)
 
     answers = [everywhere.ask("GET", "/progress", host=host)[0] for host in (LOOPBACK, "::1")]
@@ -237,7 +242,7 @@ def test_a_pod_is_asked_at_an_address_of_either_family(served: Served) -> None:
 
 def test_a_port_that_is_taken_is_named(served: Served) -> None:
     with pytest.raises(TemporaryError, match=str(served.endpoint.port)):
-        Endpoint(LOOPBACK, served.endpoint.port, served.board, served.control, None)
+        Endpoint(LOOPBACK, served.endpoint.port, served.board, served.control, None, (), bytes)
 
 
 @pytest.mark.slow

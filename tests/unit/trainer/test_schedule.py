@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_testing.trainer.gangs import small_job
-from dlrm_trainer.schedule import Schedule, make_schedule
+from dlrm_trainer.metrics.progress import Schedule, make_schedule
 
 
 def test_the_learning_rate_grows_linearly_and_scales_with_the_batch(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
-"""Report the progress of training to other threads, to files of steps, as counters and as a profile."""
+"""Compute the schedule of training; report progress to threads, in files, as counters and profile."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 from prometheus_client.registry import Collector
 from pydantic import TypeAdapter
 
+from dlrm_api.job import DLRMJobSpec
 from dlrm_api.progress import EvalMetrics, Progress, TrainerPhase
 from dlrm_api.run_report import HitRate, Profile, StageTimes
 from dlrm_api.training import RowOptimizerSpec
@@ -26,14 +29,65 @@ from dlrm_trainer.embedding import Placement
 from dlrm_trainer.embedding.local_tables import LocalTables
 from dlrm_trainer.metrics.stages import Stages, StepCounters, StepMetrics, StepProfile
 from dlrm_trainer.metrics.tiers import RankCounters, SharedCounters, TierMetrics, tier_report
-from dlrm_trainer.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Hold the length and the learning rate factor of training, as functions of the steps done."""
+
+    num_samples: int
+    """Samples of an epoch."""
+    batch_size: int
+    """Samples of a global batch."""
+    batches_per_epoch: int
+    total_steps: int
+    warmup_steps: int = 0
+    scale: float = 1.0
+    """Factor of the full learning rates: globalBatchSize over referenceBatchSize."""
+
+    def samples_after(self, step: int) -> int:
+        """Return the samples of the first ``step`` steps; an epoch's last batch may be short."""
+        epochs, batches = divmod(step, self.batches_per_epoch)
+        return epochs * self.num_samples + batches * self.batch_size
+
+    def epoch_of(self, step: int) -> int:
+        """Return the epoch, from 0, of the last of ``step`` steps."""
+        return max(0, step - 1) // self.batches_per_epoch
+
+    def factor(self, step: int) -> float:
+        """Return the factor of learning rates in the step after ``step`` steps.
+
+        Source: Goyal et al., arXiv 1706.02677: linear scaling with a linear warm-up.
+        """
+        warmth = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+        return self.scale * warmth
+
+
+def make_schedule(spec: DLRMJobSpec, num_samples: int, batches_per_epoch: int) -> Schedule:
+    """Return the schedule of a job with ``num_samples`` samples per epoch; the first limit ends it."""
+    batch_size, training = spec.data.global_batch_size, spec.training
+    total = spec.data.epochs * batches_per_epoch
+    if training.max_steps is not None:
+        total = min(total, training.max_steps)
+    if training.max_samples is not None:
+        epochs, rest = divmod(training.max_samples, num_samples)
+        total = min(total, epochs * batches_per_epoch + -(-rest // batch_size))
+    return Schedule(
+        num_samples=num_samples,
+        batch_size=batch_size,
+        batches_per_epoch=batches_per_epoch,
+        total_steps=total,
+        warmup_steps=training.warmup_steps,
+        scale=batch_size / training.reference_batch_size if training.reference_batch_size else 1.0,
+    )
+
 
 RATE_STEPS = 50
 """Steps over which the throughput is averaged."""
 
 
 class ProgressBoard:
-    """Hold the newest ``Progress``. One thread writes; any thread may read ``now``, which is replaced whole."""
+    """Hold the newest ``Progress``. One thread writes; any thread reads ``now``, which is replaced whole."""
 
     def __init__(self, attempt: int, world_size: int) -> None:
         self.now = Progress(attempt=attempt, world_size=world_size, time=time.time())
@@ -82,10 +136,6 @@ class ProgressBoard:
             time=time.time(),
         )
 
-    def evaluating(self, batches: int) -> None:
-        """Set the number of batches of the evaluation set that are scored."""
-        self.update(evaluated_batches=batches)
-
     def evaluated(self, metrics: EvalMetrics | None) -> None:
         """Record an evaluation; its time does not count as training."""
         self._marks.clear()
@@ -112,6 +162,7 @@ class StepJournal:
         for name in (RESULT_FILE, PROFILE_FILE, TRACE_FILE):
             (folder / name).unlink(missing_ok=True)
         draft = path.with_suffix(".draft")
+        path.touch()
         # Line by line: a long run has millions.
         with draft.open("w") as kept:
             kept.writelines(json.dumps(line) + "\n" for line in _lines(path) if line.get("step", 0) <= restored_step)
@@ -145,12 +196,7 @@ def write_profile(folder: Path, profile: Profile) -> None:
     _replace(folder / PROFILE_FILE, profile.model_dump_json(indent=1, by_alias=False) + "\n")
 
 
-def write_trace_part(folder: Path, rank: int, events: list[dict[str, Any]]) -> None:
-    """Write one rank's events of a Chrome trace."""
-    _replace(folder / f"trace-{rank}.json", json.dumps(events) + "\n")
-
-
-def join_trace(folder: Path, world_size: int) -> None:
+def _join_trace(folder: Path, world_size: int) -> None:
     """Join the ranks' parts in this folder to ``trace.json``; ranks that write elsewhere are not in it."""
     parts = [path for rank in range(world_size) if (path := folder / f"trace-{rank}.json").exists()]
     events = [event for path in parts for event in json.loads(path.read_text())]
@@ -204,16 +250,11 @@ def _kept(numbers: NDArray[np.int64], restored_step: int) -> int:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
     with path.open(errors="replace") as texts:
         for text in texts:
-            try:
-                value = json.loads(text)
-            except ValueError:
-                continue  # torn by a crash
-            if isinstance(value, dict):
-                yield value
+            with contextlib.suppress(ValueError):  # torn by a crash
+                if isinstance(value := json.loads(text), dict):
+                    yield value
 
 
 COPY_INTERVAL_S = 1.0
@@ -223,17 +264,11 @@ TIMES = TypeAdapter(tuple[list[StageTimes], list[HitRate]])
 
 
 class Observer:
-    """Publish the counters and times of one rank.
-
-    Every rank must make the same calls in the same order.
+    """Publish the counters and times of one rank. Every rank must make the same calls in the same order.
 
     Args:
-        placement: of the job's tables.
-        optimizer: of their rows.
-        rank: of this process.
         shared: counters of the pod's ranks.
-        profile: whether to time the stages of steps.
-        device: that the rank computes on; with a profile each stage ends with a wait for the GPU.
+        profile: whether to time the stages of steps. Each stage then ends with a wait for a GPU.
     """
 
     def __init__(
@@ -247,10 +282,10 @@ class Observer:
         device: torch.device = HOST,
     ) -> None:
         self._placement, self._optimizer, self._shared = placement, optimizer, shared
-        self._counters = RankCounters(placement, rank, shared.of(rank))
+        self._counters = RankCounters(placement, rank, shared.blocks[rank])
         self._owned: LocalTables | None = None
         self._due = 0.0
-        self._steps = StepCounters(rank, shared.steps_of(rank))
+        self._steps = StepCounters(rank, shared.steps[rank])
         self._channels: Sequence[Collectives] = ()
         finish = None if device.type == "cpu" else partial(torch.cuda.synchronize, device)
         self._profile = StepProfile(rank, self._steps.stage_ns, finish) if profile else None
@@ -258,8 +293,8 @@ class Observer:
 
     def collectors(self) -> Sequence[Collector]:
         """Return the collectors of all ranks of the pod."""
-        ranks = [RankCounters(self._placement, rank, self._shared.of(rank)) for rank in self._shared.ranks]
-        steps = [StepCounters(rank, self._shared.steps_of(rank)) for rank in self._shared.ranks]
+        ranks = [RankCounters(self._placement, rank, self._shared.blocks[rank]) for rank in self._shared.ranks]
+        steps = [StepCounters(rank, self._shared.steps[rank]) for rank in self._shared.ranks]
         return [StepMetrics(steps), TierMetrics(self._placement, self._optimizer, ranks)]
 
     def watch(self, owned: LocalTables, channels: Sequence[Collectives]) -> None:
@@ -282,13 +317,7 @@ class Observer:
                 self._profile.served(step, *self._counters.served())
 
     def report(self, collectives: Collectives, step: int, folder: Path | None) -> dict[str, Any] | None:
-        """Save the profile, and return how the tables of all ranks used their tiers; None without levels.
-
-        Args:
-            collectives: of all ranks.
-            step: steps done.
-            folder: for the profile.
-        """
+        """Save the profile, and return how the tables of all ranks used their tiers; None without levels."""
         self.save_profile(collectives, folder)
         if not self._placement.has_stacks:
             return None
@@ -301,10 +330,10 @@ class Observer:
         if self._profile is None:
             return
         if folder is not None:
-            write_trace_part(folder, collectives.rank, self._profile.trace())
+            _replace(folder / f"trace-{collectives.rank}.json", json.dumps(self._profile.trace()) + "\n")
         parts = collectives.gather((self._profile.stages(), self._profile.hit_rates()), TIMES)
         if collectives.rank == 0 and folder is not None:
             stages = tuple(each for stages, _ in parts for each in stages)
             rates = tuple(each for _, rates in parts for each in rates)
-            join_trace(folder, collectives.world_size)
+            _join_trace(folder, collectives.world_size)
             write_profile(folder, Profile(stages=stages, hit_rates=rates))

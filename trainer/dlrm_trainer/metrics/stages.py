@@ -52,8 +52,7 @@ Item = TypeVar("Item")
 class Stages:
     """Add up the time of every stage of one rank.
 
-    Args:
-        totals: (stages,) int64 nanoseconds to add to, in the order of ``STAGES``; other threads may read them.
+    ``totals`` are (stages,) int64 nanoseconds to add to, in the order of ``STAGES``; other threads may read them.
     """
 
     def __init__(self, totals: NDArray[np.int64] | None = None) -> None:
@@ -99,10 +98,7 @@ class Stages:
 class StepProfile(Stages):
     """Also record the time of each stage of each step, and spans of all threads.
 
-    Args:
-        rank: of this process.
-        totals: see ``Stages``.
-        finish: called at the end of each stage to wait for the GPU: its work would count for a later stage otherwise.
+    ``finish`` is called at the end of each stage to wait for the GPU: its work would count for a later stage otherwise.
     """
 
     def __init__(
@@ -147,11 +143,9 @@ class StepProfile(Stages):
 
     def served(self, step: int, accesses: int, hits: int) -> None:
         """Record the hit rate since the last call, from counts since the start."""
-        before = self._served
-        if accesses > before[0]:
-            since = accesses - before[0]
-            rate = (hits - before[1]) / since
-            self._rates.append(HitRate(rank=self._rank, step=step, accesses=since, hit_rate=rate))
+        since, since_hits = accesses - self._served[0], hits - self._served[1]
+        if since > 0:
+            self._rates.append(HitRate(rank=self._rank, step=step, accesses=since, hit_rate=since_hits / since))
             self._served = (accesses, hits)
 
     def stages(self) -> list[StageTimes]:
@@ -165,16 +159,9 @@ class StepProfile(Stages):
         for stage in (*STAGES, STEP, *(f"{stage}{AFTERWARDS}" for stage in STAGES)):
             if stage in self._newest:
                 median, p99 = np.quantile(np.array(self._newest[stage]), [0.5, 0.99]).tolist()
-                found.append(
-                    StageTimes(
-                        rank=self._rank,
-                        stage=stage,
-                        steps=self._count[stage],
-                        mean_seconds=self._total[stage] / self._count[stage],
-                        median_seconds=median,
-                        p99_seconds=p99,
-                    )
-                )
+                count, mean = self._count[stage], self._total[stage] / self._count[stage]
+                times = {"mean_seconds": mean, "median_seconds": median, "p99_seconds": p99}
+                found.append(StageTimes(rank=self._rank, stage=stage, steps=count, **times))
         return found
 
     def hit_rates(self) -> list[HitRate]:
@@ -189,17 +176,11 @@ WORDS = len(STAGES) + len(TRAFFIC) + len(KINDS)
 
 
 class StepCounters:
-    """Give access to the counters of one rank.
-
-    Args:
-        rank: of the counters.
-        words: (WORDS,) int64.
-    """
+    """Give access to the counters of one rank, (WORDS,) int64."""
 
     def __init__(self, rank: int, words: NDArray[np.int64]) -> None:
         self.rank = rank
-        edges = np.cumsum((len(STAGES), len(TRAFFIC)))
-        self.stage_ns, self.sent_bytes, self.collectives = np.split(words, edges)
+        self.stage_ns, self.sent_bytes, self.collectives = np.split(words, np.cumsum((len(STAGES), len(TRAFFIC))))
 
     def copy_from(self, channels: Sequence[Collectives]) -> None:
         """Copy the newest counts of collectives, summed over all threads."""

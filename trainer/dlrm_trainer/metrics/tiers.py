@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,8 @@ from dlrm_trainer.embedding.tiers.slots import Level
 from dlrm_trainer.embedding.tiers.stack import Stack
 from dlrm_trainer.metrics.stages import WORDS as STEP_WORDS
 
+TABLE, TIER = "dlrm_trainer_table_", "dlrm_trainer_tier_"
+"""Beginnings of the metrics' names."""
 WAIT_NS, MISSING, KEPT = 0, 1, 2
 HEAD_WORDS = KEPT + len(TIERS)
 TIER_NUMBERS = {tier: number for number, tier in enumerate(TIERS)}
@@ -69,13 +71,7 @@ class GroupCounters:
 
 
 class RankCounters:
-    """Give access to the counters in one rank's block.
-
-    Args:
-        placement: of the job's tables.
-        rank: of the block.
-        block: (n,) int64, sized by ``SharedCounters``.
-    """
+    """Give access to the counters in one rank's block, (n,) int64, sized by ``SharedCounters``."""
 
     def __init__(self, placement: Placement, rank: int, block: Words) -> None:
         self.rank, self.block = rank, block
@@ -110,35 +106,19 @@ class RankCounters:
 
 
 class SharedCounters:
-    """Share the blocks of one pod's ranks. Create it before they are forked.
-
-    Args:
-        plan: of the job.
-        ranks: of the pod.
-    """
+    """Share the blocks of one pod's ranks. Create it before they are forked."""
 
     def __init__(self, plan: Plan, ranks: Sequence[int]) -> None:
-        self._first = ranks[0]
-        words = max(_words(plan, rank) for rank in ranks)
-        memory = mmap.mmap(-1, len(ranks) * words * 8)
-        self._blocks = np.frombuffer(memory, np.int64).reshape(len(ranks), words)
-        memory = mmap.mmap(-1, len(ranks) * STEP_WORDS * 8)
-        self._steps = np.frombuffer(memory, np.int64).reshape(len(ranks), STEP_WORDS)
+        self.ranks = tuple(ranks)
+        self.blocks = _shared(ranks, max(_words(plan, rank) for rank in ranks))
+        """Of ``RankCounters`` by rank; zero until the rank copies its counters."""
+        self.steps = _shared(ranks, STEP_WORDS)
+        """Of ``StepCounters`` by rank."""
 
-    @property
-    def ranks(self) -> range:
-        """Return the ranks of the pod."""
-        return range(self._first, self._first + len(self._blocks))
 
-    def of(self, rank: int) -> Words:
-        """Return the (n,) int64 block of a rank, zero until the rank copies its counters."""
-        block: Words = self._blocks[rank - self._first]
-        return block
-
-    def steps_of(self, rank: int) -> Words:
-        """Return the (n,) int64 block of ``StepCounters`` of a rank."""
-        words: Words = self._steps[rank - self._first]
-        return words
+def _shared(ranks: Sequence[int], words: int) -> dict[int, Words]:
+    memory = np.frombuffer(mmap.mmap(-1, len(ranks) * words * 8), np.int64)
+    return dict(zip(ranks, memory.reshape(len(ranks), words), strict=True))
 
 
 def _words(plan: Plan, rank: int) -> int:
@@ -163,20 +143,10 @@ def _level_counters(stack: Stack, number: int, level: Level) -> list[int]:
 MAX_TABLE_SERIES = 200
 """Number of tables of a pod above which series are summed by class."""
 _PER_TABLE = f"Summed by class of tables (class:0, ...) if a pod has more than {MAX_TABLE_SERIES} tables with levels."
-EXPECTED_HITS = (
-    "dlrm_trainer_table_expected_hits",
-    f"Hits that the plan expects for these accesses; absent if the plan has no expectation. {_PER_TABLE}",
-)
 
 
 class TierMetrics(Collector):
-    """Collect the metrics of all ranks of a pod; there are none if the plan has no levels.
-
-    Args:
-        placement: of the job's tables.
-        optimizer: of their rows.
-        ranks: counters of each rank of the pod.
-    """
+    """Collect the metrics of all ranks of a pod; there are none if the plan has no levels."""
 
     def __init__(self, placement: Placement, optimizer: RowOptimizerSpec, ranks: Sequence[RankCounters]) -> None:
         self._names = [table.name for table in placement.tables]
@@ -185,130 +155,86 @@ class TierMetrics(Collector):
         self._planned = {each.rank: planned_bytes(optimizer, each) for each in self._ranks}
 
     @staticmethod
-    def describe() -> list[Metric]:
+    def describe() -> list[CounterMetricFamily | GaugeMetricFamily]:
         """Return every metric without its values."""
-        return [*_table_families(), _expected_family(), *_level_families(), *_rank_families()]
+        of_table, of_tier, of_rank = ["rank", "table"], ["rank", "tier"], ["rank"]
+        return [
+            *(
+                CounterMetricFamily(TABLE + name, f"{text} {_PER_TABLE}", labels=of_table)
+                for name, _, text in TABLE_COUNTS
+            ),
+            CounterMetricFamily(
+                TABLE + "expected_hits",
+                f"Hits that the plan expects for these accesses; absent if the plan has no expectation. {_PER_TABLE}",
+                labels=of_table,
+            ),
+            *(CounterMetricFamily(TIER + name, text, labels=of_tier) for name, _, text in LEVEL_COUNTS),
+            GaugeMetricFamily(
+                TIER + "kept_bytes",
+                "Bytes used by tables with levels: slots ever filled, maps, touched memory, file blocks.",
+                labels=of_tier,
+            ),
+            GaugeMetricFamily(
+                TIER + "planned_bytes",
+                "Bytes that the plan's rows use in a tier when every level is full.",
+                labels=of_tier,
+            ),
+            CounterMetricFamily(
+                TIER + "prefetch_wait_seconds", "Time that lookups waited for rows from slower tiers.", labels=of_rank
+            ),
+            CounterMetricFamily(
+                TIER + "missing_lookups",
+                "Lookups whose row was in no slot when their batch began; any value above 0 is a bug.",
+                labels=of_rank,
+            ),
+        ]
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric once."""
-        if self._ranks:
-            yield from self._of_tables()
-            yield self._expected()
-            yield from self._of_levels()
-            yield from self._of_ranks()
+    def collect(self) -> Iterable[Metric]:
+        """Return every metric once."""
+        families = {each.name: each for each in self.describe()} if self._ranks else {}
+        for each in self._ranks:
+            rank, planned = str(each.rank), self._planned[each.rank]
+            counts, expected = self._of_tables(each)
+            for table, values in counts.items():
+                for name, column, _ in TABLE_COUNTS:
+                    families[TABLE + name].add_metric([rank, table], values[column])
+            for table, hits in expected.items():
+                families[TABLE + "expected_hits"].add_metric([rank, table], hits)
+            for tier, values in _by_tier(each).items():
+                for name, column, _ in LEVEL_COUNTS:
+                    families[TIER + name].add_metric([rank, tier], values[column])
+            for tier, size in zip(TIERS, each.head[KEPT:].tolist(), strict=True):
+                if size or planned[tier]:
+                    families[TIER + "kept_bytes"].add_metric([rank, tier], size)
+                    families[TIER + "planned_bytes"].add_metric([rank, tier], planned[tier])
+            families[TIER + "prefetch_wait_seconds"].add_metric([rank], int(each.head[WAIT_NS]) / 1e9)
+            families[TIER + "missing_lookups"].add_metric([rank], int(each.head[MISSING]))
+        return families.values()
 
-    def _of_tables(self) -> Iterable[Metric]:
-        families = _table_families()
-        for rank in self._ranks:
-            for table, counts in self._series(rank).items():
-                for family, (_, column, _) in zip(families, TABLE_COUNTS, strict=True):
-                    family.add_metric([str(rank.rank), table], counts[column])
-        return families
-
-    def _series(self, rank: RankCounters) -> dict[str, Words]:
-        """Return a rank's counts by table, summed over its parts, or by class if there are many tables."""
-        found: dict[str, Words] = {}
+    def _of_tables(self, rank: RankCounters) -> tuple[dict[str, Words], dict[str, float]]:
+        """Return a rank's counts and expected hits by table, or by class if there are many tables."""
+        found: dict[str, Words] = defaultdict(lambda: np.zeros(COUNTS, np.int64))
+        expected: dict[str, float] = defaultdict(float)
         for number, group in enumerate(rank.groups):
             for part, counts in zip(group.group.parts, group.tables, strict=True):
                 name = self._names[part.table] if self._each else f"class:{number}"
-                found[name] = found[name] + counts if name in found else counts
-        return found
-
-    def _expected(self) -> Metric:
-        """Return accesses times the expected hit rate of the first level."""
-        family = _expected_family()
-        for rank in self._ranks:
-            found: dict[str, float] = {}
-            for number, group in enumerate(rank.groups):
-                for part, counts in zip(group.group.parts, group.tables, strict=True):
-                    expected = part.share.levels[0].expected_hit_rate
-                    if expected is not None:
-                        name = self._names[part.table] if self._each else f"class:{number}"
-                        found[name] = found.get(name, 0.0) + expected * float(counts[ACCESSES])
-            for name, hits in found.items():
-                family.add_metric([str(rank.rank), name], hits)
-        return family
-
-    def _of_levels(self) -> Iterable[Metric]:
-        families = _level_families()
-        for rank in self._ranks:
-            for tier, counts in _by_tier(rank).items():
-                for family, (_, column, _) in zip(families, LEVEL_COUNTS, strict=True):
-                    family.add_metric([str(rank.rank), tier], counts[column])
-        return families
-
-    def _of_ranks(self) -> Iterator[Metric]:
-        kept, planned, waited, missing = _rank_families()
-        for rank in self._ranks:
-            for tier, size in zip(TIERS, rank.head[KEPT:].tolist(), strict=True):
-                if size or self._planned[rank.rank][tier]:
-                    kept.add_metric([str(rank.rank), tier], size)
-                    planned.add_metric([str(rank.rank), tier], self._planned[rank.rank][tier])
-            waited.add_metric([str(rank.rank)], int(rank.head[WAIT_NS]) / 1e9)
-            missing.add_metric([str(rank.rank)], int(rank.head[MISSING]))
-        yield from (kept, planned, waited, missing)
+                found[name] += counts
+                if (hit_rate := part.share.levels[0].expected_hit_rate) is not None:
+                    expected[name] += hit_rate * float(counts[ACCESSES])
+        return found, expected
 
 
-def _table_families() -> list[CounterMetricFamily]:
-    return [
-        CounterMetricFamily(f"dlrm_trainer_table_{name}", f"{text} {_PER_TABLE}", labels=["rank", "table"])
-        for name, _, text in TABLE_COUNTS
-    ]
-
-
-def _expected_family() -> CounterMetricFamily:
-    return CounterMetricFamily(*EXPECTED_HITS, labels=["rank", "table"])
-
-
-def _level_families() -> list[CounterMetricFamily]:
-    return [
-        CounterMetricFamily(f"dlrm_trainer_tier_{name}", text, labels=["rank", "tier"])
-        for name, _, text in LEVEL_COUNTS
-    ]
-
-
-def _rank_families() -> tuple[GaugeMetricFamily, GaugeMetricFamily, CounterMetricFamily, CounterMetricFamily]:
-    return (
-        GaugeMetricFamily(
-            "dlrm_trainer_tier_kept_bytes",
-            "Bytes used by tables with levels: slots ever filled, maps, touched memory, file blocks.",
-            labels=["rank", "tier"],
-        ),
-        GaugeMetricFamily(
-            "dlrm_trainer_tier_planned_bytes",
-            "Bytes that the plan's rows use in a tier when every level is full.",
-            labels=["rank", "tier"],
-        ),
-        CounterMetricFamily(
-            "dlrm_trainer_tier_prefetch_wait_seconds",
-            "Time that lookups waited for rows from slower tiers.",
-            labels=["rank"],
-        ),
-        CounterMetricFamily(
-            "dlrm_trainer_tier_missing_lookups",
-            "Lookups whose row was in no slot when their batch began; any value above 0 is a bug.",
-            labels=["rank"],
-        ),
-    )
-
-
-def _by_tier(rank: RankCounters) -> dict[str, list[int]]:
+def _by_tier(rank: RankCounters) -> dict[str, Words]:
     """Return the counters of a rank's levels, summed by tier."""
-    found: dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
+    found: dict[str, Words] = defaultdict(lambda: np.zeros(LEVEL_WORDS, np.int64))
     for group in rank.groups:
         for level, counts in zip(group.group.parts[0].share.levels[1:], group.levels, strict=True):
-            found[level.tier] = found.get(level.tier, np.zeros_like(counts)) + counts
-    return {tier: counts.tolist() for tier, counts in found.items()}
+            found[level.tier] += counts
+    return found
 
 
 def tier_report(placement: Placement, optimizer: RowOptimizerSpec, blocks: Iterable[Words]) -> TierReport:
-    """Return the report on tiers of a run.
-
-    Args:
-        placement: of the job's tables.
-        optimizer: of their rows.
-        blocks: counters of every rank, in order.
-    """
+    """Return the report on tiers of a run from the ``blocks`` of every rank, in order."""
     ranks = (RankCounters(placement, rank, block) for rank, block in enumerate(blocks))
     return TierReport(ranks=tuple(rank_use(placement, optimizer, each) for each in ranks if each.groups))
 

@@ -1,4 +1,4 @@
-"""What is counted of tables and tiers, against a simulation of one row at a time and the arithmetic of plans."""
+"""Compare counters of tables and tiers with a row-by-row simulation and the arithmetic of plans."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def use_of(job: DLRMJob, shape: Shape, learner: Learner) -> RankUse:
     """The report of rank 0 by way of shared memory, as a run makes it."""
     plan = stacked_plan(job, shape)
     placement = place(job.spec.model, plan, 1)
-    counters = RankCounters(placement, 0, SharedCounters(plan, [0]).of(0))
+    counters = RankCounters(placement, 0, SharedCounters(plan, [0]).blocks[0])
     learner.embeddings.settle()
     counters.copy_from(learner.embeddings.tables)
     return rank_use(placement, job.spec.training.row_optimizer, counters)
@@ -103,7 +103,7 @@ def one_table(folder: Path, rows: int) -> DLRMJob:
 
 
 @pytest.mark.parametrize("tier", ["ddr", "scm", "block"])
-def test_bytes_kept_are_those_that_rows_in_use_take_by_the_arithmetic_of_plans(tmp_path: Path, tier: str) -> None:
+def test_bytes_kept_are_those_of_rows_in_use_by_the_arithmetic_of_plans(tmp_path: Path, tier: str) -> None:
     rows, slots = 100_000, 10_000
     job, shape = one_table(tmp_path, rows), Shape(tiers=("ddr", tier), slots=slots, lookahead=0)
     learner = make_learner(ALONE, job, shape, tmp_path)
@@ -138,13 +138,13 @@ def test_a_forked_rank_s_counters_are_seen_by_its_pod(tmp_path: Path) -> None:
     placement = place(small_job(tmp_path, 2).spec.model, plan, 2)
 
     def count() -> None:
-        RankCounters(placement, 1, shared.of(1)).groups[0].levels[1, READ_ROWS] = 7
+        RankCounters(placement, 1, shared.blocks[1]).groups[0].levels[1, READ_ROWS] = 7
 
     process = multiprocessing.get_context("fork").Process(target=count)
     process.start()
     process.join()
 
-    seen = RankCounters(placement, 1, shared.of(1))
+    seen = RankCounters(placement, 1, shared.blocks[1])
     assert process.exitcode == 0
     assert seen.groups[0].levels[:, READ_ROWS].tolist() == [0, 7]
-    assert not shared.of(0).any()
+    assert not shared.blocks[0].any()

@@ -1,4 +1,4 @@
-"""Metrics of tables and tiers for all ranks of a pod, and that every metric is announced as it is served."""
+"""Test metrics of tables and tiers for all ranks of a pod, served as they are announced."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def two_ranks(folder: Path, shape: Shape | None) -> TierMetrics:
     job = small_job(folder, 2)
     plan = stacked_plan(job, shape)
     placement, shared = place(job.spec.model, plan, 2), SharedCounters(plan, range(2))
-    ranks = [RankCounters(placement, rank, shared.of(rank)) for rank in shared.ranks]
+    ranks = [RankCounters(placement, rank, shared.blocks[rank]) for rank in shared.ranks]
     for rank in ranks:
         rank.head[tiers.WAIT_NS] = 1_500_000_000
         for group in rank.groups:
@@ -74,7 +74,7 @@ def test_a_plan_without_levels_has_none_of_these_metrics(tmp_path: Path) -> None
 
 
 def step_metrics() -> StepMetrics:
-    """Of two ranks: rank r waited 1.5 + r seconds for others, and sent r bytes of ids in each of two threads."""
+    """Make two ranks' metrics: rank r waited 1.5 + r s, and sent r bytes of ids in each of two threads."""
     ranks = [StepCounters(rank, np.zeros(WORDS, np.int64)) for rank in range(2)]
     for rank in ranks:
         stages = Stages(rank.stage_ns)
@@ -100,7 +100,7 @@ def described(collector: Collector) -> dict[str, tuple[str, list[str]]]:
     return {each.name: (each.documentation, list(each._labelnames)) for each in collector.describe()}
 
 
-def test_what_is_served_is_what_was_announced(tmp_path: Path) -> None:
+def test_served_metrics_are_those_announced(tmp_path: Path) -> None:
     board = ProgressBoard(attempt=0, world_size=1)
     board.phase(TrainerPhase.TRAINING)
     board.update(loss=0.5, samples_per_second=1.0, last_cut_step=1, restored_step=1)
@@ -121,7 +121,7 @@ def test_what_is_served_is_what_was_announced(tmp_path: Path) -> None:
             assert all(list(sample.labels) == labels for sample in each.samples), each.name
 
 
-def test_a_table_s_expected_hits_are_its_accesses_times_the_plan_s_hit_rate(tmp_path: Path) -> None:
+def test_expected_hits_are_accesses_times_the_plans_hit_rate(tmp_path: Path) -> None:
     metrics = two_ranks(tmp_path, Shape(tiers=("ddr", "scm"), expected=0.75))
     for rank in metrics._ranks:
         for group in rank.groups:

@@ -1,4 +1,4 @@
-"""What the evaluation metrics promise, against scikit-learn where it has the same metric."""
+"""Test the evaluation metrics, against scikit-learn where it has the same metric."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sklearn.metrics import log_loss as sklearn_log_loss
 from sklearn.metrics import roc_auc_score
 
 from dlrm_api.errors import DivergedError
-from dlrm_trainer.metrics.quality import CHUNK, auc, binary_entropy, evaluate, log_loss
+from dlrm_trainer.evaluate import CHUNK, auc, binary_entropy, log_loss, measure
 
 SIZES = st.integers(2, 200)
 
@@ -41,14 +41,14 @@ def test_auc_of_a_million_scores_is_that_of_scikit_learn() -> None:
 
 
 @pytest.mark.slow
-def test_a_large_set_is_measured_in_little_memory_beside_it_and_like_a_small_one() -> None:
+def test_a_large_set_is_measured_like_a_small_one_in_little_memory() -> None:
     rng = np.random.default_rng(2)
     size = 3 * CHUNK + 5
     labels = (rng.random(size) < 0.3).astype(np.uint8)
     logits = rng.normal(labels).astype(np.float32)
 
     tracemalloc.start()
-    metrics = evaluate(logits, labels)
+    metrics = measure(logits, labels)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
@@ -70,11 +70,11 @@ def test_log_loss_of_a_sure_and_wrong_prediction_is_finite() -> None:
     assert log_loss(np.array([800.0]), np.array([0.0])) == 800.0
 
 
-def test_predicting_the_base_rate_gives_a_normalized_entropy_and_a_calibration_of_one() -> None:
+def test_predicting_the_base_rate_gives_ne_and_calibration_of_one() -> None:
     labels = np.array([1.0, 0.0, 0.0, 0.0])
     logits = np.full(4, np.log(0.25 / 0.75))
 
-    metrics = evaluate(logits, labels, step=7)
+    metrics = measure(logits, labels, step=7)
 
     assert metrics.ne == pytest.approx(1.0)
     assert metrics.calibration == pytest.approx(1.0)
@@ -84,7 +84,7 @@ def test_predicting_the_base_rate_gives_a_normalized_entropy_and_a_calibration_o
 
 @pytest.mark.parametrize("label", [0.0, 1.0])
 def test_a_set_of_one_label_has_a_log_loss_and_no_entropy_to_compare_with(label: float) -> None:
-    metrics = evaluate(np.array([0.5, -0.5]), np.full(2, label))
+    metrics = measure(np.array([0.5, -0.5]), np.full(2, label))
 
     assert metrics.log_loss > 0
     assert metrics.ne is None
@@ -94,7 +94,7 @@ def test_a_set_of_one_label_has_a_log_loss_and_no_entropy_to_compare_with(label:
 
 def test_predictions_that_are_not_finite_are_refused_with_their_number() -> None:
     with pytest.raises(DivergedError, match=r"after step 3: 2 of 4 predictions are not finite"):
-        evaluate(np.array([0.0, np.nan, np.inf, 1.0]), np.array([0.0, 1.0, 1.0, 0.0]), step=3)
+        measure(np.array([0.0, np.nan, np.inf, 1.0]), np.array([0.0, 1.0, 1.0, 0.0]), step=3)
 
 
 def test_entropy_is_largest_at_one_half() -> None:
