@@ -13,6 +13,6 @@ from dlrm_testing.trainer.gpus import GPUS, gpu_of
 
 @pytest.fixture(params=GPUS)
 def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Each device there is beside the host."""
+    """Return each device other than the host."""
     with gpu_of(request.param) as device:
         yield device

@@ -48,7 +48,7 @@ def test_ranks_of_a_plan_for_hosts_compute_there() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
-def test_a_plan_for_gpus_is_refused_where_there_is_none() -> None:
+def test_a_plan_for_gpus_is_refused_without_gpus() -> None:
     with pytest.raises(InvalidSpecError, match=r"plan.device: expected a CUDA device, found none"):
         take_device("cuda", 0)
 
@@ -72,7 +72,7 @@ NOT_READY = (
         (None, DeviceError, "have become available; the job is retried"),
     ],
 )
-def test_gpus_that_may_come_are_tried_again_and_such_as_never_will_refused_with_the_drivers_words(
+def test_missing_gpus_are_retried_or_refused_with_the_drivers_words(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None, kind: type[Exception], message: str
 ) -> None:
     def init() -> None:
@@ -109,7 +109,7 @@ def test_a_pod_with_fewer_gpus_than_processes_is_refused() -> None:
 
 
 @pytest.mark.parametrize("failure", FAILURES.values())
-def test_a_gpu_that_fails_while_others_are_waited_for_is_no_fault_of_theirs(failure: Exception) -> None:
+def test_a_gpu_that_fails_during_a_wait_is_not_blamed_on_others(failure: Exception) -> None:
     def wait() -> None:
         raise failure
 
@@ -160,7 +160,7 @@ def test_rows_of_more_columns_than_a_gpus_kernels_take_are_refused(tmp_path: Pat
 
 
 def mixed_plan(seed: int, job: DLRMJob) -> Plan:
-    """Shards of every kind, each wholly in hbm, in a stack over it, in one on the host, or resident on the host."""
+    """Plan shards of every kind, each in hbm, in a stack over it or on the host, or resident there."""
     generator = np.random.default_rng(seed)
     plan = random_plan(generator, job.spec.model, job.spec.world_size, lookahead=seed % 3)
     tables = []
@@ -244,7 +244,7 @@ def train_pretending(collectives: Collectives, *arguments: Any) -> ShardedRun:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_gangs_train_as_one_rank_does_and_send_ahead_without_changing_a_bit(tmp_path: Path, seed: int) -> None:
+def test_gangs_train_as_one_rank_and_sending_ahead_changes_no_bit(tmp_path: Path, seed: int) -> None:
     world_size = 2 + seed % 2
     alone, gang = job_of(tmp_path, 1), job_of(tmp_path, world_size)
     plan = mixed_plan(seed, gang)
@@ -296,7 +296,7 @@ def test_bf16_products_train_nearly_as_fp32_ones(tmp_path: Path, gpu: torch.devi
 
 
 @pytest.mark.parametrize("most", [None, 7])
-def test_the_time_that_a_gpu_computes_is_the_ranks_own_and_not_spent_waiting_for_others(
+def test_gpu_time_is_the_ranks_own_and_not_waiting_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int | None
 ) -> None:
     job, clock = small_job(tmp_path, training={"microBatchSize": most}), SimpleNamespace(now=100.0)

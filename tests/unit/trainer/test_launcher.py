@@ -49,7 +49,7 @@ def committed_step(pod: Pod) -> int | None:
 
 
 def said_last(pod: Pod) -> tuple[int, int]:
-    """Step and exit code that its launcher left for whoever did not ask in time, with the rest of rank 0's progress."""
+    """Return step and exit code of the termination message, with the rest of rank 0's progress."""
     left = pod.termination()
     assert left.progress is not None
     assert left.progress.samples > 0
@@ -58,7 +58,7 @@ def said_last(pod: Pod) -> tuple[int, int]:
 
 
 def progress(pod: Pod) -> dict[str, Any]:
-    """What the pod says of itself; nothing while it does not listen."""
+    """Return the pod's progress, or nothing while it does not listen."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{pod.port}/progress", timeout=5) as answer:
             return dict(json.load(answer))
@@ -79,7 +79,7 @@ def post_cut(pod: Pod) -> int:
         return int(json.load(answer)["step"])
 
 
-def test_a_run_that_is_killed_signalled_and_restarted_ends_with_the_same_bytes(make_pod: MakePod) -> None:
+def test_a_run_killed_signalled_and_restarted_ends_with_the_same_bytes(make_pod: MakePod) -> None:
     data = {"format": "synthetic", "synthetic": {"samples": 40_000, "evalSamples": 500}}
     told = {Env.TOKEN_SHA256: token_digest(TOKEN)}
     undisturbed, pod = make_pod("whole", 2, data=data), make_pod("broken", 2, told, data=data)
@@ -168,7 +168,7 @@ def test_a_restore_at_another_world_size_gives_the_same_digest(make_pod: MakePod
     assert f"snapshot restored step={STEPS} " in other.log()
 
 
-def test_a_loss_that_is_no_number_ends_the_job_before_the_update_and_names_the_table(make_pod: MakePod) -> None:
+def test_a_loss_that_is_not_finite_ends_the_job_and_names_the_table(make_pod: MakePod) -> None:
     training = {"rowOptimizer": {"learningRate": 1_000}, "denseOptimizer": {"kind": "sgd", "learningRate": 1_000}}
     pod = make_pod("wild", 2, training=training, checkpoint={"intervalSteps": 1_000})
 
@@ -213,7 +213,7 @@ def test_ranks_that_do_not_come_are_named(make_pod: MakePod) -> None:
     assert "rank 1 did not come within 1 s" in pod.termination().message
 
 
-def test_without_a_checkpointer_cuts_are_delayed_training_goes_on_and_the_end_says_so(make_pod: MakePod) -> None:
+def test_without_a_checkpointer_training_continues_and_the_end_reports_it(make_pod: MakePod) -> None:
     pod = make_pod("no-sidecar", 2, {Env.GRACE_S: "1"})
 
     code = pod.run(checkpointer=False)
@@ -250,7 +250,7 @@ def test_a_changed_job_is_refused_by_the_name_of_what_changed(
     assert "Traceback" not in second.log()
 
 
-def test_ranks_that_are_told_to_end_do_not_wait_for_a_checkpointer_that_died(make_pod: MakePod) -> None:
+def test_stopped_ranks_do_not_wait_for_a_checkpointer_that_died(make_pod: MakePod) -> None:
     data = {"format": "synthetic", "synthetic": {"samples": 4_000_000, "evalSamples": 500}}
     pod = make_pod("deserted", 2, {Env.GRACE_S: "300"}, data=data)
     pod.start()
@@ -267,9 +267,7 @@ def test_ranks_that_are_told_to_end_do_not_wait_for_a_checkpointer_that_died(mak
     assert "its checkpointer was gone" in pod.termination().message
 
 
-def test_a_pod_that_is_told_to_end_waits_a_moment_for_another_pods_part_of_the_final_cut(
-    make_pod: MakePod, tmp_path: Path
-) -> None:
+def test_a_stopped_pod_waits_for_another_pods_part_of_the_final_cut(make_pod: MakePod, tmp_path: Path) -> None:
     changes = {
         "trainer": {"replicas": 2, "processesPerReplica": 1, "threadsPerProcess": 1},
         "checkpoint": {"intervalSteps": 1_000, "uri": f"file://{tmp_path}/pod-0/store"},

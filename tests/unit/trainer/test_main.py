@@ -41,7 +41,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--job {}/job.json --plan {}/empty", ExitCode.BAD_CONFIG, "no part of the plan"),
     ],
 )
-def test_bad_arguments_and_files_end_with_one_line_and_a_termination_message(
+def test_bad_arguments_and_files_end_with_a_termination_message(
     files: Path, capsys: pytest.CaptureFixture[str], arguments: str, code: ExitCode, named: str
 ) -> None:
     result = main(arguments.replace("{}", str(files)).split())
@@ -78,7 +78,7 @@ def test_a_plan_is_read_from_the_folder_of_its_parts(files: Path) -> None:
     assert read_plan(files / "empty") == plan
 
 
-def test_what_is_wrong_with_the_files_is_said_before_torch_is_loaded(files: Path) -> None:
+def test_bad_files_are_reported_before_torch_is_loaded(files: Path) -> None:
     program = (
         "import sys; from dlrm_trainer.__main__ import main; "
         f"code = main(['--job', '{files}/other.json', '--plan', '{files}/plan.json']); "

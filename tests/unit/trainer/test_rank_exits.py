@@ -1,4 +1,4 @@
-"""How long the launcher waits for the ranks that still run, by how the others exited."""
+"""Test how long the launcher waits for running ranks, by how the others exited."""
 
 from __future__ import annotations
 

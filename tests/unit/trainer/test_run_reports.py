@@ -1,4 +1,4 @@
-"""What a run says of itself while it trains and at its end: real launchers and ranks, whose tables live in levels."""
+"""Check reports of a run, during and at the end: real launchers and ranks with tables in levels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE = Shape(tiers=("ddr", "ddr", "scm"), slots=40, middle=30)
 
 
 def stacked_pod(folder: Path, *, samples: int) -> Pod:
-    """A pod of two ranks, told to take times."""
+    """Make a pod of two ranks that takes a profile."""
     data = {"format": "synthetic", "synthetic": {"samples": samples, "evalSamples": 500}}
     changes = {"data": data, "training": {"evalEverySteps": 20}}
     plan = stacked_plan(small_job(folder, 2, **changes), SHAPE).model_dump(mode="json")
@@ -29,7 +29,7 @@ def stacked_pod(folder: Path, *, samples: int) -> Pod:
     return Pod(folder, job_document(folder, 2, **changes), plan, **settings)
 
 
-def test_metrics_of_all_ranks_are_on_the_pod_s_endpoint_and_both_reports_at_the_end(tmp_path: Path) -> None:
+def test_metrics_of_all_ranks_are_on_the_endpoint_and_in_both_reports(tmp_path: Path) -> None:
     pod = stacked_pod(tmp_path, samples=200_000)
     try:
         pod.start(checkpointer=False)

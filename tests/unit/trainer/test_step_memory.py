@@ -1,4 +1,4 @@
-"""What a step takes of memory beside tables, of a GPU or of the host, counted by operations, is what plans count."""
+"""Compare the memory of a step without tables, on GPU and host, with what plans count."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MODELS = [
 @pytest.mark.parametrize(("model", "dims", "pooling"), MODELS)
 @pytest.mark.parametrize("most", [None, 256])
 @pytest.mark.parametrize("replicas", [0, 1, 2])
-def test_a_step_takes_no_more_of_a_gpu_than_plans_count(
+def test_gpu_memory_of_a_step_fits_plans(
     tmp_path: Path, model: dict[str, Any], dims: tuple[int, ...], pooling: str, most: int | None, replicas: int
 ) -> None:
     job = job_of(tmp_path, 1, model, dims, pooling, most)
@@ -81,7 +81,7 @@ def job_of(folder: Path, ranks: int, model: Any, dims: tuple[int, ...], pooling:
 
 @pytest.mark.parametrize(("model", "dims", "pooling"), MODELS)
 @pytest.mark.parametrize("most", [None, 256])
-def test_nor_of_the_host(
+def test_host_memory_of_a_step_fits_plans(
     tmp_path: Path, model: dict[str, Any], dims: tuple[int, ...], pooling: str, most: int | None
 ) -> None:
     job = job_of(tmp_path, 1, model, dims, pooling, most)
@@ -93,7 +93,7 @@ def test_nor_of_the_host(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_nor_of_the_host_where_layers_are_wide(tmp_path: Path, precision: str) -> None:
+def test_host_memory_of_wide_layers_fits_plans(tmp_path: Path, precision: str) -> None:
     wide = {"interaction": "dot", "bottomMlp": [8, 64], "topMlp": [2_048, 2_048, 1], "precision": precision}
     tables = [{"name": "t", "rows": 100, "dim": 64}]
     data = {"globalBatchSize": 64, "synthetic": {"samples": 256, "evalSamples": 64}}
@@ -108,7 +108,7 @@ def test_nor_of_the_host_where_layers_are_wide(tmp_path: Path, precision: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "pooling"), [(DOT, "sum"), (DOT, "mean"), (dcn(1), "sum"), (dcn(3), "mean")])
-def test_nor_of_the_host_of_a_gang(tmp_path: Path, model: dict[str, Any], pooling: str) -> None:
+def test_host_memory_of_gangs_fits_plans(tmp_path: Path, model: dict[str, Any], pooling: str) -> None:
     job = job_of(tmp_path, 2, model, (64,), pooling, None)
 
     taken = run_ranks(2, peak_on_the_host, job, hand_plan(job, [n % 2 for n in range(TABLES)]))
@@ -120,7 +120,7 @@ def test_nor_of_the_host_of_a_gang(tmp_path: Path, model: dict[str, Any], poolin
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
-def test_nor_of_the_host_of_a_gang_whose_tables_are_split_by_rows(tmp_path: Path, ranks: int, pooling: str) -> None:
+def test_host_memory_of_gangs_with_tables_split_by_rows_fits_plans(tmp_path: Path, ranks: int, pooling: str) -> None:
     job = job_of(tmp_path, ranks, DOT, (64,), pooling, None)
     model = job.spec.model
     pinned = tuple(table.model_copy(update={"pin": TablePin(sharding="row")}) for table in model.tables)
@@ -164,7 +164,7 @@ def peak_on(device: torch.device, memory: LiveMemory, collectives: Collectives, 
     ("model", "pooling", "most"), [(DOT, "mean", None), (dcn(1), "sum", 128), (dcn(1), "mean", 128)]
 )
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
-def test_nor_does_one_of_a_gang_whose_messages_are_counted_too(
+def test_gpu_memory_of_gangs_fits_plans_with_messages_counted(
     tmp_path: Path, model: dict[str, Any], pooling: str, most: int | None, codec: str
 ) -> None:
     tables = [{"name": f"t{n}", "rows": 100, "dim": 64, "pooling": pooling, "maxLookups": 2} for n in range(TABLES)]

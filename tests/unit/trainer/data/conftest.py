@@ -37,7 +37,7 @@ def _spec(
 
 @pytest.fixture(scope="session")
 def make_spec() -> MakeSpec:
-    """Builds a job's spec: shaped like Criteo's data unless told otherwise."""
+    """Builds a job's spec: shaped like Criteo's data by default."""
     return _spec
 
 

@@ -1,4 +1,4 @@
-"""What reading ahead promises: a budget in bytes, errors in their place, files that stay the same, no thread left."""
+"""Test reading ahead: a budget in bytes, errors in their place, unchanged files, no thread left."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Piece:
 
 
 class Maker:
-    """Makes pieces of some sizes, counts them, and waits where it is told to."""
+    """Make pieces of some sizes, count them, and wait where asked."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes, self.made = sizes, list[int]()
@@ -75,7 +75,7 @@ def test_blocks_are_the_right_ones_and_stay_within_the_budget(
     assert blocks.held_bytes == 0
 
 
-def test_a_block_is_made_once_where_there_is_room_and_again_where_there_was_none() -> None:
+def test_a_block_is_made_once_if_it_fits_the_budget_and_again_if_not() -> None:
     roomy, narrow = Maker([10] * 4), Maker([10] * 4)
     large, small = BlockCache(roomy, 40), BlockCache(narrow, 20)
 
@@ -90,7 +90,7 @@ def test_a_block_is_made_once_where_there_is_room_and_again_where_there_was_none
     assert small.remade == 8
 
 
-def test_blocks_ahead_are_made_before_they_are_taken_and_no_more_than_there_is_room_for() -> None:
+def test_blocks_are_made_ahead_as_many_as_fit_the_budget() -> None:
     maker = Maker([10] * 8)
     blocks = BlockCache(maker, 40)
     blocks.take(0)
@@ -181,7 +181,7 @@ def test_batches_are_the_same_whatever_is_held_ahead(budget: Any, window: int, o
 
 
 class Thrashing:
-    """Rows of whose blocks some are made again for each batch; counts the samples that its answers keep in memory."""
+    """Make some blocks again for each batch; count the samples that answers keep in memory."""
 
     num_samples, hashed, fingerprint = 20_000, False, MappingProxyType({"format": "thrashing"})
     remade = held = most = 0
@@ -214,7 +214,7 @@ class Thrashing:
         """Nothing is open."""
 
 
-def test_batches_that_are_made_together_keep_within_their_share_of_the_budget(make_spec: Any) -> None:
+def test_batches_made_together_keep_within_their_share_of_the_budget(make_spec: Any) -> None:
     tables = [{"name": "user", "rows": 20_000, "dim": 4}]
     sample_bytes, budget = 8 + 4 + 4 + 4 + 8, 400_000
     document = {"format": "parquet", "train": {"uris": ["x"]}, "globalBatchSize": 100, "virtualShards": 4}

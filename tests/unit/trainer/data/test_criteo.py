@@ -1,4 +1,4 @@
-"""What the Criteo reader promises: exact values, any order, and errors that name the line and the column."""
+"""Test the Criteo reader: exact values, any order, and errors that name line and column."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_rows_come_back_in_the_order_asked_for_from_several_files(tmp_path: Path
     ]
 
 
-def test_files_written_anew_with_as_many_bytes_and_lines_are_other_data_and_copies_are_the_same(tmp_path: Path) -> None:
+def test_rewritten_files_are_other_data_and_copies_are_the_same(tmp_path: Path) -> None:
     def fingerprint(folder: str, labels: str) -> Any:
         (tmp_path / folder).mkdir(exist_ok=True)
         paths = [tmp_path / folder / name for name in ("a.tsv", "b.tsv")]
@@ -106,7 +106,7 @@ def test_files_written_anew_with_as_many_bytes_and_lines_are_other_data_and_copi
     assert first_change(before, fingerprint("here", "10"), "data").startswith("data.files[a.tsv].content was ")
 
 
-def test_empty_fields_are_missing_values_and_a_missing_id_has_a_row_of_its_own(write: Any, tmp_path: Path) -> None:
+def test_empty_fields_are_missing_values_and_a_missing_id_has_its_own_row(write: Any, tmp_path: Path) -> None:
     path = write(line(I2="", C3=""), line(I2="-2", C3="ffffffff"))
 
     raw = next(iter(source(path, tmp_path / "cache").batches([np.array([0, 1])])))
@@ -215,7 +215,7 @@ def test_more_files_than_a_process_may_have_open_are_refused_by_name(
         CriteoSource(many_files, DENSE, SPARSE, False, tmp_path / "cache")
 
 
-def test_the_line_index_is_kept_and_built_anew_when_the_file_changes(write: Any, tmp_path: Path) -> None:
+def test_the_line_index_is_kept_and_rebuilt_when_the_file_changes(write: Any, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     path = write(line(), line())
     assert source(path, cache).num_samples == 2
@@ -235,7 +235,7 @@ def test_an_index_that_cannot_be_kept_is_built_all_the_same(write: Any, tmp_path
     assert source(write(line(), line()), tmp_path / "taken").num_samples == 2
 
 
-def test_an_index_that_finds_no_room_leaves_nothing_behind(
+def test_an_index_that_does_not_fit_the_disk_leaves_nothing_behind(
     write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_draft: Path, _kept: Path) -> None:
@@ -248,7 +248,7 @@ def test_an_index_that_finds_no_room_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 8, 12, 16])
-def test_an_index_that_lost_its_end_is_built_anew(kept_bytes: int, write: Any, tmp_path: Path) -> None:
+def test_an_index_that_lost_its_end_is_rebuilt(kept_bytes: int, write: Any, tmp_path: Path) -> None:
     path = write(line(), line())
     source(path, tmp_path / "cache").close()
     (kept,) = (tmp_path / "cache").glob("*.starts")
@@ -290,7 +290,7 @@ def test_criteos_own_lines_are_read_as_a_plain_parser_reads_them(shared_data: Pa
     assert batch.values.tolist() == rows_of_ids(ids, 1_000, "mix")[0].tolist()
 
 
-def test_an_epoch_of_criteos_own_lines_trains_on_each_once_at_any_world_size(shared_data: Path, make_spec: Any) -> None:
+def test_an_epoch_of_criteos_own_lines_has_each_once_at_any_world_size(shared_data: Path, make_spec: Any) -> None:
     uris = [(shared_data / "criteo-1k.tsv").as_uri()]
     spec = make_spec({"format": "criteo-tsv", "train": {"uris": uris}, "globalBatchSize": 192, "virtualShards": 64})
 

@@ -1,4 +1,4 @@
-"""The examples that a user starts from: they are valid, their data is prepared without leaks, and they learn."""
+"""Test the examples: they are valid, their data is prepared without leaks, and they learn."""
 
 from __future__ import annotations
 

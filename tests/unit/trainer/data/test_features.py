@@ -1,4 +1,4 @@
-"""What readers promise of features: several of one table, several tables of one column, and weights of ids."""
+"""Test features: several of one table, several tables of one column, and weights of ids."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_tables_that_read_one_column_see_the_same_ids(read: Any) -> None:
     assert bags(batch, batch.values)[2] == [[2, 0], [], [], [1]]
 
 
-def test_weights_lie_beside_their_ids_and_are_1_where_a_feature_has_none(read: Any) -> None:
+def test_each_id_has_its_weight_or_1_if_the_feature_has_none(read: Any) -> None:
     batch = read(COLUMNS, [FILMS | {"weights": ["seen_w", "liked_w"]}, USER])
 
     assert batch.weights.dtype == torch.float32
@@ -140,7 +140,7 @@ def test_criteos_format_has_no_weights(make_spec: Any) -> None:
         make_spec(data, [{"name": "C1", "rows": 9, "dim": 4, "weights": ["C2"]}])
 
 
-def test_synthetic_draws_of_a_tables_own_column_stay_those_of_jobs_without_features(make_spec: Any) -> None:
+def test_synthetic_draws_of_a_tables_own_column_need_no_features(make_spec: Any) -> None:
     batch = open_reader(make_spec(SYNTHETIC, PLAIN, ["I1"]), "train", 0, 1).read(0)
 
     assert batch.values[:12].tolist() == [85, 9, 69, 45, 22, 34, 60, 5, 9, 22, 88, 22]

@@ -1,4 +1,4 @@
-"""Footers of Parquet files: kept within a budget, read again where they are not, and let go of."""
+"""Test footers of Parquet files: kept within a budget, dropped and read again beyond it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_row_group_has_its_place_whatever_is_kept(files: list[LocalFile], 
         assert found._kept_bytes == sum(map(parquet._bytes_of, found._kept.values()))
 
 
-def test_what_is_kept_is_not_read_again_and_what_was_least_recently_used_goes(
+def test_kept_footers_are_not_read_again_and_the_oldest_are_dropped(
     files: list[LocalFile], reads: list[LocalFile]
 ) -> None:
     found = Footers(files, COLUMNS, FOOTER_BYTES + 2 * CHUNK_BYTES)  # the last two files'

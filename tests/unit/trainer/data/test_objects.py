@@ -1,4 +1,4 @@
-"""What reading from an S3 service promises: the same batches, only the bytes that are needed, and named errors."""
+"""Test reading from an S3 service: the same batches, only the bytes needed, and named errors."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def check_same(ours: Reader, theirs: Reader) -> None:
 def test_a_pattern_means_the_same_of_objects_and_of_files(
     pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a writer has not finished, or hides, is nobody's data in either."""
+    """Skip unfinished and hidden files in both."""
     names = [
         f"data/{name}"
         for name in (
@@ -188,7 +188,7 @@ def test_parquet_objects_give_the_batches_of_files(uri: str, bucket: Bucket, ope
 
 
 @pytest.mark.cluster
-def test_lines_of_objects_give_the_batches_of_files_and_cost_a_request_a_block(
+def test_lines_of_objects_give_the_batches_of_files_for_a_request_a_block(
     bucket: Bucket, opened: Any, fetched: list[int], tmp_path: Path
 ) -> None:
     path = write_lines(tmp_path / "day.tsv")
@@ -248,7 +248,7 @@ def test_a_line_index_of_an_object_is_built_once(
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("format_", ["parquet", "criteo-tsv"])
-def test_an_object_that_is_written_anew_while_training_is_refused_by_its_etag(
+def test_an_object_rewritten_while_training_is_refused_by_its_etag(
     format_: str, bucket: Bucket, opened: Any, tmp_path: Path
 ) -> None:
     write = write_rows if format_ == "parquet" else write_lines

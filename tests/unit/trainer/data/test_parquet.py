@@ -1,4 +1,4 @@
-"""What the Parquet reader promises: columns by name, bags, nulls, a bounded cache, and errors that say where."""
+"""Test the Parquet reader: columns by name, bags, nulls, a bounded cache, located errors."""
 
 from __future__ import annotations
 

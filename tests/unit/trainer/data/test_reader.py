@@ -1,4 +1,4 @@
-"""What every reader promises: the same batches at any world size, pure reads, reading ahead, and a fingerprint."""
+"""Test every reader: the same batches at any world size, pure reads, read-ahead, a fingerprint."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_an_error_while_reading_ahead_reaches_the_consumer_in_its_place() -> Non
     assert seen == [1, 2]
 
 
-def test_closing_the_iterator_ends_its_thread_and_reads_no_more_than_the_depth_ahead() -> None:
+def test_closing_the_iterator_ends_its_thread_within_the_depth_ahead() -> None:
     made: list[int] = []
 
     def items() -> Iterator[int]:
@@ -193,7 +193,7 @@ def test_paths_uris_folders_and_patterns_name_files(tmp_path: Path) -> None:
     assert local_path("file:///data/two%20words.tsv") == Path("/data/two words.tsv")
 
 
-def test_a_folder_and_a_pattern_of_any_depth_hold_what_lies_behind_links_once(tmp_path: Path) -> None:
+def test_folders_and_patterns_of_any_depth_hold_linked_files_once(tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "data", tmp_path / "other disk"
     for file in (folder / "2024/a.tsv", folder / "_tmp/x.tsv", folder / "lost+found/x.tsv", elsewhere / "b.tsv"):
         file.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What a trace says of a data set's columns, real ones too."""
+"""Test traces of data sets' columns, real ones included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What synthetic data promises: any sample from its number alone, the popularity asked for, labels worth learning."""
+"""Test synthetic data: samples from their number alone, the popularity asked for, learnable labels."""
 
 from __future__ import annotations
 

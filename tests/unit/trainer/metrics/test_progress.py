@@ -30,7 +30,7 @@ def test_lines_after_the_restored_step_and_a_torn_last_one_are_dropped(tmp_path:
     assert (evaluation["step"], evaluation["eval"]["log_loss"]) == (3, 0.2)
 
 
-def test_an_attempt_begins_without_the_result_and_the_profile_of_an_earlier_end(tmp_path: Path) -> None:
+def test_an_attempt_begins_without_an_earlier_result_and_profile(tmp_path: Path) -> None:
     write_result(tmp_path, {"step": 3})
     write_profile(tmp_path, Profile(stages=()))
     before = {path.name for path in tmp_path.iterdir()}
@@ -63,9 +63,7 @@ def test_a_ledger_keeps_whole_records_up_to_the_restored_step(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ledgers_of_ranks_that_a_smaller_gang_has_no_more_end_at_the_restored_step_too(
-    tmp_path: Path, world_size: int
-) -> None:
+def test_ledgers_a_smaller_gang_does_not_write_end_at_the_restored_step(tmp_path: Path, world_size: int) -> None:
     for rank in range(4):
         with closing(Ledger(tmp_path, rank, 0, 4)) as ledger:
             ledger.write(1, np.arange(5))

@@ -66,7 +66,7 @@ def stepped(profile: StepProfile, clock: Clock) -> None:
         profile.lap(stage)
 
 
-def test_what_follows_the_last_step_stands_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_after_the_last_step_are_reported_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     profile = StepProfile(rank=0)
     for _ in range(2):
@@ -160,7 +160,7 @@ def test_spans_are_kept_only_where_they_were_asked_for() -> None:
     assert [each["name"] for each in kept.events(0) if each["ph"] == "X"] == ["double"]
 
 
-def test_a_stage_of_a_profile_ends_when_the_gpu_has_done_what_it_was_asked_for_in_it() -> None:
+def test_a_stage_of_a_profile_ends_when_the_gpu_has_done_its_work() -> None:
     waits: list[float] = []
 
     def finish() -> None:
