@@ -182,14 +182,10 @@ def _ask(store: ObjectStore, field: str) -> None:
     """List something. A store in files needs a folder that can be written, or made in one."""
     parts = urlsplit(store.uri)
     if parts.scheme == "file":
-        _check_folder(Path(unquote(parts.path)), field)
+        place = _existing(Path(unquote(parts.path)))
+        if not place.is_dir():
+            raise InvalidSpecError(field, f"expected a folder, got the file {place}")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise NoPermissionError(f"{field}: permission denied: write {place}; choose a folder that you can write")
     for _ in store.list("attempts/"):
         break
-
-
-def _check_folder(folder: Path, field: str) -> None:
-    place = _existing(folder)
-    if not place.is_dir():
-        raise InvalidSpecError(field, f"expected a folder, got the file {place}")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise NoPermissionError(f"{field}: permission denied: write {place}; choose a folder that you can write")

@@ -323,7 +323,7 @@ def verify_all(store: ObjectStore) -> None:
         SnapshotError: some are damaged; stderr has the problem of each.
         NoInputError: the store has no snapshot.
     """
-    from dlrm_checkpointer import list_snapshots, pick_snapshot, verify_snapshot
+    from dlrm_checkpointer import list_snapshots, manifest_key, pick_snapshot, verify_snapshot
 
     listed = list_snapshots(store)
     if not listed:
@@ -339,7 +339,8 @@ def verify_all(store: ObjectStore) -> None:
         try:
             print(_verified(verify_snapshot(pick_snapshot(store, listed, each.step, each.attempt))), flush=True)
         except (SnapshotError, NoInputError) as error:
-            if _is_retired(store, each):
+            # Retention deletes a snapshot's manifest first.
+            if store.size(manifest_key(each.step, each.attempt)) is None:
                 print(f"skipping step {each.step}: retention deleted it meanwhile", file=sys.stderr)
                 continue
             print(f"damaged: step {each.step}, attempt {each.attempt}: {error}", file=sys.stderr)
@@ -349,13 +350,6 @@ def verify_all(store: ObjectStore) -> None:
             f"{len(damaged)} of {len(usable) + sum(each.damaged for each in listed)} snapshots in {store.uri} are "
             f"damaged ({_steps(sorted(damaged))}); recover their objects, or use the others"
         )
-
-
-def _is_retired(store: ObjectStore, listed: ListedSnapshot) -> bool:
-    """Return whether retention deleted a snapshot: its manifest goes first."""
-    from dlrm_checkpointer import manifest_key
-
-    return store.size(manifest_key(listed.step, listed.attempt)) is None
 
 
 def _verified(found: VerifiedSnapshot) -> str:

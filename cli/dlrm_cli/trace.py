@@ -378,11 +378,8 @@ def cache_sizes(rows: int, unique: int) -> NDArray[np.int64]:
 def reuse_histogram(row_lookups: NDArray[np.int64], weights: NDArray[np.float64], lookups: int) -> tuple[ReuseBin, ...]:
     """Return rows and lookups in bins (0, 1], (1, 2], (2, 4] ... of lookups per row; the last bin is open.
 
-    Args:
-        row_lookups: (n,) lookups of each tracked row.
-        weights: (n,) rows that it stands for.
-        lookups: Lookups of all rows. If rows were sampled, the difference to the bins goes to the hottest bins: a few
-            rows with many lookups decide it.
+    (n,) ``row_lookups`` are of the tracked rows, each of which stands for (n,) ``weights`` rows. If rows were sampled,
+    what ``lookups`` of all rows have beyond the bins goes to the hottest bins: a few rows with many lookups decide it.
     """
     if not row_lookups.size:
         return ()

@@ -22,6 +22,9 @@ from dlrm_api.plan import Device, Plan, Prediction, Shard, TablePlan
 from dlrm_api.progress import SnapshotInfo
 from dlrm_api.run_report import HitRate, Profile, StageTimes, TableUse, TierReport
 
+if TYPE_CHECKING:
+    from dlrm_checkpointer import TableDiff
+
 UNKNOWN = "-"
 SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 """Units and their bytes, largest first: powers of 1000, as disks and networks are sold."""
@@ -183,9 +186,6 @@ def print_stderr(text: str) -> None:
     """Print a line on stderr, with control characters written out."""
     print(visible(text), file=sys.stderr)
 
-
-if TYPE_CHECKING:
-    from dlrm_checkpointer import TableDiff
 
 MAX_TABLES = 60
 """Tables of a plan that are shown one by one."""

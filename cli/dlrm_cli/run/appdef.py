@@ -1,4 +1,4 @@
-"""Describe a job's processes on this machine as a torchx ``AppDef``: programs, arguments, environments.
+"""Describe a job's processes here as a torchx ``AppDef``: programs, arguments and environments.
 
 ``job`` is also a component: ``torchx run --scheduler local_cwd cli/dlrm_cli/run/appdef.py:job --file job.yaml``.
 """
@@ -123,7 +123,7 @@ class LocalGang:
 
 
 def free_ports(replicas: int) -> Ports:
-    """Return ports that are free now. If one is taken later, its process ends; the next attempt has others."""
+    """Return ports that are free now. If one is taken later, its process ends; the next attempt differs."""
     with ExitStack() as stack:
         numbers = []
         for _ in range(1 + 2 * replicas):

@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NoReturn, Protocol
+from typing import Literal, Protocol
 
 from dlrm_api.errors import DLRMError
 from dlrm_api.job import DLRMJob
@@ -199,14 +199,11 @@ class Supervisor:
             self._record_failure(cause, "job failed")
             raise cause.error()
         taken = restarts.take(action, self.committed_step)
-        if taken is None:
-            self._fail_without_restarts(cause, "maxFreeRestarts" if action == "restart-free" else "maxRestarts")
-        return taken
-
-    def _fail_without_restarts(self, cause: ProcessExit, field: str) -> NoReturn:
+        if taken is not None:
+            return taken
         self._record_failure(cause, "no restart left")
         if self.restarts:
-            limit = f"spec.lifecycle.restart.{field}"
+            limit = f"spec.lifecycle.restart.{'maxFreeRestarts' if action == 'restart-free' else 'maxRestarts'}"
             self.display.say(f"no restarts left: restarted {self.restarts} times, which is all that {limit} allows")
         raise cause.error()
 

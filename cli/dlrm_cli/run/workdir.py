@@ -105,11 +105,8 @@ def replace_file(path: Path, text: str) -> None:
 def locked(root: Path, grace_s: float, say: Callable[[str], None], stop: Callable[[], bool]) -> Iterator[WorkDir]:
     """Make the work directory and hold it, after the last process of an earlier run has ended.
 
-    Args:
-        root: The folder; made if absent.
-        grace_s: Longest wait for processes left by a killed dlrmctl (s).
-        say: Called with a sentence if there is something to wait for.
-        stop: Called while waiting; true ends the wait.
+    The wait for processes that a killed dlrmctl left is at most ``grace_s``, and ends when ``stop`` returns true.
+    ``say`` is called with a sentence if there is something to wait for.
 
     Raises:
         TemporaryError: another dlrmctl holds it (names its pid), or old processes do not end.
@@ -161,12 +158,7 @@ def has_processes(root: Path) -> bool:
 
 
 def is_held(lock: Path, kind: int) -> bool:
-    """Return whether somebody's lock excludes this kind of lock; it is taken for an instant to find out.
-
-    Args:
-        lock: Its file, which may be absent.
-        kind: ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``.
-    """
+    """Return whether somebody's lock excludes LOCK_EX or LOCK_SH; it is taken for an instant to find out."""
     try:
         file = os.open(lock, os.O_RDWR if kind == fcntl.LOCK_EX else os.O_RDONLY)
     except FileNotFoundError:
