@@ -146,9 +146,9 @@ def run(
     output: Output = "table",
 ) -> None:
     """Train the job on this machine. Run the same command again to resume."""
+    _check_current_folder()
     from dlrm_cli.run.command import RunOptions, run_job
 
-    _check_current_folder()
     options = RunOptions(
         file=file,
         workdir=workdir,
@@ -188,9 +188,9 @@ def trace(
     settings: Settings = None,
 ) -> None:
     """Measure how a job's data reuses rows; the planner sizes caches by it."""
+    _check_current_folder()
     from dlrm_cli.trace import trace_job
 
-    _check_current_folder()
     trace_job(file, settings or (), data, out=out, configmap=configmap, batches=batches, rate=rate)
 
 
@@ -207,9 +207,9 @@ def measure(
     ] = None,
 ) -> None:
     """Measure memory, CPUs, GPUs and slower tiers of this machine as a HardwareProfile to complete by hand."""
+    _check_current_folder()
     from dlrm_cli.machine_profile import write_profile
 
-    _check_current_folder()
     write_profile(name, out, tier or ())
 
 
