@@ -114,12 +114,8 @@ class CutMap(NamedTuple):
 def lay_rows(pending: Any, laid: Any, places: Any, unit: Any, limit: Any) -> Any:
     """Assign places to the first ``limit`` pending rows from a unit on; return the unit where it stopped.
 
-    Args:
-        pending: (W,) words of the table.
-        laid: (W,) words of the table; overwritten from ``unit`` on, as far as places are assigned.
-        places: (units + 1,) of the table; filled from ``unit`` on.
-        unit: first unit, from which on no pending row has a place.
-        limit: largest number of rows.
+    ``pending`` and ``laid`` are the table's (W,) words, ``places`` its (units + 1,) places. From ``unit`` on no pending
+    row has a place yet; ``laid`` and ``places`` are overwritten from there, as far as places are assigned.
     """
     place = U64(0)
     while True:
@@ -139,10 +135,10 @@ def lay_rows(pending: Any, laid: Any, places: Any, unit: Any, limit: Any) -> Any
 
 @kernel
 def take_laid(pending: Any, laid: Any, row: Any, first_row: Any, place: Any, ids: Any, rows: Any, places: Any) -> Any:
-    """List the laid rows that are still pending, with their places, and clear them. Number all laid rows.
+    """Number all laid rows of some units, and list those still pending, which are cleared; return how many these are.
 
     Args:
-        pending: words of some units.
+        pending: words of these units.
         laid: likewise.
         row: row of the first bit, counted from the table's first row on this rank.
         first_row: number of that first row in the complete table.
@@ -150,9 +146,6 @@ def take_laid(pending: Any, laid: Any, row: Any, first_row: Any, place: Any, ids
         ids: (N,) filled: row numbers by place.
         rows: filled with the listed rows.
         places: filled with their places.
-
-    Returns:
-        The number of listed rows.
     """
     count = np.int64(0)
     for at in range(len(laid)):

@@ -215,17 +215,7 @@ def dot_gradients(
     dim: int,
     threads: int,
 ) -> None:
-    """Compute the gradients of ``dot_products``.
-
-    Args:
-        bottom: as given to ``dot_products``.
-        features: likewise.
-        gradient: of its output.
-        to_bottom: like ``bottom``; filled.
-        to_features: like ``features``; filled.
-        dim: E.
-        threads: to use.
-    """
+    """Fill in the gradients of ``dot_products``: ``to_bottom`` and ``to_features``, shaped like its inputs."""
     inputs = [(features if each is None else each).reshape(-1) for each in (bottom, features)]
     outputs = [(to_features if each is None else each).reshape(-1) for each in (to_bottom, to_features)]
     sizes, stride = _sizes(bottom, features, dim), U64(gradient.shape[1])

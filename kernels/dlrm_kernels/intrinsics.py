@@ -152,24 +152,18 @@ def prefetch_lines(array: Any, first: Any, stop: Any) -> None:
         prefetch(array, line)
 
 
-@intrinsic
-def bits_of(_typing: Any, number: Any) -> Any:  # noqa: ARG001
-    """Return the bits of a float32 as a uint32."""
+def _reinterpreting(given: Any, wanted: Any, kind: Any) -> Any:
+    @intrinsic
+    def reinterpret(_typing: Any, value: Any) -> Any:  # noqa: ARG001
+        return wanted(given), lambda _context, builder, _signature, arguments: builder.bitcast(arguments[0], kind)
 
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.uint32(types.float32), generate
+    return reinterpret
 
 
-@intrinsic
-def number_of(_typing: Any, bits: Any) -> Any:  # noqa: ARG001
-    """Return the float32 with the bits of a uint32."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.uint32), generate
+bits_of = _reinterpreting(types.float32, types.uint32, ir.IntType(32))
+"""Return the bits of a float32 as a uint32."""
+number_of = _reinterpreting(types.uint32, types.float32, ir.FloatType())
+"""Return the float32 with the bits of a uint32."""
 
 
 Size: TypeAlias = tuple[tuple[None, ...], ...]

@@ -226,8 +226,6 @@ def scatter_records(weight: Any, state: Any, slots: Any, records: Any) -> None:
 
 NEWER, OLDER, ROW_LOW, ROW_HIGH, ORDER_WORDS = 0, 1, 2, 3, 4
 """Words of a place in the list of arrivals; links hold place + 1, or 0 at the ends."""
-
-
 NEWEST, OLDEST = 0, 1
 
 

@@ -133,12 +133,8 @@ def insert(replacement: Replacement, meta: Any, table: int, slots: Any, counts: 
 def follow(meta: Any, places: Any, counts: Any) -> None:
     """Load the oldest slots of several lists into the processor's cache.
 
-    Interleaving the lists overlaps the memory accesses, which are serial along one list.
-
-    Args:
-        meta: of the slots.
-        places: (N,) last slot + 1 of each list; overwritten.
-        counts: (N,) number of slots to load of each.
+    Interleaving the lists overlaps the memory accesses, which are serial along one list. ``places`` (N,) are the last
+    slot + 1 of each list, and are overwritten; ``counts`` (N,) the numbers of slots to load of each.
     """
     for n in range(counts.max()):
         for number in range(len(places)):
@@ -158,18 +154,10 @@ def take_slots(
     targets: Any,
     leaving: Any,
 ) -> None:
-    """Find a slot of the table for each row: free ones first, then the coldest unpinned ones.
+    """Find a slot of the table for each of (n,) rows: free ones first, then the coldest unpinned ones.
 
-    Args:
-        replacement: state of the policy.
-        meta: of the slots.
-        filled: (K, 3); its first column counts a table's slots ever filled.
-        table: of the rows.
-        start: the table's first slot.
-        capacity: slots that the policy may fill.
-        rows: (n,) rows that come.
-        targets: (n,) filled with their slots; -1 if every candidate is pinned.
-        leaving: (n,) filled with the row that must leave each slot, or -1.
+    The table's slots begin at ``start``, and the policy may fill ``capacity`` of them. ``targets`` (n,) is filled with
+    the slots, -1 if every candidate is pinned, and ``leaving`` (n,) with the row that must leave each slot, or -1.
     """
     if replacement.ways > 0:
         for n in range(len(rows)):

@@ -86,30 +86,16 @@ class LookupResult(NamedTuple):
 
     def first(self, lookups: int) -> LookupResult:
         """Return views of the first ``lookups`` elements."""
-        return LookupResult(
-            self.slots[:lookups],
-            self.distinct[:lookups],
-            self.missing[:lookups],
-            self.sources[:lookups],
-            self.waiting[:lookups],
-            self.targets[:lookups],
-            self.leaving[:lookups],
-        )
+        return LookupResult._make(each[:lookups] for each in self)
 
 
 @kernel
 def find(row_map: RowMap, ids: Any, ends: Any, batch: int, found: LookupResult) -> tuple[int, int, int]:
-    """Look up rows for training: pin those in slots and list the others.
+    """Look up rows for training: pin those in slots and list the others; ``found`` is filled.
 
-    Args:
-        row_map: of the tables.
-        ids: (L,) int64 rows of their tables, table-major.
-        ends: (K,) end of each table's lookups.
-        batch: number of the batch, ascending from 1.
-        found: filled.
-
-    Returns:
-        Numbers of distinct slots found, missing rows, and lookups that wait for these.
+    ``ids`` are (L,) int64 rows of their tables, table-major; ``ends`` (K,) says where each table's end. Batches are
+    numbered from 1, ascending. Returns the numbers of distinct slots found, missing rows, and lookups that wait for
+    these.
     """
     row_map, found, ids, ends = borrowed(row_map), borrowed(found), borrowed(ids), borrowed(ends)
     slots, found_distinct = found.slots, found.distinct
@@ -283,15 +269,9 @@ def resolve(row_map: RowMap, ends: Any, found: LookupResult, waiting: int) -> No
 
 @kernel
 def release(row_map: RowMap, distinct: Any, leaving: Any) -> int:
-    """Unpin the rows of a batch after its update, and list the extra slots that no batch needs any longer.
+    """Unpin the rows of a batch after its update; return how many extra slots no batch needs any longer.
 
-    Args:
-        row_map: of the tables.
-        distinct: (n,) int32 slots of the batch.
-        leaving: (n,) int64, filled with extra slots to empty.
-
-    Returns:
-        Number of extra slots listed.
+    ``distinct`` are the batch's (n,) int32 slots; ``leaving`` (n,) int64 is filled with the extra slots to empty.
     """
     meta, distinct, count = borrowed(row_map.meta), borrowed(distinct), 0
     for n in range(len(distinct)):

@@ -53,7 +53,7 @@ MAX_COUNT = np.float32(MAX_UPDATES)
 AHEAD, ROWS_AHEAD = U64(8), 8
 """Gradients and sums, and rows, prefetched ahead."""
 UNIT_ELEMENTS = 1 << 14
-"""Elements that a thread updates at a time in ``update_chosen_rows``."""
+"""Elements that a thread updates at a time in ``update_rows``."""
 OTHERS = -1
 """Group of a lookup that another unit handles."""
 DIGIT_BITS = U64(11)
@@ -110,16 +110,9 @@ def memory_of(weight: NDArray[Any], state: NDArray[np.float32]) -> Memory:
 
 def constants_of(kind: str, learning_rate: float, eps: float, beta1: float, beta2: float) -> OptimizerConstants:
     """Return the constants of a row optimizer (a key of ``KINDS``) at a learning rate."""
+    f32 = np.float32
     return OptimizerConstants(
-        kind=KINDS[kind],
-        rate=np.float32(learning_rate),
-        eps=np.float32(eps),
-        beta1=np.float32(beta1),
-        rest1=np.float32(1 - beta1),
-        beta2=np.float32(beta2),
-        rest2=np.float32(1 - beta2),
-        decay1=beta1,
-        decay2=beta2,
+        KINDS[kind], f32(learning_rate), f32(eps), f32(beta1), f32(1 - beta1), f32(beta2), f32(1 - beta2), beta1, beta2
     )
 
 
@@ -157,7 +150,7 @@ def update_rows(
         threads: see ``parallel_for``.
     """
     parallel_for(
-        update_chosen_rows,
+        _update_chosen_rows,
         max(1, gradient.size // UNIT_ELEMENTS),
         threads,
         size_of(weight.shape[1]),
@@ -166,9 +159,8 @@ def update_rows(
         gradient.reshape(-1),
         U64(state.shape[1]),
         constants,
-        np.repeat(keys, len(rows)),
-        rows,
-        np.full(len(rows), first_column, np.uint64),
+        keys,
+        U64(first_column),
     )
 
 
@@ -187,17 +179,8 @@ def update_row(
 ) -> None:
     """Update a row and its state; an fp16 row is left in ``value`` for ``store_half``.
 
-    Args:
-        size: ``size_of`` the dim.
-        rows: see ``Memory``.
-        halves: see ``Memory``.
-        half: see ``Memory``.
-        states: see ``Memory``.
-        row: uint64 index of the row's first element.
-        state: uint64 index of its state's first element.
-        gradient: (d,) float32.
-        rule: the optimizer.
-        value: (d,) float32, overwritten.
+    ``rows``, ``halves``, ``half`` and ``states`` are those of ``Memory``, in which ``row`` and ``state`` are the uint64
+    indices of the first elements; ``gradient`` and ``value``, which is overwritten, are (d,) float32.
     """
     dim, kind = value_of(size), rule.kind
     if half:
@@ -289,35 +272,20 @@ def _correction(decay: Any, count: Any) -> Any:
 
 
 @kernel
-def update_chosen_rows(
+def _update_chosen_rows(
     counts: Any,
     units: int,
     size: Any,
     memory: Any,
-    slots: Any,
+    rows: Any,
     gradient: Any,
     state_width: Any,
     rule: Any,
     keys: Any,
-    numbers: Any,
-    first_columns: Any,
+    first_column: Any,
 ) -> None:
-    """Update some rows of one table.
-
-    Args:
-        counts: see ``parallel_for``.
-        units: see ``parallel_for``.
-        size: ``size_of`` the dim.
-        memory: of the table.
-        slots: (U,) uint64 distinct rows.
-        gradient: (U * d,) float32.
-        state_width: uint64 values of a row's state.
-        rule: of the update.
-        keys: (U,) uint64 keys of the step, for rounding; empty for fp32.
-        numbers: (U,) uint64 global rows, for rounding; empty for fp32.
-        first_columns: (U,) uint64 first column of each row in its whole table.
-    """
-    rows, dim = len(slots), value_of(size)
+    """Run units of ``update_rows``, whose arrays are flat here."""
+    count, dim = len(rows), value_of(size)
     memory = borrowed(memory)
     memory_rows, halves, states, half = memory.rows, memory.halves, memory.states, memory.half
     total, value, random = np.empty(dim, np.float32), np.empty(dim, np.float32), np.empty(dim, np.uint32)
@@ -325,14 +293,14 @@ def update_chosen_rows(
         unit = take(counts)
         if unit >= units:
             return
-        for at in range(rows * unit // units, rows * (unit + 1) // units):
-            row, start = slots[at] * dim, U64(at) * dim
+        for at in range(count * unit // units, count * (unit + 1) // units):
+            row, start = rows[at] * dim, U64(at) * dim
             for c in range(dim):
                 total[c] = gradient[start + c]
-            state = slots[at] * state_width
+            state = rows[at] * state_width
             update_row(size, memory_rows, halves, half, states, row, state, total, rule, value)
             if half:
-                store_half(size, halves, row, value, random, keys[at], numbers[at], first_columns[at])
+                store_half(size, halves, row, value, random, keys[0], rows[at], first_column)
         finish(counts)
 
 
@@ -367,14 +335,9 @@ def narrowed(value: Any, random: Any) -> Any:
 
 @kernel
 def fill_random(size: Any, key: Any, row: Any, first_column: Any, random: Any) -> None:
-    """Fill in the random bits of a row's columns.
+    """Fill in the (d,) uint32 random bits of a row's columns, the first of which is a multiple of 4.
 
-    Args:
-        size: ``size_of`` the dim.
-        key: uint64 key of the table at this step.
-        row: uint64 global row.
-        first_column: uint64 first column of the row in its whole table; a multiple of 4.
-        random: (d,) uint32, filled.
+    ``key`` is that of the table at this step, ``row`` the global row, ``first_column`` one of the whole table; uint64.
     """
     stream = mix(key + row * GOLDEN)
     quad = first_column // QUAD
@@ -436,16 +399,7 @@ def update_rows_of_bags(
 ) -> None:
     """Update every row looked up in tables of one dim once, by its gradients' sum in the order of the batch.
 
-    Args:
-        counts: see ``parallel_for``.
-        units: see ``parallel_for``.
-        size: ``size_of`` the dim.
-        work: of each unit.
-        memory: of the tables.
-        layout: of the tables.
-        lookups: of the batch.
-        rule: of the update.
-        keys: (T,) uint64 keys of the step, for rounding; empty for fp32.
+    Runs in ``parallel_for``. ``keys`` are the (T,) uint64 ``step_keys``, for rounding; empty for fp32.
     """
     memory, layout, lookups = borrowed(memory), borrowed(layout), borrowed(lookups)
     while True:

@@ -1,4 +1,4 @@
-"""Machine code of kernels: where it is kept, when it is compiled again, and what never ends a process."""
+"""Machine code of kernels: its directory, when it is compiled again, and failures that end no process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def nowhere(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variable", ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"])
-def test_machine_code_is_kept_where_the_environment_says_and_used_again(tmp_path: Path, variable: str) -> None:
+def test_machine_code_is_kept_in_the_configured_directory_and_used_again(tmp_path: Path, variable: str) -> None:
     assert run(**{variable: str(tmp_path)}) > 0
     first = kept(tmp_path / "dlrm-operator")
     assert first
@@ -69,9 +69,7 @@ def test_machine_code_is_kept_where_the_environment_says_and_used_again(tmp_path
 
 
 @pytest.mark.slow
-def test_without_a_writable_directory_a_temporary_one_of_the_user_is_used_again(
-    tmp_path: Path, nowhere: dict[str, str]
-) -> None:
+def test_a_temporary_directory_is_used_if_no_other_is_writable(tmp_path: Path, nowhere: dict[str, str]) -> None:
     assert [run(**nowhere) > 0, run(**nowhere)] == [True, 0]
 
     [folder] = (tmp_path / "scratch").iterdir()

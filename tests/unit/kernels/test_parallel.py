@@ -8,8 +8,8 @@ from typing import Any
 from dlrm_kernels.parallel import finish, parallel_for, take
 
 
-def _fail_beside(caller: threading.Thread, failing: threading.Event) -> Any:
-    """A loop whose helper takes a unit and raises; the caller begins when it has one."""
+def _fail_in_helper(caller: threading.Thread, failing: threading.Event) -> Any:
+    """Return a loop that raises in a helper which took a unit; the caller waits for that."""
 
     def loop(counts: Any, units: int) -> None:
         if threading.current_thread() is caller:
@@ -28,9 +28,9 @@ def test_error_of_a_helper_reaches_the_caller_and_the_pool_survives() -> None:
 
     def training() -> None:
         this = threading.current_thread()
-        for _ in range(2):  # the helper lives on, so it fails again
+        for _ in range(2):  # the same helper fails again
             try:
-                parallel_for(_fail_beside(this, threading.Event()), 8, 2)
+                parallel_for(_fail_in_helper(this, threading.Event()), 8, 2)
             except MemoryError as error:
                 outcome.append(error)
         done: list[int] = []

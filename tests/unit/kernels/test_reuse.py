@@ -76,7 +76,7 @@ def test_the_curve_is_that_of_a_simulated_cache_of_every_size(batches: list[list
 
 @settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1), st.integers(100, 5_000))
-def test_the_curve_stays_exact_when_times_are_numbered_anew_and_tables_grow(seed: int, rows: int) -> None:
+def test_the_curve_stays_exact_when_times_are_renumbered_and_tables_grow(seed: int, rows: int) -> None:
     random = np.random.default_rng(seed)
     batches = [(random.random(60) ** 2 * rows).astype(np.int64).tolist() for _ in range(80)]
     sizes = [1, 10, 60, 300, 1_000]
@@ -118,7 +118,7 @@ def test_sampled_curves_are_within_a_point_of_exact_ones(alpha: float) -> None:
         assert sampled.row_lookups()[1].sum() == pytest.approx(sampled.unique_rows)
 
 
-def test_the_hotter_half_is_followed_for_certain_and_others_by_the_readers_hash() -> None:
+def test_the_hotter_half_is_tracked_exactly_and_others_by_their_hash() -> None:
     rows = np.arange(10_000, dtype=np.int64)
     hot = rows % 2 == 1
     chosen = mix64(rows.astype(np.uint64)) < np.uint64(2**62)
