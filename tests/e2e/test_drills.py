@@ -229,7 +229,7 @@ def test_a_chart_that_is_upgraded_while_a_job_trains(
     holds_what_nobody_disturbed_holds(job, undisturbed)
 
 
-def test_a_job_that_is_deleted_while_it_uploads_leaves_nothing_and_goes_on_when_it_is_applied_again(
+def test_a_job_deleted_during_an_upload_leaves_nothing_and_can_resume(
     new_job: NewJob, undisturbed: dict[int, float]
 ) -> None:
     job = new_job("deleted-job")

@@ -15,7 +15,7 @@ MODULES = {"operator": 100, "checkpointer": 60, "trainer": 150}
 
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("name", RECIPES)
-def test_an_image_runs_as_nobody_on_a_read_only_root_with_all_of_its_room_and_nothing_of_another(name: str) -> None:
+def test_an_image_runs_as_nobody_on_a_read_only_root(name: str) -> None:
     (image,) = build([name])
 
     report = inspect(tag(name, "cpu"), RECIPES[name], "cpu")

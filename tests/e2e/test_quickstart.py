@@ -26,7 +26,7 @@ def test_the_installed_chart_passes_its_own_test(release: Release) -> None:
 
 
 @pytest.mark.smoke
-def test_the_example_trains_on_two_pods_and_leaves_a_snapshot_that_verifies(
+def test_the_example_trains_on_two_pods_and_its_snapshot_verifies(
     release: Release, real_node: RealCluster, store: ClusterS3, tmp_path: Path
 ) -> None:
     real_node.kubectl("apply", f"--filename={ROOT / 'examples/quickstart-cluster.yaml'}")
@@ -55,7 +55,7 @@ def test_the_example_trains_on_two_pods_and_leaves_a_snapshot_that_verifies(
     real_node.kubectl("delete", *JOB, "--wait")
 
 
-def test_the_commands_of_the_readme_lead_to_a_trained_model_and_a_snapshot_that_verifies(
+def test_readme_commands_train_a_model_whose_snapshot_verifies(
     release: Release, real_node: RealCluster, store: ClusterS3, tmp_path: Path
 ) -> None:
     [block] = re.findall(r"^```sh\n(helm install .*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)

@@ -59,9 +59,7 @@ def test_every_function_of_the_walks_through_the_code_exists() -> None:
 
 
 @pytest.mark.parametrize(("doc", "arguments"), ours(), ids=lambda value: value if isinstance(value, str) else value[0])
-def test_a_documented_command_has_the_subcommand_and_options_that_the_doc_says(
-    doc: str, arguments: tuple[str, ...]
-) -> None:
+def test_a_documented_command_has_its_subcommand_and_options(doc: str, arguments: tuple[str, ...]) -> None:
     command, words = typer.main.get_command(app), list(arguments)
     while hasattr(command, "commands"):
         assert words, f"{doc}: {' '.join(arguments)}: a subcommand is missing"

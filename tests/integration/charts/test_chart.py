@@ -244,7 +244,7 @@ def test_a_cluster_that_chooses_users_is_given_none(helm: Path, tmp_path: Path) 
         assert spec["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_the_operator_s_pods_are_spread_replaced_and_given_volumes_as_values_say(helm: Path, tmp_path: Path) -> None:
+def test_values_set_spread_replacement_and_volumes_of_operator_pods(helm: Path, tmp_path: Path) -> None:
     objects = render(helm, tmp_path, "demo", NAMESPACE, variant("guarded"))
     deployment = only(objects, "Deployment")["spec"]
     spec = deployment["template"]["spec"]
@@ -260,9 +260,7 @@ def test_the_operator_s_pods_are_spread_replaced_and_given_volumes_as_values_say
     assert "topologySpreadConstraints" not in plain["template"]["spec"]
 
 
-def test_trainers_reach_what_gives_out_a_role_s_credentials_only_where_a_value_says_so(
-    helm: Path, tmp_path: Path
-) -> None:
+def test_trainers_reach_credential_services_only_if_a_value_allows_it(helm: Path, tmp_path: Path) -> None:
     def addresses(*settings: str) -> list[str]:
         namespaces = "networkPolicy.trainers.namespaces[0]=ads"
         objects = render(helm, tmp_path, "demo", NAMESPACE, "networkPolicy.enabled=true", namespaces, *settings)
@@ -275,7 +273,7 @@ def test_trainers_reach_what_gives_out_a_role_s_credentials_only_where_a_value_s
 
 
 @pytest.mark.parametrize(("own", "ports"), [({}, [53, 5353]), ({"dnsPorts": [1053]}, [1053]), ({"dnsPorts": []}, [])])
-def test_operator_and_trainers_reach_dns_where_its_pods_listen_on_openshift_too(
+def test_operator_and_trainers_reach_dns_on_openshift_too(
     helm: Path, tmp_path: Path, own: Object, ports: list[int]
 ) -> None:
     values = tmp_path / "values.yaml"
@@ -308,7 +306,7 @@ def test_every_value_is_described_and_stands_in_the_schema() -> None:
             assert before.strip().startswith("#"), f"no description above: {line}"
 
 
-def test_the_chart_s_certificate_is_for_the_service_that_the_api_server_asks(helm: Path, tmp_path: Path) -> None:
+def test_the_chart_certificate_is_for_the_webhook_service(helm: Path, tmp_path: Path) -> None:
     objects = render(helm, tmp_path, "demo", NAMESPACE)
     pair, client = (
         only(objects, "Secret")["data"],
@@ -410,7 +408,7 @@ def test_kubeconform_finds_every_object_valid(schemas: Path, helm: Path, tmp_pat
     assert said["summary"] == {"valid": len(known), "invalid": 0, "errors": 0, "skipped": 0}, said
 
 
-def test_the_example_s_policy_for_one_job_is_valid_and_lets_the_operator_of_the_guide_in(
+def test_the_example_network_policy_lets_the_operator_in(
     monitor_types: ControlPlane, schemas: Path, helm: Path, tmp_path: Path
 ) -> None:
     path = ROOT / "examples" / "cluster" / "one-jobs-network.yaml"
@@ -441,7 +439,7 @@ def run(*words: str | Path) -> str:
     return answer.stdout + answer.stderr
 
 
-def test_the_operators_pod_and_only_a_safe_one_is_let_into_a_restricted_namespace(
+def test_a_restricted_namespace_admits_only_the_safe_operator_pod(
     control_plane: ControlPlane, namespace: str, helm: Path, tmp_path: Path
 ) -> None:
     restrict(control_plane, namespace)
@@ -490,7 +488,7 @@ def test_install_upgrade_and_uninstall_leave_jobs_and_definitions_alone(
     assert not api.found(secret)
 
 
-def test_who_may_edit_a_namespace_may_edit_its_jobs_and_who_may_view_it_sees_them(
+def test_namespace_editors_edit_jobs_and_viewers_see_them(
     control_plane: ControlPlane, namespace: str, helm: Path, tmp_path: Path
 ) -> None:
     api, rbac = control_plane.api, "/apis/rbac.authorization.k8s.io/v1"

@@ -24,7 +24,7 @@ def stages(dockerfile: Path) -> dict[str, str]:
     return {match[1] if (match := re.match(r"\S+ AS (\w+)", part)) else "": part.strip() for part in parts}
 
 
-def test_images_are_called_what_pods_of_the_operator_and_of_the_chart_ask_for() -> None:
+def test_images_have_the_names_that_operator_and_chart_ask_for() -> None:
     values = yaml.safe_load((ROOT / "charts/dlrm-operator/values.yaml").read_text())
     chart = yaml.safe_load((ROOT / "charts/dlrm-operator/Chart.yaml").read_text())
     library = "docker.io/library/"
@@ -43,7 +43,7 @@ def test_trainer_and_checkpointer_share_layers_of_dependencies_and_kernels() -> 
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.parent.name)
-def test_an_image_runs_as_the_user_that_pods_set_and_takes_its_base_as_an_argument(dockerfile: Path) -> None:
+def test_an_image_runs_as_the_pods_user_and_takes_its_base_as_argument(dockerfile: Path) -> None:
     text = dockerfile.read_text()
 
     assert f"USER {USER_ID}:{USER_ID}" in stages(dockerfile)[""]
@@ -59,9 +59,7 @@ def test_an_image_runs_as_the_user_that_pods_set_and_takes_its_base_as_an_argume
         ("trainer-gpu", "fbgemm-gpu==1.8.0", "fbgemm-gpu-cpu==1.8.0"),
     ],
 )
-def test_a_layer_of_dependencies_has_what_its_extra_names_directly_or_by_others(
-    extra: str, held: str, left_out: str
-) -> None:
+def test_a_dependency_layer_holds_its_extra_with_all_requirements(extra: str, held: str, left_out: str) -> None:
     program, project = ROOT / "hack/images/requirements.py", ROOT / "pyproject.toml"
     said = subprocess.run([sys.executable, program, project, extra], capture_output=True, text=True, check=True).stdout
     listed = said.splitlines()

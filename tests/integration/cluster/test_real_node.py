@@ -82,7 +82,7 @@ def test_a_pod_has_an_address_and_its_log_is_read_through_the_api_server(pods: P
     )
 
 
-def test_a_native_sidecar_starts_before_the_main_container_and_ends_after_it(pods: Pods) -> None:
+def test_a_native_sidecar_starts_before_and_ends_after_the_main_one(pods: Pods) -> None:
     mount = {"volumeMounts": [{"name": "shared", "mountPath": "/shared"}]}
     helper = (
         "echo sidecar >> /shared/lines; trap 'sleep 1; cat /shared/lines; exit 0' TERM; while true; do sleep 0.1; done"
@@ -103,7 +103,7 @@ def test_a_native_sidecar_starts_before_the_main_container_and_ends_after_it(pod
     assert ended >= status["containerStatuses"][0]["state"]["terminated"]["finishedAt"]
 
 
-def test_pods_of_a_headless_service_find_each_other_by_name_before_they_are_ready(pods: Pods) -> None:
+def test_a_headless_service_resolves_pods_before_they_are_ready(pods: Pods) -> None:
     gang = service(pods.namespace, "gang", clusterIP="None", publishNotReadyAddresses=True, selector={"app": "b"})
     pods.cluster.apply(gang)
     never = {"readinessProbe": {"exec": {"command": ["/bin/busybox", "false"]}}}
@@ -136,7 +136,7 @@ def test_a_pod_calls_the_api_with_its_service_account_alone(real_node: RealClust
     assert f'User "system:serviceaccount:{pods.namespace}:default" cannot list resource "pods"' in said
 
 
-def test_a_deleted_pod_may_finish_within_its_grace_period_and_is_killed_after_it(pods: Pods) -> None:
+def test_a_deleted_pod_is_killed_after_its_grace_period(pods: Pods) -> None:
     pods.create("tidy", [pods.container("main", "trap 'sleep 1; exit 0' TERM; while true; do sleep 0.1; done")])
     pods.create("deaf", [pods.container("main", "trap '' TERM; while true; do sleep 0.1; done")])
     for name in ("tidy", "deaf"):
@@ -162,9 +162,7 @@ def test_a_container_above_its_memory_limit_is_reported_as_oom_killed(pods: Pods
     assert (ended["reason"], ended["exitCode"]) == ("OOMKilled", 137)
 
 
-def test_a_node_whose_kubelet_stops_is_not_ready_and_keeps_its_pods_when_it_returns(
-    real_node: RealCluster, pods: Pods
-) -> None:
+def test_a_node_without_kubelet_is_not_ready_and_keeps_its_pods(real_node: RealCluster, pods: Pods) -> None:
     def ready() -> str:
         conditions = pods.cluster.get("node", NODE)["status"]["conditions"]
         return str(next(one["status"] for one in conditions if one["type"] == "Ready"))

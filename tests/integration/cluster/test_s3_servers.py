@@ -54,7 +54,7 @@ def test_an_object_comes_back_whole_and_in_parts(server: S3Server) -> None:
     assert [(entry["Key"], entry["Size"]) for entry in listed] == [("manifests/1", len(body))]
 
 
-def test_a_restart_after_a_crash_serves_the_same_objects_at_the_same_endpoint(server: S3Server) -> None:
+def test_a_crashed_server_restarts_with_its_objects_and_endpoint(server: S3Server) -> None:
     client(server).put_object(Bucket=BUCKET, Key="kept", Body=b"rows")
     endpoint = server.endpoint
 

@@ -38,7 +38,7 @@ class Program:
 
 
 @pytest.mark.slow
-def test_what_a_killed_program_left_goes_when_the_next_one_starts_and_what_is_in_use_stays(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_program_go_and_used_files_stay(tmp_path: Path) -> None:
     (tmp_path / "others").mkdir()
     killed, running = Program(tmp_path), Program(tmp_path)
     killed.kill()

@@ -139,7 +139,7 @@ def test_restarts_by_reason_show_the_first_of_a_reason(promtool: str, tmp_path: 
     )
 
 
-def test_the_fleet_shows_what_a_failure_would_cost_of_every_job_that_trains(promtool: str, tmp_path: Path) -> None:
+def test_the_fleet_shows_the_cost_of_a_failure_of_each_running_job(promtool: str, tmp_path: Path) -> None:
     """Of one that has no snapshot all since it trains; of one that was resumed nothing of the time before."""
     snapshot, running = (f"dlrm_operator_job_{name}_timestamp_seconds" for name in ("last_snapshot", "running"))
     series = {
@@ -324,7 +324,7 @@ def test_scrapes_are_limited_and_without_limits_where_values_say_so(helm: Path, 
         assert not {"sampleLimit", "bodySizeLimit"} & set(only(free, kind)["spec"])
 
 
-def test_no_limit_cuts_off_a_pod_whose_tables_are_all_of_classes_of_their_own() -> None:
+def test_no_limit_cuts_off_a_pod_with_a_class_per_table() -> None:
     of_a_table = len([*tiers._table_families(), tiers._expected_family()])
     of_a_rank = 5 * len([*tiers._level_families(), *tiers._rank_families()]) + stages.WORDS
     limit = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"]["trainers"]["sampleLimit"]
@@ -402,7 +402,7 @@ class PodRunner:
 
 
 @pytest.mark.cluster
-def test_helm_test_asks_the_operator_and_the_api_server_by_rights_of_its_own(
+def test_helm_test_asks_operator_and_api_server_with_its_own_rights(
     control_plane: ControlPlane, namespace: str, helm: Path, tmp_path: Path
 ) -> None:
     words = ("demo", CHART, "--namespace", namespace, "--set", "scope.namespaced=true", "--take-ownership")

@@ -39,12 +39,12 @@ class Processor:
 
     @property
     def is_fast_in_bf16(self) -> bool:
-        """Whether bf16 takes less time than fp32: Intel's AVX-512 products of bf16 do not (measured)."""
+        """Tell whether bf16 takes less time than fp32: Intel's AVX-512 products of bf16 do not (measured)."""
         return self.has_amx or (self.has_avx512_bf16 and self.maker not in ("", INTEL))
 
     @property
     def prefers_onednn(self) -> bool:
-        """Whether MKL, to which torch gives fp32 products, has no AVX-512 loops for this processor.
+        """Tell whether MKL, to which torch gives fp32 products, has no AVX-512 loops for this processor.
 
         The dense half takes twice as long with MKL on an AMD EPYC, and a step of training 1.5 times as long.
         """
