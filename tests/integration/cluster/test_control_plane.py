@@ -25,9 +25,9 @@ def node(control_plane: ControlPlane) -> Iterator[str]:
     name = "fake-node"
     body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": {"fake": "yes"}}}
     control_plane.api.call("POST", "/api/v1/nodes", body)
-    room = {"cpu": "8", "memory": "32Gi", "pods": "100"}
+    capacity = {"cpu": "8", "memory": "32Gi", "pods": "100"}
     ready = {"type": "Ready", "status": "True", "reason": "Test", "message": "made by a test"}
-    status = {"status": {"capacity": room, "allocatable": room, "conditions": [ready]}}
+    status = {"status": {"capacity": capacity, "allocatable": capacity, "conditions": [ready]}}
     control_plane.api.call("PATCH", f"/api/v1/nodes/{name}/status", status)
     yield name
     control_plane.api.call("DELETE", f"/api/v1/nodes/{name}")

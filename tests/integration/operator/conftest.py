@@ -15,7 +15,7 @@ from dlrm_testing.operator.operator_cluster import Object, OperatorProcess
 
 GANG_SCHEDULERS = [f"gangSchedulers.{gang}=true" for gang in ("kueue", "volcano", "coscheduling")]
 ANYWHERE = "namespace-of-the-test"
-ROOM = {"cpu": "64", "memory": "4Ti", "pods": "1000"}
+CAPACITY = {"cpu": "64", "memory": "4Ti", "pods": "1000"}
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +26,7 @@ def api_types(control_plane: ControlPlane) -> ControlPlane:
         name = f"operator-node-{number}"
         control_plane.api.ensure("/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
         ready = {"type": "Ready", "status": "True", "reason": "Test", "message": "made by a test"}
-        status = {"status": {"capacity": ROOM, "allocatable": ROOM, "conditions": [ready]}}
+        status = {"status": {"capacity": CAPACITY, "allocatable": CAPACITY, "conditions": [ready]}}
         control_plane.api.call("PATCH", f"/api/v1/nodes/{name}/status", status)
     return control_plane
 

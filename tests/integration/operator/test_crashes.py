@@ -125,7 +125,7 @@ def play_world(kubelet: KubeletDouble, job: JobDriver) -> str:
 
 
 async def live(api: KubernetesApi, kubelet: KubeletDouble, job: JobDriver, life: Life) -> int:
-    """The whole life of a job; its operator is started anew when it dies. The number of actions of the last one."""
+    """Run a job to its end with a new operator after each death; return the actions of the last one."""
     key, phase, deadline = JobKey(job.namespace, job.name), "", time.monotonic() + 300
     while phase != "Succeeded":
         assert time.monotonic() < deadline, f"{job.name}: {job.status()}"

@@ -13,7 +13,7 @@ from dlrm_testing.operator.operator_cluster import JobDriver, Object, OperatorPr
 pytestmark = pytest.mark.cluster
 
 GIB = 2**30
-ROOM = {"cpu": "8", "memory": "64Gi", "pods": "10"}
+CAPACITY = {"cpu": "8", "memory": "64Gi", "pods": "10"}
 SILENT = {"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown", "message": "Kubelet stopped posting"}
 HASTY = {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 1}
 """Kubernetes itself lets pods stay on a silent node for five minutes."""
@@ -42,7 +42,7 @@ def pool(api_types: ControlPlane, namespace: str) -> Iterator[str]:
         node = {"metadata": {"name": name, "labels": {"pool": namespace}}, "spec": {"taints": [taint]}}
         api_types.api.call("POST", "/api/v1/nodes", node)
         ready = {"type": "Ready", "status": "True", "reason": "Test", "message": "made by a test"}
-        status = {"status": {"capacity": ROOM, "allocatable": ROOM, "conditions": [ready]}}
+        status = {"status": {"capacity": CAPACITY, "allocatable": CAPACITY, "conditions": [ready]}}
         api_types.api.call("PATCH", f"/api/v1/nodes/{name}/status", status)
     yield namespace
     for name in names:

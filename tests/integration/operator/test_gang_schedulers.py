@@ -13,9 +13,9 @@ from dlrm_testing.operator.kubelet_double import KubeletDouble
 from dlrm_testing.operator.operator_cluster import JobDriver, Object, OperatorProcess, eventually, job_document
 
 pytestmark = pytest.mark.cluster
-ROOM = {"cpu": "4", "memory": "1Ti", "pods": "100"}
+CAPACITY = {"cpu": "4", "memory": "1Ti", "pods": "100"}
 LOOKED_AT_S = 8.0
-"""Longer than any of the schedulers keeps room for pods of a gang that doesn't fit."""
+"""Longer than any of the schedulers holds resources for pods of a gang that doesn't fit."""
 
 
 @pytest.fixture(scope="module", params=SCHEDULERS)
@@ -33,7 +33,7 @@ def gang(
 
 
 class Pool:
-    """Nodes for the jobs of one namespace; each has room for one pod."""
+    """Nodes for the jobs of one namespace; each fits one pod."""
 
     def __init__(self, api: Api, namespace: str) -> None:
         self.api, self.namespace = api, namespace
@@ -45,7 +45,7 @@ class Pool:
         labels = {"kubernetes.io/hostname": name, "pool": self.namespace}
         self.api.call("POST", "/api/v1/nodes", {"metadata": {"name": name, "labels": labels}})
         ready = {"type": "Ready", "status": "True", "reason": "Test", "message": "made by a test"}
-        status = {"capacity": ROOM, "allocatable": ROOM, "conditions": [ready]}
+        status = {"capacity": CAPACITY, "allocatable": CAPACITY, "conditions": [ready]}
         self.api.call("PATCH", f"/api/v1/nodes/{name}/status", {"status": status})
         self.nodes.append(name)
 

@@ -287,8 +287,8 @@ def test_a_fixed_job_starts_again_and_is_deleted_after_its_ttl(
     job.until("Failed")
     words = job.condition("Failed")["message"]
 
-    mended = {"trainer": {"resources": None}, "lifecycle": {"pendingDeadline": None, "ttlAfterFinished": "1s"}}
-    job.patch({"spec": mended})
+    repaired = {"trainer": {"resources": None}, "lifecycle": {"pendingDeadline": None, "ttlAfterFinished": "1s"}}
+    job.patch({"spec": repaired})
     pods = trains(kubelet, job, 2)
     for pod in pods:
         kubelet.finish(pod, step=100, committed=100)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).resolve().parents[3]
 PROFILES = "/apis/dlrm.dev/v1alpha1/hardwareprofiles"
 RUNTIMES = "/apis/node.k8s.io/v1/runtimeclasses"
-ROOM = {"cpu": "64", "memory": "1Ti", "pods": "100"}
+CAPACITY = {"cpu": "64", "memory": "1Ti", "pods": "100"}
 NODES = {
     "gpu-0": ({"nvidia.com/gpu.present": "true"}, "nvidia.com/gpu", {"nvidia.com/gpu": "8"}),
     "gpu-1": ({"nvidia.com/gpu.present": "true"}, "nvidia.com/gpu", {"nvidia.com/gpu": "8"}),
@@ -58,11 +58,11 @@ def pools(api_types: ControlPlane, kwok: Server) -> Iterator[ControlPlane]:
     for name, (labels, taint, devices) in NODES.items():
         spec = {"taints": [{"key": taint, "value": "present", "effect": "NoSchedule"}]} if taint else {}
         labels = {**labels, "kubernetes.io/hostname": name}
-        room = {**ROOM, **devices}
+        capacity = {**CAPACITY, **devices}
         node = {
             "metadata": {"name": name, "labels": labels, "annotations": FAKE},
             "spec": spec,
-            "status": {"capacity": room, "allocatable": room},
+            "status": {"capacity": capacity, "allocatable": capacity},
         }
         api.call("POST", "/api/v1/nodes", node)
     runtime = {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "handler": "nvidia"}

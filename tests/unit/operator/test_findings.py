@@ -583,11 +583,11 @@ def test_a_checkpointers_user_error_is_quoted(code: ExitCode) -> None:
 @pytest.mark.parametrize("reason", ["Evicted", "NodeShutdown", "Preempting", "OutOfcpu", "UnexpectedAdmissionError"])
 def test_a_disruption_is_reported_in_the_kubelets_words(reason: str) -> None:
     cluster = gang_created()
-    cluster.pods[POD_0]["status"] |= {"phase": "Failed", "reason": reason, "message": "the node had no room left"}
+    cluster.pods[POD_0]["status"] |= {"phase": "Failed", "reason": reason, "message": "the node had no space left"}
 
     cluster.reconcile_once()
 
-    assert "the node had no room left" in messages(cluster)[reason]
+    assert "the node had no space left" in messages(cluster)[reason]
 
 
 def test_a_pass_without_news_writes_nothing() -> None:

@@ -633,7 +633,7 @@ def test_pod_groups_of_a_job_at_rest_are_deleted() -> None:
 
 
 class Ailing:
-    """An API server by which nothing of one kind can be written, or deleted alone, until it is mended.
+    """An API server by which nothing of one kind can be written, or deleted alone, until it is repaired.
 
     With ``done`` it is done, and the answer lost.
     """
@@ -646,7 +646,7 @@ class Ailing:
         """How long each answer was waited for at most."""
         bench.api.call = self.call  # type: ignore[method-assign]
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         self._api.call = self._call  # type: ignore[method-assign]
 
     async def call(self, method: str, path: str, *args: Any, **further: Any) -> dict[str, Any]:
@@ -674,7 +674,7 @@ def test_creation_that_a_broken_webhook_fails_is_reported(kind: str) -> None:
         with pytest.raises(ClusterUnavailableError):
             bench.reconcile_once()
     told = bench.status()
-    webhook.mend()
+    webhook.repair()
     bench.reconcile_once()
     bench.reconcile_once()
 
@@ -732,7 +732,7 @@ def test_quota_conflict_is_retried(kind: str) -> None:
             bench.reconcile_once()
         bench.pass_by(0.15)
     told = str(bench.status())
-    quota.mend()
+    quota.repair()
     bench.reconcile_once()
 
     assert "RequestDenied" not in told
@@ -771,7 +771,7 @@ def test_refused_deletion_is_in_the_condition(lifecycle: dict[str, Any], kind: s
             bench.reconcile_once()
         bench.pass_by(0.15)
     told = bench.status()
-    protected.mend()
+    protected.repair()
     for _ in range(3):
         bench.reconcile_once()
         bench.pass_by(0.15)
@@ -859,7 +859,7 @@ def test_refused_status_is_one_event() -> None:
         if path.startswith(EVENTS) and item["reason"] == "RequestDenied"
     ]
     deleted = [request for request in bench.api.asked if request[0] == "DELETE"]
-    policy.mend()
+    policy.repair()
     bench.reconcile_once()
 
     assert len(told) == 1
@@ -996,7 +996,7 @@ def test_restart_is_counted_once(done: bool) -> None:
     lost = Ailing(bench, "/status", unavailable(0), "PUT", done=done)
     with pytest.raises(ClusterUnavailableError):
         bench.reconcile_once()
-    lost.mend()
+    lost.repair()
 
     for _ in range(3):
         bench.reconcile_once()

@@ -293,7 +293,7 @@ def test_a_changed_spec_retries_a_failed_job_with_full_budgets() -> None:
     cluster = failed()
     cluster.pass_time(500)
 
-    cluster.edit("trainer", image="trainer:mended")
+    cluster.edit("trainer", image="trainer:repaired")
     cluster.reconcile_once()
     restarting = status(cluster)
     cluster.pods = {}

@@ -67,10 +67,10 @@ def test_a_full_device_refuses_rows_and_keeps_those_before(
 
 
 def test_a_device_with_room_for_the_rows_alone_takes_them(direct_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    allocate, room = os.posix_fallocate, 3 << 20
+    allocate, free = os.posix_fallocate, 3 << 20
 
     def small(fd: int, offset: int, length: int) -> None:
-        if offset + length > room:
+        if offset + length > free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         allocate(fd, offset, length)
 

@@ -72,10 +72,10 @@ def test_a_file_grows_in_steps_that_end_with_its_last_place(tmp_path: Path, monk
 def test_a_full_device_is_an_error_with_path_and_bytes_and_kills_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allocate, room = os.posix_fallocate, 4 << 20
+    allocate, free = os.posix_fallocate, 4 << 20
 
     def small(fd: int, offset: int, length: int) -> None:
-        if offset + length > room:
+        if offset + length > free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         allocate(fd, offset, length)
 
