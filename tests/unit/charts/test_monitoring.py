@@ -15,6 +15,7 @@ from hack.generate import metrics
 
 from dlrm_api import names
 from dlrm_api.model import MAX_TABLES
+from dlrm_api.tiers import TIERS
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.errors import MissingToolError
 from dlrm_cluster.fixtures import refuse
@@ -325,8 +326,9 @@ def test_scrapes_are_limited_and_without_limits_where_values_say_so(helm: Path, 
 
 
 def test_no_limit_cuts_off_a_pod_with_a_class_per_table() -> None:
-    of_a_table = len([*tiers._table_families(), tiers._expected_family()])
-    of_a_rank = 5 * len([*tiers._level_families(), *tiers._rank_families()]) + stages.WORDS
+    families = tiers.TierMetrics.describe()
+    of_a_table = sum(each.name.startswith(tiers.TABLE) for each in families)
+    of_a_rank = len(TIERS) * (len(families) - of_a_table) + stages.WORDS
     limit = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"]["trainers"]["sampleLimit"]
 
     assert MAX_TABLES * of_a_table + 64 * of_a_rank < limit
