@@ -189,8 +189,7 @@ class Feature:
 
     table: int
     """Index of the table in the model's order."""
-    column: str
-    """Source column of the ids."""
+    column: str  # source column of the ids
     weights: str | None
     """Source column of the weights; None: all weights are 1."""
 

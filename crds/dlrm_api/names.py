@@ -81,8 +81,7 @@ class Env:
     """Seconds between SIGTERM and SIGKILL, in which the last cut must be handed over."""
     CREDENTIALS_DIR = "DLRM_CREDENTIALS_DIR"
     """Directory with ``accessKeyId``, ``secretAccessKey`` and optionally ``sessionToken``: a mounted Secret."""
-    DATA_CREDENTIALS_DIR = "DLRM_DATA_CREDENTIALS_DIR"
-    """The same for training data."""
+    DATA_CREDENTIALS_DIR = "DLRM_DATA_CREDENTIALS_DIR"  # the same for training data
     TIER_DIR = "DLRM_TIER_DIR"
     """Directory with one subdirectory for each tier that needs a file system: ``scm``, ``cxl``, ``block``."""
 
@@ -106,8 +105,7 @@ class Path:
 
     CONFIG = "/etc/dlrm"
     JOB = "/etc/dlrm/job.json"
-    PLAN = "/etc/dlrm/plan"
-    """Directory of the plan's parts (``dlrm_api.plan.plan_from_parts``)."""
+    PLAN = "/etc/dlrm/plan"  # directory of the plan's parts (dlrm_api.plan.plan_from_parts)
     CREDENTIALS = "/etc/dlrm-credentials"
     DATA_CREDENTIALS = "/etc/dlrm-data-credentials"
     HANDOFF = "/dev/dlrm-handoff"

@@ -10,8 +10,7 @@ from dlrm_api.base import ApiModel
 from dlrm_api.fields import Share
 from dlrm_api.tiers import Tier
 
-Total = Annotated[int, Field(ge=0, le=2**63 - 1)]
-"""A 64-bit counter."""
+Total = Annotated[int, Field(ge=0, le=2**63 - 1)]  # a 64-bit counter
 
 
 class TableUse(ApiModel):

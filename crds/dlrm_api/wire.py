@@ -14,8 +14,7 @@ Codec = Literal["fp32", "fp16", "bf16", "int8"]
 class WireFormat:
     """Describe one wire format by the bytes it takes."""
 
-    value_bytes: int
-    """Per value."""
+    value_bytes: int  # per value
     row_bytes: int = 0
     """Per row, on top of its values."""
     message_bytes: int = 0

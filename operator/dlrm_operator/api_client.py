@@ -73,8 +73,7 @@ class GoneError(ClusterRefusedError):
     """Report that the resource version or the continue token is too old."""
 
 
-API_ERRORS = (ClusterUnavailableError, ClusterRefusedError)
-"""How a call can fail."""
+API_ERRORS = (ClusterUnavailableError, ClusterRefusedError)  # how a call can fail
 
 Object = dict[str, Any]
 Query = Mapping[str, str]
@@ -188,18 +187,15 @@ class KubernetesApi:
         settings.connection_pool_maxsize = THREADS + 4
         self._agent = agent
         self._client = client.ApiClient(settings)
-        self.host = settings.host.rstrip("/")
-        """URL of the API server."""
+        self.host = settings.host.rstrip("/")  # URL of the API server
         pools = self._client.rest_client.pool_manager
         # The library's own calls cost twice the CPU of its connection pool.
         self._pool = pools.connection_from_url(self.host)
         # An HTTP proxy needs the whole URL.
         by_proxy = pools.proxy is not None and self.host.startswith("http:")
         self._root = self.host if by_proxy else urlsplit(self.host).path
-        self.namespace = namespace
-        """Default namespace of the configuration."""
-        self.clock = ServerClock()
-        """The server's time, from its responses."""
+        self.namespace = namespace  # default namespace of the configuration
+        self.clock = ServerClock()  # the server's time, from its responses
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="api")
 
     async def call(

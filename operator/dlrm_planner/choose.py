@@ -14,22 +14,12 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan
 from dlrm_api.trace import TableTrace
 from dlrm_api.trainer import AutoReplicas
+from dlrm_planner import propose
 from dlrm_planner.enumerate import check_pins, pinned_to_data, worth_replicating
 from dlrm_planner.estimate import CostModel, Solution, estimate, missing_rates, read_costs
 from dlrm_planner.explain import explain_infeasible
 from dlrm_planner.memory import check_device_tables, ddr_capacity, device_limit, device_of, pod_limit, segment_bytes
 from dlrm_planner.partition import Partitioner
-from dlrm_planner.propose import (
-    CHECK_SPLIT,
-    CHECK_WHOLE,
-    KEEP_WHOLE,
-    SPLIT_TO_FIT,
-    Proposer,
-    Strategy,
-    StrategyList,
-    first_shortage,
-    level_edges,
-)
 from dlrm_planner.stacks import pinned_slow, slow_caps
 from dlrm_planner.tables import read_tables
 from dlrm_planner.tiers import TierPlanner
@@ -91,8 +81,7 @@ class _Planner:
     traces: Mapping[str, TableTrace]
     reserve: int
     shared: bool
-    replicas_field: str = "trainer.replicas"
-    """The field that adds replicas."""
+    replicas_field: str = "trainer.replicas"  # the field that adds replicas
 
     def plan(self, spec: DLRMJobSpec) -> Plan:
         problem = self._problem(spec)
@@ -257,18 +246,20 @@ class MemoryMode:
     """Rows may be in slower tiers, or in HBM; otherwise all are in DDR."""
     replicates: bool
     """Small tables are replicated; otherwise only those that pins replicate."""
-    proposals: StrategyList
+    proposals: propose.StrategyList
 
 
 def memory_modes(
-    problem: Problem, whole: StrategyList = KEEP_WHOLE, split: StrategyList = SPLIT_TO_FIT
+    problem: Problem,
+    whole: propose.StrategyList = propose.KEEP_WHOLE,
+    split: propose.StrategyList = propose.SPLIT_TO_FIT,
 ) -> list[MemoryMode]:
     """Return the modes to try, in order.
 
     All rows in DDR come first, with full cuts before segments; then slower tiers, which need the DDR that segments
     spare. On GPUs every mode uses tiers.
     """
-    stages: list[tuple[bool, StrategyList, tuple[bool, ...]]] = []
+    stages: list[tuple[bool, propose.StrategyList, tuple[bool, ...]]] = []
     if problem.device == "cuda":
         stages = [(True, whole, (False,)), (True, split, (False,))]
     elif not pinned_slow(problem.tables):
@@ -286,7 +277,7 @@ def memory_modes(
 
 def is_feasible(problem: Problem) -> bool:
     """Return whether anything fits, without balancing it."""
-    return isinstance(_try_modes(problem, memory_modes(problem, CHECK_WHOLE, CHECK_SPLIT)), Solution)
+    return isinstance(_try_modes(problem, memory_modes(problem, propose.CHECK_WHOLE, propose.CHECK_SPLIT)), Solution)
 
 
 def choose(problem: Problem) -> Solution | Infeasible:
@@ -403,23 +394,22 @@ class _Attempt:
         self._fixed_s = costs.fixed_s(capacity.replicated)
         self.placed = False
         """A partitioner found ranks for some proposal."""
-        self.failure: TableShortage | None = None
-        """Why none did."""
+        self.failure: TableShortage | None = None  # why none did
         self._best: Solution | None = None
         self._best_strategy = ""
         self._placed_s = self._bound_s = inf
         """Seconds of the fastest placement if all rows were in the first level, and what none can beat."""
 
-    def best(self, proposals: StrategyList) -> Solution | None:
+    def best(self, proposals: propose.StrategyList) -> Solution | None:
         """Return the fastest solution, with few shards rather than many; None if nothing fits."""
         tables, costs, capacity = self._problem.tables, self._costs, self._capacity
-        if (shortage := first_shortage(tables, capacity)) is not None:
+        if (shortage := propose.first_shortage(tables, capacity)) is not None:
             self.failure = shortage
             return None
         # Nothing fits, but the checks say which table runs short.
         if capacity.is_hopeless:
-            proposals = CHECK_SPLIT if proposals.splits_to_fit else CHECK_WHOLE
-        proposer = Proposer(self._problem.spec, tables, costs, capacity)
+            proposals = propose.CHECK_SPLIT if proposals.splits_to_fit else propose.CHECK_WHOLE
+        proposer = propose.Proposer(self._problem.spec, tables, costs, capacity)
         for strategy in proposals.strategies:
             if not self._applies(strategy):
                 continue
@@ -434,7 +424,7 @@ class _Attempt:
             self._bound_s = min(self._bound_s, least_s)
             for placement in partitioner.placements(strategy.name, strategy.methods):
                 self.placed = True
-                if not proposals.only_checks and (better := level_edges(partitioner, placement)) is not None:
+                if not proposals.only_checks and (better := propose.level_edges(partitioner, placement)) is not None:
                     self._consider(better, strategy)
                 self._consider(placement, strategy)
             if not self.placed:
@@ -443,7 +433,7 @@ class _Attempt:
                 break
         return self._best
 
-    def _applies(self, strategy: Strategy) -> bool:
+    def _applies(self, strategy: propose.Strategy) -> bool:
         match strategy.when:
             case "placed":
                 # If tiers do not hold the rows of level ranks, splits of more tables do not change that.
@@ -455,7 +445,7 @@ class _Attempt:
                 return self._best is None
         return True
 
-    def _consider(self, placement: Placement, strategy: Strategy) -> None:
+    def _consider(self, placement: Placement, strategy: propose.Strategy) -> None:
         """Keep a placement if tiers hold its rows and it is faster than the best so far."""
         margin = 1.0 if strategy.name == self._best_strategy else MIN_SHARD_GAIN
         limit_s = inf if self._best is None else self._best.estimate.step_s / margin

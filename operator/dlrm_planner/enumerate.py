@@ -123,8 +123,7 @@ class OptionBuilder:
         self.processes, self.world_size = spec.trainer.processes_per_replica, spec.world_size
         self.nodes, self.sharing = spec.replicas, capacity.sharing
         self._everywhere = np.arange(spec.world_size)
-        self.load = np.zeros(spec.world_size)
-        """Seconds of each rank."""
+        self.load = np.zeros(spec.world_size)  # seconds of each rank
         self.free = np.array(capacity.free, np.int64)
         self.reserve = 0.0
         """Memory of each node to leave for tables that stay whole."""

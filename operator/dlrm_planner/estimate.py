@@ -54,8 +54,7 @@ SECONDS_PER_HOUR = 3_600
 class PartCost:
     """Give the seconds of a part of one table by its share of the rows, or of the column blocks."""
 
-    fixed_s: float
-    """Of every part, however small."""
+    fixed_s: float  # of every part, however small
     linear_s: float
     vectors_s: float
     """Of pooled vectors for all bags; a part sends those of bags that have an id in it."""
@@ -94,8 +93,7 @@ class CostModel:
     """Column blocks of each table; each is a vector of its own."""
     id_bytes: Floats
     """Wire bytes of an id, and of its weight if it has one."""
-    length_bytes: int
-    """Wire bytes of a bag's length."""
+    length_bytes: int  # wire bytes of a bag's length
     element_bytes: float
     """Wire bytes of one column of a pooled vector and of its gradient."""
     vector_bytes: float
@@ -111,8 +109,7 @@ class CostModel:
     link_is_stated: bool
     compute: Timed
     """Dense layers of the rank with most samples; 0 if the profile states no rate."""
-    dense_bytes: float
-    """Wire bytes of dense gradients."""
+    dense_bytes: float  # wire bytes of dense gradients
     table_elements: Floats
 
     @property

@@ -177,10 +177,8 @@ class Demand:
 
     start: Floats
     """(N,) rows that each table has already."""
-    stop: Floats
-    """(N,) largest number of rows."""
-    row_cost: Floats
-    """(N,) bytes of a row."""
+    stop: Floats  # (N,) largest number of rows
+    row_cost: Floats  # (N,) bytes of a row
     whole_cost: Floats | float = np.inf
     """(N,) further bytes for the whole table, which serves all accesses; inf if that is not an option."""
 
@@ -189,12 +187,10 @@ class Demand:
 class Filled:
     """Hold what each table got."""
 
-    rows: Floats
-    """(N,)"""
+    rows: Floats  # (N,)
     whole: NDArray[np.bool_]
     """(N,) tables that are whole; their ``rows`` mean nothing."""
-    left: float
-    """Bytes without a use."""
+    left: float  # bytes without a use
 
 
 def fill(rates: HitRates, demand: Demand, budget: float, *, spend_all: bool = False) -> Filled:

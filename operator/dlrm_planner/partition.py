@@ -28,8 +28,7 @@ Slots = NDArray[np.unsignedinteger]
 class Items:
     """Hold what is placed, each item whole on one rank, and the memory that the ranks of a node share."""
 
-    seconds: Floats
-    """(N,) seconds of one step."""
+    seconds: Floats  # (N,) seconds of one step
     held_bytes: Indices
     """(N,) bytes taken from the memory of the rank's node."""
     allowed: tuple[tuple[int, ...], ...]
@@ -63,8 +62,7 @@ class PartitionFailure:
     item: int
     rank: int
     """The allowed rank with most free memory on its node."""
-    free: int
-    """Bytes that were free there."""
+    free: int  # bytes that were free there
 
 
 def greedy(items: Items) -> Indices | PartitionFailure:
@@ -283,8 +281,7 @@ class Partitioner:
             node=np.arange(costs.world_size, dtype=np.int64) // capacity.sharing,
             free=np.array(capacity.free, np.int64),
         )
-        self.failure: TableShortage | None = None
-        """Why a partitioner found no placement."""
+        self.failure: TableShortage | None = None  # why a partitioner found no placement
 
     def placements(self, strategy: str, methods: tuple[str, ...]) -> Iterator[Placement]:
         """Yield the placements by these partitioners that fit, the best balanced first."""

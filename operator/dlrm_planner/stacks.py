@@ -45,10 +45,8 @@ class Stacks:
     min_slots: Floats
     max_slots: Floats
     """Links between slots cannot address more."""
-    slot: Floats
-    """DDR of a slot."""
-    device_slot: Floats
-    """HBM of a slot."""
+    slot: Floats  # DDR of a slot
+    device_slot: Floats  # HBM of a slot
     entry: Floats
     """DDR of a row's map entry and change bits."""
     fixed: Floats

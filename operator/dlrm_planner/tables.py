@@ -201,8 +201,7 @@ class Tables:
     """Path of each table in the manifest: ``spec.model.tables[3]``."""
     block_state_bytes: tuple[int, ...]
     """Row state of one column block."""
-    whole: tuple[PartBytes, ...]
-    """All rows and columns."""
+    whole: tuple[PartBytes, ...]  # all rows and columns
     vector_bytes: tuple[int, ...]
     """Bytes of each table's pooled rows of a global batch; 0 if they are not in host memory."""
     handoff_budget: int | None

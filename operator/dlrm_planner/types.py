@@ -24,8 +24,7 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Ints = tuple[int, ...]
 """Bytes, above all: 5,000 tables of 2**54 bytes overflow int64."""
-FastTier = Literal["ddr", "hbm"]
-"""Memory that kernels compute on."""
+FastTier = Literal["ddr", "hbm"]  # memory that kernels compute on
 Arrays = TypeVar("Arrays")
 UNBOUNDED = 2**62
 """Bytes of a node of unknown memory. Shards then take no bytes, so no sum overflows."""
@@ -80,16 +79,14 @@ class Shards:
     """Hold all shards that need a rank, in the tables' order; every array and tuple is (N,)."""
 
     tables: Tables
-    table: Indices
-    """Index of each shard's table."""
+    table: Indices  # index of each shard's table
     rectangles: tuple[tuple[int, int, int, int], ...]
     """Rows [start, end) and columns [start, end)."""
     kinds: tuple[ShardKind, ...]
     allowed: tuple[Ints, ...]
     """Ranks that may take the shard, ascending; empty for any."""
     rows: Floats
-    share: Floats
-    """Share of the table's rows."""
+    share: Floats  # share of the table's rows
     width: Floats
     blocks: Floats
     """Number of column blocks; each is stored separately."""
@@ -173,8 +170,7 @@ class HitRates:
     """(T, K) rows that a cache holds, ascending from 0."""
     hits: Floats
     """(T, K) accesses of one step that find their row."""
-    accesses: Floats
-    """(T,) distinct rows of one step."""
+    accesses: Floats  # (T,) distinct rows of one step
     min_rows: Floats
     """(T,) rows of the smallest planned cache: those expected of all batches in flight."""
 
@@ -231,8 +227,7 @@ class Capacity:
     """What each node, or each rank, gives to shards."""
     sharing: int
     """Ranks that share one entry of ``free``: those of a node, or 1."""
-    measure: Callable[[Shards], Ints]
-    """What each shard takes."""
+    measure: Callable[[Shards], Ints]  # what each shard takes
     extra: Ints
     """What a range of a table's rows may take beyond its share of the table."""
     tier: FastTier = "ddr"
@@ -266,11 +261,9 @@ class Placement:
     """Place every shard of a proposal on a rank."""
 
     replicated: Ints
-    options: Options
-    """Of the tables that are split."""
+    options: Options  # of the tables that are split
     shards: Shards
-    ranks: Indices
-    """(N,) rank of each shard."""
+    ranks: Indices  # (N,) rank of each shard
     method: str
     """The strategy or partitioner that found it, for the plan's reasons."""
     imbalance: float
@@ -288,8 +281,7 @@ class Levels:
     slots: int
     below: tuple[tuple[Tier, int], ...]
     """Rows that each further level may hold, fastest first; empty if all rows are in the first level for good."""
-    first: FastTier = "ddr"
-    """The memory of the slots."""
+    first: FastTier = "ddr"  # the memory of the slots
 
     @property
     def each(self) -> tuple[tuple[Tier, int], ...]:
@@ -348,8 +340,7 @@ class TableShortage:
 
     table: int
     rank: int
-    held: int
-    """What the table takes."""
+    held: int  # what the table takes
     free: int
     """What was left on the rank's node; negative if it is too small even for what every node holds."""
     is_alone: bool

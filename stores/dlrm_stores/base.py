@@ -41,8 +41,7 @@ class FieldNames:
     """Name the settings that error messages refer to: fields of a job, by default."""
 
     uri: str = "spec.checkpoint.uri"
-    service: str = "spec.checkpoint.s3"
-    """Holds ``endpoint``, ``region`` and ``caFile``."""
+    service: str = "spec.checkpoint.s3"  # holds endpoint, region and caFile
     credentials: str = "spec.checkpoint.credentialsSecret"
 
 

@@ -189,12 +189,9 @@ CHANGED = "changed after this run found it; restore it, or start a new run on th
 class DataFile(ABC):
     """Read one file as it was when it was found."""
 
-    name: str
-    """As users write it."""
-    path: PurePath
-    """Files are sorted by it."""
-    size: int
-    """In bytes."""
+    name: str  # as users write it
+    path: PurePath  # files are sorted by it
+    size: int  # in bytes
     stamp: str
     """Changes with the content, as far as the store can tell."""
 

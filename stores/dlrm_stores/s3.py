@@ -16,17 +16,9 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_at
 
 from dlrm_api.errors import DLRMError, InvalidSpecError, NoInputError, StoreUnavailableError
 from dlrm_api.fields import S3Spec, SnapshotS3Spec
+from dlrm_stores import s3_errors
 from dlrm_stores.base import PARALLEL_DELETES, Body, ObjectInfo, StoreOptions, parallel_map
 from dlrm_stores.s3_client import ERRORS, MAX_ATTEMPTS, MULTIPART, RETRY_DEADLINE_S, Clients, Payload
-from dlrm_stores.s3_errors import (
-    REFUSED,
-    S3Location,
-    code_of,
-    credentials_may_come,
-    is_unknown_request,
-    status_of,
-    translate,
-)
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -67,7 +59,9 @@ class S3Store:
 
     def __init__(self, bucket: str, prefix: str, options: StoreOptions) -> None:
         self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
-        self._location = S3Location(bucket=bucket, endpoint=options.s3.endpoint or "AWS", fields=options.fields)
+        self._location = s3_errors.S3Location(
+            bucket=bucket, endpoint=options.s3.endpoint or "AWS", fields=options.fields
+        )
         self._clients = Clients(options, self._location)
         self._on_retry = options.on_retry
         self._encryption = _encryption(options.s3)
@@ -111,7 +105,7 @@ class S3Store:
         try:
             return self._call(lambda s3: self._read_range(s3, self._object(key), start, view))
         except ERRORS as error:
-            if status_of(error) == 416:
+            if s3_errors.status_of(error) == 416:
                 return None
             raise
 
@@ -126,7 +120,7 @@ class S3Store:
             try:
                 size = self._call(lambda s3: self._read_range(s3, wanted, start, memoryview(buffer))).size
             except ERRORS as error:
-                if status_of(error) in (412, 416):
+                if s3_errors.status_of(error) in (412, 416):
                     return None
                 raise
         return bytes(buffer[: max(0, size - start)])
@@ -199,8 +193,8 @@ class S3Store:
         try:
             self._put_whole(key, body, IfNoneMatch="*")
         except ERRORS as error:
-            if status_of(error) != 412:
-                if self._has_conditions is None and is_unknown_request(error):
+            if s3_errors.status_of(error) != 412:
+                if self._has_conditions is None and s3_errors.is_unknown_request(error):
                     logger.info("store does not support conditional writes", extra={"uri": self.uri})
                     return None
                 raise
@@ -251,7 +245,7 @@ class S3Store:
             try:
                 response = self._call(lambda s3: s3.delete_objects(Bucket=self._bucket, Delete={"Objects": objects}))
             except ERRORS as error:
-                if not is_unknown_request(error):
+                if not s3_errors.is_unknown_request(error):
                     raise
                 self._has_batches = False
                 logger.info("store does not support batch delete", extra={"uri": self.uri, "error": str(error)})
@@ -289,13 +283,13 @@ class S3Store:
                 try:
                     page = self._call(lambda s3: s3.list_multipart_uploads(**wanted))
                 except ERRORS as error:
-                    if status_of(error) == 403:
+                    if s3_errors.status_of(error) == 403:
                         logger.warning(
                             "cannot list unfinished uploads, leaving them; grant s3:ListBucketMultipartUploads",
                             extra={"uri": self.uri, "error": str(error)},
                         )
                     # A service without this list has no uploads to sweep.
-                    elif status_of(error) not in {404, 405, 501}:
+                    elif s3_errors.status_of(error) not in {404, 405, 501}:
                         raise
                     return
             yield from page.get("Uploads", ())
@@ -313,13 +307,15 @@ class S3Store:
             try:
                 return operation(client)
             except ERRORS as error:
-                newer = self._clients.newer_than(client) if code_of(error) in REFUSED else None
+                newer = self._clients.newer_than(client) if s3_errors.code_of(error) in s3_errors.REFUSED else None
                 if newer is None:
                     raise
                 return operation(newer)
 
         retrying = Retrying(
-            retry=retry_if_exception(lambda error: isinstance(error, _BrokenBodyError) or credentials_may_come(error)),
+            retry=retry_if_exception(
+                lambda error: isinstance(error, _BrokenBodyError) or s3_errors.credentials_may_come(error)
+            ),
             stop=stop_after_attempt(MAX_ATTEMPTS) | stop_after_delay(RETRY_DEADLINE_S),
             wait=_backoff_s,
             before_sleep=self._count_retry,
@@ -336,7 +332,7 @@ class S3Store:
         try:
             yield
         except ERRORS as error:
-            raise translate(error, self._location, key) from error
+            raise s3_errors.translate(error, self._location, key) from error
 
 
 def _broke_off(state: RetryCallState) -> bool:

@@ -13,16 +13,7 @@ from datetime import datetime
 
 from dlrm_api import names
 from dlrm_api.names import FIELD_MANAGER, Env, Label, token_digest
-from dlrm_operator.api_client import (
-    API_ERRORS,
-    METADATA_OF_ONE,
-    AlreadyExistsError,
-    Api,
-    ClusterRefusedError,
-    ConflictError,
-    NotFoundError,
-    own_time,
-)
+from dlrm_operator import api_client
 from dlrm_operator.clients.checkpoint import CheckpointClient, ControlKey
 from dlrm_operator.clients.planner import Planner
 from dlrm_operator.clients.pod_requests import StackClient
@@ -32,22 +23,8 @@ from dlrm_operator.controller.work_queue import WorkQueue
 from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.pods import with_derived
 from dlrm_operator.manifests.scheduling import KUEUE
+from dlrm_operator.reconcile import state
 from dlrm_operator.reconcile.findings import Reason, timestamp
-from dlrm_operator.reconcile.state import (
-    Action,
-    CreatePod,
-    Creation,
-    DeleteJob,
-    DeleteObject,
-    DeleteWorkload,
-    EmitEvent,
-    JobSeen,
-    RequestCut,
-    RequestPlan,
-    RequestStacks,
-    UpdateStatus,
-    WakeAt,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +44,7 @@ DROPPED_EVENT_LOG_INTERVAL_S = 60.0
 class ActionExecutor:
     """Execute actions. Responses of the API server go into the caches."""
 
-    api: Api
+    api: api_client.Api
     planner: Planner
     checkpoint_client: CheckpointClient
     stack_client: StackClient
@@ -75,10 +52,10 @@ class ActionExecutor:
     jobs: JobCache
     pods: PodCache
     control_key: ControlKey
-    clock: Callable[[], datetime] = own_time
+    clock: Callable[[], datetime] = api_client.own_time
     _dropped_event_logged_at: float = field(default=-math.inf, init=False)
 
-    async def execute(self, action: Action) -> None:
+    async def execute(self, action: state.Action) -> None:
         """Execute one action. Repeating it changes nothing.
 
         Raises:
@@ -87,31 +64,31 @@ class ActionExecutor:
             ClusterRefusedError: the API server refused; the message is its own.
         """
         match action:
-            case CreatePod():
+            case state.CreatePod():
                 await self._create_pod(action)
-            case Creation(manifest=manifest):
+            case state.Creation(manifest=manifest):
                 path = _path(manifest["apiVersion"], manifest["metadata"]["namespace"], manifest["kind"])
-                await self.api.call("POST", path, manifest, FIELD_MANAGER_QUERY, METADATA_OF_ONE)
-            case DeleteObject():
+                await self.api.call("POST", path, manifest, FIELD_MANAGER_QUERY, api_client.METADATA_OF_ONE)
+            case state.DeleteObject():
                 await self._delete(action)
-            case DeleteWorkload():
+            case state.DeleteWorkload():
                 await self._delete_workload(action)
-            case DeleteJob():
+            case state.DeleteJob():
                 await self._delete_job(action)
-            case UpdateStatus():
+            case state.UpdateStatus():
                 await self._update_status(action)
-            case EmitEvent():
+            case state.EmitEvent():
                 await self._emit_event(action)
-            case RequestPlan(key=key, question=question):
+            case state.RequestPlan(key=key, question=question):
                 self.planner.request(key, question)
-            case RequestStacks():
+            case state.RequestStacks():
                 self.stack_client.request(action)
-            case RequestCut():
+            case state.RequestCut():
                 self.checkpoint_client.request(action)
-            case WakeAt(key=key, time=time):
+            case state.WakeAt(key=key, time=time):
                 self.queue.add_at(key, time)
 
-    async def _create_pod(self, action: CreatePod) -> None:
+    async def _create_pod(self, action: state.CreatePod) -> None:
         meta = action.manifest["metadata"]
         path = _path("v1", meta["namespace"], "Pod")
         identity = action.owner_uid, action.attempt
@@ -119,44 +96,46 @@ class ActionExecutor:
         derived = {Env.TOKEN_SHA256: token_digest(await self.control_key.token(*identity)), Env.GANG_SECRET: secret}
         body = with_derived(action.manifest, derived)
         try:
-            found = await self.api.call("POST", path, body, FIELD_MANAGER_QUERY, METADATA_OF_ONE)
-        except AlreadyExistsError as error:
+            found = await self.api.call("POST", path, body, FIELD_MANAGER_QUERY, api_client.METADATA_OF_ONE)
+        except api_client.AlreadyExistsError as error:
             found = await self.api.call("GET", f"{path}/{meta['name']}")
             attempt = found["metadata"].get("labels", {}).get(Label.ATTEMPT)
             if not owned_by(found, action.owner_uid) or attempt != str(action.attempt):
                 problem = f"pod {meta['name']} exists and belongs to another owner or attempt: delete it"
-                raise ClusterRefusedError(error.code, problem) from error
+                raise api_client.ClusterRefusedError(error.code, problem) from error
         # Later reconciles would not see a pod without its labels, and it would train while the next attempt does.
         if (lost := _lost_identity(action, found)) is not None:
-            with suppress(NotFoundError, ConflictError):
+            with suppress(api_client.NotFoundError, api_client.ConflictError):
                 await self.api.call("DELETE", f"{path}/{meta['name']}", _delete_options(uid=found["metadata"]["uid"]))
             problem = f"an admission controller changed {lost} of pod {meta['name']}, which identifies it"
-            raise ClusterRefusedError(422, f"{problem}: the pod was deleted; exempt it from that webhook or policy")
+            raise api_client.ClusterRefusedError(
+                422, f"{problem}: the pod was deleted; exempt it from that webhook or policy"
+            )
         self.pods.saw(found)
 
-    async def _delete(self, action: DeleteObject) -> None:
+    async def _delete(self, action: state.DeleteObject) -> None:
         options = _delete_options(uid=action.uid)
         if action.force or action.grace_s is not None:
             options["gracePeriodSeconds"] = 0 if action.force else action.grace_s
         path = f"{_path(action.api_version, action.key.namespace, action.kind)}/{action.name}"
         # It is gone, or replaced by another object of that name.
-        with suppress(NotFoundError, ConflictError):
+        with suppress(api_client.NotFoundError, api_client.ConflictError):
             await self.api.call("DELETE", path, options)
 
-    async def _delete_workload(self, action: DeleteWorkload) -> None:
+    async def _delete_workload(self, action: state.DeleteWorkload) -> None:
         path = f"{KUEUE.path(action.key.namespace)}/{action.group}"
-        with suppress(NotFoundError, ConflictError):
+        with suppress(api_client.NotFoundError, api_client.ConflictError):
             found = await self.api.call("GET", path)
             if owned_by(found, action.pod_uid):
                 await self.api.call("DELETE", path, _delete_options(uid=found["metadata"]["uid"]))
 
-    async def _delete_job(self, action: DeleteJob) -> None:
+    async def _delete_job(self, action: state.DeleteJob) -> None:
         path = JOB_PATH.format(action.key.namespace, action.key.name)
         options = _delete_options(uid=action.uid, resourceVersion=action.resource_version)
-        with suppress(NotFoundError):
+        with suppress(api_client.NotFoundError):
             await self.api.call("DELETE", path, {**options, "propagationPolicy": "Background"})
 
-    async def _update_status(self, action: UpdateStatus) -> None:
+    async def _update_status(self, action: state.UpdateStatus) -> None:
         """Write the status; on a conflict that changed nothing it depends on, write it on top of that version.
 
         Otherwise frequent label changes would keep a job without a status for ever.
@@ -170,7 +149,7 @@ class ActionExecutor:
             try:
                 self.jobs.saw(await self.api.call("PUT", f"{path}/status", body, FIELD_MANAGER_QUERY))
                 break
-            except ConflictError:
+            except api_client.ConflictError:
                 found = self.jobs.saw(await self.api.call("GET", path))
                 if not tries_left or not _same_basis(found, action):
                     raise
@@ -179,7 +158,7 @@ class ActionExecutor:
         if action.decisive:
             self.queue.add_at(action.key, self.clock())
 
-    async def _emit_event(self, action: EmitEvent) -> None:
+    async def _emit_event(self, action: state.EmitEvent) -> None:
         """Create the Event or drop it: nothing depends on it."""
         message = "" if action.reason in ONCE_PER_ATTEMPT else action.message
         digest = hashlib.sha256("\n".join((action.uid, str(action.attempt), action.reason, message)).encode())
@@ -201,17 +180,17 @@ class ActionExecutor:
         path, done_by = _path("v1", action.key.namespace, "Event"), time.monotonic() + EVENT_TIMEOUT_S
         try:
             await self.api.call("POST", path, body, done_by=done_by)
-        except ConflictError:
+        except api_client.ConflictError:
             # The name is a hash of the content: the Event exists.
             pass
-        except API_ERRORS as error:
+        except api_client.API_ERRORS as error:
             if time.monotonic() - self._dropped_event_logged_at >= DROPPED_EVENT_LOG_INTERVAL_S:
                 self._dropped_event_logged_at = time.monotonic()
                 extra = {"job": str(action.key), "reason": str(action.reason), "error": str(error)}
                 logger.warning("failed to create event, dropping it", extra=extra)
 
 
-def _lost_identity(action: CreatePod, found: Manifest) -> str | None:
+def _lost_identity(action: state.CreatePod, found: Manifest) -> str | None:
     wanted, labels = action.manifest["metadata"]["labels"], found["metadata"].get("labels") or {}
     lost = next((name for name in IDENTITY_LABELS if labels.get(name) != wanted.get(name)), None)
     if lost is not None:
@@ -219,7 +198,7 @@ def _lost_identity(action: CreatePod, found: Manifest) -> str | None:
     return None if owned_by(found, action.owner_uid) else "the owner reference"
 
 
-def _same_basis(found: JobSeen, action: UpdateStatus) -> bool:
+def _same_basis(found: state.JobSeen, action: state.UpdateStatus) -> bool:
     """Return whether all that the status was decided from is unchanged."""
     same = found.uid == action.uid and not (found.deleting or found.unreadable) and found.status == action.seen
     return same and found.generation == action.status.observed_generation

@@ -148,8 +148,7 @@ class Images:
     """Hold the default images: this version's own unless the operator's settings name others."""
 
     trainer: str = f"dlrm-trainer:{VERSION}"
-    trainer_cuda: str = f"dlrm-trainer-cuda:{VERSION}"
-    """Image of trainers on GPUs."""
+    trainer_cuda: str = f"dlrm-trainer-cuda:{VERSION}"  # image of trainers on GPUs
     checkpointer: str = f"dlrm-checkpointer:{VERSION}"
 
     def trainer_on(self, device: Device) -> str:

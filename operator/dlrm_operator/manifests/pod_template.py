@@ -120,8 +120,7 @@ LIST_KEYS = {
 class _Bound:
     """Limit the value of one field of a security context."""
 
-    field: str
-    """Path below the context."""
+    field: str  # path below the context
     allows: Callable[[Any], bool]
     """Returns whether a value is allowed; an absent field is None."""
     requirement: str

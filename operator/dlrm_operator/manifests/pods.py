@@ -10,16 +10,8 @@ from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ANY_ADDRESS, Container, Env, Path, Port
 from dlrm_api.plan import Plan, plan_to_parts
-from dlrm_operator.manifests import Manifest
+from dlrm_operator.manifests import Manifest, pod_template
 from dlrm_operator.manifests.objects import Images, Owner, config_volume, gang_service, metadata, plan_config_maps
-from dlrm_operator.manifests.pod_template import (
-    CONTAINER_SECURITY,
-    POD_SECURITY,
-    RESTRICTED,
-    PodTemplatePolicy,
-    check_policy,
-    with_overlay,
-)
 from dlrm_operator.manifests.scheduling import group_gates, group_metadata, placement, pod_groups
 from dlrm_operator.manifests.storage import tier_bytes, tier_mounts, tier_volumes
 from dlrm_planner import CUDA_SHARED_BYTES, checkpointer_bytes, working_set_bytes
@@ -40,7 +32,7 @@ class PodAttempt:
     profile: HardwareProfile | None
     images: Images
     owner: Owner
-    limits: PodTemplatePolicy = RESTRICTED
+    limits: pod_template.PodTemplatePolicy = pod_template.RESTRICTED
     memory_reserve_bytes: int = 0
     """Memory of each pod beyond what the plan needs."""
     committed_snapshot: str = ""
@@ -56,7 +48,7 @@ def trainer_pods(attempt: PodAttempt, maps: list[Manifest]) -> list[Manifest]:
         InvalidSpecError: the pod template violates the policy or collides with what the operator sets, or a tier has
             nothing to mount; names the field.
     """
-    check_policy(attempt.job.spec, attempt.job.metadata.namespace or "", attempt.limits)
+    pod_template.check_policy(attempt.job.spec, attempt.job.metadata.namespace or "", attempt.limits)
     config = config_volume(maps)
     sizes = zip(_trainer_memory_bytes(attempt.job, attempt.plan), tier_bytes(attempt.plan), strict=True)
     return [_pod(attempt, index, size, tiers, config) for index, (size, tiers) in enumerate(sizes)]
@@ -87,7 +79,7 @@ def _pod(attempt: PodAttempt, index: int, memory_bytes: int, tiers: dict[str, in
         "hostname": name,
         "subdomain": names.trainer_service(job.metadata.name),
         "terminationGracePeriodSeconds": _grace_seconds(job),
-        "securityContext": POD_SECURITY,
+        "securityContext": pod_template.POD_SECURITY,
         "initContainers": [_checkpointer(attempt, index)],
         "containers": [_trainer(attempt, index, memory_bytes, tiers)],
         "volumes": _volumes(attempt, index, tiers, config),
@@ -101,7 +93,7 @@ def _pod(attempt: PodAttempt, index: int, memory_bytes: int, tiers: dict[str, in
     if gates := group_gates(job.spec.scheduling):
         spec["schedulingGates"] = gates
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
-    return with_overlay(pod, job.spec.trainer.pod_template)
+    return pod_template.with_overlay(pod, job.spec.trainer.pod_template)
 
 
 def _grace_seconds(job: DLRMJob) -> int:
@@ -196,7 +188,7 @@ def _container(
         "env": [{"name": name, "value": value} for name, value in {**shared, **env}.items()],
         "ports": ports,
         "volumeMounts": mounts,
-        "securityContext": CONTAINER_SECURITY,
+        "securityContext": pod_template.CONTAINER_SECURITY,
         "terminationMessagePath": Path.TERMINATION_LOG,
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
@@ -268,7 +260,7 @@ def render_objects(
     *,
     attempt: int = 1,
     images: Images | None = None,
-    limits: PodTemplatePolicy = RESTRICTED,
+    limits: pod_template.PodTemplatePolicy = pod_template.RESTRICTED,
     uid: str = "",
 ) -> list[Manifest]:
     """Build every object that the operator creates for one attempt, in the order of creation.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import chain
@@ -39,8 +38,7 @@ FAILURE_SETTLE_TIME = timedelta(seconds=5)
 """How long the cause of a failure may lag behind its symptoms."""
 PEER_LOST_SETTLE_TIME = timedelta(seconds=60)
 """The same if ranks miss a peer: the cluster notices a lost node after up to 50 s."""
-PEER_LOST = "PeerLost"
-"""A trainer's reason for that."""
+PEER_LOST = "PeerLost"  # a trainer's reason for that
 OUT_OF_MEMORY = "OOMKilled"
 """The kubelet's reason for a container that the kernel killed for memory."""
 SYMPTOMS = frozenset({ExitCode.TEMPORARY, ExitCode.TERMINATED})
@@ -50,14 +48,9 @@ DISRUPTIONS = frozenset(
 )
 """Pod reasons for something that happened to the pod from outside."""
 ADMISSION_REASONS = (
-    "OutOf",
-    "UnexpectedAdmissionError",
-    "NodeAffinity",
-    "TaintToleration",
-    "TopologyAffinityError",
-    "NodePorts",
+    "OutOf", "UnexpectedAdmissionError", "NodeAffinity", "TaintToleration", "TopologyAffinityError", "NodePorts",
     "InvalidNodeInfo",
-)
+)  # fmt: skip
 """Prefixes of pod reasons if a kubelet rejected a pod that the scheduler had assigned to it."""
 EARLIER_FAILURES = 4
 MAX_EARLIER_MESSAGE_LENGTH = 1_024
@@ -79,8 +72,7 @@ class AttemptOutcome:
     """Say what an attempt came to: it continues, the job succeeded, or what follows its failure."""
 
     result: Literal["ongoing", "succeeded"] | RestartAction
-    evidence: FailureEvidence | None = None
-    """Of a failure."""
+    evidence: FailureEvidence | None = None  # of a failure
     settle_at: datetime | None = None
     """When an ongoing attempt must be judged again."""
     symptom: bool = False
@@ -97,17 +89,13 @@ def outcome_rule(view: JobView) -> RuleResult:
     outcome = judge(view.gang, view.job.lifecycle.restart, view.now)
     if outcome.result == "succeeded":
         return succeed(view)
-    if outcome.result == "ongoing":
-        return RuleResult(wake_at=outcome.settle_at)
-    return _end_attempt(view, outcome)
+    return RuleResult(wake_at=outcome.settle_at) if outcome.result == "ongoing" else _end_attempt(view, outcome)
 
 
 def hang_rule(view: JobView) -> RuleResult:
     """End the attempt of a hung gang after its stacks were read."""
     found = health.check_hang(view)
-    if isinstance(found, RuleResult):
-        return found
-    return _end_attempt(view, AttemptOutcome("restart", found))
+    return found if isinstance(found, RuleResult) else _end_attempt(view, AttemptOutcome("restart", found))
 
 
 def deleted_plan_rule(view: JobView) -> RuleResult:
@@ -119,8 +107,7 @@ def deleted_plan_rule(view: JobView) -> RuleResult:
     if (late := _late_pod(gang)) is None:
         return RuleResult()
     message = f"ConfigMap {name} with the plan was deleted before pod {late.name} started"
-    evidence = _evidence(late, Reason.PLAN_DELETED, message)
-    return _end_attempt(view, AttemptOutcome("restart-free", evidence))
+    return _end_attempt(view, AttemptOutcome("restart-free", _evidence(late, Reason.PLAN_DELETED, message)))
 
 
 def backoff_rule(view: JobView) -> RuleResult:
@@ -217,13 +204,16 @@ def _end_attempt(view: JobView, outcome: AttemptOutcome) -> RuleResult:
     reason = ForeignReason(evidence.reason)
     if outcome.result not in ("restart", "restart-free"):
         return fail(view, reason, f"{evidence.reason}: {evidence.message}").after(failure)
-    budget = RestartBudget(charged=status.charged_restarts, free=status.free_restarts)
-    taken = budget.take(outcome.result, restart)
+    taken = RestartBudget(charged=status.charged_restarts, free=status.free_restarts).take(outcome.result, restart)
     free = outcome.result == "restart-free"
     if taken is None:
         spent = Reason.DISRUPTION_LIMIT_EXCEEDED if free else Reason.BACKOFF_LIMIT_EXCEEDED
-        advice = _memory_advice(spec) if outcome.out_of_memory else ""
-        return fail(view, spent, _spent_message(status, restart, evidence, free=free) + advice).after(failure)
+        message = _spent_message(status, restart, evidence, free=free)
+        if outcome.out_of_memory:
+            limit = spec.trainer.resources.limits.get("memory")
+            raised = f"limits.memory ({limit})" if limit is not None else "requests.memory, use larger nodes"
+            message += f"; raise spec.trainer.resources.{raised}, or lower trainer.tierBudgets.ddr"
+        return fail(view, spent, message).after(failure)
     wait_s = backoff_s(restart, taken.free if free else taken.charged, f"{view.job.uid}/{status.attempt}")
     reserve = status.memory_reserve_bytes
     if outcome.out_of_memory and not reserve:
@@ -266,12 +256,6 @@ def _spent_message(status: DLRMJobStatus, restart: RestartSpec, evidence: Failur
     return f"{since}{used}; last failure: {evidence.reason}: {evidence.message}"
 
 
-def _memory_advice(spec: DLRMJobSpec) -> str:
-    limit = spec.trainer.resources.limits.get("memory")
-    raised = f"limits.memory ({limit})" if limit is not None else "requests.memory, use larger nodes"
-    return f"; raise spec.trainer.resources.{raised}, or lower trainer.tierBudgets.ddr"
-
-
 def judge(gang: Gang, restart: RestartSpec, now: datetime) -> AttemptOutcome:
     """Judge the attempt by all of its pods at once.
 
@@ -281,7 +265,9 @@ def judge(gang: Gang, restart: RestartSpec, now: datetime) -> AttemptOutcome:
     committed = gang.committed_step
     if gang.finished and committed is not None and committed >= gang.final_step:
         return AttemptOutcome("succeeded")
-    ends = [*_pod_ends(gang, restart)]
+    ends = [end for pod in gang.pods.values() if (end := _trainer_end(pod, restart) or _pod_end(pod))]
+    for index in gang.missing() if gang.whole else ():
+        ends.append(_missing_pod_outcome(gang, index, Reason.POD_DELETED, "was deleted while its attempt was running"))
     lost = next((pod for pod in gang.pods.values() if pod.lost_since is not None and not pod.ended), None)
     for result in ("fail", "restart-free", "restart"):
         alike = [end for end in ends if end.result == result]
@@ -293,14 +279,6 @@ def judge(gang: Gang, restart: RestartSpec, now: datetime) -> AttemptOutcome:
         if alike:
             return _settled(_earliest(alike), gang, now)
     return _unsaved(gang, now) if gang.finished else ONGOING
-
-
-def _pod_ends(gang: Gang, restart: RestartSpec) -> Iterator[AttemptOutcome]:
-    for pod in gang.pods.values():
-        if end := _trainer_end(pod, restart) or _pod_end(pod):
-            yield end
-    for index in gang.missing() if gang.whole else ():
-        yield _missing_pod_outcome(gang, index, Reason.POD_DELETED, "was deleted while its attempt was running")
 
 
 def _trainer_end(pod: PodSeen, restart: RestartSpec) -> AttemptOutcome | None:
@@ -432,8 +410,7 @@ def _trainer_evidence(pod: PodSeen, trainer: ContainerSeen, code: int) -> Failur
     if starved:
         message = f"trainer was killed because it ran out of memory; its last message: {message}"
     reason = left.reason if left and not starved else _exit_reason(code, trainer.reason)
-    evidence = _evidence(pod, ForeignReason(reason), message)
-    return evidence.model_copy(update={"rank": left.rank if left else None})
+    return _evidence(pod, ForeignReason(reason), message).model_copy(update={"rank": left.rank if left else None})
 
 
 def _checkpointer_evidence(pod: PodSeen, code: int, kubelet_reason: str) -> FailureEvidence:
@@ -477,7 +454,8 @@ def _evidence(pod: PodSeen, reason: ReasonText, message: str) -> FailureEvidence
         pod=pod.name,
         node=pod.node,
         exit_code=pod.trainer.exit_code if pod.trainer else None,
-        reason=_camel_case(reason),
+        # Foreign reasons may hold more than letters and digits.
+        reason=_NOT_ALPHANUMERIC.sub("", reason)[:MAX_REASON_LENGTH] or "Unknown",
         message=shorten(message, MAX_MESSAGE_LENGTH),
     )
 
@@ -493,8 +471,3 @@ def _exit_reason(code: int, kubelet_reason: str) -> str:
     if kubelet_reason not in ("", "Error", "Completed"):
         return kubelet_reason
     return ExitCode(code).name.title().replace("_", "") if code in set(ExitCode) else f"Exit{code}"
-
-
-def _camel_case(text: str) -> str:
-    """Return a foreign reason as letters and digits alone; empty text becomes ``Unknown``."""
-    return _NOT_ALPHANUMERIC.sub("", text)[:MAX_REASON_LENGTH] or "Unknown"

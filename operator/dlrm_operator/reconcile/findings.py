@@ -14,8 +14,7 @@ from dlrm_operator.reconcile.state import Action, EmitEvent, JobSeen, UpdateStat
 
 MAX_MESSAGE_LENGTH = 4_096
 MAX_REASON_LENGTH = 128
-MAX_EVENT_LENGTH = 1_024
-"""The API server refuses longer notes."""
+MAX_EVENT_LENGTH = 1_024  # the API server refuses longer notes
 MAX_NAMES = 3
 PROGRESS_INTERVAL = timedelta(seconds=30)
 """Figures and messages are written no more often, unless something else changes."""
@@ -25,15 +24,8 @@ PHASES_WITH_THROUGHPUT = frozenset({Phase.RUNNING, Phase.SUSPENDING, Phase.SUCCE
 PASSING = frozenset({Phase.PENDING, Phase.PLANNING, Phase.SCHEDULING, Phase.RESTORING, Phase.RESTARTING})
 """Phases on the way to a gang that trains: a quick job passes several of them in a second."""
 REPORTED = (
-    "phase",
-    "conditions",
-    "observed_generation",
-    "selector",
-    "replicas",
-    "start_time",
-    "progress",
-    "last_snapshot",
-)
+    "phase", "conditions", "observed_generation", "selector", "replicas", "start_time", "progress", "last_snapshot",
+)  # fmt: skip
 """Fields that show what was observed. No decision rests on whether they were written."""
 
 
@@ -139,9 +131,7 @@ class RuleResult:
     """Fields of the status other than phase and conditions."""
     actions: tuple[Action, ...] = ()
     wake_at: datetime | None = None
-    """When to reconcile again, even if nothing has changed."""
-    done: bool = False
-    """Whether no later rule runs."""
+    done: bool = False  # whether no later rule runs
     status_last: bool = False
     """Whether the status describes the effect of the actions, so that it is written after them."""
 
@@ -161,8 +151,7 @@ def fold(status: DLRMJobStatus, results: Sequence[RuleResult], now: datetime) ->
     findings = [finding for result in results for finding in result.findings]
     phase = next((finding.phase for finding in reversed(findings) if finding.phase), status.phase)
     known = {condition.type: condition for condition in status.conditions}
-    latest = {finding.condition: finding for finding in findings}
-    for kind, finding in latest.items():
+    for kind, finding in {finding.condition: finding for finding in findings}.items():
         known[kind] = _condition(finding, known.get(kind), changed.observed_generation, now)
     progress = changed.progress
     if progress is not None and phase not in PHASES_WITH_THROUGHPUT:
@@ -193,11 +182,8 @@ def find_condition(conditions: Sequence[Condition], kind: ConditionType) -> Cond
 
 def rests(job: JobSeen) -> bool:
     """Return whether the job has finished, or is suspended and stays so: it has no gang and gets none."""
-    status = job.known
-    if status is None:
-        return False
-    suspended = status.phase is Phase.SUSPENDED and job.lifecycle.suspend
-    return suspended or status.phase in FINISHED
+    phase = job.known.phase if job.known else None
+    return phase in FINISHED or (phase is Phase.SUSPENDED and job.lifecycle.suspend)
 
 
 def unknown_fields_message(fields: Sequence[str]) -> str:
@@ -280,17 +266,10 @@ def status_update(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus, now
     """Return the write of a status; None if it only moves figures that were written a moment ago."""
     if job.status is not None and not _is_due(job.status, after, now):
         return None
-    decisive = _is_decisive(before, after)
-    return UpdateStatus(
-        key=job.key,
-        uid=job.uid,
-        resource_version=job.resource_version,
-        status=after,
-        seen=job.status,
-        decisive=decisive,
-        passing=before.phase in PASSING and after.phase in PASSING and not decisive,
-        repeatable=_is_repeatable(before, after),
-    )
+    decisive, repeatable = _is_decisive(before, after), _is_repeatable(before, after)
+    passing, version = not decisive and {before.phase, after.phase} <= PASSING, job.resource_version
+    written = UpdateStatus(key=job.key, uid=job.uid, resource_version=version, status=after, seen=job.status)
+    return replace(written, decisive=decisive, passing=passing, repeatable=repeatable)
 
 
 def _is_due(before: DLRMJobStatus, after: DLRMJobStatus, now: datetime) -> bool:
@@ -358,5 +337,4 @@ def noun(singular: str, things: Sequence[object]) -> str:
 
 def first_few(names: Sequence[str]) -> str:
     """Return the first of some names, and how many more there are."""
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
+    return ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")

@@ -18,7 +18,7 @@ from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.objects import JOB_FILE, Owner, gang_service, job_document, plan_config_maps
 from dlrm_operator.manifests.pods import PodAttempt, trainer_pods
 from dlrm_operator.manifests.scheduling import KUEUE_FINALIZER, pod_groups
-from dlrm_operator.reconcile import attempts, health
+from dlrm_operator.reconcile import attempts, health, state
 from dlrm_operator.reconcile.findings import (
     Finding,
     Reason,
@@ -29,27 +29,6 @@ from dlrm_operator.reconcile.findings import (
     noun,
     timestamp,
     unknown_fields_message,
-)
-from dlrm_operator.reconcile.state import (
-    Action,
-    Children,
-    ConfigMapSeen,
-    CreateConfigMap,
-    CreatePod,
-    CreatePodGroup,
-    CreateService,
-    DeleteObject,
-    DeleteWorkload,
-    Gang,
-    Groups,
-    GroupSeen,
-    JobKey,
-    JobView,
-    Observed,
-    PlanQuestion,
-    PodSeen,
-    RequestPlan,
-    WakeAt,
 )
 
 RETRY_INTERVAL = timedelta(seconds=5)
@@ -65,7 +44,7 @@ _scheduled = partial(Finding, ConditionType.SCHEDULED)
 _running = partial(Finding, ConditionType.RUNNING)
 
 
-def gang_rule(view: JobView) -> RuleResult:
+def gang_rule(view: state.JobView) -> RuleResult:
     """Plan the attempt, create its objects and pods, then watch them. No other attempt has pods."""
     gang, children = view.gang, view.observed.children
     if gang.whole and gang.size is not None:
@@ -76,12 +55,12 @@ def gang_rule(view: JobView) -> RuleResult:
     return _plan(view) if plan is None else _create(view, plan)
 
 
-def live_pass(view: JobView) -> RuleResult:
+def live_pass(view: state.JobView) -> RuleResult:
     """Ask for a pass that observes live: only that one knows the job's children."""
-    return RuleResult(actions=(WakeAt(key=view.job.key, time=view.now, needs_live=True),))
+    return RuleResult(actions=(state.WakeAt(key=view.job.key, time=view.now, needs_live=True),))
 
 
-def plan_in_force(children: Children, pods: Iterable[PodSeen], job: DLRMJob, attempt: int) -> Plan | None:
+def plan_in_force(children: state.Children, pods: Iterable[state.PodSeen], job: DLRMJob, attempt: int) -> Plan | None:
     """Return the attempt's stored plan; None if it is of another spec and no pod relies on it yet."""
     plan = children.plan(attempt)
     if plan is None or any(pod.attempt == attempt for pod in pods):
@@ -90,9 +69,9 @@ def plan_in_force(children: Children, pods: Iterable[PodSeen], job: DLRMJob, att
     return plan if job_document(job, plan) in stored else None
 
 
-def plan_request(view: JobView) -> RequestPlan:
+def plan_request(view: state.JobView) -> state.RequestPlan:
     """Return the request for a plan of the current spec."""
-    question = PlanQuestion(
+    question = state.PlanQuestion(
         uid=view.job.uid,
         generation=view.job.generation,
         profile_version=view.observed.profile_version,
@@ -101,10 +80,10 @@ def plan_request(view: JobView) -> RequestPlan:
         profile=view.observed.profile,
         traces=view.observed.traces,
     )
-    return RequestPlan(key=view.job.key, question=question)
+    return state.RequestPlan(key=view.job.key, question=question)
 
 
-def _plan(view: JobView) -> RuleResult:
+def _plan(view: state.JobView) -> RuleResult:
     """Get a plan, and store it before anything relies on it."""
     observed = view.observed
     planning = observed.planning
@@ -115,8 +94,7 @@ def _plan(view: JobView) -> RuleResult:
         return RuleResult(findings=(_planned("False", *obstacle, Phase.PENDING),))
     phase = Phase.RESTARTING if view.status.restarts else Phase.PLANNING
     if planning is None:
-        finding = _planned("False", Reason.PLANNING, phase=phase)
-        return RuleResult(findings=(finding,), actions=(plan_request(view),))
+        return RuleResult(findings=(_planned("False", Reason.PLANNING, phase=phase),), actions=(plan_request(view),))
     if planning.plan is None:
         reason = Reason.INFEASIBLE if planning.final else Reason.PLANNER_FAILED
         found = RuleResult(findings=(_planned("False", reason, planning.problem, phase),))
@@ -128,7 +106,7 @@ def _plan(view: JobView) -> RuleResult:
     return _create(view, planning.plan, maps)
 
 
-def _create(view: JobView, plan: Plan, maps: list[Manifest] | None = None) -> RuleResult:
+def _create(view: state.JobView, plan: Plan, maps: list[Manifest] | None = None) -> RuleResult:
     """Create what is missing: ``maps`` if the plan is not stored yet, then Service, group and pods.
 
     The status that calls the gang complete is written last: from then on a pod that is missing was deleted, and is not
@@ -155,8 +133,7 @@ def _create(view: JobView, plan: Plan, maps: list[Manifest] | None = None) -> Ru
     if not gang.pods and (problem := group_obstacle(view.spec, attempt, children.groups)):
         finding = _scheduled("False", Reason.GANG_SCHEDULER_UNAVAILABLE, problem, Phase.PENDING)
         # Nothing watches the groups of others.
-        wake_at = view.now + RETRY_INTERVAL
-        return RuleResult(findings=(finding,), actions=stored, wake_at=wake_at).after(planned)
+        return RuleResult(findings=(finding,), actions=stored, wake_at=view.now + RETRY_INTERVAL).after(planned)
     try:
         actions = tuple(_creations(view, plan, gang, stored, maps))
     except InvalidSpecError as error:
@@ -164,28 +141,26 @@ def _create(view: JobView, plan: Plan, maps: list[Manifest] | None = None) -> Ru
     if observed.refusal:
         finding = _scheduled("False", Reason.REQUEST_DENIED, observed.refusal, Phase.SCHEDULING)
         return RuleResult(findings=(finding,), actions=actions).after(planned)
-    count = f"{plan.nodes} of {plan.nodes}"
+    count, (reason, why) = f"{plan.nodes} of {plan.nodes}", health.pods_wait([])
     message = f"{count} pods are unschedulable: no message from the scheduler yet"
-    scheduled = _scheduled("False", Reason.UNSCHEDULABLE, message)
-    reason, why = health.pods_wait([])
-    running = _running("False", reason, f"{count} trainers have not started: {why}", Phase.SCHEDULING)
-    return RuleResult(
-        findings=(scheduled, running),
-        changes={"gang_attempt": attempt, "replicas": plan.nodes},
-        actions=(*actions, *outdated),
-        status_last=True,
-    ).after(planned)
+    findings = (
+        _scheduled("False", Reason.UNSCHEDULABLE, message),
+        _running("False", reason, f"{count} trainers have not started: {why}", Phase.SCHEDULING),
+    )
+    changes = {"gang_attempt": attempt, "replicas": plan.nodes}
+    formed = RuleResult(findings=findings, changes=changes, actions=(*actions, *outdated), status_last=True)
+    return formed.after(planned)
 
 
 def _creations(
-    view: JobView, plan: Plan, gang: Gang, stored: Iterable[Action], maps: list[Manifest] | None
-) -> Iterator[Action]:
+    view: state.JobView, plan: Plan, gang: state.Gang, stored: Iterable[state.Action], maps: list[Manifest] | None
+) -> Iterator[state.Action]:
     """Yield the creation of the Service, then of the plan (``stored``), the group and the pods.
 
     The Service stays as long as the job. Whoever creates it begins the first attempt, and nobody else does.
     """
     observed, owner = view.observed, _owner(view)
-    children = observed.children or Children()
+    children = observed.children or state.Children()
     yield from _service(view)
     yield from stored
     snapshot = view.status.last_snapshot
@@ -206,19 +181,21 @@ def _creations(
     existing = {group.name for group in children.groups.seen if group.owner_uid == owner.uid}
     for group in pod_groups(view.spec, gang.attempt, pods, owner):
         if group["metadata"]["name"] not in existing:
-            yield CreatePodGroup(manifest=group)
+            yield state.CreatePodGroup(manifest=group)
     for index in gang.missing():
-        yield CreatePod(manifest=pods[index], owner_uid=view.job.uid, attempt=gang.attempt)
+        yield state.CreatePod(manifest=pods[index], owner_uid=view.job.uid, attempt=gang.attempt)
 
 
-def _service(view: JobView) -> Iterator[Action]:
+def _service(view: state.JobView) -> Iterator[state.Action]:
     """Yield the creation of a missing Service: ranks that have not met yet find each other through it."""
     children, service = view.observed.children, gang_service(view.spec, _owner(view))
     if children is not None and service["metadata"]["name"] not in children.services:
-        yield CreateService(manifest=service)
+        yield state.CreateService(manifest=service)
 
 
-def _config_map_actions(key: JobKey, children: Children, attempt: int, wanted: list[Manifest]) -> Iterator[Action]:
+def _config_map_actions(
+    key: state.JobKey, children: state.Children, attempt: int, wanted: list[Manifest]
+) -> Iterator[state.Action]:
     """Store the plan; an immutable ConfigMap that a crash left of another plan is deleted first."""
     missing = {manifest["metadata"]["name"]: manifest for manifest in wanted}
     for seen in children.config_maps:
@@ -227,28 +204,28 @@ def _config_map_actions(key: JobKey, children: Children, attempt: int, wanted: l
         if seen.name in missing and _is_equal(seen, missing[seen.name]):
             del missing[seen.name]
         else:
-            yield DeleteObject(kind="ConfigMap", key=key, name=seen.name, uid=seen.uid)
+            yield state.DeleteObject(kind="ConfigMap", key=key, name=seen.name, uid=seen.uid)
     for manifest in missing.values():
-        yield CreateConfigMap(manifest=manifest)
+        yield state.CreateConfigMap(manifest=manifest)
 
 
-def _is_equal(seen: ConfigMapSeen, wanted: Manifest) -> bool:
+def _is_equal(seen: state.ConfigMapSeen, wanted: Manifest) -> bool:
     """Compare by part names, which hold the plan's digest."""
     return set(seen.parts) == set(wanted.get("binaryData", {})) and dict(seen.text) == wanted.get("data", {})
 
 
-def _delete_outdated(view: JobView, children: Children) -> Iterator[Action]:
+def _delete_outdated(view: state.JobView, children: state.Children) -> Iterator[state.Action]:
     """Yield the deletion of earlier attempts' plans and groups."""
     key, attempt = view.job.key, view.status.attempt
     for seen in children.config_maps:
         if seen.attempt < attempt:
-            yield DeleteObject(kind="ConfigMap", key=key, name=seen.name, uid=seen.uid)
+            yield state.DeleteObject(kind="ConfigMap", key=key, name=seen.name, uid=seen.uid)
     for group in children.groups.seen:
         if group.owner_uid == view.job.uid and group.attempt < attempt:
             yield _group_deletion(key, group)
 
 
-def _was_edited(children: Children, job: DLRMJob, attempt: int) -> bool:
+def _was_edited(children: state.Children, job: DLRMJob, attempt: int) -> bool:
     """Return whether the attempt's pods were created from another spec.
 
     The spec is frozen once a status says that a gang exists, which is written after the pods.
@@ -261,16 +238,14 @@ def _was_edited(children: Children, job: DLRMJob, attempt: int) -> bool:
         return False
 
 
-def _obstacle(observed: Observed) -> tuple[Reason, str] | None:
+def _obstacle(observed: state.Observed) -> tuple[Reason, str] | None:
     """Return what prevents any attempt from starting."""
     if message := unknown_fields_message(observed.job.unknown_fields):
         return Reason.UNKNOWN_FIELDS, message
-    if observed.profile_problem:
-        return Reason.HARDWARE_PROFILE_UNAVAILABLE, observed.profile_problem
-    return None
+    return (Reason.HARDWARE_PROFILE_UNAVAILABLE, observed.profile_problem) if observed.profile_problem else None
 
 
-def group_obstacle(job: DLRMJob, attempt: int, groups: Groups) -> str:
+def group_obstacle(job: DLRMJob, attempt: int, groups: state.Groups) -> str:
     """Return why no pod of the attempt may be created now; none of them exists."""
     if groups.problem:
         return groups.problem
@@ -300,20 +275,20 @@ def plan_status(plan: Plan) -> PlanStatus:
     )
 
 
-def complete_gang_rule(view: JobView) -> RuleResult:
+def complete_gang_rule(view: state.JobView) -> RuleResult:
     """Report how a complete gang is doing, without creating anything."""
     gang = view.gang
     return _watch(view, gang) if gang.whole and gang.size is not None else RuleResult()
 
 
-def _watch(view: JobView, gang: Gang) -> RuleResult:
+def _watch(view: state.JobView, gang: state.Gang) -> RuleResult:
     running = _running_finding(view, gang)
     findings = (_scheduled_finding(gang), *((running,) if running else ()))
     started = gang.started and view.status.start_time is None
     return RuleResult(findings=findings, changes={"start_time": timestamp(view.now)} if started else {})
 
 
-def _scheduled_finding(gang: Gang) -> Finding:
+def _scheduled_finding(gang: state.Gang) -> Finding:
     waiting = [pod for pod in gang.pods.values() if not pod.node]
     if not waiting:
         return _scheduled("True", Reason.ALL_PODS_SCHEDULED)
@@ -324,7 +299,7 @@ def _scheduled_finding(gang: Gang) -> Finding:
     return _scheduled("False", Reason.UNSCHEDULABLE, f"{count} are unschedulable: {health.scheduler_message(telling)}")
 
 
-def _running_finding(view: JobView, gang: Gang) -> Finding | None:
+def _running_finding(view: state.JobView, gang: state.Gang) -> Finding | None:
     if late := [pod for pod in gang.pods.values() if not pod.started]:
         reason, why = health.pods_wait(late)
         message = f"{len(late)} of {gang.size} trainers have not started: {why}"
@@ -352,28 +327,22 @@ def _running_finding(view: JobView, gang: Gang) -> Finding | None:
     return _running("True", Reason.STRAGGLER_DETECTED, message, Phase.RUNNING)
 
 
-def unlabelled_pods_rule(view: JobView) -> RuleResult:
+def unlabelled_pods_rule(view: state.JobView) -> RuleResult:
     """Delete pods with changed labels before the attempt is judged: later passes would not find them."""
     pods = [pod for pod in view.observed.pods if pod.unlabelled]
     if not pods:
         return RuleResult()
-    found = first_few([pod.name for pod in pods])
-    message = (
-        f"{noun('pod', pods)} {found} lost the labels of their gang: they are deleted, and the next attempt follows"
-    )
+    found = f"{noun('pod', pods)} {first_few([pod.name for pod in pods])}"
+    message = f"{found} lost the labels of their gang: they are deleted, and the next attempt follows"
     emitted = event(view.job, "Warning", Reason.POD_DELETED, message, view.status.attempt)
     deleted = delete_pods(view, pods)
-    refused = _refusal_message(view.observed, pods)
-    finding = _running("False", Reason.POD_DELETED, refused or message, Phase.RESTARTING)
-    return RuleResult(
-        findings=(finding,),
-        actions=(emitted, *deleted.actions),
-        wake_at=earliest(deleted.wake_at, view.now + RETRY_INTERVAL),
-        done=True,
-    )
+    message = _refusal_message(view.observed, pods) or message
+    finding = _running("False", Reason.POD_DELETED, message, Phase.RESTARTING)
+    wake_at = earliest(deleted.wake_at, view.now + RETRY_INTERVAL)
+    return RuleResult(findings=(finding,), actions=(emitted, *deleted.actions), wake_at=wake_at, done=True)
 
 
-def stale_pods_rule(view: JobView) -> RuleResult:
+def stale_pods_rule(view: state.JobView) -> RuleResult:
     """Delete the pods that block the current attempt, and wait until they are gone.
 
     With ``keepFailedPods`` a pod gets time to end by itself after its trainer.
@@ -389,17 +358,13 @@ def stale_pods_rule(view: JobView) -> RuleResult:
         else:
             wakes.append(due)
     deleted = delete_pods(view, doomed)
-    return RuleResult(
-        findings=(_termination_finding(view, stale),),
-        # The next pods are wanted once these are gone.
-        changes={"pending_since": None},
-        actions=deleted.actions,
-        wake_at=earliest(deleted.wake_at, *wakes),
-        done=True,
-    )
+    finding, wake_at = _termination_finding(view, stale), earliest(deleted.wake_at, *wakes)
+    # The next pods are wanted once these are gone.
+    changes = {"pending_since": None}
+    return RuleResult(findings=(finding,), changes=changes, actions=deleted.actions, wake_at=wake_at, done=True)
 
 
-def _termination_finding(view: JobView, stale: list[PodSeen]) -> Finding:
+def _termination_finding(view: state.JobView, stale: list[state.PodSeen]) -> Finding:
     refused = _refusal_message(view.observed, stale)
     if view.job.lifecycle.suspend:
         reason = Reason.REQUEST_DENIED if refused else Reason.TERMINATING
@@ -414,7 +379,7 @@ def _termination_finding(view: JobView, stale: list[PodSeen]) -> Finding:
     return _scheduled("False", Reason.PODS_TERMINATING, message, phase)
 
 
-def _why_it_stays(pod: PodSeen, *, owned: bool) -> str:
+def _why_it_stays(pod: state.PodSeen, *, owned: bool) -> str:
     where = f" on node {pod.node}" if pod.node else ""
     if not pod.owner_uid and not pod.deleting:
         return f"{where} (no job owns it: kubectl delete pod {pod.name})"
@@ -425,7 +390,7 @@ def _why_it_stays(pod: PodSeen, *, owned: bool) -> str:
     return f"{where} (force-deleted {health.FORCE_DELETE_AFTER.seconds} s after its grace period)"
 
 
-def delete_stale_pods(view: JobView) -> RuleResult:
+def delete_stale_pods(view: state.JobView) -> RuleResult:
     """Delete the running pods of a finished job; the dead ones of its last attempt stay for their logs.
 
     After its trainer, a pod is left to its checkpointer, which the kubelet stops when its upload is done. If other
@@ -451,18 +416,19 @@ def delete_stale_pods(view: JobView) -> RuleResult:
     return RuleResult(actions=(*emitted, *deleted.actions), wake_at=earliest(deleted.wake_at, *wakes))
 
 
-def delete_pods(view: JobView, pods: Iterable[PodSeen]) -> RuleResult:
+def delete_pods(view: state.JobView, pods: Iterable[state.PodSeen]) -> RuleResult:
     """Delete each pod once; one that ignores it for long is force-deleted then, with an Event.
 
     Pods that this job does not own are only waited for: those of a deleted job of the same name are the garbage
     collector's, and those of nobody are somebody's. Finalizers of others are never touched.
     """
-    actions, wakes = list[Action](), list[datetime]()
+    actions, wakes = list[state.Action](), list[datetime]()
     failure = view.status.last_failure
     for pod in pods:
         if pod.held or pod.owner_uid != view.job.uid:
             continue
-        due, deletion = attempts.force_due(pod), DeleteObject(kind="Pod", key=view.job.key, name=pod.name, uid=pod.uid)
+        due = attempts.force_due(pod)
+        deletion = state.DeleteObject(kind="Pod", key=view.job.key, name=pod.name, uid=pod.uid)
         if not pod.deleting:
             hung = failure is not None and (failure.attempt, failure.reason) == (pod.attempt, Reason.HANG_DETECTED)
             actions.append(replace(deletion, grace_s=HUNG_GRACE_S) if hung else deletion)
@@ -475,7 +441,7 @@ def delete_pods(view: JobView, pods: Iterable[PodSeen]) -> RuleResult:
     return RuleResult(actions=tuple(actions), wake_at=earliest(*wakes))
 
 
-def _force_message(pod: PodSeen, now: datetime) -> str:
+def _force_message(pod: state.PodSeen, now: datetime) -> str:
     late = pod.delete_by is not None and now >= pod.delete_by + health.FORCE_DELETE_AFTER
     existed = f"still existed {health.FORCE_DELETE_AFTER.seconds} s after its grace period"
     silent = f"is on a node that has been silent for {attempts.NODE_LOST_AFTER.seconds} s"
@@ -485,7 +451,7 @@ def _force_message(pod: PodSeen, now: datetime) -> str:
     )
 
 
-def _refusal_message(observed: Observed, pods: Iterable[PodSeen]) -> str:
+def _refusal_message(observed: state.Observed, pods: Iterable[state.PodSeen]) -> str:
     """Return why pods of the job that must go could not be deleted; empty if they were, or will be now."""
     kept = [pod.name for pod in pods if pod.owner_uid == observed.job.uid and not pod.deleting]
     if not observed.refused_deletion or not kept:
@@ -494,7 +460,7 @@ def _refusal_message(observed: Observed, pods: Iterable[PodSeen]) -> str:
     return f"failed to delete {found}, which may still train: {observed.refused_deletion}"
 
 
-def _blocks(view: JobView, pod: PodSeen) -> bool:
+def _blocks(view: state.JobView, pod: state.PodSeen) -> bool:
     """Return whether the current attempt must wait for this pod's end.
 
     A dead pod of ours that is kept, by finalizers of others or by the user's wish, runs nothing and has a name of its
@@ -506,12 +472,12 @@ def _blocks(view: JobView, pod: PodSeen) -> bool:
     return pod.attempt != view.status.attempt and not pod.held and not kept
 
 
-def _may_be_kept(view: JobView, pod: PodSeen) -> bool:
+def _may_be_kept(view: state.JobView, pod: state.PodSeen) -> bool:
     recent = view.status.attempt - KEPT_ATTEMPTS <= pod.attempt < view.status.attempt
     return view.job.lifecycle.keep_failed_pods and recent and not pod.deleting
 
 
-def delete_stale_groups(observed: Observed) -> Iterator[Action]:
+def delete_stale_groups(observed: state.Observed) -> Iterator[state.Action]:
     """Yield the deletion of PodGroups of which no pod runs: schedulers reserve capacity for them."""
     running = {pod.attempt for pod in observed.pods if not pod.gone}
     for group in observed.children.groups.seen if observed.children else ():
@@ -519,18 +485,18 @@ def delete_stale_groups(observed: Observed) -> Iterator[Action]:
             yield _group_deletion(observed.job.key, group)
 
 
-def _group_deletion(key: JobKey, group: GroupSeen) -> DeleteObject:
-    return DeleteObject(kind="PodGroup", key=key, name=group.name, uid=group.uid, api_version=group.api_version)
+def _group_deletion(key: state.JobKey, group: state.GroupSeen) -> state.DeleteObject:
+    return state.DeleteObject(kind="PodGroup", key=key, name=group.name, uid=group.uid, api_version=group.api_version)
 
 
-def release_kueue_groups(observed: Observed, now: datetime) -> RuleResult:
+def release_kueue_groups(observed: state.Observed, now: datetime) -> RuleResult:
     """Delete the Workloads of groups of which nothing runs: until then they hold quota.
 
     Kueue removes its finalizers by itself once every pod of a group reports its end. One that was force-deleted, as on
     a lost node, never does.
     """
-    key, actions, wakes = observed.job.key, list[Action](), list[datetime]()
-    groups: dict[tuple[str, int], list[PodSeen]] = {}
+    key, actions, wakes = observed.job.key, list[state.Action](), list[datetime]()
+    groups: dict[tuple[str, int], list[state.PodSeen]] = {}
     for pod in observed.pods:
         groups.setdefault((pod.owner_uid, pod.attempt), []).append(pod)
     for (_, attempt), pods in groups.items():
@@ -541,14 +507,14 @@ def release_kueue_groups(observed: Observed, now: datetime) -> RuleResult:
         if now < due and all(pod.ended for pod in pods):
             wakes.append(due)
         else:
-            actions.append(DeleteWorkload(key=key, group=names.pod_group(key.name, attempt), pod_uid=held[0].uid))
+            actions.append(state.DeleteWorkload(key=key, group=names.pod_group(key.name, attempt), pod_uid=held[0].uid))
     return RuleResult(actions=tuple(actions), wake_at=earliest(*wakes))
 
 
-def _ended_at(pod: PodSeen) -> datetime | None:
+def _ended_at(pod: state.PodSeen) -> datetime | None:
     """Return when the last container ended; the deletion time if none had started."""
     return max((seen.finished_at for seen in pod.containers if seen.finished_at), default=pod.delete_by)
 
 
-def _owner(view: JobView) -> Owner:
+def _owner(view: state.JobView) -> Owner:
     return Owner(name=view.job.key.name, uid=view.job.uid)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from typing import Any
 
 from dlrm_api import names
@@ -106,9 +107,8 @@ def _snapshot_changes(view: JobView, progress_resets: bool) -> dict[str, Any]:
     """
     gang, known = view.gang, view.status.last_snapshot
     reports = gang.checkpoints if gang.pods else _earlier_checkpoints(view.observed)
-    found = max(
-        (said.last_snapshot for said in reports if said.last_snapshot), key=lambda each: each.step, default=None
-    )
+    snapshots = (said.last_snapshot for said in reports if said.last_snapshot)
+    found = max(snapshots, key=lambda each: each.step, default=None)
     if found is None or (known is not None and (known.step, known.uri) == (found.step, found.uri)):
         return {}
     if known is not None and found.step < known.step and not gang.pods:
@@ -299,17 +299,14 @@ def container_wait(pod: PodSeen, container: ContainerSeen) -> tuple[Reason, str]
 def check_hang(view: JobView) -> RuleResult | FailureEvidence:
     """Watch for a gang that answers and makes no progress. Silence is not a hang.
 
-    Returns:
-        Evidence if the gang hangs and its stacks were read; else the request for them, or when to check again.
+    Return evidence if it hangs and its stacks were read; else the request for them, or when to check again.
     """
     gang, timeout_s, stacks = view.gang, view.job.lifecycle.hang_timeout, view.observed.stacks
     report, place = gang.polled.trainer, gang.polled.place
     if report is None or place is None or report.phase not in HANG_PHASES or not gang.complete:
         return RuleResult()
     # A gang that is being stopped has a deadline for that.
-    if view.status.halt is not None:
-        return RuleResult()
-    if not all(pod.training and not pod.deleting for pod in gang.pods.values()):
+    if view.status.halt is not None or not all(pod.training and not pod.deleting for pod in gang.pods.values()):
         return RuleResult()
     left_s = hang_timeout_s(report, timeout_s) - gang.polled.still_s
     if left_s > 0:
@@ -383,9 +380,7 @@ def _rank_stack(number: int, body: str) -> RankStack:
 
 def _calls(thread: str) -> Iterator[str]:
     """Yield a thread's innermost calls; Python writes the main thread's last."""
-    for count, frame in enumerate(_FRAME.finditer(thread)):
-        if count == MAX_FRAMES:
-            return
+    for frame in islice(_FRAME.finditer(thread), MAX_FRAMES):
         file = "/".join(frame["file"].split("/")[-SHOWN_PATH_PARTS:])
         yield f"{frame['function']} ({file}:{frame['line']})"
 

@@ -16,42 +16,21 @@ from datetime import datetime
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.names import Label
 from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
-from dlrm_operator.reconcile import attempts, compat, gang, health, shutdown
-from dlrm_operator.reconcile.findings import (
-    FINISHED,
-    Reason,
-    RuleResult,
-    earliest,
-    events,
-    find_condition,
-    fold,
-    status_update,
-)
+from dlrm_operator.reconcile import attempts, compat, findings, gang, health, shutdown
 from dlrm_operator.reconcile.state import Action, DeleteJob, JobView, Observed, UpdateStatus, WakeAt
 
-Rule = Callable[[JobView], RuleResult]
+Rule = Callable[[JobView], findings.RuleResult]
 RULES: tuple[Rule, ...] = (
-    gang.unlabelled_pods_rule,
-    attempts.outcome_rule,
-    attempts.hang_rule,
-    attempts.deleted_plan_rule,
-    shutdown.resume_rule,
-    shutdown.active_deadline_rule,
-    shutdown.suspend_rule,
-    shutdown.resize_rule,
-    gang.stale_pods_rule,
-    shutdown.suspended_rule,
-    attempts.backoff_rule,
-    gang.gang_rule,
-)
+    gang.unlabelled_pods_rule, attempts.outcome_rule, attempts.hang_rule, attempts.deleted_plan_rule,
+    shutdown.resume_rule, shutdown.active_deadline_rule, shutdown.suspend_rule, shutdown.resize_rule,
+    gang.stale_pods_rule, shutdown.suspended_rule, attempts.backoff_rule, gang.gang_rule,
+)  # fmt: skip
 
 
 def reconcile(observed: Observed, now: datetime) -> tuple[Action, ...]:
     """Decide one pass at ``now`` (UTC) by what was observed: live if an action needs that.
 
-    Returns:
-        Actions, to be done in their order; none if everything is as it should be. After any prefix of them the next
-        pass continues.
+    The actions are to be done in order. After any prefix of them the next pass continues.
     """
     job = observed.job
     # Owner references remove the children; and without a readable status nothing can be decided.
@@ -59,21 +38,21 @@ def reconcile(observed: Observed, now: datetime) -> tuple[Action, ...]:
         return ()
     before = _known_status(observed)
     released = gang.release_kueue_groups(observed, now)
-    if before.phase in FINISHED and not attempts.is_retried(job, before):
+    if before.phase in findings.FINISHED and not attempts.is_retried(job, before):
         return (*_finished(observed, before, now), *_with_wake(observed, released))
     results = _results(observed, before, now)
-    after = fold(before, results, now)
-    update = status_update(job, before, after, now)
-    write: tuple[Action, ...] = (*events(job, before, after), update) if update else ()
-    if after.phase in FINISHED:
+    after = findings.fold(before, results, now)
+    update = findings.status_update(job, before, after, now)
+    write: tuple[Action, ...] = (*findings.events(job, before, after), update) if update else ()
+    if after.phase in findings.FINISHED:
         return (*write, *_clean_up(observed, after, now), *_with_wake(observed, released))
-    wake_at = earliest(*(result.wake_at for result in (*results, released)))
+    wake_at = findings.earliest(*(result.wake_at for result in (*results, released)))
     actions = (*(action for result in results for action in result.actions), *released.actions)
-    done = _with_wake(observed, RuleResult(actions=actions, wake_at=wake_at))
+    done = _with_wake(observed, findings.RuleResult(actions=actions, wake_at=wake_at))
     return (*done, *write) if any(result.status_last for result in results) else (*write, *done)
 
 
-def _results(observed: Observed, before: DLRMJobStatus, now: datetime) -> list[RuleResult]:
+def _results(observed: Observed, before: DLRMJobStatus, now: datetime) -> list[findings.RuleResult]:
     """Run the rules in their order until one is done.
 
     All of them see one status: the known one with what was observed since. Only if a rule begins the next attempt, the
@@ -82,47 +61,47 @@ def _results(observed: Observed, before: DLRMJobStatus, now: datetime) -> list[R
     results, start = [], before
     if before.phase is Phase.FAILED:
         results.append(attempts.retry(observed.job, before))
-        start = fold(before, results, now)
+        start = findings.fold(before, results, now)
     results.append(_identity(observed, start))
-    view = JobView(observed=observed, status=fold(before, results, now), now=now)
+    view = JobView(observed=observed, status=findings.fold(before, results, now), now=now)
     if isinstance(observed.job.spec, InvalidSpecError):
         return [*results, *_results_without_spec(view, observed.job.spec)]
     results.append(health.report_rule(view, progress_resets=view.job.lifecycle.restart.progress_resets))
     if results[-1].changes:
-        view = replace(view, status=fold(before, results, now))
+        view = replace(view, status=findings.fold(before, results, now))
     for rule in RULES:
         result = rule(view)
         results.append(result)
         if result.done:
             break
         if "attempt" in result.changes:
-            view = replace(view, status=fold(before, results, now))
+            view = replace(view, status=findings.fold(before, results, now))
     # The closing rules depend on what the others found.
-    folded = fold(before, results, now)
+    folded = findings.fold(before, results, now)
     if not result.done:
         results.append(shutdown.pending_deadline_rule(view, folded))
-    if folded.phase not in FINISHED:
+    if folded.phase not in findings.FINISHED:
         closing = replace(view, status=folded)
         results.append(compat.unknown_fields_rule(closing))
-        results.append(RuleResult(wake_at=shutdown.active_due(closing)))
+        results.append(findings.RuleResult(wake_at=shutdown.active_due(closing)))
     return results
 
 
-def _results_without_spec(view: JobView, problem: InvalidSpecError) -> list[RuleResult]:
+def _results_without_spec(view: JobView, problem: InvalidSpecError) -> list[findings.RuleResult]:
     """Let a gang of an invalid spec run to its own end; without a gang the job fails."""
     if not view.gang.pods:
-        return [attempts.fail(view, Reason.INVALID_SPEC, str(problem))]
+        return [attempts.fail(view, findings.Reason.INVALID_SPEC, str(problem))]
     # Whether progress restores budgets is unknown.
     reported = health.report_rule(view, progress_resets=False)
-    view = replace(view, status=fold(view.status, [reported], view.now))
+    view = replace(view, status=findings.fold(view.status, [reported], view.now))
     outcome = attempts.judge(view.gang, view.job.lifecycle.restart, view.now)
     if outcome.result == "succeeded":
         return [reported, attempts.succeed(view)]
     if outcome.evidence is not None:
         return [reported, compat.failed_gang_rule(problem, view.gang, outcome.evidence.reason)]
     watched = gang.complete_gang_rule(view)
-    after = fold(view.status, [watched], view.now)
-    running = find_condition(after.conditions, ConditionType.RUNNING) if watched.findings else None
+    after = findings.fold(view.status, [watched], view.now)
+    running = findings.find_condition(after.conditions, ConditionType.RUNNING) if watched.findings else None
     return [reported, watched, compat.invalid_spec_rule(problem, running, outcome.settle_at)]
 
 
@@ -134,7 +113,7 @@ def _known_status(observed: Observed) -> DLRMJobStatus:
     return DLRMJobStatus(attempt=max(numbers, default=0))
 
 
-def _identity(observed: Observed, status: DLRMJobStatus) -> RuleResult:
+def _identity(observed: Observed, status: DLRMJobStatus) -> findings.RuleResult:
     """Report the observed generation and the number of pods; attempts count from 1."""
     job = observed.job
     changes = {
@@ -144,7 +123,7 @@ def _identity(observed: Observed, status: DLRMJobStatus) -> RuleResult:
         "selector": f"{Label.JOB}={job.key.name}",
         "replicas": sum(pod.owner_uid == job.uid and not pod.gone for pod in observed.pods),
     }
-    return RuleResult(changes=changes)
+    return findings.RuleResult(changes=changes)
 
 
 def _finished(observed: Observed, status: DLRMJobStatus, now: datetime) -> tuple[Action, ...]:
@@ -158,9 +137,9 @@ def _finished(observed: Observed, status: DLRMJobStatus, now: datetime) -> tuple
     if job.generation > status.observed_generation and known:
         # After a suspension resuming is enough to retry a failed job.
         failed_spec = None if job.lifecycle.suspend else status.failed_spec
-        seen = RuleResult(changes={"observed_generation": job.generation, "failed_spec": failed_spec})
+        seen = findings.RuleResult(changes={"observed_generation": job.generation, "failed_spec": failed_spec})
         version = job.resource_version
-        after = fold(status, [seen], now)
+        after = findings.fold(status, [seen], now)
         noted = (UpdateStatus(key=job.key, uid=job.uid, resource_version=version, status=after, seen=status),)
     return (*noted, *_clean_up(observed, status, now))
 
@@ -168,11 +147,11 @@ def _finished(observed: Observed, status: DLRMJobStatus, now: datetime) -> tuple
 def _clean_up(observed: Observed, status: DLRMJobStatus, now: datetime) -> tuple[Action, ...]:
     """Delete what a finished job no longer needs: nothing of it trains on or reserves capacity."""
     deleted = gang.delete_stale_pods(JobView(observed=observed, status=status, now=now))
-    due = earliest(deleted.wake_at, shutdown.expiry(observed.job, status))
+    due = findings.earliest(deleted.wake_at, shutdown.expiry(observed.job, status))
     groups = tuple(gang.delete_stale_groups(observed))
     return _with_wake(observed, replace(deleted, actions=(*deleted.actions, *groups), wake_at=due))
 
 
-def _with_wake(observed: Observed, result: RuleResult) -> tuple[Action, ...]:
+def _with_wake(observed: Observed, result: findings.RuleResult) -> tuple[Action, ...]:
     wakes = (WakeAt(key=observed.job.key, time=result.wake_at),) if result.wake_at else ()
     return (*result.actions, *wakes)

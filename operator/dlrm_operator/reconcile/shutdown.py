@@ -176,14 +176,8 @@ def _stop_gang(
     A gang that has trained nothing since its snapshot may go at once. So may, after the deadline, one that does not
     answer: the SIGTERM that its pods then get hands over a cut all the same.
 
-    Args:
-        view: The job; its gang has pods.
-        why: Why the gang is stopped.
-        condition: Condition that reports the wait.
-        prefix: Put before the condition's message.
-
-    Returns:
-        What to do while waiting; or, if the pods may go, the request for the cut, if there was one.
+    Return what to do while waiting, with a ``condition`` that reports the wait in a message after ``prefix``; or, if
+    the pods may go, the request for the cut, if there was one.
     """
     gang, now = view.gang, view.now
     if not _may_have_trained(gang):
@@ -206,8 +200,7 @@ def _stop_gang(
         message += f"; the last request failed and is repeated: {answer.problem}"
     elif 0 in gang.pods and gang.pods[0].ip:
         key, uid, ip = view.job.key, view.job.uid, gang.pods[0].ip
-        asks = RequestCut(key=key, uid=uid, attempt=gang.attempt, question=question, ip=ip, reason=why.value)
-        actions = (asks,)
+        actions = (RequestCut(key=key, uid=uid, attempt=gang.attempt, question=question, ip=ip, reason=why.value),)
     phase = Phase.SUSPENDING if why is HaltReason.SUSPENDED else None
     findings = (Finding(condition, "False", reason, prefix + message, phase),) if condition else ()
     return RuleResult(findings=findings, changes={"halt": halt}, actions=actions, wake_at=deadline)
@@ -232,7 +225,6 @@ def _current_halt(view: JobView) -> HaltStatus | None:
 
 
 def _without_halt(view: JobView, why: HaltReason) -> dict[str, Any]:
-    """Return the change that withdraws a shutdown for this reason."""
     halt = view.status.halt
     return {"halt": None} if halt is not None and halt.reason is why else {}
 
@@ -253,8 +245,7 @@ def active_due(view: JobView) -> datetime | None:
         return None
     if view.job.lifecycle.suspend and _suspended_since(status) is not None:
         return None
-    allowed = timedelta(seconds=deadline_s + _suspended_seconds(status, view.now))
-    return parse_timestamp(status.start_time) + allowed
+    return parse_timestamp(status.start_time) + timedelta(seconds=deadline_s + _suspended_seconds(status, view.now))
 
 
 def _suspended_seconds(status: DLRMJobStatus, now: datetime) -> int:

@@ -50,7 +50,6 @@ class JobSeen:
     status: DLRMJobStatus | None
     """None: not written yet, or ``unreadable``."""
     unknown_fields: tuple[str, ...] = ()
-    """Paths of the fields that ``spec`` lacks because they are unknown here."""
     unreadable: str = ""
     """Why the status cannot be read; then nothing can be decided."""
     unwritten: DLRMJobStatus | None = None
@@ -78,8 +77,7 @@ class ContainerSeen:
     message: str = ""
     finished_at: datetime | None = None
     waiting_reason: str = ""
-    waiting: str = ""
-    """The kubelet's reason and message, joined."""
+    waiting: str = ""  # the kubelet's reason and message, joined
     last_exit_code: int | None = None
     last_reason: str = ""
     last_message: str = ""
@@ -250,12 +248,11 @@ class Planning:
     """Field of the spec that the planner refused."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrainingPosition:
     """Say how far a trainer is: it moves with every step, and with every batch of an evaluation."""
 
-    pod_uid: str
-    """Of pod 0."""
+    pod_uid: str  # of pod 0
     phase: TrainerPhase
     step: int
     evaluated_batches: int
@@ -286,10 +283,8 @@ class Polled:
     @property
     def place(self) -> TrainingPosition | None:
         """Return the trainer's position."""
-        if (said := self.trainer) is None:
-            return None
-        batches = said.evaluated_batches
-        return TrainingPosition(pod_uid=self.pod_uid, phase=said.phase, step=said.step, evaluated_batches=batches)
+        said = self.trainer
+        return said and TrainingPosition(self.pod_uid, said.phase, said.step, said.evaluated_batches)
 
 
 @dataclass(frozen=True)
@@ -323,26 +318,22 @@ class Observed:
     profile: HardwareProfile | None = None
     profile_version: str = ""
     profile_problem: str = ""
-    """Why the HardwareProfile that the spec names cannot be used."""
     traces: Mapping[str, str] = field(default_factory=dict)
     """Documents of the traces that the spec refers to; read only if a plan is to be made."""
     trace_problem: str = ""
-    """Why one of them cannot be read."""
     planning: Planning | None = None
     """None: this spec is not planned yet, or the planner is working."""
     polled: Polled | None = None
     cut: CutAnswer | None = None
     """None: no cut was requested, or the answer is pending."""
-    stacks: StacksSeen | None = None
-    """None: not requested."""
+    stacks: StacksSeen | None = None  # None: not requested
     queue_message: str = ""
     """Kueue's message on why the gang waits."""
     images: Images = field(default_factory=Images)
     limits: PodTemplatePolicy = RESTRICTED
     refusal: str = ""
     """The API server's message if it refused to create a child in an earlier pass."""
-    refused_deletion: str = ""
-    """The same for the deletion of a child."""
+    refused_deletion: str = ""  # the same for the deletion of a child
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,12 +349,10 @@ class Gang:
     pods: Mapping[int, PodSeen]
     polled: Polled
     """Answers of its pod 0, without what a trainer said of another attempt."""
-    last_step: int
-    """Newest step in the status."""
+    last_step: int  # newest step in the status
     grace: timedelta
     """Time of each pod for its last cut and upload."""
     queue_message: str = ""
-    """Kueue's message on why it waits."""
 
     def missing(self) -> list[int]:
         """Return the indices without a pod."""
@@ -610,8 +599,7 @@ class RequestStacks(Action):
 
     key: JobKey
     place: TrainingPosition
-    ips: Mapping[str, str]
-    """Address by pod."""
+    ips: Mapping[str, str]  # address by pod
     needs_live: ClassVar[bool] = True
 
 

@@ -56,8 +56,7 @@ class Review:
 class Verdict:
     """Answer a review, in the words that kubectl shows."""
 
-    refusal: str = ""
-    """Empty if the job is admitted."""
+    refusal: str = ""  # empty if the job is admitted
     warnings: tuple[str, ...] = ()
 
 
