@@ -284,7 +284,7 @@ class Polled:
     def place(self) -> TrainingPosition | None:
         """Return the trainer's position."""
         said = self.trainer
-        return said and TrainingPosition(self.pod_uid, said.phase, said.step, said.evaluated_batches)
+        return None if said is None else TrainingPosition(self.pod_uid, said.phase, said.step, said.evaluated_batches)
 
 
 @dataclass(frozen=True)
