@@ -150,8 +150,7 @@ class ServerClock:
         if not date or date == self._date:
             return
         try:
-            moment = parsedate_to_datetime(date)
-            zero = moment.astimezone(UTC) - timedelta(seconds=self._monotonic())
+            zero = parsedate_to_datetime(date).astimezone(UTC) - timedelta(seconds=self._monotonic())
         except (ValueError, OverflowError):
             return
         self._date = date
@@ -236,12 +235,8 @@ class KubernetesApi:
 
     def list_now(self, path: str, query: Query, accept: str = JSON) -> tuple[list[Object], str]:
         """Return all items, in the calling thread."""
-        items: list[Object] = []
-        version = ""
-        for page, page_version in self.list_pages(path, query, accept):
-            items += page
-            version = page_version
-        return items, version
+        pages = list(self.list_pages(path, query, accept))
+        return [item for items, _ in pages for item in items], pages[-1][1]
 
     def list_pages(self, path: str, query: Query, accept: str = JSON) -> Iterator[tuple[list[Object], str]]:
         """Yield the items of each page with its resource version, in the calling thread."""
@@ -250,8 +245,7 @@ class KubernetesApi:
             page = {**query, "limit": str(PAGE_SIZE), **({"continue": token} if token else {})}
             answer = self.call_now("GET", path, None, page, accept)
             yield answer.get("items") or [], answer["metadata"]["resourceVersion"]
-            token = answer["metadata"].get("continue")
-            if not token:
+            if not (token := answer["metadata"].get("continue")):
                 return
 
     def watch(self, path: str, query: Query, silence_s: float) -> Iterator[Object]:
@@ -432,8 +426,7 @@ def _error_of(response: Any, body: bytes, what: str) -> ClusterUnavailableError 
         retry_after_s = float(retry_after) if SECONDS.fullmatch(retry_after) else None
         return ClusterUnavailableError(f"{what}: {code} {message}", retry_after_s, code)
     conflict = AlreadyExistsError if reason == "AlreadyExists" else ConflictError
-    kinds = {404: NotFoundError, 409: conflict, 410: GoneError}
-    return kinds.get(code, ClusterRefusedError)(code, message)
+    return {404: NotFoundError, 409: conflict, 410: GoneError}.get(code, ClusterRefusedError)(code, message)
 
 
 def _reason_and_message(text: bytes) -> tuple[str, str] | None:

@@ -54,14 +54,12 @@ class JobFacts:
     @property
     def trainer(self) -> Progress:
         """Return the trainer's last report while the job trains."""
-        said = self.polled.trainer if self.polled and self.trains else None
-        return said or Progress()
+        return (self.polled.trainer if self.polled and self.trains else None) or Progress()
 
     @property
     def checkpointer(self) -> CheckpointerProgress:
         """Return the checkpointer's last report."""
-        said = self.polled.checkpointer if self.polled else None
-        return said or CheckpointerProgress()
+        return (self.polled.checkpointer if self.polled else None) or CheckpointerProgress()
 
     @property
     def failures(self) -> int:
@@ -79,10 +77,6 @@ def _step(facts: JobFacts) -> float | None:
 def _samples(facts: JobFacts) -> float | None:
     written = facts.status.progress
     return max(facts.trainer.samples, written.samples) if written else facts.trainer.samples or None
-
-
-def _total_steps(facts: JobFacts) -> float | None:
-    return (facts.status.progress or facts.trainer).total_steps
 
 
 def _running_since(facts: JobFacts) -> float | None:
@@ -123,7 +117,7 @@ def _cost_per_hour(facts: JobFacts) -> float | None:
 # Name, description, and the function that computes the value, or None if there is none.
 GAUGES: tuple[tuple[str, str, Callable[[JobFacts], float | None]], ...] = (
     ("step", "Steps done.", _step),
-    ("planned_steps", "Planned number of steps.", _total_steps),
+    ("planned_steps", "Planned number of steps.", lambda job: (job.status.progress or job.trainer).total_steps),
     ("samples", "Samples trained on, over all attempts.", _samples),
     ("samples_per_second", "Last reported throughput, while the job trains.", attrgetter("trainer.samples_per_second")),
     (

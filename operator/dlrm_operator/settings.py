@@ -84,8 +84,7 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     text = "read HardwareProfiles from this ConfigMap (default: the cluster's objects)"
     add("profiles", "--profiles", "DLRM_PROFILES", text, type=_profile_source, metavar="NAMESPACE/CONFIGMAP")
     text = "policy for podTemplate overrides (default: restricted, as in Pod Security)"
-    levels = "|".join(POLICY_LEVELS)
-    add("level", "--pod-template-policy", "DLRM_POD_OVERLAY", text, known.limits, metavar=levels)
+    add("level", "--pod-template-policy", "DLRM_POD_OVERLAY", text, known.limits, metavar="|".join(POLICY_LEVELS))
     add("address", "--address", "DLRM_ADDRESS", "address to listen on")
     add("port", "--port", "DLRM_PORT", "port to listen on", type=int)
     add_seconds("resync_s", "--resync-seconds", "DLRM_RESYNC_S", "reconcile each job at least this often")
@@ -117,8 +116,7 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
             "--lease-renew-seconds"
         )
     if (level := flags.pop("level")) not in POLICY_LEVELS:
-        expected = " or ".join(POLICY_LEVELS)
-        parser.error(f"invalid --pod-template-policy: expected {expected}, got {level!r}")
+        parser.error(f"invalid --pod-template-policy: expected {' or '.join(POLICY_LEVELS)}, got {level!r}")
     images = Images(
         trainer=environ.get("DLRM_TRAINER_IMAGE") or known.images.trainer,
         trainer_cuda=environ.get("DLRM_TRAINER_CUDA_IMAGE") or known.images.trainer_cuda,

@@ -61,10 +61,8 @@ TOO_LARGE = (
     "fewer ranks, fewer tables, or fewer tables that are pinned to be split"
 )
 FIELDS_WITHOUT_PLAN: dict[str, bool | set[str]] = {
-    "lifecycle": True,
-    "scheduling": True,
-    "checkpoint": {"uri", "restore_from", "credentials_secret"},
-}
+    "lifecycle": True, "scheduling": True, "checkpoint": {"uri", "restore_from", "credentials_secret"}
+}  # fmt: skip
 """Parts of a spec that no plan depends on: a change of them needs no new plan."""
 
 PlanInputs = tuple[str, str, str, int]
@@ -114,11 +112,10 @@ class Planner:
         """Return the answer for this spec and profile; None without an answer, or if a retry is due."""
         known = self._answers.get(key)
         reserve = job.known.memory_reserve_bytes if job.known else 0
-        if known is None or isinstance(job.spec, InvalidSpecError):
+        if known is None or isinstance(job.spec, InvalidSpecError) or time.monotonic() >= known.valid_until:
             return None
-        if known.inputs != (job.uid, self._digest(key, job.uid, job.generation, job.spec), profile_version, reserve):
-            return None
-        return known.planning if time.monotonic() < known.valid_until else None
+        digest = self._digest(key, job.uid, job.generation, job.spec)
+        return known.planning if known.inputs == (job.uid, digest, profile_version, reserve) else None
 
     def has_answered(self, key: JobKey) -> bool:
         """Return whether there is an answer, for this spec or an older one."""
@@ -200,8 +197,7 @@ class Planner:
 
     async def _run(self, process: PlannerProcess, key: JobKey, question: PlanQuestion) -> None:
         try:
-            planning = await process.ask(question, self._deadline_s)
-            self._keep(key, question, planning)
+            self._keep(key, question, await process.ask(question, self._deadline_s))
         finally:
             del self._running[key]
             # One idle process is kept for the next question.

@@ -102,8 +102,7 @@ class ReferenceReader:
             name = reference.removeprefix(CONFIG_MAP_SCHEME)
             path = CONFIG_MAP_PATH.format(_path_segment(namespace), _path_segment(name))
             try:
-                document = await self._api.call("GET", path)
-                found[reference] = str(document["data"][TRACE_KEY])
+                found[reference] = str((await self._api.call("GET", path))["data"][TRACE_KEY])
             except NotFoundError:
                 hint = f"create it with dlrmctl trace FILE --configmap {name}"
                 return {}, f"{field}: ConfigMap {name} not found in namespace {namespace}; {hint}"

@@ -152,8 +152,7 @@ class Engine:
 
     def problem(self) -> str:
         """Return why this process should be restarted; empty if it need not be."""
-        ended = [task.get_name() for task in self._tasks if task.done()]
-        if ended:
+        if ended := [task.get_name() for task in self._tasks if task.done()]:
             return f"tasks ended: {', '.join(ended)}"
         age_s = self.watch_age_s()
         return f"the pod watch has been silent for {age_s:.0f} s" if age_s > self.settings.stale_s else ""
@@ -202,8 +201,7 @@ class Engine:
                 logger.warning("CustomResourceDefinition is missing", extra={"error": self.waits_for()})
             except API_ERRORS as error:
                 logger.warning("resync failed, will retry", extra={"error": str(error)})
-            known = self.jobs.known()
-            pause_s = self.settings.resync_s
+            known, pause_s = self.jobs.known(), self.settings.resync_s
             if self._crd_missing:
                 pause_s = min(pause_s, MISSING_CRD_INTERVAL_S)
             pause_s = max(pause_s, len(known) / RESYNCS_PER_S) * random.uniform(0.8, 1.2)  # noqa: S311
@@ -231,9 +229,8 @@ class Engine:
 def _webhook_server(settings: Settings, references: ReferenceReader) -> WebhookServer | None:
     if settings.webhook_certs is None:
         return None
-    reviewer = Reviewer(references, settings.webhook_deadline_s, limits=settings.limits)
-    certificate = Certificate(Path(settings.webhook_certs))
-    wait_s = settings.webhook_deadline_s
+    certificate, wait_s = Certificate(Path(settings.webhook_certs)), settings.webhook_deadline_s
+    reviewer = Reviewer(references, wait_s, limits=settings.limits)
     return WebhookServer(settings.address, settings.webhook_port, reviewer, certificate, wait_s=wait_s)
 
 
@@ -289,9 +286,8 @@ def configure(settings: kopf.OperatorSettings, engine: Engine) -> None:
     # Otherwise kopf kills the process this long after its watches ended.
     settings.process.ultimate_exiting_timeout = None
     settings.networking.error_backoffs = (0.5, 1, 2, 4)
-    settings.networking.connect_timeout = 5
+    settings.networking.connect_timeout = settings.watching.connect_timeout = 5
     settings.networking.request_timeout = 15
-    settings.watching.connect_timeout = 5
     settings.watching.server_timeout = 240
     settings.watching.client_timeout = 300
     settings.watching.chunk_size = 500

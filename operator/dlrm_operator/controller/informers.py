@@ -115,25 +115,21 @@ def read_config_map(document: Object) -> ConfigMapSeen:
 def read_group(document: Object, api_version: str) -> GroupSeen:
     """Read the metadata of a PodGroup or of Kueue's Workload, which lacks the API version."""
     meta = document["metadata"]
-    attempt = _number((meta.get("labels") or {}).get(Label.ATTEMPT))
-    return GroupSeen(
-        name=meta["name"], uid=meta["uid"], owner_uid=_owner_uid(meta), attempt=attempt, api_version=api_version
-    )
+    attempt, owner = _number((meta.get("labels") or {}).get(Label.ATTEMPT)), _owner_uid(meta)
+    return GroupSeen(name=meta["name"], uid=meta["uid"], owner_uid=owner, attempt=attempt, api_version=api_version)
 
 
 def _spec(document: Object) -> tuple[DLRMJob | InvalidSpecError, tuple[str, ...]]:
     """Return the job without its status, and the paths of unknown fields."""
     meta = {key: value for key, value in document["metadata"].items() if key in ("name", "namespace")}
+    body = {key: value for key, value in document.items() if key != "status"}
     try:
-        return read_stored(
-            DLRMJob, {**{key: value for key, value in document.items() if key != "status"}, "metadata": meta}
-        )
+        return read_stored(DLRMJob, {**body, "metadata": meta})
     except InvalidSpecError as error:
         return error, ()
 
 
 def _status(document: Any) -> tuple[DLRMJobStatus | None, str]:
-    """Return the known fields of the status, or why it is unreadable."""
     if not document:
         return None, ""
     try:
@@ -170,7 +166,6 @@ def _containers(status: Object) -> Iterator[ContainerSeen]:
         state = seen.get("state") or {}
         ended, waiting = state.get("terminated") or {}, state.get("waiting") or {}
         before = (seen.get("lastState") or {}).get("terminated") or {}
-        waiting_message = ": ".join(part for part in (waiting.get("reason"), waiting.get("message")) if part)
         yield ContainerSeen(
             name=seen["name"],
             started="running" in state or bool(ended),
@@ -179,7 +174,7 @@ def _containers(status: Object) -> Iterator[ContainerSeen]:
             message=ended.get("message") or "",
             finished_at=_time(ended.get("finishedAt")),
             waiting_reason=waiting.get("reason") or "",
-            waiting=waiting_message,
+            waiting=": ".join(part for part in (waiting.get("reason"), waiting.get("message")) if part),
             last_exit_code=before.get("exitCode"),
             last_reason=before.get("reason") or "",
             last_message=before.get("message") or "",
@@ -233,8 +228,7 @@ class PodCache:
 
     def start(self) -> None:
         """Start the watch; return at once."""
-        loop = asyncio.get_running_loop()
-        threading.Thread(target=self._run, args=(loop,), name="pod-watch", daemon=True).start()
+        threading.Thread(target=self._run, args=(asyncio.get_running_loop(),), name="pod-watch", daemon=True).start()
 
     def stop(self) -> None:
         """Let the thread end at its next event."""

@@ -79,21 +79,17 @@ class Observer:
     async def observe(self, key: JobKey, *, live: bool) -> Observed | None:
         """Return what is known of the job: its objects from the caches, or read live.
 
-        Profiles, traces and objects of gang schedulers are in no cache; they are read if a plan is to be made.
-
-        Returns:
-            The facts. Without ``live`` None if the caches lack the job, are not synced, or a live observation is due;
-            with ``live`` None if the job does not exist.
+        Profiles, traces and objects of gang schedulers are in no cache; they are read if a plan is to be made. Without
+        ``live``, return None if the caches lack the job, are not synced, or a live observation is due; with ``live`` if
+        the job does not exist.
 
         Raises:
             ClusterUnavailableError: the API server did not answer.
             ClusterRefusedError: the operator lacks a permission.
             UnreadableStatusError: the job cannot be reconciled.
         """
-        if not live and not self.pods.filled:
-            return None
         job = await self._live_job(key) if live else self.jobs.get(key)
-        if job is None:
+        if job is None or not (live or self.pods.filled):
             return None
         if job.unreadable and not job.deleting:
             raise UnreadableStatusError(
@@ -235,8 +231,7 @@ class Observer:
     async def _service(self, job: JobSeen) -> frozenset[str]:
         """Read the Service by name: others may change its labels."""
         query = {"fieldSelector": f"metadata.name={names.trainer_service(job.key.name)}"}
-        path = f"/api/v1/namespaces/{job.key.namespace}/services"
-        items, _ = await self.api.list_all(path, query, METADATA_ONLY)
+        items, _ = await self.api.list_all(f"/api/v1/namespaces/{job.key.namespace}/services", query, METADATA_ONLY)
         return frozenset(item["metadata"]["name"] for item in items if owned_by(item, job.uid))
 
     async def _plan(self, job: JobSeen) -> tuple[ConfigMapSeen, ...]:
@@ -249,8 +244,7 @@ class Observer:
         return (read_config_map(found),)
 
     async def _config_maps(self, job: JobSeen) -> tuple[ConfigMapSeen, ...]:
-        path = f"/api/v1/namespaces/{job.key.namespace}/configmaps"
-        items, _ = await self.api.list_all(path, _selector(job))
+        items, _ = await self.api.list_all(f"/api/v1/namespaces/{job.key.namespace}/configmaps", _selector(job))
         return tuple(read_config_map(item) for item in items if owned_by(item, job.uid))
 
     async def _profile(self, job: JobSeen) -> ProfileSeen:

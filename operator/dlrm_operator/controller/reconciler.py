@@ -132,11 +132,10 @@ class Reconciler:
 
     def _debounced(self, key: state.JobKey, actions: tuple[state.Action, ...]) -> tuple[state.Action, ...]:
         """Remove a status that may still wait, and its Events."""
-        if any(isinstance(action, state.UpdateStatus) and action.passing for action in actions):
-            remaining_s = self.debouncer.remaining_s(key)
-            if remaining_s > 0:
-                kept = [action for action in actions if not isinstance(action, state.UpdateStatus | state.EmitEvent)]
-                return (*kept, state.WakeAt(key=key, time=self.clock() + timedelta(seconds=remaining_s)))
+        passing = any(isinstance(action, state.UpdateStatus) and action.passing for action in actions)
+        if passing and (remaining_s := self.debouncer.remaining_s(key)) > 0:
+            kept = [action for action in actions if not isinstance(action, state.UpdateStatus | state.EmitEvent)]
+            return (*kept, state.WakeAt(key=key, time=self.clock() + timedelta(seconds=remaining_s)))
         self.debouncer.forget(key)
         return actions
 

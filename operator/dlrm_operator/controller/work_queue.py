@@ -134,11 +134,8 @@ class WorkQueue:
         while self._ready and not self._closing and len(self._busy) < WORKERS:
             entry = heapq.heappop(self._ready)
             key = entry[1]
-            # The end of a reconcile enqueues its key again.
-            if key not in self._due or key in self._busy:
-                continue
-            # A stale entry: the queue has the new one.
-            if self._starts_at(key) > self._monotonic():
+            # The end of a reconcile enqueues its key again; of a stale entry the queue has the new one.
+            if key not in self._due or key in self._busy or self._starts_at(key) > self._monotonic():
                 continue
             if key in self._slow and sum(each in self._slow for each in self._busy) >= MAX_SLOW_WORKERS:
                 skipped.append(entry)

@@ -39,19 +39,10 @@ class Owner:
 
 def labels(job: str, attempt: int | None = None, index: int | None = None) -> dict[str, str]:
     """Return the labels of an object; without ``attempt`` or ``index`` if attempts or pods share it."""
-    found = {
-        Label.JOB: job,
-        Label.ROLE: ROLE,
-        Label.MANAGED_BY: names.FIELD_MANAGER,
-        Label.NAME: "dlrm",
-        Label.INSTANCE: job,
-        Label.COMPONENT: ROLE,
-    }
-    if attempt is not None:
-        found[Label.ATTEMPT] = str(attempt)
-    if index is not None:
-        found[Label.INDEX] = str(index)
-    return found
+    found = {Label.JOB: job, Label.ROLE: ROLE, Label.MANAGED_BY: names.FIELD_MANAGER}
+    found |= {Label.NAME: "dlrm", Label.INSTANCE: job, Label.COMPONENT: ROLE}
+    numbers = {Label.ATTEMPT: attempt, Label.INDEX: index}
+    return found | {label: str(number) for label, number in numbers.items() if number is not None}
 
 
 def metadata(job: DLRMJob, name: str, owner: Owner, attempt: int | None = None, index: int | None = None) -> Manifest:
@@ -66,23 +57,16 @@ def metadata(job: DLRMJob, name: str, owner: Owner, attempt: int | None = None, 
 
 def gang_service(job: DLRMJob, owner: Owner) -> Manifest:
     """Build the headless Service that gives pods DNS names before they are ready: ranks find rank 0 by it."""
-    name = names.trainer_service(job.metadata.name)
-    ports = (
-        ("rendezvous", names.Port.RENDEZVOUS),
-        ("trainer", names.Port.TRAINER),
-        ("checkpointer", names.Port.CHECKPOINTER),
-    )
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata(job, name, owner),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {Label.JOB: job.metadata.name, Label.ROLE: ROLE},
-            "ports": [{"name": port, "port": number, "protocol": "TCP"} for port, number in ports],
-        },
+    port = names.Port
+    ports = {"rendezvous": port.RENDEZVOUS, "trainer": port.TRAINER, "checkpointer": port.CHECKPOINTER}
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {Label.JOB: job.metadata.name, Label.ROLE: ROLE},
+        "ports": [{"name": name, "port": number, "protocol": "TCP"} for name, number in ports.items()],
     }
+    meta = metadata(job, names.trainer_service(job.metadata.name), owner)
+    return {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": spec}
 
 
 def job_document(job: DLRMJob, plan: Plan) -> str:
@@ -90,8 +74,7 @@ def job_document(job: DLRMJob, plan: Plan) -> str:
 
     If the user did not set the number of replicas, it is the plan's.
     """
-    fixed = job.spec.fixed_replicas
-    spec = job.spec if fixed is not None else job.spec.with_replicas(plan.nodes)
+    spec = job.spec if job.spec.fixed_replicas is not None else job.spec.with_replicas(plan.nodes)
     document = {
         "apiVersion": job.api_version,
         "kind": job.kind,

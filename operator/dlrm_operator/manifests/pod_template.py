@@ -71,48 +71,26 @@ ANY: Final = PodTemplatePolicy(level="any")
 
 PATH: Final = "spec.trainer.podTemplate"
 VOLUMES: Final = (
-    "configMap",
-    "csi",
-    "downwardAPI",
-    "emptyDir",
-    "ephemeral",
-    "image",
-    "persistentVolumeClaim",
-    "projected",
-    "secret",
-)
+    "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image", "persistentVolumeClaim", "projected", "secret",
+)  # fmt: skip
 PROJECTED: Final = ("clusterTrustBundle", "configMap", "downwardAPI", "secret")
 """Projected sources that hold no credentials of the pod's service account."""
 SYSCTLS: Final = (
-    "kernel.shm_rmid_forced",
-    "net.ipv4.ip_local_port_range",
-    "net.ipv4.ip_local_reserved_ports",
-    "net.ipv4.ip_unprivileged_port_start",
-    "net.ipv4.ping_group_range",
-    "net.ipv4.tcp_fin_timeout",
-    "net.ipv4.tcp_keepalive_intvl",
-    "net.ipv4.tcp_keepalive_probes",
-    "net.ipv4.tcp_keepalive_time",
-    "net.ipv4.tcp_rmem",
-    "net.ipv4.tcp_syncookies",
-    "net.ipv4.tcp_wmem",
-)
+    "kernel.shm_rmid_forced", "net.ipv4.ip_local_port_range", "net.ipv4.ip_local_reserved_ports",
+    "net.ipv4.ip_unprivileged_port_start", "net.ipv4.ping_group_range", "net.ipv4.tcp_fin_timeout",
+    "net.ipv4.tcp_keepalive_intvl", "net.ipv4.tcp_keepalive_probes", "net.ipv4.tcp_keepalive_time", "net.ipv4.tcp_rmem",
+    "net.ipv4.tcp_syncookies", "net.ipv4.tcp_wmem",
+)  # fmt: skip
 SELINUX_TYPES: Final = ("container_t", "container_init_t", "container_kvm_t", "container_engine_t")
 PROFILES: Final = ("RuntimeDefault", "Localhost")
 APPARMOR_ANNOTATION: Final = "container.apparmor.security.beta.kubernetes.io/"
 SYSTEM_PRIORITY: Final = "system-"
 """Prefix of PriorityClasses that are reserved by the API server."""
 LIST_KEYS = {
-    "volumes": "name",
-    "tolerations": None,
+    "volumes": "name", "schedulingGates": "name", "env": "name", "volumeMounts": "mountPath",
     "topologySpreadConstraints": "topologyKey",
-    "schedulingGates": "name",
-    "imagePullSecrets": None,
-    "hostAliases": None,
-    "env": "name",
-    "envFrom": None,
-    "volumeMounts": "mountPath",
-}
+    "tolerations": None, "imagePullSecrets": None, "hostAliases": None, "envFrom": None,
+}  # fmt: skip
 """Lists to which the user may append, and the field that must be unique in each."""
 
 
@@ -142,10 +120,6 @@ def _is_safe(sysctl: Any) -> bool:
     return isinstance(sysctl, dict) and sysctl.get("name") in SYSCTLS
 
 
-def _holds_all(value: Any) -> bool:
-    return isinstance(value, list) and "ALL" in value
-
-
 _NOT_ROOT: Final = "must not be 0 (root)"
 _EITHER: Final = (
     _Bound("runAsUser", _is_not_root, _NOT_ROOT),
@@ -171,7 +145,7 @@ _CONTAINER: Final = (
     _Bound("privileged", _is_one_of(None, False), "must be false"),
     _Bound("allowPrivilegeEscalation", _is_one_of(False), "must be false"),
     _Bound("capabilities.add", _each(_is_one_of("NET_BIND_SERVICE")), "must contain only NET_BIND_SERVICE"),
-    _Bound("capabilities.drop", _holds_all, "must contain ALL"),
+    _Bound("capabilities.drop", lambda value: isinstance(value, list) and "ALL" in value, "must contain ALL"),
     _Bound("procMount", _is_one_of(None, "Default"), "must be Default"),
 )
 
@@ -182,8 +156,7 @@ def check_policy(spec: DLRMJobSpec, namespace: str, limits: PodTemplatePolicy) -
     Raises:
         InvalidSpecError: names the first field that violates it, and the number of others.
     """
-    found = list(policy_violations(spec, namespace, limits))
-    if found:
+    if found := list(policy_violations(spec, namespace, limits)):
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise InvalidSpecError(found[0].path, found[0].problem + more)
 
@@ -248,8 +221,7 @@ def _projected(path: str, projected: Any) -> Iterator[InvalidSpecError]:
     for position, source in enumerate(sources if isinstance(sources, list) else []):
         for kind, content in source.items() if isinstance(source, dict) else ():
             if content is not None and kind not in PROJECTED:
-                problem = f"must be one of {', '.join(PROJECTED)}"
-                yield _violation(f"{path}.sources[{position}].{kind}", problem)
+                yield _violation(f"{path}.sources[{position}].{kind}", f"must be one of {', '.join(PROJECTED)}")
 
 
 def with_overlay(pod: Manifest, overlay: PodTemplateOverlay) -> Manifest:

@@ -128,11 +128,7 @@ def _trainer(attempt: PodAttempt, index: int, memory_bytes: int, tiers: dict[str
     if job.spec.data.credentials_secret:
         env[Env.DATA_CREDENTIALS_DIR] = Path.DATA_CREDENTIALS
         own.append({"name": "data-credentials", "mountPath": Path.DATA_CREDENTIALS, "readOnly": True})
-    ports = [
-        {"name": "trainer", "containerPort": Port.TRAINER},
-        {"name": "rendezvous", "containerPort": Port.RENDEZVOUS},
-    ]
-    container = _container(attempt, index, command, env, ports)
+    container = _container(attempt, index, command, env, {"trainer": Port.TRAINER, "rendezvous": Port.RENDEZVOUS})
     if attempt.plan.device == "cuda":
         own.append({"name": "shm", "mountPath": Path.SHARED_MEMORY})
     container["volumeMounts"] = [*container["volumeMounts"], *own, *tier_mounts(tiers)]
@@ -147,19 +143,18 @@ def _trainer(attempt: PodAttempt, index: int, memory_bytes: int, tiers: dict[str
 def _checkpointer(attempt: PodAttempt, index: int) -> Manifest:
     """Build the native sidecar: it stops after the trainer, so it can upload the last cut."""
     command = ["python", "-m", "dlrm_checkpointer", "--job", Path.JOB]
-    ports = [{"name": "checkpointer", "containerPort": Port.CHECKPOINTER}]
     env = {Env.CHECKPOINTER_PORT: str(Port.CHECKPOINTER)}
     return {
         "name": Container.CHECKPOINTER,
         "image": attempt.job.spec.trainer.checkpointer_image or attempt.images.checkpointer,
         "restartPolicy": "Always",
-        **_container(attempt, index, command, env, ports),
+        **_container(attempt, index, command, env, {"checkpointer": Port.CHECKPOINTER}),
         "resources": _checkpointer_resources(attempt.job),
     }
 
 
 def _container(
-    attempt: PodAttempt, index: int, command: list[str], env: dict[str, str], ports: list[Manifest]
+    attempt: PodAttempt, index: int, command: list[str], env: dict[str, str], ports: dict[str, int]
 ) -> Manifest:
     """Build what both containers share. The kubelet stops them in turn: each has half of the grace period."""
     job = attempt.job
@@ -186,7 +181,7 @@ def _container(
         "imagePullPolicy": job.spec.trainer.image_pull_policy,
         "command": command,
         "env": [{"name": name, "value": value} for name, value in {**shared, **env}.items()],
-        "ports": ports,
+        "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
         "volumeMounts": mounts,
         "securityContext": pod_template.CONTAINER_SECURITY,
         "terminationMessagePath": Path.TERMINATION_LOG,

@@ -24,7 +24,7 @@ KUEUE_GATE: Final = "kueue.x-k8s.io/admission"
 """Kueue removes it from each pod when the whole group may start."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GroupType:
     """Describe the kind of object that represents a group of pods in a gang scheduler."""
 
@@ -37,12 +37,10 @@ class GroupType:
         return f"/apis/{self.api_version}/namespaces/{namespace}/{self.plural}"
 
 
-KUEUE: Final = GroupType(product="Kueue", api_version="kueue.x-k8s.io/v1beta1", plural="workloads")
+KUEUE: Final = GroupType("Kueue", "kueue.x-k8s.io/v1beta1", "workloads")
 POD_GROUPS: Final = {
-    "volcano": GroupType(product="Volcano", api_version="scheduling.volcano.sh/v1beta1", plural="podgroups"),
-    "coscheduling": GroupType(
-        product="the coscheduling plugin", api_version="scheduling.x-k8s.io/v1alpha1", plural="podgroups"
-    ),
+    "volcano": GroupType("Volcano", "scheduling.volcano.sh/v1beta1", "podgroups"),
+    "coscheduling": GroupType("the coscheduling plugin", "scheduling.x-k8s.io/v1alpha1", "podgroups"),
 }
 """Kinds of which the operator creates one object per attempt; Kueue creates its Workloads itself."""
 SCHEDULERS: Final = {"volcano": "volcano", "coscheduling": "scheduler-plugins-scheduler"}
@@ -70,9 +68,7 @@ def group_metadata(job: DLRMJob, attempt: int, size: int) -> tuple[dict[str, str
         return labels, {"kueue.x-k8s.io/pod-group-total-count": str(size), "kueue.x-k8s.io/retriable-in-group": "false"}
     if scheduling.gang == "volcano":
         return {}, {"scheduling.k8s.io/group-name": group}
-    if scheduling.gang == "coscheduling":
-        return {"scheduling.x-k8s.io/pod-group": group}, {}
-    return {}, {}
+    return {"scheduling.x-k8s.io/pod-group": group} if scheduling.gang == "coscheduling" else {}, {}
 
 
 def group_gates(scheduling: SchedulingSpec) -> list[Manifest]:
@@ -92,8 +88,7 @@ def pod_groups(job: DLRMJob, attempt: int, pods: list[Manifest], owner: Owner) -
             spec["queue"] = scheduling.queue
         if scheduling.priority_class:
             spec["priorityClassName"] = scheduling.priority_class
-    name = names.pod_group(job.metadata.name, attempt)
-    meta = metadata(job, name, owner, attempt)
+    meta = metadata(job, names.pod_group(job.metadata.name, attempt), owner, attempt)
     return [{"apiVersion": kind.api_version, "kind": "PodGroup", "metadata": meta, "spec": spec}]
 
 
@@ -137,8 +132,7 @@ def with_affinity(ours: Manifest, additions: Manifest) -> Manifest:
     Pod terms and preferences are concatenated. A node has to match only one of the node selector terms, so each of ours
     is combined with each of theirs.
     """
-    kinds = sorted({*ours, *additions})
-    return {kind: _with_rules(ours.get(kind) or {}, additions.get(kind) or {}) for kind in kinds}
+    return {kind: _with_rules(ours.get(kind) or {}, additions.get(kind) or {}) for kind in sorted({*ours, *additions})}
 
 
 def _with_rules(left: Manifest, right: Manifest) -> Manifest:

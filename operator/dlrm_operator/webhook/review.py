@@ -154,8 +154,7 @@ def read_review(document: Any) -> Review:
 def examine(review: Review, limits: PodTemplatePolicy) -> Verdict | DLRMJob:
     """Return the verdict if the documents decide it; else the job, for which a plan must exist."""
     old, spec, metadata = review.old or {}, review.job.get("spec"), review.job.get("metadata")
-    deleting = "deletionTimestamp" in (metadata or {})
-    if deleting or (review.old is not None and old.get("spec") == spec):
+    if "deletionTimestamp" in (metadata or {}) or (review.old is not None and old.get("spec") == spec):
         return Verdict()
     if isinstance(metadata, dict):
         metadata = {key: value for key, value in metadata.items() if key in ("name", "namespace")}
@@ -164,9 +163,7 @@ def examine(review: Review, limits: PodTemplatePolicy) -> Verdict | DLRMJob:
         check_policy(job.spec, review.namespace, limits)
     except InvalidSpecError as error:
         return Verdict(refusal=str(error))
-    if review.old is not None and _planned_part(old.get("spec")) == _planned_part(spec):
-        return Verdict()
-    return job
+    return Verdict() if review.old is not None and _planned_part(old.get("spec")) == _planned_part(spec) else job
 
 
 def missing(profile: ProfileSeen, trace_problem: str, traces: Sequence[str]) -> tuple[str, ...]:
@@ -229,5 +226,4 @@ def _digest(question: PlanQuestion) -> str:
     """Hash all that the answer depends on; the job's name is not part of it."""
     spec = question.job.spec.model_dump(mode="json", exclude_unset=True)
     profile = question.profile.spec.model_dump(mode="json", exclude_unset=True) if question.profile else None
-    text = json.dumps([spec, profile, dict(question.traces)], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps([spec, profile, dict(question.traces)], sort_keys=True).encode()).hexdigest()
