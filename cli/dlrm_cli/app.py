@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,12 +21,23 @@ from dlrm_api.errors import RULE_PREFIX, DLRMError, NoInputError, UsageError, vi
 from dlrm_api.names import ExitCode
 from dlrm_api.process import named_limit
 from dlrm_cli.exports import exports
-from dlrm_cli.snapshots import Output, snapshots
+from dlrm_cli.options import (
+    AllNamespaces,
+    ClusterOptions,
+    Commands,
+    Context,
+    File,
+    GetOptions,
+    Kubeconfig,
+    Namespace,
+    Output,
+    RunOptions,
+    Settings,
+    TraceOptions,
+)
+from dlrm_cli.snapshots import snapshots
 
-if TYPE_CHECKING:
-    from dlrm_cli.cluster.client import JobClient
-
-app = typer.Typer(
+app = Commands(
     name="dlrmctl",
     help="Train deep-learning recommendation models from a DLRMJob manifest, on this machine or on Kubernetes.",
     no_args_is_help=True,
@@ -35,37 +46,18 @@ app = typer.Typer(
 )
 snapshots.add_typer(exports)
 app.add_typer(snapshots, name="snapshots")
-cluster = typer.Typer()
+cluster = Commands()
 app.add_typer(cluster)
 profiles = typer.Typer(name="profile", help="Work with HardwareProfiles.", no_args_is_help=True)
 app.add_typer(profiles, name="profile")
 
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
-
 YamlOrJson = Literal["yaml", "json"]
-JobFormat = Literal["table", "wide", "json", "yaml", "name"]
 TrainerContainer = Literal["trainer", "checkpointer"]
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with a DLRMJob.")]
 Profile = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with the HardwareProfile.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="spec.path=value", help="Set a field; the value is YAML. May be repeated."),
-]
 Name = Annotated[str, typer.Argument(metavar="JOB", help="Name of the DLRMJob.")]
-Names = Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="Names of jobs (default: all).")]
-Namespace = Annotated[
-    str | None, typer.Option("--namespace", "-n", metavar="NS", help="Namespace (default: the context's).")
-]
-Context = Annotated[
-    str | None, typer.Option("--context", metavar="NAME", help="Context of the kubeconfig (default: the current one).")
-]
-Kubeconfig = Annotated[
-    str | None,
-    typer.Option("--kubeconfig", metavar="FILE", help="Kubeconfig file (default: $KUBECONFIG, then ~/.kube/config)."),
-]
-AllNamespaces = Annotated[bool, typer.Option("--all-namespaces", "-A", help="List jobs of all namespaces.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait until the job reaches the requested state.")]
 Timeout = Annotated[str, typer.Option(metavar="DURATION", help="Longest time to wait.")]
 
@@ -127,71 +119,21 @@ def render(
 
 
 @app.command()
-def run(
-    file: File,
-    workdir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for logs and progress (default: runs/<job>).")
-    ] = None,
-    data: Annotated[str | None, typer.Option(metavar="URI", help="Override spec.data.train.uris.")] = None,
-    eval_data: Annotated[str | None, typer.Option(metavar="URI", help="Override spec.data.eval.uris.")] = None,
-    settings: Settings = None,
-    digest: Annotated[bool, typer.Option("--digest", help="Add the SHA-256 of the final state to the result.")] = False,
-    ledger: Annotated[bool, typer.Option("--ledger", help="Record the ids of all samples for audits.")] = False,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Time the stages of steps and show them at the end.")
-    ] = False,
-    tier_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for rows in slower tiers (default: <workdir>/tiers).")
-    ] = None,
-    output: Output = "table",
-) -> None:
+def run(options: RunOptions) -> None:
     """Train the job on this machine. Run the same command again to resume."""
     _check_current_folder()
-    from dlrm_cli.run.command import RunOptions, run_job
+    from dlrm_cli.run.command import run_job
 
-    options = RunOptions(
-        file=file,
-        workdir=workdir,
-        data=data,
-        eval_data=eval_data,
-        settings=tuple(settings or ()),
-        digest=digest,
-        ledger=ledger,
-        profile=profile,
-        tier_dir=tier_dir,
-        as_json=output == "json",
-    )
     raise typer.Exit(run_job(options))
 
 
 @app.command()
-def trace(
-    file: File,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File for the trace (default: <job>.trace.json).")
-    ] = None,
-    configmap: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Print the trace as ConfigMap NAME instead of writing a file; above 1 MiB as NAME-0, NAME-1, ...",
-        ),
-    ] = None,
-    batches: Annotated[int | None, typer.Option(min=1, help="Global batches to read (default: one epoch).")] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0001, max=1, help="Share of a large table's rows to sample (default: as many as fit in memory)."
-        ),
-    ] = None,
-    data: Annotated[str | None, typer.Option(metavar="URI", help="Override spec.data.train.uris.")] = None,
-    settings: Settings = None,
-) -> None:
+def trace(options: TraceOptions) -> None:
     """Measure how a job's data reuses rows; the planner sizes caches by it."""
     _check_current_folder()
     from dlrm_cli.trace import trace_job
 
-    trace_job(file, settings or (), data, out=out, configmap=configmap, batches=batches, rate=rate)
+    trace_job(options)
 
 
 @profiles.command()
@@ -215,39 +157,30 @@ def measure(
 
 @cluster.command()
 def get(
-    names: Names = None,
-    namespace: Namespace = None,
-    all_namespaces: AllNamespaces = False,
-    selector: Annotated[str | None, typer.Option("--selector", "-l", help="Label selector.")] = None,
-    output: Annotated[JobFormat, typer.Option("--output", "-o", help="Output format.")] = "table",
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Watch for changes.")] = False,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
+    *, namespace: Namespace = None, options: GetOptions, context: Context = None, kubeconfig: Kubeconfig = None
 ) -> None:
     """List jobs in the cluster: phase, step, speed, quality, newest snapshot, time left."""
-    from dlrm_cli.cluster.get import GetOptions, get_jobs
+    from dlrm_cli.cluster.get import get_jobs
 
-    _check_all_namespaces(all_namespaces, names, namespace)
-    if names and selector:
+    _check_all_namespaces(options.everywhere, options.names, namespace)
+    if options.names and options.selector:
         raise UsageError("--selector cannot be combined with job names")
-    options = GetOptions(
-        names=tuple(names or ()), everywhere=all_namespaces, selector=selector, form=output, watch=watch
-    )
     with _until_interrupted():
-        get_jobs(_client(namespace, context, kubeconfig), options)
+        get_jobs(ClusterOptions(namespace=namespace, context=context, kubeconfig=kubeconfig).client(), options)
 
 
 @cluster.command()
-def describe(job: Name, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
+def describe(job: Name, where: ClusterOptions) -> None:
     """Show details of a job."""
     from dlrm_cli.cluster.describe import describe_job
 
-    describe_job(_client(namespace, context, kubeconfig), job)
+    describe_job(where.client(), job)
 
 
 @cluster.command()
 def logs(
     job: Name,
+    *,
     container: Annotated[TrainerContainer, typer.Option("--container", "-c", help="Container name.")] = "trainer",
     replica: Annotated[int | None, typer.Option(min=0, metavar="N", help="Pod index (default: 0).")] = None,
     rank: Annotated[int | None, typer.Option(min=0, metavar="N", help="Show the pod that runs this rank.")] = None,
@@ -264,9 +197,7 @@ def logs(
         str | None, typer.Option(metavar="DURATION", help="Show logs newer than this duration, e.g. 30s, 10m, 2h.")
     ] = None,
     timestamps: Annotated[bool, typer.Option("--timestamps", help="Prefix each line with its time.")] = False,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
+    where: ClusterOptions,
 ) -> None:
     """Print the logs of a job's pods (default: pod 0)."""
     from dlrm_cli.cluster.logs import LogOptions, PodChoice, follow_logs, print_logs
@@ -283,70 +214,54 @@ def logs(
         since_s=None if since is None else parse_duration("--since", since),
     )
     with _until_interrupted():
-        (follow_logs if follow else print_logs)(_client(namespace, context, kubeconfig), job, options)
+        (follow_logs if follow else print_logs)(where.client(), job, options)
 
 
 @cluster.command()
-def suspend(
-    job: Name,
-    wait: Wait = False,
-    timeout: Timeout = "15m",
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-) -> None:
+def suspend(job: Name, *, wait: Wait = False, timeout: Timeout = "15m", where: ClusterOptions) -> None:
     """Suspend a job: save a checkpoint, then release its nodes."""
-    _set_suspend(job, True, timeout if wait else None, namespace, context, kubeconfig)
+    _set_suspend(job, True, timeout if wait else None, where)
 
 
 @cluster.command()
-def resume(
-    job: Name,
-    wait: Wait = False,
-    timeout: Timeout = "15m",
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-) -> None:
+def resume(job: Name, *, wait: Wait = False, timeout: Timeout = "15m", where: ClusterOptions) -> None:
     """Resume a suspended job, or retry a failed one, from its newest snapshot."""
-    _set_suspend(job, False, timeout if wait else None, namespace, context, kubeconfig)
+    _set_suspend(job, False, timeout if wait else None, where)
 
 
 @cluster.command()
 def top(
+    *,
     job: Annotated[
         str | None, typer.Argument(metavar="[JOB]", help="Show the pods of a job (default: all jobs).")
     ] = None,
     all_namespaces: AllNamespaces = False,
     once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
+    where: ClusterOptions,
 ) -> None:
     """Show how jobs, or one job's pods, train now; refreshed every two seconds."""
     from dlrm_cli.cluster.top import show_top
 
-    _check_all_namespaces(all_namespaces, job, namespace)
+    _check_all_namespaces(all_namespaces, job, where.namespace)
     with _until_interrupted():
-        show_top(_client(namespace, context, kubeconfig), job, everywhere=all_namespaces, once=once)
+        show_top(where.client(), job, everywhere=all_namespaces, once=once)
 
 
 @cluster.command()
 def report(
+    *,
     what: Annotated[
         str, typer.Argument(metavar="JOB_OR_WORKDIR", help="Work directory of dlrmctl run, or name of a job.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="HTML file to write.")] = Path(
         "report.html"
     ),
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
+    where: ClusterOptions,
 ) -> None:
     """Write an HTML page about a run: loss, speed, memory tiers, snapshots, restarts, planned against measured."""
     from dlrm_cli.report.page import write_report
 
-    print(write_report(what, output, lambda: _client(namespace, context, kubeconfig)))
+    print(write_report(what, output, where.client))
 
 
 @contextmanager
@@ -363,20 +278,12 @@ def _check_all_namespaces(all_namespaces: bool, names: object, namespace: str | 
         raise UsageError("--all-namespaces cannot be combined with job names or --namespace")
 
 
-def _set_suspend(
-    job: str, wanted: bool, timeout: str | None, namespace: str | None, context: str | None, kubeconfig: str | None
-) -> None:
+def _set_suspend(job: str, wanted: bool, timeout: str | None, where: ClusterOptions) -> None:
     from dlrm_cli.cluster.lifecycle import set_suspend
     from dlrm_cli.documents import parse_duration
 
     timeout_s = None if timeout is None else parse_duration("--timeout", timeout)
-    set_suspend(_client(namespace, context, kubeconfig), job, wanted, timeout_s)
-
-
-def _client(namespace: str | None, context: str | None, kubeconfig: str | None) -> JobClient:
-    from dlrm_cli.cluster.client import JobClient
-
-    return JobClient(namespace, context, kubeconfig)
+    set_suspend(where.client(), job, wanted, timeout_s)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

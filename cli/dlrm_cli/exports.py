@@ -14,17 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dlrm_api.errors import NoInputError, TemporaryError, UsageError, visible
-from dlrm_cli.snapshots import (
-    CaFile,
-    Credentials,
-    Endpoint,
-    Output,
-    Region,
-    Step,
-    Uri,
-    open_snapshot_store,
-    select_snapshot,
-)
+from dlrm_cli.options import Commands, Output, ServiceOptions
+from dlrm_cli.snapshots import Step, Uri, open_snapshot_store, select_snapshot
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +24,7 @@ if TYPE_CHECKING:
     from dlrm_checkpointer import Precision, Snapshot, TableFile, TableMeta
     from dlrm_stores import ObjectStore
 
-exports = typer.Typer()
+exports = Commands()
 
 NAME = re.compile(r"(\d+)(?:-(\d+))?")
 NAME_HELP = "STEP or STEP-ATTEMPT"
@@ -42,18 +33,16 @@ NAME_HELP = "STEP or STEP-ATTEMPT"
 @exports.command()
 def diff(
     uri: Uri,
+    *,
     before: Annotated[str, typer.Argument(metavar="A", help=f"Older snapshot: {NAME_HELP}.")],
     after: Annotated[str, typer.Argument(metavar="B", help=f"Newer snapshot: {NAME_HELP}.")],
-    endpoint: Endpoint = None,
-    region: Region = None,
-    ca_file: CaFile = None,
-    credentials_dir: Credentials = None,
+    service: ServiceOptions,
     output: Output = "table",
 ) -> None:
     """Show for each table how many rows differ between two snapshots, and by how much."""
     from dlrm_checkpointer import diff_snapshots
 
-    store = open_snapshot_store(uri, endpoint, region, ca_file, credentials_dir)
+    store = open_snapshot_store(uri, service)
     found = diff_snapshots(_named(store, before), _named(store, after))
     if output == "json":
         print(json.dumps([asdict(each) for each in found]))
@@ -66,6 +55,7 @@ def diff(
 @exports.command()
 def export(
     uri: Uri,
+    *,
     to: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder, with one file per table.")],
     format: Annotated[  # noqa: A002
         Literal["parquet", "safetensors"], typer.Option(help="File format.")
@@ -78,36 +68,31 @@ def export(
         list[str] | None, typer.Option(metavar="NAME", help="Export only this table. May be repeated.")
     ] = None,
     updated_only: Annotated[bool, typer.Option("--updated-only", help="Omit rows that were never updated.")] = False,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    ca_file: CaFile = None,
-    credentials_dir: Credentials = None,
+    service: ServiceOptions,
 ) -> None:
     """Export one snapshot's tables for serving: all rows, without optimizer state."""
     from dlrm_checkpointer import ExportOptions, Safetensors, TableFormat, export_tables
 
     form: TableFormat = Parquet() if format == "parquet" else Safetensors()
     wanted = ExportOptions(form=form, precision=precision, tables=tuple(table or ()), updated_only=updated_only)
-    snapshot, _ = select_snapshot(open_snapshot_store(uri, endpoint, region, ca_file, credentials_dir), step)
+    snapshot, _ = select_snapshot(open_snapshot_store(uri, service), step)
     rows = export_tables(snapshot, to, wanted)
     print(f"exported step {snapshot.step} to {to}: {rows:,} rows", file=sys.stderr)
 
 
 @exports.command()
 def follow(
+    *,
     uri: Annotated[str, typer.Argument(metavar="URI", help="Value of spec.checkpoint.publish.uri.")],
     to: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the tables; reused by later runs.")],
     once: Annotated[bool, typer.Option("--once", help="Exit when the newest delta is applied.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Polling interval in seconds.")] = 10.0,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    ca_file: CaFile = None,
-    credentials_dir: Credentials = None,
+    service: ServiceOptions,
 ) -> None:
     """Keep tables in a folder at the newest published delta. After a gap they are downloaded again in full."""
     from dlrm_checkpointer import Follower
 
-    store = open_snapshot_store(uri, endpoint, region, ca_file, credentials_dir, must_exist=once)
+    store = open_snapshot_store(uri, service, must_exist=once)
     follower = Follower(store, to)
     shown = ""
     while True:

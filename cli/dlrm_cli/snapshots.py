@@ -13,25 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dlrm_api.errors import InvalidSpecError, NoInputError, SnapshotError, TemporaryError, UsageError, first_problem
+from dlrm_cli.options import Commands, Output, ServiceOptions
 
 if TYPE_CHECKING:
     from dlrm_api.progress import SnapshotInfo
     from dlrm_checkpointer import ListedSnapshot, RetentionPlan, Snapshot, VerifiedSnapshot
     from dlrm_stores import ObjectStore
 
-snapshots = typer.Typer(name="snapshots", help="Manage committed snapshots.", no_args_is_help=True)
-
+snapshots = Commands(name="snapshots", help="Manage committed snapshots.", no_args_is_help=True)
 
 Encryption = Literal["none", "AES256", "aws:kms"]
-OutputFormat = Literal["table", "json"]
 Uri = Annotated[str, typer.Argument(metavar="URI", help="Value of spec.checkpoint.uri: file:///... or s3://...")]
-Endpoint = Annotated[str | None, typer.Option(metavar="URL", help="URL of the S3 service (default: AWS).")]
-Region = Annotated[str | None, typer.Option(help="Region of the S3 service.")]
-CaFile = Annotated[Path | None, typer.Option(metavar="FILE", help="PEM file with the service's CA.")]
-Credentials = Annotated[
-    Path | None,
-    typer.Option(metavar="FOLDER", envvar="DLRM_CREDENTIALS_DIR", help="Folder with accessKeyId and secretAccessKey."),
-]
 Step = Annotated[int | None, typer.Option(min=0, help="Step of the snapshot (default: the newest).")]
 KeepLast = Annotated[
     int, typer.Option(min=1, max=1_000, help="Newest snapshots to keep, as spec.checkpoint.retention.keepLast.")
@@ -45,23 +37,15 @@ Encrypted = Annotated[
     Encryption, typer.Option("--encryption", help="Server-side encryption, as spec.checkpoint.s3.encryption.")
 ]
 KmsKey = Annotated[str | None, typer.Option("--kms-key-id", metavar="KEY", help="Key of encryption aws:kms.")]
-Output = Annotated[OutputFormat, typer.Option("--output", "-o", help="Output format.")]
 CREDENTIALS = "--credentials-dir to a folder with accessKeyId and secretAccessKey"
 
 
 @snapshots.command("list")
-def list_(
-    uri: Uri,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    ca_file: CaFile = None,
-    credentials_dir: Credentials = None,
-    output: Output = "table",
-) -> None:
+def list_(uri: Uri, *, service: ServiceOptions, output: Output = "table") -> None:
     """List committed snapshots, oldest first. Unusable ones are listed on stderr, with the reason."""
     from dlrm_checkpointer import list_snapshots
 
-    listed = list_snapshots(open_snapshot_store(uri, endpoint, region, ca_file, credentials_dir))
+    listed = list_snapshots(open_snapshot_store(uri, service))
     usable, unusable = split_usable(listed)
     if output == "json":
         print(json.dumps([each.model_dump(by_alias=False) for each in usable]))
@@ -74,33 +58,24 @@ def list_(
 
 
 @snapshots.command()
-def show(
-    uri: Uri,
-    step: Step = None,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    ca_file: CaFile = None,
-    credentials_dir: Credentials = None,
-) -> None:
+def show(uri: Uri, *, step: Step = None, service: ServiceOptions) -> None:
     """Print the contents of one snapshot as JSON."""
-    snapshot, _ = select_snapshot(open_snapshot_store(uri, endpoint, region, ca_file, credentials_dir), step)
+    snapshot, _ = select_snapshot(open_snapshot_store(uri, service), step)
     print(json.dumps(_description(snapshot), indent=2))
 
 
 @snapshots.command()
 def verify(
     uri: Uri,
+    *,
     step: Step = None,
     each: Annotated[bool, typer.Option("--all", help="Verify every snapshot, oldest first.")] = False,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    ca_file: CaFile = None,
-    credentials_dir: Credentials = None,
+    service: ServiceOptions,
 ) -> None:
     """Read and verify every byte of one snapshot. Exits with 65 if it, or a newer one without --step, is damaged."""
     if each and step is not None:
         raise UsageError("--all cannot be combined with --step")
-    store = open_snapshot_store(uri, endpoint, region, ca_file, credentials_dir)
+    store = open_snapshot_store(uri, service)
     if each:
         verify_all(store)
     else:
@@ -110,17 +85,15 @@ def verify(
 @snapshots.command()
 def restore(
     uri: Uri,
+    *,
     to: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder, with one safetensors file per table.")],
     step: Step = None,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    ca_file: CaFile = None,
-    credentials_dir: Credentials = None,
+    service: ServiceOptions,
 ) -> None:
     """Write one snapshot's tables and dense state to a folder and print the state digest."""
     from dlrm_checkpointer import restore_to_folder
 
-    snapshot, _ = select_snapshot(open_snapshot_store(uri, endpoint, region, ca_file, credentials_dir), step)
+    snapshot, _ = select_snapshot(open_snapshot_store(uri, service), step)
     digest = restore_to_folder(snapshot, to)
     print(f"restored step {snapshot.step} to {to}", file=sys.stderr)
     print(digest)
@@ -129,13 +102,11 @@ def restore(
 @snapshots.command()
 def prune(
     uri: Uri,
+    *,
     keep_last: KeepLast = 3,
     keep_every: KeepEvery = None,
     dry_run: DryRun = False,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    ca_file: CaFile = None,
-    credentials_dir: Credentials = None,
+    service: ServiceOptions,
     encryption: Encrypted = "none",
     kms_key_id: KmsKey = None,
     output: Output = "table",
@@ -145,7 +116,7 @@ def prune(
     from dlrm_cli.documents import parse_duration
 
     period_s = None if keep_every is None else parse_duration("--keep-every", keep_every)
-    store = open_snapshot_store(uri, endpoint, region, ca_file, credentials_dir, encryption, kms_key_id)
+    store = open_snapshot_store(uri, service, encryption, kms_key_id)
     attempt = newest_attempt(store)
     if not dry_run and not is_claimed(attempt, read_attempts(store, attempt - 1)):
         raise TemporaryError(
@@ -165,7 +136,7 @@ def prune(
     _print_decision(decision, "would delete" if dry_run else "deleted", output)
 
 
-def _print_decision(decision: RetentionPlan, retired: str, output: OutputFormat) -> None:
+def _print_decision(decision: RetentionPlan, retired: str, output: Output) -> None:
     dependencies = sorted(decision.needed, reverse=True)
     verdicts = {"kept": decision.keep, "kept as dependency": dependencies, retired: decision.retire}
     if output == "json":
@@ -239,10 +210,7 @@ def warn_unusable(listed: ListedSnapshot) -> None:
 
 def open_snapshot_store(
     uri: str,
-    endpoint: str | None,
-    region: str | None,
-    ca_file: Path | None,
-    credentials_dir: Path | None,
+    service: ServiceOptions,
     encryption: Encryption = "none",
     kms_key_id: str | None = None,
     *,
@@ -260,17 +228,19 @@ def open_snapshot_store(
     from dlrm_stores import StoreOptions, open_existing_store, open_store
     from dlrm_stores.base import FieldNames
 
-    for option, path in (("--ca-file", ca_file), ("--credentials-dir", credentials_dir)):
+    for option, path in (("--ca-file", service.ca_file), ("--credentials-dir", service.credentials_dir)):
         if path is not None and not path.exists():
             raise NoInputError(f"invalid {option}: file or folder not found: {path}")
-    given = {"endpoint": endpoint, "region": region, "caFile": ca_file, "encryption": encryption}
-    given["kmsKeyId"] = kms_key_id
+    given = {"endpoint": service.endpoint, "region": service.region, "caFile": service.ca_file}
+    given |= {"encryption": encryption, "kmsKeyId": kms_key_id}
     if not uri.startswith(SCHEMES):
         hint = "" if "://" in uri or not uri else f"; did you mean {Path(uri).absolute().as_uri()}?"
         raise UsageError(f"invalid URI: expected file:///folder or s3://bucket/prefix, got {uri!r}{hint}")
     try:
         s3 = read(SnapshotS3Spec, {name: value for name, value in given.items() if value is not None})
-        options = StoreOptions(s3=s3, credentials_dir=credentials_dir, fields=FieldNames(credentials=CREDENTIALS))
+        options = StoreOptions(
+            s3=s3, credentials_dir=service.credentials_dir, fields=FieldNames(credentials=CREDENTIALS)
+        )
         return open_existing_store(uri, options) if must_exist else open_store(uri, options)
     except InvalidSpecError as error:
         named = {"endpoint": "--endpoint", "region": "--region", "kmsKeyId": "--kms-key-id"}

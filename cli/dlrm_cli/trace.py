@@ -28,6 +28,7 @@ from dlrm_api.model import TRACE_KEY, TableSpec
 from dlrm_api.trace import CACHE_SHARES, CurvePoint, ReuseBin, TableTrace, Trace, parse_trace
 from dlrm_cli.checks import check_inputs
 from dlrm_cli.manifests import CONFIGMAP, read_job
+from dlrm_cli.options import TraceOptions
 from dlrm_cli.run.workdir import replace_file
 from dlrm_cli.views import PLAIN_INTERVAL_S, SafeConsole, print_view, titled_table
 
@@ -118,16 +119,7 @@ MAX_FIRST_ACCESSES = 0.1
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 
 
-def trace_job(
-    file: Path,
-    settings: Sequence[str],
-    data: str | None,
-    *,
-    out: Path | None,
-    configmap: str | None,
-    batches: int | None,
-    rate: float | None,
-) -> None:
+def trace_job(options: TraceOptions) -> None:
     """Measure the data of a file's job; write the trace, or print it as a ConfigMap, and show a table.
 
     Nothing is written before all is measured, and then the whole file at once.
@@ -136,16 +128,17 @@ def trace_job(
         UsageError: the file holds something else; or a group is too large for a ConfigMap (the trace is in the file).
         DLRMError: the job or its data is invalid.
     """
-    if configmap is not None and out is not None:
+    configmap = options.configmap
+    if configmap is not None and options.out is not None:
         raise UsageError("--out cannot be combined with --configmap")
-    job = read_job(file, settings, data)
-    out = out or Path(f"{job.metadata.name}.trace.json")
+    job = read_job(options.file, options.settings or (), options.data)
+    out = options.out or Path(f"{job.metadata.name}.trace.json")
     _check_out(out, job)
     if configmap is not None and (len(configmap) > MAX_NAME or not _NAME.fullmatch(configmap)):
         raise UsageError(f"invalid --configmap: expected lower-case letters, digits, - and ., got {configmap!r}")
     check_inputs(job.spec)
     try:
-        trace = _measured(job, batches, rate)
+        trace = _measured(job, options.batches, options.rate)
     except KeyboardInterrupt:
         print("interrupted, nothing was written", file=sys.stderr)
         raise

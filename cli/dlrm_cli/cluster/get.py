@@ -17,6 +17,7 @@ from rich.text import Text
 from dlrm_api.errors import TemporaryError
 from dlrm_api.names import Label
 from dlrm_cli.cluster.client import JobClient, Object, dig
+from dlrm_cli.options import GetOptions
 from dlrm_cli.views import UNKNOWN, SafeConsole, number
 
 FINISHED = frozenset({"Succeeded", "Failed"})
@@ -236,18 +237,6 @@ RETRY_INTERVAL_S = 2.0
 """Time from the end of a watch to the next list, in case a server ends each watch at once."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GetOptions:
-    """Hold the options of ``dlrmctl get``."""
-
-    names: tuple[str, ...] = ()
-    everywhere: bool = False
-    selector: str | None = None
-    form: str = "table"
-    """table, wide, json, yaml or name."""
-    watch: bool = False
-
-
 def get_jobs(client: JobClient, options: GetOptions) -> None:
     """Print the jobs; with ``watch`` print each that changes, until interrupted.
 
@@ -262,7 +251,7 @@ def get_jobs(client: JobClient, options: GetOptions) -> None:
     else:
         jobs, _ = client.jobs(everywhere=options.everywhere, selector=options.selector)
     if options.form not in ("table", "wide"):
-        print(document(jobs, options.form, alone=len(options.names) == 1), end="")
+        print(document(jobs, options.form, alone=len(options.names or ()) == 1), end="")
     elif jobs:
         print_lines(grid(_header(options), _rows(jobs, options)))
     else:

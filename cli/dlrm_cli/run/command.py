@@ -20,6 +20,7 @@ from dlrm_api.process import usable_cpus
 from dlrm_api.progress import TrainerPhase
 from dlrm_cli.checks import check_inputs, detect_gpus, make_tier_folders, open_job_store, this_machine
 from dlrm_cli.manifests import read_job, read_references
+from dlrm_cli.options import RunOptions
 from dlrm_cli.run.history import Seen
 from dlrm_cli.run.supervisor import Stop, Supervisor
 from dlrm_cli.run.workdir import (
@@ -48,29 +49,13 @@ from dlrm_cli.views import (
 from dlrm_stores import ObjectStore
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Hold the options of the command line."""
-
-    file: Path
-    workdir: Path | None
-    data: str | None
-    eval_data: str | None
-    settings: tuple[str, ...]
-    digest: bool
-    ledger: bool
-    profile: bool
-    tier_dir: Path | None
-    as_json: bool
-
-
 def run_job(options: RunOptions) -> int:
     """Train a file's job on this machine; return the exit code.
 
     Raises:
         DLRMError: the job is invalid, its tables do not fit, or it failed.
     """
-    wanted = read_job(options.file, options.settings, options.data, options.eval_data)
+    wanted = read_job(options.file, options.settings or (), options.data, options.eval_data)
     is_fixed = wanted.spec.fixed_replicas is not None
     job = _share_threads(wanted if is_fixed else wanted.with_replicas(wanted.spec.replicas))
     check_inputs(job.spec)
@@ -92,12 +77,12 @@ def run_job(options: RunOptions) -> int:
     finally:
         restore_handlers()
     if options.profile:
-        _print_profile(WorkDir(root), as_table=not options.as_json)
+        _print_profile(WorkDir(root), as_table=options.output == "table")
     if result is None:
         return stop.exit_code
     if not options.digest:
         result = result.model_copy(update={"state_digest": None})
-    if options.as_json:
+    if options.output == "json":
         print(result.to_json())
     else:
         print_view(result_view(result))

@@ -1,0 +1,155 @@
+"""Declare the options that several commands share, and those that one command passes on as a whole."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from dlrm_cli.cluster.client import JobClient
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with a DLRMJob.")]
+Data = Annotated[str | None, typer.Option("--data", metavar="URI", help="Override spec.data.train.uris.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="spec.path=value", help="Set a field; the value is YAML. May be repeated."),
+]
+Output = Annotated[Literal["table", "json"], typer.Option("--output", "-o", help="Output format.")]
+Namespace = Annotated[
+    str | None, typer.Option("--namespace", "-n", metavar="NS", help="Namespace (default: the context's).")
+]
+Context = Annotated[
+    str | None, typer.Option("--context", metavar="NAME", help="Context of the kubeconfig (default: the current one).")
+]
+Kubeconfig = Annotated[
+    str | None,
+    typer.Option("--kubeconfig", metavar="FILE", help="Kubeconfig file (default: $KUBECONFIG, then ~/.kube/config)."),
+]
+AllNamespaces = Annotated[bool, typer.Option("--all-namespaces", "-A", help="List jobs of all namespaces.")]
+
+
+class Commands(typer.Typer):
+    """Register commands, each of which may take dataclasses: their fields are options of their own."""
+
+    def command(self, *args: Any, **kwargs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Register one command."""
+        register = super().command(*args, **kwargs)
+        return lambda function: register(_flat(function))
+
+
+def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the fields of each dataclass that ``function`` takes as parameters in its place."""
+    signature, parameters = inspect.signature(function, eval_str=True), list[inspect.Parameter]()
+    groups: dict[str, tuple[Any, list[str]]] = {}
+    for name, parameter in signature.parameters.items():
+        if is_dataclass(parameter.annotation):
+            members = inspect.signature(parameter.annotation, eval_str=True).parameters  # type: ignore[arg-type]
+            groups[name] = parameter.annotation, list(members)
+            parameters += members.values()
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(function)
+    def run(**given: Any) -> Any:
+        made = {name: kind(**{each: given.pop(each) for each in names}) for name, (kind, names) in groups.items()}
+        return function(**given, **made)
+
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """Choose a cluster, and a namespace of it."""
+
+    namespace: Namespace = None
+    context: Context = None
+    kubeconfig: Kubeconfig = None
+
+    def client(self) -> JobClient:
+        """Return a client for them."""
+        from dlrm_cli.cluster.client import JobClient
+
+        return JobClient(self.namespace, self.context, self.kubeconfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceOptions:
+    """Say how to reach the S3 service of a store."""
+
+    endpoint: Annotated[str | None, typer.Option(metavar="URL", help="URL of the S3 service (default: AWS).")] = None
+    region: Annotated[str | None, typer.Option(help="Region of the S3 service.")] = None
+    ca_file: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM file with the service's CA.")] = None
+    credentials_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", envvar="DLRM_CREDENTIALS_DIR", help="Folder with accessKeyId and secretAccessKey."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Hold the options of ``dlrmctl run``."""
+
+    file: File
+    workdir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for logs and progress (default: runs/<job>).")
+    ] = None
+    data: Data = None
+    eval_data: Annotated[str | None, typer.Option(metavar="URI", help="Override spec.data.eval.uris.")] = None
+    settings: Settings = None
+    digest: Annotated[bool, typer.Option("--digest", help="Add the SHA-256 of the final state to the result.")] = False
+    ledger: Annotated[bool, typer.Option("--ledger", help="Record the ids of all samples for audits.")] = False
+    profile: Annotated[bool, typer.Option("--profile", help="Time the stages of steps and show them at the end.")] = (
+        False
+    )
+    tier_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for rows in slower tiers (default: <workdir>/tiers).")
+    ] = None
+    output: Output = "table"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """Hold the options of ``dlrmctl trace``."""
+
+    file: File
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File for the trace (default: <job>.trace.json).")
+    ] = None
+    configmap: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Print the trace as ConfigMap NAME instead of writing a file; above 1 MiB as NAME-0, NAME-1, ...",
+        ),
+    ] = None
+    batches: Annotated[int | None, typer.Option(min=1, help="Global batches to read (default: one epoch).")] = None
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0001, max=1, help="Share of a large table's rows to sample (default: as many as fit in memory)."
+        ),
+    ] = None
+    data: Data = None
+    settings: Settings = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GetOptions:
+    """Hold the options of ``dlrmctl get``."""
+
+    names: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="Names of jobs (default: all).")] = None
+    everywhere: AllNamespaces = False
+    selector: Annotated[str | None, typer.Option("--selector", "-l", help="Label selector.")] = None
+    form: Annotated[
+        Literal["table", "wide", "json", "yaml", "name"], typer.Option("--output", "-o", help="Output format.")
+    ] = "table"
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Watch for changes.")] = False
