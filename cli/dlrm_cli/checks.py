@@ -90,11 +90,7 @@ def open_job_store(job: DLRMJob) -> ObjectStore:
 
 
 def detect_gpus() -> tuple[DetectedGpu, ...]:
-    """Return the GPUs that a process of this machine sees, in torch's order.
-
-    Raises:
-        DeviceError: the driver failed.
-    """
+    """Return the GPUs that a process here sees, in torch's order; DeviceError if the driver failed."""
     asked = subprocess.run([sys.executable, "-P", "-c", ASK_GPUS], capture_output=True, text=True, check=False)
     if asked.returncode:
         last = asked.stderr.strip().splitlines()[-1:] or [f"exit code {asked.returncode}"]

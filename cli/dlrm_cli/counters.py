@@ -69,11 +69,7 @@ class Rates:
 
 
 def metric_samples(text: str) -> Iterator[Sample]:
-    """Yield the finite figures of a text in Prometheus' format.
-
-    Raises:
-        BadDataError: the text has another format.
-    """
+    """Yield the finite figures of a text in Prometheus' format, or raise BadDataError."""
     try:
         for family in text_string_to_metric_families(text):
             yield from (each for each in family.samples if math.isfinite(each.value) and abs(each.value) <= MAX_VALUE)
@@ -82,11 +78,7 @@ def metric_samples(text: str) -> Iterator[Sample]:
 
 
 def pod_figures(text: str) -> PodFigures:
-    """Read a trainer's metrics; figures that are not in the text stay absent.
-
-    Raises:
-        BadDataError: the text has no metric of a trainer, or another format.
-    """
+    """Read a trainer's metrics, or raise BadDataError; figures that are not in the text stay absent."""
     sums: dict[str, float] = defaultdict(float)
     tiers: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     stages: dict[str, float] = defaultdict(float)

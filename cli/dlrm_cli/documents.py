@@ -31,11 +31,7 @@ VALUE = re.compile(r"([A-Za-z0-9]([-._A-Za-z0-9]{0,61}[A-Za-z0-9])?)?")
 
 
 def check_metadata(metadata: Any) -> None:
-    """Refuse metadata that the API server would refuse: the models accept what it has let pass.
-
-    Raises:
-        InvalidSpecError: an unknown field, a bad namespace, or a bad key or value of a label or annotation.
-    """
+    """Raise InvalidSpecError for metadata that the API server refuses; the models leave that to it."""
     if not isinstance(metadata, dict):
         # The models refuse it.
         return
@@ -148,12 +144,7 @@ def read_documents(path: Path) -> list[Document]:
 
 
 def parse_document(document: Document) -> DLRMJob | HardwareProfile:
-    """Validate one document.
-
-    Raises:
-        InvalidSpecError: another kind, or an invalid field.
-        BadDataError: it is YAML that JSON cannot express.
-    """
+    """Validate one document; InvalidSpecError for a bad field, BadDataError if JSON cannot express it."""
     parser = PARSERS.get(document.kind)
     if parser is None:
         raise InvalidSpecError("kind", f"expected one of {', '.join(PARSERS)}, got {document.kind or None!r}")
@@ -163,12 +154,7 @@ def parse_document(document: Document) -> DLRMJob | HardwareProfile:
 
 
 def only_job(documents: list[Document]) -> Document:
-    """Return the one DLRMJob among documents.
-
-    Raises:
-        InvalidSpecError: there is no such document.
-        UsageError: there are several.
-    """
+    """Return the one DLRMJob; raise InvalidSpecError if there is none, UsageError if there are several."""
     jobs = [document for document in documents if document.kind == "DLRMJob"]
     if not jobs:
         first = documents[0]
@@ -182,11 +168,8 @@ def only_job(documents: list[Document]) -> Document:
 def find_profile(job: DLRMJob, documents: list[Document], extra: Path | None) -> HardwareProfile | None:
     """Return the profile that the job names, from its own file or from ``--profile``.
 
-    If the job names none, it is the only one of ``--profile``, or None without that option.
-
-    Raises:
-        UsageError: the profile that the job names is in neither file; or it names none, and the file has several.
-        DLRMError: a profile is invalid.
+    If the job names none, it is the only one of ``--profile``, or None without that option. Raises UsageError if the
+    profile is in neither file, or if the job names none and the file has several.
     """
     wanted = job.spec.trainer.hardware
     others = read_documents(extra) if extra else []
@@ -234,11 +217,7 @@ def located(document: Document, error: DLRMError) -> DLRMError:
 
 
 def parse_duration(option: str, text: str) -> int:
-    """Return the seconds of an option's duration.
-
-    Raises:
-        UsageError: it is not a duration, or not greater than zero.
-    """
+    """Return the seconds of an option's duration, or raise UsageError if it is not greater than zero."""
     try:
         found = int(TypeAdapter[float](Duration).validate_python(text))
     except ValidationError as error:
@@ -257,10 +236,8 @@ STEP = re.compile(r"(?:^|\.)([^.\[\]]+)|\[(?:(\d+)|([^\[\]]+))\]")
 def with_overrides(body: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """Return a copy of a job's document with every ``path=value`` of ``settings`` set, in order.
 
-    A value is read as YAML: ``2`` is a number, ``[a, b]`` a list, and ``null`` restores a field's default.
-
-    Raises:
-        UsageError: a setting has no ``=``, an invalid value, or a path that the API does not have.
+    A value is read as YAML: ``2`` is a number, ``[a, b]`` a list, and ``null`` restores a field's default. Raises
+    UsageError for a setting without ``=``, an invalid value, or a path that the API does not have.
     """
     changed = copy.deepcopy(body)
     for setting in settings:
@@ -279,9 +256,7 @@ def with_data(body: dict[str, Any], data: str | None, eval_data: str | None) -> 
     """Return a copy of a job's document that trains on ``data`` and evaluates on ``eval_data``.
 
     Without ``eval_data``, ``data`` replaces the evaluation files too, if there are none or the same as for training.
-
-    Raises:
-        UsageError: one of them is empty.
+    Raises UsageError if one is empty.
     """
     changed = copy.deepcopy(body)
     if data is None and eval_data is None:
@@ -297,11 +272,7 @@ def with_data(body: dict[str, Any], data: str | None, eval_data: str | None) -> 
 
 
 def refuse_unread_data(body: dict[str, Any], data: str | None, eval_data: str | None) -> None:
-    """Refuse files for a job with synthetic data, with all its settings applied.
-
-    Raises:
-        UsageError: names the option.
-    """
+    """Raise UsageError if files are given for a job whose data, with all settings applied, is synthetic."""
     given = "--data" if data is not None else "--eval-data" if eval_data is not None else None
     if given is not None and _dig(body, "spec", "data", "format") == "synthetic":
         raise UsageError(
@@ -311,11 +282,7 @@ def refuse_unread_data(body: dict[str, Any], data: str | None, eval_data: str | 
 
 
 def local_uri(option: str, uri: str) -> str:
-    """Return the URI as a manifest holds it: with an absolute path, so that a later run finds it.
-
-    Raises:
-        UsageError: it is empty, as an unset shell variable is.
-    """
+    """Return the URI with an absolute path, so that a later run finds it; UsageError if it is empty."""
     if not uri:
         raise UsageError(f"invalid {option}: expected a file, folder or pattern, got an empty string")
     return uri if "://" in uri else str(Path(uri).absolute())

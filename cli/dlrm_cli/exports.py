@@ -114,13 +114,7 @@ def follow(
 
 
 def _named(store: ObjectStore, name: str) -> Snapshot:
-    """Return a snapshot by its step, or by step and attempt.
-
-    Raises:
-        UsageError: an invalid name.
-        NoInputError: no such snapshot.
-        SnapshotError: it is unusable.
-    """
+    """Return a snapshot by its step, or by step and attempt."""
     from dlrm_checkpointer import find_snapshot
 
     match = NAME.fullmatch(name)
@@ -136,11 +130,7 @@ class Parquet:
     suffix = ".parquet"
 
     def check(self, precision: Precision) -> None:
-        """Refuse a precision that Parquet does not have.
-
-        Raises:
-            UsageError: bf16.
-        """
+        """Refuse bf16, which Parquet does not have, with a UsageError."""
         if precision == "bf16":
             raise UsageError(
                 "--precision bf16 cannot be combined with --format parquet; use fp16, or --format safetensors"

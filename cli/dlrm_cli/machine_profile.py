@@ -374,11 +374,7 @@ RENDEZVOUS_TIMEOUT_S = 60.0
 
 
 def exchange_rate() -> float:
-    """Return the bytes/s that each of two ranks sends the other, through the collectives of training.
-
-    Raises:
-        DeviceError: they did not meet, or one failed.
-    """
+    """Return the bytes/s that two ranks send each other as in training; DeviceError if one failed."""
     port = str(free_ports(1).rendezvous)
     command = [sys.executable, "-P", "-m", "dlrm_cli.machine_profile"]
     with (

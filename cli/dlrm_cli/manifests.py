@@ -35,10 +35,8 @@ CONFIGMAP = "configmap:"
 def validate_file(path: Path) -> None:
     """Print a line on stdout for each valid document, and on stderr for each invalid one but the first.
 
-    Pod additions that operators refuse by default are warnings: a cluster's admin may allow them.
-
-    Raises:
-        DLRMError: the first problem.
+    The first problem is raised. Pod additions that operators refuse by default are warnings: a cluster's admin may
+    allow them.
     """
     problems: list[DLRMError] = []
     for document in read_documents(path):
@@ -61,12 +59,7 @@ def validate_file(path: Path) -> None:
 
 
 def print_plan(path: Path, profile_path: Path | None, settings: Sequence[str], *, as_json: bool) -> None:
-    """Print the plan of a file's job.
-
-    Raises:
-        InfeasiblePlanError: the tables do not fit the hardware.
-        DLRMError: the file or the job is invalid.
-    """
+    """Print the plan of a file's job; InfeasiblePlanError if its tables do not fit the hardware."""
     from dlrm_planner import plan_job
 
     job, profile = read_job_and_profile(path, profile_path, settings)
@@ -78,11 +71,7 @@ def print_plan(path: Path, profile_path: Path | None, settings: Sequence[str], *
 
 
 def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str], *, as_json: bool) -> None:
-    """Print the Kubernetes objects that the operator would create for a file's job; warnings go to stderr.
-
-    Raises:
-        DLRMError: the file or the job is invalid, or the tables do not fit the hardware.
-    """
+    """Print the Kubernetes objects that the operator would create for a file's job; warnings go to stderr."""
     from dlrm_operator.manifests.pod_template import ANY
     from dlrm_operator.manifests.pods import render_objects
     from dlrm_operator.manifests.storage import ephemeral_store_warnings

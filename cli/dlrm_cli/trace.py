@@ -69,11 +69,8 @@ def trace_maps(name: str, trace: Trace, paths: Sequence[str]) -> list[TraceMap]:
     """Return the ConfigMap ``name``, or ``name-0``, ``name-1`` and so on if one cannot hold the trace.
 
     Tables keep the model's order, and those of one path share a ConfigMap: the template of a group names only one.
-
-    ``paths`` are those of the trace's tables in the manifest.
-
-    Raises:
-        UsageError: one group's tables are too many for a ConfigMap; names the group.
+    ``paths`` are those of the trace's tables in the manifest. A UsageError names a group with too many tables for a
+    ConfigMap.
     """
     parts = list(_parts(trace, paths))
     names = [name] if len(parts) == 1 else [f"{name}-{number}" for number in range(len(parts))]
@@ -122,11 +119,8 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9]
 def trace_job(options: TraceOptions) -> None:
     """Measure the data of a file's job; write the trace, or print it as a ConfigMap, and show a table.
 
-    Nothing is written before all is measured, and then the whole file at once.
-
-    Raises:
-        UsageError: the file holds something else; or a group is too large for a ConfigMap (the trace is in the file).
-        DLRMError: the job or its data is invalid.
+    Nothing is written before all is measured, and then the whole file at once. If a group is too large for a ConfigMap,
+    the UsageError says that the trace is in the file.
     """
     configmap = options.configmap
     if configmap is not None and options.out is not None:
@@ -189,11 +183,7 @@ def trace_view(trace: Trace) -> RenderableType:
 
 
 def _measured(job: DLRMJob, batches: int | None, rate: float | None) -> Trace:
-    """Read the batches in training order and measure them.
-
-    Raises:
-        UsageError: the trainer's packages are not installed.
-    """
+    """Read the batches in training order and measure them."""
     try:
         from dlrm_trainer.data import open_reader
 
@@ -239,11 +229,7 @@ def _progress(batches: int) -> Iterator[Callable[[int, int], None]]:
 
 
 def _check_out(out: Path, job: DLRMJob) -> None:
-    """Allow only an older trace of the same job to be replaced.
-
-    Raises:
-        UsageError: the file holds something else, or cannot be written.
-    """
+    """Allow only an older trace of the same job to be replaced, and raise UsageError otherwise."""
     try:
         if not os.access(out.parent, os.W_OK | os.X_OK):
             raise UsageError(f"invalid --out: cannot write to folder {out.parent}; choose another file")

@@ -73,9 +73,7 @@ def _run(arguments: list[str] | None, settings: Settings) -> TerminationMessage:
 def read_plan(path: Path) -> Plan:
     """Read a plan from its file, or from the directory of its parts.
 
-    Raises:
-        NoInputError: the file does not exist.
-        InvalidSpecError: it is invalid, or parts are missing.
+    Raises NoInputError without the file, InvalidSpecError if it is invalid or parts are missing.
     """
     if path.is_dir():
         return plan_from_parts({part.name: part.read_bytes() for part in path.glob("plan.*.gz")})

@@ -111,15 +111,9 @@ def _nameless_file() -> int:
 class Endpoint:
     """Serve one pod's progress from a background thread until closed.
 
-    Args:
-        board: content of ``/progress``.
-        control: takes requests for cuts.
-        token_sha256: digest of the token that ``POST /cut`` must send (``dlrm_api.names``); None: cuts are refused.
-        collectors: of further metrics.
-        stacks: makes the content of ``/stacks``.
-
-    Raises:
-        TemporaryError: the port is in use.
+    ``token_sha256`` is the digest of the token that ``POST /cut`` must send (``dlrm_api.names``); None: cuts are
+    refused. ``collectors`` are of further metrics, and ``stacks`` makes the content of ``/stacks``. Raises
+    TemporaryError if the port is in use.
     """
 
     def __init__(

@@ -44,10 +44,8 @@ def evaluate(
 
     No training state changes. ``batches`` are this rank's slices of the set, equally many on every rank. After each,
     ``scored`` is called with the number of batches scored, and ``stopping`` returns whether this rank received a
-    signal. Each rank keeps five bytes per sample, and rank 0 takes ten per sample of all ranks at the end.
-
-    Raises:
-        StoppedError: on every rank, if one received a signal.
+    signal: StoppedError is raised on every rank if one did. Each rank keeps five bytes per sample, and rank 0 takes ten
+    per sample of all ranks at the end.
     """
     logits: list[Tensor] = []
     labels: list[Tensor] = []
@@ -82,16 +80,10 @@ def gather_first(values: Tensor, collectives: Collectives) -> NDArray[Any]:
 
 
 def measure(logits: Floats, labels: Labels, step: int = 0) -> EvalMetrics:
-    """Measure predictions over an evaluation set.
+    """Measure predictions over an evaluation set, or raise DivergedError if one is not finite.
 
-    Args:
-        logits: (n,) log odds of a positive label, n at least 1. Probabilities would round to 0 or 1 where the model is
-            certain, which makes the log loss infinite and creates ties.
-        labels: (n,) each 0 or 1.
-        step: after which the model was evaluated.
-
-    Raises:
-        DivergedError: a logit is NaN or infinite.
+    ``logits`` are (n,) log odds of a positive label, n at least 1: probabilities would round to 0 or 1 where the model
+    is certain, which makes the log loss infinite and creates ties. ``labels`` are (n,) each 0 or 1.
     """
     if bad := sum(int((~np.isfinite(part)).sum()) for part, _ in _chunks(logits, labels)):
         raise DivergedError(

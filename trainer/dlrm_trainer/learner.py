@@ -37,14 +37,9 @@ class Learner:
     Every rank must make the same calls in the same order. Losses are divided by the count of the global batch, so
     gradients are summed over ranks and never averaged.
 
-    Args:
-        tier_dir: directory of the tiers that need a file system; None if the plan uses none.
-        id_collectives: of all ranks, for a thread that sends ids; None: ids are sent by the calling thread.
-        device: of the dense half, and of rows that the plan puts into hbm.
-
-    Raises:
-        InvalidSpecError: a tier has no directory.
-        DeviceError: a tier's file cannot be created.
+    ``tier_dir`` is for tiers that need a file system. ``id_collectives`` are for a thread that sends ids; None: the
+    calling thread sends them. ``device`` is that of the dense half, and of rows that the plan puts into hbm. Raises
+    InvalidSpecError if a tier has no directory, DeviceError if its file cannot be created.
     """
 
     def __init__(
@@ -103,14 +98,9 @@ class Learner:
     def compute(self, prepared: PreparedRows, global_count: int) -> tuple[float, Gradients]:
         """Predict this rank's samples and compute all gradients. No parameter and no row changes.
 
-        Returns:
-            This rank's share of the mean log loss of the batch's ``global_count`` samples, and the gradients for
-            ``apply``.
-
-        Raises:
-            DeviceError: rows could not be fetched from their tier.
-            DivergedError: a gradient to be sent in fp16 is not finite.
-            PeerLostError: a rank is lost.
+        Returns this rank's share of the mean log loss of the batch's ``global_count`` samples, and gradients for
+        ``apply``. Raises DeviceError if rows could not be fetched from their tier, DivergedError if a gradient to be
+        sent in fp16 is not finite, and PeerLostError.
         """
         given, device = prepared.batch, self._device
         dense, labels = given.dense.to(device, non_blocking=True), given.labels.to(device, non_blocking=True)
@@ -175,11 +165,8 @@ class Learner:
     def apply(self, gradients: Gradients, factor: float) -> None:
         """Update every parameter, and each row that the global batch looked up, once.
 
-        ``factor`` multiplies the learning rates (``Schedule.factor``).
-
-        Raises:
-            DivergedError: a gradient received in fp16 is not finite; nothing was updated.
-            PeerLostError: a rank is lost.
+        ``factor`` multiplies the learning rates (``Schedule.factor``). Raises PeerLostError, and DivergedError if a
+        gradient received in fp16 is not finite; nothing was updated then.
         """
         summing, sent = self._start_sums(), self._collectives.seconds
         self.embeddings.update(gradients, self._row_rate * factor)

@@ -74,11 +74,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
-    """Read the environment; unset or empty variables have their default.
-
-    Raises:
-        UsageError: a variable is not a number; the message names it.
-    """
+    """Read the environment; unset or empty variables have their default. UsageError names a bad one."""
     source = os.environ if environment is None else environment
     values: dict[str, Any] = {}
     for each in fields(Settings):

@@ -61,9 +61,6 @@ def train(
 
     The ranks of ``gang`` have not met yet; the signal handlers already use ``control``. The pod's first rank serves
     ``board`` and ``stacks``. ``digest``: write the digest of the final state to ``result.json``.
-
-    Raises:
-        DLRMError: of the class that says who can act.
     """
     spec, rank, world_size = job.spec, gang.rank, gang.world_size
     placement = place(spec.model, plan, world_size)
@@ -161,8 +158,7 @@ class Training:
     def train_step(self, prepared: PreparedRows) -> tuple[bool, bool]:
         """Run one step on one global batch; return whether to end after it, and whether to make a cut.
 
-        Raises:
-            DivergedError: the loss is not finite; nothing was updated.
+        Raises DivergedError if the loss is not finite; nothing was updated then.
         """
         learner, batch = self.assembly.learner, prepared.batch
         count = self.assembly.reader.global_count(batch.number)
@@ -240,8 +236,7 @@ class Training:
     def stop(self) -> ExitCode:
         """Hand over a last cut within the grace period of a signal, and return TERMINATED.
 
-        Raises:
-            TemporaryError: an earlier cut was still waiting after that time, or there was no space for this one.
+        Raises TemporaryError if an earlier cut still waited after that time, or there was no space for this one.
         """
         self.cuts.hand_over_last(self.step, self.cut_meta)
         self.observer.save_profile(self.collectives, self.assembly.settings.work_dir)
@@ -251,8 +246,7 @@ class Training:
     def finish(self, digest: bool) -> ExitCode:
         """Evaluate, hand over the final cut, wait until it is committed, write the result and return DONE.
 
-        Raises:
-            TemporaryError: the cut was not committed in time; running again commits it.
+        Raises TemporaryError if the cut was not committed in time; running again commits it.
         """
         faulthandler.cancel_dump_traceback_later()
         if (ended := self.evaluate()) is not None:

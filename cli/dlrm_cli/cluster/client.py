@@ -86,11 +86,7 @@ WATCH_TIMEOUT_S = 300
 
 
 class JobClient:
-    """Read and patch the jobs of one namespace as one user.
-
-    Raises:
-        NoInputError: no usable kubeconfig was found.
-    """
+    """Read and patch one namespace's jobs as one user; NoInputError without a usable kubeconfig."""
 
     def __init__(self, namespace: str | None, context: str | None, kubeconfig: str | None) -> None:
         kubeconfig = kubeconfig or os.environ.get("KUBECONFIG") or _user_kubeconfig()
@@ -99,11 +95,7 @@ class JobClient:
         self.namespace = namespace or self._api.namespace
 
     def job(self, name: str) -> Object:
-        """Return one job.
-
-        Raises:
-            NoInputError: no job has that name.
-        """
+        """Return one job, or raise NoInputError if none has that name."""
         with self._explained("get", JOBS, missing=lambda: self._not_found(name)):
             return self._api.call_now("GET", self._job_path(name))
 
@@ -149,11 +141,7 @@ class JobClient:
             yield from self._api.lines(self._path(f"pods/{quote(pod)}/log"), query, None, MAX_LINE_BYTES)
 
     def pod_endpoint(self, pod: str, namespace: str, path: str) -> str:
-        """Return what a pod's trainer answers, through the API server's proxy.
-
-        Raises:
-            BadDataError: the answer is too large, or too slow.
-        """
+        """Return a pod's answer through the API server's proxy; BadDataError if it is too large or slow."""
         whole = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(pod)}:{Port.TRAINER}/proxy/{path}"
         with self._explained("get", "pods/proxy"):
             return self._api.answer_of_pod(whole, POD_TIMEOUT_S, MAX_RESPONSE_BYTES).decode(errors="replace")

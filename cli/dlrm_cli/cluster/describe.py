@@ -34,7 +34,6 @@ MAX_PODS = 64
 INDENT = "  "
 LABEL_WIDTH = 14
 
-
 Objects = Sequence[Object] | str
 """Objects, or why the user may not read them."""
 
@@ -58,10 +57,9 @@ def _summary(job: Object, facts: JobFacts, now: datetime) -> Iterator[tuple[str,
     if dig(job, "spec", "lifecycle", "suspend"):
         yield "Suspend", "requested; dlrmctl resume continues the job"
     yield "Created", f"{age(facts.created, now)} ago"
-    if status.get("startTime"):
-        yield "Started", f"{age(status['startTime'], now)} ago"
-    if status.get("completionTime"):
-        yield "Ended", f"{age(status['completionTime'], now)} ago"
+    for name, time in (("Started", status.get("startTime")), ("Ended", status.get("completionTime"))):
+        if time:
+            yield name, f"{age(time, now)} ago"
     yield "Attempt", str(facts.attempt or UNKNOWN)
     yield "Plan", _plan(job)
     yield "Progress", _progress(job, facts)
@@ -147,37 +145,22 @@ def _restarts(job: Object, now: datetime) -> str:
 
 
 def _conditions(job: Object, now: datetime) -> list[Text]:
-    rows = [
-        (
-            str(each.get("type")),
-            str(each.get("status")),
-            str(each.get("reason")),
-            age(each.get("lastTransitionTime"), now),
-            one_line(each.get("message") or ""),
-        )
-        for each in dig(job, "status", "conditions") or ()
-    ]
+    rows = []
+    for each in dig(job, "status", "conditions") or ():
+        state = (str(each.get(key)) for key in ("type", "status", "reason"))
+        rows.append((*state, age(each.get("lastTransitionTime"), now), one_line(each.get("message") or "")))
     return grid(("TYPE", "STATUS", "REASON", "SINCE", "MESSAGE"), rows, INDENT)
 
 
 def _failures(job: Object, now: datetime) -> list[Text]:
     """Return the evidence of the last failures, newest first."""
     status = job.get("status") or {}
-    known = [status.get("lastFailure"), *(status.get("earlierFailures") or ())]
-    rows = [
-        (
-            str(each.get("attempt")),
-            age(each.get("time"), now),
-            each.get("pod") or UNKNOWN,
-            UNKNOWN if each.get("rank") is None else str(each["rank"]),
-            each.get("node") or UNKNOWN,
-            UNKNOWN if each.get("exitCode") is None else str(each["exitCode"]),
-            each.get("reason") or UNKNOWN,
-            one_line(each.get("message") or ""),
-        )
-        for each in known
-        if each
-    ]
+    rows = []
+    for each in filter(None, (status.get("lastFailure"), *(status.get("earlierFailures") or ()))):
+        pod, node, reason = (each.get(key) or UNKNOWN for key in ("pod", "node", "reason"))
+        rank, code = (UNKNOWN if each.get(key) is None else str(each[key]) for key in ("rank", "exitCode"))
+        message = one_line(each.get("message") or "")
+        rows.append((str(each.get("attempt")), age(each.get("time"), now), pod, rank, node, code, reason, message))
     return grid(("ATTEMPT", "AGE", "POD", "RANK", "NODE", "CODE", "REASON", "MESSAGE"), rows, INDENT)
 
 
@@ -186,14 +169,7 @@ def _pods(pods: Objects, now: datetime) -> list[Text]:
         return [Text(f"{INDENT}not available: {pods}")]
     ordered = sorted(pods, key=lambda pod: (-pod_attempt(pod), pod_index(pod)))
     rows = [
-        (
-            str(dig(pod, "metadata", "name")),
-            str(dig(pod, "spec", "nodeName") or UNKNOWN),
-            pod_phase(pod),
-            ready(pod),
-            age(dig(pod, "metadata", "creationTimestamp"), now),
-            waits_for(pod) or UNKNOWN,
-        )
+        (*pod_state(pod), age(dig(pod, "metadata", "creationTimestamp"), now), waits_for(pod) or UNKNOWN)
         for pod in ordered[:MAX_PODS]
     ]
     lines = grid(("POD", "NODE", "PHASE", "READY", "AGE", "WAITING FOR"), rows, INDENT)
@@ -210,16 +186,11 @@ def _events(events: Objects, now: datetime) -> list[Text]:
         """Order by time, which is in whole seconds, then by resource version."""
         return event_time(event) or "", parse_number(dig(event, "metadata", "resourceVersion"))
 
-    rows = [
-        (
-            age(event_time(event), now),
-            str(event.get("type") or ""),
-            str(event.get("reason") or ""),
-            str(event.get("count") or 1),
-            one_line(event.get("message") or ""),
-        )
-        for event in sorted(events, key=order)[-MAX_EVENTS:]
-    ]
+    rows = []
+    for event in sorted(events, key=order)[-MAX_EVENTS:]:
+        kind, reason = (str(event.get(key) or "") for key in ("type", "reason"))
+        message = one_line(event.get("message") or "")
+        rows.append((age(event_time(event), now), kind, reason, str(event.get("count") or 1), message))
     return grid(("AGE", "TYPE", "REASON", "COUNT", "MESSAGE"), rows, INDENT)
 
 
@@ -239,11 +210,7 @@ def _utc(text: str) -> str:
 
 
 def describe_job(client: JobClient, name: str) -> None:
-    """Print the job's page; what the user may not read is named in its place.
-
-    Raises:
-        NoInputError: no such job.
-    """
+    """Print the job's page; what the user may not read is named in its place."""
     job = client.job(name)
     pods, events = _allowed(lambda: client.pods(name)), _allowed(lambda: client.events(name))
     print_lines(page_lines(job, datetime.now(UTC), pods=pods, events=events))
@@ -256,20 +223,16 @@ def _allowed(look: Callable[[], list[Object]]) -> Objects:
         return str(error)
 
 
-def ready(pod: Object) -> str:
-    """Return how many containers are ready, sidecars included."""
+def pod_state(pod: Object) -> tuple[str, ...]:
+    """Return the pod's name, node, phase as kubectl shows it, and ready containers, sidecars included."""
     spec = pod.get("spec") or {}
-    sidecars = [each for each in spec.get("initContainers") or () if each.get("restartPolicy") == "Always"]
-    total = len(spec.get("containers") or ()) + len(sidecars)
+    sidecars = (each for each in spec.get("initContainers") or () if each.get("restartPolicy") == "Always")
     names = {each["name"] for each in (*(spec.get("containers") or ()), *sidecars)}
-    return f"{sum(bool(each.get('ready')) for each in containers(pod) if each.get('name') in names)}/{total}"
-
-
-def pod_phase(pod: Object) -> str:
-    """Return the pod's phase as kubectl shows it."""
-    if dig(pod, "metadata", "deletionTimestamp"):
-        return "Terminating"
-    return str(dig(pod, "status", "reason") or dig(pod, "status", "phase") or "Pending")
+    ready = sum(bool(each.get("ready")) for each in containers(pod) if each.get("name") in names)
+    name, node = str(dig(pod, "metadata", "name")), str(spec.get("nodeName") or UNKNOWN)
+    phase = str(dig(pod, "status", "reason") or dig(pod, "status", "phase") or "Pending")
+    is_ending = bool(dig(pod, "metadata", "deletionTimestamp"))
+    return name, node, "Terminating" if is_ending else phase, f"{ready}/{len(names)}"
 
 
 def waits_for(pod: Object) -> str:

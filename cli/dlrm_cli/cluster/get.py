@@ -238,11 +238,7 @@ RETRY_INTERVAL_S = 2.0
 
 
 def get_jobs(client: JobClient, options: GetOptions) -> None:
-    """Print the jobs; with ``watch`` print each that changes, until interrupted.
-
-    Raises:
-        NoInputError: a named job does not exist.
-    """
+    """Print the jobs; with ``watch`` print each that changes, until interrupted."""
     if options.watch:
         _follow(client, options)
         return

@@ -24,11 +24,7 @@ Progress = tuple[bool, str]
 
 
 def suspend_progress(job: Object) -> Progress:
-    """Return how far a job is on its way to Suspended.
-
-    Raises:
-        TemporaryError: it never will be: someone has resumed it.
-    """
+    """Return how far a job is on its way to Suspended; TemporaryError if someone has resumed it."""
     facts = job_facts(job)
     if facts.phase == "Suspended" and _is_observed(job):
         step = facts.snapshot_step
@@ -43,12 +39,7 @@ def suspend_progress(job: Object) -> Progress:
 
 
 def resume_progress(job: Object) -> Progress:
-    """Return how far a job is on its way to Running.
-
-    Raises:
-        TemporaryError: it never will be: someone has suspended it.
-        DLRMError: it has failed.
-    """
+    """Return how far a job is on its way to Running; raise if it failed or was suspended meanwhile."""
     facts = job_facts(job)
     if facts.phase == "Failed" and _is_observed(job):
         raise DLRMError(f"{facts.name} has Failed: {one_line(facts.reason)}".rstrip(": "))
@@ -90,11 +81,7 @@ def set_suspend(client: JobClient, name: str, wanted: bool, timeout_s: float | N
 
 
 def _wait(client: JobClient, job: Object, judge: Callable[[Object], Progress], timeout_s: float, advice: str) -> str:
-    """Poll until ``judge`` says that it is done, and return its words; print each change on stderr.
-
-    Raises:
-        TemporaryError: time is up.
-    """
+    """Poll until ``judge`` says that it is done, and return its words; print each change on stderr."""
     deadline, shown = time.monotonic() + timeout_s, ""
     while True:
         done, words = judge(job)

@@ -27,11 +27,7 @@ class PodChoice:
 
 
 def check_choice(job: JobFacts, choice: PodChoice) -> None:
-    """Refuse a choice that no attempt of the job can have.
-
-    Raises:
-        UsageError: two choices at once, or a replica or rank beyond the plan.
-    """
+    """Refuse two choices at once, and a replica or rank beyond the plan, with a UsageError."""
     if (choice.replica is not None) + (choice.rank is not None) + choice.everyone > 1:
         raise UsageError("--replica, --rank and --all cannot be combined")
     replica = wanted_replica(job, choice)
@@ -108,12 +104,7 @@ class LogOptions:
 
 
 def print_logs(client: JobClient, name: str, options: LogOptions) -> None:
-    """Print the logs unchanged.
-
-    Raises:
-        NoInputError: no such job, pod, or log.
-        UsageError: no attempt of the job can have that pod.
-    """
+    """Print the logs unchanged; NoInputError for an unknown job or pod, or one without a log."""
     job, pods = _read(client, name, options)
     chosen = choose_pods(job, pods, options.choice)
     if not chosen:
@@ -134,12 +125,7 @@ def print_logs(client: JobClient, name: str, options: LogOptions) -> None:
 
 
 def follow_logs(client: JobClient, name: str, options: LogOptions) -> None:
-    """Print lines as they come, of one attempt after the other, until the job has ended or is suspended.
-
-    Raises:
-        NoInputError: no such job.
-        UsageError: no attempt of the job can have that pod.
-    """
+    """Print lines as they come, of one attempt after the other, until the job has ended or is suspended."""
     lines: queue.Queue[str] = queue.Queue(MAX_QUEUED_LINES)
     tails: dict[str, _Tail] = {}
     shown, first = "", True

@@ -15,7 +15,7 @@ from rich.text import Text
 from dlrm_api.errors import DLRMError, TemporaryError
 from dlrm_api.names import trainer_pod
 from dlrm_cli.cluster.client import MAX_POLLED_PODS, METRICS_THREADS, JobClient, Object, dig
-from dlrm_cli.cluster.describe import pod_phase, ready
+from dlrm_cli.cluster.describe import pod_state
 from dlrm_cli.cluster.get import JobFacts, age, grid, is_running, job_facts, one_line, print_lines, steps, time_left
 from dlrm_cli.cluster.logs import PodChoice, choose_pods
 from dlrm_cli.counters import PodFigures, Rates, pod_figures, rates
@@ -62,36 +62,19 @@ def _job_row(job: JobFacts, reading: Reading, now: datetime) -> tuple[str, ...]:
     live, found = reading.now or PodFigures(), reading.rates
     step = live.step if live.step is not None else job.step
     speed = live.samples_per_second if live.samples_per_second is not None else job.samples_per_second
-    seconds = job.batch / speed if job.batch and speed else None
-    return (
-        job.name,
-        job.phase,
-        steps(step, job.total_steps),
-        number(speed, ",.0f"),
-        UNKNOWN if seconds is None else f"{seconds * 1_000:,.1f}ms",
-        number(live.loss if live.loss is not None else job.loss, ".5f"),
-        number(live.ne if live.ne is not None else job.ne, ".5f"),
-        str(job.restarts),
-        age(job.snapshot_time, now),
-        time_left(job.eta, now),
-        number(found.hit_rate, ".1%"),
-        _below(found),
-    )
+    loss = live.loss if live.loss is not None else job.loss
+    ne = live.ne if live.ne is not None else job.ne
+    seconds = f"{job.batch / speed * 1_000:,.1f}ms" if job.batch and speed else UNKNOWN
+    progress = (steps(step, job.total_steps), number(speed, ",.0f"), seconds, number(loss, ".5f"), number(ne, ".5f"))
+    state = (str(job.restarts), age(job.snapshot_time, now), time_left(job.eta, now))
+    return (job.name, job.phase, *progress, *state, number(found.hit_rate, ".1%"), _below(found))
 
 
 def _pod_row(pod: Object, reading: Reading) -> tuple[str, ...]:
     live, found = reading.now or PodFigures(), reading.rates
     stage = UNKNOWN if found.stage_share is None else f"{found.stage} {found.stage_share:.0%}"
-    return (
-        str(dig(pod, "metadata", "name")),
-        str(dig(pod, "spec", "nodeName") or UNKNOWN),
-        pod_phase(pod),
-        ready(pod),
-        UNKNOWN if live.step is None else str(live.step),
-        number(found.hit_rate, ".1%"),
-        _below(found),
-        stage,
-    )
+    step = UNKNOWN if live.step is None else str(live.step)
+    return (*pod_state(pod), step, number(found.hit_rate, ".1%"), _below(found), stage)
 
 
 def _below(found: Rates) -> str:
@@ -124,12 +107,7 @@ class Top:
         self._before: dict[PodKey, PodFigures] = {}
 
     def lines(self) -> list[Text]:
-        """Return the table as of now.
-
-        Raises:
-            NoInputError: no such job.
-            NoPermissionError: the user may not read jobs, or the job's pods.
-        """
+        """Return the table as of now."""
         return self._all_jobs() if self._name is None else self._one_job(self._name)
 
     def _one_job(self, name: str) -> list[Text]:
@@ -167,8 +145,7 @@ class Top:
 def show_top(client: JobClient, name: str | None, *, everywhere: bool, once: bool) -> None:
     """Print the table once; or live on a terminal, and one after the other elsewhere, until interrupted.
 
-    Raises:
-        DLRMError: the first read failed; later failures are shown and retried.
+    A failure of the first read is raised; later ones are shown and retried.
     """
     top = Top(client, name, everywhere=everywhere)
     lines = top.lines()

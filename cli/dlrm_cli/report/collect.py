@@ -308,12 +308,7 @@ TONES: Mapping[str, Any] = {"Succeeded": "good", "Failed": "bad"}
 
 
 def read_cluster_job(client: JobClient, name: str) -> Record:
-    """Read a job of the cluster, and its pods while they run.
-
-    Raises:
-        NoInputError: no such job.
-        NoPermissionError: the user may not read it.
-    """
+    """Read a job of the cluster, and its pods while they run."""
     job = client.job(name)
     notes = [NO_HISTORY]
     pods = _allowed(lambda: client.pods(name), "pods", notes)

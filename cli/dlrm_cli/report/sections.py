@@ -55,37 +55,25 @@ def learning(record: Record) -> Section:
         for e in shown
     ]
     left_out = len(record.evaluations) - len(shown)
-    table = Table(
-        title="Evaluations",
-        columns=("step", "log loss", "NE", "AUC", "calibration", "samples"),
-        rows=rows,
-        note=f"{left_out} earlier ones are in progress.jsonl." if left_out else "",
-    )
+    columns = ("step", "log loss", "NE", "AUC", "calibration", "samples")
+    note = f"{left_out} earlier ones are in progress.jsonl." if left_out else ""
+    table = Table(title="Evaluations", columns=columns, rows=rows, note=note)
     return Section(title=title, words=words, parts=[*parts, _entropy(record), table])
 
 
 def _loss(record: Record) -> Plot:
     evaluations = [(float(each.step), each.log_loss) for each in record.evaluations]
-    dots = [Series(name="evaluation", runs=[evaluations], form="dots")] if evaluations else []
-    return Plot(
-        title="Training loss",
-        words="Mean log loss of batches over neighbouring steps. Dots are evaluations on held-out samples.",
-        y_name="log loss (nats)",
-        y_unit="number",
-        series=[Series(name="training", runs=[[(float(each.last), each.loss) for each in record.steps]]), *dots],
-    )
+    series = [Series(name="training", runs=[[(float(each.last), each.loss) for each in record.steps]])]
+    series += [Series(name="evaluation", runs=[evaluations], form="dots")] if evaluations else []
+    words = "Mean log loss of batches over neighbouring steps. Dots are evaluations on held-out samples."
+    return Plot(title="Training loss", words=words, y_name="log loss (nats)", y_unit="number", series=series)
 
 
 def _entropy(record: Record) -> Plot:
     points = [(float(each.step), each.ne) for each in record.evaluations if each.ne is not None]
-    return Plot(
-        title="Normalized entropy",
-        words="Log loss of evaluations, divided by that of always predicting the base rate; lower is better.",
-        y_name="NE",
-        y_unit="number",
-        series=[Series(name="NE", runs=[points])],
-        levels=[(1.0, "base rate")],
-    )
+    words = "Log loss of evaluations, divided by that of always predicting the base rate; lower is better."
+    series, levels = [Series(name="NE", runs=[points])], [(1.0, "base rate")]
+    return Plot(title="Normalized entropy", words=words, y_name="NE", y_unit="number", series=series, levels=levels)
 
 
 def speed(record: Record) -> Section:
@@ -118,19 +106,12 @@ def step_time(record: Record) -> Section:
     spent, steps = _totals(record)
     if not steps:
         return Section(title=title, words=["Times of stages were not recorded."])
-    order = sorted(spent, key=lambda stage: -spent[stage])
-    whole = sum(spent.values())
-    table = Table(
-        title="Mean over all ranks and counted steps",
-        columns=("stage", "ms per step", "share"),
-        text_columns=("stage",),
-        rows=[
-            [stage, f"{1e3 * spent[stage] / steps:,.3f}", share(spent[stage] / whole if whole else None)]
-            for stage in order
-            if spent[stage] > 0
-        ],
-        note=f"Over {steps:,.0f} steps, including those repeated after restarts.",
-    )
+    order, whole = sorted(spent, key=lambda stage: -spent[stage]), sum(spent.values())
+    busy = [(stage, spent[stage]) for stage in order if spent[stage] > 0]
+    rows = [[stage, f"{1e3 * spent_s / steps:,.3f}", share(spent_s / whole)] for stage, spent_s in busy]
+    note = f"Over {steps:,.0f} steps, including those repeated after restarts."
+    name, columns = "Mean over all ranks and counted steps", ("stage", "ms per step", "share")
+    table = Table(title=name, columns=columns, text_columns=("stage",), rows=rows, note=note)
     profile = [_profile(record.profile)] if record.profile is not None else []
     pairs = list(between(record.looks))
     plots = [_stages(pairs, order)] if len(pairs) > 1 else []
@@ -159,32 +140,22 @@ def _stages(pairs: Sequence[Between], order: Sequence[str]) -> Plot:
     for pair in pairs:
         for name, stages in parts.items():
             runs[name][float(pair.now.step)] = 1e3 * sum(pair.stage_s(stage) for stage in stages) / pair.steps
+    series = [Series(name=name, runs=[sorted(points.items())], form="area") for name, points in runs.items()]
+    words = "Mean over ranks between two readings of their counters, stacked by stage."
     return Plot(
-        title="Time of a step by stage",
-        words="Mean over ranks between two readings of their counters, stacked by stage.",
-        y_name="time per step",
-        y_unit="milliseconds",
-        series=[Series(name=name, runs=[sorted(points.items())], form="area") for name, points in runs.items()],
+        title="Time of a step by stage", words=words, y_name="time per step", y_unit="milliseconds", series=series
     )
 
 
 def _profile(profile: Profile) -> Table:
     """Show each stage on its slowest rank."""
-    rows = [
-        [
-            each.stage,
-            str(each.rank),
-            count(each.steps),
-            *(f"{1e3 * value:,.3f}" for value in (each.mean_seconds, each.median_seconds, each.p99_seconds)),
-        ]
-        for each in slowest_by_stage(profile.stages)
-    ]
-    return Table(
-        title="Profile of the last attempt, each stage on its slowest rank",
-        columns=("stage", "rank", "steps", "mean ms", "median ms", "p99 ms"),
-        text_columns=("stage",),
-        rows=rows or [[UNKNOWN] * 6],
-    )
+    rows = []
+    for each in slowest_by_stage(profile.stages):
+        times = (f"{1e3 * value:,.3f}" for value in (each.mean_seconds, each.median_seconds, each.p99_seconds))
+        rows.append([each.stage, str(each.rank), count(each.steps), *times])
+    title = "Profile of the last attempt, each stage on its slowest rank"
+    columns = ("stage", "rank", "steps", "mean ms", "median ms", "p99 ms")
+    return Table(title=title, columns=columns, text_columns=("stage",), rows=rows or [[UNKNOWN] * 6])
 
 
 MAX_TABLES = 30
@@ -222,16 +193,10 @@ def _hit_rate(record: Record, uses: list[TableUse]) -> Iterator[Plot]:
     points = {float(pair.now.step): rate for pair in between(record.looks) if (rate := pair.hit_rate) is not None}
     expected = expected_hit_rate(uses) if uses else None
     if points:
-        yield Plot(
-            title="Hit rate",
-            words="Share of accesses (distinct rows of a batch) that found their row in fast memory.",
-            x_name="step",
-            x_unit="count",
-            y_name="hit rate",
-            y_unit="share",
-            series=[Series(name="hit rate", runs=[sorted(points.items())])],
-            levels=[] if expected is None else [(expected, "expected by the plan")],
-        )
+        words = "Share of accesses (distinct rows of a batch) that found their row in fast memory."
+        series = [Series(name="hit rate", runs=[sorted(points.items())])]
+        levels = [] if expected is None else [(expected, "expected by the plan")]
+        yield Plot(title="Hit rate", words=words, y_name="hit rate", y_unit="share", series=series, levels=levels)
 
 
 def _traffic(record: Record) -> Iterator[Table]:
@@ -249,38 +214,27 @@ def _traffic(record: Record) -> Iterator[Table]:
         rows.append([name, *map(count, moved), *map(size, sizes)])
     waited = sum(look.prefetch_wait_s / max(1, look.ranks) for look in ends)
     gone, made = sum(look.evicted_rows for look in ends), sum(look.created_rows for look in ends)
-    yield Table(
-        title="Traffic of tiers in all attempts, and bytes kept at the end of the last",
-        columns=("tier", "rows read", "rows written", "read", "written", "kept", "of planned"),
-        text_columns=("tier",),
-        rows=rows,
-        note=f"{count(made)} rows were created and {count(gone)} evicted from fast memory. "
-        f"Ranks waited {seconds(waited)} for rows on average.",
-    )
+    note = f"{count(made)} rows were created and {count(gone)} evicted from fast memory. "
+    note += f"Ranks waited {seconds(waited)} for rows on average."
+    title = "Traffic of tiers in all attempts, and bytes kept at the end of the last"
+    columns = ("tier", "rows read", "rows written", "read", "written", "kept", "of planned")
+    yield Table(title=title, columns=columns, text_columns=("tier",), rows=rows, note=note)
 
 
 def _tables(uses: list[TableUse]) -> Iterator[Table]:
     if not uses:
         return
     shown = sorted(uses, key=lambda use: (-use.rows, use.table))[:MAX_TABLES]
-    rows = [
-        [
-            use.table,
-            *map(count, (use.rows, use.accesses)),
-            *map(share, (use.hit_rate, use.repeat_hit_rate, use.expected_hit_rate)),
-            *map(count, (use.evicted_rows, use.scratch_rows)),
-        ]
-        for use in shown
-    ]
-    left_out = len(uses) - len(shown)
-    more = f" {left_out} smaller tables are not shown." if left_out else ""
-    yield Table(
-        title="Tables over tiers, last attempt",
-        columns=("table", "rows", "accesses", "hit rate", "of repeats", "expected", "evicted", "scratch"),
-        text_columns=("table",),
-        rows=rows,
-        note="Of repeats: without the first access of each row, which no cache can hit." + more,
-    )
+    rows = []
+    for use in shown:
+        rates = map(share, (use.hit_rate, use.repeat_hit_rate, use.expected_hit_rate))
+        counts = map(count, (use.rows, use.accesses)), map(count, (use.evicted_rows, use.scratch_rows))
+        rows.append([use.table, *counts[0], *rates, *counts[1]])
+    note = "Of repeats: without the first access of each row, which no cache can hit."
+    if left_out := len(uses) - len(shown):
+        note += f" {left_out} smaller tables are not shown."
+    columns = ("table", "rows", "accesses", "hit rate", "of repeats", "expected", "evicted", "scratch")
+    yield Table(title="Tables over tiers, last attempt", columns=columns, text_columns=("table",), rows=rows, note=note)
 
 
 def plan_and_measured(record: Record) -> Section:
@@ -288,7 +242,6 @@ def plan_and_measured(record: Record) -> Section:
     title = "Plan against measured"
     if record.plan is None and not record.plan_status:
         return Section(title=title, words=["The plan was not recorded."])
-    columns = ("quantity", "planned", "measured", "measured / planned")
     rows = [_speed_row(record), *_byte_rows(record), *_rate_rows(record)]
     words = []
     if record.predicted_samples_per_s is None:
@@ -301,11 +254,11 @@ def plan_and_measured(record: Record) -> Section:
             "A plan from a prior ignores the first access of each row: compare it with the hit rate of repeats, under "
             "memory tiers. A plan from a trace counts first accesses as misses."
         )
+    columns: tuple[str, ...] = ("quantity", "planned", "measured", "measured / planned")
     parts = [Table(title=_gang(record), columns=columns, text_columns=("quantity",), rows=rows)]
     if reasons := [[str(i), reason] for i, reason in enumerate(record.plan.reasons if record.plan else (), 1)]:
-        parts.append(
-            Table(title="Reasons of the plan", columns=("number", "reason"), text_columns=("reason",), rows=reasons)
-        )
+        columns = ("number", "reason")
+        parts.append(Table(title="Reasons of the plan", columns=columns, text_columns=columns[1:], rows=reasons))
     return Section(title=title, words=words, parts=parts)
 
 
@@ -347,10 +300,9 @@ def _byte_rows(record: Record) -> Iterator[list[str]]:
 def _rate_rows(record: Record) -> Iterator[list[str]]:
     uses = sorted(table_uses(record), key=lambda use: (-use.rows, use.table))
     if len(uses) > 1:
-        accesses, hits = sum(use.accesses for use in uses), sum(use.hits for use in uses)
-        yield _rate_row(
-            "hit rate of all tables with levels", expected_hit_rate(uses), hits / accesses if accesses else None
-        )
+        accesses = sum(use.accesses for use in uses)
+        measured = sum(use.hits for use in uses) / accesses if accesses else None
+        yield _rate_row("hit rate of all tables with levels", expected_hit_rate(uses), measured)
     for use in uses[:MAX_TABLES]:
         yield _rate_row(f"hit rate of {use.table}", use.expected_hit_rate, use.hit_rate)
 
@@ -369,19 +321,12 @@ def snapshots(record: Record) -> Section:
     if not record.snapshots:
         return Section(title="Snapshots", words=["No committed snapshots were recorded."])
     shown = record.snapshots[-MAX_ROWS:]
-    rows = [
-        [
-            count(each.step),
-            format_utc(each.time) if each.time else UNKNOWN,
-            each.kind,
-            str(each.bits),
-            size(each.bytes),
-            UNKNOWN if each.chain is None else str(each.chain),
-            seconds(each.commit_s),
-            seconds(stall_s(each, record.looks)),
-        ]
-        for each in shown
-    ]
+    rows = []
+    for each in shown:
+        committed = format_utc(each.time) if each.time else UNKNOWN
+        chain = UNKNOWN if each.chain is None else str(each.chain)
+        times = map(seconds, (each.commit_s, stall_s(each, record.looks)))
+        rows.append([count(each.step), committed, each.kind, str(each.bits), size(each.bytes), chain, *times])
     newest = f"Newest {len(shown)} of {len(record.snapshots)}"
     table = Table(
         title=newest if len(shown) < len(record.snapshots) else "All snapshots",
@@ -400,40 +345,25 @@ def snapshots(record: Record) -> Section:
 def _sizes(every: Sequence[Committed]) -> Plot:
     kinds = [*KINDS, *sorted({each.kind for each in every} - set(KINDS))]
     by_kind = {kind: [(float(each.step), float(each.bytes)) for each in every if each.kind == kind] for kind in kinds}
-    return Plot(
-        title="Bytes of snapshots",
-        words="Bytes of each snapshot's own objects, by the step of its cut.",
-        y_name="bytes",
-        y_unit="bytes",
-        series=[Series(name=kind, runs=[points], form="bars") for kind, points in by_kind.items() if points],
-    )
+    series = [Series(name=kind, runs=[points], form="bars") for kind, points in by_kind.items() if points]
+    words = "Bytes of each snapshot's own objects, by the step of its cut."
+    return Plot(title="Bytes of snapshots", words=words, y_name="bytes", y_unit="bytes", series=series)
 
 
 def restarts(record: Record) -> Section:
     """Show attempts, and why they ended."""
     parts: list[Plot | Table] = []
     if failures := record.failures[-MAX_ROWS:]:
-        rows = [
-            [
-                format_utc(each.time),
-                str(each.attempt),
-                each.process,
-                UNKNOWN if each.code is None else str(each.code),
-                each.words,
-                each.then or UNKNOWN,
-            ]
-            for each in failures
-        ]
+        rows = []
+        for each in failures:
+            code = UNKNOWN if each.code is None else str(each.code)
+            evidence = (each.process, code, each.words, each.then or UNKNOWN)
+            rows.append([format_utc(each.time), str(each.attempt), *evidence])
         logs = ", ".join(sorted({each.log for each in failures if each.log}))
         note = f"Logs: {logs}" if logs else ""
-        table = Table(
-            title="Failures",
-            columns=("time", "attempt", "process", "code", "evidence", "action"),
-            text_columns=("time", "process", "evidence", "action"),
-            rows=rows,
-            note=note,
-        )
-        parts.append(table)
+        columns: tuple[str, ...] = ("time", "attempt", "process", "code", "evidence", "action")
+        words = ("time", "process", "evidence", "action")
+        parts.append(Table(title="Failures", columns=columns, text_columns=words, rows=rows, note=note))
     if record.events:
         columns = ("time", "reason", "message")
         rows = [[format_utc(at), reason, words] for at, reason, words in record.events[-MAX_ROWS:]]

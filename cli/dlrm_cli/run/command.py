@@ -50,11 +50,7 @@ from dlrm_stores import ObjectStore
 
 
 def run_job(options: RunOptions) -> int:
-    """Train a file's job on this machine; return the exit code.
-
-    Raises:
-        DLRMError: the job is invalid, its tables do not fit, or it failed.
-    """
+    """Train a file's job on this machine; return the exit code."""
     wanted = read_job(options.file, options.settings or (), options.data, options.eval_data)
     is_fixed = wanted.spec.fixed_replicas is not None
     job = _share_threads(wanted if is_fixed else wanted.with_replicas(wanted.spec.replicas))

@@ -160,11 +160,7 @@ class History:
 
 
 def read_lines(path: Path) -> Iterator[Line | str]:
-    """Yield the lines of a file. A damaged line becomes a sentence that names it.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Yield the lines of a file, or raise OSError; a damaged line becomes a sentence that names it."""
     with path.open(errors="replace") as file:
         for number, text in enumerate(iter(lambda: file.readline(MAX_LINE), ""), 1):
             try:

@@ -153,11 +153,7 @@ class Supervisor:
     _history: History = field(init=False, repr=False)
 
     def run(self) -> Outcome:
-        """Run the job, and keep its history.
-
-        Raises:
-            DLRMError: it failed; exit code and message are those of the process that failed.
-        """
+        """Run the job, and keep its history; a failure has the exit code and message of its process."""
         self._history = History(self.workdir.history)
         try:
             outcome = self._run_attempts()

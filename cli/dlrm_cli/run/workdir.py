@@ -250,11 +250,7 @@ class Final(BaseModel):
 
 
 def read_result(workdir: WorkDir, snapshots: tuple[SnapshotInfo, ...], restarts: int) -> RunResult:
-    """Return the result of a run that has just succeeded.
-
-    Raises:
-        DLRMError: rank 0 left none, which is a bug of the trainer.
-    """
+    """Return the result of a run that has just succeeded; without one DLRMError, a bug of the trainer."""
     try:
         result = TrainerResult.model_validate_json(workdir.result.read_bytes())
     except (OSError, ValidationError) as error:

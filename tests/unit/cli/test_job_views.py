@@ -9,7 +9,7 @@ import pytest
 
 from dlrm_api.progress import TerminationMessage
 from dlrm_cli.cluster.client import explain, no_such_job
-from dlrm_cli.cluster.describe import page_lines, pod_phase, ready, waits_for
+from dlrm_cli.cluster.describe import page_lines, pod_state, waits_for
 from dlrm_cli.cluster.get import age, document, duration, grid, header, job_facts, job_row, time_left
 from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError
 
@@ -311,8 +311,7 @@ def test_a_deleted_pod_is_terminating_and_readiness_counts_the_sidecar() -> None
     going["metadata"]["deletionTimestamp"] = ago(seconds=3)
     going["status"]["containerStatuses"][0]["ready"] = False
 
-    assert pod_phase(going) == "Terminating"
-    assert ready(going) == "1/2"
+    assert pod_state(going)[2:] == ("Terminating", "1/2")
 
 
 def test_a_refusal_names_the_verb_to_ask_for() -> None:

@@ -60,10 +60,8 @@ def line_starts(file: DataFile, cache_folder: Path) -> NDArray[np.int64]:
     Line i is bytes ``starts[i]`` to ``starts[i + 1] - 2``. The last entry is one past the final newline, or one past
     where it is missing. The index is read from ``cache_folder`` if it holds one for the file's name and stamp; else the
     file is read once from beginning to end, and the index is written to the folder and mapped from there. Ranks that
-    start together build it once. If the folder cannot be written, it is built in memory.
-
-    Raises:
-        BadDataError: the file is empty or compressed.
+    start together build it once. If the folder cannot be written, it is built in memory. Raises BadDataError if the
+    file is empty or compressed.
     """
     if file.size == 0:
         raise BadDataError(f"{file.name}: empty file; remove it from the URIs, or write it again")
@@ -171,14 +169,8 @@ def open_criteo(request: SourceRequest) -> CriteoSource:
 class CriteoSource:
     """Give the lines of Criteo files in any order: local ones are mapped, others fetched by blocks.
 
-    Args:
-        dense: columns of dense values.
-        ids: columns of the ids.
-        lenient: whether lines may lack trailing fields.
-        cache_folder: keeps where lines start.
-
-    Raises:
-        BadDataError: a file is empty or compressed, or there are more than this process may have open.
+    ``dense`` and ``ids`` are columns; ``lenient`` lines may lack trailing fields; ``cache_folder`` keeps where lines
+    start. Raises BadDataError if a file is empty or compressed, or there are more than this process may have open.
     """
 
     hashed = False

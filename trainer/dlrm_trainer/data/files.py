@@ -78,10 +78,7 @@ def content(file: DataFile) -> str:
     """Return hexadecimal digits of the SHA-256 of a file's middle and end.
 
     They tell a rewritten file from the one before, even if it has as many bytes and rows, and stay the same wherever
-    the file is copied to.
-
-    Raises:
-        DLRMError: as ``check`` does.
+    the file is copied to. Raises as ``check`` does.
     """
     digest = hashlib.sha256()
     try:
@@ -143,11 +140,7 @@ class BlockCache(Generic[Block]):
             self._begin()
 
     def take(self, number: int) -> Block:
-        """Return one block, made now if it is not held.
-
-        Raises:
-            DLRMError: making it failed; the next call makes it again.
-        """
+        """Return one block, made now if it is not held. After an error the next call makes it again."""
         with self._lock:
             if number in self._queue:
                 del self._queue[: self._queue.index(number) + 1]

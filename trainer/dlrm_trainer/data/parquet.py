@@ -67,11 +67,7 @@ class Columns:
 
 
 def open_parquet(request: SourceRequest) -> ParquetSource:
-    """Open the Parquet files of a split; see ``Footers``.
-
-    Raises:
-        InvalidSpecError: ``data.columns.rename`` names a feature that the model lacks.
-    """
+    """Open the Parquet files of a split; InvalidSpecError if a rename names no feature of the model."""
     model, rename = request.spec.model, request.spec.data.columns.rename
     features, tables = model.all_features(), model.all_tables()
     known = {*model.dense_features, *(each.column for each in features), *(each.weights for each in features)} - {None}
@@ -147,11 +143,7 @@ class ParquetSource:
         return len(self._bounds) - 1
 
     def row_group(self, number: int) -> Any:
-        """Read the columns of one row group that the model reads, as an Arrow table.
-
-        Raises:
-            BadDataError: it is damaged, or its file was changed.
-        """
+        """Read a row group's columns of the model as an Arrow table; BadDataError if damaged or changed."""
         file_number, group = self._footers.place(number)
         file, footer = self._files.files[file_number], self._footers.of(file_number)
         first, stop = int(self._bounds[number]), int(self._bounds[number + 1])
@@ -177,10 +169,8 @@ class ParquetSource:
 class Footers:
     """Number the rows of every row group, and give any file's footer, read again on a small budget.
 
-    The most recently used footers are kept within ``budget_bytes``; one alone may take more.
-
-    Raises:
-        BadDataError: a file is not Parquet, or lacks a column of a usable type.
+    The most recently used footers are kept within ``budget_bytes``; one alone may take more. Raises BadDataError if a
+    file is not Parquet, or lacks a column of a usable type.
     """
 
     def __init__(self, files: Sequence[DataFile], columns: Columns, budget_bytes: int) -> None:
@@ -206,11 +196,7 @@ class Footers:
         return file, number - int(self._firsts[file])
 
     def of(self, file: int) -> Any:
-        """Return a file's footer.
-
-        Raises:
-            BadDataError: the file was changed since it was found.
-        """
+        """Return a file's footer; BadDataError if the file was changed since it was found."""
         with self._lock:
             if file in self._kept:
                 self._kept.move_to_end(file)
@@ -277,12 +263,7 @@ def _type_of(file: DataFile, schema: Any, column: str) -> Any:
 
 
 def guarded(file: DataFile, rows: str, read: Callable[[], Any]) -> Any:
-    """Call ``read``, and name the file and the rows in its errors.
-
-    Raises:
-        NoInputError: the file is gone.
-        BadDataError: it was changed or is damaged.
-    """
+    """Call ``read``; its errors name file and rows: NoInputError (gone), BadDataError (changed, damaged)."""
     try:
         return read()
     except FileNotFoundError as error:
@@ -314,11 +295,7 @@ class RowGroupDecoder:
     where: Callable[[int], str]
 
     def decode(self, data: pa.Table, columns: Columns) -> RowBlock:
-        """Convert all columns that the model reads.
-
-        Raises:
-            BadDataError: a value can't be used; the message names file, row and column.
-        """
+        """Convert all columns that the model reads; BadDataError names file, row and column of a bad value."""
         dense = scratch("dense", (1 + len(columns.dense), data.num_rows), np.float32)
         self._labels(data[columns.label], columns.label, dense[0])
         for place, name in enumerate(columns.dense, start=1):

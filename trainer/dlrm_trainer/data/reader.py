@@ -245,11 +245,7 @@ class Reader:
         return self._order.global_count(batch)
 
     def read(self, batch: int) -> Batch:
-        """Read this rank's slice of a global batch: a pure function of ``batch``.
-
-        Raises:
-            BadDataError: a row can't be used; the message names the file, the row, the column or table and the fix.
-        """
+        """Read this rank's slice of a batch, a pure function of ``batch``; BadDataError names a bad row."""
         sample_ids = self._sample_ids(batch)
         raw = next(iter(self._source.batches([sample_ids]))) if sample_ids.size else self._nothing
         return self._batch(batch, sample_ids, raw)

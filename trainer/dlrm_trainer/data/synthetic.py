@@ -60,22 +60,13 @@ class ReuseHistogram:
 
 
 def read_histogram(uri: str) -> ReuseHistogram:
-    """Read the first block of a histogram file.
-
-    Raises:
-        NoInputError: the file is not found.
-        BadDataError: it is not a reuse histogram.
-    """
+    """Read the first block of a histogram file; NoInputError without it, BadDataError for other text."""
     path = local_path(uri)
     return parse_histogram(read_text(path), path)
 
 
 def parse_histogram(text: str, path: Path) -> ReuseHistogram:
-    """Parse a histogram; ``path`` is for messages.
-
-    Raises:
-        BadDataError: the text is not a reuse histogram.
-    """
+    """Parse a histogram, or raise BadDataError; ``path`` is for messages."""
     block = text.partition(_TITLE)[2].partition("[")[0]
     bins = [(int(low), float(share)) for low, share in _BIN.findall(block)]
     lows = [low for low, _ in bins]

@@ -266,9 +266,8 @@ TIMES = TypeAdapter(tuple[list[StageTimes], list[HitRate]])
 class Observer:
     """Publish the counters and times of one rank. Every rank must make the same calls in the same order.
 
-    Args:
-        shared: counters of the pod's ranks.
-        profile: whether to time the stages of steps. Each stage then ends with a wait for a GPU.
+    ``shared`` are counters of the pod's ranks. With ``profile`` the stages of steps are timed, and each ends with a
+    wait for a GPU.
     """
 
     def __init__(

@@ -157,11 +157,9 @@ class DenseOptimizer:
 class DenseParameters:
     """Hold the model's parameters as one flat tensor, their gradient and their optimizer.
 
-    Args:
-        model: its parameters become views of one tensor, and their gradients views of ``gradient``.
-        spec: of the optimizer.
-        gradient: (at least ``elements(model)``,) float32, on the parameters' device. Losses divide by the global
-            count, so ranks sum it directly, in the order of the parameters.
+    Parameters become views of one tensor, and their gradients views of ``gradient``: (at least ``elements(model)``,)
+    float32 on the same device. Losses divide by the global count, so ranks sum it directly, in the order of the
+    parameters.
     """
 
     def __init__(self, model: nn.Module, spec: DenseOptimizerSpec, gradient: Tensor) -> None:
@@ -196,11 +194,7 @@ class DenseParameters:
         return {name: tensor.detach().cpu().numpy().copy() for name, tensor in self._tensors().items()}
 
     def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Load ``arrays()`` of an equal model, bit for bit.
-
-        Raises:
-            SnapshotError: an array is absent, left over, or of another shape.
-        """
+        """Load ``arrays()`` of an equal model, bit for bit; SnapshotError if names or shapes differ."""
         tensors = self._tensors()
         if odd := sorted(tensors.keys() ^ arrays.keys()):
             where = "model" if odd[0] in tensors else "snapshot"
