@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -34,16 +34,19 @@ Kubeconfig = Annotated[
 AllNamespaces = Annotated[bool, typer.Option("--all-namespaces", "-A", help="List jobs of all namespaces.")]
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
 class Commands(typer.Typer):
     """Register commands, each of which may take dataclasses: their fields are options of their own."""
 
-    def command(self, *args: Any, **kwargs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def command(self, *args: Any, **kwargs: Any) -> Callable[[Function], Function]:
         """Register one command."""
         register = super().command(*args, **kwargs)
         return lambda function: register(_flat(function))
 
 
-def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
+def _flat(function: Callable[..., Any]) -> Any:
     """Return a function with the fields of each dataclass that ``function`` takes as parameters in its place."""
     signature, parameters = inspect.signature(function, eval_str=True), list[inspect.Parameter]()
     groups: dict[str, tuple[Any, list[str]]] = {}
