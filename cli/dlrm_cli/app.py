@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -36,6 +36,9 @@ from dlrm_cli.options import (
     TraceOptions,
 )
 from dlrm_cli.snapshots import snapshots
+
+if TYPE_CHECKING:
+    from dlrm_cli.cluster.client import JobClient
 
 app = Commands(
     name="dlrmctl",
@@ -166,7 +169,7 @@ def get(
     if options.names and options.selector:
         raise UsageError("--selector cannot be combined with job names")
     with _until_interrupted():
-        get_jobs(ClusterOptions(namespace=namespace, context=context, kubeconfig=kubeconfig).client(), options)
+        get_jobs(_client(ClusterOptions(namespace=namespace, context=context, kubeconfig=kubeconfig)), options)
 
 
 @cluster.command()
@@ -174,7 +177,7 @@ def describe(job: Name, where: ClusterOptions) -> None:
     """Show details of a job."""
     from dlrm_cli.cluster.describe import describe_job
 
-    describe_job(where.client(), job)
+    describe_job(_client(where), job)
 
 
 @cluster.command()
@@ -214,7 +217,7 @@ def logs(
         since_s=None if since is None else parse_duration("--since", since),
     )
     with _until_interrupted():
-        (follow_logs if follow else print_logs)(where.client(), job, options)
+        (follow_logs if follow else print_logs)(_client(where), job, options)
 
 
 @cluster.command()
@@ -244,7 +247,7 @@ def top(
 
     _check_all_namespaces(all_namespaces, job, where.namespace)
     with _until_interrupted():
-        show_top(where.client(), job, everywhere=all_namespaces, once=once)
+        show_top(_client(where), job, everywhere=all_namespaces, once=once)
 
 
 @cluster.command()
@@ -261,7 +264,7 @@ def report(
     """Write an HTML page about a run: loss, speed, memory tiers, snapshots, restarts, planned against measured."""
     from dlrm_cli.report.page import write_report
 
-    print(write_report(what, output, where.client))
+    print(write_report(what, output, lambda: _client(where)))
 
 
 @contextmanager
@@ -283,7 +286,13 @@ def _set_suspend(job: str, wanted: bool, timeout: str | None, where: ClusterOpti
     from dlrm_cli.documents import parse_duration
 
     timeout_s = None if timeout is None else parse_duration("--timeout", timeout)
-    set_suspend(where.client(), job, wanted, timeout_s)
+    set_suspend(_client(where), job, wanted, timeout_s)
+
+
+def _client(where: ClusterOptions) -> JobClient:
+    from dlrm_cli.cluster.client import JobClient
+
+    return JobClient(where.namespace, where.context, where.kubeconfig)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,12 +7,9 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
-
-if TYPE_CHECKING:
-    from dlrm_cli.cluster.client import JobClient
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with a DLRMJob.")]
 Data = Annotated[str | None, typer.Option("--data", metavar="URI", help="Override spec.data.train.uris.")]
@@ -74,12 +71,6 @@ class ClusterOptions:
     namespace: Namespace = None
     context: Context = None
     kubeconfig: Kubeconfig = None
-
-    def client(self) -> JobClient:
-        """Return a client for them."""
-        from dlrm_cli.cluster.client import JobClient
-
-        return JobClient(self.namespace, self.context, self.kubeconfig)
 
 
 @dataclass(frozen=True, kw_only=True)
