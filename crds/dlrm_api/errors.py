@@ -82,8 +82,7 @@ class InvalidSpecError(DLRMError):
 
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
-        self.path = path
-        self.problem = problem
+        self.path, self.problem = path, problem
 
 
 class InfeasiblePlanError(InvalidSpecError):
@@ -94,8 +93,7 @@ class InfeasiblePlanError(InvalidSpecError):
         self.reasons = tuple(reasons)
 
 
-SHOWN_CHARACTERS = 256
-"""Characters of an invalid value that a message shows."""
+SHOWN_CHARACTERS = 256  # of an invalid value
 UNKNOWN = "extra_forbidden"
 """pydantic's error type for an unknown field."""
 RULE_PREFIX = "Value error, "

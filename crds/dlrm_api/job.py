@@ -97,8 +97,7 @@ class DLRMJobSpec(ApiModel):
     @property
     def replicas(self) -> int:
         """Return the number of trainer pods that the spec asks for: the minimum if the planner chooses."""
-        fewest = 1 if self.trainer.auto is None else self.trainer.auto.min
-        return self.trainer.replicas or fewest
+        return self.trainer.replicas or (1 if self.trainer.auto is None else self.trainer.auto.min)
 
     @property
     def world_size(self) -> int:

@@ -48,12 +48,9 @@ def objects_with(key: str) -> Shape:
     return {**OBJECTS, "items": {**OBJECT, **known}}
 
 
+VALUES: Shape = {"type": "array", "maxItems": 1_024, "items": TEXT}
 EXPRESSION: Shape = {
-    **closed(
-        key={"type": "string", "maxLength": 317},
-        operator=TEXT,
-        values={"type": "array", "maxItems": 1_024, "items": TEXT},
-    ),
+    **closed(key={"type": "string", "maxLength": 317}, operator=TEXT, values=VALUES),
     "required": ["key", "operator"],
     "description": "Condition on a node's labels or fields.",
 }
@@ -125,27 +122,16 @@ def _fix(value: Any, kind: str) -> str:
 
 POD_OVERLAY_METADATA = {"labels": TEXTS, "annotations": TEXTS}
 POD_OVERLAY_SPEC = {
-    "affinity": AFFINITY,
-    "dnsConfig": OBJECT,
-    "dnsPolicy": TEXT,
-    "hostAliases": OBJECTS,
-    "imagePullSecrets": OBJECTS,
-    "nodeSelector": TEXTS,
-    "runtimeClassName": TEXT,
-    "schedulingGates": objects_with("name"),
-    "securityContext": OBJECT,
-    "serviceAccountName": TEXT,
-    "tolerations": OBJECTS,
-    "topologySpreadConstraints": objects_with("topologyKey"),
+    "affinity": AFFINITY, "dnsConfig": OBJECT, "dnsPolicy": TEXT, "hostAliases": OBJECTS, "imagePullSecrets": OBJECTS,
+    "nodeSelector": TEXTS, "runtimeClassName": TEXT, "schedulingGates": objects_with("name"), "securityContext": OBJECT,
+    "serviceAccountName": TEXT, "tolerations": OBJECTS, "topologySpreadConstraints": objects_with("topologyKey"),
     "volumes": objects_with("name"),
-}
+}  # fmt: skip
 """Pod fields that users may set; the operator owns the others."""
 POD_OVERLAY_CONTAINER = {
-    "env": objects_with("name"),
-    "envFrom": OBJECTS,
-    "securityContext": OBJECT,
+    "env": objects_with("name"), "envFrom": OBJECTS, "securityContext": OBJECT,
     "volumeMounts": objects_with("mountPath"),
-}
+}  # fmt: skip
 
 
 class AllowedKeys(Shaped):

@@ -51,8 +51,7 @@ def _object(path: str, schema: Schema, kind: str, seen: dict[str, str]) -> Itera
         return
     seen[form] = path
     yield f"{schema.get('description', '')}\n"
-    yield "| field | type | default | bounds | meaning |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield "| field | type | default | bounds | meaning |\n| --- | --- | --- | --- | --- |"
     required = schema.get("required", ())
     for name, field in schema["properties"].items():
         shown = f"**`{name}`**" if name in required else f"`{name}`"

@@ -35,9 +35,7 @@ def backoff_s(spec: RestartSpec, restarts: int, seed: str = "") -> float:
     A ``seed`` shortens the wait by a jitter that is a function of it; without one there is no jitter.
     """
     full = min(spec.backoff * 2.0 ** min(restarts - 1, 60), spec.max_backoff)
-    if not seed:
-        return full
-    draw = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8]) / 2**64
+    draw = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8]) / 2**64 if seed else 0.0
     return full * (1 - JITTER * draw)
 
 

@@ -8,8 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 RowOptimizerKind = Literal["rowwise-adagrad", "sgd", "adam"]
-STATE_BYTES = 4
-"""Row state is fp32 whatever the type of the row."""
+STATE_BYTES = 4  # fp32, whatever the row's type
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,13 +108,7 @@ def extra_slots(rows: int, max_lookups: int, global_batch_size: int, lookahead: 
     """Return the scratch slots of a shard: the maximum that the batches in flight can look up.
 
     In flight are the batches ahead, the current one, and one of an evaluation. Host memory for the slots is touched
-    only when used; GPU memory is allocated at the start.
-
-    Args:
-        rows: Rows of the shard.
-        max_lookups: Lookups of one sample, over all features of the table.
-        global_batch_size: Samples of a batch over all ranks.
-        lookahead: Prefetched batches.
+    only when used; GPU memory is allocated at the start. ``max_lookups`` of one sample, over all features.
     """
     return min(rows, max_lookups * global_batch_size * (lookahead + 2))
 

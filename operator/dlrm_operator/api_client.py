@@ -45,8 +45,7 @@ class ClusterUnavailableError(TemporaryError):
 
     def __init__(self, message: str, retry_after_s: float | None = None, code: int = 0) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
-        self.code = code
+        self.retry_after_s, self.code = retry_after_s, code
 
 
 class ClusterRefusedError(DLRMError):

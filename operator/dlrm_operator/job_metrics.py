@@ -251,8 +251,7 @@ class HealthServer:
     """Serve /healthz, /readyz and /metrics: those of the process and of ``collectors``."""
 
     def __init__(self, address: str, port: int, health: Health, collectors: Iterable[Collector]) -> None:
-        self._address = address
-        self._port = port
+        self._address, self._port = address, port
         self._registry = CollectorRegistry()
         for collector in collectors:
             self._registry.register(collector)

@@ -57,9 +57,7 @@ class Leader:
     def __init__(self, api: Api, namespace: str, identity: str, times: LeaseTimes, changed: Callable[[], None]) -> None:
         self._api = api
         self._path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
-        self._identity = identity
-        self._times = times
-        self._changed = changed
+        self._identity, self._times, self._changed = identity, times, changed
         self._renewed_at = float("-inf")
         self._written: Object | None = None
         """The record as this process wrote it last; None if another process may have written since."""
@@ -201,8 +199,7 @@ class FencedApi:
     """Send reads always, writes only while the Lease is held."""
 
     def __init__(self, api: Api, leader: Leader) -> None:
-        self._api = api
-        self._leader = leader
+        self._api, self._leader = api, leader
 
     async def call(
         self,

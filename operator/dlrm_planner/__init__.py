@@ -6,13 +6,6 @@ from dlrm_planner.memory import CUDA_SHARED_BYTES, asks_for_hbm, checkpointer_by
 from dlrm_planner.tables import table_paths
 
 __all__ = [
-    "CUDA_SHARED_BYTES",
-    "asks_for_hbm",
-    "checkpointer_bytes",
-    "choose_replicas",
-    "plan_job",
-    "read_traces",
-    "table_paths",
-    "trace_references",
-    "working_set_bytes",
-]
+    "CUDA_SHARED_BYTES", "asks_for_hbm", "checkpointer_bytes", "choose_replicas", "plan_job", "read_traces",
+    "table_paths", "trace_references", "working_set_bytes",
+]  # fmt: skip

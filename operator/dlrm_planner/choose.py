@@ -249,11 +249,7 @@ class MemoryMode:
     proposals: propose.StrategyList
 
 
-def memory_modes(
-    problem: Problem,
-    whole: propose.StrategyList = propose.KEEP_WHOLE,
-    split: propose.StrategyList = propose.SPLIT_TO_FIT,
-) -> list[MemoryMode]:
+def memory_modes(problem: Problem, whole: propose.StrategyList, split: propose.StrategyList) -> list[MemoryMode]:
     """Return the modes to try, in order.
 
     All rows in DDR come first, with full cuts before segments; then slower tiers, which need the DDR that segments
@@ -286,7 +282,7 @@ def choose(problem: Problem) -> Solution | Infeasible:
     Raises:
         InvalidSpecError: a pin names a tier that a pod does not have, or a trace is missing.
     """
-    found = _try_modes(problem, memory_modes(problem))
+    found = _try_modes(problem, memory_modes(problem, propose.KEEP_WHOLE, propose.SPLIT_TO_FIT))
     assert found is not None
     if isinstance(found, Infeasible) and _lacks_less_in_ddr(problem, found):
         return choose(replace(problem, caps={}))
@@ -306,8 +302,7 @@ def _try_modes(problem: Problem, modes: list[MemoryMode]) -> Solution | Infeasib
             limit_s = MIN_SEGMENT_GAIN * best.estimate.variable_s
             competes = (mode.stage, mode.in_segments) not in fits and mode.stage in {stage for stage, _ in fits}
             # More memory does not help if all ranks have the same load.
-            is_level = best.placement.imbalance * MIN_SEGMENT_GAIN <= 1
-            if mode.proposals.only_checks or not competes or is_level:
+            if mode.proposals.only_checks or not competes or best.placement.imbalance * MIN_SEGMENT_GAIN <= 1:
                 continue
         found = search.best_of(mode)
         if isinstance(found, Solution):
@@ -372,8 +367,7 @@ class _Search:
                 self._not_placed.add(key)
                 continue
             attempt = _Attempt(problem, self._costs, capacity, planner)
-            best = attempt.best(mode.proposals)
-            if best is not None:
+            if (best := attempt.best(mode.proposals)) is not None:
                 return best
             if not attempt.placed:
                 self._not_placed.add(key)
@@ -434,16 +428,10 @@ class _Attempt:
         return self._best
 
     def _applies(self, strategy: propose.Strategy) -> bool:
-        match strategy.when:
-            case "placed":
-                # If tiers do not hold the rows of level ranks, splits of more tables do not change that.
-                is_level = self._best is None and self._placed_s <= BOUND_TOLERANCE * self._bound_s
-                return self.placed and not is_level
-            case "not placed":
-                return not self.placed
-            case "not feasible":
-                return self._best is None
-        return True
+        # If tiers do not hold the rows of level ranks, splits of more tables do not change that.
+        is_level = self._best is None and self._placed_s <= BOUND_TOLERANCE * self._bound_s
+        applies = {"placed": self.placed and not is_level, "not placed": not self.placed}
+        return {"always": True, "not feasible": self._best is None, **applies}[strategy.when]
 
     def _consider(self, placement: Placement, strategy: propose.Strategy) -> None:
         """Keep a placement if tiers hold its rows and it is faster than the best so far."""

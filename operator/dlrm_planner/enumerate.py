@@ -161,8 +161,7 @@ class OptionBuilder:
 
     def heavy_tables(self) -> list[int]:
         """Return open tables that take longer than the mean of a rank, the longest first."""
-        whole_s = self.costs.whole_s
-        return sorted((i for i in self.open_tables() if self.is_heavy(i)), key=lambda i: -whole_s[i])
+        return sorted(filter(self.is_heavy, self.open_tables()), key=lambda i: -self.costs.whole_s[i])
 
     def is_heavy(self, i: int) -> bool:
         """Return whether balance may want a split: a table takes longer than the mean rank, and long enough."""
@@ -239,16 +238,12 @@ class OptionBuilder:
         return None
 
     def _least_loaded(self, allowed: Indices, nodes: Indices, count: int) -> Indices:
-        chosen = []
-        for node in nodes:
-            here = allowed[allowed // self.sharing == node]
-            chosen.append(here[np.lexsort((here, self.load[here]))[:count]])
-        return np.sort(np.concatenate(chosen))
+        by_node = (allowed[allowed // self.sharing == node] for node in nodes)
+        return np.sort(np.concatenate([here[np.lexsort((here, self.load[here]))[:count]] for here in by_node]))
 
     def by_columns(self, i: int, count: int, allowed: Indices, reason: str) -> ShardOption | None:
         """Split into groups of column blocks on the least loaded ranks with memory; None if too few have it."""
-        option = self._columns(i, allowed[:count], reason)
-        if option is None:
+        if (option := self._columns(i, allowed[:count], reason)) is None:
             return None
         free, taken, ranks = self.free.copy(), np.zeros(self.world_size, bool), list[int]()
         for held in self.capacity.measure(cut_tables(self.tables, (i,), {i: option})):
@@ -288,15 +283,13 @@ class OptionBuilder:
     def balance_reason(self, i: int, total_s: float) -> str:
         """Return why a table is split that fits whole; ``total_s`` are the seconds of all tables."""
         times = float(self.costs.whole_s[i]) / total_s * self.world_size
-        if times > 1:
-            return f"alone it costs {times:.2f} times the mean of a rank"
-        return "whole tables leave the ranks less balanced"
+        costs = f"alone it costs {times:.2f} times the mean of a rank"
+        return costs if times > 1 else "whole tables leave the ranks less balanced"
 
     def over_all_ranks(self, i: int, reason: str) -> ShardOption | None:
         """Split over all allowed ranks: by columns if bags have several ids and blocks suffice, else by rows."""
         table, allowed = self.tables.specs[i], self.allowed(i)
-        blocks = len(table.block_edges) - 1
-        if table.lookups > 1 and blocks >= len(allowed):
+        if table.lookups > 1 and len(table.block_edges) - 1 >= len(allowed):
             return self.by_columns(i, len(allowed), allowed, reason)
         return self.by_rows(i, allowed, "row", reason)
 
@@ -326,10 +319,8 @@ class OptionBuilder:
         if close.size and (option := self.by_columns(i, int(close[0]), allowed, reason)) is not None:
             return option
         close = row_counts[row <= ROW_TOLERANCE * best]
-        if close.size:
-            chosen = self.choose_ranks(i, int(close[0]))
-            return chosen and self.by_rows(i, *chosen, reason)
-        return None
+        chosen = self.choose_ranks(i, int(close[0])) if close.size else None
+        return chosen and self.by_rows(i, *chosen, reason)
 
 
 def spread_rows(rows: int, weights: Indices, most: Indices) -> list[int] | None:
@@ -347,8 +338,7 @@ def spread_rows(rows: int, weights: Indices, most: Indices) -> list[int] | None:
 
 def edges_of(table: TableSpec, kind: ShardKind, sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the edges of consecutive parts of so many rows, or of so many column blocks."""
-    ends = np.cumsum(sizes).tolist()
-    return (0, *(table.block_edges[end] if kind == "column" else end for end in ends))
+    return (0, *(table.block_edges[end] if kind == "column" else end for end in np.cumsum(sizes).tolist()))
 
 
 def _even(count: int, parts: int) -> list[int]:

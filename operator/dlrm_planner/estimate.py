@@ -186,9 +186,8 @@ class CostModel:
         for tier, stated in self.lookup_is_stated.items():
             if tier != home and not on_host.any():
                 continue
-            slowest = self._slowest(ranks, looked_up * (on_host == (tier == "ddr")))
-            own = self.replica_s(placement.replicated) if tier == home else 0.0
-            lookups[tier] = Timed(slowest + own, stated)
+            own_s = self.replica_s(placement.replicated) if tier == home else 0.0
+            lookups[tier] = Timed(self._slowest(ranks, looked_up * (on_host == (tier == "ddr"))) + own_s, stated)
         exchange = Timed(self._slowest(ranks, sent_s) + self.reduce_s(placement.replicated), self.link_is_stated)
         return Estimate(compute=self.compute, lookups=lookups, exchange=exchange)
 
@@ -299,8 +298,7 @@ def _misses(problem: Problem, placement: Placement, tiers: TierAssignment) -> di
         rank, held, record = int(placement.ranks[i]), levels.slots, float(stacks.record[i])
         for place, (tier, rows) in enumerate(levels.below, start=1):
             first, held = hit_rates.hits_at(i, held), held + rows
-            is_last = place == len(levels.below)
-            until = float(hit_rates.accesses[i]) if is_last else hit_rates.hits_at(i, held)
+            until = float(hit_rates.accesses[i]) if place == len(levels.below) else hit_rates.hits_at(i, held)
             missed = max(until - first, 0.0)
             missed = missed if missed > MIN_MISS_SHARE * until else 0.0
             counts, sizes, crossed = moved.setdefault(tier, (np.zeros(pods), np.zeros(pods), np.zeros(spec.world_size)))
@@ -350,13 +348,10 @@ def predict(spec: DLRMJobSpec, profile: HardwareProfile | None, found: Estimate,
     timed: dict[str, list[Timed]] = {}
     for tier, each in (*found.lookups.items(), *found.misses.items()):
         timed.setdefault(tier, []).append(each)
+    stated = ((tier, parts) for tier, parts in timed.items() if all(each.is_stated for each in parts))
     return Prediction(
         compute_seconds=found.compute.seconds if found.compute.is_stated else None,
-        lookup_seconds={
-            tier: sum(each.seconds for each in parts)
-            for tier, parts in timed.items()
-            if all(each.is_stated for each in parts)
-        },
+        lookup_seconds={tier: sum(each.seconds for each in parts) for tier, parts in stated},
         communication_seconds=found.exchange.seconds if found.exchange.is_stated else None,
         samples_per_second=rate,
         price_per_billion_samples=price,

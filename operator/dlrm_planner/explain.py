@@ -124,9 +124,8 @@ def _tiers(found: Solution) -> Iterator[str]:
         hits = sum(rates.hits_at(i, levels_of[i].slots) for i in group)
         served = f"which are expected to serve {hits / accesses:.1%} of accesses"
         kept = [f"{slots / rows:.1%} in slots in {first.upper()}, {served}"]
-        for place, tier in enumerate(below):
-            held = sum(levels_of[i].below[place][1] for i in group)
-            kept.append(f"space for {held / rows:.1%} in {tier}")
+        held = [sum(levels_of[i].below[place][1] for i in group) for place in range(len(below))]
+        kept += [f"space for {size / rows:.1%} in {tier}" for tier, size in zip(below, held, strict=True)]
         named = shards.table[group].tolist()
         counted = _count(len(set(named)), "table")
         yield f"{counted} with levels, {_names(tables, named)}: of {rows} rows {', '.join(kept)}"
@@ -331,8 +330,7 @@ class _Fixes:
             yield from self._no_lookahead("needs slots for one batch alone")
 
     def _no_lookahead(self, reason: str) -> Iterator[str]:
-        spec = self.problem.spec
-        cache = spec.trainer.cache
+        spec, cache = self.problem.spec, self.problem.spec.trainer.cache
         trainer = spec.trainer.model_copy(update={"cache": cache.model_copy(update={"lookahead": 0})})
         changed = replace(self.problem, spec=spec.model_copy(update={"trainer": trainer}))
         if cache.lookahead > 0 and self.is_feasible(changed):
@@ -361,8 +359,7 @@ class _Fixes:
 
     def fewer_activations(self) -> Iterator[str]:
         """Yield a micro batch, as large as bisection finds one."""
-        spec = self.problem.spec
-        held = held_samples(spec)
+        spec, held = self.problem.spec, held_samples(self.problem.spec)
 
         def in_pieces(pieces: int) -> Problem:
             training = spec.training.model_copy(update={"micro_batch_size": -(-held // pieces)})
@@ -374,8 +371,7 @@ class _Fixes:
 
     def less_read_ahead(self) -> Iterator[str]:
         """Yield a read-ahead of files, as large as bisection finds one."""
-        spec = self.problem.spec
-        held = int(spec.data.prefetch_bytes)
+        spec, held = self.problem.spec, int(self.problem.spec.data.prefetch_bytes)
 
         def without(less: int) -> Problem:
             data = spec.data.model_copy(update={"prefetch_bytes": held - less * MIB})

@@ -65,7 +65,6 @@ def _alpha(distribution: DistributionSpec | None) -> float:
 
 
 def _measured(spec: DLRMJobSpec, traces: Mapping[str, TableTrace]) -> Iterator[tuple[int, TableTrace]]:
-    """Yield the tables that refer to a trace."""
     for i, table, field, _ in _references(spec):
         trace = traces.get(table.name)
         if trace is None:
@@ -83,9 +82,8 @@ def _priors(size: Floats, lookups: Floats, alpha: Floats, in_flight: int) -> Hit
     # Lookups of one row in a batch, and accesses of each group in a batch, (U, R).
     rate = lookups[:, None] * share / np.maximum(width, 1e-300)
     once = -np.expm1(-rate) * width
-    slowest = np.where(width > 0, rate, np.inf).min(axis=1)
     # After so many batches nearly every row was looked up.
-    longest = np.maximum(5 / np.maximum(slowest, 1e-18), 2.0)
+    longest = np.maximum(5 / np.maximum(np.where(width > 0, rate, np.inf).min(axis=1), 1e-18), 2.0)
     rows, hits = np.zeros((len(size), POINTS + 2)), np.zeros((len(size), POINTS + 2))
     for k in range(POINTS):
         seen = -np.expm1(-rate * (longest ** (k / (POINTS - 1)))[:, None])
@@ -120,8 +118,7 @@ def _points(trace: TableTrace, accesses: float) -> tuple[Floats, Floats]:
             hull.pop()
         hull.append((x, y))
     hull.append((float(trace.rows), hull[-1][1]))
-    chosen = np.linspace(0, len(hull) - 1, min(len(hull), POINTS + 2)).round().astype(int)
-    kept = np.array(hull)[chosen]
+    kept = np.array(hull)[np.linspace(0, len(hull) - 1, min(len(hull), POINTS + 2)).round().astype(int)]
     kept = np.concatenate([kept, np.repeat(kept[-1:], POINTS + 2 - len(kept), axis=0)])
     return kept[:, 0], kept[:, 1] * accesses
 

@@ -106,8 +106,7 @@ def pod_limit(spec: DLRMJobSpec, profile: HardwareProfile | None, reserve: int, 
     own = working_set_bytes(spec, device) - taken
     if profile is not None:
         ddr, name, resources = profile.spec.tiers.ddr.bytes, profile.metadata.name, spec.checkpoint.resources
-        kept = resources.requests.get("memory", resources.limits.get("memory", "0"))
-        sidecar = max(taken, _quantity_bytes(kept))
+        sidecar = max(taken, _quantity_bytes(resources.requests.get("memory", resources.limits.get("memory", "0"))))
         asked = f" ({human(sidecar)} of it by checkpoint.resources)" if sidecar > taken else ""
         source = f"{human(ddr)} DDR of a {name} node less {human(own + sidecar)} for {others}{asked}{spared}"
         size = min(ddr, MAX_DDR) - own - sidecar - reserve

@@ -99,8 +99,7 @@ def largest_differences(items: Items) -> Indices:
 def _merge(fixed: Floats, costs: list[float]) -> tuple[Indices, Indices]:
     """Merge a part of W sums and parts of one sum, two by two: largest sums with smallest.
 
-    Returns:
-        The final slot of each slot of ``fixed``, (W,), and that of each cost.
+    Return the final slot of each slot of ``fixed``, (W,), and that of each cost.
     """
     width, leaves, slot = len(fixed), 1 + len(costs), np.min_scalar_type(len(fixed) - 1)
     # Parts that are not merged yet; a number is the only sum of its part.
@@ -137,7 +136,6 @@ def _filled(sums: Floats | float, width: int) -> Floats:
 
 
 def _spread(sums: Floats | float, width: int) -> float:
-    """Return the largest sum of a part less its smallest."""
     if isinstance(sums, float):
         return sums if width > 1 else 0.0
     return float(sums.max() - sums.min())
@@ -289,8 +287,7 @@ class Partitioner:
         for method in methods:
             ranks = METHODS[method](self.items)
             if isinstance(ranks, PartitionFailure):
-                table = int(self.shards.table[ranks.item])
-                self.failure = self.capacity.shortage(table, ranks.rank, ranks.free)
+                self.failure = self.capacity.shortage(int(self.shards.table[ranks.item]), ranks.rank, ranks.free)
             elif ranks is not None:
                 found.append(self.place(ranks, f"{strategy}, {method}"))
         yield from sorted(found, key=lambda each: each.imbalance)

@@ -375,7 +375,6 @@ def _level_options(placement: Placement, seconds: Floats, world_size: int) -> Op
 def _pour(levels: Floats, amount: float) -> Floats:
     """Return what each vessel takes if ``amount`` is poured over all of them and finds one level."""
     order = np.sort(levels)
-    count = np.arange(1, len(order) + 1)
-    surface = (amount + np.cumsum(order)) / count
+    surface = (amount + np.cumsum(order)) / np.arange(1, len(order) + 1)
     wet = int(np.flatnonzero(surface > order)[-1])
     return np.asarray(np.maximum(surface[wet] - levels, 0.0))

@@ -76,8 +76,7 @@ class Stacks:
         """Return the (N,) DDR of each shard in its smallest form; with ``slower_tiers`` that may be a stack."""
         stack = self.fixed + self.min_slots * self.slot
         cheapest = np.minimum(stack, self.whole) if slower_tiers else self.whole
-        is_stack = (self.pin >= 0) | self.on_device
-        return np.where(is_stack, stack, np.where(self.pin == IN_DDR, self.whole, cheapest))
+        return np.where((self.pin >= 0) | self.on_device, stack, np.where(self.pin == IN_DDR, self.whole, cheapest))
 
     def min_hbm(self) -> Floats:
         """Return the (N,) HBM of each shard in its smallest form."""

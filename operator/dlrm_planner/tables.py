@@ -142,9 +142,7 @@ def exchange_bytes(spec: DLRMJobSpec) -> int:
     With evenly spread columns a rank pools as many elements as its slice of the batch needs: those, their gradients,
     the message sent and the one received.
     """
-    if spec.world_size == 1:
-        return 0
-    return EXCHANGED_COPIES * ELEMENT_BYTES * _pooled(spec.model) * largest_slice(spec)
+    return (spec.world_size > 1) * EXCHANGED_COPIES * ELEMENT_BYTES * _pooled(spec.model) * largest_slice(spec)
 
 
 def message_bytes(spec: DLRMJobSpec) -> int:
@@ -210,8 +208,7 @@ class Tables:
     @cached_property
     def held_bytes(self) -> tuple[int, ...]:
         """Return the host memory of each table, and of its part of a hand-off that holds a full cut."""
-        has_cuts = self.handoff_budget is None
-        return tuple(size.resident + (size.handoff if has_cuts else 0) for size in self.whole)
+        return tuple(size.resident + (size.handoff if self.handoff_budget is None else 0) for size in self.whole)
 
     def range_bytes(self, table: int, share: float, ranges: int) -> int:
         """Return the bytes of a step on one range of a table's rows, beyond its share of the table's.
@@ -243,8 +240,7 @@ class Tables:
     @cached_property
     def max_range_bytes(self) -> tuple[int, ...]:
         """Return the largest ``range_bytes`` of each table over all numbers of even ranges."""
-        each = range(len(self.specs))
-        return tuple(max(self.range_bytes(i, 1 / ranges, ranges) for ranges in RANGES) for i in each)
+        return tuple(max(self.range_bytes(i, 1 / n, n) for n in RANGES) for i in range(len(self.specs)))
 
 
 def read_tables(spec: DLRMJobSpec) -> Tables:
@@ -273,11 +269,9 @@ def part_bytes(table: TableSpec, block_state: int, rows: int, columns: int) -> P
 
 def table_paths(spec: DLRMJobSpec) -> tuple[str, ...]:
     """Return the manifest path of each table of ``spec.model.all_tables()``."""
-    own = (f"spec.model.tables[{i}]" for i in range(len(spec.model.tables)))
-    grouped = (
-        f"spec.model.tableGroups[{i}].template" for i, g in enumerate(spec.model.table_groups) for _ in range(g.count)
-    )
-    return (*own, *grouped)
+    own = tuple(f"spec.model.tables[{i}]" for i in range(len(spec.model.tables)))
+    groups = enumerate(spec.model.table_groups)
+    return own + tuple(f"spec.model.tableGroups[{i}].template" for i, group in groups for _ in range(group.count))
 
 
 def replica_bytes(tables: Tables, replicated: Iterable[int]) -> int:

@@ -145,7 +145,6 @@ def _default_slots(stacks: Stacks) -> Floats:
 
 
 def _in_hbm(slots: Floats, stacks: Stacks) -> NDArray[np.bool_]:
-    """Return the shards that are whole in HBM."""
     return stacks.on_device & (slots >= stacks.rows)
 
 
@@ -364,12 +363,10 @@ class TierPlanner:
         return TableShortage(table=largest, rank=rank, held=held[largest], free=math.floor(ddr), is_alone=True)
 
     def _hbm(self, replicated: Ints) -> float:
-        """Return the HBM for the shards of a rank."""
         problem = self._problem
         return math.inf if problem.hbm is None else problem.hbm.size - replica_bytes(problem.tables, replicated)
 
     def _ddr(self, replicated: Ints, pod: int, between: int = 0) -> float:
-        """Return the DDR for the shards of a pod."""
         if self._problem.limit is None:
             return math.inf
         fixed = fixed_pod_bytes(self._problem, replicated, pod)

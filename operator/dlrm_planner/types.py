@@ -91,11 +91,9 @@ class Shards:
     blocks: Floats
     """Number of column blocks; each is stored separately."""
     row_bytes: Ints
-    """A row and its state, as the kernels hold them."""
     resident_bytes: Ints
-    """Rows, row state and change bits."""
     handoff_bytes: Ints
-    """All rows with their ids and state, as a full cut hands them over."""
+    """The three figures of :class:`PartBytes`."""
     range_bytes: Ints
     """Bytes of a step on a range of rows, beyond an even share."""
 
@@ -251,9 +249,8 @@ class Capacity:
 
     def shortage(self, i: int, rank: int, free: int, *, is_alone: bool = False, spread: int = 0) -> TableShortage:
         """Return that a table finds too little memory."""
-        return TableShortage(
-            table=i, rank=rank, held=self.held[i], free=free, is_alone=is_alone, spread=spread, tier=self.tier
-        )
+        held, tier = self.held[i], self.tier
+        return TableShortage(table=i, rank=rank, held=held, free=free, is_alone=is_alone, spread=spread, tier=tier)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,6 @@ def _rank_plans(found: Solution, handoff: tuple[int, ...]) -> tuple[RankPlan, ..
 
 
 def _shard_bytes(found: Solution, shard: int) -> dict[str, int]:
-    """Return the bytes of a shard in each tier."""
     levels = found.tiers.levels.get(shard) if found.tiers else None
     resident = found.placement.shards.resident_bytes[shard]
     if levels is None or found.tiers is None:

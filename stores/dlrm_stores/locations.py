@@ -35,8 +35,7 @@ def local_path(uri: str) -> Path:
     Raises:
         NoInputError: the URI names another machine or scheme, or no valid file name.
     """
-    path = file_path(uri)
-    if path is None:
+    if (path := file_path(uri)) is None:
         raise NoInputError(f"unsupported URI: {uri}; give a path, file:///path or s3://bucket/key")
     if "\0" in path:
         raise NoInputError(f"invalid path: {uri!r} contains a NUL")
@@ -55,8 +54,7 @@ def find_files(uris: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
     try:
         found = {path for uri in uris for path in _expand(uri, suffixes)}
     except PermissionError as error:
-        message = f"permission denied: {error.filename}; change the directory's owner or mode"
-        raise NoPermissionError(message) from error
+        raise NoPermissionError(f"permission denied: {error.filename}; change the directory's owner or mode") from error
     for path in found:
         if not os.access(path, os.R_OK, effective_ids=True):
             raise NoPermissionError(f"permission denied: {path}; change its owner or mode")
@@ -107,8 +105,7 @@ def _expand(uri: str, suffixes: Sequence[str]) -> list[Path]:
         raise BadDataError(f"not a regular file: {path}; data is read in any order, so write it to a file")
     if not _MAGIC.search(str(path)):
         raise NoInputError(f"file not found: {path}; check data.train.uris and data.eval.uris")
-    matches = _matching(path.absolute())
-    if not matches:
+    if not (matches := _matching(path.absolute())):
         raise NoInputError(f"no file matches {path}; check data.train.uris and data.eval.uris")
     return matches
 
@@ -297,9 +294,8 @@ class S3Object(DataFile):
         try:
             body = self._store.get_range_of(self._key, self._etag, start, length)
         except NoInputError as error:
-            raise NoInputError(
-                f"object not found: {self.name}; it was removed after this run found it ({error})"
-            ) from error
+            problem = f"object not found: {self.name}; it was removed after this run found it"
+            raise NoInputError(f"{problem} ({error})") from error
         if body is None:
             raise BadDataError(f"{self.name}: {CHANGED} (its ETag is no longer {self._etag})")
         return body

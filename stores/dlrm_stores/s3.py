@@ -49,24 +49,19 @@ class S3Store:
     """Hold keys below ``s3://bucket/prefix`` of an S3 service with strongly consistent reads and listings.
 
     Calls are made from any thread. botocore retries them; this class retries bodies that break off, waits for
-    credentials that come late, and switches to rotated credentials.
-
-    Args:
-        bucket: An existing bucket.
-        prefix: Without slashes at its ends; may be empty.
-        options: How to reach the service.
+    credentials that come late, and switches to rotated credentials. The bucket exists; the prefix has no slashes at its
+    ends, and may be empty.
     """
 
     def __init__(self, bucket: str, prefix: str, options: StoreOptions) -> None:
         self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
-        self._location = s3_errors.S3Location(
-            bucket=bucket, endpoint=options.s3.endpoint or "AWS", fields=options.fields
-        )
+        endpoint = options.s3.endpoint or "AWS"
+        self._location = s3_errors.S3Location(bucket=bucket, endpoint=endpoint, fields=options.fields)
         self._clients = Clients(options, self._location)
         self._on_retry = options.on_retry
         self._encryption = _encryption(options.s3)
         # Without TLS the signature covers the body's SHA-256, and the service checks it.
-        self._signs_bodies = (options.s3.endpoint or "").startswith("http://")
+        self._signs_bodies = endpoint.startswith("http://")
         self._readers = ThreadPoolExecutor(PARALLEL_RANGES, "s3-range")
         self._has_conditions: bool | None = None
         """Whether the service accepts conditional writes; None before the first."""
@@ -161,11 +156,9 @@ class S3Store:
             if len(view) <= MULTIPART.multipart_threshold:
                 self._put_whole(key, view, sha256)
                 return
-            extra = {} if self._signs_bodies else {"ChecksumAlgorithm": "SHA256"}
-            extra |= self._encryption
-            self._call(
-                lambda s3: s3.upload_fileobj(_payload(view), ExtraArgs=extra, Config=MULTIPART, **self._object(key))
-            )
+            extra = self._encryption | ({} if self._signs_bodies else {"ChecksumAlgorithm": "SHA256"})
+            options = {**self._object(key), "ExtraArgs": extra, "Config": MULTIPART}
+            self._call(lambda s3: s3.upload_fileobj(_payload(view), **options))
 
     def _put_whole(self, key: str, body: Body, sha256: str | None = None, **condition: Any) -> None:
         arguments = {**self._object(key), **self._encryption, **condition}
@@ -354,5 +347,4 @@ def _encryption(s3: S3Spec) -> dict[str, Any]:
     """Return the arguments of every request that begins an object."""
     if not isinstance(s3, SnapshotS3Spec) or s3.encryption == "none":
         return {}
-    key = {"SSEKMSKeyId": s3.kms_key_id} if s3.kms_key_id else {}
-    return {"ServerSideEncryption": s3.encryption, **key}
+    return {"ServerSideEncryption": s3.encryption} | ({"SSEKMSKeyId": s3.kms_key_id} if s3.kms_key_id else {})

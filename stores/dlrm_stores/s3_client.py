@@ -63,12 +63,9 @@ CONFIG = Config(
 )
 MULTIPART = TransferConfig(multipart_threshold=64 << 20, multipart_chunksize=16 << 20, max_concurrency=8)
 EXPECTED_FIELDS = {
-    "PutObject": "ETag",
-    "CreateMultipartUpload": "UploadId",
-    "UploadPart": "ETag",
-    "CompleteMultipartUpload": "ETag",
+    "PutObject": "ETag", "CreateMultipartUpload": "UploadId", "UploadPart": "ETag", "CompleteMultipartUpload": "ETag",
     "ListObjectsV2": "IsTruncated",
-}
+}  # fmt: skip
 """Fields that S3 always sends. A proxy's page with status 200 lacks them: a listing would look empty, a write done."""
 _STARTED, _REASON = "dlrm_started", "dlrm_retry_reason"
 
@@ -96,8 +93,7 @@ class Payload:
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Set the position, as files do."""
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._view)}[whence]
-        self._at = start + offset
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._view)}[whence]
         return self._at
 
     def tell(self) -> int:
@@ -226,8 +222,7 @@ class _KnownSha256(S3SigV4Auth):
     """Sign a ``Payload`` with its known SHA-256 instead of hashing it again."""
 
     def payload(self, request: Any) -> Any:
-        known = getattr(request.body, "sha256", "")
-        return known or super().payload(request)
+        return getattr(request.body, "sha256", "") or super().payload(request)
 
 
 def _watch(client: Any, on_retry: Callable[[RetryReason], object]) -> None:
@@ -267,8 +262,7 @@ def _judge(
     """
     context = request_dict["context"]
     if caught_exception is not None:
-        late = time.monotonic() - context[_STARTED] > RETRY_DEADLINE_S
-        if late or is_bad_certificate(caught_exception):
+        if time.monotonic() - context[_STARTED] > RETRY_DEADLINE_S or is_bad_certificate(caught_exception):
             raise caught_exception
         context[_REASON] = "broken"
         return

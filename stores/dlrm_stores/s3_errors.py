@@ -67,8 +67,7 @@ def is_unknown_request(error: Exception) -> bool:
 
     Services answer 501 NotImplemented, 405, or 400 with many codes.
     """
-    known = REFUSED | TEMPORARY | {"NoSuchBucket"}
-    return status_of(error) in {400, 404, 405, 501} and code_of(error) not in known
+    return status_of(error) in {400, 404, 405, 501} and code_of(error) not in REFUSED | TEMPORARY | {"NoSuchBucket"}
 
 
 def retry_reason(code: str, status: int) -> RetryReason | None:

@@ -35,8 +35,7 @@ class ControlKey:
     """
 
     def __init__(self, api: Api, namespace: str) -> None:
-        self._api = api
-        self._namespace = namespace
+        self._api, self._namespace = api, namespace
         self._key = b""
         self._reading = asyncio.Lock()
 

@@ -40,8 +40,7 @@ class KueueClient:
     """Hold Kueue's last message for each waiting job."""
 
     def __init__(self, api: Api, wake: Callable[[JobKey], None]) -> None:
-        self._api = api
-        self._wake = wake
+        self._api, self._wake = api, wake
         self._followed: dict[JobKey, _Followed] = {}
 
     def follow(self, key: JobKey, workload: str) -> None:

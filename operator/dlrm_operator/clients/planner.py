@@ -94,8 +94,7 @@ class Planner:
     """
 
     def __init__(self, deadline_s: float, wake: Callable[[JobKey], None]) -> None:
-        self._deadline_s = deadline_s
-        self._wake = wake
+        self._deadline_s, self._wake = deadline_s, wake
         self._answers: dict[JobKey, _Answer] = {}
         self._waiting: dict[JobKey, PlanQuestion] = {}
         self._running: dict[JobKey, _Run] = {}

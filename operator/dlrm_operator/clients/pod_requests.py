@@ -60,8 +60,7 @@ class PendingRequests(Generic[QuestionT, AnswerT]):
     """
 
     def __init__(self, wake: Callable[[JobKey], None], keep_s: Callable[[AnswerT], float | None] | None = None) -> None:
-        self._wake = wake
-        self._keep_s = keep_s
+        self._wake, self._keep_s = wake, keep_s
         self._answers: dict[JobKey, AnswerT] = {}
         self._running: dict[JobKey, tuple[QuestionT, asyncio.Task[None]]] = {}
 

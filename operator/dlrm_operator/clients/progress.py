@@ -58,8 +58,7 @@ class Poller:
     """Hold the last answers of each job."""
 
     def __init__(self, interval_s: float, wake: Callable[[JobKey], None]) -> None:
-        self._interval_s = interval_s
-        self._wake = wake
+        self._interval_s, self._wake = interval_s, wake
         self._targets: dict[JobKey, Target] = {}
         self._latest: dict[JobKey, Polled] = {}
         self._answered: dict[Target, float] = {}

@@ -54,8 +54,7 @@ class ReferenceReader:
     """Read profiles and traces live."""
 
     def __init__(self, api: Api, profiles: ProfileSource | None = None) -> None:
-        self._api = api
-        self._profiles = profiles
+        self._api, self._profiles = api, profiles
 
     async def profile(self, spec: DLRMJobSpec) -> ProfileSeen:
         """Read the profile of ``spec.trainer.hardware``.

@@ -60,8 +60,7 @@ class Engine:
         decisions, because it gets a response every few seconds.
         """
         clock = lease_api.clock.now
-        self.settings = settings
-        self._api = api
+        self.settings, self._api = settings, api
         namespace = settings.namespace or settings.lease_namespace or api.namespace
         self._leader = Leader(lease_api, namespace, settings.identity, settings.lease, self._leader_changed)
         self.jobs = JobCache()

@@ -215,8 +215,7 @@ class PodCache:
         """
         self._api = api
         self._path = f"/api/v1/namespaces/{namespace}/pods" if namespace else "/api/v1/pods"
-        self._wake = wake
-        self._wake_soon = wake_soon
+        self._wake, self._wake_soon = wake, wake_soon
         self._pods: dict[JobKey, dict[str, PodSeen]] = {}
         self._deleted: dict[str, None] = {}
         """Uids of pods that were deleted last: the response to their creation may arrive later than that."""

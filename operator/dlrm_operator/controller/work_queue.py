@@ -52,8 +52,7 @@ class WorkQueue:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create an empty queue; ``is_new`` returns whether a job never had all of its pods."""
-        self._reconcile = reconcile
-        self._is_new = is_new
+        self._reconcile, self._is_new = reconcile, is_new
         self._clock, self._monotonic = clock, monotonic
         self._due: dict[JobKey, float] = {}
         # Entries of these heaps may be stale: _due and _busy decide. _queue holds when to consider a key, _ready the

@@ -71,9 +71,7 @@ class Reviewer:
         *,
         limits: PodTemplatePolicy = RESTRICTED,
     ) -> None:
-        self._references = references
-        self._limits = limits
-        self._deadline_s = deadline_s
+        self._references, self._limits, self._deadline_s = references, limits, deadline_s
         self._planner = PlannerProcess()
         self._plan = plan or self._planner.ask
         self._planning = asyncio.Semaphore(1)
