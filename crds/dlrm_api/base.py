@@ -60,16 +60,9 @@ class ApiModel(BaseModel):
     """Base of every API type: immutable, camelCase in YAML, rejects unknown fields."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        alias_generator=to_camel,
-        validate_by_name=True,
-        validate_by_alias=True,
-        serialize_by_alias=True,
-        validate_default=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-    )
+        frozen=True, extra="forbid", alias_generator=to_camel, validate_by_name=True, validate_by_alias=True,
+        serialize_by_alias=True, validate_default=True, allow_inf_nan=False, protected_namespaces=(),
+    )  # fmt: skip
 
     rules: ClassVar[tuple[Rule, ...]] = ()
 

@@ -54,14 +54,8 @@ def definitions() -> dict[str, Schema]:
         for rule in ObjectMeta.rules
     ]
     version["schema"]["openAPIV3Schema"][RULES] = [*of_metadata, immutability_rule()]
-    version["subresources"] = {
-        "status": {},
-        "scale": {
-            "specReplicasPath": ".spec.trainer.replicas",
-            "statusReplicasPath": ".status.replicas",
-            "labelSelectorPath": ".status.selector",
-        },
-    }
+    scale = {"specReplicasPath": ".spec.trainer.replicas", "statusReplicasPath": ".status.replicas"}
+    version["subresources"] = {"status": {}, "scale": {**scale, "labelSelectorPath": ".status.selector"}}
     profile = _definition(HardwareProfile, "hardwareprofiles", "hwp", "Cluster", PROFILE_COLUMNS)
     return {"dlrmjobs": job, "hardwareprofiles": profile}
 

@@ -19,10 +19,8 @@ def _readable(uri: str) -> str:
 
 
 READABLE = {
-    "rule": (
-        "!self.contains('://') || self.startsWith('s3://') || self.startsWith('file:///') || "
-        "self.startsWith('file://localhost/')"
-    ),
+    "rule": "!self.contains('://') || self.startsWith('s3://') || self.startsWith('file:///') || "
+    "self.startsWith('file://localhost/')",
     "message": "expected a path, file:///path or s3://bucket/prefix",
 }
 DataUri = Annotated[Uri, AfterValidator(_readable), Field(json_schema_extra={RULES: [READABLE]})]

@@ -33,8 +33,7 @@ def parse_bytes(value: Any) -> Any:
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    match = re.fullmatch(BYTES_PATTERN, value) if isinstance(value, str) else None
-    if match is None:
+    if not isinstance(value, str) or (match := re.fullmatch(BYTES_PATTERN, value)) is None:
         raise ValueError(f"expected bytes such as 16Gi, 500M or an integer, got {value!r}")
     return round(quantity_value(match[0]))
 

@@ -34,11 +34,8 @@ class EventFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging calls it so
         """Return the first line of the record."""
-        extra = [
-            f"{name}={_quoted(value)}"
-            for name, value in vars(record).items()
-            if name not in _USUAL and not name.startswith(_KOPF)
-        ]
+        facts = ((name, value) for name, value in vars(record).items() if name not in _USUAL)
+        extra = [f"{name}={_quoted(value)}" for name, value in facts if not name.startswith(_KOPF)]
         return " ".join((super().formatMessage(record), *extra))
 
 

@@ -17,14 +17,11 @@ from dlrm_api.fields import INT_OR_STRING
 
 Schema = dict[str, Any]
 
-KEPT = frozenset(
-    {
-        "description", "type", "format", "enum", "default", "pattern", "minLength", "maxLength", "minimum", "maximum",
-        "multipleOf", "minItems", "maxItems", "maxProperties", "required",
-        RULES, "x-kubernetes-preserve-unknown-fields", "x-kubernetes-int-or-string", "x-kubernetes-list-type",
-        "x-kubernetes-list-map-keys", "x-kubernetes-map-type",
-    }
-)  # fmt: skip
+KEPT = frozenset({
+    "description", "type", "format", "enum", "default", "pattern", "minLength", "maxLength", "minimum", "maximum",
+    "multipleOf", "minItems", "maxItems", "maxProperties", "required", RULES, "x-kubernetes-preserve-unknown-fields",
+    "x-kubernetes-int-or-string", "x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-map-type",
+})  # fmt: skip
 """Keywords that pass unchanged."""
 DROPPED = frozenset({"title", "$defs", NOT_BUILT})
 

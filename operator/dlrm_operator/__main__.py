@@ -59,7 +59,6 @@ async def run(settings: Settings) -> None:
     definition was restored that kopf, limited to one namespace, would not discover.
     """
     api, lease_api = (KubernetesApi(settings.kubeconfig, in_cluster=settings.in_cluster) for _ in range(2))
-    namespaces = [settings.namespace] if settings.namespace else []
     while True:
         engine = Engine(settings, api, lease_api)
         try:
@@ -67,7 +66,7 @@ async def run(settings: Settings) -> None:
                 registry=build_registry(engine),
                 standalone=True,
                 clusterwide=settings.namespace is None,
-                namespaces=namespaces,
+                namespaces=[settings.namespace] if settings.namespace else [],
                 stop_flag=engine.ending,
             )
         except Exception as error:

@@ -120,57 +120,30 @@ GAUGES: tuple[tuple[str, str, Callable[[JobFacts], float | None]], ...] = (
     ("planned_steps", "Planned number of steps.", lambda job: (job.status.progress or job.trainer).total_steps),
     ("samples", "Samples trained on, over all attempts.", _samples),
     ("samples_per_second", "Last reported throughput, while the job trains.", attrgetter("trainer.samples_per_second")),
-    (
-        "predicted_samples_per_second",
-        "Throughput that the plan predicts.",
-        lambda job: job.status.plan.predicted_samples_per_second if job.status.plan else None,
-    ),
-    (
-        "evaluated_batches",
-        "Batches of the running or last evaluation.",
-        lambda job: job.trainer.evaluated_batches if job.trains else None,
-    ),
+    ("predicted_samples_per_second", "Throughput that the plan predicts.",
+     lambda job: job.status.plan.predicted_samples_per_second if job.status.plan else None),
+    ("evaluated_batches", "Batches of the running or last evaluation.",
+     lambda job: job.trainer.evaluated_batches if job.trains else None),
     ("loss_nats", "Mean log loss of the last step.", lambda job: job.trainer.loss),
-    (
-        "normalized_entropy_ratio",
-        "Normalized entropy of the last evaluation.",
-        lambda job: job.trainer.evaluation.ne if job.trainer.evaluation else None,
-    ),
+    ("normalized_entropy_ratio", "Normalized entropy of the last evaluation.",
+     lambda job: job.trainer.evaluation.ne if job.trainer.evaluation else None),
     ("world_size_ranks", "Ranks of the plan.", lambda job: job.status.plan.world_size if job.status.plan else None),
     ("pods", "Trainer pods that exist.", lambda job: job.status.replicas),
     ("running_timestamp_seconds", "When training began.", _running_since),
-    (
-        "last_snapshot_step",
-        "Step of the newest committed snapshot.",
-        lambda job: job.status.last_snapshot.step if job.status.last_snapshot else None,
-    ),
+    ("last_snapshot_step", "Step of the newest committed snapshot.",
+     lambda job: job.status.last_snapshot.step if job.status.last_snapshot else None),
     ("last_snapshot_timestamp_seconds", "When the newest snapshot was committed.", _snapshot_time),
-    (
-        "snapshot_interval_seconds",
-        "Requested time between two cuts; steps are converted at the current throughput.",
-        _snapshot_interval_s,
-    ),
-    (
-        "snapshot_interval_steps",
-        "Requested steps between two cuts; absent if the spec sets a time.",
-        _snapshot_interval_steps,
-    ),
-    (
-        "passed_over_snapshots",
-        "Newer snapshots that the running attempt could not start from.",
-        lambda job: job.trainer.passed_over_snapshots if job.trains else None,
-    ),
-    (
-        "store_failing",
-        "1 while the last request of pod 0 to the store failed.",
-        lambda job: bool(job.checkpointer.store_error) if job.trains else None,
-    ),
-    (
-        "cost_per_hour",
-        "Price of the nodes in use, in the currency of the HardwareProfile; absent without a price.",
-        _cost_per_hour,
-    ),
-)
+    ("snapshot_interval_seconds", "Requested time between two cuts; steps are converted at the current throughput.",
+     _snapshot_interval_s),
+    ("snapshot_interval_steps", "Requested steps between two cuts; absent if the spec sets a time.",
+     _snapshot_interval_steps),
+    ("passed_over_snapshots", "Newer snapshots that the running attempt could not start from.",
+     lambda job: job.trainer.passed_over_snapshots if job.trains else None),
+    ("store_failing", "1 while the last request of pod 0 to the store failed.",
+     lambda job: bool(job.checkpointer.store_error) if job.trains else None),
+    ("cost_per_hour", "Price of the nodes in use, in the currency of the HardwareProfile; absent without a price.",
+     _cost_per_hour),
+)  # fmt: skip
 
 
 @dataclass(eq=False)

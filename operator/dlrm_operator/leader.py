@@ -115,9 +115,8 @@ class Leader:
             logger.warning("failed to release lease; the next leader waits for it to expire", extra=extra)
 
     def _pause_s(self, part: float) -> float:
-        if self._written is None:
-            return POLL_INTERVAL_S * part
-        return max(self._renewed_at + self._times.renew_interval_s * part - time.monotonic(), 0.0)
+        due_s = self._renewed_at + self._times.renew_interval_s * part - time.monotonic()
+        return POLL_INTERVAL_S * part if self._written is None else max(due_s, 0.0)
 
     def _hold(self, since: float) -> None:
         # If the last renewal has expired, this process was no leader for a moment and skipped work: publish that

@@ -95,8 +95,7 @@ class Stacks:
 
     def level_hbm_bytes(self, shard: int, levels: Levels) -> int:
         """Return the HBM of slots and scratch, or of all rows."""
-        scratch = self.scratch[shard] if levels.below else 0.0
-        return int((levels.slots + scratch) * self.device_slot[shard])
+        return int((levels.slots + (self.scratch[shard] if levels.below else 0.0)) * self.device_slot[shard])
 
     def bytes_below(self, shard: int, levels: Levels) -> dict[Tier, int]:
         """Return the bytes of rows in each level below the slots."""

@@ -166,11 +166,9 @@ def _has_means(model: ModelSpec) -> bool:
     return any(table.pooling == "mean" for table in model.all_tables())
 
 
-ROW_ID_BYTES = 8
-"""Bytes of each row of a cut."""
+ROW_ID_BYTES = 8  # of each row of a cut
 CUT_PIECE_ROWS, CUT_HEADER_BYTES = 65_536, 512
 """A cut lists its pieces: rows of a piece at least, and bytes of its entry at most."""
-
 RANGE_COPIES = SENT_COPIES = 2
 """Copies of a global batch's pooled rows on a rank with a range of a table's rows: they and their gradients; and of
 those of bags with ids in the range, picked and in a message."""

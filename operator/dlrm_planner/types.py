@@ -115,11 +115,8 @@ class Shards:
 
 def cut_tables(tables: Tables, which: Collection[int], options: Options) -> Shards:
     """Cut some tables, ascending, into the shards of their options; one without an option is one shard."""
-    table: list[int] = []
-    rectangles: list[tuple[int, int, int, int]] = []
-    kinds: list[ShardKind] = []
-    allowed: list[Ints] = []
-    sizes: list[tuple[PartBytes, int]] = []
+    table, rectangles, kinds = list[int](), list[tuple[int, int, int, int]](), list[ShardKind]()
+    allowed, sizes = list[Ints](), list[tuple[PartBytes, int]]()
     for i in which:
         spec = tables.specs[i]
         if (option := options.get(i)) is not None:
@@ -239,8 +236,7 @@ class Capacity:
     @cached_property
     def placed(self) -> Ints:
         """Return the tables that are not replicated."""
-        replicated = set(self.replicated)
-        return tuple(i for i in range(len(self.held)) if i not in replicated)
+        return tuple(sorted(set(range(len(self.held))) - set(self.replicated)))
 
     @cached_property
     def is_hopeless(self) -> bool:

@@ -36,9 +36,8 @@ def write_plan(found: Solution) -> Plan:
             f"the tables take {shards} shards over {spec.world_size} ranks, and a plan holds at most {MAX_SHARDS}: "
             "use fewer ranks, of more memory each",
         )
-    handoff = _handoff_bytes(found)
+    handoff, (policy, policy_reason) = _handoff_bytes(found), choose_policy(found)
     ranks = _rank_plans(found, handoff)
-    policy, policy_reason = choose_policy(found)
     return Plan(
         world_size=spec.world_size,
         processes_per_node=spec.trainer.processes_per_replica,
@@ -56,13 +55,10 @@ def write_plan(found: Solution) -> Plan:
 def _handoff_bytes(found: Solution) -> tuple[int, ...]:
     """Return each pod's shared memory in whole MiB: the user's budget, a full cut, or segments."""
     spec, planned = found.problem.spec, found.problem.tables.handoff_budget
-    pods = range(spec.replicas)
-    needed = [_cut_bytes(found, pod) for pod in pods]
-    budget = spec.checkpoint.handoff_budget
+    needed, budget = [_cut_bytes(found, pod) for pod in range(spec.replicas)], spec.checkpoint.handoff_budget
     if budget is None:
         return tuple(each if planned is None else min(each, planned) for each in needed)
-    floor = min_handoff_bytes(found.problem)
-    pod = max(pods, key=needed.__getitem__)
+    floor, pod = min_handoff_bytes(found.problem), max(range(spec.replicas), key=needed.__getitem__)
     least = min(needed[pod], floor)
     if budget < least:
         raise InfeasiblePlanError(
@@ -166,8 +162,7 @@ def _frequent(trace: TableTrace, slots: int, accesses: float, part: float) -> fl
     order = np.argsort(-mean, kind="stable")
     before = np.cumsum(rows[order]) - rows[order]
     share = np.clip((slots - before) / np.maximum(rows[order], 1e-300), 0, 1)
-    scale = accesses / max(float(once.sum()), 1e-300)
-    return float((share * once[order]).sum()) * scale
+    return float((share * once[order]).sum()) * (accesses / max(float(once.sum()), 1e-300))
 
 
 def _table_plans(found: Solution, policy: Policy) -> tuple[TablePlan, ...]:

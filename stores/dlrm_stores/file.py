@@ -94,8 +94,7 @@ class FileStore:
             NoInputError: it does not, or is a file.
             NoPermissionError: it cannot be looked up.
         """
-        status = _status(self.root)
-        if status is None:
+        if (status := _status(self.root)) is None:
             raise NoInputError(f"directory not found: {self.root}; correct the URI")
         if not stat.S_ISDIR(status.st_mode):
             raise _not_a_directory(self.root)
@@ -120,9 +119,8 @@ class FileStore:
 
     def put(self, key: str, body: Body, sha256: str | None = None) -> None:  # noqa: ARG002  nothing checks it
         """Write or replace the object."""
-        path = self.root / key
-        with self._draft(path, body) as draft:
-            draft.replace(path)
+        with self._draft(self.root / key, body) as draft:
+            draft.replace(self.root / key)
 
     def put_if_absent(self, key: str, body: Body) -> bool:
         """Write the object unless it exists, by a hard link; without hard links, write or replace it."""

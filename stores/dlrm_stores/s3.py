@@ -82,8 +82,7 @@ class S3Store:
         """Fill a buffer with the object's first bytes, in parallel ranges, and return the object's size."""
         view = buffer.cast("B")
         if not view:
-            size = self.size(key)
-            if size is None:
+            if (size := self.size(key)) is None:
                 raise NoInputError(f"object not found: {self.uri}/{key}")
             return size
         starts = range(0, len(view), RANGE_BYTES)

@@ -57,8 +57,7 @@ class KueueClient:
 
     def message(self, key: JobKey) -> str:
         """Return Kueue's last message; empty until there is one."""
-        known = self._followed.get(key)
-        return known.message if known else ""
+        return self._followed[key].message if key in self._followed else ""
 
     async def run(self) -> None:
         """Read each Workload when it is due, forever."""

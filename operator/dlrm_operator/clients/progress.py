@@ -163,11 +163,8 @@ def with_durations(before: Polled, answers: Polled, gap_s: float) -> Polled:
     ``gap_s`` is the time between two consecutive answers of the trainer; ``before`` are the answers of the last poll.
     """
     slow, was = _slow_rank(answers.trainer), _slow_rank(before.trainer)
-    return replace(
-        answers,
-        still_s=before.still_s + gap_s if answers.place == before.place else 0.0,
-        slow_s=before.slow_s + gap_s if slow is not None and slow == was else 0.0,
-    )
+    still_s = before.still_s + gap_s if answers.place == before.place else 0.0
+    return replace(answers, still_s=still_s, slow_s=before.slow_s + gap_s if slow is not None and slow == was else 0.0)
 
 
 def _slow_rank(progress: Progress | None) -> int | None:

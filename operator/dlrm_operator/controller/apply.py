@@ -90,8 +90,7 @@ class ActionExecutor:
 
     async def _create_pod(self, action: state.CreatePod) -> None:
         meta = action.manifest["metadata"]
-        path = _path("v1", meta["namespace"], "Pod")
-        identity = action.owner_uid, action.attempt
+        path, identity = _path("v1", meta["namespace"], "Pod"), (action.owner_uid, action.attempt)
         secret = await self.control_key.gang_secret(*identity)
         derived = {Env.TOKEN_SHA256: token_digest(await self.control_key.token(*identity)), Env.GANG_SECRET: secret}
         body = with_derived(action.manifest, derived)
@@ -192,9 +191,9 @@ class ActionExecutor:
 
 def _lost_identity(action: state.CreatePod, found: Manifest) -> str | None:
     wanted, labels = action.manifest["metadata"]["labels"], found["metadata"].get("labels") or {}
-    lost = next((name for name in IDENTITY_LABELS if labels.get(name) != wanted.get(name)), None)
-    if lost is not None:
-        return f"the label {lost}"
+    for name in IDENTITY_LABELS:
+        if labels.get(name) != wanted.get(name):
+            return f"the label {name}"
     return None if owned_by(found, action.owner_uid) else "the owner reference"
 
 

@@ -266,9 +266,7 @@ class PodCache:
 
     def _follow(self, loop: asyncio.AbstractEventLoop) -> None:
         """List once, then watch from there until the server reports that the version is gone."""
-        query = {"labelSelector": SELECTOR}
-        pods: list[PodSeen] = []
-        version = ""
+        query, pods, version = {"labelSelector": SELECTOR}, list[PodSeen](), ""
         # A pod takes 51 kB as a document: only one page of them is held at a time.
         for items, page_version in self._api.list_pages(self._path, query):
             pods += map(read_pod, items)

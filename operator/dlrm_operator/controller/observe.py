@@ -265,15 +265,11 @@ async def read_groups(api: Api, job: JobSeen) -> Groups:
     Raises:
         ClusterUnavailableError: the API server did not answer.
     """
-    if not isinstance(job.spec, DLRMJob):
-        return Groups()
-    kind = group_type(job.spec.spec.scheduling)
-    if kind is None:
+    if not isinstance(job.spec, DLRMJob) or (kind := group_type(job.spec.spec.scheduling)) is None:
         return Groups()
     gang, attempt = job.spec.spec.scheduling.gang, _attempt(job)
-    query = _selector(job)
-    if kind is KUEUE:
-        query = {"fieldSelector": f"metadata.name={names.pod_group(job.key.name, attempt)}"}
+    by_name = {"fieldSelector": f"metadata.name={names.pod_group(job.key.name, attempt)}"}
+    query = by_name if kind is KUEUE else _selector(job)
     resource = f"{kind.plural} of {kind.api_version}"
     try:
         items, _ = await api.list_all(kind.path(job.key.namespace), query, METADATA_ONLY)

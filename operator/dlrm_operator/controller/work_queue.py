@@ -163,8 +163,7 @@ class WorkQueue:
         return MAX_SLEEP_S
 
     async def _run(self, key: JobKey) -> None:
-        began = self._monotonic()
-        extra = {"job": str(key)}
+        began, extra = self._monotonic(), {"job": str(key)}
         try:
             await self._reconcile(key)
         except ConflictError:
