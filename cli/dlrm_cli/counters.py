@@ -125,12 +125,9 @@ def sum_counts(pods: Sequence[PodFigures]) -> Counts:
             before = tiers.get(tier, TierCounts())
             sums = {name: getattr(before, name) + getattr(counts, name) for name in TierCounts.model_fields}
             tiers[tier] = TierCounts.model_validate(sums)
-    counted = ("ranks", "accesses", "hits", "created_rows", "evicted_rows", "prefetch_wait_s")
-    return Counts(
-        stages={stage: round(seconds, 6) for stage, seconds in stages.items()},
-        tiers=tiers,
-        **{name: sum(getattr(pod, name) for pod in pods) for name in counted},
-    )
+    names = ("ranks", "accesses", "hits", "created_rows", "evicted_rows", "prefetch_wait_s")
+    counted = {name: sum(getattr(pod, name) for pod in pods) for name in names}
+    return Counts(stages={stage: round(seconds, 6) for stage, seconds in stages.items()}, tiers=tiers, **counted)
 
 
 def rates(now: PodFigures, before: PodFigures | None) -> Rates:

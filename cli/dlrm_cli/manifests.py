@@ -66,8 +66,8 @@ def print_plan(path: Path, profile_path: Path | None, settings: Sequence[str], *
     plan = plan_job(job.spec, profile, traces=read_references(job.spec))
     if as_json:
         print(plan.model_dump_json(indent=2))
-        return
-    print_view(plan_view(job, plan))
+    else:
+        print_view(plan_view(job, plan))
 
 
 def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str], *, as_json: bool) -> None:
@@ -84,15 +84,11 @@ def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str]
         print(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2))
     else:
         print(yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True), end="")
-    warnings = (*_refused_by_default(job), *ephemeral_store_warnings(job.spec))
     if profile is not None and job.spec.trainer.hardware is None:
         name = profile.metadata.name
-        warnings = (
-            f"spec.trainer.hardware is not set: the operator would not plan for HardwareProfile {name} as done here; "
-            f"set it to {name}",
-            *warnings,
-        )
-    _warn(warnings)
+        unplanned = f"the operator would not plan for HardwareProfile {name} as done here; set it to {name}"
+        _warn([f"spec.trainer.hardware is not set: {unplanned}"])
+    _warn([*_refused_by_default(job), *ephemeral_store_warnings(job.spec)])
 
 
 def read_job_and_profile(

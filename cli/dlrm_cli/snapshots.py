@@ -158,28 +158,20 @@ def split_usable(listed: Sequence[ListedSnapshot]) -> tuple[list[SnapshotInfo], 
     """Return usable snapshots, oldest first; and the others with their problems, newest first."""
     from pydantic import ValidationError
 
+    from dlrm_api.progress import SnapshotInfo
+
     usable, unusable = [], [each for each in listed if each.problem]
     for each in listed:
         if not each.problem:
+            assert each.manifest is not None, "an unreadable manifest has a problem"
+            kind, bits = each.manifest.kind, each.manifest.bits
             try:
-                usable.append(_info(each))
+                usable.append(
+                    SnapshotInfo(step=each.step, kind=kind, bits=bits, bytes=each.bytes, uri=each.uri, time=each.time)
+                )
             except ValidationError as error:
                 unusable.append(replace(each, problem=first_problem(error)))
     return usable[::-1], sorted(unusable, key=lambda each: (each.step, each.attempt), reverse=True)
-
-
-def _info(listed: ListedSnapshot) -> SnapshotInfo:
-    from dlrm_api.progress import SnapshotInfo
-
-    assert listed.manifest is not None, "an unreadable manifest has a problem"
-    return SnapshotInfo(
-        step=listed.step,
-        kind=listed.manifest.kind,
-        bits=listed.manifest.bits,
-        bytes=listed.bytes,
-        uri=listed.uri,
-        time=listed.time,
-    )
 
 
 def select_snapshot(store: ObjectStore, step: int | None) -> tuple[Snapshot, list[ListedSnapshot]]:

@@ -217,14 +217,8 @@ def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:
     largest = sorted(plan.tables, key=lambda table: (-sizes[table.name].rows * sizes[table.name].dim, table.name))
     for table in largest[:MAX_TABLES]:
         spec = sizes[table.name]
-        tables.add_row(
-            table.name,
-            f"{spec.rows:,}",
-            str(spec.dim),
-            table.shards[0].kind,
-            _ranks(table, plan.world_size),
-            "\n".join(_levels(job, plan.device, spec, table.shards)),
-        )
+        where, levels = _ranks(table, plan.world_size), "\n".join(_levels(job, plan.device, spec, table.shards))
+        tables.add_row(table.name, f"{spec.rows:,}", str(spec.dim), table.shards[0].kind, where, levels)
     if len(largest) > MAX_TABLES:
         tables.add_row(f"and {len(largest) - MAX_TABLES} smaller ones", "", "", "", "", "see -o json")
     expected = [] if plan.predicted.samples_per_second is None else [Text(_prediction(plan.predicted))]

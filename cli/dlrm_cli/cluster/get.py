@@ -134,14 +134,12 @@ def _reason(phase: str, conditions: Iterable[Object]) -> str:
     """Return the message of the condition that explains the phase."""
     wanted = {
         "Pending": ("Planned", "Scheduled"),
-        "Planning": ("Planned",),
         "Scheduling": ("Scheduled", "Running"),
         "Restoring": ("Running",),
         "Restarting": ("Running", "Scheduled"),
+        "Planning": ("Planned",),
         "Suspending": ("Suspended",),
-        "Suspended": ("Suspended",),
-        "Failed": ("Failed",),
-        "Succeeded": ("Succeeded",),
+        **{phase: (phase,) for phase in (*FINISHED, "Suspended")},
     }.get(phase, ())
     known = {each.get("type"): each for each in conditions}
     for kind in wanted:
@@ -206,19 +204,10 @@ def header(*, everywhere: bool, wide: bool) -> Row:
 
 def job_row(job: JobFacts, now: datetime, *, everywhere: bool, wide: bool) -> Row:
     """Return one job's cells, in the order of ``header``."""
-    cells = (
-        job.name,
-        job.phase,
-        steps(job.step, job.total_steps),
-        number(job.samples_per_second, ",.0f"),
-        number(job.ne, ".5f"),
-        age(job.snapshot_time, now),
-        str(job.restarts),
-        age(job.created, now),
-        time_left(job.eta, now),
-    )
+    progress = (steps(job.step, job.total_steps), number(job.samples_per_second, ",.0f"), number(job.ne, ".5f"))
+    times = (age(job.snapshot_time, now), str(job.restarts), age(job.created, now), time_left(job.eta, now))
     more = (str(job.nodes or UNKNOWN), job.hardware or UNKNOWN, one_line(job.reason) or UNKNOWN)
-    return (*((job.namespace,) if everywhere else ()), *cells, *(more if wide else ()))
+    return (*((job.namespace,) if everywhere else ()), job.name, job.phase, *progress, *times, *(more if wide else ()))
 
 
 def steps(step: int | None, total: int | None) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,24 +38,6 @@ MAX_VALUES = 12
 """Rows of the table below a plot, evenly over its points."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Page:
-    """Hold a whole report."""
-
-    record: Record
-    place: str
-    """Where the run is or was, and why it is in this state."""
-    facts: Sequence[tuple[str, str]]
-    sections: Sequence[Section]
-
-
-def page(record: Record) -> Page:
-    """Compose the page of a run."""
-    show = (learning, speed, step_time, tiers, snapshots, restarts, plan_and_measured)
-    place = record.place + (f": {record.words}" if record.words else "")
-    return Page(record=record, place=place, facts=list(_facts(record)), sections=[section(record) for section in show])
-
-
 def _facts(record: Record) -> Iterator[tuple[str, str]]:
     total = f" of {record.total_steps:,}" if record.total_steps is not None else ""
     yield "steps", count(record.step) + (total if record.step is not None else "")
@@ -76,14 +57,19 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
         yield "newest snapshot", f"step {record.snapshots[-1].step:,}"
 
 
-def render_page(page: Page, made: str) -> str:
-    """Return the HTML of a page; ``made`` says when and by what it was written."""
+def sections(record: Record) -> list[Section]:
+    """Return the sections of a run's page."""
+    every = (learning, speed, step_time, tiers, snapshots, restarts, plan_and_measured)
+    return [section(record) for section in every]
+
+
+def render_page(record: Record, made: str) -> str:
+    """Return the HTML page of a run; ``made`` says when and by what it was written."""
     loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.get_template(TEMPLATE)
-    return template.render(page=page, made=made, generator=GENERATOR, draw=draw, values_table=values_table).lstrip()
+    jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    jinja.globals.update(made=made, generator=GENERATOR, draw=draw, values_table=values_table)
+    values = {"record": record, "facts": _facts(record), "sections": sections(record)}
+    return jinja.get_template(TEMPLATE).render(values).lstrip()
 
 
 def values_table(plot: Plot) -> Table:
@@ -114,7 +100,7 @@ def write_report(what: str, output: Path, connect: Callable[[], JobClient]) -> P
     record = _read_record(what, connect)
     _check_output(output)
     made = f"Made {format_utc(time.time())} by dlrmctl report, dlrm-operator {version('dlrm-operator')}."
-    text = render_page(page(record), made)
+    text = render_page(record, made)
     try:
         replace_file(output, text)
     except OSError as error:

@@ -18,35 +18,28 @@ if TYPE_CHECKING:
 FEW_POINTS = 3
 """A line of no more points is drawn with markers too."""
 SERIES_COLOURS = ("#0b6fb8", "#c2571a", "#1f8a5f", "#a23b8f", "#8a6d00", "#4a5fc1", "#b3304a", "#5f6b76")
+INK, SOFT, EDGE, PAGE = "#1c2430", "#56606d", "#d5dae1", "#fdfefe"
 COLOURS: Mapping[str, str] = {
     **{colour: f"var(--c{number})" for number, colour in enumerate(SERIES_COLOURS)},
-    "#1c2430": "var(--ink)",
-    "#56606d": "var(--soft)",
-    "#d5dae1": "var(--edge)",
-    "#fdfefe": "var(--page)",
+    INK: "var(--ink)",
+    SOFT: "var(--soft)",
+    EDGE: "var(--edge)",
+    PAGE: "var(--page)",
 }
 """Colours as drawn, and the page's style variables that replace them: those differ between light and dark."""
-INK, SOFT, EDGE, PAGE = list(COLOURS)[-4:]
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "dlrm",
     "text.parse_math": False,
-    "font.size": 9,
-    "text.color": SOFT,
-    "axes.labelcolor": SOFT,
-    "axes.edgecolor": EDGE,
     "axes.facecolor": "none",
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "grid.color": EDGE,
-    "xtick.color": SOFT,
-    "ytick.color": SOFT,
     "lines.linewidth": 1.6,
-    "axes.titlesize": 9,
+    **dict.fromkeys(("font.size", "axes.titlesize"), 9),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), SOFT),
+    **dict.fromkeys(("axes.edgecolor", "grid.color"), EDGE),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.spines.left"), False),
 }
 
 Unit = Literal["number", "count", "seconds", "milliseconds", "bytes", "share"]
@@ -156,27 +149,21 @@ def _draw_series(axes: Axes, plot: Plot) -> None:
     if areas:
         values = [dict(point for run in series.runs for point in run) for series in areas]
         xs = sorted({x for each in values for x in each})
-        stacks = axes.stackplot(
-            xs,
-            [[each.get(x, 0.0) for x in xs] for each in values],
-            labels=[series.name for series in areas],
-            colors=SERIES_COLOURS,
-            edgecolor=PAGE,
-            linewidth=0.4,
-        )
+        ys, labels = [[each.get(x, 0.0) for x in xs] for each in values], [series.name for series in areas]
+        stacks = axes.stackplot(xs, ys, labels=labels, colors=SERIES_COLOURS, edgecolor=PAGE, linewidth=0.4)
         for position, stack in enumerate(stacks):
             stack.set_gid(f"series-{position}")
     for position, series in enumerate(plot.series):
         colour = SERIES_COLOURS[position % len(SERIES_COLOURS)]
         for part, run in enumerate(run for run in series.runs if run and series.form != "area"):
-            xs, ys = [x for x, _ in run], [y for _, y in run]
+            at, value = [x for x, _ in run], [y for _, y in run]
             label = "" if part else series.name
             if series.form == "bars":
-                axes.vlines(xs, 0, ys, colors=colour, linewidth=6, label=label).set_gid(f"series-{position}-{part}")
+                axes.vlines(at, 0, value, colors=colour, linewidth=6, label=label).set_gid(f"series-{position}-{part}")
             else:
                 style = "none" if series.form == "dots" else "-"
                 marker = "o" if series.form == "dots" or len(run) <= FEW_POINTS else ""
-                (line,) = axes.plot(xs, ys, color=colour, linestyle=style, marker=marker, markersize=5, label=label)
+                (line,) = axes.plot(at, value, color=colour, linestyle=style, marker=marker, markersize=5, label=label)
                 line.set_gid(f"series-{position}-{part}")
 
 

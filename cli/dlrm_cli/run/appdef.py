@@ -76,11 +76,11 @@ class LocalGang:
             arguments = ["--job", str(self.workdir.job)]
             if role == Container.TRAINER:
                 arguments += ["--plan", str(self.workdir.plan), *(["--digest"] if self.digest else [])]
+            entrypoint, *args = (*program, *arguments)
             for replica in range(self.job.spec.replicas):
                 name = f"{role}-{replica}"
                 environment = self._environment(name, replica)
-                command = [*program, *arguments]
-                roles.append(Role(name=name, image="", entrypoint=command[0], args=command[1:], env=environment))
+                roles.append(Role(name=name, image="", entrypoint=entrypoint, args=args, env=environment))
         return AppDef(self.job.metadata.name, roles)
 
     def ports_json(self, pids: Mapping[str, int]) -> str:
@@ -130,9 +130,8 @@ def free_ports(replicas: int) -> Ports:
             listener = stack.enter_context(socket.socket())
             listener.bind((LOOPBACK, 0))
             numbers.append(int(listener.getsockname()[1]))
-    return Ports(
-        rendezvous=numbers[0], trainers=tuple(numbers[1 : 1 + replicas]), checkpointers=tuple(numbers[1 + replicas :])
-    )
+    first, *others = numbers
+    return Ports(rendezvous=first, trainers=tuple(others[:replicas]), checkpointers=tuple(others[replicas:]))
 
 
 def visible_gpus(replica: int, processes: int, environment: Mapping[str, str]) -> str:

@@ -111,7 +111,8 @@ class LocalRun:
         digested = self._train()
         if digested is None:
             return None
-        finished = self._keep(finished.model_copy(update={"state_digest": digested.state_digest}))
+        finished = finished.model_copy(update={"state_digest": digested.state_digest})
+        write_final(self.workdir, self.job, finished)
         finished.write(self.workdir)
         return finished
 
@@ -124,16 +125,8 @@ class LocalRun:
     def _train(self) -> RunResult | None:
         tier_dir = (self.options.tier_dir or self.workdir.tiers).absolute()
         make_tier_folders(tier_dir, self.plan)
-        supervisor = Supervisor(
-            job=self.job,
-            tier_dir=tier_dir,
-            workdir=self.workdir,
-            display=self.display,
-            stop=self.stop,
-            ledger=self.options.ledger,
-            digest=self.options.digest,
-            profile=self.options.profile,
-        )
+        ours, audits = (self.job, self.workdir, self.display, self.stop), self.options
+        supervisor = Supervisor(*ours, tier_dir, ledger=audits.ledger, digest=audits.digest, profile=audits.profile)
         try:
             replace_file(self.workdir.job, self.job.model_dump_json(indent=1, exclude_none=True))
             replace_file(self.workdir.plan, self.plan.model_dump_json(indent=1))
@@ -143,13 +136,11 @@ class LocalRun:
             if supervisor.run() == "stopped":
                 self.display.say(resume_hint(supervisor.committed_step))
                 return None
-            return self._keep(read_result(self.workdir, list_usable(self.store), supervisor.restarts))
+            result = read_result(self.workdir, list_usable(self.store), supervisor.restarts)
+            write_final(self.workdir, self.job, result)
+            return result
         except OSError as error:
             raise folder_error(self.workdir.root, error) from error
-
-    def _keep(self, result: RunResult) -> RunResult:
-        write_final(self.workdir, self.job, result)
-        return result
 
 
 def _share_threads(job: DLRMJob) -> DLRMJob:
@@ -196,12 +187,8 @@ def result_view(result: RunResult) -> RenderableType:
     rows = {"steps": f"{result.step:,}", "samples": f"{result.samples:,}", "world size": str(result.world_size)}
     rows["training loss"] = number(result.train_loss, ".5f")
     if quality := result.eval:
-        figures = {
-            "log loss": quality.log_loss,
-            "NE": quality.ne,
-            "AUC": quality.auc,
-            "calibration": quality.calibration,
-        }
+        figures = {"log loss": quality.log_loss, "NE": quality.ne, "AUC": quality.auc}
+        figures |= {"calibration": quality.calibration}
         rows |= {f"eval {name}": number(value, ".5f") for name, value in figures.items()}
     rows |= {"samples/s": number(result.samples_per_s, ",.0f"), "restarts": str(result.restarts)}
     if result.state_digest is not None:

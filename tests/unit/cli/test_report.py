@@ -19,7 +19,7 @@ from dlrm_api.progress import EvalMetrics, Progress
 from dlrm_cli import app
 from dlrm_cli.report import collect
 from dlrm_cli.report.collect import Record, Steps, cluster_record, read_work_folder, sum_steps, throughput
-from dlrm_cli.report.page import page, render_page
+from dlrm_cli.report.page import render_page, sections
 from dlrm_cli.report.plots import Plot, Series, Unit, draw
 from dlrm_cli.report.sections import Table
 from dlrm_cli.run.history import Ended, Look, stall_s
@@ -28,11 +28,11 @@ Kept = Callable[..., Path]
 
 
 def text_of(record: Record) -> str:
-    return render_page(page(record), "made now")
+    return render_page(record, "made now")
 
 
 def cells(record: Record, section: str, title: str) -> list[Sequence[str]]:
-    parts = next(each for each in page(record).sections if each.title == section).parts
+    parts = next(each for each in sections(record) if each.title == section).parts
     return [
         list(row) for part in parts if isinstance(part, Table) and part.title.startswith(title) for row in part.rows
     ]
@@ -66,7 +66,7 @@ def test_how_a_run_ended_is_said(kept_run: Kept, ending: Ended | None, state: st
     record = read_work_folder(kept_run(ending=ending))
 
     assert record.state == state
-    assert (ending.words if ending else "to resume") in page(record).place
+    assert (ending.words if ending else "to resume") in record.words
 
 
 def test_a_run_in_progress_is_shown_as_such(kept_run: Kept) -> None:

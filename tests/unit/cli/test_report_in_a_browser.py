@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dlrm_cli.report.collect import read_work_folder
-from dlrm_cli.report.page import page, render_page
+from dlrm_cli.report.page import render_page
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def chromium() -> str:
 @pytest.fixture
 def shown(chromium: str, kept_run: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[str, str]]:
     """Opens the report, changed if asked; returns the resulting document and the browser's console."""
-    text = render_page(page(read_work_folder(kept_run())), "made now")
+    text = render_page(read_work_folder(kept_run()), "made now")
 
     def show(scheme: str, width: int = 1_000, change: Callable[[str], str] = str) -> tuple[str, str]:
         file = tmp_path / f"{scheme}.html"

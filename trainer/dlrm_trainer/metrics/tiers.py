@@ -158,35 +158,19 @@ class TierMetrics(Collector):
     def describe() -> list[CounterMetricFamily | GaugeMetricFamily]:
         """Return every metric without its values."""
         of_table, of_tier, of_rank = ["rank", "table"], ["rank", "tier"], ["rank"]
+        expected = "Hits that the plan expects for these accesses; absent if the plan has no expectation."
+        by_table = [*((name, text) for name, _, text in TABLE_COUNTS), ("expected_hits", expected)]
+        kept = "Bytes used by tables with levels: slots ever filled, maps, touched memory, file blocks."
+        planned = "Bytes that the plan's rows use in a tier when every level is full."
+        waits = "Time that lookups waited for rows from slower tiers."
+        missing = "Lookups whose row was in no slot when their batch began; any value above 0 is a bug."
         return [
-            *(
-                CounterMetricFamily(TABLE + name, f"{text} {_PER_TABLE}", labels=of_table)
-                for name, _, text in TABLE_COUNTS
-            ),
-            CounterMetricFamily(
-                TABLE + "expected_hits",
-                f"Hits that the plan expects for these accesses; absent if the plan has no expectation. {_PER_TABLE}",
-                labels=of_table,
-            ),
+            *(CounterMetricFamily(TABLE + name, f"{text} {_PER_TABLE}", labels=of_table) for name, text in by_table),
             *(CounterMetricFamily(TIER + name, text, labels=of_tier) for name, _, text in LEVEL_COUNTS),
-            GaugeMetricFamily(
-                TIER + "kept_bytes",
-                "Bytes used by tables with levels: slots ever filled, maps, touched memory, file blocks.",
-                labels=of_tier,
-            ),
-            GaugeMetricFamily(
-                TIER + "planned_bytes",
-                "Bytes that the plan's rows use in a tier when every level is full.",
-                labels=of_tier,
-            ),
-            CounterMetricFamily(
-                TIER + "prefetch_wait_seconds", "Time that lookups waited for rows from slower tiers.", labels=of_rank
-            ),
-            CounterMetricFamily(
-                TIER + "missing_lookups",
-                "Lookups whose row was in no slot when their batch began; any value above 0 is a bug.",
-                labels=of_rank,
-            ),
+            GaugeMetricFamily(TIER + "kept_bytes", kept, labels=of_tier),
+            GaugeMetricFamily(TIER + "planned_bytes", planned, labels=of_tier),
+            CounterMetricFamily(TIER + "prefetch_wait_seconds", waits, labels=of_rank),
+            CounterMetricFamily(TIER + "missing_lookups", missing, labels=of_rank),
         ]
 
     def collect(self) -> Iterable[Metric]:
@@ -241,19 +225,16 @@ def tier_report(placement: Placement, optimizer: RowOptimizerSpec, blocks: Itera
 
 def rank_use(placement: Placement, optimizer: RowOptimizerSpec, counters: RankCounters) -> RankUse:
     """Return the report on one rank."""
-    kept = dict(zip(TIERS, counters.head[KEPT:].tolist(), strict=True))
     planned = planned_bytes(optimizer, counters)
+    kept = zip(TIERS, counters.head[KEPT:].tolist(), strict=True)
+    sizes = [TierBytes(tier=tier, kept_bytes=size, planned_bytes=planned[tier]) for tier, size in kept]
     return RankUse(
         rank=counters.rank,
         prefetch_wait_seconds=int(counters.head[WAIT_NS]) / 1e9,
         missing_lookups=int(counters.head[MISSING]),
         tables=tuple(use for each in counters.groups for use in _tables(placement, each)),
         levels=tuple(use for number, each in enumerate(counters.groups) for use in _levels(number, each)),
-        tiers=tuple(
-            TierBytes(tier=tier, kept_bytes=kept[tier], planned_bytes=planned[tier])
-            for tier in TIERS
-            if kept[tier] or planned[tier]
-        ),
+        tiers=tuple(each for each in sizes if each.kept_bytes or each.planned_bytes),
     )
 
 
