@@ -109,13 +109,9 @@ def _document(
     spec: dict[str, Any] = {"cpus": probe.cores(), "flopsPerSecond": _rounded(host.flops_per_second)}
     if devices:
         rates = probe.device_rates()
-        spec["devices"] = {
-            "resource": RESOURCE,
-            "count": len(devices),
-            "hbm": _tier(min(each.bytes for each in devices), rates),
-            "flopsPerSecond": _rounded(rates.flops_per_second),
-            "hostBytesPerSecond": _rounded(probe.link_bytes_per_second()),
-        }
+        hbm, link = _tier(min(each.bytes for each in devices), rates), probe.link_bytes_per_second()
+        spec["devices"] = {"resource": RESOURCE, "count": len(devices), "hbm": hbm}
+        spec["devices"] |= {"flopsPerSecond": _rounded(rates.flops_per_second), "hostBytesPerSecond": _rounded(link)}
     slower = {tier: _slower_tier(probe.tier_rates(tier, folder), folder) for tier, folder in folders.items()}
     spec["tiers"] = {"ddr": _tier(probe.memory_bytes(), host), **slower}
     if not devices:  # which have links of their own
@@ -124,11 +120,8 @@ def _document(
 
 
 def _tier(size: int, rates: Rates | TierRates) -> dict[str, Any]:
-    return {
-        "bytes": size,
-        "readBytesPerSecond": _rounded(rates.read_bytes_per_second),
-        "writeBytesPerSecond": _rounded(rates.write_bytes_per_second),
-    }
+    read, write = _rounded(rates.read_bytes_per_second), _rounded(rates.write_bytes_per_second)
+    return {"bytes": size, "readBytesPerSecond": read, "writeBytesPerSecond": write}
 
 
 def _slower_tier(rates: TierRates, folder: Path) -> dict[str, Any]:

@@ -115,9 +115,7 @@ def binary_entropy(rate: float) -> float:
 
     Source: He et al., Practical lessons from predicting clicks on ads at Facebook, ADKDD 2014 (normalized entropy).
     """
-    if rate <= 0.0 or rate >= 1.0:
-        return 0.0
-    return float(-(rate * np.log(rate) + (1.0 - rate) * np.log1p(-rate)))
+    return 0.0 if rate <= 0.0 or rate >= 1.0 else float(-(rate * np.log(rate) + (1.0 - rate) * np.log1p(-rate)))
 
 
 def auc(scores: Floats, labels: Labels) -> float | None:

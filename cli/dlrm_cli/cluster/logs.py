@@ -93,13 +93,9 @@ class LogOptions:
 
     def query(self) -> dict[str, str]:
         """Return the query parameters of a log that is read once."""
-        given = {
-            "container": self.container,
-            "previous": "true" if self.previous else None,
-            "timestamps": "true" if self.timestamps else None,
-            "tailLines": self.tail,
-            "sinceSeconds": self.since_s,
-        }
+        flags = {"previous": self.previous, "timestamps": self.timestamps}
+        given = {"container": self.container, "tailLines": self.tail, "sinceSeconds": self.since_s}
+        given |= {name: "true" for name, wanted in flags.items() if wanted}
         return {name: str(value) for name, value in given.items() if value is not None}
 
 

@@ -28,33 +28,16 @@ ATTEMPT = re.compile("[0-9]{1,9}")
 
 
 class WorkDir:
-    """Name the files of one work directory; README.md says what each holds."""
+    """Name the files of one work directory; docs/dlrmctl.md says what each holds."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.job = root / "job.json"
-        """The job as it runs, with every ``--set`` applied."""
-        self.plan = root / "plan.json"
-        self.progress = root / "progress.jsonl"
-        """A JSON line per step, written by rank 0."""
-        self.history = root / "history.jsonl"
-        """Attempts, failures, snapshots and counters."""
-        self.ports = root / "ports.json"
-        """Ports and pids of the running processes."""
-        self.result = root / "result.json"
-        """Rank 0's result of training."""
-        self.profile = root / "profile.json"
-        """Times of stages of the last attempt, written by rank 0 with ``--profile``."""
-        self.trace = root / "trace.json"
-        """Chrome trace of the newest steps, written with ``--profile``."""
-        self.final = root / "final.json"
-        """The result of the job that finished here."""
-        self.token = root / "token"
-        """The token for ``POST /cut``."""
-        self.ledger = root / "ledger"
-        """Folder of the sample ids that each rank trained on."""
-        self.tiers = root / "tiers"
-        """Folder of rows in slower tiers while a trainer runs."""
+        self.job, self.plan = root / "job.json", root / "plan.json"
+        self.progress, self.history = root / "progress.jsonl", root / "history.jsonl"
+        self.ports, self.token = root / "ports.json", root / "token"
+        self.result, self.final = root / "result.json", root / "final.json"
+        self.profile, self.trace = root / "profile.json", root / "trace.json"
+        self.ledger, self.tiers = root / "ledger", root / "tiers"
         self.lock = root / "lock"
         """Held by the dlrmctl that works here."""
         self.process_lock = root / "processes.lock"
@@ -228,13 +211,10 @@ class RunResult(TrainerResult):
         """Return the one JSON object of ``-o json``, on one line."""
         snapshot = {"step", "kind", "bits", "bytes", "uri"}
         quality = {"log_loss", "ne", "auc", "calibration"}
-        body: dict[str, Any] = {
-            **self.model_dump(include={"step", "samples", "world_size", "train_loss"}),
-            "eval": None if self.eval is None else self.eval.model_dump(by_alias=False, include=quality),
-            "samples_per_s": self.samples_per_s,
-            "restarts": self.restarts,
-            "snapshots": [each.model_dump(by_alias=False, include=snapshot) for each in self.snapshots],
-        }
+        body: dict[str, Any] = self.model_dump(include={"step", "samples", "world_size", "train_loss"})
+        body["eval"] = None if self.eval is None else self.eval.model_dump(by_alias=False, include=quality)
+        body |= {"samples_per_s": self.samples_per_s, "restarts": self.restarts}
+        body["snapshots"] = [each.model_dump(by_alias=False, include=snapshot) for each in self.snapshots]
         if self.state_digest is not None:
             body["state_digest"] = self.state_digest
         if self.tiers is not None:

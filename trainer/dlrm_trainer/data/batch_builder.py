@@ -178,13 +178,10 @@ class SingleIds:
         """Pack rows with ``numbers`` (1 + D, r), labels first, and ``weights`` (F * r,), feature-major."""
         ids = self._columns
         fits = ids.dtype == np.uint32 or not ids.size or bool(ids.min() >= 0 and ids.max() < 2**32)
-        return RowBlock(
-            numbers=_transposed(numbers, np.float32),
-            ids=_transposed(ids, np.uint32 if fits else np.int64),
-            lengths=np.empty((0, self._shape[0]), dtype=np.int32),
-            starts=np.empty(0, dtype=np.int64),
-            weights=None if weights is None else _transposed(weights.reshape(self._shape), np.float32),
-        )
+        packed = None if weights is None else _transposed(weights.reshape(self._shape), np.float32)
+        lengths, starts = np.empty((0, self._shape[0]), dtype=np.int32), np.empty(0, dtype=np.int64)
+        rows = _transposed(numbers, np.float32), _transposed(ids, np.uint32 if fits else np.int64)
+        return RowBlock(*rows, lengths, starts, packed)
 
 
 def pack_bags(numbers: Numbers, sizes: NDArray[np.int32], ids: Ints, weights: Numbers | None) -> RowBlock:
@@ -208,10 +205,7 @@ class BatchBuilder:
 
     Each row is one piece of memory when it is put here, and each batch is small enough for the processor's own cache
     when it is laid out: copied straight to its place, each value of a row would touch a cache line of its own.
-
-    Args:
-        sizes: rows of each batch, in order.
-        wide: whether ids exceed uint32, as far as known.
+    ``sizes`` are the rows of each batch, in order, and ids are ``wide`` if they exceed uint32, as far as known.
     """
 
     def __init__(self, sizes: Sequence[int], dense: int, features: int, *, wide: bool, weighted: bool) -> None:

@@ -230,13 +230,8 @@ class Reader:
     @property
     def fingerprint(self) -> dict[str, Any]:
         """Return a JSON document of all that batch numbers mean: equal ones give equal batches for one model."""
-        order = {
-            "globalBatchSize": self._order.batch_size,
-            "virtualShards": self._order.virtual_shards,
-            "windowRows": self._order.window_rows,
-            "blockRows": self._order.block_rows,
-            "seed": self._order.seed,
-        }
+        order = {"globalBatchSize": self._order.batch_size, "virtualShards": self._order.virtual_shards}
+        order |= {"windowRows": self._order.window_rows, "blockRows": self._order.block_rows, "seed": self._order.seed}
         dense = {"transform": self._dense.transform, "missing": self._dense.missing}
         return {"samples": self.num_samples, **self._source.fingerprint, "dense": dense, "order": order}
 
