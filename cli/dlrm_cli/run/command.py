@@ -125,8 +125,8 @@ class LocalRun:
     def _train(self) -> RunResult | None:
         tier_dir = (self.options.tier_dir or self.workdir.tiers).absolute()
         make_tier_folders(tier_dir, self.plan)
-        ours, audits = (self.job, self.workdir, self.display, self.stop), self.options
-        supervisor = Supervisor(*ours, tier_dir, ledger=audits.ledger, digest=audits.digest, profile=audits.profile)
+        ours, given = (self.job, self.workdir, self.display, self.stop), self.options
+        supervisor = Supervisor(*ours, tier_dir, ledger=given.ledger, digest=given.digest, profile=given.profile)
         try:
             replace_file(self.workdir.job, self.job.model_dump_json(indent=1, exclude_none=True))
             replace_file(self.workdir.plan, self.plan.model_dump_json(indent=1))
