@@ -430,8 +430,12 @@ class _Attempt:
     def _applies(self, strategy: propose.Strategy) -> bool:
         # If tiers do not hold the rows of level ranks, splits of more tables do not change that.
         is_level = self._best is None and self._placed_s <= BOUND_TOLERANCE * self._bound_s
-        applies = {"placed": self.placed and not is_level, "not placed": not self.placed}
-        return {"always": True, "not feasible": self._best is None, **applies}[strategy.when]
+        return {
+            "always": True,
+            "placed": self.placed and not is_level,
+            "not placed": not self.placed,
+            "not feasible": self._best is None,
+        }[strategy.when]
 
     def _consider(self, placement: Placement, strategy: propose.Strategy) -> None:
         """Keep a placement if tiers hold its rows and it is faster than the best so far."""

@@ -13,24 +13,8 @@ from dlrm_api.hardware import DeviceSpec, HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Device
 from dlrm_api.tiers import MAX_DEVICE_COLUMNS
-from dlrm_planner.tables import (
-    CUT_HEADER_BYTES,
-    ELEMENT_BYTES,
-    NO_PIN,
-    OPTIMIZER_COPIES,
-    Tables,
-    activation_bytes,
-    dense_cut_bytes,
-    dense_parameters,
-    device_activation_bytes,
-    exchange_bytes,
-    lookup_bytes,
-    message_bytes,
-    replica_bytes,
-    staged_bytes,
-    table_paths,
-    update_bytes,
-)
+from dlrm_planner import tables as sizes
+from dlrm_planner.tables import NO_PIN, Tables
 from dlrm_planner.types import UNBOUNDED, Capacity, Limit, Problem
 
 MIB = 2**20
@@ -73,12 +57,12 @@ def working_set_bytes(spec: DLRMJobSpec, device: Device = "cpu") -> int:
     Ranks that compute on a GPU need what is read ahead and staged; the rest is in HBM.
     """
     if device == "cuda":
-        computing = CUDA_HOST_BYTES + CUDA_SHARED_BYTES + staged_bytes(spec)
+        computing = CUDA_HOST_BYTES + CUDA_SHARED_BYTES + sizes.staged_bytes(spec)
     else:
-        computing = dense_bytes(spec) + activation_bytes(spec) + exchange_bytes(spec)
+        computing = dense_bytes(spec) + sizes.activation_bytes(spec) + sizes.exchange_bytes(spec)
     # Readers of files hold batches ahead: the one for training, and the one for evaluation.
     readers = 0 if spec.data.format == "synthetic" else 1 + bool(spec.data.eval.uris)
-    rank = RANK_BASE_BYTES + computing + lookup_bytes(spec) + readers * int(spec.data.prefetch_bytes)
+    rank = RANK_BASE_BYTES + computing + sizes.lookup_bytes(spec) + readers * int(spec.data.prefetch_bytes)
     return checkpointer_bytes(spec) + spec.trainer.processes_per_replica * rank
 
 
@@ -89,8 +73,8 @@ def checkpointer_bytes(spec: DLRMJobSpec) -> int:
 
 def dense_bytes(spec: DLRMJobSpec) -> int:
     """Return a rank's bytes of dense parameters, their gradients and sums of them, and optimizer state."""
-    copies = 3 + OPTIMIZER_COPIES[spec.training.dense_optimizer.kind] + (spec.model.precision == "bf16")
-    return ELEMENT_BYTES * copies * dense_parameters(spec.model)
+    copies = 3 + sizes.OPTIMIZER_COPIES[spec.training.dense_optimizer.kind] + (spec.model.precision == "bf16")
+    return sizes.ELEMENT_BYTES * copies * sizes.dense_parameters(spec.model)
 
 
 def pod_limit(spec: DLRMJobSpec, profile: HardwareProfile | None, reserve: int, device: Device) -> Limit | None:
@@ -132,13 +116,13 @@ def full_cut_bytes(problem: Problem, replicated: Sequence[int], pod: int) -> int
 
     Replicated tables count once in each pod, whichever rank hands them over; dense state leaves with rank 0.
     """
-    dense = dense_cut_bytes(problem.spec) if pod == 0 else 0
+    dense = sizes.dense_cut_bytes(problem.spec) if pod == 0 else 0
     return _headers(problem) + dense + sum(problem.tables.whole[i].handoff for i in replicated) + MIB - 1
 
 
 def min_handoff_bytes(problem: Problem) -> int:
     """Return the smallest hand-off budget for segments, in whole MiB: dense state goes at once."""
-    return -(-(MIN_SEGMENT_BYTES + dense_cut_bytes(problem.spec) + _headers(problem)) // MIB) * MIB
+    return -(-(MIN_SEGMENT_BYTES + sizes.dense_cut_bytes(problem.spec) + _headers(problem)) // MIB) * MIB
 
 
 def segment_bytes(problem: Problem) -> int:
@@ -152,7 +136,7 @@ def fixed_pod_bytes(problem: Problem, replicated: Sequence[int], pod: int) -> in
     copies = problem.spec.trainer.processes_per_replica if problem.device == "cpu" else 0
     budget = problem.tables.handoff_budget
     handoff = full_cut_bytes(problem, replicated, pod) if budget is None else budget
-    return copies * replica_bytes(problem.tables, replicated) + handoff
+    return copies * sizes.replica_bytes(problem.tables, replicated) + handoff
 
 
 def _headers(problem: Problem) -> int:
@@ -243,10 +227,10 @@ def _working(spec: DLRMJobSpec) -> dict[str, int]:
     parts = {
         "for CUDA": CONTEXT_BYTES,
         "for dense parameters, their gradients and optimizer state": dense_bytes(spec),
-        "for activations": device_activation_bytes(spec),
-        "for ids": lookup_bytes(spec),
-        "for messages of pooled rows": message_bytes(spec),
-        "for updates of rows": update_bytes(spec),
+        "for activations": sizes.device_activation_bytes(spec),
+        "for ids": sizes.lookup_bytes(spec),
+        "for messages of pooled rows": sizes.message_bytes(spec),
+        "for updates of rows": sizes.update_bytes(spec),
     }
     return {what: size for what, size in parts.items() if size}
 
@@ -254,7 +238,7 @@ def _working(spec: DLRMJobSpec) -> dict[str, int]:
 def _asks(spec: DLRMJobSpec) -> Iterator[str]:
     if spec.trainer.tier_budgets.hbm is not None:
         yield f"spec.{HBM_BUDGET}"
-    for table, path in zip(spec.model.all_tables(), table_paths(spec), strict=True):
+    for table, path in zip(spec.model.all_tables(), sizes.table_paths(spec), strict=True):
         if (table.pin or NO_PIN).tier == "hbm":
             yield f"{path}.pin.tier"
 
@@ -291,7 +275,7 @@ def ddr_capacity(problem: Problem, replicated: Sequence[int], *, other_bytes: in
         sharing=spec.trainer.processes_per_replica,
         measure=lambda shards: shards.held_bytes if limit else (0,) * len(shards.kinds),
         extra=tuple(
-            CUT_HEADER_BYTES * (len(table.block_edges) - 1) + step
+            sizes.CUT_HEADER_BYTES * (len(table.block_edges) - 1) + step
             for table, step in zip(tables.specs, tables.max_range_bytes, strict=True)
         ),
     )

@@ -36,7 +36,8 @@ def write_plan(found: Solution) -> Plan:
             f"the tables take {shards} shards over {spec.world_size} ranks, and a plan holds at most {MAX_SHARDS}: "
             "use fewer ranks, of more memory each",
         )
-    handoff, (policy, policy_reason) = _handoff_bytes(found), choose_policy(found)
+    handoff = _handoff_bytes(found)
+    policy, policy_reason = choose_policy(found)
     ranks = _rank_plans(found, handoff)
     return Plan(
         world_size=spec.world_size,

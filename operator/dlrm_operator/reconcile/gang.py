@@ -141,7 +141,8 @@ def _create(view: state.JobView, plan: Plan, maps: list[Manifest] | None = None)
     if observed.refusal:
         finding = _scheduled("False", Reason.REQUEST_DENIED, observed.refusal, Phase.SCHEDULING)
         return RuleResult(findings=(finding,), actions=actions).after(planned)
-    count, (reason, why) = f"{plan.nodes} of {plan.nodes}", health.pods_wait([])
+    count = f"{plan.nodes} of {plan.nodes}"
+    reason, why = health.pods_wait([])
     message = f"{count} pods are unschedulable: no message from the scheduler yet"
     findings = (
         _scheduled("False", Reason.UNSCHEDULABLE, message),
