@@ -43,7 +43,7 @@ def test_a_killed_run_ends_like_an_undisturbed_one_under_any_policy(local: Any, 
     checkpoint = {"policy": policy, "intervalSteps": 5, "retention": {"keepLast": 2}}
     local.write(checkpoint=checkpoint, data={"epochs": 10_000})
     process = local.start()
-    wait_until(lambda: len(local.steps()) >= 12 and any(local.store.glob("manifests/*")), 60, local.logs)
+    wait_until(lambda: len(local.steps()) >= 12 and any(local.store.glob("manifests/*")), state=local.logs)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
     killed = local.last_attempt()

@@ -278,7 +278,7 @@ def test_a_stopped_pod_waits_for_another_pods_part_of_the_final_cut(make_pod: Ma
     second = make_pod("pod-1", 2, environment, **changes)
     first.start()
     second.start(checkpointer=False)
-    wait_until(lambda: (first.folder / "handoff" / f"uploaded-{STEPS}-1.json").exists(), 60)
+    wait_until(lambda: (first.folder / "handoff" / f"uploaded-{STEPS}-1.json").exists())
     assert first.launcher is not None
 
     first.launcher.send_signal(signal.SIGTERM)
