@@ -44,9 +44,10 @@ SCHEMES = ("s3://", "file:///")
 
 
 def _scheme_rule(field: str, absent: str = "") -> Rule:
+    name = to_snake(field)
     return Rule(
         cel=f"{absent}self.{field}.startsWith('s3://') || self.{field}.startsWith('file:///')",
-        holds=lambda spec: (uri := getattr(spec, to_snake(field))) is None or uri.startswith(SCHEMES),
+        holds=lambda spec: (uri := getattr(spec, name)) is None or uri.startswith(SCHEMES),
         message=f"{field} must start with s3:// or file:///",
     )
 
