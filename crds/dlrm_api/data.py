@@ -105,7 +105,7 @@ class DataSpec(ApiModel):
         "what one batch touches in all virtual shards of a rank, row groups are decoded repeatedly.",
     )
     credentials_secret: ObjectName | None = Field(
-        None, description=("Secret with accessKeyId, secretAccessKey and optionally sessionToken for s3:// data.")
+        None, description="Secret with accessKeyId, secretAccessKey and optionally sessionToken for s3:// data."
     )
     s3: S3Spec = Field(S3Spec(), description="Service of s3:// data.")
 
@@ -121,8 +121,9 @@ class DataSpec(ApiModel):
             message="train.uris is empty: set it, or use format synthetic",
         ),
         Rule(
-            cel="self.format != 'synthetic' || (!(has(self.train) && has(self.train.uris) && size(self.train.uris) > "
-            "0) && !(has(self.eval) && has(self.eval.uris) && size(self.eval.uris) > 0))",
+            cel="self.format != 'synthetic' || "
+            "(!(has(self.train) && has(self.train.uris) && size(self.train.uris) > 0) && "
+            "!(has(self.eval) && has(self.eval.uris) && size(self.eval.uris) > 0))",
             holds=lambda data: data.format != "synthetic" or not (data.train.uris or data.eval.uris),
             message="format synthetic reads no files: remove train.uris and eval.uris, or set the format of the files "
             "(criteo-tsv or parquet)",

@@ -59,8 +59,9 @@ class DLRMJobSpec(ApiModel):
 
     rules = (
         Rule(
-            cel="(has(self.trainer.replicas) ? self.trainer.replicas : has(self.trainer.auto) ? self.trainer.auto.min "
-            ": 1) * self.trainer.processesPerReplica <= self.data.virtualShards",
+            cel="(has(self.trainer.replicas) ? self.trainer.replicas : "
+            "has(self.trainer.auto) ? self.trainer.auto.min : 1) * self.trainer.processesPerReplica "
+            "<= self.data.virtualShards",
             holds=lambda spec: spec.world_size <= spec.data.virtual_shards,
             message="data.virtualShards must be at least trainer.replicas (or auto.min) x processesPerReplica, the "
             "number of ranks: raise it, or use fewer ranks",

@@ -262,8 +262,8 @@ class ModelSpec(ApiModel):
             message="topMlp must end in 1: the last layer is the logit",
         ),
         Rule(
-            cel="(has(self.denseFeatures) && size(self.denseFeatures) > 0) == (has(self.bottomMlp) && "
-            "size(self.bottomMlp) > 0)",
+            cel="(has(self.denseFeatures) && size(self.denseFeatures) > 0) == "
+            "(has(self.bottomMlp) && size(self.bottomMlp) > 0)",
             holds=lambda model: bool(model.dense_features) == bool(model.bottom_mlp),
             message="denseFeatures and bottomMlp must be set together: set both or neither",
         ),
@@ -287,10 +287,10 @@ class ModelSpec(ApiModel):
             "equal, or use interaction dcn",
         ),
         Rule(
-            cel="self.interaction != 'dot' || (has(self.bottomMlp) && size(self.bottomMlp) > 0) || (has(self.tables) "
-            "&& self.tables.exists(t, has(t.features) && size(t.features) > 1)) || (has(self.tableGroups) && "
-            "self.tableGroups.exists(g, g.count > 1)) || (has(self.tables) ? size(self.tables) : 0) + "
-            "(has(self.tableGroups) ? size(self.tableGroups) : 0) != 1",
+            cel="self.interaction != 'dot' || (has(self.bottomMlp) && size(self.bottomMlp) > 0) || "
+            "(has(self.tables) && self.tables.exists(t, has(t.features) && size(t.features) > 1)) || "
+            "(has(self.tableGroups) && self.tableGroups.exists(g, g.count > 1)) || "
+            "(has(self.tables) ? size(self.tables) : 0) + (has(self.tableGroups) ? size(self.tableGroups) : 0) != 1",
             holds=_has_a_pair,
             message="interaction dot needs at least two vectors: add denseFeatures or a second feature, or use "
             "interaction dcn",

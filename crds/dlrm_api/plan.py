@@ -115,7 +115,7 @@ class Plan(ApiModel):
     processes_per_node: int = Field(ge=1, description="Ranks of one pod.")
     hardware: str = Field("", description="HardwareProfile of the plan.")
     device: Device = Field(
-        "cpu", description=("Where ranks compute. cuda: on one GPU per process, which hbm needs; cpu: on the host.")
+        "cpu", description="Where ranks compute. cuda: on one GPU per process, which hbm needs; cpu: on the host."
     )
     ranks: tuple[RankPlan, ...] = Field(description="Ranks, in order.")
     tables: tuple[TablePlan, ...] = Field(description="Tables, in the model's order.")
