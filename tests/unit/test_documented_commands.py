@@ -1,4 +1,4 @@
-"""Commands in the docs are commands that there are; those of README.md that need nothing but this machine are run.
+"""Commands and names of code in the docs exist; commands of README.md that need nothing but this machine are run.
 
 Those that need a cluster are run on one by ``tests/e2e/test_documented_commands.py``.
 """
@@ -23,6 +23,7 @@ from dlrm_cli.app import app, main
 from dlrm_testing.documented import DOCS, ROOT, blocks
 
 DLRMCTL = re.compile(r"^(?:\S*/)?dlrmctl$")
+CODE = re.compile(r"`(dlrm_\w+(?:\.(?!py`)\w+)+)`")
 NEEDS_MORE = ("/path/to", "/mnt/", "movielens", "job.yaml", "JOB", " top", "s3://")
 """Words of commands that need data, a disk or a cluster that this machine may lack."""
 ELSEWHERE = "/tmp/dlrm-quickstart"
@@ -51,11 +52,16 @@ def ours() -> list[tuple[str, tuple[str, ...]]]:
     return list(dict.fromkeys(found))
 
 
-def test_every_function_of_the_walks_through_the_code_exists() -> None:
-    names = re.findall(r"`(dlrm_\w+(?:\.(?!py`)\w+)+)`", (ROOT / "docs" / "architecture.md").read_text())
+def test_names_of_code_in_the_docs_exist() -> None:
+    named = [(path.name, name) for path in DOCS for name in CODE.findall(path.read_text())]
 
-    assert names
-    assert [name for name in names if pydoc.locate(name) is None] == []
+    assert "architecture.md" in dict(named)
+    assert [each for each in named if pydoc.locate(each[1]) is None] == []
+
+
+@pytest.mark.parametrize("name", ["dlrm_trainer.train.Training.fly", "dlrm_nothing.at_all", "dlrm_api.job.DLRMJob.a"])
+def test_a_name_of_nothing_is_found_out(name: str) -> None:
+    assert pydoc.locate(name) is None
 
 
 @pytest.mark.parametrize(("doc", "arguments"), ours(), ids=lambda value: value if isinstance(value, str) else value[0])
