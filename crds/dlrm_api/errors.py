@@ -1,4 +1,19 @@
-"""Every error that a user may meet. The class says who can act and carries the exit code."""
+"""Every error that a user may meet. The class says who can act and carries the exit code.
+
+DLRMError
+├── UsageError            64  the command line
+├── BadDataError          65  a file, row or column of the input
+│   ├── DivergedError     65  the loss is no longer finite
+│   └── SnapshotError     65  a snapshot is corrupt, of another model, or of a newer version
+├── NoInputError          66  a file or snapshot that is not there
+├── DeviceError           74  a full or failing disk or memory
+├── TemporaryError        75  the same call may succeed later
+│   ├── StoreUnavailableError
+│   └── PeerLostError
+├── NoPermissionError     77  credentials or rights
+└── InvalidSpecError      78  the DLRMJob
+    └── InfeasiblePlanError
+"""
 
 from __future__ import annotations
 
@@ -105,8 +120,9 @@ def invalid_spec(
 ) -> InvalidSpecError:
     """Name the first invalid field below ``root`` as kubectl shows it, and count the others.
 
-    Unknown fields come first: an unknown field is often a misspelled required one, and of a ``model`` the known field
-    with the most similar name is suggested. ``stopped``: reading stopped at the first invalid item of a list.
+    Unknown fields come first: an unknown field is often a misspelled required one. With ``model``, the type of the
+    document, the message suggests the known field with the most similar name. ``stopped``: reading stopped at the first
+    invalid item of a list, so there may be more.
     """
     problems = error.errors(include_url=False, include_input=True)
     first = next((problem for problem in problems if problem["type"] == UNKNOWN), problems[0])

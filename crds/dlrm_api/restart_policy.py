@@ -16,7 +16,7 @@ JITTER = 0.25
 def restart_action(
     code: int, spec: RestartSpec, *, disrupted: bool, fatal: Collection[int] = USER_ERROR_CODES
 ) -> RestartAction:
-    """Return what follows a trainer's exit code but 0: the job's rules first, then built-in meanings.
+    """Return what follows a trainer's nonzero exit code: the job's rules, then its built-in meaning.
 
     ``disrupted``: the process was stopped from outside, for example by a node drain. After one of the ``fatal`` codes a
     restart would fail again.
