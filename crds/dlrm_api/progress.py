@@ -80,7 +80,7 @@ class Progress(PodReport):
     samples: Count = Field(0, description="Samples trained on over the job's lifetime.")
     loss: Figure | None = Field(None, description="Mean log loss of the last step.")
     samples_per_second: Rate | None = Field(None, description="Throughput over the last steps (samples/s).")
-    eta_seconds: Rate | None = Field(None, description="Expected seconds to the end of training.")
+    eta_seconds: float | None = Field(None, ge=0, le=1e18, description="Expected seconds to the end of training.")
     longest_step_seconds: Seconds | None = Field(
         None, description="Longest time between the ends of two steps, over the last 50 steps (s)."
     )

@@ -40,7 +40,7 @@ EMPTY = {
     (
         "dlrm-operator",
         "Review time",
-    ): "this operator serves no webhook: tests/operator/test_webhook.py looks at its reviews"
+    ): "this operator serves no webhook: tests/integration/operator/test_webhook.py looks at its reviews"
 }
 """Queries that can have no data here, by dashboard and legend or panel, and why."""
 
