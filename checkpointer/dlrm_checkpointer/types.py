@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, Self, get_args
 
@@ -116,6 +116,18 @@ class CutRows:
     def row_bytes(self) -> int:
         """Return the bytes of one row, its number and its state."""
         return 8 + 4 * (self.shard.width + self.state_values)
+
+
+def copy_rows(source: CutRowSource, start: int, lay: Callable[[CutRows], ShardRows | None]) -> int:
+    """Copy rows from ``start`` on into memory that ``lay`` takes; return how many it had space for."""
+    count = len(source.row_ids) - start
+    laid = lay(CutRows(shard=source.shard, count=count, state_values=source.state_values))
+    if laid is None:
+        return 0
+    end = start + len(laid.row_ids)
+    laid.row_ids[:] = source.row_ids[start:end]
+    source.copy(start, end, laid.rows, laid.state)
+    return end - start
 
 
 def load_rows(source: CutRowSource) -> ShardRows:

@@ -27,7 +27,7 @@ from dlrm_api.errors import DivergedError, TemporaryError
 from dlrm_api.process import raise_device
 from dlrm_checkpointer.handoff.budget import ENTRY_BYTES, Budget, CutBuffer, dense_bytes, head_bytes, index_head
 from dlrm_checkpointer.handoff.protocol import CutName, SegmentName
-from dlrm_checkpointer.types import CutMeta, CutRows, CutRowSource, CutSize, ShardId, ShardRows, check_rows
+from dlrm_checkpointer.types import CutMeta, CutRows, CutRowSource, CutSize, ShardId, ShardRows, check_rows, copy_rows
 
 
 class CutState(Enum):
@@ -101,14 +101,7 @@ class Cut:
         with self._entering(CutState.COPYING):
             self._check_owned(source.shard)
             check_rows(source, self._tables[source.shard.table])
-            count = len(source.row_ids) - start
-            laid = self.lay(CutRows(shard=source.shard, count=count, state_values=source.state_values))
-            if laid is None:
-                return 0
-            end = start + len(laid.row_ids)
-            laid.row_ids[:] = source.row_ids[start:end]
-            source.copy(start, end, laid.rows, laid.state)
-            return end - start
+            return copy_rows(source, start, self.lay)
 
     def lay(self, wanted: CutRows) -> ShardRows | None:
         """Enter COPYING: take memory for as many of some rows as there is space for; None: for no row.

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
 from dlrm_checkpointer import CutRows, CutRowSource, CutWithdrawnError, ShardId, ShardRows, load_rows
+from dlrm_checkpointer.types import copy_rows
 from dlrm_testing.trainer.gangs import small_job
 from dlrm_trainer.data import Batch, open_reader
 from dlrm_trainer.distributed.collectives import Collectives
@@ -95,14 +96,7 @@ class MemoryCut:
 
     def copy(self, source: CutRowSource, start: int = 0) -> int:
         """See ``Cut``."""
-        count = len(source.row_ids) - start
-        laid = self.lay(CutRows(shard=source.shard, count=count, state_values=source.state_values))
-        if laid is None:
-            return 0
-        end = start + len(laid.row_ids)
-        laid.row_ids[:] = source.row_ids[start:end]
-        source.copy(start, end, laid.rows, laid.state)
-        return end - start
+        return copy_rows(source, start, self.lay)
 
     def next_segment(self) -> bool:
         """See ``Cut``."""
