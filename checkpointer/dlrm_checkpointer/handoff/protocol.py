@@ -116,9 +116,10 @@ class Note(Generic[T]):
         self.path, self._content = path, content
 
     def read(self) -> T | None:
-        """Return the content; None if there is none, or it is unreadable."""
+        """Return the content, or None if the file is absent or unreadable."""
         try:
-            return self._content.validate_json(self.path.read_bytes())
+            # By the json module, as in write: pydantic's parser refuses the lone surrogates of undecodable file names.
+            return self._content.validate_python(json.loads(self.path.read_bytes()))
         except (FileNotFoundError, ValueError):
             return None
 

@@ -293,3 +293,13 @@ def test_a_file_size_limit_is_a_full_device_too(tmp_path: Path, new_model):
         signal.signal(signal.SIGXFSZ, handler)
 
     assert writer.ready()
+
+
+def test_a_reason_that_names_an_undecodable_file_is_read(tmp_path: Path):
+    inbox, writer = Inbox(tmp_path, range(1)), HandoffWriter(tmp_path, 0, None)
+    reason = f"file not found: {os.fsdecode(bytes([0xFF]))}.tsv"
+
+    writer.close(reason, failed=True)
+
+    assert inbox.reasons() == {0: reason}
+    inbox.close()
