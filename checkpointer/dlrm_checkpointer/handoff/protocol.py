@@ -236,8 +236,11 @@ class HandoffDir:
 
     def has_lost_its_sidecar(self) -> bool:
         """Return whether a sidecar once ran here and none runs now."""
+        # First: a sidecar that creates the file after a look at the lock is starting, not lost.
+        if not self.sidecar_lock.path.exists():
+            return False
         with self.sidecar_lock.if_free() as free:
-            return free and self.sidecar_lock.path.exists()
+            return free
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
