@@ -153,7 +153,7 @@ class Cut:
             DivergedError: the cut can never be stored.
         """
         with self._entering(CutState.COPYING):
-            if self.is_waiting() or not self._begin_segment():
+            if self.is_waiting() or (self._buffer is None and not self._begin_segment()):
                 return None
             assert self._buffer is not None
             if self._dense is not None:
