@@ -91,10 +91,15 @@ class SidecarTasks:
 
 
 class LostCut(NamedTuple):
-    """Name a cut that could not be stored. After a ``BrokenChainError`` the next one may be."""
+    """Name a cut that could not be stored."""
 
     name: SnapshotName
     error: SnapshotError
+
+    @property
+    def is_recoverable(self) -> bool:
+        """Return whether the next cut may be stored: only the parent was broken."""
+        return isinstance(self.error, BrokenChainError)
 
 
 class Sidecar:
@@ -140,7 +145,7 @@ class Sidecar:
                 self._pause(self._backoff.next(hurried=self._shutdown.deadline is not None), stop)
                 continue
             self._backoff.reset()
-            if not (self._lost and isinstance(self._lost.error, BrokenChainError)):
+            if not (self._lost and self._lost.is_recoverable):
                 self._status.store_answered()
             left = self._left()
             over = self._shutdown.is_over(time.monotonic())
@@ -255,8 +260,9 @@ class Sidecar:
         if cut.name not in self._uploads:
             plan, status = self._planner.of(cut), self._status
             status.handed_over_bytes.inc(cut.nbytes)
-            counters = status.uploaded_bytes.inc, status.merged_bytes.inc
-            self._uploads[cut.name] = Upload(self._store, cut, before, plan, *counters)
+            self._uploads[cut.name] = Upload(
+                self._store, cut, before, plan, on_put=status.uploaded_bytes.inc, on_read=status.merged_bytes.inc
+            )
         return self._uploads[cut.name]
 
     def _refuse(self, name: CutName, error: SnapshotError) -> None:
@@ -293,8 +299,8 @@ class Sidecar:
 
     def _conclude(self, cut: UploadedCut) -> None:
         """Commit a cut once all its parts are durable; discard one that can never be complete."""
-        name, reason = cut.snapshot, NEWER_ATTEMPT if self._is_superseded(cut.snapshot.attempt) else ""
-        manifest = None
+        name, manifest = cut.snapshot, None
+        reason = NEWER_ATTEMPT if self._is_superseded(name.attempt) else ""
         try:
             if not reason:
                 manifest = try_commit(self._store, name.step, name.attempt, cut.world_size, self._inbox.ranks)
@@ -388,7 +394,7 @@ class Sidecar:
         return "" if step is None else f"cut of step {step}"
 
     def _verdict(self) -> tuple[ExitCode, str]:
-        if self._lost and isinstance(self._lost.error, BrokenChainError):
+        if self._lost and self._lost.is_recoverable:
             return ExitCode.TEMPORARY, f"BrokenParent: {self._lost.error}"
         if self._lost:
             return self._lost.error.exit_code, f"Refused: {self._lost.error}"

@@ -265,7 +265,8 @@ def place_weights(coded: CodedRows, places: NDArray[np.int64], out: NDArray[np.f
 
 
 def _coded(piece: ShardRows, bits: Bits, body: NDArray[Any], *scale_and_low: NDArray[np.float16]) -> CodedRows:
-    form, (scale, low) = ChunkEncoding(bits, 0), scale_and_low or (EMPTY, EMPTY)
+    form = ChunkEncoding(bits, 0)
+    scale, low = scale_and_low or (EMPTY, EMPTY)
     return CodedRows(
         shard=piece.shard, row_ids=piece.row_ids, form=form, body=body, scale=scale, low=low, state=piece.state
     )

@@ -21,10 +21,13 @@ from dlrm_stores.base import Body
 OBJECT_VERSION = 2
 METADATA_KEY = "dlrm"
 """The only entry of the container's metadata, a JSON object: the order of several entries is not deterministic."""
-FIRST_TYPES = ("U64", "I64", "F64", "F32", "U32", "I32", "F16", "U16", "U8", "BOOL")
-"""Order in which the safetensors library writes arrays of different types; those of one type are sorted by name."""
-DTYPES = dict(zip(FIRST_TYPES, ("<u8", "<i8", "<f8", "<f4", "<u4", "<i4", "<f2", "<u2", "|u1", "|b1"), strict=True))
-"""numpy type of each safetensors type name."""
+DTYPES = {
+    "U64": "<u8", "I64": "<i8", "F64": "<f8", "F32": "<f4", "U32": "<u4", "I32": "<i4", "F16": "<f2", "U16": "<u2",
+    "U8": "|u1", "BOOL": "|b1",
+}  # fmt: skip
+"""numpy type of each safetensors type name, in the order in which the safetensors library writes arrays of different
+types; those of one type are sorted by name."""
+FIRST_TYPES = tuple(DTYPES)
 NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 HEADER_LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000

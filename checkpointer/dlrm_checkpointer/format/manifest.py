@@ -188,8 +188,13 @@ class ChainSummary(FormatModel):
 
     def after(self, size: int) -> ChainSummary:
         """Return the sums with one more increment."""
-        grown = {"increments": self.increments + 1, "increment_bytes": self.increment_bytes + size}
-        return self.model_copy(update={**grown, "last_bytes": size})
+        return self.model_copy(
+            update={
+                "increments": self.increments + 1,
+                "increment_bytes": self.increment_bytes + size,
+                "last_bytes": size,
+            }
+        )
 
 
 class PartList(SealedModel):
@@ -375,5 +380,5 @@ def check_chunks(manifest: Manifest, key: str) -> None:
 
 
 def _parse(model: type[M], body: bytes, key: str) -> M:
-    advice = {"newer": ": use a newer dlrm-operator", "older": ": that version was never released"}
-    return parse_sealed(model, body, key, "format", **advice)
+    newer, older = ": use a newer dlrm-operator", ": that version was never released"
+    return parse_sealed(model, body, key, "format", newer=newer, older=older)

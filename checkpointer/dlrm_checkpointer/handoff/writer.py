@@ -140,7 +140,8 @@ class HandoffWriter:
             CutWithdrawnError: the sidecar did not free space in time.
             TemporaryError, DeviceError, DivergedError, ValueError: see ``Cut``.
         """
-        sources, start = [source for source in rows if len(source.row_ids)], 0
+        sources = [source for source in rows if len(source.row_ids)]
+        start = 0
         shapes = [CutRows(shard=s.shard, count=len(s.row_ids), state_values=s.state_values) for s in sources]
         size = CutSize(row_bytes=sum(each.count * each.row_bytes for each in shapes), pieces=len(shapes))
         cut, deadline = self.reserve(meta, dense, owned=owned, size=size), time.monotonic() + timeout_s

@@ -149,7 +149,8 @@ def list_snapshots(store: ObjectStore) -> list[ListedSnapshot]:
     found: list[ListedSnapshot] = []
     for step, attempt in keys:
         info = infos[step, attempt]
-        counts, newer, problem, manifest = in_lineage(step, attempt, attempts), False, "", None
+        counts = in_lineage(step, attempt, attempts)
+        manifest, problem, newer = None, "", False
         try:
             manifest = parse_manifest(store.get(info.key), info.key)
         except (SnapshotError, NoInputError) as error:

@@ -72,6 +72,7 @@ class Upload:
         cut: ReadyCut,
         before: Durable,
         plan: WritePlan,
+        *,
         on_put: Callable[[int], None],
         on_read: Callable[[int], None],
     ) -> None:

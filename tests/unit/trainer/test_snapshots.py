@@ -386,7 +386,7 @@ def commit(job: DLRMJob, learner: Learner, step: int, folder: Path, store: FileS
     owned = [part.shard for part in learner.embeddings.saved]
     writer.hand_over(meta, learner.embeddings.saved.changed_rows(), learner.dense.arrays(), owned=owned, timeout_s=0)
     way = WritePlan(bits=32, basis=SnapshotBase(kind="full"))
-    Upload(store, inbox.open(inbox.ready()[0]), Durable(), way, lambda _: None, lambda _: None).run()
+    Upload(store, inbox.open(inbox.ready()[0]), Durable(), way, on_put=lambda _: None, on_read=lambda _: None).run()
     assert try_commit(store, step, 1, 1)
     writer.close("done")
     inbox.close()
