@@ -131,7 +131,7 @@ def _matching(pattern: Path) -> list[Path]:
 
 
 def pattern_parts(pattern: str, uri: str) -> list[str]:
-    """Split a pattern without a leading slash. A part is ``**``, any directories, or one name.
+    """Split a pattern without a leading slash. A part is one name, or ``**``: a directory and all below it.
 
     Raises:
         NoInputError: ``**`` is only a piece of a part; the message quotes ``uri``, as the user wrote it.

@@ -186,7 +186,9 @@ def _load(store: ObjectStore, entry: ChunkEntry, table: TableMeta) -> Sequence[C
 
 
 def sweep(sources: Iterable[Source], edges: Iterable[int], start: int) -> Iterator[Band]:
-    """Yield rows in ascending order, band by band; ``edges`` are the ends of the bands, ascending.
+    """Yield rows in ascending order, band by band, from row ``start`` on.
+
+    ``edges`` are the ends of the bands, ascending; the last is beyond every row that is wanted.
 
     Each source is loaded once, just before its first band: memory holds the sources that overlap a band, and a few
     that are loaded ahead.

@@ -28,10 +28,12 @@ def try_commit(
 ) -> Manifest | None:
     """Put the manifest of a cut once the part lists of all ranks are durable; None if some are missing.
 
-    Its content is a function of the part lists, which are never replaced; so every sidecar of the gang may commit, in
-    any order, and repeat it after a lost response. Retention deletes part lists before their manifest: a manifest that
-    was put when they are gone belongs to a retired snapshot and is deleted. An existing manifest is compared with the
-    part lists of ranks ``own``: if every pod compared all of them, reads would grow with ranks times pods.
+    The manifest goes last: a snapshot exists from the moment its manifest does, so a crash at any point leaves only
+    orphans, which retention deletes. Its content is a function of the part lists, which are never replaced; so every
+    sidecar of the gang may commit, in any order, and repeat it after a lost response. Retention deletes part lists
+    before their manifest: a manifest that was put when they are gone belongs to a retired snapshot and is deleted. An
+    existing manifest is compared with the part lists of ranks ``own``: if every pod compared all of them, reads would
+    grow with ranks times pods.
 
     Raises:
         StoreUnavailableError: the outcome is unknown; repeat the call unchanged.

@@ -228,7 +228,11 @@ class Retention:
         return next((each for each in chain if each in self._incomplete), None)
 
     def _retire(self, names: Sequence[SnapshotName]) -> None:
-        """Delete marked snapshots, newest first."""
+        """Delete marked snapshots, newest first.
+
+        Part lists go first, so that no sidecar commits them again, then the manifest, then its objects. Only prefixes
+        of these snapshots are listed; orphans are left to ``_sweep``.
+        """
         store = self._store
         parts = [info.key for name in names for info in store.list(cut_prefix(PARTS, name.step, name.attempt))]
         if parts:

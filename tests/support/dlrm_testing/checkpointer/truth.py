@@ -63,7 +63,7 @@ class Truth:
         self.handed: dict[SnapshotName, Handed] = {}
         self.acknowledged: set[SnapshotName] = set()
         self.restored: dict[int, SnapshotName | None] = {}
-        """Return the snapshot that each counting attempt continued from."""
+        """Snapshot that each attempt that counts continued from."""
         self.damaged: set[str] = set()
 
     def note_attempts(self, chosen: SnapshotName | None) -> None:
