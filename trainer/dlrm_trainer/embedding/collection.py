@@ -72,6 +72,8 @@ class CheckpointView:
 
     def __init__(self, owned: LocalTables, replicas: ReplicatedTables, saved: Sequence[ResidentPart]) -> None:
         self._owned, self._replicas, self._saved = owned, replicas, saved
+        # Not made again by ``changed_bytes``, which every step calls.
+        self._row_sizes = [(part, _row_bytes(part)) for part in self]
 
     def __iter__(self) -> Iterator[LocalPart]:
         yield from self._owned.parts()
@@ -108,8 +110,7 @@ class CheckpointView:
     def cut_size(self) -> CutSize:
         """Bound what ``changed_rows`` takes in the hand-off directory."""
         taken = pieces = 0
-        for part in self:
-            size = _row_bytes(part)
+        for part, size in self._row_sizes:
             windows = part.dirty.rows.sizes[part.dirty.number] // WINDOW_ROWS + 2
             # Block storage is read in batches, and each is a piece of every part.
             batches = part.dirty.rows.words * WORD * size // SCAN_BYTES + 1
@@ -119,9 +120,9 @@ class CheckpointView:
     def changed_bytes(self, step: int | None) -> ChangedBytes:
         """Bound the bytes of ``changed_rows``; those of a snapshot of this step do not count."""
         kept = marked = 0
-        for part in self:
+        for part, size in self._row_sizes:
             if part.dirty.number == 0:
-                record, size = part.dirty.rows, _row_bytes(part)
+                record = part.dirty.rows
                 kept, marked = kept + record.kept(step) * size, marked + record.marked * size
         return ChangedBytes(kept, marked)
 
