@@ -110,9 +110,16 @@ def memory_of(weight: NDArray[Any], state: NDArray[np.float32]) -> Memory:
 
 def constants_of(kind: str, learning_rate: float, eps: float, beta1: float, beta2: float) -> OptimizerConstants:
     """Return the constants of a row optimizer (a key of ``KINDS``) at a learning rate."""
-    f32 = np.float32
     return OptimizerConstants(
-        KINDS[kind], f32(learning_rate), f32(eps), f32(beta1), f32(1 - beta1), f32(beta2), f32(1 - beta2), beta1, beta2
+        kind=KINDS[kind],
+        rate=np.float32(learning_rate),
+        eps=np.float32(eps),
+        beta1=np.float32(beta1),
+        rest1=np.float32(1 - beta1),
+        beta2=np.float32(beta2),
+        rest2=np.float32(1 - beta2),
+        decay1=beta1,
+        decay2=beta2,
     )
 
 

@@ -158,9 +158,10 @@ class BlockCache(Generic[Block]):
     def clear(self) -> None:
         """Drop all blocks; those that are being made now are dropped when they are done."""
         with self._lock:
-            self._queue, self._held_bytes, self._all_begun = [], 0, True
+            self._queue = []
             self._making.clear()
             self._held.clear()
+            self._held_bytes, self._all_begun = 0, True
             self._seen.clear()
 
     def close(self) -> None:

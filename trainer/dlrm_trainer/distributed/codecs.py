@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def write_message(codec: Codec, pieces: Sequence[Tensor], out: Tensor, wanted_sc
         out[:start].view(torch.float32).fill_(scale)
     for piece in pieces:
         stop = start + piece.numel() // piece.shape[-1] * row_bytes(codec, piece.shape[-1])
-        _ROWS[codec][0](piece, out[start:stop], scale)
+        _ROWS[codec].encode(piece, out[start:stop], scale)
         start = stop
 
 
@@ -64,7 +65,7 @@ def read_message(codec: Codec, data: Tensor, shapes: Sequence[tuple[int, int]]) 
     found = []
     for rows, width in shapes:
         stop = start + rows * row_bytes(codec, width)
-        found.append(_ROWS[codec][1](data[start:stop], width, scale))
+        found.append(_ROWS[codec].decode(data[start:stop], width, scale))
         start = stop
     return found
 
@@ -113,17 +114,20 @@ def _decode_int8(data: Tensor, width: int, _scale: float) -> Tensor:
     return torch.addcmul(affine[:, :1], data[:, :width].to(torch.float32), affine[:, 1:])
 
 
-RowCodec = tuple[Callable[[Tensor, Tensor, float], None], Callable[[Tensor, int, float], Tensor]]
-"""Writes (..., d) rows, times a scale, to bytes; reads (K, d) rows from bytes, their width and scale."""
+class _RowCodec(NamedTuple):
+    encode: Callable[[Tensor, Tensor, float], None]
+    """Write (..., d) rows, times a scale, to bytes."""
+    decode: Callable[[Tensor, int, float], Tensor]
+    """Return (K, d) rows of bytes, their width and scale."""
 
 
-def _float_codec(dtype: torch.dtype) -> RowCodec:
-    return partial(_encode_float, dtype), partial(_decode_float, dtype)
+def _float_codec(dtype: torch.dtype) -> _RowCodec:
+    return _RowCodec(partial(_encode_float, dtype), partial(_decode_float, dtype))
 
 
-_ROWS: dict[Codec, RowCodec] = {
+_ROWS: dict[Codec, _RowCodec] = {
     "fp32": _float_codec(torch.float32),
     "fp16": _float_codec(torch.float16),
     "bf16": _float_codec(torch.bfloat16),
-    "int8": (_encode_int8, _decode_int8),
+    "int8": _RowCodec(_encode_int8, _decode_int8),
 }

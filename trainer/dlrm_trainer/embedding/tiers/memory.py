@@ -149,13 +149,14 @@ class MappedStorage:
             self._memory = mmap.mmap(self._file.fd, self._size, flags=mmap.MAP_SHARED | MAP_NORESERVE)
             # Rows are far apart: read-ahead would fetch megabytes for each.
             self._memory.madvise(mmap.MADV_RANDOM)
-        except BaseException as error:
+        except OSError as error:
             self._file.close()
-            if not isinstance(error, OSError):
-                raise
             raise DeviceError(
                 f"{self._file.path}: cannot map {self._size:,} bytes for tier {tier}: {error.strerror}"
             ) from error
+        except BaseException:
+            self._file.close()
+            raise
         self.records: Records = np.frombuffer(self._memory, np.uint32).reshape(places, words)
         node = node_of_folder(folder)
         if node is not None and len(memory_nodes()) > 1:

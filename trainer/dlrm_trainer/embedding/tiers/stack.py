@@ -251,9 +251,9 @@ class Stack:
         counts, left = np.empty(missing, np.uint32), np.arange(missing)
         if self._swapping is not None and copying is None:
             slots, level = self._swapping
-            memory, done = (slots.weight, slots.state, level.records), np.empty(missing, np.bool_)
-            where = self.row_map.meta, self.row_map.place_of, sources, targets
-            row_cache.swap_rows(*memory, *where, leaving, done, counts)
+            memory = slots.weight, slots.state, level.records, self.row_map.meta, self.row_map.place_of
+            done = np.empty(missing, np.bool_)
+            row_cache.swap_rows(*memory, sources, targets, leaving, done, counts)
             left = np.flatnonzero(~done)
             self.moved_rows[1] += missing - len(left)
         for start in range(0, len(left), self._chunk):
