@@ -69,8 +69,10 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "float | None": float,
     "bool": lambda text: bool(float(text)),
     "Path | None": Path,
+    "str": str,
+    "str | None": str,
 }
-"""By type of the field; other values are text."""
+"""By type of the field."""
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
@@ -81,7 +83,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         name = getattr(Env, each.name.upper())
         if text := source.get(name):
             try:
-                values[each.name] = _PARSERS.get(str(each.type), str)(text)
+                values[each.name] = _PARSERS[str(each.type)](text)
             except ValueError:
                 raise UsageError(f"invalid {name}: expected a number, got {text!r}") from None
     # Port 0 stands for the default.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,13 @@ def test_every_variable_is_read_and_an_empty_one_counts_as_unset() -> None:
     assert (settings.replica, settings.grace_s, settings.trainer_port) == (2, 7.5, Port.TRAINER)
     assert (settings.handoff_dir, settings.work_dir) == (Path("/dev/shm/x"), None)
     assert settings.profile
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(Settings)])
+def test_each_setting_has_its_variable(name: str) -> None:
+    settings = read_settings({getattr(Env, name.upper()): "1"})
+
+    assert [each.name for each in fields(Settings) if getattr(settings, each.name) != each.default] == [name]
 
 
 def test_a_value_that_is_no_number_is_named() -> None:
