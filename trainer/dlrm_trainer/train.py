@@ -246,7 +246,8 @@ class Training:
     def finish(self, digest: bool) -> ExitCode:
         """Evaluate, hand over the final cut, wait until it is committed, write the result and return DONE.
 
-        Raises TemporaryError if the cut was not committed in time; running again commits it.
+        After a signal during the evaluation it returns what ``stop`` does. Raises TemporaryError if the cut was not
+        committed in time; running again commits it.
         """
         faulthandler.cancel_dump_traceback_later()
         if (ended := self.evaluate()) is not None:

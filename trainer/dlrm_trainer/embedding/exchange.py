@@ -52,7 +52,7 @@ class Bags:
         return replace(self, lengths=self.lengths.to(device), ids=self.ids.to(device), weights=weights)
 
     def split(self, counts: Sequence[int]) -> tuple[Bags, ...]:
-        """Split bags on the host into runs of so many units each."""
+        """Split bags into runs of so many units each."""
         if len(counts) < 2:
             return (self,) * len(counts)
         sizes = torch.split(self.sizes, list(counts))

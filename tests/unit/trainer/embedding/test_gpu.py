@@ -172,5 +172,5 @@ def test_a_package_without_kernels_for_gpus_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(gpu, "made_for_gpus", lambda: False)
     tables = tables_of([(10, 4)], RowOptimizerSpec(), device=torch.device("cuda", 0))
 
-    with pytest.raises(InvalidSpecError, match=r"plan\.device: .* install fbgemm-gpu"):
+    with pytest.raises(InvalidSpecError, match=r"plan\.device: .*fbgemm-gpu-cpu has no .* GPUs; install fbgemm-gpu"):
         DeviceKernel(tables)
