@@ -200,9 +200,12 @@ def slow_caps(spec: DLRMJobSpec, profile: HardwareProfile | None) -> dict[Tier, 
 
 def stack_classes(tables: Tables) -> int:
     """Count the kinds of rows, by width and type, with a stack: tables of a kind share one on each rank."""
-    pins = ((table, table.pin or NO_PIN) for table in tables.specs)
-    stacked = (t for t, pin in pins if pin.sharding != "data" and pin.tier not in ("hbm", "ddr"))
-    return len({(table.column_block or table.dim, table.dtype) for table in stacked})
+    kinds = {
+        (table.column_block or table.dim, table.dtype)
+        for table in tables.specs
+        if (pin := table.pin or NO_PIN).sharding != "data" and pin.tier not in ("hbm", "ddr")
+    }
+    return len(kinds)
 
 
 def pinned_slow(tables: Tables) -> bool:
@@ -211,10 +214,13 @@ def pinned_slow(tables: Tables) -> bool:
 
 
 def _pin(tables: Tables, i: int, caps: Mapping[Tier, int]) -> int:
-    table, path, pin = tables.specs[i], f"{tables.paths[i]}.pin.tier", tables.specs[i].pin or NO_PIN
+    table, pin = tables.specs[i], tables.specs[i].pin or NO_PIN
     tier = pin.tier
-    if tier is None or tier not in FILE_TIERS:
-        return {None: UNPINNED, "hbm": IN_HBM, "ddr": IN_DDR}[tier]
+    if tier is None:
+        return UNPINNED
+    if tier not in FILE_TIERS:
+        return IN_HBM if tier == "hbm" else IN_DDR
+    path = f"{tables.paths[i]}.pin.tier"
     if tier not in caps:
         raise InvalidSpecError(
             path,

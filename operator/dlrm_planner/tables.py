@@ -42,11 +42,12 @@ FLOPS_PER_WEIGHT = 6
 
 def dense_parameters(model: ModelSpec) -> int:
     """Count the elements of the MLPs, their biases, and the cross layers."""
-    width, vectors = model.bottom_mlp[-1] if model.bottom_mlp else 0, _vectors(model)
-    features, cross = width + vectors * (vectors - 1) // 2, 0
     if model.interaction == "dcn":
         features = _joined(model)
         cross = model.cross_layers * (2 * features * model.cross_rank + features)
+    else:
+        vectors = _vectors(model)
+        features, cross = (model.bottom_mlp[-1] if model.bottom_mlp else 0) + vectors * (vectors - 1) // 2, 0
     layers = (*pairwise((len(model.dense_features), *model.bottom_mlp)), *pairwise((features, *model.top_mlp)))
     return cross + sum((inputs + 1) * outputs for inputs, outputs in layers)
 
@@ -159,7 +160,7 @@ def _joined(model: ModelSpec) -> int:
 
 
 def _vectors(model: ModelSpec) -> int:
-    return len(model.all_features()) + bool(model.bottom_mlp)
+    return sum(len(table.sources) for table in model.all_tables()) + bool(model.bottom_mlp)
 
 
 def _has_means(model: ModelSpec) -> bool:

@@ -239,6 +239,11 @@ class Capacity:
         return tuple(sorted(set(range(len(self.held))) - set(self.replicated)))
 
     @cached_property
+    def most_free(self) -> int:
+        """Return what the largest node, or rank, gives to shards."""
+        return max(self.free)
+
+    @cached_property
     def is_hopeless(self) -> bool:
         """Return whether all nodes together have too little memory, however tables are split."""
         return sum(self.held[i] for i in self.placed) > sum(self.free)

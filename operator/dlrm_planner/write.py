@@ -91,8 +91,9 @@ def _rank_plans(found: Solution, handoff: tuple[int, ...]) -> tuple[RankPlan, ..
     replicas = replica_bytes(tables, placement.replicated)
     fixed = {"ddr": replicas} if problem.device == "cpu" else {"ddr": 0, "hbm": device_working_bytes(spec) + replicas}
     held = [Counter[str](fixed) for _ in range(spec.world_size)]
+    buffers = buffer_bytes(problem)
     for rank in {int(placement.ranks[shard]) for shard in found.stacked}:
-        held[rank]["ddr"] += buffer_bytes(problem)
+        held[rank]["ddr"] += buffers
     cut = [0] * spec.world_size
     for shard, rank in enumerate(placement.ranks.tolist()):
         held[rank].update(_shard_bytes(found, shard))
