@@ -25,11 +25,8 @@ from dlrm_cli.options import (
     AllNamespaces,
     ClusterOptions,
     Commands,
-    Context,
     File,
     GetOptions,
-    Kubeconfig,
-    Namespace,
     Output,
     RunOptions,
     Settings,
@@ -159,17 +156,15 @@ def measure(
 
 
 @cluster.command()
-def get(
-    *, namespace: Namespace = None, options: GetOptions, context: Context = None, kubeconfig: Kubeconfig = None
-) -> None:
+def get(options: GetOptions, where: ClusterOptions) -> None:
     """List jobs in the cluster: phase, step, speed, quality, newest snapshot, time left."""
     from dlrm_cli.cluster.get import get_jobs
 
-    _check_all_namespaces(options.everywhere, options.names, namespace)
+    _check_all_namespaces(options.everywhere, options.names, where.namespace)
     if options.names and options.selector:
         raise UsageError("--selector cannot be combined with job names")
     with _until_interrupted():
-        get_jobs(_client(ClusterOptions(namespace=namespace, context=context, kubeconfig=kubeconfig)), options)
+        get_jobs(_client(where), options)
 
 
 @cluster.command()

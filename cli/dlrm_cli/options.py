@@ -18,16 +18,6 @@ Settings = Annotated[
     typer.Option("--set", metavar="spec.path=value", help="Set a field; the value is YAML. May be repeated."),
 ]
 Output = Annotated[Literal["table", "json"], typer.Option("--output", "-o", help="Output format.")]
-Namespace = Annotated[
-    str | None, typer.Option("--namespace", "-n", metavar="NS", help="Namespace (default: the context's).")
-]
-Context = Annotated[
-    str | None, typer.Option("--context", metavar="NAME", help="Context of the kubeconfig (default: the current one).")
-]
-Kubeconfig = Annotated[
-    str | None,
-    typer.Option("--kubeconfig", metavar="FILE", help="Kubeconfig file (default: $KUBECONFIG, then ~/.kube/config)."),
-]
 AllNamespaces = Annotated[bool, typer.Option("--all-namespaces", "-A", help="List jobs of all namespaces.")]
 
 
@@ -44,21 +34,25 @@ class Commands(typer.Typer):
 
 
 def _flat(function: Callable[..., Any]) -> Any:
-    """Return a function with the fields of each dataclass that ``function`` takes as parameters in its place."""
-    signature, parameters = inspect.signature(function, eval_str=True), list[inspect.Parameter]()
-    groups: dict[str, tuple[Any, list[str]]] = {}
+    """Return ``function`` with the fields of each dataclass that it takes as parameters of its own."""
+    signature = inspect.signature(function, eval_str=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[type, list[str]]] = {}
     for name, parameter in signature.parameters.items():
-        if is_dataclass(parameter.annotation):
-            members = inspect.signature(parameter.annotation, eval_str=True).parameters  # type: ignore[arg-type]
-            groups[name] = parameter.annotation, list(members)
-            parameters += members.values()
+        kind = parameter.annotation
+        if isinstance(kind, type) and is_dataclass(kind):
+            fields = inspect.signature(kind, eval_str=True).parameters
+            groups[name] = kind, list(fields)
+            parameters += fields.values()
         else:
+            # By keyword: a required one may follow fields with defaults.
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(function)
     def run(**given: Any) -> Any:
-        made = {name: kind(**{each: given.pop(each) for each in names}) for name, (kind, names) in groups.items()}
-        return function(**given, **made)
+        for name, (kind, fields) in groups.items():
+            given[name] = kind(**{field: given.pop(field) for field in fields})
+        return function(**given)
 
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return run
@@ -68,9 +62,15 @@ def _flat(function: Callable[..., Any]) -> Any:
 class ClusterOptions:
     """Choose a cluster, and a namespace of it."""
 
-    namespace: Namespace = None
-    context: Context = None
-    kubeconfig: Kubeconfig = None
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", "-n", metavar="NS", help="Namespace (default: the context's).")
+    ] = None
+    context: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Context of the kubeconfig (default: the current one).")
+    ] = None
+    kubeconfig: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Kubeconfig file (default: $KUBECONFIG, then ~/.kube/config).")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
