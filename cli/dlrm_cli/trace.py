@@ -261,7 +261,7 @@ MAX_TRACKED_ROWS = 12_000_000
 MIN_TRACKED_ROWS = 1 << 16
 """Rows of a table that are tracked at any rate: fewer make a noisy curve and save little."""
 CURVE_POINTS = 61
-"""Cache sizes as shares of a table's rows, in addition to the geometric ones."""
+"""Geometric cache sizes of a curve; those of ``CACHE_SHARES`` come in addition."""
 _DIGITS = 6
 
 
