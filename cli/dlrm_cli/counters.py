@@ -130,6 +130,12 @@ def sum_counts(pods: Sequence[PodFigures]) -> Counts:
     return Counts(stages={stage: round(seconds, 6) for stage, seconds in stages.items()}, tiers=tiers, **counted)
 
 
+def hit_rate(now: Counts, before: Counts) -> float | None:
+    """Return the share of the accesses between two readings that were hits, or None without accesses."""
+    accesses = now.accesses - before.accesses
+    return (now.hits - before.hits) / accesses if accesses > 0 else None
+
+
 def rates(now: PodFigures, before: PodFigures | None) -> Rates:
     """Return what happened between two readings; since the pod began without an earlier one of it."""
     if before is None or now.accesses < before.accesses or (now.step or 0) < (before.step or 0):
@@ -143,7 +149,7 @@ def rates(now: PodFigures, before: PodFigures | None) -> Rates:
         if counts.read_rows and accesses > 0
     }
     return Rates(
-        hit_rate=(now.hits - before.hits) / accesses if accesses > 0 else None,
+        hit_rate=hit_rate(now, before),
         tier_shares=shares,
         stage=stage if total > 0 else "",
         stage_share=stages[stage] / total if total > 0 else None,

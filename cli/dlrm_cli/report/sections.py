@@ -6,11 +6,13 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 
 from dlrm_api.run_report import Profile, TableUse
+from dlrm_cli.counters import hit_rate
 from dlrm_cli.report.collect import Record, throughput
 from dlrm_cli.report.plots import Plot, Series, count, number, seconds, size
-from dlrm_cli.run.history import Between, Committed, between, last_of_attempts, stall_s
+from dlrm_cli.run.history import Committed, Look
 from dlrm_cli.views import UNKNOWN, expected_hit_rate, share, slowest_by_stage, sum_uses
 
 
@@ -33,6 +35,52 @@ class Section:
     title: str
     words: Sequence[str] = ()
     parts: Sequence[Plot | Table] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Between:
+    """Hold two readings of the same attempt."""
+
+    before: Look
+    now: Look
+
+    @property
+    def steps(self) -> int:
+        """Return the steps made between them, at least 1."""
+        return self.now.step - self.before.step
+
+    def stage_s(self, stage: str) -> float:
+        """Return the time that a rank spent on a stage, as a mean over ranks (s)."""
+        spent = self.now.stages.get(stage, 0.0) - self.before.stages.get(stage, 0.0)
+        return max(0.0, spent) / max(1, self.now.ranks)
+
+
+def between(looks: Sequence[Look]) -> Iterator[Between]:
+    """Yield each reading with the one before it, if steps were made and both are of one attempt."""
+    for before, now in pairwise(looks):
+        if before.attempt == now.attempt and now.step > before.step:
+            yield Between(before=before, now=now)
+
+
+def last_of_attempts(looks: Sequence[Look]) -> list[Look]:
+    """Return the last reading of each attempt: all that it counted, but for its last seconds."""
+    newest = {look.attempt: look for look in looks}
+    return [newest[attempt] for attempt in sorted(newest)]
+
+
+def stall_s(snapshot: Committed, looks: Sequence[Look]) -> float | None:
+    """Return the time that a rank spent on cuts between the readings around a snapshot's step (s).
+
+    None without such readings. If several cuts are between the two, it is the sum of all.
+    """
+    latest = {look.attempt: look for look in looks if look.step >= snapshot.step}
+    for attempt in sorted(latest, reverse=True):
+        ours = [look for look in looks if look.attempt == attempt]
+        before = [look for look in ours if look.step < snapshot.step]
+        after = next((look for look in ours if look.step > snapshot.step), latest[attempt])
+        if before:
+            return Between(before=before[-1], now=after).stage_s("cut")
+    return None
 
 
 MAX_STAGES = 7
@@ -108,7 +156,9 @@ def step_time(record: Record) -> Section:
         return Section(title=title, words=["Times of stages were not recorded."])
     order, whole = sorted(spent, key=lambda stage: -spent[stage]), sum(spent.values())
     busy = [(stage, spent[stage]) for stage in order if spent[stage] > 0]
-    rows = [[stage, f"{1e3 * spent_s / steps:,.3f}", share(spent_s / whole)] for stage, spent_s in busy]
+    rows = [
+        [stage, f"{1e3 * spent_s / steps:,.3f}", share(spent_s / whole)] for stage, spent_s in busy
+    ]
     note = f"Over {steps:,.0f} steps, including those repeated after restarts."
     name, columns = "Mean over all ranks and counted steps", ("stage", "ms per step", "share")
     table = Table(title=name, columns=columns, text_columns=("stage",), rows=rows, note=note)
@@ -190,7 +240,8 @@ def table_uses(record: Record) -> Iterator[TableUse]:
 
 
 def _hit_rate(record: Record, uses: list[TableUse]) -> Iterator[Plot]:
-    points = {float(pair.now.step): rate for pair in between(record.looks) if (rate := pair.hit_rate) is not None}
+    readings = ((pair.now, pair.before) for pair in between(record.looks))
+    points = {float(now.step): rate for now, before in readings if (rate := hit_rate(now, before)) is not None}
     expected = expected_hit_rate(uses) if uses else None
     if points:
         words = "Share of accesses (distinct rows of a batch) that found their row in fast memory."

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -172,58 +171,6 @@ def read_lines(path: Path) -> Iterator[Line | str]:
 def select_lines(kind: type[LineKind], lines: Iterable[Line | str]) -> list[LineKind]:
     """Return the lines of one kind."""
     return [line for line in lines if isinstance(line, kind)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Between:
-    """Hold two readings of the same attempt."""
-
-    before: Look
-    now: Look
-
-    @property
-    def steps(self) -> int:
-        """Return the steps made between them, at least 1."""
-        return self.now.step - self.before.step
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Return the share of accesses that were hits, or None without accesses."""
-        accesses = self.now.accesses - self.before.accesses
-        return (self.now.hits - self.before.hits) / accesses if accesses > 0 else None
-
-    def stage_s(self, stage: str) -> float:
-        """Return the time that a rank spent on a stage, as a mean over ranks (s)."""
-        spent = self.now.stages.get(stage, 0.0) - self.before.stages.get(stage, 0.0)
-        return max(0.0, spent) / max(1, self.now.ranks)
-
-
-def between(looks: Sequence[Look]) -> Iterator[Between]:
-    """Yield each reading with the one before it, if steps were made and both are of one attempt."""
-    for before, now in pairwise(looks):
-        if before.attempt == now.attempt and now.step > before.step:
-            yield Between(before=before, now=now)
-
-
-def last_of_attempts(looks: Sequence[Look]) -> list[Look]:
-    """Return the last reading of each attempt: all that it counted, but for its last seconds."""
-    newest = {look.attempt: look for look in looks}
-    return [newest[attempt] for attempt in sorted(newest)]
-
-
-def stall_s(snapshot: Committed, looks: Sequence[Look]) -> float | None:
-    """Return the time that a rank spent on cuts between the readings around a snapshot's step (s).
-
-    None without such readings. If several cuts are between the two, it is the sum of all.
-    """
-    latest = {look.attempt: look for look in looks if look.step >= snapshot.step}
-    for attempt in sorted(latest, reverse=True):
-        ours = [look for look in looks if look.attempt == attempt]
-        before = [look for look in ours if look.step < snapshot.step]
-        after = next((look for look in ours if look.step > snapshot.step), latest[attempt])
-        if before:
-            return Between(before=before[-1], now=after).stage_s("cut")
-    return None
 
 
 def _json_line(line: Line) -> str:

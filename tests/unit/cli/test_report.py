@@ -21,8 +21,8 @@ from dlrm_cli.report import collect
 from dlrm_cli.report.collect import Record, Steps, cluster_record, read_work_folder, sum_steps, throughput
 from dlrm_cli.report.page import render_page, sections
 from dlrm_cli.report.plots import Plot, Series, Unit, draw
-from dlrm_cli.report.sections import Table
-from dlrm_cli.run.history import Ended, Look, stall_s
+from dlrm_cli.report.sections import Table, stall_s
+from dlrm_cli.run.history import Ended, Look
 
 Kept = Callable[..., Path]
 
