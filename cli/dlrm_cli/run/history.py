@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -302,12 +302,12 @@ class Recorder:
         if newest.step == self._committed:
             return
         self._committed = newest.step
-        self._history.add(committed(newest, chain=chain, commit_s=commit_s))
+        self._history.add(committed(newest, chain, commit_s))
 
 
-def committed(snapshot: SnapshotInfo, **observed: Any) -> Committed:
-    """Return the line of a snapshot; ``observed`` may hold its chain and the time of its commit."""
-    return Committed(**dict(snapshot), **observed)
+def committed(snapshot: SnapshotInfo, chain: int | None = None, commit_s: float | None = None) -> Committed:
+    """Return the line of a snapshot, with its chain and the time of its commit if they were observed."""
+    return Committed(**dict(snapshot), chain=chain, commit_s=commit_s)
 
 
 def _commit_figures(text: str) -> tuple[int | None, float | None]:
