@@ -157,7 +157,7 @@ def step_time(record: Record) -> Section:
     order, whole = sorted(spent, key=lambda stage: -spent[stage]), sum(spent.values())
     busy = [(stage, spent[stage]) for stage in order if spent[stage] > 0]
     rows = [
-        [stage, f"{1e3 * spent_s / steps:,.3f}", share(spent_s / whole)] for stage, spent_s in busy
+        [stage, f"{1e3 * spent_s / steps:,.3f}", share(spent_s / whole if whole else None)] for stage, spent_s in busy
     ]
     note = f"Over {steps:,.0f} steps, including those repeated after restarts."
     name, columns = "Mean over all ranks and counted steps", ("stage", "ms per step", "share")

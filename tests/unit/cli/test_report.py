@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -212,6 +213,16 @@ def test_repeated_steps_after_a_restart_count_in_the_step_time(kept_run: Kept) -
 
     assert rows["forward"][1] == "15.000"
     assert "460 steps" in text_of(record)
+
+
+def test_stages_whose_times_cancel_out_have_no_shares(kept_run: Kept) -> None:
+    """A damaged history may hold a negative time."""
+    looks = [Look(time=at, attempt=1, step=at, ranks=1, stages={"cut": -at, "forward": at}) for at in (0, 10)]
+    record = replace(read_work_folder(kept_run()), looks=looks)
+
+    (row,) = cells(record, "Time of a step", "Mean over all ranks")
+
+    assert row == ["forward", "1,000.000", "-"]
 
 
 def test_the_plan_is_shown_next_to_measured_values(kept_run: Kept) -> None:
