@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
@@ -55,8 +55,7 @@ def titled_table(title: str, columns: Sequence[str], words: Collection[str]) -> 
 
     On a narrow terminal, cells wrap within their column, figures too: none is cut.
     """
-    sides: dict[bool, JustifyMethod] = {True: "left", False: "right"}
-    shown = (Column(name, justify=sides[name in words], overflow="fold") for name in columns)
+    shown = (Column(name, justify="left" if name in words else "right", overflow="fold") for name in columns)
     return Table(*shown, title=title, title_justify="left")
 
 

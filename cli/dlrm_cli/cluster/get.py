@@ -248,8 +248,10 @@ def document(jobs: Sequence[Object], form: str, *, alone: bool) -> str:
     """Return objects as JSON, YAML or names, without managed fields; several are a List, as kubectl's."""
     if form == "name":
         return "".join(f"dlrmjob.dlrm.dev/{job['metadata']['name']}\n" for job in jobs)
-    metadata = [{key: value for key, value in job["metadata"].items() if key != "managedFields"} for job in jobs]
-    shown = [{**job, "metadata": kept} for job, kept in zip(jobs, metadata, strict=True)]
+    shown = [
+        {**job, "metadata": {key: value for key, value in job["metadata"].items() if key != "managedFields"}}
+        for job in jobs
+    ]
     body = shown[0] if alone else {"apiVersion": "v1", "kind": "List", "items": shown}
     if form == "json":
         return json.dumps(body, indent=2) + "\n"
