@@ -109,9 +109,13 @@ def _document(
     spec: dict[str, Any] = {"cpus": probe.cores(), "flopsPerSecond": _rounded(host.flops_per_second)}
     if devices:
         rates = probe.device_rates()
-        hbm, link = _tier(min(each.bytes for each in devices), rates), probe.link_bytes_per_second()
-        spec["devices"] = {"resource": RESOURCE, "count": len(devices), "hbm": hbm}
-        spec["devices"] |= {"flopsPerSecond": _rounded(rates.flops_per_second), "hostBytesPerSecond": _rounded(link)}
+        spec["devices"] = {
+            "resource": RESOURCE,
+            "count": len(devices),
+            "hbm": _tier(min(each.bytes for each in devices), rates),
+            "flopsPerSecond": _rounded(rates.flops_per_second),
+            "hostBytesPerSecond": _rounded(probe.link_bytes_per_second()),
+        }
     slower = {tier: _slower_tier(probe.tier_rates(tier, folder), folder) for tier, folder in folders.items()}
     spec["tiers"] = {"ddr": _tier(probe.memory_bytes(), host), **slower}
     if not devices:  # which have links of their own

@@ -223,8 +223,13 @@ def open_snapshot_store(
     for option, path in (("--ca-file", service.ca_file), ("--credentials-dir", service.credentials_dir)):
         if path is not None and not path.exists():
             raise NoInputError(f"invalid {option}: file or folder not found: {path}")
-    given = {"endpoint": service.endpoint, "region": service.region, "caFile": service.ca_file}
-    given |= {"encryption": encryption, "kmsKeyId": kms_key_id}
+    given = {
+        "endpoint": service.endpoint,
+        "region": service.region,
+        "caFile": service.ca_file,
+        "encryption": encryption,
+        "kmsKeyId": kms_key_id,
+    }
     if not uri.startswith(SCHEMES):
         hint = "" if "://" in uri or not uri else f"; did you mean {Path(uri).absolute().as_uri()}?"
         raise UsageError(f"invalid URI: expected file:///folder or s3://bucket/prefix, got {uri!r}{hint}")

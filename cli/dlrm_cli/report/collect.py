@@ -396,22 +396,32 @@ def _allowed(look: Callable[[], list[Object]], what: str, notes: list[str]) -> l
 def _newest_snapshot(found: Object | None) -> list[Committed]:
     if not found:
         return []
-    kind, uri = (str(found.get(key) or "") for key in ("kind", "uri"))
-    step, bits, size = (int(found.get(key) or default) for key, default in (("step", 0), ("bits", 32), ("bytes", 0)))
-    time_s = _seconds(found.get("time")) or 0.0
-    return [Committed(time=time_s, step=step, kind=kind, bits=bits, bytes=size, uri=uri)]
+    return [
+        Committed(
+            time=_seconds(found.get("time")) or 0.0,
+            step=int(found.get("step") or 0),
+            kind=str(found.get("kind") or ""),
+            bits=int(found.get("bits") or 32),
+            bytes=int(found.get("bytes") or 0),
+            uri=str(found.get("uri") or ""),
+        )
+    ]
 
 
 def _failures(status: Object) -> list[Failure]:
     """Return the evidence of the last failures, oldest first."""
-    found = []
-    for each in filter(None, [*(status.get("earlierFailures") or ())[::-1], status.get("lastFailure")]):
-        time_s, attempt = _seconds(each.get("time")) or 0.0, int(each.get("attempt") or 0)
-        message = one_line(each.get("message") or "")
-        process = " on ".join(filter(None, (each.get("pod"), each.get("node"))))
-        words, code = ": ".join(filter(None, (each.get("reason"), message))), each.get("exitCode")
-        found.append(Failure(time=time_s, attempt=attempt, process=process, code=code, words=words, then=None))
-    return found
+    known = filter(None, [*(status.get("earlierFailures") or ())[::-1], status.get("lastFailure")])
+    return [
+        Failure(
+            time=_seconds(each.get("time")) or 0.0,
+            attempt=int(each.get("attempt") or 0),
+            process=" on ".join(filter(None, (each.get("pod"), each.get("node")))),
+            code=each.get("exitCode"),
+            words=": ".join(filter(None, (each.get("reason"), one_line(each.get("message") or "")))),
+            then=None,
+        )
+        for each in known
+    ]
 
 
 def _event(event: Object) -> tuple[float, str, str]:

@@ -276,11 +276,19 @@ def _tables(uses: list[TableUse]) -> Iterator[Table]:
     if not uses:
         return
     shown = sorted(uses, key=lambda use: (-use.rows, use.table))[:MAX_TABLES]
-    rows = []
-    for use in shown:
-        rates = map(share, (use.hit_rate, use.repeat_hit_rate, use.expected_hit_rate))
-        counts = map(count, (use.rows, use.accesses)), map(count, (use.evicted_rows, use.scratch_rows))
-        rows.append([use.table, *counts[0], *rates, *counts[1]])
+    rows = [
+        [
+            use.table,
+            count(use.rows),
+            count(use.accesses),
+            share(use.hit_rate),
+            share(use.repeat_hit_rate),
+            share(use.expected_hit_rate),
+            count(use.evicted_rows),
+            count(use.scratch_rows),
+        ]
+        for use in shown
+    ]
     note = "Of repeats: without the first access of each row, which no cache can hit."
     if left_out := len(uses) - len(shown):
         note += f" {left_out} smaller tables are not shown."

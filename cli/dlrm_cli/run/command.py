@@ -125,8 +125,16 @@ class LocalRun:
     def _train(self) -> RunResult | None:
         tier_dir = (self.options.tier_dir or self.workdir.tiers).absolute()
         make_tier_folders(tier_dir, self.plan)
-        ours, given = (self.job, self.workdir, self.display, self.stop), self.options
-        supervisor = Supervisor(*ours, tier_dir, ledger=given.ledger, digest=given.digest, profile=given.profile)
+        supervisor = Supervisor(
+            job=self.job,
+            workdir=self.workdir,
+            display=self.display,
+            stop=self.stop,
+            tier_dir=tier_dir,
+            ledger=self.options.ledger,
+            digest=self.options.digest,
+            profile=self.options.profile,
+        )
         try:
             replace_file(self.workdir.job, self.job.model_dump_json(indent=1, exclude_none=True))
             replace_file(self.workdir.plan, self.plan.model_dump_json(indent=1))
@@ -187,9 +195,10 @@ def result_view(result: RunResult) -> RenderableType:
     rows = {"steps": f"{result.step:,}", "samples": f"{result.samples:,}", "world size": str(result.world_size)}
     rows["training loss"] = number(result.train_loss, ".5f")
     if quality := result.eval:
-        figures = {"log loss": quality.log_loss, "NE": quality.ne, "AUC": quality.auc}
-        figures |= {"calibration": quality.calibration}
-        rows |= {f"eval {name}": number(value, ".5f") for name, value in figures.items()}
+        rows["eval log loss"] = number(quality.log_loss, ".5f")
+        rows["eval NE"] = number(quality.ne, ".5f")
+        rows["eval AUC"] = number(quality.auc, ".5f")
+        rows["eval calibration"] = number(quality.calibration, ".5f")
     rows |= {"samples/s": number(result.samples_per_s, ",.0f"), "restarts": str(result.restarts)}
     if result.state_digest is not None:
         rows["state digest"] = result.state_digest
@@ -225,16 +234,20 @@ class RunDisplay:
 
     def update(self, seen: Seen) -> None:
         """Show the newest progress; as a line only if it is time."""
-        if (trainer := seen.trainer) is None:
+        trainer = seen.trainer
+        if trainer is None:
             return
-        phase, total, step, text = trainer.phase, trainer.total_steps, trainer.step, progress_text(seen)
-        self._bar.update(self._task, description=str(phase), total=total, completed=step, text=text)
-        now, new = time.monotonic(), (phase, step)
-        if self._has_bar or new == self._shown:
+        text = progress_text(seen)
+        if self._has_bar:
+            total, done = trainer.total_steps, trainer.step
+            self._bar.update(self._task, description=str(trainer.phase), total=total, completed=done, text=text)
             return
-        if self._shown is None or phase != self._shown[0] or now - self._shown_at >= PLAIN_INTERVAL_S:
+        now, new = time.monotonic(), (trainer.phase, trainer.step)
+        if new == self._shown:
+            return
+        if self._shown is None or trainer.phase != self._shown[0] or now - self._shown_at >= PLAIN_INTERVAL_S:
             self._shown, self._shown_at = new, now
-            self.say(f"{phase}: {text}")
+            self.say(f"{trainer.phase}: {text}")
 
     def say(self, sentence: str) -> None:
         """Show one event."""

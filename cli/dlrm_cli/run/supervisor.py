@@ -298,9 +298,17 @@ class Supervisor:
         self.display.say(f"{ended.sentence}; restarting it while the trainer continues")
 
     def _record_failure(self, ended: ProcessExit, then: Then) -> None:
-        name, code, words, log = ended.name, ended.code, ended.sentence[:MAX_WORDS], str(ended.log)
-        now, attempt = time.time(), self.workdir.last_attempt()
-        self._history.add(Failure(time=now, attempt=attempt, process=name, code=code, words=words, then=then, log=log))
+        self._history.add(
+            Failure(
+                time=time.time(),
+                attempt=self.workdir.last_attempt(),
+                process=ended.name,
+                code=ended.code,
+                words=ended.sentence[:MAX_WORDS],
+                then=then,
+                log=str(ended.log),
+            )
+        )
 
     def _sleep(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
