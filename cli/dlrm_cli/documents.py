@@ -282,7 +282,10 @@ def refuse_unread_data(body: dict[str, Any], data: str | None, eval_data: str | 
 
 
 def local_uri(option: str, uri: str) -> str:
-    """Return the URI with an absolute path, so that a later run finds it; UsageError if it is empty."""
+    """Return the URI with an absolute path, so that a later run finds it.
+
+    Raises UsageError if it is empty, as an unset shell variable is.
+    """
     if not uri:
         raise UsageError(f"invalid {option}: expected a file, folder or pattern, got an empty string")
     return uri if "://" in uri else str(Path(uri).absolute())

@@ -95,8 +95,8 @@ def start(name: str, command: Sequence[str], environment: Mapping[str, str], log
     The program gets SIGTERM when dlrmctl dies, however that dies, and keeps a shared lock on ``lock`` while it lives.
     Call this on the main thread: the kernel sends the death signal when the *thread* that started a process ends.
 
-    ``environment`` is added to dlrmctl's own; stdout and stderr are appended to ``log``. Raises DeviceError if the
-    machine cannot start one more process, or cannot open its files.
+    ``name`` is ``<role>-<replica>``. ``environment`` is added to dlrmctl's own; stdout and stderr are appended to
+    ``log``. Raises DeviceError if the machine cannot start one more process, or cannot open its files.
     """
     guarded = [sys.executable, "-I", "-S", "-c", GUARD, str(os.getpid()), *command]
     try:
