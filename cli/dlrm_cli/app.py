@@ -287,7 +287,7 @@ def _set_suspend(job: str, wanted: bool, timeout: str | None, where: ClusterOpti
 def _client(where: ClusterOptions) -> JobClient:
     from dlrm_cli.cluster.client import JobClient
 
-    return JobClient(where.namespace, where.context, where.kubeconfig)
+    return JobClient(where)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from dlrm_api.errors import DLRMError, InvalidSpecError, NoInputError, NoPermissionError, TemporaryError
 from dlrm_api.names import API_VERSION, Label, Port
+from dlrm_cli.options import ClusterOptions
 from dlrm_operator.api_client import (
     ClusterRefusedError,
     ClusterUnavailableError,
@@ -88,11 +89,11 @@ WATCH_TIMEOUT_S = 300
 class JobClient:
     """Read and patch one namespace's jobs as one user; NoInputError without a usable kubeconfig."""
 
-    def __init__(self, namespace: str | None, context: str | None, kubeconfig: str | None) -> None:
-        kubeconfig = kubeconfig or os.environ.get("KUBECONFIG") or _user_kubeconfig()
+    def __init__(self, where: ClusterOptions) -> None:
+        kubeconfig = where.kubeconfig or os.environ.get("KUBECONFIG") or _user_kubeconfig()
         in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
-        self._api = KubernetesApi(kubeconfig, in_cluster=in_cluster, context=context)
-        self.namespace = namespace or self._api.namespace
+        self._api = KubernetesApi(kubeconfig, in_cluster=in_cluster, context=where.context)
+        self.namespace = where.namespace or self._api.namespace
 
     def job(self, name: str) -> Object:
         """Return one job, or raise NoInputError if none has that name."""
