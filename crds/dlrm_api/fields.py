@@ -91,6 +91,9 @@ MAX_EXACT = 2**53
 Count = Annotated[int, Field(ge=0, le=MAX_EXACT)]
 Rate = Annotated[float, Field(ge=0, le=1e18)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Figure = Annotated[float, Field(ge=-1e308, le=1e308)]
+"""Still finite when rounded to five digits."""
 BatchSize = Annotated[int, Field(ge=1, le=2**26)]
 Steps = Annotated[int, Field(ge=1, le=2**40)]
 

@@ -8,15 +8,12 @@ from typing import Annotated, Self
 from pydantic import ConfigDict, Field, ValidationError
 
 from dlrm_api.base import ApiModel
-from dlrm_api.fields import MAX_EXACT, Count, Rate, Share
+from dlrm_api.fields import MAX_EXACT, Count, Figure, Rate, Seconds, Share
 from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
 
 MAX_UNIX_SECONDS = 253_402_300_799
 """The last second of the year 9999, where timestamps end."""
 UnixSeconds = Annotated[float, Field(ge=0, le=MAX_UNIX_SECONDS)]
-Seconds = Annotated[float, Field(ge=0, le=1e9)]
-Figure = Annotated[float, Field(ge=-1e308, le=1e308)]
-"""Still finite when rounded to five digits."""
 
 
 class PodReport(ApiModel):

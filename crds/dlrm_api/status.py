@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dlrm_api.base import ApiModel
-from dlrm_api.fields import MAX_EXACT, Count, Rate, Share
+from dlrm_api.fields import MAX_EXACT, Count, Figure, Rate, Seconds, Share
 
 Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
 
@@ -69,8 +69,8 @@ class StragglerStatus(ApiModel):
     rank: Count = Field(description="Rank.")
     pod: str = Field(max_length=253, description="Pod of the rank.")
     node: str = Field("", max_length=253, description="Node of the rank.")
-    seconds: float = Field(ge=0, le=1e9, description="Step time of the rank itself (s).")
-    median_seconds: float = Field(ge=0, le=1e9, description="Median step time of the other ranks (s).")
+    seconds: Seconds = Field(description="Step time of the rank itself (s).")
+    median_seconds: Seconds = Field(description="Median step time of the other ranks (s).")
 
 
 class ProgressStatus(ApiModel):
@@ -80,8 +80,8 @@ class ProgressStatus(ApiModel):
     total_steps: Count | None = Field(None, description="Steps that the job will do.")
     samples: Count = Field(0, description="Samples trained on.")
     epoch: Count = Field(0, description="Epoch, from 0.")
-    loss: float | None = Field(None, ge=-1e308, le=1e308, description="Mean log loss of the last step.")
-    ne: float | None = Field(None, ge=-1e308, le=1e308, description="Normalized entropy of the last evaluation.")
+    loss: Figure | None = Field(None, description="Mean log loss of the last step.")
+    ne: Figure | None = Field(None, description="Normalized entropy of the last evaluation.")
     auc: Share | None = Field(None, description="Area under the ROC curve of the last evaluation.")
     samples_per_second: Rate | None = Field(None, description="Throughput (samples/s).")
     eta: Time | None = Field(None, description="Expected end of training.")

@@ -14,10 +14,10 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import from_json
 
 from dlrm_api.errors import BadDataError, DLRMError, NoInputError, NoPermissionError, first_problem
-from dlrm_api.fields import Count
+from dlrm_api.fields import Count, Figure
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
-from dlrm_api.progress import EvalMetrics, Figure, PodReport, Progress, UnixSeconds
+from dlrm_api.progress import EvalMetrics, PodReport, Progress, UnixSeconds
 from dlrm_api.run_report import Profile, TierReport
 from dlrm_cli.cluster.client import MAX_POLLED_PODS, METRICS_THREADS, JobClient, Object, dig
 from dlrm_cli.cluster.get import JobFacts, event_time, is_running, job_facts, moment, one_line
