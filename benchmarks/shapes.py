@@ -26,7 +26,7 @@ HISTOGRAM = "meta-embedding-locality-2021.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Size a model and its batches; by default that of Criteo's data, one lookup a table."""
+    """Describe the size of a model and its batches; by default that of Criteo's data, one lookup a table."""
 
     tables: int = 26
     rows: int = 400_000

@@ -105,7 +105,7 @@ class Path:
 
     CONFIG = "/etc/dlrm"
     JOB = "/etc/dlrm/job.json"
-    PLAN = "/etc/dlrm/plan"  # directory of the plan's parts (dlrm_api.plan.plan_from_parts)
+    PLAN = "/etc/dlrm/plan"  # directory; see dlrm_api.plan.plan_from_parts
     CREDENTIALS = "/etc/dlrm-credentials"
     DATA_CREDENTIALS = "/etc/dlrm-data-credentials"
     HANDOFF = "/dev/dlrm-handoff"

@@ -22,7 +22,7 @@ RowDtype = Literal["fp32", "fp16"]
 class TierKind:
     """Describe one kind of memory that rows can live in."""
 
-    on_device: bool = False  # the memory belongs to an accelerator
+    on_device: bool = False  # memory of an accelerator
     byte_addressable: bool = True
     """Rows are read and written in place; otherwise in pages and segments."""
     needs_directory: bool = False

@@ -15,7 +15,7 @@ class WireFormat:
     """Describe one wire format by the bytes it takes."""
 
     value_bytes: int  # per value
-    row_bytes: int = 0  # per row, on top of values
+    row_bytes: int = 0  # per row, besides its values
     message_bytes: int = 0
     """Per message that is not empty, on top of its rows."""
 
