@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 
 from dlrm_api import names
@@ -19,7 +19,6 @@ JOB_FILE = "job.json"
 # A ConfigMap may hold 1 MiB, keys included.
 MAX_CONFIG_MAP_BYTES = 1_000_000
 ROLE = "trainer"
-VERSION = version("dlrm-operator")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +125,19 @@ def _config_map(job: DLRMJob, name: str, attempt: int, owner: Owner) -> Manifest
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(job, name, owner, attempt), "immutable": True}
 
 
+def _own(name: str) -> str:
+    """Return this version's image. Its version is in a file, so it is not read at import."""
+    return f"{name}:{version('dlrm-operator')}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Images:
     """Hold the default images: this version's own unless the operator's settings name others."""
 
-    trainer: str = f"dlrm-trainer:{VERSION}"
-    trainer_cuda: str = f"dlrm-trainer-cuda:{VERSION}"  # image of trainers on GPUs
-    checkpointer: str = f"dlrm-checkpointer:{VERSION}"
+    trainer: str = field(default_factory=lambda: _own("dlrm-trainer"))
+    trainer_cuda: str = field(default_factory=lambda: _own("dlrm-trainer-cuda"))
+    """Image of trainers on GPUs."""
+    checkpointer: str = field(default_factory=lambda: _own("dlrm-checkpointer"))
 
     def trainer_on(self, device: Device) -> str:
         """Return the trainer's image for a device."""
