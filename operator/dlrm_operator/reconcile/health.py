@@ -165,7 +165,10 @@ def find_straggler(gang: Gang) -> StragglerStatus | None:
     if gang.polled.slow_s < STRAGGLER_DURATION_S or not lags(slowest):
         return None
     pod = gang.pods.get(slowest.rank * gang.size // report.world_size)
-    return StragglerStatus(pod=pod.name, node=pod.node, **slowest.model_dump()) if pod else None
+    if pod is None:
+        return None
+    seconds, median_s = slowest.seconds, slowest.median_seconds
+    return StragglerStatus(rank=slowest.rank, pod=pod.name, node=pod.node, seconds=seconds, median_seconds=median_s)
 
 
 def end_awaited_until(pod: PodSeen, grace: timedelta) -> datetime | None:
