@@ -72,8 +72,22 @@ def compilations() -> int:
     return _compiled
 
 
+class _Locator(caching.UserProvidedCacheLocator):
+    """Find machine code by what the sources say, not by where they lie: each checkout and image has the same."""
+
+    def get_cache_path(self) -> str:
+        """Return the directory that ``configure`` named by the sources."""
+        return cast(str, numba.config.CACHE_DIR)  # type: ignore[attr-defined]
+
+
+class _CacheImpl(caching.CompileResultCacheImpl):
+    _locator_classes = [_Locator]  # noqa: RUF012 - numba's own is one
+
+
 class _Cache(caching.FunctionCache):
     """Extend numba's cache of one function: count compilations and ignore failed writes."""
+
+    _impl_class = _CacheImpl
 
     def save_overload(self, signature: Any, result: Any) -> None:
         """Store a version of the function; training needs it in memory only, so a full disk must not end it."""

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,15 +86,17 @@ def command(*words: str | Path) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    try:
-        nodes.check(tmp_path)
-    except MissingToolError as error:
-        refuse(error)
-    except ClusterError as error:
-        refuse(MissingToolError(str(error)))
-    yield tmp_path
-    command("down", "--dir", tmp_path)
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="node-") as name:  # pytest's folders are too long for sockets
+        folder = Path(name)
+        try:
+            nodes.check(folder)
+        except MissingToolError as error:
+            refuse(error)
+        except ClusterError as error:
+            refuse(MissingToolError(str(error)))
+        yield folder
+        command("down", "--dir", folder)
 
 
 @pytest.mark.e2e

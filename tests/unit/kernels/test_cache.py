@@ -161,6 +161,17 @@ def test_a_change_in_a_callee_s_file_compiles_again(tmp_path: Path) -> None:
     assert run(**environment) > 0
 
 
+@pytest.mark.slow
+def test_a_copy_of_the_sources_uses_the_same_machine_code(tmp_path: Path) -> None:
+    copies = [tmp_path / name / "dlrm_kernels" for name in ("first", "second")]
+    for copy in copies:
+        shutil.copytree(Path(cache.__file__).parent, copy)
+    first, second = (run(NUMBA_CACHE_DIR=str(tmp_path / "kept"), PYTHONPATH=str(copy.parent)) for copy in copies)
+
+    assert first > 0
+    assert second == 0
+
+
 def test_kernels_depend_on_no_source_outside_the_package() -> None:
     for source in Path(cache.__file__).parent.glob("*.py"):
         imported = [node.module for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.ImportFrom)]
