@@ -37,6 +37,7 @@ PICKLED = re.compile(r"\b(torch|np|numpy)\.load\(|\bdist\.\w+_object(_list)?\(")
 """Calls that run what they read, torch's collectives of objects among them."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["operator", "trainer", "checkpointer", "crds", "kernels", "stores", "cli"])
 def test_no_program_runs_what_it_reads(folder: str) -> None:
     sources = {path: path.read_text() for path in (ROOT / folder).rglob("*.py")}

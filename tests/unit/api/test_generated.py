@@ -50,6 +50,7 @@ def test_generated_files_are_up_to_date() -> None:
         assert path.read_text("utf-8") == text, f"{path.name} is stale: run make generate"
 
 
+@pytest.mark.slow
 def test_the_text_is_yaml_of_the_definition_with_a_header() -> None:
     found = {path.stem: text for path, text in generate.render().items() if path.parent == generate.CRDS}
 

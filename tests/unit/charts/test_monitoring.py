@@ -77,6 +77,7 @@ def test_metrics_are_named_by_the_conventions(process: str) -> None:
         assert each.kind != "histogram" or each.name.endswith("_seconds")
 
 
+@pytest.mark.slow
 def test_rules_are_sound_and_fire_when_they_should(promtool: str) -> None:
     checked(promtool, "check", "rules", RULES)
     checked(promtool, "test", "rules", RULES_TEST)

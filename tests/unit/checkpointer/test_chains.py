@@ -29,6 +29,7 @@ POLICIES = ["full", "one-shot", "consecutive", "intermittent"]
 KINDS = {"full": ["full"] * 6, "one-shot": ["full", *["increment"] * 5], "consecutive": ["full", *["increment"] * 5]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_snapshot_of_a_job_holds_its_steps_state_whatever_the_policy(
     tmp_path: Path, files: FileStore, new_model, new_pod, all_tables, policy

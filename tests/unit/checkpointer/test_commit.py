@@ -80,6 +80,7 @@ def test_a_manifest_without_the_objects_of_a_pod_is_no_commit_of_its_cut(files: 
     assert files.get(KEY) == less.encode()
 
 
+@pytest.mark.slow
 def test_a_commit_holds_what_part_lists_say_alike_once(files: FileStore, committed: Manifest) -> None:
     data = [{"name": f"day-{number}.parquet", "bytes": 10**8 + number, "rows": 10**6} for number in range(5_000)]
     files.delete(KEY)
@@ -104,6 +105,7 @@ def test_a_commit_holds_what_part_lists_say_alike_once(files: FileStore, committ
     assert peak - before < 5 * size
 
 
+@pytest.mark.slow
 def test_a_manifest_of_many_objects_takes_little_more_memory_than_its_json(committed: Manifest) -> None:
     count, chunk = 20_000, committed.chunks[0]
     rows = 2 * 10**9

@@ -21,6 +21,7 @@ WRITES_OF_A_COMMIT = 30
 """More than a commit of two ranks with retention makes; the last cases therefore run undisturbed."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writes_left", range(WRITES_OF_A_COMMIT))
 def test_a_crash_leaves_the_old_or_new_snapshot_and_is_recovered(
     tmp_path: Path, files: FileStore, new_model, new_pod, dying, writes_left: int

@@ -56,6 +56,7 @@ def test_pieces_that_were_taken_apart_come_together_as_they_were(bits: Any, data
         np.testing.assert_array_equal(together, getattr(whole, name))
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(data=st.data())
 def test_the_newest_piece_of_each_row_wins_in_any_encodings_and_bands(data: st.DataObject):

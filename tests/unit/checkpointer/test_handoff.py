@@ -160,6 +160,7 @@ def test_a_second_process_of_the_same_rank_is_refused_with_the_pid(tmp_path: Pat
     HandoffWriter(tmp_path, 3, None).close("done")
 
 
+@pytest.mark.slow
 def test_a_killed_rank_lets_go_of_its_lock(tmp_path: Path):
     code = (
         "import sys, time; from pathlib import Path; from dlrm_checkpointer.handoff.writer import HandoffWriter;"

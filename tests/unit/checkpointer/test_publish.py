@@ -432,6 +432,7 @@ def test_a_sidecar_started_in_an_outage_keeps_the_next_deltas_base(
     assert snapshot_keys(files)[0] == (4, attempt)
 
 
+@pytest.mark.slow
 def test_a_sidecar_ends_in_time_while_the_publishers_store_is_away(
     tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
 ):
@@ -445,6 +446,7 @@ def test_a_sidecar_ends_in_time_while_the_publishers_store_is_away(
     assert pod.status.progress.reason.startswith("TrainersEnded")
 
 
+@pytest.mark.slow
 def test_pods_each_put_an_even_share_and_one_makes_the_delta(
     tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
 ):

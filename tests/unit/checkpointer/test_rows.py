@@ -98,6 +98,7 @@ def test_weights_go_to_their_places_and_nowhere_else(bits: Any, rows: np.ndarray
         assert (out[others] == np.inf).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", QUANTIZED)
 @settings(max_examples=200)
 @given(rows=ROWS)
@@ -109,6 +110,7 @@ def test_weights_are_codes_times_scale_plus_low_and_padding_is_zero(bits: Any, r
         assert held == np.unpackbits(unpacked(coded)).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", QUANTIZED)
 @settings(max_examples=300)
 @given(rows=ROWS)
@@ -144,6 +146,7 @@ def test_the_exponent_is_that_of_the_rows_largest_magnitude(bits: Any, rows: np.
     assert sorted(np.concatenate([coded.row_ids for coded in forms])) == list(range(len(rows)))
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(rows=ROWS)
 def test_16_bits_keep_the_nearest_fp16_number_times_a_power_of_two(rows: np.ndarray):

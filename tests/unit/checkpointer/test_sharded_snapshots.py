@@ -120,6 +120,7 @@ def test_rows_written_at_any_sharding_are_restored_at_any_other(sharded, new_pod
         assert verify_snapshot(find_snapshot(files)).rows == stored
 
 
+@pytest.mark.slow
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(written=layouts())
 def test_rows_never_updated_are_not_stored_and_have_initial_values(sharded, new_pod, written: Layout):

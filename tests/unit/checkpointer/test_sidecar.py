@@ -172,6 +172,7 @@ def test_an_outage_is_sat_out_while_the_trainer_lives(tmp_path: Path, new_model,
     assert newest_snapshot(store)[0].step == 1
 
 
+@pytest.mark.slow
 def test_an_outage_within_the_grace_period_loses_no_cut(tmp_path: Path, new_model, new_pod):
     store = Flaky(tmp_path / "store")
     model, pod = new_model().train(), new_pod(tmp_path / "pod", store, grace_s=0.6)

@@ -126,6 +126,7 @@ def test_it_commits_answers_and_ends_with_its_trainer(tmp_path: Path, files: Fil
     assert (left.committed_step, left.reason) == (1, "TrainersEnded: rank 0: done")
 
 
+@pytest.mark.slow
 def test_it_publishes_where_the_job_asks_for_it(tmp_path: Path, files: FileStore, new_model, new_pod, start):
     model, pod = new_model(), new_pod(tmp_path / "pod", files)
     attempt = claim_attempt(files, None, "test")
@@ -143,6 +144,7 @@ def test_it_publishes_where_the_job_asks_for_it(tmp_path: Path, files: FileStore
     assert "checkpointer INFO delta published" in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uri", ["store", "/store//", "%73tore"])
 def test_publishing_into_the_snapshot_store_is_refused(tmp_path: Path, start, uri: str):
     code, errors = start(checkpoint={"publish": {"uri": f"file://{tmp_path}/{uri}"}}).end()
@@ -152,6 +154,7 @@ def test_publishing_into_the_snapshot_store_is_refused(tmp_path: Path, start, ur
     assert "publish.uri" in errors
 
 
+@pytest.mark.slow
 def test_a_folder_for_deltas_that_can_be_none_is_named_by_its_own_field(tmp_path: Path, start):
     code, errors = start(checkpoint={"publish": {"uri": f"file://{tmp_path}/deltas?2"}}).end()
 

@@ -93,6 +93,7 @@ def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir() or path.name.startswith("durable"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_cut_above_the_budget_comes_back_whole(tmp_path: Path, files: FileStore, new_model, new_pod, ranks: int):
     model = new_model().train(2)
@@ -195,6 +196,7 @@ def test_any_pieces_pass_through_any_budget_and_never_above_it(
     assert 0 < seen[0] <= budget
 
 
+@pytest.mark.slow
 def test_a_cut_times_out_while_the_store_is_down_and_the_next_is_whole(tmp_path: Path, new_model, new_pod):
     store = Outage(tmp_path / "store")
     model, pod = new_model().train(), new_pod(tmp_path / "pod", store, budget_bytes=BUDGET)
@@ -215,6 +217,7 @@ def test_a_cut_times_out_while_the_store_is_down_and_the_next_is_whole(tmp_path:
     assert leftovers(pod.folder) == []
 
 
+@pytest.mark.slow
 def test_a_cut_that_times_out_on_a_slow_store_can_be_retried_at_its_step(tmp_path: Path, new_model, new_pod):
     store = Outage(tmp_path / "store")
     model, pod = new_model().train(), new_pod(tmp_path / "pod", store, budget_bytes=BUDGET)
@@ -231,6 +234,7 @@ def test_a_cut_that_times_out_on_a_slow_store_can_be_retried_at_its_step(tmp_pat
     assert leftovers(pod.folder) == []
 
 
+@pytest.mark.slow
 def test_one_rank_may_give_up_while_its_neighbour_hands_over(tmp_path: Path, files: FileStore, new_model, new_pod):
     model = new_model().train()
     pod = new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2), budget_bytes=BUDGET)
@@ -286,6 +290,7 @@ def test_slices_and_cut_of_a_superseded_attempt_are_dropped(tmp_path: Path, file
     assert leftovers(pod.folder) == []
 
 
+@pytest.mark.slow
 def test_the_objects_of_a_cut_that_was_given_up_are_swept(tmp_path: Path, new_model, new_pod):
     store = Outage(tmp_path / "store")
     model, pod = new_model().train(), new_pod(tmp_path / "pod", store, budget_bytes=BUDGET, keep_last=1, orphan_s=0)

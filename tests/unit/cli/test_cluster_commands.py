@@ -395,6 +395,7 @@ def test_suspend_waits_until_the_job_holds_its_step(
     assert "ads is Suspending: the cut of step 12 is committed" in printed.err
 
 
+@pytest.mark.slow
 def test_a_wait_that_takes_too_long_says_how_far_it_came(
     api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -244,6 +244,7 @@ def test_a_full_disk_is_reported_and_leaves_no_partial_profile(tmp_path: Path, m
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_where_torch_sees_no_gpu_there_are_none() -> None:
     assert detect_gpus() == ()

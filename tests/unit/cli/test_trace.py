@@ -55,6 +55,7 @@ def test_one_epoch_is_traced_and_shown(job: str, capsys: pytest.CaptureFixture[s
     assert f"distribution.reference: {Path.cwd().as_uri()}/small.trace.json" in printed.err
 
 
+@pytest.mark.slow
 def test_a_short_trace_is_reported_to_underestimate_caches(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     app.main(["trace", job, "--batches", "2"])
     short = capsys.readouterr().out

@@ -36,6 +36,7 @@ def reference(
     return products, to_all[:, :own] + gradient[:, :own] if own else None, to_all[:, own:]
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     st.integers(0, 2**31),

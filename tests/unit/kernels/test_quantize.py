@@ -27,6 +27,7 @@ def encoded(rows: Any, bits: int) -> tuple[Any, ...]:
     return body, scale, low, exponents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", SEARCHES)
 @settings(deadline=None)
 @given(rows=ROWS)

@@ -74,6 +74,7 @@ def test_the_curve_is_that_of_a_simulated_cache_of_every_size(batches: list[list
     assert distances.hit_rate(sizes) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1), st.integers(100, 5_000))
 def test_the_curve_stays_exact_when_times_are_renumbered_and_tables_grow(seed: int, rows: int) -> None:

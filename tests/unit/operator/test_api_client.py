@@ -261,6 +261,7 @@ def test_a_version_that_is_gone_starts_a_new_list(server: ScriptedServer, api: K
     assert len(woken) == 2
 
 
+@pytest.mark.slow
 def test_a_watch_that_breaks_is_taken_up_again(server: ScriptedServer, api: KubernetesApi) -> None:
     server.script = [listing(1, pod("a", 1)), (500, {}, [{"message": "boom"}]), listing(2, pod("b", 2)), (200, {}, [])]
 

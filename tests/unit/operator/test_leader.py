@@ -82,6 +82,7 @@ def test_a_follower_takes_over_only_after_the_leader_died() -> None:
     assert TIMES.duration_s - TIMES.renew_interval_s <= taken_s
 
 
+@pytest.mark.slow
 def test_a_lease_that_is_released_is_taken_at_once() -> None:
     async def run() -> tuple[bool, float]:
         server, times = MemoryApi(), LeaseTimes(duration_s=60, renew_deadline_s=40, renew_interval_s=20)
@@ -102,6 +103,7 @@ def test_a_lease_that_is_released_is_taken_at_once() -> None:
     assert taken_s < 5
 
 
+@pytest.mark.slow
 def test_deleted_lease_creates_no_second_leader() -> None:
     async def run() -> None:
         server = MemoryApi()
@@ -164,6 +166,7 @@ def test_writes_are_abandoned_before_another_may_lead() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_whoever_can_t_reach_the_server_stops_to_lead_by_itself() -> None:
     async def run() -> float:
         line = LineDown(MemoryApi())

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 WARNS = """
 import logging
 from dlrm_operator.__main__ import log_events
@@ -21,12 +23,14 @@ def said(*, plain: bool) -> str:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stderr
 
 
+@pytest.mark.slow
 def test_a_plain_line_ends_with_what_the_event_says_of_itself() -> None:
     (line,) = said(plain=True).splitlines()
 
     assert line.endswith(" operator INFO phase changed job=ads/demo phase=Failed")
 
 
+@pytest.mark.slow
 def test_a_json_line_has_the_facts_and_the_job_as_fields() -> None:
     (line,) = said(plain=False).splitlines()
 

@@ -95,6 +95,7 @@ def node_term(**term: Any) -> Object:
     return {"spec": {"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [term]}}}}}
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(TEMPLATES)
 @example({"container": {"env": [{"name": ["A"], "value": "1"}]}})

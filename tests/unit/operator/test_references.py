@@ -94,6 +94,7 @@ def test_an_unused_anchor_is_ignored() -> None:
     assert seen({"all": (POOL % ("big", "8Gi")).replace("tiers: {", "tiers: &all {")}).profile is not None
 
 
+@pytest.mark.slow
 def test_a_value_that_is_too_long_or_too_deep_is_refused() -> None:
     assert "at most 131072 characters" in seen({"all": "#" * 131_073}).problem
     assert "key all: invalid YAML: maximum recursion depth" in seen({"all": "[" * 10_000}).problem

@@ -290,6 +290,7 @@ class ConfigMaps:
         return {"data": self._data}
 
 
+@pytest.mark.slow
 def test_who_asks_does_not_learn_what_the_namespace_of_a_trace_holds() -> None:
     of_another = {"table": "x", "rows": 10, "lookups": 1, "uniqueRows": 1, "accesses": 1}
     trace = {"globalBatchSize": 1, "batches": 1, "tables": [of_another]}

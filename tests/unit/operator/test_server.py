@@ -209,6 +209,7 @@ def test_review_that_waits_too_long_gets_503(tmp_path: Path) -> None:
     serve(secret, work, slow, wait_s=0.2)
 
 
+@pytest.mark.slow
 def test_a_review_that_does_not_arrive_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = MountedSecret(tmp_path / "certs")
     monkeypatch.setattr(server_module, "BODY_TIMEOUT_S", 0.1)

@@ -108,6 +108,7 @@ def test_ranges_of_rows_count_vectors_of_the_whole_batch(make_spec: MakeSpec, pr
     assert held("row", 2**16) - held("row", 2**12) == pytest.approx(copies * vectors, rel=1e-6)
 
 
+@pytest.mark.slow
 @given(found=tables, replicas=st.integers(1, 4))
 def test_equal_input_gives_an_equal_plan(make_spec: MakeSpec, found: list[dict[str, Any]], replicas: int) -> None:
     spec, again = make_spec(named(found), replicas=replicas), make_spec(named(found), replicas=replicas)
@@ -226,6 +227,7 @@ def test_each_column_block_has_a_row_state_of_its_own(make_spec: MakeSpec) -> No
     assert more - (plan.handoff_bytes[0] - plain.handoff_bytes[0]) == 1_000 * 3 * (4 + 1)  # and a flag
 
 
+@pytest.mark.slow
 def test_five_thousand_tables_over_sixty_four_ranks(make_spec: MakeSpec) -> None:
     many = [table(f"t{i}", 100 + i * i % 90_001, dim=16 * (1 + i % 4), maxLookups=1 + i % 9) for i in range(5_000)]
 

@@ -90,6 +90,7 @@ def check_tiling(spec: DLRMJobSpec, plan: Plan) -> None:
         assert kinds != {"column"} or all(shard.row_end - shard.row_start == asked.rows for shard in found)
 
 
+@pytest.mark.slow
 @given(found=many, gang=gangs)
 def test_shards_tile_every_table_exactly_and_keep_to_pins(
     make_spec: MakeSpec, found: list[dict[str, Any]], gang: dict[str, int]

@@ -116,6 +116,7 @@ def check_levels(spec: DLRMJobSpec, plan: Plan) -> None:
             assert sum((end - start) * rows for (start, end), rows in held.items()) == asked.rows * asked.dim
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     found=some_tables,

@@ -76,6 +76,7 @@ def test_differencing_stays_close_to_the_best_partition_there_is(cost: list[int]
     assert best <= found <= best * (4 / 3)  # the method's bound, Michiels et al. 2003
 
 
+@pytest.mark.slow
 def test_differencing_with_repair_is_rarely_worse_than_greedy() -> None:
     random = np.random.default_rng(7)
     wins = cases = 0

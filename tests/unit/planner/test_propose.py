@@ -44,6 +44,7 @@ def rate(plan: Plan) -> float:
     return plan.predicted.samples_per_second
 
 
+@pytest.mark.slow
 @given(found=many, gang=gangs, slow=st.booleans())
 def test_no_plan_is_slower_than_all_whole_or_all_row_wise(
     make_spec: MakeSpec, make_profile: MakeProfile, found: list[dict[str, Any]], gang: dict[str, int], slow: bool

@@ -49,6 +49,7 @@ def reaches(rate: float | None, target: float) -> bool:
     return rate is not None and rate >= target
 
 
+@pytest.mark.slow
 @given(judgements())
 def test_the_answer_is_true_and_few_sizes_are_judged(
     given_: tuple[int, int, float, Mapping[int, float | None]],
@@ -69,6 +70,7 @@ def test_the_answer_is_true_and_few_sizes_are_judged(
         assert worth[found.replicas] == max(fitting) < target
 
 
+@pytest.mark.slow
 @given(judgements())
 def test_of_few_sizes_the_answer_is_the_fewest_of_all(
     given_: tuple[int, int, float, Mapping[int, float | None]],

@@ -424,6 +424,7 @@ def test_slow_tiers_are_timed_by_their_rates(make_spec: MakeSpec, make_profile: 
     assert plan.predicted.samples_per_second <= 8_192 / plan.predicted.lookup_seconds[tier]
 
 
+@pytest.mark.slow
 def test_five_thousand_tables_are_tiered(make_spec: MakeSpec, capsys: pytest.CaptureFixture[str]) -> None:
     many = [
         table(f"t{i}", 100 + i * i % 900_001 * 10, dim=16 * (1 + i % 4), maxLookups=1 + i % 9) for i in range(5_000)

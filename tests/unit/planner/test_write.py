@@ -114,6 +114,7 @@ class OtherProcessor:
         return rounded_otherwise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_plans_cover_every_row_once_within_every_budget(
     make_spec: MakeSpec, make_profile: MakeProfile, seed: int
@@ -162,6 +163,7 @@ def test_more_nodes_are_predicted_to_be_faster_for_large_tables(
     assert all(later > earlier for earlier, later in pairwise(rates))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_plans_do_not_depend_on_the_processor_s_rounding(
     make_spec: MakeSpec, make_profile: MakeProfile, monkeypatch: pytest.MonkeyPatch, seed: int

@@ -118,6 +118,7 @@ def test_credentials_of_a_machine_that_come_late_are_waited_for(store: ObjectSto
     assert told == ["credentials"] * 3
 
 
+@pytest.mark.slow
 def test_a_metadata_service_that_takes_longer_than_botocore_waits_is_heard(
     store: ObjectStore, machine: Machine, told: list[str]
 ):

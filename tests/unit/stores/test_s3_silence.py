@@ -108,6 +108,7 @@ def store(server: Server, told: list[str], tmp_path: Path, monkeypatch: pytest.M
     return store
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unanswered", [1, 2])
 def test_a_request_without_an_answer_is_sent_again(
     store: ObjectStore, server: Server, told: list[str], unanswered: int
@@ -118,6 +119,7 @@ def test_a_request_without_an_answer_is_sent_again(
     assert told == ["broken"] * unanswered
 
 
+@pytest.mark.slow
 def test_a_silent_service_is_reported_within_the_deadline_and_a_timeout(store: ObjectStore, server: Server):
     server.answers = [fall_silent] * 10
     begun = time.monotonic()
@@ -129,6 +131,7 @@ def test_a_silent_service_is_reported_within_the_deadline_and_a_timeout(store: O
     assert time.monotonic() - begun < 2 * s3_client.RETRY_DEADLINE_S
 
 
+@pytest.mark.slow
 def test_a_slow_completion_of_an_upload_is_waited_for(
     store: ObjectStore, server: Server, told: list[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -122,6 +122,7 @@ def get_into(store: ObjectStore) -> bytes:
     return bytes(buffer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [get, get_into])
 @pytest.mark.parametrize("talk", BREAKS)
 def test_tls_that_breaks_off_for_a_moment_is_tried_again(
@@ -133,6 +134,7 @@ def test_tls_that_breaks_off_for_a_moment_is_tried_again(
     assert told == ["broken"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [get, get_into])
 @pytest.mark.parametrize("talk", BREAKS)
 def test_tls_that_goes_on_breaking_off_is_a_store_that_may_answer_later(

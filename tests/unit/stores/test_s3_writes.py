@@ -48,6 +48,7 @@ def write_all_ways(store: ObjectStore) -> list[str]:
     return [info.key for info in store.list("")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("encryption", "found"),
     [
@@ -78,6 +79,7 @@ def headers_of(store: ObjectStore) -> list[tuple[str, dict[str, Any]]]:
     return seen
 
 
+@pytest.mark.slow
 def test_without_encryption_no_write_names_any(service: Any):
     store = opened()
     seen = headers_of(store)
@@ -155,6 +157,7 @@ def test_a_payload_gives_large_views_and_can_be_sent_again():
         payload.seek(0)
 
 
+@pytest.mark.slow
 def test_a_known_hash_is_not_computed_again(service: Any, monkeypatch: pytest.MonkeyPatch):
     store = opened()
     monkeypatch.setattr(s3, "hashlib", None)
@@ -236,6 +239,7 @@ def without_conditions(folder: Path, status: int, code: str) -> Iterator[tuple[O
         thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("status", "code"), [(501, "NotImplemented"), (400, "InvalidArgument")])
 def test_refused_conditions_are_tried_once_then_claims_go_without(tmp_path: Path, status: int, code: str):
     with without_conditions(tmp_path, status, code) as (store, handler):
@@ -260,6 +264,7 @@ def test_write_refused_with_and_without_a_condition_is_an_error(tmp_path: Path):
     assert handler.asked == ["*", ""]
 
 
+@pytest.mark.slow
 def test_a_service_that_took_a_condition_is_never_asked_without_one(tmp_path: Path):
     with without_conditions(tmp_path, 412, "PreconditionFailed") as (store, handler):
         taken = store.put_if_absent("x", b"1")

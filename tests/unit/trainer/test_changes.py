@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +27,7 @@ def told(dirty: DirtyRows) -> set[tuple[int, int]]:
     return {(number, row) for number, part in enumerate(parts) for row in part.all().tolist()}
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(data=st.data(), restored=marks, cuts=st.lists(marks, max_size=MAX_KEPT + 3))
 def test_a_cut_without_a_parent_holds_all_rows_that_ever_changed(
@@ -47,6 +49,7 @@ def test_a_cut_without_a_parent_holds_all_rows_that_ever_changed(
             assert len(ever) <= dirty.kept(None)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(data=st.data(), cuts=st.lists(marks, max_size=MAX_KEPT + 3))
 def test_a_cut_holds_all_changes_since_its_parent_if_cuts_between_are_lost(

@@ -274,6 +274,7 @@ def test_fewer_bits_travel_between_gpus_too(tmp_path: Path, codec: str) -> None:
     assert len({run.digest for run in runs}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluations_between_steps_leave_no_trace(tmp_path: Path, gpu: torch.device, kind: str) -> None:
     job, shape = job_of(tmp_path, kind=kind), Shape(("hbm", "ddr"), slots=40)

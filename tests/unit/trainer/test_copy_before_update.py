@@ -42,6 +42,7 @@ ROWS, WIDTH = 300_000, 8
 VALUES = ROWS * (WIDTH + 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, suppress_health_check=QUIET, deadline=None)
 @given(
     seed=st.integers(0, 10_000),

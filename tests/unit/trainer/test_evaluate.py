@@ -18,6 +18,7 @@ from dlrm_trainer.evaluate import CHUNK, auc, binary_entropy, log_loss, measure
 SIZES = st.integers(2, 200)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_auc_equals_scikit_learns_with_many_ties(data: st.DataObject) -> None:
     size = data.draw(SIZES)

@@ -171,6 +171,7 @@ def test_segments_of_many_steps_hold_the_state_at_the_step_of_their_cut(
     assert cut.whole or cut.given_up
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", TIERS[::2])
 def test_a_cut_of_many_slices_is_handed_over_over_many_steps(tmp_path: Path, tiers: tuple[str, ...]) -> None:
     job = job_of(tmp_path)

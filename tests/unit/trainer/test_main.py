@@ -78,6 +78,7 @@ def test_a_plan_is_read_from_the_folder_of_its_parts(files: Path) -> None:
     assert read_plan(files / "empty") == plan
 
 
+@pytest.mark.slow
 def test_bad_files_are_reported_before_torch_is_loaded(files: Path) -> None:
     program = (
         "import sys; from dlrm_trainer.__main__ import main; "
@@ -90,6 +91,7 @@ def test_bad_files_are_reported_before_torch_is_loaded(files: Path) -> None:
     assert done.stdout.split() == ["78", "False"]
 
 
+@pytest.mark.slow
 def test_ranks_may_open_as_many_files_as_the_system_lets_them(files: Path) -> None:
     program = (
         "import resource; from dlrm_trainer.__main__ import main; "

@@ -54,6 +54,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "dims", "pooling"), MODELS)
 @pytest.mark.parametrize("most", [None, 256])
 @pytest.mark.parametrize("replicas", [0, 1, 2])

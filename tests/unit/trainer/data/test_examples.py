@@ -56,6 +56,7 @@ def refused(program: str, *arguments: str | Path) -> tuple[int, str]:
     return ended.returncode, ended.stderr
 
 
+@pytest.mark.slow
 def test_a_wrong_folder_is_told_by_the_file_that_is_not_there(tmp_path: Path) -> None:
     assert refused("prepare.py", tmp_path, tmp_path / "out") == (
         66,
@@ -69,6 +70,7 @@ def test_a_wrong_folder_is_told_by_the_file_that_is_not_there(tmp_path: Path) ->
     )
 
 
+@pytest.mark.slow
 def test_files_of_something_else_are_told_as_such(tmp_path: Path) -> None:
     folder = write_movielens(tmp_path / "source", "\t", headers=False, encoding="latin-1")
     (folder / "u.data").write_text("a,b,c\n")
@@ -102,6 +104,7 @@ def test_the_two_forms_of_movielens_give_the_same_samples_split_by_time(tmp_path
     assert original[0]["film_age"][0] is None
 
 
+@pytest.mark.slow
 def test_no_rating_of_the_future_is_in_the_training_data(shared_data: Path, tmp_path: Path) -> None:
     train, evaluation = prepared(shared_data / "ml-100k", tmp_path)
 
@@ -113,6 +116,7 @@ def test_no_rating_of_the_future_is_in_the_training_data(shared_data: Path, tmp_
     assert sum(train["label"]) + sum(evaluation["label"]) == 55_375
 
 
+@pytest.mark.slow
 def test_the_movielens_job_reads_every_prepared_sample(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ TABLES = [
 ]
 
 
+@pytest.mark.slow
 @given(st.integers(1, 12), st.integers(0, 25), st.sampled_from(["train", "eval"]))
 @settings(max_examples=30)
 def test_the_ranks_slices_are_one_batch(world_size: int, number: int, split: Any) -> None:

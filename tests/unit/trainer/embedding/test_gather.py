@@ -40,6 +40,7 @@ def test_chosen_rows_and_their_state_are_copied_bit_for_bit(
     assert np.isnan([*memory[:shift], memory[-1]]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "values"), [(64, 1), (4, 129)])
 def test_a_gpu_gathers_rows_beside_its_tables_a_few_at_a_time(gpu: torch.device, dim: int, values: int) -> None:
     count = 3 * DEVICE_BYTES // (4 * max(dim, values))

@@ -102,6 +102,7 @@ def test_numbers_of_fp16_stay_what_they_are(bits: int) -> None:
     assert torch.equal(result.view(torch.int16), finite.view(torch.int16))
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.integers(113, 141), st.integers(0, 2**23 - 1), st.booleans())
 def test_over_all_bits_the_mean_of_a_normal_number_is_itself(exponent: int, mantissa: int, negative: bool) -> None:

@@ -104,6 +104,7 @@ def test_data_parallel_tables_follow_the_same_rule(seed: int, samples: int) -> N
         np.testing.assert_allclose(state[:, 0].numpy(), expected_state, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     threads_before = torch.get_num_threads()
     results = []

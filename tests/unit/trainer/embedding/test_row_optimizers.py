@@ -189,6 +189,7 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     )
 
 
+@pytest.mark.slow
 @each_holder
 @each_kind
 @both_types

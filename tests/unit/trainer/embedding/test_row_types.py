@@ -128,6 +128,7 @@ def test_fp16_rows_start_and_stay_at_fp16_values_also_after_8_bits(tmp_path: Pat
         assert (piece.rows == piece.rows.astype(np.float16)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp16_rows_learn_what_fp32_rows_learn_but_for_rounding(tmp_path: Path, kind: str) -> None:
     losses = {}

@@ -16,6 +16,7 @@ from dlrm_trainer.embedding.gpu import DeviceKernel
 ROWS, SAMPLES = 50_000, 2_048
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("adam", "fp32"), ("adam", "fp16"), ("rowwise-adagrad", "fp16"), ("sgd", "fp16")]
 )

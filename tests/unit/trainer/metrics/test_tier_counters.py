@@ -102,6 +102,7 @@ def one_table(folder: Path, rows: int) -> DLRMJob:
     return small_job(folder, model=model, data={"globalBatchSize": 1_000})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["ddr", "scm", "block"])
 def test_bytes_kept_are_those_of_rows_in_use_by_the_arithmetic_of_plans(tmp_path: Path, tier: str) -> None:
     rows, slots = 100_000, 10_000

@@ -195,6 +195,7 @@ def test_state_is_stored_under_the_names_of_the_format() -> None:
         assert all(array.dtype == (np.int64 if "steps" in name else np.float32) for name, array in arrays.items())
 
 
+@pytest.mark.slow
 def test_optimizers_load_no_compiler() -> None:
     code = """
 import sys, torch

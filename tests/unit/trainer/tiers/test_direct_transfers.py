@@ -100,6 +100,7 @@ def test_a_request_that_the_kernel_refuses_is_an_error_that_says_why(file: Scrat
             pass
 
 
+@pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(st.integers(0, PIECES - 1), min_size=1, max_size=3, unique=True), max_size=30), st.randoms())
 def test_pieces_read_early_are_those_last_expected(file: ScratchFile, turns: list[list[int]], random: Random) -> None:

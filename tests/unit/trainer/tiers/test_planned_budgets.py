@@ -18,6 +18,7 @@ ROWS, DIM = 200_000, 64
 PIECE = 40_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ways", "column_block"), [(0, DIM), (8, DIM), (0, DIM // 4)])
 @pytest.mark.parametrize(
     "budgets",

@@ -72,6 +72,7 @@ def test_neither_levels_below_nor_the_lookahead_change_a_bit(
     assert few == [every_row] * len(shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_agree_with_those_of_the_hosts_own_kernels(
