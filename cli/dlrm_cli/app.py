@@ -89,12 +89,14 @@ def _options(
 
 @app.command()
 def validate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with any number of documents.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="YAML or JSON files, folders of them, or - for stdin.")
+    ],
 ) -> None:
-    """Check every DLRMJob and HardwareProfile of a file."""
-    from dlrm_cli.manifests import validate_file
+    """Check every DLRMJob and HardwareProfile of some files."""
+    from dlrm_cli.manifests import validate_files
 
-    validate_file(file)
+    validate_files(files)
 
 
 @app.command()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import re
+import sys
 import typing
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import pairwise
@@ -19,7 +22,11 @@ from dlrm_api.errors import BadDataError, DLRMError, InvalidSpecError, NoInputEr
 from dlrm_api.fields import Duration
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
+from dlrm_api.names import API_VERSION, GROUP
 
+STDIN = Path("-")
+SUFFIXES = (".json", ".yaml", ".yml")
+"""Of the files that ``kubectl apply -f FOLDER`` reads."""
 FIELDS = (
     *("annotations", "creationTimestamp", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers"),
     *("generateName", "generation", "labels", "managedFields", "name", "namespace", "ownerReferences"),
@@ -76,11 +83,12 @@ PARSERS: dict[str, Callable[[Any], DLRMJob | HardwareProfile]] = {
 
 @dataclass(frozen=True)
 class Document:
-    """Hold one YAML document of a file, decoded but not validated."""
+    """Hold one object of a manifest, decoded but not validated."""
 
-    path: Path
-    number: int
-    """Position in the file, from 1."""
+    source: str
+    """The file as it was given, or ``stdin``."""
+    place: str
+    """Where in the file, for objects without a name: ``document 2`` or ``document 1, items[0]``."""
     body: dict[str, Any]
 
     @property
@@ -91,60 +99,133 @@ class Document:
     @property
     def title(self) -> str:
         """Return kind and name, as messages show it."""
-        return f"{self.kind} {_dig(self.body, 'metadata', 'name') or f'(document {self.number})'}"
+        return f"{self.kind or 'object'} {_dig(self.body, 'metadata', 'name') or f'({self.place})'}"
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether it belongs to this API; kubectl applies files with objects of others too."""
+        version = self.body.get("apiVersion")
+        return self.kind in PARSERS or not self.kind or not version or str(version).startswith(f"{GROUP}/")
 
 
 class _Loader(yaml.SafeLoader):
-    """Load YAML's safe subset, and refuse a key that occurs twice: the first value would be lost silently."""
+    """Load YAML as kubectl does: ``1e3`` is a number, a date is text, and no mapping has a key twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Build one mapping; see the class."""
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Compose a mapping as written, before merge keys (``<<``) add entries that its own override."""
+        node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value}", key.start_mark)
                 seen.add(key.value)
-        return super().construct_mapping(node, deep=deep)
+        return node
+
+    def construct_exponent(self, node: yaml.ScalarNode) -> int | float:
+        """Return a number with an exponent: a whole one is an integer, as in the JSON that kubectl sends."""
+        value = float(node.value)
+        return int(value) if value.is_integer() else value
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+EXPONENT = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d{1,3}$")
+_Loader.add_implicit_resolver("!exponent", EXPONENT, list("-+.0123456789"))
+_Loader.add_constructor("!exponent", _Loader.construct_exponent)
+
+
+def parse_value(text: str) -> Any:
+    """Decode one YAML value; raises YAMLError if it is none."""
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
 
 
 def read_documents(path: Path) -> list[Document]:
-    """Read every document of a YAML (or JSON) file; empty documents are skipped.
+    """Read every object of a YAML or JSON file, of stdin (``-``), or of a folder's manifests.
+
+    The items of lists, as ``kubectl get`` prints them, count as objects of their own. Empty documents are skipped.
 
     Raises:
         NoInputError: the file does not exist or cannot be read.
-        BadDataError: the file has invalid YAML, no document, or a document that is not a mapping.
+        BadDataError: invalid YAML, no document, or a document that is not a mapping.
     """
+    documents = [document for file in _files(path) for document in _read_file(file)]
+    if not documents:
+        raise BadDataError(f"{_source(path)}: no documents found; write a DLRMJob into the file")
+    return documents
+
+
+def _source(path: Path) -> str:
+    return "stdin" if path == STDIN else str(path)
+
+
+def _files(path: Path) -> list[Path]:
+    if path == STDIN or not path.is_dir():
+        return [path]
+    files = sorted(each for each in path.iterdir() if each.suffix in SUFFIXES and each.is_file())
+    if not files:
+        raise NoInputError(f"{path}: no manifests found; a folder's are its {', '.join(SUFFIXES)} files")
+    return files
+
+
+def _read_file(path: Path) -> list[Document]:
+    source = _source(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = (sys.stdin.buffer.read() if path == STDIN else path.read_bytes()).decode()
     except UnicodeDecodeError as error:
-        raise BadDataError(f"{path}: invalid UTF-8 at byte {error.start}: save the file as UTF-8") from error
+        raise BadDataError(f"{source}: invalid UTF-8 at byte {error.start}: save the file as UTF-8") from error
     except OSError as error:
-        raise NoInputError(f"cannot read {path}: {error.strerror or error}") from error
+        raise NoInputError(f"cannot read {source}: {error.strerror or error}") from error
     try:
-        bodies = list(yaml.load_all(text, Loader=_Loader))
+        bodies = _decode(text)
     except yaml.YAMLError as error:
         mark, context = getattr(error, "problem_mark", None), getattr(error, "context", None)
         where = f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
         problem = (getattr(error, "problem", None) or str(error).splitlines()[0]) + (f" ({context})" if context else "")
-        raise BadDataError(f"{path}{where}: invalid YAML: {problem}") from error
-    except ValueError as error:
-        # For example 2026-02-31, which looks like a date.
-        raise BadDataError(f"{path}: invalid value: {error}; quote it if it is text") from error
-    documents = []
+        raise BadDataError(f"{source}{where}: invalid YAML: {problem}") from error
+    documents: list[Document] = []
     for number, body in enumerate(bodies, start=1):
-        if body is None:
-            continue
-        if not isinstance(body, dict):
-            raise BadDataError(f"{path}: invalid document {number}: expected a mapping, got a {type(body).__name__}")
-        documents.append(Document(path, number, body))
-    if not documents:
-        raise BadDataError(f"{path}: no documents found; write a DLRMJob into the file")
+        if body is not None:
+            documents += _objects(source, f"document {number}", body)
     return documents
+
+
+def _decode(text: str) -> list[Any]:
+    """Decode JSON, whose tabs and surrogate pairs YAML does not take, or YAML."""
+    if text.lstrip().startswith("{"):
+        with contextlib.suppress(json.JSONDecodeError):  # YAML in flow style
+            return [json.loads(text, object_pairs_hook=_unique_keys)]
+    return list(yaml.load_all(text, Loader=_Loader))
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    body = dict(pairs)
+    if len(body) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise yaml.constructor.ConstructorError(None, None, f"duplicate key {twice}")
+    return body
+
+
+def _objects(source: str, place: str, body: Any) -> Iterator[Document]:
+    if not isinstance(body, dict):
+        raise BadDataError(f"{source}: invalid {place}: expected a mapping, got a {type(body).__name__}")
+    if not str(body.get("kind", "")).endswith("List"):
+        yield Document(source, place, body)
+        return
+    items = body.get("items")
+    if not isinstance(items, list):
+        raise BadDataError(f"{source}: invalid {place}: expected a list of items, got {items!r}")
+    for number, item in enumerate(items):
+        yield from _objects(source, f"{place}, items[{number}]", item)
 
 
 def parse_document(document: Document) -> DLRMJob | HardwareProfile:
     """Validate one document; InvalidSpecError for a bad field, BadDataError if JSON cannot express it."""
+    if not document.body.get("apiVersion"):
+        raise InvalidSpecError("apiVersion", f"missing; write apiVersion: {API_VERSION}")
     parser = PARSERS.get(document.kind)
     if parser is None:
         raise InvalidSpecError("kind", f"expected one of {', '.join(PARSERS)}, got {document.kind or None!r}")
@@ -158,10 +239,12 @@ def only_job(documents: list[Document]) -> Document:
     jobs = [document for document in documents if document.kind == "DLRMJob"]
     if not jobs:
         first = documents[0]
-        raise InvalidSpecError("kind", f"expected a DLRMJob in {first.path}, got {first.kind or None!r}")
+        raise InvalidSpecError("kind", f"expected a DLRMJob in {first.source}, got {first.kind or None!r}")
     if len(jobs) > 1:
         titles = ", ".join(document.title for document in jobs)
-        raise UsageError(f"{jobs[0].path}: expected one job, got {len(jobs)} ({titles}); put each in a file of its own")
+        raise UsageError(
+            f"{jobs[0].source}: expected one job, got {len(jobs)} ({titles}); put each in a file of its own"
+        )
     return jobs[0]
 
 
@@ -210,7 +293,7 @@ def _names(profiles: list[HardwareProfile]) -> str:
 
 def located(document: Document, error: DLRMError) -> DLRMError:
     """Return the same error with the file and document in front."""
-    where = f"{document.path}: {document.title}"
+    where = f"{document.source}: {document.title}"
     if isinstance(error, InvalidSpecError):
         return InvalidSpecError(f"{where}: {error.path}", error.problem)
     return type(error)(f"{where}: {error}")
@@ -245,7 +328,7 @@ def with_overrides(body: dict[str, Any], settings: Sequence[str]) -> dict[str, A
         if not equals:
             raise UsageError(f"invalid --set {setting}: expected spec.path=value")
         try:
-            value = yaml.safe_load(text)
+            value = parse_value(text)
         except yaml.YAMLError as error:
             raise UsageError(f"invalid --set {setting}: expected a YAML value, got {text!r}; quote it") from error
         _set(changed, path, value)

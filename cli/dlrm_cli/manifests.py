@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import yaml
 
-from dlrm_api.errors import DLRMError, InvalidSpecError, NoInputError, visible
+from dlrm_api.errors import BadDataError, DLRMError, InvalidSpecError, NoInputError, visible
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.tiers import ELEMENT_BYTES
@@ -32,14 +32,18 @@ from dlrm_cli.views import plan_view, print_stderr, print_view
 CONFIGMAP = "configmap:"
 
 
-def validate_file(path: Path) -> None:
-    """Print a line on stdout for each valid document, and on stderr for each invalid one but the first.
+def validate_files(paths: Sequence[Path]) -> None:
+    """Print a line on stdout for each valid object, and on stderr for each invalid one but the first.
 
     The first problem is raised. Pod additions that operators refuse by default are warnings: a cluster's admin may
-    allow them.
+    allow them. Objects of other APIs are named and not checked.
     """
+    documents = [document for path in paths for document in read_documents(path)]
     problems: list[DLRMError] = []
-    for document in read_documents(path):
+    for document in documents:
+        if not document.is_ours:
+            print_stderr(f"dlrmctl: {document.source}: {document.title} is not checked: it belongs to another API")
+            continue
         try:
             parsed = parse_document(document)
             if isinstance(parsed, DLRMJob):
@@ -47,11 +51,13 @@ def validate_file(path: Path) -> None:
                 # Traces in ConfigMaps are the operator's to read.
                 if not any(reference and reference.startswith(CONFIGMAP) for reference in named):
                     read_references(parsed.spec)
-            print(visible(f"{path}: {document.title} is valid: {_summary(parsed)}"))
+            print(visible(f"{document.source}: {document.title} is valid: {_summary(parsed)}"))
             if isinstance(parsed, DLRMJob):
                 _warn(_refused_by_default(parsed))
         except DLRMError as error:
             problems.append(located(document, error))
+    if not any(document.is_ours for document in documents):
+        problems.append(BadDataError(f"{documents[0].source}: no DLRMJob or HardwareProfile found"))
     for problem in problems[1:]:
         print_stderr(f"dlrmctl: error: {problem}")
     if problems:

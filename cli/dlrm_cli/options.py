@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with a DLRMJob.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="YAML or JSON file with a DLRMJob, or - for stdin.")]
 Data = Annotated[str | None, typer.Option("--data", metavar="URI", help="Override spec.data.train.uris.")]
 Settings = Annotated[
     list[str] | None,

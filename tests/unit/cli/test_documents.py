@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError, UsageError
 from dlrm_api.job import DLRMJob
@@ -57,9 +60,86 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_documents(tmp_path / "absent.yaml")
 
 
-def test_a_folder_is_refused_as_a_file(tmp_path: Path) -> None:
-    with pytest.raises(NoInputError, match="Is a directory"):
+def test_json_is_read_with_tabs_and_surrogate_pairs(tmp_path: Path) -> None:
+    path = write(tmp_path, '{\n\t"kind": "DLRMJob",\n\t"metadata": {"annotations": {"owner": "\\ud83d\\ude00"}}\n}')
+
+    [document] = read_documents(path)
+
+    assert document.body["metadata"]["annotations"] == {"owner": "\U0001f600"}
+
+
+def test_a_folders_manifests_are_read_as_kubectl_reads_them(tmp_path: Path) -> None:
+    with pytest.raises(NoInputError, match="no manifests found"):
         read_documents(tmp_path)
+    for name, text in (("b.yml", PROFILE), ("a.yaml", JOB), ("notes.txt", "not a manifest")):
+        (tmp_path / name).write_text(text)
+
+    assert [document.title for document in read_documents(tmp_path)] == ["DLRMJob small", "HardwareProfile box"]
+
+
+def test_a_dash_reads_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(JOB.encode())))
+
+    assert app.main(["validate", "-"]) == 0
+    assert capsys.readouterr().out.startswith("stdin: DLRMJob small is valid")
+
+
+def test_items_of_lists_are_objects_of_their_own(tmp_path: Path) -> None:
+    jobs = [yaml.safe_load(JOB) | {"metadata": {}}, yaml.safe_load(JOB) | {"status": {"phase": "Running"}}]
+    inner = {"apiVersion": "dlrm.dev/v1alpha1", "kind": "DLRMJobList", "items": jobs}
+    path = write(tmp_path, yaml.safe_dump({"apiVersion": "v1", "kind": "List", "items": [inner]}))
+
+    documents = read_documents(path)
+
+    assert [document.title for document in documents] == ["DLRMJob (document 1, items[0], items[0])", "DLRMJob small"]
+    with pytest.raises(BadDataError, match="document 1: expected a list of items"):
+        read_documents(write(tmp_path, "kind: List\n"))
+
+
+def test_merge_keys_may_be_overridden(tmp_path: Path) -> None:
+    text = "a: &a {rows: 1, dim: 2}\nb: &b {<<: *a, rows: 3}\nc: {<<: *b, rows: 4, name: c}\n"
+
+    [document] = read_documents(write(tmp_path, text))
+
+    assert document.body["b"] == {"rows": 3, "dim": 2}
+    assert document.body["c"] == {"rows": 4, "dim": 2, "name": "c"}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e3", 1_000),
+        ("-2E+2", -200),
+        ("1.5e-3", 0.0015),
+        (".5e1", 5),
+        ("1e", "1e"),
+        ("2026-02-31", "2026-02-31"),
+        ("0x1F", 31),
+        ("yes", True),
+    ],
+)
+def test_scalars_are_what_kubectl_sends(tmp_path: Path, text: str, value: object) -> None:
+    [document] = read_documents(write(tmp_path, f"value: {text}\n"))
+
+    assert document.body["value"] == value
+    assert type(document.body["value"]) is type(value)
+
+
+def test_objects_of_other_apis_are_named_and_not_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = "apiVersion: v1\nkind: Secret\nmetadata: {name: s}\n"
+
+    assert app.main(["validate", str(write(tmp_path, f"{secret}---{JOB}"))]) == 0
+    told = capsys.readouterr()
+    assert "Secret s is not checked" in told.err
+    assert "DLRMJob small is valid" in told.out
+    assert app.main(["validate", str(write(tmp_path, secret))]) == ExitCode.BAD_DATA
+
+
+def test_an_object_without_its_api_version_is_refused(tmp_path: Path) -> None:
+    [document] = read_documents(write(tmp_path, JOB.replace("apiVersion: dlrm.dev/v1alpha1", "")))
+
+    with pytest.raises(InvalidSpecError, match="apiVersion: missing"):
+        parse_document(document)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +150,7 @@ def test_a_folder_is_refused_as_a_file(tmp_path: Path) -> None:
         ("kind: DLRMJob\nkind: DLRMJob\n", "line 2 column 1"),
         ("- kind: DLRMJob\n", "document 1"),
         ("# nothing\n", "DLRMJob"),
-        ("kind: DLRMJob\nspec: {seed: 2026-13-45}\n", "month must be in 1..12"),
+        ('{"kind": "DLRMJob", "kind": "Pod"}', "duplicate key kind"),
     ],
 )
 def test_an_invalid_manifest_is_refused_with_path_and_reason(tmp_path: Path, text: str, words: str) -> None:
@@ -91,21 +171,18 @@ def test_invalid_utf8_is_refused_with_the_byte(tmp_path: Path) -> None:
         read_documents(path)
 
 
-@pytest.mark.parametrize(
-    ("more", "words"), [("2026-01-01: x", "keys must be str"), ("loop: &loop {again: *loop}", "Circular reference")]
-)
 @pytest.mark.parametrize("command", ["validate", "plan", "render"])
 def test_yaml_that_no_json_can_say_is_refused_with_its_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, more: str, words: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    path = write(tmp_path, f"{JOB}  {more}\n")
+    path = write(tmp_path, f"{JOB}  loop: &loop {{again: *loop}}\n")
 
     code = app.main([command, str(path)])
 
     told = capsys.readouterr().err
     assert code == ExitCode.BAD_DATA, told
     assert f"{path}: DLRMJob small: " in told
-    assert words in told
+    assert "Circular reference" in told
 
 
 def test_a_bad_profile_is_named_with_its_file(tmp_path: Path) -> None:
@@ -116,13 +193,13 @@ def test_a_bad_profile_is_named_with_its_file(tmp_path: Path) -> None:
     other.write_text(PROFILE.replace("16Gi", "lots"))
     with pytest.raises(InvalidSpecError, match=r"other\.yaml: HardwareProfile box: spec\.tiers\.ddr\.bytes"):
         find_profile(job, [], other)
-    other.write_text(PROFILE.replace("bytes", "2026-01-01"))
+    other.write_text(PROFILE.replace("{bytes: 16Gi}", "&loop {again: *loop}"))
     with pytest.raises(BadDataError, match=r"other\.yaml: HardwareProfile box: "):
         find_profile(job, [], other)
 
 
 def test_another_kind_is_refused_by_name(tmp_path: Path) -> None:
-    path = write(tmp_path, "kind: Pod\nmetadata: {name: a}\n")
+    path = write(tmp_path, "apiVersion: dlrm.dev/v1alpha1\nkind: Pod\nmetadata: {name: a}\n")
 
     with pytest.raises(InvalidSpecError, match="DLRMJob, HardwareProfile, got 'Pod'"):
         parse_document(read_documents(path)[0])
