@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -33,11 +32,3 @@ def test_a_run_over_tiers_gives_its_counts_and_a_profile_of_every_rank(local: An
     assert report.step == result["step"]
     assert {each.step for each in report.snapshots} >= {each["step"] for each in result["snapshots"]}
     assert not report.notes
-
-
-def test_a_run_without_levels_or_profile_leaves_neither(local: Any) -> None:
-    result = local.done()
-
-    assert "tiers" not in result
-    assert "tiers" not in json.loads((local.workdir / "result.json").read_text())
-    assert not (local.workdir / "profile.json").exists()
