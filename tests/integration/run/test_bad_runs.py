@@ -43,7 +43,7 @@ def parquet(local: Any, **columns: list[Any]) -> Path:
     table |= {f"C{i}": [dice.randrange(50) for _ in range(ROWS)] for i in (1, 2, 3)}
     table |= columns
     path = local.folder / "train.parquet"
-    pq.write_table(pa.table({name: values for name, values in table.items() if values}), path)
+    pq.write_table(pa.table(table), path)
     local.write(data={"format": "parquet", "train": {"uris": [str(path)]}, "eval": {"uris": [str(path)]}})
     return Path(path)
 
@@ -63,27 +63,14 @@ def field(row: int, column: int, text: str) -> Callable[[Any], None]:
     return make
 
 
-def nothing(local: Any) -> None:
-    criteo(local, [])
-
-
 def not_parquet(local: Any) -> None:
     parquet(local).write_bytes(b"no parquet at all")
 
 
-def column(name: str, row: int | None = None, value: Any = None) -> Callable[[Any], None]:
-    """A Parquet file without a column, or with one value of it changed."""
-
-    def make(local: Any) -> None:
-        dice = random.Random(2)
-        values: list[Any] = [] if row is None else [dice.randrange(2) for _ in range(ROWS)]
-        if row is not None:
-            values[row] = value
-            if isinstance(value, float):
-                values = [float(each) for each in values]
-        parquet(local, **{name: values})
-
-    return make
+def not_a_number(local: Any) -> None:
+    values = [0.5] * ROWS
+    values[33] = math.nan
+    parquet(local, I2=values)
 
 
 def diverging(local: Any) -> None:
@@ -94,17 +81,9 @@ def diverging(local: Any) -> None:
 
 CASES: list[tuple[str, Callable[[Any], None], int, tuple[str, ...]]] = [
     ("a ragged line", ragged, 65, ("train.tsv:123", "38", "40")),
-    ("a label that is none", field(17, 0, "2"), 65, ("train.tsv:18", "label")),
-    ("a word for a number", field(30, 2, "many"), 65, ("train.tsv:31", "I2", "many")),
-    ("an id that is no hexadecimal", field(40, 15, "xyz"), 65, ("train.tsv:41", "C2", "xyz")),
     ("a table that is too small", field(50, 16, "ffff"), 65, ("train.tsv:51", "C3", "65535", "49")),
-    ("an empty file", nothing, 65, ("train.tsv", "empty")),
     ("a file that is no Parquet", not_parquet, 65, ("train.parquet",)),
-    ("an id column that is absent", column("C2"), 65, ("train.parquet", "C2")),
-    ("a label column that is absent", column("label"), 65, ("train.parquet", "label")),
-    ("a dense value that is NaN", column("I2", 33, math.nan), 65, ("train.parquet", "I2", "33")),
-    ("a label of 7", column("label", 12, 7), 65, ("train.parquet", "label", "12")),
-    ("a negative id", column("C1", 5, -4), 65, ("train.parquet", "C1", "-4")),
+    ("a dense value that is NaN", not_a_number, 65, ("train.parquet", "I2", "33")),
     ("learning rates that diverge", diverging, 65, ("the loss became", "step", "learning rates")),
 ]
 
@@ -165,41 +144,16 @@ def write_a_newer_manifest(local: Any) -> None:
     damage(local, "manifests/0000000000000120-*", newer)
 
 
-def lose_chunks(local: Any) -> None:
-    shutil.rmtree(local.store / "chunks")
-
-
-def change_data(local: Any) -> None:
-    local.write(data={"synthetic": {"samples": 5_000, "evalSamples": 500}})
-
-
 def change_rows(local: Any) -> None:
     tables = [{"name": f"C{i}", "rows": rows, "dim": 8} for i, rows in ((1, 301), (2, 2_000), (3, 50))]
     local.write(model={"tables": tables})
-
-
-def change_top_mlp(local: Any) -> None:
-    local.write(model={"topMlp": [32, 1]})
-
-
-def change_optimizer(local: Any) -> None:
-    local.write(training={"denseOptimizer": {"kind": "adam"}})
-
-
-def change_seed(local: Any) -> None:
-    local.write(training={"seed": 8})
 
 
 AFTERWARDS: list[tuple[str, Callable[[Any], None], tuple[str, ...]]] = [
     ("corrupt chunks", spoil_chunks, ("no snapshot can be used", "SHA-256")),
     ("torn manifests", spoil_manifests, ("no snapshot can be used", "manifests/")),
     ("a manifest of a newer version", write_a_newer_manifest, ("99", "newer dlrm-operator", "to go back to step ")),
-    ("lost chunks", lose_chunks, ("no snapshot can be used", "chunks/")),
-    ("changed data", change_data, ("the data changed since the snapshot", "checkpoint.uri")),
     ("a changed table", change_rows, ("table C1 to 301 rows", "initializer.scale", "300 rows")),
-    ("a changed top MLP", change_top_mlp, ("the model changed since the snapshot", "dense")),
-    ("a changed optimizer", change_optimizer, ("the model changed since the snapshot", "adam")),
-    ("a changed seed", change_seed, ("changed since the snapshot", "seed")),
 ]
 
 
@@ -233,10 +187,10 @@ def test_one_corrupt_snapshot_is_passed_over_for_the_one_before(local: Any, trai
     damage(local, "chunks/0000000000000120/**/*", flipped)
     before = sorted(int(path.name[:16]) for path in (local.store / "manifests").iterdir())[-2]
 
-    finished = local.run("--set", "spec.data.epochs=20", "--set", "spec.checkpoint.intervalSteps=1000")
+    finished = local.run("--set", "spec.data.epochs=10", "--set", "spec.checkpoint.intervalSteps=1000")
 
     assert finished.code == 0, finished.stderr + local.logs()
-    assert finished.result["step"] == 1_200
+    assert finished.result["step"] == 600
     reported = [line for line in finished.stderr.splitlines() if "unusable" in line]
     assert len(reported) == 1
     assert local.store.as_uri() in reported[0]

@@ -159,10 +159,13 @@ def test_bad_value_is_named_with_file_row_and_column(case: str, write_parquet: W
         open_file(path).read(0)
 
 
-def test_a_missing_column_is_named_with_those_that_exist(write_parquet: Write, open_file: Any) -> None:
-    columns = {name: values for name, values in COLUMNS.items() if name != "user"}
+@pytest.mark.parametrize(("missing", "left"), [("user", "label, price, films"), ("label", "price, user, films")])
+def test_a_missing_column_is_named_with_those_that_exist(
+    missing: str, left: str, write_parquet: Write, open_file: Any
+) -> None:
+    columns = {name: values for name, values in COLUMNS.items() if name != missing}
 
-    with pytest.raises(BadDataError, match=r"data\.parquet: column not found: user; .*rename.* label, price, films$"):
+    with pytest.raises(BadDataError, match=rf"data\.parquet: column not found: {missing}; .*rename.* {left}$"):
         open_file(write_parquet(columns))
 
 
