@@ -1,12 +1,11 @@
 """Jobs and operator processes on a real control plane."""
 
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,9 @@ Object = dict[str, Any]
 JOBS = "/apis/dlrm.dev/v1alpha1/namespaces/{}/dlrmjobs"
 GRACE_S = 30
 """Grace period of the operator's pod (s), the chart's default."""
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([__name__, "dlrm_operator.__main__"])
+"""Operators are forked from a process that has imported theirs once: that takes as long as a short test."""
 
 
 def job_document(name: str, replicas: int = 2, **spec: Any) -> Object:
@@ -100,8 +102,24 @@ class JobDriver:
         return [item["reason"] for item in items if item["involvedObject"]["name"] == self.name]
 
 
+def run_operator(argv: Sequence[str], env: dict[str, str], log: Path) -> None:
+    """Do in this process what ``python -m dlrm_operator`` does, with its output in ``log``."""
+    with log.open("ab") as output:
+        for number in (1, 2):
+            os.dup2(output.fileno(), number)
+    os.environ.clear()
+    os.environ.update(env)
+    from kubernetes.config import kube_config
+
+    from dlrm_operator.__main__ import main
+
+    # The library read the variable when it was imported.
+    kube_config.KUBE_CONFIG_DEFAULT_LOCATION = env["KUBECONFIG"]
+    main(argv)
+
+
 class OperatorProcess:
-    """Run ``python -m dlrm_operator`` for one namespace, or all."""
+    """Run the operator for one namespace, or all."""
 
     def __init__(self, kubeconfig: Path, namespace: str | None, log: Path, *further: str) -> None:
         self.port = free_port("127.0.0.1")
@@ -118,33 +136,34 @@ class OperatorProcess:
             "plain",
         ]
         flags += ["--identity", f"operator-{self.port}", *further]
-        self._argv = [sys.executable, "-m", "dlrm_operator", *flags]
+        self._flags = flags
         self._env = {**os.environ, "KUBECONFIG": str(kubeconfig), "OMP_NUM_THREADS": "1"}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ForkServerProcess | None = None
 
     def start(self) -> None:
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._argv, env=self._env, stdout=log, stderr=log)
+        self._process = FORKS.Process(target=run_operator, args=(self._flags, self._env, self._log))
+        self._process.start()
 
     def kill(self) -> None:
         """Kill the process with SIGKILL."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
+        self._process.kill()
+        self._process.join()
 
     @property
     def ended(self) -> bool:
         """Return whether the process ended by itself."""
-        return self._process is not None and self._process.poll() is not None
+        return self._process is not None and self._process.exitcode is not None
 
     def stop(self) -> int:
         assert self._process is not None
         self._process.terminate()
-        try:
-            return self._process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
+        self._process.join(GRACE_S)
+        code = self._process.exitcode
+        if code is None:
             self.kill()
-            raise
+            raise TimeoutError(f"the operator did not end within {GRACE_S} s of SIGTERM")
+        return code
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{path}", timeout=5) as answer:
@@ -156,10 +175,10 @@ class OperatorProcess:
         assert self._process is not None
 
         def ready_or_dead() -> bool:
-            return self.answers("readyz") or self._process is None or self._process.poll() is not None
+            return self.answers("readyz") or self.ended
 
         eventually(ready_or_dead, state=self.log)
-        assert self._process.poll() is None, self.log()
+        assert not self.ended, self.log()
 
     def read_text(self, path: str) -> str:
         """Return the body of any response, an error's too; empty if nothing answers."""
@@ -186,7 +205,7 @@ class OperatorProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if not self.ended:
             self.stop()
 
 
