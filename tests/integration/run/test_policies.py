@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import signal
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,29 +38,45 @@ WHY = {
 }
 """Kind and reason, by policy, of a snapshot that has one before it."""
 DROPPED = "was discarded, the next is full"
-MORE_STEPS = 200
-"""Steps of a run that continues after a kill."""
+END = 500
+"""Steps of a run that continues after a kill, and of the undisturbed one."""
+ENDLESS = {"epochs": 10_000}
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run of ``END`` steps that nothing disturbed: its snapshots, and the digest of its state."""
+
+    store: Path
+    digest: str
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, local_in: Callable[[Path], Any]) -> Undisturbed:
+    local = local_in(tmp_path_factory.mktemp("undisturbed"))
+    local.write(model={"tables": TABLES}, data=ENDLESS, training={"maxSteps": END}, checkpoint={"intervalSteps": 200})
+    return Undisturbed(local.store, local.done("--digest")["state_digest"])
 
 
 @pytest.mark.parametrize("policy", WHY)
-def test_a_killed_run_ends_like_an_undisturbed_one_under_any_policy(local: Any, policy: str) -> None:
-    checkpoint = {"policy": policy, "intervalSteps": 5, "retention": {"keepLast": 2}}
-    local.write(checkpoint=checkpoint, data={"epochs": 10_000})
+def test_a_killed_run_ends_like_an_undisturbed_one_under_any_policy(
+    local: Any, undisturbed: Undisturbed, policy: str
+) -> None:
+    checkpoint = {"policy": policy, "intervalSteps": 10, "retention": {"keepLast": 2}}
+    local.write(model={"tables": TABLES}, checkpoint=checkpoint, data=ENDLESS)
     process = local.start()
     wait_until(lambda: len(local.steps()) >= 12 and any(local.store.glob("manifests/*")), state=local.logs)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
-    killed = local.last_attempt()
+    killed, steps = local.last_attempt(), len(local.steps())
+    assert steps < END - 50, "nothing was left to train when the kill came"
 
-    end = ("--digest", "--set", f"spec.training.maxSteps={len(local.steps()) + MORE_STEPS}")
-    resumed = local.done(*end)
+    resumed = local.done("--digest", "--set", f"spec.training.maxSteps={END}")
 
-    store = f"spec.checkpoint.uri={local.folder.as_uri()}/o"
-    whole = local.done(*end, "--workdir", str(local.folder / "other"), "--set", store)
-    assert resumed["state_digest"] == whole["state_digest"]
+    assert resumed["state_digest"] == undisturbed.digest
     snapshot = find_snapshot(open_store(local.store.as_uri()))
     verify_snapshot(snapshot)
-    assert snapshot_digest(snapshot) == whole["state_digest"]
+    assert snapshot_digest(snapshot) == undisturbed.digest
     choices = local.choices(after=killed)
     assert choices, local.logs()
     assert [choice for choice in choices if not choice.startswith(WHY[policy])] == []
@@ -70,8 +90,8 @@ def test_snapshots_continue_after_one_that_only_one_pod_finds_damaged(local: Any
     while not any(DROPPED in log.read_text() for log in local.workdir.glob("logs/*/*.log")):
         assert time.monotonic() < deadline, local.logs()
         assert process.poll() is None
-        for chunk in local.store.glob("chunks/*/*/000001/*.safetensors"):
-            with contextlib.suppress(FileNotFoundError):  # retired meanwhile
+        with contextlib.suppress(FileNotFoundError):  # a chunk or its folder was retired meanwhile
+            for chunk in local.store.glob("chunks/*/*/000001/*.safetensors"):
                 body = chunk.read_bytes()
                 chunk.write_bytes(body[:-1] + bytes([body[-1] ^ 1]))
         time.sleep(0.2)
@@ -85,20 +105,17 @@ def test_snapshots_continue_after_one_that_only_one_pod_finds_damaged(local: Any
     assert local.choices(after=0).count("full: no parent") > 2  # both pods begin with one
 
 
-def test_a_job_starts_from_another_jobs_snapshot_and_keeps_all_of_it(local: Any) -> None:
-    local.write(data={"epochs": 1})
-    local.done()
-    old, _ = newest_snapshot(open_store(local.store.as_uri()))
-    own = local.folder / "own"
+def test_a_job_starts_from_another_jobs_snapshot_and_keeps_all_of_it(local: Any, undisturbed: Undisturbed) -> None:
+    old, _ = newest_snapshot(open_store(undisturbed.store.as_uri()))
     local.write(
-        data={"epochs": 1},
-        checkpoint={"uri": own.as_uri(), "restoreFrom": local.store.as_uri(), "intervalSteps": 1_000},
+        model={"tables": TABLES},
+        checkpoint={"restoreFrom": undisturbed.store.as_uri(), "intervalSteps": 1_000},
         training={"maxSteps": 1},
     )
 
-    result = local.done("--digest", "--workdir", str(local.folder / "second"))
+    result = local.done("--digest")
 
-    new, reasons = newest_snapshot(open_store(own.as_uri()))
+    new, reasons = newest_snapshot(open_store(local.store.as_uri()))
     assert (reasons, new.step, new.manifest.kind, new.meta.parent) == ([], 1, "full", None)
     assert snapshot_digest(new) == result["state_digest"]
     assert verify_snapshot(new).rows.items() >= verify_snapshot(old).rows.items()
@@ -114,27 +131,30 @@ def test_a_job_that_is_to_start_from_an_empty_store_says_so(local: Any) -> None:
     assert "holds no snapshot" in finished.stderr
 
 
-def test_tables_that_grow_between_two_runs_keep_trained_rows(local: Any) -> None:
-    local.write(model={"tables": TABLES}, data={"epochs": 1}, training={"maxSteps": 10})
-    local.done()
+def test_tables_that_grow_between_two_runs_keep_trained_rows(local: Any, undisturbed: Undisturbed) -> None:
+    shutil.copytree(undisturbed.store, local.store)
     larger = [*TABLES[:1], TABLES[1] | {"rows": 5_000}, TABLES[2]]
-    local.write(model={"tables": larger}, data={"epochs": 1}, training={"maxSteps": 20})
+    local.write(model={"tables": larger}, data=ENDLESS, training={"maxSteps": END + 10})
 
     result = local.done("--digest")
 
     snapshot, reasons = newest_snapshot(open_store(local.store.as_uri()))
-    assert (reasons, snapshot.step) == ([], 20)
+    assert (reasons, snapshot.step) == ([], END + 10)
     assert snapshot.table("C2").rows == 5_000
     assert snapshot_digest(snapshot) == result["state_digest"]
 
-    local.write(model={"tables": TABLES}, data={"epochs": 1}, training={"maxSteps": 30})
+    local.write(model={"tables": TABLES}, data=ENDLESS, training={"maxSteps": END + 20})
     refused = local.run()
     assert refused.code != ExitCode.DONE
     assert "table C2 to 2000 rows: row " in refused.stderr
 
 
-def salvageable(local: Any) -> None:
-    """A job of two ranks whose newest cut, at its last step, rank 1 lost."""
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory, local_in: Callable[[Path], Any]) -> Any:
+    """A job of two ranks whose newest cut, at its last step, rank 1 lost; a copy of it lies beside."""
+    folder = tmp_path_factory.mktemp("two-ranks") / "job"
+    folder.mkdir()
+    local = local_in(folder)
     local.write(
         data={"epochs": 1},
         training={"maxSteps": 10},
@@ -144,10 +164,20 @@ def salvageable(local: Any) -> None:
     local.done()
     (local.store / "manifests/0000000000000010-00000001.json").unlink()
     (local.store / "parts/0000000000000010/00000001/000001.json").unlink()
+    local.folder.rename(local.folder.with_name("copy"))
+    return local
 
 
-def test_a_job_continues_from_a_cut_that_one_rank_lost_if_it_says_so(local: Any) -> None:
-    salvageable(local)
+@pytest.fixture
+def salvageable(damaged: Any) -> Iterator[Any]:
+    """The job at the same place each time, so that it is the same job."""
+    shutil.copytree(damaged.folder.with_name("copy"), damaged.folder)
+    yield damaged
+    shutil.rmtree(damaged.folder)
+
+
+def test_a_job_continues_from_a_cut_that_one_rank_lost_if_it_says_so(salvageable: Any) -> None:
+    local = salvageable
 
     result = local.done("--digest", "--set", "spec.training.maxSteps=15")
 
@@ -158,8 +188,8 @@ def test_a_job_continues_from_a_cut_that_one_rank_lost_if_it_says_so(local: Any)
     assert "partial restore: lost shards use an older step step=5 stored_ranks=[0]" in local.logs()
 
 
-def test_a_last_cut_that_one_rank_lost_is_committed_after_the_last_step(local: Any) -> None:
-    salvageable(local)
+def test_a_last_cut_that_one_rank_lost_is_committed_after_the_last_step(salvageable: Any) -> None:
+    local = salvageable
 
     result = local.done("--digest")
 
