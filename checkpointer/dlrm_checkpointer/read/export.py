@@ -96,7 +96,7 @@ class _WholeTable:
     def _begin(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         layout = _layout(arrays, self._rows)
         header = safetensors_header(layout)
-        check_room(self._path, len(header) + sum(_bytes(each) for each in layout.values()))
+        check_free_space(self._path, len(header) + sum(_bytes(each) for each in layout.values()))
         self._path.write_bytes(header)
         end = len(header)
         for name, (dtype, shape) in layout.items():
@@ -135,7 +135,7 @@ class _SomeRows:
 Layout = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
 
-def check_room(path: Path, size: int) -> None:
+def check_free_space(path: Path, size: int) -> None:
     """Refuse to create a file that does not fit its disk: a damaged manifest may claim trillions of rows.
 
     Raises:
@@ -258,7 +258,7 @@ def _write_table(snapshot: Snapshot, table: TableMeta, folder: Path) -> str:
     header = safetensors_header({"weights": (floats, (table.rows, table.dim)), "state": (floats, (table.rows, width))})
     partials = []
     path = folder / f"{table.name}.safetensors"
-    check_room(path, len(header) + state_start + 4 * table.rows * width)
+    check_free_space(path, len(header) + state_start + 4 * table.rows * width)
     with path.open("wb") as file:
         file.write(header)
         for block in walk_table(snapshot, table):

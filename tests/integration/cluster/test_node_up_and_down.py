@@ -47,7 +47,7 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(
         nodes.check(tmp_path)
 
 
-def test_a_disk_without_room_is_refused(root: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_full_disk_is_refused(root: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10e9, 9e9, 1e9))
     monkeypatch.setattr(nodes, "MAX_SOCKET_PATH", 4_096)  # whatever pytest calls its folder
 

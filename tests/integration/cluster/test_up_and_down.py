@@ -28,7 +28,7 @@ def command(*words: str | Path, fails: bool = False) -> str:
 
 
 @pytest.mark.cluster
-def test_up_repeats_mends_and_down_leaves_no_process(control_plane: ControlPlane, folder: Path) -> None:
+def test_up_repairs_and_down_leaves_no_process(control_plane: ControlPlane, folder: Path) -> None:
     said = command("up", "--dir", folder)
     first = running(folder)
     assert set(first) == set(COMPONENTS)

@@ -19,7 +19,7 @@ from dlrm_checkpointer.format.chunk import MAX_ROW_NUMBERS, decode_dense, decode
 from dlrm_checkpointer.format.manifest import ObjectEntry, parse_manifest, parse_part, part_key, sealed
 from dlrm_checkpointer.publish.delta import delta_key
 from dlrm_checkpointer.publish.follower import Follower
-from dlrm_checkpointer.read.export import check_room, restore_to_folder
+from dlrm_checkpointer.read.export import check_free_space, restore_to_folder
 from dlrm_checkpointer.read.fetch import USUAL_BYTES, BufferPool, fetch
 from dlrm_checkpointer.read.restore import open_snapshot
 from dlrm_checkpointer.types import MAX_ROWS, CutMeta, ShardId, ShardRows, TableMeta
@@ -295,7 +295,7 @@ def test_a_table_that_does_not_fit_the_disk_is_refused(tmp_path: Path, stored: F
     with pytest.raises(DeviceError, match=r"tables/users.safetensors: takes \d+ bytes, and \d+ are free there"):
         restore_to_folder(open_snapshot(stored, 1, 1), tmp_path / "out")
     with pytest.raises(DeviceError, match="export: takes"):
-        check_room(tmp_path / "export", 2**60)
+        check_free_space(tmp_path / "export", 2**60)
 
 
 def delta_table(**claims: Any) -> Callable[[Object], None]:

@@ -41,7 +41,7 @@ def test_the_sidecar_reads_the_cut_that_a_rank_hands_over(tmp_path: Path, new_mo
     inbox.close()
 
 
-def test_one_cut_waits_at_most_and_freeing_it_makes_room(tmp_path: Path, new_model):
+def test_one_cut_waits_at_most_and_freeing_it_lets_the_next_in(tmp_path: Path, new_model):
     model, writer = new_model().train(), HandoffWriter(tmp_path, 0, None)
     writer.hand_over(model.meta(1), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), timeout_s=1)
     waiting = writer.ready()

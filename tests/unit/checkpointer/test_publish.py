@@ -211,7 +211,7 @@ def test_a_gap_is_bridged_by_the_next_full_delta_and_until_then_said(
     assert_is(tmp_path / "out", find_snapshot(files))
 
 
-def test_a_delta_that_follows_another_history_makes_the_image_anew(
+def test_a_delta_that_follows_another_history_replaces_the_image(
     tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
 ):
     model = new_model(small_tables)
@@ -330,7 +330,7 @@ def two_deltas(tmp_path: Path, files: FileStore, target: FileStore, new_model, n
     return attempt
 
 
-def test_a_delta_that_was_half_applied_and_is_gone_makes_the_image_anew(
+def test_a_delta_that_was_half_applied_and_is_gone_replaces_the_image(
     tmp_path: Path, files: FileStore, target: FileStore, two_deltas: int
 ):
     killed_in_delta_two(target, tmp_path / "out")
@@ -509,7 +509,7 @@ def test_a_previous_snapshot_that_is_damaged_makes_the_next_delta_full(
     assert_is(tmp_path / "out", find_snapshot(files))
 
 
-def test_deltas_go_on_where_the_jobs_store_was_begun_anew(
+def test_deltas_go_on_where_the_jobs_store_was_replaced(
     tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
 ):
     """Steps and attempts of the store before were greater: they say nothing of the new one's."""
@@ -666,7 +666,7 @@ def test_two_followers_of_one_folder_take_turns_and_never_mix_deltas(
     assert_is(tmp_path / "out", find_snapshot(files))
 
 
-def test_an_image_that_is_gone_is_made_anew(tmp_path: Path, target: FileStore, files: FileStore, two_deltas: int):
+def test_an_image_that_is_gone_is_made_again(tmp_path: Path, target: FileStore, files: FileStore, two_deltas: int):
     follower = Follower(target, tmp_path / "out")
     follower.catch_up()
     shutil.rmtree(tmp_path / "out" / follower.state.image)

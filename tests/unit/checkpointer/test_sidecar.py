@@ -257,7 +257,7 @@ def test_a_refused_cut_is_forgotten_with_the_next_commit(tmp_path: Path, files: 
     model.dense["top.0.weight"][0, 0] = np.inf
     with running(pod) as (codes, _):
         pod.cut(model, first)
-        wait_until(lambda: (pod.folder / "refused.json").exists() and all(map(has_room, pod.writers.values())))
+        wait_until(lambda: (pod.folder / "refused.json").exists() and all(map(has_memory, pod.writers.values())))
         second = claim_attempt(files, None, "again")
         for rank, writer in pod.writers.items():  # one after the other, so that the sidecar goes on
             writer.close("refused")
@@ -272,7 +272,7 @@ def test_a_refused_cut_is_forgotten_with_the_next_commit(tmp_path: Path, files: 
     assert snapshot_digest(newest_snapshot(files)[0]) == good.digest()
 
 
-def has_room(writer: HandoffWriter) -> bool:
+def has_memory(writer: HandoffWriter) -> bool:
     return all(name.rank != writer.rank for name in HandoffDir(writer.folder).ready_cuts())
 
 
