@@ -30,6 +30,7 @@ class Gang:
 
     def __init__(self, attempt: int, model: Any, pods: list[Any]) -> None:
         self.attempt, self.model, self.pods = attempt, model, pods
+        self.directories = [HandoffDir(pod.folder) for pod in pods]
         self.stops = [threading.Event() for _ in pods]
         self.sidecars = [self._sidecar(number) for number in range(len(pods))]
         self.trains = True
@@ -308,8 +309,8 @@ class ShutdownPolicy:
             self._hear(gang)
 
     def _hear(self, gang: Gang) -> None:
-        for pod in gang.pods:
-            known = HandoffDir(pod.folder).committed.read()
+        for directory in gang.directories:
+            known = directory.committed.read()
             if known:
                 self.truth.acknowledged.add(known)
 

@@ -65,6 +65,7 @@ class Truth:
         self.restored: dict[int, SnapshotName | None] = {}
         """Snapshot that each attempt that counts continued from."""
         self.damaged: set[str] = set()
+        self._manifests: dict[bytes, Manifest] = {}
 
     def note_attempts(self, chosen: SnapshotName | None) -> None:
         """Attempts that are new went on from a snapshot."""
@@ -100,7 +101,10 @@ class Truth:
     def manifest(self, name: SnapshotName) -> Manifest:
         """Return the manifest as it was written."""
         key = manifest_key(name.step, name.attempt)
-        return parse_manifest(self.store.written[key], key)
+        body = self.store.written[key]
+        if body not in self._manifests:
+            self._manifests[body] = parse_manifest(body, key)
+        return self._manifests[body]
 
     def keys(self, name: SnapshotName) -> Iterator[str]:
         """Return every object that reading a snapshot needs."""
