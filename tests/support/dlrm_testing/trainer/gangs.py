@@ -10,15 +10,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Env
 from dlrm_api.plan import Plan, parse_plan
 from dlrm_api.progress import TerminationMessage
 from dlrm_cluster.ports import LOOPBACK, free_port
+
+PRELOADED = [
+    "dlrm_trainer.learner",
+    "hypothesis.strategies",
+    *(f"dlrm_testing.trainer.{name}" for name in ("cutting", "reference", "sharded_runs", "shardings", "stacked")),
+]
+"""Nothing that looks for a GPU: processes forked after that could not use it."""
 
 
 def job_document(folder: Path, world_size: int = 1, **changes: Any) -> dict[str, Any]:
@@ -78,6 +89,17 @@ def hand_plan(job: DLRMJob, owners: Sequence[int | None] | None = None) -> Plan:
     return parse_plan(json.dumps(plan_document(job, owners)))
 
 
+def gang_context() -> ForkServerContext:
+    """Return the context of processes that have loaded all that tests of gangs need, once for all gangs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        # Python below 3.11.9 doesn't hand sys.path to the server, which then silently preloads nothing of the tests.
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
+    return context
+
+
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],
@@ -90,9 +112,7 @@ def run_ranks(
 
     Rank 0 serves the store on ``bind``, and the others reach it at ``host``. Collectives wait for ``timeout_s``.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dlrm_trainer.learner"])  # torch and fbgemm load once for all gangs
-    port = free_port()
+    context, port = gang_context(), free_port()
     pipes, processes = [], []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from multiprocessing.context import ForkServerProcess
 
 from dlrm_api.errors import PeerLostError
 from dlrm_cluster.ports import LOOPBACK, free_port
+from dlrm_testing.trainer.gangs import gang_context
 
 PAUSE_S = 0.01
 
@@ -23,9 +23,7 @@ def start_peers(world_size: int, timeout_s: float, hangs: int | None) -> list[tu
         timeout_s: of collectives.
         hangs: the rank whose main thread sleeps after a few steps.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dlrm_trainer.learner"])  # torch and fbgemm load once
-    port = free_port()
+    context, port = gang_context(), free_port()
     peers = []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)

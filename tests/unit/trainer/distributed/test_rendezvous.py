@@ -1,6 +1,5 @@
 """How ranks find each other."""
 
-import multiprocessing
 import os
 import socket
 import time
@@ -14,7 +13,7 @@ import pytest
 
 from dlrm_api.names import ANY_ADDRESS
 from dlrm_cluster.ports import LOOPBACK, free_port
-from dlrm_testing.trainer.gangs import run_ranks
+from dlrm_testing.trainer.gangs import gang_context, run_ranks
 from dlrm_trainer.distributed.failures import GangStore
 
 
@@ -49,7 +48,7 @@ def end_well(rank: int, world_size: int, port: int, groups: Connection) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_ranks_that_end_well_leave_no_group_behind(world_size: int) -> None:
-    context, port = multiprocessing.get_context("forkserver"), free_port()
+    context, port = gang_context(), free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
         context.Process(target=end_well, args=(rank, world_size, port, sender))
@@ -89,8 +88,7 @@ def meet(rank: int, port: int, secret: str, wait_s: float, told: Connection) -> 
 
 
 def start_rank(rank: int, port: int, secret: str, wait_s: float = 60.0) -> tuple[ForkServerProcess, Connection]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dlrm_trainer.learner"])
+    context = gang_context()
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=meet, args=(rank, port, secret, wait_s, sender))
     process.start()
@@ -173,7 +171,7 @@ def begin_late(rank: int, world_size: int, port: int, sums: Connection) -> None:
 
 @pytest.mark.slow
 def test_ranks_on_gpus_wait_for_a_slow_rank_0_also_at_their_first_step() -> None:
-    context, port = multiprocessing.get_context("forkserver"), free_port()
+    context, port = gang_context(), free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
     ranks = [context.Process(target=begin_late, args=(rank, 2, port, sender)) for rank, (_, sender) in enumerate(pipes)]
 
