@@ -141,6 +141,7 @@ class OperatorProcess:
         self._process: ForkServerProcess | None = None
 
     def start(self) -> None:
+        self._log.touch()  # a test may read it before the operator writes
         self._process = FORKS.Process(target=run_operator, args=(self._flags, self._env, self._log))
         self._process.start()
 
