@@ -29,7 +29,7 @@ pytestmark = pytest.mark.cluster
 
 SCHEDULES = int(os.environ.get("FAULT_SCHEDULES", "50"))
 FIRST_SEED = int(os.environ.get("FAULT_SEED", "0"))
-AT_ONCE = int(os.environ.get("FAULT_AT_ONCE", "16"))
+AT_ONCE = int(os.environ.get("FAULT_AT_ONCE", "25"))
 """Schedules that share the operator at any moment."""
 MAX_STEPS = 100
 """Largest number of job changes and new pods between two kills: a slow machine kills less often."""
