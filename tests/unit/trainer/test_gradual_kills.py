@@ -40,8 +40,8 @@ KILLS = 2
 LATEST_S = 0.05
 """How long after a slice is seen its cut is disturbed, at most."""
 TABLES = [
-    {"name": "users", "rows": 150_000, "dim": 16, "maxLookups": 2, "avgLookups": 2},
-    {"name": "items", "rows": 150_000, "dim": 16, "maxLookups": 2, "avgLookups": 2},
+    {"name": "users", "rows": 60_000, "dim": 16, "maxLookups": 2, "avgLookups": 2},
+    {"name": "items", "rows": 60_000, "dim": 16, "maxLookups": 2, "avgLookups": 2},
     {"name": "small", "rows": 30, "dim": 16},
 ]
 CHANGES: dict[str, Any] = {
@@ -115,7 +115,7 @@ class Life:
         if victim != "sidecar":
             os.kill(self.dice.choice(pod.rank_pids()), signal.SIGKILL)
         if victim == "sidecar":
-            pod.checkpointer.wait()
+            pod.checkpointer.join()
             pod.start_checkpointer()
         else:
             assert pod.wait() != ExitCode.DONE, pod.log()
@@ -134,7 +134,7 @@ class Life:
         wanted = self.dice.randint(0, 2)
         while True:
             assert time.monotonic() < deadline, self.pod.log()
-            assert self.pod.launcher is None or self.pod.launcher.poll() is None, self.pod.log()
+            assert self.pod.launcher is None or self.pod.launcher.is_alive(), self.pod.log()
             for name in HandoffDir(self.handoff).ready_segments() if self.handoff.exists() else []:
                 if name not in self.left and name.number >= wanted:
                     return name.step
@@ -143,7 +143,7 @@ class Life:
     def hurry(self) -> None:
         """Let training go on as fast as it can once a gradual cut is committed."""
         assert self.pod.launcher is not None
-        while self.pod.launcher.poll() is None and not self.gradual():
+        while self.pod.launcher.is_alive() and not self.gradual():
             time.sleep(0.05)
         (self.pod.folder / "hurry").touch()
 
@@ -199,7 +199,7 @@ def test_kill_9_during_gradual_cuts_leaves_single_steps_and_the_same_bits(
 
     assert code == ExitCode.DONE, pod.log()
     assert pod.checkpointer is not None
-    assert pod.checkpointer.returncode == ExitCode.DONE
+    assert pod.checkpointer.exitcode == ExitCode.DONE
     assert pod.result()["state_digest"] == digests[STEPS]
     committed = life.check_snapshots(digests)
     print(f"disturbed {life.disturbed}, committed {committed}, of these gradually {life.gradual()}")

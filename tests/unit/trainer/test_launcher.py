@@ -80,10 +80,10 @@ def post_cut(pod: Pod) -> int:
 
 
 def test_a_run_killed_signalled_and_restarted_ends_with_the_same_bytes(make_pod: MakePod) -> None:
-    data = {"format": "synthetic", "synthetic": {"samples": 40_000, "evalSamples": 500}}
+    data = {"format": "synthetic", "synthetic": {"samples": 25_000, "evalSamples": 500}}
     told = {Env.TOKEN_SHA256: token_digest(TOKEN)}
     undisturbed, pod = make_pod("whole", 2, data=data), make_pod("broken", 2, told, data=data)
-    steps = 10 * 62 + 5
+    steps = 391
     assert undisturbed.run() == ExitCode.DONE, undisturbed.log()
 
     pod.start()
@@ -95,7 +95,7 @@ def test_a_run_killed_signalled_and_restarted_ends_with_the_same_bytes(make_pod:
     pod.start()
     pod.wait_for_step(committed_step(pod) + 40)
     assert pod.launcher is not None
-    pod.launcher.send_signal(signal.SIGTERM)
+    pod.launcher.terminate()
     assert pod.wait() == ExitCode.TERMINATED
     assert said_last(pod) == (pod.lines()[-1]["step"], ExitCode.TERMINATED)
     assert committed_step(pod) == pod.lines()[-1]["step"] < steps
@@ -113,30 +113,30 @@ def test_a_run_killed_signalled_and_restarted_ends_with_the_same_bytes(make_pod:
     assert pod.result()["eval"] == undisturbed.result()["eval"]
     assert said_last(pod) == (steps, ExitCode.DONE)
     assert [line["step"] for line in pod.lines()] == list(range(1, steps + 1))
-    assert sample_ids(pod.folder / "ledger").tolist() == list(range(40_000))
+    assert sample_ids(pod.folder / "ledger").tolist() == list(range(25_000))
 
 
 def test_a_signal_ends_an_evaluation_which_the_next_start_makes_up_for(make_pod: MakePod) -> None:
     changes = {
         "data": {"format": "synthetic", "synthetic": {"samples": 4_000, "evalSamples": 12_000}},
-        "training": {"evalEverySteps": 20, "rowOptimizer": {"learningRate": 0.05}},
+        "training": {"evalEverySteps": 30, "rowOptimizer": {"learningRate": 0.05}},
         "checkpoint": {"intervalSteps": 1_000},
     }
     undisturbed, pod = make_pod("whole", 2, **changes), make_pod("broken", 2, **changes)
     assert undisturbed.run() == ExitCode.DONE, undisturbed.log()
 
-    for step in (20, STEPS):
+    for step in (30, STEPS):
         pod.start()
         wait_until(lambda: progress(pod).get("phase") == "Evaluating" and progress(pod)["step"] == step, 120)  # noqa: B023
         assert pod.launcher is not None
-        pod.launcher.send_signal(signal.SIGTERM)
+        pod.launcher.terminate()
         assert pod.wait() == ExitCode.TERMINATED, pod.log()
         assert committed_step(pod) == step
         assert step not in evaluations(pod)
 
     assert pod.run() == ExitCode.DONE, pod.log()
     assert evaluations(pod) == evaluations(undisturbed)
-    assert list(evaluations(pod)) == [20, 40, 60, STEPS]
+    assert list(evaluations(pod)) == [30, 60, STEPS]
     assert pod.result()["state_digest"] == undisturbed.result()["state_digest"]
 
 
@@ -153,19 +153,6 @@ def test_the_loss_does_not_depend_on_the_world_size(make_pod: MakePod) -> None:
         np.testing.assert_allclose(other[:100], losses[0][:100], rtol=1e-5)
         assert pod.result()["eval"]["ne"] == pytest.approx(pods[0].result()["eval"]["ne"], abs=1e-4)
         assert sample_ids(pod.folder / "ledger").tolist() == list(range(6_500))
-
-
-def test_a_restore_at_another_world_size_gives_the_same_digest(make_pod: MakePod) -> None:
-    first = make_pod("first", 2)
-    assert first.run() == ExitCode.DONE, first.log()
-    digest = first.result()["state_digest"]
-
-    document, job = job_document(first.folder, 1), small_job(first.folder, 1)
-    other = Pod(first.folder, document, plan_document(job))
-
-    assert other.run() == ExitCode.DONE, other.log()
-    assert other.result()["state_digest"] == digest
-    assert f"snapshot restored step={STEPS} " in other.log()
 
 
 def test_a_loss_that_is_not_finite_ends_the_job_and_names_the_table(make_pod: MakePod) -> None:
@@ -225,43 +212,19 @@ def test_without_a_checkpointer_training_continues_and_the_end_reports_it(make_p
     assert pod.log().count("cut handed over") == 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"data": {"synthetic": {"samples": 5_000, "evalSamples": 500}}}, "the data changed since the snapshot: data."),
-        (
-            {"model": {"topMlp": [12, 1]}},
-            "the model changed since the snapshot: model.dense.top.layers.0.bias was [16]",
-        ),
-    ],
-)
-def test_a_changed_job_is_refused_by_the_name_of_what_changed(
-    make_pod: MakePod, changes: dict[str, Any], named: str
-) -> None:
-    training = {"maxSteps": 12}
-    first = make_pod("job", training=training)
-    assert first.run() == ExitCode.DONE, first.log()
-    second = make_pod("job", training=training, **changes)
-
-    code = second.run()
-
-    assert code == ExitCode.BAD_DATA
-    assert named in second.termination().message
-    assert "Traceback" not in second.log()
-
-
 def test_stopped_ranks_do_not_wait_for_a_checkpointer_that_died(make_pod: MakePod) -> None:
     data = {"format": "synthetic", "synthetic": {"samples": 4_000_000, "evalSamples": 500}}
     pod = make_pod("deserted", 2, {Env.GRACE_S: "300"}, data=data)
+    pod.constants["dlrm_trainer.launcher.LOST_CHECKPOINTER_TIMEOUT_S"] = 2.0
     pod.start()
     pod.wait_for_step(25)
     assert pod.checkpointer is not None
     pod.checkpointer.kill()
-    pod.checkpointer.wait()
+    pod.checkpointer.join()
     wait_until(lambda: len(list((pod.folder / "handoff").glob("ready-*"))) == 2)  # nobody takes them
 
     assert pod.launcher is not None
-    pod.launcher.send_signal(signal.SIGTERM)
+    pod.launcher.terminate()
 
     assert pod.wait(60) == 128 + signal.SIGKILL
     assert "its checkpointer was gone" in pod.termination().message
@@ -276,12 +239,14 @@ def test_a_stopped_pod_waits_for_another_pods_part_of_the_final_cut(make_pod: Ma
     port = first.environment[Env.MASTER_PORT]
     environment = {Env.GRACE_S: "300", Env.REPLICA: "1", Env.MASTER_PORT: port}
     second = make_pod("pod-1", 2, environment, **changes)
+    first.constants["dlrm_trainer.checkpointing.handover.PEERS_TIMEOUT_S"] = 2.0
+    first.constants["dlrm_checkpointer.sidecar.PEERS_TIMEOUT_S"] = 2.0
     first.start()
     second.start(checkpointer=False)
     wait_until(lambda: (first.folder / "handoff" / f"uploaded-{STEPS}-1.json").exists())
     assert first.launcher is not None
 
-    first.launcher.send_signal(signal.SIGTERM)
+    first.launcher.terminate()
 
     assert first.wait(90) == ExitCode.TEMPORARY
     assert f"the final cut at step {STEPS} was not committed after" in first.termination().message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import urllib.request
 from pathlib import Path
 
@@ -43,7 +42,7 @@ def test_metrics_of_all_ranks_are_on_the_endpoint_and_in_both_reports(tmp_path: 
             if sample.name == "dlrm_trainer_table_accesses_total"
         }
         assert pod.launcher is not None
-        pod.launcher.send_signal(signal.SIGTERM)
+        pod.launcher.terminate()
         assert pod.wait() == ExitCode.TERMINATED, pod.log()
     finally:
         pod.close()

@@ -17,7 +17,7 @@ from dlrm_testing.trainer import slow_trainer  # noqa: F401  has its faults made
 from dlrm_trainer.checkpointing import handover
 from dlrm_trainer.embedding import CopyBeforeUpdate, copy_before_update
 
-CHUNK_S = 0.1
+CHUNK_S = 0.25
 copy_rows, copy, times = copy_before_update.copy_rows, CopyBeforeUpdate.copy, 0
 
 

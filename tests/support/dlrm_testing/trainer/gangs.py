@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import importlib
 import json
 import multiprocessing
 import os
-import signal
-import subprocess
+import runpy
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from dlrm_api.progress import TerminationMessage
 from dlrm_cluster.ports import LOOPBACK, free_port
 
 PRELOADED = [
-    "dlrm_trainer.learner",
-    "hypothesis.strategies",
+    *("dlrm_trainer.launcher", "dlrm_checkpointer.sidecar", "hypothesis.strategies"),
     *(f"dlrm_testing.trainer.{name}" for name in ("cutting", "reference", "sharded_runs", "shardings", "stacked")),
+    # imported by the first call of a compiled function
+    *("numba.np.arraymath", "numba.np.npyimpl", "numba.np.random.generator_methods", "numba.typed.typedlist"),
+    *("numba.typed.typeddict", "numba.typed.typedset", "numba.misc.cffiimpl", "numba.experimental.function_type"),
 ]
 """Nothing that looks for a GPU: processes forked after that could not use it."""
 
@@ -155,7 +158,10 @@ def _rank(
 
 
 class Pod:
-    """One launcher and, where wanted, its checkpointer: real processes over one folder."""
+    """One launcher and, where wanted, its checkpointer: real processes over one folder.
+
+    Their programs run as by ``python -m``, in processes forked where torch and numba are loaded: that takes seconds.
+    """
 
     def __init__(self, folder: Path, job: dict[str, Any], plan: dict[str, Any], **environment: str) -> None:
         self.folder, self.work = folder, folder / "work"
@@ -176,8 +182,11 @@ class Pod:
             **environment,
         }
         self.module = "dlrm_trainer"
-        self.launcher: subprocess.Popen[str] | None = None
-        self.checkpointer: subprocess.Popen[str] | None = None
+        self.constants: dict[str, float] = {}
+        """Values of modules' constants, in all processes of the pod: time-outs that are shorter in a test."""
+        self.launcher: ForkServerProcess | None = None
+        self.checkpointer: ForkServerProcess | None = None
+        atexit.register(self.close)  # before multiprocessing waits for its processes
 
     def start(self, *, checkpointer: bool = True) -> None:
         """Start both."""
@@ -190,21 +199,25 @@ class Pod:
         """Start the checkpointer alone: the one before it has ended."""
         self.checkpointer = self._open("dlrm_checkpointer", "checkpointer.log")
 
-    def _open(self, module: str, log: str, *arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", module, "--job", str(self.folder / "job.json"), *arguments]
+    def _open(self, module: str, log: str, *arguments: str) -> ForkServerProcess:
         own = {
             Env.TERMINATION_LOG: str(self.folder / log.replace(".log", "-termination.json"))
         }  # as each container has
         environment = {key: value for key, value in (os.environ | self.environment | own).items() if value}
-        with (self.folder / log).open("w") as file:
-            return subprocess.Popen(command, env=environment, stderr=file, stdout=file, text=True)
+        argv = [module, "--job", str(self.folder / "job.json"), *arguments]
+        (self.folder / log).write_text("")
+        process = gang_context().Process(
+            target=_run_module, args=(argv, environment, self.constants, self.folder / log)
+        )
+        process.start()
+        return process
 
     def wait(self, timeout_s: float = 300.0) -> int:
         """Wait for the launcher and the checkpointer; the launcher's exit code."""
         assert self.launcher is not None
-        code = self.launcher.wait(timeout_s)
+        code = exit_code(self.launcher, timeout_s)
         if self.checkpointer is not None:
-            self.checkpointer.wait(180.0)
+            exit_code(self.checkpointer, 180.0)
         return code
 
     def run(self, *, checkpointer: bool = True) -> int:
@@ -217,7 +230,7 @@ class Pod:
         deadline = time.monotonic() + timeout_s
         while not any(line["step"] >= step for line in self.lines()):
             assert time.monotonic() < deadline, self.log()
-            assert self.launcher is None or self.launcher.poll() is None, self.log()
+            assert self.launcher is None or self.launcher.is_alive(), self.log()
             time.sleep(0.01)
 
     def lines(self) -> list[dict[str, Any]]:
@@ -251,9 +264,30 @@ class Pod:
     def close(self) -> None:
         """Kill what still runs."""
         for process in (self.launcher, self.checkpointer):
-            if process is not None and process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
+            if process is not None:
+                process.kill()
+                process.join()
+
+
+def _run_module(argv: list[str], environment: Mapping[str, str], constants: Mapping[str, float], log: Path) -> None:
+    """Run a module as a program with its own environment and log."""
+    os.environ.clear()
+    os.environ.update(environment)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    for name, value in constants.items():
+        module, constant = name.rsplit(".", 1)
+        setattr(importlib.import_module(module), constant, value)
+    sys.argv = argv
+    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+
+
+def exit_code(process: ForkServerProcess, timeout_s: float) -> int:
+    """Wait for a process; its exit code."""
+    process.join(timeout_s)
+    assert process.exitcode is not None, f"still running after {timeout_s:.0f} s"
+    return process.exitcode
 
 
 def alive(pid: int) -> bool:

@@ -38,8 +38,11 @@ def start_peers(world_size: int, timeout_s: float, hangs: int | None) -> list[tu
 def _peer(rank: int, world_size: int, port: int, timeout_s: float, hangs: bool, words: Connection) -> None:
     import torch
 
+    from dlrm_trainer.distributed import failures
     from dlrm_trainer.distributed.rendezvous import RankGroup
 
+    if hangs:
+        failures.EXIT_TIMEOUT_S = 1.0
     torch.set_num_threads(1)
     gang = RankGroup(rank, world_size, LOOPBACK, port, LOOPBACK)
     gang.meet(60.0, timeout_s, lambda: None)

@@ -20,7 +20,7 @@ from dlrm_testing.trainer.gangs import Pod, job_document, plan_document, small_j
 
 SUPPORT = Path(__file__).parents[3] / "support"
 
-SLOW, STEPS, DELAY_S = 1, 40, 0.15
+SLOW, STEPS, DELAY_S = 1, 40, 0.1
 
 
 def stage_seconds(pod: Pod) -> dict[tuple[str, ...], float]:
