@@ -85,49 +85,6 @@ def test_a_failed_pod_ends_its_gang_and_the_next_starts_after_it(
     assert {"AttemptFailed", "Restarting"} <= set(job.events())
 
 
-def test_a_deleted_job_leaves_nothing_and_nothing_is_stuck(
-    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess, account: Identity
-) -> None:
-    job = JobDriver(api_types.api, namespace, job_document("demo"))
-    trains(kubelet, job, 1)
-    meta = job.get()["metadata"]
-
-    job.delete()
-    eventually(lambda: not api_types.api.found(job.path))
-    eventually(lambda: job.children() == [], state=lambda: str(job.children()))
-
-    assert "finalizers" not in meta
-    assert "annotations" not in meta
-    assert kubelet.doubled == []
-    assert writes_to_jobs(account) == {("update", "status")}
-
-
-def writes_to_jobs(account: Identity) -> set[tuple[str, str]]:
-    """Verb and subresource of every write of the operator to a job."""
-    calls = [(call["verb"], call["objectRef"]) for call in account.calls()]
-    return {
-        (verb, about.get("subresource", ""))
-        for verb, about in calls
-        if about["resource"] == "dlrmjobs" and verb not in ("get", "list", "watch")
-    }
-
-
-def test_a_job_deleted_while_the_operator_is_away_is_gone_all_the_same(
-    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
-) -> None:
-    job = JobDriver(api_types.api, namespace, job_document("demo"))
-    trains(kubelet, job, 1)
-    operator.kill()
-
-    job.delete()
-    eventually(lambda: not api_types.api.found(job.path))
-    eventually(lambda: job.children() == [], state=lambda: str(job.children()))
-    operator.start()
-    again = JobDriver(api_types.api, namespace, job_document("demo"))
-
-    assert trains(kubelet, again, 1)  # the same names serve the next job
-
-
 def test_a_user_error_fails_at_once_and_names_the_field(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
@@ -337,3 +294,49 @@ def test_without_a_namespace_every_namespace_is_served(
         job = JobDriver(api_types.api, namespace, job_document("demo", replicas=1))
 
         trains(kubelet, job, 1, size=1)
+
+
+# Last: the garbage collector looks for new kinds every 30 s only.
+
+
+def test_a_deleted_job_leaves_nothing_and_nothing_is_stuck(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess, account: Identity
+) -> None:
+    job = JobDriver(api_types.api, namespace, job_document("demo"))
+    trains(kubelet, job, 1)
+    meta = job.get()["metadata"]
+
+    job.delete()
+    eventually(lambda: not api_types.api.found(job.path))
+    eventually(lambda: job.children() == [], state=lambda: str(job.children()))
+
+    assert "finalizers" not in meta
+    assert "annotations" not in meta
+    assert kubelet.doubled == []
+    assert writes_to_jobs(account) == {("update", "status")}
+
+
+def writes_to_jobs(account: Identity) -> set[tuple[str, str]]:
+    """Verb and subresource of every write of the operator to a job."""
+    calls = [(call["verb"], call["objectRef"]) for call in account.calls()]
+    return {
+        (verb, about.get("subresource", ""))
+        for verb, about in calls
+        if about["resource"] == "dlrmjobs" and verb not in ("get", "list", "watch")
+    }
+
+
+def test_a_job_deleted_while_the_operator_is_away_is_gone_all_the_same(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    job = JobDriver(api_types.api, namespace, job_document("demo"))
+    trains(kubelet, job, 1)
+    operator.kill()
+
+    job.delete()
+    eventually(lambda: not api_types.api.found(job.path))
+    eventually(lambda: job.children() == [], state=lambda: str(job.children()))
+    operator.start()
+    again = JobDriver(api_types.api, namespace, job_document("demo"))
+
+    assert trains(kubelet, again, 1)  # the same names serve the next job
