@@ -118,15 +118,15 @@ class CutRows:
         return 8 + 4 * (self.shard.width + self.state_values)
 
 
-def copy_rows(source: CutRowSource, start: int, lay: Callable[[CutRows], ShardRows | None]) -> int:
-    """Copy rows from ``start`` on into memory that ``lay`` takes; return how many it had space for."""
+def copy_rows(source: CutRowSource, start: int, allocate: Callable[[CutRows], ShardRows | None]) -> int:
+    """Copy rows from ``start`` on into allocated memory; return how many it had space for."""
     count = len(source.row_ids) - start
-    laid = lay(CutRows(shard=source.shard, count=count, state_values=source.state_values))
-    if laid is None:
+    target = allocate(CutRows(shard=source.shard, count=count, state_values=source.state_values))
+    if target is None:
         return 0
-    end = start + len(laid.row_ids)
-    laid.row_ids[:] = source.row_ids[start:end]
-    source.copy(start, end, laid.rows, laid.state)
+    end = start + len(target.row_ids)
+    target.row_ids[:] = source.row_ids[start:end]
+    source.copy(start, end, target.rows, target.state)
     return end - start
 
 

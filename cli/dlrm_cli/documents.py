@@ -138,7 +138,7 @@ _Loader.add_constructor("!exponent", _Loader.construct_exponent)
 
 
 def parse_value(text: str) -> Any:
-    """Decode one YAML value; raises YAMLError if it is none."""
+    """Decode a YAML value; raise YAMLError or ValueError if the text is not valid YAML."""
     return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
 
 
@@ -185,6 +185,9 @@ def _read_file(path: Path) -> list[Document]:
         where = f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
         problem = (getattr(error, "problem", None) or str(error).splitlines()[0]) + (f" ({context})" if context else "")
         raise BadDataError(f"{source}{where}: invalid YAML: {problem}") from error
+    except ValueError as error:
+        # For example an integer of 5,000 digits.
+        raise BadDataError(f"{source}: invalid value: {error}; quote it if it is text") from error
     documents: list[Document] = []
     for number, body in enumerate(bodies, start=1):
         if body is not None:
@@ -329,7 +332,7 @@ def with_overrides(body: dict[str, Any], settings: Sequence[str]) -> dict[str, A
             raise UsageError(f"invalid --set {setting}: expected spec.path=value")
         try:
             value = parse_value(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:
             raise UsageError(f"invalid --set {setting}: expected a YAML value, got {text!r}; quote it") from error
         _set(changed, path, value)
     return changed

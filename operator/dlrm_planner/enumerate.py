@@ -266,7 +266,7 @@ class OptionBuilder:
 
     def is_too_large(self, i: int) -> bool:
         """Return whether not even an empty node holds a table whole."""
-        return self.capacity.held[i] > self.capacity.most_free
+        return self.capacity.held[i] > self.capacity.max_free
 
     def for_memory(self, i: int) -> ShardOption | None:
         """Split a table that is too large for a node: by columns if that is enough, else by rows."""

@@ -239,7 +239,7 @@ class Capacity:
         return tuple(sorted(set(range(len(self.held))) - set(self.replicated)))
 
     @cached_property
-    def most_free(self) -> int:
+    def max_free(self) -> int:
         """Return what the largest node, or rank, gives to shards."""
         return max(self.free)
 

@@ -151,6 +151,8 @@ def test_an_object_without_its_api_version_is_refused(tmp_path: Path) -> None:
         ("- kind: DLRMJob\n", "document 1"),
         ("# nothing\n", "DLRMJob"),
         ('{"kind": "DLRMJob", "kind": "Pod"}', "duplicate key kind"),
+        (f"kind: DLRMJob\nseed: {'1' * 5_000}\n", "invalid value"),
+        (f'{{"kind": "DLRMJob", "seed": {"1" * 5_000}}}', "invalid value"),
     ],
 )
 def test_an_invalid_manifest_is_refused_with_path_and_reason(tmp_path: Path, text: str, words: str) -> None:
