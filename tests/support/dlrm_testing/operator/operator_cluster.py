@@ -1,10 +1,9 @@
 """Jobs and operator processes on a real control plane."""
 
-import multiprocessing
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,14 @@ from dlrm_api.plan import Plan, plan_to_parts, plan_without_tables
 from dlrm_cluster.api import Api, ApiError
 from dlrm_cluster.ports import free_port
 from dlrm_operator.reconcile.state import Planning
+from dlrm_testing.programs import fork_context, run_module
 from dlrm_testing.waiting import wait_until
 
 Object = dict[str, Any]
 JOBS = "/apis/dlrm.dev/v1alpha1/namespaces/{}/dlrmjobs"
 GRACE_S = 30
 """Grace period of the operator's pod (s), the chart's default."""
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([__name__, "dlrm_operator.__main__"])
-"""Operators are forked from a process that has imported theirs once: that takes as long as a short test."""
+PRELOADED = ("dlrm_operator.controller.handlers", "dlrm_operator.settings", "dlrm_testing.programs")
 
 
 def job_document(name: str, replicas: int = 2, **spec: Any) -> Object:
@@ -102,22 +100,6 @@ class JobDriver:
         return [item["reason"] for item in items if item["involvedObject"]["name"] == self.name]
 
 
-def run_operator(argv: Sequence[str], env: dict[str, str], log: Path) -> None:
-    """Do in this process what ``python -m dlrm_operator`` does, with its output in ``log``."""
-    with log.open("ab") as output:
-        for number in (1, 2):
-            os.dup2(output.fileno(), number)
-    os.environ.clear()
-    os.environ.update(env)
-    from kubernetes.config import kube_config
-
-    from dlrm_operator.__main__ import main
-
-    # The library read the variable when it was imported.
-    kube_config.KUBE_CONFIG_DEFAULT_LOCATION = env["KUBECONFIG"]
-    main(argv)
-
-
 class OperatorProcess:
     """Run the operator for one namespace, or all."""
 
@@ -142,7 +124,10 @@ class OperatorProcess:
 
     def start(self) -> None:
         self._log.touch()  # a test may read it before the operator writes
-        self._process = FORKS.Process(target=run_operator, args=(self._flags, self._env, self._log))
+        # The library read the environment when it was imported.
+        constants = {"kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION": self._env["KUBECONFIG"]}
+        arguments = ["dlrm_operator", *self._flags], self._env, constants, self._log
+        self._process = fork_context(PRELOADED).Process(target=run_module, args=arguments)
         self._process.start()
 
     def kill(self) -> None:

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import json
-import multiprocessing
 import os
-import runpy
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import forkserver
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Env
 from dlrm_api.plan import Plan, parse_plan
 from dlrm_api.progress import TerminationMessage
 from dlrm_cluster.ports import LOOPBACK, free_port
+from dlrm_testing.programs import fork_context, run_module
 
 PRELOADED = [
     *("dlrm_trainer.launcher", "dlrm_checkpointer.sidecar", "hypothesis.strategies"),
@@ -94,13 +88,7 @@ def hand_plan(job: DLRMJob, owners: Sequence[int | None] | None = None) -> Plan:
 
 def gang_context() -> ForkServerContext:
     """Return the context of processes that have loaded all that tests of gangs need, once for all gangs."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with pytest.MonkeyPatch.context() as patch:
-        # Python below 3.11.9 doesn't hand sys.path to the server, which then silently preloads nothing of the tests.
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        forkserver.ensure_running()
-    return context
+    return fork_context(PRELOADED)
 
 
 def run_ranks(
@@ -206,9 +194,7 @@ class Pod:
         environment = {key: value for key, value in (os.environ | self.environment | own).items() if value}
         argv = [module, "--job", str(self.folder / "job.json"), *arguments]
         (self.folder / log).write_text("")
-        process = gang_context().Process(
-            target=_run_module, args=(argv, environment, self.constants, self.folder / log)
-        )
+        process = gang_context().Process(target=run_module, args=(argv, environment, self.constants, self.folder / log))
         process.start()
         return process
 
@@ -267,20 +253,6 @@ class Pod:
             if process is not None:
                 process.kill()
                 process.join()
-
-
-def _run_module(argv: list[str], environment: Mapping[str, str], constants: Mapping[str, float], log: Path) -> None:
-    """Run a module as a program with its own environment and log."""
-    os.environ.clear()
-    os.environ.update(environment)
-    with log.open("ab") as file:
-        os.dup2(file.fileno(), sys.stdout.fileno())
-        os.dup2(file.fileno(), sys.stderr.fileno())
-    for name, value in constants.items():
-        module, constant = name.rsplit(".", 1)
-        setattr(importlib.import_module(module), constant, value)
-    sys.argv = argv
-    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
 
 
 def exit_code(process: ForkServerProcess, timeout_s: float) -> int:
