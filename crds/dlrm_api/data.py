@@ -87,6 +87,11 @@ class DataSpec(ApiModel):
     train: SplitSpec = Field(SplitSpec(), description="Files to train on.")
     eval: SplitSpec = Field(SplitSpec(), description="Files to evaluate on.")
     synthetic: SyntheticSpec = Field(SyntheticSpec(), description="Properties of synthetic data.")
+    new_files: Literal["ignore", "refuse"] = Field(
+        "ignore",
+        description="Files that appear after the first snapshot. ignore: the snapshot's files remain the data set; "
+        "refuse: the job fails and names them.",
+    )
     columns: ColumnsSpec = Field(ColumnsSpec(), description="Column mapping, for Parquet.")
     dense: DenseInputSpec = Field(DenseInputSpec(), description="Transform of dense values.")
     lenient: bool = Field(False, description="criteo-tsv: accept lines that lack trailing empty fields.")

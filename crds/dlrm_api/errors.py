@@ -34,6 +34,11 @@ class DLRMError(Exception):
 
     exit_code: ExitCode = ExitCode.INTERNAL
 
+    @property
+    def lines(self) -> list[str]:
+        """Return one message for each fault that it reports."""
+        return [str(self)]
+
 
 class UsageError(DLRMError):
     """Report an invalid command line."""
@@ -90,14 +95,24 @@ class NoPermissionError(DLRMError):
 class InvalidSpecError(DLRMError):
     """Report a spec that can never work. Only the user can fix it; the job is not retried.
 
-    ``path`` is the field as kubectl shows it, for example ``spec.model.tables[2].dim``.
+    ``path`` is the field as kubectl shows it, for example ``spec.model.tables[2].dim``. ``others`` are more invalid
+    fields of the same document, with the problem of each.
     """
 
     exit_code = ExitCode.BAD_CONFIG
 
-    def __init__(self, path: str, problem: str) -> None:
-        super().__init__(f"{path}: {problem}")
-        self.path, self.problem = path, problem
+    def __init__(self, path: str, problem: str, others: Sequence[tuple[str, str]] = ()) -> None:
+        self.path, self.problem, self.others = path, problem, tuple(others)
+        super().__init__("; ".join(self.lines))
+
+    @property
+    def lines(self) -> list[str]:
+        """Return the message of each invalid field."""
+        return [f"{path}: {problem}" for path, problem in [(self.path, self.problem), *self.others]]
+
+    def located(self, where: str) -> InvalidSpecError:
+        """Return the same error with ``where`` in front of every path."""
+        return InvalidSpecError(f"{where}: {self.path}", self.problem, [(f"{where}: {p}", x) for p, x in self.others])
 
 
 class InfeasiblePlanError(InvalidSpecError):
@@ -109,31 +124,35 @@ class InfeasiblePlanError(InvalidSpecError):
 
 
 SHOWN_CHARACTERS = 256  # of an invalid value
+MAX_FINDINGS = 20
+"""Invalid fields that one error names; the others are counted."""
 UNKNOWN = "extra_forbidden"
 """pydantic's error type for an unknown field."""
 RULE_PREFIX = "Value error, "
 """Prefix that pydantic, and through it typer, puts before the message of a rule."""
+PYDANTIC_WORDS = ("Input should ", "String should ", "Decimal input should ")
+"""Beginnings of messages that are pydantic's own."""
 
 
 def invalid_spec(
     error: ValidationError, root: str = "", model: type[BaseModel] | None = None, *, stopped: bool = False
 ) -> InvalidSpecError:
-    """Name the first invalid field below ``root`` as kubectl shows it, and count the others.
+    """Name each invalid field below ``root`` as kubectl shows it, with the value given.
 
     Unknown fields come first: an unknown field is often a misspelled required one. With ``model``, the type of the
     document, the message suggests the known field with the most similar name. ``stopped``: reading stopped at the first
     invalid item of a list, so there may be more.
     """
     problems = error.errors(include_url=False, include_input=True)
-    first = next((problem for problem in problems if problem["type"] == UNKNOWN), problems[0])
-    message = _message(first)
-    if model and first["type"] == UNKNOWN and (near := nearest_field(model, first["loc"])):
-        message = f"unknown field: do you mean {near}?"
+    problems.sort(key=lambda problem: problem["type"] != UNKNOWN)
+    found = [(field_path(each["loc"], root) or "document", _message(each, model)) for each in problems[:MAX_FINDINGS]]
+    note = ""
     if stopped:
-        message += " (there may be more: the document is too large to count them)"
-    elif len(problems) > 1:
-        message += f" (and {len(problems) - 1} more)"
-    return InvalidSpecError(field_path(first["loc"], root) or "document", message)
+        note = " (there may be more: the document is too large to count them)"
+    elif len(problems) > MAX_FINDINGS:
+        note = f" (and {len(problems) - MAX_FINDINGS} more)"
+    found[-1] = (found[-1][0], found[-1][1] + note)
+    return InvalidSpecError(*found[0], found[1:])
 
 
 def first_problem(error: ValidationError) -> str:
@@ -149,12 +168,13 @@ def field_path(steps: Sequence[int | str], root: str = "") -> str:
     return path
 
 
-def _message(problem: ErrorDetails) -> str:
+def _message(problem: ErrorDetails, model: type[BaseModel] | None = None) -> str:
     # pydantic's own messages speak of Python types or leave out the value.
     context = problem.get("ctx", {})
     match problem["type"]:
         case "extra_forbidden":
-            return "unknown field: check its spelling and its place"
+            near = nearest_field(model, problem["loc"]) if model else None
+            return f"unknown field: do you mean {near}?" if near else "unknown field: check its spelling and its place"
         case "missing":
             return "this field is required"
         case "too_short":
@@ -163,7 +183,19 @@ def _message(problem: ErrorDetails) -> str:
             return f"expected at most {context['max_length']} items"
         case "string_pattern_mismatch":
             return f"{problem['input'][:SHOWN_CHARACTERS]!r} does not match {context['pattern']}"
-    return problem["msg"].removeprefix(RULE_PREFIX)
+    text = problem["msg"].removeprefix(RULE_PREFIX)
+    if not text.startswith(PYDANTIC_WORDS):
+        return text
+    # Some messages of pydantic end in what kind of value was given.
+    expected = text.partition(", got ")[0].replace("Input should be", "must be").replace("dictionary", "mapping")
+    return f"{expected}, got {_shown(problem['input'])}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 def plain(annotation: Any) -> Any:

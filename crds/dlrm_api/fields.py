@@ -12,15 +12,18 @@ from pydantic import BeforeValidator, Field, PlainSerializer, ValidationInfo, Wi
 from dlrm_api.base import ApiModel, Rule
 
 INT_OR_STRING: dict[str, Any] = {"x-kubernetes-int-or-string": True, "anyOf": [{"type": "integer"}, {"type": "string"}]}
-BYTES_PATTERN = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
-RESOURCE_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
+_NUMBER, _EXPONENT = r"([0-9]+(\.[0-9]*)?|\.[0-9]+)", "[eE][+-]?[0-9]{1,2}"
+BYTES_PATTERN = rf"^{_NUMBER}([KMGTPE]i|[kMGTPE]|{_EXPONENT})?$"
+RESOURCE_PATTERN = rf"^{_NUMBER}([KMGTPE]i|[numkMGTPE]|{_EXPONENT})?$"
+"""What Kubernetes takes for a quantity, unsigned."""
 DURATION_PATTERN = r"^([0-9]+d)?([0-9]+h)?([0-9]+m)?([0-9]+s)?$"
 MAX_BYTES = 2**60
 
-_FACTORS: dict[str | None, int] = {
-    None: 1,
-    **{suffix: 1024**power for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi"), start=1)},
-    **{suffix: 1000**power for power, suffix in enumerate(("k", "M", "G", "T", "P"), start=1)},
+_FACTORS = {
+    "": Decimal(1),
+    **{f"{prefix}i": Decimal(1024) ** power for power, prefix in enumerate("KMGTPE", start=1)},
+    **{prefix: Decimal(1000) ** power for power, prefix in enumerate("kMGTPE", start=1)},
+    **{prefix: Decimal(1000) ** -power for power, prefix in enumerate("mun", start=1)},
 }
 _SECONDS = (86_400, 3_600, 60, 1)
 
@@ -33,17 +36,25 @@ def parse_bytes(value: Any) -> Any:
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if not isinstance(value, str) or (match := re.fullmatch(BYTES_PATTERN, value)) is None:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, str) or re.fullmatch(BYTES_PATTERN, value) is None:
         raise ValueError(f"expected bytes such as 16Gi, 500M or an integer, got {value!r}")
-    return round(quantity_value(match[0]))
+    return round(quantity_value(value))
 
 
 def quantity_value(text: str) -> Decimal:
-    """Return the value of a resource quantity such as ``500m`` or ``16Gi``, in the resource's own unit."""
-    if text.endswith("m"):
-        return Decimal(text[:-1]) / 1_000
-    suffix = text.lstrip("0123456789.")
-    return Decimal(text.removesuffix(suffix)) * _FACTORS[suffix or None]
+    """Return the value of a resource quantity such as ``500m``, ``16Gi`` or ``1e3``, in the resource's own unit."""
+    match = re.fullmatch(rf"({_NUMBER}(?:{_EXPONENT})?)(.*)", text)
+    assert match, f"{text} is no quantity"
+    return Decimal(match[1]) * _FACTORS[match[4]]
+
+
+def quantity_text(value: Any) -> Any:
+    """Write a number as a quantity, as a pod's fields take it; anything else is returned as it is."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value) if type(value) in (int, float) else value
 
 
 def parse_duration(value: Any, info: ValidationInfo) -> Any:
@@ -72,7 +83,7 @@ Bytes = Annotated[
 """A number of bytes as an integer; YAML may say ``16Gi``."""
 ResourceQuantity = Annotated[
     str,
-    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    BeforeValidator(quantity_text),
     Field(min_length=1, max_length=32, pattern=RESOURCE_PATTERN),
     WithJsonSchema({**INT_OR_STRING, **_TEXT, "minimum": 0, "pattern": RESOURCE_PATTERN}),
 ]
@@ -132,6 +143,11 @@ class S3Spec(ApiModel):
     )
     region: str | None = Field(None, min_length=1, max_length=64, description="S3 region.")
     ca_file: LocalPath | None = Field(None, description="PEM file of the CA that signed the endpoint's certificate.")
+    addressing_style: Literal["auto", "path", "virtual"] = Field(
+        "auto",
+        description="path: https://endpoint/bucket; virtual: https://bucket.endpoint; auto: path if endpoint is set.",
+    )
+    requester_pays: bool = Field(False, description="Pay for requests and transfer of a requester-pays bucket.")
 
 
 class SnapshotS3Spec(S3Spec):

@@ -22,6 +22,12 @@ from dlrm_api.training import TrainingSpec
 JOB_NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 JOB_NAME_LENGTH = 40
 
+_NOT_OF_THE_MODEL = {
+    "data": ("train", "eval", "newFiles", "prefetchBytes", "credentialsSecret", "s3"),
+    "training": ("evalEverySteps",),
+}
+"""Fields that change no trained value. Data is compared by its content."""
+
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
 CRITEO_SPARSE = tuple(f"C{i}" for i in range(1, 27))
 
@@ -113,6 +119,14 @@ class DLRMJobSpec(ApiModel):
     def with_replicas(self, replicas: int) -> DLRMJobSpec:
         """Return a copy with a fixed number of trainer pods."""
         return self.model_copy(update={"trainer": self.trainer.model_copy(update={"replicas": replicas})})
+
+    def settings(self) -> dict[str, Any]:
+        """Return what decides how a model is trained; where its data lies and how it is read does not."""
+        document = self.model_dump(mode="json", include={"model", "data", "training"})
+        for section, fields in _NOT_OF_THE_MODEL.items():
+            for field in fields:
+                del document[section][field]
+        return document
 
     @property
     def expected_restores(self) -> int:

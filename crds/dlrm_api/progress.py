@@ -13,6 +13,8 @@ from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
 
 MAX_UNIX_SECONDS = 253_402_300_799
 """The last second of the year 9999, where timestamps end."""
+MAX_NOTES, MAX_NOTE_CHARACTERS = 16, 1_000
+"""Of one attempt; a note becomes the message of an Event, which has at most 1,024 characters."""
 UnixSeconds = Annotated[float, Field(ge=0, le=MAX_UNIX_SECONDS)]
 
 
@@ -53,6 +55,9 @@ class EvalMetrics(PodReport):
     calibration: Figure | None = Field(
         None, description="Mean prediction divided by the base rate. None without positives."
     )
+    note: str | None = Field(
+        None, max_length=MAX_NOTE_CHARACTERS, description="Why the figures say less than they seem to."
+    )
 
 
 class SlowestRank(PodReport):
@@ -85,6 +90,12 @@ class Progress(PodReport):
     last_cut_step: Count | None = Field(None, description="Step of the newest cut that was handed to the checkpointer.")
     evaluated_batches: Count = Field(0, description="Batches evaluated in the current or last evaluation.")
     evaluation: EvalMetrics | None = Field(None, description="Last evaluation.")
+    waiting: str | None = Field(
+        None, max_length=MAX_NOTE_CHARACTERS, description="For whom the pod's first rank waits, and why."
+    )
+    notes: tuple[Annotated[str, Field(max_length=MAX_NOTE_CHARACTERS)], ...] = Field(
+        (), max_length=MAX_NOTES, description="What a user should know about this attempt's data and start."
+    )
     time: UnixSeconds = Field(0, description="End of the last step (Unix seconds).")
 
 

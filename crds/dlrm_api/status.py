@@ -9,6 +9,7 @@ from pydantic import Field
 
 from dlrm_api.base import ApiModel
 from dlrm_api.fields import MAX_EXACT, Count, Figure, Rate, Seconds, Share
+from dlrm_api.progress import MAX_NOTE_CHARACTERS, MAX_NOTES
 
 Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
 
@@ -86,6 +87,9 @@ class ProgressStatus(ApiModel):
     samples_per_second: Rate | None = Field(None, description="Throughput (samples/s).")
     eta: Time | None = Field(None, description="Expected end of training.")
     straggler: StragglerStatus | None = Field(None, description="Rank that slows down the others.")
+    notes: tuple[Annotated[str, Field(max_length=MAX_NOTE_CHARACTERS)], ...] = Field(
+        (), max_length=MAX_NOTES, description="What a user should know about the attempt's data and start."
+    )
     time: Time | None = Field(None, description="Time of this report.")
 
 

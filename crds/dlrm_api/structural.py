@@ -55,6 +55,7 @@ def structural(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Sch
     _mixed_enum(result)
     _not_built(result, flat, definitions)
     _small_default(result)
+    _named_default(result)
     return result
 
 
@@ -125,6 +126,16 @@ def _small_default(schema: Schema) -> None:
         del schema["default"]
     else:
         schema["default"] = default
+
+
+def _named_default(schema: Schema) -> None:
+    # kubectl explain shows descriptions and no defaults.
+    default, words = schema.get("default"), schema.get("description", "")
+    if len(schema.get("enum", ())) == 1 or "default" in words.lower():
+        return
+    if isinstance(default, str | int | float) and words:
+        shown = str(default).lower() if isinstance(default, bool) else default
+        schema["description"] = f"{words} Default: {shown}."
 
 
 def _without_inner_defaults(value: Any, schema: Mapping[str, Any]) -> Any:

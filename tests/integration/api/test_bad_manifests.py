@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from dlrm_api.errors import InvalidSpecError
+from dlrm_api.fields import BYTES_PATTERN
 from dlrm_api.hardware import parse_profile
 from dlrm_api.job import parse_job
 from dlrm_api.pod_template import REQUIRED
 
 GONE = object()
 PARSERS = {"DLRMJob": parse_job, "HardwareProfile": parse_profile}
-BYTES = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ BAD = {
     "bytes with an unknown unit": job(
         {"spec.checkpoint.handoffBudget": "16GiB"},
         "spec.checkpoint.handoffBudget",
-        f"spec.checkpoint.handoffBudget in body should match '{BYTES}'",
+        f"spec.checkpoint.handoffBudget in body should match '{BYTES_PATTERN}'",
     ),
     "negative bytes": job(
         {"spec.trainer.tierBudgets.ddr": -1},
@@ -437,7 +437,9 @@ BAD = {
         {"spec.tiers": {"block": {"bytes": 1}}}, "spec.tiers.ddr", "spec.tiers.ddr: Required value"
     ),
     "profile's bytes in words": profile(
-        {"spec.tiers.ddr.bytes": "lots"}, "spec.tiers.ddr.bytes", f"spec.tiers.ddr.bytes in body should match '{BYTES}'"
+        {"spec.tiers.ddr.bytes": "lots"},
+        "spec.tiers.ddr.bytes",
+        f"spec.tiers.ddr.bytes in body should match '{BYTES_PATTERN}'",
     ),
     "tier with two mounts": profile(
         {"spec.tiers.scm": {"bytes": "1Ti", "hostPath": "/mnt/scm", "storageClass": "local"}}, "spec.tiers.scm"

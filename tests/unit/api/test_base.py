@@ -137,13 +137,27 @@ def test_a_model_cannot_be_changed(good: dict[str, Any]) -> None:
         job.spec.data.epochs = 5  # type: ignore[misc]
 
 
-def test_every_problem_is_counted(good: dict[str, Any]) -> None:
+def test_every_problem_is_named_with_its_value(good: dict[str, Any]) -> None:
     good["DLRMJob"]["spec"]["data"] |= {"epochs": 0, "virtualShards": 0}
 
     with pytest.raises(InvalidSpecError) as refused:
         parse_job(good["DLRMJob"])
 
-    assert str(refused.value) == "spec.data.epochs: Input should be greater than or equal to 1 (and 1 more)"
+    assert refused.value.lines == [
+        "spec.data.epochs: must be greater than or equal to 1, got 0",
+        "spec.data.virtualShards: must be greater than or equal to 1, got 0",
+    ]
+
+
+def test_of_very_many_problems_some_are_named_and_the_others_counted(good: dict[str, Any]) -> None:
+    tables = [{**good["DLRMJob"]["spec"]["model"]["tables"][0], "name": f"t{i}", "rows": 0} for i in range(50)]
+    good["DLRMJob"]["spec"]["model"]["tables"] = tables
+
+    with pytest.raises(InvalidSpecError) as refused:
+        parse_job(good["DLRMJob"])
+
+    assert len(refused.value.lines) == 20
+    assert refused.value.lines[-1].endswith("(and 30 more)")
 
 
 def test_groups_are_written_out_in_order(good: dict[str, Any]) -> None:
@@ -176,7 +190,7 @@ def test_stored_job_with_an_invalid_and_unknown_fields_is_refused(good: dict[str
     with pytest.raises(InvalidSpecError) as refused:
         read_stored(DLRMJob, good["DLRMJob"])
 
-    assert str(refused.value) == "spec.data.epochs: Input should be greater than or equal to 1"
+    assert str(refused.value) == "spec.data.epochs: must be greater than or equal to 1, got 0"
 
 
 def test_unknown_field_of_a_manifest_is_refused_in_spec_and_status(good: dict[str, Any]) -> None:

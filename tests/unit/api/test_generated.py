@@ -129,7 +129,7 @@ def test_a_nested_model_is_written_out_with_the_field_s_own_words() -> None:
         "minimum": 1,
         "maximum": 9,
         "default": 1,
-        "description": "Size.",
+        "description": "Size. Default: 1.",
     }
     assert "additionalProperties" not in inner
 
