@@ -31,7 +31,7 @@ from benchmarks.samples import DENSE, IDS, write_samples
 from dlrm_api.job import DLRMJobSpec, parse_job
 from dlrm_api.model import TableSpec
 from dlrm_api.names import Env
-from dlrm_stores.locations import LocalFile
+from dlrm_stores.data_files import LocalFile
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.data.batch_builder import hashing_of
 from dlrm_trainer.data.files import LOCAL_THREADS

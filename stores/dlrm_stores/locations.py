@@ -1,32 +1,71 @@
-"""Turn URIs, directories and patterns of training data into a sorted list of files and objects.
+"""Find the files and objects that URIs, directories and patterns of training data stand for, and note what they don't.
 
-Files are read at any offset and objects by ranges, and only while they are unchanged since they were found.
+Each file is read once, however many names it has. The data of table formats is refused: only their metadata says which
+files and rows count.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import io
 import os
 import re
 import stat
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePath, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO, cast
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_random_exponential
+from tenacity import retry, stop_after_delay
 
-from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError, StoreUnavailableError
+from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError
 from dlrm_api.fields import S3Spec, file_path, is_s3
 from dlrm_api.names import Env
 from dlrm_stores.base import FieldNames, ObjectInfo, StoreOptions
+from dlrm_stores.data_files import BACKOFF, RETRIED, SAID, DataFile, LocalFile, S3Object
+
+if TYPE_CHECKING:
+    from dlrm_stores.s3 import S3Store
 
 ANY_DEPTH = "**"
+FIELDS = FieldNames(
+    uri="data.train.uris and data.eval.uris",
+    service="spec.data.s3",
+    credentials=(
+        f"spec.data.credentialsSecret in a cluster, elsewhere {Env.DATA_CREDENTIALS_DIR} to a folder with accessKeyId "
+        "and secretAccessKey"
+    ),
+)
+LIST_RETRY_DEADLINE_S = 60.0
+MAX_PROBED = 1_000
+"""Keys of a directory above a URI's that are looked at: one page of a listing."""
+TABLE_FORMATS = {"Delta": ("_delta_log", ""), "Hudi": (".hoodie", ""), "Iceberg": ("metadata", ".metadata.json")}
+"""The directory of a table's metadata, and how a name in it ends: other directories are called ``metadata`` too."""
 _MAGIC = re.compile(r"[*?\[]")
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
+_SET = re.compile(r"\[!?[^\]]+\]")
+_PATTERNS = {"*": r"[^/]*", "?": r"[^/]"}
+_FOLDERS = r"(?:(?:[^/._][^/]*|_[^/]*=[^/]*)/)*"
+"""Any directories below but hidden ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """Name a file or directory that a URI does not stand for, and say why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """Hold the files that URIs stand for, sorted by path, and what was left out."""
+
+    files: tuple[DataFile, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
 
 def local_path(uri: str) -> Path:
@@ -34,42 +73,33 @@ def local_path(uri: str) -> Path:
 
     Raises:
         NoInputError: the URI names another machine or scheme, or no valid file name.
+        BadDataError: the path is not UTF-8.
     """
     if (path := file_path(uri)) is None:
         raise NoInputError(f"unsupported URI: {uri}; give a path, file:///path or s3://bucket/key")
     if "\0" in path:
         raise NoInputError(f"invalid path: {uri!r} contains a NUL")
+    _check_utf8(path)
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise NoInputError(f"unknown user: {uri}; give the whole path") from error
 
 
-def find_files(uris: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
-    """List the files that local URIs name, each once, sorted by path.
-
-    A directory stands for all files below it, also behind links, that end in one of ``suffixes``; hidden ones are
-    skipped. Raises as ``find_data_files`` does.
-    """
+def _check_utf8(path: str) -> None:
     try:
-        found = {path for uri in uris for path in _expand(uri, suffixes)}
-    except PermissionError as error:
-        raise NoPermissionError(f"permission denied: {error.filename}; change the directory's owner or mode") from error
-    for path in found:
-        if not os.access(path, os.R_OK, effective_ids=True):
-            raise NoPermissionError(f"permission denied: {path}; change its owner or mode")
-    return sorted(found)
-
-
-def relative_names(paths: Sequence[PurePath]) -> list[str]:
-    """Return names of files relative to their common directory, wherever that is mounted."""
-    shared = PurePath(os.path.commonpath([path.parent for path in paths]))
-    return [path.relative_to(shared).as_posix() for path in paths]
+        path.encode()
+    except UnicodeEncodeError as error:
+        shown = os.fsencode(path).decode(errors="backslashreplace")
+        raise BadDataError(f"the name of {shown} is not UTF-8; rename the file") from error
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a directory's URI skips a name: hidden files, and those private to writers."""
-    return name.startswith((".", "_"))
+    """Return whether a directory's URI skips a name: hidden files, and those private to writers.
+
+    As in Hive and Spark, ``_day=1`` is a partition.
+    """
+    return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
 def read_text(path: Path) -> str:
@@ -90,44 +120,200 @@ def read_text(path: Path) -> str:
         raise BadDataError(f"{path}: invalid UTF-8 at byte {error.start}; save the file as UTF-8") from error
 
 
-def _expand(uri: str, suffixes: Sequence[str]) -> list[Path]:
-    path = local_path(uri)
+def find_data_files(uris: Sequence[str], suffixes: Sequence[str], s3: S3Spec, credentials_dir: Path | None) -> Listing:
+    """List the files and objects that URIs name.
+
+    Raises:
+        NoInputError: a URI names nothing, a link leads nowhere, or a bucket is not found.
+        NoPermissionError: a file, folder or bucket cannot be listed or read.
+        BadDataError: a URI names a pipe or a device, a name is not UTF-8, or files belong to a table format.
+        StoreUnavailableError: the S3 service does not answer.
+    """
+    paths, left_here = find_files([uri for uri in uris if not is_s3(uri)], suffixes)
+    objects, left_there = find_objects([uri for uri in uris if is_s3(uri)], suffixes, s3, credentials_dir)
+    files: list[DataFile] = [*map(LocalFile, paths), *objects]
+    return Listing(files=tuple(sorted(files, key=lambda file: file.path)), left_out=(*left_here, *left_there))
+
+
+def find_files(uris: Sequence[str], suffixes: Sequence[str]) -> tuple[list[Path], list[LeftOut]]:
+    """List the files that local URIs name, each once, sorted by path, and what directories leave out.
+
+    A directory stands for all files below it, also behind links, that end in one of ``suffixes``, in capitals or not;
+    hidden ones are skipped. Raises as ``find_data_files`` does.
+    """
+    finder = _Finder(suffixes)
     try:
-        mode = path.stat().st_mode
+        found = {path for uri in uris for path in finder.expand(uri)}
+    except PermissionError as error:
+        raise NoPermissionError(f"permission denied: {error.filename}; change the directory's owner or mode") from error
+    for path in found:
+        if not os.access(path, os.R_OK, effective_ids=True):
+            raise NoPermissionError(f"permission denied: {path}; change its owner or mode")
+    once: dict[object, Path] = {}
+    # A file keeps the name that is no link.
+    for path in sorted(found, key=lambda path: (path != path.resolve(), path)):
+        if (first := once.setdefault(_real(path), path)) != path:
+            finder.leave_out(path, f"the same file as {first}")
+    paths = sorted(once.values())
+    folders = {path.parent for path in paths}
+    for folder in folders.union(*(folder.parents for folder in folders)):
+        for kind, (metadata, ending) in TABLE_FORMATS.items():
+            if _has_metadata(folder, metadata, ending):
+                raise _table_error(next(path for path in paths if path.is_relative_to(folder)), kind, folder)
+    for path in paths:
+        # Another URI names it.
+        finder.left_out.pop(path, None)
+    return paths, [LeftOut(name=str(path), reason=why) for path, why in sorted(finder.left_out.items())]
+
+
+def _real(path: Path) -> object:
+    """Return what all names of a file have in common."""
+    status = path.stat()
+    return (status.st_dev, status.st_ino) if status.st_nlink > 1 else path.resolve()
+
+
+def _table_error(files: object, kind: str, table: object) -> BadDataError:
+    return BadDataError(
+        f"{files} belongs to the {kind} table {table}: only the table's metadata says which files and rows count; "
+        "write the table's rows as plain Parquet to another folder"
+    )
+
+
+def _has_metadata(folder: Path, name: str, ending: str) -> bool:
+    with contextlib.suppress(OSError):
+        return any(each.name.endswith(ending) for each in (folder / name).iterdir())
+    return False
+
+
+class _Finder:
+    """Expand local URIs, and note what they leave out."""
+
+    def __init__(self, suffixes: Sequence[str]) -> None:
+        self._suffixes = tuple(suffixes)
+        self.left_out: dict[Path, str] = {}
+        """The reason for each file or directory."""
+
+    def leave_out(self, path: Path, reason: str) -> None:
+        """Note that a file or directory is left out."""
+        self.left_out.setdefault(path, reason)
+
+    def expand(self, uri: str) -> list[Path]:
+        """Return the files that one URI names."""
+        path = local_path(uri)
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            if error.errno not in _ABSENT:
+                raise
+        else:
+            if stat.S_ISDIR(mode):
+                return self._in_folder(path)
+            if stat.S_ISREG(mode):
+                return [path.absolute()]
+            raise BadDataError(f"not a regular file: {path}; data is read in any order, so write it to a file")
+        if not _MAGIC.search(str(path)):
+            raise NoInputError(f"file not found: {path}; check data.train.uris and data.eval.uris")
+        if not (matches := self._matching(path.absolute())):
+            raise NoInputError(f"no file matches {path}; check data.train.uris and data.eval.uris")
+        return matches
+
+    def _in_folder(self, folder: Path) -> list[Path]:
+        files = [
+            path
+            for each in self._tree([folder.absolute()])
+            for path in self._files(each, "*", lambda path: has_suffix(path.name, self._suffixes))
+        ]
+        if not files:
+            raise NoInputError(
+                f"no file ends in {' or '.join(self._suffixes)}: {folder}; check the path, or use a pattern such as "
+                f"{folder}/* for files with another suffix"
+            )
+        return files
+
+    def _matching(self, pattern: Path) -> list[Path]:
+        """Return the files that a pattern matches; see ``pattern_parts``."""
+        *above, last = pattern_parts(str(pattern.relative_to(pattern.anchor)), str(pattern))
+        folders = [Path(pattern.anchor)]
+        for part in above:
+            if part == ANY_DEPTH:
+                folders = self._tree(folders)
+            else:
+                folders = [found for each in folders for found in _named(each, part) if found.is_dir()]
+        return [file for folder in folders for file in self._files(folder, last, None)]
+
+    def _tree(self, tops: Sequence[Path]) -> list[Path]:
+        """Return directories and all below them but hidden ones, each once: links may form a loop."""
+        found: dict[Path, Path] = {}
+        waiting, linked = [*reversed(tops)], list[Path]()
+        while waiting or linked:
+            # Links come last: a directory that also has a name of its own here keeps it.
+            folder = (waiting or linked).pop()
+            if found.setdefault(folder.resolve(), folder) is not folder:
+                continue
+            for each in reversed([each for each in _named(folder, "*") if each.is_dir()]):
+                if is_hidden(each.name):
+                    self.leave_out(each, "hidden directory")
+                else:
+                    (linked if each.is_symlink() else waiting).append(each)
+        return list(found.values())
+
+    def _files(self, folder: Path, pattern: str, wanted: Callable[[Path], bool] | None) -> list[Path]:
+        """Return a directory's files that match; ``wanted``: those of a directory's URI."""
+        found = []
+        for path in _named(folder, pattern):
+            mode = _mode(path)
+            if mode is not None and stat.S_ISDIR(mode):
+                continue
+            if wanted is not None and is_hidden(path.name):
+                self.leave_out(path, "hidden file")
+            elif wanted is not None and not wanted(path):
+                self.leave_out(path, f"its name does not end in {' or '.join(self._suffixes)}")
+            elif mode is None and path.is_symlink():
+                if has_suffix(path.name, self._suffixes):
+                    problem = f"file not found: {path}, a link to {path.readlink()}"
+                    raise NoInputError(f"{problem}; fetch the file, or remove the link")
+                self.leave_out(path, "a link that leads nowhere")
+            elif mode is None:
+                # Removed since it was listed.
+                continue
+            elif stat.S_ISREG(mode):
+                found.append(path)
+            else:
+                self.leave_out(path, "not a regular file")
+        return found
+
+
+def _mode(path: Path) -> int | None:
+    """Return what a path leads to; None if it is a link that leads nowhere."""
+    try:
+        return path.stat().st_mode
     except OSError as error:
         if error.errno not in _ABSENT:
             raise
-    else:
-        if stat.S_ISDIR(mode):
-            return _in_folder(path, suffixes)
-        if stat.S_ISREG(mode):
-            return [path.absolute()]
-        raise BadDataError(f"not a regular file: {path}; data is read in any order, so write it to a file")
-    if not _MAGIC.search(str(path)):
-        raise NoInputError(f"file not found: {path}; check data.train.uris and data.eval.uris")
-    if not (matches := _matching(path.absolute())):
-        raise NoInputError(f"no file matches {path}; check data.train.uris and data.eval.uris")
-    return matches
+        return None
 
 
-def _in_folder(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    found = (file for each in _tree([folder.absolute()]) for file in _files(each, "*"))
-    files = [file for file in found if file.name.endswith(tuple(suffixes)) and not is_hidden(file.name)]
-    if not files:
-        raise NoInputError(
-            f"no file ends in {' or '.join(suffixes)}: {folder}; check the path, or use a pattern such as {folder}/* "
-            "for files with another suffix"
-        )
-    return files
+def _named(folder: Path, pattern: str) -> list[Path]:
+    """List what a directory holds by name, without the fragments that a file system check leaves there for root.
+
+    Raises:
+        BadDataError: a name is not UTF-8, which no record of a run could hold.
+    """
+    if not _MAGIC.search(pattern):
+        return [folder / pattern] if os.path.lexists(folder / pattern) else []
+    try:
+        names = sorted(each.name for each in folder.iterdir())
+    except PermissionError as error:
+        raise NoPermissionError(f"permission denied: cannot list {folder}; change its owner or mode") from error
+    chosen = [name for name in names if name != "lost+found" and fnmatchcase(name, pattern)]
+    for name in chosen:
+        _check_utf8(f"{folder}/{name}")
+    return [folder / name for name in chosen]
 
 
-def _matching(pattern: Path) -> list[Path]:
-    """Return the files that a pattern matches; see ``pattern_parts``."""
-    *above, last = pattern_parts(str(pattern.relative_to(pattern.anchor)), str(pattern))
-    folders = [Path(pattern.anchor)]
-    for part in above:
-        folders = _tree(folders) if part == ANY_DEPTH else [found for each in folders for found in _folders(each, part)]
-    return [file for folder in folders for file in _files(folder, last)]
+def has_suffix(name: str, suffixes: Sequence[str]) -> bool:
+    """Return whether a name ends in one of some suffixes, in capitals or not."""
+    return name.lower().endswith(tuple(suffixes))
 
 
 def pattern_parts(pattern: str, uri: str) -> list[str]:
@@ -142,236 +328,96 @@ def pattern_parts(pattern: str, uri: str) -> list[str]:
     return parts if parts[-1] != ANY_DEPTH else [*parts, "*"]
 
 
-def _tree(tops: Sequence[Path]) -> list[Path]:
-    """Return directories and all below them but hidden ones, each once: links may form a loop."""
-    found: dict[Path, Path] = {}
-    waiting, linked = [*reversed(tops)], list[Path]()
-    while waiting or linked:
-        # Links come last: a directory that also has a name of its own here keeps it.
-        folder = (waiting or linked).pop()
-        if found.setdefault(folder.resolve(), folder) is folder:
-            below = [each for each in reversed(_folders(folder, "*")) if not is_hidden(each.name)]
-            waiting += [each for each in below if not each.is_symlink()]
-            linked += [each for each in below if each.is_symlink()]
-    return list(found.values())
-
-
-def _folders(folder: Path, pattern: str) -> list[Path]:
-    return _named(folder, pattern, lambda each: each.is_dir())
-
-
-def _files(folder: Path, pattern: str) -> list[Path]:
-    return _named(folder, pattern, lambda each: each.is_file())
-
-
-def _named(folder: Path, pattern: str, wanted: Callable[[Path | os.DirEntry[str]], bool]) -> list[Path]:
-    if not _MAGIC.search(pattern):
-        return [folder / pattern] if wanted(folder / pattern) else []
-    listed = (each for each in _listed(folder) if fnmatchcase(each.name, pattern))
-    return [folder / each.name for each in listed if wanted(Path(each.path) if each.is_symlink() else each)]
-
-
-def _listed(folder: Path) -> list[os.DirEntry[str]]:
-    """List a directory by name, without the fragments that a file system check leaves there for root."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted((each for each in entries if each.name != "lost+found"), key=lambda each: each.name)
-    except PermissionError as error:
-        raise NoPermissionError(f"permission denied: cannot list {folder}; change its owner or mode") from error
-
-
-CHANGED = "changed after this run found it; restore it, or start a new run on the new data"
-
-
-class DataFile(ABC):
-    """Read one file as it was when it was found."""
-
-    name: str  # as users write it
-    path: PurePath  # files are sorted by it
-    size: int  # in bytes
-    stamp: str
-    """Changes with the content, as far as the store can tell."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Check that it is still the same.
-
-        Raises:
-            NoInputError: it was removed.
-            BadDataError: it was changed.
-        """
-
-    @abstractmethod
-    def open(self) -> BinaryIO:
-        """Open it for reads at any offset, which raise as ``check`` does."""
-
-
-class LocalFile(DataFile):
-    """Read a file of this machine.
-
-    Raises:
-        NoInputError: it was removed since it was found.
-        NoPermissionError: it cannot be looked up.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path: Path = path
-        self.name = str(path)
-        self.size, self.stamp = self._look_up()
-
-    def _look_up(self) -> tuple[int, str]:
-        try:
-            status = self.path.stat()
-        except FileNotFoundError as error:
-            raise NoInputError(f"file not found: {self.name}; it was removed after this run found it") from error
-        except PermissionError as error:
-            raise NoPermissionError(f"permission denied: {self.name}; change its owner or mode") from error
-        return status.st_size, f"{status.st_size}\x00{status.st_mtime_ns}"
-
-    def check(self) -> None:
-        """Compare size and modification time with those at first."""
-        size, stamp = self._look_up()
-        if size < self.size:
-            raise BadDataError(f"{self.name}: {CHANGED} (it shrank from {self.size} to {size} bytes)")
-        if stamp != self.stamp:
-            raise BadDataError(f"{self.name}: {CHANGED}")
-
-    def open(self) -> BinaryIO:
-        """Open it unbuffered."""
-        return self.path.open("rb", buffering=0)
-
-
-if TYPE_CHECKING:
-    from dlrm_stores.s3 import S3Store
-
-FIELDS = FieldNames(
-    uri="data.train.uris and data.eval.uris",
-    service="spec.data.s3",
-    credentials=(
-        f"spec.data.credentialsSecret in a cluster, elsewhere {Env.DATA_CREDENTIALS_DIR} to a folder with accessKeyId "
-        "and secretAccessKey"
-    ),
-)
-RETRY_DEADLINE_S = 300.0
-"""Reads are retried this long while the service does not answer."""
-LIST_RETRY_DEADLINE_S = 60.0
-_UNAVAILABLE, _BACKOFF = retry_if_exception_type(StoreUnavailableError), wait_random_exponential(0.5, max=15)
-_SET = re.compile(r"\[!?[^\]]+\]")
-_PATTERNS = {"*": r"[^/]*", "?": r"[^/]"}
-_FOLDERS = r"(?:[^/._][^/]*/)*"
-"""Any directories below but hidden ones."""
-
-
-class S3Object(DataFile):
-    """Read one object as a listing showed it."""
-
-    def __init__(self, store: S3Store, bucket: str, found: ObjectInfo) -> None:
-        self._store, self._key, self._etag = store, found.key, found.etag
-        self.path = PurePosixPath("/", bucket, found.key)
-        self.name = f"s3://{bucket}/{found.key}"
-        self.size = found.size
-        self.stamp = f"{found.size}\x00{found.etag}"
-
-    def check(self) -> None:
-        """Read one byte of it, if it has any."""
-        if self.size:
-            self.read(0, 1)
-
-    def open(self) -> BinaryIO:
-        """Open it for reads by ranges."""
-        return cast(BinaryIO, _Ranges(self.size, self.read))
-
-    @retry(retry=_UNAVAILABLE, stop=stop_after_delay(RETRY_DEADLINE_S), wait=_BACKOFF, reraise=True)
-    def read(self, start: int, length: int) -> bytes:
-        """Read some bytes.
-
-        Raises:
-            NoInputError: it was removed.
-            BadDataError: it was changed.
-            NoPermissionError: the credentials do not allow it.
-            StoreUnavailableError: the service did not answer until the deadline.
-        """
-        try:
-            body = self._store.get_range_of(self._key, self._etag, start, length)
-        except NoInputError as error:
-            problem = f"object not found: {self.name}; it was removed after this run found it"
-            raise NoInputError(f"{problem} ({error})") from error
-        if body is None:
-            raise BadDataError(f"{self.name}: {CHANGED} (its ETag is no longer {self._etag})")
-        return body
-
-
-class _Ranges(io.RawIOBase):
-    """Read an object as a file."""
-
-    def __init__(self, size: int, read: Callable[[int, int], bytes]) -> None:
-        self._size, self._read, self._at = size, read, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._size - self._at)
-        wanted = left if size < 0 else min(size, left)
-        body = self._read(self._at, wanted) if wanted else b""
-        self._at += len(body)
-        return body
-
-
 def find_objects(
     uris: Sequence[str], suffixes: Sequence[str], s3: S3Spec, credentials_dir: Path | None
-) -> list[S3Object]:
-    """List the objects that ``s3://`` URIs name, each once.
+) -> tuple[list[S3Object], list[LeftOut]]:
+    """List the objects that ``s3://`` URIs name, each once, and what directories leave out.
 
     A URI that names no object is a pattern or a directory, which stands for all objects below it that end in one of
     ``suffixes``; hidden ones are skipped. Raises as ``find_data_files`` does.
     """
-    found = (item for uri in uris for item in _expand_s3(uri, suffixes, s3, credentials_dir))
-    return list({item.name: item for item in found}.values())
+    found, left_out = dict[str, S3Object](), dict[str, str]()
+    for uri in uris:
+        # boto3 takes most of a second to load, and local data needs none.
+        from dlrm_stores.s3 import S3Store
+
+        parts = urlsplit(uri, allow_fragments=False)
+        bucket, key = parts.netloc, uri.removeprefix(f"s3://{parts.netloc}").lstrip("/")
+        if not bucket:
+            raise NoInputError(f"invalid URI: {uri}; expected s3://bucket/prefix")
+        store = S3Store(bucket, "", StoreOptions(s3=s3, credentials_dir=credentials_dir, fields=FIELDS))
+        chosen, passed = _expand_s3(store, uri, key, suffixes)
+        found |= {f"s3://{bucket}/{item.key}": S3Object(store, bucket, item) for item in chosen}
+        left_out |= {f"s3://{bucket}/{name}": reason for name, reason in passed.items()}
+    return [*found.values()], [LeftOut(name=name, reason=why) for name, why in left_out.items() if name not in found]
 
 
-def _expand_s3(uri: str, suffixes: Sequence[str], s3: S3Spec, credentials_dir: Path | None) -> list[S3Object]:
-    # boto3 takes most of a second to load, and local data needs none.
-    from dlrm_stores.s3 import S3Store
-
-    parts = urlsplit(uri, allow_fragments=False)
-    bucket, key = parts.netloc, uri.removeprefix(f"s3://{parts.netloc}").lstrip("/")
-    if not bucket:
-        raise NoInputError(f"invalid URI: {uri}; expected s3://bucket/prefix")
-    store = S3Store(bucket, "", StoreOptions(s3=s3, credentials_dir=credentials_dir, fields=FIELDS))
+def _expand_s3(store: S3Store, uri: str, key: str, suffixes: Sequence[str]) -> tuple[list[ObjectInfo], dict[str, str]]:
+    """Return the objects that a URI names, and the reason for each key or directory that it leaves out."""
     magic = _MAGIC.search(key)
     prefix = key[: magic.start()] if magic else key.rstrip("/")
-    # Keys that end in a slash are folder markers of S3 consoles.
-    listed = [item for item in _list_objects(store, prefix) if not item.key.endswith("/")]
+    # A policy may allow to list a directory only by its name with the slash.
+    tried = (
+        [prefix]
+        if magic or not prefix
+        else [prefix, f"{prefix}/"]
+        if has_suffix(key, suffixes)
+        else [f"{prefix}/", prefix]
+    )
+    listed: list[ObjectInfo] = []
+    for each in tried:
+        # Keys that end in a slash are folder markers of S3 consoles.
+        listed = listed or [item for item in _list_objects(store, each) if not item.key.endswith("/")]
+    passed: dict[str, str] = {}
     if chosen := [item for item in listed if item.key == key]:
-        return [S3Object(store, bucket, chosen[0])]
-    if magic:
+        pass
+    elif magic:
         wanted = _expression(key, uri)
         chosen = [item for item in listed if wanted.fullmatch(item.key)]
         problem = "no object matches"
     else:
         folder = f"{prefix}/" if prefix else ""
-        chosen = [item for item in listed if item.key.startswith(folder) and _wanted(item.key[len(folder) :], suffixes)]
+        below = [item for item in listed if item.key.startswith(folder)]
+        reasons = [_reason_against(item.key[len(folder) :], suffixes) for item in below]
+        chosen = [item for item, (reason, _) in zip(below, reasons, strict=True) if not reason]
+        passed = {folder + name: reason for reason, name in reasons if reason}
         problem = f"object not found, and none below ends in {' or '.join(suffixes)}"
     if not chosen:
         raise NoInputError(f"{problem}: {uri}; check data.train.uris and data.eval.uris")
-    return [S3Object(store, bucket, item) for item in chosen]
+    _refuse_tables_of_s3(store, prefix, listed, chosen)
+    return chosen, passed
 
 
-@retry(retry=_UNAVAILABLE, stop=stop_after_delay(LIST_RETRY_DEADLINE_S), wait=_BACKOFF, reraise=True)
-def _list_objects(store: S3Store, prefix: str) -> list[ObjectInfo]:
-    return list(store.list(prefix))
+def _reason_against(name: str, suffixes: Sequence[str]) -> tuple[str, str]:
+    """Return why a directory's URI leaves a key below it out, empty if it does not, and what to call it."""
+    parts = name.split("/")
+    hidden = next((place for place, part in enumerate(parts) if is_hidden(part)), None)
+    if hidden is not None:
+        kind = "hidden file" if hidden == len(parts) - 1 else "hidden directory"
+        return kind, "/".join(parts[: hidden + 1])
+    return "" if has_suffix(name, suffixes) else f"its name does not end in {' or '.join(suffixes)}", name
 
 
-def _wanted(name: str, suffixes: Sequence[str]) -> bool:
-    return name.endswith(tuple(suffixes)) and not any(map(is_hidden, name.split("/")))
+def _refuse_tables_of_s3(
+    store: S3Store, prefix: str, listed: Sequence[ObjectInfo], chosen: Sequence[ObjectInfo]
+) -> None:
+    """Refuse objects below a table's metadata directory, in what was listed or above it."""
+    above = [prefix[:end] for end, letter in enumerate(prefix) if letter == "/"]
+    for kind, (metadata, ending) in TABLE_FORMATS.items():
+        inside = re.compile(rf"(|.*/){re.escape(metadata)}/.*{re.escape(ending)}")
+        tables = {match[1] for item in listed if (match := inside.fullmatch(item.key))}
+        for folder in ("", *(f"{each}/" for each in above)):
+            with contextlib.suppress(NoPermissionError):
+                keys = _list_objects(store, f"{folder}{metadata}/", MAX_PROBED)
+                tables |= {folder for item in keys if item.key.endswith(ending)}
+        for item in chosen:
+            if table := next((each for each in tables if item.key.startswith(each)), None):
+                raise _table_error(f"s3://{store.bucket}/{item.key}", kind, f"s3://{store.bucket}/{table}")
+
+
+@retry(retry=RETRIED, stop=stop_after_delay(LIST_RETRY_DEADLINE_S), wait=BACKOFF, before_sleep=SAID, reraise=True)
+def _list_objects(store: S3Store, prefix: str, limit: int | None = None) -> list[ObjectInfo]:
+    return list(islice(store.list(prefix), limit))
 
 
 def _expression(pattern: str, uri: str) -> re.Pattern[str]:
@@ -390,19 +436,3 @@ def _of_part(part: str) -> str:
 
 def _of_piece(piece: str) -> str:
     return piece.replace("\\", r"\\").replace("[!", "[^") if _SET.fullmatch(piece) else re.escape(piece)
-
-
-def find_data_files(
-    uris: Sequence[str], suffixes: Sequence[str], s3: S3Spec, credentials_dir: Path | None
-) -> list[DataFile]:
-    """List the files and objects that URIs name, sorted by path.
-
-    Raises:
-        NoInputError: a URI names nothing, or its bucket is not found.
-        NoPermissionError: a file, folder or bucket cannot be listed or read.
-        BadDataError: a URI names a pipe or a device.
-        StoreUnavailableError: the S3 service does not answer.
-    """
-    files: list[DataFile] = [LocalFile(path) for path in find_files([uri for uri in uris if not is_s3(uri)], suffixes)]
-    files += find_objects([uri for uri in uris if is_s3(uri)], suffixes, s3, credentials_dir)
-    return sorted(files, key=lambda file: file.path)

@@ -60,13 +60,21 @@ class S3Store:
         self._clients = Clients(options, self._location)
         self._on_retry = options.on_retry
         self._encryption = _encryption(options.s3)
-        # Without TLS the signature covers the body's SHA-256, and the service checks it.
-        self._signs_bodies = endpoint.startswith("http://")
+        self._sends_checksums = not endpoint.startswith("http://")
+        """Whether writes have checksum headers. The signature covers the body's SHA-256 anyway, and without TLS nothing
+        else is needed; some services want the headers, some refuse them."""
+        self._has_if_match = True
+        """False once the service has refused a conditional read."""
         self._readers = ThreadPoolExecutor(PARALLEL_RANGES, "s3-range")
         self._has_conditions: bool | None = None
         """Whether the service accepts conditional writes; None before the first."""
         self._has_batches = True
         """False once the service has refused to delete many objects by one request."""
+
+    @property
+    def bucket(self) -> str:
+        """Return the bucket's name."""
+        return self._bucket
 
     @property
     def uri(self) -> str:
@@ -109,15 +117,29 @@ class S3Store:
         Raises:
             NoInputError: the object does not exist.
         """
-        wanted, buffer = {**self._object(key), "IfMatch": etag}, bytearray(length)
+        buffer = bytearray(length)
         with self._translated(key):
             try:
-                size = self._call(lambda s3: self._read_range(s3, wanted, start, memoryview(buffer))).size
+                found = self._read_if_match(key, etag, start, memoryview(buffer))
             except ERRORS as error:
                 if s3_errors.status_of(error) in (412, 416):
                     return None
                 raise
-        return bytes(buffer[: max(0, size - start)])
+        # Some services ignore the condition.
+        return bytes(buffer[: max(0, found.size - start)]) if found.etag == etag else None
+
+    def _read_if_match(self, key: str, etag: str, start: int, view: memoryview) -> _Version:
+        """Read a range of the object with this ETag; of any version if the service has no conditional reads."""
+        condition = {"IfMatch": etag} if self._has_if_match else {}
+        wanted = self._object(key)
+        try:
+            return self._call(lambda s3: self._read_range(s3, {**wanted, **condition}, start, view))
+        except ERRORS as error:
+            if not condition or not s3_errors.is_unknown_request(error) or s3_errors.status_of(error) == 404:
+                raise
+            logger.info("store does not support conditional reads, comparing ETags", extra={"uri": self.uri})
+            self._has_if_match = False
+        return self._call(lambda s3: self._read_range(s3, wanted, start, view))
 
     def _read_range(self, s3: S3Client, wanted: dict[str, Any], start: int, view: memoryview) -> _Version:
         response = s3.get_object(**wanted, Range=f"bytes={start}-{start + len(view) - 1}")
@@ -154,25 +176,54 @@ class S3Store:
         with self._translated(key):
             if len(view) <= MULTIPART.multipart_threshold:
                 self._put_whole(key, view, sha256)
-                return
-            extra = self._encryption | ({} if self._signs_bodies else {"ChecksumAlgorithm": "SHA256"})
-            options = {**self._object(key), "ExtraArgs": extra, "Config": MULTIPART}
-            self._call(lambda s3: s3.upload_fileobj(_payload(view), **options))
+            else:
+                self._with_checksums_or_not(lambda: self._put_parts(key, view))
+
+    def _put_parts(self, key: str, view: memoryview) -> None:
+        extra = self._encryption | ({"ChecksumAlgorithm": "SHA256"} if self._sends_checksums else {})
+        options = {**self._object(key), "ExtraArgs": extra, "Config": MULTIPART}
+        self._call(lambda s3: s3.upload_fileobj(_payload(view), **options))
 
     def _put_whole(self, key: str, body: Body, sha256: str | None = None, **condition: Any) -> None:
-        arguments = {**self._object(key), **self._encryption, **condition}
         digest = sha256 or hashlib.sha256(body).hexdigest()
-        if not self._signs_bodies:
-            arguments["ChecksumSHA256"] = base64.b64encode(bytes.fromhex(digest)).decode()
-        self._call(lambda s3: s3.put_object(Body=_payload(body, digest), **arguments))
+        checksum = base64.b64encode(bytes.fromhex(digest)).decode()
+
+        def put() -> None:
+            arguments = {**self._object(key), **self._encryption, **condition}
+            arguments |= {"ChecksumSHA256": checksum} if self._sends_checksums else {}
+            self._call(lambda s3: s3.put_object(Body=_payload(body, digest), **arguments))
+
+        self._with_checksums_or_not(put, conditional=bool(condition))
+
+    def _with_checksums_or_not(self, write: Callable[[], None], *, conditional: bool = False) -> None:
+        """Write; once more in the other way if the service refuses checksum headers, or the lack of them."""
+        sent = self._sends_checksums
+        try:
+            write()
+        except ERRORS as error:
+            if not s3_errors.is_about_checksums(error, conditional=conditional):
+                raise
+            # Another thread may have found out meanwhile.
+            if self._sends_checksums == sent:
+                self._sends_checksums = not sent
+                does = "refuses" if sent else "demands"
+                logger.info("store %s checksum headers", does, extra={"uri": self.uri, "error": str(error)})
+            try:
+                write()
+            except ERRORS:
+                # It refused something else.
+                self._sends_checksums = sent
+                raise
 
     def put_if_absent(self, key: str, body: Body) -> bool:
         """Write the object unless it exists (``If-None-Match: *``), or the service has no conditional writes."""
         with self._translated(key):
             written = self._put_on_condition(key, body)
             if written is None:
+                sent = self._sends_checksums
                 self._put_whole(key, body)
-                self._has_conditions = False
+                # The refusal may have been of checksum headers that went along.
+                self._has_conditions = False if self._sends_checksums == sent else None
         return written is not False
 
     def _put_on_condition(self, key: str, body: Body) -> bool | None:

@@ -14,7 +14,7 @@ from datetime import datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import boto3
 import botocore
@@ -27,6 +27,7 @@ from botocore.utils import parse_timestamp
 from urllib3.exceptions import HTTPError  # type: ignore[import-untyped]
 
 from dlrm_api.errors import InvalidSpecError, NoInputError, NoPermissionError
+from dlrm_api.fields import S3Spec
 from dlrm_stores.base import Body, RetryReason, StoreOptions
 from dlrm_stores.s3_errors import NOT_S3, S3Location, is_bad_certificate, retry_reason, translate
 
@@ -50,6 +51,8 @@ SEND_BYTES = 1 << 18
 """Bytes given to the connection at a time: the 8 KiB that it asks for cost more than the sending."""
 KEY_FILES = {"accessKeyId": "aws_access_key_id", "secretAccessKey": "aws_secret_access_key"}
 TOKEN_FILE = ("sessionToken", "aws_session_token")
+AWS_FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
+"""Files in which tools renew keys, by the variable that names them."""
 # Checksums "when_required": we send SHA-256 ourselves, and not every store takes trailers. The user agent is fixed
 # because botocore's own is built again for each call.
 CONFIG = Config(
@@ -112,7 +115,7 @@ class Clients:
         self._checked = 0.0
 
     def current(self) -> S3Client:
-        """Return the client; a new one if the mounted credentials changed.
+        """Return the client; a new one if the files with the credentials changed.
 
         Raises:
             BotoCoreError: there are no credentials yet; the next call looks for them again.
@@ -121,9 +124,8 @@ class Clients:
             InvalidSpecError: the endpoint is not a URL, or the CA file holds no certificate.
         """
         with self._lock:
-            folder = self._options.credentials_dir
-            if self._client is None or (folder and time.monotonic() - self._checked > CREDENTIALS_CHECK_S):
-                stamp = _stamp(folder) if folder else ()
+            if self._client is None or time.monotonic() - self._checked > CREDENTIALS_CHECK_S:
+                stamp = _stamp(self._options.credentials_dir)
                 if self._client is None or stamp != self._stamp:
                     self._client, self._stamp = _connect(self._options, self._location), stamp
                 self._checked = time.monotonic()
@@ -138,9 +140,20 @@ class Clients:
         return None if newer is client else newer
 
 
-def _stamp(folder: Path) -> tuple[int, ...]:
-    names = (*KEY_FILES, TOKEN_FILE[0])
-    return tuple((folder / name).stat().st_mtime_ns if (folder / name).exists() else 0 for name in names)
+def _stamp(folder: Path | None) -> tuple[int, ...]:
+    """Return what changes with the files of the credentials: those mounted, or those that boto3 reads."""
+    if folder is not None:
+        files = [folder / name for name in (*KEY_FILES, TOKEN_FILE[0])]
+    else:
+        files = [Path(os.environ.get(name) or default).expanduser() for name, default in AWS_FILES.items()]
+    return tuple(_written(file) for file in files)
+
+
+def _written(file: Path) -> int:
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _connect(options: StoreOptions, location: S3Location) -> S3Client:
@@ -158,12 +171,24 @@ def _connect(options: StoreOptions, location: S3Location) -> S3Client:
             endpoint_url=s3.endpoint,
             region_name=s3.region or session.region_name or "us-east-1",
             verify=s3.ca_file,
-            config=CONFIG.merge(Config(s3={"addressing_style": "path"})) if s3.endpoint else CONFIG,
+            config=CONFIG.merge(Config(s3={"addressing_style": _addressing(s3)})),
         )
     except ValueError as error:
         raise InvalidSpecError(f"{location.fields.service}.endpoint", str(error)) from error
     _watch(client, options.on_retry)
+    if s3.requester_pays:
+        client.meta.events.register("before-call.s3", _pay)
     return client
+
+
+def _addressing(s3: S3Spec) -> Literal["auto", "path", "virtual"]:
+    if s3.addressing_style == "auto":
+        return "path" if s3.endpoint else "auto"
+    return s3.addressing_style
+
+
+def _pay(params: dict[str, Any], **_rest: Any) -> None:
+    params["headers"]["x-amz-request-payer"] = "requester"
 
 
 def _check_credentials(session: boto3.session.Session, location: S3Location) -> None:

@@ -21,6 +21,8 @@ REFUSED = frozenset({
     "AccessDenied", "AllAccessDisabled", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch",
     "TokenRefreshRequired", "XAdminUserNotFound",  # the last by versitygw, with status 404
 })  # fmt: skip
+BAD_KEYS = REFUSED - {"AccessDenied", "AllAccessDisabled"}
+FULL = frozenset({"InsufficientStorage", "XMinioStorageFull"})
 NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError"})
 UNFETCHED_CREDENTIALS = frozenset({"CredentialRetrievalError", "MetadataRetrievalError"})
 MAYBE_LATE = UNFETCHED_CREDENTIALS | {"NoCredentialsError"}
@@ -68,6 +70,16 @@ def is_unknown_request(error: Exception) -> bool:
     Services answer 501 NotImplemented, 405, or 400 with many codes.
     """
     return status_of(error) in {400, 404, 405, 501} and code_of(error) not in REFUSED | TEMPORARY | {"NoSuchBucket"}
+
+
+def is_about_checksums(error: Exception, *, conditional: bool) -> bool:
+    """Return whether a write was refused for its checksum headers, or for the lack of them.
+
+    A bucket with object lock demands one. Of a ``conditional`` write, the condition may be what is not implemented.
+    """
+    said = str(_response(error).get("Error", {}).get("Message", "")).lower()
+    named = any(word in said for word in ("checksum", "content-md5", "x-amz-sdk"))
+    return is_unknown_request(error) and (named or (code_of(error) == "NotImplemented" and not conditional))
 
 
 def retry_reason(code: str, status: int) -> RetryReason | None:
@@ -120,12 +132,16 @@ def translate(error: Exception, location: S3Location, key: str) -> DLRMError:
             f"{where}: {key} is archived and cannot be read ({detail}); restore all objects below {fields.uri}, and "
             "exclude them from the lifecycle rule that archives them"
         )
+    if "quota" in code.lower():
+        return DeviceError(f"{where}: quota exceeded: {detail}; free space there, or raise the quota")
+    if status == 507 or code in FULL:
+        return DeviceError(f"{where} is full: {detail}; free space there")
+    if code in BAD_KEYS:
+        return NoPermissionError(f"{where} refused the key for {key}: {detail}; correct {fields.credentials}")
     if status in {401, 403} or code in REFUSED:
         return NoPermissionError(
-            f"{where} refused {key}: {detail}; correct the credentials Secret or the bucket's policy"
+            f"{where} denied access to {key}: {detail}; correct the bucket's policy, or the rights of the key"
         )
-    if status == 507 or code in {"InsufficientStorage", "QuotaExceeded"}:
-        return DeviceError(f"{where} is full: {detail}; free space there")
     if status in {408, 409, 429} or status >= 500 or code in TEMPORARY:
         return StoreUnavailableError(f"{where}: {detail}")
     if status == 404:

@@ -327,7 +327,7 @@ def test_object_that_cannot_be_deleted_is_named_as_if_alone(store: ObjectStore, 
         Fault("DELETE", refuse(403, "AccessDenied"), where=KEYS[4], times=10**9),
     ]
 
-    with pytest.raises(NoPermissionError, match="refused a/4: AccessDenied"):
+    with pytest.raises(NoPermissionError, match="denied access to a/4: AccessDenied"):
         store.delete_all(KEYS)
     assert KEYS[4] in [info.key for info in store.list("")]
 
@@ -357,7 +357,7 @@ def test_a_service_that_knows_no_batches_is_asked_for_one_once(store: ObjectStor
 @pytest.mark.parametrize(
     ("act", "error", "words", "asked"),
     [
-        (refuse(403, "AccessDenied"), NoPermissionError, "refused the deletion of 7 objects: AccessDenied", 1),
+        (refuse(403, "AccessDenied"), NoPermissionError, "denied access to the deletion of 7 objects: AccessDenied", 1),
         (refuse(404, "NoSuchBucket"), NoInputError, "bucket bucket", 1),
         (refuse(503, "SlowDown"), StoreUnavailableError, "SlowDown", MAX_ATTEMPTS),
         (break_before_asking, StoreUnavailableError, "did not answer", MAX_ATTEMPTS),
@@ -469,7 +469,7 @@ def test_expired_token_at_a_lookup_is_a_credentials_error(store: ObjectStore, pl
 def test_a_token_that_stays_expired_is_an_error_of_the_credentials(store: ObjectStore, plan: Plan):
     plan.faults.append(Fault("PUT", refuse(400, "ExpiredToken"), times=10**9))
 
-    with pytest.raises(NoPermissionError, match="refused x: ExpiredToken"):
+    with pytest.raises(NoPermissionError, match="refused the key for x: ExpiredToken"):
         store.put("x", b"1")
     assert plan.count("PUT") == 1
 

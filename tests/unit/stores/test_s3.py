@@ -91,7 +91,7 @@ def test_wrong_credentials_are_refused_by_bucket_until_they_are_rotated(versityg
     )
     right.create_bucket(Bucket="bucket")
     store = open_at(versitygw.endpoint, write_keys(keys, versitygw.access_key, "wrong"))
-    with pytest.raises(NoPermissionError, match=r"bucket bucket at http.* refused x") as caught:
+    with pytest.raises(NoPermissionError, match=r"bucket bucket at http.* refused the key for x") as caught:
         store.put("x", b"1")
 
     write_keys(keys, versitygw.access_key, versitygw.secret_key)

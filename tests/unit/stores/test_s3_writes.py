@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,9 @@ from urllib.parse import parse_qs
 
 import boto3
 import pytest
+from botocore.awsrequest import AWSResponse
 from moto import mock_aws
+from urllib3.response import HTTPResponse
 
 from dlrm_api.errors import DLRMError, StoreUnavailableError
 from dlrm_api.fields import SnapshotS3Spec
@@ -35,8 +38,8 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield client
 
 
-def opened(**encryption: str) -> ObjectStore:
-    return open_store("s3://bucket/job", StoreOptions(s3=SnapshotS3Spec.model_validate(encryption)))
+def opened(**settings: Any) -> ObjectStore:
+    return open_store("s3://bucket/job", StoreOptions(s3=SnapshotS3Spec.model_validate(settings)))
 
 
 def write_all_ways(store: ObjectStore) -> list[str]:
@@ -122,7 +125,7 @@ def test_a_wrong_checksum_is_noticed_by_a_real_service(versitygw: Any, tmp_path:
     (tmp_path / "secretAccessKey").write_text(versitygw.secret_key)
     options = StoreOptions(s3=SnapshotS3Spec(endpoint=versitygw.endpoint), credentials_dir=tmp_path)
     store = open_store("s3://bucket/job", options)
-    store._signs_bodies = False  # as over TLS
+    store._sends_checksums = True  # as over TLS
 
     store.put("parts", LARGE)
 
@@ -274,3 +277,80 @@ def test_a_service_that_took_a_condition_is_never_asked_without_one(tmp_path: Pa
 
     assert not taken
     assert handler.asked == ["*", "*"]
+
+
+def refuse_header(store: ObjectStore, operation: str, header: str, *, present: bool = True) -> list[bool]:
+    """Answer 501 to requests with a header, or without it; record for each whether it had it."""
+    seen: list[bool] = []
+
+    def refuse(request: Any, **_: Any) -> AWSResponse | None:
+        has = any(name.lower() == header for name in request.headers)
+        seen.append(has)
+        if has is not present:
+            return None
+        said = f"<Error><Code>NotImplemented</Code><Message>{header} is not as it must be</Message></Error>"
+        raw = HTTPResponse(io.BytesIO(said.encode()), preload_content=False)
+        return AWSResponse(request.url, 501, {}, raw)
+
+    store._call(lambda s3: s3).meta.events.register_first(f"before-send.s3.{operation}", refuse)
+    return seen
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_a_service_with_its_own_mind_about_checksums_is_asked_once(service: Any, present: bool):
+    store = opened()
+    store._sends_checksums = present
+    seen = refuse_header(store, "PutObject", "x-amz-checksum-sha256", present=present)
+
+    store.put("first", b"1")
+    store.put("second", b"2")
+
+    assert seen == [present, not present, not present]
+    assert (store.get("first"), store.get("second")) == (b"1", b"2")
+
+
+def test_a_service_without_conditional_reads_is_read_and_its_etag_compared(service: Any):
+    store = opened()
+    store.put("object", b"0123456789")
+    [found] = store.list("object")
+    seen = refuse_header(store, "GetObject", "if-match")
+
+    first, second = (store.get_range_of("object", found.etag, 2, 3) for _ in range(2))
+    store.put("object", b"9876543210")
+
+    assert (first, second) == (b"234", b"234")
+    assert seen == [True, False, False]
+    assert store.get_range_of("object", found.etag, 2, 3) is None
+
+
+def test_requests_name_the_payer_if_the_job_says_so(service: Any):
+    store = opened(requesterPays=True)
+    seen = headers_of(store)
+
+    store.put("whole", b"1")
+    store.get("whole")
+
+    assert [headers.get("x-amz-request-payer") for _, headers in seen] == ["requester", "requester"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "host"),
+    [
+        ({"endpoint": "https://s3.example"}, "https://s3.example/bucket/job/x"),
+        ({"endpoint": "https://s3.example", "addressingStyle": "virtual"}, "https://bucket.s3.example/job/x"),
+        ({"endpoint": "https://s3.example", "addressingStyle": "path"}, "https://s3.example/bucket/job/x"),
+    ],
+)
+def test_buckets_are_addressed_as_the_job_says(service: Any, settings: dict[str, str], host: str):
+    asked = []
+
+    def answer(request: Any, **_: Any) -> AWSResponse:
+        asked.append(request.url)
+        return AWSResponse(request.url, 200, {"ETag": "a"}, HTTPResponse(io.BytesIO(b""), preload_content=False))
+
+    store = opened(**settings)
+    store._call(lambda s3: s3).meta.events.register_first("before-send.s3.PutObject", answer)
+
+    store.put("x", b"1")
+
+    assert asked == [host]
