@@ -6,8 +6,17 @@ Other packages import these names and no submodule.
 from dlrm_checkpointer.codec.digest import PartialDigest, add_digests, shard_digest, state_digest, table_digest
 from dlrm_checkpointer.codec.initializer import initial_rows, table_key, table_scale
 from dlrm_checkpointer.codec.rows import CodedRows, decode_rows, place_weights
-from dlrm_checkpointer.format.attempts import claim_attempt, is_claimed, newest_attempt, read_attempts
+from dlrm_checkpointer.format.attempts import (
+    JobIdentity,
+    claim_attempt,
+    find_attempt,
+    is_claimed,
+    last_attempt,
+    newest_attempt,
+    read_attempts,
+)
 from dlrm_checkpointer.format.chain import load_chain
+from dlrm_checkpointer.format.documents import encode_document, get_document, put_document
 from dlrm_checkpointer.format.manifest import ObjectEntry, manifest_key
 from dlrm_checkpointer.handoff.cut import Cut, CutWithdrawnError, HandedOver
 from dlrm_checkpointer.handoff.protocol import HandoffDir
@@ -58,12 +67,13 @@ from dlrm_checkpointer.write.retention import Retention, RetentionPlan, Retentio
 __all__ = [
     "PARALLEL_DECODES", "PEERS_TIMEOUT_S", "PUBLISH_FIELDS", "Check", "CodedRows", "Cut", "CutMeta", "CutRowSource",
     "CutRows", "CutSize", "CutWithdrawnError", "ExportOptions", "Follower", "HandedOver", "HandoffDir",
-    "HandoffWriter", "ListedSnapshot", "ObjectEntry", "PartialCut", "PartialDigest", "Precision", "Retention",
-    "RetentionPlan", "RetentionPolicy", "Safetensors", "ShardId", "ShardRows", "Snapshot", "SnapshotName",
-    "TableDiff", "TableFile", "TableFormat", "TableMeta", "VerifiedSnapshot", "add_digests", "check_bytes",
-    "claim_attempt", "decode_rows", "diff_snapshots", "export_tables", "find_partial", "find_snapshot",
-    "initial_rows", "is_claimed", "list_snapshots", "load_chain", "load_rows", "manifest_key", "newest_attempt",
-    "newest_snapshot", "open_partial", "open_publish_store", "pick_snapshot", "place_weights", "read_attempts",
+    "HandoffWriter", "JobIdentity", "ListedSnapshot", "ObjectEntry", "PartialCut", "PartialDigest", "Precision",
+    "Retention", "RetentionPlan", "RetentionPolicy", "Safetensors", "ShardId", "ShardRows", "Snapshot",
+    "SnapshotName", "TableDiff", "TableFile", "TableFormat", "TableMeta", "VerifiedSnapshot", "add_digests",
+    "check_bytes", "claim_attempt", "decode_rows", "diff_snapshots", "encode_document", "export_tables",
+    "find_attempt", "find_partial", "find_snapshot", "get_document", "initial_rows", "is_claimed", "last_attempt",
+    "list_snapshots", "load_chain", "load_rows", "manifest_key", "newest_attempt", "newest_snapshot",
+    "open_partial", "open_publish_store", "pick_snapshot", "place_weights", "put_document", "read_attempts",
     "read_job", "restore_to_folder", "shard_digest", "state_digest", "store_options", "table_digest", "table_key",
     "table_scale", "verify_snapshot",
 ]  # fmt: skip

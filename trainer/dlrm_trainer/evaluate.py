@@ -39,13 +39,14 @@ def evaluate(
     *,
     scored: Callable[[int], None] = lambda _: None,
     stopping: Callable[[], bool] = lambda: False,
+    note: str | None = None,
 ) -> EvalMetrics | None:
     """Score each sample once; return the same on every rank, None if no rank has any.
 
     No training state changes. ``batches`` are this rank's slices of the set, equally many on every rank. After each,
     ``scored`` is called with the number of batches scored, and ``stopping`` returns whether this rank received a
     signal: StoppedError is raised on every rank if one did. Each rank keeps five bytes per sample, and rank 0 takes ten
-    per sample of all ranks at the end.
+    per sample of all ranks at the end. ``note`` goes with the result.
     """
     logits: list[Tensor] = []
     labels: list[Tensor] = []
@@ -59,7 +60,7 @@ def evaluate(
             raise StoppedError(f"received a signal during the evaluation after step {step}")
     all_logits = gather_first(_joined(logits, torch.float32), collectives)
     all_labels = gather_first(_joined(labels, torch.uint8), collectives)
-    measured = measure(all_logits, all_labels, step) if len(all_logits) else None
+    measured = measure(all_logits, all_labels, step, note) if len(all_logits) else None
     return collectives.gather(measured, QUALITY)[0]
 
 
@@ -79,7 +80,7 @@ def gather_first(values: Tensor, collectives: Collectives) -> NDArray[Any]:
     return gathered
 
 
-def measure(logits: Floats, labels: Labels, step: int = 0) -> EvalMetrics:
+def measure(logits: Floats, labels: Labels, step: int = 0, note: str | None = None) -> EvalMetrics:
     """Measure predictions over an evaluation set, or raise DivergedError if one is not finite.
 
     ``logits`` are (n,) log odds of a positive label, n at least 1: probabilities would round to 0 or 1 where the model
@@ -93,6 +94,9 @@ def measure(logits: Floats, labels: Labels, step: int = 0) -> EvalMetrics:
     loss, base_rate = log_loss(logits, labels), int(np.count_nonzero(labels)) / labels.size
     entropy = binary_entropy(base_rate)
     mean = _mean(logits, labels, lambda some, _: _sigmoid(some))
+    if base_rate in (0.0, 1.0):
+        only = f"data.eval: every label is {base_rate:.0f}, so NE and AUC are undefined"
+        note = only if note is None else f"{note}; {only}"
     return EvalMetrics(
         step=step,
         samples=logits.size,
@@ -100,6 +104,7 @@ def measure(logits: Floats, labels: Labels, step: int = 0) -> EvalMetrics:
         ne=loss / entropy if entropy > 0 else None,
         auc=auc(logits, labels),
         calibration=mean / base_rate if base_rate > 0 else None,
+        note=note,
     )
 
 

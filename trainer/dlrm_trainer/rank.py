@@ -114,7 +114,8 @@ def _send(
         step=now.step,
         time=time.monotonic(),
         peer_lost=peer_lost,
-        progress=now.model_dump(mode="json", exclude_none=True),
+        # Notes are too long for a termination message.
+        progress=now.model_dump(mode="json", exclude_none=True, exclude={"notes"}),
     )
     pipe.send_bytes(json.dumps(asdict(report)).encode())
 

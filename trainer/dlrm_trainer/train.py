@@ -17,25 +17,34 @@ from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics, TrainerPhase
 from dlrm_checkpointer import CutMeta, SnapshotName
 from dlrm_trainer.checkpointing.control import CutControl, StoppedError
+from dlrm_trainer.checkpointing.data_set import list_data_set, open_data_set
 from dlrm_trainer.checkpointing.handover import CutDriver
 from dlrm_trainer.checkpointing.restore import (
     Assembly,
     Restored,
-    agree_on_data,
+    choose_newest,
     live_digest,
     model_document,
     open_writer,
-    restore_newest,
+    restore_chosen,
 )
 from dlrm_trainer.compute_device import take_device
-from dlrm_trainer.data import Batch, open_reader
+from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.failures import StepTimer
 from dlrm_trainer.distributed.rendezvous import RankGroup
 from dlrm_trainer.embedding import OwnedIds, PreparedRows, place
 from dlrm_trainer.endpoint import Endpoint, RankStacks
 from dlrm_trainer.evaluate import evaluate
 from dlrm_trainer.learner import Learner, diverged
-from dlrm_trainer.metrics.progress import Ledger, Observer, ProgressBoard, StepJournal, make_schedule, write_result
+from dlrm_trainer.metrics.progress import (
+    Ledger,
+    Observer,
+    ProgressBoard,
+    Schedule,
+    StepJournal,
+    make_schedule,
+    write_result,
+)
 from dlrm_trainer.metrics.tiers import SharedCounters
 from dlrm_trainer.settings import Settings
 
@@ -67,8 +76,7 @@ def train(
     device = take_device(plan.device, rank % spec.trainer.processes_per_replica)
     observer = Observer(placement, spec.training.row_optimizer, rank, shared, profile=settings.profile, device=device)
     with ExitStack() as stack:
-        reader = stack.enter_context(closing(open_reader(spec, "train", rank, world_size)))
-        eval_reader = stack.enter_context(closing(open_reader(spec, "eval", rank, world_size)))
+        listings = list_data_set(spec)
         writer = open_writer(stack, job, plan, settings, rank)
         control.attach(writer)
         if rank % spec.trainer.processes_per_replica == 0:
@@ -82,8 +90,13 @@ def train(
         stack.callback(learner.embeddings.close)
         observer.watch(learner.embeddings.tables, (ours, of_ids))
         learner.start(spec.training.seed)
-        gang.meet(settings.rendezvous_timeout_s, settings.collective_timeout_s, control.check_stop, device)
+        patience_s, silence_s = settings.rendezvous_timeout_s, settings.collective_timeout_s
+        gang.meet(patience_s, silence_s, control.check_stop, device, board.waiting)
         board.phase(TrainerPhase.RESTORING)
+        chosen = choose_newest(job, settings, ours, board) if writer else None
+        store, where = (chosen.store, chosen.where) if chosen else (None, "")
+        then = chosen.fingerprint if chosen else None
+        data = open_data_set(stack, spec, listings, ours, board, store, then, where)
         assembly = Assembly(
             job=job,
             settings=settings,
@@ -91,14 +104,14 @@ def train(
             control=control,
             board=board,
             placement=placement,
-            reader=reader,
-            eval_reader=eval_reader,
+            data=data,
             learner=learner,
             writer=writer,
             observer=observer,
         )
-        agree_on_data(ours, {"train": reader.fingerprint, "eval": eval_reader.fingerprint})
-        training = Training(assembly, restore_newest(assembly))
+        schedule = make_schedule(spec, data.train.num_samples, data.train.batches_per_epoch)
+        restored = restore_chosen(assembly, chosen, schedule.total_steps) if chosen else Restored()
+        training = Training(assembly, restored, schedule)
         stack.callback(training.close)
         ended = training.run()
         return training.finish(digest) if ended is None else ended
@@ -107,10 +120,9 @@ def train(
 class Training:
     """Run one rank's steps. Every rank makes the same collectives in the same order."""
 
-    def __init__(self, assembly: Assembly, restored: Restored) -> None:
+    def __init__(self, assembly: Assembly, restored: Restored, schedule: Schedule) -> None:
         self.assembly, self.attempt, self.step = assembly, restored.attempt, restored.step
-        spec, settings = assembly.job.spec, assembly.settings
-        self.schedule = make_schedule(spec, assembly.reader.num_samples, assembly.reader.batches_per_epoch)
+        self.schedule, settings = schedule, assembly.settings
         self.collectives, self.board, self.control = assembly.gang.collectives, assembly.board, assembly.control
         self.observer, self.stages = assembly.observer, assembly.observer.stages
         self.board.begin(self.step, self.step or None, self.schedule)
@@ -133,7 +145,7 @@ class Training:
         """Train to the last step and return None, or return what ``stop`` does after a signal."""
         if (ended := self.evaluate_if_due()) is not None:
             return ended
-        with closing(self.assembly.reader.iterate(self.step, self.schedule.total_steps)) as batches:
+        with closing(self.assembly.data.train.iterate(self.step, self.schedule.total_steps)) as batches:
             mark = time.monotonic()
             read = self.stages.after(batches, "read")
             learner, depth = self.assembly.learner, self.assembly.placement.lookahead
@@ -161,7 +173,7 @@ class Training:
         Raises DivergedError if the loss is not finite; nothing was updated then.
         """
         learner, batch = self.assembly.learner, prepared.batch
-        count = self.assembly.reader.global_count(batch.number)
+        count = self.assembly.data.train.global_count(batch.number)
         loss, gradients = learner.compute(prepared, count)
         agreed = self.control.agree(loss, self.step + 1)
         if (slowest := self.step_timer.stepped(self.step + 1)) is not None:
@@ -192,7 +204,7 @@ class Training:
         """Measure quality on the evaluation set and return None, or return what ``stop`` does after a signal."""
         self.board.update(phase=TrainerPhase.EVALUATING, evaluated_batches=0)
         faulthandler.cancel_dump_traceback_later()
-        learner, reader = self.assembly.learner, self.assembly.eval_reader
+        learner, reader = self.assembly.learner, self.assembly.data.evaluation
         with closing(reader.iterate(0, reader.batches_per_epoch)) as batches:
             try:
                 self.quality = evaluate(
@@ -202,10 +214,13 @@ class Training:
                     self.step,
                     scored=self.scored,
                     stopping=lambda: self.control.stop_requested,
+                    note=self.assembly.data.eval_note,
                 )
             except StoppedError:
                 return self.stop()
         self.board.evaluated(self.quality)
+        if self.quality and self.quality.note:
+            self.board.note(self.quality.note)
         self.board.phase(TrainerPhase.TRAINING)
         if self.journal and self.quality:
             self.journal.evaluated(self.step, self.quality)
@@ -219,7 +234,7 @@ class Training:
 
     def cut_meta(self, parent: SnapshotName | None, now: float) -> CutMeta:
         """Return the metadata of a cut, equal on all ranks; ``now`` is rank 0's clock."""
-        spec, reader = self.assembly.job.spec, self.assembly.reader
+        spec, data = self.assembly.job.spec, self.assembly.data
         quality = None if self.quality is None else self.quality.model_dump(by_alias=False)
         return CutMeta(
             step=self.step,
@@ -228,7 +243,7 @@ class Training:
             attempt=self.attempt,
             parent=parent,
             time=now,
-            reader={"next_batch": self.step, "fingerprint": reader.fingerprint, "seed": spec.training.seed},
+            reader={"next_batch": self.step, "fingerprint": data.fingerprint, "seed": spec.training.seed},
             model=model_document(spec, self.assembly.learner),
             metrics={"loss": self.loss, "eval": quality},
         )
@@ -270,7 +285,8 @@ class Training:
                 "samples_per_s": self.trained_samples / self.trained_s if self.trained_s else None,
                 "state_digest": state,
             }
-            write_result(folder, result | ({"tiers": tiers} if tiers else {}))
+            notes = {"notes": self.board.now.notes} if self.board.now.notes else {}
+            write_result(folder, result | notes | ({"tiers": tiers} if tiers else {}))
         self.board.phase(TrainerPhase.DONE)
         return ExitCode.DONE
 

@@ -16,8 +16,9 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 from dlrm_api.errors import NoInputError, TemporaryError
 from dlrm_checkpointer.format.manifest import MANIFESTS, PARTS, parse_cut_key, parse_manifest_key, refusing
@@ -37,13 +38,36 @@ _ATTEMPT = re.compile(r"attempts/(\d+)\.json")
 _CLAIM = re.compile(r"claims/(\d+)\.[0-9a-f]+\.json")
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
+class JobIdentity:
+    """Name the job that writes to a store."""
+
+    name: str
+    namespace: str = ""
+    """Empty for a job outside a cluster."""
+    uid: str = ""
+    """Tells apart two jobs of one name, or two runs on machines."""
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}" if self.namespace else self.name
+
+    def is_job(self, other: JobIdentity) -> bool:
+        """Return whether another identity is of the same job. A job outside a cluster may move into any namespace."""
+        same_namespace = self.namespace == other.namespace or not (self.namespace and other.namespace)
+        return self.name == other.name and same_namespace
+
+
+@dataclass(frozen=True)
 class StoreAttempt:
     """Describe the announcement of one gang."""
 
     number: int
     restored_step: int | None
     """Step of the snapshot that it continued from; None: it started at step 0."""
+    owner: JobIdentity | None = None
+    """None: an earlier version announced it."""
+    settings: str = ""
+    """Digest of the document of its settings; empty: an earlier version announced it."""
 
     def accepts(self, step: int, attempt: int) -> bool:
         """Return whether this manifest belongs to the history that this attempt continues."""
@@ -84,6 +108,21 @@ def read_attempts(
     return sorted([*there, *read], key=lambda attempt: attempt.number)
 
 
+def last_attempt(store: ObjectStore) -> StoreAttempt | None:
+    """Read the newest attempt that is not pending; None before the first.
+
+    Raises:
+        SnapshotError: an announcement cannot be read.
+    """
+    numbers = sorted(_numbers(store, ATTEMPTS, _ATTEMPT), reverse=True)
+    return next(filter(None, (_read(store, number) for number in numbers)), None)
+
+
+def find_attempt(store: ObjectStore, number: int) -> StoreAttempt | None:
+    """Read one attempt; None if its announcement is pending or gone. Raises SnapshotError if it cannot be read."""
+    return _read(store, number)
+
+
 def attempts_over(store: ObjectStore, keys: Sequence[tuple[int, int]]) -> list[StoreAttempt]:
     """Read the attempts that can invalidate any of some manifests, given as (step, attempt)."""
     return read_attempts(store, min(attempt for _, attempt in keys)) if keys else []
@@ -104,18 +143,22 @@ def honours_conditions(store: ObjectStore) -> bool:
         store.delete(key)
 
 
-def claim_attempt(store: ObjectStore, restored_step: int | None, note: str) -> int:
+def claim_attempt(
+    store: ObjectStore, restored_step: int | None, note: str, owner: JobIdentity | None = None, settings: str = ""
+) -> int:
     """Announce a new attempt that continues from ``restored_step`` and return its number.
 
     From then on older attempts cannot add to the history. Rank 0 of a gang calls it once, after ``newest_snapshot``.
     Two gangs never get the same number, not even from a store that ignores conditional writes. ``restored_step`` is
-    None if the store has no snapshot; ``note`` names the gang, for people.
+    None if the store has no snapshot; ``note`` names the gang, for people; ``settings`` is the digest of a document.
 
     Raises:
         TemporaryError: an older attempt's retention is removing that snapshot: choose again.
     """
     token = secrets.token_hex(8)
-    said = {"restoredStep": restored_step, "note": note, "token": token, "time": time.time()}
+    said: dict[str, Any] = {"restoredStep": restored_step, "note": note, "token": token, "time": time.time()}
+    said |= {"owner": asdict(owner)} if owner else {}
+    said |= {"settings": settings} if settings else {}
     body = json.dumps({**said, "pending": True}).encode()
     claim = _claim_by_condition if honours_conditions(store) else _claim_by_rank
     number = claim(store, token, body)
@@ -192,8 +235,15 @@ def _read(store: ObjectStore, number: int) -> StoreAttempt | None:
     key = attempt_key(number)
     with contextlib.suppress(NoInputError), refusing(f"{store.uri}/{key}", "not an attempt's announcement"):
         said = json.loads(store.get(key))
-        restored = said["restoredStep"]
-        return None if said.get("pending") else StoreAttempt(number, None if restored is None else int(restored))
+        if said.get("pending"):
+            return None
+        restored, owner = said["restoredStep"], said.get("owner")
+        return StoreAttempt(
+            number,
+            None if restored is None else int(restored),
+            None if owner is None else JobIdentity(*(str(owner.get(key, "")) for key in ("name", "namespace", "uid"))),
+            str(said.get("settings", "")),
+        )
     return None
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.codec.rows import CodedRows
-from dlrm_checkpointer.format.attempts import StoreAttempt, attempts_over, in_lineage, read_attempts
+from dlrm_checkpointer.format.attempts import StoreAttempt, attempts_over, in_lineage, last_attempt, read_attempts
 from dlrm_checkpointer.format.chain import Chain, load_chain
 from dlrm_checkpointer.format.chunk import decode_dense
 from dlrm_checkpointer.format.manifest import (
@@ -235,7 +235,7 @@ def newest_snapshot(store: ObjectStore, *, check: Check | None = check_bytes) ->
             f"{store.uri}: no snapshot can be used ({'; '.join(reasons)}): repair the store, "
             "or give an empty spec.checkpoint.uri to start from step 0"
         )
-    newest = None if snapshot else max(read_attempts(store, 0), default=None)
+    newest = None if snapshot else last_attempt(store)
     if newest and newest.restored_step is not None:
         raise SnapshotError(
             f"{store.uri}: attempt {newest.number} continued from step {newest.restored_step}, but no snapshot of its "

@@ -125,7 +125,7 @@ DAMAGES = {
     endless_version: r"0000000000000002-00000001\.json: not JSON of this format",
     bottomless_manifest: r"0000000000000002-00000001\.json: not JSON of this format",
     endless_rows: r"meta is not as the format says",
-    wrong_kind: r"0000000000000002-00000001\.json: kind: Input should be 'full'",
+    wrong_kind: r"0000000000000002-00000001\.json: kind: must be 'full'",
     of_another_step: r"says that it is step 1 of attempt 1",
     without_meta: r"meta is not as the format says",
     reaching_out_of_the_store: r"dense\.key: 'chunks.*passwd' does not match",

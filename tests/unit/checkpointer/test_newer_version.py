@@ -139,7 +139,7 @@ def test_a_forged_manifest_spoils_no_listing(upgraded: FileStore, capsys: pytest
 
     assert [each.step for each in usable] == [2]
     assert [(each.step, each.problem) for each in unusable] == [
-        (2, "Input should be less than or equal to 9007199254740992")
+        (2, "must be less than or equal to 9007199254740992, got 4611686018427640623")
     ]
 
 

@@ -101,3 +101,11 @@ def test_predictions_that_are_not_finite_are_refused_with_their_number() -> None
 def test_entropy_is_largest_at_one_half() -> None:
     assert binary_entropy(0.5) == pytest.approx(np.log(2))
     assert binary_entropy(0.1) == pytest.approx(binary_entropy(0.9))
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_a_set_with_one_label_says_that_its_figures_are_undefined(label: int) -> None:
+    found = measure(np.zeros(3), np.full(3, label), note="data.eval: small")
+
+    assert found.auc is None
+    assert found.note == f"data.eval: small; data.eval: every label is {label}, so NE and AUC are undefined"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dlrm_api.errors import SnapshotError
@@ -14,19 +14,41 @@ HOW_TO_FIX = "undo the change, or set another spec.checkpoint.uri to start from 
 
 _OPTIONAL_KEYS = frozenset({"columns", "content", "dense", "hash", "pooling"})
 """Keys that snapshots of earlier versions lack; compared only if the snapshot has them."""
+_OF_SOME_FILES = frozenset({"digest", "etag"})
+"""Keys of a file that are compared only if both sides have them: a file may have moved to another kind of store."""
 _MAX_VALUE_CHARACTERS = 80
 """Longest value in a message."""
 
 
-def check_data(meta: CutMeta, fingerprint: Mapping[str, Any], where: str) -> None:
+def check_data(then: Mapping[str, Any], fingerprint: Mapping[str, Any], where: str) -> None:
     """Refuse a snapshot of other data: its reader position would name other samples.
+
+    ``then`` is the fingerprint of the snapshot ``where``. A file that was only touched is the same.
 
     Raises:
         SnapshotError: the data changed; names the part.
     """
-    then = meta.reader.get("fingerprint", {})
-    if change := first_change(then, _comparable(then, fingerprint), "data"):
+    now = _comparable(then, fingerprint)
+    if "files" in then and "files" in now:
+        pairs = {entry["name"]: entry for entry in then["files"]}
+        now = now | {"files": [_file_beside(pairs.get(entry["name"], {}), entry) for entry in now["files"]]}
+        others = {entry["name"]: entry for entry in now["files"]}
+        then = dict(then) | {"files": [_file_beside(others.get(name, {}), entry) for name, entry in pairs.items()]}
+    if change := first_change(then, now, "data"):
         raise SnapshotError(f"{where}: the data changed since the snapshot: {change}; {HOW_TO_FIX}")
+
+
+def _file_beside(other: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what can be compared of a file's entry with that of another time."""
+    left_out = {"modified", *(_OF_SOME_FILES - other.keys())}
+    # The ETag of an object that was uploaded in parts depends on their size too.
+    if _parts(entry) != _parts(other):
+        left_out.add("etag")
+    return {key: value for key, value in entry.items() if key not in left_out}
+
+
+def _parts(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("etag", "")).strip('"').partition("-")[2]
 
 
 def check_model(
@@ -99,21 +121,26 @@ def _comparable(then: Any, now: Any) -> Any:
 
 def first_change(then: Any, now: Any, path: str) -> str | None:
     """Describe the first difference of two JSON documents; return None if they are equal."""
+    return next(changes(then, now, path), None)
+
+
+def changes(then: Any, now: Any, path: str) -> Iterator[str]:
+    """Describe each difference of two JSON documents."""
     if isinstance(then, Mapping) and isinstance(now, Mapping):
         for key in sorted(then.keys() | now.keys()):
-            if change := first_change(then.get(key), now.get(key), f"{path}.{key}"):
-                return change
-        return None
+            yield from changes(then.get(key), now.get(key), f"{path}.{key}" if path else key)
+        return
     if _is_list(then) and _is_list(now):
         documents = any(isinstance(each, Mapping) for each in now)
         if len(then) == len(now) and (documents or len(str(now)) > _MAX_VALUE_CHARACTERS):
-            changes = (
-                first_change(a, b, f"{path}[{_label(a, i)}]") for i, (a, b) in enumerate(zip(then, now, strict=True))
-            )
-            return next((change for change in changes if change), None)
+            for place, (a, b) in enumerate(zip(then, now, strict=True)):
+                yield from changes(a, b, f"{path}[{_label(a, place)}]")
+            return
         if documents:
-            return f"{path}: {_first_unmatched(then, now)}; there were {len(then)} and there are {len(now)}"
-    return None if json.dumps(then) == json.dumps(now) else f"{path} was {_short(then)} and is {_short(now)}"
+            yield f"{path}: {_first_unmatched(then, now)}; there were {len(then)} and there are {len(now)}"
+            return
+    if json.dumps(then) != json.dumps(now):
+        yield f"{path} was {_short(then)} and is {_short(now)}"
 
 
 def _label(entry: Any, index: int) -> Any:

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
 import logging
+import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from dlrm_api.errors import NoInputError, SnapshotError, TemporaryError
+from dlrm_api.errors import InvalidSpecError, NoInputError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.plan import Plan
 from dlrm_checkpointer import (
     Check,
     CodedRows,
     HandoffWriter,
+    JobIdentity,
     ObjectEntry,
     PartialCut,
     PartialDigest,
@@ -33,20 +33,24 @@ from dlrm_checkpointer import (
     add_digests,
     check_bytes,
     claim_attempt,
+    find_attempt,
     find_partial,
+    get_document,
+    last_attempt,
     load_chain,
     manifest_key,
     newest_snapshot,
     open_partial,
+    put_document,
     shard_digest,
     state_digest,
     table_digest,
 )
 from dlrm_stores import ObjectStore, StoreOptions, open_store
 from dlrm_stores.base import FieldNames
-from dlrm_trainer.checkpointing.compat import check_data, check_model, first_change
+from dlrm_trainer.checkpointing.compat import changes, check_data, check_model
 from dlrm_trainer.checkpointing.control import CutControl
-from dlrm_trainer.data import Reader
+from dlrm_trainer.checkpointing.data_set import TEXT, DataSet, stored_fingerprint
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.failures import CollectiveKeepalive
 from dlrm_trainer.distributed.rendezvous import RankGroup
@@ -59,10 +63,11 @@ from dlrm_trainer.settings import Settings
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+MAX_CHANGES = 10
+"""Changed settings that are named."""
 ROUND_BYTES = 1 << 30
 """Bytes that each rank verifies between two exchanges of results: bounds the reads after the first damage."""
 ENTRIES = TypeAdapter(tuple[ObjectEntry, ...])
-TEXT = TypeAdapter(str)
 
 
 def choose_together(
@@ -138,6 +143,10 @@ class Start:
     """Why newer snapshots were skipped."""
     salvage: PartialCut | None = None
     """A newer, incomplete cut whose shards replace those of the snapshot."""
+    changed: tuple[str, ...] = ()
+    """Settings that differ from those with which the snapshot was made."""
+    notes: tuple[str, ...] = ()
+    """What a user should know about the store."""
 
 
 START = TypeAdapter(Start)
@@ -145,21 +154,30 @@ PARTIALS = TypeAdapter(dict[str, PartialDigest])
 
 
 def choose_start(
-    store: ObjectStore, collectives: Collectives, note: str, *, partial: bool = False, committed: str
+    store: ObjectStore,
+    collectives: Collectives,
+    note: str,
+    *,
+    partial: bool = False,
+    committed: str,
+    owner: JobIdentity | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Start:
     """Choose the newest snapshot that verifies, and claim an attempt that continues from it.
 
     Rank 0 decides; each rank reads a share of the objects to verify. The note goes to the claim, for people. With
     ``partial`` a newer cut with missing shards may be used. ``committed`` is the URI of the manifest of a snapshot that
-    the job has committed; empty if unknown.
+    the job has committed; empty if unknown. ``owner`` is this job, and ``settings`` what decides how it trains.
 
     Raises:
         SnapshotError: on rank 0: no snapshot is usable, or the store holds none although the job committed one there.
             No attempt is claimed then.
+        InvalidSpecError: on rank 0: the store is another job's. No attempt is claimed then.
         PeerLostError: on the others in that case.
     """
 
     def choose(check: Check) -> Start:
+        notes = _check_owner(store, owner)
         snapshot, reasons = newest_snapshot(store, check=check)
         if snapshot is None and committed.startswith(f"{store.uri}/"):
             raise SnapshotError(
@@ -168,10 +186,45 @@ def choose_start(
             )
         salvage = find_partial(store, snapshot, check) if partial and snapshot else None
         name = None if snapshot is None else snapshot.name
-        attempt = claim_attempt(store, None if name is None else name.step, note)
-        return Start(attempt=attempt, snapshot=name, reasons=tuple(reasons), salvage=salvage)
+        changed = _changed_settings(store, name, settings) if name and settings else []
+        digest = put_document(store, settings) if settings else ""
+        attempt = claim_attempt(store, None if name is None else name.step, note, owner, digest)
+        return Start(
+            attempt=attempt,
+            snapshot=name,
+            reasons=tuple(reasons),
+            salvage=salvage,
+            changed=tuple(changed),
+            notes=tuple(notes),
+        )
 
     return choose_together(store, collectives, choose, START)
+
+
+def _check_owner(store: ObjectStore, owner: JobIdentity | None) -> list[str]:
+    """Refuse another job's store; return what to say if it was another run's, or nobody's."""
+    last = last_attempt(store)
+    if owner is None or last is None:
+        return []
+    if last.owner is None:
+        return [f"{store.uri} was written by an earlier version, which names no owner: job {owner} takes it over"]
+    if not last.owner.is_job(owner):
+        raise InvalidSpecError(
+            "spec.checkpoint.uri",
+            f"{store.uri} belongs to job {last.owner}; set another URI, and restoreFrom: {store.uri} to start from its "
+            "newest model",
+        )
+    if last.owner.uid != owner.uid and owner.uid:
+        return [f"continuing the snapshots of another run of job {owner} in {store.uri}"]
+    return []
+
+
+def _changed_settings(store: ObjectStore, name: SnapshotName, settings: Mapping[str, Any]) -> list[str]:
+    """Describe the settings that differ from those of the attempt that made a snapshot; none if they are unknown."""
+    made_by = find_attempt(store, name.attempt)
+    if made_by is None or not made_by.settings:
+        return []
+    return list(islice(changes(get_document(store, made_by.settings), settings, ""), MAX_CHANGES))
 
 
 def model_document(spec: DLRMJobSpec, learner: Learner) -> dict[str, Any]:
@@ -234,8 +287,6 @@ def live_digest(learner: Learner, collectives: Collectives) -> str:
 
 
 RESTORE_FROM_FIELDS = FieldNames(uri="spec.checkpoint.restoreFrom")
-FINGERPRINT = TypeAdapter(dict[str, Any])
-CHANGE = TypeAdapter[str | None](str | None)
 CHOSEN = TypeAdapter[tuple[SnapshotName | None, list[str]]](tuple[SnapshotName | None, list[str]])
 
 
@@ -267,29 +318,10 @@ class Assembly:
     control: CutControl
     board: ProgressBoard
     placement: Placement
-    reader: Reader
-    eval_reader: Reader
+    data: DataSet
     learner: Learner
     writer: HandoffWriter | None
     observer: Observer
-
-
-def agree_on_data(collectives: Collectives, fingerprint: Mapping[str, Any]) -> None:
-    """Check that all ranks found the same data: otherwise batches would consist of other samples.
-
-    Raises:
-        TemporaryError: on every rank; names the first difference from rank 0.
-    """
-    digest = hashlib.sha256(json.dumps(fingerprint).encode()).hexdigest()
-    if len(set(collectives.gather(digest, TEXT))) == 1:
-        return
-    first = collectives.broadcast(dict(fingerprint) if collectives.rank == 0 else None, FINGERPRINT)
-    changes = collectives.gather(first_change(first, fingerprint, "data"), CHANGE)
-    rank, change = next((rank, change) for rank, change in enumerate(changes) if change)
-    raise TemporaryError(
-        f"rank {rank} found other data than rank 0: {change}; files changed while ranks started; the next start lists "
-        "them again, so use URIs whose files do not change"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,45 +338,104 @@ class Restored:
     """Metrics of the snapshot: loss of its last step, last evaluation."""
 
 
-def restore_newest(assembly: Assembly) -> Restored:
-    """Restore the newest usable snapshot, and log which one it is and why newer ones were skipped.
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """Hold the job's store, and the snapshot in it that training continues from."""
 
-    Raises:
-        SnapshotError: none is usable, the store holds none although the job committed one, or it is of another model
-            or of other data.
-        NoInputError: neither the job's store nor ``restoreFrom`` holds one.
-    """
-    checkpoint = assembly.job.spec.checkpoint
-    if assembly.writer is None:
-        return Restored()
-    options = StoreOptions(s3=checkpoint.s3, credentials_dir=assembly.settings.credentials_dir)
+    store: ObjectStore
+    options: StoreOptions
+    start: Start
+    snapshot: Snapshot | None
+    """None: from the beginning."""
+
+    @property
+    def fingerprint(self) -> dict[str, Any] | None:
+        """Return that of the snapshot's data."""
+        return stored_fingerprint(self.store, self.snapshot.meta) if self.snapshot else None
+
+    @property
+    def where(self) -> str:
+        """Return the URI of the snapshot, or of the store."""
+        return self.snapshot.uri if self.snapshot else self.store.uri
+
+
+def choose_newest(job: DLRMJob, settings: Settings, collectives: Collectives, board: ProgressBoard) -> Chosen:
+    """Choose the newest usable snapshot; log which one it is and why newer ones were skipped. See ``choose_start``."""
+    checkpoint, meta = job.spec.checkpoint, job.metadata
+    options = StoreOptions(s3=checkpoint.s3, credentials_dir=settings.credentials_dir)
     store = open_store(checkpoint.uri, options)
-    note = f"{assembly.job.metadata.name}, attempt {assembly.settings.attempt}"
-    collectives, committed = assembly.gang.collectives, assembly.settings.committed_snapshot
-    start = choose_start(store, collectives, note, partial=checkpoint.partial_restore, committed=committed)
+    # A run outside a cluster is told apart by its machine and folder.
+    place = f"{socket.gethostname()}:{settings.work_dir}" if settings.work_dir else ""
+    uid = str((meta.model_extra or {}).get("uid", place))
+    start = choose_start(
+        store,
+        collectives,
+        f"{meta.name}, attempt {settings.attempt}",
+        partial=checkpoint.partial_restore,
+        committed=settings.committed_snapshot,
+        owner=JobIdentity(meta.name, meta.namespace or "", uid),
+        settings=job.spec.settings(),
+    )
     _log_skipped(start.reasons)
-    assembly.board.update(passed_over_snapshots=len(start.reasons))
+    board.update(passed_over_snapshots=len(start.reasons))
+    if collectives.rank == 0:
+        for note in start.notes:
+            board.note(note)
     if start.snapshot is None:
-        if checkpoint.restore_from is not None:
-            begin_from(assembly, checkpoint.restore_from, options)
-        else:
-            logger.info("no snapshot found, starting from step 0", extra={"store": store.uri})
-        return Restored(attempt=start.attempt)
+        return Chosen(store=store, options=options, start=start, snapshot=None)
     snapshot = Snapshot(store, load_chain(store, start.snapshot))
     if start.salvage:
         snapshot = open_partial(store, snapshot, start.salvage)
-    check_data(snapshot.meta, assembly.reader.fingerprint, snapshot.uri)
+    return Chosen(store=store, options=options, start=start, snapshot=snapshot)
+
+
+def restore_chosen(assembly: Assembly, chosen: Chosen, total_steps: int) -> Restored:
+    """Restore the chosen snapshot, or the one of ``restoreFrom``, of a job of ``total_steps`` steps.
+
+    Raises:
+        SnapshotError: it is of another model or of other data.
+        InvalidSpecError: it was made with other settings, and no step is left to train with these.
+        NoInputError: neither the job's store nor ``restoreFrom`` holds one.
+    """
+    start, snapshot = chosen.start, chosen.snapshot
+    if snapshot is None:
+        if assembly.job.spec.checkpoint.restore_from is not None:
+            begin_from(assembly, assembly.job.spec.checkpoint.restore_from, chosen.options)
+        else:
+            logger.info("no snapshot found, starting from step 0", extra={"store": chosen.store.uri})
+        return Restored(attempt=start.attempt)
+    check_data(chosen.fingerprint or {}, assembly.data.described, snapshot.uri)
     resized = _check_model(assembly, snapshot)
+    _check_settings(assembly, chosen, snapshot.step, total_steps)
     # No snapshot holds the state of a resized table or of a partial restore.
     new = resized or start.salvage is not None
-    restore(assembly.learner, snapshot, collectives, mark=new)
+    restore(assembly.learner, snapshot, assembly.gang.collectives, mark=new)
+    assert assembly.writer is not None, "a run without snapshots chooses none"
     assembly.writer.restored(None if new else snapshot.name)
-    if start.salvage:
+    if start.salvage and start.snapshot:
         extra = {"step": start.snapshot.step, "stored_ranks": list(start.salvage.ranks)}
         logger.warning("partial restore: lost shards use an older step", extra=extra)
     logger.info("snapshot restored", extra={"step": snapshot.step, "snapshot": snapshot.uri})
     held_step = None if new else snapshot.step
     return Restored(attempt=start.attempt, step=snapshot.step, held_step=held_step, metrics=snapshot.meta.metrics)
+
+
+def _check_settings(assembly: Assembly, chosen: Chosen, step: int, total_steps: int) -> None:
+    """Say which settings changed since the snapshot; refuse to pass its model off as one trained with these."""
+    changed = "; ".join(chosen.start.changed)
+    if changed and step >= total_steps:
+        raise InvalidSpecError(
+            "spec.checkpoint.uri",
+            f"the run in {chosen.store.uri} finished at step {step:,} with other settings, so nothing was trained with "
+            f"these ({changed}); set another URI to start over (--set spec.checkpoint.uri=URI), or train longer to "
+            f"continue from it with these settings (--set spec.training.maxSteps=N, N above {step})",
+        )
+    if assembly.gang.rank:
+        return
+    if changed:
+        assembly.board.note(f"continuing from step {step:,} with other settings than before: {changed}")
+    elif step >= total_steps:
+        assembly.board.note(f"nothing to train: {chosen.store.uri} already holds step {step:,}, the job's last")
 
 
 def begin_from(assembly: Assembly, uri: str, options: StoreOptions) -> None:

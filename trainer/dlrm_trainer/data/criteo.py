@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from dlrm_api.errors import BadDataError
 from dlrm_api.job import CRITEO_DENSE, CRITEO_SPARSE
 from dlrm_kernels.parsing import ID, INTEGER, LABEL, MAX_DECIMAL_DIGITS, MAX_HEX_DIGITS, UNUSED, Ints, parse_lines
-from dlrm_stores.locations import DataFile, LocalFile
+from dlrm_stores.data_files import DataFile, LocalFile
 from dlrm_trainer.data.batch_builder import BatchBuilder, Fingerprint, RawRows, Shares, blocks_of
 from dlrm_trainer.data.files import BlockCache, FileSet, SourceRequest
 from dlrm_trainer.settings import allow_open_files

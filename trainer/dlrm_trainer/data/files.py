@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,12 +14,10 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_api.errors import BadDataError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_stores.base import parallel_map
-from dlrm_stores.locations import DataFile, LocalFile, relative_names
+from dlrm_stores.data_files import DataFile, LocalFile, relative_names
 
-SAMPLE_BYTES = 4096
 PARALLEL_FILES = 32
 """Files that are sampled at once: each is a request of a service that may be far away."""
 LOCAL_THREADS, REMOTE_THREADS = 2, 4
@@ -57,7 +53,7 @@ class FileSet:
         self.files = tuple(files)
         self.bounds: NDArray[np.int64] = np.concatenate(([0], np.cumsum(row_counts, dtype=np.int64)))
         self.num_rows = int(self.bounds[-1])
-        self._contents = list(parallel_map(content, self.files, PARALLEL_FILES))
+        self._samples = list(parallel_map(DataFile.sample, self.files, PARALLEL_FILES))
 
     def description(self) -> list[dict[str, Any]]:
         """Return name (below the shared folder), bytes, rows and ``content`` of each file, for fingerprints."""
@@ -65,32 +61,13 @@ class FileSet:
         names = relative_names([file.path for file in self.files])
         return [
             {"name": name, "bytes": file.size, "rows": rows, "content": sampled}
-            for name, file, rows, sampled in zip(names, self.files, counts, self._contents, strict=True)
+            for name, file, rows, sampled in zip(names, self.files, counts, self._samples, strict=True)
         ]
 
     def locate(self, row: int) -> tuple[DataFile, int]:
         """Return the file of a row, and the row's number in it."""
         number = int(np.searchsorted(self.bounds, row, side="right")) - 1
         return self.files[number], row - int(self.bounds[number])
-
-
-def content(file: DataFile) -> str:
-    """Return hexadecimal digits of the SHA-256 of a file's middle and end.
-
-    They tell a rewritten file from the one before, even if it has as many bytes and rows, and stay the same wherever
-    the file is copied to. Raises as ``check`` does.
-    """
-    digest = hashlib.sha256()
-    try:
-        with file.open() as opened:
-            for start in (file.size // 2, max(0, file.size - SAMPLE_BYTES)):
-                opened.seek(start, os.SEEK_SET)
-                digest.update(opened.read(SAMPLE_BYTES))
-    except OSError as error:
-        file.check()
-        problem = f"cannot read file: {error.strerror or error}"
-        raise BadDataError(f"{file.name}: {problem}; write or copy it again") from error
-    return digest.hexdigest()[:16]
 
 
 class Sized(Protocol):

@@ -5,6 +5,7 @@ Columns are found by name; others are never read. Shapes: r rows of a row group,
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError
 from dlrm_kernels.parsing import MIX, NONE, Hashing, Ints, Numbers, put_floats, put_labels, put_rows_of
 from dlrm_stores.base import parallel_map
-from dlrm_stores.locations import DataFile
+from dlrm_stores.data_files import DataFile
 from dlrm_trainer.data.batch_builder import (
     BatchBuilder,
     Fingerprint,
@@ -36,13 +37,17 @@ from dlrm_trainer.data.batch_builder import (
 )
 from dlrm_trainer.data.files import BlockCache, FileSet, SourceRequest
 
-SUFFIXES = (".parquet",)
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".parquet", ".pq")
 FOOTERS_SHARE = 16
 """One part in so many of the budget is for footers."""
 PARALLEL_FOOTERS = 32
 """Each footer is a request or two of a service that may be far away, and there may be thousands of files."""
 CHUNK_BYTES = 800
 """Memory of a footer for each column of a row group, whether that is read or not (measured: 500 to 800)."""
+MAX_FOOTER = 2**31 - 1
+"""Bytes of a text and items of a list in a footer: the largest that pyarrow takes."""
 _SHOWN_NAMES = 20
 _NO_BITS = np.empty(0, dtype=np.uint8)
 
@@ -98,6 +103,27 @@ class ParquetSource:
         self._is_wide = False
         """A row group had an id above uint32, or a negative one."""
         self._decoded: BlockCache[RowBlock] = BlockCache(self._decode, budget_bytes - footers_bytes, threads)
+        self._report_large_groups(budget_bytes - footers_bytes)
+
+    def _report_large_groups(self, budget_bytes: int) -> None:
+        sizes = np.diff(self._bounds)
+        if not sizes.size:
+            return
+        largest = int(sizes.argmax())
+        # A label and dense values of 4 bytes, and at least one id a bag, of 8.
+        decoded = int(sizes[largest]) * (4 * (1 + len(self._columns.dense)) + 8 * len(self._columns.bags))
+        if decoded > budget_bytes:
+            file, group = self._footers.place(largest)
+            logger.warning(
+                "row group exceeds data.prefetchBytes, and each rank decodes it whole; write smaller row groups",
+                extra={
+                    "file": self._files.files[file].name,
+                    "row_group": group,
+                    "rows": int(sizes[largest]),
+                    "decoded_bytes": decoded,
+                    "budget_bytes": budget_bytes,
+                },
+            )
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -151,7 +177,7 @@ class ParquetSource:
 
         def read() -> Any:
             with file.open() as opened:
-                parquet = pq.ParquetFile(opened, metadata=footer, pre_buffer=True, page_checksum_verification=True)
+                parquet = _open_parquet(opened, metadata=footer, pre_buffer=True, page_checksum_verification=True)
                 table = parquet.read_row_group(group, columns=self._columns.names, use_threads=False)
             # pyarrow reports no error if all columns end too soon.
             if table.num_rows != stop - first:
@@ -219,18 +245,25 @@ class Footers:
 
 
 def _bytes_of(footer: Any) -> int:
-    return int(footer.num_row_groups) * int(footer.num_columns) * CHUNK_BYTES
+    return max(int(footer.serialized_size), int(footer.num_row_groups) * int(footer.num_columns) * CHUNK_BYTES)
 
 
 def _read_footer(file: DataFile) -> Any:
     with file.open() as opened:
-        return pq.read_metadata(opened)
+        return _open_parquet(opened).metadata
+
+
+def _open_parquet(opened: Any, **options: Any) -> Any:
+    """Open a file whose footer may be of any size: pyarrow takes one of 100 MB for damage by default."""
+    return pq.ParquetFile(
+        opened, thrift_string_size_limit=MAX_FOOTER, thrift_container_size_limit=MAX_FOOTER, **options
+    )
 
 
 def _read_checked_footer(file: DataFile, columns: Columns) -> Any:
     def read() -> Any:
         with file.open() as opened:
-            parquet = pq.ParquetFile(opened)
+            parquet = _open_parquet(opened)
             # metadata.schema would hold the metadata and be held by it.
             return parquet.metadata, parquet.schema_arrow
 

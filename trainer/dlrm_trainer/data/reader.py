@@ -21,7 +21,8 @@ from dlrm_api.errors import BadDataError, DLRMError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_kernels.hashing import random_bits, shuffle, stream_key
 from dlrm_kernels.parsing import GOOD, LONG_BAG, NONE, Ints, check_bags, fill_missing, put_rows_of
-from dlrm_stores.locations import find_data_files
+from dlrm_stores.data_files import DataFile
+from dlrm_stores.locations import Listing, find_data_files
 from dlrm_trainer.data import criteo, parquet, synthetic
 from dlrm_trainer.data.batch_builder import NoSamples, RawRows, RowSource, hashing_of
 from dlrm_trainer.data.files import SourceRequest, Split
@@ -90,13 +91,31 @@ class Batch:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def open_reader(
-    spec: DLRMJobSpec, split: Split, rank: int, world_size: int, cache_folder: Path | None = None
-) -> Reader:
-    """Open one rank's view of a split; every rank must open it with the same spec.
+def list_data(spec: DLRMJobSpec, split: Split) -> Listing:
+    """List the files of a split; none for a format without files, or an evaluation split without URIs.
 
-    An evaluation split without URIs has no samples. Line indexes are kept in ``cache_folder``; by default in a folder
-    of this user's among the temporary files.
+    Raises as ``find_data_files`` does.
+    """
+    data, file_format = spec.data, READERS[spec.data.format]
+    uris = data.train.uris if split == "train" else data.eval.uris
+    if not uris or not file_format.suffixes:
+        return Listing()
+    return find_data_files(uris, file_format.suffixes, data.s3, read_settings().data_credentials_dir)
+
+
+def open_reader(
+    spec: DLRMJobSpec,
+    split: Split,
+    rank: int,
+    world_size: int,
+    cache_folder: Path | None = None,
+    files: Sequence[DataFile] | None = None,
+) -> Reader:
+    """Open one rank's view of a split; every rank must open it with the same spec and files.
+
+    ``files`` are those that ``list_data`` finds, or some of them; by default all. An evaluation split without URIs has
+    no samples. Line indexes are kept in ``cache_folder``; by default in a folder of this user's among the temporary
+    files.
 
     Raises:
         NoInputError: a file is not found.
@@ -104,20 +123,20 @@ def open_reader(
         BadDataError: the data can't be used; the message names the file, the row or column, and the fix.
     """
     data, file_format = spec.data, READERS[spec.data.format]
-    uris = data.train.uris if split == "train" else data.eval.uris
+    files = list_data(spec, split).files if files is None else tuple(files)
     source: RowSource = NoSamples()
-    if uris or not file_format.suffixes:
-        files = find_data_files(uris, file_format.suffixes, data.s3, read_settings().data_credentials_dir)
+    if files or not file_format.suffixes:
         folder, budget = cache_folder or criteo.default_cache_folder(), int(data.prefetch_bytes)
         left = budget - budget // FINISHED_SHARE - budget // GROUPS_SHARE
         source = file_format.open(
             SourceRequest(spec=spec, split=split, files=files, budget_bytes=left, cache_folder=folder)
         )
     if split == "train" and not source.num_samples:
+        uris = data.train.uris
         more = len(uris) - _SHOWN_URIS
         shown = ", ".join(uris[:_SHOWN_URIS]) + (f" and {more} more" if more > 0 else "")
         raise BadDataError(f"{shown}: the training data has no rows; check data.train.uris")
-    return Reader(source, spec, split, rank, world_size)
+    return Reader(source, spec, split, rank, world_size, files)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,8 +212,17 @@ class Reader:
     Training data is shuffled; evaluation data keeps the files' own order.
     """
 
-    def __init__(self, source: RowSource, spec: DLRMJobSpec, split: Split, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        source: RowSource,
+        spec: DLRMJobSpec,
+        split: Split,
+        rank: int,
+        world_size: int,
+        files: Sequence[DataFile] = (),
+    ) -> None:
         self._source, self._dense = source, spec.data.dense
+        self.files = tuple(files)
         self._order = SampleOrder(
             num_samples=source.num_samples,
             batch_size=spec.data.global_batch_size,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime, timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from dlrm_api.errors import PeerLostError, TemporaryError
+from dlrm_api.errors import InvalidSpecError, PeerLostError, TemporaryError
 from dlrm_api.names import ANY_ADDRESS
 from dlrm_api.process import listener
 from dlrm_trainer.compute_device import HOST
@@ -23,6 +23,9 @@ RETRY_INTERVAL_S = 0.1
 POLL_INTERVAL_PER_RANK_S = 0.0005
 """Ranks poll for the others at an interval that grows by this with each: rank 0's store answers all of them."""
 STORE_TIMEOUT_S = 30
+REPORT_AFTER_S = 30.0
+"""Pods of a gang start within less, unless something is wrong."""
+GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
 NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 """Makes torch raise if a wait for a GPU's collective fails or times out, instead of ending the process."""
 
@@ -55,27 +58,32 @@ class RankGroup:
         collective_timeout_s: float,
         check: Callable[[], None],
         device: torch.device = HOST,
+        waiting: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Wait until all ranks have come: first for rank 0, then for the rest.
 
         ``collective_timeout_s`` is the longest wait for a silent peer in any later collective. ``check`` is called
-        between attempts; what it raises ends the wait. All ranks' devices are of one type.
+        between attempts; what it raises ends the wait. All ranks' devices are of one type. ``waiting`` is told for whom
+        this rank waits, once that takes ``REPORT_AFTER_S``, and an empty text when it waits no more.
 
         Raises:
+            InvalidSpecError: the environment names a network interface that this machine lacks.
             PeerLostError: not all came in time, or NCCL cannot connect the GPUs; names the absent ranks if known.
             TemporaryError: rank 0 cannot listen on its port.
         """
         if self.world_size == 1:
             return
-        deadline = time.monotonic() + rendezvous_timeout_s
-        self._store = GangStore(self._serve() if self.rank == 0 else self._reach(deadline, check), self._secret)
+        check_interfaces(os.environ)
+        patience = _Patience(rendezvous_timeout_s, waiting)
+        self._store = GangStore(self._serve() if self.rank == 0 else self._reach(patience, check), self._secret)
         self._store.set(_here(self.rank), "1")
         pause_s = max(RETRY_INTERVAL_S / 5, self.world_size * POLL_INTERVAL_PER_RANK_S)
         while not self._are_here(range(self.world_size)):
-            if time.monotonic() > deadline:
+            if patience.is_over():
                 raise PeerLostError(self._absent(rendezvous_timeout_s))
+            patience.wait(lambda: name_ranks(self._missing()), "they have not come", pause_s)
             check()
-            time.sleep(pause_s)
+        patience.end()
         timeout = timedelta(seconds=collective_timeout_s)
         os.environ.setdefault(NCCL_BLOCKING_WAIT, "1")
         dist.init_process_group(
@@ -124,16 +132,18 @@ class RankGroup:
             master_listen_fd=listening.detach(),
         )
 
-    def _reach(self, deadline: float, check: Callable[[], None]) -> TCPStore:
+    def _reach(self, patience: _Patience, check: Callable[[], None]) -> TCPStore:
         while True:
             check()
             try:
                 with socket.create_connection((self._host, self._port), timeout=5.0):
                     break
             except OSError as error:
-                if time.monotonic() > deadline:
+                if patience.is_over():
                     raise PeerLostError(f"rank 0 cannot be reached at {self._host}:{self._port}: {error}") from error
-                time.sleep(RETRY_INTERVAL_S)
+                patience.wait(
+                    lambda: f"rank 0 at {self._host}:{self._port}", error.strerror or str(error), RETRY_INTERVAL_S
+                )
         try:
             return TCPStore(self._host, self._port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
         except RuntimeError as error:
@@ -147,10 +157,13 @@ class RankGroup:
         except RuntimeError as error:
             raise PeerLostError(f"rank 0 at {self._host}:{self._port} stopped responding: {error}") from error
 
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if not self._are_here([rank])]
+
     def _absent(self, waited_s: float) -> str:
         """Name the ranks that did not come, or that came without the secret."""
         assert self._store is not None
-        absent = [rank for rank in range(self.world_size) if not self._are_here([rank])]
+        absent = self._missing()
         plain = self._store.without_secret()
         strange = [rank for rank in absent if self._secret and plain.has([_here(rank)])]
         if strange:
@@ -160,6 +173,49 @@ class RankGroup:
     def _explain_failure(self) -> str:
         """Return which ranks are lost, or why the first of them ended."""
         return "" if self._failures is None else self._failures.explain()
+
+
+class _Patience:
+    """Wait for others up to a limit, and say so while it lasts."""
+
+    def __init__(self, limit_s: float, waiting: Callable[[str], None]) -> None:
+        self._limit_s, self._waiting = limit_s, waiting
+        self._began, self._clock = time.monotonic(), datetime.now(UTC)
+        self._report_at = self._began + REPORT_AFTER_S
+        self._said = ""
+
+    def is_over(self) -> bool:
+        """Return whether the limit has passed."""
+        return time.monotonic() > self._began + self._limit_s
+
+    def wait(self, for_whom: Callable[[], str], problem: str, seconds: float) -> None:
+        """Sleep for a moment; report at first after ``REPORT_AFTER_S``, then as often, if the report is another."""
+        if time.monotonic() >= self._report_at:
+            self._report_at = time.monotonic() + REPORT_AFTER_S
+            whom, limit_s = for_whom(), self._limit_s
+            text = f"waiting for {whom} since {self._clock:%H:%M:%S} UTC, for at most {limit_s:.0f} s: {problem}"
+            if text != self._said:
+                self._said = text
+                self._waiting(text)
+        time.sleep(seconds)
+
+    def end(self) -> None:
+        """Report that the wait is over."""
+        if self._said:
+            self._waiting("")
+
+
+def check_interfaces(environment: Mapping[str, str]) -> None:
+    """Check the network interfaces that gloo is told to use.
+
+    Raises:
+        InvalidSpecError: names one that this machine lacks, and those that it has.
+    """
+    known = {name for _, name in socket.if_nameindex()}
+    for name in filter(None, environment.get(GLOO_INTERFACES, "").split(",")):
+        if name not in known:
+            problem = f"network interface not found: {name}; use one of {', '.join(sorted(known))}, or unset it"
+            raise InvalidSpecError(GLOO_INTERFACES, problem)
 
 
 def _here(rank: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import time
 from collections import deque
@@ -20,7 +21,7 @@ from prometheus_client.registry import Collector
 from pydantic import TypeAdapter
 
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.progress import EvalMetrics, Progress, TrainerPhase
+from dlrm_api.progress import MAX_NOTE_CHARACTERS, MAX_NOTES, EvalMetrics, Progress, TrainerPhase
 from dlrm_api.run_report import HitRate, Profile, StageTimes
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.compute_device import HOST
@@ -29,6 +30,8 @@ from dlrm_trainer.embedding import Placement
 from dlrm_trainer.embedding.local_tables import LocalTables
 from dlrm_trainer.metrics.stages import Stages, StepCounters, StepMetrics, StepProfile
 from dlrm_trainer.metrics.tiers import RankCounters, SharedCounters, TierMetrics, tier_report
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +100,20 @@ class ProgressBoard:
     def update(self, **values: Any) -> None:
         """Replace some fields."""
         self.now = self.now.model_copy(update=values)
+
+    def note(self, text: str) -> None:
+        """Log what a user should know, once, and report it from now on."""
+        if text[:MAX_NOTE_CHARACTERS] in self.now.notes:
+            return
+        logger.warning("%s", text)
+        notes = (*self.now.notes, text[:MAX_NOTE_CHARACTERS])
+        self.update(notes=notes[:MAX_NOTES])
+
+    def waiting(self, text: str) -> None:
+        """Log and report for whom this rank waits; an empty text ends it."""
+        if text:
+            logger.warning("%s", text)
+        self.update(waiting=text[:MAX_NOTE_CHARACTERS] or None)
 
     def phase(self, phase: TrainerPhase) -> None:
         """Set what the gang is doing."""

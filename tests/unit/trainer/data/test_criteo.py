@@ -25,7 +25,7 @@ from hypothesis import given, settings
 
 from dlrm_api.errors import BadDataError
 from dlrm_kernels.parsing import MISSING_ID
-from dlrm_stores.locations import LocalFile
+from dlrm_stores.data_files import LocalFile
 from dlrm_testing.trainer.hashed_ids import rows_of_ids
 from dlrm_trainer.checkpointing.compat import first_change
 from dlrm_trainer.data import Reader, criteo, open_reader

@@ -14,7 +14,7 @@ import pytest
 
 from dlrm_api.errors import BadDataError
 from dlrm_api.model import TableSpec
-from dlrm_stores.locations import LocalFile
+from dlrm_stores.data_files import LocalFile
 from dlrm_trainer.data import parquet
 from dlrm_trainer.data.batch_builder import hashing_of
 from dlrm_trainer.data.parquet import CHUNK_BYTES, Columns, Footers

@@ -20,10 +20,10 @@ from dlrm_api.names import Env
 from dlrm_cluster.ports import free_port
 from dlrm_stores import locations
 from dlrm_stores.base import ObjectInfo
-from dlrm_stores.locations import S3Object, find_files, find_objects
+from dlrm_stores.data_files import SAMPLE_BYTES, S3Object
+from dlrm_stores.locations import find_files, find_objects
 from dlrm_stores.s3 import S3Store
 from dlrm_trainer.data import Reader, open_reader
-from dlrm_trainer.data.files import SAMPLE_BYTES
 
 TABLES = [{"name": "user", "rows": 5_000, "dim": 4}, {"name": "film", "rows": 5_000, "dim": 4}]
 ROWS, GROUP_ROWS = 4_000, 100
@@ -150,15 +150,20 @@ def test_a_pattern_means_the_same_of_objects_and_of_files(
         (tmp_path / name).touch()
     listed = [ObjectInfo(key=name, size=0, modified=0.0) for name in sorted(names)]
     monkeypatch.setattr(
-        locations, "_list_objects", lambda _, prefix: [each for each in listed if each.key.startswith(prefix)]
+        locations, "_list_objects", lambda _, prefix, *_rest: [each for each in listed if each.key.startswith(prefix)]
     )
 
-    found = find_objects([f"s3://bucket/{pattern}"], [".tsv"], S3Spec(), None)
+    found, left_out = find_objects([f"s3://bucket/{pattern}"], [".tsv"], S3Spec(), None)
 
-    expected = find_files([f"{tmp_path}/{pattern}"], [".tsv"])
+    expected, left_here = find_files([f"{tmp_path}/{pattern}"], [".tsv"])
     assert sorted(item.path.relative_to("/bucket") for item in found) == [
         path.relative_to(tmp_path) for path in expected
     ]
+    # What a pattern does not match is not left out.
+    if pattern == "data":
+        assert {(each.name.removeprefix("s3://bucket"), each.reason) for each in left_out} == {
+            (each.name.removeprefix(str(tmp_path)), each.reason) for each in left_here
+        }
 
 
 def test_two_stars_in_a_piece_of_a_pattern_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +281,7 @@ def test_an_object_that_goes_while_training_is_named(bucket: Bucket, opened: Any
     ("uri", "message"),
     [
         ("s3://nowhere/day.parquet", r"bucket nowhere at http.* not found; create it, or correct data\.train\.uris"),
-        ("s3://data/absent", r"object not found.*\.parquet: s3://data/absent"),
+        ("s3://data/absent", r"object not found.*\.parquet or \.pq: s3://data/absent"),
         ("s3://data/*.parquet", r"no object matches: s3://data/\*\.parquet; check data\.train\.uris"),
         ("s3://data/[9-0]*", r"invalid pattern: s3://data/\[9-0\]\*; bad character range 9-0"),
         ("s3:///day.parquet", r"invalid URI: s3:///day\.parquet"),
@@ -307,7 +312,9 @@ def test_an_empty_object_is_told_as_such_and_not_as_changed(bucket: Bucket, open
 def test_credentials_that_are_refused_are_named(bucket: Bucket, opened: Any) -> None:
     bucket.write_keys("wrong")
 
-    with pytest.raises(NoPermissionError, match=r"bucket data at http.* refused .*credentials Secret"):
+    with pytest.raises(
+        NoPermissionError, match=r"bucket data at http.* refused the key for .*spec\.data\.credentialsSecret"
+    ):
         opened("s3://data/day.parquet", bucket)
 
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError
 from dlrm_api.model import TableSpec
-from dlrm_stores.locations import LocalFile
+from dlrm_stores.data_files import LocalFile
 from dlrm_testing.trainer.hashed_ids import rows_of_ids
 from dlrm_trainer.data import Reader, open_reader
 from dlrm_trainer.data.batch_builder import hashing_of
@@ -311,3 +311,22 @@ def test_damage_is_an_error_or_changes_no_more_than_what_pyarrow_reads(
     table = pq.read_table(path)
     assert raw.ids.tolist() == table["user"].drop_null().to_pylist()
     assert np.array_equal(raw.dense[:, 0], table["price"].to_numpy(), equal_nan=True)
+
+
+def test_a_footer_of_any_size_is_read(tmp_path: Path, open_file: Any) -> None:
+    table = pa.table(COLUMNS).replace_schema_metadata({b"pandas": b"y" * 101_000_000})
+    pq.write_table(table, tmp_path / "large.parquet")
+
+    assert open_file(str(tmp_path / "large.parquet")).num_samples == 5
+
+
+def test_a_row_group_above_the_budget_is_named_with_its_size(
+    write_parquet: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    columns = {"label": np.zeros(1_000, np.int8), "price": np.zeros(1_000), "user": np.arange(1_000)}
+    path = Path(write_parquet(columns, "a.parquet", 1_000))
+
+    open_source([path], ["user"], budget=100)
+
+    [record] = [each for each in caplog.records if "row group exceeds data.prefetchBytes" in each.message]
+    assert (record.__dict__["rows"], record.__dict__["decoded_bytes"]) == (1_000, 1_000 * (2 * 4 + 8))

@@ -21,7 +21,8 @@ from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError
 from dlrm_api.job import parse_job
 from dlrm_api.model import TableSpec
 from dlrm_kernels.parsing import put_rows_of
-from dlrm_stores.locations import LocalFile, find_files, local_path, relative_names
+from dlrm_stores.data_files import LocalFile, relative_names
+from dlrm_stores.locations import find_files, local_path
 from dlrm_testing.nobody import as_nobody
 from dlrm_testing.trainer.hashed_ids import rows_of_ids
 from dlrm_trainer.data import READERS, open_reader
@@ -185,12 +186,17 @@ def test_paths_uris_folders_and_patterns_name_files(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
 
-    folder = find_files([str(tmp_path)], [".tsv"])
-    pattern = find_files([f"file://{tmp_path}/*.tsv", str(tmp_path / "b.tsv")], [".tsv"])
+    folder, left_out = find_files([str(tmp_path)], [".tsv"])
+    pattern, _ = find_files([f"file://{tmp_path}/*.tsv", str(tmp_path / "b.tsv")], [".tsv"])
 
     assert relative_names(folder) == ["a.tsv", "b.tsv", "day=1/c.tsv"]
     assert {"a.tsv", "b.tsv"} <= set(relative_names(pattern))
     assert len(pattern) == len(set(pattern))
+    assert {Path(each.name).name: each.reason for each in left_out} == {
+        "_log.tsv": "hidden file",
+        ".hidden.tsv": "hidden file",
+        "notes.md": "its name does not end in .tsv",
+    }
     assert local_path("file:///data/two%20words.tsv") == Path("/data/two words.tsv")
 
 
@@ -207,10 +213,10 @@ def test_folders_and_patterns_of_any_depth_hold_linked_files_once(tmp_path: Path
     (folder / "2024/itself").symlink_to(folder / "2024/itself")
 
     expected = [folder / "2023/b.tsv", folder / "2024/a.tsv"]
-    assert find_files([str(folder)], [".tsv"]) == expected
-    assert find_files([f"{folder}/**/*.tsv"], [".tsv"]) == expected
-    assert find_files([f"{folder}/20*/?.tsv"], [".tsv"]) == expected
-    assert find_files([f"{folder}/2*/**"], [".tsv"]) == expected
+    assert find_files([str(folder)], [".tsv"])[0] == expected
+    assert find_files([f"{folder}/**/*.tsv"], [".tsv"])[0] == expected
+    assert find_files([f"{folder}/20*/?.tsv"], [".tsv"])[0] == expected
+    assert find_files([f"{folder}/2*/**"], [".tsv"])[0] == expected
 
 
 def test_question_marks_and_hashes_of_file_uris_are_part_of_the_path(tmp_path: Path) -> None:
@@ -218,8 +224,8 @@ def test_question_marks_and_hashes_of_file_uris_are_part_of_the_path(tmp_path: P
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
 
-    assert len(find_files([f"file://{tmp_path}/part-?.tsv"], [".tsv"])) == 2
-    assert find_files([f"file://{tmp_path}/day#1"], [".tsv"]) == [tmp_path / "day#1/a.tsv"]
+    assert len(find_files([f"file://{tmp_path}/part-?.tsv"], [".tsv"])[0]) == 2
+    assert find_files([f"file://{tmp_path}/day#1"], [".tsv"])[0] == [tmp_path / "day#1/a.tsv"]
 
 
 def test_a_pipe_is_refused_by_name(tmp_path: Path) -> None:
@@ -234,8 +240,10 @@ def test_a_pipe_is_refused_by_name(tmp_path: Path) -> None:
     [
         ("{0}/**.tsv", r"\*\* must stand alone between slashes"),
         ("{0}/absent.tsv", r"file not found: .*absent\.tsv; .*data\.train\.uris"),
-        ("{0}/*.tsv", r"no file matches .*/\*\.tsv"),
-        ("{0}", r"no file ends in \.tsv: .* pattern such as .*/\* "),
+        ("{0}/*.csv", r"no file matches .*/\*\.csv"),
+        ("{0}/*.tsv", r"file not found: .*/loop\.tsv, a link"),
+        ("{0}", r"file not found: .*/loop\.tsv, a link"),
+        ("{0}/below", r"no file ends in \.tsv: .* pattern such as .*/\* "),
         ("{0}/loop.tsv", r"file not found: .*loop\.tsv"),
         ("{0}/" + 300 * "a", r"file not found: .*a;"),
         ("file://{0}/a%00.tsv", r"invalid path: .*a%00\.tsv"),
@@ -246,6 +254,7 @@ def test_a_pipe_is_refused_by_name(tmp_path: Path) -> None:
 )
 def test_a_uri_that_names_nothing_is_refused(uri: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "loop.tsv").symlink_to(tmp_path / "loop.tsv")
+    (tmp_path / "below").mkdir()
 
     with pytest.raises(NoInputError, match=message):
         find_files([uri.format(tmp_path)], [".tsv"])

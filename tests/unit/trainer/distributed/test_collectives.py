@@ -16,8 +16,9 @@ from dlrm_api.progress import EvalMetrics
 from dlrm_checkpointer.read.restore import PartialCut
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_testing.trainer.gangs import run_ranks
+from dlrm_trainer.checkpointing.data_set import CHANGE, DIGESTS
 from dlrm_trainer.checkpointing.handover import BEGUN
-from dlrm_trainer.checkpointing.restore import CHANGE, CHOSEN, PARTIALS, START, Start
+from dlrm_trainer.checkpointing.restore import CHOSEN, PARTIALS, START, Start
 from dlrm_trainer.distributed import collectives
 from dlrm_trainer.distributed.collectives import MAX_GATHERED_BYTES, Collectives, decode_value, encode_value
 from dlrm_trainer.evaluate import QUALITY
@@ -35,6 +36,7 @@ KINDS: list[tuple[TypeAdapter[Any], Any]] = [
     (START, Start(attempt=3, snapshot=None, reasons=())),
     (PARTIALS, {"users": (2**64 - 1, 0, 1, 2)}),
     (CHANGE, "data.files[3]: \udcff is no UTF-8"),
+    (DIGESTS, {3: "5f" * 32}),
     (CHOSEN, (None, ["why"])),
 ]
 
@@ -64,7 +66,7 @@ class Runs:
         (b"", "invalid JSON"),
         (b"[" * 200_000, "invalid JSON"),
         (b"1" * 5_000, "invalid JSON"),
-        (b"[1, 2, 3]", "dictionary"),
+        (b"[1, 2, 3]", "mapping"),
         (b'{"users": ["x"]}', "integer"),
     ],
 )

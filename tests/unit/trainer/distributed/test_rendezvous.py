@@ -1,6 +1,7 @@
 """How ranks find each other."""
 
 import os
+import re
 import socket
 import time
 from datetime import timedelta
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from dlrm_api.errors import InvalidSpecError, PeerLostError
 from dlrm_api.names import ANY_ADDRESS
 from dlrm_cluster.ports import LOOPBACK, free_port
 from dlrm_testing.trainer.gangs import gang_context, run_ranks
+from dlrm_trainer.distributed import rendezvous
 from dlrm_trainer.distributed.failures import GangStore
 
 
@@ -183,3 +186,29 @@ def test_ranks_on_gpus_wait_for_a_slow_rank_0_also_at_their_first_step() -> None
         rank.join(60)
 
     assert found == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waits_says_for_whom_since_when_and_for_how_long(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "REPORT_AFTER_S", 0.3)
+    said: list[str] = []
+    gang = rendezvous.RankGroup(rank, 2, "nobody.invalid" if rank else LOOPBACK, free_port(), LOOPBACK)
+
+    with pytest.raises(PeerLostError):
+        gang.meet(2.0, 60.0, lambda: None, waiting=said.append)
+
+    whom = "rank 0 at nobody.invalid:" if rank else "rank 1 "
+    [report] = said
+    assert report.startswith(f"waiting for {whom}")
+    assert re.search(r"since \d\d:\d\d:\d\d UTC, for at most 2 s: \S", report)
+
+
+def test_an_interface_that_is_not_there_is_a_setting_to_correct() -> None:
+    with pytest.raises(
+        InvalidSpecError, match=r"GLOO_SOCKET_IFNAME: network interface not found: nope0; use one of .*lo"
+    ):
+        rendezvous.check_interfaces({"GLOO_SOCKET_IFNAME": "lo,nope0"})
+    rendezvous.check_interfaces({"GLOO_SOCKET_IFNAME": "lo"})
+    rendezvous.check_interfaces({})

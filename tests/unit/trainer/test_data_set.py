@@ -1,0 +1,197 @@
+"""Which files are a job's data set, and what is said of it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dlrm_api.errors import SnapshotError
+from dlrm_api.job import DLRMJobSpec, parse_job
+from dlrm_checkpointer import CutMeta
+from dlrm_stores.data_files import LocalFile
+from dlrm_stores.file import FileStore
+from dlrm_testing.trainer.gangs import run_ranks
+from dlrm_trainer.checkpointing.compat import check_data
+from dlrm_trainer.checkpointing.data_set import DataSet, identify, list_data_set, open_data_set, stored_fingerprint
+from dlrm_trainer.distributed.collectives import Collectives
+from dlrm_trainer.metrics.progress import ProgressBoard
+
+ALONE = Collectives(0, 1, lambda: "")
+
+
+def write(path: Path, rows: int = 20, seed: int = 0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(seed)
+    columns = {"label": random.integers(0, 2, rows).astype(np.int8), "C1": random.integers(0, 9, rows)}
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def spec_of(folder: Path, **data: Any) -> DLRMJobSpec:
+    document = {
+        "metadata": {"name": "demo"},
+        "spec": {
+            "model": {"tables": [{"name": "C1", "rows": 9, "dim": 4}], "interaction": "dcn"},
+            "data": {
+                "format": "parquet",
+                "train": {"uris": [str(folder / "train")]},
+                "globalBatchSize": 8,
+                "virtualShards": 4,
+            }
+            | data,
+            "checkpoint": {"uri": "file:///unused"},
+        },
+    }
+    return parse_job(document).spec
+
+
+class Opened:
+    """The data set of one start, and what is noted of it."""
+
+    def __init__(self, folder: Path, then: dict[str, Any] | None = None, **data: Any) -> None:
+        self.store, self.board = FileStore(folder / "store"), ProgressBoard(1, 1)
+        spec = spec_of(folder, **data)
+        with ExitStack() as stack:
+            found: DataSet = open_data_set(
+                stack, spec, list_data_set(spec), ALONE, self.board, self.store, then, "file:///snapshot"
+            )
+            self.names = [file.path.name for file in found.train.files]
+            self.samples = found.train.num_samples
+            self.now = found.described
+            meta = {"fingerprint": found.fingerprint}
+        cut = CutMeta(step=1, samples=8, world_size=1, attempt=1, reader=meta)
+        self.fingerprint, self.then = found.fingerprint, stored_fingerprint(self.store, cut)
+
+    @property
+    def notes(self) -> str:
+        return "; ".join(self.board.now.notes)
+
+
+def test_the_files_of_the_snapshot_remain_the_data_set_and_new_ones_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "train/day=2/p.parquet")
+    first = Opened(tmp_path)
+    write(tmp_path / "train/day=1/p.parquet", seed=1)
+    (tmp_path / "train/day=3").mkdir()
+    (tmp_path / "train/day=3/half.parquet").write_bytes(b"PAR1 not whole yet")
+
+    again = Opened(tmp_path, first.then)
+
+    assert (again.names, again.samples) == (["p.parquet"], 20)
+    assert "2 new files since the snapshot are ignored" in again.notes
+    assert "day=1/p.parquet" in again.notes
+    check_data(first.then, again.now, "here")
+
+
+def test_new_files_are_refused_if_the_job_says_so(tmp_path: Path) -> None:
+    write(tmp_path / "train/a.parquet")
+    first = Opened(tmp_path)
+    write(tmp_path / "train/b.parquet", seed=1)
+
+    with pytest.raises(
+        SnapshotError, match=r"new data files since the snapshot: .*b\.parquet; .*data\.newFiles: ignore"
+    ):
+        Opened(tmp_path, first.then, newFiles="refuse")
+
+
+def test_a_touched_file_is_the_same_and_an_edited_one_is_not(tmp_path: Path) -> None:
+    path = write(tmp_path / "train/a.parquet", rows=20_000)
+    first = Opened(tmp_path)
+    os.utime(path, ns=(1, 1))
+    touched = Opened(tmp_path, first.then)
+    body = bytearray(path.read_bytes())
+    body[100] ^= 1  # neither in the middle nor at the end, which samples cover
+    path.write_bytes(bytes(body))
+    edited = Opened(tmp_path, first.then)
+
+    check_data(first.then, touched.now, "here")
+    with pytest.raises(SnapshotError, match=r"data\.files\[a\.parquet\]\.digest was"):
+        check_data(first.then, edited.now, "here")
+
+
+def test_a_file_that_was_not_written_since_the_snapshot_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "train/a.parquet")
+    first = Opened(tmp_path)
+    monkeypatch.delattr(LocalFile, "compute_digest")
+
+    assert Opened(tmp_path, first.then).now == first.now
+
+
+def test_what_grows_with_the_data_is_stored_once_and_not_in_the_snapshot(tmp_path: Path) -> None:
+    for number in range(200):
+        write(tmp_path / f"train/{number}.parquet", rows=1, seed=number)
+
+    first, again = Opened(tmp_path), Opened(tmp_path)
+
+    assert len(str(first.fingerprint)) < 1_000
+    assert first.fingerprint == again.fingerprint
+    assert len(first.then["files"]) == 200
+    assert len(list((tmp_path / "store/documents").iterdir())) == 1
+
+
+def test_a_file_list_that_was_lost_or_damaged_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "train/a.parquet")
+    first = Opened(tmp_path)
+    cut = CutMeta(step=1, samples=8, world_size=1, attempt=1, reader={"fingerprint": first.fingerprint})
+    [kept] = (tmp_path / "store/documents").iterdir()
+    kept.write_bytes(kept.read_bytes().replace(b"a.parquet", b"b.parquet"))
+
+    with pytest.raises(SnapshotError, match=f"{kept.name}: corrupt"):
+        stored_fingerprint(first.store, cut)
+    kept.unlink()
+    with pytest.raises(SnapshotError, match=f"{kept.name}: not found"):
+        stored_fingerprint(first.store, cut)
+
+
+def test_what_a_folder_leaves_out_is_noted_and_stored(tmp_path: Path) -> None:
+    write(tmp_path / "train/a.parquet")
+    (tmp_path / "train/README.md").touch()
+
+    opened = Opened(tmp_path)
+
+    assert "data.train: 1 files; left out: " in opened.notes
+    assert "README.md (its name does not end in .parquet or .pq)" in opened.notes
+    [kept] = (tmp_path / "store/documents").iterdir()
+    assert b"README.md" in kept.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("rows", "note"),
+    [
+        (0, "data.eval: the evaluation files have no rows, so there is no evaluation"),
+        (20, "data.eval: 1 of 1 evaluation files are training files too"),
+    ],
+)
+def test_an_evaluation_that_says_little_is_noted(tmp_path: Path, rows: int, note: str) -> None:
+    write(tmp_path / "train/a.parquet")
+    write(tmp_path / "eval/copy.parquet", rows)
+
+    assert note in Opened(tmp_path, eval={"uris": [str(tmp_path / "eval")]}).notes
+
+
+def shares(collectives: Collectives, paths: list[Path]) -> tuple[list[str], int]:
+    read = []
+    real = LocalFile.compute_digest
+    LocalFile.compute_digest = lambda self: read.append(self.path) or real(self)  # type: ignore[method-assign]
+    files = [LocalFile(path) for path in paths]
+    identify(files, (), collectives)
+    return [file.digest for file in files], len(read)
+
+
+@pytest.mark.slow
+def test_each_rank_reads_a_share_of_the_files_and_all_know_all(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{number}.parquet", seed=number) for number in range(5)]
+
+    found = run_ranks(2, shares, paths)
+
+    assert [read for _, read in found] == [3, 2]
+    assert found[0][0] == found[1][0]
+    assert all(found[0][0])
