@@ -46,6 +46,7 @@ FLEET = Dashboard(
                     title="Failed",
                     description="Failed jobs that still exist.",
                     unit="none",
+                    thresholds=((1, "red"),),
                     kind="stat",
                     width=4,
                     height=4,
@@ -54,7 +55,7 @@ FLEET = Dashboard(
                 Panel(
                     title="Samples/s",
                     description="Total throughput of all jobs.",
-                    unit="cps",
+                    unit="si: samples/s",
                     kind="stat",
                     width=4,
                     height=4,
@@ -95,6 +96,24 @@ FLEET = Dashboard(
             "Jobs",
             (
                 Panel(
+                    title="All jobs",
+                    description="A row for each job; its name leads to the job's dashboard.",
+                    unit="none",
+                    kind="table",
+                    width=24,
+                    queries=(
+                        Query(f"max by (namespace, dlrm_job, phase) (dlrm_operator_job_phase{{{HERE}}}) > 0"),
+                        Query(f"{_of_jobs('step')} / {_of_jobs('planned_steps')}", column="done"),
+                        Query(_of_jobs("samples_per_second"), column="samples/s"),
+                        Query(_of_jobs("loss_nats"), column="loss"),
+                        Query(_of_jobs("normalized_entropy_ratio"), column="NE"),
+                        Query(UNSAVED, column="snapshot age"),
+                        Query(_of_jobs("failures_total"), column="restarts"),
+                    ),
+                    units={"done": "percentunit", "samples/s": "si: samples/s", "snapshot age": "s"},
+                    link="/d/dlrm-job/?var-namespace=${__data.fields.namespace}&var-job=${__data.fields.job}",
+                ),
+                Panel(
                     title="Jobs by phase",
                     description="Jobs by phase. Many Pending or Scheduling jobs wait for nodes.",
                     unit="none",
@@ -104,7 +123,7 @@ FLEET = Dashboard(
                 Panel(
                     title="Samples/s by job",
                     description="Last reported throughput of each training job.",
-                    unit="cps",
+                    unit="si: samples/s",
                     queries=(Query(_of_jobs("samples_per_second"), BY_JOB),),
                 ),
                 Panel(
@@ -112,6 +131,7 @@ FLEET = Dashboard(
                     description="Measured / predicted samples/s. Far below 1: check the job's stages and tiers. "
                     "Only jobs with rates in their HardwareProfile have a prediction.",
                     unit="percentunit",
+                    thresholds=((0.5, "yellow"), (0.8, "green")),
                     queries=(
                         Query(f"{_of_jobs('samples_per_second')} / {_of_jobs('predicted_samples_per_second')}", BY_JOB),
                     ),
@@ -129,6 +149,7 @@ FLEET = Dashboard(
                     description="Last evaluation of each job. Below 1 is better than always predicting the base rate.",
                     unit="none",
                     decimals=4,
+                    thresholds=((1, "red"),),
                     queries=(Query(_of_jobs("normalized_entropy_ratio"), BY_JOB),),
                 ),
                 Panel(
@@ -173,6 +194,7 @@ FLEET = Dashboard(
                     description="Snapshot age divided by the checkpoint interval of the spec. "
                     "Over 3 the alert DLRMJobSnapshotStale is near.",
                     unit="none",
+                    thresholds=((2, "yellow"), (3, "red")),
                     decimals=1,
                     queries=(Query(f"{UNSAVED} / {_of_jobs('snapshot_interval_seconds')}", BY_JOB),),
                 ),

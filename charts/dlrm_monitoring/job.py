@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlrm_monitoring.panels import Dashboard, Panel, Query, Row, Variable
+from dlrm_monitoring.panels import Annotation, Dashboard, Panel, Query, Row, Variable
 
 JOB = 'namespace="$namespace", dlrm_job="$job"'
 RATE = "[$__rate_interval]"
@@ -43,8 +43,8 @@ NOW = Row(
             kind="stat",
             width=4,
             height=4,
-            texts={"1": "now"},
-            queries=(Query(f"sum by (phase) (dlrm_operator_job_phase{{{JOB}}})", "{{phase}}"),),
+            shows_names=True,
+            queries=(Query(f"max by (phase) (dlrm_operator_job_phase{{{JOB}}}) > 0", "{{phase}}"),),
         ),
         Panel(
             title="Done",
@@ -58,7 +58,7 @@ NOW = Row(
         Panel(
             title="Samples/s",
             description="Last reported throughput.",
-            unit="cps",
+            unit="si: samples/s",
             kind="stat",
             width=4,
             height=4,
@@ -71,7 +71,7 @@ NOW = Row(
             kind="stat",
             width=4,
             height=4,
-            queries=(Query(f"max(dlrm_operator_job_restarts_total{{{JOB}}})"),),
+            queries=(Query(f"max(dlrm_operator_job_failures_total{{{JOB}}})"),),
         ),
         Panel(
             title="Snapshot age",
@@ -126,7 +126,7 @@ SPEED = Row(
         Panel(
             title="Throughput",
             description="Measured and predicted samples/s.",
-            unit="cps",
+            unit="si: samples/s",
             queries=(
                 Query(f"max(rate(dlrm_trainer_samples_total{{{JOB}}}{RATE}))", "measured"),
                 Query(_operator("predicted_samples_per_second"), "predicted"),
@@ -136,7 +136,7 @@ SPEED = Row(
             title="Throughput of each rank without waits",
             description="Samples/s of the job if every rank were as fast as this one and none waited: "
             "the lowest line is the rank that the others wait for.",
-            unit="cps",
+            unit="si: samples/s",
             queries=(
                 Query(
                     f"scalar(max(rate(dlrm_trainer_samples_total{{{JOB}}}{RATE}))) / "
@@ -342,6 +342,10 @@ JOB_DASHBOARD = Dashboard(
         Variable(
             name="job", label="Job", query='label_values(dlrm_operator_job_phase{namespace="$namespace"}, dlrm_job)'
         ),
+    ),
+    annotations=(
+        Annotation("restart", f"changes(max(dlrm_operator_job_failures_total{{{JOB}}})[2m:30s]) > 0", "red"),
+        Annotation("snapshot", f"changes({_operator('last_snapshot_timestamp_seconds')}[2m:30s]) > 0", "blue"),
     ),
     rows=(NOW, QUALITY, SPEED, TIERS, SNAPSHOTS),
 )

@@ -13,7 +13,8 @@ WIDTH = 24
 """Columns of Grafana's grid."""
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 Json = dict[str, Any]
-Kind = Literal["timeseries", "stat", "bargauge"]
+Kind = Literal["timeseries", "stat", "bargauge", "table"]
+Color = Literal["green", "yellow", "red"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Query:
 
     expr: str
     legend: str = ""
+    column: str = ""
+    """Name of the value in a table; empty: only the labels are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +42,14 @@ class Panel:
     decimals: int | None = None
     most: float | None = None
     """Upper end of the axis, if fixed."""
-    texts: dict[str, str] = field(default_factory=dict)
-    """Texts shown instead of values."""
+    shows_names: bool = False
+    """Show the legend of each value instead of the value."""
+    thresholds: tuple[tuple[float, Color], ...] = ()
+    """Color of values from each of these on; below the first they are green, or red if the first is green."""
+    units: dict[str, str] = field(default_factory=dict)
+    """Units of a table's columns, if others."""
+    link: str = ""
+    """URL that a table's rows lead to."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,15 @@ class Variable:
     several: bool = False
 
 
+@dataclass(frozen=True)
+class Annotation:
+    """Mark on all panels when something happened: whenever ``expr`` has a value."""
+
+    name: str
+    expr: str
+    color: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dashboard:
     """Describe one dashboard; its file is named after ``uid``."""
@@ -70,6 +88,7 @@ class Dashboard:
     description: str
     variables: tuple[Variable, ...]
     rows: tuple[Row, ...]
+    annotations: tuple[Annotation, ...] = ()
 
     def panels(self) -> Iterator[Panel]:
         """Return all panels, in order."""
@@ -101,12 +120,24 @@ def to_json(dashboard: Dashboard) -> str:
         "refresh": "30s",
         "time": {"from": "now-3h", "to": "now"},
         "timezone": "browser",
-        "annotations": {"list": []},
+        "annotations": {"list": [_annotation(each) for each in dashboard.annotations]},
         "links": [{"type": "dashboards", "title": "dlrm", "tags": ["dlrm"], "asDropdown": True, "includeVars": True}],
         "templating": {"list": [_source(), *(_variable(each) for each in dashboard.variables)]},
         "panels": list(_laid_out(dashboard)),
     }
     return json.dumps(document, indent=1) + "\n"
+
+
+def _annotation(annotation: Annotation) -> Json:
+    return {
+        "name": annotation.name,
+        "datasource": SOURCE,
+        "enable": True,
+        "expr": annotation.expr,
+        "iconColor": annotation.color,
+        "step": "60s",
+        "titleFormat": annotation.name,
+    }
 
 
 def _source() -> Json:
@@ -157,10 +188,11 @@ def _panel(panel: Panel, number: int, place: Json) -> Json:
             "legendFormat": query.legend or "__auto",
             "instant": at_once,
             "range": not at_once,
+            **({"format": "table"} if panel.kind == "table" else {}),
         }
         for i, query in enumerate(panel.queries)
     ]
-    return {
+    found: Json = {
         "id": number,
         "type": panel.kind,
         "title": panel.title,
@@ -171,6 +203,27 @@ def _panel(panel: Panel, number: int, place: Json) -> Json:
         "options": _options(panel),
         "targets": targets,
     }
+    if panel.kind == "table":
+        found["fieldConfig"]["overrides"] = list(_overrides(panel))
+        found["transformations"] = _joined(panel)
+    return found
+
+
+def _joined(panel: Panel) -> list[Json]:
+    """Return the steps that make one row for each set of labels, with a column for each query."""
+    values = {f"Value #{chr(ord('A') + i)}": query.column for i, query in enumerate(panel.queries)}
+    hidden = {"Time": True, **{value: True for value, column in values.items() if not column}}
+    renamed = {value: column for value, column in values.items() if column} | {"dlrm_job": "job"}
+    organized = {"excludeByName": hidden, "renameByName": renamed}
+    return [{"id": "merge", "options": {}}, {"id": "organize", "options": organized}]
+
+
+def _overrides(panel: Panel) -> Iterator[Json]:
+    for column, unit in panel.units.items():
+        yield {"matcher": {"id": "byName", "options": column}, "properties": [{"id": "unit", "value": unit}]}
+    if panel.link:
+        links = [{"title": "Open", "url": panel.link}]
+        yield {"matcher": {"id": "byName", "options": "job"}, "properties": [{"id": "links", "value": links}]}
 
 
 def _defaults(panel: Panel) -> Json:
@@ -179,9 +232,11 @@ def _defaults(panel: Panel) -> Json:
         found["decimals"] = panel.decimals
     if panel.most is not None:
         found["max"] = panel.most
-    if panel.texts:
-        texts = {value: {"text": text, "index": i} for i, (value, text) in enumerate(panel.texts.items())}
-        found["mappings"] = [{"type": "value", "options": texts}]
+    if panel.thresholds:
+        below = "red" if panel.thresholds[0][1] == "green" else "green"
+        steps = [{"color": below, "value": None}, *({"color": color, "value": at} for at, color in panel.thresholds)]
+        found["thresholds"] = {"mode": "absolute", "steps": steps}
+        found["color"] = {"mode": "thresholds"} if panel.kind != "timeseries" else {"mode": "palette-classic"}
     if panel.kind == "timeseries":
         found["custom"] = {
             "drawStyle": "line",
@@ -189,6 +244,7 @@ def _defaults(panel: Panel) -> Json:
             "fillOpacity": 30 if panel.stacked else 5,
             "showPoints": "never",
             "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"},
+            "thresholdsStyle": {"mode": "dashed" if panel.thresholds else "off"},
         }
     return {key: value for key, value in found.items() if value is not None}
 
@@ -199,7 +255,9 @@ def _options(panel: Panel) -> Json:
             "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
             "tooltip": {"mode": "multi", "sort": "desc"},
         }
+    if panel.kind == "table":
+        return {"showHeader": True, "cellHeight": "sm", "sortBy": [{"displayName": "job", "desc": False}]}
     reduced = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}}
     if panel.kind == "bargauge":
         return {**reduced, "orientation": "horizontal", "displayMode": "basic"}
-    return {**reduced, "colorMode": "value", "graphMode": "none", "textMode": "auto"}
+    return {**reduced, "colorMode": "value", "graphMode": "none", "textMode": "name" if panel.shows_names else "auto"}

@@ -19,9 +19,10 @@ from dlrm_api.checkpoint import DEFAULT_INTERVAL_S
 from dlrm_api.job import DLRMJob
 from dlrm_api.process import listener
 from dlrm_api.progress import CheckpointerProgress, Progress
-from dlrm_api.status import ConditionType, DLRMJobStatus, HaltReason, Phase
+from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
 from dlrm_operator.metrics import FIGURES_LEFT_OUT
-from dlrm_operator.reconcile.findings import Reason, find_condition, parse_timestamp
+from dlrm_operator.reconcile.attempts import REQUESTED
+from dlrm_operator.reconcile.findings import find_condition, parse_timestamp
 from dlrm_operator.reconcile.state import JobKey, JobSeen, Polled
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,6 @@ logger = logging.getLogger(__name__)
 JOB_LABELS = ("namespace", "dlrm_job")
 """Prometheus uses the label ``job`` for the scrape itself. A scrape has to honour these labels."""
 SECONDS_PER_HOUR = 3_600
-REQUESTED_RESTARTS = (HaltReason.SUSPENDED, HaltReason.RESIZED, Reason.SPEC_CHANGED)
-"""Restart reasons that are not failures."""
 EMPTY_STATUS = DLRMJobStatus()
 
 
@@ -62,10 +61,9 @@ class JobFacts:
         return (self.polled.checkpointer if self.polled else None) or CheckpointerProgress()
 
     @property
-    def failures(self) -> int:
-        """Return the number of attempts that failed or were disrupted."""
-        counts = self.status.restarts_by_reason
-        return self.status.restarts - sum(counts.get(reason, 0) for reason in REQUESTED_RESTARTS)
+    def replaced(self) -> int:
+        """Return the number of attempts that were replaced: by restarts, and at a user's request."""
+        return self.status.restarts + sum(self.status.restarts_by_reason.get(reason, 0) for reason in REQUESTED)
 
 
 def _step(facts: JobFacts) -> float | None:
@@ -187,8 +185,8 @@ def _families(jobs: Sequence[JobFacts]) -> Iterator[Metric]:
     for each in jobs:
         key = [each.job.key.namespace, each.job.key.name]
         phase.add_metric([*key, each.status.phase.value], 1)
-        restarts.add_metric(key, each.status.restarts)
-        failures.add_metric(key, each.failures)
+        restarts.add_metric(key, each.replaced)
+        failures.add_metric(key, each.status.restarts)
     yield from (phase, restarts, failures)
     for name, words, figure in GAUGES:
         family = GaugeMetricFamily(f"dlrm_operator_job_{name}", words, labels=JOB_LABELS)

@@ -254,7 +254,7 @@ class Observer:
         """Read the traces unless the attempt has its plan already."""
         if isinstance(job.spec, InvalidSpecError):
             return {}, ""
-        if plan_in_force(children, pods, job.spec, _attempt(job)) is not None and not wants_resize(job):
+        if plan_in_force(children, pods, job.spec, job.uid, _attempt(job)) is not None and not wants_resize(job):
             return {}, ""
         return await self.references.traces(job.key.namespace, job.spec.spec)
 

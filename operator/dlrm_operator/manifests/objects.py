@@ -68,16 +68,17 @@ def gang_service(job: DLRMJob, owner: Owner) -> Manifest:
     return {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": spec}
 
 
-def job_document(job: DLRMJob, plan: Plan) -> str:
+def job_document(job: DLRMJob, plan: Plan, uid: str = "") -> str:
     """Return the job as its trainers read it: canonical JSON of what the user set, without status.
 
     If the user did not set the number of replicas, it is the plan's.
     """
     spec = job.spec if job.spec.fixed_replicas is not None else job.spec.with_replicas(plan.nodes)
+    meta = {"name": job.metadata.name, "namespace": job.metadata.namespace or "default"}
     document = {
         "apiVersion": job.api_version,
         "kind": job.kind,
-        "metadata": {"name": job.metadata.name, "namespace": job.metadata.namespace or "default"},
+        "metadata": meta | ({"uid": uid} if uid else {}),
         "spec": spec.model_dump(mode="json", exclude_unset=True, exclude_none=True),
     }
     return json.dumps(document, sort_keys=True, separators=(",", ":"))
@@ -93,7 +94,7 @@ def plan_config_maps(
     Raises:
         InvalidSpecError: the job's document does not fit into one ConfigMap.
     """
-    document = job_document(job, plan)
+    document = job_document(job, plan, owner.uid)
     size = len(document.encode())
     if size > MAX_CONFIG_MAP_BYTES:
         problem = f"the job takes {size} bytes, the limit is {MAX_CONFIG_MAP_BYTES}: write tables as tableGroups"

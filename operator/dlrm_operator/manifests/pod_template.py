@@ -154,11 +154,10 @@ def check_policy(spec: DLRMJobSpec, namespace: str, limits: PodTemplatePolicy) -
     """Check the pod template against the policy.
 
     Raises:
-        InvalidSpecError: names the first field that violates it, and the number of others.
+        InvalidSpecError: names each field that violates it.
     """
-    if found := list(policy_violations(spec, namespace, limits)):
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise InvalidSpecError(found[0].path, found[0].problem + more)
+    if found := [(each.path, each.problem) for each in policy_violations(spec, namespace, limits)]:
+        raise InvalidSpecError(*found[0], found[1:])
 
 
 def policy_violations(spec: DLRMJobSpec, namespace: str, limits: PodTemplatePolicy) -> Iterator[InvalidSpecError]:

@@ -15,7 +15,7 @@ from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.lifecycle import RestartAction, RestartSpec
 from dlrm_api.names import USER_ERROR_CODES, ExitCode
 from dlrm_api.restart_policy import RestartBudget, backoff_s, restart_action
-from dlrm_api.status import ConditionType, DLRMJobStatus, FailureEvidence, Phase, ProgressStatus
+from dlrm_api.status import ConditionType, DLRMJobStatus, FailureEvidence, HaltReason, Phase, ProgressStatus
 from dlrm_operator.reconcile import health
 from dlrm_operator.reconcile.findings import (
     MAX_MESSAGE_LENGTH,
@@ -120,13 +120,20 @@ def backoff_rule(view: JobView) -> RuleResult:
     return RuleResult(findings=(finding,), wake_at=due, done=True)
 
 
+REQUESTED = frozenset({Reason.SPEC_CHANGED, HaltReason.SUSPENDED, HaltReason.RESIZED})
+"""Reasons of attempts that follow from what a user changed."""
+
+
 def next_attempt(status: DLRMJobStatus, reason: str) -> dict[str, Any]:
-    """Return the changes of a status that begin the next attempt, and drop what was the old one's."""
+    """Return the changes of a status that begin the next attempt, and drop what was the old one's.
+
+    An attempt that a user asked for is no restart.
+    """
     counts = status.restarts_by_reason
     key = reason if reason in counts or len(counts) < MAX_RESTART_REASONS else "Other"
     return {
         "attempt": status.attempt + 1,
-        "restarts": status.restarts + 1,
+        "restarts": status.restarts + (reason not in REQUESTED),
         "restarts_by_reason": {**counts, key: counts.get(key, 0) + 1},
         "restart_not_before": None,
         "pending_since": None,

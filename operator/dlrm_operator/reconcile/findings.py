@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from dlrm_api.errors import visible
-from dlrm_api.status import Condition, ConditionType, DLRMJobStatus, Phase
+from dlrm_api.status import Condition, ConditionType, DLRMJobStatus, Phase, ProgressStatus
 from dlrm_operator.reconcile.state import Action, EmitEvent, JobSeen, UpdateStatus
 
 MAX_MESSAGE_LENGTH = 4_096
@@ -57,6 +57,7 @@ class Reason(enum.StrEnum):
     IMAGE_PULL_ERROR = "ImagePullError"
     CONTAINER_CONFIG_ERROR = "ContainerConfigError"
     PROGRESS_UNKNOWN = "ProgressUnknown"
+    WAITING_FOR_RANKS = "WaitingForRanks"
     RESTORING = "Restoring"
     TRAINING = "Training"
     STRAGGLER_DETECTED = "StragglerDetected"
@@ -88,6 +89,7 @@ class Reason(enum.StrEnum):
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     SPEC_CHANGED = "SpecChanged"
     # Events
+    NOTICE = "Notice"
     SUSPENDING = "Suspending"
     RESIZING = "Resizing"
     RESIZE_REFUSED = "ResizeRefused"
@@ -208,6 +210,24 @@ def events(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> Iterato
         yield event(job, kind, reason, message, after.attempt)
 
 
+WAITS: Mapping[str, EventKind] = {
+    Reason.HARDWARE_PROFILE_UNAVAILABLE: "Warning",
+    Reason.TRACE_UNAVAILABLE: "Warning",
+    Reason.PLANNER_FAILED: "Warning",
+    Reason.GANG_SCHEDULER_UNAVAILABLE: "Warning",
+    Reason.QUOTA_PENDING: "Normal",
+    Reason.UNSCHEDULABLE: "Warning",
+    Reason.IMAGE_PULL_ERROR: "Warning",
+    Reason.CONTAINER_CONFIG_ERROR: "Warning",
+    Reason.WAITING_FOR_RANKS: "Warning",
+    Reason.STORE_UNAVAILABLE: "Warning",
+    Reason.CHECKPOINTER_CRASH_LOOP: "Warning",
+}
+"""Why a job waits for something that may never come: each has an Event when it begins."""
+NO_MESSAGE = "no message from"
+"""Part of a condition's message until a scheduler has looked at a pod."""
+
+
 def _changes(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> Iterator[tuple[EventKind, Reason, str]]:
     failure = after.last_failure
     if failure is not None and failure != before.last_failure:
@@ -234,10 +254,18 @@ def _changes(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> Itera
     straggler = _message(after, ConditionType.RUNNING, Reason.STRAGGLER_DETECTED)
     if straggler and _straggler(after) != _straggler(before):
         yield "Warning", Reason.STRAGGLER_DETECTED, straggler
+    known_waits = _waits(before)
+    for reason, message in _waits(after).items():
+        if reason not in known_waits:
+            yield WAITS[reason], reason, message
+    known = before.progress.notes if before.progress else ()
+    for note in after.progress.notes if after.progress else ():
+        if note not in known:
+            yield "Warning", Reason.NOTICE, note
     if after.phase is before.phase:
         return
     # The conditions say as much about a first attempt.
-    if after.phase is Phase.RUNNING and after.restarts:
+    if after.phase is Phase.RUNNING and after.attempt > 1:
         yield "Normal", Reason.RUNNING, f"attempt {after.attempt} is training"
     if after.phase in SUSPENSION:
         reason = Reason.SUSPENDED if after.phase is Phase.SUSPENDED else Reason.SUSPENDING
@@ -246,6 +274,15 @@ def _changes(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> Itera
         yield "Normal", Reason.SUCCEEDED, _message(after, ConditionType.SUCCEEDED)
     if after.phase is Phase.FAILED:
         yield "Warning", Reason.FAILED, _message(after, ConditionType.FAILED)
+
+
+def _waits(status: DLRMJobStatus) -> dict[Reason, str]:
+    """Return the message of each reason to wait; a scheduler that has not looked at a pod yet is none."""
+    return {
+        Reason(each.reason): each.message
+        for each in status.conditions
+        if each.status == "False" and each.reason in WAITS and NO_MESSAGE not in each.message
+    }
 
 
 def _message(status: DLRMJobStatus, kind: ConditionType, reason: Reason | None = None) -> str:
@@ -283,7 +320,8 @@ def _is_due(before: DLRMJobStatus, after: DLRMJobStatus, now: datetime) -> bool:
 
 def _outline(status: DLRMJobStatus) -> DLRMJobStatus:
     conditions = tuple(condition.model_copy(update={"message": ""}) for condition in status.conditions)
-    return status.model_copy(update={"progress": None, "last_snapshot": None, "conditions": conditions})
+    notes = ProgressStatus(notes=status.progress.notes) if status.progress else None
+    return status.model_copy(update={"progress": notes, "last_snapshot": None, "conditions": conditions})
 
 
 def _is_decisive(before: DLRMJobStatus, after: DLRMJobStatus) -> bool:

@@ -51,7 +51,7 @@ def gang_rule(view: state.JobView) -> RuleResult:
         return replace(_watch(view, gang), actions=tuple(_service(view)))
     if children is None:
         return live_pass(view)
-    plan = plan_in_force(children, view.observed.pods, view.spec, view.status.attempt)
+    plan = plan_in_force(children, view.observed.pods, view.spec, view.job.uid, view.status.attempt)
     return _plan(view) if plan is None else _create(view, plan)
 
 
@@ -60,13 +60,15 @@ def live_pass(view: state.JobView) -> RuleResult:
     return RuleResult(actions=(state.WakeAt(key=view.job.key, time=view.now, needs_live=True),))
 
 
-def plan_in_force(children: state.Children, pods: Iterable[state.PodSeen], job: DLRMJob, attempt: int) -> Plan | None:
+def plan_in_force(
+    children: state.Children, pods: Iterable[state.PodSeen], job: DLRMJob, uid: str, attempt: int
+) -> Plan | None:
     """Return the attempt's stored plan; None if it is of another spec and no pod relies on it yet."""
     plan = children.plan(attempt)
     if plan is None or any(pod.attempt == attempt for pod in pods):
         return plan
     stored = {seen.text.get(JOB_FILE) for seen in children.config_maps if seen.attempt == attempt}
-    return plan if job_document(job, plan) in stored else None
+    return plan if job_document(job, plan, uid) in stored else None
 
 
 def plan_request(view: state.JobView) -> state.RequestPlan:
@@ -92,7 +94,7 @@ def _plan(view: state.JobView) -> RuleResult:
         obstacle = Reason.TRACE_UNAVAILABLE, observed.trace_problem
     if obstacle is not None:
         return RuleResult(findings=(_planned("False", *obstacle, Phase.PENDING),))
-    phase = Phase.RESTARTING if view.status.restarts else Phase.PLANNING
+    phase = Phase.RESTARTING if view.status.attempt > 1 else Phase.PLANNING
     if planning is None:
         return RuleResult(findings=(_planned("False", Reason.PLANNING, phase=phase),), actions=(plan_request(view),))
     if planning.plan is None:
@@ -315,6 +317,8 @@ def _running_finding(view: state.JobView, gang: state.Gang) -> Finding | None:
         message = "trainers are running, pod 0 has not reported progress yet"
         return _running("False", Reason.PROGRESS_UNKNOWN, message, Phase.RESTORING)
     if gang.polled.trainer.phase not in health.TRAINING:
+        if waiting := gang.polled.trainer.waiting:
+            return _running("False", Reason.WAITING_FOR_RANKS, waiting, Phase.RESTORING)
         message = "trainers are starting, or restoring the newest snapshot"
         return _running("False", Reason.RESTORING, message, Phase.RESTORING)
     slow = view.status.progress.straggler if view.status.progress else None
@@ -371,7 +375,7 @@ def _termination_finding(view: state.JobView, stale: list[state.PodSeen]) -> Fin
         reason = Reason.REQUEST_DENIED if refused else Reason.TERMINATING
         message = f"{len(stale)} pods are terminating; each may commit a last cut within its grace period"
         return Finding(ConditionType.SUSPENDED, "False", reason, refused or message, Phase.SUSPENDING)
-    phase = Phase.RESTARTING if view.status.restarts else Phase.PENDING
+    phase = Phase.RESTARTING if view.status.attempt > 1 else Phase.PENDING
     if refused:
         return _scheduled("False", Reason.REQUEST_DENIED, refused, phase)
     found = [f"{pod.name}{_why_it_stays(pod, owned=pod.owner_uid == view.job.uid)}" for pod in stale]

@@ -14,7 +14,15 @@ from dlrm_api.names import USER_ERROR_CODES, Container, ExitCode
 from dlrm_api.progress import CheckpointerProgress, Progress, SlowestRank, TrainerPhase
 from dlrm_api.status import ConditionType, FailureEvidence, ProgressStatus, SnapshotStatus, StragglerStatus
 from dlrm_operator.manifests.scheduling import KUEUE_FINALIZER, KUEUE_GATE
-from dlrm_operator.reconcile.findings import MAX_MESSAGE_LENGTH, Finding, Reason, RuleResult, shorten, timestamp
+from dlrm_operator.reconcile.findings import (
+    MAX_MESSAGE_LENGTH,
+    NO_MESSAGE,
+    Finding,
+    Reason,
+    RuleResult,
+    shorten,
+    timestamp,
+)
 from dlrm_operator.reconcile.state import ContainerSeen, Gang, JobView, Observed, PodSeen, RequestStacks, StacksSeen
 
 TRAINING = frozenset(TrainerPhase) - {TrainerPhase.STARTING, TrainerPhase.RESTORING}
@@ -91,6 +99,7 @@ def _progress(report: Progress, straggler: StragglerStatus | None, now: datetime
         samples_per_second=_rounded(report.samples_per_second),
         eta=timestamp(eta) if eta else None,
         straggler=straggler,
+        notes=report.notes,
         time=timestamp(now),
     )
 
@@ -251,7 +260,7 @@ def pods_wait(pods: list[PodSeen]) -> tuple[Reason, str]:
 
 def scheduler_message(pod: PodSeen) -> str:
     """Return what its scheduler reports about a pod without a node; one that does not run reports nothing."""
-    return pod.unschedulable or f"no message from {pod.scheduler or 'the scheduler'} yet"
+    return pod.unschedulable or f"{NO_MESSAGE} {pod.scheduler or 'the scheduler'} yet"
 
 
 def waits_for_kueue(pod: PodSeen) -> bool:

@@ -15,7 +15,7 @@ from dlrm_api.names import USER_ERROR_CODES, ExitCode
 from dlrm_api.progress import CheckpointerProgress, TerminationMessage
 from dlrm_api.status import Condition, ConditionType, DLRMJobStatus, Phase, ProgressStatus
 from dlrm_operator.controller.apply import ActionExecutor
-from dlrm_operator.reconcile.findings import Finding, ForeignReason, Reason, RuleResult, fold, timestamp
+from dlrm_operator.reconcile.findings import WAITS, Finding, ForeignReason, Reason, RuleResult, fold, timestamp
 from dlrm_operator.reconcile.reconcile import reconcile
 from dlrm_operator.reconcile.state import EmitEvent, JobKey, Planning, UpdateStatus
 from dlrm_testing.operator.hung_gang import hung_cluster, straggling_cluster
@@ -261,16 +261,30 @@ def pod_0_is_silent() -> ModelCluster:
     return cluster
 
 
-@says(Reason.RESTORING, "snapshot")
-def trainers_restore() -> ModelCluster:
-    cluster = pod_0_is_silent()
+def trainer_reports(cluster: ModelCluster, **fields: Any) -> ModelCluster:
+    """Let pod 0 report other fields of its progress."""
     report_progress(cluster, step=0)
     assert cluster.polled is not None
     assert cluster.polled.trainer is not None
-    starting = cluster.polled.trainer.model_copy(update={"phase": "Restoring"})
-    cluster.polled = replace(cluster.polled, trainer=starting)
+    cluster.polled = replace(cluster.polled, trainer=cluster.polled.trainer.model_copy(update=fields))
     cluster.reconcile_once()
     return cluster
+
+
+@says(Reason.WAITING_FOR_RANKS, "rank 1")
+def ranks_do_not_come() -> ModelCluster:
+    waiting = "waiting for rank 1 since 09:00:00 UTC, for at most 600 s: they have not come"
+    return trainer_reports(pod_0_is_silent(), phase="Starting", waiting=waiting)
+
+
+@says(Reason.NOTICE, "old.csv")
+def files_were_left_out() -> ModelCluster:
+    return trainer_reports(running(), notes=("data.train: 3 files; left out: old.csv (hidden file)",))
+
+
+@says(Reason.RESTORING, "snapshot")
+def trainers_restore() -> ModelCluster:
+    return trainer_reports(pod_0_is_silent(), phase="Restoring")
 
 
 @says(Reason.COMMITTING, "snapshot")
@@ -554,6 +568,13 @@ def test_a_message_names_the_object_and_the_field(reason: Reason) -> None:
     found = messages(situation()).get(reason, set())
 
     assert [message for message in found if all(name in message for name in names)], found
+
+
+@pytest.mark.parametrize("reason", WAITS)
+def test_a_wait_has_one_event_when_it_begins(reason: Reason) -> None:
+    cluster = ROWS[reason][1]()
+
+    assert [each.kind for each in cluster.events if each.reason == reason] == [WAITS[reason]]
 
 
 @pytest.mark.parametrize("code", sorted(set(ExitCode) - {ExitCode.DONE}))

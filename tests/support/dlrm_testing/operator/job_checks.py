@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dlrm_api.names import trainer_pod
+from dlrm_operator.reconcile.attempts import REQUESTED
 from dlrm_testing.operator.fault_audit import KEPT_ATTEMPTS, Audit
 from dlrm_testing.operator.fault_server import Object, WorldError, gang_of, has_ended, held_by_others, is_deleting
 from dlrm_testing.operator.job_model import HALTS, End, Fate, Kind, Stuck, ends
@@ -46,8 +47,9 @@ def check_end(story: Story) -> None:
     allowed = ends(story.fates, story.script.budget)
     if end not in allowed:
         raise WorldError(f"the job ended with {end}, the model allows {allowed}")
-    if status.get("restarts", 0) != end.attempt - 1:
-        raise WorldError(f"{status.get('restarts', 0)} restarts and attempt {end.attempt}")
+    requested = sum(status.get("restartsByReason", {}).get(reason, 0) for reason in REQUESTED)
+    if status.get("restarts", 0) + requested != end.attempt - 1:
+        raise WorldError(f"{status.get('restarts', 0)} restarts, {requested} by request, and attempt {end.attempt}")
     nodes, meant = status.get("plan", {}).get("nodes"), story.script.sizes[end.attempt - 1]
     # A gang may fail before the status calls it complete.
     if nodes != meant and (nodes is not None or end.phase == "Succeeded"):
