@@ -6,6 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WORKDIR ?= runs/quickstart
+HARDWARE ?= runs/this-machine.yaml
 PYTEST ?= $(BIN)/python -m pytest
 export PYTHONPATH := hack/cluster
 # Tests start thousands of processes. Each compiles our sources for 0.9 s if no byte code is kept.
@@ -25,7 +26,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 quickstart: $(INSTALLED) ## train the synthetic example with two ranks, snapshots and evaluation
-	$(BIN)/dlrmctl run examples/quickstart.yaml --workdir $(WORKDIR)
+	@test -s $(HARDWARE) || { mkdir -p $(dir $(HARDWARE)); $(BIN)/dlrmctl profile measure --out $(HARDWARE); }
+	$(BIN)/dlrmctl run examples/quickstart.yaml --workdir $(WORKDIR) --hardware $(HARDWARE)
 
 test: unit integration ## run all tests except those on real pods
 

@@ -5,7 +5,9 @@ Each command imports what it needs when it runs, so that ``dlrmctl --help`` answ
 
 from __future__ import annotations
 
+import codecs
 import errno
+import locale
 import os
 import sys
 import tempfile
@@ -27,6 +29,7 @@ from dlrm_cli.options import (
     Commands,
     File,
     GetOptions,
+    Hardware,
     Output,
     RunOptions,
     Settings,
@@ -48,6 +51,8 @@ snapshots.add_typer(exports)
 app.add_typer(snapshots, name="snapshots")
 cluster = Commands()
 app.add_typer(cluster)
+runs = typer.Typer(name="runs", help="Work with runs on this machine.", no_args_is_help=True)
+app.add_typer(runs, name="runs")
 profiles = typer.Typer(name="profile", help="Work with HardwareProfiles.", no_args_is_help=True)
 app.add_typer(profiles, name="profile")
 
@@ -56,7 +61,6 @@ DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 YamlOrJson = Literal["yaml", "json"]
 TrainerContainer = Literal["trainer", "checkpointer"]
 
-Profile = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with the HardwareProfile.")]
 Name = Annotated[str, typer.Argument(metavar="JOB", help="Name of the DLRMJob.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait until the job reaches the requested state.")]
 Timeout = Annotated[str, typer.Option(metavar="DURATION", help="Longest time to wait.")]
@@ -100,24 +104,24 @@ def validate(
 
 
 @app.command()
-def plan(file: File, profile: Profile = None, settings: Settings = None, output: Output = "table") -> None:
+def plan(file: File, hardware: Hardware = None, settings: Settings = None, output: Output = "table") -> None:
     """Show which embedding table is on which rank, and what that takes."""
     from dlrm_cli.manifests import print_plan
 
-    print_plan(file, profile, settings or [], as_json=output == "json")
+    print_plan(file, hardware, settings or [], as_json=output == "json")
 
 
 @app.command()
 def render(
     file: File,
-    profile: Profile = None,
+    hardware: Hardware = None,
     settings: Settings = None,
     output: Annotated[YamlOrJson, typer.Option("--output", "-o", help="Output format.")] = "yaml",
 ) -> None:
     """Print the Kubernetes objects that the operator would create."""
     from dlrm_cli.manifests import print_objects
 
-    print_objects(file, profile, settings or [], as_json=output == "json")
+    print_objects(file, hardware, settings or [], as_json=output == "json")
 
 
 @app.command()
@@ -136,6 +140,17 @@ def trace(options: TraceOptions) -> None:
     from dlrm_cli.trace import trace_job
 
     trace_job(options)
+
+
+@runs.command("list")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder of work directories.")] = Path("runs"),
+    output: Output = "table",
+) -> None:
+    """List runs on this machine: state, step, quality and work directory."""
+    from dlrm_cli.report.runs import print_runs
+
+    print_runs(folder, as_json=output == "json")
 
 
 @profiles.command()
@@ -230,6 +245,25 @@ def resume(job: Name, *, wait: Wait = False, timeout: Timeout = "15m", where: Cl
 
 
 @cluster.command()
+def wait(
+    job: Name,
+    *,
+    state: Annotated[
+        Literal["Finished", "Running", "Suspended", "Succeeded", "Failed"],
+        typer.Option("--for", help="Phase to wait for; Finished: until the job succeeds, fail if it fails."),
+    ] = "Finished",
+    timeout: Timeout = "1h",
+    where: ClusterOptions,
+) -> None:
+    """Wait until a job reaches a phase."""
+    from dlrm_cli.cluster.lifecycle import wait_for
+    from dlrm_cli.documents import parse_duration
+
+    with _until_interrupted():
+        wait_for(_client(where), job, state, parse_duration("--timeout", timeout))
+
+
+@cluster.command()
 def top(
     *,
     job: Annotated[
@@ -251,14 +285,18 @@ def top(
 def report(
     *,
     what: Annotated[
-        str, typer.Argument(metavar="JOB_OR_WORKDIR", help="Work directory of dlrmctl run, or name of a job.")
+        list[str],
+        typer.Argument(metavar="JOB_OR_WORKDIR...", help="Work directories of dlrmctl run, or names of jobs."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="HTML file to write.")] = Path(
         "report.html"
     ),
     where: ClusterOptions,
 ) -> None:
-    """Write an HTML page about a run: loss, speed, memory tiers, snapshots, restarts, planned against measured."""
+    """Write an HTML page about a run: loss, speed, memory tiers, snapshots, restarts, planned against measured.
+
+    With several runs the page compares them side by side.
+    """
     from dlrm_cli.report.page import write_report
 
     print(write_report(what, output, lambda: _client(where)))
@@ -293,15 +331,17 @@ def _client(where: ClusterOptions) -> JobClient:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run dlrmctl and return its exit code. Every error is one line on stderr."""
+    """Run dlrmctl and return its exit code. Every error is one line on stderr, and so is every invalid field."""
+    if arguments is None:
+        use_utf8()
     try:
         return int(app(arguments, prog_name="dlrmctl", standalone_mode=False) or ExitCode.DONE)
     except DLRMError as error:
-        return _fail(str(error), error.exit_code)
+        return _fail(error.lines, error.exit_code)
     except typer.TyperException as error:
-        return _fail(f"{error.format_message().replace(RULE_PREFIX, '')} (see dlrmctl --help)", ExitCode.USAGE)
+        return _fail([f"{error.format_message().replace(RULE_PREFIX, '')} (see {_help_of(error)})"], ExitCode.USAGE)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", 130)
+        return _fail(["interrupted"], 130)
     except (BrokenPipeError, SystemExit) as error:
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
             raise
@@ -313,23 +353,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail_unexpected(error)
         # Without this, flushing the rest of the output at exit would fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _fail(f"cannot write standard output: {error.strerror}; free some space", ExitCode.DEVICE)
+        return _fail([f"cannot write standard output: {error.strerror}; free some space"], ExitCode.DEVICE)
     except Exception as error:
         return _fail_unexpected(error)
+
+
+def use_utf8() -> None:
+    """Start over in UTF-8 mode if the locale has another encoding: file names and manifests are UTF-8 everywhere.
+
+    What the terminal's encoding lacks is written out.
+    """
+    encoding = codecs.lookup(locale.getpreferredencoding(False)).name
+    if not sys.flags.utf8_mode and encoding != "utf-8":
+        os.environ |= {"PYTHONUTF8": "1", "PYTHONIOENCODING": f"{encoding}:backslashreplace"}
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  our own command line
 
 
 def _fail_unexpected(caught: Exception) -> int:
     """Name the system limit that was met, or say that this is a bug."""
     error = named_limit(caught)
     if isinstance(error, DLRMError):
-        return _fail(str(error), error.exit_code)
+        return _fail(error.lines, error.exit_code)
     with tempfile.NamedTemporaryFile("w", prefix="dlrmctl-", suffix=".log", delete=False) as log:
         traceback.print_exception(error, file=log)
-    return _fail(f"this is a bug: {type(error).__name__}: {error}; see {log.name}", ExitCode.INTERNAL)
+    return _fail([f"this is a bug: {type(error).__name__}: {error}; see {log.name}"], ExitCode.INTERNAL)
 
 
-def _fail(message: str, code: int) -> int:
-    print(f"dlrmctl: error: {visible(' '.join(message.split()))}", file=sys.stderr)
+def _help_of(error: typer.TyperException) -> str:
+    """Return the command whose help explains the error."""
+    context = getattr(error, "ctx", None)
+    return f"{context.command_path if context else 'dlrmctl'} --help"
+
+
+def _fail(messages: Sequence[str], code: int) -> int:
+    for message in messages:
+        print(f"dlrmctl: error: {visible(' '.join(message.split()))}", file=sys.stderr)
     return int(code)
 
 

@@ -107,6 +107,15 @@ def this_machine(replicas: int, devices: Sequence[DetectedGpu] = ()) -> Hardware
     return HardwareProfile(metadata=ProfileMeta(name="this-machine"), spec=spec)
 
 
+def with_rates(machine: HardwareProfile, measured: HardwareProfile) -> HardwareProfile:
+    """Return a profile of this machine's memory with the rates of another profile, for predictions."""
+    ours, theirs = machine.spec, measured.spec
+    rates = theirs.tiers.ddr.model_dump(include={"read_bytes_per_second", "write_bytes_per_second"}, by_alias=False)
+    tiers = ours.tiers.model_copy(update={"ddr": ours.tiers.ddr.model_copy(update=rates)})
+    update = {"tiers": tiers, "flops_per_second": theirs.flops_per_second, "network": theirs.network}
+    return machine.model_copy(update={"spec": ours.model_copy(update=update)})
+
+
 def make_tier_folders(folder: Path, plan: Plan) -> None:
     """Make the folder of each tier that the plan stores in files.
 

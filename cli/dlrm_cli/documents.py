@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -252,20 +252,20 @@ def only_job(documents: list[Document]) -> Document:
 
 
 def find_profile(job: DLRMJob, documents: list[Document], extra: Path | None) -> HardwareProfile | None:
-    """Return the profile that the job names, from its own file or from ``--profile``.
+    """Return the profile that the job names, from its own file or from ``--hardware``.
 
-    If the job names none, it is the only one of ``--profile``, or None without that option. Raises UsageError if the
+    If the job names none, it is the only one of ``--hardware``, or None without that option. Raises UsageError if the
     profile is in neither file, or if the job names none and the file has several.
     """
     wanted = job.spec.trainer.hardware
     others = read_documents(extra) if extra else []
     given = _profiles(others)
     if extra and not given:
-        raise UsageError(f"invalid --profile: no HardwareProfile in {extra}")
+        raise UsageError(f"invalid --hardware: no HardwareProfile in {extra}")
     if wanted is None:
         if len(given) > 1:
             raise UsageError(
-                f"ambiguous --profile: {extra} has {len(given)} HardwareProfiles ({_names(given)}) and the job names "
+                f"ambiguous --hardware: {extra} has {len(given)} HardwareProfiles ({_names(given)}) and the job names "
                 f"none; choose one, for example --set spec.trainer.hardware={given[0].metadata.name}"
             )
         return given[0] if given else None
@@ -275,7 +275,7 @@ def find_profile(job: DLRMJob, documents: list[Document], extra: Path | None) ->
             return profile
     known = _names(profiles) or "none"
     raise UsageError(
-        f"spec.trainer.hardware: HardwareProfile not found: {wanted} (found: {known}); give its file with --profile"
+        f"spec.trainer.hardware: HardwareProfile not found: {wanted} (found: {known}); give its file with --hardware"
     )
 
 
@@ -298,7 +298,7 @@ def located(document: Document, error: DLRMError) -> DLRMError:
     """Return the same error with the file and document in front."""
     where = f"{document.source}: {document.title}"
     if isinstance(error, InvalidSpecError):
-        return InvalidSpecError(f"{where}: {error.path}", error.problem)
+        return error.located(where)
     return type(error)(f"{where}: {error}")
 
 
@@ -375,6 +375,20 @@ def local_uri(option: str, uri: str) -> str:
     if not uri:
         raise UsageError(f"invalid {option}: expected a file, folder or pattern, got an empty string")
     return uri if "://" in uri else str(Path(uri).absolute())
+
+
+def unquoted_fractions(body: dict[str, Any]) -> list[str]:
+    """Return a warning for each fraction among resources: custom resources take only integers and text there."""
+    found = []
+    for section, kind in product(("trainer", "checkpoint"), ("requests", "limits")):
+        amounts = _dig(body, "spec", section, "resources", kind)
+        for name, amount in amounts.items() if isinstance(amounts, dict) else ():
+            if isinstance(amount, float) and not amount.is_integer():
+                field = f"spec.{section}.resources.{kind}.{name}"
+                found.append(
+                    f"{field}: kubectl apply refuses the number {amount}; write {amount * 1e3:g}m, or quote it"
+                )
+    return found
 
 
 def _dig(node: Any, *path: str) -> Any:

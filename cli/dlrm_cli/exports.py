@@ -15,7 +15,7 @@ import typer
 
 from dlrm_api.errors import NoInputError, TemporaryError, UsageError, visible
 from dlrm_cli.options import Commands, Output, ServiceOptions
-from dlrm_cli.snapshots import Step, Uri, open_snapshot_store, select_snapshot
+from dlrm_cli.snapshots import Step, Uri, chosen_step, open_snapshot_store, select_snapshot
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,7 +75,7 @@ def export(
 
     form: TableFormat = Parquet() if format == "parquet" else Safetensors()
     wanted = ExportOptions(form=form, precision=precision, tables=tuple(table or ()), updated_only=updated_only)
-    snapshot, _ = select_snapshot(open_snapshot_store(uri, service), step)
+    snapshot, _ = select_snapshot(open_snapshot_store(uri, service), chosen_step(uri, step))
     rows = export_tables(snapshot, to, wanted)
     print(f"exported step {snapshot.step} to {to}: {rows:,} rows", file=sys.stderr)
 

@@ -29,6 +29,7 @@ from dlrm_api.process import usable_cpus, usable_memory_bytes
 from dlrm_api.tiers import BLOCK_SLACK, FILE_TIERS, Tier
 from dlrm_cli.checks import RESOURCE, DetectedGpu, detect_gpus
 from dlrm_cli.run.appdef import LOOPBACK, free_ports
+from dlrm_cli.views import print_stderr
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.memory import ByteLevel, MappedStorage
 from dlrm_trainer.embedding.tiers.slots import Level, Places, Records
@@ -105,9 +106,11 @@ def profile_text(name: str, probe: Probe, folders: Mapping[Tier, Path]) -> str:
 def _document(
     name: str, probe: Probe, devices: tuple[DetectedGpu, ...], folders: Mapping[Tier, Path]
 ) -> dict[str, Any]:
+    print_stderr("measuring memory and CPUs")
     host = probe.host_rates()
     spec: dict[str, Any] = {"cpus": probe.cores(), "flopsPerSecond": _rounded(host.flops_per_second)}
     if devices:
+        print_stderr(f"measuring GPUs ({len(devices)}) and their link to the host")
         rates = probe.device_rates()
         spec["devices"] = {
             "resource": RESOURCE,
@@ -116,9 +119,13 @@ def _document(
             "flopsPerSecond": _rounded(rates.flops_per_second),
             "hostBytesPerSecond": _rounded(probe.link_bytes_per_second()),
         }
-    slower = {tier: _slower_tier(probe.tier_rates(tier, folder), folder) for tier, folder in folders.items()}
+    slower = {}
+    for tier, folder in folders.items():
+        print_stderr(f"measuring {tier} in {folder}")
+        slower[tier] = _slower_tier(probe.tier_rates(tier, folder), folder)
     spec["tiers"] = {"ddr": _tier(probe.memory_bytes(), host), **slower}
     if not devices:  # which have links of their own
+        print_stderr("measuring the exchange between two ranks")
         spec["network"] = {"intraNodeBytesPerSecond": _rounded(probe.exchange_bytes_per_second())}
     return {"apiVersion": API_VERSION, "kind": "HardwareProfile", "metadata": {"name": name}, "spec": spec}
 

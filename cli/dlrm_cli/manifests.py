@@ -24,6 +24,7 @@ from dlrm_cli.documents import (
     parse_document,
     read_documents,
     refuse_unread_data,
+    unquoted_fractions,
     with_data,
     with_overrides,
 )
@@ -53,13 +54,14 @@ def validate_files(paths: Sequence[Path]) -> None:
                     read_references(parsed.spec)
             print(visible(f"{document.source}: {document.title} is valid: {_summary(parsed)}"))
             if isinstance(parsed, DLRMJob):
-                _warn(_refused_by_default(parsed))
+                _warn([*unquoted_fractions(document.body), *_refused_by_default(parsed)])
         except DLRMError as error:
             problems.append(located(document, error))
     if not any(document.is_ours for document in documents):
         problems.append(BadDataError(f"{documents[0].source}: no DLRMJob or HardwareProfile found"))
     for problem in problems[1:]:
-        print_stderr(f"dlrmctl: error: {problem}")
+        for line in problem.lines:
+            print_stderr(f"dlrmctl: error: {line}")
     if problems:
         raise problems[0]
 

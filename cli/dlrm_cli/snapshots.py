@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 snapshots = Commands(name="snapshots", help="Manage committed snapshots.", no_args_is_help=True)
 
 Encryption = Literal["none", "AES256", "aws:kms"]
-Uri = Annotated[str, typer.Argument(metavar="URI", help="Value of spec.checkpoint.uri: file:///... or s3://...")]
+Uri = Annotated[
+    str, typer.Argument(metavar="STORE", help="A store or a manifest in it: file:///..., s3://bucket/prefix or a path.")
+]
 Step = Annotated[int | None, typer.Option(min=0, help="Step of the snapshot (default: the newest).")]
 KeepLast = Annotated[
     int, typer.Option(min=1, max=1_000, help="Newest snapshots to keep, as spec.checkpoint.retention.keepLast.")
@@ -37,6 +40,7 @@ Encrypted = Annotated[
     Encryption, typer.Option("--encryption", help="Server-side encryption, as spec.checkpoint.s3.encryption.")
 ]
 KmsKey = Annotated[str | None, typer.Option("--kms-key-id", metavar="KEY", help="Key of encryption aws:kms.")]
+MANIFEST = re.compile(r"(.+)/manifests/([0-9]{16})-[0-9]{8}\.json")
 CREDENTIALS = "--credentials-dir to a folder with accessKeyId and secretAccessKey"
 
 
@@ -60,7 +64,7 @@ def list_(uri: Uri, *, service: ServiceOptions, output: Output = "table") -> Non
 @snapshots.command()
 def show(uri: Uri, *, step: Step = None, service: ServiceOptions) -> None:
     """Print the contents of one snapshot as JSON."""
-    snapshot, _ = select_snapshot(open_snapshot_store(uri, service), step)
+    snapshot, _ = select_snapshot(open_snapshot_store(uri, service), chosen_step(uri, step))
     print(json.dumps(_description(snapshot), indent=2))
 
 
@@ -79,7 +83,7 @@ def verify(
     if each:
         verify_all(store)
     else:
-        verify_one(store, step)
+        verify_one(store, chosen_step(uri, step))
 
 
 @snapshots.command()
@@ -93,7 +97,7 @@ def restore(
     """Write one snapshot's tables and dense state to a folder and print the state digest."""
     from dlrm_checkpointer import restore_to_folder
 
-    snapshot, _ = select_snapshot(open_snapshot_store(uri, service), step)
+    snapshot, _ = select_snapshot(open_snapshot_store(uri, service), chosen_step(uri, step))
     digest = restore_to_folder(snapshot, to)
     print(f"restored step {snapshot.step} to {to}", file=sys.stderr)
     print(digest)
@@ -200,15 +204,34 @@ def warn_unusable(listed: ListedSnapshot) -> None:
     print_stderr(f"skipping unusable snapshot at step {listed.step}, attempt {listed.attempt}: {listed.problem}")
 
 
+def split_target(target: str) -> tuple[str, int | None]:
+    """Return the URI of the store that a URI or path names, and the step if it names a manifest."""
+    uri = target if "://" in target or not target else Path(target).expanduser().absolute().as_uri()
+    match = MANIFEST.fullmatch(uri)
+    return (match[1], int(match[2])) if match else (uri, None)
+
+
+def chosen_step(target: str, step: int | None) -> int | None:
+    """Return the step of ``--step``, or else that of a manifest's URI.
+
+    Raises:
+        UsageError: both are given and differ.
+    """
+    named = split_target(target)[1]
+    if step is not None and named not in (None, step):
+        raise UsageError(f"--step {step} cannot be combined with the manifest of step {named}")
+    return named if step is None else step
+
+
 def open_snapshot_store(
-    uri: str,
+    target: str,
     service: ServiceOptions,
     encryption: Encryption = "none",
     kms_key_id: str | None = None,
     *,
     must_exist: bool = True,
 ) -> ObjectStore:
-    """Open the store of a URI and options; unless ``must_exist``, its folder may be made later.
+    """Open the store of a URI or path and options; unless ``must_exist``, its folder may be made later.
 
     Raises:
         NoInputError: a file or folder that the URI or the options name does not exist.
@@ -230,9 +253,9 @@ def open_snapshot_store(
         "encryption": encryption,
         "kmsKeyId": kms_key_id,
     }
+    uri, _ = split_target(target)
     if not uri.startswith(SCHEMES):
-        hint = "" if "://" in uri or not uri else f"; did you mean {Path(uri).absolute().as_uri()}?"
-        raise UsageError(f"invalid URI: expected file:///folder or s3://bucket/prefix, got {uri!r}{hint}")
+        raise UsageError(f"invalid store: expected file:///folder, s3://bucket/prefix or a path, got {target!r}")
     try:
         s3 = read(SnapshotS3Spec, {name: value for name, value in given.items() if value is not None})
         options = StoreOptions(
@@ -257,7 +280,7 @@ def _description(snapshot: Snapshot) -> dict[str, Any]:
         "bits": manifest.bits,
         "bytes": manifest.total_bytes,
         "objects": len(manifest.objects),
-        "storedRows": stored,
+        "stored_rows": stored,
         "cut": snapshot.meta.to_json(),
     }
 

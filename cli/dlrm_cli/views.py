@@ -198,7 +198,7 @@ def print_view(view: RenderableType, *, stderr: bool = False) -> None:
     console = SafeConsole(stderr=stderr)
     if not console.is_terminal:
         console = SafeConsole(stderr=stderr, width=WIDTH_OFF_TERMINAL)
-    console.print(view)
+    console.print(view, crop=False)
 
 
 def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:
@@ -234,10 +234,15 @@ def snapshots_view(snapshots: Sequence[SnapshotInfo]) -> RenderableType:
     """Return committed snapshots, oldest first, as a table."""
     if not snapshots:
         return Text("no committed snapshots")
-    table = titled_table("snapshots", ("step", "kind", "bits", "bytes", "manifest"), words=("manifest",))
+    table = titled_table("snapshots", ("step", "kind", "bits", "bytes"), words=())
     for each in snapshots:
-        table.add_row(f"{each.step:,}", each.kind, str(each.bits), f"{each.bytes:,}", Text(each.uri))
-    return table
+        table.add_row(f"{each.step:,}", each.kind, str(each.bits), f"{each.bytes:,}")
+    return Group(table, *(whole_line(each.uri) for each in snapshots))
+
+
+def whole_line(text: str) -> Text:
+    """Return text that ``print_view`` breaks nowhere, for URIs and commands that are copied."""
+    return Text(text, no_wrap=True, overflow="ignore")
 
 
 def diff_view(tables: Sequence[TableDiff]) -> RenderableType:

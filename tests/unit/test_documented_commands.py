@@ -27,7 +27,7 @@ CODE = re.compile(r"`(dlrm_\w+(?:\.(?!py`)\w+)+)`")
 NEEDS_MORE = ("/path/to", "/mnt/", "movielens", "job.yaml", "JOB", " top", "s3://")
 """Words of commands that need data, a disk or a cluster that this machine may lack."""
 ELSEWHERE = "/tmp/dlrm-quickstart"
-FEWER_SAMPLES = ("samples: 300000", "samples: 3000")
+FEWER_SAMPLES = ("samples: 600000", "samples: 30000")
 FEWER_RANKS = ("processesPerReplica=4", "processesPerReplica=1")
 """What the example and the command say, and what is run instead, for time."""
 
@@ -137,3 +137,46 @@ def test_the_local_commands_of_the_readme_run_in_their_order(tmp_path: Path) -> 
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         assert done.returncode == 0, f"dlrmctl {shlex.join(here)}: {done.stderr}"
+
+
+RATES = """
+apiVersion: dlrm.dev/v1alpha1
+kind: HardwareProfile
+metadata: {name: this-machine}
+spec:
+  flopsPerSecond: 1e11
+  tiers: {ddr: {bytes: 16Gi, readBytesPerSecond: 1e10, writeBytesPerSecond: 1e10}}
+  network: {intraNodeBytesPerSecond: 1e9}
+"""
+NUMBER, BOX, SPACE = re.compile(r"\d[\d,.:]*"), re.compile("[─━]+"), re.compile(" +")
+
+
+def masked(text: str) -> list[str]:
+    """Lines without what differs from run to run: numbers, and the widths of columns."""
+    plain = text.replace(".venv/bin/", "")
+    return [SPACE.sub(" ", BOX.sub("-", NUMBER.sub("N", line))).strip() for line in plain.splitlines()]
+
+
+@pytest.mark.slow
+def test_the_quickstart_prints_what_the_readme_shows(tmp_path: Path) -> None:
+    shown = (ROOT / "README.md").read_text().partition("```text\n")[2].partition("```")[0]
+    (tmp_path / "rates.yaml").write_text(RATES)
+    job = (ROOT / "examples/quickstart.yaml").read_text()
+    (tmp_path / "quickstart.yaml").write_text(job.replace(ELSEWHERE, str(tmp_path / "store")))
+    command = ["run", "quickstart.yaml", "--workdir", "runs/quickstart", "--hardware", "rates.yaml"]
+
+    done = subprocess.run(
+        [sys.executable, "-m", "dlrm_cli.app", *command],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+    printed = iter(masked(done.stdout.replace(str(tmp_path / "store"), ELSEWHERE)))
+    assert done.returncode == 0, done.stdout
+    for line in masked(shown):
+        if line not in ("...", *masked("Training: step 1/2, loss 0.5, 9 samples/s, 0:17 left, snapshot at step 60")):
+            assert line in printed, f"{line!r} is not, or not there, in:\n{done.stdout}"

@@ -74,6 +74,8 @@ def _unavailable(error: ClusterUnavailableError, server: str) -> DLRMError:
 
 USER_KUBECONFIG = "~/.kube/config"
 MERGE_PATCH = "application/merge-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"
+FIELD_MANAGER = "dlrm-client"
 JOBS = "dlrmjobs (dlrm.dev)"
 MAX_POLLED_PODS = 64
 """Pods that one look at metrics polls."""
@@ -124,6 +126,13 @@ class JobClient:
         body = {"spec": {"lifecycle": {"suspend": wanted}}}
         with self._explained("patch", JOBS, missing=lambda: self._not_found(name)):
             return self._api.call_now("PATCH", self._job_path(name), body, kind=MERGE_PATCH)
+
+    def apply(self, document: Object) -> Object:
+        """Create or update a job by server-side apply, as its user, and return it."""
+        name, query = str(dig(document, "metadata", "name")), f"?fieldManager={FIELD_MANAGER}"
+        body = {**document, "metadata": {**document["metadata"], "namespace": self.namespace}}
+        with self._explained("patch", JOBS, missing=lambda: not_installed(self._api.host)):
+            return self._api.call_now("PATCH", self._job_path(name) + query, body, kind=APPLY_PATCH)
 
     def pods(self, name: str) -> list[Object]:
         """Return the trainer pods of all attempts of a job."""

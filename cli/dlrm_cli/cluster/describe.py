@@ -66,6 +66,8 @@ def _summary(job: Object, facts: JobFacts, now: datetime) -> Iterator[tuple[str,
     yield "Speed", _speed(job, facts)
     if slow := dig(status, "progress", "straggler"):
         yield "Straggler", _straggler(slow)
+    for note in dig(status, "progress", "notes") or ():
+        yield "Note", one_line(note)
     if reserve := status.get("memoryReserveBytes"):
         yield "Memory", f"each pod keeps {format_bytes(reserve)} more free since one ran out of it"
     if facts.eta:

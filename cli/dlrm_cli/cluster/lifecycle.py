@@ -1,4 +1,4 @@
-"""``dlrmctl suspend`` and ``resume``: set ``spec.lifecycle.suspend``, and wait for the job to follow.
+"""``dlrmctl suspend``, ``resume`` and ``wait``: set ``spec.lifecycle.suspend``, and wait for a job's phase.
 
 ``suspend`` and then ``resume`` restart a failed job: the operator retries a failed job that it has seen suspended and
 that is then resumed, whether or not the rest of its spec changed.
@@ -49,6 +49,31 @@ def resume_progress(job: Object) -> Progress:
     if dig(job, "spec", "lifecycle", "suspend"):
         raise TemporaryError(f"{facts.name} was suspended by someone else")
     return False, _describe_phase(job)
+
+
+def wait_progress(job: Object, state: str) -> Progress:
+    """Return how far a job is on its way to a phase, or to its end if ``state`` is ``Finished``; raise if it ends."""
+    facts = job_facts(job)
+    words = _describe_phase(job)
+    if not _is_observed(job):
+        return False, words
+    if facts.phase == state or (state == "Finished" and facts.phase == "Succeeded"):
+        return True, words
+    if facts.finished:
+        raise DLRMError(f"{facts.name} has {facts.phase}: {one_line(facts.reason)}".rstrip(": "))
+    return False, words
+
+
+def wait_for(client: JobClient, name: str, state: str, timeout_s: float) -> None:
+    """Wait until a job has reached a state, and print what it is then.
+
+    Raises:
+        NoInputError: no such job.
+        DLRMError: the job ended in another way.
+        TemporaryError: time is up.
+    """
+    advice = f"see dlrmctl describe {name}"
+    print(visible(_wait(client, client.job(name), lambda job: wait_progress(job, state), timeout_s, advice)))
 
 
 def set_suspend(client: JobClient, name: str, wanted: bool, timeout_s: float | None) -> None:

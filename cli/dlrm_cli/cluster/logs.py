@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from dlrm_api.errors import DLRMError, NoInputError, TemporaryError, UsageError, visible
 from dlrm_cli.cluster.client import JobClient, Object, dig
+from dlrm_cli.cluster.describe import waits_for
 from dlrm_cli.cluster.get import JobFacts, containers, job_facts, pod_attempt, pod_index
 from dlrm_cli.views import print_stderr
 
@@ -112,8 +113,10 @@ def print_logs(client: JobClient, name: str, options: LogOptions) -> None:
             for line in client.log(dig(pod, "metadata", "name"), options.query()):
                 sys.stdout.write(prefix + _text(line))
         except DLRMError as error:
+            if isinstance(error, NoInputError) and (reason := waits_for(pod)):
+                error = NoInputError(f"{error}; the pod waits: {reason}")
             if len(chosen) == 1:
-                raise
+                raise error from None
             print_stderr(f"{prefix}{error}")
             problem = error
     if problem is not None:

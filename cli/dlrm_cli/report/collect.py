@@ -35,7 +35,7 @@ from dlrm_cli.run.history import (
     read_lines,
     select_lines,
 )
-from dlrm_cli.run.workdir import Final, TrainerResult, WorkDir, is_held, read_profile
+from dlrm_cli.run.workdir import Final, TrainerResult, WorkDir, is_held, read_environment, read_profile
 
 MAX_SPANS = 600
 """Spans into which the steps of a run are summed."""
@@ -123,7 +123,11 @@ class Record:
     tiers: TierReport | None = None
     profile: Profile | None = None
     notes: Sequence[str] = ()
-    """What is missing or was not readable."""
+    """What is missing, was not readable, or should be known."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Each field of the spec that is set, by its path."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Versions of the software, and the machine."""
 
     @property
     def predicted_samples_per_s(self) -> float | None:
@@ -140,6 +144,8 @@ class Record:
         return (self.steps[-1].samples - self.steps[0].samples) / (self.steps[-1].time - self.steps[0].time)
 
 
+MAX_SHOWN = 200
+"""Characters of a list that is shown whole."""
 MAX_NAMED = 5
 """Damaged lines of a file that are named one by one."""
 
@@ -209,8 +215,27 @@ def _read(workdir: WorkDir) -> Record:
         failures=failures,
         tiers=result.tiers if result else None,
         profile=read_profile(workdir),
-        notes=notes,
+        notes=[*notes, *(result.notes if result else ())],
+        settings=flat_settings(job.spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True)),
+        environment=read_environment(workdir),
     )
+
+
+def flat_settings(spec: Mapping[str, Any]) -> dict[str, str]:
+    """Return each field that a spec sets, by its path; long lists, such as tables, by their number."""
+    found: dict[str, str] = {}
+
+    def add(path: str, value: Any) -> None:
+        if isinstance(value, Mapping) and value:
+            for key, below in value.items():
+                add(f"{path}.{key}" if path else key, below)
+        elif isinstance(value, list) and len(str(value)) > MAX_SHOWN:
+            found[path] = f"{len(value)} entries"
+        else:
+            found[path] = str(value)
+
+    add("", spec)
+    return found
 
 
 def _state(workdir: WorkDir, history: Sequence[Line], *, finished: bool) -> State:
@@ -347,6 +372,7 @@ def cluster_record(
         ended=_seconds(status.get("completionTime")),
         evaluations=[quality] if quality else [],
         looks=looks,
+        settings=flat_settings(job.get("spec") or {}),
         snapshots=_newest_snapshot(status.get("lastSnapshot")),
         failures=_failures(status),
         events=sorted(_event(each) for each in events),

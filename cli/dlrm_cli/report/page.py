@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,14 +13,17 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from dlrm_api.errors import DLRMError, NoInputError, UsageError
 from dlrm_cli.report.collect import Record, read_cluster_job, read_work_folder
-from dlrm_cli.report.plots import FORMATS, Plot, count, draw, number, seconds
+from dlrm_cli.report.plots import FORMATS, Plot, draw
 from dlrm_cli.report.sections import (
     Section,
     Table,
+    compared,
+    facts,
     format_utc,
     learning,
     plan_and_measured,
     restarts,
+    settings,
     snapshots,
     speed,
     step_time,
@@ -38,38 +42,39 @@ MAX_VALUES = 12
 """Rows of the table below a plot, evenly over its points."""
 
 
-def _facts(record: Record) -> Iterator[tuple[str, str]]:
-    total = f" of {record.total_steps:,}" if record.total_steps is not None else ""
-    yield "steps", count(record.step) + (total if record.step is not None else "")
-    yield "samples", count(record.samples)
-    mean = record.mean_samples_per_s
-    yield ("mean samples/s", count(mean)) if mean is not None else ("last samples/s", count(record.samples_per_s))
-    yield "NE", number(record.ne)
-    yield "AUC", number(record.auc)
-    yield "evaluation loss", number(record.eval_loss)
-    yield "last training loss", number(record.loss)
-    if record.started is not None and record.ended is not None:
-        yield "time", seconds(record.ended - record.started)
-    if record.started is not None:
-        yield "started", format_utc(record.started)
-    yield "restarts", count(record.restarts)
-    if record.snapshots:
-        yield "newest snapshot", f"step {record.snapshots[-1].step:,}"
-
-
 def sections(record: Record) -> list[Section]:
     """Return the sections of a run's page."""
-    every = (learning, speed, step_time, tiers, snapshots, restarts, plan_and_measured)
+    every = (learning, speed, step_time, tiers, snapshots, restarts, plan_and_measured, settings)
     return [section(record) for section in every]
 
 
 def render_page(record: Record, made: str) -> str:
     """Return the HTML page of a run; ``made`` says when and by what it was written."""
+    return _render(record, list(facts(record)), sections(record), made)
+
+
+def render_comparison(records: Sequence[Record], made: str) -> str:
+    """Return the HTML page that compares runs."""
+    counts = Counter(record.name for record in records)
+    names = [
+        record.name if counts[record.name] == 1 else f"{record.name} ({number})"
+        for number, record in enumerate(records, 1)
+    ]
+    head = Record(
+        name=" against ".join(names),
+        place="; ".join(f"{name}: {record.place}" for name, record in zip(names, records, strict=True)),
+        state=f"{len(records)} runs",
+        tone="open",
+        notes=[f"{name}: {note}" for name, record in zip(names, records, strict=True) for note in record.notes],
+    )
+    return _render(head, [], compared(names, records), made)
+
+
+def _render(head: Record, figures: Sequence[tuple[str, str]], shown: Sequence[Section], made: str) -> str:
     loader = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     jinja.globals.update(made=made, generator=GENERATOR, draw=draw, values_table=values_table)
-    values = {"record": record, "facts": _facts(record), "sections": sections(record)}
-    return jinja.get_template(TEMPLATE).render(values).lstrip()
+    return jinja.get_template(TEMPLATE).render(record=head, facts=figures, sections=shown).lstrip()
 
 
 def values_table(plot: Plot) -> Table:
@@ -87,8 +92,8 @@ def values_table(plot: Plot) -> Table:
     return Table(title=plot.y_name, columns=names, rows=rows, note=note)
 
 
-def write_report(what: str, output: Path, connect: Callable[[], JobClient]) -> Path:
-    """Write the page about a work directory, or a job of the cluster; return the file.
+def write_report(what: Sequence[str], output: Path, connect: Callable[[], JobClient]) -> Path:
+    """Write the page about a work directory or a job of the cluster, or one that compares several; return the file.
 
     A ``what`` without a slash that is no folder is a job's name. An older report is replaced, anything else is not.
 
@@ -97,10 +102,10 @@ def write_report(what: str, output: Path, connect: Callable[[], JobClient]) -> P
         UsageError: the file exists and is not a report.
         NoPermissionError: the file cannot be written.
     """
-    record = _read_record(what, connect)
+    records = [_read_record(each, connect) for each in what]
     _check_output(output)
     made = f"Made {format_utc(time.time())} by dlrmctl report, dlrm-operator {version('dlrm-operator')}."
-    text = render_page(record, made)
+    text = render_page(records[0], made) if len(records) == 1 else render_comparison(records, made)
     try:
         replace_file(output, text)
     except OSError as error:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 
@@ -91,6 +91,89 @@ MAX_RATES = 80
 OTHER = "other stages"
 
 
+def facts(record: Record) -> Iterator[tuple[str, str]]:
+    """Yield a run's figures, each with its name."""
+    total = f" of {record.total_steps:,}" if record.total_steps is not None else ""
+    yield "steps", count(record.step) + (total if record.step is not None else "")
+    yield "samples", count(record.samples)
+    mean = record.mean_samples_per_s
+    yield ("mean samples/s", count(mean)) if mean is not None else ("last samples/s", count(record.samples_per_s))
+    yield "NE", number(record.ne)
+    yield "AUC", number(record.auc)
+    yield "evaluation loss", number(record.eval_loss)
+    yield "last training loss", number(record.loss)
+    if record.started is not None and record.ended is not None:
+        yield "time", seconds(record.ended - record.started)
+    if record.started is not None:
+        yield "started", format_utc(record.started)
+    yield "restarts", count(record.restarts)
+    if record.snapshots:
+        yield "newest snapshot", f"step {record.snapshots[-1].step:,}"
+
+
+MAX_SETTINGS = 200
+
+
+def settings(record: Record) -> Section:
+    """Show with what the run was made."""
+    title, fields = "Settings, versions and machine", list(record.settings.items())
+    if not fields:
+        return Section(title=title, words=["The settings were not recorded."])
+    left_out = len(fields) - MAX_SETTINGS
+    note = (
+        f"{left_out} more fields are in job.json."
+        if left_out > 0
+        else "Fields that the manifest leaves out have their defaults."
+    )
+    columns = ("field", "value")
+    shown = Table(title="Settings", columns=columns, text_columns=columns, rows=fields[:MAX_SETTINGS], note=note)
+    parts = [shown]
+    if record.environment:
+        columns = ("what", "which")
+        rows = list(record.environment.items())
+        parts.append(Table(title="Versions and machine", columns=columns, text_columns=columns, rows=rows))
+    return Section(title=title, parts=parts)
+
+
+def compared(names: Sequence[str], records: Sequence[Record]) -> list[Section]:
+    """Show several runs side by side: results, what differs in their settings, and loss, quality and throughput."""
+    figures = [dict(facts(each)) for each in records]
+    every = list(dict.fromkeys(name for each in figures for name in each))
+    rows = [[name, *(each.get(name, UNKNOWN) for each in figures)] for name in every]
+    results = Table(title="Results", columns=("", *names), text_columns=("",), rows=rows)
+    sets = [{**each.settings, **each.environment} for each in records]
+    fields = [
+        name for name in dict.fromkeys(name for each in sets for name in each) if len({e.get(name) for e in sets}) > 1
+    ]
+    rows = [[name, *(each.get(name, UNKNOWN) for each in sets)] for name in fields]
+    columns = ("field", *names)
+    differ = Table(title="Settings that differ", columns=columns, text_columns=columns, rows=rows[:MAX_SETTINGS])
+    words = [] if rows else ["No setting differs."]
+    plots = [
+        _side_by_side(_loss, names, records),
+        _side_by_side(_entropy, names, records),
+        _side_by_side(_rates_of, names, records),
+    ]
+    first = Section(title="Comparison", words=words, parts=[results, *([differ] if rows else [])])
+    return [first, Section(title="Over time", parts=[each for each in plots if each is not None])]
+
+
+def _side_by_side(
+    draw: Callable[[Record], Plot | None], names: Sequence[str], records: Sequence[Record]
+) -> Plot | None:
+    """Return one plot with the first series of each run's."""
+    plots = [(name, plot) for name, record in zip(names, records, strict=True) if (plot := draw(record)) is not None]
+    if not plots:
+        return None
+    series = [replace(plot.series[0], name=name) for name, plot in plots]
+    return replace(plots[0][1], series=series, marks=(), words="The first one of each run's own page.")
+
+
+def _rates_of(record: Record) -> Plot | None:
+    parts = speed(record).parts
+    return next((part for part in parts if isinstance(part, Plot)), None)
+
+
 def learning(record: Record) -> Section:
     """Show loss and quality over steps."""
     title, parts = "Loss and quality", [_loss(record)] if record.steps else []
@@ -104,7 +187,8 @@ def learning(record: Record) -> Section:
     ]
     left_out = len(record.evaluations) - len(shown)
     columns = ("step", "log loss", "NE", "AUC", "calibration", "samples")
-    note = f"{left_out} earlier ones are in progress.jsonl." if left_out else ""
+    notes = [f"{left_out} earlier ones are in progress.jsonl."] if left_out else []
+    note = " ".join([*notes, *dict.fromkeys(f"{each.note}." for each in shown if each.note)])
     table = Table(title="Evaluations", columns=columns, rows=rows, note=note)
     return Section(title=title, words=words, parts=[*parts, _entropy(record), table])
 
@@ -306,7 +390,7 @@ def plan_and_measured(record: Record) -> Section:
     if record.predicted_samples_per_s is None:
         words.append(
             "The plan predicts no speed, because its HardwareProfile has no rates. dlrmctl run plans by memory only; "
-            "dlrmctl plan --profile FILE predicts for hardware with known rates."
+            "dlrmctl plan --hardware FILE predicts for hardware with known rates."
         )
     if any(use.expected_hit_rate is not None for use in table_uses(record)):
         words.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -12,13 +13,16 @@ from typing import Self
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.process import usable_cpus
 from dlrm_api.progress import TrainerPhase
-from dlrm_cli.checks import check_inputs, detect_gpus, make_tier_folders, open_job_store, this_machine
+from dlrm_api.tiers import ELEMENT_BYTES
+from dlrm_cli.checks import check_inputs, detect_gpus, make_tier_folders, open_job_store, this_machine, with_rates
+from dlrm_cli.documents import find_profile
 from dlrm_cli.manifests import read_job, read_references
 from dlrm_cli.options import RunOptions
 from dlrm_cli.run.history import Seen
@@ -33,18 +37,21 @@ from dlrm_cli.run.workdir import (
     read_profile,
     read_result,
     replace_file,
+    write_environment,
     write_final,
 )
 from dlrm_cli.snapshots import list_usable
 from dlrm_cli.views import (
     PLAIN_INTERVAL_S,
     SafeConsole,
+    format_bytes,
     number,
     print_stderr,
     print_view,
     profile_view,
     snapshots_view,
     tiers_view,
+    whole_line,
 )
 from dlrm_stores import ObjectStore
 
@@ -52,37 +59,92 @@ from dlrm_stores import ObjectStore
 def run_job(options: RunOptions) -> int:
     """Train a file's job on this machine; return the exit code."""
     wanted = read_job(options.file, options.settings or (), options.data, options.eval_data)
+    stop = Stop()
+    with RunDisplay() as display:
+        done = run_here(wanted, options, display, stop)
+    root = work_folder(wanted, options)
+    if options.profile:
+        _print_profile(WorkDir(root), as_table=options.output == "table")
+    if done.result is None:
+        return stop.exit_code
+    result = done.result if options.digest else done.result.model_copy(update={"state_digest": None})
+    if options.output == "json":
+        print(result.to_json())
+    else:
+        print_view(result_view(result, done.plan.predicted.samples_per_second))
+        print_view(next_commands(wanted.spec.checkpoint.uri, root))
+    return int(ExitCode.DONE)
+
+
+def work_folder(job: DLRMJob, options: RunOptions) -> Path:
+    """Return the work directory of a job's runs."""
+    return (options.workdir or Path("runs") / job.metadata.name).absolute()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """Hold what came of a run."""
+
+    result: RunResult | None
+    """None: the user stopped it."""
+    plan: Plan
+
+
+def run_here(wanted: DLRMJob, options: RunOptions, display: RunDisplay, stop: Stop) -> Done:
+    """Train a job on this machine, in its work directory. Call it on the main thread, which gets the signals."""
     is_fixed = wanted.spec.fixed_replicas is not None
     job = _share_threads(wanted if is_fixed else wanted.with_replicas(wanted.spec.replicas))
     check_inputs(job.spec)
-    root = (options.workdir or Path("runs") / job.metadata.name).absolute()
+    root = work_folder(job, options)
     # Processes of an earlier run still hold memory: plan once they have ended.
-    plan = None if has_processes(root) else _plan(job)
+    early = None if has_processes(root) else _plan(job, options.hardware)
     store = open_job_store(job)
     grace_s = job.spec.lifecycle.termination_grace_period
-    stop = Stop()
     restore_handlers = stop.install()
     try:
-        with RunDisplay() as display, locked(root, grace_s, display.say, lambda: stop.count > 0) as workdir:
+        with locked(root, grace_s, display.say, lambda: stop.count > 0) as workdir:
             if not is_fixed:
                 display.say(
                     "spec.trainer.auto: running the minimum number of replicas, because all would share this "
                     f"machine's memory and CPUs: {job.spec.replicas}"
                 )
-            result = LocalRun(job, plan or _plan(job), store, workdir, display, stop, options).result()
+            plan = early or _plan(job, options.hardware)
+            for line in banner(job, plan, workdir):
+                display.say(line)
+            return Done(result=LocalRun(job, plan, store, workdir, display, stop, options).result(), plan=plan)
     finally:
         restore_handlers()
-    if options.profile:
-        _print_profile(WorkDir(root), as_table=options.output == "table")
-    if result is None:
-        return stop.exit_code
-    if not options.digest:
-        result = result.model_copy(update={"state_digest": None})
-    if options.output == "json":
-        print(result.to_json())
-    else:
-        print_view(result_view(result))
-    return int(ExitCode.DONE)
+
+
+def banner(job: DLRMJob, plan: Plan, workdir: WorkDir) -> list[str]:
+    """Return what a user should know when a run starts."""
+    tables = job.spec.model.all_tables()
+    rows = sum(table.rows for table in tables)
+    size = sum(table.rows * table.dim * ELEMENT_BYTES[table.dtype] for table in tables)
+    memory = max(sum(rank.bytes_per_tier.values()) for rank in plan.ranks)
+    predicted = plan.predicted.samples_per_second
+    speed = "" if predicted is None else f", predicted {predicted:,.0f} samples/s"
+    return [
+        f"{job.metadata.name}: {len(tables)} tables, {rows:,} rows, {format_bytes(size)} of rows",
+        f"plan: ranks: {plan.world_size}, up to {format_bytes(memory)} each{speed}",
+        f"snapshots: {job.spec.checkpoint.uri}",
+        f"logs: {from_here(workdir.root)}/logs",
+    ]
+
+
+def from_here(path: Path) -> str:
+    """Return a path relative to the current folder, if it is below that."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def next_commands(store: str, root: Path) -> RenderableType:
+    """Return commands to look at what a run made."""
+    commands = (
+        ["report", from_here(root)],
+        ["snapshots", "verify", store],
+        ["snapshots", "export", store, "--to", f"{from_here(root)}/model"],
+    )
+    return Group(Text("next:"), *(whole_line(f"  {shlex.join([program(), *command])}") for command in commands))
 
 
 @dataclass(frozen=True)
@@ -138,6 +200,7 @@ class LocalRun:
         try:
             replace_file(self.workdir.job, self.job.model_dump_json(indent=1, exclude_none=True))
             replace_file(self.workdir.plan, self.plan.model_dump_json(indent=1))
+            write_environment(self.workdir)
             # Without a snapshot the job starts from step 0, and so does its history.
             if not list_usable(self.store):
                 self.workdir.history.unlink(missing_ok=True)
@@ -145,6 +208,7 @@ class LocalRun:
                 self.display.say(resume_hint(supervisor.committed_step))
                 return None
             result = read_result(self.workdir, list_usable(self.store), supervisor.restarts)
+            supervisor.show_notes(result.notes)
             write_final(self.workdir, self.job, result)
             return result
         except OSError as error:
@@ -160,18 +224,31 @@ def _share_threads(job: DLRMJob) -> DLRMJob:
     return job.model_copy(update={"spec": job.spec.model_copy(update={"trainer": trainer})})
 
 
-def _plan(job: DLRMJob) -> Plan:
-    """Plan for this machine, whatever hardware the job names; for its GPUs if the job asks for HBM."""
+def _plan(job: DLRMJob, hardware: Path | None) -> Plan:
+    """Plan for this machine, whatever hardware the job names; for its GPUs if the job asks for HBM.
+
+    Predictions are by the rates of the profile in ``hardware``.
+    """
     from dlrm_planner import asks_for_hbm, plan_job
 
     gpus = detect_gpus() if asks_for_hbm(job.spec) else ()
     machine = this_machine(job.spec.replicas, gpus)
+    if hardware is not None and (measured := find_profile(job, [], hardware)):
+        machine = with_rates(machine, measured)
     return plan_job(job.spec, machine, traces=read_references(job.spec), shared=True)
+
+
+def program() -> str:
+    """Return the name by which this dlrmctl can be called again: its path, unless the shell finds it."""
+    mine, found = sys.argv[0], shutil.which("dlrmctl")
+    if Path(mine).name != "dlrmctl" or (found and Path(found).resolve() == Path(mine).resolve()):
+        return "dlrmctl"
+    return mine
 
 
 def resume_hint(committed_step: int | None) -> str:
     """Return what a stopped run leaves, and the command that resumes it."""
-    command = shlex.join(["dlrmctl", *sys.argv[1:]])
+    command = shlex.join([program(), *sys.argv[1:]])
     if committed_step is None:
         return f"stopped before a snapshot was committed; to start again: {command}"
     return f"stopped; the snapshot of step {committed_step:,} is committed; to resume: {command}"
@@ -188,8 +265,8 @@ def _print_profile(workdir: WorkDir, *, as_table: bool) -> None:
             print_stderr(f"timeline of all threads: {workdir.trace}")
 
 
-def result_view(result: RunResult) -> RenderableType:
-    """Return a run's result, its use of tiers and its snapshots as tables."""
+def result_view(result: RunResult, predicted: float | None = None) -> RenderableType:
+    """Return a run's result, its use of tiers and its snapshots as tables; ``predicted`` samples/s go with it."""
     columns = (Column(style="bold", overflow="fold"), Column(overflow="fold"))
     table = Table(*columns, show_header=False, title="result", title_justify="left")
     rows = {"steps": f"{result.step:,}", "samples": f"{result.samples:,}", "world size": str(result.world_size)}
@@ -199,13 +276,15 @@ def result_view(result: RunResult) -> RenderableType:
         rows["eval NE"] = number(quality.ne, ".5f")
         rows["eval AUC"] = number(quality.auc, ".5f")
         rows["eval calibration"] = number(quality.calibration, ".5f")
-    rows |= {"samples/s": number(result.samples_per_s, ",.0f"), "restarts": str(result.restarts)}
-    if result.state_digest is not None:
-        rows["state digest"] = result.state_digest
-    for row in rows.items():
+    rows["samples/s"] = number(result.samples_per_s, ",.0f")
+    if predicted is not None:
+        rows["predicted samples/s"] = number(predicted, ",.0f")
+    rows["restarts"] = str(result.restarts)
+    for row in (*rows.items(), *(("note", note) for note in result.notes)):
         table.add_row(*row)
+    digest = [] if result.state_digest is None else [whole_line(f"state digest: {result.state_digest}")]
     tiers = [] if result.tiers is None else [tiers_view(result.tiers)]
-    return Group(table, *tiers, snapshots_view(result.snapshots))
+    return Group(table, *digest, *tiers, snapshots_view(result.snapshots))
 
 
 class RunDisplay:
@@ -251,7 +330,8 @@ class RunDisplay:
 
     def say(self, sentence: str) -> None:
         """Show one event."""
-        self._console.print(sentence, markup=False, highlight=False, soft_wrap=not self._has_bar)
+        # Commands and paths in it are copied.
+        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
 def progress_text(seen: Seen) -> str:

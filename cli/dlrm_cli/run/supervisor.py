@@ -148,6 +148,8 @@ class Supervisor:
     """Newest step that a sidecar reported as committed."""
     committed: SnapshotInfo | None = None
     """Newest snapshot that a sidecar reported to have committed in this run."""
+    noted: set[str] = field(default_factory=set)
+    """Notes of trainers that were shown."""
     unusable: int = 0
     """Newer snapshots that an attempt of this run could not use when it started."""
     _history: History = field(init=False, repr=False)
@@ -271,9 +273,17 @@ class Supervisor:
         seen = watch.seen
         if seen.trainer is not None:
             self._note_unusable(seen.trainer)
+            self.show_notes([*seen.trainer.notes, *filter(None, [seen.trainer.waiting])])
         if seen.checkpointer is not None:
             self._note_committed(seen.checkpointer)
         self.display.update(seen)
+
+    def show_notes(self, notes: Sequence[str]) -> None:
+        """Say each note of a trainer once."""
+        for note in notes:
+            if note not in self.noted:
+                self.noted.add(note)
+                self.display.say(f"note: {note}")
 
     def _note_unusable(self, progress: Progress) -> None:
         """Say once that newer snapshots are unusable; a later run does not resume from them."""

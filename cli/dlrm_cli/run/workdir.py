@@ -7,19 +7,22 @@ import errno
 import fcntl
 import json
 import os
+import platform
 import re
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from dlrm_api.errors import DeviceError, DLRMError, NoPermissionError, TemporaryError
 from dlrm_api.fields import Count
 from dlrm_api.job import DLRMJob
+from dlrm_api.process import usable_cpus, usable_memory_bytes
 from dlrm_api.progress import EvalMetrics, SnapshotInfo
 from dlrm_api.run_report import Profile, TierReport
 
@@ -37,6 +40,7 @@ class WorkDir:
         self.ports, self.token = root / "ports.json", root / "token"
         self.result, self.final = root / "result.json", root / "final.json"
         self.profile, self.trace = root / "profile.json", root / "trace.json"
+        self.environment = root / "environment.json"
         self.ledger, self.tiers = root / "ledger", root / "tiers"
         self.lock = root / "lock"
         """Held by the dlrmctl that works here."""
@@ -110,6 +114,11 @@ def locked(root: Path, grace_s: float, say: Callable[[str], None], stop: Callabl
             raise TemporaryError(
                 f"work directory in use by dlrmctl with pid {pid}: {root}; wait for it, end it with kill {pid}, or "
                 f"choose another with --workdir"
+            ) from error
+        except OSError as error:
+            raise DeviceError(
+                f"the file system of {root} has no file locks ({error.strerror}); choose a folder on another one with "
+                "--workdir"
             ) from error
         try:
             os.ftruncate(lock, 0)
@@ -195,6 +204,8 @@ class TrainerResult(BaseModel):
     state_digest: str | None = None
     tiers: TierReport | None = None
     """Use of tiers in the last attempt; None if the plan has no levels."""
+    notes: tuple[str, ...] = ()
+    """What a user should know about the data and the start of the last attempt."""
 
     def write(self, workdir: WorkDir) -> None:
         """Write ``result.json``, as rank 0 does."""
@@ -210,15 +221,19 @@ class RunResult(TrainerResult):
     def to_json(self) -> str:
         """Return the one JSON object of ``-o json``, on one line."""
         snapshot = {"step", "kind", "bits", "bytes", "uri"}
-        quality = {"log_loss", "ne", "auc", "calibration"}
+        quality = {"log_loss", "ne", "auc", "calibration", "note"}
         body: dict[str, Any] = self.model_dump(include={"step", "samples", "world_size", "train_loss"})
-        body["eval"] = None if self.eval is None else self.eval.model_dump(by_alias=False, include=quality)
+        # Most evaluations have no note.
+        dropped = {"note"} if self.eval and self.eval.note is None else set()
+        body["eval"] = None if self.eval is None else self.eval.model_dump(by_alias=False, include=quality - dropped)
         body |= {"samples_per_s": self.samples_per_s, "restarts": self.restarts}
         body["snapshots"] = [each.model_dump(by_alias=False, include=snapshot) for each in self.snapshots]
         if self.state_digest is not None:
             body["state_digest"] = self.state_digest
         if self.tiers is not None:
             body["tiers"] = self.tiers.model_dump(mode="json", by_alias=False)
+        if self.notes:
+            body["notes"] = self.notes
         return json.dumps(body)
 
 
@@ -244,6 +259,27 @@ def read_profile(workdir: WorkDir) -> Profile | None:
         return Profile.model_validate_json(workdir.profile.read_bytes())
     except (OSError, ValidationError):
         return None
+
+
+def write_environment(workdir: WorkDir) -> None:
+    """Record the versions and the machine of this run."""
+    machine = {
+        "machine": platform.node(),
+        "processor": f"{platform.machine()}, {usable_cpus()} CPUs",
+        "memory": f"{usable_memory_bytes() / 2**30:.1f} GiB",
+        "system": f"{platform.system()} {platform.release()}",
+        "Python": platform.python_version(),
+    }
+    versions = {name: version(name) for name in ("dlrm-operator", "torch", "numpy", "pyarrow")}
+    replace_file(workdir.environment, json.dumps(machine | versions, indent=1))
+
+
+def read_environment(workdir: WorkDir) -> dict[str, str]:
+    """Return what ``write_environment`` recorded; nothing if it is absent or damaged."""
+    try:
+        return TypeAdapter(dict[str, str]).validate_json(workdir.environment.read_bytes())
+    except (OSError, ValidationError):
+        return {}
 
 
 def read_final(workdir: WorkDir, job: DLRMJob) -> RunResult | None:

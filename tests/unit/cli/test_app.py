@@ -107,11 +107,14 @@ def test_ctrl_c_while_the_program_loads_ends_it_without_a_word(tmp_path: Path) -
     assert (finished.returncode, finished.stdout, finished.stderr) == (130, "", "")
 
 
-@pytest.mark.parametrize("started", ["/somewhere/dlrmctl", "/somewhere/dlrm_cli/__main__.py"])
-def test_the_resume_hint_uses_the_name_of_the_program(monkeypatch: pytest.MonkeyPatch, started: str) -> None:
+@pytest.mark.parametrize(
+    ("started", "program"), [(".venv/bin/dlrmctl", ".venv/bin/dlrmctl"), ("/somewhere/dlrm_cli/__main__.py", "dlrmctl")]
+)
+def test_the_resume_hint_can_be_copied(monkeypatch: pytest.MonkeyPatch, started: str, program: str) -> None:
     monkeypatch.setattr(sys, "argv", [started, "run", "a job.yaml"])
+    monkeypatch.setenv("PATH", "/nowhere")
 
-    assert resume_hint(7) == ("stopped; the snapshot of step 7 is committed; to resume: dlrmctl run 'a job.yaml'")
+    assert resume_hint(7) == f"stopped; the snapshot of step 7 is committed; to resume: {program} run 'a job.yaml'"
 
 
 def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +155,7 @@ def test_a_plan_as_json_is_the_plan(job: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_plan_as_a_table_shows_ranks_tables_and_reasons(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = app.main(["plan", str(job), "--profile", str(job), "--set", "spec.trainer.hardware=box"])
+    code = app.main(["plan", str(job), "--hardware", str(job), "--set", "spec.trainer.hardware=box"])
 
     shown = capsys.readouterr().out
     assert code == ExitCode.DONE
@@ -209,9 +212,9 @@ def test_render_warns_of_a_profile_that_the_operator_would_not_use(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "dlrmctl: warning: spec.trainer.hardware"
-    app.main(["render", str(job), "--profile", str(job)])
+    app.main(["render", str(job), "--hardware", str(job)])
     unnamed = capsys.readouterr().err
-    app.main(["render", str(job), "--profile", str(job), "--set", "spec.trainer.hardware=box"])
+    app.main(["render", str(job), "--hardware", str(job), "--set", "spec.trainer.hardware=box"])
 
     assert words in unnamed
     assert "HardwareProfile box" in unnamed
@@ -249,10 +252,10 @@ def test_a_job_survives_its_way_through_the_work_directory(job: Path) -> None:
         (["snapshots", "prune", "file:///", "--keep-every", "0s"], ExitCode.USAGE, "--keep-every"),
         (["logs", "job", "--since", "1 h"], ExitCode.USAGE, "--since"),
         (["suspend", "job", "--wait", "--timeout", "9"], ExitCode.USAGE, "--timeout"),
-        (["plan", "JOB", "--profile", "absent.yaml"], ExitCode.NO_INPUT, "absent.yaml"),
+        (["plan", "JOB", "--hardware", "absent.yaml"], ExitCode.NO_INPUT, "absent.yaml"),
         (["plan", "JOB", "--set", "spec.trainer.hardware=other"], ExitCode.USAGE, "other"),
         (["snapshots", "list", "ftp://host/x"], ExitCode.USAGE, "ftp://host/x"),
-        (["snapshots", "list", "/tmp/x"], ExitCode.USAGE, "file:///tmp/x"),
+        (["snapshots", "list", "/no/such/store"], ExitCode.NO_INPUT, "/no/such/store"),
         (["snapshots", "list", "file:///x?y"], ExitCode.USAGE, "file:///x?y"),
         (["snapshots", "list", "s3://b", "--endpoint", "minio:9000"], ExitCode.USAGE, "minio:9000"),
         (["snapshots", "list", "s3://b", "--ca-file", "absent.pem"], ExitCode.NO_INPUT, "absent.pem"),

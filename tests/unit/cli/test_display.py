@@ -69,7 +69,11 @@ def test_a_terminal_gets_a_bar_and_the_events_above_it() -> None:
     assert "checkpointer-0 ended with signal 9" in shown
 
 
-def test_the_result_table_shows_quality_and_snapshots() -> None:
+LONG = "a-folder-with-a-long-name/" * 6
+"""Wider than the terminal."""
+
+
+def test_the_result_shows_quality_and_uris_that_can_be_copied_at_any_width() -> None:
     written = io.StringIO()
     result = RunResult(
         step=500,
@@ -79,13 +83,22 @@ def test_the_result_table_shows_quality_and_snapshots() -> None:
         eval=EvalMetrics(log_loss=0.4951, ne=0.8804, auc=0.7417, calibration=None),
         samples_per_s=84_211.7,
         restarts=1,
-        snapshots=(SnapshotInfo(step=500, bits=32, bytes=6_815_744, uri="file:///s/manifests/500.json"),),
+        snapshots=(SnapshotInfo(step=500, bits=32, bytes=6_815_744, uri=f"file:///{LONG}/manifests/500.json"),),
     )
 
-    Console(file=written, width=150).print(result_view(result))
+    Console(file=written, width=60).print(result_view(result, predicted=90_000.0), crop=False)
 
     shown = written.getvalue()
-    for text in ("1,024,000", "0.49120", "0.88040", "0.74170", "84,212", "6,815,744", "file:///s/manifests/500.json"):
+    for text in (
+        "1,024,000",
+        "90,000",
+        "0.49120",
+        "0.88040",
+        "0.74170",
+        "84,212",
+        "6,815,744",
+        f"file:///{LONG}/manifests/500.json",
+    ):
         assert text in shown
 
 

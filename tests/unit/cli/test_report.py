@@ -20,7 +20,7 @@ from dlrm_api.progress import EvalMetrics, Progress
 from dlrm_cli import app
 from dlrm_cli.report import collect
 from dlrm_cli.report.collect import Record, Steps, cluster_record, read_work_folder, sum_steps, throughput
-from dlrm_cli.report.page import render_page, sections
+from dlrm_cli.report.page import render_comparison, render_page, sections
 from dlrm_cli.report.plots import Plot, Series, Unit, draw
 from dlrm_cli.report.sections import Table, stall_s
 from dlrm_cli.run.history import Ended, Look
@@ -401,3 +401,26 @@ def test_the_command_says_what_it_looked_for(tmp_path: Path, capsys: pytest.Capt
 
     assert code == ExitCode.NO_INPUT
     assert "gone" in capsys.readouterr().err
+
+
+def test_runs_are_compared_by_results_and_by_settings_that_differ(kept_run: Kept) -> None:
+    first = read_work_folder(kept_run())
+    second = replace(first, ne=0.5, settings={**first.settings, "training.seed": "7"})
+
+    page = render_comparison([first, second], "made now")
+
+    assert "kept (1) against kept (2)" in page
+    assert "training.seed" in page
+    assert "model.interaction" not in page
+    assert "0.86000" in page
+    assert "0.50000" in page
+
+
+def test_a_page_shows_the_settings_of_its_run(kept_run: Kept) -> None:
+    folder = kept_run()
+    (folder / "environment.json").write_text('{"torch": "2.12.0", "processor": "x86_64, 2 CPUs"}')
+
+    shown = cells(read_work_folder(folder), "Settings, versions and machine", "")
+
+    assert ["model.interaction", "dcn"] in shown
+    assert ["processor", "x86_64, 2 CPUs"] in shown

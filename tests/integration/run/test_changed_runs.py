@@ -1,0 +1,79 @@
+"""Runs whose job, settings or data are not those of the snapshots in their store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_result_is_of_the_settings_that_trained_it(tmp_path: Path, local_in: Callable[[Path], Any]) -> None:
+    local = local_in(tmp_path)
+    short = {"maxSteps": 20}
+    local.write(training=short)
+    first = local.done()
+
+    local.write(training={**short, "rowOptimizer": {"learningRate": 0.5}})
+    changed = local.run()
+    local.write(training={"maxSteps": 30, "rowOptimizer": {"learningRate": 0.5}})
+    longer = local.run()
+    document = yaml.safe_load(local.manifest.read_text())
+    local.manifest.write_text(yaml.safe_dump(document | {"metadata": {"name": "other"}}))
+    other = local.run()
+    local.manifest.write_text(yaml.safe_dump(document))
+    elsewhere = local.run("--workdir", str(tmp_path / "elsewhere"))
+
+    assert changed.code == 78
+    assert "training.rowOptimizer.learningRate was 0.05 and is 0.5" in changed.error
+    assert "--set spec.checkpoint.uri=URI" in changed.error
+    assert first["step"] == 20
+    assert (longer.code, longer.result["step"]) == (0, 30)
+    [note] = longer.result["notes"]
+    assert note.startswith(
+        "continuing from step 20 with other settings than before: training.maxSteps was 20 and is 30"
+    )
+    assert f"note: {note}" in longer.stderr
+    assert other.code == 78
+    assert "belongs to job tiny" in other.error
+    assert elsewhere.code == 0
+    assert any("another run of job tiny" in each for each in elsewhere.result["notes"])
+    assert any("nothing to train" in each for each in elsewhere.result["notes"])
+
+
+def write_rows(path: Path, rows: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    columns: dict[str, Any] = {"label": random.integers(0, 2, rows).astype(np.int8)}
+    columns |= {f"I{i}": random.random(rows, dtype=np.float32) for i in (1, 2, 3)}
+    columns |= {f"C{i}": random.integers(0, 50, rows) for i in (1, 2, 3)}
+    pq.write_table(pa.table(columns), path)
+
+
+def test_files_that_come_later_are_left_out_and_named_everywhere(local: Any) -> None:
+    data = local.folder / "data"
+    data.mkdir()
+    write_rows(data / "a.parquet", 64 * 20, seed=1)
+    (data / "notes.txt").touch()
+    parquet = {"format": "parquet", "train": {"uris": [str(data)]}, "synthetic": {}}
+    local.write(data=parquet, training={"maxSteps": 20})
+    first = local.done()
+    write_rows(data / "b.parquet", 64 * 20, seed=2)
+    (data / "a.parquet").touch()
+
+    local.write(data=parquet, training={"maxSteps": 30})
+    again = local.done()
+
+    assert "notes.txt" in first["notes"][0]
+    assert again["samples"] == 64 * 30
+    assert any("1 new files since the snapshot are ignored" in note for note in again["notes"])
+    lists = [json.loads(path.read_text()) for path in (local.store / "documents").glob("*.json")]
+    left_out = {each["name"]: each["reason"] for found in lists if "files" in found for each in found["leftOut"]}
+    assert {Path(name).name for name in left_out} == {"notes.txt", "b.parquet"}
