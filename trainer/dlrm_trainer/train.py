@@ -94,9 +94,7 @@ def train(
         gang.meet(patience_s, silence_s, control.check_stop, device, board.waiting)
         board.phase(TrainerPhase.RESTORING)
         chosen = choose_newest(job, settings, ours, board) if writer else None
-        store, where = (chosen.store, chosen.where) if chosen else (None, "")
-        then = chosen.fingerprint if chosen else None
-        data = open_data_set(stack, spec, listings, ours, board, store, then, where)
+        data = open_data_set(stack, spec, listings, ours, board, chosen.data if chosen else None)
         assembly = Assembly(
             job=job,
             settings=settings,

@@ -19,7 +19,7 @@ from dlrm_stores.data_files import LocalFile
 from dlrm_stores.file import FileStore
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_trainer.checkpointing.compat import check_data
-from dlrm_trainer.checkpointing.data_set import DataSet, identify, list_data_set, open_data_set, stored_fingerprint
+from dlrm_trainer.checkpointing.data_set import StoredData, identify, list_data_set, open_data_set, stored_fingerprint
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.metrics.progress import ProgressBoard
 
@@ -59,9 +59,8 @@ class Opened:
         self.store, self.board = FileStore(folder / "store"), ProgressBoard(1, 1)
         spec = spec_of(folder, **data)
         with ExitStack() as stack:
-            found: DataSet = open_data_set(
-                stack, spec, list_data_set(spec), ALONE, self.board, self.store, then, "file:///snapshot"
-            )
+            stored = StoredData(store=self.store, fingerprint=then, where="file:///snapshot")
+            found = open_data_set(stack, spec, list_data_set(spec), ALONE, self.board, stored)
             self.names = [file.path.name for file in found.train.files]
             self.samples = found.train.num_samples
             self.now = found.described

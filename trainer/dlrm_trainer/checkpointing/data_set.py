@@ -41,6 +41,17 @@ DIGESTS = TypeAdapter(dict[int, str])
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredData:
+    """Hold what the job's store knows of the data."""
+
+    store: ObjectStore
+    fingerprint: Mapping[str, Any] | None
+    """Of the snapshot that training continues from; None without one."""
+    where: str
+    """The snapshot, for messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataSet:
     """Hold the readers of a job's data."""
 
@@ -60,26 +71,24 @@ def open_data_set(
     listings: Mapping[Split, Listing],
     collectives: Collectives,
     board: ProgressBoard,
-    store: ObjectStore | None,
-    then: Mapping[str, Any] | None,
-    where: str,
+    stored: StoredData | None,
 ) -> DataSet:
-    """Open the training files of the snapshot ``where``, or all that were listed, and the evaluation files.
+    """Open the training files of the snapshot, or all that were listed, and the evaluation files.
 
-    ``then`` is the snapshot's fingerprint; None without a snapshot. ``store`` keeps the list of files; None without
-    snapshots. ``stack`` closes the readers.
+    The store keeps the list of files; ``stored`` is None for a job without snapshots. ``stack`` closes the readers.
 
     Raises:
         SnapshotError: ``data.newFiles`` is ``refuse``, and there are new files.
         TemporaryError: ranks found different data.
     """
     rank, world_size = collectives.rank, collectives.world_size
-    known = list(then.get("files", ())) if then else []
+    known = list(stored.fingerprint.get("files", ())) if stored and stored.fingerprint else []
     files, added = choose_files(listings["train"].files, known)
-    if added and spec.data.new_files == "refuse":
+    if added and stored and spec.data.new_files == "refuse":
+        names = _some([file.name for file in added])
         raise SnapshotError(
-            f"{where}: new data files since the snapshot: {_some([file.name for file in added])}; remove them, set "
-            "data.newFiles: ignore, or set another spec.checkpoint.uri to start from step 0 with them"
+            f"{stored.where}: new data files since the snapshot: {names}; remove them, set data.newFiles: ignore, or "
+            "set another spec.checkpoint.uri to start from step 0 with them"
         )
     chosen: dict[Split, Sequence[DataFile]] = {"train": files, "eval": listings["eval"].files}
     train, evaluation = (
@@ -101,7 +110,7 @@ def open_data_set(
             board.note(eval_note)
     left_out = [*listings["train"].left_out, *(LeftOut(name=file.name, reason="newer than the data") for file in added)]
     described = describe(train)
-    fingerprint = _with_file_list(described, left_out, collectives, store)
+    fingerprint = _with_file_list(described, left_out, collectives, stored) if stored else described
     return DataSet(
         train=train, evaluation=evaluation, fingerprint=fingerprint, described=described, eval_note=eval_note
     )
@@ -130,15 +139,15 @@ def describe(reader: Reader) -> dict[str, Any]:
 
 
 def _with_file_list(
-    described: Mapping[str, Any], left_out: Sequence[LeftOut], collectives: Collectives, store: ObjectStore | None
+    described: Mapping[str, Any], left_out: Sequence[LeftOut], collectives: Collectives, stored: StoredData
 ) -> dict[str, Any]:
     """Put the list of files, which grows with the data and not with the model, into a document of its own."""
     rest = dict(described)
-    if store is None or "files" not in rest:
+    if "files" not in rest:
         return rest
     names = [{"name": each.name, "reason": each.reason} for each in left_out]
     document = {"files": rest.pop("files"), "leftOut": names}
-    digest = put_document(store, document) if collectives.rank == 0 else None
+    digest = put_document(stored.store, document) if collectives.rank == 0 else None
     return rest | {FILE_LIST: collectives.broadcast(digest, TEXT)}
 
 
@@ -171,6 +180,9 @@ def identify(files: Sequence[DataFile], known: Sequence[Mapping[str, Any]], coll
     # Copies of a file on other nodes have other times.
     settled = collectives.broadcast(settled if collectives.rank == 0 else None, DIGESTS)
     unknown = [place for place, file in enumerate(files) if isinstance(file, LocalFile) and place not in settled]
+    size = sum(files[place].size for place in unknown)
+    if unknown and collectives.rank == 0:
+        logger.info("hashing data files that were written since", extra={"files": len(unknown), "bytes": size})
     began, together = time.monotonic(), CollectiveKeepalive(collectives)
     mine = {}
     for place in together.over(unknown[collectives.rank :: collectives.world_size]):
@@ -182,7 +194,6 @@ def identify(files: Sequence[DataFile], known: Sequence[Mapping[str, Any]], coll
         for place, digest in found.items():
             files[place].digest = digest
     if unknown and collectives.rank == 0:
-        size = sum(files[place].size for place in unknown)
         spent = {"files": len(unknown), "bytes": size, "seconds": round(time.monotonic() - began, 3)}
         logger.info("data files hashed", extra=spent)
 

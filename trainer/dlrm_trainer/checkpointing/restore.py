@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -50,7 +51,7 @@ from dlrm_stores import ObjectStore, StoreOptions, open_store
 from dlrm_stores.base import FieldNames
 from dlrm_trainer.checkpointing.compat import changes, check_data, check_model
 from dlrm_trainer.checkpointing.control import CutControl
-from dlrm_trainer.checkpointing.data_set import TEXT, DataSet, stored_fingerprint
+from dlrm_trainer.checkpointing.data_set import TEXT, DataSet, StoredData, stored_fingerprint
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.failures import CollectiveKeepalive
 from dlrm_trainer.distributed.rendezvous import RankGroup
@@ -224,7 +225,17 @@ def _changed_settings(store: ObjectStore, name: SnapshotName, settings: Mapping[
     made_by = find_attempt(store, name.attempt)
     if made_by is None or not made_by.settings:
         return []
-    return list(islice(changes(get_document(store, made_by.settings), settings, ""), MAX_CHANGES))
+    then = get_document(store, made_by.settings)
+    return list(islice(changes(then, _known_then(then, settings), ""), MAX_CHANGES))
+
+
+def _known_then(then: Any, now: Any) -> Any:
+    """Leave out fields that the version which wrote ``then`` did not have."""
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        return {key: _known_then(then[key], value) for key, value in now.items() if key in then}
+    if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
+        return [_known_then(old, new) for old, new in zip(then, now, strict=True)]
+    return now
 
 
 def model_document(spec: DLRMJobSpec, learner: Learner) -> dict[str, Any]:
@@ -348,15 +359,13 @@ class Chosen:
     snapshot: Snapshot | None
     """None: from the beginning."""
 
-    @property
-    def fingerprint(self) -> dict[str, Any] | None:
-        """Return that of the snapshot's data."""
-        return stored_fingerprint(self.store, self.snapshot.meta) if self.snapshot else None
-
-    @property
-    def where(self) -> str:
-        """Return the URI of the snapshot, or of the store."""
-        return self.snapshot.uri if self.snapshot else self.store.uri
+    @cached_property
+    def data(self) -> StoredData:
+        """Return what the store knows of the data. Raises SnapshotError if the list of files is gone."""
+        if self.snapshot is None:
+            return StoredData(store=self.store, fingerprint=None, where=self.store.uri)
+        fingerprint = stored_fingerprint(self.store, self.snapshot.meta)
+        return StoredData(store=self.store, fingerprint=fingerprint, where=self.snapshot.uri)
 
 
 def choose_newest(job: DLRMJob, settings: Settings, collectives: Collectives, board: ProgressBoard) -> Chosen:
@@ -404,7 +413,7 @@ def restore_chosen(assembly: Assembly, chosen: Chosen, total_steps: int) -> Rest
         else:
             logger.info("no snapshot found, starting from step 0", extra={"store": chosen.store.uri})
         return Restored(attempt=start.attempt)
-    check_data(chosen.fingerprint or {}, assembly.data.described, snapshot.uri)
+    check_data(chosen.data.fingerprint or {}, assembly.data.described, snapshot.uri)
     resized = _check_model(assembly, snapshot)
     _check_settings(assembly, chosen, snapshot.step, total_steps)
     # No snapshot holds the state of a resized table or of a partial restore.
