@@ -129,10 +129,10 @@ class JobClient:
 
     def apply(self, document: Object) -> Object:
         """Create or update a job by server-side apply, as its user, and return it."""
-        name, query = str(dig(document, "metadata", "name")), f"?fieldManager={FIELD_MANAGER}"
+        path, query = self._job_path(document["metadata"]["name"]), {"fieldManager": FIELD_MANAGER}
         body = {**document, "metadata": {**document["metadata"], "namespace": self.namespace}}
         with self._explained("patch", JOBS, missing=lambda: not_installed(self._api.host)):
-            return self._api.call_now("PATCH", self._job_path(name) + query, body, kind=APPLY_PATCH)
+            return self._api.call_now("PATCH", path, body, query, kind=APPLY_PATCH)
 
     def pods(self, name: str) -> list[Object]:
         """Return the trainer pods of all attempts of a job."""

@@ -118,17 +118,17 @@ FORMATS: Mapping[Unit, Callable[[float], str]] = {
 }
 
 
-def draw(plot: Plot, name: str) -> str:
+def draw(plot: Plot, name: str, *, narrow: bool = False) -> str:
     """Return a plot of at least one point as inline SVG, without requests or fixed colours.
 
-    ``name`` is the prefix of the element ids, which are unique in the page.
+    ``name`` is the prefix of the element ids, which are unique in the page. ``narrow``: for a screen of 400 pixels.
     """
     # matplotlib takes half a second to import, so only a report pays for it.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context(STYLE):
-        figure = Figure(figsize=(9, 3.4), layout="constrained")
+        figure = Figure(figsize=(4.4, 3.4) if narrow else (9, 3.4), layout="constrained")
         axes = figure.add_subplot()
         _draw_series(axes, plot)
         for x, _ in plot.marks:
@@ -136,9 +136,9 @@ def draw(plot: Plot, name: str) -> str:
         _label_marks(axes, plot.marks)
         for y, label in plot.levels:
             axes.axhline(y, color=INK, linewidth=0.8, linestyle="--", label=label)
-        _set_axes(axes, plot)
+        _set_axes(axes, plot, 3 if narrow else 6)
         if len(plot.series) + len(plot.levels) > 1:
-            figure.legend(loc="outside lower center", ncols=5, frameon=False)
+            figure.legend(loc="outside lower center", ncols=2 if narrow else 5, frameon=False)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return _inline(text.getvalue(), plot.title, name)
@@ -177,7 +177,7 @@ def _label_marks(axes: Axes, marks: Sequence[tuple[float, str]]) -> None:
             axes.text(x, 1.01, name, transform=axes.get_xaxis_transform(), ha="center", va="bottom")
 
 
-def _set_axes(axes: Axes, plot: Plot) -> None:
+def _set_axes(axes: Axes, plot: Plot, ticks: int) -> None:
     from matplotlib.ticker import EngFormatter, Formatter, FuncFormatter, MaxNLocator, PercentFormatter, ScalarFormatter
 
     def formatter(unit: Unit) -> Formatter:
@@ -191,7 +191,9 @@ def _set_axes(axes: Axes, plot: Plot) -> None:
 
     for axis, unit in ((axes.xaxis, plot.x_unit), (axes.yaxis, plot.y_unit)):
         steps = [1, 1.5, 2, 3, 6, 10] if unit == "seconds" else [1, 2, 2.5, 5, 10]
-        axis.set_major_locator(MaxNLocator(nbins=6, steps=steps, integer=unit == "count"))
+        axis.set_major_locator(
+            MaxNLocator(nbins=ticks if axis is axes.xaxis else 6, steps=steps, integer=unit == "count")
+        )
         axis.set_major_formatter(formatter(unit))
     axes.set_xlabel(plot.x_name)
     axes.set_ylabel(plot.y_name)

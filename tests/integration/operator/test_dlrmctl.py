@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+import dlrm_client
+from dlrm_api.errors import NoInputError
+from dlrm_api.job import parse_job
 from dlrm_api.names import ExitCode
 from dlrm_api.progress import TerminationMessage
 from dlrm_cli import app
@@ -422,3 +425,40 @@ def test_kubectl_scale_overrides_the_number_that_the_planner_chose(
 
     assert "trainer.auto: 2 replicas, the fewest from 2 to 4 that hold all tables" in chosen
     assert job.get()["spec"]["trainer"] == {**job.created["spec"]["trainer"], "replicas": 1}
+
+
+def test_the_python_client_applies_a_job_again_waits_for_it_and_says_why_it_has_no_log(
+    api_types: ControlPlane, namespace: str
+) -> None:
+    where = dlrm_client.ClusterOptions(kubeconfig=str(api_types.kubeconfig), namespace=namespace)
+    document = {"apiVersion": "dlrm.dev/v1alpha1", "kind": "DLRMJob", **job_document("ads", replicas=1)}
+    path = f"/apis/dlrm.dev/v1alpha1/namespaces/{namespace}/dlrmjobs/ads"
+
+    first = dlrm_client.apply(parse_job(document), where)
+    document["spec"]["lifecycle"] = {"activeDeadline": "1h"}
+    second = dlrm_client.apply(parse_job(document), where)
+    with pytest.raises(NoInputError, match="ads has no pod 0"):
+        next(dlrm_client.logs("ads", cluster=where))
+    generation = api_types.api.call("GET", path)["metadata"]["generation"]
+    status = {"phase": "Succeeded", "observedGeneration": generation, "progress": {"step": 7}}
+    api_types.api.call("PATCH", f"{path}/status", {"status": status})
+    ended = dlrm_client.wait("ads", timeout_s=30, cluster=where)
+
+    assert first.spec.lifecycle.active_deadline is None
+    assert second.spec.lifecycle.active_deadline == 3_600
+    assert ended.status is not None
+    assert ended.status.progress is not None
+    assert ended.status.progress.step == 7
+
+
+def test_a_wait_for_a_job_that_fails_is_an_error(
+    api_types: ControlPlane, namespace: str, dlrmctl: Dlrmctl, capsys: pytest.CaptureFixture[str]
+) -> None:
+    condition = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": "3 restarts"}
+    condition["lastTransitionTime"] = ago(minutes=1)
+    running_job(api_types, namespace, phase="Failed", observedGeneration=1, conditions=[condition])
+
+    code = app.main(["wait", "ads", "--timeout", "9s", *dlrmctl.where])
+
+    assert code != 0
+    assert "ads has Failed" in capsys.readouterr().err
