@@ -12,7 +12,7 @@ from dlrm_api.progress import CheckpointerProgress, Progress, TrainerPhase
 from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
 from dlrm_operator.controller.informers import read_pod
 from dlrm_operator.manifests.scheduling import KUEUE_FINALIZER
-from dlrm_operator.reconcile.attempts import EARLIER_FAILURES
+from dlrm_operator.reconcile.attempts import EARLIER_FAILURES, REQUESTED
 from dlrm_operator.reconcile.findings import FINISHED
 from dlrm_operator.reconcile.reconcile import reconcile
 from dlrm_operator.reconcile.state import Planning, Polled, WakeAt
@@ -241,9 +241,11 @@ class JobLife(RuleBasedStateMachine):
         assert after.charged_restarts <= MAX_RESTARTS
         assert after.free_restarts <= MAX_FREE_RESTARTS
         assert len(after.earlier_failures) <= EARLIER_FAILURES
-        assert sum(after.restarts_by_reason.values()) == after.restarts
+        requested = sum(after.restarts_by_reason.get(reason, 0) for reason in REQUESTED)
+        assert sum(after.restarts_by_reason.values()) == after.restarts + requested
         if before.attempt:
-            assert after.restarts - before.restarts == after.attempt - before.attempt
+            replaced = sum(after.restarts_by_reason.values()) - sum(before.restarts_by_reason.values())
+            assert replaced == after.attempt - before.attempt
         if before.phase is Phase.SUCCEEDED or (before.phase is Phase.FAILED and after.attempt == before.attempt):
             edit_seen = {"observed_generation": after.observed_generation, "failed_spec": after.failed_spec}
             assert after == before.model_copy(update=edit_seen)
@@ -252,7 +254,7 @@ class JobLife(RuleBasedStateMachine):
             for reason, count in after.restarts_by_reason.items()
             if count > before.restarts_by_reason.get(reason, 0)
         }
-        if new and new <= {"Suspended", "Resized", "SpecChanged"}:
+        if new and new <= REQUESTED:
             assert after.charged_restarts <= before.charged_restarts
             assert after.free_restarts <= before.free_restarts
 
