@@ -16,7 +16,7 @@ from dlrm_checkpointer.format.attempts import (
     read_attempts,
 )
 from dlrm_checkpointer.format.chain import load_chain
-from dlrm_checkpointer.format.documents import encode_document, get_document, put_document
+from dlrm_checkpointer.format.documents import get_document, put_document
 from dlrm_checkpointer.format.manifest import ObjectEntry, manifest_key
 from dlrm_checkpointer.handoff.cut import Cut, CutWithdrawnError, HandedOver
 from dlrm_checkpointer.handoff.protocol import HandoffDir
@@ -70,7 +70,7 @@ __all__ = [
     "HandoffWriter", "JobIdentity", "ListedSnapshot", "ObjectEntry", "PartialCut", "PartialDigest", "Precision",
     "Retention", "RetentionPlan", "RetentionPolicy", "Safetensors", "ShardId", "ShardRows", "Snapshot",
     "SnapshotName", "TableDiff", "TableFile", "TableFormat", "TableMeta", "VerifiedSnapshot", "add_digests",
-    "check_bytes", "claim_attempt", "decode_rows", "diff_snapshots", "encode_document", "export_tables",
+    "check_bytes", "claim_attempt", "decode_rows", "diff_snapshots", "export_tables",
     "find_attempt", "find_partial", "find_snapshot", "get_document", "initial_rows", "is_claimed", "last_attempt",
     "list_snapshots", "load_chain", "load_rows", "manifest_key", "newest_attempt", "newest_snapshot",
     "open_partial", "open_publish_store", "pick_snapshot", "place_weights", "put_document", "read_attempts",

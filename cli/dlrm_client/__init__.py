@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from dlrm_api.errors import NoInputError
 from dlrm_api.fields import S3Spec
 from dlrm_api.job import DLRMJob, parse_job
@@ -19,6 +17,7 @@ from dlrm_cli.cluster.client import JobClient, dig
 from dlrm_cli.cluster.get import job_facts
 from dlrm_cli.cluster.lifecycle import wait_for
 from dlrm_cli.cluster.logs import PodChoice, choose_pods
+from dlrm_cli.manifests import read_job
 from dlrm_cli.options import ClusterOptions, RunOptions
 from dlrm_cli.run.command import RunDisplay, run_here
 from dlrm_cli.run.supervisor import Stop
@@ -37,8 +36,8 @@ AWS = S3Spec()
 
 
 def load(path: Path | str) -> DLRMJob:
-    """Read the job of a YAML or JSON file. Raises as ``parse_job`` does."""
-    return parse_job(yaml.safe_load(Path(path).read_text("utf-8")))
+    """Read the job of a YAML or JSON file, as ``dlrmctl`` does; errors name the file and the field."""
+    return read_job(Path(path), (), None)
 
 
 def run(job: DLRMJob, *, workdir: Path | str | None = None, digest: bool = False) -> RunResult:

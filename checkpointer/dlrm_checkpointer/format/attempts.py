@@ -104,7 +104,7 @@ def read_attempts(
     numbers = [number for number in _numbers(store, ATTEMPTS, _ATTEMPT) if number > after]
     there = [known[number] for number in numbers if number in known]
     new = [number for number in numbers if number not in known]
-    read = filter(None, parallel_map(partial(_read, store), new, PARALLEL_GETS))
+    read = filter(None, parallel_map(partial(find_attempt, store), new, PARALLEL_GETS))
     return sorted([*there, *read], key=lambda attempt: attempt.number)
 
 
@@ -115,12 +115,24 @@ def last_attempt(store: ObjectStore) -> StoreAttempt | None:
         SnapshotError: an announcement cannot be read.
     """
     numbers = sorted(_numbers(store, ATTEMPTS, _ATTEMPT), reverse=True)
-    return next(filter(None, (_read(store, number) for number in numbers)), None)
+    return next(filter(None, (find_attempt(store, number) for number in numbers)), None)
 
 
 def find_attempt(store: ObjectStore, number: int) -> StoreAttempt | None:
     """Read one attempt; None if its announcement is pending or gone. Raises SnapshotError if it cannot be read."""
-    return _read(store, number)
+    key = attempt_key(number)
+    with contextlib.suppress(NoInputError), refusing(f"{store.uri}/{key}", "not an attempt's announcement"):
+        said = json.loads(store.get(key))
+        if said.get("pending"):
+            return None
+        restored, owner = said["restoredStep"], said.get("owner")
+        return StoreAttempt(
+            number,
+            None if restored is None else int(restored),
+            None if owner is None else JobIdentity(*(str(owner.get(key, "")) for key in ("name", "namespace", "uid"))),
+            str(said.get("settings", "")),
+        )
+    return None
 
 
 def attempts_over(store: ObjectStore, keys: Sequence[tuple[int, int]]) -> list[StoreAttempt]:
@@ -228,23 +240,6 @@ def _still_there(store: ObjectStore, step: int, number: int) -> bool:
 def _numbers(store: ObjectStore, prefix: str, pattern: re.Pattern[str]) -> list[int]:
     matches = (pattern.fullmatch(info.key) for info in store.list(prefix))
     return [int(match[1]) for match in matches if match]
-
-
-def _read(store: ObjectStore, number: int) -> StoreAttempt | None:
-    """Read an attempt; None if it is pending, or was withdrawn since it was listed."""
-    key = attempt_key(number)
-    with contextlib.suppress(NoInputError), refusing(f"{store.uri}/{key}", "not an attempt's announcement"):
-        said = json.loads(store.get(key))
-        if said.get("pending"):
-            return None
-        restored, owner = said["restoredStep"], said.get("owner")
-        return StoreAttempt(
-            number,
-            None if restored is None else int(restored),
-            None if owner is None else JobIdentity(*(str(owner.get(key, "")) for key in ("name", "namespace", "uid"))),
-            str(said.get("settings", "")),
-        )
-    return None
 
 
 def _token(store: ObjectStore, key: str) -> str:

@@ -17,15 +17,10 @@ def document_key(digest: str) -> str:
     return f"{DOCUMENTS}{digest}.json"
 
 
-def encode_document(value: Any) -> tuple[str, bytes]:
-    """Return the digest and the bytes of a document: equal values give equal ones."""
-    body = json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-    return hashlib.sha256(body).hexdigest(), body
-
-
 def put_document(store: ObjectStore, value: Any) -> str:
-    """Write a document of JSON types unless the store has it, and return its digest."""
-    digest, body = encode_document(value)
+    """Write a document of JSON types unless the store has it, and return its digest: equal values share one."""
+    body = json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    digest = hashlib.sha256(body).hexdigest()
     if store.size(document_key(digest)) != len(body):
         store.put(document_key(digest), body, digest)
     return digest
