@@ -10,6 +10,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -96,13 +97,11 @@ class Proxy(BaseHTTPRequestHandler):
         return True
 
     def ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-        connection = http.client.HTTPConnection(*self.plan.upstream)
         headers = {name: value for name, value in self.headers.items() if name != "Expect"}
-        connection.request(self.command, self.path, body, headers)
-        answer = connection.getresponse()
-        content = answer.read()
-        connection.close()
-        return answer.status, answer.getheaders(), content
+        with closing(http.client.HTTPConnection(*self.plan.upstream)) as connection:
+            connection.request(self.command, self.path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
 
     def send(self, status: int, headers: list[tuple[str, str]], body: bytes, length: int | None = None) -> None:
         self.send_response_only(status)
