@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-NOT_OURS = {".venv", "node_modules", ".state"}
-"""Folders of others' documents: ``.state`` has file systems of containers while a node runs."""
+NOT_OURS = {".venv", "node_modules", ".state", "runs"}
+"""Folders of others' documents: ``.state`` has file systems of containers, ``runs`` worktrees of commits."""
 DOCS = tuple(sorted(path for path in ROOT.rglob("*.md") if not NOT_OURS & set(path.relative_to(ROOT).parts)))
 FENCED = re.compile(r"^```(?:console|sh|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
