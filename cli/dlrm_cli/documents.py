@@ -363,7 +363,7 @@ def refuse_unread_data(body: dict[str, Any], data: str | None, eval_data: str | 
     if given is not None and _dig(body, "spec", "data", "format") == "synthetic":
         raise UsageError(
             f"{given} cannot be combined with spec.data.format synthetic, which reads no files; omit {given} or set "
-            f"the format with --set spec.data.format=parquet (or criteo-tsv)"
+            f"the format with --set spec.data.format=parquet (or criteo-tsv, delta, iceberg)"
         )
 
 

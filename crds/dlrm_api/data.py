@@ -63,7 +63,7 @@ class ShuffleSpec(ApiModel):
 
 
 class ColumnsSpec(ApiModel):
-    """Map features to Parquet columns."""
+    """Map features to columns of Parquet files and tables."""
 
     label: ColumnName = Field("label", description="Column of the label, which is 0 or 1.")
     rename: dict[str, ColumnName] = Field(
@@ -83,16 +83,19 @@ class DenseInputSpec(ApiModel):
 class DataSpec(ApiModel):
     """Configure the source, format and order of samples."""
 
-    format: Literal["criteo-tsv", "parquet", "synthetic"] = Field(description="Format of the samples.")
+    format: Literal["criteo-tsv", "delta", "iceberg", "parquet", "synthetic"] = Field(
+        description="Format of the samples. delta, iceberg: each URI is the folder of a table, for iceberg also a "
+        "metadata.json; the job keeps the version at which it started."
+    )
     train: SplitSpec = Field(SplitSpec(), description="Files to train on.")
     eval: SplitSpec = Field(SplitSpec(), description="Files to evaluate on.")
     synthetic: SyntheticSpec = Field(SyntheticSpec(), description="Properties of synthetic data.")
     new_files: Literal["ignore", "refuse"] = Field(
         "ignore",
-        description="Files that appear after the first snapshot. ignore: the snapshot's files remain the data set; "
-        "refuse: the job fails and names them.",
+        description="Files, or versions of a table, that appear after the first snapshot. ignore: those of the "
+        "snapshot remain the data set; refuse: the job fails and names them.",
     )
-    columns: ColumnsSpec = Field(ColumnsSpec(), description="Column mapping, for Parquet.")
+    columns: ColumnsSpec = Field(ColumnsSpec(), description="Column mapping, for Parquet, Delta and Iceberg.")
     dense: DenseInputSpec = Field(DenseInputSpec(), description="Transform of dense values.")
     lenient: bool = Field(False, description="criteo-tsv: accept lines that lack trailing empty fields.")
     epochs: int = Field(1, ge=1, le=100_000, description="Passes over the training data.")
@@ -131,6 +134,6 @@ class DataSpec(ApiModel):
             "!(has(self.eval) && has(self.eval.uris) && size(self.eval.uris) > 0))",
             holds=lambda data: data.format != "synthetic" or not (data.train.uris or data.eval.uris),
             message="format synthetic reads no files: remove train.uris and eval.uris, or set the format of the files "
-            "(criteo-tsv or parquet)",
+            "(criteo-tsv, delta, iceberg or parquet)",
         ),
     )

@@ -8,7 +8,8 @@ import logging
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, cast
 
@@ -32,6 +33,16 @@ RETRIED, BACKOFF = retry_if_exception_type(StoreUnavailableError), wait_random_e
 SAID = before_sleep_log(logger, logging.WARNING)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TableColumns:
+    """Describe the columns of a table that files belong to."""
+
+    partitioned_by: frozenset[str] = frozenset()
+    """Columns whose values may be in the table's metadata only."""
+    ids: Mapping[str, int] = field(default_factory=dict)
+    """Of the columns by name, in a format that tells them apart by id; else empty."""
+
+
 class DataFile(ABC):
     """Read one file as it was when it was found."""
 
@@ -46,6 +57,8 @@ class DataFile(ABC):
     """Time of the last write of a local file."""
     digest: str = ""
     """SHA-256 of the content, or of samples of a file above ``MAX_HASHED_BYTES``; empty if unknown."""
+    table: TableColumns | None = None
+    """Of the table that it belongs to."""
 
     @abstractmethod
     def check(self) -> None:

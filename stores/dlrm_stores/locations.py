@@ -1,7 +1,7 @@
 """Find the files and objects that URIs, directories and patterns of training data stand for, and note what they don't.
 
-Each file is read once, however many names it has. The data of table formats is refused: only their metadata says which
-files and rows count.
+Each file is read once, however many names it has. The data of table formats is refused here: only their metadata says
+which files and rows count (``delta`` and ``iceberg`` read it).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
@@ -24,8 +24,9 @@ from tenacity import retry, stop_after_delay
 from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError
 from dlrm_api.fields import S3Spec, file_path, is_s3
 from dlrm_api.names import Env
-from dlrm_stores.base import FieldNames, ObjectInfo, StoreOptions
-from dlrm_stores.data_files import BACKOFF, RETRIED, SAID, DataFile, LocalFile, S3Object
+from dlrm_stores.base import FieldNames, ObjectInfo, ObjectStore, StoreOptions
+from dlrm_stores.data_files import BACKOFF, RETRIED, SAID, DataFile, LocalFile, S3Object, TableColumns
+from dlrm_stores.file import FileStore
 
 if TYPE_CHECKING:
     from dlrm_stores.s3 import S3Store
@@ -61,11 +62,94 @@ class LeftOut:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TableVersion:
+    """Name the version of a table that is read: of Delta its number, of Iceberg the snapshot's id."""
+
+    uri: str
+    version: int
+    newest: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Listing:
     """Hold the files that URIs stand for, sorted by path, and what was left out."""
 
     files: tuple[DataFile, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
+    tables: tuple[TableVersion, ...] = ()
+    """Of a table format."""
+
+
+class Places:
+    """Reach files and objects by their whole names, as the metadata of tables gives them."""
+
+    def __init__(self, s3: S3Spec, credentials_dir: Path | None) -> None:
+        self._options = StoreOptions(s3=s3, credentials_dir=credentials_dir, fields=FIELDS)
+        self._buckets: dict[str, S3Store] = {}
+
+    def bucket(self, name: str) -> S3Store:
+        """Return the store of a bucket's keys."""
+        # boto3 takes most of a second to load, and local data needs none.
+        from dlrm_stores.s3 import S3Store
+
+        return self._buckets.setdefault(name, S3Store(name, "", self._options))
+
+    def store(self, name: str) -> tuple[ObjectStore, str]:
+        """Return the store that holds a path or ``s3://`` name, and its key there."""
+        if not is_s3(name):
+            return FileStore(Path("/")), name.lstrip("/")
+        bucket, _, key = name.removeprefix("s3://").partition("/")
+        return self.bucket(bucket), key
+
+    def files(self, sizes: Mapping[str, int], table: str, columns: TableColumns) -> list[DataFile]:
+        """Return the files with these names and sizes (in bytes), which the metadata of a table gives.
+
+        Raises:
+            NoInputError: one is gone.
+            NoPermissionError: one cannot be read.
+            BadDataError: one has another size.
+        """
+        found: dict[str, DataFile] = {}
+        for bucket in {name.split("/")[2] for name in sizes if is_s3(name)}:
+            keys = [name.removeprefix(f"s3://{bucket}/") for name in sizes if name.startswith(f"s3://{bucket}/")]
+            folder = os.path.commonpath([key.rpartition("/")[0] for key in keys])
+            store = self.bucket(bucket)
+            found |= {
+                f"s3://{bucket}/{item.key}": S3Object(store, bucket, item) for item in list_objects(store, folder)
+            }
+        for name in sizes:
+            if not is_s3(name) and os.path.lexists(name):
+                check_readable([Path(name)])
+                found[name] = LocalFile(Path(name))
+        for name, size in sizes.items():
+            if name not in found:
+                problem = "the table was moved, or its files were removed (vacuumed)"
+                raise NoInputError(f"file not found: {name}, which the metadata of {table} names; {problem}")
+            if found[name].size != size:
+                expected = f"expected {size} bytes (metadata of {table}), got {found[name].size}"
+                raise BadDataError(f"{name}: {expected}; restore the file")
+            found[name].table = columns
+        return [found[name] for name in sizes]
+
+
+def plain_name(uri: str) -> str:
+    """Return the path or ``s3://`` name that a URI in a table's metadata means.
+
+    Raises NoInputError for other services.
+    """
+    scheme, mark, rest = uri.partition(":")
+    if not mark or uri.startswith("/"):
+        return uri
+    if scheme == "file":
+        return f"/{rest.lstrip('/')}"
+    if scheme in ("s3", "s3a", "s3n"):
+        return f"s3:{rest}"
+    raise NoInputError(f"unsupported URI: {uri}; data is read from files and S3")
+
+
+def table_folder(uri: str) -> str:
+    """Return the name of the folder or file that a URI of ``spec.data`` stands for. Raises NoInputError."""
+    return (uri if is_s3(uri) else str(local_path(uri).absolute())).rstrip("/")
 
 
 def local_path(uri: str) -> Path:
@@ -146,9 +230,7 @@ def find_files(uris: Sequence[str], suffixes: Sequence[str]) -> tuple[list[Path]
         found = {path for uri in uris for path in finder.expand(uri)}
     except PermissionError as error:
         raise NoPermissionError(f"permission denied: {error.filename}; change the directory's owner or mode") from error
-    for path in found:
-        if not os.access(path, os.R_OK, effective_ids=True):
-            raise NoPermissionError(f"permission denied: {path}; change its owner or mode")
+    check_readable(found)
     once: dict[object, Path] = {}
     # A file keeps the name that is no link.
     for path in sorted(found, key=lambda path: (path != path.resolve(), path)):
@@ -166,6 +248,13 @@ def find_files(uris: Sequence[str], suffixes: Sequence[str]) -> tuple[list[Path]
     return paths, [LeftOut(name=str(path), reason=why) for path, why in sorted(finder.left_out.items())]
 
 
+def check_readable(paths: Iterable[Path]) -> None:
+    """Raise NoPermissionError if one of some files can't be read."""
+    for path in paths:
+        if not os.access(path, os.R_OK, effective_ids=True):
+            raise NoPermissionError(f"permission denied: {path}; change its owner or mode")
+
+
 def _real(path: Path) -> object:
     """Return what all names of a file have in common."""
     status = path.stat()
@@ -173,9 +262,11 @@ def _real(path: Path) -> object:
 
 
 def _table_error(files: object, kind: str, table: object) -> BadDataError:
+    fix = "write the table's rows as plain Parquet to another folder"
+    if kind != "Hudi":
+        fix = f"set data.format: {kind.lower()} and the table's folder as URI, or {fix}"
     return BadDataError(
-        f"{files} belongs to the {kind} table {table}: only the table's metadata says which files and rows count; "
-        "write the table's rows as plain Parquet to another folder"
+        f"{files} belongs to the {kind} table {table}: only the table's metadata says which files and rows count; {fix}"
     )
 
 
@@ -367,7 +458,7 @@ def _expand_s3(store: S3Store, uri: str, key: str, suffixes: Sequence[str]) -> t
     listed: list[ObjectInfo] = []
     for each in tried:
         # Keys that end in a slash are folder markers of S3 consoles.
-        listed = listed or [item for item in _list_objects(store, each) if not item.key.endswith("/")]
+        listed = listed or [item for item in list_objects(store, each) if not item.key.endswith("/")]
     passed: dict[str, str] = {}
     if chosen := [item for item in listed if item.key == key]:
         pass
@@ -408,7 +499,7 @@ def _refuse_tables_of_s3(
         tables = {match[1] for item in listed if (match := inside.fullmatch(item.key))}
         for folder in ("", *(f"{each}/" for each in above)):
             with contextlib.suppress(NoPermissionError):
-                keys = _list_objects(store, f"{folder}{metadata}/", MAX_PROBED)
+                keys = list_objects(store, f"{folder}{metadata}/", MAX_PROBED)
                 tables |= {folder for item in keys if item.key.endswith(ending)}
         for item in chosen:
             if table := next((each for each in tables if item.key.startswith(each)), None):
@@ -416,7 +507,8 @@ def _refuse_tables_of_s3(
 
 
 @retry(retry=RETRIED, stop=stop_after_delay(LIST_RETRY_DEADLINE_S), wait=BACKOFF, before_sleep=SAID, reraise=True)
-def _list_objects(store: S3Store, prefix: str, limit: int | None = None) -> list[ObjectInfo]:
+def list_objects(store: ObjectStore, prefix: str, limit: int | None = None) -> list[ObjectInfo]:
+    """List the objects whose keys start with ``prefix``, by several tries. Raises as ``ObjectStore.list``."""
     return list(islice(store.list(prefix), limit))
 
 

@@ -28,6 +28,8 @@ UNASKED = {
 }
 """Modules that no extra asks for."""
 BESIDE = {
+    ("checkpointer", "deltalake"),  # of the extra delta: only trainers of jobs with such data load it
+    ("checkpointer", "pyiceberg"),  # of the extra iceberg
     ("cli", "torch"),  # dlrmctl measures a machine with it where the extra trainer is there too, else it says so
     ("trainer", "fbgemm-gpu"),  # of the same name as a module, whichever of the two distributions it comes from
     ("trainer", "fbgemm-gpu-cpu"),

@@ -55,7 +55,8 @@ def test_an_image_runs_as_the_pods_user_and_takes_its_base_as_argument(dockerfil
     [
         ("operator", "kopf>=1.45", "boto3>=1.40"),
         ("checkpointer", "boto3>=1.40", "torch==2.13.0"),
-        ("trainer", "boto3>=1.40", "fbgemm-gpu==1.8.0"),
+        ("trainer,delta,iceberg", "boto3>=1.40", "fbgemm-gpu==1.8.0"),
+        ("trainer,delta,iceberg", "deltalake", "kopf>=1.45"),
         ("trainer-gpu", "fbgemm-gpu==1.8.0", "fbgemm-gpu-cpu==1.8.0"),
     ],
 )

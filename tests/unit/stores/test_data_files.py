@@ -173,7 +173,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         def listed(_store: object, prefix: str, limit: int | None = None) -> list[ObjectInfo]:
             return [each for each in held if each.key.startswith(prefix)][:limit]
 
-        monkeypatch.setattr(locations, "_list_objects", listed)
+        monkeypatch.setattr(locations, "list_objects", listed)
 
     return hold
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from deltalake import DeltaTable, write_deltalake
+from pyiceberg.catalog.sql import SqlCatalog
 
-from dlrm_api.errors import SnapshotError
+from dlrm_api.errors import BadDataError, InvalidSpecError, SnapshotError
 from dlrm_api.job import DLRMJobSpec, parse_job
 from dlrm_checkpointer import CutMeta
 from dlrm_stores.data_files import LocalFile
 from dlrm_stores.file import FileStore
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_trainer.checkpointing.compat import check_data
-from dlrm_trainer.checkpointing.data_set import StoredData, identify, list_data_set, open_data_set, stored_fingerprint
+from dlrm_trainer.checkpointing.data_set import TEXT, StoredData, identify, list_data_set, open_data_set, read_stored
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.metrics.progress import ProgressBoard
 
@@ -55,18 +59,21 @@ def spec_of(folder: Path, **data: Any) -> DLRMJobSpec:
 class Opened:
     """The data set of one start, and what is noted of it."""
 
-    def __init__(self, folder: Path, then: dict[str, Any] | None = None, **data: Any) -> None:
+    def __init__(
+        self, folder: Path, then: dict[str, Any] | None = None, versions: dict[str, int] | None = None, **data: Any
+    ) -> None:
         self.store, self.board = FileStore(folder / "store"), ProgressBoard(1, 1)
         spec = spec_of(folder, **data)
         with ExitStack() as stack:
-            stored = StoredData(store=self.store, fingerprint=then, where="file:///snapshot")
+            stored = StoredData(store=self.store, fingerprint=then, where="file:///snapshot", versions=versions or {})
             found = open_data_set(stack, spec, list_data_set(spec), ALONE, self.board, stored)
             self.names = [file.path.name for file in found.train.files]
             self.samples = found.train.num_samples
             self.now = found.described
             meta = {"fingerprint": found.fingerprint}
         cut = CutMeta(step=1, samples=8, world_size=1, attempt=1, reader=meta)
-        self.fingerprint, self.then = found.fingerprint, stored_fingerprint(self.store, cut)
+        stored = read_stored(self.store, cut, "file:///snapshot")
+        self.fingerprint, self.then, self.versions = found.fingerprint, dict(stored.fingerprint), dict(stored.versions)
 
     @property
     def notes(self) -> str:
@@ -144,10 +151,10 @@ def test_a_file_list_that_was_lost_or_damaged_is_named(tmp_path: Path) -> None:
     kept.write_bytes(kept.read_bytes().replace(b"a.parquet", b"b.parquet"))
 
     with pytest.raises(SnapshotError, match=f"{kept.name}: corrupt"):
-        stored_fingerprint(first.store, cut)
+        read_stored(first.store, cut, "file:///snapshot")
     kept.unlink()
     with pytest.raises(SnapshotError, match=f"{kept.name}: not found"):
-        stored_fingerprint(first.store, cut)
+        read_stored(first.store, cut, "file:///snapshot")
 
 
 def test_what_a_folder_leaves_out_is_noted_and_stored(tmp_path: Path) -> None:
@@ -194,3 +201,94 @@ def test_each_rank_reads_a_share_of_the_files_and_all_know_all(tmp_path: Path) -
     assert [read for _, read in found] == [3, 2]
     assert found[0][0] == found[1][0]
     assert all(found[0][0])
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """A Delta table of two versions, both train and evaluation set."""
+    for number in range(2):
+        rows = pa.table({"label": [0, 1], "C1": [number, number]})
+        write_deltalake(tmp_path / "table", rows, mode="append")
+    return tmp_path / "table"
+
+
+def of_table(folder: Path, **more: Any) -> dict[str, Any]:
+    uris = {"uris": [str(folder)]}
+    return {"format": "delta", "train": uris, "eval": uris} | more
+
+
+def test_a_restart_keeps_the_version_of_a_table(tmp_path: Path, table: Path) -> None:
+    first = Opened(tmp_path, **of_table(table))
+    write_deltalake(table, pa.table({"label": [0], "C1": [7]}), mode="append")
+    DeltaTable(table).delete("C1 = 0")
+
+    again = Opened(tmp_path, first.then, first.versions, **of_table(table))
+
+    assert first.versions == again.versions == {str(table): 1}
+    assert (first.samples, again.samples) == (4, 4)
+    assert f"{table} is read at version 1, its newest is 3" in again.notes
+    check_data(first.then, again.now, "here")
+    assert Opened(tmp_path, **of_table(table)).versions == {str(table): 3}
+    with pytest.raises(SnapshotError, match=r"read at version 1, its newest is 3; set data\.newFiles: ignore"):
+        Opened(tmp_path, first.then, first.versions, **of_table(table, newFiles="refuse"))
+
+
+def read_at_versions(folder: Path, table: Path, collectives: Collectives) -> tuple[dict[str, int], int]:
+    """Open a table that gets another version while ranks start: rank 0 is the first to list it."""
+    spec = spec_of(folder, **of_table(table))
+    listings = list_data_set(spec)
+    collectives.gather("listed", TEXT)
+    if collectives.rank == 0:
+        write_deltalake(table, pa.table({"label": [0], "C1": [7]}), mode="append")
+    collectives.gather("written", TEXT)
+    if collectives.rank == 1:
+        listings = list_data_set(spec)
+    stored = StoredData(store=FileStore(folder / "store"), fingerprint=None, where="file:///store")
+    with ExitStack() as stack:
+        found = open_data_set(stack, spec, listings, collectives, ProgressBoard(1, 2), stored)
+        cut = CutMeta(step=1, samples=8, world_size=2, attempt=1, reader={"fingerprint": found.fingerprint})
+        return dict(read_stored(stored.store, cut, "").versions), found.train.num_samples
+
+
+def test_all_ranks_read_the_version_that_rank_0_found(tmp_path: Path, table: Path) -> None:
+    assert run_ranks(2, partial(read_at_versions, tmp_path, table)) == [({str(table): 1}, 4)] * 2
+
+
+def test_columns_that_are_not_the_tables_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "warehouse").mkdir()
+    catalog = SqlCatalog("test", uri=f"sqlite:///{tmp_path}/catalog.db", warehouse=f"file://{tmp_path}/warehouse")
+    catalog.create_namespace("ads")
+    rows = pa.table({"label": [0, 1], "C1": [1, 2], "C2": [3, 4]})
+    table = catalog.create_table("ads.clicks", schema=rows.schema)
+    table.append(rows)
+    of_iceberg = of_table(Path(table.location().removeprefix("file://")), format="iceberg")
+    assert Opened(tmp_path, **of_iceberg).samples == 2
+
+    with table.update_schema() as change:
+        change.delete_column("C1")
+    with table.update_schema() as change:
+        change.rename_column("C2", "C1")
+    table.append(pa.table({"label": [0, 1], "C1": [5, 6]}))
+
+    with pytest.raises(
+        BadDataError, match=r"column C1 .* renamed, dropped or replaced \(field id 2, the table's is 3\)"
+    ):
+        Opened(tmp_path, **of_iceberg)
+
+
+def test_a_partition_column_that_the_files_lack_is_named(tmp_path: Path) -> None:
+    rows = pa.table({"label": [0, 1], "C1": [1, 2]})
+    write_deltalake(tmp_path / "table", rows, partition_by=["C1"])
+
+    with pytest.raises(BadDataError, match="C1 is a partition column"):
+        Opened(tmp_path, **of_table(tmp_path / "table"))
+
+
+def test_a_table_format_whose_package_is_absent_names_the_extra(
+    tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "dlrm_stores.delta", raising=False)
+    monkeypatch.setitem(sys.modules, "deltalake", None)
+
+    with pytest.raises(InvalidSpecError, match=r"needs the package deltalake.*\[delta\]"):
+        Opened(tmp_path, **of_table(table))

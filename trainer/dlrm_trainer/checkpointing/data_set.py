@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -38,6 +38,7 @@ FINGERPRINT = TypeAdapter(dict[str, Any])
 CHANGE = TypeAdapter[str | None](str | None)
 TEXT = TypeAdapter(str)
 DIGESTS = TypeAdapter(dict[int, str])
+VERSIONS = TypeAdapter(dict[str, int])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,8 @@ class StoredData:
     """Of the snapshot that training continues from; None without one."""
     where: str
     """The snapshot, for messages."""
+    versions: Mapping[str, int] = field(default_factory=dict)
+    """Of the tables that the snapshot's run read, by URI."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,17 @@ def open_data_set(
         TemporaryError: ranks found different data.
     """
     rank, world_size = collectives.rank, collectives.world_size
+    listings = _at_versions(spec, listings, collectives, stored)
+    newer = [
+        f"{table.uri} is read at version {table.version}, its newest is {table.newest}"
+        for table in {table.uri: table for listing in listings.values() for table in listing.tables}.values()
+        if table.version != table.newest
+    ]
+    if newer and stored and spec.data.new_files == "refuse":
+        raise SnapshotError(
+            f"{stored.where}: new versions since the snapshot: {'; '.join(newer)}; set data.newFiles: ignore, or "
+            "set another spec.checkpoint.uri to start from step 0 with them"
+        )
     known = list(stored.fingerprint.get("files", ())) if stored and stored.fingerprint else []
     files, added = choose_files(listings["train"].files, known)
     if added and stored and spec.data.new_files == "refuse":
@@ -106,26 +120,48 @@ def open_data_set(
         if added:
             names = _some([file.name for file in added])
             board.note(f"data.train: {len(added)} new files since the snapshot are ignored: {names}")
+        for each in newer:
+            board.note(f"data: {each}; the snapshot's version remains the data set")
         if eval_note:
             board.note(eval_note)
     left_out = [*listings["train"].left_out, *(LeftOut(name=file.name, reason="newer than the data") for file in added)]
     described = describe(train)
-    fingerprint = _with_file_list(described, left_out, collectives, stored) if stored else described
+    versions = {table.uri: table.version for listing in listings.values() for table in listing.tables}
+    fingerprint = _with_file_list(described, left_out, versions, collectives, stored) if stored else described
     return DataSet(
         train=train, evaluation=evaluation, fingerprint=fingerprint, described=described, eval_note=eval_note
     )
 
 
-def list_data_set(spec: DLRMJobSpec) -> dict[Split, Listing]:
-    """List the files of both splits. Raises as ``find_data_files`` does."""
-    return {"train": list_data(spec, "train"), "eval": list_data(spec, "eval")}
+def list_data_set(spec: DLRMJobSpec, versions: Mapping[str, int] | None = None) -> dict[Split, Listing]:
+    """List the files of both splits. Raises as ``list_data`` does."""
+    return {"train": list_data(spec, "train", versions), "eval": list_data(spec, "eval", versions)}
 
 
-def stored_fingerprint(store: ObjectStore, meta: CutMeta) -> dict[str, Any]:
-    """Return the fingerprint of a snapshot's data, with its files. Raises SnapshotError if their list is gone."""
+def _at_versions(
+    spec: DLRMJobSpec, listings: Mapping[Split, Listing], collectives: Collectives, stored: StoredData | None
+) -> Mapping[Split, Listing]:
+    """List tables at the versions that the snapshot names, else at those that rank 0 found."""
+    found = {table.uri: table.version for listing in listings.values() for table in listing.tables}
+    if not found:
+        return listings
+    kept = stored.versions if stored else {}
+    chosen = {uri: kept.get(uri, version) for uri, version in found.items()}
+    wanted = collectives.broadcast(chosen if collectives.rank == 0 else None, VERSIONS)
+    if collectives.rank == 0:
+        logger.info("tables are read at versions", extra={"versions": wanted})
+    return listings if wanted == found else list_data_set(spec, wanted)
+
+
+def read_stored(store: ObjectStore, meta: CutMeta, where: str) -> StoredData:
+    """Return what a snapshot's run knew of its data. Raises SnapshotError if the list of files is gone."""
     found = dict(meta.reader.get("fingerprint", {}))
     digest = found.pop(FILE_LIST, None)
-    return found if digest is None else found | {"files": get_document(store, digest)["files"]}
+    if digest is None:
+        return StoredData(store=store, fingerprint=found, where=where)
+    listed = get_document(store, digest)
+    fingerprint = found | {"files": listed["files"]}
+    return StoredData(store=store, fingerprint=fingerprint, where=where, versions=listed.get("versions", {}))
 
 
 def describe(reader: Reader) -> dict[str, Any]:
@@ -139,14 +175,18 @@ def describe(reader: Reader) -> dict[str, Any]:
 
 
 def _with_file_list(
-    described: Mapping[str, Any], left_out: Sequence[LeftOut], collectives: Collectives, stored: StoredData
+    described: Mapping[str, Any],
+    left_out: Sequence[LeftOut],
+    versions: Mapping[str, int],
+    collectives: Collectives,
+    stored: StoredData,
 ) -> dict[str, Any]:
     """Put the list of files, which grows with the data and not with the model, into a document of its own."""
     rest = dict(described)
     if "files" not in rest:
         return rest
     names = [{"name": each.name, "reason": each.reason} for each in left_out]
-    document = {"files": rest.pop("files"), "leftOut": names}
+    document = {"files": rest.pop("files"), "leftOut": names} | ({"versions": dict(versions)} if versions else {})
     digest = put_document(stored.store, document) if collectives.rank == 0 else None
     return rest | {FILE_LIST: collectives.broadcast(digest, TEXT)}
 

@@ -51,7 +51,7 @@ from dlrm_stores import ObjectStore, StoreOptions, open_store
 from dlrm_stores.base import FieldNames
 from dlrm_trainer.checkpointing.compat import changes, check_data, check_model
 from dlrm_trainer.checkpointing.control import CutControl
-from dlrm_trainer.checkpointing.data_set import TEXT, DataSet, StoredData, stored_fingerprint
+from dlrm_trainer.checkpointing.data_set import TEXT, DataSet, StoredData, read_stored
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.failures import CollectiveKeepalive
 from dlrm_trainer.distributed.rendezvous import RankGroup
@@ -364,8 +364,7 @@ class Chosen:
         """Return what the store knows of the data. Raises SnapshotError if the list of files is gone."""
         if self.snapshot is None:
             return StoredData(store=self.store, fingerprint=None, where=self.store.uri)
-        fingerprint = stored_fingerprint(self.store, self.snapshot.meta)
-        return StoredData(store=self.store, fingerprint=fingerprint, where=self.snapshot.uri)
+        return read_stored(self.store, self.snapshot.meta, self.snapshot.uri)
 
 
 def choose_newest(job: DLRMJob, settings: Settings, collectives: Collectives, board: ProgressBoard) -> Chosen:

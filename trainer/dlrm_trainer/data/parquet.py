@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError
 from dlrm_kernels.parsing import MIX, NONE, Hashing, Ints, Numbers, put_floats, put_labels, put_rows_of
 from dlrm_stores.base import parallel_map
-from dlrm_stores.data_files import DataFile
+from dlrm_stores.data_files import DataFile, TableColumns
 from dlrm_trainer.data.batch_builder import (
     BatchBuilder,
     Fingerprint,
@@ -285,6 +285,8 @@ def _type_of(file: DataFile, schema: Any, column: str) -> Any:
     places = schema.get_all_field_indices(column)
     if len(places) > 1:
         raise BadDataError(f"{file.name}: ambiguous column {column}: {len(places)} columns have this name; rename them")
+    if file.table:
+        _check_table(file, file.table, schema.field(places[0]) if places else None, column)
     if not places:
         names = schema.names
         more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
@@ -293,6 +295,23 @@ def _type_of(file: DataFile, schema: Any, column: str) -> Any:
             f"{', '.join(names[:_SHOWN_NAMES])}{more}"
         )
     return schema.field(places[0]).type
+
+
+def _check_table(file: DataFile, table: TableColumns, found: Any, column: str) -> None:
+    """Check that a file's column of this name is the table's, if the file has one."""
+    if found is None and column in table.partitioned_by:
+        raise BadDataError(
+            f"{file.name}: {column} is a partition column, and only the table's metadata has its values; write it into "
+            "the files as a column of another name"
+        )
+    if found is None or not table.ids:
+        return
+    wanted, stored = table.ids.get(column), (found.metadata or {}).get(b"PARQUET:field_id")
+    if wanted is None or (stored is not None and int(stored) != wanted):
+        raise BadDataError(
+            f"{file.name}: column {column} is not the table's: it was renamed, dropped or replaced (field id "
+            f"{int(stored or -1)}, the table's is {wanted}); rewrite the table's files"
+        )
 
 
 def guarded(file: DataFile, rows: str, read: Callable[[], Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_api.errors import BadDataError, DLRMError
+from dlrm_api.errors import BadDataError, DLRMError, InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_kernels.hashing import random_bits, shuffle, stream_key
 from dlrm_kernels.parsing import GOOD, LONG_BAG, NONE, Ints, check_bags, fill_missing, put_rows_of
 from dlrm_stores.data_files import DataFile
-from dlrm_stores.locations import Listing, find_data_files
+from dlrm_stores.locations import Listing, Places, TableVersion, find_data_files
 from dlrm_trainer.data import criteo, parquet, synthetic
 from dlrm_trainer.data.batch_builder import NoSamples, RawRows, RowSource, hashing_of
 from dlrm_trainer.data.files import SourceRequest, Split
@@ -41,6 +41,8 @@ JOIN_TIMEOUT_S = 30.0
 _SHOWN_URIS = 3
 
 T = TypeVar("T")
+TableFinder: TypeAlias = Callable[[Places, str, int | None], tuple[TableVersion, list[DataFile]]]
+"""List the files of the table that a URI names, at a version, by default the newest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +52,26 @@ class FileFormat:
     open: Callable[[SourceRequest], RowSource]
     suffixes: tuple[str, ...] = ()
     """Of files that a folder's URI stands for; empty for a format without files."""
+    load_finder: Callable[[], TableFinder] | None = None
+    """Import what finds the files of a table; None for a format without tables."""
+
+
+def _load_delta() -> TableFinder:
+    from dlrm_stores.delta import find_delta
+
+    return find_delta
+
+
+def _load_iceberg() -> TableFinder:
+    from dlrm_stores.iceberg import find_iceberg
+
+    return find_iceberg
 
 
 READERS: dict[str, FileFormat] = {
     "criteo-tsv": FileFormat(open=criteo.open_criteo, suffixes=criteo.SUFFIXES),
+    "delta": FileFormat(open=parquet.open_parquet, suffixes=parquet.SUFFIXES, load_finder=_load_delta),
+    "iceberg": FileFormat(open=parquet.open_parquet, suffixes=parquet.SUFFIXES, load_finder=_load_iceberg),
     "parquet": FileFormat(open=parquet.open_parquet, suffixes=parquet.SUFFIXES),
     "synthetic": FileFormat(open=synthetic.open_synthetic),
 }
@@ -91,16 +109,32 @@ class Batch:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def list_data(spec: DLRMJobSpec, split: Split) -> Listing:
+def list_data(spec: DLRMJobSpec, split: Split, versions: Mapping[str, int] | None = None) -> Listing:
     """List the files of a split; none for a format without files, or an evaluation split without URIs.
 
-    Raises as ``find_data_files`` does.
+    Tables are read at the ``versions`` of their URIs, by default at their newest.
+
+    Raises:
+        InvalidSpecError: the package for a table format is not installed.
+        DLRMError: as ``find_data_files`` and the finders of tables raise.
     """
     data, file_format = spec.data, READERS[spec.data.format]
     uris = data.train.uris if split == "train" else data.eval.uris
     if not uris or not file_format.suffixes:
         return Listing()
-    return find_data_files(uris, file_format.suffixes, data.s3, read_settings().data_credentials_dir)
+    keys = read_settings().data_credentials_dir
+    if file_format.load_finder is None:
+        return find_data_files(uris, file_format.suffixes, data.s3, keys)
+    try:
+        find = file_format.load_finder()
+    except ImportError as error:
+        fix = f"pip install 'dlrm-operator[{data.format}]'"
+        raise InvalidSpecError("spec.data.format", f"{data.format} needs the package {error.name}: {fix}") from error
+    places, wanted = Places(data.s3, keys), versions or {}
+    found = [find(places, uri, wanted.get(uri)) for uri in dict.fromkeys(uris)]
+    files = {file.path: file for _, some in found for file in some}
+    tables = tuple(table for table, _ in found)
+    return Listing(files=tuple(file for _, file in sorted(files.items())), tables=tables)
 
 
 def open_reader(

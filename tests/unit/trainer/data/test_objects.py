@@ -150,7 +150,7 @@ def test_a_pattern_means_the_same_of_objects_and_of_files(
         (tmp_path / name).touch()
     listed = [ObjectInfo(key=name, size=0, modified=0.0) for name in sorted(names)]
     monkeypatch.setattr(
-        locations, "_list_objects", lambda _, prefix, *_rest: [each for each in listed if each.key.startswith(prefix)]
+        locations, "list_objects", lambda _, prefix, *_rest: [each for each in listed if each.key.startswith(prefix)]
     )
 
     found, left_out = find_objects([f"s3://bucket/{pattern}"], [".tsv"], S3Spec(), None)
@@ -167,7 +167,7 @@ def test_a_pattern_means_the_same_of_objects_and_of_files(
 
 
 def test_two_stars_in_a_piece_of_a_pattern_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locations, "_list_objects", lambda *_: [])
+    monkeypatch.setattr(locations, "list_objects", lambda *_: [])
 
     with pytest.raises(NoInputError, match=r"invalid pattern: s3://bucket/day\*\*\.tsv"):
         find_objects(["s3://bucket/day**.tsv"], [".tsv"], S3Spec(), None)
