@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from contextlib import closing
 from pathlib import Path
@@ -10,6 +11,10 @@ import pytest
 from hypothesis import settings
 
 from dlrm_api.errors import DeviceError
+
+# A worker has one core: several threads of torch would spin for it, for up to three times the processor time. Tests of
+# several threads set their number. Set before anything loads torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("untimed", settings.get_profile(settings.get_current_profile_name()), deadline=None)
 settings.load_profile("untimed")  # how long an example takes says how busy the machine is
