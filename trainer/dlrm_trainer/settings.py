@@ -84,7 +84,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         if text := source.get(name):
             try:
                 values[each.name] = _PARSERS[str(each.type)](text)
-            except ValueError:
+            except (ValueError, OverflowError):
                 raise UsageError(f"invalid {name}: expected a number, got {text!r}") from None
     # Port 0 stands for the default.
     return Settings(**values | {"trainer_port": values.get("trainer_port") or names.Port.TRAINER})

@@ -36,6 +36,7 @@ def test_each_setting_has_its_variable(name: str) -> None:
     assert [each.name for each in fields(Settings) if getattr(settings, each.name) != each.default] == [name]
 
 
-def test_a_value_that_is_no_number_is_named() -> None:
+@pytest.mark.parametrize("value", ["http", "nan", "inf"])
+def test_a_value_that_is_no_number_is_named(value: str) -> None:
     with pytest.raises(UsageError, match="invalid DLRM_MASTER_PORT"):
-        read_settings({Env.MASTER_PORT: "http"})
+        read_settings({Env.MASTER_PORT: value})

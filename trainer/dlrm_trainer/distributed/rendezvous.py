@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
+import math
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from dlrm_api.errors import InvalidSpecError, PeerLostError, TemporaryError
-from dlrm_api.names import ANY_ADDRESS
+from dlrm_api.names import ANY_ADDRESS, Env
 from dlrm_api.process import listener
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.distributed.collectives import Collectives
@@ -25,6 +29,19 @@ POLL_INTERVAL_PER_RANK_S = 0.0005
 STORE_TIMEOUT_S = 30
 REPORT_AFTER_S = 30.0
 """Pods of a gang start within less, unless something is wrong."""
+HOPELESS_AFTER_S = 45.0
+"""A pod's network is complete before its containers start: what fails for so long without a break stays as it is."""
+_NO_ROUTE = (
+    "this machine has no route for this kind of address: check ipFamilies of the job's Service and the CNI plugin"
+)
+_FORBIDDEN = "a policy or route of this machine forbids the connection: allow it between the job's pods"
+_FIXES = {
+    errno.ENETUNREACH: _NO_ROUTE,
+    errno.EAFNOSUPPORT: _NO_ROUTE,
+    errno.EACCES: _FORBIDDEN,
+    errno.EPERM: _FORBIDDEN,
+}
+"""What to correct where connections fail in ways that do not pass by themselves."""
 GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
 NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 """Makes torch raise if a wait for a GPU's collective fails or times out, instead of ending the process."""
@@ -67,13 +84,15 @@ class RankGroup:
         this rank waits, once that takes ``REPORT_AFTER_S``, and an empty text when it waits no more.
 
         Raises:
-            InvalidSpecError: the environment names a network interface that this machine lacks.
-            PeerLostError: not all came in time, or NCCL cannot connect the GPUs; names the absent ranks if known.
+            InvalidSpecError: the environment names a network interface that this machine lacks, or no valid address.
+            PeerLostError: not all came in time, rank 0's address cannot become reachable by waiting, or NCCL cannot
+                connect the GPUs; names the absent ranks if known.
             TemporaryError: rank 0 cannot listen on its port.
         """
         if self.world_size == 1:
             return
         check_interfaces(os.environ)
+        check_address(self._host, self._port)
         patience = _Patience(rendezvous_timeout_s, waiting)
         self._store = GangStore(self._serve() if self.rank == 0 else self._reach(patience, check), self._secret)
         self._store.set(_here(self.rank), "1")
@@ -133,21 +152,25 @@ class RankGroup:
         )
 
     def _reach(self, patience: _Patience, check: Callable[[], None]) -> TCPStore:
+        hopeless_since = math.inf
         while True:
             check()
             try:
-                with socket.create_connection((self._host, self._port), timeout=5.0):
-                    break
-            except OSError as error:
-                if patience.is_over():
-                    raise PeerLostError(f"rank 0 cannot be reached at {self._host}:{self._port}: {error}") from error
-                patience.wait(
-                    lambda: f"rank 0 at {self._host}:{self._port}", error.strerror or str(error), RETRY_INTERVAL_S
-                )
-        try:
-            return TCPStore(self._host, self._port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
-        except RuntimeError as error:
-            raise PeerLostError(f"rank 0 at {self._host}:{self._port} closed the connection: {error}") from error
+                return self._connect()
+            except (OSError, ExceptionGroup, RuntimeError) as error:
+                problem, fix = explain_failed_connect(error)
+                hopeless_since = min(hopeless_since, time.monotonic()) if fix else math.inf
+                if patience.is_over() or time.monotonic() >= hopeless_since + HOPELESS_AFTER_S:
+                    hint = f"; {fix}" if fix else ""
+                    text = f"rank 0 cannot be reached at {self._host}:{self._port}: {problem}{hint}"
+                    raise PeerLostError(text) from error
+                patience.wait(lambda: f"rank 0 at {self._host}:{self._port}", problem, RETRY_INTERVAL_S)
+
+    def _connect(self) -> TCPStore:
+        # TCPStore would wait for its whole time-out, and cannot be interrupted.
+        with socket.create_connection((self._host, self._port), timeout=5.0, all_errors=True):
+            pass
+        return TCPStore(self._host, self._port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
 
     def _are_here(self, ranks: Iterable[int]) -> bool:
         """Return whether all of some ranks have come: one request, however many they are."""
@@ -203,6 +226,45 @@ class _Patience:
         """Report that the wait is over."""
         if self._said:
             self._waiting("")
+
+
+def explain_failed_connect(error: Exception) -> tuple[str, str]:
+    """Return why rank 0 was not reached, and the fix if waiting cannot help; else an empty text.
+
+    Waiting helps while a name does not resolve or a port is closed, for the pod may still have to start, and while any
+    address of the name may still answer.
+    """
+    if isinstance(error, RuntimeError):
+        problem = f"what listens there does not answer as a rank's store ({error})"
+        return problem, "see which program has this port, and stop it or let it use another"
+    errors = error.exceptions if isinstance(error, ExceptionGroup) else [error]
+    fixes = [_FIXES.get(getattr(each, "errno", 0), "") for each in errors]
+    return getattr(errors[-1], "strerror", None) or str(errors[-1]), fixes[-1] if all(fixes) else ""
+
+
+def check_address(host: str, port: int) -> None:
+    """Check that rank 0's address is one that can exist.
+
+    Raises:
+        InvalidSpecError: names the variable with a bad value.
+    """
+    hint = "the operator and dlrmctl set it: remove it from the pod template"
+    if not _is_host(host):
+        raise InvalidSpecError(Env.MASTER_ADDR, f"expected a host name or an IP address, got {host!r}; {hint}")
+    if not 0 < port < 1 << 16:
+        raise InvalidSpecError(Env.MASTER_PORT, f"expected a port from 1 to 65535, got {port}; {hint}")
+
+
+def _is_host(host: str) -> bool:
+    try:
+        if ":" in host:
+            return bool(ipaddress.ip_address(host))
+        if re.fullmatch(r"[\d.]+", host):
+            return bool(socket.inet_aton(host))
+        name = host.encode("idna").decode()
+    except (ValueError, OSError):
+        return False
+    return bool(re.fullmatch(r"[\w.-]{1,254}", name, re.ASCII))
 
 
 def check_interfaces(environment: Mapping[str, str]) -> None:
