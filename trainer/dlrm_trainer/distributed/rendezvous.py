@@ -235,7 +235,9 @@ def explain_failed_connect(error: Exception) -> tuple[str, str]:
     address of the name may still answer.
     """
     if isinstance(error, RuntimeError):
-        problem = f"what listens there does not answer as a rank's store ({error})"
+        # torch adds its C++ stack, one frame a line.
+        first_line = str(error).partition("\n")[0]
+        problem = f"what listens there does not answer as a rank's store ({first_line})"
         return problem, "see which program has this port, and stop it or let it use another"
     errors = error.exceptions if isinstance(error, ExceptionGroup) else [error]
     fixes = [_FIXES.get(getattr(each, "errno", 0), "") for each in errors]

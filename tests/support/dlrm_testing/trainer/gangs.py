@@ -20,7 +20,8 @@ from dlrm_cluster.ports import LOOPBACK, free_port
 from dlrm_testing.programs import fork_context, run_module
 
 PRELOADED = [
-    *("dlrm_trainer.launcher", "dlrm_checkpointer.sidecar", "hypothesis.strategies"),
+    *("dlrm_trainer.launcher", "dlrm_checkpointer.sidecar", "hypothesis.strategies", "dlrm_testing.kernels.loaded"),
+    "torch.distributed.tensor",  # imported by the first module that moves to a device, in 0.6 to 1.5 s
     *(f"dlrm_testing.trainer.{name}" for name in ("cutting", "reference", "sharded_runs", "shardings", "stacked")),
     # imported by the first call of a compiled function
     *("numba.np.arraymath", "numba.np.npyimpl", "numba.np.random.generator_methods", "numba.typed.typedlist"),

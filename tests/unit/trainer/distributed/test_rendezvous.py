@@ -337,6 +337,7 @@ def test_a_program_that_is_no_store_at_the_port_ends_the_wait(monkeypatch: pytes
         thread.join()
 
     assert f"{LOOPBACK}:{port}: what listens there does not answer as a rank's store" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def join_late(rank: int, port: int, told: Connection) -> None:
