@@ -41,6 +41,8 @@ Encrypted = Annotated[
 ]
 KmsKey = Annotated[str | None, typer.Option("--kms-key-id", metavar="KEY", help="Key of encryption aws:kms.")]
 MANIFEST = re.compile(r"(.+)/manifests/([0-9]{16})-[0-9]{8}\.json")
+CAPITAL = re.compile(r"(?<=[a-z0-9])[A-Z]")
+"""Begins a further word of a camelCase key; the format has such keys, results have not."""
 CREDENTIALS = "--credentials-dir to a folder with accessKeyId and secretAccessKey"
 
 
@@ -281,8 +283,17 @@ def _description(snapshot: Snapshot) -> dict[str, Any]:
         "bytes": manifest.total_bytes,
         "objects": len(manifest.objects),
         "stored_rows": stored,
-        "cut": snapshot.meta.to_json(),
+        "cut": _with_snake_case_keys(asdict(snapshot.meta)),
     }
+
+
+def _with_snake_case_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            CAPITAL.sub(lambda found: f"_{found[0].lower()}", key): _with_snake_case_keys(each)
+            for key, each in value.items()
+        }
+    return [_with_snake_case_keys(each) for each in value] if isinstance(value, list) else value
 
 
 def verify_one(store: ObjectStore, step: int | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,44 @@ def test_restoring_an_older_snapshot_says_why_the_newer_is_skipped(
         "skipping unusable snapshot at step 3, attempt 1: manifests/0000000000000003-00000001.json: not JSON"
     )
     assert not any("step 1," in line for line in said)
+
+
+def keys(value: object) -> Iterator[str]:
+    """Return the keys of a JSON document, of objects within it too."""
+    if isinstance(value, dict):
+        yield from value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from keys(each)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["list", "-o", "json"], ["show"], ["diff", "1", "3", "-o", "json"], ["prune", "--dry-run", "-o", "json"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_json_results_have_no_camel_case_keys(
+    three: FileStore, capsys: pytest.CaptureFixture[str], arguments: list[str]
+):
+    command, *rest = arguments
+
+    code = app.main(["snapshots", command, three.uri, *rest])
+
+    found = set(keys(json.loads(capsys.readouterr().out)))
+    assert code == ExitCode.DONE
+    assert found
+    assert {key for key in found if key != key.lower()} == set()
+
+
+def test_show_prints_all_of_the_cut_with_keys_of_results(three: FileStore, capsys: pytest.CaptureFixture[str]):
+    written = open_snapshot(three, 2, 1).meta
+
+    app.main(["snapshots", "show", three.uri, "--step", "2"])
+
+    cut = json.loads(capsys.readouterr().out)["cut"]
+    assert (cut["world_size"], cut["reader"]["next_batch"]) == (written.world_size, written.reader["next_batch"])
+    assert [each["column_blocks"] for each in cut["model"]["tables"]] == [
+        each["columnBlocks"] for each in written.model["tables"]
+    ]
 
 
 def test_verify_ends_badly_where_the_newest_snapshot_is_damaged(three: FileStore, capsys: pytest.CaptureFixture[str]):
