@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SEED ?= 0
 
-.PHONY: help quickstart test quick unit integration smoke e2e node-programs node-images soak faults lint format generate bench lock images cluster-up cluster-down clean
+.PHONY: help quickstart test quick unit integration smoke e2e node-programs node-images soak faults lint format generate dashboards bench lock images cluster-up cluster-down clean
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
@@ -62,6 +62,9 @@ format: $(INSTALLED) ## format and fix what ruff can
 
 generate: $(INSTALLED) ## write CRDs, API reference, metric tables and dashboards from the code
 	$(BIN)/python hack/generate.py
+
+dashboards: $(INSTALLED) ## draw the dashboards into docs/images from a Prometheus that watches jobs for 8 minutes
+	DASHBOARD_IMAGES=docs/images $(PYTEST) tests/integration/operator/test_dashboards.py
 
 bench: $(INSTALLED) ## measure against peers (BENCH=--quick for a trial; needs fio, and root for memory limits)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench]'

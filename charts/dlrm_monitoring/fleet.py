@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlrm_monitoring.panels import Dashboard, Panel, Query, Row, Variable, within_an_hour
+from dlrm_monitoring.panels import PHASE_COLORS, Dashboard, Panel, Query, Row, Variable, within_an_hour
 
 HERE = 'namespace=~"$namespace"'
 BY_JOB = "{{namespace}}/{{dlrm_job}}"
@@ -118,6 +118,7 @@ FLEET = Dashboard(
                     description="Jobs by phase. Many Pending or Scheduling jobs wait for nodes.",
                     unit="none",
                     stacked=True,
+                    colors=PHASE_COLORS,
                     queries=(Query(f"sum by (phase) (dlrm_operator_job_phase{{{HERE}}})", "{{phase}}"),),
                 ),
                 Panel(
@@ -142,6 +143,7 @@ FLEET = Dashboard(
                     unit="percentunit",
                     kind="bargauge",
                     most=1,
+                    decimals=1,
                     queries=(Query(f"{_of_jobs('step')} / {_of_jobs('planned_steps')}", BY_JOB),),
                 ),
                 Panel(
@@ -195,7 +197,8 @@ FLEET = Dashboard(
                     "Over 3 the alert DLRMJobSnapshotStale is near.",
                     unit="none",
                     thresholds=((2, "yellow"), (3, "red")),
-                    decimals=1,
+                    decimals=2,
+                    width=12,
                     queries=(Query(f"{UNSAVED} / {_of_jobs('snapshot_interval_seconds')}", BY_JOB),),
                 ),
                 Panel(
@@ -203,6 +206,7 @@ FLEET = Dashboard(
                     description="1 if the last store request of a job's first pod failed.",
                     unit="none",
                     most=1,
+                    width=12,
                     queries=(Query(_of_jobs("store_failing"), BY_JOB),),
                 ),
             ),
@@ -216,6 +220,7 @@ FLEET = Dashboard(
                     unit="none",
                     decimals=2,
                     stacked=True,
+                    width=12,
                     queries=(Query(_of_jobs("cost_per_hour"), BY_JOB),),
                 ),
                 Panel(
@@ -223,6 +228,7 @@ FLEET = Dashboard(
                     description="Cost per hour divided by measured throughput.",
                     unit="none",
                     decimals=2,
+                    width=12,
                     queries=(
                         Query(f"{_of_jobs('cost_per_hour')} / 3600 / {_of_jobs('samples_per_second')} * 1e9", BY_JOB),
                     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlrm_monitoring.panels import Annotation, Dashboard, Panel, Query, Row, Variable
+from dlrm_monitoring.panels import PHASE_COLORS, Annotation, Dashboard, Panel, Query, Row, Variable
 
 JOB = 'namespace="$namespace", dlrm_job="$job"'
 RATE = "[$__rate_interval]"
@@ -32,6 +32,8 @@ def _in_window(name: str, by: str) -> str:
 
 STEPS = f"scalar(max(rate(dlrm_trainer_steps_total{{{JOB}}}{RATE})) > 0)"
 """No value instead of a division by zero while a job evaluates."""
+COMMITTED = f"and dlrm_checkpointer_bits{{{JOB}}} > 0"
+"""Leaves out sidecars that have seen no commit yet: their gauges of the newest snapshot are 0."""
 ACCESSES = f"sum(rate(dlrm_trainer_table_accesses_total{{{JOB}}}{RATE}))"
 NOW = Row(
     "Now",
@@ -44,12 +46,14 @@ NOW = Row(
             width=4,
             height=4,
             shows_names=True,
+            colors=PHASE_COLORS,
             queries=(Query(f"max by (phase) (dlrm_operator_job_phase{{{JOB}}}) > 0", "{{phase}}"),),
         ),
         Panel(
             title="Done",
             description="Share of the job's steps that are done.",
             unit="percentunit",
+            decimals=1,
             kind="stat",
             width=4,
             height=4,
@@ -247,6 +251,7 @@ TIERS = Row(
             title="Bytes in tiers",
             description="Bytes in use by tables with levels, and the plan's bytes when every level is full.",
             unit="bytes",
+            width=24,
             queries=(
                 Query(f"sum by (tier) (dlrm_trainer_tier_kept_bytes{{{JOB}}})", "{{tier}} kept"),
                 Query(f"sum by (tier) (dlrm_trainer_tier_planned_bytes{{{JOB}}})", "{{tier}} planned"),
@@ -261,7 +266,7 @@ SNAPSHOTS = Row(
             title="Size of the newest snapshot",
             description="Size of its own objects over all pods. Increments are smaller than bases.",
             unit="bytes",
-            queries=(Query(f"max(dlrm_checkpointer_snapshot_bytes{{{JOB}}})", "snapshot"),),
+            queries=(Query(f"max(dlrm_checkpointer_snapshot_bytes{{{JOB}}} {COMMITTED})", "snapshot"),),
         ),
         Panel(
             title="Upload",
@@ -283,12 +288,12 @@ SNAPSHOTS = Row(
         ),
         Panel(
             title="Hand-over to commit",
-            description="Time from hand-over of a cut to its commit.",
+            description="Time from hand-over of a cut to its commit, over the last hour.",
             unit="s",
             queries=tuple(
                 Query(
                     f"histogram_quantile({q}, sum by (le) "
-                    f"(rate(dlrm_checkpointer_commit_seconds_bucket{{{JOB}}}{RATE})))",
+                    f"(rate(dlrm_checkpointer_commit_seconds_bucket{{{JOB}}}[1h])))",
                     f"p{q * 100:g}",
                 )
                 for q in (0.5, 0.99)
@@ -298,13 +303,13 @@ SNAPSHOTS = Row(
             title="Bits",
             description="Bits per element of the newest snapshot.",
             unit="none",
-            queries=(Query(f"max(dlrm_checkpointer_bits{{{JOB}}})", "bits"),),
+            queries=(Query(f"max(dlrm_checkpointer_bits{{{JOB}}} {COMMITTED})", "bits"),),
         ),
         Panel(
             title="Chain",
             description="Number of snapshots that the newest one depends on (0: a base). A restore reads all of them.",
             unit="none",
-            queries=(Query(f"max(dlrm_checkpointer_chain_length{{{JOB}}})", "length"),),
+            queries=(Query(f"max(dlrm_checkpointer_chain_length{{{JOB}}} {COMMITTED})", "length"),),
         ),
         Panel(
             title="Steps since the newest snapshot",
@@ -328,7 +333,7 @@ SNAPSHOTS = Row(
             unit="none",
             queries=(
                 Query(f"sum(increase(dlrm_checkpointer_store_errors_total{{{JOB}}}{RATE}))", "failed rounds"),
-                Query(_in_window("checkpointer_store_repeats_total", "reason"), "{{reason}} again"),
+                Query(_in_window("checkpointer_store_repeats_total", "reason"), "retry: {{reason}}"),
             ),
         ),
     ),
@@ -345,7 +350,7 @@ JOB_DASHBOARD = Dashboard(
     ),
     annotations=(
         Annotation("restart", f"changes(max(dlrm_operator_job_failures_total{{{JOB}}})[2m:30s]) > 0", "red"),
-        Annotation("snapshot", f"changes({_operator('last_snapshot_timestamp_seconds')}[2m:30s]) > 0", "blue"),
+        Annotation("snapshot", _operator("last_snapshot_timestamp_seconds"), "blue", is_time=True),
     ),
     rows=(NOW, QUALITY, SPEED, TIERS, SNAPSHOTS),
 )

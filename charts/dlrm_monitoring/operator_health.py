@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlrm_monitoring.panels import Dashboard, Panel, Query, Row, Variable, within_an_hour
+from dlrm_monitoring.panels import PHASE_COLORS, Dashboard, Panel, Query, Row, Variable, within_an_hour
 
 HERE = 'namespace=~"$namespace"'
 RATE = "[$__rate_interval]"
@@ -49,6 +49,7 @@ OPERATOR = Dashboard(
                     description="All jobs that this operator serves.",
                     unit="none",
                     stacked=True,
+                    colors=PHASE_COLORS,
                     queries=(Query(f"sum by (phase) (dlrm_operator_jobs{{{HERE}}})", "{{phase}}"),),
                 ),
             ),
@@ -62,6 +63,7 @@ OPERATOR = Dashboard(
                     "the API server's response; unreadable: a status of another version; error: a bug.",
                     unit="ops",
                     stacked=True,
+                    colors={"done": "green", "conflict": "yellow", "error": "red"},
                     queries=(
                         Query(f"sum by (result) (rate(dlrm_operator_reconciles_total{{{HERE}}}{RATE}))", "{{result}}"),
                     ),
@@ -83,6 +85,7 @@ OPERATOR = Dashboard(
                     description="Restarts within the last hour.",
                     unit="none",
                     stacked=True,
+                    width=12,
                     queries=(Query(within_an_hour(f"dlrm_operator_restarts_total{{{HERE}}}", "reason"), "{{reason}}"),),
                 ),
                 Panel(
@@ -90,6 +93,7 @@ OPERATOR = Dashboard(
                     description="Polls of pods by result. Starting and ending pods do not answer.",
                     unit="ops",
                     stacked=True,
+                    width=12,
                     queries=(
                         Query(
                             f"sum by (part, result) (rate(dlrm_operator_polls_total{{{HERE}}}{RATE}))",
@@ -107,6 +111,7 @@ OPERATOR = Dashboard(
                     description="409: conflict; 429: throttling; 403: missing right; none: no response.",
                     unit="reqps",
                     stacked=True,
+                    width=12,
                     queries=(
                         Query(f"sum by (code) (rate(dlrm_operator_api_requests_total{{{HERE}}}{RATE}))", "{{code}}"),
                     ),
@@ -116,6 +121,7 @@ OPERATOR = Dashboard(
                     description="GET reads; POST, PATCH, PUT and DELETE write.",
                     unit="reqps",
                     stacked=True,
+                    width=12,
                     queries=(
                         Query(
                             f"sum by (method) (rate(dlrm_operator_api_requests_total{{{HERE}}}{RATE}))", "{{method}}"
@@ -127,6 +133,8 @@ OPERATOR = Dashboard(
                     description="Verdicts of the webhook on applied jobs.",
                     unit="ops",
                     stacked=True,
+                    colors={"admitted": "green", "warned": "yellow", "refused": "red"},
+                    width=12,
                     queries=(
                         Query(
                             f"sum by (verdict) (rate(dlrm_operator_admissions_total{{{HERE}}}{RATE}))", "{{verdict}}"
@@ -137,6 +145,7 @@ OPERATOR = Dashboard(
                     title="Review time",
                     description="Time of a review. After webhook.deadlineSeconds it is answered without a plan.",
                     unit="s",
+                    width=12,
                     queries=_quantiles("admission_seconds"),
                 ),
             ),
@@ -149,6 +158,7 @@ OPERATOR = Dashboard(
                     description="CPU cores in use.",
                     unit="none",
                     decimals=2,
+                    width=12,
                     queries=(
                         Query(
                             f"rate(process_cpu_seconds_total{{{HERE}}}{RATE}) and on (instance) "
@@ -161,6 +171,7 @@ OPERATOR = Dashboard(
                     title="Memory",
                     description="Resident memory of the operator, without its planner process.",
                     unit="bytes",
+                    width=12,
                     queries=(
                         Query(
                             f"process_resident_memory_bytes{{{HERE}}} and on (instance) "

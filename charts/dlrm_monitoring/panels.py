@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from dlrm_api.status import Phase
 
 SCHEMA_VERSION = 39
 """Dashboard schema of Grafana 11; later versions read it too."""
@@ -14,7 +16,18 @@ WIDTH = 24
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 Json = dict[str, Any]
 Kind = Literal["timeseries", "stat", "bargauge", "table"]
-Color = Literal["green", "yellow", "red"]
+Color = Literal["green", "yellow", "red", "blue", "orange", "purple"]
+PHASE_COLORS: Mapping[str, Color] = {
+    Phase.PENDING: "yellow",
+    Phase.SCHEDULING: "yellow",
+    Phase.RESTORING: "orange",
+    Phase.RUNNING: "green",
+    Phase.SUSPENDED: "purple",
+    Phase.RESTARTING: "orange",
+    Phase.SUCCEEDED: "blue",
+    Phase.FAILED: "red",
+}
+"""Colors of phases that someone looks for; the others have those of Grafana's palette."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,9 @@ class Panel:
     """Show the legend of each value instead of the value."""
     thresholds: tuple[tuple[float, Color], ...] = ()
     """Color of values from each of these on; below the first they are green, or red if the first is green."""
-    units: dict[str, str] = field(default_factory=dict)
+    colors: Mapping[str, Color] = field(default_factory=dict)
+    """Colors of series, by legend."""
+    units: Mapping[str, str] = field(default_factory=dict)
     """Units of a table's columns, if others."""
     link: str = ""
     """URL that a table's rows lead to."""
@@ -72,11 +87,13 @@ class Variable:
 
 @dataclass(frozen=True)
 class Annotation:
-    """Mark on all panels when something happened: whenever ``expr`` has a value."""
+    """Mark on all panels when something happened: whenever ``expr`` is above 0."""
 
     name: str
     expr: str
-    color: str
+    color: Color
+    is_time: bool = False
+    """The value is the time of the event (Unix seconds)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +150,8 @@ def _annotation(annotation: Annotation) -> Json:
         "name": annotation.name,
         "datasource": SOURCE,
         "enable": True,
-        "expr": annotation.expr,
+        "expr": f"{annotation.expr} * 1000" if annotation.is_time else annotation.expr,
+        "useValueForTime": annotation.is_time,
         "iconColor": annotation.color,
         "step": "60s",
         "titleFormat": annotation.name,
@@ -199,12 +217,11 @@ def _panel(panel: Panel, number: int, place: Json) -> Json:
         "description": panel.description,
         "datasource": SOURCE,
         "gridPos": place,
-        "fieldConfig": {"defaults": _defaults(panel), "overrides": []},
+        "fieldConfig": {"defaults": _defaults(panel), "overrides": list(_overrides(panel))},
         "options": _options(panel),
         "targets": targets,
     }
     if panel.kind == "table":
-        found["fieldConfig"]["overrides"] = list(_overrides(panel))
         found["transformations"] = _joined(panel)
     return found
 
@@ -219,6 +236,9 @@ def _joined(panel: Panel) -> list[Json]:
 
 
 def _overrides(panel: Panel) -> Iterator[Json]:
+    for legend, color in panel.colors.items():
+        fixed = {"id": "color", "value": {"mode": "fixed", "fixedColor": color}}
+        yield {"matcher": {"id": "byName", "options": legend}, "properties": [fixed]}
     for column, unit in panel.units.items():
         yield {"matcher": {"id": "byName", "options": column}, "properties": [{"id": "unit", "value": unit}]}
     if panel.link:
@@ -240,8 +260,9 @@ def _defaults(panel: Panel) -> Json:
     if panel.kind == "timeseries":
         found["custom"] = {
             "drawStyle": "line",
-            "lineWidth": 1,
-            "fillOpacity": 30 if panel.stacked else 5,
+            # The line of a series of zeros would cover that of the series below it.
+            "lineWidth": 0 if panel.stacked else 1,
+            "fillOpacity": 60 if panel.stacked else 5,
             "showPoints": "never",
             "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"},
             "thresholdsStyle": {"mode": "dashed" if panel.thresholds else "off"},

@@ -26,7 +26,7 @@ MONITORING = (
     "--set=monitoring.operator.enabled=true,monitoring.trainers.enabled=true,monitoring.rules.enabled=true",
     "--set=monitoring.interval=1s,monitoring.scrapeTimeout=1s",
 )
-EMPTY = {("dlrm-job", "{{reason}} again"): "the store answers every call at once"}
+EMPTY = {("dlrm-job", "retry: {{reason}}"): "the store answers every call at once"}
 """Queries that can have no data here, and why."""
 
 
@@ -88,6 +88,6 @@ def test_every_panel_of_every_dashboard_has_data_of_real_pods(
             return True
 
         real_node.eventually(all_have_had_data, START_S, "every panel has data")
-        assert_variables_offer(prometheus, "default", job.name)
+        assert_variables_offer(prometheus, "default", [job.name])
         assert prometheus.values('ALERTS{alertstate="firing"}') == []
         assert min(prometheus.values('sum(dlrm_trainer_tier_read_bytes_total{tier="scm"})')) > 0

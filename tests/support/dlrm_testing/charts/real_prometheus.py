@@ -46,7 +46,7 @@ class Prometheus:
     def __enter__(self) -> Prometheus:
         self.server.start()
         try:
-            eventually(lambda: self._get("query", query="up"), 30, self.server.log_tail)
+            eventually(lambda: self.ask("query", query="up"), 30, self.server.log_tail)
         except AssertionError:
             self.server.stop()
             raise
@@ -55,7 +55,8 @@ class Prometheus:
     def __exit__(self, *_: object) -> None:
         self.server.stop()
 
-    def _get(self, what: str, **query: str) -> Any:
+    def ask(self, what: str, **query: str) -> Any:
+        """Return ``data`` of an endpoint's answer; None while the server does not answer."""
         url = f"http://{self.address}/api/v1/{what}?{urllib.parse.urlencode(query)}"
         try:
             with urllib.request.urlopen(url, timeout=10) as answer:
@@ -69,14 +70,14 @@ class Prometheus:
 
     def values(self, query: str) -> list[float]:
         """Values of all series that are numbers."""
-        found = [float(each["value"][1]) for each in self._get("query", query=query)["result"]]
+        found = [float(each["value"][1]) for each in self.ask("query", query=query)["result"]]
         return [value for value in found if not math.isnan(value)]
 
     def names(self) -> set[str]:
         """Return the names of all series."""
-        return set(self._get("label/__name__/values"))
+        return set(self.ask("label/__name__/values"))
 
     def choices(self, query: str) -> list[str]:
         """Return what a dashboard's variable offers: ``label_values(SERIES, LABEL)``."""
         series, _, label = query.removeprefix("label_values(").removesuffix(")").rpartition(", ")
-        return list(self._get(f"label/{label}/values", **{"match[]": series}))
+        return list(self.ask(f"label/{label}/values", **{"match[]": series}))
