@@ -83,7 +83,8 @@ BAD = {
     "unknown format": job(
         {"spec.data.format": "csv"},
         "spec.data.format",
-        'spec.data.format: Unsupported value: "csv": supported values: "criteo-tsv", "parquet", "synthetic"',
+        'spec.data.format: Unsupported value: "csv": supported values: "criteo-tsv", "delta", "iceberg", "parquet", '
+        '"synthetic"',
     ),
     "unknown interaction": job(
         {"spec.model.interaction": "sum"},
