@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 from hack.generate import metrics
 
 from dlrm_api import names
@@ -279,6 +282,43 @@ def test_dashboards_are_whole(dashboard: Object) -> None:
         for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
     ]
     assert len(taken) == len(set(taken)), "panels overlap"
+
+
+OF_DATA_SOURCE = {"definition", "step", "titleFormat", "useValueForTime"}
+"""Fields of variables and annotations that Prometheus' data source adds to Grafana's schema."""
+
+
+def lost(ours: object, known: object, place: str = "") -> list[str]:
+    """Return the fields of a document that another lacks or changes."""
+    if isinstance(ours, dict) and isinstance(known, dict):
+        missing = [f"{place}.{name}" for name in ours.keys() - known.keys() - OF_DATA_SOURCE]
+        return missing + [
+            each for name in ours.keys() & known.keys() for each in lost(ours[name], known[name], f"{place}.{name}")
+        ]
+    if isinstance(ours, list) and isinstance(known, list) and len(ours) == len(known):
+        pairs = enumerate(zip(ours, known, strict=True))
+        return [each for number, pair in pairs for each in lost(*pair, f"{place}[{number}]")]
+    return [] if ours == known else [place]
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda each: str(each["uid"]))
+def test_grafanas_own_schema_has_every_field_of_a_dashboard(dashboard: Object) -> None:
+    """The models of Grafana's SDK keep known fields alone: what comes back is what Grafana understands."""
+    register_default_plugins()
+
+    known = json.loads(json.dumps(Dashboard.from_json(dashboard), cls=JSONEncoder))
+
+    assert lost(dashboard, known) == []
+
+
+def test_a_field_that_grafana_does_not_know_is_found() -> None:
+    register_default_plugins()
+    wrong = json.loads(json.dumps(DASHBOARDS[0]))
+    wrong["panels"][1]["fieldConfig"]["defaults"]["units"] = "s"
+
+    known = json.loads(json.dumps(Dashboard.from_json(wrong), cls=JSONEncoder))
+
+    assert lost(wrong, known) == [".panels[1].fieldConfig.defaults.units"]
 
 
 @pytest.mark.cluster
