@@ -47,7 +47,7 @@ RECIPES: Mapping[str, Recipe] = {
         sources=("checkpointer", "kernels", "stores"),
         packages=("dlrm_api", "dlrm_kernels", "dlrm_stores", "dlrm_checkpointer"),
         absent=(
-            *("torch", "kubernetes", "kopf", "scipy"),
+            *("torch", "kubernetes", "kopf", "scipy", "deltalake", "pyiceberg"),
             *("dlrm_operator", "dlrm_planner", "dlrm_trainer", "dlrm_cli"),
         ),
     ),
