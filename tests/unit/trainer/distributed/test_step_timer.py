@@ -72,7 +72,7 @@ def test_a_slow_reader_shows_on_its_rank_and_as_waiting_on_the_other(tmp_path: P
     assert slowest is not None
     assert slowest.rank == SLOW
     assert slowest.seconds > DELAY_S / 2
-    assert slowest.seconds > 3 * slowest.median_seconds
+    assert slowest.seconds > 2 * slowest.median_seconds
     profile = Profile.model_validate_json((pod.work / "profile.json").read_text())
     of_a_step = {(str(each.rank), each.stage): each.median_seconds for each in profile.stages}
     since = {key: seconds - before[key] for key, seconds in after.items()}
