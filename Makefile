@@ -8,6 +8,8 @@ INSTALLED := $(VENV)/.installed
 WORKDIR ?= runs/quickstart
 HARDWARE ?= runs/this-machine.yaml
 PYTEST ?= $(BIN)/python -m pytest
+# On two cores: slow tests wait for processes and servers for half of their time.
+SLOW_WORKERS ?= 3
 export PYTHONPATH := hack/cluster
 # Tests start thousands of processes. Each compiles our sources for 0.9 s if no byte code is kept.
 unexport PYTHONDONTWRITEBYTECODE
@@ -36,10 +38,10 @@ quick: $(INSTALLED) ## run the quick tests only
 
 unit: $(INSTALLED) ## run the unit tests, quick ones first
 	$(PYTEST) -m "not slow" -n 2 tests/unit
-	$(PYTEST) -m slow -n 2 --dist loadfile --no-loadscope-reorder tests/unit
+	$(PYTEST) -m slow -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder tests/unit
 
 integration: $(INSTALLED) ## run the tests on real servers and processes
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder tests/integration
+	$(PYTEST) -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder tests/integration
 
 soak: SCHEDULES ?= 5000
 soak: $(INSTALLED) ## run SCHEDULES random snapshot fault schedules, from SEED
