@@ -36,8 +36,8 @@ def find_delta(places: Places, uri: str, version: int | None) -> tuple[TableVers
     """
     name = table_folder(uri)
     store, key = places.store(name)
-    sizes = {item.key.removeprefix(f"{key}/{LOG}/"): item.size for item in list_objects(store, f"{key}/{LOG}/")}
-    commits = sorted(int(match[1]) for each in sizes if (match := _COMMIT.fullmatch(each)))
+    names = [item.key.removeprefix(f"{key}/{LOG}/") for item in list_objects(store, f"{key}/{LOG}/")]
+    commits = sorted(int(match[1]) for each in names if (match := _COMMIT.fullmatch(each)))
     if not commits:
         raise NoInputError(f"Delta table not found: {uri} has no {LOG}; check data.train.uris and data.eval.uris")
     wanted = commits[-1] if version is None else version
@@ -45,7 +45,7 @@ def find_delta(places: Places, uri: str, version: int | None) -> tuple[TableVers
         # deltalake knows neither our credentials nor our CA.
         log = Path(folder, LOG)
         (log / "_sidecars").mkdir(parents=True)
-        needed = _needed(uri, list(sizes), commits, wanted)
+        needed = _needed(uri, names, commits, wanted)
         bodies = parallel_map(lambda each: store.get(f"{key}/{LOG}/{each}"), needed, PARALLEL_GETS)
         for each, body in zip(needed, bodies, strict=True):
             (log / each).write_bytes(body)

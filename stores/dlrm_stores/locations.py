@@ -427,16 +427,13 @@ def find_objects(
     A URI that names no object is a pattern or a directory, which stands for all objects below it that end in one of
     ``suffixes``; hidden ones are skipped. Raises as ``find_data_files`` does.
     """
-    found, left_out = dict[str, S3Object](), dict[str, str]()
+    places, found, left_out = Places(s3, credentials_dir), dict[str, S3Object](), dict[str, str]()
     for uri in uris:
-        # boto3 takes most of a second to load, and local data needs none.
-        from dlrm_stores.s3 import S3Store
-
         parts = urlsplit(uri, allow_fragments=False)
         bucket, key = parts.netloc, uri.removeprefix(f"s3://{parts.netloc}").lstrip("/")
         if not bucket:
             raise NoInputError(f"invalid URI: {uri}; expected s3://bucket/prefix")
-        store = S3Store(bucket, "", StoreOptions(s3=s3, credentials_dir=credentials_dir, fields=FIELDS))
+        store = places.bucket(bucket)
         chosen, passed = _expand_s3(store, uri, key, suffixes)
         found |= {f"s3://{bucket}/{item.key}": S3Object(store, bucket, item) for item in chosen}
         left_out |= {f"s3://{bucket}/{name}": reason for name, reason in passed.items()}

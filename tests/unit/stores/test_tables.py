@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -25,6 +24,7 @@ from dlrm_stores.data_files import DataFile
 from dlrm_stores.delta import find_delta
 from dlrm_stores.iceberg import find_iceberg
 from dlrm_stores.locations import Places
+from dlrm_testing.checkpointer.fixtures import s3_store
 
 HERE = Places(S3Spec(), None)
 Commit = Callable[..., None]
@@ -251,19 +251,9 @@ def test_a_name_in_metadata_may_have_the_scheme_of_hadoop() -> None:
 def test_tables_in_s3_give_the_same_rows(
     delta: Path, iceberg: Table, catalog: SqlCatalog, versitygw: Any, tmp_path: Path
 ) -> None:
-    keys = {"accessKeyId": versitygw.access_key, "secretAccessKey": versitygw.secret_key}
-    for name, key in keys.items():
-        (tmp_path / name).write_text(key)
-    client = boto3.client(
-        "s3",
-        endpoint_url=versitygw.endpoint,
-        region_name="us-east-1",
-        aws_access_key_id=versitygw.access_key,
-        aws_secret_access_key=versitygw.secret_key,
-    )
-    client.create_bucket(Bucket="lake")
+    store = s3_store(versitygw, tmp_path / "keys", "lake")
     for path in delta.rglob("*.*"):
-        client.upload_file(str(path), "lake", f"a/delta/{path.relative_to(delta)}")
+        store.put(f"delta/{path.relative_to(delta)}", path.read_bytes())
     properties = {
         "s3.endpoint": versitygw.endpoint,
         "s3.access-key-id": versitygw.access_key,
@@ -274,10 +264,10 @@ def test_tables_in_s3_give_the_same_rows(
     there.create_namespace("ads")
     table = there.create_table("ads.clicks", schema=rows(0).schema)
     table.append(rows(7, 8))
-    places = Places(S3Spec(endpoint=versitygw.endpoint), tmp_path)
+    places = Places(S3Spec(endpoint=versitygw.endpoint), tmp_path / "keys")
 
-    assert ids_in(find_delta(places, "s3://lake/a/delta", None)[1]) == [0, 2, 3, 4, 5]
-    assert ids_in(find_delta(places, "s3://lake/a/delta/", 1)[1]) == [0, 1, 2, 3, 4]
+    assert ids_in(find_delta(places, f"{store.uri}/delta", None)[1]) == [0, 2, 3, 4, 5]
+    assert ids_in(find_delta(places, f"{store.uri}/delta/", 1)[1]) == [0, 1, 2, 3, 4]
     assert ids_in(find_iceberg(places, table.location(), None)[1]) == [7, 8]
-    with pytest.raises(NoInputError, match="Delta table not found: s3://lake/a"):
-        find_delta(places, "s3://lake/a", None)
+    with pytest.raises(NoInputError, match=f"Delta table not found: {store.uri}"):
+        find_delta(places, store.uri, None)

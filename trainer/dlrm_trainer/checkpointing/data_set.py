@@ -21,7 +21,7 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_checkpointer import CutMeta, get_document, put_document
 from dlrm_stores import ObjectStore
 from dlrm_stores.data_files import DataFile, LocalFile, files_named
-from dlrm_stores.locations import LeftOut, Listing
+from dlrm_stores.locations import LeftOut, Listing, TableVersion
 from dlrm_trainer.checkpointing.compat import first_change
 from dlrm_trainer.data import Reader, Split, list_data, open_reader
 from dlrm_trainer.distributed.collectives import Collectives
@@ -88,7 +88,7 @@ def open_data_set(
     listings = _at_versions(spec, listings, collectives, stored)
     newer = [
         f"{table.uri} is read at version {table.version}, its newest is {table.newest}"
-        for table in {table.uri: table for listing in listings.values() for table in listing.tables}.values()
+        for table in _tables(listings).values()
         if table.version != table.newest
     ]
     if newer and stored and spec.data.new_files == "refuse":
@@ -126,7 +126,7 @@ def open_data_set(
             board.note(eval_note)
     left_out = [*listings["train"].left_out, *(LeftOut(name=file.name, reason="newer than the data") for file in added)]
     described = describe(train)
-    versions = {table.uri: table.version for listing in listings.values() for table in listing.tables}
+    versions = {uri: table.version for uri, table in _tables(listings).items()}
     fingerprint = _with_file_list(described, left_out, versions, collectives, stored) if stored else described
     return DataSet(
         train=train, evaluation=evaluation, fingerprint=fingerprint, described=described, eval_note=eval_note
@@ -138,11 +138,16 @@ def list_data_set(spec: DLRMJobSpec, versions: Mapping[str, int] | None = None) 
     return {"train": list_data(spec, "train", versions), "eval": list_data(spec, "eval", versions)}
 
 
+def _tables(listings: Mapping[Split, Listing]) -> dict[str, TableVersion]:
+    """Return the tables of both splits by URI."""
+    return {table.uri: table for listing in listings.values() for table in listing.tables}
+
+
 def _at_versions(
     spec: DLRMJobSpec, listings: Mapping[Split, Listing], collectives: Collectives, stored: StoredData | None
 ) -> Mapping[Split, Listing]:
     """List tables at the versions that the snapshot names, else at those that rank 0 found."""
-    found = {table.uri: table.version for listing in listings.values() for table in listing.tables}
+    found = {uri: table.version for uri, table in _tables(listings).items()}
     if not found:
         return listings
     kept = stored.versions if stored else {}
