@@ -70,6 +70,11 @@ def build_image(file: str, tag: str, arguments: Mapping[str, str], secrets: Mapp
     buildah("bud", "--layers", "--network=host", *given, *hidden, f"--file={root / file}", f"--tag={tag}", str(root))
 
 
+def remove(image: str) -> None:
+    """Remove an image, and those of its layers that no other image has."""
+    buildah("rmi", image)
+
+
 @contextmanager
 def mounted(image: str) -> Iterator[Path]:
     """Return the root folder of an image."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dlrm_cluster.build import cache_dir, locked
 from dlrm_cluster.errors import ClusterError
-from dlrm_cluster.project_images.buildah import DEBIAN, base_image, build_image, export, images
+from dlrm_cluster.project_images.buildah import DEBIAN, base_image, build_image, export, images, remove
 from dlrm_cluster.project_images.inspection import in_words, inspect
 from dlrm_cluster.project_images.pip_settings import write_secrets
 from dlrm_cluster.project_images.recipes import RECIPES, ROOT, Variant, fingerprint, reference
@@ -66,6 +66,7 @@ def _build(name: str, base: str, identity: str, variant: Variant, home: Path, sa
         return image
     started = time.monotonic()
     say(f"building {whole} on {base}")
+    before = images(local)
     arguments = {"BASE": base} | ({"VARIANT": variant} if name == "trainer" else {})
     with tempfile.TemporaryDirectory() as folder:
         build_image(f"{name}/Dockerfile", local, arguments, write_secrets(Path(folder)), ROOT)
@@ -73,6 +74,8 @@ def _build(name: str, base: str, identity: str, variant: Variant, home: Path, sa
     for old in home.glob(f"{name}-*.tar"):
         old.unlink()
     export(local, whole, image.archive)
+    if before and before[0]["id"] != images(local)[0]["id"]:
+        remove(before[0]["id"])  # trainer layers take 5 GB
     say(f"built {whole} in {time.monotonic() - started:.0f} s: {images(local)[0]['size']}, {in_words(report)}")
     return image
 
