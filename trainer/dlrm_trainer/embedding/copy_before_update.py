@@ -179,8 +179,8 @@ class CopyBeforeUpdate:
         return size
 
     def _lay(self) -> None:
-        """Assign places in the current segment to as many resting rows as it has space for."""
-        while self._unlaid:
+        """Assign places in the current segment to the next part's resting rows, as many as it has space for."""
+        while self._unlaid and not self._laid:
             found, number = self._unlaid[0]
             chunks = found.lay(number, self._cut)
             self._laid.extend((found, chunk) for chunk in chunks)
