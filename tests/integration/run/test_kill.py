@@ -27,7 +27,7 @@ KILLS_A_LIFE = 10
 EPOCHS = 8
 EPOCH_STEPS = 60
 SAMPLES = 64 * (EPOCH_STEPS - 1) + 23
-MOST_STEPS_APART = 96
+MAX_STEPS_APART = 96
 """Most steps between two kills, so that they reach into the last epochs."""
 VICTIMS = {"rank": 4, "launcher": 2, "sidecar": 2, "dlrmctl": 2}
 """Kinds of processes, by how often each is to be killed; ranks are there for the shortest part of an attempt."""
@@ -67,7 +67,7 @@ def wait_for_a_moment(local: Any, name: str, dlrmctl: Any, dice: random.Random) 
         while time.monotonic() < deadline and dlrmctl.poll() is None:
             time.sleep(0.01)
         return
-    first, wanted = step_of(local, name), dice.randint(1, MOST_STEPS_APART)
+    first, wanted = step_of(local, name), dice.randint(1, MAX_STEPS_APART)
     deadline = time.monotonic() + 40
     while dlrmctl.poll() is None and time.monotonic() < deadline:
         now = step_of(local, name)
