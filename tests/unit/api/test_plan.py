@@ -118,3 +118,11 @@ def test_a_plan_of_bad_entries_alone_makes_one_error() -> None:
 
     assert isinstance(refused.value.__cause__, ValidationError)
     assert refused.value.__cause__.error_count() < 10
+
+
+def test_a_plan_whose_summary_is_too_large_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = plan_to_parts(a_plan())
+    monkeypatch.setattr(plan_module, "MAX_SUMMARY_BYTES", 10)
+
+    with pytest.raises(InvalidSpecError, match="without its tables, the limit is 10"):
+        plan_without_tables(parts)
