@@ -4,10 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_planner import plan_job
+from dlrm_planner.estimate import PartCost
 
 MakeSpec = Callable[..., DLRMJobSpec]
 MakeProfile = Callable[..., HardwareProfile]
@@ -68,3 +71,17 @@ def test_without_a_rate_there_is_no_time_that_needs_it(
     assert (predicted.compute_seconds is None) == (missing == "flopsPerSecond")
     assert (predicted.lookup_seconds == {}) == (missing == "ddr")
     assert (predicted.communication_seconds is None) == (missing == "network")
+
+
+@given(st.floats(1e-3, 10), st.floats(1e-3, 10), st.floats(1, 40), st.floats(0.01, 0.99))
+def test_the_largest_share_of_a_part_takes_no_longer_than_it_may(
+    linear_s: float, vectors_s: float, ids: float, wanted: float
+) -> None:
+    cost = PartCost(fixed_s=0.0, linear_s=linear_s, vectors_s=vectors_s, ids=ids)
+    may_s = cost.seconds(wanted)
+
+    found = cost.share(may_s)
+
+    assert 0 <= found <= 1
+    assert cost.seconds(found) <= may_s * (1 + 1e-9)
+    assert cost.share(cost.seconds(1.0)) == 1.0

@@ -251,3 +251,9 @@ def test_fill_is_within_one_table_of_the_best_whole_tables(given_: tuple[HitRate
     served = value(rates, fill(rates, demand, budget))
 
     assert served >= best - float(rates.accesses.max()) - row_each(rates)
+
+
+def test_a_trace_without_a_document_is_left_to_the_prior(make_spec: MakeSpec) -> None:
+    spec = make_spec([table(1_000, distribution={"reference": REFERENCE})])
+
+    assert read_traces(spec, {}) == {}
