@@ -149,6 +149,11 @@ class CopyBeforeUpdate:
     def _run(self) -> None:
         try:
             with single_threaded():
+                # First, since updates of rows without a place take longer, and a large part is copied for seconds.
+                has_space = True
+                while self._unlaid and has_space and not self._stop.is_set():
+                    with self._turns.taken():
+                        has_space = not self._cut.is_waiting() and self._lay()
                 while not (self._is_resting_done or self._stop.is_set()):
                     with self._turns.taken():
                         copied = self._copy_chunk()
@@ -166,7 +171,8 @@ class CopyBeforeUpdate:
         if self._stop.is_set():
             return 0
         if not self._laid and not self._cut.is_waiting():
-            self._lay()
+            while self._unlaid and not self._laid and self._lay():
+                pass
             if not self._laid and self._unlaid:
                 self._make_space()
                 return 0
@@ -178,15 +184,13 @@ class CopyBeforeUpdate:
         self._is_resting_done = not self._laid and not self._unlaid
         return size
 
-    def _lay(self) -> None:
-        """Assign places in the current segment to the next part's resting rows, as many as it has space for."""
-        while self._unlaid and not self._laid:
-            found, number = self._unlaid[0]
-            chunks = found.lay(number, self._cut)
-            self._laid.extend((found, chunk) for chunk in chunks)
-            if not found.is_laid[number]:
-                return
+    def _lay(self) -> bool:
+        """Assign places in the current segment to the next part's resting rows; return whether all of them got one."""
+        found, number = self._unlaid[0]
+        self._laid.extend((found, chunk) for chunk in found.lay(number, self._cut))
+        if found.is_laid[number]:
             self._unlaid.popleft()
+        return found.is_laid[number]
 
     def _make_space(self) -> bool:
         """Copy all laid rows, then open the next segment; return False if the sidecar must free one first."""
