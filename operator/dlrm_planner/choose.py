@@ -156,9 +156,7 @@ def choose_replicas(fewest: int, most: int, target: float, judge: Callable[[int]
     judged: dict[int, float | None] = {}
 
     def is_enough(size: int) -> bool:
-        if size not in judged:
-            judged[size] = judge(size)
-        rate = judged[size]
+        rate = judged[size] = judge(size)
         return rate is not None and rate >= target
 
     before = fewest - 1

@@ -133,6 +133,16 @@ def test_validate_says_what_each_document_is(job: Path, capsys: pytest.CaptureFi
     assert "HardwareProfile box is valid" in printed.out
 
 
+def test_validate_names_the_sizes_that_the_plan_chooses_from(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = "trainer: {auto: {min: 3, max: 5, targetSamplesPerSecond: 0}, "
+    job.write_text(JOB.replace("trainer: {", chosen))
+
+    code = app.main(["validate", str(job)])
+
+    assert code == ExitCode.DONE
+    assert "world size 6 to 10, chosen by the plan" in capsys.readouterr().out
+
+
 def test_validate_continues_after_a_bad_document_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(f"kind: Pod\n---\n{JOB}\n---\nkind: DLRMJob\nmetadata: {{name: bad}}\n")

@@ -20,16 +20,27 @@ from dlrm_api.progress import (
 from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.clients.progress import with_durations
 from dlrm_operator.controller.informers import MISSING, read_pod
-from dlrm_operator.reconcile.findings import shorten
+from dlrm_operator.reconcile.findings import Reason, shorten
 from dlrm_operator.reconcile.gang import HUNG_GRACE_S
 from dlrm_operator.reconcile.health import (
     FORCE_DELETE_AFTER,
     INITIAL_HANG_TIMEOUT_S,
     MIN_HANG_TIMEOUT_S,
+    container_wait,
     hang_timeout_s,
+    pod_wait,
     read_stacks,
 )
-from dlrm_operator.reconcile.state import Action, DeleteObject, Polled, RequestStacks, WakeAt
+from dlrm_operator.reconcile.state import (
+    Action,
+    ContainerSeen,
+    DeleteObject,
+    JobKey,
+    PodSeen,
+    Polled,
+    RequestStacks,
+    WakeAt,
+)
 from dlrm_testing.operator.hung_gang import (
     COLLECTIVE,
     HUNG_READER,
@@ -568,3 +579,23 @@ def test_a_pod_whose_labels_are_no_numbers_is_of_no_attempt(label: str) -> None:
     pod = read_pod({"metadata": {"name": "p", "labels": labels}})
 
     assert (pod.attempt, pod.index) == (MISSING, MISSING)
+
+
+def waiting_pod(*gates: str) -> PodSeen:
+    key = JobKey("team", "demo")
+    return PodSeen(key=key, name=POD_0, uid="u", owner_uid="job", attempt=1, index=0, phase="Pending", gates=gates)
+
+
+def test_a_pod_that_a_gate_of_others_holds_names_the_gate() -> None:
+    reason, message = pod_wait(waiting_pod("example.com/licence"), "")
+
+    assert reason is Reason.QUOTA_PENDING
+    assert "example.com/licence" in message
+
+
+def test_a_wait_that_the_operator_does_not_know_is_quoted() -> None:
+    container = ContainerSeen(
+        name="trainer", started=False, waiting_reason="RunContainerError", waiting="no such device"
+    )
+
+    assert container_wait(waiting_pod(), container) == (Reason.TRAINERS_STARTING, f"{POD_0}/trainer: no such device")

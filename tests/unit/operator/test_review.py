@@ -23,6 +23,7 @@ from dlrm_operator.webhook.review import (
     PlanFunction,
     Review,
     Reviewer,
+    conclude,
     examine,
 )
 from dlrm_testing.operator.operator_cluster import job_document
@@ -402,6 +403,25 @@ def test_an_update_to_what_fits_nowhere_is_refused() -> None:
     [answer] = answers(Planner(INFEASIBLE), review(new, old))
 
     assert answer["status"]["message"] == INFEASIBLE.problem
+
+
+def test_a_trace_that_no_plan_can_be_made_with_is_a_warning() -> None:
+    unusable = Planning(problem="expected a trace", field="spec.model.tables[0].distribution.reference", final=True)
+
+    verdict = conclude(unusable, ["configmap:reuse"])
+
+    assert not verdict.refusal
+    assert "configmap:reuse" in verdict.warnings[0]
+
+
+def test_an_update_of_a_stored_job_without_a_spec_is_planned() -> None:
+    planner = Planner(FEASIBLE)
+    new = job_document("demo")
+
+    [answer] = answers(planner, review(new, {**new, "spec": None}))
+
+    assert answer["allowed"]
+    assert len(planner.asked) == 1
 
 
 @pytest.mark.parametrize(

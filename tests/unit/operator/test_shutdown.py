@@ -181,6 +181,22 @@ def test_a_job_that_ran_for_too_long_cuts_commits_and_fails() -> None:
     assert status(cluster).charged_restarts == 0
 
 
+def test_a_job_whose_pods_are_gone_at_its_active_deadline_fails_at_once() -> None:
+    cluster = running()
+    cluster.edit("lifecycle", activeDeadline="1h")
+    cluster.reconcile_once()
+
+    cluster.pods = {}
+    cluster.pass_time(3_700)
+    actions = cluster.reconcile_once()
+
+    assert (status(cluster).phase, condition(cluster, ConditionType.FAILED).reason) == (
+        Phase.FAILED,
+        "DeadlineExceeded",
+    )
+    assert not any(isinstance(action, RequestCut) for action in actions)
+
+
 def test_the_end_of_the_active_deadline_is_waited_for_without_any_event() -> None:
     cluster = running()
     cluster.edit("lifecycle", activeDeadline="1h")

@@ -286,6 +286,15 @@ def test_table_row_pins_take_one_nodes_ranks(make_spec: MakeSpec) -> None:
     assert any("table t is split by rows inside node 2 over ranks 4 and 5: as pinned" in r for r in plan.reasons)
 
 
+def test_many_ranks_that_do_not_follow_each_other_are_counted(make_spec: MakeSpec) -> None:
+    every_other = {"sharding": "row", "ranks": list(range(0, 20, 2))}
+
+    plan = plan_job(make_spec([table("t", 10**6, pin=every_other)], replicas=20))
+
+    assert [shard.rank for shard in shards(plan)] == every_other["ranks"]
+    assert "table t is split by rows over 10 ranks from 0 to 18: as pinned" in plan.reasons
+
+
 @pytest.mark.parametrize(
     ("pin", "processes", "message"),
     [

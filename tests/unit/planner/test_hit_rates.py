@@ -120,6 +120,16 @@ def test_a_trace_is_taken_as_it_was_measured(make_spec: MakeSpec) -> None:
     assert found.hits_at(0, 10**7) / 1_024 == pytest.approx(0.6)  # first accesses always miss
 
 
+def test_points_of_a_curve_beyond_the_tables_rows_are_one(make_spec: MakeSpec) -> None:
+    spec = make_spec([table(10**5, distribution={"reference": REFERENCE})])
+    beyond = CurvePoint(cache_rows=200_000, hit_rate=0.6)
+    measured = traced(rows=10**5, unique_rows=10**5)
+
+    found = reuse_of(spec, measured.model_copy(update={"curve": (*measured.curve, beyond)}))
+
+    assert np.array_equal(found.hits, reuse_of(spec, measured).hits)
+
+
 def test_a_plan_says_what_the_trace_expects(make_spec: MakeSpec) -> None:
     spec = make_spec([table(10**7, distribution={"reference": REFERENCE})], tierBudgets=TIERS)
 

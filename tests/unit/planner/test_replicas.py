@@ -21,6 +21,7 @@ RATES: dict[str, Any] = {
     "network": {"intraNodeBytesPerSecond": 1e9, "interNodeBytesPerSecond": 1e9},
 }
 DEVICES = {"resource": "nvidia.com/gpu", "count": 1, "hbm": {"bytes": "80Gi"}, "flopsPerSecond": 1e14}
+SMALL_HBM = {"bytes": "2200Mi", "readBytesPerSecond": 1e12, "writeBytesPerSecond": 1e12}
 DDR = {"bytes": "64Gi", "readBytesPerSecond": 1e9, "writeBytesPerSecond": 5e8}
 TABLES = [{"name": f"t{i}", "rows": 10**6, "dim": 16, "maxLookups": 2} for i in range(8)]
 MAX_JUDGED = GRID_SIZES + 12
@@ -176,6 +177,7 @@ def test_tables_that_fit_no_allowed_number_are_refused_with_a_fix(
             {**RATES, "flopsPerSecond": None, "devices": DEVICES},
             "HardwareProfile big has no devices.hbm.readBytesPerSecond",
         ),
+        ({**RATES, "devices": {**DEVICES, "hbm": SMALL_HBM}}, "HardwareProfile big has no devices.hostBytesPerSecond"),
         ({**RATES, "network": {}}, "2 replicas cannot be predicted: HardwareProfile big has no network.interNode"),
     ],
 )
@@ -209,3 +211,16 @@ def test_a_pin_to_a_rank_needs_a_size_that_has_it(make_spec: MakeSpec, make_prof
         InvalidSpecError, match=r"pin\.ranks: .* ranks 0 to 1: name one of these, or raise trainer\.auto\.max$"
     ):
         plan_job(make_spec(tables, auto=auto(1, 2, 0)), make_profile(DDR, **RATES))
+
+
+@pytest.mark.parametrize("target", [50.0, 1_000.0])
+def test_no_size_is_judged_twice(target: float) -> None:
+    judged: list[int] = []
+
+    def judge(size: int) -> float:
+        judged.append(size)
+        return 100.0 - abs(size - 300)
+
+    found = choose_replicas(1, 4_096, target, judge)
+
+    assert sorted(judged) == sorted(found.judged)
