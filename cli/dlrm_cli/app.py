@@ -148,7 +148,7 @@ def list_runs(
     output: Output = "table",
 ) -> None:
     """List runs on this machine: state, step, quality and work directory."""
-    from dlrm_cli.report.runs import print_runs
+    from dlrm_cli.report.page import print_runs
 
     print_runs(folder, as_json=output == "json")
 

@@ -1,7 +1,8 @@
-"""Write the report: one HTML file without scripts or requests, light or dark as the system is."""
+"""Show runs: a table of a folder's, and the report, one HTML file without scripts or requests, light or dark."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from dlrm_api.errors import DLRMError, NoInputError, UsageError
+from dlrm_api.errors import BadDataError, DLRMError, NoInputError, UsageError
 from dlrm_cli.report.collect import Record, read_cluster_job, read_work_folder
-from dlrm_cli.report.plots import FORMATS, Plot, draw
+from dlrm_cli.report.plots import FORMATS, Plot, count, draw, number
 from dlrm_cli.report.sections import (
     Section,
     Table,
@@ -29,7 +30,8 @@ from dlrm_cli.report.sections import (
     step_time,
     tiers,
 )
-from dlrm_cli.run.workdir import folder_error, replace_file
+from dlrm_cli.run.workdir import WorkDir, folder_error, replace_file
+from dlrm_cli.views import UNKNOWN, print_stderr, print_view, titled_table
 
 if TYPE_CHECKING:
     from dlrm_cli.cluster.client import JobClient
@@ -139,3 +141,36 @@ def _check_output(output: Path) -> None:
 
 def _write_error(output: Path, error: OSError) -> DLRMError:
     return type(folder_error(output, error))(f"cannot write {output}: {error.strerror}; choose another --output")
+
+
+def print_runs(folder: Path, *, as_json: bool) -> None:
+    """Print the runs of a folder, the newest first; unreadable ones are named on stderr.
+
+    Raises:
+        NoInputError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise NoInputError(f"folder not found: {folder}; dlrmctl run makes runs/<job> unless --workdir says otherwise")
+    found: list[tuple[Path, Record]] = []
+    for path in sorted(each for each in folder.iterdir() if WorkDir(each).job.is_file()):
+        try:
+            found.append((path, read_work_folder(path)))
+        except BadDataError as error:
+            print_stderr(f"skipping {path}: {error}")
+    found.sort(key=lambda each: each[1].started or 0.0, reverse=True)
+    if as_json:
+        print(json.dumps([_run_document(path, record) for path, record in found]))
+        return
+    columns = ("run", "state", "step", "loss", "NE", "AUC", "started", "work directory")
+    table = titled_table("", columns, words=("run", "state", "work directory"))
+    for path, record in found:
+        started = format_utc(record.started) if record.started is not None else UNKNOWN
+        figures = (count(record.step), number(record.loss), number(record.ne), number(record.auc))
+        table.add_row(record.name, record.state, *figures, started, str(path))
+    print_view(table)
+
+
+def _run_document(path: Path, record: Record) -> dict[str, object]:
+    figures = {"step": record.step, "loss": record.loss, "ne": record.ne, "auc": record.auc}
+    times = {"started": record.started, "ended": record.ended}
+    return {"name": record.name, "state": record.state, **figures, **times, "workdir": str(path.absolute())}

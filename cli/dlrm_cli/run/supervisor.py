@@ -18,10 +18,9 @@ from typing import Literal, Protocol
 
 from dlrm_api.errors import DLRMError
 from dlrm_api.job import DLRMJob
-from dlrm_api.lifecycle import RestartAction, RestartSpec
+from dlrm_api.lifecycle import RestartAction, RestartBudget, RestartSpec, backoff_s, restart_action
 from dlrm_api.names import USER_ERROR_CODES, Container, ExitCode
 from dlrm_api.progress import CheckpointerProgress, Progress, SnapshotInfo
-from dlrm_api.restart_policy import RestartBudget, backoff_s, restart_action
 from dlrm_cli.run.appdef import PROGRAMS, LocalGang, free_ports
 from dlrm_cli.run.history import MAX_WORDS, Ended, Failure, History, Recorder, Seen, Started, Then, Watch
 from dlrm_cli.run.process import FATAL_CODES, POLL_INTERVAL_S, ProcessExit, RunningGang

@@ -12,9 +12,8 @@ from typing import Any, Literal
 from dlrm_api import names
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob, DLRMJobSpec
-from dlrm_api.lifecycle import RestartAction, RestartSpec
+from dlrm_api.lifecycle import RestartAction, RestartBudget, RestartSpec, backoff_s, restart_action
 from dlrm_api.names import USER_ERROR_CODES, ExitCode
-from dlrm_api.restart_policy import RestartBudget, backoff_s, restart_action
 from dlrm_api.status import ConditionType, DLRMJobStatus, FailureEvidence, HaltReason, Phase, ProgressStatus
 from dlrm_operator.reconcile import health
 from dlrm_operator.reconcile.findings import (

@@ -2,9 +2,16 @@
 
 import pytest
 
-from dlrm_api.lifecycle import ExitCodeRule, RestartAction, RestartSpec
+from dlrm_api.lifecycle import (
+    JITTER,
+    ExitCodeRule,
+    RestartAction,
+    RestartBudget,
+    RestartSpec,
+    backoff_s,
+    restart_action,
+)
 from dlrm_api.names import USER_ERROR_CODES, ExitCode
-from dlrm_api.restart_policy import JITTER, RestartBudget, backoff_s, restart_action
 
 
 @pytest.mark.parametrize("code", sorted(USER_ERROR_CODES))
