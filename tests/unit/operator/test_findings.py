@@ -478,7 +478,7 @@ def a_job_runs_for_too_long() -> ModelCluster:
 
 
 @says(Reason.SPEC_CHANGED, "attempt 2")
-def a_failed_job_is_mended() -> ModelCluster:
+def a_failed_job_is_fixed() -> ModelCluster:
     cluster = data_are_bad()
     cluster.edit("training", seed=5)
     cluster.reconcile_once()
