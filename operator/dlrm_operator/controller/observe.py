@@ -37,6 +37,7 @@ from dlrm_operator.reconcile.state import (
     PodSeen,
     current_gang,
 )
+from dlrm_planner import trace_references
 
 MAX_CACHE_AGE_S = 1.0
 """Create the first attempt from the cache only if the watch of jobs is at most this old."""
@@ -149,8 +150,8 @@ class Observer:
         self.kueue_client.follow(job.key, waiting_group(observed))
         return replace(observed, queue_message=self.kueue_client.message(job.key))
 
-    async def _observe_forming(self, job: JobSeen, *, live: bool) -> Observed:
-        """Observe a job that needs a plan.
+    async def _observe_forming(self, job: JobSeen, *, live: bool) -> Observed | None:
+        """Observe a job that needs a plan; return None if the next step needs a live observation.
 
         The caches suffice to begin its first attempt: the Service is created first, and a conflict there shows that the
         attempt exists. However old the cached job is, this creates no second set of pods. That it is recent spares
@@ -160,7 +161,11 @@ class Observer:
         recent = time.monotonic() - self.jobs.heard_at <= MAX_CACHE_AGE_S
         begins = self._begins(job) and (answered if live else recent or not answered)
         if not live and not begins:
-            return self._facts(job, self.pods.pods(job.key))
+            pods = self.pods.pods(job.key)
+            stands_alone = not pods and not _has_references(job)
+            if stands_alone and self.planner.answer(job.key, job, ProfileSeen().version) is not None:
+                return None
+            return replace(self._facts(job, pods), stands_alone=stands_alone)
         # Concurrently: a list that has to be current waits for the API server's watch cache.
         pods, profile, children = await asyncio.gather(
             self._live_pods(job, begins), self._profile(job), self._children(job, begins)
@@ -257,6 +262,12 @@ class Observer:
         if plan_in_force(children, pods, job.spec, job.uid, _attempt(job)) is not None and not wants_resize(job):
             return {}, ""
         return await self.references.traces(job.key.namespace, job.spec.spec)
+
+
+def _has_references(job: JobSeen) -> bool:
+    if isinstance(job.spec, InvalidSpecError):
+        return True
+    return job.spec.spec.trainer.hardware is not None or bool(trace_references(job.spec.spec))
 
 
 async def read_groups(api: Api, job: JobSeen) -> Groups:

@@ -1,4 +1,4 @@
-"""Traces that a job refers to: read from ConfigMaps before a plan is made, and a condition where that can't be done."""
+"""What is read before a plan is made: traces from ConfigMaps, a condition if that fails, nothing for other jobs."""
 
 import asyncio
 from dataclasses import replace
@@ -18,12 +18,13 @@ from dlrm_operator.controller.informers import JobCache, PodCache
 from dlrm_operator.controller.observe import Observer
 from dlrm_operator.manifests.objects import Images
 from dlrm_operator.reconcile.reconcile import reconcile
-from dlrm_operator.reconcile.state import JobKey, Observed, Planning, RequestPlan
+from dlrm_operator.reconcile.state import JobKey, Observed, Planning, RequestPlan, WakeAt
 from dlrm_testing.operator.model_cluster import KEY, ModelCluster
 from dlrm_testing.operator.operator_cluster import job_document
 from dlrm_testing.operator.running_job import condition, status
 
 Object = dict[str, Any]
+DEMO = JobKey(KEY.namespace, "demo")
 PLAN = f"/api/v1/namespaces/{KEY.namespace}/configmaps/demo-plan-1"
 
 
@@ -31,7 +32,9 @@ class ScriptedApi:
     """One job, and the ConfigMaps of its namespace."""
 
     def __init__(self, reference: str, config_maps: dict[str, Object]) -> None:
-        table = {"name": "a", "rows": 1_000, "dim": 4, "distribution": {"reference": reference}}
+        table: Object = {"name": "a", "rows": 1_000, "dim": 4}
+        if reference:
+            table["distribution"] = {"reference": reference}
         document = job_document("demo", model={"tables": [table], "interaction": "dcn"})
         meta = {"namespace": KEY.namespace, "uid": "u", "resourceVersion": "1", "generation": 1}
         self._job: Object = {**document, "metadata": {**document["metadata"], **meta}}
@@ -67,10 +70,10 @@ class OnePlan:
         return self._planning is not None
 
 
-def looked(api: ScriptedApi, planning: Planning | None = None) -> Observed:
+def observer_of(api: ScriptedApi, planning: Planning | None) -> Observer:
     pods = PodCache(cast("Any", None), None, lambda key: None, lambda key: None)
     pods.replace([])
-    observer = Observer(
+    return Observer(
         api=cast("Api", api),
         jobs=JobCache(),
         pods=pods,
@@ -82,9 +85,20 @@ def looked(api: ScriptedApi, planning: Planning | None = None) -> Observed:
         references=ReferenceReader(cast("Api", api)),
         images=Images(),
     )
-    observed = asyncio.run(observer.observe(JobKey(KEY.namespace, "demo"), live=True))
+
+
+def looked(api: ScriptedApi, planning: Planning | None = None) -> Observed:
+    observed = asyncio.run(observer_of(api, planning).observe(DEMO, live=True))
     assert observed is not None
     return observed
+
+
+def from_caches(api: ScriptedApi, planning: Planning | None = None) -> Observed | None:
+    """Observe a job whose first attempt was begun, from what a live observation left in the caches."""
+    observer = observer_of(api, planning)
+    asyncio.run(observer.observe(DEMO, live=True))
+    observer.started.add(DEMO)
+    return asyncio.run(observer.observe(DEMO, live=False))
 
 
 def test_the_config_map_s_trace_goes_with_the_question() -> None:
@@ -139,3 +153,20 @@ def test_planning_waits_for_the_trace_in_words() -> None:
         "TraceUnavailable",
         "there is no ConfigMap reuse: create it",
     )
+
+
+@pytest.mark.parametrize(("reference", "is_asked"), [("", True), ("configmap:reuse", False)])
+def test_only_a_job_without_references_is_planned_from_the_caches(reference: str, is_asked: bool) -> None:
+    cluster = ModelCluster()
+
+    observed = from_caches(ScriptedApi(reference, {}))
+    assert observed is not None
+    actions = reconcile(observed, cluster.now)
+
+    assert observed.stands_alone == is_asked
+    assert any(isinstance(action, RequestPlan) for action in actions) == is_asked
+    assert any(isinstance(action, WakeAt) and action.needs_live for action in actions) != is_asked
+
+
+def test_a_planned_job_is_observed_live() -> None:
+    assert from_caches(ScriptedApi("", {}), Planning()) is None
