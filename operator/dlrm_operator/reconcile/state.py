@@ -322,7 +322,7 @@ class Observed:
     """Documents of the traces that the spec refers to; read only if a plan is to be made."""
     trace_problem: str = ""
     stands_alone: bool = False
-    """Whether it is known to have no pods, and its spec refers to nothing: it can be planned before anything is read."""
+    """Whether it has no pods, and its spec refers to nothing: it can be planned before anything is read."""
     planning: Planning | None = None
     """None: this spec is not planned yet, or the planner is working."""
     polled: Polled | None = None

@@ -25,11 +25,12 @@ def test_only_restarts_after_disruptions_are_free(disrupted: bool, action: Resta
 
 
 def test_the_first_matching_rule_of_the_job_decides() -> None:
-    rules = (ExitCodeRule(exit_codes=(78, 3), action="restart-free"), ExitCodeRule(exit_codes=(3,), action="fail"))
+    rules = (ExitCodeRule(exit_codes=(78, 3), action="restart-free"), ExitCodeRule(exit_codes=(3, 5), action="fail"))
     spec = RestartSpec(rules_by_exit_code=rules)
 
     assert restart_action(3, spec, disrupted=False) == "restart-free"
     assert restart_action(78, spec, disrupted=False) == "restart-free"
+    assert restart_action(5, spec, disrupted=False) == "fail"
 
 
 def test_further_fatal_codes_come_from_the_caller() -> None:
