@@ -10,8 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from dlrm_api.errors import BadDataError, DLRMError, NoInputError, UsageError
 from dlrm_cli.report.collect import Record, read_cluster_job, read_work_folder
 from dlrm_cli.report.plots import FORMATS, Plot, count, draw, number
@@ -73,6 +71,9 @@ def render_comparison(records: Sequence[Record], made: str) -> str:
 
 
 def _render(head: Record, figures: Sequence[tuple[str, str]], shown: Sequence[Section], made: str) -> str:
+    # Takes 50 ms to load, and the table of runs needs none of it.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     loader = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     jinja.globals.update(made=made, generator=GENERATOR, draw=draw, values_table=values_table)

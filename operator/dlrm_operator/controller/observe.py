@@ -162,10 +162,10 @@ class Observer:
         begins = self._begins(job) and (answered if live else recent or not answered)
         if not live and not begins:
             pods = self.pods.pods(job.key)
-            stands_alone = not pods and not _has_references(job)
-            if stands_alone and self.planner.answer(job.key, job, ProfileSeen().version) is not None:
+            needs_no_reads = not (pods or job.unknown_fields or _has_references(job))
+            if needs_no_reads and self.planner.answer(job.key, job, ProfileSeen().version):
                 return None
-            return replace(self._facts(job, pods), stands_alone=stands_alone)
+            return replace(self._facts(job, pods), plan_needs_no_reads=needs_no_reads)
         # Concurrently: a list that has to be current waits for the API server's watch cache.
         pods, profile, children = await asyncio.gather(
             self._live_pods(job, begins), self._profile(job), self._children(job, begins)

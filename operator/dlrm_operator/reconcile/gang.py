@@ -50,7 +50,8 @@ def gang_rule(view: state.JobView) -> RuleResult:
     if gang.whole and gang.size is not None:
         return replace(_watch(view, gang), actions=tuple(_service(view)))
     if children is None:
-        return _plan(view) if _can_plan_ahead(view) else live_pass(view)
+        # With the answer, one live pass is enough.
+        return live_pass(view) if view.status.plan or not view.observed.plan_needs_no_reads else _plan(view)
     plan = plan_in_force(children, view.observed.pods, view.spec, view.job.uid, view.status.attempt)
     return _plan(view) if plan is None else _create(view, plan)
 
@@ -58,11 +59,6 @@ def gang_rule(view: state.JobView) -> RuleResult:
 def live_pass(view: state.JobView) -> RuleResult:
     """Ask for a pass that observes live: only that one knows the job's children."""
     return RuleResult(actions=(state.WakeAt(key=view.job.key, time=view.now, needs_live=True),))
-
-
-def _can_plan_ahead(view: state.JobView) -> bool:
-    """Return whether to plan before the children are read: with the answer, one live pass is enough."""
-    return view.observed.stands_alone and view.status.plan is None and _obstacle(view.observed) is None
 
 
 def plan_in_force(

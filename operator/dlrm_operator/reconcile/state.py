@@ -321,8 +321,8 @@ class Observed:
     traces: Mapping[str, str] = field(default_factory=dict)
     """Documents of the traces that the spec refers to; read only if a plan is to be made."""
     trace_problem: str = ""
-    stands_alone: bool = False
-    """Whether it has no pods, and its spec refers to nothing: it can be planned before anything is read."""
+    plan_needs_no_reads: bool = False
+    """Whether the job can be planned from the caches: it has no pods, and its spec names neither profile nor traces."""
     planning: Planning | None = None
     """None: this spec is not planned yet, or the planner is working."""
     polled: Polled | None = None

@@ -163,7 +163,7 @@ def test_only_a_job_without_references_is_planned_from_the_caches(reference: str
     assert observed is not None
     actions = reconcile(observed, cluster.now)
 
-    assert observed.stands_alone == is_asked
+    assert observed.plan_needs_no_reads == is_asked
     assert any(isinstance(action, RequestPlan) for action in actions) == is_asked
     assert any(isinstance(action, WakeAt) and action.needs_live for action in actions) != is_asked
 
