@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -169,11 +170,15 @@ def test_an_error_of_the_thread_is_raised_between_two_steps(monkeypatch: pytest.
     part.dirty.mark(np.arange(1_000))
     copying = copying_of(part, MemoryCut())
 
+    reached = threading.Event()
+
     def broken(*_: object) -> None:
+        reached.set()
         raise OSError("the directory is gone")
 
     monkeypatch.setattr(copy_before_update, "copy_rows", broken)
     copying.start()
+    assert reached.wait(60.0)
     copying.close()
 
     with pytest.raises(OSError, match="the directory is gone"):
