@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,8 @@ from pathlib import Path
 from dlrm_cluster.errors import BuildError, MissingToolError
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
-KUBERNETES_VERSION = "v1.35.4"
+OLDEST_KUBERNETES = "kubernetes-1.35"
+"""Recipe of the oldest supported version."""
 GO_FLAGS = ("-mod=readonly", "-trimpath", "-buildvcs=false")
 ERROR_LINES = 30
 
@@ -49,38 +50,43 @@ class Recipe:
         return (*GO_FLAGS, f"-ldflags=-s -w{settings}")
 
 
-def _kubernetes_version() -> dict[str, str]:
-    """Return the variables that Kubernetes' own build sets; without them programs report v0.0.0."""
-    major, minor, _ = KUBERNETES_VERSION.removeprefix("v").split(".")
-    values = {"gitVersion": KUBERNETES_VERSION, "gitMajor": major, "gitMinor": minor}
-    packages = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
-    return {f"{package}.{name}": value for package in packages for name, value in values.items()}
+def _kubernetes(module: str, programs: Iterable[str], *, tested_with: bool = True) -> Recipe:
+    """Set the variables that Kubernetes' own build sets; without them programs report v0.0.0."""
+    version = next(
+        line.split()[2]
+        for line in (TOOLS / module / "go.mod").read_text().splitlines()
+        if line.startswith("require k8s.io/kubernetes ")
+    )
+    major, minor, _ = version.removeprefix("v").split(".")
+    values = {"gitVersion": version, "gitMajor": major, "gitMinor": minor}
+    of_version = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
+    return Recipe(
+        packages={program: f"k8s.io/kubernetes/cmd/{program}" for program in programs},
+        variables={f"{package}.{name}": value for package in of_version for name, value in values.items()},
+        module=module,
+        tested_with=tested_with,
+    )
 
 
 KUBERNETES_PROGRAMS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
 NODE_PROGRAMS = ("kubelet", "kube-proxy")
 RECIPES: Mapping[str, Recipe] = {
-    "kubernetes": Recipe(
-        packages={program: f"k8s.io/kubernetes/cmd/{program}" for program in KUBERNETES_PROGRAMS},
-        variables=_kubernetes_version(),
-    ),
+    "kubernetes": _kubernetes("kubernetes", KUBERNETES_PROGRAMS),
+    OLDEST_KUBERNETES: _kubernetes(OLDEST_KUBERNETES, KUBERNETES_PROGRAMS),
     "etcd": Recipe(packages={"etcd": "go.etcd.io/etcd/server/v3"}),
     "versitygw": Recipe(packages={"versitygw": "github.com/versity/versitygw/cmd/versitygw"}),
     "kwok": Recipe(packages={"kwok": "sigs.k8s.io/kwok/cmd/kwok"}),
     "kueue": Recipe(packages={"kueue": "sigs.k8s.io/kueue/cmd/kueue"}),
+    "kueue-0.10": Recipe(packages={"kueue": "sigs.k8s.io/kueue/cmd/kueue"}),
     "helm": Recipe(packages={"helm": "helm.sh/helm/v3/cmd/helm"}),
     "kubeconform": Recipe(packages={"kubeconform": "github.com/yannh/kubeconform/cmd/kubeconform"}),
-    "node": Recipe(
-        packages={program: f"k8s.io/kubernetes/cmd/{program}" for program in NODE_PROGRAMS},
-        variables=_kubernetes_version(),
-        module="kubernetes",
-        tested_with=False,
-    ),
+    "node": _kubernetes(OLDEST_KUBERNETES, NODE_PROGRAMS, tested_with=False),
     "coredns": Recipe(packages={"coredns": "."}, tested_with=False),
     "coscheduling": Recipe(packages={"kube-scheduler": "."}, tested_with=False),
     "volcano": Recipe(packages={"vc-scheduler": "volcano.sh/volcano/cmd/scheduler"}, tested_with=False),
-    "training-operator": Recipe(
-        packages={"training-operator": "github.com/kubeflow/training-operator/cmd/training-operator.v1"},
+    "jobset": Recipe(packages={"jobset": "sigs.k8s.io/jobset"}, tested_with=False),
+    "kubeflow-trainer": Recipe(
+        packages={"trainer-controller-manager": "github.com/kubeflow/trainer/v2/cmd/trainer-controller-manager"},
         tested_with=False,
     ),
 }

@@ -1,0 +1,14 @@
+//go:build tools
+
+// Package tools names the Kubernetes programs that the test cluster runs, so that go.mod and go.sum pin
+// everything that they are built from. It is never compiled: the build tag above is never set.
+package tools
+
+import (
+	_ "k8s.io/kubernetes/cmd/kube-apiserver"
+	_ "k8s.io/kubernetes/cmd/kube-controller-manager"
+	_ "k8s.io/kubernetes/cmd/kube-proxy"
+	_ "k8s.io/kubernetes/cmd/kube-scheduler"
+	_ "k8s.io/kubernetes/cmd/kubectl"
+	_ "k8s.io/kubernetes/cmd/kubelet"
+)

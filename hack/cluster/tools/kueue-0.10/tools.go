@@ -1,0 +1,7 @@
+//go:build tools
+
+// Package tools names Kueue, so that go.mod and go.sum pin everything that it is built from.
+// It is never compiled: the build tag above is never set.
+package tools
+
+import _ "sigs.k8s.io/kueue/cmd/kueue"

@@ -1,7 +1,0 @@
-//go:build tools
-
-// Package tools names Kubeflow's training operator, so that go.mod and go.sum pin everything that it is built from.
-// It is never compiled: the build tag above is never set.
-package tools
-
-import _ "github.com/kubeflow/training-operator/cmd/training-operator.v1"
