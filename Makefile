@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SEED ?= 0
 
-.PHONY: help quickstart test quick unit integration smoke e2e node-programs node-images soak faults lint format generate dashboards bench lock images cluster-up cluster-down clean
+.PHONY: help quickstart test quick unit integration oldest smoke e2e node-programs node-images soak faults lint format generate dashboards bench lock images cluster-up cluster-down clean
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
@@ -31,7 +31,7 @@ quickstart: $(INSTALLED) ## train the synthetic example with two ranks, snapshot
 	@test -s $(HARDWARE) || { mkdir -p $(dir $(HARDWARE)); $(BIN)/dlrmctl profile measure --out $(HARDWARE); }
 	$(BIN)/dlrmctl run examples/quickstart.yaml --workdir $(WORKDIR) --hardware $(HARDWARE)
 
-test: unit integration ## run all tests except those on real pods
+test: unit integration oldest ## run all tests except those on real pods
 
 quick: $(INSTALLED) ## run the quick tests only
 	$(PYTEST) -m "not slow" -n 2 tests/unit tests/integration
@@ -42,6 +42,9 @@ unit: $(INSTALLED) ## run the unit tests, quick ones first
 
 integration: $(INSTALLED) ## run the tests on real servers and processes
 	$(PYTEST) -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder tests/integration
+
+oldest: $(INSTALLED) ## run the part of integration that also covers the oldest supported Kubernetes
+	TEST_KUBERNETES=kubernetes-1.35 $(PYTEST) -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder tests/integration/operator
 
 soak: SCHEDULES ?= 5000
 soak: $(INSTALLED) ## run SCHEDULES random snapshot fault schedules, from SEED
@@ -94,7 +97,7 @@ e2e: ## run the tests with real pods, on the cluster of KUBECONFIG or on a node 
 
 # Parts of the test node. A failure here shows up again in the tests that need the part.
 node-programs:
-	-@$(PYTHON) -m dlrm_cluster build etcd kubernetes node coredns versitygw helm
+	-@$(PYTHON) -m dlrm_cluster build etcd kubernetes-1.35 node coredns versitygw helm
 node-images:
 	-@$(PYTHON) -m dlrm_cluster.project_images build
 

@@ -50,13 +50,15 @@ class Recipe:
         return (*GO_FLAGS, f"-ldflags=-s -w{settings}")
 
 
+def kubernetes_version(module: str) -> str:
+    """Return the version that a wrapper module pins, such as ``v1.37.2``."""
+    lines = (TOOLS / module / "go.mod").read_text().splitlines()
+    return next(line.split()[2] for line in lines if line.startswith("require k8s.io/kubernetes "))
+
+
 def _kubernetes(module: str, programs: Iterable[str], *, tested_with: bool = True) -> Recipe:
     """Set the variables that Kubernetes' own build sets; without them programs report v0.0.0."""
-    version = next(
-        line.split()[2]
-        for line in (TOOLS / module / "go.mod").read_text().splitlines()
-        if line.startswith("require k8s.io/kubernetes ")
-    )
+    version = kubernetes_version(module)
     major, minor, _ = version.removeprefix("v").split(".")
     values = {"gitVersion": version, "gitMajor": major, "gitMinor": minor}
     of_version = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")

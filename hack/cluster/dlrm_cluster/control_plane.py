@@ -32,6 +32,7 @@ class ControlPlane:
 
     Args:
         work_dir: Certificates, data and each process's log; an earlier control plane's data there is dropped.
+        kubernetes: Recipe that its programs are built by, which is its version.
         network: Where all of it runs, so that pods reach it; without one, on this machine's loopback.
         audit: Write ``audit_log``, one line a call.
         node_grace_s: How long a silent node stays Ready. The default lets nodes without a kubelet live.
@@ -44,6 +45,7 @@ class ControlPlane:
         self,
         work_dir: Path,
         *,
+        kubernetes: str = "kubernetes",
         network: Network | None = None,
         audit: bool = False,
         node_grace_s: float = NODE_GRACE_S,
@@ -54,6 +56,7 @@ class ControlPlane:
         self.work_dir = work_dir.resolve()
         self.servers: dict[str, Server] = {}
         self.token = secrets.token_hex(16)
+        self._kubernetes = kubernetes
         self._network = network
         self._accounts = accounts
         self._audit = audit
@@ -91,7 +94,7 @@ class ControlPlane:
     @property
     def kubectl(self) -> Path:
         """Return the kubectl of the cluster's version; pass it ``--kubeconfig``."""
-        return binaries("kubernetes") / "kubectl"
+        return binaries(self._kubernetes) / "kubectl"
 
     @property
     def api(self) -> Api:
@@ -121,7 +124,7 @@ class ControlPlane:
             return
 
     def _start_once(self) -> None:
-        etcd, kubernetes = binaries("etcd"), binaries("kubernetes")
+        etcd, kubernetes = binaries("etcd"), binaries(self._kubernetes)
         layout = self._layout = self._new_layout()
         components.write_files(layout, [components.administrator(self.token), *self._accounts])
         api_argv = components.apiserver_argv(kubernetes / "kube-apiserver", layout, audit=self._audit)

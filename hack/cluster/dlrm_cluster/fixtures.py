@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import pytest
 
-from dlrm_cluster.build import binaries
+from dlrm_cluster.build import OLDEST_KUBERNETES, binaries
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.errors import ClusterError, MissingToolError
 from dlrm_cluster.real_cluster import RealCluster, cluster_for_tests
@@ -21,14 +21,31 @@ from dlrm_cluster.s3 import RcloneS3, S3Server, VersityGateway
 
 STRICT = {"kube-apiserver": ("--enable-admission-plugins=OwnerReferencesPermissionEnforcement",)}
 """What some distributions turn on beside Kubernetes' own choice: it asks for rights that no request shows."""
+KUBERNETES = os.environ.get("TEST_KUBERNETES", "kubernetes")
+"""Recipe of the session's control plane. On the oldest supported version only tests marked ``oldest_server`` run."""
 NEEDED = {
-    "control_plane": ("etcd", "kubernetes"),
+    "control_plane": ("etcd", KUBERNETES),
     "helm": ("helm",),
     "kueue": ("kueue",),
     "kwok": ("kwok",),
-    "real_cluster": ("etcd", "kubernetes", "node", "coredns"),
+    "real_cluster": ("etcd", OLDEST_KUBERNETES, "node", "coredns"),
     "versitygw": ("versitygw",),
 }
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what does not run on the session's version of Kubernetes."""
+    left_out = [item for item in items if not _runs_on_this_version(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _runs_on_this_version(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("oldest_server")
+    if KUBERNETES == OLDEST_KUBERNETES:
+        return mark is not None
+    return mark is None or not mark.kwargs.get("only")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -59,7 +76,8 @@ def refuse(reason: MissingToolError) -> NoReturn:
 @pytest.fixture(scope="session")
 def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """Return a running control plane with an audit log, shared by the session's tests; use a ``namespace`` of it."""
-    plane = ControlPlane(tmp_path_factory.mktemp("control-plane"), audit=True, extra_args=STRICT)
+    folder = tmp_path_factory.mktemp("control-plane")
+    plane = ControlPlane(folder, kubernetes=KUBERNETES, audit=True, extra_args=STRICT)
     try:
         plane.start()
     except MissingToolError as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from dlrm_cluster import network as networks
 from dlrm_cluster import node_files as files
 from dlrm_cluster.api import Api, ApiError
-from dlrm_cluster.build import Report, binaries
+from dlrm_cluster.build import OLDEST_KUBERNETES, Report, binaries
 from dlrm_cluster.components import Account, Argv, write_kubeconfig
 from dlrm_cluster.containers import CNI_PROGRAMS, PAUSE_IMAGE, Containers
 from dlrm_cluster.control_plane import ControlPlane
@@ -82,6 +82,7 @@ class Node:
         self._report(f"network namespace {network.name}: the node is {network.node}, pods are {network.pods}")
         plane = ControlPlane(
             self._folder,
+            kubernetes=OLDEST_KUBERNETES,
             network=network,
             node_grace_s=SILENT_NODE_S,
             accounts=list(self._accounts.values()),

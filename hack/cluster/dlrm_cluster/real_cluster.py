@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dlrm_cluster import lifecycle
-from dlrm_cluster.build import TOOLS, binaries
+from dlrm_cluster.build import OLDEST_KUBERNETES, TOOLS, binaries
 from dlrm_cluster.errors import ClusterError, MissingToolError
 from dlrm_cluster.images import write_image
 from dlrm_cluster.node import BUSYBOX
@@ -35,7 +35,7 @@ class RealCluster:
         made_here = (self.kubeconfig.parent / "kubelet.pid").exists()
         self.folder = self.kubeconfig.parent if made_here else None
         found = None if made_here else shutil.which("kubectl")
-        self.program = Path(found) if found else binaries("kubernetes") / "kubectl"
+        self.program = Path(found) if found else binaries(OLDEST_KUBERNETES) / "kubectl"
 
     def kubectl(self, *words: str, stdin: str | None = None, timeout_s: float = 120.0) -> str:
         """Return the output of kubectl.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dlrm_cluster.api import ApiError
+from dlrm_cluster.build import kubernetes_version
 from dlrm_cluster.components import SERVICE_IP_RANGE
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_testing.waiting import wait_until
@@ -38,8 +39,8 @@ def test_server_and_kubectl_are_the_pinned_version(control_plane: ControlPlane) 
 
     answer = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
 
-    assert answer["serverVersion"]["gitVersion"] == "v1.35.4"
-    assert answer["clientVersion"]["gitVersion"] == "v1.35.4"
+    assert answer["serverVersion"]["gitVersion"] == kubernetes_version("kubernetes")
+    assert answer["clientVersion"]["gitVersion"] == kubernetes_version("kubernetes")
 
 
 def test_a_pod_is_scheduled_to_a_node_made_by_the_api(control_plane: ControlPlane, namespace: str, node: str) -> None:

@@ -58,6 +58,7 @@ def silent_for_long(control_plane: ControlPlane, namespace: str, pod: str) -> No
     control_plane.api.call("PATCH", f"{path}/status", {"status": {"conditions": conditions}})
 
 
+@pytest.mark.oldest_server
 def test_the_gang_of_a_silent_node_is_forced_away_and_replaced_elsewhere(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess, pool: str
 ) -> None:

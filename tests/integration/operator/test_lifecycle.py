@@ -34,6 +34,7 @@ def told_digest(pod: dict[str, Any]) -> str:
     return next(str(item["value"]) for item in trainer["env"] if item["name"] == "DLRM_TOKEN_SHA256")
 
 
+@pytest.mark.oldest_server
 def test_a_job_is_planned_runs_and_succeeds(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
@@ -56,6 +57,7 @@ def test_a_job_is_planned_runs_and_succeeds(
     assert job.events() == ["Succeeded"]
 
 
+@pytest.mark.oldest_server
 def test_a_failed_pod_ends_its_gang_and_the_next_starts_after_it(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
@@ -165,6 +167,7 @@ def test_a_job_without_its_last_snapshot_has_not_succeeded(
     assert job.status()["lastSnapshot"]["step"] == 90
 
 
+@pytest.mark.oldest_server
 def test_a_suspended_job_holds_its_cut_and_goes_on_from_it(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
@@ -210,6 +213,7 @@ def test_a_trainer_that_gives_no_cut_is_let_go_after_the_deadline(
     assert kubelet.pods() == []
 
 
+@pytest.mark.oldest_server
 def test_kubectl_scale_brings_a_gang_of_the_new_size_after_a_committed_cut(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
@@ -270,6 +274,7 @@ def test_the_operator_answers_probes_and_counts(
     assert operator.stop() == 0
 
 
+@pytest.mark.oldest_server
 def test_a_refused_pod_is_told_in_the_servers_words_and_tried_again(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:

@@ -108,6 +108,7 @@ def rights(identity: Identity) -> None:
     assert identity.granted() - asked == UNSEEN
 
 
+@pytest.mark.oldest_server
 def test_over_the_whole_cluster(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, helm: Path, tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ def submit(pools: ControlPlane, namespace: str, operator: OperatorProcess) -> Su
     return Submitter(pools, namespace)
 
 
+@pytest.mark.oldest_server
 def test_jobs_run_in_their_pool_or_report_the_schedulers_message(submit: Submitter) -> None:
     eight = {"processesPerReplica": 8}
     gpu = submit("gpu", 2, "gpu", trainer=eight)

@@ -99,6 +99,7 @@ def webhook(api_types: ControlPlane, helm: Path, tmp_path_factory: pytest.TempPa
     api_types.api.call("DELETE", f"/api/v1/namespaces/{found.namespace}")
 
 
+@pytest.mark.oldest_server
 def test_a_job_that_fits_nowhere_is_refused_as_it_is_applied(webhook: Webhook) -> None:
     said = webhook.kubectl("create", document=job_document("large", trainer=INFEASIBLE))
 
@@ -126,6 +127,7 @@ def test_a_privileged_pod_is_refused_with_whom_to_ask(webhook: Webhook) -> None:
     assert not webhook.api.found(f"{webhook.jobs}/privileged")
 
 
+@pytest.mark.oldest_server
 def test_the_definitions_own_rules_speak_first(webhook: Webhook) -> None:
     before = webhook.reviews()
 
