@@ -43,7 +43,7 @@ unit: $(INSTALLED) ## run the unit tests, quick ones first
 integration: $(INSTALLED) ## run the tests on real servers and processes
 	$(PYTEST) -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder tests/integration
 
-oldest: $(INSTALLED) ## run the part of integration that also covers the oldest supported Kubernetes
+oldest: $(INSTALLED) ## run the part of integration that also covers the oldest tested Kubernetes
 	TEST_KUBERNETES=kubernetes-1.35 $(PYTEST) -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder tests/integration/operator
 
 soak: SCHEDULES ?= 5000

@@ -24,7 +24,7 @@ from dlrm_cluster.errors import BuildError, MissingToolError
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 OLDEST_KUBERNETES = "kubernetes-1.35"
-"""Recipe of the oldest supported version."""
+"""Recipe of the oldest tested version."""
 GO_FLAGS = ("-mod=readonly", "-trimpath", "-buildvcs=false")
 ERROR_LINES = 30
 

@@ -22,7 +22,7 @@ from dlrm_cluster.s3 import RcloneS3, S3Server, VersityGateway
 STRICT = {"kube-apiserver": ("--enable-admission-plugins=OwnerReferencesPermissionEnforcement",)}
 """What some distributions turn on beside Kubernetes' own choice: it asks for rights that no request shows."""
 KUBERNETES = os.environ.get("TEST_KUBERNETES", "kubernetes")
-"""Recipe of the session's control plane. On the oldest supported version only tests marked ``oldest_server`` run."""
+"""Recipe of the session's control plane. On the oldest tested version only tests marked ``oldest_server`` run."""
 NEEDED = {
     "control_plane": ("etcd", KUBERNETES),
     "helm": ("helm",),
