@@ -12,7 +12,8 @@ from dlrm_cluster.ports import LOOPBACK
 
 ADMIN = "dlrm-admin"
 CLUSTER = "dlrm-test"
-SERVICE_IP_RANGE = "10.96.0.0/16"
+SERVICE_IP_RANGES = "10.96.0.0/16,fd00:10:96::/112"
+"""Services of both families; the first is the default one."""
 SERVICE_IP = "10.96.0.1"
 ISSUER = "https://kubernetes.default.svc.cluster.local"
 ETCD_DATA = "etcd-data"
@@ -113,7 +114,7 @@ def apiserver_argv(program: Path, layout: Layout, *, audit: bool) -> Argv:
         "--kubelet-preferred-address-types=InternalIP",
         f"--kubelet-client-certificate={certificates.kubelet_client_cert}",
         f"--kubelet-client-key={certificates.kubelet_client_key}",
-        f"--service-cluster-ip-range={SERVICE_IP_RANGE}",
+        f"--service-cluster-ip-range={SERVICE_IP_RANGES}",
         f"--service-account-issuer={ISSUER}",
         f"--service-account-key-file={certificates.service_account_key}",
         f"--service-account-signing-key-file={certificates.service_account_key}",

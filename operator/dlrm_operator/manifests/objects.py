@@ -60,6 +60,8 @@ def gang_service(job: DLRMJob, owner: Owner) -> Manifest:
     ports = {"rendezvous": port.RENDEZVOUS, "trainer": port.TRAINER, "checkpointer": port.CHECKPOINTER}
     spec = {
         "clusterIP": "None",
+        # Pods may have addresses of either family, or of both.
+        "ipFamilyPolicy": "PreferDualStack",
         "publishNotReadyAddresses": True,
         "selector": {Label.JOB: job.metadata.name, Label.ROLE: ROLE},
         "ports": [{"name": name, "port": number, "protocol": "TCP"} for name, number in ports.items()],

@@ -1,5 +1,6 @@
 """The control plane is a real one: it schedules, collects garbage and checks permissions."""
 
+import ipaddress
 import json
 import subprocess
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ import pytest
 
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.build import kubernetes_version
-from dlrm_cluster.components import SERVICE_IP_RANGE
+from dlrm_cluster.components import SERVICE_IP_RANGES
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_testing.waiting import wait_until
 
@@ -64,13 +65,16 @@ def test_a_child_goes_with_its_owner(control_plane: ControlPlane, namespace: str
     wait_until(lambda: not control_plane.api.found(f"{maps}/child"))
 
 
-def test_a_service_gets_an_address_of_the_service_range(control_plane: ControlPlane, namespace: str) -> None:
-    spec = {"ports": [{"port": 80}], "selector": {"app": "any"}}
+def test_a_service_gets_an_address_of_each_service_range(control_plane: ControlPlane, namespace: str) -> None:
+    spec = {"ports": [{"port": 80}], "selector": {"app": "any"}, "ipFamilyPolicy": "PreferDualStack"}
     body = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "one"}, "spec": spec}
 
     made = control_plane.api.call("POST", f"/api/v1/namespaces/{namespace}/services", body)
 
-    assert made["spec"]["clusterIP"].startswith(SERVICE_IP_RANGE.removesuffix("0.0/16"))
+    ranges = [ipaddress.ip_network(each) for each in SERVICE_IP_RANGES.split(",")]
+    assert len(made["spec"]["clusterIPs"]) == len(ranges) == 2
+    for address, network in zip(made["spec"]["clusterIPs"], ranges, strict=True):
+        assert ipaddress.ip_address(address) in network
 
 
 def test_a_service_account_may_do_nothing_until_it_is_allowed(control_plane: ControlPlane, namespace: str) -> None:
