@@ -156,10 +156,11 @@ class SchedulingSpec(ApiModel):
         description="Scheduler of the pods. Default: the cluster's; for gang volcano: volcano; for gang coscheduling: "
         "scheduler-plugins-scheduler.",
     )
-    topology: Literal["any", "spread", "pack"] = Field(
+    topology: Literal["any", "spread", "pack", "preferPack"] = Field(
         "any",
         description="spread: place pods evenly over topology domains. pack: place all pods in one domain. Both are "
-        "hard constraints: if they cannot be met, pods stay pending.",
+        "hard constraints: if they cannot be met, pods stay pending. preferPack: place pods in one domain if they "
+        "fit. With gang kueue, Kueue chooses the domain of pack and preferPack (topology-aware scheduling).",
     )
     topology_key: str | None = Field(
         None,
@@ -170,9 +171,11 @@ class SchedulingSpec(ApiModel):
 
     rules = (
         Rule(
-            cel="!has(self.topology) || self.topology != 'pack' || has(self.topologyKey)",
-            holds=lambda scheduling: scheduling.topology != "pack" or scheduling.topology_key is not None,
-            message="topology pack needs topologyKey: set it to the node label of the domain",
+            cel="!has(self.topology) || !(self.topology in ['pack', 'preferPack']) || has(self.topologyKey)",
+            holds=lambda scheduling: (
+                scheduling.topology not in ("pack", "preferPack") or scheduling.topology_key is not None
+            ),
+            message="topology pack or preferPack needs topologyKey: set it to the node label of the domain",
         ),
         Rule(
             cel="!has(self.topologyKey) || has(self.topology) && self.topology != 'any'",

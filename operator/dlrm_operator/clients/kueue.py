@@ -1,14 +1,15 @@
-"""Why Kueue makes a job's pods wait, read from its Workload every now and then while they do."""
+"""Kueue's Workloads: in the version that the server serves, and why one makes a job's pods wait."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dlrm_api import names
-from dlrm_operator.api_client import API_ERRORS, Api, Object
+from dlrm_operator.api_client import API_ERRORS, METADATA_ONLY, Api, NotFoundError, Object
 from dlrm_operator.manifests.scheduling import KUEUE
 from dlrm_operator.reconcile.findings import shorten
 from dlrm_operator.reconcile.health import waits_for_kueue
@@ -20,6 +21,62 @@ POLL_INTERVAL_S = 15.0
 # All jobs together: with more waiting jobs each Workload is read less often.
 READS_PER_S = 5.0
 MAX_MESSAGE_CHARACTERS = 1_024
+AnswerT = TypeVar("AnswerT")
+
+
+class Workloads:
+    """Reach Workloads in the newest version that the server serves and the operator knows.
+
+    The version is looked up once, and again after a 404: Kueue may have been upgraded meanwhile.
+    """
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._version = ""
+
+    async def get(self, namespace: str, name: str) -> Object:
+        """Return one Workload.
+
+        Raises:
+            NotFoundError: it does not exist, or the server serves no known version.
+        """
+        return await self._request(lambda version: self._api.call("GET", f"{KUEUE.path(namespace, version)}/{name}"))
+
+    async def metadata(self, namespace: str, name: str) -> list[Object]:
+        """Return the metadata of the Workload of that name, if it exists.
+
+        Raises:
+            NotFoundError: the server serves no known version.
+        """
+        query = {"fieldSelector": f"metadata.name={name}"}
+        items, _ = await self._request(
+            lambda version: self._api.list_all(KUEUE.path(namespace, version), query, METADATA_ONLY)
+        )
+        return items
+
+    async def delete(self, namespace: str, name: str, options: Object) -> None:
+        """Delete one Workload, see ``get``."""
+        await self._request(
+            lambda version: self._api.call("DELETE", f"{KUEUE.path(namespace, version)}/{name}", options)
+        )
+
+    async def _request(self, send: Callable[[str], Awaitable[AnswerT]]) -> AnswerT:
+        known = self._version or await self._discover()
+        try:
+            return await send(known)
+        except NotFoundError:
+            if (served := await self._discover()) == known:
+                raise
+            return await send(served)
+
+    async def _discover(self) -> str:
+        self._version = ""
+        group = await self._api.call("GET", f"/apis/{KUEUE.group}")
+        served = {each["version"] for each in group["versions"]}
+        self._version = next((version for version in KUEUE.versions if version in served), "")
+        if not self._version:
+            raise NotFoundError(404, f"this cluster serves no {KUEUE}")
+        return self._version
 
 
 @dataclass
@@ -40,7 +97,8 @@ class KueueClient:
     """Hold Kueue's last message for each waiting job."""
 
     def __init__(self, api: Api, wake: Callable[[JobKey], None]) -> None:
-        self._api, self._wake = api, wake
+        self.workloads = Workloads(api)
+        self._wake = wake
         self._followed: dict[JobKey, _Followed] = {}
 
     def follow(self, key: JobKey, workload: str) -> None:
@@ -71,7 +129,7 @@ class KueueClient:
 
     async def _read(self, key: JobKey, followed: _Followed) -> None:
         try:
-            workload = await self._api.call("GET", f"{KUEUE.path(key.namespace)}/{followed.workload}")
+            workload = await self.workloads.get(key.namespace, followed.workload)
         except API_ERRORS:
             # The last message stays. That the pods are admitted shows on the pods themselves.
             return

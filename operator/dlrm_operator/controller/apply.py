@@ -15,6 +15,7 @@ from dlrm_api import names
 from dlrm_api.names import FIELD_MANAGER, Env, Label, token_digest
 from dlrm_operator import api_client
 from dlrm_operator.clients.checkpoint import CheckpointClient, ControlKey
+from dlrm_operator.clients.kueue import Workloads
 from dlrm_operator.clients.planner import Planner
 from dlrm_operator.clients.pod_requests import StackClient
 from dlrm_operator.controller.informers import JobCache, PodCache
@@ -22,7 +23,6 @@ from dlrm_operator.controller.observe import JOB_PATH, owned_by
 from dlrm_operator.controller.work_queue import WorkQueue
 from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.pods import with_derived
-from dlrm_operator.manifests.scheduling import KUEUE
 from dlrm_operator.reconcile import state
 from dlrm_operator.reconcile.findings import Reason, timestamp
 
@@ -54,6 +54,9 @@ class ActionExecutor:
     control_key: ControlKey
     clock: Callable[[], datetime] = api_client.own_time
     _dropped_event_logged_at: float = field(default=-math.inf, init=False)
+
+    def __post_init__(self) -> None:
+        self._workloads = Workloads(self.api)
 
     async def execute(self, action: state.Action) -> None:
         """Execute one action. Repeating it changes nothing.
@@ -122,11 +125,11 @@ class ActionExecutor:
             await self.api.call("DELETE", path, options)
 
     async def _delete_workload(self, action: state.DeleteWorkload) -> None:
-        path = f"{KUEUE.path(action.key.namespace)}/{action.group}"
+        namespace = action.key.namespace
         with suppress(api_client.NotFoundError, api_client.ConflictError):
-            found = await self.api.call("GET", path)
+            found = await self._workloads.get(namespace, action.group)
             if owned_by(found, action.pod_uid):
-                await self.api.call("DELETE", path, _delete_options(uid=found["metadata"]["uid"]))
+                await self._workloads.delete(namespace, action.group, _delete_options(uid=found["metadata"]["uid"]))
 
     async def _delete_job(self, action: state.DeleteJob) -> None:
         path = JOB_PATH.format(action.key.namespace, action.key.name)

@@ -110,7 +110,7 @@ class Observer:
         elif self._may_have_stale_groups(job, pods):
             if not live:
                 return None
-            children = Children(groups=await read_groups(self.api, job))
+            children = Children(groups=await self._groups(job))
             if not any(group.owner_uid == job.uid for group in children.groups.seen):
                 self._without_stale_groups.add(key)
         return replace(self._facts(job, pods), children=children)
@@ -223,7 +223,7 @@ class Observer:
         The Service is created first, so without it there is nothing else. If the first attempt begins, nobody reads it:
         its creation shows whether it exists.
         """
-        groups = await read_groups(self.api, job)
+        groups = await self._groups(job)
         if begins:
             return Children(groups=groups, assumed=True)
         if _attempt(job) > 1:
@@ -252,6 +252,25 @@ class Observer:
         items, _ = await self.api.list_all(f"/api/v1/namespaces/{job.key.namespace}/configmaps", _selector(job))
         return tuple(read_config_map(item) for item in items if owned_by(item, job.uid))
 
+    async def _groups(self, job: JobSeen) -> Groups:
+        """Read the job's PodGroups, or the Workload that has the name of its next group."""
+        if not isinstance(job.spec, DLRMJob) or (kind := group_type(job.spec.spec.scheduling)) is None:
+            return Groups()
+        gang, attempt = job.spec.spec.scheduling.gang, _attempt(job)
+        try:
+            if kind is KUEUE:
+                group = names.pod_group(job.key.name, attempt)
+                items = await self.kueue_client.workloads.metadata(job.key.namespace, group)
+            else:
+                items, _ = await self.api.list_all(kind.path(job.key.namespace), _selector(job), METADATA_ONLY)
+        except NotFoundError:
+            problem = f"this cluster serves no {kind}: {kind.remedy}, or set gang: none"
+        except ClusterRefusedError as error:
+            problem = f"permission denied: list {kind}: {error}; set the chart's value gangSchedulers.{gang}"
+        else:
+            return Groups(seen=tuple(read_group(item, kind.api_version) for item in items), attempt=attempt)
+        return Groups(problem=f"spec.scheduling.gang: {gang} is not available: {problem}")
+
     async def _profile(self, job: JobSeen) -> ProfileSeen:
         return await self.references.profile(job.spec.spec) if isinstance(job.spec, DLRMJob) else ProfileSeen()
 
@@ -268,29 +287,6 @@ def _has_references(job: JobSeen) -> bool:
     if isinstance(job.spec, InvalidSpecError):
         return True
     return job.spec.spec.trainer.hardware is not None or bool(trace_references(job.spec.spec))
-
-
-async def read_groups(api: Api, job: JobSeen) -> Groups:
-    """Read the job's PodGroups, or the Workload that has the name of its next group.
-
-    Raises:
-        ClusterUnavailableError: the API server did not answer.
-    """
-    if not isinstance(job.spec, DLRMJob) or (kind := group_type(job.spec.spec.scheduling)) is None:
-        return Groups()
-    gang, attempt = job.spec.spec.scheduling.gang, _attempt(job)
-    by_name = {"fieldSelector": f"metadata.name={names.pod_group(job.key.name, attempt)}"}
-    query = by_name if kind is KUEUE else _selector(job)
-    resource = f"{kind.plural} of {kind.api_version}"
-    try:
-        items, _ = await api.list_all(kind.path(job.key.namespace), query, METADATA_ONLY)
-    except NotFoundError:
-        problem = f"this cluster serves no {resource}: install {kind.product}, or set gang: none"
-    except ClusterRefusedError as error:
-        problem = f"permission denied: list {resource}: {error}; set the chart's value gangSchedulers.{gang}"
-    else:
-        return Groups(seen=tuple(read_group(item, kind.api_version) for item in items), attempt=attempt)
-    return Groups(problem=f"spec.scheduling.gang: {gang} is not available: {problem}")
 
 
 class StartupChecks:

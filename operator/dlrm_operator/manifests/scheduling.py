@@ -13,11 +13,13 @@ from dlrm_api.hardware import HardwareProfile, HardwareProfileSpec
 from dlrm_api.job import DLRMJob
 from dlrm_api.lifecycle import SchedulingSpec
 from dlrm_api.names import Label
-from dlrm_api.pod_template import REQUIRED
+from dlrm_api.pod_template import PREFERRED, REQUIRED
 from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.objects import Owner, metadata
 
 HOSTNAME: Final = "kubernetes.io/hostname"
+MAX_WEIGHT: Final = 100
+"""Of a preferred term."""
 KUEUE_FINALIZER: Final = "kueue.x-k8s.io/managed"
 """Kueue sets it on each pod of a group and removes it when the group has ended or its Workload is deleted."""
 KUEUE_GATE: Final = "kueue.x-k8s.io/admission"
@@ -28,19 +30,31 @@ KUEUE_GATE: Final = "kueue.x-k8s.io/admission"
 class GroupType:
     """Describe the kind of object that represents a group of pods in a gang scheduler."""
 
-    product: str
-    api_version: str
+    group: str
+    versions: tuple[str, ...]
+    """Versions that the operator can use, newest first."""
     plural: str
+    remedy: str
+    """What to do where the API server serves none of them."""
 
-    def path(self, namespace: str) -> str:
-        """Return the path of the objects in a namespace."""
-        return f"/apis/{self.api_version}/namespaces/{namespace}/{self.plural}"
+    @property
+    def api_version(self) -> str:
+        """Return the API version of the objects that the operator creates."""
+        return f"{self.group}/{self.versions[0]}"
+
+    def path(self, namespace: str, version: str = "") -> str:
+        """Return the path of the objects in a namespace, in the newest version by default."""
+        return f"/apis/{self.group}/{version or self.versions[0]}/namespaces/{namespace}/{self.plural}"
+
+    def __str__(self) -> str:
+        return f"{self.plural} of {self.group}/{' or '.join(self.versions)}"
 
 
-KUEUE: Final = GroupType("Kueue", "kueue.x-k8s.io/v1beta1", "workloads")
+KUEUE: Final = GroupType("kueue.x-k8s.io", ("v1beta2", "v1beta1"), "workloads", "install Kueue")
+# Three API groups have podgroups.
 POD_GROUPS: Final = {
-    "volcano": GroupType("Volcano", "scheduling.volcano.sh/v1beta1", "podgroups"),
-    "coscheduling": GroupType("the coscheduling plugin", "scheduling.x-k8s.io/v1alpha1", "podgroups"),
+    "volcano": GroupType("scheduling.volcano.sh", ("v1beta1",), "podgroups", "install Volcano"),
+    "coscheduling": GroupType("scheduling.x-k8s.io", ("v1alpha1",), "podgroups", "install the coscheduling plugin"),
 }
 """Kinds of which the operator creates one object per attempt; Kueue creates its Workloads itself."""
 SCHEDULERS: Final = {"volcano": "volcano", "coscheduling": "scheduler-plugins-scheduler"}
@@ -65,10 +79,22 @@ def group_metadata(job: DLRMJob, attempt: int, size: int) -> tuple[dict[str, str
     scheduling, group = job.spec.scheduling, names.pod_group(job.metadata.name, attempt)
     if scheduling.gang == "kueue":
         labels = {"kueue.x-k8s.io/queue-name": scheduling.queue or "", "kueue.x-k8s.io/pod-group-name": group}
-        return labels, {"kueue.x-k8s.io/pod-group-total-count": str(size), "kueue.x-k8s.io/retriable-in-group": "false"}
+        counted = {"kueue.x-k8s.io/pod-group-total-count": str(size), "kueue.x-k8s.io/retriable-in-group": "false"}
+        return labels, {**counted, **_kueue_topology(scheduling)}
     if scheduling.gang == "volcano":
         return {}, {"scheduling.k8s.io/group-name": group}
     return {"scheduling.x-k8s.io/pod-group": group} if scheduling.gang == "coscheduling" else {}, {}
+
+
+def _kueue_topology(scheduling: SchedulingSpec) -> dict[str, str]:
+    """Return the annotations by which Kueue chooses the domain of a packed group, and neighbours for its ranks."""
+    wish = {"pack": "required", "preferPack": "preferred"}.get(scheduling.topology)
+    if wish is None or scheduling.topology_key is None:
+        return {}
+    return {
+        f"kueue.x-k8s.io/podset-{wish}-topology": scheduling.topology_key,
+        "kueue.x-k8s.io/pod-group-pod-index-label": Label.INDEX,
+    }
 
 
 def group_gates(scheduling: SchedulingSpec) -> list[Manifest]:
@@ -120,9 +146,8 @@ def placement(job: DLRMJob, profile: HardwareProfile | None, attempt: int) -> Ma
         found |= _on_nodes_of(profile.spec)
     if scheduling.topology == "spread":
         found["topologySpreadConstraints"] = [_spread(job, attempt)]
-    if scheduling.topology == "pack":
-        together = {"topologyKey": scheduling.topology_key, "labelSelector": _gang(job, attempt)}
-        found["affinity"] = with_affinity(found.get("affinity", {}), {"podAffinity": {REQUIRED: [together]}})
+    if together := _together(job, attempt):
+        found["affinity"] = with_affinity(found.get("affinity", {}), {"podAffinity": together})
     return found
 
 
@@ -175,6 +200,20 @@ def _spread(job: DLRMJob, attempt: int) -> Manifest:
         "nodeTaintsPolicy": "Honor",
         "labelSelector": _gang(job, attempt),
     }
+
+
+def _together(job: DLRMJob, attempt: int) -> Manifest:
+    """Return the pod affinity of a packed gang. Kueue chooses the domain itself: affinity could contradict it."""
+    scheduling = job.spec.scheduling
+    term = {"topologyKey": scheduling.topology_key, "labelSelector": _gang(job, attempt)}
+    match scheduling.gang, scheduling.topology:
+        case "kueue", _:
+            return {}
+        case _, "pack":
+            return {REQUIRED: [term]}
+        case _, "preferPack":
+            return {PREFERRED: [{"weight": MAX_WEIGHT, "podAffinityTerm": term}]}
+    return {}
 
 
 def _gang(job: DLRMJob, attempt: int) -> dict[str, Any]:

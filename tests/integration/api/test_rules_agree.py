@@ -96,7 +96,7 @@ lifecycles = st.fixed_dictionaries(
 schedulings = st.fixed_dictionaries(
     {},
     optional={
-        "topology": st.sampled_from(["any", "spread", "pack"]),
+        "topology": st.sampled_from(["any", "spread", "pack", "preferPack"]),
         "topologyKey": st.just("zone"),
         "gang": st.sampled_from(["none", "kueue", "volcano", "coscheduling"]),
         "queue": st.just("ads"),

@@ -8,7 +8,7 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Label
-from dlrm_api.pod_template import REQUIRED
+from dlrm_api.pod_template import PREFERRED, REQUIRED
 from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.clients.planner import answer_question
 from dlrm_operator.manifests.objects import Images
@@ -77,6 +77,16 @@ def test_pack_uses_one_topology_domain() -> None:
     gang = {"matchLabels": {Label.JOB: "demo", Label.ATTEMPT: "2"}}
     assert affinity["podAffinity"] == {REQUIRED: [{"topologyKey": "rack", "labelSelector": gang}]}
     assert affinity["nodeAffinity"] == {REQUIRED: {"nodeSelectorTerms": [SCM_NODE]}}
+
+
+def test_prefer_pack_takes_several_domains_if_one_is_too_small() -> None:
+    scheduling = {"topology": "preferPack", "topologyKey": "rack"}
+
+    affinity = pods(job(scheduling=scheduling), profile(), attempt=2)[1]["affinity"]
+
+    gang = {"matchLabels": {Label.JOB: "demo", Label.ATTEMPT: "2"}}
+    term = {"topologyKey": "rack", "labelSelector": gang}
+    assert affinity["podAffinity"] == {PREFERRED: [{"weight": 100, "podAffinityTerm": term}]}
 
 
 def test_the_jobs_scheduler_places_its_pods() -> None:
@@ -224,6 +234,20 @@ def test_kueue_knows_an_attempts_pods_as_one_group_that_ends_with_them() -> None
         }
         assert pod["spec"]["schedulingGates"] == [{"name": "kueue.x-k8s.io/admission"}]
         assert "schedulerName" not in pod["spec"]
+
+
+@pytest.mark.parametrize(("topology", "wish"), [("pack", "required"), ("preferPack", "preferred")])
+def test_kueue_chooses_the_domain_of_a_packed_group(topology: str, wish: str) -> None:
+    pods, _ = rendered(gang_job({**KUEUE, "topology": topology, "topologyKey": "rack"}))
+
+    for pod in pods:
+        annotations = pod["metadata"]["annotations"]
+        assert {key: value for key, value in annotations.items() if "topology" in key} == {
+            f"kueue.x-k8s.io/podset-{wish}-topology": "rack"
+        }
+        # Kueue takes a rank's position from this label.
+        assert annotations["kueue.x-k8s.io/pod-group-pod-index-label"] in pod["metadata"]["labels"]
+        assert "affinity" not in pod["spec"]
 
 
 def test_all_pods_of_a_kueue_group_request_the_same() -> None:
