@@ -148,8 +148,10 @@ class SchedulingSpec(ApiModel):
         max_length=63,
         description="Kueue LocalQueue in the job's namespace, or Volcano queue (default: Volcano's default queue).",
     )
-    gang: Literal["none", "kueue", "volcano", "coscheduling"] = Field(
-        "none", description="Gang scheduler, which starts all pods or none. It must be installed in the cluster."
+    gang: Literal["none", "kueue", "volcano", "coscheduling", "native"] = Field(
+        "none",
+        description="Gang scheduler, which starts all pods or none. It must be installed in the cluster. native: "
+        "Kubernetes' own, from 1.37 with the feature gate GenericWorkload and the API scheduling.k8s.io/v1beta1.",
     )
     scheduler_name: ClassName | None = Field(
         None,

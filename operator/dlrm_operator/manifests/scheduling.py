@@ -55,6 +55,13 @@ KUEUE: Final = GroupType("kueue.x-k8s.io", ("v1beta2", "v1beta1"), "workloads", 
 POD_GROUPS: Final = {
     "volcano": GroupType("scheduling.volcano.sh", ("v1beta1",), "podgroups", "install Volcano"),
     "coscheduling": GroupType("scheduling.x-k8s.io", ("v1alpha1",), "podgroups", "install the coscheduling plugin"),
+    "native": GroupType(
+        "scheduling.k8s.io",
+        ("v1beta1",),
+        "podgroups",
+        "use Kubernetes 1.37 or later with the feature gate GenericWorkload and --runtime-config="
+        "scheduling.k8s.io/v1beta1=true (v1alpha1 of 1.35 and v1alpha2 of 1.36 are not supported)",
+    ),
 }
 """Kinds of which the operator creates one object per attempt; Kueue creates its Workloads itself."""
 SCHEDULERS: Final = {"volcano": "volcano", "coscheduling": "scheduler-plugins-scheduler"}
@@ -108,12 +115,17 @@ def pod_groups(job: DLRMJob, attempt: int, pods: list[Manifest], owner: Owner) -
     kind = POD_GROUPS.get(scheduling.gang)
     if kind is None:
         return []
-    spec: Manifest = {"minMember": len(pods), "minResources": requests_of_all(pods)}
-    if scheduling.gang == "volcano":
-        if scheduling.queue:
-            spec["queue"] = scheduling.queue
-        if scheduling.priority_class:
-            spec["priorityClassName"] = scheduling.priority_class
+    spec: Manifest
+    if scheduling.gang == "native":
+        # Preemption takes all pods or none: the others of a gang that lost one would end anyway.
+        spec = {"schedulingPolicy": {"gang": {"minCount": len(pods)}}, "disruptionMode": {"all": {}}}
+    else:
+        spec = {"minMember": len(pods), "minResources": requests_of_all(pods)}
+    if scheduling.gang == "volcano" and scheduling.queue:
+        spec["queue"] = scheduling.queue
+    # kube-scheduler refuses pods of another priority than their group's.
+    if scheduling.gang in ("volcano", "native") and scheduling.priority_class:
+        spec["priorityClassName"] = scheduling.priority_class
     meta = metadata(job, names.pod_group(job.metadata.name, attempt), owner, attempt)
     return [{"apiVersion": kind.api_version, "kind": "PodGroup", "metadata": meta, "spec": spec}]
 
@@ -142,6 +154,8 @@ def placement(job: DLRMJob, profile: HardwareProfile | None, attempt: int) -> Ma
         found["priorityClassName"] = scheduling.priority_class
     if scheduler := scheduler_name(scheduling):
         found["schedulerName"] = scheduler
+    if scheduling.gang == "native":
+        found["schedulingGroup"] = {"podGroupName": names.pod_group(job.metadata.name, attempt)}
     if profile is not None:
         found |= _on_nodes_of(profile.spec)
     if scheduling.topology == "spread":

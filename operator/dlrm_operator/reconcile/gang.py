@@ -299,7 +299,7 @@ def _scheduled_finding(gang: state.Gang) -> Finding:
     count = f"{len(waiting)} of {gang.size} pods"
     if held := next((message for pod in waiting if (message := health.gate_message(pod, gang.queue_message))), ""):
         return _scheduled("False", Reason.QUOTA_PENDING, f"{count} are not admitted: {held}")
-    telling = next((pod for pod in waiting if pod.unschedulable), waiting[0])
+    telling = min(waiting, key=health.vagueness)
     return _scheduled("False", Reason.UNSCHEDULABLE, f"{count} are unschedulable: {health.scheduler_message(telling)}")
 
 

@@ -263,6 +263,13 @@ def scheduler_message(pod: PodSeen) -> str:
     return pod.unschedulable or f"{NO_MESSAGE} {pod.scheduler or 'the scheduler'} yet"
 
 
+def vagueness(pod: PodSeen) -> int:
+    """Rank what its scheduler reports: 0 for what a pod lacks; 1 if only that its group does not fit; 2 if nothing."""
+    if not pod.unschedulable:
+        return 2
+    return int(pod.unschedulable.startswith("pod group is unschedulable"))
+
+
 def waits_for_kueue(pod: PodSeen) -> bool:
     """Return whether Kueue manages the pod and has not admitted it yet."""
     return KUEUE_GATE in pod.gates and KUEUE_FINALIZER in pod.finalizers

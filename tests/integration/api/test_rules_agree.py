@@ -98,7 +98,7 @@ schedulings = st.fixed_dictionaries(
     optional={
         "topology": st.sampled_from(["any", "spread", "pack", "preferPack"]),
         "topologyKey": st.just("zone"),
-        "gang": st.sampled_from(["none", "kueue", "volcano", "coscheduling"]),
+        "gang": st.sampled_from(["none", "kueue", "volcano", "coscheduling", "native"]),
         "queue": st.just("ads"),
     },
 )

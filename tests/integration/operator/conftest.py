@@ -8,20 +8,29 @@ from pathlib import Path
 import pytest
 
 from dlrm_cluster.control_plane import ControlPlane
+from dlrm_cluster.errors import MissingToolError
+from dlrm_cluster.fixtures import STRICT, refuse
 from dlrm_testing.charts.chart import Identity, refused, render, variant
 from dlrm_testing.operator.definitions import install_crds, project_crd
 from dlrm_testing.operator.kubelet_double import KubeletDouble
 from dlrm_testing.operator.operator_cluster import Object, OperatorProcess
 
-GANG_SCHEDULERS = [f"gangSchedulers.{gang}=true" for gang in ("kueue", "volcano", "coscheduling")]
+GANG_SCHEDULERS = [f"gangSchedulers.{gang}=true" for gang in ("kueue", "volcano", "coscheduling", "native")]
 ANYWHERE = "namespace-of-the-test"
+GATE = "--feature-gates=GenericWorkload=true"
+KNOWS_GANGS = {
+    "kube-apiserver": (*STRICT["kube-apiserver"], GATE, "--runtime-config=scheduling.k8s.io/v1beta1=true"),
+    "kube-scheduler": (GATE,),
+    "kube-controller-manager": (GATE,),
+}
+"""Flags with which Kubernetes 1.37 schedules gangs itself."""
 CAPACITY = {"cpu": "64", "memory": "4Ti", "pods": "1000"}
 
 
 @pytest.fixture(scope="session")
 def api_types(control_plane: ControlPlane) -> ControlPlane:
     """A control plane that serves the project's CRDs and has two empty nodes."""
-    install_crds(control_plane.api, project_crd("dlrmjobs"), project_crd("hardwareprofiles"))
+    _install_project(control_plane)
     for number in range(2):
         name = f"operator-node-{number}"
         control_plane.api.ensure("/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
@@ -29,6 +38,23 @@ def api_types(control_plane: ControlPlane) -> ControlPlane:
         status = {"status": {"capacity": CAPACITY, "allocatable": CAPACITY, "conditions": [ready]}}
         control_plane.api.call("PATCH", f"/api/v1/nodes/{name}/status", status)
     return control_plane
+
+
+@pytest.fixture(scope="session")
+def native_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """A control plane that serves the project's CRDs and schedules gangs itself; it has no nodes."""
+    plane = ControlPlane(tmp_path_factory.mktemp("native-plane"), audit=True, extra_args=KNOWS_GANGS)
+    try:
+        plane.start()
+    except MissingToolError as error:
+        refuse(error)
+    with plane:
+        _install_project(plane)
+        yield plane
+
+
+def _install_project(control_plane: ControlPlane) -> None:
+    install_crds(control_plane.api, project_crd("dlrmjobs"), project_crd("hardwareprofiles"))
 
 
 @pytest.fixture

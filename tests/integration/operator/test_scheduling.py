@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dlrm_cluster.build import binaries
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.errors import MissingToolError
 from dlrm_cluster.fixtures import refuse
 from dlrm_cluster.process import Server
 from dlrm_testing.operator.definitions import delete_crd, install_crds, list_path, pod_group_crd
+from dlrm_testing.operator.fake_kubelets import FAKE, kwok_server
 from dlrm_testing.operator.operator_cluster import JobDriver, Object, OperatorProcess, eventually, job_document
 
 pytestmark = pytest.mark.cluster
@@ -30,21 +30,13 @@ NODES = {
 """Labels, taint and extended resources of each node."""
 
 
-FAKE = {"kwok.x-k8s.io/node": "fake"}
-"""Annotation of the nodes that kwok plays the kubelet of."""
-
-
 @pytest.fixture(scope="module")
 def kwok(api_types: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Kubelets of nodes and pods that only pretend."""
-    folder = tmp_path_factory.mktemp("kwok")
     try:
-        program = binaries("kwok") / "kwok"
+        server = kwok_server(api_types, tmp_path_factory.mktemp("kwok"))
     except MissingToolError as error:
         refuse(error)
-    selector = ",".join(f"{key}={value}" for key, value in FAKE.items())
-    argv = [program, f"--kubeconfig={api_types.kubeconfig}", f"--manage-nodes-with-annotation-selector={selector}"]
-    server = Server("kwok", argv, folder, env={"HOME": str(folder)})  # it reads settings from there
     server.start()
     yield server
     server.stop()
@@ -151,6 +143,22 @@ def test_spread_takes_different_domains_and_pack_one(submit: Submitter) -> None:
     assert racks(over_racks) == {"a", "b"}
     assert len(racks(in_a_rack)) == 1
     eventually(lambda: "didn't match pod affinity rules" in nowhere.condition("Scheduled")["message"])
+
+
+@pytest.mark.oldest_server
+def test_a_cluster_without_native_gangs_is_told_what_they_need(
+    api_types: ControlPlane, namespace: str, operator: OperatorProcess
+) -> None:
+    job = JobDriver(api_types.api, namespace, job_document("demo", scheduling={"gang": "native"}))
+
+    eventually(
+        lambda: job.condition("Scheduled")["reason"] == "GangSchedulerUnavailable", state=lambda: str(job.status())
+    )
+    message = job.condition("Scheduled")["message"]
+
+    for needed in ("Kubernetes 1.37", "GenericWorkload", "scheduling.k8s.io/v1beta1", "v1alpha1 of 1.35"):
+        assert needed in message
+    assert not any(child.startswith("pods/") for child in job.children())
 
 
 @pytest.mark.parametrize(("gang", "product"), [("volcano", "Volcano"), ("coscheduling", "the coscheduling plugin")])

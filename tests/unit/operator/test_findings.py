@@ -176,6 +176,18 @@ def a_pod_finds_no_node() -> ModelCluster:
     return cluster
 
 
+def test_a_gang_reports_what_its_pods_lack_rather_than_that_it_does_not_fit() -> None:
+    cluster = gang_created()
+    group = "pod group is unschedulable, minCount (2) cannot be satisfied: 1 scheduled, 0 remaining"
+    for name, words in ((POD_0, group), (POD_1, "0/2 nodes are available: 2 Insufficient memory.")):
+        unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": words}
+        cluster.pods[name]["status"]["conditions"] = [unscheduled]
+    cluster.reconcile_once()
+
+    waiting = next(c for c in cluster.job["status"]["conditions"] if c["type"] == "Scheduled")
+    assert waiting["message"] == f"2 of 2 pods are unschedulable: {words}"
+
+
 @says(Reason.TRAINERS_STARTING, "1 of 2 trainers", "demo-trainer-1-0/trainer: ContainerCreating")
 def a_container_is_being_made() -> ModelCluster:
     return waiting("trainer", "ContainerCreating", "")

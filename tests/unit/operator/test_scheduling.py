@@ -289,6 +289,20 @@ def test_coscheduling_is_given_a_pod_group_and_a_label() -> None:
     assert set(group["spec"]) == {"minMember", "minResources"}
 
 
+def test_kubernetes_own_pod_group_counts_the_pods_of_its_attempt() -> None:
+    pods, groups = rendered(gang_job({"gang": "native", "priorityClass": "high"}, trainer={"replicas": 3}), attempt=2)
+
+    for pod in pods:
+        assert pod["spec"]["schedulingGroup"] == {"podGroupName": "demo-2"}
+        assert pod["spec"]["priorityClassName"] == "high"
+        assert "schedulerName" not in pod["spec"]
+    (group,) = groups
+    assert (group["apiVersion"], group["metadata"]["name"]) == ("scheduling.k8s.io/v1beta1", "demo-2")
+    assert group["metadata"]["ownerReferences"][0]["uid"] == "u"
+    assert group["spec"]["schedulingPolicy"] == {"gang": {"minCount": 3}}
+    assert group["spec"]["priorityClassName"] == "high"
+
+
 def test_a_scheduler_under_another_name_is_the_jobs_choice() -> None:
     pods, _ = rendered(gang_job({"gang": "coscheduling", "schedulerName": "gangs"}))
 
@@ -354,7 +368,7 @@ def test_a_pod_group_exists_before_its_pods_until_the_next_gang() -> None:
     assert set(cluster.groups) == {"demo-2"}
 
 
-@pytest.mark.parametrize("gang", ["volcano", "coscheduling"])
+@pytest.mark.parametrize("gang", ["volcano", "coscheduling", "native"])
 def test_a_suspended_gang_has_no_pod_group(gang: str) -> None:
     cluster = ModelCluster(scheduling={"gang": gang})
     start_training(cluster)
