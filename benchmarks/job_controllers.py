@@ -24,6 +24,7 @@ from dlrm_cluster.api import ApiError
 from dlrm_cluster.build import binaries, module_folder
 from dlrm_cluster.ports import LOOPBACK, free_port
 from dlrm_operator.api_client import ClusterUnavailableError, KubernetesApi
+from dlrm_operator.login import Account
 from dlrm_operator.manifests.pods import render_objects
 from dlrm_planner import plan_job
 
@@ -203,7 +204,7 @@ class Submission:
 
     def __init__(self, controller: Controller, cluster: FakeNodes) -> None:
         self._controller = controller
-        self._api = KubernetesApi(str(cluster.plane.kubeconfig), agent=self._agent(controller))
+        self._api = KubernetesApi(Account(str(cluster.plane.kubeconfig)), agent=self._agent(controller))
         self.created: dict[str, float] = {}
         self.ran: dict[str, float] = {}
         self._signs: dict[str, set[str]] = {}
@@ -268,7 +269,7 @@ class Submission:
 
 def replacement_s(cluster: FakeNodes, controller: Controller, number: int, timeout_s: float = 60.0) -> float:
     """Delete a pod of a running job; the seconds until a pod that was not there before is created for it."""
-    api = KubernetesApi(str(cluster.plane.kubeconfig), agent="benchmark")
+    api = KubernetesApi(Account(str(cluster.plane.kubeconfig)), agent="benchmark")
     pods, query = (
         f"/api/v1/namespaces/{NAMESPACE}/pods",
         {"labelSelector": f"{controller.job_label}={job_name(number)}"},

@@ -1,7 +1,7 @@
-"""The Kubernetes API: JSON calls and watches. The only module that imports ``kubernetes``.
+"""The Kubernetes API: JSON calls and watches.
 
-The library provides configuration and tokens. Calls run in a small thread pool and watches in a thread each, so the
-event loop never waits for the network; there are no retries here, the work queue backs off.
+Calls run in a small thread pool and watches in a thread each, so the event loop never waits for the network. A call
+with refused credentials is repeated once with new ones; there are no other retries here, the work queue backs off.
 
 Errors, by who can act; no HTTP library's exception leaves this module:
 
@@ -24,16 +24,15 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import unquote, urlencode, urlsplit
+from urllib.parse import unquote, urlencode
 
 import urllib3  # type: ignore[import-untyped]
-import yaml
-from kubernetes import client, config
+from multidict import CIMultiDict
 from pydantic_core import from_json, to_json
 
-from dlrm_api.errors import BadDataError, DLRMError, NoInputError, TemporaryError
+from dlrm_api.errors import BadDataError, DLRMError, TemporaryError
+from dlrm_operator.login import Account, Login
 from dlrm_operator.metrics import API_REQUESTS
 
 
@@ -79,7 +78,6 @@ Query = Mapping[str, str]
 
 JSON = "application/json"
 ANYTHING = "application/json, */*"
-SERVICE_ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 METADATA_OF_ONE = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"
 METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
 CONNECT_TIMEOUT_S = 5.0
@@ -94,8 +92,9 @@ MAX_LINE_BYTES = 16 * 2**20
 # Error responses may come from a pod.
 MAX_ERROR_BYTES = 65_536
 SECONDS = re.compile(r"[0-9]{1,6}")
-RETRIABLE_CODES = (401, 408)
-"""An expired token is read again, and a request that timed out may be repeated."""
+UNAUTHORIZED = 401
+RETRIABLE_CODES = (UNAUTHORIZED, 408)
+"""New credentials may be accepted, and a request that timed out may be repeated."""
 # A response may be this old when it is read, so clocks that differ by less count as equal.
 MAX_SKEW = timedelta(seconds=10)
 # Two readings of one clock differ by this much at most: the Date header has whole seconds.
@@ -166,33 +165,11 @@ class ServerClock:
 
 
 class KubernetesApi:
-    """Connect to the API server of a kubeconfig; without one, of this pod or of ``~/.kube/config``.
+    """Call the API server of an account, with threads and a clock of its own."""
 
-    Raises:
-        NoInputError: no usable configuration was found.
-    """
-
-    def __init__(
-        self,
-        kubeconfig: str | None = None,
-        *,
-        in_cluster: bool = False,
-        context: str | None = None,
-        agent: str = USER_AGENT,
-    ) -> None:
-        in_pod = in_cluster and not kubeconfig and not context
-        settings, namespace = _load_service_account() if in_pod else _load_kubeconfig(kubeconfig, context)
-        settings.connection_pool_maxsize = THREADS + 4
+    def __init__(self, account: Account, *, agent: str = USER_AGENT) -> None:
+        self.account = account
         self._agent = agent
-        self._client = client.ApiClient(settings)
-        self.host = settings.host.rstrip("/")  # URL of the API server
-        pools = self._client.rest_client.pool_manager
-        # The library's own calls cost twice the CPU of its connection pool.
-        self._pool = pools.connection_from_url(self.host)
-        # An HTTP proxy needs the whole URL.
-        by_proxy = pools.proxy is not None and self.host.startswith("http:")
-        self._root = self.host if by_proxy else urlsplit(self.host).path
-        self.namespace = namespace  # default namespace of the configuration
         self.clock = ServerClock()  # the server's time, from its responses
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="api")
 
@@ -307,29 +284,41 @@ class KubernetesApi:
     ) -> Any:
         if _escapes(path):
             raise NotFoundError(404, f"invalid path {path}: expected names of objects")
-        headers = {"Accept": accept, "Content-Type": kind, "User-Agent": self._agent}
-        self._client.update_params_for_auth(headers, [], ["BearerToken"])
         url = f"{path}?{urlencode(query)}" if query else path
+        options = {
+            "body": None if body is None else to_json(body),
+            "timeout": timeout,
+            "retries": False,
+            "redirect": False,
+            "assert_same_host": False,
+            "preload_content": not stream,
+        }
+        headers = {"Accept": accept, "Content-Type": kind, "User-Agent": self._agent}
+        what = f"{method} {path}"
         try:
-            response = self._pool.urlopen(
-                method,
-                self._root + url,
-                body=None if body is None else to_json(body),
-                headers=headers,
-                timeout=timeout,
-                retries=False,
-                redirect=False,
-                assert_same_host=False,
-                preload_content=not stream,
-            )
+            login = self.account.login()
+            response = _exchange(login, method, url, headers, options)
+            if response.status == UNAUTHORIZED:
+                response.close()
+                response = _exchange(self.account.renew(login), method, url, headers, options)
+        except DLRMError as error:
+            raise ClusterUnavailableError(f"{what}: failed to log in: {error}", code=UNAUTHORIZED) from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             API_REQUESTS.labels(method, "none").inc()
-            raise ClusterUnavailableError(f"{method} {path}: {error}") from error
-        API_REQUESTS.labels(method, response.status).inc()
+            raise ClusterUnavailableError(f"{what}: {error}") from error
         self.clock.hear(response.headers.get("Date"))
         if response.status >= FIRST_ERROR:
-            raise _error_of(response, _read_error(response) if stream else response.data, f"{method} {path}")
+            raise _error_of(response, _read_error(response) if stream else response.data, what)
         return response
+
+
+def _exchange(login: Login, method: str, url: str, headers: Mapping[str, str], options: Mapping[str, Any]) -> Any:
+    """Send one request. The library's own calls cost twice the CPU of its connection pool."""
+    # Groups to impersonate are several headers of one name.
+    sent = CIMultiDict((*headers.items(), *login.headers))
+    response = login.pool.urlopen(method, login.root + url, headers=sent, **options)
+    API_REQUESTS.labels(method, response.status).inc()
+    return response
 
 
 def bounded_lines(chunks: Iterable[bytes], max_bytes: int) -> Iterator[bytes]:
@@ -366,30 +355,6 @@ def _read_error(response: Any) -> bytes:
     finally:
         response.close()
     return bytes(body)
-
-
-def _load_service_account() -> tuple[client.Configuration, str]:
-    settings = client.Configuration()
-    try:
-        config.load_incluster_config(client_configuration=settings)
-        return settings, SERVICE_ACCOUNT_NAMESPACE.read_text().strip()
-    except (config.ConfigException, OSError, UnicodeDecodeError) as error:
-        raise NoInputError(f"failed to read the pod's service account: {error}; set KUBECONFIG") from error
-
-
-def _load_kubeconfig(kubeconfig: str | None, context: str | None) -> tuple[client.Configuration, str]:
-    file, settings = kubeconfig or config.KUBE_CONFIG_DEFAULT_LOCATION, client.Configuration()
-    try:
-        config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=settings)
-        contexts, current = config.list_kube_config_contexts(config_file=kubeconfig)
-        chosen = next((each for each in contexts if each["name"] == context), current)
-        return settings, str(chosen["context"].get("namespace") or "default")
-    except (config.ConfigException, OSError, UnicodeDecodeError) as error:
-        raise NoInputError(f"failed to read kubeconfig {file}: {error}; set KUBECONFIG") from error
-    # The library does not check the shape of the file.
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError) as error:
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise NoInputError(f"invalid kubeconfig {file}: {problem}; set KUBECONFIG") from error
 
 
 def _escapes(path: str) -> bool:

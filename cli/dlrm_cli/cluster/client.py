@@ -20,6 +20,7 @@ from dlrm_operator.api_client import (
     KubernetesApi,
     NotFoundError,
 )
+from dlrm_operator.login import DEFAULT_KUBECONFIG, Account
 
 Object = dict[str, Any]
 
@@ -72,7 +73,6 @@ def _unavailable(error: ClusterUnavailableError, server: str) -> DLRMError:
     return TemporaryError(f"API server not reachable: {server} ({why}); check --context and the network")
 
 
-USER_KUBECONFIG = "~/.kube/config"
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 FIELD_MANAGER = "dlrm-client"
@@ -94,8 +94,9 @@ class JobClient:
     def __init__(self, where: ClusterOptions) -> None:
         kubeconfig = where.kubeconfig or os.environ.get("KUBECONFIG") or _user_kubeconfig()
         in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
-        self._api = KubernetesApi(kubeconfig, in_cluster=in_cluster, context=where.context)
-        self.namespace = where.namespace or self._api.namespace
+        self._account = Account(kubeconfig, in_cluster=in_cluster, context=where.context)
+        self._api = KubernetesApi(self._account)
+        self.namespace = where.namespace or self._account.namespace
 
     def job(self, name: str) -> Object:
         """Return one job, or raise NoInputError if none has that name."""
@@ -106,7 +107,7 @@ class JobClient:
         """Return all jobs by namespace and name, and the resource version to watch from."""
         path = self._jobs_path(None if everywhere else self.namespace)
         try:
-            with self._explained("list", JOBS, missing=lambda: not_installed(self._api.host)):
+            with self._explained("list", JOBS, missing=lambda: not_installed(self._account.server)):
                 found, version = self._api.list_now(path, {"labelSelector": selector} if selector else {})
         except GoneError as error:
             raise TemporaryError(f"the list of jobs expired while it was read: {error}; try again") from None
@@ -131,7 +132,7 @@ class JobClient:
         """Create or update a job by server-side apply, as its user, and return it."""
         path, query = self._job_path(document["metadata"]["name"]), {"fieldManager": FIELD_MANAGER}
         body = {**document, "metadata": {**document["metadata"], "namespace": self.namespace}}
-        with self._explained("patch", JOBS, missing=lambda: not_installed(self._api.host)):
+        with self._explained("patch", JOBS, missing=lambda: not_installed(self._account.server)):
             return self._api.call_now("PATCH", path, body, query, kind=APPLY_PATCH)
 
     def pods(self, name: str) -> list[Object]:
@@ -174,7 +175,7 @@ class JobClient:
         except DLRMError as error:
             if missing is not None and isinstance(error, NotFoundError):
                 raise missing() from None
-            raise explain(error, verb, resource, self._api.host) from error
+            raise explain(error, verb, resource, self._account.server) from error
 
     def _path(self, resource: str) -> str:
         return f"/api/v1/namespaces/{quote(self.namespace)}/{resource}"
@@ -190,7 +191,7 @@ class JobClient:
 def _user_kubeconfig() -> str | None:
     """Return the user's kubeconfig, which comes before the service account of a pod that dlrmctl runs in."""
     # pathlib raises if the home is unknown or may not be read.
-    file = os.path.expanduser(USER_KUBECONFIG)  # noqa: PTH111
+    file = os.path.expanduser(DEFAULT_KUBECONFIG)  # noqa: PTH111
     return file if os.path.isfile(file) else None  # noqa: PTH113
 
 

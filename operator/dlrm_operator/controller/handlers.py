@@ -11,13 +11,13 @@ import itertools
 import logging
 import random
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import kopf
 
 from dlrm_api import names
+from dlrm_api.errors import DLRMError
 from dlrm_api.names import GROUP, VERSION
 from dlrm_operator.api_client import API_ERRORS, METADATA_ONLY, KubernetesApi, NotFoundError
 from dlrm_operator.clients.checkpoint import CheckpointClient, ControlKey
@@ -33,6 +33,7 @@ from dlrm_operator.controller.reconciler import Reconciler
 from dlrm_operator.controller.work_queue import StatusDebouncer, WorkQueue
 from dlrm_operator.job_metrics import HealthServer, JobMetrics
 from dlrm_operator.leader import FencedApi, Leader
+from dlrm_operator.login import Account, Login
 from dlrm_operator.metrics import WATCH_AGE
 from dlrm_operator.reconcile.state import JobKey
 from dlrm_operator.settings import Settings
@@ -61,7 +62,7 @@ class Engine:
         """
         clock = lease_api.clock.now
         self.settings, self._api = settings, api
-        namespace = settings.namespace or settings.lease_namespace or api.namespace
+        namespace = settings.namespace or settings.lease_namespace or api.account.namespace
         self._leader = Leader(lease_api, namespace, settings.identity, settings.lease, self._leader_changed)
         self.jobs = JobCache()
         self.queue = WorkQueue(self._reconcile, self.jobs.never_had_gang, clock)
@@ -239,13 +240,18 @@ def _log_task_exit(task: asyncio.Task[None]) -> None:
         logger.error("background task ended", extra={"task": task.get_name()}, exc_info=error)
 
 
-def build_registry(engine: Engine) -> kopf.OperatorRegistry:
+def build_registry(engine: Engine, account: Account) -> kopf.OperatorRegistry:
     """Register the handlers of one engine. They return None: kopf stores returned values in the status."""
     registry = kopf.OperatorRegistry()
+    used: Login | None = None
 
-    @kopf.on.login(registry=registry, retries=5)
-    async def log_in(**kwargs: Any) -> kopf.ConnectionInfo | None:
-        return await asyncio.to_thread(partial(kopf.login_via_client, **kwargs))
+    @kopf.on.login(registry=registry)
+    async def log_in(**_: Any) -> kopf.AiohttpSession:
+        nonlocal used
+        used = await asyncio.to_thread(next_login, account, used)
+        # The certificate belongs to the session, the other credentials to each request.
+        expiration = used.renew_at if used.tls.cert_file else None
+        return kopf.AiohttpSession(server=used.server, aiohttp_session=account.session(used), expiration=expiration)
 
     @kopf.on.startup(registry=registry)
     async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
@@ -276,6 +282,20 @@ def build_registry(engine: Engine) -> kopf.OperatorRegistry:
             engine.wake_all()
 
     return registry
+
+
+def next_login(account: Account, used: Login | None) -> Login:
+    """Return the login for a new session of kopf, which asks again once the last one is refused or has expired."""
+    try:
+        login = account.login()
+        if login == used:
+            login = account.renew(login)
+    except DLRMError as error:
+        raise kopf.PermanentError(str(error)) from error
+    if login == used:
+        # Otherwise kopf would ask without a pause.
+        raise kopf.PermanentError(f"credentials rejected by the API server at {login.server}")
+    return login
 
 
 def configure(settings: kopf.OperatorSettings, engine: Engine) -> None:

@@ -124,9 +124,7 @@ class OperatorProcess:
 
     def start(self) -> None:
         self._log.touch()  # a test may read it before the operator writes
-        # The library read the environment when it was imported.
-        constants = {"kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION": self._env["KUBECONFIG"]}
-        arguments = ["dlrm_operator", *self._flags], self._env, constants, self._log
+        arguments = ["dlrm_operator", *self._flags], self._env, {}, self._log
         self._process = fork_context(PRELOADED).Process(target=run_module, args=arguments)
         self._process.start()
 
