@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import multiprocessing
+import re
 import tempfile
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
@@ -67,10 +68,11 @@ class FakeNodes:
         self._folder.cleanup()
 
     def calls(self, agent: str) -> Iterator[dict[str, Any]]:
-        """Return the requests of a user agent from the API server's audit log."""
+        """Return the requests of user agents that begin as this regular expression says, from the audit log."""
+        wanted = re.compile(f'"userAgent":"(?:{agent})')
         with self.plane.audit_log.open() as lines:
             for line in lines:
-                if f'"userAgent":"{agent}' in line:
+                if wanted.search(line):
                     yield json.loads(line)
 
     def writes(self, agent: str) -> int:

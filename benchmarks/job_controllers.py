@@ -1,10 +1,9 @@
-"""Who runs jobs of two pods: our operator, Kubeflow's, and a bare client that only creates what ours creates."""
+"""Who runs jobs of two pods: our operator, Kubeflow Trainer, and a bare client that only creates what ours creates."""
 
 from __future__ import annotations
 
 import base64
-import os
-import subprocess
+import shutil
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ import urllib.request
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +22,9 @@ from benchmarks.fake_nodes import FakeNodes
 from dlrm_api.job import parse_job
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.build import binaries, module_folder
+from dlrm_cluster.certificates import write_certificates
 from dlrm_cluster.ports import LOOPBACK, free_port
+from dlrm_cluster.process import Server
 from dlrm_operator.api_client import ClusterUnavailableError, KubernetesApi
 from dlrm_operator.login import Account
 from dlrm_operator.manifests.pods import render_objects
@@ -33,9 +35,13 @@ CONNECTIONS = 8
 SILENCE_S = 600.0
 NAMESPACE = "default"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+ADMISSION = "/apis/admissionregistration.k8s.io/v1"
 REPOSITORY = Path(__file__).resolve().parents[1]
-KUBEFLOW = "github.com/kubeflow/training-operator"
-SERVING_CERTS = Path("/tmp/k8s-webhook-server/serving-certs")
+TRAINER = "github.com/kubeflow/trainer/v2"
+READY_S = 120.0
+REPLACE_S = 120.0
+RAISED_LIMIT = 5_000
+"""Calls a second: ten times JobSet's own limit."""
 
 
 class Controller(Protocol):
@@ -43,12 +49,12 @@ class Controller(Protocol):
 
     name: str
     agent: str
-    """How its user agent begins."""
+    """Regular expression of how its user agents begin."""
     watched: str
     """Path of the objects whose change tells."""
 
-    def start(self, cluster: FakeNodes) -> subprocess.Popen[bytes] | None:
-        """Install and start it; its process, where it is one."""
+    def start(self, cluster: FakeNodes) -> list[Server]:
+        """Install and start it; its processes, which are none for a mere client."""
 
     def create(self, api: KubernetesApi, number: int) -> None:
         """Make one job."""
@@ -88,23 +94,44 @@ def job_document(number: int) -> Object:
     }
 
 
+def trainer_pod() -> Object:
+    """Return a trainer pod of job 0 as our operator creates it."""
+    job = parse_job(job_document(0))
+    return next(made for made in render_objects(job, None, plan_job(job.spec, None)) if made["kind"] == "Pod")
+
+
 class Ours:
-    """``python -m dlrm_operator`` with its defaults."""
+    """``python -m dlrm_operator`` with its defaults and the chart's: its webhook answers."""
 
     name, agent, signs = "dlrm-operator", "dlrm-operator", 1
     job_label = "dlrm.dev/job"
     watched = "/apis/dlrm.dev/v1alpha1/dlrmjobs"
 
-    def start(self, cluster: FakeNodes) -> subprocess.Popen[bytes]:
+    def start(self, cluster: FakeNodes) -> list[Server]:
         """See ``Controller``."""
         for name in ("dlrmjobs", "hardwareprofiles"):
             _install(cluster, REPOSITORY / "crds" / f"{name}.yaml", f"/apis/dlrm.dev/v1alpha1/{name}")
-        port = free_port(LOOPBACK)
+        port, webhook = free_port(LOOPBACK), _WebhookServer(cluster.work_dir / "operator-certs")
         argv = [sys.executable, "-m", "dlrm_operator", "--address", LOOPBACK, "--port", str(port)]
-        process = _spawn(argv, cluster, {"OMP_NUM_THREADS": "1"})
-        _until(lambda: _get(f"http://{LOOPBACK}:{port}/readyz") == 200)
+        argv += ["--webhook-certs", str(webhook.certificates), "--webhook-port", str(webhook.port)]
+        server = _started("operator", argv, cluster, port, {"OMP_NUM_THREADS": "1"})
+        rule = {
+            "apiGroups": ["dlrm.dev"],
+            "apiVersions": ["v1alpha1"],
+            "operations": ["CREATE", "UPDATE"],
+            "resources": ["dlrmjobs"],
+        }
+        hook = {
+            "name": "jobs.dlrm.dev",
+            "clientConfig": webhook.client_config("/validate"),
+            "admissionReviewVersions": ["v1"],
+            "sideEffects": "None",
+            "rules": [rule],
+        }
+        body = {"metadata": {"name": "dlrm-operator"}, "webhooks": [hook]}
+        cluster.plane.api.call("POST", f"{ADMISSION}/validatingwebhookconfigurations", body)
         time.sleep(1)  # the Lease
-        return process
+        return [server]
 
     def create(self, api: KubernetesApi, number: int) -> None:
         """See ``Controller``."""
@@ -115,60 +142,106 @@ class Ours:
         return document["metadata"]["name"] if document.get("status", {}).get("phase") == "Running" else ""
 
 
-class Kubeflow:
-    """Run the stock training operator: master and worker of a PyTorchJob."""
+class KubeflowTrainer:
+    """Kubeflow Trainer v2.2.0 on JobSet v0.11.1, both with the configuration of their own manifests.
 
-    name, agent, signs = "kubeflow-training-operator", "training-operator", 1
-    job_label = "training.kubeflow.org/job-name"
-    watched = "/apis/kubeflow.org/v1/pytorchjobs"
+    A TrainJob becomes a JobSet with a Service and an Indexed Job, whose controller in kube-controller-manager creates
+    two pods: those of our operator, in a runtime of Trainer's torch plugin. What favours the peer: a job counts as
+    running as soon as its pods do (ours when its status says so, after pod 0 was asked), no plan is made, and the Job
+    controller's memory and processor time are not counted; its writes are.
 
-    def start(self, cluster: FakeNodes) -> subprocess.Popen[bytes]:
-        """Write the certificate that the controller waits for; nobody calls its webhook here."""
-        manifests = module_folder("training-operator", KUBEFLOW) / "manifests" / "base"
-        for path in sorted((manifests / "crds").glob("kubeflow.org_*.yaml")):
-            plural = path.stem.partition("_")[2]
-            _install(cluster, path, f"/apis/kubeflow.org/v1/{plural}")
-        api = cluster.plane.api
-        api.call("POST", "/api/v1/namespaces", {"metadata": {"name": "kubeflow"}})
-        secrets = "/api/v1/namespaces/kubeflow/secrets"
-        api.call("POST", secrets, {"metadata": {"name": "training-operator-webhook-cert"}})
-        hooks = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
-        api.call("POST", hooks, {"metadata": {"name": "validator.training-operator.kubeflow.org"}, "webhooks": []})
-        program = binaries("training-operator") / "training-operator"
-        probes = free_port(LOOPBACK)
-        flags = [
-            f"--metrics-bind-address={LOOPBACK}:{free_port(LOOPBACK)}",
-            f"--health-probe-bind-address={LOOPBACK}:{probes}",
-            f"--webhook-server-port={free_port(LOOPBACK)}",
-            f"--kubeconfig={cluster.plane.kubeconfig}",
-        ]
-        process = _spawn([str(program), *flags], cluster, {})
-        secret = f"{secrets}/training-operator-webhook-cert"
-        _until(lambda: bool(api.call("GET", secret).get("data")))
-        SERVING_CERTS.mkdir(parents=True, exist_ok=True)
-        for key, value in api.call("GET", secret)["data"].items():
-            (SERVING_CERTS / key).write_bytes(base64.b64decode(value))
-        _until(lambda: _get(f"http://{LOOPBACK}:{probes}/readyz") == 200, 180)
-        return process
+    Args:
+        limit: Client limit for queries a second and burst (0: as shipped). JobSet's is 500. Trainer's file has one
+            of 50 and 100, which v2.2.0 reads and does not apply: it runs without a limit either way.
+    """
+
+    agent = 'trainer-controller-manager|jobset|kube-controller-manager[^"]*/job-controller'
+    signs = 2
+    job_label = "jobset.sigs.k8s.io/jobset-name"
+    watched = "/api/v1/pods"
+
+    def __init__(self, limit: int = 0) -> None:
+        self.name = "kubeflow-trainer-raised" if limit else "kubeflow-trainer"
+        self._connection = {"clientConnection": {"qps": limit, "burst": limit}} if limit else {}
+
+    def start(self, cluster: FakeNodes) -> list[Server]:
+        """See ``Controller``."""
+        servers = [self._start_jobset(cluster), self._start_trainer(cluster)]
+        runtimes = "/apis/trainer.kubeflow.org/v1alpha1/clustertrainingruntimes"
+        cluster.plane.api.call("POST", runtimes, self._runtime())
+        return servers
+
+    def _start_jobset(self, cluster: FakeNodes) -> Server:
+        components = module_folder("jobset", "sigs.k8s.io/jobset") / "config" / "components"
+        crd = components / "crd" / "bases" / "jobset.x-k8s.io_jobsets.yaml"
+        _install(cluster, crd, "/apis/jobset.x-k8s.io/v1alpha2/jobsets")
+        webhook, health = _WebhookServer(cluster.work_dir / "jobset-certs"), free_port(LOOPBACK)
+        config = yaml.safe_load((components / "manager" / "controller_manager_config.yaml").read_text())
+        config["leaderElection"]["resourceNamespace"] = NAMESPACE
+        config |= self._connection | {
+            "health": {"healthProbeBindAddress": f"{LOOPBACK}:{health}"},
+            "metrics": {"bindAddress": "0"},
+            "webhook": {"host": LOOPBACK, "port": webhook.port, "certDir": str(webhook.certificates)},
+            "internalCertManagement": {"enable": False},
+        }
+        path = cluster.work_dir / "jobset.yaml"
+        path.write_text(yaml.safe_dump(config))
+        server = _started("jobset", [str(binaries("jobset") / "jobset"), f"--config={path}"], cluster, health, {})
+        selectors = {}
+        for path in sorted((components / "webhook" / "patches").glob("*.yaml")):
+            [patch] = yaml.safe_load(path.read_text())  # only the pods of JobSets are reviewed
+            selectors[patch["value"]["name"]] = patch["value"]["objectSelector"]
+        webhook.register("jobset", cluster, components / "webhook" / "manifests.yaml", selectors)
+        return server
+
+    def _start_trainer(self, cluster: FakeNodes) -> Server:
+        base = module_folder("kubeflow-trainer", TRAINER) / "manifests" / "base"
+        for path in sorted((base / "crds").glob("trainer.kubeflow.org_*.yaml")):
+            _install(cluster, path, f"/apis/trainer.kubeflow.org/v1alpha1/{path.stem.partition('_')[2]}")
+        scratch = cluster.work_dir / "trainer"
+        webhook = _WebhookServer(scratch / "k8s-webhook-server" / "serving-certs")
+        health = free_port(LOOPBACK)
+        config = yaml.safe_load((base / "manager" / "controller_manager_config.yaml").read_text())
+        config["leaderElection"]["resourceNamespace"] = NAMESPACE
+        config["health"]["healthProbeBindAddress"] = f"{LOOPBACK}:{health}"
+        config |= self._connection | {
+            "metrics": {"bindAddress": "0", "secureServing": False},
+            "webhook": {"host": LOOPBACK, "port": webhook.port},
+            "certManagement": {"enable": False},
+        }
+        path = cluster.work_dir / "trainer.yaml"
+        path.write_text(yaml.safe_dump(config))
+        argv = [str(binaries("kubeflow-trainer") / "trainer-controller-manager"), f"--config={path}"]
+        server = _started("kubeflow-trainer", argv, cluster, health, {"TMPDIR": str(scratch)})
+        webhook.register("trainer", cluster, base / "webhook" / "manifests.yaml", {})
+        return server
+
+    @staticmethod
+    def _runtime() -> Object:
+        """Return Trainer's own torch runtime with the containers, resources and volumes of our pods."""
+        folder = module_folder("kubeflow-trainer", TRAINER) / "manifests" / "base" / "runtimes"
+        runtime: Object = yaml.safe_load((folder / "torch_distributed.yaml").read_text())
+        [replicated] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+        spec = trainer_pod()["spec"]
+        for given_by_jobset in ("hostname", "subdomain"):
+            del spec[given_by_jobset]
+        spec["containers"][0]["name"] = "node"
+        replicated["template"]["spec"]["template"]["spec"] = spec
+        return runtime
 
     def create(self, api: KubernetesApi, number: int) -> None:
         """See ``Controller``."""
-        container = {"name": "pytorch", "image": "none", "resources": {"requests": {"memory": "1Gi"}}}
-        replica = {"replicas": 1, "restartPolicy": "OnFailure", "template": {"spec": {"containers": [container]}}}
         body = {
-            "apiVersion": "kubeflow.org/v1",
-            "kind": "PyTorchJob",
+            "apiVersion": "trainer.kubeflow.org/v1alpha1",
+            "kind": "TrainJob",
             "metadata": {"name": job_name(number), "namespace": NAMESPACE},
-            "spec": {"pytorchReplicaSpecs": {"Master": replica, "Worker": replica}},
+            "spec": {"runtimeRef": {"name": "torch-distributed"}, "trainer": {"numNodes": 2}},
         }
-        api.call_now("POST", f"/apis/kubeflow.org/v1/namespaces/{NAMESPACE}/pytorchjobs", body)
+        api.call_now("POST", f"/apis/trainer.kubeflow.org/v1alpha1/namespaces/{NAMESPACE}/trainjobs", body)
 
     def running(self, document: Object) -> str:
-        """Its condition Running, and both replicas active."""
-        status = document.get("status") or {}
-        conditions = {c["type"]: c["status"] for c in status.get("conditions") or ()}
-        active = [(status.get("replicaStatuses") or {}).get(kind, {}).get("active") for kind in ("Master", "Worker")]
-        return document["metadata"]["name"] if conditions.get("Running") == "True" and active == [1, 1] else ""
+        """Return the job of a running pod."""
+        return _job_of_running_pod(document, self.job_label)
 
 
 class BareClient:
@@ -183,8 +256,9 @@ class BareClient:
         plan = plan_job(job.spec, None)
         self._objects = yaml.dump(render_objects(job, None, plan), Dumper=yaml.CSafeDumper)
 
-    def start(self, cluster: FakeNodes) -> None:
+    def start(self, cluster: FakeNodes) -> list[Server]:  # noqa: ARG002
         """Nothing runs beside the client."""
+        return []
 
     def create(self, api: KubernetesApi, number: int) -> None:
         """See ``Controller``. Rendering is left out: names are replaced in finished objects."""
@@ -195,8 +269,7 @@ class BareClient:
 
     def running(self, document: Object) -> str:
         """Return the job of a running pod."""
-        phase = (document.get("status") or {}).get("phase")
-        return document["metadata"]["labels"].get("dlrm.dev/job", "") if phase == "Running" else ""
+        return _job_of_running_pod(document, self.job_label)
 
 
 class Submission:
@@ -267,8 +340,22 @@ class Submission:
                 self.ran.setdefault(job, time.monotonic())
 
 
-def replacement_s(cluster: FakeNodes, controller: Controller, number: int, timeout_s: float = 60.0) -> float:
-    """Delete a pod of a running job; the seconds until a pod that was not there before is created for it."""
+@dataclass(frozen=True)
+class Replacement:
+    """Seconds since a pod of a running job was deleted."""
+
+    created_s: float
+    """Until a pod was there that was not before."""
+    running_s: float
+    """Until as many pods as before run: the whole gang anew for our operator, one new pod beside the others else."""
+
+
+def replace_pod(cluster: FakeNodes, controller: Controller, number: int) -> Replacement:
+    """Delete a pod of a running job, and wait until all its pods run again.
+
+    Raises:
+        TimeoutError: they do not.
+    """
     api = KubernetesApi(Account(str(cluster.plane.kubeconfig)), agent="benchmark")
     pods, query = (
         f"/api/v1/namespaces/{NAMESPACE}/pods",
@@ -277,23 +364,58 @@ def replacement_s(cluster: FakeNodes, controller: Controller, number: int, timeo
     items, version = api.list_now(pods, query)
     known = {item["metadata"]["uid"] for item in items}
     victim = max(items, key=lambda item: item["metadata"]["name"])["metadata"]["name"]
-    watch = api.watch(pods, {**query, "resourceVersion": version}, timeout_s)
-    found: list[float] = []
+    watch = api.watch(pods, {**query, "resourceVersion": version}, REPLACE_S)
+    created: list[float] = []
+    running: list[float] = []
 
     def wait() -> None:
+        alive = set(known)
         for event in watch:
-            if event["type"] == "ADDED" and event["object"]["metadata"]["uid"] not in known:
-                found.append(time.monotonic())
+            metadata, status = event["object"]["metadata"], event["object"].get("status") or {}
+            if event["type"] == "ADDED" and metadata["uid"] not in known:
+                created.append(time.monotonic())
+            if event["type"] != "DELETED" and "deletionTimestamp" not in metadata and status.get("phase") == "Running":
+                alive.add(metadata["uid"])
+            else:
+                alive.discard(metadata["uid"])
+            if created and len(alive) == len(known):
+                running.append(time.monotonic())
                 return
 
-    waiting = threading.Thread(target=wait)
+    waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
     began = time.monotonic()
     api.call_now("DELETE", f"{pods}/{victim}", {"kind": "DeleteOptions", "gracePeriodSeconds": 0})
-    waiting.join(timeout_s)
-    if not found:
-        raise TimeoutError(f"no pod took the place of {victim} within {timeout_s:g} s")
-    return found[0] - began
+    waiting.join(REPLACE_S)
+    if not running:
+        raise TimeoutError(f"the pods of {victim}'s job did not all run again within {REPLACE_S:g} s")
+    return Replacement(created[0] - began, running[0] - began)
+
+
+class _WebhookServer:
+    """A port and certificates for a controller's webhooks, which the API server calls by URL."""
+
+    def __init__(self, certificates: Path) -> None:
+        certificates.mkdir(parents=True)
+        written = write_certificates(certificates, [LOOPBACK])
+        shutil.copyfile(written.server_cert, certificates / "tls.crt")
+        shutil.copyfile(written.server_key, certificates / "tls.key")
+        self.certificates, self.port = certificates, free_port(LOOPBACK)
+        self._ca = base64.b64encode(written.ca.read_bytes()).decode()
+
+    def client_config(self, path: str) -> Object:
+        """Return where and by which authority a webhook answers."""
+        return {"url": f"https://{LOOPBACK}:{self.port}{path}", "caBundle": self._ca}
+
+    def register(self, owner: str, cluster: FakeNodes, manifests: Path, selectors: dict[str, Object]) -> None:
+        """Create the configurations of a manifest; ``selectors`` of objects by a webhook's name."""
+        for configuration in yaml.safe_load_all(manifests.read_text()):
+            for hook in configuration["webhooks"]:
+                hook["clientConfig"] = self.client_config(hook["clientConfig"]["service"]["path"])
+                hook["objectSelector"] = selectors.get(hook["name"], {})
+            kind = configuration["kind"].lower() + "s"
+            configuration["metadata"]["name"] = f"{owner}-{configuration['metadata']['name']}"
+            cluster.plane.api.call("POST", f"{ADMISSION}/{kind}", configuration)
 
 
 def _install(cluster: FakeNodes, path: Path, served_at: str) -> None:
@@ -301,10 +423,17 @@ def _install(cluster: FakeNodes, path: Path, served_at: str) -> None:
     _until(lambda: cluster.plane.api.found(served_at))
 
 
-def _spawn(argv: list[str], cluster: FakeNodes, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    with (cluster.work_dir / "controller.log").open("ab") as log:
-        known = {**os.environ, "KUBECONFIG": str(cluster.plane.kubeconfig), **env}
-        return subprocess.Popen(argv, env=known, stdout=log, stderr=log)
+def _started(name: str, argv: list[str], cluster: FakeNodes, probe_port: int, env: dict[str, str]) -> Server:
+    """Start a controller and wait until it is ready."""
+    server = Server(name, argv, cluster.work_dir, env={"KUBECONFIG": str(cluster.plane.kubeconfig), **env})
+    server.start()
+    server.wait_until(lambda: _get(f"http://{LOOPBACK}:{probe_port}/readyz") == 200, READY_S)
+    return server
+
+
+def _job_of_running_pod(pod: Object, label: str) -> str:
+    phase = (pod.get("status") or {}).get("phase")
+    return str(pod["metadata"].get("labels", {}).get(label, "")) if phase == "Running" else ""
 
 
 def _get(url: str) -> int:
@@ -318,8 +447,8 @@ def _get(url: str) -> int:
         return 0
 
 
-def _until(truth: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
+def _until(truth: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + READY_S
     while True:
         try:
             if truth():

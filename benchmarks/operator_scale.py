@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,16 +15,30 @@ import numpy as np
 import psutil
 
 from benchmarks.fake_nodes import WRITES, FakeNodes
-from benchmarks.job_controllers import BareClient, Controller, Kubeflow, Ours, Submission, replacement_s
+from benchmarks.job_controllers import (
+    RAISED_LIMIT,
+    BareClient,
+    Controller,
+    KubeflowTrainer,
+    Ours,
+    Replacement,
+    Submission,
+    replace_pod,
+)
 from benchmarks.measure import Pairs, report, tell
+from dlrm_cluster.process import Server
 
 NODES = 20
-REPLACED = 50
+REPLACED = 20
 IDLE_S = 60.0
 QUIET_S = 10.0
 LOOK_S = 1.0
 """Between two looks at a controller's processes: they cost processor time too, and on its side alone."""
-PEERS: dict[str, type[Controller]] = {"kubeflow-training-operator": Kubeflow, "bare-client": BareClient}
+PEERS: dict[str, Callable[[], Controller]] = {
+    "kubeflow-trainer": KubeflowTrainer,
+    "kubeflow-trainer-raised": lambda: KubeflowTrainer(RAISED_LIMIT),
+    "bare-client": BareClient,
+}
 
 
 @dataclass(frozen=True)
@@ -57,15 +70,15 @@ class Measured:
     servers_cpu_s: dict[str, float]
     """Of the control plane's, and kwok's, until then."""
     peak_rss: float = 0.0
-    replaced_s: list[float] = field(default_factory=list)
+    replaced: list[Replacement] = field(default_factory=list)
     idle: dict[str, float] = field(default_factory=dict)
 
 
 class Watched:
-    """Processor time and memory of a process and all below it, looked at again and again."""
+    """Processor time and memory of processes and all below them, looked at again and again."""
 
-    def __init__(self, process: subprocess.Popen[bytes] | None) -> None:
-        self._process = psutil.Process(process.pid) if process else None
+    def __init__(self, servers: Sequence[Server]) -> None:
+        self._processes = [psutil.Process(found.pid) for server in servers if (found := server.identity)]
         self._ended_cpu_s: dict[int, float] = {}
         self.peak_rss = 0.0
         self._stop = threading.Event()
@@ -88,11 +101,10 @@ class Watched:
             self._look()
 
     def _look(self) -> None:
-        if self._process is None:
-            return
         rss = 0.0
         try:
-            for process in (self._process, *self._process.children(recursive=True)):
+            below = [child for process in self._processes for child in process.children(recursive=True)]
+            for process in (*self._processes, *below):
                 times = process.cpu_times()
                 self._ended_cpu_s[process.pid] = times.user + times.system
                 rss += process.memory_info().rss
@@ -128,31 +140,30 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(controller: Controller, jobs: int, idle_s: float) -> Measured:
     """One side on a control plane of its own."""
     with FakeNodes(NODES) as cluster:
-        process = controller.start(cluster)
-        watched = Watched(process)
+        processes = controller.start(cluster)
+        watched = Watched(processes)
         try:
             time.sleep(2)
             before, writes = watched.cpu_s, cluster.writes(controller.agent)
             servers = cluster.cpu_s()
             submission = Submission(controller, cluster)
-            submission.run(jobs, timeout_s=max(120.0, jobs * 0.6))
+            submission.run(jobs, timeout_s=max(120.0, jobs * 2.0))
             times = [submission.ran[name] - submission.created[name] for name in submission.ran]
             seconds = max(submission.ran.values()) - min(submission.created.values())
             cpu_s = watched.cpu_s - before
             servers = {name: spent - servers[name] for name, spent in cluster.cpu_s().items()}
             done = Measured(seconds, times, (cluster.writes(controller.agent) - writes) / jobs, cpu_s, servers)
             tell(f"{controller.name}: all ran after {seconds:.1f} s, {done.writes:.2f} writes a job, {cpu_s:.1f} s CPU")
-            if process is not None:
+            if processes:
                 done.idle = idle(cluster, controller, watched, idle_s)
                 some = np.linspace(0, jobs - 1, min(REPLACED, jobs)).astype(int)
-                done.replaced_s = [replacement_s(cluster, controller, int(number)) for number in some]
+                done.replaced = [replace_pod(cluster, controller, int(number)) for number in some]
             done.peak_rss = watched.peak_rss
             return done
         finally:
             watched.stop()
-            if process is not None:
-                process.terminate()
-                process.wait(30)
+            for process in processes:
+                process.stop()
 
 
 def idle(cluster: FakeNodes, controller: Controller, watched: Watched, idle_s: float) -> dict[str, float]:
@@ -192,17 +203,16 @@ def show(setting: Setting, ours: Sequence[Measured], theirs: Sequence[Measured])
         **_servers_ms("their", theirs, setting.jobs),
     )
     report(setting, "writes_per_job", _pairs([run.writes for run in ours], [run.writes for run in theirs]))
-    if theirs[0].replaced_s:
+    if theirs[0].replaced:
         mib = 2**20
         report(
             setting,
             "peak_rss_mib",
             _pairs([run.peak_rss / mib for run in ours], [run.peak_rss / mib for run in theirs]),
         )
-        for percentile in (50, 99):
-            report(
-                setting, f"replace_ms_p{percentile}", _pairs(_replaced(ours, percentile), _replaced(theirs, percentile))
-            )
+        our_replaced, their_replaced = _replaced(ours), _replaced(theirs)
+        for metric, found in our_replaced.items():
+            report(setting, metric, _pairs(found, their_replaced[metric]))
 
 
 def show_alone(setting: Setting, ours: Sequence[Measured]) -> None:
@@ -211,8 +221,7 @@ def show_alone(setting: Setting, ours: Sequence[Measured]) -> None:
         "seconds_to_all_running": [run.seconds for run in ours],
         "writes_per_job": [run.writes for run in ours],
         "peak_rss_mib": [run.peak_rss / 2**20 for run in ours],
-        "replace_ms_p50": _replaced(ours, 50),
-        "replace_ms_p99": _replaced(ours, 99),
+        **_replaced(ours),
     }
     for metric, found in figures.items():
         line: dict[str, Any] = {
@@ -240,8 +249,15 @@ def _pairs(ours: Sequence[float], theirs: Sequence[float]) -> Pairs:
     return Pairs(list(ours), list(theirs))
 
 
-def _replaced(runs: Sequence[Measured], percentile: int) -> list[float]:
-    return [float(np.percentile(run.replaced_s, percentile)) * 1000 for run in runs]
+def _replaced(runs: Sequence[Measured]) -> dict[str, list[float]]:
+    """Return what each run took from the loss of a pod: to its replacement, and until the whole job ran again."""
+    return {
+        f"{metric}_ms_p{percentile}": [
+            float(np.percentile([getattr(one, moment) for one in run.replaced], percentile)) * 1000 for run in runs
+        ]
+        for metric, moment in (("replace", "created_s"), ("recover", "running_s"))
+        for percentile in (50, 90)
+    }
 
 
 if __name__ == "__main__":
