@@ -19,6 +19,7 @@ import psutil
 from dlrm_api.names import Port
 from dlrm_api.progress import CheckpointerProgress, Progress, TrainerPhase
 from dlrm_cluster.build import binaries, module_folder
+from dlrm_cluster.components import NODE_LABELS
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.ports import LOOPBACK
 from dlrm_cluster.process import Server
@@ -50,7 +51,8 @@ class FakeNodes:
         self._kwok = Server("kwok", argv, self.work_dir)
         self._kwok.start()
         for number in range(self._nodes):
-            node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": f"fake-{number}"}}
+            meta = {"name": f"fake-{number}", "labels": NODE_LABELS}
+            node = {"apiVersion": "v1", "kind": "Node", "metadata": meta}
             self.plane.api.call("POST", "/api/v1/nodes", node)
         self._kwok.wait_until(self._nodes_ready)
         return self

@@ -10,6 +10,7 @@ ClusterRefusedError       the server understood and refused
 ├── NotFoundError         404
 ├── ConflictError         409  the object, or a quota that counts it, has changed meanwhile
 │   └── AlreadyExistsError     an object of that name exists
+├── NamespaceTerminatingError  403  nothing can be created in a namespace that is being deleted
 └── GoneError             410  list and watch again
 """
 
@@ -67,6 +68,10 @@ class AlreadyExistsError(ConflictError):
     """Report that an object of that name exists. After any other conflict nothing was created."""
 
 
+class NamespaceTerminatingError(ClusterRefusedError):
+    """Report that the namespace is being deleted: nothing can be created in it any more."""
+
+
 class GoneError(ClusterRefusedError):
     """Report that the resource version or the continue token is too old."""
 
@@ -92,6 +97,8 @@ MAX_LINE_BYTES = 16 * 2**20
 # Error responses may come from a pod.
 MAX_ERROR_BYTES = 65_536
 SECONDS = re.compile(r"[0-9]{1,6}")
+NAMESPACE_TERMINATING = "NamespaceTerminating"
+"""The API server's cause for refusing a creation in a namespace that is being deleted."""
 UNAUTHORIZED = 401
 RETRIABLE_CODES = (UNAUTHORIZED, 408)
 """New credentials may be accepted, and a request that timed out may be repeated."""
@@ -385,6 +392,8 @@ def _event(line: bytes, path: str) -> Object:
 
 def _error_of(response: Any, body: bytes, what: str) -> ClusterUnavailableError | ClusterRefusedError:
     code, (reason, message) = response.status, _reason_and_message(body) or ("", str(response.reason))
+    if reason == NAMESPACE_TERMINATING:
+        return NamespaceTerminatingError(code, message)
     if code == 429 or code >= 500 or code in RETRIABLE_CODES:
         retry_after = response.headers.get("Retry-After", "")
         retry_after_s = float(retry_after) if SECONDS.fullmatch(retry_after) else None
@@ -396,7 +405,9 @@ def _error_of(response: Any, body: bytes, what: str) -> ClusterUnavailableError 
 def _reason_and_message(text: bytes) -> tuple[str, str] | None:
     try:
         status = from_json(text)
-        return str(status.get("reason", "")), str(status["message"])
+        causes = (status.get("details") or {}).get("causes") or ()
+        ends = any(cause.get("reason") == NAMESPACE_TERMINATING for cause in causes)
+        return NAMESPACE_TERMINATING if ends else str(status.get("reason", "")), str(status["message"])
     # Whatever answered was not the API server.
     except (ValueError, AttributeError, LookupError):
         return None

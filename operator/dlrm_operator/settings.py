@@ -12,7 +12,7 @@ from typing import Any
 from dlrm_api.names import ANY_ADDRESS, Port
 from dlrm_operator.clients.references import ProfileSource
 from dlrm_operator.leader import LeaseTimes
-from dlrm_operator.manifests.objects import Images
+from dlrm_operator.manifests.objects import USER_ID, Images, PodDefaults
 from dlrm_operator.manifests.pod_template import POLICY_LEVELS, PodTemplatePolicy
 
 
@@ -51,7 +51,7 @@ class Settings:
     webhook_port: int = Port.OPERATOR_WEBHOOK
     webhook_deadline_s: float = 5.0
     """Time to review a job; then it is admitted with a warning. Less than the webhook's configured timeout."""
-    images: Images = field(default_factory=Images)
+    pod_defaults: PodDefaults = field(default_factory=PodDefaults)
     limits: PodTemplatePolicy = field(default_factory=PodTemplatePolicy)
 
 
@@ -60,6 +60,23 @@ def _profile_source(text: str) -> ProfileSource:
     if not namespace or not config_map:
         raise argparse.ArgumentTypeError(f"expected NAMESPACE/CONFIGMAP, got {text!r}")
     return ProfileSource(namespace, config_map)
+
+
+def _pod_defaults(environ: Mapping[str, str]) -> PodDefaults:
+    """Read what all trainer pods get; an empty user or architecture is left to the cluster."""
+    images, user = Images(), environ.get("DLRM_RUN_AS_USER", str(USER_ID))
+    if user and not (user.isdecimal() and int(user)):
+        raise ValueError(user)
+    return PodDefaults(
+        images=Images(
+            trainer=environ.get("DLRM_TRAINER_IMAGE") or images.trainer,
+            trainer_cuda=environ.get("DLRM_TRAINER_CUDA_IMAGE") or images.trainer_cuda,
+            checkpointer=environ.get("DLRM_CHECKPOINTER_IMAGE") or images.checkpointer,
+        ),
+        run_as_user=int(user) if user else None,
+        architecture=environ.get("DLRM_ARCHITECTURE", PodDefaults.architecture),
+        pull_secrets=tuple(filter(None, environ.get("DLRM_IMAGE_PULL_SECRETS", "").split(","))),
+    )
 
 
 def read_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Settings:
@@ -117,18 +134,17 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         )
     if (level := flags.pop("level")) not in POLICY_LEVELS:
         parser.error(f"invalid --pod-template-policy: expected {' or '.join(POLICY_LEVELS)}, got {level!r}")
-    images = Images(
-        trainer=environ.get("DLRM_TRAINER_IMAGE") or known.images.trainer,
-        trainer_cuda=environ.get("DLRM_TRAINER_CUDA_IMAGE") or known.images.trainer_cuda,
-        checkpointer=environ.get("DLRM_CHECKPOINTER_IMAGE") or known.images.checkpointer,
-    )
+    try:
+        pod_defaults = _pod_defaults(environ)
+    except ValueError:
+        parser.error(f"invalid DLRM_RUN_AS_USER: expected a user ID above 0, got {environ['DLRM_RUN_AS_USER']!r}")
     namespace, account = environ.get("POD_NAMESPACE"), environ.get("POD_SERVICE_ACCOUNT")
     own_account = (namespace, account) if namespace and account else None
     return Settings(
         kubeconfig=environ.get("KUBECONFIG") or None,
         in_cluster="KUBERNETES_SERVICE_HOST" in environ,
         lease=lease,
-        images=images,
+        pod_defaults=pod_defaults,
         limits=PodTemplatePolicy(level=level, own_account=own_account),
         **flags,
     )

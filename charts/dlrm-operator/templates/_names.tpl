@@ -81,12 +81,32 @@ helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
 {{- .Values.webhook.certificate.existingSecret | default (printf "%s-webhook" (include "dlrm.fullname" .)) -}}
 {{- end -}}
 
-{{- define "dlrm.image" -}}
-{{- if .Values.image.digest -}}
-{{ .Values.image.repository }}@{{ .Values.image.digest }}
-{{- else -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- /* A list of the root and of an image's name. */ -}}
+{{- define "dlrm.ownImage" -}}
+{{- $registry := (index . 0).Values.registry | trimSuffix "/" -}}
+{{- if $registry }}{{ $registry }}/{{ end }}{{ index . 1 -}}
 {{- end -}}
+
+{{- /* A list of the root, the image that a value names, and the name of the default one. */ -}}
+{{- define "dlrm.jobImage" -}}
+{{- $own := include "dlrm.ownImage" (list (index . 0) (index . 2)) -}}
+{{- index . 1 | default (printf "%s:%s" $own (index . 0).Chart.AppVersion) -}}
+{{- end -}}
+
+{{- define "dlrm.image" -}}
+{{- .Values.image.repository | default (include "dlrm.ownImage" (list . "dlrm-operator")) -}}
+{{- if .Values.image.digest -}}
+@{{ .Values.image.digest }}
+{{- else -}}
+:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+{{- end -}}
+
+{{- /* Of the operator's pods and of those of `helm test`; the value's own labels win. */ -}}
+{{- define "dlrm.nodeSelector" -}}
+{{- $images := dict "kubernetes.io/os" "linux" -}}
+{{- with .Values.architecture }}{{ $_ := set $images "kubernetes.io/arch" . }}{{ end -}}
+{{- merge (dict) .Values.pod.nodeSelector $images | toYaml -}}
 {{- end -}}
 
 {{- /* Secrets that are named as texts or as in a pod. */ -}}
@@ -94,6 +114,13 @@ helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
 {{- range . }}
 - name: {{ if kindIs "map" . }}{{ .name }}{{ else }}{{ . }}{{ end }}
 {{- end }}
+{{- end -}}
+
+{{- /* Names of the Secrets, separated by commas. */ -}}
+{{- define "dlrm.pullSecretNames" -}}
+{{- range $position, $secret := . -}}
+{{- if $position }},{{ end }}{{ if kindIs "map" $secret }}{{ $secret.name }}{{ else }}{{ $secret }}{{ end }}
+{{- end -}}
 {{- end -}}
 
 {{- /* A duration of hours, minutes and seconds in seconds. */ -}}

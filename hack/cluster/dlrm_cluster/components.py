@@ -16,6 +16,8 @@ SERVICE_IP_RANGES = "10.96.0.0/16,fd00:10:96::/112"
 """Services of both families; the first is the default one."""
 SERVICE_IP = "10.96.0.1"
 ISSUER = "https://kubernetes.default.svc.cluster.local"
+NODE_LABELS = {"kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
+"""Labels that a kubelet sets and pods may select; a node without a kubelet needs them as well."""
 ETCD_DATA = "etcd-data"
 AUDIT_MIB = 100_000
 """The log's size at which the API server would begin another file; by default 100 MiB, which a session may exceed."""

@@ -182,8 +182,8 @@ class ActionExecutor:
         path, done_by = _path("v1", action.key.namespace, "Event"), time.monotonic() + EVENT_TIMEOUT_S
         try:
             await self.api.call("POST", path, body, done_by=done_by)
-        except api_client.ConflictError:
-            # The name is a hash of the content: the Event exists.
+        except (api_client.ConflictError, api_client.NamespaceTerminatingError):
+            # The name is a hash of the content, so the Event exists; or its namespace is going away.
             pass
         except api_client.API_ERRORS as error:
             if time.monotonic() - self._dropped_event_logged_at >= DROPPED_EVENT_LOG_INTERVAL_S:

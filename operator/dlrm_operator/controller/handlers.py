@@ -84,7 +84,7 @@ class Engine:
             stack_client=self._stack_client,
             kueue_client=self._kueue_client,
             references=self.references,
-            images=settings.images,
+            pod_defaults=settings.pod_defaults,
             limits=settings.limits,
         )
         executor = ActionExecutor(

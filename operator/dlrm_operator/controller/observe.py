@@ -21,7 +21,7 @@ from dlrm_operator.clients.pod_requests import StackClient
 from dlrm_operator.clients.progress import Poller
 from dlrm_operator.clients.references import ProfileSeen, ReferenceReader
 from dlrm_operator.controller.informers import JobCache, PodCache, read_config_map, read_group, read_pod
-from dlrm_operator.manifests.objects import Images
+from dlrm_operator.manifests.objects import PodDefaults
 from dlrm_operator.manifests.pod_template import RESTRICTED, PodTemplatePolicy
 from dlrm_operator.manifests.scheduling import KUEUE, POD_GROUPS, group_type
 from dlrm_operator.reconcile.findings import rests
@@ -65,7 +65,7 @@ class Observer:
     stack_client: StackClient
     kueue_client: KueueClient
     references: ReferenceReader
-    images: Images
+    pod_defaults: PodDefaults
     limits: PodTemplatePolicy = RESTRICTED
     refusals: dict[JobKey, str] = field(default_factory=dict, init=False)
     refused_deletions: dict[JobKey, str] = field(default_factory=dict, init=False)
@@ -143,7 +143,7 @@ class Observer:
             polled=self.poller.latest(job.key),
             cut=self.checkpoint_client.answer(job.key),
             stacks=self.stack_client.answer(job.key),
-            images=self.images,
+            pod_defaults=self.pod_defaults,
             limits=self.limits,
             refused_deletion=self.refused_deletions.get(job.key, ""),
         )

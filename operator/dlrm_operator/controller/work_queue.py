@@ -10,7 +10,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 
-from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError, ConflictError, own_time
+from dlrm_operator.api_client import (
+    ClusterRefusedError,
+    ClusterUnavailableError,
+    ConflictError,
+    NamespaceTerminatingError,
+    own_time,
+)
 from dlrm_operator.controller.observe import UnreadableStatusError
 from dlrm_operator.metrics import QUEUE, RECONCILES
 from dlrm_operator.reconcile.state import JobKey
@@ -173,6 +179,12 @@ class WorkQueue:
             RECONCILES.labels("unavailable").inc()
             logger.warning("reconcile failed, will retry", extra={**extra, "error": str(error)})
             self._back_off(key, error.retry_after_s)
+        except NamespaceTerminatingError:
+            # The job is deleted with its namespace; until then nothing can be created.
+            RECONCILES.labels("refused").inc()
+            if key not in self._failures:
+                logger.info("namespace is being deleted, creating nothing in it", extra=extra)
+            self._back_off(key, MAX_BACKOFF_S)
         except ClusterRefusedError as error:
             # The next reconcile writes it into the status.
             RECONCILES.labels("refused").inc()

@@ -19,6 +19,10 @@ JOB_FILE = "job.json"
 # A ConfigMap may hold 1 MiB, keys included.
 MAX_CONFIG_MAP_BYTES = 1_000_000
 ROLE = "trainer"
+USER_ID = 65_532
+"""User of the images."""
+OS_LABEL = "kubernetes.io/os"
+ARCHITECTURE_LABEL = "kubernetes.io/arch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,3 +149,27 @@ class Images:
     def trainer_on(self, device: Device) -> str:
         """Return the trainer's image for a device."""
         return self.trainer_cuda if device == "cuda" else self.trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodDefaults:
+    """Hold what the operator's settings say about the pods of all jobs."""
+
+    images: Images = field(default_factory=Images)
+    run_as_user: int | None = USER_ID
+    """User, group and group of volumes; None: the cluster assigns them, or the images' own user applies."""
+    architecture: str = "amd64"
+    """Architecture of the images; empty: any."""
+    pull_secrets: tuple[str, ...] = ()
+    """Image pull Secrets in the namespaces of jobs."""
+
+    @property
+    def identity(self) -> Manifest:
+        """Return the part of a pod's security context that OpenShift would rather assign itself."""
+        user = self.run_as_user
+        return {} if user is None else {"runAsUser": user, "runAsGroup": user, "fsGroup": user}
+
+    @property
+    def node_selector(self) -> dict[str, str]:
+        """Return the labels of nodes on which the images run; kubelets set them."""
+        return {OS_LABEL: "linux", **({ARCHITECTURE_LABEL: self.architecture} if self.architecture else {})}

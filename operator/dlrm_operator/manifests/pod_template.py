@@ -21,12 +21,8 @@ from dlrm_api.pod_template import PodTemplateOverlay
 from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.scheduling import with_affinity
 
-USER_ID: Final = 65_532
 POD_SECURITY: Final[Manifest] = {
     "runAsNonRoot": True,
-    "runAsUser": USER_ID,
-    "runAsGroup": USER_ID,
-    "fsGroup": USER_ID,
     "fsGroupChangePolicy": "OnRootMismatch",
     "seccompProfile": {"type": "RuntimeDefault"},
 }
@@ -261,6 +257,9 @@ def _merge(target: Manifest, additions: Manifest, root: str) -> None:
             target[field] = with_affinity(present or {}, value)
         elif field == "securityContext":
             target[field] = joined_security(target[field], value)
+        elif field == "nodeSelector":
+            # A job's own images may be built for another architecture.
+            target[field] = {**target[field], **value}
         elif target.get(field, value) != value:
             raise InvalidSpecError(path, f"the HardwareProfile sets {present}: remove it")
         else:

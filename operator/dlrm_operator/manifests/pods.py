@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dlrm_api import names
 from dlrm_api.hardware import HardwareProfile
@@ -11,7 +11,7 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.names import ANY_ADDRESS, Container, Env, Path, Port
 from dlrm_api.plan import Plan, plan_to_parts
 from dlrm_operator.manifests import Manifest, pod_template
-from dlrm_operator.manifests.objects import Images, Owner, config_volume, gang_service, metadata, plan_config_maps
+from dlrm_operator.manifests.objects import Owner, PodDefaults, config_volume, gang_service, metadata, plan_config_maps
 from dlrm_operator.manifests.scheduling import group_gates, group_metadata, placement, pod_groups
 from dlrm_operator.manifests.storage import tier_bytes, tier_mounts, tier_volumes
 from dlrm_planner import CUDA_SHARED_BYTES, checkpointer_bytes, working_set_bytes
@@ -30,8 +30,8 @@ class PodAttempt:
     number: int
     plan: Plan
     profile: HardwareProfile | None
-    images: Images
     owner: Owner
+    defaults: PodDefaults = field(default_factory=PodDefaults)
     limits: pod_template.PodTemplatePolicy = pod_template.RESTRICTED
     memory_reserve_bytes: int = 0
     """Memory of each pod beyond what the plan needs."""
@@ -68,7 +68,7 @@ def with_derived(pod: Manifest, values: Mapping[str, str]) -> Manifest:
 
 def _pod(attempt: PodAttempt, index: int, memory_bytes: int, tiers: dict[str, int], config: Manifest) -> Manifest:
     """Build one pod; ``tiers`` are the bytes of its ranks in files, by tier."""
-    job = attempt.job
+    job, defaults = attempt.job, attempt.defaults
     name = names.trainer_pod(job.metadata.name, attempt.number, index)
     spec: Manifest = {
         "restartPolicy": "Never",
@@ -79,7 +79,8 @@ def _pod(attempt: PodAttempt, index: int, memory_bytes: int, tiers: dict[str, in
         "hostname": name,
         "subdomain": names.trainer_service(job.metadata.name),
         "terminationGracePeriodSeconds": _grace_seconds(job),
-        "securityContext": pod_template.POD_SECURITY,
+        "securityContext": {**pod_template.POD_SECURITY, **defaults.identity},
+        "nodeSelector": defaults.node_selector,
         "initContainers": [_checkpointer(attempt, index)],
         "containers": [_trainer(attempt, index, memory_bytes, tiers)],
         "volumes": _volumes(attempt, index, tiers, config),
@@ -90,6 +91,8 @@ def _pod(attempt: PodAttempt, index: int, memory_bytes: int, tiers: dict[str, in
     meta["labels"] |= labels
     if annotations:
         meta["annotations"] = annotations
+    if defaults.pull_secrets:
+        spec["imagePullSecrets"] = [{"name": secret} for secret in defaults.pull_secrets]
     if gates := group_gates(job.spec.scheduling):
         spec["schedulingGates"] = gates
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
@@ -134,7 +137,7 @@ def _trainer(attempt: PodAttempt, index: int, memory_bytes: int, tiers: dict[str
     container["volumeMounts"] = [*container["volumeMounts"], *own, *tier_mounts(tiers)]
     return {
         "name": Container.TRAINER,
-        "image": trainer.image or attempt.images.trainer_on(attempt.plan.device),
+        "image": trainer.image or attempt.defaults.images.trainer_on(attempt.plan.device),
         **container,
         "resources": _trainer_resources(job, attempt.profile, memory_bytes, attempt.memory_reserve_bytes),
     }
@@ -146,7 +149,7 @@ def _checkpointer(attempt: PodAttempt, index: int) -> Manifest:
     env = {Env.CHECKPOINTER_PORT: str(Port.CHECKPOINTER)}
     return {
         "name": Container.CHECKPOINTER,
-        "image": attempt.job.spec.trainer.checkpointer_image or attempt.images.checkpointer,
+        "image": attempt.job.spec.trainer.checkpointer_image or attempt.defaults.images.checkpointer,
         "restartPolicy": "Always",
         **_container(attempt, index, command, env, {"checkpointer": Port.CHECKPOINTER}),
         "resources": _checkpointer_resources(attempt.job),
@@ -254,7 +257,7 @@ def render_objects(
     plan: Plan,
     *,
     attempt: int = 1,
-    images: Images | None = None,
+    defaults: PodDefaults | None = None,
     limits: pod_template.PodTemplatePolicy = pod_template.RESTRICTED,
     uid: str = "",
 ) -> list[Manifest]:
@@ -270,7 +273,13 @@ def render_objects(
     owner = Owner(name=job.metadata.name, uid=uid)
     job = job.with_replicas(plan.nodes)
     gang = PodAttempt(
-        job=job, number=attempt, plan=plan, profile=profile, images=images or Images(), owner=owner, limits=limits
+        job=job,
+        number=attempt,
+        plan=plan,
+        profile=profile,
+        owner=owner,
+        defaults=defaults or PodDefaults(),
+        limits=limits,
     )
     maps = plan_config_maps(job, attempt, plan, plan_to_parts(plan), owner)
     pods = trainer_pods(gang, maps)

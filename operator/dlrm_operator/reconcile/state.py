@@ -18,7 +18,7 @@ from dlrm_api.plan import Plan, plan_without_tables
 from dlrm_api.progress import CheckpointerProgress, Progress, TerminationMessage, TrainerPhase
 from dlrm_api.status import DLRMJobStatus
 from dlrm_operator.manifests import Manifest
-from dlrm_operator.manifests.objects import Images
+from dlrm_operator.manifests.objects import PodDefaults
 from dlrm_operator.manifests.pod_template import RESTRICTED, PodTemplatePolicy
 
 
@@ -331,7 +331,7 @@ class Observed:
     stacks: StacksSeen | None = None  # None: not requested
     queue_message: str = ""
     """Kueue's message on why the gang waits."""
-    images: Images = field(default_factory=Images)
+    pod_defaults: PodDefaults = field(default_factory=PodDefaults)
     limits: PodTemplatePolicy = RESTRICTED
     refusal: str = ""
     """The API server's message if it refused to create a child in an earlier pass."""

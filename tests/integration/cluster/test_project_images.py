@@ -12,8 +12,7 @@ import yaml
 from dlrm_cluster.project_images import RECIPES
 from dlrm_cluster.project_images.pip_settings import write_secrets
 from dlrm_cluster.project_images.recipes import ROOT, fingerprint, reference
-from dlrm_operator.manifests.objects import Images
-from dlrm_operator.manifests.pod_template import USER_ID
+from dlrm_operator.manifests.objects import USER_ID, Images
 
 DOCKERFILES = [ROOT / name / "Dockerfile" for name in RECIPES]
 

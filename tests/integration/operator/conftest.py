@@ -13,7 +13,7 @@ from dlrm_cluster.fixtures import STRICT, refuse
 from dlrm_testing.charts.chart import Identity, refused, render, variant
 from dlrm_testing.operator.definitions import install_crds, project_crd
 from dlrm_testing.operator.kubelet_double import KubeletDouble
-from dlrm_testing.operator.operator_cluster import Object, OperatorProcess
+from dlrm_testing.operator.operator_cluster import Object, OperatorProcess, add_node
 
 GANG_SCHEDULERS = [f"gangSchedulers.{gang}=true" for gang in ("kueue", "volcano", "coscheduling", "native")]
 ANYWHERE = "namespace-of-the-test"
@@ -32,11 +32,7 @@ def api_types(control_plane: ControlPlane) -> ControlPlane:
     """A control plane that serves the project's CRDs and has two empty nodes."""
     _install_project(control_plane)
     for number in range(2):
-        name = f"operator-node-{number}"
-        control_plane.api.ensure("/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
-        ready = {"type": "Ready", "status": "True", "reason": "Test", "message": "made by a test"}
-        status = {"status": {"capacity": CAPACITY, "allocatable": CAPACITY, "conditions": [ready]}}
-        control_plane.api.call("PATCH", f"/api/v1/nodes/{name}/status", status)
+        add_node(control_plane.api, f"operator-node-{number}", CAPACITY)
     return control_plane
 
 

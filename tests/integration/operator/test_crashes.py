@@ -24,7 +24,7 @@ from dlrm_operator.controller.observe import Observer
 from dlrm_operator.controller.reconciler import Reconciler
 from dlrm_operator.controller.work_queue import StatusDebouncer
 from dlrm_operator.login import Account
-from dlrm_operator.manifests.objects import Images
+from dlrm_operator.manifests.objects import PodDefaults
 from dlrm_operator.reconcile.state import Action, JobKey, JobSeen, Planning, PlanQuestion, WakeAt
 from dlrm_planner import plan_job
 from dlrm_testing.charts.chart import Identity
@@ -100,7 +100,7 @@ class Life:
         self.executor = MortalExecutor(api, **both, **death, queue=Alarm(), control_key=control_key)
         kueue = KueueClient(api, lambda key: None)
         own: dict[str, Any] = {"poller": poller, "kueue_client": kueue, "references": ReferenceReader(api)}
-        observer = Observer(api=api, **both, **own, images=Images())
+        observer = Observer(api=api, **both, **own, pod_defaults=PodDefaults())
         self.reconciler = Reconciler(observer, self.executor, jobs, planner, poller, StatusDebouncer(0.0))
 
 

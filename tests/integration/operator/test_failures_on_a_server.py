@@ -8,7 +8,14 @@ import pytest
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_testing.operator.kubelet_double import KubeletDouble, container
-from dlrm_testing.operator.operator_cluster import JobDriver, Object, OperatorProcess, eventually, job_document
+from dlrm_testing.operator.operator_cluster import (
+    JobDriver,
+    Object,
+    OperatorProcess,
+    add_node,
+    eventually,
+    job_document,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -39,11 +46,7 @@ def pool(api_types: ControlPlane, namespace: str) -> Iterator[str]:
     names = [f"{namespace}-{number}" for number in range(2)]
     taint = {"key": "pool", "value": namespace, "effect": "NoSchedule"}
     for name in names:
-        node = {"metadata": {"name": name, "labels": {"pool": namespace}}, "spec": {"taints": [taint]}}
-        api_types.api.call("POST", "/api/v1/nodes", node)
-        ready = {"type": "Ready", "status": "True", "reason": "Test", "message": "made by a test"}
-        status = {"status": {"capacity": CAPACITY, "allocatable": CAPACITY, "conditions": [ready]}}
-        api_types.api.call("PATCH", f"/api/v1/nodes/{name}/status", status)
+        add_node(api_types.api, name, CAPACITY, [taint], pool=namespace)
     yield namespace
     for name in names:
         api_types.api.call("DELETE", f"/api/v1/nodes/{name}")

@@ -12,7 +12,14 @@ from dlrm_operator.manifests.scheduling import POD_GROUPS
 from dlrm_testing.charts.chart import Identity
 from dlrm_testing.operator.gang_schedulers import SCHEDULERS, GangScheduler
 from dlrm_testing.operator.kubelet_double import KubeletDouble
-from dlrm_testing.operator.operator_cluster import JobDriver, Object, OperatorProcess, eventually, job_document
+from dlrm_testing.operator.operator_cluster import (
+    JobDriver,
+    Object,
+    OperatorProcess,
+    add_node,
+    eventually,
+    job_document,
+)
 
 pytestmark = pytest.mark.cluster
 CAPACITY = {"cpu": "4", "memory": "1Ti", "pods": "100"}
@@ -60,11 +67,7 @@ class Pool:
     def grow(self) -> None:
         """One node more."""
         name = f"{self.namespace}-{len(self.nodes)}"
-        labels = {"kubernetes.io/hostname": name, "pool": self.namespace}
-        self.api.call("POST", "/api/v1/nodes", {"metadata": {"name": name, "labels": labels}})
-        ready = {"type": "Ready", "status": "True", "reason": "Test", "message": "made by a test"}
-        status = {"capacity": CAPACITY, "allocatable": CAPACITY, "conditions": [ready]}
-        self.api.call("PATCH", f"/api/v1/nodes/{name}/status", {"status": status})
+        add_node(self.api, name, CAPACITY, pool=self.namespace)
         self.nodes.append(name)
 
     def shrink(self) -> None:

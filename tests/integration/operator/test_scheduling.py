@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dlrm_cluster.components import NODE_LABELS
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.errors import MissingToolError
 from dlrm_cluster.fixtures import refuse
@@ -49,7 +50,7 @@ def pools(api_types: ControlPlane, kwok: Server) -> Iterator[ControlPlane]:
     api = api_types.api
     for name, (labels, taint, devices) in NODES.items():
         spec = {"taints": [{"key": taint, "value": "present", "effect": "NoSchedule"}]} if taint else {}
-        labels = {**labels, "kubernetes.io/hostname": name}
+        labels = {**labels, **NODE_LABELS, "kubernetes.io/hostname": name}
         capacity = {**CAPACITY, **devices}
         node = {
             "metadata": {"name": name, "labels": labels, "annotations": FAKE},

@@ -16,7 +16,7 @@ from dlrm_operator.clients.progress import Poller
 from dlrm_operator.clients.references import ReferenceReader
 from dlrm_operator.controller.informers import JobCache, PodCache
 from dlrm_operator.controller.observe import Observer
-from dlrm_operator.manifests.objects import Images
+from dlrm_operator.manifests.objects import PodDefaults
 from dlrm_operator.reconcile.reconcile import reconcile
 from dlrm_operator.reconcile.state import JobKey, Observed, Planning, RequestPlan, WakeAt
 from dlrm_testing.operator.model_cluster import KEY, ModelCluster
@@ -83,7 +83,7 @@ def observer_of(api: ScriptedApi, planning: Planning | None) -> Observer:
         stack_client=StackClient(lambda key: None),
         kueue_client=KueueClient(cast("Api", api), lambda key: None),
         references=ReferenceReader(cast("Api", api)),
-        images=Images(),
+        pod_defaults=PodDefaults(),
     )
 
 

@@ -23,7 +23,7 @@ from dlrm_operator.controller.informers import JobCache, PodCache, read_pod
 from dlrm_operator.controller.observe import Observer, UnreadableStatusError
 from dlrm_operator.controller.reconciler import Reconciler, batches
 from dlrm_operator.controller.work_queue import StatusDebouncer, WorkQueue
-from dlrm_operator.manifests.objects import Images
+from dlrm_operator.manifests.objects import PodDefaults
 from dlrm_operator.metrics import RESTARTS
 from dlrm_operator.reconcile.state import CreatePod, EmitEvent, JobKey, JobSeen, Planning, PlanQuestion, Polled, WakeAt
 from dlrm_planner import plan_job
@@ -109,7 +109,7 @@ class Bench:
             "stack_client": StackClient(lambda key: None),
         }
         kueue = KueueClient(self.api, lambda key: None)
-        own = {"poller": self.poller, "kueue_client": kueue, "references": references, "images": Images()}
+        own = {"poller": self.poller, "kueue_client": kueue, "references": references, "pod_defaults": PodDefaults()}
         observer = Observer(api=self.api, **both, **own)
         executor = ActionExecutor(api=self.api, **both, queue=cast("WorkQueue", self.alarm), control_key=control_key)
         self.debouncer = StatusDebouncer(status_debounce_s, lambda: self.now_s)

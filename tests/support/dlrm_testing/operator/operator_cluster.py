@@ -3,13 +3,14 @@
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 from dlrm_api.plan import Plan, plan_to_parts, plan_without_tables
 from dlrm_cluster.api import Api, ApiError
+from dlrm_cluster.components import NODE_LABELS
 from dlrm_cluster.ports import free_port
 from dlrm_operator.reconcile.state import Planning
 from dlrm_testing.programs import fork_context, run_module
@@ -42,6 +43,16 @@ def job_document(name: str, replicas: int = 2, **spec: Any) -> Object:
             **spec,
         },
     }
+
+
+def add_node(api: Api, name: str, capacity: Object, taints: Sequence[Object] = (), **labels: str) -> None:
+    """Make a node without a kubelet, unless it exists; ``labels`` are those beside a kubelet's own."""
+    meta = {"name": name, "labels": {"kubernetes.io/hostname": name, **NODE_LABELS, **labels}}
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": meta, "spec": {"taints": list(taints)}}
+    api.ensure("/api/v1/nodes", node)
+    ready = {"type": "Ready", "status": "True", "reason": "Test", "message": "made by a test"}
+    status = {"capacity": capacity, "allocatable": capacity, "conditions": [ready]}
+    api.call("PATCH", f"/api/v1/nodes/{name}/status", {"status": status})
 
 
 def planner_answer(plan: Plan) -> Planning:
