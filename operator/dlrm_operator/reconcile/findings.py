@@ -214,6 +214,7 @@ WAITS: Mapping[str, EventKind] = {
     Reason.HARDWARE_PROFILE_UNAVAILABLE: "Warning",
     Reason.TRACE_UNAVAILABLE: "Warning",
     Reason.PLANNER_FAILED: "Warning",
+    Reason.REQUEST_DENIED: "Warning",
     Reason.GANG_SCHEDULER_UNAVAILABLE: "Warning",
     Reason.QUOTA_PENDING: "Normal",
     Reason.UNSCHEDULABLE: "Warning",

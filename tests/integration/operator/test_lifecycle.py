@@ -12,20 +12,9 @@ from dlrm_api.progress import TerminationMessage
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_testing.charts.chart import Identity
 from dlrm_testing.operator.kubelet_double import KubeletDouble
-from dlrm_testing.operator.operator_cluster import JobDriver, OperatorProcess, eventually, job_document
+from dlrm_testing.operator.operator_cluster import JobDriver, OperatorProcess, eventually, job_document, trains
 
 pytestmark = pytest.mark.cluster
-
-
-def trains(kubelet: KubeletDouble, job: JobDriver, attempt: int, size: int = 2) -> list[str]:
-    """Wait for the gang of ``attempt``, let it train, and return the names of its pods."""
-    names = [f"{job.name}-trainer-{attempt}-{index}" for index in range(size)]
-    eventually(
-        lambda: {p["metadata"]["name"] for p in kubelet.pods() if p["status"].get("phase") == "Running"} == set(names)
-    )
-    kubelet.report_training(names[0], attempt)
-    job.until("Running")
-    return names
 
 
 def told_digest(pod: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ from dlrm_operator.api_client import (
     ConflictError,
     GoneError,
     KubernetesApi,
+    NamespaceTerminatingError,
     NotFoundError,
     bounded_lines,
 )
@@ -119,6 +120,21 @@ def test_a_conflict_says_whether_there_is_an_object_of_that_name(
         asyncio.run(api.call("GET", "/api/v1/pods"))
 
     assert type(met.value) is error
+
+
+def test_a_namespace_that_is_being_deleted_is_told_from_a_missing_right(
+    server: ScriptedServer, api: KubernetesApi
+) -> None:
+    causes = {"causes": [{"reason": "NamespaceTerminating", "message": "namespace x is being terminated"}]}
+    answer = {"message": "unable to create new content", "reason": "Forbidden"}
+    server.script = [(403, {}, [{**answer, "details": causes}]), (403, {}, [{**answer, "details": None}])]
+
+    with pytest.raises(NamespaceTerminatingError, match="unable to create"):
+        asyncio.run(api.call("GET", "/api/v1/pods"))
+    with pytest.raises(ClusterRefusedError) as other:
+        asyncio.run(api.call("GET", "/api/v1/pods"))
+
+    assert not isinstance(other.value, NamespaceTerminatingError)
 
 
 @pytest.mark.parametrize(

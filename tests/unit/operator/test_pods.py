@@ -18,11 +18,13 @@ from dlrm_api.plan import Plan, plan_from_parts, plan_to_parts
 from dlrm_operator.manifests.objects import MAX_CONFIG_MAP_BYTES, Owner, plan_config_maps
 from dlrm_operator.manifests.pods import render_objects, with_derived
 from dlrm_operator.manifests.storage import ephemeral_store_warnings
+from dlrm_operator.settings import read_settings
 from dlrm_planner import plan_job, working_set_bytes
 from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES
 from dlrm_testing.operator.operator_cluster import job_document
 
 Object = dict[str, Any]
+IDENTITY = {"runAsUser", "runAsGroup", "fsGroup"}
 
 
 def job(**spec: Any) -> DLRMJob:
@@ -333,6 +335,51 @@ def test_additions_of_the_user_join_ours() -> None:
     for container in containers(pod):
         assert env(container)["A"] == "1"
         assert container["volumeMounts"][-1] == {"name": "data", "mountPath": "/data"}
+
+
+def test_the_cluster_s_settings_apply_to_every_pod() -> None:
+    environment = {
+        "DLRM_RUN_AS_USER": "1000",
+        "DLRM_ARCHITECTURE": "arm64",
+        "DLRM_IMAGE_PULL_SECRETS": "registry,mirror",
+        "DLRM_TRAINER_IMAGE": "registry.example.com/trainer:1",
+    }
+    overlay = {"spec": {"imagePullSecrets": [{"name": "own"}], "nodeSelector": {"pool": "ads"}}}
+
+    defaults = read_settings([], environment).pod_defaults
+    pod = rendered(job(trainer={"replicas": 1, "podTemplate": overlay}), defaults=defaults)["Pod"][0]["spec"]
+
+    assert {pod["securityContext"][field] for field in IDENTITY} == {1000}
+    assert pod["nodeSelector"] == {"kubernetes.io/os": "linux", "kubernetes.io/arch": "arm64", "pool": "ads"}
+    assert [secret["name"] for secret in pod["imagePullSecrets"]] == ["registry", "mirror", "own"]
+    assert pod["containers"][0]["image"] == "registry.example.com/trainer:1"
+
+
+def test_a_user_and_an_architecture_can_be_left_to_the_cluster() -> None:
+    defaults = read_settings([], {"DLRM_RUN_AS_USER": "", "DLRM_ARCHITECTURE": ""}).pod_defaults
+
+    pod = rendered(job(), defaults=defaults)["Pod"][0]["spec"]
+
+    assert not IDENTITY & set(pod["securityContext"])
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["nodeSelector"] == {"kubernetes.io/os": "linux"}
+    assert "imagePullSecrets" not in pod
+
+
+def test_a_job_with_own_images_chooses_its_architecture() -> None:
+    overlay = {"spec": {"nodeSelector": {"kubernetes.io/arch": "arm64"}}}
+
+    pod = rendered(job(trainer={"podTemplate": overlay}))["Pod"][0]["spec"]
+
+    assert pod["nodeSelector"]["kubernetes.io/arch"] == "arm64"
+
+
+@pytest.mark.parametrize("user", ["0", "-1", "root", "1.5"])
+def test_a_user_that_cannot_be_ends_the_operator(user: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_settings([], {"DLRM_RUN_AS_USER": user})
+
+    assert f"DLRM_RUN_AS_USER: expected a user ID above 0, got {user!r}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from dlrm_operator.api_client import ClusterUnavailableError, ConflictError
+from dlrm_operator.api_client import ClusterUnavailableError, ConflictError, NamespaceTerminatingError
 from dlrm_operator.controller.observe import UnreadableStatusError
 from dlrm_operator.controller.work_queue import (
     DEBOUNCE_S,
@@ -63,6 +63,21 @@ def test_ten_events_cause_one_reconcile() -> None:
     run_for(0.3, take, wake)
 
     assert turns == [A]
+
+
+def test_a_terminating_namespace_is_logged_once_and_rarely_tried(caplog: pytest.LogCaptureFixture) -> None:
+    turns: list[float] = []
+
+    async def take(key: JobKey) -> None:
+        turns.append(now_s())
+        raise NamespaceTerminatingError(403, "namespace space is being terminated")
+
+    with caplog.at_level("INFO"):
+        run_for(300, take, lambda queue: queue.add(A))
+
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert all(later - earlier >= MAX_BACKOFF_S for earlier, later in pairwise(turns))
+    assert len(turns) > 1
 
 
 def test_equal_keys_never_run_at_once_and_different_ones_do() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,6 +37,7 @@ class ProgressServer(ThreadingHTTPServer):
         """Step in the response to ``POST /cut``; None: 409."""
         self.tokens: list[str] = []
         """Token of each request for a cut."""
+        self.address_family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         super().__init__((ip, port), ProgressHandler)
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
@@ -76,6 +78,8 @@ class KubeletDouble:
         self.namespace = namespace
         self.starts = True
         """Whether bound pods are started."""
+        self.ip = ""
+        """Address of every pod; empty: each gets its own."""
         self.removes = True
         """Whether deleted pods are ended."""
         self.max_concurrent_attempts = 0
@@ -142,10 +146,23 @@ class KubeletDouble:
         """Return the tokens of the requests for cuts of the pod."""
         return self._servers[pod][0].tokens
 
-    def end_trainer(self, pod: str, code: int, message: TerminationMessage | None = None, reason: str = "") -> None:
-        """End the pod's trainer; its checkpointer keeps running."""
+    def end_container(self, pod: str, name: str, code: int) -> None:
+        """End a container that an injector added; the others keep running."""
+        self._end(pod, "containerStatuses", name, code, "", "")
+
+    def restart_checkpointer(self, pod: str, committed: int) -> None:
+        """End the checkpointer with success and start it again, as a kubelet does while another container runs."""
+        ended = {"exitCode": 0, "message": committed_progress(committed).model_dump_json(), "finishedAt": now()}
+        restarted = container("checkpointer", {"running": {"startedAt": now()}})
+        restarted |= {"lastState": {"terminated": {**ended, "reason": "Completed"}}, "restartCount": 1}
+        self._set(pod, "initContainerStatuses", restarted)
+
+    def end_trainer(
+        self, pod: str, code: int, message: TerminationMessage | None = None, reason: str = "", ago_s: float = 0.0
+    ) -> None:
+        """End the pod's trainer, some time ago; its checkpointer keeps running."""
         text = message.encode().decode() if message else ""
-        self._end(pod, "containerStatuses", "trainer", code, text, reason)
+        self._end(pod, "containerStatuses", "trainer", code, text, reason, ago_s)
 
     def end_checkpointer(self, pod: str, code: int, committed: int | None) -> None:
         """End the pod's checkpointer, and the pod if its trainer has ended."""
@@ -153,11 +170,9 @@ class KubeletDouble:
             pod, "initContainerStatuses", "checkpointer", code, committed_progress(committed).model_dump_json(), ""
         )
         status = self._get(pod)["status"]
-        codes = [
-            c["state"]["terminated"]["exitCode"] for c in status["containerStatuses"] if "terminated" in c["state"]
-        ]
-        if codes:
-            self._patch(pod, {"phase": "Failed" if any(codes) else "Succeeded"})
+        ends = [each["state"].get("terminated") for each in status["containerStatuses"]]
+        if all(ends):
+            self._patch(pod, {"phase": "Failed" if any(end["exitCode"] for end in ends) else "Succeeded"})
 
     def finish(self, pod: str, step: int, committed: int | None) -> None:
         """End the pod's trainer with success at ``step``, then its checkpointer."""
@@ -222,26 +237,35 @@ class KubeletDouble:
     def start(self, pod: Object) -> None:
         name = pod["metadata"]["name"]
         number = next(self._ips) % 2**16
-        ip = f"127.{64 + threading.get_native_id() % 64}.{number // 256}.{number % 254 + 1}"
-        if pod["metadata"]["labels"]["dlrm.dev/index"] == "0":
+        ip = self.ip or f"127.{64 + threading.get_native_id() % 64}.{number // 256}.{number % 254 + 1}"
+        if pod["metadata"].get("labels", {}).get("dlrm.dev/index") == "0":
             self._servers[name] = ProgressServer(ip, Port.TRAINER), ProgressServer(ip, Port.CHECKPOINTER)
         running = {"running": {"startedAt": now()}}
+        init, plain = pod["spec"].get("initContainers", ()), pod["spec"]["containers"]
         self._patch(
             name,
             {
                 "phase": "Running",
                 "podIP": ip,
                 "podIPs": [{"ip": ip}],
-                "initContainerStatuses": [container("checkpointer", running)],
-                "containerStatuses": [container("trainer", running)],
+                "initContainerStatuses": [container(each["name"], running) for each in init],
+                "containerStatuses": [container(each["name"], running) for each in plain],
             },
         )
 
-    def _end(self, pod: str, statuses: str, name: str, code: int, message: str, reason: str) -> None:
-        ended = {"exitCode": code, "message": message, "finishedAt": now(), "reason": reason or "Error"}
+    def _end(
+        self, pod: str, statuses: str, name: str, code: int, message: str, reason: str, ago_s: float = 0.0
+    ) -> None:
+        ended = {"exitCode": code, "message": message, "finishedAt": now(ago_s), "reason": reason or "Error"}
         if code == 0:
             ended["reason"] = "Completed"
-        self._patch(pod, {statuses: [container(name, {"terminated": ended})]})
+        self._set(pod, statuses, container(name, {"terminated": ended}))
+
+    def _set(self, pod: str, statuses: str, status: Object) -> None:
+        """Write the status of one container; the others keep theirs."""
+        known = self._get(pod)["status"]
+        change = {statuses: [status if each["name"] == status["name"] else each for each in known[statuses]]}
+        self._patch(pod, change)
 
     def _get(self, pod: str) -> Object:
         return self.api.call("GET", f"/api/v1/namespaces/{self.namespace}/pods/{pod}")
@@ -270,6 +294,6 @@ def committed_progress(step: int | None) -> CheckpointerProgress:
     return CheckpointerProgress(committed_step=step, last_snapshot=snapshot)
 
 
-def now() -> str:
+def now(ago_s: float = 0.0) -> str:
     """Return the time as a kubelet writes it."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - ago_s))

@@ -13,6 +13,7 @@ from dlrm_cluster.api import Api, ApiError
 from dlrm_cluster.components import NODE_LABELS
 from dlrm_cluster.ports import free_port
 from dlrm_operator.reconcile.state import Planning
+from dlrm_testing.operator.kubelet_double import KubeletDouble
 from dlrm_testing.programs import fork_context, run_module
 from dlrm_testing.waiting import wait_until
 
@@ -111,10 +112,22 @@ class JobDriver:
         return [item["reason"] for item in items if item["involvedObject"]["name"] == self.name]
 
 
+def trains(kubelet: KubeletDouble, job: JobDriver, attempt: int, size: int = 2) -> list[str]:
+    """Wait for the gang of ``attempt``, let it train, and return the names of its pods."""
+    names = [f"{job.name}-trainer-{attempt}-{index}" for index in range(size)]
+    eventually(
+        lambda: {p["metadata"]["name"] for p in kubelet.pods() if p["status"].get("phase") == "Running"} == set(names),
+        state=lambda: str(job.status()),
+    )
+    kubelet.report_training(names[0], attempt)
+    job.until("Running")
+    return names
+
+
 class OperatorProcess:
     """Run the operator for one namespace, or all."""
 
-    def __init__(self, kubeconfig: Path, namespace: str | None, log: Path, *further: str) -> None:
+    def __init__(self, kubeconfig: Path, namespace: str | None, log: Path, *further: str, **variables: str) -> None:
         self.port = free_port("127.0.0.1")
         self._log = log
         flags = [*(("--namespace", namespace) if namespace else ()), "--address", "127.0.0.1", "--port", str(self.port)]
@@ -130,7 +143,7 @@ class OperatorProcess:
         ]
         flags += ["--identity", f"operator-{self.port}", *further]
         self._flags = flags
-        self._env = {**os.environ, "KUBECONFIG": str(kubeconfig), "OMP_NUM_THREADS": "1"}
+        self._env = {**os.environ, "KUBECONFIG": str(kubeconfig), "OMP_NUM_THREADS": "1", **variables}
         self._process: ForkServerProcess | None = None
 
     def start(self) -> None:
