@@ -6,6 +6,8 @@ import json
 import re
 import ssl
 import subprocess
+from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from dlrm_api import names
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.build import binaries, module_folder
 from dlrm_cluster.control_plane import ControlPlane
-from dlrm_operator.manifests.objects import ROLE
+from dlrm_operator.manifests.objects import ROLE, Images
 from dlrm_operator.settings import read_settings
 from dlrm_testing.charts.chart import CHART, ROOT, VARIANTS, Object, helm_run, of_kind, only, render, variant
 from dlrm_testing.charts.schemas import LOCATION, write_schemas
@@ -143,6 +145,7 @@ def test_variables_of_the_operator_are_spelt_as_it_spells_them(helm: Path, tmp_p
         ("webhook.failurePolicy=Maybe", "failurePolicy"),
         ("scope.namespace=Team", "namespace"),
         ("jobs.podTemplatePolicy=privileged", "podTemplatePolicy"),
+        ("jobs.runAsUser=0", "runAsUser"),
         ("image.digest=latest", "digest"),
         ("webhook.timeoutSeconds=60", "timeoutSeconds"),
         ("operator.resyncSeconds=201", "resyncSeconds"),
@@ -202,6 +205,8 @@ def test_names_of_secrets_and_accounts_may_have_dots(helm: Path, tmp_path: Path)
         "imagePullSecrets[0]": r"registry\.one",
         "imagePullSecrets[1].name": r"registry\.two",
         "webhook.certificate.existingSecret": r"own\.certificate",
+        "jobs.imagePullSecrets[0]": r"registry\.one",
+        "jobs.imagePullSecrets[1].name": r"registry\.two",
     }
 
     objects = render(helm, tmp_path, "demo", NAMESPACE, *(f"{key}={value}" for key, value in names_of.items()))
@@ -210,6 +215,7 @@ def test_names_of_secrets_and_accounts_may_have_dots(helm: Path, tmp_path: Path)
     assert spec["serviceAccountName"] == only(objects, "ServiceAccount")["metadata"]["name"] == "operator.team"
     assert spec["imagePullSecrets"] == [{"name": "registry.one"}, {"name": "registry.two"}]
     assert spec["volumes"][1]["secret"]["secretName"] == "own.certificate"
+    assert read_settings([], environment(objects)).pod_defaults.pull_secrets == ("registry.one", "registry.two")
 
 
 def test_common_labels_are_on_every_object_and_in_no_selector(helm: Path, tmp_path: Path) -> None:
@@ -242,6 +248,35 @@ def test_a_cluster_that_chooses_users_is_given_none(helm: Path, tmp_path: Path) 
     for spec in specs:
         assert spec["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
         assert spec["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert read_settings([], environment(objects)).pod_defaults.run_as_user is None
+
+
+def test_pods_run_where_their_images_do(helm: Path, tmp_path: Path) -> None:
+    values = ("architecture=arm64", "pod.nodeSelector.pool=control")
+    objects = render(helm, tmp_path, "demo", NAMESPACE, *values, tests=True)
+    wanted = {"kubernetes.io/os": "linux", "kubernetes.io/arch": "arm64"}
+
+    for spec in (pod_template(objects)["spec"], only(objects, "Pod")["spec"]):
+        assert spec["nodeSelector"] == {**wanted, "pool": "control"}
+    assert read_settings([], environment(objects)).pod_defaults.node_selector == wanted
+    anywhere = render(helm, tmp_path, "demo", NAMESPACE, "architecture=")
+    assert pod_template(anywhere)["spec"]["nodeSelector"] == {"kubernetes.io/os": "linux"}
+
+
+def test_a_registry_holds_every_image_that_no_value_names(helm: Path, tmp_path: Path) -> None:
+    def images(*values: str) -> tuple[str, Images]:
+        objects = render(helm, tmp_path, "demo", NAMESPACE, *values)
+        own = pod_template(objects)["spec"]["containers"][0]["image"]
+        return own, read_settings([], environment(objects)).pod_defaults.images
+
+    built, registry = Images(), "registry.example.com:5000/dlrm"
+    moved = {field.name: f"{registry}/{getattr(built, field.name)}" for field in fields(Images)}
+
+    plain = images()
+    assert plain == (f"dlrm-operator:{version('dlrm-operator')}", built)
+    assert images(f"registry={registry}") == (f"{registry}/{plain[0]}", Images(**moved))
+    named = images(f"registry={registry}", "image.repository=mirror/own", "jobImages.trainer=mirror/trainer:2")
+    assert named == (f"mirror/own:{version('dlrm-operator')}", Images(**{**moved, "trainer": "mirror/trainer:2"}))
 
 
 def test_values_set_spread_replacement_and_volumes_of_operator_pods(helm: Path, tmp_path: Path) -> None:
@@ -467,11 +502,14 @@ def test_install_upgrade_and_uninstall_leave_jobs_and_definitions_alone(
     configuration = f"{place}{namespace}.demo-dlrm-operator"
     deployment = f"/apis/apps/v1/namespaces/{namespace}/deployments/demo-dlrm-operator"
     # other tests may have put the definitions there before
-    words = ("demo", CHART, "--namespace", namespace, "--set", "scope.namespaced=true", "--take-ownership")
+    words = ("demo", CHART, "--namespace", namespace, "--take-ownership")
+    values = ("--set", "scope.namespaced=true,jobs.runAsUser=null,pod.securityContext.runAsUser=null")
+    again_with = ("--reset-then-reuse-values", "--set", "replicas=2")
 
-    said = helm_run(helm, tmp_path, "install", *words, kubeconfig=control_plane.kubeconfig)
+    said = helm_run(helm, tmp_path, "install", *words, *values, kubeconfig=control_plane.kubeconfig)
     first, deployed = api.call("GET", secret)["data"], api.call("GET", deployment)
-    helm_run(helm, tmp_path, "upgrade", *words, "--set", "replicas=2", kubeconfig=control_plane.kubeconfig)
+    helm_run(helm, tmp_path, "upgrade", *words, *again_with, kubeconfig=control_plane.kubeconfig)
+    upgraded = api.call("GET", deployment)["spec"]
     again, client = api.call("GET", secret)["data"], api.call("GET", configuration)["webhooks"][0]["clientConfig"]
     helm_run(helm, tmp_path, "rollback", "demo", "1", "--namespace", namespace, kubeconfig=control_plane.kubeconfig)
     rolled = api.call("GET", deployment)
@@ -480,6 +518,10 @@ def test_install_upgrade_and_uninstall_leave_jobs_and_definitions_alone(
     assert f"The operator serves namespace {namespace}" in said
     assert f"kubectl --namespace {namespace} apply -f examples/quickstart-cluster.yaml" in said
     assert again == first
+    for spec in (deployed["spec"], upgraded):
+        assert spec["template"]["spec"]["securityContext"].get("runAsUser") is None
+        assert {"name": "DLRM_RUN_AS_USER"} in spec["template"]["spec"]["containers"][0]["env"]
+    assert upgraded["replicas"] == 2
     assert client["caBundle"] == first["ca.crt"]
     assert (deployed["spec"]["replicas"], rolled["spec"]["replicas"]) == (1, 1)
     assert api.found("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/dlrmjobs.dlrm.dev")
