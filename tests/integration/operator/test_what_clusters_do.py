@@ -3,6 +3,7 @@
 Each ends well, or is refused by a condition and an Event in the API server's words.
 """
 
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -64,24 +65,27 @@ def test_a_job_ends_beside_sidecars_that_do_not(
 
     kubelet.end_container(pods[0], "proxy", 0)
     kubelet.end_container(pods[1], "proxy", 1)
-    kubelet.report_training(pods[0], 1, step=50)
-    eventually(lambda: job.status()["progress"]["step"] == 50)
+    time.sleep(RESYNC_S)
     beside = job.status()
     done = TerminationMessage(exit_code=0, reason="Done", step=100)
-    for pod in pods:
-        kubelet.end_trainer(pod, 0, done, ago_s=LONG_AGO_S)
+    for pod, ago_s in zip(pods, (0.0, 0.0, LONG_AGO_S), strict=True):
+        kubelet.end_trainer(pod, 0, done, ago_s=ago_s)
     eventually(lambda: job.condition("Running").get("reason") == "Committing", state=lambda: str(job.status()))
     without_manifest = job.phase()
+    kubelet.restart_checkpointer(pods[2], committed=100)
     for pod in pods[:2]:
         kubelet.end_checkpointer(pod, 0, committed=100)
-    kubelet.restart_checkpointer(pods[2], committed=100)
     status = job.until("Succeeded")
 
     assert [c["name"] for c in kubelet.latest[0]["spec"]["containers"]] == ["proxy", "trainer"]
     assert (beside["phase"], beside["attempt"], without_manifest) == ("Running", 1, "Running")
     assert (status["attempt"], status["lastSnapshot"]["step"]) == (1, 100)
     # The pod whose proxy still runs is deleted; the others ended by themselves and stay for their logs.
-    eventually(lambda: [pod["metadata"]["name"] for pod in kubelet.pods()] == pods[:2])
+    eventually(
+        lambda: [pod["metadata"]["name"] for pod in kubelet.pods()] == pods[:2],
+        30.0,
+        state=lambda: json.dumps([(p["metadata"], p["status"]) for p in kubelet.pods()]),
+    )
     assert [pod["status"]["phase"] for pod in kubelet.pods()] == ["Succeeded", "Failed"]
 
 

@@ -104,9 +104,12 @@ def test_a_refused_child_is_reported_before_the_retry() -> None:
 
     actions = reconcile(replace(cluster.observe(), refusal="CreatePod: exceeded quota: few"), cluster.now)
 
-    assert isinstance(actions[0], UpdateStatus)
-    assert "exceeded quota" in find_condition(actions[0].status.conditions, ConditionType.SCHEDULED).message
-    assert isinstance(actions[-1], CreatePod)
+    emitted, update, retried = actions[0], actions[1], actions[-1]
+    assert isinstance(emitted, EmitEvent)
+    assert "exceeded quota" in emitted.message
+    assert isinstance(update, UpdateStatus)
+    assert "exceeded quota" in find_condition(update.status.conditions, ConditionType.SCHEDULED).message
+    assert isinstance(retried, CreatePod)
 
 
 def test_a_start_through_many_phases_needs_two_urgent_writes() -> None:
