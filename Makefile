@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SEED ?= 0
 
-.PHONY: help quickstart test quick unit integration oldest smoke e2e node-programs node-images soak faults lint format generate dashboards bench lock images cluster-up cluster-down clean
+.PHONY: help quickstart test quick unit integration oldest smoke e2e node-programs node-images soak faults contended lint format generate dashboards bench lock images cluster-up cluster-down clean
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
@@ -53,6 +53,10 @@ soak: $(INSTALLED) ## run SCHEDULES random snapshot fault schedules, from SEED
 faults: SCHEDULES ?= 500
 faults: $(INSTALLED) ## run SCHEDULES random operator fault schedules on a real control plane, from SEED
 	FAULT_SCHEDULES=$(SCHEDULES) FAULT_SEED=$(SEED) $(PYTEST) -s --show-capture=no tests/integration/operator/test_fault_schedules.py
+
+contended: TRIALS ?= 300
+contended: $(INSTALLED) ## let gangs of 64 pods contend for room for one, TRIALS times from SEED (GANG_SCHEDULERS="native kueue")
+	GANG_TRIALS=$(TRIALS) GANG_SEED=$(SEED) $(PYTEST) -s --show-capture=no --timeout=0 tests/integration/operator/test_contended_gangs.py
 
 lint: $(INSTALLED) ## check formatting, lints, types, import contracts and generated files
 	$(BIN)/ruff format --check .

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.api_client import Api, NotFoundError
+from dlrm_operator.api_client import Api, ClusterRefusedError, NotFoundError
 from dlrm_operator.clients.checkpoint import CheckpointClient
 from dlrm_operator.clients.kueue import KueueClient
 from dlrm_operator.clients.planner import Planner
@@ -52,6 +52,25 @@ class ScriptedApi:
 
     async def list_all(self, *_: Any) -> tuple[list[Object], str]:
         return [], "1"
+
+
+class WithoutGroups(ScriptedApi):
+    """One job of a gang scheduler whose objects cannot be read."""
+
+    def __init__(self, scheduling: Object, error: ClusterRefusedError) -> None:
+        super().__init__("", {})
+        self._job["spec"]["scheduling"] = scheduling
+        self._error = error
+
+    async def call(self, _: str, path: str) -> Object:
+        if path.startswith("/apis/kueue"):
+            raise self._error
+        return await super().call(_, path)
+
+    async def list_all(self, *args: Any) -> tuple[list[Object], str]:
+        if args[0].endswith("/podgroups"):
+            raise self._error
+        return await super().list_all(*args)
 
 
 class NoPoller:
@@ -170,3 +189,30 @@ def test_only_a_job_without_references_is_planned_from_the_caches(reference: str
 
 def test_a_planned_job_is_observed_live() -> None:
     assert from_caches(ScriptedApi("", {}), Planning()) is None
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "error", "words"),
+    [
+        (
+            {"gang": "kueue", "queue": "ads"},
+            NotFoundError(404, "none"),
+            ("workloads of kueue.x-k8s.io/v1beta2 or v1beta1: install Kueue",),
+        ),
+        (
+            {"gang": "native"},
+            NotFoundError(404, "none"),
+            ("podgroups of scheduling.k8s.io/v1beta1", "Kubernetes 1.37", "feature gate GenericWorkload"),
+        ),
+        ({"gang": "native"}, ClusterRefusedError(403, "forbidden: no"), ("forbidden: no", "gangSchedulers.native")),
+    ],
+    ids=["no Kueue", "no native gangs", "no right"],
+)
+def test_a_gang_scheduler_that_is_not_there_is_named_with_the_fix(
+    scheduling: Object, error: ClusterRefusedError, words: tuple[str, ...]
+) -> None:
+    observed = looked(WithoutGroups(scheduling, error))
+
+    assert observed.children is not None
+    for word in words:
+        assert word in observed.children.groups.problem
