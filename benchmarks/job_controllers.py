@@ -26,7 +26,7 @@ from dlrm_cluster.certificates import write_certificates
 from dlrm_cluster.ports import LOOPBACK, free_port
 from dlrm_cluster.process import Server
 from dlrm_operator.api_client import ClusterUnavailableError, KubernetesApi
-from dlrm_operator.login import Account
+from dlrm_operator.login import ClusterAccount
 from dlrm_operator.manifests.pods import render_objects
 from dlrm_planner import plan_job
 
@@ -277,7 +277,7 @@ class Submission:
 
     def __init__(self, controller: Controller, cluster: FakeNodes) -> None:
         self._controller = controller
-        self._api = KubernetesApi(Account(str(cluster.plane.kubeconfig)), agent=self._agent(controller))
+        self._api = KubernetesApi(ClusterAccount(str(cluster.plane.kubeconfig)), agent=self._agent(controller))
         self.created: dict[str, float] = {}
         self.ran: dict[str, float] = {}
         self._signs: dict[str, set[str]] = {}
@@ -356,7 +356,7 @@ def replace_pod(cluster: FakeNodes, controller: Controller, number: int) -> Repl
     Raises:
         TimeoutError: they do not.
     """
-    api = KubernetesApi(Account(str(cluster.plane.kubeconfig)), agent="benchmark")
+    api = KubernetesApi(ClusterAccount(str(cluster.plane.kubeconfig)), agent="benchmark")
     pods, query = (
         f"/api/v1/namespaces/{NAMESPACE}/pods",
         {"labelSelector": f"{controller.job_label}={job_name(number)}"},

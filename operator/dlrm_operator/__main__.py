@@ -17,7 +17,7 @@ from dlrm_api.process import EventFormatter
 from dlrm_operator.api_client import KubernetesApi
 from dlrm_operator.controller.handlers import Engine, build_registry
 from dlrm_operator.controller.reconciler import ObjectFilter
-from dlrm_operator.login import Account
+from dlrm_operator.login import ClusterAccount
 from dlrm_operator.settings import Settings, read_settings
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ async def run(settings: Settings) -> None:
     response. Then everything is restarted within this process, which is faster than the kubelet. So it is when a
     definition was restored that kopf, limited to one namespace, would not discover.
     """
-    account = Account(settings.kubeconfig, in_cluster=settings.in_cluster)
+    account = ClusterAccount(settings.kubeconfig, in_cluster=settings.in_cluster)
     api, lease_api = KubernetesApi(account), KubernetesApi(account)
     while True:
         engine = Engine(settings, api, lease_api)

@@ -33,7 +33,7 @@ from multidict import CIMultiDict
 from pydantic_core import from_json, to_json
 
 from dlrm_api.errors import BadDataError, DLRMError, TemporaryError
-from dlrm_operator.login import Account, Login
+from dlrm_operator.login import ClusterAccount, Login
 from dlrm_operator.metrics import API_REQUESTS
 
 
@@ -174,7 +174,7 @@ class ServerClock:
 class KubernetesApi:
     """Call the API server of an account, with threads and a clock of its own."""
 
-    def __init__(self, account: Account, *, agent: str = USER_AGENT) -> None:
+    def __init__(self, account: ClusterAccount, *, agent: str = USER_AGENT) -> None:
         self.account = account
         self._agent = agent
         self.clock = ServerClock()  # the server's time, from its responses

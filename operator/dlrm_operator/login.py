@@ -119,7 +119,7 @@ class Login:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Credentials:
+class UserCredentials:
     """Hold what one source knows of a user."""
 
     authorization: str | None = None
@@ -131,7 +131,7 @@ class Credentials:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class KubeconfigEntry:
     """Hold a context, cluster or user of a kubeconfig."""
 
     where: str
@@ -146,7 +146,7 @@ class Entry:
         return None if path is None else str(path)
 
 
-class Account:
+class ClusterAccount:
     """Keep one user of one cluster logged in. The threads and connections of a process share it.
 
     The configuration is that of a kubeconfig (one file, or several separated by colons); without one, of this pod or
@@ -242,7 +242,7 @@ class Account:
             if proxy := cluster.value.get("proxy-url"):
                 # NO_PROXY is about the environment's proxies only.
                 settings.proxy, settings.no_proxy = _supported_proxy(proxy, cluster.where), None
-            found, impersonation = Credentials(), Headers()
+            found, impersonation = UserCredentials(), Headers()
             if user is not None:
                 found, impersonation = self._credentials(user, cluster, merged), _impersonation(user.value)
                 settings.cert_file, settings.key_file = user.file("client-certificate"), user.file("client-key")
@@ -250,13 +250,15 @@ class Account:
                 settings.cert_file, settings.key_file = _file_of(found.certificate), _file_of(found.key or "")
             return _login(settings, str(context.get("namespace") or "default"), found, impersonation)
 
-    def _credentials(self, user: Entry, cluster: Entry, merged: KubeConfigMerger) -> Credentials:
+    def _credentials(
+        self, user: KubeconfigEntry, cluster: KubeconfigEntry, merged: KubeConfigMerger
+    ) -> UserCredentials:
         """Return who a user is. A token file comes before a token, and a token before a plugin, as in kubectl."""
         known = user.value
         if known.get("tokenFile"):
             return _read_token_file(user.folder / known["tokenFile"], self._clock())
         if known.get("token"):
-            return Credentials(authorization=f"Bearer {known['token']}")
+            return UserCredentials(authorization=f"Bearer {known['token']}")
         if provider := known.get("auth-provider"):
             if provider.get("name") != "oidc":
                 raise NoInputError(
@@ -268,10 +270,10 @@ class Account:
             return _run_plugin(replace(user, value=known["exec"], where=f"{user.where}.exec"), cluster)
         if known.get("username"):
             basic = urllib3.util.make_headers(basic_auth=f"{known['username']}:{known.get('password') or ''}")
-            return Credentials(authorization=basic["authorization"])
-        return Credentials()
+            return UserCredentials(authorization=basic["authorization"])
+        return UserCredentials()
 
-    def _oidc(self, provider: Entry, merged: KubeConfigMerger) -> Credentials:
+    def _oidc(self, provider: KubeconfigEntry, merged: KubeConfigMerger) -> UserCredentials:
         """Return the id-token. Refresh an expired one, and save what replaces it: refresh tokens may work once only."""
         tokens, stored = provider.value, provider.value.get("refresh-token")
         tokens |= self._oidc_tokens.get(str(stored), {})
@@ -284,10 +286,10 @@ class Account:
                 merged.save_changes()
             except OSError as error:
                 logger.warning("failed to save refreshed OIDC tokens in the kubeconfig", extra={"error": str(error)})
-        return Credentials(authorization=f"Bearer {tokens['id-token']}", renew_at=expires_at)
+        return UserCredentials(authorization=f"Bearer {tokens['id-token']}", renew_at=expires_at)
 
 
-def _login(settings: client.Configuration, namespace: str, found: Credentials, more: Headers) -> Login:
+def _login(settings: client.Configuration, namespace: str, found: UserCredentials, more: Headers) -> Login:
     settings.connection_pool_maxsize = MAX_CONNECTIONS
     pools = _pools(settings)
     return Login(
@@ -336,13 +338,15 @@ def _explained(files: str) -> Iterator[None]:
         raise NoInputError(f"invalid kubeconfig {files}: {problem}; set KUBECONFIG") from error
 
 
-def _entry(files: Mapping[str, Document], kind: str, name: str) -> Entry:
+def _entry(files: Mapping[str, Document], kind: str, name: str) -> KubeconfigEntry:
     """Return a context, cluster or user; the first file that has it wins."""
     found = [(path, each) for path, file in files.items() for each in file.get(kind) or ()]
     for path, each in found:
         if each["name"] == name:
             one = kind.removesuffix("s")
-            return Entry(where=f"{kind}[{name}].{one}", value=each.get(one) or {}, folder=Path(path).absolute().parent)
+            return KubeconfigEntry(
+                where=f"{kind}[{name}].{one}", value=each.get(one) or {}, folder=Path(path).absolute().parent
+            )
     known = ", ".join(sorted({str(each["name"]) for _, each in found}))
     raise config.ConfigException(f"{kind}[{name}] not found; expected one of: {known}")
 
@@ -367,17 +371,17 @@ def _impersonation(user: Document) -> Headers:
     return tuple((name, str(value)) for name, value in (*named, *groups, *extra) if value)
 
 
-def _read_token_file(path: Path, now: datetime) -> Credentials:
+def _read_token_file(path: Path, now: datetime) -> UserCredentials:
     if not (token := path.read_text().strip()):
         raise NoInputError(f"token not found: {path} is empty")
-    return Credentials(authorization=f"Bearer {token}", renew_at=now + TOKEN_FILE_INTERVAL)
+    return UserCredentials(authorization=f"Bearer {token}", renew_at=now + TOKEN_FILE_INTERVAL)
 
 
 def _file_of(pem: str) -> str:
     return str(FileOrData({"pem-data": base64.b64encode(pem.encode()).decode()}, "pem").as_file())
 
 
-def _run_plugin(spec: Entry, cluster: Entry) -> Credentials:
+def _run_plugin(spec: KubeconfigEntry, cluster: KubeconfigEntry) -> UserCredentials:
     """Return what an exec plugin prints."""
     version, name = spec.value.get("apiVersion"), str(spec.value["command"])
     if version not in EXEC_VERSIONS:
@@ -412,7 +416,7 @@ def _run_plugin(spec: Entry, cluster: Entry) -> Credentials:
         if answer["apiVersion"] != version or not (status.get("token") or (certificate and key)):
             raise ValueError("expected a token, or a certificate and its key")
         expires_at = status.get("expirationTimestamp")
-        return Credentials(
+        return UserCredentials(
             authorization=f"Bearer {status['token']}" if status.get("token") else None,
             certificate=certificate,
             key=key,
@@ -429,7 +433,7 @@ def _run_plugin(spec: Entry, cluster: Entry) -> Credentials:
         ) from error
 
 
-def _plugin_cluster(cluster: Entry) -> Document:
+def _plugin_cluster(cluster: KubeconfigEntry) -> Document:
     found = {name: cluster.value[name] for name in PLUGIN_CLUSTER_FIELDS if name in cluster.value}
     if ca := cluster.file("certificate-authority"):
         found["certificate-authority-data"] = base64.b64encode(Path(ca).read_bytes()).decode()
@@ -453,7 +457,7 @@ def _expiry_of(token: str) -> datetime | None:
         return None
 
 
-def _refresh(provider: Entry) -> Document:
+def _refresh(provider: KubeconfigEntry) -> Document:
     """Return the tokens that an OIDC issuer gives for a refresh token."""
     given = provider.value
     if not given.get("refresh-token"):

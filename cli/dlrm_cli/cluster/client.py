@@ -20,7 +20,7 @@ from dlrm_operator.api_client import (
     KubernetesApi,
     NotFoundError,
 )
-from dlrm_operator.login import DEFAULT_KUBECONFIG, Account
+from dlrm_operator.login import DEFAULT_KUBECONFIG, ClusterAccount
 
 Object = dict[str, Any]
 
@@ -94,7 +94,7 @@ class JobClient:
     def __init__(self, where: ClusterOptions) -> None:
         kubeconfig = where.kubeconfig or os.environ.get("KUBECONFIG") or _user_kubeconfig()
         in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
-        self._account = Account(kubeconfig, in_cluster=in_cluster, context=where.context)
+        self._account = ClusterAccount(kubeconfig, in_cluster=in_cluster, context=where.context)
         self._api = KubernetesApi(self._account)
         self.namespace = where.namespace or self._account.namespace
 

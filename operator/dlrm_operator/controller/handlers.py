@@ -33,7 +33,7 @@ from dlrm_operator.controller.reconciler import Reconciler
 from dlrm_operator.controller.work_queue import StatusDebouncer, WorkQueue
 from dlrm_operator.job_metrics import HealthServer, JobMetrics
 from dlrm_operator.leader import FencedApi, Leader
-from dlrm_operator.login import Account, Login
+from dlrm_operator.login import ClusterAccount, Login
 from dlrm_operator.metrics import WATCH_AGE
 from dlrm_operator.reconcile.state import JobKey
 from dlrm_operator.settings import Settings
@@ -240,7 +240,7 @@ def _log_task_exit(task: asyncio.Task[None]) -> None:
         logger.error("background task ended", extra={"task": task.get_name()}, exc_info=error)
 
 
-def build_registry(engine: Engine, account: Account) -> kopf.OperatorRegistry:
+def build_registry(engine: Engine, account: ClusterAccount) -> kopf.OperatorRegistry:
     """Register the handlers of one engine. They return None: kopf stores returned values in the status."""
     registry = kopf.OperatorRegistry()
     used: Login | None = None
@@ -284,7 +284,7 @@ def build_registry(engine: Engine, account: Account) -> kopf.OperatorRegistry:
     return registry
 
 
-def next_login(account: Account, used: Login | None) -> Login:
+def next_login(account: ClusterAccount, used: Login | None) -> Login:
     """Return the login for a new session of kopf, which asks again once the last one is refused or has expired."""
     try:
         login = account.login()

@@ -23,7 +23,7 @@ from dlrm_operator.controller.informers import JobCache, PodCache
 from dlrm_operator.controller.observe import Observer
 from dlrm_operator.controller.reconciler import Reconciler
 from dlrm_operator.controller.work_queue import StatusDebouncer
-from dlrm_operator.login import Account
+from dlrm_operator.login import ClusterAccount
 from dlrm_operator.manifests.objects import PodDefaults
 from dlrm_operator.reconcile.state import Action, JobKey, JobSeen, Planning, PlanQuestion, WakeAt
 from dlrm_planner import plan_job
@@ -159,7 +159,7 @@ def test_the_operator_dies_at_each_of_its_actions(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, account: Identity
 ) -> None:
     async def all_lives() -> list[JobDriver]:
-        api = KubernetesApi(Account(str(account.kubeconfig)))
+        api = KubernetesApi(ClusterAccount(str(account.kubeconfig)))
         undisturbed = JobDriver(api_types.api, namespace, job_document("undisturbed"))
         actions = await live(api, kubelet, undisturbed, Life(api))
         assert actions >= 18

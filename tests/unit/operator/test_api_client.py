@@ -28,7 +28,7 @@ from dlrm_operator.api_client import (
     bounded_lines,
 )
 from dlrm_operator.controller.informers import PodCache
-from dlrm_operator.login import Account
+from dlrm_operator.login import ClusterAccount
 from dlrm_operator.reconcile.state import JobKey
 
 Object = dict[str, Any]
@@ -97,7 +97,7 @@ def api(server: ScriptedServer, tmp_path: Path) -> KubernetesApi:
     }
     path = tmp_path / "kubeconfig"
     path.write_text(json.dumps(config))
-    return KubernetesApi(Account(str(path)))
+    return KubernetesApi(ClusterAccount(str(path)))
 
 
 def pod(name: str, version: int, job: str = "demo") -> Object:
@@ -200,7 +200,7 @@ def test_a_name_that_leads_elsewhere_is_asked_of_nobody(server: ScriptedServer, 
 
 def test_a_missing_kubeconfig_is_named(tmp_path: Path) -> None:
     with pytest.raises(NoInputError, match="nowhere"):
-        KubernetesApi(Account(str(tmp_path / "nowhere")))
+        KubernetesApi(ClusterAccount(str(tmp_path / "nowhere")))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_an_invalid_kubeconfig_is_named(tmp_path: Path, text: str) -> None:
     file.write_text(text)
 
     with pytest.raises(NoInputError, match=rf"kubeconfig {file}: .*; set KUBECONFIG$"):
-        KubernetesApi(Account(str(file)))
+        KubernetesApi(ClusterAccount(str(file)))
 
 
 def test_a_list_follows_its_pages(server: ScriptedServer, api: KubernetesApi) -> None:

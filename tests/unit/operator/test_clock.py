@@ -14,7 +14,7 @@ import pytest
 
 from dlrm_operator.api_client import KubernetesApi, ServerClock
 from dlrm_operator.controller.handlers import Engine
-from dlrm_operator.login import Account
+from dlrm_operator.login import ClusterAccount
 from dlrm_operator.reconcile.findings import parse_timestamp
 from dlrm_operator.reconcile.reconcile import reconcile
 from dlrm_operator.reconcile.state import DeleteObject, JobKey
@@ -123,7 +123,7 @@ def api(tmp_path: Path) -> Iterator[KubernetesApi]:
         "{apiVersion: v1, kind: Config, current-context: c, contexts: [{name: c, context: {cluster: c, user: u}}], "
         f"users: [{{name: u, user: {{}}}}], clusters: [{{name: c, cluster: {{server: 'http://127.0.0.1:{server.server_port}'}}}}]}}"
     )
-    yield KubernetesApi(Account(str(kubeconfig)))
+    yield KubernetesApi(ClusterAccount(str(kubeconfig)))
     server.shutdown()
     server.server_close()
 

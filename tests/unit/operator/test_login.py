@@ -23,7 +23,7 @@ from dlrm_api.errors import DLRMError, NoInputError, NoPermissionError, Temporar
 from dlrm_cluster.certificates import Certificates, write_certificates
 from dlrm_operator.api_client import ClusterUnavailableError, KubernetesApi
 from dlrm_operator.controller.handlers import next_login
-from dlrm_operator.login import Account
+from dlrm_operator.login import ClusterAccount
 from dlrm_testing.operator.connect_proxy import ConnectProxy
 
 Object = dict[str, Any]
@@ -152,11 +152,11 @@ def runs(folder: Path) -> list[Object]:
     return [json.loads(line) for line in (folder / "runs").read_text().splitlines()]
 
 
-def call(account: Account) -> Object:
+def call(account: ClusterAccount) -> Object:
     return KubernetesApi(account).call_now("GET", PATH)
 
 
-def by_kopf(account: Account) -> Object:
+def by_kopf(account: ClusterAccount) -> Object:
     """What the server answers to kopf's session."""
 
     async def ask() -> Object:
@@ -178,7 +178,7 @@ def test_proxy_url_is_used_by_both_clients(
             "tls-server-name": "api.test",
             "proxy-url": proxy.url.replace("//", "//me:pass%20word@"),
         }
-        account = Account(str(kubeconfig(tmp_path, cluster, {"token": "first"})))
+        account = ClusterAccount(str(kubeconfig(tmp_path, cluster, {"token": "first"})))
 
         assert call(account)["token"] == by_kopf(account)["token"] == "first"
 
@@ -189,7 +189,7 @@ def test_proxy_url_is_used_by_both_clients(
 def test_plain_http_goes_through_proxy_url(tmp_path: Path, accepts: ApiServer) -> None:
     with web(accepts) as proxy:
         cluster = {"server": "http://api.invalid", "proxy-url": proxy.url}
-        account = Account(str(kubeconfig(tmp_path, cluster, {"token": "first"})))
+        account = ClusterAccount(str(kubeconfig(tmp_path, cluster, {"token": "first"})))
 
         assert call(account)["token"] == by_kopf(account)["token"] == "first"
         assert {asked.path for asked in proxy.asked} == {f"http://api.invalid{PATH}"}
@@ -200,7 +200,7 @@ def test_a_wrong_server_name_is_refused_by_both_clients(
 ) -> None:
     with web(accepts, tls) as server:
         cluster = {"server": server.url, "certificate-authority": str(certificates.ca), "tls-server-name": "other.test"}
-        account = Account(str(kubeconfig(tmp_path, cluster, {"token": "first"})))
+        account = ClusterAccount(str(kubeconfig(tmp_path, cluster, {"token": "first"})))
 
         with pytest.raises(ClusterUnavailableError, match="other"):
             call(account)
@@ -213,7 +213,7 @@ def test_a_rewritten_token_file_is_read_once_the_old_token_is_refused(
 ) -> None:
     (tmp_path / "token").write_text("first\n")
     user = {"tokenFile": "token", "token": "less than the file"}
-    account = Account(str(kubeconfig(tmp_path, {"server": server.url}, user)))
+    account = ClusterAccount(str(kubeconfig(tmp_path, {"server": server.url}, user)))
     assert call(account)["token"] == "first"
 
     (tmp_path / "token").write_text("second\n")
@@ -233,7 +233,7 @@ def test_a_token_file_is_read_again_in_time(tmp_path: Path, server: Web, accepts
     accepts.accepted = {"first", "second"}
     (tmp_path / "token").write_text("first")
     file = kubeconfig(tmp_path, {"server": server.url}, {"tokenFile": str(tmp_path / "token")})
-    account = Account(str(file), clock=clock)
+    account = ClusterAccount(str(file), clock=clock)
     pool = account.login().pool
     (tmp_path / "token").write_text("second")
     assert call(account)["token"] == "first"
@@ -248,7 +248,7 @@ def test_an_exec_plugin_runs_again_once_its_credential_expires(
     tmp_path: Path, server: Web, accepts: ApiServer, clock: Clock
 ) -> None:
     credential(tmp_path, token="first", expirationTimestamp="2026-01-01T00:10:00Z")
-    account = Account(str(kubeconfig(tmp_path, {"server": server.url}, plugin(tmp_path))), clock=clock)
+    account = ClusterAccount(str(kubeconfig(tmp_path, {"server": server.url}, plugin(tmp_path))), clock=clock)
     assert [call(account)["token"] for _ in range(3)] == ["first"] * 3
     assert len(runs(tmp_path)) == 1
     accepts.accepted.add("second")
@@ -264,7 +264,7 @@ def test_an_exec_plugin_runs_once_for_all_whose_token_is_refused(
     tmp_path: Path, server: Web, accepts: ApiServer
 ) -> None:
     credential(tmp_path, token="first")
-    account = Account(str(kubeconfig(tmp_path, {"server": server.url}, plugin(tmp_path))))
+    account = ClusterAccount(str(kubeconfig(tmp_path, {"server": server.url}, plugin(tmp_path))))
     login = account.login()
     credential(tmp_path, token="second")
     accepts.accepted = {"second"}
@@ -289,7 +289,7 @@ def test_certificates_of_an_exec_plugin_are_used_by_both_clients(
     with web(accepts, tls) as server:
         ca = base64.b64encode(certificates.ca.read_bytes()).decode()
         cluster = {"server": server.url, "certificate-authority-data": ca, "tls-server-name": "api.test"}
-        account = Account(str(kubeconfig(tmp_path, cluster, spec)))
+        account = ClusterAccount(str(kubeconfig(tmp_path, cluster, spec)))
 
         assert call(account)["certified"]
         assert by_kopf(account)["certified"]
@@ -314,7 +314,7 @@ def test_an_exec_plugin_that_gives_nothing_is_named(
     file = kubeconfig(tmp_path, {"server": "http://127.0.0.1:1"}, spec)
 
     with pytest.raises(error, match=words) as met:
-        Account(str(file))
+        ClusterAccount(str(file))
 
     assert "users[here].user.exec" in str(met.value)
 
@@ -374,7 +374,7 @@ def test_an_expired_oidc_token_is_refreshed_and_saved(
     if not writable:
         monkeypatch.setattr(KubeConfigMerger, "save_config", read_only)
     clock.now = datetime.now(UTC)
-    account = Account(str(file), clock=clock)
+    account = ClusterAccount(str(file), clock=clock)
 
     first = account.login()
     stored = yaml.safe_load(file.read_text())["users"][0]["user"]["auth-provider"]["config"]["refresh-token"]
@@ -398,7 +398,7 @@ def test_an_oidc_issuer_is_verified(tmp_path: Path, issuer: tuple[Issuer, Path])
     del user["auth-provider"]["config"]["idp-certificate-authority"]
 
     with pytest.raises(TemporaryError, match="certificate"):
-        Account(str(kubeconfig(tmp_path, {"server": "http://127.0.0.1:1"}, user)))
+        ClusterAccount(str(kubeconfig(tmp_path, {"server": "http://127.0.0.1:1"}, user)))
 
 
 @pytest.mark.parametrize(
@@ -410,7 +410,7 @@ def test_an_oidc_login_that_is_over_says_so(
     answers, ca = issuer
 
     with pytest.raises(NoPermissionError, match=f"{words}.*log in again"):
-        Account(str(kubeconfig(tmp_path, {"server": "http://127.0.0.1:1"}, oidc(answers.url, ca, **changes))))
+        ClusterAccount(str(kubeconfig(tmp_path, {"server": "http://127.0.0.1:1"}, oidc(answers.url, ca, **changes))))
 
 
 def test_of_several_files_the_first_decides(tmp_path: Path, server: Web, accepts: ApiServer) -> None:
@@ -421,17 +421,17 @@ def test_of_several_files_the_first_decides(tmp_path: Path, server: Web, accepts
     accepts.accepted = {"one", "two"}
     files = f"{tmp_path}/absent:{tmp_path}/one/config:{tmp_path}/two/config"
 
-    current, chosen = Account(files), Account(files, context="two")
+    current, chosen = ClusterAccount(files), ClusterAccount(files, context="two")
 
     assert (call(current)["token"], current.namespace) == ("one", "ns-one")
     assert (call(chosen)["token"], chosen.namespace) == ("two", "ns-two")
     with pytest.raises(NoInputError, match=r"contexts\[three\] not found; expected one of: one, two"):
-        Account(files, context="three")
+        ClusterAccount(files, context="three")
 
 
 def test_impersonation_is_sent_by_both_clients(tmp_path: Path, server: Web) -> None:
     user = {"token": "first", "as": "ann", "as-groups": ["a", "b"], "as-user-extra": {"scopes/x": ["read"]}}
-    account = Account(str(kubeconfig(tmp_path, {"server": server.url}, user)))
+    account = ClusterAccount(str(kubeconfig(tmp_path, {"server": server.url}, user)))
 
     call(account)
     by_kopf(account)
@@ -451,12 +451,12 @@ def test_impersonation_is_sent_by_both_clients(tmp_path: Path, server: Web) -> N
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, cluster: Object, user: Object, words: str) -> None:
     with pytest.raises(NoInputError, match=words):
-        Account(str(kubeconfig(tmp_path, {"server": "http://127.0.0.1:1", **cluster}, user)))
+        ClusterAccount(str(kubeconfig(tmp_path, {"server": "http://127.0.0.1:1", **cluster}, user)))
 
 
 def test_a_session_of_kopf_follows_only_new_credentials(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("first")
-    account = Account(str(kubeconfig(tmp_path, {"server": "http://127.0.0.1:1"}, {"tokenFile": "token"})))
+    account = ClusterAccount(str(kubeconfig(tmp_path, {"server": "http://127.0.0.1:1"}, {"tokenFile": "token"})))
     used = next_login(account, None)
 
     with pytest.raises(kopf.PermanentError, match="rejected"):
