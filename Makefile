@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SEED ?= 0
 
-.PHONY: help quickstart test quick unit integration oldest smoke e2e node-programs node-images soak faults contended lint format generate dashboards bench lock images cluster-up cluster-down clean
+.PHONY: help quickstart test quick unit integration oldest smoke e2e node-programs node-images soak faults contended lint format generate dashboards bench lock images release cluster-up cluster-down clean
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
@@ -94,6 +94,11 @@ images: BASE ?= docker.io/library/python:3.12-slim-bookworm
 images: TRAINER_VARIANT ?= cpu
 images: $(INSTALLED) ## build the changed container images (needs root and buildah; BASE=debian builds the base from Debian packages)
 	$(BIN)/python -m dlrm_cluster.project_images build --base $(BASE) --variant $(TRAINER_VARIANT)
+
+release: BASE ?= docker.io/library/python:3.12-slim-bookworm
+release: VARIANTS ?= cpu
+release: $(INSTALLED) ## build wheel, chart, images, SBOMs and checksums into dist/<version> (root; REGISTRY=host/path: push; VARIANTS="cpu cuda")
+	$(BIN)/python hack/release.py --base $(BASE) --variants $(VARIANTS) $(if $(REGISTRY),--registry $(REGISTRY)) $(if $(OUT),--out $(OUT))
 
 e2e: ## run the tests with real pods, on the cluster of KUBECONFIG or on a node created for them (root)
 	@$(MAKE) --no-print-directory --jobs $(INSTALLED) $(if $(KUBECONFIG),,node-programs node-images)

@@ -1,4 +1,4 @@
-"""Write every generated file: CRDs, API reference, tables of metrics and benchmark results, dashboards.
+"""Write every generated file: CRDs, API reference, tables of metrics, results and chart values, dashboards.
 
 ``python hack/generate.py`` writes them; ``--check`` writes nothing and fails if a file differs.
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import yaml
 from prometheus_client.core import Metric
@@ -33,7 +36,9 @@ from dlrm_trainer.metrics.stages import StepMetrics  # noqa: E402
 from dlrm_trainer.metrics.tiers import TierMetrics  # noqa: E402
 
 CRDS = ROOT / "crds"
-CHART_FILES = ROOT / "charts" / "dlrm-operator" / "files"
+CHART = ROOT / "charts" / "dlrm-operator"
+CHART_FILES = CHART / "files"
+CHART_PAGE = CHART / "README.md"
 API_PAGE = ROOT / "docs" / "api.md"
 METRICS_PAGE = ROOT / "docs" / "metrics.md"
 BENCHMARKS_PAGE = ROOT / "benchmarks" / "README.md"
@@ -42,6 +47,15 @@ HEADER = "# Generated from crds/dlrm_api by make generate: change the models, no
 DASHBOARDS = (FLEET, JOB_DASHBOARD, OPERATOR)
 
 BEGIN, END = "<!-- metrics of the {}: written by make generate -->", "<!-- end of the {}'s metrics -->"
+HELM_TYPES = {
+    bool: "bool",
+    dict: "object",
+    float: "float",
+    int: "int",
+    list: "list",
+    str: "string",
+    type(None): "string",
+}
 UNITS = (
     ("timestamp_seconds", "Unix seconds"),
     ("samples_per_second", "samples/s"),
@@ -100,6 +114,7 @@ def render() -> dict[Path, str]:
         **{CHART_FILES / "monitoring" / "dashboards" / f"{each.uid}.json": to_json(each) for each in DASHBOARDS},
         API_PAGE: reference(),
         METRICS_PAGE: _metrics_page(METRICS_PAGE.read_text("utf-8")),
+        CHART_PAGE: _chart_page(CHART_PAGE.read_text("utf-8"), (CHART / "values.yaml").read_text("utf-8")),
         BENCHMARKS_PAGE: _benchmarks_page(BENCHMARKS_PAGE.read_text("utf-8"), RESULTS.read_text("utf-8")),
     }
 
@@ -158,6 +173,45 @@ def _benchmarks_page(text: str, results: str) -> str:
         )
         table += "| " + " | ".join(cells) + " |\n"
     return _between(text, "<!-- results: written by make generate -->", "<!-- end of results -->", table)
+
+
+def _chart_page(text: str, values: str) -> str:
+    """Return the chart's page with the table that helm-docs 1.14 makes of the same values."""
+    table = "| Key | Type | Default | Description |\n|-----|------|---------|-------------|\n"
+    found = _values(yaml.compose(values), yaml.safe_load(values), values.splitlines())
+    for key, default, comment in sorted(found, key=itemgetter(0)):
+        shown = (
+            "nil" if default is None else json.dumps(default, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
+        )
+        # A null has no type of its own, so its comment may begin with one: "(int) ...".
+        typed = re.fullmatch(r"\((\w+)\) (.*)", comment)
+        kind, comment = typed.groups() if typed else (HELM_TYPES[type(default)], comment)
+        table += f"| {key} | {kind} | `{shown}` | {comment} |\n"
+    return _between(text, "<!-- values: written by make generate -->", "<!-- end of values -->", table)
+
+
+def _values(node: Any, value: Any, lines: Sequence[str], prefix: str = "") -> Iterator[tuple[str, object, str]]:
+    """Yield the path, the default and the comment of each value. A map without a comment has values of its own."""
+    for key, below in node.value:
+        path, default = f"{prefix}{key.value}", value[key.value]
+        if comment := _comment_above(lines[: key.start_mark.line]):
+            yield path, default, comment
+        elif isinstance(default, dict) and default:
+            yield from _values(below, default, lines, f"{path}.")
+        else:
+            raise ValueError(f"values.yaml: {path} has no comment: write a line '# -- ...' above it")
+
+
+def _comment_above(lines: Sequence[str]) -> str:
+    """Return the comment that ends the lines, from its last ``# --`` on; empty without one."""
+    comment: list[str] = []
+    for line in map(str.strip, reversed(lines)):
+        if not line.startswith("#"):
+            break
+        comment.insert(0, line.removeprefix("#").strip())
+        if comment[0].startswith("-- "):
+            return " ".join(comment).removeprefix("-- ")
+    return ""
 
 
 def _between(text: str, begin: str, end: str, content: str) -> str:

@@ -44,6 +44,13 @@ def monitor_types(control_plane: ControlPlane) -> ControlPlane:
     return control_plane
 
 
+def test_helm_show_readme_lists_the_values(helm: Path, tmp_path: Path) -> None:
+    readme, values = (helm_run(helm, tmp_path, "show", what, CHART) for what in ("readme", "values"))
+
+    listed = re.findall(r"^\| ([\w.]+) \|", readme, re.MULTILINE)
+    assert {key.partition(".")[0] for key in listed} - {"Key"} == set(yaml.safe_load(values))
+
+
 def pod_template(objects: list[Object]) -> Object:
     found: Object = only(objects, "Deployment")["spec"]["template"]
     return found

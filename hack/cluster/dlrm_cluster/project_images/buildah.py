@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from dlrm_cluster.errors import BuildError, MissingToolError
 
@@ -18,6 +19,7 @@ DEBIAN_PACKAGES = ("python3", "python3-venv", "ca-certificates")
 LEFT_OUT = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*")
 SEARCH_PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ERROR_LINES = 40
+ArchiveForm = Literal["docker-archive", "oci-archive"]
 
 
 def buildah(*arguments: str) -> str:
@@ -97,14 +99,19 @@ def _make_debian() -> None:
         buildah("commit", "--quiet", "--rm", container, DEBIAN_IMAGE)
 
 
-def export(tag: str, reference: str, archive: Path) -> None:
-    """Write an image as a Docker archive that holds it as ``reference``; whole or not at all.
+def export(tag: str, reference: str, archive: Path, form: ArchiveForm = "docker-archive") -> None:
+    """Write an image as an archive that holds it as ``reference``; whole or not at all.
 
-    OCI archives would be compressed whatever one asks for, which takes longer than all else about them.
+    OCI archives are always compressed, which takes longer than all else about them.
     """
     unfinished = archive.with_suffix(f".{os.getpid()}")
     try:
-        buildah("push", "--quiet", tag, f"docker-archive:{unfinished}:{reference}")
+        buildah("push", "--quiet", tag, f"{form}:{unfinished}:{reference}")
         unfinished.rename(archive)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def push(tag: str, reference: str) -> None:
+    """Copy an image to a registry that buildah is logged in to."""
+    buildah("push", "--quiet", tag, f"docker://{reference}")
