@@ -110,6 +110,7 @@ def duties(settings: Settings) -> SidecarTasks:
         retention=RetentionPolicy(keep_last=kept.keep_last, keep_every_s=kept.keep_every),
         single_pod=settings.pods == 1,
         grace_s=settings.grace_s,
+        trainers_restart=settings.trainers_restart,
     )
 
 

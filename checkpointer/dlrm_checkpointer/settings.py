@@ -36,6 +36,8 @@ class Settings:
     """Expected number of restores over the whole job, from which ``bits: auto`` is chosen."""
     grace_s: float
     """Seconds for the last upload after the trainers have ended."""
+    trainers_restart: bool
+    """Whether trainers that failed restart beside this sidecar."""
     bind: str
     port: int
     termination_log: Path | None
@@ -64,6 +66,7 @@ def read_settings(job_file: Path, env: Mapping[str, str]) -> Settings:
         checkpoint=spec.checkpoint,
         expected_restores=spec.expected_restores,
         grace_s=_number(env, Env.GRACE_S, DEFAULT_GRACE_S),
+        trainers_restart=env.get(Env.RESTARTS_IN_PLACE) == "1",
         bind=env.get(Env.BIND, "127.0.0.1"),
         port=int(_number(env, Env.CHECKPOINTER_PORT, 0)) or Port.CHECKPOINTER,
         termination_log=Path(log) if log else None,

@@ -43,8 +43,9 @@ MAX_POLL_INTERVAL_S = 2.0
 class ShutdownPolicy:
     """Decide when the sidecar ends, from the ranks' locks and the stop signal. The caller passes the time.
 
-    All locks free after one was held means that the trainers ended, however they died. A stop signal ends the sidecar
-    once no lock is held, so that a cut that the signal caused is still handed over.
+    All locks free after one was held means that the trainers ended, however they died; if they restart in their pod,
+    that the next ones have yet to come. A stop signal ends the sidecar once no lock is held, so that a cut that the
+    signal caused is still handed over.
     """
 
     grace_s: float
@@ -58,6 +59,9 @@ class ShutdownPolicy:
     def observe(self, *, living: bool, stopping: bool, now: float) -> None:
         """Take in whether any lock is held, whether a stop was requested, and the time."""
         self._was_held |= living
+        if living and self.ended_at is not None and not stopping:
+            # Trainers have restarted.
+            self.ended_at = self.deadline = None
         if self.ended_at is None and not living and (self._was_held or stopping):
             self.ended_at = now
         if self.deadline is None and (self.ended or stopping):
@@ -88,6 +92,8 @@ class SidecarTasks:
     single_pod: bool
     """Whether all ranks of the gang use this hand-off directory."""
     grace_s: float
+    trainers_restart: bool = False
+    """Whether trainers that failed restart in this pod: then they are waited for as long as the grace period."""
 
 
 class LostCut(NamedTuple):
@@ -139,7 +145,7 @@ class Sidecar:
                 self._pass()
             except DLRMError as error:
                 self._fail(error)
-                final = self._shutdown.ended and not isinstance(error, TemporaryError)
+                final = self._is_final(stop) and not isinstance(error, TemporaryError)
                 if final or self._shutdown.is_over(time.monotonic()):
                     return self._finish(error.exit_code, f"StoreFailed: {error}")
                 self._pause(self._backoff.next(hurried=self._shutdown.deadline is not None), stop)
@@ -149,11 +155,17 @@ class Sidecar:
                 self._status.store_answered()
             left = self._left()
             over = self._shutdown.is_over(time.monotonic())
-            if self._shutdown.ended and not left and (over or not self._publisher or self._publisher.settled):
+            if self._is_final(stop) and not left and (over or not self._publisher or self._publisher.settled):
                 return self._finish(*self._verdict())
             if over:
                 return self._finish(ExitCode.TEMPORARY, f"OutOfTime: {left} is not committed")
             self._rest(stop, there)
+
+    def _is_final(self, stop: threading.Event) -> bool:
+        """Return whether the trainers ended and no others follow, as after a failure in a pod where they restart."""
+        over = self._shutdown.is_over(time.monotonic())
+        follow = self._tasks.trainers_restart and not (stop.is_set() or over or self._inbox.in_order())
+        return self._shutdown.ended and not follow
 
     def _observe(self, stop: threading.Event) -> None:
         self._shutdown.observe(living=bool(self._inbox.living()), stopping=stop.is_set(), now=time.monotonic())

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from dlrm_api.base import ApiModel, Rule, positive
 from dlrm_api.fields import ClassName, Duration
-from dlrm_api.names import USER_ERROR_CODES
+from dlrm_api.names import USER_ERROR_CODES, ExitCode
 
 RestartAction = Literal["fail", "restart", "restart-free"]
 JITTER = 0.25
@@ -50,6 +50,12 @@ class RestartSpec(ApiModel):
     rules_by_exit_code: tuple[ExitCodeRule, ...] = Field(
         (), max_length=64, description="Rules that take precedence over the built-in meaning of exit codes, in order."
     )
+    in_place: bool = Field(
+        True,
+        description="Restart failed trainer containers in their pods, which keeps nodes, volumes and page cache. It "
+        "counts like any restart; a first one without progress has no backoff. Needs Kubernetes 1.35. New pods follow "
+        "after disruptions, out-of-memory and device failures, hangs, on an avoided node, and with keepFailedPods.",
+    )
 
 
 def restart_action(
@@ -66,6 +72,15 @@ def restart_action(
     if code in fatal:
         return "fail"
     return "restart-free" if disrupted else "restart"
+
+
+def codes_without_restart(spec: RestartSpec) -> list[int]:
+    """Return the exit codes after which a trainer container must not restart in its pod, sorted.
+
+    After a device error the pod's devices are in doubt.
+    """
+    codes = {code for code in range(1, 256) if restart_action(code, spec, disrupted=False) == "fail"}
+    return sorted(codes | {ExitCode.DONE, ExitCode.DEVICE})
 
 
 def backoff_s(spec: RestartSpec, restarts: int, seed: str = "") -> float:

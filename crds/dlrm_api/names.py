@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import hmac
 from typing import Final
 
 GROUP: Final = "dlrm.dev"
@@ -46,6 +47,15 @@ class Label:
     COMPONENT = "app.kubernetes.io/component"
 
 
+class Annotation:
+    """Annotations of trainer pods."""
+
+    ASSIGNED_ATTEMPT = f"{GROUP}/assigned-attempt"
+    """Attempt that trainers restarted in the pod run. Absent: the one that created the pod."""
+    ASSIGNED_AFTER = f"{GROUP}/assigned-after"
+    """How many instances of the trainer container had ended before that attempt."""
+
+
 class Env:
     """Environment variables of trainer and checkpointer, set by the operator or dlrmctl."""
 
@@ -67,6 +77,12 @@ class Env:
     """``token_digest`` of the token that authorizes ``POST /cut``; unset: every request is rejected."""
     GANG_SECRET = "DLRM_GANG_SECRET"  # noqa: S105  a variable's name
     """Secret with which the ranks of one attempt sign rendezvous keys; unset: keys are not signed."""
+    ASSIGNMENT = "DLRM_ASSIGNMENT"
+    """File with the attempt that restarted trainers of this pod run; unset: they do not restart in their pod."""
+    LAUNCHED = "DLRM_LAUNCHED"
+    """File in which the launcher records the newest attempt that it ran; it outlives the container."""
+    RESTARTS_IN_PLACE = "DLRM_RESTARTS_IN_PLACE"
+    """1: the checkpointer serves trainers that restart beside it."""
     HANDOFF_DIR = "DLRM_HANDOFF_DIR"
     WORK_DIR = "DLRM_WORK_DIR"
     """Directory in which rank 0 writes ``progress.jsonl``; unset in pods."""
@@ -113,6 +129,9 @@ class Path:
     """Volumes of the tiers that need a file system, each mounted under its tier's name."""
     SCRATCH = "/tmp"  # noqa: S108  an emptyDir in a pod with a read-only root
     SHARED_MEMORY = "/dev/shm"  # noqa: S108  an emptyDir in a pod's own memory
+    ASSIGNMENT = "/etc/dlrm-assignment"
+    """Directory with the file ``attempt``: a downward API volume, which follows the pod's annotation."""
+    LAUNCHED = "/tmp/dlrm-launched"  # noqa: S108  on the emptyDir above: it outlives a reboot, as memory does not
     TERMINATION_LOG = "/dev/termination-log"
 
 
@@ -147,6 +166,11 @@ def plan_config_map(job: str, attempt: int) -> str:
 def pod_group(job: str, attempt: int) -> str:
     """Return the name of the pod group of one attempt."""
     return f"{job}-{attempt}"
+
+
+def secret_of_attempt(secret: str, attempt: int) -> str:
+    """Return the gang secret of an attempt in pods that an earlier attempt with ``secret`` created."""
+    return hmac.digest(secret.encode(), f"attempt {attempt}".encode(), hashlib.sha256).hex() if secret else ""
 
 
 def token_digest(token: str) -> str:

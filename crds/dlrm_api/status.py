@@ -117,6 +117,17 @@ class FailureEvidence(ApiModel):
         "", max_length=4_096, description="Termination message of the trainer, or message of the kubelet."
     )
     time: Time | None = Field(None, description="Time at which the operator saw it.")
+    suspects_node: bool = Field(
+        False,
+        description="Whether it counts against the node: a second one within an hour puts the node into avoidedNodes.",
+    )
+
+
+class AvoidedNode(ApiModel):
+    """Node that new trainer pods avoid."""
+
+    name: str = Field(max_length=253, description="Node.")
+    until: Time = Field(description="When it may be used again: an hour after its last failure.")
 
 
 class HaltReason(enum.StrEnum):
@@ -145,6 +156,12 @@ class DLRMJobStatus(ApiModel):
     plan: PlanStatus | None = Field(None, description="Summary of the plan.")
     attempt: Count = Field(0, description="Number of the current attempt, from 1.")
     gang_attempt: Count = Field(0, description="Newest attempt in which all trainer pods existed at once.")
+    pod_attempt: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_EXACT,
+        description="Attempt that created the trainer pods, if the current attempt runs in the pods of an earlier one.",
+    )
     restarts: Count = Field(0, description="Restarts over the job's lifetime.")
     restarts_by_reason: dict[str, Count] = Field({}, max_length=64, description="Restarts by reason.")
     charged_restarts: Count = Field(0, description="Restarts counted against maxRestarts since the last progress.")
@@ -162,6 +179,12 @@ class DLRMJobStatus(ApiModel):
     earlier_failures: tuple[FailureEvidence, ...] = Field(
         (), max_length=4, description="Earlier failures, newest first. Older ones are dropped."
     )
+    avoided_nodes: tuple[AvoidedNode, ...] = Field(
+        (),
+        max_length=8,
+        description="Nodes with two failures within an hour, newest last: new trainer pods do not run there. The list "
+        "is emptied if the scheduler finds no other nodes.",
+    )
     start_time: Time | None = Field(None, description="When the job first ran since it was last started by its user.")
     suspended_seconds: Count = Field(
         0, description="Suspended time since startTime, which activeDeadline excludes (s)."
@@ -176,3 +199,8 @@ class DLRMJobStatus(ApiModel):
     )
     selector: str = Field("", max_length=512, description="Label selector of the pods, for scale.")
     replicas: Count = Field(0, description="Trainer pods that exist, for scale.")
+
+    @property
+    def gang_created_by(self) -> int:
+        """Return the attempt that creates, or created, the pods of the current attempt."""
+        return self.pod_attempt or self.attempt

@@ -82,6 +82,7 @@ Object = dict[str, Any]
 Query = Mapping[str, str]
 
 JSON = "application/json"
+MERGE_PATCH = "application/merge-patch+json"
 ANYTHING = "application/json, */*"
 METADATA_OF_ONE = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"
 METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
@@ -121,6 +122,8 @@ class Api(Protocol):
         done_by: float = math.inf,
     ) -> Object:
         """Make one call and return the object of its response; give up at ``done_by`` (monotonic).
+
+        A PATCH is a merge patch.
 
         Raises:
             ClusterUnavailableError: the outcome is unknown; repeat the call later.
@@ -190,8 +193,10 @@ class KubernetesApi:
         done_by: float = math.inf,
     ) -> Object:
         """Make one call in the thread pool, see :class:`Api`."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self.call_now, method, path, body, query, accept, done_by)
+        loop, kind = asyncio.get_running_loop(), MERGE_PATCH if method == "PATCH" else JSON
+        return await loop.run_in_executor(
+            self._threads, self.call_now, method, path, body, query, accept, done_by, kind
+        )
 
     def call_now(
         self,

@@ -16,6 +16,7 @@ from dlrm_api.plan import Plan, parse_plan, plan_from_parts
 from dlrm_api.process import log_to_stderr, named_limit
 from dlrm_api.progress import TerminationMessage
 from dlrm_checkpointer import read_job
+from dlrm_trainer.assignment import note_launch, take_assignment
 from dlrm_trainer.settings import Settings, allow_open_files, read_settings, tune_process
 
 
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = Settings()
     try:
         settings = read_settings()
-        message = _run(arguments, settings)
+        message = _run(arguments, settings, note_launch(settings))
     except Exception as caught:
         error = named_limit(caught)
         if not isinstance(error, DLRMError):
@@ -53,7 +54,8 @@ def _end_before_the_start(_number: int, _frame: FrameType | None) -> None:
     os._exit(ExitCode.TERMINATED)
 
 
-def _run(arguments: list[str] | None, settings: Settings) -> TerminationMessage:
+def _run(arguments: list[str] | None, settings: Settings, earlier: int | None) -> TerminationMessage:
+    """Run the ranks; ``earlier`` is the attempt that a launcher of this pod ran before, if any."""
     parser = _Parser(prog="python -m dlrm_trainer", description="Run this pod's trainer ranks.")
     parser.add_argument("--job", required=True, type=Path, metavar="FILE", help="the DLRMJob, JSON or YAML")
     parser.add_argument(
@@ -67,7 +69,8 @@ def _run(arguments: list[str] | None, settings: Settings) -> TerminationMessage:
     # Loads torch, which takes seconds; errors above are reported before.
     from dlrm_trainer.launcher import Launcher
 
-    return Launcher(job, plan, settings, options.digest).wait()
+    # The next attempt is assigned meanwhile.
+    return Launcher(job, plan, take_assignment(settings, earlier), options.digest).wait()
 
 
 def read_plan(path: Path) -> Plan:

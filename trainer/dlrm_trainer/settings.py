@@ -29,6 +29,10 @@ class Settings:
 
     attempt: int = 0
     """The operator's attempt number, for progress."""
+    assignment: Path | None = None
+    """File with the attempt to run after a restart in the same pod; None: launchers are not restarted there."""
+    launched: Path | None = None
+    """File in which the launcher notes the attempt that it runs."""
     replica: int = 0
     """Index of this pod in its gang."""
     master_addr: str = "127.0.0.1"

@@ -14,6 +14,7 @@ from dlrm_api.errors import DLRMError, InvalidSpecError, NoInputError, NoPermiss
 from dlrm_api.names import API_VERSION, Label, Port
 from dlrm_cli.options import ClusterOptions
 from dlrm_operator.api_client import (
+    MERGE_PATCH,
     ClusterRefusedError,
     ClusterUnavailableError,
     GoneError,
@@ -73,7 +74,6 @@ def _unavailable(error: ClusterUnavailableError, server: str) -> DLRMError:
     return TemporaryError(f"API server not reachable: {server} ({why}); check --context and the network")
 
 
-MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 FIELD_MANAGER = "dlrm-client"
 JOBS = "dlrmjobs (dlrm.dev)"

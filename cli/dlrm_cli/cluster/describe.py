@@ -60,7 +60,8 @@ def _summary(job: Object, facts: JobFacts, now: datetime) -> Iterator[tuple[str,
     for name, time in (("Started", status.get("startTime")), ("Ended", status.get("completionTime"))):
         if time:
             yield name, f"{age(time, now)} ago"
-    yield "Attempt", str(facts.attempt or UNKNOWN)
+    in_pods = f", in the pods of attempt {facts.pod_attempt}" if facts.pod_attempt != facts.attempt else ""
+    yield "Attempt", f"{facts.attempt or UNKNOWN}{in_pods}"
     yield "Plan", _plan(job)
     yield "Progress", _progress(job, facts)
     yield "Speed", _speed(job, facts)
@@ -70,6 +71,8 @@ def _summary(job: Object, facts: JobFacts, now: datetime) -> Iterator[tuple[str,
         yield "Note", one_line(note)
     if reserve := status.get("memoryReserveBytes"):
         yield "Memory", f"each pod keeps {format_bytes(reserve)} more free since one ran out of it"
+    if avoided := status.get("avoidedNodes"):
+        yield "Avoided", ", ".join(f"{node['name']} for {time_left(node['until'], now)}" for node in avoided)
     if facts.eta:
         yield "ETA", f"in {time_left(facts.eta, now)}, at {_utc(facts.eta)}"
     yield "Snapshot", _snapshot(job, now)

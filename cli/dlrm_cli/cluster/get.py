@@ -46,6 +46,8 @@ class JobFacts:
     nodes: int | None
     hardware: str
     attempt: int
+    pod_attempt: int
+    """Attempt that created the pods."""
     processes: int
     """Ranks of one pod."""
     batch: int | None
@@ -86,6 +88,7 @@ def job_facts(job: Object) -> JobFacts:
         nodes=dig(status, "plan", "nodes"),
         hardware=str(dig(status, "plan", "hardware") or dig(job, "spec", "trainer", "hardware") or ""),
         attempt=int(status.get("attempt") or 0),
+        pod_attempt=int(status.get("podAttempt") or status.get("attempt") or 0),
         processes=int(dig(job, "spec", "trainer", "processesPerReplica") or 1),
         batch=dig(job, "spec", "data", "globalBatchSize"),
         reason=_reason(phase, status.get("conditions") or ()) if status else NOT_OBSERVED,

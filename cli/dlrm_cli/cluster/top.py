@@ -120,7 +120,7 @@ class Top:
 
     def _all_jobs(self) -> list[Text]:
         jobs = [job_facts(job) for job in self._client.jobs(everywhere=self._everywhere)[0]]
-        keys = [(job.namespace, trainer_pod(job.name, job.attempt, 0)) for job in jobs]
+        keys = [(job.namespace, trainer_pod(job.name, job.pod_attempt, 0)) for job in jobs]
         readings = self._poll([key for key, job in zip(keys, jobs, strict=True) if job.phase == "Running"])
         seen = [(job, readings.get(key, Reading())) for key, job in zip(keys, jobs, strict=True) if not job.finished]
         return jobs_lines(seen, datetime.now(UTC), everywhere=self._everywhere)

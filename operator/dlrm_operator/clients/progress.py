@@ -51,7 +51,7 @@ def poll_target(observed: Observed) -> Target | None:
     if newest is None:
         return None
     halt = observed.job.known.halt if observed.job.known else None
-    return Target(newest.uid, newest.ip, waits_for_commit=halt is not None and halt.attempt == newest.attempt)
+    return Target(newest.uid, newest.ip, waits_for_commit=halt is not None and halt.attempt == newest.assigned)
 
 
 class Poller:

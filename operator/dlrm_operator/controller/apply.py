@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from dlrm_api import names
-from dlrm_api.names import FIELD_MANAGER, Env, Label, token_digest
+from dlrm_api.names import FIELD_MANAGER, Annotation, Env, Label, token_digest
 from dlrm_operator import api_client
 from dlrm_operator.clients.checkpoint import CheckpointClient, ControlKey
 from dlrm_operator.clients.kueue import Workloads
@@ -72,6 +72,8 @@ class ActionExecutor:
             case state.Creation(manifest=manifest):
                 path = _path(manifest["apiVersion"], manifest["metadata"]["namespace"], manifest["kind"])
                 await self.api.call("POST", path, manifest, FIELD_MANAGER_QUERY, api_client.METADATA_OF_ONE)
+            case state.AssignAttempt():
+                await self._assign(action)
             case state.DeleteObject():
                 await self._delete(action)
             case state.DeleteWorkload():
@@ -114,6 +116,13 @@ class ActionExecutor:
                 422, f"{problem}: the pod was deleted; exempt it from that webhook or policy"
             )
         self.pods.saw(found)
+
+    async def _assign(self, action: state.AssignAttempt) -> None:
+        notes = {Annotation.ASSIGNED_ATTEMPT: str(action.attempt), Annotation.ASSIGNED_AFTER: str(action.after)}
+        path = f"{_path('v1', action.key.namespace, 'Pod')}/{action.name}"
+        body = {"metadata": {"uid": action.uid, "annotations": notes}}
+        with suppress(api_client.NotFoundError):
+            await self.api.call("PATCH", path, body, FIELD_MANAGER_QUERY, api_client.METADATA_OF_ONE)
 
     async def _delete(self, action: state.DeleteObject) -> None:
         options = _delete_options(uid=action.uid)

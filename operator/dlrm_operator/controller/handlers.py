@@ -28,7 +28,7 @@ from dlrm_operator.clients.progress import Poller
 from dlrm_operator.clients.references import ReferenceReader
 from dlrm_operator.controller.apply import ActionExecutor
 from dlrm_operator.controller.informers import JobCache, PodCache
-from dlrm_operator.controller.observe import Observer
+from dlrm_operator.controller.observe import Observer, knows_restart_rules
 from dlrm_operator.controller.reconciler import Reconciler
 from dlrm_operator.controller.work_queue import StatusDebouncer, WorkQueue
 from dlrm_operator.job_metrics import HealthServer, JobMetrics
@@ -74,7 +74,7 @@ class Engine:
         self._checkpoint_client = CheckpointClient(control_key, self.queue.add)
         self._stack_client = StackClient(self.queue.add)
         self._kueue_client = KueueClient(api, self.queue.add)
-        observer = Observer(
+        self._observer = observer = Observer(
             api=api,
             jobs=self.jobs,
             pods=self._pods,
@@ -192,6 +192,7 @@ class Engine:
             try:
                 if count % RESYNCS_PER_LIST == 0 or self._crd_missing:
                     await self.list_jobs()
+                    self._observer.has_restart_rules = await knows_restart_rules(self._api)
                     if self._crd_missing and self.settings.namespace:
                         self.crd_restored = True
                         self.ending.set()

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from dlrm_api.base import read_stored
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob
-from dlrm_api.names import FIELD_MANAGER, GROUP, Container, Env, Label
+from dlrm_api.names import FIELD_MANAGER, GROUP, Annotation, Container, Env, Label
 from dlrm_api.status import DLRMJobStatus
 from dlrm_operator.api_client import API_ERRORS, GoneError, Object, Query
 from dlrm_operator.reconcile.findings import parse_timestamp
@@ -65,7 +65,8 @@ def read_job(document: Object, known: JobSeen | None = None) -> JobSeen:
 def read_pod(document: Object) -> PodSeen:
     """Read a trainer pod."""
     meta, spec, status = document["metadata"], document.get("spec") or {}, document.get("status") or {}
-    labels = meta.get("labels") or {}
+    labels, notes = meta.get("labels") or {}, meta.get("annotations") or {}
+    attempt, assigned = _number(labels.get(Label.ATTEMPT)), _number(notes.get(Annotation.ASSIGNED_ATTEMPT))
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
     scheduled, disrupted = conditions.get("PodScheduled", {}), _disruption(conditions)
     return PodSeen(
@@ -73,7 +74,7 @@ def read_pod(document: Object) -> PodSeen:
         name=meta["name"],
         uid=meta.get("uid", ""),
         owner_uid=_owner_uid(meta),
-        attempt=_number(labels.get(Label.ATTEMPT)),
+        attempt=attempt,
         index=_number(labels.get(Label.INDEX)),
         phase=status.get("phase", "Pending"),
         node=spec.get("nodeName") or "",
@@ -88,6 +89,10 @@ def read_pod(document: Object) -> PodSeen:
         lost_since=_lost_since(conditions),
         scheduler=spec.get("schedulerName") or "",
         unschedulable=(scheduled.get("message") or "") if scheduled.get("status") == "False" else "",
+        unschedulable_since=_time(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "False" else None,
+        restarts_in_place=any(each.get("restartPolicyRules") for each in _trainers(spec)),
+        assigned=max(attempt, assigned),
+        assigned_after=max(_number(notes.get(Annotation.ASSIGNED_AFTER)), 0),
         secretless=_is_secretless(spec),
         gates=tuple(gate["name"] for gate in spec.get("schedulingGates") or ()),
         containers=tuple(_containers(status)),
@@ -95,9 +100,13 @@ def read_pod(document: Object) -> PodSeen:
 
 
 def _is_secretless(spec: Object) -> bool:
-    trainers = [each for each in spec.get("containers") or () if each.get("name") == Container.TRAINER]
+    trainers = _trainers(spec)
     names = {variable.get("name") for trainer in trainers for variable in trainer.get("env") or ()}
     return bool(trainers) and Env.GANG_SECRET not in names
+
+
+def _trainers(spec: Object) -> list[Object]:
+    return [each for each in spec.get("containers") or () if each.get("name") == Container.TRAINER]
 
 
 def read_config_map(document: Object) -> ConfigMapSeen:
@@ -178,7 +187,19 @@ def _containers(status: Object) -> Iterator[ContainerSeen]:
             last_exit_code=before.get("exitCode"),
             last_reason=before.get("reason") or "",
             last_message=before.get("message") or "",
+            last_finished_at=_time(before.get("finishedAt")),
+            ended_instances=_ended_instances(seen, before),
         )
+
+
+def _ended_instances(seen: Object, before: Object) -> int:
+    """Count the ended instances. The count of restarts rises when the kubelet creates the next one.
+
+    Until then the container is terminated, or it waits and its last state is that of the same instance.
+    """
+    waits = "waiting" in (seen.get("state") or {}) and bool(before)
+    unchanged = waits and before.get("containerID") == seen.get("containerID")
+    return int(seen.get("restartCount") or 0) + ("terminated" in (seen.get("state") or {}) or unchanged)
 
 
 def _number(text: str | None) -> int:

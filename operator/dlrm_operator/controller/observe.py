@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,10 @@ STARTUP_CHECK_INTERVAL_S = 60.0
 """Interval of live observations of a job that has all pods on nodes and does not train yet."""
 STARTUP_CHECK_PAUSE_S = 1.0
 """Time between two of them, of whatever jobs: with hundreds of slow starts each is observed less often."""
+RESTART_RULES_SINCE = (1, 35)
+"""Kubernetes version in which ``restartPolicyRules`` of containers (KEP-5307) are on by default."""
+NOT_DIGITS = re.compile("[^0-9]")
+"""Providers add a sign to the minor version, such as 35+."""
 JOB_PATH = f"/apis/{names.API_VERSION}/namespaces/{{}}/dlrmjobs/{{}}"
 
 
@@ -67,6 +72,8 @@ class Observer:
     references: ReferenceReader
     pod_defaults: PodDefaults
     limits: PodTemplatePolicy = RESTRICTED
+    has_restart_rules: bool = False
+    """Whether the API server restarts single containers by rules; unknown servers do not."""
     refusals: dict[JobKey, str] = field(default_factory=dict, init=False)
     refused_deletions: dict[JobKey, str] = field(default_factory=dict, init=False)
     started: set[JobKey] = field(default_factory=set, init=False)
@@ -181,12 +188,13 @@ class Observer:
             traces=traces,
             trace_problem=trace_problem,
             planning=planning,
+            has_restart_rules=self.has_restart_rules,
             refusal=self.refusals.get(job.key, ""),
         )
 
     def _begins(self, job: JobSeen) -> bool:
         """Return whether, as far as is known, nothing of the first attempt exists."""
-        first = _attempt(job) == 1 and _is_forming(job) and not job.unknown_fields and not job.deleting
+        first = _created_by(job) == 1 and _is_forming(job) and not job.unknown_fields and not job.deleting
         return first and self.pods.filled and not self.pods.pods(job.key) and job.key not in self.started
 
     async def _live_job(self, key: JobKey) -> JobSeen | None:
@@ -209,12 +217,13 @@ class Observer:
 
     async def _unlabelled(self, job: JobSeen, path: str, index: int) -> PodSeen | None:
         """Return a pod of the current attempt that no list shows, if anything of it runs."""
-        attempt = _attempt(job)
+        attempt = _created_by(job)
         try:
             found = await self.api.call("GET", f"{path}/{names.trainer_pod(job.key.name, attempt, index)}")
         except NotFoundError:
             return None
         pod = replace(read_pod(found), key=job.key, attempt=attempt, index=index, unlabelled=True)
+        pod = replace(pod, assigned=max(pod.assigned, attempt))
         return pod if pod.owner_uid == job.uid and not pod.gone else None
 
     async def _children(self, job: JobSeen, begins: bool) -> Children:
@@ -226,7 +235,7 @@ class Observer:
         groups = await self._groups(job)
         if begins:
             return Children(groups=groups, assumed=True)
-        if _attempt(job) > 1:
+        if _created_by(job) > 1:
             maps, services = await asyncio.gather(self._config_maps(job), self._service(job))
             return Children(services=services, config_maps=maps, groups=groups)
         services, plan = await asyncio.gather(self._service(job), self._plan(job))
@@ -241,7 +250,7 @@ class Observer:
 
     async def _plan(self, job: JobSeen) -> tuple[ConfigMapSeen, ...]:
         """Read the ConfigMap with the first part of the current attempt's plan."""
-        name = names.plan_config_map(job.key.name, _attempt(job))
+        name = names.plan_config_map(job.key.name, _created_by(job))
         try:
             found = await self.api.call("GET", f"/api/v1/namespaces/{job.key.namespace}/configmaps/{name}")
         except NotFoundError:
@@ -256,7 +265,7 @@ class Observer:
         """Read the job's PodGroups, or the Workload that has the name of its next group."""
         if not isinstance(job.spec, DLRMJob) or (kind := group_type(job.spec.spec.scheduling)) is None:
             return Groups()
-        gang, attempt = job.spec.spec.scheduling.gang, _attempt(job)
+        gang, attempt = job.spec.spec.scheduling.gang, _created_by(job)
         try:
             if kind is KUEUE:
                 group = names.pod_group(job.key.name, attempt)
@@ -278,7 +287,7 @@ class Observer:
         """Read the traces unless the attempt has its plan already."""
         if isinstance(job.spec, InvalidSpecError):
             return {}, ""
-        if plan_in_force(children, pods, job.spec, job.uid, _attempt(job)) is not None and not wants_resize(job):
+        if plan_in_force(children, pods, job.spec, job.uid, _created_by(job)) is not None and not wants_resize(job):
             return {}, ""
         return await self.references.traces(job.key.namespace, job.spec.spec)
 
@@ -287,6 +296,18 @@ def _has_references(job: JobSeen) -> bool:
     if isinstance(job.spec, InvalidSpecError):
         return True
     return job.spec.spec.trainer.hardware is not None or bool(trace_references(job.spec.spec))
+
+
+async def knows_restart_rules(api: Api) -> bool:
+    """Return whether the API server's version has restart rules of containers.
+
+    Raises:
+        ClusterUnavailableError: the API server did not answer.
+        ClusterRefusedError: its version may not be read.
+    """
+    found = await api.call("GET", "/version")
+    major, minor = (int(NOT_DIGITS.sub("", str(found.get(part))) or 0) for part in ("major", "minor"))
+    return (major, minor) >= RESTART_RULES_SINCE
 
 
 class StartupChecks:
@@ -303,7 +324,12 @@ class StartupChecks:
         """Return whether to observe the job live now; the first call for a starting job begins its interval."""
         status = job.known
         starting = status is not None and status.phase in (Phase.SCHEDULING, Phase.RESTORING)
-        if status is None or not starting or status.gang_attempt != status.attempt or not all(pod.node for pod in pods):
+        if (
+            status is None
+            or not starting
+            or status.gang_attempt != status.gang_created_by
+            or not all(pod.node for pod in pods)
+        ):
             self._due.pop(job.key, None)
             return False
         now = time.monotonic()
@@ -334,7 +360,7 @@ def _is_forming(job: JobSeen) -> bool:
     status = job.known
     if status is None:
         return True
-    return not rests(job) and (status.plan is None or status.gang_attempt < max(status.attempt, 1))
+    return not rests(job) and (status.plan is None or status.gang_attempt < max(status.gang_created_by, 1))
 
 
 def _missing(job: JobSeen, pods: tuple[PodSeen, ...]) -> list[int]:
@@ -345,8 +371,9 @@ def _missing(job: JobSeen, pods: tuple[PodSeen, ...]) -> list[int]:
     return gang.missing() if gang.whole else []
 
 
-def _attempt(job: JobSeen) -> int:
-    return max(job.known.attempt, 1) if job.known else 1
+def _created_by(job: JobSeen) -> int:
+    """Return the attempt after which the objects of the current attempt are named."""
+    return max(job.known.gang_created_by, 1) if job.known else 1
 
 
 def _selector(job: JobSeen, *, managed: bool = False) -> dict[str, str]:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 PARALLEL_ACTIONS: tuple[type[state.Action] | UnionType, ...] = (
     state.CreatePod,
     state.DeleteObject,
+    state.AssignAttempt,
     state.CreateConfigMap | state.CreatePodGroup,
 )
 """Consecutive actions of one of these kinds are executed concurrently."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from dlrm_api import names
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob
-from dlrm_api.names import ANY_ADDRESS, Container, Env, Path, Port
+from dlrm_api.lifecycle import codes_without_restart
+from dlrm_api.names import ANY_ADDRESS, Annotation, Container, Env, Path, Port
 from dlrm_api.plan import Plan, plan_to_parts
 from dlrm_operator.manifests import Manifest, pod_template
 from dlrm_operator.manifests.objects import Owner, PodDefaults, config_volume, gang_service, metadata, plan_config_maps
@@ -16,6 +17,7 @@ from dlrm_operator.manifests.scheduling import group_gates, group_metadata, plac
 from dlrm_operator.manifests.storage import tier_bytes, tier_mounts, tier_volumes
 from dlrm_planner import CUDA_SHARED_BYTES, checkpointer_bytes, working_set_bytes
 
+ASSIGNMENT_FILE = "attempt"
 # Started trainers load, read and create their tables before they meet.
 RENDEZVOUS_TIMEOUT_S = 1_800
 # Time that a trainer waits for pods without a node if the job sets no pendingDeadline.
@@ -37,6 +39,9 @@ class PodAttempt:
     """Memory of each pod beyond what the plan needs."""
     committed_snapshot: str = ""
     """URI of the manifest of the newest known snapshot; empty without one."""
+    avoided_nodes: tuple[str, ...] = ()
+    restarts_in_place: bool = False
+    """Whether failed trainers restart in their pods, where they wait for the operator to assign their next attempt."""
     secret: bool = True
     """Whether its ranks share a secret: all of them, or none."""
 
@@ -84,7 +89,7 @@ def _pod(attempt: PodAttempt, index: int, memory_bytes: int, tiers: dict[str, in
         "initContainers": [_checkpointer(attempt, index)],
         "containers": [_trainer(attempt, index, memory_bytes, tiers)],
         "volumes": _volumes(attempt, index, tiers, config),
-        **placement(job, attempt.profile, attempt.number),
+        **placement(job, attempt.profile, attempt.number, attempt.avoided_nodes),
     }
     meta = metadata(job, name, attempt.owner, attempt.number, index)
     labels, annotations = group_metadata(job, attempt.number, attempt.plan.nodes)
@@ -131,6 +136,9 @@ def _trainer(attempt: PodAttempt, index: int, memory_bytes: int, tiers: dict[str
     if job.spec.data.credentials_secret:
         env[Env.DATA_CREDENTIALS_DIR] = Path.DATA_CREDENTIALS
         own.append({"name": "data-credentials", "mountPath": Path.DATA_CREDENTIALS, "readOnly": True})
+    if attempt.restarts_in_place:
+        env |= {Env.ASSIGNMENT: f"{Path.ASSIGNMENT}/{ASSIGNMENT_FILE}", Env.LAUNCHED: Path.LAUNCHED}
+        own.append({"name": "assignment", "mountPath": Path.ASSIGNMENT, "readOnly": True})
     container = _container(attempt, index, command, env, {"trainer": Port.TRAINER, "rendezvous": Port.RENDEZVOUS})
     if attempt.plan.device == "cuda":
         own.append({"name": "shm", "mountPath": Path.SHARED_MEMORY})
@@ -138,15 +146,25 @@ def _trainer(attempt: PodAttempt, index: int, memory_bytes: int, tiers: dict[str
     return {
         "name": Container.TRAINER,
         "image": trainer.image or attempt.defaults.images.trainer_on(attempt.plan.device),
+        **(_restart_rules(job) if attempt.restarts_in_place else {}),
         **container,
         "resources": _trainer_resources(job, attempt.profile, memory_bytes, attempt.memory_reserve_bytes),
     }
+
+
+def _restart_rules(job: DLRMJob) -> Manifest:
+    """Let the kubelet restart the trainer unless its exit code says that this cannot help."""
+    final = codes_without_restart(job.spec.lifecycle.restart)
+    rule = {"action": "Restart", "exitCodes": {"operator": "NotIn", "values": final}}
+    return {"restartPolicy": "Never", "restartPolicyRules": [rule]}
 
 
 def _checkpointer(attempt: PodAttempt, index: int) -> Manifest:
     """Build the native sidecar: it stops after the trainer, so it can upload the last cut."""
     command = ["python", "-m", "dlrm_checkpointer", "--job", Path.JOB]
     env = {Env.CHECKPOINTER_PORT: str(Port.CHECKPOINTER)}
+    if attempt.restarts_in_place:
+        env[Env.RESTARTS_IN_PLACE] = "1"
     return {
         "name": Container.CHECKPOINTER,
         "image": attempt.job.spec.trainer.checkpointer_image or attempt.defaults.images.checkpointer,
@@ -199,6 +217,9 @@ def _volumes(attempt: PodAttempt, index: int, tiers: dict[str, int], config: Man
         {"name": "handoff", "emptyDir": {"medium": "Memory", "sizeLimit": str(handoff_bytes)}},
         {"name": "scratch", "emptyDir": {}},
     ]
+    if attempt.restarts_in_place:
+        field = {"fieldPath": f"metadata.annotations['{Annotation.ASSIGNED_ATTEMPT}']"}
+        volumes.append({"name": "assignment", "downwardAPI": {"items": [{"path": ASSIGNMENT_FILE, "fieldRef": field}]}})
     if secret := job.spec.checkpoint.credentials_secret:
         volumes.append({"name": "credentials", "secret": {"secretName": secret}})
     if secret := job.spec.data.credentials_secret:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final
@@ -146,7 +147,9 @@ def _quantity(amount: Decimal) -> str:
     return f"{amount:.0f}" if amount == int(amount) else f"{math.ceil(amount * 1000)}m"
 
 
-def placement(job: DLRMJob, profile: HardwareProfile | None, attempt: int) -> Manifest:
+def placement(
+    job: DLRMJob, profile: HardwareProfile | None, attempt: int, avoided_nodes: Sequence[str] = ()
+) -> Manifest:
     """Return the scheduling fields of a pod's spec; they are the same for all pods of an attempt."""
     scheduling = job.spec.scheduling
     found: Manifest = {}
@@ -158,6 +161,8 @@ def placement(job: DLRMJob, profile: HardwareProfile | None, attempt: int) -> Ma
         found["schedulingGroup"] = {"podGroupName": names.pod_group(job.metadata.name, attempt)}
     if profile is not None:
         found |= _on_nodes_of(profile.spec)
+    if avoided_nodes:
+        found["affinity"] = with_affinity(found.get("affinity", {}), _not_on(avoided_nodes))
     if scheduling.topology == "spread":
         found["topologySpreadConstraints"] = [_spread(job, attempt)]
     if together := _together(job, attempt):
@@ -203,6 +208,12 @@ def _on_nodes_of(hardware: HardwareProfileSpec) -> Manifest:
     if hardware.runtime_class:
         found["runtimeClassName"] = hardware.runtime_class
     return found
+
+
+def _not_on(nodes: Sequence[str]) -> Manifest:
+    """Exclude nodes by name: a node's label kubernetes.io/hostname may differ from it."""
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
+    return {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [{"matchFields": fields}]}}}
 
 
 def _spread(job: DLRMJob, attempt: int) -> Manifest:

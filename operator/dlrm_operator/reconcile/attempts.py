@@ -12,9 +12,25 @@ from typing import Any, Literal
 from dlrm_api import names
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob, DLRMJobSpec
-from dlrm_api.lifecycle import RestartAction, RestartBudget, RestartSpec, backoff_s, restart_action
+from dlrm_api.lifecycle import (
+    LifecycleSpec,
+    RestartAction,
+    RestartBudget,
+    RestartSpec,
+    backoff_s,
+    codes_without_restart,
+    restart_action,
+)
 from dlrm_api.names import USER_ERROR_CODES, ExitCode
-from dlrm_api.status import ConditionType, DLRMJobStatus, FailureEvidence, HaltReason, Phase, ProgressStatus
+from dlrm_api.status import (
+    AvoidedNode,
+    ConditionType,
+    DLRMJobStatus,
+    FailureEvidence,
+    HaltReason,
+    Phase,
+    ProgressStatus,
+)
 from dlrm_operator.reconcile import health
 from dlrm_operator.reconcile.findings import (
     MAX_MESSAGE_LENGTH,
@@ -24,11 +40,12 @@ from dlrm_operator.reconcile.findings import (
     Reason,
     ReasonText,
     RuleResult,
+    event,
     parse_timestamp,
     shorten,
     timestamp,
 )
-from dlrm_operator.reconcile.state import ContainerSeen, Gang, JobSeen, JobView, PodSeen
+from dlrm_operator.reconcile.state import AssignAttempt, ContainerSeen, Gang, JobSeen, JobView, PodSeen
 from dlrm_planner import working_set_bytes
 
 NODE_LOST_AFTER = timedelta(seconds=60)
@@ -54,6 +71,14 @@ ADMISSION_REASONS = (
 EARLIER_FAILURES = 4
 MAX_EARLIER_MESSAGE_LENGTH = 1_024
 MAX_RESTART_REASONS = 16
+MAX_AVOIDED_NODES = 8
+AVOIDED_FOR = timedelta(hours=1)
+"""Two failures within this time make a node one to avoid, until it has passed since the last."""
+AVOIDANCE_PATIENCE = timedelta(minutes=2)
+"""Pods that find no other nodes for this long may run on avoided ones."""
+IN_PLACE_TIMEOUT = timedelta(seconds=30)
+"""New pods follow if not all trainers run again in theirs this long after they may. From its second restart within ten
+minutes on, a container waits 10 s, 20 s, 40 s (the kubelet's CrashLoopBackOff)."""
 RESERVE_SHARE = 0.25
 """Of a pod's planned memory, after it ran out: by how much the estimate was too small is unknown."""
 MIN_RESERVE_BYTES = 512 * 2**20
@@ -78,6 +103,8 @@ class AttemptOutcome:
     """Whether another pod's failure may be the cause of this one."""
     time: datetime | None = None
     out_of_memory: bool = False
+    of_process: bool = False
+    """Whether a trainer process failed by itself, so that restarting it in its pod may help."""
 
 
 ONGOING = AttemptOutcome("ongoing")
@@ -94,12 +121,17 @@ def outcome_rule(view: JobView) -> RuleResult:
 def hang_rule(view: JobView) -> RuleResult:
     """End the attempt of a hung gang after its stacks were read."""
     found = health.check_hang(view)
-    return found if isinstance(found, RuleResult) else _end_attempt(view, AttemptOutcome("restart", found))
+    if isinstance(found, RuleResult):
+        return found
+    return _end_attempt(view, AttemptOutcome("restart", _suspecting_node(found)))
 
 
 def deleted_plan_rule(view: JobView) -> RuleResult:
     """End an attempt if its plan was deleted before all pods started: their kubelets would wait for ever."""
     gang, children = view.gang, view.observed.children
+    if gang.created_by != gang.attempt:
+        # Their kubelets mounted it for the earlier attempt.
+        return RuleResult()
     name = names.plan_config_map(gang.job, gang.attempt)
     if children is None or not gang.whole or name in {seen.name for seen in children.config_maps}:
         return RuleResult()
@@ -137,8 +169,109 @@ def next_attempt(status: DLRMJobStatus, reason: str) -> dict[str, Any]:
         "restart_not_before": None,
         "pending_since": None,
         "plan": None,
+        "pod_attempt": None,
         "halt": None,
     }
+
+
+def fallback_rule(view: JobView) -> RuleResult:
+    """Give up a restart in place that cannot be completed, or takes too long: the attempt gets pods of its own.
+
+    Nothing more is charged, whatever has happened to the pods since the attempt before ended.
+    """
+    gang, start = view.gang, view.status.restart_not_before
+    if not _awaits_restart(gang):
+        return RuleResult()
+    due = parse_timestamp(start) + IN_PLACE_TIMEOUT if start else view.now
+    if view.now < due and _can_restart_in_place(view):
+        return RuleResult(wake_at=due)
+    return RuleResult(changes={"pod_attempt": None, "plan": None})
+
+
+def assignment_rule(view: JobView) -> RuleResult:
+    """Assign the attempt to the pods of an earlier one as soon as none of their trainers runs that one any more."""
+    gang = view.gang
+    if not _awaits_restart(gang):
+        return RuleResult()
+    pods = [pod for pod in view.observed.pods if pod.uid in {each.uid for each in gang.pods.values()}]
+    unassigned = [pod for pod in pods if pod.assigned != gang.attempt]
+    ended = [pod for pod in unassigned if pod.has_left_attempt]
+    message = f"{len(pods) - len(unassigned)} of {gang.size} trainers may restart in their pods"
+    finding = Finding(ConditionType.RUNNING, "False", Reason.RESTARTING, message, Phase.RESTARTING)
+    actions = tuple(_assignment(view, pod) for pod in ended) if len(ended) == len(unassigned) else ()
+    return RuleResult(findings=(finding,), actions=actions, done=True)
+
+
+def _awaits_restart(gang: Gang) -> bool:
+    """Return whether not all trainers of a restart in place run yet. Without a plan's summary it is read first."""
+    return gang.created_by != gang.attempt and gang.size is not None and not gang.started
+
+
+def _assignment(view: JobView, pod: PodSeen) -> AssignAttempt:
+    after = pod.trainer.ended_instances if pod.trainer else 0
+    return AssignAttempt(key=view.job.key, name=pod.name, uid=pod.uid, attempt=view.status.attempt, after=after)
+
+
+def _can_restart_in_place(view: JobView) -> bool:
+    """Return whether the gang's pods are healthy, and their kubelets restart those trainers that have ended."""
+    gang, lifecycle = view.gang, view.job.lifecycle
+    if not wants_in_place(lifecycle) or lifecycle.suspend or view.job.unknown_fields:
+        return False
+    if view.spec.spec.fixed_replicas not in (None, gang.size):
+        return False
+    uids, avoided = {pod.uid for pod in gang.pods.values()}, {node.name for node in view.status.avoided_nodes}
+    pods = [pod for pod in view.observed.pods if pod.uid in uids]
+    final = codes_without_restart(lifecycle.restart)
+    return gang.complete and all(pod.node not in avoided and _can_restart(pod, final) for pod in pods)
+
+
+def wants_in_place(lifecycle: LifecycleSpec) -> bool:
+    """Return whether failed trainers restart in their pods. A pod that is to be kept must end."""
+    return lifecycle.restart.in_place and not lifecycle.keep_failed_pods
+
+
+def _can_restart(pod: PodSeen, final: list[int]) -> bool:
+    trainer, sidecar = pod.trainer, pod.checkpointer
+    healthy = pod.restarts_in_place and not (pod.ended or pod.unlabelled or _is_disrupted(pod) or pod.lost_since)
+    serves = sidecar is not None and sidecar.started and sidecar.exit_code is None
+    return healthy and serves and trainer is not None and trainer.exit_code not in final
+
+
+def avoidance_rule(view: JobView) -> RuleResult:
+    """Forget nodes that have been avoided for long enough, or all of them if the scheduler finds no others."""
+    status = view.status
+    kept = tuple(node for node in status.avoided_nodes if view.now < parse_timestamp(node.until))
+    changes = {"avoided_nodes": kept} if kept != status.avoided_nodes else {}
+    waiting = (pod for pod in view.gang.pods.values() if not (pod.node or pod.gates or pod.deleting))
+    refused = next((pod for pod in waiting if pod.unschedulable_since), None)
+    if not status.avoided_nodes or refused is None or refused.unschedulable_since is None:
+        return RuleResult(changes=changes)
+    due = refused.unschedulable_since + AVOIDANCE_PATIENCE
+    if view.now < due:
+        return RuleResult(changes=changes, wake_at=due)
+    message = (
+        f"no other nodes than status.avoidedNodes: {refused.unschedulable}; attempt {status.attempt + 1} may run on any"
+    )
+    emitted = event(view.job, "Warning", Reason.NODES_NEEDED, message, status.attempt)
+    changes = {**next_attempt(status, Reason.NODES_NEEDED), "avoided_nodes": ()}
+    return RuleResult(changes=changes, actions=(emitted,))
+
+
+def avoided_nodes(status: DLRMJobStatus, evidence: FailureEvidence, now: datetime) -> tuple[AvoidedNode, ...]:
+    """Return the nodes to avoid after a failure: its node joins them with its second one within an hour."""
+    known = status.avoided_nodes
+    if not (evidence.suspects_node and evidence.node):
+        return known
+    earlier = (each for each in (status.last_failure, *status.earlier_failures) if each and each.suspects_node)
+    times = [parse_timestamp(each.time) for each in earlier if each.node == evidence.node and each.time]
+    if not any(now - time < AVOIDED_FOR for time in times):
+        return known
+    node = AvoidedNode(name=evidence.node, until=timestamp(now + AVOIDED_FOR))
+    return (*(each for each in known if each.name != node.name), node)[-MAX_AVOIDED_NODES:]
+
+
+def _suspecting_node(evidence: FailureEvidence) -> FailureEvidence:
+    return evidence.model_copy(update={"suspects_node": True})
 
 
 def succeed(view: JobView) -> RuleResult:
@@ -205,8 +338,9 @@ def _end_attempt(view: JobView, outcome: AttemptOutcome) -> RuleResult:
     """Charge a failed attempt and begin the next after a backoff; fail the job if that is pointless."""
     status, spec, restart = view.status, view.spec.spec, view.job.lifecycle.restart
     assert outcome.evidence is not None, "a failure has evidence"
-    evidence = outcome.evidence.model_copy(update={"time": timestamp(view.now)})
-    failure = RuleResult(changes=_failure_changes(status, evidence))
+    evidence = _recorded(view, outcome.evidence)
+    avoided = avoided_nodes(status, evidence, view.now)
+    failure = RuleResult(changes={**_failure_changes(status, evidence), "avoided_nodes": avoided})
     reason = ForeignReason(evidence.reason)
     if outcome.result not in ("restart", "restart-free"):
         return fail(view, reason, f"{evidence.reason}: {evidence.message}").after(failure)
@@ -220,7 +354,10 @@ def _end_attempt(view: JobView, outcome: AttemptOutcome) -> RuleResult:
             raised = f"limits.memory ({limit})" if limit is not None else "requests.memory, use larger nodes"
             message += f"; raise spec.trainer.resources.{raised}, or lower trainer.tierBudgets.ddr"
         return fail(view, spent, message).after(failure)
-    wait_s = backoff_s(restart, taken.free if free else taken.charged, f"{view.job.uid}/{status.attempt}")
+    in_place = outcome.of_process and view.gang.whole and _can_restart_in_place(view.with_avoided(avoided))
+    count = taken.free if free else taken.charged
+    # The kubelet, too, restarts a container at once the first time.
+    wait_s = 0.0 if in_place and count == 1 else backoff_s(restart, count, f"{view.job.uid}/{status.attempt}")
     reserve = status.memory_reserve_bytes
     if outcome.out_of_memory and not reserve:
         reserve = memory_reserve(spec, status)
@@ -231,8 +368,19 @@ def _end_attempt(view: JobView, outcome: AttemptOutcome) -> RuleResult:
         "memory_reserve_bytes": reserve,
         "restart_not_before": timestamp(view.now + timedelta(seconds=wait_s)),
     }
+    if in_place:
+        changes |= {"plan": status.plan, "pod_attempt": status.gang_created_by}
     running = Finding(ConditionType.RUNNING, "False", reason, evidence.message)
     return RuleResult(findings=(running,), changes=changes).after(failure)
+
+
+def _recorded(view: JobView, evidence: FailureEvidence) -> FailureEvidence:
+    """Return the evidence of the current attempt; no node is suspect if all pods of the gang are on one."""
+    several = len({pod.node for pod in view.gang.pods.values()}) > 1
+    suspect = evidence.suspects_node and several
+    return evidence.model_copy(
+        update={"attempt": view.status.attempt, "time": timestamp(view.now), "suspects_node": suspect}
+    )
 
 
 def _failure_changes(status: DLRMJobStatus, evidence: FailureEvidence) -> dict[str, Any]:
@@ -295,7 +443,15 @@ def _trainer_end(pod: PodSeen, restart: RestartSpec) -> AttemptOutcome | None:
     result = restart_action(code, restart, disrupted=_is_disrupted(pod))
     symptom = result == "restart" and code in SYMPTOMS and not starved
     evidence = _trainer_evidence(pod, trainer, code)
-    return AttemptOutcome(result, evidence, symptom=symptom, time=trainer.finished_at, out_of_memory=starved)
+    of_process = not starved and not _is_disrupted(pod)
+    return AttemptOutcome(
+        result,
+        _suspecting_node(evidence) if of_process and not symptom else evidence,
+        symptom=symptom,
+        time=trainer.finished_at,
+        out_of_memory=starved,
+        of_process=of_process,
+    )
 
 
 def _pod_end(pod: PodSeen) -> AttemptOutcome | None:
@@ -437,7 +593,7 @@ def _disruption_evidence(pod: PodSeen) -> FailureEvidence:
 
 def _lost_node_evidence(pod: PodSeen) -> FailureEvidence:
     message = f"node {pod.node} of pod {pod.name} is silent: its kubelet stopped reporting"
-    return _evidence(pod, Reason.NODE_LOST, message)
+    return _suspecting_node(_evidence(pod, Reason.NODE_LOST, message))
 
 
 def _not_committed_evidence(gang: Gang) -> FailureEvidence:
@@ -467,7 +623,7 @@ def _evidence(pod: PodSeen, reason: ReasonText, message: str) -> FailureEvidence
 
 
 def _missing_pod_outcome(gang: Gang, index: int, reason: Reason, problem: str) -> AttemptOutcome:
-    pod = names.trainer_pod(gang.job, gang.attempt, index)
+    pod = names.trainer_pod(gang.job, gang.created_by, index)
     evidence = FailureEvidence(attempt=gang.attempt, pod=pod, reason=reason, message=f"pod {pod} {problem}")
     return AttemptOutcome("restart-free", evidence)
 

@@ -52,6 +52,7 @@ class Reason(enum.StrEnum):
     ALL_PODS_SCHEDULED = "AllPodsScheduled"
     RESTARTING = "Restarting"
     PODS_TERMINATING = "PodsTerminating"
+    NODES_NEEDED = "NodesNeeded"
     # Running
     TRAINERS_STARTING = "TrainersStarting"
     IMAGE_PULL_ERROR = "ImagePullError"
@@ -235,7 +236,8 @@ def _changes(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> Itera
         where = f"attempt {failure.attempt}, pod {failure.pod or 'unknown'}"
         yield "Warning", Reason.ATTEMPT_FAILED, f"{where}: {failure.reason}: {failure.message}"
     if after.restarts > before.restarts and after.phase not in SUSPENSION:
-        yield "Normal", Reason.RESTARTING, f"attempt {after.attempt} follows"
+        where = " in the same pods" if after.pod_attempt else ""
+        yield "Normal", Reason.RESTARTING, f"attempt {after.attempt} follows{where}"
     if after.memory_reserve_bytes > before.memory_reserve_bytes:
         plan = f"a new plan that leaves {after.memory_reserve_bytes / 2**20:.0f} MiB free on each pod"
         yield "Normal", Reason.MEMORY_RESERVE_RAISED, f"a pod ran out of memory: attempt {after.attempt} gets {plan}"

@@ -52,7 +52,7 @@ def gang_rule(view: state.JobView) -> RuleResult:
     if children is None:
         # With the answer, one live pass is enough.
         return live_pass(view) if view.status.plan or not view.observed.plan_needs_no_reads else _plan(view)
-    plan = plan_in_force(children, view.observed.pods, view.spec, view.job.uid, view.status.attempt)
+    plan = plan_in_force(children, view.observed.pods, view.spec, view.job.uid, gang.created_by)
     return _plan(view) if plan is None else _create(view, plan)
 
 
@@ -103,7 +103,7 @@ def _plan(view: state.JobView) -> RuleResult:
         found = RuleResult(findings=(_planned("False", reason, planning.problem, phase),))
         return attempts.fail(view, reason, planning.problem).after(found) if planning.final else found
     try:
-        maps = plan_config_maps(view.spec, view.status.attempt, planning.plan, planning.parts, _owner(view))
+        maps = plan_config_maps(view.spec, view.gang.created_by, planning.plan, planning.parts, _owner(view))
     except InvalidSpecError as error:
         return attempts.fail(view, Reason.INVALID_SPEC, str(error))
     return _create(view, planning.plan, maps)
@@ -115,10 +115,10 @@ def _create(view: state.JobView, plan: Plan, maps: list[Manifest] | None = None)
     The status that calls the gang complete is written last: from then on a pod that is missing was deleted, and is not
     created again.
     """
-    observed, children, attempt = view.observed, view.observed.children, view.status.attempt
+    observed, children, attempt = view.observed, view.observed.children, view.gang.created_by
     assert children is not None, "gang_rule requested it"
     if view.gang.pods and _was_edited(children, view.spec, attempt):
-        message = f"spec changed while pods were created: attempt {attempt + 1} follows"
+        message = f"spec changed while pods were created: attempt {view.status.attempt + 1} follows"
         finding = _running("False", Reason.SPEC_CHANGED, message, Phase.RESTARTING)
         changes = attempts.next_attempt(view.status, Reason.SPEC_CHANGED)
         return RuleResult(findings=(finding,), changes=changes, done=True)
@@ -170,7 +170,7 @@ def _creations(
     snapshot = view.status.last_snapshot
     attempt = PodAttempt(
         job=view.spec.with_replicas(plan.nodes),
-        number=gang.attempt,
+        number=gang.created_by,
         plan=plan,
         profile=observed.profile,
         owner=owner,
@@ -179,15 +179,17 @@ def _creations(
         memory_reserve_bytes=view.status.memory_reserve_bytes,
         committed_snapshot=snapshot.uri if snapshot else "",
         secret=not any(pod.secretless for pod in gang.pods.values()),
+        avoided_nodes=tuple(node.name for node in view.status.avoided_nodes),
+        restarts_in_place=observed.has_restart_rules and attempts.wants_in_place(view.job.lifecycle),
     )
-    all_maps = maps or plan_config_maps(view.spec, gang.attempt, plan, children.parts(gang.attempt), owner)
+    all_maps = maps or plan_config_maps(view.spec, gang.created_by, plan, children.parts(gang.created_by), owner)
     pods = trainer_pods(attempt, all_maps)
     existing = {group.name for group in children.groups.seen if group.owner_uid == owner.uid}
-    for group in pod_groups(view.spec, gang.attempt, pods, owner):
+    for group in pod_groups(view.spec, gang.created_by, pods, owner):
         if group["metadata"]["name"] not in existing:
             yield state.CreatePodGroup(manifest=group)
     for index in gang.missing():
-        yield state.CreatePod(manifest=pods[index], owner_uid=view.job.uid, attempt=gang.attempt)
+        yield state.CreatePod(manifest=pods[index], owner_uid=view.job.uid, attempt=gang.created_by)
 
 
 def _service(view: state.JobView) -> Iterator[state.Action]:
@@ -220,7 +222,7 @@ def _is_equal(seen: state.ConfigMapSeen, wanted: Manifest) -> bool:
 
 def _delete_outdated(view: state.JobView, children: state.Children) -> Iterator[state.Action]:
     """Yield the deletion of earlier attempts' plans and groups."""
-    key, attempt = view.job.key, view.status.attempt
+    key, attempt = view.job.key, view.gang.created_by
     for seen in children.config_maps:
         if seen.attempt < attempt:
             yield state.DeleteObject(kind="ConfigMap", key=key, name=seen.name, uid=seen.uid)
@@ -406,7 +408,7 @@ def delete_stale_pods(view: state.JobView) -> RuleResult:
     gang, attempt = view.gang, view.status.attempt
     doomed, wakes = [], []
     for pod in view.observed.pods:
-        current = pod.attempt == attempt
+        current = pod.attempt == gang.created_by
         due = None
         if current and not pod.ended:
             safe = view.status.phase is Phase.SUCCEEDED
@@ -436,7 +438,7 @@ def delete_pods(view: state.JobView, pods: Iterable[state.PodSeen]) -> RuleResul
         due = attempts.force_due(pod)
         deletion = state.DeleteObject(kind="Pod", key=view.job.key, name=pod.name, uid=pod.uid)
         if not pod.deleting:
-            hung = failure is not None and (failure.attempt, failure.reason) == (pod.attempt, Reason.HANG_DETECTED)
+            hung = failure is not None and (failure.attempt, failure.reason) == (pod.assigned, Reason.HANG_DETECTED)
             actions.append(replace(deletion, grace_s=HUNG_GRACE_S) if hung else deletion)
         elif due is not None and view.now >= due:
             message = _force_message(pod, view.now)
@@ -475,11 +477,12 @@ def _blocks(view: state.JobView, pod: state.PodSeen) -> bool:
     if pod.owner_uid != view.job.uid:
         return True
     kept = pod.ended and _may_be_kept(view, pod)
-    return pod.attempt != view.status.attempt and not pod.held and not kept
+    return pod.attempt != view.status.gang_created_by and not pod.held and not kept
 
 
 def _may_be_kept(view: state.JobView, pod: state.PodSeen) -> bool:
-    recent = view.status.attempt - KEPT_ATTEMPTS <= pod.attempt < view.status.attempt
+    newest = view.status.gang_created_by
+    recent = newest - KEPT_ATTEMPTS <= pod.attempt < newest
     return view.job.lifecycle.keep_failed_pods and recent and not pod.deleting
 
 

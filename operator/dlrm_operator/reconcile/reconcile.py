@@ -2,7 +2,8 @@
 
 - The status is written before its consequences. A failed attempt is charged, recorded and followed by the next number
   in one write; only then are its pods deleted. A crash in between repeats the deletion, never the charge.
-- The attempt number is the barrier. While a pod of another attempt exists, none is created.
+- The attempt number is the barrier. While a pod of another attempt exists, none is created. Pods in which trainers
+  restart are assigned the next number once none of them runs the one before.
 
 Only that all pods of an attempt exist is written after the last of them was created.
 """
@@ -21,9 +22,10 @@ from dlrm_operator.reconcile.state import Action, DeleteJob, JobView, Observed, 
 
 Rule = Callable[[JobView], findings.RuleResult]
 RULES: tuple[Rule, ...] = (
-    gang.unlabelled_pods_rule, attempts.outcome_rule, attempts.hang_rule, attempts.deleted_plan_rule,
-    shutdown.resume_rule, shutdown.active_deadline_rule, shutdown.suspend_rule, shutdown.resize_rule,
-    gang.stale_pods_rule, shutdown.suspended_rule, attempts.backoff_rule, gang.gang_rule,
+    gang.unlabelled_pods_rule, attempts.fallback_rule, attempts.outcome_rule, attempts.hang_rule,
+    attempts.deleted_plan_rule, shutdown.resume_rule, shutdown.active_deadline_rule, shutdown.suspend_rule,
+    shutdown.resize_rule, attempts.avoidance_rule, gang.stale_pods_rule, shutdown.suspended_rule,
+    attempts.backoff_rule, attempts.assignment_rule, gang.gang_rule,
 )  # fmt: skip
 
 
@@ -55,8 +57,8 @@ def reconcile(observed: Observed, now: datetime) -> tuple[Action, ...]:
 def _results(observed: Observed, before: DLRMJobStatus, now: datetime) -> list[findings.RuleResult]:
     """Run the rules in their order until one is done.
 
-    All of them see one status: the known one with what was observed since. Only if a rule begins the next attempt, the
-    later rules work for that attempt and see the status as folded so far.
+    All of them see one status: the known one with what was observed since. Only if a rule begins the next attempt, or
+    gives the current one other pods, the later rules work for that and see the status as folded so far.
     """
     results, start = [], before
     if before.phase is Phase.FAILED:
@@ -74,7 +76,7 @@ def _results(observed: Observed, before: DLRMJobStatus, now: datetime) -> list[f
         results.append(result)
         if result.done:
             break
-        if "attempt" in result.changes:
+        if "pod_attempt" in result.changes:
             view = replace(view, status=findings.fold(before, results, now))
     # The closing rules depend on what the others found.
     folded = findings.fold(before, results, now)
@@ -109,8 +111,13 @@ def _known_status(observed: Observed) -> DLRMJobStatus:
     """Return the status to continue from; if a restored backup lost it, the attempt of the pods."""
     if observed.job.known is not None:
         return observed.job.known
-    numbers = [pod.attempt for pod in observed.pods if pod.owner_uid == observed.job.uid]
-    return DLRMJobStatus(attempt=max(numbers, default=0))
+    ours = [pod for pod in observed.pods if pod.owner_uid == observed.job.uid]
+    newest = max(ours, key=lambda pod: (pod.attempt, pod.assigned), default=None)
+    if newest is None:
+        return DLRMJobStatus()
+    return DLRMJobStatus(
+        attempt=newest.assigned, pod_attempt=newest.attempt if newest.assigned > newest.attempt > 0 else None
+    )
 
 
 def _identity(observed: Observed, status: DLRMJobStatus) -> findings.RuleResult:

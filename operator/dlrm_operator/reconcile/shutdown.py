@@ -200,7 +200,7 @@ def _stop_gang(
         message += f"; the last request failed and is repeated: {answer.problem}"
     elif 0 in gang.pods and gang.pods[0].ip:
         key, uid, ip = view.job.key, view.job.uid, gang.pods[0].ip
-        actions = (RequestCut(key=key, uid=uid, attempt=gang.attempt, question=question, ip=ip, reason=why.value),)
+        actions = (RequestCut(key=key, uid=uid, attempt=gang.created_by, question=question, ip=ip, reason=why.value),)
     phase = Phase.SUSPENDING if why is HaltReason.SUSPENDED else None
     findings = (Finding(condition, "False", reason, prefix + message, phase),) if condition else ()
     return RuleResult(findings=findings, changes={"halt": halt}, actions=actions, wake_at=deadline)

@@ -16,10 +16,13 @@ from dlrm_api.lifecycle import LifecycleSpec
 from dlrm_api.names import Container
 from dlrm_api.plan import Plan, plan_without_tables
 from dlrm_api.progress import CheckpointerProgress, Progress, TerminationMessage, TrainerPhase
-from dlrm_api.status import DLRMJobStatus
+from dlrm_api.status import AvoidedNode, DLRMJobStatus
 from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.objects import PodDefaults
 from dlrm_operator.manifests.pod_template import RESTRICTED, PodTemplatePolicy
+
+UNKNOWN_EXIT_CODE = 255
+"""Of an ended trainer whose exit the kubelet does not remember."""
 
 
 @dataclass(frozen=True, order=True)
@@ -81,6 +84,9 @@ class ContainerSeen:
     last_exit_code: int | None = None
     last_reason: str = ""
     last_message: str = ""
+    last_finished_at: datetime | None = None
+    ended_instances: int = 0
+    """How many of its instances have ended; the kubelet may have started another one since."""
 
     @property
     def termination(self) -> TerminationMessage | None:
@@ -127,6 +133,13 @@ class PodSeen:
     """Never changes; the answer to the pod's creation does not hold it."""
     unschedulable: str = ""
     """The scheduler's message if it found no node."""
+    unschedulable_since: datetime | None = field(default=None, compare=False)
+    restarts_in_place: bool = field(default=False, compare=False)
+    """Whether its kubelet restarts a failed trainer. Never changes, as above."""
+    assigned: int = 0
+    """Attempt that its trainer runs, or waits to run."""
+    assigned_after: int = 0
+    """How many instances of its trainer had ended before that attempt."""
     secretless: bool = field(default=False, compare=False)
     """Whether an operator that knew no gang secret created it. Never changes, as above."""
     gates: tuple[str, ...] = ()
@@ -174,6 +187,37 @@ class PodSeen:
     def finished(self) -> bool:
         """Return whether its trainer exited with code 0."""
         return self.trainer is not None and self.trainer.exit_code == 0
+
+    @property
+    def has_left_attempt(self) -> bool:
+        """Return whether the trainer that ran its attempt has ended: the one that runs now waits for the next."""
+        return self.trainer is not None and self.trainer.ended_instances > self.assigned_after
+
+    def in_attempt(self, attempt: int) -> PodSeen:
+        """Return the pod as part of an attempt: with the trainer that ran it, even if another one runs now.
+
+        Its trainer has not started before the attempt is assigned, or while it has yet to restart.
+        """
+        trainer = self.trainer
+        if trainer is None or (attempt == self.assigned and trainer.ended_instances == self.assigned_after == 0):
+            return self
+        if attempt == self.assigned and self.has_left_attempt:
+            if trainer.exit_code is not None:
+                return self
+            ours = replace(
+                trainer,
+                started=True,
+                exit_code=UNKNOWN_EXIT_CODE if trainer.last_exit_code is None else trainer.last_exit_code,
+                reason=trainer.last_reason,
+                message=trainer.last_message,
+                finished_at=trainer.last_finished_at,
+            )
+        elif attempt == self.assigned and trainer.exit_code is None:
+            ours = trainer
+        else:
+            why = trainer.waiting or "it waits for the other trainers to end"
+            ours = ContainerSeen(name=trainer.name, started=False, waiting_reason=trainer.waiting_reason, waiting=why)
+        return replace(self, containers=tuple(ours if each is trainer else each for each in self.containers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,6 +377,8 @@ class Observed:
     """Kueue's message on why the gang waits."""
     pod_defaults: PodDefaults = field(default_factory=PodDefaults)
     limits: PodTemplatePolicy = RESTRICTED
+    has_restart_rules: bool = False
+    """Whether the cluster restarts single containers by rules. Read only if a plan is to be made."""
     refusal: str = ""
     """The API server's message if it refused to create a child in an earlier pass."""
     refused_deletion: str = ""  # the same for the deletion of a child
@@ -340,10 +386,12 @@ class Observed:
 
 @dataclass(frozen=True, kw_only=True)
 class Gang:
-    """Hold the pods of the current attempt, by index, and what they report."""
+    """Hold the pods of the current attempt, by index, and what they report in it."""
 
     job: str
     attempt: int
+    created_by: int
+    """Attempt that creates, or created, its pods: an earlier one after a restart in place."""
     size: int | None
     """Number of pods in the plan; None before there is a plan."""
     whole: bool
@@ -402,8 +450,9 @@ class Gang:
 
 def current_gang(observed: Observed, status: DLRMJobStatus) -> Gang:
     """Return the gang of the status' attempt, without pods of other owners or attempts."""
-    uid = observed.job.uid
-    pods = {pod.index: pod for pod in observed.pods if pod.attempt == status.attempt and pod.owner_uid == uid}
+    uid, created_by = observed.job.uid, status.gang_created_by
+    ours = (pod for pod in observed.pods if pod.attempt == created_by and pod.owner_uid == uid)
+    pods = {pod.index: pod.in_attempt(status.attempt) for pod in ours}
     polled = observed.polled
     if polled is None or 0 not in pods or polled.pod_uid != pods[0].uid:
         polled = Polled()
@@ -412,8 +461,9 @@ def current_gang(observed: Observed, status: DLRMJobStatus) -> Gang:
     return Gang(
         job=observed.job.key.name,
         attempt=status.attempt,
+        created_by=created_by,
         size=status.plan.nodes if status.plan else None,
-        whole=status.gang_attempt == status.attempt,
+        whole=status.gang_attempt == created_by,
         pods=pods,
         polled=polled,
         last_step=status.progress.step if status.progress else 0,
@@ -434,6 +484,10 @@ class JobView:
     def gang(self) -> Gang:
         """Return the current attempt's gang."""
         return current_gang(self.observed, self.status)
+
+    def with_avoided(self, nodes: tuple[AvoidedNode, ...]) -> JobView:
+        """Return the same view of a job that avoids these nodes."""
+        return replace(self, status=self.status.model_copy(update={"avoided_nodes": nodes}))
 
     @property
     def job(self) -> JobSeen:
@@ -486,6 +540,19 @@ class CreatePod(Creation):
     def needs_live(self) -> bool:
         """Return whether a later attempt starts. The first one's Service shows whether it exists."""
         return self.attempt > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssignAttempt(Action):
+    """Assign an attempt to a pod, whose restarted trainer waits for it."""
+
+    key: JobKey
+    name: str
+    uid: str
+    attempt: int
+    after: int
+    """How many instances of the trainer have ended."""
+    needs_live: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -589,6 +656,7 @@ class RequestCut(Action):
     key: JobKey
     uid: str
     attempt: int
+    """The one that created the pod: its token is derived from it."""
     question: CutQuestion
     ip: str
     reason: str

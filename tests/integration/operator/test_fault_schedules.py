@@ -109,6 +109,7 @@ async def run_schedules(control_plane: ControlPlane, original: Path, folder: Pat
                 await asyncio.gather(killer, return_exceptions=True)
                 # In a thread: this loop serves the proxy, which must answer the operator's last requests.
                 await asyncio.to_thread(operator.stop)
+    counts["pods with a restart in place"] = world.restarts_in_place
     print(f"requests and watches: {dict(proxy.faults)}\nschedules: {dict(counts.most_common())}")
     return wrong
 

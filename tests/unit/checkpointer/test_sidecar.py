@@ -83,6 +83,28 @@ def test_each_cut_is_committed_and_the_sidecar_ends_with_the_trainer(
     assert [each.step for each in list_snapshots(files)] == [3, 2, 1]
 
 
+def test_a_sidecar_serves_the_trainers_that_restart_beside_it(tmp_path: Path, files: FileStore, new_model, new_pod):
+    model = new_model()
+    pod = new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2), trainers_restart=True)
+    with running(pod) as (codes, _):
+        pod.cut(model.train(), attempt=1)
+        assert pod.writers[0].wait_idle(10)
+        pod.cut(model.train(), attempt=1, only=range(1))
+        pod.end("rank 1 was killed", failed=True)
+        time.sleep(0.5)
+        survived = not codes[0].done()
+        pod.open()
+        pod.cut(model, attempt=claim_attempt(files, 1, "restarted"))
+        again = [pod.writers[rank].wait_idle(10) for rank in pod.ranks]
+        pod.end("done")
+        code = codes[0].result(10)
+
+    assert survived
+    assert again == [True, True]
+    assert code == ExitCode.DONE
+    assert [(each.step, each.attempt) for each in list_snapshots(files)] == [(2, 2), (1, 1)]
+
+
 def test_a_gang_that_dies_during_hand_over_leaves_no_snapshot(tmp_path: Path, files: FileStore, new_model, new_pod):
     model, pod = new_model(), new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2), grace_s=60)
     pod.commit(model.train())

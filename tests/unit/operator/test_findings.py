@@ -6,7 +6,7 @@ A new reason needs a situation here (``@says``), or a place in ``WITHOUT_MESSAGE
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
 import pytest
@@ -81,6 +81,25 @@ def messages(cluster: ModelCluster) -> dict[str, set[str]]:
     for one in said:
         found.setdefault(one.reason, set()).add(one.message)
     return found
+
+
+@says(Reason.NODES_NEEDED, "status.avoidedNodes", "0/3 nodes")
+def avoided_nodes_are_needed() -> ModelCluster:
+    cluster = running(backoff="0s")
+    until = timestamp(cluster.now + timedelta(minutes=30))
+    cluster.job["status"]["avoidedNodes"] = [{"name": "node-a", "until": until}]
+    cluster.end(POD_0, "trainer", 137)
+    cluster.reconcile_once()
+    cluster.pods = {}
+    for _ in range(3):
+        cluster.reconcile_once()
+        cluster.plan()
+    for pod in cluster.pods.values():
+        waits = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}
+        pod["status"]["conditions"] = [{**waits, "lastTransitionTime": timestamp(cluster.now)}]
+    cluster.pass_time(121)
+    cluster.reconcile_once()
+    return cluster
 
 
 @says(Reason.HARDWARE_PROFILE_UNAVAILABLE, "spec.trainer.hardware")

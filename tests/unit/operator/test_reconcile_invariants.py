@@ -19,6 +19,7 @@ from dlrm_operator.reconcile.state import Planning, Polled, WakeAt
 from dlrm_testing.operator.hung_gang import answer_stacks, stack
 from dlrm_testing.operator.kubelet_double import committed_progress
 from dlrm_testing.operator.model_cluster import ModelCluster
+from dlrm_testing.operator.restarted_trainers import trainer_status
 from dlrm_testing.operator.running_job import condition, crash_checkpointer, lose_node
 
 INDICES = st.integers(0, 2)
@@ -33,9 +34,10 @@ RESTART = {"maxRestarts": MAX_RESTARTS, "maxFreeRestarts": MAX_FREE_RESTARTS, "b
 class JobLife(RuleBasedStateMachine):
     """The operator's turns, complete or cut off, between random events of the world."""
 
-    @initialize(replicas=st.integers(1, 3), trains=st.booleans())
-    def create(self, replicas: int, trains: bool) -> None:
+    @initialize(replicas=st.integers(1, 3), trains=st.booleans(), in_place=st.booleans())
+    def create(self, replicas: int, trains: bool, in_place: bool) -> None:
         self.cluster = ModelCluster(replicas, lifecycle={"restart": RESTART})
+        self.cluster.has_restart_rules = in_place
         self.size = replicas
         self.last = DLRMJobStatus()
         if trains:
@@ -80,6 +82,11 @@ class JobLife(RuleBasedStateMachine):
     def a_container_ends(self, index: int, which: str, code: int, message: str) -> None:
         if name := self.pod(index):
             self.cluster.end(name, which, code, message, "OOMKilled" if code == 137 else "Error")
+
+    @rule(index=INDICES)
+    def a_kubelet_restarts_containers(self, index: int) -> None:
+        if name := self.pod(index):
+            self.cluster.restart(name)
 
     @rule(index=INDICES, step=STEPS)
     def a_trainer_ends_well(self, index: int, step: int | None) -> None:
@@ -180,9 +187,10 @@ class JobLife(RuleBasedStateMachine):
             self.cluster.plan()
             for name in self.cluster.pods:
                 self.cluster.start(name)
+                self.cluster.restart(name)
             self.cluster.answer_cut(step)
             attempt = self.status().attempt
-            if first := self.cluster.pods.get(f"demo-trainer-{attempt}-0"):
+            if first := self.cluster.pods.get(f"demo-trainer-{self.status().gang_created_by}-0"):
                 trainer = Progress(attempt=attempt, phase=TrainerPhase.TRAINING, step=step)
                 word = committed_progress(max(step - behind, 0))
                 self.cluster.polled = Polled(pod_uid=first["metadata"]["uid"], trainer=trainer, checkpointer=word)
@@ -224,6 +232,10 @@ class JobLife(RuleBasedStateMachine):
     @invariant()
     def at_most_one_gang_exists(self) -> None:
         assert len(self.cluster.attempts()) <= 1
+
+    @invariant()
+    def at_most_one_attempt_runs(self) -> None:
+        assert len(self.cluster.attempts_that_run()) <= 1
 
     @invariant()
     def the_decision_is_a_function_of_what_is_observed(self) -> None:
@@ -283,7 +295,7 @@ class JobLife(RuleBasedStateMachine):
         for _ in range(120):
             self.the_kubelet_ends_deleted_pods()
             for name, pod in self.cluster.pods.items():
-                if pod["status"].get("containerStatuses", [{"state": {}}])[0]["state"].get("terminated"):
+                if trainer_status(pod).get("state", {}).get("terminated"):
                     self.cluster.end(name, "checkpointer", 0)  # a sidecar does not outlive its pod's trainer
             actions = self.cluster.reconcile_once()
             self.cluster.plan()
@@ -292,6 +304,7 @@ class JobLife(RuleBasedStateMachine):
                 return
             for name in self.cluster.pods:
                 self.cluster.start(name)
+                self.cluster.restart(name)
                 if trains:
                     self.cluster.end(name, "trainer", 0, self.cluster.done(100))
                     self.cluster.end(name, "checkpointer", 0, committed_progress(100).model_dump_json())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from dlrm_api.names import TOKEN_HEADER, Env, ExitCode, token_digest
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_stores import open_store
-from dlrm_testing.trainer.gangs import Pod, alive, job_document, plan_document, small_job
+from dlrm_testing.trainer.gangs import Pod, alive, exit_code, job_document, plan_document, small_job
 from dlrm_testing.trainer.sample_ledgers import sample_ids
 from dlrm_testing.waiting import wait_until
 
@@ -79,9 +80,11 @@ def post_cut(pod: Pod) -> int:
         return int(json.load(answer)["step"])
 
 
-def test_a_run_killed_signalled_and_restarted_ends_with_the_same_bytes(make_pod: MakePod) -> None:
+def test_a_run_killed_signalled_and_restarted_ends_with_the_same_bytes(make_pod: MakePod, tmp_path: Path) -> None:
     data = {"format": "synthetic", "synthetic": {"samples": 25_000, "evalSamples": 500}}
-    told = {Env.TOKEN_SHA256: token_digest(TOKEN)}
+    assigned, launched = tmp_path / "assigned", tmp_path / "launched"
+    restarts = {Env.ASSIGNMENT: str(assigned), Env.LAUNCHED: str(launched), Env.RESTARTS_IN_PLACE: "1"}
+    told = {Env.ATTEMPT: "1", Env.GANG_SECRET: "shared", Env.TOKEN_SHA256: token_digest(TOKEN), **restarts}
     undisturbed, pod = make_pod("whole", 2, data=data), make_pod("broken", 2, told, data=data)
     steps = 391
     assert undisturbed.run() == ExitCode.DONE, undisturbed.log()
@@ -89,26 +92,34 @@ def test_a_run_killed_signalled_and_restarted_ends_with_the_same_bytes(make_pod:
     pod.start()
     pod.wait_for_step(25)
     os.kill(pod.rank_pids()[1], signal.SIGKILL)
-    assert pod.wait() == 128 + signal.SIGKILL
+    assert pod.launcher is not None
+    assert exit_code(pod.launcher, 60) == 128 + signal.SIGKILL
     assert (pod.termination().rank, pod.termination().reason) == (1, "Killed")
 
-    pod.start()
+    # As the kubelet does: the checkpointer runs on, and the launcher waits for its next attempt.
+    pod.start(checkpointer=False)
+    wait_until(lambda: "waiting for the next attempt" in pod.log(), 60)
+    time.sleep(0.5)
+    assert (progress(pod), launched.read_text()) == ({}, "1")
+    assigned.write_text("2")
     pod.wait_for_step(committed_step(pod) + 40)
-    assert pod.launcher is not None
+    assert (progress(pod)["attempt"], launched.read_text()) == (2, "2")
     pod.launcher.terminate()
     assert pod.wait() == ExitCode.TERMINATED
     assert said_last(pod) == (pod.lines()[-1]["step"], ExitCode.TERMINATED)
     assert committed_step(pod) == pod.lines()[-1]["step"] < steps
 
+    assigned.write_text("3")
     pod.start()
     pod.wait_for_step(committed_step(pod) + 15)
     assert post_cut(pod) > committed_step(pod) - 15
     ranks = pod.rank_pids()
     pod.launcher.kill()
     wait_until(lambda: not any(map(alive, ranks)))
-    pod.wait()
 
-    assert pod.run() == ExitCode.DONE, pod.log()
+    assigned.write_text("4")
+    pod.start(checkpointer=False)
+    assert pod.wait() == ExitCode.DONE, pod.log()
     assert pod.result()["state_digest"] == undisturbed.result()["state_digest"]
     assert pod.result()["eval"] == undisturbed.result()["eval"]
     assert said_last(pod) == (steps, ExitCode.DONE)

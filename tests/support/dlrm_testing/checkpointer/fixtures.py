@@ -195,6 +195,7 @@ class Pod:
     """Store of deltas; None: nothing is published."""
     publish_bits: Literal[8, 16, 32] = 32
     publish_keep_last: int = 100
+    trainers_restart: bool = False
 
     def __post_init__(self) -> None:
         self.open()
@@ -235,6 +236,7 @@ class Pod:
             retention=RetentionPolicy(keep_last=self.keep_last, keep_every_s=self.keep_every_s, orphan_s=self.orphan_s),
             single_pod=len(self.ranks) == self.world_size,
             grace_s=self.grace_s,
+            trainers_restart=self.trainers_restart,
         )
         return inbox, Sidecar(inbox, self.store, self.status, duties, self.publisher())
 

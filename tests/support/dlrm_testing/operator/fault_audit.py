@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from dlrm_testing.operator.fault_server import Object, gang_of, has_ended, held_by_others, is_deleting
+from dlrm_testing.operator.restarted_trainers import Launchers
 
 KEPT_ATTEMPTS = 3
 """Attempts before the current one whose ended pods stay with ``keepFailedPods``."""
@@ -20,21 +21,41 @@ class Audit:
     """Creations of pods by (uid of the job, name of the pod)."""
     alive: dict[str, Object] = field(default_factory=dict)
     """Pods that exist, by name."""
+    runs: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """What trainers run now: uid of the job and attempt, by pod."""
+    restarted: int = 0
+    """Attempts that ran in the pods of an earlier one."""
     violations: list[str] = field(default_factory=list)
     """Violated invariants."""
+    _launchers: Launchers = field(default_factory=Launchers)
 
     def record_pod(self, kind: str, pod: Object) -> None:
         """Record one watch event."""
         name, gang = pod["metadata"]["name"], gang_of(pod)
         if kind == "DELETED":
             self.alive.pop(name, None)
+            self.runs.pop(name, None)
             return
+        self._record_run(name, pod)
         if kind == "ADDED":
             self.created[gang[0], name] += 1
             others = sorted(other for other, its in self.alive.items() if not self._allows(its, gang))
             if others:
                 self.violations.append(f"{name} was created while there were pods of another gang: {others}")
         self.alive[name] = pod
+
+    def _record_run(self, name: str, pod: Object) -> None:
+        """Record which attempt the pod's trainer runs; no two may run at once."""
+        attempt, uid = self._launchers.attempt(pod), gang_of(pod)[0]
+        if attempt is None:
+            self.runs.pop(name, None)
+            return
+        others = {other: run[1] for other, run in self.runs.items() if run[0] == uid and run[1] != attempt}
+        if others:
+            self.violations.append(f"{name} runs attempt {attempt} while others run {others}")
+        if self.runs.get(name) != (uid, attempt) and attempt > gang_of(pod)[1]:
+            self.restarted += 1
+        self.runs[name] = uid, attempt
 
     def record_status(self, before: Object, after: Object) -> None:
         """Record one status change of a job."""

@@ -8,7 +8,8 @@ from dlrm_testing.operator.fault_job import FaultJob
 from dlrm_testing.operator.fault_server import Object, RefusedError, ended, path_of
 from dlrm_testing.operator.job_model import Fate, Kind
 from dlrm_testing.operator.job_schedule import LAST_STEP
-from dlrm_testing.operator.kubelet_double import committed_progress, held
+from dlrm_testing.operator.kubelet_double import committed_progress, held, now
+from dlrm_testing.operator.restarted_trainers import restarted, restarts_after
 
 FINALIZER = "example.com/hold"
 
@@ -63,6 +64,10 @@ class FaultInjector:
         if fate.committed is not None:
             self._commit(fate)
             status |= ended("checkpointer", 0, self._job.checkpointer_message())
+            if restarts_after(pod, fate.code) and self._job.dice.random() < 0.7:
+                # The kubelet has restarted it, and the message stays.
+                sidecars = status["initContainerStatuses"]
+                status["initContainerStatuses"] = [restarted(each, {"startedAt": now()}) for each in sidecars]
         left = TerminationMessage(exit_code=fate.code, reason=fate.reason, message="boom").encode().decode()
         reason = "OOMKilled" if fate.kind is Kind.OOM else ""
         status |= ended("trainer", fate.code, left if fate.reason else "", reason)

@@ -12,6 +12,7 @@ from dlrm_testing.operator.job_checks import Story
 from dlrm_testing.operator.job_model import Fate
 from dlrm_testing.operator.job_schedule import Script
 from dlrm_testing.operator.kubelet_double import committed_progress
+from dlrm_testing.operator.restarted_trainers import attempt_of, left_attempt, trainer_status
 
 MAX_WAIT_S = float(os.environ.get("FAULT_PATIENCE_S", "300"))
 """Even an operator that is killed all the time makes progress in far less."""
@@ -71,12 +72,16 @@ class FaultJob:
 
     def gang(self) -> dict[int, Object]:
         """Return the pods of the current attempt that are not being deleted, by index."""
-        wanted = self.uid, self.attempt
-        return {index_of(pod): pod for pod in self.pods() if gang_of(pod) == wanted and not is_deleting(pod)}
+        ours = (pod for pod in self.pods() if gang_of(pod)[0] == self.uid and attempt_of(pod) == self.attempt)
+        return {index_of(pod): pod for pod in ours if not is_deleting(pod)}
+
+    def current(self, pod: Object) -> Object:
+        """Return the last known object of a pod."""
+        return self.world.pods[self.home].get(pod["metadata"]["name"], pod)
 
     def runs(self, index: int) -> bool:
         pod = self.gang().get(index)
-        return pod is not None and pod["status"].get("phase") == "Running"
+        return pod is not None and "running" in trainer_status(pod).get("state", {}) and not left_attempt(pod)
 
     def story(self) -> Story:
         return Story(

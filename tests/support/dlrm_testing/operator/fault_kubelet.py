@@ -21,8 +21,11 @@ from dlrm_testing.operator.fault_server import (
     phase_of,
 )
 from dlrm_testing.operator.kubelet_double import container, held, now
+from dlrm_testing.operator.restarted_trainers import restarted, restarts_after
 
 POLL_S = 0.05
+PEER_LOST_AFTER_S = 1.2
+"""Times in a status are whole seconds: the cause must be older than its symptoms."""
 SILENT_FOR_S = 57
 """Age of a node's silence: its pods may be force-deleted three seconds from now."""
 
@@ -49,6 +52,9 @@ class PodBehavior(Protocol):
 
     def has_endpoints(self, pod: Object) -> bool:
         """Return whether the pod serves endpoints that the operator requests."""
+
+    def lost_peer(self, pod: Object) -> int | None:
+        """Return the code with which the pod's trainer ends because another one failed; None if it goes on."""
 
     def checkpointer_message(self, pod: Object) -> str:
         """Return the checkpointer's termination message."""
@@ -110,9 +116,15 @@ class Kubelet:
                         started = True
                         await asyncio.sleep(wait_s)
                         await self._start(pod, behavior)
-                    elif phase_of(pod) == "Running" and exit_code(pod) is not None:
+                    elif phase_of(pod) == "Running" and (code := exit_code(pod)) is not None:
                         await asyncio.sleep(wait_s)
-                        await self._complete(seen() or pod, behavior)
+                        if restarts_after(pod := seen() or pod, code):
+                            await self._restart(pod)
+                        else:
+                            await self._complete(pod, behavior)
+                    elif phase_of(pod) == "Running" and (code := behavior.lost_peer(pod)) is not None:
+                        await asyncio.sleep(PEER_LOST_AFTER_S)
+                        await self._server.patch_pod(pod, ended("trainer", code))
                 await asyncio.sleep(POLL_S)
         except Exception as error:
             self._broken.append(error)
@@ -144,6 +156,16 @@ class Kubelet:
                     "containerStatuses": [container("trainer", running)],
                 }
                 await self._server.patch_pod(pod, status)
+
+    async def _restart(self, pod: Object) -> None:
+        """Start the next instance of each container that has ended."""
+        lists = {kind: pod["status"][kind] for kind in ("initContainerStatuses", "containerStatuses")}
+        running = {"startedAt": now()}
+        again = {
+            kind: [restarted(each, running) if "terminated" in each["state"] else each for each in statuses]
+            for kind, statuses in lists.items()
+        }
+        await self._server.patch_pod(pod, again)
 
     async def _complete(self, pod: Object, behavior: PodBehavior) -> None:
         """End the checkpointer and the pod of an ended trainer."""

@@ -10,6 +10,13 @@ from dlrm_testing.operator.fault_server import Object, gang_of, index_of
 from dlrm_testing.operator.hung_gang import COLLECTIVE, stack
 from dlrm_testing.operator.job_model import HALTS, Fate, Kind, Stuck
 from dlrm_testing.operator.job_schedule import LAST_STEP
+from dlrm_testing.operator.restarted_trainers import (
+    attempt_of,
+    last_exit_code,
+    left_attempt,
+    restarts_after,
+    trainer_status,
+)
 
 RUBBISH = ["", "{", "null", '{"attempt": "x"}', '{"attempt": 999}']
 
@@ -31,16 +38,29 @@ class ScriptedPods:
 
     def is_silent(self, pod: Object) -> bool:
         """Return whether the pod's kubelet ignores its deletion."""
-        fate = self._job.fate(gang_of(pod)[1])
+        fate = self._job.fate(attempt_of(pod))
         # The operator does not force-delete pods of a deleted job.
         if fate is None or gang_of(pod)[0] in self._job.world.gone:
             return False
         return fate.stuck in (Stuck.SILENT, Stuck.BOTH) and fate.index == index_of(pod)
 
     def has_endpoints(self, pod: Object) -> bool:
-        """Return whether the operator requests anything from the pod."""
-        fate = self._job.fate(gang_of(pod)[1])
-        return index_of(pod) == 0 or (fate is not None and fate.kind is Kind.HUNG)
+        """Return whether the operator requests anything from the pod, which may serve several attempts."""
+        return index_of(pod) == 0 or any(fate.kind is Kind.HUNG for fate in self._job.script.fates)
+
+    def lost_peer(self, pod: Object) -> int | None:
+        """Return the code with which the pod's trainer ends because another one failed; None if it goes on.
+
+        Without restart rules the operator deletes all pods then, so that it makes no difference.
+        """
+        attempt = attempt_of(pod)
+        if not restarts_after(pod, 1) or "running" not in trainer_status(pod).get("state", {}) or left_attempt(pod):
+            return None
+        others = (each for each in self._job.pods() if gang_of(each) == gang_of(pod) and attempt_of(each) == attempt)
+        failed = any(left_attempt(each) and last_exit_code(each) for each in others)
+        # A user's rule may say what follows 75.
+        code = 143 if any(rule == 75 for rule, _ in self._job.script.budget.rules) else 75
+        return code if failed else None
 
     def checkpointer_message(self, pod: Object) -> str:
         """Return the checkpointer's termination message."""
@@ -52,7 +72,7 @@ class ScriptedPods:
             return random.choice([None, (500, "boom"), (200, random.choice(RUBBISH))])
         if port == Port.CHECKPOINTER:
             return 200, self._job.checkpointer_message()
-        attempt = gang_of(pod)[1]
+        attempt = attempt_of(self._job.current(pod))
         fate = self._job.fate(attempt)
         if asked == "POST /cut":
             if fate is None or fate.kind not in HALTS or fate.committed is None:

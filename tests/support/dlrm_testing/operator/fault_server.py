@@ -12,6 +12,7 @@ from yarl import URL
 from dlrm_api.names import Label
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_testing.operator.kubelet_double import container, held, now
+from dlrm_testing.operator.restarted_trainers import same_instances
 
 Object = dict[str, Any]
 Home = tuple[str, str]
@@ -62,7 +63,7 @@ class Server:
 
     async def patch_pod(self, pod: Object, status: Object) -> None:
         """Write a pod's status, as its kubelet does."""
-        await self.call("PATCH", f"{path_of(pod)}/status", {"status": status})
+        await self.call("PATCH", f"{path_of(pod)}/status", {"status": same_instances(pod, status)})
 
     async def follow(self, path: str, query: str, see: Callable[[str, Object], None]) -> None:
         """List, then watch for ever, without a gap."""

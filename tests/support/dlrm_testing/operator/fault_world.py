@@ -35,6 +35,8 @@ class World:
         self.behaviors: dict[Home, PodBehavior] = {}
         self.traces: dict[str, list[str]] = defaultdict(list)
         """Trace lines by namespace."""
+        self.restarts_in_place = 0
+        """Attempts of forgotten namespaces that ran in the pods of an earlier one, counted by pod."""
         self.steps = 0
         """Number of job changes and created pods."""
         self.began = time.monotonic()
@@ -71,6 +73,7 @@ class World:
 
     def forget(self, namespace: str) -> None:
         """Drop all state of a namespace whose jobs are over."""
+        self.restarts_in_place += sum(audit.restarted for home, audit in self.audits.items() if home[0] == namespace)
         for kept in (self.behaviors, self.pods, self.jobs, self.audits):
             for home in [home for home in kept if home[0] == namespace]:
                 del kept[home]  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from dlrm_testing.operator.fault_audit import KEPT_ATTEMPTS, Audit
 from dlrm_testing.operator.fault_server import Object, WorldError, gang_of, has_ended, held_by_others, is_deleting
 from dlrm_testing.operator.job_model import HALTS, End, Fate, Kind, Stuck, ends
 from dlrm_testing.operator.job_schedule import LAST_STEP, Script
+from dlrm_testing.operator.restarted_trainers import attempt_of
 
 ENDS_BY_ITSELF = frozenset({Kind.CRASH, Kind.OOM, Kind.NODE_LOST, Kind.NEVER_STARTED, Kind.UNCOMMITTED})
 """Fates whose pod ends before its attempt, so that it can be kept."""
@@ -123,7 +124,7 @@ def kept_pods(story: Story) -> set[str]:
 
 def at_rest(pod: Object, story: Story) -> bool:
     """Return whether a finished job may keep this pod: it ended and is of the last attempt, or kept."""
-    uid, attempt = gang_of(pod)
+    uid, attempt = gang_of(pod)[0], attempt_of(pod)
     if uid != story.uid:
         return False
     oldest = story.status["attempt"] - (KEPT_ATTEMPTS if story.script.keeps else 0)

@@ -18,6 +18,7 @@ from dlrm_api.progress import (
     TrainerPhase,
 )
 from dlrm_cluster.api import Api, ApiError
+from dlrm_testing.operator.restarted_trainers import restarted, restarts_after, same_instances, trainer_status
 
 Object = dict[str, Any]
 POLL_S = 0.05
@@ -220,6 +221,8 @@ class KubeletDouble:
                     self.end_deleted(pod)
             elif self.starts and pod["spec"].get("nodeName") and pod["status"].get("phase") == "Pending":
                 self.start(pod)
+            elif self.starts and pod["status"].get("phase") == "Running":
+                self._restart(pod)
 
     def _audit(self, pods: list[Object]) -> None:
         attempts: dict[str, set[str]] = {}
@@ -253,6 +256,13 @@ class KubeletDouble:
             },
         )
 
+    def _restart(self, pod: Object) -> None:
+        """Restart the pod's trainer if it has ended and its rules say so."""
+        trainer = trainer_status(pod)
+        ended = trainer.get("state", {}).get("terminated")
+        if ended and restarts_after(pod, ended["exitCode"]):
+            self._set(pod["metadata"]["name"], "containerStatuses", restarted(trainer, {"startedAt": now()}))
+
     def _end(
         self, pod: str, statuses: str, name: str, code: int, message: str, reason: str, ago_s: float = 0.0
     ) -> None:
@@ -271,7 +281,8 @@ class KubeletDouble:
         return self.api.call("GET", f"/api/v1/namespaces/{self.namespace}/pods/{pod}")
 
     def _patch(self, pod: str, status: Object) -> None:
-        self.api.call("PATCH", f"/api/v1/namespaces/{self.namespace}/pods/{pod}/status", {"status": status})
+        kept = same_instances(self._get(pod), status)
+        self.api.call("PATCH", f"/api/v1/namespaces/{self.namespace}/pods/{pod}/status", {"status": kept})
 
 
 def container(name: str, state: Object) -> Object:

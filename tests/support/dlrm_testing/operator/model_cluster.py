@@ -14,6 +14,7 @@ from dlrm_operator.reconcile.findings import timestamp
 from dlrm_operator.reconcile.reconcile import reconcile
 from dlrm_operator.reconcile.state import (
     Action,
+    AssignAttempt,
     Children,
     CreateConfigMap,
     CreatePod,
@@ -39,6 +40,7 @@ from dlrm_operator.reconcile.state import (
 )
 from dlrm_planner import plan_job
 from dlrm_testing.operator.operator_cluster import job_document, planner_answer
+from dlrm_testing.operator.restarted_trainers import Launchers, restarted, restarts_after, trainer_status
 
 Object = dict[str, Any]
 KEY = JobKey("space", "demo")
@@ -61,6 +63,9 @@ class ModelCluster:
         self.asked: RequestPlan | None = None
         self._planning: Planning | None = None
         self._planned_generation = 0
+        self.has_restart_rules = False
+        """Whether its kubelets restart single containers by rules."""
+        self._launchers = Launchers()
         self.planned_reserve = 0
         """Bytes that the plan leaves free in each pod."""
         self.polled: Polled | None = None
@@ -104,6 +109,7 @@ class ModelCluster:
             stacks=self.stacks,
             profile=self.profile,
             profile_problem=self.profile_problem,
+            has_restart_rules=self.has_restart_rules,
         )
 
     def reconcile_once(self, max_actions: int | None = None) -> tuple[Action, ...]:
@@ -149,6 +155,12 @@ class ModelCluster:
                 self.groups[manifest["metadata"]["name"]] = self._made(manifest)
             case DeleteWorkload():
                 self._release(action.group)
+            case AssignAttempt():
+                pod = self.pods.get(action.name)
+                if pod is not None and pod["metadata"]["uid"] == action.uid:
+                    notes = {"assigned-attempt": action.attempt, "assigned-after": action.after}
+                    pod["metadata"]["annotations"] = {f"dlrm.dev/{key}": str(value) for key, value in notes.items()}
+                    self._launchers.attempt(pod)
             case DeleteObject():
                 self._delete(action)
             case DeleteJob():
@@ -199,12 +211,12 @@ class ModelCluster:
         self.job["metadata"]["generation"] += 1
         self.touch()
 
-    def start(self, name: str) -> None:
+    def start(self, name: str, node: str = "node") -> None:
         """Bind a pending pod to a node and start its containers."""
         pod = self.pods[name]
         if pod["status"]["phase"] != "Pending":
             return
-        pod["spec"]["nodeName"] = "node"
+        pod["spec"]["nodeName"] = node
         running = {"running": {}}
         pod["status"] = {
             "phase": "Running",
@@ -212,6 +224,7 @@ class ModelCluster:
             "initContainerStatuses": [{"name": "checkpointer", "state": running}],
             "containerStatuses": [{"name": "trainer", "state": running}],
         }
+        self._launchers.attempt(pod)
 
     def end(self, name: str, which: str, code: int, message: str = "", reason: str = "Error") -> None:
         """End one container of a running pod, and the pod with its last one; ignore other pods."""
@@ -227,7 +240,25 @@ class ModelCluster:
         every = (*status["initContainerStatuses"], *status["containerStatuses"])
         if all("terminated" in each["state"] for each in every):
             trainer = status["containerStatuses"][0]["state"]["terminated"]
-            status["phase"] = "Failed" if trainer["exitCode"] else "Succeeded"
+            if not restarts_after(self.pods[name], trainer["exitCode"]):
+                status["phase"] = "Failed" if trainer["exitCode"] else "Succeeded"
+
+    def restart(self, name: str) -> None:
+        """Restart the containers of a pod that ended, as a kubelet by their rules."""
+        status = self.pods[name]["status"]
+        ended = trainer_status(self.pods[name]).get("state", {}).get("terminated")
+        if ended and status["phase"] == "Running" and restarts_after(self.pods[name], ended["exitCode"]):
+            status["containerStatuses"] = [restarted(each, {}) for each in status["containerStatuses"]]
+            status["initContainerStatuses"] = [
+                restarted(each, {}) if "terminated" in each["state"] else each
+                for each in status["initContainerStatuses"]
+            ]
+            self._launchers.attempt(self.pods[name])
+
+    def attempts_that_run(self) -> set[int]:
+        """Return the attempts that launchers of the pods run now."""
+        running = (self._launchers.attempt(pod) for pod in self.pods.values() if pod["status"]["phase"] == "Running")
+        return {attempt for attempt in running if attempt is not None}
 
     def done(self, step: int) -> str:
         """Return the termination message of a trainer that succeeded."""

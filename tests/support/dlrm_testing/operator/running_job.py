@@ -39,7 +39,7 @@ def start_training(cluster: ModelCluster) -> None:
 def report_progress(cluster: ModelCluster, step: int, committed: int | None = None, **fields: Any) -> None:
     """Let pod 0 report a step; ``fields`` replace those of the checkpointer's progress."""
     attempt = max(status(cluster).attempt, 1)
-    first = cluster.pods[f"demo-trainer-{attempt}-0"]["metadata"]["uid"]
+    first = cluster.pods[f"demo-trainer-{max(status(cluster).gang_created_by, 1)}-0"]["metadata"]["uid"]
     trainer = Progress(attempt=attempt, phase=TrainerPhase.TRAINING, step=step, loss=0.5)
     checkpointer = committed_progress(committed).model_copy(update=fields)
     cluster.polled = Polled(pod_uid=first, trainer=trainer, checkpointer=checkpointer)
