@@ -33,6 +33,11 @@ ours = [pid for pid in pids if MODULE in words(pid)]
 """Processes of a pod that run a module, each in ``python -m`` words of its own."""
 KILL = f"{FIND}os.kill(max(ours, key=lambda pid: parent(pid) in ours), signal.SIGKILL)"
 """Ends one of them; where some are children of others, such a child: a rank, not its launcher."""
+TIMED_KILL = f"""{FIND}
+import time
+pathlib.Path("/kept/killed").write_text(repr(time.time()))
+os.kill(max(ours, key=lambda pid: parent(pid) in ours), signal.SIGKILL)
+"""
 EAT = f"""{FIND}
 import time
 for pid in ours:
@@ -76,6 +81,25 @@ def test_kill_9_of_a_rank_inside_its_container(new_job: NewJob, undisturbed: dic
 
     assert status["restarts"] == 1
     holds_what_nobody_disturbed_holds(job, undisturbed)
+
+
+def test_a_killed_rank_restarts_in_its_pod_sooner_than_in_new_pods(
+    new_job: NewJob, undisturbed: dict[int, float], store: ClusterS3
+) -> None:
+    seconds = dict[bool, float]()
+    for in_place in (True, False):
+        job = new_job("in-place" if in_place else "new-pods")
+        job.start({"inPlace": in_place})
+        job.wait_until_under_way()
+
+        seconds[in_place] = job.seconds_to_new_step(f"MODULE = 'dlrm_trainer'\n{TIMED_KILL}")
+        status = job.finish()
+
+        assert (status["restarts"], status.get("podAttempt")) == (1, 1 if in_place else None)
+        holds_what_nobody_disturbed_holds(job, undisturbed)
+        assert store.digest(job.name) == store.digest("undisturbed")
+    print(f"kill -9 of a rank to the next new step: {seconds[True]:.1f} s in place, {seconds[False]:.1f} s in new pods")
+    assert seconds[True] <= 0.4 * seconds[False]
 
 
 @pytest.mark.smoke

@@ -99,7 +99,7 @@ def test_the_gang_of_a_silent_node_is_forced_away_and_replaced_elsewhere(
 def test_an_oom_raises_the_reserve_once_and_then_fails_with_advice(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
-    lifecycle = {"restart": {"maxRestarts": 2, "backoff": "0s"}, "terminationGracePeriod": "30s"}
+    lifecycle = {"restart": {"maxRestarts": 2, "backoff": "0s", "inPlace": False}, "terminationGracePeriod": "30s"}
     job = JobDriver(api_types.api, namespace, job_document("demo", replicas=1, lifecycle=lifecycle))
 
     requests = []

@@ -13,6 +13,7 @@ from dlrm_cluster.control_plane import ControlPlane
 from dlrm_testing.charts.chart import Identity
 from dlrm_testing.operator.kubelet_double import KubeletDouble
 from dlrm_testing.operator.operator_cluster import JobDriver, OperatorProcess, eventually, job_document, trains
+from dlrm_testing.operator.restarted_trainers import attempt_of, trainer_status
 
 pytestmark = pytest.mark.cluster
 
@@ -74,6 +75,31 @@ def test_a_failed_pod_ends_its_gang_and_the_next_starts_after_it(
     assert status["lastFailure"]["rank"] == 1
     assert status["lastFailure"]["message"] == "boom"
     assert {"AttemptFailed", "Restarting"} <= set(job.events())
+
+
+@pytest.mark.oldest_server
+def test_failed_trainers_restart_in_their_pods(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    lifecycle = {"restart": {"backoff": "0s"}, "terminationGracePeriod": "30s"}
+    job = JobDriver(api_types.api, namespace, job_document("demo", lifecycle=lifecycle))
+    pods = trains(kubelet, job, 1)
+    before = {pod["metadata"]["uid"] for pod in kubelet.pods()}
+
+    kubelet.end_trainer(pods[1], 137)
+    kubelet.end_trainer(pods[0], 75)
+    eventually(lambda: {attempt_of(pod) for pod in kubelet.pods()} == {2}, state=lambda: str(job.status()))
+    kubelet.report_training(pods[0], 2)
+    eventually(lambda: (job.status()["phase"], job.status()["attempt"]) == ("Running", 2))
+    restarts = [trainer_status(pod)["restartCount"] for pod in kubelet.pods()]
+    for pod in pods:
+        kubelet.finish(pod, step=100, committed=100)
+    status = job.until("Succeeded")
+
+    assert {pod["metadata"]["uid"] for pod in kubelet.pods()} == before
+    assert restarts == [1, 1]
+    assert (status["attempt"], status["podAttempt"], status["restarts"]) == (2, 1, 1)
+    assert status["lastFailure"]["pod"] == pods[1]
 
 
 def test_a_user_error_fails_at_once_and_names_the_field(

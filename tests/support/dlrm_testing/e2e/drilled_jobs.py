@@ -47,9 +47,12 @@ class DrilledJob:
         spec["trainer"] |= {"podTemplate": {"container": container, "spec": {"volumes": [volume]}}, **trainer}
         return job
 
-    def start(self, **trainer: Any) -> None:
-        """Apply the manifest."""
-        self.cluster.apply(self.manifest(**trainer))
+    def start(self, restart: Object | None = None, **trainer: Any) -> None:
+        """Apply the manifest, with ``spec.lifecycle.restart`` if given."""
+        job = self.manifest(**trainer)
+        if restart:
+            job["spec"]["lifecycle"] = {**job["spec"].get("lifecycle", {}), "restart": restart}
+        self.cluster.apply(job)
 
     @property
     def status(self) -> Object:
@@ -89,6 +92,16 @@ class DrilledJob:
 
         return self.cluster.eventually(ended, TRAIN_S, f"{self.name} succeeds")
 
+    def seconds_to_new_step(self, program: str) -> float:
+        """Run a program that kills a process of pod 1's trainer; return the seconds to a step not done before.
+
+        The program writes the time of the kill to ``/kept/killed``.
+        """
+        self.kill_in_container(1, "trainer", program)
+        killed, before = float((self._kept / "killed").read_text()), self.step()
+        self.wait_until_under_way(before + 1)
+        return next(line["time"] for line in self.journal() if line["step"] > before and "loss" in line) - killed
+
     def losses(self) -> dict[int, float]:
         """Loss by step."""
         return {line["step"]: line["loss"] for line in self.journal() if "loss" in line}
@@ -100,7 +113,7 @@ class DrilledJob:
     def pod(self, index: int) -> str:
         """Name of a pod of the current gang."""
         selector = f"--selector=dlrm.dev/job={self.name}"
-        attempt = self.status["attempt"]
+        attempt = self.status.get("podAttempt", self.status["attempt"])
         items = self.cluster.get("pods", NAMESPACE, selector)["items"]
         names = [item["metadata"]["name"] for item in items]
         return next(name for name in names if name.endswith(f"-{attempt}-{index}"))

@@ -8,7 +8,10 @@ from pathlib import Path
 import boto3
 from botocore.exceptions import BotoCoreError
 
+from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_cluster.real_cluster import Object, RealCluster
+from dlrm_stores.file import FileStore
+from dlrm_testing.digests import snapshot_digest
 
 KEYS = ("quickstart-key", "quickstart-secret")
 IMAGE, PORT, REGION, BUCKET = "dlrm.local/versitygw:1", 7070, "us-east-1", "snapshots"
@@ -39,6 +42,12 @@ class ClusterS3:
     def stop(self) -> None:
         """Take the pod away; its objects stay."""
         self._cluster.kubectl("delete", "pod", "s3", "--namespace=default", "--grace-period=1", "--wait")
+
+    def digest(self, job: str) -> str:
+        """Return the digest of the state in a job's newest snapshot."""
+        snapshot, _ = newest_snapshot(FileStore(self._folder / "data" / BUCKET / job))
+        assert snapshot is not None, f"{job} has no snapshot"
+        return snapshot_digest(snapshot)
 
     def _pod(self) -> Object:
         command = ["/bin/versitygw", "--access", KEYS[0], "--secret", KEYS[1], "--port", f":{PORT}"]

@@ -25,7 +25,7 @@ PRELOADED = ("dlrm_operator.controller.handlers", "dlrm_operator.settings", "dlr
 
 
 def job_document(name: str, replicas: int = 2, **spec: Any) -> Object:
-    """Return a small job of ``replicas`` pods; ``spec`` replaces whole sections."""
+    """Return a small job of ``replicas`` pods, which are replaced if one fails; ``spec`` replaces whole sections."""
     return {
         "apiVersion": "dlrm.dev/v1alpha1",
         "kind": "DLRMJob",
@@ -40,7 +40,10 @@ def job_document(name: str, replicas: int = 2, **spec: Any) -> Object:
             "data": {"format": "synthetic", "globalBatchSize": 64},
             "trainer": {"replicas": replicas},
             "checkpoint": {"uri": "s3://bucket/prefix"},
-            "lifecycle": {"restart": {"maxRestarts": 3, "backoff": "0s"}, "terminationGracePeriod": "30s"},
+            "lifecycle": {
+                "restart": {"maxRestarts": 3, "backoff": "0s", "inPlace": False},
+                "terminationGracePeriod": "30s",
+            },
             **spec,
         },
     }
