@@ -19,6 +19,7 @@ from dlrm_api import names
 from dlrm_api.job import parse_job
 from dlrm_api.names import Label
 from dlrm_api.plan import Plan
+from dlrm_cluster.components import NODE_LABELS
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.errors import MissingToolError
 from dlrm_cluster.fixtures import refuse
@@ -142,7 +143,7 @@ def nodes(api_types: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> 
     kwok.start()
     found = [f"contended-{number}" for number in range(NODES)]
     for name in found:
-        labels = {"kubernetes.io/hostname": name, "pool": "contended"}
+        labels = {"kubernetes.io/hostname": name, **NODE_LABELS, "pool": "contended"}
         api_types.api.call("POST", "/api/v1/nodes", {"metadata": {"name": name, "labels": labels, "annotations": FAKE}})
     yield found
     for name in found:
