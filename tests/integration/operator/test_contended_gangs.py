@@ -24,6 +24,7 @@ from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.errors import MissingToolError
 from dlrm_cluster.fixtures import refuse
 from dlrm_operator.api_client import ClusterUnavailableError, GoneError, KubernetesApi
+from dlrm_operator.login import Account
 from dlrm_operator.manifests.pods import render_objects
 from dlrm_operator.manifests.scheduling import POD_GROUPS
 from dlrm_planner import plan_job
@@ -248,7 +249,7 @@ class Trial:
         """Delete a gang without waiting for its kubelets, and its group."""
         options = {"kind": "DeleteOptions", "apiVersion": "v1", "gracePeriodSeconds": 0}
         with ThreadPoolExecutor(8) as threads:
-            paths = [f"{self._pods}/{pod}" for pod in self._history.of(name).nodes]
+            paths = [f"{self._pods}/{names.trainer_pod(name, 1, index)}" for index in range(self._sizes[name])]
             list(threads.map(lambda path: self._api.call_now("DELETE", path, options), paths))
         if kind := POD_GROUPS.get(self._scheduling["gang"]):
             self._api.call_now("DELETE", f"{kind.path(self._namespace)}/{names.pod_group(name, 1)}")
@@ -258,6 +259,8 @@ class Trial:
 
         def is_settled() -> bool:
             gangs = {name: self._history.of(name) for name in left}
+            if any(len(gang.nodes) < self._sizes[name] for name, gang in gangs.items()):
+                return False
             bound = any(gang.bound == self._sizes[name] for name, gang in gangs.items())
             return bound and time.monotonic() - max(gang.last_bound for gang in gangs.values()) > QUIET_S
 
@@ -284,7 +287,7 @@ def test_no_gang_is_ever_partly_bound(
     spec, kueue = scheduling
     if kueue is not None:
         kueue.queue(namespace, cpus=ROOM)
-    api = KubernetesApi(str(api_types.kubeconfig))
+    api = KubernetesApi(Account(str(api_types.kubeconfig)))
     started, longest = time.monotonic(), 0.0
 
     with BindHistory(api, namespace) as history:
