@@ -8,13 +8,15 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 LIFETIME = timedelta(days=365)
 CLOCK_SKEW = timedelta(hours=1)
 KEY_MODE = 0o600
 MASTERS = "system:masters"
+AUTHORITY = "dlrm-test-ca"
+PublicKey = ec.EllipticCurvePublicKey | rsa.RSAPublicKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,7 @@ class Certificates:
     """Files of one cluster, all PEM."""
 
     ca: Path
+    ca_key: Path
     server_cert: Path
     server_key: Path
     kubelet_client_cert: Path
@@ -30,14 +33,17 @@ class Certificates:
     service_account_key: Path
 
 
-def write_certificates(folder: Path, hosts: Sequence[str]) -> Certificates:
-    """Make a new authority and what it signs; ``hosts`` are the API server's names and IP addresses."""
-    ca_key, server_key, client_key, account_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(4))
-    ca_name = _name("dlrm-test-ca")
+def write_certificates(folder: Path, hosts: Sequence[str], authority: str = AUTHORITY) -> Certificates:
+    """Make a new authority and what it signs; ``hosts`` are the server's names and IP addresses."""
+    # The authority's key is RSA: cert-controller, by which Kueue keeps its certificates, reads no other kind.
+    ca_key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    server_key, client_key, account_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(3))
+    ca_name = _name(authority)
     ca = (
         _builder(ca_name, ca_name, ca_key.public_key(), ca_key.public_key())
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_key_usage(signs_certificates=True), critical=True)
+        .add_extension(x509.SubjectAlternativeName([_host(authority)]), critical=False)
         .sign(ca_key, hashes.SHA256())
     )
     server = (
@@ -53,6 +59,7 @@ def write_certificates(folder: Path, hosts: Sequence[str]) -> Certificates:
     )
     return Certificates(
         ca=_write(folder / "ca.crt", ca.public_bytes(serialization.Encoding.PEM)),
+        ca_key=_write(folder / "ca.key", _pem(ca_key)),
         server_cert=_write(folder / "apiserver.crt", server.public_bytes(serialization.Encoding.PEM)),
         server_key=_write(folder / "apiserver.key", _pem(server_key)),
         kubelet_client_cert=_write(folder / "kubelet-client.crt", client.public_bytes(serialization.Encoding.PEM)),
@@ -62,7 +69,7 @@ def write_certificates(folder: Path, hosts: Sequence[str]) -> Certificates:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, issuer_key: ec.EllipticCurvePublicKey
+    subject: x509.Name, issuer: x509.Name, key: PublicKey, issuer_key: rsa.RSAPublicKey
 ) -> x509.CertificateBuilder:
     """Return a certificate with both key identifiers, which Python 3.13's strict verification requires."""
     now = datetime.now(UTC)
@@ -80,7 +87,7 @@ def _builder(
 
 
 def _leaf(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, issuer_key: ec.EllipticCurvePublicKey
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, issuer_key: rsa.RSAPublicKey
 ) -> x509.CertificateBuilder:
     """Return a certificate that is not a CA."""
     return (
@@ -117,7 +124,7 @@ def _host(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _pem(key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey) -> bytes:
     """Return the older PEM form, which Kubernetes accepts for service-account keys."""
     encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL
     return key.private_bytes(encoding, form, serialization.NoEncryption())

@@ -26,7 +26,7 @@ KUBERNETES = os.environ.get("TEST_KUBERNETES", "kubernetes")
 NEEDED = {
     "control_plane": ("etcd", KUBERNETES),
     "helm": ("helm",),
-    "kueue": ("kueue",),
+    "kueue": ("kueue", "kueue-0.10"),
     "kwok": ("kwok",),
     "real_cluster": ("etcd", OLDEST_KUBERNETES, "node", "coredns"),
     "versitygw": ("versitygw",),

@@ -59,8 +59,10 @@ _left_out: list[str] = []
 
 
 def _of_operator(item: pytest.Item) -> bool:
+    """Return whether the test counts: one that runs on the oldest Kubernetes alone never joins the others."""
     marks = {mark.name for mark in item.iter_markers()}
-    return item.path.parent == TESTS and "cluster" in marks and "e2e" not in marks
+    alone = any(mark.kwargs.get("only") for mark in item.iter_markers("oldest_server"))
+    return item.path.parent == TESTS and "cluster" in marks and "e2e" not in marks and not alone
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
