@@ -227,7 +227,11 @@ def test_a_preempted_gang_comes_back_without_a_charge(
 
     urgent = {"name": "urgent", "image": "none", "resources": {"requests": {"cpu": "2"}}}
     spec = {**place, "priorityClassName": high, "containers": [urgent]}
+    # A kubelet takes a while to end a pod: the operator sees first why it is deleted.
+    kubelet.removes = False
     api.call("POST", f"/api/v1/namespaces/{namespace}/pods", {"metadata": {"name": "urgent"}, "spec": spec})
+    eventually(lambda: job.status().get("restarts") == 1, state=lambda: str(job.status()))
+    kubelet.removes = True
     eventually(lambda: job.condition("Scheduled").get("reason") == "Unschedulable", state=lambda: str(job.status()))
     waiting = job.status()
     kubelet.remove("urgent")
