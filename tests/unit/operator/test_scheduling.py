@@ -247,7 +247,6 @@ def test_kueue_chooses_the_domain_of_a_packed_group(topology: str, wish: str) ->
         }
         # Kueue takes a rank's position from this label.
         assert annotations["kueue.x-k8s.io/pod-group-pod-index-label"] in pod["metadata"]["labels"]
-        assert "affinity" not in pod["spec"]
 
 
 def test_all_pods_of_a_kueue_group_request_the_same() -> None:
