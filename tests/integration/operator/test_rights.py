@@ -16,6 +16,7 @@ from dlrm_testing.charts.rights_ledger import UNSEEN
 from dlrm_testing.operator.definitions import install_crds, pod_group_crd
 from dlrm_testing.operator.kubelet_double import KubeletDouble
 from dlrm_testing.operator.operator_cluster import JobDriver, OperatorProcess, eventually, job_document
+from dlrm_testing.operator.restarted_trainers import attempt_of
 
 pytestmark = pytest.mark.cluster
 
@@ -87,8 +88,21 @@ class Life:
             eventually(lambda groups=groups: len(self.api.call("GET", groups)["items"]) == 1)
             job.delete()
 
+    def with_restart_in_place(self) -> None:
+        """A job whose trainer restarts in its pod, which the operator annotates."""
+        lifecycle = {"restart": {"backoff": "0s"}}
+        job = JobDriver(self.api, self.namespace, job_document("restarted", replicas=1, lifecycle=lifecycle))
+        pod = self.gang(job, 1)
+        self.kubelet.end_trainer(pod, 70)
+        eventually(
+            lambda: (pod, 2) in {(each["metadata"]["name"], attempt_of(each)) for each in self.kubelet.pods()},
+            state=lambda: str(job.status()),
+        )
+        job.delete()
+
     def live(self) -> None:
         waiting = self.with_references()
+        self.with_restart_in_place()
         job = self.with_names_taken()
         message = TerminationMessage(exit_code=70, reason="Internal", message="boom", rank=0, step=5)
         self.kubelet.end_trainer("taken-trainer-1-0", 70, message)
