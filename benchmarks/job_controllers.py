@@ -424,10 +424,17 @@ def _install(cluster: FakeNodes, path: Path, served_at: str) -> None:
 
 
 def _started(name: str, argv: list[str], cluster: FakeNodes, probe_port: int, env: dict[str, str]) -> Server:
-    """Start a controller and wait until it is ready."""
+    """Start a controller and wait until it is ready.
+
+    It is started again if it ends, as a kubelet would do: Trainer does where discovery lacks its new CRDs yet.
+    """
     server = Server(name, argv, cluster.work_dir, env={"KUBECONFIG": str(cluster.plane.kubeconfig), **env})
-    server.start()
-    server.wait_until(lambda: _get(f"http://{LOOPBACK}:{probe_port}/readyz") == 200, READY_S)
+
+    def ready() -> bool:
+        server.start()
+        return _get(f"http://{LOOPBACK}:{probe_port}/readyz") == 200
+
+    server.wait_until(ready, READY_S)
     return server
 
 
