@@ -24,7 +24,7 @@ from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.errors import MissingToolError
 from dlrm_cluster.fixtures import refuse
 from dlrm_operator.api_client import ClusterUnavailableError, GoneError, KubernetesApi
-from dlrm_operator.login import Account
+from dlrm_operator.login import ClusterAccount
 from dlrm_operator.manifests.pods import render_objects
 from dlrm_operator.manifests.scheduling import POD_GROUPS
 from dlrm_planner import plan_job
@@ -91,7 +91,7 @@ class BindHistory(threading.Thread):
 
     def run(self) -> None:
         while not self.gap and not self._ended.is_set():
-            query = {"resourceVersion": self._version, "timeoutSeconds": str(WATCH_S)}
+            query = {"resourceVersion": self._version, "timeoutSeconds": str(WATCH_S), "allowWatchBookmarks": "true"}
             try:
                 for event in self._api.watch(self._path, query, silence_s=10 * WATCH_S):
                     self._hear(event["type"], event["object"])
@@ -258,6 +258,7 @@ class Trial:
         """Wait until one of these gangs is bound, if there is any, and no other will be."""
 
         def is_settled() -> bool:
+            assert not self._history.gap
             gangs = {name: self._history.of(name) for name in left}
             if any(len(gang.nodes) < self._sizes[name] for name, gang in gangs.items()):
                 return False
@@ -287,7 +288,7 @@ def test_no_gang_is_ever_partly_bound(
     spec, kueue = scheduling
     if kueue is not None:
         kueue.queue(namespace, cpus=ROOM)
-    api = KubernetesApi(Account(str(api_types.kubeconfig)))
+    api = KubernetesApi(ClusterAccount(str(api_types.kubeconfig)))
     started, longest = time.monotonic(), 0.0
 
     with BindHistory(api, namespace) as history:
