@@ -347,7 +347,7 @@ class Replacement:
     created_s: float
     """Until a pod was there that was not before."""
     running_s: float
-    """Until as many pods as before run: the whole gang anew for our operator, one new pod beside the others else."""
+    """Until as many pods as before run: for our operator the whole gang, for the others one new pod."""
 
 
 def replace_pod(cluster: FakeNodes, controller: Controller, number: int) -> Replacement:
