@@ -34,6 +34,7 @@ from dlrm_trainer.data import open_reader
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
 from dlrm_trainer.learner import Learner
+from dlrm_trainer.model.dense import this_processor
 
 SAMPLES, TABLES = 2_048, 6
 DOT = {"interaction": "dot", "bottomMlp": [8, 64], "topMlp": [32, 1]}
@@ -102,9 +103,12 @@ def test_host_memory_of_wide_layers_fits_plans(tmp_path: Path, precision: str) -
 
     taken = peak_on_the_host(ALONE, job, hand_plan(job, [0]))
 
-    held = 4 * dense_parameters(job.spec.model) * (2 + OPTIMIZER_COPIES[job.spec.training.dense_optimizer.kind])
+    weights = 4 * dense_parameters(job.spec.model)
+    held = weights * (2 + OPTIMIZER_COPIES[job.spec.training.dense_optimizer.kind])
     planned = dense_bytes(job.spec) - held + activation_bytes(job.spec) + lookup_bytes(job.spec)
-    assert 0.5 * planned < taken < 1.01 * planned
+    # Elsewhere products are computed in fp32, without the copies in bf16 that plans count.
+    copies = weights if precision == "bf16" and not this_processor().is_fast_in_bf16 else 0
+    assert 0.5 * (planned - copies) < taken < 1.01 * planned
 
 
 @pytest.mark.slow
