@@ -88,7 +88,7 @@ class Life:
     def __init__(self, api: KubernetesApi, die_at: int | None = None, *, answer_lost: bool = False) -> None:
         planner, poller, jobs = InstantPlanner(), Poller(1, lambda key: None), JobCache()
         pods = PodCache(api, None, lambda key: None, lambda key: None)
-        control_key = ControlKey(api, api.namespace)
+        control_key = ControlKey(api, api.account.namespace)
         both: dict[str, Any] = {
             "jobs": jobs,
             "pods": pods,

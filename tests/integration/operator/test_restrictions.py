@@ -27,6 +27,7 @@ Object = dict[str, Any]
 
 PATH = "spec.trainer.podTemplate"
 TOKEN = {"name": "v", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}}
+CERTIFICATE = {"signerName": "signer.test/a", "keyType": "ED25519", "credentialBundlePath": "bundle.pem"}
 APPARMOR = "container.apparmor.security.beta.kubernetes.io/trainer"
 
 
@@ -92,7 +93,7 @@ REFUSED_BESIDES = [
     (of_container(runAsGroup=0), f"{CONTAINER}.runAsGroup"),
     ({"spec": {"volumes": [TOKEN]}}, "spec.volumes[0].projected.sources[0].serviceAccountToken"),
     (
-        with_volume(projected={"sources": [{"secret": {"name": "a"}}, {"podCertificate": {"signerName": "a/b"}}]}),
+        with_volume(projected={"sources": [{"secret": {"name": "a"}}, {"podCertificate": CERTIFICATE}]}),
         "spec.volumes[0].projected.sources[1].podCertificate",
     ),
 ]

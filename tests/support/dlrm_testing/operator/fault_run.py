@@ -94,6 +94,11 @@ class JobRun:
     def _is_judged(self) -> bool:
         return self._job.status().get("attempt", 0) > self._job.attempt or self._job.finished()
 
+    def _is_complete(self) -> bool:
+        """Return whether the status calls the attempt's gang complete; earlier pods may run it."""
+        status, attempt = self._job.status(), self._job.attempt
+        return status.get("attempt") == attempt and status.get("gangAttempt") == status.get("podAttempt", attempt)
+
     def _actual_fate(self, fate: Fate) -> Fate:
         """Return the fate without its cut if no cut was requested."""
         if fate.kind in HALTS and self._job.committed != fate.committed:
@@ -113,7 +118,7 @@ class JobRun:
             await job.until(lambda: all(map(job.runs, run)), f"attempt {job.attempt} runs")
         if fate.kind in (Kind.DELETED, Kind.VANISHED, Kind.EVICTED):
             # Until the status calls the gang complete, a deleted pod is created again.
-            await job.until(lambda: job.status().get("gangAttempt") == job.attempt, "the gang is complete")
+            await job.until(self._is_complete, "the gang is complete")
         if fate.kind is Kind.NOT_PULLED:
             await job.until(lambda: fate.index in job.gang(), f"pod {fate.index} is there")
         if fate.stuck in (Stuck.HELD, Stuck.BOTH):
