@@ -179,8 +179,8 @@ def fallback_rule(view: JobView) -> RuleResult:
 
     Nothing more is charged, whatever has happened to the pods since the attempt before ended.
     """
-    gang, start = view.gang, view.status.restart_not_before
-    if not _awaits_restart(gang):
+    start = view.status.restart_not_before
+    if not _awaits_restart(view):
         return RuleResult()
     due = parse_timestamp(start) + IN_PLACE_TIMEOUT if start else view.now
     if view.now < due and _can_restart_in_place(view):
@@ -191,7 +191,7 @@ def fallback_rule(view: JobView) -> RuleResult:
 def assignment_rule(view: JobView) -> RuleResult:
     """Assign the attempt to the pods of an earlier one as soon as none of their trainers runs that one any more."""
     gang = view.gang
-    if not _awaits_restart(gang):
+    if not _awaits_restart(view):
         return RuleResult()
     pods = [pod for pod in view.observed.pods if pod.uid in {each.uid for each in gang.pods.values()}]
     unassigned = [pod for pod in pods if pod.assigned != gang.attempt]
@@ -202,9 +202,13 @@ def assignment_rule(view: JobView) -> RuleResult:
     return RuleResult(findings=(finding,), actions=actions, done=True)
 
 
-def _awaits_restart(gang: Gang) -> bool:
-    """Return whether not all trainers of a restart in place run yet. Without a plan's summary it is read first."""
-    return gang.created_by != gang.attempt and gang.size is not None and not gang.started
+def _awaits_restart(view: JobView) -> bool:
+    """Return whether not all trainers of a restart in place run yet. Without a plan's summary it is read first.
+
+    Once they did, which the phase says, a pod that is lost ends the attempt.
+    """
+    gang, ran = view.gang, view.status.phase == Phase.RUNNING
+    return not ran and gang.created_by != gang.attempt and gang.size is not None and not gang.started
 
 
 def _assignment(view: JobView, pod: PodSeen) -> AssignAttempt:

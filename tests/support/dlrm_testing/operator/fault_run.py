@@ -95,9 +95,11 @@ class JobRun:
         return self._job.status().get("attempt", 0) > self._job.attempt or self._job.finished()
 
     def _is_complete(self) -> bool:
-        """Return whether the status calls the attempt's gang complete; earlier pods may run it."""
+        """Return whether the status calls the attempt's gang complete, or all of it running in earlier pods."""
         status, attempt = self._job.status(), self._job.attempt
-        return status.get("attempt") == attempt and status.get("gangAttempt") == status.get("podAttempt", attempt)
+        if status.get("podAttempt") is None:
+            return bool(status.get("gangAttempt") == attempt)
+        return status.get("attempt") == attempt and status.get("phase") == "Running"
 
     def _actual_fate(self, fate: Fate) -> Fate:
         """Return the fate without its cut if no cut was requested."""
