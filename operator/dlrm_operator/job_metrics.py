@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 JOB_LABELS = ("namespace", "dlrm_job")
 """Prometheus uses the label ``job`` for the scrape itself. A scrape has to honour these labels."""
 SECONDS_PER_HOUR = 3_600
+# A response takes milliseconds, but aiohttp reads nothing from a connection that it accepted just before the end.
+SHUTDOWN_TIMEOUT_S = 1.0
 EMPTY_STATUS = DLRMJobStatus()
 
 
@@ -230,7 +232,7 @@ class HealthServer:
         app.router.add_get("/healthz", partial(self._probe, health.problem))
         app.router.add_get("/readyz", partial(self._probe, health.waits_for))
         app.router.add_get("/metrics", self._metrics)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
 
     async def start(self) -> None:
         """Listen.

@@ -41,6 +41,7 @@ from dlrm_operator.reconcile.findings import (
     ReasonText,
     RuleResult,
     event,
+    find_condition,
     parse_timestamp,
     shorten,
     timestamp,
@@ -205,9 +206,10 @@ def assignment_rule(view: JobView) -> RuleResult:
 def _awaits_restart(view: JobView) -> bool:
     """Return whether not all trainers of a restart in place run yet. Without a plan's summary it is read first.
 
-    Once they did, which the phase says, a pod that is lost ends the attempt.
+    Once they did, which the condition Running says until the attempt ends, a pod that is lost ends the attempt.
     """
-    gang, ran = view.gang, view.status.phase == Phase.RUNNING
+    gang, running = view.gang, find_condition(view.status.conditions, ConditionType.RUNNING)
+    ran = running is not None and running.status == "True"
     return not ran and gang.created_by != gang.attempt and gang.size is not None and not gang.started
 
 

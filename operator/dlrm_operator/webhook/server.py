@@ -152,7 +152,8 @@ class WebhookServer:
         self._slots = RequestSlots(MAX_BODY_BYTES_IN_FLIGHT)
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post(PATH, self._validate)
-        self._runner = web.AppRunner(app, access_log=None, lingering_time=CLOSE_TIMEOUT_S)
+        # aiohttp reads nothing from a connection that it accepted just before the end.
+        self._runner = web.AppRunner(app, access_log=None, lingering_time=CLOSE_TIMEOUT_S, shutdown_timeout=self.wait_s)
         self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -156,8 +156,11 @@ def check_one_history(job: JobDriver, kubelet: KubeletDouble) -> None:
 
 
 def test_the_operator_dies_at_each_of_its_actions(
-    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, account: Identity
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, account: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # All lives share the threads of one process. An Event that waits for one too long would be dropped.
+    monkeypatch.setattr("dlrm_operator.controller.apply.EVENT_TIMEOUT_S", 300.0)
+
     async def all_lives() -> list[JobDriver]:
         api = KubernetesApi(ClusterAccount(str(account.kubeconfig)))
         undisturbed = JobDriver(api_types.api, namespace, job_document("undisturbed"))

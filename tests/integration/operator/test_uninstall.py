@@ -124,3 +124,16 @@ def test_an_operator_started_before_its_crds_waits_and_says_so(
     job = JobDriver(definitions.api, namespace, job_document("demo"))
 
     assert gang_runs(kubelet, job)
+
+
+def test_the_operator_survives_definitions_that_come_and_go(
+    definitions: ControlPlane, namespace: str, operator: OperatorProcess
+) -> None:
+    for number in range(4):
+        delete_crd(definitions.api, JOBS)
+        eventually(lambda: "install" in operator.read_text("readyz"), 60, operator.log)
+        install_crds(definitions.api, JOBS)
+        eventually(lambda: operator.read_text("readyz") == "ok", 60, operator.log)
+        JobDriver(definitions.api, namespace, job_document(f"demo-{number}")).until("Scheduling", 60)
+
+    assert operator.stop() == 0

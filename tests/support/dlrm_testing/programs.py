@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import faulthandler
 import importlib
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -40,4 +44,13 @@ def run_module(argv: Sequence[str], environment: Mapping[str, str], constants: M
         module, constant = name.rsplit(".", 1)
         setattr(importlib.import_module(module), constant, value)
     sys.argv = list(argv)
+    signal.signal(signal.SIGUSR2, _print_tasks)
+    faulthandler.register(signal.SIGUSR2, chain=True)
     runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+
+
+def _print_tasks(*_: object) -> None:
+    """Print where each task of the running event loop is, for the log of a process that hangs."""
+    with suppress(RuntimeError):  # no event loop runs
+        for task in asyncio.all_tasks():
+            task.print_stack()

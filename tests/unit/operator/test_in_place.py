@@ -200,6 +200,27 @@ def test_a_restart_that_is_not_completed_falls_back_to_new_pods_at_no_charge(
     assert {pod["metadata"]["labels"][Label.ATTEMPT] for pod in cluster.pods.values()} == {"2"}
 
 
+@pytest.mark.parametrize("lifecycle", [{}, {"suspend": True}])
+def test_a_pod_that_is_lost_after_all_ran_in_place_ends_the_attempt(lifecycle: dict[str, Any]) -> None:
+    cluster = restarting()
+    fail(cluster)
+    cluster.reconcile_once()
+    restart_all(cluster)
+    cluster.settle()
+    report_progress(cluster, step=5)
+    cluster.settle()
+
+    cluster.edit("lifecycle", **lifecycle)
+    cluster.reconcile_once()
+    lose_pod(cluster)
+    cluster.reconcile_once()
+
+    after = status(cluster)
+    assert after.last_failure is not None
+    assert (after.attempt, after.pod_attempt, after.last_failure.attempt) == (3, None, 2)
+    assert after.free_restarts == 1
+
+
 @pytest.mark.parametrize("lifecycle", [{"suspend": True}, {"activeDeadline": "1s"}])
 def test_a_stop_while_trainers_restart_ends_them(lifecycle: dict[str, Any]) -> None:
     cluster = restarting()

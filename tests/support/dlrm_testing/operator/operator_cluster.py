@@ -1,6 +1,7 @@
 """Jobs and operator processes on a real control plane."""
 
 import os
+import signal
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -172,8 +173,11 @@ class OperatorProcess:
         self._process.join(GRACE_S)
         code = self._process.exitcode
         if code is None:
+            assert self._process.pid is not None
+            os.kill(self._process.pid, signal.SIGUSR2)
+            self._process.join(1)  # it prints its stacks
             self.kill()
-            raise TimeoutError(f"the operator did not end within {GRACE_S} s of SIGTERM")
+            raise TimeoutError(f"the operator did not end within {GRACE_S} s of SIGTERM: {self.log()}")
         return code
 
     def get(self, path: str) -> str:
