@@ -18,6 +18,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
 import numba
 import numba.extending
 from numba.core import caching
+from numba.core.registry import cpu_target
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -62,6 +63,12 @@ def kernel(
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let kernels call a function that generates LLVM code from the types of its arguments after the first."""
     return cast(Callable[..., Any], numba.extending.intrinsic(function))
+
+
+def load_compiler() -> None:
+    """Load now what numba loads at the first call of a kernel: forked processes then share it and start sooner."""
+    for context in (cpu_target.typing_context, cpu_target.target_context):
+        context.refresh()
 
 
 _compiled = 0

@@ -143,6 +143,12 @@ class Planner:
         if key in self._running:
             self._running[key].task.cancel()
 
+    async def start(self) -> None:
+        """Start a process ahead of the first question."""
+        process = PlannerProcess()
+        await process.start()
+        self._idle.append(process)
+
     async def stop(self) -> None:
         """End every process."""
         self._waiting.clear()
@@ -256,8 +262,8 @@ class Planner:
 class PlannerProcess:
     """Answer one question at a time in a child process.
 
-    The process starts with the first question and is kept for the next one. It is ended after ``MAX_IDLE_S``, or when
-    an answer fails.
+    The process starts with a question, unless it was started before, and is kept for the next one. It is ended after
+    ``MAX_IDLE_S``, or when an answer fails.
     """
 
     def __init__(self) -> None:
@@ -265,6 +271,11 @@ class PlannerProcess:
         self._stderr: asyncio.Task[bytes] | None = None
         self._idle: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the process now: it loads its modules for a second or more."""
+        await self._launch()
+        self._end_when_idle()
 
     async def ask(self, question: PlanQuestion, deadline_s: float) -> Planning:
         """Return a plan, or the reason for its absence. If cancelled, no process is left behind."""
@@ -284,7 +295,7 @@ class PlannerProcess:
             return await self._failed()
         finally:
             if done:
-                self._idle = asyncio.get_running_loop().call_later(MAX_IDLE_S, self._end_idle)
+                self._end_when_idle()
             else:
                 await self.end()
 
@@ -301,6 +312,9 @@ class PlannerProcess:
         if stderr is not None:
             stderr.cancel()
 
+    def _end_when_idle(self) -> None:
+        self._idle = asyncio.get_running_loop().call_later(MAX_IDLE_S, self._end_idle)
+
     def _cancel_idle_timer(self) -> None:
         if self._idle is not None:
             self._idle.cancel()
@@ -310,7 +324,7 @@ class PlannerProcess:
         self._ending = asyncio.create_task(self.end())
 
     async def _exchange(self, body: bytes) -> bytes:
-        process = self._process or await self._start()
+        process = self._process or await self._launch()
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(b"%d\n" % len(body) + body)
@@ -320,7 +334,7 @@ class PlannerProcess:
             raise _LongAnswerError(length)
         return await process.stdout.readexactly(length)
 
-    async def _start(self) -> Process:
+    async def _launch(self) -> Process:
         command = (sys.executable, "-m", "dlrm_operator.clients.planner")
         process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
         assert process.stderr is not None

@@ -121,6 +121,7 @@ class Engine:
         await self._health_server.start()
         if self._webhook is not None:
             await self._webhook.start()
+        await self._planner.start()
         self._pods.start()
         background = {
             "lease": self._leader.run(),

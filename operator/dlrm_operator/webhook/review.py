@@ -78,6 +78,10 @@ class Reviewer:
         self._examining = asyncio.Semaphore(1)
         self._verdicts: OrderedDict[str, Verdict] = OrderedDict()
 
+    async def start(self) -> None:
+        """Start the planner's process."""
+        await self._planner.start()
+
     async def stop(self) -> None:
         """End the planner's process."""
         await self._planner.end()

@@ -106,6 +106,9 @@ class ReviewHandler(Protocol):
     async def answer(self, document: Any) -> dict[str, Any]:
         """Return the decoded answer; raise BadDataError if this is not a review of a DLRMJob."""
 
+    async def start(self) -> None:
+        """Start what runs in the background."""
+
     async def stop(self) -> None:
         """End what runs in the background."""
 
@@ -162,6 +165,7 @@ class WebhookServer:
         Raises:
             OSError: the port is in use.
         """
+        await self.handler.start()
         await self._runner.setup()
         listening = listener(self.address, self.port)
         await web.SockSite(self._runner, listening, ssl_context=self.certificate.context).start()

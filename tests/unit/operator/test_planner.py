@@ -247,6 +247,23 @@ def test_a_larger_checkpointer_request_is_planned_again() -> None:
     assert not asyncio.run(run())
 
 
+def test_a_planner_that_was_started_ahead_answers_the_first_question() -> None:
+    async def run() -> tuple[list[int], list[int]]:
+        planner, answered = Planner(60, lambda key: answered.set()), asyncio.Event()
+        await planner.start()
+        started = [child.pid for child in planner_children()]
+        planner.request(KEYS[0], question())
+        await answered.wait()
+        used = [child.pid for child in planner_children()]
+        await planner.stop()
+        return started, used
+
+    started, used = asyncio.run(run())
+
+    assert len(started) == 1
+    assert used == started
+
+
 def test_planner_is_kept_however_large_the_operator_is() -> None:
     async def run() -> list[psutil.Process]:
         process = PlannerProcess()

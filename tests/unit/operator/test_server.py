@@ -31,6 +31,9 @@ class Echo:
             raise BadDataError("no AdmissionReview of a DLRMJob")
         return {"said": document}
 
+    async def start(self) -> None:
+        """Nothing runs."""
+
     async def stop(self) -> None:
         """Nothing runs."""
 
