@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,11 +26,13 @@ from dlrm_api.progress import Progress, TerminationMessage
 from dlrm_checkpointer import HandoffDir
 from dlrm_trainer.endpoint import RankStacks
 from dlrm_trainer.metrics.tiers import SharedCounters
-from dlrm_trainer.rank import STOP_SIGNALS, RankReport, run_rank
+from dlrm_trainer.rank import STOP_SIGNALS, RankReport, rank_group, run_rank
 from dlrm_trainer.settings import Settings
 
 PEER_EXIT_TIMEOUT_S = 10.0
 """Time for the other ranks to notice a failed rank and exit."""
+REPORT_TIMEOUT_S = 1.0
+"""Time to tell the other ranks that one was killed; without that they notice within a few seconds."""
 LOST_CHECKPOINTER_TIMEOUT_S = 15.0
 """Time for a lost checkpointer to come back after a signal. A restart takes less, and the kubelet does not restart
 containers of a terminating pod."""
@@ -86,7 +89,7 @@ class Launcher:
 
     def __init__(self, job: DLRMJob, plan: Plan, settings: Settings, digest: bool) -> None:
         self._exits = RankExits(settings.grace_s or job.spec.lifecycle.termination_grace_period)
-        self._handoff = settings.handoff_dir
+        self._settings, self._world_size = settings, job.spec.world_size
         self._killed: set[int] = set()
         processes = job.spec.trainer.processes_per_replica
         context = multiprocessing.get_context("fork")
@@ -120,13 +123,25 @@ class Launcher:
             wait([process.sentinel for process in running], POLL_INTERVAL_S)
             codes = {rank: process.exitcode for rank, process in self._processes.items()}
             now, stopped = time.monotonic(), self._exits.stopped_at is not None
-            lost = stopped and self._handoff is not None and HandoffDir(self._handoff).has_lost_its_sidecar()
+            handoff = self._settings.handoff_dir
+            lost = stopped and handoff is not None and HandoffDir(handoff).has_lost_its_sidecar()
+            for rank in codes.keys() - self._exits.failures.keys():
+                self._report_death(rank, codes[rank] or 0)
             self._exits.observe(codes, now, checkpointer_lost=lost)
             if self._exits.are_overdue(now):
                 for rank in (rank for rank, code in codes.items() if code is None):
                     self._killed.add(rank)
                     self._processes[rank].kill()
         return self._result()
+
+    def _report_death(self, rank: int, code: int) -> None:
+        """Tell the other ranks which signal killed one of this pod's, unless it was this process's."""
+        if code >= 0 or rank in self._killed or self._world_size == 1:
+            return
+        group = rank_group(rank, self._world_size, self._settings)
+        telling = threading.Thread(target=group.report_death, args=(f"killed by {_signal_name(code)}",), daemon=True)
+        telling.start()
+        telling.join(REPORT_TIMEOUT_S)
 
     def _result(self) -> TerminationMessage:
         reports = {rank: self._report(rank) for rank in self._processes}
@@ -160,8 +175,7 @@ class Launcher:
         crashed = ("Crashed", f"rank {rank} ended with exit code {code}; see its log")
         reason, message = known.get(code, crashed)
         if code < 0:
-            name = signal.Signals(-code).name
-            code, reason, message = 128 - code, "Killed", f"rank {rank} was killed by {name}"
+            code, reason, message = 128 - code, "Killed", f"rank {rank} was killed by {_signal_name(code)}"
             if rank in self._killed:
                 lost = True
                 message = f"rank {rank} did not exit in time after another rank or a signal, and was killed"
@@ -169,3 +183,7 @@ class Launcher:
                     message += "; its checkpointer was gone, so its last cut was not stored"
         when = self._exits.failures.get(rank, time.monotonic())
         return RankReport(exit_code=code, reason=reason, message=message, step=0, time=when, peer_lost=lost)
+
+
+def _signal_name(code: int) -> str:
+    return signal.Signals(-code).name

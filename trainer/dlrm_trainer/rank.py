@@ -50,6 +50,12 @@ class RankReport:
     """Last progress of the rank, in JSON types."""
 
 
+def rank_group(rank: int, world_size: int, settings: Settings) -> RankGroup:
+    """Return the group of a rank, which has met nobody yet."""
+    store = settings.master_addr, settings.master_port, settings.bind
+    return RankGroup(rank, world_size, *store, settings.gang_secret)
+
+
 def run_rank(
     rank: int,
     job: DLRMJob,
@@ -69,8 +75,7 @@ def run_rank(
     log_to_stderr(f"rank {rank}")
     stacks.answer(rank)
     spec = job.spec
-    store = settings.master_addr, settings.master_port, settings.bind
-    gang = RankGroup(rank, spec.world_size, *store, settings.gang_secret)
+    gang = rank_group(rank, spec.world_size, settings)
     control = CutControl(spec.checkpoint, gang.collectives)
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: control.stop())

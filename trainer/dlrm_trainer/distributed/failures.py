@@ -133,7 +133,7 @@ class FailureDetector:
         """Stop answering. ``reason`` says why this rank ends; empty if it is not to blame or all is well."""
         self._closed.set()
         if reason:
-            self._within_timeout(lambda: self._append(LEFT, reason))
+            self._within_timeout(lambda: report_end(self._store, self._rank, reason))
 
     def explain(self) -> str:
         """Return which ranks made a collective fail, as a message that is the same on every rank."""
@@ -177,7 +177,7 @@ class FailureDetector:
     def _wait_for_others(self) -> None:
         """Wait until all ranks that answered know the verdict: rank 0's store ends with its process."""
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
-        waiting = self._read(ANSWERS).keys()
+        waiting = self._read(ANSWERS).keys() - {self._rank}
         while waiting - self._read(HEARD).keys() - self._read(LEFT).keys() and time.monotonic() < deadline:
             time.sleep(POLL_INTERVAL_S / 20)
 
@@ -200,11 +200,20 @@ class FailureDetector:
             os._exit(ExitCode.TEMPORARY)
 
     def _append(self, where: str, what: object) -> None:
-        self._store.append(where, json.dumps([self._rank, what]))
+        _append(self._store, where, self._rank, what)
 
     def _read(self, where: str) -> dict[int, Any]:
         """Return each rank's last line."""
         return dict(map(json.loads, self._store.read_lines(where)))
+
+
+def report_end(store: GangStore, rank: int, reason: str) -> None:
+    """Tell all ranks why one has ended; of a killed rank its launcher tells it."""
+    _append(store, LEFT, rank, reason)
+
+
+def _append(store: GangStore, where: str, rank: int, what: object) -> None:
+    store.append(where, json.dumps([rank, what]))
 
 
 def _verdict(
