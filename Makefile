@@ -57,7 +57,7 @@ faults: $(INSTALLED) ## run SCHEDULES random operator fault schedules on a real 
 contended: TRIALS ?= 300
 contended: GANG_SCHEDULERS ?= native kueue
 contended: $(INSTALLED) ## let gangs of 64 pods contend for room for one, TRIALS times from SEED for each of GANG_SCHEDULERS
-	GANG_SCHEDULERS="$(GANG_SCHEDULERS)" GANG_TRIALS=$(TRIALS) GANG_SEED=$(SEED) $(PYTEST) -s --show-capture=no --timeout=0 tests/integration/operator/test_contended_gangs.py
+	GANG_SCHEDULERS="$(GANG_SCHEDULERS)" GANG_TRIALS=$(TRIALS) GANG_SEED=$(SEED) $(PYTEST) -s --show-capture=no --timeout=0 tests/integration/operator/gangs/test_contended_gangs.py
 
 lint: $(INSTALLED) ## check formatting, lints, types, import contracts and generated files
 	$(BIN)/ruff format --check .

@@ -28,18 +28,6 @@ OBSERVED_S = {"native": 2.0, "coscheduling": 8.0, "volcano": 8.0}
 PRIORITIES = "/apis/scheduling.k8s.io/v1/priorityclasses"
 
 
-@pytest.fixture(scope="module")
-def control_plane(native_plane: ControlPlane) -> ControlPlane:
-    """The control plane with the scheduler of Kubernetes 1.37; the others run beside it."""
-    return native_plane
-
-
-@pytest.fixture(scope="module")
-def api_types(native_plane: ControlPlane) -> ControlPlane:
-    """The same control plane."""
-    return native_plane
-
-
 @pytest.fixture(scope="module", params=["native", *SCHEDULERS])
 def gang(
     request: pytest.FixtureRequest, api_types: ControlPlane, tmp_path_factory: pytest.TempPathFactory

@@ -123,18 +123,6 @@ class BindHistory(threading.Thread):
 
 
 @pytest.fixture(scope="module")
-def control_plane(native_plane: ControlPlane) -> ControlPlane:
-    """The control plane with the scheduler of Kubernetes 1.37; Kueue runs beside it."""
-    return native_plane
-
-
-@pytest.fixture(scope="module")
-def api_types(native_plane: ControlPlane) -> ControlPlane:
-    """The same control plane."""
-    return native_plane
-
-
-@pytest.fixture(scope="module")
 def nodes(api_types: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """The names of kwok's nodes; they have no room yet."""
     try:
