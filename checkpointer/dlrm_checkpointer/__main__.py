@@ -47,8 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def end(*_: object) -> None:
         # A second signal inside ``set`` would wait forever for the lock that the first holds.
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        _ignore_signals()
         stop.set()
 
     for number in STOP_SIGNALS:
@@ -63,6 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(error.exit_code)
 
 
+def _ignore_signals() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _run(settings: Settings, stop: threading.Event) -> int:
     status = Status()
     endpoint = Endpoint(settings.bind, settings.port, status)
@@ -73,6 +77,8 @@ def _run(settings: Settings, stop: threading.Event) -> int:
         publisher = _publisher(settings, options, status)
         store = open_store(settings.checkpoint.uri, options)
         code = Sidecar(inbox, store, status, duties(settings), publisher).run(stop)
+        # All is done: a signal while the interpreter ends would change the exit code.
+        _ignore_signals()
     finally:
         if publisher:
             publisher.close()
