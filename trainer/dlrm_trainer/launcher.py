@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,8 +30,6 @@ from dlrm_trainer.settings import Settings
 
 PEER_EXIT_TIMEOUT_S = 10.0
 """Time for the other ranks to notice a failed rank and exit."""
-REPORT_TIMEOUT_S = 1.0
-"""Time to tell the other ranks that one was killed; without that they notice within a few seconds."""
 LOST_CHECKPOINTER_TIMEOUT_S = 15.0
 """Time for a lost checkpointer to come back after a signal. A restart takes less, and the kubelet does not restart
 containers of a terminating pod."""
@@ -125,23 +122,15 @@ class Launcher:
             now, stopped = time.monotonic(), self._exits.stopped_at is not None
             handoff = self._settings.handoff_dir
             lost = stopped and handoff is not None and HandoffDir(handoff).has_lost_its_sidecar()
-            for rank in codes.keys() - self._exits.failures.keys():
-                self._report_death(rank, codes[rank] or 0)
+            for rank in codes.keys() - self._exits.failures.keys() - self._killed:
+                if (code := codes[rank]) is not None and code < 0:
+                    rank_group(rank, self._world_size, self._settings).report_death(_signal_name(code))
             self._exits.observe(codes, now, checkpointer_lost=lost)
             if self._exits.are_overdue(now):
                 for rank in (rank for rank, code in codes.items() if code is None):
                     self._killed.add(rank)
                     self._processes[rank].kill()
         return self._result()
-
-    def _report_death(self, rank: int, code: int) -> None:
-        """Tell the other ranks which signal killed one of this pod's, unless it was this process's."""
-        if code >= 0 or rank in self._killed or self._world_size == 1:
-            return
-        group = rank_group(rank, self._world_size, self._settings)
-        telling = threading.Thread(target=group.report_death, args=(f"killed by {_signal_name(code)}",), daemon=True)
-        telling.start()
-        telling.join(REPORT_TIMEOUT_S)
 
     def _result(self) -> TerminationMessage:
         reports = {rank: self._report(rank) for rank in self._processes}

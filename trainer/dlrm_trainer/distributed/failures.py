@@ -31,6 +31,8 @@ ANSWER_TIMEOUT_S = 2.0
 """How long to wait for an answer; a rank without one counts as lost."""
 STORE_TIMEOUT_S = 2.0
 """How long rank 0's store may take on top before rank 0 itself counts as lost."""
+DEATH_TIMEOUT_S = 1.0
+"""How long a launcher takes to tell that it lost a rank; without that the others notice within a few seconds."""
 EXIT_TIMEOUT_S = 10.0
 """A rank that still runs so long after the verdict is stuck, and ends itself."""
 ALARM, VERDICT = "alarm", "verdict"
@@ -133,27 +135,16 @@ class FailureDetector:
         """Stop answering. ``reason`` says why this rank ends; empty if it is not to blame or all is well."""
         self._closed.set()
         if reason:
-            self._within_timeout(lambda: report_end(self._store, self._rank, reason))
+            _within_timeout(lambda: _append(self._store, LEFT, self._rank, reason))
 
     def explain(self) -> str:
         """Return which ranks made a collective fail, as a message that is the same on every rank."""
         if not self._verdict:
-            self._within_timeout(self._agree)
+            _within_timeout(self._agree)
         if not self._verdict:
             return f"{name_ranks([0])} died or stopped responding"
-        self._within_timeout(self._wait_for_others)
+        _within_timeout(self._wait_for_others)
         return self._verdict
-
-    def _within_timeout(self, call: Callable[[], object]) -> None:
-        """Call the store in a thread: it does not answer at all if its process is stopped."""
-
-        def run() -> None:
-            with contextlib.suppress(RuntimeError):
-                call()
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(ANSWER_TIMEOUT_S + STORE_TIMEOUT_S)
 
     def _agree(self) -> None:
         self._store.set(ALARM, "1")
@@ -162,7 +153,9 @@ class FailureDetector:
         self._verdict = self._store.set_first(VERDICT, verdict) or verdict
 
     def _answer(self) -> None:
-        self._append(ANSWERS, asdict(Answer(made=self._last, still_s=time.monotonic() - self._since)))
+        _append(
+            self._store, ANSWERS, self._rank, asdict(Answer(made=self._last, still_s=time.monotonic() - self._since))
+        )
 
     def _ask(self) -> tuple[Mapping[int, Answer], Mapping[int, str], Sequence[int]]:
         """Return the answers, the reasons of ranks that ended, and the ranks that do not respond."""
@@ -193,27 +186,36 @@ class FailureDetector:
                     answered = True
                 if answered and (verdict := self._store.get(VERDICT)):
                     self._verdict = verdict
-                    self._append(HEARD, True)
+                    _append(self._store, HEARD, self._rank, True)
                     heard = True
         if not self._closed.wait(EXIT_TIMEOUT_S):
             faulthandler.dump_traceback()
             os._exit(ExitCode.TEMPORARY)
-
-    def _append(self, where: str, what: object) -> None:
-        _append(self._store, where, self._rank, what)
 
     def _read(self, where: str) -> dict[int, Any]:
         """Return each rank's last line."""
         return dict(map(json.loads, self._store.read_lines(where)))
 
 
-def report_end(store: GangStore, rank: int, reason: str) -> None:
-    """Tell all ranks why one has ended; of a killed rank its launcher tells it."""
-    _append(store, LEFT, rank, reason)
+def report_death(reach: Callable[[], GangStore], rank: int, signal_name: str) -> None:
+    """Tell all ranks which signal killed one, from its launcher: they would wait for its answer."""
+    _within_timeout(lambda: _append(reach(), LEFT, rank, f"killed by {signal_name}"), DEATH_TIMEOUT_S)
 
 
 def _append(store: GangStore, where: str, rank: int, what: object) -> None:
     store.append(where, json.dumps([rank, what]))
+
+
+def _within_timeout(call: Callable[[], object], timeout_s: float = ANSWER_TIMEOUT_S + STORE_TIMEOUT_S) -> None:
+    """Call the store in a thread: it does not answer at all if its process is stopped, or gone."""
+
+    def run() -> None:
+        with contextlib.suppress(OSError, ExceptionGroup, RuntimeError):
+            call()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
 
 
 def _verdict(

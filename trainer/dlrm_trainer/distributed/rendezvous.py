@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
 import math
@@ -22,7 +21,7 @@ from dlrm_api.names import ANY_ADDRESS, Env
 from dlrm_api.process import listener
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.distributed.failures import FailureDetector, GangStore, name_ranks, report_end
+from dlrm_trainer.distributed.failures import FailureDetector, GangStore, name_ranks, report_death
 
 RETRY_INTERVAL_S = 0.1
 POLL_INTERVAL_PER_RANK_S = 0.0005
@@ -131,11 +130,10 @@ class RankGroup:
         if self._failures is not None:
             self._failures.close(reason)
 
-    def report_death(self, reason: str) -> None:
-        """Tell the others, from this rank's launcher, that it was killed: they would wait for its answer."""
-        # Without rank 0 there is nobody to tell.
-        with contextlib.suppress(OSError, ExceptionGroup, RuntimeError):
-            report_end(GangStore(self._connect(), self._secret), self.rank, reason)
+    def report_death(self, signal_name: str) -> None:
+        """Tell the others, from this rank's launcher, which signal killed it; nobody is told if rank 0 is gone."""
+        if self.world_size > 1:
+            report_death(lambda: GangStore(self._connect(), self._secret), self.rank, signal_name)
 
     def close(self) -> None:
         """Destroy the process groups after the last collective of all ranks: NCCL warns of those left."""
