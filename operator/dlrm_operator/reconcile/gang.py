@@ -18,7 +18,7 @@ from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.objects import JOB_FILE, Owner, gang_service, job_document, plan_config_maps
 from dlrm_operator.manifests.pods import PodAttempt, trainer_pods
 from dlrm_operator.manifests.scheduling import KUEUE_FINALIZER, pod_groups
-from dlrm_operator.reconcile import attempts, health, state
+from dlrm_operator.reconcile import attempts, health, outcomes, state
 from dlrm_operator.reconcile.findings import (
     Finding,
     Reason,
@@ -394,7 +394,7 @@ def _why_it_stays(pod: state.PodSeen, *, owned: bool) -> str:
     if not owned:
         return f"{where} (of another owner, never force-deleted: see kubectl describe pod {pod.name})"
     if pod.lost_since is not None:
-        return f"{where} (its node is silent; force-deleted {attempts.NODE_LOST_AFTER.seconds} s after that)"
+        return f"{where} (its node is silent; force-deleted {outcomes.NODE_LOST_AFTER.seconds} s after that)"
     return f"{where} (force-deleted {health.FORCE_DELETE_AFTER.seconds} s after its grace period)"
 
 
@@ -435,7 +435,7 @@ def delete_pods(view: state.JobView, pods: Iterable[state.PodSeen]) -> RuleResul
     for pod in pods:
         if pod.held or pod.owner_uid != view.job.uid:
             continue
-        due = attempts.force_due(pod)
+        due = outcomes.force_due(pod)
         deletion = state.DeleteObject(kind="Pod", key=view.job.key, name=pod.name, uid=pod.uid)
         if not pod.deleting:
             hung = failure is not None and (failure.attempt, failure.reason) == (pod.assigned, Reason.HANG_DETECTED)
@@ -452,7 +452,7 @@ def delete_pods(view: state.JobView, pods: Iterable[state.PodSeen]) -> RuleResul
 def _force_message(pod: state.PodSeen, now: datetime) -> str:
     late = pod.delete_by is not None and now >= pod.delete_by + health.FORCE_DELETE_AFTER
     existed = f"still existed {health.FORCE_DELETE_AFTER.seconds} s after its grace period"
-    silent = f"is on a node that has been silent for {attempts.NODE_LOST_AFTER.seconds} s"
+    silent = f"is on a node that has been silent for {outcomes.NODE_LOST_AFTER.seconds} s"
     return (
         f"pod {pod.name} (node {pod.node or 'unknown'}) {existed if late else silent}: force-deleted; if it still "
         "runs, its attempt cannot commit snapshots any more"

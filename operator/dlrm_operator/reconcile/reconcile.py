@@ -17,7 +17,7 @@ from datetime import datetime
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.names import Label
 from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
-from dlrm_operator.reconcile import attempts, compat, findings, gang, health, shutdown
+from dlrm_operator.reconcile import attempts, compat, findings, gang, health, outcomes, shutdown
 from dlrm_operator.reconcile.state import Action, DeleteJob, JobView, Observed, UpdateStatus, WakeAt
 
 Rule = Callable[[JobView], findings.RuleResult]
@@ -96,7 +96,7 @@ def _results_without_spec(view: JobView, problem: InvalidSpecError) -> list[find
     # Whether progress restores budgets is unknown.
     reported = health.report_rule(view, progress_resets=False)
     view = replace(view, status=findings.fold(view.status, [reported], view.now))
-    outcome = attempts.judge(view.gang, view.job.lifecycle.restart, view.now)
+    outcome = outcomes.judge(view.gang, view.job.lifecycle.restart, view.now)
     if outcome.result == "succeeded":
         return [reported, attempts.succeed(view)]
     if outcome.evidence is not None:

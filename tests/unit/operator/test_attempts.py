@@ -10,9 +10,10 @@ from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.names import Container, Env
 from dlrm_api.progress import CheckpointerProgress, TerminationMessage
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.reconcile.attempts import EARLIER_FAILURES, NODE_LOST_AFTER
+from dlrm_operator.reconcile.attempts import EARLIER_FAILURES
 from dlrm_operator.reconcile.findings import find_condition, parse_timestamp
 from dlrm_operator.reconcile.health import FORCE_DELETE_AFTER
+from dlrm_operator.reconcile.outcomes import NODE_LOST_AFTER
 from dlrm_operator.reconcile.state import CreatePod, DeleteObject, EmitEvent, RequestPlan, WakeAt
 from dlrm_testing.operator.kubelet_double import committed_progress
 from dlrm_testing.operator.model_cluster import ModelCluster
