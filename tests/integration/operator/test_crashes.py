@@ -33,7 +33,7 @@ from dlrm_testing.operator.operator_cluster import JobDriver, OperatorProcess, e
 
 pytestmark = pytest.mark.cluster
 MAX_LIVES = 8
-"""With more at once a slow machine ends pods so late that they are force-deleted."""
+"""With more at once a slow machine force-deletes pods, and drops Events that wait too long for a thread."""
 
 
 class DeathError(BaseException):
@@ -160,9 +160,6 @@ def check_one_history(job: JobDriver, kubelet: KubeletDouble) -> None:
 def test_the_operator_dies_at_each_of_its_actions(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, account: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # All lives share the threads of one process. An Event that waits for one too long would be dropped.
-    monkeypatch.setattr("dlrm_operator.controller.apply.EVENT_TIMEOUT_S", 300.0)
-
     async def all_lives() -> list[JobDriver]:
         api = KubernetesApi(ClusterAccount(str(account.kubeconfig)))
         undisturbed = JobDriver(api_types.api, namespace, job_document("undisturbed"))
