@@ -189,8 +189,11 @@ def test_a_pod_that_dies_is_named_by_the_pods_that_are_left(make_pod: MakePod, t
     first = make_pod("pod-0", 2, environment, data=data, trainer=trainer)
     port = first.environment[Env.MASTER_PORT]
     second = make_pod("pod-1", 2, environment | {Env.REPLICA: "1", Env.MASTER_PORT: port}, data=data, trainer=trainer)
-    first.start(checkpointer=False)
-    second.start(checkpointer=False)
+    for pod in (first, second):
+        # A busy machine may need longer than the others wait.
+        for timeout in ("ANSWER_TIMEOUT_S", "CALL_TIMEOUT_S", "DEATH_TIMEOUT_S"):
+            pod.constants[f"dlrm_trainer.distributed.failures.{timeout}"] = 60.0
+        pod.start(checkpointer=False)
     first.wait_for_step(5)
 
     os.kill(second.rank_pids()[0], signal.SIGKILL)

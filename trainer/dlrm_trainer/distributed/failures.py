@@ -31,6 +31,8 @@ ANSWER_TIMEOUT_S = 2.0
 """How long to wait for an answer; a rank without one counts as lost."""
 STORE_TIMEOUT_S = 2.0
 """How long rank 0's store may take on top before rank 0 itself counts as lost."""
+CALL_TIMEOUT_S = ANSWER_TIMEOUT_S + STORE_TIMEOUT_S
+"""How long a question to all ranks may take."""
 DEATH_TIMEOUT_S = 1.0
 """How long a launcher takes to tell that it lost a rank; without that the others notice within a few seconds."""
 EXIT_TIMEOUT_S = 10.0
@@ -135,15 +137,15 @@ class FailureDetector:
         """Stop answering. ``reason`` says why this rank ends; empty if it is not to blame or all is well."""
         self._closed.set()
         if reason:
-            _within_timeout(lambda: _append(self._store, LEFT, self._rank, reason))
+            _within_timeout(lambda: _append(self._store, LEFT, self._rank, reason), CALL_TIMEOUT_S)
 
     def explain(self) -> str:
         """Return which ranks made a collective fail, as a message that is the same on every rank."""
         if not self._verdict:
-            _within_timeout(self._agree)
+            _within_timeout(self._agree, CALL_TIMEOUT_S)
         if not self._verdict:
             return f"{name_ranks([0])} died or stopped responding"
-        _within_timeout(self._wait_for_others)
+        _within_timeout(self._wait_for_others, CALL_TIMEOUT_S)
         return self._verdict
 
     def _agree(self) -> None:
@@ -206,7 +208,7 @@ def _append(store: GangStore, where: str, rank: int, what: object) -> None:
     store.append(where, json.dumps([rank, what]))
 
 
-def _within_timeout(call: Callable[[], object], timeout_s: float = ANSWER_TIMEOUT_S + STORE_TIMEOUT_S) -> None:
+def _within_timeout(call: Callable[[], object], timeout_s: float) -> None:
     """Call the store in a thread: it does not answer at all if its process is stopped, or gone."""
 
     def run() -> None:

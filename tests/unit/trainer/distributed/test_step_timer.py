@@ -20,7 +20,8 @@ from dlrm_testing.trainer.gangs import Pod, job_document, plan_document, small_j
 
 SUPPORT = Path(__file__).parents[3] / "support"
 
-SLOW, STEPS, DELAY_S = 1, 40, 0.1
+SLOW, STEPS = 1, 40
+DELAY_S = 0.2  # several times as long as a step takes a busy machine: a reader works while its rank trains
 
 
 def stage_seconds(pod: Pod) -> dict[tuple[str, ...], float]:
