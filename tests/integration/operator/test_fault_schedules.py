@@ -39,7 +39,10 @@ NO_KILL_WAIT_S = MAX_WAIT_S / 2
 MAX_SCHEDULE_S = 4 * MAX_WAIT_S
 TIMEOUT_S = MAX_SCHEDULE_S * (1 + math.ceil(SCHEDULES / AT_ONCE))
 """Above the sum of the schedules' own timeouts, so that these fail first."""
-CUT_OFF = "ignore:Exception ignored in. <function _SelectorTransport:pytest.PytestUnraisableExceptionWarning"
+CUT_OFF = (
+    r"ignore:Exception ignored in. <(function _SelectorTransport|socket\.socket):"
+    "pytest.PytestUnraisableExceptionWarning"
+)
 """Half-open connections of a killed operator or a closed proxy are expected."""
 PROGRESS = 10
 """Schedules between two progress lines."""
