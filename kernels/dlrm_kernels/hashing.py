@@ -21,7 +21,11 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 """The odd integer nearest to 2**64 over the golden ratio: multiples of it visit every 64-bit number."""
 MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 """Multipliers of ``mix``."""
+UNMIX_1, UNMIX_2 = (np.uint64(pow(int(factor), -1, 2**64)) for factor in (MIX_1, MIX_2))
+"""Their inverses modulo 2**64, and so modulo 2**63."""
+MAX_63 = np.uint64(2**63 - 1)
 _SHIFT_11, _SHIFT_27, _SHIFT_30, _SHIFT_31 = np.uint64(11), np.uint64(27), np.uint64(30), np.uint64(31)
+_SHIFT_54, _SHIFT_60, _SHIFT_62 = np.uint64(54), np.uint64(60), np.uint64(62)
 _ZERO, _ONE, _TWO = np.uint64(0), np.uint64(1), np.uint64(2)
 _HALF, _LOWER = np.uint64(32), np.uint64(2**32 - 1)
 _MAX = np.uint64(2**64 - 1)
@@ -39,6 +43,41 @@ def mix(value: np.uint64) -> np.uint64:
     value = (value ^ (value >> _SHIFT_30)) * MIX_1
     value = (value ^ (value >> _SHIFT_27)) * MIX_2
     return value ^ (value >> _SHIFT_31)
+
+
+@kernel
+def mix63(value: np.uint64) -> np.uint64:
+    """Mix a number below 2**63: a bijection on [0, 2**63), whose inverse is ``unmix63``."""
+    value = (value ^ (value >> _SHIFT_30)) * MIX_1 & MAX_63
+    value = (value ^ (value >> _SHIFT_27)) * MIX_2 & MAX_63
+    return value ^ (value >> _SHIFT_31)
+
+
+@kernel
+def unmix63(value: np.uint64) -> np.uint64:
+    """Return the number that ``mix63`` turns into ``value``."""
+    # Two or three shifts reach all 63 bits.
+    value = (value ^ (value >> _SHIFT_31) ^ (value >> _SHIFT_62)) * UNMIX_2 & MAX_63
+    value = (value ^ (value >> _SHIFT_27) ^ (value >> _SHIFT_54)) * UNMIX_1 & MAX_63
+    return value ^ (value >> _SHIFT_30) ^ (value >> _SHIFT_60)
+
+
+@kernel
+def keys_of_ids(ids: UInts, seed: np.uint64) -> UInts:
+    """Return the keys of ids in a unique table: both, and the table's seed, are below 2**63."""
+    keys = np.empty_like(ids)
+    for n in range(len(ids)):
+        keys[n] = mix63(ids[n] ^ seed)
+    return keys
+
+
+@kernel
+def ids_of_keys(keys: UInts, seed: np.uint64) -> UInts:
+    """Return the ids that ``keys_of_ids`` turned into keys."""
+    ids = np.empty_like(keys)
+    for n in range(len(keys)):
+        ids[n] = unmix63(keys[n]) ^ seed
+    return ids
 
 
 def mix_array(values: UInts) -> UInts:

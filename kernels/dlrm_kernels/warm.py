@@ -17,6 +17,7 @@ import numpy as np
 
 from dlrm_kernels import (
     bags,
+    directory,
     dirty_rows,
     hashing,
     interaction,
@@ -53,6 +54,7 @@ def examples(dims: Sequence[int] = DIMS, features: Sequence[int] = FEATURES) -> 
     yield from _of_data()
     yield from _of_codes()
     yield from _of_ids()
+    yield from _of_keys()
     yield from _of_pages()
     for place in (np.int32, np.int64):
         yield from _of_slots(place)
@@ -148,6 +150,23 @@ def _of_ids() -> Iterator[Example]:
     yield dirty_rows.lay_rows, (u64(2) + U64(1), u64(2), u64(2), 0, U64(2))
     yield dirty_rows.take_laid, (u64(2), u64(2) + U64(1), 0, 0, 0, i64(2), i64(2), i64(2))
     yield dirty_rows.clear_bits, (u64(2), i64(2))
+
+
+def _of_keys() -> Iterator[Example]:
+    """Yield loops over the keys of a unique table: two of them in one bucket."""
+    keys, some = np.arange(2), np.arange(2)
+    yield hashing.keys_of_ids, (u64(2), U64(1))
+    yield hashing.ids_of_keys, (u64(2), U64(1))
+    made = directory.make_directory(first_bucket=0, buckets=1, all_buckets=1, quota=2, homes=3, stride=8, rows=2)
+    yield directory.insert, (made, keys, i64(2), i64(2))
+    yield directory.find, (made, keys, i64(2), i64(2))
+    yield directory.touch, (made, some, 1)
+    yield directory.set_steps, (made, some, some)
+    ends = np.array([0, 1])
+    yield _loop(directory._list_buckets, made, np.array([0, 2]), i64(2), i64(2))
+    yield _loop(directory._sweep_buckets, made, i64(1), ends, i64(1), i64(1))
+    yield directory.remove, (made, keys, i64(2))
+    yield directory.free_rows, (made, some)
 
 
 def _of_pages() -> Iterator[Example]:

@@ -1,0 +1,403 @@
+"""Map the keys of a unique table to local rows: find, insert, remove and list keys, and evict from full buckets.
+
+The keys of a part are divided into buckets, ranges of equal width with a quota of rows each. A bucket has a range of
+slots of its own. A key's home among them grows with the key, so slots are in key order, except that a key whose home is
+taken is in the first empty slot behind it.
+
+::
+
+    slots of bucket b | homes, 1.25 x quota               | spare | slots of bucket b + 1
+                        k1 .. k2 k3 .. .. k4 k5 k6 .. .. k7  ..
+
+Nothing moves between two removals, so places that ``find`` and ``insert`` return stay valid until then. Lookups may run
+on any number of threads while nobody inserts or removes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_kernels.cache import kernel
+from dlrm_kernels.intrinsics import borrowed, lowest_bit, prefetch
+from dlrm_kernels.parallel import finish, parallel_for, take
+
+KEY_BITS = 63
+ROW_BITS = 32
+LOWER = 2**ROW_BITS - 1
+MAX_STEP = LOWER
+"""Largest step that a slot can hold."""
+MAX_ROWS = LOWER
+"""Most rows of one directory: a slot holds row + 1."""
+FULL_PERCENT, SWEPT_PERCENT = 97, 93
+"""A bucket with more rows than the former share of its quota is swept down to the latter."""
+AHEAD = 16
+"""Homes prefetched ahead."""
+ABSENT = -1
+DIGIT_BITS = 11
+DIGITS = 2**DIGIT_BITS
+"""Counters of one pass over a bucket that is swept."""
+WORD = 64
+U64 = np.uint64
+Ints = NDArray[np.int64]
+
+
+class Directory(NamedTuple):
+    """Hold the keys of consecutive buckets of a table, and which local rows are free."""
+
+    slots: Ints
+    """(S, 2) key, and row + 1 in the lower and the step of the last touch in the upper half; 0 and 0 if empty."""
+    fill: Ints
+    """(B,) rows of each bucket."""
+    used: NDArray[np.uint64]
+    """A bit per local row; those past the last row are set."""
+    cursor: Ints
+    """(1,) first word of ``used`` that may have a free row."""
+    first_bucket: int
+    shift: int
+    """Bits of a key below its bucket's number."""
+    homes: int
+    """Homes of a bucket."""
+    stride: int
+    """Slots of a bucket, with spare ones behind the last home."""
+    quota: int
+    """Most rows of a bucket."""
+
+
+def make_directory(
+    *, first_bucket: int, buckets: int, all_buckets: int, quota: int, homes: int, stride: int, rows: int
+) -> Directory:
+    """Make an empty directory. Its memory is zeros that nobody has touched yet.
+
+    Args:
+        first_bucket: number of the part's first bucket in its table.
+        buckets: of the part.
+        all_buckets: of the table; a power of two up to 2**31.
+        quota: most rows of a bucket.
+        homes: of a bucket; less than 2**31.
+        stride: slots of a bucket; more than ``homes``.
+        rows: local rows; at most ``MAX_ROWS``. More than buckets x quota, if removed rows are freed later.
+    """
+    used = np.zeros(-(-rows // WORD), U64)
+    if rows % WORD:
+        used[-1] = U64(2**64 - 2 ** (rows % WORD))
+    return Directory(
+        # A lookup ends at an empty slot: one behind the last bucket is never filled.
+        slots=np.zeros((buckets * stride + 1, 2), np.int64),
+        fill=np.zeros(buckets, np.int64),
+        used=used,
+        cursor=np.zeros(1, np.int64),
+        first_bucket=first_bucket,
+        shift=KEY_BITS - (all_buckets.bit_length() - 1),
+        homes=homes,
+        stride=stride,
+        quota=quota,
+    )
+
+
+def rows_of(entries: Ints) -> Ints:
+    """Return the local rows in the second words of slots."""
+    rows: Ints = (entries & LOWER) - 1
+    return rows
+
+
+def steps_of(entries: Ints) -> Ints:
+    """Return the steps of the last touch in the second words of slots."""
+    steps: Ints = entries >> ROW_BITS & LOWER
+    return steps
+
+
+@kernel
+def _bucket(directory: Any, key: Any) -> Any:
+    return (key >> directory.shift) - directory.first_bucket
+
+
+@kernel
+def _home(directory: Any, key: Any) -> Any:
+    # Of the upper 32 bits below the bucket's number: the product has no more than 63 bits.
+    fraction = key >> (directory.shift - ROW_BITS) & LOWER
+    return U64(_bucket(directory, key) * directory.stride + (fraction * directory.homes >> ROW_BITS))
+
+
+@kernel
+def _prefetch_homes(directory: Any, words: Any, keys: Any, first: int, stop: int) -> None:
+    for n in range(first, min(stop, len(keys))):
+        prefetch(words, _home(directory, keys[n]) << U64(1))
+
+
+@kernel
+def find(directory: Any, keys: Any, rows: Any, places: Any) -> int:
+    """Look up keys and return how many have no row.
+
+    Args:
+        directory: searched.
+        keys: (n,) int64 keys of its buckets.
+        rows: (n,) int64, filled with local rows, or ``ABSENT``.
+        places: (n,) int64, filled with slots, or ``ABSENT``.
+    """
+    directory, keys, rows, places = borrowed(directory), borrowed(keys), borrowed(rows), borrowed(places)
+    words, absent = directory.slots.reshape(-1), 0
+    # Homes wait in ``places``.
+    for n in range(min(AHEAD, len(keys))):
+        places[n] = _home(directory, keys[n])
+        prefetch(words, U64(places[n]) << U64(1))
+    for n in range(len(keys)):
+        if n + AHEAD < len(keys):
+            places[n + AHEAD] = _home(directory, keys[n + AHEAD])
+            prefetch(words, U64(places[n + AHEAD]) << U64(1))
+        key, at = keys[n], U64(places[n]) << U64(1)
+        entry = words[at + U64(1)]
+        while entry != 0 and words[at] != key:
+            at += U64(2)
+            entry = words[at + U64(1)]
+        rows[n] = (entry & LOWER) - 1
+        places[n] = np.int64(at >> U64(1)) if entry != 0 else ABSENT
+        absent += entry == 0
+    return absent
+
+
+@kernel
+def insert(directory: Any, keys: Any, rows: Any, places: Any) -> int:
+    """Give the lowest free rows to keys in order, each as long as its bucket is below its quota.
+
+    A new row counts as touched at step 0 until ``touch`` says otherwise.
+
+    Args:
+        directory: changed.
+        keys: (n,) int64 ascending, distinct keys without a row.
+        rows: (n,) int64, filled with local rows, or ``ABSENT`` if the bucket is full.
+        places: (n,) int64, filled with slots, or ``ABSENT``.
+
+    Returns:
+        n, or the number of the first key for which there is no slot or no row: its bucket's spare slots or the
+        directory's rows are exhausted.
+    """
+    directory, keys, rows, places = borrowed(directory), borrowed(keys), borrowed(rows), borrowed(places)
+    words, fill = directory.slots.reshape(-1), directory.fill
+    _prefetch_homes(directory, words, keys, 0, AHEAD)
+    for n in range(len(keys)):
+        _prefetch_homes(directory, words, keys, n + AHEAD, n + AHEAD + 1)
+        key = keys[n]
+        bucket = _bucket(directory, key)
+        if fill[bucket] >= directory.quota:
+            rows[n] = places[n] = ABSENT
+            continue
+        place, end = _home(directory, key), U64((bucket + 1) * directory.stride)
+        while place < end and words[(place << U64(1)) + U64(1)] != 0:
+            place += U64(1)
+        row = _take_row(directory) if place < end else ABSENT
+        if row == ABSENT:
+            return n
+        words[place << U64(1)], words[(place << U64(1)) + U64(1)] = key, row + 1
+        fill[bucket] += 1
+        rows[n], places[n] = row, np.int64(place)
+    return len(keys)
+
+
+@kernel
+def _take_row(directory: Any) -> Any:
+    used, at = directory.used, directory.cursor[0]
+    while at < len(used) and ~used[at] == U64(0):
+        at += 1
+    directory.cursor[0] = at
+    if at == len(used):
+        return ABSENT
+    bit = lowest_bit(~used[at])
+    used[at] |= U64(1) << bit
+    return at * WORD + np.int64(bit)
+
+
+@kernel
+def free_rows(directory: Any, rows: Any) -> None:
+    """Let (n,) int64 local rows of removed keys be taken again."""
+    used = directory.used
+    for row in rows:
+        word = row >> 6
+        used[word] &= ~(U64(1) << U64(row & 63))
+        directory.cursor[0] = min(directory.cursor[0], word)
+
+
+@kernel
+def touch(directory: Any, places: Any, step: int) -> None:
+    """Record that the keys in these slots were touched in a step; ``ABSENT`` places are left out."""
+    words = directory.slots.reshape(-1)
+    for n in range(len(places)):
+        # Nothing prefetches: these slots were looked up for the same batch.
+        if places[n] != ABSENT:
+            at = (U64(places[n]) << U64(1)) + U64(1)
+            words[at] = words[at] & LOWER | step << ROW_BITS
+
+
+@kernel
+def set_steps(directory: Any, places: Any, steps: Any) -> None:
+    """Set the step of the last touch of the key in each slot; (n,) int64 each."""
+    words = directory.slots.reshape(-1)
+    for n in range(len(places)):
+        at = (U64(places[n]) << U64(1)) + U64(1)
+        words[at] = words[at] & LOWER | steps[n] << ROW_BITS
+
+
+@kernel
+def remove(directory: Any, keys: Any, rows: Any) -> int:
+    """Remove (n,) int64 distinct keys; fill in their rows, which stay taken, and return how many there were.
+
+    Rows of keys that the directory does not hold are ``ABSENT``. Slots behind a removed key move.
+    """
+    directory, words, removed = borrowed(directory), directory.slots.reshape(-1), 0
+    _prefetch_homes(directory, words, keys, 0, AHEAD)
+    for n in range(len(keys)):
+        _prefetch_homes(directory, words, keys, n + AHEAD, n + AHEAD + 1)
+        place = _home(directory, keys[n])
+        while words[(place << U64(1)) + U64(1)] != 0 and words[place << U64(1)] != keys[n]:
+            place += U64(1)
+        rows[n] = (words[(place << U64(1)) + U64(1)] & LOWER) - 1
+        if rows[n] != ABSENT:
+            _close_gap(directory, words, place, _bucket(directory, keys[n]))
+            removed += 1
+    return removed
+
+
+@kernel
+def _close_gap(directory: Any, words: Any, gap: Any, bucket: Any) -> None:
+    """Empty a slot, and move keys behind it, so that each is found from its home."""
+    end = U64((bucket + 1) * directory.stride)
+    place = gap + U64(1)
+    while place < end and words[(place << U64(1)) + U64(1)] != 0:
+        if _home(directory, words[place << U64(1)]) <= gap:
+            words[gap << U64(1)] = words[place << U64(1)]
+            words[(gap << U64(1)) + U64(1)] = words[(place << U64(1)) + U64(1)]
+            gap = place
+        place += U64(1)
+    words[gap << U64(1)] = words[(gap << U64(1)) + U64(1)] = 0
+    directory.fill[bucket] -= 1
+
+
+def sweep(directory: Directory, threads: int) -> tuple[Ints, Ints]:
+    """Remove the keys of nearly full buckets that were touched longest ago, the lowest keys first among equals.
+
+    Returns:
+        The keys, and their local rows, which stay taken; bucket by bucket, in no order within one.
+    """
+    fill, quota = directory.fill, directory.quota
+    full = np.flatnonzero(fill * 100 > quota * FULL_PERCENT)
+    ends = np.concatenate(([0], np.cumsum(fill[full] - quota * SWEPT_PERCENT // 100)))
+    keys, rows = np.empty((2, ends[-1]), np.int64)
+    if len(full):
+        parallel_for(_sweep_buckets, len(full), threads, directory, full, ends, keys, rows)
+    return keys, rows
+
+
+@kernel
+def _sweep_buckets(counts: Any, units: int, directory: Any, buckets: Any, ends: Any, keys: Any, rows: Any) -> None:
+    ties, histogram = np.empty(directory.quota, np.int64), np.empty(DIGITS, np.int64)
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        part = slice(ends[unit], ends[unit + 1])
+        _sweep_bucket(directory, buckets[unit], keys[part], rows[part], ties, histogram)
+        finish(counts)
+
+
+@kernel
+def _sweep_bucket(directory: Any, bucket: int, keys: Any, rows: Any, ties: Any, histogram: Any) -> None:
+    """Remove as many keys as ``keys`` has places."""
+    words, leaving = directory.slots.reshape(-1), len(keys)
+    first, stop = U64(bucket * directory.stride), U64((bucket + 1) * directory.stride)
+    last_step, before = _select_step(words, first, stop, leaving, histogram)
+    tied = 0
+    for place in range(first, stop):
+        entry = words[(place << U64(1)) + U64(1)]
+        if entry != 0 and _step(entry) == last_step:
+            ties[tied] = words[place << U64(1)]
+            tied += 1
+    _sort(ties[:tied], ties[:0])
+    last_key, left = ties[leaving - before - 1], 0
+    at: Any = first
+    while at < stop and left < leaving:
+        key, entry = words[at << U64(1)], words[(at << U64(1)) + U64(1)]
+        step = _step(entry)
+        if entry == 0 or step > last_step or (step == last_step and key > last_key):
+            at += U64(1)
+            continue
+        keys[left], rows[left] = key, (entry & LOWER) - 1
+        left += 1
+        # Another key may move here, so the place is examined once more.
+        _close_gap(directory, words, at, bucket)
+
+
+@kernel
+def _step(entry: Any) -> Any:
+    return entry >> ROW_BITS & LOWER
+
+
+@kernel
+def _select_step(words: Any, first: Any, stop: Any, count: int, histogram: Any) -> tuple[int, int]:
+    """Return the ``count``-th lowest step of the keys in a range of slots, and how many are lower."""
+    lowest, highest = MAX_STEP, 0
+    for place in range(first, stop):
+        entry = words[(place << U64(1)) + U64(1)]
+        if entry != 0:
+            lowest, highest = min(lowest, _step(entry)), max(highest, _step(entry))
+    # Each pass narrows the range of steps down to one digit's. Periods are short, so one pass is normal.
+    before = 0
+    while True:
+        shift = 0
+        while (highest - lowest) >> shift >= DIGITS:
+            shift += DIGIT_BITS
+        histogram[:] = 0
+        for place in range(first, stop):
+            entry = words[(place << U64(1)) + U64(1)]
+            if entry != 0 and lowest <= _step(entry) <= highest:
+                histogram[(_step(entry) - lowest) >> shift] += 1
+        digit = 0
+        while before + histogram[digit] < count:
+            before += histogram[digit]
+            digit += 1
+        lowest += digit << shift
+        if shift == 0:
+            return lowest, before
+        highest = min(highest, lowest + (1 << shift) - 1)
+
+
+def list_keys(directory: Directory, threads: int) -> tuple[Ints, Ints]:
+    """Return all keys, ascending, and the second words of their slots, for ``rows_of`` and ``steps_of``."""
+    ends = np.concatenate(([0], np.cumsum(directory.fill)))
+    keys, entries = np.empty((2, ends[-1]), np.int64)
+    parallel_for(_list_buckets, len(directory.fill), threads, directory, ends, keys, entries)
+    return keys, entries
+
+
+@kernel
+def _list_buckets(counts: Any, units: int, directory: Any, ends: Any, keys: Any, entries: Any) -> None:
+    words = directory.slots.reshape(-1)
+    while True:
+        bucket = take(counts)
+        if bucket >= units:
+            return
+        first, at = U64(bucket * directory.stride), ends[bucket]
+        for place in range(first, first + U64(directory.stride)):
+            if words[(place << U64(1)) + U64(1)] != 0:
+                keys[at], entries[at] = words[place << U64(1)], words[(place << U64(1)) + U64(1)]
+                at += 1
+        _sort(keys[ends[bucket] : at], entries[ends[bucket] : at])
+        finish(counts)
+
+
+@kernel
+def _sort(keys: Any, values: Any) -> None:
+    """Sort keys by insertion, and their values alike, if there are any: no key is far from its place."""
+    with_values = len(values) > 0
+    for n in range(1, len(keys)):
+        key, at = keys[n], n
+        value = values[n] if with_values else 0
+        while at > 0 and keys[at - 1] > key:
+            keys[at] = keys[at - 1]
+            if with_values:
+                values[at] = values[at - 1]
+            at -= 1
+        keys[at] = key
+        if with_values:
+            values[at] = value
