@@ -13,7 +13,7 @@ from dlrm_api.base import WHOLE, ApiModel, Rule, read
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_api.data import DataSpec
 from dlrm_api.lifecycle import LifecycleSpec, SchedulingSpec
-from dlrm_api.model import MAX_FEATURES, ModelSpec
+from dlrm_api.model import MAX_FEATURES, ModelSpec, has_unique
 from dlrm_api.names import API_VERSION
 from dlrm_api.status import DLRMJobStatus
 from dlrm_api.trainer import MAX_REPLICAS, TrainerSpec
@@ -71,6 +71,12 @@ class DLRMJobSpec(ApiModel):
             holds=lambda spec: spec.world_size <= spec.data.virtual_shards,
             message="data.virtualShards must be at least trainer.replicas (or auto.min) x processesPerReplica, the "
             "number of ranks: raise it, or use fewer ranks",
+        ),
+        Rule(
+            cel=f"!self.checkpoint.partialRestore || !{has_unique('self.model')}",
+            holds=lambda spec: not (spec.checkpoint.partial_restore and spec.model.has_unique),
+            message="checkpoint.partialRestore does not work with embedding.hash unique, because a shard of an older "
+            "step has other ids: remove it",
         ),
     )
 

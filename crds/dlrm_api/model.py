@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from dlrm_api.base import ApiModel, NotBuilt, Rule, exclusive
+from dlrm_api.fields import INT_OR_STRING
+from dlrm_api.keys import BUCKET_ROWS, MAX_BUCKET_ROWS, MAX_BUCKETS, KeyBuckets, key_buckets
 from dlrm_api.tiers import Tier
 
 MAX_TABLES = 5_000
@@ -17,6 +19,31 @@ Name = Annotated[str, Field(min_length=1, max_length=63, pattern=NAME_PATTERN)]
 ColumnName = Annotated[str, Field(min_length=1, max_length=128)]
 Columns = Annotated[int, Field(ge=4, le=4_096, multiple_of=4)]
 Width = Annotated[int, Field(ge=1, le=65_536)]
+Hash = Literal["none", "modulo", "mix", "unique"]
+Buckets = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
+MAX_MAINTENANCE_STEPS = 64
+
+
+def parse_maintenance_steps(value: Any) -> Any:
+    """Check ``auto`` or a number of steps.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if value == "auto" or (
+        isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_MAINTENANCE_STEPS
+    ):
+        return value
+    raise ValueError(f"expected auto or an integer from 1 to {MAX_MAINTENANCE_STEPS}, got {value!r}")
+
+
+MaintenanceSteps = Annotated[
+    Literal["auto"] | int,
+    BeforeValidator(parse_maintenance_steps),
+    WithJsonSchema(
+        {**INT_OR_STRING, "minimum": 1, "maximum": MAX_MAINTENANCE_STEPS, "maxLength": 4, "pattern": "^auto$"}
+    ),
+]
 
 
 class InitializerSpec(ApiModel):
@@ -26,19 +53,37 @@ class InitializerSpec(ApiModel):
     scale: float | None = Field(None, ge=0, le=10, description="Values lie in [-scale, scale). Default: 1/sqrt(rows).")
 
 
+class EvictionSpec(ApiModel):
+    """Configure which rows leave a full bucket."""
+
+    keep: Literal["recent"] = Field("recent", description="Rows that stay. recent: those looked up last.")
+
+
 class EmbeddingOptions(ApiModel):
     """Configure how ids map to rows and which rows are kept."""
 
-    hash: Literal["none", "modulo", "mix"] = Field(
+    hash: Annotated[Hash, NotBuilt(("none", "modulo", "mix"))] = Field(
         "none",
         description="none: ids are row numbers below rows; any other id is an error. modulo: id mod rows. mix: a "
-        "64-bit hash of the id, then mod rows (for hexadecimal or unbounded ids).",
+        "64-bit hash of the id, then mod rows (for hexadecimal ids). unique: each id has a row "
+        "of its own, at most rows of them at a time (for ids without bound).",
     )
-    admission_count: Annotated[int | None, NotBuilt()] = Field(
-        None, ge=1, le=1_000_000, description="Number of times an id must be seen before it gets its own row."
+    eviction: EvictionSpec | None = Field(
+        None, description="Which rows of a unique table make room for new ids. Default: keep recent."
     )
-    prune_ratio: Annotated[float | None, NotBuilt()] = Field(
-        None, ge=0, le=0.999, description="Share of embedding bytes to prune during training (in-training dimension)."
+    buckets: Buckets | None = Field(
+        None,
+        description="Ranges of hashed ids of a unique table, each with an equal share of its rows. A table is split "
+        "over at most so many ranks; many small buckets evict before the table is full. It cannot change while the job "
+        f"has snapshots. Default: the power of two nearest to rows / {BUCKET_ROWS}, from 1 to {MAX_BUCKETS}.",
+    )
+
+    rules = (
+        Rule(
+            cel="self.hash == 'unique' || !(has(self.eviction) || has(self.buckets))",
+            holds=lambda options: options.hash == "unique" or (options.eviction or options.buckets) is None,
+            message="eviction and buckets need hash unique: set it, or remove them",
+        ),
     )
 
 
@@ -93,10 +138,19 @@ def _has_blocks_to_split(table: TableOptions) -> bool:
     return table.pin is None or table.pin.sharding != "column" or block < table.dim
 
 
+def _fits_its_buckets(table: TableOptions) -> bool:
+    buckets = table.embedding.buckets
+    return buckets is None or buckets <= table.rows <= buckets * MAX_BUCKET_ROWS
+
+
 class TableOptions(ApiModel):
     """Configure everything of a table except its name and features."""
 
-    rows: int = Field(ge=1, le=2**40, description="Rows of the table (distinct ids after hashing).")
+    rows: int = Field(
+        ge=1,
+        le=2**40,
+        description="Rows of the table (distinct ids after hashing). With embedding.hash unique: most rows at a time.",
+    )
     dim: Columns = Field(description="Columns of a row (elements).")
     pooling: Literal["sum", "mean"] = Field("sum", description="How the rows of one bag are combined into one vector.")
     max_lookups: int = Field(1, ge=1, le=100_000, description="Most ids in one bag; a longer bag is an error.")
@@ -122,6 +176,23 @@ class TableOptions(ApiModel):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
+            cel="self.embedding.hash != 'unique' || !has(self.pin) || !has(self.pin.sharding) || "
+            "!(self.pin.sharding in ['data', 'column'])",
+            holds=lambda table: not (table.is_unique and table.pin and table.pin.sharding in ("data", "column")),
+            message="pin.sharding data and column do not work with embedding.hash unique: use table, row or table-row",
+        ),
+        Rule(
+            cel="self.embedding.hash != 'unique' || !has(self.columnBlock) || self.columnBlock == self.dim",
+            holds=lambda table: not table.is_unique or table.column_block in (None, table.dim),
+            message="embedding.hash unique needs whole rows: remove columnBlock",
+        ),
+        Rule(
+            cel="!has(self.embedding.buckets) || (self.embedding.buckets <= self.rows && "
+            f"self.rows <= self.embedding.buckets * {MAX_BUCKET_ROWS})",
+            holds=_fits_its_buckets,
+            message="embedding.buckets must not exceed rows, nor give a bucket over 2^31 rows: change one of them",
+        ),
+        Rule(
             cel="!has(self.columnBlock) || self.dim % self.columnBlock == 0",
             holds=lambda table: table.column_block is None or table.dim % table.column_block == 0,
             message="columnBlock must divide dim: change one of them",
@@ -143,6 +214,16 @@ class TableOptions(ApiModel):
     def lookups(self) -> float:
         """Return the mean number of ids in one bag, for the cost model."""
         return self.max_lookups if self.avg_lookups is None else self.avg_lookups
+
+    @property
+    def is_unique(self) -> bool:
+        """Return whether each id has a row of its own."""
+        return self.embedding.hash == "unique"
+
+    @property
+    def key_buckets(self) -> KeyBuckets | None:
+        """Return the buckets of a unique table; None for any other."""
+        return key_buckets(self.rows, self.embedding.buckets) if self.is_unique else None
 
     @property
     def block_edges(self) -> tuple[int, ...]:
@@ -214,6 +295,14 @@ _WIDTH = (
 """Width of the dot interaction, in CEL. Evaluated only if there is a table or a group."""
 
 
+def has_unique(model: str) -> str:
+    """Return the CEL expression of :attr:`ModelSpec.has_unique`; ``model``: the expression of the model."""
+    return (
+        f"(has({model}.tables) && {model}.tables.exists(t, t.embedding.hash == 'unique') || "
+        f"has({model}.tableGroups) && {model}.tableGroups.exists(g, g.template.embedding.hash == 'unique'))"
+    )
+
+
 def _dims_agree(model: ModelSpec) -> bool:
     dims = {table.dim for table in model.tables} | {group.template.dim for group in model.table_groups}
     dims |= set(model.bottom_mlp[-1:])
@@ -254,6 +343,11 @@ class ModelSpec(ApiModel):
     )
     tables: tuple[TableSpec, ...] = Field((), max_length=MAX_TABLES, description="Embedding tables.")
     table_groups: tuple[TableGroup, ...] = Field((), max_length=256, description="Groups of equal tables.")
+    maintenance_steps: MaintenanceSteps = Field(
+        "auto",
+        description="Training steps between two evictions from full buckets of unique tables. auto: starts at 8; "
+        "halves if over 1 % of lookups find their bucket full, doubles if under 0.1 % do.",
+    )
 
     rules = (
         Rule(
@@ -295,7 +389,17 @@ class ModelSpec(ApiModel):
             message="interaction dot needs at least two vectors: add denseFeatures or a second feature, or use "
             "interaction dcn",
         ),
+        Rule(
+            cel=f"self.maintenanceSteps == 'auto' || {has_unique('self')}",
+            holds=lambda model: model.maintenance_steps == "auto" or model.has_unique,
+            message="maintenanceSteps needs a table with embedding.hash unique: remove it",
+        ),
     )
+
+    @property
+    def has_unique(self) -> bool:
+        """Return whether any table gives each id a row of its own."""
+        return any(table.is_unique for table in (*self.tables, *(group.template for group in self.table_groups)))
 
     def all_tables(self) -> tuple[TableSpec, ...]:
         """Return every table with groups expanded, in the order of the model and of the snapshot format."""

@@ -231,6 +231,28 @@ BAD = {
     ),
     "dims of two widths": job({"spec.model.tables.1.dim": 32}, "spec.model"),
     "dim of a group": job({"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 32}}]}, "spec.model"),
+    "buckets of a table without keys": job(
+        {"spec.model.tables.0.embedding": {"hash": "mix", "buckets": 2}}, "spec.model.tables[0].embedding"
+    ),
+    "eviction from a table without keys": job(
+        {"spec.model.tables.0.embedding": {"eviction": {}}}, "spec.model.tables[0].embedding"
+    ),
+    "buckets that are no power of two": job(
+        {"spec.model.tables.0.embedding": {"buckets": 3}},
+        "spec.model.tables[0].embedding.buckets",
+        "spec.model.tables[0].embedding.buckets: Unsupported value: 3: supported values: ",
+    ),
+    "maintenance of tables without keys": job({"spec.model.maintenanceSteps": 8}, "spec.model"),
+    "maintenance too seldom": job(
+        {"spec.model.maintenanceSteps": 65},
+        "spec.model.maintenanceSteps",
+        "spec.model.maintenanceSteps in body should be less than or equal to 64",
+    ),
+    "maintenance in words": job(
+        {"spec.model.maintenanceSteps": "8"},
+        "spec.model.maintenanceSteps",
+        "spec.model.maintenanceSteps in body should match '^auto$'",
+    ),
     "two intervals": job({"spec.checkpoint.interval": "30m"}, "spec.checkpoint"),
     "store of another kind": job({"spec.checkpoint.uri": "gs://bucket/job"}, "spec.checkpoint"),
     "relative folder": job({"spec.checkpoint.uri": "file://snapshots"}, "spec.checkpoint"),
@@ -422,15 +444,14 @@ BAD = {
     "queue that nobody reads": job({"spec.scheduling": {"gang": "coscheduling", "queue": "ads"}}, "spec.scheduling"),
     # what this version lacks
     "option of a group's tables": job(
-        {"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 16, "embedding": {"pruneRatio": 0.5}}}]},
-        "spec.model.tableGroups[0].template.embedding.pruneRatio",
-        "spec.model.tableGroups[0].template.embedding.pruneRatio: Invalid value: pruneRatio is not built",
+        {"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 16, "embedding": {"hash": "unique"}}}]},
+        "spec.model.tableGroups[0].template.embedding.hash",
+        "spec.model.tableGroups[0].template.embedding.hash: Invalid value: hash: only none, modulo, mix are built",
     ),
-    "rows below a count of lookups": job(
-        {"spec.model.tables.0.embedding": {"admissionCount": 2}},
-        "spec.model.tables[0].embedding.admissionCount",
-        "spec.model.tables[0].embedding.admissionCount: Invalid value: admissionCount is not built in this version: "
-        "leave it out",
+    "rows for ids without bound": job(
+        {"spec.model.tables.0.embedding": {"hash": "unique"}},
+        "spec.model.tables[0].embedding.hash",
+        "spec.model.tables[0].embedding.hash: Invalid value: hash: only none, modulo, mix are built in this version",
     ),
     # hardware profiles
     "profile without tiers": profile({"spec.tiers": GONE}, "spec.tiers", "spec.tiers: Required value"),

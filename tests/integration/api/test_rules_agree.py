@@ -38,7 +38,15 @@ splits = st.fixed_dictionaries(
         "avgLookups": st.sampled_from([0.5, 1, 5]),
         "features": st.sampled_from([[], ["a"], ["a", "b"]]),
         "pin": st.fixed_dictionaries(
-            {}, optional={"sharding": st.sampled_from(["table", "row", "column"]), "ranks": st.just([0])}
+            {}, optional={"sharding": st.sampled_from(["table", "row", "column", "data"]), "ranks": st.just([0])}
+        ),
+        "embedding": st.fixed_dictionaries(
+            {},
+            optional={
+                "hash": st.sampled_from(["mix", "unique", "unique"]),
+                "eviction": st.sampled_from([{}, {"keep": "recent"}]),
+                "buckets": st.sampled_from([1, 8, 16]),
+            },
         ),
     },
 )
@@ -49,6 +57,7 @@ models = st.tuples(
         optional={
             "topMlp": st.sampled_from([[1], [8, 1], [1, 8], []]),
             "interaction": st.sampled_from(["dot", "dcn"]),
+            "maintenanceSteps": st.sampled_from(["auto", 8]),
             "tables": st.lists(st.tuples(dims, splits), max_size=3).map(
                 lambda found: [{"name": f"t{i}", "rows": 9, "dim": dim, **more} for i, (dim, more) in enumerate(found)]
             ),
@@ -82,6 +91,7 @@ checkpoints = st.fixed_dictionaries(
         "restoreBandwidth": st.sampled_from([0, 1, "0", "0M", "1k", "0.5M", "200M"]),
         "retention": st.fixed_dictionaries({}, optional={"keepEvery": st.sampled_from(["0s", "0d0h", "10m", "1d0h"])}),
         "s3": services,
+        "partialRestore": st.booleans(),
         "publish": st.fixed_dictionaries({"uri": st.builds(str.__add__, uris, st.sampled_from(["", "", "/", "//"]))}),
     },
 )

@@ -1,0 +1,68 @@
+"""The keys of tables with ``hash: unique``: their buckets, and the rows and directory slots of each.
+
+An id's key is its global row number. A bucket is a range of keys with a quota of rows; a shard holds whole buckets.
+Planner, trainer and checkpointer derive the same sizes from a table's ``rows`` and ``buckets`` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KEY_BITS = 63
+KEY_END = (1 << KEY_BITS) - 1
+"""One past the largest key: 2**63 would overflow int64, so the id of key 2**63 - 1 is refused."""
+MAX_BUCKETS = 2**16
+BUCKET_ROWS = 2**16
+"""Rows of a bucket by default: within 1.2 % (3 sigma) of even, so a table is 96 % full before any bucket is."""
+MAX_BUCKET_ROWS = 2**31
+"""A slot's place in its bucket has 32 bits."""
+SLOT_BYTES = 16
+"""A slot of the directory: key, row and the step of the last touch. Five slots for four rows: 20 bytes per row."""
+MIN_SPARE_SLOTS, SPARE_SLOT_DIVISOR = 64, 64
+"""Slots behind the last home of a bucket, for those that are displaced past it."""
+SPARE_ROW_DIVISOR = 16
+"""One row in so many is spare: rows that leave stay until a cut in progress has copied them."""
+TOUCHED_BYTES = 4
+"""The step of a row's last touch, in a cut."""
+
+
+@dataclass(frozen=True)
+class KeyBuckets:
+    """Size the buckets of one table."""
+
+    count: int
+    """A power of two: V."""
+    quota: int
+    """Rows of a bucket at a time: q."""
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of a bucket in memory, spare ones included."""
+        return self.quota + -(-self.quota // SPARE_ROW_DIVISOR)
+
+    @property
+    def homes(self) -> int:
+        """Return the slots of a bucket that are homes of keys: at most 0.8 of them are used."""
+        return -(-self.quota * 5 // 4)
+
+    @property
+    def slots(self) -> int:
+        """Return the slots of a bucket, spare ones included."""
+        return self.homes + max(MIN_SPARE_SLOTS, -(-self.homes // SPARE_SLOT_DIVISOR))
+
+    @property
+    def directory_bytes(self) -> int:
+        """Return the bytes of a bucket's slots."""
+        return self.slots * SLOT_BYTES
+
+    def first_key(self, bucket: int) -> int:
+        """Return the first key of a bucket; of bucket ``count``, the end of all keys."""
+        return min(bucket * ((1 << KEY_BITS) // self.count), KEY_END)
+
+
+def key_buckets(rows: int, buckets: int | None) -> KeyBuckets:
+    """Return the buckets of a table of so many rows; ``buckets``: as the spec has it."""
+    if buckets is None:
+        # The power of two nearest to rows / BUCKET_ROWS.
+        buckets = min(1 << max((rows * 4 // (3 * BUCKET_ROWS)).bit_length() - 1, 0), MAX_BUCKETS)
+    return KeyBuckets(buckets, -(-rows // buckets))
