@@ -47,7 +47,7 @@ class Audit:
     def _record_run(self, name: str, pod: Object) -> None:
         """Record which attempt the pod's trainer runs; no two may run at once."""
         attempt, uid = self._launchers.attempt(pod), gang_of(pod)[0]
-        if attempt is None or has_ended(pod):
+        if attempt is None or has_ended(pod) or held_by_others(pod):
             self.runs.pop(name, None)
             return
         others = {other: run[1] for other, run in self.runs.items() if run[0] == uid and run[1] != attempt}
