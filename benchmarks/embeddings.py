@@ -1,0 +1,194 @@
+"""Embeddings that change during training; so far the directory of unique tables: lookups, and bytes per row."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.measure import Line, Pairs, tell
+from dlrm_api.keys import key_buckets
+from dlrm_kernels import directory
+from dlrm_kernels.hashing import keys_of_ids
+
+SEED = 0
+EXPONENT = 1.05
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Describe a line about the directory."""
+
+    keys: int
+    load: float
+    lookups: int
+    trace: str
+    against: str
+    seed: int = SEED
+    benchmark: ClassVar[str] = "embeddings"
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """See ``measure.Described``."""
+        return {
+            "part": "directory",
+            "keys": self.keys,
+            "load": self.load,
+            "trace": self.trace,
+            "lookups": self.lookups,
+            "seed": self.seed,
+        }
+
+    @property
+    def name(self) -> str:
+        """Return the name that ``--only`` matches."""
+        return f"directory/{self.trace}/{self.against}"
+
+
+@numba.njit(nogil=True)
+def _read_map(rows_of: Any, ids: Any, rows: Any) -> None:
+    for n in range(len(ids)):
+        rows[n] = rows_of[ids[n]]
+
+
+class Filled:
+    """A directory with a row for each of the ids below ``count``, and what it is measured against."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.seed = np.uint64(seed)
+        keys = np.sort(self.keys(np.arange(count)))
+        sizes = key_buckets(count, None)
+        # A bucket's share varies: without a margin some keys find theirs full.
+        quota = sizes.quota + 6 * int(sizes.quota**0.5)
+        rows, places = np.ones((2, count), np.int64)
+        before = resident_bytes()
+        self.directory = directory.make_directory(
+            first_bucket=0,
+            buckets=sizes.count,
+            all_buckets=sizes.count,
+            quota=quota,
+            homes=sizes.homes,
+            stride=sizes.slots,
+            rows=sizes.count * quota,
+        )
+        started = time.thread_time()
+        if directory.insert(self.directory, keys, rows, places) < count or rows.min() < 0:
+            raise RuntimeError("keys were left out")
+        self.insert_ns = (time.thread_time() - started) / count * 1e9
+        self.bytes_per_row = (resident_bytes() - before) / count
+        self.load = count / (sizes.count * sizes.homes)
+        permuted = np.random.default_rng(seed).permutation(count)
+        before = resident_bytes()
+        self.array = np.empty(count, np.int32)
+        self.array[:] = permuted
+        self.array_bytes_per_row = (resident_bytes() - before) / count
+        self._sorted, self._rows = torch.from_numpy(keys), torch.from_numpy(rows)
+
+    def keys(self, ids: Ints) -> Ints:
+        """Return the keys of ids."""
+        return keys_of_ids(ids.view(np.uint64), self.seed).view(np.int64)
+
+    def ours(self, ids: Ints) -> Callable[[], object]:
+        """Return a lookup of ids, which have been hashed, as the reader does."""
+        keys, rows, places = self.keys(ids), np.empty_like(ids), np.empty_like(ids)
+        return lambda: directory.find(self.directory, keys, rows, places)
+
+    def array_map(self, ids: Ints) -> Callable[[], object]:
+        """Return a lookup in an array by id, as tables with a fixed number of rows have it."""
+        rows = np.empty(len(ids), np.int32)
+        return lambda: _read_map(self.array, ids, rows)
+
+    def torch_searchsorted(self, ids: Ints) -> Callable[[], object]:
+        """Return a lookup in sorted keys."""
+        keys = torch.from_numpy(self.keys(ids))
+        return lambda: self._rows[torch.searchsorted(self._sorted, keys)]
+
+
+def lines(quick: bool, only: str = "*") -> Iterator[Line]:
+    """Measure, line by line; ``quick`` tries it on few keys."""
+    torch.set_num_threads(1)
+    keys, lookups, repeats = (100_000, 50_000, 3) if quick else (10_000_000, 1_000_000, 15)
+    filled = Filled(keys, SEED)
+    random = np.random.default_rng(SEED)
+    traces = {"zipf-1.05": zipf(random, keys, lookups), "uniform": random.integers(0, keys, lookups)}
+    peers = {"array-map": filled.array_map, "torch-searchsorted": filled.torch_searchsorted}
+    load = round(filled.load, 3)
+    for trace, ids in traces.items():
+        for against, peer in peers.items():
+            setting = Setting(keys, load, lookups, trace, against)
+            if fnmatch.fnmatch(setting.name, only):
+                ours, theirs = filled.ours(ids), peer(ids)
+                pairs = alternate(ours, theirs, len(ids), repeats)
+                yield Line(
+                    setting=setting,
+                    metric="ns_per_lookup",
+                    pairs=pairs,
+                    measured={"lowest_ours": min(pairs.ours), "lowest_theirs": min(pairs.theirs)},
+                )
+    setting = Setting(keys, load, 0, "fill", "array-map")
+    if fnmatch.fnmatch(setting.name, only):
+        bytes_per_row = Pairs([filled.bytes_per_row], [filled.array_bytes_per_row])
+        yield Line(
+            setting=setting,
+            metric="resident_bytes_per_row",
+            pairs=bytes_per_row,
+            measured={"insert_ns": filled.insert_ns},
+        )
+
+
+def alternate(ours: Callable[[], object], theirs: Callable[[], object], lookups: int, repeats: int) -> Pairs:
+    """Return nanoseconds of this thread per lookup: of its processor time, since other work may run."""
+    pairs, sides = Pairs(), (ours, theirs)
+    for side in sides:
+        side()
+    for repeat in range(repeats):
+        taken = [0.0, 0.0]
+        for number in (0, 1) if repeat % 2 == 0 else (1, 0):
+            started = time.thread_time()
+            sides[number]()
+            taken[number] = (time.thread_time() - started) / lookups * 1e9
+        pairs.add(*taken)
+    return pairs
+
+
+def zipf(random: np.random.Generator, ids: int, lookups: int) -> Ints:
+    """Draw ids whose popularity falls with their rank; ranks are scattered over the ids."""
+    shares = np.cumsum(np.arange(1, ids + 1) ** -EXPONENT)
+    ranks = np.searchsorted(shares, random.random(lookups) * shares[-1])
+    found: Ints = random.permutation(ids)[ranks]
+    return found
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process holds."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no Rss line in /proc/self/smaps_rollup")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few keys: does it run here?")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="directory/TRACE/AGAINST")
+    options = parser.parse_args(arguments)
+    tell("one thread; medians of its processor time")
+    for line in lines(options.quick, options.only):
+        line.show()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
