@@ -1,0 +1,361 @@
+"""A model of unique tables in plain Python: what their rows are after each step, and how training keeps them so.
+
+``Replay`` is the definition: batches one after another, nothing ahead, no cut and no restart. ``ModelTrainer`` adds all
+that must not show in its rows: local rows, lookups ahead, cuts that are copied while rows change and leave, lost cuts,
+and restores at other numbers of ranks.
+
+A key's bucket is ``key // width``. A row's value is a hash of all updates that it had.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+MAX_KEPT = 3
+Batch = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Shape:
+    buckets: int
+    quota: int
+    width: int
+    """Keys of a bucket."""
+    period: int | None
+    """Steps from one maintenance to the next; None: adapted."""
+
+    def bucket(self, key: int) -> int:
+        return key // self.width
+
+    def leaving(self, rows: Mapping[int, Row]) -> list[int]:
+        """Keys that leave a bucket's rows in a sweep."""
+        if len(rows) * 100 <= self.quota * 97:
+            return []
+        oldest = sorted(rows, key=lambda key: (rows[key].touched, key))
+        return oldest[: len(rows) - self.quota * 93 // 100]
+
+
+class Row(NamedTuple):
+    value: int
+    touched: int
+
+
+@dataclass
+class Period:
+    """When the next maintenance comes: state of the model as a whole."""
+
+    fixed: int | None
+    steps: int
+    lookups: int = 0
+    full: int = 0
+    """Lookups since the last maintenance that found their bucket full."""
+
+    @classmethod
+    def of(cls, shape: Shape) -> Period:
+        return cls(shape.period, shape.period or 8)
+
+    def is_due(self, step: int) -> bool:
+        return step % self.steps == 0
+
+    def next_due(self, step: int) -> int:
+        return (step // self.steps + 1) * self.steps
+
+    def maintained(self) -> None:
+        if self.fixed is None:
+            if self.full * 100 > self.lookups:
+                self.steps = max(1, self.steps // 2)
+            elif self.full * 1_000 < self.lookups:
+                self.steps = min(64, self.steps * 2)
+        self.lookups = self.full = 0
+
+    def copy(self) -> Period:
+        return Period(self.fixed, self.steps, self.lookups, self.full)
+
+
+def initial(key: int) -> int:
+    return hash(("initial", key))
+
+
+def updated(value: int, step: int, lookups: int) -> int:
+    return hash((value, step, lookups))
+
+
+class Replay:
+    """Rows after each step, by definition."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape, self.step = shape, 0
+        self.rows: dict[int, Row] = {}
+        self.period = Period.of(shape)
+
+    def train(self, batch: Batch) -> None:
+        self.step += 1
+        shape, lookups = self._shape, Counter(batch)
+        fill = Counter(map(shape.bucket, self.rows))
+        for key in sorted(lookups):
+            if key not in self.rows and fill[shape.bucket(key)] < shape.quota:
+                fill[shape.bucket(key)] += 1
+                self.rows[key] = Row(initial(key), 0)
+            if key in self.rows:
+                self.rows[key] = Row(updated(self.rows[key].value, self.step, lookups[key]), self.step)
+            else:
+                self.period.full += lookups[key]
+        self.period.lookups += len(batch)
+        if self.period.is_due(self.step):
+            for bucket in range(shape.buckets):
+                held = {key: row for key, row in self.rows.items() if shape.bucket(key) == bucket}
+                for key in shape.leaving(held):
+                    del self.rows[key]
+            self.period.maintained()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    parent: int | None
+    rows: Mapping[int, Row]
+    gone: frozenset[int]
+    period: Period
+
+
+Store = dict[int, Snapshot]
+"""Committed snapshots by step."""
+
+
+def merge(store: Store, step: int) -> dict[int, Row]:
+    """Rows of a snapshot with its ancestors: a key is what the newest of them says that names it."""
+    found: dict[int, Row | None] = {}
+    at: int | None = step
+    while at is not None:
+        for key in store[at].gone:
+            found.setdefault(key, None)
+        for key, row in store[at].rows.items():
+            found.setdefault(key, row)
+        at = store[at].parent
+    return {key: row for key, row in found.items() if row is not None}
+
+
+def fold(upper: Snapshot, lower: Snapshot) -> Snapshot:
+    """One snapshot in place of two neighbours of a chain."""
+    rows = {key: row for key, row in lower.rows.items() if key not in upper.gone} | dict(upper.rows)
+    gone = frozenset() if lower.parent is None else (lower.gone - upper.rows.keys()) | upper.gone
+    return Snapshot(lower.parent, rows, gone, upper.period)
+
+
+@dataclass
+class ModelCut:
+    """What a cut in progress has copied, and which local rows of each part it has not."""
+
+    step: int
+    parent: int | None
+    period: Period
+    gone: set[int] = field(default_factory=set)
+    rows: dict[int, Row] = field(default_factory=dict)
+    pending: list[dict[int, int]] = field(default_factory=list)
+    """Key of each local row, by part."""
+
+
+class ModelPart:
+    """Buckets of the table on one rank. Bits belong to local rows, and are cleared when a row's key leaves."""
+
+    def __init__(self, shape: Shape, buckets: range) -> None:
+        self._shape, self.buckets = shape, buckets
+        spare = -(-shape.quota // 16) * len(buckets)
+        self._free = list(range(len(buckets) * shape.quota + spare))
+        self._spare = spare
+        self.local: dict[int, int] = {}
+        self._rows: dict[int, Row] = {}
+        self._held: set[int] = set()
+        self._marked: set[int] = set()
+        self._kept: list[tuple[int, set[int], set[int]]] = []
+        self._stored: set[int] = set()
+        self._gone: set[int] = set()
+        self._left: set[int] = set()
+        """Local rows whose key left before the cut in progress copied them."""
+
+    def restore(self, rows: Mapping[int, Row]) -> None:
+        for key in sorted(rows):
+            local = self.local[key] = heapq.heappop(self._free)
+            self._rows[local] = rows[key]
+            self._held.add(local)
+            self._stored.add(local)
+
+    def look_up(self, keys: Iterable[int]) -> dict[int, int | None]:
+        """Local row of each key; keys without one get it in order while their bucket has space."""
+        fill = Counter(map(self._shape.bucket, self.local))
+        found: dict[int, int | None] = {}
+        for key in sorted(set(keys)):
+            bucket = self._shape.bucket(key)
+            if key not in self.local and fill[bucket] < self._shape.quota:
+                fill[bucket] += 1
+                local = self.local[key] = heapq.heappop(self._free)
+                self._rows[local] = Row(initial(key), 0)
+            found[key] = self.local.get(key)
+        return found
+
+    def read(self, key: int) -> int | None:
+        """What an evaluation reads: the value of a row that was ever updated."""
+        local = self.local.get(key)
+        return self._rows[local].value if local in self._held and local is not None else None
+
+    def update(self, lookups: Mapping[int, int], places: Mapping[int, int | None], step: int) -> int:
+        """Update each row once; return the lookups without a row."""
+        absent = 0
+        for key, count in lookups.items():
+            local = places[key]
+            if local is None:
+                absent += count
+                continue
+            self._rows[local] = Row(updated(self._rows[local].value, step, count), step)
+            self._held.add(local)
+            self._marked.add(local)
+        return absent
+
+    def save_before(self, places: Iterable[int | None], cut: ModelCut | None, number: int) -> None:
+        for local in places:
+            if cut is not None and local in cut.pending[number]:
+                cut.rows[cut.pending[number].pop(local)] = self._rows[local]
+
+    def maintain(self, cut: ModelCut | None, number: int) -> None:
+        assert set(self.local.values()) == self._held, "a row is in flight"
+        for bucket in self.buckets:
+            rows = {key: self._rows[at] for key, at in self.local.items() if self._shape.bucket(key) == bucket}
+            for key in self._shape.leaving(rows):
+                self._leave(key, cut, number)
+
+    def _leave(self, key: int, cut: ModelCut | None, number: int) -> None:
+        local = self.local.pop(key)
+        self._held.remove(local)
+        # A snapshot, or a cut that may become one, holds the key.
+        if local in self._stored or any(local in kept for _, kept, _ in self._kept):
+            self._gone.add(key)
+        for bits in (self._marked, self._stored, *(kept for _, kept, _ in self._kept)):
+            bits.discard(local)
+        if cut is not None and local in cut.pending[number]:
+            if len(self._left) < self._spare:
+                self._left.add(local)
+                return
+            self.save_before([local], cut, number)
+        heapq.heappush(self._free, local)
+
+    def begin_cut(self, cut: ModelCut) -> None:
+        if cut.parent is None:
+            self._marked |= self._stored
+            self._stored = set()
+        else:
+            for step, kept, _ in self._kept:
+                if step <= cut.parent:
+                    self._stored |= kept
+            self._kept = [each for each in self._kept if each[0] > cut.parent]
+        if len(self._kept) == MAX_KEPT:
+            (_, old, old_gone), (step, newer, newer_gone) = self._kept[:2]
+            self._kept[:2] = [(step, old | newer, old_gone | newer_gone)]
+        self._kept.append((cut.step, self._marked, self._gone))
+        self._marked, self._gone = set(), set()
+        keys = {self.local[key]: key for key in self.local if self.local[key] in self._held}
+        changed = set[int]().union(*(kept for _, kept, _ in self._kept))
+        assert changed <= self._held
+        cut.pending.append({local: keys[local] for local in changed})
+        if cut.parent is not None:
+            # Keys that were updated again are rows of this cut; those that were only looked up ahead are not.
+            cut.gone |= set[int]().union(*(gone for *_, gone in self._kept)) - set(keys.values())
+
+    def copied(self) -> None:
+        """Free the local rows that waited for the cut."""
+        for local in self._left:
+            heapq.heappush(self._free, local)
+        self._left.clear()
+
+    def copy(self, cut: ModelCut, number: int, most: int) -> None:
+        for local in list(cut.pending[number])[:most]:
+            cut.rows[cut.pending[number].pop(local)] = self._rows[local]
+            if local in self._left:
+                self._left.remove(local)
+                heapq.heappush(self._free, local)
+
+    def state(self) -> dict[int, Row]:
+        return {key: self._rows[local] for key, local in self.local.items() if local in self._held}
+
+    def check(self) -> None:
+        used = [*self.local.values(), *self._left]
+        spare = -(-self._shape.quota // 16) * len(self.buckets)
+        assert sorted(used + self._free) == list(range(len(self.buckets) * self._shape.quota + spare))
+        assert max(Counter(map(self._shape.bucket, self.local)).values(), default=0) <= self._shape.quota
+
+
+class ModelTrainer:
+    """All ranks of a job, from a restored snapshot on or from the start."""
+
+    def __init__(
+        self, shape: Shape, world_size: int, lookahead: int, store: Store | None = None, step: int = 0
+    ) -> None:
+        edges = [shape.buckets * rank // world_size for rank in range(world_size + 1)]
+        self._shape, self._lookahead = shape, lookahead
+        self._parts = [ModelPart(shape, range(*edges[rank : rank + 2])) for rank in range(world_size)]
+        self.step, self.period = step, Period.of(shape)
+        if store is not None and step:
+            rows = merge(store, step)
+            self.period = store[step].period.copy()
+            for part in self._parts:
+                part.restore({key: row for key, row in rows.items() if shape.bucket(key) in part.buckets})
+        self._ahead: deque[list[dict[int, int | None]]] = deque()
+        self.cut: ModelCut | None = None
+
+    def train(self, batches: Sequence[Batch]) -> None:
+        """Make one step, with later batches looked up ahead, but none past the next maintenance."""
+        last = min(self.step + 1 + self._lookahead, len(batches), self.period.next_due(self.step))
+        while self.step + len(self._ahead) < last:
+            batch = batches[self.step + len(self._ahead)]
+            self._ahead.append([part.look_up(self._own(part, batch)) for part in self._parts])
+        lookups, places = Counter(batches[self.step]), self._ahead.popleft()
+        self.step += 1
+        for number, part in enumerate(self._parts):
+            own = {key: lookups[key] for key in self._own(part, lookups)}
+            part.save_before(places[number].values(), self.cut, number)
+            self.period.full += part.update(own, places[number], self.step)
+        self.period.lookups += lookups.total()
+        if self.period.is_due(self.step):
+            assert not self._ahead
+            for number, part in enumerate(self._parts):
+                part.maintain(self.cut, number)
+            self.period.maintained()
+        for part in self._parts:
+            part.check()
+
+    def _own(self, part: ModelPart, keys: Iterable[int]) -> list[int]:
+        return [key for key in keys if self._shape.bucket(key) in part.buckets]
+
+    def begin_cut(self, parent: int | None) -> None:
+        self.end_cut()
+        self.cut = ModelCut(self.step, parent, self.period.copy())
+        for part in self._parts:
+            part.begin_cut(self.cut)
+
+    def copy(self, most: int) -> None:
+        """Copy some rows of the cut."""
+        for number, part in enumerate(self._parts):
+            if self.cut is not None:
+                part.copy(self.cut, number, most)
+
+    def finish_cut(self) -> tuple[int, Snapshot] | None:
+        """Copy the rest, and return the cut's step and what is handed over; None without a cut."""
+        if (cut := self.cut) is None:
+            return None
+        self.copy(10**9)
+        self.end_cut()
+        return cut.step, Snapshot(cut.parent, cut.rows, frozenset(cut.gone), cut.period)
+
+    def end_cut(self) -> None:
+        """Drop a cut that is not handed over."""
+        self.cut = None
+        for part in self._parts:
+            part.copied()
+
+    def read(self, keys: Iterable[int]) -> dict[int, int | None]:
+        return {key: part.read(key) for part in self._parts for key in self._own(part, keys)}
+
+    def state(self) -> dict[int, Row]:
+        return {key: row for part in self._parts for key, row in part.state().items()}
