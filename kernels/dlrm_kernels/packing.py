@@ -1,4 +1,4 @@
-"""Pack codes below eight bits into bytes, decode them, and merge rows of several pieces.
+"""Pack codes below eight bits into bytes, pack ascending keys, and merge rows of several pieces.
 
 A row's bytes hold its codes in planes, so that loops over bytes vectorize: with P bytes per plane, byte i holds the
 codes of columns i, i + P, i + 2 P and so on, the first in its lowest bits.
@@ -121,6 +121,87 @@ def fill_row(codes: Any, place: Any, width: Any, step: Any, low: Any, weights: A
     """Decode one row: codes from ``place`` on, one per byte, to weights from ``start`` on."""
     for j in range(width):
         weights[start + j] = F32(codes[place + j]) * step + low
+
+
+HALF_WORD, KEY_BITS = U64(32), U64(63)
+
+
+@kernel
+def pack_keys(keys: Any, low_bits: Any, body: Any) -> None:
+    """Pack strictly ascending keys, less the first, as Elias-Fano.
+
+    Their low bits follow each other, least significant first, up to a whole byte. Then, with h the rest of key i, bit
+    h + i is set.
+
+    Args:
+        keys: (N,) int64, at least one, none negative.
+        low_bits: uint64, below 63.
+        body: (ceil(N low_bits / 8) + ceil((h of the last key + N) / 8),) uint8, zeros.
+
+    Source: Elias, Efficient storage and retrieval by content and address of static files, JACM 1974.
+    """
+    first, at, filled, waiting = U64(keys[0]), U64(0), U64(0), U64(0)
+    start = (U64(len(keys)) * low_bits + SEVEN) // EIGHT
+    for i in range(U64(len(keys))):
+        rest = U64(keys[i]) - first
+        bit = (rest >> low_bits) + i
+        body[start + (bit >> THREE)] |= U8(ONE << (bit & SEVEN))
+        left = low_bits
+        # In halves: with up to seven waiting bits, the low bits of a key exceed a word.
+        while left > ZERO:
+            taken = min(left, HALF_WORD)
+            waiting |= (rest & ((ONE << taken) - ONE)) << filled
+            filled += taken
+            rest >>= taken
+            left -= taken
+            while filled >= EIGHT:
+                body[at] = U8(waiting & U64(255))
+                at += ONE
+                waiting >>= EIGHT
+                filled -= EIGHT
+    if filled > ZERO:
+        body[at] = U8(waiting)
+
+
+@kernel
+def unpack_keys(body: Any, first: Any, low_bits: Any, keys: Any) -> Any:
+    """Unpack keys that ``pack_keys`` packed.
+
+    Args:
+        body: uint8.
+        first: uint64, the first key.
+        low_bits: uint64, below 63.
+        keys: (N,) int64, written; not ascending if a key of a damaged body exceeds 63 bits with ``first`` added.
+
+    Returns:
+        Whether the body holds N keys and, behind low and high bits, nothing else.
+    """
+    count, at, filled, waiting = U64(len(keys)), U64(0), U64(0), U64(0)
+    start = (count * low_bits + SEVEN) // EIGHT
+    if U64(len(body)) <= start:
+        return False
+    found, limit = U64(0), ONE << (KEY_BITS - low_bits)
+    for place in range(start, U64(len(body))):
+        for bit in range(EIGHT):
+            if (U64(body[place]) >> bit) & ONE == ZERO:
+                continue
+            high = (place - start) * EIGHT + bit - found
+            if found == count or high >= limit:
+                return False
+            low, done = U64(0), U64(0)
+            while done < low_bits:
+                taken = min(low_bits - done, HALF_WORD)
+                while filled < taken:
+                    waiting |= U64(body[at]) << filled
+                    at += ONE
+                    filled += EIGHT
+                low |= (waiting & ((ONE << taken) - ONE)) << done
+                waiting >>= taken
+                filled -= taken
+                done += taken
+            keys[found] = np.int64(first + ((high << low_bits) | low))
+            found += ONE
+    return found == count and waiting == ZERO and body[len(body) - 1] != 0
 
 
 NO_ROW = np.int64(2**63 - 1)

@@ -128,7 +128,9 @@ def _of_codes() -> Iterator[Example]:
         yield packing.decode, (body, 8, f32(2), f32(2), i64(0), f32((2, 4)))
         yield packing.unpack, (body, 4, u8((2, 8)))
         yield packing.place_rows, (i64(1), i64(1), U64(4), freeze(u8(4)), u8(4))
+        yield packing.unpack_keys, (freeze(u8(1)), U64(0), U64(0), i64(1))
     yield packing.pack, (u8((2, 4)), 4, u8((2, 2)))
+    yield packing.pack_keys, (i64(1), U64(0), u8(1))
     yield packing.newest_rows, (i64(2), np.array([0, 1, 2]), i64(2), u16(2), i64(2))
     yield packing.see_rows, (u8(1), i64(2), np.empty(2, np.bool_))
 

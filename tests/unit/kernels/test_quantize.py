@@ -116,3 +116,30 @@ def test_rows_are_seen_once(before: set[int], places: set[int]) -> None:
 
     assert fresh.tolist() == [place not in before for place in sorted(places)]
     assert set(np.flatnonzero(np.unpackbits(bits, bitorder="little"))) == before | places
+
+
+KEYS = st.sets(st.integers(0, 2**63 - 2) | st.integers(2**63 - 40, 2**63 - 2) | st.integers(0, 40), min_size=1)
+
+
+@given(keys=KEYS, low_bits=st.integers(40, 62))
+def test_keys_are_packed_as_by_the_reference_and_unpack(keys: set[int], low_bits: int) -> None:
+    ordered = np.array(sorted(keys), np.int64)
+    expected = np.array(reference.pack_keys(ordered.tolist(), low_bits), np.uint8)
+    body, back = np.zeros_like(expected), np.zeros_like(ordered)
+
+    packing.pack_keys(ordered, np.uint64(low_bits), body)
+    whole = packing.unpack_keys(body, np.uint64(ordered[0]), np.uint64(low_bits), back)
+
+    np.testing.assert_array_equal(body, expected)
+    assert whole
+    np.testing.assert_array_equal(back, ordered)
+
+
+@given(body=st.binary(min_size=0, max_size=40), count=st.integers(1, 30), low_bits=st.integers(0, 62))
+def test_no_body_unpacks_to_other_keys_than_those_that_pack_to_it(body: bytes, count: int, low_bits: int) -> None:
+    keys = np.zeros(count, np.int64)
+
+    whole = packing.unpack_keys(np.frombuffer(body, np.uint8), np.uint64(0), np.uint64(low_bits), keys)
+
+    if whole and keys[0] == 0 and (np.diff(keys) > 0).all():
+        assert bytes(reference.pack_keys(keys.tolist(), low_bits)) == body

@@ -109,3 +109,12 @@ def newest_rows(row_ids: list[NDArray[np.int64]]) -> list[tuple[int, int, int]]:
         for place, row in enumerate(ids.tolist()):
             found.setdefault(row, (piece, place))
     return [(row, *found[row]) for row in sorted(found)]
+
+
+def pack_keys(keys: list[int], low_bits: int) -> list[int]:
+    """Return the bytes of ascending keys as Elias-Fano: low bits, then high bits, each from a byte on."""
+    rests = [key - keys[0] for key in keys]
+    low = sum((rest % 2**low_bits) << (i * low_bits) for i, rest in enumerate(rests))
+    high = sum(1 << ((rest >> low_bits) + i) for i, rest in enumerate(rests))
+    low_bytes, high_bytes = -(-len(keys) * low_bits // 8), -(-high.bit_length() // 8)
+    return [*low.to_bytes(low_bytes, "little"), *high.to_bytes(high_bytes, "little")]
