@@ -3,8 +3,15 @@
 Other packages import these names and no submodule.
 """
 
-from dlrm_checkpointer.codec.digest import PartialDigest, add_digests, shard_digest, state_digest, table_digest
-from dlrm_checkpointer.codec.initializer import initial_rows, table_key, table_scale
+from dlrm_checkpointer.codec.digest import (
+    PartialDigest,
+    add_digests,
+    rows_digest,
+    shard_digest,
+    state_digest,
+    table_digest,
+)
+from dlrm_checkpointer.codec.initializer import id_seed, initial_rows, table_key, table_scale
 from dlrm_checkpointer.codec.rows import CodedRows, decode_rows, place_weights
 from dlrm_checkpointer.format.attempts import (
     JobIdentity,
@@ -56,6 +63,7 @@ from dlrm_checkpointer.types import (
     CutRows,
     CutRowSource,
     CutSize,
+    GoneRows,
     ShardId,
     ShardRows,
     SnapshotName,
@@ -66,14 +74,13 @@ from dlrm_checkpointer.write.retention import Retention, RetentionPlan, Retentio
 
 __all__ = [
     "PARALLEL_DECODES", "PEERS_TIMEOUT_S", "PUBLISH_FIELDS", "Check", "CodedRows", "Cut", "CutMeta", "CutRowSource",
-    "CutRows", "CutSize", "CutWithdrawnError", "ExportOptions", "Follower", "HandedOver", "HandoffDir",
+    "CutRows", "CutSize", "CutWithdrawnError", "ExportOptions", "Follower", "GoneRows", "HandedOver", "HandoffDir",
     "HandoffWriter", "JobIdentity", "ListedSnapshot", "ObjectEntry", "PartialCut", "PartialDigest", "Precision",
-    "Retention", "RetentionPlan", "RetentionPolicy", "Safetensors", "ShardId", "ShardRows", "Snapshot",
-    "SnapshotName", "TableDiff", "TableFile", "TableFormat", "TableMeta", "VerifiedSnapshot", "add_digests",
-    "check_bytes", "claim_attempt", "decode_rows", "diff_snapshots", "export_tables",
-    "find_attempt", "find_partial", "find_snapshot", "get_document", "initial_rows", "is_claimed", "last_attempt",
-    "list_snapshots", "load_chain", "load_rows", "manifest_key", "newest_attempt", "newest_snapshot",
-    "open_partial", "open_publish_store", "pick_snapshot", "place_weights", "put_document", "read_attempts",
-    "read_job", "restore_to_folder", "shard_digest", "state_digest", "store_options", "table_digest", "table_key",
-    "table_scale", "verify_snapshot",
+    "Retention", "RetentionPlan", "RetentionPolicy", "Safetensors", "ShardId", "ShardRows", "Snapshot", "SnapshotName",
+    "TableDiff", "TableFile", "TableFormat", "TableMeta", "VerifiedSnapshot", "add_digests", "check_bytes",
+    "claim_attempt", "decode_rows", "diff_snapshots", "export_tables", "find_attempt", "find_partial", "find_snapshot",
+    "get_document", "id_seed", "initial_rows", "is_claimed", "last_attempt", "list_snapshots", "load_chain",
+    "load_rows", "manifest_key", "newest_attempt", "newest_snapshot", "open_partial", "open_publish_store",
+    "pick_snapshot", "place_weights", "put_document", "read_attempts", "read_job", "restore_to_folder", "rows_digest",
+    "shard_digest", "state_digest", "store_options", "table_digest", "table_key", "table_scale", "verify_snapshot",
 ]  # fmt: skip

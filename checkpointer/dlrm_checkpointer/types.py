@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import SnapshotError
+from dlrm_api.keys import KEY_END, MAX_BUCKETS, key_buckets
 
 
 @dataclass(frozen=True, order=True)
@@ -56,7 +57,8 @@ class ShardRows:
 
     ``row_ids`` (N,) int64 are global row numbers, strictly ascending and inside the shard;
     ``rows`` (N, width) float32; ``state`` (N, S) float32, the values of each column block of the shard side by side
-    (row-wise Adagrad over a whole table: S = 1; SGD: S = 0).
+    (row-wise Adagrad over a whole table: S = 1; SGD: S = 0). In a unique table row numbers are keys, which a cut holds
+    in any order, and ``TableMeta.row_values`` follow in ``state``.
     """
 
     shard: ShardId
@@ -84,6 +86,15 @@ class ShardRows:
         return ShardRows(shard=self.shard, row_ids=self.row_ids[span], rows=self.rows[span], state=self.state[span])
 
 
+@dataclass(frozen=True, kw_only=True)
+class GoneRows:
+    """Hold keys of one shard of a unique table that left it since the cut's parent and were not updated again."""
+
+    shard: ShardId
+    row_ids: NDArray[np.int64]
+    """(N,) different keys inside the shard, in any order."""
+
+
 class CutRowSource(Protocol):
     """Provide rows of one shard of a cut, wherever the trainer keeps them; ``ShardRows`` does it too."""
 
@@ -93,11 +104,11 @@ class CutRowSource(Protocol):
 
     @property
     def state_values(self) -> int:
-        """Return the number of state values per row."""
+        """Return the number of state values per row, ``TableMeta.row_values`` included."""
 
     @property
     def row_ids(self) -> NDArray[np.int64]:
-        """Return the (N,) global row numbers, strictly ascending and inside the shard."""
+        """Return the (N,) global row numbers inside the shard, strictly ascending unless they are keys."""
 
     def copy(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
         """Copy rows [start, end) of these, counted from 0, into (end - start, width) and (end - start, S)."""
@@ -153,6 +164,9 @@ PEERS_TIMEOUT_S = 20.0
 """Longest wait for other pods' parts once the gang broke. Leaving loses nothing: of the sidecars that store parts of
 one cut, the last finds all of them and commits it."""
 Dtype = Literal["fp32", "fp16"]
+Ids = Literal["rows", "unique"]
+RowValue = Literal["touched"]
+"""What a row of a unique table has beside weights and optimizer state: the step of its last touch, a uint32."""
 MAX_NAME = 63
 MAX_ROWS, MAX_COLUMNS = 2**40, 4_096
 """Bounds of a table, in the format as in ``spec.model.tables``."""
@@ -166,6 +180,7 @@ class TableMeta:
 
     name: str
     rows: int
+    """Of a unique table the most that it has at a time, but for what its buckets round up."""
     dim: int
     seed: int
     """Seed of the initializer (``initializer.initial_rows``)."""
@@ -177,6 +192,12 @@ class TableMeta:
     """float32 values of row optimizer state per block; 1 each by default."""
     dtype: Dtype = "fp32"
     """Type of the trainer's rows; all values of a fp16 table, initial ones included, are fp16 values."""
+    ids: Ids = "rows"
+    """``unique``: global row numbers are keys below ``KEY_END``, and a row without a key does not exist."""
+    buckets: int = 1
+    """Ranges of keys of one size that a unique table is made of; no shard splits one."""
+    row_values: tuple[RowValue, ...] = ()
+    """Values of each row of a unique table that follow its optimizer state: the bits of a uint32 in a float32."""
 
     def __post_init__(self) -> None:
         if not self.state_columns:
@@ -184,6 +205,7 @@ class TableMeta:
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as the format writes it."""
+        unique = {"ids": self.ids, "buckets": self.buckets, "rowValues": list(self.row_values)}
         return {
             "name": self.name,
             "rows": self.rows,
@@ -193,6 +215,7 @@ class TableMeta:
             "columnBlocks": [list(block) for block in self.column_blocks],
             "stateColumns": list(self.state_columns),
             "dtype": self.dtype,
+            **(unique if self.is_unique else {}),
         }
 
     @classmethod
@@ -211,6 +234,9 @@ class TableMeta:
             column_blocks=tuple((int(start), int(end)) for start, end in value["columnBlocks"]),
             state_columns=tuple(int(values) for values in value.get("stateColumns", ())),
             dtype=value.get("dtype", "fp32"),
+            ids=value.get("ids", "rows"),
+            buckets=int(value.get("buckets", 1)),
+            row_values=tuple(value.get("rowValues", ())),
         )
         if problem := table._problem():
             raise ValueError(f"table {table.name[:MAX_NAME]!r}: {problem}")
@@ -232,11 +258,43 @@ class TableMeta:
             return "expected 0 to 4 w + 4 state values for a block of w columns"
         if not 0 <= self.scale < math.inf or not -(2**63) <= self.seed < 2**63:
             return f"invalid initializer: scale {self.scale}, seed {self.seed}"
-        return "" if self.dtype in get_args(Dtype) else f"expected dtype fp32 or fp16, got {self.dtype!r}"
+        if self.dtype not in get_args(Dtype):
+            return f"expected dtype fp32 or fp16, got {self.dtype!r}"
+        return self._unique_problem()
+
+    def _unique_problem(self) -> str:
+        if self.ids not in get_args(Ids):
+            return f"expected ids rows or unique, got {self.ids!r}"
+        known = get_args(RowValue) if self.is_unique else ()
+        if len(set(self.row_values)) != len(self.row_values) or not set(self.row_values).issubset(known):
+            return f"expected row values among {list(known)}, got {list(self.row_values)}"
+        if self.buckets not in range(1, MAX_BUCKETS + 1) or self.buckets & (self.buckets - 1):
+            return f"expected a power of two of at most {MAX_BUCKETS} buckets, got {self.buckets}"
+        if not self.is_unique:
+            return "" if self.buckets == 1 else "expected buckets in a table of unique ids only"
+        return "" if len(self.column_blocks) == 1 else "expected one column block in a table of unique ids"
+
+    @property
+    def is_unique(self) -> bool:
+        """Return whether global row numbers are keys."""
+        return self.ids == "unique"
+
+    @property
+    def capacity(self) -> int:
+        """Return the most rows that there can be."""
+        if not self.is_unique:
+            return self.rows
+        buckets = key_buckets(self.rows, self.buckets)
+        return buckets.count * buckets.quota
+
+    @property
+    def end(self) -> int:
+        """Return the number after the greatest global row number."""
+        return KEY_END if self.is_unique else self.rows
 
     def whole(self) -> ShardId:
         """Return the rectangle that covers the table."""
-        return ShardId(self.name, 0, self.rows, 0, self.dim)
+        return ShardId(self.name, 0, self.end, 0, self.dim)
 
     def blocks_of(self, column_start: int, column_end: int) -> range:
         """Return the indices of the column blocks that make up these columns.
@@ -258,8 +316,8 @@ class TableMeta:
 
     @property
     def state_width(self) -> int:
-        """Return the number of row optimizer state values of a whole row."""
-        return sum(self.state_columns)
+        """Return the number of row optimizer state values of a whole row, ``row_values`` included."""
+        return sum(self.state_columns) + len(self.row_values)
 
     def state_of(self, column_start: int, column_end: int) -> range:
         """Return the positions, in a whole row's state, of the values that belong to these columns.
@@ -268,7 +326,21 @@ class TableMeta:
             SnapshotError: the columns cut a block in two.
         """
         blocks = self.blocks_of(column_start, column_end)
-        return range(sum(self.state_columns[: blocks.start]), sum(self.state_columns[: blocks.stop]))
+        start, stop = sum(self.state_columns[: blocks.start]), sum(self.state_columns[: blocks.stop])
+        # Only tables with one block have row values.
+        return range(start, stop + len(self.row_values))
+
+
+def check_gone(gone: GoneRows, table: TableMeta) -> None:
+    """Check that keys that left belong to their table.
+
+    Raises:
+        ValueError: names the shard and what is wrong with it.
+    """
+    if not table.is_unique:
+        raise ValueError(f"{gone.shard}: rows of table {table.name} cannot leave it: its ids are not unique")
+    _check_shard(gone.shard, table)
+    _check_inside(gone.shard, gone.row_ids)
 
 
 def check_rows(place: CutRowSource, table: TableMeta) -> None:
@@ -279,15 +351,27 @@ def check_rows(place: CutRowSource, table: TableMeta) -> None:
         SnapshotError: the shard cuts a column block in two.
     """
     shard, ids = place.shard, place.row_ids
-    if shard.table != table.name or shard.row_end > table.rows or shard.column_end > table.dim:
-        raise ValueError(f"{shard}: lies outside table {table.name} of {table.rows} rows x {table.dim} columns")
+    _check_shard(shard, table)
     values = len(table.state_of(shard.column_start, shard.column_end))
     if place.state_values != values:
         raise ValueError(f"{shard}: rows have {place.state_values} values of state, not {values}")
+    if table.is_unique:
+        _check_inside(shard, ids)
+        return
     if len(ids) and not (shard.row_start <= ids[0] and ids[-1] < shard.row_end):
         raise ValueError(f"{shard}: row ids {ids[0]} to {ids[-1]} lie outside the shard")
     if len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all()):
         raise ValueError(f"{shard}: row ids are not strictly ascending")
+
+
+def _check_shard(shard: ShardId, table: TableMeta) -> None:
+    if shard.table != table.name or shard.row_end > table.end or shard.column_end > table.dim:
+        raise ValueError(f"{shard}: lies outside table {table.name} of {table.end} rows x {table.dim} columns")
+
+
+def _check_inside(shard: ShardId, keys: NDArray[np.int64]) -> None:
+    if len(keys) and not (shard.row_start <= keys.min() and keys.max() < shard.row_end):
+        raise ValueError(f"{shard}: keys {keys.min()} to {keys.max()} lie outside the shard")
 
 
 @dataclass(frozen=True, kw_only=True)

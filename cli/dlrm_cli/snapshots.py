@@ -271,9 +271,11 @@ def open_snapshot_store(
 
 
 def _description(snapshot: Snapshot) -> dict[str, Any]:
-    manifest, stored = snapshot.manifest, Counter[str]()
+    manifest, stored, gone = snapshot.manifest, Counter[str](), Counter[str]()
     for chunk in manifest.chunks:
         stored[chunk.table] += chunk.rows
+    for entry in manifest.gone:
+        gone[entry.table] += entry.rows
     return {
         "uri": snapshot.uri,
         "step": snapshot.step,
@@ -283,6 +285,7 @@ def _description(snapshot: Snapshot) -> dict[str, Any]:
         "bytes": manifest.total_bytes,
         "objects": len(manifest.objects),
         "stored_rows": stored,
+        "gone_keys": gone,
         "cut": _with_snake_case_keys(asdict(snapshot.meta)),
     }
 
@@ -355,7 +358,8 @@ def verify_all(store: ObjectStore) -> None:
 
 def _verified(found: VerifiedSnapshot) -> str:
     rows = sum(found.rows.values())
-    return f"verified step {found.step}: {found.objects} objects, {found.bytes:,} bytes, {rows:,} rows"
+    gone = f", {found.gone:,} keys gone" if found.gone else ""
+    return f"verified step {found.step}: {found.objects} objects, {found.bytes:,} bytes, {rows:,} rows{gone}"
 
 
 def _steps(steps: Sequence[int]) -> str:

@@ -16,17 +16,23 @@ from dlrm_api.model import InitializerSpec
 from dlrm_kernels.hashing import GOLDEN, mix_array
 
 DOMAIN = b"dlrm-initializer-1\0"
+IDS_DOMAIN = b"dlrm-ids-1\0"
 BLOCK_VALUES = 1 << 16
 """Hashes per pass: few enough for its temporaries (0.5 MiB each) to stay in the cache."""
 
 
-def table_key(seed: int, table: str) -> int:
+def table_key(seed: int, table: str, domain: bytes = DOMAIN) -> int:
     """Return a table's 64-bit key.
 
     It is the first 8 bytes, little-endian, of SHA-256(domain, seed as 8 bytes, name in UTF-8).
     """
-    body = DOMAIN + (seed % 2**64).to_bytes(8, "little") + table.encode()
+    body = domain + (seed % 2**64).to_bytes(8, "little") + table.encode()
     return int.from_bytes(hashlib.sha256(body).digest()[:8], "little")
+
+
+def id_seed(seed: int, table: str) -> int:
+    """Return the 63-bit seed from which a unique table's ids become keys (``hashing.keys_of_ids``)."""
+    return table_key(seed, table, IDS_DOMAIN) % 2**63
 
 
 def table_scale(initializer: InitializerSpec, rows: int) -> float:

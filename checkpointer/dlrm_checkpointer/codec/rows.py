@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +30,13 @@ IN_ORDER = np.empty(0, np.int64)
 class ChunkEncoding:
     """State how the weights of a chunk are stored."""
 
-    bits: Bits
+    bits: Bits | Literal[0]
+    """0: the rows are gone, and have no weights."""
     exponent: int
     """Weights are what is stored times 2**exponent."""
 
 
+GONE = ChunkEncoding(0, 0)
 Encoded = tuple["CodedRows", NDArray[np.int8] | None, int]
 """Encoded rows, their exponents (None: all 0), and the first row that cannot be stored or -1."""
 
@@ -138,7 +140,7 @@ class _Floats(Quantizer):
         out[places if len(places) else slice(len(coded.body))] = coded.body
 
 
-QUANTIZERS: dict[Bits, Quantizer] = {
+QUANTIZERS: dict[int, Quantizer] = {
     2: _Codes(2, bins=25, shrinks=24),
     3: _Codes(3, bins=25, shrinks=24),
     4: _Codes(4, bins=45, shrinks=9),
@@ -157,6 +159,7 @@ class CodedRows:
     ``body`` is (N, P) uint8 codes at 2, 3, 4 and 8 bits (``packing``), (N, width) float16 at 16, float32 at 32.
     ``scale`` and ``low`` are (N,) float16 at 2 to 8 bits, else (0,).
     ``state`` (N, S) float32 is that of ``ShardRows``.
+    Rows that are ``GONE`` have row numbers alone: ``body`` and ``state`` are (N, 0).
     """
 
     shard: ShardId
@@ -172,13 +175,25 @@ class CodedRows:
         """Return the bytes of the arrays."""
         return sum(array.nbytes for array in (self.row_ids, self.body, self.scale, self.low, self.state))
 
+    @classmethod
+    def gone(cls, shard: ShardId, row_ids: NDArray[np.int64]) -> Self:
+        """Return ascending keys of a shard that left their table."""
+        none = np.empty((len(row_ids), 0), np.uint8)
+        state = np.empty((len(row_ids), 0), np.float32)
+        return cls(shard=shard, row_ids=row_ids, form=GONE, body=none, scale=EMPTY, low=EMPTY, state=state)
+
+    @property
+    def is_gone(self) -> bool:
+        """Return whether the rows are gone."""
+        return self.form == GONE
+
     def take(self, index: slice | NDArray[Any]) -> CodedRows:
         """Return rows by index, in ascending order: views for a slice, else copies."""
 
         def taken(array: NDArray[Any]) -> NDArray[Any]:
             return array[index] if isinstance(index, slice) else array.take(index, axis=0)
 
-        scaled = ("scale", "low") if QUANTIZERS[self.form.bits].has_scale else ()
+        scaled = ("scale", "low") if len(self.scale) else ()
         columns: dict[str, Any] = {name: taken(getattr(self, name)) for name in ("row_ids", "body", "state", *scaled)}
         return replace(self, **columns)
 
@@ -195,10 +210,10 @@ class CodedRows:
         """
         part, own = self.between(shard.row_start, shard.row_end), self.shard
         first, last = max(own.column_start, shard.column_start), min(own.column_end, shard.column_end)
-        held, wanted = table.state_of(own.column_start, own.column_end), table.state_of(first, last)
         start, stop = max(own.row_start, shard.row_start), min(own.row_end, shard.row_end)
         body, state = part.body, part.state
         if (first, last) != (own.column_start, own.column_end):
+            held, wanted = table.state_of(own.column_start, own.column_end), table.state_of(first, last)
             quantizer = QUANTIZERS[self.form.bits]
             body = quantizer.cut_columns(part, first - own.column_start, last - own.column_start)
             state = state[:, wanted.start - held.start : wanted.stop - held.start]
@@ -217,7 +232,9 @@ def row_bytes(bits: Bits, width: int, state_values: int) -> int:
     return size + 4 * quantizer.has_scale + 4 * state_values
 
 
-def code_rows(piece: ShardRows, bits: Bits, out: NDArray[np.uint8] | None = None) -> list[CodedRows]:
+def code_rows(
+    piece: ShardRows, bits: Bits, out: NDArray[np.uint8] | None = None, *, row_values: int = 0
+) -> list[CodedRows]:
     """Encode rows: one ``CodedRows`` per encoding, nearly always one. Equal rows give equal bits.
 
     At 2 to 8 bits a weight in the range of its row's codes comes back within half a scale, plus float rounding; that
@@ -226,7 +243,7 @@ def code_rows(piece: ShardRows, bits: Bits, out: NDArray[np.uint8] | None = None
     it is a view of ``piece``.
 
     ``docs/format.md`` has the exponents. Codes are written to ``out`` if it is large enough, which is faster than new
-    memory; the result is valid until it is used again.
+    memory; the result is valid until it is used again. The last ``row_values`` columns of the state are any 32 bits.
 
     Raises:
         SnapshotError: names the table and the row of a value that cannot be stored.
@@ -234,7 +251,8 @@ def code_rows(piece: ShardRows, bits: Bits, out: NDArray[np.uint8] | None = None
     Source: Eisenman et al., Check-N-Run, NSDI 2022; Guan et al., Post-Training 4-bit Quantization on Embedding
     Tables, 2019.
     """
-    _check_finite(piece, piece.state, "its optimizer state is not finite; the cut is not stored")
+    floats = piece.state[:, : piece.state_values - row_values]
+    _check_finite(piece, floats, "its optimizer state is not finite; the cut is not stored")
     coded, exponents, bad = QUANTIZERS[bits].encode(piece, out)
     if bad >= 0:
         problem = TOO_LARGE.format(bits) if np.isfinite(piece.rows[bad]).all() else NOT_FINITE

@@ -26,16 +26,19 @@ class BrokenChainError(SnapshotError):
 
 
 class ChainLayers:
-    """Index the chunks of manifests, oldest first, by table: in one pass however many tables there are."""
+    """Index the objects with rows of manifests, oldest first, by table: in one pass however many tables there are.
+
+    Those with keys that are gone are among them.
+    """
 
     def __init__(self, manifests: Sequence[Manifest]) -> None:
         self._of: list[dict[str, list[ChunkEntry]]] = [{} for _ in manifests]
         for found, manifest in zip(self._of, manifests, strict=True):
-            for chunk in manifest.chunks:
+            for chunk in manifest.row_objects:
                 found.setdefault(chunk.table, []).append(chunk)
 
     def __call__(self, table: str) -> tuple[tuple[ChunkEntry, ...], ...]:
-        """Return a table's chunks in each of the manifests."""
+        """Return a table's objects in each of the manifests."""
         return tuple(tuple(each.get(table, ())) for each in self._of)
 
 
@@ -54,7 +57,7 @@ class Chain:
 
     @cached_property
     def chunks(self) -> ChainLayers:
-        """Return each table's chunks, manifest by manifest."""
+        """Return each table's objects with rows or keys that are gone, manifest by manifest."""
         return ChainLayers(self.manifests)
 
 

@@ -14,11 +14,13 @@ from pydantic.alias_generators import to_camel
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.codec.rows import EMPTY, QUANTIZERS, ChunkEncoding, CodedRows
 from dlrm_checkpointer.format.manifest import ObjectEntry, refusing
-from dlrm_checkpointer.types import ShardId
+from dlrm_checkpointer.types import ShardId, TableMeta
+from dlrm_kernels import packing
 from dlrm_stores import ObjectStore
 from dlrm_stores.base import Body
 
-OBJECT_VERSION = 2
+OBJECT_VERSION, KEYED_OBJECT_VERSION = 2, 3
+"""Versions of objects; the second is that of rows of unique tables and of keys that are gone."""
 METADATA_KEY = "dlrm"
 """The only entry of the container's metadata, a JSON object: the order of several entries is not deterministic."""
 DTYPES = {
@@ -36,44 +38,68 @@ ALIGNMENT = 8
 """Alignment of the data, by spaces at the end of the header."""
 MAX_ROW_NUMBERS = 1 << 23
 """Largest number of row numbers in one object. Contiguous ones take no bytes, so the size does not bound them."""
-BITMAP, GAPS = "row_bitmap", "row_gaps"
+MAX_GONE_KEYS = 1 << 20
+"""Largest number of keys in one object of keys that are gone, as written."""
+BITMAP, GAPS, KEYS = "row_bitmap", "row_gaps", "row_keys"
 GAP_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
+TOUCHED = "touched"
+TOUCHED_STEPS = 64
+"""Steps of a period: below 32 bits, a row's last touch is stored as the number of periods before ``touchedBase``."""
+MAX_TOUCHED_AGE = 2**16 - 1
 
 
-def encode_rows(coded: CodedRows) -> memoryview:
-    """Encode one chunk of at least one row. Equal rows give equal bytes."""
+def encode_rows(coded: CodedRows, table: TableMeta | None = None) -> memoryview:
+    """Encode one chunk of at least one row, or of keys that are gone. Equal rows give equal bytes.
+
+    ``table`` is that of the rows; it is needed only if its ids are unique.
+    """
     form = coded.form
-    arrays: dict[str, NDArray[Any]] = {"state": coded.state, **_encode_ids(coded.row_ids)}
+    shard = {to_camel(name): value for name, value in vars(coded.shard).items()}
+    meta = {**_ids_meta(coded.row_ids), **shard}
+    is_keyed = table is not None and table.is_unique
+    version = KEYED_OBJECT_VERSION if is_keyed else OBJECT_VERSION
+    arrays, coding = _encode_keys(coded.row_ids) if is_keyed else (_encode_ids(coded.row_ids), {})
+    if coded.is_gone:
+        return _save(arrays, "gone", meta | coding, version)
+    arrays["state"] = coded.state
+    if table is not None and table.row_values:
+        arrays["state"] = coded.state[:, : -len(table.row_values)]
+        arrays[TOUCHED], base = _encode_touched(_words(coded.state)[:, -1], form.bits)
+        coding |= base
     if QUANTIZERS[form.bits].has_scale:
         arrays |= {"codes": coded.body, "scale": coded.scale, "low": coded.low}
     else:
         arrays["rows"] = coded.body
-    shard = {to_camel(name): value for name, value in vars(coded.shard).items()}
-    return _save(arrays, "rows", {"bits": form.bits, "exponent": form.exponent, **_ids_meta(coded.row_ids), **shard})
+    return _save(arrays, "rows", {"bits": form.bits, "exponent": form.exponent, **meta, **coding}, version)
 
 
 def decode_rows(body: Body, key: str) -> CodedRows:
-    """Decode a chunk; all arrays except the row numbers are views of ``body``.
+    """Decode a chunk, or keys that are gone; most arrays are views of ``body``.
 
     Raises:
         SnapshotError: names the object and what is wrong with it.
     """
-    meta, arrays = _load(body, key, "rows")
-    with refusing(key, "not a chunk of rows as the format says"):
+    meta, arrays = _load(body, key, "rows", "gone")
+    with refusing(key, f"not a chunk of {meta['kind']} as the format says"):
         return _coded_rows(meta, arrays)
 
 
 def _coded_rows(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> CodedRows:
     rectangle = (int(meta[name]) for name in ("rowStart", "rowEnd", "columnStart", "columnEnd"))
     shard, count = ShardId(str(meta["table"]), *rectangle), int(meta["rows"])
-    form = ChunkEncoding(meta["bits"], int(meta["exponent"]))
-    quantizer = QUANTIZERS.get(form.bits) if type(form.bits) is int else None
-    if quantizer is None or form.exponent not in quantizer.exponents:
-        raise ValueError(f"{form.bits} bits with exponent {form.exponent}")
     if shard.width < 1 or shard.row_start < 0 or shard.column_start < 0:
         raise ValueError(f"invalid shard {shard}")
     if (first := int(meta["firstRow"])) < shard.row_start:
         raise ValueError(f"row {first} lies outside {shard}")
+    is_keyed = meta["version"] == KEYED_OBJECT_VERSION
+    if meta["kind"] == "gone":
+        if not is_keyed or count > MAX_ROW_NUMBERS:
+            raise ValueError(f"expected at most {MAX_ROW_NUMBERS} keys of a table of unique ids, got {count}")
+        return CodedRows.gone(shard, _decode_keys(meta, arrays, first, count, shard.row_end))
+    form = ChunkEncoding(meta["bits"], int(meta["exponent"]))
+    quantizer = QUANTIZERS.get(form.bits) if type(form.bits) is int else None
+    if quantizer is None or form.exponent not in quantizer.exponents:
+        raise ValueError(f"{form.bits} bits with exponent {form.exponent}")
     name = "codes" if quantizer.has_scale else "rows"
     wanted: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
         name: (quantizer.dtype, (count, quantizer.columns(shard.width))),
@@ -88,10 +114,44 @@ def _coded_rows(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
         if each in ("scale", "low") and not np.isfinite(array).all():
             raise ValueError(f"{each} is not finite")
     scale, low = (arrays["scale"], arrays["low"]) if quantizer.has_scale else (EMPTY, EMPTY)
-    ids = _decode_ids(arrays, first, count, shard.row_end)
-    return CodedRows(
-        shard=shard, row_ids=ids, form=form, body=arrays[name], scale=scale, low=low, state=arrays["state"]
-    )
+    if not is_keyed:
+        ids, state = _decode_ids(arrays, first, count, shard.row_end), arrays["state"]
+    else:
+        ids, state = _decode_keys(meta, arrays, first, count, shard.row_end), _with_touched(meta, arrays)
+    return CodedRows(shard=shard, row_ids=ids, form=form, body=arrays[name], scale=scale, low=low, state=state)
+
+
+def _encode_touched(steps: NDArray[np.uint32], bits: int) -> tuple[NDArray[Any], dict[str, int]]:
+    """Encode (N,) steps; below 32 bits as periods before the newest, which are exact again when they are merged."""
+    if bits == 32:
+        return steps, {}
+    periods = steps // np.uint32(TOUCHED_STEPS)
+    base = periods.max()
+    return np.minimum(base - periods, MAX_TOUCHED_AGE).astype(np.uint16), {"touchedBase": int(base)}
+
+
+def _with_touched(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+    """Return the state with the steps of ``touched`` as its last column, if the chunk has them."""
+    state = arrays["state"]
+    if TOUCHED not in arrays:
+        return state
+    touched, kind = arrays[TOUCHED], np.uint32 if meta["bits"] == 32 else np.uint16
+    if touched.dtype != kind or touched.shape != state.shape[:1]:
+        raise ValueError(f"{TOUCHED} is {touched.dtype}{touched.shape}, not {np.dtype(kind)}{state.shape[:1]}")
+    steps = touched.astype(np.uint32)
+    if kind is np.uint16:
+        base = int(meta["touchedBase"])
+        if not int(steps.max()) <= base < 2**32 // TOUCHED_STEPS:
+            raise ValueError(f"rows were touched {steps.max()} periods before period {base}")
+        steps = (np.uint32(base) - steps) * np.uint32(TOUCHED_STEPS)
+    found = np.empty((len(state), state.shape[1] + 1), np.float32)
+    found[:, :-1] = state
+    _words(found)[:, -1] = steps
+    return found
+
+
+def _words(state: NDArray[np.float32]) -> NDArray[np.uint32]:
+    return np.ascontiguousarray(state).view(np.uint32)
 
 
 def encode_row_numbers(table: str, row_ids: NDArray[np.int64]) -> memoryview:
@@ -169,8 +229,8 @@ def _decode_ids(arrays: Mapping[str, NDArray[Any]], first: int, count: int, end:
     """
     if not (0 <= first < end and 1 <= count <= end - first):
         raise ValueError(f"{count} rows from row {first} on do not lie below row {end}")
-    if BITMAP in arrays and GAPS in arrays:
-        raise ValueError(f"expected either {BITMAP} or {GAPS}, got both")
+    if (BITMAP in arrays and GAPS in arrays) or KEYS in arrays:
+        raise ValueError(f"expected either {BITMAP} or {GAPS}, got {sorted(arrays)}")
     if BITMAP in arrays:
         bitmap = arrays[BITMAP]
         if bitmap.dtype != np.uint8 or bitmap.ndim != 1 or int(np.bitwise_count(bitmap).sum()) != count:
@@ -191,13 +251,44 @@ def _decode_ids(arrays: Mapping[str, NDArray[Any]], first: int, count: int, end:
     return ids
 
 
+def _encode_keys(keys: NDArray[np.int64]) -> tuple[dict[str, NDArray[Any]], dict[str, int]]:
+    """Encode N >= 1 ascending keys as Elias-Fano: 2 + log2(range / N) bits each; return the array and its metadata."""
+    count, span = len(keys), int(keys[-1]) - int(keys[0])
+    low_bits = max(0, (span // count).bit_length() - 1)
+    body = np.zeros(-(-count * low_bits // 8) - (-((span >> low_bits) + count) // 8), np.uint8)
+    packing.pack_keys(keys, np.uint64(low_bits), body)
+    return {KEYS: body}, {"lowBits": low_bits}
+
+
+def _decode_keys(
+    meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], first: int, count: int, end: int
+) -> NDArray[np.int64]:
+    """Decode ``count`` ascending keys below ``end``, of which the body has at least a bit each.
+
+    Raises:
+        ValueError: the array does not hold ``count`` keys from ``first`` on, below ``end``.
+    """
+    body, low_bits = arrays[KEYS], int(meta["lowBits"])
+    if body.dtype != np.uint8 or body.ndim != 1 or not 0 <= low_bits < packing.KEY_BITS:
+        raise ValueError(f"{KEYS} is {body.dtype}{body.shape} with {low_bits} low bits")
+    if not (0 <= first < end <= 2**63 and 1 <= count <= 8 * len(body)):
+        raise ValueError(f"{count} keys from key {first} on, below {end}, are not in {len(body)} bytes")
+    keys = np.zeros(count, np.int64)
+    is_whole = packing.unpack_keys(body, np.uint64(first), np.uint64(low_bits), keys)
+    if not is_whole or keys[0] != first or keys[-1] >= end or not (keys[1:] > keys[:-1]).all():
+        raise ValueError(f"expected {count} ascending keys from key {first} on, below {end}")
+    return keys
+
+
 def _ids_meta(row_ids: NDArray[np.int64]) -> dict[str, int]:
     return {"firstRow": int(row_ids[0]), "rows": len(row_ids)}
 
 
-def _save(arrays: Mapping[str, NDArray[Any]], kind: str, meta: Mapping[str, Any]) -> memoryview:
+def _save(
+    arrays: Mapping[str, NDArray[Any]], kind: str, meta: Mapping[str, Any], version: int = OBJECT_VERSION
+) -> memoryview:
     """Encode as the safetensors library does, byte for byte, with one copy where the library makes three."""
-    meta = {"version": OBJECT_VERSION, "kind": kind, **meta}
+    meta = {"version": version, "kind": kind, **meta}
     little = {name: np.asarray(array, array.dtype.newbyteorder("<")) for name, array in arrays.items()}
     types = {name: NAMES[array.dtype] for name, array in little.items()}
     order = sorted(little, key=lambda name: (FIRST_TYPES.index(types[name]), name))
@@ -219,7 +310,7 @@ def _save(arrays: Mapping[str, NDArray[Any]], kind: str, meta: Mapping[str, Any]
     return body.data
 
 
-def _load(body: Body, key: str, kind: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+def _load(body: Body, key: str, *kinds: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """Return metadata and arrays (views of ``body``); the library would copy, and hides the metadata."""
     with refusing(key, "not a safetensors container of this format"):
         length = int.from_bytes(body[:HEADER_LENGTH_BYTES], "little")
@@ -231,14 +322,15 @@ def _load(body: Body, key: str, kind: str) -> tuple[dict[str, Any], dict[str, ND
         _check_ranges([entry["data_offsets"] for entry in header.values()], len(data))
         arrays = {name: _array(data, entry) for name, entry in header.items()}
         version, found = int(meta["version"]), meta["kind"]
-    if version > OBJECT_VERSION:
+    if version > KEYED_OBJECT_VERSION:
         raise SnapshotError(
-            f"{key}: object version {version}, this program reads up to {OBJECT_VERSION}: use a newer dlrm-operator"
+            f"{key}: object version {version}, this program reads up to {KEYED_OBJECT_VERSION}: use a newer "
+            "dlrm-operator"
         )
     if version < OBJECT_VERSION:
         raise SnapshotError(f"{key}: object version {version}, which was never released, is not read any more")
-    if found != kind:
-        raise SnapshotError(f"{key}: holds {found}, not {kind}")
+    if found not in kinds:
+        raise SnapshotError(f"{key}: holds {found}, not {' or '.join(kinds)}")
     return meta, arrays
 
 

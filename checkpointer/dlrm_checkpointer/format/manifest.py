@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,8 @@ from pydantic.dataclasses import dataclass
 from dlrm_api.errors import SnapshotError, field_path, first_problem
 from dlrm_checkpointer.types import MAX_NAME, CutMeta, ShardId, SnapshotName, TableMeta
 
-FORMAT_VERSION = 2
+FORMAT_VERSION, KEYED_FORMAT_VERSION = 2, 3
+"""The second is written for models with a table of unique ids."""
 UNSEALED = "0" * 64
 FORMAT = ConfigDict(alias_generator=to_camel, validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
 """Rules of every part of the format: camelCase, unknown fields are ignored, incompatible changes raise the version."""
@@ -54,6 +55,9 @@ class FormatModel(BaseModel):
 class SealedModel(FormatModel):
     """Define an object that holds the SHA-256 of its own bytes."""
 
+    versions: ClassVar[range]
+    """Versions that are read."""
+
     def encode(self) -> bytes:
         """Encode as sealed JSON with sorted keys and no spaces: equal content gives equal bytes."""
         return sealed(self.model_dump(mode="json"))
@@ -80,20 +84,20 @@ def _with_seal(body: bytes, old: str, new: str) -> bytes:
 
 
 def parse_sealed(model: type[M], body: bytes, key: str, what: str, *, newer: str = "", older: str = "") -> M:
-    """Parse sealed JSON of the model's version; ``newer`` and ``older`` are advice about other versions.
+    """Parse sealed JSON of the model's versions; ``newer`` and ``older`` are advice about other versions.
 
     Raises:
         NewerVersionError: a newer version wrote it.
         SnapshotError: names the object and what is wrong with it.
     """
-    version: int = model.model_fields["version"].default
     try:
         head = _Head.model_validate_json(body)
     except ValidationError as error:
         raise SnapshotError(f"{key}: not JSON of this format: {_first_problem(error)}") from error
-    if head.version != version:
-        refused, advice = (NewerVersionError, newer) if head.version > version else (SnapshotError, older)
-        raise refused(f"{key}: {what} version {head.version}, this program reads version {version}{advice}")
+    if head.version not in model.versions:
+        newest = model.versions[-1]
+        refused, advice = (NewerVersionError, newer) if head.version > newest else (SnapshotError, older)
+        raise refused(f"{key}: {what} version {head.version}, this program reads version {newest}{advice}")
     if hashlib.sha256(_with_seal(body, head.seal, UNSEALED)).hexdigest() != head.seal:
         raise SnapshotError(f"{key}: corrupt: its SHA-256 is not its seal")
     try:
@@ -158,6 +162,11 @@ class ChunkEntry(ObjectEntry):
         return ShardId(self.table, self.row_start, self.row_end, self.column_start, self.column_end)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, config=FORMAT)
+class GoneEntry(ChunkEntry):
+    """Describe an object that holds keys of one shard of a unique table which are gone from it."""
+
+
 class ChainLink(FormatModel):
     """Name a snapshot that another one is based on, with the SHA-256 of its manifest."""
 
@@ -174,7 +183,7 @@ class ChainLink(FormatModel):
 class ChainSummary(FormatModel):
     """Sum up the sizes of a full snapshot and its increments, which decide when the next full one is due.
 
-    Sizes are the bytes of all objects that hold rows.
+    Sizes are the bytes of all objects that hold rows or keys that are gone.
     """
 
     base_bytes: int = Field(ge=0)
@@ -197,11 +206,29 @@ class ChainSummary(FormatModel):
         )
 
 
-class PartList(SealedModel):
+class _CutModel(SealedModel):
+    """Hold what part lists and manifests share."""
+
+    versions = range(FORMAT_VERSION, KEYED_FORMAT_VERSION + 1)
+    version: int = FORMAT_VERSION
+    chunks: tuple[ChunkEntry, ...]
+    gone: tuple[GoneEntry, ...] = ()
+    """Keys that are in no older snapshot any more; absent from version 2."""
+
+    def encode(self) -> bytes:
+        """Encode as ``SealedModel`` does; version 2 has no ``gone``."""
+        return sealed(self.model_dump(mode="json", exclude={"gone"} if self.version == FORMAT_VERSION else None))
+
+    @property
+    def row_objects(self) -> tuple[ChunkEntry, ...]:
+        """Return the objects with rows, and with keys that are gone."""
+        return (*self.chunks, *self.gone)
+
+
+class PartList(_CutModel):
     """List what one rank stored of one cut: ``parts/<step>/<attempt>/<rank>.json``."""
 
     format: Literal["dlrm-part"] = "dlrm-part"
-    version: int = FORMAT_VERSION
     rank: int = Field(ge=0)
     kind: Kind
     bits: int
@@ -209,22 +236,19 @@ class PartList(SealedModel):
     before: ChainSummary | None
     """Growth of the chain's newest snapshot; None if the snapshot is full."""
     meta: dict[str, Any]
-    chunks: tuple[ChunkEntry, ...]
     dense: ObjectEntry | None
 
 
-class Manifest(SealedModel):
+class Manifest(_CutModel):
     """Describe a snapshot, which exists exactly as long as this object does."""
 
     format: Literal["dlrm-snapshot"] = "dlrm-snapshot"
-    version: int = FORMAT_VERSION
     kind: Kind
     bits: int
     chain: tuple[ChainLink, ...]
     """Snapshots that provide the rows that this one lacks, oldest first: a full one, then increments."""
     growth: ChainSummary
     meta: dict[str, Any]
-    chunks: tuple[ChunkEntry, ...]
     dense: ObjectEntry
 
     @property
@@ -240,7 +264,7 @@ class Manifest(SealedModel):
     @property
     def objects(self) -> tuple[ObjectEntry, ...]:
         """Return the snapshot's own objects, without those of its chain."""
-        return (*self.chunks, self.dense)
+        return (*self.row_objects, self.dense)
 
     @property
     def total_bytes(self) -> int:
@@ -269,16 +293,24 @@ class Manifest(SealedModel):
         if len(dense) != 1:
             raise SnapshotConflictError(f"{where}: {len(dense)} ranks handed over dense state, not one")
         chunks = tuple(chunk for part in ordered for chunk in part.chunks)
-        size = sum(chunk.bytes for chunk in chunks)
+        gone = tuple(entry for part in ordered for entry in part.gone)
+        size = sum(entry.bytes for entry in (*chunks, *gone))
         return cls(
+            version=first.version,
             kind=first.kind,
             bits=first.bits,
             chain=first.chain,
             growth=first.before.after(size) if first.before else ChainSummary(base_bytes=size, base_time=cut.time),
             meta=first.meta,
             chunks=chunks,
+            gone=gone,
             dense=dense[0],
         )
+
+
+def format_version(tables: Iterable[TableMeta]) -> int:
+    """Return the version in which snapshots of these tables are written."""
+    return KEYED_FORMAT_VERSION if any(table.is_unique for table in tables) else FORMAT_VERSION
 
 
 def manifest_key(step: int, attempt: int) -> str:
@@ -336,6 +368,8 @@ def parse_manifest(body: bytes, key: str) -> Manifest:
     with refusing(key, BAD_META):
         cut = manifest.cut
     check_chunks(manifest, key)
+    if manifest.gone and manifest.kind == "full":
+        raise SnapshotError(f"{key}: is full, and names keys that are gone")
     if parse_manifest_key(key) != (cut.step, cut.attempt):
         raise SnapshotError(f"{key}: says that it is step {cut.step} of attempt {cut.attempt}")
     if (manifest.kind == "full") != (not manifest.chain):
@@ -343,8 +377,12 @@ def parse_manifest(body: bytes, key: str) -> Manifest:
     return manifest
 
 
-def checked_tables(documents: Iterable[Mapping[str, Any]], chunks: Iterable[ChunkEntry]) -> dict[str, TableMeta]:
+def checked_tables(
+    documents: Iterable[Mapping[str, Any]], chunks: Iterable[ChunkEntry], *, keyed: bool
+) -> dict[str, TableMeta]:
     """Parse tables by name, and check that their chunks lie in them: readers rely on the entries.
+
+    Only where ``keyed``, a table may have unique ids.
 
     Raises:
         KeyError, TypeError, ValueError, OverflowError: names the table or the chunk that is wrong.
@@ -353,13 +391,20 @@ def checked_tables(documents: Iterable[Mapping[str, Any]], chunks: Iterable[Chun
     for table in map(TableMeta.from_json, documents):
         if tables.setdefault(table.name, table) is not table:
             raise ValueError(f"duplicate table {table.name!r}")
+        if table.is_unique and not keyed:
+            raise ValueError(f"table {table.name!r}: this version has no tables of unique ids")
     edges = {name: tuple(map(set, zip(*table.column_blocks, strict=True))) for name, table in tables.items()}
     for chunk in chunks:
         if chunk.table not in tables:
             raise ValueError(f"{chunk.key} holds rows of a table {chunk.table[:MAX_NAME]} that its model does not have")
         starts, ends = edges[chunk.table]
+        table = tables[chunk.table]
+        if isinstance(chunk, GoneEntry) and not table.is_unique:
+            raise ValueError(f"{chunk.key}: rows of table {table.name} cannot be gone: its ids are not unique")
+        most = chunk.rows if isinstance(chunk, GoneEntry) else table.capacity
         if not (
-            chunk.row_start <= chunk.first_row <= chunk.last_row < chunk.row_end <= tables[chunk.table].rows
+            chunk.row_start <= chunk.first_row <= chunk.last_row < chunk.row_end <= table.end
+            and chunk.rows <= most
             and chunk.rows <= chunk.last_row - chunk.first_row + 1
             and chunk.column_start in starts
             and chunk.column_end in ends
@@ -375,8 +420,9 @@ def check_chunks(manifest: Manifest, key: str) -> None:
     Raises:
         SnapshotError: names the object, and the table or the chunk.
     """
+    tables, keyed = manifest.meta["model"].get("tables", ()), manifest.version == KEYED_FORMAT_VERSION
     with refusing(key, BAD_META):
-        checked_tables(manifest.meta["model"].get("tables", ()), manifest.chunks)
+        checked_tables(tables, manifest.row_objects, keyed=keyed)
 
 
 def _parse(model: type[M], body: bytes, key: str) -> M:

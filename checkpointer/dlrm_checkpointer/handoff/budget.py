@@ -31,6 +31,8 @@ INDEX_BYTES = 384
 """Largest index entry of a piece, and of its object later."""
 ENTRY_BYTES = 2 * ALIGNMENT + INDEX_BYTES
 """Largest overhead of a piece: two aligned arrays and its index entry."""
+KEY_BYTES = 8
+"""Bytes of a key that is gone."""
 HEAD_BYTES = 1_024
 """Largest index without its entries and the cut's description."""
 MAX_MAPS = 2
@@ -177,6 +179,7 @@ class CutBuffer:
         self._directory, self._memory, self._head = directory, memory, head
         self._size, self._keep = size, keep
         self._pieces: list[dict[str, Any]] = []
+        self._gone: list[dict[str, Any]] = []
         self._dense: list[dict[str, Any]] | None = None
         self._index_bytes = head_bytes(head)
         self.end = 0
@@ -185,7 +188,7 @@ class CutBuffer:
     @property
     def is_empty(self) -> bool:
         """Return whether no piece is in it."""
-        return not self._pieces and self._dense is None
+        return not self._pieces and not self._gone and self._dense is None
 
     @property
     def memory(self) -> NDArray[np.float32]:
@@ -194,8 +197,7 @@ class CutBuffer:
 
     def lay(self, wanted: CutRows) -> ShardRows | None:
         """Reserve memory for as many of the rows as fit, which the caller fills; None: not one fits."""
-        free = self._size - self._index_bytes - self.end - ENTRY_BYTES
-        count = min(wanted.count, free // wanted.row_bytes)
+        count = self._fitting(wanted.count, wanted.row_bytes)
         if count <= 0:
             return None
         shard, width, values = wanted.shard, wanted.shard.width, wanted.state_values
@@ -210,6 +212,18 @@ class CutBuffer:
             rows=np.frombuffer(self._memory, np.float32, count * width, rows_at).reshape(count, width),
             state=np.frombuffer(self._memory, np.float32, count * values, state_at).reshape(count, values),
         )
+
+    def lay_gone(self, shard: ShardId, wanted: int) -> NDArray[np.int64]:
+        """Reserve memory for as many of some keys that are gone as fit, which the caller fills."""
+        count = self._fitting(wanted, KEY_BYTES)
+        if count <= 0:
+            return np.empty(0, np.int64)
+        offset = self._take(KEY_BYTES * count)
+        self._gone.append({"shard": vars(shard), "rows": count, "offset": offset})
+        return np.frombuffer(self._memory, np.int64, count, offset)
+
+    def _fitting(self, count: int, row_bytes: int) -> int:
+        return min(count, (self._size - self._index_bytes - self.end - ENTRY_BYTES) // row_bytes)
 
     def add_dense(self, arrays: Mapping[str, NDArray[Any]]) -> bool:
         """Copy the dense state; False: there is no space for it."""
@@ -226,7 +240,7 @@ class CutBuffer:
 
     def hand_over(self, name: CutName, number: int) -> None:
         """Hand the segment to the sidecar, as number ``number`` of its cut; see ``HandoffDir.hand_over``."""
-        content = {"pieces": self._pieces, "dense": self._dense, "bytes": self.end, "slice": number}
+        content = {"pieces": self._pieces, "gone": self._gone, "dense": self._dense, "bytes": self.end, "slice": number}
         index = json.dumps(json.loads(self._head) | content | {"time": time.time()})
         rows = max(self.end, min(self._size, self._keep) - len(index))
         self._directory.hand_over(name, rows, index, has_segments=number > 0)

@@ -27,7 +27,18 @@ from dlrm_api.errors import DivergedError, TemporaryError
 from dlrm_api.process import raise_device
 from dlrm_checkpointer.handoff.budget import ENTRY_BYTES, Budget, CutBuffer, dense_bytes, head_bytes, index_head
 from dlrm_checkpointer.handoff.protocol import CutName, SegmentName
-from dlrm_checkpointer.types import CutMeta, CutRows, CutRowSource, CutSize, ShardId, ShardRows, check_rows, copy_rows
+from dlrm_checkpointer.types import (
+    CutMeta,
+    CutRows,
+    CutRowSource,
+    CutSize,
+    GoneRows,
+    ShardId,
+    ShardRows,
+    check_gone,
+    check_rows,
+    copy_rows,
+)
 
 
 class CutState(Enum):
@@ -117,6 +128,25 @@ class Cut:
             if laid is not None:
                 self._bytes += laid.nbytes
             return laid
+
+    def copy_gone(self, gone: GoneRows, start: int = 0) -> int:
+        """Enter COPYING: copy keys that are gone from ``start`` on; return how many there was space for.
+
+        No key of them is a row of the cut. They count as ``KEY_BYTES`` each in the size of the cut, and as one piece.
+
+        Raises:
+            ValueError: they are not of a unique table of the cut, or the rank does not store them.
+        """
+        with self._entering(CutState.COPYING):
+            self._check_owned(gone.shard)
+            check_gone(gone, self._tables[gone.shard.table])
+            left = gone.row_ids[start:]
+            if self._buffer is None or not len(left):
+                return 0
+            laid = self._buffer.lay_gone(gone.shard, len(left))
+            laid[:] = left[: len(laid)]
+            self._bytes += laid.nbytes
+            return len(laid)
 
     def next_segment(self) -> bool:
         """Hand what is copied to the sidecar and reserve more; False: the sidecar must free space first.

@@ -44,12 +44,12 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import SnapshotError, TemporaryError, UsageError
 from dlrm_api.process import raise_device
-from dlrm_checkpointer.format.manifest import ChunkEntry, NewerVersionError
-from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName
+from dlrm_checkpointer.format.manifest import ChunkEntry, GoneEntry, NewerVersionError
+from dlrm_checkpointer.types import CutMeta, GoneRows, ShardId, ShardRows, SnapshotName
 
 T = TypeVar("T")
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Version of the entries above and their content. Raise it with each change that an older release would misread."""
 
 LOCK_TIMEOUT_S = 2.0
@@ -511,6 +511,12 @@ class ReadyCut:
                 state=np.frombuffer(self.data, "<f4", count * state, rows_end).reshape(count, state),
             )
 
+    def gone(self) -> Iterator[GoneRows]:
+        """Iterate over the keys that are gone from unique tables."""
+        for piece in self.index["gone"]:
+            keys = np.frombuffer(self.data, "<i8", piece["rows"], piece["offset"])
+            yield GoneRows(shard=ShardId(**piece["shard"]), row_ids=keys)
+
     def dense(self) -> dict[str, NDArray[Any]] | None:
         """Return the dense state, if this rank handed it over."""
         if self.index["dense"] is None:
@@ -531,6 +537,7 @@ class Durable(BaseModel):
 
     slices: int = 0
     chunks: tuple[ChunkEntry, ...] = ()
+    gone: tuple[GoneEntry, ...] = ()
     bits: Bits | None = None
     """Bits of these chunks, and so of the whole cut; None without chunks."""
 

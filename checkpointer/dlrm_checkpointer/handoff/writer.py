@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError, DivergedError, InvalidSpecError, TemporaryError
 from dlrm_api.process import raise_device
-from dlrm_checkpointer.handoff.budget import Budget
+from dlrm_checkpointer.handoff.budget import KEY_BYTES, Budget
 from dlrm_checkpointer.handoff.cut import Cut, CutState, HandedOver
 from dlrm_checkpointer.handoff.protocol import POLL_S, CutName, HandoffDir
-from dlrm_checkpointer.types import CutMeta, CutRows, CutRowSource, CutSize, ShardId, SnapshotName
+from dlrm_checkpointer.types import CutMeta, CutRows, CutRowSource, CutSize, GoneRows, ShardId, SnapshotName
 
 
 class HandoffWriter:
@@ -130,25 +130,27 @@ class HandoffWriter:
         *,
         owned: Sequence[ShardId],
         timeout_s: float,
+        gone: Iterable[GoneRows] = (),
     ) -> HandedOver:
         """Reserve a cut, copy rows that do not change meanwhile, and wait until it is ready; see ``reserve``.
 
-        The rows are those of this rank that changed since the cut's parent, in any number of pieces. A cut that does
-        not fit the budget is withdrawn after ``timeout_s``.
+        The rows are those of this rank that changed since the cut's parent, in any number of pieces, and ``gone`` the
+        keys that left unique tables. A cut that does not fit the budget is withdrawn after ``timeout_s``.
 
         Raises:
             CutWithdrawnError: the sidecar did not free space in time.
             TemporaryError, DeviceError, DivergedError, ValueError: see ``Cut``.
         """
-        sources = [source for source in rows if len(source.row_ids)]
+        every: list[CutRowSource | GoneRows] = [*rows, *gone]
+        sources = [each for each in every if len(each.row_ids)]
         start = 0
-        shapes = [CutRows(shard=s.shard, count=len(s.row_ids), state_values=s.state_values) for s in sources]
-        size = CutSize(row_bytes=sum(each.count * each.row_bytes for each in shapes), pieces=len(shapes))
+        size = CutSize(row_bytes=sum(map(_bytes_of, sources)), pieces=len(sources))
         cut, deadline = self.reserve(meta, dense, owned=owned, size=size), time.monotonic() + timeout_s
         while True:
             while sources and not cut.is_waiting():
-                start += cut.copy(sources[0], start)
-                if start == len(sources[0].row_ids):
+                source = sources[0]
+                start += cut.copy_gone(source, start) if isinstance(source, GoneRows) else cut.copy(source, start)
+                if start == len(source.row_ids):
                     sources.pop(0)
                     start = 0
                 elif not cut.next_segment():
@@ -221,3 +223,11 @@ class HandoffWriter:
             self._directory.closed(self.rank).write(note)
         os.close(self._lock)
         self._lock = None
+
+
+def _bytes_of(source: CutRowSource | GoneRows) -> int:
+    """Return the bytes that rows, or keys that are gone, take in the hand-off directory."""
+    count = len(source.row_ids)
+    if isinstance(source, GoneRows):
+        return count * KEY_BYTES
+    return count * CutRows(shard=source.shard, count=count, state_values=source.state_values).row_bytes

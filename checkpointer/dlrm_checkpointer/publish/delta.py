@@ -65,6 +65,7 @@ class GoneEntry(ObjectEntry):
 class DeltaHead(SealedModel):
     """Hold what a delta's manifest takes from its plan."""
 
+    versions = range(PUBLICATION_VERSION, PUBLICATION_VERSION + 1)
     version: int = PUBLICATION_VERSION
     sequence: int = Field(ge=1)
     step: int = Field(ge=0)
@@ -95,6 +96,7 @@ class DeltaPlan(DeltaHead):
 class DeltaPart(SealedModel):
     """List what one pod put for a delta."""
 
+    versions = range(PUBLICATION_VERSION, PUBLICATION_VERSION + 1)
     format: Literal["dlrm-delta-part"] = "dlrm-delta-part"
     version: int = PUBLICATION_VERSION
     problem: str = ""
@@ -181,7 +183,7 @@ def read_delta(store: ObjectStore, sequence: int) -> Published:
     if delta.sequence != sequence:
         raise SnapshotError(f"{store.uri}/{key}: says that it is number {delta.sequence}")
     with refusing(f"{store.uri}/{key}", "tables or chunks are not as the format says"):
-        tables = checked_tables(delta.tables, delta.chunks)
+        tables = checked_tables(delta.tables, delta.chunks, keyed=False)
     for gone in delta.tombstones:
         if gone.table not in tables:
             raise SnapshotError(f"{store.uri}/{key}: {gone.key} names a table that its model does not have")

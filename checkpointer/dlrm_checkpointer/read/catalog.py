@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,22 +12,29 @@ from numpy.typing import NDArray
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.codec.digest import PartialDigest, block_ranges, rows_digest
 from dlrm_checkpointer.codec.initializer import initial_rows
-from dlrm_checkpointer.codec.rows import decode_rows
+from dlrm_checkpointer.codec.rows import CodedRows, decode_rows
 from dlrm_checkpointer.format.attempts import attempts_over, in_lineage
 from dlrm_checkpointer.format.manifest import MANIFESTS, Manifest, NewerVersionError, parse_manifest, parse_manifest_key
-from dlrm_checkpointer.read.fetch import stored, sweep
+from dlrm_checkpointer.read.fetch import keyed_bands, stored, sweep
 from dlrm_checkpointer.read.restore import Snapshot, given_up, open_snapshot
-from dlrm_checkpointer.types import ShardRows, TableMeta
+from dlrm_checkpointer.types import GoneRows, ShardRows, TableMeta
 from dlrm_stores import ObjectStore
 
 
 def fill_rows(
-    table: TableMeta, row_ids: NDArray[np.int64], placed: Iterable[tuple[NDArray[np.int64], ShardRows]]
+    table: TableMeta, row_ids: NDArray[np.int64], placed: Iterable[tuple[NDArray[np.int64], ShardRows | GoneRows]]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return rows (N, dim) and state (N, values): initial values, overlaid with pieces at their places."""
+    """Return rows (N, dim) and state (N, values): initial values, overlaid with pieces at their places.
+
+    Keys that are gone have initial values again.
+    """
     rows = initial_rows(table.seed, table.name, row_ids, range(table.dim), table.scale)
     state = np.zeros((len(row_ids), table.state_width), np.float32)
     for at, piece in placed:
+        if isinstance(piece, GoneRows):
+            rows[at] = initial_rows(table.seed, table.name, piece.row_ids, range(table.dim), table.scale)
+            state[at] = 0
+            continue
         columns = piece.shard.column_start, piece.shard.column_end
         values = table.state_of(*columns)
         rows[at, slice(*columns)] = piece.rows
@@ -41,24 +49,30 @@ class Block:
     table: TableMeta
     start: int
     end: int
-    stored: tuple[tuple[int, ShardRows], ...]
+    stored: tuple[tuple[int, ShardRows | GoneRows], ...]
     """(position in the chain, rows) of each snapshot of the chain, oldest first."""
 
+    @property
+    def row_ids(self) -> NDArray[np.int64]:
+        """Return the (n,) ascending global numbers of the rows: all of them, or those that a unique table has."""
+        return self._named[self._there] if self.table.is_unique else self._named
+
     def fill(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return all rows (n, dim) and their state (n, state values); rows not stored have initial values."""
-        placed = ((piece.row_ids - self.start, piece) for _, piece in self.stored)
-        return fill_rows(self.table, np.arange(self.start, self.end, dtype=np.int64), placed)
+        """Return the rows ``row_ids`` (n, dim) and their state (n, state values).
+
+        Rows not stored have initial values.
+        """
+        placed = ((self._places(piece), piece) for _, piece in self.stored)
+        rows, state = fill_rows(self.table, self._named, placed)
+        return (rows[self._there], state[self._there]) if self.table.is_unique else (rows, state)
 
     def held(self) -> NDArray[np.int64]:
         """Return the ascending global numbers of the rows that have any column stored."""
-        there = np.zeros(self.end - self.start, bool)
-        for _, piece in self.stored:
-            there[piece.row_ids - self.start] = True
-        return np.flatnonzero(there) + self.start
+        return self._named[self._there]
 
     def digest(self, rows: NDArray[np.float32], state: NDArray[np.float32]) -> PartialDigest:
         """Return the digest of its rows, as returned by ``fill``, as a part of the table's."""
-        return rows_digest(self.table, np.arange(self.start, self.end, dtype=np.int64), 0, rows, state)
+        return rows_digest(self.table, self.row_ids, 0, rows, state)
 
     def check(self) -> int:
         """Check what is stored, and count the rows.
@@ -68,35 +82,74 @@ class Block:
                 and the row.
         """
         layers = 1 + max((layer for layer, _ in self.stored), default=0)
-        every = np.zeros((layers, self.end - self.start, len(self.table.column_blocks)), bool)
+        every = np.zeros((layers, len(self._named), len(self.table.column_blocks)), bool)
         for layer, piece in self.stored:
-            seen = every[layer]
+            seen, local = every[layer], self._places(piece)
             blocks = self.table.blocks_of(piece.shard.column_start, piece.shard.column_end)
-            local = piece.row_ids - self.start
-            twice = seen[local, blocks.start : blocks.stop].any(axis=1)
-            finite = np.isfinite(piece.rows).all(axis=1) & np.isfinite(piece.state).all(axis=1)
-            for bad, problem in ((twice, "is stored twice"), (~finite, "holds a value that is not finite")):
+            twice = np.logical_or.reduce(seen[local, blocks.start : blocks.stop], axis=1)
+            bad_value = ~self._finite(piece)
+            for bad, problem in ((twice, "is stored twice"), (bad_value, "holds a value that is not finite")):
                 if bad.any():
                     row = int(piece.row_ids[int(np.argmax(bad))])
                     raise SnapshotError(f"table {self.table.name}, row {row}: {problem}")
             seen[local, blocks.start : blocks.stop] = True
-        return int(every.any(axis=(0, 2)).sum())
+        return int(self._there.sum())
+
+    def _finite(self, piece: ShardRows | GoneRows) -> NDArray[np.bool_]:
+        if isinstance(piece, GoneRows):
+            return np.ones(len(piece.row_ids), bool)
+        floats = piece.state[:, : piece.state_values - len(self.table.row_values)]
+        finite: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(piece.rows), axis=1)
+        return np.logical_and(finite, np.logical_and.reduce(np.isfinite(floats), axis=1))
+
+    @cached_property
+    def _named(self) -> NDArray[np.int64]:
+        """All rows, or the ascending keys that any snapshot names."""
+        if not self.table.is_unique:
+            return np.arange(self.start, self.end, dtype=np.int64)
+        return np.unique(np.concatenate([np.empty(0, np.int64), *(piece.row_ids for _, piece in self.stored)]))
+
+    @cached_property
+    def _there(self) -> NDArray[np.bool_]:
+        """Which of these the snapshot stores."""
+        there = np.zeros(len(self._named), bool)
+        for _, piece in self.stored:
+            there[self._places(piece)] = isinstance(piece, ShardRows)
+        return there
+
+    def _places(self, piece: ShardRows | GoneRows) -> NDArray[np.int64]:
+        if not self.table.is_unique:
+            return piece.row_ids - self.start
+        return np.searchsorted(self._named, piece.row_ids)
 
 
 def walk_table(snapshot: Snapshot, table: TableMeta) -> Iterator[Block]:
-    """Yield the blocks of a table in order; read and check each object once.
+    """Yield the blocks of a table in order, at least one; read and check each object once.
 
     Takes memory for one block and the chunks that overlap it.
 
     Raises:
         SnapshotError: an object is missing, corrupt, or belongs to another table.
     """
-    layers = enumerate(snapshot.chain.chunks(table.name))
-    sources = [source for number, entries in layers for source in stored(snapshot.store, table, number, entries)]
-    ends = (end for _, end in block_ranges(table))
-    for band in sweep(sources, ends, 0):
-        pieces = tuple((layer, decode_rows(piece)) for layer, piece in band.parts)
+    chunks = snapshot.chain.chunks(table.name)
+    if table.is_unique:
+        bands = keyed_bands(snapshot.store, table, chunks, table.whole())
+    else:
+        layers = enumerate(chunks)
+        sources = [source for number, entries in layers for source in stored(snapshot.store, table, number, entries)]
+        bands = sweep(sources, (end for _, end in block_ranges(table)), 0)
+    end = 0
+    for band in bands:
+        pieces = tuple((layer, decoded(piece)) for layer, piece in band.parts)
         yield Block(table=table, start=band.start, end=band.end, stored=pieces)
+        end = band.end
+    if not end:
+        yield Block(table=table, start=0, end=table.end, stored=())
+
+
+def decoded(piece: CodedRows) -> ShardRows | GoneRows:
+    """Decode rows, or keys that are gone."""
+    return GoneRows(shard=piece.shard, row_ids=piece.row_ids) if piece.is_gone else decode_rows(piece)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +191,9 @@ class VerifiedSnapshot:
     objects: int
     bytes: int
     rows: dict[str, int]
-    """Number of stored rows per table; all others have their initial values."""
+    """Number of stored rows per table; all others have their initial values, or do not exist."""
+    gone: int = 0
+    """Number of keys that increments name as gone from tables of unique ids."""
 
 
 def list_snapshots(store: ObjectStore) -> list[ListedSnapshot]:
@@ -214,5 +269,11 @@ def verify_snapshot(snapshot: Snapshot) -> VerifiedSnapshot:
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise SnapshotError(f"{snapshot.uri}: dense {name} holds a value that is not finite")
     sizes = [entry.bytes for entry in snapshot.objects]
-    step, attempt = snapshot.step, snapshot.attempt
-    return VerifiedSnapshot(step=step, attempt=attempt, objects=len(sizes), bytes=sum(sizes), rows=rows)
+    return VerifiedSnapshot(
+        step=snapshot.step,
+        attempt=snapshot.attempt,
+        objects=len(sizes),
+        bytes=sum(sizes),
+        rows=rows,
+        gone=sum(entry.rows for manifest in snapshot.chain.manifests for entry in manifest.gone),
+    )

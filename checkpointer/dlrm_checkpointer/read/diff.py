@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 
 import numpy as np
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.codec.digest import BLOCK_ROWS
-from dlrm_checkpointer.codec.rows import CodedRows, decode_rows
+from dlrm_checkpointer.codec.rows import CodedRows
 from dlrm_checkpointer.format.chain import Chain
 from dlrm_checkpointer.format.chunk import chunk_rows
 from dlrm_checkpointer.format.manifest import ChunkEntry
-from dlrm_checkpointer.read.catalog import fill_rows
-from dlrm_checkpointer.read.fetch import fetch_rows, stored, sweep
+from dlrm_checkpointer.read.catalog import decoded, fill_rows
+from dlrm_checkpointer.read.fetch import fetch_rows, keyed_bands, stored, sweep
 from dlrm_checkpointer.read.restore import Snapshot
-from dlrm_checkpointer.types import ShardRows, TableMeta
+from dlrm_checkpointer.types import GoneRows, ShardRows, TableMeta
 from dlrm_stores import ObjectStore
 from dlrm_stores.base import parallel_map
 
@@ -33,7 +33,10 @@ class Values:
     state: NDArray[np.float32]
     """(N, S) row optimizer state."""
     held: NDArray[np.bool_]
-    """(N,) whether the snapshot stores any column of the row; the others have their initial values."""
+    """(N,) whether the snapshot stores any column of the row.
+
+    The others have their initial values; in a unique table they do not exist.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,7 @@ class Update:
     rows: NDArray[np.float32]
     """(N, dim) new weights."""
     gone: NDArray[np.int64]
-    """Rows that are reset to their initial values."""
+    """Rows that are reset to their initial values, or leave a unique table."""
 
 
 def differences(store: ObjectStore, table: TableMeta, before: Chain, after: Chain) -> Iterator[Difference]:
@@ -64,10 +67,12 @@ def differences(store: ObjectStore, table: TableMeta, before: Chain, after: Chai
     Raises:
         SnapshotError: an object is missing, corrupt, or belongs to another table.
     """
-    for band in _bands(store, table, before, after, range(table.rows)):
+    for band in _bands(store, table, before, after, range(table.end)):
         lower = band.shared.rows(band.row_ids[~(band.before.whole & band.after.whole)])
         old, new = band.before.values(lower), band.after.values(lower)
         differ = _differ(old.rows, new.rows) | _differ(old.state, new.state)
+        if table.is_unique:
+            differ |= old.held != new.held
         if differ.any():
             yield Difference(row_ids=band.row_ids[differ], before=_of(old, differ), after=_of(new, differ))
 
@@ -87,8 +92,11 @@ def updates(store: ObjectStore, table: TableMeta, before: Chain | None, after: C
         known = band.before.whole
         changed = ~known
         if known.any():
-            changed |= _differ(band.before.values(()).rows, new.rows)
-        sent, gone = changed & new.held, changed & ~new.held
+            old = band.before.values(())
+            changed |= _differ(old.rows, new.rows)
+            if table.is_unique:
+                changed |= old.held != new.held
+        sent, gone = changed & new.held, changed & ~new.held & (before is not None)
         if sent.any() or gone.any():
             yield Update(row_ids=band.row_ids[sent], rows=new.rows[sent], gone=band.row_ids[gone])
 
@@ -99,17 +107,17 @@ class _Side:
 
     table: TableMeta
     row_ids: NDArray[np.int64]
-    pieces: tuple[ShardRows, ...]
+    pieces: tuple[ShardRows | GoneRows, ...]
     whole: NDArray[np.bool_]
     """(N,) whether the pieces hold all columns of the row."""
 
-    def values(self, lower: Sequence[ShardRows]) -> Values:
+    def values(self, lower: Sequence[ShardRows | GoneRows]) -> Values:
         """Return the rows; rows missing here come from the lower snapshots, else they have initial values."""
         placed = [(np.searchsorted(self.row_ids, piece.row_ids), piece) for piece in (*lower, *self.pieces)]
         rows, state = fill_rows(self.table, self.row_ids, placed)
         held = np.zeros(len(self.row_ids), bool)
-        for at, _ in placed:
-            held[at] = True
+        for at, piece in placed:
+            held[at] = isinstance(piece, ShardRows)
         return Values(rows=rows, state=state, held=held)
 
 
@@ -130,19 +138,24 @@ def _bands(
     older = () if before is None else before.chunks(table.name)[count:]
     newer = after.chunks(table.name)
     shared = _Shared(store, table, newer[:count])
-    inside = [
-        tuple(entry for entry in entries if entry.first_row < rows.stop and entry.last_row >= rows.start)
-        for entries in (*older, *newer[count:])
-    ]
-    sources = [source for number, entries in enumerate(inside) for source in stored(store, table, number, entries)]
-    size = min(BLOCK_ROWS, chunk_rows(table.dim + table.state_width))
-    ends = chain(range(rows.start + size, rows.stop, size), (rows.stop,))
     if not rows:
         return
-    for band in sweep(sources, ends, rows.start):
+    layers = (*older, *newer[count:])
+    if table.is_unique:
+        bands = keyed_bands(store, table, layers, replace(table.whole(), row_start=rows.start, row_end=rows.stop))
+    else:
+        inside = [
+            tuple(entry for entry in entries if entry.first_row < rows.stop and entry.last_row >= rows.start)
+            for entries in layers
+        ]
+        sources = [source for number, entries in enumerate(inside) for source in stored(store, table, number, entries)]
+        size = min(BLOCK_ROWS, chunk_rows(table.dim + table.state_width))
+        ends = chain(range(rows.start + size, rows.stop, size), (rows.stop,))
+        bands = sweep(sources, ends, rows.start)
+    for band in bands:
         if not band.parts:
             continue
-        pieces = [(layer, decode_rows(piece)) for layer, piece in band.parts]
+        pieces = [(layer, decoded(piece)) for layer, piece in band.parts]
         ids = np.unique(np.concatenate([piece.row_ids for _, piece in pieces]))
         yield _Candidates(
             row_ids=ids,
@@ -158,7 +171,7 @@ def _common(before: Chain | None, after: Chain) -> int:
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
-def _side(table: TableMeta, ids: NDArray[np.int64], pieces: Sequence[ShardRows]) -> _Side:
+def _side(table: TableMeta, ids: NDArray[np.int64], pieces: Sequence[ShardRows | GoneRows]) -> _Side:
     have = np.zeros((len(ids), len(table.column_blocks)), bool)
     for piece in pieces:
         blocks = table.blocks_of(piece.shard.column_start, piece.shard.column_end)
@@ -190,7 +203,7 @@ class _Shared:
         self._near: list[tuple[int, ChunkEntry]] = []
         self._loaded: dict[str, CodedRows] = {}
 
-    def rows(self, ids: NDArray[np.int64]) -> Sequence[ShardRows]:
+    def rows(self, ids: NDArray[np.int64]) -> Sequence[ShardRows | GoneRows]:
         """Return rows as the snapshots have them, oldest first; ``ids`` ascend within and between calls."""
         if not len(ids):
             return ()
@@ -206,7 +219,7 @@ class _Shared:
         loaded = parallel_map(lambda entry: fetch_rows(self._store, entry, self._table), missing)
         self._loaded.update(zip((entry.key for entry in missing), loaded, strict=True))
         pieces = (_only(self._loaded[entry.key], ids) for entry in needed)
-        return [decode_rows(piece) for piece in pieces if len(piece.row_ids)]
+        return [decoded(piece) for piece in pieces if len(piece.row_ids)]
 
 
 def _only(piece: CodedRows, ids: NDArray[np.int64]) -> CodedRows:
@@ -226,7 +239,7 @@ class TableDiff:
     new: int
     """Rows that had their initial values and are stored now."""
     gone: int
-    """Rows that were stored and are reset to their initial values."""
+    """Rows that were stored and are reset to their initial values, or left a unique table."""
     change_norm: float
     largest_change: float
     """Largest magnitude of one weight's change."""

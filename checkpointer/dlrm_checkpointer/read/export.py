@@ -20,20 +20,22 @@ from safetensors.numpy import save
 from dlrm_api.errors import DeviceError, NoPermissionError, SnapshotError, UsageError
 from dlrm_api.process import raise_device
 from dlrm_checkpointer.codec.digest import state_digest, table_digest
+from dlrm_checkpointer.codec.initializer import id_seed
 from dlrm_checkpointer.codec.rows import code_rows
 from dlrm_checkpointer.read.catalog import walk_table
 from dlrm_checkpointer.read.restore import Snapshot
 from dlrm_checkpointer.types import ShardRows, TableMeta
+from dlrm_kernels.hashing import ids_of_keys
 from dlrm_stores.file import make_folder, replace_synced, sync_all, write_synced
 
 HEADER_ALIGNMENT = 8
 COPIED_BYTES = 16 << 20
-DTYPES = {"uint8": "U8", "float16": "F16", "float32": "F32", "int64": "I64", "uint16": "BF16"}
+DTYPES = {"uint8": "U8", "float16": "F16", "float32": "F32", "int64": "I64", "uint16": "BF16", "uint32": "U32"}
 """safetensors name of each numpy type; uint16 holds bf16."""
 
 
 class TableFile(Protocol):
-    """Write a table's rows in ascending order."""
+    """Write a table's rows in ascending order, those of a unique table in the order of their keys."""
 
     def add(self, row_ids: NDArray[np.int64], arrays: Mapping[str, NDArray[Any]]) -> None:
         """Append rows: their numbers and the result of ``at_precision``."""
@@ -60,9 +62,9 @@ class TableFormat(Protocol):
 
 
 class Safetensors:
-    """Write safetensors files, with the rows of each array in ascending order.
+    """Write safetensors files, with the rows of each array in the order of ``TableFile``.
 
-    ``row_ids`` (N,) int64 holds the row numbers; it is left out if the file has all rows.
+    ``row_ids`` (N,) int64 holds the row numbers or ids; it is left out if the file has all rows.
     """
 
     name = "safetensors"
@@ -184,7 +186,8 @@ NO_FOLDER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOO
 def restore_to_folder(snapshot: Snapshot, folder: Path) -> str:
     """Write a snapshot's state into an empty or absent folder and return its state digest.
 
-    ``tables/<name>.safetensors`` holds ``weights`` (rows, dim) and ``state`` (rows, state values) float32;
+    ``tables/<name>.safetensors`` holds ``weights`` (rows, dim) and ``state`` (rows, state values) float32, for tables
+    of unique ids also ``row_ids`` (rows,), which are keys, and ``touched`` (rows,), a step;
     ``dense.safetensors`` the dense arrays; ``meta.json``, written last, the cut and the digest. Tables stream
     through memory in blocks.
 
@@ -253,11 +256,13 @@ def _write_table(snapshot: Snapshot, table: TableMeta, folder: Path) -> str:
     """Write one table block by block and return its digest; the library would need all of it in memory."""
     if Path(table.name).name != table.name:
         raise SnapshotError(f"{snapshot.uri}: invalid table name {table.name!r}")
+    path = folder / f"{table.name}.safetensors"
+    if table.is_unique:
+        return _write_unique_table(snapshot, table, path)
     state_start, width = 4 * table.rows * table.dim, table.state_width
     floats = np.dtype(np.float32)
     header = safetensors_header({"weights": (floats, (table.rows, table.dim)), "state": (floats, (table.rows, width))})
     partials = []
-    path = folder / f"{table.name}.safetensors"
     check_free_space(path, len(header) + state_start + 4 * table.rows * width)
     with path.open("wb") as file:
         file.write(header)
@@ -268,6 +273,19 @@ def _write_table(snapshot: Snapshot, table: TableMeta, folder: Path) -> str:
             file.write(little_endian(rows))
             file.seek(len(header) + state_start + 4 * block.start * width)
             file.write(little_endian(state))
+    return table_digest(partials)
+
+
+def _write_unique_table(snapshot: Snapshot, table: TableMeta, path: Path) -> str:
+    file, partials, width = _SomeRows(path), [], sum(table.state_columns)
+    for block in walk_table(snapshot, table):
+        rows, state = block.fill()
+        partials.append(block.digest(rows, state))
+        arrays: dict[str, NDArray[Any]] = {"weights": rows, "state": state[:, :width]}
+        for number, name in enumerate(table.row_values, width):
+            arrays[name] = state.view(np.uint32)[:, number]
+        file.add(block.row_ids, arrays)
+    file.close()
     return table_digest(partials)
 
 
@@ -341,7 +359,7 @@ class ExportOptions:
     tables: tuple[str, ...] = ()
     """Names of tables; empty: all."""
     updated_only: bool = False
-    """Leave out rows that were never updated."""
+    """Leave out rows that were never updated. A table of unique ids has no such rows."""
 
 
 def export_tables(snapshot: Snapshot, folder: Path, wanted: ExportOptions) -> int:
@@ -392,7 +410,7 @@ def _tables(snapshot: Snapshot, names: Sequence[str]) -> list[TableMeta]:
 
 def _export_table(snapshot: Snapshot, table: TableMeta, folder: Path, wanted: ExportOptions) -> dict[str, Any]:
     name = f"{TABLES_FOLDER}/{table.name}{wanted.form.suffix}"
-    all_rows = not wanted.updated_only
+    all_rows = not (wanted.updated_only or table.is_unique)
     file = wanted.form.open(folder / name, table, wanted.precision, all_rows=all_rows)
     count = 0
     for block in walk_table(snapshot, table):
@@ -400,14 +418,22 @@ def _export_table(snapshot: Snapshot, table: TableMeta, folder: Path, wanted: Ex
         if not all_rows and not block.stored and block.start:
             continue
         rows, _ = block.fill()
-        ids = np.arange(block.start, block.end, dtype=np.int64)
-        if not all_rows:
+        ids = block.row_ids
+        if not (all_rows or table.is_unique):
             ids = block.held()
             rows = rows[ids - block.start]
-        file.add(ids, at_precision(table, ids, rows, wanted.precision))
+        file.add(_exported_ids(table, ids), at_precision(table, ids, rows, wanted.precision))
         count += len(ids)
     file.close()
     return {"name": table.name, "rows": table.rows, "dim": table.dim, "storedRows": count, **_file_entry(folder, name)}
+
+
+def _exported_ids(table: TableMeta, row_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return row numbers, or the ids that keys of a unique table stand for."""
+    if not table.is_unique:
+        return row_ids
+    seed = np.uint64(id_seed(table.seed, table.name))
+    return ids_of_keys(row_ids.view(np.uint64), seed).view(np.int64)
 
 
 def _file_entry(folder: Path, name: str) -> dict[str, Any]:

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError, NoInputError, SnapshotError
-from dlrm_checkpointer.codec.rows import CodedRows
+from dlrm_checkpointer.codec.rows import ChunkEncoding, CodedRows
 from dlrm_checkpointer.format.chunk import decode_rows
-from dlrm_checkpointer.format.manifest import ChunkEntry, ObjectEntry
+from dlrm_checkpointer.format.manifest import ChunkEntry, GoneEntry, ObjectEntry
 from dlrm_checkpointer.types import ShardId, TableMeta
+from dlrm_kernels import packing
 from dlrm_stores import ObjectStore
 from dlrm_stores.base import PARALLEL_GETS, parallel_map
 
@@ -92,7 +93,7 @@ def _read(store: ObjectStore, entry: ObjectEntry, body: memoryview) -> None:
 
 
 def fetch_rows(store: ObjectStore, entry: ChunkEntry, table: TableMeta, bodies: BufferPool | None = None) -> CodedRows:
-    """Return a chunk's rows; see ``fetch``.
+    """Return a chunk's rows, or keys that are gone; see ``fetch``.
 
     Raises:
         SnapshotError: the object is missing, corrupt, or does not hold the rows that the manifest says.
@@ -100,14 +101,16 @@ def fetch_rows(store: ObjectStore, entry: ChunkEntry, table: TableMeta, bodies: 
     key = f"{store.uri}/{entry.key}"
     piece = decode_rows(fetch(store, entry, bodies), key)
     ids, shard = piece.row_ids, piece.shard
+    if piece.is_gone != isinstance(entry, GoneEntry):
+        raise SnapshotError(f"{key}: holds {'keys that are gone' if piece.is_gone else 'rows'}, the manifest says not")
     if shard != entry.shard or len(ids) != entry.rows or (ids[0], ids[-1]) != (entry.first_row, entry.last_row):
         raise SnapshotError(f"{key}: its rows are not those in the manifest")
-    if shard.table != table.name or shard.row_end > table.rows or shard.column_end > table.dim:
-        raise SnapshotError(f"{key}: {shard} lies outside a table of {table.rows} rows x {table.dim} columns")
+    if shard.table != table.name or shard.row_end > table.end or shard.column_end > table.dim:
+        raise SnapshotError(f"{key}: {shard} lies outside a table of {table.end} rows x {table.dim} columns")
     if ids[0] < shard.row_start or ids[-1] >= shard.row_end:
         raise SnapshotError(f"{key}: rows {ids[0]} to {ids[-1]} lie outside {shard}")
     values = len(table.state_of(shard.column_start, shard.column_end))
-    if piece.state.shape[1] != values:
+    if not piece.is_gone and piece.state.shape[1] != values:
         raise SnapshotError(f"{key}: rows have {piece.state.shape[1]} values of state, their table has {values}")
     return piece
 
@@ -155,7 +158,7 @@ def check_bytes(store: ObjectStore, objects: Sequence[ObjectEntry], on_whole: Ca
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Describe rows of one table that are loaded together."""
+    """Describe rows of one table, or keys that are gone from it, that are loaded together."""
 
     layer: int
     """The source of the highest layer has the newest value of a row."""
@@ -172,6 +175,55 @@ class Band:
     end: int
     parts: tuple[tuple[int, CodedRows], ...]
     """(layer, rows)."""
+
+
+@dataclass(frozen=True)
+class Picked:
+    """Select ascending rows from pieces, each once: row ``i`` is at ``places[i]`` of piece ``numbers[i]``."""
+
+    pieces: Sequence[CodedRows]
+    row_ids: NDArray[np.int64]
+    numbers: NDArray[np.uint16]
+    places: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    def of(self, form: ChunkEncoding) -> Picked:
+        """Return the rows that come from pieces of one encoding."""
+        own = np.array([piece.form == form for piece in self.pieces])
+        if own.all():
+            return self
+        here = own[self.numbers]
+        return Picked(self.pieces, self.row_ids[here], self.numbers[here], self.places[here])
+
+    def part(self, begin: int, end: int) -> Picked:
+        """Return rows [begin, end) of these."""
+        span = slice(begin, end)
+        return Picked(self.pieces, self.row_ids[span], self.numbers[span], self.places[span])
+
+
+def newest(pieces: Sequence[CodedRows]) -> Picked:
+    """Select each row of some pieces of one shard from the first piece that holds it."""
+    if len(pieces) == 1:
+        count = len(pieces[0].row_ids)
+        return Picked(pieces, pieces[0].row_ids, np.zeros(count, np.uint16), np.arange(count))
+    starts = np.cumsum([0, *(len(piece.row_ids) for piece in pieces)])
+    every = np.concatenate([piece.row_ids for piece in pieces])
+    found, places, numbers = np.empty_like(every), np.empty_like(every), np.empty(len(every), np.uint16)
+    count = packing.newest_rows(every, starts, found, numbers, places)
+    return Picked(pieces, found[:count], numbers[:count], places[:count])
+
+
+def newest_rows(pieces: Sequence[CodedRows]) -> Iterator[CodedRows]:
+    """Yield what is left of pieces of one shard, newest first: each row once, and none that is gone."""
+    if len(pieces) == 1:
+        yield from (piece for piece in pieces if not piece.is_gone)
+        return
+    picked = newest(pieces)
+    for number, piece in enumerate(pieces):
+        if not piece.is_gone and len(places := picked.places[picked.numbers == number]):
+            yield piece if len(places) == len(piece.row_ids) else piece.take(places)
 
 
 def stored(store: ObjectStore, table: TableMeta, layer: int, entries: Iterable[ChunkEntry]) -> Iterator[Source]:
@@ -206,6 +258,20 @@ def sweep(sources: Iterable[Source], edges: Iterable[int], start: int) -> Iterat
         yield Band(start=start, end=end, parts=tuple(parts))
         active = [(layer, piece) for layer, piece in active if piece.row_ids[-1] >= end]
         start = end
+
+
+def keyed_bands(
+    store: ObjectStore, table: TableMeta, layers: Sequence[Sequence[ChunkEntry]], shard: ShardId
+) -> Iterator[Band]:
+    """Yield ranges of a unique table's keys with any row, or key that is gone, in ascending order.
+
+    A range ends where an object does, because the keys of a table are few among those that could be. ``layers`` are
+    objects, oldest first.
+    """
+    inside = [overlapping(entries, shard) for entries in layers]
+    sources = [source for number, each in enumerate(inside) for source in stored(store, table, number, each)]
+    ends = {min(source.last_row + 1, shard.row_end) for source in sources}
+    return (band for band in sweep(sources, sorted(ends), shard.row_start) if band.parts)
 
 
 def overlapping(entries: Sequence[ChunkEntry], shard: ShardId) -> tuple[ChunkEntry, ...]:

@@ -19,6 +19,7 @@ from dlrm_checkpointer.format.attempts import StoreAttempt, attempts_over, in_li
 from dlrm_checkpointer.format.chain import Chain, load_chain
 from dlrm_checkpointer.format.chunk import decode_dense
 from dlrm_checkpointer.format.manifest import (
+    FORMAT_VERSION,
     MANIFESTS,
     PARTS,
     ChainLink,
@@ -41,6 +42,8 @@ from dlrm_checkpointer.read.fetch import (
     fetch,
     fetch_rows,
     gets_at_once,
+    keyed_bands,
+    newest_rows,
     overlapping,
 )
 from dlrm_checkpointer.types import CutMeta, ShardId, SnapshotName, TableMeta
@@ -105,7 +108,7 @@ class Snapshot:
     @property
     def objects(self) -> tuple[ObjectEntry, ...]:
         """Return all objects needed to read it, those of its chain first."""
-        below = (chunk for manifest in self.chain.manifests[:-1] for chunk in manifest.chunks)
+        below = (entry for manifest in self.chain.manifests[:-1] for entry in manifest.row_objects)
         return (*below, *self.manifest.objects)
 
     def table(self, name: str) -> TableMeta:
@@ -119,11 +122,12 @@ class Snapshot:
         return self._tables[name]
 
     def last_rows(self) -> dict[str, int]:
-        """Return each table's last row that was ever updated; tables without one are absent."""
+        """Return each table's last row that was ever updated; tables without one, or of unique ids, are absent."""
         found: dict[str, int] = {}
         for manifest in self.chain.manifests:
             for chunk in manifest.chunks:
-                found[chunk.table] = max(found.get(chunk.table, -1), chunk.last_row)
+                if not self._tables[chunk.table].is_unique:
+                    found[chunk.table] = max(found.get(chunk.table, -1), chunk.last_row)
         return found
 
     def dense(self) -> dict[str, NDArray[Any]]:
@@ -140,8 +144,11 @@ class Snapshot:
         rounds rows of fp16 tables to fp16, which changes nothing at 32 bits. Takes memory for a few chunks and, with
         a chain, one bit per row and column block.
 
+        A key of a unique table has a row only if there is a piece with it. Its rectangles come last, in ranges of
+        ascending keys; takes memory for the chunks that overlap, and for the keys that are gone in them.
+
         Yields:
-            (number of the rectangle, piece), rectangle by rectangle; pieces are in no order of rows.
+            (number of the rectangle, piece), rectangle by rectangle; pieces of other tables are in no order of rows.
 
         Raises:
             SnapshotError: the model lacks the table or columns, a column block is cut in two, or an object is missing
@@ -151,7 +158,10 @@ class Snapshot:
         for shard, table in zip(shards, tables, strict=True):
             table.blocks_of(shard.column_start, shard.column_end)
         layers = [
-            [overlapping(entries, shard) for entries in reversed(self.chain.chunks(shard.table))] for shard in shards
+            [overlapping(entries, shard) for entries in reversed(self.chain.chunks(shard.table))]
+            if not table.is_unique
+            else []
+            for shard, table in zip(shards, tables, strict=True)
         ]
         wanted = [(number, entry) for number, each in enumerate(layers) for layer in each for entry in layer]
         entries = [entry for _, entry in wanted]
@@ -162,6 +172,15 @@ class Snapshot:
             if sum(bool(layer) for layer in layers[number]) > 1:
                 pieces = _newest(pieces, SeenRows(shards[number], tables[number]), tables[number])
             yield from ((number, piece) for piece in pieces if len(piece.row_ids))
+        for number, (shard, table) in enumerate(zip(shards, tables, strict=True)):
+            if table.is_unique:
+                yield from ((number, piece) for piece in self._keyed(shard, table))
+
+    def _keyed(self, shard: ShardId, table: TableMeta) -> Iterator[CodedRows]:
+        """Yield the rows of a rectangle of a unique table, range by range of ascending keys."""
+        for band in keyed_bands(self.store, table, self.chain.chunks(table.name), shard):
+            pieces = [piece.clip(shard, table) for _, piece in reversed(band.parts)]
+            yield from newest_rows(pieces)
 
     def _load(self, shard: ShardId, entry: ChunkEntry, bodies: BufferPool) -> CodedRows:
         table = self.table(shard.table)
@@ -388,6 +407,8 @@ def _over(base: Snapshot, parts: Sequence[PartList], where: str) -> Manifest:
     if first.dense is None:
         raise SnapshotError(f"{where}: dense state is missing")
     chunks = tuple(chunk for part in parts for chunk in part.chunks)
+    if first.version != FORMAT_VERSION:
+        raise SnapshotError(f"{where}: has tables of unique ids: a part of a cut has other keys than its snapshot")
     manifest = Manifest(
         kind="increment",
         bits=first.bits,

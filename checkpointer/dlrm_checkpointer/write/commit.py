@@ -44,8 +44,8 @@ def try_commit(
     known = _get(store, key)
     if known is not None:
         manifest = parse_manifest(known, key)
-        held, parts = set(manifest.chunks), _parts(store, step, attempt, own)
-        if any(part.meta != manifest.meta or not held.issuperset(part.chunks) for part in parts):
+        held, parts = set(manifest.row_objects), _parts(store, step, attempt, own)
+        if any(part.meta != manifest.meta or not held.issuperset(part.row_objects) for part in parts):
             raise _conflict(f"{store.uri}/{key}")
     elif present.issuperset(part_key(step, attempt, rank) for rank in range(world_size)):
         manifest = _put_manifest(store, step, attempt, world_size, present)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -12,58 +12,23 @@ from numpy.typing import NDArray
 
 from dlrm_api.checkpoint import INCREMENT_CHUNK_BYTES, Bits
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.codec.rows import EMPTY, ChunkEncoding, CodedRows, body_shape, code_rows, row_bytes
+from dlrm_checkpointer.codec.rows import EMPTY, GONE, ChunkEncoding, CodedRows, code_rows, row_bytes
 from dlrm_checkpointer.format.chain import BrokenChainError
-from dlrm_checkpointer.format.chunk import chunk_rows
+from dlrm_checkpointer.format.chunk import MAX_GONE_KEYS, chunk_rows
 from dlrm_checkpointer.format.manifest import ChunkEntry
-from dlrm_checkpointer.read.fetch import Band, Source, overlapping, stored, sweep
-from dlrm_checkpointer.types import ShardId, ShardRows, TableMeta
+from dlrm_checkpointer.read.fetch import Band, Picked, Source, newest, overlapping, stored, sweep
+from dlrm_checkpointer.types import GoneRows, ShardId, ShardRows, TableMeta
 from dlrm_kernels import packing
 from dlrm_stores import ObjectStore
 
 COLUMNS = ("body", "scale", "low", "state")
 
 
-@dataclass(frozen=True)
-class Picked:
-    """Select ascending rows from pieces, each once: row ``i`` is at ``places[i]`` of piece ``numbers[i]``."""
-
-    pieces: Sequence[CodedRows]
-    row_ids: NDArray[np.int64]
-    numbers: NDArray[np.uint16]
-    places: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.row_ids)
-
-    def of(self, form: ChunkEncoding) -> Picked:
-        """Return the rows that come from pieces of one encoding."""
-        own = np.array([piece.form == form for piece in self.pieces])
-        if own.all():
-            return self
-        here = own[self.numbers]
-        return Picked(self.pieces, self.row_ids[here], self.numbers[here], self.places[here])
-
-    def part(self, begin: int, end: int) -> Picked:
-        """Return rows [begin, end) of these."""
-        span = slice(begin, end)
-        return Picked(self.pieces, self.row_ids[span], self.numbers[span], self.places[span])
-
-
-def newest(pieces: Sequence[CodedRows]) -> Picked:
-    """Select each row of some pieces of one shard from the first piece that holds it."""
-    if len(pieces) == 1:
-        count = len(pieces[0].row_ids)
-        return Picked(pieces, pieces[0].row_ids, np.zeros(count, np.uint16), np.arange(count))
-    starts = np.cumsum([0, *(len(piece.row_ids) for piece in pieces)])
-    every = np.concatenate([piece.row_ids for piece in pieces])
-    found, places, numbers = np.empty_like(every), np.empty_like(every), np.empty(len(every), np.uint16)
-    count = packing.newest_rows(every, starts, found, numbers, places)
-    return Picked(pieces, found[:count], numbers[:count], places[:count])
-
-
 class Gathering:
-    """Fill chunks of one shard, of ``size`` rows each, one chunk per encoding at a time."""
+    """Fill chunks of one shard, of ``size`` rows each, one chunk per encoding at a time.
+
+    Keys that are gone are rows of an encoding of their own.
+    """
 
     def __init__(self, shard: ShardId, size: int) -> None:
         self._shard, self._size = shard, size
@@ -73,25 +38,28 @@ class Gathering:
         """Copy rows that come after all earlier ones; yield the chunks that are full."""
         for piece in picked.pieces:
             if piece.form not in self._filling:
-                self._filling[piece.form] = _Chunk(self._shard, piece, self._size)
+                self._filling[piece.form] = _Chunk(self._shard, piece, self._size_of(piece.form))
         for form in self._filling:
             yield from self._fill(form, picked.of(form))
 
     def _fill(self, form: ChunkEncoding, picked: Picked) -> Iterator[CodedRows]:
-        begin = 0
+        begin, size = 0, self._size_of(form)
         while begin < len(picked):
-            end = min(len(picked), begin + self._size - self._filling[form].count)
+            end = min(len(picked), begin + size - self._filling[form].count)
             self._filling[form].copy(picked.part(begin, end))
             begin = end
             # Yielded without keeping a reference, so that the caller can free it.
-            if self._filling[form].count == self._size:
+            if self._filling[form].count == size:
                 yield self._full(form)
 
     def _full(self, form: ChunkEncoding) -> CodedRows:
         """Return a full chunk and begin the next."""
         rows = self._filling[form].rows
-        self._filling[form] = _Chunk(self._shard, rows, self._size)
+        self._filling[form] = _Chunk(self._shard, rows, self._size_of(form))
         return rows
+
+    def _size_of(self, form: ChunkEncoding) -> int:
+        return MAX_GONE_KEYS if form == GONE else self._size
 
     def rest(self) -> Iterator[CodedRows]:
         """Yield the chunks that are not full."""
@@ -109,7 +77,7 @@ class _Chunk:
             shard=shard,
             row_ids=np.empty(size, np.int64),
             form=like.form,
-            body=np.empty(body_shape(like.form.bits, size, shard.width), like.body.dtype),
+            body=np.empty((size, like.body.shape[1]), like.body.dtype),
             scale=np.empty(size, np.float16) if len(like.scale) else EMPTY,
             low=np.empty(size, np.float16) if len(like.low) else EMPTY,
             state=np.empty((size, like.state.shape[1]), np.float32),
@@ -149,10 +117,16 @@ def _place(picked: Picked, number: int, source: CodedRows, target: CodedRows) ->
 
 
 class Delta:
-    """Hold the rows of one shard in a cut, in pieces that have each row once, in ascending order."""
+    """Hold the rows of one shard in a cut in ascending order, each once, and the keys that are gone.
 
-    def __init__(self, shard: ShardId, pieces: Iterable[ShardRows]) -> None:
-        self.shard = shard
+    Takes 16 bytes of memory per row unless the pieces are in order already.
+
+    Raises:
+        SnapshotError: a key of a unique table was handed over twice.
+    """
+
+    def __init__(self, table: TableMeta, shard: ShardId, pieces: Iterable[ShardRows], gone: Iterable[GoneRows]) -> None:
+        self.table, self.shard = table, shard
         filled = (piece for piece in pieces if len(piece.row_ids))
         self._pieces = sorted(filled, key=lambda piece: int(piece.row_ids[0]))
         ids = [piece.row_ids for piece in self._pieces]
@@ -161,9 +135,21 @@ class Delta:
         """Positions in the concatenated pieces, ordered by row; None if the pieces are ordered already."""
         self.row_ids: NDArray[np.int64] = ids[0] if len(ids) == 1 else np.concatenate([np.empty(0, np.int64), *ids])
         """(N,) ascending."""
-        if len(ids) > 1 and not bool((self.row_ids[1:] > self.row_ids[:-1]).all()):
+        if not bool((self.row_ids[1:] > self.row_ids[:-1]).all()):
             self._order = np.argsort(self.row_ids, kind="stable")
             self.row_ids = self.row_ids[self._order]
+        self.gone = np.sort(np.concatenate([np.empty(0, np.int64), *(each.row_ids for each in gone)]))
+        """(M,) ascending keys."""
+        if table.is_unique:
+            self._check_distinct()
+
+    def _check_distinct(self) -> None:
+        places = np.searchsorted(self.row_ids, self.gone)
+        both = self.gone[places < len(self.row_ids)] == self.row_ids[places[places < len(self.row_ids)]]
+        twice = (self.row_ids[1:][np.diff(self.row_ids) == 0], self.gone[1:][np.diff(self.gone) == 0])
+        for keys in (*twice, self.gone[: len(both)][both]):
+            if len(keys):
+                raise SnapshotError(f"{self.shard}: key {keys[0]} was handed over twice; the cut is not stored")
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -184,19 +170,29 @@ class Delta:
         numbers = np.searchsorted(self._starts, places, side="right") - 1
         rows = np.empty((end - begin, self.shard.width), np.float32)
         state = np.empty((end - begin, self.state_values), np.float32)
-        for number in np.unique(numbers).tolist():
-            here = numbers == number
+        # Sorted, because keys of one range may come from thousands of pieces.
+        by_piece = np.argsort(numbers, kind="stable")
+        present, edges = np.unique(numbers[by_piece], return_index=True)
+        for number, here in zip(present.tolist(), np.split(by_piece, edges[1:]), strict=True):
             at = places[here] - self._starts[number]
             rows[here], state[here] = self._pieces[number].rows[at], self._pieces[number].state[at]
         return ShardRows(shard=self.shard, row_ids=self.row_ids[begin:end], rows=rows, state=state)
 
 
-def deltas(owned: Iterable[ShardId], pieces: Iterable[ShardRows]) -> list[Delta]:
-    """Group a rank's rows by the shards that it stores, in the order of ``owned``; some may be empty."""
-    found: dict[ShardId, list[ShardRows]] = {shard: [] for shard in owned}
+def deltas(
+    tables: Mapping[str, TableMeta], owned: Iterable[ShardId], pieces: Iterable[ShardRows], gone: Iterable[GoneRows]
+) -> Iterator[Delta]:
+    """Group a rank's rows by the shards that it stores, in the order of ``owned``; some may be empty.
+
+    Each is put in order when it is reached: memory holds the order of one or two.
+    """
+    found: dict[ShardId, tuple[list[ShardRows], list[GoneRows]]] = {shard: ([], []) for shard in owned}
     for piece in pieces:
-        found[piece.shard].append(piece)
-    return [Delta(shard, each) for shard, each in found.items()]
+        found[piece.shard][0].append(piece)
+    for left in gone:
+        found[left.shard][1].append(left)
+    for shard, (rows, keys) in found.items():
+        yield Delta(tables[shard.table], shard, rows, keys)
 
 
 ID_BYTES = 8
@@ -223,18 +219,19 @@ def _bounds(delta: Delta, bits: Bits, *, chained: bool = False) -> Iterator[tupl
 
 
 def _code(delta: Delta, begin: int, end: int, bits: Bits) -> Sequence[CodedRows]:
-    return code_rows(delta.rows(begin, end), bits)
+    return code_rows(delta.rows(begin, end), bits, row_values=len(delta.table.row_values))
+
+
+def gone_chunks(delta: Delta) -> Iterator[CodedRows]:
+    """Yield the keys of a cut that are gone, object by object."""
+    for begin in range(0, len(delta.gone), MAX_GONE_KEYS):
+        yield CodedRows.gone(delta.shard, delta.gone[begin : begin + MAX_GONE_KEYS])
 
 
 def merged_chunks(
-    store: ObjectStore,
-    table: TableMeta,
-    delta: Delta,
-    older: Sequence[Sequence[ChunkEntry]],
-    bits: Bits,
-    on_read: Callable[[int], None],
+    store: ObjectStore, delta: Delta, older: Sequence[Sequence[ChunkEntry]], bits: Bits, on_read: Callable[[int], None]
 ) -> Iterator[CodedRows]:
-    """Yield the rows of a shard in chunks of ascending rows, for each encoding that occurs.
+    """Yield the rows of a shard, and keys that are gone, in chunks of ascending rows for each encoding that occurs.
 
     If older snapshots split the table's columns differently, chunks hold parts of the shard's columns, because a row's
     codes from different snapshots have different scales. ``older`` are chunks, layer by layer, oldest first; only rows
@@ -244,7 +241,7 @@ def merged_chunks(
         BrokenChainError: an older chunk is missing or corrupt.
         SnapshotError: a row of the cut cannot be stored.
     """
-    shard = delta.shard
+    shard, table = delta.shard, delta.table
     layers = [overlapping(entries, shard) for entries in older]
     sources = [
         replace(source, load=partial(_load_older, source.load, entry.bytes, on_read))
@@ -256,6 +253,10 @@ def merged_chunks(
         first, last = delta.row_ids[[begin, end - 1]].tolist()
         code = partial(_code, delta, begin, end, bits)
         sources.append(Source(layer=len(layers), first_row=first, last_row=last, load=code))
+        edges.add(last + 1)
+    for piece in gone_chunks(delta):
+        first, last = piece.row_ids[[0, -1]].tolist()
+        sources.append(Source(layer=len(layers), first_row=first, last_row=last, load=partial(tuple, (piece,))))
         edges.add(last + 1)
     inner = sorted(edge for edge in edges if shard.row_start < edge < shard.row_end)
     columns = _columns(shard, layers)

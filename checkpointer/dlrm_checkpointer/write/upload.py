@@ -18,10 +18,19 @@ from dlrm_checkpointer.codec.rows import CodedRows
 from dlrm_checkpointer.format.attempts import read_attempts
 from dlrm_checkpointer.format.chain import BrokenChainError, ChainLayers, SnapshotBase, load_chain, snapshot_base
 from dlrm_checkpointer.format.chunk import encode_dense, encode_rows, put_by_digest
-from dlrm_checkpointer.format.manifest import ChunkEntry, ObjectEntry, PartList, chunk_key, parse_part, part_key
+from dlrm_checkpointer.format.manifest import (
+    ChunkEntry,
+    GoneEntry,
+    ObjectEntry,
+    PartList,
+    chunk_key,
+    format_version,
+    parse_part,
+    part_key,
+)
 from dlrm_checkpointer.handoff.protocol import Durable, ReadyCut, SegmentName
 from dlrm_checkpointer.types import ShardId, TableMeta
-from dlrm_checkpointer.write.merge import Delta, coded_chunks, deltas, merged_chunks
+from dlrm_checkpointer.write.merge import Delta, coded_chunks, deltas, gone_chunks, merged_chunks
 from dlrm_checkpointer.write.policy import ChainPolicy, bits_in_use, choose_kind
 from dlrm_stores import ObjectStore
 from dlrm_stores.base import DEFAULT_WORKERS, Body, parallel_map
@@ -34,15 +43,16 @@ MERGE_WORKERS = 2
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Hold an encoded chunk with what its manifest entry needs."""
+    """Hold an encoded chunk, or keys that are gone, with what its entry needs."""
 
     shard: ShardId
     row_ids: NDArray[np.int64]
     body: Body
+    is_gone: bool
 
     @classmethod
-    def of(cls, rows: CodedRows) -> _Encoded:
-        return cls(rows.shard, rows.row_ids, encode_rows(rows))
+    def of(cls, rows: CodedRows, table: TableMeta) -> _Encoded:
+        return cls(rows.shard, rows.row_ids, encode_rows(rows, table), rows.is_gone)
 
 
 Load = Callable[[], Iterable[_Encoded]]
@@ -99,12 +109,15 @@ class Upload:
         arrays = self._cut.dense()
         if arrays is not None and self._dense is None:
             self._dense = self._put("dense", encode_dense(arrays))
-        mine = deltas(self._cut.owned, self._cut.pieces())
         if basis.merged:
-            chunks = self._put_chunks((load for delta in mine for load in self._merged(delta)), MERGE_WORKERS)
+            loads = (load for delta in self._deltas() for load in self._merged(delta))
+            found = self._put_chunks(loads, MERGE_WORKERS)
         else:
-            chunks = (*self._before.chunks, *self._put_chunks(self._coded(mine)))
+            mine = self._put_chunks(self._coded(with_gone=self._is_increment))
+            found = (*self._before.chunks, *self._before.gone, *mine)
+        chunks, gone = _split(found)
         part = PartList(
+            version=format_version(self._cut.meta.tables),
             rank=name.rank,
             kind=basis.kind,
             bits=self._bits,
@@ -112,6 +125,7 @@ class Upload:
             before=basis.growth,
             meta=self._cut.meta.to_json(),
             chunks=chunks,
+            gone=gone if self._is_increment else (),
             dense=self._dense,
         )
         if self._store.put_if_absent(key, part.encode()):
@@ -125,20 +139,33 @@ class Upload:
             SnapshotError: the cut can never be stored; names the table and the row.
             StoreUnavailableError: call again.
         """
-        put = self._put_chunks(self._coded(deltas(self._cut.owned, self._cut.pieces())))
-        return Durable(slices=self._cut.number + 1, chunks=(*self._before.chunks, *put), bits=self._bits)
+        chunks, gone = _split(self._put_chunks(self._coded(with_gone=self._cut.meta.parent is not None)))
+        before = self._before
+        return Durable(
+            slices=self._cut.number + 1, chunks=(*before.chunks, *chunks), gone=(*before.gone, *gone), bits=self._bits
+        )
 
-    def _coded(self, mine: Sequence[Delta]) -> Iterator[Load]:
-        for delta in mine:
-            yield from map(_encoding, coded_chunks(delta, self._bits, chained=self._chained))
+    @property
+    def _is_increment(self) -> bool:
+        """Return whether there are older snapshots below, from which keys can be gone."""
+        return self._basis.kind == "increment"
+
+    def _deltas(self) -> Iterator[Delta]:
+        return deltas(self._tables, self._cut.owned, self._cut.pieces(), self._cut.gone())
+
+    def _coded(self, *, with_gone: bool) -> Iterator[Load]:
+        for delta in self._deltas():
+            for code in coded_chunks(delta, self._bits, chained=self._chained):
+                yield partial(_encoded, code, delta.table)
+            for gone in gone_chunks(delta) if with_gone else ():
+                yield partial(_encoded, partial(tuple, (gone,)), delta.table)
 
     def _merged(self, delta: Delta) -> Iterator[Load]:
-        table = self._tables[delta.shard.table]
-        older = (*self._older(table.name), self._slices.get(delta.shard, ()))
-        merged = merged_chunks(self._store, table, delta, older, self._bits, self._on_read)
-        # Encoded at once, so that the rows are not in memory while the chunk is put.
-        for encoded in map(_Encoded.of, merged):
-            yield partial(iter, (encoded,))
+        older = (*self._older(delta.table.name), self._slices.get(delta.shard, ()))
+        for rows in merged_chunks(self._store, delta, older, self._bits, self._on_read):
+            # Encoded at once, so that the rows are not in memory while the chunk is put.
+            if self._is_increment or not rows.is_gone:
+                yield partial(iter, (_Encoded.of(rows, delta.table),))
 
     @cached_property
     def _tables(self) -> dict[str, TableMeta]:
@@ -151,21 +178,24 @@ class Upload:
     @cached_property
     def _slices(self) -> dict[ShardId, list[ChunkEntry]]:
         found: dict[ShardId, list[ChunkEntry]] = {}
-        for chunk in self._before.chunks:
+        for chunk in (*self._before.chunks, *self._before.gone):
             found.setdefault(chunk.shard, []).append(chunk)
         return found
 
     def _put_chunks(self, loads: Iterator[Load], at_once: int = DEFAULT_WORKERS) -> tuple[ChunkEntry, ...]:
         """Put chunks while others load, a few at a time; return their entries in order."""
-        numbered = enumerate(loads, len(self._before.chunks))
+        numbered = enumerate(loads, len(self._before.chunks) + len(self._before.gone))
         entries = parallel_map(lambda task: self._put_chunk(*task), numbered, at_once)
         return tuple(entry for found in entries for entry in found)
 
     def _put_chunk(self, number: int, load: Load) -> tuple[ChunkEntry, ...]:
         if number not in self._put_already:
-            put = (ChunkEntry.of(self._put(f"{number:06d}", rows.body), rows.shard, rows.row_ids) for rows in load())
-            self._put_already[number] = tuple(put)
+            self._put_already[number] = tuple(self._put_encoded(number, rows) for rows in load())
         return self._put_already[number]
+
+    def _put_encoded(self, number: int, rows: _Encoded) -> ChunkEntry:
+        kind, name = (GoneEntry, f"gone-{number:06d}") if rows.is_gone else (ChunkEntry, f"{number:06d}")
+        return kind.of(self._put(name, rows.body), rows.shard, rows.row_ids)
 
     def _put(self, name: str, body: Body) -> ObjectEntry:
         entry = put_by_digest(self._store, partial(chunk_key, self._cut.meta, self._cut.name.rank, name), body)
@@ -173,8 +203,15 @@ class Upload:
         return entry
 
 
-def _encoding(code: Callable[[], Sequence[CodedRows]]) -> Load:
-    return lambda: map(_Encoded.of, code())
+def _encoded(code: Callable[[], Sequence[CodedRows]], table: TableMeta) -> Iterator[_Encoded]:
+    return (_Encoded.of(rows, table) for rows in code())
+
+
+def _split(found: Iterable[ChunkEntry]) -> tuple[tuple[ChunkEntry, ...], tuple[GoneEntry, ...]]:
+    """Separate objects with rows from those with keys that are gone."""
+    every = tuple(found)
+    gone = tuple(entry for entry in every if isinstance(entry, GoneEntry))
+    return tuple(entry for entry in every if not isinstance(entry, GoneEntry)), gone
 
 
 class WritePlanner:

@@ -297,7 +297,8 @@ def test_bytes_read_to_merge_are_counted(tmp_path: Path, files: FileStore, new_m
 def test_a_delta_gives_rows_in_order_whatever_the_order_of_its_pieces(new_model):
     from dlrm_checkpointer.write.merge import Delta
 
-    shard = new_model().shards(0, 1)[0]
+    model = new_model()
+    shard = model.shards(0, 1)[0]
     draw = np.random.default_rng(0)
     ids = draw.permutation(1_000)[:300].astype(np.int64)
     pieces = []
@@ -306,7 +307,7 @@ def test_a_delta_gives_rows_in_order_whatever_the_order_of_its_pieces(new_model)
         values = np.repeat(part.astype(np.float32)[:, None], shard.width, axis=1)
         pieces.append(ShardRows(shard=shard, row_ids=part, rows=values, state=values[:, :1]))
 
-    delta = Delta(shard, pieces)
+    delta = Delta(model.tables[0], shard, pieces, ())
     parts = [delta.rows(begin, begin + 75) for begin in range(0, 300, 75)]
 
     found = np.concatenate([part.row_ids for part in parts])

@@ -112,7 +112,7 @@ def test_rows_that_are_not_of_their_shard_are_refused(tmp_path: Path, new_model)
         writer.hand_over(model.meta(1), [piece], model.dense, owned=model.shards(0, 1), timeout_s=1)
 
 
-OTHER_RELEASES = {2: NewerVersionError, 0: SnapshotError}
+OTHER_RELEASES = {3: NewerVersionError, 1: SnapshotError}
 """Versions of the folder, which releases before this one and after it would say, and how they are refused."""
 
 
@@ -138,7 +138,7 @@ def test_a_cut_of_another_release_is_not_read(tmp_path: Path, monkeypatch: pytes
         writer.hand_over(model.meta(1), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), timeout_s=1)
     inbox = Inbox(tmp_path, range(1))
 
-    with pytest.raises(OTHER_RELEASES[version], match=rf"rank 0 uses version {version} .* version 1"):
+    with pytest.raises(OTHER_RELEASES[version], match=rf"rank 0 uses version {version} .* version 2"):
         inbox.open(inbox.ready()[0])
     inbox.close()
 

@@ -19,7 +19,7 @@ from dlrm_cli import app
 from dlrm_cli.snapshots import split_usable
 from dlrm_stores.file import FileStore
 
-VERSIONS = r"manifests/0000000000000004-00000001\.json: format version 3, this program reads version 2: use a newer"
+VERSIONS = r"manifests/0000000000000004-00000001\.json: format version 4, this program reads version 3: use a newer"
 
 
 def rewrite(files: FileStore, step: int, **changes: object) -> None:
@@ -32,7 +32,7 @@ def upgraded(files: FileStore, train_and_commit) -> FileStore:
     """A store of four snapshots, of which a newer version wrote those of steps 3 and 4."""
     train_and_commit(4)
     for step in (3, 4):
-        rewrite(files, step, version=3, chain={"another": "form"})
+        rewrite(files, step, version=4, chain={"another": "form"})
     return files
 
 
@@ -53,7 +53,7 @@ def test_a_job_does_not_go_on_from_before_what_a_newer_version_wrote(upgraded: F
 def test_a_damaged_snapshot_is_not_passed_over_for_one_of_before_those(upgraded: FileStore):
     (upgraded.root / manifest_key(4, 1)).write_bytes(b"torn")
 
-    with pytest.raises(NewerVersionError, match=r"0003-00000001\.json: format version 3.*to step 2 .* \(step 3\)"):
+    with pytest.raises(NewerVersionError, match=r"0003-00000001\.json: format version 4.*to step 2 .* \(step 3\)"):
         newest_snapshot(upgraded)
 
 
@@ -87,7 +87,7 @@ def test_a_version_that_was_never_released_is_passed_over_as_damaged(upgraded: F
     snapshot, reasons = newest_snapshot(upgraded)
 
     assert snapshot.step == 2
-    assert "version 1, this program reads version 2: that version was never released" in reasons[0]
+    assert "version 1, this program reads version 3: that version was never released" in reasons[0]
 
 
 def test_nothing_is_removed_beside_snapshots_whose_chain_cannot_be_known(upgraded: FileStore):
@@ -125,7 +125,7 @@ def test_commands_take_an_older_snapshot_by_its_step(upgraded: FileStore, capsys
     assert app.main(["snapshots", "verify", upgraded.uri, "--step", "2"]) == ExitCode.DONE
     assert capsys.readouterr().out.startswith("verified step 2")
     assert app.main(["snapshots", "verify", upgraded.uri, "--step", "4"]) == ExitCode.BAD_DATA
-    assert "format version 3, this program reads version 2" in capsys.readouterr().err
+    assert "format version 4, this program reads version 3" in capsys.readouterr().err
 
 
 def test_a_forged_manifest_spoils_no_listing(upgraded: FileStore, capsys: pytest.CaptureFixture[str]):

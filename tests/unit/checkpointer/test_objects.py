@@ -203,7 +203,7 @@ def test_a_chunk_that_is_not_as_the_format_says_is_refused_by_its_key(bits: Any,
 @pytest.mark.parametrize(
     ("version", "problem"),
     [
-        (9, "key: object version 9, this program reads up to 2: use a newer dlrm-operator"),
+        (9, "key: object version 9, this program reads up to 3: use a newer dlrm-operator"),
         (1, "key: object version 1, which was never released, is not read any more"),
     ],
 )

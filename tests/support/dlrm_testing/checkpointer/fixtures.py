@@ -29,7 +29,7 @@ from dlrm_checkpointer.handoff.writer import HandoffWriter
 from dlrm_checkpointer.publish.publisher import Publisher, Terms
 from dlrm_checkpointer.sidecar import Sidecar, SidecarTasks
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName, TableMeta
+from dlrm_checkpointer.types import CutMeta, GoneRows, ShardId, ShardRows, SnapshotName, TableMeta
 from dlrm_checkpointer.write.policy import ChainPolicy
 from dlrm_checkpointer.write.retention import ORPHAN_S, RetentionPolicy
 from dlrm_stores import ObjectStore, StoreOptions, open_store
@@ -163,6 +163,10 @@ class Model:
                 state=self.state[shard.table][ids, places.start : places.stop],
             )
 
+    def gone(self, rank: int, world_size: int, parent: SnapshotName | None = None) -> Iterator[GoneRows]:
+        """Yield keys that left tables of unique ids since the parent: there are no such tables."""
+        return iter(())
+
     def digest(self) -> str:
         def read(name: str) -> Callable[[int, int], tuple[NDArray[np.float32], NDArray[np.float32]]]:
             return lambda start, end: (self.rows[name][start:end], self.state[name][start:end])
@@ -218,7 +222,8 @@ class Pod:
         dense = model.dense if rank == 0 else None
         meta, pieces = model.meta(self.world_size, attempt, parent), model.pieces(rank, self.world_size, parent)
         owned = model.shards(rank, self.world_size)
-        return self.writers[rank].hand_over(meta, pieces, dense, owned=owned, timeout_s=timeout_s)
+        gone = model.gone(rank, self.world_size, parent)
+        return self.writers[rank].hand_over(meta, pieces, dense, owned=owned, timeout_s=timeout_s, gone=gone)
 
     def end(self, reason: str = "done", *, failed: bool = False) -> None:
         for writer in self.writers.values():

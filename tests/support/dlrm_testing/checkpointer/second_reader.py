@@ -14,7 +14,7 @@ TYPES = {"U8": "u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "I32": "<i4", "I6
 TYPES |= {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 U64 = np.uint64
 G = np.array([0x9E3779B97F4A7C15], U64)  # in arrays numbers wrap without a warning
-VERSION = 2
+VERSIONS = 2, 3
 
 
 def newest(root: Path) -> tuple[int, int]:
@@ -32,7 +32,7 @@ def newest(root: Path) -> tuple[int, int]:
 def manifest(root: Path, step: int, attempt: int, sha256: str = "") -> dict:
     body = (root / f"manifests/{step:016d}-{attempt:08d}.json").read_bytes()
     value = json.loads(body)
-    if (value["format"], value["version"]) != ("dlrm-snapshot", VERSION):
+    if value["format"] != "dlrm-snapshot" or value["version"] not in VERSIONS:
         raise ValueError("another format")
     if hashlib.sha256(body.replace(value["seal"].encode(), b"0" * 64)).hexdigest() != value["seal"]:
         raise ValueError("corrupt manifest")
@@ -46,7 +46,7 @@ def container(body: bytes) -> tuple[dict, dict[str, np.ndarray]]:
     end = 8 + int.from_bytes(body[:8], "little")
     header = json.loads(body[8:end])
     said = json.loads(header.pop("__metadata__")["dlrm"])
-    if said["version"] != VERSION:
+    if said["version"] not in VERSIONS:
         raise ValueError("another format")
     return said, {
         name: np.frombuffer(body[end:][slice(*each["data_offsets"])], TYPES[each["dtype"]]).reshape(each["shape"])
@@ -65,10 +65,20 @@ def whole(root: Path, entry: dict) -> bytes:
 
 def row_numbers(said: dict, arrays: dict[str, np.ndarray]) -> np.ndarray:
     first, count = said["firstRow"], said["rows"]
+    if said["version"] == 3:
+        return first + keys(arrays["row_keys"], count, said["lowBits"])
     if "row_bitmap" in arrays:
         return first + np.flatnonzero(np.unpackbits(arrays["row_bitmap"], bitorder="little"))
     gaps = arrays["row_gaps"].astype(np.int64) if "row_gaps" in arrays else np.zeros(count - 1, np.int64)
     return first + np.concatenate([[0], np.cumsum(gaps + 1)]).astype(np.int64)
+
+
+def keys(body: np.ndarray, count: int, low_bits: int) -> np.ndarray:
+    """Distances of ascending keys from the first."""
+    bits, start = np.unpackbits(body, bitorder="little").astype(np.int64), -(-count * low_bits // 8)
+    low = bits[: count * low_bits].reshape(count, low_bits) << np.arange(low_bits)
+    high = np.flatnonzero(bits[8 * start :]) - np.arange(count)
+    return (high << low_bits) | low.sum(axis=1)
 
 
 def weights(said: dict, arrays: dict[str, np.ndarray]) -> np.ndarray:
@@ -97,6 +107,17 @@ def key_of(text: bytes) -> np.ndarray:
     return np.frombuffer(hashlib.sha256(text).digest()[:8], "<u8")
 
 
+def touched(said: dict, steps: np.ndarray) -> np.ndarray:
+    """(N, 1) bits of the steps."""
+    if steps.dtype == np.uint16:
+        steps = 64 * (np.uint32(said["touchedBase"]) - steps)
+    return steps.astype(np.uint32)[:, None].view(np.float32)
+
+
+def is_unique(table: dict) -> bool:
+    return table.get("ids") == "unique"
+
+
 def initial(table: dict) -> np.ndarray:
     shape = table["rows"], table["dim"]
     if not table["scale"]:
@@ -113,31 +134,47 @@ def restore(root: Path, step: int, attempt: int) -> str:
     """Return the state digest of a snapshot."""
     top = manifest(root, step, attempt)
     tables = {table["name"]: table for table in top["meta"]["model"]["tables"]}
+    fixed = {name: table for name, table in tables.items() if not is_unique(table)}
     sizes = {name: each.get("stateColumns", [1] * len(each["columnBlocks"])) for name, each in tables.items()}
-    rows = {name: initial(table) for name, table in tables.items()}
-    state = {name: np.zeros((table["rows"], sum(sizes[name])), np.float32) for name, table in tables.items()}
+    rows = {name: initial(table) for name, table in fixed.items()}
+    state = {name: np.zeros((table["rows"], sum(sizes[name])), np.float32) for name, table in fixed.items()}
+    by_key: dict = {name: {} for name in tables.keys() - fixed.keys()}
     for layer in (*(manifest(root, **link) for link in top["chain"]), top):  # newer values over older ones
-        for entry in layer["chunks"]:
+        for entry in (*layer.get("gone", ()), *layer["chunks"]):
             said, arrays = container(whole(root, entry))
             name, ids = said["table"], row_numbers(said, arrays)
+            if said["kind"] == "gone":
+                by_key[name] = {key: row for key, row in by_key[name].items() if key not in set(ids.tolist())}
+                continue
+            if name in by_key:
+                values = arrays["state"], *(touched(said, arrays[value]) for value in tables[name]["rowValues"])
+                full = np.concatenate([weights(said, arrays), *values], axis=1)
+                by_key[name] |= dict(zip(ids.tolist(), full, strict=True))
+                continue
             starts = [start for start, _ in tables[name]["columnBlocks"]]
             place = sum(sizes[name][: starts.index(said["columnStart"])])
             rows[name][ids, said["columnStart"] : said["columnEnd"]] = weights(said, arrays)
             state[name][ids, place : place + arrays["state"].shape[1]] = arrays["state"]
+    numbers = {name: np.arange(table["rows"]) for name, table in fixed.items()}
+    for name, found in by_key.items():
+        sizes[name], dim = [sizes[name][0] + len(tables[name]["rowValues"])], tables[name]["dim"]
+        full = np.array([found[key] for key in sorted(found)], np.float32).reshape(len(found), dim + sizes[name][0])
+        numbers[name], rows[name], state[name] = np.array(sorted(found), np.int64), full[:, :dim], full[:, dim:]
     for name, table in tables.items():
         if table.get("dtype") == "fp16":
             rows[name] = rows[name].astype(np.float16).astype(np.float32)
-    digests = [[name, "".join(lanes(tables[name], sizes[name], rows[name], state[name]))] for name in sorted(tables)]
+    every = {name: (tables[name], sizes[name], numbers[name], rows[name], state[name]) for name in sorted(tables)}
+    digests = [[name, "".join(lanes(*each))] for name, each in every.items()]
     _, dense = container(whole(root, top["dense"]))
     arrays = [[n, a.dtype.name, [*a.shape], hashlib.sha256(a.tobytes()).hexdigest()] for n, a in sorted(dense.items())]
     text = json.dumps({"dense": arrays, "tables": digests}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def lanes(table: dict, sizes: list[int], rows: np.ndarray, state: np.ndarray) -> Iterator[str]:
+def lanes(table: dict, sizes: list[int], ids: np.ndarray, rows: np.ndarray, state: np.ndarray) -> Iterator[str]:
     key = key_of(b"dlrm-digest-2\0" + table["name"].encode())
     words = np.concatenate([rows, state], axis=1).view("<u4").astype(U64)
-    indices, numbers = (np.arange(1, 1 + count, dtype=U64) for count in (2 + words.shape[1], len(rows)))
+    indices, numbers = np.arange(1, 3 + words.shape[1], dtype=U64), ids.astype(U64) + U64(1)
     for lane in range(4):
         keys = mix(mix(key + U64(lane + 1) * G) + indices * G) | U64(1)
         total = np.zeros(1, U64)
