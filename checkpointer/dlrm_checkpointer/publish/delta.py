@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as entry
 
 from dlrm_api.errors import NoInputError, SnapshotError
-from dlrm_checkpointer.codec.rows import code_rows
+from dlrm_checkpointer.codec.rows import CodedRows, code_rows
 from dlrm_checkpointer.format.chain import Chain, load_chain
 from dlrm_checkpointer.format.chunk import chunk_rows, encode_row_numbers, encode_rows, put_by_digest
 from dlrm_checkpointer.format.manifest import (
@@ -40,7 +40,8 @@ from dlrm_checkpointer.types import ShardId, ShardRows, SnapshotName, TableMeta
 from dlrm_stores import ObjectStore
 from dlrm_stores.base import Body, parallel_map
 
-PUBLICATION_VERSION = 1
+PUBLICATION_VERSION, KEYED_PUBLICATION_VERSION = 1, 2
+"""The second is written for models with a table of unique ids."""
 DELTAS = "deltas/"
 PLAN_KEY = "plan.json"
 TRIES = 10**8
@@ -55,8 +56,8 @@ class DeltaLink(ChainLink):
 
 
 @entry(frozen=True, slots=True, kw_only=True, config=FORMAT)
-class GoneEntry(ObjectEntry):
-    """Describe an object with the numbers of rows that are reset to their initial values."""
+class TombstoneEntry(ObjectEntry):
+    """Describe an object with the numbers of rows that are reset to their initial values, or leave a unique table."""
 
     table: str
     rows: int = Field(ge=1)
@@ -65,7 +66,7 @@ class GoneEntry(ObjectEntry):
 class DeltaHead(SealedModel):
     """Hold what a delta's manifest takes from its plan."""
 
-    versions = range(PUBLICATION_VERSION, PUBLICATION_VERSION + 1)
+    versions = range(PUBLICATION_VERSION, KEYED_PUBLICATION_VERSION + 1)
     version: int = PUBLICATION_VERSION
     sequence: int = Field(ge=1)
     step: int = Field(ge=0)
@@ -96,13 +97,13 @@ class DeltaPlan(DeltaHead):
 class DeltaPart(SealedModel):
     """List what one pod put for a delta."""
 
-    versions = range(PUBLICATION_VERSION, PUBLICATION_VERSION + 1)
+    versions = range(PUBLICATION_VERSION, KEYED_PUBLICATION_VERSION + 1)
     format: Literal["dlrm-delta-part"] = "dlrm-delta-part"
     version: int = PUBLICATION_VERSION
     problem: str = ""
     """Why the pod could not build its part; then nothing was put."""
     chunks: tuple[ChunkEntry, ...] = ()
-    tombstones: tuple[GoneEntry, ...] = ()
+    tombstones: tuple[TombstoneEntry, ...] = ()
     dense: ObjectEntry | None = None
     """Set by pod 0 only."""
 
@@ -115,7 +116,7 @@ class Delta(DeltaHead):
     """Time of the snapshot's cut (Unix seconds)."""
     tables: tuple[dict[str, Any], ...]
     chunks: tuple[ChunkEntry, ...]
-    tombstones: tuple[GoneEntry, ...]
+    tombstones: tuple[TombstoneEntry, ...]
     dense: ObjectEntry
 
     @property
@@ -146,7 +147,13 @@ class Published:
 
 def published_table(table: TableMeta) -> TableMeta:
     """Return a table as deltas hold it: complete rows without optimizer state."""
-    return replace(table, column_blocks=((0, table.dim),), state_columns=(0,))
+    return replace(table, column_blocks=((0, table.dim),), state_columns=(0,), row_values=())
+
+
+def publication_version(tables: Iterable[TableMeta]) -> int:
+    """Return the version in which deltas of these tables are written."""
+    is_keyed = any(table.is_unique for table in tables)
+    return KEYED_PUBLICATION_VERSION if is_keyed else PUBLICATION_VERSION
 
 
 def delta_key(sequence: int) -> str:
@@ -183,7 +190,7 @@ def read_delta(store: ObjectStore, sequence: int) -> Published:
     if delta.sequence != sequence:
         raise SnapshotError(f"{store.uri}/{key}: says that it is number {delta.sequence}")
     with refusing(f"{store.uri}/{key}", "tables or chunks are not as the format says"):
-        tables = checked_tables(delta.tables, delta.chunks, keyed=False)
+        tables = checked_tables(delta.tables, delta.chunks, keyed=delta.version == KEYED_PUBLICATION_VERSION)
     for gone in delta.tombstones:
         if gone.table not in tables:
             raise SnapshotError(f"{store.uri}/{key}: {gone.key} names a table that its model does not have")
@@ -237,7 +244,7 @@ def put_part(place: PublishSlot, plan: DeltaPlan) -> None:
     try:
         part = _Part(place, plan).put()
     except (SnapshotError, NoInputError) as error:
-        part = DeltaPart(problem=str(error))
+        part = DeltaPart(version=plan.version, problem=str(error))
     place.target.put(key, part.encode())
 
 
@@ -310,7 +317,7 @@ class _Part:
             raise SnapshotError(f"{place.snapshots.uri}: the snapshot of step {plan.step} was replaced since the plan")
         previous = None if plan.full else plan.previous
         self._before = load_chain(place.snapshots, previous.name) if previous else None
-        self._tombstones: list[GoneEntry] = []
+        self._tombstones: list[TombstoneEntry] = []
 
     def put(self) -> DeltaPart:
         dense = self._put_dense() if self._place.pod == 0 else None
@@ -318,7 +325,7 @@ class _Part:
         numbered = enumerate(task for table in tables for task in self._tasks(table))
         entries = parallel_map(lambda task: tuple(task[1](f"{task[0]:06d}")), numbered)
         chunks = tuple(entry for found in entries for entry in found)
-        return DeltaPart(chunks=chunks, tombstones=tuple(self._tombstones), dense=dense)
+        return DeltaPart(version=self._plan.version, chunks=chunks, tombstones=tuple(self._tombstones), dense=dense)
 
     def _put_dense(self) -> ObjectEntry:
         return self._put_object("dense", fetch(self._place.snapshots, self._after.newest.dense))
@@ -326,18 +333,18 @@ class _Part:
     def _tasks(self, table: TableMeta) -> Iterator[Callable[[str], Iterator[ChunkEntry]]]:
         """Yield calls that encode and put this pod's rows of a table; put the tombstones on the way."""
         pod, pods = self._place.pod, self._plan.pods
-        share = range(table.rows * pod // pods, table.rows * (pod + 1) // pods)
+        share = range(table.end * pod // pods, table.end * (pod + 1) // pods)
         found = _Gathered(chunk_rows(table.dim))
         gone = _Gathered(MAX_NUMBERS)
         for update in updates(self._place.snapshots, table, self._before, self._after, share):
             for rows in found.add(update.row_ids, update.rows):
                 yield partial(self._put_rows, table, share, rows)
             for (numbers,) in gone.add(update.gone):
-                self._put_gone(table, numbers)
+                self._put_gone(table, share, numbers)
         for rows in found.rest():
             yield partial(self._put_rows, table, share, rows)
         for (numbers,) in gone.rest():
-            self._put_gone(table, numbers)
+            self._put_gone(table, share, numbers)
 
     def _put_rows(
         self, table: TableMeta, share: range, gathered: Sequence[NDArray[Any]], name: str
@@ -346,11 +353,17 @@ class _Part:
         shard = ShardId(table.name, share.start, share.stop, 0, table.dim)
         none = np.empty((len(row_ids), 0), np.float32)
         for coded in code_rows(ShardRows(shard=shard, row_ids=row_ids, rows=rows, state=none), self._plan.bits):
-            yield ChunkEntry.of(self._put_object(name, encode_rows(coded)), shard, coded.row_ids)
+            body = encode_rows(coded, published_table(table))
+            yield ChunkEntry.of(self._put_object(name, body), shard, coded.row_ids)
 
-    def _put_gone(self, table: TableMeta, numbers: NDArray[np.int64]) -> None:
-        put = self._put_object(f"gone-{len(self._tombstones):06d}", encode_row_numbers(table.name, numbers))
-        self._tombstones.append(GoneEntry(**asdict(put), table=table.name, rows=len(numbers)))
+    def _put_gone(self, table: TableMeta, share: range, numbers: NDArray[np.int64]) -> None:
+        if table.is_unique:
+            shard = ShardId(table.name, share.start, share.stop, 0, table.dim)
+            body = encode_rows(CodedRows.gone(shard, numbers), table)
+        else:
+            body = encode_row_numbers(table.name, numbers)
+        put = self._put_object(f"gone-{len(self._tombstones):06d}", body)
+        self._tombstones.append(TombstoneEntry(**asdict(put), table=table.name, rows=len(numbers)))
 
     def _put_object(self, name: str, body: Body) -> ObjectEntry:
         self._place.before_put()

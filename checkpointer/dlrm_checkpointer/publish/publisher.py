@@ -29,6 +29,7 @@ from dlrm_checkpointer.publish.delta import (
     delta_of,
     newest_delta,
     parts_of,
+    publication_version,
     put_part,
     read_plan,
     remove_old,
@@ -230,6 +231,7 @@ class Publisher:
         if newest and not full and base - newest.delta.base < self._terms.keep_last and self._leads_on(newest, after):
             base = newest.delta.base
         plan = DeltaPlan(
+            version=publication_version(after.newest.cut.tables),
             sequence=sequence + 1,
             number=secrets.randbelow(TRIES),
             step=wanted.step,
