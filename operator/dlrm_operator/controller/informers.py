@@ -85,6 +85,7 @@ def read_pod(document: Object) -> PodSeen:
         delete_by=_time(meta.get("deletionTimestamp")),
         grace_s=meta.get("deletionGracePeriodSeconds"),
         finalizers=tuple(meta.get("finalizers") or ()),
+        version=_version(meta.get("resourceVersion", "0")),
         disruption=(disrupted.get("reason") or "Disrupted") if disrupted else "",
         lost_since=_lost_since(conditions),
         scheduler=spec.get("schedulerName") or "",
@@ -263,11 +264,13 @@ class PodCache:
         """Return the job's pods as last seen."""
         return tuple(self._pods.get(key, {}).values())
 
-    def saw(self, document: Object) -> None:
-        """Add a pod that was created just now, unless the watch has shown it or its deletion."""
+    def saw(self, document: Object) -> PodSeen:
+        """Return a pod that was read or created just now; add it unless the watch has shown it or its deletion."""
         pod = read_pod(document)
-        if pod.uid not in self._deleted and pod.name not in self._pods.get(pod.key, {}):
+        known = self._pods.get(pod.key, {}).get(pod.name)
+        if pod.uid not in self._deleted and (known is None or known.version < pod.version):
             self._pods.setdefault(pod.key, {})[pod.name] = pod
+        return pod
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self._stop.is_set():
@@ -308,7 +311,8 @@ class PodCache:
         """Replace all pods by a fresh list; wake every job with a changed pod."""
         fresh: dict[JobKey, dict[str, PodSeen]] = {}
         for pod in pods:
-            fresh.setdefault(pod.key, {})[pod.name] = pod
+            known = self._pods.get(pod.key, {}).get(pod.name, pod)
+            fresh.setdefault(pod.key, {})[pod.name] = known if known.version > pod.version else pod
         old, self._pods = self._pods, fresh
         self.filled, self.fresh_at = True, time.monotonic()
         for key in old.keys() | fresh.keys():
@@ -321,13 +325,17 @@ class PodCache:
         if event["type"] == "BOOKMARK":
             return
         pod = read_pod(event["object"])
-        of_job = self._pods.setdefault(pod.key, {})
-        known = of_job.get(pod.name)
         if event["type"] == "DELETED":
-            of_job.pop(pod.name, None)
             self._deleted[pod.uid] = None
             if len(self._deleted) > MAX_DELETED_UIDS:
                 del self._deleted[next(iter(self._deleted))]
+        of_job = self._pods.setdefault(pod.key, {})
+        known = of_job.get(pod.name)
+        # A live pass has seen a newer one: nothing may be decided from older facts after it.
+        if known is not None and pod.version < known.version:
+            return
+        if event["type"] == "DELETED":
+            of_job.pop(pod.name, None)
         else:
             of_job[pod.name] = pod
             # Equal after the response to its creation, or a change of what no decision reads.

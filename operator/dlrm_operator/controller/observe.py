@@ -209,7 +209,7 @@ class Observer:
             return ()
         path = f"/api/v1/namespaces/{job.key.namespace}/pods"
         items, _ = await self.api.list_all(path, _selector(job, managed=True))
-        pods = tuple(read_pod(item) for item in items)
+        pods = tuple(map(self.pods.saw, items))
         searched = (self._unlabelled(job, path, index) for index in _missing(job, pods))
         unlabelled = tuple(pod for pod in await asyncio.gather(*searched) if pod is not None)
         found = {pod.uid for pod in unlabelled}

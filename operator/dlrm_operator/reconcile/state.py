@@ -125,6 +125,8 @@ class PodSeen:
     """Grace period given to the kubelet; 0 once the kubelet is done, or was not asked."""
     finalizers: tuple[str, ...] = ()
     """Set by others (the operator sets none): they keep the object of a deleted pod."""
+    version: int = field(default=0, compare=False)
+    """Resource version: of two readings, the one with the lower is older."""
     disruption: str = ""
     """Reason of its DisruptionTarget condition, or of Kueue's TerminationTarget, if that is true."""
     lost_since: datetime | None = None

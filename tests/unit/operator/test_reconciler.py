@@ -566,6 +566,29 @@ def test_pod_deleted_before_its_creation_response_is_not_cached(late: bool) -> N
     assert [seen.uid for seen in cache.pods(KEY)] == ([] if late else ["u"])
 
 
+def test_a_pod_that_was_read_live_is_not_replaced_by_older_readings() -> None:
+    cache = PodCache(cast("Any", None), None, lambda key: None, lambda key: None)
+    labels = {"dlrm.dev/job": "demo", "dlrm.dev/attempt": "1", "dlrm.dev/index": "0"}
+
+    def reading(version: int, phase: str) -> Any:
+        named = {"name": "demo-trainer-1-0", "namespace": "space", "uid": "u", "labels": labels}
+        return {"metadata": {**named, "resourceVersion": str(version)}, "status": {"phase": phase}}
+
+    def phases() -> list[str]:
+        return [seen.phase for seen in cache.pods(KEY)]
+
+    cache.change({"type": "ADDED", "object": reading(3, "Pending")})
+    assert cache.saw(reading(9, "Succeeded")).phase == "Succeeded"
+    cache.change({"type": "MODIFIED", "object": reading(5, "Running")})
+    cache.replace([read_pod(reading(5, "Running"))])
+    assert phases() == ["Succeeded"]
+
+    cache.change({"type": "MODIFIED", "object": reading(11, "Failed")})
+    assert phases() == ["Failed"]
+    cache.change({"type": "DELETED", "object": reading(12, "Failed")})
+    assert phases() == []
+
+
 def test_a_pod_wakes_its_job_only_by_relevant_changes() -> None:
     woken: list[JobKey] = []
     soon: list[JobKey] = []
