@@ -105,7 +105,11 @@ class FaultInjector:
         else:
             await self.release(found)
 
+    def holds(self, pod: Object | None) -> bool:
+        """Return whether the finalizer holds the pod."""
+        return pod is not None and FINALIZER in pod["metadata"].get("finalizers", [])
+
     async def release(self, pod: Object) -> None:
-        if FINALIZER in pod["metadata"].get("finalizers", []):
+        if self.holds(pod):
             with suppress(RefusedError):
                 await self._job.server.call("PATCH", path_of(pod), {"metadata": {"finalizers": None}})

@@ -34,6 +34,7 @@ class JobRun:
         self._user = FaultUser(self._job)
         self._injector = FaultInjector(self._job)
         self._settled = settled
+        self._was_held = False
 
     async def run(self) -> None:
         """Run the job to its end and check the outcome.
@@ -70,7 +71,7 @@ class JobRun:
         """Inject all fates; return False if the user deletes the job during attempt ``deleted_in``."""
         job, fates, sizes = self._job, self._job.script.fates, self._job.script.sizes
         for job.attempt, fate in enumerate(fates, 1):
-            job.still = False
+            job.still = self._was_held = False
             if job.attempt == deleted_in:
                 await self._user.delete(fate)
                 return False
@@ -102,10 +103,11 @@ class JobRun:
         return status.get("attempt") == attempt and status.get("phase") == "Running"
 
     def _actual_fate(self, fate: Fate) -> Fate:
-        """Return the fate without its cut if no cut was requested."""
+        """Return the fate without its cut if no cut was requested, and with the finalizer that held its pod already."""
         if fate.kind in HALTS and self._job.committed != fate.committed:
             return replace(fate, committed=None)
-        return fate
+        # A finalizer outlives the attempts that run in one pod.
+        return replace(fate, stuck=Stuck.HELD) if self._was_held and fate.stuck is Stuck.NO else fate
 
     async def _inject(self, fate: Fate, following: int) -> None:
         if fate.kind is Kind.NEVER_STARTED:
@@ -123,6 +125,7 @@ class JobRun:
             await job.until(self._is_complete, "the gang is complete")
         if fate.kind is Kind.NOT_PULLED:
             await job.until(lambda: fate.index in job.gang(), f"pod {fate.index} is there")
+        self._was_held = self._injector.holds(job.gang().get(fate.index))
         if fate.stuck in (Stuck.HELD, Stuck.BOTH):
             await self._injector.hold(job.gang()[fate.index])
         await asyncio.sleep(job.dice.choice([0.0, 0.2, 1.5]))

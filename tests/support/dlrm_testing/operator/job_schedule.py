@@ -60,6 +60,8 @@ class Script:
             "maxBackoff": "2s",
             "progressResets": self.budget.resets,
             "rulesByExitCode": rules,
+            # What runs in place has been admitted and its image pulled.
+            "inPlace": not any(fate.kind in (Kind.NEVER_STARTED, Kind.NOT_PULLED) for fate in self.fates),
         }
         lifecycle: dict[str, Any] = {"restart": restart, "terminationGracePeriod": "30s", "keepFailedPods": self.keeps}
         if self.ttl_s is not None:
