@@ -264,7 +264,7 @@ def _levels(job: DLRMJob, device: Device, table: TableSpec, shards: Sequence[Sha
         width = shard.column_end - shard.column_start
         blocks = width // (table.column_block or table.dim)
         row = (width // blocks, table.dtype, job.spec.training.row_optimizer.kind)
-        count = shard.row_end - shard.row_start
+        count = (shard.row_end - shard.row_start) * table.unit_rows
         if not shard.tiers.is_stack:
             tier = shard.tiers.levels[0].tier if shard.tiers.levels else home
             rows[tier] += count
@@ -304,10 +304,10 @@ def _ranks(table: TablePlan, world_size: int) -> str:
         return str(shards[0].rank)
     if len(shards) > MAX_SHARDS:
         return f"{len(shards)} of {world_size}: {', '.join(str(shard.rank) for shard in shards[:MAX_SHARDS])}, ..."
-    return "\n".join(f"{shard.rank}: {_part(shard)}" for shard in shards)
+    return "\n".join(f"{shard.rank}: {_part(shard, has_buckets=table.buckets > 0)}" for shard in shards)
 
 
-def _part(shard: Shard) -> str:
+def _part(shard: Shard, *, has_buckets: bool) -> str:
     if shard.kind == "column":
         return f"columns {shard.column_start} to {shard.column_end - 1}"
-    return f"rows {shard.row_start:,} to {shard.row_end - 1:,}"
+    return f"{'buckets' if has_buckets else 'rows'} {shard.row_start:,} to {shard.row_end - 1:,}"

@@ -60,6 +60,35 @@ class KeyBuckets:
         return min(bucket * ((1 << KEY_BITS) // self.count), KEY_END)
 
 
+@dataclass(frozen=True)
+class BucketRange:
+    """Consecutive buckets of one table, [start, end), as one rank holds them."""
+
+    of: KeyBuckets
+    start: int
+    end: int
+
+    @property
+    def count(self) -> int:
+        """Return the number of buckets."""
+        return self.end - self.start
+
+    @property
+    def rows(self) -> int:
+        """Return the rows in memory, spare ones included."""
+        return self.count * self.of.rows
+
+    @property
+    def first_key(self) -> int:
+        """Return the first key."""
+        return self.of.first_key(self.start)
+
+    @property
+    def end_key(self) -> int:
+        """Return one past the last key."""
+        return self.of.first_key(self.end)
+
+
 def key_buckets(rows: int, buckets: int | None) -> KeyBuckets:
     """Return the buckets of a table of so many rows; ``buckets``: as the spec has it."""
     if buckets is None:

@@ -226,6 +226,18 @@ class TableOptions(ApiModel):
         return key_buckets(self.rows, self.embedding.buckets) if self.is_unique else None
 
     @property
+    def held_rows(self) -> int:
+        """Return the rows in memory: of a unique table, those of all buckets with spare ones."""
+        buckets = self.key_buckets
+        return self.rows if buckets is None else buckets.count * buckets.rows
+
+    @property
+    def unit_rows(self) -> int:
+        """Return the rows of a range that is never split over ranks: a bucket's, or 1."""
+        buckets = self.key_buckets
+        return 1 if buckets is None else buckets.rows
+
+    @property
     def block_edges(self) -> tuple[int, ...]:
         """Return the edges of the column blocks: (0, dim) for one block."""
         return tuple(range(0, self.dim + 1, self.column_block or self.dim))

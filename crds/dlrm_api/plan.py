@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 from dlrm_api.base import ApiModel, stopping_early
 from dlrm_api.errors import InvalidSpecError, invalid_spec
 from dlrm_api.fields import Share
+from dlrm_api.keys import MAX_BUCKETS
 from dlrm_api.tiers import Tier
 
 Device = Literal["cpu", "cuda"]
@@ -68,8 +69,8 @@ class Shard(ApiModel):
 
     rank: int = Field(ge=0, description="Rank that holds the shard; 0 for a data shard, which every rank holds.")
     kind: ShardKind = Field(description="Sharding of the table.")
-    row_start: int = Field(ge=0, description="First global row.")
-    row_end: int = Field(ge=0, description="One past the last global row.")
+    row_start: int = Field(ge=0, description="First global row; of a table with buckets, first bucket.")
+    row_end: int = Field(ge=0, description="One past the last global row, or bucket.")
     column_start: int = Field(ge=0, description="First column.")
     column_end: int = Field(ge=0, description="One past the last column.")
     tiers: TierShare = Field(TierShare(), description="Tiers of the shard's rows.")
@@ -81,6 +82,12 @@ class TablePlan(ApiModel):
     name: str = Field(description="Table.")
     column_blocks: tuple[int, ...] = Field(
         description="Edges of the column blocks, each with its own optimizer state: (0, dim) for one block."
+    )
+    buckets: int = Field(
+        0,
+        ge=0,
+        le=MAX_BUCKETS,
+        description="Buckets of a unique table, which its shards name in place of rows; else 0.",
     )
     shards: tuple[Shard, ...] = Field(min_length=1, description="Shards.")
 

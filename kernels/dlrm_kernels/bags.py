@@ -134,7 +134,9 @@ def copy_segments(values: Any, starts: Any, lengths: Any, out: Any) -> None:
 
 
 @kernel
-def split_ids(ids: Any, lengths: Any, edges: Any, edge_starts: Any, counts: Any, out: Any, order: Any) -> None:
+def split_ids(
+    ids: Any, lengths: Any, edges: Any, edge_starts: Any, firsts: Any, counts: Any, out: Any, order: Any
+) -> None:
     """Sort ids by range of rows, in the order of their bags within a range, and count those of each bag.
 
     Shapes: P splits of n bags each, with L ids in all; U ranges of rows of all splits.
@@ -144,8 +146,9 @@ def split_ids(ids: Any, lengths: Any, edges: Any, edge_starts: Any, counts: Any,
         lengths: (P, n) int32 ids in each bag.
         edges: (U + P,) int64 first rows of each split's ranges, and its end.
         edge_starts: (P + 1,) int64 start of each split's edges.
+        firsts: (U,) int64 number that ids of each range count from.
         counts: (U, n) int32 zeros, filled with the number of ids of each bag in each range.
-        out: (L,) int64, filled with ids minus the first row of their range.
+        out: (L,) int64, filled with ids minus that number.
         order: (L,) int64, filled with the index of each in ``ids``.
     """
     unit_of = np.empty(len(ids), np.int32)
@@ -176,29 +179,30 @@ def split_ids(ids: Any, lengths: Any, edges: Any, edge_starts: Any, counts: Any,
                 unit = unit_of[at]
                 place = totals[unit]
                 totals[unit] += 1
-                out[place] = ids[at] - edges[unit + split]
+                out[place] = ids[at] - firsts[unit]
                 order[place] = at
                 at += 1
 
 
 @kernel
-def find_outside(ids: Any, sizes: Any, rows: Any) -> int:
-    """Return the index of the first id that is not a row of its unit, or -1.
+def find_outside(ids: Any, sizes: Any, ranges: Any) -> int:
+    """Return the index of the first id that is outside its unit's range, or -1.
 
     Args:
         ids: (L,) int64, unit by unit.
         sizes: (U,) int64 ids of each unit; they add up to L.
-        rows: (U,) int64 rows of each unit.
+        ranges: (U, 2) int64 first id of each unit, and one past its last.
     """
     start = 0
     for unit in range(len(sizes)):
-        stop, bound = start + sizes[unit], U64(rows[unit])
+        stop, first = start + sizes[unit], ranges[unit, 0]
+        bound = U64(ranges[unit, 1] - first)
         outside: Any = False
         for at in range(start, stop):
-            outside |= U64(ids[at]) >= bound
+            outside |= U64(ids[at] - first) >= bound
         if outside:
             for at in range(start, stop):
-                if U64(ids[at]) >= bound:
+                if U64(ids[at] - first) >= bound:
                     return at
         start = stop
     return -1

@@ -143,9 +143,9 @@ def _of_ids() -> Iterator[Example]:
     yield bags.fill_offsets, (i32(2), u64(3))
     yield (
         bags.split_ids,
-        (i64(2), i32((1, 2)) + np.int32(1), np.array([0, 4]), np.array([0, 2]), i32((1, 2)), i64(2), i64(2)),
+        (i64(2), i32((1, 2)) + np.int32(1), np.array([0, 4]), np.array([0, 2]), i64(1), i32((1, 2)), i64(2), i64(2)),
     )
-    yield bags.find_outside, (i64(2), i64(1) + 2, i64(1) + 4)
+    yield bags.find_outside, (i64(2), i64(1) + 2, i64((1, 2)) + 4)
     yield dirty_rows.rows_of_bits, (u64(2) + U64(1), 0, 1)
     yield dirty_rows.mark_rows, (u64(2), i64(2), i64(1) + 2, i64(1))
     yield dirty_rows.count_bits, (u64(2),)

@@ -24,7 +24,7 @@ MIN_SPLIT_GAIN = 0.95
 """A split must bring the costliest rank below this part of what it was."""
 ROW_TOLERANCE, COLUMN_TOLERANCE = 1.02, 1.1
 """Accept so much of the best balance for fewer shards. Columns get more: their vectors are sums of whole bags."""
-SPLIT_KINDS = ("row", "column", "table-row")
+SPLIT_KINDS: tuple[ShardKind, ...] = ("row", "column", "table-row")
 PINNED = "as pinned"
 
 
@@ -40,6 +40,11 @@ def check_pins(spec: DLRMJobSpec, tables: Tables, replicas_field: str) -> None:
         pin, is_pinned = table.pin or NO_PIN, f"table {table.name} is pinned to"
         if pin.sharding == "table-row":
             _check_table_row(pin.ranks, path, is_pinned, spec.trainer.processes_per_replica)
+        if pin.sharding in ("row", "table-row") and table.is_unique and units_of(table, "row") == 1 < world_size:
+            raise InvalidSpecError(
+                f"{path}.embedding.buckets",
+                f"{is_pinned} sharding {pin.sharding}, and its one bucket is never split: set buckets to 2 or more",
+            )
         if pin.ranks and max(pin.ranks) >= world_size:
             raise InvalidSpecError(
                 f"{path}.pin.ranks",
@@ -62,10 +67,11 @@ def check_pins(spec: DLRMJobSpec, tables: Tables, replicas_field: str) -> None:
 def _pinned_shards(spec: DLRMJobSpec, table: TableSpec) -> int:
     """Count the shards that a pin asks for before any is made."""
     pin = table.pin or NO_PIN
-    parts = {"row": table.rows, "column": len(table.block_edges) - 1, "table-row": table.rows}
+    if pin.sharding not in SPLIT_KINDS:
+        return 1
     ranks = len(set(pin.ranks)) or spec.world_size
     most = spec.trainer.processes_per_replica if pin.sharding == "table-row" else ranks
-    return min(parts.get(pin.sharding or "", 1), most)
+    return min(units_of(table, pin.sharding), most)
 
 
 def _check_table_row(ranks: Sequence[int], path: str, is_pinned: str, processes: int) -> None:
@@ -87,7 +93,7 @@ def _check_table_row(ranks: Sequence[int], path: str, is_pinned: str, processes:
 def may_split(table: TableSpec) -> bool:
     """Return whether the planner may split a table that no pin splits."""
     pin = table.pin or NO_PIN
-    return table.rows > 1 and pin.sharding is None and len(set(pin.ranks)) != 1
+    return units_of(table, "row") > 1 and pin.sharding is None and len(set(pin.ranks)) != 1
 
 
 def is_bound(table: TableSpec) -> bool:
@@ -111,7 +117,10 @@ def worth_replicating(tables: Tables, costs: CostModel, device: Device) -> NDArr
     table_bytes = tables.rows * costs.dims * ELEMENT_BYTES
     reduced = 2 * (costs.world_size - 1) * table_bytes
     exchanged = costs.sent_bytes(np.arange(len(table_bytes)), 1.0, costs.dims, costs.blocks)
-    unpinned = [not is_bound(table) and (table.pin or NO_PIN).tier in (None, home) for table in tables.specs]
+    unpinned = [
+        not (table.is_unique or is_bound(table)) and (table.pin or NO_PIN).tier in (None, home)
+        for table in tables.specs
+    ]
     return np.array(unpinned, bool) & (table_bytes <= MAX_REPLICA_BYTES) & (reduced < exchanged)
 
 
@@ -146,7 +155,7 @@ class OptionBuilder:
 
     def put(self, i: int, rank: int) -> None:
         """Place a whole table on a rank."""
-        self.options[i] = ShardOption(kind="table", ranks=(rank,), edges=(0, self.tables.specs[i].rows), reason="")
+        self.options[i] = ShardOption(kind="table", ranks=(rank,), edges=(0, self.tables.specs[i].held_rows), reason="")
         self.load[rank] += self.costs.whole_s[i]
         self.free[rank // self.sharing] -= self.capacity.held[i]
 
@@ -189,7 +198,8 @@ class OptionBuilder:
         if kind == "table-row":
             node = ranks[0] // self.processes if pin.ranks else self._node_for(i)
             ranks = np.arange(node * self.processes, (node + 1) * self.processes)
-        return self.by_rows(i, ranks, kind, PINNED) or _row_option(ranks, _even(table.rows, len(ranks)), kind, PINNED)
+        even = _even(units_of(table, kind), len(ranks))
+        return self.by_rows(i, ranks, kind, PINNED) or _row_option(table, ranks, even, kind, PINNED)
 
     def _node_for(self, i: int) -> int:
         """Return the least loaded node with enough memory for a table."""
@@ -200,39 +210,42 @@ class OptionBuilder:
 
     def by_rows(self, i: int, ranks: Indices, kind: ShardKind, reason: str) -> ShardOption | None:
         """Split into row ranges over ranks, as even as memory allows; None if they do not hold the table."""
+        table = self.tables.specs[i]
         for reserve in (self.reserve, 0.0):
             nodes, per = np.unique(ranks // self.sharing, return_counts=True)
-            got = spread_rows(self.tables.specs[i].rows, per, self._max_rows(i, nodes, per, reserve))
+            got = spread_rows(units_of(table, kind), per, self._max_units(i, nodes, per, reserve))
             if got is not None:
                 sizes = [size for rows, count in zip(got, per.tolist(), strict=True) for size in _even(rows, count)]
-                return _row_option(np.sort(ranks), sizes, kind, reason)
+                return _row_option(table, np.sort(ranks), sizes, kind, reason)
         return None
 
-    def _max_rows(self, i: int, nodes: Indices, per: Indices, reserve: float) -> Indices:
-        """Return the rows of a table that fit each node, in ``per`` ranges."""
-        rows, held = self.tables.specs[i].rows, self.capacity.held[i]
+    def _max_units(self, i: int, nodes: Indices, per: Indices, reserve: float) -> Indices:
+        """Return the rows, or buckets, of a table that fit each node, in ``per`` ranges."""
+        units, held = units_of(self.tables.specs[i], "row"), self.capacity.held[i]
         if held == 0:
-            return np.full(len(nodes), rows, np.int64)
+            return np.full(len(nodes), units, np.int64)
         free = self.free[nodes] - reserve - per * float(self.capacity.extra[i])
-        return np.asarray(np.clip(np.floor(free / held * rows) - 1, 0, rows), np.int64)
+        # One row, for what is rounded up, is a small part of a bucket.
+        rounded = 1 / self.tables.specs[i].unit_rows
+        return np.asarray(np.clip(np.floor(free / held * units - rounded), 0, units), np.int64)
 
     def choose_ranks(self, i: int, count: int) -> tuple[Indices, ShardKind] | None:
         """Return at least ``count`` ranks for row ranges of a table: of one node, else of as few as hold it."""
         allowed = self.allowed(i)
         nodes, sizes = np.unique(allowed // self.sharing, return_counts=True)
         load = np.bincount(np.searchsorted(nodes, allowed // self.sharing), weights=self.load[allowed]) / sizes
-        rows = self.tables.specs[i].rows
+        units = units_of(self.tables.specs[i], "row")
         for reserve in (self.reserve, 0.0):
-            most = self._max_rows(i, nodes, sizes, reserve)
+            most = self._max_units(i, nodes, sizes, reserve)
             order = np.lexsort((nodes, -most, load))
-            inside = order[(most[order] >= rows) & (sizes[order] >= count)]
+            inside = order[(most[order] >= units) & (sizes[order] >= count)]
             if count > 1 and len(inside):
                 kind: ShardKind = "table-row" if self.nodes > 1 else "row"
                 return self._least_loaded(allowed, nodes[inside[:1]], count), kind
             fewest = min(len(nodes), max(2, -(-count // int(sizes.max()))))
-            if int(most[order[:fewest]].sum()) < rows:
+            if int(most[order[:fewest]].sum()) < units:
                 order = np.lexsort((nodes, load, -most))
-                fewest = max(fewest, int(np.searchsorted(np.cumsum(most[order]), rows)) + 1)
+                fewest = max(fewest, int(np.searchsorted(np.cumsum(most[order]), units)) + 1)
             if 1 < fewest <= len(nodes):
                 return self._least_loaded(allowed, nodes[order[:fewest]], -(-count // fewest)), "row"
         return None
@@ -303,7 +316,7 @@ class OptionBuilder:
         costs, table, allowed = self.costs, self.tables.specs[i], self.allowed(i)
         before, blocks = float(costs.whole_s[i]), len(table.block_edges) - 1
         reason = self.balance_reason(i, total_s)
-        row_counts = np.arange(2, min(len(allowed), table.rows) + 1)
+        row_counts = np.arange(2, min(len(allowed), units_of(table, "row")) + 1)
         block_counts = np.arange(2, min(len(allowed), blocks) + 1)
         largest = np.asarray(-(-blocks // block_counts), np.float64)
         fixed = float(costs.total_s(i, 1.0, 0, 0))
@@ -323,6 +336,11 @@ class OptionBuilder:
         return chosen and self.by_rows(i, *chosen, reason)
 
 
+def units_of(table: TableSpec, kind: ShardKind) -> int:
+    """Return how many parts a table can be split into: rows, buckets of a unique table, or column blocks."""
+    return len(table.block_edges) - 1 if kind == "column" else table.held_rows // table.unit_rows
+
+
 def spread_rows(rows: int, weights: Indices, most: Indices) -> list[int] | None:
     """Spread rows in proportion to weights, at most ``most`` each; None if these do not hold all."""
     if int(most.sum()) < rows:
@@ -337,18 +355,21 @@ def spread_rows(rows: int, weights: Indices, most: Indices) -> list[int] | None:
 
 
 def edges_of(table: TableSpec, kind: ShardKind, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the edges of consecutive parts of so many rows, or of so many column blocks."""
-    return (0, *(table.block_edges[end] if kind == "column" else end for end in np.cumsum(sizes).tolist()))
+    """Return the edges of consecutive parts of so many rows, buckets or column blocks."""
+    ends, unit = np.cumsum(sizes).tolist(), table.unit_rows
+    return (0, *(table.block_edges[end] if kind == "column" else end * unit for end in ends))
 
 
 def _even(count: int, parts: int) -> list[int]:
     return [count // parts + (part < count % parts) for part in range(parts)]
 
 
-def _row_option(ranks: Indices, sizes: Sequence[int], kind: ShardKind, reason: str) -> ShardOption | None:
+def _row_option(
+    table: TableSpec, ranks: Indices, sizes: Sequence[int], kind: ShardKind, reason: str
+) -> ShardOption | None:
     """Return consecutive ranges of these sizes, for ranks with rows; None if one rank holds all."""
     held = [(rank, size) for rank, size in zip(ranks.tolist(), sizes, strict=True) if size]
     if len(held) < 2:
         return None
-    edges = (0, *np.cumsum([size for _, size in held]).tolist())
+    edges = edges_of(table, kind, [size for _, size in held])
     return ShardOption(kind=kind, ranks=tuple(rank for rank, _ in held), edges=edges, reason=reason)

@@ -18,6 +18,7 @@ import numpy as np
 
 from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
+from dlrm_api.keys import SLOT_BYTES
 from dlrm_api.plan import Device, Plan, Prediction
 from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
 from dlrm_api.wire import CODECS
@@ -27,7 +28,7 @@ from dlrm_planner.types import Estimate, Floats, Indices, Levels, Placement, Pro
 
 Each = Floats | float
 NARROW_ROWS = 2**31
-"""If all tables have fewer rows, ids travel as four bytes, else as eight."""
+"""If all tables have fewer rows and none is unique, ids travel as four bytes, else as eight."""
 WEIGHT_BYTES = 4
 ROW_READS, ROW_WRITES = 2, 1
 """A lookup reads its row forward; the update reads it again and writes it."""
@@ -101,6 +102,8 @@ class CostModel:
     world_size: int
     element_s: Floats
     """Seconds to look up and update one element."""
+    slot_s: Floats
+    """Seconds to look up and update a slot of the directory; 0 if ids are rows."""
     on_host: np.ndarray[tuple[int], np.dtype[np.bool_]]
     """Tables that the host's kernels look up."""
     lookup_is_stated: Mapping[Tier, bool]
@@ -119,7 +122,7 @@ class CostModel:
 
     def lookup_s(self, table: Indices | int, share: Each, width: Each) -> Floats:
         """Return the seconds to look up and update the rows of shards."""
-        return np.asarray(self.element_s[table] * (self.ids[table] * share * width))
+        return np.asarray(self.ids[table] * share * (self.element_s[table] * width + self.slot_s[table]))
 
     def sent_bytes(self, table: Indices | int, share: Each, width: Each, blocks: Each) -> Floats:
         """Return the bytes that shards exchange: bags, pooled vectors and their gradients.
@@ -201,7 +204,7 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
     bags = np.array([batch * len(table.sources) for table in specs], np.float64)
     communication = spec.training.communication
     directions = [CODECS[codec] for codec in (communication.forward, communication.backward)]
-    id_bytes = 4 if max(table.rows for table in specs) < NARROW_ROWS else 8
+    id_bytes = 8 if any(table.is_unique or table.rows >= NARROW_ROWS for table in specs) else 4
     longest = max(table.max_lookups for table in specs)
     on_host = np.array([device == "cpu" or (table.pin or NO_PIN).tier not in (None, "hbm") for table in specs], bool)
     # A node's ranks share its memory and its link to other nodes; a GPU's memory serves its rank alone.
@@ -224,13 +227,14 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
         vector_bytes=sum(codec.row_bytes for codec in directions),
         world_size=spec.world_size,
         element_s=element_s,
+        slot_s=host_s * processes * SLOT_BYTES / ELEMENT_BYTES * np.array([table.is_unique for table in specs]),
         on_host=on_host,
         lookup_is_stated=stated,
         byte_s=(processes if spec.replicas > 1 else 1) / link,
         link_is_stated=link_is_stated or spec.world_size == 1,
         compute=Timed(step_flops(spec, largest_slice(spec)) / flops if flops else 0.0, bool(flops)),
         dense_bytes=float(CODECS[communication.dense].value_bytes * dense_parameters(spec.model)),
-        table_elements=np.array([float(table.rows) * table.dim for table in specs]),
+        table_elements=tables.rows * [table.dim for table in specs],
     )
 
 

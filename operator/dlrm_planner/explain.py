@@ -43,6 +43,7 @@ def explain_plan(
         *_sharding(spec, tables, placement.replicated, whole),
         *_splits(spec, tables, placement.options),
         *_balance(found),
+        *_directories(found),
         *_tiers(found),
         *([policy_reason] if policy_reason else []),
         *_handoff(problem, handoff),
@@ -138,6 +139,14 @@ def _tiers(found: Solution) -> Iterator[str]:
         yield f"rows are fetched {_count(ahead, 'batch')} ahead: {wanted}"
 
 
+def _directories(found: Solution) -> Iterator[str]:
+    sizes, tables = found.placement.shards.directory_bytes, found.problem.tables
+    if unique := [i for i, table in enumerate(tables.specs) if table.is_unique]:
+        share = sum(sizes) / sum(tables.specs[i].rows for i in unique)
+        taken = f"{human(sum(sizes))} of DDR over all nodes, {share:.1f} bytes for each of their rows"
+        yield f"{_count(len(unique), 'table')} of unique ids, {_names(tables, unique)}: directories take {taken}"
+
+
 def _handoff(problem: Problem, handoff: Sequence[int]) -> Iterator[str]:
     budget = problem.tables.handoff_budget
     if budget is not None and problem.spec.checkpoint.handoff_budget is None and budget in handoff:
@@ -212,7 +221,9 @@ def _table_shortage(problem: Problem, failure: Infeasible, cause: TableShortage)
         return f"{refused} on {where}: replicated tables{taken}"
     batches, slots = problem.spec.trainer.cache.lookahead + 1, f"with slots for {failure.min_slots} rows"
     if not failure.min_slots:
-        form = "with row state and hand-off" if failure.has_full_handoff else "with row state"
+        handoff, directory = failure.has_full_handoff, table.is_unique
+        form = "with row state" + (", directory and hand-off" if handoff and directory else "")
+        form += "" if handoff == directory else " and hand-off" if handoff else " and directory"
     elif (table.pin or NO_PIN).tier == "hbm":
         form = "with all rows, as pinned,"
     elif is_hbm:

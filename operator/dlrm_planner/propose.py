@@ -11,7 +11,7 @@ import numpy as np
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import ShardKind
-from dlrm_planner.enumerate import PINNED, OptionBuilder, edges_of, is_bound, may_split
+from dlrm_planner.enumerate import PINNED, OptionBuilder, edges_of, is_bound, may_split, units_of
 from dlrm_planner.estimate import CostModel, PartCost
 from dlrm_planner.partition import Partitioner
 from dlrm_planner.tables import NO_PIN, Tables
@@ -142,7 +142,7 @@ class _Filling:
         blocks = len(table.block_edges) - 1
         by_columns = blocks > 1 and table.lookups > 1
         cost = self._builder.costs.by_part(i, by_columns=by_columns)
-        return by_columns, blocks if by_columns else table.rows, cost
+        return by_columns, units_of(table, "column" if by_columns else "row"), cost
 
     def lowest(self, most_s: float) -> Options | None:
         """Return the options of the lowest level below ``most_s`` that holds everything, or None."""
@@ -195,7 +195,7 @@ class _Filling:
     def _option(self, i: int, parts: Sequence[tuple[int, int]], *, by_columns: bool) -> ShardOption:
         table, ranks, builder = self._specs[i], tuple(rank for rank, _ in parts), self._builder
         if len(parts) == 1:
-            return ShardOption(kind="table", ranks=ranks, edges=(0, table.rows), reason="")
+            return ShardOption(kind="table", ranks=ranks, edges=(0, table.held_rows), reason="")
         inside = builder.nodes > 1 and ranks[0] // builder.processes == ranks[-1] // builder.processes
         kind: ShardKind = "column" if by_columns else "table-row" if inside else "row"
         edges = edges_of(table, kind, [size for _, size in parts])
@@ -357,7 +357,7 @@ def _level_options(placement: Placement, seconds: Floats, world_size: int) -> Op
         if option.reason == PINNED:
             continue
         table = shards.spec(int(mine[0]))
-        units = len(table.block_edges) - 1 if option.kind == "column" else table.rows
+        units = units_of(table, option.kind)
         where = np.array(option.ranks, np.int64)
         others, total = load[where] - seconds[mine], float(seconds[mine].sum())
         shares = _pour(others, total) / total if total > 0 else np.zeros(len(where))

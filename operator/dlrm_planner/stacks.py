@@ -49,9 +49,11 @@ class Stacks:
     device_slot: Floats  # HBM of a slot
     entry: Floats
     """DDR of a row's map entry and change bits."""
+    directory: Floats
+    """DDR of the map from keys to rows of a unique table."""
     fixed: Floats
-    """DDR of all entries, of the places of the last level, which has one for every row, of scratch slots, and of the
-    shard's part of a hand-off that holds a full cut."""
+    """DDR of all entries and the directory, of the places of the last level, which has one for every row, of scratch
+    slots, and of the shard's part of a hand-off that holds a full cut."""
     scratch: Floats
     """Slots besides the planned ones: for rows of a batch that finds its set full, or of an evaluation. The expected
     number on the host, which takes memory on use; the largest on a device, which takes it at the start."""
@@ -87,11 +89,12 @@ class Stacks:
         return self.record + self.blocks * (tiers.PLACE_META_BYTES + (0 if last else tiers.ORDER_META_BYTES))
 
     def level_ddr_bytes(self, shard: int, levels: Levels) -> int:
-        """Return the DDR of a stack: slots and scratch, or their metadata, the map, and places below."""
+        """Return the DDR of a stack: slots and scratch, or their metadata, maps, and places below."""
         last = len(levels.below) - 1
         places = sum(tiers.places_meta_bytes(tier, n, last=k == last) for k, (tier, n) in enumerate(levels.below))
         slots = (levels.slots + self.scratch[shard]) * self.slot[shard]
-        return int(slots + self.blocks[shard] * (self.rows[shard] * self.entry[shard] + places))
+        rows = self.blocks[shard] * (self.rows[shard] * self.entry[shard] + places)
+        return int(slots + rows + self.directory[shard])
 
     def level_hbm_bytes(self, shard: int, levels: Levels) -> int:
         """Return the HBM of slots and scratch, or of all rows."""
@@ -129,13 +132,14 @@ def read_stacks(
     batch, ahead, specs = spec.data.global_batch_size, spec.trainer.cache.lookahead, shards.tables.specs
     # Batches in flight may need slots besides the planned ones.
     in_flight = shards.by_table(
-        lambda i: tiers.extra_slots(specs[i].rows, specs[i].max_lookups * len(specs[i].sources), batch, ahead)
+        lambda i: tiers.extra_slots(specs[i].held_rows, specs[i].max_lookups * len(specs[i].sources), batch, ahead)
     )
     extra = np.minimum(rows, in_flight)
     scratch = np.where(on_device, extra, np.ceil(rates.accesses)) * (pin != IN_HBM)
     least = np.ceil(rates.min_rows / max(ways, 1)) * max(ways, 1)
     whole = np.array(shards.held_bytes, np.float64)
     cut_parts = whole - np.array(shards.resident_bytes, np.float64)
+    directory = np.array(shards.directory_bytes, np.float64)
     entry = _map_entries(shards, ranks, spec.world_size) + tiers.CHANGED_BYTES
     return Stacks(
         rows=rows,
@@ -147,8 +151,12 @@ def read_stacks(
         slot=slot,
         device_slot=np.where(on_device, row, 0.0),
         entry=entry,
+        directory=directory,
         # Places may be rounded up.
-        fixed=blocks * (np.ceil(rows * (entry + meta)) + 2 * tiers.BLOCK_PLACE_META_BYTES) + scratch * slot + cut_parts,
+        fixed=blocks * (np.ceil(rows * (entry + meta)) + 2 * tiers.BLOCK_PLACE_META_BYTES)
+        + directory
+        + scratch * slot
+        + cut_parts,
         scratch=scratch,
         record=record,
         paged=tiers.BLOCK_SLACK * blocks * _by_value(np.asarray(record / blocks, np.float64), tiers.paged_bytes),

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.job import DLRMJobSpec
+from dlrm_api.keys import TOUCHED_BYTES
 from dlrm_api.model import ModelSpec, TablePin, TableSpec
 from dlrm_api.row_optimizers import ROW_OPTIMIZERS, STATE_BYTES, state_values
 from dlrm_api.tiers import CHANGED_BYTES
@@ -183,8 +184,10 @@ class PartBytes:
 
     row: int
     """A row and its state, as the kernels hold them."""
+    directory: int
+    """Slots of a unique table's directory, which are in host memory wherever rows are."""
     resident: int
-    """Rows, row state and change bits."""
+    """Rows, row state, change bits and directory."""
     handoff: int
     """All rows with their ids and state, as a full cut hands them over, headers included."""
 
@@ -221,8 +224,8 @@ class Tables:
 
     @cached_property
     def rows(self) -> NDArray[np.float64]:
-        """Return the (T,) rows of each table."""
-        return np.array([table.rows for table in self.specs], np.float64)
+        """Return the (T,) rows of each table in memory."""
+        return np.array([table.held_rows for table in self.specs], np.float64)
 
     @cached_property
     def block_width(self) -> NDArray[np.float64]:
@@ -254,7 +257,7 @@ def read_tables(spec: DLRMJobSpec) -> Tables:
         specs=specs,
         paths=table_paths(spec),
         block_state_bytes=blocks,
-        whole=tuple(part_bytes(t, block, t.rows, t.dim) for t, block in zip(specs, blocks, strict=True)),
+        whole=tuple(part_bytes(t, block, t.held_rows, t.dim) for t, block in zip(specs, blocks, strict=True)),
         vector_bytes=tuple(ELEMENT_BYTES * t.dim * len(t.sources) * spec.data.global_batch_size for t in specs),
         handoff_budget=spec.checkpoint.handoff_budget,
     )
@@ -265,9 +268,13 @@ def part_bytes(table: TableSpec, block_state: int, rows: int, columns: int) -> P
     width = table.column_block or table.dim
     blocks = columns // width
     row = BYTES_OF[table.dtype] * width + block_state
-    pieces = CUT_HEADER_BYTES * -(-rows // CUT_PIECE_ROWS)
-    handoff = rows * (ELEMENT_BYTES * width + block_state + ROW_ID_BYTES) + pieces
-    return PartBytes(blocks * row, blocks * rows * (row + CHANGED_BYTES), blocks * handoff)
+    cut_row, directory, cut_rows = ELEMENT_BYTES * width + block_state + ROW_ID_BYTES, 0, rows
+    if (buckets := table.key_buckets) is not None:
+        count = rows // buckets.rows
+        directory, cut_rows, cut_row = count * buckets.directory_bytes, count * buckets.quota, cut_row + TOUCHED_BYTES
+    handoff = cut_rows * cut_row + CUT_HEADER_BYTES * -(-cut_rows // CUT_PIECE_ROWS)
+    resident = blocks * rows * (row + CHANGED_BYTES) + directory
+    return PartBytes(blocks * row, directory, resident, blocks * handoff)
 
 
 def table_paths(spec: DLRMJobSpec) -> tuple[str, ...]:

@@ -61,13 +61,13 @@ class ShardOption:
     ranks: Ints
     """One rank per part; no rank twice."""
     edges: Ints
-    """Edges of rows; of columns for kind ``column``."""
+    """Edges of rows in memory, at buckets of a unique table; of columns for kind ``column``."""
     reason: str
 
     def rectangles(self, table: TableSpec) -> Iterator[tuple[int, int, int, int]]:
         """Yield rows [start, end) and columns [start, end) of each part."""
         for start, end in pairwise(self.edges):
-            yield (0, table.rows, start, end) if self.kind == "column" else (start, end, 0, table.dim)
+            yield (0, table.held_rows, start, end) if self.kind == "column" else (start, end, 0, table.dim)
 
 
 Options = Mapping[int, ShardOption]
@@ -91,9 +91,10 @@ class Shards:
     blocks: Floats
     """Number of column blocks; each is stored separately."""
     row_bytes: Ints
+    directory_bytes: Ints
     resident_bytes: Ints
     handoff_bytes: Ints
-    """The three figures of :class:`PartBytes`."""
+    """The four figures of :class:`PartBytes`."""
     range_bytes: Ints
     """Bytes of a step on a range of rows, beyond an even share."""
 
@@ -124,17 +125,17 @@ def cut_tables(tables: Tables, which: Collection[int], options: Options) -> Shar
             kinds += [option.kind] * len(found)
             allowed += [(rank,) for rank in option.ranks]
         else:
-            found = [(0, spec.rows, 0, spec.dim)]
+            found = [(0, spec.held_rows, 0, spec.dim)]
             kinds.append("table")
             allowed.append(tuple(sorted(set((spec.pin or NO_PIN).ranks))))
         table += [i] * len(found)
         rectangles += found
         # Even splits have two sizes of parts, so most of the arithmetic repeats.
-        known = {(spec.rows, spec.dim): (tables.whole[i], 0)}
+        known = {(spec.held_rows, spec.dim): (tables.whole[i], 0)}
         for start, end, left, right in found:
             shape = (end - start, right - left)
             if shape not in known:
-                step = 0 if shape[0] == spec.rows else tables.range_bytes(i, shape[0] / spec.rows, len(found))
+                step = 0 if shape[0] == spec.held_rows else tables.range_bytes(i, shape[0] / spec.held_rows, len(found))
                 known[shape] = part_bytes(spec, tables.block_state_bytes[i], *shape), step
             sizes.append(known[shape])
     edges = np.array(rectangles, np.float64).reshape(-1, 4)
@@ -151,6 +152,7 @@ def cut_tables(tables: Tables, which: Collection[int], options: Options) -> Shar
         width=width,
         blocks=width / tables.block_width[index],
         row_bytes=tuple(size.row for size, _ in sizes),
+        directory_bytes=tuple(size.directory for size, _ in sizes),
         resident_bytes=tuple(size.resident for size, _ in sizes),
         handoff_bytes=tuple(size.handoff for size, _ in sizes),
         range_bytes=tuple(step for _, step in sizes),

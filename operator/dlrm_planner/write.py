@@ -169,26 +169,31 @@ def _frequent(trace: TableTrace, slots: int, accesses: float, part: float) -> fl
 
 def _table_plans(found: Solution, policy: Policy) -> tuple[TablePlan, ...]:
     shards, ranks = found.placement.shards, found.placement.ranks.tolist()
-    planned: dict[int, tuple[Shard, ...]] = {}
+    specs, planned = found.problem.tables.specs, dict[int, tuple[Shard, ...]]()
     for table, group in groupby(range(len(ranks)), key=shards.table.tolist().__getitem__):
         planned[table] = tuple(
             Shard(
                 rank=ranks[k],
                 kind=shards.kinds[k],
-                row_start=shards.rectangles[k][0],
-                row_end=shards.rectangles[k][1],
+                row_start=shards.rectangles[k][0] // specs[table].unit_rows,
+                row_end=shards.rectangles[k][1] // specs[table].unit_rows,
                 column_start=shards.rectangles[k][2],
                 column_end=shards.rectangles[k][3],
                 tiers=_tier_share(found, k, policy),
             )
             for k in group
         )
-    specs = found.problem.tables.specs
     for i in found.placement.replicated:
         rows, dim = specs[i].rows, specs[i].dim
         planned[i] = (Shard(rank=0, kind="data", row_start=0, row_end=rows, column_start=0, column_end=dim),)
     return tuple(
-        TablePlan(name=table.name, column_blocks=table.block_edges, shards=planned[i]) for i, table in enumerate(specs)
+        TablePlan(
+            name=table.name,
+            column_blocks=table.block_edges,
+            buckets=0 if table.key_buckets is None else table.key_buckets.count,
+            shards=planned[i],
+        )
+        for i, table in enumerate(specs)
     )
 
 

@@ -26,7 +26,7 @@ from dlrm_trainer.embedding.placement import GroupRoute, Placement, Routes, Spli
 from dlrm_trainer.spans import spanned
 
 NARROW_ROWS = 2**31
-"""Tables of fewer rows send ids of four bytes."""
+"""Tables of fewer rows send ids of four bytes, if none has unique ids."""
 LENGTH_TYPES = torch.uint8, torch.int16, torch.int32
 EMPTY = torch.empty(0, dtype=torch.int64)
 
@@ -156,8 +156,9 @@ class Exchange:
         self._gradient_scale = gradient_scale
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self._routes = routes(placement, self._rank, device)
-        max_rows = max((table.rows for table in placement.tables), default=0)
-        self._id_type = torch.int32 if max_rows < NARROW_ROWS else torch.int64
+        self._tables = placement.tables
+        is_wide = any(table.is_unique or table.rows >= NARROW_ROWS for table in placement.tables)
+        self._id_type = torch.int64 if is_wide else torch.int32
         self._max_length = max((table.max_lookups for table in placement.tables), default=0)
         self._length_type = next(each for each in LENGTH_TYPES if self._max_length <= torch.iinfo(each).max)
         identity = torch.arange(self._routes.features)
@@ -220,7 +221,7 @@ class Exchange:
         self, lengths: Tensor, ids: Tensor, weights: Tensor | None, samples: Sequence[int], received: Sequence[int]
     ) -> Bags:
         """Check what came rank by rank, unit-major within each, and make it unit-major over the global batch."""
-        units = len(self._routes.own_rows)
+        units = len(self._routes.own_ids)
         parts = torch.split(lengths, [units * count for count in samples])
         blocks = [block.view(units, count) for block, count in zip(parts, samples, strict=True)]
         # (W, U), in the order of arrival.
@@ -230,9 +231,12 @@ class Exchange:
         ):
             if int(of_units.sum()) != len(of_rank) or (block.numel() and int(block.min()) < 0):
                 raise _impossible(rank, f"lengths of bags that do not add up to {len(of_rank)} ids")
-            bad = find_outside(of_rank.numpy(), of_units.numpy(), self._routes.own_rows)
+            bad = find_outside(of_rank.numpy(), of_units.numpy(), self._routes.own_ids)
             if bad >= 0:
-                raise _impossible(rank, f"row {int(of_rank[bad])}, which this rank does not hold")
+                unit = int(np.searchsorted(of_units.cumsum(0).numpy(), bad, side="right"))
+                table = self._tables[self._routes.own_tables[unit]]
+                what = f"{'key' if table.is_unique else 'row'} {int(of_rank[bad])} of table {table.name}"
+                raise _impossible(rank, f"{what}, which this rank does not hold")
         starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes).t().flatten()
         segments = sizes.t().flatten()
         return Bags(
@@ -384,7 +388,8 @@ def pick_bags(bags: Bags, units: Tensor) -> Bags:
 def split_bags(bags: Bags, splits: Sequence[Split]) -> Bags:
     """Append units for each split: the ids of its feature's bags in each range of rows.
 
-    Ids of those units count from the first row of their range and stay in the order of the bag.
+    Rows of those units count from the first one of their range; keys stay what they are, and all stay in the order of
+    the bag.
     """
     if not splits:
         return bags
@@ -392,8 +397,10 @@ def split_bags(bags: Bags, splits: Sequence[Split]) -> Bags:
     edges = np.concatenate([np.array(split.edges, np.int64) for split in splits])
     starts = np.cumsum([0, *(len(split.edges) for split in splits)])
     lengths = torch.zeros(len(edges) - len(splits), bags.lengths.shape[1], dtype=torch.int32)
+    firsts = np.concatenate([np.array(split.edges[:-1], np.int64) * (not split.has_keys) for split in splits])
     ids, order = torch.empty_like(chosen.ids), torch.empty_like(chosen.ids)
-    split_ids(chosen.ids.numpy(), chosen.lengths.numpy(), edges, starts, lengths.numpy(), ids.numpy(), order.numpy())
+    bags_of, found = (chosen.ids.numpy(), chosen.lengths.numpy()), (lengths.numpy(), ids.numpy(), order.numpy())
+    split_ids(*bags_of, edges, starts, firsts, *found)
     weights = None
     if bags.weights is not None and chosen.weights is not None:
         weights = torch.cat((bags.weights, chosen.weights[order]))

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.errors import InvalidSpecError
+from dlrm_api.keys import BucketRange
 from dlrm_api.model import Feature, ModelSpec, TableSpec
 from dlrm_api.plan import Plan, Shard, TablePlan, TierShare
 from dlrm_api.tiers import RowDtype, map_entry_bytes
@@ -31,10 +32,16 @@ from dlrm_api.training import CommunicationSpec, RowOptimizerSpec
 from dlrm_checkpointer import ShardId
 from dlrm_trainer.compute_device import HOST
 
+MAX_UNIQUE_ROWS = 2**32 - 1
+"""Rows of a part with unique ids: the directory's slots number them with 32 bits, from 1 on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Describe rows [row_start, row_end) of one column block [column_start, column_end) of a table."""
+    """Describe rows [row_start, row_end) of one column block [column_start, column_end) of a table.
+
+    Rows of a unique table are keys, of which the part holds a few at a time.
+    """
 
     table: int
     row_start: int
@@ -44,11 +51,13 @@ class Part:
     row_split: bool
     """Whether other parts hold other rows of these columns."""
     share: TierShare
+    buckets: BucketRange | None = None
+    """Of a unique table."""
 
     @property
     def rows(self) -> int:
-        """Return the number of rows."""
-        return self.row_end - self.row_start
+        """Return the number of rows in memory."""
+        return self.row_end - self.row_start if self.buckets is None else self.buckets.rows
 
     @property
     def width(self) -> int:
@@ -225,7 +234,13 @@ def _parts(number: int, table: TableSpec, plan: TablePlan, world_size: int) -> l
             f"{path}.columnBlocks",
             f"table {table.name}: the job has column blocks with edges {table.block_edges}; replan the job",
         )
-    shards = plan.shards
+    buckets, shards = table.key_buckets, plan.shards
+    count = 0 if buckets is None else buckets.count
+    if plan.buckets != count:
+        raise InvalidSpecError(
+            f"{path}.buckets",
+            f"table {table.name}: the job has {count} buckets, the plan {plan.buckets}; replan the job",
+        )
     if any(shard.kind == "data" for shard in shards):
         _check_replicas(path, table, shards, world_size)
         shards = shards[:1]
@@ -233,26 +248,28 @@ def _parts(number: int, table: TableSpec, plan: TablePlan, world_size: int) -> l
     for place_, shard in enumerate(shards):
         _check_shard(f"{path}.shards[{place_}]", table, shard, world_size)
         edges = [edge for edge in table.block_edges if shard.column_start <= edge <= shard.column_end]
+        held = None if buckets is None else BucketRange(buckets, shard.row_start, shard.row_end)
         for first, last in pairwise(edges):
             part = Part(
                 table=number,
-                row_start=shard.row_start,
-                row_end=shard.row_end,
+                row_start=shard.row_start if held is None else held.first_key,
+                row_end=shard.row_end if held is None else held.end_key,
                 column_start=first,
                 column_end=last,
-                row_split=shard.row_end - shard.row_start < table.rows,
+                row_split=shard.row_end - shard.row_start < (count or table.rows),
                 # Without a stack the policy must not separate groups.
                 share=shard.tiers if shard.tiers.is_stack else TierShare(levels=shard.tiers.levels),
+                buckets=held,
             )
             parts.append((None if shard.kind == "data" else shard.rank, part))
     parts.sort(key=lambda each: (each[1].column_start, each[1].row_start, each[1].row_end))
-    _check_tiling(path, table, [part for _, part in parts])
+    _check_tiling(path, table, shards)
     return parts
 
 
 def _check_replicas(path: str, table: TableSpec, shards: Sequence[Shard], world_size: int) -> None:
     covering = (0, table.rows, 0, table.dim)
-    good = all(
+    good = not table.is_unique and all(
         shard.kind == "data" and (shard.row_start, shard.row_end, shard.column_start, shard.column_end) == covering
         for shard in shards
     )
@@ -261,7 +278,8 @@ def _check_replicas(path: str, table: TableSpec, shards: Sequence[Shard], world_
     if not good or ranks not in ([0], list(range(world_size))):
         raise InvalidSpecError(
             f"{path}.shards",
-            f"table {table.name}: a data-parallel table needs one data shard, whole, that stands for each rank's",
+            f"table {table.name}: a data-parallel table needs one data shard, whole, that stands for each rank's, and "
+            "no unique ids; replan the job",
         )
     if any(shard.tiers.levels for shard in shards):
         raise InvalidSpecError(
@@ -279,7 +297,13 @@ def _check_shard(path: str, table: TableSpec, shard: Shard, world_size: int) -> 
             f"table {table.name}: expected whole column blocks with edges {edges}, got columns {shard.column_start} to "
             f"{shard.column_end}",
         )
-    levels, rows = shard.tiers.levels, shard.row_end - shard.row_start
+    levels, rows = shard.tiers.levels, (shard.row_end - shard.row_start) * table.unit_rows
+    if table.is_unique and rows > MAX_UNIQUE_ROWS:
+        raise InvalidSpecError(
+            path,
+            f"table {table.name}: a rank holds {rows} rows of unique ids, at most {MAX_UNIQUE_ROWS} are possible: "
+            "use more ranks",
+        )
     alone = len(levels) == 1 and levels[0].tier != "hbm"
     if levels and (alone or sum(level.rows for level in levels) < rows):
         raise InvalidSpecError(
@@ -287,23 +311,26 @@ def _check_shard(path: str, table: TableSpec, shard: Shard, world_size: int) -> 
         )
 
 
-def _check_tiling(path: str, table: TableSpec, parts: Sequence[Part]) -> None:
-    # Parts are sorted, so each column block's rows must follow one another from 0.
+def _check_tiling(path: str, table: TableSpec, shards: Sequence[Shard]) -> None:
+    buckets = table.key_buckets
+    what, end = ("rows", table.rows) if buckets is None else ("buckets", buckets.count)
+    # In this order each column block's rows must follow one another from 0.
     reached: dict[int, int] = dict.fromkeys(table.block_edges[:-1], 0)
-    for part in parts:
-        first = part.column_start
-        if part.row_start != reached[first] or part.row_end <= part.row_start:
-            raise InvalidSpecError(
-                f"{path}.shards",
-                f"table {table.name}: rows from {reached[first]} on of columns from {first} on are in no shard or two",
-            )
-        reached[first] = part.row_end
+    for shard in sorted(shards, key=lambda shard: (shard.row_start, shard.row_end)):
+        for first in (edge for edge in reached if shard.column_start <= edge < shard.column_end):
+            if shard.row_start != reached[first] or shard.row_end <= shard.row_start:
+                raise InvalidSpecError(
+                    f"{path}.shards",
+                    f"table {table.name}: {what} from {reached[first]} on of columns from {first} on are in no shard "
+                    "or two",
+                )
+            reached[first] = shard.row_end
     for first, row in reached.items():
-        if row != table.rows:
+        if row != end:
             raise InvalidSpecError(
                 f"{path}.shards",
-                f"table {table.name}: rows {row} to {table.rows} of columns from {first} on are not the table's, "
-                "or are in no shard: its shards must hold every row and column once",
+                f"table {table.name}: {what} {row} to {end} of columns from {first} on are not the table's, "
+                f"or are in no shard: its shards must hold all {what} and columns once",
             )
 
 
@@ -313,7 +340,9 @@ class Split:
 
     feature: int
     edges: tuple[int, ...]
-    """First row of each range, and the number of rows of the table."""
+    """First row, or key, of each range, and the end of the last one."""
+    has_keys: bool = False
+    """Ids are keys, which do not count from the start of their range."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,8 +384,10 @@ class Routes:
     """Number of units sent to each rank."""
     unit_owners: Tensor
     """(U,) int64 destination of each of ``units``."""
-    own_rows: NDArray[np.int64]
-    """(U_own,) rows that the ids of each unit sent to this rank may name."""
+    own_ids: NDArray[np.int64]
+    """(U_own, 2) ids that each unit sent to this rank may have: first and end of a range of rows or keys."""
+    own_tables: tuple[int, ...]
+    """(U_own,) table of each of these units."""
     own_columns: Tensor | None
     """(C,) int64 index, among the units sent to this rank, of each of its columns; None if in order."""
     groups: tuple[tuple[GroupRoute, ...], ...]
@@ -396,7 +427,7 @@ def routes(placement: Placement, rank: int, device: torch.device) -> Routes:
     units: list[int] = []
     counts: list[int] = []
     own: Tensor | None = None
-    own_rows = np.empty(0, np.int64)
+    own_ids, own_tables = np.empty((0, 2), np.int64), tuple[int, ...]()
     for owner, groups in enumerate(placement.groups):
         columns = [(group.parts[part], feature) for group in groups for part, feature in group.columns]
         wanted = [unit_of[_unit_key(part, feature)] for part, feature in columns]
@@ -404,8 +435,9 @@ def routes(placement: Placement, rank: int, device: torch.device) -> Routes:
         sent = list(dict.fromkeys(wanted))
         if owner == rank:
             own = None if sent == wanted else _index(map(sent.index, wanted))
-            rows = {unit: part.rows for unit, (part, _) in zip(wanted, columns, strict=True)}
-            own_rows = np.array([rows[unit] for unit in sent], np.int64)
+            parts = {unit: part for unit, (part, _) in zip(wanted, columns, strict=True)}
+            own_ids = np.array([_ids_of(parts[unit]) for unit in sent], np.int64).reshape(-1, 2)
+            own_tables = tuple(parts[unit].table for unit in sent)
         units += sent
         counts.append(len(sent))
     split_widths = {part.width for parts in placement.parts for part in parts if part.row_split}
@@ -415,7 +447,8 @@ def routes(placement: Placement, rank: int, device: torch.device) -> Routes:
         units=_index(units),
         unit_counts=tuple(counts),
         unit_owners=torch.repeat_interleave(torch.arange(placement.world_size), _index(counts)),
-        own_rows=own_rows,
+        own_ids=own_ids,
+        own_tables=own_tables,
         own_columns=own,
         groups=tuple(tuple(map(route, groups)) for groups in placement.groups),
         replicated=tuple(map(route, placement.replicated_groups)),
@@ -425,6 +458,11 @@ def routes(placement: Placement, rank: int, device: torch.device) -> Routes:
         summed=tuple(width in split_widths for width in widths),
         runs=_runs(widths, slots.values()),
     )
+
+
+def _ids_of(part: Part) -> tuple[int, int]:
+    """Return the ids that may come for a part: its keys, or its rows counted from its first one."""
+    return (0, part.rows) if part.buckets is None else (part.row_start, part.row_end)
 
 
 def _index(values: Iterable[int]) -> Tensor:
@@ -466,7 +504,7 @@ def _units(placement: Placement) -> tuple[tuple[Split, ...], dict[tuple[int, int
     following = len(placement.features)
     for number, feature in enumerate(placement.features):
         for cuts in sorted(edges.get(feature.table, ())):
-            splits.append(Split(feature=number, edges=cuts))
+            splits.append(Split(feature=number, edges=cuts, has_keys=placement.tables[feature.table].is_unique))
             for place, (start, end) in enumerate(pairwise(cuts)):
                 unit_of.setdefault((number, start, end), following + place)
             following += len(cuts) - 1

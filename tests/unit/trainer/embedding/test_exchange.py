@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from dlrm_api.errors import TemporaryError
 from dlrm_api.training import CommunicationSpec
 from dlrm_testing.trainer.gangs import hand_plan, small_job
+from dlrm_testing.unique_tables import spec_with_unique
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
@@ -42,9 +44,11 @@ class TwoRanks:
 
     rank, world_size = 0, 2
 
-    def __init__(self, header: list[int], lengths: list[int], ids: list[int]) -> None:
+    def __init__(
+        self, header: list[int], lengths: list[int], ids: list[int], id_type: torch.dtype = torch.int32
+    ) -> None:
         self._header = header
-        self._sent = {"lengths": torch.tensor(lengths, dtype=torch.uint8), "ids": torch.tensor(ids, dtype=torch.int32)}
+        self._sent = {"lengths": torch.tensor(lengths, dtype=torch.uint8), "ids": torch.tensor(ids, dtype=id_type)}
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.stack([tensor, torch.tensor(self._header)])
@@ -98,4 +102,39 @@ def test_impossible_bags_of_a_peer_are_refused(
     exchange = exchange_with(tmp_path, TwoRanks(header, lengths, ids))
 
     with pytest.raises(TemporaryError, match="rank 1 sent"):
+        exchange.send_ids(one_sample())
+
+
+def keyed_exchange(folder: Path, peer: TwoRanks) -> Exchange:
+    """Rank 0 has the first of two buckets of table t."""
+    job = small_job(folder, 2, model={"tables": TABLES})
+    spec = spec_with_unique(job.spec, {"t": 2})
+    plan = hand_plan(job, [0])
+    whole = plan.tables[0].shards[0]
+    halves = tuple(
+        whole.model_copy(update={"kind": "row", "rank": rank, "row_start": rank, "row_end": rank + 1})
+        for rank in (0, 1)
+    )
+    table = plan.tables[0].model_copy(update={"buckets": 2, "shards": halves})
+    placement = place(spec.model, plan.model_copy(update={"tables": (table,)}), 2)
+    collectives = cast(Collectives, peer)
+    return Exchange(placement, collectives, collectives, CommunicationSpec(), 1.0, HOST)
+
+
+def test_keys_travel_whole_and_are_routed_by_range(tmp_path: Path) -> None:
+    first, last = 0, 2**62 - 1
+    exchange = keyed_exchange(tmp_path, TwoRanks([1, 2, 0], [2], [first, last], torch.int64))
+    batch = replace(one_sample(), values=torch.tensor([2**62, 7]))
+
+    owned = exchange.send_ids(batch)
+
+    assert owned.bags.lengths.tolist() == [[1, 2]]
+    assert owned.bags.ids.tolist() == [7, first, last]
+
+
+@pytest.mark.parametrize("key", [2**62, 2**63 - 1, -1])
+def test_a_key_of_another_range_names_table_and_rank(tmp_path: Path, key: int) -> None:
+    exchange = keyed_exchange(tmp_path, TwoRanks([1, 1, 0], [1], [key], torch.int64))
+
+    with pytest.raises(TemporaryError, match=f"rank 1 sent key {key} of table t"):
         exchange.send_ids(one_sample())
