@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 FIELD_MANAGER_QUERY = {"fieldManager": FIELD_MANAGER}
 MAX_STATUS_WRITES = 4
 """Tries to write one status while others write to the job's metadata."""
-ONCE_PER_ATTEMPT = frozenset({Reason.ATTEMPT_FAILED, Reason.FAILED, Reason.REQUEST_DENIED})
+ONCE_PER_ATTEMPT = frozenset({Reason.ATTEMPT_FAILED, Reason.FAILED, Reason.REQUEST_DENIED, Reason.RESTARTING})
 """Events that an attempt has once, whatever the message: a repeated reconcile may see other evidence."""
 IDENTITY_LABELS = (Label.JOB, Label.MANAGED_BY, Label.ATTEMPT, Label.INDEX)
 """Labels by which pods are watched and read."""

@@ -112,7 +112,7 @@ def _snapshot_changes(view: JobView, progress_resets: bool) -> dict[str, Any]:
     """Return the newest committed snapshot; a newer step than before restores the budgets of restarts.
 
     The current gang may have restored from an older snapshot than the known one. Before it has pods, those of earlier
-    attempts are asked, and they only know the newest of their time.
+    attempts are asked, and they only know the newest of their time; so do messages that a gang's pods hold from them.
     """
     gang, known = view.gang, view.status.last_snapshot
     reports = gang.checkpoints if gang.pods else _earlier_checkpoints(view.observed)
@@ -120,7 +120,8 @@ def _snapshot_changes(view: JobView, progress_resets: bool) -> dict[str, Any]:
     found = max(snapshots, key=lambda each: each.step, default=None)
     if found is None or (known is not None and (known.step, known.uri) == (found.step, found.uri)):
         return {}
-    if known is not None and found.step < known.step and not gang.pods:
+    speaks = gang.pods and (view.status.pod_attempt is None or gang.polled.checkpointer is not None)
+    if known is not None and found.step < known.step and not speaks:
         return {}
     advanced = known is None or found.step > known.step
     snapshot = SnapshotStatus(

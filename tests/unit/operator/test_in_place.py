@@ -10,6 +10,7 @@ from dlrm_api.names import Env, Label
 from dlrm_api.status import Phase
 from dlrm_operator.controller.informers import read_pod
 from dlrm_operator.reconcile.state import AssignAttempt
+from dlrm_testing.operator.kubelet_double import committed_progress
 from dlrm_testing.operator.model_cluster import ModelCluster
 from dlrm_testing.operator.running_job import POD_0, POD_1, lose_node, report_progress, running, start_training, status
 
@@ -63,6 +64,28 @@ def test_failed_trainers_restart_in_their_pods_as_the_next_attempt() -> None:
     assert (after.attempt, after.phase, after.restarts) == (2, Phase.RUNNING, 1)
     assert after.last_failure is not None
     assert (after.last_failure.attempt, after.last_failure.pod) == (1, POD_0)
+
+
+def test_a_message_of_an_earlier_attempt_does_not_take_back_the_newest_snapshot() -> None:
+    cluster = restarting()
+    fail(cluster)
+    cluster.reconcile_once()
+    cluster.end(POD_0, "checkpointer", 0, committed_progress(10).model_dump_json())
+    restart_all(cluster)
+    cluster.settle()
+    report_progress(cluster, step=25, committed=20)
+    cluster.pass_time(60)
+    cluster.settle()
+    reported = status(cluster).last_snapshot
+
+    cluster.polled = None  # another operator has not heard of the checkpointer yet
+    cluster.pass_time(60)
+    cluster.settle()
+
+    assert status(cluster).pod_attempt == 1
+    assert reported is not None
+    assert reported.step == 20
+    assert status(cluster).last_snapshot == reported
 
 
 def test_the_next_attempt_is_assigned_once_no_trainer_runs_the_one_before() -> None:
