@@ -28,6 +28,8 @@ CUDA_SHARED_BYTES = 256 * MIB
 """Shared memory of one rank for NCCL's exchanges inside a pod: an allowance, not a measurement."""
 CHECKPOINTER_BASE_BYTES = 512 * MIB
 """Python, the store's client and the chunks in flight of one checkpointer, without those of a chain."""
+KEY_SORT_BYTES = 16
+"""Bytes per row of a unique table that a checkpointer takes to put the keys of a cut in order, one shard at a time."""
 CUT_BYTES_PER_RANK = MIB
 """File headers of one rank's cut."""
 CUT_BYTES_PER_TABLE = 512
@@ -67,8 +69,16 @@ def working_set_bytes(spec: DLRMJobSpec, device: Device = "cpu") -> int:
 
 
 def checkpointer_bytes(spec: DLRMJobSpec) -> int:
-    """Return a checkpointer's bytes: merging a chain holds an object of each of its snapshots at once."""
-    return CHECKPOINTER_BASE_BYTES + spec.checkpoint.max_chained * INCREMENT_CHUNK_BYTES
+    """Return a checkpointer's bytes.
+
+    Merging a chain holds an object of each of its snapshots at once. The keys of a cut are put in order, at most those
+    of the largest unique table and of the hand-off budget.
+    """
+    budget = spec.checkpoint.handoff_budget
+    unique = (table for table in spec.model.all_tables() if table.is_unique)
+    rows = (table.rows if budget is None else min(table.rows, int(budget) // (4 * table.dim)) for table in unique)
+    merged = spec.checkpoint.max_chained * INCREMENT_CHUNK_BYTES
+    return CHECKPOINTER_BASE_BYTES + merged + KEY_SORT_BYTES * max(rows, default=0)
 
 
 def dense_bytes(spec: DLRMJobSpec) -> int:

@@ -119,7 +119,8 @@ def _place(picked: Picked, number: int, source: CodedRows, target: CodedRows) ->
 class Delta:
     """Hold the rows of one shard in a cut in ascending order, each once, and the keys that are gone.
 
-    Takes 16 bytes of memory per row unless the pieces are in order already.
+    Unless the pieces are in order already it takes 12 bytes of memory per row, and 16 while it is made
+    (``dlrm_planner.memory.KEY_SORT_BYTES``).
 
     Raises:
         SnapshotError: a key of a unique table was handed over twice.
@@ -131,13 +132,15 @@ class Delta:
         self._pieces = sorted(filled, key=lambda piece: int(piece.row_ids[0]))
         ids = [piece.row_ids for piece in self._pieces]
         self._starts = np.cumsum([0, *map(len, ids)])
-        self._order: NDArray[np.int64] | None = None
+        self._order: NDArray[np.uint32] | None = None
         """Positions in the concatenated pieces, ordered by row; None if the pieces are ordered already."""
         self.row_ids: NDArray[np.int64] = ids[0] if len(ids) == 1 else np.concatenate([np.empty(0, np.int64), *ids])
         """(N,) ascending."""
         if not bool((self.row_ids[1:] > self.row_ids[:-1]).all()):
-            self._order = np.argsort(self.row_ids, kind="stable")
-            self.row_ids = self.row_ids[self._order]
+            self._order = np.argsort(self.row_ids).astype(np.uint32)
+            # A piece is read-only memory of the hand-off directory.
+            self.row_ids = self.row_ids if len(ids) > 1 else self.row_ids.copy()
+            self.row_ids.sort()
         self.gone = np.sort(np.concatenate([np.empty(0, np.int64), *(each.row_ids for each in gone)]))
         """(M,) ascending keys."""
         if table.is_unique:
@@ -166,7 +169,7 @@ class Delta:
             if number == last:
                 first = int(self._starts[number])
                 return self._pieces[number].part(begin - first, end - first)
-        places = np.arange(begin, end) if self._order is None else self._order[begin:end]
+        places = np.arange(begin, end) if self._order is None else self._order[begin:end].astype(np.int64)
         numbers = np.searchsorted(self._starts, places, side="right") - 1
         rows = np.empty((end - begin, self.shard.width), np.float32)
         state = np.empty((end - begin, self.state_values), np.float32)

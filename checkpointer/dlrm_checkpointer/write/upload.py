@@ -88,6 +88,7 @@ class Upload:
     ) -> None:
         self._store, self._cut, self._before, self._on_put, self._on_read = store, cut, before, on_put, on_read
         self._basis, self._bits, self._chained = plan.basis, before.bits or plan.bits, plan.chained
+        self._is_in_segments = cut.number > 0 or isinstance(cut.name, SegmentName)
         self._put_already: dict[int, tuple[ChunkEntry, ...]] = {}
         self._dense: ObjectEntry | None = None
 
@@ -155,7 +156,9 @@ class Upload:
 
     def _coded(self, *, with_gone: bool) -> Iterator[Load]:
         for delta in self._deltas():
-            for code in coded_chunks(delta, self._bits, chained=self._chained):
+            # Segments of a unique table overlap in all its keys, so a reader holds a chunk of each.
+            chained = self._chained or (self._is_in_segments and delta.table.is_unique)
+            for code in coded_chunks(delta, self._bits, chained=chained):
                 yield partial(_encoded, code, delta.table)
             for gone in gone_chunks(delta) if with_gone else ():
                 yield partial(_encoded, partial(tuple, (gone,)), delta.table)

@@ -18,10 +18,11 @@ from dlrm_api.keys import KEY_END
 from dlrm_checkpointer.codec.initializer import id_seed
 from dlrm_checkpointer.codec.rows import CodedRows, code_rows
 from dlrm_checkpointer.codec.rows import decode_rows as weights_of
+from dlrm_checkpointer.format.chain import load_chain
 from dlrm_checkpointer.format.chunk import decode_rows, encode_rows, put_by_digest
 from dlrm_checkpointer.format.manifest import manifest_key, sealed
 from dlrm_checkpointer.read.catalog import find_snapshot, list_snapshots, verify_snapshot
-from dlrm_checkpointer.read.diff import diff_snapshots
+from dlrm_checkpointer.read.diff import diff_snapshots, updates
 from dlrm_checkpointer.read.export import ExportOptions, Safetensors, export_tables, restore_to_folder
 from dlrm_checkpointer.read.restore import open_snapshot
 from dlrm_checkpointer.types import ShardRows, SnapshotName
@@ -56,8 +57,12 @@ def held(model: UniqueModel) -> dict[int, bytes]:
 
 @HISTORIES
 @given(data=st.data())
-def test_random_histories_restore_what_a_dictionary_holds(data: st.DataObject, clock: Clock):
+def test_random_histories_restore_what_a_dictionary_holds(
+    data: st.DataObject, clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
     """Rows come and go, cuts are lost, and snapshots are merged by every policy at changing world sizes."""
+    monkeypatch.setattr("dlrm_checkpointer.format.chunk.CHUNK_BYTES", data.draw(st.sampled_from([24, 72, 32 << 20])))
+    monkeypatch.setattr("dlrm_checkpointer.write.merge.MAX_GONE_KEYS", data.draw(st.sampled_from([1, 2, 1 << 20])))
     store, model = MemoryStore(clock), UniqueModel((unique_table(dim=4, buckets=4),))
     parent: SnapshotName | None = None
     committed: list[tuple[SnapshotName, dict[int, bytes], str]] = []
@@ -81,6 +86,24 @@ def test_random_histories_restore_what_a_dictionary_holds(data: st.DataObject, c
         [found] = diff_snapshots(*(open_snapshot(store, each.step, each.attempt) for each in (one, other)))
         assert (found.new, found.gone) == (len(new.keys() - old.keys()), len(old.keys() - new.keys()))
         assert found.changed == sum(old[key] != new[key] for key in old.keys() & new.keys())
+    if committed:
+        one, other = data.draw(st.sampled_from(committed)), data.draw(st.sampled_from(committed))
+        assert updated(store, model, one, other) == weights(other)
+
+
+def weights(committed: tuple[SnapshotName, dict[int, bytes], str]) -> dict[int, bytes]:
+    return {key: row[:16] for key, row in committed[1].items()}
+
+
+def updated(store, model: UniqueModel, one, other) -> dict[int, bytes]:
+    """The rows of a snapshot after what a delta to another one, possibly older, does to them."""
+    before, after = (load_chain(store, each[0]) for each in (one, other))
+    found = weights(one)
+    for update in updates(store, model.tables[0], before, after, range(KEY_END)):
+        for key in update.gone.tolist():
+            found.pop(key, None)
+        found |= dict(zip(update.row_ids.tolist(), map(bytes, update.rows), strict=True))
+    return found
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -109,7 +132,9 @@ def test_a_cut_above_the_budget_holds_rows_and_gone_keys_in_segments(tmp_path: P
     commit(files, model, SnapshotName(1, 1), segments=[1, 1])
 
     assert snapshot_digest(find_snapshot(files)) == model.digest()
-    assert len(find_snapshot(files).manifest.gone) >= 1
+    manifest = find_snapshot(files).manifest
+    assert manifest.gone
+    assert manifest.growth.last_bytes == sum(entry.bytes for entry in (*manifest.chunks, *manifest.gone))
 
 
 def test_only_models_with_unique_ids_are_written_in_version_3(tmp_path: Path, files: FileStore, new_model, few_rows):

@@ -17,8 +17,8 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, TierShare, parse_plan
 from dlrm_api.row_optimizers import RowOptimizerKind
 from dlrm_api.training import RowOptimizerSpec, TrainingSpec
-from dlrm_planner import plan_job, working_set_bytes
-from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES, CONTEXT_BYTES, device_working_bytes
+from dlrm_planner import checkpointer_bytes, plan_job, working_set_bytes
+from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES, CONTEXT_BYTES, KEY_SORT_BYTES, device_working_bytes
 from dlrm_planner.tables import activation_bytes, update_bytes
 
 MIB, GIB = 2**20, 2**30
@@ -528,3 +528,18 @@ def test_fewer_replicas_with_gpus_reach_a_target(make_spec: MakeSpec, make_profi
 
     assert with_gpus.nodes <= on_hosts.nodes
     assert math.isfinite(with_gpus.predicted.price_per_billion_samples or math.inf)
+
+
+def test_a_checkpointer_gets_memory_to_sort_the_keys_of_a_cut(make_spec: MakeSpec) -> None:
+    def with_unique(budget: int | None) -> DLRMJobSpec:
+        spec = make_spec([{"name": "ids", "rows": 50_000_000, "dim": 16}])
+        [first] = spec.model.tables
+        unique = first.model_copy(update={"embedding": first.embedding.model_copy(update={"hash": "unique"})})
+        model = spec.model.model_copy(update={"tables": (unique,)})
+        checkpoint = spec.checkpoint.model_copy(update={"handoff_budget": budget})
+        return spec.model_copy(update={"model": model, "checkpoint": checkpoint})
+
+    plain = checkpointer_bytes(make_spec([{"name": "ids", "rows": 50_000_000, "dim": 16}]))
+
+    assert checkpointer_bytes(with_unique(None)) - plain == KEY_SORT_BYTES * 50_000_000
+    assert checkpointer_bytes(with_unique(GIB)) - plain == KEY_SORT_BYTES * GIB // 64
