@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from dlrm_checkpointer import CutRowSource
-from dlrm_kernels.dirty_rows import U64, WORD, Words, count_bits, mark_rows, rows_of_bits
+from dlrm_kernels.dirty_rows import U64, WORD, Words, clear_bits, count_bits, mark_rows, rows_of_bits
 
 MAX_KEPT = 3
 """Bitmaps kept for cuts that no snapshot holds yet; further ones are merged."""
@@ -101,6 +101,19 @@ class DirtyRows:
             if words is not None:
                 words[here] = 0
 
+    def clear_rows(self, part: int, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Mark rows as unchanged and as in no snapshot; return which may be in one, or in a cut that may become one."""
+        bits = self.starts[part] + rows
+        words, masks = bits // WORD, U64(1) << (bits % WORD).astype(U64)
+        self.marked -= int(np.count_nonzero(self._marked[words] & masks))
+        clear_bits(self._marked, bits)
+        found = np.zeros(len(rows), np.bool_)
+        for record in (self._stored, *(kept.words for kept in self._kept)):
+            if record is not None:
+                found |= record[words] & masks != 0
+                clear_bits(record, bits)
+        return found
+
     def bits(self, here: slice = slice(None)) -> Words:
         """Return the bits of rows that changed since the parent, of all parts or some words of them."""
         found: Words = self._marked[here].copy()
@@ -137,6 +150,10 @@ class DirtyPart:
     def store(self, ids: NDArray[np.int64]) -> None:
         """Record that a snapshot holds (N,) rows of the part."""
         self.rows.store(ids, np.array([len(ids)]), self.rows.starts[[self.number]])
+
+    def clear_rows(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """See ``DirtyRows.clear_rows``."""
+        return self.rows.clear_rows(self.number, rows)
 
     def clear(self) -> None:
         """Mark all rows as unchanged."""

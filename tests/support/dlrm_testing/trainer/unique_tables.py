@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -290,17 +290,23 @@ class ModelTrainer:
     """All ranks of a job, from a restored snapshot on or from the start."""
 
     def __init__(
-        self, shape: Shape, world_size: int, lookahead: int, store: Store | None = None, step: int = 0
+        self,
+        shape: Shape,
+        world_size: int,
+        lookahead: int,
+        store: Store | None = None,
+        step: int = 0,
+        part: Callable[[Shape, range], ModelPart] = ModelPart,
     ) -> None:
         edges = [shape.buckets * rank // world_size for rank in range(world_size + 1)]
         self._shape, self._lookahead = shape, lookahead
-        self._parts = [ModelPart(shape, range(*edges[rank : rank + 2])) for rank in range(world_size)]
+        self._parts = [part(shape, range(*edges[rank : rank + 2])) for rank in range(world_size)]
         self.step, self.period = step, Period.of(shape)
         if store is not None and step:
             rows = merge(store, step)
             self.period = store[step].period.copy()
-            for part in self._parts:
-                part.restore({key: row for key, row in rows.items() if shape.bucket(key) in part.buckets})
+            for each in self._parts:
+                each.restore({key: row for key, row in rows.items() if shape.bucket(key) in each.buckets})
         self._ahead: deque[list[dict[int, int | None]]] = deque()
         self.cut: ModelCut | None = None
 

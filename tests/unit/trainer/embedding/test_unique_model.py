@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_testing.trainer.unique_tables import ModelTrainer, Replay, Shape, Snapshot, Store, fold, merge
+from dlrm_testing.trainer.unique_parts import TrainedPart
+from dlrm_testing.trainer.unique_tables import ModelPart, ModelTrainer, Replay, Shape, Snapshot, Store, fold, merge
+
+Part = Callable[[Shape, range], ModelPart]
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ def key_of(byte: int) -> int:
 class History:
     """A job whose trainers are killed, and whose cuts are committed late or lost."""
 
-    def __init__(self, shape: Shape, batches: list[list[int]], lookahead: int) -> None:
+    def __init__(self, shape: Shape, batches: list[list[int]], lookahead: int, part: Part = ModelPart) -> None:
+        self.part = part
         self.shape, self.batches, self.store = shape, batches, Store()
         replay = Replay(shape)
         self.rows, self.periods = [dict(replay.rows)], [replay.period.copy()]
@@ -64,7 +69,7 @@ class History:
             replay.train(batch)
             self.rows.append(dict(replay.rows))
             self.periods.append(replay.period.copy())
-        self.trainer = ModelTrainer(shape, 1, lookahead)
+        self.trainer = ModelTrainer(shape, 1, lookahead, part=part)
         self.waiting: list[tuple[int, Snapshot]] = []
         """Cuts that are handed over and not committed."""
 
@@ -94,7 +99,7 @@ class History:
         if event.is_killed:
             self.waiting.clear()
             step = max(self.store, default=0)
-            self.trainer = ModelTrainer(self.shape, event.world_size, event.lookahead, self.store, step)
+            self.trainer = ModelTrainer(self.shape, event.world_size, event.lookahead, self.store, step, self.part)
             self.check()
 
     def commit(self) -> None:
@@ -113,8 +118,17 @@ class History:
 
 @pytest.mark.slow
 @given(shapes, batch_lists, st.integers(0, 2), events)
-@settings(max_examples=500)
-def test_rows_are_those_of_a_replay(
+@settings(max_examples=100)
+def test_rows_of_the_model_are_those_of_a_replay(
     shape: Shape, batches: list[list[int]], lookahead: int, happening: list[Event]
 ) -> None:
     History(shape, batches, lookahead).run(happening)
+
+
+@pytest.mark.slow
+@given(shapes, batch_lists, st.integers(0, 2), events)
+@settings(max_examples=500)
+def test_rows_of_the_trainer_are_those_of_a_replay(
+    shape: Shape, batches: list[list[int]], lookahead: int, happening: list[Event]
+) -> None:
+    History(shape, batches, lookahead, TrainedPart).run(happening)
