@@ -20,11 +20,11 @@ from dlrm_checkpointer.codec.rows import CodedRows, code_rows
 from dlrm_checkpointer.codec.rows import decode_rows as weights_of
 from dlrm_checkpointer.format.chain import load_chain
 from dlrm_checkpointer.format.chunk import decode_rows, encode_rows, put_by_digest
-from dlrm_checkpointer.format.manifest import manifest_key, sealed
+from dlrm_checkpointer.format.manifest import manifest_key, part_key, sealed
 from dlrm_checkpointer.read.catalog import find_snapshot, list_snapshots, verify_snapshot
 from dlrm_checkpointer.read.diff import diff_snapshots, updates
 from dlrm_checkpointer.read.export import ExportOptions, Safetensors, export_tables, restore_to_folder
-from dlrm_checkpointer.read.restore import open_snapshot
+from dlrm_checkpointer.read.restore import PartialCut, find_partial, open_partial, open_snapshot
 from dlrm_checkpointer.types import ShardRows, SnapshotName
 from dlrm_kernels.hashing import keys_of_ids
 from dlrm_stores.file import FileStore
@@ -173,6 +173,20 @@ def test_a_key_that_is_handed_over_twice_is_refused_by_name(clock: Clock):
 
     with pytest.raises(SnapshotError, match=f"key {second.row_ids[0]} was handed over twice"):
         commit(MemoryStore(clock), model, None)
+
+
+def test_a_partial_cut_of_a_unique_table_is_not_used(files: FileStore):
+    """A lost rank would go back to a snapshot with other keys."""
+    model = UniqueModel().train()
+    name = commit(files, model, None, world_size=2)
+    commit(files, model.train(), name, world_size=2)
+    files.delete(manifest_key(2, 1))
+    files.delete(part_key(2, 1, 1))
+    base = find_snapshot(files)
+
+    assert find_partial(files, base) is None
+    with pytest.raises(SnapshotError, match="unique ids"):
+        open_partial(files, base, PartialCut(SnapshotName(2, 1), (0,)))
 
 
 def as_container(body: bytes, **claims: object) -> bytes:
