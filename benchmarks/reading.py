@@ -110,7 +110,7 @@ def read_epoch(spec: DLRMJobSpec) -> int:
 
 def decode_columns(path: str) -> int:
     """Decode all columns of a Parquet file, each row group of which is let go of at once."""
-    hashings = [hashing_of(TableSpec(name=name, rows=2**33, dim=4)) for name in IDS]
+    hashings = [hashing_of(TableSpec(name=name, rows=2**33, dim=4), 0) for name in IDS]
     columns = Columns(label="label", dense=DENSE, bags=IDS, weights=[None] * len(IDS), hashings=hashings)
     source = ParquetSource([LocalFile(Path(path))], columns, budget_bytes=0)
     with ThreadPoolExecutor(LOCAL_THREADS) as pool:

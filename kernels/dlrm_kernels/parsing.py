@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_kernels.cache import kernel
-from dlrm_kernels.hashing import GOLDEN, mix, remainder
+from dlrm_kernels.hashing import GOLDEN, mix, mix63, remainder
 from dlrm_kernels.intrinsics import prefetch
 
 Ints = NDArray[np.int64]
@@ -25,7 +25,7 @@ MAX_DECIMAL_DIGITS = 15
 """Longest integer: float64 holds any such number exactly."""
 UNUSED, LABEL, INTEGER, ID = 0, 1, 2, 3
 """Roles of a field."""
-NONE, MODULO, MIX = 0, 1, 2
+NONE, MODULO, MIX, UNIQUE = 0, 1, 2, 3
 """Kinds of ``Hashing``."""
 GOOD, LONG_BAG, NO_ROW = 0, 1, 2
 """Results of ``check_bags``."""
@@ -36,7 +36,7 @@ _NO_DIGIT = 255
 _DIGITS = np.full(256, _NO_DIGIT, dtype=np.uint8)
 for _digits in ("0123456789abcdef", "0123456789ABCDEF"):
     _DIGITS[[ord(character) for character in _digits]] = np.arange(16, dtype=np.uint8)
-_THREE, _SEVEN, _EIGHT = np.uint64(3), np.uint64(7), np.uint64(8)
+_ONE, _THREE, _SEVEN, _EIGHT, _SIGN = np.uint64(1), np.uint64(3), np.uint64(7), np.uint64(8), np.uint64(63)
 _NAN = np.float32(np.nan)
 _TILE = 16
 """Rows transposed at a time, so that they stay in the first-level cache."""
@@ -46,12 +46,12 @@ _LINE_BYTES = 64
 
 
 class Hashing(NamedTuple):
-    """Turn ids of a feature into rows of its table."""
+    """Turn ids of a feature into rows of its table, or into keys."""
 
     kind: int
-    """``NONE``: ids are rows."""
+    """``NONE``: ids are rows; ``UNIQUE``: they become keys."""
     rows: np.uint64
-    """Of the table."""
+    """Of the table; for keys the table's seed."""
     inverse: np.uint64
     """See ``dlrm_kernels.hashing.inverse_of``."""
 
@@ -211,8 +211,12 @@ def fill_missing(values: NDArray[np.float32], missing: np.float32) -> None:
 
 @kernel
 def row_of(number: Any, hashing: Hashing) -> Any:
-    """Return one id's row as a uint64; without hashing the id itself, which may be out of range."""
+    """Return one id's row or key as a uint64; without hashing the id itself, which may be out of range."""
     unsigned = np.uint64(number)
+    if hashing.kind == UNIQUE:
+        # Negative ids, and those from 2**63 on, are hashed to 63 bits.
+        short = mix(unsigned + GOLDEN) >> _ONE if unsigned >> _SIGN else unsigned
+        return mix63(short ^ hashing.rows)
     if hashing.kind == MIX:
         return remainder(mix(unsigned + GOLDEN), hashing.rows, hashing.inverse)
     return remainder(unsigned, hashing.rows, hashing.inverse) if hashing.kind == MODULO else unsigned
@@ -234,7 +238,7 @@ def check_bags(
     Args:
         ids: (sum of lengths,) feature-major.
         lengths: (F, n).
-        rows: (F,) of each feature's table; 0 where ids are hashed, and so are rows.
+        rows: (F,) of each feature's table, one past the last key of a unique one; 0 where ids are hashed to rows.
         longest: (F,) longest allowed bag.
 
     Returns:

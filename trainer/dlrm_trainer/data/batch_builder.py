@@ -18,12 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.model import TableSpec
+from dlrm_checkpointer import id_seed
 from dlrm_kernels.bags import copy_segments
 from dlrm_kernels.hashing import inverse_of
 from dlrm_kernels.parsing import (
     MIX,
     MODULO,
     NONE,
+    UNIQUE,
     Hashing,
     Ints,
     Numbers,
@@ -39,7 +41,7 @@ from dlrm_kernels.parsing import (
 Fingerprint = Mapping[str, Any]
 """JSON document that identifies the data: two readers with equal fingerprints give equal batches."""
 
-_HASH_KINDS = {"none": NONE, "modulo": MODULO, "mix": MIX}
+_HASH_KINDS = {"none": NONE, "modulo": MODULO, "mix": MIX, "unique": UNIQUE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,10 +127,10 @@ class NoSamples:
     close = rest
 
 
-def hashing_of(table: TableSpec) -> Hashing:
-    """Return how a table's features turn ids into rows."""
-    rows = np.uint64(table.rows)
-    return Hashing(_HASH_KINDS[table.embedding.hash], rows, np.uint64(inverse_of(rows)))
+def hashing_of(table: TableSpec, seed: int) -> Hashing:
+    """Return how a table's features turn ids into rows, or into keys by the training's ``seed``."""
+    rows = np.uint64(id_seed(seed, table.name) if table.is_unique else table.rows)
+    return Hashing(_HASH_KINDS[table.embedding.hash], rows, np.uint64(inverse_of(np.uint64(table.rows))))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError
-from dlrm_kernels.parsing import MIX, NONE, Hashing, Ints, Numbers, put_floats, put_labels, put_rows_of
+from dlrm_kernels.parsing import MIX, MODULO, NONE, Hashing, Ints, Numbers, put_floats, put_labels, put_rows_of
 from dlrm_stores.base import parallel_map
 from dlrm_stores.data_files import DataFile, TableColumns
 from dlrm_trainer.data.batch_builder import (
@@ -84,7 +84,7 @@ def open_parquet(request: SourceRequest) -> ParquetSource:
         dense=[rename.get(name, name) for name in model.dense_features],
         bags=[rename.get(each.column, each.column) for each in features],
         weights=[rename.get(each.weights, each.weights) if each.weights else None for each in features],
-        hashings=[hashing_of(tables[each.table]) for each in features],
+        hashings=[hashing_of(tables[each.table], request.spec.training.seed) for each in features],
     )
     return ParquetSource(request.files, columns, request.budget_bytes, request.threads)
 
@@ -385,9 +385,9 @@ class RowGroupDecoder:
 
     def _ids(self, data: pa.Table, name: str, hashing: Hashing, place: int, singles: SingleIds) -> _Bags:
         """Return a feature's rows, in ``singles`` if each bag has one; null is an empty bag."""
-        few = hashing.kind != NONE and int(hashing.rows) <= 2**32
-        # Mixed, short ids become any row.
-        kept = hashing.kind != MIX and _fits_uint32(data.schema.field(name).type)
+        few = hashing.kind in (MODULO, MIX) and int(hashing.rows) <= 2**32
+        # Mixed, short ids become any row or key.
+        kept = hashing.kind in (NONE, MODULO) and _fits_uint32(data.schema.field(name).type)
         column = singles.column(place, narrow=few or kept)
         sizes, flat = self._flat(data[name], name, "ids")
         rows = column if sizes is None else np.empty(len(flat), dtype=np.int64)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from dlrm_api.errors import BadDataError, DLRMError, InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
-from dlrm_kernels.hashing import random_bits, shuffle, stream_key
-from dlrm_kernels.parsing import GOOD, LONG_BAG, NONE, Ints, check_bags, fill_missing, put_rows_of
+from dlrm_api.keys import KEY_END
+from dlrm_kernels.hashing import ids_of_keys, random_bits, shuffle, stream_key
+from dlrm_kernels.parsing import GOOD, LONG_BAG, MIX, MODULO, Ints, check_bags, fill_missing, put_rows_of
 from dlrm_stores.data_files import DataFile
 from dlrm_stores.locations import Listing, Places, TableVersion, find_data_files
 from dlrm_trainer.data import criteo, parquet, synthetic
@@ -268,10 +269,11 @@ class Reader:
         self._rank, self._world_size = rank, world_size
         tables, features = spec.model.all_tables(), spec.model.all_features()
         self._bags = tuple((tables[feature.table], feature.column) for feature in features)
-        self._hashings = [hashing_of(table) for table, _ in self._bags]
-        hashed = [hashing.kind != NONE for hashing in self._hashings]
-        self._to_hash = [] if source.hashed else np.flatnonzero(hashed).tolist()
-        self._rows = np.where(hashed, 0, [table.rows for table, _ in self._bags])
+        self._hashings = [hashing_of(table, spec.training.seed) for table, _ in self._bags]
+        kinds = [hashing.kind for hashing in self._hashings]
+        self._to_hash = [] if source.hashed else np.flatnonzero(kinds).tolist()
+        self._rows = np.array([KEY_END if table.is_unique else table.rows for table, _ in self._bags], np.int64)
+        self._rows[[kind in (MODULO, MIX) for kind in kinds]] = 0
         self._max_lookups = np.array([table.max_lookups for table, _ in self._bags], dtype=np.int64)
         nothing = np.empty(0, dtype=np.float32)
         self._nothing = RawRows(
@@ -395,12 +397,16 @@ class Reader:
             )
         stops = np.cumsum(raw.lengths, dtype=np.int64)
         sample = int(np.searchsorted(stops, place, side="right")) - number * sample_ids.size
+        where = f"{self._source.where(int(sample_ids[sample]))}: invalid id of table {table.name} (column {column})"
+        if table.is_unique:
+            [id_] = ids_of_keys(raw.ids[place : place + 1].view(np.uint64), self._hashings[number].rows).tolist()
+            raise BadDataError(f"{where}: id {id_} has no key: give its rows another id, or change training.seed")
         first = int(stops[number * sample_ids.size] - raw.lengths[number, 0])
         largest = int(raw.ids[first : int(stops[(number + 1) * sample_ids.size - 1])].max())
         fix = f"raise rows to at least {largest + 1}" if raw.ids[place] >= 0 else "correct the data"
         raise BadDataError(
-            f"{self._source.where(int(sample_ids[sample]))}: invalid id of table {table.name} (column {column}): "
-            f"expected 0 to {table.rows - 1}, got {raw.ids[place]}; {fix}, or set embedding.hash: mix on the table"
+            f"{where}: expected 0 to {table.rows - 1}, got {raw.ids[place]}; {fix}, "
+            "or set embedding.hash: mix on the table"
         )
 
 

@@ -20,7 +20,7 @@ from dlrm_trainer.data.batch_builder import hashing_of
 from dlrm_trainer.data.parquet import CHUNK_BYTES, Columns, Footers
 
 Write = Callable[..., str]
-USER = hashing_of(TableSpec(name="user", rows=10, dim=4))
+USER = hashing_of(TableSpec(name="user", rows=10, dim=4), 0)
 COLUMNS = Columns(label="label", dense=[], bags=["user"], weights=[None], hashings=[USER])
 ROWS = (10, 0, 1, 25, 9)
 """Of each file; a row group has up to ten."""

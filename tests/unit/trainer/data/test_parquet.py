@@ -17,8 +17,11 @@ from hypothesis import HealthCheck, given, settings
 
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError
 from dlrm_api.model import TableSpec
+from dlrm_checkpointer import id_seed
+from dlrm_kernels.hashing import ids_of_keys, keys_of_ids, mix64
 from dlrm_stores.data_files import LocalFile
 from dlrm_testing.trainer.hashed_ids import rows_of_ids
+from dlrm_testing.unique_tables import spec_with_unique
 from dlrm_trainer.data import Reader, open_reader
 from dlrm_trainer.data.batch_builder import hashing_of
 from dlrm_trainer.data.parquet import Columns, ParquetSource
@@ -34,7 +37,7 @@ COLUMNS: dict[str, Any] = {
 
 
 def open_source(paths: list[Path], bags: list[str], budget: int) -> ParquetSource:
-    hashings = [hashing_of(TableSpec(name=bag, rows=10, dim=4)) for bag in bags]
+    hashings = [hashing_of(TableSpec(name=bag, rows=10, dim=4), 0) for bag in bags]
     columns = Columns(label="label", dense=["price"], bags=bags, weights=[None] * len(bags), hashings=hashings)
     return ParquetSource([LocalFile(path) for path in paths], columns, budget)
 
@@ -330,3 +333,46 @@ def test_a_row_group_above_the_budget_is_named_with_its_size(
 
     [record] = [each for each in caplog.records if "row group exceeds data.prefetchBytes" in each.message]
     assert (record.__dict__["rows"], record.__dict__["decoded_bytes"]) == (1_000, 1_000 * (2 * 4 + 8))
+
+
+def read_unique(make_spec: Any, path: str, rows: int, max_lookups: int = 1) -> Any:
+    document = {"format": "parquet", "train": {"uris": [path]}, "globalBatchSize": rows, "virtualShards": 1}
+    table = {"name": "user", "rows": 100, "dim": 4, "maxLookups": max_lookups}
+    spec = make_spec(document | {"shuffle": {"windowRows": 0}}, [table], ["price"])
+    return open_reader(spec_with_unique(spec, {"user": 1}), "train", 0, 1).read(0)
+
+
+@pytest.mark.parametrize("kind", [pa.uint8(), pa.uint32(), pa.int64(), pa.list_(pa.int64())])
+def test_ids_without_bound_become_keys_that_name_them(kind: pa.DataType, write_parquet: Write, make_spec: Any) -> None:
+    ids = np.arange(200)
+    if kind not in (pa.uint8(), pa.uint32()):
+        ids[:3] = 2**62, 2**63 - 1, 10**18
+    held = pa.array([[id_] for id_ in ids.tolist()] if pa.types.is_list(kind) else ids)
+    path = write_parquet({"label": ids % 2, "price": ids * 1.0, "user": held.cast(kind)}, row_group_size=64)
+
+    keys = read_unique(make_spec, path, 200).values.numpy()
+
+    assert (keys >= 0).all()
+    assert len(np.unique(keys)) == 200
+    assert ids_of_keys(keys.view(np.uint64), np.uint64(id_seed(0, "user"))).tolist() == ids.tolist()
+
+
+def test_negative_ids_and_those_of_64_bits_are_hashed_to_63(write_parquet: Write, make_spec: Any) -> None:
+    signed = write_parquet({"label": [0, 1], "price": [0.0, 1.0], "user": [-1, -(2**63)]}, "signed.parquet")
+    wide = pa.array([2**64 - 1, 2**63], pa.uint64())
+    unsigned = write_parquet({"label": [0, 1], "price": [0.0, 1.0], "user": wide}, "unsigned.parquet")
+
+    keys = [read_unique(make_spec, path, 2).values.tolist() for path in (signed, unsigned)]
+
+    assert keys[0] == keys[1]
+    assert all(0 <= key < 2**63 - 1 for key in keys[0])
+    hashed = (mix64(np.array([2**64 - 1, 2**63], np.uint64)) >> np.uint64(1)).astype(np.uint64)
+    assert keys_of_ids(hashed, np.uint64(id_seed(0, "user"))).tolist() == keys[0]
+
+
+def test_the_one_id_without_a_key_is_named(write_parquet: Write, make_spec: Any) -> None:
+    [missing] = ids_of_keys(np.array([2**63 - 1], np.uint64), np.uint64(id_seed(0, "user"))).tolist()
+    path = write_parquet({"label": [0, 1], "price": [0.0, 1.0], "user": [5, missing]})
+
+    with pytest.raises(BadDataError, match=rf"row 1.*table user \(column user\): id {missing} "):
+        read_unique(make_spec, path, 2)

@@ -160,7 +160,7 @@ def test_compiled_loops_hash_as_numpy_does(rows: int, kind: Any, seed: int) -> N
     ids[:5] = [-1, 0, rows, 2**63 - 1, -(2**63)]
     found = np.empty_like(ids)
 
-    put_rows_of(ids, hashing_of(table), found)
+    put_rows_of(ids, hashing_of(table, 0), found)
 
     expected, _ = rows_of_ids(ids, rows, kind)
     assert found.tolist() == expected.tolist()
