@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numba
@@ -16,10 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.measure import Line, Pairs, tell
+from benchmarks.measure import Line, Pairs, memory, take_turns, tell
 from dlrm_api.keys import key_buckets
 from dlrm_kernels import directory
 from dlrm_kernels.hashing import keys_of_ids
+from dlrm_trainer.data.synthetic import Popularity
 
 SEED = 0
 EXPONENT = 1.05
@@ -72,7 +72,7 @@ class Filled:
         # A bucket's share varies: without a margin some keys find theirs full.
         quota = sizes.quota + 6 * int(sizes.quota**0.5)
         rows, places = np.ones((2, count), np.int64)
-        before = resident_bytes()
+        before = memory("VmRSS")
         self.directory = directory.make_directory(
             first_bucket=0,
             buckets=sizes.count,
@@ -86,13 +86,13 @@ class Filled:
         if directory.insert(self.directory, keys, rows, places) < count or rows.min() < 0:
             raise RuntimeError("keys were left out")
         self.insert_ns = (time.thread_time() - started) / count * 1e9
-        self.bytes_per_row = (resident_bytes() - before) / count
+        self.bytes_per_row = (memory("VmRSS") - before) / count
         self.load = count / (sizes.count * sizes.homes)
         permuted = np.random.default_rng(seed).permutation(count)
-        before = resident_bytes()
+        before = memory("VmRSS")
         self.array = np.empty(count, np.int32)
         self.array[:] = permuted
-        self.array_bytes_per_row = (resident_bytes() - before) / count
+        self.array_bytes_per_row = (memory("VmRSS") - before) / count
         self._sorted, self._rows = torch.from_numpy(keys), torch.from_numpy(rows)
 
     def keys(self, ids: Ints) -> Ints:
@@ -129,7 +129,8 @@ def lines(quick: bool, only: str = "*") -> Iterator[Line]:
             setting = Setting(keys, load, lookups, trace, against)
             if fnmatch.fnmatch(setting.name, only):
                 ours, theirs = filled.ours(ids), peer(ids)
-                pairs = alternate(ours, theirs, len(ids), repeats)
+                # Of its processor time, since other work may run.
+                pairs = take_turns(ours, theirs, repeats, time.thread_time).scaled(1e9 / lookups)
                 yield Line(
                     setting=setting,
                     metric="ns_per_lookup",
@@ -147,35 +148,11 @@ def lines(quick: bool, only: str = "*") -> Iterator[Line]:
         )
 
 
-def alternate(ours: Callable[[], object], theirs: Callable[[], object], lookups: int, repeats: int) -> Pairs:
-    """Return nanoseconds of this thread per lookup: of its processor time, since other work may run."""
-    pairs, sides = Pairs(), (ours, theirs)
-    for side in sides:
-        side()
-    for repeat in range(repeats):
-        taken = [0.0, 0.0]
-        for number in (0, 1) if repeat % 2 == 0 else (1, 0):
-            started = time.thread_time()
-            sides[number]()
-            taken[number] = (time.thread_time() - started) / lookups * 1e9
-        pairs.add(*taken)
-    return pairs
-
-
 def zipf(random: np.random.Generator, ids: int, lookups: int) -> Ints:
     """Draw ids whose popularity falls with their rank; ranks are scattered over the ids."""
-    shares = np.cumsum(np.arange(1, ids + 1) ** -EXPONENT)
-    ranks = np.searchsorted(shares, random.random(lookups) * shares[-1])
-    found: Ints = random.permutation(ids)[ranks]
+    bits = random.integers(0, 2**64, (2, lookups), dtype=np.uint64)
+    found: Ints = random.permutation(ids)[Popularity.zipf(ids, EXPONENT).ranks(bits[0], bits[1])]
     return found
-
-
-def resident_bytes() -> int:
-    """Return the memory that this process holds."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Rss:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no Rss line in /proc/self/smaps_rollup")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -73,6 +75,10 @@ class Pairs:
     def inverted(self, factor: float) -> Pairs:
         """Return the repeats as a rate: ``factor`` / what was measured."""
         return Pairs([factor / value for value in self.ours], [factor / value for value in self.theirs])
+
+    def scaled(self, factor: float) -> Pairs:
+        """Return the repeats in another unit."""
+        return Pairs([factor * value for value in self.ours], [factor * value for value in self.theirs])
 
     @property
     def ratio(self) -> float:
@@ -157,6 +163,34 @@ def alternate(
             taken[name] = sides[name].run(drawn) * 1000 / steps
         after(taken)
     return first
+
+
+def take_turns(
+    ours: Callable[[], object], theirs: Callable[[], object], repeats: int, clock: Callable[[], float]
+) -> Pairs:
+    """Return the seconds of each side by ``clock``, in reverse order every other repeat, after one run that is not."""
+    pairs, sides = Pairs(), (ours, theirs)
+    for side in sides:
+        side()
+    for repeat in range(repeats):
+        taken = [0.0, 0.0]
+        for number in (0, 1) if repeat % 2 == 0 else (1, 0):
+            taken[number] = seconds_of(sides[number], clock)
+        pairs.add(*taken)
+    return pairs
+
+
+def seconds_of(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return how long a call takes."""
+    started = clock()
+    work()
+    return clock() - started
+
+
+def memory(name: str) -> int:
+    """Return bytes that the kernel counts for this process, such as ``VmRSS``."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) << 10
 
 
 def _short(value: float) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.measure import Pairs, report, tell
+from benchmarks.measure import Line, Pairs, seconds_of, take_turns, tell
 from dlrm_api.checkpoint import Bits
 from dlrm_checkpointer.codec.rows import QUANTIZERS, body_shape, code_rows, decode_rows
 from dlrm_checkpointer.types import ShardId, ShardRows
@@ -50,16 +50,6 @@ class Setting:
         return f"{self.bits}/{self.search}/{self.draw}/{self.against}"
 
 
-@dataclass(frozen=True)
-class Line:
-    """One result."""
-
-    setting: Setting
-    metric: str
-    pairs: Pairs
-    measured: dict[str, float]
-
-
 def lines(quick: bool, only: str = "*") -> Iterator[Line]:
     """Measure, line by line; ``quick`` tries it on few rows."""
     torch.set_num_threads(1)
@@ -83,19 +73,18 @@ def lines(quick: bool, only: str = "*") -> Iterator[Line]:
 
 def _speed(setting: Setting, theirs: Callable[[torch.Tensor], object], repeats: int) -> Line:
     """Seconds of each side in turn on the same rows, whose memory for codes was used before (theirs is torch's own)."""
-    rows, pairs, decoding = drawn(setting.draw, setting.rows, 0), Pairs(), []
+    rows = drawn(setting.draw, setting.rows, 0)
     given, ours, weights = torch.from_numpy(rows), _coder(setting, rows), np.zeros_like(rows)
     coded = code_rows(piece(rows), setting.bits)[0]
-    sides: dict[str, Callable[[], object]] = {"ours": ours, "theirs": lambda: theirs(given)}
-    for side in sides.values():
-        side()
-    for repeat in range(repeats):
-        turns = list(sides) if repeat % 2 == 0 else list(sides)[::-1]
-        taken = {name: _seconds(sides[name]) for name in turns}
-        pairs.add(taken["ours"], taken["theirs"])
-        decoding.append(_seconds(lambda: decode_rows(coded, weights)))
+    pairs = take_turns(ours, lambda: theirs(given), repeats, time.perf_counter)
+    decoding = [seconds_of(lambda: decode_rows(coded, weights)) for _ in range(repeats)]
     decoded = coded.body.shape[0] * WIDTH * 4 / float(np.median(decoding))
-    return Line(setting, "quantize_bytes_per_s", pairs.inverted(rows.nbytes), {"decoded_bytes_per_s": decoded})
+    return Line(
+        setting=setting,
+        metric="quantize_bytes_per_s",
+        pairs=pairs.inverted(rows.nbytes),
+        measured={"decoded_bytes_per_s": decoded},
+    )
 
 
 def _coder(setting: Setting, rows: Rows) -> Callable[[], object]:
@@ -116,7 +105,7 @@ def _error(setting: Setting, contender: Callable[[Rows, Bits], Rows], repeats: i
         for coded in code_rows(piece(rows), setting.bits):
             back[coded.row_ids] = decode_rows(coded).rows
         pairs.add(_distance(rows, back), _distance(rows, contender(rows, setting.bits)))
-    return Line(setting, "quantize_l2_error", pairs, {})
+    return Line(setting=setting, metric="quantize_l2_error", pairs=pairs)
 
 
 def drawn(draw: str, rows: int, seed: int) -> Rows:
@@ -188,12 +177,6 @@ def _distance(rows: Rows, back: Rows) -> float:
     return float(np.linalg.norm(back.astype(np.float64) - rows, axis=1).mean())
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -202,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     tell("one thread each")
     for line in lines(options.quick, options.only):
-        report(line.setting, line.metric, line.pairs, **line.measured)
+        line.show()
     return 0
 
 

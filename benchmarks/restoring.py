@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.loopback import Service
-from benchmarks.measure import Line, Pairs, tell
+from benchmarks.measure import Line, Pairs, memory, tell
 from benchmarks.metered_store import MeteredStore
 from benchmarks.saved_job import SavedJob, tables_of
 from dlrm_api.checkpoint import Bits
@@ -199,9 +199,3 @@ def reset_peak() -> int:
     """Forget the most memory that this process ever had; returns what it has now."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
-
-
-def memory(name: str) -> int:
-    """Bytes that the kernel counts for this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) << 10

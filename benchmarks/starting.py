@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import Pairs, Setting, report
+from benchmarks.measure import Pairs, Setting, memory, report
 from benchmarks.shapes import Batches, Shape, placement_of
 from benchmarks.sides import Trained
 from dlrm_trainer.data.synthetic import Popularity
@@ -33,15 +33,10 @@ def measure_start(shape: Shape, setting: Setting, repeats: int, tier_dir: Path) 
 def _start(shape: Shape, cache: float, tier_dir: Path) -> tuple[float, int, int]:
     torch.set_num_threads(THREADS)
     batches = Batches(shape, Popularity.zipf(shape.rows, 1.05)).draw(0, 2)
-    before, started = _resident_bytes(), time.perf_counter()
+    before, started = memory("VmRSS"), time.perf_counter()
     side = Trained(shape, placement_of(shape, ("block",), cache), tier_dir)
     side.learner.start(shape.seed)
     side.run(batches)
-    seconds, after = time.perf_counter() - started, _resident_bytes()
+    seconds, after = time.perf_counter() - started, memory("VmRSS")
     side.close()
     return seconds, before, after
-
-
-def _resident_bytes() -> int:
-    words = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(words["VmRSS"].split()[0]) * 1024
