@@ -120,8 +120,8 @@ def _snapshot_changes(view: JobView, progress_resets: bool) -> dict[str, Any]:
     found = max(snapshots, key=lambda each: each.step, default=None)
     if found is None or (known is not None and (known.step, known.uri) == (found.step, found.uri)):
         return {}
-    speaks = gang.pods and (view.status.pod_attempt is None or gang.polled.checkpointer is not None)
-    if known is not None and found.step < known.step and not speaks:
+    is_current = gang.pods and (view.status.pod_attempt is None or gang.polled.checkpointer is not None)
+    if known is not None and found.step < known.step and not is_current:
         return {}
     advanced = known is None or found.step > known.step
     snapshot = SnapshotStatus(
