@@ -20,8 +20,8 @@ SLOT_BYTES = 16
 """A slot of the directory: key, row and the step of the last touch. Five slots for four rows: 20 bytes per row."""
 MIN_SPARE_SLOTS, SPARE_SLOT_DIVISOR = 64, 64
 """Slots behind the last home of a bucket, for those that are displaced past it."""
-SPARE_ROW_DIVISOR = 16
-"""One row in so many is spare: rows that leave stay until a cut in progress has copied them."""
+LISTED_BYTES = 12
+"""Host memory per row that cuts take: the key and the last touch of each row, as they were when the cut began."""
 TOUCHED_BYTES = 4
 """The step of a row's last touch, in a cut."""
 
@@ -36,11 +36,6 @@ class KeyBuckets:
     """Rows of a bucket at a time: q."""
 
     @property
-    def rows(self) -> int:
-        """Return the rows of a bucket in memory, spare ones included."""
-        return self.quota + -(-self.quota // SPARE_ROW_DIVISOR)
-
-    @property
     def homes(self) -> int:
         """Return the slots of a bucket that are homes of keys: at most 0.8 of them are used."""
         return -(-self.quota * 5 // 4)
@@ -52,8 +47,8 @@ class KeyBuckets:
 
     @property
     def directory_bytes(self) -> int:
-        """Return the bytes of a bucket's slots."""
-        return self.slots * SLOT_BYTES
+        """Return the host memory of a bucket's slots, and of the list of its rows that a cut makes."""
+        return self.slots * SLOT_BYTES + self.quota * LISTED_BYTES
 
     def first_key(self, bucket: int) -> int:
         """Return the first key of a bucket; of bucket ``count``, the end of all keys."""
@@ -75,8 +70,8 @@ class BucketRange:
 
     @property
     def rows(self) -> int:
-        """Return the rows in memory, spare ones included."""
-        return self.count * self.of.rows
+        """Return the most rows at a time."""
+        return self.count * self.of.quota
 
     @property
     def first_key(self) -> int:

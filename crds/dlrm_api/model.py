@@ -227,15 +227,15 @@ class TableOptions(ApiModel):
 
     @property
     def held_rows(self) -> int:
-        """Return the rows in memory: of a unique table, those of all buckets with spare ones."""
+        """Return the rows in memory: of a unique table, those of all buckets."""
         buckets = self.key_buckets
-        return self.rows if buckets is None else buckets.count * buckets.rows
+        return self.rows if buckets is None else buckets.count * buckets.quota
 
     @property
     def unit_rows(self) -> int:
         """Return the rows of a range that is never split over ranks: a bucket's, or 1."""
         buckets = self.key_buckets
-        return 1 if buckets is None else buckets.rows
+        return 1 if buckets is None else buckets.quota
 
     @property
     def block_edges(self) -> tuple[int, ...]:

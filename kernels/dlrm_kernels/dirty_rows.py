@@ -172,7 +172,17 @@ def clear_bits(bits: Any, rows: Any) -> None:
 
 @kernel
 def save_before_update(
-    size: Any, memory: Any, map_: Any, width: Any, ids: Any, sizes: Any, starts: Any, parts: Any, file: Any, rest: Any
+    size: Any,
+    memory: Any,
+    map_: Any,
+    width: Any,
+    stride: Any,
+    ids: Any,
+    sizes: Any,
+    starts: Any,
+    parts: Any,
+    file: Any,
+    rest: Any,
 ) -> Any:
     """Copy the pending rows among those about to change, and clear their pending bits.
 
@@ -181,6 +191,7 @@ def save_before_update(
         memory: memory of the rows (``row_updates.Memory``).
         map_: their places in the cut.
         width: state values per row.
+        stride: values from one row's state to the next's in the cut; those behind ``width`` stay as they are.
         ids: (L,) rows of their tables, segment after segment.
         sizes: (S,) number of ids per segment.
         starts: (S,) bit of the first row of each segment's table.
@@ -217,7 +228,7 @@ def save_before_update(
             else:
                 for c in range(dim):
                     file[into + c] = memory.rows[row + c]
-            state, into = source * width, map_.states_at[part] + place * width
+            state, into = source * width, map_.states_at[part] + place * stride
             for c in range(width):
                 file[into + c] = memory.states[state + c]
         first += sizes[segment]

@@ -74,6 +74,25 @@ def forget(meta: Any, slot: int) -> None:
 
 
 @kernel
+def empty(replacement: Replacement, meta: Any, table: int, slot: int) -> None:
+    """Empty an unpinned slot of the policy, which is then the first that a row gets."""
+    lists, old = replacement.lists, meta[slot, FLAGS] >> LIST_SHIFT
+    if replacement.ways > 0:
+        forget(meta, slot)
+        return
+    _unlink(lists, meta, table, old, slot)
+    forget(meta, slot)
+    last = lists[table, 0, LAST]
+    meta[slot, PREVIOUS] = last
+    if last:
+        meta[last - 1, NEXT] = slot + 1
+    else:
+        lists[table, 0, FIRST] = slot + 1
+    lists[table, 0, LAST] = slot + 1
+    lists[table, 0, SIZE] += 1
+
+
+@kernel
 def touch(replacement: Replacement, meta: Any, table: int, slots: Any) -> None:
     """Pin the rows of a batch that are in slots, each once, and count the access."""
     policy, ways, lists = replacement.policy, replacement.ways, replacement.lists

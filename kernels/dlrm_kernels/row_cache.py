@@ -25,6 +25,7 @@ from dlrm_kernels.replacement import (
     PINS,
     STAMP,
     Replacement,
+    empty,
     follow,
     forget,
     insert,
@@ -297,6 +298,24 @@ def vacate(row_map: RowMap, slots: Any) -> None:
 
 
 @kernel
+def drop_rows(row_map: RowMap, rows: Any, entries: Any) -> None:
+    """Forget (n,) int64 rows, none of them in an extra slot; their slots are taken before any other row must leave.
+
+    ``entries`` (n,) int64 is filled with what ``place_of`` said; the caller frees the places in levels below.
+    """
+    table = 0
+    for n in range(len(rows)):
+        entries[n] = row_map.place_of[rows[n]]
+        row_map.place_of[rows[n]] = 0
+        if entries[n] == 0 or (entries[n] - 1) & 3 != 0:
+            continue
+        slot = (entries[n] - 1) >> LEVEL_BITS
+        while slot < row_map.slot_starts[table] or slot >= row_map.slot_starts[table + 1]:
+            table = (table + 1) % len(row_map.capacity)
+        empty(row_map.replacement, row_map.meta, table, slot)
+
+
+@kernel
 def borrow(row_map: RowMap, ids: Any, ends: Any, found: LookupResult) -> tuple[int, int, int]:
     """Look up rows for reading: rows in no slot get extra ones, nothing else changes.
 
@@ -370,28 +389,25 @@ def point(place_of: Any, rows: Any, places: Any, level: int) -> None:
 
 
 @kernel
-def fill_initial(rows: Any, row_starts: Any, firsts: Any, keys: Any, scales: Any, out: Any) -> None:
+def fill_initial(ids: Any, parts: Any, first_columns: Any, keys: Any, scales: Any, out: Any) -> None:
     """Fill in the initial values of rows of parts of tables, the same bits as ``codec.initializer`` computes.
 
     Args:
-        rows: (N,) int64 rows, numbered over all parts.
-        row_starts: (K + 1,) first row of each part in that numbering.
-        firsts: (K, 2) int64 first row and first column of each part, in its table; columns are multiples of 4.
+        ids: (N,) int64 numbers of the rows in their tables, or keys of unique tables.
+        parts: (N,) int64 part of each row.
+        first_columns: (K,) int64 first column of each part in its table, a multiple of 4.
         keys: (K,) uint64 ``table_key`` of each part's table.
         scales: (K,) float32 ``table_scale`` of each part's table.
         out: (N, dim) float32, filled.
     """
-    part = 0
-    for n in range(len(rows)):
-        row = rows[n]
-        while row < row_starts[part] or row >= row_starts[part + 1]:
-            part = (part + 1) % len(keys)
+    for n in range(len(ids)):
+        part = parts[n]
         scale = scales[part]
         if scale == 0:
             out[n, :] = 0
             continue
-        key = mix(keys[part] + np.uint64(row - row_starts[part] + firsts[part, 0]) * GOLDEN)
-        first_pair = firsts[part, 1] // 2
+        key = mix(keys[part] + np.uint64(ids[n]) * GOLDEN)
+        first_pair = first_columns[part] // 2
         for pair in range(out.shape[1] // 2):
             word = mix(key + np.uint64(first_pair + pair + 1) * GOLDEN)
             low, high = np.int64(word & np.uint64(0xFFFFFFFF)), np.int64(word >> np.uint64(32))

@@ -219,7 +219,8 @@ def _of_slots(place: Any) -> Iterator[Example]:
     yield row_cache.rows_of_slots, (meta, some, i64(2))
     yield row_cache.counts_of_slots, (meta, some, u32((2, 4))[:, -1])
     yield row_cache.point, (row_map.place_of, some, some, 1)
-    yield row_cache.fill_initial, (some, edges, i64((1, 2)), u64(1), f32(1) + np.float32(1), f32((2, 4)))
+    yield row_cache.drop_rows, (row_map, i64(0), i64(0))
+    yield row_cache.fill_initial, (some, i64(2), i64(1), u64(1), f32(1) + np.float32(1), f32((2, 4)))
     moved = i64(2), some, i64(2) - 1, np.empty(2, np.bool_), u32(2)
     yield row_cache.swap_rows, (u32((2, 3)), u32((2, 1)), u32((2, 5)), meta, row_map.place_of, *moved)
 
@@ -243,7 +244,7 @@ def _saved(dim: int) -> tuple[Any, ...]:
     """Return arguments of ``save_before_update``; records without rows in place have one column."""
     memory, one = row_updates.memory_of(f32((2, dim)), f32((2, 1))), u64(1)
     map_ = dirty_rows.CutMap(u64(1), u64(1), one, one, u64(2), one, one, one)
-    return size_of(dim), memory, map_, U64(1), i64(1), i64(1) + 1, i64(1), i64(1), f32(2 * dim), i64(1)
+    return size_of(dim), memory, map_, U64(1), U64(1), i64(1), i64(1) + 1, i64(1), i64(1), f32(2 * dim), i64(1)
 
 
 def _of_interaction(features: int, dim: int) -> Iterator[Example]:

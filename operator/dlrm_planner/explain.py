@@ -144,7 +144,8 @@ def _directories(found: Solution) -> Iterator[str]:
     if unique := [i for i, table in enumerate(tables.specs) if table.is_unique]:
         share = sum(sizes) / sum(tables.specs[i].rows for i in unique)
         taken = f"{human(sum(sizes))} of DDR over all nodes, {share:.1f} bytes for each of their rows"
-        yield f"{_count(len(unique), 'table')} of unique ids, {_names(tables, unique)}: directories take {taken}"
+        named = f"{_count(len(unique), 'table')} of unique ids, {_names(tables, unique)}"
+        yield f"{named}: directories, and lists of keys in cuts, take {taken}"
 
 
 def _handoff(problem: Problem, handoff: Sequence[int]) -> Iterator[str]:

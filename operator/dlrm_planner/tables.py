@@ -185,7 +185,7 @@ class PartBytes:
     row: int
     """A row and its state, as the kernels hold them."""
     directory: int
-    """Slots of a unique table's directory, which are in host memory wherever rows are."""
+    """Host memory of a unique table's directory, and of lists of its keys in cuts."""
     resident: int
     """Rows, row state, change bits and directory."""
     handoff: int
@@ -270,7 +270,7 @@ def part_bytes(table: TableSpec, block_state: int, rows: int, columns: int) -> P
     row = BYTES_OF[table.dtype] * width + block_state
     cut_row, directory, cut_rows = ELEMENT_BYTES * width + block_state + ROW_ID_BYTES, 0, rows
     if (buckets := table.key_buckets) is not None:
-        count = rows // buckets.rows
+        count = rows // buckets.quota
         directory, cut_rows, cut_row = count * buckets.directory_bytes, count * buckets.quota, cut_row + TOUCHED_BYTES
     handoff = cut_rows * cut_row + CUT_HEADER_BYTES * -(-cut_rows // CUT_PIECE_ROWS)
     resident = blocks * rows * (row + CHANGED_BYTES) + directory

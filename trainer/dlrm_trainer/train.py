@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 
+import torch
+
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
@@ -32,7 +34,7 @@ from dlrm_trainer.compute_device import take_device
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.failures import StepTimer
 from dlrm_trainer.distributed.rendezvous import RankGroup
-from dlrm_trainer.embedding import OwnedIds, PreparedRows, place
+from dlrm_trainer.embedding import LookupCounts, MaintenancePeriod, OwnedIds, PreparedRows, place
 from dlrm_trainer.endpoint import Endpoint, RankStacks
 from dlrm_trainer.evaluate import evaluate
 from dlrm_trainer.learner import Learner, diverged
@@ -137,6 +139,12 @@ class Training:
         self.ledger = Ledger(ledgers, gang.rank, self.step, gang.world_size) if ledgers else None
         self.step_timer = StepTimer(self.collectives, self.stages.own_seconds)
         self.trained_s, self.trained_samples = 0.0, 0
+        model = assembly.job.spec.model
+        self.period: MaintenancePeriod | None = None
+        if model.has_unique:
+            self.period = MaintenancePeriod.begin(model.maintenance_steps, metrics.get("maintenance"))
+            if gang.rank == 0:
+                assembly.learner.embeddings.begin_period(LookupCounts(self.period.lookups, self.period.without_row))
         self.cuts = CutDriver(assembly, restored.attempt, restored.held_step)
 
     def run(self) -> ExitCode | None:
@@ -148,7 +156,15 @@ class Training:
             read = self.stages.after(batches, "read")
             learner, depth = self.assembly.learner, self.assembly.placement.lookahead
             ahead = 1 if self.assembly.gang.world_size > 1 else 0
-            for batch in prepared_ahead(read, learner.send, learner.prepare, depth=depth, sent_ahead=ahead):
+            steps = prepared_ahead(
+                read,
+                learner.send,
+                learner.prepare,
+                depth=depth,
+                sent_ahead=ahead,
+                may_prepare=self.may_prepare(self.step),
+            )
+            for batch in steps:
                 faulthandler.dump_traceback_later(STALL_S)
                 stop, cut = self.train_step(batch)
                 self.trained_s += time.monotonic() - mark
@@ -181,6 +197,7 @@ class Training:
             raise diverged(learner, self.collectives, agreed.loss, self.step + 1)
         learner.apply(gradients, self.schedule.factor(self.step))
         self.step += 1
+        self.maintain_if_due()
         self.loss = agreed.loss
         self.trained_samples += count
         self.board.stepped(self.step, agreed.loss, self.schedule)
@@ -190,6 +207,28 @@ class Training:
             self.journal.stepped(self.board.now)
         self.stages.lap("records")
         return agreed.stop, agreed.cut
+
+    def may_prepare(self, first: int) -> Callable[[int], bool]:
+        """Return whether the n-th batch from ``first`` on may be looked up now: none past the next maintenance.
+
+        Rows would else depend on how far ahead batches are looked up.
+        """
+        return lambda number: self.period is None or first + number < self.period.next_due(self.step)
+
+    def maintain_if_due(self) -> None:
+        """Evict rows of unique tables, every few steps; no batch is in flight then."""
+        if self.period is None or not self.period.is_due(self.step):
+            return
+        counted = self.period.counted(self.count_lookups())
+        self.assembly.learner.embeddings.maintain()
+        self.period = counted.maintained()
+        self.stages.lap("maintenance")
+
+    def count_lookups(self) -> LookupCounts:
+        """Return the lookups of all ranks in unique tables since the last maintenance; all ranks must call this."""
+        counts = torch.tensor(self.assembly.learner.embeddings.lookups, dtype=torch.float64)
+        self.collectives.all_reduce(counts)
+        return LookupCounts(*map(int, counts.tolist()))
 
     def evaluate_if_due(self) -> ExitCode | None:
         """Evaluate after every ``evalEverySteps`` steps, unless the restored snapshot has that result."""
@@ -234,6 +273,9 @@ class Training:
         """Return the metadata of a cut, equal on all ranks; ``now`` is rank 0's clock."""
         spec, data = self.assembly.job.spec, self.assembly.data
         quality = None if self.quality is None else self.quality.model_dump(by_alias=False)
+        maintenance = {}
+        if self.period is not None:
+            maintenance = {"maintenance": self.period.counted(self.count_lookups()).model_dump()}
         return CutMeta(
             step=self.step,
             samples=self.schedule.samples_after(self.step),
@@ -243,7 +285,7 @@ class Training:
             time=now,
             reader={"next_batch": self.step, "fingerprint": data.fingerprint, "seed": spec.training.seed},
             model=model_document(spec, self.assembly.learner),
-            metrics={"loss": self.loss, "eval": quality},
+            metrics={"loss": self.loss, "eval": quality} | maintenance,
         )
 
     def stop(self) -> ExitCode:
@@ -304,22 +346,27 @@ def prepared_ahead(
     *,
     depth: int,
     sent_ahead: int = 0,
+    may_prepare: Callable[[int], bool] = lambda _: True,
 ) -> Iterator[PreparedRows]:
     """Yield batches in order, with the ids and rows of later ones already requested.
 
     ``send`` starts to send a batch's ids; ``prepare`` waits for them, and starts to fetch its rows. ``depth`` batches
-    are prepared beyond the one yielded, and ``sent_ahead`` are sent beyond those, if there are as many.
+    are prepared beyond the one yielded, and ``sent_ahead`` are sent beyond those, if there are as many, and as long as
+    ``may_prepare`` allows the n-th one; it always does if none is waiting.
     """
     sent: deque[Future[OwnedIds]] = deque()
     waiting: deque[PreparedRows] = deque()
-    for batch in batches:
-        sent.append(send(batch))
-        if len(sent) > sent_ahead:
+    coming, prepared = iter(batches), 0
+    while True:
+        while len(sent) + len(waiting) <= depth + sent_ahead and (batch := next(coming, None)) is not None:
+            sent.append(send(batch))
+            # In this order the first batches are prepared while later ones are read.
+            if len(sent) > sent_ahead and len(waiting) <= depth and may_prepare(prepared):
+                waiting.append(prepare(sent.popleft()))
+                prepared += 1
+        while sent and len(waiting) <= depth and may_prepare(prepared):
             waiting.append(prepare(sent.popleft()))
-        if len(waiting) > depth:
-            yield waiting.popleft()
-    while sent or waiting:
-        if sent:
-            waiting.append(prepare(sent.popleft()))
-        if waiting:
-            yield waiting.popleft()
+            prepared += 1
+        if not waiting:
+            return
+        yield waiting.popleft()

@@ -86,7 +86,7 @@ def test_plans_split_at_buckets_and_count_every_byte(
     least = 0
     for table in spec.model.tables:
         if (buckets := table.key_buckets) is not None:
-            least += buckets.count * (buckets.rows * (32 * 4 + 4 + 1) + buckets.directory_bytes)
+            least += buckets.count * (buckets.quota * (32 * 4 + 4 + 1) + buckets.directory_bytes)
     assert sum(held) - sum(plan.handoff_bytes) >= least
 
 
@@ -113,20 +113,20 @@ def test_more_memory_never_makes_a_step_slower(
 
 
 @pytest.mark.parametrize("tiers", [{}, {"tierBudgets": {"ddr": "2Gi", "block": "64Gi"}}], ids=["resident", "stacked"])
-def test_a_unique_table_takes_20_bytes_of_ddr_more_for_each_row(make_spec: MakeSpec, tiers: dict[str, Any]) -> None:
+def test_a_unique_table_takes_32_bytes_of_ddr_more_for_each_row(make_spec: MakeSpec, tiers: dict[str, Any]) -> None:
     pin = {"tier": "block"} if tiers else {}
     spec = make_spec([{"name": "t", "rows": 2**20, "dim": 16, "pin": pin}], **tiers)
     one = unique(spec, 16)
     buckets = one.model.tables[0].key_buckets
     assert buckets is not None
-    same = make_spec([{"name": "t", "rows": 16 * buckets.rows, "dim": 16, "pin": pin}], **tiers)
+    same = make_spec([{"name": "t", "rows": 16 * buckets.quota, "dim": 16, "pin": pin}], **tiers)
 
     with_directory, without = (plan_job(each) for each in (one, same))
 
     ddr = [plan.ranks[0].bytes_per_tier["ddr"] - plan.handoff_bytes[0] for plan in (with_directory, without)]
     assert ddr[0] - ddr[1] == pytest.approx(16 * buckets.directory_bytes, abs=1)
-    assert 20 <= 16 * buckets.directory_bytes / 2**20 < 20.5
-    assert "directories take" in " ".join(with_directory.reasons)
+    assert 32 <= 16 * buckets.directory_bytes / 2**20 < 32.5
+    assert "directories, and lists of keys in cuts, take" in " ".join(with_directory.reasons)
 
 
 def test_one_unique_table_widens_all_ids(make_spec: MakeSpec) -> None:

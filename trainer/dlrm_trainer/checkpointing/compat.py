@@ -76,7 +76,11 @@ def check_model(
 
 def _resizing_problem(table: TableSpec, then: TableMeta, last: int) -> str:
     """Return why a table cannot have another number of rows; empty if it can."""
-    if table.embedding.hash != "none":
+    buckets = table.key_buckets
+    if buckets is not None:
+        if buckets.count != then.buckets:
+            return f"its ids would be in other buckets; set embedding.buckets {then.buckets}, as in the snapshot"
+    elif table.embedding.hash != "none":
         return (
             f"embedding.hash {table.embedding.hash} would give each id another row; keep the {then.rows} rows of the "
             "snapshot"
@@ -86,7 +90,7 @@ def _resizing_problem(table: TableSpec, then: TableMeta, last: int) -> str:
             "its rows would have other initial values; set initializer.scale "
             f"{then.scale!r}, the scale of the snapshot's {then.rows} rows"
         )
-    if last >= table.rows:
+    if buckets is None and last >= table.rows:
         return f"row {last} was trained and would be lost; set at least {last + 1} rows"
     return ""
 

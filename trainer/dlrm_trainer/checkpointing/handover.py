@@ -25,7 +25,7 @@ COMMIT_POLL_S = 1.0
 MetaOf = Callable[[SnapshotName | None, float], CutMeta]
 """Describes a cut, the same on all ranks, by its parent and rank 0's clock."""
 Begun = tuple[SnapshotName | None, float]
-BEGUN = TypeAdapter[tuple[Begun | None, SnapshotName | None]](tuple[Begun | None, SnapshotName | None])
+BEGUN = TypeAdapter[tuple[Begun | None, SnapshotName | None, int]](tuple[Begun | None, SnapshotName | None, int])
 
 
 class CutDriver:
@@ -127,9 +127,9 @@ class CutDriver:
 
     def close(self) -> None:
         """Withdraw a cut that is not handed over. Repeating it does nothing."""
-        self._view.end_copying()
         if self._copying is not None:
             self._copying.close()
+        self._view.end_copying()
         if self._cut is not None:
             self._cut.withdraw()
         self._copying = self._cut = None
@@ -149,13 +149,15 @@ class CutDriver:
             raise
 
     def _choose_parent(self, writer: HandoffWriter) -> Begun:
-        """Return the cut's parent, None if any pod's checkpointer cannot read it; and rank 0's clock."""
+        """Return the cut's parent, None if a checkpointer cannot read it or a rank needs none; and rank 0's clock."""
         begun = (writer.begin(self._attempt), time.time()) if self._assembly.gang.rank == 0 else None
-        answers = self._collectives.gather((begun, writer.broken_parent()), BEGUN)
+        answers = self._collectives.gather((begun, writer.broken_parent(), self._view.first_parent), BEGUN)
         first = answers[0][0]
         assert first is not None, "rank 0 begins every cut"
         parent, now = first
-        return None if parent in [broken for _, broken in answers] else parent, now
+        if parent is None or any(parent == broken or parent.step < oldest for _, broken, oldest in answers):
+            return None, now
+        return parent, now
 
     def _step(self, *, evaluating: bool = False, resting_bytes: int | None = 0) -> bool:
         """Copy some rows, hand the cut over if all are copied, and return whether it is."""

@@ -7,7 +7,7 @@ import functools
 import logging
 import socket
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -16,10 +16,13 @@ from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from dlrm_api.errors import InvalidSpecError, NoInputError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJob, DLRMJobSpec
+from dlrm_api.keys import KeyBuckets
 from dlrm_api.plan import Plan
 from dlrm_checkpointer import (
     Check,
@@ -39,10 +42,12 @@ from dlrm_checkpointer import (
     get_document,
     last_attempt,
     load_chain,
+    load_rows,
     manifest_key,
     newest_snapshot,
     open_partial,
     put_document,
+    rows_digest,
     shard_digest,
     state_digest,
     table_digest,
@@ -56,7 +61,8 @@ from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.failures import CollectiveKeepalive
 from dlrm_trainer.distributed.rendezvous import RankGroup
 from dlrm_trainer.embedding import Placement
-from dlrm_trainer.embedding.checkpoint import LocalPart, table_meta
+from dlrm_trainer.embedding.checkpoint import LocalPart, UniquePart, table_meta
+from dlrm_trainer.embedding.unique import rows_that_fit
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.metrics.progress import Observer, ProgressBoard
 from dlrm_trainer.settings import Settings
@@ -152,6 +158,7 @@ class Start:
 
 START = TypeAdapter(Start)
 PARTIALS = TypeAdapter(dict[str, PartialDigest])
+ROW_COUNTS = TypeAdapter(dict[str, int])
 
 
 def choose_start(
@@ -254,8 +261,10 @@ def model_document(spec: DLRMJobSpec, learner: Learner) -> dict[str, Any]:
     }
 
 
-def restore(learner: Learner, snapshot: Snapshot, collectives: Collectives, *, mark: bool = False) -> None:
-    """Load a snapshot into a learner that has just started; bit-exact at 32 bits.
+def restore(learner: Learner, snapshot: Snapshot, collectives: Collectives, *, mark: bool = False) -> Counter[str]:
+    """Load a snapshot into a learner that has just started, and return the rows of each table that found no space.
+
+    Bit-exact at 32 bits. Rows find no space only in a unique table with fewer rows than in the snapshot.
 
     All ranks must call this, and it returns once all are done: some have many times the rows of others. With ``mark``
     its rows count as changed, so the next cut contains them: needed if the snapshot cannot be the parent of a cut,
@@ -269,17 +278,37 @@ def restore(learner: Learner, snapshot: Snapshot, collectives: Collectives, *, m
     in_step = CollectiveKeepalive(collectives)
     parts = list(learner.embeddings.local)
 
-    def recorded(part: LocalPart, group: Iterable[tuple[int, CodedRows]]) -> Iterator[CodedRows]:
-        record = part.dirty.mark if mark else part.dirty.store
-        for _, piece in in_step.over(group):
-            record(piece.row_ids - part.shard.row_start)
-            yield piece
-
+    fitting: list[NDArray[np.int64] | None] = [None] * len(parts)
+    left = Counter[str]()
+    for number, part in enumerate(parts):
+        buckets = part.table.key_buckets
+        if buckets is not None and part.table.rows < snapshot.table(part.table.name).rows:
+            fitting[number], left[part.table.name] = _fitting_keys(snapshot, part, buckets)
+            in_step.keep_alive()
     codes = snapshot.shard_codes([part.shard for part in parts])
     for number, group in groupby(codes, key=itemgetter(0)):
-        parts[number].restore(recorded(parts[number], group))
+        pieces = (piece for _, piece in in_step.over(group))
+        parts[number].restore(pieces if fitting[number] is None else _chosen(pieces, fitting[number]), mark=mark)
     learner.dense.restore(snapshot.dense())
     in_step.wait()
+    counts = collectives.gather(dict(left), ROW_COUNTS)
+    return sum(map(Counter, counts), Counter[str]())
+
+
+def _fitting_keys(snapshot: Snapshot, part: LocalPart, buckets: KeyBuckets) -> tuple[NDArray[np.int64], int]:
+    """Return the keys of a part that fit into a unique table with fewer rows, and how many others there are."""
+    found = [(piece.row_ids, piece.state[:, -1]) for _, piece in snapshot.shard_codes([part.shard])]
+    keys = np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in found)])
+    steps = np.concatenate([np.empty(0, np.float32), *(bits for _, bits in found)]).view(np.uint32)
+    stay = rows_that_fit(keys, steps.astype(np.int64), buckets)
+    return np.sort(keys[stay]), int(np.count_nonzero(~stay))
+
+
+def _chosen(pieces: Iterable[CodedRows], keys: NDArray[np.int64]) -> Iterator[CodedRows]:
+    for piece in pieces:
+        chosen = piece.take(np.flatnonzero(np.isin(piece.row_ids, keys, assume_unique=True)))
+        if len(chosen.row_ids):
+            yield chosen
 
 
 def live_digest(learner: Learner, collectives: Collectives) -> str:
@@ -289,7 +318,13 @@ def live_digest(learner: Learner, collectives: Collectives) -> str:
     for part in learner.embeddings.saved:
         # Digests do not cover the seed.
         meta = table_meta(part.table, 0, learner.row_optimizer)
-        mine[meta.name].append(shard_digest(meta, part.shard, part.read_block))
+        if isinstance(part, UniquePart):
+            mine[meta.name] += [
+                rows_digest(meta, piece.row_ids, part.shard.column_start, piece.rows, piece.state)
+                for piece in map(load_rows, part.held())
+            ]
+        else:
+            mine[meta.name].append(shard_digest(meta, part.shard, part.read_block))
     partials: dict[str, list[PartialDigest]] = defaultdict(list)
     for found in collectives.gather({name: add_digests(each) for name, each in mine.items()}, PARTIALS):
         for name, each in found.items():
@@ -417,7 +452,7 @@ def restore_chosen(assembly: Assembly, chosen: Chosen, total_steps: int) -> Rest
     _check_settings(assembly, chosen, snapshot.step, total_steps)
     # No snapshot holds the state of a resized table or of a partial restore.
     new = resized or start.salvage is not None
-    restore(assembly.learner, snapshot, assembly.gang.collectives, mark=new)
+    _note_left(assembly, restore(assembly.learner, snapshot, assembly.gang.collectives, mark=new))
     assert assembly.writer is not None, "a run without snapshots chooses none"
     assembly.writer.restored(None if new else snapshot.name)
     if start.salvage and start.snapshot:
@@ -467,7 +502,7 @@ def begin_from(assembly: Assembly, uri: str, options: StoreOptions) -> None:
     with _unless_retired(other, name):
         snapshot = Snapshot(other, load_chain(other, name))
         _check_model(assembly, snapshot)
-        restore(assembly.learner, snapshot, assembly.gang.collectives, mark=True)
+        _note_left(assembly, restore(assembly.learner, snapshot, assembly.gang.collectives, mark=True))
     logger.info("starting from step 0 with the model of another job", extra={"snapshot": snapshot.uri})
 
 
@@ -476,6 +511,11 @@ def _check_model(assembly: Assembly, snapshot: Snapshot) -> bool:
     spec = assembly.job.spec
     model = model_document(spec, assembly.learner)
     return check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)
+
+
+def _note_left(assembly: Assembly, left: Counter[str]) -> None:
+    for table, count in left.items() if assembly.gang.rank == 0 else ():
+        assembly.board.note(f"table {table}: {count:,} rows of the snapshot do not fit into its rows and left it")
 
 
 def _log_skipped(reasons: Iterable[str]) -> None:

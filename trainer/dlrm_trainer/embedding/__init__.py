@@ -5,6 +5,7 @@ from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate
 from dlrm_trainer.embedding.exchange import OwnedIds
 from dlrm_trainer.embedding.local_tables import PreparedRows
 from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement, place
+from dlrm_trainer.embedding.unique import LookupCounts, MaintenancePeriod
 
 __all__ = [
     "ChangedBytes",
@@ -13,6 +14,8 @@ __all__ = [
     "EmbeddingOptions",
     "Embeddings",
     "Gradients",
+    "LookupCounts",
+    "MaintenancePeriod",
     "OwnedIds",
     "Placement",
     "PooledRows",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias, TypeVar
 
@@ -18,6 +18,7 @@ from dlrm_checkpointer import (
     PARALLEL_DECODES,
     CodedRows,
     CutRowSource,
+    GoneRows,
     ShardId,
     ShardRows,
     TableMeta,
@@ -28,10 +29,12 @@ from dlrm_checkpointer import (
     table_scale,
 )
 from dlrm_kernels import bags
+from dlrm_kernels.row_cache import fill_initial
 from dlrm_stores.base import parallel_map
-from dlrm_trainer.embedding.changes import DirtyPart
+from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK, Stack
+from dlrm_trainer.embedding.unique import Admitted, UniqueRows
 
 BLOCK_VALUES = 1 << 17
 """Weights decoded at a time."""
@@ -73,19 +76,27 @@ class ResidentPart:
         self.state.zero_()
         self.dirty.clear()
 
+    @property
+    def state_values(self) -> int:
+        """Return the values of a row in a cut besides its weights."""
+        return self.state.shape[1]
+
+    def local(self, source: CutRowSource) -> NDArray[np.int64]:
+        """Return (N,) rows that this part has located, counted from its first."""
+        return source.row_ids - self.shard.row_start
+
     def in_place(self, rows: NDArray[np.int64]) -> CutRowSource:
         """Locate (N,) rows, counted from the first and ascending, to be copied before any of them is updated."""
         return SlotRows(self.shard, rows + self.shard.row_start, self.weight, self.state, rows)
 
-    def held(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the rows, as for ``in_place``, that may have changed, at most ``CHUNK_ROWS`` at a time: all."""
-        count = self.shard.row_end - self.shard.row_start
-        for first in range(0, count, CHUNK_ROWS):
-            yield np.arange(first, min(first + CHUNK_ROWS, count))
+    def held(self) -> Iterator[CutRowSource]:
+        """Locate the rows that may have changed, at most ``CHUNK_ROWS`` at a time: all."""
+        for first in range(0, len(self.weight), CHUNK_ROWS):
+            yield self.in_place(np.arange(first, min(first + CHUNK_ROWS, len(self.weight))))
 
-    def restore(self, pieces: Iterable[CodedRows]) -> None:
-        """Restore rows of a snapshot to a part that has just started, without marking them as changed."""
-        for _ in parallel_map(self._fill, pieces, PARALLEL_DECODES):
+    def restore(self, pieces: Iterable[CodedRows], *, mark: bool = False) -> None:
+        """Restore rows of a snapshot to a part that has just started; with ``mark`` they count as changed."""
+        for _ in parallel_map(self._fill, _recorded(self, pieces, mark=mark), PARALLEL_DECODES):
             pass
 
     def _fill(self, piece: CodedRows) -> None:
@@ -182,7 +193,7 @@ def saved_rows(part: LocalPart) -> Iterator[CutRowSource]:
 def bad_rows(part: LocalPart) -> list[int]:
     """List the rows that hold a NaN or an infinity, in a value or in their state."""
     found: list[int] = []
-    for piece in map(load_rows, map(part.in_place, part.held())):
+    for piece in map(load_rows, part.held()):
         good = np.isfinite(piece.rows).all(axis=1) & np.isfinite(piece.state).all(axis=1)
         found += piece.row_ids[~good].tolist()
     return sorted(found)
@@ -191,7 +202,7 @@ def bad_rows(part: LocalPart) -> list[int]:
 def largest(part: LocalPart) -> tuple[float, int]:
     """Return the largest absolute value of rows that may have changed, and its row; (-1, 0) without any."""
     found = (-1.0, 0)
-    for piece in map(load_rows, map(part.in_place, part.held())):
+    for piece in map(load_rows, part.held()):
         values = np.abs(piece.rows).max(axis=1)
         place = int(values.argmax())
         found = max(found, (float(values[place]), int(piece.row_ids[place])))
@@ -200,6 +211,7 @@ def largest(part: LocalPart) -> tuple[float, int]:
 
 def table_meta(table: TableSpec, seed: int, optimizer: RowOptimizerKind) -> TableMeta:
     """Describe a table in a snapshot."""
+    buckets = table.key_buckets
     return TableMeta(
         name=table.name,
         rows=table.rows,
@@ -209,6 +221,9 @@ def table_meta(table: TableSpec, seed: int, optimizer: RowOptimizerKind) -> Tabl
         column_blocks=tuple(pairwise(table.block_edges)),
         state_columns=tuple(state_values(optimizer, end - start) for start, end in pairwise(table.block_edges)),
         dtype=table.dtype,
+        ids="rows" if buckets is None else "unique",
+        buckets=1 if buckets is None else buckets.count,
+        row_values=() if buckets is None else ("touched",),
     )
 
 
@@ -233,21 +248,30 @@ class StackedPart:
     def start(self, seed: int) -> None:
         """See ``ResidentPart``: the stack knows the seed, and rows start when they are first looked up."""
 
+    @property
+    def state_values(self) -> int:
+        """See ``ResidentPart``."""
+        return self.stack.format.state_values
+
+    def local(self, source: CutRowSource) -> NDArray[np.int64]:
+        """See ``ResidentPart``."""
+        return source.row_ids - self.shard.row_start
+
     def in_place(self, rows: NDArray[np.int64]) -> CutRowSource:
         """See ``ResidentPart``."""
         return StackedRows(self.shard, rows + self.shard.row_start, self.stack, rows + self.first)
 
-    def held(self) -> Iterator[NDArray[np.int64]]:
+    def held(self) -> Iterator[CutRowSource]:
         """See ``ResidentPart``: those that were ever looked up."""
-        count = self.shard.row_end - self.shard.row_start
+        count = self.stack.tables[self.number].rows
         for first in range(0, count, CHUNK_ROWS):
             rows = self.stack.known(self.number, first, min(first + CHUNK_ROWS, count))
             if len(rows):
-                yield rows - self.first
+                yield self.in_place(rows - self.first)
 
-    def restore(self, pieces: Iterable[CodedRows]) -> None:
+    def restore(self, pieces: Iterable[CodedRows], *, mark: bool = False) -> None:
         """See ``ResidentPart``."""
-        for piece in parallel_map(decode_rows, pieces, PARALLEL_DECODES):
+        for piece in parallel_map(decode_rows, _recorded(self, pieces, mark=mark), PARALLEL_DECODES):
             rows = piece.row_ids - self.shard.row_start + self.first
             self.stack.restore(self.number, rows, self.stack.format.records(piece.rows, piece.state))
 
@@ -262,8 +286,132 @@ class StackedPart:
         return int(self.stack.row_map.row_starts[self.number])
 
 
-LocalPart: TypeAlias = ResidentPart | StackedPart
+@dataclass(frozen=True, kw_only=True)
+class UniquePart:
+    """Hold the rows of a unique table's part: ``memory`` has them by local row, counted from the part's first key."""
+
+    rows: UniqueRows
+    memory: ResidentPart | StackedPart
+    key: np.uint64
+    """``table_key``."""
+    scale: float
+    """``table_scale``."""
+
+    @property
+    def table(self) -> TableSpec:
+        """Return the table."""
+        return self.memory.table
+
+    @property
+    def shard(self) -> ShardId:
+        """Return the part as snapshots name it: its rows are keys."""
+        return self.memory.shard
+
+    @property
+    def dirty(self) -> DirtyPart:
+        """Return the record of changed local rows."""
+        return self.memory.dirty
+
+    @property
+    def state_values(self) -> int:
+        """See ``ResidentPart``: the last one is the step of the last touch."""
+        return self.memory.state_values + 1
+
+    def start(self, seed: int) -> None:
+        """See ``ResidentPart``: the part knows the seed, and rows start when their key gets them."""
+
+    def admit(self, keys: NDArray[np.int64]) -> Admitted:
+        """Look up (n,) keys of a batch to train on; new ones get rows, which start here if they are in memory."""
+        found = self.rows.admit(keys)
+        if len(found.new_rows) and isinstance(self.memory, ResidentPart):
+            weight, state, count = self.memory.weight, self.memory.state, len(found.new_rows)
+            values = np.empty((count, weight.shape[1]), np.float32)
+            column, scale = np.array([self.shard.column_start]), np.array([self.scale], np.float32)
+            fill_initial(found.new_keys, np.zeros(count, np.int64), column, np.array([self.key]), scale, values)
+            new = torch.from_numpy(found.new_rows)
+            weight.index_copy_(0, new, torch.from_numpy(values).to(weight.dtype))
+            state.index_fill_(0, new, 0)
+        return found
+
+    def local(self, source: CutRowSource) -> NDArray[np.int64]:
+        """See ``ResidentPart``."""
+        assert isinstance(source, KeyedRows)
+        return self.memory.local(source.rows)
+
+    def keyed(self, source: CutRowSource) -> CutRowSource:
+        """Return rows that ``memory`` has located with their keys, as they were when the cut in progress began."""
+        keys, steps = self.rows.describe(self.memory.local(source))
+        return KeyedRows(keys, source, steps)
+
+    def in_place(self, rows: NDArray[np.int64]) -> CutRowSource:
+        """See ``ResidentPart``; only during a cut."""
+        return self.keyed(self.memory.in_place(rows))
+
+    def held(self) -> Iterator[CutRowSource]:
+        """See ``ResidentPart``: those that were ever updated."""
+        held = self.rows.held()
+        steps = held.steps.astype(np.uint32).view(np.float32)
+        order = np.argsort(held.rows)
+        for first in range(0, len(order), CHUNK_ROWS):
+            here = order[first : first + CHUNK_ROWS]
+            yield KeyedRows(held.keys[here], self.memory.in_place(held.rows[here]), steps[here])
+
+    def gone(self) -> GoneRows:
+        """Return the keys that left since the parent of the cut in progress."""
+        return GoneRows(shard=self.shard, row_ids=self.rows.gone())
+
+    def restore(self, pieces: Iterable[CodedRows], *, mark: bool = False) -> None:
+        """See ``ResidentPart``.
+
+        Raises:
+            InvalidSpecError: a bucket has fewer rows than the snapshot has keys of it.
+        """
+        self.memory.restore(map(self._local, pieces), mark=mark)
+
+    def _local(self, piece: CodedRows) -> CodedRows:
+        # Pieces come in the order of keys, so these are consecutive.
+        rows = self.rows.restore(piece.row_ids, piece.state[:, -1].view(np.uint32).astype(np.int64))
+        return replace(piece, row_ids=rows + self.shard.row_start, state=np.ascontiguousarray(piece.state[:, :-1]))
+
+
+@dataclass(frozen=True)
+class KeyedRows:
+    """Locate rows of a unique table's part; implements ``CutRowSource``."""
+
+    row_ids: NDArray[np.int64]
+    """(N,) keys."""
+    rows: CutRowSource
+    """The same rows, by local row."""
+    steps: NDArray[np.float32]
+    """(N,) bits of the steps of their last touch."""
+
+    @property
+    def shard(self) -> ShardId:
+        """See ``CutRowSource``."""
+        return self.rows.shard
+
+    @property
+    def state_values(self) -> int:
+        """See ``CutRowSource``: the last one is the step of the last touch."""
+        return self.rows.state_values + 1
+
+    def copy(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
+        """See ``CutRowSource``."""
+        own = np.empty((end - start, self.rows.state_values), np.float32)
+        self.rows.copy(start, end, rows, own)
+        state[:, :-1], state[:, -1] = own, self.steps[start:end]
+
+
+LocalPart: TypeAlias = ResidentPart | StackedPart | UniquePart
 """Rows of one column block of a table that this rank holds."""
+
+
+def _recorded(part: ResidentPart | StackedPart, pieces: Iterable[CodedRows], *, mark: bool) -> Iterator[CodedRows]:
+    """Record rows as restored: a snapshot holds them, or the next cut must."""
+    record = part.dirty.mark if mark else part.dirty.store
+    for piece in pieces:
+        record(piece.row_ids - part.shard.row_start)
+        yield piece
 
 
 @dataclass(frozen=True)
@@ -289,14 +437,14 @@ class StackedRows:
             rows[part], state[part] = self.stack.format.values(self.stack.read(chosen[part]))
 
 
-def rows_of_stack(stack: Stack, parts: Sequence[StackedPart]) -> Iterator[CutRowSource]:
+def rows_of_stack(stack: Stack, parts: Sequence[LocalPart]) -> Iterator[CutRowSource]:
     """Yield the changed rows of all parts of a stack once; those on block storage last, in storage order."""
     number = next((n for n, level in enumerate(stack.levels, start=1) if isinstance(level, BlockLevel)), None)
     stored = 0
-    for part in parts:
+    for part, first in zip(parts, stack.row_map.row_starts, strict=False):
         for rows in part.dirty.windows():
             if number is not None:
-                here, places = stack.places_in(number, rows + part.first)
+                here, places = stack.places_in(number, rows + first)
                 stored += len(places)
                 rows = rows[~here]
             if len(rows):
@@ -306,14 +454,18 @@ def rows_of_stack(stack: Stack, parts: Sequence[StackedPart]) -> Iterator[CutRow
         assert isinstance(level, BlockLevel)
         limit = max(1, SCAN_BYTES // (4 * stack.memory.words))
         scans = stored * level.page_bytes >= SCAN_SHARE * level.bytes_stored
-        found = _scan(level, parts, limit) if scans else _read_pages(stack, number, level, parts, limit)
+        found = (
+            _scan(stack, level, parts[0].dirty.rows, limit)
+            if scans
+            else _read_pages(stack, number, level, parts, limit)
+        )
         for rows, records in found:
             yield from _by_part(stack, parts, rows, records)
 
 
 def _by_part(
-    stack: Stack, parts: Sequence[StackedPart], rows: NDArray[np.int64], records: NDArray[np.uint32]
-) -> Iterator[ShardRows]:
+    stack: Stack, parts: Sequence[LocalPart], rows: NDArray[np.int64], records: NDArray[np.uint32]
+) -> Iterator[CutRowSource]:
     """Yield rows of a stack, in any order, part by part and ascending."""
     order = np.argsort(rows)
     rows = rows[order]
@@ -321,14 +473,14 @@ def _by_part(
     for number in np.flatnonzero(np.diff(edges)).tolist():
         part, here = parts[number], slice(edges[number], edges[number + 1])
         weights, state = stack.format.values(records[order[here]])
-        ids = rows[here] - part.first + part.shard.row_start
-        yield ShardRows(shard=part.shard, row_ids=ids, rows=weights, state=state)
+        ids = rows[here] - stack.row_map.row_starts[number] + part.shard.row_start
+        found = ShardRows(shard=part.shard, row_ids=ids, rows=weights, state=state)
+        yield part.keyed(found) if isinstance(part, UniquePart) else found
 
 
-def _scan(level: BlockLevel, parts: Sequence[StackedPart], limit: int) -> Iterator[Found]:
+def _scan(stack: Stack, level: BlockLevel, dirty: DirtyRows, limit: int) -> Iterator[Found]:
     """Yield the changed rows of a block level by reading all of it."""
-    dirty = parts[0].dirty.rows
-    firsts = np.array([part.first for part in parts])
+    firsts = stack.row_map.row_starts
     for rows, records in _joined(level.scan(), limit):
         part = np.searchsorted(firsts, rows, side="right") - 1
         changed = dirty.are_marked(part, rows - firsts[part])
@@ -336,7 +488,7 @@ def _scan(level: BlockLevel, parts: Sequence[StackedPart], limit: int) -> Iterat
 
 
 def _read_pages(
-    stack: Stack, number: int, level: BlockLevel, parts: Sequence[StackedPart], limit: int
+    stack: Stack, number: int, level: BlockLevel, parts: Sequence[LocalPart], limit: int
 ) -> Iterator[Found]:
     """Yield the changed rows of a block level by reading their pages in storage order."""
     for rows, places in _joined(_stored(stack, number, parts), limit):
@@ -349,12 +501,12 @@ def _read_pages(
 
 
 def _stored(
-    stack: Stack, number: int, parts: Sequence[StackedPart]
+    stack: Stack, number: int, parts: Sequence[LocalPart]
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    for part in parts:
+    for part, first in zip(parts, stack.row_map.row_starts, strict=False):
         for rows in part.dirty.windows():
-            here, places = stack.places_in(number, rows + part.first)
-            yield rows[here] + part.first, places
+            here, places = stack.places_in(number, rows + first)
+            yield rows[here] + first, places
 
 
 def _joined(

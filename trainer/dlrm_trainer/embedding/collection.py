@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dlrm_api.errors import DivergedError
-from dlrm_checkpointer import Cut, CutRows, CutRowSource, CutSize
+from dlrm_checkpointer import Cut, CutRows, CutRowSource, CutSize, GoneRows
 from dlrm_kernels.dirty_rows import WORD
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding.changes import WINDOW_ROWS
-from dlrm_trainer.embedding.checkpoint import SCAN_BYTES, LocalPart, ResidentPart, saved_rows
-from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate
+from dlrm_trainer.embedding.checkpoint import SCAN_BYTES, LocalPart, ResidentPart, UniquePart, saved_rows
+from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate, is_resting
 from dlrm_trainer.embedding.exchange import Bags, Exchange, OwnedIds, Vectors
 from dlrm_trainer.embedding.local_tables import LocalTables, PreparedRows, ReplicatedTables
 from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement
+from dlrm_trainer.embedding.unique import LookupCounts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +74,24 @@ class CheckpointView:
         self._owned, self._replicas, self._saved = owned, replicas, saved
         # Not made again by ``changed_bytes``, which every step calls.
         self._row_sizes = [(part, _row_bytes(part)) for part in self]
+        self._unique = [part for part in self if isinstance(part, UniquePart)]
+        self._gone: list[GoneRows] = []
+        """Keys that are gone in the cut in progress."""
 
     def __iter__(self) -> Iterator[LocalPart]:
         yield from self._owned.parts()
         yield from self._saved
 
+    @property
+    def first_parent(self) -> int:
+        """Return the step of the oldest cut that may be the next one's parent; ``NO_PARENT``: none may."""
+        return max((part.rows.first_parent for part in self._unique), default=0)
+
     def begin_cut(self, step: int, parent: int | None) -> None:
         """Close the record of changed rows for a cut; ``changed_rows`` yields them until the next cut.
 
-        ``parent`` is the step of the cut's parent, which holds all rows changed before it. Without one, all rows ever
-        updated count as changed.
+        ``parent`` is the step of the cut's parent, which holds all rows changed before it, not before
+        ``first_parent``. Without one, all rows ever updated count as changed.
         """
         for record in {part.dirty.rows for part in (*self._owned.parts(), *self._replicas.parts)}:
             if parent is None:
@@ -91,6 +99,10 @@ class CheckpointView:
             else:
                 record.forget(parent)
             record.cut(step)
+        for part in self._unique:
+            part.rows.begin_cut(step, parent)
+        # A cut without a parent holds every row there is.
+        self._gone = [] if parent is None else [part.gone() for part in self._unique]
 
     def changed_rows(self, *, moving: bool = False) -> Iterator[CutRowSource]:
         """Iterate over the rows that changed since the parent and that this rank saves, once each.
@@ -115,6 +127,8 @@ class CheckpointView:
             # Block storage is read in batches, and each is a piece of every part.
             batches = part.dirty.rows.words * WORD * size // SCAN_BYTES + 1
             taken, pieces = taken + part.dirty.count() * size, pieces + windows + batches
+        for gone in self._gone:
+            taken, pieces = taken + gone.row_ids.nbytes, pieces + 1
         return CutSize(row_bytes=taken, pieces=pieces)
 
     def changed_bytes(self, step: int | None) -> ChangedBytes:
@@ -128,15 +142,20 @@ class CheckpointView:
 
     def begin_copying(self, cut: Cut) -> CopyBeforeUpdate:
         """Copy the changed rows to a cut before they change again, until ``end_copying``."""
-        resting = [part for part in self if isinstance(part, ResidentPart) and part.is_on_host]
-        moving = [part for part in self if not (isinstance(part, ResidentPart) and part.is_on_host)]
-        copying = CopyBeforeUpdate(cut, resting, moving, partial(self.changed_rows, moving=True), self._owned.settle)
+        resting = [part for part in self if is_resting(part)]
+        moving = [part for part in self if not is_resting(part)]
+        copying = CopyBeforeUpdate(
+            cut, resting, moving, partial(self.changed_rows, moving=True), self._owned.settle, self._gone
+        )
         self._owned.pending = self._replicas.pending = copying
         return copying
 
     def end_copying(self) -> None:
         """Stop copying rows before they change."""
         self._owned.pending = self._replicas.pending = None
+        self._gone = []
+        for part in self._unique:
+            part.rows.end_cut()
 
 
 class Embeddings:
@@ -264,6 +283,19 @@ class Embeddings:
         """
         self.replicated.update(buffer, learning_rate, gradients.pooled.batch.number)
 
+    @property
+    def lookups(self) -> LookupCounts:
+        """Return this rank's lookups in unique tables since the last maintenance."""
+        return self.tables.lookups
+
+    def begin_period(self, counts: LookupCounts) -> None:
+        """Count lookups from here on; a snapshot's counts are one rank's alone."""
+        self.tables.lookups = counts
+
+    def maintain(self) -> None:
+        """Evict rows of unique tables, and begin to count lookups; no batch may be prepared."""
+        self.tables.maintain()
+
     def settle(self) -> None:
         """Wait until no row is moving, so that ``local`` can be read and restored.
 
@@ -295,5 +327,4 @@ def _means(placement: Placement, device: torch.device) -> tuple[Tensor | None, T
 
 
 def _row_bytes(part: LocalPart) -> int:
-    values = part.in_place(np.empty(0, np.int64)).state_values
-    return CutRows(shard=part.shard, count=0, state_values=values).row_bytes
+    return CutRows(shard=part.shard, count=0, state_values=part.state_values).row_bytes

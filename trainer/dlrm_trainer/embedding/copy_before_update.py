@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dlrm_checkpointer import Cut, CutRows, CutRowSource, CutWithdrawnError, ShardRows
+from dlrm_checkpointer import Cut, CutRows, CutRowSource, CutWithdrawnError, GoneRows, ShardRows
 from dlrm_kernels.dirty_rows import (
     U64,
     UNIT_WORDS,
@@ -35,7 +35,7 @@ from dlrm_kernels.intrinsics import size_of
 from dlrm_kernels.parallel import single_threaded
 from dlrm_kernels.row_updates import memory_of
 from dlrm_trainer.embedding.changes import WINDOW_ROWS, DirtyRows, RowsToUpdate
-from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart, copy_rows
+from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart, UniquePart, copy_rows
 from dlrm_trainer.embedding.table_batch import joined
 
 COPY_ROWS = 1 << 14
@@ -53,22 +53,25 @@ class CopyBeforeUpdate:
     the next one is reserved for rows that are about to change.
 
     ``resting`` are the parts with rows that stay in place in host memory, and ``moving`` all others; ``in_order``
-    iterates over the changed rows of these in the order in which they are read fastest.
+    iterates over the changed rows of these in the order in which they are read fastest. ``gone`` are keys of unique
+    tables that left since the cut's parent.
     """
 
     def __init__(
         self,
         cut: Cut,
-        resting: Sequence[ResidentPart],
+        resting: Sequence[LocalPart],
         moving: Sequence[LocalPart],
         in_order: Callable[[], Iterable[CutRowSource]],
         settle: Callable[[], None],
+        gone: Sequence[GoneRows] = (),
     ) -> None:
+        self._gone, self._gone_copied = deque(gone), 0
         self._cut, self._moving, self._settle = cut, moving, settle
         self._in_order = in_order if cut.is_whole else None
         self._at = 0, 0
         """Moving part and first row of it that may still have to be copied."""
-        records: dict[DirtyRows, list[ResidentPart]] = {part.dirty.rows: [] for part in (*resting, *moving)}
+        records: dict[DirtyRows, list[LocalPart]] = {part.dirty.rows: [] for part in (*resting, *moving)}
         for part in resting:
             records[part.dirty.rows].append(part)
         self._maps = {record: _RecordMap(record, parts) for record, parts in records.items()}
@@ -214,14 +217,28 @@ class CopyBeforeUpdate:
                 )
             start += copied
 
+    def _copy_gone(self) -> bool:
+        while self._gone:
+            copied = self._cut.copy_gone(self._gone[0], self._gone_copied)
+            self._gone_copied += copied
+            if self._gone_copied == len(self._gone[0].row_ids):
+                self._gone.popleft()
+                self._gone_copied = 0
+            elif not copied:
+                if not self._laid:
+                    self._make_space()
+                return False
+        return True
+
     def _copy_moving(self) -> bool:
+        if not self._copy_gone():
+            return False
         if self._in_order is not None:
             parts = {part.shard: part for part in self._moving}
             for source in self._in_order():
                 part = parts[source.shard]
                 copied = self._cut.copy(source)
-                rows = source.row_ids[:copied] - part.shard.row_start
-                clear_bits(self._bits(part, 0), rows)
+                clear_bits(self._bits(part, 0), part.local(source)[:copied])
                 if copied < len(source.row_ids):
                     break
             self._in_order = None
@@ -273,8 +290,9 @@ class _RecordMap:
     ``resting`` are all parts of the record, neighbours in one memory; without them rows have no places.
     """
 
-    def __init__(self, record: DirtyRows, resting: Sequence[ResidentPart]) -> None:
+    def __init__(self, record: DirtyRows, resting: Sequence[LocalPart]) -> None:
         self._parts, count = resting, len(record.sizes)
+        self._memories = [_memory(part) for part in resting]
         words = [-(-size // WORD) for size in record.sizes]
         self._words = [*accumulate(words, initial=0)]
         self._units = [*accumulate((-(-size // UNIT_WORDS) + 1 for size in words), initial=0)]
@@ -293,11 +311,12 @@ class _RecordMap:
         """First unit of each part with rows that may lack a place."""
         self.is_laid = [False] * count
         """Whether every row of each part has a place."""
-        of_parts = [part.weight for part in resting], [part.state for part in resting]
+        of_parts = [each.weight for each in self._memories], [each.state for each in self._memories]
         weights, states = (
             joined(each, 0, len(each)).numpy() if each else np.empty((0, 1), np.float32) for each in of_parts
         )
-        self._size, self._values = size_of(weights.shape[1]), states.shape[1]
+        self._size, self._width = size_of(weights.shape[1]), states.shape[1]
+        self._values = resting[0].state_values if resting else self._width
         self._memory = memory_of(weights, states)
         self.drop_memory()
         # Compiled here and not while a step waits.
@@ -339,13 +358,23 @@ class _RecordMap:
     def copy(self, chunk: _Chunk) -> int:
         """Copy the pending rows of a chunk and write the ids of all its rows; return the bytes."""
         part, size = self._parts[chunk.part], chunk.end - chunk.begin
+        memory = self._memories[chunk.part]
         rows, places = np.empty(size, np.int64), np.empty(size, np.int64)
         start, stop = (self._words[chunk.part] + unit * UNIT_WORDS for unit in (chunk.first, chunk.stop))
         here = slice(start, min(stop, self._words[chunk.part + 1]))
-        row, piece = chunk.first * UNIT_WORDS * WORD, chunk.piece
-        laid, first_row = self.map.laid[here], part.shard.row_start
-        count = take_laid(self.map.pending[here], laid, row, first_row, chunk.begin, piece.row_ids, rows, places)
-        copy_rows(part.weight, part.state, rows[:count], piece.rows, piece.state, places[:count])
+        row, piece, ids = chunk.first * UNIT_WORDS * WORD, chunk.piece, chunk.piece.row_ids
+        laid, first_row = self.map.laid[here], 0 if isinstance(part, UniquePart) else part.shard.row_start
+        count = take_laid(self.map.pending[here], laid, row, first_row, chunk.begin, ids, rows, places)
+        rows, places = rows[:count], places[:count]
+        if isinstance(part, UniquePart):
+            state = np.empty((size, self._width), np.float32)
+            of_chunk = slice(chunk.begin, chunk.end)
+            copy_rows(memory.weight, memory.state, rows, piece.rows[of_chunk], state, places - chunk.begin)
+            piece.state[places, :-1] = state[places - chunk.begin]
+            # Of rows that updates have copied, too.
+            ids[of_chunk], piece.state[of_chunk, -1] = part.rows.describe(ids[of_chunk])
+        else:
+            copy_rows(memory.weight, memory.state, rows, piece.rows, piece.state, places)
         return size * CutRows(shard=part.shard, count=0, state_values=self._values).row_bytes
 
     def save(
@@ -355,11 +384,24 @@ class _RecordMap:
 
         ``ids``, ``sizes`` and ``starts`` are as for ``DirtyRows.mark``; ``parts`` numbers each segment's part.
         """
-        rest, width = np.empty(len(ids), np.int64), U64(self._values)
+        rest, width, stride = np.empty(len(ids), np.int64), U64(self._width), U64(self._values)
         left = save_before_update(
-            self._size, self._memory, self.map, width, ids, sizes, starts, parts, self._file, rest
+            self._size, self._memory, self.map, width, stride, ids, sizes, starts, parts, self._file, rest
         )
         return rest[:left]
+
+
+def is_resting(part: LocalPart) -> bool:
+    """Return whether a part's rows stay in place in host memory."""
+    memory = part.memory if isinstance(part, UniquePart) else part
+    return isinstance(memory, ResidentPart) and memory.is_on_host
+
+
+def _memory(part: LocalPart) -> ResidentPart:
+    """Return where the rows of a resting part are."""
+    memory = part.memory if isinstance(part, UniquePart) else part
+    assert isinstance(memory, ResidentPart)
+    return memory
 
 
 def _offset(memory: NDArray[np.float32], view: NDArray[np.float32]) -> int:

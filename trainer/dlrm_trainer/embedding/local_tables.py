@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,17 +18,28 @@ from torch import Tensor
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.tiers import MAX_DEVICE_COLUMNS
-from dlrm_checkpointer import CutRowSource
+from dlrm_checkpointer import CutRowSource, table_scale
+from dlrm_checkpointer import table_key as initial_key
+from dlrm_kernels.directory import ABSENT
 from dlrm_kernels.row_updates import table_key
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding.changes import BeforeUpdates, DirtyPart, DirtyRows, RowsToUpdate
-from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart, SlotRows, StackedPart, rows_of_stack, saved_rows
+from dlrm_trainer.embedding.checkpoint import (
+    LocalPart,
+    ResidentPart,
+    SlotRows,
+    StackedPart,
+    UniquePart,
+    rows_of_stack,
+    saved_rows,
+)
 from dlrm_trainer.embedding.exchange import Bags, OwnedIds
 from dlrm_trainer.embedding.placement import EmbeddingOptions, PartGroup, Placement
 from dlrm_trainer.embedding.table_batch import HostKernel, Kernel, TableBatch, Tables
 from dlrm_trainer.embedding.tiers.prefetch import Prefetcher, processors_near_levels
-from dlrm_trainer.embedding.tiers.stack import Fetched, Stack, make_stack, stack_tables
+from dlrm_trainer.embedding.tiers.stack import NO_ROWS, Fetched, NewRows, Stack, StackLookups, make_stack, stack_tables
+from dlrm_trainer.embedding.unique import LookupCounts, UniqueRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +49,8 @@ class PreparedRows:
     owned: OwnedIds
     groups: tuple[Bags, ...]
     """(C_g, N) bags of each group, column by column."""
+    unique: tuple[UniqueLookups | None, ...]
+    """What the ids of each group with unique ids are; None for others."""
     fetched: Future[list[Fetched]] | None
     """Slots of each stack's ids; None without stacks."""
     updates: bool
@@ -45,6 +59,20 @@ class PreparedRows:
     def batch(self) -> Batch:
         """Return this rank's slice of the batch."""
         return self.owned.batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniqueLookups:
+    """Hold the keys of a batch that have rows, in the order of the group's ids."""
+
+    keys: NDArray[np.int64]
+    """(L,)"""
+    places: tuple[NDArray[np.int64], ...]
+    """Of each part's keys in its directory; empty for a lookup without an update."""
+    lookups: int
+    """Ids that came, those without a row included."""
+    new: NewRows
+    """Rows that keys got for this batch, numbered over all parts of the group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +109,8 @@ class LocalTables:
         """Lookups without a row in a slot when their batch began; always 0."""
         self.pending: BeforeUpdates | None = None
         """Rows of a cut that must be copied before they change."""
+        self.lookups = LookupCounts()
+        """Of unique tables, in batches that were updated since the last maintenance."""
         with ExitStack() as resources:
             self.groups = [_make_group(placement, group, options, resources) for group in placement.groups[rank]]
             self._resources = resources.pop_all()
@@ -96,16 +126,23 @@ class LocalTables:
 
         ``updates`` says whether an update follows. If not, the lookup must be the next one.
         """
-        fetched, groups = None, owned.bags.split(self._counts)
+        fetched, received = None, owned.bags.split(self._counts)
+        found = [
+            _look_up(group, bags, updates=updates) if group.plan.is_unique else (bags, None)
+            for group, bags in zip(self.groups, received, strict=True)
+        ]
+        groups, unique = tuple(bags for bags, _ in found), tuple(keys for _, keys in found)
         if self._prefetcher is not None:
             lookups = [
-                (bags.ids.numpy(), _part_ends(group, bags.sizes).numpy())
-                for group, bags in zip(self.groups, groups, strict=True)
+                StackLookups(
+                    bags.ids.numpy(), _part_ends(group, bags.sizes).numpy(), NO_ROWS if keys is None else keys.new
+                )
+                for group, bags, keys in zip(self.groups, groups, unique, strict=True)
                 if group.stack is not None
             ]
             self._batches += 1
             fetched = self._prefetcher.fetch(lookups, self._batches) if updates else self._prefetcher.borrow(lookups)
-        return PreparedRows(owned=owned, groups=groups, fetched=fetched, updates=updates)
+        return PreparedRows(owned=owned, groups=groups, unique=unique, fetched=fetched, updates=updates)
 
     def pool(self, prepared: PreparedRows) -> tuple[Tensor, ...]:
         """Return (N, C_g * w) of each group: the sums of the rows of every bag.
@@ -151,12 +188,17 @@ class LocalTables:
             self._save_before(prepared, self.pending)
         # As in ``pool``, everything goes to its device first.
         on_devices = [
-            (gradient.to(group.device), _rows_to_round(group, bags))
-            for group, gradient, bags in zip(self.groups, gradients, prepared.groups, strict=True)
+            (gradient.to(group.device), _rows_to_round(group, bags, keys))
+            for group, gradient, bags, keys in zip(
+                self.groups, gradients, prepared.groups, prepared.unique, strict=True
+            )
         ]
         for group, summed, (gradient, rows), bags in zip(self.groups, pooled, on_devices, prepared.groups, strict=True):
             group.batch.update(summed, gradient, learning_rate, step=step, rows=rows)
             group.dirty.mark(bags.ids.numpy(), bags.sizes.numpy(), group.starts)
+        for group, bags, keys in zip(self.groups, prepared.groups, prepared.unique, strict=True):
+            if keys is not None:
+                self._touch(group, bags, keys, step + 1)
         if self._prefetcher is not None and prepared.fetched is not None:
             self._prefetcher.release(prepared.fetched.result())
 
@@ -166,6 +208,32 @@ class LocalTables:
             slots = None if group.stack is None else next(fetched).slots
             locate = partial(_locate, group, slots)
             pending.before_update(RowsToUpdate(group.dirty, bags.ids.numpy(), bags.sizes.numpy(), group.starts, locate))
+
+    def _touch(self, group: Group, bags: Bags, found: UniqueLookups, step: int) -> None:
+        edges = [0, *_part_ends(group, bags.sizes).tolist()]
+        for part, places, (start, end) in zip(group.parts, found.places, pairwise(edges), strict=True):
+            assert isinstance(part, UniquePart)
+            part.rows.updated(bags.ids[start:end].numpy(), places, step)
+        self.lookups = self.lookups.plus(found.lookups, found.lookups - len(bags.ids))
+
+    def maintain(self) -> None:
+        """Evict rows of unique tables from full buckets. No batch is in flight.
+
+        Raises:
+            DeviceError: rows could not be moved.
+        """
+        self.lookups = LookupCounts()
+        self.settle()
+        for group in self.groups:
+            for number, part in enumerate(group.parts):
+                if isinstance(part, UniquePart) and len((left := part.rows.choose_leaving()).rows):
+                    if self.pending is not None:
+                        sizes, starts = np.array([len(left.rows)]), group.dirty.starts[[number]]
+                        locate = partial(_locate, group, None)
+                        self.pending.before_update(RowsToUpdate(group.dirty, left.rows, sizes, starts, locate))
+                    if group.stack is not None:
+                        group.stack.drop(number, left.rows)
+                    part.rows.free(left)
 
     def parts(self) -> Iterator[LocalPart]:
         """Iterate over the parts of all groups."""
@@ -179,7 +247,7 @@ class LocalTables:
         """
         for group in self.groups:
             if group.stack is not None:
-                yield from rows_of_stack(group.stack, [part for part in group.parts if isinstance(part, StackedPart)])
+                yield from rows_of_stack(group.stack, group.parts)
             elif not (moving and group.device.type == "cpu"):
                 for part in group.parts:
                     yield from saved_rows(part)
@@ -307,13 +375,14 @@ def _make_group(placement: Placement, plan: PartGroup, options: EmbeddingOptions
         batch = _make_batch(placement, plan, options, [table.slots + table.extra for table in tables], device)
         stack = make_stack(plan, tables, batch.storage(), options.seed, options.tier_dir)
         resources.callback(stack.close)
-        parts = [
+        memories: Sequence[ResidentPart | StackedPart] = [
             StackedPart(placement.tables[part.table], placement.shard(part), stack, number, dirty_parts[number])
             for number, part in enumerate(plan.parts)
         ]
     else:
         batch = _make_batch(placement, plan, options, dirty.sizes, device)
-        parts = _resident_parts(placement, plan, batch, dirty_parts)
+        memories = _resident_parts(placement, plan, batch, dirty_parts)
+    parts = _unique_parts(plan, options, memories) if plan.is_unique else memories
     part_of = torch.tensor([part for part, _ in plan.columns], dtype=torch.int64)
     firsts = torch.tensor([part.row_start for part in plan.parts], dtype=torch.int64)
     return Group(
@@ -338,6 +407,24 @@ def _resident_parts(
         )
         for part, weight, state, each in zip(plan.parts, batch.weights, batch.states, dirty, strict=True)
     ]
+
+
+def _unique_parts(
+    plan: PartGroup, options: EmbeddingOptions, memories: Sequence[ResidentPart | StackedPart]
+) -> list[UniquePart]:
+    found = []
+    for part, memory in zip(plan.parts, memories, strict=True):
+        table, buckets = memory.table, part.buckets
+        assert buckets is not None
+        found.append(
+            UniquePart(
+                rows=UniqueRows(table.name, buckets.of, range(buckets.start, buckets.end), memory.dirty),
+                memory=memory,
+                key=np.uint64(initial_key(options.seed, table.name)),
+                scale=table_scale(table.initializer, table.rows),
+            )
+        )
+    return found
 
 
 def _make_batch(
@@ -394,7 +481,8 @@ def _locate(
     if slots is None:
         return part.in_place(rows)
     weight, state = group.batch.weights[number], group.batch.states[number]
-    return SlotRows(part.shard, rows + part.shard.row_start, weight, state, slots[lookups])
+    found = SlotRows(part.shard, rows + part.shard.row_start, weight, state, slots[lookups])
+    return part.keyed(found) if isinstance(part, UniquePart) else found
 
 
 def _locate_replicated(
@@ -403,8 +491,47 @@ def _locate_replicated(
     return part.in_place(rows)
 
 
-def _rows_to_round(group: Group, bags: Bags) -> Tensor | None:
+def _look_up(group: Group, bags: Bags, *, updates: bool) -> tuple[Bags, UniqueLookups]:
+    """Turn the keys of a group's bags into local rows, and leave out those without one."""
+    edges, keys = [0, *_part_ends(group, bags.sizes).tolist()], bags.ids.numpy()
+    rows, places = np.empty(len(keys), np.int64), np.empty(len(keys) if updates else 0, np.int64)
+    new = NO_ROWS
+    for number, (part, (start, end)) in enumerate(zip(group.parts, pairwise(edges), strict=True)):
+        assert isinstance(part, UniquePart)
+        if updates:
+            found = part.admit(keys[start:end])
+            rows[start:end], places[start:end] = found.rows, found.places
+            if group.stack is not None:
+                new = new.plus(found.new_rows + group.stack.row_map.row_starts[number], found.new_keys)
+        else:
+            rows[start:end] = part.rows.read(keys[start:end])
+    has_row = rows != ABSENT
+    # An id without a row adds nothing to its bag. Kernels take no such ids, so these bags become shorter.
+    if has_row.all():
+        found_bags = replace(bags, ids=torch.from_numpy(rows))
+    else:
+        lengths = bags.lengths.flatten()
+        bag_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths, output_size=len(keys))
+        kept = torch.from_numpy(has_row)
+        lengths = torch.bincount(bag_of[kept], minlength=len(lengths)).to(torch.int32).view_as(bags.lengths)
+        found_bags = Bags(
+            lengths=lengths,
+            ids=torch.from_numpy(rows[has_row]),
+            weights=None if bags.weights is None else bags.weights[kept],
+            sizes=lengths.sum(dim=1, dtype=torch.int64),
+        )
+    if not updates:
+        return found_bags, UniqueLookups(keys=keys[has_row], places=(), lookups=len(keys), new=new)
+    ends = np.cumsum([np.count_nonzero(has_row[start:end]) for start, end in pairwise(edges)])
+    return found_bags, UniqueLookups(
+        keys=keys[has_row], places=tuple(np.split(places[has_row], ends[:-1])), lookups=len(keys), new=new
+    )
+
+
+def _rows_to_round(group: Group, bags: Bags, unique: UniqueLookups | None) -> Tensor | None:
     """Return (L,) global rows on the group's device if fp16 rows need them and the ids looked up differ."""
+    if unique is not None and group.plan.dtype != "fp32":
+        return torch.from_numpy(unique.keys).to(group.device)
     if group.plan.dtype == "fp32" or (group.stack is None and not bool(group.first_rows.any())):
         return None
     return (bags.ids + torch.repeat_interleave(group.first_rows, bags.sizes)).to(group.device)

@@ -83,6 +83,11 @@ class PartGroup:
         return self.parts[0].share.is_stack
 
     @property
+    def is_unique(self) -> bool:
+        """Tell whether these parts are of unique tables."""
+        return self.parts[0].buckets is not None
+
+    @property
     def width(self) -> int:
         """Return the columns of a row, equal in all parts."""
         return self.parts[0].width
@@ -154,7 +159,7 @@ def kernel_key(tables: Sequence[TableSpec], part: Part) -> tuple[Any, ...]:
     """Return a key that is equal for parts that can share a kernel."""
     share = part.share
     tiers = tuple(level.tier for level in share.levels)
-    return (tiers, tables[part.table].dtype, part.width, share.policy, share.ways)
+    return (tiers, tables[part.table].dtype, part.width, share.policy, share.ways, part.buckets is not None)
 
 
 def _classes(parts: Iterable[Part]) -> Iterator[list[Part]]:

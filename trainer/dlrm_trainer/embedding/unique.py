@@ -7,21 +7,88 @@ evaluations, so that both see what a run that is restored at this step sees.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import sys
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
 
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.keys import KeyBuckets
+from dlrm_api.keys import KEY_BITS, KeyBuckets
+from dlrm_api.model import MAX_MAINTENANCE_STEPS
 from dlrm_kernels import directory
-from dlrm_kernels.directory import ABSENT, MAX_STEP
+from dlrm_kernels.directory import ABSENT, FULL_PERCENT, MAX_STEP, SWEPT_PERCENT
 from dlrm_kernels.dirty_rows import U64, WORD, Words, clear_bits, mark_rows
 from dlrm_trainer.embedding.changes import MAX_KEPT, DirtyPart
 
 Ints = NDArray[np.int64]
+INITIAL_STEPS = 8
+NO_PARENT = sys.maxsize
+MAX_GONE_SHARE = 0.5
+"""Keys that left are remembered up to this share of the rows of a part."""
 NO_KEYS = np.empty(0, np.int64)
+
+
+class LookupCounts(NamedTuple):
+    """Count lookups in unique tables."""
+
+    lookups: int = 0
+    without_row: int = 0
+    """Of ids that found their bucket full."""
+
+    def plus(self, lookups: int, without_row: int) -> LookupCounts:
+        """Return the counts with more lookups."""
+        return LookupCounts(self.lookups + lookups, self.without_row + without_row)
+
+
+class MaintenancePeriod(BaseModel):
+    """Say when the next maintenance comes: after each step that ``steps`` divides. Equal on all ranks.
+
+    It halves while over 1 % of lookups find their bucket full, since buckets are only emptied in a maintenance, and
+    doubles below 0.1 %.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    steps: int = INITIAL_STEPS
+    is_fixed: bool = False
+    lookups: int = 0
+    """In unique tables, of all ranks, since the last maintenance."""
+    without_row: int = 0
+
+    @classmethod
+    def begin(cls, chosen: int | Literal["auto"], stored: Mapping[str, Any] | None) -> MaintenancePeriod:
+        """Return the period of a spec's ``maintenanceSteps``, as the restored snapshot has it."""
+        period = cls.model_validate(stored or {})
+        if chosen == "auto":
+            return period.model_copy(update={"is_fixed": False})
+        return period.model_copy(update={"steps": chosen, "is_fixed": True})
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a maintenance follows the update of this step."""
+        return step % self.steps == 0
+
+    def next_due(self, step: int) -> int:
+        """Return the first step after this one that a maintenance follows."""
+        return (step // self.steps + 1) * self.steps
+
+    def counted(self, counts: LookupCounts) -> MaintenancePeriod:
+        """Return the period with the counts of all ranks."""
+        return self.model_copy(update=counts._asdict())
+
+    def maintained(self) -> MaintenancePeriod:
+        """Return the adapted period that a maintenance begins."""
+        steps = self.steps
+        if self.is_fixed:
+            return MaintenancePeriod(steps=steps, is_fixed=True)
+        if self.without_row * 100 > self.lookups:
+            steps = max(1, steps // 2)
+        elif self.without_row * 1_000 < self.lookups:
+            steps = min(MAX_MAINTENANCE_STEPS, steps * 2)
+        return MaintenancePeriod(steps=steps)
 
 
 class Admitted(NamedTuple):
@@ -53,6 +120,29 @@ class _Gone(NamedTuple):
     keys: list[Ints]
 
 
+class _Listed(NamedTuple):
+    """Say what held rows are, by local row."""
+
+    keys: Ints
+    steps: NDArray[np.float32]
+    """Bits of uint32."""
+
+
+def rows_that_fit(keys: Ints, steps: Ints, buckets: KeyBuckets) -> NDArray[np.bool_]:
+    """Return which of (n,) rows stay if a table with more rows is restored to these buckets, by key and last touch.
+
+    Those of full buckets leave as in a maintenance: touched longest ago first, the lowest keys first among equals.
+    """
+    bucket = keys >> (KEY_BITS - (buckets.count.bit_length() - 1))
+    order = np.lexsort((keys, steps, bucket))
+    counts = np.bincount(bucket, minlength=buckets.count)
+    limits = np.where(counts * 100 > buckets.quota * FULL_PERCENT, buckets.quota * SWEPT_PERCENT // 100, counts)
+    places = np.arange(len(keys)) - np.repeat(np.cumsum(counts) - counts, counts)
+    stay = np.empty(len(keys), np.bool_)
+    stay[order] = places >= np.repeat(counts - limits, counts)
+    return stay
+
+
 class UniqueRows:
     """Map the keys of consecutive buckets of a unique table to local rows.
 
@@ -69,13 +159,22 @@ class UniqueRows:
             quota=buckets.quota,
             homes=buckets.homes,
             stride=buckets.slots,
-            rows=len(owned) * buckets.rows,
+            rows=len(owned) * buckets.quota,
         )
         self._held: Words = np.zeros(len(self._directory.used), U64)
         self._gone: list[Ints] = []
         """Keys that left since the last cut and may be in a snapshot."""
         self._kept: list[_Gone] = []
         """Those that left before cuts that are in no known snapshot."""
+        self.first_parent = 0
+        """Step of the oldest cut that a cut may have as its parent; ``NO_PARENT``: none may."""
+        self._listed: _Listed | None = None
+        """Of a cut in progress."""
+
+    @property
+    def quota_rows(self) -> int:
+        """Return the most rows at a time."""
+        return len(self._directory.fill) * self._directory.quota
 
     @property
     def count(self) -> int:
@@ -125,16 +224,48 @@ class UniqueRows:
         directory.free_rows(self._directory, left.rows)
         if is_stored.any():
             self._gone.append(left.keys[is_stored])
+            self._forget_many()
+
+    def _forget_many(self) -> None:
+        """Forget keys that left if they would take as much space in a cut as the rows: it needs no parent then."""
+        count = sum(len(keys) for keys in self._gone) + sum(len(keys) for kept in self._kept for keys in kept.keys)
+        if count > self.quota_rows * MAX_GONE_SHARE:
+            self._gone.clear()
+            self._kept.clear()
+            self.first_parent = NO_PARENT
 
     def begin_cut(self, step: int, parent: int | None) -> None:
-        """Close the list of keys that left for a cut, as ``DirtyRows.cut`` does with changed rows."""
+        """Close the list of keys that left for a cut, as ``DirtyRows.cut`` does with changed rows.
+
+        Until ``end_cut``, ``describe`` answers as of now.
+        """
         if parent is not None:
+            assert parent >= self.first_parent, "keys that left since the parent are forgotten"
             self._kept = [kept for kept in self._kept if kept.step > parent]
+        elif self.first_parent == NO_PARENT:
+            self.first_parent = step
         if len(self._kept) == MAX_KEPT:
             old, newer = self._kept[:2]
             self._kept[:2] = [_Gone(newer.step, old.keys + newer.keys)]
         self._kept.append(_Gone(step, self._gone))
         self._gone = []
+        self._listed = self._list()
+
+    def end_cut(self) -> None:
+        """Forget what rows were at the last cut."""
+        self._listed = None
+
+    def describe(self, rows: Ints) -> tuple[Ints, NDArray[np.float32]]:
+        """Return the keys of (n,) rows held when the cut in progress began, and the bits of their steps."""
+        assert self._listed is not None, "no cut is in progress"
+        return self._listed.keys[rows], self._listed.steps[rows]
+
+    def _list(self) -> _Listed:
+        held, count = self.held(), len(self._held) * WORD
+        listed = _Listed(np.zeros(count, np.int64), np.zeros(count, np.float32))
+        listed.keys[held.rows] = held.keys
+        listed.steps.view(np.uint32)[held.rows] = held.steps
+        return listed
 
     def gone(self) -> Ints:
         """Return the keys, ascending, that left since the parent of the cut just begun and were not updated again."""
@@ -162,7 +293,6 @@ class UniqueRows:
             )
         directory.set_steps(self._directory, places, steps)
         mark_rows(self._held, rows, np.array([len(rows)]), np.zeros(1, np.int64))
-        self._dirty.store(rows)
         return rows
 
     def _insert(self, keys: Ints) -> tuple[Ints, Ints]:

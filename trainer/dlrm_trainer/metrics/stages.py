@@ -26,13 +26,14 @@ Stage = Literal[
     "exchange",
     "row update",
     "dense update",
+    "maintenance",
     "records",
     "evaluation",
     "cut",
 ]
 """In the order of a step: wait for the reader; send ids and start to fetch rows of a later batch; wait for rows;
 forward pass; collective of loss and flags, including the wait for slower ranks; backward pass; exchange of pooled
-rows, gradients and dense sums; updates; progress and ledger."""
+rows, gradients and dense sums; updates; eviction from unique tables; progress and ledger."""
 STAGES: tuple[Stage, ...] = get_args(Stage)
 NUMBERS = {stage: number for number, stage in enumerate(STAGES)}
 WAITING = frozenset[Stage]({"agreement", "exchange"})

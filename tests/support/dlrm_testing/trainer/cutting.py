@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
-from dlrm_checkpointer import CutRows, CutRowSource, CutWithdrawnError, ShardId, ShardRows, load_rows
+from dlrm_checkpointer import CutRows, CutRowSource, CutWithdrawnError, GoneRows, ShardId, ShardRows, load_rows
 from dlrm_checkpointer.types import copy_rows
 from dlrm_testing.trainer.gangs import small_job
 from dlrm_trainer.data import Batch, open_reader
@@ -62,6 +62,7 @@ class MemoryCut:
     def __init__(self, segment_rows: int | None = None, values: int = 1 << 18) -> None:
         self.is_whole = segment_rows is None
         self.pieces: list[ShardRows] = []
+        self.gone: list[GoneRows] = []
         self.segments = 1
         self.is_stored = True
         """Whether the sidecar has freed the segment before this one."""
@@ -97,6 +98,13 @@ class MemoryCut:
     def copy(self, source: CutRowSource, start: int = 0) -> int:
         """See ``Cut``."""
         return copy_rows(source, start, self.lay)
+
+    def copy_gone(self, rows: GoneRows, start: int = 0) -> int:
+        """See ``Cut``."""
+        stop = len(rows.row_ids) if self._free is None else min(len(rows.row_ids), start + self._free)
+        self._free = None if self._free is None else self._free - (stop - start)
+        self.gone.append(GoneRows(shard=rows.shard, row_ids=rows.row_ids[start:stop]))
+        return stop - start
 
     def next_segment(self) -> bool:
         """See ``Cut``."""

@@ -19,7 +19,7 @@ class TrainedPart(ModelPart):
     def __init__(self, shape: Shape, buckets: range) -> None:
         super().__init__(shape, buckets)
         sizes = KeyBuckets(shape.buckets, shape.quota)
-        rows = max(len(buckets), 1) * sizes.rows
+        rows = max(len(buckets), 1) * sizes.quota
         self._dirty = DirtyPart(DirtyRows([rows]), 0)
         # A rank without buckets has no part of the table.
         self._unique = UniqueRows("ids", sizes, buckets, self._dirty) if buckets else None
@@ -38,6 +38,7 @@ class TrainedPart(ModelPart):
         if self._unique and rows:
             ordered = sorted(rows)
             local = self._unique.restore(self._keys(ordered), np.array([rows[key].touched for key in ordered]))
+            self._dirty.store(local)
             self._values[local] = [rows[key].value for key in ordered]
 
     def look_up(self, keys: Iterable[int]) -> dict[int, int | None]:
@@ -77,6 +78,10 @@ class TrainedPart(ModelPart):
             self.save_before(left.rows.tolist(), cut, number)
             self._unique.free(left)
 
+    @property
+    def first_parent(self) -> int:
+        return self._unique.first_parent if self._unique else 0
+
     def begin_cut(self, cut: ModelCut) -> None:
         if not self._unique:
             cut.pending.append({})
@@ -95,9 +100,6 @@ class TrainedPart(ModelPart):
         cut.pending.append({row: key_of[row] for row in self._dirty.all().tolist()})
         if cut.parent is not None:
             cut.gone |= set(self._names(self._unique.gone().tolist()))
-
-    def copied(self) -> None:
-        """Rows that leave are saved at once."""
 
     def copy(self, cut: ModelCut, number: int, most: int) -> None:
         self.save_before(list(cut.pending[number])[:most], cut, number)

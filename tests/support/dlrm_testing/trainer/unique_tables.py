@@ -163,9 +163,7 @@ class ModelPart:
 
     def __init__(self, shape: Shape, buckets: range) -> None:
         self._shape, self.buckets = shape, buckets
-        spare = -(-shape.quota // 16) * len(buckets)
-        self._free = list(range(len(buckets) * shape.quota + spare))
-        self._spare = spare
+        self._free = list(range(len(buckets) * shape.quota))
         self.local: dict[int, int] = {}
         self._rows: dict[int, Row] = {}
         self._held: set[int] = set()
@@ -173,8 +171,6 @@ class ModelPart:
         self._kept: list[tuple[int, set[int], set[int]]] = []
         self._stored: set[int] = set()
         self._gone: set[int] = set()
-        self._left: set[int] = set()
-        """Local rows whose key left before the cut in progress copied them."""
 
     def restore(self, rows: Mapping[int, Row]) -> None:
         for key in sorted(rows):
@@ -234,12 +230,13 @@ class ModelPart:
             self._gone.add(key)
         for bits in (self._marked, self._stored, *(kept for _, kept, _ in self._kept)):
             bits.discard(local)
-        if cut is not None and local in cut.pending[number]:
-            if len(self._left) < self._spare:
-                self._left.add(local)
-                return
-            self.save_before([local], cut, number)
+        self.save_before([local], cut, number)
         heapq.heappush(self._free, local)
+
+    @property
+    def first_parent(self) -> int:
+        """Step of the oldest cut that a cut may have as its parent."""
+        return 0
 
     def begin_cut(self, cut: ModelCut) -> None:
         if cut.parent is None:
@@ -263,26 +260,16 @@ class ModelPart:
             # Keys that were updated again are rows of this cut; those that were only looked up ahead are not.
             cut.gone |= set[int]().union(*(gone for *_, gone in self._kept)) - set(keys.values())
 
-    def copied(self) -> None:
-        """Free the local rows that waited for the cut."""
-        for local in self._left:
-            heapq.heappush(self._free, local)
-        self._left.clear()
-
     def copy(self, cut: ModelCut, number: int, most: int) -> None:
         for local in list(cut.pending[number])[:most]:
             cut.rows[cut.pending[number].pop(local)] = self._rows[local]
-            if local in self._left:
-                self._left.remove(local)
-                heapq.heappush(self._free, local)
 
     def state(self) -> dict[int, Row]:
         return {key: self._rows[local] for key, local in self.local.items() if local in self._held}
 
     def check(self) -> None:
-        used = [*self.local.values(), *self._left]
-        spare = -(-self._shape.quota // 16) * len(self.buckets)
-        assert sorted(used + self._free) == list(range(len(self.buckets) * self._shape.quota + spare))
+        used = [*self.local.values(), *self._free]
+        assert sorted(used) == list(range(len(self.buckets) * self._shape.quota))
         assert max(Counter(map(self._shape.bucket, self.local)).values(), default=0) <= self._shape.quota
 
 
@@ -336,6 +323,8 @@ class ModelTrainer:
 
     def begin_cut(self, parent: int | None) -> None:
         self.end_cut()
+        if parent is not None and parent < max(part.first_parent for part in self._parts):
+            parent = None
         self.cut = ModelCut(self.step, parent, self.period.copy())
         for part in self._parts:
             part.begin_cut(self.cut)
@@ -357,8 +346,6 @@ class ModelTrainer:
     def end_cut(self) -> None:
         """Drop a cut that is not handed over."""
         self.cut = None
-        for part in self._parts:
-            part.copied()
 
     def read(self, keys: Iterable[int]) -> dict[int, int | None]:
         return {key: part.read(key) for part in self._parts for key in self._own(part, keys)}

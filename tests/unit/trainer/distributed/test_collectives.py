@@ -21,6 +21,7 @@ from dlrm_trainer.checkpointing.handover import BEGUN
 from dlrm_trainer.checkpointing.restore import CHOSEN, PARTIALS, START, Start
 from dlrm_trainer.distributed import collectives
 from dlrm_trainer.distributed.collectives import MAX_GATHERED_BYTES, Collectives, decode_value, encode_value
+from dlrm_trainer.embedding.unique import NO_PARENT
 from dlrm_trainer.evaluate import QUALITY
 from dlrm_trainer.learner import VALUE_AND_PLACE
 
@@ -29,9 +30,9 @@ KINDS: list[tuple[TypeAdapter[Any], Any]] = [
     (VALUE_AND_PLACE, (math.inf, "table Ünï, row 7")),
     (QUALITY, None),
     (QUALITY, EvalMetrics(step=3, samples=10, log_loss=0.5)),
-    (BEGUN, ((NAME, 1763801800.25), None)),
-    (BEGUN, ((None, 1763801800.25), NAME)),
-    (BEGUN, (None, NAME)),
+    (BEGUN, ((NAME, 1763801800.25), None, 0)),
+    (BEGUN, ((None, 1763801800.25), NAME, NO_PARENT)),
+    (BEGUN, (None, NAME, 40)),
     (START, Start(attempt=3, snapshot=NAME, reasons=("a", "b"), salvage=PartialCut(NAME, (0, 2)))),
     (START, Start(attempt=3, snapshot=None, reasons=())),
     (PARTIALS, {"users": (2**64 - 1, 0, 1, 2)}),

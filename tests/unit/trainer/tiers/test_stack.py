@@ -30,7 +30,7 @@ from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.memory import AnonymousStorage, ByteLevel, MappedStorage
 from dlrm_trainer.embedding.tiers.prefetch import Prefetcher
 from dlrm_trainer.embedding.tiers.slots import DeviceSlots, HostSlots, Level, Records, SlotMemory, untouched_zeros
-from dlrm_trainer.embedding.tiers.stack import Stack, StackTable
+from dlrm_trainer.embedding.tiers.stack import Stack, StackLookups, StackTable
 
 DIM, SEED, SCALE = 4, 7, 0.25
 Ids = NDArray[np.int64]
@@ -372,14 +372,14 @@ def test_after_an_error_every_request_fails_with_it_and_the_thread_ends(tmp_path
     tables = Tables([100], 5, ("scm",), tmp_path)
     ahead = Prefetcher([tables.stack])
     ids = np.arange(40)
-    ahead.release(ahead.fetch([(ids, np.array([40]))], 1).result())
+    ahead.release(ahead.fetch([StackLookups(ids, np.array([40]))], 1).result())
     ahead.settle()
 
     def broken(*_: object) -> None:
         raise DeviceError("cannot read 24 bytes at 0 of /mnt/scm: Input/output error")
 
     tables.stack.levels[0].read = broken  # type: ignore[method-assign]
-    fetched = ahead.fetch([(ids, np.array([40]))], 2)
+    fetched = ahead.fetch([StackLookups(ids, np.array([40]))], 2)
     with pytest.raises(DeviceError, match="cannot read 24 bytes at 0 of /mnt/scm"):
         fetched.result()
     with pytest.raises(DeviceError, match="Input/output error"):
@@ -411,7 +411,7 @@ def test_rows_are_fetched_if_the_kernel_refuses_the_idle_class(
     tables = Tables([100], 5, ("ddr",), tmp_path)
     ahead = Prefetcher([tables.stack])
 
-    fetched = ahead.fetch([(np.array([7], np.int64), np.array([1]))], 1).result()
+    fetched = ahead.fetch([StackLookups(np.array([7], np.int64), np.array([1]))], 1).result()
 
     ahead.close()
     tables.stack.close()

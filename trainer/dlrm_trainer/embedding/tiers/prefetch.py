@@ -10,18 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dlrm_trainer.embedding.tiers.memory import node_of_folder, processors_near
-from dlrm_trainer.embedding.tiers.stack import Fetched, Stack
+from dlrm_trainer.embedding.tiers.stack import Fetched, Stack, StackLookups
 from dlrm_trainer.spans import spanned
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-Lookups = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""(L,) rows of a stack's tables, table-major, and (K,) the end of each table's rows."""
 
 
 class Prefetcher:
@@ -37,19 +32,24 @@ class Prefetcher:
         copies = all(stack.only_copies for stack in self._stacks)
         self._thread = ThreadPoolExecutor(1, "dlrm-lookahead", initializer=_run_on, initargs=(processors, copies))
 
-    def fetch(self, lookups: Sequence[Lookups], batch: int) -> Future[list[Fetched]]:
+    def fetch(self, lookups: Sequence[StackLookups], batch: int) -> Future[list[Fetched]]:
         """Bring the rows of a batch with an update into slots: ``Stack.fetch`` of every stack."""
         return self._submit(
-            lambda: [stack.fetch(*each, batch) for stack, each in zip(self._stacks, lookups, strict=True)]
+            lambda: [
+                stack.fetch(each.ids, each.ends, batch, each.new)
+                for stack, each in zip(self._stacks, lookups, strict=True)
+            ]
         )
 
     def release(self, fetched: Sequence[Fetched]) -> None:
         """Unpin a batch after its update."""
         self._after_kernels(lambda stack, each: stack.release(each), fetched)
 
-    def borrow(self, lookups: Sequence[Lookups]) -> Future[list[Fetched]]:
+    def borrow(self, lookups: Sequence[StackLookups]) -> Future[list[Fetched]]:
         """Make the rows of a batch without an update readable: ``Stack.borrow`` of every stack."""
-        return self._submit(lambda: [stack.borrow(*each) for stack, each in zip(self._stacks, lookups, strict=True)])
+        return self._submit(
+            lambda: [stack.borrow(each.ids, each.ends) for stack, each in zip(self._stacks, lookups, strict=True)]
+        )
 
     def give_back(self, borrowed: Sequence[Fetched]) -> None:
         """Free the slots of ``borrow``."""

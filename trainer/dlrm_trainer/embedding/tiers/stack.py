@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,33 @@ class StackTable:
     first_column: int = 0
 
 
+class NewRows(NamedTuple):
+    """Name rows of unique tables that keys have just got."""
+
+    rows: NDArray[np.int64]
+    """(n,) ascending, numbered over all tables of the stack."""
+    keys: NDArray[np.int64]
+    """(n,)"""
+
+    def plus(self, rows: NDArray[np.int64], keys: NDArray[np.int64]) -> NewRows:
+        """Return these rows and those of a later table."""
+        return NewRows(np.concatenate([self.rows, rows]), np.concatenate([self.keys, keys]))
+
+
+NO_ROWS = NewRows(np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+class StackLookups(NamedTuple):
+    """Name the rows that a batch looks up."""
+
+    ids: NDArray[np.int64]
+    """(L,) rows of their tables, table-major."""
+    ends: NDArray[np.int64]
+    """(K,) end of each table's ids."""
+    new: NewRows = NO_ROWS
+    """Rows of unique tables that keys got for this batch; all of them are looked up."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
     """Name the slots of a batch's rows."""
@@ -100,9 +128,13 @@ class Stack:
         self.levels: tuple[Level, ...] = ()
         self._swapping: tuple[HostSlots, ByteLevel] | None = None
         self._keys = np.array([table_key(seed, table.name) for table in tables], np.uint64)
-        self._firsts = np.array([(table.first_row, table.first_column) for table in tables], np.int64)
+        self._first_columns = np.array([table.first_column for table in tables], np.int64)
         self._scales = np.array([table.scale for table in tables], np.float32)
         self.row_map = _row_map(tables, share)
+        first_rows = np.array([table.first_row for table in tables], np.int64)
+        self._to_ids = first_rows - self.row_map.row_starts[:-1]
+        """(K,) what turns rows of each table, as the stack numbers them, into those of the model's."""
+        self._new = NO_ROWS
         self._found = _found(0)
         self._chunk = CHUNK
         self._coming, self._going = (np.empty((CHUNK, memory.words), np.uint32) for _ in range(2))
@@ -125,14 +157,15 @@ class Stack:
         """Record where a level has moved rows; level 1 is the first below the slots."""
         self._enter(rows, places, level, level)
 
-    def fetch(self, ids: NDArray[np.int64], ends: NDArray[np.int64], batch: int) -> Fetched:
+    def fetch(self, ids: NDArray[np.int64], ends: NDArray[np.int64], batch: int, new: NewRows = NO_ROWS) -> Fetched:
         """Bring every row that a batch will update into a slot, and pin it until ``release``.
 
-        The (L,) ids are table-major, and (K,) ``ends`` the end of each table's; batches ascend from 1.
+        See ``StackLookups``; batches ascend from 1.
 
         Raises:
             DeviceError: a level could not read or write; the stack is unusable from then on.
         """
+        self._new = new
         found = self._buffers(len(ids))
         distinct, missing, waiting = row_cache.find(self.row_map, ids, ends, batch, found)
         copying = None
@@ -190,6 +223,14 @@ class Stack:
             self._coming[: len(part)] = records[start : start + limit]
             self._exchange(found, len(part), [])
             self.release(Fetched(slots=found.slots, distinct=found.distinct))
+
+    def drop(self, table: int, rows: Rows) -> None:
+        """Forget rows of a table, counted from its first: they are nowhere then. No batch holds any of them."""
+        entries = np.empty(len(rows), np.int64)
+        row_cache.drop_rows(self.row_map, rows + self.row_map.row_starts[table], entries)
+        stored = entries[entries > 0] - 1
+        for number, level in enumerate(self.levels, start=1):
+            level.free(stored[stored & 3 == number] >> LEVEL_BITS)
 
     def known(self, table: int, first: int, last: int) -> Rows:
         """Return the rows of [first, last) of a table that were ever looked up, numbered over all tables."""
@@ -304,7 +345,12 @@ class Stack:
 
     def _initial(self, rows: Rows, out: Records) -> None:
         weights = np.empty((len(rows), self.format.dim), np.float32)
-        fill_initial(rows, self.row_map.row_starts, self._firsts, self._keys, self._scales, weights)
+        tables = np.searchsorted(self.row_map.row_starts, rows, side="right") - 1
+        if len(self._new.rows):
+            ids = self._new.keys[np.searchsorted(self._new.rows, rows)]
+        else:
+            ids = rows + self._to_ids[tables]
+        fill_initial(ids, tables, self._first_columns, self._keys, self._scales, weights)
         self.format.begin(weights, out)
 
     def _demote(self, rows: Rows, records: Records, above: int, source: int = 0) -> None:
@@ -413,7 +459,7 @@ def stack_tables(placement: Placement, group: PartGroup, global_batch_size: int)
                 slots=slots,
                 extra=extra,
                 scale=table_scale(table.initializer, table.rows),
-                first_row=part.row_start,
+                first_row=0 if part.buckets else part.row_start,
                 first_column=part.column_start,
             )
         )
