@@ -66,7 +66,7 @@ class EmbeddingOptions(ApiModel):
         "none",
         description="none: ids are row numbers below rows; any other id is an error. modulo: id mod rows. mix: a "
         "64-bit hash of the id, then mod rows (for hexadecimal ids). unique: each id has a row "
-        "of its own, at most rows of them at a time (for ids without bound).",
+        "of its own, at most rows of them at a time (for ids without bound: any integer, or text in Parquet).",
     )
     eviction: EvictionSpec | None = Field(
         None, description="Which rows of a unique table make room for new ids. Default: keep recent."

@@ -1,6 +1,6 @@
-"""Hash 64-bit integers, permute ranges and divide by constants, with the same bits on every machine.
+"""Hash 64-bit integers and texts, permute ranges and divide by constants, with the same bits on every machine.
 
-Every hash of this project is built from SplitMix64's output function ``mix``.
+Every hash of integers is built from SplitMix64's output function ``mix``; texts are hashed by XXH64.
 
 Source: Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014.
 """
@@ -29,6 +29,13 @@ _SHIFT_54, _SHIFT_60, _SHIFT_62 = np.uint64(54), np.uint64(60), np.uint64(62)
 _ZERO, _ONE, _TWO = np.uint64(0), np.uint64(1), np.uint64(2)
 _HALF, _LOWER = np.uint64(32), np.uint64(2**32 - 1)
 _MAX = np.uint64(2**64 - 1)
+_XX_1, _XX_2, _XX_3, _XX_4, _XX_5 = (
+    np.uint64(prime)
+    for prime in (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
+)
+"""Multipliers of XXH64."""
+_STRIPE = np.uint64(32)
+"""Bytes that its four lanes read together."""
 
 _FEISTEL_ROUNDS = 5
 _TAIL = np.uint64(2**63)
@@ -109,6 +116,71 @@ def random_bits(key: np.uint64 | UInts, counters: UInts) -> UInts:
 def uniform(bits: UInts) -> NDArray[np.float64]:
     """Return exact numbers in [0, 1) from the upper 53 of 64 random bits."""
     return (bits >> _SHIFT_11).astype(np.float64) * 2.0**-53
+
+
+@kernel
+def hash_texts(text: NDArray[np.uint8], offsets: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
+    """Hash texts to ids of 63 bits: the upper ones of XXH64 with seed 0, a function of a text's bytes alone.
+
+    Args:
+        text: bytes of all texts.
+        offsets: (n + 1,) where each text starts in ``text``, and where the last one ends.
+        ids: (n,) filled.
+
+    Source: XXH64, https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
+    """
+    for place in range(ids.size):
+        ids[place] = _xxh64(text, np.uint64(offsets[place]), np.uint64(offsets[place + 1])) >> _ONE
+
+
+@kernel
+def _xxh64(text: NDArray[np.uint8], at: np.uint64, end: np.uint64) -> np.uint64:
+    size = end - at
+    if size < _STRIPE:
+        found = _XX_5
+    else:
+        first, second, third, fourth = _XX_1 + _XX_2, _XX_2, _ZERO, _ZERO - _XX_1
+        while end - at >= _STRIPE:
+            first = _round(first, _word(text, at, 8))
+            second = _round(second, _word(text, at + np.uint64(8), 8))
+            third = _round(third, _word(text, at + np.uint64(16), 8))
+            fourth = _round(fourth, _word(text, at + np.uint64(24), 8))
+            at += _STRIPE
+        found = _rotated(first, 1) + _rotated(second, 7) + _rotated(third, 12) + _rotated(fourth, 18)
+        for lane in (first, second, third, fourth):
+            found = (found ^ _round(_ZERO, lane)) * _XX_1 + _XX_4
+    found += size
+    while end - at >= np.uint64(8):
+        found = _rotated(found ^ _round(_ZERO, _word(text, at, 8)), 27) * _XX_1 + _XX_4
+        at += np.uint64(8)
+    if end - at >= np.uint64(4):
+        found = _rotated(found ^ _word(text, at, 4) * _XX_1, 23) * _XX_2 + _XX_3
+        at += np.uint64(4)
+    while at < end:
+        found = _rotated(found ^ np.uint64(text[at]) * _XX_5, 11) * _XX_1
+        at += _ONE
+    found = (found ^ found >> np.uint64(33)) * _XX_2
+    found = (found ^ found >> np.uint64(29)) * _XX_3
+    return found ^ found >> np.uint64(32)
+
+
+@kernel
+def _round(lane: np.uint64, word: np.uint64) -> np.uint64:
+    return _rotated(lane + word * _XX_2, 31) * _XX_1
+
+
+@kernel
+def _rotated(word: np.uint64, bits: int) -> np.uint64:
+    return word << np.uint64(bits) | word >> np.uint64(64 - bits)
+
+
+@kernel
+def _word(text: NDArray[np.uint8], at: np.uint64, size: int) -> np.uint64:
+    """Return ``size`` bytes as a little-endian number."""
+    word = _ZERO
+    for byte in range(size):
+        word |= np.uint64(text[at + np.uint64(byte)]) << np.uint64(8 * byte)
+    return word
 
 
 @kernel

@@ -95,6 +95,7 @@ def _of_data() -> Iterator[Example]:
     hashed = parsing.Hashing(parsing.MIX, size, U64(2**62))
     for values, rows in product((i64(2), _frozen(i64(2)), _frozen(u32(2))), (i64(2), u32(2))):
         yield parsing.put_rows_of, (values, hashed, rows)
+    yield hashing.hash_texts, (u8(2), i64(3), i64(2))
     yield parsing.check_bags, (i64(2), i32((1, 2)) + np.int32(1), i64(1), i64(1) + 1)
     yield parsing.fill_missing, (f32(2), np.float32(0))
     for rule in (parsing.count_by_block, parsing.sort_by_block):

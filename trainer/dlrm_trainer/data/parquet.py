@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError
-from dlrm_kernels.parsing import MIX, MODULO, NONE, Hashing, Ints, Numbers, put_floats, put_labels, put_rows_of
+from dlrm_kernels.hashing import hash_texts
+from dlrm_kernels.parsing import MIX, MODULO, NONE, UNIQUE, Hashing, Ints, Numbers, put_floats, put_labels, put_rows_of
 from dlrm_stores.base import parallel_map
 from dlrm_stores.data_files import DataFile, TableColumns
 from dlrm_trainer.data.batch_builder import (
@@ -50,6 +51,9 @@ MAX_FOOTER = 2**31 - 1
 """Bytes of a text and items of a list in a footer: the largest that pyarrow takes."""
 _SHOWN_NAMES = 20
 _NO_BITS = np.empty(0, dtype=np.uint8)
+_TEXTS = (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view())
+_TEXT = pa.large_binary()
+"""What texts are cast to: those of a row group may exceed 2 GiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,9 +272,18 @@ def _read_checked_footer(file: DataFile, columns: Columns) -> Any:
             return parquet.metadata, parquet.schema_arrow
 
     footer, schema = guarded(file, "", read)
+    kinds = [hashing.kind for hashing in columns.hashings]
+    unique = [name for name, kind in zip(columns.bags, kinds, strict=True) if kind == UNIQUE]
+    others = [name for name, kind in zip(columns.bags, kinds, strict=True) if kind != UNIQUE]
     wanted: list[tuple[Iterable[str | None], Callable[[Any], bool], str]] = [
         ([columns.label, *columns.dense], _holds_numbers, "numbers"),
-        (columns.bags, _holds_ids, "integers or lists of integers; number or hash the values when the file is written"),
+        (unique, lambda kind: _holds_ids(kind) or _holds_text(kind), "integers, strings or lists of either"),
+        (
+            others,
+            _holds_ids,
+            "integers or lists of integers; for strings set embedding.hash: unique on every table that reads the "
+            "column, or number the values when the file is written",
+        ),
         (columns.weights, _holds_weights, "numbers or lists of numbers"),
     ]
     for names, is_usable, expected in wanted:
@@ -391,7 +404,7 @@ class RowGroupDecoder:
         column = singles.column(place, narrow=few or kept)
         sizes, flat = self._flat(data[name], name, "ids")
         rows = column if sizes is None else np.empty(len(flat), dtype=np.int64)
-        ids = flat.to_numpy(zero_copy_only=False)
+        ids = _hashed_texts(flat) if flat.type == _TEXT else flat.to_numpy(zero_copy_only=False)
         # Other types are not worth a compiled loop of their own.
         if ids.dtype != np.uint32:
             ids = ids.astype(np.int64, copy=False)
@@ -419,7 +432,10 @@ class RowGroupDecoder:
 
     def _flat(self, column: Any, name: str, what: str) -> tuple[NDArray[np.int32] | None, Any]:
         """Return bag sizes (r,), None where all are 1, and what the bags hold, one after the other."""
-        array = _array(column)
+        if _holds_text(column.type):
+            array = _array(column.cast(pa.large_list(_TEXT) if _is_list(column.type) else _TEXT))
+        else:
+            array = _array(column)
         if isinstance(array.type, pa.DictionaryType):
             array = array.dictionary_decode()
         if not _is_list(array.type):
@@ -446,6 +462,16 @@ def _array(column: Any) -> Any:
     return pa.concat_arrays(array.chunks) if isinstance(array, pa.ChunkedArray) else array
 
 
+def _hashed_texts(texts: Any) -> Ints:
+    """Return the ids (n,) of texts without nulls."""
+    ids = np.empty(len(texts), dtype=np.int64)
+    if len(texts):
+        _, offsets, held = texts.buffers()
+        bounds = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+        hash_texts(np.frombuffer(held, np.uint8) if held else _NO_BITS, bounds, ids)
+    return ids
+
+
 def _is_list(kind: Any) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
@@ -467,3 +493,8 @@ def _holds_weights(kind: Any) -> bool:
 def _holds_ids(kind: Any) -> bool:
     holds_others = _is_list(kind) or isinstance(kind, pa.DictionaryType)
     return bool(pa.types.is_integer(kind.value_type if holds_others else kind))
+
+
+def _holds_text(kind: Any) -> bool:
+    each = kind.value_type if _is_list(kind) else kind
+    return (each.value_type if isinstance(each, pa.DictionaryType) else each) in _TEXTS

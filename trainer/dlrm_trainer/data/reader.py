@@ -406,7 +406,7 @@ class Reader:
         fix = f"raise rows to at least {largest + 1}" if raw.ids[place] >= 0 else "correct the data"
         raise BadDataError(
             f"{where}: expected 0 to {table.rows - 1}, got {raw.ids[place]}; {fix}, "
-            "or set embedding.hash: mix on the table"
+            "or set embedding.hash: unique or mix on the table"
         )
 
 

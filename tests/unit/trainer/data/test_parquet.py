@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError
 from dlrm_api.model import TableSpec
 from dlrm_checkpointer import id_seed
-from dlrm_kernels.hashing import ids_of_keys, keys_of_ids, mix64
+from dlrm_kernels.hashing import hash_texts, ids_of_keys, keys_of_ids, mix64
 from dlrm_stores.data_files import LocalFile
 from dlrm_testing.trainer.hashed_ids import rows_of_ids
 from dlrm_testing.unique_tables import spec_with_unique
@@ -143,11 +143,17 @@ BAD_COLUMNS: dict[str, tuple[dict[str, Any], str]] = {
     "NaN": ({"price": [0.0, 1.0, 2.0, 3.0, float("nan")]}, r"row 4: invalid column price: .*null.* nan$"),
     "infinity": ({"price": [0.0, 1.0, 2.0, float("-inf"), 3.0]}, r"row 3: invalid column price: .* -inf$"),
     "beyond float32": ({"price": [0.0, 1e300, 2.0, 3.0, 4.0]}, r"row 1: invalid column price: .* 1e\+300$"),
-    "text ids": ({"user": list("abcde")}, r"invalid column user: .*string"),
+    "text ids": ({"user": list("abcde")}, r"invalid column user: .*embedding\.hash: unique.* string$"),
     "fractions as ids": ({"user": [0.5, 1, 2, 3, 0]}, r"invalid column user: .*double"),
     "null in a bag": ({"films": [[1], [], [2, None], [], []]}, r"row 2: invalid column films: .*null.* \[2, None\]$"),
-    "id too large": ({"user": [0, 4, 1, 2, 9]}, r"row 1: .* table user .* got 4; raise rows to at least 10.*mix"),
-    "negative id": ({"user": [0, 1, -7, 2, 3]}, r"row 2: .* table user .* 0 to 3, got -7; .*embedding\.hash: mix"),
+    "id too large": (
+        {"user": [0, 4, 1, 2, 9]},
+        r"row 1: .* table user .* got 4; raise rows to at least 10.*unique or mix",
+    ),
+    "negative id": (
+        {"user": [0, 1, -7, 2, 3]},
+        r"row 2: .* table user .* 0 to 3, got -7; .*embedding\.hash: unique or",
+    ),
     "bag too long": ({"films": [[1], [], [], [1] * 4, []]}, r"row 3: .* table films .* 3 ids \(maxLookups .* got 4$"),
     "id in a bag": ({"films": [[], [1, 2], [3, 10], [1], []]}, r"row 2: .* table films .* got 10;"),
 }
@@ -376,3 +382,42 @@ def test_the_one_id_without_a_key_is_named(write_parquet: Write, make_spec: Any)
 
     with pytest.raises(BadDataError, match=rf"row 1.*table user \(column user\): id {missing} "):
         read_unique(make_spec, path, 2)
+
+
+TEXTS = ["", "a", "user-17", "a", "Zürich", None, "x" * 100, "nobody"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.string(),
+        pa.large_string(),
+        pa.string_view(),
+        pa.dictionary(pa.int32(), pa.string()),
+        pa.list_(pa.string()),
+        pa.list_(pa.string(), 1),
+        pa.large_list(pa.large_string()),
+        pa.list_(pa.dictionary(pa.int32(), pa.string())),
+    ],
+    ids=str,
+)
+def test_text_becomes_keys_by_its_bytes_alone(kind: pa.DataType, write_parquet: Write, make_spec: Any) -> None:
+    count = len(TEXTS)
+    bags = [[text] if text is not None and hasattr(kind, "value_field") else text for text in TEXTS]
+    columns = {"label": [0] * count, "price": [1.0] * count, "user": pa.array(bags, kind)}
+    texts = [text.encode() for text in TEXTS if text is not None]
+    ids = np.empty(len(texts), np.int64)
+    hash_texts(np.frombuffer(b"".join(texts), np.uint8), np.cumsum([0, *map(len, texts)]), ids)
+
+    batch = read_unique(make_spec, write_parquet(columns), count)
+
+    assert batch.lengths.tolist() == [[text is not None for text in TEXTS]]
+    assert batch.values.tolist() == keys_of_ids(ids.view(np.uint64), np.uint64(id_seed(0, "user"))).tolist()
+    assert len(set(batch.values.tolist())) == len(set(texts))
+
+
+def test_bags_of_text_hold_no_null(write_parquet: Write, make_spec: Any) -> None:
+    columns = {"label": [0, 1], "price": [0.0, 1.0], "user": [["a", "b"], ["c", None]]}
+
+    with pytest.raises(BadDataError, match=r"row 1: invalid column user: .*null.* \['c', None\]$"):
+        read_unique(make_spec, write_parquet(columns), 2, max_lookups=2)
