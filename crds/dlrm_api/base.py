@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
 from pydantic.alias_generators import to_camel, to_snake
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError, SchemaValidator, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, SchemaValidator
 
 from dlrm_api.errors import BadDataError, InvalidSpecError, field_path, invalid_spec
 
-NOT_BUILT = "x-dlrm-not-built"
-"""JSON schema key under which :class:`NotBuilt` leaves the allowed values for the CRD generator."""
 RULES = "x-kubernetes-validations"
 """JSON schema key under which Kubernetes keeps CEL rules."""
 WHOLE: Any = {"x-kubernetes-map-type": "atomic"}
@@ -83,39 +81,6 @@ class ApiModel(BaseModel):
             resolved = handler.resolve_ref_schema(json_schema)
             resolved[RULES] = [{"rule": rule.cel, "message": rule.message} for rule in cls.rules]
         return json_schema
-
-
-@dataclass(frozen=True)
-class NotBuilt:
-    """Mark a field whose behaviour this version lacks: setting it is an error, not a no-op.
-
-    If part of the behaviour is built, ``allowed`` lists the values that are. None (the field left out) always passes.
-    """
-
-    allowed: tuple[Any, ...] = ()
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.with_info_after_validator_function(self._refuse, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        json_schema = handler(schema)
-        json_schema[NOT_BUILT] = list(self.allowed)
-        return json_schema
-
-    def message(self, field: str) -> str:
-        """Return the error message for ``field``, its name in YAML."""
-        if self.allowed in ((), (False,)):
-            return f"{field} is not built in this version: leave it out"
-        if len(self.allowed) == 1:
-            return f"{field}: only {self.allowed[0]} is built in this version: use it or leave the field out"
-        values = ", ".join(str(value) for value in self.allowed)
-        return f"{field}: only {values} are built in this version: use one of them or leave the field out"
-
-    def _refuse(self, value: Any, info: core_schema.ValidationInfo[Any]) -> Any:
-        if value is None or value in self.allowed:
-            return value
-        message = self.message(to_camel(info.field_name or "this field"))
-        raise PydanticCustomError("not_built", "{message}", {"message": message})
 
 
 MAX_COUNTED_CHARACTERS = 2**17

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from dlrm_api.base import ApiModel, NotBuilt, Rule, exclusive
+from dlrm_api.base import ApiModel, Rule, exclusive
 from dlrm_api.fields import INT_OR_STRING
 from dlrm_api.keys import BUCKET_ROWS, MAX_BUCKET_ROWS, MAX_BUCKETS, KeyBuckets, key_buckets
 from dlrm_api.tiers import Tier
@@ -62,7 +62,7 @@ class EvictionSpec(ApiModel):
 class EmbeddingOptions(ApiModel):
     """Configure how ids map to rows and which rows are kept."""
 
-    hash: Annotated[Hash, NotBuilt(("none", "modulo", "mix"))] = Field(
+    hash: Hash = Field(
         "none",
         description="none: ids are row numbers below rows; any other id is an error. modulo: id mod rows. mix: a "
         "64-bit hash of the id, then mod rows (for hexadecimal ids). unique: each id has a row "

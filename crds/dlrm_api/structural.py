@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dlrm_api.base import NOT_BUILT, RULES, NotBuilt
+from dlrm_api.base import RULES
 from dlrm_api.fields import INT_OR_STRING
 
 Schema = dict[str, Any]
@@ -23,7 +23,7 @@ KEPT = frozenset({
     "x-kubernetes-int-or-string", "x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-map-type",
 })  # fmt: skip
 """Keywords that pass unchanged."""
-DROPPED = frozenset({"title", "$defs", NOT_BUILT})
+DROPPED = frozenset({"title", "$defs"})
 
 
 def structural(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Schema:
@@ -53,7 +53,6 @@ def structural(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Sch
             raise ValueError(f"no structural form for {keyword!r} in {dict(flat)}")
     _one_rule(result)
     _mixed_enum(result)
-    _not_built(result, flat, definitions)
     _small_default(result)
     _named_default(result)
     return result
@@ -102,18 +101,6 @@ def _mixed_enum(schema: Schema) -> None:
     schema.update(INT_OR_STRING)
     rule = " || ".join(f"self == {_literal(value)}" for value in values)
     schema[RULES] = [{"rule": rule, "message": "use one of " + ", ".join(str(value) for value in values)}]
-
-
-def _not_built(schema: Schema, flat: Mapping[str, Any], definitions: Mapping[str, Any]) -> None:
-    rules = []
-    for name, field in flat.get("properties", {}).items():
-        allowed = _resolved(field, definitions).get(NOT_BUILT)
-        if allowed is None:
-            continue
-        rule = " || ".join([f"!has(self.{name})", *(f"self.{name} == {_literal(value)}" for value in allowed)])
-        rules.append({"rule": rule, "message": NotBuilt(tuple(allowed)).message(name), "fieldPath": f".{name}"})
-    if rules:
-        schema[RULES] = [*schema.get(RULES, ()), *rules]
 
 
 def _small_default(schema: Schema) -> None:

@@ -442,17 +442,6 @@ BAD = {
     "domain of no topology": job({"spec.scheduling": {"topologyKey": "zone"}}, "spec.scheduling"),
     "kueue without a queue": job({"spec.scheduling": {"gang": "kueue"}}, "spec.scheduling"),
     "queue that nobody reads": job({"spec.scheduling": {"gang": "coscheduling", "queue": "ads"}}, "spec.scheduling"),
-    # what this version lacks
-    "option of a group's tables": job(
-        {"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 16, "embedding": {"hash": "unique"}}}]},
-        "spec.model.tableGroups[0].template.embedding.hash",
-        "spec.model.tableGroups[0].template.embedding.hash: Invalid value: hash: only none, modulo, mix are built",
-    ),
-    "rows for ids without bound": job(
-        {"spec.model.tables.0.embedding": {"hash": "unique"}},
-        "spec.model.tables[0].embedding.hash",
-        "spec.model.tables[0].embedding.hash: Invalid value: hash: only none, modulo, mix are built in this version",
-    ),
     # hardware profiles
     "profile without tiers": profile({"spec.tiers": GONE}, "spec.tiers", "spec.tiers: Required value"),
     "profile without DDR": profile(

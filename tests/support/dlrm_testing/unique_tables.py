@@ -1,4 +1,4 @@
-"""Jobs with unique tables, which manifests may not have while the value is refused as not built."""
+"""Jobs with unique tables."""
 
 from __future__ import annotations
 

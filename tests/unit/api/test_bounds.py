@@ -1,19 +1,14 @@
-"""Every field of the API has a description and bounds; setting one that is not built is an error."""
+"""Every field of the API has a description and bounds."""
 
-import copy
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import pytest
-from pydantic import Field, ValidationError
-from pydantic.fields import FieldInfo
 
-from dlrm_api.base import ApiModel, NotBuilt
 from dlrm_api.crd import definitions
-from dlrm_api.hardware import DeviceSpec, HardwareProfile, HardwareProfileSpec, NetworkSpec, TierSpec, TiersSpec
-from dlrm_api.job import DLRMJob
+from dlrm_api.hardware import DeviceSpec, HardwareProfileSpec, NetworkSpec, TierSpec, TiersSpec
 from dlrm_operator.manifests.storage import FILE_TIERS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -70,76 +65,6 @@ def test_every_field_is_described_and_bounded(schema: dict[str, Any]) -> None:
             pytest.fail(f"unknown type {other}")
 
 
-def models(model: type[ApiModel], seen: set[type[ApiModel]]) -> Iterator[type[ApiModel]]:
-    if model in seen:
-        return
-    seen.add(model)
-    yield model
-    for field in model.model_fields.values():
-        for found in inner_models(field.annotation):
-            yield from models(found, seen)
-
-
-def inner_models(annotation: Any) -> Iterator[type[ApiModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, ApiModel):
-        yield annotation
-    for argument in getattr(annotation, "__args__", ()):
-        yield from inner_models(argument)
-
-
-def marks(field: FieldInfo) -> list[NotBuilt]:
-    return [mark for mark in field.metadata if isinstance(mark, NotBuilt)]
-
-
-class Marked(ApiModel):
-    """Has a mark even in a version whose API has none."""
-
-    speed: Annotated[Literal["slow", "fast"], NotBuilt(("slow",))] = Field("slow", description="Speed.")
-
-
-SEEN: set[type[ApiModel]] = set()
-NOT_BUILT = [
-    pytest.param(model, name, mark, id=f"{model.__name__}.{name}")
-    for root in (DLRMJob, HardwareProfile, Marked)
-    for model in models(root, SEEN)
-    for name, field in model.model_fields.items()
-    for mark in marks(field)
-]
-
-EXAMPLES: dict[str, Any] = {"auto": {"max": 2, "targetSamplesPerSecond": 1}, "queue": "team", "topologyKey": "zone"}
-
-
-def other_values(schema: dict[str, Any], allowed: tuple[Any, ...], name: str) -> list[Any]:
-    """Good values of the field that this version does not have."""
-    if name in EXAMPLES:
-        return [EXAMPLES[name]]
-    choices = [schema, *schema.get("anyOf", ())]
-    listed = [value for choice in choices for value in choice.get("enum", ())]
-    if listed:
-        return [value for value in listed if value not in allowed]
-    if any(choice.get("x-kubernetes-int-or-string") for choice in choices):
-        return ["1Gi", 5]
-    kinds = {choice.get("type") for choice in choices}
-    if "boolean" in kinds:
-        return [True]
-    if "string" in kinds:
-        return ["5m"]
-    return [next(choice["minimum"] for choice in choices if "minimum" in choice)]
-
-
-@pytest.mark.parametrize(("model", "name", "mark"), NOT_BUILT)
-def test_a_field_that_is_not_built_is_refused_by_its_name(model: type[ApiModel], name: str, mark: NotBuilt) -> None:
-    alias = model.model_fields[name].alias or name
-    schema = model.model_json_schema(by_alias=True)["properties"][alias]
-
-    for value in other_values(schema, mark.allowed, alias):
-        with pytest.raises(ValidationError) as refused:
-            model.model_validate({alias: copy.deepcopy(value)})
-
-        found = [problem["msg"] for problem in refused.value.errors() if problem["type"] == "not_built"]
-        assert found == [mark.message(alias)], value
-
-
 def test_unused_profile_figures_say_so() -> None:
     source = "".join(path.read_text() for path in (ROOT / "operator").rglob("*.py"))
     fields = {
@@ -154,16 +79,3 @@ def test_unused_profile_figures_say_so() -> None:
 
     by_getattr = {f"TiersSpec.{tier}" for tier in FILE_TIERS}
     assert unused == unread - by_getattr
-
-
-@pytest.mark.parametrize(
-    ("mark", "message"),
-    [
-        (NotBuilt(), "f is not built in this version: leave it out"),
-        (NotBuilt((False,)), "f is not built in this version: leave it out"),
-        (NotBuilt(("full",)), "f: only full is built in this version: use it or leave the field out"),
-        (NotBuilt((8, 32)), "f: only 8, 32 are built in this version: use one of them or leave the field out"),
-    ],
-)
-def test_the_refusal_says_what_to_do(mark: NotBuilt, message: str) -> None:
-    assert mark.message("f") == message

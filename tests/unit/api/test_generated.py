@@ -4,14 +4,14 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import pytest
 import yaml
 from hack import generate
 from pydantic import Field
 
-from dlrm_api.base import ApiModel, NotBuilt, Rule
+from dlrm_api.base import ApiModel, Rule
 from dlrm_api.crd import definitions
 from dlrm_api.reference import reference
 from dlrm_api.structural import messages, structural
@@ -33,8 +33,8 @@ class Outer(ApiModel):
     sized: Inner = Field(Inner(size=3), description="Other default.")
     many: tuple[Inner, ...] = Field((), max_length=3, description="Many.")
     named: dict[str, int] = Field({}, max_length=3, description="Named.")
-    mixed: Annotated[Literal["auto", 2, 8], NotBuilt((8,))] = Field(8, description="Mixed.")
-    flag: Annotated[bool, NotBuilt((False,))] = Field(False, description="Flag.")
+    mixed: Literal["auto", 2, 8] = Field(8, description="Mixed.")
+    flag: bool = Field(False, description="Flag.")
     fixed: Literal["a"] = Field("a", description="Fixed.")
 
     rules = (Rule(cel="self.inner.size > 0", holds=lambda outer: outer.inner.size > 0, message="inner must be big"),)
@@ -175,22 +175,10 @@ def test_a_lone_word_becomes_an_enum() -> None:
     assert rewritten(Outer)["properties"]["fixed"]["enum"] == ["a"]
 
 
-def test_class_rules_precede_rules_of_fields_that_are_not_built() -> None:
+def test_rules_of_a_class_become_cel() -> None:
     rules = rewritten(Outer)["x-kubernetes-validations"]
 
-    assert rules == [
-        {"rule": "self.inner.size > 0", "message": "inner must be big"},
-        {
-            "rule": "!has(self.mixed) || self.mixed == 8",
-            "message": "mixed: only 8 is built in this version: use it or leave the field out",
-            "fieldPath": ".mixed",
-        },
-        {
-            "rule": "!has(self.flag) || self.flag == false",
-            "message": "flag is not built in this version: leave it out",
-            "fieldPath": ".flag",
-        },
-    ]
+    assert rules == [{"rule": "self.inner.size > 0", "message": "inner must be big"}]
 
 
 class Pair(ApiModel):

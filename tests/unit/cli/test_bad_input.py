@@ -85,8 +85,6 @@ JOB_CASES: list[tuple[str, Change, int, tuple[str, ...]]] = [
     ("no rows", put("spec.model.tables.0.rows", 0), 78, ("spec.model.tables[0].rows", "1")),
     ("words for a number", put("spec.data.epochs", "many"), 78, ("spec.data.epochs", "integer")),
     ("a duration without unit", put("spec.checkpoint.interval", "soon"), 78, ("spec.checkpoint.interval", "30m")),
-    ("a behaviour that is not built", put("spec.model.tables.0.embedding", {"hash": "unique"}), 78,
-     ("embedding.hash", "are built")),
     ("a gang without queue", put("spec.scheduling", {"gang": "kueue"}), 78, ("spec.scheduling", "LocalQueue")),
     ("a top MLP without logit", put("spec.model.topMlp", [16, 2]), 78, ("topMlp must end in 1",)),
     ("dims that dot can't multiply", put("spec.model.tables.0.dim", 16), 78, ("dim", "bottomMlp")),
