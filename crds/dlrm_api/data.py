@@ -44,6 +44,19 @@ class SyntheticSpec(ApiModel):
     eval_samples: int = Field(100_000, ge=0, le=2**40, description="Samples of the evaluation set.")
     alpha: float = Field(1.05, ge=0, le=3, description="Zipf exponent of the ids. Used if reuseHistogram is absent.")
     reuse_histogram: LocalPath | None = Field(None, description="File with a reuse histogram from which ids are drawn.")
+    ids_per_row: float = Field(
+        1.0,
+        ge=1e-6,
+        le=1e6,
+        description="Ids in use at a time per row of a table, unless its embedding.hash is none: then ids are rows.",
+    )
+    drift: float = Field(
+        0.0,
+        ge=0,
+        le=1e6,
+        description="How often each of these ids is replaced by a new one in an epoch, on average, after a random "
+        "time. Evaluation samples have the ids of the epoch's end. Needs shuffle.windowRows 0.",
+    )
     noise: float = Field(0.5, ge=0, le=100, description="Standard deviation of the noise on the teacher's logit.")
     positive_rate: float = Field(0.25, ge=0.001, le=0.999, description="Approximate share of positive labels.")
 
@@ -135,5 +148,10 @@ class DataSpec(ApiModel):
             holds=lambda data: data.format != "synthetic" or not (data.train.uris or data.eval.uris),
             message="format synthetic reads no files: remove train.uris and eval.uris, or set the format of the files "
             "(criteo-tsv, delta, iceberg or parquet)",
+        ),
+        Rule(
+            cel="self.format != 'synthetic' || self.synthetic.drift == 0.0 || self.shuffle.windowRows == 0",
+            holds=lambda data: data.format != "synthetic" or not (data.synthetic.drift and data.shuffle.window_rows),
+            message="synthetic.drift needs samples in the order of time: set shuffle.windowRows to 0",
         ),
     )

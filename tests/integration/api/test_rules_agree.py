@@ -77,6 +77,8 @@ data = st.fixed_dictionaries(
         "eval": st.fixed_dictionaries({}, optional={"uris": files}),
         "globalBatchSize": st.sampled_from([64, 100, 2_048]),
         "virtualShards": st.sampled_from([1, 3, 64]),
+        "synthetic": st.fixed_dictionaries({}, optional={"drift": st.sampled_from([0, 0.5, 3])}),
+        "shuffle": st.fixed_dictionaries({}, optional={"windowRows": st.sampled_from([0, 8])}),
     },
 )
 services = st.fixed_dictionaries(

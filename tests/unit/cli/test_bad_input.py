@@ -101,6 +101,7 @@ JOB_CASES: list[tuple[str, Change, int, tuple[str, ...]]] = [
     ("no training files", put("spec.data.format", "parquet"), 78, ("train.uris is empty",)),
     ("files that made-up samples leave unread", put("spec.data.train", {"uris": ["/dev/null"]}), 78,
      ("spec.data", "format synthetic reads no files")),
+    ("drift that a shuffle hides", put("spec.data.synthetic", {"drift": 2}), 78, ("shuffle.windowRows",)),
     ("two intervals", put("spec.checkpoint", {"uri": "file:///x", "interval": "1m", "intervalSteps": 5}), 78,
      ("interval and intervalSteps",)),
     ("snapshots by ftp", put("spec.checkpoint.uri", "ftp://host/x"), 78, ("spec.checkpoint", "s3:// or file:///")),

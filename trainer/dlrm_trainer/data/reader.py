@@ -98,7 +98,7 @@ class Batch:
     lengths: Tensor
     """(F, n) int32 ids in each bag; other batches may share them."""
     values: Tensor
-    """(sum of lengths,) int64 rows of the tables, feature-major, each in [0, rows) of its table."""
+    """(sum of lengths,) int64, feature-major: rows in [0, rows) of their table, or keys of a unique one."""
     weights: Tensor | None = None
     """(sum of lengths,) float32, finite, one for each of ``values``; 1 for features without weights, None if no
     feature of the model has any."""

@@ -5,6 +5,8 @@ effects are hashes of (seed, table, row), so that no table of effects is ever he
 reuse histogram in the text format of https://github.com/facebookresearch/dlrm_datasets (``locality_stats.txt``):
 blocks that hold two histograms over bins (0, 1], (1, 2], (2, 4] ... of the times that a row is looked up. The second
 one of the first block is read, the share of *lookups* by bin: the first one rounds the hot bins away.
+
+With ``drift`` each popularity rank of a table is held by one id after the other.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrm_api.data import SyntheticSpec
 from dlrm_api.errors import BadDataError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TableSpec
@@ -147,6 +150,67 @@ class Scatter:
         return (ranks * np.uint64(self.factor) % rows + np.uint64(self.shift)) % rows
 
 
+_QUANTA = 64
+"""Quanta of a block: an id may be born at the start of each of them."""
+_BIRTHS_PER_BLOCK = 1 + 63 / 8
+"""One at the start of a block, and one in each other quantum with a chance of 1/8."""
+_MAX_QUANTUM = 2**50
+
+
+@dataclass(frozen=True)
+class Turnover:
+    """Choose the id of 63 bits that holds each popularity rank of a table at the time of a sample.
+
+    Time is the number of the epoch's samples that are read before. Ids of a rank live for a number of quanta that is
+    nearly geometric: it ends with the block, and so after nine mean lives at the latest. Blocks of ranks begin at
+    times of their own. So an id is a function of rank and time alone, in a few operations.
+    """
+
+    key: np.uint64
+    samples: int
+    """Of an epoch."""
+    virtual_shards: int
+    """Equal runs of samples that are read side by side; 0: all samples are of the epoch's end."""
+    quantum: int
+    """Samples; 0: ids live for ever."""
+
+    @classmethod
+    def of(cls, synthetic: SyntheticSpec, virtual_shards: int, key: np.uint64) -> Turnover:
+        """Return the turnover of a table that ``key`` names."""
+        lives = synthetic.samples * _BIRTHS_PER_BLOCK / _QUANTA
+        quantum = int(min(max(lives / synthetic.drift, 1), _MAX_QUANTUM)) if synthetic.drift else 0
+        return cls(key, synthetic.samples, virtual_shards, quantum)
+
+    def __call__(self, ranks: NDArray[np.uint64], sample_ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Return the id of each rank (k,) at the time of each sample (k,)."""
+        keys = random_bits(self.key, ranks)
+        if not self.quantum:
+            return keys >> np.uint64(1)
+        ages = self._times(sample_ids) + keys % np.uint64(self.quantum * _QUANTA)
+        quanta = ages // np.uint64(self.quantum)
+        return random_bits(keys, _last_births(~keys, quanta)) >> np.uint64(1)
+
+    def _times(self, sample_ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        samples, shards = np.uint64(self.samples), np.uint64(self.virtual_shards)
+        if not shards:
+            return np.full(sample_ids.size, samples)
+        shard = ((sample_ids + np.uint64(1)) * shards - np.uint64(1)) // samples
+        return (sample_ids - shard * samples // shards) * shards
+
+
+def _last_births(keys: NDArray[np.uint64], quanta: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the last quantum with a birth, up to each given one (k,)."""
+    blocks, places = quanta // np.uint64(_QUANTA), quanta % np.uint64(_QUANTA)
+    # One bit for each quantum of the block, the first in the lowest.
+    births = random_bits(keys, blocks * np.uint64(3))
+    for draw in (1, 2):
+        births &= random_bits(keys, blocks * np.uint64(3) + np.uint64(draw))
+    births = (births | np.uint64(1)) << (np.uint64(_QUANTA - 1) - places)
+    # Without the bit below the highest, rounding to 53 bits does not carry into the exponent.
+    exponents = np.frexp((births & ~(births >> np.uint64(1))).astype(np.float64))[1]
+    return quanta - (_QUANTA - exponents).astype(np.uint64)
+
+
 Floats = NDArray[np.float64]
 
 _ROW_SCALE, _DENSE_SCALE, _PAIR_SCALE = 1.2, 0.9, 0.6
@@ -251,6 +315,8 @@ class _Draws:
     table: TableSpec
     popularity: Popularity
     scatter: Scatter
+    turnover: Turnover | None
+    """None: ids are the table's rows."""
     length_key: np.uint64
     step_key: np.uint64
     place_key: np.uint64
@@ -278,7 +344,9 @@ class _Draws:
     def ids(self, lookups: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Return the id of each lookup (k,)."""
         ranks = self.popularity.ranks(random_bits(self.step_key, lookups), random_bits(self.place_key, lookups))
-        return self.scatter(ranks)
+        if self.turnover is None:
+            return self.scatter(ranks)
+        return self.turnover(ranks, lookups // np.uint64(self.table.max_lookups))
 
     def weights(self, lookups: NDArray[np.uint64]) -> NDArray[np.float32]:
         """Return each lookup's weight (k,): uniform in [0.5, 1.5), or 1 for a feature without weights."""
@@ -317,6 +385,8 @@ class SyntheticSource:
     def fingerprint(self) -> Fingerprint:
         """Return what samples depend on besides model and seed: a histogram by its content, not its path."""
         ids = {"alpha": self._spec.alpha} if self._histogram is None else {"shares": self._histogram.shares.tolist()}
+        if _is_open(self._spec):
+            ids |= {"idsPerRow": self._spec.ids_per_row, "drift": self._spec.drift}
         return {"format": "synthetic", **ids, "noise": self._spec.noise, "positiveRate": self._spec.positive_rate}
 
     def where(self, sample_id: int) -> str:
@@ -380,11 +450,17 @@ class SyntheticSource:
 
 
 def _draws(spec: DLRMJobSpec, histogram: ReuseHistogram | None, split: str) -> list[_Draws]:
-    tables, seed = spec.model.all_tables(), spec.training.seed
+    tables, seed, synthetic = spec.model.all_tables(), spec.training.seed, spec.data.synthetic
+    is_open = [_is_open(synthetic) and table.embedding.hash != "none" for table in tables]
+    ids = [
+        max(1, round(table.rows * synthetic.ids_per_row)) if own else table.rows
+        for table, own in zip(tables, is_open, strict=True)
+    ]
     popularity = {
-        rows: histogram.popularity(rows) if histogram else Popularity.zipf(rows, spec.data.synthetic.alpha)
-        for rows in {table.rows for table in tables}
+        count: histogram.popularity(count) if histogram else Popularity.zipf(count, synthetic.alpha)
+        for count in set(ids)
     }
+    virtual_shards = spec.data.virtual_shards if split == "train" else 0
     found = []
     for feature in spec.model.all_features():
         table = tables[feature.table]
@@ -392,8 +468,11 @@ def _draws(spec: DLRMJobSpec, histogram: ReuseHistogram | None, split: str) -> l
         name = (table.name,) if feature.column == table.sources[0] else (table.name, feature.column)
         draws = _Draws(
             table=table,
-            popularity=popularity[table.rows],
+            popularity=popularity[ids[feature.table]],
             scatter=Scatter.of(table.rows, stream_key(seed, "scatter", table.name)),
+            turnover=Turnover.of(synthetic, virtual_shards, stream_key(seed, "id", table.name))
+            if is_open[feature.table]
+            else None,
             length_key=stream_key(seed, split, "length", *name),
             step_key=stream_key(seed, split, "step", *name),
             place_key=stream_key(seed, split, "place", *name),
@@ -402,6 +481,11 @@ def _draws(spec: DLRMJobSpec, histogram: ReuseHistogram | None, split: str) -> l
         )
         found.append(draws)
     return found
+
+
+def _is_open(synthetic: SyntheticSpec) -> bool:
+    """Return whether ids of tables that hash them are not their rows."""
+    return synthetic.drift > 0 or synthetic.ids_per_row != 1
 
 
 def _bag_means(values: NDArray[np.float64], lengths: NDArray[np.int32]) -> NDArray[np.float64]:

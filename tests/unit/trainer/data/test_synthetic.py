@@ -20,6 +20,8 @@ from dlrm_trainer.data import open_reader
 from dlrm_trainer.data.synthetic import Popularity, Scatter, SyntheticSource, parse_histogram, read_histogram, sigmoid
 
 SYNTHETIC = {"samples": 20_000, "evalSamples": 5_000}
+DRIFT = {"idsPerRow": 2.0, "drift": 20.0}
+IN_ORDER = {"format": "synthetic", "shuffle": {"windowRows": 0}}
 HISTOGRAM = """Ratio of index distribution at different column sizes:
 (0, 1]: 0.200
 (1, 2]: 0.300
@@ -35,12 +37,13 @@ def draws(popularity: Popularity, count: int = 400_000) -> NDArray[np.int64]:
     return popularity.ranks(steps, places).astype(np.int64)
 
 
-def test_a_sample_is_the_same_whichever_samples_it_is_asked_with(make_spec: Any) -> None:
+@pytest.mark.parametrize("drift", [{}, DRIFT], ids=["lasting", "drifting"])
+def test_a_sample_is_the_same_whichever_samples_it_is_asked_with(drift: dict[str, float], make_spec: Any) -> None:
     tables = [
-        {"name": "a", "rows": 100, "dim": 4, "maxLookups": 9, "avgLookups": 3},
+        {"name": "a", "rows": 100, "dim": 4, "maxLookups": 9, "avgLookups": 3, "embedding": {"hash": "mix"}},
         {"name": "b", "rows": 7, "dim": 4},
     ]
-    source = SyntheticSource(make_spec({"format": "synthetic", "synthetic": SYNTHETIC}, tables), "train")
+    source = SyntheticSource(make_spec(IN_ORDER | {"synthetic": SYNTHETIC | drift}, tables), "train")
     everything = source.rows(np.arange(500))
     asked = np.array([499, 3, 77])
 
@@ -197,6 +200,37 @@ def test_scattering_ranks_over_a_table_hits_each_row_once(rows: int, key: int) -
     scattered = scatter(np.arange(rows, dtype=np.uint64))
 
     assert np.sort(scattered).tolist() == list(range(rows))
+
+
+def test_ids_come_and_go_with_time(make_spec: Any) -> None:
+    tables = [{"name": "a", "rows": 50, "dim": 4, "embedding": {"hash": "mix"}}, {"name": "b", "rows": 50, "dim": 4}]
+    data = {"synthetic": {"samples": 40_000, "alpha": 0} | DRIFT, "globalBatchSize": 400, "virtualShards": 4}
+    spec = make_spec(IN_ORDER | data, tables)
+    source, reader = SyntheticSource(spec, "train"), open_reader(spec, "train", 0, 1)
+    of_batches = [source.rows(reader.read(batch).sample_ids.numpy()).ids for batch in range(100)]
+    drifting = [set(ids[:400].tolist()) for ids in of_batches]
+    evaluated = set(SyntheticSource(spec, "eval").rows(np.arange(1_000)).ids[:1_000].tolist())
+
+    def shared(one: set[int], other: set[int]) -> float:
+        return len(one & other) / len(one)
+
+    # 100 ids at a time, each of which lives for 5 batches.
+    assert len(set().union(*drifting)) == pytest.approx(100 * (1 + 20), rel=0.1)
+    assert np.mean([shared(drifting[batch], drifting[batch + 1]) for batch in range(50)]) > 0.7
+    assert np.mean([shared(drifting[batch], drifting[batch + 50]) for batch in range(50)]) < 0.01
+    assert shared(drifting[-1], evaluated) > 0.7
+    assert all((ids[400:] < 50).all() for ids in of_batches)
+
+
+def test_labels_depend_on_ids_that_are_no_rows(make_spec: Any) -> None:
+    tables = [{"name": "a", "rows": 50, "dim": 4, "embedding": {"hash": "mix"}}]
+    spec = make_spec(IN_ORDER | {"synthetic": {"samples": 20_000, "alpha": 0} | DRIFT | {"drift": 1}}, tables, [])
+
+    raw = SyntheticSource(spec, "train").rows(np.arange(20_000))
+
+    _, numbers, counts = np.unique(raw.ids, return_inverse=True, return_counts=True)
+    rates = np.bincount(numbers, weights=raw.labels)[counts > 50] / counts[counts > 50]
+    assert rates.std() > 0.1
 
 
 @pytest.mark.filterwarnings("error")
