@@ -378,8 +378,7 @@ class SyntheticSource:
         self._weighted = any(draws.weight_key is not None for draws in self._draws)
         self._dense_keys = [stream_key(seed, split, "dense", number) for number in range(self._features)]
         self._noise_key, self._label_key = (stream_key(seed, split, what) for what in ("noise", "label"))
-        probe = np.arange(_PROBE_SAMPLES, dtype=np.uint64)
-        self._teacher = Teacher.fitted(seed, self._hidden(probe)[0], synthetic.noise, synthetic.positive_rate)
+        self._teacher = self._fitted_teacher(spec)
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -416,6 +415,16 @@ class SyntheticSource:
             ids=np.concatenate(ids),
             weights=np.concatenate(weights) if self._weighted else None,
         )
+
+    def _fitted_teacher(self, spec: DLRMJobSpec) -> Teacher:
+        probe = np.arange(_PROBE_SAMPLES, dtype=np.uint64)
+        if self._spec.drift:
+            # Some time of the epoch has other ids than the rest, and a teacher fitted on them another bias.
+            if self._split != "train":
+                return SyntheticSource(spec, "train")._teacher
+            probe = probe * np.uint64(self.num_samples) // np.uint64(_PROBE_SAMPLES)
+        hidden = self._hidden(probe)[0]
+        return Teacher.fitted(spec.training.seed, hidden, self._spec.noise, self._spec.positive_rate)
 
     def _hidden(
         self, counters: NDArray[np.uint64]

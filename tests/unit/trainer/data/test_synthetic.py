@@ -222,15 +222,21 @@ def test_ids_come_and_go_with_time(make_spec: Any) -> None:
     assert all((ids[400:] < 50).all() for ids in of_batches)
 
 
-def test_labels_depend_on_ids_that_are_no_rows(make_spec: Any) -> None:
+def test_one_teacher_labels_ids_that_are_no_rows(make_spec: Any) -> None:
     tables = [{"name": "a", "rows": 50, "dim": 4, "embedding": {"hash": "mix"}}]
-    spec = make_spec(IN_ORDER | {"synthetic": {"samples": 20_000, "alpha": 0} | DRIFT | {"drift": 1}}, tables, [])
+    spec = make_spec(IN_ORDER | {"synthetic": {"samples": 40_000, "alpha": 2} | DRIFT | {"drift": 4}}, tables, [])
+    rates = []
 
-    raw = SyntheticSource(spec, "train").rows(np.arange(20_000))
+    for split in ("train", "eval"):
+        raw = SyntheticSource(spec, split).rows(np.arange(40_000))
+        ids, numbers, counts = np.unique(raw.ids, return_inverse=True, return_counts=True)
+        rates.append(dict(zip(ids, np.bincount(numbers, weights=raw.labels) / counts, strict=True)))
+        rates[-1] = {id_: rates[-1][id_] for id_ in ids[counts > 500]}
 
-    _, numbers, counts = np.unique(raw.ids, return_inverse=True, return_counts=True)
-    rates = np.bincount(numbers, weights=raw.labels)[counts > 50] / counts[counts > 50]
-    assert rates.std() > 0.1
+    both = [(rates[0][id_], rates[1][id_]) for id_ in rates[0].keys() & rates[1].keys()]
+    assert len(both) > 2
+    assert np.std(list(rates[0].values())) > 0.1
+    assert max(abs(one - other) for one, other in both) < 0.08
 
 
 @pytest.mark.filterwarnings("error")
