@@ -1,4 +1,4 @@
-"""Embeddings that change during training; so far the directory of unique tables: lookups, and bytes per row."""
+"""Unique tables: lookups and bytes of their directory, and training steps with them against those of fixed tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import fnmatch
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numba
@@ -15,14 +16,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.measure import Line, Pairs, memory, take_turns, tell
+from benchmarks.measure import Line, Pairs, alternate, memory, take_turns, tell
+from benchmarks.shapes import Batches, Shape, job_of, placement_of, quick
+from benchmarks.sides import Trained, keys_of_table
 from dlrm_api.keys import key_buckets
 from dlrm_kernels import directory
 from dlrm_kernels.hashing import keys_of_ids
+from dlrm_trainer.data import Batch
 from dlrm_trainer.data.synthetic import Popularity
 
 SEED = 0
+THREADS = torch.get_num_threads()
 EXPONENT = 1.05
+IDS_OF_ROWS = 4
+"""Ids of a table's stream, as a multiple of its rows."""
+SLOTS = 0.1
+"""Share of the rows in slots."""
 Ints = NDArray[np.int64]
 
 
@@ -54,6 +63,82 @@ class Setting:
     def name(self) -> str:
         """Return the name that ``--only`` matches."""
         return f"directory/{self.trace}/{self.against}"
+
+
+@dataclass(frozen=True)
+class StepSetting:
+    """Describe a line about training steps."""
+
+    shape: Shape
+    cache: float | None
+    """Share of the rows in slots; None: all rows are resident."""
+    ids: int
+    """Of each table's stream."""
+    benchmark: ClassVar[str] = "embeddings"
+    against: ClassVar[str] = "modulo"
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """See ``measure.Described``."""
+        shape = self.shape
+        sizes = {name: getattr(shape, name) for name in ("tables", "rows", "dim", "batch", "seed")}
+        return {"part": "step", **sizes, "ids": self.ids, "in_slots": 1.0 if self.cache is None else self.cache}
+
+    @property
+    def name(self) -> str:
+        """Return the name that ``--only`` matches."""
+        return "step/resident" if self.cache is None else "step/stacked"
+
+
+class Hashed:
+    """A side whose reader hashes ids, outside what is timed."""
+
+    def __init__(self, side: Trained) -> None:
+        self.side = side
+
+    def run(self, batches: Sequence[Batch]) -> float:
+        """See ``Side``."""
+        return self.side.run([replace(batch, values=self._rows(batch)) for batch in batches])
+
+    def _rows(self, batch: Batch) -> torch.Tensor:
+        shape = self.side.shape
+        if shape.hash != "unique":
+            return batch.values % shape.rows
+        ids = batch.values.view(shape.tables, -1).numpy()
+        names = [table.name for table in job_of(shape).spec.model.all_tables()]
+        keys = [keys_of_table(each, shape.seed, name) for each, name in zip(ids, names, strict=True)]
+        return torch.from_numpy(np.concatenate(keys))
+
+
+def steps(is_quick: bool, cache: float | None, repeats: int) -> Line:
+    """Alternate steps with unique tables and with tables of as many rows whose ids are hashed modulo rows.
+
+    Popular ids have rows from the start, and rare ones come and go.
+    """
+    shape = quick(Shape()) if is_quick else Shape()
+    ids = IDS_OF_ROWS * shape.rows
+    tiers = () if cache is None else ("ddr",)
+    batches = Batches(replace(shape, rows=ids), Popularity.zipf(ids, EXPONENT))
+    sides: dict[str, Hashed] = {}
+    pairs, taken = Pairs(), (8, 3) if is_quick else (64, repeats)
+    with ExitStack() as stack:
+        for hash_ in ("unique", "modulo"):
+            of_side = replace(shape, hash=hash_)
+            side = Trained(of_side, placement_of(of_side, tiers, cache or 0.0), None)
+            stack.callback(side.close)
+            side.fill()
+            sides[hash_] = Hashed(side)
+        tell(f"unique tables: {'resident' if cache is None else f'{cache:.0%} of rows in slots'}")
+        first = alternate(sides, batches, 0, *taken, lambda _: None)
+        unique = sides["unique"].side
+        before = len(unique.maintenance_s)
+        alternate(sides, batches, first, *taken, lambda each: pairs.add(each["unique"], each["modulo"]))
+        measured = {
+            "maintenance_steps": unique.period.steps if unique.period else 0,
+            "longest_maintenance_steps": max(unique.maintenance_s[before:]) * 1000 / float(np.median(pairs.ours)),
+            "maintenance_share": sum(unique.maintenance_s[before:]) * 1000 / (sum(pairs.ours) * taken[0]),
+        }
+    return Line(setting=StepSetting(shape, cache, ids), metric="step_ms", pairs=pairs, measured=measured)
 
 
 @numba.njit(nogil=True)
@@ -159,11 +244,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few keys: does it run here?")
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="directory/TRACE/AGAINST")
+    parser.add_argument(
+        "--only", default="*", metavar="PATTERN", help="directory/TRACE/AGAINST, step/resident or stacked"
+    )
+    parser.add_argument("--repeats", type=int, default=15, help="repeats of steps")
     options = parser.parse_args(arguments)
     tell("one thread; medians of its processor time")
-    for line in lines(options.quick, options.only):
-        line.show()
+    if not options.only.startswith("step/"):
+        for line in lines(options.quick, options.only):
+            line.show()
+    torch.set_num_threads(THREADS)
+    for cache, name in ((None, "step/resident"), (SLOTS, "step/stacked")):
+        if fnmatch.fnmatch(name, options.only):
+            steps(options.quick, cache, options.repeats).show()
     return 0
 
 

@@ -39,6 +39,8 @@ class Shape:
     """Of pooled rows and their gradients."""
     blocks: int = 1
     """Column blocks of each table."""
+    hash: str = "none"
+    """From ids to rows."""
     features: int = 13
     bottom: tuple[int, ...] = (512, 256, 64)
     top: tuple[int, ...] = (512, 256, 1)
@@ -64,7 +66,9 @@ def quick(shape: Shape) -> Shape:
 def job_of(shape: Shape) -> DLRMJob:
     """Return the job of a shape; its data section is not read."""
     rates = {"learningRate": RATE}
-    table: dict[str, Any] = {"rows": shape.rows, "dim": shape.dim, "maxLookups": shape.pooling}
+    table: dict[str, Any] = {
+        "rows": shape.rows, "dim": shape.dim, "maxLookups": shape.pooling, "embedding": {"hash": shape.hash}
+    }  # fmt: skip
     if shape.blocks > 1:
         table["columnBlock"] = shape.dim // shape.blocks
     model = {
@@ -104,20 +108,23 @@ def placement_of(
         slots: tier of the slots.
     """
     model = job_of(shape).spec.model
-    names = [table.name for table in model.all_tables()]
+    names, buckets = [table.name for table in model.all_tables()], model.all_tables()[0].key_buckets
+    rows, ranges = model.all_tables()[0].held_rows, 0 if buckets is None else buckets.count
     levels: list[dict[str, Any]] = []
     if tiers:
-        levels = [{"tier": slots, "rows": max(1, round(cache * shape.rows))}]
-        levels += [{"tier": tier, "rows": shape.rows} for tier in tiers]
+        levels = [{"tier": slots, "rows": max(1, round(cache * rows))}]
+        levels += [{"tier": tier, "rows": rows} for tier in tiers]
     shard = {
-        "rank": 0, "kind": "table", "rowStart": 0, "rowEnd": shape.rows, "columnStart": 0, "columnEnd": shape.dim,
+        "rank": 0, "kind": "table", "rowStart": 0, "rowEnd": ranges or rows, "columnStart": 0, "columnEnd": shape.dim,
         "tiers": {"levels": levels, "policy": policy, "ways": 0},
     }  # fmt: skip
     document = {
         "worldSize": 1,
         "processesPerNode": 1,
         "ranks": [{"rank": 0, "node": 0, "bytesPerTier": {}}],
-        "tables": [{"name": name, "columnBlocks": [0, shape.dim], "shards": [shard]} for name in names],
+        "tables": [
+            {"name": name, "columnBlocks": [0, shape.dim], "buckets": ranges, "shards": [shard]} for name in names
+        ],
         "lookahead": lookahead if tiers else 0,
         "handoffBytes": [2**26],
     }

@@ -9,22 +9,28 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from benchmarks.shapes import Batches, Shape, job_of
 from dlrm_api.row_optimizers import state_values
+from dlrm_checkpointer import id_seed
 from dlrm_checkpointer.codec.rows import code_rows
 from dlrm_checkpointer.types import ShardRows
+from dlrm_kernels.hashing import keys_of_ids
 from dlrm_kernels.row_cache import ACCESSES, HITS, LOOKUPS
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.embedding import Placement, PreparedRows
+from dlrm_trainer.embedding import MaintenancePeriod, Placement, PreparedRows
+from dlrm_trainer.embedding.checkpoint import UniquePart
 from dlrm_trainer.embedding.tiers.slots import Level
 from dlrm_trainer.embedding.tiers.stack import Stack
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.train import prepared_ahead
 
 PIECE = 1 << 15
+FILLED = 0.93
+"""Share of a unique table's rows that ``fill`` fills: no bucket gets too many."""
 Replace = Callable[[Stack], Sequence[Level]]
 
 
@@ -59,6 +65,10 @@ class Trained:
                 stack.close()
                 stack.attach(levels(stack))
         self._queue: deque[Batch] = deque()
+        self._step_count = 0
+        self.period = MaintenancePeriod.begin("auto", None) if shape.hash == "unique" else None
+        """Of maintenance of unique tables."""
+        self.maintenance_s: list[float] = []
         self._steps = self._ahead()
         self._started = False
 
@@ -75,17 +85,22 @@ class Trained:
         state = np.full((PIECE, states), 1e-2, np.float32)
         self.learner.embeddings.settle()
         for part in self.learner.embeddings.local:
+            ids = np.arange(self.shape.rows)
+            if isinstance(part, UniquePart):
+                # Buckets are not equally full.
+                ids = np.sort(keys_of_table(ids[: int(FILLED * len(ids))], self.shape.seed, part.table.name))
+                state = np.concatenate([state[:, :states], np.zeros((PIECE, 1), np.float32)], axis=1)
             pieces = (
                 code_rows(
                     ShardRows(
                         shard=part.shard,
-                        row_ids=np.arange(first, min(first + PIECE, self.shape.rows)),
-                        rows=rows[: self.shape.rows - first],
-                        state=state[: self.shape.rows - first],
+                        row_ids=ids[first : first + PIECE],
+                        rows=rows[: len(ids) - first],
+                        state=state[: len(ids) - first],
                     ),
                     32,
                 )[0]
-                for first in range(0, self.shape.rows, PIECE)
+                for first in range(0, len(ids), PIECE)
             )
             part.restore(pieces)
 
@@ -121,7 +136,18 @@ class Trained:
     def _step(self) -> float:
         loss, gradients = self.learner.compute(next(self._steps), self.shape.batch)
         self.learner.apply(gradients, factor=1.0)
+        self._step_count += 1
+        if self.period is not None and self.period.is_due(self._step_count):
+            started = time.perf_counter()
+            embeddings = self.learner.embeddings
+            counted = self.period.counted(embeddings.lookups)
+            embeddings.maintain()
+            self.period = counted.maintained()
+            self.maintenance_s.append(time.perf_counter() - started)
         return loss
+
+    def _may_prepare(self, number: int) -> bool:
+        return self.period is None or number < self.period.next_due(self._step_count)
 
     def counts(self) -> dict[str, int]:
         """Lookups, accesses (distinct rows of each batch) and hits since the start, over all tables."""
@@ -148,11 +174,17 @@ class Trained:
             while True:
                 yield self._queue.popleft()
 
-        return prepared_ahead(queued(), self.learner.send, self.learner.prepare, depth=self._depth)
+        send, prepare = self.learner.send, self.learner.prepare
+        return prepared_ahead(queued(), send, prepare, depth=self._depth, may_prepare=self._may_prepare)
 
     def _prepared(self, batches: Batches, first: int, stop: int) -> Iterator[PreparedRows]:
         drawn = (batch for number in range(first, stop) for batch in batches.draw(number, number + 1))
         return prepared_ahead(drawn, self.learner.send, self.learner.prepare, depth=self._depth)
+
+
+def keys_of_table(ids: NDArray[np.int64], seed: int, table: str) -> NDArray[np.int64]:
+    """Return the keys of a unique table's ids."""
+    return keys_of_ids(ids.view(np.uint64), np.uint64(id_seed(seed, table))).view(np.int64)
 
 
 def _has_hbm(placement: Placement) -> bool:
