@@ -15,6 +15,7 @@ on any number of threads while nobody inserts or removes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,8 @@ MAX_ROWS = LOWER
 """Most rows of one directory: a slot holds row + 1."""
 FULL_PERCENT, SWEPT_PERCENT = 97, 93
 """A bucket with more rows than the former share of its quota is swept down to the latter."""
+UNIT_KEYS = 2_048
+"""Keys that a thread looks up at a time."""
 AHEAD = 16
 """Homes prefetched ahead."""
 ABSENT = -1
@@ -95,6 +98,169 @@ def make_directory(
         stride=stride,
         quota=quota,
     )
+
+
+class DirectoryGroup(NamedTuple):
+    """Hold several directories, whose batches are looked up together; its slots are numbered over all of them."""
+
+    slots: Ints
+    """See ``Directory``; so are the next three."""
+    fill: Ints
+    used: NDArray[np.uint64]
+    cursor: Ints
+    starts: Ints
+    """(K + 1, 3) first slot, bucket and word of ``used`` of each directory."""
+    sizes: Ints
+    """(K, 5) first bucket, shift, homes, stride and quota of each."""
+
+
+def make_group(like: Sequence[Directory]) -> tuple[DirectoryGroup, list[Directory]]:
+    """Make a group of empty directories of these sizes; return it and each of them, in the group's memory."""
+    counts = [(len(each.slots), len(each.fill), len(each.used)) for each in like]
+    starts = np.concatenate([np.zeros((1, 3), np.int64), np.cumsum(counts, axis=0, dtype=np.int64)])
+    slots, buckets, _ = starts[-1].tolist()
+    group = DirectoryGroup(
+        slots=np.zeros((slots, 2), np.int64),
+        fill=np.zeros(buckets, np.int64),
+        used=np.concatenate([each.used for each in like]),
+        cursor=np.zeros(len(like), np.int64),
+        starts=starts,
+        sizes=np.array([(each.first_bucket, each.shift, each.homes, each.stride, each.quota) for each in like]),
+    )
+    members = [
+        each._replace(
+            slots=group.slots[starts[number, 0] : starts[number + 1, 0]],
+            fill=group.fill[starts[number, 1] : starts[number + 1, 1]],
+            used=group.used[starts[number, 2] : starts[number + 1, 2]],
+            cursor=group.cursor[number : number + 1],
+        )
+        for number, each in enumerate(like)
+    ]
+    return group, members
+
+
+@kernel
+def _member(group: Any, number: int) -> Any:
+    starts, stops, sizes = group.starts[number], group.starts[number + 1], group.sizes[number]
+    return Directory(
+        group.slots[starts[0] : stops[0]],
+        group.fill[starts[1] : stops[1]],
+        group.used[starts[2] : stops[2]],
+        group.cursor[number : number + 1],
+        sizes[0],
+        sizes[1],
+        sizes[2],
+        sizes[3],
+        sizes[4],
+    )
+
+
+def find_in_group(group: DirectoryGroup, ends: Ints, keys: Ints, threads: int) -> tuple[Ints, Ints]:
+    """Look up (L,) keys, those of each directory up to its (K,) end; return local rows and slots, or ``ABSENT``."""
+    rows, places = np.empty((2, len(keys)), np.int64)
+    starts = np.concatenate(([0], ends[:-1]))
+    units = np.cumsum(-(-(ends - starts) // UNIT_KEYS))
+    parallel_for(_find_units, int(units[-1]), threads, group, starts, ends, units, keys, rows, places)
+    return rows, places
+
+
+@kernel
+def _find_units(
+    counts: Any, units: int, group: Any, starts: Any, ends: Any, last: Any, keys: Any, rows: Any, places: Any
+) -> None:
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        number = np.searchsorted(last, unit, side="right")
+        before = last[number - 1] if number else 0
+        first = starts[number] + (unit - before) * UNIT_KEYS
+        stop = min(first + UNIT_KEYS, ends[number])
+        find(_member(group, number), keys[first:stop], rows[first:stop], places[first:stop])
+        slots = group.starts[number, 0]
+        for n in range(first, stop):
+            places[n] += slots if places[n] != ABSENT else 0
+        finish(counts)
+
+
+def insert_absent(
+    group: DirectoryGroup, ends: Ints, keys: Ints, rows: Ints, places: Ints, threads: int
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Give rows to the keys that ``find_in_group`` has not found, in order, while their buckets are below quota.
+
+    ``rows`` and ``places`` are completed.
+
+    Returns:
+        (M,) keys that got rows, ascending within each directory; (M,) their rows; (K,) the end of each directory's;
+        and a key of each directory for which there was no slot, or ``ABSENT``.
+    """
+    new_keys, new_rows = np.empty((2, len(keys)), np.int64)
+    starts = np.concatenate(([0], ends[:-1]))
+    found, failed = np.zeros(len(ends), np.int64), np.full(len(ends), ABSENT, np.int64)
+    out = new_keys, new_rows, found, failed
+    parallel_for(_insert_units, len(ends), threads, group, starts, ends, keys, rows, places, *out)
+    taken = np.concatenate([np.arange(first, first + count) for first, count in zip(starts, found, strict=True)])
+    return new_keys[taken], new_rows[taken], np.cumsum(found), failed
+
+
+@kernel
+def _insert_units(
+    counts: Any,
+    units: int,
+    group: Any,
+    starts: Any,
+    ends: Any,
+    keys: Any,
+    rows: Any,
+    places: Any,
+    new_keys: Any,
+    new_rows: Any,
+    found: Any,
+    failed: Any,
+) -> None:
+    while True:
+        number = take(counts)
+        if number >= units:
+            return
+        first, stop = starts[number], ends[number]
+        part = slice(first, stop)
+        inserted = _insert_absent(
+            _member(group, number), keys[part], rows[part], places[part], new_keys[part], new_rows[part],
+            group.starts[number, 0],
+        )  # fmt: skip
+        found[number], failed[number] = inserted
+        finish(counts)
+
+
+@kernel
+def _insert_absent(
+    directory: Any, keys: Any, rows: Any, places: Any, new_keys: Any, new_rows: Any, first_slot: Any
+) -> tuple[Any, Any]:
+    """Return how many keys got rows, and a key without a slot, or ``ABSENT``."""
+    absent = np.flatnonzero(rows == ABSENT)
+    if len(absent) == 0:
+        return 0, ABSENT
+    wanted = np.sort(keys[absent])
+    count = 1
+    for n in range(1, len(wanted)):
+        if wanted[n] != wanted[n - 1]:
+            wanted[count] = wanted[n]
+            count += 1
+    wanted = wanted[:count]
+    got, slots = np.empty(count, np.int64), np.empty(count, np.int64)
+    done = insert(directory, wanted, got, slots)
+    if done < count:
+        return 0, wanted[done]
+    for place in absent:
+        at = np.searchsorted(wanted, keys[place])
+        if got[at] != ABSENT:
+            rows[place], places[place] = got[at], slots[at] + first_slot
+    new: Any = 0
+    for n in range(count):
+        if got[n] != ABSENT:
+            new_keys[new], new_rows[new] = wanted[n], got[n]
+            new += 1
+    return new, ABSENT
 
 
 def rows_of(entries: Ints) -> Ints:
@@ -220,23 +386,14 @@ def free_rows(directory: Any, rows: Any) -> None:
 
 
 @kernel
-def touch(directory: Any, places: Any, step: int) -> None:
-    """Record that the keys in these slots were touched in a step; ``ABSENT`` places are left out."""
-    words = directory.slots.reshape(-1)
+def touch(slots: Any, places: Any, steps: Any) -> None:
+    """Record the step in which the key in each of (n,) slots was touched last; ``steps`` is (n,), or (1,) for all."""
+    slots, places, steps = borrowed(slots), borrowed(places), borrowed(steps)
+    words, each, last = slots.reshape(-1), np.int64(len(steps) > 1), len(places) - 1
     for n in range(len(places)):
-        # Nothing prefetches: these slots were looked up for the same batch.
-        if places[n] != ABSENT:
-            at = (U64(places[n]) << U64(1)) + U64(1)
-            words[at] = words[at] & LOWER | step << ROW_BITS
-
-
-@kernel
-def set_steps(directory: Any, places: Any, steps: Any) -> None:
-    """Set the step of the last touch of the key in each slot; (n,) int64 each."""
-    words = directory.slots.reshape(-1)
-    for n in range(len(places)):
+        prefetch(words, U64(places[min(n + AHEAD, last)]) << U64(1))
         at = (U64(places[n]) << U64(1)) + U64(1)
-        words[at] = words[at] & LOWER | steps[n] << ROW_BITS
+        words[at] = words[at] & LOWER | steps[n * each] << ROW_BITS
 
 
 @kernel

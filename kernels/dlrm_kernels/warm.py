@@ -163,8 +163,11 @@ def _of_keys() -> Iterator[Example]:
     made = directory.make_directory(first_bucket=0, buckets=1, all_buckets=1, quota=2, homes=3, stride=8, rows=2)
     yield directory.insert, (made, keys, i64(2), i64(2))
     yield directory.find, (made, keys, i64(2), i64(2))
-    yield directory.touch, (made, some, 1)
-    yield directory.set_steps, (made, some, some)
+    group, _ = directory.make_group([made])
+    starts, last, unit = i64(1), i64(1) + 2, i64(1) + 1
+    yield _loop(directory._find_units, group, starts, last, unit, keys, i64(2), i64(2))
+    yield _loop(directory._insert_units, group, starts, last, keys, *(i64(2) for _ in range(4)), i64(1), i64(1))
+    yield directory.touch, (made.slots, some, some)
     ends = np.array([0, 1])
     yield _loop(directory._list_buckets, made, np.array([0, 2]), i64(2), i64(2))
     yield _loop(directory._sweep_buckets, made, i64(1), ends, i64(1), i64(1))

@@ -67,7 +67,8 @@ class Checked:
         assert self.find(keys)[1].tolist() == places.tolist()
 
     def touch(self, keys: Ints, step: int) -> None:
-        kernels.touch(self.directory, self.find(keys)[1], step)
+        places = self.find(keys)[1]
+        kernels.touch(self.directory.slots, places[places != ABSENT], np.array([step]))
         self.steps |= {key: step for key in keys.tolist() if key in self.rows}
 
     def remove(self, keys: Ints) -> None:
@@ -201,11 +202,11 @@ def test_places_hold_the_same_keys_while_others_are_inserted() -> None:
     kernels.insert(directory, first, rows, places)
     kernels.insert(directory, second, others[: len(second)], others[: len(second)].copy())
 
-    kernels.touch(directory, places, step)
+    kernels.touch(directory.slots, places, np.array([step]))
 
     listed, entries = kernels.list_keys(directory, 2)
     assert listed[kernels.steps_of(entries) == step].tolist() == first.tolist()
-    kernels.set_steps(directory, places, np.arange(len(first)))
+    kernels.touch(directory.slots, places, np.arange(len(first)))
     _, entries = kernels.list_keys(directory, 2)
     assert kernels.steps_of(entries)[::2].tolist() == list(range(len(first)))
     assert np.array_equal(kernels.rows_of(entries)[::2], rows)
@@ -222,7 +223,7 @@ def test_calls_allocate_no_memory_by_key() -> None:
         before = numba_runtime.rtsys.get_allocation_stats().alloc
         kernels.insert(directory, some, rows, places)
         kernels.find(directory, some, rows, places)
-        kernels.touch(directory, places, 3)
+        kernels.touch(directory.slots, places, np.array([3]))
         kernels.remove(directory, some, rows)
         kernels.free_rows(directory, rows)
         return int(numba_runtime.rtsys.get_allocation_stats().alloc - before)

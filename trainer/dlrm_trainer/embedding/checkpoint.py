@@ -29,12 +29,11 @@ from dlrm_checkpointer import (
     table_scale,
 )
 from dlrm_kernels import bags
-from dlrm_kernels.row_cache import fill_initial
 from dlrm_stores.base import parallel_map
 from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK, Stack
-from dlrm_trainer.embedding.unique import Admitted, UniqueRows
+from dlrm_trainer.embedding.unique import UniqueRows
 
 BLOCK_VALUES = 1 << 17
 """Weights decoded at a time."""
@@ -292,10 +291,6 @@ class UniquePart:
 
     rows: UniqueRows
     memory: ResidentPart | StackedPart
-    key: np.uint64
-    """``table_key``."""
-    scale: float
-    """``table_scale``."""
 
     @property
     def table(self) -> TableSpec:
@@ -318,20 +313,7 @@ class UniquePart:
         return self.memory.state_values + 1
 
     def start(self, seed: int) -> None:
-        """See ``ResidentPart``: the part knows the seed, and rows start when their key gets them."""
-
-    def admit(self, keys: NDArray[np.int64]) -> Admitted:
-        """Look up (n,) keys of a batch to train on; new ones get rows, which start here if they are in memory."""
-        found = self.rows.admit(keys)
-        if len(found.new_rows) and isinstance(self.memory, ResidentPart):
-            weight, state, count = self.memory.weight, self.memory.state, len(found.new_rows)
-            values = np.empty((count, weight.shape[1]), np.float32)
-            column, scale = np.array([self.shard.column_start]), np.array([self.scale], np.float32)
-            fill_initial(found.new_keys, np.zeros(count, np.int64), column, np.array([self.key]), scale, values)
-            new = torch.from_numpy(found.new_rows)
-            weight.index_copy_(0, new, torch.from_numpy(values).to(weight.dtype))
-            state.index_fill_(0, new, 0)
-        return found
+        """See ``ResidentPart``: rows start when their key gets them."""
 
     def local(self, source: CutRowSource) -> NDArray[np.int64]:
         """See ``ResidentPart``."""

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from dlrm_api.tiers import MAX_DEVICE_COLUMNS
 from dlrm_checkpointer import CutRowSource, table_scale
 from dlrm_checkpointer import table_key as initial_key
 from dlrm_kernels.directory import ABSENT
+from dlrm_kernels.row_cache import fill_initial
 from dlrm_kernels.row_updates import table_key
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
@@ -39,7 +39,7 @@ from dlrm_trainer.embedding.placement import EmbeddingOptions, PartGroup, Placem
 from dlrm_trainer.embedding.table_batch import HostKernel, Kernel, TableBatch, Tables
 from dlrm_trainer.embedding.tiers.prefetch import Prefetcher, processors_near_levels
 from dlrm_trainer.embedding.tiers.stack import NO_ROWS, Fetched, NewRows, Stack, StackLookups, make_stack, stack_tables
-from dlrm_trainer.embedding.unique import LookupCounts, UniqueRows
+from dlrm_trainer.embedding.unique import Admitted, LookupCounts, UniqueGroup, UniqueRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,8 @@ class UniqueLookups:
 
     keys: NDArray[np.int64]
     """(L,)"""
-    places: tuple[NDArray[np.int64], ...]
-    """Of each part's keys in its directory; empty for a lookup without an update."""
+    places: NDArray[np.int64]
+    """(L,) in the group's directory; (0,) for a lookup without an update."""
     lookups: int
     """Ids that came, those without a row included."""
     new: NewRows
@@ -91,6 +91,42 @@ class Group:
     """(C_g,) start of each column's part in ``dirty``."""
     device: torch.device
     stack: Stack | None
+    unique: UniqueGroup | None
+    """Of unique ids."""
+    starts_of: InitialRows
+
+
+@dataclass(frozen=True)
+class InitialRows:
+    """Say where rows of a group's parts start from; (K,) each."""
+
+    first_rows: NDArray[np.int64]
+    """Of each part, in the memory of all."""
+    first_columns: NDArray[np.int64]
+    keys: NDArray[np.uint64]
+    """``table_key``."""
+    scales: NDArray[np.float32]
+    """``table_scale``."""
+
+    @classmethod
+    def of(cls, placement: Placement, plan: PartGroup, seed: int) -> InitialRows:
+        """Describe the parts of a group."""
+        tables = [placement.tables[part.table] for part in plan.parts]
+        return cls(
+            first_rows=np.cumsum([0, *(part.rows for part in plan.parts[:-1])]),
+            first_columns=np.array([part.column_start for part in plan.parts]),
+            keys=np.array([initial_key(seed, table.name) for table in tables], np.uint64),
+            scales=np.array([table_scale(table.initializer, table.rows) for table in tables], np.float32),
+        )
+
+    def start(self, batch: TableBatch, new: Admitted) -> None:
+        """Give resident rows that keys have just got their initial values."""
+        weight, state = batch.storage()
+        values = np.empty((len(new.new_keys), weight.shape[1]), np.float32)
+        fill_initial(new.new_keys, new.new_parts, self.first_columns, self.keys, self.scales, values)
+        rows = torch.from_numpy(new.new_rows + self.first_rows[new.new_parts])
+        weight.index_copy_(0, rows, torch.from_numpy(values).to(weight.dtype))
+        state.index_fill_(0, rows, 0)
 
 
 class LocalTables:
@@ -128,7 +164,7 @@ class LocalTables:
         """
         fetched, received = None, owned.bags.split(self._counts)
         found = [
-            _look_up(group, bags, updates=updates) if group.plan.is_unique else (bags, None)
+            (bags, None) if group.unique is None else _look_up(group, group.unique, bags, updates=updates)
             for group, bags in zip(self.groups, received, strict=True)
         ]
         groups, unique = tuple(bags for bags, _ in found), tuple(keys for _, keys in found)
@@ -197,8 +233,9 @@ class LocalTables:
             group.batch.update(summed, gradient, learning_rate, step=step, rows=rows)
             group.dirty.mark(bags.ids.numpy(), bags.sizes.numpy(), group.starts)
         for group, bags, keys in zip(self.groups, prepared.groups, prepared.unique, strict=True):
-            if keys is not None:
-                self._touch(group, bags, keys, step + 1)
+            if group.unique is not None and keys is not None:
+                group.unique.updated(keys.places, step + 1)
+                self.lookups = self.lookups.plus(keys.lookups, keys.lookups - len(bags.ids))
         if self._prefetcher is not None and prepared.fetched is not None:
             self._prefetcher.release(prepared.fetched.result())
 
@@ -208,13 +245,6 @@ class LocalTables:
             slots = None if group.stack is None else next(fetched).slots
             locate = partial(_locate, group, slots)
             pending.before_update(RowsToUpdate(group.dirty, bags.ids.numpy(), bags.sizes.numpy(), group.starts, locate))
-
-    def _touch(self, group: Group, bags: Bags, found: UniqueLookups, step: int) -> None:
-        edges = [0, *_part_ends(group, bags.sizes).tolist()]
-        for part, places, (start, end) in zip(group.parts, found.places, pairwise(edges), strict=True):
-            assert isinstance(part, UniquePart)
-            part.rows.updated(bags.ids[start:end].numpy(), places, step)
-        self.lookups = self.lookups.plus(found.lookups, found.lookups - len(bags.ids))
 
     def maintain(self) -> None:
         """Evict rows of unique tables from full buckets. No batch is in flight.
@@ -382,7 +412,11 @@ def _make_group(placement: Placement, plan: PartGroup, options: EmbeddingOptions
     else:
         batch = _make_batch(placement, plan, options, dirty.sizes, device)
         memories = _resident_parts(placement, plan, batch, dirty_parts)
-    parts = _unique_parts(plan, options, memories) if plan.is_unique else memories
+    unique: UniqueGroup | None = None
+    parts = memories
+    if plan.is_unique:
+        parts = _unique_parts(plan, memories)
+        unique = UniqueGroup([part.rows for part in parts])
     part_of = torch.tensor([part for part, _ in plan.columns], dtype=torch.int64)
     firsts = torch.tensor([part.row_start for part in plan.parts], dtype=torch.int64)
     return Group(
@@ -395,6 +429,8 @@ def _make_group(placement: Placement, plan: PartGroup, options: EmbeddingOptions
         starts=dirty.starts[part_of.numpy()],
         device=device,
         stack=stack,
+        unique=unique,
+        starts_of=InitialRows.of(placement, plan, options.seed),
     )
 
 
@@ -409,21 +445,13 @@ def _resident_parts(
     ]
 
 
-def _unique_parts(
-    plan: PartGroup, options: EmbeddingOptions, memories: Sequence[ResidentPart | StackedPart]
-) -> list[UniquePart]:
+def _unique_parts(plan: PartGroup, memories: Sequence[ResidentPart | StackedPart]) -> list[UniquePart]:
     found = []
     for part, memory in zip(plan.parts, memories, strict=True):
-        table, buckets = memory.table, part.buckets
+        buckets = part.buckets
         assert buckets is not None
-        found.append(
-            UniquePart(
-                rows=UniqueRows(table.name, buckets.of, range(buckets.start, buckets.end), memory.dirty),
-                memory=memory,
-                key=np.uint64(initial_key(options.seed, table.name)),
-                scale=table_scale(table.initializer, table.rows),
-            )
-        )
+        owned = range(buckets.start, buckets.end)
+        found.append(UniquePart(rows=UniqueRows(memory.table.name, buckets.of, owned, memory.dirty), memory=memory))
     return found
 
 
@@ -491,20 +519,19 @@ def _locate_replicated(
     return part.in_place(rows)
 
 
-def _look_up(group: Group, bags: Bags, *, updates: bool) -> tuple[Bags, UniqueLookups]:
+def _look_up(group: Group, unique: UniqueGroup, bags: Bags, *, updates: bool) -> tuple[Bags, UniqueLookups]:
     """Turn the keys of a group's bags into local rows, and leave out those without one."""
-    edges, keys = [0, *_part_ends(group, bags.sizes).tolist()], bags.ids.numpy()
-    rows, places = np.empty(len(keys), np.int64), np.empty(len(keys) if updates else 0, np.int64)
-    new = NO_ROWS
-    for number, (part, (start, end)) in enumerate(zip(group.parts, pairwise(edges), strict=True)):
-        assert isinstance(part, UniquePart)
-        if updates:
-            found = part.admit(keys[start:end])
-            rows[start:end], places[start:end] = found.rows, found.places
-            if group.stack is not None:
-                new = new.plus(found.new_rows + group.stack.row_map.row_starts[number], found.new_keys)
-        else:
-            rows[start:end] = part.rows.read(keys[start:end])
+    ends, keys, new = _part_ends(group, bags.sizes).numpy(), bags.ids.numpy(), NO_ROWS
+    places = np.empty(0, np.int64)
+    if updates:
+        found = unique.admit(keys, ends)
+        rows, places = found.rows, found.places
+        if group.stack is not None:
+            new = NewRows(found.new_rows + group.stack.row_map.row_starts[found.new_parts], found.new_keys)
+        elif len(found.new_rows):
+            group.starts_of.start(group.batch, found)
+    else:
+        rows = unique.read(keys, ends)
     has_row = rows != ABSENT
     # An id without a row adds nothing to its bag. Kernels take no such ids, so these bags become shorter.
     if has_row.all():
@@ -520,12 +547,8 @@ def _look_up(group: Group, bags: Bags, *, updates: bool) -> tuple[Bags, UniqueLo
             weights=None if bags.weights is None else bags.weights[kept],
             sizes=lengths.sum(dim=1, dtype=torch.int64),
         )
-    if not updates:
-        return found_bags, UniqueLookups(keys=keys[has_row], places=(), lookups=len(keys), new=new)
-    ends = np.cumsum([np.count_nonzero(has_row[start:end]) for start, end in pairwise(edges)])
-    return found_bags, UniqueLookups(
-        keys=keys[has_row], places=tuple(np.split(places[has_row], ends[:-1])), lookups=len(keys), new=new
-    )
+    places = places[has_row] if updates else places
+    return found_bags, UniqueLookups(keys=keys[has_row], places=places, lookups=len(keys), new=new)
 
 
 def _rows_to_round(group: Group, bags: Bags, unique: UniqueLookups | None) -> Tensor | None:

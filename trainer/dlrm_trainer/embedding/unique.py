@@ -8,7 +8,7 @@ evaluations, so that both see what a run that is restored at this step sees.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from dlrm_api.keys import KEY_BITS, KeyBuckets
 from dlrm_api.model import MAX_MAINTENANCE_STEPS
 from dlrm_kernels import directory
 from dlrm_kernels.directory import ABSENT, FULL_PERCENT, MAX_STEP, SWEPT_PERCENT
-from dlrm_kernels.dirty_rows import U64, WORD, Words, clear_bits, mark_rows
+from dlrm_kernels.dirty_rows import WORD
 from dlrm_trainer.embedding.changes import MAX_KEPT, DirtyPart
 
 Ints = NDArray[np.int64]
@@ -92,16 +92,18 @@ class MaintenancePeriod(BaseModel):
 
 
 class Admitted(NamedTuple):
-    """Hold the result of a lookup for training."""
+    """Hold the result of a lookup for training, of all parts of a group."""
 
     rows: Ints
-    """(n,) local row of each key, or ``ABSENT``."""
+    """(L,) local row of each key, or ``ABSENT``."""
     places: Ints
-    """(n,) where the directory holds it: valid until the next maintenance."""
+    """(L,) where the directory holds it: valid until the next maintenance."""
     new_keys: Ints
-    """(m,) ascending keys that got a row now; each must start from its initial value."""
+    """(m,) keys that got a row now, ascending within each part; each must start from its initial value."""
     new_rows: Ints
-    """(m,) their rows."""
+    """(m,) their rows, ascending too."""
+    new_parts: Ints
+    """(m,) their parts."""
 
 
 class HeldKeys(NamedTuple):
@@ -146,13 +148,12 @@ def rows_that_fit(keys: Ints, steps: Ints, buckets: KeyBuckets) -> NDArray[np.bo
 class UniqueRows:
     """Map the keys of consecutive buckets of a unique table to local rows.
 
-    Lookups, and what is said to be for them, may run on one thread while another updates rows; all else needs a moment
-    without a batch in flight.
+    All of this needs a moment without a batch in flight; ``UniqueGroup`` has what batches need.
     """
 
     def __init__(self, table: str, buckets: KeyBuckets, owned: range, dirty: DirtyPart) -> None:
         self._table, self._dirty = table, dirty
-        self._directory = directory.make_directory(
+        self.directory = directory.make_directory(
             first_bucket=owned.start,
             buckets=len(owned),
             all_buckets=buckets.count,
@@ -161,7 +162,7 @@ class UniqueRows:
             stride=buckets.slots,
             rows=len(owned) * buckets.quota,
         )
-        self._held: Words = np.zeros(len(self._directory.used), U64)
+        """In the memory of a ``UniqueGroup`` once it has the part."""
         self._gone: list[Ints] = []
         """Keys that left since the last cut and may be in a snapshot."""
         self._kept: list[_Gone] = []
@@ -174,54 +175,29 @@ class UniqueRows:
     @property
     def quota_rows(self) -> int:
         """Return the most rows at a time."""
-        return len(self._directory.fill) * self._directory.quota
+        return len(self.directory.fill) * self.directory.quota
 
     @property
     def count(self) -> int:
         """Return the number of keys, those in flight included."""
-        return int(self._directory.fill.sum())
-
-    def admit(self, keys: Ints) -> Admitted:
-        """Look up (n,) keys of a batch to train on, and give rows to new ones, in order, while there is space.
-
-        Raises:
-            InvalidSpecError: so many keys are close to each other that the directory has no slot for one.
-        """
-        rows, places = np.empty((2, len(keys)), np.int64)
-        if directory.find(self._directory, keys, rows, places) == 0:
-            return Admitted(rows, places, NO_KEYS, NO_KEYS)
-        absent = np.flatnonzero(rows == ABSENT)
-        wanted, number_of = np.unique(keys[absent], return_inverse=True)
-        new_rows, new_places = self._insert(wanted)
-        rows[absent], places[absent] = new_rows[number_of], new_places[number_of]
-        is_new = new_rows != ABSENT
-        return Admitted(rows, places, wanted[is_new], new_rows[is_new])
+        return int(self.directory.fill.sum())
 
     def read(self, keys: Ints) -> Ints:
         """Return the (n,) held rows of keys, ``ABSENT`` for others."""
         rows, places = np.empty((2, len(keys)), np.int64)
-        directory.find(self._directory, keys, rows, places)
-        found = rows != ABSENT
-        rows[found] = np.where(self._are_held(rows[found]), rows[found], ABSENT)
-        return rows
-
-    def updated(self, rows: Ints, places: Ints, step: int) -> None:
-        """Record that a batch has updated rows, which are held now, in a step from 1 to ``MAX_STEP``."""
-        assert 0 < step <= MAX_STEP, step
-        mark_rows(self._held, rows, np.array([len(rows)]), np.zeros(1, np.int64))
-        directory.touch(self._directory, places, step)
+        directory.find(self.directory, keys, rows, places)
+        return _held_only(self.directory.slots, rows, places)
 
     def choose_leaving(self) -> HeldKeys:
         """Remove the keys that must make space, and return them with their rows, which stay taken until ``free``."""
-        keys, rows = directory.sweep(self._directory, torch.get_num_threads())
+        keys, rows = directory.sweep(self.directory, torch.get_num_threads())
         order = np.argsort(rows)
         return HeldKeys(keys[order], rows[order], NO_KEYS)
 
     def free(self, left: HeldKeys) -> None:
         """Free the rows of keys that left, once a cut in progress has saved them."""
         is_stored = self._dirty.clear_rows(left.rows)
-        clear_bits(self._held, left.rows)
-        directory.free_rows(self._directory, left.rows)
+        directory.free_rows(self.directory, left.rows)
         if is_stored.any():
             self._gone.append(left.keys[is_stored])
             self._forget_many()
@@ -261,7 +237,7 @@ class UniqueRows:
         return self._listed.keys[rows], self._listed.steps[rows]
 
     def _list(self) -> _Listed:
-        held, count = self.held(), len(self._held) * WORD
+        held, count = self.held(), len(self.directory.used) * WORD
         listed = _Listed(np.zeros(count, np.int64), np.zeros(count, np.float32))
         listed.keys[held.rows] = held.keys
         listed.steps.view(np.uint32)[held.rows] = held.steps
@@ -275,10 +251,10 @@ class UniqueRows:
 
     def held(self) -> HeldKeys:
         """List the held rows."""
-        keys, entries = directory.list_keys(self._directory, torch.get_num_threads())
-        rows = directory.rows_of(entries)
-        chosen = self._are_held(rows)
-        return HeldKeys(keys[chosen], rows[chosen], directory.steps_of(entries[chosen]))
+        keys, entries = directory.list_keys(self.directory, torch.get_num_threads())
+        steps = directory.steps_of(entries)
+        chosen = steps > 0
+        return HeldKeys(keys[chosen], directory.rows_of(entries[chosen]), steps[chosen])
 
     def restore(self, keys: Ints, steps: Ints) -> Ints:
         """Give rows to (n,) ascending keys of a snapshot, with the steps of their last touch; return the rows.
@@ -291,21 +267,66 @@ class UniqueRows:
             raise InvalidSpecError(
                 "spec.model.tables", f"table {self._table}: the snapshot has more rows in a bucket than fit; raise rows"
             )
-        directory.set_steps(self._directory, places, steps)
-        mark_rows(self._held, rows, np.array([len(rows)]), np.zeros(1, np.int64))
+        directory.touch(self.directory.slots, places, steps)
         return rows
 
     def _insert(self, keys: Ints) -> tuple[Ints, Ints]:
         rows, places = np.empty((2, len(keys)), np.int64)
-        done = directory.insert(self._directory, keys, rows, places)
+        done = directory.insert(self.directory, keys, rows, places)
         if done < len(keys):
-            raise InvalidSpecError(
-                "spec.training.seed",
-                f"table {self._table}: too many ids hash to neighbours of key {keys[done]}; set another seed, which "
-                "hashes ids otherwise",
-            )
+            raise self.no_slot(int(keys[done]))
         return rows, places
 
-    def _are_held(self, rows: Ints) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = (self._held[rows // WORD] >> (rows % WORD).astype(U64)) & U64(1) != 0
-        return found
+    def no_slot(self, key: int) -> InvalidSpecError:
+        """Return the error about a key that found no slot."""
+        return InvalidSpecError(
+            "spec.training.seed",
+            f"table {self._table}: too many ids hash to neighbours of key {key}; set another seed, which hashes ids "
+            "otherwise",
+        )
+
+
+class UniqueGroup:
+    """Look up the keys of a batch in all parts of a group.
+
+    Args:
+        parts: of the group; their keys are stored together from now on.
+    """
+
+    def __init__(self, parts: Sequence[UniqueRows]) -> None:
+        self._parts = parts
+        self._group, members = directory.make_group([part.directory for part in parts])
+        for part, member in zip(parts, members, strict=True):
+            part.directory = member
+
+    def admit(self, keys: Ints, ends: Ints) -> Admitted:
+        """Look up (L,) keys of a batch to train on, those of each part up to its (K,) end.
+
+        Keys without a row get one in order, while there is space in their bucket.
+
+        Raises:
+            InvalidSpecError: so many keys are close to each other that a directory has no slot for one.
+        """
+        threads = torch.get_num_threads()
+        rows, places = directory.find_in_group(self._group, ends, keys, threads)
+        new_keys, new_rows, new_ends, failed = directory.insert_absent(self._group, ends, keys, rows, places, threads)
+        for number in np.flatnonzero(failed != ABSENT).tolist():
+            raise self._parts[number].no_slot(int(failed[number]))
+        counts = np.diff(new_ends, prepend=0)
+        return Admitted(rows, places, new_keys, new_rows, np.repeat(np.arange(len(counts)), counts))
+
+    def read(self, keys: Ints, ends: Ints) -> Ints:
+        """Return the (L,) held rows of keys, ``ABSENT`` for others; see ``admit``."""
+        rows, places = directory.find_in_group(self._group, ends, keys, torch.get_num_threads())
+        return _held_only(self._group.slots, rows, places)
+
+    def updated(self, places: Ints, step: int) -> None:
+        """Record that a batch has updated the rows in (n,) places, which are held now, in a step from 1."""
+        assert 0 < step <= MAX_STEP, step
+        directory.touch(self._group.slots, places, np.array([step]))
+
+
+def _held_only(slots: Ints, rows: Ints, places: Ints) -> Ints:
+    """Replace rows that were never updated by ``ABSENT``."""
+    held: Ints = np.where((places != ABSENT) & (directory.steps_of(slots[places, 1]) > 0), rows, ABSENT)
+    return held

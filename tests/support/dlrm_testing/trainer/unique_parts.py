@@ -10,7 +10,7 @@ from dlrm_api.keys import KEY_BITS, KeyBuckets
 from dlrm_kernels.directory import ABSENT
 from dlrm_testing.trainer.unique_tables import ModelCut, ModelPart, Row, Shape, initial, updated
 from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
-from dlrm_trainer.embedding.unique import UniqueRows
+from dlrm_trainer.embedding.unique import UniqueGroup, UniqueRows
 
 
 class TrainedPart(ModelPart):
@@ -23,6 +23,7 @@ class TrainedPart(ModelPart):
         self._dirty = DirtyPart(DirtyRows([rows]), 0)
         # A rank without buckets has no part of the table.
         self._unique = UniqueRows("ids", sizes, buckets, self._dirty) if buckets else None
+        self._group = UniqueGroup([self._unique]) if self._unique else None
         self._values = np.zeros(rows, np.int64)
         self._width = (1 << KEY_BITS) // shape.buckets
 
@@ -43,9 +44,9 @@ class TrainedPart(ModelPart):
 
     def look_up(self, keys: Iterable[int]) -> dict[int, int | None]:
         keys = list(keys)
-        if not self._unique or not keys:
+        if not self._group or not keys:
             return {}
-        found = self._unique.admit(self._keys(keys))
+        found = self._group.admit(self._keys(keys), np.array([len(keys)]))
         self._values[found.new_rows] = [initial(key) for key in self._names(found.new_keys.tolist())]
         self._places = getattr(self, "_places", {})
         self._places |= dict(zip(found.rows.tolist(), found.places.tolist(), strict=True))
@@ -61,9 +62,9 @@ class TrainedPart(ModelPart):
         for key, count in lookups.items():
             if (row := places[key]) is not None:
                 self._values[row] = updated(int(self._values[row]), step, count)
-        if self._unique:
+        if self._group:
             self._dirty.mark(rows)
-            self._unique.updated(rows, np.array([self._places[row] for row in rows.tolist()], np.int64), step)
+            self._group.updated(np.array([self._places[row] for row in rows.tolist()], np.int64), step)
         return sum(count for key, count in lookups.items() if places[key] is None)
 
     def save_before(self, places: Iterable[int | None], cut: ModelCut | None, number: int) -> None:

@@ -82,10 +82,6 @@ class NewRows(NamedTuple):
     keys: NDArray[np.int64]
     """(n,)"""
 
-    def plus(self, rows: NDArray[np.int64], keys: NDArray[np.int64]) -> NewRows:
-        """Return these rows and those of a later table."""
-        return NewRows(np.concatenate([self.rows, rows]), np.concatenate([self.keys, keys]))
-
 
 NO_ROWS = NewRows(np.empty(0, np.int64), np.empty(0, np.int64))
 
