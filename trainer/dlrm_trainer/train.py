@@ -13,11 +13,13 @@ from contextlib import ExitStack, closing
 
 import torch
 
+from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics, TrainerPhase
 from dlrm_checkpointer import CutMeta, SnapshotName
+from dlrm_kernels.directory import MAX_STEP
 from dlrm_trainer.checkpointing.control import CutControl, StoppedError
 from dlrm_trainer.checkpointing.data_set import list_data_set, open_data_set
 from dlrm_trainer.checkpointing.handover import CutDriver
@@ -142,6 +144,11 @@ class Training:
         model = assembly.job.spec.model
         self.period: MaintenancePeriod | None = None
         if model.has_unique:
+            if schedule.total_steps > MAX_STEP:
+                raise InvalidSpecError(
+                    "spec.training.maxSteps",
+                    f"the job has {schedule.total_steps:,} steps; with embedding.hash unique set at most {MAX_STEP:,}",
+                )
             self.period = MaintenancePeriod.begin(model.maintenance_steps, metrics.get("maintenance"))
             if gang.rank == 0:
                 assembly.learner.embeddings.begin_period(LookupCounts(self.period.lookups, self.period.without_row))

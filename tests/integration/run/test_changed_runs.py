@@ -57,6 +57,30 @@ def write_rows(path: Path, rows: int, seed: int) -> None:
     pq.write_table(pa.table(columns), path)
 
 
+def test_a_unique_table_keeps_its_newest_rows_with_fewer_rows_and_in_another_job(local: Any) -> None:
+    def write(rows: int, **checkpoint: str) -> None:
+        unique = {"hash": "unique", "buckets": 2}
+        scale = {"scale": 0.05}
+        tables = [{"name": "C1", "rows": rows, "dim": 8, "embedding": unique, "initializer": scale}]
+        synthetic = {"samples": 64 * 60, "evalSamples": 200, "idsPerRow": 4}
+        changes = {"uri": local.store.as_uri(), "intervalSteps": 20, "bits": 32} | checkpoint
+        local.write(model={"tables": tables}, data={"synthetic": synthetic, "epochs": 1}, checkpoint=changes)
+
+    write(400)
+    local.done("--set", "spec.training.maxSteps=30")
+    write(200)
+
+    smaller = local.done("--set", "spec.training.maxSteps=40")
+
+    assert any("table C1: 2" in note and "left it" in note for note in smaller["notes"]), smaller["notes"]
+    shown = json.loads(local.run("show", local.store.as_uri(), command="snapshots").stdout)
+    assert 150 < shown["stored_rows"]["C1"] <= 200
+    assert shown["kind"] == "full"
+    write(200, uri=(local.folder / "other").as_uri(), restoreFrom=local.store.as_uri())
+    begun = local.done("--set", "spec.training.maxSteps=10", "--workdir", str(local.folder / "work-other"))
+    assert begun["step"] == 10
+
+
 def test_files_that_come_later_are_left_out_and_named_everywhere(local: Any) -> None:
     data = local.folder / "data"
     data.mkdir()

@@ -20,6 +20,14 @@ from dlrm_testing.trainer.sample_ledgers import records
 
 pytestmark = pytest.mark.slow
 
+MODEL = {
+    "tables": [
+        {"name": "C1", "rows": 300, "dim": 8},
+        {"name": "C2", "rows": 400, "dim": 8, "embedding": {"hash": "unique", "buckets": 2}},
+        {"name": "C3", "rows": 50, "dim": 8},
+    ]
+}
+"""Of C2's ids a quarter have rows: they come and go in every maintenance."""
 KILLS = 20
 """Kills in all."""
 KILLS_A_LIFE = 10
@@ -123,7 +131,8 @@ def test_killing_any_process_at_any_moment_changes_no_byte_of_the_result(local: 
     seed = int(os.environ.get("DLRM_KILL_SEED", random.SystemRandom().randrange(2**32)))
     print(f"DLRM_KILL_SEED={seed}")
     dice = random.Random(seed)
-    local.write(trainer={"processesPerReplica": 2}, data={"epochs": EPOCHS})
+    synthetic = {"samples": SAMPLES, "evalSamples": 2_000, "noise": 0.0, "idsPerRow": 4}
+    local.write(model=MODEL, trainer={"processesPerReplica": 2}, data={"epochs": EPOCHS, "synthetic": synthetic})
     undisturbed = local.done(*options(local, "quiet"))
     told: Counter[str] = Counter()
 

@@ -261,14 +261,17 @@ def model_document(spec: DLRMJobSpec, learner: Learner) -> dict[str, Any]:
     }
 
 
-def restore(learner: Learner, snapshot: Snapshot, collectives: Collectives, *, mark: bool = False) -> Counter[str]:
+def restore(
+    learner: Learner, snapshot: Snapshot, collectives: Collectives, *, mark: bool = False, begins: bool = False
+) -> Counter[str]:
     """Load a snapshot into a learner that has just started, and return the rows of each table that found no space.
 
     Bit-exact at 32 bits. Rows find no space only in a unique table with fewer rows than in the snapshot.
 
     All ranks must call this, and it returns once all are done: some have many times the rows of others. With ``mark``
     its rows count as changed, so the next cut contains them: needed if the snapshot cannot be the parent of a cut,
-    because it is in another store, a table was resized, or it is a partial restore.
+    because it is in another store, a table was resized, or it is a partial restore. ``begins``: training starts at
+    step 0.
 
     Raises:
         SnapshotError: an object is absent or corrupt.
@@ -287,8 +290,12 @@ def restore(learner: Learner, snapshot: Snapshot, collectives: Collectives, *, m
             in_step.keep_alive()
     codes = snapshot.shard_codes([part.shard for part in parts])
     for number, group in groupby(codes, key=itemgetter(0)):
-        pieces = (piece for _, piece in in_step.over(group))
-        parts[number].restore(pieces if fitting[number] is None else _chosen(pieces, fitting[number]), mark=mark)
+        pieces: Iterator[CodedRows] = (piece for _, piece in in_step.over(group))
+        if (keys := fitting[number]) is not None:
+            pieces = _chosen(pieces, keys)
+        if begins and isinstance(parts[number], UniquePart):
+            pieces = map(_touched_first, pieces)
+        parts[number].restore(pieces, mark=mark)
     learner.dense.restore(snapshot.dense())
     in_step.wait()
     counts = collectives.gather(dict(left), ROW_COUNTS)
@@ -302,6 +309,13 @@ def _fitting_keys(snapshot: Snapshot, part: LocalPart, buckets: KeyBuckets) -> t
     steps = np.concatenate([np.empty(0, np.float32), *(bits for _, bits in found)]).view(np.uint32)
     stay = rows_that_fit(keys, steps.astype(np.int64), buckets)
     return np.sort(keys[stay]), int(np.count_nonzero(~stay))
+
+
+def _touched_first(piece: CodedRows) -> CodedRows:
+    """Count rows as touched in the first step: those of another job's steps would outlive newer ones."""
+    state = piece.state.copy()
+    state[:, -1] = np.array(1, np.uint32).view(np.float32)
+    return replace(piece, state=state)
 
 
 def _chosen(pieces: Iterable[CodedRows], keys: NDArray[np.int64]) -> Iterator[CodedRows]:
@@ -502,7 +516,8 @@ def begin_from(assembly: Assembly, uri: str, options: StoreOptions) -> None:
     with _unless_retired(other, name):
         snapshot = Snapshot(other, load_chain(other, name))
         _check_model(assembly, snapshot)
-        _note_left(assembly, restore(assembly.learner, snapshot, assembly.gang.collectives, mark=True))
+        left = restore(assembly.learner, snapshot, assembly.gang.collectives, mark=True, begins=True)
+        _note_left(assembly, left)
     logger.info("starting from step 0 with the model of another job", extra={"snapshot": snapshot.uri})
 
 
