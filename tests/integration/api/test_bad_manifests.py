@@ -38,6 +38,7 @@ def profile(change: dict[str, Any], field: str, server: str | None = "") -> Bad:
 
 
 FILES = {"spec.data.format": "criteo-tsv", "spec.data.train.uris": ["/data/train"]}
+UNIQUE = {"rows": 10, "dim": 16, "embedding": {"hash": "unique"}}
 GROUP = {"name": "g", "count": 2, "template": {"rows": 10, "dim": 16}}
 
 BAD = {
@@ -358,6 +359,24 @@ BAD = {
             ]
         },
         "spec.model.tableGroups[0].template",
+    ),
+    # tables of unique ids
+    "unique ids on every rank": job(
+        {"spec.model.tables.1": {"name": "t", **UNIQUE, "pin": {"sharding": "data"}}}, "spec.model.tables[1]"
+    ),
+    "unique ids in blocks of columns": job(
+        {"spec.model.tables.1": {"name": "t", **UNIQUE, "columnBlock": 8}}, "spec.model.tables[1]"
+    ),
+    "more buckets than rows": job(
+        {"spec.model.tables.1": {"name": "t", **UNIQUE, "embedding": {"hash": "unique", "buckets": 16}}},
+        "spec.model.tables[1]",
+    ),
+    "buckets without unique ids": job(
+        {"spec.model.tables.1.embedding": {"buckets": 2}}, "spec.model.tables[1].embedding"
+    ),
+    "maintenance without unique ids": job({"spec.model.maintenanceSteps": 8}, "spec.model"),
+    "lost shards of unique ids": job(
+        {"spec.model.tables.1": {"name": "t", **UNIQUE}, "spec.checkpoint.partialRestore": True}, "spec"
     ),
     "feature that criteo lacks": job({**FILES, "spec.model.tables.1.features": ["C27"]}, "spec", None),
     "dense feature that criteo lacks": job({**FILES, "spec.model.denseFeatures": ["I0", "I1"]}, "spec", None),

@@ -25,7 +25,7 @@ from dlrm_testing.trainer.unique_tables import Replay
 from dlrm_trainer.distributed.collectives import Collectives
 
 ALONE = Collectives(0, 1, lambda: "")
-CHAINS = 12
+CHAINS = 6
 TIERS: tuple[tuple[Tier, ...], ...] = ("ddr", "scm"), ("ddr", "block"), ("ddr", "ddr", "block")
 
 
