@@ -34,6 +34,7 @@ from dlrm_operator.job_metrics import JobMetrics  # noqa: E402
 from dlrm_trainer.endpoint import TrainerMetrics  # noqa: E402
 from dlrm_trainer.metrics.stages import StepMetrics  # noqa: E402
 from dlrm_trainer.metrics.tiers import TierMetrics  # noqa: E402
+from dlrm_trainer.metrics.unique_tables import UniqueMetrics  # noqa: E402
 
 CRDS = ROOT / "crds"
 CHART = ROOT / "charts" / "dlrm-operator"
@@ -98,7 +99,9 @@ class MetricRow:
 
 def metrics() -> Mapping[str, tuple[MetricRow, ...]]:
     """Return every metric of each process, in the order of the code, by the process' name."""
-    trainer = [family for each in (TrainerMetrics, StepMetrics, TierMetrics) for family in each.describe()]
+    trainer = [
+        family for each in (TrainerMetrics, StepMetrics, TierMetrics, UniqueMetrics) for family in each.describe()
+    ]
     return {
         "operator": (*_of_objects(vars(operator_metrics)), *_of_families(JobMetrics.describe())),
         "trainer": tuple(_of_families(trainer)),

@@ -88,6 +88,9 @@ class Progress(PodReport):
     )
     slowest: SlowestRank | None = Field(None, description="Rank that the others wait for. None with one rank.")
     last_cut_step: Count | None = Field(None, description="Step of the newest cut that was handed to the checkpointer.")
+    maintenance_steps: Count | None = Field(
+        None, description="Steps between two maintenances of unique tables. None without such tables."
+    )
     evaluated_batches: Count = Field(0, description="Batches evaluated in the current or last evaluation.")
     evaluation: EvalMetrics | None = Field(None, description="Last evaluation.")
     waiting: str | None = Field(

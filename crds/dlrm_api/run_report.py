@@ -82,6 +82,30 @@ class TierReport(ApiModel):
     ranks: tuple[RankUse, ...] = Field(description="Ranks, in order.")
 
 
+class UniqueUse(ApiModel):
+    """Report how full a table of unique ids is, and count its lookups since the attempt started."""
+
+    table: str = Field(description="Name.")
+    rows: Total = Field(description="Rows in use.")
+    capacity_rows: Total = Field(description="Most rows at a time.")
+    fullest_bucket_ratio: Share = Field(description="Share of its rows that the fullest bucket uses.")
+    directory_bytes: Total = Field(description="Bytes of the directory from ids to rows.")
+    lookups: Total = Field(0, description="Lookups, duplicates included.")
+    lookups_without_row: Total = Field(0, description="Lookups of ids that got no row: their bucket was full.")
+    admitted_rows: Total = Field(0, description="Rows given to ids that had none.")
+    evicted_rows: Total = Field(0, description="Rows taken from ids of buckets that were nearly full.")
+
+    @property
+    def fill(self) -> float:
+        """Return rows / capacity."""
+        return self.rows / self.capacity_rows
+
+    @property
+    def share_without_row(self) -> float | None:
+        """Return the share of lookups of ids without a row, or None before the first lookup."""
+        return self.lookups_without_row / self.lookups if self.lookups else None
+
+
 class StageTimes(ApiModel):
     """Report the time of one stage on one rank, over the steps that had it."""
 

@@ -202,6 +202,11 @@ GAUGES: tuple[tuple[str, str, Reading], ...] = (
         "Newer snapshots that this attempt could not use when it started.",
         lambda now, _: now.passed_over_snapshots,
     ),
+    (
+        "maintenance_period_steps",
+        "Steps between two maintenances of unique tables; absent without such tables.",
+        lambda now, _: now.maintenance_steps,
+    ),
     ("eval_log_loss_nats", "Log loss of the last evaluation.", _of_evaluation("log_loss")),
     ("eval_normalized_entropy_ratio", "Normalized entropy of the last evaluation.", _of_evaluation("ne")),
     ("eval_auc_ratio", "Area under the ROC curve of the last evaluation.", _of_evaluation("auc")),

@@ -152,6 +152,7 @@ class Training:
             self.period = MaintenancePeriod.begin(model.maintenance_steps, metrics.get("maintenance"))
             if gang.rank == 0:
                 assembly.learner.embeddings.begin_period(LookupCounts(self.period.lookups, self.period.without_row))
+            self.board.update(maintenance_steps=self.period.steps)
         self.cuts = CutDriver(assembly, restored.attempt, restored.held_step)
 
     def run(self) -> ExitCode | None:
@@ -227,8 +228,10 @@ class Training:
         if self.period is None or not self.period.is_due(self.step):
             return
         counted = self.period.counted(self.count_lookups())
+        self.stages.lap("agreement")
         self.assembly.learner.embeddings.maintain()
         self.period = counted.maintained()
+        self.board.update(maintenance_steps=self.period.steps)
         self.stages.lap("maintenance")
 
     def count_lookups(self) -> LookupCounts:
@@ -320,7 +323,7 @@ class Training:
         state = live_digest(self.assembly.learner, self.collectives) if digest else None
         self.cuts.wait_committed(self.step)
         folder = self.assembly.settings.work_dir
-        tiers = self.observer.report(self.collectives, self.step, folder)
+        uses = self.observer.report(self.collectives, self.step, folder)
         self.collectives.barrier()
         if self.assembly.gang.rank == 0 and folder:
             result = {
@@ -333,7 +336,7 @@ class Training:
                 "state_digest": state,
             }
             notes = {"notes": self.board.now.notes} if self.board.now.notes else {}
-            write_result(folder, result | notes | ({"tiers": tiers} if tiers else {}))
+            write_result(folder, result | notes | uses)
         self.board.phase(TrainerPhase.DONE)
         return ExitCode.DONE
 

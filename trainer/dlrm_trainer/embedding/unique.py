@@ -171,6 +171,8 @@ class UniqueRows:
         """Step of the oldest cut that a cut may have as its parent; ``NO_PARENT``: none may."""
         self._listed: _Listed | None = None
         """Of a cut in progress."""
+        self.evicted = 0
+        """Keys that left since the attempt began."""
 
     @property
     def quota_rows(self) -> int:
@@ -182,6 +184,11 @@ class UniqueRows:
         """Return the number of keys, those in flight included."""
         return int(self.directory.fill.sum())
 
+    @property
+    def fullest(self) -> int:
+        """Return the number of keys of the fullest bucket."""
+        return int(self.directory.fill.max())
+
     def read(self, keys: Ints) -> Ints:
         """Return the (n,) held rows of keys, ``ABSENT`` for others."""
         rows, places = np.empty((2, len(keys)), np.int64)
@@ -192,6 +199,7 @@ class UniqueRows:
         """Remove the keys that must make space, and return them with their rows, which stay taken until ``free``."""
         keys, rows = directory.sweep(self.directory, torch.get_num_threads())
         order = np.argsort(rows)
+        self.evicted += len(keys)
         return HeldKeys(keys[order], rows[order], NO_KEYS)
 
     def free(self, left: HeldKeys) -> None:
@@ -294,10 +302,12 @@ class UniqueGroup:
     """
 
     def __init__(self, parts: Sequence[UniqueRows]) -> None:
-        self._parts = parts
+        self.parts = parts
         self._group, members = directory.make_group([part.directory for part in parts])
         for part, member in zip(parts, members, strict=True):
             part.directory = member
+        self.counts = np.zeros((3, len(parts)), np.int64)
+        """Of each part, since the attempt began: lookups, those whose key found its bucket full, keys admitted."""
 
     def admit(self, keys: Ints, ends: Ints) -> Admitted:
         """Look up (L,) keys of a batch to train on, those of each part up to its (K,) end.
@@ -311,8 +321,10 @@ class UniqueGroup:
         rows, places = directory.find_in_group(self._group, ends, keys, threads)
         new_keys, new_rows, new_ends, failed = directory.insert_absent(self._group, ends, keys, rows, places, threads)
         for number in np.flatnonzero(failed != ABSENT).tolist():
-            raise self._parts[number].no_slot(int(failed[number]))
+            raise self.parts[number].no_slot(int(failed[number]))
         counts = np.diff(new_ends, prepend=0)
+        absent = np.flatnonzero(rows == ABSENT)
+        self.counts += (np.diff(ends, prepend=0), np.diff(np.searchsorted(absent, ends), prepend=0), counts)
         return Admitted(rows, places, new_keys, new_rows, np.repeat(np.arange(len(counts)), counts))
 
     def read(self, keys: Ints, ends: Ints) -> Ints:

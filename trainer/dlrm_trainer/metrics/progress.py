@@ -30,6 +30,7 @@ from dlrm_trainer.embedding import Placement
 from dlrm_trainer.embedding.local_tables import LocalTables
 from dlrm_trainer.metrics.stages import Stages, StepCounters, StepMetrics, StepProfile
 from dlrm_trainer.metrics.tiers import RankCounters, SharedCounters, TierMetrics, tier_report
+from dlrm_trainer.metrics.unique_tables import UniqueMetrics, unique_report
 
 logger = logging.getLogger(__name__)
 
@@ -311,12 +312,13 @@ class Observer:
         """Return the collectors of all ranks of the pod."""
         ranks = [RankCounters(self._placement, rank, self._shared.blocks[rank]) for rank in self._shared.ranks]
         steps = [StepCounters(rank, self._shared.steps[rank]) for rank in self._shared.ranks]
-        return [StepMetrics(steps), TierMetrics(self._placement, self._optimizer, ranks)]
+        tiers, unique = TierMetrics(self._placement, self._optimizer, ranks), UniqueMetrics(self._placement, ranks)
+        return [StepMetrics(steps), tiers, unique]
 
     def watch(self, owned: LocalTables, channels: Sequence[Collectives]) -> None:
         """Set the sources of the counters; ``channels`` are the collectives of all threads."""
         self._channels = channels
-        self._owned = owned if self._counters.groups else None
+        self._owned = owned if self._counters.groups or self._counters.unique else None
 
     def stepped(self, step: int) -> None:
         """Record the end of a step."""
@@ -332,14 +334,22 @@ class Observer:
             if self._profile is not None:
                 self._profile.served(step, *self._counters.served())
 
-    def report(self, collectives: Collectives, step: int, folder: Path | None) -> dict[str, Any] | None:
-        """Save the profile, and return how the tables of all ranks used their tiers; None without levels."""
+    def report(self, collectives: Collectives, step: int, folder: Path | None) -> dict[str, Any]:
+        """Save the profile, and return what the result says of tiers and of unique tables, of all ranks."""
         self.save_profile(collectives, folder)
-        if not self._placement.has_stacks:
-            return None
+        has_unique = any(table.is_unique for table in self._placement.tables)
+        if not self._placement.has_stacks and not has_unique:
+            return {}
         self._copy(step)
         blocks = [np.array(block, np.int64) for block in collectives.gather(self._counters.block.tolist(), COUNTERS)]
-        return tier_report(self._placement, self._optimizer, blocks).model_dump(mode="json", by_alias=False)
+        found: dict[str, Any] = {}
+        if self._placement.has_stacks:
+            tiers = tier_report(self._placement, self._optimizer, blocks)
+            found["tiers"] = tiers.model_dump(mode="json", by_alias=False)
+        if has_unique:
+            uses = unique_report(self._placement, blocks)
+            found["unique_tables"] = [use.model_dump(mode="json", by_alias=False) for use in uses]
+        return found
 
     def save_profile(self, collectives: Collectives, folder: Path | None) -> None:
         """Write ``profile.json`` and ``trace.json`` of all ranks if a profile is taken."""

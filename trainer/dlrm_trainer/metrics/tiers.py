@@ -37,6 +37,8 @@ HEAD_WORDS = KEPT + len(TIERS)
 TIER_NUMBERS = {tier: number for number, tier in enumerate(TIERS)}
 READ_ROWS, WRITTEN_ROWS, READ_BYTES, WRITTEN_BYTES, DEVICE_READS, DEVICE_WRITES, CLEANED, LEVEL_WORDS = range(8)
 """Columns of a level's counters."""
+UNIQUE_LOOKUPS, WITHOUT_ROW, ADMITTED, LEFT, IN_USE, FULLEST, UNIQUE_WORDS = range(7)
+"""Columns of a unique table's counters, the first three as in ``UniqueGroup.counts``; the last two are gauges."""
 TABLE_COUNTS: tuple[tuple[str, int, str], ...] = (
     ("lookups", LOOKUPS, "Lookups of tables with levels, duplicates included."),
     ("accesses", ACCESSES, "Accesses: one for each distinct row of a batch."),
@@ -70,6 +72,15 @@ class GroupCounters:
     """(L, LEVEL_WORDS), of the levels below the slots."""
 
 
+@dataclass(frozen=True)
+class UniqueCounters:
+    """View the counters of one group of unique tables in its rank's block."""
+
+    group: PartGroup
+    tables: Words
+    """(K, UNIQUE_WORDS)"""
+
+
 class RankCounters:
     """Give access to the counters in one rank's block, (n,) int64, sized by ``SharedCounters``."""
 
@@ -77,6 +88,7 @@ class RankCounters:
         self.rank, self.block = rank, block
         self.head = block[:HEAD_WORDS]
         self.groups: list[GroupCounters] = []
+        self.unique: list[UniqueCounters] = []
         first = HEAD_WORDS
         for group in placement.groups[rank]:
             if group.is_stacked:
@@ -85,6 +97,11 @@ class RankCounters:
                 last = middle + levels * LEVEL_WORDS
                 tables = block[first:middle].reshape(-1, COUNTS)
                 self.groups.append(GroupCounters(group, tables, block[middle:last].reshape(levels, LEVEL_WORDS)))
+                first = last
+        for group in placement.groups[rank]:
+            if group.is_unique:
+                last = first + len(group.parts) * UNIQUE_WORDS
+                self.unique.append(UniqueCounters(group, block[first:last].reshape(-1, UNIQUE_WORDS)))
                 first = last
 
     def copy_from(self, owned: LocalTables) -> None:
@@ -99,6 +116,10 @@ class RankCounters:
             for tier, size in stack.bytes_kept.items():
                 kept[TIER_NUMBERS[tier]] += size
         self.head[KEPT:] = kept
+        unique = [group.unique for group in owned.groups if group.unique is not None]
+        for of_group, group in zip(self.unique, unique, strict=True):
+            of_group.tables[:, :LEFT] = group.counts.T
+            of_group.tables[:, LEFT:] = [(part.evicted, part.count, part.fullest) for part in group.parts]
 
     def served(self) -> tuple[int, int]:
         """Return the accesses and hits of all tables."""
@@ -129,6 +150,8 @@ def _words(plan: Plan, rank: int) -> int:
             if shard.rank == rank and shard.tiers.is_stack:
                 blocks = sum(shard.column_start <= edge < shard.column_end for edge in table.column_blocks)
                 words += blocks * (COUNTS + LEVEL_WORDS * len(shard.tiers.levels))
+            # A part of a unique table has all columns.
+            words += UNIQUE_WORDS * (shard.rank == rank and table.buckets > 0)
     return words
 
 

@@ -29,6 +29,7 @@ from dlrm_trainer.embedding import EmbeddingOptions, Embeddings, place
 from dlrm_trainer.embedding.checkpoint import UniquePart, table_meta
 from dlrm_trainer.embedding.collection import CheckpointView
 from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate
+from dlrm_trainer.metrics.tiers import RankCounters, SharedCounters
 from dlrm_trainer.train import prepared_ahead
 
 SAMPLES, STEPS, PERIOD = 12, 24, 4
@@ -149,6 +150,8 @@ class UniqueRun:
     without_row: int
     features: NDArray[np.float32]
     """Of an evaluation of batch 0 after the last step."""
+    counters: NDArray[np.int64]
+    """Block of ``RankCounters`` after it."""
     cuts: int = 0
     """Tables of cuts that hold what they must."""
     gone: int = 0
@@ -257,7 +260,9 @@ def train_unique(
     options = EmbeddingOptions(
         optimizer=RowOptimizerSpec(learning_rate=0.1), seed=5, global_batch_size=SAMPLES, tier_dir=folder
     )
-    embeddings = Embeddings(place(spec, plan(spec, size, chosen), size), collectives, options)
+    planned = plan(spec, size, chosen)
+    placement = place(spec, planned, size)
+    embeddings = Embeddings(placement, collectives, options)
     for part in embeddings.local:
         part.start(5)
         if saved is not None and isinstance(part, UniquePart):
@@ -290,8 +295,10 @@ def train_unique(
     evaluated = slice_of(spec, batch(spec, 0), edges, rank)
     pooled = embeddings.pool(embeddings.prepare(embeddings.send(evaluated).result(), updates=False))
     features = embeddings.features(pooled).numpy()
+    counters = RankCounters(placement, rank, SharedCounters(planned, [rank]).blocks[rank])
+    counters.copy_from(embeddings.tables)
     embeddings.close()
-    return UniqueRun(states, without_row, features, *((chain.checked, chain.gone) if chain else ()))
+    return UniqueRun(states, without_row, features, counters.block, *((chain.checked, chain.gone) if chain else ()))
 
 
 def restore(part: UniquePart, saved: Sequence[TableRows]) -> None:

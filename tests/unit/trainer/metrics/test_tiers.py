@@ -103,7 +103,7 @@ def described(collector: Collector) -> dict[str, tuple[str, list[str]]]:
 def test_served_metrics_are_those_announced(tmp_path: Path) -> None:
     board = ProgressBoard(attempt=0, world_size=1)
     board.phase(TrainerPhase.TRAINING)
-    board.update(loss=0.5, samples_per_second=1.0, last_cut_step=1, restored_step=1)
+    board.update(loss=0.5, samples_per_second=1.0, last_cut_step=1, restored_step=1, maintenance_steps=8)
     board.evaluated(EvalMetrics(step=1, samples=1, log_loss=0.4, ne=0.8, auc=0.7, calibration=1.0))
     control = CutControl(CheckpointSpec(uri="file:///nowhere"), Collectives(0, 1, lambda: ""))
 
