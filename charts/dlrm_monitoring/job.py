@@ -259,6 +259,79 @@ TIERS = Row(
         ),
     ),
 )
+UNIQUE = Row(
+    "Unique tables",
+    (
+        Panel(
+            title="Rows in use",
+            description="Share of a table's rows in use; the ten fullest tables. A full table stays between 93 and "
+            "97 %. Only jobs with tables of unique ids.",
+            unit="percentunit",
+            most=1,
+            queries=(
+                Query(
+                    f"topk(10, sum by (table) (dlrm_trainer_unique_rows{{{JOB}}}) / "
+                    f"sum by (table) (dlrm_trainer_unique_capacity_rows{{{JOB}}}))",
+                    "{{table}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Lookups without a row",
+            description="Share of a table's lookups whose id got no row; the ten highest. They add nothing to a sum.",
+            unit="percentunit",
+            queries=(
+                Query(
+                    "topk(10, "
+                    + _rate("trainer_unique_lookups_without_row_total", "table")
+                    + " / "
+                    + _rate("trainer_unique_lookups_total", "table")
+                    + ")",
+                    "{{table}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Time that rows stay",
+            description="Mean time from a row's admission to its eviction: rows in use over evictions per second. "
+            "The ten tables with the shortest.",
+            unit="s",
+            queries=(
+                Query(
+                    f"bottomk(10, sum by (table) (dlrm_trainer_unique_rows{{{JOB}}}) / ("
+                    + _rate("trainer_unique_evicted_rows_total", "table")
+                    + " > 0))",
+                    "{{table}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Rows admitted and evicted",
+            description="Rows per second of all unique tables.",
+            unit="si: rows/s",
+            queries=(
+                Query(f"sum(rate(dlrm_trainer_unique_admitted_rows_total{{{JOB}}}{RATE}))", "admitted"),
+                Query(_rate("trainer_unique_evicted_rows_total", "reason"), "evicted: {{reason}}"),
+            ),
+        ),
+        Panel(
+            title="Fullest bucket",
+            description="Share of its rows that the fullest bucket of a table uses. At 1 new ids of it get no row.",
+            unit="percentunit",
+            most=1,
+            queries=(
+                Query(f"topk(10, max by (table) (dlrm_trainer_unique_fullest_bucket_ratio{{{JOB}}}))", "{{table}}"),
+            ),
+        ),
+        Panel(
+            title="Steps between maintenances",
+            description="With maintenanceSteps: auto it halves while over 1 % of lookups find their bucket full. "
+            "The stage maintenance, under Speed, has its time.",
+            unit="none",
+            queries=(Query(_trainer("maintenance_period_steps"), "steps"),),
+        ),
+    ),
+)
 SNAPSHOTS = Row(
     "Snapshots",
     (
@@ -341,7 +414,7 @@ SNAPSHOTS = Row(
 JOB_DASHBOARD = Dashboard(
     uid="dlrm-job",
     title="DLRM / Job",
-    description="One DLRMJob: quality, throughput, stages, memory tiers and snapshots.",
+    description="One DLRMJob: quality, throughput, stages, memory tiers, unique tables and snapshots.",
     variables=(
         Variable(name="namespace", label="Namespace", query="label_values(dlrm_operator_job_phase, namespace)"),
         Variable(
@@ -352,5 +425,5 @@ JOB_DASHBOARD = Dashboard(
         Annotation("restart", f"changes(max(dlrm_operator_job_failures_total{{{JOB}}})[2m:30s]) > 0", "red"),
         Annotation("snapshot", _operator("last_snapshot_timestamp_seconds"), "blue", is_time=True),
     ),
-    rows=(NOW, QUALITY, SPEED, TIERS, SNAPSHOTS),
+    rows=(NOW, QUALITY, SPEED, TIERS, UNIQUE, SNAPSHOTS),
 )

@@ -25,7 +25,7 @@ from dlrm_cluster.fixtures import refuse
 from dlrm_operator.manifests.objects import labels
 from dlrm_testing.charts.chart import CHART, ROOT, Object, helm_run, of_kind, only, render, variant
 from dlrm_testing.operator.operator_cluster import OperatorProcess, eventually
-from dlrm_trainer.metrics import stages, tiers
+from dlrm_trainer.metrics import stages, tiers, unique_tables
 
 NAMESPACE = "dlrm-system"
 RULES = CHART / "files" / "monitoring" / "rules.yaml"
@@ -358,7 +358,7 @@ def test_scrapes_are_limited_and_without_limits_where_values_say_so(helm: Path, 
     limited = render(helm, tmp_path, "demo", NAMESPACE, variant("monitored"))
     free = render(helm, tmp_path, "demo", NAMESPACE, variant("monitored"), *off)
 
-    assert only(limited, "PodMonitor")["spec"]["sampleLimit"] == 50_000
+    assert only(limited, "PodMonitor")["spec"]["sampleLimit"] == 100_000
     assert only(limited, "PodMonitor")["spec"]["bodySizeLimit"] == "8MB"
     assert only(limited, "ServiceMonitor")["spec"]["sampleLimit"] == 500_000
     assert only(limited, "ServiceMonitor")["spec"]["bodySizeLimit"] == "64MB"
@@ -367,8 +367,8 @@ def test_scrapes_are_limited_and_without_limits_where_values_say_so(helm: Path, 
 
 
 def test_no_limit_cuts_off_a_pod_with_a_class_per_table() -> None:
-    families = tiers.TierMetrics.describe()
-    of_a_table = sum(each.name.startswith(tiers.TABLE) for each in families)
+    families = [*tiers.TierMetrics.describe(), *unique_tables.UniqueMetrics.describe()]
+    of_a_table = sum(each.name.startswith((tiers.TABLE, unique_tables.UNIQUE)) for each in families)
     of_a_rank = len(TIERS) * (len(families) - of_a_table) + stages.WORDS
     limit = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"]["trainers"]["sampleLimit"]
 
