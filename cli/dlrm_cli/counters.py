@@ -45,6 +45,15 @@ class Counts(ApiModel):
     evicted_rows: Counted = Field(0, description="Rows that left a slot for another.")
     prefetch_wait_s: Counted = Field(0, description="Time that lookups waited for rows, summed over ranks (s).")
     tiers: dict[str, TierCounts] = Field({}, description="By tier.")
+    unique_rows: Counted = Field(0, description="Rows in use in unique tables.")
+    unique_capacity_rows: Counted = Field(0, description="Most rows of unique tables at a time.")
+    unique_lookups: Counted = Field(0, description="Lookups of unique tables.")
+    unique_lookups_without_row: Counted = Field(0, description="Lookups of ids without a row.")
+
+    @property
+    def unique_fill(self) -> float | None:
+        """Return the share of the rows of unique tables that are in use, or None without such tables."""
+        return self.unique_rows / self.unique_capacity_rows if self.unique_capacity_rows > 0 else None
 
 
 class PodFigures(Counts):
@@ -66,6 +75,8 @@ class Rates:
     stage: str = ""
     """The stage that took the most time."""
     stage_share: float | None = None
+    without_row: float | None = None
+    """Share of lookups of unique tables whose ids had no row."""
 
 
 def metric_samples(text: str) -> Iterator[Sample]:
@@ -108,6 +119,10 @@ def pod_figures(text: str) -> PodFigures:
         created_rows=sums["table_created_rows_total"],
         evicted_rows=sums["table_evicted_rows_total"],
         prefetch_wait_s=sums["tier_prefetch_wait_seconds_total"],
+        unique_rows=sums["unique_rows"],
+        unique_capacity_rows=sums["unique_capacity_rows"],
+        unique_lookups=sums["unique_lookups_total"],
+        unique_lookups_without_row=sums["unique_lookups_without_row_total"],
         tiers=tiers,
         ranks=len(ranks),
         stages=dict(stages),
@@ -125,7 +140,7 @@ def sum_counts(pods: Sequence[PodFigures]) -> Counts:
             before = tiers.get(tier, TierCounts())
             sums = {name: getattr(before, name) + getattr(counts, name) for name in TierCounts.model_fields}
             tiers[tier] = TierCounts.model_validate(sums)
-    names = ("ranks", "accesses", "hits", "created_rows", "evicted_rows", "prefetch_wait_s")
+    names = [name for name in Counts.model_fields if name not in ("stages", "tiers")]
     counted = {name: sum(getattr(pod, name) for pod in pods) for name in names}
     return Counts(stages={stage: round(seconds, 6) for stage, seconds in stages.items()}, tiers=tiers, **counted)
 
@@ -134,6 +149,12 @@ def hit_rate(now: Counts, before: Counts) -> float | None:
     """Return the share of the accesses between two readings that were hits, or None without accesses."""
     accesses = now.accesses - before.accesses
     return (now.hits - before.hits) / accesses if accesses > 0 else None
+
+
+def share_without_row(now: Counts, before: Counts) -> float | None:
+    """Return the share of lookups of unique tables between two readings whose ids had no row; None without lookups."""
+    lookups = now.unique_lookups - before.unique_lookups
+    return (now.unique_lookups_without_row - before.unique_lookups_without_row) / lookups if lookups > 0 else None
 
 
 def rates(now: PodFigures, before: PodFigures | None) -> Rates:
@@ -153,4 +174,5 @@ def rates(now: PodFigures, before: PodFigures | None) -> Rates:
         tier_shares=shares,
         stage=stage if total > 0 else "",
         stage_share=stages[stage] / total if total > 0 else None,
+        without_row=share_without_row(now, before),
     )

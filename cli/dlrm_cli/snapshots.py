@@ -285,6 +285,7 @@ def _description(snapshot: Snapshot) -> dict[str, Any]:
         "bytes": manifest.total_bytes,
         "objects": len(manifest.objects),
         "stored_rows": stored,
+        "capacity": {table.name: table.rows for table in snapshot.meta.tables if table.is_unique},
         "gone_keys": gone,
         "cut": _with_snake_case_keys(asdict(snapshot.meta)),
     }

@@ -20,7 +20,7 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.model import TableSpec
 from dlrm_api.plan import Device, Plan, Prediction, Shard, TablePlan
 from dlrm_api.progress import SnapshotInfo
-from dlrm_api.run_report import HitRate, Profile, StageTimes, TableUse, TierReport
+from dlrm_api.run_report import HitRate, Profile, StageTimes, TableUse, TierReport, UniqueUse
 
 if TYPE_CHECKING:
     from dlrm_checkpointer import TableDiff
@@ -77,6 +77,25 @@ def tiers_view(report: TierReport) -> RenderableType:
     missing = sum(rank.missing_lookups for rank in report.ranks)
     words = f"longest wait for rows: {slowest:,.2f} s, on rank {where}; rows missing at a batch's start: {missing}"
     return Group(_tables_view([table for rank in report.ranks for table in rank.tables]), _tiers(report), Text(words))
+
+
+def unique_view(uses: Sequence[UniqueUse]) -> Table:
+    """Return how full unique tables are, the largest first."""
+    columns = ("table", "rows", "of capacity", "full", "lookups", "without row", "admitted", "evicted")
+    view = titled_table("unique tables", columns, words=("table",))
+    for use in largest_unique(uses, MAX_USED_TABLES):
+        counts = (use.lookups, use.admitted_rows, use.evicted_rows)
+        lookups, admitted, evicted = (f"{count:,}" for count in counts)
+        rows = (f"{use.rows:,}", f"{use.capacity_rows:,}", share(use.fill))
+        view.add_row(use.table, *rows, lookups, share(use.share_without_row), admitted, evicted)
+    if len(uses) > MAX_USED_TABLES:
+        view.add_row(f"and {len(uses) - MAX_USED_TABLES} smaller ones")
+    return view
+
+
+def largest_unique(uses: Sequence[UniqueUse], most: int) -> list[UniqueUse]:
+    """Return the largest unique tables, in order of size."""
+    return sorted(uses, key=lambda use: (-use.capacity_rows, use.table))[:most]
 
 
 def slowest_by_stage(stages: Iterable[StageTimes]) -> tuple[StageTimes, ...]:

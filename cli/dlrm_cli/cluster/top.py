@@ -19,10 +19,11 @@ from dlrm_cli.cluster.describe import pod_state
 from dlrm_cli.cluster.get import JobFacts, age, grid, is_running, job_facts, one_line, print_lines, steps, time_left
 from dlrm_cli.cluster.logs import PodChoice, choose_pods
 from dlrm_cli.counters import PodFigures, Rates, pod_figures, rates
-from dlrm_cli.views import UNKNOWN, SafeConsole, number
+from dlrm_cli.views import UNKNOWN, SafeConsole, number, share
 
-JOBS = ("NAME", "PHASE", "STEP", "SAMPLES/S", "STEP TIME", "LOSS", "NE", "RESTARTS", "SNAPSHOT", "ETA", "HITS", "BELOW")
-PODS = ("POD", "NODE", "PHASE", "READY", "STEP", "HITS", "BELOW", "SLOWEST STAGE")
+TABLES = ("HITS", "BELOW", "FILLED", "NO ROW")
+JOBS = ("NAME", "PHASE", "STEP", "SAMPLES/S", "STEP TIME", "LOSS", "NE", "RESTARTS", "SNAPSHOT", "ETA", *TABLES)
+PODS = ("POD", "NODE", "PHASE", "READY", "STEP", *TABLES, "SLOWEST STAGE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,19 +68,20 @@ def _job_row(job: JobFacts, reading: Reading, now: datetime) -> tuple[str, ...]:
     seconds = f"{job.batch / speed * 1_000:,.1f}ms" if job.batch and speed else UNKNOWN
     progress = (steps(step, job.total_steps), number(speed, ",.0f"), seconds, number(loss, ".5f"), number(ne, ".5f"))
     state = (str(job.restarts), age(job.snapshot_time, now), time_left(job.eta, now))
-    return (job.name, job.phase, *progress, *state, number(found.hit_rate, ".1%"), _below(found))
+    return (job.name, job.phase, *progress, *state, *_tables(live, found))
 
 
 def _pod_row(pod: Object, reading: Reading) -> tuple[str, ...]:
     live, found = reading.now or PodFigures(), reading.rates
     stage = UNKNOWN if found.stage_share is None else f"{found.stage} {found.stage_share:.0%}"
     step = UNKNOWN if live.step is None else str(live.step)
-    return (*pod_state(pod), step, number(found.hit_rate, ".1%"), _below(found), stage)
+    return (*pod_state(pod), step, *_tables(live, found), stage)
 
 
-def _below(found: Rates) -> str:
-    """Return ``scm 4.1%, block 0.3%``: the share of accesses that slower tiers served."""
-    return ", ".join(f"{tier} {share:.1%}" for tier, share in found.tier_shares.items()) or UNKNOWN
+def _tables(live: PodFigures, found: Rates) -> tuple[str, ...]:
+    """Return where rows were found, with ``scm 4.1%, block 0.3%`` of slower tiers; and how full unique tables are."""
+    below = ", ".join(f"{tier} {part:.1%}" for tier, part in found.tier_shares.items()) or UNKNOWN
+    return (share(found.hit_rate), below, share(live.unique_fill), share(found.without_row))
 
 
 def _problems(readings: Sequence[tuple[str, Reading]]) -> list[Text]:

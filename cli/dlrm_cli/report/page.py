@@ -27,6 +27,7 @@ from dlrm_cli.report.sections import (
     speed,
     step_time,
     tiers,
+    unique_tables,
 )
 from dlrm_cli.run.workdir import WorkDir, folder_error, replace_file
 from dlrm_cli.views import UNKNOWN, print_stderr, print_view, titled_table
@@ -44,8 +45,8 @@ MAX_VALUES = 12
 
 def sections(record: Record) -> list[Section]:
     """Return the sections of a run's page."""
-    every = (learning, speed, step_time, tiers, snapshots, restarts, plan_and_measured, settings)
-    return [section(record) for section in every]
+    before, after = (learning, speed, step_time, tiers), (snapshots, restarts, plan_and_measured, settings)
+    return [*(section(record) for section in before), *unique_tables(record), *(section(record) for section in after)]
 
 
 def render_page(record: Record, made: str) -> str:

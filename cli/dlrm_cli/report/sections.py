@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from itertools import pairwise
 
 from dlrm_api.run_report import Profile, TableUse
-from dlrm_cli.counters import hit_rate
+from dlrm_cli.counters import hit_rate, share_without_row
 from dlrm_cli.report.collect import Record, throughput
 from dlrm_cli.report.plots import Plot, Series, count, number, seconds, size
 from dlrm_cli.run.history import Committed, Look
-from dlrm_cli.views import UNKNOWN, expected_hit_rate, share, slowest_by_stage, sum_uses
+from dlrm_cli.views import UNKNOWN, expected_hit_rate, largest_unique, share, slowest_by_stage, sum_uses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,6 +378,47 @@ def _tables(uses: list[TableUse]) -> Iterator[Table]:
         note += f" {left_out} smaller tables are not shown."
     columns = ("table", "rows", "accesses", "hit rate", "of repeats", "expected", "evicted", "scratch")
     yield Table(title="Tables over tiers, last attempt", columns=columns, text_columns=("table",), rows=rows, note=note)
+
+
+def unique_tables(record: Record) -> Iterator[Section]:
+    """Yield a section on how full unique tables are, if there are any."""
+    looks = [look for look in record.looks if look.unique_fill is not None]
+    if not looks and not record.unique_tables:
+        return
+    filled = [(float(look.step), look.unique_fill) for look in looks if look.unique_fill is not None]
+    without = [
+        (float(pair.now.step), found)
+        for pair in between(looks)
+        if (found := share_without_row(pair.now, pair.before)) is not None
+    ]
+    series = [
+        Series(name="rows in use", runs=[sorted(dict(filled).items())]),
+        Series(name="lookups without a row", runs=[sorted(dict(without).items())]),
+    ]
+    words = "Share of the rows of all unique tables that are in use, and of lookups whose id had no row."
+    plot = Plot(title="Rows in use", words=words, y_name="share", y_unit="share", series=series, from_zero=True)
+    yield Section(title="Unique tables", parts=[*([plot] if plot.has_points else []), *_unique_rows(record)])
+
+
+def _unique_rows(record: Record) -> Iterator[Table]:
+    if not record.unique_tables:
+        return
+    shown = largest_unique(record.unique_tables, MAX_TABLES)
+    rows = [
+        [
+            use.table,
+            *map(count, (use.rows, use.capacity_rows)),
+            share(use.fill),
+            count(use.lookups),
+            share(use.share_without_row),
+            *map(count, (use.admitted_rows, use.evicted_rows)),
+        ]
+        for use in shown
+    ]
+    left_out = len(record.unique_tables) - len(shown)
+    note = f"{left_out} smaller tables are not shown." if left_out else ""
+    columns = ("table", "rows", "of capacity", "full", "lookups", "without row", "admitted", "evicted")
+    yield Table(title="Unique tables, last attempt", columns=columns, text_columns=("table",), rows=rows, note=note)
 
 
 def plan_and_measured(record: Record) -> Section:

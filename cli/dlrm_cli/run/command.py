@@ -51,6 +51,7 @@ from dlrm_cli.views import (
     profile_view,
     snapshots_view,
     tiers_view,
+    unique_view,
     whole_line,
 )
 from dlrm_stores import ObjectStore
@@ -284,7 +285,8 @@ def result_view(result: RunResult, predicted: float | None = None) -> Renderable
         table.add_row(*row)
     digest = [] if result.state_digest is None else [whole_line(f"state digest: {result.state_digest}")]
     tiers = [] if result.tiers is None else [tiers_view(result.tiers)]
-    return Group(table, *digest, *tiers, snapshots_view(result.snapshots))
+    unique = [unique_view(result.unique_tables)] if result.unique_tables else []
+    return Group(table, *digest, *tiers, *unique, snapshots_view(result.snapshots))
 
 
 class RunDisplay:

@@ -24,7 +24,7 @@ from dlrm_api.fields import Count
 from dlrm_api.job import DLRMJob
 from dlrm_api.process import usable_cpus, usable_memory_bytes
 from dlrm_api.progress import EvalMetrics, SnapshotInfo
-from dlrm_api.run_report import Profile, TierReport
+from dlrm_api.run_report import Profile, TierReport, UniqueUse
 
 POLL_INTERVAL_S = 0.1
 ATTEMPT = re.compile("[0-9]{1,9}")
@@ -204,6 +204,8 @@ class TrainerResult(BaseModel):
     state_digest: str | None = None
     tiers: TierReport | None = None
     """Use of tiers in the last attempt; None if the plan has no levels."""
+    unique_tables: tuple[UniqueUse, ...] = ()
+    """Use of each unique table in the last attempt."""
     notes: tuple[str, ...] = ()
     """What a user should know about the data and the start of the last attempt."""
 
@@ -232,6 +234,8 @@ class RunResult(TrainerResult):
             body["state_digest"] = self.state_digest
         if self.tiers is not None:
             body["tiers"] = self.tiers.model_dump(mode="json", by_alias=False)
+        if self.unique_tables:
+            body["unique_tables"] = [use.model_dump(by_alias=False) for use in self.unique_tables]
         if self.notes:
             body["notes"] = self.notes
         return json.dumps(body)

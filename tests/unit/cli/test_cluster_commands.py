@@ -133,12 +133,21 @@ def metrics(step: int, hits: float, accesses: float) -> str:
     asked = Counter("dlrm_trainer_table_accesses", "s", labels, registry=registry)
     below = Counter("dlrm_trainer_tier_read_rows", "s", ["rank", "tier"], registry=registry)
     stage = Counter("dlrm_trainer_stage_seconds", "s", ["rank", "stage"], registry=registry)
+    rows, most = (
+        Gauge(f"dlrm_trainer_unique_{each}", "s", labels, registry=registry) for each in ("rows", "capacity_rows")
+    )
+    looked_up = Counter("dlrm_trainer_unique_lookups", "s", labels, registry=registry)
+    absent = Counter("dlrm_trainer_unique_lookups_without_row", "s", [*labels, "reason"], registry=registry)
     for rank in ("0", "1"):
         found_hits.labels(rank, "a").inc(hits / 2)
         asked.labels(rank, "a").inc(accesses / 2)
         below.labels(rank, "scm").inc((accesses - hits) / 2)
         stage.labels(rank, "forward").inc(step * 3)
         stage.labels(rank, "agreement").inc(step)
+        rows.labels(rank, "a").set(45)
+        most.labels(rank, "a").set(50)
+        looked_up.labels(rank, "a").inc(accesses)
+        absent.labels(rank, "a", "full").inc(accesses - hits)
     return generate_latest(registry).decode()
 
 
@@ -267,7 +276,9 @@ def test_top_shows_what_pods_say_now(api: ScriptedApi, kubeconfig: Path, capsys:
     header, row = (line.split() for line in capsys.readouterr().out.splitlines())
     assert code == ExitCode.DONE
     assert header[:4] == ["NAME", "PHASE", "STEP", "SAMPLES/S"]
-    assert row == ["ads", "Running", "20/50", "2,000", "50.0ms", "0.50000", "-", "0", "-", "-", "90.0%", "scm", "10.0%"]
+    assert row[:10] == ["ads", "Running", "20/50", "2,000", "50.0ms", "0.50000", "-", "0", "-", "-"]
+    # Hits, rows of tiers below, rows of unique tables in use, lookups without a row.
+    assert row[10:] == ["90.0%", "scm", "10.0%", "90.0%", "10.0%"]
 
 
 def test_top_of_a_job_shows_its_pods_and_why_one_is_silent(
@@ -282,8 +293,8 @@ def test_top_of_a_job_shows_its_pods_and_why_one_is_silent(
 
     text = capsys.readouterr().out
     assert code == ExitCode.DONE
-    assert "ads-trainer-1-0   n0     Running   1/1     20     90.0%   scm 10.0%   forward 75%" in text
-    assert "ads-trainer-1-1   n1     Running   1/1     -      -       -           -" in text
+    assert "ads-trainer-1-0   n0     Running   1/1     20     90.0%   scm 10.0%   90.0%    10.0%    forward 75%" in text
+    assert "ads-trainer-1-1   n1     Running   1/1     -      -       -           -        -        -" in text
     assert 'ads-trainer-1-1: metrics unavailable: permission denied: User "u" cannot get' in text
 
 

@@ -11,12 +11,22 @@ from rich.text import Text
 from dlrm_api.job import parse_job
 from dlrm_api.plan import Prediction
 from dlrm_api.progress import CheckpointerProgress, EvalMetrics, Progress, SnapshotInfo, TrainerPhase
-from dlrm_api.run_report import HitRate, LevelUse, Profile, RankUse, StageTimes, TableUse, TierBytes, TierReport
+from dlrm_api.run_report import (
+    HitRate,
+    LevelUse,
+    Profile,
+    RankUse,
+    StageTimes,
+    TableUse,
+    TierBytes,
+    TierReport,
+    UniqueUse,
+)
 from dlrm_checkpointer.read.diff import TableDiff
 from dlrm_cli.run.command import RunDisplay, progress_text, result_view
 from dlrm_cli.run.history import Seen
 from dlrm_cli.run.workdir import RunResult
-from dlrm_cli.views import diff_view, plan_view, print_view, profile_view, tiers_view
+from dlrm_cli.views import diff_view, plan_view, print_view, profile_view, tiers_view, unique_view
 from dlrm_planner import plan_job
 
 
@@ -178,6 +188,18 @@ def test_the_tables_over_tiers_show_the_largest_and_the_total_of_all() -> None:
     assert cells(text, "block") == ["block", "400", "300", "5.0 GB", "0 B", "0", "8.0 GB", "16.0 GB"]
     assert cells(text, "ddr") == ["ddr", "-", "-", "-", "-", "-", "2.0 GB", "4.0 GB"]
     assert "2.25 s, on rank 1; rows missing at a batch's start: 0" in text
+
+
+def test_unique_tables_show_how_full_they_are() -> None:
+    def use(table: str, capacity: int, lookups: int) -> UniqueUse:
+        figures = {"capacity_rows": capacity, "fullest_bucket_ratio": 1, "directory_bytes": 1, "lookups": lookups}
+        counts = {"lookups_without_row": lookups // 50, "admitted_rows": 2_000, "evicted_rows": 1_070}
+        return UniqueUse(table=table, rows=930, **figures, **counts)
+
+    text = shown(unique_view([use("small", 1_000, 0), *(use(f"t{n}", 2_000, 5_000) for n in range(20))]))
+
+    assert cells(text, "t0") == ["t0", "930", "2,000", "46.5%", "5,000", "2.0%", "2,000", "1,070"]
+    assert "small" not in text.replace("and 1 smaller", "")
 
 
 def test_a_plan_that_expects_nothing_leaves_the_column_out() -> None:

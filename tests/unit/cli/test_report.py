@@ -17,6 +17,7 @@ import pytest
 from dlrm_api.errors import BadDataError, NoInputError
 from dlrm_api.names import ExitCode
 from dlrm_api.progress import EvalMetrics, Progress
+from dlrm_api.run_report import UniqueUse
 from dlrm_cli import app
 from dlrm_cli.report import collect
 from dlrm_cli.report.collect import Record, Steps, cluster_record, read_work_folder, sum_steps, throughput
@@ -240,6 +241,26 @@ def test_the_plan_is_shown_next_to_measured_values(kept_run: Kept) -> None:
     assert rows["samples/s"][1] == "18,000"
     assert rows["hit rate of C1"][1:] == ["95.0%", "92.5%", "97.4%"]
     assert rows["bytes of tables with levels in block"][3] == "83.3%"
+
+
+def test_unique_tables_have_a_section_where_there_are_any(kept_run: Kept) -> None:
+    record = read_work_folder(kept_run())
+    figures = {"capacity_rows": 1_000, "fullest_bucket_ratio": 1, "directory_bytes": 1, "admitted_rows": 2_000}
+    use = UniqueUse(table="C1", rows=930, lookups=5_000, lookups_without_row=100, evicted_rows=1_070, **figures)
+    looks = [
+        Look(time=at, attempt=1, step=at, unique_rows=at, unique_capacity_rows=100, unique_lookups=at)
+        for at in (10, 20)
+    ]
+
+    with_unique = replace(record, unique_tables=[use], looks=looks)
+
+    assert "Unique tables" not in text_of(record)
+    assert cells(with_unique, "Unique tables", "") == [
+        ["C1", "930", "1,000", "93.0%", "5,000", "2.0%", "2,000", "1,070"]
+    ]
+    [section] = [each for each in sections(with_unique) if each.title == "Unique tables"]
+    runs = [series.runs for part in section.parts if isinstance(part, Plot) for series in part.series]
+    assert runs == [[[(10, 0.1), (20, 0.2)]], [[(20, 0)]]]
 
 
 def test_failures_show_their_evidence(kept_run: Kept) -> None:
