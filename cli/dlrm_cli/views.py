@@ -214,9 +214,10 @@ WIDTH_OFF_TERMINAL = 200
 
 def print_view(view: RenderableType, *, stderr: bool = False) -> None:
     """Print on stdout or stderr, wide if it is not a terminal, so that URIs and digests stay whole."""
-    console = SafeConsole(stderr=stderr)
+    # Markup would take the "[users]" of a field's path out of a note.
+    console = SafeConsole(stderr=stderr, markup=False, emoji=False)
     if not console.is_terminal:
-        console = SafeConsole(stderr=stderr, width=WIDTH_OFF_TERMINAL)
+        console.width = WIDTH_OFF_TERMINAL
     console.print(view, crop=False)
 
 

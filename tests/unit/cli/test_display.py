@@ -112,6 +112,14 @@ def test_the_result_shows_quality_and_uris_that_can_be_copied_at_any_width() -> 
         assert text in shown
 
 
+def test_brackets_in_notes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    note = "model.tables[users].rows was 400 :100: and is 2000"
+
+    print_view(result_view(RunResult(step=1, samples=1, world_size=1, restarts=0, snapshots=(), notes=(note,))))
+
+    assert note in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("predicted", "words"),
     [
