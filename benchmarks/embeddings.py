@@ -22,12 +22,16 @@ from benchmarks.sides import Trained, keys_of_table
 from dlrm_api.keys import key_buckets
 from dlrm_kernels import directory
 from dlrm_kernels.hashing import keys_of_ids
+from dlrm_planner.tables import part_bytes
 from dlrm_trainer.data import Batch
 from dlrm_trainer.data.synthetic import Popularity
+from dlrm_trainer.embedding.checkpoint import UniquePart
 
 SEED = 0
 THREADS = torch.get_num_threads()
 EXPONENT = 1.05
+FULL = 0.93
+"""Share of its rows that a table has at least once its buckets are full."""
 IDS_OF_ROWS = 4
 """Ids of a table's stream, as a multiple of its rows."""
 SLOTS = 0.1
@@ -141,6 +145,72 @@ def steps(is_quick: bool, cache: float | None, repeats: int) -> Line:
     return Line(setting=StepSetting(shape, cache, ids), metric="step_ms", pairs=pairs, measured=measured)
 
 
+@dataclass(frozen=True)
+class StreamSetting:
+    """Describe a line about a stream of ids, each of them looked up once."""
+
+    shape: Shape
+    ids: int
+    against: str
+    benchmark: ClassVar[str] = "embeddings"
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """See ``measure.Described``."""
+        sizes = {name: getattr(self.shape, name) for name in ("tables", "rows", "dim", "batch", "seed")}
+        return {"part": "stream", **sizes, "ids": self.ids}
+
+
+def stream(is_quick: bool) -> Iterator[Line]:
+    """Train a table on a stream of new ids: its memory and steps once it is full, and at the end.
+
+    Memory is that of the process while a cut has listed the rows, as plans count it.
+    """
+    rows, ids = (20_000, 400_000) if is_quick else (1_000_000, 100_000_000)
+    shape = Shape(tables=1, rows=rows, dim=16, batch=rows // 100, bottom=(16,), top=(16, 1), hash="unique")
+    (table,) = job_of(shape).spec.model.all_tables()
+    (batch,) = Batches(shape, Popularity.zipf(rows, EXPONENT)).draw(0, 1)
+    taken: list[float] = []
+    with ExitStack() as stack:
+        side = Trained(shape, placement_of(shape, (), 0.0), None)
+        stack.callback(side.close)
+        (part,) = (each for each in side.learner.embeddings.local if isinstance(each, UniquePart))
+
+        def resident() -> tuple[int, int]:
+            """Return the rows, and the bytes of this process."""
+            side.learner.embeddings.saved.begin_cut(len(taken), None)
+            found = part.rows.count, memory("VmRSS")
+            side.learner.embeddings.saved.end_copying()
+            return found
+
+        marks: list[tuple[int, int]] = []
+        full_at = 0
+        for number in range(ids // shape.batch):
+            new = np.arange(number * shape.batch, (number + 1) * shape.batch)
+            values = torch.from_numpy(keys_of_table(new, shape.seed, table.name))
+            taken.append(side.run([replace(batch, number=number, values=values)]) * 1000)
+            if number == 1 or (not full_at and part.rows.count > FULL * rows):
+                marks.append(resident())
+                full_at = number if number > 1 else 0
+        marks.append(resident())
+        (rows_at_first, first), (rows_when_full, full), (_, last) = marks
+        tenth = len(taken) // 10
+        lookups = side.learner.embeddings.lookups
+        yield Line(
+            setting=StreamSetting(shape, ids, "first-full-tenth"),
+            metric="step_ms",
+            pairs=Pairs(taken[-tenth:], taken[full_at : full_at + tenth]),
+            measured={
+                "without_row": lookups.without_row / max(1, lookups.lookups),
+                "growth_since_full": last / full - 1,
+            },
+        )
+        planned = part_bytes(table, 4, table.held_rows, table.dim).resident / table.held_rows
+        per_row = (full - first) / (rows_when_full - rows_at_first)
+        bytes_per_row = Pairs([per_row], [planned])
+        yield Line(setting=StreamSetting(shape, ids, "plan"), metric="resident_bytes_per_row", pairs=bytes_per_row)
+
+
 @numba.njit(nogil=True)
 def _read_map(rows_of: Any, ids: Any, rows: Any) -> None:
     for n in range(len(ids)):
@@ -244,16 +314,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few keys: does it run here?")
-    parser.add_argument(
-        "--only", default="*", metavar="PATTERN", help="directory/TRACE/AGAINST, step/resident or stacked"
-    )
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="directory/TRACE/AGAINST, step/…, stream")
     parser.add_argument("--repeats", type=int, default=15, help="repeats of steps")
     options = parser.parse_args(arguments)
     tell("one thread; medians of its processor time")
-    if not options.only.startswith("step/"):
+    if not options.only.startswith(("step/", "stream")):
         for line in lines(options.quick, options.only):
             line.show()
     torch.set_num_threads(THREADS)
+    if fnmatch.fnmatch("stream", options.only):
+        for line in stream(options.quick):
+            line.show()
     for cache, name in ((None, "step/resident"), (SLOTS, "step/stacked")):
         if fnmatch.fnmatch(name, options.only):
             steps(options.quick, cache, options.repeats).show()
