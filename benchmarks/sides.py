@@ -89,7 +89,8 @@ class Trained:
             if isinstance(part, UniquePart):
                 # Buckets are not equally full.
                 ids = np.sort(keys_of_table(ids[: int(FILLED * len(ids))], self.shape.seed, part.table.name))
-                state = np.concatenate([state[:, :states], np.zeros((PIECE, 1), np.float32)], axis=1)
+                touched = np.full((PIECE, 1), 1, np.uint32).view(np.float32)
+                state = np.concatenate([state[:, :states], touched], axis=1)
             pieces = (
                 code_rows(
                     ShardRows(

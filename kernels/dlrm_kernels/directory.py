@@ -263,6 +263,17 @@ def _insert_absent(
     return new, ABSENT
 
 
+def tie_of(key: Any) -> Any:
+    """Return a key's rank among those touched in the same step, or those of keys: its halves, swapped.
+
+    By the keys themselves, those with low homes would leave, and the slots behind them would fill up.
+    """
+    return (key & LOWER) << KEY_BITS - ROW_BITS | key >> ROW_BITS
+
+
+_tie = kernel(tie_of)
+
+
 def rows_of(entries: Ints) -> Ints:
     """Return the local rows in the second words of slots."""
     rows: Ints = (entries & LOWER) - 1
@@ -432,7 +443,7 @@ def _close_gap(directory: Any, words: Any, gap: Any, bucket: Any) -> None:
 
 
 def sweep(directory: Directory, threads: int) -> tuple[Ints, Ints]:
-    """Remove the keys of nearly full buckets that were touched longest ago, the lowest keys first among equals.
+    """Remove the keys of nearly full buckets that were touched longest ago, in the order of ``tie_of`` among equals.
 
     Returns:
         The keys, and their local rows, which stay taken; bucket by bucket, in no order within one.
@@ -468,15 +479,15 @@ def _sweep_bucket(directory: Any, bucket: int, keys: Any, rows: Any, ties: Any, 
     for place in range(first, stop):
         entry = words[(place << U64(1)) + U64(1)]
         if entry != 0 and _step(entry) == last_step:
-            ties[tied] = words[place << U64(1)]
+            ties[tied] = _tie(words[place << U64(1)])
             tied += 1
-    _sort(ties[:tied], ties[:0])
-    last_key, left = ties[leaving - before - 1], 0
+    ties[:tied].sort()
+    last_tie, left = ties[leaving - before - 1], 0
     at: Any = first
     while at < stop and left < leaving:
         key, entry = words[at << U64(1)], words[(at << U64(1)) + U64(1)]
         step = _step(entry)
-        if entry == 0 or step > last_step or (step == last_step and key > last_key):
+        if entry == 0 or step > last_step or (step == last_step and _tie(key) > last_tie):
             at += U64(1)
             continue
         keys[left], rows[left] = key, (entry & LOWER) - 1
@@ -545,16 +556,10 @@ def _list_buckets(counts: Any, units: int, directory: Any, ends: Any, keys: Any,
 
 @kernel
 def _sort(keys: Any, values: Any) -> None:
-    """Sort keys by insertion, and their values alike, if there are any: no key is far from its place."""
-    with_values = len(values) > 0
+    """Sort keys, and their values alike, by insertion: no key is far from its place."""
     for n in range(1, len(keys)):
-        key, at = keys[n], n
-        value = values[n] if with_values else 0
+        key, value, at = keys[n], values[n], n
         while at > 0 and keys[at - 1] > key:
-            keys[at] = keys[at - 1]
-            if with_values:
-                values[at] = values[at - 1]
+            keys[at], values[at] = keys[at - 1], values[at - 1]
             at -= 1
-        keys[at] = key
-        if with_values:
-            values[at] = value
+        keys[at], values[at] = key, value

@@ -13,7 +13,7 @@ from numba.core import runtime
 from numpy.typing import NDArray
 
 from dlrm_kernels import directory as kernels
-from dlrm_kernels.directory import ABSENT, MAX_STEP, Directory, make_directory
+from dlrm_kernels.directory import ABSENT, MAX_STEP, Directory, make_directory, tie_of
 from dlrm_kernels.hashing import ids_of_keys, keys_of_ids
 
 Ints = NDArray[np.int64]
@@ -82,9 +82,11 @@ class Checked:
     def sweep(self) -> None:
         wanted = set()
         for bucket, fill in enumerate(self.fill()):
-            held = sorted((self.steps[key], key) for key in self.rows if key // WIDTH - FIRST_BUCKET == bucket)
+            held = sorted(
+                (self.steps[key], tie_of(key), key) for key in self.rows if key // WIDTH - FIRST_BUCKET == bucket
+            )
             if fill * 100 > self.quota * 97:
-                wanted |= {key for _, key in held[: fill - self.quota * 93 // 100]}
+                wanted |= {key for *_, key in held[: fill - self.quota * 93 // 100]}
         keys, rows = kernels.sweep(self.directory, 1)
         assert len(keys) == len(wanted)
         assert set(keys.tolist()) == wanted
@@ -191,6 +193,19 @@ def test_rows_that_stay_taken_are_used_no_second_time_until_freed() -> None:
     kernels.free_rows(directory, removed[3:])
     assert kernels.insert(directory, keys, rows, places) == 10
     assert rows.tolist() == [3, 4, 5, 6, 7, 8, 9, 20, 21, 22]
+
+
+def test_a_bucket_stays_even_while_equally_old_keys_leave() -> None:
+    random, directory = np.random.default_rng(5), made(20_000)
+    for step in range(1, 30):
+        count = 37_000 if step == 1 else 2_000
+        keys = np.unique(random.integers(FIRST_KEY, FIRST_KEY + BUCKETS * WIDTH, count))
+        rows, places = np.empty((2, len(keys)), np.int64)
+
+        assert kernels.insert(directory, keys, rows, places) == len(keys)
+
+        kernels.touch(directory.slots, places[places != ABSENT], np.array([step]))
+        kernels.free_rows(directory, kernels.sweep(directory, 1)[1])
 
 
 def test_places_hold_the_same_keys_while_others_are_inserted() -> None:

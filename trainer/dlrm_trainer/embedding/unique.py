@@ -133,10 +133,10 @@ class _Listed(NamedTuple):
 def rows_that_fit(keys: Ints, steps: Ints, buckets: KeyBuckets) -> NDArray[np.bool_]:
     """Return which of (n,) rows stay if a table with more rows is restored to these buckets, by key and last touch.
 
-    Those of full buckets leave as in a maintenance: touched longest ago first, the lowest keys first among equals.
+    Those of full buckets leave as in a maintenance: touched longest ago first, in the order of ``tie_of`` among equals.
     """
     bucket = keys >> (KEY_BITS - (buckets.count.bit_length() - 1))
-    order = np.lexsort((keys, steps, bucket))
+    order = np.lexsort((directory.tie_of(keys), steps, bucket))
     counts = np.bincount(bucket, minlength=buckets.count)
     limits = np.where(counts * 100 > buckets.quota * FULL_PERCENT, buckets.quota * SWEPT_PERCENT // 100, counts)
     places = np.arange(len(keys)) - np.repeat(np.cumsum(counts) - counts, counts)

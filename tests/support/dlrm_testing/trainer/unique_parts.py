@@ -28,8 +28,7 @@ class TrainedPart(ModelPart):
         self._width = (1 << KEY_BITS) // shape.buckets
 
     def _keys(self, keys: Iterable[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        width = self._shape.width
-        return np.array([key // width * self._width + key % width * (self._width // width) for key in keys], np.int64)
+        return np.array([self._shape.key(key) for key in keys], np.int64)
 
     def _names(self, keys: Iterable[int]) -> list[int]:
         width = self._shape.width

@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dlrm_api.keys import KEY_BITS
+from dlrm_kernels.directory import tie_of
+
 MAX_KEPT = 3
 Batch = Sequence[int]
 
@@ -31,11 +34,16 @@ class Shape:
     def bucket(self, key: int) -> int:
         return key // self.width
 
+    def key(self, name: int) -> int:
+        """Return the key that stands for one of the model: they are spread over their bucket."""
+        width = (1 << KEY_BITS) // self.buckets
+        return name // self.width * width + name % self.width * (width // self.width)
+
     def leaving(self, rows: Mapping[int, Row]) -> list[int]:
         """Keys that leave a bucket's rows in a sweep."""
         if len(rows) * 100 <= self.quota * 97:
             return []
-        oldest = sorted(rows, key=lambda key: (rows[key].touched, key))
+        oldest = sorted(rows, key=lambda key: (rows[key].touched, tie_of(self.key(key))))
         return oldest[: len(rows) - self.quota * 93 // 100]
 
 
