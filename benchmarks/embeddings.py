@@ -1,18 +1,26 @@
-"""Unique tables: lookups and bytes of their directory, and training steps with them against those of fixed tables."""
+"""Unique tables: their directory, steps with them, a stream of new ids, and runs that are killed."""
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import json
+import os
+import random
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numba
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 
@@ -30,6 +38,8 @@ from dlrm_trainer.embedding.checkpoint import UniquePart
 SEED = 0
 THREADS = torch.get_num_threads()
 EXPONENT = 1.05
+KILLS_OF_RUN = 10
+POLL_S = 0.1
 FULL = 0.93
 """Share of its rows that a table has at least once its buckets are full."""
 IDS_OF_ROWS = 4
@@ -211,6 +221,79 @@ def stream(is_quick: bool) -> Iterator[Line]:
         yield Line(setting=StreamSetting(shape, ids, "plan"), metric="resident_bytes_per_row", pairs=bytes_per_row)
 
 
+class KilledRuns:
+    """Runs of ``dlrmctl`` with unique tables of which a quarter of the ids in use have rows."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder, self._dice = folder, random.Random(seed)
+        unique = {"embedding": {"hash": "unique", "buckets": 4}, "dim": 16}
+        tables = [{"name": "users", "rows": 400, **unique}, {"name": "items", "rows": 600, "maxLookups": 4, **unique}]
+        synthetic = {"samples": 8_192, "evalSamples": 1_000, "idsPerRow": 4}
+        spec = {
+            "model": {"denseFeatures": ["I1", "I2"], "bottomMlp": [16], "topMlp": [16, 1], "tables": tables},
+            "data": {"format": "synthetic", "synthetic": synthetic, "epochs": 8, "globalBatchSize": 64},
+            "trainer": {"processesPerReplica": 2, "threadsPerProcess": 1},
+            "checkpoint": {"uri": "", "intervalSteps": 30, "bits": 32},
+            "lifecycle": {"restart": {"backoff": "0s"}},
+        }
+        job = {"apiVersion": "dlrm.dev/v1alpha1", "kind": "DLRMJob", "metadata": {"name": "killed"}, "spec": spec}
+        self._manifest = folder / "job.json"
+        self._manifest.write_text(json.dumps(job))
+
+    def digest(self, name: str, kills: int) -> str:
+        """Run to the end, with kills of any process on the way, and return the digest of the final state."""
+        result = self._folder / f"{name}.json"
+        run = self._start(name, result)
+        while run.poll() != 0:
+            if run.poll() is not None:
+                if run.returncode != -signal.SIGKILL:
+                    raise RuntimeError(f"{name} ended with exit code {run.returncode}")
+                run = self._start(name, result)
+            if kills and self._kill_one(run):
+                kills -= 1
+            time.sleep(POLL_S)
+        return str(json.loads(result.read_text())["state_digest"])
+
+    def _start(self, name: str, result: Path) -> subprocess.Popen[bytes]:
+        store, work = (self._folder / f"{name}-{part}" for part in ("store", "work"))
+        uri = f"spec.checkpoint.uri={store.as_uri()}"
+        arguments = ["run", str(self._manifest), "--workdir", str(work), "--digest", "-o", "json", "--set", uri]
+        with result.open("wb") as out, (self._folder / f"{name}.err").open("ab") as err:
+            return subprocess.Popen([sys.executable, "-m", "dlrm_cli.app", *arguments], stdout=out, stderr=err)
+
+    def _kill_one(self, run: subprocess.Popen[bytes]) -> bool:
+        try:
+            run.wait(self._dice.uniform(1.0, 8.0))
+        except subprocess.TimeoutExpired:
+            alive = [run.pid, *(child.pid for child in psutil.Process(run.pid).children(recursive=True))]
+            with suppress(ProcessLookupError):
+                victim = self._dice.choice(alive)
+                os.kill(victim, signal.SIGKILL)
+                if victim == run.pid:
+                    run.wait()
+                return True
+        return False
+
+
+def count_kills(kills: int) -> None:
+    """Kill runs so many times, at most ten times each, and print how many ended with another state.
+
+    Raises:
+        RuntimeError: a run ended for another reason.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        runs = KilledRuns(Path(folder), SEED)
+        quiet, different, done = runs.digest("quiet", 0), 0, 0
+        while done < kills:
+            here = min(KILLS_OF_RUN, kills - done)
+            different += runs.digest(f"life-{done}", here) != quiet
+            done += here
+            tell(f"{done} kills, {different} runs ended with another state")
+    setting = {"part": "kills", "kills": kills, "seed": SEED}
+    line = {"benchmark": "embeddings", "setting": setting, "metric": "different_states", "ours": different}
+    print(json.dumps(line), flush=True)
+
+
 @numba.njit(nogil=True)
 def _read_map(rows_of: Any, ids: Any, rows: Any) -> None:
     for n in range(len(ids)):
@@ -275,8 +358,8 @@ def lines(quick: bool, only: str = "*") -> Iterator[Line]:
     torch.set_num_threads(1)
     keys, lookups, repeats = (100_000, 50_000, 3) if quick else (10_000_000, 1_000_000, 15)
     filled = Filled(keys, SEED)
-    random = np.random.default_rng(SEED)
-    traces = {"zipf-1.05": zipf(random, keys, lookups), "uniform": random.integers(0, keys, lookups)}
+    draw = np.random.default_rng(SEED)
+    traces = {"zipf-1.05": zipf(draw, keys, lookups), "uniform": draw.integers(0, keys, lookups)}
     peers = {"array-map": filled.array_map, "torch-searchsorted": filled.torch_searchsorted}
     load = round(filled.load, 3)
     for trace, ids in traces.items():
@@ -303,10 +386,10 @@ def lines(quick: bool, only: str = "*") -> Iterator[Line]:
         )
 
 
-def zipf(random: np.random.Generator, ids: int, lookups: int) -> Ints:
+def zipf(draw: np.random.Generator, ids: int, lookups: int) -> Ints:
     """Draw ids whose popularity falls with their rank; ranks are scattered over the ids."""
-    bits = random.integers(0, 2**64, (2, lookups), dtype=np.uint64)
-    found: Ints = random.permutation(ids)[Popularity.zipf(ids, EXPONENT).ranks(bits[0], bits[1])]
+    bits = draw.integers(0, 2**64, (2, lookups), dtype=np.uint64)
+    found: Ints = draw.permutation(ids)[Popularity.zipf(ids, EXPONENT).ranks(bits[0], bits[1])]
     return found
 
 
@@ -316,7 +399,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="few keys: does it run here?")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="directory/TRACE/AGAINST, step/…, stream")
     parser.add_argument("--repeats", type=int, default=15, help="repeats of steps")
+    parser.add_argument("--kills", type=int, default=0, metavar="N", help="only kill runs N times")
     options = parser.parse_args(arguments)
+    if options.kills:
+        count_kills(options.kills)
+        return 0
     tell("one thread; medians of its processor time")
     if not options.only.startswith(("step/", "stream")):
         for line in lines(options.quick, options.only):
