@@ -33,12 +33,12 @@ def demo_document(uri: str, checkpoint_interval: str, hardware: str | None = Non
     document["spec"] |= {
         "data": {
             "format": "synthetic",
-            "synthetic": {"samples": 64 * 100_000, "evalSamples": 2_000},
+            "synthetic": {"samples": 64 * 100_000, "evalSamples": 2_000, "idsPerRow": 4},
             "globalBatchSize": 64,
             "virtualShards": 8,
         },
         "training": {"evalEverySteps": 200},
-        "trainer": {"processesPerReplica": 2, "threadsPerProcess": 1, "tierBudgets": {"ddr": "206Mi", "scm": "1Gi"}},
+        "trainer": {"processesPerReplica": 2, "threadsPerProcess": 1, "tierBudgets": {"ddr": "207Mi", "scm": "1Gi"}},
         "checkpoint": {"uri": uri, "interval": checkpoint_interval, "bits": 8},
     }
     if hardware:
@@ -46,6 +46,7 @@ def demo_document(uri: str, checkpoint_interval: str, hardware: str | None = Non
     tables = [
         {"name": "a", "rows": 1_000, "dim": 8},
         {"name": "b", "rows": 1_000_000, "dim": 8, "pin": {"tier": "scm"}},
+        {"name": "c", "rows": 1_000, "dim": 8, "embedding": {"hash": "unique"}},
     ]
     document["spec"]["model"] |= {"tables": tables, "bottomMlp": [8], "topMlp": [16, 1]}
     return document
