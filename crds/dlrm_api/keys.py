@@ -20,8 +20,9 @@ SLOT_BYTES = 16
 """A slot of the directory: key, row and the step of the last touch. Five slots for four rows: 20 bytes per row."""
 MIN_SPARE_SLOTS, SPARE_SLOT_DIVISOR = 64, 64
 """Slots behind the last home of a bucket, for those that are displaced past it."""
-LISTED_BYTES = 12
-"""Host memory per row that cuts take: the key and the last touch of each row, as they were when the cut began."""
+LISTED_BYTES = 16
+"""Host memory per row that cuts take: the key and the last touch of each row, as they were when the cut began, and up
+to half as many keys that left."""
 TOUCHED_BYTES = 4
 """The step of a row's last touch, in a cut."""
 
@@ -47,7 +48,7 @@ class KeyBuckets:
 
     @property
     def directory_bytes(self) -> int:
-        """Return the host memory of a bucket's slots, and of the list of its rows that a cut makes."""
+        """Return the host memory of a bucket's slots, and of the lists of keys that cuts need."""
         return self.slots * SLOT_BYTES + self.quota * LISTED_BYTES
 
     def first_key(self, bucket: int) -> int:

@@ -185,7 +185,7 @@ class PartBytes:
     row: int
     """A row and its state, as the kernels hold them."""
     directory: int
-    """Host memory of a unique table's directory, and of lists of its keys in cuts."""
+    """Host memory of a unique table's directory, and of lists of its keys for cuts."""
     resident: int
     """Rows, row state, change bits and directory."""
     handoff: int
