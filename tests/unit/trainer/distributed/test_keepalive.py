@@ -25,11 +25,11 @@ class SlowPart:
     """Takes its time for each piece."""
 
     def __init__(self) -> None:
-        self.shard = SimpleNamespace(row_start=0)
-        self.dirty = SimpleNamespace(store=lambda _rows: None)
+        self.shard, self.table = None, SimpleNamespace(key_buckets=None)
         self.pieces = 0
 
-    def restore(self, pieces: Iterator[Any]) -> None:
+    def restore(self, pieces: Iterator[Any], *, mark: bool) -> None:
+        assert not mark
         for _ in pieces:
             time.sleep(PIECE_S)
             self.pieces += 1
@@ -63,7 +63,7 @@ def end_when_ready(collectives: Collectives, waits_s: Sequence[float]) -> bool:
     def begun(*_: object) -> None:
         raise CutBegunError
 
-    view = SimpleNamespace(end_copying=lambda: None, begin_cut=begun)
+    view = SimpleNamespace(end_copying=lambda: None, begin_cut=begun, first_parent=0)
     parts: Any = SimpleNamespace(
         writer=SimpleNamespace(
             ready=lambda: time.monotonic() >= ready_at, begin=lambda _: None, broken_parent=lambda: None
