@@ -191,16 +191,17 @@ def insert_absent(
     ``rows`` and ``places`` are completed.
 
     Returns:
-        (M,) keys that got rows, ascending within each directory; (M,) their rows; (K,) the end of each directory's;
+        (M,) keys that got rows, ascending within each directory; (M,) their rows; (K,) how many each directory got;
         and a key of each directory for which there was no slot, or ``ABSENT``.
     """
     new_keys, new_rows = np.empty((2, len(keys)), np.int64)
     starts = np.concatenate(([0], ends[:-1]))
-    found, failed = np.zeros(len(ends), np.int64), np.full(len(ends), ABSENT, np.int64)
-    out = new_keys, new_rows, found, failed
+    added, failed = np.zeros(len(ends), np.int64), np.full(len(ends), ABSENT, np.int64)
+    out = new_keys, new_rows, added, failed
     parallel_for(_insert_units, len(ends), threads, group, starts, ends, keys, rows, places, *out)
-    taken = np.concatenate([np.arange(first, first + count) for first, count in zip(starts, found, strict=True)])
-    return new_keys[taken], new_rows[taken], np.cumsum(found), failed
+    # Each directory's are at the start of its part.
+    taken = np.arange(added.sum()) + np.repeat(starts - (np.cumsum(added) - added), added)
+    return new_keys[taken], new_rows[taken], added, failed
 
 
 @kernel
@@ -215,20 +216,17 @@ def _insert_units(
     places: Any,
     new_keys: Any,
     new_rows: Any,
-    found: Any,
+    added: Any,
     failed: Any,
 ) -> None:
     while True:
         number = take(counts)
         if number >= units:
             return
-        first, stop = starts[number], ends[number]
-        part = slice(first, stop)
-        inserted = _insert_absent(
-            _member(group, number), keys[part], rows[part], places[part], new_keys[part], new_rows[part],
-            group.starts[number, 0],
-        )  # fmt: skip
-        found[number], failed[number] = inserted
+        part, first_slot = slice(starts[number], ends[number]), group.starts[number, 0]
+        added[number], failed[number] = _insert_absent(
+            _member(group, number), keys[part], rows[part], places[part], new_keys[part], new_rows[part], first_slot
+        )
         finish(counts)
 
 

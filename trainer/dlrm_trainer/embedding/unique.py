@@ -319,13 +319,12 @@ class UniqueGroup:
         """
         threads = torch.get_num_threads()
         rows, places = directory.find_in_group(self._group, ends, keys, threads)
-        new_keys, new_rows, new_ends, failed = directory.insert_absent(self._group, ends, keys, rows, places, threads)
+        new_keys, new_rows, added, failed = directory.insert_absent(self._group, ends, keys, rows, places, threads)
         for number in np.flatnonzero(failed != ABSENT).tolist():
             raise self.parts[number].no_slot(int(failed[number]))
-        counts = np.diff(new_ends, prepend=0)
         absent = np.flatnonzero(rows == ABSENT)
-        self.counts += (np.diff(ends, prepend=0), np.diff(np.searchsorted(absent, ends), prepend=0), counts)
-        return Admitted(rows, places, new_keys, new_rows, np.repeat(np.arange(len(counts)), counts))
+        self.counts += (np.diff(ends, prepend=0), np.diff(np.searchsorted(absent, ends), prepend=0), added)
+        return Admitted(rows, places, new_keys, new_rows, np.repeat(np.arange(len(added)), added))
 
     def read(self, keys: Ints, ends: Ints) -> Ints:
         """Return the (L,) held rows of keys, ``ABSENT`` for others; see ``admit``."""
