@@ -48,7 +48,8 @@ class SyntheticSpec(ApiModel):
         1.0,
         ge=1e-6,
         le=1e6,
-        description="Ids in use at a time per row of a table, unless its embedding.hash is none: then ids are rows.",
+        description="Distinct ids in use at once, per row of the table. Tables with embedding.hash none ignore it: "
+        "their ids are row numbers.",
     )
     drift: float = Field(
         0.0,
