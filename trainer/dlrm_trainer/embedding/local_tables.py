@@ -18,9 +18,7 @@ from torch import Tensor
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.tiers import MAX_DEVICE_COLUMNS
 from dlrm_checkpointer import CutRowSource, table_scale
-from dlrm_checkpointer import table_key as initial_key
 from dlrm_kernels.directory import ABSENT
-from dlrm_kernels.row_cache import fill_initial
 from dlrm_kernels.row_updates import table_key
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
@@ -38,7 +36,16 @@ from dlrm_trainer.embedding.exchange import Bags, OwnedIds
 from dlrm_trainer.embedding.placement import EmbeddingOptions, PartGroup, Placement
 from dlrm_trainer.embedding.table_batch import HostKernel, Kernel, TableBatch, Tables
 from dlrm_trainer.embedding.tiers.prefetch import Prefetcher, processors_near_levels
-from dlrm_trainer.embedding.tiers.stack import NO_ROWS, Fetched, NewRows, Stack, StackLookups, make_stack, stack_tables
+from dlrm_trainer.embedding.tiers.stack import (
+    NO_ROWS,
+    Fetched,
+    InitialRows,
+    NewRows,
+    Stack,
+    StackLookups,
+    make_stack,
+    stack_tables,
+)
 from dlrm_trainer.embedding.unique import Admitted, LookupCounts, UniqueGroup, UniqueRows
 
 
@@ -93,40 +100,8 @@ class Group:
     stack: Stack | None
     unique: UniqueGroup | None
     """Of unique ids."""
-    starts_of: InitialRows
-
-
-@dataclass(frozen=True)
-class InitialRows:
-    """Say where rows of a group's parts start from; (K,) each."""
-
-    first_rows: NDArray[np.int64]
-    """Of each part, in the memory of all."""
-    first_columns: NDArray[np.int64]
-    keys: NDArray[np.uint64]
-    """``table_key``."""
-    scales: NDArray[np.float32]
-    """``table_scale``."""
-
-    @classmethod
-    def of(cls, placement: Placement, plan: PartGroup, seed: int) -> InitialRows:
-        """Describe the parts of a group."""
-        tables = [placement.tables[part.table] for part in plan.parts]
-        return cls(
-            first_rows=np.cumsum([0, *(part.rows for part in plan.parts[:-1])]),
-            first_columns=np.array([part.column_start for part in plan.parts]),
-            keys=np.array([initial_key(seed, table.name) for table in tables], np.uint64),
-            scales=np.array([table_scale(table.initializer, table.rows) for table in tables], np.float32),
-        )
-
-    def start(self, batch: TableBatch, new: Admitted) -> None:
-        """Give resident rows that keys have just got their initial values."""
-        weight, state = batch.storage()
-        values = np.empty((len(new.new_keys), weight.shape[1]), np.float32)
-        fill_initial(new.new_keys, new.new_parts, self.first_columns, self.keys, self.scales, values)
-        rows = torch.from_numpy(new.new_rows + self.first_rows[new.new_parts])
-        weight.index_copy_(0, rows, torch.from_numpy(values).to(weight.dtype))
-        state.index_fill_(0, rows, 0)
+    initial_rows: InitialRows | None
+    """Of unique ids that get resident rows."""
 
 
 class LocalTables:
@@ -413,10 +388,18 @@ def _make_group(placement: Placement, plan: PartGroup, options: EmbeddingOptions
         batch = _make_batch(placement, plan, options, dirty.sizes, device)
         memories = _resident_parts(placement, plan, batch, dirty_parts)
     unique: UniqueGroup | None = None
+    initial_rows: InitialRows | None = None
     parts = memories
     if plan.is_unique:
         parts = _unique_parts(plan, memories)
         unique = UniqueGroup([part.rows for part in parts])
+        if stack is None:
+            described = [
+                (each.name, part.column_start, table_scale(each.initializer, each.rows))
+                for part in plan.parts
+                for each in [placement.tables[part.table]]
+            ]
+            initial_rows = InitialRows.of(options.seed, described)
     part_of = torch.tensor([part for part, _ in plan.columns], dtype=torch.int64)
     firsts = torch.tensor([part.row_start for part in plan.parts], dtype=torch.int64)
     return Group(
@@ -430,7 +413,7 @@ def _make_group(placement: Placement, plan: PartGroup, options: EmbeddingOptions
         device=device,
         stack=stack,
         unique=unique,
-        starts_of=InitialRows.of(placement, plan, options.seed),
+        initial_rows=initial_rows,
     )
 
 
@@ -529,7 +512,7 @@ def _look_up(group: Group, unique: UniqueGroup, bags: Bags, *, updates: bool) ->
         if group.stack is not None:
             new = NewRows(found.new_rows + group.stack.row_map.row_starts[found.new_parts], found.new_keys)
         elif len(found.new_rows):
-            group.starts_of.start(group.batch, found)
+            _start_rows(group, found)
     else:
         rows = unique.read(keys, ends)
     has_row = rows != ABSENT
@@ -549,6 +532,17 @@ def _look_up(group: Group, unique: UniqueGroup, bags: Bags, *, updates: bool) ->
         )
     places = places[has_row] if updates else places
     return found_bags, UniqueLookups(keys=keys[has_row], places=places, lookups=len(keys), new=new)
+
+
+def _start_rows(group: Group, new: Admitted) -> None:
+    """Give resident rows that keys have just got their initial values."""
+    assert group.initial_rows is not None
+    weight, state = group.batch.storage()
+    values = group.initial_rows.values(new.new_keys, new.new_parts, weight.shape[1])
+    first_rows = np.cumsum((0, *group.dirty.sizes[:-1]))
+    rows = torch.from_numpy(new.new_rows + first_rows[new.new_parts])
+    weight.index_copy_(0, rows, torch.from_numpy(values).to(weight.dtype))
+    state.index_fill_(0, rows, 0)
 
 
 def _rows_to_round(group: Group, bags: Bags, unique: UniqueLookups | None) -> Tensor | None:

@@ -74,6 +74,33 @@ class StackTable:
     first_column: int = 0
 
 
+@dataclass(frozen=True)
+class InitialRows:
+    """Know the initial values of rows of some parts of tables; (K,) each."""
+
+    first_columns: NDArray[np.int64]
+    keys: NDArray[np.uint64]
+    """``table_key``."""
+    scales: NDArray[np.float32]
+    """``table_scale``."""
+
+    @classmethod
+    def of(cls, seed: int, parts: Sequence[tuple[str, int, float]]) -> InitialRows:
+        """Describe parts by the name of their table, their first column and their ``table_scale``."""
+        names, first_columns, scales = zip(*parts, strict=True)
+        return cls(
+            first_columns=np.array(first_columns, np.int64),
+            keys=np.array([table_key(seed, name) for name in names], np.uint64),
+            scales=np.array(scales, np.float32),
+        )
+
+    def values(self, ids: NDArray[np.int64], parts: NDArray[np.int64], width: int) -> NDArray[np.float32]:
+        """Return (n, width) values of the (n,) rows of parts; ``ids`` number them in their tables, or are keys."""
+        found = np.empty((len(ids), width), np.float32)
+        fill_initial(ids, parts, self.first_columns, self.keys, self.scales, found)
+        return found
+
+
 class NewRows(NamedTuple):
     """Name rows of unique tables that keys have just got."""
 
@@ -123,9 +150,7 @@ class Stack:
         self._slots_tier = share.levels[0].tier
         self.levels: tuple[Level, ...] = ()
         self._swapping: tuple[HostSlots, ByteLevel] | None = None
-        self._keys = np.array([table_key(seed, table.name) for table in tables], np.uint64)
-        self._first_columns = np.array([table.first_column for table in tables], np.int64)
-        self._scales = np.array([table.scale for table in tables], np.float32)
+        self._initial_rows = InitialRows.of(seed, [(table.name, table.first_column, table.scale) for table in tables])
         self.row_map = _row_map(tables, share)
         first_rows = np.array([table.first_row for table in tables], np.int64)
         self._to_ids = first_rows - self.row_map.row_starts[:-1]
@@ -340,14 +365,12 @@ class Stack:
         return out
 
     def _initial(self, rows: Rows, out: Records) -> None:
-        weights = np.empty((len(rows), self.format.dim), np.float32)
         tables = np.searchsorted(self.row_map.row_starts, rows, side="right") - 1
         if len(self._new.rows):
             ids = self._new.keys[np.searchsorted(self._new.rows, rows)]
         else:
             ids = rows + self._to_ids[tables]
-        fill_initial(ids, tables, self._first_columns, self._keys, self._scales, weights)
-        self.format.begin(weights, out)
+        self.format.begin(self._initial_rows.values(ids, tables, self.format.dim), out)
 
     def _demote(self, rows: Rows, records: Records, above: int, source: int = 0) -> None:
         """Write records of rows that left level ``source`` below level ``above``; its coldest rows make place."""
