@@ -28,7 +28,9 @@ from dlrm_kernels.parallel import finish, parallel_for, take
 KEY_BITS = 63
 ROW_BITS = 32
 LOWER = 2**ROW_BITS - 1
-MAX_STEP = LOWER
+EMPTY = np.uint32(LOWER)
+"""Rank of an empty slot in a sweep."""
+MAX_STEP = LOWER - 1
 """Largest step that a slot can hold."""
 MAX_ROWS = LOWER
 """Most rows of one directory: a slot holds row + 1."""
@@ -38,7 +40,7 @@ UNIT_KEYS = 2_048
 """Keys that a thread looks up at a time."""
 AHEAD = 16
 """Homes prefetched ahead."""
-ABSENT = -1
+ABSENT, NO_SLOT = -1, -2
 DIGIT_BITS = 11
 DIGITS = 2**DIGIT_BITS
 """Counters of one pass over a bucket that is swept."""
@@ -114,14 +116,17 @@ class DirectoryGroup(NamedTuple):
     """(K, 5) first bucket, shift, homes, stride and quota of each."""
 
 
-def make_group(like: Sequence[Directory]) -> tuple[DirectoryGroup, list[Directory]]:
-    """Make a group of empty directories of these sizes; return it and each of them, in the group's memory."""
+def make_group(like: Sequence[Directory], slots: Ints) -> tuple[DirectoryGroup, list[Directory]]:
+    """Make a group of empty directories of these sizes; return it and each of them, in the group's memory.
+
+    ``slots`` is (S, 2) zeros, as many as all of them have.
+    """
     counts = [(len(each.slots), len(each.fill), len(each.used)) for each in like]
     starts = np.concatenate([np.zeros((1, 3), np.int64), np.cumsum(counts, axis=0, dtype=np.int64)])
-    slots, buckets, _ = starts[-1].tolist()
+    assert slots.shape == (starts[-1, 0], 2), slots.shape
     group = DirectoryGroup(
-        slots=np.zeros((slots, 2), np.int64),
-        fill=np.zeros(buckets, np.int64),
+        slots=slots,
+        fill=np.zeros(starts[-1, 1], np.int64),
         used=np.concatenate([each.used for each in like]),
         cursor=np.zeros(len(like), np.int64),
         starts=starts,
@@ -156,7 +161,7 @@ def _member(group: Any, number: int) -> Any:
 
 
 def find_in_group(group: DirectoryGroup, ends: Ints, keys: Ints, threads: int) -> tuple[Ints, Ints]:
-    """Look up (L,) keys, those of each directory up to its (K,) end; return local rows and slots, or ``ABSENT``."""
+    """Look up (L,) keys, those of each directory up to its (K,) end; return local rows and slots, as ``find`` does."""
     rows, places = np.empty((2, len(keys)), np.int64)
     starts = np.concatenate(([0], ends[:-1]))
     units = np.cumsum(-(-(ends - starts) // UNIT_KEYS))
@@ -179,7 +184,7 @@ def _find_units(
         find(_member(group, number), keys[first:stop], rows[first:stop], places[first:stop])
         slots = group.starts[number, 0]
         for n in range(first, stop):
-            places[n] += slots if places[n] != ABSENT else 0
+            places[n] += slots if places[n] >= 0 else -slots
         finish(counts)
 
 
@@ -191,8 +196,8 @@ def insert_absent(
     ``rows`` and ``places`` are completed.
 
     Returns:
-        (M,) keys that got rows, ascending within each directory; (M,) their rows; (K,) how many each directory got;
-        and a key of each directory for which there was no slot, or ``ABSENT``.
+        (M,) keys that got rows, directory by directory; (M,) their rows, ascending within each; (K,) how many each
+        directory got; and a key of each directory for which there was no slot, or ``ABSENT``.
     """
     new_keys, new_rows = np.empty((2, len(keys)), np.int64)
     starts = np.concatenate(([0], ends[:-1]))
@@ -238,25 +243,26 @@ def _insert_absent(
     absent = np.flatnonzero(rows == ABSENT)
     if len(absent) == 0:
         return 0, ABSENT
-    wanted = np.sort(keys[absent])
-    count = 1
-    for n in range(1, len(wanted)):
-        if wanted[n] != wanted[n - 1]:
-            wanted[count] = wanted[n]
-            count += 1
-    wanted = wanted[:count]
-    got, slots = np.empty(count, np.int64), np.empty(count, np.int64)
-    done = insert(directory, wanted, got, slots)
-    if done < count:
-        return 0, wanted[done]
-    for place in absent:
-        at = np.searchsorted(wanted, keys[place])
-        if got[at] != ABSENT:
-            rows[place], places[place] = got[at], slots[at] + first_slot
-    new: Any = 0
-    for n in range(count):
-        if got[n] != ABSENT:
-            new_keys[new], new_rows[new] = wanted[n], got[n]
+    directory, keys, rows, places = borrowed(directory), borrowed(keys), borrowed(rows), borrowed(places)
+    words, new, last = directory.slots.reshape(-1), 0, len(absent) - 1
+    if directory.fill.max() + len(absent) > directory.quota:
+        # A bucket may become full: its last rows are for its lowest keys.
+        for key in np.sort(keys[absent]):
+            row, _, is_new = _put(directory, words, key, _home(directory, key))
+            if row == NO_SLOT:
+                return 0, key
+            if is_new:
+                new_keys[new], new_rows[new] = key, row
+                new += 1
+    for n in range(len(absent)):
+        prefetch(words, U64(~places[absent[min(n + AHEAD, last)]] - first_slot) << U64(1))
+        at = absent[n]
+        row, slot, is_new = _put(directory, words, keys[at], U64(~places[at] - first_slot))
+        if row == NO_SLOT:
+            return 0, keys[at]
+        rows[at], places[at] = row, slot + first_slot if row != ABSENT else ABSENT
+        if is_new:
+            new_keys[new], new_rows[new] = keys[at], row
             new += 1
     return new, ABSENT
 
@@ -310,7 +316,7 @@ def find(directory: Any, keys: Any, rows: Any, places: Any) -> int:
         directory: searched.
         keys: (n,) int64 keys of its buckets.
         rows: (n,) int64, filled with local rows, or ``ABSENT``.
-        places: (n,) int64, filled with slots, or ``ABSENT``.
+        places: (n,) int64, filled with slots, or ``~slot`` of the empty one where the lookup ended.
     """
     directory, keys, rows, places = borrowed(directory), borrowed(keys), borrowed(rows), borrowed(places)
     words, absent = directory.slots.reshape(-1), 0
@@ -328,7 +334,7 @@ def find(directory: Any, keys: Any, rows: Any, places: Any) -> int:
             at += U64(2)
             entry = words[at + U64(1)]
         rows[n] = (entry & LOWER) - 1
-        places[n] = np.int64(at >> U64(1)) if entry != 0 else ABSENT
+        places[n] = np.int64(at >> U64(1)) if entry != 0 else ~np.int64(at >> U64(1))
         absent += entry == 0
     return absent
 
@@ -350,25 +356,35 @@ def insert(directory: Any, keys: Any, rows: Any, places: Any) -> int:
         directory's rows are exhausted.
     """
     directory, keys, rows, places = borrowed(directory), borrowed(keys), borrowed(rows), borrowed(places)
-    words, fill = directory.slots.reshape(-1), directory.fill
+    words = directory.slots.reshape(-1)
     _prefetch_homes(directory, words, keys, 0, AHEAD)
     for n in range(len(keys)):
         _prefetch_homes(directory, words, keys, n + AHEAD, n + AHEAD + 1)
-        key = keys[n]
-        bucket = _bucket(directory, key)
-        if fill[bucket] >= directory.quota:
-            rows[n] = places[n] = ABSENT
-            continue
-        place, end = _home(directory, key), U64((bucket + 1) * directory.stride)
-        while place < end and words[(place << U64(1)) + U64(1)] != 0:
-            place += U64(1)
-        row = _take_row(directory) if place < end else ABSENT
-        if row == ABSENT:
+        rows[n], places[n], _ = _put(directory, words, keys[n], _home(directory, keys[n]))
+        if rows[n] == NO_SLOT:
             return n
-        words[place << U64(1)], words[(place << U64(1)) + U64(1)] = key, row + 1
-        fill[bucket] += 1
-        rows[n], places[n] = row, np.int64(place)
     return len(keys)
+
+
+@kernel
+def _put(directory: Any, words: Any, key: Any, place: Any) -> tuple[Any, Any, bool]:
+    """Return the row and the slot of a key that is not before a place, and whether it has just got them.
+
+    Without a row both are ``ABSENT`` if its bucket is full, or ``NO_SLOT`` if no slot or row is left.
+    """
+    bucket = _bucket(directory, key)
+    while words[(place << U64(1)) + U64(1)] != 0:
+        if words[place << U64(1)] == key:
+            return (words[(place << U64(1)) + U64(1)] & LOWER) - 1, np.int64(place), False
+        place += U64(1)
+    if directory.fill[bucket] >= directory.quota:
+        return ABSENT, ABSENT, False
+    row = _take_row(directory) if place < U64((bucket + 1) * directory.stride) else NO_SLOT
+    if row == NO_SLOT:
+        return NO_SLOT, NO_SLOT, False
+    words[place << U64(1)], words[(place << U64(1)) + U64(1)] = key, row + 1
+    directory.fill[bucket] += 1
+    return row, np.int64(place), True
 
 
 @kernel
@@ -378,7 +394,7 @@ def _take_row(directory: Any) -> Any:
         at += 1
     directory.cursor[0] = at
     if at == len(used):
-        return ABSENT
+        return NO_SLOT
     bit = lowest_bit(~used[at])
     used[at] |= U64(1) << bit
     return at * WORD + np.int64(bit)
@@ -394,6 +410,22 @@ def free_rows(directory: Any, rows: Any) -> None:
         directory.cursor[0] = min(directory.cursor[0], word)
 
 
+def touch_in_group(group: DirectoryGroup, ends: Ints, places: Ints, step: int, threads: int) -> None:
+    """Record that (L,) slots, those of each directory up to its (K,) end, were touched last in this step."""
+    starts = np.concatenate(([0], ends[:-1]))
+    parallel_for(_touch_units, len(ends), threads, group.slots, starts, ends, places, np.array([step]))
+
+
+@kernel
+def _touch_units(counts: Any, units: int, slots: Any, starts: Any, ends: Any, places: Any, steps: Any) -> None:
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        touch(slots, places[starts[unit] : ends[unit]], steps)
+        finish(counts)
+
+
 @kernel
 def touch(slots: Any, places: Any, steps: Any) -> None:
     """Record the step in which the key in each of (n,) slots was touched last; ``steps`` is (n,), or (1,) for all."""
@@ -403,41 +435,6 @@ def touch(slots: Any, places: Any, steps: Any) -> None:
         prefetch(words, U64(places[min(n + AHEAD, last)]) << U64(1))
         at = (U64(places[n]) << U64(1)) + U64(1)
         words[at] = words[at] & LOWER | steps[n * each] << ROW_BITS
-
-
-@kernel
-def remove(directory: Any, keys: Any, rows: Any) -> int:
-    """Remove (n,) int64 distinct keys; fill in their rows, which stay taken, and return how many there were.
-
-    Rows of keys that the directory does not hold are ``ABSENT``. Slots behind a removed key move.
-    """
-    directory, words, removed = borrowed(directory), directory.slots.reshape(-1), 0
-    _prefetch_homes(directory, words, keys, 0, AHEAD)
-    for n in range(len(keys)):
-        _prefetch_homes(directory, words, keys, n + AHEAD, n + AHEAD + 1)
-        place = _home(directory, keys[n])
-        while words[(place << U64(1)) + U64(1)] != 0 and words[place << U64(1)] != keys[n]:
-            place += U64(1)
-        rows[n] = (words[(place << U64(1)) + U64(1)] & LOWER) - 1
-        if rows[n] != ABSENT:
-            _close_gap(directory, words, place, _bucket(directory, keys[n]))
-            removed += 1
-    return removed
-
-
-@kernel
-def _close_gap(directory: Any, words: Any, gap: Any, bucket: Any) -> None:
-    """Empty a slot, and move keys behind it, so that each is found from its home."""
-    end = U64((bucket + 1) * directory.stride)
-    place = gap + U64(1)
-    while place < end and words[(place << U64(1)) + U64(1)] != 0:
-        if _home(directory, words[place << U64(1)]) <= gap:
-            words[gap << U64(1)] = words[place << U64(1)]
-            words[(gap << U64(1)) + U64(1)] = words[(place << U64(1)) + U64(1)]
-            gap = place
-        place += U64(1)
-    words[gap << U64(1)] = words[(gap << U64(1)) + U64(1)] = 0
-    directory.fill[bucket] -= 1
 
 
 def sweep(directory: Directory, threads: int) -> tuple[Ints, Ints]:
@@ -457,41 +454,48 @@ def sweep(directory: Directory, threads: int) -> tuple[Ints, Ints]:
 
 @kernel
 def _sweep_buckets(counts: Any, units: int, directory: Any, buckets: Any, ends: Any, keys: Any, rows: Any) -> None:
-    ties, histogram = np.empty(directory.quota, np.int64), np.empty(DIGITS, np.int64)
+    ranks, histogram = np.empty(directory.stride, np.uint32), np.empty(DIGITS, np.int64)
     while True:
         unit = take(counts)
         if unit >= units:
             return
         part = slice(ends[unit], ends[unit + 1])
-        _sweep_bucket(directory, buckets[unit], keys[part], rows[part], ties, histogram)
+        _sweep_bucket(directory, buckets[unit], keys[part], rows[part], ranks, histogram)
         finish(counts)
 
 
 @kernel
-def _sweep_bucket(directory: Any, bucket: int, keys: Any, rows: Any, ties: Any, histogram: Any) -> None:
-    """Remove as many keys as ``keys`` has places."""
+def _sweep_bucket(directory: Any, bucket: int, keys: Any, rows: Any, ranks: Any, histogram: Any) -> None:
+    """Remove as many keys as ``keys`` has places, in one pass over the bucket's slots."""
+    directory, keys, rows, ranks = borrowed(directory), borrowed(keys), borrowed(rows), borrowed(ranks)
     words, leaving = directory.slots.reshape(-1), len(keys)
-    first, stop = U64(bucket * directory.stride), U64((bucket + 1) * directory.stride)
-    last_step, before = _select_step(words, first, stop, leaving, histogram)
-    tied = 0
-    for place in range(first, stop):
-        entry = words[(place << U64(1)) + U64(1)]
-        if entry != 0 and _step(entry) == last_step:
-            ties[tied] = _tie(words[place << U64(1)])
-            tied += 1
-    ties[:tied].sort()
-    last_tie, left = ties[leaving - before - 1], 0
-    at: Any = first
-    while at < stop and left < leaving:
-        key, entry = words[at << U64(1)], words[(at << U64(1)) + U64(1)]
-        step = _step(entry)
-        if entry == 0 or step > last_step or (step == last_step and _tie(key) > last_tie):
-            at += U64(1)
-            continue
-        keys[left], rows[left] = key, (entry & LOWER) - 1
-        left += 1
-        # Another key may move here, so the place is examined once more.
-        _close_gap(directory, words, at, bucket)
+    first = U64(bucket * directory.stride)
+    for n in range(len(ranks)):
+        entry = words[((first + U64(n)) << U64(1)) + U64(1)]
+        ranks[n] = _step(entry) if entry != 0 else EMPTY
+    last_rank, before = _select_rank(ranks, leaving, histogram)
+    last_tie, left = _select_tie(words, first, ranks, last_rank, leaving - before, histogram), 0
+    # Where a key that stays may move to; behind the current place without such a gap.
+    gap = first
+    for n in range(len(ranks)):
+        place = first + U64(n)
+        at = place << U64(1)
+        if ranks[n] == EMPTY:
+            gap = place + U64(1)
+        elif ranks[n] < last_rank or (ranks[n] == last_rank and _tie(words[at]) <= last_tie):
+            keys[left], rows[left] = words[at], (words[at + U64(1)] & LOWER) - 1
+            words[at] = words[at + U64(1)] = 0
+            left += 1
+        else:
+            while gap < place and words[(gap << U64(1)) + U64(1)] != 0:
+                gap += U64(1)
+            to = max(gap, _home(directory, words[at])) if gap < place else place
+            while to < place and words[(to << U64(1)) + U64(1)] != 0:
+                to += U64(1)
+            if to < place:
+                words[to << U64(1)], words[(to << U64(1)) + U64(1)] = words[at], words[at + U64(1)]
+                words[at] = words[at + U64(1)] = 0
+    directory.fill[bucket] -= leaving
 
 
 @kernel
@@ -500,32 +504,55 @@ def _step(entry: Any) -> Any:
 
 
 @kernel
-def _select_step(words: Any, first: Any, stop: Any, count: int, histogram: Any) -> tuple[int, int]:
-    """Return the ``count``-th lowest step of the keys in a range of slots, and how many are lower."""
-    lowest, highest = MAX_STEP, 0
-    for place in range(first, stop):
-        entry = words[(place << U64(1)) + U64(1)]
-        if entry != 0:
-            lowest, highest = min(lowest, _step(entry)), max(highest, _step(entry))
-    # Each pass narrows the range of steps down to one digit's. Periods are short, so one pass is normal.
+def _select_rank(ranks: Any, count: int, histogram: Any) -> tuple[Any, int]:
+    """Return the ``count``-th lowest rank, ``EMPTY`` ones left out, and how many are lower."""
+    lowest, highest = np.int64(EMPTY), np.int64(0)
+    for rank in ranks:
+        if rank != EMPTY:
+            lowest, highest = min(lowest, np.int64(rank)), max(highest, np.int64(rank))
+    # Each pass narrows the range down to one digit's. Rows of a bucket differ little in age, so one pass is normal.
     before = 0
     while True:
         shift = 0
         while (highest - lowest) >> shift >= DIGITS:
             shift += DIGIT_BITS
         histogram[:] = 0
-        for place in range(first, stop):
-            entry = words[(place << U64(1)) + U64(1)]
-            if entry != 0 and lowest <= _step(entry) <= highest:
-                histogram[(_step(entry) - lowest) >> shift] += 1
-        digit = 0
-        while before + histogram[digit] < count:
-            before += histogram[digit]
-            digit += 1
+        for rank in ranks:
+            if rank != EMPTY and lowest <= rank <= highest:
+                histogram[(np.int64(rank) - lowest) >> shift] += 1
+        digit, before = _digit_of(histogram, count, before)
         lowest += digit << shift
         if shift == 0:
-            return lowest, before
+            return np.uint32(lowest), before
         highest = min(highest, lowest + (1 << shift) - 1)
+
+
+@kernel
+def _digit_of(histogram: Any, count: int, before: int) -> tuple[int, int]:
+    """Return the digit of the ``count``-th lowest number, and how many have lower ones, after some ``before``."""
+    digit = 0
+    while before + histogram[digit] < count:
+        before += histogram[digit]
+        digit += 1
+    return digit, before
+
+
+@kernel
+def _select_tie(words: Any, first: Any, ranks: Any, rank: Any, count: int, histogram: Any) -> Any:
+    """Return the ``count``-th lowest tie of the keys of a rank."""
+    shift = KEY_BITS - DIGIT_BITS
+    histogram[:] = 0
+    for n in range(len(ranks)):
+        if ranks[n] == rank:
+            histogram[_tie(words[(first + U64(n)) << U64(1)]) >> shift] += 1
+    digit, before = _digit_of(histogram, count, 0)
+    ties, tied = np.empty(histogram[digit], np.int64), 0
+    for n in range(len(ranks)):
+        if ranks[n] == rank and _tie(words[(first + U64(n)) << U64(1)]) >> shift == digit:
+            ties[tied] = _tie(words[(first + U64(n)) << U64(1)])
+            tied += 1
+    ties.sort()
+    return ties[count - before - 1]
 
 
 def list_keys(directory: Directory, threads: int) -> tuple[Ints, Ints]:

@@ -1,4 +1,4 @@
-"""Map rows to slots and levels: find and release a batch's rows, admit missing ones, create initial ones.
+"""Map rows to slots and levels: find and release a batch's rows, and admit missing ones.
 
 ``place_of`` holds one entry per row: 0 if the row is nowhere yet, else 1 + level + 4 * place. During a lookup a missing
 row's entry is -1 - its number among the batch's missing rows, so that its duplicates find it.
@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_kernels.cache import kernel
-from dlrm_kernels.hashing import GOLDEN, mix
 from dlrm_kernels.intrinsics import borrowed, prefetch, prefetch_lines
 from dlrm_kernels.replacement import (
     COUNT,
@@ -44,7 +43,6 @@ AHEAD = 12
 """Entries prefetched ahead."""
 SWAPS_AHEAD = 4
 """Pairs of ``swap_rows`` prefetched ahead."""
-UNIT = np.float32(2.0**-23)
 
 
 class RowMap(NamedTuple):
@@ -386,33 +384,6 @@ def point(place_of: Any, rows: Any, places: Any, level: int) -> None:
     for n in range(len(rows)):
         prefetch(place_of, rows[min(n + AHEAD, len(rows) - 1)])
         place_of[rows[n]] = (places[n] << LEVEL_BITS) + level + 1
-
-
-@kernel
-def fill_initial(ids: Any, parts: Any, first_columns: Any, keys: Any, scales: Any, out: Any) -> None:
-    """Fill in the initial values of rows of parts of tables, the same bits as ``codec.initializer`` computes.
-
-    Args:
-        ids: (N,) int64 numbers of the rows in their tables, or keys of unique tables.
-        parts: (N,) int64 part of each row.
-        first_columns: (K,) int64 first column of each part in its table, a multiple of 4.
-        keys: (K,) uint64 ``table_key`` of each part's table.
-        scales: (K,) float32 ``table_scale`` of each part's table.
-        out: (N, dim) float32, filled.
-    """
-    for n in range(len(ids)):
-        part = parts[n]
-        scale = scales[part]
-        if scale == 0:
-            out[n, :] = 0
-            continue
-        key = mix(keys[part] + np.uint64(ids[n]) * GOLDEN)
-        first_pair = first_columns[part] // 2
-        for pair in range(out.shape[1] // 2):
-            word = mix(key + np.uint64(first_pair + pair + 1) * GOLDEN)
-            low, high = np.int64(word & np.uint64(0xFFFFFFFF)), np.int64(word >> np.uint64(32))
-            out[n, 2 * pair] = np.float32(np.float32((low >> 8) - 8388608) * UNIT) * scale
-            out[n, 2 * pair + 1] = np.float32(np.float32((high >> 8) - 8388608) * UNIT) * scale
 
 
 @kernel

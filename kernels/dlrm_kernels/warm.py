@@ -20,6 +20,7 @@ from dlrm_kernels import (
     directory,
     dirty_rows,
     hashing,
+    initial_rows,
     interaction,
     packing,
     pages,
@@ -163,15 +164,15 @@ def _of_keys() -> Iterator[Example]:
     made = directory.make_directory(first_bucket=0, buckets=1, all_buckets=1, quota=2, homes=3, stride=8, rows=2)
     yield directory.insert, (made, keys, i64(2), i64(2))
     yield directory.find, (made, keys, i64(2), i64(2))
-    group, _ = directory.make_group([made])
+    group, _ = directory.make_group([made], i64(18).reshape(9, 2))
     starts, last, unit = i64(1), i64(1) + 2, i64(1) + 1
     yield _loop(directory._find_units, group, starts, last, unit, keys, i64(2), i64(2))
     yield _loop(directory._insert_units, group, starts, last, keys, *(i64(2) for _ in range(4)), i64(1), i64(1))
     yield directory.touch, (made.slots, some, some)
+    yield _loop(directory._touch_units, made.slots, starts, last, some, some[:1])
     ends = np.array([0, 1])
     yield _loop(directory._list_buckets, made, np.array([0, 2]), i64(2), i64(2))
     yield _loop(directory._sweep_buckets, made, i64(1), ends, i64(1), i64(1))
-    yield directory.remove, (made, keys, i64(2))
     yield directory.free_rows, (made, some)
 
 
@@ -224,7 +225,11 @@ def _of_slots(place: Any) -> Iterator[Example]:
     yield row_cache.counts_of_slots, (meta, some, u32((2, 4))[:, -1])
     yield row_cache.point, (row_map.place_of, some, some, 1)
     yield row_cache.drop_rows, (row_map, i64(0), i64(0))
-    yield row_cache.fill_initial, (some, i64(2), i64(1), u64(1), f32(1) + np.float32(1), f32((2, 4)))
+    initial = initial_rows.InitialRows(i64(1), u64(1), f32(1) + np.float32(1))
+    yield initial_rows.fill_initial, (some, i64(2), initial, f32((2, 4)))
+    for kind in (np.float32, np.float16):
+        memory = row_updates.memory_of(np.zeros((2, 4), kind), f32((2, 1)))
+        yield _loop(initial_rows._start_units, memory, 4, 1, some, some, i64(2), initial)
     moved = i64(2), some, i64(2) - 1, np.empty(2, np.bool_), u32(2)
     yield row_cache.swap_rows, (u32((2, 3)), u32((2, 1)), u32((2, 5)), meta, row_map.place_of, *moved)
 

@@ -16,9 +16,9 @@ import pytest
 from dlrm_kernels import cache
 
 PROGRAM = """
-from dlrm_kernels import cache, row_cache, warm
-arguments = next(given for kernel, given in warm.examples(dims=(), features=()) if kernel is row_cache.fill_initial)
-row_cache.fill_initial(*arguments)
+from dlrm_kernels import cache, initial_rows, warm
+arguments = next(given for kernel, given in warm.examples(dims=(), features=()) if kernel is initial_rows.fill_initial)
+initial_rows.fill_initial(*arguments)
 assert arguments[-1].any()
 print(cache.compilations())
 """

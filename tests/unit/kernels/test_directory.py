@@ -23,7 +23,7 @@ WIDTH = 2**63 // ALL_BUCKETS
 FIRST_KEY = FIRST_BUCKET * WIDTH
 
 
-def made(quota: int, *, spare_rows: int = 0) -> Directory:
+def made(quota: int) -> Directory:
     homes = -(-quota * 5 // 4)
     return make_directory(
         first_bucket=FIRST_BUCKET,
@@ -32,7 +32,7 @@ def made(quota: int, *, spare_rows: int = 0) -> Directory:
         quota=quota,
         homes=homes,
         stride=homes + SPARE_SLOTS,
-        rows=BUCKETS * quota + spare_rows,
+        rows=BUCKETS * quota,
     )
 
 
@@ -48,7 +48,7 @@ class Checked:
         rows, places = np.empty((2, len(keys)), np.int64)
         absent = kernels.find(self.directory, keys, rows, places)
         assert rows.tolist() == [self.rows.get(key, ABSENT) for key in keys.tolist()]
-        assert absent == np.count_nonzero(rows == ABSENT) == np.count_nonzero(places == ABSENT)
+        assert absent == np.count_nonzero(rows == ABSENT) == np.count_nonzero(places < 0)
         return rows, places
 
     def insert(self, keys: Ints) -> None:
@@ -64,20 +64,12 @@ class Checked:
             if row != ABSENT:
                 fill[bucket] += 1
                 self.rows[key], self.steps[key] = row, 0
-        assert self.find(keys)[1].tolist() == places.tolist()
+        assert np.maximum(self.find(keys)[1], ABSENT).tolist() == places.tolist()
 
     def touch(self, keys: Ints, step: int) -> None:
         places = self.find(keys)[1]
-        kernels.touch(self.directory.slots, places[places != ABSENT], np.array([step]))
+        kernels.touch(self.directory.slots, places[places >= 0], np.array([step]))
         self.steps |= {key: step for key in keys.tolist() if key in self.rows}
-
-    def remove(self, keys: Ints) -> None:
-        keys = np.unique(keys)
-        rows = np.empty(len(keys), np.int64)
-        removed = kernels.remove(self.directory, keys, rows)
-        assert rows.tolist() == [self.rows.get(key, ABSENT) for key in keys.tolist()]
-        assert removed == np.count_nonzero(rows != ABSENT)
-        self._forget(keys[rows != ABSENT], rows[rows != ABSENT])
 
     def sweep(self) -> None:
         wanted = set()
@@ -125,7 +117,6 @@ def key_sets(most: int) -> st.SearchStrategy[Ints]:
 
 OPERATIONS: list[Callable[[Checked, Ints, int], None]] = [
     lambda checked, keys, _: checked.insert(keys),
-    lambda checked, keys, _: checked.remove(keys),
     lambda checked, keys, step: checked.touch(keys, step),
     lambda checked, _keys, _step: checked.sweep(),
 ]
@@ -157,8 +148,6 @@ def test_random_operations_up_to_full_load_equal_a_dict(one_bucket: bool) -> Non
         checked.touch(batch, step)
         if step % 8 == 0:
             checked.sweep()
-        if step % 20 == 0:
-            checked.remove(ids[random.integers(0, len(ids), 200)])
             checked.check()
 
     assert max(checked.fill()) > 0.9 * checked.quota
@@ -175,24 +164,22 @@ def test_insertion_ends_where_spare_slots_are_exhausted() -> None:
     assert done == SPARE_SLOTS + 1
     # Lookups pass the full slots into the next bucket.
     assert kernels.find(directory, keys, rows, places) == 100 - done
-    assert kernels.remove(directory, keys, rows) == done
-    assert not directory.slots.any()
 
 
 def test_rows_that_stay_taken_are_used_no_second_time_until_freed() -> None:
-    directory = made(10, spare_rows=5)
+    directory = made(10)
     keys = FIRST_KEY + np.arange(10) * 2**40
     rows, places = np.empty((2, 10), np.int64)
     kernels.insert(directory, keys, rows, places)
-    removed = np.empty(10, np.int64)
 
-    kernels.remove(directory, keys, removed)
-    done = kernels.insert(directory, keys + WIDTH, rows, places)
+    left, removed = kernels.sweep(directory, 1)
 
-    assert (done, rows.tolist()) == (10, list(range(10, 20)))
-    kernels.free_rows(directory, removed[3:])
-    assert kernels.insert(directory, keys, rows, places) == 10
-    assert rows.tolist() == [3, 4, 5, 6, 7, 8, 9, 20, 21, 22]
+    one = slice(0, 1)
+    assert kernels.insert(directory, keys[one] + WIDTH, rows[one], places[one]) == 1
+    assert rows[0] == 10
+    kernels.free_rows(directory, removed)
+    assert kernels.insert(directory, left, rows[one], places[one]) == 1
+    assert rows[one] == removed
 
 
 def test_a_bucket_stays_even_while_equally_old_keys_leave() -> None:
@@ -239,7 +226,6 @@ def test_calls_allocate_no_memory_by_key() -> None:
         kernels.insert(directory, some, rows, places)
         kernels.find(directory, some, rows, places)
         kernels.touch(directory.slots, places, np.array([3]))
-        kernels.remove(directory, some, rows)
         kernels.free_rows(directory, rows)
         return int(numba_runtime.rtsys.get_allocation_stats().alloc - before)
 

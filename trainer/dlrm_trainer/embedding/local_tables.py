@@ -18,7 +18,9 @@ from torch import Tensor
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.tiers import MAX_DEVICE_COLUMNS
 from dlrm_checkpointer import CutRowSource, table_scale
+from dlrm_checkpointer import table_key as initial_key
 from dlrm_kernels.directory import ABSENT
+from dlrm_kernels.initial_rows import InitialRows, start_rows
 from dlrm_kernels.row_updates import table_key
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
@@ -36,16 +38,7 @@ from dlrm_trainer.embedding.exchange import Bags, OwnedIds
 from dlrm_trainer.embedding.placement import EmbeddingOptions, PartGroup, Placement
 from dlrm_trainer.embedding.table_batch import HostKernel, Kernel, TableBatch, Tables
 from dlrm_trainer.embedding.tiers.prefetch import Prefetcher, processors_near_levels
-from dlrm_trainer.embedding.tiers.stack import (
-    NO_ROWS,
-    Fetched,
-    InitialRows,
-    NewRows,
-    Stack,
-    StackLookups,
-    make_stack,
-    stack_tables,
-)
+from dlrm_trainer.embedding.tiers.stack import NO_ROWS, Fetched, NewRows, Stack, StackLookups, make_stack, stack_tables
 from dlrm_trainer.embedding.unique import Admitted, LookupCounts, UniqueGroup, UniqueRows
 
 
@@ -209,7 +202,7 @@ class LocalTables:
             group.dirty.mark(bags.ids.numpy(), bags.sizes.numpy(), group.starts)
         for group, bags, keys in zip(self.groups, prepared.groups, prepared.unique, strict=True):
             if group.unique is not None and keys is not None:
-                group.unique.updated(keys.places, step + 1)
+                group.unique.updated(keys.places, _part_ends(group, bags.sizes).numpy(), step + 1)
                 self.lookups = self.lookups.plus(keys.lookups, keys.lookups - len(bags.ids))
         if self._prefetcher is not None and prepared.fetched is not None:
             self._prefetcher.release(prepared.fetched.result())
@@ -395,11 +388,11 @@ def _make_group(placement: Placement, plan: PartGroup, options: EmbeddingOptions
         unique = UniqueGroup([part.rows for part in parts])
         if stack is None:
             described = [
-                (each.name, part.column_start, table_scale(each.initializer, each.rows))
+                (initial_key(options.seed, each.name), part.column_start, table_scale(each.initializer, each.rows))
                 for part in plan.parts
                 for each in [placement.tables[part.table]]
             ]
-            initial_rows = InitialRows.of(options.seed, described)
+            initial_rows = InitialRows.of(described)
     part_of = torch.tensor([part for part, _ in plan.columns], dtype=torch.int64)
     firsts = torch.tensor([part.row_start for part in plan.parts], dtype=torch.int64)
     return Group(
@@ -538,11 +531,10 @@ def _start_rows(group: Group, new: Admitted) -> None:
     """Give resident rows that keys have just got their initial values."""
     assert group.initial_rows is not None
     weight, state = group.batch.storage()
-    values = group.initial_rows.values(new.new_keys, new.new_parts, weight.shape[1])
     first_rows = np.cumsum((0, *group.dirty.sizes[:-1]))
-    rows = torch.from_numpy(new.new_rows + first_rows[new.new_parts])
-    weight.index_copy_(0, rows, torch.from_numpy(values).to(weight.dtype))
-    state.index_fill_(0, rows, 0)
+    rows = new.new_rows + first_rows[new.new_parts]
+    of_rows = new.new_keys, new.new_parts, group.initial_rows
+    start_rows(weight.numpy(), state.numpy(), rows, *of_rows, torch.get_num_threads())
 
 
 def _rows_to_round(group: Group, bags: Bags, unique: UniqueLookups | None) -> Tensor | None:

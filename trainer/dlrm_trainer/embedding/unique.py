@@ -23,6 +23,7 @@ from dlrm_kernels import directory
 from dlrm_kernels.directory import ABSENT, FULL_PERCENT, MAX_STEP, SWEPT_PERCENT
 from dlrm_kernels.dirty_rows import WORD
 from dlrm_trainer.embedding.changes import MAX_KEPT, DirtyPart
+from dlrm_trainer.embedding.tiers.slots import untouched_zeros
 
 Ints = NDArray[np.int64]
 INITIAL_STEPS = 8
@@ -99,9 +100,9 @@ class Admitted(NamedTuple):
     places: Ints
     """(L,) where the directory holds it: valid until the next maintenance."""
     new_keys: Ints
-    """(m,) keys that got a row now, ascending within each part; each must start from its initial value."""
+    """(m,) keys that got a row now, part by part; each must start from its initial value."""
     new_rows: Ints
-    """(m,) their rows, ascending too."""
+    """(m,) their rows, ascending within each part."""
     new_parts: Ints
     """(m,) their parts."""
 
@@ -198,9 +199,8 @@ class UniqueRows:
     def choose_leaving(self) -> HeldKeys:
         """Remove the keys that must make space, and return them with their rows, which stay taken until ``free``."""
         keys, rows = directory.sweep(self.directory, torch.get_num_threads())
-        order = np.argsort(rows)
         self.evicted += len(keys)
-        return HeldKeys(keys[order], rows[order], NO_KEYS)
+        return HeldKeys(keys, rows, NO_KEYS)
 
     def free(self, left: HeldKeys) -> None:
         """Free the rows of keys that left, once a cut in progress has saved them."""
@@ -303,7 +303,9 @@ class UniqueGroup:
 
     def __init__(self, parts: Sequence[UniqueRows]) -> None:
         self.parts = parts
-        self._group, members = directory.make_group([part.directory for part in parts])
+        empty = [part.directory for part in parts]
+        slots = untouched_zeros(2 * sum(len(each.slots) for each in empty), np.int64).reshape(-1, 2)
+        self._group, members = directory.make_group(empty, slots)
         for part, member in zip(parts, members, strict=True):
             part.directory = member
         self.counts = np.zeros((3, len(parts)), np.int64)
@@ -331,13 +333,16 @@ class UniqueGroup:
         rows, places = directory.find_in_group(self._group, ends, keys, torch.get_num_threads())
         return _held_only(self._group.slots, rows, places)
 
-    def updated(self, places: Ints, step: int) -> None:
-        """Record that a batch has updated the rows in (n,) places, which are held now, in a step from 1."""
+    def updated(self, places: Ints, ends: Ints, step: int) -> None:
+        """Record that a batch has updated the rows in (n,) places, which are held now, in a step from 1.
+
+        ``ends`` are as for ``admit``.
+        """
         assert 0 < step <= MAX_STEP, step
-        directory.touch(self._group.slots, places, np.array([step]))
+        directory.touch_in_group(self._group, ends, places, step, torch.get_num_threads())
 
 
 def _held_only(slots: Ints, rows: Ints, places: Ints) -> Ints:
     """Replace rows that were never updated by ``ABSENT``."""
-    held: Ints = np.where((places != ABSENT) & (directory.steps_of(slots[places, 1]) > 0), rows, ABSENT)
+    held: Ints = np.where((rows != ABSENT) & (directory.steps_of(slots[np.maximum(places, 0), 1]) > 0), rows, ABSENT)
     return held

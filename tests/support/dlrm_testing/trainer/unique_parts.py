@@ -63,7 +63,8 @@ class TrainedPart(ModelPart):
                 self._values[row] = updated(int(self._values[row]), step, count)
         if self._group:
             self._dirty.mark(rows)
-            self._group.updated(np.array([self._places[row] for row in rows.tolist()], np.int64), step)
+            places = np.array([self._places[row] for row in rows.tolist()], np.int64)
+            self._group.updated(places, np.array([len(places)]), step)
         return sum(count for key, count in lookups.items() if places[key] is None)
 
     def save_before(self, places: Iterable[int | None], cut: ModelCut | None, number: int) -> None:

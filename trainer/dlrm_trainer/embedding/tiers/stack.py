@@ -27,8 +27,9 @@ from dlrm_api.tiers import (
 )
 from dlrm_checkpointer import table_key, table_scale
 from dlrm_kernels import row_cache
+from dlrm_kernels.initial_rows import InitialRows
 from dlrm_kernels.replacement import LFU, LISTS, LRU, META_WORDS, MIXED, PROTECTED_SHARE, Replacement
-from dlrm_kernels.row_cache import COUNTS, LEVEL_BITS, LookupResult, RowMap, fill_initial
+from dlrm_kernels.row_cache import COUNTS, LEVEL_BITS, LookupResult, RowMap
 from dlrm_trainer.embedding.placement import PartGroup, Placement
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.memory import AnonymousStorage, ByteLevel, MappedStorage
@@ -72,33 +73,6 @@ class StackTable:
     first_row: int = 0
     """Of the part, in the table of the model."""
     first_column: int = 0
-
-
-@dataclass(frozen=True)
-class InitialRows:
-    """Know the initial values of rows of some parts of tables; (K,) each."""
-
-    first_columns: NDArray[np.int64]
-    keys: NDArray[np.uint64]
-    """``table_key``."""
-    scales: NDArray[np.float32]
-    """``table_scale``."""
-
-    @classmethod
-    def of(cls, seed: int, parts: Sequence[tuple[str, int, float]]) -> InitialRows:
-        """Describe parts by the name of their table, their first column and their ``table_scale``."""
-        names, first_columns, scales = zip(*parts, strict=True)
-        return cls(
-            first_columns=np.array(first_columns, np.int64),
-            keys=np.array([table_key(seed, name) for name in names], np.uint64),
-            scales=np.array(scales, np.float32),
-        )
-
-    def values(self, ids: NDArray[np.int64], parts: NDArray[np.int64], width: int) -> NDArray[np.float32]:
-        """Return (n, width) values of the (n,) rows of parts; ``ids`` number them in their tables, or are keys."""
-        found = np.empty((len(ids), width), np.float32)
-        fill_initial(ids, parts, self.first_columns, self.keys, self.scales, found)
-        return found
 
 
 class NewRows(NamedTuple):
@@ -150,7 +124,9 @@ class Stack:
         self._slots_tier = share.levels[0].tier
         self.levels: tuple[Level, ...] = ()
         self._swapping: tuple[HostSlots, ByteLevel] | None = None
-        self._initial_rows = InitialRows.of(seed, [(table.name, table.first_column, table.scale) for table in tables])
+        self._initial_rows = InitialRows.of(
+            [(table_key(seed, table.name), table.first_column, table.scale) for table in tables]
+        )
         self.row_map = _row_map(tables, share)
         first_rows = np.array([table.first_row for table in tables], np.int64)
         self._to_ids = first_rows - self.row_map.row_starts[:-1]
