@@ -470,10 +470,12 @@ def _sweep_bucket(directory: Any, bucket: int, keys: Any, rows: Any, ranks: Any,
     directory, keys, rows, ranks = borrowed(directory), borrowed(keys), borrowed(rows), borrowed(ranks)
     words, leaving = directory.slots.reshape(-1), len(keys)
     first = U64(bucket * directory.stride)
+    lowest, highest = EMPTY, np.uint32(0)
     for n in range(len(ranks)):
         entry = words[((first + U64(n)) << U64(1)) + U64(1)]
-        ranks[n] = _step(entry) if entry != 0 else EMPTY
-    last_rank, before = _select_rank(ranks, leaving, histogram)
+        ranks[n] = np.uint32(_step(entry)) if entry != 0 else EMPTY
+        lowest, highest = min(lowest, ranks[n]), max(highest, np.uint32(_step(entry)))
+    last_rank, before = _select_rank(ranks, lowest, highest, leaving, histogram)
     last_tie, left = _select_tie(words, first, ranks, last_rank, leaving - before, histogram), 0
     # Where a key that stays may move to; behind the current place without such a gap.
     gap = first
@@ -504,27 +506,23 @@ def _step(entry: Any) -> Any:
 
 
 @kernel
-def _select_rank(ranks: Any, count: int, histogram: Any) -> tuple[Any, int]:
-    """Return the ``count``-th lowest rank, ``EMPTY`` ones left out, and how many are lower."""
-    lowest, highest = np.int64(EMPTY), np.int64(0)
-    for rank in ranks:
-        if rank != EMPTY:
-            lowest, highest = min(lowest, np.int64(rank)), max(highest, np.int64(rank))
+def _select_rank(ranks: Any, lowest: Any, highest: Any, count: int, histogram: Any) -> tuple[Any, int]:
+    """Return the ``count``-th lowest of the ranks, which lie in a range or are ``EMPTY``, and how many are lower."""
     # Each pass narrows the range down to one digit's. Rows of a bucket differ little in age, so one pass is normal.
     before = 0
     while True:
-        shift = 0
-        while (highest - lowest) >> shift >= DIGITS:
-            shift += DIGIT_BITS
+        span, shift = np.uint32(highest - lowest), np.uint32(0)
+        while span >> shift >= DIGITS:
+            shift += np.uint32(DIGIT_BITS)
         histogram[:] = 0
         for rank in ranks:
-            if rank != EMPTY and lowest <= rank <= highest:
-                histogram[(np.int64(rank) - lowest) >> shift] += 1
+            if np.uint32(rank - lowest) <= span:
+                histogram[np.uint32(rank - lowest) >> shift] += 1
         digit, before = _digit_of(histogram, count, before)
-        lowest += digit << shift
+        lowest = np.uint32(lowest + (digit << shift))
         if shift == 0:
-            return np.uint32(lowest), before
-        highest = min(highest, lowest + (1 << shift) - 1)
+            return lowest, before
+        highest = np.uint32(min(np.int64(highest), np.int64(lowest) + (1 << shift) - 1))
 
 
 @kernel
