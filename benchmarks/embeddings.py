@@ -226,8 +226,12 @@ class KilledRuns:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder, self._dice = folder, random.Random(seed)
-        unique = {"embedding": {"hash": "unique", "buckets": 4}, "dim": 16}
-        tables = [{"name": "users", "rows": 400, **unique}, {"name": "items", "rows": 600, "maxLookups": 4, **unique}]
+        unique = {"hash": "unique", "buckets": 4}
+        rated = {"admission": {"probability": 0.5}, "eviction": {"keep": "useful", "maxAgeSamples": [20_000]}}
+        tables = [
+            {"name": "users", "rows": 400, "dim": 16, "embedding": unique},
+            {"name": "items", "rows": 600, "dim": 16, "maxLookups": 4, "embedding": unique | rated},
+        ]
         synthetic = {"samples": 8_192, "evalSamples": 1_000, "idsPerRow": 4}
         spec = {
             "model": {"denseFeatures": ["I1", "I2"], "bottomMlp": [16], "topMlp": [16, 1], "tables": tables},

@@ -142,8 +142,8 @@ class Trained:
             started = time.perf_counter()
             embeddings = self.learner.embeddings
             counted = self.period.counted(embeddings.lookups)
-            embeddings.maintain()
-            self.period = counted.maintained()
+            embeddings.maintain(self._step_count, counted.last_step)
+            self.period = counted.maintained(self._step_count)
             self.maintenance_s.append(time.perf_counter() - started)
         return loss
 

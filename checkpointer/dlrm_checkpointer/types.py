@@ -165,8 +165,9 @@ PEERS_TIMEOUT_S = 20.0
 one cut, the last finds all of them and commits it."""
 Dtype = Literal["fp32", "fp16"]
 Ids = Literal["rows", "unique"]
-RowValue = Literal["touched"]
-"""What a row of a unique table has beside weights and optimizer state: the step of its last touch, a uint32."""
+RowValue = Literal["touched", "score"]
+"""What a row of a unique table has beside weights and optimizer state: the step of its last touch, a uint32, and its
+score then, a float32 of at least 0."""
 MAX_NAME = 63
 MAX_ROWS, MAX_COLUMNS = 2**40, 4_096
 """Bounds of a table, in the format as in ``spec.model.tables``."""
@@ -197,7 +198,7 @@ class TableMeta:
     buckets: int = 1
     """Ranges of keys of one size that a unique table is made of; no shard splits one."""
     row_values: tuple[RowValue, ...] = ()
-    """Values of each row of a unique table that follow its optimizer state: the bits of a uint32 in a float32."""
+    """Values of each row of a unique table that follow its optimizer state; bits of a uint32 are in a float32."""
 
     def __post_init__(self) -> None:
         if not self.state_columns:
@@ -266,8 +267,8 @@ class TableMeta:
         if self.ids not in get_args(Ids):
             return f"expected ids rows or unique, got {self.ids!r}"
         known = get_args(RowValue) if self.is_unique else ()
-        if len(set(self.row_values)) != len(self.row_values) or not set(self.row_values).issubset(known):
-            return f"expected row values among {list(known)}, got {list(self.row_values)}"
+        if self.row_values != known[: len(self.row_values)]:
+            return f"expected the first row values of {list(known)}, got {list(self.row_values)}"
         if self.buckets not in range(1, MAX_BUCKETS + 1) or self.buckets & (self.buckets - 1):
             return f"expected a power of two of at most {MAX_BUCKETS} buckets, got {self.buckets}"
         if not self.is_unique:

@@ -79,15 +79,21 @@ def tiers_view(report: TierReport) -> RenderableType:
     return Group(_tables_view([table for rank in report.ranks for table in rank.tables]), _tiers(report), Text(words))
 
 
+UNIQUE_COLUMNS = ("table", "rows", "of capacity", "full", "lookups", "without row", "admitted", "evicted")
+
+
+def unique_cells(use: UniqueUse) -> list[str]:
+    """Return the cells of ``UNIQUE_COLUMNS``."""
+    rows = (f"{use.rows:,}", f"{use.capacity_rows:,}", share(use.fill))
+    moved = (f"{use.admitted_rows:,}", f"{use.evicted_rows + use.expired_rows:,}")
+    return [use.table, *rows, f"{use.lookups:,}", share(use.share_without_row), *moved]
+
+
 def unique_view(uses: Sequence[UniqueUse]) -> Table:
     """Return how full unique tables are, the largest first."""
-    columns = ("table", "rows", "of capacity", "full", "lookups", "without row", "admitted", "evicted")
-    view = titled_table("unique tables", columns, words=("table",))
+    view = titled_table("unique tables", UNIQUE_COLUMNS, words=("table",))
     for use in largest_unique(uses, MAX_USED_TABLES):
-        counts = (use.lookups, use.admitted_rows, use.evicted_rows)
-        lookups, admitted, evicted = (f"{count:,}" for count in counts)
-        rows = (f"{use.rows:,}", f"{use.capacity_rows:,}", share(use.fill))
-        view.add_row(use.table, *rows, lookups, share(use.share_without_row), admitted, evicted)
+        view.add_row(*unique_cells(use))
     if len(uses) > MAX_USED_TABLES:
         view.add_row(f"and {len(uses) - MAX_USED_TABLES} smaller ones")
     return view

@@ -23,8 +23,8 @@ MIN_SPARE_SLOTS, SPARE_SLOT_DIVISOR = 64, 64
 LISTED_BYTES = 16
 """Host memory per row that cuts take: the key and the last touch of each row, as they were when the cut began, and up
 to half as many keys that left."""
-TOUCHED_BYTES = 4
-"""The step of a row's last touch, in a cut."""
+ROW_VALUE_BYTES = 4
+"""The step of a row's last touch, or its score, in a cut."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class KeyBuckets:
     """A power of two: V."""
     quota: int
     """Rows of a bucket at a time: q."""
+    has_scores: bool = False
+    """Whether a row has a score besides the step of its last touch."""
 
     @property
     def homes(self) -> int:
@@ -48,8 +50,9 @@ class KeyBuckets:
 
     @property
     def directory_bytes(self) -> int:
-        """Return the host memory of a bucket's slots, and of the lists of keys that cuts need."""
-        return self.slots * SLOT_BYTES + self.quota * LISTED_BYTES
+        """Return the host memory of a bucket's slots and scores, and of the lists of keys that cuts need."""
+        scores = 2 * ROW_VALUE_BYTES * self.has_scores
+        return self.slots * SLOT_BYTES + self.quota * (LISTED_BYTES + scores)
 
     def first_key(self, bucket: int) -> int:
         """Return the first key of a bucket; of bucket ``count``, the end of all keys."""
@@ -85,9 +88,9 @@ class BucketRange:
         return self.of.first_key(self.end)
 
 
-def key_buckets(rows: int, buckets: int | None) -> KeyBuckets:
+def key_buckets(rows: int, buckets: int | None, *, has_scores: bool = False) -> KeyBuckets:
     """Return the buckets of a table of so many rows; ``buckets``: as the spec has it."""
     if buckets is None:
         # The power of two nearest to rows / BUCKET_ROWS.
         buckets = min(1 << max((rows * 4 // (3 * BUCKET_ROWS)).bit_length() - 1, 0), MAX_BUCKETS)
-    return KeyBuckets(buckets, -(-rows // buckets))
+    return KeyBuckets(buckets, -(-rows // buckets), has_scores)

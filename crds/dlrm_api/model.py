@@ -53,10 +53,57 @@ class InitializerSpec(ApiModel):
     scale: float | None = Field(None, ge=0, le=10, description="Values lie in [-scale, scale). Default: 1/sqrt(rows).")
 
 
-class EvictionSpec(ApiModel):
-    """Configure which rows leave a full bucket."""
+Samples = Annotated[int, Field(ge=1, le=2**53)]
 
-    keep: Literal["recent"] = Field("recent", description="Rows that stay. recent: those looked up last.")
+
+class EvictionSpec(ApiModel):
+    """Configure which rows leave a full bucket, and which leave by their age."""
+
+    keep: Literal["recent", "frequent", "useful"] = Field(
+        "recent",
+        description="Rows that stay. recent: those looked up last. frequent: those looked up most often. useful: those "
+        "with the greatest gradients. For the last two, what a lookup counts halves every halfLifeSamples, and a row "
+        "takes 12 more bytes of host memory.",
+    )
+    half_life_samples: Samples | None = Field(
+        None,
+        description="Samples after which a lookup counts half, with keep frequent or useful. Default: 20 lookups per "
+        "row, at least 800 steps.",
+    )
+    max_age_samples: tuple[Samples, ...] = Field(
+        (),
+        max_length=100,
+        description="Samples after its last lookup at which a row leaves, even if there is space: one number, or one "
+        "for each of the table's features; the feature with the latest end counts. A row leaves up to a sixteenth "
+        "later. Default: never.",
+    )
+
+    rules = (
+        Rule(
+            cel="!has(self.halfLifeSamples) || (has(self.keep) && self.keep != 'recent')",
+            holds=lambda eviction: eviction.half_life_samples is None or eviction.keep != "recent",
+            message="halfLifeSamples needs keep frequent or useful: set keep, or remove halfLifeSamples",
+        ),
+    )
+
+
+class AdmissionSpec(ApiModel):
+    """Configure which ids get a row."""
+
+    probability: float = Field(
+        ge=0,
+        le=1,
+        description="Share of the batches with an id that has no row in which the id gets one. Below 1 rare ids "
+        "rarely push out others. The draw depends on the seed, the id and the step alone.",
+    )
+
+    rules = (
+        Rule(
+            cel="self.probability > 0.0",
+            holds=lambda admission: admission.probability > 0,
+            message="probability must be above 0: with 0 no id would get a row",
+        ),
+    )
 
 
 class EmbeddingOptions(ApiModel):
@@ -67,6 +114,9 @@ class EmbeddingOptions(ApiModel):
         description="none: ids are row numbers below rows; any other id is an error. modulo: id mod rows. mix: a "
         "64-bit hash of the id, then mod rows (for hexadecimal ids). unique: each id has a row "
         "of its own, at most rows of them at a time (for ids without bound: any integer, or text in Parquet).",
+    )
+    admission: AdmissionSpec | None = Field(
+        None, description="Which ids get a row of a unique table. Default: each at first sight."
     )
     eviction: EvictionSpec | None = Field(
         None, description="Which rows of a unique table make room for new ids. Default: keep recent."
@@ -80,11 +130,20 @@ class EmbeddingOptions(ApiModel):
 
     rules = (
         Rule(
-            cel="self.hash == 'unique' || !(has(self.eviction) || has(self.buckets))",
-            holds=lambda options: options.hash == "unique" or (options.eviction or options.buckets) is None,
-            message="eviction and buckets need hash unique: set it, or remove them",
+            cel="self.hash == 'unique' || !(has(self.admission) || has(self.eviction) || has(self.buckets))",
+            holds=lambda options: (
+                options.hash == "unique" or (options.admission or options.eviction or options.buckets) is None
+            ),
+            message="admission, eviction and buckets need hash unique: set it, or remove them",
         ),
     )
+
+    @property
+    def row_values(self) -> tuple[Literal["touched", "score"], ...]:
+        """Return what snapshots store of each row beside weights and optimizer state."""
+        if self.hash != "unique":
+            return ()
+        return ("touched",) if self.eviction is None or self.eviction.keep == "recent" else ("touched", "score")
 
 
 TRACE_KEY = "trace.json"
@@ -223,7 +282,8 @@ class TableOptions(ApiModel):
     @property
     def key_buckets(self) -> KeyBuckets | None:
         """Return the buckets of a unique table; None for any other."""
-        return key_buckets(self.rows, self.embedding.buckets) if self.is_unique else None
+        has_scores = "score" in self.embedding.row_values
+        return key_buckets(self.rows, self.embedding.buckets, has_scores=has_scores) if self.is_unique else None
 
     @property
     def held_rows(self) -> int:
@@ -241,6 +301,14 @@ class TableOptions(ApiModel):
     def block_edges(self) -> tuple[int, ...]:
         """Return the edges of the column blocks: (0, dim) for one block."""
         return tuple(range(0, self.dim + 1, self.column_block or self.dim))
+
+
+_HAS_AGES = "has({0}.embedding.eviction) && has({0}.embedding.eviction.maxAgeSamples)"
+
+
+def _ages(table: TableOptions) -> tuple[int, ...]:
+    eviction = table.embedding.eviction
+    return () if eviction is None else eviction.max_age_samples
 
 
 class TableSpec(TableOptions):
@@ -267,6 +335,12 @@ class TableSpec(TableOptions):
             "size(self.weights) == (has(self.features) && size(self.features) > 0 ? size(self.features) : 1)",
             holds=lambda table: len(table.weights) in (0, len(table.sources)),
             message="weights must have one column per feature, or none",
+        ),
+        Rule(
+            cel=f"!({_HAS_AGES.format('self')}) || size(self.embedding.eviction.maxAgeSamples) <= 1 || "
+            "(has(self.features) && size(self.embedding.eviction.maxAgeSamples) == size(self.features))",
+            holds=lambda table: len(_ages(table)) in (0, 1, len(table.sources)),
+            message="embedding.eviction.maxAgeSamples must have one number, or one per feature",
         ),
     )
 
@@ -298,6 +372,14 @@ class TableGroup(ApiModel):
     )
     count: int = Field(ge=1, le=MAX_TABLES, description="Number of tables.")
     template: TableOptions = Field(description="Options of each table.")
+
+    rules = (
+        Rule(
+            cel=f"!({_HAS_AGES.format('self.template')}) || size(self.template.embedding.eviction.maxAgeSamples) <= 1",
+            holds=lambda group: len(_ages(group.template)) <= 1,
+            message="template.embedding.eviction.maxAgeSamples must have one number: each table has one feature",
+        ),
+    )
 
 
 _WIDTH = (

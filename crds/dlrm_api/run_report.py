@@ -92,8 +92,10 @@ class UniqueUse(ApiModel):
     directory_bytes: Total = Field(description="Bytes of the directory from ids to rows.")
     lookups: Total = Field(0, description="Lookups, duplicates included.")
     lookups_without_row: Total = Field(0, description="Lookups of ids that got no row: their bucket was full.")
+    lookups_declined: Total = Field(0, description="Lookups of ids that got no row: admission.probability.")
     admitted_rows: Total = Field(0, description="Rows given to ids that had none.")
     evicted_rows: Total = Field(0, description="Rows taken from ids of buckets that were nearly full.")
+    expired_rows: Total = Field(0, description="Rows taken from ids because of eviction.maxAgeSamples.")
 
     @property
     def fill(self) -> float:
@@ -103,7 +105,7 @@ class UniqueUse(ApiModel):
     @property
     def share_without_row(self) -> float | None:
         """Return the share of lookups of ids without a row, or None before the first lookup."""
-        return self.lookups_without_row / self.lookups if self.lookups else None
+        return (self.lookups_without_row + self.lookups_declined) / self.lookups if self.lookups else None
 
 
 class StageTimes(ApiModel):

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_kernels.cache import kernel
-from dlrm_kernels.intrinsics import borrowed, lowest_bit, prefetch
+from dlrm_kernels.hashing import mix
+from dlrm_kernels.intrinsics import bits_of, borrowed, lowest_bit, prefetch
 from dlrm_kernels.parallel import finish, parallel_for, take
 
 KEY_BITS = 63
@@ -45,8 +46,36 @@ DIGIT_BITS = 11
 DIGITS = 2**DIGIT_BITS
 """Counters of one pass over a bucket that is swept."""
 WORD = 64
+DECAY_PARTS = 64
+"""Parts of a half-life in which scores decay."""
+ALL_CHANCES = 2**64 - 1
+"""Chance of a sight that always admits; see ``DirectoryGroup.chances``."""
 U64 = np.uint64
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+def _powers() -> Floats:
+    """Return the decay of a score after 0, 1, 2 ... parts of a half-life, by multiplications in one order."""
+    found = np.ones(32 * DECAY_PARTS, np.float32)
+    for part in range(1, len(found)):
+        found[part] = found[part - 1] * np.float32(2 ** (-1 / DECAY_PARTS))
+    return found
+
+
+POWERS = _powers()
+
+
+class Rules(NamedTuple):
+    """Say which rows of a directory leave."""
+
+    decay_steps: int = 0
+    """Steps in which a score decays by a part of its half-life; 0: rows have no scores, those touched last stay."""
+    age_steps: int = 0
+    """Steps after a touch at which a row has expired; 0: never."""
+
+
+RECENT = Rules()
 
 
 class Directory(NamedTuple):
@@ -69,10 +98,23 @@ class Directory(NamedTuple):
     """Slots of a bucket, with spare ones behind the last home."""
     quota: int
     """Most rows of a bucket."""
+    scores: Floats
+    """(R,) score of each local row when it was last touched; (0,) without scores."""
+    decay_steps: int
+    """See ``Rules``; so is the next."""
+    age_steps: int
 
 
 def make_directory(
-    *, first_bucket: int, buckets: int, all_buckets: int, quota: int, homes: int, stride: int, rows: int
+    *,
+    first_bucket: int,
+    buckets: int,
+    all_buckets: int,
+    quota: int,
+    homes: int,
+    stride: int,
+    rows: int,
+    rules: Rules = RECENT,
 ) -> Directory:
     """Make an empty directory. Its memory is zeros that nobody has touched yet.
 
@@ -84,6 +126,7 @@ def make_directory(
         homes: of a bucket; less than 2**31.
         stride: slots of a bucket; more than ``homes``.
         rows: local rows; at most ``MAX_ROWS``. More than buckets x quota, if removed rows are freed later.
+        rules: of eviction.
     """
     used = np.zeros(-(-rows // WORD), U64)
     if rows % WORD:
@@ -99,6 +142,9 @@ def make_directory(
         homes=homes,
         stride=stride,
         quota=quota,
+        scores=np.zeros(rows if rules.decay_steps else 0, np.float32),
+        decay_steps=rules.decay_steps,
+        age_steps=rules.age_steps,
     )
 
 
@@ -106,14 +152,15 @@ class DirectoryGroup(NamedTuple):
     """Hold several directories, whose batches are looked up together; its slots are numbered over all of them."""
 
     slots: Ints
-    """See ``Directory``; so are the next three."""
+    """See ``Directory``; so are the next four."""
     fill: Ints
     used: NDArray[np.uint64]
     cursor: Ints
+    scores: Floats
     starts: Ints
-    """(K + 1, 3) first slot, bucket and word of ``used`` of each directory."""
+    """(K + 1, 4) first slot, bucket, word of ``used`` and score of each directory."""
     sizes: Ints
-    """(K, 5) first bucket, shift, homes, stride and quota of each."""
+    """(K, 7) first bucket, shift, homes, stride, quota, decay steps and age steps of each."""
 
 
 def make_group(like: Sequence[Directory], slots: Ints) -> tuple[DirectoryGroup, list[Directory]]:
@@ -121,16 +168,22 @@ def make_group(like: Sequence[Directory], slots: Ints) -> tuple[DirectoryGroup, 
 
     ``slots`` is (S, 2) zeros, as many as all of them have.
     """
-    counts = [(len(each.slots), len(each.fill), len(each.used)) for each in like]
-    starts = np.concatenate([np.zeros((1, 3), np.int64), np.cumsum(counts, axis=0, dtype=np.int64)])
+    counts = [(len(each.slots), len(each.fill), len(each.used), len(each.scores)) for each in like]
+    starts = np.concatenate([np.zeros((1, 4), np.int64), np.cumsum(counts, axis=0, dtype=np.int64)])
     assert slots.shape == (starts[-1, 0], 2), slots.shape
     group = DirectoryGroup(
         slots=slots,
         fill=np.zeros(starts[-1, 1], np.int64),
         used=np.concatenate([each.used for each in like]),
         cursor=np.zeros(len(like), np.int64),
+        scores=np.zeros(starts[-1, 3], np.float32),
         starts=starts,
-        sizes=np.array([(each.first_bucket, each.shift, each.homes, each.stride, each.quota) for each in like]),
+        sizes=np.array(
+            [
+                (each.first_bucket, each.shift, each.homes, each.stride, each.quota, each.decay_steps, each.age_steps)
+                for each in like
+            ]
+        ),
     )
     members = [
         each._replace(
@@ -138,6 +191,7 @@ def make_group(like: Sequence[Directory], slots: Ints) -> tuple[DirectoryGroup, 
             fill=group.fill[starts[number, 1] : starts[number + 1, 1]],
             used=group.used[starts[number, 2] : starts[number + 1, 2]],
             cursor=group.cursor[number : number + 1],
+            scores=group.scores[starts[number, 3] : starts[number + 1, 3]],
         )
         for number, each in enumerate(like)
     ]
@@ -157,6 +211,9 @@ def _member(group: Any, number: int) -> Any:
         sizes[2],
         sizes[3],
         sizes[4],
+        group.scores[starts[3] : stops[3]],
+        sizes[5],
+        sizes[6],
     )
 
 
@@ -188,25 +245,49 @@ def _find_units(
         finish(counts)
 
 
+class Chances(NamedTuple):
+    """Say which keys without a row may get one when they are seen: those whose hash is at most the chance; (K,) each.
+
+    A key's hash is that of this sight, the same at any sharding.
+    """
+
+    salts: NDArray[np.uint64]
+    """Of each directory's table, other ones in each step."""
+    chances: NDArray[np.uint64]
+    """``ALL_CHANCES``: every key may."""
+
+
+class Inserted(NamedTuple):
+    """Hold what ``insert_absent`` did."""
+
+    keys: Ints
+    """(M,) that got rows, directory by directory."""
+    rows: Ints
+    """(M,) their rows, ascending within each directory."""
+    added: Ints
+    """(K,) how many each directory got."""
+    declined: Ints
+    """(K,) lookups of each directory whose keys had no chance."""
+    failed: Ints
+    """(K,) a key of each directory for which there was no slot, or ``ABSENT``."""
+
+
 def insert_absent(
-    group: DirectoryGroup, ends: Ints, keys: Ints, rows: Ints, places: Ints, threads: int
-) -> tuple[Ints, Ints, Ints, Ints]:
+    group: DirectoryGroup, ends: Ints, keys: Ints, rows: Ints, places: Ints, chances: Chances, threads: int
+) -> Inserted:
     """Give rows to the keys that ``find_in_group`` has not found, in order, while their buckets are below quota.
 
     ``rows`` and ``places`` are completed.
-
-    Returns:
-        (M,) keys that got rows, directory by directory; (M,) their rows, ascending within each; (K,) how many each
-        directory got; and a key of each directory for which there was no slot, or ``ABSENT``.
     """
     new_keys, new_rows = np.empty((2, len(keys)), np.int64)
     starts = np.concatenate(([0], ends[:-1]))
-    added, failed = np.zeros(len(ends), np.int64), np.full(len(ends), ABSENT, np.int64)
-    out = new_keys, new_rows, added, failed
-    parallel_for(_insert_units, len(ends), threads, group, starts, ends, keys, rows, places, *out)
+    counts, failed = np.zeros((2, len(ends)), np.int64), np.full(len(ends), ABSENT, np.int64)
+    out = new_keys, new_rows, counts, failed
+    parallel_for(_insert_units, len(ends), threads, group, starts, ends, keys, rows, places, chances, *out)
+    added, declined = counts
     # Each directory's are at the start of its part.
     taken = np.arange(added.sum()) + np.repeat(starts - (np.cumsum(added) - added), added)
-    return new_keys[taken], new_rows[taken], added, failed
+    return Inserted(new_keys[taken], new_rows[taken], added, declined, failed)
 
 
 @kernel
@@ -219,9 +300,10 @@ def _insert_units(
     keys: Any,
     rows: Any,
     places: Any,
+    chances: Any,
     new_keys: Any,
     new_rows: Any,
-    added: Any,
+    found: Any,
     failed: Any,
 ) -> None:
     while True:
@@ -229,20 +311,34 @@ def _insert_units(
         if number >= units:
             return
         part, first_slot = slice(starts[number], ends[number]), group.starts[number, 0]
-        added[number], failed[number] = _insert_absent(
-            _member(group, number), keys[part], rows[part], places[part], new_keys[part], new_rows[part], first_slot
-        )
+        absent = np.flatnonzero(rows[part] == ABSENT)
+        salt, chance = chances.salts[number], chances.chances[number]
+        wanted = absent
+        if chance != U64(ALL_CHANCES):
+            has_chance = np.empty(len(absent), np.bool_)
+            for n in range(len(absent)):
+                has_chance[n] = mix(U64(keys[starts[number] + absent[n]]) ^ salt) <= chance
+            wanted = absent[has_chance]
+        found[1, number] = len(absent) - len(wanted)
+        if len(wanted):
+            found[0, number], failed[number] = _insert_absent(
+                _member(group, number),
+                keys[part],
+                rows[part],
+                places[part],
+                wanted,
+                new_keys[part],
+                new_rows[part],
+                first_slot,
+            )
         finish(counts)
 
 
 @kernel
 def _insert_absent(
-    directory: Any, keys: Any, rows: Any, places: Any, new_keys: Any, new_rows: Any, first_slot: Any
+    directory: Any, keys: Any, rows: Any, places: Any, absent: Any, new_keys: Any, new_rows: Any, first_slot: Any
 ) -> tuple[Any, Any]:
-    """Return how many keys got rows, and a key without a slot, or ``ABSENT``."""
-    absent = np.flatnonzero(rows == ABSENT)
-    if len(absent) == 0:
-        return 0, ABSENT
+    """Return how many of the ``absent`` lookups' keys got rows, and a key without a slot, or ``ABSENT``."""
     directory, keys, rows, places = borrowed(directory), borrowed(keys), borrowed(rows), borrowed(places)
     words, new, last = directory.slots.reshape(-1), 0, len(absent) - 1
     if directory.fill.max() + len(absent) > directory.quota:
@@ -384,6 +480,8 @@ def _put(directory: Any, words: Any, key: Any, place: Any) -> tuple[Any, Any, bo
         return NO_SLOT, NO_SLOT, False
     words[place << U64(1)], words[(place << U64(1)) + U64(1)] = key, row + 1
     directory.fill[bucket] += 1
+    if directory.decay_steps:
+        directory.scores[row] = 0
     return row, np.int64(place), True
 
 
@@ -410,20 +508,64 @@ def free_rows(directory: Any, rows: Any) -> None:
         directory.cursor[0] = min(directory.cursor[0], word)
 
 
-def touch_in_group(group: DirectoryGroup, ends: Ints, places: Ints, step: int, threads: int) -> None:
-    """Record that (L,) slots, those of each directory up to its (K,) end, were touched last in this step."""
-    starts = np.concatenate(([0], ends[:-1]))
-    parallel_for(_touch_units, len(ends), threads, group.slots, starts, ends, places, np.array([step]))
+class Touches(NamedTuple):
+    """Name the slots of a batch's lookups in a group, and what their touches count."""
+
+    places: Ints
+    """(L,) column by column."""
+    ends: Ints
+    """(C,) end of each column's lookups."""
+    columns: Ints
+    """(K + 1,) first column of each directory."""
+    extra_steps: Ints
+    """(C,) steps by which lookups of a column keep a row longer than ``Rules.age_steps``."""
+    gains: Floats
+    """(L,) what each lookup adds to its row's score; (0,): 1 each."""
+
+
+def touch_in_group(group: DirectoryGroup, touches: Touches, step: int, threads: int) -> None:
+    """Record that a batch's lookups touched their rows in this step."""
+    parallel_for(_touch_units, len(group.sizes), threads, group, touches, np.array([step]))
 
 
 @kernel
-def _touch_units(counts: Any, units: int, slots: Any, starts: Any, ends: Any, places: Any, steps: Any) -> None:
+def _touch_units(counts: Any, units: int, group: Any, touches: Any, steps: Any) -> None:
     while True:
         unit = take(counts)
         if unit >= units:
             return
-        touch(slots, places[starts[unit] : ends[unit]], steps)
+        directory, first, stop = _member(group, unit), touches.columns[unit], touches.columns[unit + 1]
+        start = touches.ends[first - 1] if first else 0
+        if directory.decay_steps or directory.age_steps:
+            for column in range(first, stop):
+                _touch_rated(group.slots, directory, touches, start, touches.ends[column], column, steps[0])
+                start = touches.ends[column]
+        elif stop > first:
+            touch(group.slots, touches.places[start : touches.ends[stop - 1]], steps)
         finish(counts)
+
+
+@kernel
+def _touch_rated(slots: Any, directory: Any, touches: Any, start: Any, stop: Any, column: int, step: Any) -> None:
+    directory, places, gains = borrowed(directory), borrowed(touches.places), borrowed(touches.gains)
+    words, scores, last = slots.reshape(-1), directory.scores, stop - 1
+    until = step + touches.extra_steps[column]
+    for n in range(start, stop):
+        prefetch(words, U64(places[min(n + AHEAD, last)]) << U64(1))
+        at = (U64(places[n]) << U64(1)) + U64(1)
+        touched, row = _step(words[at]), (words[at] & LOWER) - 1
+        if directory.decay_steps:
+            # The first lookup in a step sees an earlier touch, the others that of the first.
+            gain = gains[n] if len(gains) else np.float32(1)
+            scores[row] = _decayed(scores[row], touched, step, directory.decay_steps) + gain
+        words[at] = words[at] & LOWER | max(touched, until) << ROW_BITS
+
+
+@kernel
+def _decayed(score: Any, touched: Any, step: Any, decay_steps: Any) -> Any:
+    """Return a row's score in a step, from that at its last touch."""
+    parts = max(step // decay_steps - touched // decay_steps, 0)
+    return score * POWERS[parts] if parts < len(POWERS) else np.float32(0)
 
 
 @kernel
@@ -437,35 +579,80 @@ def touch(slots: Any, places: Any, steps: Any) -> None:
         words[at] = words[at] & LOWER | steps[n * each] << ROW_BITS
 
 
-def sweep(directory: Directory, threads: int) -> tuple[Ints, Ints]:
-    """Remove the keys of nearly full buckets that were touched longest ago, in the order of ``tie_of`` among equals.
+def sweep(directory: Directory, step: int, due: NDArray[np.bool_], threads: int) -> tuple[Ints, Ints, int]:
+    """Remove keys from nearly full buckets, and those that have expired by a step.
+
+    Rows with the lowest scores leave, or those touched longest ago, in the order of ``tie_of`` among equals.
+
+    Args:
+        directory: changed.
+        step: of the maintenance.
+        due: (B,) buckets from which expired keys are removed even if they are not full.
+        threads: see ``parallel_for``.
 
     Returns:
-        The keys, and their local rows, which stay taken; bucket by bucket, in no order within one.
+        The keys, and their local rows, which stay taken, bucket by bucket, in no order within one; and how many had
+        expired.
     """
     fill, quota = directory.fill, directory.quota
-    full = np.flatnonzero(fill * 100 > quota * FULL_PERCENT)
-    ends = np.concatenate(([0], np.cumsum(fill[full] - quota * SWEPT_PERCENT // 100)))
+    is_full = fill * 100 > quota * FULL_PERCENT
+    expired, wanted = np.zeros(len(fill), np.int64), np.where(is_full, fill - quota * SWEPT_PERCENT // 100, 0)
+    if directory.age_steps and len(aged := np.flatnonzero(is_full | due)):
+        parallel_for(_count_expired, len(aged), threads, directory, aged, step, expired)
+    leaving = np.maximum(wanted, expired)
+    swept = np.flatnonzero(leaving)
+    ends = np.concatenate(([0], np.cumsum(leaving[swept])))
     keys, rows = np.empty((2, ends[-1]), np.int64)
-    if len(full):
-        parallel_for(_sweep_buckets, len(full), threads, directory, full, ends, keys, rows)
-    return keys, rows
+    if len(swept):
+        parallel_for(_sweep_buckets, len(swept), threads, directory, swept, step, ends, keys, rows)
+    return keys, rows, int(expired.sum())
 
 
 @kernel
-def _sweep_buckets(counts: Any, units: int, directory: Any, buckets: Any, ends: Any, keys: Any, rows: Any) -> None:
+def _count_expired(counts: Any, units: int, directory: Any, buckets: Any, step: int, expired: Any) -> None:
+    words = directory.slots.reshape(-1)
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        first = U64(buckets[unit] * directory.stride)
+        count = 0
+        for place in range(first, first + U64(directory.stride)):
+            entry = words[(place << U64(1)) + U64(1)]
+            count += entry != 0 and _step(entry) + directory.age_steps <= step
+        expired[buckets[unit]] = count
+        finish(counts)
+
+
+@kernel
+def _rank(directory: Any, entry: Any, step: int) -> Any:
+    """Return the rank of a key with such an entry: the lowest leave first, and expired ones before all others."""
+    touched = _step(entry)
+    if directory.age_steps and touched + directory.age_steps <= step:
+        return np.uint32(0)
+    if not directory.decay_steps:
+        return np.uint32(touched)
+    # Floats of one sign are in the order of their bits.
+    score = _decayed(directory.scores[(entry & LOWER) - 1], touched, step, directory.decay_steps)
+    return np.uint32(bits_of(score) + np.uint32(1))
+
+
+@kernel
+def _sweep_buckets(
+    counts: Any, units: int, directory: Any, buckets: Any, step: int, ends: Any, keys: Any, rows: Any
+) -> None:
     ranks, histogram = np.empty(directory.stride, np.uint32), np.empty(DIGITS, np.int64)
     while True:
         unit = take(counts)
         if unit >= units:
             return
         part = slice(ends[unit], ends[unit + 1])
-        _sweep_bucket(directory, buckets[unit], keys[part], rows[part], ranks, histogram)
+        _sweep_bucket(directory, buckets[unit], step, keys[part], rows[part], ranks, histogram)
         finish(counts)
 
 
 @kernel
-def _sweep_bucket(directory: Any, bucket: int, keys: Any, rows: Any, ranks: Any, histogram: Any) -> None:
+def _sweep_bucket(directory: Any, bucket: int, step: int, keys: Any, rows: Any, ranks: Any, histogram: Any) -> None:
     """Remove as many keys as ``keys`` has places, in one pass over the bucket's slots."""
     directory, keys, rows, ranks = borrowed(directory), borrowed(keys), borrowed(rows), borrowed(ranks)
     words, leaving = directory.slots.reshape(-1), len(keys)
@@ -473,8 +660,8 @@ def _sweep_bucket(directory: Any, bucket: int, keys: Any, rows: Any, ranks: Any,
     lowest, highest = EMPTY, np.uint32(0)
     for n in range(len(ranks)):
         entry = words[((first + U64(n)) << U64(1)) + U64(1)]
-        ranks[n] = np.uint32(_step(entry)) if entry != 0 else EMPTY
-        lowest, highest = min(lowest, ranks[n]), max(highest, np.uint32(_step(entry)))
+        ranks[n] = _rank(directory, entry, step) if entry != 0 else EMPTY
+        lowest, highest = min(lowest, ranks[n]), max(highest, ranks[n] if entry != 0 else np.uint32(0))
     last_rank, before = _select_rank(ranks, lowest, highest, leaving, histogram)
     last_tie, left = _select_tie(words, first, ranks, last_rank, leaving - before, histogram), 0
     # Where a key that stays may move to; behind the current place without such a gap.

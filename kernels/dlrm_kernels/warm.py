@@ -167,12 +167,15 @@ def _of_keys() -> Iterator[Example]:
     group, _ = directory.make_group([made], i64(18).reshape(9, 2))
     starts, last, unit = i64(1), i64(1) + 2, i64(1) + 1
     yield _loop(directory._find_units, group, starts, last, unit, keys, i64(2), i64(2))
-    yield _loop(directory._insert_units, group, starts, last, keys, *(i64(2) for _ in range(4)), i64(1), i64(1))
+    chances, found = directory.Chances(u64(1), u64(1)), (i64(2), i64(2), i64((2, 1)), i64(1))
+    yield _loop(directory._insert_units, group, starts, last, keys, i64(2), i64(2), chances, *found)
     yield directory.touch, (made.slots, some, some)
-    yield _loop(directory._touch_units, made.slots, starts, last, some, some[:1])
+    touches = directory.Touches(some, last, np.array([0, 1]), starts, f32(0))
+    yield _loop(directory._touch_units, group, touches, some[:1])
     ends = np.array([0, 1])
     yield _loop(directory._list_buckets, made, np.array([0, 2]), i64(2), i64(2))
-    yield _loop(directory._sweep_buckets, made, i64(1), ends, i64(1), i64(1))
+    yield _loop(directory._count_expired, made, i64(1), 1, i64(1))
+    yield _loop(directory._sweep_buckets, made, i64(1), 1, ends, i64(1), i64(1))
     yield directory.free_rows, (made, some)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.keys import TOUCHED_BYTES
+from dlrm_api.keys import ROW_VALUE_BYTES
 from dlrm_api.model import ModelSpec, TablePin, TableSpec
 from dlrm_api.row_optimizers import ROW_OPTIMIZERS, STATE_BYTES, state_values
 from dlrm_api.tiers import CHANGED_BYTES
@@ -271,7 +271,8 @@ def part_bytes(table: TableSpec, block_state: int, rows: int, columns: int) -> P
     cut_row, directory, cut_rows = ELEMENT_BYTES * width + block_state + ROW_ID_BYTES, 0, rows
     if (buckets := table.key_buckets) is not None:
         count = rows // buckets.quota
-        directory, cut_rows, cut_row = count * buckets.directory_bytes, count * buckets.quota, cut_row + TOUCHED_BYTES
+        directory, cut_rows = count * buckets.directory_bytes, count * buckets.quota
+        cut_row += ROW_VALUE_BYTES * len(table.embedding.row_values)
     handoff = cut_rows * cut_row + CUT_HEADER_BYTES * -(-cut_rows // CUT_PIECE_ROWS)
     resident = blocks * rows * (row + CHANGED_BYTES) + directory
     return PartBytes(blocks * row, directory, resident, blocks * handoff)

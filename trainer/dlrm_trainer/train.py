@@ -229,8 +229,8 @@ class Training:
             return
         counted = self.period.counted(self.count_lookups())
         self.stages.lap("agreement")
-        self.assembly.learner.embeddings.maintain()
-        self.period = counted.maintained()
+        self.assembly.learner.embeddings.maintain(self.step, counted.last_step)
+        self.period = counted.maintained(self.step)
         self.board.update(maintenance_steps=self.period.steps)
         self.stages.lap("maintenance")
 

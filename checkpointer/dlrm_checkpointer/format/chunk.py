@@ -42,7 +42,7 @@ MAX_GONE_KEYS = 1 << 20
 """Largest number of keys in one object of keys that are gone, as written."""
 BITMAP, GAPS, KEYS = "row_bitmap", "row_gaps", "row_keys"
 GAP_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
-TOUCHED = "touched"
+TOUCHED, SCORE = "touched", "score"
 TOUCHED_STEPS = 64
 """Steps of a period: below 32 bits, a row's last touch is stored as the number of periods before ``touchedBase``."""
 MAX_TOUCHED_AGE = 2**16 - 1
@@ -63,8 +63,11 @@ def encode_rows(coded: CodedRows, table: TableMeta | None = None) -> memoryview:
         return _save(arrays, "gone", meta | coding, version)
     arrays["state"] = coded.state
     if table is not None and table.row_values:
-        arrays["state"] = coded.state[:, : -len(table.row_values)]
-        arrays[TOUCHED], base = _encode_touched(_words(coded.state)[:, -1], form.bits)
+        own = coded.state.shape[1] - len(table.row_values)
+        arrays["state"] = coded.state[:, :own]
+        arrays[TOUCHED], base = _encode_touched(_words(coded.state)[:, own], form.bits)
+        if SCORE in table.row_values:
+            arrays[SCORE] = coded.state[:, own + 1]
         coding |= base
     if QUANTIZERS[form.bits].has_scale:
         arrays |= {"codes": coded.body, "scale": coded.scale, "low": coded.low}
@@ -117,7 +120,7 @@ def _coded_rows(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
     if not is_keyed:
         ids, state = _decode_ids(arrays, first, count, shard.row_end), arrays["state"]
     else:
-        ids, state = _decode_keys(meta, arrays, first, count, shard.row_end), _with_touched(meta, arrays)
+        ids, state = _decode_keys(meta, arrays, first, count, shard.row_end), _with_row_values(meta, arrays)
     return CodedRows(shard=shard, row_ids=ids, form=form, body=arrays[name], scale=scale, low=low, state=state)
 
 
@@ -130,8 +133,8 @@ def _encode_touched(steps: NDArray[np.uint32], bits: int) -> tuple[NDArray[Any],
     return np.minimum(base - periods, MAX_TOUCHED_AGE).astype(np.uint16), {"touchedBase": int(base)}
 
 
-def _with_touched(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
-    """Return the state with the steps of ``touched`` as its last column, if the chunk has them."""
+def _with_row_values(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+    """Return the state with the steps of ``touched``, and ``score``, as its last columns, if the chunk has them."""
     state = arrays["state"]
     if TOUCHED not in arrays:
         return state
@@ -144,10 +147,14 @@ def _with_touched(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -
         if not int(steps.max()) <= base < 2**32 // TOUCHED_STEPS:
             raise ValueError(f"rows were touched {steps.max()} periods before period {base}")
         steps = (np.uint32(base) - steps) * np.uint32(TOUCHED_STEPS)
-    found = np.empty((len(state), state.shape[1] + 1), np.float32)
-    found[:, :-1] = state
-    _words(found)[:, -1] = steps
-    return found
+    values = [steps.view(np.float32)]
+    if (score := arrays.get(SCORE)) is not None:
+        if score.dtype != np.float32 or score.shape != touched.shape:
+            raise ValueError(f"{SCORE} is {score.dtype}{score.shape}, not float32{touched.shape}")
+        if not (np.isfinite(score) & (score >= 0)).all():
+            raise ValueError(f"{SCORE} is negative or not finite")
+        values.append(score)
+    return np.column_stack([state, *values])
 
 
 def _words(state: NDArray[np.float32]) -> NDArray[np.uint32]:

@@ -187,8 +187,8 @@ def restore_to_folder(snapshot: Snapshot, folder: Path) -> str:
     """Write a snapshot's state into an empty or absent folder and return its state digest.
 
     ``tables/<name>.safetensors`` holds ``weights`` (rows, dim) and ``state`` (rows, state values) float32, for tables
-    of unique ids also ``row_ids`` (rows,), which are keys, and ``touched`` (rows,), a step;
-    ``dense.safetensors`` the dense arrays; ``meta.json``, written last, the cut and the digest. Tables stream
+    of unique ids also ``row_ids`` (rows,), which are keys, ``touched`` (rows,), a step, and ``score`` (rows,) if they
+    have one; ``dense.safetensors`` the dense arrays; ``meta.json``, written last, the cut and the digest. Tables stream
     through memory in blocks.
 
     Raises:
@@ -283,7 +283,7 @@ def _write_unique_table(snapshot: Snapshot, table: TableMeta, path: Path) -> str
         partials.append(block.digest(rows, state))
         arrays: dict[str, NDArray[Any]] = {"weights": rows, "state": state[:, :width]}
         for number, name in enumerate(table.row_values, width):
-            arrays[name] = state.view(np.uint32)[:, number]
+            arrays[name] = state[:, number] if name == "score" else state.view(np.uint32)[:, number]
         file.add(block.row_ids, arrays)
     file.close()
     return table_digest(partials)

@@ -13,7 +13,16 @@ from dlrm_cli.counters import hit_rate, share_without_row
 from dlrm_cli.report.collect import Record, throughput
 from dlrm_cli.report.plots import Plot, Series, count, number, seconds, size
 from dlrm_cli.run.history import Committed, Look
-from dlrm_cli.views import UNKNOWN, expected_hit_rate, largest_unique, share, slowest_by_stage, sum_uses
+from dlrm_cli.views import (
+    UNIQUE_COLUMNS,
+    UNKNOWN,
+    expected_hit_rate,
+    largest_unique,
+    share,
+    slowest_by_stage,
+    sum_uses,
+    unique_cells,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,21 +413,15 @@ def _unique_rows(record: Record) -> Iterator[Table]:
     if not record.unique_tables:
         return
     shown = largest_unique(record.unique_tables, MAX_TABLES)
-    rows = [
-        [
-            use.table,
-            *map(count, (use.rows, use.capacity_rows)),
-            share(use.fill),
-            count(use.lookups),
-            share(use.share_without_row),
-            *map(count, (use.admitted_rows, use.evicted_rows)),
-        ]
-        for use in shown
-    ]
     left_out = len(record.unique_tables) - len(shown)
     note = f"{left_out} smaller tables are not shown." if left_out else ""
-    columns = ("table", "rows", "of capacity", "full", "lookups", "without row", "admitted", "evicted")
-    yield Table(title="Unique tables, last attempt", columns=columns, text_columns=("table",), rows=rows, note=note)
+    yield Table(
+        title="Unique tables, last attempt",
+        columns=UNIQUE_COLUMNS,
+        text_columns=("table",),
+        rows=list(map(unique_cells, shown)),
+        note=note,
+    )
 
 
 def plan_and_measured(record: Record) -> Section:

@@ -38,7 +38,8 @@ def profile(change: dict[str, Any], field: str, server: str | None = "") -> Bad:
 
 
 FILES = {"spec.data.format": "criteo-tsv", "spec.data.train.uris": ["/data/train"]}
-UNIQUE = {"rows": 10, "dim": 16, "embedding": {"hash": "unique"}}
+KEYS = {"hash": "unique"}
+UNIQUE = {"rows": 10, "dim": 16, "embedding": KEYS}
 GROUP = {"name": "g", "count": 2, "template": {"rows": 10, "dim": 16}}
 
 BAD = {
@@ -373,6 +374,26 @@ BAD = {
     ),
     "buckets without unique ids": job(
         {"spec.model.tables.1.embedding": {"buckets": 2}}, "spec.model.tables[1].embedding"
+    ),
+    "half-life of scores that rows do not have": job(
+        {"spec.model.tables.1": {"name": "t", **UNIQUE, "embedding": {**KEYS, "eviction": {"halfLifeSamples": 9}}}},
+        "spec.model.tables[1].embedding.eviction",
+    ),
+    "ages of other features": job(
+        {"spec.model.tables.1": {"name": "t", **UNIQUE, "embedding": {**KEYS, "eviction": {"maxAgeSamples": [9, 9]}}}},
+        "spec.model.tables[1]",
+    ),
+    "ages of many features of a group": job(
+        {
+            "spec.model.tableGroups": [
+                GROUP | {"template": {**UNIQUE, "embedding": {**KEYS, "eviction": {"maxAgeSamples": [9, 9]}}}}
+            ]
+        },
+        "spec.model.tableGroups[0]",
+    ),
+    "no chance": job(
+        {"spec.model.tables.1": {"name": "t", **UNIQUE, "embedding": {**KEYS, "admission": {"probability": 0}}}},
+        "spec.model.tables[1].embedding.admission",
     ),
     "maintenance without unique ids": job({"spec.model.maintenanceSteps": 8}, "spec.model"),
     "lost shards of unique ids": job(

@@ -44,7 +44,15 @@ splits = st.fixed_dictionaries(
             {},
             optional={
                 "hash": st.sampled_from(["mix", "unique", "unique"]),
-                "eviction": st.sampled_from([{}, {"keep": "recent"}]),
+                "admission": st.sampled_from([{"probability": 0}, {"probability": 0.5}]),
+                "eviction": st.sampled_from(
+                    [
+                        {},
+                        {"keep": "recent", "halfLifeSamples": 9},
+                        {"keep": "useful", "halfLifeSamples": 9, "maxAgeSamples": [9]},
+                        {"maxAgeSamples": [9, 8]},
+                    ]
+                ),
                 "buckets": st.sampled_from([1, 8, 16]),
             },
         ),

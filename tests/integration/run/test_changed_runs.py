@@ -58,8 +58,8 @@ def write_rows(path: Path, rows: int, seed: int) -> None:
 
 
 def test_a_unique_table_keeps_its_newest_rows_with_fewer_rows_and_in_another_job(local: Any) -> None:
-    def write(rows: int, **checkpoint: str) -> None:
-        unique = {"hash": "unique", "buckets": 2}
+    def write(rows: int, keep: str = "recent", **checkpoint: str) -> None:
+        unique = {"hash": "unique", "buckets": 2, "eviction": {"keep": keep}}
         scale = {"scale": 0.05}
         tables = [{"name": "C1", "rows": rows, "dim": 8, "embedding": unique, "initializer": scale}]
         synthetic = {"samples": 64 * 60, "evalSamples": 200, "idsPerRow": 4}
@@ -75,6 +75,10 @@ def test_a_unique_table_keeps_its_newest_rows_with_fewer_rows_and_in_another_job
     assert any("table C1: 2" in note and "left it" in note for note in smaller["notes"]), smaller["notes"]
     shown = json.loads(local.run("show", local.store.as_uri(), command="snapshots").stdout)
     assert 150 < shown["stored_rows"]["C1"] <= 200
+    assert shown["kind"] == "full"
+    write(200, "frequent")
+    assert local.done("--set", "spec.training.maxSteps=50")["step"] == 50
+    shown = json.loads(local.run("show", local.store.as_uri(), command="snapshots").stdout)
     assert shown["kind"] == "full"
     write(200, uri=(local.folder / "other").as_uri(), restoreFrom=local.store.as_uri())
     begun = local.done("--set", "spec.training.maxSteps=10", "--workdir", str(local.folder / "work-other"))

@@ -20,10 +20,16 @@ from dlrm_testing.trainer.sample_ledgers import records
 
 pytestmark = pytest.mark.slow
 
+UNIQUE = {
+    "hash": "unique",
+    "buckets": 2,
+    "admission": {"probability": 0.7},
+    "eviction": {"keep": "useful", "maxAgeSamples": [5_000]},
+}
 MODEL = {
     "tables": [
         {"name": "C1", "rows": 300, "dim": 8},
-        {"name": "C2", "rows": 400, "dim": 8, "embedding": {"hash": "unique", "buckets": 2}},
+        {"name": "C2", "rows": 400, "dim": 8, "embedding": UNIQUE},
         {"name": "C3", "rows": 50, "dim": 8},
     ]
 }

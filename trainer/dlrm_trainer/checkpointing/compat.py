@@ -57,7 +57,8 @@ def check_model(
     """Refuse a snapshot of another model. Tables may have grown, or shrunk if no trained row is lost.
 
     ``last_rows`` are the last rows ever updated of each table that has one, and ``model`` is the ``model_document`` of
-    the job. Returns whether a table has another number of rows than in the snapshot ``where``.
+    the job. Returns whether a table has another number of rows, or other values of each row, than in the snapshot
+    ``where``.
 
     Raises:
         SnapshotError: names the table or parameter that changed, and what permits another number of rows.
@@ -67,11 +68,15 @@ def check_model(
     for table in resized:
         if problem := _resizing_problem(table, then[table.name], last_rows.get(table.name, -1)):
             raise SnapshotError(f"{where}: cannot resize table {table.name} to {table.rows} rows: {problem}")
-    kept = {table.name: then[table.name].rows for table in resized}
-    now = dict(model) | {"tables": [each | {"rows": kept.get(each["name"], each["rows"])} for each in model["tables"]]}
+    kept: dict[str, dict[str, Any]] = {table.name: {"rows": then[table.name].rows} for table in resized}
+    for table in tables:
+        # Rows begin without scores, or forget them.
+        if table.is_unique and table.name in then and then[table.name].row_values != table.embedding.row_values:
+            kept.setdefault(table.name, {})["rowValues"] = list(then[table.name].row_values)
+    now = dict(model) | {"tables": [each | kept.get(each["name"], {}) for each in model["tables"]]}
     if change := _model_change(meta.model, now):
         raise SnapshotError(f"{where}: the model changed since the snapshot: {change}; {HOW_TO_FIX}")
-    return bool(resized)
+    return bool(kept)
 
 
 def _resizing_problem(table: TableSpec, then: TableMeta, last: int) -> str:

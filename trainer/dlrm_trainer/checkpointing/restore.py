@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -22,7 +22,6 @@ from pydantic import TypeAdapter
 
 from dlrm_api.errors import InvalidSpecError, NoInputError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJob, DLRMJobSpec
-from dlrm_api.keys import KeyBuckets
 from dlrm_api.plan import Plan
 from dlrm_checkpointer import (
     Check,
@@ -61,8 +60,8 @@ from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.failures import CollectiveKeepalive
 from dlrm_trainer.distributed.rendezvous import RankGroup
 from dlrm_trainer.embedding import Placement
-from dlrm_trainer.embedding.checkpoint import LocalPart, UniquePart, table_meta
-from dlrm_trainer.embedding.unique import rows_that_fit
+from dlrm_trainer.embedding.checkpoint import UniquePart, table_meta
+from dlrm_trainer.embedding.unique import ranks_of, rows_that_fit
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.metrics.progress import Observer, ProgressBoard
 from dlrm_trainer.settings import Settings
@@ -284,37 +283,45 @@ def restore(
     fitting: list[NDArray[np.int64] | None] = [None] * len(parts)
     left = Counter[str]()
     for number, part in enumerate(parts):
-        buckets = part.table.key_buckets
-        if buckets is not None and part.table.rows < snapshot.table(part.table.name).rows:
-            fitting[number], left[part.table.name] = _fitting_keys(snapshot, part, buckets)
+        if isinstance(part, UniquePart) and part.table.rows < snapshot.table(part.table.name).rows:
+            fitting[number], left[part.table.name] = _fitting_keys(snapshot, part)
             in_step.keep_alive()
     codes = snapshot.shard_codes([part.shard for part in parts])
     for number, group in groupby(codes, key=itemgetter(0)):
         pieces: Iterator[CodedRows] = (piece for _, piece in in_step.over(group))
         if (keys := fitting[number]) is not None:
             pieces = _chosen(pieces, keys)
-        if begins and isinstance(parts[number], UniquePart):
-            pieces = map(_touched_first, pieces)
-        parts[number].restore(pieces, mark=mark)
+        part = parts[number]
+        if begins and isinstance(part, UniquePart):
+            pieces = map(partial(_touched_first, part.memory.state_values), pieces)
+        part.restore(pieces, mark=mark)
     learner.dense.restore(snapshot.dense())
     in_step.wait()
     counts = collectives.gather(dict(left), ROW_COUNTS)
     return sum(map(Counter, counts), Counter[str]())
 
 
-def _fitting_keys(snapshot: Snapshot, part: LocalPart, buckets: KeyBuckets) -> tuple[NDArray[np.int64], int]:
+def _fitting_keys(snapshot: Snapshot, part: UniquePart) -> tuple[NDArray[np.int64], int]:
     """Return the keys of a part that fit into a unique table with fewer rows, and how many others there are."""
-    found = [(piece.row_ids, piece.state[:, -1]) for _, piece in snapshot.shard_codes([part.shard])]
+    buckets, own = part.table.key_buckets, part.memory.state_values
+    assert buckets is not None
+    found = [
+        (piece.row_ids, ranks_of(piece.state[:, own:], part.rows.policy))
+        for _, piece in snapshot.shard_codes([part.shard])
+    ]
     keys = np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in found)])
-    steps = np.concatenate([np.empty(0, np.float32), *(bits for _, bits in found)]).view(np.uint32)
-    stay = rows_that_fit(keys, steps.astype(np.int64), buckets)
+    ranks = np.concatenate([np.empty(0, np.float64), *(each for _, each in found)])
+    stay = rows_that_fit(keys, ranks, buckets)
     return np.sort(keys[stay]), int(np.count_nonzero(~stay))
 
 
-def _touched_first(piece: CodedRows) -> CodedRows:
-    """Count rows as touched in the first step: those of another job's steps would outlive newer ones."""
+def _touched_first(own: int, piece: CodedRows) -> CodedRows:
+    """Count rows as touched in the first step: those of another job's steps would outlive newer ones.
+
+    ``own`` are the values of a row's optimizer state, before that of its touch.
+    """
     state = piece.state.copy()
-    state[:, -1] = np.array(1, np.uint32).view(np.float32)
+    state[:, own] = np.array(1, np.uint32).view(np.float32)
     return replace(piece, state=state)
 
 

@@ -222,7 +222,7 @@ def table_meta(table: TableSpec, seed: int, optimizer: RowOptimizerKind) -> Tabl
         dtype=table.dtype,
         ids="rows" if buckets is None else "unique",
         buckets=1 if buckets is None else buckets.count,
-        row_values=() if buckets is None else ("touched",),
+        row_values=table.embedding.row_values,
     )
 
 
@@ -309,8 +309,8 @@ class UniquePart:
 
     @property
     def state_values(self) -> int:
-        """See ``ResidentPart``: the last one is the step of the last touch."""
-        return self.memory.state_values + 1
+        """See ``ResidentPart``: ``TableMeta.row_values`` come last."""
+        return self.memory.state_values + len(self.table.embedding.row_values)
 
     def start(self, seed: int) -> None:
         """See ``ResidentPart``: rows start when their key gets them."""
@@ -322,8 +322,8 @@ class UniquePart:
 
     def keyed(self, source: CutRowSource) -> CutRowSource:
         """Return rows that ``memory`` has located with their keys, as they were when the cut in progress began."""
-        keys, steps = self.rows.describe(self.memory.local(source))
-        return KeyedRows(keys, source, steps)
+        keys, values = self.rows.describe(self.memory.local(source))
+        return KeyedRows(keys, source, values)
 
     def in_place(self, rows: NDArray[np.int64]) -> CutRowSource:
         """See ``ResidentPart``; only during a cut."""
@@ -332,11 +332,10 @@ class UniquePart:
     def held(self) -> Iterator[CutRowSource]:
         """See ``ResidentPart``: those that were ever updated."""
         held = self.rows.held()
-        steps = held.steps.astype(np.uint32).view(np.float32)
-        order = np.argsort(held.rows)
+        values, order = held.values, np.argsort(held.rows)
         for first in range(0, len(order), CHUNK_ROWS):
             here = order[first : first + CHUNK_ROWS]
-            yield KeyedRows(held.keys[here], self.memory.in_place(held.rows[here]), steps[here])
+            yield KeyedRows(held.keys[here], self.memory.in_place(held.rows[here]), values[here])
 
     def gone(self) -> GoneRows:
         """Return the keys that left since the parent of the cut in progress."""
@@ -352,8 +351,10 @@ class UniquePart:
 
     def _local(self, piece: CodedRows) -> CodedRows:
         # Pieces come in the order of keys, so these are consecutive.
-        rows = self.rows.restore(piece.row_ids, piece.state[:, -1].view(np.uint32).astype(np.int64))
-        return replace(piece, row_ids=rows + self.shard.row_start, state=np.ascontiguousarray(piece.state[:, :-1]))
+        own = self.memory.state_values
+        steps, scores = piece.state[:, own].view(np.uint32).astype(np.int64), piece.state[:, own + 1 :]
+        rows = self.rows.restore(piece.row_ids, steps, scores[:, 0] if scores.shape[1] else None)
+        return replace(piece, row_ids=rows + self.shard.row_start, state=np.ascontiguousarray(piece.state[:, :own]))
 
 
 @dataclass(frozen=True)
@@ -364,8 +365,8 @@ class KeyedRows:
     """(N,) keys."""
     rows: CutRowSource
     """The same rows, by local row."""
-    steps: NDArray[np.float32]
-    """(N,) bits of the steps of their last touch."""
+    values: NDArray[np.float32]
+    """(N, V) their ``TableMeta.row_values``."""
 
     @property
     def shard(self) -> ShardId:
@@ -374,14 +375,15 @@ class KeyedRows:
 
     @property
     def state_values(self) -> int:
-        """See ``CutRowSource``: the last one is the step of the last touch."""
-        return self.rows.state_values + 1
+        """See ``CutRowSource``: ``TableMeta.row_values`` come last."""
+        return self.rows.state_values + int(self.values.shape[1])
 
     def copy(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
         """See ``CutRowSource``."""
-        own = np.empty((end - start, self.rows.state_values), np.float32)
+        width = self.rows.state_values
+        own = np.empty((end - start, width), np.float32)
         self.rows.copy(start, end, rows, own)
-        state[:, :-1], state[:, -1] = own, self.steps[start:end]
+        state[:, :width], state[:, width:] = own, self.values[start:end]
 
 
 LocalPart: TypeAlias = ResidentPart | StackedPart | UniquePart

@@ -292,9 +292,12 @@ class Embeddings:
         """Count lookups from here on; a snapshot's counts are one rank's alone."""
         self.tables.lookups = counts
 
-    def maintain(self) -> None:
-        """Evict rows of unique tables, and begin to count lookups; no batch may be prepared."""
-        self.tables.maintain()
+    def maintain(self, step: int, last_step: int) -> None:
+        """Evict rows of unique tables after the update of a step, and begin to count lookups.
+
+        No batch may be prepared. ``last_step`` is that of the maintenance before.
+        """
+        self.tables.maintain(step, last_step)
 
     def settle(self) -> None:
         """Wait until no row is moving, so that ``local`` can be read and restored.

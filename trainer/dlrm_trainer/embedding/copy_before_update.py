@@ -370,9 +370,9 @@ class _RecordMap:
             state = np.empty((size, self._width), np.float32)
             of_chunk = slice(chunk.begin, chunk.end)
             copy_rows(memory.weight, memory.state, rows, piece.rows[of_chunk], state, places - chunk.begin)
-            piece.state[places, :-1] = state[places - chunk.begin]
+            piece.state[places, : self._width] = state[places - chunk.begin]
             # Of rows that updates have copied, too.
-            ids[of_chunk], piece.state[of_chunk, -1] = part.rows.describe(ids[of_chunk])
+            ids[of_chunk], piece.state[of_chunk, self._width :] = part.rows.describe(ids[of_chunk])
         else:
             copy_rows(memory.weight, memory.state, rows, piece.rows, piece.state, places)
         return size * CutRows(shard=part.shard, count=0, state_values=self._values).row_bytes

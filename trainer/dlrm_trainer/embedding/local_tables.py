@@ -39,7 +39,9 @@ from dlrm_trainer.embedding.placement import EmbeddingOptions, PartGroup, Placem
 from dlrm_trainer.embedding.table_batch import HostKernel, Kernel, TableBatch, Tables
 from dlrm_trainer.embedding.tiers.prefetch import Prefetcher, processors_near_levels
 from dlrm_trainer.embedding.tiers.stack import NO_ROWS, Fetched, NewRows, Stack, StackLookups, make_stack, stack_tables
-from dlrm_trainer.embedding.unique import Admitted, LookupCounts, UniqueGroup, UniqueRows
+from dlrm_trainer.embedding.unique import Admitted, LookupCounts, UniqueGroup, UniquePolicy, UniqueRows
+
+NO_GAINS = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +71,7 @@ class UniqueLookups:
     """(L,)"""
     places: NDArray[np.int64]
     """(L,) in the group's directory; (0,) for a lookup without an update."""
-    lookups: int
-    """Ids that came, those without a row included."""
+    counts: LookupCounts
     new: NewRows
     """Rows that keys got for this batch, numbered over all parts of the group."""
 
@@ -131,8 +132,9 @@ class LocalTables:
         ``updates`` says whether an update follows. If not, the lookup must be the next one.
         """
         fetched, received = None, owned.bags.split(self._counts)
+        step = owned.batch.number + 1 if updates else None
         found = [
-            (bags, None) if group.unique is None else _look_up(group, group.unique, bags, updates=updates)
+            (bags, None) if group.unique is None else _look_up(group, group.unique, bags, step)
             for group, bags in zip(self.groups, received, strict=True)
         ]
         groups, unique = tuple(bags for bags, _ in found), tuple(keys for _, keys in found)
@@ -200,10 +202,11 @@ class LocalTables:
         for group, summed, (gradient, rows), bags in zip(self.groups, pooled, on_devices, prepared.groups, strict=True):
             group.batch.update(summed, gradient, learning_rate, step=step, rows=rows)
             group.dirty.mark(bags.ids.numpy(), bags.sizes.numpy(), group.starts)
-        for group, bags, keys in zip(self.groups, prepared.groups, prepared.unique, strict=True):
+        for group, gradient, bags, keys in zip(self.groups, gradients, prepared.groups, prepared.unique, strict=True):
             if group.unique is not None and keys is not None:
-                group.unique.updated(keys.places, _part_ends(group, bags.sizes).numpy(), step + 1)
-                self.lookups = self.lookups.plus(keys.lookups, keys.lookups - len(bags.ids))
+                gains = _gains(group.unique.by_gradient, gradient, bags)
+                group.unique.updated(keys.places, bags.sizes.numpy(), gains, step + 1)
+                self.lookups = self.lookups.plus(keys.counts)
         if self._prefetcher is not None and prepared.fetched is not None:
             self._prefetcher.release(prepared.fetched.result())
 
@@ -214,8 +217,10 @@ class LocalTables:
             locate = partial(_locate, group, slots)
             pending.before_update(RowsToUpdate(group.dirty, bags.ids.numpy(), bags.sizes.numpy(), group.starts, locate))
 
-    def maintain(self) -> None:
-        """Evict rows of unique tables from full buckets. No batch is in flight.
+    def maintain(self, step: int, last_step: int) -> None:
+        """Evict rows of unique tables after the update of a step. No batch is in flight.
+
+        ``last_step`` is that of the maintenance before.
 
         Raises:
             DeviceError: rows could not be moved.
@@ -224,7 +229,7 @@ class LocalTables:
         self.settle()
         for group in self.groups:
             for number, part in enumerate(group.parts):
-                if isinstance(part, UniquePart) and len((left := part.rows.choose_leaving()).rows):
+                if isinstance(part, UniquePart) and len((left := part.rows.choose_leaving(step, last_step)).rows):
                     if self.pending is not None:
                         sizes, starts = np.array([len(left.rows)]), group.dirty.starts[[number]]
                         locate = partial(_locate, group, None)
@@ -384,8 +389,8 @@ def _make_group(placement: Placement, plan: PartGroup, options: EmbeddingOptions
     initial_rows: InitialRows | None = None
     parts = memories
     if plan.is_unique:
-        parts = _unique_parts(plan, memories)
-        unique = UniqueGroup([part.rows for part in parts])
+        parts = _unique_parts(plan, memories, options.global_batch_size)
+        unique = UniqueGroup([part.rows for part in parts], [part for part, _ in plan.columns], options.seed)
         if stack is None:
             described = [
                 (initial_key(options.seed, each.name), part.column_start, table_scale(each.initializer, each.rows))
@@ -421,13 +426,15 @@ def _resident_parts(
     ]
 
 
-def _unique_parts(plan: PartGroup, memories: Sequence[ResidentPart | StackedPart]) -> list[UniquePart]:
+def _unique_parts(plan: PartGroup, memories: Sequence[ResidentPart | StackedPart], batch_size: int) -> list[UniquePart]:
     found = []
     for part, memory in zip(plan.parts, memories, strict=True):
         buckets = part.buckets
         assert buckets is not None
         owned = range(buckets.start, buckets.end)
-        found.append(UniquePart(rows=UniqueRows(memory.table.name, buckets.of, owned, memory.dirty), memory=memory))
+        policy = UniquePolicy.of(memory.table, batch_size)
+        rows = UniqueRows(memory.table.name, buckets.of, owned, memory.dirty, policy)
+        found.append(UniquePart(rows=rows, memory=memory))
     return found
 
 
@@ -495,13 +502,16 @@ def _locate_replicated(
     return part.in_place(rows)
 
 
-def _look_up(group: Group, unique: UniqueGroup, bags: Bags, *, updates: bool) -> tuple[Bags, UniqueLookups]:
-    """Turn the keys of a group's bags into local rows, and leave out those without one."""
+def _look_up(group: Group, unique: UniqueGroup, bags: Bags, step: int | None) -> tuple[Bags, UniqueLookups]:
+    """Turn the keys of a group's bags into local rows, and leave out those without one.
+
+    ``step`` is that of the update that follows, from 1; None: none does.
+    """
     ends, keys, new = _part_ends(group, bags.sizes).numpy(), bags.ids.numpy(), NO_ROWS
-    places = np.empty(0, np.int64)
-    if updates:
-        found = unique.admit(keys, ends)
-        rows, places = found.rows, found.places
+    places, declined = np.empty(0, np.int64), 0
+    if step is not None:
+        found = unique.admit(keys, ends, step)
+        rows, places, declined = found.rows, found.places, found.declined
         if group.stack is not None:
             new = NewRows(found.new_rows + group.stack.row_map.row_starts[found.new_parts], found.new_keys)
         elif len(found.new_rows):
@@ -523,8 +533,27 @@ def _look_up(group: Group, unique: UniqueGroup, bags: Bags, *, updates: bool) ->
             weights=None if bags.weights is None else bags.weights[kept],
             sizes=lengths.sum(dim=1, dtype=torch.int64),
         )
-    places = places[has_row] if updates else places
-    return found_bags, UniqueLookups(keys=keys[has_row], places=places, lookups=len(keys), new=new)
+    places = places if step is None else places[has_row]
+    counts = LookupCounts(len(keys), len(keys) - len(found_bags.ids) - declined)
+    return found_bags, UniqueLookups(keys=keys[has_row], places=places, counts=counts, new=new)
+
+
+def _gains(by_gradient: NDArray[np.bool_], gradient: Tensor, bags: Bags) -> NDArray[np.float32]:
+    """Return (L,) what lookups add to the scores of their rows: the norm of their gradient, or 1; (0,): 1 each.
+
+    ``gradient`` is the (N, C * w) of the loss by the sums of the bags, and the loss a mean over all samples.
+    """
+    if not by_gradient.any():
+        return NO_GAINS
+    columns, samples = bags.lengths.shape
+    norms = gradient.view(samples, columns, -1).norm(dim=2).t().cpu()
+    norms = norms.where(torch.from_numpy(by_gradient)[:, None], 1.0).flatten()
+    gains = torch.repeat_interleave(norms, bags.lengths.flatten(), output_size=len(bags.ids))
+    if bags.weights is not None:
+        weighted = torch.repeat_interleave(torch.from_numpy(by_gradient), bags.sizes, output_size=len(bags.ids))
+        gains = gains.where(~weighted, gains * bags.weights.abs())
+    found: NDArray[np.float32] = gains.numpy()
+    return found
 
 
 def _start_rows(group: Group, new: Admitted) -> None:

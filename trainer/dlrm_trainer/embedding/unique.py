@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,15 +19,32 @@ from pydantic import BaseModel, ConfigDict
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.keys import KEY_BITS, KeyBuckets
-from dlrm_api.model import MAX_MAINTENANCE_STEPS
+from dlrm_api.model import MAX_MAINTENANCE_STEPS, TableSpec
 from dlrm_kernels import directory
-from dlrm_kernels.directory import ABSENT, FULL_PERCENT, MAX_STEP, SWEPT_PERCENT
+from dlrm_kernels.directory import (
+    ABSENT,
+    ALL_CHANCES,
+    DECAY_PARTS,
+    FULL_PERCENT,
+    MAX_STEP,
+    RECENT,
+    SWEPT_PERCENT,
+    Chances,
+    Rules,
+    Touches,
+)
 from dlrm_kernels.dirty_rows import WORD
+from dlrm_kernels.row_updates import step_keys, table_key
 from dlrm_trainer.embedding.changes import MAX_KEPT, DirtyPart
 from dlrm_trainer.embedding.tiers.slots import untouched_zeros
 
 Ints = NDArray[np.int64]
 INITIAL_STEPS = 8
+HALF_LIFE_LOOKUPS = 20
+"""Lookups per row in the default half-life of scores, which has at least so many steps:"""
+MIN_HALF_LIFE_STEPS = 800
+CHECKS_OF_AGE = 16
+"""Expired rows leave their bucket so many times within their greatest age."""
 NO_PARENT = sys.maxsize
 MAX_GONE_SHARE = 0.5
 """Keys that left are remembered up to this share of the rows of a part."""
@@ -40,9 +58,9 @@ class LookupCounts(NamedTuple):
     without_row: int = 0
     """Of ids that found their bucket full."""
 
-    def plus(self, lookups: int, without_row: int) -> LookupCounts:
-        """Return the counts with more lookups."""
-        return LookupCounts(self.lookups + lookups, self.without_row + without_row)
+    def plus(self, other: LookupCounts) -> LookupCounts:
+        """Return the sums."""
+        return LookupCounts(self.lookups + other.lookups, self.without_row + other.without_row)
 
 
 class MaintenancePeriod(BaseModel):
@@ -59,6 +77,8 @@ class MaintenancePeriod(BaseModel):
     lookups: int = 0
     """In unique tables, of all ranks, since the last maintenance."""
     without_row: int = 0
+    last_step: int = 0
+    """Of the last maintenance; 0 without any."""
 
     @classmethod
     def begin(cls, chosen: int | Literal["auto"], stored: Mapping[str, Any] | None) -> MaintenancePeriod:
@@ -80,16 +100,62 @@ class MaintenancePeriod(BaseModel):
         """Return the period with the counts of all ranks."""
         return self.model_copy(update=counts._asdict())
 
-    def maintained(self) -> MaintenancePeriod:
-        """Return the adapted period that a maintenance begins."""
+    def maintained(self, step: int) -> MaintenancePeriod:
+        """Return the adapted period that the maintenance after a step begins."""
         steps = self.steps
         if self.is_fixed:
-            return MaintenancePeriod(steps=steps, is_fixed=True)
+            return MaintenancePeriod(steps=steps, is_fixed=True, last_step=step)
         if self.without_row * 100 > self.lookups:
             steps = max(1, steps // 2)
         elif self.without_row * 1_000 < self.lookups:
             steps = min(MAX_MAINTENANCE_STEPS, steps * 2)
-        return MaintenancePeriod(steps=steps)
+        return MaintenancePeriod(steps=steps, last_step=step)
+
+
+@dataclass(frozen=True)
+class UniquePolicy:
+    """Say which ids of a unique table get rows and which rows leave, in steps of a job."""
+
+    rules: Rules = RECENT
+    chance: int = ALL_CHANCES
+    """See ``Chances``."""
+    is_by_gradient: bool = False
+    """Whether lookups count by the norm of their gradient, rather than 1 each."""
+    extra_steps: tuple[int, ...] = ()
+    """Of each of the table's features: steps by which its lookups keep rows longer than ``rules.age_steps``."""
+
+    @classmethod
+    def of(cls, table: TableSpec, batch_size: int) -> UniquePolicy:
+        """Read a table's policy, for global batches of so many samples."""
+        eviction, admission = table.embedding.eviction, table.embedding.admission
+        decay_steps, ages = 0, [0]
+        if eviction is not None and eviction.keep != "recent":
+            decay_steps = max(1, _half_life_steps(table, eviction.half_life_samples, batch_size) // DECAY_PARTS)
+        if eviction is not None and eviction.max_age_samples:
+            ages = [-(-samples // batch_size) for samples in eviction.max_age_samples]
+        ages *= len(table.sources) if len(ages) == 1 else 1
+        chance = 1.0 if admission is None or admission.probability is None else admission.probability
+        return cls(
+            rules=Rules(decay_steps, min(ages)),
+            chance=min(int(chance * 2.0**64), ALL_CHANCES),
+            is_by_gradient=eviction is not None and eviction.keep == "useful",
+            extra_steps=tuple(age - min(ages) for age in ages),
+        )
+
+    @property
+    def has_scores(self) -> bool:
+        """Return whether rows have a score besides their last touch."""
+        return self.rules.decay_steps > 0
+
+
+DEFAULT_POLICY = UniquePolicy()
+
+
+def _half_life_steps(table: TableSpec, samples: int | None, batch_size: int) -> int:
+    if samples is not None:
+        return -(-samples // batch_size)
+    looked_up = (table.avg_lookups or table.max_lookups) * len(table.sources)
+    return max(MIN_HALF_LIFE_STEPS, int(HALF_LIFE_LOOKUPS * table.rows / looked_up / batch_size))
 
 
 class Admitted(NamedTuple):
@@ -105,6 +171,15 @@ class Admitted(NamedTuple):
     """(m,) their rows, ascending within each part."""
     new_parts: Ints
     """(m,) their parts."""
+    declined: int
+    """Lookups whose keys had no chance of a row."""
+
+
+class Leaving(NamedTuple):
+    """Name the rows that leave a part; (n,) each."""
+
+    keys: Ints
+    rows: Ints
 
 
 class HeldKeys(NamedTuple):
@@ -115,6 +190,30 @@ class HeldKeys(NamedTuple):
     rows: Ints
     steps: Ints
     """Of the last touch."""
+    scores: NDArray[np.float32] | None
+    """At the last touch; None if rows have none."""
+
+    @property
+    def values(self) -> NDArray[np.float32]:
+        """Return the (n, V) ``TableMeta.row_values``."""
+        return row_values(self.steps, self.scores)
+
+
+def row_values(steps: Ints, scores: NDArray[np.float32] | None) -> NDArray[np.float32]:
+    """Return (n, V) values of rows in cuts: bits of the step of their last touch, and their score if they have one."""
+    touched = steps.astype(np.uint32).view(np.float32)
+    return np.stack([touched] if scores is None else [touched, scores], axis=1)
+
+
+def ranks_of(values: NDArray[np.float32], policy: UniquePolicy) -> NDArray[np.float64]:
+    """Return the order in which (n, V) rows leave a full bucket, the lowest first: of their touches or their scores."""
+    touched = np.ascontiguousarray(values[:, 0]).view(np.uint32).astype(np.float64)
+    if not policy.has_scores or values.shape[1] == 1:
+        return touched
+    # The order of decayed scores is the same in every step.
+    with np.errstate(divide="ignore"):
+        ranks: NDArray[np.float64] = np.log2(values[:, 1].astype(np.float64))
+    return ranks + touched / (DECAY_PARTS * policy.rules.decay_steps)
 
 
 class _Gone(NamedTuple):
@@ -127,17 +226,18 @@ class _Listed(NamedTuple):
     """Say what held rows are, by local row."""
 
     keys: Ints
-    steps: NDArray[np.float32]
-    """Bits of uint32."""
+    values: NDArray[np.float32]
+    """(rows, V)"""
 
 
-def rows_that_fit(keys: Ints, steps: Ints, buckets: KeyBuckets) -> NDArray[np.bool_]:
-    """Return which of (n,) rows stay if a table with more rows is restored to these buckets, by key and last touch.
+def rows_that_fit(keys: Ints, ranks: NDArray[Any], buckets: KeyBuckets) -> NDArray[np.bool_]:
+    """Return which of (n,) rows stay if a table with more rows is restored to these buckets.
 
-    Those of full buckets leave as in a maintenance: touched longest ago first, in the order of ``tie_of`` among equals.
+    Those of full buckets leave as in a maintenance: the lowest ranks first (see ``ranks_of``), in the order of
+    ``tie_of`` among equals.
     """
     bucket = keys >> (KEY_BITS - (buckets.count.bit_length() - 1))
-    order = np.lexsort((directory.tie_of(keys), steps, bucket))
+    order = np.lexsort((directory.tie_of(keys), ranks, bucket))
     counts = np.bincount(bucket, minlength=buckets.count)
     limits = np.where(counts * 100 > buckets.quota * FULL_PERCENT, buckets.quota * SWEPT_PERCENT // 100, counts)
     places = np.arange(len(keys)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -152,8 +252,10 @@ class UniqueRows:
     All of this needs a moment without a batch in flight; ``UniqueGroup`` has what batches need.
     """
 
-    def __init__(self, table: str, buckets: KeyBuckets, owned: range, dirty: DirtyPart) -> None:
-        self._table, self._dirty = table, dirty
+    def __init__(
+        self, table: str, buckets: KeyBuckets, owned: range, dirty: DirtyPart, policy: UniquePolicy = DEFAULT_POLICY
+    ) -> None:
+        self.table, self.policy, self._dirty = table, policy, dirty
         self.directory = directory.make_directory(
             first_bucket=owned.start,
             buckets=len(owned),
@@ -162,6 +264,7 @@ class UniqueRows:
             homes=buckets.homes,
             stride=buckets.slots,
             rows=len(owned) * buckets.quota,
+            rules=policy.rules,
         )
         """In the memory of a ``UniqueGroup`` once it has the part."""
         self._gone: list[Ints] = []
@@ -172,8 +275,8 @@ class UniqueRows:
         """Step of the oldest cut that a cut may have as its parent; ``NO_PARENT``: none may."""
         self._listed: _Listed | None = None
         """Of a cut in progress."""
-        self.evicted = 0
-        """Keys that left since the attempt began."""
+        self.evicted = self.expired = 0
+        """Keys that left since the attempt began, from full buckets and by their age."""
 
     @property
     def quota_rows(self) -> int:
@@ -196,13 +299,23 @@ class UniqueRows:
         directory.find(self.directory, keys, rows, places)
         return _held_only(self.directory.slots, rows, places)
 
-    def choose_leaving(self) -> HeldKeys:
-        """Remove the keys that must make space, and return them with their rows, which stay taken until ``free``."""
-        keys, rows = directory.sweep(self.directory, torch.get_num_threads())
-        self.evicted += len(keys)
-        return HeldKeys(keys, rows, NO_KEYS)
+    def choose_leaving(self, step: int, last_step: int) -> Leaving:
+        """Remove the keys that must leave in the maintenance after a step; their rows stay taken until ``free``.
 
-    def free(self, left: HeldKeys) -> None:
+        ``last_step`` is that of the maintenance before.
+        """
+        owned, due = self.directory, np.zeros(len(self.directory.fill), np.bool_)
+        if owned.age_steps:
+            # Not all buckets in one maintenance.
+            interval = max(1, owned.age_steps // CHECKS_OF_AGE)
+            shift = (owned.first_bucket + np.arange(len(due))) % interval
+            due = (step + shift) // interval > (last_step + shift) // interval
+        keys, rows, expired = directory.sweep(owned, step, due, torch.get_num_threads())
+        self.evicted += len(keys) - expired
+        self.expired += expired
+        return Leaving(keys, rows)
+
+    def free(self, left: Leaving) -> None:
         """Free the rows of keys that left, once a cut in progress has saved them."""
         is_stored = self._dirty.clear_rows(left.rows)
         directory.free_rows(self.directory, left.rows)
@@ -240,15 +353,16 @@ class UniqueRows:
         self._listed = None
 
     def describe(self, rows: Ints) -> tuple[Ints, NDArray[np.float32]]:
-        """Return the keys of (n,) rows held when the cut in progress began, and the bits of their steps."""
+        """Return the keys and (n, V) values of (n,) rows held when the cut in progress began."""
         assert self._listed is not None, "no cut is in progress"
-        return self._listed.keys[rows], self._listed.steps[rows]
+        return self._listed.keys[rows], self._listed.values[rows]
 
     def _list(self) -> _Listed:
         held, count = self.held(), len(self.directory.used) * WORD
-        listed = _Listed(np.zeros(count, np.int64), np.zeros(count, np.float32))
+        values = held.values
+        listed = _Listed(np.zeros(count, np.int64), np.zeros((count, values.shape[1]), np.float32))
         listed.keys[held.rows] = held.keys
-        listed.steps.view(np.uint32)[held.rows] = held.steps
+        listed.values[held.rows] = values
         return listed
 
     def gone(self) -> Ints:
@@ -262,10 +376,14 @@ class UniqueRows:
         keys, entries = directory.list_keys(self.directory, torch.get_num_threads())
         steps = directory.steps_of(entries)
         chosen = steps > 0
-        return HeldKeys(keys[chosen], directory.rows_of(entries[chosen]), steps[chosen])
+        rows = directory.rows_of(entries[chosen])
+        scores = self.directory.scores[rows] if self.policy.has_scores else None
+        return HeldKeys(keys[chosen], rows, steps[chosen], scores)
 
-    def restore(self, keys: Ints, steps: Ints) -> Ints:
-        """Give rows to (n,) ascending keys of a snapshot, with the steps of their last touch; return the rows.
+    def restore(self, keys: Ints, steps: Ints, scores: NDArray[np.float32] | None) -> Ints:
+        """Give rows to (n,) ascending keys of a snapshot; return the rows.
+
+        ``steps`` are those of their last touch; ``scores`` are None for a snapshot that has none.
 
         Raises:
             InvalidSpecError: a bucket has fewer rows than the snapshot has keys of it.
@@ -273,9 +391,11 @@ class UniqueRows:
         rows, places = self._insert(keys)
         if (rows == ABSENT).any():
             raise InvalidSpecError(
-                "spec.model.tables", f"table {self._table}: the snapshot has more rows in a bucket than fit; raise rows"
+                "spec.model.tables", f"table {self.table}: the snapshot has more rows in a bucket than fit; raise rows"
             )
         directory.touch(self.directory.slots, places, steps)
+        if self.policy.has_scores and scores is not None:
+            self.directory.scores[rows] = scores
         return rows
 
     def _insert(self, keys: Ints) -> tuple[Ints, Ints]:
@@ -289,7 +409,7 @@ class UniqueRows:
         """Return the error about a key that found no slot."""
         return InvalidSpecError(
             "spec.training.seed",
-            f"table {self._table}: too many ids hash to neighbours of key {key}; set another seed, which hashes ids "
+            f"table {self.table}: too many ids hash to neighbours of key {key}; set another seed, which hashes ids "
             "otherwise",
         )
 
@@ -299,47 +419,61 @@ class UniqueGroup:
 
     Args:
         parts: of the group; their keys are stored together from now on.
+        part_of: (C,) number of each column's part, ascending.
+        seed: of the job.
     """
 
-    def __init__(self, parts: Sequence[UniqueRows]) -> None:
+    def __init__(self, parts: Sequence[UniqueRows], part_of: Sequence[int], seed: int) -> None:
         self.parts = parts
         empty = [part.directory for part in parts]
         slots = untouched_zeros(2 * sum(len(each.slots) for each in empty), np.int64).reshape(-1, 2)
         self._group, members = directory.make_group(empty, slots)
         for part, member in zip(parts, members, strict=True):
             part.directory = member
-        self.counts = np.zeros((3, len(parts)), np.int64)
-        """Of each part, since the attempt began: lookups, those whose key found its bucket full, keys admitted."""
+        self.counts = np.zeros((4, len(parts)), np.int64)
+        """Of each part, since the attempt began: lookups; those whose key found its bucket full; keys admitted; lookups
+        that had no chance."""
+        self._keys = np.array([table_key(seed, part.table) for part in parts], np.uint64)
+        self._chances = np.array([part.policy.chance for part in parts], np.uint64)
+        self._columns = np.searchsorted(part_of, np.arange(len(parts) + 1))
+        extra = (part.policy.extra_steps or (0,) * n for part, n in zip(parts, np.diff(self._columns), strict=True))
+        self._extra_steps = np.array([steps for each in extra for steps in each], np.int64)
+        self.by_gradient = np.array([parts[part].policy.is_by_gradient for part in part_of], np.bool_)
+        """(C,) whether lookups of each column count by the norm of their gradient."""
 
-    def admit(self, keys: Ints, ends: Ints) -> Admitted:
-        """Look up (L,) keys of a batch to train on, those of each part up to its (K,) end.
+    def admit(self, keys: Ints, ends: Ints, step: int) -> Admitted:
+        """Look up (L,) keys of the batch of a step from 1, those of each part up to its (K,) end.
 
-        Keys without a row get one in order, while there is space in their bucket.
+        Keys without a row get one in order, while there is space in their bucket, if they have the chance.
 
         Raises:
             InvalidSpecError: so many keys are close to each other that a directory has no slot for one.
         """
         threads = torch.get_num_threads()
         rows, places = directory.find_in_group(self._group, ends, keys, threads)
-        new_keys, new_rows, added, failed = directory.insert_absent(self._group, ends, keys, rows, places, threads)
-        for number in np.flatnonzero(failed != ABSENT).tolist():
-            raise self.parts[number].no_slot(int(failed[number]))
-        absent = np.flatnonzero(rows == ABSENT)
-        self.counts += (np.diff(ends, prepend=0), np.diff(np.searchsorted(absent, ends), prepend=0), added)
-        return Admitted(rows, places, new_keys, new_rows, np.repeat(np.arange(len(added)), added))
+        chances = Chances(step_keys(self._keys, step), self._chances)
+        new = directory.insert_absent(self._group, ends, keys, rows, places, chances, threads)
+        for number in np.flatnonzero(new.failed != ABSENT).tolist():
+            raise self.parts[number].no_slot(int(new.failed[number]))
+        absent = np.diff(np.searchsorted(np.flatnonzero(rows == ABSENT), ends), prepend=0)
+        self.counts += (np.diff(ends, prepend=0), absent - new.declined, new.added, new.declined)
+        return Admitted(
+            rows, places, new.keys, new.rows, np.repeat(np.arange(len(ends)), new.added), int(new.declined.sum())
+        )
 
     def read(self, keys: Ints, ends: Ints) -> Ints:
         """Return the (L,) held rows of keys, ``ABSENT`` for others; see ``admit``."""
         rows, places = directory.find_in_group(self._group, ends, keys, torch.get_num_threads())
         return _held_only(self._group.slots, rows, places)
 
-    def updated(self, places: Ints, ends: Ints, step: int) -> None:
-        """Record that a batch has updated the rows in (n,) places, which are held now, in a step from 1.
+    def updated(self, places: Ints, sizes: Ints, gains: NDArray[np.float32], step: int) -> None:
+        """Record that a batch has updated the rows in (L,) places, which are held now, in a step from 1.
 
-        ``ends`` are as for ``admit``.
+        ``sizes`` are the (C,) lookups of each column. ``gains`` are (L,) what they add to scores; (0,): 1 each.
         """
         assert 0 < step <= MAX_STEP, step
-        directory.touch_in_group(self._group, ends, places, step, torch.get_num_threads())
+        touches = Touches(places, np.cumsum(sizes), self._columns, self._extra_steps, gains)
+        directory.touch_in_group(self._group, touches, step, torch.get_num_threads())
 
 
 def _held_only(slots: Ints, rows: Ints, places: Ints) -> Ints:

@@ -37,8 +37,8 @@ HEAD_WORDS = KEPT + len(TIERS)
 TIER_NUMBERS = {tier: number for number, tier in enumerate(TIERS)}
 READ_ROWS, WRITTEN_ROWS, READ_BYTES, WRITTEN_BYTES, DEVICE_READS, DEVICE_WRITES, CLEANED, LEVEL_WORDS = range(8)
 """Columns of a level's counters."""
-UNIQUE_LOOKUPS, WITHOUT_ROW, ADMITTED, LEFT, IN_USE, FULLEST, UNIQUE_WORDS = range(7)
-"""Columns of a unique table's counters, the first three as in ``UniqueGroup.counts``; the last two are gauges."""
+UNIQUE_LOOKUPS, WITHOUT_ROW, ADMITTED, DECLINED, LEFT, EXPIRED, IN_USE, FULLEST, UNIQUE_WORDS = range(9)
+"""Columns of a unique table's counters, the first four as in ``UniqueGroup.counts``; the last two are gauges."""
 TABLE_COUNTS: tuple[tuple[str, int, str], ...] = (
     ("lookups", LOOKUPS, "Lookups of tables with levels, duplicates included."),
     ("accesses", ACCESSES, "Accesses: one for each distinct row of a batch."),
@@ -119,7 +119,7 @@ class RankCounters:
         unique = [group.unique for group in owned.groups if group.unique is not None]
         for of_group, group in zip(self.unique, unique, strict=True):
             of_group.tables[:, :LEFT] = group.counts.T
-            of_group.tables[:, LEFT:] = [(part.evicted, part.count, part.fullest) for part in group.parts]
+            of_group.tables[:, LEFT:] = [(part.evicted, part.expired, part.count, part.fullest) for part in group.parts]
 
     def served(self) -> tuple[int, int]:
         """Return the accesses and hits of all tables."""

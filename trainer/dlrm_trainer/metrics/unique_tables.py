@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -13,6 +13,8 @@ from dlrm_api.run_report import UniqueUse
 from dlrm_trainer.embedding.placement import Placement
 from dlrm_trainer.metrics.tiers import (
     ADMITTED,
+    DECLINED,
+    EXPIRED,
     FULLEST,
     IN_USE,
     LEFT,
@@ -27,13 +29,22 @@ UNIQUE = "dlrm_trainer_unique_"
 """Beginning of the metrics' names."""
 FULL = "full"
 """Why a lookup finds no row or a row is evicted: its bucket is full."""
-COUNTS: tuple[tuple[str, str, str], ...] = (
-    ("lookups", "", "Lookups of unique tables, duplicates included."),
-    ("lookups_without_row", FULL, "Lookups of ids that got no row. Reason full: all rows of their bucket were taken."),
-    ("admitted_rows", "", "Rows given to ids that had none."),
-    ("evicted_rows", FULL, "Rows taken from ids in a maintenance. Reason full: their bucket was nearly full."),
+COUNTS: tuple[tuple[str, Mapping[str, str], str], ...] = (
+    ("lookups", {"": "lookups"}, "Lookups of unique tables, duplicates included."),
+    (
+        "lookups_without_row",
+        {FULL: "lookups_without_row", "probability": "lookups_declined"},
+        "Lookups of ids that got no row. Reason full: all rows of their bucket were taken; probability: "
+        "admission.probability.",
+    ),
+    ("admitted_rows", {"": "admitted_rows"}, "Rows given to ids that had none."),
+    (
+        "evicted_rows",
+        {FULL: "evicted_rows", "age": "expired_rows"},
+        "Rows taken from ids in a maintenance. Reason full: their bucket was nearly full; age: eviction.maxAgeSamples.",
+    ),
 )
-"""Name, reason and description of each counter of a table."""
+"""Name of each counter of a table, its field by reason, and its description."""
 GAUGES: tuple[tuple[str, str], ...] = (
     ("rows", "Rows in use, those of batches in flight included."),
     ("capacity_rows", "Most rows at a time: rows of the spec, rounded up to whole buckets."),
@@ -59,8 +70,10 @@ class UniqueMetrics(Collector):
         of_table = ["rank", "table"]
         return [
             *(
-                CounterMetricFamily(UNIQUE + name, f"{text} {_PER_TABLE}", labels=of_table + ["reason"] * bool(reason))
-                for name, reason, text in COUNTS
+                CounterMetricFamily(
+                    UNIQUE + name, f"{text} {_PER_TABLE}", labels=of_table + ["reason"] * ("" not in fields)
+                )
+                for name, fields, text in COUNTS
             ),
             *(GaugeMetricFamily(UNIQUE + name, f"{text} {_PER_TABLE}", labels=of_table) for name, text in GAUGES),
         ]
@@ -71,8 +84,9 @@ class UniqueMetrics(Collector):
         for rank in self._ranks:
             for use in _joined(_uses(self._placement, rank, by_class=self._by_class)):
                 labels = [str(rank.rank), use.table]
-                for name, reason, _ in COUNTS:
-                    families[UNIQUE + name].add_metric(labels + [reason] * bool(reason), getattr(use, name))
+                for name, fields, _ in COUNTS:
+                    for reason, field in fields.items():
+                        families[UNIQUE + name].add_metric(labels + [reason] * bool(reason), getattr(use, field))
                 for name, _ in GAUGES:
                     families[UNIQUE + name].add_metric(labels, getattr(use, name))
         return families.values()
@@ -97,8 +111,10 @@ def _uses(placement: Placement, rank: RankCounters, *, by_class: bool) -> Iterat
                 directory_bytes=part.buckets.count * part.buckets.of.slots * SLOT_BYTES,
                 lookups=counts[UNIQUE_LOOKUPS],
                 lookups_without_row=counts[WITHOUT_ROW],
+                lookups_declined=counts[DECLINED],
                 admitted_rows=counts[ADMITTED],
                 evicted_rows=counts[LEFT],
+                expired_rows=counts[EXPIRED],
             )
 
 

@@ -114,6 +114,10 @@ def touched(said: dict, steps: np.ndarray) -> np.ndarray:
     return steps.astype(np.uint32)[:, None].view(np.float32)
 
 
+def row_value(said: dict, name: str, values: np.ndarray) -> np.ndarray:
+    return touched(said, values) if name == "touched" else values[:, None]
+
+
 def is_unique(table: dict) -> bool:
     return table.get("ids") == "unique"
 
@@ -147,7 +151,7 @@ def restore(root: Path, step: int, attempt: int) -> str:
                 by_key[name] = {key: row for key, row in by_key[name].items() if key not in set(ids.tolist())}
                 continue
             if name in by_key:
-                values = arrays["state"], *(touched(said, arrays[value]) for value in tables[name]["rowValues"])
+                values = arrays["state"], *(row_value(said, each, arrays[each]) for each in tables[name]["rowValues"])
                 full = np.concatenate([weights(said, arrays), *values], axis=1)
                 by_key[name] |= dict(zip(ids.tolist(), full, strict=True))
                 continue

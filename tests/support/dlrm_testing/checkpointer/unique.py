@@ -19,7 +19,9 @@ from dlrm_checkpointer.write.upload import Upload, WritePlanner
 from dlrm_testing.checkpointer.fixtures import Model, table
 
 
-def unique_table(name: str = "ids", *, rows: int = 500, dim: int = 8, buckets: int = 8, state: int = 1) -> TableMeta:
+def unique_table(
+    name: str = "ids", *, rows: int = 500, dim: int = 8, buckets: int = 8, state: int = 1, has_scores: bool = False
+) -> TableMeta:
     """Return a table of unique ids."""
     return TableMeta(
         name=name,
@@ -31,11 +33,11 @@ def unique_table(name: str = "ids", *, rows: int = 500, dim: int = 8, buckets: i
         state_columns=(state,),
         ids="unique",
         buckets=buckets,
-        row_values=("touched",),
+        row_values=("touched", "score") if has_scores else ("touched",),
     )
 
 
-UNIQUE_TABLES = (unique_table(), table("users", 60, 4))
+UNIQUE_TABLES = (unique_table(), table("users", 60, 4), unique_table("scored", rows=100, dim=4, has_scores=True))
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Row:
 
     weights: NDArray[np.float32]
     state: NDArray[np.float32]
-    """Optimizer state, and the step of the last touch as the bits of a float."""
+    """Optimizer state, the step of the last touch as the bits of a float, and maybe a score."""
     touched: int
 
 
@@ -83,9 +85,10 @@ class UniqueModel(Model):
         meta = next(each for each in self.tables if each.name == name)
         for key in keys:
             draw = np.random.default_rng([self.step, key])
-            state = np.empty(meta.state_width, np.float32)
-            state[:-1] = draw.random(meta.state_width - 1)
-            state.view(np.uint32)[-1] = self.step
+            (own,) = meta.state_columns
+            state = np.full(meta.state_width, key % 97 / 7, np.float32)
+            state[:own] = draw.random(own)
+            state.view(np.uint32)[own] = self.step
             self.by_key[name][key] = Row(draw.normal(size=meta.dim).astype(np.float32), state, self.step)
 
     def remove(self, name: str, keys: Iterable[int]) -> None:

@@ -23,7 +23,7 @@ class TrainedPart(ModelPart):
         self._dirty = DirtyPart(DirtyRows([rows]), 0)
         # A rank without buckets has no part of the table.
         self._unique = UniqueRows("ids", sizes, buckets, self._dirty) if buckets else None
-        self._group = UniqueGroup([self._unique]) if self._unique else None
+        self._group = UniqueGroup([self._unique], [0], 0) if self._unique else None
         self._values = np.zeros(rows, np.int64)
         self._width = (1 << KEY_BITS) // shape.buckets
 
@@ -37,7 +37,7 @@ class TrainedPart(ModelPart):
     def restore(self, rows: Mapping[int, Row]) -> None:
         if self._unique and rows:
             ordered = sorted(rows)
-            local = self._unique.restore(self._keys(ordered), np.array([rows[key].touched for key in ordered]))
+            local = self._unique.restore(self._keys(ordered), np.array([rows[key].touched for key in ordered]), None)
             self._dirty.store(local)
             self._values[local] = [rows[key].value for key in ordered]
 
@@ -45,7 +45,7 @@ class TrainedPart(ModelPart):
         keys = list(keys)
         if not self._group or not keys:
             return {}
-        found = self._group.admit(self._keys(keys), np.array([len(keys)]))
+        found = self._group.admit(self._keys(keys), np.array([len(keys)]), 1)
         self._values[found.new_rows] = [initial(key) for key in self._names(found.new_keys.tolist())]
         self._places = getattr(self, "_places", {})
         self._places |= dict(zip(found.rows.tolist(), found.places.tolist(), strict=True))
@@ -63,8 +63,8 @@ class TrainedPart(ModelPart):
                 self._values[row] = updated(int(self._values[row]), step, count)
         if self._group:
             self._dirty.mark(rows)
-            places = np.array([self._places[row] for row in rows.tolist()], np.int64)
-            self._group.updated(places, np.array([len(places)]), step)
+            slots = np.array([self._places[row] for row in rows.tolist()], np.int64)
+            self._group.updated(slots, np.array([len(slots)]), np.empty(0, np.float32), step)
         return sum(count for key, count in lookups.items() if places[key] is None)
 
     def save_before(self, places: Iterable[int | None], cut: ModelCut | None, number: int) -> None:
@@ -75,7 +75,7 @@ class TrainedPart(ModelPart):
 
     def maintain(self, cut: ModelCut | None, number: int) -> None:
         if self._unique:
-            left = self._unique.choose_leaving()
+            left = self._unique.choose_leaving(1, 0)
             self.save_before(left.rows.tolist(), cut, number)
             self._unique.free(left)
 

@@ -23,36 +23,52 @@ from dlrm_testing.trainer.cutting import MemoryCut
 from dlrm_testing.trainer.reference import Bag, slice_of
 from dlrm_testing.trainer.unique_tables import Batch as Keys
 from dlrm_testing.trainer.unique_tables import Shape
-from dlrm_testing.unique_tables import with_unique
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import EmbeddingOptions, Embeddings, place
 from dlrm_trainer.embedding.checkpoint import UniquePart, table_meta
 from dlrm_trainer.embedding.collection import CheckpointView
 from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate
+from dlrm_trainer.embedding.unique import UniquePolicy
 from dlrm_trainer.metrics.tiers import RankCounters, SharedCounters
 from dlrm_trainer.train import prepared_ahead
 
-SAMPLES, STEPS, PERIOD = 12, 24, 4
+SAMPLES, STEPS, PERIOD, SEED = 12, 24, 4, 5
 ROWS, BUCKETS = {"whole": 24, "split": 40, "half": 24}, 4
 ROW_FIELDS = "row_ids", "rows", "state"
+STATE_VALUES = 1
+"""Of row-wise Adagrad."""
 WIDTH = (1 << KEY_BITS) // BUCKETS
 
 
-def model() -> ModelSpec:
+RATED = {
+    "whole": {
+        "admission": {"probability": 0.8},
+        "eviction": {"keep": "frequent", "halfLifeSamples": 96, "maxAgeSamples": [36, 120]},
+    },
+    "split": {"eviction": {"keep": "useful", "halfLifeSamples": 1_000}},
+    "half": {"admission": {"probability": 0.3}, "eviction": {"maxAgeSamples": [60]}},
+}
+"""Options of tables from which rows leave by scores and ages."""
+
+
+def model(*, rated: bool = False) -> ModelSpec:
     """Two features of a table, weights, two types of rows, and a fixed table beside them."""
     whole = {"name": "whole", "rows": 24, "dim": 8, "maxLookups": 3, "features": ["a", "b"], "weights": ["x", "y"]}
     tables = [
         whole,
         {"name": "split", "rows": 40, "dim": 8, "maxLookups": 4},
         {"name": "half", "rows": 24, "dim": 4, "dtype": "fp16", "maxLookups": 2},
-        {"name": "fixed", "rows": 30, "dim": 8},
     ]
-    spec = ModelSpec.model_validate({"topMlp": [1], "interaction": "dcn", "tables": tables})
-    return with_unique(spec, dict.fromkeys(ROWS, BUCKETS))
+    for table in tables:
+        options = RATED[str(table["name"])] if rated else {}
+        table["embedding"] = {"hash": "unique", "buckets": BUCKETS, **options}
+    tables.append({"name": "fixed", "rows": 30, "dim": 8})
+    return ModelSpec.model_validate({"topMlp": [1], "interaction": "dcn", "tables": tables})
 
 
-def shape(table: str) -> Shape:
-    return Shape(BUCKETS, ROWS[table] // BUCKETS, WIDTH, PERIOD)
+def shape(table: str, *, rated: bool = False) -> Shape:
+    (spec,) = (each for each in model(rated=rated).all_tables() if each.name == table)
+    return Shape(BUCKETS, ROWS[table] // BUCKETS, WIDTH, PERIOD, UniquePolicy.of(spec, SAMPLES))
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,7 @@ class RunOptions:
     """For the tiers."""
     cut_seed: int | None = None
     """Of cuts at random steps, copied while training continues; None: no cuts."""
+    rated: bool = False
 
 
 def levels(tiers: Sequence[Tier], rows: int) -> TierShare:
@@ -124,11 +141,11 @@ def batch(spec: ModelSpec, number: int) -> list[list[Bag]]:
     return found
 
 
-def keys_of(spec: ModelSpec, table: str) -> list[Keys]:
-    """The keys of a table that each batch looks up."""
+def keys_of(spec: ModelSpec, table: str) -> list[list[Keys]]:
+    """The keys of a table that each feature of each batch looks up."""
     numbers = [number for number, each in enumerate(spec.all_features()) if spec.all_tables()[each.table].name == table]
     return [
-        [key for feature in numbers for bag in batch(spec, number)[feature] for key, _ in bag]
+        [[key for bag in batch(spec, number)[feature] for key, _ in bag] for feature in numbers]
         for number in range(STEPS)
     ]
 
@@ -138,7 +155,8 @@ class TableRows:
     """Held rows of a table on one rank; (n,) each, ascending by key."""
 
     keys: NDArray[np.int64]
-    steps: NDArray[np.int64]
+    values: NDArray[np.uint32]
+    """(n, V) bits of ``TableMeta.row_values``."""
     weight: NDArray[np.float32]
     state: NDArray[np.float32]
 
@@ -166,12 +184,12 @@ def rows_of(part: UniquePart) -> TableRows:
 def table_rows(keys: NDArray[np.int64], weight: NDArray[np.float32], state: NDArray[np.float32]) -> TableRows:
     """Rows of cuts, in any order."""
     order = np.argsort(keys)
-    steps = np.ascontiguousarray(state[order, -1]).view(np.uint32).astype(np.int64)
-    return TableRows(keys[order], steps, weight[order], state[order, :-1])
+    values = np.ascontiguousarray(state[order, STATE_VALUES:]).view(np.uint32)
+    return TableRows(keys[order], values, weight[order], state[order, :STATE_VALUES])
 
 
 def equal(a: TableRows, b: TableRows) -> bool:
-    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("keys", "steps", "weight", "state"))
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("keys", "values", "weight", "state"))
 
 
 class CutChain:
@@ -255,16 +273,16 @@ def train_unique(
     first: int = 0,
 ) -> UniqueRun:
     """Train some steps on one rank, from rows of all ranks on. The gradient depends on the samples alone."""
-    spec, rank, size = model(), collectives.rank, collectives.world_size
+    spec, rank, size = model(rated=chosen.rated), collectives.rank, collectives.world_size
     folder = chosen.folder / str(rank) if chosen.folder else None
     options = EmbeddingOptions(
-        optimizer=RowOptimizerSpec(learning_rate=0.1), seed=5, global_batch_size=SAMPLES, tier_dir=folder
+        optimizer=RowOptimizerSpec(learning_rate=0.1), seed=SEED, global_batch_size=SAMPLES, tier_dir=folder
     )
     planned = plan(spec, size, chosen)
     placement = place(spec, planned, size)
     embeddings = Embeddings(placement, collectives, options)
     for part in embeddings.local:
-        part.start(5)
+        part.start(SEED)
         if saved is not None and isinstance(part, UniquePart):
             restore(part, saved[part.table.name])
     chain = None if chosen.cut_seed is None else CutChain(embeddings.saved, chosen.cut_seed)
@@ -287,7 +305,7 @@ def train_unique(
         embeddings.update(embeddings.send_gradients(pooled, gradient[edges[rank] : edges[rank + 1]], buffer), 0.1)
         if step % PERIOD == 0:
             without_row += embeddings.lookups.without_row
-            embeddings.maintain()
+            embeddings.maintain(step, step - PERIOD)
         embeddings.settle()
         states.append({part.table.name: rows_of(part) for part in embeddings.local if isinstance(part, UniquePart)})
         if chain is not None:
@@ -307,10 +325,9 @@ def restore(part: UniquePart, saved: Sequence[TableRows]) -> None:
         chosen = (part.shard.row_start <= rows.keys) & (rows.keys < part.shard.row_end)
         if not chosen.any():
             continue
-        steps = rows.steps[chosen].astype(np.uint32).view(np.float32)
-        state = np.concatenate([rows.state[chosen], steps[:, None]], axis=1)
+        state = np.concatenate([rows.state[chosen], rows.values[chosen].view(np.float32)], axis=1)
         piece = ShardRows(shard=part.shard, row_ids=rows.keys[chosen], rows=rows.weight[chosen], state=state)
-        assert table_meta(part.table, 5, "rowwise-adagrad").row_values == ("touched",)
+        assert len(table_meta(part.table, SEED, "rowwise-adagrad").row_values) == rows.values.shape[1]
         part.restore(code_rows(piece, 32))
 
 
@@ -319,5 +336,5 @@ def joined(runs: Sequence[UniqueRun], step: int, table: str) -> TableRows:
     parts = [run.states[step][table] for run in runs if table in run.states[step]]
     keys = np.concatenate([part.keys for part in parts])
     order = np.argsort(keys)
-    fields = (np.concatenate([getattr(part, name) for part in parts])[order] for name in ("steps", "weight", "state"))
+    fields = (np.concatenate([getattr(part, name) for part in parts])[order] for name in ("values", "weight", "state"))
     return TableRows(keys[order], *fields)

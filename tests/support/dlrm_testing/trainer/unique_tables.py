@@ -15,10 +15,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from dlrm_api.keys import KEY_BITS
-from dlrm_kernels.directory import tie_of
+from dlrm_kernels.directory import DECAY_PARTS, tie_of
+from dlrm_kernels.hashing import mix
+from dlrm_trainer.embedding.unique import DEFAULT_POLICY, UniquePolicy
 
 MAX_KEPT = 3
+NO_SALT = np.uint64(0)
 Batch = Sequence[int]
 
 
@@ -30,6 +35,7 @@ class Shape:
     """Keys of a bucket."""
     period: int | None
     """Steps from one maintenance to the next; None: adapted."""
+    policy: UniquePolicy = DEFAULT_POLICY
 
     def bucket(self, key: int) -> int:
         return key // self.width
@@ -39,17 +45,45 @@ class Shape:
         width = (1 << KEY_BITS) // self.buckets
         return name // self.width * width + name % self.width * (width // self.width)
 
-    def leaving(self, rows: Mapping[int, Row]) -> list[int]:
-        """Keys that leave a bucket's rows in a sweep."""
+    def leaving(self, rows: Mapping[int, Row], step: int = 0, *, is_due: bool = False) -> set[int]:
+        """Keys that leave a bucket's rows in the maintenance after a step."""
+        age = self.policy.rules.age_steps
+        expired = {key for key, row in rows.items() if age and row.touched + age <= step}
         if len(rows) * 100 <= self.quota * 97:
-            return []
-        oldest = sorted(rows, key=lambda key: (rows[key].touched, tie_of(self.key(key))))
-        return oldest[: len(rows) - self.quota * 93 // 100]
+            return expired if is_due else set()
+        order = sorted(rows, key=lambda key: (key not in expired, self.rank(rows[key], step), tie_of(self.key(key))))
+        return expired | set(order[: len(rows) - self.quota * 93 // 100])
+
+    def rank(self, row: Row, step: int) -> float:
+        return self.decayed(row, step) if self.policy.has_scores else row.touched
+
+    def decayed(self, row: Row, step: int) -> float:
+        """Return the score in a step."""
+        part = self.policy.rules.decay_steps
+        return float(np.float32(row.score) * powers(max(0, step // part - row.touched // part)))
+
+    def is_due(self, bucket: int, step: int, last_step: int) -> bool:
+        """Whether the maintenance after a step removes expired keys from a bucket that is not full."""
+        interval = max(1, self.policy.rules.age_steps // 16)
+        shift = bucket % interval
+        return (step + shift) // interval > (last_step + shift) // interval
+
+
+def powers(parts: int) -> np.float32:
+    found = np.float32(1)
+    for _ in range(parts):
+        found *= np.float32(2 ** (-1 / DECAY_PARTS))
+    return found if parts < 32 * DECAY_PARTS else np.float32(0)
+
+
+def has_chance(key: int, salt: np.uint64, chance: int) -> bool:
+    return int(mix(np.uint64(key) ^ salt)) <= chance
 
 
 class Row(NamedTuple):
     value: int
     touched: int
+    score: float = 0.0
 
 
 @dataclass
@@ -98,27 +132,39 @@ class Replay:
     def __init__(self, shape: Shape) -> None:
         self._shape, self.step = shape, 0
         self.rows: dict[int, Row] = {}
-        self.period = Period.of(shape)
+        self.period, self.maintained_at = Period.of(shape), 0
 
-    def train(self, batch: Batch) -> None:
+    def train(self, batch: Batch, salt: np.uint64 = NO_SALT, extra_steps: Sequence[int] | None = None) -> None:
+        """``extra_steps`` are those of each lookup's feature."""
         self.step += 1
-        shape, lookups = self._shape, Counter(batch)
+        shape, lookups, extra = self._shape, Counter(batch), Counter[int]()
+        for key, steps in zip(batch, extra_steps or [0] * len(batch), strict=True):
+            extra[key] = max(extra[key], steps)
         fill = Counter(map(shape.bucket, self.rows))
         for key in sorted(lookups):
-            if key not in self.rows and fill[shape.bucket(key)] < shape.quota:
-                fill[shape.bucket(key)] += 1
-                self.rows[key] = Row(initial(key), 0)
+            if key not in self.rows and has_chance(key, salt, shape.policy.chance):
+                if fill[shape.bucket(key)] < shape.quota:
+                    fill[shape.bucket(key)] += 1
+                    self.rows[key] = Row(initial(key), 0)
+                else:
+                    self.period.full += lookups[key]
             if key in self.rows:
-                self.rows[key] = Row(updated(self.rows[key].value, self.step, lookups[key]), self.step)
-            else:
-                self.period.full += lookups[key]
+                row, score = self.rows[key], np.float32(0)
+                if shape.policy.has_scores:
+                    score = np.float32(shape.decayed(row, self.step))
+                    for _ in range(lookups[key]):
+                        score += np.float32(1)
+                until = max(row.touched, self.step + extra[key])
+                self.rows[key] = Row(updated(row.value, self.step, lookups[key]), until, float(score))
         self.period.lookups += len(batch)
         if self.period.is_due(self.step):
             for bucket in range(shape.buckets):
                 held = {key: row for key, row in self.rows.items() if shape.bucket(key) == bucket}
-                for key in shape.leaving(held):
+                is_due = shape.is_due(bucket, self.step, self.maintained_at)
+                for key in shape.leaving(held, self.step, is_due=is_due):
                     del self.rows[key]
             self.period.maintained()
+            self.maintained_at = self.step
 
 
 @dataclass(frozen=True)

@@ -27,21 +27,22 @@ from dlrm_trainer.metrics.unique_tables import UniqueMetrics, unique_report
 ALONE = Collectives(0, 1, lambda: "")
 
 
-@pytest.mark.parametrize("tiers", [(), ("ddr", "scm")])
-def test_counts_of_a_run_add_up(tmp_path: Path, tiers: tuple[Tier, ...]) -> None:
-    options = RunOptions(1, tiers, tmp_path)
+@pytest.mark.parametrize(("tiers", "rated"), [((), True), (("ddr", "scm"), False)])
+def test_counts_of_a_run_add_up(tmp_path: Path, tiers: tuple[Tier, ...], rated: bool) -> None:
+    options = RunOptions(1, tiers, tmp_path, rated=rated)
     run = train_unique(ALONE, options)
 
     uses = {use.table: use for use in unique_report(place(model(), plan(model(), 1, options), 1), [run.counters])}
 
     assert uses.keys() == ROWS.keys()
     for table, use in uses.items():
-        assert use.lookups == sum(map(len, keys_of(model(), table)))
-        assert use.rows == len(run.states[-1][table].keys) == use.admitted_rows - use.evicted_rows
+        assert use.lookups == sum(len(keys) for features in keys_of(model(), table) for keys in features)
+        assert use.rows == len(run.states[-1][table].keys) == use.admitted_rows - use.evicted_rows - use.expired_rows
         assert use.capacity_rows == ROWS[table]
         assert use.evicted_rows > 0
         assert use.fill <= use.fullest_bucket_ratio <= 1
         assert use.directory_bytes == BUCKETS * key_buckets(ROWS[table], BUCKETS).slots * SLOT_BYTES
+        assert (use.expired_rows > 0, use.lookups_declined > 0) == (rated and table != "split",) * 2
     assert sum(use.lookups_without_row for use in uses.values()) == run.without_row > 0
 
 
