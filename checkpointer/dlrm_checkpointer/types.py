@@ -199,6 +199,8 @@ class TableMeta:
     """Ranges of keys of one size that a unique table is made of; no shard splits one."""
     row_values: tuple[RowValue, ...] = ()
     """Values of each row of a unique table that follow its optimizer state; bits of a uint32 are in a float32."""
+    counts_of: str = ""
+    """Table of which this one has counters, as its rows' state: part of the trainer's state, not of the model."""
 
     def __post_init__(self) -> None:
         if not self.state_columns:
@@ -217,6 +219,7 @@ class TableMeta:
             "stateColumns": list(self.state_columns),
             "dtype": self.dtype,
             **(unique if self.is_unique else {}),
+            **({"countsOf": self.counts_of} if self.counts_of else {}),
         }
 
     @classmethod
@@ -238,6 +241,7 @@ class TableMeta:
             ids=value.get("ids", "rows"),
             buckets=int(value.get("buckets", 1)),
             row_values=tuple(value.get("rowValues", ())),
+            counts_of=str(value.get("countsOf", "")),
         )
         if problem := table._problem():
             raise ValueError(f"table {table.name[:MAX_NAME]!r}: {problem}")
@@ -400,8 +404,13 @@ class CutMeta:
 
     @property
     def tables(self) -> tuple[TableMeta, ...]:
-        """Return the model's tables, in its order."""
+        """Return the model's tables, in its order, and tables of counters behind them."""
         return tuple(TableMeta.from_json(table) for table in self.model.get("tables", ()))
+
+    @property
+    def model_tables(self) -> tuple[TableMeta, ...]:
+        """Return the model's tables, in its order."""
+        return tuple(table for table in self.tables if not table.counts_of)
 
     def to_json(self) -> dict[str, Any]:
         """Return the cut as the format writes it."""

@@ -272,8 +272,10 @@ def open_snapshot_store(
 
 def _description(snapshot: Snapshot) -> dict[str, Any]:
     manifest, stored, gone = snapshot.manifest, Counter[str](), Counter[str]()
+    shown = {table.name for table in snapshot.meta.model_tables}
     for chunk in manifest.chunks:
-        stored[chunk.table] += chunk.rows
+        if chunk.table in shown:
+            stored[chunk.table] += chunk.rows
     for entry in manifest.gone:
         gone[entry.table] += entry.rows
     return {

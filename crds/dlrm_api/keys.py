@@ -26,6 +26,12 @@ to half as many keys that left."""
 ROW_VALUE_BYTES = 4
 """The step of a row's last touch, or its score, in a cut."""
 
+CELLS_OF_ROW, CELLS_PER_ROW = 48, 2
+"""Counters of sights in a row of a table of counters, and for each row of the table that they count for."""
+COUNT_COLUMNS, COUNT_WORDS = 4, 16
+"""Columns, which are 0, and state values of such a row."""
+COUNT_ROW_BYTES = 4 * (COUNT_COLUMNS + COUNT_WORDS)
+
 
 @dataclass(frozen=True)
 class KeyBuckets:
@@ -37,6 +43,13 @@ class KeyBuckets:
     """Rows of a bucket at a time: q."""
     has_scores: bool = False
     """Whether a row has a score besides the step of its last touch."""
+    has_counts: bool = False
+    """Whether sights of ids without a row are counted."""
+
+    @property
+    def count_rows(self) -> int:
+        """Return the rows of counters of a bucket."""
+        return -(-self.quota * CELLS_PER_ROW // CELLS_OF_ROW) if self.has_counts else 0
 
     @property
     def homes(self) -> int:
@@ -50,9 +63,9 @@ class KeyBuckets:
 
     @property
     def directory_bytes(self) -> int:
-        """Return the host memory of a bucket's slots and scores, and of the lists of keys that cuts need."""
+        """Return the host memory of a bucket's slots, scores and counters, and of the lists of keys that cuts need."""
         scores = 2 * ROW_VALUE_BYTES * self.has_scores
-        return self.slots * SLOT_BYTES + self.quota * (LISTED_BYTES + scores)
+        return self.slots * SLOT_BYTES + self.quota * (LISTED_BYTES + scores) + self.count_rows * COUNT_ROW_BYTES
 
     def first_key(self, bucket: int) -> int:
         """Return the first key of a bucket; of bucket ``count``, the end of all keys."""
@@ -88,9 +101,9 @@ class BucketRange:
         return self.of.first_key(self.end)
 
 
-def key_buckets(rows: int, buckets: int | None, *, has_scores: bool = False) -> KeyBuckets:
+def key_buckets(rows: int, buckets: int | None, *, has_scores: bool = False, has_counts: bool = False) -> KeyBuckets:
     """Return the buckets of a table of so many rows; ``buckets``: as the spec has it."""
     if buckets is None:
         # The power of two nearest to rows / BUCKET_ROWS.
         buckets = min(1 << max((rows * 4 // (3 * BUCKET_ROWS)).bit_length() - 1, 0), MAX_BUCKETS)
-    return KeyBuckets(buckets, -(-rows // buckets), has_scores)
+    return KeyBuckets(buckets, -(-rows // buckets), has_scores, has_counts)

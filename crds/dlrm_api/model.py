@@ -22,6 +22,8 @@ Width = Annotated[int, Field(ge=1, le=65_536)]
 Hash = Literal["none", "modulo", "mix", "unique"]
 Buckets = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
 MAX_MAINTENANCE_STEPS = 64
+MAX_COUNTED_NAME = 56
+"""Snapshots name a table's counters after it."""
 
 
 def parse_maintenance_steps(value: Any) -> Any:
@@ -88,19 +90,29 @@ class EvictionSpec(ApiModel):
 
 
 class AdmissionSpec(ApiModel):
-    """Configure which ids get a row."""
+    """Configure which ids get a row. Rare ids that get one push out others."""
 
-    probability: float = Field(
+    count: int | None = Field(
+        None,
+        ge=1,
+        le=15,
+        description="Sight at which an id gets a row; sights since the last maintenance do not count yet. Counters "
+        "take 3.4 bytes of host memory per row. Ids may share them, and they halve before most are shared: an id that "
+        "comes back seldom is forgotten. Default: 1, the first sight.",
+    )
+    probability: float | None = Field(
+        None,
         ge=0,
         le=1,
-        description="Share of the batches with an id that has no row in which the id gets one. Below 1 rare ids "
-        "rarely push out others. The draw depends on the seed, the id and the step alone.",
+        description="Share of the batches with an id that has no row in which the id gets one. The draw depends on the "
+        "seed, the id and the step alone. Default: 1.",
     )
 
     rules = (
+        exclusive("count", "probability"),
         Rule(
-            cel="self.probability > 0.0",
-            holds=lambda admission: admission.probability > 0,
+            cel="!has(self.probability) || self.probability > 0.0",
+            holds=lambda admission: admission.probability is None or admission.probability > 0,
             message="probability must be above 0: with 0 no id would get a row",
         ),
     )
@@ -137,6 +149,11 @@ class EmbeddingOptions(ApiModel):
             message="admission, eviction and buckets need hash unique: set it, or remove them",
         ),
     )
+
+    @property
+    def has_counts(self) -> bool:
+        """Return whether sights of ids without a row are counted."""
+        return self.admission is not None and (self.admission.count or 1) > 1
 
     @property
     def row_values(self) -> tuple[Literal["touched", "score"], ...]:
@@ -282,8 +299,11 @@ class TableOptions(ApiModel):
     @property
     def key_buckets(self) -> KeyBuckets | None:
         """Return the buckets of a unique table; None for any other."""
-        has_scores = "score" in self.embedding.row_values
-        return key_buckets(self.rows, self.embedding.buckets, has_scores=has_scores) if self.is_unique else None
+        if not self.is_unique:
+            return None
+        options = self.embedding
+        has_scores = "score" in options.row_values
+        return key_buckets(self.rows, options.buckets, has_scores=has_scores, has_counts=options.has_counts)
 
     @property
     def held_rows(self) -> int:
@@ -341,6 +361,16 @@ class TableSpec(TableOptions):
             "(has(self.features) && size(self.embedding.eviction.maxAgeSamples) == size(self.features))",
             holds=lambda table: len(_ages(table)) in (0, 1, len(table.sources)),
             message="embedding.eviction.maxAgeSamples must have one number, or one per feature",
+        ),
+        Rule(
+            cel="!has(self.embedding.admission) || !has(self.embedding.admission.count) || size(self.name) <= "
+            f"{MAX_COUNTED_NAME}",
+            holds=lambda table: (
+                table.embedding.admission is None
+                or table.embedding.admission.count is None
+                or len(table.name) <= MAX_COUNTED_NAME
+            ),
+            message=f"embedding.admission.count needs a name of at most {MAX_COUNTED_NAME} characters",
         ),
     )
 

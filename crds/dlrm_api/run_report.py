@@ -92,7 +92,7 @@ class UniqueUse(ApiModel):
     directory_bytes: Total = Field(description="Bytes of the directory from ids to rows.")
     lookups: Total = Field(0, description="Lookups, duplicates included.")
     lookups_without_row: Total = Field(0, description="Lookups of ids that got no row: their bucket was full.")
-    lookups_declined: Total = Field(0, description="Lookups of ids that got no row: admission.probability.")
+    lookups_declined: Total = Field(0, description="Lookups of ids that got no row: admission declined.")
     admitted_rows: Total = Field(0, description="Rows given to ids that had none.")
     evicted_rows: Total = Field(0, description="Rows taken from ids of buckets that were nearly full.")
     expired_rows: Total = Field(0, description="Rows taken from ids because of eviction.maxAgeSamples.")

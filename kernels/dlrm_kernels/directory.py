@@ -48,6 +48,10 @@ DIGITS = 2**DIGIT_BITS
 WORD = 64
 DECAY_PARTS = 64
 """Parts of a half-life in which scores decay."""
+CELLS, COUNT_WORDS, CELLS_OF_WORD = 48, 16, 3
+"""Cells of a row of counters, and the float32 that hold them: integers of three cells of 8 bits, so exact."""
+MAX_COUNT, LIVE_CELLS = 15, 0x0F0F0F
+"""Greatest count of a cell, and the bits of the live counts of a word."""
 ALL_CHANCES = 2**64 - 1
 """Chance of a sight that always admits; see ``DirectoryGroup.chances``."""
 U64 = np.uint64
@@ -73,6 +77,8 @@ class Rules(NamedTuple):
     """Steps in which a score decays by a part of its half-life; 0: rows have no scores, those touched last stay."""
     age_steps: int = 0
     """Steps after a touch at which a row has expired; 0: never."""
+    seen_before: int = 0
+    """Times that a key without a row must have been seen before it gets one."""
 
 
 RECENT = Rules()
@@ -100,9 +106,17 @@ class Directory(NamedTuple):
     """Most rows of a bucket."""
     scores: Floats
     """(R,) score of each local row when it was last touched; (0,) without scores."""
+    counts: Floats
+    """(R, COUNT_WORDS) counters of sights, flat, of each bucket ``count_rows`` rows; (0,) without.
+
+    A cell has a live count in its lower and, in its upper half, what that was at the last maintenance: admissions go by
+    the latter, so that no lookup ahead sees the counts of a batch that is still in flight.
+    """
     decay_steps: int
-    """See ``Rules``; so is the next."""
+    """See ``Rules``; so are the next two."""
     age_steps: int
+    seen_before: int
+    count_rows: int
 
 
 def make_directory(
@@ -115,6 +129,7 @@ def make_directory(
     stride: int,
     rows: int,
     rules: Rules = RECENT,
+    count_rows: int = 0,
 ) -> Directory:
     """Make an empty directory. Its memory is zeros that nobody has touched yet.
 
@@ -126,7 +141,8 @@ def make_directory(
         homes: of a bucket; less than 2**31.
         stride: slots of a bucket; more than ``homes``.
         rows: local rows; at most ``MAX_ROWS``. More than buckets x quota, if removed rows are freed later.
-        rules: of eviction.
+        rules: of admission and eviction.
+        count_rows: rows of counters of a bucket.
     """
     used = np.zeros(-(-rows // WORD), U64)
     if rows % WORD:
@@ -143,8 +159,11 @@ def make_directory(
         stride=stride,
         quota=quota,
         scores=np.zeros(rows if rules.decay_steps else 0, np.float32),
+        counts=np.zeros(buckets * count_rows * COUNT_WORDS, np.float32),
         decay_steps=rules.decay_steps,
         age_steps=rules.age_steps,
+        seen_before=rules.seen_before,
+        count_rows=count_rows,
     )
 
 
@@ -152,15 +171,16 @@ class DirectoryGroup(NamedTuple):
     """Hold several directories, whose batches are looked up together; its slots are numbered over all of them."""
 
     slots: Ints
-    """See ``Directory``; so are the next four."""
+    """See ``Directory``; so are the next five."""
     fill: Ints
     used: NDArray[np.uint64]
     cursor: Ints
     scores: Floats
+    counts: Floats
     starts: Ints
-    """(K + 1, 4) first slot, bucket, word of ``used`` and score of each directory."""
+    """(K + 1, 5) first slot, bucket, word of ``used``, score and counter of each directory."""
     sizes: Ints
-    """(K, 7) first bucket, shift, homes, stride, quota, decay steps and age steps of each."""
+    """(K, 9) first bucket, shift, homes, stride, quota, ``Rules`` and rows of counters of each."""
 
 
 def make_group(like: Sequence[Directory], slots: Ints) -> tuple[DirectoryGroup, list[Directory]]:
@@ -168,8 +188,9 @@ def make_group(like: Sequence[Directory], slots: Ints) -> tuple[DirectoryGroup, 
 
     ``slots`` is (S, 2) zeros, as many as all of them have.
     """
-    counts = [(len(each.slots), len(each.fill), len(each.used), len(each.scores)) for each in like]
-    starts = np.concatenate([np.zeros((1, 4), np.int64), np.cumsum(counts, axis=0, dtype=np.int64)])
+    arrays = [(each.slots, each.fill, each.used, each.scores, each.counts) for each in like]
+    sizes = np.cumsum([[len(array) for array in each] for each in arrays], axis=0, dtype=np.int64)
+    starts = np.concatenate([np.zeros((1, sizes.shape[1]), np.int64), sizes])
     assert slots.shape == (starts[-1, 0], 2), slots.shape
     group = DirectoryGroup(
         slots=slots,
@@ -177,13 +198,9 @@ def make_group(like: Sequence[Directory], slots: Ints) -> tuple[DirectoryGroup, 
         used=np.concatenate([each.used for each in like]),
         cursor=np.zeros(len(like), np.int64),
         scores=np.zeros(starts[-1, 3], np.float32),
+        counts=np.zeros(starts[-1, 4], np.float32),
         starts=starts,
-        sizes=np.array(
-            [
-                (each.first_bucket, each.shift, each.homes, each.stride, each.quota, each.decay_steps, each.age_steps)
-                for each in like
-            ]
-        ),
+        sizes=np.array([(each.first_bucket, *each[5:9], *each[11:]) for each in like]),
     )
     members = [
         each._replace(
@@ -192,6 +209,7 @@ def make_group(like: Sequence[Directory], slots: Ints) -> tuple[DirectoryGroup, 
             used=group.used[starts[number, 2] : starts[number + 1, 2]],
             cursor=group.cursor[number : number + 1],
             scores=group.scores[starts[number, 3] : starts[number + 1, 3]],
+            counts=group.counts[starts[number, 4] : starts[number + 1, 4]],
         )
         for number, each in enumerate(like)
     ]
@@ -212,8 +230,11 @@ def _member(group: Any, number: int) -> Any:
         sizes[3],
         sizes[4],
         group.scores[starts[3] : stops[3]],
+        group.counts[starts[4] : stops[4]],
         sizes[5],
         sizes[6],
+        sizes[7],
+        sizes[8],
     )
 
 
@@ -267,7 +288,7 @@ class Inserted(NamedTuple):
     added: Ints
     """(K,) how many each directory got."""
     declined: Ints
-    """(K,) lookups of each directory whose keys had no chance."""
+    """(K,) lookups of each directory whose keys had no chance, or were not seen often enough."""
     failed: Ints
     """(K,) a key of each directory for which there was no slot, or ``ABSENT``."""
 
@@ -313,23 +334,17 @@ def _insert_units(
         part, first_slot = slice(starts[number], ends[number]), group.starts[number, 0]
         absent = np.flatnonzero(rows[part] == ABSENT)
         salt, chance = chances.salts[number], chances.chances[number]
-        wanted = absent
-        if chance != U64(ALL_CHANCES):
-            has_chance = np.empty(len(absent), np.bool_)
+        wanted, directory = absent, _member(group, number)
+        if chance != U64(ALL_CHANCES) or directory.seen_before:
+            may = np.empty(len(absent), np.bool_)
             for n in range(len(absent)):
-                has_chance[n] = mix(U64(keys[starts[number] + absent[n]]) ^ salt) <= chance
-            wanted = absent[has_chance]
+                key = keys[starts[number] + absent[n]]
+                may[n] = mix(U64(key) ^ salt) <= chance and _seen(directory, key) >= directory.seen_before
+            wanted = absent[may]
         found[1, number] = len(absent) - len(wanted)
         if len(wanted):
             found[0, number], failed[number] = _insert_absent(
-                _member(group, number),
-                keys[part],
-                rows[part],
-                places[part],
-                wanted,
-                new_keys[part],
-                new_rows[part],
-                first_slot,
+                directory, keys[part], rows[part], places[part], wanted, new_keys[part], new_rows[part], first_slot
             )
         finish(counts)
 
@@ -361,6 +376,121 @@ def _insert_absent(
             new_keys[new], new_rows[new] = keys[at], row
             new += 1
     return new, ABSENT
+
+
+@kernel
+def _cell(directory: Any, key: Any, second: bool) -> tuple[Any, Any]:
+    """Return the word of one of a key's two cells, and its lowest bit there."""
+    hashed = mix(U64(key))
+    half = np.int64(hashed >> U64(ROW_BITS)) if second else np.int64(hashed & U64(LOWER))
+    cell = half * (directory.count_rows * CELLS) >> ROW_BITS
+    row = _bucket(directory, key) * directory.count_rows + cell // CELLS
+    inside = cell % CELLS
+    return row * COUNT_WORDS + inside // CELLS_OF_WORD, inside % CELLS_OF_WORD * 8
+
+
+@kernel
+def _seen(directory: Any, key: Any) -> Any:
+    """Return how often a key was seen before the last maintenance, at least."""
+    if directory.seen_before == 0:
+        return 0
+    first, low = _cell(directory, key, False)
+    second, high = _cell(directory, key, True)
+    one = np.int64(directory.counts[first]) >> (low + 4) & MAX_COUNT
+    return min(one, np.int64(directory.counts[second]) >> (high + 4) & MAX_COUNT)
+
+
+def rows_of_sights(group: DirectoryGroup, numbers: Ints, ends: Ints, keys: Ints, threads: int) -> Ints:
+    """Return the two rows of counters of each of (n,) keys, those of each directory named up to its end."""
+    rows = np.empty((len(keys), 2), np.int64)
+    parallel_for(_locate_sights, len(numbers), threads, group, numbers, ends, keys, rows)
+    return rows.reshape(-1)
+
+
+@kernel
+def _locate_sights(counts: Any, units: int, group: Any, numbers: Any, ends: Any, keys: Any, rows: Any) -> None:
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        directory = _member(group, numbers[unit])
+        for n in range(ends[unit - 1] if unit else 0, ends[unit]):
+            rows[n, 0] = _cell(directory, keys[n], False)[0] // COUNT_WORDS
+            rows[n, 1] = _cell(directory, keys[n], True)[0] // COUNT_WORDS
+        finish(counts)
+
+
+def count_sights(group: DirectoryGroup, numbers: Ints, ends: Ints, keys: Ints, threads: int) -> None:
+    """Count sights of keys without a row, see ``rows_of_sights``. Their order does not matter."""
+    parallel_for(_count_sights, len(numbers), threads, group, numbers, ends, keys)
+
+
+@kernel
+def _count_sights(counts: Any, units: int, group: Any, numbers: Any, ends: Any, keys: Any) -> None:
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        directory = _member(group, numbers[unit])
+        for n in range(ends[unit - 1] if unit else 0, ends[unit]):
+            first, second = _cell(directory, keys[n], False), _cell(directory, keys[n], True)
+            _add(directory.counts, first[0], first[1])
+            if first[0] != second[0] or first[1] != second[1]:
+                _add(directory.counts, second[0], second[1])
+        finish(counts)
+
+
+@kernel
+def _add(counts: Any, word: Any, shift: Any) -> None:
+    value = np.int64(counts[word])
+    if value >> shift & MAX_COUNT < MAX_COUNT:
+        counts[word] = value + (np.int64(1) << shift)
+
+
+def survey_sights(directory: Directory, threads: int) -> tuple[Ints, NDArray[np.bool_]]:
+    """Return the rows of counters that ``settle_sights`` changes, ascending, and (B,) which buckets' counts it halves.
+
+    Counts halve where the mean of a bucket's exceeds half of ``seen_before``: fuller counters admit most ids.
+    """
+    halves, changes = np.zeros(len(directory.fill), np.bool_), np.zeros(len(directory.counts) // COUNT_WORDS, np.bool_)
+    parallel_for(_survey_sights, len(halves), threads, directory, halves, changes)
+    return np.flatnonzero(changes), halves
+
+
+@kernel
+def _survey_sights(counts: Any, units: int, directory: Any, halves: Any, changes: Any) -> None:
+    words, rows = directory.counts, directory.count_rows
+    while True:
+        bucket = take(counts)
+        if bucket >= units:
+            return
+        total, first = np.int64(0), bucket * rows
+        for row in range(first, first + rows):
+            odd = np.int64(0)
+            for word in range(row * COUNT_WORDS, (row + 1) * COUNT_WORDS):
+                value = np.int64(words[word])
+                odd |= (value ^ value >> 4) & LIVE_CELLS
+                total += (value & MAX_COUNT) + (value >> 8 & MAX_COUNT) + (value >> 16 & MAX_COUNT)
+            changes[row] = odd != 0
+        halves[bucket] = 2 * total > directory.seen_before * rows * CELLS
+        if halves[bucket]:
+            for row in range(first, first + rows):
+                for word in range(row * COUNT_WORDS, (row + 1) * COUNT_WORDS):
+                    changes[row] |= words[word] != 0
+        finish(counts)
+
+
+@kernel
+def settle_sights(directory: Any, rows: Any, halves: Any) -> None:
+    """Let admissions go by the present counts in (n,) int64 rows of counters, after halving those of (B,) buckets."""
+    for row in rows:
+        shift = np.int64(halves[row // directory.count_rows])
+        for word in range(row * COUNT_WORDS, (row + 1) * COUNT_WORDS):
+            value, settled = np.int64(directory.counts[word]), np.int64(0)
+            for cell in range(CELLS_OF_WORD):
+                live = (value >> (8 * cell) & MAX_COUNT) >> shift
+                settled |= (live << 4 | live) << (8 * cell)
+            directory.counts[word] = settled
 
 
 def tie_of(key: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.keys import ROW_VALUE_BYTES
+from dlrm_api.keys import COUNT_ROW_BYTES, ROW_VALUE_BYTES
 from dlrm_api.model import ModelSpec, TablePin, TableSpec
 from dlrm_api.row_optimizers import ROW_OPTIMIZERS, STATE_BYTES, state_values
 from dlrm_api.tiers import CHANGED_BYTES
@@ -268,12 +268,15 @@ def part_bytes(table: TableSpec, block_state: int, rows: int, columns: int) -> P
     width = table.column_block or table.dim
     blocks = columns // width
     row = BYTES_OF[table.dtype] * width + block_state
-    cut_row, directory, cut_rows = ELEMENT_BYTES * width + block_state + ROW_ID_BYTES, 0, rows
+    cut_row, directory, cut_rows, counts = ELEMENT_BYTES * width + block_state + ROW_ID_BYTES, 0, rows, 0
     if (buckets := table.key_buckets) is not None:
         count = rows // buckets.quota
         directory, cut_rows = count * buckets.directory_bytes, count * buckets.quota
         cut_row += ROW_VALUE_BYTES * len(table.embedding.row_values)
+        counts = count * buckets.count_rows
     handoff = cut_rows * cut_row + CUT_HEADER_BYTES * -(-cut_rows // CUT_PIECE_ROWS)
+    if counts:
+        handoff += counts * (COUNT_ROW_BYTES + ROW_ID_BYTES) + CUT_HEADER_BYTES * -(-counts // CUT_PIECE_ROWS)
     resident = blocks * rows * (row + CHANGED_BYTES) + directory
     return PartBytes(blocks * row, directory, resident, blocks * handoff)
 

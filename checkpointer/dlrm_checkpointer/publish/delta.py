@@ -274,7 +274,7 @@ def delta_of(plan: DeltaPlan, after: Chain, parts: Sequence[DeltaPart]) -> Delta
     return Delta(
         **{name: getattr(plan, name) for name in DeltaHead.model_fields},
         time=cut.time,
-        tables=tuple(published_table(table).to_json() for table in cut.tables),
+        tables=tuple(published_table(table).to_json() for table in cut.model_tables),
         chunks=tuple(chunk for part in parts for chunk in part.chunks),
         tombstones=tuple(entry for part in parts for entry in part.tombstones),
         dense=dense[0],
@@ -321,7 +321,7 @@ class _Part:
 
     def put(self) -> DeltaPart:
         dense = self._put_dense() if self._place.pod == 0 else None
-        tables = self._after.newest.cut.tables
+        tables = self._after.newest.cut.model_tables
         numbered = enumerate(task for table in tables for task in self._tasks(table))
         entries = parallel_map(lambda task: tuple(task[1](f"{task[0]:06d}")), numbered)
         chunks = tuple(entry for found in entries for entry in found)

@@ -264,7 +264,7 @@ def verify_snapshot(snapshot: Snapshot) -> VerifiedSnapshot:
     Raises:
         SnapshotError: names the object, or the table and the row.
     """
-    rows = {table.name: sum(block.check() for block in walk_table(snapshot, table)) for table in snapshot.meta.tables}
+    checked = {table: sum(block.check() for block in walk_table(snapshot, table)) for table in snapshot.meta.tables}
     for name, array in snapshot.dense().items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise SnapshotError(f"{snapshot.uri}: dense {name} holds a value that is not finite")
@@ -274,6 +274,6 @@ def verify_snapshot(snapshot: Snapshot) -> VerifiedSnapshot:
         attempt=snapshot.attempt,
         objects=len(sizes),
         bytes=sum(sizes),
-        rows=rows,
+        rows={table.name: checked[table] for table in snapshot.meta.model_tables},
         gone=sum(entry.rows for manifest in snapshot.chain.manifests for entry in manifest.gone),
     )

@@ -253,9 +253,10 @@ def diff_snapshots(before: Snapshot, after: Snapshot) -> list[TableDiff]:
     Raises:
         SnapshotError: an object is missing or corrupt, or the models differ.
     """
-    if [table.name for table in before.meta.tables] != [table.name for table in after.meta.tables]:
+    tables = after.meta.model_tables
+    if [table.name for table in before.meta.model_tables] != [table.name for table in tables]:
         raise SnapshotError(f"{after.uri}: its tables are not those of {before.uri}: the models differ")
-    return [_diff_table(before, after, table) for table in after.meta.tables]
+    return [_diff_table(before, after, table) for table in tables]
 
 
 def _diff_table(before: Snapshot, after: Snapshot, table: TableMeta) -> TableDiff:

@@ -397,7 +397,7 @@ def export_tables(snapshot: Snapshot, folder: Path, wanted: ExportOptions) -> in
 
 
 def _tables(snapshot: Snapshot, names: Sequence[str]) -> list[TableMeta]:
-    there = {table.name: table for table in snapshot.meta.tables}
+    there = {table.name: table for table in snapshot.meta.model_tables}
     for name in names:
         if name not in there:
             raise UsageError(f"{snapshot.uri}: there is no table {name} (tables: {', '.join(there)})")

@@ -391,6 +391,20 @@ BAD = {
         },
         "spec.model.tableGroups[0]",
     ),
+    "chance and count": job(
+        {
+            "spec.model.tables.1": {
+                "name": "t",
+                **UNIQUE,
+                "embedding": {**KEYS, "admission": {"probability": 0.5, "count": 2}},
+            }
+        },
+        "spec.model.tables[1].embedding.admission",
+    ),
+    "counters without a name": job(
+        {"spec.model.tables.1": {"name": "t" * 57, **UNIQUE, "embedding": {**KEYS, "admission": {"count": 2}}}},
+        "spec.model.tables[1]",
+    ),
     "no chance": job(
         {"spec.model.tables.1": {"name": "t", **UNIQUE, "embedding": {**KEYS, "admission": {"probability": 0}}}},
         "spec.model.tables[1].embedding.admission",

@@ -44,7 +44,7 @@ splits = st.fixed_dictionaries(
             {},
             optional={
                 "hash": st.sampled_from(["mix", "unique", "unique"]),
-                "admission": st.sampled_from([{"probability": 0}, {"probability": 0.5}]),
+                "admission": st.sampled_from([{"probability": 0}, {"probability": 0.5}, {"count": 1}, {"count": 2}]),
                 "eviction": st.sampled_from(
                     [
                         {},

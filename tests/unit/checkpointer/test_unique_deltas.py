@@ -17,7 +17,7 @@ from dlrm_checkpointer.publish.delta import delta_key, read_delta
 from dlrm_checkpointer.publish.follower import Follower
 from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer.turns import Killed
-from dlrm_testing.checkpointer.unique import UniqueModel, served, unique_table
+from dlrm_testing.checkpointer.unique import COUNTERS, UniqueModel, served, unique_table
 
 
 def image_of(folder: Path) -> dict[int, bytes]:
@@ -33,8 +33,8 @@ def image_of(folder: Path) -> dict[int, bytes]:
 
 @pytest.mark.parametrize("policy", ["full", "consecutive"])
 def test_a_follower_has_the_rows_of_the_newest_delta(tmp_path: Path, files: FileStore, new_pod, policy: str):
-    """The table is full: new rows take the places of those that left."""
-    model, target = UniqueModel((unique_table(rows=20, buckets=1),)), FileStore(tmp_path / "deltas")
+    """The table is full: new rows take the places of those that left. Its counters stay at home."""
+    model, target = UniqueModel((unique_table(rows=20, buckets=1), COUNTERS)), FileStore(tmp_path / "deltas")
     pod = new_pod(tmp_path / "pod", files, policy=policy, target=target)
     follower, did = Follower(target, tmp_path / "out"), []
     for step in range(1, 5):
@@ -51,7 +51,9 @@ def test_a_follower_has_the_rows_of_the_newest_delta(tmp_path: Path, files: File
         ("delta", 15, 15),
         ("delta", 20, 20),
     ]
-    assert {read_delta(target, number).delta.version for number in (1, 2)} == {2}
+    deltas = [read_delta(target, number).delta for number in (1, 2)]
+    assert {delta.version for delta in deltas} == {2}
+    assert {table.name for delta in deltas for table in delta.table_metas} == {"ids"}
 
 
 def killing_after(writes: int) -> Callable[[], None]:

@@ -29,7 +29,7 @@ from dlrm_checkpointer.types import ShardRows, SnapshotName
 from dlrm_kernels.hashing import keys_of_ids
 from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer.turns import Clock, MemoryStore
-from dlrm_testing.checkpointer.unique import UniqueModel, commit, served, unique_table
+from dlrm_testing.checkpointer.unique import COUNTERS, UniqueModel, commit, served, unique_table
 from dlrm_testing.digests import snapshot_digest
 
 POLICIES = ["full", "one-shot", "consecutive", "intermittent"]
@@ -311,6 +311,21 @@ def test_exports_have_the_original_ids(tmp_path: Path, clock: Clock):
     found = load_file(tmp_path / "out" / "tables" / "ids.safetensors")
     rows = dict(zip(found["row_ids"].tolist(), map(bytes, found["weights"]), strict=True))
     assert rows == {int(each): served(model)[key] for each, key in zip(ids, keys, strict=True)}
+
+
+def test_counters_are_state_and_no_table_of_the_model(tmp_path: Path, clock: Clock):
+    store, model = MemoryStore(clock), UniqueModel((unique_table(), COUNTERS)).train(3)
+    commit(store, model, None)
+    snapshot = find_snapshot(store)
+    (number,) = (at for at, table in enumerate(snapshot.meta.tables) if table.counts_of == "ids")
+
+    export_tables(snapshot, tmp_path / "out", ExportOptions(form=Safetensors(), precision="fp32"))
+
+    assert snapshot.meta.tables[number] == COUNTERS
+    assert [path.stem for path in (tmp_path / "out" / "tables").iterdir()] == ["ids"]
+    assert verify_snapshot(snapshot).rows.keys() == {"ids"}
+    assert [diff.table for diff in diff_snapshots(snapshot, snapshot)] == ["ids"]
+    assert snapshot_digest(snapshot) == model.digest()
 
 
 def test_a_restored_folder_has_keys_rows_and_steps(tmp_path: Path, clock: Clock):

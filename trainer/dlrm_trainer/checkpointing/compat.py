@@ -74,9 +74,19 @@ def check_model(
         if table.is_unique and table.name in then and then[table.name].row_values != table.embedding.row_values:
             kept.setdefault(table.name, {})["rowValues"] = list(then[table.name].row_values)
     now = dict(model) | {"tables": [each | kept.get(each["name"], {}) for each in model["tables"]]}
-    if change := _model_change(meta.model, now):
+    if change := _model_change(_without_counters(meta.model), _without_counters(now)):
         raise SnapshotError(f"{where}: the model changed since the snapshot: {change}; {HOW_TO_FIX}")
-    return bool(kept)
+    # Counters of sights begin at 0 if the snapshot has none of their size.
+    return bool(kept) or _counters(meta.model) != _counters(model)
+
+
+def _counters(model: Mapping[str, Any]) -> dict[str, int]:
+    """Return the rows of each table of counters."""
+    return {table["name"]: table["rows"] for table in model.get("tables", ()) if "countsOf" in table}
+
+
+def _without_counters(model: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(model) | {"tables": [table for table in model.get("tables", ()) if "countsOf" not in table]}
 
 
 def _resizing_problem(table: TableSpec, then: TableMeta, last: int) -> str:

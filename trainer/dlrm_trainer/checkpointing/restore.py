@@ -60,7 +60,8 @@ from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.failures import CollectiveKeepalive
 from dlrm_trainer.distributed.rendezvous import RankGroup
 from dlrm_trainer.embedding import Placement
-from dlrm_trainer.embedding.checkpoint import UniquePart, table_meta
+from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart, UniquePart, counters_meta, part_meta, table_meta
+from dlrm_trainer.embedding.sights import counters_of
 from dlrm_trainer.embedding.unique import ranks_of, rows_that_fit
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.metrics.progress import Observer, ProgressBoard
@@ -246,11 +247,18 @@ def _known_then(then: Any, now: Any) -> Any:
 
 def model_document(spec: DLRMJobSpec, learner: Learner) -> dict[str, Any]:
     """Return the description of the model that snapshots store and that a restore compares."""
-    seed, optimizer = spec.training.seed, spec.training.row_optimizer.kind
+    seed, optimizer, tables = spec.training.seed, spec.training.row_optimizer.kind, spec.model.all_tables()
     return {
         "tables": [
-            table_meta(table, seed, optimizer).to_json() | {"hash": table.embedding.hash, "pooling": table.pooling}
-            for table in spec.model.all_tables()
+            *(
+                table_meta(table, seed, optimizer).to_json() | {"hash": table.embedding.hash, "pooling": table.pooling}
+                for table in tables
+            ),
+            *(
+                counters_meta(counters_of(table), table.name).to_json()
+                for table in tables
+                if table.embedding.has_counts
+            ),
         ],
         "dense": learner.dense.shapes(),
         "interaction": spec.model.interaction,
@@ -278,8 +286,7 @@ def restore(
     """
     learner.embeddings.settle()
     in_step = CollectiveKeepalive(collectives)
-    parts = list(learner.embeddings.local)
-
+    parts = [part for part in learner.embeddings.local if not _is_new(part, snapshot)]
     fitting: list[NDArray[np.int64] | None] = [None] * len(parts)
     left = Counter[str]()
     for number, part in enumerate(parts):
@@ -299,6 +306,13 @@ def restore(
     in_step.wait()
     counts = collectives.gather(dict(left), ROW_COUNTS)
     return sum(map(Counter, counts), Counter[str]())
+
+
+def _is_new(part: LocalPart, snapshot: Snapshot) -> bool:
+    """Tell whether a part begins at 0: counters of which the snapshot has none, or another number."""
+    if not (isinstance(part, ResidentPart) and part.counts_of):
+        return False
+    return all((table.name, table.rows) != (part.table.name, part.table.rows) for table in snapshot.meta.tables)
 
 
 def _fitting_keys(snapshot: Snapshot, part: UniquePart) -> tuple[NDArray[np.int64], int]:
@@ -338,7 +352,7 @@ def live_digest(learner: Learner, collectives: Collectives) -> str:
     mine: dict[str, list[PartialDigest]] = defaultdict(list)
     for part in learner.embeddings.saved:
         # Digests do not cover the seed.
-        meta = table_meta(part.table, 0, learner.row_optimizer)
+        meta = part_meta(part, learner.row_optimizer)
         if isinstance(part, UniquePart):
             mine[meta.name] += [
                 rows_digest(meta, piece.row_ids, part.shard.column_start, piece.rows, piece.state)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dlrm_api.keys import COUNT_COLUMNS, COUNT_WORDS
 from dlrm_api.model import TableSpec
 from dlrm_api.row_optimizers import RowOptimizerKind, state_values
 from dlrm_checkpointer import (
@@ -58,6 +59,8 @@ class ResidentPart:
     """(rows, S) float32 row optimizer state; 0 in a row that was never updated."""
     dirty: DirtyPart
     """Rows changed since the parent of the next cut; set by updates, never by lookups."""
+    counts_of: str = ""
+    """Table whose counters these are; see ``TableMeta``."""
 
     @property
     def is_on_host(self) -> bool:
@@ -206,6 +209,27 @@ def largest(part: LocalPart) -> tuple[float, int]:
         place = int(values.argmax())
         found = max(found, (float(values[place]), int(piece.row_ids[place])))
     return found
+
+
+def counters_meta(table: TableSpec, counts_of: str) -> TableMeta:
+    """Describe a table of counters in a snapshot."""
+    return TableMeta(
+        name=table.name,
+        rows=table.rows,
+        dim=COUNT_COLUMNS,
+        seed=0,
+        scale=0.0,
+        column_blocks=((0, COUNT_COLUMNS),),
+        state_columns=(COUNT_WORDS,),
+        counts_of=counts_of,
+    )
+
+
+def part_meta(part: LocalPart, optimizer: RowOptimizerKind) -> TableMeta:
+    """Describe the table of a part, with seed 0."""
+    if isinstance(part, ResidentPart) and part.counts_of:
+        return counters_meta(part.table, part.counts_of)
+    return table_meta(part.table, 0, optimizer)
 
 
 def table_meta(table: TableSpec, seed: int, optimizer: RowOptimizerKind) -> TableMeta:

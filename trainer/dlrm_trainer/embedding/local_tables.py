@@ -36,12 +36,14 @@ from dlrm_trainer.embedding.checkpoint import (
 )
 from dlrm_trainer.embedding.exchange import Bags, OwnedIds
 from dlrm_trainer.embedding.placement import EmbeddingOptions, PartGroup, Placement
+from dlrm_trainer.embedding.sights import Sights
 from dlrm_trainer.embedding.table_batch import HostKernel, Kernel, TableBatch, Tables
 from dlrm_trainer.embedding.tiers.prefetch import Prefetcher, processors_near_levels
 from dlrm_trainer.embedding.tiers.stack import NO_ROWS, Fetched, NewRows, Stack, StackLookups, make_stack, stack_tables
 from dlrm_trainer.embedding.unique import Admitted, LookupCounts, UniqueGroup, UniquePolicy, UniqueRows
 
 NO_GAINS = np.empty(0, np.float32)
+NO_KEYS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,10 @@ class UniqueLookups:
     counts: LookupCounts
     new: NewRows
     """Rows that keys got for this batch, numbered over all parts of the group."""
+    absent: NDArray[np.int64]
+    """(M,) keys without a row, of parts that count these."""
+    absent_ends: NDArray[np.int64]
+    """Where those of each such part end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +102,8 @@ class Group:
     """Of unique ids."""
     initial_rows: InitialRows | None
     """Of unique ids that get resident rows."""
+    sights: Sights | None
+    """Of unique ids without rows; None if no part counts them."""
 
 
 class LocalTables:
@@ -206,6 +214,8 @@ class LocalTables:
             if group.unique is not None and keys is not None:
                 gains = _gains(group.unique.by_gradient, gradient, bags)
                 group.unique.updated(keys.places, bags.sizes.numpy(), gains, step + 1)
+                if group.sights is not None and len(keys.absent):
+                    group.sights.count(keys.absent, keys.absent_ends, self.pending)
                 self.lookups = self.lookups.plus(keys.counts)
         if self._prefetcher is not None and prepared.fetched is not None:
             self._prefetcher.release(prepared.fetched.result())
@@ -228,6 +238,8 @@ class LocalTables:
         self.lookups = LookupCounts()
         self.settle()
         for group in self.groups:
+            if group.sights is not None:
+                group.sights.settle(self.pending)
             for number, part in enumerate(group.parts):
                 if isinstance(part, UniquePart) and len((left := part.rows.choose_leaving(step, last_step)).rows):
                     if self.pending is not None:
@@ -242,6 +254,7 @@ class LocalTables:
         """Iterate over the parts of all groups."""
         for group in self.groups:
             yield from group.parts
+            yield from group.sights.parts if group.sights is not None else ()
 
     def saved_rows(self, *, moving: bool = False) -> Iterator[CutRowSource]:
         """Iterate over every row of every part that changed since the parent of the next cut, once.
@@ -254,6 +267,9 @@ class LocalTables:
             elif not (moving and group.device.type == "cpu"):
                 for part in group.parts:
                     yield from saved_rows(part)
+            if group.sights is not None and not moving:
+                for counters in group.sights.parts:
+                    yield from saved_rows(counters)
 
     def settle(self) -> None:
         """Wait until no row is moving, so that tables can be read and restored.
@@ -387,10 +403,13 @@ def _make_group(placement: Placement, plan: PartGroup, options: EmbeddingOptions
         memories = _resident_parts(placement, plan, batch, dirty_parts)
     unique: UniqueGroup | None = None
     initial_rows: InitialRows | None = None
+    sights: Sights | None = None
     parts = memories
     if plan.is_unique:
         parts = _unique_parts(plan, memories, options.global_batch_size)
         unique = UniqueGroup([part.rows for part in parts], [part for part, _ in plan.columns], options.seed)
+        if len(unique.sights):
+            sights = Sights(unique, [placement.tables[part.table] for part in plan.parts])
         if stack is None:
             described = [
                 (initial_key(options.seed, each.name), part.column_start, table_scale(each.initializer, each.rows))
@@ -412,6 +431,7 @@ def _make_group(placement: Placement, plan: PartGroup, options: EmbeddingOptions
         stack=stack,
         unique=unique,
         initial_rows=initial_rows,
+        sights=sights,
     )
 
 
@@ -534,8 +554,25 @@ def _look_up(group: Group, unique: UniqueGroup, bags: Bags, step: int | None) ->
             sizes=lengths.sum(dim=1, dtype=torch.int64),
         )
     places = places if step is None else places[has_row]
-    counts = LookupCounts(len(keys), len(keys) - len(found_bags.ids) - declined)
-    return found_bags, UniqueLookups(keys=keys[has_row], places=places, counts=counts, new=new)
+    absent, absent_ends = _absent(group.sights, keys, ends, has_row) if group.sights is not None else (NO_KEYS, NO_KEYS)
+    return found_bags, UniqueLookups(
+        keys=keys[has_row],
+        places=places,
+        counts=LookupCounts(len(keys), len(keys) - len(found_bags.ids) - declined),
+        new=new,
+        absent=absent,
+        absent_ends=absent_ends,
+    )
+
+
+def _absent(
+    sights: Sights, keys: NDArray[np.int64], ends: NDArray[np.int64], has_row: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the keys without a row of parts that count them, and where those of each such part end."""
+    lacking = np.flatnonzero(~has_row)
+    numbers = np.searchsorted(ends, lacking, side="right")
+    sizes = np.bincount(numbers, minlength=len(ends))[sights.counting]
+    return keys[lacking[np.isin(numbers, sights.counting)]], np.cumsum(sizes)
 
 
 def _gains(by_gradient: NDArray[np.bool_], gradient: Tensor, bags: Bags) -> NDArray[np.float32]:

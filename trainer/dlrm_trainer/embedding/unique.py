@@ -136,7 +136,7 @@ class UniquePolicy:
         ages *= len(table.sources) if len(ages) == 1 else 1
         chance = 1.0 if admission is None or admission.probability is None else admission.probability
         return cls(
-            rules=Rules(decay_steps, min(ages)),
+            rules=Rules(decay_steps, min(ages), 0 if admission is None else (admission.count or 1) - 1),
             chance=min(int(chance * 2.0**64), ALL_CHANCES),
             is_by_gradient=eviction is not None and eviction.keep == "useful",
             extra_steps=tuple(age - min(ages) for age in ages),
@@ -172,7 +172,7 @@ class Admitted(NamedTuple):
     new_parts: Ints
     """(m,) their parts."""
     declined: int
-    """Lookups whose keys had no chance of a row."""
+    """Lookups whose keys had no chance of a row, or were not seen often enough."""
 
 
 class Leaving(NamedTuple):
@@ -265,6 +265,7 @@ class UniqueRows:
             stride=buckets.slots,
             rows=len(owned) * buckets.quota,
             rules=policy.rules,
+            count_rows=buckets.count_rows,
         )
         """In the memory of a ``UniqueGroup`` once it has the part."""
         self._gone: list[Ints] = []
@@ -432,7 +433,7 @@ class UniqueGroup:
             part.directory = member
         self.counts = np.zeros((4, len(parts)), np.int64)
         """Of each part, since the attempt began: lookups; those whose key found its bucket full; keys admitted; lookups
-        that had no chance."""
+        that admission declined."""
         self._keys = np.array([table_key(seed, part.table) for part in parts], np.uint64)
         self._chances = np.array([part.policy.chance for part in parts], np.uint64)
         self._columns = np.searchsorted(part_of, np.arange(len(parts) + 1))
@@ -460,6 +461,19 @@ class UniqueGroup:
         return Admitted(
             rows, places, new.keys, new.rows, np.repeat(np.arange(len(ends)), new.added), int(new.declined.sum())
         )
+
+    @property
+    def sights(self) -> NDArray[np.float32]:
+        """Return the counters of all parts that count, in their order, flat."""
+        return self._group.counts
+
+    def rows_of_sights(self, keys: Ints, ends: Ints, numbers: Ints) -> Ints:
+        """Return the (2 n,) rows of counters of (n,) keys, those of each part named up to its end."""
+        return directory.rows_of_sights(self._group, numbers, ends, keys, torch.get_num_threads())
+
+    def count_sights(self, keys: Ints, ends: Ints, numbers: Ints) -> None:
+        """Count sights of (n,) keys without a row; see ``rows_of_sights``."""
+        directory.count_sights(self._group, numbers, ends, keys, torch.get_num_threads())
 
     def read(self, keys: Ints, ends: Ints) -> Ints:
         """Return the (L,) held rows of keys, ``ABSENT`` for others; see ``admit``."""

@@ -33,9 +33,9 @@ COUNTS: tuple[tuple[str, Mapping[str, str], str], ...] = (
     ("lookups", {"": "lookups"}, "Lookups of unique tables, duplicates included."),
     (
         "lookups_without_row",
-        {FULL: "lookups_without_row", "probability": "lookups_declined"},
-        "Lookups of ids that got no row. Reason full: all rows of their bucket were taken; probability: "
-        "admission.probability.",
+        {FULL: "lookups_without_row", "admission": "lookups_declined"},
+        "Lookups of ids that got no row. Reason full: all rows of their bucket were taken; admission: "
+        "admission.count or probability.",
     ),
     ("admitted_rows", {"": "admitted_rows"}, "Rows given to ids that had none."),
     (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,8 @@ def unique_table(
     )
 
 
+COUNTERS = replace(table("ids:sights", 20, 4, scale=0, state=16), counts_of="ids")
+"""Counters of a table of unique ids."""
 UNIQUE_TABLES = (unique_table(), table("users", 60, 4), unique_table("scored", rows=100, dim=4, has_scores=True))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dlrm_api.keys import KEY_BITS
+from dlrm_api.keys import COUNT_WORDS, KEY_BITS
 from dlrm_api.model import ModelSpec
 from dlrm_api.plan import Plan, RankPlan, Shard, TablePlan, TierLevel, TierShare
 from dlrm_api.tiers import Tier
@@ -25,7 +25,7 @@ from dlrm_testing.trainer.unique_tables import Batch as Keys
 from dlrm_testing.trainer.unique_tables import Shape
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import EmbeddingOptions, Embeddings, place
-from dlrm_trainer.embedding.checkpoint import UniquePart, table_meta
+from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart, UniquePart, part_meta
 from dlrm_trainer.embedding.collection import CheckpointView
 from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate
 from dlrm_trainer.embedding.unique import UniquePolicy
@@ -35,6 +35,8 @@ from dlrm_trainer.train import prepared_ahead
 SAMPLES, STEPS, PERIOD, SEED = 12, 24, 4, 5
 ROWS, BUCKETS = {"whole": 24, "split": 40, "half": 24}, 4
 ROW_FIELDS = "row_ids", "rows", "state"
+SIGHTS = "half:sights"
+"""Table of counters in runs that are rated."""
 STATE_VALUES = 1
 """Of row-wise Adagrad."""
 WIDTH = (1 << KEY_BITS) // BUCKETS
@@ -46,7 +48,7 @@ RATED = {
         "eviction": {"keep": "frequent", "halfLifeSamples": 96, "maxAgeSamples": [36, 120]},
     },
     "split": {"eviction": {"keep": "useful", "halfLifeSamples": 1_000}},
-    "half": {"admission": {"probability": 0.3}, "eviction": {"maxAgeSamples": [60]}},
+    "half": {"admission": {"count": 3}, "eviction": {"maxAgeSamples": [60]}},
 }
 """Options of tables from which rows leave by scores and ages."""
 
@@ -176,13 +178,30 @@ class UniqueRun:
     """Keys of these cuts that are gone."""
 
 
-def rows_of(part: UniquePart) -> TableRows:
+def tables_of(rated: bool) -> tuple[str, ...]:
+    """Tables of which runs have rows: that of counters too."""
+    return (*ROWS, SIGHTS) if rated else tuple(ROWS)
+
+
+def has_state(part: LocalPart) -> bool:
+    """Tell whether runs show a part's rows."""
+    return isinstance(part, UniquePart) or (isinstance(part, ResidentPart) and bool(part.counts_of))
+
+
+def rows_of(part: LocalPart) -> TableRows:
     pieces = list(map(load_rows, part.held()))
+    if not pieces:
+        shape = (0, part.shard.width), (0, part.state_values)
+        return table_rows(np.empty(0, np.int64), *(np.empty(each, np.float32) for each in shape))
     return table_rows(*(np.concatenate([getattr(piece, name) for piece in pieces]) for name in ROW_FIELDS))
 
 
 def table_rows(keys: NDArray[np.int64], weight: NDArray[np.float32], state: NDArray[np.float32]) -> TableRows:
-    """Rows of cuts, in any order."""
+    """Rows of cuts, in any order; rows of counters that never counted are left out."""
+    if state.shape[1] == COUNT_WORDS:
+        order = np.flatnonzero(state.any(axis=1))
+        order = order[np.argsort(keys[order])]
+        return TableRows(keys[order], np.empty((len(order), 0), np.uint32), weight[order], state[order])
     order = np.argsort(keys)
     values = np.ascontiguousarray(state[order, STATE_VALUES:]).view(np.uint32)
     return TableRows(keys[order], values, weight[order], state[order, :STATE_VALUES])
@@ -227,7 +246,7 @@ class CutChain:
         if self._parent is not None and self._parent < self._saved.first_parent:
             self._parent = None
         self._saved.begin_cut(step, self._parent)
-        self._wanted = {part.table.name: rows_of(part) for part in self._saved if isinstance(part, UniquePart)}
+        self._wanted = {part.table.name: rows_of(part) for part in self._saved if has_state(part)}
         self._cut = MemoryCut(self._segment_rows)
         self._cut.name = SnapshotName(step, 1)
         self._copying = self._saved.begin_copying(self._cut)
@@ -243,13 +262,14 @@ class CutChain:
         self.gone += sum(len(rows.row_ids) for rows in self._cut.gone)
         self._stored[step] = self._parent, self._cut
         for table, wanted in self._wanted.items():
-            assert equal(self._merged(step, table), wanted)
+            merged = self._merged(step, table)
+            assert len(wanted.keys) == 0 if merged is None else equal(merged, wanted)
             self.checked += 1
         if self._draw.random() < 0.7:
             self._newest = step
 
-    def _merged(self, step: int | None, table: str) -> TableRows:
-        """Rows of a chain: of each key that its newest cut has, unless it is gone there."""
+    def _merged(self, step: int | None, table: str) -> TableRows | None:
+        """Rows of a chain: of each key that its newest cut has, unless it is gone there. None: no cut has any."""
         pieces: list[tuple[NDArray[np.int64], ShardRows]] = []
         seen = np.empty(0, np.int64)
         while step is not None:
@@ -260,6 +280,8 @@ class CutChain:
             named = np.concatenate([np.empty(0, np.int64), *gone, *(piece.row_ids for piece in here)])
             assert len(np.unique(named)) == len(named)
             seen = np.union1d(seen, named)
+        if not pieces:
+            return None
         return table_rows(
             *(np.concatenate([getattr(piece, name)[chosen] for chosen, piece in pieces]) for name in ROW_FIELDS)
         )
@@ -283,7 +305,7 @@ def train_unique(
     embeddings = Embeddings(placement, collectives, options)
     for part in embeddings.local:
         part.start(SEED)
-        if saved is not None and isinstance(part, UniquePart):
+        if saved is not None and has_state(part):
             restore(part, saved[part.table.name])
     chain = None if chosen.cut_seed is None else CutChain(embeddings.saved, chosen.cut_seed)
     edges: list[int] = [SAMPLES * each // size for each in range(size + 1)]
@@ -307,7 +329,7 @@ def train_unique(
             without_row += embeddings.lookups.without_row
             embeddings.maintain(step, step - PERIOD)
         embeddings.settle()
-        states.append({part.table.name: rows_of(part) for part in embeddings.local if isinstance(part, UniquePart)})
+        states.append({part.table.name: rows_of(part) for part in embeddings.local if has_state(part)})
         if chain is not None:
             chain.after_step(step, last=step == stop)
     evaluated = slice_of(spec, batch(spec, 0), edges, rank)
@@ -319,7 +341,7 @@ def train_unique(
     return UniqueRun(states, without_row, features, counters.block, *((chain.checked, chain.gone) if chain else ()))
 
 
-def restore(part: UniquePart, saved: Sequence[TableRows]) -> None:
+def restore(part: LocalPart, saved: Sequence[TableRows]) -> None:
     """Give a part the rows of its keys, as restores from snapshots at 32 bits do."""
     for rows in saved:
         chosen = (part.shard.row_start <= rows.keys) & (rows.keys < part.shard.row_end)
@@ -327,7 +349,7 @@ def restore(part: UniquePart, saved: Sequence[TableRows]) -> None:
             continue
         state = np.concatenate([rows.state[chosen], rows.values[chosen].view(np.float32)], axis=1)
         piece = ShardRows(shard=part.shard, row_ids=rows.keys[chosen], rows=rows.weight[chosen], state=state)
-        assert len(table_meta(part.table, SEED, "rowwise-adagrad").row_values) == rows.values.shape[1]
+        assert len(part_meta(part, "rowwise-adagrad").row_values) == rows.values.shape[1]
         part.restore(code_rows(piece, 32))
 
 

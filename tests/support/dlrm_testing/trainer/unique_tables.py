@@ -76,6 +76,17 @@ def powers(parts: int) -> np.float32:
     return found if parts < 32 * DECAY_PARTS else np.float32(0)
 
 
+def cells_of_bucket(shape: Shape) -> int:
+    return -(-shape.quota * 2 // 48) * 48
+
+
+def cells_of(shape: Shape, key: int) -> set[tuple[int, int]]:
+    """Return the bucket and cell of the counters of a key without a row."""
+    cells = cells_of_bucket(shape)
+    hashed = int(mix(np.uint64(key)))
+    return {(shape.bucket(key), half * cells >> 32) for half in (hashed & 2**32 - 1, hashed >> 32)}
+
+
 def has_chance(key: int, salt: np.uint64, chance: int) -> bool:
     return int(mix(np.uint64(key) ^ salt)) <= chance
 
@@ -133,6 +144,11 @@ class Replay:
         self._shape, self.step = shape, 0
         self.rows: dict[int, Row] = {}
         self.period, self.maintained_at = Period.of(shape), 0
+        self.counts: Counter[tuple[int, int]] = Counter()
+        """Of sights, by cell."""
+        self.settled: Counter[tuple[int, int]] = Counter()
+        """Those at the last maintenance."""
+        self.halvings = 0
 
     def train(self, batch: Batch, salt: np.uint64 = NO_SALT, extra_steps: Sequence[int] | None = None) -> None:
         """``extra_steps`` are those of each lookup's feature."""
@@ -142,7 +158,9 @@ class Replay:
             extra[key] = max(extra[key], steps)
         fill = Counter(map(shape.bucket, self.rows))
         for key in sorted(lookups):
-            if key not in self.rows and has_chance(key, salt, shape.policy.chance):
+            cells = cells_of(shape, key)
+            is_known = min(self.settled[cell] for cell in cells) >= shape.policy.rules.seen_before
+            if key not in self.rows and is_known and has_chance(key, salt, shape.policy.chance):
                 if fill[shape.bucket(key)] < shape.quota:
                     fill[shape.bucket(key)] += 1
                     self.rows[key] = Row(initial(key), 0)
@@ -156,6 +174,9 @@ class Replay:
                         score += np.float32(1)
                 until = max(row.touched, self.step + extra[key])
                 self.rows[key] = Row(updated(row.value, self.step, lookups[key]), until, float(score))
+            elif shape.policy.rules.seen_before:
+                for cell in cells:
+                    self.counts[cell] = min(15, self.counts[cell] + lookups[key])
         self.period.lookups += len(batch)
         if self.period.is_due(self.step):
             for bucket in range(shape.buckets):
@@ -163,6 +184,14 @@ class Replay:
                 is_due = shape.is_due(bucket, self.step, self.maintained_at)
                 for key in shape.leaving(held, self.step, is_due=is_due):
                     del self.rows[key]
+            for bucket in range(shape.buckets):
+                here = [cell for cell in self.counts if cell[0] == bucket]
+                total = sum(self.counts[cell] for cell in here)
+                if 2 * total > shape.policy.rules.seen_before * cells_of_bucket(shape):
+                    self.halvings += 1
+                    for cell in here:
+                        self.counts[cell] //= 2
+            self.settled = self.counts.copy()
             self.period.maintained()
             self.maintained_at = self.step
 

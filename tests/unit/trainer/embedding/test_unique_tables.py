@@ -14,6 +14,7 @@ from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_testing.trainer.unique_runs import (
     ROWS,
     SEED,
+    SIGHTS,
     STEPS,
     RunOptions,
     UniqueRun,
@@ -22,6 +23,7 @@ from dlrm_testing.trainer.unique_runs import (
     keys_of,
     model,
     shape,
+    tables_of,
     train_unique,
 )
 from dlrm_testing.trainer.unique_tables import Replay
@@ -37,6 +39,12 @@ class Alone(NamedTuple):
 
     rated: bool
     runs: list[UniqueRun]
+
+    def has(self, step: int, others: list[UniqueRun], other_step: int) -> bool:
+        """Tell whether other runs had the same rows after a step, counted from their first."""
+        return all(
+            equal(joined(others, other_step, table), joined(self.runs, step, table)) for table in tables_of(self.rated)
+        )
 
 
 def run(world_size: int, options: RunOptions, *arguments: object) -> list[UniqueRun]:
@@ -71,6 +79,14 @@ def test_keys_and_values_after_each_step_are_those_of_a_replay(alone: Alone, tab
             scores = rows.values[:, 1].copy().view(np.float32)
             assert scores.tolist() == [replay.rows[key].score for key in sorted(replay.rows)]
 
+        if policy.rules.seen_before:
+            state = alone.runs[0].states[step][SIGHTS].state.astype(np.int64)
+            assert state.sum() > 0 or not replay.counts
+            cells = np.stack([state >> 8 * cell & 255 for cell in range(3)])
+            assert sorted(cells[cells & 15 > 0] & 15) == sorted(filter(None, replay.counts.values()))
+            assert sorted(cells[cells >> 4 > 0] >> 4) == sorted(filter(None, replay.settled.values()))
+
+    assert bool(policy.rules.seen_before) == (replay.halvings > 0)
     assert left > 0
     assert alone.runs[0].without_row > 0
 
@@ -80,7 +96,9 @@ def test_rows_do_not_depend_on_lookahead(alone: Alone, lookahead: int) -> None:
     ahead = run(1, RunOptions(lookahead, rated=alone.rated))
 
     for step in range(STEPS):
-        assert all(equal(joined(ahead, step, table), joined(alone.runs, step, table)) for table in ROWS)
+        assert all(
+            equal(joined(ahead, step, table), joined(alone.runs, step, table)) for table in tables_of(alone.rated)
+        )
     assert np.array_equal(ahead[0].features, alone.runs[0].features)
 
 
@@ -90,7 +108,9 @@ def test_rows_do_not_depend_on_tiers(alone: Alone, tmp_path: Path, lookahead: in
     stacked = run(1, RunOptions(lookahead, tiers, tmp_path, rated=alone.rated))
 
     for step in range(STEPS):
-        assert all(equal(joined(stacked, step, table), joined(alone.runs, step, table)) for table in ROWS)
+        assert all(
+            equal(joined(stacked, step, table), joined(alone.runs, step, table)) for table in tables_of(alone.rated)
+        )
     np.testing.assert_array_equal(stacked[0].features, alone.runs[0].features)
 
 
@@ -100,19 +120,24 @@ def test_rows_do_not_depend_on_the_number_of_ranks(alone: Alone, world_size: int
     ranks = run(world_size, RunOptions(1, rated=alone.rated))
 
     for step in range(STEPS):
-        assert all(equal(joined(ranks, step, table), joined(alone.runs, step, table)) for table in ROWS)
+        assert all(
+            equal(joined(ranks, step, table), joined(alone.runs, step, table)) for table in tables_of(alone.rated)
+        )
     np.testing.assert_allclose(np.concatenate([each.features for each in ranks]), alone.runs[0].features, rtol=1e-5)
 
 
 @pytest.mark.parametrize("stop", [8, 10, 15])
 @pytest.mark.parametrize("tiers", [(), *TIERS[1:2]])
 def test_restored_run_ends_with_the_same_rows(alone: Alone, tmp_path: Path, stop: int, tiers: tuple[Tier, ...]) -> None:
-    saved = {table: [joined(alone.runs, stop - 1, table)] for table in ROWS}
+    saved = {table: [joined(alone.runs, stop - 1, table)] for table in tables_of(alone.rated)}
 
     restored = run(1, RunOptions(2, tiers, tmp_path, rated=alone.rated), STEPS, saved, stop)
 
     for step in range(stop, STEPS):
-        assert all(equal(joined(restored, step - stop, table), joined(alone.runs, step, table)) for table in ROWS)
+        assert all(
+            equal(joined(restored, step - stop, table), joined(alone.runs, step, table))
+            for table in tables_of(alone.rated)
+        )
 
 
 @pytest.mark.parametrize("tiers", [(), *TIERS])
