@@ -228,6 +228,11 @@ class TableOptions(ApiModel):
         description="Rows of the table (distinct ids after hashing). With embedding.hash unique: most rows at a time.",
     )
     dim: Columns = Field(description="Columns of a row (elements).")
+    project: bool = Field(
+        False,
+        description="Multiply pooled vectors by a trained matrix, so that dim may differ from the common width of "
+        "interaction dot: the last bottomMlp width or, without a bottom MLP, the largest dim.",
+    )
     pooling: Literal["sum", "mean"] = Field("sum", description="How the rows of one bag are combined into one vector.")
     max_lookups: int = Field(1, ge=1, le=100_000, description="Most ids in one bag; a longer bag is an error.")
     avg_lookups: float | None = Field(
@@ -414,9 +419,10 @@ class TableGroup(ApiModel):
 
 _WIDTH = (
     "has(self.bottomMlp) && size(self.bottomMlp) > 0 ? self.bottomMlp[size(self.bottomMlp) - 1] : "
-    "has(self.tables) && size(self.tables) > 0 ? self.tables[0].dim : self.tableGroups[0].template.dim"
+    "((has(self.tables) ? self.tables.map(t, t.dim) : []) + "
+    "(has(self.tableGroups) ? self.tableGroups.map(g, g.template.dim) : [])).max()"
 )
-"""Width of the dot interaction, in CEL. Evaluated only if there is a table or a group."""
+""":attr:`ModelSpec.common_width`, in CEL. An error without tables, which another rule reports."""
 
 
 def has_unique(model: str) -> str:
@@ -428,9 +434,8 @@ def has_unique(model: str) -> str:
 
 
 def _dims_agree(model: ModelSpec) -> bool:
-    dims = {table.dim for table in model.tables} | {group.template.dim for group in model.table_groups}
-    dims |= set(model.bottom_mlp[-1:])
-    return model.interaction != "dot" or len(dims) <= 1
+    width = model.common_width
+    return model.interaction != "dot" or all(table.project or table.dim == width for table in model.declared_tables)
 
 
 def _has_a_pair(model: ModelSpec) -> bool:
@@ -447,7 +452,8 @@ class ModelSpec(ApiModel):
     bottom_mlp: tuple[Width, ...] = Field(
         (),
         max_length=64,
-        description="Widths of the bottom MLP's layers. For interaction dot the last one must equal the tables' dim.",
+        description="Widths of the bottom MLP's layers. For interaction dot the last one must equal the dim of tables "
+        "without project.",
     )
     top_mlp: tuple[Width, ...] = Field(
         (512, 256, 1),
@@ -497,12 +503,19 @@ class ModelSpec(ApiModel):
             message=f"expected at most {MAX_TABLES} tables, with the counts of tableGroups included",
         ),
         Rule(
-            cel="self.interaction != 'dot' || "
-            f"((!has(self.tables) || self.tables.all(t, t.dim == ({_WIDTH}))) && "
-            f"(!has(self.tableGroups) || self.tableGroups.all(g, g.template.dim == ({_WIDTH}))))",
+            # The list of one width is its name: computed once, not for each table.
+            cel=f"self.interaction != 'dot' || [{_WIDTH}].all(width, "
+            "(!has(self.tables) || self.tables.all(t, t.project || t.dim == width)) && "
+            "(!has(self.tableGroups) || self.tableGroups.all(g, g.template.project || g.template.dim == width)))",
             holds=_dims_agree,
             message="interaction dot needs equal widths: make the dim of every table and the last bottomMlp width "
-            "equal, or use interaction dcn",
+            "equal, set project: true in tables of another dim, or use interaction dcn",
+        ),
+        Rule(
+            cel="self.interaction == 'dot' || !((has(self.tables) && self.tables.exists(t, t.project)) || "
+            "(has(self.tableGroups) && self.tableGroups.exists(g, g.template.project)))",
+            holds=lambda model: model.interaction == "dot" or not any(table.project for table in model.declared_tables),
+            message="project needs interaction dot: remove it, since interaction dcn takes tables of any dim",
         ),
         Rule(
             cel="self.interaction != 'dot' || (has(self.bottomMlp) && size(self.bottomMlp) > 0) || "
@@ -521,9 +534,19 @@ class ModelSpec(ApiModel):
     )
 
     @property
+    def declared_tables(self) -> tuple[TableOptions, ...]:
+        """Return the options of each table and of each group."""
+        return (*self.tables, *(group.template for group in self.table_groups))
+
+    @property
+    def common_width(self) -> int:
+        """Return the width of the vectors that interaction dot multiplies; 0 without tables."""
+        return self.bottom_mlp[-1] if self.bottom_mlp else max((table.dim for table in self.declared_tables), default=0)
+
+    @property
     def has_unique(self) -> bool:
         """Return whether any table gives each id a row of its own."""
-        return any(table.is_unique for table in (*self.tables, *(group.template for group in self.table_groups)))
+        return any(table.is_unique for table in self.declared_tables)
 
     def all_tables(self) -> tuple[TableSpec, ...]:
         """Return every table with groups expanded, in the order of the model and of the snapshot format."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.keys import COUNT_ROW_BYTES, ROW_VALUE_BYTES
-from dlrm_api.model import ModelSpec, TablePin, TableSpec
+from dlrm_api.model import ModelSpec, TableOptions, TablePin, TableSpec
 from dlrm_api.row_optimizers import ROW_OPTIMIZERS, STATE_BYTES, state_values
 from dlrm_api.tiers import CHANGED_BYTES
 from dlrm_api.tiers import ELEMENT_BYTES as BYTES_OF
@@ -37,12 +37,14 @@ dot products read pooled rows in place."""
 MEAN_COPIES, WIDTH_COPIES = 3, 2
 """Copies of pooled rows on the host: if some are means, the sums, their divisors and divided gradients; if they have
 several widths, side by side, and gradients apart again."""
+PROJECTED_COPIES = 2
+"""Copies of the dot interaction's inputs if tables have ``project``: side by side, and gradients."""
 FLOPS_PER_WEIGHT = 6
 """A multiply and an add forward, twice that backward (gradients of the input and of the weight)."""
 
 
 def dense_parameters(model: ModelSpec) -> int:
-    """Count the elements of the MLPs, their biases, and the cross layers."""
+    """Count the elements of the MLPs, their biases, the cross layers, and the matrices of tables with ``project``."""
     if model.interaction == "dcn":
         features = _joined(model)
         cross = model.cross_layers * (2 * features * model.cross_rank + features)
@@ -50,7 +52,8 @@ def dense_parameters(model: ModelSpec) -> int:
         vectors = _vectors(model)
         features, cross = (model.bottom_mlp[-1] if model.bottom_mlp else 0) + vectors * (vectors - 1) // 2, 0
     layers = (*pairwise((len(model.dense_features), *model.bottom_mlp)), *pairwise((features, *model.top_mlp)))
-    return cross + sum((inputs + 1) * outputs for inputs, outputs in layers)
+    projected = model.common_width * sum(table.dim for table in model.all_tables() if table.project)
+    return projected + cross + sum((inputs + 1) * outputs for inputs, outputs in layers)
 
 
 def dense_cut_bytes(spec: DLRMJobSpec) -> int:
@@ -61,8 +64,11 @@ def dense_cut_bytes(spec: DLRMJobSpec) -> int:
 
 def step_flops(spec: DLRMJobSpec, samples: int) -> float:
     """Count the floating-point operations of one step over ``samples``, forward and backward."""
-    dot = _vectors(spec.model) ** 2 * spec.model.all_tables()[0].dim if spec.model.interaction == "dot" else 0
-    return float(FLOPS_PER_WEIGHT * samples * (dense_parameters(spec.model) + dot))
+    model = spec.model
+    dot = _vectors(model) ** 2 * model.common_width if model.interaction == "dot" else 0
+    # A table's matrix is used once for each of its features.
+    again = sum(table.dim * (len(table.sources) - 1) for table in model.all_tables() if table.project)
+    return float(FLOPS_PER_WEIGHT * samples * (dense_parameters(model) + dot + again * model.common_width))
 
 
 def largest_slice(spec: DLRMJobSpec) -> int:
@@ -84,7 +90,7 @@ def activation_bytes(spec: DLRMJobSpec) -> int:
     """
     model, samples, held = spec.model, largest_slice(spec), held_samples(spec)
     inputs = len(model.dense_features) + _pooled(model)
-    joined = INTERACTION_COPIES["cpu"][model.interaction] * _joined(model) * held
+    joined = (INTERACTION_COPIES["cpu"][model.interaction] * _joined(model) + _projected(model)) * held
     has_widths = len({table.column_block or table.dim for table in model.all_tables()}) > 1
     copies = MEAN_COPIES * _has_means(model) + WIDTH_COPIES * has_widths
     return ELEMENT_BYTES * (2 * (inputs * samples + _inner(model) * held) + joined + copies * _pooled(model) * samples)
@@ -98,11 +104,17 @@ def device_activation_bytes(spec: DLRMJobSpec) -> int:
     """
     model, samples, held = spec.model, largest_slice(spec), held_samples(spec)
     pooled, means = _pooled(model), _has_means(model)
-    joined = INTERACTION_COPIES["cuda"][model.interaction] * _joined(model) * held
+    joined = (INTERACTION_COPIES["cuda"][model.interaction] * _joined(model) + _projected(model)) * held
     made = (2 + means + (held < samples)) * pooled * samples + joined
     divided = (4 + 2 * means) * pooled * samples
     inputs = 2 * len(model.dense_features) * samples
     return ELEMENT_BYTES * (inputs + max(made + 2 * _inner(model) * held, divided))
+
+
+def _projected(model: ModelSpec) -> int:
+    """Count a sample's elements of vectors that tables with ``project`` add: the gradients of pooled rows too."""
+    pooled = sum(table.dim * len(table.sources) for table in model.all_tables() if table.project)
+    return PROJECTED_COPIES * _joined(model) + pooled if pooled else 0
 
 
 def _inner(model: ModelSpec) -> int:
@@ -157,6 +169,8 @@ def _pooled(model: ModelSpec) -> int:
 
 
 def _joined(model: ModelSpec) -> int:
+    if model.interaction == "dot":
+        return _vectors(model) * model.common_width
     return _pooled(model) + (model.bottom_mlp[-1] if model.bottom_mlp else 0)
 
 
@@ -263,7 +277,7 @@ def read_tables(spec: DLRMJobSpec) -> Tables:
     )
 
 
-def part_bytes(table: TableSpec, block_state: int, rows: int, columns: int) -> PartBytes:
+def part_bytes(table: TableOptions, block_state: int, rows: int, columns: int) -> PartBytes:
     """Size so many rows of so many columns, which are whole blocks: each is stored separately."""
     width = table.column_block or table.dim
     blocks = columns // width

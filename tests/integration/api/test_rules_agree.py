@@ -34,6 +34,7 @@ splits = st.fixed_dictionaries(
     {},
     optional={
         "columnBlock": st.sampled_from([4, 8, 16, 12]),
+        "project": st.booleans(),
         "maxLookups": st.sampled_from([1, 5]),
         "avgLookups": st.sampled_from([0.5, 1, 5]),
         "features": st.sampled_from([[], ["a"], ["a", "b"]]),
@@ -58,6 +59,7 @@ splits = st.fixed_dictionaries(
         ),
     },
 )
+groups = st.tuples(dims, st.sampled_from([1, 2, 2_500, 4_999]), st.sampled_from([False, False, True]))
 models = st.tuples(
     bottoms,
     st.fixed_dictionaries(
@@ -69,10 +71,10 @@ models = st.tuples(
             "tables": st.lists(st.tuples(dims, splits), max_size=3).map(
                 lambda found: [{"name": f"t{i}", "rows": 9, "dim": dim, **more} for i, (dim, more) in enumerate(found)]
             ),
-            "tableGroups": st.lists(st.tuples(dims, st.sampled_from([1, 2, 2_500, 4_999])), max_size=2).map(
+            "tableGroups": st.lists(groups, max_size=2).map(
                 lambda found: [
-                    {"name": f"g{i}", "count": count, "template": {"rows": 9, "dim": dim}}
-                    for i, (dim, count) in enumerate(found)
+                    {"name": f"g{i}", "count": count, "template": {"rows": 9, "dim": dim, "project": project}}
+                    for i, (dim, count, project) in enumerate(found)
                 ]
             ),
         },

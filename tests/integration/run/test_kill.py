@@ -30,7 +30,7 @@ MODEL = {
     "tables": [
         {"name": "C1", "rows": 300, "dim": 8},
         {"name": "C2", "rows": 400, "dim": 8, "embedding": UNIQUE},
-        {"name": "C3", "rows": 50, "dim": 8},
+        {"name": "C3", "rows": 50, "dim": 16, "project": True},
     ]
 }
 """Of C2's ids a quarter have rows: they come and go in every maintenance."""

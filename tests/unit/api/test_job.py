@@ -7,6 +7,7 @@ import pytest
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import parse_job
+from dlrm_api.model import ModelSpec
 from dlrm_testing.operator.operator_cluster import job_document
 
 Object = dict[str, Any]
@@ -44,3 +45,38 @@ def test_too_many_features_over_all_tables_are_counted(monkeypatch: pytest.Monke
 
     with pytest.raises(InvalidSpecError, match="at most 1 features over all tables, got 2"):
         parse_job(job_document("demo"))
+
+
+WIDE, NARROW = {"rows": 9, "dim": 16}, {"rows": 9, "dim": 8}
+BOTTOM = {"denseFeatures": ["x"], "bottomMlp": [32, 8]}
+
+
+@pytest.mark.parametrize(
+    ("table", "group", "rest", "width"),
+    [
+        (WIDE, NARROW | {"project": True}, {}, 16),
+        (NARROW | {"project": True}, WIDE, {}, 16),
+        (WIDE | {"project": True}, NARROW, BOTTOM, 8),
+        (WIDE | {"project": True}, WIDE | {"project": True}, BOTTOM, 8),
+    ],
+)
+def test_dot_takes_tables_of_another_dim_that_project(table: Object, group: Object, rest: Object, width: int) -> None:
+    model = {"tables": [{"name": "t", **table}], "tableGroups": [{"name": "g", "count": 2, "template": group}], **rest}
+
+    assert ModelSpec.model_validate(model).common_width == width
+
+
+@pytest.mark.parametrize(
+    ("tables", "rest"),
+    [
+        ([WIDE, NARROW], {}),
+        ([WIDE | {"project": True}, NARROW], {}),
+        ([WIDE, NARROW], BOTTOM),
+        ([WIDE, WIDE | {"project": True}], {"interaction": "dcn"}),
+    ],
+)
+def test_other_dims_without_project_and_project_without_dot_are_refused(tables: list[Object], rest: Object) -> None:
+    model = {"tables": [{"name": f"t{i}", **table} for i, table in enumerate(tables)], **rest}
+
+    with pytest.raises(ValueError, match=r"interaction.*project|project.*interaction"):
+        ModelSpec.model_validate(model)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
+from dlrm_api.model import ModelSpec
 from dlrm_planner import plan_job
 from dlrm_planner.estimate import PartCost
 
@@ -37,6 +38,21 @@ def test_times_of_one_rank(make_spec: MakeSpec, make_profile: MakeProfile) -> No
     assert predicted.samples_per_second == pytest.approx(1_024 / (compute + lookups))
     price = 3.6 / 3_600 * 1e9 / (1_024 / (compute + lookups))
     assert predicted.price_per_billion_samples == pytest.approx(price)
+
+
+def test_projections_cost_a_product_for_each_feature_and_travel_once(
+    make_spec: MakeSpec, make_profile: MakeProfile
+) -> None:
+    table = {"name": "t", "rows": 10**6, "dim": 8, "project": True, "features": ["a", "b"]}
+    model = ModelSpec.model_validate({"tables": [table], "denseFeatures": ["x"], "bottomMlp": [16], "topMlp": [1]})
+    spec = make_spec(TABLES, batch=1_024, replicas=2).model_copy(update={"model": model})
+
+    predicted = plan_job(spec, make_profile(DDR, **RATES)).predicted
+
+    mlps, dot = 2 * 16 + (16 + 3 + 1), 3**2 * 16
+    assert predicted.compute_seconds == pytest.approx(6 * 512 * (mlps + dot + 2 * 8 * 16) / 1e9)
+    exchanged = 1_024 * 2 * (4 + 1 + 2 * 8 * 4) / 2
+    assert predicted.communication_seconds == pytest.approx((exchanged + 4 * (mlps + 8 * 16)) / 1e8)
 
 
 @pytest.mark.parametrize(("trainer", "rate"), [({"processesPerReplica": 2}, 1e9), ({"replicas": 2}, 1e8)])

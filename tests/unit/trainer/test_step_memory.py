@@ -34,7 +34,8 @@ from dlrm_trainer.data import open_reader
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.model.dense import this_processor
+from dlrm_trainer.model.dense import DenseParameters, this_processor
+from dlrm_trainer.model.dlrm import build_model
 
 SAMPLES, TABLES = 2_048, 6
 DOT = {"interaction": "dot", "bottomMlp": [8, 64], "topMlp": [32, 1]}
@@ -47,6 +48,7 @@ def dcn(layers: int, rank: int = 4) -> dict[str, Any]:
 MODELS = [
     (DOT, (64,), "sum"),
     (DOT, (64,), "mean"),
+    (DOT, (32, 64), "sum"),
     (dcn(1), (64,), "sum"),
     (dcn(3), (64,), "mean"),
     (dcn(2, rank=64), (64,), "sum"),
@@ -75,6 +77,7 @@ def test_gpu_memory_of_a_step_fits_plans(
 def job_of(folder: Path, ranks: int, model: Any, dims: tuple[int, ...], pooling: str, most: int | None) -> DLRMJob:
     tables = [
         {"name": f"t{n}", "rows": 100, "dim": dims[n % len(dims)], "pooling": pooling, "maxLookups": 2}
+        | {"project": model is DOT and dims[n % len(dims)] != DOT["bottomMlp"][-1]}
         for n in range(TABLES)
     ]
     data = {"globalBatchSize": SAMPLES, "synthetic": {"samples": 3 * SAMPLES, "evalSamples": 64}}
@@ -92,6 +95,15 @@ def test_host_memory_of_a_step_fits_plans(
 
     planned = activation_bytes(job.spec) + lookup_bytes(job.spec)
     assert 0.5 * planned < taken < 1.01 * planned
+
+
+@pytest.mark.parametrize(("model", "dims", "pooling"), MODELS)
+def test_dense_parameters_are_those_of_plans(
+    tmp_path: Path, model: dict[str, Any], dims: tuple[int, ...], pooling: str
+) -> None:
+    spec = job_of(tmp_path, 1, model, dims, pooling, None).spec.model
+
+    assert DenseParameters.elements(build_model(spec, seed=1)) == dense_parameters(spec)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

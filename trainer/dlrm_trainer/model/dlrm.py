@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlrm_api.model import ModelSpec
+from dlrm_api.model import ModelSpec, TableSpec
 from dlrm_kernels.interaction import dot_gradients, dot_products
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.model.dense import linear, product_dtype
@@ -155,22 +155,49 @@ class CrossInteraction(nn.Module):
         return x
 
 
+class Projections(nn.ModuleDict):
+    """Give all pooled rows of a sample the width E: those of a table with ``project`` by its own matrix.
+
+    Matrices are named by the table's number: torch permits no dots, which names of tables may have. ``dtype`` is that
+    of the products; parameters, inputs and outputs are float32.
+    """
+
+    def __init__(self, tables: Sequence[TableSpec], width: int, dtype: torch.dtype) -> None:
+        projected = {str(i): table.dim for i, table in enumerate(tables) if table.project}
+        super().__init__({name: nn.Linear(dim, width, bias=False) for name, dim in projected.items()})
+        self.dtype = dtype
+        self.counts = [len(table.sources) for table in tables]
+        self.columns = [table.dim * count for table, count in zip(tables, self.counts, strict=True)]
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(n, D) to (n, T * E)."""
+        samples, parts = len(features), list(torch.split(features, self.columns, dim=1))
+        for name, matrix in self.items():
+            assert isinstance(matrix, nn.Linear)
+            table, count = int(name), self.counts[int(name)]
+            bags = parts[table].reshape(samples * count, matrix.in_features)
+            parts[table] = linear(bags, matrix, self.dtype).float().view(samples, count * matrix.out_features)
+        return torch.cat(parts, dim=1)
+
+
 class DLRM(nn.Module):
     """Turn dense features and pooled rows into logits. Without dense features there is no bottom MLP."""
 
     def __init__(self, spec: ModelSpec, device: torch.device = HOST) -> None:
         super().__init__()
         tables = spec.all_tables()
-        dims = [tables[feature.table].dim for feature in spec.all_features()]
         dense = len(spec.dense_features)
         dtype = product_dtype(spec.precision, device)
         self.bottom = MLP(dense, spec.bottom_mlp, last_relu=True, dtype=dtype) if dense else None
         self.interaction: DotInteraction | CrossInteraction
         if spec.interaction == "dot":
-            self.interaction = DotInteraction(len(dims), dims[0], bool(dense), dtype)
+            count = len(spec.all_features())
+            self.interaction = DotInteraction(count, spec.common_width, bool(dense), dtype)
         else:
-            width = sum(dims) + (spec.bottom_mlp[-1] if dense else 0)
+            width = sum(table.dim * len(table.sources) for table in tables) + (spec.bottom_mlp[-1] if dense else 0)
             self.interaction = CrossInteraction(width, spec.cross_layers, spec.cross_rank, dtype)
+        has_projections = any(table.project for table in tables)
+        self.projections = Projections(tables, spec.common_width, dtype) if has_projections else None
         self.top = MLP(self.interaction.width, spec.top_mlp, last_relu=False, dtype=dtype)
 
     def forward(self, dense: Tensor, features: Tensor) -> Tensor:
@@ -183,6 +210,8 @@ class DLRM(nn.Module):
 
     def logits(self, bottom: Tensor | None, features: Tensor) -> Tensor:
         """Compute the other half of ``forward`` from what ``bottom_out`` returned."""
+        if self.projections is not None:
+            features = self.projections(features)
         logits: Tensor = self.top(self.interaction(bottom, features))
         return logits.squeeze(1)
 

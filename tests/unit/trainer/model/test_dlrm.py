@@ -103,6 +103,30 @@ def test_dcn_takes_tables_of_mixed_widths() -> None:
     assert model.interaction.width == 4 + 4 + 12
 
 
+def test_projected_tables_enter_the_dot_interaction_through_their_matrix() -> None:
+    tables = [
+        {"name": "wide.ids", "rows": 5, "dim": 12, "project": True},
+        {"name": "b", "rows": 5, "dim": 4},
+        {"name": "narrow", "rows": 5, "dim": 8, "project": True, "features": ["x", "y"]},
+    ]
+    model = build_model(spec(tables=tables, bottomMlp=[6, 4]), seed=7)
+    generator = torch.Generator().manual_seed(1)
+    dense, features = (torch.randn(9, columns, generator=generator).requires_grad_() for columns in (2, 32))
+
+    logits = model(dense, features)
+
+    wide, b, narrow = torch.split(features, [12, 4, 16], dim=1)
+    first, last = (model.get_parameter(f"projections.{number}.weight") for number in (0, 2))
+    vectors = [model.bottom_out(dense), wide @ first.T, b, narrow[:, :8] @ last.T, narrow[:, 8:] @ last.T]
+    pairs = [(vectors[i] * vectors[j]).sum(1) for i in range(5) for j in range(i)]
+    expected = model.top(torch.cat((vectors[0], torch.stack(pairs, dim=1)), dim=1)).squeeze(1)
+    assert torch.allclose(logits, expected, atol=1e-6)
+    wanted = [features, *model.parameters()]
+    for ours, theirs in zip(*(torch.autograd.grad(out.sum(), wanted) for out in (logits, expected)), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+    assert model(torch.zeros(0, 2), torch.zeros(0, 32)).shape == (0,)
+
+
 def test_initial_weights_are_a_function_of_the_seed_alone() -> None:
     torch.manual_seed(99)
     first = arrays(build_model(spec(), seed=7))
