@@ -104,10 +104,29 @@ def validate(
 
 
 @app.command()
-def plan(file: File, hardware: Hardware = None, settings: Settings = None, output: Output = "table") -> None:
+def plan(
+    file: File,
+    hardware: Hardware = None,
+    settings: Settings = None,
+    advise_dims: Annotated[
+        bool, typer.Option("--advise-dims", help="Advise dims of tables that fit --bytes, instead of planning.")
+    ] = False,
+    budget: Annotated[
+        str | None,
+        typer.Option("--bytes", metavar="BYTES", help="Memory of all tables for --advise-dims, such as 16Gi."),
+    ] = None,
+    output: Output = "table",
+) -> None:
     """Show which embedding table is on which rank, and what that takes."""
-    from dlrm_cli.manifests import print_plan
+    from dlrm_cli.manifests import print_dims, print_plan
 
+    if advise_dims != (budget is not None):
+        raise UsageError("--advise-dims and --bytes must be set together: set both or neither")
+    if budget is not None:
+        if hardware is not None:
+            raise UsageError("--advise-dims cannot be combined with --hardware: the advice depends on the job alone")
+        print_dims(file, settings or [], budget, as_json=output == "json")
+        return
     print_plan(file, hardware, settings or [], as_json=output == "json")
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 import yaml
 
-from dlrm_api.errors import BadDataError, DLRMError, InvalidSpecError, NoInputError, visible
+from dlrm_api.errors import BadDataError, DLRMError, InvalidSpecError, NoInputError, UsageError, visible
+from dlrm_api.fields import parse_bytes
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob, DLRMJobSpec
+from dlrm_api.model import ModelSpec
 from dlrm_api.tiers import ELEMENT_BYTES
 from dlrm_api.trace import TableTrace
 from dlrm_cli.documents import (
@@ -28,7 +30,10 @@ from dlrm_cli.documents import (
     with_data,
     with_overrides,
 )
-from dlrm_cli.views import plan_view, print_stderr, print_view
+from dlrm_cli.views import dims_view, plan_view, print_stderr, print_view
+
+if TYPE_CHECKING:
+    from dlrm_planner import DimAdvice
 
 CONFIGMAP = "configmap:"
 
@@ -76,6 +81,52 @@ def print_plan(path: Path, profile_path: Path | None, settings: Sequence[str], *
         print(plan.model_dump_json(indent=2))
     else:
         print_view(plan_view(job, plan))
+
+
+def print_dims(path: Path, settings: Sequence[str], budget: str, *, as_json: bool) -> None:
+    """Print dims with which the tables of a file's job take at most ``budget``, and the manifest's fields for them.
+
+    Raises:
+        UsageError: ``budget`` is not a number of bytes.
+        InfeasiblePlanError: the tables take more at any dims.
+    """
+    from dlrm_planner import advise_dims
+
+    try:
+        size: int = parse_bytes(budget)
+    except ValueError as error:
+        raise UsageError(f"invalid --bytes: {error}") from error
+    job = read_job(path, settings, None)
+    advice = advise_dims(job.spec, size)
+    changed = _with_dims(job.spec.model, advice)
+    if as_json:
+        shown = {
+            "bytes": advice.bytes,
+            "declared_bytes": advice.declared_bytes,
+            "projection_parameters": advice.projection_parameters,
+            "tables": [asdict(table) for table in advice.tables],
+            "manifest": changed,
+        }
+        print(json.dumps(shown, indent=2))
+    else:
+        print_view(dims_view(job, advice))
+        print(yaml.safe_dump(changed, sort_keys=False), end="")
+
+
+def _with_dims(model: ModelSpec, advice: DimAdvice) -> dict[str, Any]:
+    """Return all tables and groups as a merge patch: lists of tables are replaced whole."""
+    fields = {
+        table.path: {"dim": table.advised_dim} | ({"project": True} if table.project else {}) for table in advice.tables
+    }
+    tables = [
+        {"name": table.name} | table.model_dump(mode="json", exclude_unset=True) | fields[f"spec.model.tables[{i}]"]
+        for i, table in enumerate(model.tables)
+    ]
+    groups = [group.model_dump(mode="json", exclude_unset=True) for group in model.table_groups]
+    for i, group in enumerate(groups):
+        group["template"] |= fields[f"spec.model.tableGroups[{i}].template"]
+    found = {"tables": tables, "tableGroups": groups}
+    return {"spec": {"model": {name: entries for name, entries in found.items() if entries}}}
 
 
 def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str], *, as_json: bool) -> None:

@@ -24,6 +24,7 @@ from dlrm_api.run_report import HitRate, Profile, StageTimes, TableUse, TierRepo
 
 if TYPE_CHECKING:
     from dlrm_checkpointer import TableDiff
+    from dlrm_planner import DimAdvice
 
 UNKNOWN = "-"
 SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
@@ -254,6 +255,17 @@ def _prediction(predicted: Prediction) -> str:
     price = predicted.price_per_billion_samples
     priced = "" if price is None else f", {price:,.2f} per billion samples (currency of pricePerHour)"
     return f"predicted: {predicted.samples_per_second:,.0f} samples/s{priced}"
+
+
+def dims_view(job: DLRMJob, advice: DimAdvice) -> RenderableType:
+    """Return advised dims, and the bytes of tables with them, as a table."""
+    title = f"{job.metadata.name}: {advice.bytes:,} bytes instead of {advice.declared_bytes:,}"
+    table = titled_table(title, ("table", "tables", "rows", "dim", "advised", "bytes"), words=("table",))
+    for each in advice.tables:
+        figures = (each.count, each.rows, each.dim, each.advised_dim, each.bytes)
+        table.add_row(each.name, *(f"{figure:,}" for figure in figures))
+    added = f"projections add {advice.projection_parameters:,} dense parameters on each rank"
+    return Group(table, *([Text(added)] if advice.projection_parameters else []))
 
 
 def snapshots_view(snapshots: Sequence[SnapshotInfo]) -> RenderableType:

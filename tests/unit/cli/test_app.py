@@ -164,6 +164,24 @@ def test_a_plan_as_json_is_the_plan(job: Path, capsys: pytest.CaptureFixture[str
     assert [table.name for table in plan.tables] == ["C1", "C2"]
 
 
+def test_advised_dims_are_a_manifest_to_merge(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = "[{name: C1, rows: 1000, dim: 16, pooling: mean}, {name: C2, rows: 100000, dim: 16, project: true}]"
+    arguments = ["plan", str(job), "--set", f"spec.model.tables={tables}", "--advise-dims", "--bytes", "3M"]
+
+    app.main([*arguments, "-o", "json"])
+    advice = json.loads(capsys.readouterr().out)
+    app.main(arguments)
+    table, manifest = capsys.readouterr().out.split("spec:")
+
+    assert advice["bytes"] <= 3_000_000 < advice["declared_bytes"]
+    assert yaml.safe_load("spec:" + manifest) == advice["manifest"]
+    first, second = advice["manifest"]["spec"]["model"]["tables"]
+    assert first == {"name": "C1", "rows": 1000, "dim": 16, "pooling": "mean"}
+    assert second["dim"] < 16
+    assert second["project"] is True
+    assert "C2" in table
+
+
 def test_a_plan_as_a_table_shows_ranks_tables_and_reasons(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = app.main(["plan", str(job), "--hardware", str(job), "--set", "spec.trainer.hardware=box"])
 
@@ -257,6 +275,11 @@ def test_a_job_survives_its_way_through_the_work_directory(job: Path) -> None:
         (["run"], ExitCode.USAGE, "Missing argument"),
         (["walk"], ExitCode.USAGE, "No such command"),
         (["plan", "JOB", "--fast"], ExitCode.USAGE, "No such option"),
+        (["plan", "JOB", "--advise-dims"], ExitCode.USAGE, "--bytes"),
+        (["plan", "JOB", "--advise-dims", "--bytes", "1Gi", "--hardware", "JOB"], ExitCode.USAGE, "--hardware"),
+        (["plan", "JOB", "--bytes", "1Gi"], ExitCode.USAGE, "--advise-dims"),
+        (["plan", "JOB", "--advise-dims", "--bytes", "1 GB"], ExitCode.USAGE, "--bytes"),
+        (["plan", "JOB", "--advise-dims", "--bytes", "1"], ExitCode.BAD_CONFIG, "spec.model"),
         (["plan", "JOB", "-o", "xml"], ExitCode.USAGE, "'-o': 'xml' is not one of 'table', 'json'"),
         (["snapshots", "prune", "file:///", "--keep-every", "5"], ExitCode.USAGE, "--keep-every"),
         (["snapshots", "prune", "file:///", "--keep-every", "0s"], ExitCode.USAGE, "--keep-every"),
