@@ -140,10 +140,7 @@ class Trained:
         self._step_count += 1
         if self.period is not None and self.period.is_due(self._step_count):
             started = time.perf_counter()
-            embeddings = self.learner.embeddings
-            counted = self.period.counted(embeddings.lookups)
-            embeddings.maintain(self._step_count, counted.last_step)
-            self.period = counted.maintained(self._step_count)
+            self.period = self.learner.embeddings.maintain(self._step_count, self.period)
             self.maintenance_s.append(time.perf_counter() - started)
         return loss
 

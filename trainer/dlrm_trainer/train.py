@@ -227,10 +227,7 @@ class Training:
         """Evict rows of unique tables, every few steps; no batch is in flight then."""
         if self.period is None or not self.period.is_due(self.step):
             return
-        counted = self.period.counted(self.count_lookups())
-        self.stages.lap("agreement")
-        self.assembly.learner.embeddings.maintain(self.step, counted.last_step)
-        self.period = counted.maintained(self.step)
+        self.period = self.assembly.learner.embeddings.maintain(self.step, self.period)
         self.board.update(maintenance_steps=self.period.steps)
         self.stages.lap("maintenance")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate, is_resti
 from dlrm_trainer.embedding.exchange import Bags, Exchange, OwnedIds, Vectors
 from dlrm_trainer.embedding.local_tables import LocalTables, PreparedRows, ReplicatedTables
 from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement
-from dlrm_trainer.embedding.unique import LookupCounts
+from dlrm_trainer.embedding.unique import LookupCounts, Maintained, MaintenancePeriod
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +179,8 @@ class Embeddings:
         options: EmbeddingOptions,
         id_collectives: Collectives | None = None,
     ) -> None:
-        self._placement, self._device = placement, options.device
+        self._placement, self._device, self._collectives = placement, options.device, collectives
+        self._capacity = np.array([table.held_rows for table in placement.tables if table.is_unique], np.int64)
         # A loss is the mean over the global batch.
         scale = 2.0 ** (options.global_batch_size.bit_length() - 1)
         self._exchange = Exchange(
@@ -292,12 +294,14 @@ class Embeddings:
         """Count lookups from here on; a snapshot's counts are one rank's alone."""
         self.tables.lookups = counts
 
-    def maintain(self, step: int, last_step: int) -> None:
-        """Evict rows of unique tables after the update of a step, and begin to count lookups.
+    def maintain(self, step: int, period: MaintenancePeriod) -> MaintenancePeriod:
+        """Evict rows of unique tables after the update of a step, and return the period that begins then.
 
-        No batch may be prepared. ``last_step`` is that of the maintenance before.
+        No batch may be prepared. All ranks must call this.
         """
-        self.tables.maintain(step, last_step)
+        counts = torch.from_numpy(self.tables.maintain(step, period.last_step).flat()).to(torch.float64)
+        self._collectives.all_reduce(counts)
+        return period.maintained(step, Maintained.of(counts.tolist()), self._capacity)
 
     def settle(self) -> None:
         """Wait until no row is moving, so that ``local`` can be read and restored.

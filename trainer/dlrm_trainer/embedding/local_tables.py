@@ -40,7 +40,7 @@ from dlrm_trainer.embedding.sights import Sights
 from dlrm_trainer.embedding.table_batch import HostKernel, Kernel, TableBatch, Tables
 from dlrm_trainer.embedding.tiers.prefetch import Prefetcher, processors_near_levels
 from dlrm_trainer.embedding.tiers.stack import NO_ROWS, Fetched, NewRows, Stack, StackLookups, make_stack, stack_tables
-from dlrm_trainer.embedding.unique import Admitted, LookupCounts, UniqueGroup, UniquePolicy, UniqueRows
+from dlrm_trainer.embedding.unique import Admitted, LookupCounts, Maintained, UniqueGroup, UniquePolicy, UniqueRows
 
 NO_GAINS = np.empty(0, np.float32)
 NO_KEYS = np.empty(0, np.int64)
@@ -128,6 +128,7 @@ class LocalTables:
             self.groups = [_make_group(placement, group, options, resources) for group in placement.groups[rank]]
             self._resources = resources.pop_all()
         self._counts = [len(group.plan.columns) for group in self.groups]
+        self._unique_tables = [table.name for table in placement.tables if table.is_unique]
         self._prefetcher: Prefetcher | None = None
         stacks = [group.stack for group in self.groups if group.stack]
         if stacks:
@@ -227,14 +228,15 @@ class LocalTables:
             locate = partial(_locate, group, slots)
             pending.before_update(RowsToUpdate(group.dirty, bags.ids.numpy(), bags.sizes.numpy(), group.starts, locate))
 
-    def maintain(self, step: int, last_step: int) -> None:
-        """Evict rows of unique tables after the update of a step. No batch is in flight.
+    def maintain(self, step: int, last_step: int) -> Maintained:
+        """Evict rows of unique tables after the update of a step, and begin to count lookups. No batch is in flight.
 
-        ``last_step`` is that of the maintenance before.
+        ``last_step`` is that of the maintenance before. Returns this rank's counts.
 
         Raises:
             DeviceError: rows could not be moved.
         """
+        lookups, before = self.lookups, self._unique_rows()
         self.lookups = LookupCounts()
         self.settle()
         for group in self.groups:
@@ -249,6 +251,16 @@ class LocalTables:
                     if group.stack is not None:
                         group.stack.drop(number, left.rows)
                     part.rows.free(left)
+        return Maintained(lookups, before, self._unique_rows())
+
+    def _unique_rows(self) -> NDArray[np.int64]:
+        """Count this rank's rows of each unique table."""
+        found = dict.fromkeys(self._unique_tables, 0)
+        for group in self.groups:
+            for part in group.parts:
+                if isinstance(part, UniquePart):
+                    found[part.table.name] += part.rows.count
+        return np.array(list(found.values()), np.int64)
 
     def parts(self) -> Iterator[LocalPart]:
         """Iterate over the parts of all groups."""

@@ -63,11 +63,33 @@ class LookupCounts(NamedTuple):
         return LookupCounts(self.lookups + other.lookups, self.without_row + other.without_row)
 
 
+class Maintained(NamedTuple):
+    """Count what a maintenance of unique tables found and left, on one rank or all."""
+
+    lookups: LookupCounts
+    """Since the maintenance before."""
+    before: Ints
+    """(T,) rows of each table."""
+    after: Ints
+    """(T,)"""
+
+    def flat(self) -> Ints:
+        """Return all counts, to be summed over ranks."""
+        return np.concatenate([self.lookups, self.before, self.after])
+
+    @classmethod
+    def of(cls, counts: Sequence[float]) -> Maintained:
+        """Return counts from sums of ``flat``."""
+        lookups, without_row, *rows = map(int, counts)
+        before, after = np.array(rows, np.int64).reshape(2, -1)
+        return cls(LookupCounts(lookups, without_row), before, after)
+
+
 class MaintenancePeriod(BaseModel):
     """Say when the next maintenance comes: after each step that ``steps`` divides. Equal on all ranks.
 
-    It halves while over 1 % of lookups find their bucket full, since buckets are only emptied in a maintenance, and
-    doubles below 0.1 %.
+    Buckets are only emptied in a maintenance. The period halves while over 1 % of lookups find their bucket full, and
+    doubles below 0.1 %, unless as many new rows as in the last period would then take over half of a table's space.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -79,6 +101,8 @@ class MaintenancePeriod(BaseModel):
     without_row: int = 0
     last_step: int = 0
     """Of the last maintenance; 0 without any."""
+    rows: tuple[int, ...] = ()
+    """Of each unique table after it; empty without any."""
 
     @classmethod
     def begin(cls, chosen: int | Literal["auto"], stored: Mapping[str, Any] | None) -> MaintenancePeriod:
@@ -100,16 +124,23 @@ class MaintenancePeriod(BaseModel):
         """Return the period with the counts of all ranks."""
         return self.model_copy(update=counts._asdict())
 
-    def maintained(self, step: int) -> MaintenancePeriod:
-        """Return the adapted period that the maintenance after a step begins."""
+    def maintained(self, step: int, counts: Maintained, capacity: Ints) -> MaintenancePeriod:
+        """Return the adapted period that the maintenance after a step begins.
+
+        ``counts`` are those of all ranks, and ``capacity`` the (T,) most rows of each table.
+        """
         steps = self.steps
-        if self.is_fixed:
-            return MaintenancePeriod(steps=steps, is_fixed=True, last_step=step)
-        if self.without_row * 100 > self.lookups:
-            steps = max(1, steps // 2)
-        elif self.without_row * 1_000 < self.lookups:
-            steps = min(MAX_MAINTENANCE_STEPS, steps * 2)
-        return MaintenancePeriod(steps=steps, last_step=step)
+        if not self.is_fixed:
+            lookups, without_row = counts.lookups
+            if without_row * 100 > lookups:
+                steps = max(1, steps // 2)
+            elif without_row * 1_000 < lookups:
+                steps = min(MAX_MAINTENANCE_STEPS, steps * 2)
+            grown = np.maximum(counts.before - np.array(self.rows or (0,), np.int64), 0)
+            space = (capacity - counts.after) * (step - self.last_step)
+            while steps > 1 and (2 * grown * steps > space).any():
+                steps //= 2
+        return MaintenancePeriod(steps=steps, is_fixed=self.is_fixed, last_step=step, rows=tuple(counts.after.tolist()))
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,10 @@ class TrainedPart(ModelPart):
             self._unique.free(left)
 
     @property
+    def count(self) -> int:
+        return self._unique.count if self._unique else 0
+
+    @property
     def first_parent(self) -> int:
         return self._unique.first_parent if self._unique else 0
 

@@ -28,7 +28,7 @@ from dlrm_trainer.embedding import EmbeddingOptions, Embeddings, place
 from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart, UniquePart, part_meta
 from dlrm_trainer.embedding.collection import CheckpointView
 from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate
-from dlrm_trainer.embedding.unique import UniquePolicy
+from dlrm_trainer.embedding.unique import MaintenancePeriod, UniquePolicy
 from dlrm_trainer.metrics.tiers import RankCounters, SharedCounters
 from dlrm_trainer.train import prepared_ahead
 
@@ -313,6 +313,7 @@ def train_unique(
     batches = (slice_of(spec, batch(spec, number), edges, rank) for number in range(first, stop))
     numbered = (type(each)(**{**vars(each), "number": number}) for number, each in enumerate(batches, first))
     buffer, without_row = torch.zeros(embeddings.gradient_elements), 0
+    period = MaintenancePeriod.begin(PERIOD, {"last_step": first // PERIOD * PERIOD})
     for prepared in prepared_ahead(
         numbered,
         embeddings.send,
@@ -327,7 +328,7 @@ def train_unique(
         embeddings.update(embeddings.send_gradients(pooled, gradient[edges[rank] : edges[rank + 1]], buffer), 0.1)
         if step % PERIOD == 0:
             without_row += embeddings.lookups.without_row
-            embeddings.maintain(step, step - PERIOD)
+            period = embeddings.maintain(step, period)
         embeddings.settle()
         states.append({part.table.name: rows_of(part) for part in embeddings.local if has_state(part)})
         if chain is not None:

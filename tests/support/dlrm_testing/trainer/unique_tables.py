@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -106,6 +106,9 @@ class Period:
     lookups: int = 0
     full: int = 0
     """Lookups since the last maintenance that found their bucket full."""
+    last_step: int = 0
+    rows: int = 0
+    """After the last maintenance."""
 
     @classmethod
     def of(cls, shape: Shape) -> Period:
@@ -117,16 +120,21 @@ class Period:
     def next_due(self, step: int) -> int:
         return (step // self.steps + 1) * self.steps
 
-    def maintained(self) -> None:
+    def maintained(self, shape: Shape, step: int, before: int, after: int) -> None:
+        """``before`` and ``after`` are the rows of the table."""
         if self.fixed is None:
             if self.full * 100 > self.lookups:
                 self.steps = max(1, self.steps // 2)
             elif self.full * 1_000 < self.lookups:
                 self.steps = min(64, self.steps * 2)
+            space = (shape.buckets * shape.quota - after) * (step - self.last_step)
+            while self.steps > 1 and 2 * (before - self.rows) * self.steps > space:
+                self.steps //= 2
         self.lookups = self.full = 0
+        self.last_step, self.rows = step, after
 
     def copy(self) -> Period:
-        return Period(self.fixed, self.steps, self.lookups, self.full)
+        return replace(self)
 
 
 def initial(key: int) -> int:
@@ -143,7 +151,7 @@ class Replay:
     def __init__(self, shape: Shape) -> None:
         self._shape, self.step = shape, 0
         self.rows: dict[int, Row] = {}
-        self.period, self.maintained_at = Period.of(shape), 0
+        self.period = Period.of(shape)
         self.counts: Counter[tuple[int, int]] = Counter()
         """Of sights, by cell."""
         self.settled: Counter[tuple[int, int]] = Counter()
@@ -179,9 +187,10 @@ class Replay:
                     self.counts[cell] = min(15, self.counts[cell] + lookups[key])
         self.period.lookups += len(batch)
         if self.period.is_due(self.step):
+            before = len(self.rows)
             for bucket in range(shape.buckets):
                 held = {key: row for key, row in self.rows.items() if shape.bucket(key) == bucket}
-                is_due = shape.is_due(bucket, self.step, self.maintained_at)
+                is_due = shape.is_due(bucket, self.step, self.period.last_step)
                 for key in shape.leaving(held, self.step, is_due=is_due):
                     del self.rows[key]
             for bucket in range(shape.buckets):
@@ -192,8 +201,7 @@ class Replay:
                     for cell in here:
                         self.counts[cell] //= 2
             self.settled = self.counts.copy()
-            self.period.maintained()
-            self.maintained_at = self.step
+            self.period.maintained(shape, self.step, before, len(self.rows))
 
 
 @dataclass(frozen=True)
@@ -274,6 +282,10 @@ class ModelPart:
                 self._rows[local] = Row(initial(key), 0)
             found[key] = self.local.get(key)
         return found
+
+    @property
+    def count(self) -> int:
+        return len(self.local)
 
     def read(self, key: int) -> int | None:
         """What an evaluation reads: the value of a row that was ever updated."""
@@ -395,9 +407,10 @@ class ModelTrainer:
         self.period.lookups += lookups.total()
         if self.period.is_due(self.step):
             assert not self._ahead
+            before = sum(part.count for part in self._parts)
             for number, part in enumerate(self._parts):
                 part.maintain(self.cut, number)
-            self.period.maintained()
+            self.period.maintained(self._shape, self.step, before, sum(part.count for part in self._parts))
         for part in self._parts:
             part.check()
 
