@@ -63,14 +63,14 @@ class EvictionSpec(ApiModel):
 
     keep: Literal["recent", "frequent", "useful"] = Field(
         "recent",
-        description="Rows that stay. recent: those looked up last. frequent: those looked up most often. useful: those "
-        "with the greatest gradients. For the last two, what a lookup counts halves every halfLifeSamples, and a row "
-        "takes 12 more bytes of host memory.",
+        description="Rows that stay. recent: those looked up last. frequent: of the half looked up longest ago, those "
+        "looked up most often. useful: of that half, those with the greatest gradients. For the last two, what a "
+        "lookup counts halves every halfLifeSamples, and a row takes 12 more bytes of host memory.",
     )
     half_life_samples: Samples | None = Field(
         None,
         description="Samples after which a lookup counts half, with keep frequent or useful. Default: 20 lookups per "
-        "row, at least 800 steps.",
+        "row, at least 100 steps.",
     )
     max_age_samples: tuple[Samples, ...] = Field(
         (),
@@ -476,7 +476,8 @@ class ModelSpec(ApiModel):
     maintenance_steps: MaintenanceSteps = Field(
         "auto",
         description="Training steps between two evictions from full buckets of unique tables. auto: starts at 8; "
-        "halves if over 1 % of lookups find their bucket full, doubles if under 0.1 % do.",
+        "halves if over 1 % of lookups find their bucket full, doubles if under 0.1 % do and there is space for new "
+        "rows until then.",
     )
 
     rules = (

@@ -29,8 +29,8 @@ from dlrm_kernels.parallel import finish, parallel_for, take
 KEY_BITS = 63
 ROW_BITS = 32
 LOWER = 2**ROW_BITS - 1
-EMPTY = np.uint32(LOWER)
-"""Rank of an empty slot in a sweep."""
+EMPTY, YOUNG = np.uint32(LOWER), np.uint32(LOWER - 1)
+"""Ranks in a sweep: of an empty slot, and of a row that was touched too lately to be judged by its score."""
 MAX_STEP = LOWER - 1
 """Largest step that a slot can hold."""
 MAX_ROWS = LOWER
@@ -712,7 +712,8 @@ def touch(slots: Any, places: Any, steps: Any) -> None:
 def sweep(directory: Directory, step: int, due: NDArray[np.bool_], threads: int) -> tuple[Ints, Ints, int]:
     """Remove keys from nearly full buckets, and those that have expired by a step.
 
-    Rows with the lowest scores leave, or those touched longest ago, in the order of ``tie_of`` among equals.
+    Rows touched longest ago leave; or of the half touched longest ago those with the lowest scores. Among equals the
+    order is that of ``tie_of``.
 
     Args:
         directory: changed.
@@ -755,16 +756,34 @@ def _count_expired(counts: Any, units: int, directory: Any, buckets: Any, step: 
 
 
 @kernel
-def _rank(directory: Any, entry: Any, step: int) -> Any:
-    """Return the rank of a key with such an entry: the lowest leave first, and expired ones before all others."""
+def _rank(directory: Any, entry: Any, step: int, last_touch: Any) -> Any:
+    """Return the rank of a key with such an entry: the lowest leave first, and expired ones before all others.
+
+    By scores, rows touched after ``last_touch`` stay: new ones get time to be looked up again.
+    """
     touched = _step(entry)
     if directory.age_steps and touched + directory.age_steps <= step:
         return np.uint32(0)
     if not directory.decay_steps:
         return np.uint32(touched)
+    if touched > last_touch:
+        return YOUNG
     # Floats of one sign are in the order of their bits.
     score = _decayed(directory.scores[(entry & LOWER) - 1], touched, step, directory.decay_steps)
     return np.uint32(bits_of(score) + np.uint32(1))
+
+
+@kernel
+def _median_touch(words: Any, first: Any, ranks: Any, histogram: Any) -> Any:
+    """Return the step by which half of a bucket's rows were touched last; ``ranks`` is overwritten."""
+    lowest, highest, count = EMPTY, np.uint32(0), 0
+    for n in range(len(ranks)):
+        entry = words[((first + U64(n)) << U64(1)) + U64(1)]
+        ranks[n] = np.uint32(_step(entry)) if entry != 0 else EMPTY
+        lowest, highest = min(lowest, ranks[n]), max(highest, np.uint32(_step(entry)))
+        count += entry != 0
+    median, _ = _select_rank(ranks, lowest, highest, (count + 1) // 2, histogram)
+    return np.int64(median)
 
 
 @kernel
@@ -787,10 +806,11 @@ def _sweep_bucket(directory: Any, bucket: int, step: int, keys: Any, rows: Any, 
     directory, keys, rows, ranks = borrowed(directory), borrowed(keys), borrowed(rows), borrowed(ranks)
     words, leaving = directory.slots.reshape(-1), len(keys)
     first = U64(bucket * directory.stride)
+    last_touch = _median_touch(words, first, ranks, histogram) if directory.decay_steps else 0
     lowest, highest = EMPTY, np.uint32(0)
     for n in range(len(ranks)):
         entry = words[((first + U64(n)) << U64(1)) + U64(1)]
-        ranks[n] = _rank(directory, entry, step) if entry != 0 else EMPTY
+        ranks[n] = _rank(directory, entry, step, last_touch) if entry != 0 else EMPTY
         lowest, highest = min(lowest, ranks[n]), max(highest, ranks[n] if entry != 0 else np.uint32(0))
     last_rank, before = _select_rank(ranks, lowest, highest, leaving, histogram)
     last_tie, left = _select_tie(words, first, ranks, last_rank, leaving - before, histogram), 0

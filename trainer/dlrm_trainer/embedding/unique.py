@@ -42,7 +42,7 @@ Ints = NDArray[np.int64]
 INITIAL_STEPS = 8
 HALF_LIFE_LOOKUPS = 20
 """Lookups per row in the default half-life of scores, which has at least so many steps:"""
-MIN_HALF_LIFE_STEPS = 800
+MIN_HALF_LIFE_STEPS = 100
 CHECKS_OF_AGE = 16
 """Expired rows leave their bucket so many times within their greatest age."""
 NO_PARENT = sys.maxsize

@@ -51,7 +51,14 @@ class Shape:
         expired = {key for key, row in rows.items() if age and row.touched + age <= step}
         if len(rows) * 100 <= self.quota * 97:
             return expired if is_due else set()
-        order = sorted(rows, key=lambda key: (key not in expired, self.rank(rows[key], step), tie_of(self.key(key))))
+        median = sorted(row.touched for row in rows.values())[(len(rows) - 1) // 2]
+
+        def rank(key: int) -> tuple[bool, bool, float, int]:
+            row = rows[key]
+            is_young = self.policy.has_scores and row.touched > median
+            return key not in expired, is_young, 0.0 if is_young else self.rank(row, step), tie_of(self.key(key))
+
+        order = sorted(rows, key=rank)
         return expired | set(order[: len(rows) - self.quota * 93 // 100])
 
     def rank(self, row: Row, step: int) -> float:
