@@ -40,8 +40,8 @@ THREADS = torch.get_num_threads()
 EXPONENT = 1.05
 KILLS_OF_RUN = 10
 POLL_S = 0.1
-FULL = 0.93
-"""Share of its rows that a table has at least once its buckets are full."""
+KEPT_ROWS, WARM_STEPS = 1_000, 70
+"""Rows and steps of a table whose process has the memory that is left out."""
 IDS_OF_ROWS = 4
 """Ids of a table's stream, as a multiple of its rows."""
 SLOTS = 0.1
@@ -182,28 +182,32 @@ def stream(is_quick: bool) -> Iterator[Line]:
     (batch,) = Batches(shape, Popularity.zipf(rows, EXPONENT)).draw(0, 1)
     taken: list[float] = []
     with ExitStack() as stack:
+        # All that a process takes for batches of this size, but for the table.
+        few = Trained(replace(shape, rows=KEPT_ROWS), placement_of(replace(shape, rows=KEPT_ROWS), (), 0.0), None)
+        for number in range(WARM_STEPS):
+            few.run([replace(batch, number=number, values=batch.values % KEPT_ROWS + number)])
+        few.learner.embeddings.saved.begin_cut(WARM_STEPS, None)
+        few.learner.embeddings.saved.end_copying()
+        empty = memory("VmRSS")
         side = Trained(shape, placement_of(shape, (), 0.0), None)
         stack.callback(side.close)
         (part,) = (each for each in side.learner.embeddings.local if isinstance(each, UniquePart))
 
-        def resident() -> tuple[int, int]:
-            """Return the rows, and the bytes of this process."""
+        def resident() -> int:
             side.learner.embeddings.saved.begin_cut(len(taken), None)
-            found = part.rows.count, memory("VmRSS")
+            found = memory("VmRSS") - empty
             side.learner.embeddings.saved.end_copying()
             return found
 
-        marks: list[tuple[int, int]] = []
-        full_at = 0
+        full = full_at = 0
         for number in range(ids // shape.batch):
             new = np.arange(number * shape.batch, (number + 1) * shape.batch)
             values = torch.from_numpy(keys_of_table(new, shape.seed, table.name))
             taken.append(side.run([replace(batch, number=number, values=values)]) * 1000)
-            if number == 1 or (not full_at and part.rows.count > FULL * rows):
-                marks.append(resident())
-                full_at = number if number > 1 else 0
-        marks.append(resident())
-        (rows_at_first, first), (rows_when_full, full), (_, last) = marks
+            if not full_at and part.rows.evicted > rows:
+                # Each row has held an id by now.
+                full, full_at = resident(), number
+        last = resident()
         tenth = len(taken) // 10
         lookups = side.learner.embeddings.lookups
         yield Line(
@@ -215,10 +219,12 @@ def stream(is_quick: bool) -> Iterator[Line]:
                 "growth_since_full": last / full - 1,
             },
         )
-        planned = part_bytes(table, 4, table.held_rows, table.dim).resident / table.held_rows
-        per_row = (full - first) / (rows_when_full - rows_at_first)
-        bytes_per_row = Pairs([per_row], [planned])
-        yield Line(setting=StreamSetting(shape, ids, "plan"), metric="resident_bytes_per_row", pairs=bytes_per_row)
+        planned = part_bytes(table, 4, table.held_rows, table.dim).resident
+        yield Line(
+            setting=StreamSetting(shape, ids, "plan"),
+            metric="resident_bytes",
+            pairs=Pairs([float(last)], [float(planned)]),
+        )
 
 
 class KilledRuns:

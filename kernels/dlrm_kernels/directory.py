@@ -914,6 +914,33 @@ def _list_buckets(counts: Any, units: int, directory: Any, ends: Any, keys: Any,
         finish(counts)
 
 
+def describe_rows(directory: Directory, keys: Ints, values: NDArray[np.uint32], threads: int) -> None:
+    """Fill in the keys and values of rows that were ever touched: (R,) ``keys`` and (R, 1 or 2) ``values``, by row.
+
+    Values are the step of the last touch and, if rows have one, the bits of their score.
+    """
+    scores = directory.scores.view(np.uint32)
+    parallel_for(_describe_buckets, len(directory.fill), threads, directory, scores, keys, values)
+
+
+@kernel
+def _describe_buckets(counts: Any, units: int, directory: Any, scores: Any, keys: Any, values: Any) -> None:
+    words = directory.slots.reshape(-1)
+    while True:
+        bucket = take(counts)
+        if bucket >= units:
+            return
+        first = U64(bucket * directory.stride)
+        for place in range(first, first + U64(directory.stride)):
+            entry = words[(place << U64(1)) + U64(1)]
+            if _step(entry) != 0:
+                row = (entry & LOWER) - 1
+                keys[row], values[row, 0] = words[place << U64(1)], _step(entry)
+                if directory.decay_steps:
+                    values[row, 1] = scores[row]
+        finish(counts)
+
+
 @kernel
 def _sort(keys: Any, values: Any) -> None:
     """Sort keys, and their values alike, by insertion: no key is far from its place."""

@@ -178,6 +178,7 @@ def _of_keys() -> Iterator[Example]:
     yield directory.settle_sights, (made, some[:0], np.zeros(1, np.bool_))
     ends = np.array([0, 1])
     yield _loop(directory._list_buckets, made, np.array([0, 2]), i64(2), i64(2))
+    yield _loop(directory._describe_buckets, made, u32(0), i64(2), u32((2, 1)))
     yield _loop(directory._count_expired, made, i64(1), 1, i64(1))
     yield _loop(directory._sweep_buckets, made, i64(1), 1, ends, i64(1), i64(1))
     yield directory.free_rows, (made, some)

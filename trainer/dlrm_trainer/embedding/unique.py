@@ -390,11 +390,9 @@ class UniqueRows:
         return self._listed.keys[rows], self._listed.values[rows]
 
     def _list(self) -> _Listed:
-        held, count = self.held(), len(self.directory.used) * WORD
-        values = held.values
-        listed = _Listed(np.zeros(count, np.int64), np.zeros((count, values.shape[1]), np.float32))
-        listed.keys[held.rows] = held.keys
-        listed.values[held.rows] = values
+        count, values = len(self.directory.used) * WORD, 1 + self.policy.has_scores
+        listed = _Listed(np.zeros(count, np.int64), np.zeros((count, values), np.float32))
+        directory.describe_rows(self.directory, listed.keys, listed.values.view(np.uint32), torch.get_num_threads())
         return listed
 
     def gone(self) -> Ints:
