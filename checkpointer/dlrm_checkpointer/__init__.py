@@ -36,6 +36,7 @@ from dlrm_checkpointer.read.catalog import (
     list_snapshots,
     pick_snapshot,
     verify_snapshot,
+    walk_table,
 )
 from dlrm_checkpointer.read.diff import TableDiff, diff_snapshots
 from dlrm_checkpointer.read.export import (
@@ -46,6 +47,7 @@ from dlrm_checkpointer.read.export import (
     TableFormat,
     export_tables,
     restore_to_folder,
+    select_tables,
 )
 from dlrm_checkpointer.read.fetch import Check, check_bytes
 from dlrm_checkpointer.read.restore import (
@@ -82,5 +84,6 @@ __all__ = [
     "get_document", "id_seed", "initial_rows", "is_claimed", "last_attempt", "list_snapshots", "load_chain",
     "load_rows", "manifest_key", "newest_attempt", "newest_snapshot", "open_partial", "open_publish_store",
     "pick_snapshot", "place_weights", "put_document", "read_attempts", "read_job", "restore_to_folder", "rows_digest",
-    "shard_digest", "state_digest", "store_options", "table_digest", "table_key", "table_scale", "verify_snapshot",
+    "select_tables", "shard_digest", "state_digest", "store_options", "table_digest", "table_key", "table_scale",
+    "verify_snapshot", "walk_table",
 ]  # fmt: skip

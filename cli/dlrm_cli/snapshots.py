@@ -1,4 +1,4 @@
-"""``dlrmctl snapshots``: list, show, verify, restore and prune the committed snapshots of a store."""
+"""``dlrmctl snapshots``: list, show, verify, restore, prune and rank the committed snapshots of a store."""
 
 from __future__ import annotations
 
@@ -6,19 +6,34 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dlrm_api.errors import InvalidSpecError, NoInputError, SnapshotError, TemporaryError, UsageError, first_problem
+from dlrm_api.errors import (
+    BadDataError,
+    InvalidSpecError,
+    NoInputError,
+    SnapshotError,
+    TemporaryError,
+    UsageError,
+    first_problem,
+)
 from dlrm_cli.options import Commands, Output, ServiceOptions
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from dlrm_api.progress import SnapshotInfo
-    from dlrm_checkpointer import ListedSnapshot, RetentionPlan, Snapshot, VerifiedSnapshot
+    from dlrm_api.trace import TableTrace
+    from dlrm_checkpointer import ListedSnapshot, RetentionPlan, Snapshot, TableMeta, VerifiedSnapshot
+    from dlrm_cli.spectrum import TableRank
     from dlrm_stores import ObjectStore
 
 snapshots = Commands(name="snapshots", help="Manage committed snapshots.", no_args_is_help=True)
@@ -153,6 +168,133 @@ def _print_decision(decision: RetentionPlan, retired: str, output: Output) -> No
             print(f"{word}: step {name.step}, attempt {name.attempt}")
 
 
+@snapshots.command()
+def rank(
+    uri: Uri,
+    *,
+    step: Step = None,
+    table: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Rank only this table. May be repeated.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Weight rows by their lookups in this trace, from dlrmctl trace."),
+    ] = None,
+    service: ServiceOptions,
+    output: Output = "table",
+) -> None:
+    """Show how many columns keep 90, 99 and 99.9 % of the energy of each table's updated rows, and advise dim."""
+    from dlrm_checkpointer import select_tables
+
+    snapshot, _ = select_snapshot(open_snapshot_store(uri, service), chosen_step(uri, step))
+    tables = select_tables(snapshot, table or ())
+    traces = {} if trace is None else _read_traces(trace, tables)
+    found = _rank_tables(snapshot, tables, traces)
+    weighted_by = "rows" if trace is None else "lookups"
+    if output == "json":
+        ranked = {"tables": [asdict(each) for each in found]}
+        print(json.dumps({**_identity(snapshot), "weighted_by": weighted_by, **ranked}))
+    else:
+        from dlrm_cli.views import print_view, rank_view
+
+        print_view(rank_view(found, f"step {snapshot.step:,}: columns by energy kept, weighted by {weighted_by}"))
+
+
+def _read_traces(path: Path, tables: Sequence[TableMeta]) -> dict[str, TableTrace]:
+    """Read the traces of some tables from the file of ``--trace``.
+
+    Raises:
+        NoInputError: the file cannot be read.
+        BadDataError: it is not a trace.
+        UsageError: the trace lacks a table or is of another one, or nothing tells which rows were looked up most.
+    """
+    from dlrm_api.trace import parse_trace
+
+    try:
+        found = {each.table: each for each in parse_trace(path.read_bytes()).tables}
+    except OSError as error:
+        raise NoInputError(
+            f"invalid --trace: cannot read {path}: {error.strerror}; measure a trace with dlrmctl trace"
+        ) from error
+    except InvalidSpecError as error:
+        raise BadDataError(
+            f"invalid --trace: {path} is not a trace: {error}; measure a trace with dlrmctl trace"
+        ) from error
+    for table in tables:
+        if table.name not in found:
+            raise UsageError(
+                f"invalid --trace: table {table.name} is not in {path}; measure it again with dlrmctl trace, or "
+                "select other tables with --table"
+            )
+        if (rows := found[table.name].rows) != table.rows:
+            raise UsageError(
+                f"invalid --trace: {path} is of a table {table.name} with {rows:,} rows, the snapshot's has "
+                f"{table.rows:,}; measure it again with dlrmctl trace"
+            )
+        if not _score_columns(table):
+            raise UsageError(
+                f"--trace needs row optimizer state, which tells hot rows from cold: table {table.name} has none; "
+                "leave --trace out"
+            )
+    return found
+
+
+def _score_columns(table: TableMeta) -> list[int]:
+    """Return the state values that grow with a row's updates: Adagrad's sum, or Adam's number of updates.
+
+    Of each column block's values it is the last.
+    """
+    ends = accumulate(table.state_columns)
+    return [end - 1 for end, values in zip(ends, table.state_columns, strict=True) if values]
+
+
+def _rank_tables(snapshot: Snapshot, tables: Sequence[TableMeta], traces: Mapping[str, TableTrace]) -> list[TableRank]:
+    """Rank tables one after the other, and show progress on stderr by the bytes that are read."""
+    from dlrm_cli.spectrum import passes, rank_table
+    from dlrm_cli.views import show_progress
+
+    sizes = Counter[str]()
+    for manifest in snapshot.chain.manifests:
+        for entry in manifest.row_objects:
+            sizes[entry.table] += entry.bytes
+    total = sum(sizes[table.name] * passes(table.dim, weighted=bool(traces)) for table in tables)
+    done, found = 0.0, []
+    with show_progress("ranking", total) as show:
+
+        def advance(table: TableMeta, share: float) -> None:
+            nonlocal done
+            done += share * sizes[table.name]
+            show(done, f"{done / max(1, total):.0%}, table {table.name}")
+
+        for table in tables:
+            rows = _ScoredRows(snapshot, table, partial(advance, table))
+            histogram = traces[table.name].histogram if traces else None
+            found.append(rank_table(table.name, table.dim, rows, histogram))
+    return found
+
+
+@dataclass(frozen=True)
+class _ScoredRows:
+    """Stream the updated rows of a table with their scores; each iteration reads and checks them again."""
+
+    snapshot: Snapshot
+    table: TableMeta
+    advance: Callable[[float], None]
+    """Called with the share of a pass that was read since the last call."""
+
+    def __iter__(self) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+        from dlrm_checkpointer import walk_table
+
+        columns, end = _score_columns(self.table), 0
+        for block in walk_table(self.snapshot, self.table):
+            if block.stored:
+                block.check()
+                _, rows, state = block.updated()
+                yield rows, state[:, columns].sum(axis=1)
+            self.advance((block.end - end) / self.table.end)
+            end = block.end
+
+
 def list_usable(store: ObjectStore) -> tuple[SnapshotInfo, ...]:
     """Return usable snapshots, oldest first."""
     from dlrm_checkpointer import list_snapshots
@@ -279,11 +421,8 @@ def _description(snapshot: Snapshot) -> dict[str, Any]:
     for entry in manifest.gone:
         gone[entry.table] += entry.rows
     return {
-        "uri": snapshot.uri,
-        "step": snapshot.step,
-        "attempt": snapshot.attempt,
+        **_identity(snapshot),
         "kind": manifest.kind,
-        "bits": manifest.bits,
         "bytes": manifest.total_bytes,
         "objects": len(manifest.objects),
         "stored_rows": stored,
@@ -291,6 +430,10 @@ def _description(snapshot: Snapshot) -> dict[str, Any]:
         "gone_keys": gone,
         "cut": _with_snake_case_keys(asdict(snapshot.meta)),
     }
+
+
+def _identity(snapshot: Snapshot) -> dict[str, Any]:
+    return {"uri": snapshot.uri, "step": snapshot.step, "attempt": snapshot.attempt, "bits": snapshot.manifest.bits}
 
 
 def _with_snake_case_keys(value: Any) -> Any:

@@ -9,8 +9,7 @@ import contextlib
 import os
 import re
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +19,6 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 from rich.console import RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dlrm_api.errors import DeviceError, InvalidSpecError, UsageError
 from dlrm_api.job import DLRMJob
@@ -30,7 +28,7 @@ from dlrm_cli.checks import check_inputs
 from dlrm_cli.manifests import CONFIGMAP, read_job
 from dlrm_cli.options import TraceOptions
 from dlrm_cli.run.workdir import replace_file
-from dlrm_cli.views import PLAIN_INTERVAL_S, SafeConsole, print_view, titled_table
+from dlrm_cli.views import print_view, show_progress, titled_table
 
 if TYPE_CHECKING:
     from dlrm_kernels.reuse import StackDistances
@@ -193,10 +191,10 @@ def _measured(job: DLRMJob, batches: int | None, rate: float | None) -> Trace:
     with contextlib.closing(open_reader(job.spec, "train", 0, 1)) as reader:
         batches = batches or _batches(job, reader)
         read = contextlib.closing(reader.iterate(0, batches))
-        with _progress(batches) as show, read as each_batch:
+        with show_progress("tracing", batches) as show, read as each_batch:
             for batch in each_batch:
                 meter.add(batch)
-                show(meter.batches, meter.lookups)
+                show(meter.batches, f"{meter.batches:,}/{batches:,} batches, {meter.lookups:,} lookups")
         return meter.trace(job.metadata.name, job.spec.data.global_batch_size)
 
 
@@ -205,27 +203,6 @@ def _batches(job: DLRMJob, reader: Reader) -> int:
     training = job.spec.training
     by_samples = None if training.max_samples is None else -(-training.max_samples // job.spec.data.global_batch_size)
     return min(each for each in (reader.batches_per_epoch, training.max_steps, by_samples) if each is not None)
-
-
-@contextlib.contextmanager
-def _progress(batches: int) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that shows batches and lookups on stderr: as a bar, or off a terminal as lines."""
-    console = SafeConsole(stderr=True)
-    lookups = TextColumn("batches, {task.fields[lookups]:,} lookups")
-    columns = (TextColumn("tracing"), BarColumn(), MofNCompleteColumn(), lookups, TimeRemainingColumn())
-    shown_at = time.monotonic()
-
-    def show(done: int, lookups: int) -> None:
-        nonlocal shown_at
-        bar.update(task, completed=done, lookups=lookups)
-        if not console.is_terminal and time.monotonic() - shown_at >= PLAIN_INTERVAL_S:
-            shown_at = time.monotonic()
-            line = f"tracing: {done:,}/{batches:,} batches, {lookups:,} lookups"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("tracing", total=batches, lookups=0)
-        yield show
 
 
 def _check_out(out: Path, job: DLRMJob) -> None:

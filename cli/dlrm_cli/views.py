@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
@@ -24,6 +27,7 @@ from dlrm_api.run_report import HitRate, Profile, StageTimes, TableUse, TierRepo
 
 if TYPE_CHECKING:
     from dlrm_checkpointer import TableDiff
+    from dlrm_cli.spectrum import TableRank
     from dlrm_planner import DimAdvice
 
 UNKNOWN = "-"
@@ -219,6 +223,26 @@ MAX_SHARDS = 8
 WIDTH_OFF_TERMINAL = 200
 
 
+@contextlib.contextmanager
+def show_progress(title: str, total: float) -> Iterator[Callable[[float, str], None]]:
+    """Yield a function that shows on stderr how much of a total is done, with a text: as a bar, or as lines."""
+    console = SafeConsole(stderr=True)
+    text = TextColumn("{task.fields[text]}", markup=False)
+    shown_at = time.monotonic()
+
+    def show(done: float, text: str) -> None:
+        nonlocal shown_at
+        bar.update(task, completed=done, text=text)
+        if not console.is_terminal and time.monotonic() - shown_at >= PLAIN_INTERVAL_S:
+            shown_at = time.monotonic()
+            console.print(f"{title}: {text}", markup=False, highlight=False, soft_wrap=True)
+
+    columns = (TextColumn(title), BarColumn(), text, TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total, text="")
+        yield show
+
+
 def print_view(view: RenderableType, *, stderr: bool = False) -> None:
     """Print on stdout or stderr, wide if it is not a terminal, so that URIs and digests stay whole."""
     # Markup would take the "[users]" of a field's path out of a note.
@@ -291,6 +315,21 @@ def diff_view(tables: Sequence[TableDiff]) -> RenderableType:
         counts = (f"{count:,}" for count in (each.changed, each.new, each.gone))
         norms = (each.change_norm, each.largest_change, each.norm_before, each.norm_after)
         view.add_row(Text(each.table), *counts, *(f"{norm:.6g}" for norm in norms))
+    return view
+
+
+def rank_view(tables: Sequence[TableRank], title: str) -> RenderableType:
+    """Return how many columns of each table keep shares of the energy of its rows."""
+    from dlrm_cli.spectrum import MAX_ALS_COLUMNS
+
+    columns = ("table", "dim", "updated rows", "90 %", "99 %", "99.9 %", "advised dim")
+    view = titled_table(title, columns, words=("table",))
+    for each in tables:
+        unknown = f"> {MAX_ALS_COLUMNS}" if each.energy else UNKNOWN
+        about = "" if each.exact else "~"
+        needed = (each.columns_90, each.columns_99, each.columns_99_9)
+        kept = (unknown if count is None else f"{about}{count:,}" for count in needed)
+        view.add_row(Text(each.table), f"{each.dim:,}", f"{each.rows:,}", *kept, number(each.advised_dim, ","))
     return view
 
 

@@ -70,6 +70,14 @@ class Block:
         """Return the ascending global numbers of the rows that have any column stored."""
         return self._named[self._there]
 
+    def updated(self) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
+        """Return the rows that have any column stored: their ascending numbers, rows and state, as from ``fill``."""
+        ids = self.held()
+        if self.table.is_unique:
+            return ids, *self.fill()
+        placed = ((np.searchsorted(ids, piece.row_ids), piece) for _, piece in self.stored)
+        return ids, *fill_rows(self.table, ids, placed)
+
     def digest(self, rows: NDArray[np.float32], state: NDArray[np.float32]) -> PartialDigest:
         """Return the digest of its rows, as returned by ``fill``, as a part of the table's."""
         return rows_digest(self.table, self.row_ids, 0, rows, state)

@@ -376,7 +376,10 @@ def export_tables(snapshot: Snapshot, folder: Path, wanted: ExportOptions) -> in
         DeviceError: the disk is full.
     """
     wanted.form.check(wanted.precision)
-    tables = _tables(snapshot, wanted.tables)
+    tables = select_tables(snapshot, wanted.tables)
+    for table in tables:
+        if Path(table.name).name != table.name:
+            raise UsageError(f"{snapshot.uri}: table name {table.name!r} cannot be a file name")
     with _new_folder(folder):
         entries = [_export_table(snapshot, table, folder, wanted) for table in tables]
         write_dense(folder, snapshot.dense())
@@ -396,16 +399,17 @@ def export_tables(snapshot: Snapshot, folder: Path, wanted: ExportOptions) -> in
     return sum(entry["storedRows"] for entry in entries)
 
 
-def _tables(snapshot: Snapshot, names: Sequence[str]) -> list[TableMeta]:
+def select_tables(snapshot: Snapshot, names: Sequence[str]) -> list[TableMeta]:
+    """Return the tables of these names, or all of them if there are none.
+
+    Raises:
+        UsageError: a table does not exist; names those that do.
+    """
     there = {table.name: table for table in snapshot.meta.model_tables}
     for name in names:
         if name not in there:
             raise UsageError(f"{snapshot.uri}: there is no table {name} (tables: {', '.join(there)})")
-    chosen = [there[name] for name in dict.fromkeys(names)] or list(there.values())
-    for table in chosen:
-        if Path(table.name).name != table.name:
-            raise UsageError(f"{snapshot.uri}: table name {table.name!r} cannot be a file name")
-    return chosen
+    return [there[name] for name in dict.fromkeys(names)] or list(there.values())
 
 
 def _export_table(snapshot: Snapshot, table: TableMeta, folder: Path, wanted: ExportOptions) -> dict[str, Any]:
@@ -417,11 +421,7 @@ def _export_table(snapshot: Snapshot, table: TableMeta, folder: Path, wanted: Ex
         # The first block creates the file, even if it has no rows.
         if not all_rows and not block.stored and block.start:
             continue
-        rows, _ = block.fill()
-        ids = block.row_ids
-        if not (all_rows or table.is_unique):
-            ids = block.held()
-            rows = rows[ids - block.start]
+        ids, rows, _ = (block.row_ids, *block.fill()) if all_rows else block.updated()
         file.add(_exported_ids(table, ids), at_precision(table, ids, rows, wanted.precision))
         count += len(ids)
     file.close()
