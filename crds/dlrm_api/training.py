@@ -41,6 +41,22 @@ class DenseOptimizerSpec(ApiModel):
     beta2: float = Field(0.999, ge=0, le=0.999999, description="Decay of adam's second moment.")
 
 
+class RowRegularizerSpec(ApiModel):
+    """Move rows toward the values that a snapshot of few bits can store, in the last steps of training."""
+
+    bits: Literal[2, 3, 4, 8] = Field(description="Bits per stored element, as in checkpoint.bits.")
+    strength: float = Field(
+        0.1,
+        ge=1e-6,
+        le=1,
+        description="How far an update moves an element near a stored value toward it, as a share of the distance.",
+    )
+    last_steps: Steps = Field(
+        description="Number of last training steps in which rows move; all of them if training has fewer. Much more "
+        "than a third of training costs quality."
+    )
+
+
 class CommunicationSpec(ApiModel):
     """Configure the wire format of each direction."""
 

@@ -114,10 +114,27 @@ def find_ranges(words: Any, first: Any, count: Any, width: Any, lanes: Any) -> N
     for i in range(count):
         low, high = MAX_INT32, MIN_INT32
         for j in range((first + i) * width, (first + i) * width + width):
-            key = I32(words[j] ^ ((words[j] >> SIGN_SHIFT) & MAGNITUDE))
+            key = reordered(words[j])
             low, high = min(low, key), max(high, key)
-        lanes[OF_MIN + i] = number_of(U32(low ^ ((low >> SIGN_SHIFT) & MAGNITUDE)))
-        lanes[OF_MAX + i] = number_of(U32(high ^ ((high >> SIGN_SHIFT) & MAGNITUDE)))
+        lanes[OF_MIN + i], lanes[OF_MAX + i] = unordered(low), unordered(high)
+
+
+@kernel
+def ordered(value: Any) -> Any:
+    """Return an int32 that compares with others as the float32 does."""
+    return reordered(I32(bits_of(value)))
+
+
+@kernel
+def unordered(key: Any) -> Any:
+    """Return the float32 of ``ordered``."""
+    return number_of(U32(reordered(key)))
+
+
+@kernel
+def reordered(word: Any) -> Any:
+    """Turn the bits of a float32, as an int32, into ``ordered``, and back."""
+    return I32(word ^ ((word >> SIGN_SHIFT) & MAGNITUDE))
 
 
 @kernel

@@ -25,12 +25,16 @@ A result of 65536 or more becomes an infinity and is not clamped to 65504: a wei
 diverged, which clamping would hide. With an infinity the next lookup stops the run with an error that names table and
 row. A NaN stays a NaN.
 
+With a regularizer of strength a, an updated row then moves toward the 2^bits evenly spaced values from its least
+element l to its largest, s apart: w - a * s / (2 pi) * sin(2 pi * (w - l) / s). An fp16 row is rounded after that.
+
 Source: Gupta et al., ICML 2015 (stochastic rounding).
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,10 +44,11 @@ from dlrm_kernels.cache import kernel
 from dlrm_kernels.hashing import GOLDEN, mix, mix_array
 from dlrm_kernels.intrinsics import bits_of, borrowed, number_of, prefetch, prefetch_lines, size_of, value_of
 from dlrm_kernels.parallel import finish, parallel_for, take
+from dlrm_kernels.quantize import TO_WHOLE, ordered, unordered
 
 U32, U64 = np.uint32, np.uint64
 ZERO, ONE, EIGHT = U64(0), U64(1), U64(8)
-F32_ONE = np.float32(1)
+F32_ONE, F32_HALF, F32_ZERO = np.float32(1), np.float32(0.5), np.float32(0)
 
 SGD, ADAGRAD, ADAM = 0, 1, 2
 KINDS = {"sgd": SGD, "rowwise-adagrad": ADAGRAD, "adam": ADAM}
@@ -74,6 +79,12 @@ TOO_LARGE = U32((127 + 16) << 23)
 """65536, which is infinity in fp16."""
 NOT_A_NUMBER = U32(0x7E00)
 
+W1, W2, W3, W4, W5 = (
+    np.float32((-1) ** power * math.tau ** (2 * power) / math.factorial(2 * power + 1)) for power in range(1, 6)
+)
+"""Factors of r^3, r^5 and so on in the series of sin(2 pi r) / (2 pi), which is exact to 1e-8 up to r = 1/4. The sine
+of a library has other bits on another processor."""
+
 
 class Memory(NamedTuple):
     """Hold rows and states of several tables end to end, as one-dimensional arrays."""
@@ -100,6 +111,10 @@ class OptimizerConstants(NamedTuple):
     rest2: np.float32
     decay1: float
     decay2: float
+    strength: np.float32
+    """Of the regularizer; 0 without one."""
+    intervals: np.float32
+    """Of a row's range, between the values that its regularizer moves elements to."""
 
 
 def memory_of(weight: NDArray[Any], state: NDArray[np.float32]) -> Memory:
@@ -108,8 +123,10 @@ def memory_of(weight: NDArray[Any], state: NDArray[np.float32]) -> Memory:
     return Memory(rows.view(np.float32), rows.view(np.uint16), state.reshape(-1), weight.dtype == np.float16)
 
 
-def constants_of(kind: str, learning_rate: float, eps: float, beta1: float, beta2: float) -> OptimizerConstants:
-    """Return the constants of a row optimizer (a key of ``KINDS``) at a learning rate."""
+def constants_of(
+    kind: str, learning_rate: float, eps: float, beta1: float, beta2: float, strength: float = 0.0, bits: int = 2
+) -> OptimizerConstants:
+    """Return the constants of a row optimizer (a key of ``KINDS``) at a learning rate, and of a regularizer if any."""
     return OptimizerConstants(
         kind=KINDS[kind],
         rate=np.float32(learning_rate),
@@ -120,6 +137,8 @@ def constants_of(kind: str, learning_rate: float, eps: float, beta1: float, beta
         rest2=np.float32(1 - beta2),
         decay1=beta1,
         decay2=beta2,
+        strength=np.float32(strength),
+        intervals=np.float32(2**bits - 1),
     )
 
 
@@ -184,11 +203,32 @@ def update_row(
     rule: Any,
     value: Any,
 ) -> None:
-    """Update a row and its state; an fp16 row is left in ``value`` for ``store_half``.
+    """Update a row and its state, and regularize it; an fp16 row is left in ``value`` for ``store_half``.
 
     ``rows``, ``halves``, ``half`` and ``states`` are those of ``Memory``, in which ``row`` and ``state`` are the uint64
     indices of the first elements; ``gradient`` and ``value``, which is overwritten, are (d,) float32.
     """
+    _optimize(size, rows, halves, half, states, row, state, gradient, rule, value)
+    if rule.strength > F32_ZERO:
+        if half:
+            _regularize(size, value, ZERO, rule)
+        else:
+            _regularize(size, rows, row, rule)
+
+
+@kernel
+def _optimize(
+    size: Any,
+    rows: Any,
+    halves: Any,
+    half: Any,
+    states: Any,
+    row: Any,
+    state: Any,
+    gradient: Any,
+    rule: Any,
+    value: Any,
+) -> None:
     dim, kind = value_of(size), rule.kind
     if half:
         for c in range(dim):
@@ -213,6 +253,28 @@ def update_row(
     else:
         for c in range(dim):
             rows[row + c] -= factor * gradient[c]
+
+
+@kernel(error_model="numpy")
+def _regularize(size: Any, values: Any, start: Any, rule: Any) -> None:
+    dim, least, most = value_of(size), ordered(values[start]), ordered(values[start])
+    for c in range(start, start + dim):
+        key = ordered(values[c])
+        least, most = min(least, key), max(most, key)
+    low = unordered(least)
+    distance = (unordered(most) - low) / rule.intervals
+    # Equal elements have nothing to move to, and a row that is not finite ends the run as it is.
+    if not F32_ZERO < distance < np.float32(np.inf):
+        return
+    most_moved = rule.strength * distance
+    for c in range(start, start + dim):
+        place = (values[c] - low) / distance
+        off = place - ((place + TO_WHOLE) - TO_WHOLE)
+        # sin(2 pi (1/2 - r)) = sin(2 pi r).
+        near = min(abs(off), F32_HALF - abs(off))
+        square = near * near
+        wave = near * (F32_ONE + square * (W1 + square * (W2 + square * (W3 + square * (W4 + square * W5)))))
+        values[c] -= most_moved * (wave if off > F32_ZERO else -wave)
 
 
 @kernel

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dlrm_api.errors import DivergedError
 from dlrm_api.job import DLRMJobSpec
+from dlrm_api.training import RowRegularizerSpec
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Arriving, Collectives
@@ -162,20 +163,20 @@ class Learner:
         self._stages.lap("exchange")
         return total, gradients
 
-    def apply(self, gradients: Gradients, factor: float) -> None:
+    def apply(self, gradients: Gradients, factor: float, regularizer: RowRegularizerSpec | None = None) -> None:
         """Update every parameter, and each row that the global batch looked up, once.
 
         ``factor`` multiplies the learning rates (``Schedule.factor``). Raises PeerLostError, and DivergedError if a
         gradient received in fp16 is not finite; nothing was updated then.
         """
         summing, sent = self._start_sums(), self._collectives.seconds
-        self.embeddings.update(gradients, self._row_rate * factor)
+        self.embeddings.update(gradients, self._row_rate * factor, regularizer)
         self._stages.apart("exchange", self._collectives.seconds - sent)
         self._stages.lap("row update")
         for each in summing:
             each.wait()
         self._stages.lap("exchange")
-        self.embeddings.update_replicated(gradients, self._table_gradient, self._row_rate * factor)
+        self.embeddings.update_replicated(gradients, self._table_gradient, self._row_rate * factor, regularizer)
         self._stages.lap("row update")
         self.dense.update(factor)
         self._stages.lap("dense update")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dlrm_api.errors import DivergedError
+from dlrm_api.training import RowRegularizerSpec
 from dlrm_checkpointer import Cut, CutRows, CutRowSource, CutSize, GoneRows
 from dlrm_kernels.dirty_rows import WORD
 from dlrm_trainer.data import Batch
@@ -272,18 +273,21 @@ class Embeddings:
             "snapshot"
         )
 
-    def update(self, gradients: Gradients, learning_rate: float) -> None:
+    def update(self, gradients: Gradients, learning_rate: float, regularizer: RowRegularizerSpec | None = None) -> None:
         """Wait for gradients; update every row of the rank's own parts that the global batch looked up, once."""
         pooled = gradients.pooled
         of_groups = self._exchange.gradients(gradients.vectors, pooled.owned)
-        self.tables.update(pooled.prepared, pooled.local, of_groups, learning_rate, pooled.batch.number)
+        step = pooled.batch.number
+        self.tables.update(pooled.prepared, pooled.local, of_groups, learning_rate, step, regularizer)
 
-    def update_replicated(self, gradients: Gradients, buffer: Tensor, learning_rate: float) -> None:
+    def update_replicated(
+        self, gradients: Gradients, buffer: Tensor, learning_rate: float, regularizer: RowRegularizerSpec | None = None
+    ) -> None:
         """Update every row of data-parallel tables that the global batch looked up, once.
 
         ``buffer`` is that of ``send_gradients``, summed over ranks.
         """
-        self.replicated.update(buffer, learning_rate, gradients.pooled.batch.number)
+        self.replicated.update(buffer, learning_rate, gradients.pooled.batch.number, regularizer)
 
     @property
     def lookups(self) -> LookupCounts:

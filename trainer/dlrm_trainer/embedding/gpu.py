@@ -5,6 +5,7 @@ Shapes: R rows of a table, U of them to be updated, L ids, d columns, S values o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.row_optimizers import ROW_OPTIMIZERS, state_values
-from dlrm_api.training import RowOptimizerSpec
+from dlrm_api.training import RowOptimizerSpec, RowRegularizerSpec
 from dlrm_kernels import hashing
 from dlrm_kernels.row_updates import COLUMNS_PER_HASH, MAX_UPDATES, step_keys
 from dlrm_trainer.embedding.exchange import Bags
@@ -97,7 +98,7 @@ class DeviceKernel:
         # .data, because autograd would take rows fetched between a lookup and its update for a change of what it saved.
         self.weights: tuple[Tensor, ...] = tuple(weight.data for weight in self._fbgemm.split_embedding_weights())
         self.states = self._make_states()
-        self._runs = () if self._fused else tuple(_runs(tables))
+        self._runs = tuple(_runs(tables))
         self._graph: Tensor | None = None
         self._rate = tables.optimizer.learning_rate
         self._first_columns = torch.tensor(tables.first_columns, dtype=torch.int64, device=tables.device)
@@ -146,10 +147,20 @@ class DeviceKernel:
             pooled: Tensor = self._fbgemm(bags.ids, offsets, bags.weights)
         return pooled
 
-    def update(self, bags: Bags, gradient: Tensor, learning_rate: float, step: int, rows: Tensor) -> None:
+    def update(
+        self,
+        bags: Bags,
+        gradient: Tensor,
+        learning_rate: float,
+        step: int,
+        rows: Tensor,
+        regularizer: RowRegularizerSpec | None,
+    ) -> None:
         """See ``table_batch.Kernel``."""
         if self._fused:
             self._backward(bags, gradient, learning_rate)
+            if regularizer is not None:
+                self._regularize(bags, regularizer)
             return
         keys = self._keys(step)
         of_runs = bags.split([len(run.features) for run in self._runs])
@@ -157,7 +168,7 @@ class DeviceKernel:
         for run, of_run in zip(self._runs, of_runs, strict=True):
             count, width = len(of_run.ids), len(run.features) * run.dim
             summed = gradient[:, column : column + width].reshape(-1, run.dim)
-            self._update_run(run, of_run, summed, keys, rows[at : at + count], learning_rate)
+            self._update_run(run, of_run, summed, keys, rows[at : at + count], learning_rate, regularizer)
             at, column = at + count, column + width
 
     def _backward(self, bags: Bags, gradient: Tensor, learning_rate: float) -> None:
@@ -171,19 +182,32 @@ class DeviceKernel:
         with _deterministic() if self._tables.deterministic else nullcontext():
             graph.backward(gradient)  # type: ignore[no-untyped-call]
 
+    def _regularize(self, bags: Bags, regularizer: RowRegularizerSpec) -> None:
+        """Regularize the rows that fbgemm has updated."""
+        for run, of_run in zip(self._runs, bags.split([len(run.features) for run in self._runs]), strict=True):
+            feature, _ = _bags_of_ids(of_run)
+            slots = torch.unique(of_run.ids + run.row_starts[feature])
+            weight = joined(self.weights, run.first_table, run.last_table)
+            weight[slots] = regularized(weight.index_select(0, slots), regularizer)
+
     def _keys(self, step: int) -> Tensor:
         """Return (T,) int64 keys of the tables at a step; empty for fp32."""
         keys = step_keys(self._tables.keys, step).view(np.int64)
         return torch.from_numpy(keys).to(self._tables.device)
 
     def _update_run(
-        self, run: Run, bags: Bags, gradient: Tensor, keys: Tensor, rows: Tensor, learning_rate: float
+        self,
+        run: Run,
+        bags: Bags,
+        gradient: Tensor,
+        keys: Tensor,
+        rows: Tensor,
+        learning_rate: float,
+        regularizer: RowRegularizerSpec | None,
     ) -> None:
         """Update the tables of one run by the gradient of its bags, (N * features, dim), sample-major."""
-        features, samples = bags.lengths.shape
-        bag = torch.repeat_interleave(bags.lengths.flatten().to(torch.int64), output_size=len(bags.ids))
-        feature, sample = bag // max(samples, 1), bag % max(samples, 1)
-        each = gradient.index_select(0, sample * features + feature)
+        feature, sample = _bags_of_ids(bags)
+        each = gradient.index_select(0, sample * len(bags.lengths) + feature)
         if bags.weights is not None:
             each = each * bags.weights[:, None]
         slots, places = torch.unique(bags.ids + run.row_starts[feature], return_inverse=True)
@@ -198,15 +222,23 @@ class DeviceKernel:
                 first_column=torch.empty_like(slots).index_put_((places,), self._first_columns[tables]),
             )
         weight, state = (joined(each, run.first_table, run.last_table) for each in (self.weights, self.states))
-        self._update(weight, state, slots, sums, learning_rate, rounding)
+        self._update(weight, state, slots, sums, learning_rate, rounding, regularizer)
 
-    def update_rows(self, table: int, rows: Tensor, gradient: Tensor, learning_rate: float, step: int) -> None:
+    def update_rows(
+        self,
+        table: int,
+        rows: Tensor,
+        gradient: Tensor,
+        learning_rate: float,
+        step: int,
+        regularizer: RowRegularizerSpec | None,
+    ) -> None:
         """See ``table_batch.Kernel``."""
         rounding = None
         if self._tables.dtype == "fp16":
             key, column = self._keys(step)[table], self._first_columns[table]
             rounding = Rounding(keys=key.expand_as(rows), rows=rows, first_column=column.expand_as(rows))
-        self._update(self.weights[table], self.states[table], rows, gradient, learning_rate, rounding)
+        self._update(self.weights[table], self.states[table], rows, gradient, learning_rate, rounding, regularizer)
 
     def _update(
         self,
@@ -216,10 +248,13 @@ class DeviceKernel:
         gradient: Tensor,
         learning_rate: float,
         rounding: Rounding | None,
+        regularizer: RowRegularizerSpec | None,
     ) -> None:
         """Update (U,) distinct rows by (U, d) gradients in place, each once; float16 rows need ``rounding``."""
         old, optimizer = weight.index_select(0, slots).float(), self._tables.optimizer
         rows, states = updated(old, state.index_select(0, slots), gradient, optimizer, learning_rate)
+        if regularizer is not None:
+            rows = regularized(rows, regularizer)
         if weight.dtype == torch.float16:
             assert rounding is not None
             rows = round_to_half(rows, random_bits(rounding, gradient.shape[1]))
@@ -269,6 +304,22 @@ def _correction(decay: float, counts: Tensor) -> Tensor:
         powers = torch.where((whole >> bit) & 1 == 1, powers * decay, powers)
         decay *= decay
     return (1 - powers).to(torch.float32)
+
+
+def regularized(weight: Tensor, regularizer: RowRegularizerSpec) -> Tensor:
+    """Return (U, d) float32 rows nearer to what a snapshot can store, as ``row_updates`` specifies."""
+    low = weight.amin(dim=1, keepdim=True)
+    distance = (weight.amax(dim=1, keepdim=True) - low) / (2**regularizer.bits - 1)
+    place = (weight - low) / distance
+    wave = torch.sin(math.tau * (place - place.round())) / math.tau
+    return torch.where((distance > 0) & distance.isfinite(), weight - regularizer.strength * distance * wave, weight)
+
+
+def _bags_of_ids(bags: Bags) -> tuple[Tensor, Tensor]:
+    """Return (L,) the feature and the sample of each id."""
+    samples = max(bags.lengths.shape[1], 1)
+    bag = torch.repeat_interleave(bags.lengths.flatten().to(torch.int64), output_size=len(bags.ids))
+    return bag // samples, bag % samples
 
 
 def random_bits(rounding: Rounding, columns: int) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.tiers import MAX_DEVICE_COLUMNS
+from dlrm_api.training import RowRegularizerSpec
 from dlrm_checkpointer import CutRowSource, table_scale
 from dlrm_checkpointer import table_key as initial_key
 from dlrm_kernels.directory import ABSENT
@@ -197,6 +198,7 @@ class LocalTables:
         gradients: Sequence[Tensor],
         learning_rate: float,
         step: int,
+        regularizer: RowRegularizerSpec | None = None,
     ) -> None:
         """Update every row that ``pool`` summed, once, by the (N, C_g * w) gradients of the loss by each sum."""
         if self.pending is not None:
@@ -209,7 +211,7 @@ class LocalTables:
             )
         ]
         for group, summed, (gradient, rows), bags in zip(self.groups, pooled, on_devices, prepared.groups, strict=True):
-            group.batch.update(summed, gradient, learning_rate, step=step, rows=rows)
+            group.batch.update(summed, gradient, learning_rate, step=step, rows=rows, regularizer=regularizer)
             group.dirty.mark(bags.ids.numpy(), bags.sizes.numpy(), group.starts)
         for group, gradient, bags, keys in zip(self.groups, gradients, prepared.groups, prepared.unique, strict=True):
             if group.unique is not None and keys is not None:
@@ -333,10 +335,18 @@ class ReplicatedGroup:
         """Return the rows of each part that any rank touched, (R,) int64 ascending, from the summed buffer."""
         return [touched.nonzero().squeeze(1) for _, touched in self._views(buffer)]
 
-    def update(self, buffer: Tensor, touched: Sequence[Tensor], learning_rate: float, *, step: int = 0) -> None:
+    def update(
+        self,
+        buffer: Tensor,
+        touched: Sequence[Tensor],
+        learning_rate: float,
+        *,
+        step: int = 0,
+        regularizer: RowRegularizerSpec | None = None,
+    ) -> None:
         """Update every row that any rank touched, by the gradient that ``buffer`` sums."""
         for number, ((dense, _), rows) in enumerate(zip(self._views(buffer), touched, strict=True)):
-            self.batch.update_rows(number, rows, dense[rows], learning_rate, step=step)
+            self.batch.update_rows(number, rows, dense[rows], learning_rate, step=step, regularizer=regularizer)
 
     def _views(self, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
         parts = torch.split(buffer, [size for rows, width in self._shapes for size in (rows * width, rows)])
@@ -379,7 +389,9 @@ class ReplicatedTables:
         for group, part, gradient, each in zip(self._groups, self._buffers(buffer), gradients, bags, strict=True):
             group.write_gradient(part, gradient, each)
 
-    def update(self, buffer: Tensor, learning_rate: float, step: int) -> None:
+    def update(
+        self, buffer: Tensor, learning_rate: float, step: int, regularizer: RowRegularizerSpec | None = None
+    ) -> None:
         """Update every row that the global batch looked up, once; ``buffer`` is summed over ranks."""
         for group, parts, summed in zip(self._groups, self._parts, self._buffers(buffer), strict=True):
             touched = group.touched(summed)
@@ -388,7 +400,7 @@ class ReplicatedTables:
                 for part, rows in zip(parts, rows_of_parts, strict=True):
                     record, locate = part.dirty.rows, partial(_locate_replicated, part)
                     self.pending.before_update(RowsToUpdate(record, rows, np.array([len(rows)]), record.starts, locate))
-            group.update(summed, touched, learning_rate, step=step)
+            group.update(summed, touched, learning_rate, step=step, regularizer=regularizer)
             for part, rows in zip(parts, rows_of_parts, strict=True):
                 part.dirty.mark(rows)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dlrm_api.row_optimizers import state_values
 from dlrm_api.tiers import RowDtype
-from dlrm_api.training import RowOptimizerSpec
+from dlrm_api.training import RowOptimizerSpec, RowRegularizerSpec
 from dlrm_kernels import bags as bag_kernels
 from dlrm_kernels import row_updates
 from dlrm_kernels.intrinsics import size_of
@@ -52,10 +52,12 @@ class Tables:
     deterministic: bool = False
     """Whether a GPU sums gradients in a fixed order."""
 
-    def constants(self, learning_rate: float) -> OptimizerConstants:
-        """Return the optimizer's constants for kernels."""
+    def constants(self, learning_rate: float, regularizer: RowRegularizerSpec | None) -> OptimizerConstants:
+        """Return the constants of an update for kernels."""
         optimizer = self.optimizer
-        return constants_of(optimizer.kind, learning_rate, optimizer.eps, optimizer.beta1, optimizer.beta2)
+        given = optimizer.kind, learning_rate, optimizer.eps, optimizer.beta1, optimizer.beta2
+        more = () if regularizer is None else (regularizer.strength, regularizer.bits)
+        return constants_of(*given, *more)
 
 
 def table_views(buffer: Tensor, shapes: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
@@ -79,10 +81,26 @@ class Kernel(Protocol):
     def pool(self, bags: Bags, updates: bool) -> Tensor:
         """Sum the rows of each bag: see ``TableBatch.lookup``."""
 
-    def update(self, bags: Bags, gradient: Tensor, learning_rate: float, step: int, rows: Tensor) -> None:
+    def update(
+        self,
+        bags: Bags,
+        gradient: Tensor,
+        learning_rate: float,
+        step: int,
+        rows: Tensor,
+        regularizer: RowRegularizerSpec | None,
+    ) -> None:
         """Update the rows that were pooled: see ``TableBatch.update``."""
 
-    def update_rows(self, table: int, rows: Tensor, gradient: Tensor, learning_rate: float, step: int) -> None:
+    def update_rows(
+        self,
+        table: int,
+        rows: Tensor,
+        gradient: Tensor,
+        learning_rate: float,
+        step: int,
+        regularizer: RowRegularizerSpec | None,
+    ) -> None:
         """Update chosen rows of a table: see ``TableBatch.update_rows``."""
 
 
@@ -141,7 +159,15 @@ class HostKernel:
             )
         return pooled
 
-    def update(self, bags: Bags, gradient: Tensor, learning_rate: float, step: int, rows: Tensor) -> None:
+    def update(
+        self,
+        bags: Bags,
+        gradient: Tensor,
+        learning_rate: float,
+        step: int,
+        rows: Tensor,
+        regularizer: RowRegularizerSpec | None,
+    ) -> None:
         """See ``Kernel``."""
         offsets, samples = _offsets(bags.lengths), bags.lengths.shape[1]
         edges = offsets[self._layout.first_features * np.uint64(samples)]
@@ -155,7 +181,7 @@ class HostKernel:
             samples=samples,
             width=np.uint64(self._width),
         )
-        constants = self._tables.constants(learning_rate)
+        constants = self._tables.constants(learning_rate, regularizer)
         keys = row_updates.step_keys(self._tables.keys, step)
         for size, _, tables in self._by_dim:
             work = _work(tables, sizes[tables])
@@ -172,14 +198,22 @@ class HostKernel:
                 keys,
             )
 
-    def update_rows(self, table: int, rows: Tensor, gradient: Tensor, learning_rate: float, step: int) -> None:
+    def update_rows(
+        self,
+        table: int,
+        rows: Tensor,
+        gradient: Tensor,
+        learning_rate: float,
+        step: int,
+        regularizer: RowRegularizerSpec | None,
+    ) -> None:
         """See ``Kernel``."""
         row_updates.update_rows(
             self.weights[table].numpy(),
             self.states[table].numpy(),
             _unsigned(rows),
             gradient.contiguous().numpy(),
-            self._tables.constants(learning_rate),
+            self._tables.constants(learning_rate, regularizer),
             row_updates.step_keys(self._tables.keys[table : table + 1], step),
             self._tables.first_columns[table],
             torch.get_num_threads(),
@@ -233,7 +267,14 @@ class TableBatch:
         return pooled
 
     def update(
-        self, pooled: Tensor, gradient: Tensor, learning_rate: float, *, step: int = 0, rows: Tensor | None = None
+        self,
+        pooled: Tensor,
+        gradient: Tensor,
+        learning_rate: float,
+        *,
+        step: int = 0,
+        rows: Tensor | None = None,
+        regularizer: RowRegularizerSpec | None = None,
     ) -> None:
         """Update the rows that ``lookup`` summed; gradients are multiplied by the ids' weights.
 
@@ -244,11 +285,20 @@ class TableBatch:
         assert pending is not None
         assert pending[0] is pooled, "another lookup with an update came between this one and its update"
         bags = pending[1]
-        self.kernel.update(bags, gradient, learning_rate, step, bags.ids if rows is None else rows)
+        self.kernel.update(bags, gradient, learning_rate, step, bags.ids if rows is None else rows, regularizer)
 
-    def update_rows(self, table: int, rows: Tensor, gradient: Tensor, learning_rate: float, *, step: int = 0) -> None:
+    def update_rows(
+        self,
+        table: int,
+        rows: Tensor,
+        gradient: Tensor,
+        learning_rate: float,
+        *,
+        step: int = 0,
+        regularizer: RowRegularizerSpec | None = None,
+    ) -> None:
         """Update (R,) int64 distinct rows of a table, which are global rows too, by (R, dim) gradients."""
-        self.kernel.update_rows(table, rows, gradient, learning_rate, step)
+        self.kernel.update_rows(table, rows, gradient, learning_rate, step, regularizer)
 
 
 def _work(tables: NDArray[np.int64], sizes: NDArray[np.int64]) -> Work:

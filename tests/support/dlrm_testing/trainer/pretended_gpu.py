@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dlrm_api.training import RowRegularizerSpec
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding import local_tables
 from dlrm_trainer.embedding.exchange import Bags
@@ -130,13 +131,29 @@ class PretendedKernel:
         """See ``table_batch.Kernel``."""
         return Pretended(self._kernel.pool(_kept_bags(bags), updates))
 
-    def update(self, bags: Bags, gradient: Tensor, learning_rate: float, step: int, rows: Tensor) -> None:
+    def update(
+        self,
+        bags: Bags,
+        gradient: Tensor,
+        learning_rate: float,
+        step: int,
+        rows: Tensor,
+        regularizer: RowRegularizerSpec | None,
+    ) -> None:
         """See ``table_batch.Kernel``."""
-        self._kernel.update(_kept_bags(bags), _kept(gradient), learning_rate, step, _kept(rows))
+        self._kernel.update(_kept_bags(bags), _kept(gradient), learning_rate, step, _kept(rows), regularizer)
 
-    def update_rows(self, table: int, rows: Tensor, gradient: Tensor, learning_rate: float, step: int) -> None:
+    def update_rows(
+        self,
+        table: int,
+        rows: Tensor,
+        gradient: Tensor,
+        learning_rate: float,
+        step: int,
+        regularizer: RowRegularizerSpec | None,
+    ) -> None:
         """See ``table_batch.Kernel``."""
-        self._kernel.update_rows(table, _kept(rows), _kept(gradient), learning_rate, step)
+        self._kernel.update_rows(table, _kept(rows), _kept(gradient), learning_rate, step, regularizer)
 
 
 def _kept(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from dlrm_api.model import ModelSpec
-from dlrm_api.training import CommunicationSpec, RowOptimizerSpec
+from dlrm_api.training import CommunicationSpec, RowOptimizerSpec, RowRegularizerSpec
 from dlrm_checkpointer.types import ShardId
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
@@ -131,6 +131,7 @@ def train_sharded(
     samples: list[int],
     rates: list[float],
     communication: CommunicationSpec | None = None,
+    regularizer: RowRegularizerSpec | None = None,
 ) -> RankState:
     """Run the steps of ``DenseTables.step`` on one rank of a gang, with a lookup for evaluation after each."""
     options = EmbeddingOptions(
@@ -159,9 +160,9 @@ def train_sharded(
         found = embeddings.features(pooled)
         # The gradient of the loss sum(features ** 2) / 2.
         gradients = embeddings.send_gradients(pooled, found, buffer)
-        embeddings.update(gradients, rate)
+        embeddings.update(gradients, rate, regularizer)
         collectives.all_reduce(buffer)
-        embeddings.update_replicated(gradients, buffer, rate)
+        embeddings.update_replicated(gradients, buffer, rate, regularizer)
         features.append(found.detach().double().numpy())
         calls.append(collectives.calls.total() - before)
         cut = [0, *[5] * collectives.world_size]

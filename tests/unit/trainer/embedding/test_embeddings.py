@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_api.model import ModelSpec
+from dlrm_api.training import RowRegularizerSpec
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_testing.trainer.reference import DenseTables, RankState, global_batch, train_sharded
-from dlrm_testing.trainer.shardings import random_model, random_plan
+from dlrm_testing.trainer.shardings import random_model, random_plan, whole_plan
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import Placement, place
 
@@ -99,3 +100,34 @@ def test_the_number_of_collectives_is_the_same_for_any_number_of_features() -> N
     assert calls[0] == calls[1]
     # header, lengths, ids and weights, pooled rows, their gradients, data-parallel gradients
     assert calls[0][0] == [7, 7]
+
+
+def rows_of(model: ModelSpec, ranks: list[RankState]) -> dict[str, np.ndarray]:
+    """Return the rows of each table that is not data-parallel."""
+    found = {table.name: np.zeros((table.rows, table.dim), np.float32) for table in model.all_tables()}
+    for rank in ranks:
+        for shard, weight, _, _ in rank.parts[: len(rank.parts) - rank.replicas]:
+            rows = slice(shard.row_start, shard.row_end)
+            found[shard.table][rows, shard.column_start : shard.column_end] = weight
+    return found
+
+
+@pytest.mark.slow
+def test_regularized_rows_have_the_same_bits_on_one_rank_and_on_two() -> None:
+    # Bags of one id at most: sums of partial bags would round.
+    model, placement = random_case(8, world_size=2, max_lookups=2)
+    owned = set(rows_of(model, [])) - {model.all_tables()[part.table].name for part in placement.replicated}
+    alone = place(model, whole_plan(model, 0, 1), 1)
+    samples, rates, regularizer = [9, 7, 8], [0.1, 0.1, 0.1], RowRegularizerSpec(bits=2, strength=0.5, last_steps=3)
+    whole, cuts = [[0, count] for count in samples], [[0, 4, count] for count in samples]
+
+    one, plain = (
+        train_sharded(Collectives(0, 1, lambda: ""), model, alone, whole, samples, rates, None, each)
+        for each in (regularizer, None)
+    )
+    two = run_ranks(2, train_sharded, model, placement, cuts, samples, rates, None, regularizer)
+
+    assert len(owned) > 2
+    for table in owned:
+        assert rows_of(model, [one])[table].tobytes() == rows_of(model, two)[table].tobytes()
+        assert rows_of(model, [one])[table].tobytes() != rows_of(model, [plain])[table].tobytes()

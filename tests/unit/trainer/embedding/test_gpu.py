@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.training import RowOptimizerSpec
+from dlrm_api.training import RowOptimizerSpec, RowRegularizerSpec
 from dlrm_kernels.row_updates import step_keys, table_key
 from dlrm_testing.trainer import row_rules
-from dlrm_testing.trainer.bags import tables_of
+from dlrm_testing.trainer.bags import bags_of, tables_of
 from dlrm_trainer.embedding import gpu
 from dlrm_trainer.embedding.gpu import DeviceKernel, Rounding, random_bits, round_to_half
+from dlrm_trainer.embedding.table_batch import HostKernel, TableBatch
 
 SUBNORMAL = 2.0**-24
 """The least fp16 number above zero."""
@@ -167,6 +168,26 @@ def test_neighbouring_rows_columns_and_steps_are_not_correlated() -> None:
         pairs = centred.narrow(dim, 0, 63) * centred.narrow(dim, 1, 63)
         assert abs(float(pairs.mean())) * math.sqrt(pairs.numel()) < 4.5
     assert abs(float(centred.mean())) * math.sqrt(centred.numel()) < 4.5
+
+
+@pytest.mark.parametrize("kind", ["rowwise-adagrad", "adam"])
+def test_regularized_rows_agree_with_the_hosts(kind: str) -> None:
+    tables = tables_of([(30, 16), (20, 16), (9, 4)], RowOptimizerSpec.model_validate({"kind": kind}))
+    batches = [TableBatch(tables, kernel) for kernel in (HostKernel(tables), DeviceKernel(tables))]
+    generator = torch.Generator().manual_seed(3)
+    first = [torch.randn(shape, generator=generator) for shape in tables.shapes]
+    lengths = torch.ones(3, 40, dtype=torch.int32)
+    ids = torch.cat([torch.randint(0, rows, (40,), generator=generator) for rows, _ in tables.shapes])
+    gradient = torch.randn(40, 36, generator=generator)
+
+    for batch in batches:
+        for weight, start in zip(batch.weights, first, strict=True):
+            weight.copy_(start)
+        pooled = batch.lookup(bags_of(ids, lengths), updates=True)
+        batch.update(pooled, gradient, 0.02, regularizer=RowRegularizerSpec(bits=3, strength=0.5, last_steps=1))
+
+    for ours, theirs in zip(batches[0].weights, batches[1].weights, strict=True):
+        np.testing.assert_allclose(theirs.numpy(), ours.numpy(), atol=1e-5)
 
 
 def test_a_package_without_kernels_for_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

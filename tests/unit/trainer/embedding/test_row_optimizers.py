@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from dlrm_api.base import ApiModel
 from dlrm_api.row_optimizers import state_values
 from dlrm_api.tiers import RowDtype
-from dlrm_api.training import MIN_EPS, DenseOptimizerSpec, RowOptimizerSpec
+from dlrm_api.training import MIN_EPS, DenseOptimizerSpec, RowOptimizerSpec, RowRegularizerSpec
 from dlrm_kernels.row_updates import MAX_UPDATES
 from dlrm_testing.trainer import row_rules
 from dlrm_testing.trainer.bags import bags_of, batch_of
@@ -67,6 +67,8 @@ def device_root(device: str) -> Callable[[Any], Any]:
 class Owned:
     """Tables of one rank, behind the calls that data-parallel ones have too."""
 
+    regularizer: RowRegularizerSpec | None = None
+
     def __init__(
         self, kind: str, dtype: RowDtype, device: str = "cpu", shapes: Any = SHAPES, names: Any = NAMES
     ) -> None:
@@ -77,7 +79,7 @@ class Owned:
     def step(self, bags: row_rules.Bags, gradients: list[np.ndarray], rate: float, number: int) -> torch.Tensor:
         pooled = self.batch.lookup(bags_of(*flat(bags, self.device)), updates=True)
         gradient = torch.from_numpy(np.concatenate(gradients, axis=1)).to(self.device)
-        self.batch.update(pooled, gradient, rate, step=number)
+        self.batch.update(pooled, gradient, rate, step=number, regularizer=self.regularizer)
         return pooled.detach()
 
     def tensors(self) -> list[torch.Tensor]:
@@ -100,7 +102,8 @@ class Replicated(Owned):
         pooled = self.batch.lookup(given)
         gradient = torch.from_numpy(np.concatenate(gradients, axis=1)).to(self.device)
         self.tables.write_gradient(self.buffer, gradient, given)
-        self.tables.update(self.buffer, self.tables.touched(self.buffer), rate, step=number)
+        touched = self.tables.touched(self.buffer)
+        self.tables.update(self.buffer, touched, rate, step=number, regularizer=self.regularizer)
         return pooled
 
 
@@ -401,12 +404,86 @@ def test_a_diverged_fp16_row_turns_infinite_and_the_others_do_not() -> None:
 
 @each_kind
 @both_types
-def test_data_parallel_tables_have_the_bits_of_tables_of_one_rank(kind: str, dtype: RowDtype) -> None:
+@pytest.mark.parametrize("regularizer", [None, RowRegularizerSpec(bits=2, strength=0.3, last_steps=1)])
+def test_data_parallel_tables_have_the_bits_of_tables_of_one_rank(
+    kind: str, dtype: RowDtype, regularizer: RowRegularizerSpec | None
+) -> None:
     owned, replicated = Owned(kind, dtype), Replicated(kind, dtype)
+    owned.regularizer = replicated.regularizer = regularizer
     fill(owned.batch, 3)
     fill(replicated.batch, 3)
 
     assert same(train(owned, seed=3, steps=3, samples=50), train(replicated, seed=3, steps=3, samples=50))
+
+
+def near_codes(row: np.ndarray, bits: int) -> np.ndarray:
+    """Return the distances of a row's elements from the evenly spaced values of its range, over their spacing."""
+    exact = row.astype(np.float64)
+    places = (exact - exact.min()) / (exact.max() - exact.min()) * (2**bits - 1)
+    return places - places.round()
+
+
+@each_kind
+@both_types
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_regularized_update_adds_a_step_along_a_sine(kind: str, dtype: RowDtype, bits: int) -> None:
+    plain, pulled, generator = Owned(kind, "fp32"), Owned(kind, dtype), np.random.default_rng(7)
+    pulled.regularizer = RowRegularizerSpec.model_validate({"bits": bits, "strength": 0.4, "lastSteps": 1})
+    for tables in (plain, pulled):
+        fill(tables.batch, 7)
+        # As fp16 rows start.
+        for weight in tables.batch.weights:
+            weight.copy_(weight.half())
+    bags, gradients = random_bags(generator, 9), [eighths(generator, 9, dim) for _, dim in SHAPES]
+
+    for tables in (plain, pulled):
+        tables.step(bags, gradients, 0.1, 0)
+
+    assert same(plain.tensors()[len(SHAPES) :], pulled.tensors()[len(SHAPES) :])
+    for number, table in enumerate(bags):
+        updated_rows = {row for bag in table for row in bag}
+        for row, weight in enumerate(plain.batch.weights[number].double().numpy()):
+            if row in updated_rows:
+                distance = (weight.max() - weight.min()) / (2**bits - 1)
+                places = 2 * np.pi * (weight - weight.min()) / distance
+                weight -= 0.4 * distance / (2 * np.pi) * np.sin(places)
+            found = pulled.batch.weights[number][row].double().numpy()
+            np.testing.assert_allclose(found, weight, atol=1e-6 if dtype == "fp32" else 4e-3)
+
+
+rows_to_settle = st.lists(st.floats(-1, 1, width=32), min_size=4, max_size=8).map(lambda row: row[: len(row) // 4 * 4])
+
+
+@settings(max_examples=100)
+@given(rows_to_settle, st.sampled_from([2, 3, 4, 8]), st.floats(1e-3, 1), st.sampled_from([1.0, 1e-18, 1e18]))
+def test_regularized_rows_come_nearer_to_their_codes_and_keep_their_range(
+    row: list[float], bits: int, strength: float, scale: float
+) -> None:
+    tables = Owned("sgd", "fp32", shapes=[(1, len(row))], names=["t"])
+    tables.regularizer = RowRegularizerSpec.model_validate({"bits": bits, "strength": strength, "lastSteps": 1})
+    before = np.array(row, np.float32) * np.float32(scale)
+    tables.batch.weights[0].copy_(torch.from_numpy(before))
+
+    for number in range(5):
+        tables.step([[[0]]], [np.zeros((1, len(row)), np.float32)], 1.0, number)
+
+    after = tables.batch.weights[0][0].numpy()
+    if before.max() - before.min() < scale * 1e-3:
+        np.testing.assert_allclose(after, before, atol=scale * 1e-3)
+        return
+    np.testing.assert_allclose([after.min(), after.max()], [before.min(), before.max()], atol=scale * 1e-6)
+    assert (abs(near_codes(after, bits)) <= abs(near_codes(before, bits)) + 2**bits * 1e-3).all()
+
+
+@pytest.mark.parametrize("value", [0.0, 2.5, np.inf, np.nan])
+def test_a_row_without_a_range_is_not_regularized(value: float) -> None:
+    tables = Owned("sgd", "fp32", shapes=[(2, 4)], names=["t"])
+    tables.regularizer = RowRegularizerSpec(bits=2, strength=1, last_steps=1)
+    tables.batch.weights[0][0] = value
+
+    tables.step([[[0]]], [np.zeros((1, 4), np.float32)], 1.0, 0)
+
+    np.testing.assert_array_equal(tables.batch.weights[0][0].numpy(), value)
 
 
 def resident_bytes() -> int:
