@@ -78,6 +78,22 @@ class DLRMJobSpec(ApiModel):
             message="checkpoint.partialRestore does not work with embedding.hash unique, because a shard of an older "
             "step has other ids: remove it",
         ),
+        Rule(
+            cel="!has(self.training.rowRegularizer) || self.checkpoint.bits != 'auto'",
+            holds=lambda spec: spec.training.row_regularizer is None or spec.checkpoint.bits != "auto",
+            message="training.rowRegularizer needs to know the stored bits: set checkpoint.bits to rowRegularizer.bits "
+            "instead of auto",
+        ),
+        Rule(
+            cel="!has(self.training.rowRegularizer) || self.checkpoint.bits == 'auto' || "
+            "self.checkpoint.bits == self.training.rowRegularizer.bits",
+            holds=lambda spec: (
+                spec.training.row_regularizer is None
+                or spec.checkpoint.bits in ("auto", spec.training.row_regularizer.bits)
+            ),
+            message="training.rowRegularizer.bits must equal checkpoint.bits, because rows on another grid restore "
+            "worse: change one of them",
+        ),
     )
 
     @model_validator(mode="after")

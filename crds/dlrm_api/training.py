@@ -70,6 +70,11 @@ class TrainingSpec(ApiModel):
 
     row_optimizer: RowOptimizerSpec = Field(RowOptimizerSpec(), description="Optimizer of embedding rows.")
     dense_optimizer: DenseOptimizerSpec = Field(DenseOptimizerSpec(), description="Optimizer of dense parameters.")
+    row_regularizer: RowRegularizerSpec | None = Field(
+        None,
+        description="Moves rows toward what checkpoint.bits can store, so that a restore changes them less. Default: "
+        "none.",
+    )
     reference_batch_size: BatchSize | None = Field(
         None,
         description="Batch size for which the learning rates were tuned; they are scaled by globalBatchSize / "

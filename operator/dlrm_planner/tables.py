@@ -137,11 +137,12 @@ def lookup_bytes(spec: DLRMJobSpec) -> int:
 
 
 def update_bytes(spec: DLRMJobSpec) -> int:
-    """Return the bytes of a GPU for updates of rows: none for tables that fbgemm's fused kernels update.
+    """Return the bytes of a GPU for updates of rows: none for tables that fbgemm's fused kernels update alone.
 
     Tables of one width and type are updated at a time; a rank looks up as many rows as its slice of the batch has.
     """
-    fused, taken = ROW_OPTIMIZERS[spec.training.row_optimizer.kind].is_fused_on_gpu, Counter[tuple[int, str]]()
+    training, taken = spec.training, Counter[tuple[int, str]]()
+    fused = ROW_OPTIMIZERS[training.row_optimizer.kind].is_fused_on_gpu and training.row_regularizer is None
     for table in spec.model.all_tables():
         if not fused or table.dtype != "fp32":
             width = table.column_block or table.dim

@@ -203,7 +203,7 @@ class Training:
         self.stages.lap("agreement")
         if not math.isfinite(agreed.loss):
             raise diverged(learner, self.collectives, agreed.loss, self.step + 1)
-        learner.apply(gradients, self.schedule.factor(self.step))
+        learner.apply(gradients, self.schedule.factor(self.step), self.schedule.regularizer_at(self.step))
         self.step += 1
         self.maintain_if_due()
         self.loss = agreed.loss

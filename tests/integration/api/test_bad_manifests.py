@@ -413,6 +413,12 @@ BAD = {
     "lost shards of unique ids": job(
         {"spec.model.tables.1": {"name": "t", **UNIQUE}, "spec.checkpoint.partialRestore": True}, "spec"
     ),
+    "rows regularized for bits that auto may not choose": job(
+        {"spec.training.rowRegularizer": {"bits": 2, "lastSteps": 9}, "spec.checkpoint.bits": "auto"}, "spec"
+    ),
+    "rows regularized for other bits than the stored ones": job(
+        {"spec.training.rowRegularizer": {"bits": 2, "lastSteps": 9}, "spec.checkpoint.bits": 4}, "spec"
+    ),
     "feature that criteo lacks": job({**FILES, "spec.model.tables.1.features": ["C27"]}, "spec", None),
     "dense feature that criteo lacks": job({**FILES, "spec.model.denseFeatures": ["I0", "I1"]}, "spec", None),
     "too many tables by groups": job({"spec.model.tableGroups": [{**GROUP, "count": 4_999}]}, "spec.model"),

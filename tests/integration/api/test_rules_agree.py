@@ -110,7 +110,10 @@ checkpoints = st.fixed_dictionaries(
 trainers = st.fixed_dictionaries(
     {}, optional={"replicas": counts, "processesPerReplica": counts, "resources": resources}
 )
-trainings = st.fixed_dictionaries({}, optional={"maxSteps": st.just(1), "maxSamples": st.just(1)})
+regularizers = st.fixed_dictionaries({"bits": st.sampled_from([2, 3]), "lastSteps": st.just(9)})
+trainings = st.fixed_dictionaries(
+    {}, optional={"maxSteps": st.just(1), "maxSamples": st.just(1), "rowRegularizer": regularizers}
+)
 times = st.sampled_from(["0s", "0h0m", "1s", "0m9s"])
 lifecycles = st.fixed_dictionaries(
     {}, optional=dict.fromkeys(("pendingDeadline", "activeDeadline", "hangTimeout"), times)
@@ -186,7 +189,7 @@ def one_part(part: str, value: dict[str, Any]) -> dict[str, Any]:
     spec: dict[str, dict[str, Any]] = {
         "model": {"topMlp": [1], "tables": [{"name": name, "rows": 9, "dim": 8} for name in "tu"]},
         "data": {"format": "synthetic"},
-        "checkpoint": {"uri": "s3://bucket/job"},
+        "checkpoint": {"uri": "s3://bucket/job", "bits": 2},
     }
     spec[part] = spec.get(part, {}) | value
     return {"apiVersion": "dlrm.dev/v1alpha1", "kind": "DLRMJob", "metadata": {"name": "job"}, "spec": spec}

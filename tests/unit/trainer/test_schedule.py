@@ -36,6 +36,18 @@ def test_the_first_limit_ends_training(tmp_path: Path, training: dict[str, int],
     assert schedule.total_steps == steps
 
 
+@pytest.mark.parametrize(("last_steps", "first"), [(1, 31), (10, 22), (32, 0), (50, 0)])
+def test_rows_are_regularized_in_the_last_steps_alone(tmp_path: Path, last_steps: int, first: int) -> None:
+    training = {"rowRegularizer": {"bits": 4, "lastSteps": last_steps}}
+    data = {"epochs": 2, "format": "synthetic"}
+    job = small_job(tmp_path, training=training, checkpoint={"bits": 4}, data=data)
+
+    schedule = make_schedule(job.spec, num_samples=1_000, batches_per_epoch=16)
+
+    found = [schedule.regularizer_at(step) for step in range(32)]
+    assert found == [None] * first + [job.spec.training.row_regularizer] * (32 - first)
+
+
 @given(samples=st.integers(1, 500), batch=st.integers(1, 64), epochs=st.integers(1, 4))
 def test_samples_after_a_step_are_the_sum_of_the_batches(samples: int, batch: int, epochs: int) -> None:
     sizes = [min(batch, samples - start) for start in range(0, samples, batch)]

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.progress import MAX_NOTE_CHARACTERS, MAX_NOTES, EvalMetrics, Progress, TrainerPhase
 from dlrm_api.run_report import HitRate, Profile, StageTimes
-from dlrm_api.training import RowOptimizerSpec
+from dlrm_api.training import RowOptimizerSpec, RowRegularizerSpec
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import Placement
@@ -48,6 +48,7 @@ class Schedule:
     warmup_steps: int = 0
     scale: float = 1.0
     """Factor of the full learning rates: globalBatchSize over referenceBatchSize."""
+    regularizer: RowRegularizerSpec | None = None
 
     def samples_after(self, step: int) -> int:
         """Return the samples of the first ``step`` steps; an epoch's last batch may be short."""
@@ -66,6 +67,11 @@ class Schedule:
         warmth = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
         return self.scale * warmth
 
+    def regularizer_at(self, step: int) -> RowRegularizerSpec | None:
+        """Return the regularizer of rows in the step after ``step`` steps."""
+        found = self.regularizer
+        return found if found is not None and step >= self.total_steps - found.last_steps else None
+
 
 def make_schedule(spec: DLRMJobSpec, num_samples: int, batches_per_epoch: int) -> Schedule:
     """Return the schedule of a job with ``num_samples`` samples per epoch; the first limit ends it."""
@@ -83,6 +89,7 @@ def make_schedule(spec: DLRMJobSpec, num_samples: int, batches_per_epoch: int) -
         total_steps=total,
         warmup_steps=training.warmup_steps,
         scale=batch_size / training.reference_batch_size if training.reference_batch_size else 1.0,
+        regularizer=training.row_regularizer,
     )
 
 

@@ -38,9 +38,10 @@ def job_of(
         {"name": "half", "rows": 300, "dim": 16, "columnBlock": 8, "maxLookups": 3, "dtype": "fp16"},
     ]
     model = {"denseFeatures": ["a", "b"], "bottomMlp": [16], "topMlp": [16, 1], "tables": tables}
-    row_optimizer = {"kind": kind, "learningRate": 0.01}
+    training = {"rowOptimizer": {"kind": kind, "learningRate": 0.01}, **training}
+    checkpoint = {"bits": training["rowRegularizer"]["bits"]} if "rowRegularizer" in training else {}
     return small_job(
-        folder, world_size, model=model | {"precision": precision}, training={"rowOptimizer": row_optimizer, **training}
+        folder, world_size, model=model | {"precision": precision}, training=training, checkpoint=checkpoint
     )
 
 
@@ -107,7 +108,7 @@ def train_plan(
     for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=plan.lookahead, sent_ahead=ahead):
         loss, gradients = learner.compute(prepared, reader.global_count(prepared.batch.number))
         losses.append(loss)
-        learner.apply(gradients, factor=1.0)
+        learner.apply(gradients, factor=1.0, regularizer=job.spec.training.row_regularizer)
     digest = live_digest(learner, collectives)
     pieces = [load_rows(piece) for piece in learner.embeddings.saved.changed_rows()]
     learner.embeddings.close()

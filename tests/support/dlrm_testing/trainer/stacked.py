@@ -83,7 +83,7 @@ def train_run(
         number = prepared.batch.number
         loss, gradients = learner.compute(prepared, reader.global_count(number))
         losses.append(loss)
-        learner.apply(gradients, factor=1.0)
+        learner.apply(gradients, factor=1.0, regularizer=job.spec.training.row_regularizer)
         if eval_every and number % eval_every == 0:
             quality = evaluate(learner, eval_reader.iterate(0, eval_reader.batches_per_epoch), collectives, number)
             assert quality is not None

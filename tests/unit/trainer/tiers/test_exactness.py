@@ -50,6 +50,21 @@ def test_every_optimizer_and_row_type_is_exact_over_levels(tmp_path: Path, kind:
     assert stacked == resident
 
 
+def test_regularized_rows_are_exact_over_levels(tmp_path: Path) -> None:
+    tables = [
+        {"name": f"t{n}", "rows": 300 + n, "dim": 8, "maxLookups": 3, "dtype": ("fp32", "fp16")[n % 2]}
+        for n in range(3)
+    ]
+    training = {"rowRegularizer": {"bits": 2, "strength": 0.5, "lastSteps": 8}}
+    job = small_job(tmp_path, training=training, model={"tables": tables}, checkpoint={"bits": 2})
+    shape = Shape(tiers=("ddr", "ddr", "block"), slots=20, middle=30, policy="mixed")
+
+    resident = train_run(ALONE, job, None, 8, 3, tmp_path)
+    stacked = train_run(ALONE, job, shape, 8, 3, tmp_path)
+
+    assert stacked == resident
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 @given(shape=shapes)
