@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rich.console import RenderableType
 
 from dlrm_api.errors import DeviceError, InvalidSpecError, UsageError
-from dlrm_api.job import DLRMJob
+from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.model import TRACE_KEY, TableSpec
 from dlrm_api.trace import CACHE_SHARES, CurvePoint, ReuseBin, TableTrace, Trace, parse_trace
 from dlrm_cli.checks import check_inputs
@@ -185,7 +185,7 @@ def _measured(job: DLRMJob, batches: int | None, rate: float | None) -> Trace:
     try:
         from dlrm_trainer.data import open_reader
 
-        meter = ReuseMeter(job.spec.model.all_tables(), rate)
+        meter = ReuseMeter(job.spec, rate)
     except ModuleNotFoundError as error:
         raise UsageError(f"package not found: {error.name}; pip install 'dlrm-operator[trainer]'") from error
     with contextlib.closing(open_reader(job.spec, "train", 0, 1)) as reader:
@@ -195,7 +195,7 @@ def _measured(job: DLRMJob, batches: int | None, rate: float | None) -> Trace:
             for batch in each_batch:
                 meter.add(batch)
                 show(meter.batches, f"{meter.batches:,}/{batches:,} batches, {meter.lookups:,} lookups")
-        return meter.trace(job.metadata.name, job.spec.data.global_batch_size)
+        return meter.trace(job.metadata.name)
 
 
 def _batches(job: DLRMJob, reader: Reader) -> int:
@@ -235,6 +235,9 @@ def _write(out: Path, trace: Trace) -> None:
 
 MAX_TRACKED_ROWS = 12_000_000
 """Rows of all tables together that are tracked without a rate: at most 3 GB of memory."""
+MAX_DIRECTORY_ROWS = 120_000_000
+"""Rows of all unique tables together that ids get and lose as in training: at most 3 GB more. In the largest tables of
+more rows each id keeps its row: few traces have as many ids."""
 MIN_TRACKED_ROWS = 1 << 16
 """Rows of a table that are tracked at any rate: fewer make a noisy curve and save little."""
 CURVE_POINTS = 61
@@ -246,29 +249,30 @@ class TableReuse:
     """Count one table's lookups, batch after batch."""
 
     def __init__(self, table: TableSpec, distances: StackDistances) -> None:
-        self.table = table
+        self.table, self.distances = table, distances
         self.lookups = 0
-        self._distances = distances
+        self._with_row = 0
 
-    def add(self, values: NDArray[np.int64]) -> None:
-        """Count one global batch's lookups: (n,) rows of the table, in any order."""
-        self.lookups += values.size
-        self._distances.add(*np.unique(values, return_counts=True))
+    def add(self, rows: NDArray[np.int64], lookups: int) -> None:
+        """Count one global batch's lookups: (n,) their rows, in any order; those beyond have none."""
+        self.lookups += lookups
+        self._with_row += rows.size
+        self.distances.add(*np.unique(rows, return_counts=True))
 
     def trace(self) -> TableTrace:
         """Return what was measured so far."""
-        unique = min(round(self._distances.unique_rows), self.table.rows)
-        sizes = cache_sizes(self.table.rows, unique)
-        hit_rates = self._distances.hit_rate(sizes).round(_DIGITS)
+        unique = round(self.distances.unique_rows)
+        sizes = cache_sizes(self.table.rows, min(unique, self.table.rows))
+        hit_rates = self.distances.hit_rate(sizes).round(_DIGITS)
         curve = zip(sizes.tolist(), hit_rates.tolist(), strict=True)
         return TableTrace(
             table=self.table.name,
             rows=self.table.rows,
             lookups=self.lookups,
-            unique_rows=unique,
-            accesses=self._distances.accesses,
-            sample_rate=self._distances.rate,
-            histogram=reuse_histogram(*self._distances.row_lookups(), self.lookups),
+            unique_rows=unique if self.table.is_unique else min(unique, self.table.rows),
+            accesses=self.distances.accesses,
+            sample_rate=self.distances.rate,
+            histogram=reuse_histogram(*self.distances.row_lookups(), self._with_row),
             curve=tuple(CurvePoint(cache_rows=size, hit_rate=share) for size, share in curve),
         )
 
@@ -276,23 +280,30 @@ class TableReuse:
 class ReuseMeter:
     """Count all tables' lookups, one global batch after the other, in training order."""
 
-    def __init__(self, tables: Sequence[TableSpec], rate: float | None = None) -> None:
-        """Measure ``tables``, those of the batches.
+    def __init__(self, spec: DLRMJobSpec, rate: float | None = None) -> None:
+        """Measure the tables of the batches of a job.
 
         Without ``rate`` the result is exact unless tables have more than ``MAX_TRACKED_ROWS`` rows together; then the
         largest are sampled. With a rate, tables with more than ``MIN_TRACKED_ROWS`` rows in use are sampled; 1 tracks
         every row.
         """
         from dlrm_kernels.reuse import StackDistances
+        from dlrm_trainer.embedding.rows_of_ids import RowsOfIds
 
-        self.batches = 0
+        self.batches, self._batch_size = 0, spec.data.global_batch_size
+        tables, rows = spec.model.all_tables(), [table.held_rows for table in spec.model.all_tables()]
         most: list[int | None] = [None if rate == 1 else MIN_TRACKED_ROWS] * len(tables)
         if rate is None:
-            most[:] = tracked_shares([table.rows for table in tables], MAX_TRACKED_ROWS)
+            most[:] = tracked_shares(rows, MAX_TRACKED_ROWS)
         self.tables = [TableReuse(table, StackDistances(rows, rate)) for table, rows in zip(tables, most, strict=True)]
         features = np.array([len(table.sources) for table in tables], dtype=np.intp)
         # A table's features are adjacent in a batch.
         self._firsts = np.cumsum(features) - features
+        unique = [i for i, table in enumerate(tables) if table.is_unique]
+        shares = tracked_shares([rows[i] for i in unique], MAX_DIRECTORY_ROWS)
+        self._unique = [i for i, share in zip(unique, shares, strict=True) if share == rows[i]]
+        self._of_unique = np.isin(np.repeat(np.arange(len(tables)), features), self._unique)
+        self._rows_of_ids = RowsOfIds(spec, [tables[i] for i in self._unique]) if self._unique else None
 
     @property
     def lookups(self) -> int:
@@ -303,14 +314,24 @@ class ReuseMeter:
         """Count the next global batch, read as the only rank; a table's features count together."""
         bags = batch.lengths.numpy().sum(axis=1, dtype=np.int64)
         stops = np.cumsum(np.add.reduceat(bags, self._firsts))
-        for table, values in zip(self.tables, np.split(batch.values.numpy(), stops[:-1]), strict=True):
-            table.add(values)
+        values = np.split(batch.values.numpy(), stops[:-1])
+        rows, left = list(values), list[NDArray[np.int64]]()
         self.batches += 1
+        if self._rows_of_ids is not None:
+            keys = [values[i] for i in self._unique]
+            with_row = self._rows_of_ids.look_up(self.batches, keys, bags[self._of_unique])
+            for i, found in zip(self._unique, with_row, strict=True):
+                rows[i] = found
+            left = self._rows_of_ids.maintain(self.batches)
+        for table, found, ids in zip(self.tables, rows, values, strict=True):
+            table.add(found, ids.size)
+        for i, leaving in zip(self._unique, left, strict=True):
+            self.tables[i].distances.remove(leaving)
 
-    def trace(self, job: str, global_batch_size: int) -> Trace:
+    def trace(self, job: str) -> Trace:
         """Return what was measured so far, from at least one batch."""
         tables = tuple(table.trace() for table in self.tables)
-        return Trace(job=job, global_batch_size=global_batch_size, batches=self.batches, tables=tables)
+        return Trace(job=job, global_batch_size=self._batch_size, batches=self.batches, tables=tables)
 
 
 def tracked_shares(rows: Sequence[int], total: int) -> list[int]:

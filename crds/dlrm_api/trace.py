@@ -36,7 +36,9 @@ class TableTrace(ApiModel):
     table: str = Field(description="Table.")
     rows: int = Field(ge=1, description="Rows of the table.")
     lookups: int = Field(ge=0, description="Lookups that were traced.")
-    unique_rows: int = Field(ge=0, description="Distinct rows among them.")
+    unique_rows: int = Field(
+        ge=0, description="Distinct rows among them. Of a unique table: ids that got a row, each time that they did."
+    )
     accesses: int = Field(ge=0, description="Distinct rows of each global batch, summed over batches.")
     sample_rate: float = Field(
         1.0, gt=0, le=1, description="Share of rows that were sampled. 1: unique rows, histogram and curve are exact."

@@ -18,6 +18,7 @@ curve would depend on which of them it contains.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -121,6 +122,31 @@ def _use(stack: _Stack, places: NDArray[np.int64], count: int, now: int) -> None
 
 
 @kernel
+def _remove(stack: _Stack, rows: NDArray[np.int64], lookups: NDArray[np.int64], weights: NDArray[np.int64]) -> int:
+    """Remove rows, as far as they are tracked; return how many were, and enter their lookups and weights."""
+    mask, removed = len(stack.rows) - 1, 0
+    for row in rows:
+        hole = _place(stack.rows, row, _mixed(row))
+        if stack.rows[hole] == _FREE:
+            continue
+        lookups[removed], weights[removed] = stack.lookups[hole], stack.weights[hole]
+        removed += 1
+        stack.users[stack.times[hole]] = _FREE
+        _add(stack.tree, stack.times[hole], -stack.weights[hole])
+        # Rows behind the hole move up to it, unless that is before the place that their hash names.
+        place = (hole + 1) & mask
+        while stack.rows[place] != _FREE:
+            if (place - _mixed(stack.rows[place])) & mask >= (place - hole) & mask:
+                stack.rows[hole], stack.weights[hole] = stack.rows[place], stack.weights[place]
+                stack.times[hole], stack.lookups[hole] = stack.times[place], stack.lookups[place]
+                stack.users[stack.times[hole]] = hole
+                hole = place
+            place = (place + 1) & mask
+        stack.rows[hole], stack.lookups[hole] = _FREE, 0
+    return removed
+
+
+@kernel
 def _fill(stack: _Stack, rows: NDArray[np.int64], weights: NDArray[np.int64], lookups: NDArray[np.int64]) -> None:
     """Enter rows, least recently used first, into an empty stack with a complete tree."""
     for time in range(len(rows)):
@@ -186,6 +212,8 @@ class StackDistances:
         self._halvings = self._now = self._tracked = 0
         # Of exactly tracked and of sampled rows.
         self._first_accesses = np.zeros(2)
+        self._removed: Counter[tuple[int, int]] = Counter()
+        """Removed rows by their lookups and weight."""
         nothing = np.empty(0, dtype=np.int64)
         self._stack = _new_stack(nothing, nothing, nothing, np.empty((2, 0)), 0)
         self._places = nothing
@@ -197,16 +225,19 @@ class StackDistances:
 
     @property
     def unique_rows(self) -> float:
-        """Return the number of distinct rows accessed, estimated if sampled."""
+        """Return the number of distinct rows accessed, estimated if sampled; a removed row is another one later."""
         return float(self._first_accesses[0] + self._scale * self._first_accesses[1])
 
     def row_lookups(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return (n,) lookups of each tracked row, and (n,) rows that it represents, which sum to ``unique_rows``."""
+        """Return (n,) lookups of tracked rows, and (n,) rows that each represents, which sum to ``unique_rows``."""
         there = self._stack.rows != _FREE
-        lookups, weights = self._stack.lookups[there], self._stack.weights[there].astype(np.float64)
+        removed = np.array([*self._removed], np.int64).reshape(-1, 2)
+        lookups = np.concatenate([self._stack.lookups[there], removed[:, 0]])
+        weights = np.concatenate([self._stack.weights[there], removed[:, 1]]).astype(np.float64)
         sampled = weights > 1
+        weights[there.sum() :] *= [*self._removed.values()]
         if sampled.any():
-            weights[sampled] = max(0.0, self.unique_rows - float((~sampled).sum())) / sampled.sum()
+            weights[sampled] *= max(0.0, self.unique_rows - weights[~sampled].sum()) / weights[sampled].sum()
         return lookups, weights
 
     def add(self, rows: NDArray[np.int64], lookups: NDArray[np.int64]) -> None:
@@ -229,6 +260,13 @@ class StackDistances:
         self._first_accesses[int(self._halvings > 0)] += new << self._halvings
         if self._max_rows is not None and self._tracked > self._max_rows:
             self._thin(self._max_rows)
+
+    def remove(self, rows: NDArray[np.int64]) -> None:
+        """Remove (n,) rows from caches of all sizes: the next access to each is a first one."""
+        lookups, weights = np.empty((2, rows.size), np.int64)
+        count = _remove(self._stack, rows, lookups, weights)
+        self._tracked -= count
+        self._removed.update(zip(lookups[:count].tolist(), weights[:count].tolist(), strict=True))
 
     def hit_rate(self, cache_rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the hit rate of an LRU cache of each size, (k,) rows; a row's first access misses."""

@@ -74,6 +74,26 @@ def test_the_curve_is_that_of_a_simulated_cache_of_every_size(batches: list[list
     assert distances.hit_rate(sizes) == pytest.approx(expected)
 
 
+@given(st.lists(st.tuples(st.lists(st.integers(0, 30), max_size=12), st.sets(st.integers(0, 30))), max_size=30))
+def test_removed_rows_are_new_and_no_longer_between_others(history: list[tuple[list[int], set[int]]]) -> None:
+    distances, sizes = StackDistances(), np.arange(1, 40)
+    stack: list[int] = []
+    hits, accesses, created, lookups = np.zeros(sizes.size), 0, 0, 0
+
+    for batch, leaving in history:
+        rows = sorted(set(batch))
+        hits += [len(set(rows) & set(stack[-size:])) for size in sizes.tolist()]
+        accesses, created, lookups = accesses + len(rows), created + len(set(rows) - set(stack)), lookups + len(batch)
+        stack = [row for row in (*(row for row in stack if row not in rows), *rows) if row not in leaving]
+        distances.add(*np.unique(np.array(batch, np.int64), return_counts=True))
+        distances.remove(np.array(list(leaving), np.int64))
+
+    assert distances.hit_rate(sizes) == pytest.approx(hits / max(accesses, 1))
+    assert distances.unique_rows == created
+    counts, weights = distances.row_lookups()
+    assert (weights.sum(), counts @ weights) == (created, lookups)
+
+
 @pytest.mark.slow
 @settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1), st.integers(100, 5_000))

@@ -578,7 +578,7 @@ def _look_up(group: Group, unique: UniqueGroup, bags: Bags, step: int | None) ->
             sizes=lengths.sum(dim=1, dtype=torch.int64),
         )
     places = places if step is None else places[has_row]
-    absent, absent_ends = _absent(group.sights, keys, ends, has_row) if group.sights is not None else (NO_KEYS, NO_KEYS)
+    absent, absent_ends = group.sights.absent(keys, ends, has_row) if group.sights is not None else (NO_KEYS, NO_KEYS)
     return found_bags, UniqueLookups(
         keys=keys[has_row],
         places=places,
@@ -587,16 +587,6 @@ def _look_up(group: Group, unique: UniqueGroup, bags: Bags, step: int | None) ->
         absent=absent,
         absent_ends=absent_ends,
     )
-
-
-def _absent(
-    sights: Sights, keys: NDArray[np.int64], ends: NDArray[np.int64], has_row: NDArray[np.bool_]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the keys without a row of parts that count them, and where those of each such part end."""
-    lacking = np.flatnonzero(~has_row)
-    numbers = np.searchsorted(ends, lacking, side="right")
-    sizes = np.bincount(numbers, minlength=len(ends))[sights.counting]
-    return keys[lacking[np.isin(numbers, sights.counting)]], np.cumsum(sizes)
 
 
 def _gains(by_gradient: NDArray[np.bool_], gradient: Tensor, bags: Bags) -> NDArray[np.float32]:

@@ -66,6 +66,13 @@ class Sights:
             for counters, first in [(counters_of(tables[number]), directory.first_bucket * directory.count_rows)]
         ]
 
+    def absent(self, keys: Ints, ends: Ints, has_row: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+        """Return the keys to count of a batch's (L,), those of each part of the group up to its end, and their ends."""
+        lacking = np.flatnonzero(~has_row)
+        numbers = np.searchsorted(ends, lacking, side="right")
+        sizes = np.bincount(numbers, minlength=len(ends))[self.counting]
+        return keys[lacking[np.isin(numbers, self.counting)]], np.cumsum(sizes)
+
     def count(self, keys: Ints, ends: Ints, pending: BeforeUpdates | None) -> None:
         """Count the sights of a batch that has been updated."""
         rows, numbers = self._group.rows_of_sights(keys, ends, self.counting), 2 * np.diff(ends, prepend=0)

@@ -39,6 +39,7 @@ SIGHTS = "half:sights"
 """Table of counters in runs that are rated."""
 STATE_VALUES = 1
 """Of row-wise Adagrad."""
+OPTIMIZER = RowOptimizerSpec(learning_rate=0.1)
 WIDTH = (1 << KEY_BITS) // BUCKETS
 
 
@@ -297,9 +298,7 @@ def train_unique(
     """Train some steps on one rank, from rows of all ranks on. The gradient depends on the samples alone."""
     spec, rank, size = model(rated=chosen.rated), collectives.rank, collectives.world_size
     folder = chosen.folder / str(rank) if chosen.folder else None
-    options = EmbeddingOptions(
-        optimizer=RowOptimizerSpec(learning_rate=0.1), seed=SEED, global_batch_size=SAMPLES, tier_dir=folder
-    )
+    options = EmbeddingOptions(optimizer=OPTIMIZER, seed=SEED, global_batch_size=SAMPLES, tier_dir=folder)
     planned = plan(spec, size, chosen)
     placement = place(spec, planned, size)
     embeddings = Embeddings(placement, collectives, options)

@@ -189,7 +189,7 @@ def test_the_ranks_weights_are_one_batchs(world_size: int, number: int) -> None:
 
 def test_a_traces_table_counts_all_its_features(make_spec: Any) -> None:
     spec = make_spec(SYNTHETIC, WEIGHTED, ["I1"])
-    meter = ReuseMeter(spec.model.all_tables())
+    meter = ReuseMeter(spec)
     batch = open_reader(spec, "train", 0, 1).read(0)
 
     meter.add(batch)

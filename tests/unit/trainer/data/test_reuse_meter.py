@@ -15,13 +15,18 @@ from hypothesis import strategies as st
 
 from dlrm_api.trace import TableTrace, Trace, parse_trace
 from dlrm_cli.trace import ReuseMeter, cache_sizes, reuse_histogram, tracked_shares
+from dlrm_testing.trainer import unique_runs
+from dlrm_testing.trainer.reference import slice_of
 from dlrm_trainer.data import open_reader
+from dlrm_trainer.distributed.collectives import Collectives
+from dlrm_trainer.embedding import place
+from dlrm_trainer.metrics.tiers import tier_report
 
 
 def traced(spec: Any, batches: int | None = None, rate: float | None = None) -> tuple[Trace, list[list[list[int]]]]:
     """The trace, and each table's lookups batch by batch."""
     reader = open_reader(spec, "train", 0, 1)
-    meter = ReuseMeter(spec.model.all_tables(), rate)
+    meter = ReuseMeter(spec, rate)
     lookups: list[list[list[int]]] = [[] for _ in meter.tables]
     for batch in reader.iterate(0, batches or reader.batches_per_epoch):
         meter.add(batch)
@@ -29,7 +34,7 @@ def traced(spec: Any, batches: int | None = None, rate: float | None = None) -> 
         for table, values in zip(lookups, np.split(batch.values.numpy(), ends[:-1]), strict=True):
             table.append(values.tolist())
     reader.close()
-    return meter.trace("test", spec.data.global_batch_size), lookups
+    return meter.trace("test"), lookups
 
 
 def simulated(batches: Sequence[Sequence[int]], size: int) -> float:
@@ -138,6 +143,35 @@ def test_movielens_users_rate_in_bursts_that_shuffling_scatters(
         check_exact(table, batches, points=4)
     assert in_time.tables[0].unique_rows == shuffled.tables[0].unique_rows
     assert in_time.tables[0].accesses < shuffled.tables[0].accesses / 5
+
+
+@pytest.mark.parametrize("rated", [False, True])
+def test_ids_of_unique_tables_have_the_rows_that_training_gives_them(
+    make_spec: Any, tmp_path: Path, rated: bool
+) -> None:
+    options = unique_runs.RunOptions(1, ("ddr", "scm"), tmp_path, rated=rated)
+    model = unique_runs.model(rated=rated).model_copy(update={"maintenance_steps": unique_runs.PERIOD})
+    spec = make_spec({"format": "synthetic", "globalBatchSize": unique_runs.SAMPLES, "virtualShards": 1})
+    training = spec.training.model_copy(update={"seed": unique_runs.SEED})
+    meter = ReuseMeter(spec.model_copy(update={"model": model, "training": training}))
+    placement = place(model, unique_runs.plan(model, 1, options), 1)
+
+    for number in range(unique_runs.STEPS):
+        meter.add(slice_of(model, unique_runs.batch(model, number), [0, unique_runs.SAMPLES], 0))
+    run = unique_runs.train_unique(Collectives(0, 1, lambda: ""), options)
+
+    traced = {table.table: table for table in meter.trace("test").tables}
+    (used,) = tier_report(placement, unique_runs.OPTIMIZER, [run.counters]).ranks
+    # Gradients decide which rows of "split" stay if it is rated.
+    for use in (use for use in used.tables if not (rated and use.table == "split")):
+        table = traced[use.table]
+        assert table.accesses == use.accesses
+        assert table.unique_rows == use.created_rows
+        assert sum(each.rows for each in table.histogram) == use.created_rows
+        assert sum(each.lookups for each in table.histogram) == use.lookups < table.lookups or use.table == "fixed"
+    for use in (use for use in used.tables if use.table in unique_runs.ROWS):
+        assert use.rows < traced[use.table].unique_rows
+        assert max(point.cache_rows for point in traced[use.table].curve) == use.rows
 
 
 def test_a_read_off_hit_rate_lies_between_its_points() -> None:
