@@ -309,6 +309,7 @@ UNIQUE = Row(
             title="Rows admitted and evicted",
             description="Rows per second of all unique tables.",
             unit="si: rows/s",
+            width=6,
             queries=(
                 Query(f"sum(rate(dlrm_trainer_unique_admitted_rows_total{{{JOB}}}{RATE}))", "admitted"),
                 Query(_rate("trainer_unique_evicted_rows_total", "reason"), "evicted: {{reason}}"),
@@ -318,6 +319,7 @@ UNIQUE = Row(
             title="Fullest bucket",
             description="Share of its rows that the fullest bucket of a table uses. At 1 new ids of it get no row.",
             unit="percentunit",
+            width=6,
             most=1,
             queries=(
                 Query(f"topk(10, max by (table) (dlrm_trainer_unique_fullest_bucket_ratio{{{JOB}}}))", "{{table}}"),
@@ -325,10 +327,20 @@ UNIQUE = Row(
         ),
         Panel(
             title="Steps between maintenances",
-            description="With maintenanceSteps: auto it halves while over 1 % of lookups find their bucket full. "
-            "The stage maintenance, under Speed, has its time.",
+            description="With maintenanceSteps: auto it halves while over 1 % of lookups find their bucket full.",
             unit="none",
+            width=6,
             queries=(Query(_trainer("maintenance_period_steps"), "steps"),),
+        ),
+        Panel(
+            title="Time of a maintenance",
+            description="On the slowest rank. All ranks wait for it.",
+            unit="s",
+            width=6,
+            queries=(
+                Query(f"max(dlrm_trainer_maintenance_last_seconds{{{JOB}}})", "last"),
+                Query(f"max(dlrm_trainer_maintenance_longest_seconds{{{JOB}}})", "longest of the attempt"),
+            ),
         ),
     ),
 )

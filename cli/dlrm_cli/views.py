@@ -23,7 +23,7 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.model import TableSpec
 from dlrm_api.plan import Device, Plan, Prediction, Shard, TablePlan
 from dlrm_api.progress import SnapshotInfo
-from dlrm_api.run_report import HitRate, Profile, StageTimes, TableUse, TierReport, UniqueUse
+from dlrm_api.run_report import HitRate, MaintenanceTimes, Profile, StageTimes, TableUse, TierReport, UniqueUse
 
 if TYPE_CHECKING:
     from dlrm_checkpointer import TableDiff
@@ -94,14 +94,22 @@ def unique_cells(use: UniqueUse) -> list[str]:
     return [use.table, *rows, f"{use.lookups:,}", share(use.share_without_row), *moved]
 
 
-def unique_view(uses: Sequence[UniqueUse]) -> Table:
-    """Return how full unique tables are, the largest first."""
+def unique_view(uses: Sequence[UniqueUse], maintenance: Sequence[MaintenanceTimes]) -> RenderableType:
+    """Return how full unique tables are, the largest first, and what their maintenance took."""
     view = titled_table("unique tables", UNIQUE_COLUMNS, words=("table",))
     for use in largest_unique(uses, MAX_USED_TABLES):
         view.add_row(*unique_cells(use))
     if len(uses) > MAX_USED_TABLES:
         view.add_row(f"and {len(uses) - MAX_USED_TABLES} smaller ones")
-    return view
+    return Group(view, Text(maintenance_words(maintenance)))
+
+
+def maintenance_words(maintenance: Sequence[MaintenanceTimes]) -> str:
+    """Name the longest maintenance of all ranks; empty if there was none."""
+    longest = max(maintenance, key=lambda times: times.longest_seconds, default=None)
+    if longest is None or not longest.longest_seconds:
+        return ""
+    return f"longest maintenance: {1e3 * longest.longest_seconds:,.1f} ms, on rank {longest.rank}"
 
 
 def largest_unique(uses: Sequence[UniqueUse], most: int) -> list[UniqueUse]:
@@ -126,11 +134,11 @@ def profile_view(profile: Profile) -> RenderableType:
     if len(ranks) > MAX_RANKS:
         title = f"time of a step: each stage on the slowest of {len(ranks)} ranks"
         shown = slowest_by_stage(profile.stages)
-    columns = ("rank", "stage", "steps", "mean ms", "median ms", "p99 ms", "share")
+    columns = ("rank", "stage", "steps", "mean ms", "median ms", "p99 ms", "longest ms", "share")
     table = titled_table(title, columns, words=("stage",))
     totals = {each.rank: each.mean_seconds * each.steps for each in profile.stages if each.stage == "step"}
     for each in shown:
-        times = (each.mean_seconds, each.median_seconds, each.p99_seconds)
+        times = (each.mean_seconds, each.median_seconds, each.p99_seconds, each.longest_seconds)
         steps = None if each.stage.endswith(AFTER_LAST_STEP) else totals.get(each.rank)
         spent = each.mean_seconds * each.steps / steps if steps else None
         cells = (f"{each.steps:,}", *(f"{1e3 * seconds:,.3f}" for seconds in times), share(spent))

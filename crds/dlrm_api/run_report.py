@@ -108,6 +108,14 @@ class UniqueUse(ApiModel):
         return (self.lookups_without_row + self.lookups_declined) / self.lookups if self.lookups else None
 
 
+class MaintenanceTimes(ApiModel):
+    """Report the time of maintenances of unique tables on one rank."""
+
+    rank: Total = Field(description="Rank.")
+    longest_seconds: float = Field(ge=0, description="Longest of the attempt (s).")
+    last_seconds: float = Field(ge=0, description="Last one (s).")
+
+
 class StageTimes(ApiModel):
     """Report the time of one stage on one rank, over the steps that had it."""
 
@@ -117,6 +125,7 @@ class StageTimes(ApiModel):
     mean_seconds: float = Field(ge=0, description="Mean over all these steps (s).")
     median_seconds: float = Field(ge=0, description="Median over the newest 20,000 (s).")
     p99_seconds: float = Field(ge=0, description="99th percentile over the newest 20,000 (s).")
+    longest_seconds: float = Field(ge=0, description="Longest of all these steps (s).")
 
 
 class HitRate(ApiModel):

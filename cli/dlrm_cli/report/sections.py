@@ -18,6 +18,7 @@ from dlrm_cli.views import (
     UNKNOWN,
     expected_hit_rate,
     largest_unique,
+    maintenance_words,
     share,
     slowest_by_stage,
     sum_uses,
@@ -294,11 +295,11 @@ def _profile(profile: Profile) -> Table:
     """Show each stage on its slowest rank."""
     rows = []
     for each in slowest_by_stage(profile.stages):
-        times = (f"{1e3 * value:,.3f}" for value in (each.mean_seconds, each.median_seconds, each.p99_seconds))
-        rows.append([each.stage, str(each.rank), count(each.steps), *times])
+        times = (each.mean_seconds, each.median_seconds, each.p99_seconds, each.longest_seconds)
+        rows.append([each.stage, str(each.rank), count(each.steps), *(f"{1e3 * value:,.3f}" for value in times)])
     title = "Profile of the last attempt, each stage on its slowest rank"
-    columns = ("stage", "rank", "steps", "mean ms", "median ms", "p99 ms")
-    return Table(title=title, columns=columns, text_columns=("stage",), rows=rows or [[UNKNOWN] * 6])
+    columns = ("stage", "rank", "steps", "mean ms", "median ms", "p99 ms", "longest ms")
+    return Table(title=title, columns=columns, text_columns=("stage",), rows=rows or [[UNKNOWN] * 7])
 
 
 MAX_TABLES = 30
@@ -414,13 +415,15 @@ def _unique_rows(record: Record) -> Iterator[Table]:
         return
     shown = largest_unique(record.unique_tables, MAX_TABLES)
     left_out = len(record.unique_tables) - len(shown)
-    note = f"{left_out} smaller tables are not shown." if left_out else ""
+    notes = [f"{left_out} smaller tables are not shown"] * bool(left_out)
+    if longest := maintenance_words(record.maintenance):
+        notes.append(longest)
     yield Table(
         title="Unique tables, last attempt",
         columns=UNIQUE_COLUMNS,
         text_columns=("table",),
         rows=list(map(unique_cells, shown)),
-        note=note,
+        note="; ".join(notes),
     )
 
 

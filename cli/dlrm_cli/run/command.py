@@ -285,7 +285,7 @@ def result_view(result: RunResult, predicted: float | None = None) -> Renderable
         table.add_row(*row)
     digest = [] if result.state_digest is None else [whole_line(f"state digest: {result.state_digest}")]
     tiers = [] if result.tiers is None else [tiers_view(result.tiers)]
-    unique = [unique_view(result.unique_tables)] if result.unique_tables else []
+    unique = [unique_view(result.unique_tables, result.maintenance)] if result.unique_tables else []
     return Group(table, *digest, *tiers, *unique, snapshots_view(result.snapshots))
 
 

@@ -14,6 +14,7 @@ from dlrm_api.progress import CheckpointerProgress, EvalMetrics, Progress, Snaps
 from dlrm_api.run_report import (
     HitRate,
     LevelUse,
+    MaintenanceTimes,
     Profile,
     RankUse,
     StageTimes,
@@ -204,10 +205,14 @@ def test_unique_tables_show_how_full_they_are() -> None:
         counts = {"lookups_without_row": lookups // 50, "admitted_rows": 2_000, "evicted_rows": 1_070}
         return UniqueUse(table=table, rows=930, **figures, **counts)
 
-    text = shown(unique_view([use("small", 1_000, 0), *(use(f"t{n}", 2_000, 5_000) for n in range(20))]))
+    uses = [use("small", 1_000, 0), *(use(f"t{n}", 2_000, 5_000) for n in range(20))]
+    maintenance = [MaintenanceTimes(rank=n, longest_seconds=0.01 * (n + 1), last_seconds=0.005) for n in range(2)]
+
+    text = shown(unique_view(uses, maintenance))
 
     assert cells(text, "t0") == ["t0", "930", "2,000", "46.5%", "5,000", "2.0%", "2,000", "1,070"]
     assert "small" not in text.replace("and 1 smaller", "")
+    assert "20.0 ms, on rank 1" in text
 
 
 def test_a_plan_that_expects_nothing_leaves_the_column_out() -> None:
@@ -218,7 +223,13 @@ def test_a_plan_that_expects_nothing_leaves_the_column_out() -> None:
 def profile_of(ranks: int) -> Profile:
     def times(rank: int, stage: str, mean: float) -> StageTimes:
         return StageTimes(
-            rank=rank, stage=stage, steps=10, mean_seconds=mean, median_seconds=mean, p99_seconds=2 * mean
+            rank=rank,
+            stage=stage,
+            steps=10,
+            mean_seconds=mean,
+            median_seconds=mean,
+            p99_seconds=2 * mean,
+            longest_seconds=3 * mean,
         )
 
     stages = [
@@ -234,20 +245,20 @@ def test_a_profile_shows_all_stages_of_all_ranks_and_the_hit_rate() -> None:
     text = shown(profile_view(profile_of(2)))
 
     rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in text.splitlines()]
-    assert ["1", "forward", "10", "2.000", "2.000", "4.000", "10.0%"] in rows
-    assert ["0", "step", "10", "20.000", "20.000", "40.000", "100.0%"] in rows
+    assert ["1", "forward", "10", "2.000", "2.000", "4.000", "6.000", "10.0%"] in rows
+    assert ["0", "step", "10", "20.000", "20.000", "40.000", "60.000", "100.0%"] in rows
     assert "hit rate on rank 0: 5.0% to step 5, 10.0% to step 10," in text
     assert "40.0% to step 40" in text
 
 
 def test_time_after_the_last_step_is_not_step_time() -> None:
-    times = {"steps": 1, "mean_seconds": 0.5, "median_seconds": 0.5, "p99_seconds": 0.5}
+    times = {"steps": 1, "mean_seconds": 0.5, "median_seconds": 0.5, "p99_seconds": 0.5, "longest_seconds": 0.5}
     after = StageTimes(rank=0, stage="evaluation at the end", **times)
     whole = profile_of(1)
 
     for profile in (Profile(stages=(*whole.stages, after)), Profile(stages=(after,))):
         rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown(profile_view(profile)).splitlines()]
-        assert ["0", "evaluation at the end", "1", "500.000", "500.000", "500.000", "-"] in rows
+        assert ["0", "evaluation at the end", "1", *["500.000"] * 4, "-"] in rows
 
 
 def test_a_profile_of_many_ranks_shows_the_slowest_of_each_stage() -> None:

@@ -17,7 +17,7 @@ import pytest
 from dlrm_api.errors import BadDataError, NoInputError
 from dlrm_api.names import ExitCode
 from dlrm_api.progress import EvalMetrics, Progress
-from dlrm_api.run_report import UniqueUse
+from dlrm_api.run_report import MaintenanceTimes, UniqueUse
 from dlrm_cli import app
 from dlrm_cli.report import collect
 from dlrm_cli.report.collect import Record, Steps, cluster_record, read_work_folder, sum_steps, throughput
@@ -247,12 +247,13 @@ def test_unique_tables_have_a_section_where_there_are_any(kept_run: Kept) -> Non
     record = read_work_folder(kept_run())
     figures = {"capacity_rows": 1_000, "fullest_bucket_ratio": 1, "directory_bytes": 1, "admitted_rows": 2_000}
     use = UniqueUse(table="C1", rows=930, lookups=5_000, lookups_without_row=100, evicted_rows=1_070, **figures)
+    times = MaintenanceTimes(rank=0, longest_seconds=0.02, last_seconds=0.01)
     looks = [
         Look(time=at, attempt=1, step=at, unique_rows=at, unique_capacity_rows=100, unique_lookups=at)
         for at in (10, 20)
     ]
 
-    with_unique = replace(record, unique_tables=[use], looks=looks)
+    with_unique = replace(record, unique_tables=[use], maintenance=[times], looks=looks)
 
     assert "Unique tables" not in text_of(record)
     assert cells(with_unique, "Unique tables", "") == [

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.progress import MAX_NOTE_CHARACTERS, MAX_NOTES, EvalMetrics, Progress, TrainerPhase
-from dlrm_api.run_report import HitRate, Profile, StageTimes
+from dlrm_api.run_report import HitRate, MaintenanceTimes, Profile, StageTimes
 from dlrm_api.training import RowOptimizerSpec, RowRegularizerSpec
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.distributed.collectives import Collectives
@@ -285,6 +285,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 COPY_INTERVAL_S = 1.0
 """Shortest interval between two copies of the counters for other processes."""
 COUNTERS = TypeAdapter(list[int])
+MAINTENANCE = TypeAdapter(MaintenanceTimes)
 TIMES = TypeAdapter(tuple[list[StageTimes], list[HitRate]])
 
 
@@ -312,8 +313,9 @@ class Observer:
         self._steps = StepCounters(rank, shared.steps[rank])
         self._channels: Sequence[Collectives] = ()
         finish = None if device.type == "cpu" else partial(torch.cuda.synchronize, device)
-        self._profile = StepProfile(rank, self._steps.stage_ns, finish) if profile else None
-        self.stages: Stages = self._profile or Stages(self._steps.stage_ns)
+        times = self._steps.stage_ns, self._steps.maintenance_ns
+        self._profile = StepProfile(rank, *times, finish) if profile else None
+        self.stages: Stages = self._profile or Stages(*times)
 
     def collectors(self) -> Sequence[Collector]:
         """Return the collectors of all ranks of the pod."""
@@ -356,6 +358,8 @@ class Observer:
         if has_unique:
             uses = unique_report(self._placement, blocks)
             found["unique_tables"] = [use.model_dump(mode="json", by_alias=False) for use in uses]
+            ranks = collectives.gather(self._steps.maintenance(), MAINTENANCE)
+            found["maintenance"] = [rank.model_dump(mode="json", by_alias=False) for rank in ranks]
         return found
 
     def save_profile(self, collectives: Collectives, folder: Path | None) -> None:

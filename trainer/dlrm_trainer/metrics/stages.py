@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dlrm_api.run_report import HitRate, StageTimes
+from dlrm_api.run_report import HitRate, MaintenanceTimes, StageTimes
 from dlrm_trainer.distributed.collectives import Collectives, Traffic
 from dlrm_trainer.spans import add_span, keep_spans
 
@@ -53,11 +53,13 @@ Item = TypeVar("Item")
 class Stages:
     """Add up the time of every stage of one rank.
 
-    ``totals`` are (stages,) int64 nanoseconds to add to, in the order of ``STAGES``; other threads may read them.
+    ``totals`` are (stages,) int64 nanoseconds to add to, in the order of ``STAGES``, and ``maintenance`` (2,) those of
+    the longest maintenance and of the last; other threads may read them.
     """
 
-    def __init__(self, totals: NDArray[np.int64] | None = None) -> None:
+    def __init__(self, totals: NDArray[np.int64] | None = None, maintenance: NDArray[np.int64] | None = None) -> None:
         self._totals = np.zeros(len(STAGES), np.int64) if totals is None else totals
+        self._maintenance = np.zeros(2, np.int64) if maintenance is None else maintenance
         self._mark = time.monotonic()
         self._apart = 0.0
 
@@ -68,7 +70,11 @@ class Stages:
     def lap(self, stage: Stage) -> None:
         """Add the time since the last call to this stage."""
         now = time.monotonic()
-        self._spend(stage, max(0.0, now - self._mark - self._apart))
+        seconds = max(0.0, now - self._mark - self._apart)
+        self._spend(stage, seconds)
+        if stage == "maintenance":
+            last = round(seconds * 1e9)
+            self._maintenance[:] = max(self._maintenance[0], last), last
         add_span(stage, self._mark, now)
         self._mark, self._apart = now, 0.0
 
@@ -103,13 +109,18 @@ class StepProfile(Stages):
     """
 
     def __init__(
-        self, rank: int, totals: NDArray[np.int64] | None = None, finish: Callable[[], None] | None = None
+        self,
+        rank: int,
+        totals: NDArray[np.int64] | None = None,
+        maintenance: NDArray[np.int64] | None = None,
+        finish: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(totals)
+        super().__init__(totals, maintenance)
         self._rank, self._finish = rank, finish
         self._spans = keep_spans()
         self._now: dict[str, float] = defaultdict(float)
         self._total: dict[str, float] = defaultdict(float)
+        self._longest: dict[str, float] = defaultdict(float)
         self._count: Counter[str] = Counter()
         self._newest: dict[str, deque[float]] = {}
         self._rates: deque[HitRate] = deque(maxlen=NEWEST_RATES)
@@ -134,6 +145,7 @@ class StepProfile(Stages):
     def _enter(self) -> None:
         for stage, seconds in self._now.items():
             self._total[stage] += seconds
+            self._longest[stage] = max(self._longest[stage], seconds)
             self._count[stage] += 1
             self._newest.setdefault(stage, deque(maxlen=NEWEST_STEPS)).append(seconds)
         self._now.clear()
@@ -162,7 +174,8 @@ class StepProfile(Stages):
                 median, p99 = np.quantile(np.array(self._newest[stage]), [0.5, 0.99]).tolist()
                 count, mean = self._count[stage], self._total[stage] / self._count[stage]
                 times = {"mean_seconds": mean, "median_seconds": median, "p99_seconds": p99}
-                found.append(StageTimes(rank=self._rank, stage=stage, steps=count, **times))
+                longest = self._longest[stage]
+                found.append(StageTimes(rank=self._rank, stage=stage, steps=count, longest_seconds=longest, **times))
         return found
 
     def hit_rates(self) -> list[HitRate]:
@@ -172,7 +185,7 @@ class StepProfile(Stages):
 
 TRAFFIC: tuple[Traffic, ...] = get_args(Traffic)
 KINDS = ("all_to_all", "all_reduce", "all_gather")
-WORDS = len(STAGES) + len(TRAFFIC) + len(KINDS)
+WORDS = len(STAGES) + 2 + len(TRAFFIC) + len(KINDS)
 """Number of int64 counters of one rank."""
 
 
@@ -181,7 +194,13 @@ class StepCounters:
 
     def __init__(self, rank: int, words: NDArray[np.int64]) -> None:
         self.rank = rank
-        self.stage_ns, self.sent_bytes, self.collectives = np.split(words, np.cumsum((len(STAGES), len(TRAFFIC))))
+        sizes = (len(STAGES), 2, len(TRAFFIC))
+        self.stage_ns, self.maintenance_ns, self.sent_bytes, self.collectives = np.split(words, np.cumsum(sizes))
+
+    def maintenance(self) -> MaintenanceTimes:
+        """Return the times of maintenances of unique tables."""
+        longest, last = (self.maintenance_ns / 1e9).tolist()
+        return MaintenanceTimes(rank=self.rank, longest_seconds=longest, last_seconds=last)
 
     def copy_from(self, channels: Sequence[Collectives]) -> None:
         """Copy the newest counts of collectives, summed over all threads."""
@@ -209,6 +228,14 @@ class StepMetrics(Collector):
             "dlrm_trainer_sent_bytes", "Bytes sent to other ranks, by kind of traffic.", labels=["rank", "traffic"]
         )
         made = CounterMetricFamily("dlrm_trainer_collectives", "Collectives begun.", labels=["rank", "kind"])
+        longest = GaugeMetricFamily(
+            "dlrm_trainer_maintenance_longest_seconds",
+            "Longest maintenance of unique tables of the attempt; absent before the first.",
+            labels=["rank"],
+        )
+        last = GaugeMetricFamily(
+            "dlrm_trainer_maintenance_last_seconds", "Last maintenance; absent before the first.", labels=["rank"]
+        )
         for each in self._ranks:
             rank = str(each.rank)
             for stage, spent in zip(STAGES, each.stage_ns.tolist(), strict=True):
@@ -217,4 +244,8 @@ class StepMetrics(Collector):
                 sent.add_metric([rank, what], size)
             for kind, count in zip(KINDS, each.collectives.tolist(), strict=True):
                 made.add_metric([rank, kind], count)
-        yield from (seconds, sent, made)
+            if each.maintenance_ns.any():
+                times = each.maintenance()
+                longest.add_metric([rank], times.longest_seconds)
+                last.add_metric([rank], times.last_seconds)
+        yield from (seconds, sent, made, longest, last)

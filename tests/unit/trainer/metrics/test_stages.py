@@ -11,7 +11,7 @@ import pytest
 
 from dlrm_trainer import spans as spans_module
 from dlrm_trainer.metrics import stages as stages_module
-from dlrm_trainer.metrics.stages import NUMBERS, STAGES, STEP, Stages, StepProfile
+from dlrm_trainer.metrics.stages import NUMBERS, STAGES, STEP, WORDS, Stages, StepCounters, StepMetrics, StepProfile
 from dlrm_trainer.spans import NEWEST_STEPS, Spans, each_spanned, keep_spans, spanned
 
 
@@ -58,6 +58,23 @@ def test_every_moment_of_a_step_goes_to_one_stage(monkeypatch: pytest.MonkeyPatc
     spent = sum(each.mean_seconds * each.steps for stage, each in found.items() if stage != STEP)
     assert found[STEP].mean_seconds * found[STEP].steps == pytest.approx(spent)
     assert spent == pytest.approx(clock.now - 150 - 0.25)  # all but what came after the last step
+
+
+def test_the_longest_and_the_last_maintenance_of_a_rank_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    ranks = [StepCounters(rank, np.zeros(WORDS, np.int64)) for rank in range(2)]
+    of_rank_1 = StepProfile(1, ranks[1].stage_ns, ranks[1].maintenance_ns)
+
+    for seconds in (1, 3, 2):
+        clock.now += 10
+        of_rank_1.lap("agreement")
+        clock.now += seconds
+        of_rank_1.lap("maintenance")
+        of_rank_1.end_step()
+
+    served = [each for family in StepMetrics(ranks).collect() for each in family.samples if "maintenance_" in each.name]
+    assert [(each.labels, each.value) for each in served] == [({"rank": "1"}, 3), ({"rank": "1"}, 2)]
+    assert {each.stage: each.longest_seconds for each in of_rank_1.stages()}[STEP] == 13
 
 
 def stepped(profile: StepProfile, clock: Clock) -> None:
