@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from dlrm_api.job import DLRMJob, parse_job
+from dlrm_api.model import ModelSpec
 from dlrm_api.plan import parse_plan
 from dlrm_kernels.hashing import random_bits, stream_key, uniform
 from dlrm_trainer.data import Batch
@@ -108,24 +109,28 @@ def placement_of(
         slots: tier of the slots.
     """
     model = job_of(shape).spec.model
-    names, buckets = [table.name for table in model.all_tables()], model.all_tables()[0].key_buckets
-    rows, ranges = model.all_tables()[0].held_rows, 0 if buckets is None else buckets.count
-    levels: list[dict[str, Any]] = []
-    if tiers:
-        levels = [{"tier": slots, "rows": max(1, round(cache * rows))}]
-        levels += [{"tier": tier, "rows": rows} for tier in tiers]
-    shard = {
-        "rank": 0, "kind": "table", "rowStart": 0, "rowEnd": ranges or rows, "columnStart": 0, "columnEnd": shape.dim,
-        "tiers": {"levels": levels, "policy": policy, "ways": 0},
-    }  # fmt: skip
+    stacks: list[dict[str, Any]] = []
+    for table in model.all_tables() if tiers else ():
+        levels = [{"tier": slots, "rows": max(1, round(cache * table.held_rows))}]
+        levels += [{"tier": tier, "rows": table.held_rows} for tier in tiers]
+        stacks.append({"levels": levels, "policy": policy, "ways": 0})
+    return on_one_rank(model, stacks, lookahead)
+
+
+def on_one_rank(model: ModelSpec, stacks: Sequence[Mapping[str, Any]] = (), lookahead: int = 0) -> Placement:
+    """Place all tables whole on one rank: resident without ``stacks``, else over the tiers of their stacks."""
+    tables = []
+    for number, table in enumerate(model.all_tables()):
+        buckets = 0 if table.key_buckets is None else table.key_buckets.count
+        extent = {"rowStart": 0, "rowEnd": buckets or table.rows, "columnStart": 0, "columnEnd": table.dim}
+        shard = {"rank": 0, "kind": "table", **extent, "tiers": stacks[number] if stacks else {}}
+        tables.append({"name": table.name, "columnBlocks": [0, table.dim], "buckets": buckets, "shards": [shard]})
     document = {
         "worldSize": 1,
         "processesPerNode": 1,
         "ranks": [{"rank": 0, "node": 0, "bytesPerTier": {}}],
-        "tables": [
-            {"name": name, "columnBlocks": [0, shape.dim], "buckets": ranges, "shards": [shard]} for name in names
-        ],
-        "lookahead": lookahead if tiers else 0,
+        "tables": tables,
+        "lookahead": lookahead if stacks else 0,
         "handoffBytes": [2**26],
     }
     return place(model, parse_plan(json.dumps(document)), 1)
