@@ -504,6 +504,21 @@ def tie_of(key: Any) -> Any:
 _tie = kernel(tie_of)
 
 
+def rows_that_fit(keys: Ints, ranks: NDArray[Any], buckets: int, quota: int) -> NDArray[np.bool_]:
+    """Return which of (n,) rows stay in buckets of so many rows each.
+
+    Those of full buckets leave as in a sweep: the lowest (n,) ranks first, in the order of ``tie_of`` among equals.
+    """
+    bucket = keys >> KEY_BITS - (buckets.bit_length() - 1)
+    order = np.lexsort((tie_of(keys), ranks, bucket))
+    counts = np.bincount(bucket, minlength=buckets)
+    limits = np.where(counts * 100 > quota * FULL_PERCENT, quota * SWEPT_PERCENT // 100, counts)
+    places = np.arange(len(keys)) - np.repeat(np.cumsum(counts) - counts, counts)
+    stay = np.empty(len(keys), np.bool_)
+    stay[order] = places >= np.repeat(counts - limits, counts)
+    return stay
+
+
 def rows_of(entries: Ints) -> Ints:
     """Return the local rows in the second words of slots."""
     rows: Ints = (entries & LOWER) - 1

@@ -51,6 +51,7 @@ from dlrm_checkpointer import (
     state_digest,
     table_digest,
 )
+from dlrm_kernels.directory import rows_that_fit
 from dlrm_stores import ObjectStore, StoreOptions, open_store
 from dlrm_stores.base import FieldNames
 from dlrm_trainer.checkpointing.compat import changes, check_data, check_model
@@ -62,7 +63,7 @@ from dlrm_trainer.distributed.rendezvous import RankGroup
 from dlrm_trainer.embedding import Placement
 from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart, UniquePart, counters_meta, part_meta, table_meta
 from dlrm_trainer.embedding.sights import counters_of
-from dlrm_trainer.embedding.unique import ranks_of, rows_that_fit
+from dlrm_trainer.embedding.unique import ranks_of
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.metrics.progress import Observer, ProgressBoard
 from dlrm_trainer.settings import Settings
@@ -325,7 +326,7 @@ def _fitting_keys(snapshot: Snapshot, part: UniquePart) -> tuple[NDArray[np.int6
     ]
     keys = np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in found)])
     ranks = np.concatenate([np.empty(0, np.float64), *(each for _, each in found)])
-    stay = rows_that_fit(keys, ranks, buckets)
+    stay = rows_that_fit(keys, ranks, buckets.count, buckets.quota)
     return np.sort(keys[stay]), int(np.count_nonzero(~stay))
 
 

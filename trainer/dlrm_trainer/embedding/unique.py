@@ -18,21 +18,10 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.keys import KEY_BITS, KeyBuckets
+from dlrm_api.keys import KeyBuckets
 from dlrm_api.model import MAX_MAINTENANCE_STEPS, TableSpec
 from dlrm_kernels import directory
-from dlrm_kernels.directory import (
-    ABSENT,
-    ALL_CHANCES,
-    DECAY_PARTS,
-    FULL_PERCENT,
-    MAX_STEP,
-    RECENT,
-    SWEPT_PERCENT,
-    Chances,
-    Rules,
-    Touches,
-)
+from dlrm_kernels.directory import ABSENT, ALL_CHANCES, DECAY_PARTS, MAX_STEP, RECENT, Chances, Rules, Touches
 from dlrm_kernels.dirty_rows import WORD
 from dlrm_kernels.row_updates import step_keys, table_key
 from dlrm_trainer.embedding.changes import MAX_KEPT, DirtyPart
@@ -259,22 +248,6 @@ class _Listed(NamedTuple):
     keys: Ints
     values: NDArray[np.float32]
     """(rows, V)"""
-
-
-def rows_that_fit(keys: Ints, ranks: NDArray[Any], buckets: KeyBuckets) -> NDArray[np.bool_]:
-    """Return which of (n,) rows stay if a table with more rows is restored to these buckets.
-
-    Those of full buckets leave as in a maintenance: the lowest ranks first (see ``ranks_of``), in the order of
-    ``tie_of`` among equals.
-    """
-    bucket = keys >> (KEY_BITS - (buckets.count.bit_length() - 1))
-    order = np.lexsort((directory.tie_of(keys), ranks, bucket))
-    counts = np.bincount(bucket, minlength=buckets.count)
-    limits = np.where(counts * 100 > buckets.quota * FULL_PERCENT, buckets.quota * SWEPT_PERCENT // 100, counts)
-    places = np.arange(len(keys)) - np.repeat(np.cumsum(counts) - counts, counts)
-    stay = np.empty(len(keys), np.bool_)
-    stay[order] = places >= np.repeat(counts - limits, counts)
-    return stay
 
 
 class UniqueRows:
