@@ -1,4 +1,4 @@
-"""``dlrmctl snapshots diff``, ``export`` and ``follow``: what leaves a job."""
+"""``dlrmctl snapshots diff``, ``export``, ``follow`` and ``convert``: what leaves a job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,13 +15,13 @@ import typer
 
 from dlrm_api.errors import NoInputError, TemporaryError, UsageError, visible
 from dlrm_cli.options import Commands, Output, ServiceOptions
-from dlrm_cli.snapshots import Step, Uri, chosen_step, open_snapshot_store, select_snapshot
+from dlrm_cli.snapshots import Encrypted, KmsKey, Step, Uri, chosen_step, open_snapshot_store, select_snapshot
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from dlrm_checkpointer import Precision, Snapshot, TableFile, TableMeta
+    from dlrm_checkpointer import ConvertedTable, Precision, Snapshot, TableFile, TableMeta
     from dlrm_stores import ObjectStore
 
 exports = Commands()
@@ -111,6 +111,94 @@ def follow(
         time.sleep(interval)
     if follower.state is None:
         raise NoInputError(f"delta not found: {uri}")
+
+
+@exports.command()
+def convert(
+    uri: Uri,
+    *,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="An empty store for the converted snapshot.")],
+    table: Annotated[
+        list[str], typer.Option(metavar="NAME=unique|fixed", help="What a table becomes. May be repeated.")
+    ],
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]N", help="Rows of converted tables (default: as in the snapshot)."),
+    ] = None,
+    buckets: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]N", help="embedding.buckets of unique tables (default: as in the API)."),
+    ] = None,
+    drop: Annotated[bool, typer.Option("--drop", help="Leave out rows that do not fit, as an eviction does.")] = False,
+    step: Step = None,
+    service: ServiceOptions,
+    encryption: Encrypted = "none",
+    kms_key_id: KmsKey = None,
+) -> None:
+    """Write one snapshot to another store with tables turned into unique or fixed ones, for restoreFrom."""
+    from dlrm_checkpointer import Conversion, convert_snapshot, manifest_key
+    from dlrm_cli.views import format_bytes, print_stderr, show_progress
+
+    becomes = dict(map(_conversion, table))
+    if len(becomes) < len(table):
+        raise UsageError("invalid --table: expected each table once")
+    sizes, counts = _by_table("--rows", rows or (), becomes), _by_table("--buckets", buckets or (), becomes)
+    wanted = [
+        Conversion(table=name, ids=ids, rows=sizes.get(name), buckets=counts.get(name)) for name, ids in becomes.items()
+    ]
+    snapshot, _ = select_snapshot(open_snapshot_store(uri, service), chosen_step(uri, step))
+    store = open_snapshot_store(target, service, encryption, kms_key_id, must_exist=False)
+    total, done = sum(entry.bytes for entry in snapshot.objects), 0
+    try:
+        with show_progress("converting", total) as show:
+
+            def read(size: int) -> None:
+                nonlocal done
+                done += size
+                show(done, f"{format_bytes(done)} of {format_bytes(total)}")
+
+            converted = convert_snapshot(snapshot, store, wanted, drop=drop, on_read=read)
+    except KeyboardInterrupt:
+        print_stderr(f"interrupted; {store.uri} holds no converted snapshot")
+        raise
+    for each in converted:
+        for line in _converted(each):
+            print_stderr(line)
+    print_stderr(f"start a job from it with spec.checkpoint.restoreFrom: {store.uri}")
+    print(f"{store.uri}/{manifest_key(snapshot.step, snapshot.attempt)}")
+
+
+def _conversion(text: str) -> tuple[str, Literal["unique", "rows"]]:
+    name, _, kind = text.rpartition("=")
+    if not name or kind not in ("unique", "fixed"):
+        raise UsageError(f"invalid --table: expected NAME=unique or NAME=fixed, got {text!r}")
+    return name, "unique" if kind == "unique" else "rows"
+
+
+def _by_table(option: str, given: Sequence[str], tables: Iterable[str]) -> dict[str, int]:
+    """Return numbers that are given for all tables, or for one by its name."""
+    found: dict[str, int] = {}
+    for text in given:
+        name, named, number = text.rpartition("=")
+        if not number.isdecimal() or (named and name not in tables):
+            raise UsageError(f"invalid {option}: expected N, or NAME=N with a table of --table, got {text!r}")
+        found |= dict.fromkeys([name] if named else tables, int(number))
+    return found
+
+
+def _converted(found: ConvertedTable) -> Iterator[str]:
+    """Say what became of a table, and what a job must set to continue from it."""
+    meta = found.meta
+    dropped = f", {found.dropped:,} did not fit" if found.dropped else ""
+    yield f"converted table {meta.name}: {found.rows:,} updated rows{dropped}"
+    hashed = f"{{hash: unique, buckets: {meta.buckets}}}" if meta.is_unique else "{hash: none}"
+    scale = f"{{scale: {meta.scale}}}" if meta.scale else "{kind: zero}"
+    yield f"set in the job: {{name: {meta.name}, rows: {meta.rows}, embedding: {hashed}, initializer: {scale}}}"
+    if found.roomy_rows:
+        yield (
+            f"table {meta.name} is nearly full, so the job's first eviction removes rows; to keep all, convert with "
+            f"--rows {meta.name}={found.roomy_rows}"
+        )
 
 
 def _named(store: ObjectStore, name: str) -> Snapshot:

@@ -202,6 +202,12 @@ ID_BYTES = 8
 """Bytes of a row's number in memory."""
 
 
+def chained_rows(bits: Bits, width: int, state_values: int) -> int:
+    """Return the largest number of rows in a chunk that is read together with many others."""
+    size = INCREMENT_CHUNK_BYTES // (row_bytes(bits, width, state_values) + ID_BYTES)
+    return max(1, min(chunk_rows(width, state_values), size))
+
+
 def coded_chunks(delta: Delta, bits: Bits, *, chained: bool = False) -> Iterator[Callable[[], Sequence[CodedRows]]]:
     """Yield calls that encode the rows of a cut, chunk by chunk, in any thread.
 
@@ -214,9 +220,7 @@ def coded_chunks(delta: Delta, bits: Bits, *, chained: bool = False) -> Iterator
 def _bounds(delta: Delta, bits: Bits, *, chained: bool = False) -> Iterator[tuple[int, int]]:
     """Yield the positions at which the chunks of a cut begin and end."""
     width, state = delta.shard.width, delta.state_values
-    size = chunk_rows(width, state)
-    if chained:
-        size = max(1, min(size, INCREMENT_CHUNK_BYTES // (row_bytes(bits, width, state) + ID_BYTES)))
+    size = chained_rows(bits, width, state) if chained else chunk_rows(width, state)
     for begin in range(0, len(delta), size):
         yield begin, min(begin + size, len(delta))
 

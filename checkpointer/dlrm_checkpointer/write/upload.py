@@ -29,7 +29,7 @@ from dlrm_checkpointer.format.manifest import (
     part_key,
 )
 from dlrm_checkpointer.handoff.protocol import Durable, ReadyCut, SegmentName
-from dlrm_checkpointer.types import ShardId, TableMeta
+from dlrm_checkpointer.types import CutMeta, ShardId, TableMeta
 from dlrm_checkpointer.write.merge import Delta, coded_chunks, deltas, gone_chunks, merged_chunks
 from dlrm_checkpointer.write.policy import ChainPolicy, bits_in_use, choose_kind
 from dlrm_stores import ObjectStore
@@ -42,7 +42,7 @@ MERGE_WORKERS = 2
 
 
 @dataclass(frozen=True)
-class _Encoded:
+class EncodedRows:
     """Hold an encoded chunk, or keys that are gone, with what its entry needs."""
 
     shard: ShardId
@@ -51,11 +51,36 @@ class _Encoded:
     is_gone: bool
 
     @classmethod
-    def of(cls, rows: CodedRows, table: TableMeta) -> _Encoded:
+    def of(cls, rows: CodedRows, table: TableMeta) -> EncodedRows:
+        """Encode rows of a table."""
         return cls(rows.shard, rows.row_ids, encode_rows(rows, table), rows.is_gone)
 
 
-Load = Callable[[], Iterable[_Encoded]]
+class ObjectWriter:
+    """Put the objects of one rank's part of a cut. Thread-safe.
+
+    ``on_put`` is called with the bytes of each.
+    """
+
+    def __init__(
+        self, store: ObjectStore, meta: CutMeta, rank: int, on_put: Callable[[int], None] = lambda _size: None
+    ) -> None:
+        self.meta = meta
+        self._store, self._rank, self._on_put = store, rank, on_put
+
+    def put(self, name: str, body: Body) -> ObjectEntry:
+        """Put an object under a name of its own."""
+        entry = put_by_digest(self._store, partial(chunk_key, self.meta, self._rank, name), body)
+        self._on_put(len(body))
+        return entry
+
+    def put_rows(self, number: int, rows: EncodedRows) -> ChunkEntry:
+        """Put rows, or keys that are gone, under a number of their own."""
+        kind, name = (GoneEntry, f"gone-{number:06d}") if rows.is_gone else (ChunkEntry, f"{number:06d}")
+        return kind.of(self.put(name, rows.body), rows.shard, rows.row_ids)
+
+
+Load = Callable[[], Iterable[EncodedRows]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +111,9 @@ class Upload:
         on_put: Callable[[int], None],
         on_read: Callable[[int], None],
     ) -> None:
-        self._store, self._cut, self._before, self._on_put, self._on_read = store, cut, before, on_put, on_read
+        self._store, self._cut, self._before, self._on_read = store, cut, before, on_read
         self._basis, self._bits, self._chained = plan.basis, before.bits or plan.bits, plan.chained
+        self._writer = ObjectWriter(store, cut.meta, cut.name.rank, on_put)
         self._is_in_segments = cut.number > 0 or isinstance(cut.name, SegmentName)
         self._put_already: dict[int, tuple[ChunkEntry, ...]] = {}
         self._dense: ObjectEntry | None = None
@@ -109,7 +135,7 @@ class Upload:
             return parse_part(self._store.get(key), key)
         arrays = self._cut.dense()
         if arrays is not None and self._dense is None:
-            self._dense = self._put("dense", encode_dense(arrays))
+            self._dense = self._writer.put("dense", encode_dense(arrays))
         if basis.merged:
             loads = (load for delta in self._deltas() for load in self._merged(delta))
             found = self._put_chunks(loads, MERGE_WORKERS)
@@ -168,7 +194,7 @@ class Upload:
         for rows in merged_chunks(self._store, delta, older, self._bits, self._on_read):
             # Encoded at once, so that the rows are not in memory while the chunk is put.
             if self._is_increment or not rows.is_gone:
-                yield partial(iter, (_Encoded.of(rows, delta.table),))
+                yield partial(iter, (EncodedRows.of(rows, delta.table),))
 
     @cached_property
     def _tables(self) -> dict[str, TableMeta]:
@@ -193,21 +219,12 @@ class Upload:
 
     def _put_chunk(self, number: int, load: Load) -> tuple[ChunkEntry, ...]:
         if number not in self._put_already:
-            self._put_already[number] = tuple(self._put_encoded(number, rows) for rows in load())
+            self._put_already[number] = tuple(self._writer.put_rows(number, rows) for rows in load())
         return self._put_already[number]
 
-    def _put_encoded(self, number: int, rows: _Encoded) -> ChunkEntry:
-        kind, name = (GoneEntry, f"gone-{number:06d}") if rows.is_gone else (ChunkEntry, f"{number:06d}")
-        return kind.of(self._put(name, rows.body), rows.shard, rows.row_ids)
 
-    def _put(self, name: str, body: Body) -> ObjectEntry:
-        entry = put_by_digest(self._store, partial(chunk_key, self._cut.meta, self._cut.name.rank, name), body)
-        self._on_put(len(body))
-        return entry
-
-
-def _encoded(code: Callable[[], Sequence[CodedRows]], table: TableMeta) -> Iterator[_Encoded]:
-    return (_Encoded.of(rows, table) for rows in code())
+def _encoded(code: Callable[[], Sequence[CodedRows]], table: TableMeta) -> Iterator[EncodedRows]:
+    return (EncodedRows.of(rows, table) for rows in code())
 
 
 def _split(found: Iterable[ChunkEntry]) -> tuple[tuple[ChunkEntry, ...], tuple[GoneEntry, ...]]:

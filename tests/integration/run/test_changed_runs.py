@@ -85,6 +85,29 @@ def test_a_unique_table_keeps_its_newest_rows_with_fewer_rows_and_in_another_job
     assert begun["step"] == 10
 
 
+def test_a_fixed_table_becomes_a_unique_one_with_the_same_quality(local: Any) -> None:
+    """A job with learning rate 0 evaluates the model that it starts from."""
+    tables = [{"name": f"C{number}", "rows": rows, "dim": 8} for number, rows in ((1, 40), (2, 70), (3, 20))]
+    converted = (local.folder / "converted").as_uri()
+    local.write(model={"tables": tables})
+    trained = local.done()
+    shown = json.loads(local.run("show", local.store.as_uri(), command="snapshots").stdout)
+    assert shown["stored_rows"] == {table["name"]: table["rows"] for table in tables}
+
+    changes = ("--table", "C1=unique", "--table", "C2=unique")
+    done = local.run("convert", local.store.as_uri(), converted, *changes, command="snapshots")
+
+    assert done.code == 0, done.stderr
+    for table in tables[:2]:
+        table["embedding"] = {"hash": "unique"}
+    still = {"maxSteps": 1, "rowOptimizer": {"learningRate": 0}, "denseOptimizer": {"learningRate": 0}}
+    checkpoint = {"uri": (local.folder / "other").as_uri(), "restoreFrom": converted}
+    local.write(model={"tables": tables}, training=still, checkpoint=checkpoint)
+    begun = local.done("--workdir", str(local.folder / "work-other"))
+    assert begun["eval"] == trained["eval"]
+    assert [each["rows"] for each in begun["unique_tables"]] == [40, 70]
+
+
 def test_files_that_come_later_are_left_out_and_named_everywhere(local: Any) -> None:
     data = local.folder / "data"
     data.mkdir()

@@ -256,6 +256,17 @@ def test_another_model_is_refused_by_the_name_of_what_changed(tmp_path: Path, ed
     assert "spec.checkpoint.uri" in str(caught.value)
 
 
+def test_tables_whose_ids_became_unique_need_a_conversion(tmp_path: Path) -> None:
+    job = small_job(tmp_path)
+    model = model_document(job.spec, learner_of(job))
+    unique = {"hash": "unique", "ids": "unique", "buckets": 1, "rowValues": ["touched"]}
+    tables = [table | unique if table["name"] == "bags" else table for table in model["tables"]]
+    meta = CutMeta(step=1, samples=64, world_size=1, attempt=1, model={**model, "tables": tables})
+
+    with pytest.raises(SnapshotError, match=r"table bags .*--table bags=fixed\) and set spec\.checkpoint\.restoreFrom"):
+        check(meta, job)
+
+
 def test_an_old_snapshot_without_state_type_and_hash_fits_the_same_model(tmp_path: Path) -> None:
     job = small_job(tmp_path)
     model = model_document(job.spec, learner_of(job))

@@ -61,9 +61,17 @@ def check_model(
     ``where``.
 
     Raises:
-        SnapshotError: names the table or parameter that changed, and what permits another number of rows.
+        SnapshotError: names the table or parameter that changed, and what permits another number of rows or ids.
     """
     then = {table.name: table for table in meta.tables}
+    for table in tables:
+        if table.name in then and then[table.name].is_unique != table.is_unique:
+            kind = "unique" if table.is_unique else "fixed"
+            raise SnapshotError(
+                f"{where}: embedding.hash of table {table.name} is {table.embedding.hash}, and was not: convert the "
+                f"snapshot (dlrmctl snapshots convert STORE TARGET --table {table.name}={kind}) and set "
+                "spec.checkpoint.restoreFrom to the result, or undo the change"
+            )
     resized = [table for table in tables if table.name in then and then[table.name].rows != table.rows]
     for table in resized:
         if problem := _resizing_problem(table, then[table.name], last_rows.get(table.name, -1)):
