@@ -146,7 +146,8 @@ def _with_row_values(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
         base = int(meta["touchedBase"])
         if not int(steps.max()) <= base < 2**32 // TOUCHED_STEPS:
             raise ValueError(f"rows were touched {steps.max()} periods before period {base}")
-        steps = (np.uint32(base) - steps) * np.uint32(TOUCHED_STEPS)
+        # Step 0 is that of rows that were never updated.
+        steps = np.maximum((np.uint32(base) - steps) * np.uint32(TOUCHED_STEPS), np.uint32(1))
     values = [steps.view(np.float32)]
     if (score := arrays.get(SCORE)) is not None:
         if score.dtype != np.float32 or score.shape != touched.shape:

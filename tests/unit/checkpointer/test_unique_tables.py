@@ -164,6 +164,19 @@ def test_touched_is_kept_in_periods_below_32_bits(clock: Clock, bits: int):
     assert touched == {1: oldest, 1_000: oldest, 70_000: oldest, 10_000_000: 10_000_000 // 64 * 64}
 
 
+@pytest.mark.parametrize("bits", [8, 32])
+def test_rows_of_the_first_steps_count_as_updated(clock: Clock, bits: int):
+    """Step 0 means that a row was never updated: a restored trainer would neither read nor save it."""
+    store, model = MemoryStore(clock), UniqueModel((unique_table(),))
+    model.step = 1
+    model.update("ids", [5])
+    commit(store, model, None, bits=bits)
+
+    [piece] = (weights_of(coded) for _, coded in find_snapshot(store).shard_codes([model.tables[0].whole()]))
+
+    assert piece.state.view(np.uint32)[0, -1] == 1
+
+
 def test_a_key_that_is_handed_over_twice_is_refused_by_name(clock: Clock):
     model = UniqueModel((unique_table(),)).train()
     [first, second] = model.pieces(0, 1)

@@ -110,7 +110,7 @@ def key_of(text: bytes) -> np.ndarray:
 def touched(said: dict, steps: np.ndarray) -> np.ndarray:
     """(N, 1) bits of the steps."""
     if steps.dtype == np.uint16:
-        steps = 64 * (np.uint32(said["touchedBase"]) - steps)
+        steps = np.maximum(64 * (np.uint32(said["touchedBase"]) - steps), 1)
     return steps.astype(np.uint32)[:, None].view(np.float32)
 
 
