@@ -142,6 +142,8 @@ def convert(
     becomes = dict(map(_conversion, table))
     if len(becomes) < len(table):
         raise UsageError("invalid --table: expected each table once")
+    if len(becomes) < len(table):
+        raise UsageError("invalid --table: expected each table once")
     sizes, counts = _by_table("--rows", rows or (), becomes), _by_table("--buckets", buckets or (), becomes)
     wanted = [
         Conversion(table=name, ids=ids, rows=sizes.get(name), buckets=counts.get(name)) for name, ids in becomes.items()

@@ -246,6 +246,7 @@ def test_the_command_converts_a_step_and_says_what_a_job_must_set(committed: Fil
     [
         (["--table", "users=mix"], "invalid --table"),
         (["--table", "users"], "invalid --table"),
+        (["--table", "users=unique", "--table", "users=fixed"], "invalid --table"),
         (["--table", "users=unique", "--rows", "many"], "invalid --rows"),
         (["--table", "users=unique", "--rows", "items=9"], "invalid --rows"),
         (["--table", "users=unique", "--rows", "0"], "users"),
