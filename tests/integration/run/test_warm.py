@@ -12,7 +12,8 @@ import pytest
 
 from dlrm_kernels import cache
 
-pytestmark = pytest.mark.slow
+# Compiling every kernel takes minutes where other tests run beside it.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1_800)]
 WARM = [sys.executable, "-m", "dlrm_kernels.warm", "--dims", "8", "--features", "3"]
 """Sizes of the tiny job."""
 
