@@ -26,7 +26,7 @@ from dlrm_api.training import RowOptimizerSpec, RowRegularizerSpec
 from dlrm_kernels import hashing
 from dlrm_kernels.row_updates import COLUMNS_PER_HASH, MAX_UPDATES, step_keys
 from dlrm_trainer.embedding.exchange import Bags
-from dlrm_trainer.embedding.table_batch import Tables, joined, table_views
+from dlrm_trainer.embedding.table_batch import RowUpdate, Tables, joined, table_views
 
 FBGEMM_TYPES = {"fp32": SparseType.FP32, "fp16": SparseType.FP16}
 MIN_EXPONENT = 113
@@ -147,28 +147,20 @@ class DeviceKernel:
             pooled: Tensor = self._fbgemm(bags.ids, offsets, bags.weights)
         return pooled
 
-    def update(
-        self,
-        bags: Bags,
-        gradient: Tensor,
-        learning_rate: float,
-        step: int,
-        rows: Tensor,
-        regularizer: RowRegularizerSpec | None,
-    ) -> None:
+    def update(self, bags: Bags, gradient: Tensor, rows: Tensor, update: RowUpdate) -> None:
         """See ``table_batch.Kernel``."""
         if self._fused:
-            self._backward(bags, gradient, learning_rate)
-            if regularizer is not None:
-                self._regularize(bags, regularizer)
+            self._backward(bags, gradient, update.learning_rate)
+            if update.regularizer is not None:
+                self._regularize(bags, update.regularizer)
             return
-        keys = self._keys(step)
+        keys = self._keys(update.step)
         of_runs = bags.split([len(run.features) for run in self._runs])
         at = column = 0
         for run, of_run in zip(self._runs, of_runs, strict=True):
             count, width = len(of_run.ids), len(run.features) * run.dim
             summed = gradient[:, column : column + width].reshape(-1, run.dim)
-            self._update_run(run, of_run, summed, keys, rows[at : at + count], learning_rate, regularizer)
+            self._update_run(run, of_run, summed, keys, rows[at : at + count], update)
             at, column = at + count, column + width
 
     def _backward(self, bags: Bags, gradient: Tensor, learning_rate: float) -> None:
@@ -196,14 +188,7 @@ class DeviceKernel:
         return torch.from_numpy(keys).to(self._tables.device)
 
     def _update_run(
-        self,
-        run: Run,
-        bags: Bags,
-        gradient: Tensor,
-        keys: Tensor,
-        rows: Tensor,
-        learning_rate: float,
-        regularizer: RowRegularizerSpec | None,
+        self, run: Run, bags: Bags, gradient: Tensor, keys: Tensor, rows: Tensor, update: RowUpdate
     ) -> None:
         """Update the tables of one run by the gradient of its bags, (N * features, dim), sample-major."""
         feature, sample = _bags_of_ids(bags)
@@ -222,23 +207,15 @@ class DeviceKernel:
                 first_column=torch.empty_like(slots).index_put_((places,), self._first_columns[tables]),
             )
         weight, state = (joined(each, run.first_table, run.last_table) for each in (self.weights, self.states))
-        self._update(weight, state, slots, sums, learning_rate, rounding, regularizer)
+        self._update(weight, state, slots, sums, rounding, update)
 
-    def update_rows(
-        self,
-        table: int,
-        rows: Tensor,
-        gradient: Tensor,
-        learning_rate: float,
-        step: int,
-        regularizer: RowRegularizerSpec | None,
-    ) -> None:
+    def update_rows(self, table: int, rows: Tensor, gradient: Tensor, update: RowUpdate) -> None:
         """See ``table_batch.Kernel``."""
         rounding = None
         if self._tables.dtype == "fp16":
-            key, column = self._keys(step)[table], self._first_columns[table]
+            key, column = self._keys(update.step)[table], self._first_columns[table]
             rounding = Rounding(keys=key.expand_as(rows), rows=rows, first_column=column.expand_as(rows))
-        self._update(self.weights[table], self.states[table], rows, gradient, learning_rate, rounding, regularizer)
+        self._update(self.weights[table], self.states[table], rows, gradient, rounding, update)
 
     def _update(
         self,
@@ -246,15 +223,14 @@ class DeviceKernel:
         state: Tensor,
         slots: Tensor,
         gradient: Tensor,
-        learning_rate: float,
         rounding: Rounding | None,
-        regularizer: RowRegularizerSpec | None,
+        update: RowUpdate,
     ) -> None:
         """Update (U,) distinct rows by (U, d) gradients in place, each once; float16 rows need ``rounding``."""
         old, optimizer = weight.index_select(0, slots).float(), self._tables.optimizer
-        rows, states = updated(old, state.index_select(0, slots), gradient, optimizer, learning_rate)
-        if regularizer is not None:
-            rows = regularized(rows, regularizer)
+        rows, states = updated(old, state.index_select(0, slots), gradient, optimizer, update.learning_rate)
+        if update.regularizer is not None:
+            rows = regularized(rows, update.regularizer)
         if weight.dtype == torch.float16:
             assert rounding is not None
             rows = round_to_half(rows, random_bits(rounding, gradient.shape[1]))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,15 @@ ALL_ONES = np.zeros(0, np.float32)
 ROW_TYPES: dict[RowDtype, type[np.floating[Any]]] = {"fp32": np.float32, "fp16": np.float16}
 
 
+class RowUpdate(NamedTuple):
+    """Say how rows are updated in a step."""
+
+    learning_rate: float
+    step: int
+    """For the rounding of fp16 rows."""
+    regularizer: RowRegularizerSpec | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tables:
     """Describe the tables behind one kernel."""
@@ -52,10 +61,10 @@ class Tables:
     deterministic: bool = False
     """Whether a GPU sums gradients in a fixed order."""
 
-    def constants(self, learning_rate: float, regularizer: RowRegularizerSpec | None) -> OptimizerConstants:
+    def constants(self, update: RowUpdate) -> OptimizerConstants:
         """Return the constants of an update for kernels."""
-        optimizer = self.optimizer
-        given = optimizer.kind, learning_rate, optimizer.eps, optimizer.beta1, optimizer.beta2
+        optimizer, regularizer = self.optimizer, update.regularizer
+        given = optimizer.kind, update.learning_rate, optimizer.eps, optimizer.beta1, optimizer.beta2
         more = () if regularizer is None else (regularizer.strength, regularizer.bits)
         return constants_of(*given, *more)
 
@@ -81,26 +90,10 @@ class Kernel(Protocol):
     def pool(self, bags: Bags, updates: bool) -> Tensor:
         """Sum the rows of each bag: see ``TableBatch.lookup``."""
 
-    def update(
-        self,
-        bags: Bags,
-        gradient: Tensor,
-        learning_rate: float,
-        step: int,
-        rows: Tensor,
-        regularizer: RowRegularizerSpec | None,
-    ) -> None:
+    def update(self, bags: Bags, gradient: Tensor, rows: Tensor, update: RowUpdate) -> None:
         """Update the rows that were pooled: see ``TableBatch.update``."""
 
-    def update_rows(
-        self,
-        table: int,
-        rows: Tensor,
-        gradient: Tensor,
-        learning_rate: float,
-        step: int,
-        regularizer: RowRegularizerSpec | None,
-    ) -> None:
+    def update_rows(self, table: int, rows: Tensor, gradient: Tensor, update: RowUpdate) -> None:
         """Update chosen rows of a table: see ``TableBatch.update_rows``."""
 
 
@@ -159,15 +152,7 @@ class HostKernel:
             )
         return pooled
 
-    def update(
-        self,
-        bags: Bags,
-        gradient: Tensor,
-        learning_rate: float,
-        step: int,
-        rows: Tensor,
-        regularizer: RowRegularizerSpec | None,
-    ) -> None:
+    def update(self, bags: Bags, gradient: Tensor, rows: Tensor, update: RowUpdate) -> None:
         """See ``Kernel``."""
         offsets, samples = _offsets(bags.lengths), bags.lengths.shape[1]
         edges = offsets[self._layout.first_features * np.uint64(samples)]
@@ -181,8 +166,8 @@ class HostKernel:
             samples=samples,
             width=np.uint64(self._width),
         )
-        constants = self._tables.constants(learning_rate, regularizer)
-        keys = row_updates.step_keys(self._tables.keys, step)
+        constants = self._tables.constants(update)
+        keys = row_updates.step_keys(self._tables.keys, update.step)
         for size, _, tables in self._by_dim:
             work = _work(tables, sizes[tables])
             parallel_for(
@@ -198,23 +183,15 @@ class HostKernel:
                 keys,
             )
 
-    def update_rows(
-        self,
-        table: int,
-        rows: Tensor,
-        gradient: Tensor,
-        learning_rate: float,
-        step: int,
-        regularizer: RowRegularizerSpec | None,
-    ) -> None:
+    def update_rows(self, table: int, rows: Tensor, gradient: Tensor, update: RowUpdate) -> None:
         """See ``Kernel``."""
         row_updates.update_rows(
             self.weights[table].numpy(),
             self.states[table].numpy(),
             _unsigned(rows),
             gradient.contiguous().numpy(),
-            self._tables.constants(learning_rate, regularizer),
-            row_updates.step_keys(self._tables.keys[table : table + 1], step),
+            self._tables.constants(update),
+            row_updates.step_keys(self._tables.keys[table : table + 1], update.step),
             self._tables.first_columns[table],
             torch.get_num_threads(),
         )
@@ -285,7 +262,8 @@ class TableBatch:
         assert pending is not None
         assert pending[0] is pooled, "another lookup with an update came between this one and its update"
         bags = pending[1]
-        self.kernel.update(bags, gradient, learning_rate, step, bags.ids if rows is None else rows, regularizer)
+        update = RowUpdate(learning_rate, step, regularizer)
+        self.kernel.update(bags, gradient, bags.ids if rows is None else rows, update)
 
     def update_rows(
         self,
@@ -298,7 +276,7 @@ class TableBatch:
         regularizer: RowRegularizerSpec | None = None,
     ) -> None:
         """Update (R,) int64 distinct rows of a table, which are global rows too, by (R, dim) gradients."""
-        self.kernel.update_rows(table, rows, gradient, learning_rate, step, regularizer)
+        self.kernel.update_rows(table, rows, gradient, RowUpdate(learning_rate, step, regularizer))
 
 
 def _work(tables: NDArray[np.int64], sizes: NDArray[np.int64]) -> Work:

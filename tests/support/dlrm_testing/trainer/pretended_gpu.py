@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dlrm_api.training import RowRegularizerSpec
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding import local_tables
 from dlrm_trainer.embedding.exchange import Bags
-from dlrm_trainer.embedding.table_batch import Kernel, Tables
+from dlrm_trainer.embedding.table_batch import Kernel, RowUpdate, Tables
 
 NAME = "pretended"
 COPIES = {"aten._to_copy.default", "aten.copy_.default"}
@@ -131,29 +130,13 @@ class PretendedKernel:
         """See ``table_batch.Kernel``."""
         return Pretended(self._kernel.pool(_kept_bags(bags), updates))
 
-    def update(
-        self,
-        bags: Bags,
-        gradient: Tensor,
-        learning_rate: float,
-        step: int,
-        rows: Tensor,
-        regularizer: RowRegularizerSpec | None,
-    ) -> None:
+    def update(self, bags: Bags, gradient: Tensor, rows: Tensor, update: RowUpdate) -> None:
         """See ``table_batch.Kernel``."""
-        self._kernel.update(_kept_bags(bags), _kept(gradient), learning_rate, step, _kept(rows), regularizer)
+        self._kernel.update(_kept_bags(bags), _kept(gradient), _kept(rows), update)
 
-    def update_rows(
-        self,
-        table: int,
-        rows: Tensor,
-        gradient: Tensor,
-        learning_rate: float,
-        step: int,
-        regularizer: RowRegularizerSpec | None,
-    ) -> None:
+    def update_rows(self, table: int, rows: Tensor, gradient: Tensor, update: RowUpdate) -> None:
         """See ``table_batch.Kernel``."""
-        self._kernel.update_rows(table, _kept(rows), _kept(gradient), learning_rate, step, regularizer)
+        self._kernel.update_rows(table, _kept(rows), _kept(gradient), update)
 
 
 def _kept(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from dlrm_testing.trainer.bags import bags_of, batch_of, tables_of
 from dlrm_trainer.embedding.exchange import Bags
 from dlrm_trainer.embedding.gpu import DeviceKernel
 from dlrm_trainer.embedding.local_tables import ReplicatedGroup
-from dlrm_trainer.embedding.table_batch import HostKernel, TableBatch
+from dlrm_trainer.embedding.table_batch import HostKernel, RowUpdate, TableBatch
 from dlrm_trainer.embedding.tiers.slots import untouched_zeros
 
 EPS = 1e-8
@@ -248,7 +248,7 @@ def test_the_kernels_of_a_gpu_do_on_the_host_what_the_compiled_loops_do(kind: An
         pooled = [kernel.pool(bags, True) for kernel in kernels]
         gradient = torch.from_numpy(generator.normal(size=pooled[0].shape).astype(np.float32))
         for kernel in kernels:
-            kernel.update(bags, gradient, 0.1 / (step + 1), step, ids, None)
+            kernel.update(bags, gradient, ids, RowUpdate(0.1 / (step + 1), step))
         torch.testing.assert_close(pooled[0], pooled[1], rtol=1e-4, atol=1e-3)
 
     tolerance = 1e-5 if dtype == "fp32" else 2e-3
@@ -277,7 +277,7 @@ def test_only_fused_sums_are_deterministic_and_only_on_request(deterministic: bo
     assert kernel._graph is not None
     kernel._graph.register_hook(lambda _: seen.append(flags()))
 
-    kernel.update(bags, torch.ones(5, 4), ADAGRAD.learning_rate, 0, bags.ids, None)
+    kernel.update(bags, torch.ones(5, 4), bags.ids, RowUpdate(ADAGRAD.learning_rate, 0))
 
     assert seen == [(deterministic, not deterministic)]
     assert flags() == (False, True)
@@ -287,6 +287,6 @@ def test_sums_that_fail_leave_nothing_deterministic_behind() -> None:
     kernel, bags = one_lookup(deterministic=True)
 
     with pytest.raises(RuntimeError, match="shape"):
-        kernel.update(bags, torch.ones(6, 4), ADAGRAD.learning_rate, 0, bags.ids, None)
+        kernel.update(bags, torch.ones(6, 4), bags.ids, RowUpdate(ADAGRAD.learning_rate, 0))
 
     assert flags() == (False, True)

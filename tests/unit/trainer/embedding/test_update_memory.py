@@ -12,6 +12,7 @@ from dlrm_planner.tables import UPDATED_ELEMENT_BYTES, UPDATED_ROW_BYTES
 from dlrm_testing.trainer.bags import bags_of, tables_of
 from dlrm_testing.trainer.live_memory import LiveMemory
 from dlrm_trainer.embedding.gpu import DeviceKernel
+from dlrm_trainer.embedding.table_batch import RowUpdate
 
 ROWS, SAMPLES = 50_000, 2_048
 
@@ -34,7 +35,7 @@ def test_updates_take_what_plans_count(
     bags = bags_of(ids, torch.full((features, SAMPLES), bag, dtype=torch.int32), weights)
 
     with LiveMemory([*kernel.weights, *kernel.states, gradient]) as memory:
-        kernel.update(bags, gradient, 0.1, 1, ids)
+        kernel.update(bags, gradient, ids, RowUpdate(0.1, 1))
 
     planned = len(ids) * (UPDATED_ELEMENT_BYTES * dim + UPDATED_ROW_BYTES)
     assert 0.75 * planned < memory.peak <= planned
