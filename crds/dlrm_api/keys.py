@@ -26,10 +26,10 @@ to half as many keys that left."""
 ROW_VALUE_BYTES = 4
 """The step of a row's last touch, or its score, in a cut."""
 
-CELLS_OF_ROW, CELLS_PER_ROW = 48, 2
-"""Counters of sights in a row of a table of counters, and for each row of the table that they count for."""
 COUNT_COLUMNS, COUNT_WORDS = 4, 16
-"""Columns, which are 0, and state values of such a row."""
+"""Columns, which are 0, and state values of a row of a table of counters of sights."""
+CELLS_OF_ROW, CELLS_PER_ROW = COUNT_WORDS * 3, 2
+"""Counters in such a row, and for each row of the table that they count for."""
 COUNT_ROW_BYTES = 4 * (COUNT_COLUMNS + COUNT_WORDS)
 
 

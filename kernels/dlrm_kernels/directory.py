@@ -1,4 +1,4 @@
-"""Map the keys of a unique table to local rows: find, insert, remove and list keys, and evict from full buckets.
+"""Map the keys of a unique table to local rows: find, insert and list keys, and evict from full buckets.
 
 The keys of a part are divided into buckets, ranges of equal width with a quota of rows each. A bucket has a range of
 slots of its own. A key's home among them grows with the key, so slots are in key order, except that a key whose home is
@@ -9,8 +9,8 @@ taken is in the first empty slot behind it.
     slots of bucket b | homes, 1.25 x quota               | spare | slots of bucket b + 1
                         k1 .. k2 k3 .. .. k4 k5 k6 .. .. k7  ..
 
-Nothing moves between two removals, so places that ``find`` and ``insert`` return stay valid until then. Lookups may run
-on any number of threads while nobody inserts or removes.
+Nothing moves between two evictions, so places that ``find`` and ``insert`` return stay valid until then. Lookups may
+run on any number of threads while nobody inserts or evicts.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ DIGITS = 2**DIGIT_BITS
 WORD = 64
 DECAY_PARTS = 64
 """Parts of a half-life in which scores decay."""
-CELLS, COUNT_WORDS, CELLS_OF_WORD = 48, 16, 3
-"""Cells of a row of counters, and the float32 that hold them: integers of three cells of 8 bits, so exact."""
+COUNT_WORDS, CELLS_OF_WORD = 16, 3
+"""float32 that hold a row of counters: integers of three cells of 8 bits, so exact."""
+CELLS = COUNT_WORDS * CELLS_OF_WORD
 MAX_COUNT, LIVE_CELLS = 15, 0x0F0F0F
 """Greatest count of a cell, and the bits of the live counts of a word."""
 ALL_CHANCES = 2**64 - 1
-"""Chance of a sight that always admits; see ``DirectoryGroup.chances``."""
+"""Chance of a sight that always admits; see ``Chances``."""
 U64 = np.uint64
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -71,7 +72,7 @@ POWERS = _powers()
 
 
 class Rules(NamedTuple):
-    """Say which rows of a directory leave."""
+    """Say which keys of a directory get rows, and which rows leave."""
 
     decay_steps: int = 0
     """Steps in which a score decays by a part of its half-life; 0: rows have no scores, those touched last stay."""
@@ -379,14 +380,18 @@ def _insert_absent(
 
 
 @kernel
-def _cell(directory: Any, key: Any, second: bool) -> tuple[Any, Any]:
-    """Return the word of one of a key's two cells, and its lowest bit there."""
+def _cell(directory: Any, key: Any, second: bool) -> Any:
+    """Return the number of one of a key's two cells, among those of all buckets."""
     hashed = mix(U64(key))
     half = np.int64(hashed >> U64(ROW_BITS)) if second else np.int64(hashed & U64(LOWER))
-    cell = half * (directory.count_rows * CELLS) >> ROW_BITS
-    row = _bucket(directory, key) * directory.count_rows + cell // CELLS
-    inside = cell % CELLS
-    return row * COUNT_WORDS + inside // CELLS_OF_WORD, inside % CELLS_OF_WORD * 8
+    cells = directory.count_rows * CELLS
+    return _bucket(directory, key) * cells + (half * cells >> ROW_BITS)
+
+
+@kernel
+def _value(counts: Any, cell: Any) -> Any:
+    """Return the 8 bits of a cell."""
+    return np.int64(counts[cell // CELLS_OF_WORD]) >> (cell % CELLS_OF_WORD * 8) & 255
 
 
 @kernel
@@ -394,57 +399,52 @@ def _seen(directory: Any, key: Any) -> Any:
     """Return how often a key was seen before the last maintenance, at least."""
     if directory.seen_before == 0:
         return 0
-    first, low = _cell(directory, key, False)
-    second, high = _cell(directory, key, True)
-    one = np.int64(directory.counts[first]) >> (low + 4) & MAX_COUNT
-    return min(one, np.int64(directory.counts[second]) >> (high + 4) & MAX_COUNT)
+    first, second = _cell(directory, key, False), _cell(directory, key, True)
+    return min(_value(directory.counts, first) >> 4, _value(directory.counts, second) >> 4)
 
 
-def rows_of_sights(group: DirectoryGroup, numbers: Ints, ends: Ints, keys: Ints, threads: int) -> Ints:
-    """Return the two rows of counters of each of (n,) keys, those of each directory named up to its end."""
-    rows = np.empty((len(keys), 2), np.int64)
-    parallel_for(_locate_sights, len(numbers), threads, group, numbers, ends, keys, rows)
-    return rows.reshape(-1)
+def cells_of(group: DirectoryGroup, numbers: Ints, ends: Ints, keys: Ints, threads: int) -> Ints:
+    """Return the (n, 2) cells of (n,) keys, those of each directory named up to its end. Rows have ``CELLS`` each."""
+    cells = np.empty((len(keys), 2), np.int64)
+    parallel_for(_locate_sights, len(numbers), threads, group, numbers, ends, keys, cells)
+    return cells
 
 
 @kernel
-def _locate_sights(counts: Any, units: int, group: Any, numbers: Any, ends: Any, keys: Any, rows: Any) -> None:
+def _locate_sights(counts: Any, units: int, group: Any, numbers: Any, ends: Any, keys: Any, cells: Any) -> None:
     while True:
         unit = take(counts)
         if unit >= units:
             return
         directory = _member(group, numbers[unit])
         for n in range(ends[unit - 1] if unit else 0, ends[unit]):
-            rows[n, 0] = _cell(directory, keys[n], False)[0] // COUNT_WORDS
-            rows[n, 1] = _cell(directory, keys[n], True)[0] // COUNT_WORDS
+            cells[n, 0], cells[n, 1] = _cell(directory, keys[n], False), _cell(directory, keys[n], True)
         finish(counts)
 
 
-def count_sights(group: DirectoryGroup, numbers: Ints, ends: Ints, keys: Ints, threads: int) -> None:
-    """Count sights of keys without a row, see ``rows_of_sights``. Their order does not matter."""
-    parallel_for(_count_sights, len(numbers), threads, group, numbers, ends, keys)
+def count_sights(group: DirectoryGroup, numbers: Ints, ends: Ints, cells: Ints, threads: int) -> None:
+    """Count sights of keys without a row, by their ``cells_of``. The order of sights does not matter."""
+    parallel_for(_count_sights, len(numbers), threads, group, numbers, ends, cells)
 
 
 @kernel
-def _count_sights(counts: Any, units: int, group: Any, numbers: Any, ends: Any, keys: Any) -> None:
+def _count_sights(counts: Any, units: int, group: Any, numbers: Any, ends: Any, cells: Any) -> None:
     while True:
         unit = take(counts)
         if unit >= units:
             return
         directory = _member(group, numbers[unit])
         for n in range(ends[unit - 1] if unit else 0, ends[unit]):
-            first, second = _cell(directory, keys[n], False), _cell(directory, keys[n], True)
-            _add(directory.counts, first[0], first[1])
-            if first[0] != second[0] or first[1] != second[1]:
-                _add(directory.counts, second[0], second[1])
+            _add(directory.counts, cells[n, 0])
+            if cells[n, 0] != cells[n, 1]:
+                _add(directory.counts, cells[n, 1])
         finish(counts)
 
 
 @kernel
-def _add(counts: Any, word: Any, shift: Any) -> None:
-    value = np.int64(counts[word])
-    if value >> shift & MAX_COUNT < MAX_COUNT:
-        counts[word] = value + (np.int64(1) << shift)
+def _add(counts: Any, cell: Any) -> None:
+    if _value(counts, cell) & MAX_COUNT < MAX_COUNT:
+        counts[cell // CELLS_OF_WORD] += np.float32(1 << cell % CELLS_OF_WORD * 8)
 
 
 def survey_sights(directory: Directory, threads: int) -> tuple[Ints, NDArray[np.bool_]]:

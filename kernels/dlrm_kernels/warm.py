@@ -174,7 +174,7 @@ def _of_keys() -> Iterator[Example]:
     touches = directory.Touches(some, last, np.array([0, 1]), starts, f32(0))
     yield _loop(directory._touch_units, group, touches, some[:1])
     yield _loop(directory._locate_sights, group, some[:0], some[:0], some[:0], i64((0, 2)))
-    yield _loop(directory._count_sights, group, some[:0], some[:0], some[:0])
+    yield _loop(directory._count_sights, group, some[:0], some[:0], i64((0, 2)))
     yield _loop(directory._survey_sights, made, np.zeros(1, np.bool_), np.zeros(0, np.bool_))
     yield directory.settle_sights, (made, some[:0], np.zeros(1, np.bool_))
     ends = np.array([0, 1])

@@ -217,7 +217,7 @@ class LocalTables:
             if group.unique is not None and keys is not None:
                 gains = _gains(group.unique.by_gradient, gradient, bags)
                 group.unique.updated(keys.places, bags.sizes.numpy(), gains, step + 1)
-                if group.sights is not None and len(keys.absent):
+                if group.sights is not None:
                     group.sights.count(keys.absent, keys.absent_ends, self.pending)
                 self.lookups = self.lookups.plus(keys.counts)
         if self._prefetcher is not None and prepared.fetched is not None:
@@ -552,17 +552,20 @@ def _look_up(group: Group, unique: UniqueGroup, bags: Bags, step: int | None) ->
     ``step`` is that of the update that follows, from 1; None: none does.
     """
     ends, keys, new = _part_ends(group, bags.sizes).numpy(), bags.ids.numpy(), NO_ROWS
-    places, declined = np.empty(0, np.int64), 0
-    if step is not None:
+    places, absent, counts = NO_KEYS, (NO_KEYS, NO_KEYS), LookupCounts()
+    if step is None:
+        rows = unique.read(keys, ends)
+        has_row = rows != ABSENT
+    else:
         found = unique.admit(keys, ends, step)
-        rows, places, declined = found.rows, found.places, found.declined
+        rows, has_row, counts = found.rows, found.has_row, found.counts
+        places = found.places[has_row]
         if group.stack is not None:
             new = NewRows(found.new_rows + group.stack.row_map.row_starts[found.new_parts], found.new_keys)
         elif len(found.new_rows):
             _start_rows(group, found)
-    else:
-        rows = unique.read(keys, ends)
-    has_row = rows != ABSENT
+        if group.sights is not None:
+            absent = group.sights.absent(keys, ends, has_row)
     # An id without a row adds nothing to its bag. Kernels take no such ids, so these bags become shorter.
     if has_row.all():
         found_bags = replace(bags, ids=torch.from_numpy(rows))
@@ -577,15 +580,8 @@ def _look_up(group: Group, unique: UniqueGroup, bags: Bags, step: int | None) ->
             weights=None if bags.weights is None else bags.weights[kept],
             sizes=lengths.sum(dim=1, dtype=torch.int64),
         )
-    places = places if step is None else places[has_row]
-    absent, absent_ends = group.sights.absent(keys, ends, has_row) if group.sights is not None else (NO_KEYS, NO_KEYS)
     return found_bags, UniqueLookups(
-        keys=keys[has_row],
-        places=places,
-        counts=LookupCounts(len(keys), len(keys) - len(found_bags.ids) - declined),
-        new=new,
-        absent=absent,
-        absent_ends=absent_ends,
+        keys=keys[has_row], places=places, counts=counts, new=new, absent=absent[0], absent_ends=absent[1]
     )
 
 

@@ -46,14 +46,11 @@ class RowsOfIds:
         """
         joined, ends = np.concatenate(keys), np.cumsum([each.size for each in keys])
         found = self._group.admit(joined, ends, step)
-        has_row = found.rows != ABSENT
-        with_row = np.bincount(np.repeat(np.arange(sizes.size), sizes)[has_row], minlength=sizes.size)
-        self._group.updated(found.places[has_row], with_row, np.empty(0, np.float32), step)
+        with_row = np.bincount(np.repeat(np.arange(sizes.size), sizes)[found.has_row], minlength=sizes.size)
+        self._group.updated(found.places[found.has_row], with_row, np.empty(0, np.float32), step)
         if self._sights is not None:
-            absent, absent_ends = self._sights.absent(joined, ends, has_row)
-            if absent.size:
-                self._sights.count(absent, absent_ends, None)
-        self._counts = self._counts.plus(LookupCounts(joined.size, joined.size - int(has_row.sum()) - found.declined))
+            self._sights.count(*self._sights.absent(joined, ends, found.has_row), None)
+        self._counts = self._counts.plus(found.counts)
         return [rows[rows != ABSENT] for rows in np.split(found.rows, ends[:-1])]
 
     def maintain(self, step: int) -> list[Ints]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dlrm_api.keys import COUNT_COLUMNS
 from dlrm_api.model import InitializerSpec, TableSpec
 from dlrm_checkpointer import CutRowSource, ShardId
-from dlrm_kernels.directory import COUNT_WORDS, settle_sights, survey_sights
+from dlrm_kernels.directory import CELLS, COUNT_WORDS, settle_sights, survey_sights
 from dlrm_trainer.embedding.changes import BeforeUpdates, DirtyPart, DirtyRows, RowsToUpdate
 from dlrm_trainer.embedding.checkpoint import ResidentPart
 from dlrm_trainer.embedding.tiers.slots import untouched_zeros
@@ -67,7 +67,10 @@ class Sights:
         ]
 
     def absent(self, keys: Ints, ends: Ints, has_row: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-        """Return the keys to count of a batch's (L,), those of each part of the group up to its end, and their ends."""
+        """Return the keys to count of a batch's (L,), those of each part of the group up to its end, and their ends.
+
+        ``has_row`` is that of ``UniqueGroup.admit``.
+        """
         lacking = np.flatnonzero(~has_row)
         numbers = np.searchsorted(ends, lacking, side="right")
         sizes = np.bincount(numbers, minlength=len(ends))[self.counting]
@@ -75,10 +78,11 @@ class Sights:
 
     def count(self, keys: Ints, ends: Ints, pending: BeforeUpdates | None) -> None:
         """Count the sights of a batch that has been updated."""
-        rows, numbers = self._group.rows_of_sights(keys, ends, self.counting), 2 * np.diff(ends, prepend=0)
-        self._before_update(rows, numbers, pending)
-        self._group.count_sights(keys, ends, self.counting)
-        self._record.mark(rows, numbers, self._record.starts)
+        cells = self._group.cells_of(keys, ends, self.counting)
+        rows, sizes = (cells // CELLS).reshape(-1), 2 * np.diff(ends, prepend=0)
+        self._before_update(rows, sizes, pending)
+        self._group.count_sights(cells, ends, self.counting)
+        self._record.mark(rows, sizes, self._record.starts)
 
     def settle(self, pending: BeforeUpdates | None) -> None:
         """Let admissions go by the present counts, in a maintenance."""

@@ -174,7 +174,7 @@ DEFAULT_POLICY = UniquePolicy()
 def _half_life_steps(table: TableSpec, samples: int | None, batch_size: int) -> int:
     if samples is not None:
         return -(-samples // batch_size)
-    looked_up = (table.avg_lookups or table.max_lookups) * len(table.sources)
+    looked_up = (table.lookups or table.max_lookups) * len(table.sources)
     return max(MIN_HALF_LIFE_STEPS, int(HALF_LIFE_LOOKUPS * table.rows / looked_up / batch_size))
 
 
@@ -191,8 +191,9 @@ class Admitted(NamedTuple):
     """(m,) their rows, ascending within each part."""
     new_parts: Ints
     """(m,) their parts."""
-    declined: int
-    """Lookups whose keys had no chance of a row, or were not seen often enough."""
+    has_row: NDArray[np.bool_]
+    """(L,)"""
+    counts: LookupCounts
 
 
 class Leaving(NamedTuple):
@@ -215,14 +216,9 @@ class HeldKeys(NamedTuple):
 
     @property
     def values(self) -> NDArray[np.float32]:
-        """Return the (n, V) ``TableMeta.row_values``."""
-        return row_values(self.steps, self.scores)
-
-
-def row_values(steps: Ints, scores: NDArray[np.float32] | None) -> NDArray[np.float32]:
-    """Return (n, V) values of rows in cuts: bits of the step of their last touch, and their score if they have one."""
-    touched = steps.astype(np.uint32).view(np.float32)
-    return np.stack([touched] if scores is None else [touched, scores], axis=1)
+        """Return the (n, V) ``TableMeta.row_values``: bits of the steps, and the scores if rows have them."""
+        touched = self.steps.astype(np.uint32).view(np.float32)
+        return np.stack([touched] if self.scores is None else [touched, self.scores], axis=1)
 
 
 def ranks_of(values: NDArray[np.float32], policy: UniquePolicy) -> NDArray[np.float64]:
@@ -458,10 +454,17 @@ class UniqueGroup:
         new = directory.insert_absent(self._group, ends, keys, rows, places, chances, threads)
         for number in np.flatnonzero(new.failed != ABSENT).tolist():
             raise self.parts[number].no_slot(int(new.failed[number]))
-        absent = np.diff(np.searchsorted(np.flatnonzero(rows == ABSENT), ends), prepend=0)
-        self.counts += (np.diff(ends, prepend=0), absent - new.declined, new.added, new.declined)
+        has_row = rows != ABSENT
+        full = np.diff(np.searchsorted(np.flatnonzero(~has_row), ends), prepend=0) - new.declined
+        self.counts += (np.diff(ends, prepend=0), full, new.added, new.declined)
         return Admitted(
-            rows, places, new.keys, new.rows, np.repeat(np.arange(len(ends)), new.added), int(new.declined.sum())
+            rows=rows,
+            places=places,
+            new_keys=new.keys,
+            new_rows=new.rows,
+            new_parts=np.repeat(np.arange(len(ends)), new.added),
+            has_row=has_row,
+            counts=LookupCounts(len(keys), int(full.sum())),
         )
 
     @property
@@ -469,13 +472,13 @@ class UniqueGroup:
         """Return the counters of all parts that count, in their order, flat."""
         return self._group.counts
 
-    def rows_of_sights(self, keys: Ints, ends: Ints, numbers: Ints) -> Ints:
-        """Return the (2 n,) rows of counters of (n,) keys, those of each part named up to its end."""
-        return directory.rows_of_sights(self._group, numbers, ends, keys, torch.get_num_threads())
+    def cells_of(self, keys: Ints, ends: Ints, numbers: Ints) -> Ints:
+        """Return the (n, 2) cells of counters of (n,) keys, those of each part named up to its end."""
+        return directory.cells_of(self._group, numbers, ends, keys, torch.get_num_threads())
 
-    def count_sights(self, keys: Ints, ends: Ints, numbers: Ints) -> None:
-        """Count sights of (n,) keys without a row; see ``rows_of_sights``."""
-        directory.count_sights(self._group, numbers, ends, keys, torch.get_num_threads())
+    def count_sights(self, cells: Ints, ends: Ints, numbers: Ints) -> None:
+        """Count sights of keys without a row by their ``cells_of``."""
+        directory.count_sights(self._group, numbers, ends, cells, torch.get_num_threads())
 
     def read(self, keys: Ints, ends: Ints) -> Ints:
         """Return the (L,) held rows of keys, ``ABSENT`` for others; see ``admit``."""
