@@ -227,7 +227,9 @@ class Training:
         """Evict rows of unique tables, every few steps; no batch is in flight then."""
         if self.period is None or not self.period.is_due(self.step):
             return
+        waited = self.collectives.seconds
         self.period = self.assembly.learner.embeddings.maintain(self.step, self.period)
+        self.stages.apart("agreement", self.collectives.seconds - waited)
         self.board.update(maintenance_steps=self.period.steps)
         self.stages.lap("maintenance")
 
