@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from dlrm_kernels import (
+    admission,
     bags,
     directory,
     dirty_rows,
+    eviction,
     hashing,
     initial_rows,
     interaction,
@@ -168,20 +170,20 @@ def _of_keys() -> Iterator[Example]:
     group, _ = directory.make_group([made], i64(18).reshape(9, 2))
     starts, last, unit = i64(1), i64(1) + 2, i64(1) + 1
     yield _loop(directory._find_units, group, starts, last, unit, keys, i64(2), i64(2))
-    chances, found = directory.Chances(u64(1), u64(1)), (i64(2), i64(2), i64((2, 1)), i64(1))
-    yield _loop(directory._insert_units, group, starts, last, keys, i64(2), i64(2), chances, *found)
+    chances, found = admission.Chances(u64(1), u64(1)), (i64(2), i64(2), i64((2, 1)), i64(1))
+    yield _loop(admission._insert_units, group, starts, last, keys, i64(2), i64(2), chances, *found)
     yield directory.touch, (made.slots, some, some)
-    touches = directory.Touches(some, last, np.array([0, 1]), starts, f32(0))
-    yield _loop(directory._touch_units, group, touches, some[:1])
-    yield _loop(directory._locate_sights, group, some[:0], some[:0], some[:0], i64((0, 2)))
-    yield _loop(directory._count_sights, group, some[:0], some[:0], i64((0, 2)))
-    yield _loop(directory._survey_sights, made, np.zeros(1, np.bool_), np.zeros(0, np.bool_))
-    yield directory.settle_sights, (made, some[:0], np.zeros(1, np.bool_))
+    touches = eviction.Touches(some, last, np.array([0, 1]), starts, f32(0))
+    yield _loop(eviction._touch_units, group, touches, some[:1])
+    yield _loop(admission._locate_sights, group, some[:0], some[:0], some[:0], i64((0, 2)))
+    yield _loop(admission._count_sights, group, some[:0], some[:0], i64((0, 2)))
+    yield _loop(admission._survey_sights, made, np.zeros(1, np.bool_), np.zeros(0, np.bool_))
+    yield admission.settle_sights, (made, some[:0], np.zeros(1, np.bool_))
     ends = np.array([0, 1])
     yield _loop(directory._list_buckets, made, np.array([0, 2]), i64(2), i64(2))
     yield _loop(directory._describe_buckets, made, u32(0), i64(2), u32((2, 1)))
-    yield _loop(directory._count_expired, made, i64(1), 1, i64(1))
-    yield _loop(directory._sweep_buckets, made, i64(1), 1, ends, i64(1), i64(1))
+    yield _loop(eviction._count_expired, made, i64(1), 1, i64(1))
+    yield _loop(eviction._sweep_buckets, made, i64(1), 1, ends, i64(1), i64(1))
     yield directory.free_rows, (made, some)
 
 

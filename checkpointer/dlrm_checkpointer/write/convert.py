@@ -38,7 +38,8 @@ from dlrm_checkpointer.write.commit import try_commit
 from dlrm_checkpointer.write.merge import Delta, Gathering, chained_rows, merged_chunks
 from dlrm_checkpointer.write.upload import MERGE_WORKERS, EncodedRows, ObjectWriter
 from dlrm_kernels import packing
-from dlrm_kernels.directory import FULL_PERCENT, MAX_STEP, rows_that_fit
+from dlrm_kernels.directory import MAX_STEP
+from dlrm_kernels.eviction import FULL_PERCENT, rows_that_fit
 from dlrm_kernels.hashing import ids_of_keys, keys_of_ids
 from dlrm_stores import ObjectStore
 from dlrm_stores.base import parallel_map

@@ -20,7 +20,7 @@ from dlrm_checkpointer.read.catalog import find_snapshot, verify_snapshot
 from dlrm_checkpointer.read.restore import Snapshot
 from dlrm_checkpointer.types import CutMeta, SnapshotName
 from dlrm_cli import app
-from dlrm_kernels.directory import rows_that_fit
+from dlrm_kernels.eviction import rows_that_fit
 from dlrm_kernels.hashing import keys_of_ids
 from dlrm_stores import ObjectStore
 from dlrm_stores.file import FileStore

@@ -13,7 +13,8 @@ from numba.core import runtime
 from numpy.typing import NDArray
 
 from dlrm_kernels import directory as kernels
-from dlrm_kernels.directory import ABSENT, MAX_STEP, Directory, make_directory, tie_of
+from dlrm_kernels.directory import ABSENT, MAX_STEP, Directory, make_directory
+from dlrm_kernels.eviction import sweep, tie_of
 from dlrm_kernels.hashing import ids_of_keys, keys_of_ids
 
 Ints = NDArray[np.int64]
@@ -79,7 +80,7 @@ class Checked:
             )
             if fill * 100 > self.quota * 97:
                 wanted |= {key for *_, key in held[: fill - self.quota * 93 // 100]}
-        keys, rows, _ = kernels.sweep(self.directory, MAX_STEP, np.zeros(BUCKETS, np.bool_), 1)
+        keys, rows, _ = sweep(self.directory, MAX_STEP, np.zeros(BUCKETS, np.bool_), 1)
         assert len(keys) == len(wanted)
         assert set(keys.tolist()) == wanted
         assert rows.tolist() == [self.rows[key] for key in keys.tolist()]
@@ -172,7 +173,7 @@ def test_rows_that_stay_taken_are_used_no_second_time_until_freed() -> None:
     rows, places = np.empty((2, 10), np.int64)
     kernels.insert(directory, keys, rows, places)
 
-    left, removed, _ = kernels.sweep(directory, 1, np.zeros(BUCKETS, np.bool_), 1)
+    left, removed, _ = sweep(directory, 1, np.zeros(BUCKETS, np.bool_), 1)
 
     one = slice(0, 1)
     assert kernels.insert(directory, keys[one] + WIDTH, rows[one], places[one]) == 1
@@ -192,7 +193,7 @@ def test_a_bucket_stays_even_while_equally_old_keys_leave() -> None:
         assert kernels.insert(directory, keys, rows, places) == len(keys)
 
         kernels.touch(directory.slots, places[places != ABSENT], np.array([step]))
-        kernels.free_rows(directory, kernels.sweep(directory, step, np.zeros(BUCKETS, np.bool_), 1)[1])
+        kernels.free_rows(directory, sweep(directory, step, np.zeros(BUCKETS, np.bool_), 1)[1])
 
 
 def test_places_hold_the_same_keys_while_others_are_inserted() -> None:

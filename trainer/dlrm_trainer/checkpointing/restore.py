@@ -51,7 +51,7 @@ from dlrm_checkpointer import (
     state_digest,
     table_digest,
 )
-from dlrm_kernels.directory import rows_that_fit
+from dlrm_kernels.eviction import rows_that_fit
 from dlrm_stores import ObjectStore, StoreOptions, open_store
 from dlrm_stores.base import FieldNames
 from dlrm_trainer.checkpointing.compat import changes, check_data, check_model

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from dlrm_api.keys import COUNT_COLUMNS
 from dlrm_api.model import InitializerSpec, TableSpec
 from dlrm_checkpointer import CutRowSource, ShardId
-from dlrm_kernels.directory import CELLS, COUNT_WORDS, settle_sights, survey_sights
+from dlrm_kernels.admission import CELLS, settle_sights, survey_sights
+from dlrm_kernels.directory import COUNT_WORDS
 from dlrm_trainer.embedding.changes import BeforeUpdates, DirtyPart, DirtyRows, RowsToUpdate
 from dlrm_trainer.embedding.checkpoint import ResidentPart
 from dlrm_trainer.embedding.tiers.slots import untouched_zeros

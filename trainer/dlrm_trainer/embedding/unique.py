@@ -19,10 +19,12 @@ from pydantic import BaseModel, ConfigDict
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.keys import KeyBuckets
-from dlrm_api.model import MAX_MAINTENANCE_STEPS, TableSpec
-from dlrm_kernels import directory
-from dlrm_kernels.directory import ABSENT, ALL_CHANCES, DECAY_PARTS, MAX_STEP, RECENT, Chances, Rules, Touches
+from dlrm_api.model import MAX_MAINTENANCE_STEPS, AdmissionSpec, EvictionSpec, TableSpec
+from dlrm_kernels import admission, directory, eviction
+from dlrm_kernels.admission import ALL_CHANCES
+from dlrm_kernels.directory import ABSENT, MAX_STEP, RECENT, Rules
 from dlrm_kernels.dirty_rows import WORD
+from dlrm_kernels.eviction import DECAY_PARTS
 from dlrm_kernels.row_updates import step_keys, table_key
 from dlrm_trainer.embedding.changes import MAX_KEPT, DirtyPart
 from dlrm_trainer.embedding.tiers.slots import untouched_zeros
@@ -138,7 +140,7 @@ class UniquePolicy:
 
     rules: Rules = RECENT
     chance: int = ALL_CHANCES
-    """See ``Chances``."""
+    """See ``admission.Chances``."""
     is_by_gradient: bool = False
     """Whether lookups count by the norm of their gradient, rather than 1 each."""
     extra_steps: tuple[int, ...] = ()
@@ -147,18 +149,17 @@ class UniquePolicy:
     @classmethod
     def of(cls, table: TableSpec, batch_size: int) -> UniquePolicy:
         """Read a table's policy, for global batches of so many samples."""
-        eviction, admission = table.embedding.eviction, table.embedding.admission
-        decay_steps, ages = 0, [0]
-        if eviction is not None and eviction.keep != "recent":
-            decay_steps = max(1, _half_life_steps(table, eviction.half_life_samples, batch_size) // DECAY_PARTS)
-        if eviction is not None and eviction.max_age_samples:
-            ages = [-(-samples // batch_size) for samples in eviction.max_age_samples]
+        keeping = table.embedding.eviction or EvictionSpec()
+        admitting = table.embedding.admission or AdmissionSpec()
+        decay_steps = 0
+        if keeping.keep != "recent":
+            decay_steps = max(1, _half_life_steps(table, keeping.half_life_samples, batch_size) // DECAY_PARTS)
+        ages = [-(-samples // batch_size) for samples in keeping.max_age_samples] or [0]
         ages *= len(table.sources) if len(ages) == 1 else 1
-        chance = 1.0 if admission is None or admission.probability is None else admission.probability
         return cls(
-            rules=Rules(decay_steps, min(ages), 0 if admission is None else (admission.count or 1) - 1),
-            chance=min(int(chance * 2.0**64), ALL_CHANCES),
-            is_by_gradient=eviction is not None and eviction.keep == "useful",
+            rules=Rules(decay_steps, min(ages), (admitting.count or 1) - 1),
+            chance=min(int((admitting.probability or 1.0) * 2.0**64), ALL_CHANCES),
+            is_by_gradient=keeping.keep == "useful",
             extra_steps=tuple(age - min(ages) for age in ages),
         )
 
@@ -311,7 +312,7 @@ class UniqueRows:
             interval = max(1, owned.age_steps // CHECKS_OF_AGE)
             shift = (owned.first_bucket + np.arange(len(due))) % interval
             due = (step + shift) // interval > (last_step + shift) // interval
-        keys, rows, expired = directory.sweep(owned, step, due, torch.get_num_threads())
+        keys, rows, expired = eviction.sweep(owned, step, due, torch.get_num_threads())
         self.evicted += len(keys) - expired
         self.expired += expired
         return Leaving(keys, rows)
@@ -450,8 +451,8 @@ class UniqueGroup:
         """
         threads = torch.get_num_threads()
         rows, places = directory.find_in_group(self._group, ends, keys, threads)
-        chances = Chances(step_keys(self._keys, step), self._chances)
-        new = directory.insert_absent(self._group, ends, keys, rows, places, chances, threads)
+        chances = admission.Chances(step_keys(self._keys, step), self._chances)
+        new = admission.insert_absent(self._group, ends, keys, rows, places, chances, threads)
         for number in np.flatnonzero(new.failed != ABSENT).tolist():
             raise self.parts[number].no_slot(int(new.failed[number]))
         has_row = rows != ABSENT
@@ -474,11 +475,11 @@ class UniqueGroup:
 
     def cells_of(self, keys: Ints, ends: Ints, numbers: Ints) -> Ints:
         """Return the (n, 2) cells of counters of (n,) keys, those of each part named up to its end."""
-        return directory.cells_of(self._group, numbers, ends, keys, torch.get_num_threads())
+        return admission.cells_of(self._group, numbers, ends, keys, torch.get_num_threads())
 
     def count_sights(self, cells: Ints, ends: Ints, numbers: Ints) -> None:
         """Count sights of keys without a row by their ``cells_of``."""
-        directory.count_sights(self._group, numbers, ends, cells, torch.get_num_threads())
+        admission.count_sights(self._group, numbers, ends, cells, torch.get_num_threads())
 
     def read(self, keys: Ints, ends: Ints) -> Ints:
         """Return the (L,) held rows of keys, ``ABSENT`` for others; see ``admit``."""
@@ -491,8 +492,8 @@ class UniqueGroup:
         ``sizes`` are the (C,) lookups of each column. ``gains`` are (L,) what they add to scores; (0,): 1 each.
         """
         assert 0 < step <= MAX_STEP, step
-        touches = Touches(places, np.cumsum(sizes), self._columns, self._extra_steps, gains)
-        directory.touch_in_group(self._group, touches, step, torch.get_num_threads())
+        touches = eviction.Touches(places, np.cumsum(sizes), self._columns, self._extra_steps, gains)
+        eviction.touch_in_group(self._group, touches, step, torch.get_num_threads())
 
 
 def _held_only(slots: Ints, rows: Ints, places: Ints) -> Ints:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dlrm_api.keys import KEY_BITS
-from dlrm_kernels.directory import DECAY_PARTS, tie_of
+from dlrm_kernels.eviction import DECAY_PARTS, tie_of
 from dlrm_kernels.hashing import mix
 from dlrm_trainer.embedding.unique import DEFAULT_POLICY, UniquePolicy
 

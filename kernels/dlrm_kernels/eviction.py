@@ -1,0 +1,310 @@
+"""Record touches of rows, and evict those of full buckets that were touched longest ago or have the lowest scores."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_kernels.cache import kernel
+from dlrm_kernels.directory import (
+    AHEAD,
+    KEY_BITS,
+    LOWER,
+    ROW_BITS,
+    U64,
+    Directory,
+    DirectoryGroup,
+    Floats,
+    Ints,
+    home_of,
+    member,
+    step_of,
+    touch,
+)
+from dlrm_kernels.intrinsics import bits_of, borrowed, prefetch
+from dlrm_kernels.parallel import finish, parallel_for, take
+
+EMPTY, YOUNG = np.uint32(LOWER), np.uint32(LOWER - 1)
+"""Ranks in a sweep: of an empty slot, and of a row that was touched too lately to be judged by its score."""
+FULL_PERCENT, SWEPT_PERCENT = 97, 93
+"""A bucket with more rows than the former share of its quota is swept down to the latter."""
+DIGIT_BITS = 11
+DIGITS = 2**DIGIT_BITS
+"""Counters of one pass over a bucket that is swept."""
+DECAY_PARTS = 64
+"""Parts of a half-life in which scores decay."""
+
+
+def _powers() -> Floats:
+    """Return the decay of a score after 0, 1, 2 ... parts of a half-life, by multiplications in one order."""
+    found = np.ones(32 * DECAY_PARTS, np.float32)
+    for part in range(1, len(found)):
+        found[part] = found[part - 1] * np.float32(2 ** (-1 / DECAY_PARTS))
+    return found
+
+
+POWERS = _powers()
+
+
+class Touches(NamedTuple):
+    """Name the slots of a batch's lookups in a group, and what their touches count."""
+
+    places: Ints
+    """(L,) column by column."""
+    ends: Ints
+    """(C,) end of each column's lookups."""
+    columns: Ints
+    """(K + 1,) first column of each directory."""
+    extra_steps: Ints
+    """(C,) steps by which lookups of a column keep a row longer than ``Rules.age_steps``."""
+    gains: Floats
+    """(L,) what each lookup adds to its row's score; (0,): 1 each."""
+
+
+def touch_in_group(group: DirectoryGroup, touches: Touches, step: int, threads: int) -> None:
+    """Record that a batch's lookups touched their rows in this step."""
+    parallel_for(_touch_units, len(group.sizes), threads, group, touches, np.array([step]))
+
+
+@kernel
+def _touch_units(counts: Any, units: int, group: Any, touches: Any, steps: Any) -> None:
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        directory, first, stop = member(group, unit), touches.columns[unit], touches.columns[unit + 1]
+        start = touches.ends[first - 1] if first else 0
+        if directory.decay_steps or directory.age_steps:
+            for column in range(first, stop):
+                _touch_rated(group.slots, directory, touches, start, touches.ends[column], column, steps[0])
+                start = touches.ends[column]
+        elif stop > first:
+            touch(group.slots, touches.places[start : touches.ends[stop - 1]], steps)
+        finish(counts)
+
+
+@kernel
+def _touch_rated(slots: Any, directory: Any, touches: Any, start: Any, stop: Any, column: int, step: Any) -> None:
+    directory, places, gains = borrowed(directory), borrowed(touches.places), borrowed(touches.gains)
+    words, scores, last = slots.reshape(-1), directory.scores, stop - 1
+    until = step + touches.extra_steps[column]
+    for n in range(start, stop):
+        prefetch(words, U64(places[min(n + AHEAD, last)]) << U64(1))
+        at = (U64(places[n]) << U64(1)) + U64(1)
+        touched, row = step_of(words[at]), (words[at] & LOWER) - 1
+        if directory.decay_steps:
+            # The first lookup in a step sees an earlier touch, the others that of the first.
+            gain = gains[n] if len(gains) else np.float32(1)
+            scores[row] = _decayed(scores[row], touched, step, directory.decay_steps) + gain
+        words[at] = words[at] & LOWER | max(touched, until) << ROW_BITS
+
+
+@kernel
+def _decayed(score: Any, touched: Any, step: Any, decay_steps: Any) -> Any:
+    """Return a row's score in a step, from that at its last touch."""
+    parts = max(step // decay_steps - touched // decay_steps, 0)
+    return score * POWERS[parts] if parts < len(POWERS) else np.float32(0)
+
+
+def sweep(directory: Directory, step: int, due: NDArray[np.bool_], threads: int) -> tuple[Ints, Ints, int]:
+    """Remove keys from nearly full buckets, and those that have expired by a step.
+
+    Rows touched longest ago leave; or of the half touched longest ago those with the lowest scores. Among equals the
+    order is that of ``tie_of``.
+
+    Args:
+        directory: changed.
+        step: of the maintenance.
+        due: (B,) buckets from which expired keys are removed even if they are not full.
+        threads: see ``parallel_for``.
+
+    Returns:
+        The keys, and their local rows, which stay taken, bucket by bucket, in no order within one; and how many had
+        expired.
+    """
+    fill, quota = directory.fill, directory.quota
+    is_full = fill * 100 > quota * FULL_PERCENT
+    expired, wanted = np.zeros(len(fill), np.int64), np.where(is_full, fill - quota * SWEPT_PERCENT // 100, 0)
+    if directory.age_steps and len(aged := np.flatnonzero(is_full | due)):
+        parallel_for(_count_expired, len(aged), threads, directory, aged, step, expired)
+    leaving = np.maximum(wanted, expired)
+    swept = np.flatnonzero(leaving)
+    ends = np.concatenate(([0], np.cumsum(leaving[swept])))
+    keys, rows = np.empty((2, ends[-1]), np.int64)
+    if len(swept):
+        parallel_for(_sweep_buckets, len(swept), threads, directory, swept, step, ends, keys, rows)
+    return keys, rows, int(expired.sum())
+
+
+@kernel
+def _count_expired(counts: Any, units: int, directory: Any, buckets: Any, step: int, expired: Any) -> None:
+    words = directory.slots.reshape(-1)
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        first = U64(buckets[unit] * directory.stride)
+        count = 0
+        for place in range(first, first + U64(directory.stride)):
+            entry = words[(place << U64(1)) + U64(1)]
+            count += entry != 0 and step_of(entry) + directory.age_steps <= step
+        expired[buckets[unit]] = count
+        finish(counts)
+
+
+@kernel
+def _rank(directory: Any, entry: Any, step: int, last_touch: Any) -> Any:
+    """Return the rank of a key with such an entry: the lowest leave first, and expired ones before all others.
+
+    By scores, rows touched after ``last_touch`` stay: new ones get time to be looked up again.
+    """
+    touched = step_of(entry)
+    if directory.age_steps and touched + directory.age_steps <= step:
+        return np.uint32(0)
+    if not directory.decay_steps:
+        return np.uint32(touched)
+    if touched > last_touch:
+        return YOUNG
+    # Floats of one sign are in the order of their bits.
+    score = _decayed(directory.scores[(entry & LOWER) - 1], touched, step, directory.decay_steps)
+    return np.uint32(bits_of(score) + np.uint32(1))
+
+
+@kernel
+def _median_touch(words: Any, first: Any, ranks: Any, histogram: Any) -> Any:
+    """Return the step by which half of a bucket's rows were touched last; ``ranks`` is overwritten."""
+    lowest, highest, count = EMPTY, np.uint32(0), 0
+    for n in range(len(ranks)):
+        entry = words[((first + U64(n)) << U64(1)) + U64(1)]
+        ranks[n] = np.uint32(step_of(entry)) if entry != 0 else EMPTY
+        lowest, highest = min(lowest, ranks[n]), max(highest, np.uint32(step_of(entry)))
+        count += entry != 0
+    median, _ = _select_rank(ranks, lowest, highest, (count + 1) // 2, histogram)
+    return np.int64(median)
+
+
+@kernel
+def _sweep_buckets(
+    counts: Any, units: int, directory: Any, buckets: Any, step: int, ends: Any, keys: Any, rows: Any
+) -> None:
+    ranks, histogram = np.empty(directory.stride, np.uint32), np.empty(DIGITS, np.int64)
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        part = slice(ends[unit], ends[unit + 1])
+        _sweep_bucket(directory, buckets[unit], step, keys[part], rows[part], ranks, histogram)
+        finish(counts)
+
+
+@kernel
+def _sweep_bucket(directory: Any, bucket: int, step: int, keys: Any, rows: Any, ranks: Any, histogram: Any) -> None:
+    """Remove as many keys as ``keys`` has places, in one pass over the bucket's slots."""
+    directory, keys, rows, ranks = borrowed(directory), borrowed(keys), borrowed(rows), borrowed(ranks)
+    words, leaving = directory.slots.reshape(-1), len(keys)
+    first = U64(bucket * directory.stride)
+    last_touch = _median_touch(words, first, ranks, histogram) if directory.decay_steps else 0
+    lowest, highest = EMPTY, np.uint32(0)
+    for n in range(len(ranks)):
+        entry = words[((first + U64(n)) << U64(1)) + U64(1)]
+        ranks[n] = _rank(directory, entry, step, last_touch) if entry != 0 else EMPTY
+        lowest, highest = min(lowest, ranks[n]), max(highest, ranks[n] if entry != 0 else np.uint32(0))
+    last_rank, before = _select_rank(ranks, lowest, highest, leaving, histogram)
+    last_tie, left = _select_tie(words, first, ranks, last_rank, leaving - before, histogram), 0
+    # Where a key that stays may move to; behind the current place without such a gap.
+    gap = first
+    for n in range(len(ranks)):
+        place = first + U64(n)
+        at = place << U64(1)
+        if ranks[n] == EMPTY:
+            gap = place + U64(1)
+        elif ranks[n] < last_rank or (ranks[n] == last_rank and _tie(words[at]) <= last_tie):
+            keys[left], rows[left] = words[at], (words[at + U64(1)] & LOWER) - 1
+            words[at] = words[at + U64(1)] = 0
+            left += 1
+        else:
+            while gap < place and words[(gap << U64(1)) + U64(1)] != 0:
+                gap += U64(1)
+            to = max(gap, home_of(directory, words[at])) if gap < place else place
+            while to < place and words[(to << U64(1)) + U64(1)] != 0:
+                to += U64(1)
+            if to < place:
+                words[to << U64(1)], words[(to << U64(1)) + U64(1)] = words[at], words[at + U64(1)]
+                words[at] = words[at + U64(1)] = 0
+    directory.fill[bucket] -= leaving
+
+
+@kernel
+def _select_rank(ranks: Any, lowest: Any, highest: Any, count: int, histogram: Any) -> tuple[Any, int]:
+    """Return the ``count``-th lowest of the ranks, which lie in a range or are ``EMPTY``, and how many are lower."""
+    # Each pass narrows the range down to one digit's. Rows of a bucket differ little in age, so one pass is normal.
+    before = 0
+    while True:
+        span, shift = np.uint32(highest - lowest), np.uint32(0)
+        while span >> shift >= DIGITS:
+            shift += np.uint32(DIGIT_BITS)
+        histogram[:] = 0
+        for rank in ranks:
+            if np.uint32(rank - lowest) <= span:
+                histogram[np.uint32(rank - lowest) >> shift] += 1
+        digit, before = _digit_of(histogram, count, before)
+        lowest = np.uint32(lowest + (digit << shift))
+        if shift == 0:
+            return lowest, before
+        highest = np.uint32(min(np.int64(highest), np.int64(lowest) + (1 << shift) - 1))
+
+
+@kernel
+def _digit_of(histogram: Any, count: int, before: int) -> tuple[int, int]:
+    """Return the digit of the ``count``-th lowest number, and how many have lower ones, after some ``before``."""
+    digit = 0
+    while before + histogram[digit] < count:
+        before += histogram[digit]
+        digit += 1
+    return digit, before
+
+
+@kernel
+def _select_tie(words: Any, first: Any, ranks: Any, rank: Any, count: int, histogram: Any) -> Any:
+    """Return the ``count``-th lowest tie of the keys of a rank."""
+    shift = KEY_BITS - DIGIT_BITS
+    histogram[:] = 0
+    for n in range(len(ranks)):
+        if ranks[n] == rank:
+            histogram[_tie(words[(first + U64(n)) << U64(1)]) >> shift] += 1
+    digit, before = _digit_of(histogram, count, 0)
+    ties, tied = np.empty(histogram[digit], np.int64), 0
+    for n in range(len(ranks)):
+        if ranks[n] == rank and _tie(words[(first + U64(n)) << U64(1)]) >> shift == digit:
+            ties[tied] = _tie(words[(first + U64(n)) << U64(1)])
+            tied += 1
+    ties.sort()
+    return ties[count - before - 1]
+
+
+def tie_of(key: Any) -> Any:
+    """Return a key's rank among those touched in the same step, or those of keys: its halves, swapped.
+
+    By the keys themselves, those with low homes would leave, and the slots behind them would fill up.
+    """
+    return (key & LOWER) << KEY_BITS - ROW_BITS | key >> ROW_BITS
+
+
+_tie = kernel(tie_of)
+
+
+def rows_that_fit(keys: Ints, ranks: NDArray[Any], buckets: int, quota: int) -> NDArray[np.bool_]:
+    """Return which of (n,) rows stay in buckets of so many rows each.
+
+    Those of full buckets leave as in a sweep: the lowest (n,) ranks first, in the order of ``tie_of`` among equals.
+    """
+    bucket = keys >> KEY_BITS - (buckets.bit_length() - 1)
+    order = np.lexsort((tie_of(keys), ranks, bucket))
+    counts = np.bincount(bucket, minlength=buckets)
+    limits = np.where(counts * 100 > quota * FULL_PERCENT, quota * SWEPT_PERCENT // 100, counts)
+    places = np.arange(len(keys)) - np.repeat(np.cumsum(counts) - counts, counts)
+    stay = np.empty(len(keys), np.bool_)
+    stay[order] = places >= np.repeat(counts - limits, counts)
+    return stay
