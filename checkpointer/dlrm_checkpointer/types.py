@@ -165,7 +165,7 @@ PEERS_TIMEOUT_S = 20.0
 one cut, the last finds all of them and commits it."""
 Dtype = Literal["fp32", "fp16"]
 Ids = Literal["rows", "unique"]
-RowValue = Literal["touched", "score"]
+RowValue = Literal["touched", "score", "utility"]
 """What a row of a unique table has beside weights and optimizer state: the step of its last touch, a uint32, and its
 score then, a float32 of at least 0."""
 MAX_NAME = 63

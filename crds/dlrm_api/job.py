@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from typing import Any, Literal
@@ -13,8 +14,9 @@ from dlrm_api.base import WHOLE, ApiModel, Rule, read
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_api.data import DataSpec
 from dlrm_api.lifecycle import LifecycleSpec, SchedulingSpec
-from dlrm_api.model import MAX_FEATURES, ModelSpec, has_unique
+from dlrm_api.model import MAX_FEATURES, ModelSpec, TableSpec, has_sizes, has_unique
 from dlrm_api.names import API_VERSION
+from dlrm_api.row_optimizers import RowOptimizerKind
 from dlrm_api.status import DLRMJobStatus
 from dlrm_api.trainer import MAX_REPLICAS, TrainerSpec
 from dlrm_api.training import TrainingSpec
@@ -50,6 +52,13 @@ class ObjectMeta(ApiModel):
             "letter: Services and pods are named after it",
         ),
     )
+
+
+NOT_BUILT = Rule(
+    cel=f"!{has_sizes('self.model')}",
+    holds=lambda spec: not spec.model.has_sizes,
+    message="embedding.dimension is not built yet: remove it",
+)
 
 
 class DLRMJobSpec(ApiModel):
@@ -94,6 +103,19 @@ class DLRMJobSpec(ApiModel):
             message="training.rowRegularizer.bits must equal checkpoint.bits, because rows on another grid restore "
             "worse: change one of them",
         ),
+        Rule(
+            cel=f"self.training.rowOptimizer.kind != 'adam' || !{has_sizes('self.model')}",
+            holds=lambda spec: spec.training.row_optimizer.kind != "adam" or not spec.model.has_sizes,
+            message="training.rowOptimizer.kind adam does not work with embedding.dimension: use rowwise-adagrad or "
+            "sgd",
+        ),
+        Rule(
+            cel=f"!has(self.trainer.tierBudgets) || !has(self.trainer.tierBudgets.hbm) || !{has_sizes('self.model')}",
+            holds=lambda spec: spec.trainer.tier_budgets.hbm is None or not spec.model.has_sizes,
+            message="trainer.tierBudgets.hbm does not work with embedding.dimension, whose rows are in host memory: "
+            "remove one of them",
+        ),
+        NOT_BUILT,
     )
 
     @model_validator(mode="after")
@@ -110,6 +132,7 @@ class DLRMJobSpec(ApiModel):
             column, count = Counter(table.sources).most_common(1)[0]
             if count > 1:
                 _refuse(f"model.tables: table {table.name} lists feature {column} {count} times: list it once")
+            _check_share(table, self.training.row_optimizer.kind)
         if self.data.format == "criteo-tsv":
             _refuse_unknown("model.denseFeatures", self.model.dense_features, CRITEO_DENSE)
             _refuse_unknown("model.tables", tuple(feature.column for feature in features), CRITEO_SPARSE)
@@ -182,6 +205,19 @@ def parse_job(document: Any) -> DLRMJob:
 
 def _refuse(message: str) -> None:
     raise PydanticCustomError("rule", "{message}", {"message": message})
+
+
+def _check_share(table: TableSpec, optimizer: RowOptimizerKind) -> None:
+    """Refuse a share of bytes that a table exceeds even if no row holds anything."""
+    sized = table.slab_bytes(optimizer)
+    if sized is not None and sized.keep <= sized.min_keep:
+        # Rounded up to three digits, so that the share works.
+        least = math.floor(sized.min_keep * 1_000 + 1) / 1_000
+        _refuse(
+            f"model.tables: table {table.name}: embedding.dimension.keepBytes of {sized.keep:g} leaves nothing for "
+            f"columns, because each row of dim {table.dim} takes {sized.row} bytes besides them: use at least "
+            f"{least:g}, or a larger dim"
+        )
 
 
 def _refuse_unknown(path: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from dlrm_api.base import ApiModel, Rule, exclusive
+from dlrm_api.dimensions import MAX_SIZES, SlabBytes, default_sizes
 from dlrm_api.fields import INT_OR_STRING
 from dlrm_api.keys import BUCKET_ROWS, MAX_BUCKET_ROWS, MAX_BUCKETS, KeyBuckets, key_buckets
+from dlrm_api.row_optimizers import STATE_BYTES, RowOptimizerKind, state_values
 from dlrm_api.tiers import Tier
 
 MAX_TABLES = 5_000
@@ -20,6 +23,7 @@ ColumnName = Annotated[str, Field(min_length=1, max_length=128)]
 Columns = Annotated[int, Field(ge=4, le=4_096, multiple_of=4)]
 Width = Annotated[int, Field(ge=1, le=65_536)]
 Hash = Literal["none", "modulo", "mix", "unique"]
+RowValue = Literal["touched", "score", "utility"]
 Buckets = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
 MAX_MAINTENANCE_STEPS = 64
 MAX_COUNTED_NAME = 56
@@ -118,6 +122,39 @@ class AdmissionSpec(ApiModel):
     )
 
 
+class DimensionSpec(ApiModel):
+    """Configure how many columns rows keep: those looked up often and with great gradients more, others fewer."""
+
+    keep_bytes: float = Field(
+        ge=0,
+        le=1,
+        description="Share of the table's row bytes to keep: of those of all rows with all columns, optimizer state "
+        "included. What rows of several sizes take besides columns counts too. The budget of all tables is spent where "
+        "it earns most. 1: rows never lose columns.",
+    )
+    sizes: tuple[Columns, ...] = Field(
+        (),
+        max_length=MAX_SIZES,
+        description="Numbers of columns that a row may have, ascending; the last one is dim. The columns that a row "
+        "lacks read as zeros. It starts with the last number but one. Default: a quarter, half and all of dim, rounded "
+        "to multiples of 4.",
+    )
+
+    rules = (
+        Rule(
+            cel="self.keepBytes > 0.0",
+            holds=lambda dimension: dimension.keep_bytes > 0,
+            message="keepBytes must be above 0: with 0 no row would hold anything",
+        ),
+        Rule(
+            cel="!has(self.sizes) || self.sizes.isSorted() && "
+            "self.sizes.all(columns, self.sizes.exists_one(other, other == columns))",
+            holds=lambda dimension: all(one < other for one, other in pairwise(dimension.sizes)),
+            message="sizes must be ascending, each number once: sort them",
+        ),
+    )
+
+
 class EmbeddingOptions(ApiModel):
     """Configure how ids map to rows and which rows are kept."""
 
@@ -139,6 +176,9 @@ class EmbeddingOptions(ApiModel):
         "over at most so many ranks; many small buckets evict before the table is full. It cannot change while the job "
         f"has snapshots. Default: the power of two nearest to rows / {BUCKET_ROWS}, from 1 to {MAX_BUCKETS}.",
     )
+    dimension: DimensionSpec | None = Field(
+        None, description="Rows of several numbers of columns, to take less host memory. Default: all have dim."
+    )
 
     rules = (
         Rule(
@@ -156,11 +196,15 @@ class EmbeddingOptions(ApiModel):
         return self.admission is not None and (self.admission.count or 1) > 1
 
     @property
-    def row_values(self) -> tuple[Literal["touched", "score"], ...]:
+    def row_values(self) -> tuple[RowValue, ...]:
         """Return what snapshots store of each row beside weights and optimizer state."""
-        if self.hash != "unique":
-            return ()
-        return ("touched",) if self.eviction is None or self.eviction.keep == "recent" else ("touched", "score")
+        has_score = self.eviction is not None and self.eviction.keep != "recent"
+        kept: dict[RowValue, bool] = {
+            "touched": self.hash == "unique",
+            "score": has_score,
+            "utility": self.dimension is not None,
+        }
+        return tuple(value for value, is_kept in kept.items() if is_kept)
 
 
 TRACE_KEY = "trace.json"
@@ -219,6 +263,14 @@ def _fits_its_buckets(table: TableOptions) -> bool:
     return buckets is None or buckets <= table.rows <= buckets * MAX_BUCKET_ROWS
 
 
+_DIMENSION = "has(self.embedding.dimension)"
+
+
+def _lies_in_ddr(table: TableOptions) -> bool:
+    pin = table.pin
+    return not (table.has_sizes and pin) or (pin.sharding not in ("data", "column") and pin.tier in (None, "ddr"))
+
+
 class TableOptions(ApiModel):
     """Configure everything of a table except its name and features."""
 
@@ -274,6 +326,29 @@ class TableOptions(ApiModel):
             message="embedding.buckets must not exceed rows, nor give a bucket over 2^31 rows: change one of them",
         ),
         Rule(
+            cel=f"!{_DIMENSION} || !has(self.embedding.dimension.sizes) || size(self.embedding.dimension.sizes) == 0 "
+            "|| self.embedding.dimension.sizes[size(self.embedding.dimension.sizes) - 1] == self.dim",
+            holds=lambda table: not table.has_sizes or table.sizes[-1] == table.dim,
+            message="the last of embedding.dimension.sizes must be dim: change one of them",
+        ),
+        Rule(
+            cel=f"!{_DIMENSION} || !has(self.columnBlock) || self.columnBlock == self.dim",
+            holds=lambda table: not table.has_sizes or table.column_block in (None, table.dim),
+            message="embedding.dimension needs whole rows: remove columnBlock",
+        ),
+        Rule(
+            cel=f"!{_DIMENSION} || !has(self.dtype) || self.dtype == 'fp32'",
+            holds=lambda table: not table.has_sizes or table.dtype == "fp32",
+            message="embedding.dimension does not work with dtype fp16: use fp32",
+        ),
+        Rule(
+            cel=f"!{_DIMENSION} || !has(self.pin) || (!has(self.pin.sharding) || "
+            "!(self.pin.sharding in ['data', 'column'])) && (!has(self.pin.tier) || self.pin.tier == 'ddr')",
+            holds=_lies_in_ddr,
+            message="embedding.dimension needs rows in host memory of one rank each: use pin.sharding table, row or "
+            "table-row, and pin.tier ddr",
+        ),
+        Rule(
             cel="!has(self.columnBlock) || self.dim % self.columnBlock == 0",
             holds=lambda table: table.column_block is None or table.dim % table.column_block == 0,
             message="columnBlock must divide dim: change one of them",
@@ -300,6 +375,24 @@ class TableOptions(ApiModel):
     def is_unique(self) -> bool:
         """Return whether each id has a row of its own."""
         return self.embedding.hash == "unique"
+
+    @property
+    def has_sizes(self) -> bool:
+        """Return whether rows have several numbers of columns."""
+        return self.embedding.dimension is not None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the numbers of columns that a row may have, ascending; empty if all have ``dim``."""
+        dimension = self.embedding.dimension
+        return () if dimension is None else dimension.sizes or default_sizes(self.dim)
+
+    def slab_bytes(self, optimizer: RowOptimizerKind) -> SlabBytes | None:
+        """Return how many bytes the rows take if they have several numbers of columns; else None."""
+        if (dimension := self.embedding.dimension) is None:
+            return None
+        state = STATE_BYTES * state_values(optimizer, self.dim)
+        return SlabBytes(dim=self.dim, state_bytes=state, keep=dimension.keep_bytes, is_unique=self.is_unique)
 
     @property
     def key_buckets(self) -> KeyBuckets | None:
@@ -427,9 +520,18 @@ _WIDTH = (
 
 def has_unique(model: str) -> str:
     """Return the CEL expression of :attr:`ModelSpec.has_unique`; ``model``: the expression of the model."""
+    return _any_embedding(model, "{0}.hash == 'unique'")
+
+
+def has_sizes(model: str) -> str:
+    """Return the CEL expression of :attr:`ModelSpec.has_sizes`; ``model``: the expression of the model."""
+    return _any_embedding(model, "has({0}.dimension)")
+
+
+def _any_embedding(model: str, condition: str) -> str:
     return (
-        f"(has({model}.tables) && {model}.tables.exists(t, t.embedding.hash == 'unique') || "
-        f"has({model}.tableGroups) && {model}.tableGroups.exists(g, g.template.embedding.hash == 'unique'))"
+        f"(has({model}.tables) && {model}.tables.exists(t, {condition.format('t.embedding')}) || "
+        f"has({model}.tableGroups) && {model}.tableGroups.exists(g, {condition.format('g.template.embedding')}))"
     )
 
 
@@ -475,9 +577,9 @@ class ModelSpec(ApiModel):
     table_groups: tuple[TableGroup, ...] = Field((), max_length=256, description="Groups of equal tables.")
     maintenance_steps: MaintenanceSteps = Field(
         "auto",
-        description="Training steps between two evictions from full buckets of unique tables. auto: starts at 8; "
-        "halves if over 1 % of lookups find their bucket full, doubles if under 0.1 % do and there is space for new "
-        "rows until then.",
+        description="Training steps between two evictions from full buckets of unique tables, and between two moments "
+        "when rows with embedding.dimension gain or lose columns. auto: starts at 8; halves if over 1 % of lookups "
+        "find their bucket full, doubles if under 0.1 % do and there is space for new rows until then.",
     )
 
     rules = (
@@ -528,9 +630,9 @@ class ModelSpec(ApiModel):
             "interaction dcn",
         ),
         Rule(
-            cel=f"self.maintenanceSteps == 'auto' || {has_unique('self')}",
-            holds=lambda model: model.maintenance_steps == "auto" or model.has_unique,
-            message="maintenanceSteps needs a table with embedding.hash unique: remove it",
+            cel=f"self.maintenanceSteps == 'auto' || {has_unique('self')} || {has_sizes('self')}",
+            holds=lambda model: model.maintenance_steps == "auto" or model.has_unique or model.has_sizes,
+            message="maintenanceSteps needs a table with embedding.hash unique or embedding.dimension: remove it",
         ),
     )
 
@@ -548,6 +650,11 @@ class ModelSpec(ApiModel):
     def has_unique(self) -> bool:
         """Return whether any table gives each id a row of its own."""
         return any(table.is_unique for table in self.declared_tables)
+
+    @property
+    def has_sizes(self) -> bool:
+        """Return whether rows of any table have several numbers of columns."""
+        return any(table.has_sizes for table in self.declared_tables)
 
     def all_tables(self) -> tuple[TableSpec, ...]:
         """Return every table with groups expanded, in the order of the model and of the snapshot format."""

@@ -39,6 +39,7 @@ def profile(change: dict[str, Any], field: str, server: str | None = "") -> Bad:
 
 FILES = {"spec.data.format": "criteo-tsv", "spec.data.train.uris": ["/data/train"]}
 KEYS = {"hash": "unique"}
+SIZED = {"rows": 10, "dim": 16, "embedding": {"dimension": {"keepBytes": 0.5}}}
 UNIQUE = {"rows": 10, "dim": 16, "embedding": KEYS}
 GROUP = {"name": "g", "count": 2, "template": {"rows": 10, "dim": 16}}
 
@@ -413,6 +414,41 @@ BAD = {
     "lost shards of unique ids": job(
         {"spec.model.tables.1": {"name": "t", **UNIQUE}, "spec.checkpoint.partialRestore": True}, "spec"
     ),
+    "columns that are not kept": job(
+        {"spec.model.tables.1": {"name": "t", **SIZED, "embedding": {"dimension": {"keepBytes": 0}}}},
+        "spec.model.tables[1].embedding.dimension",
+    ),
+    "sizes out of order": job(
+        {
+            "spec.model.tables.1": {
+                "name": "t",
+                **SIZED,
+                "embedding": {"dimension": {"keepBytes": 0.5, "sizes": [8, 4, 16]}},
+            }
+        },
+        "spec.model.tables[1].embedding.dimension",
+    ),
+    "sizes without all columns": job(
+        {"spec.model.tables.1": {"name": "t", **SIZED, "embedding": {"dimension": {"keepBytes": 0.5, "sizes": [4]}}}},
+        "spec.model.tables[1]",
+    ),
+    "sizes of column blocks": job(
+        {"spec.model.tables.1": {"name": "t", **SIZED, "columnBlock": 8}}, "spec.model.tables[1]"
+    ),
+    "sizes of fp16": job({"spec.model.tables.1": {"name": "t", **SIZED, "dtype": "fp16"}}, "spec.model.tables[1]"),
+    "sizes on block storage": job(
+        {"spec.model.tables.1": {"name": "t", **SIZED, "pin": {"tier": "block"}}}, "spec.model.tables[1]"
+    ),
+    "sizes of replicas": job(
+        {"spec.model.tables.1": {"name": "t", **SIZED, "pin": {"sharding": "data"}}}, "spec.model.tables[1]"
+    ),
+    "sizes under adam": job(
+        {"spec.model.tables.1": {"name": "t", **SIZED}, "spec.training.rowOptimizer": {"kind": "adam"}}, "spec"
+    ),
+    "sizes in HBM": job(
+        {"spec.model.tables.1": {"name": "t", **SIZED}, "spec.trainer.tierBudgets": {"hbm": "1Gi"}}, "spec"
+    ),
+    "sizes": job({"spec.model.tables.1": {"name": "t", **SIZED}}, "spec"),
     "rows regularized for bits that auto may not choose": job(
         {"spec.training.rowRegularizer": {"bits": 2, "lastSteps": 9}, "spec.checkpoint.bits": "auto"}, "spec"
     ),

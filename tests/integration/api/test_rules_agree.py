@@ -39,8 +39,14 @@ splits = st.fixed_dictionaries(
         "avgLookups": st.sampled_from([0.5, 1, 5]),
         "features": st.sampled_from([[], ["a"], ["a", "b"]]),
         "pin": st.fixed_dictionaries(
-            {}, optional={"sharding": st.sampled_from(["table", "row", "column", "data"]), "ranks": st.just([0])}
+            {},
+            optional={
+                "sharding": st.sampled_from(["table", "row", "column", "data"]),
+                "ranks": st.just([0]),
+                "tier": st.sampled_from(["ddr", "scm"]),
+            },
         ),
+        "dtype": st.sampled_from(["fp32", "fp16"]),
         "embedding": st.fixed_dictionaries(
             {},
             optional={
@@ -55,6 +61,10 @@ splits = st.fixed_dictionaries(
                     ]
                 ),
                 "buckets": st.sampled_from([1, 8, 16]),
+                "dimension": st.fixed_dictionaries(
+                    {"keepBytes": st.sampled_from([0, 0.5, 0.5, 1])},
+                    optional={"sizes": st.sampled_from([[], [4, 8], [8], [8, 4], [4, 4, 8]])},
+                ),
             },
         ),
     },
