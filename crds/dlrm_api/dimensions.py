@@ -12,7 +12,9 @@ from dataclasses import dataclass
 MAX_SIZES = 7
 """A row's word has 3 bits for its size, and 0 stands for none."""
 MAX_SLAB_ROWS = 2**29
-"""The word's other bits are a place in a slab."""
+"""The word's other bits are a place in a slab, so a rank has at most so many rows of a table."""
+CUT_COLUMNS_BYTES = 4
+"""The number of columns of a row in a cut, in which rows have all columns."""
 FIXED_ROW_BYTES = 12
 """Per row of a table without unique ids, whatever the row holds: word, utility and the step of the last touch."""
 UNIQUE_ROW_BYTES = 8

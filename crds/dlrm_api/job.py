@@ -16,7 +16,7 @@ from dlrm_api.data import DataSpec
 from dlrm_api.lifecycle import LifecycleSpec, SchedulingSpec
 from dlrm_api.model import MAX_FEATURES, ModelSpec, TableSpec, has_sizes, has_unique
 from dlrm_api.names import API_VERSION
-from dlrm_api.row_optimizers import RowOptimizerKind
+from dlrm_api.row_optimizers import STATE_BYTES, state_values
 from dlrm_api.status import DLRMJobStatus
 from dlrm_api.trainer import MAX_REPLICAS, TrainerSpec
 from dlrm_api.training import TrainingSpec
@@ -132,7 +132,7 @@ class DLRMJobSpec(ApiModel):
             column, count = Counter(table.sources).most_common(1)[0]
             if count > 1:
                 _refuse(f"model.tables: table {table.name} lists feature {column} {count} times: list it once")
-            _check_share(table, self.training.row_optimizer.kind)
+            _check_share(table, STATE_BYTES * state_values(self.training.row_optimizer.kind, table.dim))
         if self.data.format == "criteo-tsv":
             _refuse_unknown("model.denseFeatures", self.model.dense_features, CRITEO_DENSE)
             _refuse_unknown("model.tables", tuple(feature.column for feature in features), CRITEO_SPARSE)
@@ -207,9 +207,9 @@ def _refuse(message: str) -> None:
     raise PydanticCustomError("rule", "{message}", {"message": message})
 
 
-def _check_share(table: TableSpec, optimizer: RowOptimizerKind) -> None:
+def _check_share(table: TableSpec, state_bytes: int) -> None:
     """Refuse a share of bytes that a table exceeds even if no row holds anything."""
-    sized = table.slab_bytes(optimizer)
+    sized = table.slab_bytes(state_bytes)
     if sized is not None and sized.keep <= sized.min_keep:
         # Rounded up to three digits, so that the share works.
         least = math.floor(sized.min_keep * 1_000 + 1) / 1_000

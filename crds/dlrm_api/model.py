@@ -12,7 +12,6 @@ from dlrm_api.base import ApiModel, Rule, exclusive
 from dlrm_api.dimensions import MAX_SIZES, SlabBytes, default_sizes
 from dlrm_api.fields import INT_OR_STRING
 from dlrm_api.keys import BUCKET_ROWS, MAX_BUCKET_ROWS, MAX_BUCKETS, KeyBuckets, key_buckets
-from dlrm_api.row_optimizers import STATE_BYTES, RowOptimizerKind, state_values
 from dlrm_api.tiers import Tier
 
 MAX_TABLES = 5_000
@@ -387,12 +386,15 @@ class TableOptions(ApiModel):
         dimension = self.embedding.dimension
         return () if dimension is None else dimension.sizes or default_sizes(self.dim)
 
-    def slab_bytes(self, optimizer: RowOptimizerKind) -> SlabBytes | None:
-        """Return how many bytes the rows take if they have several numbers of columns; else None."""
+    def slab_bytes(self, state_bytes: int) -> SlabBytes | None:
+        """Return how many bytes the rows take if they have several numbers of columns; else None.
+
+        Args:
+            state_bytes: Optimizer state of a row.
+        """
         if (dimension := self.embedding.dimension) is None:
             return None
-        state = STATE_BYTES * state_values(optimizer, self.dim)
-        return SlabBytes(dim=self.dim, state_bytes=state, keep=dimension.keep_bytes, is_unique=self.is_unique)
+        return SlabBytes(dim=self.dim, state_bytes=state_bytes, keep=dimension.keep_bytes, is_unique=self.is_unique)
 
     @property
     def key_buckets(self) -> KeyBuckets | None:

@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrm_api.dimensions import MAX_SLAB_ROWS
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TableSpec
@@ -26,14 +27,16 @@ ROW_TOLERANCE, COLUMN_TOLERANCE = 1.02, 1.1
 """Accept so much of the best balance for fewer shards. Columns get more: their vectors are sums of whole bags."""
 SPLIT_KINDS: tuple[ShardKind, ...] = ("row", "column", "table-row")
 PINNED = "as pinned"
+TOO_MANY_ROWS = f"a rank holds at most {MAX_SLAB_ROWS} rows of several sizes"
 
 
 def check_pins(spec: DLRMJobSpec, tables: Tables, replicas_field: str) -> None:
-    """Refuse pins that no placement can honour; ``replicas_field`` is the field that adds ranks.
+    """Refuse pins and numbers of rows that no placement can honour; ``replicas_field`` is the field that adds ranks.
 
     Raises:
         InvalidSpecError: a pinned rank does not exist, replicas are pinned to some ranks only, table-row is pinned
-            without several ranks on a node, or there would be more shards than a plan holds.
+            without several ranks on a node, a rank would hold too many rows of several sizes, or there would be more
+            shards than a plan holds.
     """
     world_size, shards = spec.world_size, list[int]()
     for table, path in zip(tables.specs, tables.paths, strict=True):
@@ -55,6 +58,13 @@ def check_pins(spec: DLRMJobSpec, tables: Tables, replicas_field: str) -> None:
             problem = f"{is_pinned} sharding data, which places it on every rank: leave ranks out"
             raise InvalidSpecError(f"{path}.pin.ranks", problem)
         shards.append(_pinned_shards(spec, table))
+        if table.has_sizes and units_of(table, "row") > shards[-1] * (MAX_SLAB_ROWS // table.unit_rows):
+            fix = f"leave out its pin, or raise {replicas_field}" if is_bound(table) else f"raise {replicas_field}"
+            raise InvalidSpecError(
+                f"{path}.rows",
+                f"table {table.name} has {table.rows} rows, which {shards[-1]} of the job's ranks may hold, and "
+                f"{TOO_MANY_ROWS}: {fix}",
+            )
     if sum(shards) > MAX_SHARDS:
         raise InvalidSpecError(
             f"{tables.paths[shards.index(max(shards))]}.pin.sharding",
@@ -65,13 +75,21 @@ def check_pins(spec: DLRMJobSpec, tables: Tables, replicas_field: str) -> None:
 
 
 def _pinned_shards(spec: DLRMJobSpec, table: TableSpec) -> int:
-    """Count the shards that a pin asks for before any is made."""
-    pin = table.pin or NO_PIN
-    if pin.sharding not in SPLIT_KINDS:
+    """Count the shards that a table must have before any is made."""
+    kind = _required_split(table)
+    if kind is None:
         return 1
-    ranks = len(set(pin.ranks)) or spec.world_size
-    most = spec.trainer.processes_per_replica if pin.sharding == "table-row" else ranks
-    return min(units_of(table, pin.sharding), most)
+    ranks = len(set((table.pin or NO_PIN).ranks)) or spec.world_size
+    most = spec.trainer.processes_per_replica if kind == "table-row" else ranks
+    return min(units_of(table, kind), most)
+
+
+def _required_split(table: TableSpec) -> ShardKind | None:
+    """Return how a table must be split: as pinned, or by rows that no rank could hold; else None."""
+    kind = (table.pin or NO_PIN).sharding
+    if kind is None and table.has_sizes and table.held_rows > MAX_SLAB_ROWS:
+        return "row"
+    return kind if kind in SPLIT_KINDS else None
 
 
 def _check_table_row(ranks: Sequence[int], path: str, is_pinned: str, processes: int) -> None:
@@ -118,7 +136,7 @@ def worth_replicating(tables: Tables, costs: CostModel, device: Device) -> NDArr
     reduced = 2 * (costs.world_size - 1) * table_bytes
     exchanged = costs.sent_bytes(np.arange(len(table_bytes)), 1.0, costs.dims, costs.blocks)
     unpinned = [
-        not (table.is_unique or is_bound(table)) and (table.pin or NO_PIN).tier in (None, home)
+        not (table.is_unique or table.has_sizes or is_bound(table)) and (table.pin or NO_PIN).tier in (None, home)
         for table in tables.specs
     ]
     return np.array(unpinned, bool) & (table_bytes <= MAX_REPLICA_BYTES) & (reduced < exchanged)
@@ -187,10 +205,10 @@ class OptionBuilder:
         return float(self.load.sum() + self.costs.whole_s[whole].sum())
 
     def as_pinned(self, i: int) -> ShardOption | None:
-        """Return the split that a pin asks for, even if memory is too small for it; None if it asks for none."""
+        """Return the split that a table must have, even if memory is too small for it; None if it may stay whole."""
         table, ranks = self.tables.specs[i], self.allowed(i)
-        pin, kind = table.pin or NO_PIN, (table.pin or NO_PIN).sharding
-        if kind is None or kind not in SPLIT_KINDS:
+        pin, kind = table.pin or NO_PIN, _required_split(table)
+        if kind is None:
             return None
         if kind == "column":
             blocks = min(len(table.block_edges) - 1, len(ranks))
@@ -198,8 +216,8 @@ class OptionBuilder:
         if kind == "table-row":
             node = ranks[0] // self.processes if pin.ranks else self._node_for(i)
             ranks = np.arange(node * self.processes, (node + 1) * self.processes)
-        even = _even(units_of(table, kind), len(ranks))
-        return self.by_rows(i, ranks, kind, PINNED) or _row_option(table, ranks, even, kind, PINNED)
+        even, reason = _even(units_of(table, kind), len(ranks)), PINNED if pin.sharding else TOO_MANY_ROWS
+        return self.by_rows(i, ranks, kind, reason) or _row_option(table, ranks, even, kind, reason)
 
     def _node_for(self, i: int) -> int:
         """Return the least loaded node with enough memory for a table."""
@@ -221,13 +239,15 @@ class OptionBuilder:
 
     def _max_units(self, i: int, nodes: Indices, per: Indices, reserve: float) -> Indices:
         """Return the rows, or buckets, of a table that fit each node, in ``per`` ranges."""
-        units, held = units_of(self.tables.specs[i], "row"), self.capacity.held[i]
+        table, held = self.tables.specs[i], self.capacity.held[i]
+        units = units_of(table, "row")
+        most = np.minimum(units, per * (MAX_SLAB_ROWS // table.unit_rows)) if table.has_sizes else units
         if held == 0:
-            return np.full(len(nodes), units, np.int64)
+            return np.full(len(nodes), most, np.int64)
         free = self.free[nodes] - reserve - per * float(self.capacity.extra[i])
         # One row, for what is rounded up, is a small part of a bucket.
-        rounded = 1 / self.tables.specs[i].unit_rows
-        return np.asarray(np.clip(np.floor(free / held * units - rounded), 0, units), np.int64)
+        rounded = 1 / table.unit_rows
+        return np.asarray(np.clip(np.floor(free / held * units - rounded), 0, most), np.int64)
 
     def choose_ranks(self, i: int, count: int) -> tuple[Indices, ShardKind] | None:
         """Return at least ``count`` ranks for row ranges of a table: of one node, else of as few as hold it."""

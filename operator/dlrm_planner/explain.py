@@ -8,6 +8,7 @@ from itertools import islice
 
 import numpy as np
 
+from dlrm_api.dimensions import SLAB_HEADROOM_DIVISOR
 from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import TierSpec
 from dlrm_api.job import DLRMJobSpec
@@ -44,6 +45,7 @@ def explain_plan(
         *_splits(spec, tables, placement.options),
         *_balance(found),
         *_directories(found),
+        *_sizes(found),
         *_tiers(found),
         *([policy_reason] if policy_reason else []),
         *_handoff(problem, handoff),
@@ -146,6 +148,23 @@ def _directories(found: Solution) -> Iterator[str]:
         taken = f"{human(sum(sizes))} of DDR over all nodes, {share:.1f} bytes for each of their rows"
         named = f"{_count(len(unique), 'table')} of unique ids, {_names(tables, unique)}"
         yield f"{named}: directories, and lists of keys for cuts, take {taken}"
+
+
+def _sizes(found: Solution) -> Iterator[str]:
+    """Say what rows of several sizes take, and what they would take with all columns."""
+    shards, tables, taken, plain = found.placement.shards, found.problem.tables, 0, 0
+    if not (sized := [i for i, table in enumerate(tables.specs) if table.has_sizes]):
+        return
+    for shard, rows in enumerate(shards.rows.astype(np.int64).tolist()):
+        slabs = shards.spec(shard).slab_bytes(tables.block_state_bytes[shards.table[shard]])
+        if slabs is not None:
+            taken += slabs.planned(rows)
+            plain += rows * slabs.plain_row
+    named = f"{_count(len(sized), 'table')} with rows of several sizes, {_names(tables, sized)}"
+    yield (
+        f"{named}: rows take at most {human(taken)} over all nodes, {taken / plain:.1%} of what they take with all "
+        f"columns: keepBytes, and 1/{SLAB_HEADROOM_DIVISOR} of the columns kept for new rows"
+    )
 
 
 def _handoff(problem: Problem, handoff: Sequence[int]) -> Iterator[str]:

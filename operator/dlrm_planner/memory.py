@@ -198,6 +198,12 @@ def check_device_tables(tables: Tables) -> None:
     for table, path in zip(tables.specs, tables.paths, strict=True):
         pin, width = table.pin or NO_PIN, table.column_block or table.dim
         on_host = pin.tier not in (None, "hbm")
+        if table.has_sizes:
+            raise InvalidSpecError(
+                f"{path}.embedding.dimension",
+                f"table {table.name} has rows of several sizes, which are updated on the host alone: leave it out, or "
+                "name hardware without devices",
+            )
         if on_host and pin.sharding == "data":
             raise InvalidSpecError(
                 f"{path}.pin.tier",

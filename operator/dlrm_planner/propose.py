@@ -11,7 +11,7 @@ import numpy as np
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import ShardKind
-from dlrm_planner.enumerate import PINNED, OptionBuilder, edges_of, is_bound, may_split, units_of
+from dlrm_planner.enumerate import PINNED, TOO_MANY_ROWS, OptionBuilder, edges_of, is_bound, may_split, units_of
 from dlrm_planner.estimate import CostModel, PartCost
 from dlrm_planner.partition import Partitioner
 from dlrm_planner.tables import NO_PIN, Tables
@@ -354,7 +354,7 @@ def _level_options(placement: Placement, seconds: Floats, world_size: int) -> Op
     own = {i: np.arange(start, end) for i, start, end in zip(options, starts.tolist(), ends.tolist(), strict=True)}
     for i in sorted(options, key=lambda i: -float(seconds[own[i]].sum())):
         option, mine = options[i], own[i]
-        if option.reason == PINNED:
+        if option.reason in (PINNED, TOO_MANY_ROWS):
             continue
         table = shards.spec(int(mine[0]))
         units = units_of(table, option.kind)

@@ -211,7 +211,7 @@ def stack_classes(tables: Tables) -> int:
     kinds = {
         (table.column_block or table.dim, table.dtype)
         for table in tables.specs
-        if (pin := table.pin or NO_PIN).sharding != "data" and pin.tier not in ("hbm", "ddr")
+        if (pin := table.pin or NO_PIN).sharding != "data" and pin.tier not in ("hbm", "ddr") and not table.has_sizes
     }
     return len(kinds)
 
@@ -223,7 +223,7 @@ def pinned_slow(tables: Tables) -> bool:
 
 def _pin(tables: Tables, i: int, caps: Mapping[Tier, int]) -> int:
     table, pin = tables.specs[i], tables.specs[i].pin or NO_PIN
-    tier = pin.tier
+    tier = "ddr" if table.has_sizes else pin.tier
     if tier is None:
         return UNPINNED
     if tier not in FILE_TIERS:

@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrm_api.dimensions import CUT_COLUMNS_BYTES
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.keys import COUNT_ROW_BYTES, ROW_VALUE_BYTES
 from dlrm_api.model import ModelSpec, TableOptions, TablePin, TableSpec
@@ -198,11 +199,11 @@ class PartBytes:
     """Hold the bytes of rows of columns, as Python integers: 5,000 tables of 2**54 bytes overflow int64."""
 
     row: int
-    """A row and its state, as the kernels hold them."""
+    """A row and its state, as the kernels hold them; all columns, if rows have several sizes."""
     directory: int
     """Host memory of a unique table's directory, and of lists of its keys for cuts."""
     resident: int
-    """Rows, row state, change bits and directory."""
+    """Rows, row state, change bits and directory; of rows of several sizes, those that ``keepBytes`` keeps."""
     handoff: int
     """All rows with their ids and state, as a full cut hands them over, headers included."""
 
@@ -284,15 +285,17 @@ def part_bytes(table: TableOptions, block_state: int, rows: int, columns: int) -
     blocks = columns // width
     row = BYTES_OF[table.dtype] * width + block_state
     cut_row, directory, cut_rows, counts = ELEMENT_BYTES * width + block_state + ROW_ID_BYTES, 0, rows, 0
+    cut_row += ROW_VALUE_BYTES * len(table.embedding.row_values) + CUT_COLUMNS_BYTES * table.has_sizes
     if (buckets := table.key_buckets) is not None:
         count = rows // buckets.quota
         directory, cut_rows = count * buckets.directory_bytes, count * buckets.quota
-        cut_row += ROW_VALUE_BYTES * len(table.embedding.row_values)
         counts = count * buckets.count_rows
     handoff = cut_rows * cut_row + CUT_HEADER_BYTES * -(-cut_rows // CUT_PIECE_ROWS)
     if counts:
         handoff += counts * (COUNT_ROW_BYTES + ROW_ID_BYTES) + CUT_HEADER_BYTES * -(-counts // CUT_PIECE_ROWS)
-    resident = blocks * rows * (row + CHANGED_BYTES) + directory
+    slabs = table.slab_bytes(block_state)
+    kept = blocks * rows * row if slabs is None else slabs.planned(rows)
+    resident = kept + blocks * rows * CHANGED_BYTES + directory
     return PartBytes(blocks * row, directory, resident, blocks * handoff)
 
 
