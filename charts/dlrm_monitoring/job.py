@@ -267,6 +267,7 @@ UNIQUE = Row(
             description="Share of a table's rows in use; the ten fullest tables. A full table stays between 93 and "
             "97 %. Only jobs with tables of unique ids.",
             unit="percentunit",
+            width=6,
             most=1,
             queries=(
                 Query(
@@ -280,6 +281,7 @@ UNIQUE = Row(
             title="Lookups without a row",
             description="Share of a table's lookups whose id got no row; the ten highest. They add nothing to a sum.",
             unit="percentunit",
+            width=6,
             queries=(
                 Query(
                     "topk(10, "
@@ -296,6 +298,7 @@ UNIQUE = Row(
             description="Mean time from a row's admission to its eviction: rows in use over evictions per second. "
             "The ten tables with the shortest.",
             unit="s",
+            width=6,
             queries=(
                 Query(
                     f"bottomk(10, sum by (table) (dlrm_trainer_unique_rows{{{JOB}}}) / ("
@@ -313,6 +316,23 @@ UNIQUE = Row(
             queries=(
                 Query(f"sum(rate(dlrm_trainer_unique_admitted_rows_total{{{JOB}}}{RATE}))", "admitted"),
                 Query(_rate("trainer_unique_evicted_rows_total", "reason"), "evicted: {{reason}}"),
+            ),
+        ),
+        Panel(
+            title="Rows evicted too early",
+            description="Share of a table's admitted ids that a full bucket lost within the last one to two "
+            "half-lives; the ten highest. Above 20 % the table is too small for its ids.",
+            unit="percentunit",
+            width=6,
+            queries=(
+                Query(
+                    "topk(10, "
+                    + _rate("trainer_unique_readmitted_rows_total", "table")
+                    + " / "
+                    + _rate("trainer_unique_admitted_rows_total", "table")
+                    + ")",
+                    "{{table}}",
+                ),
             ),
         ),
         Panel(

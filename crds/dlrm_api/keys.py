@@ -23,6 +23,8 @@ MIN_SPARE_SLOTS, SPARE_SLOT_DIVISOR = 64, 64
 LISTED_BYTES = 16
 """Host memory per row that cuts take: the key and the last touch of each row, as they were when the cut began, and up
 to half as many keys that left."""
+FILTER_BYTES = 2
+"""Host memory per row of the filters of keys that were evicted lately."""
 ROW_VALUE_BYTES = 4
 """The step of a row's last touch, or its score, in a cut."""
 
@@ -63,9 +65,9 @@ class KeyBuckets:
 
     @property
     def directory_bytes(self) -> int:
-        """Return the host memory of a bucket's slots, scores and counters, and of the lists of keys that cuts need."""
-        scores = 2 * ROW_VALUE_BYTES * self.has_scores
-        return self.slots * SLOT_BYTES + self.quota * (LISTED_BYTES + scores) + self.count_rows * COUNT_ROW_BYTES
+        """Return the host memory of a bucket's slots, scores and counters, and of its lists and filters of keys."""
+        row = LISTED_BYTES + FILTER_BYTES + 2 * ROW_VALUE_BYTES * self.has_scores
+        return self.slots * SLOT_BYTES + self.quota * row + self.count_rows * COUNT_ROW_BYTES
 
     def first_key(self, bucket: int) -> int:
         """Return the first key of a bucket; of bucket ``count``, the end of all keys."""

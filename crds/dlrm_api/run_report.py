@@ -94,6 +94,9 @@ class UniqueUse(ApiModel):
     lookups_without_row: Total = Field(0, description="Lookups of ids that got no row: their bucket was full.")
     lookups_declined: Total = Field(0, description="Lookups of ids that got no row: admission declined.")
     admitted_rows: Total = Field(0, description="Rows given to ids that had none.")
+    readmitted_rows: Total = Field(
+        0, description="Rows given to ids that a full bucket lost within the last one or two half-lives."
+    )
     evicted_rows: Total = Field(0, description="Rows taken from ids of buckets that were nearly full.")
     expired_rows: Total = Field(0, description="Rows taken from ids because of eviction.maxAgeSamples.")
 

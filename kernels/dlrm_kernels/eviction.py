@@ -108,7 +108,9 @@ def _decayed(score: Any, touched: Any, step: Any, decay_steps: Any) -> Any:
     return score * POWERS[parts] if parts < len(POWERS) else np.float32(0)
 
 
-def sweep(directory: Directory, step: int, due: NDArray[np.bool_], threads: int) -> tuple[Ints, Ints, int]:
+def sweep(
+    directory: Directory, step: int, due: NDArray[np.bool_], threads: int
+) -> tuple[Ints, Ints, NDArray[np.bool_]]:
     """Remove keys from nearly full buckets, and those that have expired by a step.
 
     Rows touched longest ago leave; or of the half touched longest ago those with the lowest scores. Among equals the
@@ -121,8 +123,8 @@ def sweep(directory: Directory, step: int, due: NDArray[np.bool_], threads: int)
         threads: see ``parallel_for``.
 
     Returns:
-        The keys, and their local rows, which stay taken, bucket by bucket, in no order within one; and how many had
-        expired.
+        The keys, and their local rows, which stay taken, bucket by bucket, in no order within one; and which of them
+        had expired.
     """
     fill, quota = directory.fill, directory.quota
     is_full = fill * 100 > quota * FULL_PERCENT
@@ -135,7 +137,9 @@ def sweep(directory: Directory, step: int, due: NDArray[np.bool_], threads: int)
     keys, rows = np.empty((2, ends[-1]), np.int64)
     if len(swept):
         parallel_for(_sweep_buckets, len(swept), threads, directory, swept, step, ends, keys, rows)
-    return keys, rows, int(expired.sum())
+    # Expired keys are at the end of their bucket's.
+    places = np.arange(len(keys)) - np.repeat(ends[:-1], leaving[swept])
+    return keys, rows, places >= np.repeat((leaving - expired)[swept], leaving[swept])
 
 
 @kernel
@@ -201,7 +205,7 @@ def _sweep_buckets(
 
 @kernel
 def _sweep_bucket(directory: Any, bucket: int, step: int, keys: Any, rows: Any, ranks: Any, histogram: Any) -> None:
-    """Remove as many keys as ``keys`` has places, in one pass over the bucket's slots."""
+    """Remove as many keys as ``keys`` has places, in one pass over the bucket's slots; expired ones are put last."""
     directory, keys, rows, ranks = borrowed(directory), borrowed(keys), borrowed(rows), borrowed(ranks)
     words, leaving = directory.slots.reshape(-1), len(keys)
     first = U64(bucket * directory.stride)
@@ -213,6 +217,7 @@ def _sweep_bucket(directory: Any, bucket: int, step: int, keys: Any, rows: Any, 
         lowest, highest = min(lowest, ranks[n]), max(highest, ranks[n] if entry != 0 else np.uint32(0))
     last_rank, before = _select_rank(ranks, lowest, highest, leaving, histogram)
     last_tie, left = _select_tie(words, first, ranks, last_rank, leaving - before, histogram), 0
+    end = leaving
     # Where a key that stays may move to; behind the current place without such a gap.
     gap = first
     for n in range(len(ranks)):
@@ -221,9 +226,13 @@ def _sweep_bucket(directory: Any, bucket: int, step: int, keys: Any, rows: Any, 
         if ranks[n] == EMPTY:
             gap = place + U64(1)
         elif ranks[n] < last_rank or (ranks[n] == last_rank and _tie(words[at]) <= last_tie):
-            keys[left], rows[left] = words[at], (words[at + U64(1)] & LOWER) - 1
+            if directory.age_steps and ranks[n] == 0:
+                end -= 1
+                keys[end], rows[end] = words[at], (words[at + U64(1)] & LOWER) - 1
+            else:
+                keys[left], rows[left] = words[at], (words[at + U64(1)] & LOWER) - 1
+                left += 1
             words[at] = words[at + U64(1)] = 0
-            left += 1
         else:
             while gap < place and words[(gap << U64(1)) + U64(1)] != 0:
                 gap += U64(1)

@@ -24,6 +24,7 @@ from dlrm_kernels import (
     hashing,
     initial_rows,
     interaction,
+    key_filters,
     packing,
     pages,
     parallel,
@@ -185,6 +186,8 @@ def _of_keys() -> Iterator[Example]:
     yield _loop(eviction._count_expired, made, i64(1), 1, i64(1))
     yield _loop(eviction._sweep_buckets, made, i64(1), 1, ends, i64(1), i64(1))
     yield directory.free_rows, (made, some)
+    yield key_filters.add_keys, (u64(8), keys)
+    yield key_filters.count_known, (u64(8), i64((1, 2)), i64(1) + 1, keys, last, i64(1))
 
 
 def _of_pages() -> Iterator[Example]:

@@ -242,6 +242,9 @@ class LocalTables:
         self.lookups = LookupCounts()
         self.settle()
         for group in self.groups:
+            if group.unique is None:
+                continue
+            group.unique.evicted.forget(step)
             if group.sights is not None:
                 group.sights.settle(self.pending)
             for number, part in enumerate(group.parts):
@@ -253,6 +256,7 @@ class LocalTables:
                     if group.stack is not None:
                         group.stack.drop(number, left.rows)
                     part.rows.free(left)
+                    group.unique.evicted.add(number, left.keys[~left.by_age], step)
         return Maintained(lookups, before, self._unique_rows())
 
     def _unique_rows(self) -> NDArray[np.int64]:

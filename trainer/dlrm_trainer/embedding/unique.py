@@ -27,6 +27,7 @@ from dlrm_kernels.dirty_rows import WORD
 from dlrm_kernels.eviction import DECAY_PARTS
 from dlrm_kernels.row_updates import step_keys, table_key
 from dlrm_trainer.embedding.changes import MAX_KEPT, DirtyPart
+from dlrm_trainer.embedding.evicted_keys import EvictedKeys
 from dlrm_trainer.embedding.tiers.slots import untouched_zeros
 
 Ints = NDArray[np.int64]
@@ -145,15 +146,16 @@ class UniquePolicy:
     """Whether lookups count by the norm of their gradient, rather than 1 each."""
     extra_steps: tuple[int, ...] = ()
     """Of each of the table's features: steps by which its lookups keep rows longer than ``rules.age_steps``."""
+    half_life_steps: int = MIN_HALF_LIFE_STEPS
+    """Also without scores: within it, an evicted id should not come back."""
 
     @classmethod
     def of(cls, table: TableSpec, batch_size: int) -> UniquePolicy:
         """Read a table's policy, for global batches of so many samples."""
         keeping = table.embedding.eviction or EvictionSpec()
         admitting = table.embedding.admission or AdmissionSpec()
-        decay_steps = 0
-        if keeping.keep != "recent":
-            decay_steps = max(1, _half_life_steps(table, keeping.half_life_samples, batch_size) // DECAY_PARTS)
+        half_life = _half_life_steps(table, keeping.half_life_samples, batch_size)
+        decay_steps = 0 if keeping.keep == "recent" else max(1, half_life // DECAY_PARTS)
         ages = [-(-samples // batch_size) for samples in keeping.max_age_samples] or [0]
         ages *= len(table.sources) if len(ages) == 1 else 1
         return cls(
@@ -161,6 +163,7 @@ class UniquePolicy:
             chance=min(int((admitting.probability or 1.0) * 2.0**64), ALL_CHANCES),
             is_by_gradient=keeping.keep == "useful",
             extra_steps=tuple(age - min(ages) for age in ages),
+            half_life_steps=half_life,
         )
 
     @property
@@ -202,6 +205,8 @@ class Leaving(NamedTuple):
 
     keys: Ints
     rows: Ints
+    by_age: NDArray[np.bool_]
+    """Whether each has expired; the others left a full bucket."""
 
 
 class HeldKeys(NamedTuple):
@@ -312,10 +317,11 @@ class UniqueRows:
             interval = max(1, owned.age_steps // CHECKS_OF_AGE)
             shift = (owned.first_bucket + np.arange(len(due))) % interval
             due = (step + shift) // interval > (last_step + shift) // interval
-        keys, rows, expired = eviction.sweep(owned, step, due, torch.get_num_threads())
-        self.evicted += len(keys) - expired
+        left = Leaving(*eviction.sweep(owned, step, due, torch.get_num_threads()))
+        expired = int(left.by_age.sum())
+        self.evicted += len(left.keys) - expired
         self.expired += expired
-        return Leaving(keys, rows)
+        return left
 
     def free(self, left: Leaving) -> None:
         """Free the rows of keys that left, once a cut in progress has saved them."""
@@ -430,9 +436,10 @@ class UniqueGroup:
         self._group, members = directory.make_group(empty, slots)
         for part, member in zip(parts, members, strict=True):
             part.directory = member
-        self.counts = np.zeros((4, len(parts)), np.int64)
+        self.counts = np.zeros((5, len(parts)), np.int64)
         """Of each part, since the attempt began: lookups; those whose key found its bucket full; keys admitted; lookups
-        that admission declined."""
+        that admission declined; keys admitted that ``evicted`` knows."""
+        self.evicted = EvictedKeys([part.quota_rows for part in parts], [part.policy.half_life_steps for part in parts])
         self._keys = np.array([table_key(seed, part.table) for part in parts], np.uint64)
         self._chances = np.array([part.policy.chance for part in parts], np.uint64)
         self._columns = np.searchsorted(part_of, np.arange(len(parts) + 1))
@@ -457,7 +464,8 @@ class UniqueGroup:
             raise self.parts[number].no_slot(int(new.failed[number]))
         has_row = rows != ABSENT
         full = np.diff(np.searchsorted(np.flatnonzero(~has_row), ends), prepend=0) - new.declined
-        self.counts += (np.diff(ends, prepend=0), full, new.added, new.declined)
+        again = self.evicted.count(new.keys, np.cumsum(new.added))
+        self.counts += (np.diff(ends, prepend=0), full, new.added, new.declined, again)
         return Admitted(
             rows=rows,
             places=places,

@@ -37,8 +37,8 @@ HEAD_WORDS = KEPT + len(TIERS)
 TIER_NUMBERS = {tier: number for number, tier in enumerate(TIERS)}
 READ_ROWS, WRITTEN_ROWS, READ_BYTES, WRITTEN_BYTES, DEVICE_READS, DEVICE_WRITES, CLEANED, LEVEL_WORDS = range(8)
 """Columns of a level's counters."""
-UNIQUE_LOOKUPS, WITHOUT_ROW, ADMITTED, DECLINED, LEFT, EXPIRED, IN_USE, FULLEST, UNIQUE_WORDS = range(9)
-"""Columns of a unique table's counters, the first four as in ``UniqueGroup.counts``; the last two are gauges."""
+UNIQUE_LOOKUPS, WITHOUT_ROW, ADMITTED, DECLINED, READMITTED, LEFT, EXPIRED, IN_USE, FULLEST, UNIQUE_WORDS = range(10)
+"""Columns of a unique table's counters, the first five as in ``UniqueGroup.counts``; the last two are gauges."""
 TABLE_COUNTS: tuple[tuple[str, int, str], ...] = (
     ("lookups", LOOKUPS, "Lookups of tables with levels, duplicates included."),
     ("accesses", ACCESSES, "Accesses: one for each distinct row of a batch."),

@@ -19,6 +19,7 @@ from dlrm_trainer.metrics.tiers import (
     IN_USE,
     LEFT,
     MAX_TABLE_SERIES,
+    READMITTED,
     UNIQUE_LOOKUPS,
     WITHOUT_ROW,
     RankCounters,
@@ -38,6 +39,12 @@ COUNTS: tuple[tuple[str, Mapping[str, str], str], ...] = (
         "admission.count or probability.",
     ),
     ("admitted_rows", {"": "admitted_rows"}, "Rows given to ids that had none."),
+    (
+        "readmitted_rows",
+        {"": "readmitted_rows"},
+        "Rows given to ids that a full bucket lost within the last one to two half-lives of eviction.halfLifeSamples, "
+        "or of its default. Ids are remembered approximately: up to 5 % of all others count too.",
+    ),
     (
         "evicted_rows",
         {FULL: "evicted_rows", "age": "expired_rows"},
@@ -113,6 +120,7 @@ def _uses(placement: Placement, rank: RankCounters, *, by_class: bool) -> Iterat
                 lookups_without_row=counts[WITHOUT_ROW],
                 lookups_declined=counts[DECLINED],
                 admitted_rows=counts[ADMITTED],
+                readmitted_rows=counts[READMITTED],
                 evicted_rows=counts[LEFT],
                 expired_rows=counts[EXPIRED],
             )

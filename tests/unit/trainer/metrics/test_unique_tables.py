@@ -40,9 +40,11 @@ def test_counts_of_a_run_add_up(tmp_path: Path, tiers: tuple[Tier, ...], rated: 
         assert use.rows == len(run.states[-1][table].keys) == use.admitted_rows - use.evicted_rows - use.expired_rows
         assert use.capacity_rows == ROWS[table]
         assert use.evicted_rows + use.expired_rows > 0
+        assert use.readmitted_rows <= use.admitted_rows * (use.evicted_rows > 0)
         assert use.fill <= use.fullest_bucket_ratio <= 1
         assert use.directory_bytes == BUCKETS * key_buckets(ROWS[table], BUCKETS).slots * SLOT_BYTES
         assert (use.expired_rows > 0, use.lookups_declined > 0) == (rated and table != "split",) * 2
+    assert sum(use.readmitted_rows for use in uses.values()) > 0
     assert sum(use.lookups_without_row for use in uses.values()) == run.without_row > 0
 
 
@@ -77,7 +79,8 @@ def test_every_rank_and_table_of_a_pod_has_series() -> None:
 def test_many_tables_are_joined_by_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unique_tables, "MAX_TABLE_SERIES", 1)
 
-    found = {tuple(each.labels.values()): each.value for each in list(two_ranks().collect())[4].samples}
+    rows = next(family for family in two_ranks().collect() if family.name == "dlrm_trainer_unique_rows")
+    found = {tuple(each.labels.values()): each.value for each in rows.samples}
 
     # Rank 0 has one table of fp16 rows and two of fp32 rows.
     assert found == {("0", "class:0"): 10, ("0", "class:1"): 20, ("1", "class:0"): 11}
