@@ -119,7 +119,7 @@ def _of_data() -> Iterator[Example]:
     yield reuse._fill, (stack, i64(0), i64(0), i64(0))
     yield reuse._seek, (stack, np.arange(2), i64(2) + 1, 0, i64(2))
     yield reuse._use, (stack, i64(2), 1, 0)
-    yield reuse._remove, (stack, i64(2), i64(2), i64(2))
+    yield reuse._remove, (stack, i64(0), i64(0), i64(0))
     yield reuse._sampled, (i64(2), 1)
 
 
