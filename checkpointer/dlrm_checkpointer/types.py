@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, Protocol, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrm_api.dimensions import MAX_SIZES
 from dlrm_api.errors import SnapshotError
 from dlrm_api.keys import KEY_END, MAX_BUCKETS, key_buckets
+from dlrm_api.model import RowValue
 
 
 @dataclass(frozen=True, order=True)
@@ -57,8 +60,8 @@ class ShardRows:
 
     ``row_ids`` (N,) int64 are global row numbers, strictly ascending and inside the shard;
     ``rows`` (N, width) float32; ``state`` (N, S) float32, the values of each column block of the shard side by side
-    (row-wise Adagrad over a whole table: S = 1; SGD: S = 0). In a unique table row numbers are keys, which a cut holds
-    in any order, and ``TableMeta.row_values`` follow in ``state``.
+    (row-wise Adagrad over a whole table: S = 1; SGD: S = 0), followed by ``TableMeta.values_beside``. In a unique table
+    row numbers are keys, which a cut holds in any order.
     """
 
     shard: ShardId
@@ -104,7 +107,7 @@ class CutRowSource(Protocol):
 
     @property
     def state_values(self) -> int:
-        """Return the number of state values per row, ``TableMeta.row_values`` included."""
+        """Return the number of state values per row, ``TableMeta.values_beside`` included."""
 
     @property
     def row_ids(self) -> NDArray[np.int64]:
@@ -165,9 +168,6 @@ PEERS_TIMEOUT_S = 20.0
 one cut, the last finds all of them and commits it."""
 Dtype = Literal["fp32", "fp16"]
 Ids = Literal["rows", "unique"]
-RowValue = Literal["touched", "score", "utility"]
-"""What a row of a unique table has beside weights and optimizer state: the step of its last touch, a uint32, and its
-score then, a float32 of at least 0."""
 MAX_NAME = 63
 MAX_ROWS, MAX_COLUMNS = 2**40, 4_096
 """Bounds of a table, in the format as in ``spec.model.tables``."""
@@ -198,7 +198,14 @@ class TableMeta:
     buckets: int = 1
     """Ranges of keys of one size that a unique table is made of; no shard splits one."""
     row_values: tuple[RowValue, ...] = ()
-    """Values of each row of a unique table that follow its optimizer state; bits of a uint32 are in a float32."""
+    """Values of each row that follow its optimizer state: in a table of unique ids ``touched``, the step of its last
+    touch, a uint32 in the bits of a float32, and maybe its ``score`` then, at least 0; in one of several sizes
+    ``utility``, as the step at which it will have decayed to 1."""
+    sizes: tuple[int, ...] = ()
+    """Numbers of columns that rows may have, ascending up to ``dim``; empty: all rows have all columns.
+
+    A row has its first columns and reads as 0 in the others. In cuts its number of columns, a uint32, is the last value
+    of its state. Only in a table of row numbers it may be 0: the row was pruned."""
     counts_of: str = ""
     """Table of which this one has counters, as its rows' state: part of the trainer's state, not of the model."""
 
@@ -208,7 +215,6 @@ class TableMeta:
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as the format writes it."""
-        unique = {"ids": self.ids, "buckets": self.buckets, "rowValues": list(self.row_values)}
         return {
             "name": self.name,
             "rows": self.rows,
@@ -218,7 +224,9 @@ class TableMeta:
             "columnBlocks": [list(block) for block in self.column_blocks],
             "stateColumns": list(self.state_columns),
             "dtype": self.dtype,
-            **(unique if self.is_unique else {}),
+            **({"ids": self.ids, "buckets": self.buckets} if self.is_unique else {}),
+            **({"sizes": list(self.sizes)} if self.sizes else {}),
+            **({"rowValues": list(self.row_values)} if self.is_unique or self.sizes else {}),
             **({"countsOf": self.counts_of} if self.counts_of else {}),
         }
 
@@ -241,6 +249,7 @@ class TableMeta:
             ids=value.get("ids", "rows"),
             buckets=int(value.get("buckets", 1)),
             row_values=tuple(value.get("rowValues", ())),
+            sizes=tuple(int(size) for size in value.get("sizes", ())),
             counts_of=str(value.get("countsOf", "")),
         )
         if problem := table._problem():
@@ -265,24 +274,41 @@ class TableMeta:
             return f"invalid initializer: scale {self.scale}, seed {self.seed}"
         if self.dtype not in get_args(Dtype):
             return f"expected dtype fp32 or fp16, got {self.dtype!r}"
-        return self._unique_problem()
+        return self._unique_problem() or self._values_problem()
 
     def _unique_problem(self) -> str:
         if self.ids not in get_args(Ids):
             return f"expected ids rows or unique, got {self.ids!r}"
-        known = get_args(RowValue) if self.is_unique else ()
-        if self.row_values != known[: len(self.row_values)]:
-            return f"expected the first row values of {list(known)}, got {list(self.row_values)}"
         if self.buckets not in range(1, MAX_BUCKETS + 1) or self.buckets & (self.buckets - 1):
             return f"expected a power of two of at most {MAX_BUCKETS} buckets, got {self.buckets}"
         if not self.is_unique:
             return "" if self.buckets == 1 else "expected buckets in a table of unique ids only"
         return "" if len(self.column_blocks) == 1 else "expected one column block in a table of unique ids"
 
+    def _values_problem(self) -> str:
+        known, values = ("touched", "score") if self.is_unique else (), self.row_values
+        if self.sizes:
+            if len(self.column_blocks) > 1 or self.sizes[-1] != self.dim or len(self.sizes) > MAX_SIZES:
+                return f"expected at most {MAX_SIZES} sizes up to its {self.dim} columns, in one column block"
+            if any(size <= below for below, size in pairwise((0, *self.sizes))):
+                return f"expected ascending sizes, got {list(self.sizes)}"
+            values = values[:-1] if values[-1:] == ("utility",) else values
+        return "" if values == known[: len(values)] else f"invalid row values {list(self.row_values)}"
+
     @property
     def is_unique(self) -> bool:
         """Return whether global row numbers are keys."""
         return self.ids == "unique"
+
+    @property
+    def needs_version_3(self) -> bool:
+        """Return whether only version 3 of the format has such tables."""
+        return self.is_unique or bool(self.sizes)
+
+    @property
+    def row_sizes(self) -> tuple[int, ...]:
+        """Return the numbers of columns that rows may have, unless all have ``dim``; 0 is that of a pruned row."""
+        return (0, *self.sizes) if self.sizes and not self.is_unique else self.sizes
 
     @property
     def capacity(self) -> int:
@@ -321,8 +347,13 @@ class TableMeta:
 
     @property
     def state_width(self) -> int:
-        """Return the number of row optimizer state values of a whole row, ``row_values`` included."""
-        return sum(self.state_columns) + len(self.row_values)
+        """Return the number of row optimizer state values of a whole row, with those beside it, as cuts have them."""
+        return sum(self.state_columns) + self.values_beside
+
+    @property
+    def values_beside(self) -> int:
+        """Return how many values follow a row's optimizer state in cuts: ``row_values``, then its number of columns."""
+        return len(self.row_values) + bool(self.sizes)
 
     def state_of(self, column_start: int, column_end: int) -> range:
         """Return the positions, in a whole row's state, of the values that belong to these columns.
@@ -332,8 +363,8 @@ class TableMeta:
         """
         blocks = self.blocks_of(column_start, column_end)
         start, stop = sum(self.state_columns[: blocks.start]), sum(self.state_columns[: blocks.stop])
-        # Only tables with one block have row values.
-        return range(start, stop + len(self.row_values))
+        # Only tables with one block have them.
+        return range(start, stop + self.values_beside)
 
 
 def check_gone(gone: GoneRows, table: TableMeta) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -26,7 +26,7 @@ IN_ORDER = np.empty(0, np.int64)
 """Places of rows that follow each other."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class ChunkEncoding:
     """State how the weights of a chunk are stored."""
 
@@ -34,6 +34,8 @@ class ChunkEncoding:
     """0: the rows are gone, and have no weights."""
     exponent: int
     """Weights are what is stored times 2**exponent."""
+    columns: int | None = None
+    """Number of the first columns that the rows have, in a table of several sizes."""
 
 
 GONE = ChunkEncoding(0, 0)
@@ -156,9 +158,9 @@ class CodedRows:
     """Hold some rows of one shard in one encoding, with their optimizer state.
 
     ``row_ids`` (N,) int64 are global row numbers, strictly ascending and inside the shard.
-    ``body`` is (N, P) uint8 codes at 2, 3, 4 and 8 bits (``packing``), (N, width) float16 at 16, float32 at 32.
+    ``body`` is (N, P) uint8 codes at 2, 3, 4 and 8 bits (``packing``), (N, columns) float16 at 16, float32 at 32.
     ``scale`` and ``low`` are (N,) float16 at 2 to 8 bits, else (0,).
-    ``state`` (N, S) float32 is that of ``ShardRows``.
+    ``state`` (N, S) float32 is that of ``ShardRows`` without the number of columns.
     Rows that are ``GONE`` have row numbers alone: ``body`` and ``state`` are (N, 0).
     """
 
@@ -181,6 +183,11 @@ class CodedRows:
         none = np.empty((len(row_ids), 0), np.uint8)
         state = np.empty((len(row_ids), 0), np.float32)
         return cls(shard=shard, row_ids=row_ids, form=GONE, body=none, scale=EMPTY, low=EMPTY, state=state)
+
+    @property
+    def columns(self) -> int:
+        """Return the number of columns that the rows have; in the others of the shard they are 0."""
+        return self.shard.width if self.form.columns is None else self.form.columns
 
     @property
     def is_gone(self) -> bool:
@@ -233,17 +240,18 @@ def row_bytes(bits: Bits, width: int, state_values: int) -> int:
 
 
 def code_rows(
-    piece: ShardRows, bits: Bits, out: NDArray[np.uint8] | None = None, *, row_values: int = 0
+    piece: ShardRows, bits: Bits, out: NDArray[np.uint8] | None = None, *, table: TableMeta | None = None
 ) -> list[CodedRows]:
-    """Encode rows: one ``CodedRows`` per encoding, nearly always one. Equal rows give equal bits.
+    """Encode rows: one ``CodedRows`` per encoding, nearly always one for each size. Equal rows give equal bits.
 
     At 2 to 8 bits a weight in the range of its row's codes comes back within half a scale, plus float rounding; that
     is every weight at 8 bits. At 2, 3 and 4 bits the range is the one with the least squared error that a search
     finds. At 16 bits a weight is the nearest fp16 number times 2**exponent: exact for rows of fp16 tables. At 32 bits
     it is a view of ``piece``.
 
-    ``docs/format.md`` has the exponents. Codes are written to ``out`` if it is large enough, which is faster than new
-    memory; the result is valid until it is used again. The last ``row_values`` columns of the state are any 32 bits.
+    ``docs/format.md`` has the exponents. Codes of rows of one size are written to ``out`` if it is large enough, which
+    is faster than new memory; the result is valid until it is used again. ``table`` says what ``values_beside`` the
+    state ends with, if any. Rows without columns have nothing to round, and are stored as at 32 bits.
 
     Raises:
         SnapshotError: names the table and the row of a value that cannot be stored.
@@ -251,7 +259,16 @@ def code_rows(
     Source: Eisenman et al., Check-N-Run, NSDI 2022; Guan et al., Post-Training 4-bit Quantization on Embedding
     Tables, 2019.
     """
-    floats = piece.state[:, : piece.state_values - row_values]
+    if table is not None and table.sizes:
+        if table.row_values:
+            _check_finite(piece, piece.state[:, -2:-1], "its utility is not finite; the cut is not stored")
+        plain = replace(table, sizes=())
+        return [
+            replace(coded, form=replace(coded.form, columns=size))
+            for size, part in _by_size(piece, table)
+            for coded in code_rows(part, bits if size else 32, table=plain)
+        ]
+    floats = piece.state[:, : piece.state_values - (table.values_beside if table else 0)]
     _check_finite(piece, floats, "its optimizer state is not finite; the cut is not stored")
     coded, exponents, bad = QUANTIZERS[bits].encode(piece, out)
     if bad >= 0:
@@ -260,12 +277,29 @@ def code_rows(
     return [coded] if exponents is None else _by_exponent(coded, exponents)
 
 
-def decode_rows(coded: CodedRows, out: NDArray[np.float32] | None = None) -> ShardRows:
-    """Decode rows.
+def _by_size(piece: ShardRows, table: TableMeta) -> Iterator[tuple[int, ShardRows]]:
+    """Separate rows by their numbers of columns, and cut them to these."""
+    columns = np.ascontiguousarray(piece.state[:, -1]).view(np.uint32)
+    sizes = table.row_sizes
+    if not (known := np.isin(columns, sizes)).all():
+        bad = int(np.argmin(known))
+        raise SnapshotError(
+            f"table {table.name}, row {piece.row_ids[bad]}: has {columns[bad]} columns, expected one of {list(sizes)}; "
+            "the cut is not stored"
+        )
+    for size in sizes:
+        if len(index := np.flatnonzero(columns == size)):
+            rows, state = piece.rows[index, :size], piece.state[index, :-1]
+            yield size, ShardRows(shard=piece.shard, row_ids=piece.row_ids[index], rows=rows, state=state)
 
-    ``out`` is memory for them, (at least N, width) float32; by default new memory, or at 32 bits a view of ``coded``.
+
+def decode_rows(coded: CodedRows, out: NDArray[np.float32] | None = None) -> ShardRows:
+    """Decode rows; columns that they do not have are 0.
+
+    ``out`` is memory for them, (at least N, width) float32, or without the columns that they do not have; by default
+    new memory, or at 32 bits a view of ``coded``.
     """
-    if out is None and coded.body.dtype == np.float32:
+    if out is None and coded.body.dtype == np.float32 and coded.columns == coded.shard.width:
         rows = coded.body
     else:
         count = len(coded.row_ids)
@@ -277,9 +311,17 @@ def decode_rows(coded: CodedRows, out: NDArray[np.float32] | None = None) -> Sha
 def place_weights(coded: CodedRows, places: NDArray[np.int64], out: NDArray[np.float32]) -> None:
     """Decode weights straight to their places.
 
-    ``places`` (N,) are different rows of ``out`` (any, width); empty: its first N.
+    ``places`` (N,) are different rows of ``out`` (any, width); empty: its first N. ``out`` may lack the columns that
+    the rows do not have, else these become 0.
     """
-    QUANTIZERS[coded.form.bits].decode(coded, places, out)
+    quantizer, count = QUANTIZERS[coded.form.bits], len(coded.row_ids)
+    if out.shape[1] == coded.columns:
+        quantizer.decode(coded, places, out)
+        return
+    present = np.empty((count, coded.columns), np.float32)
+    quantizer.decode(coded, IN_ORDER, present)
+    at = places if len(places) else slice(count)
+    out[at, : coded.columns], out[at, coded.columns :] = present, 0
 
 
 def _coded(piece: ShardRows, bits: Bits, body: NDArray[Any], *scale_and_low: NDArray[np.float16]) -> CodedRows:

@@ -20,7 +20,8 @@ from dlrm_stores import ObjectStore
 from dlrm_stores.base import Body
 
 OBJECT_VERSION, KEYED_OBJECT_VERSION = 2, 3
-"""Versions of objects; the second is that of rows of unique tables and of keys that are gone."""
+"""Versions of objects; the second is that of rows of unique tables and of tables of several sizes, and of keys that are
+gone."""
 METADATA_KEY = "dlrm"
 """The only entry of the container's metadata, a JSON object: the order of several entries is not deterministic."""
 DTYPES = {
@@ -42,7 +43,7 @@ MAX_GONE_KEYS = 1 << 20
 """Largest number of keys in one object of keys that are gone, as written."""
 BITMAP, GAPS, KEYS = "row_bitmap", "row_gaps", "row_keys"
 GAP_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
-TOUCHED, SCORE = "touched", "score"
+TOUCHED, FLOAT_VALUES = "touched", ("score", "utility")
 TOUCHED_STEPS = 64
 """Steps of a period: below 32 bits, a row's last touch is stored as the number of periods before ``touchedBase``."""
 MAX_TOUCHED_AGE = 2**16 - 1
@@ -51,13 +52,13 @@ MAX_TOUCHED_AGE = 2**16 - 1
 def encode_rows(coded: CodedRows, table: TableMeta | None = None) -> memoryview:
     """Encode one chunk of at least one row, or of keys that are gone. Equal rows give equal bytes.
 
-    ``table`` is that of the rows; it is needed only if its ids are unique.
+    ``table`` is that of the rows; it is needed only if its ids are unique or its rows of several sizes.
     """
     form = coded.form
     shard = {to_camel(name): value for name, value in vars(coded.shard).items()}
     meta = {**_ids_meta(coded.row_ids), **shard}
     is_keyed = table is not None and table.is_unique
-    version = KEYED_OBJECT_VERSION if is_keyed else OBJECT_VERSION
+    version = KEYED_OBJECT_VERSION if table is not None and table.needs_version_3 else OBJECT_VERSION
     arrays, coding = _encode_keys(coded.row_ids) if is_keyed else (_encode_ids(coded.row_ids), {})
     if coded.is_gone:
         return _save(arrays, "gone", meta | coding, version)
@@ -65,14 +66,17 @@ def encode_rows(coded: CodedRows, table: TableMeta | None = None) -> memoryview:
     if table is not None and table.row_values:
         own = coded.state.shape[1] - len(table.row_values)
         arrays["state"] = coded.state[:, :own]
-        arrays[TOUCHED], base = _encode_touched(_words(coded.state)[:, own], form.bits)
-        if SCORE in table.row_values:
-            arrays[SCORE] = coded.state[:, own + 1]
-        coding |= base
+        for number, name in enumerate(table.row_values, own):
+            arrays[name] = coded.state[:, number]
+        if TOUCHED in arrays:
+            arrays[TOUCHED], base = _encode_touched(_words(coded.state)[:, own], form.bits)
+            coding |= base
     if QUANTIZERS[form.bits].has_scale:
         arrays |= {"codes": coded.body, "scale": coded.scale, "low": coded.low}
     else:
         arrays["rows"] = coded.body
+    if form.columns is not None:
+        coding |= {"columns": form.columns}
     return _save(arrays, "rows", {"bits": form.bits, "exponent": form.exponent, **meta, **coding}, version)
 
 
@@ -94,18 +98,21 @@ def _coded_rows(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
         raise ValueError(f"invalid shard {shard}")
     if (first := int(meta["firstRow"])) < shard.row_start:
         raise ValueError(f"row {first} lies outside {shard}")
-    is_keyed = meta["version"] == KEYED_OBJECT_VERSION
+    is_keyed = meta["version"] == KEYED_OBJECT_VERSION and KEYS in arrays
     if meta["kind"] == "gone":
         if not is_keyed or count > MAX_ROW_NUMBERS:
             raise ValueError(f"expected at most {MAX_ROW_NUMBERS} keys of a table of unique ids, got {count}")
         return CodedRows.gone(shard, _decode_keys(meta, arrays, first, count, shard.row_end))
-    form = ChunkEncoding(meta["bits"], int(meta["exponent"]))
+    columns = int(meta["columns"]) if meta["version"] == KEYED_OBJECT_VERSION and "columns" in meta else None
+    if not 0 <= (width := shard.width if columns is None else columns) <= shard.width:
+        raise ValueError(f"rows of {width} columns in {shard}")
+    form = ChunkEncoding(meta["bits"], int(meta["exponent"]), columns)
     quantizer = QUANTIZERS.get(form.bits) if type(form.bits) is int else None
     if quantizer is None or form.exponent not in quantizer.exponents:
         raise ValueError(f"{form.bits} bits with exponent {form.exponent}")
     name = "codes" if quantizer.has_scale else "rows"
     wanted: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
-        name: (quantizer.dtype, (count, quantizer.columns(shard.width))),
+        name: (quantizer.dtype, (count, quantizer.columns(width))),
         "state": (np.float32, (count, arrays["state"].shape[-1])),
     }
     if quantizer.has_scale:
@@ -118,9 +125,10 @@ def _coded_rows(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
             raise ValueError(f"{each} is not finite")
     scale, low = (arrays["scale"], arrays["low"]) if quantizer.has_scale else (EMPTY, EMPTY)
     if not is_keyed:
-        ids, state = _decode_ids(arrays, first, count, shard.row_end), arrays["state"]
+        ids = _decode_ids(arrays, first, count, shard.row_end)
     else:
-        ids, state = _decode_keys(meta, arrays, first, count, shard.row_end), _with_row_values(meta, arrays)
+        ids = _decode_keys(meta, arrays, first, count, shard.row_end)
+    state = _with_row_values(meta, arrays)
     return CodedRows(shard=shard, row_ids=ids, form=form, body=arrays[name], scale=scale, low=low, state=state)
 
 
@@ -134,13 +142,23 @@ def _encode_touched(steps: NDArray[np.uint32], bits: int) -> tuple[NDArray[Any],
 
 
 def _with_row_values(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
-    """Return the state with the steps of ``touched``, and ``score``, as its last columns, if the chunk has them."""
-    state = arrays["state"]
-    if TOUCHED not in arrays:
-        return state
-    touched, kind = arrays[TOUCHED], np.uint32 if meta["bits"] == 32 else np.uint16
-    if touched.dtype != kind or touched.shape != state.shape[:1]:
-        raise ValueError(f"{TOUCHED} is {touched.dtype}{touched.shape}, not {np.dtype(kind)}{state.shape[:1]}")
+    """Return the state with ``RowValue``s as its last columns, if the chunk has them."""
+    values = [_decode_touched(meta, arrays[TOUCHED])] if TOUCHED in arrays else []
+    for name in FLOAT_VALUES:
+        if (value := arrays.get(name)) is not None:
+            if value.dtype != np.float32 or value.shape != (int(meta["rows"]),):
+                raise ValueError(f"{name} is {value.dtype}{value.shape}, not float32({meta['rows']},)")
+            if not np.isfinite(value).all() or (name == "score" and (value < 0).any()):
+                raise ValueError(f"{name} is negative or not finite")
+            values.append(value)
+    return np.column_stack([arrays["state"], *values]) if values else arrays["state"]
+
+
+def _decode_touched(meta: Mapping[str, Any], touched: NDArray[Any]) -> NDArray[np.float32]:
+    """Return the (N,) steps as bits of float32."""
+    kind, count = np.uint32 if meta["bits"] == 32 else np.uint16, int(meta["rows"])
+    if touched.dtype != kind or touched.shape != (count,):
+        raise ValueError(f"{TOUCHED} is {touched.dtype}{touched.shape}, not {np.dtype(kind)}({count},)")
     steps = touched.astype(np.uint32)
     if kind is np.uint16:
         base = int(meta["touchedBase"])
@@ -148,14 +166,7 @@ def _with_row_values(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
             raise ValueError(f"rows were touched {steps.max()} periods before period {base}")
         # Step 0 is that of rows that were never updated.
         steps = np.maximum((np.uint32(base) - steps) * np.uint32(TOUCHED_STEPS), np.uint32(1))
-    values = [steps.view(np.float32)]
-    if (score := arrays.get(SCORE)) is not None:
-        if score.dtype != np.float32 or score.shape != touched.shape:
-            raise ValueError(f"{SCORE} is {score.dtype}{score.shape}, not float32{touched.shape}")
-        if not (np.isfinite(score) & (score >= 0)).all():
-            raise ValueError(f"{SCORE} is negative or not finite")
-        values.append(score)
-    return np.column_stack([state, *values])
+    return steps.view(np.float32)
 
 
 def _words(state: NDArray[np.float32]) -> NDArray[np.uint32]:

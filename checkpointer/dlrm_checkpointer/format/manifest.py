@@ -23,7 +23,7 @@ from dlrm_api.errors import SnapshotError, field_path, first_problem
 from dlrm_checkpointer.types import MAX_NAME, CutMeta, ShardId, SnapshotName, TableMeta
 
 FORMAT_VERSION, KEYED_FORMAT_VERSION = 2, 3
-"""The second is written for models with a table of unique ids."""
+"""The second is written for models with a table of unique ids, or with rows of several sizes."""
 UNSEALED = "0" * 64
 FORMAT = ConfigDict(alias_generator=to_camel, validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
 """Rules of every part of the format: camelCase, unknown fields are ignored, incompatible changes raise the version."""
@@ -149,12 +149,15 @@ class ChunkEntry(ObjectEntry):
     rows: int = Field(ge=1)
     first_row: int = Field(ge=0)
     last_row: int
+    columns: int | None = Field(None, exclude_if=lambda columns: columns is None)
+    """Number of the first columns that the rows have, in a table of several sizes."""
 
     @classmethod
-    def of(cls, put: ObjectEntry, shard: ShardId, row_ids: NDArray[np.int64]) -> Self:
+    def of(cls, put: ObjectEntry, shard: ShardId, row_ids: NDArray[np.int64], columns: int | None = None) -> Self:
         """Return the entry of an object that holds rows ``row_ids`` (N,), ascending, N >= 1."""
         first, last = int(row_ids[0]), int(row_ids[-1])
-        return cls(**asdict(put), **asdict(shard), rows=len(row_ids), first_row=first, last_row=last)
+        rows = len(row_ids)
+        return cls(**asdict(put), **asdict(shard), rows=rows, first_row=first, last_row=last, columns=columns)
 
     @property
     def shard(self) -> ShardId:
@@ -310,7 +313,7 @@ class Manifest(_CutModel):
 
 def format_version(tables: Iterable[TableMeta]) -> int:
     """Return the version in which snapshots of these tables are written."""
-    return KEYED_FORMAT_VERSION if any(table.is_unique for table in tables) else FORMAT_VERSION
+    return KEYED_FORMAT_VERSION if any(table.needs_version_3 for table in tables) else FORMAT_VERSION
 
 
 def manifest_key(step: int, attempt: int) -> str:
@@ -382,7 +385,7 @@ def checked_tables(
 ) -> dict[str, TableMeta]:
     """Parse tables by name, and check that their chunks lie in them: readers rely on the entries.
 
-    Only where ``keyed``, a table may have unique ids.
+    Only where ``keyed``, a table may have unique ids, or rows of several sizes.
 
     Raises:
         KeyError, TypeError, ValueError, OverflowError: names the table or the chunk that is wrong.
@@ -391,8 +394,8 @@ def checked_tables(
     for table in map(TableMeta.from_json, documents):
         if tables.setdefault(table.name, table) is not table:
             raise ValueError(f"duplicate table {table.name!r}")
-        if table.is_unique and not keyed:
-            raise ValueError(f"table {table.name!r}: this version has no tables of unique ids")
+        if table.needs_version_3 and not keyed:
+            raise ValueError(f"table {table.name!r}: this version has no tables of unique ids or of several sizes")
     edges = {name: tuple(map(set, zip(*table.column_blocks, strict=True))) for name, table in tables.items()}
     for chunk in chunks:
         if chunk.table not in tables:
@@ -401,7 +404,10 @@ def checked_tables(
         table = tables[chunk.table]
         if isinstance(chunk, GoneEntry) and not table.is_unique:
             raise ValueError(f"{chunk.key}: rows of table {table.name} cannot be gone: its ids are not unique")
-        most = chunk.rows if isinstance(chunk, GoneEntry) else table.capacity
+        is_gone = isinstance(chunk, GoneEntry)
+        if chunk.columns not in ((None,) if is_gone or not table.sizes else table.row_sizes):
+            raise ValueError(f"{chunk.key}: holds rows of {chunk.columns} columns, not of {list(table.row_sizes)}")
+        most = chunk.rows if is_gone else table.capacity
         if not (
             chunk.row_start <= chunk.first_row <= chunk.last_row < chunk.row_end <= table.end
             and chunk.rows <= most

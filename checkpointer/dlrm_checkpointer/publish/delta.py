@@ -41,7 +41,7 @@ from dlrm_stores import ObjectStore
 from dlrm_stores.base import Body, parallel_map
 
 PUBLICATION_VERSION, KEYED_PUBLICATION_VERSION = 1, 2
-"""The second is written for models with a table of unique ids."""
+"""The second is written for models with a table of unique ids, or with rows of several sizes."""
 DELTAS = "deltas/"
 PLAN_KEY = "plan.json"
 TRIES = 10**8
@@ -152,7 +152,7 @@ def published_table(table: TableMeta) -> TableMeta:
 
 def publication_version(tables: Iterable[TableMeta]) -> int:
     """Return the version in which deltas of these tables are written."""
-    is_keyed = any(table.is_unique for table in tables)
+    is_keyed = any(table.needs_version_3 for table in tables)
     return KEYED_PUBLICATION_VERSION if is_keyed else PUBLICATION_VERSION
 
 
@@ -337,7 +337,7 @@ class _Part:
         found = _Gathered(chunk_rows(table.dim))
         gone = _Gathered(MAX_NUMBERS)
         for update in updates(self._place.snapshots, table, self._before, self._after, share):
-            for rows in found.add(update.row_ids, update.rows):
+            for rows in found.add(update.row_ids, update.rows, update.columns):
                 yield partial(self._put_rows, table, share, rows)
             for (numbers,) in gone.add(update.gone):
                 self._put_gone(table, share, numbers)
@@ -349,12 +349,12 @@ class _Part:
     def _put_rows(
         self, table: TableMeta, share: range, gathered: Sequence[NDArray[Any]], name: str
     ) -> Iterator[ChunkEntry]:
-        row_ids, rows = gathered
-        shard = ShardId(table.name, share.start, share.stop, 0, table.dim)
-        none = np.empty((len(row_ids), 0), np.float32)
-        for coded in code_rows(ShardRows(shard=shard, row_ids=row_ids, rows=rows, state=none), self._plan.bits):
-            body = encode_rows(coded, published_table(table))
-            yield ChunkEntry.of(self._put_object(name, body), shard, coded.row_ids)
+        row_ids, rows, columns = gathered
+        shard, published = ShardId(table.name, share.start, share.stop, 0, table.dim), published_table(table)
+        piece = ShardRows(shard=shard, row_ids=row_ids, rows=rows, state=columns)
+        for coded in code_rows(piece, self._plan.bits, table=published):
+            put = self._put_object(name, encode_rows(coded, published))
+            yield ChunkEntry.of(put, shard, coded.row_ids, coded.form.columns)
 
     def _put_gone(self, table: TableMeta, share: range, numbers: NDArray[np.int64]) -> None:
         if table.is_unique:

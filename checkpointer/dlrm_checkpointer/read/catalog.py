@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -106,7 +106,7 @@ class Block:
     def _finite(self, piece: ShardRows | GoneRows) -> NDArray[np.bool_]:
         if isinstance(piece, GoneRows):
             return np.ones(len(piece.row_ids), bool)
-        floats = piece.state[:, : piece.state_values - len(self.table.row_values)]
+        floats = piece.state[:, : piece.state_values - self.table.values_beside]
         finite: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(piece.rows), axis=1)
         return np.logical_and(finite, np.logical_and.reduce(np.isfinite(floats), axis=1))
 
@@ -156,8 +156,14 @@ def walk_table(snapshot: Snapshot, table: TableMeta) -> Iterator[Block]:
 
 
 def decoded(piece: CodedRows) -> ShardRows | GoneRows:
-    """Decode rows, or keys that are gone."""
-    return GoneRows(shard=piece.shard, row_ids=piece.row_ids) if piece.is_gone else decode_rows(piece)
+    """Decode rows, with their number of columns as cuts have it, or keys that are gone."""
+    if piece.is_gone:
+        return GoneRows(shard=piece.shard, row_ids=piece.row_ids)
+    rows = decode_rows(piece)
+    if piece.form.columns is None:
+        return rows
+    columns = np.full(len(piece.row_ids), piece.columns, np.uint32).view(np.float32)
+    return replace(rows, state=np.column_stack([rows.state, columns]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,6 +55,8 @@ class Update:
     row_ids: NDArray[np.int64]
     rows: NDArray[np.float32]
     """(N, dim) new weights."""
+    columns: NDArray[np.float32]
+    """(N, 1) their numbers of columns, as cuts have them; (N, 0) unless the table has rows of several sizes."""
     gone: NDArray[np.int64]
     """Rows that are reset to their initial values, or leave a unique table."""
 
@@ -98,7 +100,8 @@ def updates(store: ObjectStore, table: TableMeta, before: Chain | None, after: C
                 changed |= old.held != new.held
         sent, gone = changed & new.held, changed & ~new.held & (before is not None)
         if sent.any() or gone.any():
-            yield Update(row_ids=band.row_ids[sent], rows=new.rows[sent], gone=band.row_ids[gone])
+            columns = new.state[sent, table.state_width - bool(table.sizes) :]
+            yield Update(row_ids=band.row_ids[sent], rows=new.rows[sent], columns=columns, gone=band.row_ids[gone])
 
 
 @dataclass(frozen=True, kw_only=True)

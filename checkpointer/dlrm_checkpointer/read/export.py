@@ -22,6 +22,7 @@ from dlrm_api.process import raise_device
 from dlrm_checkpointer.codec.digest import state_digest, table_digest
 from dlrm_checkpointer.codec.initializer import id_seed
 from dlrm_checkpointer.codec.rows import code_rows
+from dlrm_checkpointer.format.chunk import FLOAT_VALUES
 from dlrm_checkpointer.read.catalog import walk_table
 from dlrm_checkpointer.read.restore import Snapshot
 from dlrm_checkpointer.types import ShardRows, TableMeta
@@ -188,8 +189,8 @@ def restore_to_folder(snapshot: Snapshot, folder: Path) -> str:
 
     ``tables/<name>.safetensors`` holds ``weights`` (rows, dim) and ``state`` (rows, state values) float32, for tables
     of unique ids also ``row_ids`` (rows,), which are keys, ``touched`` (rows,), a step, and ``score`` (rows,) if they
-    have one; ``dense.safetensors`` the dense arrays; ``meta.json``, written last, the cut and the digest. Tables stream
-    through memory in blocks.
+    have one, and for tables of several sizes ``utility`` and ``columns`` (rows,); ``dense.safetensors`` the dense
+    arrays; ``meta.json``, written last, the cut and the digest. Tables stream through memory in blocks.
 
     Raises:
         UsageError: the folder is not empty, or cannot be created.
@@ -256,34 +257,15 @@ def _write_table(snapshot: Snapshot, table: TableMeta, folder: Path) -> str:
     """Write one table block by block and return its digest; the library would need all of it in memory."""
     if Path(table.name).name != table.name:
         raise SnapshotError(f"{snapshot.uri}: invalid table name {table.name!r}")
-    path = folder / f"{table.name}.safetensors"
-    if table.is_unique:
-        return _write_unique_table(snapshot, table, path)
-    state_start, width = 4 * table.rows * table.dim, table.state_width
-    floats = np.dtype(np.float32)
-    header = safetensors_header({"weights": (floats, (table.rows, table.dim)), "state": (floats, (table.rows, width))})
-    partials = []
-    check_free_space(path, len(header) + state_start + 4 * table.rows * width)
-    with path.open("wb") as file:
-        file.write(header)
-        for block in walk_table(snapshot, table):
-            rows, state = block.fill()
-            partials.append(block.digest(rows, state))
-            file.seek(len(header) + 4 * block.start * table.dim)
-            file.write(little_endian(rows))
-            file.seek(len(header) + state_start + 4 * block.start * width)
-            file.write(little_endian(state))
-    return table_digest(partials)
-
-
-def _write_unique_table(snapshot: Snapshot, table: TableMeta, path: Path) -> str:
-    file, partials, width = _SomeRows(path), [], sum(table.state_columns)
+    path, own, partials = folder / f"{table.name}.safetensors", sum(table.state_columns), []
+    file: TableFile = _SomeRows(path) if table.is_unique else _WholeTable(path, table.rows)
+    names = (*table.row_values, *(("columns",) if table.sizes else ()))
     for block in walk_table(snapshot, table):
         rows, state = block.fill()
         partials.append(block.digest(rows, state))
-        arrays: dict[str, NDArray[Any]] = {"weights": rows, "state": state[:, :width]}
-        for number, name in enumerate(table.row_values, width):
-            arrays[name] = state[:, number] if name == "score" else state.view(np.uint32)[:, number]
+        arrays: dict[str, NDArray[Any]] = {"weights": rows, "state": state[:, :own]}
+        for number, name in enumerate(names, own):
+            arrays[name] = (state if name in FLOAT_VALUES else state.view(np.uint32))[:, number]
         file.add(block.row_ids, arrays)
     file.close()
     return table_digest(partials)

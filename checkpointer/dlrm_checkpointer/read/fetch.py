@@ -103,13 +103,14 @@ def fetch_rows(store: ObjectStore, entry: ChunkEntry, table: TableMeta, bodies: 
     ids, shard = piece.row_ids, piece.shard
     if piece.is_gone != isinstance(entry, GoneEntry):
         raise SnapshotError(f"{key}: holds {'keys that are gone' if piece.is_gone else 'rows'}, the manifest says not")
-    if shard != entry.shard or len(ids) != entry.rows or (ids[0], ids[-1]) != (entry.first_row, entry.last_row):
+    said = (entry.shard, entry.columns, entry.rows, entry.first_row, entry.last_row)
+    if (shard, piece.form.columns, len(ids), ids[0], ids[-1]) != said:
         raise SnapshotError(f"{key}: its rows are not those in the manifest")
     if shard.table != table.name or shard.row_end > table.end or shard.column_end > table.dim:
         raise SnapshotError(f"{key}: {shard} lies outside a table of {table.end} rows x {table.dim} columns")
     if ids[0] < shard.row_start or ids[-1] >= shard.row_end:
         raise SnapshotError(f"{key}: rows {ids[0]} to {ids[-1]} lie outside {shard}")
-    values = len(table.state_of(shard.column_start, shard.column_end))
+    values = len(table.state_of(shard.column_start, shard.column_end)) - bool(table.sizes)
     if not piece.is_gone and piece.state.shape[1] != values:
         raise SnapshotError(f"{key}: rows have {piece.state.shape[1]} values of state, their table has {values}")
     return piece

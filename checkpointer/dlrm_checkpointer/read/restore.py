@@ -19,7 +19,6 @@ from dlrm_checkpointer.format.attempts import StoreAttempt, attempts_over, in_li
 from dlrm_checkpointer.format.chain import Chain, load_chain
 from dlrm_checkpointer.format.chunk import decode_dense
 from dlrm_checkpointer.format.manifest import (
-    FORMAT_VERSION,
     MANIFESTS,
     PARTS,
     ChainLink,
@@ -139,7 +138,8 @@ class Snapshot:
         """Yield the rows of rectangles that were ever updated, chunk by chunk; each row and column once.
 
         Objects are read ahead, also those of later rectangles. A piece fills a part of its rectangle
-        (``piece.shard``): if the snapshot was written with other column splits, a row comes in several pieces. Rows
+        (``piece.shard``): if the snapshot was written with other column splits, a row comes in several pieces. Rows of
+        a piece have the first ``piece.columns``, in a table of several sizes, and are 0 in the others. Rows
         without a piece have their initial values and zero state, also those beyond the snapshot's table. The caller
         rounds rows of fp16 tables to fp16, which changes nothing at 32 bits. Takes memory for a few chunks and, with
         a chain, one bit per row and column block.
@@ -407,9 +407,10 @@ def _over(base: Snapshot, parts: Sequence[PartList], where: str) -> Manifest:
     if first.dense is None:
         raise SnapshotError(f"{where}: dense state is missing")
     chunks = tuple(chunk for part in parts for chunk in part.chunks)
-    if first.version != FORMAT_VERSION:
+    if any(table.is_unique for table in CutMeta.from_json(first.meta).tables):
         raise SnapshotError(f"{where}: has tables of unique ids: a part of a cut has other keys than its snapshot")
     manifest = Manifest(
+        version=first.version,
         kind="increment",
         bits=first.bits,
         chain=base.chain.links,

@@ -226,7 +226,7 @@ def _bounds(delta: Delta, bits: Bits, *, chained: bool = False) -> Iterator[tupl
 
 
 def _code(delta: Delta, begin: int, end: int, bits: Bits) -> Sequence[CodedRows]:
-    return code_rows(delta.rows(begin, end), bits, row_values=len(delta.table.row_values))
+    return code_rows(delta.rows(begin, end), bits, table=delta.table)
 
 
 def gone_chunks(delta: Delta) -> Iterator[CodedRows]:

@@ -47,13 +47,14 @@ class EncodedRows:
 
     shard: ShardId
     row_ids: NDArray[np.int64]
+    columns: int | None
     body: Body
     is_gone: bool
 
     @classmethod
     def of(cls, rows: CodedRows, table: TableMeta) -> EncodedRows:
         """Encode rows of a table."""
-        return cls(rows.shard, rows.row_ids, encode_rows(rows, table), rows.is_gone)
+        return cls(rows.shard, rows.row_ids, rows.form.columns, encode_rows(rows, table), rows.is_gone)
 
 
 class ObjectWriter:
@@ -77,7 +78,7 @@ class ObjectWriter:
     def put_rows(self, number: int, rows: EncodedRows) -> ChunkEntry:
         """Put rows, or keys that are gone, under a number of their own."""
         kind, name = (GoneEntry, f"gone-{number:06d}") if rows.is_gone else (ChunkEntry, f"{number:06d}")
-        return kind.of(self.put(name, rows.body), rows.shard, rows.row_ids)
+        return kind.of(self.put(name, rows.body), rows.shard, rows.row_ids, rows.columns)
 
 
 Load = Callable[[], Iterable[EncodedRows]]

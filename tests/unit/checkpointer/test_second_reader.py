@@ -19,7 +19,7 @@ from dlrm_checkpointer.read.restore import open_snapshot
 from dlrm_checkpointer.types import ShardId, ShardRows, SnapshotName
 from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer import second_reader
-from dlrm_testing.checkpointer.unique import UNIQUE_TABLES, UniqueModel, commit, unique_table
+from dlrm_testing.checkpointer.unique import SIZED_TABLES, UNIQUE_TABLES, UniqueModel, commit, unique_table
 from dlrm_testing.digests import snapshot_digest
 
 README = Path(__file__).parents[3] / "docs" / "format.md"
@@ -47,8 +47,8 @@ def test_a_reader_written_from_the_readme_gets_the_same_state(
 
 
 @pytest.mark.parametrize("bits", [3, 16, 32])
-def test_both_readers_agree_on_tables_of_unique_ids(files: FileStore, bits: int):
-    model, parent = UniqueModel((*UNIQUE_TABLES, unique_table("sgd", state=0, buckets=1))), None
+def test_both_readers_agree_on_tables_of_unique_ids_and_of_several_sizes(files: FileStore, bits: int):
+    model, parent = UniqueModel((*UNIQUE_TABLES, unique_table("sgd", state=0, buckets=1), *SIZED_TABLES)), None
     for number in range(5):
         policy = ["consecutive", "consecutive", "one-shot", "full", "consecutive"][number]
         parent = commit(files, model.train(), parent, bits=bits, policy=policy, world_size=1 + number % 3)
@@ -152,7 +152,7 @@ def test_the_other_reader_is_short_and_needs_numpy_alone():
     names = {(node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
 
     assert {name.split(".")[0] for name in names} <= {"numpy", *sys.stdlib_module_names}
-    assert len(source.splitlines()) <= 190
+    assert len(source.splitlines()) <= 200
 
 
 def test_every_layout_rule_of_the_readme_holds(tmp_path: Path, files: FileStore, new_model, new_pod):

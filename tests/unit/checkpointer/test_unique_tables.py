@@ -238,7 +238,7 @@ def test_an_object_with_false_claims_is_refused_by_its_key(what: str, claim: dic
     rows, state = np.ones((10, 8), np.float32), np.zeros((10, 2), np.float32)
     state.view(np.uint32)[:, 1] = np.arange(10) * 64
     piece = ShardRows(shard=meta.whole(), row_ids=keys, rows=rows, state=state)
-    coded = CodedRows.gone(meta.whole(), keys) if what == "gone" else code_rows(piece, 8, row_values=1)[0]
+    coded = CodedRows.gone(meta.whole(), keys) if what == "gone" else code_rows(piece, 8, table=meta)[0]
     body = bytes(encode_rows(coded, meta))
     if what == "gone" and "touchedBase" in claim:
         claim = {"kind": "rows"}

@@ -247,6 +247,7 @@ def table_meta(table: TableSpec, seed: int, optimizer: RowOptimizerKind) -> Tabl
         ids="rows" if buckets is None else "unique",
         buckets=1 if buckets is None else buckets.count,
         row_values=table.embedding.row_values,
+        sizes=table.sizes,
     )
 
 

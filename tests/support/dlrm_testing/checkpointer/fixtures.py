@@ -39,7 +39,15 @@ from dlrm_testing.checkpointer.turns import Clock, InTurn
 
 
 def table(
-    name: str, rows: int, dim: int, *, blocks: int = 1, scale: float = 0.25, state: int = 1, dtype: RowDtype = "fp32"
+    name: str,
+    rows: int,
+    dim: int,
+    *,
+    blocks: int = 1,
+    scale: float = 0.25,
+    state: int = 1,
+    dtype: RowDtype = "fp32",
+    sizes: tuple[int, ...] = (),
 ) -> TableMeta:
     width = dim // blocks
     return TableMeta(
@@ -51,6 +59,8 @@ def table(
         column_blocks=tuple((i * width, (i + 1) * width) for i in range(blocks)),
         state_columns=(state,) * blocks,
         dtype=dtype,
+        row_values=("utility",) if sizes else (),
+        sizes=sizes,
     )
 
 
@@ -110,11 +120,19 @@ class Model:
                 self.rows[each.name][ids] += draw.normal(0, 0.1, (len(ids), each.dim)).astype(np.float32)
                 self.rows[each.name] = kept_as(each, self.rows[each.name])
                 self.state[each.name][ids] += draw.random((len(ids), each.state_width), np.float32)
+                if each.sizes:
+                    self.resize(each, ids, draw.choice(each.row_sizes, len(ids)))
                 self.touched[each.name][ids] = True
                 self.touched_at[each.name][ids] = self.step
             self.dense["top.0.weight"] += draw.normal(0, 0.1, (3, 5)).astype(np.float32)
             self.dense["opt.step"] = np.asarray(self.step, np.int64)
         return self
+
+    def resize(self, meta: TableMeta, row_ids: NDArray[np.int64], columns: NDArray[np.int64]) -> None:
+        """Give rows that are updated in this step other numbers of columns."""
+        rows = self.rows[meta.name]
+        rows[row_ids] = np.where(np.arange(meta.dim) < columns[:, None], rows[row_ids], 0)
+        self.state[meta.name].view(np.uint32)[row_ids, -1] = columns
 
     def meta(self, world_size: int, attempt: int = 1, parent: SnapshotName | None = None) -> CutMeta:
         return CutMeta(

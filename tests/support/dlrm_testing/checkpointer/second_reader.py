@@ -65,7 +65,7 @@ def whole(root: Path, entry: dict) -> bytes:
 
 def row_numbers(said: dict, arrays: dict[str, np.ndarray]) -> np.ndarray:
     first, count = said["firstRow"], said["rows"]
-    if said["version"] == 3:
+    if "row_keys" in arrays:
         return first + keys(arrays["row_keys"], count, said["lowBits"])
     if "row_bitmap" in arrays:
         return first + np.flatnonzero(np.unpackbits(arrays["row_bitmap"], bitorder="little"))
@@ -83,7 +83,13 @@ def keys(body: np.ndarray, count: int, low_bits: int) -> np.ndarray:
 
 def weights(said: dict, arrays: dict[str, np.ndarray]) -> np.ndarray:
     """(N, D) float32."""
-    bits, factor, width = said["bits"], np.float32(2.0 ** said["exponent"]), said["columnEnd"] - said["columnStart"]
+    width = said["columnEnd"] - said["columnStart"]
+    present = first_columns(said, arrays, said.get("columns", width))
+    return np.pad(present, ((0, 0), (0, width - present.shape[1])))
+
+
+def first_columns(said: dict, arrays: dict[str, np.ndarray], width: int) -> np.ndarray:
+    bits, factor = said["bits"], np.float32(2.0 ** said["exponent"])
     if bits >= 16:
         return arrays["rows"].astype(np.float32) * factor
     columns, packed = np.arange(width), arrays["codes"]
@@ -107,15 +113,13 @@ def key_of(text: bytes) -> np.ndarray:
     return np.frombuffer(hashlib.sha256(text).digest()[:8], "<u8")
 
 
-def touched(said: dict, steps: np.ndarray) -> np.ndarray:
-    """(N, 1) bits of the steps."""
-    if steps.dtype == np.uint16:
-        steps = np.maximum(64 * (np.uint32(said["touchedBase"]) - steps), 1)
-    return steps.astype(np.uint32)[:, None].view(np.float32)
-
-
-def row_value(said: dict, name: str, values: np.ndarray) -> np.ndarray:
-    return touched(said, values) if name == "touched" else values[:, None]
+def row_value(said: dict, arrays: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """(N,) bits of a value of each row."""
+    if name == "columns":
+        return np.full(said["rows"], said["columns"], np.uint32).view(np.float32)
+    if arrays[name].dtype == np.uint16:
+        return np.maximum(64 * (np.uint32(said["touchedBase"]) - arrays[name]), 1).view(np.float32)
+    return arrays[name].view(np.float32)
 
 
 def is_unique(table: dict) -> bool:
@@ -140,6 +144,10 @@ def restore(root: Path, step: int, attempt: int) -> str:
     tables = {table["name"]: table for table in top["meta"]["model"]["tables"]}
     fixed = {name: table for name, table in tables.items() if not is_unique(table)}
     sizes = {name: each.get("stateColumns", [1] * len(each["columnBlocks"])) for name, each in tables.items()}
+    beside = {
+        name: [*each.get("rowValues", ()), *["columns"][: len(each.get("sizes", ()))]] for name, each in tables.items()
+    }
+    sizes = {name: [each[0] + len(beside[name]), *each[1:]] for name, each in sizes.items()}
     rows = {name: initial(table) for name, table in fixed.items()}
     state = {name: np.zeros((table["rows"], sum(sizes[name])), np.float32) for name, table in fixed.items()}
     by_key: dict = {name: {} for name in tables.keys() - fixed.keys()}
@@ -150,18 +158,18 @@ def restore(root: Path, step: int, attempt: int) -> str:
             if said["kind"] == "gone":
                 by_key[name] = {key: row for key, row in by_key[name].items() if key not in set(ids.tolist())}
                 continue
+            values = np.column_stack([arrays["state"], *(row_value(said, arrays, each) for each in beside[name])])
             if name in by_key:
-                values = arrays["state"], *(row_value(said, each, arrays[each]) for each in tables[name]["rowValues"])
-                full = np.concatenate([weights(said, arrays), *values], axis=1)
+                full = np.concatenate([weights(said, arrays), values], axis=1)
                 by_key[name] |= dict(zip(ids.tolist(), full, strict=True))
                 continue
             starts = [start for start, _ in tables[name]["columnBlocks"]]
             place = sum(sizes[name][: starts.index(said["columnStart"])])
             rows[name][ids, said["columnStart"] : said["columnEnd"]] = weights(said, arrays)
-            state[name][ids, place : place + arrays["state"].shape[1]] = arrays["state"]
+            state[name][ids, place : place + values.shape[1]] = values
     numbers = {name: np.arange(table["rows"]) for name, table in fixed.items()}
     for name, found in by_key.items():
-        sizes[name], dim = [sizes[name][0] + len(tables[name]["rowValues"])], tables[name]["dim"]
+        dim = tables[name]["dim"]
         full = np.array([found[key] for key in sorted(found)], np.float32).reshape(len(found), dim + sizes[name][0])
         numbers[name], rows[name], state[name] = np.array(sorted(found), np.int64), full[:, :dim], full[:, dim:]
     for name, table in tables.items():

@@ -20,7 +20,14 @@ from dlrm_testing.checkpointer.fixtures import Model, table
 
 
 def unique_table(
-    name: str = "ids", *, rows: int = 500, dim: int = 8, buckets: int = 8, state: int = 1, has_scores: bool = False
+    name: str = "ids",
+    *,
+    rows: int = 500,
+    dim: int = 8,
+    buckets: int = 8,
+    state: int = 1,
+    has_scores: bool = False,
+    sizes: tuple[int, ...] = (),
 ) -> TableMeta:
     """Return a table of unique ids."""
     return TableMeta(
@@ -33,13 +40,16 @@ def unique_table(
         state_columns=(state,),
         ids="unique",
         buckets=buckets,
-        row_values=("touched", "score") if has_scores else ("touched",),
+        row_values=("touched", *["score"][: int(has_scores)], *["utility"][: len(sizes)]),
+        sizes=sizes,
     )
 
 
 COUNTERS = replace(table("ids:sights", 20, 4, scale=0, state=16), counts_of="ids")
 """Counters of a table of unique ids."""
 UNIQUE_TABLES = (unique_table(), table("users", 60, 4), unique_table("scored", rows=100, dim=4, has_scores=True))
+SIZED_TABLES = (table("pruned", 60, 12, sizes=(3, 6, 12)), unique_table("both", dim=9, has_scores=True, sizes=(4, 9)))
+"""Tables with rows of several sizes."""
 
 
 @dataclass
@@ -48,7 +58,7 @@ class Row:
 
     weights: NDArray[np.float32]
     state: NDArray[np.float32]
-    """Optimizer state, the step of the last touch as the bits of a float, and maybe a score."""
+    """Optimizer state, the step of the last touch as the bits of a float, maybe a score, a utility, and the columns."""
     touched: int
 
 
@@ -91,7 +101,11 @@ class UniqueModel(Model):
             state = np.full(meta.state_width, key % 97 / 7, np.float32)
             state[:own] = draw.random(own)
             state.view(np.uint32)[own] = self.step
-            self.by_key[name][key] = Row(draw.normal(size=meta.dim).astype(np.float32), state, self.step)
+            weights = draw.normal(size=meta.dim).astype(np.float32)
+            if meta.sizes:
+                columns = draw.choice(meta.sizes)
+                weights[columns:], state.view(np.uint32)[-1] = 0, columns
+            self.by_key[name][key] = Row(weights, state, self.step)
 
     def remove(self, name: str, keys: Iterable[int]) -> None:
         """Remove rows."""
