@@ -15,10 +15,8 @@ MAX_SLAB_ROWS = 2**29
 """The word's other bits are a place in a slab, so a rank has at most so many rows of a table."""
 CUT_COLUMNS_BYTES = 4
 """The number of columns of a row in a cut, in which rows have all columns."""
-FIXED_ROW_BYTES = 12
-"""Per row of a table without unique ids, whatever the row holds: word, utility and the step of the last touch."""
-UNIQUE_ROW_BYTES = 8
-"""The same with unique ids: the step of the last touch is in the directory."""
+ROW_BYTES = 8
+"""Per row of the table, whatever it holds: word and utility."""
 SLAB_NUMBER_BYTES = 4
 """The number of a slab's row."""
 SLAB_HEADROOM_DIVISOR = 8
@@ -40,7 +38,6 @@ class SlabBytes:
     """Optimizer state of a row."""
     keep: float
     """``keepBytes``."""
-    is_unique: bool
 
     @property
     def plain_row(self) -> int:
@@ -50,7 +47,7 @@ class SlabBytes:
     @property
     def row(self) -> int:
         """Return the bytes per row of the table, whatever it holds."""
-        return UNIQUE_ROW_BYTES if self.is_unique else FIXED_ROW_BYTES
+        return ROW_BYTES
 
     @property
     def min_keep(self) -> float:

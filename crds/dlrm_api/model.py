@@ -394,7 +394,7 @@ class TableOptions(ApiModel):
         """
         if (dimension := self.embedding.dimension) is None:
             return None
-        return SlabBytes(dim=self.dim, state_bytes=state_bytes, keep=dimension.keep_bytes, is_unique=self.is_unique)
+        return SlabBytes(dim=self.dim, state_bytes=state_bytes, keep=dimension.keep_bytes)
 
     @property
     def key_buckets(self) -> KeyBuckets | None:

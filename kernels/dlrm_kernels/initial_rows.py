@@ -57,11 +57,12 @@ def fill_initial(ids: Any, parts: Any, initial: Any, out: Any) -> None:
         out: (N, dim) float32, filled.
     """
     for n in range(len(ids)):
-        _fill(ids[n], parts[n], initial, out[n])
+        fill_row(ids[n], parts[n], initial, out[n])
 
 
 @kernel
-def _fill(row: Any, part: Any, initial: Any, out: Any) -> None:
+def fill_row(row: Any, part: Any, initial: Any, out: Any) -> None:
+    """Fill in the initial values of one row of a part; see ``fill_initial``."""
     scale = initial.scales[part]
     if scale == 0:
         out[:] = 0
@@ -104,11 +105,11 @@ def _start_units(
             prefetch(memory.states, U64(coming * width))
             row = rows[n] * dim
             if memory.half:
-                _fill(ids[n], parts[n], initial, values)
+                fill_row(ids[n], parts[n], initial, values)
                 for column in range(dim):
                     memory.halves[row + column] = nearest_half(values[column])
             else:
                 prefetch_lines(memory.rows, U64(coming * dim), U64((coming + 1) * dim))
-                _fill(ids[n], parts[n], initial, memory.rows[row : row + dim])
+                fill_row(ids[n], parts[n], initial, memory.rows[row : row + dim])
             memory.states[rows[n] * width : (rows[n] + 1) * width] = 0
         finish(counts)

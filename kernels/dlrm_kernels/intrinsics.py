@@ -169,7 +169,6 @@ number_of = _reinterpreting(types.uint32, types.float32, ir.FloatType())
 Size: TypeAlias = tuple[tuple[None, ...], ...]
 """A size as a type: the lengths of its tuples are the size's digits in base 16, lowest first."""
 DIGITS, BASE = 4, 16
-ONES, SIXTEENS, SQUARES, CUBES = np.uint64(1), np.uint64(16), np.uint64(256), np.uint64(4_096)
 
 
 def size_of(value: int) -> Size:
@@ -178,11 +177,15 @@ def size_of(value: int) -> Size:
     return tuple((None,) * (value // BASE**digit % BASE) for digit in range(DIGITS))
 
 
-@kernel
-def value_of(size: Any) -> Any:
-    """Return the size in a kernel: a uint64 constant at compile time."""
-    low = np.uint64(len(size[0])) * ONES + np.uint64(len(size[1])) * SIXTEENS
-    return low + np.uint64(len(size[2])) * SQUARES + np.uint64(len(size[3])) * CUBES
+@intrinsic
+def value_of(_typing: Any, size: Any) -> Any:
+    """Return the size in a kernel: a uint64 constant at compile time, or any uint64 that is given instead."""
+    if isinstance(size, types.Integer):
+        return types.uint64(types.uint64), lambda _context, _builder, _signature, arguments: arguments[0]
+    constant = size_in_type(size)
+    return types.uint64(size), lambda context, _builder, signature, _arguments: context.get_constant(
+        signature.return_type, constant
+    )
 
 
 def size_in_type(size: Any) -> int:

@@ -244,7 +244,7 @@ def _optimize(
         return
     factor = rule.rate
     if kind == ADAGRAD:
-        total = states[state] + _squares(size, gradient) / np.float32(dim)
+        total = states[state] + squares_of(size, gradient) / np.float32(dim)
         states[state] = total
         factor = rule.rate * (F32_ONE / (np.sqrt(total) + rule.eps))
     if half:
@@ -288,7 +288,8 @@ def store_half(
 
 
 @kernel
-def _squares(size: Any, gradient: Any) -> Any:
+def squares_of(size: Any, gradient: Any) -> Any:
+    """Return the sum of the squares of (d,) values."""
     # Eight sums of every eighth column: the same order on every processor.
     dim = value_of(size)
     a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = np.float32(0)
@@ -484,12 +485,23 @@ def update_rows_of_bags(
 def _update_part(
     size: Any, table: Any, part: Any, parts: Any, memory: Any, layout: Any, lookups: Any, rule: Any, keys: Any
 ) -> None:
+    _, firsts, totals = sum_part(size, table, part, parts, layout, lookups)
+    if len(firsts):
+        _update_groups(size, table, firsts, totals, memory, layout, lookups, rule, keys)
+
+
+@kernel
+def sum_part(size: Any, table: Any, part: Any, parts: Any, layout: Any, lookups: Any) -> Any:
+    """Sum the gradients of each distinct row of a unit, in the order of the batch.
+
+    Returns:
+        ``groups``: (L,) int32 which distinct row each lookup of the table is of, or ``OTHERS``; ``firsts``: (U,) uint64
+        the first lookup of each; ``totals``: (U * d,) float32.
+    """
     samples = U64(lookups.samples)
     first_bag, last_bag = layout.first_features[table] * samples, layout.first_features[table + ONE] * samples
     base = lookups.offsets[first_bag]
     length = lookups.offsets[last_bag] - base
-    if length == ZERO:
-        return
     place_bits = ONE
     while (length >> place_bits) > ZERO:
         place_bits += ONE
@@ -501,8 +513,9 @@ def _update_part(
         groups[:] = OTHERS
     count = _fill_groups(pairs, place_bits, groups, firsts)
     totals = np.empty(U64(count) * value_of(size), np.float32)
-    _sum_groups(size, table, groups, firsts, layout, lookups, totals)
-    _update_groups(size, table, firsts[:count], totals, memory, layout, lookups, rule, keys)
+    if count:
+        _sum_groups(size, table, groups, firsts, layout, lookups, totals)
+    return groups, firsts[:count], totals
 
 
 @kernel

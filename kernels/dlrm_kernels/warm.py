@@ -33,6 +33,7 @@ from dlrm_kernels import (
     reuse,
     row_cache,
     row_updates,
+    slabs,
 )
 from dlrm_kernels.cache import compilations
 from dlrm_kernels.intrinsics import size_of
@@ -63,6 +64,7 @@ def examples(dims: Sequence[int] = DIMS, features: Sequence[int] = FEATURES) -> 
     for place in (np.int32, np.int64):
         yield from _of_slots(place)
     yield dirty_rows.save_before_update, _saved(1)
+    yield from _of_slabs()
     for dim in dims:
         yield from _of_dim(dim)
         for count in features:
@@ -261,6 +263,28 @@ def _of_dim(dim: int) -> Iterator[Example]:
     work = row_updates.Work(one, one, one + U64(1))
     yield _loop(row_updates.update_rows_of_bags, size, work, memory, layout, lookups, rule, u64(0))
     yield dirty_rows.save_before_update, _saved(dim)
+    held, tables = _slabs(dim)
+    kind, utility = U64(1), slabs.Utility(1.0, 1.0, 1.0)
+    yield _loop(slabs.pool, size, held, tables, U64(4), one, offsets, f32(0), 1, width, f32(dim))
+    yield _loop(slabs.update_rows_of_bags, size, work, held, tables, kind, layout, lookups, rule, utility)
+    yield slabs.update_rows, (held, tables, 0, one, f32((1, dim)), kind, rule, utility)
+
+
+def _slabs(dim: int) -> tuple[slabs.Slabs, slabs.SlabTables]:
+    one, initial = u64(1), initial_rows.InitialRows(i64(1), u64(1), f32(1))
+    return slabs.make_slabs(2, (4, dim), 1, np.zeros), slabs.SlabTables(one, one, one, one, initial)
+
+
+def _of_slabs() -> Iterator[Example]:
+    """Yield loops over rows of several sizes that do not depend on the largest."""
+    (held, tables), some = _slabs(8), np.arange(2)
+    classes, targets = u8(2) + np.uint8(1), u8((3, slabs.BINS))
+    yield slabs.store_rows, (held, some, classes, f32((2, 4)), f32((2, 1)), f32(2))
+    yield slabs.begin_rows, (held, some[:0], some[:0], some[:0], tables.initial, U64(1))
+    yield slabs.move_rows, (held, some, classes)
+    yield slabs.copy_rows, (held, tables, 0, some, f32((2, 8)), f32((2, 3)), 1)
+    yield slabs.histogram, (held, 1, 1.0, 1)
+    yield slabs.choose_moves, (held, 1, 1.0, targets, 1)
 
 
 def _saved(dim: int) -> tuple[Any, ...]:

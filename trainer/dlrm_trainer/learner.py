@@ -67,6 +67,7 @@ class Learner:
             communication=spec.training.communication,
             device=device,
             deterministic=spec.training.deterministic,
+            warmup_steps=spec.training.warmup_steps,
         )
         self._dense_codec = spec.training.communication.dense
         self._micro_batch = spec.training.micro_batch_size

@@ -143,8 +143,8 @@ class Training:
         self.trained_s, self.trained_samples = 0.0, 0
         model = assembly.job.spec.model
         self.period: MaintenancePeriod | None = None
-        if model.has_unique:
-            if schedule.total_steps > MAX_STEP:
+        if model.has_unique or model.has_sizes:
+            if model.has_unique and schedule.total_steps > MAX_STEP:
                 raise InvalidSpecError(
                     "spec.training.maxSteps",
                     f"the job has {schedule.total_steps:,} steps; with embedding.hash unique set at most {MAX_STEP:,}",
@@ -224,7 +224,7 @@ class Training:
         return lambda number: self.period is None or first + number < self.period.next_due(self.step)
 
     def maintain_if_due(self) -> None:
-        """Evict rows of unique tables, every few steps; no batch is in flight then."""
+        """Evict and resize rows, every few steps; no batch is in flight then."""
         if self.period is None or not self.period.is_due(self.step):
             return
         waited = self.collectives.seconds

@@ -32,6 +32,7 @@ from dlrm_checkpointer import (
 from dlrm_kernels import bags
 from dlrm_stores.base import parallel_map
 from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
+from dlrm_trainer.embedding.slabs import SlabKernel
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK, Stack
 from dlrm_trainer.embedding.unique import UniqueRows
@@ -251,6 +252,8 @@ def table_meta(table: TableSpec, seed: int, optimizer: RowOptimizerKind) -> Tabl
     )
 
 
+SLAB_VALUES = 2
+"""A row of several sizes has these values in a cut after its optimizer state: its utility and its columns."""
 SCAN_SHARE = 0.5
 """A block level is scanned by large reads if the pages of the wanted rows make up at least this share of it."""
 Values = TypeVar("Values", NDArray[np.int64], NDArray[np.uint32])
@@ -310,12 +313,82 @@ class StackedPart:
         return int(self.stack.row_map.row_starts[self.number])
 
 
+@dataclass(frozen=True)
+class SlabPart:
+    """Hold a part whose rows have several sizes, as ``ResidentPart`` does in memory. No row may change its size."""
+
+    table: TableSpec
+    shard: ShardId
+    kernel: SlabKernel
+    number: int
+    """Number of the part in the kernel."""
+    dirty: DirtyPart
+
+    def start(self, seed: int) -> None:
+        """See ``ResidentPart``: the kernel knows the initial values, and rows start when they are first trained."""
+
+    @property
+    def state_values(self) -> int:
+        """See ``ResidentPart``: optimizer state, utility, and the number of columns as bits of a uint32."""
+        return int(self.kernel.slabs.state_width) + SLAB_VALUES
+
+    def local(self, source: CutRowSource) -> NDArray[np.int64]:
+        """See ``ResidentPart``."""
+        return source.row_ids - self.shard.row_start
+
+    def in_place(self, rows: NDArray[np.int64]) -> CutRowSource:
+        """See ``ResidentPart``."""
+        return SlabRows(self.shard, rows + self.shard.row_start, self.kernel, self.number, rows)
+
+    def held(self) -> Iterator[CutRowSource]:
+        """See ``ResidentPart``: those that were ever trained."""
+        count = self.dirty.rows.sizes[self.dirty.number]
+        for first in range(0, count, CHUNK_ROWS):
+            rows = self.kernel.trained(self.number, first, min(first + CHUNK_ROWS, count))
+            if len(rows):
+                yield self.in_place(rows)
+
+    def restore(self, pieces: Iterable[CodedRows], *, mark: bool = False) -> None:
+        """See ``ResidentPart``."""
+        own = int(self.kernel.slabs.state_width)
+        for piece in parallel_map(decode_rows, _recorded(self, pieces, mark=mark), PARALLEL_DECODES):
+            rows, utilities = piece.row_ids - self.shard.row_start, piece.state[:, own].copy()
+            state = np.ascontiguousarray(piece.state[:, :own])
+            self.kernel.store(self.number, rows, piece.rows.shape[1], piece.rows, state, utilities)
+
+    def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """See ``ResidentPart``."""
+        piece = load_rows(self.in_place(np.arange(start, end) - self.shard.row_start))
+        return piece.rows, piece.state
+
+
+@dataclass(frozen=True)
+class SlabRows:
+    """Locate rows of a part in slabs; implements ``CutRowSource``."""
+
+    shard: ShardId
+    row_ids: NDArray[np.int64]
+    kernel: SlabKernel
+    number: int
+    rows: NDArray[np.int64]
+    """(N,) the same rows, counted from the part's first."""
+
+    @property
+    def state_values(self) -> int:
+        """See ``CutRowSource``."""
+        return int(self.kernel.slabs.state_width) + SLAB_VALUES
+
+    def copy(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
+        """See ``CutRowSource``."""
+        self.kernel.copy(self.number, self.rows[start:end], rows, state)
+
+
 @dataclass(frozen=True, kw_only=True)
 class UniquePart:
     """Hold the rows of a unique table's part: ``memory`` has them by local row, counted from the part's first key."""
 
     rows: UniqueRows
-    memory: ResidentPart | StackedPart
+    memory: MemoryPart
 
     @property
     def table(self) -> TableSpec:
@@ -411,11 +484,13 @@ class KeyedRows:
         state[:, :width], state[:, width:] = own, self.values[start:end]
 
 
-LocalPart: TypeAlias = ResidentPart | StackedPart | UniquePart
+MemoryPart: TypeAlias = ResidentPart | StackedPart | SlabPart
+"""Memory of rows by local row."""
+LocalPart: TypeAlias = MemoryPart | UniquePart
 """Rows of one column block of a table that this rank holds."""
 
 
-def _recorded(part: ResidentPart | StackedPart, pieces: Iterable[CodedRows], *, mark: bool) -> Iterator[CodedRows]:
+def _recorded(part: MemoryPart, pieces: Iterable[CodedRows], *, mark: bool) -> Iterator[CodedRows]:
     """Record rows as restored: a snapshot holds them, or the next cut must."""
     record = part.dirty.mark if mark else part.dirty.store
     for piece in pieces:

@@ -24,6 +24,7 @@ from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate, is_resti
 from dlrm_trainer.embedding.exchange import Bags, Exchange, OwnedIds, Vectors
 from dlrm_trainer.embedding.local_tables import LocalTables, PreparedRows, ReplicatedTables
 from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement
+from dlrm_trainer.embedding.row_sizes import ModelSizes, find_cut_off
 from dlrm_trainer.embedding.unique import LookupCounts, Maintained, MaintenancePeriod
 
 
@@ -299,13 +300,24 @@ class Embeddings:
         self.tables.lookups = counts
 
     def maintain(self, step: int, period: MaintenancePeriod) -> MaintenancePeriod:
-        """Evict rows of unique tables after the update of a step, and return the period that begins then.
+        """Evict and resize rows after the update of a step, and return the period that begins then.
 
         No batch may be prepared. All ranks must call this.
         """
         counts = torch.from_numpy(self.tables.maintain(step, period.last_step).flat()).to(torch.float64)
         self._collectives.all_reduce(counts)
+        if self.tables.sizes is not None and self.tables.sizes.is_due(step, period.last_step, period.steps):
+            self._resize(step, self.tables.sizes)
         return period.maintained(step, Maintained.of(counts.tolist()), self._capacity)
+
+    def _resize(self, step: int, sizes: ModelSizes) -> None:
+        found = self.tables.count_sizes(step)
+        flat = torch.from_numpy(np.concatenate([each.reshape(-1) for each in found])).to(torch.float64)
+        self._collectives.all_reduce(flat)
+        ends = np.cumsum([each.size for each in found])[:-1]
+        summed = np.split(flat.numpy().astype(np.int64), ends)
+        counts = [each.reshape(local.shape) for each, local in zip(summed, found, strict=True)]
+        self.tables.resize(step, find_cut_off(sizes.kinds, counts, sizes.budget))
 
     def settle(self) -> None:
         """Wait until no row is moving, so that ``local`` can be read and restored.

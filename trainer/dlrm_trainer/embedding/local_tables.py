@@ -23,12 +23,15 @@ from dlrm_checkpointer import table_key as initial_key
 from dlrm_kernels.directory import ABSENT
 from dlrm_kernels.initial_rows import InitialRows, start_rows
 from dlrm_kernels.row_updates import table_key
+from dlrm_kernels.slabs import BINS
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding.changes import BeforeUpdates, DirtyPart, DirtyRows, RowsToUpdate
 from dlrm_trainer.embedding.checkpoint import (
     LocalPart,
+    MemoryPart,
     ResidentPart,
+    SlabPart,
     SlotRows,
     StackedPart,
     UniquePart,
@@ -37,7 +40,9 @@ from dlrm_trainer.embedding.checkpoint import (
 )
 from dlrm_trainer.embedding.exchange import Bags, OwnedIds
 from dlrm_trainer.embedding.placement import EmbeddingOptions, PartGroup, Placement
+from dlrm_trainer.embedding.row_sizes import Counts, ModelSizes, sizes_of
 from dlrm_trainer.embedding.sights import Sights
+from dlrm_trainer.embedding.slabs import SlabKernel
 from dlrm_trainer.embedding.table_batch import HostKernel, Kernel, TableBatch, Tables
 from dlrm_trainer.embedding.tiers.prefetch import Prefetcher, processors_near_levels
 from dlrm_trainer.embedding.tiers.stack import NO_ROWS, Fetched, NewRows, Stack, StackLookups, make_stack, stack_tables
@@ -99,6 +104,8 @@ class Group:
     """(C_g,) start of each column's part in ``dirty``."""
     device: torch.device
     stack: Stack | None
+    slabs: SlabKernel | None
+    """Of rows of several sizes: that of ``batch``."""
     unique: UniqueGroup | None
     """Of unique ids."""
     initial_rows: InitialRows | None
@@ -125,8 +132,13 @@ class LocalTables:
         """Rows of a cut that must be copied before they change."""
         self.lookups = LookupCounts()
         """Of unique tables, in batches that were updated since the last maintenance."""
+        kind, size = options.optimizer.kind, options.global_batch_size
+        self.sizes = ModelSizes.of(placement.tables, kind, size, options.warmup_steps)
+        """None if no table has rows of several sizes."""
         with ExitStack() as resources:
-            self.groups = [_make_group(placement, group, options, resources) for group in placement.groups[rank]]
+            self.groups = [
+                _make_group(placement, group, options, self.sizes, resources) for group in placement.groups[rank]
+            ]
             self._resources = resources.pop_all()
         self._counts = [len(group.plan.columns) for group in self.groups]
         self._unique_tables = [table.name for table in placement.tables if table.is_unique]
@@ -259,6 +271,30 @@ class LocalTables:
                     group.unique.evicted.add(number, left.keys[~left.by_age], step)
         return Maintained(lookups, before, self._unique_rows())
 
+    def count_sizes(self, step: int) -> list[Counts]:
+        """Count this rank's rows of each of ``sizes.kinds`` by class and utility, after the update of a step."""
+        assert self.sizes is not None
+        found: list[Counts] = [np.zeros((len(kind.sizes) + 1, BINS), np.int64) for kind in self.sizes.kinds]
+        for group in self.groups:
+            if group.slabs is not None:
+                found[self.sizes.kinds.index(group.slabs.sizes)] += group.slabs.count(step)
+        return found
+
+    def resize(self, step: int, cut_off: int) -> None:
+        """Let rows have the columns that a model's cut-off gives them. No batch is in flight."""
+        for group in self.groups:
+            if group.slabs is None:
+                continue
+            moves = group.slabs.choose(step, group.slabs.sizes.targets(cut_off))
+            starts, record = group.slabs.row_starts, group.dirty
+            sizes = np.diff(np.searchsorted(moves.rows, starts))
+            rows = moves.rows - np.repeat(starts[:-1], sizes)
+            if self.pending is not None:
+                locate = partial(_locate, group, None)
+                self.pending.before_update(RowsToUpdate(record, rows, sizes, record.starts, locate))
+            record.mark(rows, sizes, record.starts)
+            group.slabs.move(moves)
+
     def _unique_rows(self) -> NDArray[np.int64]:
         """Count this rank's rows of each unique table."""
         found = dict.fromkeys(self._unique_tables, 0)
@@ -282,7 +318,7 @@ class LocalTables:
         for group in self.groups:
             if group.stack is not None:
                 yield from rows_of_stack(group.stack, group.parts)
-            elif not (moving and group.device.type == "cpu"):
+            elif not (moving and group.device.type == "cpu" and group.slabs is None):
                 for part in group.parts:
                     yield from saved_rows(part)
             if group.sights is not None and not moving:
@@ -412,17 +448,30 @@ class ReplicatedTables:
         return torch.split(buffer, self._elements) if self._elements else ()
 
 
-def _make_group(placement: Placement, plan: PartGroup, options: EmbeddingOptions, resources: ExitStack) -> Group:
+def _make_group(
+    placement: Placement, plan: PartGroup, options: EmbeddingOptions, sizes: ModelSizes | None, resources: ExitStack
+) -> Group:
     device, dirty = _device_of(placement, plan, options.device), DirtyRows([part.rows for part in plan.parts])
     dirty_parts = [DirtyPart(dirty, number) for number in range(len(plan.parts))]
     stack: Stack | None = None
+    slabs: SlabKernel | None = None
     parts: Sequence[LocalPart]
-    if plan.is_stacked:
+    memories: Sequence[MemoryPart]
+    if plan.sizes:
+        assert sizes is not None
+        described = _tables(placement, plan, options, dirty.sizes, device)
+        slabs = _make_slabs(placement, plan, options, described, sizes.half_life)
+        batch = TableBatch(described, slabs)
+        memories = [
+            SlabPart(placement.tables[part.table], placement.shard(part), slabs, number, dirty_parts[number])
+            for number, part in enumerate(plan.parts)
+        ]
+    elif plan.is_stacked:
         tables = stack_tables(placement, plan, options.global_batch_size)
         batch = _make_batch(placement, plan, options, [table.slots + table.extra for table in tables], device)
         stack = make_stack(plan, tables, batch.storage(), options.seed, options.tier_dir)
         resources.callback(stack.close)
-        memories: Sequence[ResidentPart | StackedPart] = [
+        memories = [
             StackedPart(placement.tables[part.table], placement.shard(part), stack, number, dirty_parts[number])
             for number, part in enumerate(plan.parts)
         ]
@@ -438,13 +487,8 @@ def _make_group(placement: Placement, plan: PartGroup, options: EmbeddingOptions
         unique = UniqueGroup([part.rows for part in parts], [part for part, _ in plan.columns], options.seed)
         if len(unique.sights):
             sights = Sights(unique, [placement.tables[part.table] for part in plan.parts])
-        if stack is None:
-            described = [
-                (initial_key(options.seed, each.name), part.column_start, table_scale(each.initializer, each.rows))
-                for part in plan.parts
-                for each in [placement.tables[part.table]]
-            ]
-            initial_rows = InitialRows.of(described)
+        if stack is None and slabs is None:
+            initial_rows = _initial_rows(placement, plan, options.seed)
     part_of = torch.tensor([part for part, _ in plan.columns], dtype=torch.int64)
     firsts = torch.tensor([part.row_start for part in plan.parts], dtype=torch.int64)
     return Group(
@@ -457,10 +501,29 @@ def _make_group(placement: Placement, plan: PartGroup, options: EmbeddingOptions
         starts=dirty.starts[part_of.numpy()],
         device=device,
         stack=stack,
+        slabs=slabs,
         unique=unique,
         initial_rows=initial_rows,
         sights=sights,
     )
+
+
+def _initial_rows(placement: Placement, plan: PartGroup, seed: int) -> InitialRows:
+    described = []
+    for part in plan.parts:
+        table = placement.tables[part.table]
+        scale = table_scale(table.initializer, table.rows)
+        described.append((initial_key(seed, table.name), part.column_start, scale))
+    return InitialRows.of(described)
+
+
+def _make_slabs(
+    placement: Placement, plan: PartGroup, options: EmbeddingOptions, tables: Tables, half_life: int
+) -> SlabKernel:
+    initial, kind = _initial_rows(placement, plan, options.seed), options.optimizer.kind
+    sizes = sizes_of(placement.tables[plan.parts[0].table], kind)
+    numbers = [part.row_start for part in plan.parts]
+    return SlabKernel(tables, sizes, initial, numbers, options.global_batch_size, half_life)
 
 
 def _resident_parts(
@@ -474,7 +537,7 @@ def _resident_parts(
     ]
 
 
-def _unique_parts(plan: PartGroup, memories: Sequence[ResidentPart | StackedPart], batch_size: int) -> list[UniquePart]:
+def _unique_parts(plan: PartGroup, memories: Sequence[MemoryPart], batch_size: int) -> list[UniquePart]:
     found = []
     for part, memory in zip(plan.parts, memories, strict=True):
         buckets = part.buckets
@@ -489,8 +552,15 @@ def _unique_parts(plan: PartGroup, memories: Sequence[ResidentPart | StackedPart
 def _make_batch(
     placement: Placement, plan: PartGroup, options: EmbeddingOptions, rows: Sequence[int], device: torch.device
 ) -> TableBatch:
+    tables = _tables(placement, plan, options, rows, device)
+    return TableBatch(tables, make_kernel(tables))
+
+
+def _tables(
+    placement: Placement, plan: PartGroup, options: EmbeddingOptions, rows: Sequence[int], device: torch.device
+) -> Tables:
     names = [placement.tables[part.table].name for part in plan.parts] if plan.dtype == "fp16" else []
-    tables = Tables(
+    return Tables(
         shapes=tuple((count, plan.width) for count in rows),
         features=tuple(part for part, _ in plan.columns),
         optimizer=options.optimizer,
@@ -500,7 +570,6 @@ def _make_batch(
         first_columns=tuple(part.column_start for part in plan.parts),
         deterministic=options.deterministic,
     )
-    return TableBatch(tables, make_kernel(tables))
 
 
 def make_kernel(tables: Tables) -> Kernel:
@@ -609,6 +678,9 @@ def _gains(by_gradient: NDArray[np.bool_], gradient: Tensor, bags: Bags) -> NDAr
 
 def _start_rows(group: Group, new: Admitted) -> None:
     """Give resident rows that keys have just got their initial values."""
+    if group.slabs is not None:
+        group.slabs.begin(new.new_parts, new.new_rows, new.new_keys)
+        return
     assert group.initial_rows is not None
     weight, state = group.batch.storage()
     first_rows = np.cumsum((0, *group.dirty.sizes[:-1]))

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dlrm_api.dimensions import MAX_SLAB_ROWS
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.keys import BucketRange
 from dlrm_api.model import Feature, ModelSpec, TableSpec
@@ -76,6 +77,8 @@ class PartGroup:
     dtype: RowDtype
     columns: tuple[tuple[int, int], ...]
     """Number of the part in the group, and of the feature in the model; those with ``row_split`` come last."""
+    sizes: tuple[int, ...] = ()
+    """Numbers of columns that rows may have; empty: all have all columns."""
 
     @property
     def is_stacked(self) -> bool:
@@ -146,28 +149,31 @@ class Placement:
         )
 
     def _groups(self, parts: Sequence[Part]) -> Iterator[PartGroup]:
-        for _, alike in groupby(parts, key=lambda part: kernel_key(self.tables, part)):
-            for members in _classes(alike):
+        for (*_, sizes), alike in groupby(parts, key=lambda part: kernel_key(self.tables, part)):
+            for members in _classes(alike, has_sizes=bool(sizes)):
                 columns = (
                     (place, feature) for place, part in enumerate(members) for feature in self.features_of[part.table]
                 )
                 dtype = self.tables[members[0].table].dtype
-                yield PartGroup(parts=tuple(members), dtype=dtype, columns=tuple(columns))
+                yield PartGroup(parts=tuple(members), dtype=dtype, columns=tuple(columns), sizes=sizes)
 
 
 def kernel_key(tables: Sequence[TableSpec], part: Part) -> tuple[Any, ...]:
     """Return a key that is equal for parts that can share a kernel."""
     share = part.share
-    tiers = tuple(level.tier for level in share.levels)
-    return (tiers, tables[part.table].dtype, part.width, share.policy, share.ways, part.buckets is not None)
+    table, tiers = tables[part.table], tuple(level.tier for level in share.levels)
+    return (tiers, table.dtype, part.width, share.policy, share.ways, part.buckets is not None, table.sizes)
 
 
-def _classes(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    # Runs of parts with rows that fit one map of narrow entries; parts without a stack have no map.
+def _classes(parts: Iterable[Part], *, has_sizes: bool) -> Iterator[list[Part]]:
+    # Runs of parts with rows that fit one map of narrow entries, or the words of slabs; other parts have neither.
     members: list[Part] = []
     rows = 0
     for part in parts:
-        if members and part.share.is_stack and map_entry_bytes(rows + part.rows) > map_entry_bytes(1):
+        if members and (
+            (has_sizes and rows + part.rows > MAX_SLAB_ROWS)
+            or (part.share.is_stack and map_entry_bytes(rows + part.rows) > map_entry_bytes(1))
+        ):
             yield members
             members, rows = [], 0
         members.append(part)
@@ -191,6 +197,8 @@ class EmbeddingOptions:
     """Device that the rank computes on, which holds rows in hbm."""
     deterministic: bool = False
     """Whether equal batches leave equal bits also on a GPU."""
+    warmup_steps: int = 0
+    """No row changes its number of columns in these first steps."""
 
 
 def place(model: ModelSpec, plan: Plan, world_size: int) -> Placement:

@@ -132,7 +132,7 @@ class HostKernel:
         """See ``Kernel``."""
         samples = bags.lengths.shape[1]
         pooled = torch.empty(samples, self._width)
-        offsets, out = _offsets(bags.lengths), pooled.view(-1).numpy()
+        offsets, out = bag_offsets(bags.lengths), pooled.view(-1).numpy()
         for size, features, _ in self._by_dim:
             parallel_for(
                 bag_kernels.pool,
@@ -143,9 +143,9 @@ class HostKernel:
                 self._memory,
                 self._feature_starts,
                 self._layout.columns,
-                _unsigned(bags.ids),
+                unsigned(bags.ids),
                 offsets,
-                _weights(bags.weights),
+                bag_weights(bags.weights),
                 samples,
                 np.uint64(self._width),
                 out,
@@ -154,14 +154,14 @@ class HostKernel:
 
     def update(self, bags: Bags, gradient: Tensor, rows: Tensor, update: RowUpdate) -> None:
         """See ``Kernel``."""
-        offsets, samples = _offsets(bags.lengths), bags.lengths.shape[1]
+        offsets, samples = bag_offsets(bags.lengths), bags.lengths.shape[1]
         edges = offsets[self._layout.first_features * np.uint64(samples)]
         sizes = np.diff(edges).astype(np.int64)
         of_batch = Lookups(
-            ids=_unsigned(bags.ids),
-            numbers=_unsigned(rows),
+            ids=unsigned(bags.ids),
+            numbers=unsigned(rows),
             offsets=offsets,
-            weights=_weights(bags.weights),
+            weights=bag_weights(bags.weights),
             gradient=gradient.contiguous().view(-1).numpy(),
             samples=samples,
             width=np.uint64(self._width),
@@ -169,7 +169,7 @@ class HostKernel:
         constants = self._tables.constants(update)
         keys = row_updates.step_keys(self._tables.keys, update.step)
         for size, _, tables in self._by_dim:
-            work = _work(tables, sizes[tables])
+            work = work_of(tables, sizes[tables])
             parallel_for(
                 row_updates.update_rows_of_bags,
                 len(work.tables),
@@ -188,7 +188,7 @@ class HostKernel:
         row_updates.update_rows(
             self.weights[table].numpy(),
             self.states[table].numpy(),
-            _unsigned(rows),
+            unsigned(rows),
             gradient.contiguous().numpy(),
             self._tables.constants(update),
             row_updates.step_keys(self._tables.keys[table : table + 1], update.step),
@@ -279,7 +279,7 @@ class TableBatch:
         self.kernel.update_rows(table, rows, gradient, RowUpdate(learning_rate, step, regularizer))
 
 
-def _work(tables: NDArray[np.int64], sizes: NDArray[np.int64]) -> Work:
+def work_of(tables: NDArray[np.int64], sizes: NDArray[np.int64]) -> Work:
     """Return units of about even size, largest first: (T,) tables, and parts of those with many ids."""
     unit = max(UNIT_LOOKUPS, int(sizes.sum()) // (UNITS_PER_THREAD * torch.get_num_threads()))
     parts = np.maximum(1, sizes // unit)
@@ -289,19 +289,20 @@ def _work(tables: NDArray[np.int64], sizes: NDArray[np.int64]) -> Work:
     return Work(*(each.astype(np.uint64) for each in (np.repeat(tables[order], parts), part, np.repeat(parts, parts))))
 
 
-def _offsets(lengths: Tensor) -> NDArray[np.uint64]:
+def bag_offsets(lengths: Tensor) -> NDArray[np.uint64]:
     """Return (bags + 1,) starts of (F, N) bags, and their end."""
     offsets = np.empty(lengths.numel() + 1, np.uint64)
     bag_kernels.fill_offsets(lengths.contiguous().numpy().reshape(-1), offsets)
     return offsets
 
 
-def _unsigned(values: Tensor) -> NDArray[np.uint64]:
+def unsigned(values: Tensor) -> NDArray[np.uint64]:
     """Return int64 values of the host for kernels, without a copy if they are contiguous."""
     return values.contiguous().numpy().view(np.uint64)
 
 
-def _weights(weights: Tensor | None) -> NDArray[np.float32]:
+def bag_weights(weights: Tensor | None) -> NDArray[np.float32]:
+    """Return weights of ids for kernels; ``ALL_ONES`` without any."""
     return ALL_ONES if weights is None else np.asarray(weights.contiguous().numpy())
 
 

@@ -1,0 +1,134 @@
+"""Decide how many columns rows keep: one cut-off of their utilities for all tables of a model, the same on all ranks.
+
+Pure functions of integer counts, so that they depend neither on the number of ranks nor on where rows are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.dimensions import SlabBytes
+from dlrm_api.model import TableSpec
+from dlrm_api.row_optimizers import STATE_BYTES, RowOptimizerKind, state_values
+from dlrm_kernels.slabs import BIN_OF_ONE, BINS, BINS_PER_OCTAVE
+from dlrm_trainer.embedding.unique import HALF_LIFE_LOOKUPS, MIN_HALF_LIFE_STEPS
+
+Counts = NDArray[np.int64]
+"""(C + 1, BINS) rows of each class by the bin of their utility."""
+UTILITY_POWER = 4
+"""A row with twice the columns needs a utility of 2 to this power."""
+HYSTERESIS_BINS = 1
+"""A row moves only this far past a cut-off: by a factor of 1.09."""
+MOVES_PER_HALF_LIFE = 32
+"""Rows move so many times in a half-life, at most in every maintenance."""
+QUIET_PERIODS = 4
+"""No row moves in the first periods of maintenance: utilities say little yet."""
+
+
+@dataclass(frozen=True)
+class RowSizes:
+    """Describe rows of tables with the same sizes."""
+
+    sizes: tuple[int, ...]
+    """Columns of classes 1, 2 and so on, ascending."""
+    row_bytes: tuple[int, ...]
+    """Bytes of a row of each class in its slab; class 0 takes none."""
+
+    @property
+    def start_class(self) -> int:
+        """Return the class in which rows start: the last but one."""
+        return max(1, len(self.sizes) - 1)
+
+    @cached_property
+    def bins(self) -> tuple[int, ...]:
+        """Return how many bins above the cut-off of class 1 that of each class is."""
+        octaves = (UTILITY_POWER * math.log2(size / self.sizes[0]) for size in self.sizes)
+        return tuple(round(BINS_PER_OCTAVE * each) for each in octaves)
+
+    def targets(self, cut_off: int) -> NDArray[np.uint8]:
+        """Return (C + 1, BINS) the class that rows of each class and bin have after a maintenance.
+
+        ``cut_off`` is the bin from which on rows hold anything.
+        """
+        present, classes = np.arange(len(self.sizes) + 1)[:, None], np.arange(1, len(self.sizes) + 1)
+        shifts = np.where(classes > present, HYSTERESIS_BINS, -HYSTERESIS_BINS)
+        least = cut_off + np.array(self.bins) + shifts
+        found: NDArray[np.uint8] = (np.arange(BINS)[None, :, None] >= least[:, None, :]).sum(axis=2).astype(np.uint8)
+        return found
+
+    def bytes_at(self, counts: Counts, cut_off: int) -> int:
+        """Return the bytes that rows take after a maintenance with a cut-off."""
+        return int((np.array((0, *self.row_bytes))[self.targets(cut_off)] * counts).sum())
+
+
+def find_cut_off(kinds: Sequence[RowSizes], counts: Sequence[Counts], budget: int) -> int:
+    """Return the lowest cut-off at which all rows fit a budget of bytes."""
+    low = -HYSTERESIS_BINS - max(kind.bins[-1] for kind in kinds)
+    high = BINS + HYSTERESIS_BINS
+    while low < high:
+        middle = (low + high) // 2
+        if sum(kind.bytes_at(each, middle) for kind, each in zip(kinds, counts, strict=True)) <= budget:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def utility_of_bin(cut_off: int) -> float:
+    """Return the utility at which a bin begins."""
+    return float(2.0 ** ((cut_off - BIN_OF_ONE) / BINS_PER_OCTAVE))
+
+
+def sizes_of(table: TableSpec, optimizer: RowOptimizerKind) -> RowSizes:
+    """Return the sizes of a table's rows, which has some."""
+    return RowSizes(table.sizes, tuple(map(_slab_bytes(table, optimizer).slab_row, table.sizes)))
+
+
+def _slab_bytes(table: TableSpec, optimizer: RowOptimizerKind) -> SlabBytes:
+    found = table.slab_bytes(STATE_BYTES * state_values(optimizer, table.dim))
+    assert found is not None
+    return found
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Describe the tables of a model whose rows have several sizes."""
+
+    kinds: tuple[RowSizes, ...]
+    """Different ones, in the model's order."""
+    budget: int
+    """Bytes that rows may take in slabs."""
+    half_life: int
+    """Of utilities, in steps: one for all tables, which compete."""
+    first_step: int
+    """No row moves before."""
+
+    @classmethod
+    def of(
+        cls, tables: Sequence[TableSpec], optimizer: RowOptimizerKind, batch_size: int, first_step: int
+    ) -> ModelSizes | None:
+        """Read the sizes of a model's tables; None if all rows have all columns."""
+        sized = [table for table in tables if table.has_sizes]
+        if not sized:
+            return None
+        budget, rows, looked_up = 0, 0, 0.0
+        for table in sized:
+            budget += _slab_bytes(table, optimizer).budget(table.held_rows)
+            rows += table.held_rows
+            looked_up += (table.lookups or table.max_lookups) * len(table.sources)
+        kinds = tuple(dict.fromkeys(sizes_of(table, optimizer) for table in sized))
+        half_life = max(MIN_HALF_LIFE_STEPS, int(HALF_LIFE_LOOKUPS * rows / looked_up / batch_size))
+        return cls(kinds, budget, half_life, first_step)
+
+    def is_due(self, step: int, last_step: int, period_steps: int) -> bool:
+        """Return whether rows move in the maintenance after a step; ``last_step`` is that of the one before."""
+        if step < max(self.first_step, QUIET_PERIODS * period_steps):
+            return False
+        interval = max(1, self.half_life // MOVES_PER_HALF_LIFE)
+        return step // interval > last_step // interval
