@@ -152,6 +152,7 @@ class Training:
             self.period = MaintenancePeriod.begin(model.maintenance_steps, metrics.get("maintenance"))
             if gang.rank == 0:
                 assembly.learner.embeddings.begin_period(LookupCounts(self.period.lookups, self.period.without_row))
+            assembly.learner.embeddings.tables.start_lower(self.period.steps_down)
             self.board.update(maintenance_steps=self.period.steps)
         self.cuts = CutDriver(assembly, restored.attempt, restored.held_step)
 

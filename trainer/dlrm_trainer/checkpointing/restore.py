@@ -301,7 +301,7 @@ def restore(
             pieces = _chosen(pieces, keys)
         part = parts[number]
         if begins and isinstance(part, UniquePart):
-            pieces = map(partial(_touched_first, part.memory.state_values), pieces)
+            pieces = map(partial(_touched_first, part.own_values), pieces)
         part.restore(pieces, mark=mark)
     learner.dense.restore(snapshot.dense())
     in_step.wait()
@@ -318,7 +318,7 @@ def _is_new(part: LocalPart, snapshot: Snapshot) -> bool:
 
 def _fitting_keys(snapshot: Snapshot, part: UniquePart) -> tuple[NDArray[np.int64], int]:
     """Return the keys of a part that fit into a unique table with fewer rows, and how many others there are."""
-    buckets, own = part.table.key_buckets, part.memory.state_values
+    buckets, own = part.table.key_buckets, part.own_values
     assert buckets is not None
     found = [
         (piece.row_ids, ranks_of(piece.state[:, own:], part.rows.policy))

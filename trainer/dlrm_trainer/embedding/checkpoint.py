@@ -406,9 +406,18 @@ class UniquePart:
         return self.memory.dirty
 
     @property
+    def own_values(self) -> int:
+        """Return the number of optimizer state values of a row, which come first in its state."""
+        return self.memory.state_values - self._tail
+
+    @property
+    def _tail(self) -> int:
+        return SLAB_VALUES if isinstance(self.memory, SlabPart) else 0
+
+    @property
     def state_values(self) -> int:
-        """See ``ResidentPart``: ``TableMeta.row_values`` come last."""
-        return self.memory.state_values + len(self.table.embedding.row_values)
+        """See ``ResidentPart``: what the directory knows of a row follows its optimizer state."""
+        return self.memory.state_values + 1 + self.rows.policy.has_scores
 
     def start(self, seed: int) -> None:
         """See ``ResidentPart``: rows start when their key gets them."""
@@ -421,7 +430,7 @@ class UniquePart:
     def keyed(self, source: CutRowSource) -> CutRowSource:
         """Return rows that ``memory`` has located with their keys, as they were when the cut in progress began."""
         keys, values = self.rows.describe(self.memory.local(source))
-        return KeyedRows(keys, source, values)
+        return KeyedRows(keys, source, values, self._tail)
 
     def in_place(self, rows: NDArray[np.int64]) -> CutRowSource:
         """See ``ResidentPart``; only during a cut."""
@@ -433,7 +442,7 @@ class UniquePart:
         values, order = held.values, np.argsort(held.rows)
         for first in range(0, len(order), CHUNK_ROWS):
             here = order[first : first + CHUNK_ROWS]
-            yield KeyedRows(held.keys[here], self.memory.in_place(held.rows[here]), values[here])
+            yield KeyedRows(held.keys[here], self.memory.in_place(held.rows[here]), values[here], self._tail)
 
     def gone(self) -> GoneRows:
         """Return the keys that left since the parent of the cut in progress."""
@@ -449,10 +458,11 @@ class UniquePart:
 
     def _local(self, piece: CodedRows) -> CodedRows:
         # Pieces come in the order of keys, so these are consecutive.
-        own = self.memory.state_values
-        steps, scores = piece.state[:, own].view(np.uint32).astype(np.int64), piece.state[:, own + 1 :]
+        own, last = self.own_values, piece.state.shape[1] - isinstance(self.memory, SlabPart)
+        steps, scores = piece.state[:, own].view(np.uint32).astype(np.int64), piece.state[:, own + 1 : last]
         rows = self.rows.restore(piece.row_ids, steps, scores[:, 0] if scores.shape[1] else None)
-        return replace(piece, row_ids=rows + self.shard.row_start, state=np.ascontiguousarray(piece.state[:, :own]))
+        state = np.concatenate([piece.state[:, :own], piece.state[:, last:]], axis=1)
+        return replace(piece, row_ids=rows + self.shard.row_start, state=state)
 
 
 @dataclass(frozen=True)
@@ -464,7 +474,9 @@ class KeyedRows:
     rows: CutRowSource
     """The same rows, by local row."""
     values: NDArray[np.float32]
-    """(N, V) their ``TableMeta.row_values``."""
+    """(N, V) what the directory knows of them."""
+    tail: int
+    """Values of ``rows`` that follow these."""
 
     @property
     def shard(self) -> ShardId:
@@ -473,15 +485,17 @@ class KeyedRows:
 
     @property
     def state_values(self) -> int:
-        """See ``CutRowSource``: ``TableMeta.row_values`` come last."""
+        """See ``CutRowSource``: what the directory knows of a row follows its optimizer state."""
         return self.rows.state_values + int(self.values.shape[1])
 
     def copy(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
         """See ``CutRowSource``."""
-        width = self.rows.state_values
-        own = np.empty((end - start, width), np.float32)
-        self.rows.copy(start, end, rows, own)
-        state[:, :width], state[:, width:] = own, self.values[start:end]
+        count, known = self.rows.state_values, self.values.shape[1]
+        held = np.empty((end - start, count), np.float32)
+        self.rows.copy(start, end, rows, held)
+        own = count - self.tail
+        state[:, :own], state[:, own : own + known] = held[:, :own], self.values[start:end]
+        state[:, own + known :] = held[:, own:]
 
 
 MemoryPart: TypeAlias = ResidentPart | StackedPart | SlabPart

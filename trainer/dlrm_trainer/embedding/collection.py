@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.errors import DivergedError
@@ -193,6 +194,8 @@ class Embeddings:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="dlrm-ids")
         self.tables = LocalTables(placement, collectives.rank, options)
         self.replicated = ReplicatedTables(placement, options)
+        self.cut_off: int | None = None
+        """Of the last maintenance that resized rows; see ``find_cut_off``."""
         # The ranks take turns in saving replicas.
         saved = self.replicated.parts[collectives.rank :: placement.world_size]
         self.saved = CheckpointView(self.tables, self.replicated, saved)
@@ -306,18 +309,35 @@ class Embeddings:
         """
         counts = torch.from_numpy(self.tables.maintain(step, period.last_step).flat()).to(torch.float64)
         self._collectives.all_reduce(counts)
-        if self.tables.sizes is not None and self.tables.sizes.is_due(step, period.last_step, period.steps):
-            self._resize(step, self.tables.sizes)
-        return period.maintained(step, Maintained.of(counts.tolist()), self._capacity)
+        begun = period.maintained(step, Maintained.of(counts.tolist()), self._capacity)
+        return begun if self.tables.sizes is None else self._resize(step, self.tables.sizes, period, begun)
 
-    def _resize(self, step: int, sizes: ModelSizes) -> None:
-        found = self.tables.count_sizes(step)
-        flat = torch.from_numpy(np.concatenate([each.reshape(-1) for each in found])).to(torch.float64)
+    def _resize(
+        self, step: int, sizes: ModelSizes, ended: MaintenancePeriod, begun: MaintenancePeriod
+    ) -> MaintenancePeriod:
+        """Resize rows if that is due, and return the period with what it says of them."""
+        held = self._summed([self.tables.slab_rows()])[0]
+        used = sizes.bytes_of(held.tolist())
+        # Since the last maintenance rows have come to slabs, but none has left one for another.
+        last = np.array(ended.slab_rows or (0,), np.int64)
+        ends = np.cumsum([len(kind.sizes) + 1 for kind in sizes.kinds])[:-1]
+        new_rows = [int(max(0, each.sum())) for each in np.split(held - last, ends)]
+        if sizes.is_due(step, ended.last_step, ended.steps, used):
+            counts = self._summed(self.tables.count_sizes(step))
+            self.cut_off = find_cut_off(sizes.kinds, counts, sizes.budget)
+            self.tables.resize(step, self.cut_off)
+            held = self._summed([self.tables.slab_rows()])[0]
+            used = sizes.bytes_of(held.tolist())
+        steps_down = sizes.steps_down(used, new_rows)
+        self.tables.start_lower(steps_down)
+        return begun.model_copy(update={"slab_rows": tuple(held.tolist()), "steps_down": steps_down})
+
+    def _summed(self, counts: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
+        """Return the sums of arrays over all ranks."""
+        flat = torch.from_numpy(np.concatenate([each.reshape(-1) for each in counts])).to(torch.float64)
         self._collectives.all_reduce(flat)
-        ends = np.cumsum([each.size for each in found])[:-1]
-        summed = np.split(flat.numpy().astype(np.int64), ends)
-        counts = [each.reshape(local.shape) for each, local in zip(summed, found, strict=True)]
-        self.tables.resize(step, find_cut_off(sizes.kinds, counts, sizes.budget))
+        parts = np.split(flat.numpy().astype(np.int64), np.cumsum([each.size for each in counts])[:-1])
+        return [part.reshape(each.shape) for part, each in zip(parts, counts, strict=True)]
 
     def settle(self) -> None:
         """Wait until no row is moving, so that ``local`` can be read and restored.

@@ -267,6 +267,8 @@ class LocalTables:
                         self.pending.before_update(RowsToUpdate(group.dirty, left.rows, sizes, starts, locate))
                     if group.stack is not None:
                         group.stack.drop(number, left.rows)
+                    if group.slabs is not None:
+                        group.slabs.forget(number, left.rows)
                     part.rows.free(left)
                     group.unique.evicted.add(number, left.keys[~left.by_age], step)
         return Maintained(lookups, before, self._unique_rows())
@@ -279,6 +281,21 @@ class LocalTables:
             if group.slabs is not None:
                 found[self.sizes.kinds.index(group.slabs.sizes)] += group.slabs.count(step)
         return found
+
+    def slab_rows(self) -> NDArray[np.int64]:
+        """Return this rank's rows of each class of each of ``sizes.kinds``, one after the other."""
+        assert self.sizes is not None
+        found = [np.zeros(len(kind.sizes) + 1, np.int64) for kind in self.sizes.kinds]
+        for group in self.groups:
+            if group.slabs is not None:
+                found[self.sizes.kinds.index(group.slabs.sizes)] += group.slabs.slabs.counts
+        return np.concatenate(found)
+
+    def start_lower(self, steps_down: int) -> None:
+        """Let rows that are trained for the first time start so many classes lower; see ``RowSizes``."""
+        for group in self.groups:
+            if group.slabs is not None:
+                group.slabs.start_class = group.slabs.sizes.start_class(steps_down)
 
     def resize(self, step: int, cut_off: int) -> None:
         """Let rows have the columns that a model's cut-off gives them. No batch is in flight."""

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_api.dimensions import SlabBytes
+from dlrm_api.dimensions import MAX_SIZES, SLAB_HEADROOM_DIVISOR, SlabBytes
 from dlrm_api.model import TableSpec
 from dlrm_api.row_optimizers import STATE_BYTES, RowOptimizerKind, state_values
 from dlrm_kernels.slabs import BIN_OF_ONE, BINS, BINS_PER_OCTAVE
@@ -39,11 +39,12 @@ class RowSizes:
     """Columns of classes 1, 2 and so on, ascending."""
     row_bytes: tuple[int, ...]
     """Bytes of a row of each class in its slab; class 0 takes none."""
+    least_class: int = 0
+    """1: rows keep their first columns until their id leaves."""
 
-    @property
-    def start_class(self) -> int:
-        """Return the class in which rows start: the last but one."""
-        return max(1, len(self.sizes) - 1)
+    def start_class(self, steps_down: int) -> int:
+        """Return the class in which rows start: the last but one, or so many steps below it."""
+        return max(1, len(self.sizes) - 1 - steps_down)
 
     @cached_property
     def bins(self) -> tuple[int, ...]:
@@ -59,7 +60,8 @@ class RowSizes:
         present, classes = np.arange(len(self.sizes) + 1)[:, None], np.arange(1, len(self.sizes) + 1)
         shifts = np.where(classes > present, HYSTERESIS_BINS, -HYSTERESIS_BINS)
         least = cut_off + np.array(self.bins) + shifts
-        found: NDArray[np.uint8] = (np.arange(BINS)[None, :, None] >= least[:, None, :]).sum(axis=2).astype(np.uint8)
+        reached = (np.arange(BINS)[None, :, None] >= least[:, None, :]).sum(axis=2)
+        found: NDArray[np.uint8] = np.maximum(reached, self.least_class).astype(np.uint8)
         return found
 
     def bytes_at(self, counts: Counts, cut_off: int) -> int:
@@ -87,7 +89,8 @@ def utility_of_bin(cut_off: int) -> float:
 
 def sizes_of(table: TableSpec, optimizer: RowOptimizerKind) -> RowSizes:
     """Return the sizes of a table's rows, which has some."""
-    return RowSizes(table.sizes, tuple(map(_slab_bytes(table, optimizer).slab_row, table.sizes)))
+    row_bytes = tuple(map(_slab_bytes(table, optimizer).slab_row, table.sizes))
+    return RowSizes(table.sizes, row_bytes, least_class=int(table.is_unique))
 
 
 def _slab_bytes(table: TableSpec, optimizer: RowOptimizerKind) -> SlabBytes:
@@ -126,8 +129,31 @@ class ModelSizes:
         half_life = max(MIN_HALF_LIFE_STEPS, int(HALF_LIFE_LOOKUPS * rows / looked_up / batch_size))
         return cls(kinds, budget, half_life, first_step)
 
-    def is_due(self, step: int, last_step: int, period_steps: int) -> bool:
-        """Return whether rows move in the maintenance after a step; ``last_step`` is that of the one before."""
+    @property
+    def limit(self) -> int:
+        """Return the most bytes that rows may take until the next maintenance, new ones included."""
+        return self.budget + self.budget // SLAB_HEADROOM_DIVISOR
+
+    def bytes_of(self, held: Sequence[int]) -> int:
+        """Return the bytes of rows, given the number of each class of each kind, class 0 included."""
+        row_bytes = [size for kind in self.kinds for size in (0, *kind.row_bytes)]
+        return sum(size * rows for size, rows in zip(row_bytes, held, strict=True))
+
+    def steps_down(self, used: int, new_rows: Sequence[int]) -> int:
+        """Return how many classes lower rows start, so that as many new rows of each kind again are within limits."""
+        for steps in range(MAX_SIZES):
+            starts = (kind.row_bytes[kind.start_class(steps) - 1] for kind in self.kinds)
+            if used + sum(size * rows for size, rows in zip(starts, new_rows, strict=True)) <= self.limit:
+                return steps
+        return MAX_SIZES
+
+    def is_due(self, step: int, last_step: int, period_steps: int, used: int) -> bool:
+        """Return whether rows move in the maintenance after a step.
+
+        ``last_step`` is that of the maintenance before, and ``used`` the bytes that rows take.
+        """
+        if used > self.limit:
+            return True
         if step < max(self.first_step, QUIET_PERIODS * period_steps):
             return False
         interval = max(1, self.half_life // MOVES_PER_HALF_LIFE)

@@ -52,6 +52,8 @@ class SlabKernel:
     ) -> None:
         """``numbers`` are the global row of each table's first row, ``samples`` those of the global batch."""
         self.sizes, self._tables, self._half_life, self._samples = sizes, tables, float(half_life), samples
+        self.start_class = sizes.start_class(0)
+        """Of rows that are trained for the first time."""
         self.weights: tuple[Tensor, ...] = ()
         self.states: tuple[Tensor, ...] = ()
         rows, (dim,) = [count for count, _ in tables.shapes], {dim for _, dim in tables.shapes}
@@ -90,7 +92,7 @@ class SlabKernel:
         """See ``Kernel``. A row that was never trained reads as it starts; without an update, as its initial value."""
         samples = bags.lengths.shape[1]
         pooled = torch.empty(samples, self._width)
-        fresh = self.sizes.sizes[self.sizes.start_class - 1] if updates else self._dim
+        fresh = self.sizes.sizes[self.start_class - 1] if updates else self._dim
         parallel_for(
             kernels.pool,
             max(1, len(self._tables.features) * min(samples, len(bags.ids)) // UNIT_BAGS),
@@ -130,7 +132,7 @@ class SlabKernel:
             work,
             self.slabs,
             self._slab_tables,
-            np.uint64(self.sizes.start_class),
+            np.uint64(self.start_class),
             self._layout,
             of_batch,
             self._tables.constants(update),
@@ -145,7 +147,7 @@ class SlabKernel:
             table,
             unsigned(rows),
             gradient.contiguous().numpy(),
-            np.uint64(self.sizes.start_class),
+            np.uint64(self.start_class),
             self._tables.constants(update),
             self._utility(update.step),
         )
@@ -157,7 +159,7 @@ class SlabKernel:
     def begin(self, parts: NDArray[np.int64], rows: Rows, keys: Rows) -> None:
         """Give (n,) rows of parts, which ``keys`` number in their tables, their first columns."""
         chosen = rows + self.row_starts[parts]
-        start = np.uint64(self.sizes.start_class)
+        start = np.uint64(self.start_class)
         kernels.begin_rows(self.slabs, chosen, keys, parts, self._slab_tables.initial, start)
 
     def copy(self, table: int, rows: Rows, out: NDArray[np.float32], out_state: NDArray[np.float32]) -> None:

@@ -95,6 +95,10 @@ class MaintenancePeriod(BaseModel):
     """Of the last maintenance; 0 without any."""
     rows: tuple[int, ...] = ()
     """Of each unique table after it; empty without any."""
+    slab_rows: tuple[int, ...] = ()
+    """Of each class of each of ``ModelSizes.kinds`` after it; empty without any."""
+    steps_down: int = 0
+    """Classes by which rows start lower, for lack of space."""
 
     @classmethod
     def begin(cls, chosen: int | Literal["auto"], stored: Mapping[str, Any] | None) -> MaintenancePeriod:

@@ -251,6 +251,7 @@ class ReplayTable:
     table: TableSpec
     sizes: RowSizes
     rows: dict[int, Row] = field(default_factory=dict)
+    start_class: int = 0
 
     def initial(self, row: int) -> NDArray[np.float64]:
         """Return all columns of a row that was never trained."""
@@ -264,7 +265,7 @@ class ReplayTable:
         step, half_life = at
         for id_, gradient in gradients.items():
             if id_ not in self.rows:
-                begun = self.initial(id_)[: self.sizes.sizes[self.sizes.start_class - 1]]
+                begun = self.initial(id_)[: self.sizes.sizes[self.start_class - 1]]
                 self.rows[id_] = Row(begun, 0.0, 0.0, step)
             row = self.rows[id_]
             decayed = row.utility * 2.0 ** ((row.step - step) / half_life)
@@ -294,7 +295,10 @@ class Replay:
             ReplayTable(table, sizes_of(table, OPTIMIZER.kind)) if table.has_sizes else None
             for table in spec.all_tables()
         ]
-        self.moved = 0
+        for table in filter(None, self.tables):
+            table.start_class = table.sizes.start_class(0)
+        self._last = [0] * len(sizes.kinds)
+        self.moved = self.lowered = 0
 
     def step(self, number: int) -> None:
         """Update the rows of a batch, and resize rows where a maintenance is due."""
@@ -313,9 +317,32 @@ class Replay:
         for replayed, summed, looked_up in zip(self.tables, sums, lookups, strict=True):
             if replayed is not None:
                 replayed.update(summed, looked_up, (number + 1, half_life))
-        last = number + 1 - PERIOD
-        if (number + 1) % PERIOD == 0 and self.sizes.is_due(number + 1, last, PERIOD):
-            self._resize(number + 1, half_life)
+        if (number + 1) % PERIOD == 0:
+            self._maintain(number + 1, half_life)
+
+    def _maintain(self, step: int, half_life: float) -> None:
+        held = self._held()
+        new_rows = [sum(here) - before for here, before in zip(held, self._last, strict=True)]
+        if self.sizes.is_due(step, step - PERIOD, PERIOD, self._used(held)):
+            self._resize(step, half_life)
+            held = self._held()
+        self._last = list(map(sum, held))
+        steps_down = self.sizes.steps_down(self._used(held), new_rows)
+        self.lowered += steps_down > 0
+        for table in filter(None, self.tables):
+            table.start_class = table.sizes.start_class(steps_down)
+
+    def _used(self, held: list[list[int]]) -> int:
+        return self.sizes.bytes_of([rows for kind in held for rows in kind])
+
+    def _held(self) -> list[list[int]]:
+        """Return the rows of each class, class 0 left out, of each kind."""
+        found = [[0] * (len(kind.sizes) + 1) for kind in self.sizes.kinds]
+        for table in filter(None, self.tables):
+            for row in table.rows.values():
+                if row.columns:
+                    found[self.sizes.kinds.index(table.sizes)][table.sizes.sizes.index(row.columns) + 1] += 1
+        return found
 
     def _resize(self, step: int, half_life: float) -> None:
         counts = [np.zeros((len(kind.sizes) + 1, BINS), np.int64) for kind in self.sizes.kinds]

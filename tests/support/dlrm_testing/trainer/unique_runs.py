@@ -54,8 +54,11 @@ RATED = {
 """Options of tables from which rows leave by scores and ages."""
 
 
-def model(*, rated: bool = False) -> ModelSpec:
-    """Two features of a table, weights, two types of rows, and a fixed table beside them."""
+def model(*, rated: bool = False, keep: float | None = None) -> ModelSpec:
+    """Two features of a table, weights, two types of rows, and a fixed table beside them.
+
+    ``keep``: rows of fp32 tables have several sizes, or only that of all columns if it is 1.
+    """
     whole = {"name": "whole", "rows": 24, "dim": 8, "maxLookups": 3, "features": ["a", "b"], "weights": ["x", "y"]}
     tables = [
         whole,
@@ -65,6 +68,8 @@ def model(*, rated: bool = False) -> ModelSpec:
     for table in tables:
         options = RATED[str(table["name"])] if rated else {}
         table["embedding"] = {"hash": "unique", "buckets": BUCKETS, **options}
+        if keep is not None and "dtype" not in table:
+            table["embedding"]["dimension"] = {"keepBytes": keep, "sizes": [8] if keep == 1 else []}
     tables.append({"name": "fixed", "rows": 30, "dim": 8})
     return ModelSpec.model_validate({"topMlp": [1], "interaction": "dcn", "tables": tables})
 
@@ -84,6 +89,8 @@ class RunOptions:
     cut_seed: int | None = None
     """Of cuts at random steps, copied while training continues; None: no cuts."""
     rated: bool = False
+    keep: float | None = None
+    """See ``model``."""
 
 
 def levels(tiers: Sequence[Tier], rows: int) -> TierShare:
@@ -296,7 +303,7 @@ def train_unique(
     first: int = 0,
 ) -> UniqueRun:
     """Train some steps on one rank, from rows of all ranks on. The gradient depends on the samples alone."""
-    spec, rank, size = model(rated=chosen.rated), collectives.rank, collectives.world_size
+    spec, rank, size = model(rated=chosen.rated, keep=chosen.keep), collectives.rank, collectives.world_size
     folder = chosen.folder / str(rank) if chosen.folder else None
     options = EmbeddingOptions(optimizer=OPTIMIZER, seed=SEED, global_batch_size=SAMPLES, tier_dir=folder)
     planned = plan(spec, size, chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from dlrm_testing.trainer.sized_runs import (
     model,
     train_sized,
 )
+from dlrm_testing.trainer.unique_runs import RunOptions, equal, train_unique
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding.row_sizes import ModelSizes, RowSizes, find_cut_off, sizes_of
 from dlrm_trainer.embedding.slabs import Moves, SlabKernel
@@ -33,12 +35,12 @@ from dlrm_trainer.embedding.table_batch import Tables
 
 ALONE = Collectives(0, 1, lambda: "")
 
-KINDS = RowSizes((16, 32, 64), (72, 136, 264)), RowSizes((4, 16), (24, 72)), RowSizes((8,), (40,))
+KINDS = RowSizes((16, 32, 64), (72, 136, 264)), RowSizes((4, 16), (24, 72), least_class=1), RowSizes((8,), (40,))
 
 
 def class_after(kind: RowSizes, present: int, utility_bin: int, cut_off: int) -> int:
     """The largest class whose cut-off the utility is at, or a bin past it to change the class."""
-    found = 0
+    found = kind.least_class
     for number, above in enumerate(kind.bins, start=1):
         if utility_bin >= cut_off + above + (1 if number > present else -1):
             found = number
@@ -72,7 +74,7 @@ def test_the_cut_off_is_the_lowest_at_which_rows_fit(seed: int, share: float, sp
     found = find_cut_off(KINDS, counts, budget)
 
     lowest = -1 - max(kind.bins[-1] for kind in KINDS)
-    assert bytes_at(found) <= budget
+    assert bytes_at(found) <= max(budget, bytes_at(2 * BINS))
     assert found == lowest or bytes_at(found - 1) > budget
     if share >= 1:
         assert found == lowest
@@ -110,12 +112,13 @@ def test_rows_after_each_step_are_those_of_a_replay(alone: SizedRun) -> None:
 
     assert columns == {-1, 0, 4, 8, 12, 16, 24}
     assert replay.moved > 100
+    assert replay.lowered > 0
 
 
 def test_bytes_of_rows_fit_what_tables_keep(alone: SizedRun) -> None:
     sizes = ModelSizes.of(model().all_tables(), OPTIMIZER.kind, SAMPLES, 0)
     assert sizes is not None
-    assert sizes.is_due(STEPS, STEPS - PERIOD, PERIOD)
+    assert sizes.is_due(STEPS, STEPS - PERIOD, PERIOD, 0)
 
     taken = 0
     for table in model().all_tables():
@@ -158,6 +161,25 @@ def test_two_ranks_decide_as_one(alone: SizedRun) -> None:
 
 def first_row(state: TableState) -> int:
     return state.first_row
+
+
+@pytest.mark.parametrize("rated", [False, True])
+def test_unique_ids_with_all_columns_are_those_of_a_table_without_sizes(rated: bool) -> None:
+    sized, full = (train_unique(ALONE, RunOptions(rated=rated, keep=keep)) for keep in (1.0, None))
+
+    for with_sizes, without in zip(sized.states, full.states, strict=True):
+        for table, rows in without.items():
+            found, known = with_sizes[table], rows.values.shape[1]
+            assert equal(replace(found, values=found.values[:, :known]), rows)
+    np.testing.assert_array_equal(sized.features, full.features)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cuts_of_unique_ids_hold_rows_of_several_sizes(seed: int) -> None:
+    run = train_unique(ALONE, RunOptions(cut_seed=seed, rated=bool(seed % 2), keep=0.95))
+
+    assert run.cuts > 3
+    assert {4, 8} == set(np.concatenate([state["split"].values[:, -1] for state in run.states]).tolist())
 
 
 def test_pages_of_rows_that_lost_their_columns_go_back_to_the_system() -> None:
