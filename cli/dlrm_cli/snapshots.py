@@ -415,9 +415,12 @@ def open_snapshot_store(
 def _description(snapshot: Snapshot) -> dict[str, Any]:
     manifest, stored, gone = snapshot.manifest, Counter[str](), Counter[str]()
     shown = {table.name for table in snapshot.meta.model_tables}
+    sizes: dict[str, dict[int, Counter[str]]] = {table.name: {} for table in snapshot.meta.tables if table.sizes}
     for chunk in manifest.chunks:
         if chunk.table in shown:
             stored[chunk.table] += chunk.rows
+        if chunk.columns is not None:
+            sizes[chunk.table].setdefault(chunk.columns, Counter()).update(rows=chunk.rows, bytes=chunk.bytes)
     for entry in manifest.gone:
         gone[entry.table] += entry.rows
     return {
@@ -428,6 +431,7 @@ def _description(snapshot: Snapshot) -> dict[str, Any]:
         "stored_rows": stored,
         "capacity": {table.name: table.rows for table in snapshot.meta.tables if table.is_unique},
         "gone_keys": gone,
+        "by_columns": {table: dict(sorted(found.items())) for table, found in sizes.items()},
         "cut": _with_snake_case_keys(asdict(snapshot.meta)),
     }
 

@@ -203,7 +203,7 @@ def _prepare(snapshot: Snapshot, wanted: Conversion, *, drop: bool) -> _Prepared
         rows=table.rows if wanted.rows is None else wanted.rows,
         ids=wanted.ids,
         buckets=1,
-        row_values=("touched",) if wanted.ids == "unique" else (),
+        row_values=(*(("touched",) if wanted.ids == "unique" else ()), *(("utility",) if table.sizes else ())),
     )
     if table.ids == wanted.ids:
         raise UsageError(f"table {table.name}: its ids are {'unique' if table.is_unique else 'row numbers'} already")
@@ -240,7 +240,7 @@ def _checked(target: TableMeta) -> TableMeta:
 def _to_unique(
     snapshot: Snapshot, table: TableMeta, target: TableMeta, buckets: KeyBuckets, *, drop: bool
 ) -> _Prepared:
-    target = _checked(replace(target, buckets=buckets.count))
+    target, own = _checked(replace(target, buckets=buckets.count)), sum(table.state_columns)
     updated, seed = _updated_rows(snapshot, table), np.uint64(id_seed(table.seed, table.name))
     counts = np.zeros(buckets.count, np.int64)
     for _, keys in _keys(updated, seed):
@@ -261,8 +261,11 @@ def _to_unique(
     def convert(piece: CodedRows) -> CodedRows:
         if dropped:
             piece = piece.take(np.flatnonzero(updated[piece.row_ids >> 3] >> (piece.row_ids & 7) & 1))
+        # A table of unique ids has no row of an id that was pruned.
+        if piece.columns == 0:
+            piece = piece.take(slice(0))
         keys = keys_of_ids(piece.row_ids.view(np.uint64), seed).view(np.int64)
-        state = np.column_stack([piece.state, np.full(len(keys), touched)])
+        state = np.column_stack([piece.state[:, :own], np.full(len(keys), touched), piece.state[:, own:]])
         return _renumbered(replace(piece, row_ids=keys, state=state), target)
 
     result = ConvertedTable(
@@ -292,7 +295,8 @@ def _to_fixed(snapshot: Snapshot, table: TableMeta, target: TableMeta) -> _Prepa
 
     def convert(piece: CodedRows) -> CodedRows:
         ids = ids_of_keys(piece.row_ids.view(np.uint64), seed).view(np.int64)
-        return _renumbered(replace(piece, row_ids=ids, state=piece.state[:, :own]), target)
+        state = np.delete(piece.state, slice(own, own + len(table.row_values) - bool(table.sizes)), axis=1)
+        return _renumbered(replace(piece, row_ids=ids, state=state), target)
 
     return _Prepared(ConvertedTable(meta=target, rows=total), convert)
 
@@ -302,13 +306,20 @@ def _renumbered(piece: CodedRows, target: TableMeta) -> CodedRows:
 
 
 def _updated_rows(snapshot: Snapshot, table: TableMeta) -> NDArray[np.uint8]:
-    """Return a bitmap of a fixed table's rows that were ever updated (``packing.see_rows``)."""
+    """Return a bitmap of a fixed table's rows that were ever updated and not pruned (``packing.see_rows``)."""
     entries = [entry for layer in snapshot.chain.chunks(table.name) for entry in layer]
     bits = np.zeros((max((entry.last_row for entry in entries), default=0) >> 3) + 1, np.uint8)
     load = partial(_row_ids, snapshot.store, table)
-    for ids in parallel_map(load, entries, gets_at_once(entries)):
-        packing.see_rows(bits, ids, np.empty(len(ids), np.bool_))
+    for entry, ids in zip(entries, parallel_map(load, entries, gets_at_once(entries)), strict=True):
+        if entry.columns == 0:
+            _clear(bits, ids)
+        else:
+            packing.see_rows(bits, ids, np.empty(len(ids), np.bool_))
     return bits
+
+
+def _clear(bits: NDArray[np.uint8], rows: NDArray[np.int64]) -> None:
+    np.bitwise_and.at(bits, rows >> 3, ~(1 << (rows & 7)).astype(np.uint8))
 
 
 def _row_ids(store: ObjectStore, table: TableMeta, entry: ChunkEntry) -> NDArray[np.int64]:
@@ -341,6 +352,6 @@ def _drop(updated: NDArray[np.uint8], seed: np.uint64, counts: NDArray[np.int64]
         rows, keys = (np.concatenate(each) for each in zip(*found, strict=True))
         # All were touched in the same step.
         leaving = rows[~rows_that_fit(keys, np.zeros(len(keys)), buckets.count, buckets.quota)]
-        np.bitwise_and.at(updated, leaving >> 3, ~(1 << (leaving & 7)).astype(np.uint8))
+        _clear(updated, leaving)
         dropped += len(leaving)
     return dropped

@@ -72,7 +72,7 @@ def rows_of(snapshot: Snapshot, name: str) -> dict[int, bytes]:
     return found
 
 
-def keyed(rows: dict[int, bytes], name: str) -> dict[int, bytes]:
+def keyed(rows: dict[int, Any], name: str) -> dict[int, Any]:
     keys = keys_of_ids(np.array(list(rows), np.uint64), np.uint64(id_seed(7, name))).tolist()
     return dict(zip(keys, rows.values(), strict=True))
 
@@ -102,6 +102,35 @@ def test_rows_keep_their_bits_there_and_back(data: st.DataObject, clock: Clock, 
     assert verify_snapshot(there).rows == verify_snapshot(source).rows
     assert snapshot_digest(back) == snapshot_digest(source)
     assert back.meta.model == source.meta.model
+
+
+def test_rows_keep_their_sizes_and_pruned_ones_are_gone(clock: Clock):
+    """Of the weights, state and utility of rows, those of pruned ones are lost: an id without a row reads the same."""
+    meta = table("pruned", 60, 12, sizes=(3, 6, 12))
+    store, model, name = MemoryStore(clock), HashedModel((meta,)), None
+    for _ in range(30):
+        name = commit(store, model.train(), name, bits=8)
+    source = find_snapshot(store)
+    rows = {row: each for row, each in sized(source).items() if each[0]}
+
+    [made] = convert_snapshot(source, OtherStore(clock), to("unique", "pruned"), on_read=lambda _: None)
+    there = convert(source, ThirdStore(clock), *to("unique", "pruned"))
+    back = convert(there, MemoryStore(Clock()), *to("rows", "pruned"))
+
+    assert made.rows == len(rows) < len(sized(source))
+    assert sized(there) == keyed(rows, "pruned")
+    assert sized(back) == rows
+    assert back.table("pruned") == meta
+
+
+def sized(snapshot: Snapshot) -> dict[int, Any]:
+    """Sizes, weights, optimizer state and utility of rows."""
+    meta, found = snapshot.table("pruned"), {}
+    for _, coded in snapshot.shard_codes([meta.whole()]):
+        piece = decode_rows(coded)
+        for place, row in enumerate(piece.row_ids.tolist()):
+            found[row] = coded.columns, piece.rows[place].tobytes(), piece.state[place, [0, -1]].tobytes()
+    return found
 
 
 def test_counters_of_a_converted_table_are_left_out(clock: Clock):
