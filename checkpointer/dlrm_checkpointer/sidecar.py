@@ -16,14 +16,14 @@ from dlrm_api.names import ExitCode
 from dlrm_api.progress import SnapshotInfo
 from dlrm_checkpointer.format.attempts import attempts_over, in_lineage, newest_attempt, read_attempts
 from dlrm_checkpointer.format.chain import BrokenChainError
-from dlrm_checkpointer.format.manifest import Manifest, manifest_key
+from dlrm_checkpointer.format.manifest import Manifest, PartList, manifest_key
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.protocol import CutName, Durable, ReadyCut, RefusedCut, SegmentName, UploadedCut
 from dlrm_checkpointer.publish.publisher import Backoff, Publisher
 from dlrm_checkpointer.read.restore import snapshot_keys
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.types import PEERS_TIMEOUT_S, SnapshotName
-from dlrm_checkpointer.write.commit import try_commit
+from dlrm_checkpointer.write.commit import find_commit, read_parts, try_commit
 from dlrm_checkpointer.write.policy import ChainPolicy
 from dlrm_checkpointer.write.retention import Retention, RetentionPolicy
 from dlrm_checkpointer.write.upload import Upload, WritePlanner
@@ -36,7 +36,10 @@ MAX_IDLE_S = 0.2
 """Longest wait between two passes: what file names do not show, such as a rank's end, is noticed then."""
 NEWER_ATTEMPT = "a newer attempt has started"
 MAX_POLL_INTERVAL_S = 2.0
-"""Longest wait between two searches for other pods' part lists."""
+"""Longest wait between two searches for other pods' part lists, or for the manifest."""
+MAX_FOLLOW_DELAY_S = 10.0
+"""Longest wait of a pod without rank 0 before it looks for a manifest, unless a rank waits for the commit: the last pod
+waits so long and others less, so that they do not all ask at once, and rarely too early."""
 
 
 @dataclass
@@ -108,12 +111,21 @@ class LostCut(NamedTuple):
         return isinstance(self.error, BrokenChainError)
 
 
-class Sidecar:
-    """Store and commit the cuts of one pod's hand-off directory.
+class Look(NamedTuple):
+    """Say when to look whether a cut is committed, or can be."""
 
-    A sidecar that is killed at any point and started again on the same directory continues there: a cut leaves the
-    directory after its part list is durable, the note about it after its manifest is. A publisher is offered each
-    committed snapshot.
+    at: float
+    pause: float
+    """Until the look after it."""
+    is_first: bool
+
+
+class Sidecar:
+    """Store the cuts of one pod's hand-off directory, and commit them if the pod has rank 0 or the trainers ended.
+
+    The other pods only look for the manifest, so that reads do not grow with ranks times pods. A sidecar that is killed
+    at any point and started again on the same directory continues there: a cut leaves the directory after its part list
+    is durable, the note about it after its manifest is. A publisher is offered each committed snapshot.
     """
 
     def __init__(
@@ -125,7 +137,9 @@ class Sidecar:
         self._retention = Retention(store, tasks.retention)
         self._planner = WritePlanner(store, tasks.bits, tasks.expected_restores, tasks.chains)
         self._uploads: dict[CutName, Upload] = {}
-        self._looks: dict[UploadedCut, tuple[float, float]] = {}
+        self._stored: dict[CutName, PartList] = {}
+        """Of cuts that this sidecar stored and that are not committed yet."""
+        self._looks: dict[UploadedCut, Look] = {}
         self._committed: SnapshotName | None = None
         self._searched = False
         self._started, self._retains_blindly = time.monotonic(), False
@@ -248,7 +262,7 @@ class Sidecar:
     def _store_whole(self, cut: ReadyCut) -> None:
         """Make a cut durable; if its parent cannot be read, have the next cut hold all rows ever updated."""
         try:
-            self._upload(cut, self._inbox.read_durable(cut)).run()
+            self._stored[cut.name] = self._upload(cut, self._inbox.read_durable(cut)).run()
         except BrokenChainError as error:
             lost = BrokenChainError(f"cut of step {cut.name.step} was discarded, the next is full: {error}")
             self._lose(cut.name.snapshot, lost)
@@ -300,22 +314,36 @@ class Sidecar:
             self._inbox.superseded.write({"attempt": claimed[-1].number})
         return True
 
+    @property
+    def _leads(self) -> bool:
+        """Return whether this pod commits: it has rank 0, or that pod may be gone."""
+        return 0 in self._inbox.ranks or self._shutdown.ended
+
     def _is_due(self, cut: UploadedCut) -> bool:
-        """Return whether to look for the other pods' parts now: often at first, rarely later."""
+        """Return whether to look now: a pod that commits does so often at first, rarely later."""
         now = time.monotonic()
-        due, pause = self._looks.get(cut, (now, POLL_INTERVAL_S))
-        if now < due:
+        look = self._looks.get(cut) or self._first_look(now, cut.world_size)
+        hurried = look.is_first and (self._shutdown.deadline is not None or self._inbox.is_awaited(cut.snapshot))
+        if now < look.at and not hurried:
+            self._looks[cut] = look
             return False
-        self._looks[cut] = (now + pause, min(pause * 1.5, MAX_POLL_INTERVAL_S))
+        self._looks[cut] = Look(now + look.pause, min(look.pause * 1.5, MAX_POLL_INTERVAL_S), is_first=False)
         return True
+
+    def _first_look(self, now: float, world_size: int) -> Look:
+        if self._leads:
+            return Look(now, POLL_INTERVAL_S, is_first=True)
+        delay = MAX_FOLLOW_DELAY_S * self._inbox.ranks.start / world_size
+        return Look(now + delay, MAX_POLL_INTERVAL_S, is_first=True)
 
     def _conclude(self, cut: UploadedCut) -> None:
         """Commit a cut once all its parts are durable; discard one that can never be complete."""
-        name, manifest = cut.snapshot, None
-        reason = NEWER_ATTEMPT if self._is_superseded(name.attempt) else ""
+        name, manifest, reason = cut.snapshot, None, ""
         try:
-            if not reason:
-                manifest = try_commit(self._store, name.step, name.attempt, cut.world_size, self._inbox.ranks)
+            manifest = find_commit(self._store, name.step, name.attempt, lambda: self._own_parts(name))
+            if self._leads and manifest is None:
+                reason = NEWER_ATTEMPT if self._is_superseded(name.attempt) else ""
+                manifest = None if reason else try_commit(self._store, name.step, name.attempt, cut.world_size)
         except SnapshotError as error:
             self._lose(name, error)
             reason = str(error)
@@ -327,8 +355,15 @@ class Sidecar:
             self._drop(name, reason)
         self._inbox.remove_uploaded(cut)
         self._looks.pop(cut, None)
+        self._stored = {stored: part for stored, part in self._stored.items() if stored.snapshot != name}
         if manifest and 0 in self._inbox.ranks:
             self._retain(name)
+
+    def _own_parts(self, name: SnapshotName) -> list[PartList]:
+        """Return the part lists of this pod's ranks, from the store if another sidecar put them."""
+        stored = {cut.rank: part for cut, part in self._stored.items() if cut.snapshot == name}
+        missing = [rank for rank in self._inbox.ranks if rank not in stored]
+        return [*stored.values(), *read_parts(self._store, name.step, name.attempt, missing)]
 
     def _cannot_complete(self, cut: UploadedCut) -> str:
         """Return why not to wait for a cut's missing part lists, or an empty string."""
@@ -342,6 +377,7 @@ class Sidecar:
 
     def _announce(self, cut: UploadedCut, manifest: Manifest) -> None:
         name, size = cut.snapshot, manifest.total_bytes
+        logger.info("snapshot committed", extra={"step": name.step, "attempt": name.attempt, "bytes": size})
         uri = f"{self._store.uri}/{manifest_key(name.step, name.attempt)}"
         snapshot = SnapshotInfo(
             step=name.step, kind=manifest.kind, bits=manifest.bits, bytes=size, uri=uri, time=time.time()

@@ -67,6 +67,10 @@ class Inbox(HandoffDir):
         uploaded = [cut.parent for cut in self.uploaded()]
         return copying.union(name for name in (*waiting, *uploaded) if name)
 
+    def is_awaited(self, name: SnapshotName) -> bool:
+        """Return whether a rank waits for the commit of a cut."""
+        return any(self.awaited(rank).read() == name for rank in self.ranks)
+
     def publish_committed(self, name: SnapshotName) -> None:
         """Tell the ranks of the newest committed snapshot."""
         known = self.committed.read()

@@ -7,6 +7,7 @@ sidecar.lock                          held by the sidecar while it runs (flock),
 budget.lock                           held for a moment to take, move or free bytes (flock)
 closed-<r>.json                       why rank r ended, and whether it failed; absent after a kill
 parent-<r>.json                       the parent of the cut that rank r copies, until that cut is ready
+awaited-<r>.json                      the cut whose commit rank r waits for, as after the last step: step, attempt
 writing-<r>/                          the segment that rank r copies: rows.bin
 slice-<step>-<attempt>-<r>-<n>-<put>/ segment n of a cut, when it is not the cut's last one: rows.bin, index.json
 durable-<r>.json                      what the sidecar stored of rank r's segments; outlives them
@@ -280,6 +281,10 @@ class HandoffDir:
     def parent(self, rank: int) -> Note[SnapshotName]:
         """Return the note of the parent of the cut that a rank copies; written with the directory locked."""
         return Note(self.path / f"parent-{rank}.json", _NAME)
+
+    def awaited(self, rank: int) -> Note[SnapshotName]:
+        """Return the note of the cut whose commit a rank waits for."""
+        return Note(self.path / f"awaited-{rank}.json", _NAME)
 
     def closed(self, rank: int) -> Note[dict[str, Any]]:
         """Return the note of why a rank ended: ``reason``, ``failed`` and ``time`` (Unix seconds)."""

@@ -204,6 +204,8 @@ class HandoffWriter:
             done = self._directory.committed.read()
             if done and done.recency >= self._last.snapshot.recency:
                 break
+            if self._directory.awaited(self.rank).read() != self._last.snapshot:
+                self._directory.awaited(self.rank).write(self._last.snapshot)
             self._check_storable(self._last.attempt)
             if time.monotonic() > deadline:
                 return False

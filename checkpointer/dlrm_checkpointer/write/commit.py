@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from dlrm_api.errors import NoInputError
 from dlrm_checkpointer.format.manifest import (
@@ -20,42 +19,47 @@ from dlrm_checkpointer.format.manifest import (
 from dlrm_stores import ObjectStore
 from dlrm_stores.base import PARALLEL_GETS, parallel_map
 
-logger = logging.getLogger(__name__)
 
-
-def try_commit(
-    store: ObjectStore, step: int, attempt: int, world_size: int, own: Iterable[int] = ()
+def find_commit(
+    store: ObjectStore, step: int, attempt: int, own: Callable[[], Iterable[PartList]] = tuple
 ) -> Manifest | None:
+    """Return the manifest of a cut, None before there is one. It must hold the part lists ``own``, asked for then.
+
+    Raises:
+        StoreUnavailableError: the outcome is unknown; repeat the call unchanged.
+        SnapshotConflictError: the manifest has other content.
+    """
+    key = manifest_key(step, attempt)
+    known = _get(store, key)
+    if known is None:
+        return None
+    manifest = parse_manifest(known, key)
+    held = set(manifest.row_objects)
+    if any(part.meta != manifest.meta or not held.issuperset(part.row_objects) for part in own()):
+        raise _conflict(f"{store.uri}/{key}")
+    return manifest
+
+
+def try_commit(store: ObjectStore, step: int, attempt: int, world_size: int) -> Manifest | None:
     """Put the manifest of a cut once the part lists of all ranks are durable; None if some are missing.
 
     The manifest goes last: a snapshot exists from the moment its manifest does, so a crash at any point leaves only
     orphans, which retention deletes. Its content is a function of the part lists, which are never replaced; so every
     sidecar of the gang may commit, in any order, and repeat it after a lost response. Retention deletes part lists
-    before their manifest: a manifest that was put when they are gone belongs to a retired snapshot and is deleted. An
-    existing manifest is compared with the part lists of ranks ``own``: if every pod compared all of them, reads would
-    grow with ranks times pods.
+    before their manifest: a manifest that was put when they are gone belongs to a retired snapshot and is deleted.
 
     Raises:
         StoreUnavailableError: the outcome is unknown; repeat the call unchanged.
         SnapshotConflictError: a manifest with other content exists; nothing was replaced.
     """
-    manifest: Manifest | None = None
-    key, present = manifest_key(step, attempt), _present(store, step, attempt)
-    known = _get(store, key)
-    if known is not None:
-        manifest = parse_manifest(known, key)
-        held, parts = set(manifest.row_objects), _parts(store, step, attempt, own)
-        if any(part.meta != manifest.meta or not held.issuperset(part.row_objects) for part in parts):
-            raise _conflict(f"{store.uri}/{key}")
-    elif present.issuperset(part_key(step, attempt, rank) for rank in range(world_size)):
-        manifest = _put_manifest(store, step, attempt, world_size, present)
-    if manifest:
-        logger.info("snapshot committed", extra={"step": step, "attempt": attempt, "bytes": manifest.total_bytes})
-    return manifest
+    present = _present(store, step, attempt)
+    if not present.issuperset(part_key(step, attempt, rank) for rank in range(world_size)):
+        return None
+    return _put_manifest(store, step, attempt, world_size, present)
 
 
 def _put_manifest(store: ObjectStore, step: int, attempt: int, world_size: int, present: set[str]) -> Manifest | None:
-    parts = _parts(store, step, attempt, range(world_size))
+    parts = read_parts(store, step, attempt, range(world_size))
     if len(parts) < world_size:
         return None
     key, manifest = manifest_key(step, attempt), Manifest.of_parts(parts)
@@ -73,7 +77,7 @@ def _conflict(where: str) -> SnapshotConflictError:
     return SnapshotConflictError(f"{where} exists with other content; nothing was replaced")
 
 
-def _parts(store: ObjectStore, step: int, attempt: int, ranks: Iterable[int]) -> list[PartList]:
+def read_parts(store: ObjectStore, step: int, attempt: int, ranks: Iterable[int]) -> list[PartList]:
     """Return the existing part lists of some ranks.
 
     Their equal descriptions of the cut (thousands of tables, many data files) are in memory once.

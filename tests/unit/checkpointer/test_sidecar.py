@@ -7,6 +7,7 @@ import mmap
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -45,6 +46,18 @@ class Flaky(FileStore):
         if self.problem:
             raise self.problem
         super().put(key, body, sha256)
+
+
+class Counted(FileStore):
+    """A store that counts what one pod reads."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.reads: Counter[str] = Counter()
+
+    def get(self, key: str) -> bytes:
+        self.reads[key.split("/")[0]] += 1
+        return super().get(key)
 
 
 @contextmanager
@@ -136,6 +149,37 @@ def test_two_pods_commit_one_snapshot_together(tmp_path: Path, files: FileStore,
     assert all(together)
     assert ends == [ExitCode.DONE, ExitCode.DONE]
     assert snapshot_digest(newest_snapshot(files)[0]) == model.digest()
+
+
+def test_the_pod_of_rank_0_reads_all_part_lists_and_the_others_the_manifest(tmp_path: Path, new_model, new_pod) -> None:
+    model, stores = new_model().train(), [Counted(tmp_path / "store") for _ in range(4)]
+    pods = [
+        new_pod(tmp_path / str(n), store, world_size=8, ranks=range(2 * n, 2 * n + 2)) for n, store in enumerate(stores)
+    ]
+    with running(*pods):
+        for pod in reversed(pods):
+            pod.cut(model)
+        committed = [pod.writers[rank].wait_idle(20) for pod in pods for rank in pod.ranks]
+
+    assert all(committed)
+    # Before a rank's part list is put, it is looked for.
+    assert [store.reads["parts"] for store in stores] == [2 + 8, 2, 2, 2]
+
+
+def test_a_pod_without_rank_0_commits_what_that_one_no_longer_can(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+) -> None:
+    model = new_model().train()
+    first = new_pod(tmp_path / "0", files, world_size=4, ranks=range(2), grace_s=0.5)
+    second = new_pod(tmp_path / "1", files, world_size=4, ranks=range(2, 4))
+    first.cut(model)
+    alone = first.finish()
+
+    second.commit(model)
+
+    assert alone == ExitCode.TEMPORARY
+
+    assert [each.step for each in list_snapshots(files)] == [1]
 
 
 def test_a_pod_whose_neighbour_is_lost_waits_for_its_grace_alone(tmp_path: Path, files: FileStore, new_model, new_pod):
