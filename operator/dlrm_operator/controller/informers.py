@@ -24,7 +24,7 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import FIELD_MANAGER, GROUP, Annotation, Container, Env, Label
 from dlrm_api.status import DLRMJobStatus
-from dlrm_operator.api_client import API_ERRORS, GoneError, Object, Query
+from dlrm_operator.api_client import API_ERRORS, Object, Query
 from dlrm_operator.reconcile.findings import parse_timestamp
 from dlrm_operator.reconcile.state import ConfigMapSeen, ContainerSeen, GroupSeen, JobKey, JobSeen, PodSeen
 
@@ -276,8 +276,6 @@ class PodCache:
         while not self._stop.is_set():
             try:
                 self._follow(loop)
-            except GoneError:
-                continue
             except API_ERRORS as error:
                 logger.warning("pod watch closed, restarting", extra={"error": str(error)})
                 self._resumed.wait(self._backoff_s)

@@ -6,17 +6,19 @@ from typing import Any, cast
 
 import pytest
 
-from dlrm_operator.api_client import ClusterUnavailableError, Object, Query
+from dlrm_operator.api_client import ClusterUnavailableError, GoneError, Object, Query
 from dlrm_operator.controller.informers import INITIAL_BACKOFF_S, MAX_BACKOFF_S, PodCache
 
 BREAKS = 8
+RESET = ClusterUnavailableError("reset by peer")
+GONE = GoneError(410, "too old resource version")
 
 
 class BreakingApi:
     """Shows the same events at each watch, which then breaks."""
 
-    def __init__(self, events: list[Object], *, lists: bool = True) -> None:
-        self._events, self._lists = events, lists
+    def __init__(self, events: list[Object], *, lists: bool = True, error: Exception = RESET) -> None:
+        self._events, self._lists, self._error = events, lists, error
         self.asked = threading.Event()
 
     def list_pages(self, path: str, query: Query) -> Iterator[tuple[list[Object], str]]:
@@ -27,7 +29,7 @@ class BreakingApi:
 
     def watch(self, path: str, query: Query, silence_s: float) -> Iterator[Object]:
         yield from self._events
-        raise ClusterUnavailableError("reset by peer")
+        raise self._error
 
 
 class Pauses(threading.Event):
@@ -67,9 +69,13 @@ def test_backoff_is_reset_by_the_first_event_of_a_watch(kind: str) -> None:
     assert pauses(BreakingApi([shown])) == [INITIAL_BACKOFF_S] * BREAKS
 
 
-@pytest.mark.parametrize("lists", [True, False], ids=["watches break", "lists fail"])
-def test_a_server_that_shows_nothing_is_asked_ever_more_seldom(lists: bool) -> None:
-    found = pauses(BreakingApi([], lists=lists))
+@pytest.mark.parametrize(
+    "api",
+    [BreakingApi([]), BreakingApi([], error=GONE), BreakingApi([], lists=False)],
+    ids=["watches break", "versions are gone", "lists fail"],
+)
+def test_a_server_that_shows_nothing_is_asked_ever_more_seldom(api: BreakingApi) -> None:
+    found = pauses(api)
 
     assert found == [1, 2, 4, 8, 16, MAX_BACKOFF_S, MAX_BACKOFF_S, MAX_BACKOFF_S]
 
