@@ -351,15 +351,23 @@ class SlabPart:
     def restore(self, pieces: Iterable[CodedRows], *, mark: bool = False) -> None:
         """See ``ResidentPart``."""
         own = int(self.kernel.slabs.state_width)
-        for piece in parallel_map(decode_rows, _recorded(self, pieces, mark=mark), PARALLEL_DECODES):
+        for columns, piece in parallel_map(_with_columns, _recorded(self, pieces, mark=mark), PARALLEL_DECODES):
             rows, utilities = piece.row_ids - self.shard.row_start, piece.state[:, own].copy()
             state = np.ascontiguousarray(piece.state[:, :own])
-            self.kernel.store(self.number, rows, piece.rows.shape[1], piece.rows, state, utilities)
+            self.kernel.store(self.number, rows, columns, piece.rows, state, utilities)
 
     def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """See ``ResidentPart``."""
-        piece = load_rows(self.in_place(np.arange(start, end) - self.shard.row_start))
+        """See ``ResidentPart``: the state of a row that was never trained is 0, all of it."""
+        rows = np.arange(start, end) - self.shard.row_start
+        piece = load_rows(self.in_place(rows))
+        trained = self.kernel.trained(self.number, int(rows[0]), int(rows[-1]) + 1)
+        piece.state[~np.isin(rows, trained, assume_unique=True)] = 0
         return piece.rows, piece.state
+
+
+def _with_columns(piece: CodedRows) -> tuple[int, ShardRows]:
+    """Decode rows without the columns that they lack; return how many they have."""
+    return piece.columns, decode_rows(piece, out=np.empty((len(piece.row_ids), piece.columns), np.float32))
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,15 @@ from dlrm_api.model import ModelSpec, TableSpec
 from dlrm_api.plan import Plan, RankPlan, Shard, TablePlan
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_checkpointer import CutWithdrawnError, initial_rows, table_scale
+from dlrm_checkpointer.codec.digest import PartialDigest, shard_digest
+from dlrm_checkpointer.codec.rows import CodedRows, code_rows
 from dlrm_checkpointer.types import ShardRows, load_rows
 from dlrm_kernels.slabs import BIN_OF_ONE, BINS
 from dlrm_testing.trainer.cutting import MemoryCut
 from dlrm_testing.trainer.reference import Bag, slice_of
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import EmbeddingOptions, Embeddings, place
-from dlrm_trainer.embedding.checkpoint import ResidentPart, SlabPart
+from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart, SlabPart, part_meta
 from dlrm_trainer.embedding.collection import CheckpointView
 from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate
 from dlrm_trainer.embedding.row_sizes import ModelSizes, RowSizes, find_cut_off, sizes_of
@@ -110,6 +112,22 @@ class TableState:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """Hold what snapshots of a step hold."""
+
+    step: int
+    pieces: list[ShardRows]
+    period: MaintenancePeriod
+
+    def of(self, part: LocalPart) -> Iterator[CodedRows]:
+        """Return the rows of a part, in chunks of one size each."""
+        meta = part_meta(part, OPTIMIZER.kind)
+        for piece in self.pieces:
+            if piece.shard == part.shard:
+                yield from code_rows(piece, 32, table=meta)
+
+
+@dataclass(frozen=True)
 class SizedRun:
     """Hold what a rank saw and had."""
 
@@ -119,6 +137,10 @@ class SizedRun:
     """Of this rank's samples in each step, and of an evaluation of batch 0 after the last."""
     cuts: int
     """Tables of cuts that hold what they must."""
+    saved: Saved
+    """After the last step."""
+    digests: list[PartialDigest]
+    """Of each part, then."""
 
 
 def state_of(part: SlabPart | ResidentPart) -> TableState:
@@ -197,18 +219,31 @@ def _image(pieces: Iterable[ShardRows]) -> dict[int, bytes]:
     return found
 
 
-def train_sized(collectives: Collectives, spec: ModelSpec, steps: int = STEPS, cut_seed: int | None = None) -> SizedRun:
-    """Train some steps on one rank. The gradient depends on the samples alone; ``cut_seed``: with cuts."""
+def train_sized(
+    collectives: Collectives,
+    spec: ModelSpec,
+    steps: int = STEPS,
+    cut_seed: int | None = None,
+    saved: Saved | None = None,
+) -> SizedRun:
+    """Train up to a step on one rank, from the start or what ``saved`` holds; ``cut_seed``: with cuts.
+
+    The gradient depends on the samples alone.
+    """
     rank, size = collectives.rank, collectives.world_size
     options = EmbeddingOptions(optimizer=OPTIMIZER, seed=SEED, global_batch_size=SAMPLES, tier_dir=None)
     embeddings = Embeddings(place(spec, plan(spec, size), size), collectives, options)
     for part in embeddings.local:
         part.start(SEED)
+        if saved is not None:
+            part.restore(saved.of(part))
     edges = [SAMPLES * each // size for each in range(size + 1)]
-    period = MaintenancePeriod.begin(PERIOD, None)
+    first = 0 if saved is None else saved.step
+    period = MaintenancePeriod.begin(PERIOD, None if saved is None else saved.period.model_dump())
+    embeddings.tables.start_lower(period.steps_down)
     cuts = None if cut_seed is None else CutImages(embeddings.saved, cut_seed)
     states, found, buffer = [], [], torch.zeros(embeddings.gradient_elements)
-    for number in range(steps):
+    for number in range(first, steps):
         each = slice_of(spec, batch(spec, number), edges, rank)
         each = type(each)(**{**vars(each), "number": number})
         pooled = embeddings.pool(embeddings.prepare(embeddings.send(each).result(), updates=True))
@@ -225,8 +260,10 @@ def train_sized(collectives: Collectives, spec: ModelSpec, steps: int = STEPS, c
     evaluated = slice_of(spec, batch(spec, 0), edges, rank)
     pooled = embeddings.pool(embeddings.prepare(embeddings.send(evaluated).result(), updates=False))
     found.append(embeddings.features(pooled).numpy().copy())
+    held = [load_rows(piece) for part in embeddings.saved for piece in part.held()]
+    digests = [shard_digest(part_meta(part, OPTIMIZER.kind), part.shard, part.read_block) for part in embeddings.saved]  # type: ignore[union-attr]
     embeddings.close()
-    return SizedRun(states, found, 0 if cuts is None else cuts.checked)
+    return SizedRun(states, found, 0 if cuts is None else cuts.checked, Saved(steps, held, period), digests)
 
 
 @dataclass

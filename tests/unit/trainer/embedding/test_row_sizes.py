@@ -148,6 +148,17 @@ def test_cuts_hold_rows_as_they_were_while_rows_change_their_size(alone: SizedRu
     np.testing.assert_array_equal(cutting.features[-1], alone.features[-1])
 
 
+@pytest.mark.parametrize("step", [3, 17, 32])
+def test_a_run_that_is_restored_ends_as_one_that_was_not(alone: SizedRun, step: int) -> None:
+    saved = train_sized(ALONE, model(), step).saved
+
+    restored = train_sized(ALONE, model(), saved=saved)
+
+    assert restored.digests == alone.digests
+    assert restored.saved.period == alone.saved.period
+    np.testing.assert_array_equal(restored.features[-1], alone.features[-1])
+
+
 @pytest.mark.slow
 def test_two_ranks_decide_as_one(alone: SizedRun) -> None:
     ranks = run_ranks(2, train_sized, model())
