@@ -364,6 +364,40 @@ UNIQUE = Row(
         ),
     ),
 )
+SIZED = Row(
+    "Rows of several sizes",
+    (
+        Panel(
+            title="Bytes kept",
+            description="Bytes of rows with embedding.dimension, as a share of those with all columns. keepBytes, and "
+            "up to 1/8 more between maintenances.",
+            unit="percentunit",
+            queries=(
+                Query(
+                    f"sum by (dim) (dlrm_trainer_sized_kept_bytes{{{JOB}}}) / "
+                    f"sum by (dim) (dlrm_trainer_sized_full_bytes{{{JOB}}})",
+                    "dim {{dim}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Rows by columns",
+            description="Rows that have so many columns.",
+            unit="si: rows",
+            stacked=True,
+            queries=(Query(f"sum by (dim, columns) (dlrm_trainer_sized_rows{{{JOB}}})", "{{columns}} of {{dim}}"),),
+        ),
+        Panel(
+            title="Rows that change size",
+            description="Rows per second that gain and lose columns in maintenances.",
+            unit="si: rows/s",
+            queries=(
+                Query(f"sum(rate(dlrm_trainer_sized_grown_rows_total{{{JOB}}}{RATE}))", "grown"),
+                Query(f"sum(rate(dlrm_trainer_sized_shrunk_rows_total{{{JOB}}}{RATE}))", "shrunk"),
+            ),
+        ),
+    ),
+)
 SNAPSHOTS = Row(
     "Snapshots",
     (
@@ -457,5 +491,5 @@ JOB_DASHBOARD = Dashboard(
         Annotation("restart", f"changes(max(dlrm_operator_job_failures_total{{{JOB}}})[2m:30s]) > 0", "red"),
         Annotation("snapshot", _operator("last_snapshot_timestamp_seconds"), "blue", is_time=True),
     ),
-    rows=(NOW, QUALITY, SPEED, TIERS, UNIQUE, SNAPSHOTS),
+    rows=(NOW, QUALITY, SPEED, TIERS, UNIQUE, SIZED, SNAPSHOTS),
 )

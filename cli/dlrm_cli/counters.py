@@ -50,6 +50,14 @@ class Counts(ApiModel):
     unique_lookups: Counted = Field(0, description="Lookups of unique tables.")
     unique_lookups_without_row: Counted = Field(0, description="Lookups of ids without a row.")
 
+    sized_kept_bytes: Counted = Field(0, description="Bytes of rows of several sizes.")
+    sized_full_bytes: Counted = Field(0, description="Bytes that they would take with all columns.")
+
+    @property
+    def kept_share(self) -> float | None:
+        """Return the share of the bytes of rows of several sizes that is kept, or None without such rows."""
+        return self.sized_kept_bytes / self.sized_full_bytes if self.sized_full_bytes > 0 else None
+
     @property
     def unique_fill(self) -> float | None:
         """Return the share of the rows of unique tables that are in use, or None without such tables."""
@@ -123,6 +131,8 @@ def pod_figures(text: str) -> PodFigures:
         unique_capacity_rows=sums["unique_capacity_rows"],
         unique_lookups=sums["unique_lookups_total"],
         unique_lookups_without_row=sums["unique_lookups_without_row_total"],
+        sized_kept_bytes=sums["sized_kept_bytes"],
+        sized_full_bytes=sums["sized_full_bytes"],
         tiers=tiers,
         ranks=len(ranks),
         stages=dict(stages),

@@ -23,7 +23,16 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.model import TableSpec
 from dlrm_api.plan import Device, Plan, Prediction, Shard, TablePlan
 from dlrm_api.progress import SnapshotInfo
-from dlrm_api.run_report import HitRate, MaintenanceTimes, Profile, StageTimes, TableUse, TierReport, UniqueUse
+from dlrm_api.run_report import (
+    HitRate,
+    MaintenanceTimes,
+    Profile,
+    SizesUse,
+    StageTimes,
+    TableUse,
+    TierReport,
+    UniqueUse,
+)
 
 if TYPE_CHECKING:
     from dlrm_checkpointer import TableDiff
@@ -102,6 +111,27 @@ def unique_view(uses: Sequence[UniqueUse], maintenance: Sequence[MaintenanceTime
     if len(uses) > MAX_USED_TABLES:
         view.add_row(f"and {len(uses) - MAX_USED_TABLES} smaller ones")
     return Group(view, Text(maintenance_words(maintenance)))
+
+
+SIZES_COLUMNS = ("dim", "columns", "rows", "kept", "of all columns", "grown", "shrunk")
+
+
+def sizes_cells(uses: Sequence[SizesUse]) -> list[list[str]]:
+    """Return the rows of ``SIZES_COLUMNS``: for each dim a row of totals and one for each number of columns."""
+    cells = []
+    for use in uses:
+        total, kept = f"{sum(use.rows.values()):,}", [format_bytes(use.kept_bytes), share(use.kept_share)]
+        cells.append([str(use.dim), "all sizes", total, *kept, f"{use.grown_rows:,}", f"{use.shrunk_rows:,}"])
+        cells += [[str(use.dim), str(columns), f"{rows:,}", "", "", "", ""] for columns, rows in use.rows.items()]
+    return cells
+
+
+def sizes_view(uses: Sequence[SizesUse]) -> RenderableType:
+    """Return how many columns rows of several sizes have."""
+    view = titled_table("rows of several sizes", SIZES_COLUMNS, words=("dim", "columns"))
+    for cells in sizes_cells(uses):
+        view.add_row(*cells)
+    return view
 
 
 def maintenance_words(maintenance: Sequence[MaintenanceTimes]) -> str:
@@ -353,7 +383,8 @@ def _levels(job: DLRMJob, device: Device, table: TableSpec, shards: Sequence[Sha
         if not shard.tiers.is_stack:
             tier = shard.tiers.levels[0].tier if shard.tiers.levels else home
             rows[tier] += count
-            sizes[tier] += count * blocks * tiers.row_bytes(*row)
+            slabs = table.slab_bytes(tiers.row_bytes(*row) - tiers.ELEMENT_BYTES[table.dtype] * row[0])
+            sizes[tier] += count * blocks * tiers.row_bytes(*row) if slabs is None else slabs.planned(count)
             continue
         for number, level in enumerate(shard.tiers.levels):
             size: float = tiers.slot_bytes(*row) if number == 0 else tiers.record_bytes(*row)

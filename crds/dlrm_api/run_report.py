@@ -111,6 +111,22 @@ class UniqueUse(ApiModel):
         return (self.lookups_without_row + self.lookups_declined) / self.lookups if self.lookups else None
 
 
+class SizesUse(ApiModel):
+    """Report how many columns rows with ``embedding.dimension`` have, for all tables of one dim."""
+
+    dim: Total = Field(description="Columns of the tables.")
+    rows: dict[int, Total] = Field(description="Rows that have so many columns, by that number; others have none.")
+    kept_bytes: Total = Field(description="Bytes of the rows, with all that is counted.")
+    full_bytes: Total = Field(description="Bytes that they would take with all columns.")
+    grown_rows: Total = Field(0, description="Rows that gained columns since the attempt started.")
+    shrunk_rows: Total = Field(0, description="Rows that lost columns.")
+
+    @property
+    def kept_share(self) -> float:
+        """Return kept / full bytes."""
+        return self.kept_bytes / self.full_bytes
+
+
 class MaintenanceTimes(ApiModel):
     """Report the time of maintenances of unique tables on one rank."""
 

@@ -21,7 +21,7 @@ from dlrm_cli.cluster.logs import PodChoice, choose_pods
 from dlrm_cli.counters import PodFigures, Rates, pod_figures, rates
 from dlrm_cli.views import UNKNOWN, SafeConsole, number, share
 
-TABLES = ("HITS", "BELOW", "FILLED", "NO ROW")
+TABLES = ("HITS", "BELOW", "FILLED", "NO ROW", "KEPT")
 JOBS = ("NAME", "PHASE", "STEP", "SAMPLES/S", "STEP TIME", "LOSS", "NE", "RESTARTS", "SNAPSHOT", "ETA", *TABLES)
 PODS = ("POD", "NODE", "PHASE", "READY", "STEP", *TABLES, "SLOWEST STAGE")
 
@@ -79,9 +79,13 @@ def _pod_row(pod: Object, reading: Reading) -> tuple[str, ...]:
 
 
 def _tables(live: PodFigures, found: Rates) -> tuple[str, ...]:
-    """Return where rows were found, with ``scm 4.1%, block 0.3%`` of slower tiers; and how full unique tables are."""
+    """Return where rows were found, how full unique tables are, and the bytes kept of rows of several sizes.
+
+    Slower tiers are shown as ``scm 4.1%, block 0.3%``.
+    """
     below = ", ".join(f"{tier} {part:.1%}" for tier, part in found.tier_shares.items()) or UNKNOWN
-    return (share(found.hit_rate), below, share(live.unique_fill), share(found.without_row))
+    unique = (share(live.unique_fill), share(found.without_row))
+    return (share(found.hit_rate), below, *unique, share(live.kept_share))
 
 
 def _problems(readings: Sequence[tuple[str, Reading]]) -> list[Text]:

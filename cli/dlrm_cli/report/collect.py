@@ -18,7 +18,7 @@ from dlrm_api.fields import Count, Figure
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics, PodReport, Progress, UnixSeconds
-from dlrm_api.run_report import MaintenanceTimes, Profile, TierReport, UniqueUse
+from dlrm_api.run_report import MaintenanceTimes, Profile, SizesUse, TierReport, UniqueUse
 from dlrm_cli.cluster.client import MAX_POLLED_PODS, METRICS_THREADS, JobClient, Object, dig
 from dlrm_cli.cluster.get import JobFacts, event_time, is_running, job_facts, moment, one_line
 from dlrm_cli.cluster.logs import PodChoice, choose_pods
@@ -122,6 +122,7 @@ class Record:
     """Time, reason and sentence of a cluster's Events, oldest first."""
     tiers: TierReport | None = None
     unique_tables: Sequence[UniqueUse] = ()
+    row_sizes: Sequence[SizesUse] = ()
     maintenance: Sequence[MaintenanceTimes] = ()
     profile: Profile | None = None
     notes: Sequence[str] = ()
@@ -217,6 +218,7 @@ def _read(workdir: WorkDir) -> Record:
         failures=failures,
         tiers=result.tiers if result else None,
         unique_tables=result.unique_tables if result else (),
+        row_sizes=result.row_sizes if result else (),
         maintenance=result.maintenance if result else (),
         profile=read_profile(workdir),
         notes=[*notes, *(result.notes if result else ())],

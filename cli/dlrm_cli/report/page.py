@@ -22,6 +22,7 @@ from dlrm_cli.report.sections import (
     learning,
     plan_and_measured,
     restarts,
+    row_sizes,
     settings,
     snapshots,
     speed,
@@ -46,7 +47,12 @@ MAX_VALUES = 12
 def sections(record: Record) -> list[Section]:
     """Return the sections of a run's page."""
     before, after = (learning, speed, step_time, tiers), (snapshots, restarts, plan_and_measured, settings)
-    return [*(section(record) for section in before), *unique_tables(record), *(section(record) for section in after)]
+    return [
+        *(section(record) for section in before),
+        *unique_tables(record),
+        *row_sizes(record),
+        *(section(record) for section in after),
+    ]
 
 
 def render_page(record: Record, made: str) -> str:

@@ -14,12 +14,14 @@ from dlrm_cli.report.collect import Record, throughput
 from dlrm_cli.report.plots import Plot, Series, count, number, seconds, size
 from dlrm_cli.run.history import Committed, Look
 from dlrm_cli.views import (
+    SIZES_COLUMNS,
     UNIQUE_COLUMNS,
     UNKNOWN,
     expected_hit_rate,
     largest_unique,
     maintenance_words,
     share,
+    sizes_cells,
     slowest_by_stage,
     sum_uses,
     unique_cells,
@@ -424,6 +426,31 @@ def _unique_rows(record: Record) -> Iterator[Table]:
         text_columns=("table",),
         rows=list(map(unique_cells, shown)),
         note="; ".join(notes),
+    )
+
+
+def row_sizes(record: Record) -> Iterator[Section]:
+    """Yield a section on the columns of rows of several sizes, if there are any."""
+    looks = [look for look in record.looks if look.kept_share is not None]
+    if not looks and not record.row_sizes:
+        return
+    kept = [(float(look.step), look.kept_share) for look in looks if look.kept_share is not None]
+    plot = Plot(
+        title="Bytes kept",
+        words="Share of the bytes that rows with embedding.dimension take with all columns.",
+        y_name="share",
+        y_unit="share",
+        series=[Series(name="kept", runs=[sorted(dict(kept).items())])],
+        from_zero=True,
+    )
+    table = Table(
+        title="Rows by number of columns, at the end",
+        columns=SIZES_COLUMNS,
+        text_columns=("dim", "columns"),
+        rows=sizes_cells(record.row_sizes),
+    )
+    yield Section(
+        title="Rows of several sizes", parts=[*([plot] if kept else []), *([table] if record.row_sizes else [])]
     )
 
 

@@ -49,6 +49,7 @@ from dlrm_cli.views import (
     print_stderr,
     print_view,
     profile_view,
+    sizes_view,
     snapshots_view,
     tiers_view,
     unique_view,
@@ -286,7 +287,8 @@ def result_view(result: RunResult, predicted: float | None = None) -> Renderable
     digest = [] if result.state_digest is None else [whole_line(f"state digest: {result.state_digest}")]
     tiers = [] if result.tiers is None else [tiers_view(result.tiers)]
     unique = [unique_view(result.unique_tables, result.maintenance)] if result.unique_tables else []
-    return Group(table, *digest, *tiers, *unique, snapshots_view(result.snapshots))
+    sizes = [sizes_view(result.row_sizes)] if result.row_sizes else []
+    return Group(table, *digest, *tiers, *unique, *sizes, snapshots_view(result.snapshots))
 
 
 class RunDisplay:

@@ -24,7 +24,7 @@ from dlrm_api.fields import Count
 from dlrm_api.job import DLRMJob
 from dlrm_api.process import usable_cpus, usable_memory_bytes
 from dlrm_api.progress import EvalMetrics, SnapshotInfo
-from dlrm_api.run_report import MaintenanceTimes, Profile, TierReport, UniqueUse
+from dlrm_api.run_report import MaintenanceTimes, Profile, SizesUse, TierReport, UniqueUse
 
 POLL_INTERVAL_S = 0.1
 ATTEMPT = re.compile("[0-9]{1,9}")
@@ -206,8 +206,10 @@ class TrainerResult(BaseModel):
     """Use of tiers in the last attempt; None if the plan has no levels."""
     unique_tables: tuple[UniqueUse, ...] = ()
     """Use of each unique table in the last attempt."""
+    row_sizes: tuple[SizesUse, ...] = ()
+    """Columns of rows of several sizes at the end of the last attempt."""
     maintenance: tuple[MaintenanceTimes, ...] = ()
-    """Of unique tables in the last attempt, by rank."""
+    """Of unique tables and of rows of several sizes in the last attempt, by rank."""
     notes: tuple[str, ...] = ()
     """What a user should know about the data and the start of the last attempt."""
 
@@ -238,6 +240,9 @@ class RunResult(TrainerResult):
             body["tiers"] = self.tiers.model_dump(mode="json", by_alias=False)
         if self.unique_tables:
             body["unique_tables"] = [use.model_dump(by_alias=False) for use in self.unique_tables]
+        if self.row_sizes:
+            body["row_sizes"] = [use.model_dump(mode="json", by_alias=False) for use in self.row_sizes]
+        if self.maintenance:
             body["maintenance"] = [times.model_dump(by_alias=False) for times in self.maintenance]
         if self.notes:
             body["notes"] = self.notes

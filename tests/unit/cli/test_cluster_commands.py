@@ -138,7 +138,12 @@ def metrics(step: int, hits: float, accesses: float) -> str:
     )
     looked_up = Counter("dlrm_trainer_unique_lookups", "s", labels, registry=registry)
     absent = Counter("dlrm_trainer_unique_lookups_without_row", "s", [*labels, "reason"], registry=registry)
+    kept, full = (
+        Gauge(f"dlrm_trainer_sized_{each}_bytes", "s", ["rank", "dim"], registry=registry) for each in ("kept", "full")
+    )
     for rank in ("0", "1"):
+        kept.labels(rank, "64").set(350)
+        full.labels(rank, "64").set(1_000)
         found_hits.labels(rank, "a").inc(hits / 2)
         asked.labels(rank, "a").inc(accesses / 2)
         below.labels(rank, "scm").inc((accesses - hits) / 2)
@@ -278,7 +283,7 @@ def test_top_shows_what_pods_say_now(api: ScriptedApi, kubeconfig: Path, capsys:
     assert header[:4] == ["NAME", "PHASE", "STEP", "SAMPLES/S"]
     assert row[:10] == ["ads", "Running", "20/50", "2,000", "50.0ms", "0.50000", "-", "0", "-", "-"]
     # Hits, rows of tiers below, rows of unique tables in use, lookups without a row.
-    assert row[10:] == ["90.0%", "scm", "10.0%", "90.0%", "10.0%"]
+    assert row[10:] == ["90.0%", "scm", "10.0%", "90.0%", "10.0%", "35.0%"]
 
 
 def test_top_of_a_job_shows_its_pods_and_why_one_is_silent(
@@ -293,7 +298,10 @@ def test_top_of_a_job_shows_its_pods_and_why_one_is_silent(
 
     text = capsys.readouterr().out
     assert code == ExitCode.DONE
-    assert "ads-trainer-1-0   n0     Running   1/1     20     90.0%   scm 10.0%   90.0%    10.0%    forward 75%" in text
+    assert (
+        "ads-trainer-1-0   n0     Running   1/1     20     90.0%   scm 10.0%   90.0%    10.0%    35.0%   forward 75%"
+        in text
+    )
     assert "ads-trainer-1-1   n1     Running   1/1     -      -       -           -        -        -" in text
     assert 'ads-trainer-1-1: metrics unavailable: permission denied: User "u" cannot get' in text
 

@@ -40,7 +40,7 @@ from dlrm_trainer.embedding.checkpoint import (
 )
 from dlrm_trainer.embedding.exchange import Bags, OwnedIds
 from dlrm_trainer.embedding.placement import EmbeddingOptions, PartGroup, Placement
-from dlrm_trainer.embedding.row_sizes import Counts, ModelSizes, sizes_of
+from dlrm_trainer.embedding.row_sizes import Counts, ModelSizes, sizes_of, utility_of_bin
 from dlrm_trainer.embedding.sights import Sights
 from dlrm_trainer.embedding.slabs import SlabKernel
 from dlrm_trainer.embedding.table_batch import HostKernel, Kernel, TableBatch, Tables
@@ -135,6 +135,8 @@ class LocalTables:
         kind, size = options.optimizer.kind, options.global_batch_size
         self.sizes = ModelSizes.of(placement.tables, kind, size, options.warmup_steps)
         """None if no table has rows of several sizes."""
+        self.cut_off_utility = 0.0
+        """Least utility with which rows have any columns; 0 before the first maintenance that chose it."""
         with ExitStack() as resources:
             self.groups = [
                 _make_group(placement, group, options, self.sizes, resources) for group in placement.groups[rank]
@@ -299,6 +301,7 @@ class LocalTables:
 
     def resize(self, step: int, cut_off: int) -> None:
         """Let rows have the columns that a model's cut-off gives them. No batch is in flight."""
+        self.cut_off_utility = utility_of_bin(cut_off)
         for group in self.groups:
             if group.slabs is None:
                 continue
@@ -310,7 +313,7 @@ class LocalTables:
                 locate = partial(_locate, group, None)
                 self.pending.before_update(RowsToUpdate(record, rows, sizes, record.starts, locate))
             record.mark(rows, sizes, record.starts)
-            group.slabs.move(moves)
+            group.slabs.resize(moves)
 
     def _unique_rows(self) -> NDArray[np.int64]:
         """Count this rank's rows of each unique table."""

@@ -17,7 +17,7 @@ from dlrm_kernels.initial_rows import InitialRows
 from dlrm_kernels.intrinsics import size_of
 from dlrm_kernels.parallel import parallel_for
 from dlrm_kernels.row_updates import Layout, Lookups
-from dlrm_kernels.slabs import NEVER_TRAINED, SlabTables, Utility
+from dlrm_kernels.slabs import CLASS_SHIFT, NEVER_TRAINED, SlabTables, Utility
 from dlrm_trainer.embedding.exchange import Bags
 from dlrm_trainer.embedding.row_sizes import Counts, RowSizes
 from dlrm_trainer.embedding.table_batch import UNIT_BAGS, RowUpdate, Tables, bag_offsets, bag_weights, unsigned, work_of
@@ -54,6 +54,8 @@ class SlabKernel:
         self.sizes, self._tables, self._half_life, self._samples = sizes, tables, float(half_life), samples
         self.start_class = sizes.start_class(0)
         """Of rows that are trained for the first time."""
+        self.grown = self.shrunk = 0
+        """Rows that ``resize`` gave more columns, or fewer."""
         self.weights: tuple[Tensor, ...] = ()
         self.states: tuple[Tensor, ...] = ()
         rows, (dim,) = [count for count, _ in tables.shapes], {dim for _, dim in tables.shapes}
@@ -194,6 +196,13 @@ class SlabKernel:
     def choose(self, step: int, targets: NDArray[np.uint8]) -> Moves:
         """Return the rows that must change their class in the maintenance after a step; see ``RowSizes.targets``."""
         return Moves(*kernels.choose_moves(self.slabs, step, self._half_life, targets, torch.get_num_threads()))
+
+    def resize(self, moves: Moves) -> None:
+        """Change the classes of rows as ``move`` does, and count those that gain and lose columns."""
+        present = self.slabs.words[moves.rows] >> CLASS_SHIFT
+        self.grown += int((moves.targets > present).sum())
+        self.shrunk += int((moves.targets < present).sum())
+        self.move(moves)
 
     def move(self, moves: Moves) -> None:
         """Change the classes of rows, and give back pages that no slab needs any longer."""

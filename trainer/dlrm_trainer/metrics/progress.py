@@ -28,6 +28,7 @@ from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import Placement
 from dlrm_trainer.embedding.local_tables import LocalTables
+from dlrm_trainer.metrics.row_sizes import SizeMetrics, sizes_report
 from dlrm_trainer.metrics.stages import Stages, StepCounters, StepMetrics, StepProfile
 from dlrm_trainer.metrics.tiers import RankCounters, SharedCounters, TierMetrics, tier_report
 from dlrm_trainer.metrics.unique_tables import UniqueMetrics, unique_report
@@ -322,12 +323,13 @@ class Observer:
         ranks = [RankCounters(self._placement, rank, self._shared.blocks[rank]) for rank in self._shared.ranks]
         steps = [StepCounters(rank, self._shared.steps[rank]) for rank in self._shared.ranks]
         tiers, unique = TierMetrics(self._placement, self._optimizer, ranks), UniqueMetrics(self._placement, ranks)
-        return [StepMetrics(steps), tiers, unique]
+        return [StepMetrics(steps), tiers, unique, SizeMetrics(self._placement, self._optimizer, ranks)]
 
     def watch(self, owned: LocalTables, channels: Sequence[Collectives]) -> None:
         """Set the sources of the counters; ``channels`` are the collectives of all threads."""
         self._channels = channels
-        self._owned = owned if self._counters.groups or self._counters.unique else None
+        counters = self._counters
+        self._owned = owned if counters.groups or counters.unique or counters.sized else None
 
     def stepped(self, step: int) -> None:
         """Record the end of a step."""
@@ -344,10 +346,11 @@ class Observer:
                 self._profile.served(step, *self._counters.served())
 
     def report(self, collectives: Collectives, step: int, folder: Path | None) -> dict[str, Any]:
-        """Save the profile, and return what the result says of tiers and of unique tables, of all ranks."""
+        """Save the profile, and return what the result says of tiers and of tables, of all ranks."""
         self.save_profile(collectives, folder)
-        has_unique = any(table.is_unique for table in self._placement.tables)
-        if not self._placement.has_stacks and not has_unique:
+        tables = self._placement.tables
+        has_unique, has_sizes = any(each.is_unique for each in tables), any(each.has_sizes for each in tables)
+        if not self._placement.has_stacks and not has_unique and not has_sizes:
             return {}
         self._copy(step)
         blocks = [np.array(block, np.int64) for block in collectives.gather(self._counters.block.tolist(), COUNTERS)]
@@ -358,6 +361,10 @@ class Observer:
         if has_unique:
             uses = unique_report(self._placement, blocks)
             found["unique_tables"] = [use.model_dump(mode="json", by_alias=False) for use in uses]
+        if has_sizes:
+            sizes = sizes_report(self._placement, self._optimizer, blocks)
+            found["row_sizes"] = [use.model_dump(mode="json", by_alias=False) for use in sizes]
+        if has_unique or has_sizes:
             ranks = collectives.gather(self._steps.maintenance(), MAINTENANCE)
             found["maintenance"] = [rank.model_dump(mode="json", by_alias=False) for rank in ranks]
         return found

@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from dlrm_api import tiers
+from dlrm_api.dimensions import MAX_SIZES
 from dlrm_api.plan import Plan
 from dlrm_api.run_report import LevelUse, RankUse, TableUse, TierBytes, TierReport
 from dlrm_api.tiers import TIERS, Tier
@@ -32,13 +33,16 @@ from dlrm_trainer.metrics.stages import WORDS as STEP_WORDS
 
 TABLE, TIER = "dlrm_trainer_table_", "dlrm_trainer_tier_"
 """Beginnings of the metrics' names."""
-WAIT_NS, MISSING, KEPT = 0, 1, 2
+WAIT_NS, MISSING, CUT_OFF, KEPT = range(4)
 HEAD_WORDS = KEPT + len(TIERS)
 TIER_NUMBERS = {tier: number for number, tier in enumerate(TIERS)}
 READ_ROWS, WRITTEN_ROWS, READ_BYTES, WRITTEN_BYTES, DEVICE_READS, DEVICE_WRITES, CLEANED, LEVEL_WORDS = range(8)
 """Columns of a level's counters."""
 UNIQUE_LOOKUPS, WITHOUT_ROW, ADMITTED, DECLINED, READMITTED, LEFT, EXPIRED, IN_USE, FULLEST, UNIQUE_WORDS = range(10)
 """Columns of a unique table's counters, the first five as in ``UniqueGroup.counts``; the last two are gauges."""
+GROWN, SHRUNK, OF_CLASS = range(3)
+"""Columns of the counters of rows of several sizes; from the last on rows of each class, from class 0."""
+SIZED_WORDS = OF_CLASS + MAX_SIZES + 1
 TABLE_COUNTS: tuple[tuple[str, int, str], ...] = (
     ("lookups", LOOKUPS, "Lookups of tables with levels, duplicates included."),
     ("accesses", ACCESSES, "Accesses: one for each distinct row of a batch."),
@@ -81,6 +85,15 @@ class UniqueCounters:
     """(K, UNIQUE_WORDS)"""
 
 
+@dataclass(frozen=True)
+class SizedCounters:
+    """View the counters of one group of tables with rows of several sizes in its rank's block."""
+
+    group: PartGroup
+    words: Words
+    """(SIZED_WORDS,)"""
+
+
 class RankCounters:
     """Give access to the counters in one rank's block, (n,) int64, sized by ``SharedCounters``."""
 
@@ -89,6 +102,7 @@ class RankCounters:
         self.head = block[:HEAD_WORDS]
         self.groups: list[GroupCounters] = []
         self.unique: list[UniqueCounters] = []
+        self.sized: list[SizedCounters] = []
         first = HEAD_WORDS
         for group in placement.groups[rank]:
             if group.is_stacked:
@@ -103,6 +117,10 @@ class RankCounters:
                 last = first + len(group.parts) * UNIQUE_WORDS
                 self.unique.append(UniqueCounters(group, block[first:last].reshape(-1, UNIQUE_WORDS)))
                 first = last
+        for group in placement.groups[rank]:
+            if group.sizes:
+                self.sized.append(SizedCounters(group, block[first : first + SIZED_WORDS]))
+                first += SIZED_WORDS
 
     def copy_from(self, owned: LocalTables) -> None:
         """Copy the rank's newest counters; other threads may count meanwhile."""
@@ -116,6 +134,11 @@ class RankCounters:
             for tier, size in stack.bytes_kept.items():
                 kept[TIER_NUMBERS[tier]] += size
         self.head[KEPT:] = kept
+        self.head[CUT_OFF : CUT_OFF + 1].view(np.float64)[0] = owned.cut_off_utility
+        slabs = [group.slabs for group in owned.groups if group.slabs is not None]
+        for sized, kernel in zip(self.sized, slabs, strict=True):
+            held = kernel.slabs.counts
+            sized.words[: OF_CLASS + len(held)] = (kernel.grown, kernel.shrunk, *held.tolist())
         unique = [group.unique for group in owned.groups if group.unique is not None]
         for of_group, group in zip(self.unique, unique, strict=True):
             of_group.tables[:, :LEFT] = group.counts.T
@@ -152,6 +175,8 @@ def _words(plan: Plan, rank: int) -> int:
                 words += blocks * (COUNTS + LEVEL_WORDS * len(shard.tiers.levels))
             # A part of a unique table has all columns.
             words += UNIQUE_WORDS * (shard.rank == rank and table.buckets > 0)
+            # Plans do not say which tables have rows of several sizes.
+            words += SIZED_WORDS * (shard.rank == rank and not shard.tiers.is_stack)
     return words
 
 
