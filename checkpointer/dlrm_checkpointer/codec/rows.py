@@ -189,6 +189,16 @@ class CodedRows:
         """Return the number of columns that the rows have; in the others of the shard they are 0."""
         return self.shard.width if self.form.columns is None else self.form.columns
 
+    def resized(self, columns: int | None) -> CodedRows:
+        """Return the rows with so many columns, the new ones 0; None: with all, as in a table of one size.
+
+        Unless they have as many already, they are decoded, and stored as at 32 bits.
+        """
+        if self.columns == (self.shard.width if columns is None else columns):
+            return replace(self, form=replace(self.form, columns=columns))
+        body = np.ascontiguousarray(decode_rows(self).rows[:, :columns])
+        return replace(self, form=ChunkEncoding(32, 0, columns), body=body, scale=EMPTY, low=EMPTY)
+
     @property
     def is_gone(self) -> bool:
         """Return whether the rows are gone."""

@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from dlrm_api.errors import DLRMError, InvalidSpecError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJob, parse_job
+from dlrm_api.model import DimensionSpec, EmbeddingOptions
 from dlrm_checkpointer.codec.rows import CodedRows, code_rows
 from dlrm_checkpointer.format.chain import Chain, SnapshotBase, load_chain
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.protocol import Durable
 from dlrm_checkpointer.handoff.writer import HandoffWriter
-from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName, load_rows
+from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName, TableMeta, load_rows
 from dlrm_checkpointer.write.commit import try_commit
 from dlrm_checkpointer.write.upload import Upload, WritePlan
 from dlrm_stores import ObjectStore, StoreOptions
@@ -38,12 +40,15 @@ ALONE = Collectives(0, 1, lambda: "")
 class Memory:
     """A snapshot that was never written anywhere."""
 
-    def __init__(self, pieces: list[ShardRows], dense: dict[str, Any]) -> None:
-        self.pieces, self.arrays = pieces, dense
+    def __init__(self, pieces: list[ShardRows], dense: dict[str, Any], tables: Sequence[TableMeta], step: int) -> None:
+        self.pieces, self.arrays, self.step = pieces, dense, step
+        self.tables = {table.name: table for table in tables}
 
     def shard_codes(self, shards: Sequence[ShardId]) -> Iterator[tuple[int, CodedRows]]:
         for number, shard in enumerate(shards):
-            yield from ((number, code_rows(each, 32)[0]) for each in self.pieces if each.shard.table == shard.table)
+            for each in self.pieces:
+                if each.shard.table == shard.table:
+                    yield from ((number, coded) for coded in code_rows(each, 32, table=self.tables[shard.table]))
 
     def dense(self) -> dict[str, Any]:
         return self.arrays
@@ -74,7 +79,9 @@ def part_of(learner: Learner, table: str) -> ResidentPart:
 
 
 def cut_of(job: DLRMJob, learner: Learner) -> Memory:
-    return Memory([load_rows(piece) for piece in learner.embeddings.saved.changed_rows()], learner.dense.arrays())
+    pieces = [load_rows(piece) for piece in learner.embeddings.saved.changed_rows()]
+    tables = [table_meta(each, job.spec.training.seed, "rowwise-adagrad") for each in job.spec.model.all_tables()]
+    return Memory(pieces, learner.dense.arrays(), tables, step=6)
 
 
 @pytest.mark.parametrize("kind", ["adagrad", "adam", "sgd"])
@@ -226,6 +233,40 @@ def test_another_number_of_rows_is_refused_if_it_changes_trained_rows(
 
     assert f"table bags to {values['rows']} rows: " in str(caught.value)
     assert problem in str(caught.value)
+
+
+def with_sizes(job: DLRMJob, *sizes: int) -> DLRMJob:
+    """The job whose table ``bags`` has rows of these sizes; all columns without any."""
+    options = EmbeddingOptions(dimension=DimensionSpec(keep_bytes=0.9, sizes=sizes)) if sizes else EmbeddingOptions()
+    model = job.spec.model
+    tables = [t.model_copy(update={"embedding": options}) if t.name == "bags" else t for t in model.tables]
+    spec = job.spec.model_copy(update={"model": model.model_copy(update={"tables": tuple(tables)})})
+    return job.model_copy(update={"spec": spec})
+
+
+def rows_of(learner: Learner, rows: list[int]) -> NDArray[np.float32]:
+    (part,) = (part for part in learner.embeddings.local if part.table.name == "bags")
+    return load_rows(part.in_place(np.array(rows))).rows
+
+
+@pytest.mark.parametrize(("then", "now"), [((), (4, 8)), ((4, 8), ()), ((4, 8), (8,)), ((4, 8), (4, 8))])
+def test_a_table_may_get_or_lose_sizes_of_its_rows(tmp_path: Path, then: Any, now: Any) -> None:
+    """No row loses a column: those that it did not have are 0."""
+    job, other = (with_sizes(small_job(tmp_path), *sizes) for sizes in (then, now))
+    old, new = learner_of(job), learner_of(other)
+    train(job, old, 0, 6)
+    cut = cut_of(job, old)
+    meta = CutMeta(step=6, samples=64, world_size=1, attempt=1, model=model_document(job.spec, old))
+
+    is_changed = check_model(meta, {}, model_document(other.spec, new), other.spec.model.all_tables(), "here")
+    restore(new, cut, ALONE, mark=is_changed)  # type: ignore[arg-type]
+
+    trained = [row for piece in cut.pieces if piece.shard.table == "bags" for row in piece.row_ids.tolist()]
+    assert is_changed == (then != now)
+    np.testing.assert_array_equal(rows_of(new, trained), rows_of(old, trained))
+    saved = [piece for piece in cut_of(other, new).pieces if piece.shard.table == "bags"]
+    assert sorted(row for piece in saved for row in piece.row_ids.tolist()) == (sorted(trained) if is_changed else [])
+    train(other, new, 6, 8)
 
 
 @pytest.mark.parametrize(

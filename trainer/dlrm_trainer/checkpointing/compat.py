@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from dlrm_api.errors import SnapshotError
@@ -76,16 +76,27 @@ def check_model(
     for table in resized:
         if problem := _resizing_problem(table, then[table.name], last_rows.get(table.name, -1)):
             raise SnapshotError(f"{where}: cannot resize table {table.name} to {table.rows} rows: {problem}")
-    kept: dict[str, dict[str, Any]] = {table.name: {"rows": then[table.name].rows} for table in resized}
+    kept = {table.name: {"rows"} for table in resized}
     for table in tables:
-        # Rows begin without scores, or forget them.
-        if table.is_unique and table.name in then and then[table.name].row_values != table.embedding.row_values:
-            kept.setdefault(table.name, {})["rowValues"] = list(then[table.name].row_values)
-    now = dict(model) | {"tables": [each | kept.get(each["name"], {}) for each in model["tables"]]}
+        old = then.get(table.name)
+        # Rows begin without scores, or forget them, and get sizes that the table has.
+        if old and (old.row_values, old.sizes) != (table.embedding.row_values, table.sizes):
+            kept.setdefault(table.name, set()).update(("rowValues", "sizes"))
+    tables_now = [
+        _with_keys(each, then[each["name"]].to_json(), kept[each["name"]]) if each["name"] in kept else each
+        for each in model["tables"]
+    ]
+    now = dict(model) | {"tables": tables_now}
     if change := _model_change(_without_counters(meta.model), _without_counters(now)):
         raise SnapshotError(f"{where}: the model changed since the snapshot: {change}; {HOW_TO_FIX}")
     # Counters of sights begin at 0 if the snapshot has none of their size.
     return bool(kept) or _counters(meta.model) != _counters(model)
+
+
+def _with_keys(document: Mapping[str, Any], other: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """Return a document with some keys as in another, or without them."""
+    own = {key: value for key, value in document.items() if key not in keys}
+    return own | {key: other[key] for key in keys if key in other}
 
 
 def _counters(model: Mapping[str, Any]) -> dict[str, int]:

@@ -61,7 +61,15 @@ from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.failures import CollectiveKeepalive
 from dlrm_trainer.distributed.rendezvous import RankGroup
 from dlrm_trainer.embedding import Placement
-from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart, UniquePart, counters_meta, part_meta, table_meta
+from dlrm_trainer.embedding.checkpoint import (
+    LocalPart,
+    ResidentPart,
+    SlabPart,
+    UniquePart,
+    counters_meta,
+    part_meta,
+    table_meta,
+)
 from dlrm_trainer.embedding.sights import counters_of
 from dlrm_trainer.embedding.unique import ranks_of
 from dlrm_trainer.learner import Learner
@@ -302,7 +310,7 @@ def restore(
         part = parts[number]
         if begins and isinstance(part, UniquePart):
             pieces = map(partial(_touched_first, part.own_values), pieces)
-        part.restore(pieces, mark=mark)
+        part.restore(map(partial(_fit, part, snapshot, begins), pieces), mark=mark)
     learner.dense.restore(snapshot.dense())
     in_step.wait()
     counts = collectives.gather(dict(left), ROW_COUNTS)
@@ -320,14 +328,33 @@ def _fitting_keys(snapshot: Snapshot, part: UniquePart) -> tuple[NDArray[np.int6
     """Return the keys of a part that fit into a unique table with fewer rows, and how many others there are."""
     buckets, own = part.table.key_buckets, part.own_values
     assert buckets is not None
+    known = own + sum(value != "utility" for value in snapshot.table(part.table.name).row_values)
     found = [
-        (piece.row_ids, ranks_of(piece.state[:, own:], part.rows.policy))
+        (piece.row_ids, ranks_of(piece.state[:, own:known], part.rows.policy))
         for _, piece in snapshot.shard_codes([part.shard])
     ]
     keys = np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in found)])
     ranks = np.concatenate([np.empty(0, np.float64), *(each for _, each in found)])
     stay = rows_that_fit(keys, ranks, buckets.count, buckets.quota)
     return np.sort(keys[stay]), int(np.count_nonzero(~stay))
+
+
+def _fit(part: LocalPart, snapshot: Snapshot, begins: bool, piece: CodedRows) -> CodedRows:
+    """Give rows a size that their table has, so that none loses a column, and a utility if it has several.
+
+    Rows of a snapshot of one size have all columns, and a utility by their optimizer state.
+    """
+    sizes, state, had = part.table.sizes, piece.state, piece.form.columns is not None
+    if not sizes:
+        return replace(piece, state=np.ascontiguousarray(state[:, :-1])).resized(None) if had else piece
+    memory = part.memory if isinstance(part, UniquePart) else part
+    assert isinstance(memory, SlabPart)
+    if not had:
+        step = 0 if begins else snapshot.step
+        state = np.column_stack([state, memory.kernel.estimate_utilities(step, state)])
+    elif begins:
+        state = np.column_stack([state[:, :-1], state[:, -1] - np.float32(snapshot.step)])
+    return replace(piece, state=state).resized(min(size for size in (0, *sizes) if size >= piece.columns))
 
 
 def _touched_first(own: int, piece: CodedRows) -> CodedRows:

@@ -183,6 +183,16 @@ class SlabKernel:
         classes = np.full(len(rows), kind, np.uint8)
         kernels.store_rows(self.slabs, rows + self.row_starts[table], classes, values, state, utilities)
 
+    def estimate_utilities(self, step: int, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return utilities after a step for (n,) rows whose own are unknown, as if no gradient were older.
+
+        ``states`` (n, any) begins with their optimizer state. Without one all get the same.
+        """
+        mean_squares = states[:, 0].astype(np.float64) if self.slabs.state_width else np.ones(len(states))
+        gains = np.maximum(self._samples * np.sqrt(self._dim * mean_squares), kernels.MIN_GAIN)
+        utilities: NDArray[np.float32] = (step + self._half_life * np.log2(gains)).astype(np.float32)
+        return utilities
+
     def trained(self, table: int, first: int, last: int) -> Rows:
         """Return the rows in [first, last) of a table that were ever trained, ascending."""
         start = self.row_starts[table]
