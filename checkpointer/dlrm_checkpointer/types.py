@@ -208,6 +208,8 @@ class TableMeta:
     of its state. Only in a table of row numbers it may be 0: the row was pruned."""
     counts_of: str = ""
     """Table of which this one has counters, as its rows' state: part of the trainer's state, not of the model."""
+    shared_of: str = ""
+    """Table of unique ids of which those without a row read two of these rows."""
 
     def __post_init__(self) -> None:
         if not self.state_columns:
@@ -228,6 +230,7 @@ class TableMeta:
             **({"sizes": list(self.sizes)} if self.sizes else {}),
             **({"rowValues": list(self.row_values)} if self.is_unique or self.sizes else {}),
             **({"countsOf": self.counts_of} if self.counts_of else {}),
+            **({"sharedOf": self.shared_of} if self.shared_of else {}),
         }
 
     @classmethod
@@ -251,6 +254,7 @@ class TableMeta:
             row_values=tuple(value.get("rowValues", ())),
             sizes=tuple(int(size) for size in value.get("sizes", ())),
             counts_of=str(value.get("countsOf", "")),
+            shared_of=str(value.get("sharedOf", "")),
         )
         if problem := table._problem():
             raise ValueError(f"table {table.name[:MAX_NAME]!r}: {problem}")
@@ -435,12 +439,12 @@ class CutMeta:
 
     @property
     def tables(self) -> tuple[TableMeta, ...]:
-        """Return the model's tables, in its order, and tables of counters behind them."""
+        """Return the model's tables, in its order, with shared rows and then counters behind them."""
         return tuple(TableMeta.from_json(table) for table in self.model.get("tables", ()))
 
     @property
     def model_tables(self) -> tuple[TableMeta, ...]:
-        """Return the model's tables, in its order."""
+        """Return the tables that the model reads: all but those of counters."""
         return tuple(table for table in self.tables if not table.counts_of)
 
     def to_json(self) -> dict[str, Any]:

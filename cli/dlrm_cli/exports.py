@@ -142,8 +142,6 @@ def convert(
     becomes = dict(map(_conversion, table))
     if len(becomes) < len(table):
         raise UsageError("invalid --table: expected each table once")
-    if len(becomes) < len(table):
-        raise UsageError("invalid --table: expected each table once")
     sizes, counts = _by_table("--rows", rows or (), becomes), _by_table("--buckets", buckets or (), becomes)
     wanted = [
         Conversion(table=name, ids=ids, rows=sizes.get(name), buckets=counts.get(name)) for name, ids in becomes.items()
@@ -192,8 +190,14 @@ def _converted(found: ConvertedTable) -> Iterator[str]:
     """Say what became of a table, and what a job must set to continue from it."""
     meta = found.meta
     dropped = f", {found.dropped:,} did not fit" if found.dropped else ""
-    yield f"converted table {meta.name}: {found.rows:,} updated rows{dropped}"
-    hashed = f"{{hash: unique, buckets: {meta.buckets}}}" if meta.is_unique else "{hash: none}"
+    dropped += f", {found.dropped_shared:,} shared rows are left out" if found.dropped_shared else ""
+    unknown = ""
+    if found.shared is None:
+        yield f"converted table {meta.name}: {found.rows:,} updated rows{dropped}"
+    else:
+        yield f"converted table {meta.name}: no rows, and the old ones, halved, as {found.shared.rows:,} shared rows"
+        unknown = f", unknown: shared, sharedRows: {found.shared.rows}"
+    hashed = f"{{hash: unique, buckets: {meta.buckets}{unknown}}}" if meta.is_unique else "{hash: none}"
     scale = f"{{scale: {meta.scale}}}" if meta.scale else "{kind: zero}"
     yield f"set in the job: {{name: {meta.name}, rows: {meta.rows}, embedding: {hashed}, initializer: {scale}}}"
     if found.roomy_rows:

@@ -47,6 +47,8 @@ class KeyBuckets:
     """Whether a row has a score besides the step of its last touch."""
     has_counts: bool = False
     """Whether sights of ids without a row are counted."""
+    shared_rows: int = 0
+    """Rows of a bucket that its ids without a row share."""
 
     @property
     def count_rows(self) -> int:
@@ -103,9 +105,11 @@ class BucketRange:
         return self.of.first_key(self.end)
 
 
-def key_buckets(rows: int, buckets: int | None, *, has_scores: bool = False, has_counts: bool = False) -> KeyBuckets:
-    """Return the buckets of a table of so many rows; ``buckets``: as the spec has it."""
+def key_buckets(
+    rows: int, buckets: int | None, *, has_scores: bool = False, has_counts: bool = False, shared_rows: int = 0
+) -> KeyBuckets:
+    """Return the buckets of a table of so many rows; ``buckets`` and ``shared_rows``: as the spec has them."""
     if buckets is None:
         # The power of two nearest to rows / BUCKET_ROWS.
         buckets = min(1 << max((rows * 4 // (3 * BUCKET_ROWS)).bit_length() - 1, 0), MAX_BUCKETS)
-    return KeyBuckets(buckets, -(-rows // buckets), has_scores, has_counts)
+    return KeyBuckets(buckets, -(-rows // buckets), has_scores, has_counts, shared_rows // buckets)

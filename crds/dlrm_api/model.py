@@ -25,8 +25,9 @@ Hash = Literal["none", "modulo", "mix", "unique"]
 RowValue = Literal["touched", "score", "utility"]
 Buckets = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
 MAX_MAINTENANCE_STEPS = 64
-MAX_COUNTED_NAME = 56
-"""Snapshots name a table's counters after it."""
+MAX_COMPANION_NAME = 56
+"""Snapshots name a table's counters, and its shared rows, after it."""
+MAX_COMPANION_GROUP = MAX_COMPANION_NAME - len(f"-{MAX_TABLES - 1}")
 
 
 def parse_maintenance_steps(value: Any) -> Any:
@@ -175,6 +176,18 @@ class EmbeddingOptions(ApiModel):
         "over at most so many ranks; many small buckets evict before the table is full. It cannot change while the job "
         f"has snapshots. Default: the power of two nearest to rows / {BUCKET_ROWS}, from 1 to {MAX_BUCKETS}.",
     )
+    unknown: Literal["zero", "shared"] = Field(
+        "zero",
+        description="What an id without a row of a unique table reads. zero: zeros. shared: the sum of two of "
+        "sharedRows rows, chosen by two hashes of the id, which its gradient updates (double hashing).",
+    )
+    shared_rows: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_BUCKET_ROWS,
+        description="Rows that ids without a row share, with unknown shared: a multiple of buckets. They are in host "
+        "memory, besides rows. It cannot change while the job has snapshots.",
+    )
     dimension: DimensionSpec | None = Field(
         None, description="Rows of several numbers of columns, to take less host memory. Default: all have dim."
     )
@@ -186,6 +199,18 @@ class EmbeddingOptions(ApiModel):
                 options.hash == "unique" or (options.admission or options.eviction or options.buckets) is None
             ),
             message="admission, eviction and buckets need hash unique: set it, or remove them",
+        ),
+        Rule(
+            cel="self.hash == 'unique' || !(has(self.sharedRows) || (has(self.unknown) && self.unknown == 'shared'))",
+            holds=lambda options: (
+                options.hash == "unique" or (options.unknown == "zero" and options.shared_rows is None)
+            ),
+            message="unknown shared and sharedRows need hash unique: set it, or remove them",
+        ),
+        Rule(
+            cel="has(self.sharedRows) == (has(self.unknown) && self.unknown == 'shared')",
+            holds=lambda options: (options.shared_rows is not None) == (options.unknown == "shared"),
+            message="unknown shared and sharedRows must be set together: set both or neither",
         ),
     )
 
@@ -270,6 +295,14 @@ def _lies_in_ddr(table: TableOptions) -> bool:
     return not (table.has_sizes and pin) or (pin.sharding not in ("data", "column") and pin.tier in (None, "ddr"))
 
 
+def _shares_evenly(table: TableOptions) -> bool:
+    shared, buckets = table.embedding.shared_rows, table.key_buckets
+    return shared is None or buckets is None or shared % buckets.count == 0
+
+
+_POWERS = [2**power for power in range(1, MAX_BUCKETS.bit_length())]
+
+
 class TableOptions(ApiModel):
     """Configure everything of a table except its name and features."""
 
@@ -323,6 +356,15 @@ class TableOptions(ApiModel):
             f"self.rows <= self.embedding.buckets * {MAX_BUCKET_ROWS})",
             holds=_fits_its_buckets,
             message="embedding.buckets must not exceed rows, nor give a bucket over 2^31 rows: change one of them",
+        ),
+        Rule(
+            # A multiple of the default buckets, a power of two, is one of each lower power.
+            cel="!has(self.embedding.sharedRows) || (has(self.embedding.buckets) ? "
+            f"self.embedding.sharedRows % self.embedding.buckets == 0 : {_POWERS}.all(buckets, "
+            f"self.rows < buckets * {BUCKET_ROWS * 3 // 4} || self.embedding.sharedRows % buckets == 0))",
+            holds=_shares_evenly,
+            message="embedding.sharedRows must be a multiple of embedding.buckets, by default the power of two nearest "
+            f"to rows / {BUCKET_ROWS}: change one of them",
         ),
         Rule(
             cel=f"!{_DIMENSION} || !has(self.embedding.dimension.sizes) || size(self.embedding.dimension.sizes) == 0 "
@@ -403,7 +445,13 @@ class TableOptions(ApiModel):
             return None
         options = self.embedding
         has_scores = "score" in options.row_values
-        return key_buckets(self.rows, options.buckets, has_scores=has_scores, has_counts=options.has_counts)
+        return key_buckets(
+            self.rows,
+            options.buckets,
+            has_scores=has_scores,
+            has_counts=options.has_counts,
+            shared_rows=options.shared_rows or 0,
+        )
 
     @property
     def held_rows(self) -> int:
@@ -429,6 +477,11 @@ _HAS_AGES = "has({0}.embedding.eviction) && has({0}.embedding.eviction.maxAgeSam
 def _ages(table: TableOptions) -> tuple[int, ...]:
     eviction = table.embedding.eviction
     return () if eviction is None else eviction.max_age_samples
+
+
+def _has_companions(table: TableOptions) -> bool:
+    admission = table.embedding.admission
+    return table.embedding.shared_rows is not None or (admission is not None and admission.count is not None)
 
 
 class TableSpec(TableOptions):
@@ -463,14 +516,11 @@ class TableSpec(TableOptions):
             message="embedding.eviction.maxAgeSamples must have one number, or one per feature",
         ),
         Rule(
-            cel="!has(self.embedding.admission) || !has(self.embedding.admission.count) || size(self.name) <= "
-            f"{MAX_COUNTED_NAME}",
-            holds=lambda table: (
-                table.embedding.admission is None
-                or table.embedding.admission.count is None
-                or len(table.name) <= MAX_COUNTED_NAME
-            ),
-            message=f"embedding.admission.count needs a name of at most {MAX_COUNTED_NAME} characters",
+            cel="!(has(self.embedding.sharedRows) || has(self.embedding.admission) && "
+            f"has(self.embedding.admission.count)) || size(self.name) <= {MAX_COMPANION_NAME}",
+            holds=lambda table: not _has_companions(table) or len(table.name) <= MAX_COMPANION_NAME,
+            message="embedding.sharedRows and embedding.admission.count need a name of at most "
+            f"{MAX_COMPANION_NAME} characters",
         ),
     )
 
@@ -508,6 +558,13 @@ class TableGroup(ApiModel):
             cel=f"!({_HAS_AGES.format('self.template')}) || size(self.template.embedding.eviction.maxAgeSamples) <= 1",
             holds=lambda group: len(_ages(group.template)) <= 1,
             message="template.embedding.eviction.maxAgeSamples must have one number: each table has one feature",
+        ),
+        Rule(
+            cel="!(has(self.template.embedding.sharedRows) || has(self.template.embedding.admission) && "
+            f"has(self.template.embedding.admission.count)) || size(self.name) <= {MAX_COMPANION_GROUP}",
+            holds=lambda group: not _has_companions(group.template) or len(group.name) <= MAX_COMPANION_GROUP,
+            message="template.embedding.sharedRows and admission.count need a name of at most "
+            f"{MAX_COMPANION_GROUP} characters",
         ),
     )
 

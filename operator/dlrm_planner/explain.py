@@ -147,7 +147,9 @@ def _directories(found: Solution) -> Iterator[str]:
         share = sum(sizes) / sum(tables.specs[i].rows for i in unique)
         taken = f"{human(sum(sizes))} of DDR over all nodes, {share:.1f} bytes for each of their rows"
         named = f"{_count(len(unique), 'table')} of unique ids, {_names(tables, unique)}"
-        yield f"{named}: directories, and lists and filters of keys, take {taken}"
+        shared = any(tables.specs[i].embedding.shared_rows for i in unique)
+        more = ", and shared rows" if shared else ","
+        yield f"{named}: directories, and lists and filters of keys{more} take {taken}"
 
 
 def _sizes(found: Solution) -> Iterator[str]:

@@ -201,7 +201,7 @@ class PartBytes:
     row: int
     """A row and its state, as the kernels hold them; all columns, if rows have several sizes."""
     directory: int
-    """Host memory of a unique table's directory, and of lists of its keys for cuts."""
+    """Host memory of a unique table's directory, of lists of its keys for cuts, and of its shared rows."""
     resident: int
     """Rows, row state, change bits and directory; of rows of several sizes, those that ``keepBytes`` keeps."""
     handoff: int
@@ -284,19 +284,23 @@ def part_bytes(table: TableOptions, block_state: int, rows: int, columns: int) -
     width = table.column_block or table.dim
     blocks = columns // width
     row = BYTES_OF[table.dtype] * width + block_state
-    cut_row, directory, cut_rows, counts = ELEMENT_BYTES * width + block_state + ROW_ID_BYTES, 0, rows, 0
-    cut_row += ROW_VALUE_BYTES * len(table.embedding.row_values) + CUT_COLUMNS_BYTES * table.has_sizes
+    cut_row, directory, cut_rows = ELEMENT_BYTES * width + block_state + ROW_ID_BYTES, 0, rows
+    handoff = 0
     if (buckets := table.key_buckets) is not None:
         count = rows // buckets.quota
-        directory, cut_rows = count * buckets.directory_bytes, count * buckets.quota
-        counts = count * buckets.count_rows
-    handoff = cut_rows * cut_row + CUT_HEADER_BYTES * -(-cut_rows // CUT_PIECE_ROWS)
-    if counts:
-        handoff += counts * (COUNT_ROW_BYTES + ROW_ID_BYTES) + CUT_HEADER_BYTES * -(-counts // CUT_PIECE_ROWS)
+        shared, counts = count * buckets.shared_rows, count * buckets.count_rows
+        directory, cut_rows = count * buckets.directory_bytes + shared * (row + CHANGED_BYTES), count * buckets.quota
+        handoff = _cut_bytes(shared, cut_row) + _cut_bytes(counts, COUNT_ROW_BYTES + ROW_ID_BYTES)
+    cut_row += ROW_VALUE_BYTES * len(table.embedding.row_values) + CUT_COLUMNS_BYTES * table.has_sizes
+    handoff += _cut_bytes(cut_rows, cut_row)
     slabs = table.slab_bytes(block_state)
     kept = blocks * rows * row if slabs is None else slabs.planned(rows)
     resident = kept + blocks * rows * CHANGED_BYTES + directory
     return PartBytes(blocks * row, directory, resident, blocks * handoff)
+
+
+def _cut_bytes(rows: int, row: int) -> int:
+    return rows * row + CUT_HEADER_BYTES * -(-rows // CUT_PIECE_ROWS)
 
 
 def table_paths(spec: DLRMJobSpec) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import NoInputError, SnapshotError, UsageError
-from dlrm_api.keys import KEY_BITS, KeyBuckets, key_buckets
+from dlrm_api.keys import KEY_BITS, MAX_BUCKET_ROWS, KeyBuckets, key_buckets
 from dlrm_checkpointer.codec.initializer import id_seed
 from dlrm_checkpointer.codec.rows import CodedRows
 from dlrm_checkpointer.format.attempts import ATTEMPTS
@@ -73,6 +73,10 @@ class ConvertedTable:
     meta: TableMeta
     rows: int
     """Rows that it has: those that were ever updated."""
+    shared: TableMeta | None = None
+    """What holds all rows that it had, because their ids are not known; it has none."""
+    dropped_shared: int = 0
+    """Rows that ids without a row shared, and that are left out."""
     dropped: int = 0
     """Rows that were updated and did not fit."""
     roomy_rows: int = 0
@@ -83,7 +87,7 @@ class ConvertedTable:
 class _Prepared:
     table: ConvertedTable
     convert: Callable[[CodedRows], CodedRows]
-    """Give rows their new numbers, and put them in order."""
+    """Give rows their new numbers, and put them in order; those that become shared rows keep theirs."""
 
 
 def convert_snapshot(
@@ -101,13 +105,19 @@ def convert_snapshot(
 
     Raises:
         UsageError: the store is not empty, or a table cannot become what it should; names it and the fix.
-        SnapshotError: an object is missing or corrupt, or a table's ids are not known.
+        SnapshotError: an object is missing or corrupt, or does not say whether a table's ids are known.
     """
     _check_empty(snapshot, store)
     prepared = {each.table: _prepare(snapshot, each, drop=drop) for each in wanted}
-    # A table that is converted has no counters: its ids are rows, or begin to be counted.
-    kept = (each for each in snapshot.meta.model["tables"] if each.get("countsOf") not in prepared)
+    # A table that is converted has no counters, and no shared rows but its own: its ids are rows, or begin to get some.
+    kept = (
+        each
+        for each in snapshot.meta.model["tables"]
+        if each.get("countsOf") not in prepared and each.get("sharedOf") not in prepared
+    )
     documents = [_document(each, prepared) for each in kept]
+    documents += [each.table.shared.to_json() for each in prepared.values() if each.table.shared is not None]
+    documents.sort(key=lambda each: "countsOf" in each)
     meta = replace(snapshot.meta, world_size=1, parent=None, model=snapshot.meta.model | {"tables": documents})
     key = part_key(meta.step, meta.attempt, 0)
     try:
@@ -163,12 +173,17 @@ def _put_objects(
 def _encoded(
     snapshot: Snapshot, table: TableMeta, prepared: Mapping[str, _Prepared], on_read: Callable[[int], None]
 ) -> Iterator[EncodedRows]:
-    source = snapshot.table(table.name)
+    found, became_shared = prepared.get(table.name), prepared.get(table.shared_of)
+    if found is not None and found.table.shared is not None:
+        return iter(())
+    source = snapshot.table(table.name if became_shared is None else table.shared_of)
     empty = Delta(source, source.whole(), (), ())
-    merged = merged_chunks(snapshot.store, empty, snapshot.chain.chunks(table.name), 32, on_read)
+    merged = merged_chunks(snapshot.store, empty, snapshot.chain.chunks(source.name), 32, on_read)
     pieces: Iterator[CodedRows] = (piece for piece in merged if not piece.is_gone)
-    if (found := prepared.get(table.name)) is not None:
+    if found is not None:
         pieces = _in_order(map(found.convert, pieces), table)
+    elif became_shared is not None:
+        pieces = map(became_shared.convert, pieces)
     return (EncodedRows.of(piece, table) for piece in pieces)
 
 
@@ -208,26 +223,24 @@ def _prepare(snapshot: Snapshot, wanted: Conversion, *, drop: bool) -> _Prepared
     if table.ids == wanted.ids:
         raise UsageError(f"table {table.name}: its ids are {'unique' if table.is_unique else 'row numbers'} already")
     if wanted.ids == "unique":
-        _check_ids_are_known(snapshot, table)
-        return _to_unique(snapshot, table, target, key_buckets(target.rows, wanted.buckets), drop=drop)
+        buckets = key_buckets(target.rows, wanted.buckets)
+        if _hash_of(snapshot, table) != "none":
+            return _to_shared(table, target, buckets)
+        return _to_unique(snapshot, table, target, buckets, drop=drop)
     if wanted.buckets is not None:
         raise UsageError(f"table {table.name}: only a table of unique ids has buckets; remove them")
     return _to_fixed(snapshot, table, target)
 
 
-def _check_ids_are_known(snapshot: Snapshot, table: TableMeta) -> None:
+def _hash_of(snapshot: Snapshot, table: TableMeta) -> str:
     (document,) = (each for each in snapshot.meta.model["tables"] if each["name"] == table.name)
-    hashed = document.get("hash")
+    hashed: str | None = document.get("hash")
     if hashed is None:
         raise SnapshotError(
             f"table {table.name}: {snapshot.uri} does not say whether its rows are hashed, because an earlier version "
             "wrote it; continue the job with this version and convert its next snapshot"
         )
-    if hashed != "none":
-        raise SnapshotError(
-            f"table {table.name}: embedding.hash {hashed} maps several ids to a row, and the snapshot does not hold "
-            "the ids; only a table with embedding.hash none can be converted"
-        )
+    return hashed
 
 
 def _checked(target: TableMeta) -> TableMeta:
@@ -235,6 +248,32 @@ def _checked(target: TableMeta) -> TableMeta:
         return TableMeta.from_json(target.to_json())
     except ValueError as error:
         raise UsageError(f"cannot convert {error}") from error
+
+
+def _to_shared(table: TableMeta, target: TableMeta, buckets: KeyBuckets) -> _Prepared:
+    """Let all ids share the rows of a table that does not hold the ids."""
+    if table.sizes:
+        raise UsageError(
+            f"table {table.name}: its ids are not known, and its rows have several sizes, which shared rows do not; "
+            "continue the job without embedding.dimension and convert its next snapshot"
+        )
+    rows = -(-table.rows // buckets.count) * buckets.count
+    if rows > MAX_BUCKET_ROWS:
+        raise UsageError(
+            f"table {table.name}: its {table.rows:,} rows are more than the {MAX_BUCKET_ROWS:,} that ids share"
+        )
+    target = _checked(replace(target, buckets=buckets.count))
+    shared = _checked(replace(table, name=f"{table.name}:shared", rows=rows, shared_of=table.name))
+
+    def convert(piece: CodedRows) -> CodedRows:
+        # An id reads the sum of two of them: so it reads their mean, and not twice of what the model knows.
+        if piece.form.bits >= 16:
+            halved = replace(piece, body=piece.body * piece.body.dtype.type(0.5))
+        else:
+            halved = replace(piece, scale=piece.scale * np.float16(0.5), low=piece.low * np.float16(0.5))
+        return replace(halved, shard=replace(piece.shard, table=shared.name))
+
+    return _Prepared(ConvertedTable(meta=target, rows=0, shared=shared), convert)
 
 
 def _to_unique(
@@ -298,7 +337,8 @@ def _to_fixed(snapshot: Snapshot, table: TableMeta, target: TableMeta) -> _Prepa
         state = np.delete(piece.state, slice(own, own + len(table.row_values) - bool(table.sizes)), axis=1)
         return _renumbered(replace(piece, row_ids=ids, state=state), target)
 
-    return _Prepared(ConvertedTable(meta=target, rows=total), convert)
+    shared = sum(each.rows for each in snapshot.meta.tables if each.shared_of == table.name)
+    return _Prepared(ConvertedTable(meta=target, rows=total, dropped_shared=shared), convert)
 
 
 def _renumbered(piece: CodedRows, target: TableMeta) -> CodedRows:

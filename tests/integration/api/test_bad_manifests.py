@@ -40,6 +40,7 @@ def profile(change: dict[str, Any], field: str, server: str | None = "") -> Bad:
 FILES = {"spec.data.format": "criteo-tsv", "spec.data.train.uris": ["/data/train"]}
 KEYS = {"hash": "unique"}
 SIZED = {"rows": 10, "dim": 16, "embedding": {"dimension": {"keepBytes": 0.5}}}
+SHARED = {"unknown": "shared", "sharedRows": 6}
 UNIQUE = {"rows": 10, "dim": 16, "embedding": KEYS}
 GROUP = {"name": "g", "count": 2, "template": {"rows": 10, "dim": 16}}
 
@@ -409,6 +410,33 @@ BAD = {
     "no chance": job(
         {"spec.model.tables.1": {"name": "t", **UNIQUE, "embedding": {**KEYS, "admission": {"probability": 0}}}},
         "spec.model.tables[1].embedding.admission",
+    ),
+    "shared rows without unique ids": job(
+        {"spec.model.tables.1.embedding": {"unknown": "shared", "sharedRows": 8}}, "spec.model.tables[1].embedding"
+    ),
+    "ids without rows to share": job(
+        {"spec.model.tables.1": {"name": "t", **UNIQUE, "embedding": {**KEYS, "unknown": "shared"}}},
+        "spec.model.tables[1].embedding",
+    ),
+    "shared rows that no id reads": job(
+        {"spec.model.tables.1": {"name": "t", **UNIQUE, "embedding": {**KEYS, "sharedRows": 8}}},
+        "spec.model.tables[1].embedding",
+    ),
+    "buckets that cannot share evenly": job(
+        {"spec.model.tables.1": {"name": "t", **UNIQUE, "embedding": {**KEYS, **SHARED, "buckets": 4}}},
+        "spec.model.tables[1]",
+    ),
+    "default buckets that cannot share evenly": job(
+        {"spec.model.tables.1": {"name": "t", **UNIQUE, "rows": 196_608, "embedding": {**KEYS, **SHARED}}},
+        "spec.model.tables[1]",
+    ),
+    "shared rows of a group without names": job(
+        {
+            "spec.model.tableGroups": [
+                GROUP | {"name": "g" * 52, "template": {**UNIQUE, "embedding": {**KEYS, **SHARED}}}
+            ]
+        },
+        "spec.model.tableGroups[0]",
     ),
     "maintenance without unique ids": job({"spec.model.maintenanceSteps": 8}, "spec.model"),
     "lost shards of unique ids": job(

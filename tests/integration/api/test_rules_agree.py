@@ -65,6 +65,8 @@ splits = st.fixed_dictionaries(
                     {"keepBytes": st.sampled_from([0, 0.5, 0.5, 1])},
                     optional={"sizes": st.sampled_from([[], [4, 8], [8], [8, 4], [4, 4, 8]])},
                 ),
+                "unknown": st.sampled_from(["zero", "shared", "shared"]),
+                "sharedRows": st.sampled_from([8, 12]),
             },
         ),
     },

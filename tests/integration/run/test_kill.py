@@ -25,6 +25,8 @@ UNIQUE = {
     "buckets": 2,
     "admission": {"probability": 0.7},
     "eviction": {"keep": "useful", "maxAgeSamples": [5_000]},
+    "unknown": "shared",
+    "sharedRows": 20,
 }
 MODEL = {
     "tables": [

@@ -29,7 +29,7 @@ from dlrm_checkpointer.types import ShardRows, SnapshotName
 from dlrm_kernels.hashing import keys_of_ids
 from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer.turns import Clock, MemoryStore
-from dlrm_testing.checkpointer.unique import COUNTERS, UniqueModel, commit, served, unique_table
+from dlrm_testing.checkpointer.unique import COUNTERS, SHARED, UniqueModel, commit, served, unique_table
 from dlrm_testing.digests import snapshot_digest
 
 POLICIES = ["full", "one-shot", "consecutive", "intermittent"]
@@ -326,18 +326,17 @@ def test_exports_have_the_original_ids(tmp_path: Path, clock: Clock):
     assert rows == {int(each): served(model)[key] for each, key in zip(ids, keys, strict=True)}
 
 
-def test_counters_are_state_and_no_table_of_the_model(tmp_path: Path, clock: Clock):
-    store, model = MemoryStore(clock), UniqueModel((unique_table(), COUNTERS)).train(3)
+def test_shared_rows_are_the_models_and_counters_are_not(tmp_path: Path, clock: Clock):
+    store, model = MemoryStore(clock), UniqueModel((unique_table(), SHARED, COUNTERS)).train(3)
     commit(store, model, None)
     snapshot = find_snapshot(store)
-    (number,) = (at for at, table in enumerate(snapshot.meta.tables) if table.counts_of == "ids")
 
     export_tables(snapshot, tmp_path / "out", ExportOptions(form=Safetensors(), precision="fp32"))
 
-    assert snapshot.meta.tables[number] == COUNTERS
-    assert [path.stem for path in (tmp_path / "out" / "tables").iterdir()] == ["ids"]
-    assert verify_snapshot(snapshot).rows.keys() == {"ids"}
-    assert [diff.table for diff in diff_snapshots(snapshot, snapshot)] == ["ids"]
+    assert snapshot.meta.tables[1:] == (SHARED, COUNTERS)
+    assert {path.stem for path in (tmp_path / "out" / "tables").iterdir()} == {"ids", "ids:shared"}
+    assert verify_snapshot(snapshot).rows.keys() == {"ids", "ids:shared"}
+    assert [diff.table for diff in diff_snapshots(snapshot, snapshot)] == ["ids", "ids:shared"]
     assert snapshot_digest(snapshot) == model.digest()
 
 

@@ -129,6 +129,22 @@ def test_a_unique_table_takes_38_bytes_of_ddr_more_for_each_row(make_spec: MakeS
     assert "directories, and lists and filters of keys, take" in " ".join(with_directory.reasons)
 
 
+@pytest.mark.parametrize("tiers", [{}, {"tierBudgets": {"ddr": "2Gi", "block": "64Gi"}}], ids=["resident", "stacked"])
+def test_shared_rows_take_ddr_and_space_in_cuts(make_spec: MakeSpec, tiers: dict[str, Any]) -> None:
+    table = {"name": "t", "rows": 2**20, "dim": 16, "pin": {"tier": "block"} if tiers else {}}
+    options = {"hash": "unique", "buckets": 16}
+    shared = {**options, "unknown": "shared", "sharedRows": 2**16}
+
+    specs = [make_spec([{**table, "embedding": each}], **tiers) for each in (shared, options)]
+
+    plans, sizes = [plan_job(spec) for spec in specs], [read_tables(spec).whole[0] for spec in specs]
+
+    ddr = [plan.ranks[0].bytes_per_tier["ddr"] - plan.handoff_bytes[0] for plan in plans]
+    assert sizes[0].handoff - sizes[1].handoff == pytest.approx(2**16 * (16 * 4 + 4 + 8), rel=0.001)
+    assert ddr[0] - ddr[1] == pytest.approx(2**16 * (16 * 4 + 4 + 1), abs=1)
+    assert "shared rows take" in " ".join(plans[0].reasons)
+
+
 def test_one_unique_table_widens_all_ids(make_spec: MakeSpec) -> None:
     spec = make_spec([{"name": name, "rows": 10**6, "dim": 16} for name in "tu"], replicas=2)
 

@@ -297,6 +297,25 @@ def test_another_model_is_refused_by_the_name_of_what_changed(tmp_path: Path, ed
     assert "spec.checkpoint.uri" in str(caught.value)
 
 
+def test_shared_rows_may_come_and_go_but_not_change_their_number(tmp_path: Path) -> None:
+    unique = {"hash": "unique", "buckets": 2}
+    without, job, other = (
+        with_table(tmp_path, embedding={**unique, **more})
+        for more in ({}, *({"unknown": "shared", "sharedRows": rows} for rows in (8, 10)))
+    )
+    learner = learner_of(small_job(tmp_path))
+
+    def fits(then: DLRMJob, now: DLRMJob) -> bool:
+        meta = CutMeta(step=1, samples=64, world_size=1, attempt=1, model=model_document(then.spec, learner))
+        return not check_model(meta, {}, model_document(now.spec, learner), now.spec.model.all_tables(), "store")
+
+    assert fits(job, job)
+    assert not fits(job, without)
+    assert not fits(without, job)
+    with pytest.raises(SnapshotError, match=r"embedding\.sharedRows of table bags to 10: .* keep the 8"):
+        fits(job, other)
+
+
 def test_tables_whose_ids_became_unique_need_a_conversion(tmp_path: Path) -> None:
     job = small_job(tmp_path)
     model = model_document(job.spec, learner_of(job))

@@ -87,10 +87,17 @@ def check_model(
         for each in model["tables"]
     ]
     now = dict(model) | {"tables": tables_now}
-    if change := _model_change(_without_counters(meta.model), _without_counters(now)):
+    if change := _model_change(_without_companions(meta.model), _without_companions(now)):
         raise SnapshotError(f"{where}: the model changed since the snapshot: {change}; {HOW_TO_FIX}")
-    # Counters of sights begin at 0 if the snapshot has none of their size.
-    return bool(kept) or _counters(meta.model) != _counters(model)
+    for table in tables:
+        shared = next((each.rows for each in meta.tables if each.shared_of == table.name), None)
+        if shared is not None and table.embedding.shared_rows not in (None, shared):
+            raise SnapshotError(
+                f"{where}: cannot change embedding.sharedRows of table {table.name} to {table.embedding.shared_rows}: "
+                f"ids would read other rows; keep the {shared} of the snapshot"
+            )
+    # Counters of sights begin at 0 if the snapshot has none of their size, and shared rows if it has none.
+    return bool(kept) or _companions(meta.model) != _companions(model)
 
 
 def _with_keys(document: Mapping[str, Any], other: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
@@ -99,13 +106,17 @@ def _with_keys(document: Mapping[str, Any], other: Mapping[str, Any], keys: Coll
     return own | {key: other[key] for key in keys if key in other}
 
 
-def _counters(model: Mapping[str, Any]) -> dict[str, int]:
-    """Return the rows of each table of counters."""
-    return {table["name"]: table["rows"] for table in model.get("tables", ()) if "countsOf" in table}
+def _is_companion(table: Mapping[str, Any]) -> bool:
+    """Tell whether a table is one of counters or shared rows, which a table's options decide on."""
+    return "countsOf" in table or "sharedOf" in table
 
 
-def _without_counters(model: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(model) | {"tables": [table for table in model.get("tables", ()) if "countsOf" not in table]}
+def _companions(model: Mapping[str, Any]) -> dict[str, int]:
+    return {table["name"]: table["rows"] for table in model.get("tables", ()) if _is_companion(table)}
+
+
+def _without_companions(model: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(model) | {"tables": [table for table in model.get("tables", ()) if not _is_companion(table)]}
 
 
 def _resizing_problem(table: TableSpec, then: TableMeta, last: int) -> str:

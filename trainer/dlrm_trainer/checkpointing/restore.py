@@ -70,6 +70,7 @@ from dlrm_trainer.embedding.checkpoint import (
     part_meta,
     table_meta,
 )
+from dlrm_trainer.embedding.shared import shared_of
 from dlrm_trainer.embedding.sights import counters_of
 from dlrm_trainer.embedding.unique import ranks_of
 from dlrm_trainer.learner import Learner
@@ -264,6 +265,11 @@ def model_document(spec: DLRMJobSpec, learner: Learner) -> dict[str, Any]:
                 for table in tables
             ),
             *(
+                table_meta(shared_of(table), seed, optimizer, table.name).to_json()
+                for table in tables
+                if table.embedding.shared_rows is not None
+            ),
+            *(
                 counters_meta(counters_of(table), table.name).to_json()
                 for table in tables
                 if table.embedding.has_counts
@@ -318,8 +324,8 @@ def restore(
 
 
 def _is_new(part: LocalPart, snapshot: Snapshot) -> bool:
-    """Tell whether a part begins at 0: counters of which the snapshot has none, or another number."""
-    if not (isinstance(part, ResidentPart) and part.counts_of):
+    """Tell whether a part starts anew: the snapshot has no shared rows, or no counters, of its table and size."""
+    if not (isinstance(part, ResidentPart) and (part.counts_of or part.shared_of)):
         return False
     return all((table.name, table.rows) != (part.table.name, part.table.rows) for table in snapshot.meta.tables)
 

@@ -62,6 +62,8 @@ class ResidentPart:
     """Rows changed since the parent of the next cut; set by updates, never by lookups."""
     counts_of: str = ""
     """Table whose counters these are; see ``TableMeta``."""
+    shared_of: str = ""
+    """Table whose ids without a row share these; see ``TableMeta``."""
 
     @property
     def is_on_host(self) -> bool:
@@ -230,10 +232,10 @@ def part_meta(part: LocalPart, optimizer: RowOptimizerKind) -> TableMeta:
     """Describe the table of a part, with seed 0."""
     if isinstance(part, ResidentPart) and part.counts_of:
         return counters_meta(part.table, part.counts_of)
-    return table_meta(part.table, 0, optimizer)
+    return table_meta(part.table, 0, optimizer, part.shared_of if isinstance(part, ResidentPart) else "")
 
 
-def table_meta(table: TableSpec, seed: int, optimizer: RowOptimizerKind) -> TableMeta:
+def table_meta(table: TableSpec, seed: int, optimizer: RowOptimizerKind, shared_of: str = "") -> TableMeta:
     """Describe a table in a snapshot."""
     buckets = table.key_buckets
     return TableMeta(
@@ -249,6 +251,7 @@ def table_meta(table: TableSpec, seed: int, optimizer: RowOptimizerKind) -> Tabl
         buckets=1 if buckets is None else buckets.count,
         row_values=table.embedding.row_values,
         sizes=table.sizes,
+        shared_of=shared_of,
     )
 
 

@@ -41,6 +41,7 @@ from dlrm_trainer.embedding.checkpoint import (
 from dlrm_trainer.embedding.exchange import Bags, OwnedIds
 from dlrm_trainer.embedding.placement import EmbeddingOptions, PartGroup, Placement
 from dlrm_trainer.embedding.row_sizes import Counts, ModelSizes, sizes_of, utility_of_bin
+from dlrm_trainer.embedding.shared import SharedRows
 from dlrm_trainer.embedding.sights import Sights
 from dlrm_trainer.embedding.slabs import SlabKernel
 from dlrm_trainer.embedding.table_batch import HostKernel, Kernel, TableBatch, Tables
@@ -86,6 +87,8 @@ class UniqueLookups:
     """(M,) keys without a row, of parts that count these."""
     absent_ends: NDArray[np.int64]
     """Where those of each such part end."""
+    shared: Bags | None
+    """Of the rows that ids without a row share; None if there are no such ids, or they share none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +115,8 @@ class Group:
     """Of unique ids that get resident rows."""
     sights: Sights | None
     """Of unique ids without rows; None if no part counts them."""
+    shared: SharedRows | None
+    """Of unique ids without rows; None if they share none."""
 
 
 class LocalTables:
@@ -190,6 +195,9 @@ class LocalTables:
             group.batch.lookup(bags, updates=prepared.updates)
             for group, bags in zip(self.groups, on_devices, strict=True)
         )
+        for group, summed, keys in zip(self.groups, pooled, prepared.unique, strict=True):
+            if group.shared is not None and keys is not None and keys.shared is not None:
+                group.shared.add(keys.shared, summed, updates=prepared.updates)
         if not prepared.updates and self._prefetcher is not None and prepared.fetched is not None:
             self._prefetcher.give_back(prepared.fetched.result())
         return pooled
@@ -233,6 +241,8 @@ class LocalTables:
                 group.unique.updated(keys.places, bags.sizes.numpy(), gains, step + 1)
                 if group.sights is not None:
                     group.sights.count(keys.absent, keys.absent_ends, self.pending)
+                if group.shared is not None and keys.shared is not None:
+                    group.shared.update(keys.shared, gradient, learning_rate, step, regularizer, self.pending)
                 self.lookups = self.lookups.plus(keys.counts)
         if self._prefetcher is not None and prepared.fetched is not None:
             self._prefetcher.release(prepared.fetched.result())
@@ -328,7 +338,8 @@ class LocalTables:
         """Iterate over the parts of all groups."""
         for group in self.groups:
             yield from group.parts
-            yield from group.sights.parts if group.sights is not None else ()
+            for more in (group.shared, group.sights):
+                yield from more.parts if more is not None else ()
 
     def saved_rows(self, *, moving: bool = False) -> Iterator[CutRowSource]:
         """Iterate over every row of every part that changed since the parent of the next cut, once.
@@ -341,9 +352,9 @@ class LocalTables:
             elif not (moving and group.device.type == "cpu" and group.slabs is None):
                 for part in group.parts:
                     yield from saved_rows(part)
-            if group.sights is not None and not moving:
-                for counters in group.sights.parts:
-                    yield from saved_rows(counters)
+            for more in (group.shared, group.sights):
+                for each in more.parts if more is not None and not moving else ():
+                    yield from saved_rows(each)
 
     def settle(self) -> None:
         """Wait until no row is moving, so that tables can be read and restored.
@@ -501,12 +512,14 @@ def _make_group(
     unique: UniqueGroup | None = None
     initial_rows: InitialRows | None = None
     sights: Sights | None = None
+    shared: SharedRows | None = None
     parts = memories
     if plan.is_unique:
         parts = _unique_parts(plan, memories, options.global_batch_size)
         unique = UniqueGroup([part.rows for part in parts], [part for part, _ in plan.columns], options.seed)
-        if len(unique.sights):
-            sights = Sights(unique, [placement.tables[part.table] for part in plan.parts])
+        of_parts = [placement.tables[part.table] for part in plan.parts]
+        sights = Sights(unique, of_parts) if len(unique.sights) else None
+        shared = SharedRows(plan, of_parts, options) if plan.has_shared_rows else None
         if stack is None and slabs is None:
             initial_rows = _initial_rows(placement, plan, options.seed)
     part_of = torch.tensor([part for part, _ in plan.columns], dtype=torch.int64)
@@ -525,6 +538,7 @@ def _make_group(
         unique=unique,
         initial_rows=initial_rows,
         sights=sights,
+        shared=shared,
     )
 
 
@@ -646,6 +660,7 @@ def _look_up(group: Group, unique: UniqueGroup, bags: Bags, step: int | None) ->
     """
     ends, keys, new = _part_ends(group, bags.sizes).numpy(), bags.ids.numpy(), NO_ROWS
     places, absent, counts = NO_KEYS, (NO_KEYS, NO_KEYS), LookupCounts()
+    shared: Bags | None = None
     if step is None:
         rows = unique.read(keys, ends)
         has_row = rows != ABSENT
@@ -659,22 +674,36 @@ def _look_up(group: Group, unique: UniqueGroup, bags: Bags, step: int | None) ->
             _start_rows(group, found)
         if group.sights is not None:
             absent = group.sights.absent(keys, ends, has_row)
-    # An id without a row adds nothing to its bag. Kernels take no such ids, so these bags become shorter.
+    # An id without a row adds nothing to its bag in the kernel, which takes no such ids, so these bags become shorter.
     if has_row.all():
         found_bags = replace(bags, ids=torch.from_numpy(rows))
     else:
         lengths = bags.lengths.flatten()
         bag_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths, output_size=len(keys))
-        kept = torch.from_numpy(has_row)
-        lengths = torch.bincount(bag_of[kept], minlength=len(lengths)).to(torch.int32).view_as(bags.lengths)
-        found_bags = Bags(
-            lengths=lengths,
-            ids=torch.from_numpy(rows[has_row]),
-            weights=None if bags.weights is None else bags.weights[kept],
-            sizes=lengths.sum(dim=1, dtype=torch.int64),
-        )
+        found_bags = _chosen(bags, bag_of, torch.from_numpy(has_row))
+        found_bags = replace(found_bags, ids=torch.from_numpy(rows[has_row]))
+        if group.shared is not None:
+            lacking = _chosen(bags, bag_of, torch.from_numpy(~has_row))
+            shared = group.shared.bags(lacking, _part_ends(group, lacking.sizes).numpy())
     return found_bags, UniqueLookups(
-        keys=keys[has_row], places=places, counts=counts, new=new, absent=absent[0], absent_ends=absent[1]
+        keys=keys[has_row],
+        places=places,
+        counts=counts,
+        new=new,
+        absent=absent[0],
+        absent_ends=absent[1],
+        shared=shared,
+    )
+
+
+def _chosen(bags: Bags, bag_of: Tensor, chosen: Tensor) -> Bags:
+    """Return (L,) chosen ids of bags; ``bag_of`` numbers the (L,) bag of each."""
+    lengths = torch.bincount(bag_of[chosen], minlength=bags.lengths.numel()).to(torch.int32).view_as(bags.lengths)
+    return Bags(
+        lengths=lengths,
+        ids=bags.ids[chosen],
+        weights=None if bags.weights is None else bags.weights[chosen],
+        sizes=lengths.sum(dim=1, dtype=torch.int64),
     )
 
 

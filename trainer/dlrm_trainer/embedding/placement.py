@@ -91,6 +91,12 @@ class PartGroup:
         return self.parts[0].buckets is not None
 
     @property
+    def has_shared_rows(self) -> bool:
+        """Tell whether ids without a row in these parts share rows."""
+        buckets = self.parts[0].buckets
+        return buckets is not None and buckets.of.shared_rows > 0
+
+    @property
     def width(self) -> int:
         """Return the columns of a row, equal in all parts."""
         return self.parts[0].width
@@ -160,9 +166,10 @@ class Placement:
 
 def kernel_key(tables: Sequence[TableSpec], part: Part) -> tuple[Any, ...]:
     """Return a key that is equal for parts that can share a kernel."""
-    share = part.share
-    table, tiers = tables[part.table], tuple(level.tier for level in share.levels)
-    return (tiers, table.dtype, part.width, share.policy, share.ways, part.buckets is not None, table.sizes)
+    share, buckets, table = part.share, part.buckets, tables[part.table]
+    tiers = tuple(level.tier for level in share.levels)
+    ids = (buckets is not None, buckets is not None and buckets.of.shared_rows > 0)
+    return (tiers, table.dtype, part.width, share.policy, share.ways, *ids, table.sizes)
 
 
 def _classes(parts: Iterable[Part], *, has_sizes: bool) -> Iterator[list[Part]]:

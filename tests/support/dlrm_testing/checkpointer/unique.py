@@ -47,6 +47,8 @@ def unique_table(
 
 COUNTERS = replace(table("ids:sights", 20, 4, scale=0, state=16), counts_of="ids")
 """Counters of a table of unique ids."""
+SHARED = replace(table("ids:shared", 40, 8), shared_of="ids")
+"""Rows that ids without a row of it share."""
 UNIQUE_TABLES = (unique_table(), table("users", 60, 4), unique_table("scored", rows=100, dim=4, has_scores=True))
 SIZED_TABLES = (table("pruned", 60, 12, sizes=(3, 6, 12)), unique_table("both", dim=9, has_scores=True, sizes=(4, 9)))
 """Tables with rows of several sizes."""

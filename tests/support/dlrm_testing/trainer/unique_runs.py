@@ -47,11 +47,13 @@ RATED = {
     "whole": {
         "admission": {"probability": 0.8},
         "eviction": {"keep": "frequent", "halfLifeSamples": 96, "maxAgeSamples": [36, 120]},
+        "unknown": "shared",
+        "sharedRows": 12,
     },
-    "split": {"eviction": {"keep": "useful", "halfLifeSamples": 1_000}},
-    "half": {"admission": {"count": 3}, "eviction": {"maxAgeSamples": [60]}},
+    "split": {"eviction": {"keep": "useful", "halfLifeSamples": 1_000}, "unknown": "shared", "sharedRows": 8},
+    "half": {"admission": {"count": 3}, "eviction": {"maxAgeSamples": [60]}, "unknown": "shared", "sharedRows": 4},
 }
-"""Options of tables from which rows leave by scores and ages."""
+"""Options of tables from which rows leave by scores and ages, and whose ids without a row share some."""
 
 
 def model(*, rated: bool = False, keep: float | None = None) -> ModelSpec:
@@ -187,13 +189,13 @@ class UniqueRun:
 
 
 def tables_of(rated: bool) -> tuple[str, ...]:
-    """Tables of which runs have rows: that of counters too."""
-    return (*ROWS, SIGHTS) if rated else tuple(ROWS)
+    """Tables of which runs have rows: those of counters and shared rows too."""
+    return (*ROWS, SIGHTS, *(f"{table}:shared" for table in ROWS)) if rated else tuple(ROWS)
 
 
 def has_state(part: LocalPart) -> bool:
     """Tell whether runs show a part's rows."""
-    return isinstance(part, UniquePart) or (isinstance(part, ResidentPart) and bool(part.counts_of))
+    return isinstance(part, UniquePart) or (isinstance(part, ResidentPart) and bool(part.counts_of or part.shared_of))
 
 
 def rows_of(part: LocalPart) -> TableRows:
@@ -205,8 +207,8 @@ def rows_of(part: LocalPart) -> TableRows:
 
 
 def table_rows(keys: NDArray[np.int64], weight: NDArray[np.float32], state: NDArray[np.float32]) -> TableRows:
-    """Rows of cuts, in any order; rows of counters that never counted are left out."""
-    if state.shape[1] == COUNT_WORDS:
+    """Rows of cuts, in any order; counters that never counted, and shared rows never updated, are left out."""
+    if state.shape[1] in (COUNT_WORDS, STATE_VALUES):
         order = np.flatnonzero(state.any(axis=1))
         order = order[np.argsort(keys[order])]
         return TableRows(keys[order], np.empty((len(order), 0), np.uint32), weight[order], state[order])
