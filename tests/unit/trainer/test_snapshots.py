@@ -18,12 +18,14 @@ from dlrm_checkpointer.format.chain import Chain, SnapshotBase, load_chain
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.protocol import Durable
 from dlrm_checkpointer.handoff.writer import HandoffWriter
+from dlrm_checkpointer.read.restore import Snapshot
 from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName, TableMeta, load_rows
 from dlrm_checkpointer.write.commit import try_commit
 from dlrm_checkpointer.write.upload import Upload, WritePlan
 from dlrm_stores import ObjectStore, StoreOptions
 from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer.restored import check_piece
+from dlrm_testing.digests import snapshot_digest
 from dlrm_testing.trainer.gangs import hand_plan, job_document, small_job
 from dlrm_trainer.checkpointing.compat import check_data, check_model, first_change
 from dlrm_trainer.checkpointing.restore import begin_from, live_digest, model_document, restore
@@ -477,6 +479,18 @@ def commit(job: DLRMJob, learner: Learner, step: int, folder: Path, store: FileS
     assert try_commit(store, step, 1, 1)
     writer.close("done")
     inbox.close()
+
+
+def test_rows_of_several_sizes_have_one_digest_in_memory_and_in_a_snapshot(tmp_path: Path) -> None:
+    job, store = with_sizes(small_job(tmp_path), 4, 8), FileStore(tmp_path / "other")
+    learner, second = learner_of(job), learner_of(job)
+    train(job, learner, 0, 3)
+    commit(job, learner, 3, tmp_path / "pod", store)
+    snapshot = Snapshot(store, load_chain(store, SnapshotName(3, 1)))
+
+    restore(second, snapshot, ALONE)
+
+    assert snapshot_digest(snapshot) == digest_of(job, learner) == digest_of(job, second)
 
 
 @pytest.mark.parametrize(

@@ -319,7 +319,8 @@ class Embeddings:
         held = self._summed([self.tables.slab_rows()])[0]
         used = sizes.bytes_of(held.tolist())
         # Since the last maintenance rows have come to slabs, but none has left one for another.
-        last = np.array(ended.slab_rows or (0,), np.int64)
+        # A snapshot may have counted other sizes.
+        last = np.array(ended.slab_rows if len(ended.slab_rows) == len(held) else (0,), np.int64)
         ends = np.cumsum([len(kind.sizes) + 1 for kind in sizes.kinds])[:-1]
         new_rows = [int(max(0, each.sum())) for each in np.split(held - last, ends)]
         if sizes.is_due(step, ended.last_step, ended.steps, used):
