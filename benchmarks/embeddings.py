@@ -1,9 +1,10 @@
-"""Unique tables: their directory, steps with them, a stream of new ids, and runs that are killed."""
+"""Unique tables: their directory, steps with them, a stream of new ids, killed runs; and rows of several sizes."""
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import gc
 import json
 import os
 import random
@@ -34,6 +35,7 @@ from dlrm_planner.tables import part_bytes
 from dlrm_trainer.data import Batch
 from dlrm_trainer.data.synthetic import Popularity
 from dlrm_trainer.embedding.checkpoint import UniquePart
+from dlrm_trainer.embedding.slabs import SlabKernel
 
 SEED = 0
 THREADS = torch.get_num_threads()
@@ -46,6 +48,8 @@ IDS_OF_ROWS = 4
 """Ids of a table's stream, as a multiple of its rows."""
 SLOTS = 0.1
 """Share of the rows in slots."""
+KEEP = 0.3
+"""Share of the bytes of full rows that rows of several sizes take."""
 Ints = NDArray[np.int64]
 
 
@@ -153,6 +157,69 @@ def steps(is_quick: bool, cache: float | None, repeats: int) -> Line:
             "maintenance_share": sum(unique.maintenance_s[before:]) * 1000 / (sum(pairs.ours) * taken[0]),
         }
     return Line(setting=StepSetting(shape, cache, ids), metric="step_ms", pairs=pairs, measured=measured)
+
+
+@dataclass(frozen=True)
+class SizesSetting:
+    """Describe a line about rows of several sizes."""
+
+    shape: Shape
+    benchmark: ClassVar[str] = "embeddings"
+    against: ClassVar[str] = "full-rows"
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """See ``measure.Described``."""
+        sizes = {name: getattr(self.shape, name) for name in ("tables", "rows", "dim", "batch", "seed", "keep")}
+        return {"part": "dims", **sizes}
+
+
+def dims(is_quick: bool, repeats: int) -> Iterator[Line]:
+    """Alternate steps with rows of several sizes and of full ones, and compare what tables of each take."""
+    shape = replace(quick(Shape()) if is_quick else Shape(), keep=KEEP)
+    batches, pairs, taken = (
+        Batches(shape, Popularity.zipf(shape.rows, EXPONENT)),
+        Pairs(),
+        (16, 3 if is_quick else repeats),
+    )
+    with ExitStack() as stack:
+        sides: dict[str, Trained] = {}
+        for name, keep in (("sized", KEEP), ("full", None)):
+            of_side = replace(shape, keep=keep)
+            sides[name] = Trained(of_side, placement_of(of_side, (), 0.0), None)
+            stack.callback(sides[name].close)
+            sides[name].fill()
+        first = alternate(sides, batches, 0, *taken, lambda _: None)
+        sized = sides["sized"]
+        before = len(sized.maintenance_s)
+        alternate(sides, batches, first, *taken, lambda each: pairs.add(each["sized"], each["full"]))
+        kept = sum(int((part.slabs.counts * part.slabs.widths).sum()) for part in _slabs(sized))
+        measured = {
+            "columns": kept / (shape.tables * shape.rows * shape.dim),
+            "longest_maintenance_steps": max(sized.maintenance_s[before:]) * 1000 / float(np.median(pairs.ours)),
+            "maintenance_share": sum(sized.maintenance_s[before:]) * 1000 / (sum(pairs.ours) * taken[0]),
+        }
+    yield Line(setting=SizesSetting(shape), metric="step_ms", pairs=pairs, measured=measured)
+    large = replace(shape, tables=1, rows=100_000 if is_quick else 4_000_000)
+    resident = []
+    for keep in (KEEP, None):
+        of_side = replace(large, keep=keep)
+        started = memory("VmRSS")
+        side = Trained(of_side, placement_of(of_side, (), 0.0), None)
+        side.fill()
+        if side.period is not None:
+            embeddings, step = side.learner.embeddings, side.period.steps
+            embeddings.maintain(step, side.period)
+        gc.collect()
+        resident.append(float(memory("VmRSS") - started))
+        side.close()
+        del side
+        gc.collect()
+    yield Line(setting=SizesSetting(large), metric="resident_bytes", pairs=Pairs(resident[:1], resident[1:]))
+
+
+def _slabs(side: Trained) -> list[SlabKernel]:
+    return [group.slabs for group in side.learner.embeddings.tables.groups if group.slabs is not None]
 
 
 @dataclass(frozen=True)
@@ -407,7 +474,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few keys: does it run here?")
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="directory/TRACE/AGAINST, step/…, stream")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="directory/TRACE/AGAINST, step/…, stream, dims")
     parser.add_argument("--repeats", type=int, default=15, help="repeats of steps")
     parser.add_argument("--kills", type=int, default=0, metavar="N", help="only kill runs N times")
     options = parser.parse_args(arguments)
@@ -415,12 +482,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         count_kills(options.kills)
         return 0
     tell("one thread; medians of its processor time")
-    if not options.only.startswith(("step/", "stream")):
+    if not options.only.startswith(("step/", "stream", "dims")):
         for line in lines(options.quick, options.only):
             line.show()
     torch.set_num_threads(THREADS)
     if fnmatch.fnmatch("stream", options.only):
         for line in stream(options.quick):
+            line.show()
+    if fnmatch.fnmatch("dims", options.only):
+        for line in dims(options.quick, options.repeats):
             line.show()
     for cache, name in ((None, "step/resident"), (SLOTS, "step/stacked")):
         if fnmatch.fnmatch(name, options.only):

@@ -42,6 +42,8 @@ class Shape:
     """Column blocks of each table."""
     hash: str = "none"
     """From ids to rows."""
+    keep: float | None = None
+    """Share of the rows' bytes that tables keep; None: all rows have all columns."""
     features: int = 13
     bottom: tuple[int, ...] = (512, 256, 64)
     top: tuple[int, ...] = (512, 256, 1)
@@ -70,6 +72,8 @@ def job_of(shape: Shape) -> DLRMJob:
     table: dict[str, Any] = {
         "rows": shape.rows, "dim": shape.dim, "maxLookups": shape.pooling, "embedding": {"hash": shape.hash}
     }  # fmt: skip
+    if shape.keep is not None:
+        table["embedding"]["dimension"] = {"keepBytes": shape.keep}
     if shape.blocks > 1:
         table["columnBlock"] = shape.dim // shape.blocks
     model = {

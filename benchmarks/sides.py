@@ -22,7 +22,7 @@ from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import MaintenancePeriod, Placement, PreparedRows
-from dlrm_trainer.embedding.checkpoint import UniquePart
+from dlrm_trainer.embedding.checkpoint import SlabPart, UniquePart
 from dlrm_trainer.embedding.tiers.slots import Level
 from dlrm_trainer.embedding.tiers.stack import Stack
 from dlrm_trainer.learner import Learner
@@ -31,6 +31,8 @@ from dlrm_trainer.train import prepared_ahead
 PIECE = 1 << 15
 FILLED = 0.93
 """Share of a unique table's rows that ``fill`` fills: no bucket gets too many."""
+LEAST_OCTAVES = 16
+"""The utilities with which ``fill`` fills tables of several sizes reach so far below 1."""
 Replace = Callable[[Stack], Sequence[Level]]
 
 
@@ -66,8 +68,8 @@ class Trained:
                 stack.attach(levels(stack))
         self._queue: deque[Batch] = deque()
         self._step_count = 0
-        self.period = MaintenancePeriod.begin("auto", None) if shape.hash == "unique" else None
-        """Of maintenance of unique tables."""
+        self.period = MaintenancePeriod.begin("auto", None) if shape.hash == "unique" or shape.keep else None
+        """Of maintenance."""
         self.maintenance_s: list[float] = []
         self._steps = self._ahead()
         self._started = False
@@ -91,6 +93,10 @@ class Trained:
                 ids = np.sort(keys_of_table(ids[: int(FILLED * len(ids))], self.shape.seed, part.table.name))
                 touched = np.full((PIECE, 1), 1, np.uint32).view(np.float32)
                 state = np.concatenate([state[:, :states], touched], axis=1)
+            if isinstance(part, SlabPart):
+                # As of long ago, so that any row may be of use.
+                utilities = random.uniform(-LEAST_OCTAVES * part.kernel.half_life, 0, (PIECE, 1)).astype(np.float32)
+                state = np.concatenate([state[:, :states], utilities], axis=1)
             pieces = (
                 code_rows(
                     ShardRows(

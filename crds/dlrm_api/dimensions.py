@@ -38,6 +38,8 @@ class SlabBytes:
     """Optimizer state of a row."""
     keep: float
     """``keepBytes``."""
+    least_columns: int = 0
+    """Columns that every row has: the first ones, with unique ids."""
 
     @property
     def plain_row(self) -> int:
@@ -50,9 +52,14 @@ class SlabBytes:
         return ROW_BYTES
 
     @property
+    def least_row(self) -> int:
+        """Return the bytes of a row with as few columns as it may have."""
+        return self.row + (self.slab_row(self.least_columns) if self.least_columns else 0)
+
+    @property
     def min_keep(self) -> float:
-        """Return the share that the table takes if no row holds anything; ``keep`` must be above it."""
-        return self.row / self.plain_row
+        """Return the share that the table takes if no row holds more; ``keep`` must be above it."""
+        return self.least_row / self.plain_row
 
     def slab_row(self, columns: int) -> int:
         """Return the bytes of a slab's row of so many columns."""

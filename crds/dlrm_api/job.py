@@ -54,13 +54,6 @@ class ObjectMeta(ApiModel):
     )
 
 
-NOT_BUILT = Rule(
-    cel=f"!{has_sizes('self.model')}",
-    holds=lambda spec: not spec.model.has_sizes,
-    message="embedding.dimension is not built yet: remove it",
-)
-
-
 class DLRMJobSpec(ApiModel):
     """Configure the model, the data, the hardware and the snapshots of a job."""
 
@@ -115,7 +108,6 @@ class DLRMJobSpec(ApiModel):
             message="trainer.tierBudgets.hbm does not work with embedding.dimension, whose rows are in host memory: "
             "remove one of them",
         ),
-        NOT_BUILT,
     )
 
     @model_validator(mode="after")
@@ -208,14 +200,14 @@ def _refuse(message: str) -> None:
 
 
 def _check_share(table: TableSpec, state_bytes: int) -> None:
-    """Refuse a share of bytes that a table exceeds even if no row holds anything."""
+    """Refuse a share of bytes that a table exceeds even if no row holds more than it must."""
     sized = table.slab_bytes(state_bytes)
     if sized is not None and sized.keep <= sized.min_keep:
         # Rounded up to three digits, so that the share works.
         least = math.floor(sized.min_keep * 1_000 + 1) / 1_000
         _refuse(
             f"model.tables: table {table.name}: embedding.dimension.keepBytes of {sized.keep:g} leaves nothing for "
-            f"columns, because each row of dim {table.dim} takes {sized.row} bytes besides them: use at least "
+            f"rows to grow, because each row of dim {table.dim} takes at least {sized.least_row} bytes: use at least "
             f"{least:g}, or a larger dim"
         )
 

@@ -436,7 +436,8 @@ class TableOptions(ApiModel):
         """
         if (dimension := self.embedding.dimension) is None:
             return None
-        return SlabBytes(dim=self.dim, state_bytes=state_bytes, keep=dimension.keep_bytes)
+        least = self.sizes[0] if self.is_unique else 0
+        return SlabBytes(dim=self.dim, state_bytes=state_bytes, keep=dimension.keep_bytes, least_columns=least)
 
     @property
     def key_buckets(self) -> KeyBuckets | None:

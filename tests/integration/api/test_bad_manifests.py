@@ -476,7 +476,6 @@ BAD = {
     "sizes in HBM": job(
         {"spec.model.tables.1": {"name": "t", **SIZED}, "spec.trainer.tierBudgets": {"hbm": "1Gi"}}, "spec"
     ),
-    "sizes": job({"spec.model.tables.1": {"name": "t", **SIZED}}, "spec"),
     "rows regularized for bits that auto may not choose": job(
         {"spec.training.rowRegularizer": {"bits": 2, "lastSteps": 9}, "spec.checkpoint.bits": "auto"}, "spec"
     ),

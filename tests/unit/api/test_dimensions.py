@@ -52,7 +52,6 @@ def test_a_row_of_part_of_its_columns_takes_all_that_is_documented(dim: int, qua
     assert table.row + table.slab_row(dim // 8) == eighth
 
 
-@pytest.mark.usefixtures("dimension_is_built")
 @pytest.mark.parametrize(("dim", "least"), [(16, 0.118), (64, 0.031)])
 def test_the_error_names_the_least_share_that_works(dim: int, least: float) -> None:
     def job(share: float) -> dict:

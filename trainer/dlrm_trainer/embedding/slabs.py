@@ -51,7 +51,7 @@ class SlabKernel:
         half_life: int,
     ) -> None:
         """``numbers`` are the global row of each table's first row, ``samples`` those of the global batch."""
-        self.sizes, self._tables, self._half_life, self._samples = sizes, tables, float(half_life), samples
+        self.sizes, self._tables, self.half_life, self._samples = sizes, tables, float(half_life), samples
         self.start_class = sizes.start_class(0)
         """Of rows that are trained for the first time."""
         self.grown = self.shrunk = 0
@@ -156,7 +156,7 @@ class SlabKernel:
 
     def _utility(self, step: int) -> Utility:
         # Steps of utilities are those after the update, as in a maintenance.
-        return Utility(float(step + 1), self._half_life, float(self._samples))
+        return Utility(float(step + 1), self.half_life, float(self._samples))
 
     def begin(self, parts: NDArray[np.int64], rows: Rows, keys: Rows) -> None:
         """Give (n,) rows of parts, which ``keys`` number in their tables, their first columns."""
@@ -190,7 +190,7 @@ class SlabKernel:
         """
         mean_squares = states[:, 0].astype(np.float64) if self.slabs.state_width else np.ones(len(states))
         gains = np.maximum(self._samples * np.sqrt(self._dim * mean_squares), kernels.MIN_GAIN)
-        utilities: NDArray[np.float32] = (step + self._half_life * np.log2(gains)).astype(np.float32)
+        utilities: NDArray[np.float32] = (step + self.half_life * np.log2(gains)).astype(np.float32)
         return utilities
 
     def trained(self, table: int, first: int, last: int) -> Rows:
@@ -201,11 +201,11 @@ class SlabKernel:
 
     def count(self, step: int) -> Counts:
         """Count the rows of each class by the bin of their utility at a step."""
-        return kernels.histogram(self.slabs, step, self._half_life, torch.get_num_threads())
+        return kernels.histogram(self.slabs, step, self.half_life, torch.get_num_threads())
 
     def choose(self, step: int, targets: NDArray[np.uint8]) -> Moves:
         """Return the rows that must change their class in the maintenance after a step; see ``RowSizes.targets``."""
-        return Moves(*kernels.choose_moves(self.slabs, step, self._half_life, targets, torch.get_num_threads()))
+        return Moves(*kernels.choose_moves(self.slabs, step, self.half_life, targets, torch.get_num_threads()))
 
     def resize(self, moves: Moves) -> None:
         """Change the classes of rows as ``move`` does, and count those that gain and lose columns."""
