@@ -73,6 +73,10 @@ def test_every_panel_of_every_dashboard_has_data_of_real_pods(
         manifest = job.manifest(hardware=profile, tierBudgets=BUDGETS)
         manifest["spec"]["data"]["synthetic"]["samples"] = NEVER_ENDS
         manifest["spec"]["model"]["tables"][0]["pin"] = {"tier": "scm"}
+        kinds = {"ids": {"hash": "unique"}, "sizes": {"dimension": {"keepBytes": 0.7}}}
+        manifest["spec"]["model"]["tables"] += [
+            {"name": name, "rows": 1_000, "dim": 16, "embedding": kind} for name, kind in kinds.items()
+        ]
         manifest["spec"]["training"]["evalEverySteps"] = 50
         real_node.apply(manifest)
         job.wait_until_under_way()

@@ -47,6 +47,7 @@ def demo_document(uri: str, checkpoint_interval: str, hardware: str | None = Non
         {"name": "a", "rows": 1_000, "dim": 8},
         {"name": "b", "rows": 1_000_000, "dim": 8, "pin": {"tier": "scm"}},
         {"name": "c", "rows": 1_000, "dim": 8, "embedding": {"hash": "unique"}},
+        {"name": "d", "rows": 1_000, "dim": 8, "embedding": {"dimension": {"keepBytes": 0.7}}},
     ]
     document["spec"]["model"] |= {"tables": tables, "bottomMlp": [8], "topMlp": [16, 1]}
     return document
