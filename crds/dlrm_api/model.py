@@ -67,9 +67,10 @@ class EvictionSpec(ApiModel):
 
     keep: Literal["recent", "frequent", "useful"] = Field(
         "recent",
-        description="Rows that stay. recent: those looked up last. frequent: of the half looked up longest ago, those "
-        "looked up most often. useful: of that half, those with the greatest gradients. For the last two, what a "
-        "lookup counts halves every halfLifeSamples, and a row takes 12 more bytes of host memory.",
+        description="Rows that stay. recent: those looked up last. frequent: those with the most lookups "
+        "for each step since the last one; better where ids that leave come back. useful: the same with the norms of "
+        "gradients in place of lookups. For the last two, what a lookup counts halves every halfLifeSamples, and a row "
+        "takes 12 more bytes of host memory.",
     )
     half_life_samples: Samples | None = Field(
         None,
@@ -639,7 +640,7 @@ class ModelSpec(ApiModel):
         "auto",
         description="Training steps between two evictions from full buckets of unique tables, and between two moments "
         "when rows with embedding.dimension gain or lose columns. auto: starts at 8; halves if over 1 % of lookups "
-        "find their bucket full, doubles if under 0.1 % do and there is space for new rows until then.",
+        "find their bucket full or wait to be admitted, doubles if under 0.1 % do and there is space for new rows.",
     )
 
     rules = (

@@ -195,19 +195,30 @@ def _locate_sights(counts: Any, units: int, group: Any, numbers: Any, ends: Any,
         finish(counts)
 
 
-def count_sights(group: DirectoryGroup, numbers: Ints, ends: Ints, cells: Ints, threads: int) -> None:
-    """Count sights of keys without a row, by their ``cells_of``. The order of sights does not matter."""
-    parallel_for(_count_sights, len(numbers), threads, group, numbers, ends, cells)
+def count_sights(group: DirectoryGroup, numbers: Ints, ends: Ints, cells: Ints, threads: int) -> Ints:
+    """Count sights of keys without a row, by their ``cells_of``. The order of sights does not matter.
+
+    Returns:
+        How many sights of each directory only wait for the next maintenance: by earlier batches, their keys were seen
+        often enough.
+    """
+    waiting = np.zeros(len(numbers), np.int64)
+    parallel_for(_count_sights, len(numbers), threads, group, numbers, ends, cells, waiting)
+    return waiting
 
 
 @kernel
-def _count_sights(counts: Any, units: int, group: Any, numbers: Any, ends: Any, cells: Any) -> None:
+def _count_sights(counts: Any, units: int, group: Any, numbers: Any, ends: Any, cells: Any, waiting: Any) -> None:
     while True:
         unit = take(counts)
         if unit >= units:
             return
-        directory = member(group, numbers[unit])
-        for n in range(ends[unit - 1] if unit else 0, ends[unit]):
+        directory, first, stop = member(group, numbers[unit]), ends[unit - 1] if unit else 0, ends[unit]
+        for n in range(first, stop):
+            values = _value(directory.counts, cells[n, 0]), _value(directory.counts, cells[n, 1])
+            settled, live = min(values[0] >> 4, values[1] >> 4), min(values[0] & MAX_COUNT, values[1] & MAX_COUNT)
+            waiting[unit] += settled < directory.seen_before <= live
+        for n in range(first, stop):
             _add(directory.counts, cells[n, 0])
             if cells[n, 0] != cells[n, 1]:
                 _add(directory.counts, cells[n, 1])

@@ -26,10 +26,10 @@ from dlrm_kernels.directory import (
 from dlrm_kernels.intrinsics import bits_of, borrowed, prefetch
 from dlrm_kernels.parallel import finish, parallel_for, take
 
-EMPTY, YOUNG = np.uint32(LOWER), np.uint32(LOWER - 1)
-"""Ranks in a sweep: of an empty slot, and of a row that was touched too lately to be judged by its score."""
+EMPTY = np.uint32(LOWER)
+"""Rank of an empty slot in a sweep."""
 FULL_PERCENT, SWEPT_PERCENT = 97, 93
-"""A bucket with more rows than the former share of its quota is swept down to the latter."""
+"""A bucket with more rows than the former share of its quota is swept down to the latter, or to less: see ``sweep``."""
 DIGIT_BITS = 11
 DIGITS = 2**DIGIT_BITS
 """Counters of one pass over a bucket that is swept."""
@@ -108,27 +108,38 @@ def _decayed(score: Any, touched: Any, step: Any, decay_steps: Any) -> Any:
     return score * POWERS[parts] if parts < len(POWERS) else np.float32(0)
 
 
+def worth_of(score: Any, idle: Any) -> Any:
+    """Return by what a row stays: its score for each step since its last touch, this one included.
+
+    So a new row stays for a while, and one that was often looked up leaves when it no longer is.
+    """
+    return score / np.float32(idle + 1)
+
+
+_worth = kernel(worth_of)
+
+
 def sweep(
-    directory: Directory, step: int, due: NDArray[np.bool_], threads: int
+    directory: Directory, step: int, due: NDArray[np.bool_], threads: int, swept_percent: int = SWEPT_PERCENT
 ) -> tuple[Ints, Ints, NDArray[np.bool_]]:
     """Remove keys from nearly full buckets, and those that have expired by a step.
 
-    Rows touched longest ago leave; or of the half touched longest ago those with the lowest scores. Among equals the
-    order is that of ``tie_of``.
+    Rows touched longest ago leave, or those with the lowest ``worth_of``. Among equals the order is that of ``tie_of``.
 
     Args:
         directory: changed.
         step: of the maintenance.
         due: (B,) buckets from which expired keys are removed even if they are not full.
         threads: see ``parallel_for``.
+        swept_percent: of its quota that a nearly full bucket keeps; it is nearly full at 4 more.
 
     Returns:
         The keys, and their local rows, which stay taken, bucket by bucket, in no order within one; and which of them
         had expired.
     """
     fill, quota = directory.fill, directory.quota
-    is_full = fill * 100 > quota * FULL_PERCENT
-    expired, wanted = np.zeros(len(fill), np.int64), np.where(is_full, fill - quota * SWEPT_PERCENT // 100, 0)
+    is_full = fill * 100 > quota * (swept_percent + FULL_PERCENT - SWEPT_PERCENT)
+    expired, wanted = np.zeros(len(fill), np.int64), np.where(is_full, fill - quota * swept_percent // 100, 0)
     if directory.age_steps and len(aged := np.flatnonzero(is_full | due)):
         parallel_for(_count_expired, len(aged), threads, directory, aged, step, expired)
     leaving = np.maximum(wanted, expired)
@@ -159,34 +170,16 @@ def _count_expired(counts: Any, units: int, directory: Any, buckets: Any, step: 
 
 
 @kernel
-def _rank(directory: Any, entry: Any, step: int, last_touch: Any) -> Any:
-    """Return the rank of a key with such an entry: the lowest leave first, and expired ones before all others.
-
-    By scores, rows touched after ``last_touch`` stay: new ones get time to be looked up again.
-    """
+def _rank(directory: Any, entry: Any, step: int) -> Any:
+    """Return the rank of a key with such an entry: the lowest leave first, and expired ones before all others."""
     touched = step_of(entry)
     if directory.age_steps and touched + directory.age_steps <= step:
         return np.uint32(0)
     if not directory.decay_steps:
         return np.uint32(touched)
-    if touched > last_touch:
-        return YOUNG
-    # Floats of one sign are in the order of their bits.
     score = _decayed(directory.scores[(entry & LOWER) - 1], touched, step, directory.decay_steps)
-    return np.uint32(bits_of(score) + np.uint32(1))
-
-
-@kernel
-def _median_touch(words: Any, first: Any, ranks: Any, histogram: Any) -> Any:
-    """Return the step by which half of a bucket's rows were touched last; ``ranks`` is overwritten."""
-    lowest, highest, count = EMPTY, np.uint32(0), 0
-    for n in range(len(ranks)):
-        entry = words[((first + U64(n)) << U64(1)) + U64(1)]
-        ranks[n] = np.uint32(step_of(entry)) if entry != 0 else EMPTY
-        lowest, highest = min(lowest, ranks[n]), max(highest, np.uint32(step_of(entry)))
-        count += entry != 0
-    median, _ = _select_rank(ranks, lowest, highest, (count + 1) // 2, histogram)
-    return np.int64(median)
+    # Floats of one sign are in the order of their bits.
+    return np.uint32(bits_of(_worth(score, max(step - touched, 0))) + np.uint32(1))
 
 
 @kernel
@@ -209,11 +202,10 @@ def _sweep_bucket(directory: Any, bucket: int, step: int, keys: Any, rows: Any, 
     directory, keys, rows, ranks = borrowed(directory), borrowed(keys), borrowed(rows), borrowed(ranks)
     words, leaving = directory.slots.reshape(-1), len(keys)
     first = U64(bucket * directory.stride)
-    last_touch = _median_touch(words, first, ranks, histogram) if directory.decay_steps else 0
     lowest, highest = EMPTY, np.uint32(0)
     for n in range(len(ranks)):
         entry = words[((first + U64(n)) << U64(1)) + U64(1)]
-        ranks[n] = _rank(directory, entry, step, last_touch) if entry != 0 else EMPTY
+        ranks[n] = _rank(directory, entry, step) if entry != 0 else EMPTY
         lowest, highest = min(lowest, ranks[n]), max(highest, ranks[n] if entry != 0 else np.uint32(0))
     last_rank, before = _select_rank(ranks, lowest, highest, leaving, histogram)
     last_tie, left = _select_tie(words, first, ranks, last_rank, leaving - before, histogram), 0

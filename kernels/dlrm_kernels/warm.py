@@ -179,7 +179,7 @@ def _of_keys() -> Iterator[Example]:
     touches = eviction.Touches(some, last, np.array([0, 1]), starts, f32(0))
     yield _loop(eviction._touch_units, group, touches, some[:1])
     yield _loop(admission._locate_sights, group, some[:0], some[:0], some[:0], i64((0, 2)))
-    yield _loop(admission._count_sights, group, some[:0], some[:0], i64((0, 2)))
+    yield _loop(admission._count_sights, group, some[:0], some[:0], i64((0, 2)), some[:0])
     yield _loop(admission._survey_sights, made, np.zeros(1, np.bool_), np.zeros(0, np.bool_))
     yield admission.settle_sights, (made, some[:0], np.zeros(1, np.bool_))
     ends = np.array([0, 1])

@@ -336,7 +336,7 @@ def _fitting_keys(snapshot: Snapshot, part: UniquePart) -> tuple[NDArray[np.int6
     assert buckets is not None
     known = own + sum(value != "utility" for value in snapshot.table(part.table.name).row_values)
     found = [
-        (piece.row_ids, ranks_of(piece.state[:, own:known], part.rows.policy))
+        (piece.row_ids, ranks_of(piece.state[:, own:known], part.rows.policy, snapshot.step))
         for _, piece in snapshot.shard_codes([part.shard])
     ]
     keys = np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in found)])

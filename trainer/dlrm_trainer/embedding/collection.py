@@ -307,7 +307,7 @@ class Embeddings:
 
         No batch may be prepared. All ranks must call this.
         """
-        counts = torch.from_numpy(self.tables.maintain(step, period.last_step).flat()).to(torch.float64)
+        counts = torch.from_numpy(self.tables.maintain(step, period).flat()).to(torch.float64)
         self._collectives.all_reduce(counts)
         begun = period.maintained(step, Maintained.of(counts.tolist()), self._capacity)
         return begun if self.tables.sizes is None else self._resize(step, self.tables.sizes, period, begun)

@@ -47,7 +47,15 @@ from dlrm_trainer.embedding.slabs import SlabKernel
 from dlrm_trainer.embedding.table_batch import HostKernel, Kernel, TableBatch, Tables
 from dlrm_trainer.embedding.tiers.prefetch import Prefetcher, processors_near_levels
 from dlrm_trainer.embedding.tiers.stack import NO_ROWS, Fetched, NewRows, Stack, StackLookups, make_stack, stack_tables
-from dlrm_trainer.embedding.unique import Admitted, LookupCounts, Maintained, UniqueGroup, UniquePolicy, UniqueRows
+from dlrm_trainer.embedding.unique import (
+    Admitted,
+    LookupCounts,
+    Maintained,
+    MaintenancePeriod,
+    UniqueGroup,
+    UniquePolicy,
+    UniqueRows,
+)
 
 NO_GAINS = np.empty(0, np.float32)
 NO_KEYS = np.empty(0, np.int64)
@@ -240,7 +248,8 @@ class LocalTables:
                 gains = _gains(group.unique.by_gradient, gradient, bags)
                 group.unique.updated(keys.places, bags.sizes.numpy(), gains, step + 1)
                 if group.sights is not None:
-                    group.sights.count(keys.absent, keys.absent_ends, self.pending)
+                    waiting = group.sights.count(keys.absent, keys.absent_ends, self.pending)
+                    self.lookups = self.lookups.plus(LookupCounts(without_row=waiting))
                 if group.shared is not None and keys.shared is not None:
                     group.shared.update(keys.shared, gradient, learning_rate, step, regularizer, self.pending)
                 self.lookups = self.lookups.plus(keys.counts)
@@ -254,10 +263,10 @@ class LocalTables:
             locate = partial(_locate, group, slots)
             pending.before_update(RowsToUpdate(group.dirty, bags.ids.numpy(), bags.sizes.numpy(), group.starts, locate))
 
-    def maintain(self, step: int, last_step: int) -> Maintained:
+    def maintain(self, step: int, period: MaintenancePeriod) -> Maintained:
         """Evict rows of unique tables after the update of a step, and begin to count lookups. No batch is in flight.
 
-        ``last_step`` is that of the maintenance before. Returns this rank's counts.
+        ``period`` is the one that ends. Returns this rank's counts.
 
         Raises:
             DeviceError: rows could not be moved.
@@ -272,7 +281,10 @@ class LocalTables:
             if group.sights is not None:
                 group.sights.settle(self.pending)
             for number, part in enumerate(group.parts):
-                if isinstance(part, UniquePart) and len((left := part.rows.choose_leaving(step, last_step)).rows):
+                if not isinstance(part, UniquePart):
+                    continue
+                swept_percent = period.swept_percent(self._unique_tables.index(part.table.name))
+                if len((left := part.rows.choose_leaving(step, period.last_step, swept_percent)).rows):
                     if self.pending is not None:
                         sizes, starts = np.array([len(left.rows)]), group.dirty.starts[[number]]
                         locate = partial(_locate, group, None)

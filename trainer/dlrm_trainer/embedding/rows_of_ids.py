@@ -49,7 +49,8 @@ class RowsOfIds:
         with_row = np.bincount(np.repeat(np.arange(sizes.size), sizes)[found.has_row], minlength=sizes.size)
         self._group.updated(found.places[found.has_row], with_row, np.empty(0, np.float32), step)
         if self._sights is not None:
-            self._sights.count(*self._sights.absent(joined, ends, found.has_row), None)
+            waiting = self._sights.count(*self._sights.absent(joined, ends, found.has_row), None)
+            self._counts = self._counts.plus(LookupCounts(without_row=waiting))
         self._counts = self._counts.plus(found.counts)
         return [rows[rows != ABSENT] for rows in np.split(found.rows, ends[:-1])]
 
@@ -60,7 +61,10 @@ class RowsOfIds:
         before = self._rows()
         if self._sights is not None:
             self._sights.settle(None)
-        leaving = [part.choose_leaving(step, self._period.last_step) for part in self._parts]
+        leaving = [
+            part.choose_leaving(step, self._period.last_step, self._period.swept_percent(number))
+            for number, part in enumerate(self._parts)
+        ]
         for part, left in zip(self._parts, leaving, strict=True):
             part.free(left)
         counts = Maintained(self._counts, before, self._rows())

@@ -77,13 +77,14 @@ class Sights:
         sizes = np.bincount(numbers, minlength=len(ends))[self.counting]
         return keys[lacking[np.isin(numbers, self.counting)]], np.cumsum(sizes)
 
-    def count(self, keys: Ints, ends: Ints, pending: BeforeUpdates | None) -> None:
-        """Count the sights of a batch that has been updated."""
+    def count(self, keys: Ints, ends: Ints, pending: BeforeUpdates | None) -> int:
+        """Count the sights of a batch that has been updated; return how many only wait for the next maintenance."""
         cells = self._group.cells_of(keys, ends, self.counting)
         rows, sizes = (cells // CELLS).reshape(-1), 2 * np.diff(ends, prepend=0)
         self._before_update(rows, sizes, pending)
-        self._group.count_sights(cells, ends, self.counting)
+        waiting = self._group.count_sights(cells, ends, self.counting)
         self._record.mark(rows, sizes, self._record.starts)
+        return waiting
 
     def settle(self, pending: BeforeUpdates | None) -> None:
         """Let admissions go by the present counts, in a maintenance."""

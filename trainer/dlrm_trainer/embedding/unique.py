@@ -24,7 +24,7 @@ from dlrm_kernels import admission, directory, eviction
 from dlrm_kernels.admission import ALL_CHANCES
 from dlrm_kernels.directory import ABSENT, MAX_STEP, RECENT, Rules
 from dlrm_kernels.dirty_rows import WORD
-from dlrm_kernels.eviction import DECAY_PARTS
+from dlrm_kernels.eviction import DECAY_PARTS, SWEPT_PERCENT
 from dlrm_kernels.row_updates import step_keys, table_key
 from dlrm_trainer.embedding.changes import MAX_KEPT, DirtyPart
 from dlrm_trainer.embedding.evicted_keys import EvictedKeys
@@ -37,6 +37,9 @@ HALF_LIFE_LOOKUPS = 20
 MIN_HALF_LIFE_STEPS = 100
 CHECKS_OF_AGE = 16
 """Expired rows leave their bucket so many times within their greatest age."""
+SPACE_PERCENT, MAX_SPACE_PERCENT = 125, 25
+"""Space that a sweep leaves: the former share of the rows that were added in the period before, up to the latter share
+of a table."""
 NO_PARENT = sys.maxsize
 MAX_GONE_SHARE = 0.5
 """Keys that left are remembered up to this share of the rows of a part."""
@@ -48,7 +51,7 @@ class LookupCounts(NamedTuple):
 
     lookups: int = 0
     without_row: int = 0
-    """Of ids that found their bucket full."""
+    """Of ids that found their bucket full, or only wait for the next maintenance to be admitted."""
 
     def plus(self, other: LookupCounts) -> LookupCounts:
         """Return the sums."""
@@ -80,8 +83,10 @@ class Maintained(NamedTuple):
 class MaintenancePeriod(BaseModel):
     """Say when the next maintenance comes: after each step that ``steps`` divides. Equal on all ranks.
 
-    Buckets are only emptied in a maintenance. The period halves while over 1 % of lookups find their bucket full, and
-    doubles below 0.1 %, unless as many new rows as in the last period would then take over half of a table's space.
+    Only a maintenance empties buckets and admits counted ids. The period halves while over 1 % of lookups find their
+    bucket full or wait to be admitted, and doubles below 0.1 %, unless as many new rows as in the last period would
+    then take over half of a table's space. Tables with scores that get new rows faster than that are swept to
+    below ``SWEPT_PERCENT``, so that more of their ids find space in the next period.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -99,6 +104,8 @@ class MaintenancePeriod(BaseModel):
     """Of each class of each of ``ModelSizes.kinds`` after it; empty without any."""
     steps_down: int = 0
     """Classes by which rows start lower, for lack of space."""
+    swept_percents: tuple[int, ...] = ()
+    """Of its most rows that the next maintenance leaves in a full bucket, of each unique table; see ``sweep``."""
 
     @classmethod
     def begin(cls, chosen: int | Literal["auto"], stored: Mapping[str, Any] | None) -> MaintenancePeriod:
@@ -116,6 +123,10 @@ class MaintenancePeriod(BaseModel):
         """Return the first step after this one that a maintenance follows."""
         return (step // self.steps + 1) * self.steps
 
+    def swept_percent(self, table: int) -> int:
+        """Return the share of its most rows that the next maintenance leaves in a full bucket of a unique table."""
+        return self.swept_percents[table] if self.swept_percents else SWEPT_PERCENT
+
     def counted(self, counts: LookupCounts) -> MaintenancePeriod:
         """Return the period with the counts of all ranks."""
         return self.model_copy(update=counts._asdict())
@@ -125,18 +136,27 @@ class MaintenancePeriod(BaseModel):
 
         ``counts`` are those of all ranks, and ``capacity`` the (T,) most rows of each table.
         """
-        steps = self.steps
+        steps, last_steps = self.steps, step - self.last_step
+        grown = np.maximum(counts.before - np.array(self.rows or (0,), np.int64), 0)
         if not self.is_fixed:
             lookups, without_row = counts.lookups
             if without_row * 100 > lookups:
                 steps = max(1, steps // 2)
             elif without_row * 1_000 < lookups:
                 steps = min(MAX_MAINTENANCE_STEPS, steps * 2)
-            grown = np.maximum(counts.before - np.array(self.rows or (0,), np.int64), 0)
-            space = (capacity - counts.after) * (step - self.last_step)
+            space = (capacity - counts.after) * last_steps
             while steps > 1 and (2 * grown * steps > space).any():
                 steps //= 2
-        return MaintenancePeriod(steps=steps, is_fixed=self.is_fixed, last_step=step, rows=tuple(counts.after.tolist()))
+        wanted = np.clip(
+            SPACE_PERCENT * grown * steps // (capacity * last_steps), 100 - SWEPT_PERCENT, MAX_SPACE_PERCENT
+        )
+        return MaintenancePeriod(
+            steps=steps,
+            is_fixed=self.is_fixed,
+            last_step=step,
+            rows=tuple(counts.after.tolist()),
+            swept_percents=tuple((100 - wanted).tolist()),
+        )
 
 
 @dataclass(frozen=True)
@@ -231,15 +251,15 @@ class HeldKeys(NamedTuple):
         return np.stack([touched] if self.scores is None else [touched, self.scores], axis=1)
 
 
-def ranks_of(values: NDArray[np.float32], policy: UniquePolicy) -> NDArray[np.float64]:
-    """Return the order in which (n, V) rows leave a full bucket, the lowest first: of their touches or their scores."""
+def ranks_of(values: NDArray[np.float32], policy: UniquePolicy, step: int) -> NDArray[np.float64]:
+    """Return the order in which (n, V) rows leave a full bucket after a step, the lowest first: see ``sweep``."""
     touched = np.ascontiguousarray(values[:, 0]).view(np.uint32).astype(np.float64)
     if not policy.has_scores or values.shape[1] == 1:
         return touched
-    # The order of decayed scores is the same in every step.
-    with np.errstate(divide="ignore"):
-        ranks: NDArray[np.float64] = np.log2(values[:, 1].astype(np.float64))
-    return ranks + touched / (DECAY_PARTS * policy.rules.decay_steps)
+    parts = step // policy.rules.decay_steps - touched // policy.rules.decay_steps
+    scores = values[:, 1].astype(np.float64) * 2.0 ** (-np.maximum(parts, 0) / DECAY_PARTS)
+    ranks: NDArray[np.float64] = eviction.worth_of(scores, np.maximum(step - touched, 0))
+    return ranks
 
 
 class _Gone(NamedTuple):
@@ -310,18 +330,20 @@ class UniqueRows:
         directory.find(self.directory, keys, rows, places)
         return _held_only(self.directory.slots, rows, places)
 
-    def choose_leaving(self, step: int, last_step: int) -> Leaving:
+    def choose_leaving(self, step: int, last_step: int, swept_percent: int) -> Leaving:
         """Remove the keys that must leave in the maintenance after a step; their rows stay taken until ``free``.
 
-        ``last_step`` is that of the maintenance before.
+        ``last_step`` is that of the maintenance before; for ``swept_percent`` see ``sweep``.
         """
         owned, due = self.directory, np.zeros(len(self.directory.fill), np.bool_)
+        # The rows touched longest ago are often those that the next batch needs: few may leave without a score.
+        swept = swept_percent if self.policy.has_scores else SWEPT_PERCENT
         if owned.age_steps:
             # Not all buckets in one maintenance.
             interval = max(1, owned.age_steps // CHECKS_OF_AGE)
             shift = (owned.first_bucket + np.arange(len(due))) % interval
             due = (step + shift) // interval > (last_step + shift) // interval
-        left = Leaving(*eviction.sweep(owned, step, due, torch.get_num_threads()))
+        left = Leaving(*eviction.sweep(owned, step, due, torch.get_num_threads(), swept))
         expired = int(left.by_age.sum())
         self.evicted += len(left.keys) - expired
         self.expired += expired
@@ -489,9 +511,9 @@ class UniqueGroup:
         """Return the (n, 2) cells of counters of (n,) keys, those of each part named up to its end."""
         return admission.cells_of(self._group, numbers, ends, keys, torch.get_num_threads())
 
-    def count_sights(self, cells: Ints, ends: Ints, numbers: Ints) -> None:
-        """Count sights of keys without a row by their ``cells_of``."""
-        admission.count_sights(self._group, numbers, ends, cells, torch.get_num_threads())
+    def count_sights(self, cells: Ints, ends: Ints, numbers: Ints) -> int:
+        """Count sights of keys without a row by their ``cells_of``; return how many wait for the next maintenance."""
+        return int(admission.count_sights(self._group, numbers, ends, cells, torch.get_num_threads()).sum())
 
     def read(self, keys: Ints, ends: Ints) -> Ints:
         """Return the (L,) held rows of keys, ``ABSENT`` for others; see ``admit``."""

@@ -177,6 +177,8 @@ class TableRows:
 class UniqueRun:
     states: list[dict[str, TableRows]]
     """After each step."""
+    periods: list[MaintenancePeriod]
+    """After each step."""
     without_row: int
     features: NDArray[np.float32]
     """Of an evaluation of batch 0 after the last step."""
@@ -303,6 +305,7 @@ def train_unique(
     stop: int = STEPS,
     saved: Mapping[str, Sequence[TableRows]] | None = None,
     first: int = 0,
+    period: MaintenancePeriod | None = None,
 ) -> UniqueRun:
     """Train some steps on one rank, from rows of all ranks on. The gradient depends on the samples alone."""
     spec, rank, size = model(rated=chosen.rated, keep=chosen.keep), collectives.rank, collectives.world_size
@@ -321,7 +324,8 @@ def train_unique(
     batches = (slice_of(spec, batch(spec, number), edges, rank) for number in range(first, stop))
     numbered = (type(each)(**{**vars(each), "number": number}) for number, each in enumerate(batches, first))
     buffer, without_row = torch.zeros(embeddings.gradient_elements), 0
-    period = MaintenancePeriod.begin(PERIOD, {"last_step": first // PERIOD * PERIOD})
+    period = period or MaintenancePeriod.begin(PERIOD, None)
+    periods = []
     for prepared in prepared_ahead(
         numbered,
         embeddings.send,
@@ -338,6 +342,7 @@ def train_unique(
             without_row += embeddings.lookups.without_row
             period = embeddings.maintain(step, period)
         embeddings.settle()
+        periods.append(period)
         states.append({part.table.name: rows_of(part) for part in embeddings.local if has_state(part)})
         if chain is not None:
             chain.after_step(step, last=step == stop)
@@ -347,7 +352,9 @@ def train_unique(
     counters = RankCounters(placement, rank, SharedCounters(planned, [rank]).blocks[rank])
     counters.copy_from(embeddings.tables)
     embeddings.close()
-    return UniqueRun(states, without_row, features, counters.block, *((chain.checked, chain.gone) if chain else ()))
+    return UniqueRun(
+        states, periods, without_row, features, counters.block, *((chain.checked, chain.gone) if chain else ())
+    )
 
 
 def restore(part: LocalPart, saved: Sequence[TableRows]) -> None:

@@ -45,24 +45,22 @@ class Shape:
         width = (1 << KEY_BITS) // self.buckets
         return name // self.width * width + name % self.width * (width // self.width)
 
-    def leaving(self, rows: Mapping[int, Row], step: int = 0, *, is_due: bool = False) -> set[int]:
+    def leaving(
+        self, rows: Mapping[int, Row], step: int = 0, *, is_due: bool = False, swept_percent: int = 93
+    ) -> set[int]:
         """Keys that leave a bucket's rows in the maintenance after a step."""
         age = self.policy.rules.age_steps
         expired = {key for key, row in rows.items() if age and row.touched + age <= step}
-        if len(rows) * 100 <= self.quota * 97:
+        swept_percent = swept_percent if self.policy.has_scores else 93
+        if len(rows) * 100 <= self.quota * (swept_percent + 4):
             return expired if is_due else set()
-        median = sorted(row.touched for row in rows.values())[(len(rows) - 1) // 2]
-
-        def rank(key: int) -> tuple[bool, bool, float, int]:
-            row = rows[key]
-            is_young = self.policy.has_scores and row.touched > median
-            return key not in expired, is_young, 0.0 if is_young else self.rank(row, step), tie_of(self.key(key))
-
-        order = sorted(rows, key=rank)
-        return expired | set(order[: len(rows) - self.quota * 93 // 100])
+        order = sorted(rows, key=lambda key: (key not in expired, self.rank(rows[key], step), tie_of(self.key(key))))
+        return expired | set(order[: len(rows) - self.quota * swept_percent // 100])
 
     def rank(self, row: Row, step: int) -> float:
-        return self.decayed(row, step) if self.policy.has_scores else row.touched
+        if not self.policy.has_scores:
+            return row.touched
+        return float(np.float32(self.decayed(row, step)) / np.float32(max(0, step - row.touched) + 1))
 
     def decayed(self, row: Row, step: int) -> float:
         """Return the score in a step."""
@@ -112,10 +110,12 @@ class Period:
     steps: int
     lookups: int = 0
     full: int = 0
-    """Lookups since the last maintenance that found their bucket full."""
+    """Lookups since the last maintenance that found their bucket full, or only waited for it."""
     last_step: int = 0
     rows: int = 0
     """After the last maintenance."""
+    swept_percent: int = 93
+    """Rows that the next maintenance leaves in a full bucket."""
 
     @classmethod
     def of(cls, shape: Shape) -> Period:
@@ -129,14 +129,16 @@ class Period:
 
     def maintained(self, shape: Shape, step: int, before: int, after: int) -> None:
         """``before`` and ``after`` are the rows of the table."""
+        capacity, added = shape.buckets * shape.quota, max(0, before - self.rows)
         if self.fixed is None:
             if self.full * 100 > self.lookups:
                 self.steps = max(1, self.steps // 2)
             elif self.full * 1_000 < self.lookups:
                 self.steps = min(64, self.steps * 2)
-            space = (shape.buckets * shape.quota - after) * (step - self.last_step)
-            while self.steps > 1 and 2 * (before - self.rows) * self.steps > space:
+            space = (capacity - after) * (step - self.last_step)
+            while self.steps > 1 and 2 * added * self.steps > space:
                 self.steps //= 2
+        self.swept_percent = 100 - min(25, max(7, 125 * added * self.steps // (capacity * (step - self.last_step))))
         self.lookups = self.full = 0
         self.last_step, self.rows = step, after
 
@@ -171,10 +173,13 @@ class Replay:
         shape, lookups, extra = self._shape, Counter(batch), Counter[int]()
         for key, steps in zip(batch, extra_steps or [0] * len(batch), strict=True):
             extra[key] = max(extra[key], steps)
-        fill = Counter(map(shape.bucket, self.rows))
+        fill, seen_before = Counter(map(shape.bucket, self.rows)), self.counts.copy()
         for key in sorted(lookups):
             cells = cells_of(shape, key)
             is_known = min(self.settled[cell] for cell in cells) >= shape.policy.rules.seen_before
+            if not is_known and key not in self.rows:
+                is_waiting = min(seen_before[cell] for cell in cells) >= shape.policy.rules.seen_before
+                self.period.full += lookups[key] * is_waiting
             if key not in self.rows and is_known and has_chance(key, salt, shape.policy.chance):
                 if fill[shape.bucket(key)] < shape.quota:
                     fill[shape.bucket(key)] += 1
@@ -198,7 +203,7 @@ class Replay:
             for bucket in range(shape.buckets):
                 held = {key: row for key, row in self.rows.items() if shape.bucket(key) == bucket}
                 is_due = shape.is_due(bucket, self.step, self.period.last_step)
-                for key in shape.leaving(held, self.step, is_due=is_due):
+                for key in shape.leaving(held, self.step, is_due=is_due, swept_percent=self.period.swept_percent):
                     del self.rows[key]
             for bucket in range(shape.buckets):
                 here = [cell for cell in self.counts if cell[0] == bucket]
@@ -317,11 +322,11 @@ class ModelPart:
             if cut is not None and local in cut.pending[number]:
                 cut.rows[cut.pending[number].pop(local)] = self._rows[local]
 
-    def maintain(self, cut: ModelCut | None, number: int) -> None:
+    def maintain(self, cut: ModelCut | None, number: int, swept_percent: int) -> None:
         assert set(self.local.values()) == self._held, "a row is in flight"
         for bucket in self.buckets:
             rows = {key: self._rows[at] for key, at in self.local.items() if self._shape.bucket(key) == bucket}
-            for key in self._shape.leaving(rows):
+            for key in self._shape.leaving(rows, swept_percent=swept_percent):
                 self._leave(key, cut, number)
 
     def _leave(self, key: int, cut: ModelCut | None, number: int) -> None:
@@ -416,7 +421,7 @@ class ModelTrainer:
             assert not self._ahead
             before = sum(part.count for part in self._parts)
             for number, part in enumerate(self._parts):
-                part.maintain(self.cut, number)
+                part.maintain(self.cut, number, self.period.swept_percent)
             self.period.maintained(self._shape, self.step, before, sum(part.count for part in self._parts))
         for part in self._parts:
             part.check()

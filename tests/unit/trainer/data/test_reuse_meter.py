@@ -13,13 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_api.model import TableSpec
 from dlrm_api.trace import TableTrace, Trace, parse_trace
 from dlrm_cli.trace import ReuseMeter, cache_sizes, reuse_histogram, tracked_shares
 from dlrm_testing.trainer import unique_runs
 from dlrm_testing.trainer.reference import slice_of
+from dlrm_testing.trainer.unique_tables import Replay, Shape
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
+from dlrm_trainer.embedding.rows_of_ids import RowsOfIds
+from dlrm_trainer.embedding.unique import UniquePolicy
 from dlrm_trainer.metrics.tiers import tier_report
 
 
@@ -172,6 +176,38 @@ def test_ids_of_unique_tables_have_the_rows_that_training_gives_them(
     for use in (use for use in used.tables if use.table in unique_runs.ROWS):
         assert use.rows < traced[use.table].unique_rows
         assert max(point.cache_rows for point in traced[use.table].curve) == use.rows
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"admission": {"count": 2}}, {"eviction": {"keep": "frequent"}}],
+    ids=["recent", "count", "frequent"],
+)
+def test_adapted_maintenance_is_that_of_a_replay(make_spec: Any, options: dict[str, Any]) -> None:
+    embedding = {"hash": "unique", "buckets": unique_runs.BUCKETS, **options}
+    table = TableSpec.model_validate({"name": "t", "rows": 400, "dim": 4, "embedding": embedding})
+    follower = RowsOfIds(
+        make_spec({"format": "synthetic", "globalBatchSize": unique_runs.SAMPLES, "virtualShards": 1}), [table]
+    )
+    replay = Replay(
+        Shape(unique_runs.BUCKETS, 100, unique_runs.WIDTH, None, UniquePolicy.of(table, unique_runs.SAMPLES))
+    )
+    random, rows, periods, swept = np.random.default_rng(1), set[int](), set(), set()
+    pool = random.integers(0, 2**63 - 1, 3_000)
+
+    for step in range(1, 150):
+        # Calm at first, then many new ids in each batch.
+        spread = 0.2 if step < 100 else 0.01
+        keys = pool[np.minimum(random.geometric(spread, 150) + step * 8, len(pool) - 1)]
+        rows |= set(follower.look_up(step, [keys], np.array([len(keys)]))[0].tolist())
+        rows -= set(follower.maintain(step)[0].tolist())
+        replay.train(keys.tolist())
+        periods.add(replay.period.steps)
+        swept.add(replay.period.swept_percent)
+        assert len(rows) == len(replay.rows)
+
+    assert len(periods) > 2
+    assert min(swept) < 90
 
 
 def test_a_read_off_hit_rate_lies_between_its_points() -> None:

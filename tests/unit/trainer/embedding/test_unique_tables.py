@@ -131,7 +131,8 @@ def test_rows_do_not_depend_on_the_number_of_ranks(alone: Alone, world_size: int
 def test_restored_run_ends_with_the_same_rows(alone: Alone, tmp_path: Path, stop: int, tiers: tuple[Tier, ...]) -> None:
     saved = {table: [joined(alone.runs, stop - 1, table)] for table in tables_of(alone.rated)}
 
-    restored = run(1, RunOptions(2, tiers, tmp_path, rated=alone.rated), STEPS, saved, stop)
+    period = alone.runs[0].periods[stop - 1]
+    restored = run(1, RunOptions(2, tiers, tmp_path, rated=alone.rated), STEPS, saved, stop, period)
 
     for step in range(stop, STEPS):
         assert all(
