@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from safetensors.numpy import load_file
 
 pytestmark = pytest.mark.slow
 
@@ -106,6 +107,34 @@ def test_a_fixed_table_becomes_a_unique_one_with_the_same_quality(local: Any) ->
     begun = local.done("--workdir", str(local.folder / "work-other"))
     assert begun["eval"] == trained["eval"]
     assert [each["rows"] for each in begun["unique_tables"]] == [40, 70]
+
+
+def test_a_hashed_table_becomes_rows_that_ids_share(local: Any) -> None:
+    table: dict[str, Any] = {"name": "C1", "rows": 40, "dim": 8, "embedding": {"hash": "modulo"}}
+    converted, other = ((local.folder / name).as_uri() for name in ("converted", "other"))
+    local.write(model={"tables": [table]})
+    local.done()
+
+    done = local.run(
+        "convert", local.store.as_uri(), converted, "--table", "C1=unique", "--buckets=2", command="snapshots"
+    )
+
+    assert "unknown: shared, sharedRows: 40" in done.stderr
+    shared = {"unknown": "shared", "sharedRows": 40, "admission": {"count": 15}}
+    table["embedding"] = {"hash": "unique", "buckets": 2, **shared}
+    checkpoint = {"uri": other, "restoreFrom": converted, "bits": 32}
+    local.write(model={"tables": [table]}, checkpoint=checkpoint, trainer={"processesPerReplica": 2})
+    local.done("--workdir", str(local.folder / "work-other"), "--set", "spec.training.maxSteps=3")
+    local.write(model={"tables": [table]}, checkpoint=checkpoint)
+    ended = local.done("--workdir", str(local.folder / "work-last"), "--set", "spec.training.maxSteps=6", "--digest")
+    restored = local.run("restore", other, "--to", str(local.folder / "restored"), command="snapshots")
+
+    assert ended["step"] == 6
+    assert ended["state_digest"] in restored.stdout
+    assert load_file(local.folder / "restored" / "tables" / "C1.safetensors")["weights"].shape == (0, 8)
+    shared_rows = load_file(local.folder / "restored" / "tables" / "C1:shared.safetensors")
+    assert (shared_rows["state"] > 0).all()
+    assert shared_rows["state"].shape == (40, 1)
 
 
 def test_files_that_come_later_are_left_out_and_named_everywhere(local: Any) -> None:

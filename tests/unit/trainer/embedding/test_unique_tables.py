@@ -12,6 +12,7 @@ from dlrm_api.tiers import Tier
 from dlrm_kernels.row_updates import step_keys, table_key
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_testing.trainer.unique_runs import (
+    PERIOD,
     ROWS,
     SEED,
     SIGHTS,
@@ -70,6 +71,7 @@ def test_keys_and_values_after_each_step_are_those_of_a_replay(alone: Alone, tab
         replay.train([key for keys in features for key in keys], step_keys(salts, step + 1)[0], extra)
         left += len(before - set(replay.rows))
         rows = alone.runs[0].states[step][table]
+        assert not rated or len(alone.runs[0].states[step][f"{table}:shared"].keys) > 0 or step < PERIOD
         if policy.is_by_gradient:
             # A replay without gradients knows nothing of these, once rows leave.
             return
