@@ -41,8 +41,11 @@ OURS: dict[str, dict[str, Any]] = {
     "frequent": {"hash": "unique", "eviction": {"keep": "frequent"}},
     "useful": {"hash": "unique", "eviction": {"keep": "useful"}},
     "second-sight": {"hash": "unique", "admission": {"count": 2}},
+    "double-hash": {"hash": "unique", "admission": {"count": 2}, "unknown": "shared"},
 }
 """``embedding`` of the tables with unbounded ids."""
+SHARED_SHARE = 1 / 8
+"""Shared rows of a table, as a share of the others."""
 UNLIMITED, MODULO = "unlimited", "modulo"
 MANAGED = ("mch-lru", "mch-lfu", "mch-distance-lfu")
 CAPACITIES = (0.06, 0.12, 0.24)
@@ -118,13 +121,24 @@ def with_capacity(stream: Stream, method: str, capacity: float) -> dict[str, dic
 
 
 def _of_bytes(table: TableSpec, method: str, budget: int) -> dict[str, Any]:
-    embedding, more = OURS.get(method, {"hash": "modulo" if method == MODULO else "none"}), 0
+    more = 0
     if method in MANAGED:
         from benchmarks.managed_collisions import map_bytes
 
         more = map_bytes(method)
-    rows = bisect.bisect_right(range(1, budget), budget, key=lambda rows: _bytes(table, embedding, rows) + rows * more)
-    return {"rows": rows, "embedding": embedding}
+
+    def used(rows: int) -> int:
+        return _bytes(table, _embedding(method, rows), rows) + rows * more
+
+    rows = bisect.bisect_right(range(1, budget), budget, key=used)
+    return {"rows": rows, "embedding": _embedding(method, rows)}
+
+
+def _embedding(method: str, rows: int) -> Mapping[str, Any]:
+    embedding = OURS.get(method, {"hash": "modulo" if method == MODULO else "none"})
+    if embedding.get("unknown") == "shared":
+        return embedding | {"sharedRows": max(1, round(rows * SHARED_SHARE))}
+    return embedding
 
 
 def _bytes(table: TableSpec, embedding: Mapping[str, Any], rows: int) -> int:
