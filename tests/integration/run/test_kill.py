@@ -27,15 +27,16 @@ UNIQUE = {
     "eviction": {"keep": "useful", "maxAgeSamples": [5_000]},
     "unknown": "shared",
     "sharedRows": 20,
+    "dimension": {"keepBytes": 0.95},
 }
 MODEL = {
     "tables": [
-        {"name": "C1", "rows": 300, "dim": 8},
+        {"name": "C1", "rows": 300, "dim": 8, "embedding": {"dimension": {"keepBytes": 0.7}}},
         {"name": "C2", "rows": 400, "dim": 8, "embedding": UNIQUE},
         {"name": "C3", "rows": 50, "dim": 16, "project": True},
     ]
 }
-"""Of C2's ids a quarter have rows: they come and go in every maintenance."""
+"""Of C2's ids a quarter have rows: they come and go in every maintenance. C1 keeps some columns of its rows."""
 KILLS = 20
 """Kills in all."""
 KILLS_A_LIFE = 10
