@@ -201,21 +201,23 @@ def dims(is_quick: bool, repeats: int) -> Iterator[Line]:
         }
     yield Line(setting=SizesSetting(shape), metric="step_ms", pairs=pairs, measured=measured)
     large = replace(shape, tables=1, rows=100_000 if is_quick else 4_000_000)
-    resident = []
-    for keep in (KEEP, None):
-        of_side = replace(large, keep=keep)
-        started = memory("VmRSS")
-        side = Trained(of_side, placement_of(of_side, (), 0.0), None)
-        side.fill()
-        if side.period is not None:
-            embeddings, step = side.learner.embeddings, side.period.steps
-            embeddings.maintain(step, side.period)
-        gc.collect()
-        resident.append(float(memory("VmRSS") - started))
-        side.close()
-        del side
-        gc.collect()
+    # A process keeps some memory of its first tables.
+    few = replace(large, rows=KEPT_ROWS)
+    resident = [_resident(replace(each, keep=keep)) for each in (few, large) for keep in (KEEP, None)][2:]
     yield Line(setting=SizesSetting(large), metric="resident_bytes", pairs=Pairs(resident[:1], resident[1:]))
+
+
+def _resident(shape: Shape) -> float:
+    """Return by how much a process grows with a table, after its rows have lost columns."""
+    before = memory("VmRSS")
+    side = Trained(shape, placement_of(shape, (), 0.0), None)
+    side.fill()
+    if side.period is not None:
+        side.learner.embeddings.maintain(side.period.steps, side.period)
+    gc.collect()
+    found = memory("VmRSS") - before
+    side.close()
+    return float(found)
 
 
 def _slabs(side: Trained) -> list[SlabKernel]:
