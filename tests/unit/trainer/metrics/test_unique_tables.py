@@ -45,7 +45,9 @@ def test_counts_of_a_run_add_up(tmp_path: Path, tiers: tuple[Tier, ...], rated: 
         assert use.directory_bytes == BUCKETS * key_buckets(ROWS[table], BUCKETS).slots * SLOT_BYTES
         assert (use.expired_rows > 0, use.lookups_declined > 0) == (rated and table != "split",) * 2
     assert sum(use.readmitted_rows for use in uses.values()) > 0
-    assert sum(use.lookups_without_row for use in uses.values()) == run.without_row > 0
+    # The period also counts ids that only wait for the next maintenance, where tables admit by count.
+    without_row = sum(use.lookups_without_row for use in uses.values())
+    assert 0 < without_row < run.without_row if rated else 0 < without_row == run.without_row
 
 
 def two_ranks() -> UniqueMetrics:
