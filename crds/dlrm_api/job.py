@@ -202,9 +202,10 @@ def _refuse(message: str) -> None:
 def _check_share(table: TableSpec, state_bytes: int) -> None:
     """Refuse a share of bytes that a table exceeds even if no row holds more than it must."""
     sized = table.slab_bytes(state_bytes)
-    if sized is not None and sized.keep <= sized.min_keep:
+    # With 1 there is no budget.
+    if sized is not None and sized.keep <= sized.min_keep and sized.keep < 1:
         # Rounded up to three digits, so that the share works.
-        least = math.floor(sized.min_keep * 1_000 + 1) / 1_000
+        least = min(1, math.floor(sized.min_keep * 1_000 + 1) / 1_000)
         _refuse(
             f"model.tables: table {table.name}: embedding.dimension.keepBytes of {sized.keep:g} leaves nothing for "
             f"rows to grow, because each row of dim {table.dim} takes at least {sized.least_row} bytes: use at least "

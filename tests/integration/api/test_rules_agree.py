@@ -62,7 +62,7 @@ splits = st.fixed_dictionaries(
                 ),
                 "buckets": st.sampled_from([1, 8, 16]),
                 "dimension": st.fixed_dictionaries(
-                    {"keepBytes": st.sampled_from([0, 0.5, 0.5, 1])},
+                    {"keepBytes": st.sampled_from([0, 1, 1])},
                     optional={"sizes": st.sampled_from([[], [4, 8], [8], [8, 4], [4, 4, 8]])},
                 ),
                 "unknown": st.sampled_from(["zero", "shared", "shared"]),

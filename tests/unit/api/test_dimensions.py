@@ -70,3 +70,4 @@ def test_the_error_names_the_least_share_that_works(dim: int, least: float) -> N
     with pytest.raises(InvalidSpecError, match=f"keepBytes.*at least {least}"):
         parse_job(job(least - 0.001))
     assert parse_job(job(least)).spec.model.tables[0].sizes == (dim // 4, dim // 2, dim)
+    assert parse_job(job(1))
