@@ -47,6 +47,7 @@ class HandoffWriter:
             self._lock: int | None = self._directory.rank_lock(rank).hold(f"rank {rank}")
             self._directory.discard_unfinished(rank)
             self._directory.closed(rank).remove()
+            self._directory.awaited(rank).remove()
         except OSError as error:
             raise_device(error, folder, 0)
 
@@ -210,6 +211,7 @@ class HandoffWriter:
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)
+        self._directory.awaited(self.rank).remove()
         return self.ready()
 
     def close(self, reason: str, *, failed: bool = False) -> None:
