@@ -86,7 +86,7 @@ class Outcome:
     ne: float
     bytes: int
     """Mean over the second half of the steps, of tables that give up columns."""
-    most_bytes: int
+    max_bytes: int
     """In the second half of the steps."""
     rows: Rows
 

@@ -31,7 +31,7 @@ from dlrm_trainer.train import prepared_ahead
 PIECE = 1 << 15
 FILLED = 0.93
 """Share of a unique table's rows that ``fill`` fills: no bucket gets too many."""
-LEAST_OCTAVES = 16
+MAX_OCTAVES = 16
 """The utilities with which ``fill`` fills tables of several sizes reach so far below 1."""
 Replace = Callable[[Stack], Sequence[Level]]
 
@@ -95,7 +95,7 @@ class Trained:
                 state = np.concatenate([state[:, :states], touched], axis=1)
             if isinstance(part, SlabPart):
                 # As of long ago, so that any row may be of use.
-                utilities = random.uniform(-LEAST_OCTAVES * part.kernel.half_life, 0, (PIECE, 1)).astype(np.float32)
+                utilities = random.uniform(-MAX_OCTAVES * part.kernel.half_life, 0, (PIECE, 1)).astype(np.float32)
                 state = np.concatenate([state[:, :states], utilities], axis=1)
             pieces = (
                 code_rows(

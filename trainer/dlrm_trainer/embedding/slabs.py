@@ -16,11 +16,21 @@ from dlrm_kernels import slabs as kernels
 from dlrm_kernels.initial_rows import InitialRows
 from dlrm_kernels.intrinsics import size_of
 from dlrm_kernels.parallel import parallel_for
-from dlrm_kernels.row_updates import Layout, Lookups
+from dlrm_kernels.row_updates import Layout
 from dlrm_kernels.slabs import CLASS_SHIFT, NEVER_TRAINED, SlabTables, Utility
 from dlrm_trainer.embedding.exchange import Bags
 from dlrm_trainer.embedding.row_sizes import Counts, RowSizes
-from dlrm_trainer.embedding.table_batch import UNIT_BAGS, RowUpdate, Tables, bag_offsets, bag_weights, unsigned, work_of
+from dlrm_trainer.embedding.table_batch import (
+    UNIT_BAGS,
+    RowUpdate,
+    Tables,
+    bag_offsets,
+    bag_weights,
+    lookups_of,
+    table_sizes,
+    unsigned,
+    work_of,
+)
 from dlrm_trainer.embedding.tiers.slots import map_anonymous
 
 Rows = NDArray[np.int64]
@@ -114,17 +124,8 @@ class SlabKernel:
 
     def update(self, bags: Bags, gradient: Tensor, rows: Tensor, update: RowUpdate) -> None:
         """See ``Kernel``."""
-        offsets, samples = bag_offsets(bags.lengths), bags.lengths.shape[1]
-        sizes = np.diff(offsets[self._layout.first_features * np.uint64(samples)]).astype(np.int64)
-        of_batch = Lookups(
-            ids=unsigned(bags.ids),
-            numbers=unsigned(rows),
-            offsets=offsets,
-            weights=bag_weights(bags.weights),
-            gradient=gradient.contiguous().view(-1).numpy(),
-            samples=samples,
-            width=np.uint64(self._width),
-        )
+        of_batch = lookups_of(bags, gradient, rows)
+        sizes = table_sizes(self._layout, of_batch)
         work = work_of(np.arange(len(sizes)), sizes)
         parallel_for(
             kernels.update_rows_of_bags,

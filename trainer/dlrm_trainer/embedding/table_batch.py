@@ -154,18 +154,8 @@ class HostKernel:
 
     def update(self, bags: Bags, gradient: Tensor, rows: Tensor, update: RowUpdate) -> None:
         """See ``Kernel``."""
-        offsets, samples = bag_offsets(bags.lengths), bags.lengths.shape[1]
-        edges = offsets[self._layout.first_features * np.uint64(samples)]
-        sizes = np.diff(edges).astype(np.int64)
-        of_batch = Lookups(
-            ids=unsigned(bags.ids),
-            numbers=unsigned(rows),
-            offsets=offsets,
-            weights=bag_weights(bags.weights),
-            gradient=gradient.contiguous().view(-1).numpy(),
-            samples=samples,
-            width=np.uint64(self._width),
-        )
+        of_batch = lookups_of(bags, gradient, rows)
+        sizes = table_sizes(self._layout, of_batch)
         constants = self._tables.constants(update)
         keys = row_updates.step_keys(self._tables.keys, update.step)
         for size, _, tables in self._by_dim:
@@ -287,6 +277,26 @@ def work_of(tables: NDArray[np.int64], sizes: NDArray[np.int64]) -> Work:
     parts = parts[order]
     part = np.arange(parts.sum()) - np.repeat(parts.cumsum() - parts, parts)
     return Work(*(each.astype(np.uint64) for each in (np.repeat(tables[order], parts), part, np.repeat(parts, parts))))
+
+
+def lookups_of(bags: Bags, gradient: Tensor, rows: Tensor) -> Lookups:
+    """Return lookups for kernels, with the (N, D) gradient of the loss by their sums and their (L,) global rows."""
+    return Lookups(
+        ids=unsigned(bags.ids),
+        numbers=unsigned(rows),
+        offsets=bag_offsets(bags.lengths),
+        weights=bag_weights(bags.weights),
+        gradient=gradient.contiguous().view(-1).numpy(),
+        samples=bags.lengths.shape[1],
+        width=np.uint64(gradient.shape[1]),
+    )
+
+
+def table_sizes(layout: Layout, lookups: Lookups) -> NDArray[np.int64]:
+    """Return the (T,) lookups of each table."""
+    edges = lookups.offsets[layout.first_features * np.uint64(lookups.samples)]
+    sizes: NDArray[np.int64] = np.diff(edges).astype(np.int64)
+    return sizes
 
 
 def bag_offsets(lengths: Tensor) -> NDArray[np.uint64]:
