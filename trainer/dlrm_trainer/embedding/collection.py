@@ -307,16 +307,18 @@ class Embeddings:
 
         No batch may be prepared. All ranks must call this.
         """
-        counts = torch.from_numpy(self.tables.maintain(step, period).flat()).to(torch.float64)
-        self._collectives.all_reduce(counts)
+        maintained = self.tables.maintain(step, period).flat()
+        counts, held = self._summed([maintained, self.tables.slab_rows()])
         begun = period.maintained(step, Maintained.of(counts.tolist()), self._capacity)
-        return begun if self.tables.sizes is None else self._resize(step, self.tables.sizes, period, begun)
+        return begun if self.tables.sizes is None else self._resize(step, self.tables.sizes, period, begun, held)
 
     def _resize(
-        self, step: int, sizes: ModelSizes, ended: MaintenancePeriod, begun: MaintenancePeriod
+        self, step: int, sizes: ModelSizes, ended: MaintenancePeriod, begun: MaintenancePeriod, held: NDArray[np.int64]
     ) -> MaintenancePeriod:
-        """Resize rows if that is due, and return the period with what it says of them."""
-        held = self._summed([self.tables.slab_rows()])[0]
+        """Resize rows if that is due, and return the period with what it says of them.
+
+        ``held`` are ``slab_rows`` of all ranks.
+        """
         used = sizes.bytes_of(held.tolist())
         # Since the last maintenance rows have come to slabs, but none has left one for another.
         # A snapshot may have counted other sizes.
@@ -327,7 +329,8 @@ class Embeddings:
             counts = self._summed(self.tables.count_sizes(step))
             self.cut_off = find_cut_off(sizes.kinds, counts, sizes.budget)
             self.tables.resize(step, self.cut_off)
-            held = self._summed([self.tables.slab_rows()])[0]
+            of_kinds = zip(sizes.kinds, counts, strict=True)
+            held = np.concatenate([kind.held_at(each, self.cut_off) for kind, each in of_kinds])
             used = sizes.bytes_of(held.tolist())
         steps_down = sizes.steps_down(used, new_rows)
         self.tables.start_lower(steps_down)

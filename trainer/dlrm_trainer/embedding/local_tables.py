@@ -307,8 +307,9 @@ class LocalTables:
         return found
 
     def slab_rows(self) -> NDArray[np.int64]:
-        """Return this rank's rows of each class of each of ``sizes.kinds``, one after the other."""
-        assert self.sizes is not None
+        """Return this rank's rows of each class of each of ``sizes.kinds``, one after the other; none without these."""
+        if self.sizes is None:
+            return NO_KEYS
         found = [np.zeros(len(kind.sizes) + 1, np.int64) for kind in self.sizes.kinds]
         for group in self.groups:
             if group.slabs is not None:

@@ -64,9 +64,14 @@ class RowSizes:
         found: NDArray[np.uint8] = np.maximum(reached, self.least_class).astype(np.uint8)
         return found
 
+    def held_at(self, counts: Counts, cut_off: int) -> NDArray[np.int64]:
+        """Return the (C + 1,) rows in the slab of each class after a maintenance with a cut-off; class 0 has none."""
+        targets = self.targets(cut_off)
+        return np.array([0, *(counts[targets == kind].sum() for kind in range(1, len(self.sizes) + 1))], np.int64)
+
     def bytes_at(self, counts: Counts, cut_off: int) -> int:
         """Return the bytes that rows take after a maintenance with a cut-off."""
-        return int((np.array((0, *self.row_bytes))[self.targets(cut_off)] * counts).sum())
+        return int((np.array((0, *self.row_bytes)) * self.held_at(counts, cut_off)).sum())
 
 
 def find_cut_off(kinds: Sequence[RowSizes], counts: Sequence[Counts], budget: int) -> int:
