@@ -23,8 +23,9 @@ from dlrm_trainer.embedding.changes import WINDOW_ROWS
 from dlrm_trainer.embedding.checkpoint import SCAN_BYTES, LocalPart, ResidentPart, UniquePart, saved_rows
 from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate, is_resting
 from dlrm_trainer.embedding.exchange import Bags, Exchange, OwnedIds, Vectors
-from dlrm_trainer.embedding.local_tables import LocalTables, PreparedRows, ReplicatedTables
+from dlrm_trainer.embedding.local_tables import LocalTables, PreparedRows
 from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement
+from dlrm_trainer.embedding.replicated_tables import ReplicatedTables
 from dlrm_trainer.embedding.row_sizes import ModelSizes, find_cut_off
 from dlrm_trainer.embedding.unique import LookupCounts, Maintained, MaintenancePeriod
 

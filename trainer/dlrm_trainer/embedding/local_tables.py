@@ -1,9 +1,8 @@
-"""Look up and update the parts that a rank holds: its own, maybe fetched ahead, and replicas."""
+"""Look up and update the parts that a rank alone holds, maybe fetched ahead."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -383,115 +382,6 @@ class LocalTables:
         self._resources.close()
 
 
-class ReplicatedGroup:
-    """Hold small tables: summing their dense gradient over ranks is cheaper than sending pooled rows.
-
-    Their rows stay bit-equal on all ranks, because the sum is, and so the update made from it.
-    """
-
-    def __init__(self, batch: TableBatch) -> None:
-        self.batch, self._shapes = batch, batch.tables.shapes
-        read = Counter(batch.tables.features)
-        self._columns = [read[table] for table in range(len(self._shapes))]
-        self.gradient_elements = sum(rows * (width + 1) for rows, width in self._shapes)
-        """float32 elements that ranks sum: the gradient of each part, then how many ranks touched each of its rows."""
-
-    def write_gradient(self, buffer: Tensor, gradient: Tensor, bags: Bags) -> None:
-        """Overwrite ``buffer`` with this rank's gradient, from that of the loss by the lookup of these bags."""
-        sizes = bags.sizes.tolist()
-        column = place = start = 0
-        views = zip(self._columns, self._shapes, self._views(buffer), strict=True)
-        for count, (rows, width), (dense, touched) in views:
-            lengths = bags.lengths[column : column + count]
-            found = sum(sizes[column : column + count])
-            ids = bags.ids[start : start + found]
-            by_sample = gradient[:, place : place + count * width].view(len(gradient), count, width)
-            of_bags = by_sample.transpose(0, 1).reshape(-1, width)
-            each = torch.repeat_interleave(of_bags, lengths.flatten(), dim=0, output_size=found)
-            if bags.weights is not None:
-                each = each * bags.weights[start : start + found, None]
-            dense.copy_(torch.ops.aten.embedding_dense_backward(each, ids, rows, -1, False))
-            touched.zero_()
-            touched[ids] = 1.0
-            column, place, start = column + count, place + count * width, start + found
-
-    def touched(self, buffer: Tensor) -> list[Tensor]:
-        """Return the rows of each part that any rank touched, (R,) int64 ascending, from the summed buffer."""
-        return [touched.nonzero().squeeze(1) for _, touched in self._views(buffer)]
-
-    def update(
-        self,
-        buffer: Tensor,
-        touched: Sequence[Tensor],
-        learning_rate: float,
-        *,
-        step: int = 0,
-        regularizer: RowRegularizerSpec | None = None,
-    ) -> None:
-        """Update every row that any rank touched, by the gradient that ``buffer`` sums."""
-        for number, ((dense, _), rows) in enumerate(zip(self._views(buffer), touched, strict=True)):
-            self.batch.update_rows(number, rows, dense[rows], learning_rate, step=step, regularizer=regularizer)
-
-    def _views(self, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
-        parts = torch.split(buffer, [size for rows, width in self._shapes for size in (rows * width, rows)])
-        return [(parts[2 * number].view(shape), parts[2 * number + 1]) for number, shape in enumerate(self._shapes)]
-
-
-class ReplicatedTables:
-    """Look up and update the parts that every rank holds, group by group."""
-
-    def __init__(self, placement: Placement, options: EmbeddingOptions) -> None:
-        self._device = options.device
-        self._groups: list[ReplicatedGroup] = []
-        self._parts: list[list[ResidentPart]] = []
-        for plan in placement.replicated_groups:
-            rows = [part.rows for part in plan.parts]
-            batch = _make_batch(placement, plan, options, rows, self._device)
-            self._groups.append(ReplicatedGroup(batch))
-            # A record each, because the ranks take turns in saving them.
-            dirty = [DirtyPart(DirtyRows([count]), 0) for count in rows]
-            self._parts.append(_resident_parts(placement, plan, batch, dirty))
-        self.parts = tuple(part for parts in self._parts for part in parts)
-        """Column blocks of the tables, in the order of ``Placement.replicated``."""
-        self._columns = [len(plan.columns) for plan in placement.replicated_groups]
-        self._elements = [group.gradient_elements for group in self._groups]
-        self.gradient_elements = sum(self._elements)
-        """float32 elements of the buffer in which ranks sum gradients."""
-        self.pending: BeforeUpdates | None = None
-        """Rows of a cut that must be copied before they change."""
-
-    def by_group(self, bags: Bags) -> tuple[Bags, ...]:
-        """Split the bags of all groups, on the host, into those of each group, on its device."""
-        return tuple(each.to(self._device) for each in bags.split(self._columns))
-
-    def lookup(self, bags: Sequence[Bags]) -> list[Tensor]:
-        """Return (n, widths) of each group: the sums of the rows of each bag."""
-        return [group.batch.lookup(each) for group, each in zip(self._groups, bags, strict=True)]
-
-    def write_gradient(self, buffer: Tensor, gradients: Sequence[Tensor], bags: Sequence[Bags]) -> None:
-        """Overwrite ``buffer`` with this rank's gradients, from those of the loss by each group's lookup."""
-        for group, part, gradient, each in zip(self._groups, self._buffers(buffer), gradients, bags, strict=True):
-            group.write_gradient(part, gradient, each)
-
-    def update(
-        self, buffer: Tensor, learning_rate: float, step: int, regularizer: RowRegularizerSpec | None = None
-    ) -> None:
-        """Update every row that the global batch looked up, once; ``buffer`` is summed over ranks."""
-        for group, parts, summed in zip(self._groups, self._parts, self._buffers(buffer), strict=True):
-            touched = group.touched(summed)
-            rows_of_parts = [rows.cpu().numpy() for rows in touched]
-            if self.pending is not None:
-                for part, rows in zip(parts, rows_of_parts, strict=True):
-                    record, locate = part.dirty.rows, partial(_locate_replicated, part)
-                    self.pending.before_update(RowsToUpdate(record, rows, np.array([len(rows)]), record.starts, locate))
-            group.update(summed, touched, learning_rate, step=step, regularizer=regularizer)
-            for part, rows in zip(parts, rows_of_parts, strict=True):
-                part.dirty.mark(rows)
-
-    def _buffers(self, buffer: Tensor) -> Sequence[Tensor]:
-        return torch.split(buffer, self._elements) if self._elements else ()
-
-
 def _make_group(
     placement: Placement, plan: PartGroup, options: EmbeddingOptions, sizes: ModelSizes | None, resources: ExitStack
 ) -> Group:
@@ -512,7 +402,7 @@ def _make_group(
         ]
     elif plan.is_stacked:
         tables = stack_tables(placement, plan, options.global_batch_size)
-        batch = _make_batch(placement, plan, options, [table.slots + table.extra for table in tables], device)
+        batch = make_batch(placement, plan, options, [table.slots + table.extra for table in tables], device)
         stack = make_stack(plan, tables, batch.storage(), options.seed, options.tier_dir)
         resources.callback(stack.close)
         memories = [
@@ -520,8 +410,8 @@ def _make_group(
             for number, part in enumerate(plan.parts)
         ]
     else:
-        batch = _make_batch(placement, plan, options, dirty.sizes, device)
-        memories = _resident_parts(placement, plan, batch, dirty_parts)
+        batch = make_batch(placement, plan, options, dirty.sizes, device)
+        memories = resident_parts(placement, plan, batch, dirty_parts)
     unique: UniqueGroup | None = None
     initial_rows: InitialRows | None = None
     sights: Sights | None = None
@@ -573,9 +463,10 @@ def _make_slabs(
     return SlabKernel(tables, sizes, initial, numbers, options.global_batch_size, half_life)
 
 
-def _resident_parts(
+def resident_parts(
     placement: Placement, plan: PartGroup, batch: TableBatch, dirty: Sequence[DirtyPart]
 ) -> list[ResidentPart]:
+    """Return the parts of a group whose rows all lie in the memory of its kernel."""
     return [
         ResidentPart(
             table=placement.tables[part.table], shard=placement.shard(part), weight=weight, state=state, dirty=each
@@ -596,9 +487,10 @@ def _unique_parts(plan: PartGroup, memories: Sequence[MemoryPart], batch_size: i
     return found
 
 
-def _make_batch(
+def make_batch(
     placement: Placement, plan: PartGroup, options: EmbeddingOptions, rows: Sequence[int], device: torch.device
 ) -> TableBatch:
+    """Return a group's tables, of so many rows each, behind the kernel of their device."""
     tables = _tables(placement, plan, options, rows, device)
     return TableBatch(tables, make_kernel(tables))
 
@@ -658,12 +550,6 @@ def _locate(
     weight, state = group.batch.weights[number], group.batch.states[number]
     found = SlotRows(part.shard, rows + part.shard.row_start, weight, state, slots[lookups])
     return part.keyed(found) if isinstance(part, UniquePart) else found
-
-
-def _locate_replicated(
-    part: ResidentPart, _part: int, rows: NDArray[np.int64], _lookups: NDArray[np.int64]
-) -> CutRowSource:
-    return part.in_place(rows)
 
 
 def _look_up(group: Group, unique: UniqueGroup, bags: Bags, step: int | None) -> tuple[Bags, UniqueLookups]:

@@ -15,7 +15,7 @@ from dlrm_api.training import RowOptimizerSpec
 from dlrm_testing.trainer.bags import bags_of, batch_of, tables_of
 from dlrm_trainer.embedding.exchange import Bags
 from dlrm_trainer.embedding.gpu import DeviceKernel
-from dlrm_trainer.embedding.local_tables import ReplicatedGroup
+from dlrm_trainer.embedding.replicated_tables import ReplicatedGroup
 from dlrm_trainer.embedding.table_batch import HostKernel, RowUpdate, TableBatch
 from dlrm_trainer.embedding.tiers.slots import untouched_zeros
 

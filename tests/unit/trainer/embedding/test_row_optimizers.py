@@ -20,7 +20,7 @@ from dlrm_testing.trainer import row_rules
 from dlrm_testing.trainer.bags import bags_of, batch_of
 from dlrm_testing.trainer.gpus import needs_gpu
 from dlrm_trainer.embedding.gpu import updated
-from dlrm_trainer.embedding.local_tables import ReplicatedGroup
+from dlrm_trainer.embedding.replicated_tables import ReplicatedGroup
 from dlrm_trainer.embedding.table_batch import TableBatch
 from dlrm_trainer.model.dense import DenseOptimizer
 
