@@ -40,6 +40,8 @@ MAX_POLL_INTERVAL_S = 2.0
 MAX_FOLLOW_DELAY_S = 10.0
 """Longest wait of a pod without rank 0 before it looks for a manifest, unless a rank waits for the commit: the last pod
 waits so long and others less, so that they do not all ask at once, and rarely too early."""
+TAKE_OVER_S = 30.0
+"""Age of a stored cut at which a pod without rank 0 commits it too, if one of its ranks waits for that."""
 
 
 @dataclass
@@ -117,7 +119,8 @@ class Look(NamedTuple):
     at: float
     pause: float
     """Until the look after it."""
-    is_first: bool
+    stored_at: float
+    is_first: bool = False
 
 
 class Sidecar:
@@ -327,21 +330,25 @@ class Sidecar:
         if now < look.at and not hurried:
             self._looks[cut] = look
             return False
-        self._looks[cut] = Look(now + look.pause, min(look.pause * 1.5, MAX_POLL_INTERVAL_S), is_first=False)
+        self._looks[cut] = Look(now + look.pause, min(look.pause * 1.5, MAX_POLL_INTERVAL_S), look.stored_at)
         return True
 
     def _first_look(self, now: float, world_size: int) -> Look:
         if self._leads:
-            return Look(now, POLL_INTERVAL_S, is_first=True)
+            return Look(now, POLL_INTERVAL_S, now, is_first=True)
         delay = MAX_FOLLOW_DELAY_S * self._inbox.ranks.start / world_size
-        return Look(now + delay, MAX_POLL_INTERVAL_S, is_first=True)
+        return Look(now + delay, MAX_POLL_INTERVAL_S, now, is_first=True)
+
+    def _takes_over(self, cut: UploadedCut) -> bool:
+        """Return whether this pod commits instead of that of rank 0, which may be gone while a rank here waits."""
+        return time.monotonic() > self._looks[cut].stored_at + TAKE_OVER_S and self._inbox.is_awaited(cut.snapshot)
 
     def _conclude(self, cut: UploadedCut) -> None:
         """Commit a cut once all its parts are durable; discard one that can never be complete."""
         name, manifest, reason = cut.snapshot, None, ""
         try:
             manifest = find_commit(self._store, name.step, name.attempt, lambda: self._own_parts(name))
-            if self._leads and manifest is None:
+            if manifest is None and (self._leads or self._takes_over(cut)):
                 reason = NEWER_ATTEMPT if self._is_superseded(name.attempt) else ""
                 manifest = None if reason else try_commit(self._store, name.step, name.attempt, cut.world_size)
         except SnapshotError as error:

@@ -25,7 +25,7 @@ class SlowPart:
     """Takes its time for each piece."""
 
     def __init__(self) -> None:
-        self.shard, self.table = None, SimpleNamespace(key_buckets=None)
+        self.shard, self.table = None, SimpleNamespace(key_buckets=None, sizes=())
         self.pieces = 0
 
     def restore(self, pieces: Iterator[Any], *, mark: bool) -> None:
@@ -38,7 +38,8 @@ class SlowPart:
 def restore_some(collectives: Collectives, pieces: Sequence[int]) -> tuple[int, float]:
     """Pieces that a rank restored, and when it was done, by a clock that all share."""
     failures.KEEPALIVE_INTERVAL_S = TIMEOUT_S / 4
-    part, piece = SlowPart(), SimpleNamespace(row_ids=np.arange(3))
+    piece = SimpleNamespace(row_ids=np.arange(3), state=None, form=SimpleNamespace(columns=None))
+    part = SlowPart()
     mine = pieces[collectives.rank]
     snapshot: Any = SimpleNamespace(shard_codes=lambda _: ((0, piece) for _ in range(mine)), dense=dict)
     learner: Any = SimpleNamespace(
