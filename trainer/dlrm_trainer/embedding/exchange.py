@@ -193,11 +193,11 @@ class Exchange:
             return bags, (bags.lengths.shape[1],)
         counts, own = self._routes.unit_counts, self._routes.unit_counts[self._rank]
         samples_here = bags.lengths.shape[1]
-        header = torch.zeros(1 + self._world_size, dtype=torch.int64)
-        header[0] = samples_here
-        header[1:].index_add_(0, self._routes.unit_owners, bags.sizes)
-        headers = self._ids.all_gather(header).tolist()
-        samples, received = tuple(row[0] for row in headers), [row[1 + self._rank] for row in headers]
+        sizes = torch.zeros(self._world_size, dtype=torch.int64).index_add_(0, self._routes.unit_owners, bags.sizes)
+        header = torch.stack((torch.full_like(sizes, samples_here), sizes), dim=1).flatten()
+        pairs = [2] * self._world_size
+        headers = self._ids.all_to_all("lengths", header, pairs, pairs).tolist()
+        samples, received, sent = tuple(headers[::2]), headers[1::2], sizes.tolist()
         for rank, (count, ids) in enumerate(zip(samples, received, strict=True)):
             if not (count >= 0 and 0 <= ids <= own * count * self._max_length):
                 raise _impossible(rank, f"{ids} ids for {own} columns of {count} samples")
@@ -210,11 +210,11 @@ class Exchange:
             [own * count * size for count in samples],
         )
         lengths = lengths.view(self._length_type).to(torch.int32)
-        ids = self._ids.all_to_all("ids", bags.ids.to(self._id_type), headers[self._rank][1:], received)
+        ids = self._ids.all_to_all("ids", bags.ids.to(self._id_type), sent, received)
         ids = ids.to(torch.int64)
         weights = None
         if bags.weights is not None:
-            weights = self._ids.all_to_all("weights", bags.weights, headers[self._rank][1:], received)
+            weights = self._ids.all_to_all("weights", bags.weights, sent, received)
         return self._by_unit(lengths, ids, weights, samples, received), samples
 
     def _by_unit(
