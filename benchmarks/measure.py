@@ -124,8 +124,36 @@ def report(setting: Described, metric: str, pairs: Pairs, **more: Any) -> None:
         "repeats": len(pairs.ours),
     }
     if more:
-        line["measured"] = {name: _short(value) if isinstance(value, float) else value for name, value in more.items()}
+        line["measured"] = _shortened(more)
     print(json.dumps(line), flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A figure without a peer, and the limit it must keep."""
+
+    metric: str
+    value: float
+    limit: float | None = None
+    """At most so much; None: the figure is only told."""
+    setting: Mapping[str, Any] = field(default_factory=dict)
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    """What else was seen."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Tell whether the figure is within its limit."""
+        return self.limit is None or self.value <= self.limit
+
+    def show(self, benchmark: str, part: str) -> None:
+        """Print it as one line."""
+        line: dict[str, Any] = {"benchmark": benchmark, "setting": {"part": part, **self.setting}}
+        line |= {"metric": self.metric, "ours": _short(self.value)}
+        if self.limit is not None:
+            line["limit"] = self.limit
+        if self.measured:
+            line["measured"] = _shortened(self.measured)
+        print(json.dumps(line), flush=True)
 
 
 def tell(words: str) -> None:
@@ -191,6 +219,10 @@ def memory(name: str) -> int:
     """Return bytes that the kernel counts for this process, such as ``VmRSS``."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) << 10
+
+
+def _shortened(more: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _short(value) if isinstance(value, float) else value for name, value in more.items()}
 
 
 def _short(value: float) -> float:

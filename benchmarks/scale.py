@@ -1,0 +1,36 @@
+"""What grows with ranks, files, rows or jobs: one real part among simulated ones, and a JSON line for each result."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+from benchmarks import scale_step
+from benchmarks.measure import Result
+
+RESULTS: Mapping[str, Callable[[bool], Iterator[Result]]] = {
+    **{f"step/{ranks}": partial(scale_step.host_time, ranks) for ranks in scale_step.MAX_HOST_MS}
+}
+"""By the name that ``--only`` matches; each is told whether to be quick."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; return 1 if a result exceeds its limit."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small sizes: does it run here?")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help=f"one of {', '.join(RESULTS)}, or a pattern")
+    options = parser.parse_args(arguments)
+    kept = True
+    for name, measure in RESULTS.items():
+        if fnmatch.fnmatch(name, options.only):
+            for result in measure(options.quick):
+                result.show("scale", name)
+                kept = kept and result.is_kept
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
