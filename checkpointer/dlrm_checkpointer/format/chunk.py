@@ -61,7 +61,7 @@ def encode_rows(coded: CodedRows, table: TableMeta | None = None) -> memoryview:
     version = KEYED_OBJECT_VERSION if table is not None and table.needs_version_3 else OBJECT_VERSION
     arrays, coding = _encode_keys(coded.row_ids) if is_keyed else (_encode_ids(coded.row_ids), {})
     if coded.is_gone:
-        return _save(arrays, "gone", meta | coding, version)
+        return save_arrays(arrays, "gone", meta | coding, version)
     arrays["state"] = coded.state
     if table is not None and table.row_values:
         own = coded.state.shape[1] - len(table.row_values)
@@ -77,7 +77,7 @@ def encode_rows(coded: CodedRows, table: TableMeta | None = None) -> memoryview:
         arrays["rows"] = coded.body
     if form.columns is not None:
         coding |= {"columns": form.columns}
-    return _save(arrays, "rows", {"bits": form.bits, "exponent": form.exponent, **meta, **coding}, version)
+    return save_arrays(arrays, "rows", {"bits": form.bits, "exponent": form.exponent, **meta, **coding}, version)
 
 
 def decode_rows(body: Body, key: str) -> CodedRows:
@@ -86,7 +86,7 @@ def decode_rows(body: Body, key: str) -> CodedRows:
     Raises:
         SnapshotError: names the object and what is wrong with it.
     """
-    meta, arrays = _load(body, key, "rows", "gone")
+    meta, arrays = load_arrays(body, key, "rows", "gone")
     with refusing(key, f"not a chunk of {meta['kind']} as the format says"):
         return _coded_rows(meta, arrays)
 
@@ -175,7 +175,7 @@ def _words(state: NDArray[np.float32]) -> NDArray[np.uint32]:
 
 def encode_row_numbers(table: str, row_ids: NDArray[np.int64]) -> memoryview:
     """Encode 1 to ``MAX_ROW_NUMBERS`` strictly ascending row numbers. Equal ones give equal bytes."""
-    return _save(_encode_ids(row_ids), "row-numbers", {"table": table, **_ids_meta(row_ids)})
+    return save_arrays(_encode_ids(row_ids), "row-numbers", {"table": table, **_ids_meta(row_ids)})
 
 
 def decode_row_numbers(body: Body, key: str, table: str, rows: int) -> NDArray[np.int64]:
@@ -184,7 +184,7 @@ def decode_row_numbers(body: Body, key: str, table: str, rows: int) -> NDArray[n
     Raises:
         SnapshotError: names the object and what is wrong with it.
     """
-    meta, arrays = _load(body, key, "row-numbers")
+    meta, arrays = load_arrays(body, key, "row-numbers")
     with refusing(key, "not row numbers as the format says"):
         if meta["table"] != table:
             raise ValueError(f"is of table {meta['table']}, not {table}")
@@ -203,7 +203,7 @@ def encode_dense(arrays: Mapping[str, NDArray[Any]]) -> memoryview:
     for name, array in arrays.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise SnapshotError(f"dense {name} holds a value that is not finite: the cut is not stored")
-    return _save(arrays, "dense", {})
+    return save_arrays(arrays, "dense", {})
 
 
 def decode_dense(body: Body, key: str) -> dict[str, NDArray[Any]]:
@@ -212,7 +212,7 @@ def decode_dense(body: Body, key: str) -> dict[str, NDArray[Any]]:
     Raises:
         SnapshotError: names the object and what is wrong with it.
     """
-    return {name: array.copy() for name, array in _load(body, key, "dense")[1].items()}
+    return {name: array.copy() for name, array in load_arrays(body, key, "dense")[1].items()}
 
 
 def _encode_ids(row_ids: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
@@ -303,7 +303,7 @@ def _ids_meta(row_ids: NDArray[np.int64]) -> dict[str, int]:
     return {"firstRow": int(row_ids[0]), "rows": len(row_ids)}
 
 
-def _save(
+def save_arrays(
     arrays: Mapping[str, NDArray[Any]], kind: str, meta: Mapping[str, Any], version: int = OBJECT_VERSION
 ) -> memoryview:
     """Encode as the safetensors library does, byte for byte, with one copy where the library makes three."""
@@ -329,7 +329,7 @@ def _save(
     return body.data
 
 
-def _load(body: Body, key: str, *kinds: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+def load_arrays(body: Body, key: str, *kinds: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """Return metadata and arrays (views of ``body``); the library would copy, and hides the metadata."""
     with refusing(key, "not a safetensors container of this format"):
         length = int.from_bytes(body[:HEADER_LENGTH_BYTES], "little")

@@ -20,6 +20,7 @@ from dlrm_checkpointer.format.attempts import (
     newest_attempt,
     read_attempts,
 )
+from dlrm_checkpointer.format.data_index import INDEXES, index_prefix
 from dlrm_checkpointer.format.manifest import (
     CHUNKS,
     MANIFESTS,
@@ -104,6 +105,8 @@ class StoredSnapshot:
     """Whether it can be read, and misses no object if that was checked."""
     newer: str = ""
     """The error if a newer version wrote it, else empty."""
+    data_index: str = ""
+    """Fingerprint of the index of its data; empty if it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +281,7 @@ class Retention:
             below=tuple(link.name for link in manifest.chain),
             objects=KeySet(entry.key for entry in manifest.objects),
             readable=not self._present or self._is_present(name),
+            data_index=str(manifest.cut.reader.get("dataIndex", "")),
         )
 
     def _is_present(self, name: SnapshotName) -> bool:
@@ -315,6 +319,12 @@ class Retention:
 
         for kind in (PARTS, CHUNKS):
             self._remove(info.key for info in store.list(kind) if goes(info))
+        # A newer attempt may have stored an index that no snapshot names yet.
+        last = max(found, key=lambda each: each.name.recency, default=None)
+        if last is not None and last.data_index:
+            own, others = index_prefix(last.data_index), store.list(INDEXES)
+            old = (info for info in others if now - info.modified >= self._policy.orphan_s)
+            self._remove(info.key for info in old if not info.key.startswith(own))
         self._incomplete = frozenset(name for name, count in missing.items() if count)
         store.sweep_uploads(ABANDONED_UPLOAD_S)
         ended, longest = time.monotonic(), self._policy.orphan_s

@@ -96,6 +96,7 @@ class Model:
     """Step of each row's last update; 0: none."""
     dense: dict[str, NDArray[Any]] = field(default_factory=dict)
     step: int = 0
+    data_index: str = ""
 
     def __post_init__(self) -> None:
         for each in self.tables:
@@ -142,7 +143,8 @@ class Model:
             attempt=attempt,
             parent=parent,
             time=1_000.0 * self.step,
-            reader={"next_batch": self.step, "fingerprint": {"files": [["a", 1]]}, "seed": 7},
+            reader={"next_batch": self.step, "fingerprint": {"files": [["a", 1]]}, "seed": 7}
+            | ({"dataIndex": self.data_index} if self.data_index else {}),
             model={"tables": [each.to_json() for each in self.tables], "rowOptimizer": "rowwise-adagrad"},
             metrics={"ne": 0.9},
         )
