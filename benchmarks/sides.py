@@ -70,6 +70,8 @@ class Trained:
         self._step_count = 0
         self.period = MaintenancePeriod.begin("auto", None) if shape.hash == "unique" or shape.keep else None
         """Of maintenance."""
+        if self.period is not None:
+            self.learner.embeddings.begin_period(self.period)
         self.maintenance_s: list[float] = []
         self._steps = self._ahead()
         self._started = False

@@ -137,8 +137,8 @@ class DimensionSpec(ApiModel):
         (),
         max_length=MAX_SIZES,
         description="Numbers of columns that a row may have, ascending; the last one is dim. The columns that a row "
-        "lacks read as zeros. It starts with the last number but one. Default: a quarter, half and all of dim, rounded "
-        "to multiples of 4.",
+        "lacks read as zeros. It starts with dim, or with fewer where new rows would take more than keepBytes allows. "
+        "Default: a quarter, half and all of dim, rounded to multiples of 4.",
     )
 
     rules = (

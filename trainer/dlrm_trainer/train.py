@@ -150,9 +150,7 @@ class Training:
                     f"the job has {schedule.total_steps:,} steps; with embedding.hash unique set at most {MAX_STEP:,}",
                 )
             self.period = MaintenancePeriod.begin(model.maintenance_steps, metrics.get("maintenance"))
-            if gang.rank == 0:
-                assembly.learner.embeddings.begin_period(LookupCounts(self.period.lookups, self.period.without_row))
-            assembly.learner.embeddings.tables.start_lower(self.period.steps_down)
+            assembly.learner.embeddings.begin_period(self.period)
             self.board.update(maintenance_steps=self.period.steps)
         self.cuts = CutDriver(assembly, restored.attempt, restored.held_step)
 

@@ -299,9 +299,17 @@ class Embeddings:
         """Return this rank's lookups in unique tables since the last maintenance."""
         return self.tables.lookups
 
-    def begin_period(self, counts: LookupCounts) -> None:
-        """Count lookups from here on; a snapshot's counts are one rank's alone."""
-        self.tables.lookups = counts
+    def begin_period(self, period: MaintenancePeriod) -> None:
+        """Go on with a period, at a snapshot or at the start."""
+        if self._collectives.rank == 0:
+            # A snapshot has the counts of all ranks.
+            self.tables.lookups = LookupCounts(period.lookups, period.without_row)
+        if (sizes := self.tables.sizes) is not None:
+            steps_down = period.steps_down
+            if not period.slab_rows:
+                new_rows = sizes.new_rows([0] * len(sizes.kinds), None, period.steps, period.steps)
+                steps_down = sizes.steps_down(0, new_rows)
+            self.tables.start_lower(steps_down)
 
     def maintain(self, step: int, period: MaintenancePeriod) -> MaintenancePeriod:
         """Evict and resize rows after the update of a step, and return the period that begins then.
@@ -320,18 +328,18 @@ class Embeddings:
 
         ``held`` are ``slab_rows`` of all ranks.
         """
-        used = sizes.bytes_of(held.tolist())
+        used, ends = sizes.bytes_of(held.tolist()), np.cumsum([len(kind.sizes) + 1 for kind in sizes.kinds])[:-1]
         # Since the last maintenance rows have come to slabs, but none has left one for another.
         # A snapshot may have counted other sizes.
         last = np.array(ended.slab_rows if len(ended.slab_rows) == len(held) else (0,), np.int64)
-        ends = np.cumsum([len(kind.sizes) + 1 for kind in sizes.kinds])[:-1]
-        new_rows = [int(max(0, each.sum())) for each in np.split(held - last, ends)]
-        if sizes.is_due(step, ended.last_step, ended.steps, used):
+        of_kinds, came = ([int(each.sum()) for each in np.split(rows, ends)] for rows in (held, held - last))
+        new_rows = sizes.new_rows(of_kinds, [max(0, each) for each in came], begun.steps, step - ended.last_step)
+        if sizes.is_due(step, ended.last_step, ended.steps, used + sizes.bytes_of_new(new_rows)):
             counts = self._summed(self.tables.count_sizes(step))
-            self.cut_off = find_cut_off(sizes.kinds, counts, sizes.budget)
+            self.cut_off = find_cut_off(sizes.kinds, counts, sizes.budget_before(new_rows))
             self.tables.resize(step, self.cut_off)
-            of_kinds = zip(sizes.kinds, counts, strict=True)
-            held = np.concatenate([kind.held_at(each, self.cut_off) for kind, each in of_kinds])
+            kinds = zip(sizes.kinds, counts, strict=True)
+            held = np.concatenate([kind.held_at(each, self.cut_off) for kind, each in kinds])
             used = sizes.bytes_of(held.tolist())
         steps_down = sizes.steps_down(used, new_rows)
         self.tables.start_lower(steps_down)

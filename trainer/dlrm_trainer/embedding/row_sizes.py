@@ -29,6 +29,8 @@ MOVES_PER_HALF_LIFE = 32
 """Rows move so many times in a half-life, at most in every maintenance."""
 QUIET_PERIODS = 4
 """No row moves in the first periods of maintenance: utilities say little yet."""
+MAX_NEW_ROWS_RATIO = 2
+"""A period may have as many times the new rows of the one before, where not any number of them is within limits."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class RowSizes:
     """1: rows keep their first columns until their id leaves."""
 
     def start_class(self, steps_down: int) -> int:
-        """Return the class in which rows start: the last but one, or so many steps below it."""
-        return max(1, len(self.sizes) - 1 - steps_down)
+        """Return the class in which rows start: that of all columns, or so many steps below it."""
+        return max(1, len(self.sizes) - steps_down)
 
     @cached_property
     def bins(self) -> tuple[int, ...]:
@@ -110,6 +112,10 @@ class ModelSizes:
 
     kinds: tuple[RowSizes, ...]
     """Different ones, in the model's order."""
+    rows: tuple[int, ...]
+    """Of each kind, at most."""
+    step_rows: tuple[int, ...]
+    """Of each kind, that a batch can look up at most."""
     budget: int
     """Bytes that rows may take in slabs."""
     half_life: int
@@ -125,14 +131,17 @@ class ModelSizes:
         sized = [table for table in tables if table.has_sizes]
         if not sized:
             return None
-        budget, rows, looked_up = 0, 0, 0.0
+        budget, looked_up = 0, 0.0
+        rows = dict.fromkeys((sizes_of(table, optimizer) for table in sized), 0)
+        step_rows = dict(rows)
         for table in sized:
+            kind, features = sizes_of(table, optimizer), len(table.sources)
             budget += _slab_bytes(table, optimizer).budget(table.held_rows)
-            rows += table.held_rows
-            looked_up += (table.lookups or table.max_lookups) * len(table.sources)
-        kinds = tuple(dict.fromkeys(sizes_of(table, optimizer) for table in sized))
-        half_life = max(MIN_HALF_LIFE_STEPS, int(HALF_LIFE_LOOKUPS * rows / looked_up / batch_size))
-        return cls(kinds, budget, half_life, first_step)
+            rows[kind] += table.held_rows
+            step_rows[kind] += min(table.held_rows, batch_size * table.max_lookups * features)
+            looked_up += (table.lookups or table.max_lookups) * features
+        half_life = max(MIN_HALF_LIFE_STEPS, int(HALF_LIFE_LOOKUPS * sum(rows.values()) / looked_up / batch_size))
+        return cls(tuple(rows), tuple(rows.values()), tuple(step_rows.values()), budget, half_life, first_step)
 
     @property
     def limit(self) -> int:
@@ -144,18 +153,50 @@ class ModelSizes:
         row_bytes = [size for kind in self.kinds for size in (0, *kind.row_bytes)]
         return sum(size * rows for size, rows in zip(row_bytes, held, strict=True))
 
+    def new_rows(self, held: Sequence[int], last_new: Sequence[int] | None, steps: int, last_steps: int) -> list[int]:
+        """Return how many new rows of each kind to expect in a period of so many steps.
+
+        That is as many as there can be, if rows with a budget's bytes leave space for twice as many, else at most
+        ``MAX_NEW_ROWS_RATIO`` as many per step as in the period before. So only new rows whose number more than doubles
+        can exceed the limit, and only there.
+
+        Args:
+            held: rows of each kind in slabs.
+            last_new: those that came in the period before, None if it is unknown.
+            steps: of the period.
+            last_steps: of the period before.
+        """
+        bounds = zip(self.rows, held, self.step_rows, strict=True)
+        most = [min(rows - has, each * steps) for rows, has, each in bounds]
+        if last_new is None or 2 * self.bytes_of_new(most) <= self.limit - self.budget:
+            return most
+        ratios = (-(-MAX_NEW_ROWS_RATIO * each * steps // last_steps) for each in last_new)
+        return list(map(min, most, ratios))
+
+    def bytes_of_new(self, new_rows: Sequence[int], steps_down: int = 0) -> int:
+        """Return the bytes of new rows of each kind that start so many classes lower."""
+        starts = (kind.row_bytes[kind.start_class(steps_down) - 1] for kind in self.kinds)
+        return sum(size * rows for size, rows in zip(starts, new_rows, strict=True))
+
     def steps_down(self, used: int, new_rows: Sequence[int]) -> int:
-        """Return how many classes lower rows start, so that as many new rows of each kind again are within limits."""
+        """Return how many classes lower rows start, so that new rows of each kind are within limits."""
         for steps in range(MAX_SIZES):
-            starts = (kind.row_bytes[kind.start_class(steps) - 1] for kind in self.kinds)
-            if used + sum(size * rows for size, rows in zip(starts, new_rows, strict=True)) <= self.limit:
+            if used + self.bytes_of_new(new_rows, steps) <= self.limit:
                 return steps
         return MAX_SIZES
+
+    def budget_before(self, new_rows: Sequence[int]) -> int:
+        """Return the bytes that rows may keep in a maintenance before new ones with all columns.
+
+        Never less than half of the budget: then new rows start lower.
+        """
+        return max(self.budget // 2, min(self.budget, self.limit - self.bytes_of_new(new_rows)))
 
     def is_due(self, step: int, last_step: int, period_steps: int, used: int) -> bool:
         """Return whether rows move in the maintenance after a step.
 
-        ``last_step`` is that of the maintenance before, and ``used`` the bytes that rows take.
+        ``last_step`` is that of the maintenance before, and ``used`` the bytes that rows take, new ones that are to
+        come included.
         """
         if used > self.limit:
             return True

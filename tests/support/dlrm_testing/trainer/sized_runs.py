@@ -240,7 +240,7 @@ def train_sized(
     edges = [SAMPLES * each // size for each in range(size + 1)]
     first = 0 if saved is None else saved.step
     period = MaintenancePeriod.begin(PERIOD, None if saved is None else saved.period.model_dump())
-    embeddings.tables.start_lower(period.steps_down)
+    embeddings.begin_period(period)
     cuts = None if cut_seed is None else CutImages(embeddings.saved, cut_seed)
     states, found, buffer = [], [], torch.zeros(embeddings.gradient_elements)
     for number in range(first, steps):
@@ -332,10 +332,9 @@ class Replay:
             ReplayTable(table, sizes_of(table, OPTIMIZER.kind)) if table.has_sizes else None
             for table in spec.all_tables()
         ]
-        for table in filter(None, self.tables):
-            table.start_class = table.sizes.start_class(0)
         self._last = [0] * len(sizes.kinds)
         self.moved = self.lowered = 0
+        self._start(0, sizes.new_rows(self._last, None, PERIOD, PERIOD))
 
     def step(self, number: int) -> None:
         """Update the rows of a batch, and resize rows where a maintenance is due."""
@@ -359,12 +358,17 @@ class Replay:
 
     def _maintain(self, step: int, half_life: float) -> None:
         held = self._held()
-        new_rows = [sum(here) - before for here, before in zip(held, self._last, strict=True)]
-        if self.sizes.is_due(step, step - PERIOD, PERIOD, self._used(held)):
-            self._resize(step, half_life)
+        came = [sum(here) - before for here, before in zip(held, self._last, strict=True)]
+        new_rows = self.sizes.new_rows(list(map(sum, held)), came, PERIOD, PERIOD)
+        coming = self.sizes.bytes_of_new(new_rows)
+        if self.sizes.is_due(step, step - PERIOD, PERIOD, self._used(held) + coming):
+            self._resize(step, half_life, self.sizes.budget_before(new_rows))
             held = self._held()
         self._last = list(map(sum, held))
-        steps_down = self.sizes.steps_down(self._used(held), new_rows)
+        self._start(self._used(held), new_rows)
+
+    def _start(self, used: int, new_rows: list[int]) -> None:
+        steps_down = self.sizes.steps_down(used, new_rows)
         self.lowered += steps_down > 0
         for table in filter(None, self.tables):
             table.start_class = table.sizes.start_class(steps_down)
@@ -381,12 +385,12 @@ class Replay:
                     found[self.sizes.kinds.index(table.sizes)][table.sizes.sizes.index(row.columns) + 1] += 1
         return found
 
-    def _resize(self, step: int, half_life: float) -> None:
+    def _resize(self, step: int, half_life: float, budget: int) -> None:
         counts = [np.zeros((len(kind.sizes) + 1, BINS), np.int64) for kind in self.sizes.kinds]
         for table in filter(None, self.tables):
             for _, present, at in table.bins(step, half_life):
                 counts[self.sizes.kinds.index(table.sizes)][present, at] += 1
-        cut_off = find_cut_off(self.sizes.kinds, counts, self.sizes.budget)
+        cut_off = find_cut_off(self.sizes.kinds, counts, budget)
         for table in filter(None, self.tables):
             targets = table.sizes.targets(cut_off)
             for row, present, at in table.bins(step, half_life):

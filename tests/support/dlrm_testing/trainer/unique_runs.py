@@ -325,6 +325,7 @@ def train_unique(
     numbered = (type(each)(**{**vars(each), "number": number}) for number, each in enumerate(batches, first))
     buffer, without_row = torch.zeros(embeddings.gradient_elements), 0
     period = period or MaintenancePeriod.begin(PERIOD, None)
+    embeddings.begin_period(period)
     periods = []
     for prepared in prepared_ahead(
         numbered,

@@ -90,6 +90,37 @@ def test_targets_have_every_class_of_a_table(kind: RowSizes) -> None:
     assert kind.bins == tuple(round(32 * np.log2(size / kind.sizes[0])) for size in kind.sizes)
 
 
+@given(seed=st.integers(0, 2**32 - 1), is_bounded=st.booleans(), spread=st.sampled_from([1, 30, 400]))
+def test_rows_stay_within_limits_while_new_ones_start_with_all_columns(
+    seed: int, is_bounded: bool, spread: int
+) -> None:
+    random, (kind, steps), rows = np.random.default_rng(seed), (KINDS[0], 8), 100_000
+    # Where batches are large, the number of new rows at most doubles.
+    sizes = ModelSizes((kind,), (rows,), (80 if is_bounded else 2_000,), 28 * rows, half_life=100, first_step=0)
+    counts, came, starts = np.zeros((4, BINS), np.int64), 0, []
+    new_rows = sizes.new_rows([0], None, steps, steps)
+    steps_down = sizes.steps_down(0, new_rows)
+
+    for _ in range(60):
+        starts.append(steps_down)
+        came = int(random.integers(0, new_rows[0] + 1)) if random.random() < 0.5 else new_rows[0]
+        bins = np.clip(random.normal(BINS / 2, spread, came), 0, BINS - 1).astype(np.int64)
+        np.add.at(counts[kind.start_class(steps_down)], bins, 1)
+        held = counts.sum(axis=1)
+        used = sizes.bytes_of(held.tolist())
+        assert used <= sizes.limit
+        new_rows = sizes.new_rows([int(held[1:].sum())], [came], steps, steps)
+        assert new_rows[0] <= (80 * steps if is_bounded else 2 * came)
+        if sizes.is_due(0, 0, steps, used + sizes.bytes_of_new(new_rows)):
+            targets = kind.targets(find_cut_off([kind], [counts], sizes.budget_before(new_rows)))
+            counts = np.stack([np.where(targets == each, counts, 0).sum(axis=0) for each in range(4)])
+            used = sizes.bytes_of(counts.sum(axis=1).tolist())
+            assert used <= sizes.budget
+        steps_down = sizes.steps_down(used, new_rows)
+
+    assert not (is_bounded and any(starts))
+
+
 @pytest.fixture(scope="module")
 def alone() -> SizedRun:
     return train_sized(ALONE, model())
@@ -120,13 +151,17 @@ def test_bytes_of_rows_fit_what_tables_keep(alone: SizedRun) -> None:
     assert sizes is not None
     assert sizes.is_due(STEPS, STEPS - PERIOD, PERIOD, 0)
 
-    taken = 0
-    for table in model().all_tables():
-        if table.has_sizes:
-            columns, kind = alone.states[-1][table.name].columns, sizes_of(table, OPTIMIZER.kind)
-            taken += sum(kind.row_bytes[kind.sizes.index(size)] for size in columns.tolist() if size > 0)
+    taken = []
+    for states in alone.states:
+        found = 0
+        for table in model().all_tables():
+            if table.has_sizes:
+                columns, kind = states[table.name].columns, sizes_of(table, OPTIMIZER.kind)
+                found += sum(kind.row_bytes[kind.sizes.index(size)] for size in columns.tolist() if size > 0)
+        taken.append(found)
 
-    assert 0.7 * sizes.budget < taken <= sizes.budget
+    assert max(taken) <= sizes.limit
+    assert 0.7 * sizes.budget < taken[-1] <= sizes.budget
 
 
 def test_rows_that_may_only_have_all_columns_are_those_of_a_table_without_sizes() -> None:

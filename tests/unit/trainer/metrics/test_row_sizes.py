@@ -23,6 +23,7 @@ def test_a_run_shows_what_its_rows_take() -> None:
     options = EmbeddingOptions(optimizer=OPTIMIZER, seed=SEED, global_batch_size=SAMPLES, tier_dir=None)
     embeddings, period = Embeddings(placement, collectives, options), MaintenancePeriod.begin(PERIOD, None)
     counters = RankCounters(placement, 0, SharedCounters(plan(spec, 1), [0]).blocks[0])
+    embeddings.begin_period(period)
     for part in embeddings.local:
         part.start(SEED)
     for number in range(STEPS):
