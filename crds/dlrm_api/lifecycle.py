@@ -11,7 +11,7 @@ from pydantic import Field
 
 from dlrm_api.base import ApiModel, Rule, positive
 from dlrm_api.fields import ClassName, Duration
-from dlrm_api.names import USER_ERROR_CODES, ExitCode
+from dlrm_api.names import RECOVERABLE_CODES, USER_ERROR_CODES, ExitCode
 
 RestartAction = Literal["fail", "restart", "restart-free"]
 JITTER = 0.25
@@ -58,28 +58,39 @@ class RestartSpec(ApiModel):
     )
 
 
+def final_codes(*, trained: bool) -> frozenset[int]:
+    """Return the exit codes after which a retry would only fail again.
+
+    ``trained``: the job has done a step. Its files were found and its rights sufficed then, so a missing file or a
+    refusal may pass.
+    """
+    return USER_ERROR_CODES - RECOVERABLE_CODES if trained else USER_ERROR_CODES
+
+
 def restart_action(
-    code: int, spec: RestartSpec, *, disrupted: bool, fatal: Collection[int] = USER_ERROR_CODES
+    code: int, spec: RestartSpec, *, disrupted: bool, trained: bool, fatal: Collection[int] = ()
 ) -> RestartAction:
     """Return what follows a trainer's nonzero exit code: the job's rules, then its built-in meaning.
 
-    ``disrupted``: the process was stopped from outside, for example by a node drain. After one of the ``fatal`` codes a
-    restart would fail again.
+    ``disrupted``: the process was stopped from outside, for example by a node drain; no reason for a missing file or a
+    refusal, which are charged. ``trained``: see ``final_codes``. After one of the ``fatal`` codes, too, a restart would
+    fail again.
     """
     for rule in spec.rules_by_exit_code:
         if code in rule.exit_codes:
             return rule.action
-    if code in fatal:
+    if code in fatal or code in final_codes(trained=trained):
         return "fail"
-    return "restart-free" if disrupted else "restart"
+    return "restart-free" if disrupted and code not in RECOVERABLE_CODES else "restart"
 
 
 def codes_without_restart(spec: RestartSpec) -> list[int]:
     """Return the exit codes after which a trainer container must not restart in its pod, sorted.
 
-    After a device error the pod's devices are in doubt.
+    After a device error the pod's devices are in doubt. Those that are final only before the first step are among
+    them: the next attempt comes after a backoff, in new pods, perhaps on a node with the right clock.
     """
-    codes = {code for code in range(1, 256) if restart_action(code, spec, disrupted=False) == "fail"}
+    codes = {code for code in range(1, 256) if restart_action(code, spec, disrupted=False, trained=False) == "fail"}
     return sorted(codes | {ExitCode.DONE, ExitCode.DEVICE})
 
 

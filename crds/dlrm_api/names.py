@@ -31,7 +31,9 @@ class ExitCode(enum.IntEnum):
 USER_ERROR_CODES = frozenset(
     {ExitCode.USAGE, ExitCode.BAD_DATA, ExitCode.NO_INPUT, ExitCode.NO_PERMISSION, ExitCode.BAD_CONFIG}
 )
-"""Exit codes after which a retry would only fail again."""
+"""Exit codes of what only a user can correct."""
+RECOVERABLE_CODES = frozenset({ExitCode.NO_INPUT, ExitCode.NO_PERMISSION})
+"""Those that may also be transient: a role that propagates, a listing that lags, a node's wrong clock."""
 
 
 class Label:

@@ -52,7 +52,7 @@ MAX_SIDECAR_RESTARTS = 5
 SIDECAR_SETTLE_S = 10.0
 """A sidecar ends with 0 when its trainers did. If they still run this long after it, it ended by mistake."""
 FATAL_CODES = USER_ERROR_CODES | {ExitCode.DEVICE}
-"""Unlike in a cluster, the next attempt gets the same disk: a full or failing one ends the job at once."""
+"""Exit codes after which a sidecar is not restarted alone."""
 ERRORS: Mapping[int, type[DLRMError]] = {
     error.exit_code: error
     for error in (UsageError, BadDataError, NoInputError, DeviceError, TemporaryError, NoPermissionError)

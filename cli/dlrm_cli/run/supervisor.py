@@ -23,13 +23,16 @@ from dlrm_api.names import USER_ERROR_CODES, Container, ExitCode
 from dlrm_api.progress import CheckpointerProgress, Progress, SnapshotInfo
 from dlrm_cli.run.appdef import PROGRAMS, LocalGang, free_ports
 from dlrm_cli.run.history import MAX_WORDS, Ended, Failure, History, Recorder, Seen, Started, Then, Watch
-from dlrm_cli.run.process import FATAL_CODES, POLL_INTERVAL_S, ProcessExit, RunningGang
+from dlrm_cli.run.process import POLL_INTERVAL_S, ProcessExit, RunningGang
 from dlrm_cli.run.workdir import WorkDir
 
 PEERS_GRACE_S = 20.0
 """Time for the rest of a gang to end after one process failed: ranks notice by their broken connections."""
 CAUSE_GRACE_S = 5.0
 """Time for a blamed peer to end and say why, after a trainer failed because of it."""
+
+FATAL_DEVICES = frozenset({ExitCode.DEVICE})
+"""Unlike in a cluster, the next attempt gets the same disk: a full or failing one ends the job at once."""
 
 BLAME_ORDER: Mapping[int, int] = {
     **dict.fromkeys(USER_ERROR_CODES, 0),
@@ -55,9 +58,10 @@ class LocalRestarts:
     committed_step: int | None = None
     """Newest committed step when a gang last failed."""
 
-    def action(self, code: int) -> RestartAction:
-        """Return what follows when a gang ends with an exit code."""
-        return restart_action(code, self.spec, disrupted=code == ExitCode.TERMINATED, fatal=FATAL_CODES)
+    def action(self, code: int, *, trained: bool) -> RestartAction:
+        """Return what follows when a gang ends with an exit code; ``trained``: the job has done a step."""
+        disrupted = code == ExitCode.TERMINATED
+        return restart_action(code, self.spec, disrupted=disrupted, trained=trained, fatal=FATAL_DEVICES)
 
     def take(self, action: RestartAction, committed_step: int | None) -> tuple[LocalRestarts, float] | None:
         """Return the counts after one more restart and the wait before it (s), or None if the budget is spent.
@@ -149,6 +153,8 @@ class Supervisor:
     """Newest snapshot that a sidecar reported to have committed in this run."""
     noted: set[str] = field(default_factory=set)
     """Notes of trainers that were shown."""
+    trained: bool = False
+    """Whether the job has done a step, in this run or an earlier one."""
     unusable: int = 0
     """Newer snapshots that an attempt of this run could not use when it started."""
     _history: History = field(init=False, repr=False)
@@ -174,6 +180,8 @@ class Supervisor:
         restarts = LocalRestarts(spec=self.job.spec.lifecycle.restart)
         while not self.stop.count:
             cause = self._run_attempt()
+            # The next attempt drops the lines of steps that it repeats.
+            self.trained = self.trained or self.workdir.has_steps()
             if self.stop.is_at_once():
                 return "stopped"
             if cause is None:
@@ -191,7 +199,7 @@ class Supervisor:
 
     def _take_restart(self, cause: ProcessExit, restarts: LocalRestarts) -> tuple[LocalRestarts, float]:
         """Charge one restart, or raise the error that ends the run."""
-        action = restarts.action(cause.code)
+        action = restarts.action(cause.code, trained=self.trained)
         if action == "fail":
             self._record_failure(cause, "job failed")
             raise cause.error()

@@ -65,6 +65,10 @@ class WorkDir:
         names = [entry.name for entry in logs.iterdir()] if logs.is_dir() else []
         return max((int(name) for name in names if ATTEMPT.fullmatch(name)), default=0)
 
+    def has_steps(self) -> bool:
+        """Return whether rank 0 has recorded a step."""
+        return self.progress.is_file() and self.progress.stat().st_size > 0
+
     def prepare_attempt(self, attempt: int, replicas: int) -> None:
         """Give an attempt empty hand-off directories, no old termination messages and a new token."""
         for folder in ("handoff", "termination"):

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Literal
 
 from dlrm_api import names
-from dlrm_api.lifecycle import RestartAction, RestartSpec, restart_action
+from dlrm_api.lifecycle import RestartAction, RestartSpec, final_codes, restart_action
 from dlrm_api.names import USER_ERROR_CODES, ExitCode
 from dlrm_api.status import FailureEvidence
 from dlrm_operator.reconcile import health
@@ -77,7 +77,9 @@ def judge(gang: Gang, restart: RestartSpec, now: datetime) -> AttemptOutcome:
     committed = gang.committed_step
     if gang.finished and committed is not None and committed >= gang.final_step:
         return AttemptOutcome("succeeded")
-    ends = [end for pod in gang.pods.values() if (end := _trainer_end(pod, restart) or _pod_end(pod))]
+    trained = gang.has_trained
+    found = (_trainer_end(pod, restart, trained) or _pod_end(pod, trained) for pod in gang.pods.values())
+    ends = [end for end in found if end]
     for index in gang.missing() if gang.whole else ():
         ends.append(_missing_pod_outcome(gang, index, Reason.POD_DELETED, "was deleted while its attempt was running"))
     lost = next((pod for pod in gang.pods.values() if pod.lost_since is not None and not pod.ended), None)
@@ -93,12 +95,12 @@ def judge(gang: Gang, restart: RestartSpec, now: datetime) -> AttemptOutcome:
     return _unsaved(gang, now) if gang.finished else ONGOING
 
 
-def _trainer_end(pod: PodSeen, restart: RestartSpec) -> AttemptOutcome | None:
+def _trainer_end(pod: PodSeen, restart: RestartSpec, trained: bool) -> AttemptOutcome | None:
     trainer = pod.trainer
     if trainer is None or not trainer.exit_code:
         return None
     code, starved = trainer.exit_code, trainer.reason == OUT_OF_MEMORY
-    result = restart_action(code, restart, disrupted=is_disrupted(pod))
+    result = restart_action(code, restart, disrupted=is_disrupted(pod), trained=trained)
     symptom = result == "restart" and code in SYMPTOMS and not starved
     evidence = _trainer_evidence(pod, trainer, code)
     of_process = not starved and not is_disrupted(pod)
@@ -112,13 +114,14 @@ def _trainer_end(pod: PodSeen, restart: RestartSpec) -> AttemptOutcome | None:
     )
 
 
-def _pod_end(pod: PodSeen) -> AttemptOutcome | None:
+def _pod_end(pod: PodSeen, trained: bool) -> AttemptOutcome | None:
     """Classify the failure of a pod if its trainer container did not fail."""
     sidecar = pod.checkpointer
     if sidecar is not None:
         for code in (sidecar.exit_code, sidecar.last_exit_code):
             if code in USER_ERROR_CODES:
-                return AttemptOutcome("fail", _checkpointer_evidence(pod, code, ""))
+                result: RestartAction = "fail" if code in final_codes(trained=trained) else "restart"
+                return AttemptOutcome(result, _checkpointer_evidence(pod, code, ""))
         # After the first OOM kill the kubelet restarts it at once.
         if sidecar.waiting_reason == health.CRASH_LOOP and sidecar.last_reason == OUT_OF_MEMORY:
             evidence = _checkpointer_evidence(pod, sidecar.last_exit_code or 0, OUT_OF_MEMORY)

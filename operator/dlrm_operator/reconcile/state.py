@@ -449,6 +449,11 @@ class Gang:
         left = [pod.trainer.termination for pod in self.pods.values() if pod.trainer]
         return max((said.step for said in left if said and said.step is not None), default=self.last_step)
 
+    @property
+    def has_trained(self) -> bool:
+        """Return whether a step of the job is known, of this attempt or an earlier one."""
+        return max(self.last_step, self.final_step, self.committed_step or 0) > 0
+
 
 def current_gang(observed: Observed, status: DLRMJobStatus) -> Gang:
     """Return the gang of the status' attempt, without pods of other owners or attempts."""

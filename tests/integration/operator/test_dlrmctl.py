@@ -397,8 +397,8 @@ def test_a_failed_job_is_resumed_as_it_is(
     api_types: ControlPlane, namespace: str, dlrmctl: Dlrmctl, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
     job = JobDriver(api_types.api, namespace, job_document("ads"))
-    denied = TerminationMessage(exit_code=77, reason="NoPermission", message="403 from the bucket", rank=0)
-    kubelet.end_trainer(gang_trains(kubelet, job, 1, step=50, committed=50)[0], 77, denied)
+    denied = TerminationMessage(exit_code=65, reason="BadData", message="a.tsv:3: ragged", rank=0)
+    kubelet.end_trainer(gang_trains(kubelet, job, 1, step=50, committed=50)[0], 65, denied)
     job.until("Failed")
 
     dlrmctl("resume", "ads")

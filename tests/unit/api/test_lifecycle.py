@@ -11,32 +11,38 @@ from dlrm_api.lifecycle import (
     backoff_s,
     restart_action,
 )
-from dlrm_api.names import USER_ERROR_CODES, ExitCode
+from dlrm_api.names import RECOVERABLE_CODES, USER_ERROR_CODES, ExitCode
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("disrupted", [False, True])
 @pytest.mark.parametrize("code", sorted(USER_ERROR_CODES))
-def test_user_errors_fail_even_after_a_disruption(code: int) -> None:
-    assert restart_action(code, RestartSpec(), disrupted=True) == "fail"
+def test_user_errors_are_final_unless_they_may_pass(code: int, disrupted: bool, trained: bool) -> None:
+    retried = trained and code in RECOVERABLE_CODES
+
+    action = restart_action(code, RestartSpec(), disrupted=disrupted, trained=trained)
+
+    assert action == ("restart" if retried else "fail")
 
 
 @pytest.mark.parametrize(("disrupted", "action"), [(False, "restart"), (True, "restart-free")])
 def test_only_restarts_after_disruptions_are_free(disrupted: bool, action: RestartAction) -> None:
-    assert restart_action(ExitCode.INTERNAL, RestartSpec(), disrupted=disrupted) == action
+    assert restart_action(ExitCode.INTERNAL, RestartSpec(), disrupted=disrupted, trained=False) == action
 
 
 def test_the_first_matching_rule_of_the_job_decides() -> None:
     rules = (ExitCodeRule(exit_codes=(78, 3), action="restart-free"), ExitCodeRule(exit_codes=(3, 5), action="fail"))
     spec = RestartSpec(rules_by_exit_code=rules)
 
-    assert restart_action(3, spec, disrupted=False) == "restart-free"
-    assert restart_action(78, spec, disrupted=False) == "restart-free"
-    assert restart_action(5, spec, disrupted=False) == "fail"
+    assert restart_action(3, spec, disrupted=False, trained=True) == "restart-free"
+    assert restart_action(78, spec, disrupted=False, trained=True) == "restart-free"
+    assert restart_action(5, spec, disrupted=False, trained=True) == "fail"
 
 
 def test_further_fatal_codes_come_from_the_caller() -> None:
-    fatal = USER_ERROR_CODES | {ExitCode.DEVICE}
+    fatal = {ExitCode.DEVICE}
 
-    assert restart_action(ExitCode.DEVICE, RestartSpec(), disrupted=False, fatal=fatal) == "fail"
+    assert restart_action(ExitCode.DEVICE, RestartSpec(), disrupted=False, trained=True, fatal=fatal) == "fail"
 
 
 def test_waits_double_up_to_their_limit() -> None:

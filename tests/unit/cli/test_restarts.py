@@ -30,16 +30,16 @@ def test_the_cause_is_distinguished_from_its_effects(codes: tuple[int, ...], cau
 
 @pytest.mark.parametrize("code", sorted({*USER_ERROR_CODES, ExitCode.DEVICE}))
 def test_user_errors_and_full_disks_end_the_job(code: int) -> None:
-    assert LocalRestarts(spec=RestartSpec()).action(code) == "fail"
+    assert LocalRestarts(spec=RestartSpec()).action(code, trained=False) == "fail"
 
 
-@pytest.mark.parametrize("code", [1, 70, 75, 137, 139])
+@pytest.mark.parametrize("code", [1, 66, 70, 75, 77, 137, 139])
 def test_crashes_and_temporary_failures_are_retried(code: int) -> None:
-    assert LocalRestarts(spec=RestartSpec()).action(code) == "restart"
+    assert LocalRestarts(spec=RestartSpec()).action(code, trained=True) == "restart"
 
 
 def test_a_gang_that_handed_over_its_cut_restarts_for_free() -> None:
-    assert LocalRestarts(spec=RestartSpec()).action(ExitCode.TERMINATED) == "restart-free"
+    assert LocalRestarts(spec=RestartSpec()).action(ExitCode.TERMINATED, trained=True) == "restart-free"
 
 
 def waits(spec: RestartSpec, *failures: tuple[str, int | None]) -> list[float | None]:

@@ -58,6 +58,8 @@ for step in steps:
         code, _, message = step[5:].partition(":")
         said.write_text(json.dumps({"exitCode": int(code), "reason": "Test", "message": message.replace("_", " ")}))
         sys.exit(int(code))
+    if step == "train":
+        (work / "progress.jsonl").write_text('{"step": 1}')
     if step == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if step == "deaf":
@@ -170,6 +172,20 @@ def test_a_user_error_ends_the_job_with_the_trainers_message(tmp_path: Path) -> 
 
     assert str(caught.value) == "a.tsv line 3: ragged"
     assert turns(tmp_path, "trainer-1") == 1
+
+
+@pytest.mark.parametrize("code", [66, 77])
+def test_a_missing_file_or_right_is_final_only_before_the_first_step(tmp_path: Path, code: int) -> None:
+    never = supervisor(tmp_path / "never", {"0": [f"exit:{code}:role_refused", "exit:0"]})
+    later = supervisor(tmp_path / "later", {"0": [f"train exit:{code}:role_refused", "sleep:0.2 exit:0"]})
+
+    with pytest.raises(DLRMError, match="role refused"):
+        never.run()
+    outcome = later.run()
+
+    assert outcome == "done"
+    assert "role refused" in said(later)
+    assert turns(tmp_path / "later", "trainer-0") == 2
 
 
 def test_restarts_end_when_the_budget_is_spent(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from dlrm_testing.operator.running_job import (
     running,
     start_next_attempt,
     start_training,
+    started,
     status,
 )
 
@@ -424,9 +425,9 @@ def node_of(size: int) -> HardwareProfile:
     [
         (64, Phase.FAILED, 0),
         (65, Phase.FAILED, 0),
-        (66, Phase.FAILED, 0),
-        (77, Phase.FAILED, 0),
         (78, Phase.FAILED, 0),
+        (66, Phase.RESTARTING, 1),
+        (77, Phase.RESTARTING, 1),
         (1, Phase.RESTARTING, 1),
         (70, Phase.RESTARTING, 1),
         (74, Phase.RESTARTING, 1),
@@ -524,8 +525,31 @@ def test_out_of_memory_keeps_the_kubelets_word() -> None:
     assert status(cluster).restarts_by_reason == {"OOMKilled": 1}
 
 
-def test_a_checkpointer_without_permission_fails_the_job() -> None:
+@pytest.mark.parametrize("code", [66, 77])
+def test_a_missing_file_or_right_fails_a_job_that_never_trained(code: int) -> None:
+    cluster = started()
+
+    cluster.end(POD_1, "trainer", code)
+    cluster.reconcile_once()
+
+    assert status(cluster).phase is Phase.FAILED
+
+
+@pytest.mark.parametrize("code", [66, 77])
+def test_a_refusal_after_the_first_step_waits_and_shows_in_a_condition(code: int) -> None:
     cluster = running()
+    left = TerminationMessage(exit_code=code, reason="Refused", message="s3://b: AccessDenied", step=5)
+
+    cluster.end(POD_1, "trainer", code, left.model_dump_json())
+    cluster.reconcile_once()
+
+    assert "s3://b: AccessDenied" in condition(cluster, ConditionType.RUNNING).message
+    assert parse_timestamp(status(cluster).restart_not_before or "") > cluster.now
+
+
+@pytest.mark.parametrize(("trained", "phase"), [(False, Phase.FAILED), (True, Phase.RESTARTING)])
+def test_a_checkpointer_without_permission_is_final_until_the_first_step(trained: bool, phase: Phase) -> None:
+    cluster = running() if trained else started()
     word = CheckpointerProgress(store_error="AccessDenied: check the credentials secret").model_dump_json()
     sidecar = cluster.pods[POD_0]["status"]["initContainerStatuses"][0]
     sidecar["state"] = {"waiting": {"reason": "CrashLoopBackOff"}}
@@ -533,8 +557,9 @@ def test_a_checkpointer_without_permission_fails_the_job() -> None:
 
     cluster.reconcile_once()
 
-    assert status(cluster).phase is Phase.FAILED
-    assert "AccessDenied" in condition(cluster, ConditionType.FAILED).message
+    assert status(cluster).phase is phase
+    shown = condition(cluster, ConditionType.RUNNING if trained else ConditionType.FAILED)
+    assert "AccessDenied" in shown.message
 
 
 def test_backoff_doubles_up_to_its_ceiling_and_is_kept_in_the_status() -> None:

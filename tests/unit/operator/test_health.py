@@ -317,7 +317,7 @@ def succeed(cluster: ModelCluster) -> None:
 
 def fail(cluster: ModelCluster) -> None:
     for name in PODS:
-        end_checkpointer(cluster, name, 77, 90, LAST_STEP)
+        end_checkpointer(cluster, name, 78, 90, LAST_STEP)
 
 
 @pytest.mark.parametrize(("end", "phase"), [(succeed, Phase.SUCCEEDED), (fail, Phase.FAILED)])
@@ -341,7 +341,7 @@ def test_pods_kept_by_a_proxy_go_after_their_upload_time(end: Callable[[ModelClu
 def test_pods_that_never_trained_go_after_their_upload_time() -> None:
     cluster = meshed()
     for name in PODS:
-        cluster.end(name, "trainer", 66)
+        cluster.end(name, "trainer", 65)
     cluster.reconcile_once()
 
     cluster.now += GRACE + FORCE_DELETE_AFTER

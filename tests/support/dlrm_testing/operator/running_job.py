@@ -24,13 +24,24 @@ def running(replicas: int = 2, **restart: Any) -> ModelCluster:
     return cluster
 
 
-def start_training(cluster: ModelCluster) -> None:
-    """Plan and start the current attempt, and let it train."""
+def started(replicas: int = 2) -> ModelCluster:
+    """Return a cluster whose job has started its pods and done no step."""
+    cluster = ModelCluster(replicas)
+    _start(cluster)
+    return cluster
+
+
+def _start(cluster: ModelCluster) -> None:
     for _ in range(5):
         cluster.reconcile_once()
         cluster.plan()
         for name in cluster.pods:
             cluster.start(name)
+
+
+def start_training(cluster: ModelCluster) -> None:
+    """Plan and start the current attempt, and let it train."""
+    _start(cluster)
     report_progress(cluster, step=1)
     cluster.settle()
     assert status(cluster).phase is Phase.RUNNING
