@@ -10,6 +10,7 @@ import argparse
 import bisect
 import copy
 import fnmatch
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,19 +20,23 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks import learned_hash
 from benchmarks.id_streams import Stream, drifting, movielens
 from benchmarks.measure import Line, Pairs, tell
 from benchmarks.shapes import on_one_rank
 from benchmarks.sides import keys_of_table
 from dlrm_api.job import DLRMJob, parse_job
-from dlrm_api.model import TableSpec
+from dlrm_api.model import ModelSpec, TableSpec
 from dlrm_api.row_optimizers import state_values
 from dlrm_api.tiers import ELEMENT_BYTES
 from dlrm_planner.tables import part_bytes
+from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import MaintenancePeriod
+from dlrm_trainer.embedding.checkpoint import ResidentPart
 from dlrm_trainer.embedding.unique import LookupCounts
 from dlrm_trainer.evaluate import binary_entropy
 from dlrm_trainer.learner import Learner
@@ -42,12 +47,15 @@ OURS: dict[str, dict[str, Any]] = {
     "useful": {"hash": "unique", "eviction": {"keep": "useful"}},
     "second-sight": {"hash": "unique", "admission": {"count": 2}},
     "double-hash": {"hash": "unique", "admission": {"count": 2}, "unknown": "shared"},
+    "mostly-shared": {"hash": "unique", "eviction": {"keep": "frequent"}, "unknown": "shared"},
 }
 """``embedding`` of the tables with unbounded ids."""
-SHARED_SHARE = 1 / 8
+SHARED_SHARE = {"double-hash": 1 / 8, "mostly-shared": 3}
 """Shared rows of a table, as a share of the others."""
 UNLIMITED, MODULO = "unlimited", "modulo"
+STATIC = (learned_hash.LEARNED, learned_hash.DOUBLE)
 MANAGED = ("mch-lru", "mch-lfu", "mch-distance-lfu")
+ToRows = Callable[[TableSpec, Tensor], Tensor]
 CAPACITIES = (0.06, 0.12, 0.24)
 """Rows of a table, as a share of its ids."""
 QUICK_SAMPLES = 20_000
@@ -82,7 +90,7 @@ class Outcome:
     rows: int
     """Of the tables with unbounded ids."""
     maintenance_steps: int
-    """At the end."""
+    """At the end, of unique tables."""
     without_row: float
     """Share of the lookups in unique tables."""
 
@@ -92,7 +100,7 @@ def job_of(stream: Stream, tables: Mapping[str, Mapping[str, Any]]) -> DLRMJob:
     model = copy.deepcopy(stream.model)
     for table in model["tables"]:
         table |= tables.get(table["name"], {})
-    if any(options["embedding"]["hash"] == "unique" for options in tables.values()):
+    if any(options.get("embedding", {}).get("hash") == "unique" for options in tables.values()):
         model["maintenanceSteps"] = stream.maintenance_steps
     spec = {
         "model": model,
@@ -114,30 +122,32 @@ def with_capacity(stream: Stream, method: str, capacity: float) -> dict[str, dic
     The bytes are those that a plan counts: rows, optimizer state, and the directory.
     """
     return {
-        table.name: _of_bytes(table, method, _bytes(table, OURS["recent"], max(1, round(capacity * table.rows))))
+        table.name: _of_bytes(stream, table, method, max(1, round(capacity * table.rows)))
         for table in job_of(stream, {}).spec.model.all_tables()
         if table.name in stream.unbounded
     }
 
 
-def _of_bytes(table: TableSpec, method: str, budget: int) -> dict[str, Any]:
-    more = 0
+def _of_bytes(stream: Stream, table: TableSpec, method: str, default_rows: int) -> dict[str, Any]:
+    budget, more = _bytes(table, OURS["recent"], default_rows), 0
     if method in MANAGED:
         from benchmarks.managed_collisions import map_bytes
 
         more = map_bytes(method)
+    history = _history(stream, table.name) if method in STATIC else None
 
     def used(rows: int) -> int:
-        return _bytes(table, _embedding(method, rows), rows) + rows * more
+        ids = 0 if history is None else learned_hash.mapped_ids(history, method, rows)
+        return _bytes(table, _embedding(method, rows), rows) + rows * more + ids * learned_hash.ID_BYTES
 
-    rows = bisect.bisect_right(range(1, budget), budget, key=used)
+    rows = bisect.bisect_right(range(1, budget // (ELEMENT_BYTES["fp32"] * table.dim)), budget, key=used)
     return {"rows": rows, "embedding": _embedding(method, rows)}
 
 
 def _embedding(method: str, rows: int) -> Mapping[str, Any]:
     embedding = OURS.get(method, {"hash": "modulo" if method == MODULO else "none"})
     if embedding.get("unknown") == "shared":
-        return embedding | {"sharedRows": max(1, round(rows * SHARED_SHARE))}
+        return embedding | {"sharedRows": max(1, round(rows * SHARED_SHARE[method]))}
     return embedding
 
 
@@ -151,19 +161,12 @@ def train(stream: Stream, method: str, capacity: float) -> Outcome:
     """Make one pass."""
     options = {} if method == UNLIMITED else with_capacity(stream, method, capacity)
     job = job_of(stream, options)
-    model = job.spec.model
-    learner = Learner(job.spec, on_one_rank(model), Collectives(0, 1, lambda: ""))
-    learner.start(stream.seed)
-    to_rows = _mapping(stream, method, learner)
+    model, learner = job.spec.model, _learner(job)
+    to_rows = _mapping(stream, method, model, learner)
     period, found, losses = MaintenancePeriod.begin(model.maintenance_steps, None), LookupCounts(), []
     batches = stream.batches()
     for step, batch in enumerate(batches, start=1):
-        ids = torch.split(batch.values, batch.lengths.sum(dim=1).tolist())
-        rows = [to_rows(table, each) for table, each in zip(model.all_tables(), ids, strict=True)]
-        prepared = learner.prepare(learner.send(replace(batch, values=torch.cat(rows))))
-        loss, gradients = learner.compute(prepared, stream.batch)
-        learner.apply(gradients, factor=1.0)
-        losses.append(loss)
+        losses.append(_step(learner, model, batch, to_rows))
         if period.is_due(step):
             found = found.plus(learner.embeddings.lookups)
             period = learner.embeddings.maintain(step, period)
@@ -177,8 +180,59 @@ def train(stream: Stream, method: str, capacity: float) -> Outcome:
     )
 
 
-def _mapping(stream: Stream, method: str, learner: Learner) -> Callable[[TableSpec, Tensor], Tensor]:
-    """Return what turns the ids of a batch into rows or keys of a table."""
+def _learner(job: DLRMJob) -> Learner:
+    learner = Learner(job.spec, on_one_rank(job.spec.model), Collectives(0, 1, lambda: ""))
+    learner.start(job.spec.training.seed)
+    return learner
+
+
+def _step(learner: Learner, model: ModelSpec, batch: Batch, to_rows: ToRows) -> float:
+    """Train on a batch and return its loss before that."""
+    ids = torch.split(batch.values, batch.lengths.sum(dim=1).tolist())
+    rows = [to_rows(table, each) for table, each in zip(model.all_tables(), ids, strict=True)]
+    lengths = [
+        each if found.ndim == 1 else (found != learned_hash.NO_ROW).sum(dim=1, dtype=each.dtype)
+        for each, found in zip(batch.lengths, rows, strict=True)
+    ]
+    values = torch.cat([each[each != learned_hash.NO_ROW] for each in rows])
+    prepared = learner.prepare(learner.send(replace(batch, lengths=torch.stack(lengths), values=values)))
+    loss, gradients = learner.compute(prepared, len(batch.labels))
+    learner.apply(gradients, factor=1.0)
+    return loss
+
+
+def _history(stream: Stream, table: str) -> NDArray[np.int64]:
+    """Return the ids of a table's lookups that static maps are made of."""
+    bags = stream.features[table]
+    return bags.ids[: bags.lengths[: round(learned_hash.HISTORY * len(bags.lengths))].sum()]
+
+
+def _static_map(stream: Stream, method: str, table: TableSpec, vectors: Mapping[str, Tensor]) -> Tensor:
+    ids, learned = _history(stream, table.name), vectors[table.name].numpy()
+    if method == learned_hash.LEARNED:
+        return torch.from_numpy(learned_hash.learned_rows(ids, learned, table.rows, stream.seed))
+    return torch.from_numpy(learned_hash.double_rows(ids, len(learned), table.rows, stream.seed))
+
+
+def _vectors(stream: Stream) -> dict[str, Tensor]:
+    """Return rows of few columns that the history trains, one for each id of the tables with unbounded ids."""
+    job = job_of(stream, {name: {"dim": learned_hash.COLUMNS} for name in stream.unbounded})
+    learner, batches = _learner(job), stream.batches()
+    for batch in batches[: round(learned_hash.HISTORY * len(batches))]:
+        _step(learner, job.spec.model, batch, lambda _, ids: ids)
+    return {part.table.name: part.weight for part in learner.embeddings.local if isinstance(part, ResidentPart)}
+
+
+def _mapping(stream: Stream, method: str, model: ModelSpec, learner: Learner) -> ToRows:
+    """Return what turns the ids of a batch into rows or keys of a table, or into (n, rows of an id) rows to add."""
+    if method in STATIC:
+        vectors = _vectors(stream)
+        maps = {
+            table.name: _static_map(stream, method, table, vectors)
+            for table in model.all_tables()
+            if table.name in stream.unbounded
+        }
+        return lambda table, ids: maps[table.name][ids] if table.name in maps else ids
     if method in MANAGED:
         from benchmarks.managed_collisions import ManagedCollisions
 
@@ -198,7 +252,8 @@ def lines(
 ) -> Iterator[Line]:
     """Train each method on the same samples, with a stream for each seed, and compare ours with the others."""
     found: dict[tuple[float, str], list[Outcome]] = {}
-    pairs = [(ours, against) for ours in OURS for against in (UNLIMITED, MODULO, *MANAGED)]
+    others = (MODULO, *STATIC, *MANAGED)
+    pairs = [(method, UNLIMITED) for method in (*OURS, *others)] + list(itertools.product(OURS, others))
     chosen = [pair for pair in pairs if fnmatch.fnmatch("/".join((name, *pair)), only)]
     methods = dict.fromkeys(method for pair in chosen for method in pair)
     batch = 0
@@ -226,7 +281,7 @@ def lines(
                     "standard_deviation": float(changes.std(ddof=1)) if seeds > 1 else 0.0,
                     "rows": mine[0].rows,
                     "their_rows": theirs[0].rows,
-                    "maintenance_steps_at_end": [each.maintenance_steps for each in mine],
+                    "maintenance_steps_at_end": [each.maintenance_steps for each in mine if ours in OURS],
                     "without_row": float(np.mean([each.without_row for each in mine])),
                 },
             )

@@ -44,6 +44,7 @@ CHART_PAGE = CHART / "README.md"
 API_PAGE = ROOT / "docs" / "api.md"
 METRICS_PAGE = ROOT / "docs" / "metrics.md"
 BENCHMARKS_PAGE = ROOT / "benchmarks" / "README.md"
+EMBEDDINGS_PAGE = ROOT / "docs" / "embeddings.md"
 RESULTS = ROOT / "benchmarks" / "results.jsonl"
 HEADER = "# Generated from crds/dlrm_api by make generate: change the models, not this file.\n"
 DASHBOARDS = (FLEET, JOB_DASHBOARD, OPERATOR)
@@ -121,7 +122,7 @@ def render() -> dict[Path, str]:
         API_PAGE: reference(),
         METRICS_PAGE: _metrics_page(METRICS_PAGE.read_text("utf-8")),
         CHART_PAGE: _chart_page(CHART_PAGE.read_text("utf-8"), (CHART / "values.yaml").read_text("utf-8")),
-        BENCHMARKS_PAGE: _benchmarks_page(BENCHMARKS_PAGE.read_text("utf-8"), RESULTS.read_text("utf-8")),
+        **_result_pages([json.loads(line) for line in RESULTS.read_text("utf-8").splitlines()]),
     }
 
 
@@ -163,9 +164,29 @@ def _metrics_page(text: str) -> str:
     return text
 
 
-def _benchmarks_page(text: str, results: str) -> str:
+def _result_pages(lines: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
+    """Return the pages with tables of the lines that benchmarks printed; those about embeddings have their own."""
+    by_name: dict[str, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        by_name.setdefault(line["benchmark"], []).append(line)
+    tables = {
+        " of id_quality": _ids_table(by_name.pop("id_quality")),
+        " of embeddings": _results_table([*by_name.pop("embeddings"), *by_name.pop("dim_quality", ())]),
+    }
+    page = EMBEDDINGS_PAGE.read_text("utf-8")
+    for name, table in tables.items():
+        page = _with_results(page, name, table)
+    others = _results_table([line for each in by_name.values() for line in each])
+    return {EMBEDDINGS_PAGE: page, BENCHMARKS_PAGE: _with_results(BENCHMARKS_PAGE.read_text("utf-8"), "", others)}
+
+
+def _with_results(text: str, name: str, table: str) -> str:
+    return _between(text, f"<!-- results{name}: written by make generate -->", f"<!-- end of results{name} -->", table)
+
+
+def _results_table(lines: Iterable[Mapping[str, Any]]) -> str:
     table = "| benchmark | metric | ours | against | theirs | ratio | machine |\n" + "| --- " * 7 + "|\n"
-    for line in map(json.loads, results.splitlines()):
+    for line in lines:
         setting = ", ".join(str(value) for value in line["setting"].values())
         spread = f" (spread {line['spread']})" if "spread" in line else ""
         cells = (
@@ -178,7 +199,27 @@ def _benchmarks_page(text: str, results: str) -> str:
             line["machine"],
         )
         table += "| " + " | ".join(cells) + " |\n"
-    return _between(text, "<!-- results: written by make generate -->", "<!-- end of results -->", table)
+    return table
+
+
+def _ids_table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return changes of normalized entropy, with a column for each number of rows, and maintenance periods."""
+    rows: dict[tuple[str, ...], dict[float, Mapping[str, Any]]] = {}
+    for line in lines:
+        setting = line["setting"]
+        row = setting["data"], str(setting["seeds"]), setting["ours"], line["against"]
+        rows.setdefault(row, {})[setting["capacity"]] = line["measured"]
+    columns = sorted({line["setting"]["capacity"] for line in lines})
+    names = ("data", "seeds", "ours", "against", *(f"{each:.0%} of ids" for each in columns), "maintenance")
+    table = f"| {' | '.join(names)} |\n{'| --- ' * len(names)}|\n"
+    for names_of_row, found in rows.items():
+        changes = (
+            f"{found[each]['change_percent']:+.2f} ± {found[each]['standard_deviation']:.2f}" if each in found else ""
+            for each in columns
+        )
+        steps = sorted({steps for measured in found.values() for steps in measured["maintenance_steps_at_end"]})
+        table += f"| {' | '.join((*names_of_row, *changes, ', '.join(map(str, steps))))} |\n"
+    return table
 
 
 def _chart_page(text: str, values: str) -> str:
