@@ -209,6 +209,7 @@ def dims(is_quick: bool, repeats: int) -> Iterator[Line]:
 
 def _resident(shape: Shape) -> float:
     """Return by how much a process grows with a table, after its rows have lost columns."""
+    gc.collect()
     before = memory("VmRSS")
     side = Trained(shape, placement_of(shape, (), 0.0), None)
     side.fill()

@@ -284,7 +284,7 @@ def _of_slabs() -> Iterator[Example]:
     yield slabs.move_rows, (held, some, classes)
     yield slabs.copy_rows, (held, tables, 0, some, f32((2, 8)), f32((2, 3)), 1)
     yield slabs.histogram, (held, 1, 1.0, 1)
-    yield slabs.choose_moves, (held, 1, 1.0, targets, 1)
+    yield slabs.choose_moves, (held, slice(0, 2), 1, 1.0, targets, 1)
 
 
 def _saved(dim: int) -> tuple[Any, ...]:

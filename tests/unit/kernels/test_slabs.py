@@ -106,7 +106,8 @@ def test_utilities_are_counted_by_the_octave_of_their_decayed_value() -> None:
     assert counts.sum() == ROWS
     targets = np.zeros((4, BINS), np.uint8)
     targets[:, BIN_OF_ONE:] = 3
-    rows, chosen = kernels.choose_moves(slabs, step, half_life, targets, 2)
-    moving = np.where(bins >= BIN_OF_ONE, 3, 0) != classes
-    assert rows.tolist() == np.flatnonzero(moving).tolist()
-    assert chosen.tolist() == np.where(bins >= BIN_OF_ONE, 3, 0)[moving].tolist()
+    for window in (slice(0, ROWS), slice(5, ROWS // 2)):
+        rows, chosen = kernels.choose_moves(slabs, window, step, half_life, targets, 2)
+        moving = np.where(bins >= BIN_OF_ONE, 3, 0)[window] != classes[window]
+        assert rows.tolist() == (np.flatnonzero(moving) + window.start).tolist()
+        assert chosen.tolist() == np.where(bins >= BIN_OF_ONE, 3, 0)[window][moving].tolist()

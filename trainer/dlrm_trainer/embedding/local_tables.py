@@ -327,15 +327,15 @@ class LocalTables:
         for group in self.groups:
             if group.slabs is None:
                 continue
-            moves = group.slabs.choose(step, group.slabs.sizes.targets(cut_off))
             starts, record = group.slabs.row_starts, group.dirty
-            sizes = np.diff(np.searchsorted(moves.rows, starts))
-            rows = moves.rows - np.repeat(starts[:-1], sizes)
-            if self.pending is not None:
-                locate = partial(_locate, group, None)
-                self.pending.before_update(RowsToUpdate(record, rows, sizes, record.starts, locate))
-            record.mark(rows, sizes, record.starts)
-            group.slabs.resize(moves)
+            for moves in group.slabs.moves(step, group.slabs.sizes.targets(cut_off)):
+                sizes = np.diff(np.searchsorted(moves.rows, starts))
+                rows = moves.rows - np.repeat(starts[:-1], sizes)
+                if self.pending is not None:
+                    locate = partial(_locate, group, None)
+                    self.pending.before_update(RowsToUpdate(record, rows, sizes, record.starts, locate))
+                record.mark(rows, sizes, record.starts)
+                group.slabs.resize(moves)
 
     def _unique_rows(self) -> NDArray[np.int64]:
         """Count this rank's rows of each unique table."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +36,9 @@ from dlrm_trainer.embedding.tiers.slots import map_anonymous
 Rows = NDArray[np.int64]
 MIN_RELEASED_BYTES = 1 << 16
 """Pages behind the end of a slab go back to the system from here on: the next rows would only touch them again."""
+
+WINDOW_ROWS = 1 << 18
+"""Rows whose moves are listed at a time."""
 
 
 class Moves(NamedTuple):
@@ -204,9 +207,17 @@ class SlabKernel:
         """Count the rows of each class by the bin of their utility at a step."""
         return kernels.histogram(self.slabs, step, self.half_life, torch.get_num_threads())
 
-    def choose(self, step: int, targets: NDArray[np.uint8]) -> Moves:
-        """Return the rows that must change their class in the maintenance after a step; see ``RowSizes.targets``."""
-        return Moves(*kernels.choose_moves(self.slabs, step, self.half_life, targets, torch.get_num_threads()))
+    def moves(self, step: int, targets: NDArray[np.uint8]) -> Iterator[Moves]:
+        """Iterate over rows that must change their class in the maintenance after a step; see ``RowSizes.targets``.
+
+        Windows of rows come in turn: lists of all would stay with the process. ``resize`` each at once or later.
+        """
+        rows, threads = int(self.row_starts[-1]), torch.get_num_threads()
+        for first in range(0, rows, WINDOW_ROWS):
+            window = slice(first, min(first + WINDOW_ROWS, rows))
+            found = Moves(*kernels.choose_moves(self.slabs, window, step, self.half_life, targets, threads))
+            if len(found.rows):
+                yield found
 
     def resize(self, moves: Moves) -> None:
         """Change the classes of rows as ``move`` does, and count those that gain and lose columns."""

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_kernels.initial_rows import InitialRows
-from dlrm_kernels.slabs import BINS
+from dlrm_kernels.slabs import BIN_OF_ONE, BINS
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_testing.trainer.sized_runs import (
     OPTIMIZER,
@@ -244,17 +244,21 @@ def test_pages_of_rows_that_lost_their_columns_go_back_to_the_system() -> None:
         first_columns=(0,),
     )
     kernel = SlabKernel(tables, RowSizes((16, 32, 64), (72, 136, 264)), InitialRows.of([(1, 0, 0.1)]), [0], 8, 100)
-    rows = np.arange(count)
+    rows, octaves = np.arange(count), np.array([0, 8, 16, 24], np.float32)
+    targets = np.zeros((4, BINS), np.uint8)
+    targets[:, BIN_OF_ONE + 8 * 8 :], targets[:, BIN_OF_ONE + 8 * 24 :] = 1, 2
     kernel.store(0, rows[:1], 32, np.ones((1, 32), np.float32), np.ones((1, 1), np.float32), np.ones(1, np.float32))
     kernel.move(Moves(rows[:1], np.zeros(1, np.uint8)))
     before = resident()
     for first in range(0, count, 10_000):
         piece = rows[first : first + 10_000]
         values, state = np.ones((len(piece), width), np.float32), np.ones((len(piece), 1), np.float32)
-        kernel.store(0, piece, width, values, state, np.zeros(len(piece), np.float32))
+        kernel.store(0, piece, width, values, state, octaves[piece % 4] * np.float32(kernel.half_life))
     full = resident() - before
 
-    kernel.move(Moves(rows, np.array([0, 1, 1, 2], np.uint8)[rows % 4]))
+    for moves in kernel.moves(0, targets):
+        kernel.resize(moves)
 
+    assert kernel.slabs.counts.tolist() == [0, count // 2, count // 4, 0]
     assert full > count * width * 4
     assert resident() - before < 0.4 * full
