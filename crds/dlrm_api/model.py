@@ -640,7 +640,8 @@ class ModelSpec(ApiModel):
         "auto",
         description="Training steps between two evictions from full buckets of unique tables, and between two moments "
         "when rows with embedding.dimension gain or lose columns. auto: starts at 8; halves if over 1 % of lookups "
-        "find their bucket full or wait to be admitted, doubles if under 0.1 % do and there is space for new rows.",
+        "find their bucket full or wait to be admitted, or if new rows would not find space, doubles if under 0.1 % do "
+        "and twice as many new rows would.",
     )
 
     rules = (

@@ -333,7 +333,11 @@ class Embeddings:
         # A snapshot may have counted other sizes.
         last = np.array(ended.slab_rows if len(ended.slab_rows) == len(held) else (0,), np.int64)
         of_kinds, came = ([int(each.sum()) for each in np.split(rows, ends)] for rows in (held, held - last))
-        new_rows = sizes.new_rows(of_kinds, [max(0, each) for each in came], begun.steps, step - ended.last_step)
+        came, last_steps, steps = [max(0, each) for each in came], step - ended.last_step, begun.steps
+        if not begun.is_fixed:
+            # With unique tables a period grows by their lookups.
+            steps = sizes.period_steps(of_kinds, came, steps, last_steps, may_double=not len(self._capacity))
+        new_rows = sizes.new_rows(of_kinds, came, steps, last_steps)
         if sizes.is_due(step, ended.last_step, ended.steps, used + sizes.bytes_of_new(new_rows)):
             counts = self._summed(self.tables.count_sizes(step))
             self.cut_off = find_cut_off(sizes.kinds, counts, sizes.budget_before(new_rows))
@@ -343,7 +347,8 @@ class Embeddings:
             used = sizes.bytes_of(held.tolist())
         steps_down = sizes.steps_down(used, new_rows)
         self.tables.start_lower(steps_down)
-        return begun.model_copy(update={"slab_rows": tuple(held.tolist()), "steps_down": steps_down})
+        decided = {"steps": steps, "slab_rows": tuple(held.tolist()), "steps_down": steps_down}
+        return begun.model_copy(update=decided)
 
     def _summed(self, counts: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
         """Return the sums of arrays over all ranks."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.dimensions import MAX_SIZES, SLAB_HEADROOM_DIVISOR, SlabBytes
-from dlrm_api.model import TableSpec
+from dlrm_api.model import MAX_MAINTENANCE_STEPS, TableSpec
 from dlrm_api.row_optimizers import STATE_BYTES, RowOptimizerKind, state_values
 from dlrm_kernels.slabs import BIN_OF_ONE, BINS, BINS_PER_OCTAVE
 from dlrm_trainer.embedding.unique import HALF_LIFE_LOOKUPS, MIN_HALF_LIFE_STEPS
@@ -173,6 +173,24 @@ class ModelSizes:
         ratios = (-(-MAX_NEW_ROWS_RATIO * each * steps // last_steps) for each in last_new)
         return list(map(min, most, ratios))
 
+    def period_steps(
+        self, held: Sequence[int], last_new: Sequence[int], steps: int, last_steps: int, *, may_double: bool
+    ) -> int:
+        """Return the steps of an adapted period, whose new rows find space above the budget.
+
+        Takes what ``new_rows`` takes. A period is never longer than the time between two moments when rows move.
+        """
+
+        def fits(steps: int) -> bool:
+            new_rows = self.new_rows(held, last_new, steps, last_steps)
+            return self.bytes_of_new(new_rows) <= self.limit - self.budget
+
+        if may_double and 2 * steps <= min(MAX_MAINTENANCE_STEPS, self._interval) and fits(2 * steps):
+            return 2 * steps
+        while steps > 1 and not fits(steps):
+            steps //= 2
+        return steps
+
     def bytes_of_new(self, new_rows: Sequence[int], steps_down: int = 0) -> int:
         """Return the bytes of new rows of each kind that start so many classes lower."""
         starts = (kind.row_bytes[kind.start_class(steps_down) - 1] for kind in self.kinds)
@@ -202,5 +220,8 @@ class ModelSizes:
             return True
         if step < max(self.first_step, QUIET_PERIODS * period_steps):
             return False
-        interval = max(1, self.half_life // MOVES_PER_HALF_LIFE)
-        return step // interval > last_step // interval
+        return step // self._interval > last_step // self._interval
+
+    @property
+    def _interval(self) -> int:
+        return max(1, self.half_life // MOVES_PER_HALF_LIFE)

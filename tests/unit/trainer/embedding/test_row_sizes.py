@@ -121,6 +121,29 @@ def test_rows_stay_within_limits_while_new_ones_start_with_all_columns(
     assert not (is_bounded and any(starts))
 
 
+@given(
+    came=st.integers(0, 50_000),
+    steps=st.sampled_from([1, 4, 8, 64]),
+    last_steps=st.integers(1, 64),
+    grows=st.booleans(),
+)
+def test_a_period_adapts_to_the_space_for_new_rows(came: int, steps: int, last_steps: int, grows: bool) -> None:
+    sizes = ModelSizes((KINDS[0],), (10**6,), (10**5,), 28 * 10**6, half_life=1_000, first_step=0)
+
+    def bytes_in(steps: int) -> int:
+        return sizes.bytes_of_new(sizes.new_rows([10_000], [came], steps, last_steps))
+
+    found = sizes.period_steps([10_000], [came], steps, last_steps, may_double=grows)
+
+    space = sizes.limit - sizes.budget
+    if found > steps:
+        assert grows
+        assert found == 2 * steps <= sizes.half_life / 32
+    assert found == 1 or bytes_in(found) <= space
+    assert found >= steps or bytes_in(2 * found) > space
+    assert found != steps or not grows or 2 * steps > sizes.half_life / 32 or bytes_in(2 * steps) > space
+
+
 @pytest.fixture(scope="module")
 def alone() -> SizedRun:
     return train_sized(ALONE, model())
