@@ -35,7 +35,8 @@ from dlrm_stores.data_files import LocalFile
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.data.batch_builder import hashing_of
 from dlrm_trainer.data.files import LOCAL_THREADS
-from dlrm_trainer.data.parquet import Columns, ParquetSource
+from dlrm_trainer.data.index import index_files
+from dlrm_trainer.data.parquet import Columns, ParquetSource, column_indexer
 
 BUCKET = "samples"
 VIRTUAL_SHARDS = 8
@@ -112,7 +113,8 @@ def decode_columns(path: str) -> int:
     """Decode all columns of a Parquet file, each row group of which is let go of at once."""
     hashings = [hashing_of(TableSpec(name=name, rows=2**33, dim=4), 0) for name in IDS]
     columns = Columns(label="label", dense=DENSE, bags=IDS, weights=[None] * len(IDS), hashings=hashings)
-    source = ParquetSource([LocalFile(Path(path))], columns, budget_bytes=0)
+    files, indexer = ([LocalFile(Path(path))], column_indexer(columns))
+    source = ParquetSource(files, index_files(indexer, files, ""), columns, budget_bytes=0)
     with ThreadPoolExecutor(LOCAL_THREADS) as pool:
         return sum(pool.map(lambda number: int(source.row_group(number).num_rows), range(source.num_row_groups)))
 

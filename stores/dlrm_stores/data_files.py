@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 CHANGED = "changed after this run found it; restore it, or start a new run on the new data"
 SAMPLE_BYTES = 4096
+TAIL_BYTES = 64 << 10
+"""What readers of Parquet read first: most footers fit."""
 MAX_HASHED_BYTES = 256 << 20
 """Larger files are told apart by samples: a hash of all would take longer than reading what a job needs of them."""
 RETRY_DEADLINE_S = 300.0
@@ -49,8 +51,6 @@ class DataFile(ABC):
     name: str  # as users write it
     path: PurePath  # files are sorted by it
     size: int  # in bytes
-    stamp: str
-    """Changes with the content, as far as the store can tell without reading it."""
     etag: str = ""
     """Of an object."""
     modified_ns: int = 0
@@ -59,6 +59,11 @@ class DataFile(ABC):
     """SHA-256 of the content, or of samples of a file above ``MAX_HASHED_BYTES``; empty if unknown."""
     table: TableColumns | None = None
     """Of the table that it belongs to."""
+
+    @property
+    def stamp(self) -> str:
+        """Return what changes with the content, as far as the store can tell without reading it."""
+        return self.etag or str(self.modified_ns)
 
     @abstractmethod
     def check(self) -> None:
@@ -73,18 +78,21 @@ class DataFile(ABC):
     def open(self) -> BinaryIO:
         """Open it for reads at any offset, which raise as ``check`` does."""
 
-    def sample(self) -> str:
-        """Return hexadecimal digits of the SHA-256 of its middle and end.
+    def open_with_tail(self) -> BinaryIO:
+        """Open it so that its last ``TAIL_BYTES`` are read at once, however many reads follow there."""
+        return self.open()
+
+    def sample(self, opened: BinaryIO) -> str:
+        """Return hexadecimal digits of the SHA-256 of the open file's middle and end.
 
         They tell a rewritten file from the one before, even if it has as many bytes and rows, and stay the same
         wherever the file is copied to. Raises as ``check`` does.
         """
         digest = hashlib.sha256()
         try:
-            with self.open() as opened:
-                for start in (self.size // 2, max(0, self.size - SAMPLE_BYTES)):
-                    opened.seek(start, os.SEEK_SET)
-                    digest.update(opened.read(SAMPLE_BYTES))
+            for start in (self.size // 2, max(0, self.size - SAMPLE_BYTES)):
+                opened.seek(start, os.SEEK_SET)
+                digest.update(opened.read(SAMPLE_BYTES))
         except OSError as error:
             raise self._unreadable(error) from error
         return digest.hexdigest()[:16]
@@ -95,19 +103,18 @@ class DataFile(ABC):
 
 
 class LocalFile(DataFile):
-    """Read a file of this machine.
+    """Read a file of this machine; ``found`` are the size and time of the last write with which another one listed it.
 
     Raises:
         NoInputError: it was removed since it was found.
         NoPermissionError: it cannot be looked up.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, found: tuple[int, int] | None = None) -> None:
         self.path: Path = path
         self.name = str(path)
         self._checking = threading.Lock()
-        self.size, self.modified_ns = self._look_up()
-        self.stamp = f"{self.size}\x00{self.modified_ns}"
+        self.size, self.modified_ns = found or self._look_up()
 
     def _look_up(self) -> tuple[int, int]:
         try:
@@ -135,6 +142,19 @@ class LocalFile(DataFile):
             logger.info("data file was touched, its content is the same", extra={"file": self.name})
             self.modified_ns = modified_ns
 
+    def accept_copy(self, content: str) -> None:
+        """Take this machine's file for the one that another machine listed, if its sample is ``content``.
+
+        Copies have times of their own. Raises as ``check`` does.
+        """
+        size, modified_ns = self._look_up()
+        if (size, modified_ns) == (self.size, self.modified_ns):
+            return
+        with self.open() as opened:
+            if size != self.size or self.sample(opened) != content:
+                raise BadDataError(f"{self.name}: another file than rank 0 found, of {size} bytes")
+        self.modified_ns = modified_ns
+
     def compute_digest(self) -> str:
         """Read the file and return its ``digest``. Raises NoInputError (removed) or BadDataError (unreadable)."""
         try:
@@ -154,7 +174,10 @@ class LocalFile(DataFile):
 
     def open(self) -> BinaryIO:
         """Open it unbuffered."""
-        return self.path.open("rb", buffering=0)
+        try:
+            return self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise self._unreadable(error) from error
 
 
 class S3Object(DataFile):
@@ -165,7 +188,6 @@ class S3Object(DataFile):
         self.path = PurePosixPath("/", bucket, found.key)
         self.name = f"s3://{bucket}/{found.key}"
         self.size = found.size
-        self.stamp = f"{found.size}\x00{found.etag}"
 
     def check(self) -> None:
         """Read one byte of it, if it has any."""
@@ -175,6 +197,16 @@ class S3Object(DataFile):
     def open(self) -> BinaryIO:
         """Open it for reads by ranges."""
         return cast(BinaryIO, _Ranges(self.size, self.read))
+
+    def open_with_tail(self) -> BinaryIO:
+        """Open it after one read of its last ``TAIL_BYTES``."""
+        first = max(0, self.size - TAIL_BYTES)
+        tail = self.read(first, self.size - first) if self.size else b""
+
+        def read(start: int, length: int) -> bytes:
+            return self.read(start, length) if start < first else tail[start - first : start - first + length]
+
+        return cast(BinaryIO, _Ranges(self.size, read))
 
     @retry(retry=RETRIED, stop=stop_after_delay(RETRY_DEADLINE_S), wait=BACKOFF, before_sleep=SAID, reraise=True)
     def read(self, start: int, length: int) -> bytes:

@@ -114,8 +114,7 @@ def allow_open_files() -> None:
     """Raise the limit of open files of this process and its children to the hard limit.
 
     The usual soft limit of 1,024 is too low for gangs of more than about 250 ranks, where each rank has two connections
-    to every other one and rank 0 two more for its store, and for more than about 500 text files, each mapped with its
-    index.
+    to every other one and rank 0 two more for its store.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Some systems refuse to set the hard limit that they report.

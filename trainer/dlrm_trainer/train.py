@@ -80,7 +80,7 @@ def train(
     device = take_device(plan.device, rank % spec.trainer.processes_per_replica)
     observer = Observer(placement, spec.training.row_optimizer, rank, shared, profile=settings.profile, device=device)
     with ExitStack() as stack:
-        listings = list_data_set(spec)
+        listings = list_data_set(spec) if rank == 0 else None
         writer = open_writer(stack, job, plan, settings, rank)
         control.attach(writer)
         if rank % spec.trainer.processes_per_replica == 0:
@@ -98,7 +98,8 @@ def train(
         gang.meet(patience_s, silence_s, control.check_stop, device, board.waiting)
         board.phase(TrainerPhase.RESTORING)
         chosen = choose_newest(job, settings, ours, board) if writer else None
-        data = open_data_set(stack, spec, listings, ours, board, chosen.data if chosen else None)
+        read_data = chosen.read_data if chosen else None
+        data = open_data_set(stack, spec, listings, ours, board, read_data, control.check_stop)
         assembly = Assembly(
             job=job,
             settings=settings,
@@ -291,7 +292,8 @@ class Training:
             attempt=self.attempt,
             parent=parent,
             time=now,
-            reader={"next_batch": self.step, "fingerprint": data.fingerprint, "seed": spec.training.seed},
+            reader={"next_batch": self.step, "fingerprint": data.fingerprint, "seed": spec.training.seed}
+            | ({"dataIndex": data.index} if data.index else {}),
             model=model_document(spec, self.assembly.learner),
             metrics={"loss": self.loss, "eval": quality} | maintenance,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -16,14 +17,15 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 from pyiceberg.catalog.sql import SqlCatalog
 
-from dlrm_api.errors import BadDataError, InvalidSpecError, SnapshotError
+from dlrm_api.errors import BadDataError, InvalidSpecError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJobSpec, parse_job
-from dlrm_checkpointer import CutMeta
-from dlrm_stores.data_files import LocalFile
+from dlrm_checkpointer import CutMeta, DataIndex
+from dlrm_stores.data_files import DataFile
 from dlrm_stores.file import FileStore
 from dlrm_testing.trainer.gangs import run_ranks
-from dlrm_trainer.checkpointing.compat import check_data
-from dlrm_trainer.checkpointing.data_set import TEXT, StoredData, identify, list_data_set, open_data_set, read_stored
+from dlrm_trainer.checkpointing import data_set
+from dlrm_trainer.checkpointing.data_set import TEXT, StoredData, describe, list_data_set, open_data_set, read_stored
+from dlrm_trainer.data.index import Indexer
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.metrics.progress import ProgressBoard
 
@@ -66,10 +68,10 @@ class Opened:
         spec = spec_of(folder, **data)
         with ExitStack() as stack:
             stored = StoredData(store=self.store, fingerprint=then, where="file:///snapshot", versions=versions or {})
-            found = open_data_set(stack, spec, list_data_set(spec), ALONE, self.board, stored)
+            found = open_data_set(stack, spec, list_data_set(spec), ALONE, self.board, lambda: stored)
             self.names = [file.path.name for file in found.train.files]
             self.samples = found.train.num_samples
-            self.now = found.described
+            self.now, self.index = describe(found.train), found.index
             meta = {"fingerprint": found.fingerprint}
         cut = CutMeta(step=1, samples=8, world_size=1, attempt=1, reader=meta)
         stored = read_stored(self.store, cut, "file:///snapshot")
@@ -92,7 +94,6 @@ def test_the_files_of_the_snapshot_remain_the_data_set_and_new_ones_are_named(tm
     assert (again.names, again.samples) == (["p.parquet"], 20)
     assert "2 new files since the snapshot are ignored" in again.notes
     assert "day=1/p.parquet" in again.notes
-    check_data(first.then, again.now, "here")
 
 
 def test_new_files_are_refused_if_the_job_says_so(tmp_path: Path) -> None:
@@ -110,25 +111,119 @@ def test_a_touched_file_is_the_same_and_an_edited_one_is_not(tmp_path: Path) -> 
     path = write(tmp_path / "train/a.parquet", rows=20_000)
     first = Opened(tmp_path)
     os.utime(path, ns=(1, 1))
-    touched = Opened(tmp_path, first.then)
+    Opened(tmp_path, first.then)
     body = bytearray(path.read_bytes())
     body[100] ^= 1  # neither in the middle nor at the end, which samples cover
     path.write_bytes(bytes(body))
-    edited = Opened(tmp_path, first.then)
 
-    check_data(first.then, touched.now, "here")
-    with pytest.raises(SnapshotError, match=r"data\.files\[a\.parquet\]\.digest was"):
-        check_data(first.then, edited.now, "here")
+    with pytest.raises(
+        SnapshotError, match=r"file:///snapshot: the data changed .*data\.files\[a\.parquet\]\.digest was"
+    ):
+        Opened(tmp_path, first.then)
 
 
-def test_a_file_that_was_not_written_since_the_snapshot_is_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that were read to index them."""
+    names: list[str] = []
+    real = Indexer.read
+
+    def read(self: Indexer, file: DataFile, reads: str) -> DataIndex:
+        names.append(file.path.name)
+        return real(self, file, reads)
+
+    monkeypatch.setattr(Indexer, "read", read)
+    return names
+
+
+def test_a_file_that_was_not_written_since_is_not_read_again(tmp_path: Path, reads: list[str]) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / f"train/{name}.parquet")
+    first = Opened(tmp_path)
+    assert sorted(reads) == ["a.parquet", "b.parquet"]
+    reads.clear()
+
+    again = Opened(tmp_path, first.then)
+    os.utime(tmp_path / "train/b.parquet", ns=(1, 1))
+    touched = Opened(tmp_path, first.then)
+
+    assert reads == ["b.parquet"]
+    assert again.now == first.now
+    assert [again.index, touched.index].count(first.index) == 1
+
+
+def test_files_are_read_again_for_other_columns_and_after_the_index_was_damaged(
+    tmp_path: Path, reads: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path / "train/a.parquet")
     first = Opened(tmp_path)
-    monkeypatch.delattr(LocalFile, "compute_digest")
+    [kept] = (tmp_path / "store/indexes").rglob("*.safetensors")
+    kept.write_bytes(kept.read_bytes()[:-1] + b"x")
+    reads.clear()
 
     assert Opened(tmp_path, first.then).now == first.now
+    assert "index of data files is unusable" in caplog.text
+    Opened(tmp_path, columns={"rename": {"C1": "label"}})
+
+    assert reads == ["a.parquet"] * 2
+
+
+def indexed(collectives: Collectives, folder: Path, edit: str, count: int) -> tuple[Any, ...]:
+    """Open a data set, after rank 1 may have edited a file; return its files, what this rank read, and batches."""
+    spec, names, real = spec_of(folder, globalBatchSize=16), list[str](), Indexer.read
+
+    def read(self: Indexer, file: DataFile, reads: str) -> DataIndex:
+        names.append(file.path.name)
+        return real(self, file, reads)
+
+    Indexer.read = read  # type: ignore[method-assign]
+    stored = StoredData(store=FileStore(folder / "store"), fingerprint=None, where="file:///store")
+    listings = list_data_set(spec) if collectives.rank == 0 else None
+    collectives.gather("listed", TEXT)
+    path = folder / "train/0.parquet"
+    if collectives.rank == 1 and edit:
+        if edit == "rewritten":
+            path.write_bytes(path.read_bytes()[:-9] + bytes(9))
+        os.utime(path, ns=(7, 7))
+    collectives.gather("edited", TEXT)
+    with ExitStack() as stack:
+        try:
+            found = open_data_set(stack, spec, listings, collectives, ProgressBoard(1, 2), lambda: stored)
+        except TemporaryError as error:
+            return (str(error),)
+        files = [(file.name, file.size, file.digest) for file in found.train.files]
+        assert len(files) == count
+        batches = [found.train.read(number).values.tolist() for number in range(found.train.batches_per_epoch)]
+        return files, found.fingerprint, found.index, names, batches
+
+
+@pytest.mark.slow
+def test_each_rank_reads_a_share_of_the_files_and_all_know_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_set, "ROUND_FILES", 4)
+    for number in range(7):
+        write(tmp_path / f"train/{number}.parquet", seed=number)
+
+    first = run_ranks(2, partial(indexed, folder=tmp_path, edit="", count=7))
+    again = run_ranks(2, partial(indexed, folder=tmp_path, edit="touched", count=7))
+    [alone] = run_ranks(1, partial(indexed, folder=tmp_path, edit="", count=7))
+
+    assert [len(each[3]) for each in first] == [4, 3]
+    assert [each[3] for each in again] == [[], []]
+    assert first[0][:3] == first[1][:3]
+    assert [sorted(a + b) for a, b in zip(first[0][4], first[1][4], strict=True)] == [sorted(a) for a in alone[4]]
+    assert [each[4] for each in again] == [each[4] for each in first]
+
+
+@pytest.mark.slow
+def test_a_copy_with_other_content_ends_all_ranks_and_names_the_rank(tmp_path: Path) -> None:
+    for number in range(2):
+        write(tmp_path / f"train/{number}.parquet", seed=number)
+    run_ranks(2, partial(indexed, folder=tmp_path, edit="", count=2))
+
+    found = run_ranks(2, partial(indexed, folder=tmp_path, edit="rewritten", count=2))
+
+    [message] = set(found)
+    assert re.match(r"rank \d found other data than rank 0: .*0\.parquet", message[0])
 
 
 def test_what_grows_with_the_data_is_stored_once_and_not_in_the_snapshot(tmp_path: Path) -> None:
@@ -183,26 +278,6 @@ def test_an_evaluation_that_says_little_is_noted(tmp_path: Path, rows: int, note
     assert note in Opened(tmp_path, eval={"uris": [str(tmp_path / "eval")]}).notes
 
 
-def shares(collectives: Collectives, paths: list[Path]) -> tuple[list[str], int]:
-    read = []
-    real = LocalFile.compute_digest
-    LocalFile.compute_digest = lambda self: read.append(self.path) or real(self)  # type: ignore[method-assign]
-    files = [LocalFile(path) for path in paths]
-    identify(files, (), collectives)
-    return [file.digest for file in files], len(read)
-
-
-@pytest.mark.slow
-def test_each_rank_reads_a_share_of_the_files_and_all_know_all(tmp_path: Path) -> None:
-    paths = [write(tmp_path / f"{number}.parquet", seed=number) for number in range(5)]
-
-    found = run_ranks(2, shares, paths)
-
-    assert [read for _, read in found] == [3, 2]
-    assert found[0][0] == found[1][0]
-    assert all(found[0][0])
-
-
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
     """A Delta table of two versions, both train and evaluation set."""
@@ -227,25 +302,20 @@ def test_a_restart_keeps_the_version_of_a_table(tmp_path: Path, table: Path) -> 
     assert first.versions == again.versions == {str(table): 1}
     assert (first.samples, again.samples) == (4, 4)
     assert f"{table} is read at version 1, its newest is 3" in again.notes
-    check_data(first.then, again.now, "here")
     assert Opened(tmp_path, **of_table(table)).versions == {str(table): 3}
     with pytest.raises(SnapshotError, match=r"read at version 1, its newest is 3; set data\.newFiles: ignore"):
         Opened(tmp_path, first.then, first.versions, **of_table(table, newFiles="refuse"))
 
 
 def read_at_versions(folder: Path, table: Path, collectives: Collectives) -> tuple[dict[str, int], int]:
-    """Open a table that gets another version while ranks start: rank 0 is the first to list it."""
+    """Open a table that gets another version after rank 0 listed it."""
     spec = spec_of(folder, **of_table(table))
-    listings = list_data_set(spec)
-    collectives.gather("listed", TEXT)
+    listings = list_data_set(spec) if collectives.rank == 0 else None
     if collectives.rank == 0:
         write_deltalake(table, pa.table({"label": [0], "C1": [7]}), mode="append")
-    collectives.gather("written", TEXT)
-    if collectives.rank == 1:
-        listings = list_data_set(spec)
     stored = StoredData(store=FileStore(folder / "store"), fingerprint=None, where="file:///store")
     with ExitStack() as stack:
-        found = open_data_set(stack, spec, listings, collectives, ProgressBoard(1, 2), stored)
+        found = open_data_set(stack, spec, listings, collectives, ProgressBoard(1, 2), lambda: stored)
         cut = CutMeta(step=1, samples=8, world_size=2, attempt=1, reader={"fingerprint": found.fingerprint})
         return dict(read_stored(stored.store, cut, "").versions), found.train.num_samples
 

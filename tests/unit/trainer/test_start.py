@@ -3,50 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dlrm_api.errors import InvalidSpecError, SnapshotError, TemporaryError
+from dlrm_api.errors import InvalidSpecError, SnapshotError
 from dlrm_checkpointer.format.attempts import JobIdentity, newest_attempt
 from dlrm_stores.file import FileStore
-from dlrm_testing.trainer.gangs import run_ranks
-from dlrm_trainer.checkpointing.data_set import agree_on_data
 from dlrm_trainer.checkpointing.restore import Start, choose_start
 from dlrm_trainer.distributed.collectives import Collectives
-
-FILES = [{"name": "a.parquet", "bytes": 10, "rows": 5}, {"name": "b.parquet", "bytes": 20, "rows": 9}]
-
-
-def refusal(collectives: Collectives, fingerprints: list[dict[str, Any]]) -> str:
-    try:
-        agree_on_data(collectives, fingerprints[collectives.rank])
-    except TemporaryError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.slow
-def test_ranks_that_found_other_files_all_end_by_the_first_difference() -> None:
-    same = {"train": {"files": FILES}, "eval": {"files": []}}
-    grown = {"train": {"files": FILES[:1]}, "eval": {"files": []}}
-    rewritten = {"train": {"files": [FILES[0], FILES[1] | {"bytes": 21}]}, "eval": {"files": []}}
-
-    more = run_ranks(3, refusal, [same, same, grown])
-    other = run_ranks(2, refusal, [same, rewritten])
-
-    assert len(set(more)) == 1
-    assert more[0].startswith("rank 2 found other data than rank 0: data.train.files: b.parquet was removed; ")
-    assert other == [other[0]] * 2
-    assert "rank 1 found other data than rank 0: data.train.files[b.parquet].bytes was 20 and is 21" in other[0]
-    assert "files changed while ranks started" in other[0]
-
-
-@pytest.mark.slow
-def test_ranks_that_found_the_same_files_go_on() -> None:
-    same = {"train": {"files": FILES}, "eval": {"files": []}}
-
-    assert run_ranks(2, refusal, [same, same]) == ["", ""]
 
 
 def test_an_empty_store_is_refused_after_the_job_committed_to_it(tmp_path: Path) -> None:

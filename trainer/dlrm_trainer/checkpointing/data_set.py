@@ -1,32 +1,34 @@
 """Decide which files are a job's data set: those of the snapshot it continues from, whatever was added since.
 
-Files are told apart by content. A rank reads a share of those whose content is not known yet.
+Files are told apart by content. Rank 0 lists them. Where their rows lie stands in an index that the job's store keeps;
+each rank reads a share of the files that it lacks.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import TypeAdapter
+import numpy as np
+from pydantic import Base64Bytes, TypeAdapter
 
-from dlrm_api.errors import SnapshotError, TemporaryError
+from dlrm_api.errors import BadDataError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJobSpec
-from dlrm_checkpointer import CutMeta, get_document, put_document
+from dlrm_checkpointer import CutMeta, DataIndex, get_document, put_document, put_index, read_index
 from dlrm_stores import ObjectStore
 from dlrm_stores.data_files import DataFile, LocalFile, files_named
-from dlrm_stores.locations import LeftOut, Listing, TableVersion
-from dlrm_trainer.checkpointing.compat import first_change
-from dlrm_trainer.data import Reader, Split, list_data, open_reader
+from dlrm_stores.locations import LeftOut, Listing, Places, TableVersion
+from dlrm_trainer.checkpointing.compat import check_data
+from dlrm_trainer.data import READERS, Reader, Split, list_data, open_reader
+from dlrm_trainer.data.index import FileListing, ListedFiles, identities, index_files
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.failures import CollectiveKeepalive
 from dlrm_trainer.metrics.progress import ProgressBoard
+from dlrm_trainer.settings import read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +36,10 @@ NAMED = 5
 """Files that a note names."""
 FILE_LIST = "fileList"
 """Key of a fingerprint that refers to a document instead of listing files."""
-FINGERPRINT = TypeAdapter(dict[str, Any])
-CHANGE = TypeAdapter[str | None](str | None)
+ROUND_FILES = 16_384
+"""Files that are indexed between two exchanges, which all ranks hold at once."""
+PROGRESS_INTERVAL_S = 5.0
 TEXT = TypeAdapter(str)
-DIGESTS = TypeAdapter(dict[int, str])
-VERSIONS = TypeAdapter(dict[str, int])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,8 @@ class DataSet:
     evaluation: Reader
     fingerprint: dict[str, Any]
     """Of the training data, as snapshots hold it."""
-    described: dict[str, Any]
-    """The same with all that is known of each file, for comparisons."""
+    index: str
+    """Fingerprint of the index of its files; empty without files."""
     eval_note: str | None
     """What makes an evaluation say less than it seems to."""
 
@@ -71,49 +72,105 @@ class DataSet:
 def open_data_set(
     stack: ExitStack,
     spec: DLRMJobSpec,
-    listings: Mapping[Split, Listing],
+    listings: Mapping[Split, Listing] | None,
     collectives: Collectives,
     board: ProgressBoard,
-    stored: StoredData | None,
+    read_data: Callable[[], StoredData] | None,
+    check_stop: Callable[[], object] = lambda: None,
 ) -> DataSet:
     """Open the training files of the snapshot, or all that were listed, and the evaluation files.
 
-    The store keeps the list of files; ``stored`` is None for a job without snapshots. ``stack`` closes the readers.
+    Rank 0 lists files, and asks ``read_data`` for what the store knows of them; the others pass None as ``listings``.
+    ``read_data`` is None for a job without snapshots. Ranks share the files that no stored index has; ``check_stop`` is
+    called meanwhile. ``stack`` closes the readers.
 
     Raises:
-        SnapshotError: ``data.newFiles`` is ``refuse``, and there are new files.
+        SnapshotError: the data is not that of the snapshot, or ``data.newFiles`` is ``refuse`` and there are new files.
         TemporaryError: ranks found different data.
     """
-    rank, world_size = collectives.rank, collectives.world_size
-    listings = _at_versions(spec, listings, collectives, stored)
-    newer = [
-        f"{table.uri} is read at version {table.version}, its newest is {table.newest}"
-        for table in _tables(listings).values()
-        if table.version != table.newest
-    ]
-    if newer and stored and spec.data.new_files == "refuse":
-        raise SnapshotError(
-            f"{stored.where}: new versions since the snapshot: {'; '.join(newer)}; set data.newFiles: ignore, or "
-            "set another spec.checkpoint.uri to start from step 0 with them"
-        )
-    known = list(stored.fingerprint.get("files", ())) if stored and stored.fingerprint else []
-    files, added = choose_files(listings["train"].files, known)
-    if added and stored and spec.data.new_files == "refuse":
-        names = _some([file.name for file in added])
-        raise SnapshotError(
-            f"{stored.where}: new data files since the snapshot: {names}; remove them, set data.newFiles: ignore, or "
-            "set another spec.checkpoint.uri to start from step 0 with them"
-        )
-    chosen: dict[Split, Sequence[DataFile]] = {"train": files, "eval": listings["eval"].files}
-    train, evaluation = (
-        stack.enter_context(closing(open_reader(spec, split, rank, world_size, files=some)))
-        for split, some in chosen.items()
+    first = _Choice.of(spec, listings, board, read_data) if listings is not None else None
+    plan = collectives.broadcast(first.plan if first else None, PLAN)
+    places = Places(spec.data.s3, read_settings().data_credentials_dir)
+    files = first.files if first else ListedFiles.of(plan.listing, places)
+    index = _index_together(spec, files, plan, first, collectives, board, check_stop)
+    splits: dict[Split, slice] = {"train": slice(plan.train_files), "eval": slice(plan.train_files, len(files))}
+    readers, rank, world_size = dict[Split, Reader](), collectives.rank, collectives.world_size
+    for split, chosen in splits.items():
+        of_split = index.take(np.arange(len(files))[chosen])
+        reader = open_reader(spec, split, rank, world_size, files=files[chosen], index=of_split)
+        readers[split] = stack.enter_context(closing(reader))
+        _check_copies(reader, of_split, collectives)
+    train, evaluation = readers["train"], readers["eval"]
+    agreed = collectives.broadcast(first.agree(train, evaluation, board) if first else None, AGREED)
+    if agreed.problem:
+        raise SnapshotError(agreed.problem)
+    return DataSet(
+        train=train,
+        evaluation=evaluation,
+        fingerprint=agreed.fingerprint,
+        index=index.fingerprint if plan.train_files else "",
+        eval_note=agreed.eval_note or None,
     )
-    identify(train.files, known, collectives)
-    identify(evaluation.files, (), collectives)
-    agree_on_data(collectives, {"train": train.fingerprint, "eval": evaluation.fingerprint})
-    eval_note = _eval_note(train, evaluation)
-    if rank == 0:
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Tell all ranks which files are read."""
+
+    listing: FileListing
+    """Of the training files, then of the evaluation files."""
+    train_files: int
+    reads: str
+    missing: list[int]
+    """Places of files that no stored index has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """Tell all ranks what rank 0 knows of the data."""
+
+    fingerprint: dict[str, Any]
+    eval_note: str
+    problem: str
+    """Why the data is not that of the snapshot; empty if it is."""
+
+
+PLAN, AGREED, BODY = TypeAdapter(Plan), TypeAdapter(Agreed), TypeAdapter(Base64Bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """Hold what rank 0 alone knows: the listing, and what the store has of it."""
+
+    files: Sequence[DataFile]
+    plan: Plan
+    stored: StoredData | None
+    old: DataIndex
+    """The index in the store."""
+    left_out: Sequence[LeftOut]
+    versions: Mapping[str, int]
+
+    @classmethod
+    def of(
+        cls,
+        spec: DLRMJobSpec,
+        listings: Mapping[Split, Listing],
+        board: ProgressBoard,
+        read_data: Callable[[], StoredData] | None,
+    ) -> _Choice:
+        """Choose files, say what is left out, and look which of them the store has an index of."""
+        stored = read_data() if read_data else None
+        listings = _at_versions(spec, listings, stored)
+        newer = [
+            f"{table.uri} is read at version {table.version}, its newest is {table.newest}"
+            for table in _tables(listings).values()
+            if table.version != table.newest
+        ]
+        _refuse_new(spec, stored, "versions", newer, "; ")
+        known = list(stored.fingerprint.get("files", ())) if stored and stored.fingerprint else []
+        train, added = choose_files(listings["train"].files, known)
+        _refuse_new(spec, stored, "data files", [file.name for file in added], "")
+        chosen: dict[Split, Sequence[DataFile]] = {"train": train, "eval": listings["eval"].files}
         for split, some in chosen.items():
             if note := _left_out_note(split, some, listings[split].left_out):
                 board.note(note)
@@ -122,15 +179,152 @@ def open_data_set(
             board.note(f"data.train: {len(added)} new files since the snapshot are ignored: {names}")
         for each in newer:
             board.note(f"data: {each}; the snapshot's version remains the data set")
+        files = [*train, *chosen["eval"]]
+        indexer = READERS[spec.data.format].indexer
+        reads = indexer(spec).reads(files) if indexer else ""
+        wanted = identities(files)
+        old = (read_index(stored.store, reads, wanted) if stored and files else None) or DataIndex.empty(reads)
+        has = {each.tobytes() for each in old.files}
+        return cls(
+            files=files,
+            plan=Plan(
+                listing=FileListing.of(files),
+                train_files=len(train),
+                reads=reads,
+                missing=[place for place, each in enumerate(wanted) if each.tobytes() not in has],
+            ),
+            stored=stored,
+            old=old,
+            left_out=[
+                *listings["train"].left_out,
+                *(LeftOut(name=file.name, reason="newer than the data") for file in added),
+            ],
+            versions={uri: table.version for uri, table in _tables(listings).items()},
+        )
+
+    def complete(self, found: DataIndex) -> DataIndex:
+        """Return the index of all files from the stored one and that of the missing files, and store it."""
+        both, wanted = DataIndex.join([self.old, found]), identities(self.files)
+        places = {each.tobytes(): place for place, each in enumerate(both.files)}
+        index = both.take([places[each.tobytes()] for each in wanted])
+        if self.stored and self.plan.missing:
+            put_index(self.stored.store, index)
+        for file, digest in zip(self.files, index.digests, strict=True):
+            if isinstance(file, LocalFile):
+                file.digest = digest.tobytes().hex()
+        return index
+
+    def agree(self, train: Reader, evaluation: Reader, board: ProgressBoard) -> Agreed:
+        """Compare the data with the snapshot's, and store the list of files."""
+        described, eval_note, problem = describe(train), _eval_note(train, evaluation), ""
         if eval_note:
             board.note(eval_note)
-    left_out = [*listings["train"].left_out, *(LeftOut(name=file.name, reason="newer than the data") for file in added)]
-    described = describe(train)
-    versions = {uri: table.version for uri, table in _tables(listings).items()}
-    fingerprint = _with_file_list(described, left_out, versions, collectives, stored) if stored else described
-    return DataSet(
-        train=train, evaluation=evaluation, fingerprint=fingerprint, described=described, eval_note=eval_note
-    )
+        if self.stored and self.stored.fingerprint is not None:
+            try:
+                check_data(self.stored.fingerprint, described, self.stored.where)
+            except SnapshotError as error:
+                problem = str(error)
+        listed = described.pop("files", None)
+        if listed is not None and self.stored:
+            names = [{"name": each.name, "reason": each.reason} for each in self.left_out]
+            document = {"files": listed, "leftOut": names}
+            document |= {"versions": dict(self.versions)} if self.versions else {}
+            described[FILE_LIST] = put_document(self.stored.store, document)
+        return Agreed(fingerprint=described, eval_note=eval_note or "", problem=problem)
+
+
+def _refuse_new(spec: DLRMJobSpec, stored: StoredData | None, kind: str, found: Sequence[str], separator: str) -> None:
+    if found and stored and spec.data.new_files == "refuse":
+        names, fix = (separator.join(found), "") if separator else (_some(found), "remove them, ")
+        raise SnapshotError(
+            f"{stored.where}: new {kind} since the snapshot: {names}; {fix}set data.newFiles: ignore, or set another "
+            "spec.checkpoint.uri to start from step 0 with them"
+        )
+
+
+def _index_together(
+    spec: DLRMJobSpec,
+    files: Sequence[DataFile],
+    plan: Plan,
+    first: _Choice | None,
+    collectives: Collectives,
+    board: ProgressBoard,
+    check_stop: Callable[[], object],
+) -> DataIndex:
+    """Return the index of all files on every rank; each reads a share of those that the store has none of."""
+    found, rank, world_size = [DataIndex.empty(plan.reads)], collectives.rank, collectives.world_size
+    make, progress = READERS[spec.data.format].indexer, _IndexProgress(rank, len(plan.missing), board)
+    for start in range(0, len(plan.missing), ROUND_FILES):
+        assert make is not None, "only formats with files list any"
+        some, together = plan.missing[start : start + ROUND_FILES], CollectiveKeepalive(collectives)
+
+        def working(done: int, start: int = start, together: CollectiveKeepalive = together) -> None:
+            check_stop()
+            together.keep_alive()
+            # The others have read about as many.
+            progress.tell(start + done * world_size)
+
+        mine = index_files(make(spec), [files[place] for place in some[rank::world_size]], plan.reads, working)
+        together.wait()
+        bodies = collectives.gather(bytes(mine.encode()), BODY)
+        shares = [DataIndex.decode(body, f"index of rank {number}") for number, body in enumerate(bodies)]
+        order = np.concatenate([np.arange(len(some))[number::world_size] for number in range(world_size)])
+        found.append(DataIndex.join(shares).take(np.argsort(order)))
+    progress.end()
+    index = first.complete(DataIndex.join(found)) if first else None
+    body = collectives.broadcast(bytes(index.encode()) if index else None, BODY) if world_size > 1 else b""
+    index = index or DataIndex.decode(body, "index of rank 0")
+    if isinstance(files, ListedFiles):
+        files.set_digests(index.digests)
+    return index
+
+
+class _IndexProgress:
+    """Say how many files are indexed, now and then, on rank 0."""
+
+    def __init__(self, rank: int, count: int, board: ProgressBoard) -> None:
+        self._count, self._board = count, board
+        self._is_told = rank == 0 and count > 0
+        self._began = self._last = time.monotonic()
+
+    def tell(self, done: int) -> None:
+        """Report it, if it is time to."""
+        if self._is_told and time.monotonic() - self._last >= PROGRESS_INTERVAL_S:
+            self._last = time.monotonic()
+            done = min(done, self._count)
+            logger.info("indexing data files", extra={"done": done, "files": self._count})
+            self._board.update(waiting=f"indexing data files: {done:,} of {self._count:,}")
+
+    def end(self) -> None:
+        """Report the end."""
+        if self._is_told:
+            seconds = round(time.monotonic() - self._began, 3)
+            logger.info("data files indexed", extra={"files": self._count, "seconds": seconds})
+            self._board.update(waiting=None)
+
+
+def _check_copies(reader: Reader, index: DataIndex, collectives: Collectives) -> None:
+    """Check that the local files of each rank's share are those that rank 0 found. Every rank must call this.
+
+    Raises:
+        TemporaryError: on every rank; names the first file that differs.
+    """
+    if collectives.world_size == 1:
+        return
+    problem = ""
+    try:
+        for place in reader.own_files(index):
+            if isinstance(file := reader.files[place], LocalFile):
+                file.accept_copy(index.contents[place].tobytes().hex())
+    except BadDataError as error:
+        problem = str(error)
+    problems = collectives.gather(problem, TEXT)
+    for rank, each in enumerate(problems):
+        if each:
+            raise TemporaryError(
+                f"rank {rank} found other data than rank 0: {each}; files changed while ranks started, or copies on "
+                "nodes differ; the next start lists them again, so use URIs whose files do not change"
+            )
 
 
 def list_data_set(spec: DLRMJobSpec, versions: Mapping[str, int] | None = None) -> dict[Split, Listing]:
@@ -144,17 +338,15 @@ def _tables(listings: Mapping[Split, Listing]) -> dict[str, TableVersion]:
 
 
 def _at_versions(
-    spec: DLRMJobSpec, listings: Mapping[Split, Listing], collectives: Collectives, stored: StoredData | None
+    spec: DLRMJobSpec, listings: Mapping[Split, Listing], stored: StoredData | None
 ) -> Mapping[Split, Listing]:
-    """List tables at the versions that the snapshot names, else at those that rank 0 found."""
+    """List tables at the versions that the snapshot names, else at those that were found."""
     found = {uri: table.version for uri, table in _tables(listings).items()}
     if not found:
         return listings
     kept = stored.versions if stored else {}
-    chosen = {uri: kept.get(uri, version) for uri, version in found.items()}
-    wanted = collectives.broadcast(chosen if collectives.rank == 0 else None, VERSIONS)
-    if collectives.rank == 0:
-        logger.info("tables are read at versions", extra={"versions": wanted})
+    wanted = {uri: kept.get(uri, version) for uri, version in found.items()}
+    logger.info("tables are read at versions", extra={"versions": wanted})
     return listings if wanted == found else list_data_set(spec, wanted)
 
 
@@ -179,23 +371,6 @@ def describe(reader: Reader) -> dict[str, Any]:
     return found | {"files": [entry | more for entry, more in zip(found["files"], shown, strict=True)]}
 
 
-def _with_file_list(
-    described: Mapping[str, Any],
-    left_out: Sequence[LeftOut],
-    versions: Mapping[str, int],
-    collectives: Collectives,
-    stored: StoredData,
-) -> dict[str, Any]:
-    """Put the list of files, which grows with the data and not with the model, into a document of its own."""
-    rest = dict(described)
-    if "files" not in rest:
-        return rest
-    names = [{"name": each.name, "reason": each.reason} for each in left_out]
-    document = {"files": rest.pop("files"), "leftOut": names} | ({"versions": dict(versions)} if versions else {})
-    digest = put_document(stored.store, document) if collectives.rank == 0 else None
-    return rest | {FILE_LIST: collectives.broadcast(digest, TEXT)}
-
-
 def choose_files(
     listed: Sequence[DataFile], known: Sequence[Mapping[str, Any]]
 ) -> tuple[Sequence[DataFile], list[DataFile]]:
@@ -207,58 +382,6 @@ def choose_files(
         return listed, []
     mine = {file.name for file in chosen}
     return chosen, [file for file in listed if file.name not in mine]
-
-
-def identify(files: Sequence[DataFile], known: Sequence[Mapping[str, Any]], collectives: Collectives) -> None:
-    """Set the digest of each local file, the same on all ranks. Every rank must call this.
-
-    A file that was not written since ``known`` was recorded is not read.
-    """
-    if not any(isinstance(file, LocalFile) for file in files):
-        return
-    old = known if len(known) == len(files) else ()
-    settled = {
-        place: str(entry["digest"])
-        for place, (file, entry) in enumerate(zip(files, old, strict=False))
-        if "digest" in entry and entry.get("modified") == file.modified_ns and entry["bytes"] == file.size
-    }
-    # Copies of a file on other nodes have other times.
-    settled = collectives.broadcast(settled if collectives.rank == 0 else None, DIGESTS)
-    unknown = [place for place, file in enumerate(files) if isinstance(file, LocalFile) and place not in settled]
-    size = sum(files[place].size for place in unknown)
-    if unknown and collectives.rank == 0:
-        logger.info("hashing data files that were written since", extra={"files": len(unknown), "bytes": size})
-    began, together = time.monotonic(), CollectiveKeepalive(collectives)
-    mine = {}
-    for place in together.over(unknown[collectives.rank :: collectives.world_size]):
-        file = files[place]
-        assert isinstance(file, LocalFile), "ranks list the same files"
-        mine[place] = file.compute_digest()
-    together.wait()
-    for found in (settled, *collectives.gather(mine, DIGESTS)):
-        for place, digest in found.items():
-            files[place].digest = digest
-    if unknown and collectives.rank == 0:
-        spent = {"files": len(unknown), "bytes": size, "seconds": round(time.monotonic() - began, 3)}
-        logger.info("data files hashed", extra=spent)
-
-
-def agree_on_data(collectives: Collectives, fingerprint: Mapping[str, Any]) -> None:
-    """Check that all ranks found the same data: otherwise batches would consist of other samples.
-
-    Raises:
-        TemporaryError: on every rank; names the first difference from rank 0.
-    """
-    digest = hashlib.sha256(json.dumps(fingerprint).encode()).hexdigest()
-    if len(set(collectives.gather(digest, TEXT))) == 1:
-        return
-    first = collectives.broadcast(dict(fingerprint) if collectives.rank == 0 else None, FINGERPRINT)
-    changes = collectives.gather(first_change(first, fingerprint, "data"), CHANGE)
-    rank, change = next((rank, change) for rank, change in enumerate(changes) if change)
-    raise TemporaryError(
-        f"rank {rank} found other data than rank 0: {change}; files changed while ranks started; the next start lists "
-        "them again, so use URIs whose files do not change"
-    )
 
 
 def _left_out_note(split: Split, files: Sequence[DataFile], left_out: Sequence[LeftOut]) -> str:

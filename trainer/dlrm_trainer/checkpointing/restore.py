@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -54,7 +54,7 @@ from dlrm_checkpointer import (
 from dlrm_kernels.eviction import rows_that_fit
 from dlrm_stores import ObjectStore, StoreOptions, open_store
 from dlrm_stores.base import FieldNames
-from dlrm_trainer.checkpointing.compat import changes, check_data, check_model
+from dlrm_trainer.checkpointing.compat import changes, check_model
 from dlrm_trainer.checkpointing.control import CutControl
 from dlrm_trainer.checkpointing.data_set import TEXT, DataSet, StoredData, read_stored
 from dlrm_trainer.distributed.collectives import Collectives
@@ -463,8 +463,7 @@ class Chosen:
     snapshot: Snapshot | None
     """None: from the beginning."""
 
-    @cached_property
-    def data(self) -> StoredData:
+    def read_data(self) -> StoredData:
         """Return what the store knows of the data. Raises SnapshotError if the list of files is gone."""
         if self.snapshot is None:
             return StoredData(store=self.store, fingerprint=None, where=self.store.uri)
@@ -516,7 +515,6 @@ def restore_chosen(assembly: Assembly, chosen: Chosen, total_steps: int) -> Rest
         else:
             logger.info("no snapshot found, starting from step 0", extra={"store": chosen.store.uri})
         return Restored(attempt=start.attempt)
-    check_data(chosen.data.fingerprint or {}, assembly.data.described, snapshot.uri)
     resized = _check_model(assembly, snapshot)
     _check_settings(assembly, chosen, snapshot.step, total_steps)
     # No snapshot holds the state of a resized table or of a partial restore.

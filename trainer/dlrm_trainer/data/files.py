@@ -8,18 +8,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.job import DLRMJobSpec
-from dlrm_stores.base import parallel_map
-from dlrm_stores.data_files import DataFile, LocalFile, relative_names
+from dlrm_checkpointer import DataIndex
+from dlrm_stores.data_files import DataFile, relative_names
 
-PARALLEL_FILES = 32
-"""Files that are sampled at once: each is a request of a service that may be far away."""
 LOCAL_THREADS, REMOTE_THREADS = 2, 4
 """Threads that make blocks ahead. More if files are remote: they mostly wait for answers."""
 
@@ -34,34 +31,38 @@ class SourceRequest:
     split: Split
     files: Sequence[DataFile] = ()
     """Sorted by path; empty for formats without files."""
+    index: DataIndex
+    """Of the files."""
+    is_remote: bool = False
+    """Whether files are objects of a service."""
     budget_bytes: int = 0
     """Of blocks of rows that are held."""
-    cache_folder: Path
-    """Keeps indexes of files from one start to the next."""
 
     @property
     def threads(self) -> int:
         """Return how many threads make blocks ahead."""
-        is_local = all(isinstance(file, LocalFile) for file in self.files)
-        return LOCAL_THREADS if is_local else REMOTE_THREADS
+        return REMOTE_THREADS if self.is_remote else LOCAL_THREADS
 
 
 class FileSet:
     """Number the rows of files in order over all of them."""
 
-    def __init__(self, files: Sequence[DataFile], row_counts: Sequence[int]) -> None:
-        self.files = tuple(files)
-        self.bounds: NDArray[np.int64] = np.concatenate(([0], np.cumsum(row_counts, dtype=np.int64)))
+    def __init__(self, files: Sequence[DataFile], index: DataIndex) -> None:
+        self.files = files
+        self.blocks: NDArray[np.int64] = np.concatenate(([0], np.cumsum(index.rows)))
+        """(B + 1,) first row of each block, and the end of the last one."""
+        self.bounds: NDArray[np.int64] = self.blocks[index.firsts]
+        """(F + 1,) first row of each file, and the end of the last one."""
         self.num_rows = int(self.bounds[-1])
-        self._samples = list(parallel_map(DataFile.sample, self.files, PARALLEL_FILES))
+        self._contents = index.contents
 
     def description(self) -> list[dict[str, Any]]:
         """Return name (below the shared folder), bytes, rows and ``content`` of each file, for fingerprints."""
         counts = np.diff(self.bounds).tolist()
-        names = relative_names([file.path for file in self.files])
+        names, contents = relative_names([file.path for file in self.files]), self._contents
         return [
-            {"name": name, "bytes": file.size, "rows": rows, "content": sampled}
-            for name, file, rows, sampled in zip(names, self.files, counts, self._samples, strict=True)
+            {"name": name, "bytes": file.size, "rows": rows, "content": content.tobytes().hex()}
+            for name, file, rows, content in zip(names, self.files, counts, contents, strict=True)
         ]
 
     def locate(self, row: int) -> tuple[DataFile, int]:

@@ -10,8 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -20,9 +19,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError
+from dlrm_api.job import DLRMJobSpec
+from dlrm_checkpointer import DataIndex
 from dlrm_kernels.hashing import hash_texts
 from dlrm_kernels.parsing import MIX, MODULO, NONE, UNIQUE, Hashing, Ints, Numbers, put_floats, put_labels, put_rows_of
-from dlrm_stores.base import parallel_map
 from dlrm_stores.data_files import DataFile, TableColumns
 from dlrm_trainer.data.batch_builder import (
     BatchBuilder,
@@ -37,14 +37,13 @@ from dlrm_trainer.data.batch_builder import (
     scratch,
 )
 from dlrm_trainer.data.files import BlockCache, FileSet, SourceRequest
+from dlrm_trainer.data.index import FileBlocks, Indexer
 
 logger = logging.getLogger(__name__)
 
 SUFFIXES = (".parquet", ".pq")
 FOOTERS_SHARE = 16
 """One part in so many of the budget is for footers."""
-PARALLEL_FOOTERS = 32
-"""Each footer is a request or two of a service that may be far away, and there may be thousands of files."""
 CHUNK_BYTES = 800
 """Memory of a footer for each column of a row group, whether that is read or not (measured: 500 to 800)."""
 MAX_FOOTER = 2**31 - 1
@@ -75,22 +74,45 @@ class Columns:
         return list(dict.fromkeys([self.label, *self.dense, *self.bags, *filter(None, self.weights)]))
 
 
-def open_parquet(request: SourceRequest) -> ParquetSource:
-    """Open the Parquet files of a split; InvalidSpecError if a rename names no feature of the model."""
-    model, rename = request.spec.model, request.spec.data.columns.rename
+def columns_of(spec: DLRMJobSpec) -> Columns:
+    """Return the columns that a job reads; InvalidSpecError if a rename names no feature of the model."""
+    model, rename = spec.model, spec.data.columns.rename
     features, tables = model.all_features(), model.all_tables()
     known = {*model.dense_features, *(each.column for each in features), *(each.weights for each in features)} - {None}
     if unknown := sorted(set(rename) - known):
         shown = ", ".join(sorted(map(str, known))[:_SHOWN_NAMES])
         raise InvalidSpecError(f"spec.data.columns.rename.{unknown[0]}", f"expected a feature of the model: {shown}")
-    columns = Columns(
-        label=request.spec.data.columns.label,
+    return Columns(
+        label=spec.data.columns.label,
         dense=[rename.get(name, name) for name in model.dense_features],
         bags=[rename.get(each.column, each.column) for each in features],
         weights=[rename.get(each.weights, each.weights) if each.weights else None for each in features],
-        hashings=[hashing_of(tables[each.table], request.spec.training.seed) for each in features],
+        hashings=[hashing_of(tables[each.table], spec.training.seed) for each in features],
     )
-    return ParquetSource(request.files, columns, request.budget_bytes, request.threads)
+
+
+def open_parquet(request: SourceRequest) -> ParquetSource:
+    """Open the Parquet files of a split."""
+    columns, budget, threads = columns_of(request.spec), request.budget_bytes, request.threads
+    return ParquetSource(request.files, request.index, columns, budget, threads)
+
+
+def index_parquet(spec: DLRMJobSpec) -> Indexer:
+    """Return what reads the row groups of files and checks their columns for a job."""
+    return column_indexer(columns_of(spec))
+
+
+def column_indexer(columns: Columns) -> Indexer:
+    """Return what reads the row groups of files and checks these columns of theirs."""
+
+    def read(file: DataFile, opened: BinaryIO) -> FileBlocks:
+        footer = _read_checked_footer(file, opened, columns)
+        rows = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
+        return FileBlocks(rows=np.array(rows, np.int64))
+
+    kinds = [int(hashing.kind) for hashing in columns.hashings]
+    names = [columns.label, list(columns.dense), list(columns.bags), list(columns.weights)]
+    return Indexer(read_blocks=read, checks=["parquet", *names, kinds])
 
 
 class ParquetSource:
@@ -98,11 +120,14 @@ class ParquetSource:
 
     hashed = True
 
-    def __init__(self, files: Sequence[DataFile], columns: Columns, budget_bytes: int, threads: int = 1) -> None:
+    def __init__(
+        self, files: Sequence[DataFile], index: DataIndex, columns: Columns, budget_bytes: int, threads: int = 1
+    ) -> None:
         self._columns = columns
         footers_bytes = budget_bytes // FOOTERS_SHARE
-        self._footers = Footers(files, columns, footers_bytes)
-        self._files, self._bounds = self._footers.files, self._footers.bounds
+        self._footers = Footers(files, footers_bytes)
+        self._files, self._firsts = FileSet(files, index), index.firsts
+        self._bounds = self._files.blocks
         self.num_samples = self._files.num_rows
         self._is_wide = False
         """A row group had an id above uint32, or a negative one."""
@@ -117,7 +142,7 @@ class ParquetSource:
         # A label and dense values of 4 bytes, and at least one id a bag, of 8.
         decoded = int(sizes[largest]) * (4 * (1 + len(self._columns.dense)) + 8 * len(self._columns.bags))
         if decoded > budget_bytes:
-            file, group = self._footers.place(largest)
+            file, group = self.place(largest)
             logger.warning(
                 "row group exceeds data.prefetchBytes, and each rank decodes it whole; write smaller row groups",
                 extra={
@@ -172,9 +197,14 @@ class ParquetSource:
         """Return the number of row groups of all files."""
         return len(self._bounds) - 1
 
+    def place(self, number: int) -> tuple[int, int]:
+        """Return the file of a row group, and the row group's number in it."""
+        file = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        return file, number - int(self._firsts[file])
+
     def row_group(self, number: int) -> Any:
         """Read a row group's columns of the model as an Arrow table; BadDataError if damaged or changed."""
-        file_number, group = self._footers.place(number)
+        file_number, group = self.place(number)
         file, footer = self._files.files[file_number], self._footers.of(file_number)
         first, stop = int(self._bounds[number]), int(self._bounds[number + 1])
         first_row, last_row = (self._files.locate(row)[1] for row in (first, stop - 1))
@@ -197,33 +227,16 @@ class ParquetSource:
 
 
 class Footers:
-    """Number the rows of every row group, and give any file's footer, read again on a small budget.
+    """Give any file's footer, read when it is first wanted, and again on a small budget.
 
-    The most recently used footers are kept within ``budget_bytes``; one alone may take more. Raises BadDataError if a
-    file is not Parquet, or lacks a column of a usable type.
+    The most recently used footers are kept within ``budget_bytes``; one alone may take more.
     """
 
-    def __init__(self, files: Sequence[DataFile], columns: Columns, budget_bytes: int) -> None:
+    def __init__(self, files: Sequence[DataFile], budget_bytes: int) -> None:
         self._files, self._budget = files, budget_bytes
         self._lock = threading.Lock()
         self._kept: OrderedDict[int, Any] = OrderedDict()
         self._kept_bytes = 0
-        rows = []
-        footers = parallel_map(lambda file: _read_checked_footer(file, columns), files, PARALLEL_FOOTERS)
-        for number, footer in enumerate(footers):
-            groups = range(footer.num_row_groups)
-            rows.append(np.array([footer.row_group(group).num_rows for group in groups], np.int64))
-            self._keep(number, footer)
-        self.files = FileSet(files, [int(each.sum()) for each in rows])
-        self.bounds: Ints = np.concatenate(([0], *rows)).cumsum()
-        """First row of each row group of all files, and the end of the last one."""
-        self._firsts = np.array([0, *accumulate(map(len, rows))])
-        """The number of each file's first row group."""
-
-    def place(self, number: int) -> tuple[int, int]:
-        """Return the file of a row group, and the row group's number in it."""
-        file = int(np.searchsorted(self._firsts, number, side="right")) - 1
-        return file, number - int(self._firsts[file])
 
     def of(self, file: int) -> Any:
         """Return a file's footer; BadDataError if the file was changed since it was found."""
@@ -264,12 +277,11 @@ def _open_parquet(opened: Any, **options: Any) -> Any:
     )
 
 
-def _read_checked_footer(file: DataFile, columns: Columns) -> Any:
+def _read_checked_footer(file: DataFile, opened: BinaryIO, columns: Columns) -> Any:
     def read() -> Any:
-        with file.open() as opened:
-            parquet = _open_parquet(opened)
-            # metadata.schema would hold the metadata and be held by it.
-            return parquet.metadata, parquet.schema_arrow
+        parquet = _open_parquet(opened)
+        # metadata.schema would hold the metadata and be held by it.
+        return parquet.metadata, parquet.schema_arrow
 
     footer, schema = guarded(file, "", read)
     kinds = [hashing.kind for hashing in columns.hashings]

@@ -7,9 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -18,8 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.errors import BadDataError, DLRMError, InvalidSpecError
+from dlrm_api.fields import is_s3
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.keys import KEY_END
+from dlrm_checkpointer import DataIndex
 from dlrm_kernels.hashing import ids_of_keys, random_bits, shuffle, stream_key
 from dlrm_kernels.parsing import GOOD, LONG_BAG, MIX, MODULO, Ints, check_bags, fill_missing, put_rows_of
 from dlrm_stores.data_files import DataFile
@@ -27,6 +28,7 @@ from dlrm_stores.locations import Listing, Places, TableVersion, find_data_files
 from dlrm_trainer.data import criteo, parquet, synthetic
 from dlrm_trainer.data.batch_builder import NoSamples, RawRows, RowSource, hashing_of
 from dlrm_trainer.data.files import SourceRequest, Split
+from dlrm_trainer.data.index import Indexer, index_files
 from dlrm_trainer.settings import read_settings
 from dlrm_trainer.spans import each_spanned
 
@@ -53,6 +55,8 @@ class FileFormat:
     open: Callable[[SourceRequest], RowSource]
     suffixes: tuple[str, ...] = ()
     """Of files that a folder's URI stands for; empty for a format without files."""
+    indexer: Callable[[DLRMJobSpec], Indexer] | None = None
+    """Return what finds the rows of files; None for a format without files."""
     load_finder: Callable[[], TableFinder] | None = None
     """Import what finds the files of a table; None for a format without tables."""
 
@@ -69,11 +73,12 @@ def _load_iceberg() -> TableFinder:
     return find_iceberg
 
 
+_PARQUET = FileFormat(open=parquet.open_parquet, suffixes=parquet.SUFFIXES, indexer=parquet.index_parquet)
 READERS: dict[str, FileFormat] = {
-    "criteo-tsv": FileFormat(open=criteo.open_criteo, suffixes=criteo.SUFFIXES),
-    "delta": FileFormat(open=parquet.open_parquet, suffixes=parquet.SUFFIXES, load_finder=_load_delta),
-    "iceberg": FileFormat(open=parquet.open_parquet, suffixes=parquet.SUFFIXES, load_finder=_load_iceberg),
-    "parquet": FileFormat(open=parquet.open_parquet, suffixes=parquet.SUFFIXES),
+    "criteo-tsv": FileFormat(open=criteo.open_criteo, suffixes=criteo.SUFFIXES, indexer=criteo.index_criteo),
+    "delta": replace(_PARQUET, load_finder=_load_delta),
+    "iceberg": replace(_PARQUET, load_finder=_load_iceberg),
+    "parquet": _PARQUET,
     "synthetic": FileFormat(open=synthetic.open_synthetic),
 }
 """The reader of each ``data.format`` of the API."""
@@ -143,14 +148,13 @@ def open_reader(
     split: Split,
     rank: int,
     world_size: int,
-    cache_folder: Path | None = None,
     files: Sequence[DataFile] | None = None,
+    index: DataIndex | None = None,
 ) -> Reader:
     """Open one rank's view of a split; every rank must open it with the same spec and files.
 
-    ``files`` are those that ``list_data`` finds, or some of them; by default all. An evaluation split without URIs has
-    no samples. Line indexes are kept in ``cache_folder``; by default in a folder of this user's among the temporary
-    files.
+    ``files`` are those that ``list_data`` finds, or some of them; by default all. ``index`` is theirs; by default each
+    file is read for it. An evaluation split without URIs has no samples.
 
     Raises:
         NoInputError: a file is not found.
@@ -158,13 +162,22 @@ def open_reader(
         BadDataError: the data can't be used; the message names the file, the row or column, and the fix.
     """
     data, file_format = spec.data, READERS[spec.data.format]
-    files = list_data(spec, split).files if files is None else tuple(files)
+    files = list_data(spec, split).files if files is None else files
     source: RowSource = NoSamples()
     if files or not file_format.suffixes:
-        folder, budget = cache_folder or criteo.default_cache_folder(), int(data.prefetch_bytes)
-        left = budget - budget // FINISHED_SHARE - budget // GROUPS_SHARE
+        if index is None and file_format.indexer:
+            indexer = file_format.indexer(spec)
+            index = index_files(indexer, files, indexer.reads(files))
+        budget, uris = int(data.prefetch_bytes), data.train.uris if split == "train" else data.eval.uris
         source = file_format.open(
-            SourceRequest(spec=spec, split=split, files=files, budget_bytes=left, cache_folder=folder)
+            SourceRequest(
+                spec=spec,
+                split=split,
+                files=files,
+                index=index or DataIndex.empty(""),
+                is_remote=any(map(is_s3, uris)),
+                budget_bytes=budget - budget // FINISHED_SHARE - budget // GROUPS_SHARE,
+            )
         )
     if split == "train" and not source.num_samples:
         uris = data.train.uris
@@ -208,6 +221,12 @@ class SampleOrder:
         """Return the samples of a batch over all ranks."""
         last = batch % self.batches_per_epoch == self.batches_per_epoch - 1
         return self.num_samples - (self.batches_per_epoch - 1) * self.batch_size if last else self.batch_size
+
+    def rows(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Return the first row of one rank's virtual shards, and the end of the last one."""
+        shards = (each * self.virtual_shards // world_size for each in (rank, rank + 1))
+        first, stop = (shard * self.num_samples // self.virtual_shards for shard in shards)
+        return first, stop
 
     def sample_ids(self, batch: int, rank: int = 0, world_size: int = 1) -> NDArray[np.int64]:
         """Return row numbers of one rank's slice of a batch, in order: (n,) int64, n may be 0."""
@@ -257,7 +276,7 @@ class Reader:
         files: Sequence[DataFile] = (),
     ) -> None:
         self._source, self._dense = source, spec.data.dense
-        self.files = tuple(files)
+        self.files = files
         self._order = SampleOrder(
             num_samples=source.num_samples,
             batch_size=spec.data.global_batch_size,
@@ -302,6 +321,15 @@ class Reader:
     def global_count(self, batch: int) -> int:
         """Return the samples of a global batch over all ranks."""
         return self._order.global_count(batch)
+
+    def own_files(self, index: DataIndex) -> range:
+        """Return which of the files hold samples of this rank, by the index of all."""
+        first, stop = self._order.rows(self._rank, self._world_size)
+        if first == stop or not self.files:
+            return range(0)
+        blocks = np.searchsorted(np.cumsum(index.rows), [first, stop - 1], side="right")
+        place, last = (np.searchsorted(index.firsts, blocks, side="right") - 1).tolist()
+        return range(place, last + 1)
 
     def read(self, batch: int) -> Batch:
         """Read this rank's slice of a batch, a pure function of ``batch``; BadDataError names a bad row."""

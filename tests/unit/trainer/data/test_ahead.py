@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError, NoInputError
-from dlrm_trainer.data import Batch, Reader, open_reader
+from dlrm_trainer.data import Batch, Reader, criteo, open_reader
 from dlrm_trainer.data.batch_builder import RawRows, RowSource
 from dlrm_trainer.data.files import BlockCache, SourceRequest
-from dlrm_trainer.data.parquet import open_parquet
+from dlrm_trainer.data.parquet import index_parquet, open_parquet
 from dlrm_trainer.data.reader import FINISHED_SHARE, GROUPS_SHARE, READERS, FileFormat, prefetched
 
 Write = Callable[..., str]
@@ -239,7 +239,7 @@ def test_row_groups_and_batches_have_no_more_than_the_budget_between_them(
         given.append(request.budget_bytes)
         return open_parquet(request)
 
-    monkeypatch.setitem(READERS, "parquet", FileFormat(open=open_source, suffixes=(".parquet",)))
+    monkeypatch.setitem(READERS, "parquet", FileFormat(open=open_source, suffixes=(".parquet",), indexer=index_parquet))
     open_rows(prefetchBytes=budget)
 
     assert sum(given) + budget // FINISHED_SHARE + budget // GROUPS_SHARE == budget
@@ -280,7 +280,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
 @pytest.mark.parametrize("format_", ["parquet", "criteo-tsv"])
 @pytest.mark.parametrize("case", CHANGES)
 def test_a_file_that_changes_while_training_is_named(
-    case: str, format_: str, make_spec: Any, write_parquet: Write, tmp_path: Path
+    case: str, format_: str, make_spec: Any, write_parquet: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change, error, message = CHANGES[case]
     path = tmp_path / "data.parquet"
@@ -290,8 +290,9 @@ def test_a_file_that_changes_while_training_is_named(
         spec = make_spec(data, [{"name": "user", "rows": 9, "dim": 4}], [])
     else:
         path.write_text(LINE * 40)
+        monkeypatch.setattr(criteo, "CELL_BYTES", 4 * len(LINE))
         spec = make_spec(data)
-    reader = open_reader(spec, "train", 0, 1, tmp_path / "cache")
+    reader = open_reader(spec, "train", 0, 1)
     reader.read(0)
     change(path)
 

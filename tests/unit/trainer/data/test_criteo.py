@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import bz2
-import errno
 import gzip
 import lzma
 import math
-import os
-import resource
 import tempfile
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,6 +27,7 @@ from dlrm_testing.trainer.hashed_ids import rows_of_ids
 from dlrm_trainer.checkpointing.compat import first_change
 from dlrm_trainer.data import Reader, criteo, open_reader
 from dlrm_trainer.data.criteo import COLUMNS, CriteoSource
+from dlrm_trainer.data.index import Indexer, index_files
 
 DENSE, SPARSE = COLUMNS[1:14], COLUMNS[14:]
 
@@ -39,8 +37,9 @@ def line(label: str = "0", dense: str = "7", sparse: str = "0a1b2c3d", **fields:
     return "\t".join(values[name] for name in COLUMNS) + "\n"
 
 
-def source(path: Path, cache: Path, lenient: bool = False) -> CriteoSource:
-    return CriteoSource([LocalFile(path)], DENSE, SPARSE, lenient, cache)
+def source(*paths: Path, lenient: bool = False, **more: Any) -> CriteoSource:
+    files, indexer = [LocalFile(path) for path in paths], Indexer(read_blocks=criteo.find_lines, checks="")
+    return CriteoSource(files, index_files(indexer, files, ""), DENSE, SPARSE, lenient, **more)
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ def test_fields_are_parsed_as_python_parses_them(rows: list[tuple[str, str, str]
         path = Path(folder) / "day.tsv"
         path.write_text("".join(line(row[0], I3=row[1], C9=row[2]).replace("\n", ending) for row in rows), newline="")
 
-        raw = next(iter(source(path, Path(folder)).batches([np.arange(len(rows))])))
+        raw = next(iter(source(path).batches([np.arange(len(rows))])))
 
     assert raw.labels.tolist() == [float(row[0]) for row in rows]
     np.testing.assert_array_equal(raw.dense[:, 2], np.float32([float(row[1]) if row[1] else math.nan for row in rows]))
@@ -76,9 +75,7 @@ def test_fields_are_parsed_as_python_parses_them(rows: list[tuple[str, str, str]
 def test_rows_come_back_in_the_order_asked_for_from_several_files(tmp_path: Path) -> None:
     for name, labels in (("a.tsv", "010"), ("b.tsv", "11")):
         (tmp_path / name).write_text("".join(line(label, I1=str(i)) for i, label in enumerate(labels)))
-    lines = CriteoSource(
-        [LocalFile(tmp_path / name) for name in ("a.tsv", "b.tsv")], DENSE, SPARSE, False, tmp_path / "cache"
-    )
+    lines = source(tmp_path / "a.tsv", tmp_path / "b.tsv")
 
     raw = next(iter(lines.batches([np.array([4, 0, 1, 3])])))
 
@@ -96,8 +93,7 @@ def test_rewritten_files_are_other_data_and_copies_are_the_same(tmp_path: Path) 
         paths = [tmp_path / folder / name for name in ("a.tsv", "b.tsv")]
         for path, label in zip(paths, labels, strict=True):
             path.write_text(line(label) * 3)
-        files = [LocalFile(path) for path in paths]
-        return CriteoSource(files, DENSE, SPARSE, False, tmp_path / "cache").fingerprint
+        return source(*paths).fingerprint
 
     before = fingerprint("here", "01")
 
@@ -109,7 +105,7 @@ def test_rewritten_files_are_other_data_and_copies_are_the_same(tmp_path: Path) 
 def test_empty_fields_are_missing_values_and_a_missing_id_has_its_own_row(write: Any, tmp_path: Path) -> None:
     path = write(line(I2="", C3=""), line(I2="-2", C3="ffffffff"))
 
-    raw = next(iter(source(path, tmp_path / "cache").batches([np.array([0, 1])])))
+    raw = next(iter(source(path).batches([np.array([0, 1])])))
 
     assert math.isnan(raw.dense[0, 1])
     assert raw.dense[1, 1] == -2
@@ -120,7 +116,7 @@ def test_empty_fields_are_missing_values_and_a_missing_id_has_its_own_row(write:
 def test_a_last_line_without_newline_and_carriage_returns_are_read(write: Any, tmp_path: Path) -> None:
     path = write(line("1").replace("\n", "\r\n"), line("1", C26="000000ff").rstrip("\n"))
 
-    raw = next(iter(source(path, tmp_path / "cache").batches([np.array([0, 1])])))
+    raw = next(iter(source(path).batches([np.array([0, 1])])))
 
     assert raw.labels.tolist() == [1, 1]
     assert raw.ids.reshape(26, 2)[25].tolist() == [0x0A1B2C3D, 0xFF]
@@ -144,7 +140,7 @@ BAD_LINES = {
 @pytest.mark.parametrize("case", BAD_LINES)
 def test_bad_line_is_named_with_its_column(case: str, write: Any, tmp_path: Path) -> None:
     bad, message = BAD_LINES[case]
-    lines = source(write(line(), bad, line()), tmp_path / "cache")
+    lines = source(write(line(), bad, line()))
 
     with pytest.raises(BadDataError, match=message):
         lines.batches([np.array([2, 1, 0])])
@@ -152,7 +148,7 @@ def test_bad_line_is_named_with_its_column(case: str, write: Any, tmp_path: Path
 
 def test_a_lenient_reader_pads_lines_that_lost_trailing_fields(write: Any, tmp_path: Path) -> None:
     short = line("1").rsplit("\t", 3)[0] + "\n"
-    lines = source(write(line(), short), tmp_path / "cache", lenient=True)
+    lines = source(write(line(), short), lenient=True)
 
     ids = next(iter(lines.batches([np.array([0, 1])]))).ids.reshape(26, 2)
 
@@ -164,7 +160,7 @@ def test_an_empty_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "empty.tsv").touch()
 
     with pytest.raises(BadDataError, match=r"empty\.tsv: empty file"):
-        source(tmp_path / "empty.tsv", tmp_path / "cache")
+        source(tmp_path / "empty.tsv")
 
 
 @pytest.mark.parametrize(
@@ -181,97 +177,70 @@ def test_a_compressed_file_is_refused_by_what_it_is(name: str, pack: Callable[[b
     (tmp_path / "packed.tsv").write_bytes(pack(b"0\t1\n" * 9))
 
     with pytest.raises(BadDataError, match=rf"packed\.tsv: compressed file \({name}\)"):
-        source(tmp_path / "packed.tsv", tmp_path / "cache")
+        source(tmp_path / "packed.tsv")
 
 
-@pytest.fixture
-def many_files(tmp_path: Path) -> Iterator[Sequence[LocalFile]]:
-    """More files than this process may have open, unless it raises its limit, which it may."""
-    paths = [tmp_path / f"part-{number}.tsv" for number in range(200)]
-    for path in paths:
-        path.write_text(line())
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = max(int(each.name) for each in Path("/proc/self/fd").iterdir()) + 100
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, few), hard))
-    yield [LocalFile(path) for path in paths]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+def test_many_files_are_read_and_none_stays_open(tmp_path: Path) -> None:
+    paths = [tmp_path / f"part-{number:03}.tsv" for number in range(200)]
+    for number, path in enumerate(paths):
+        path.write_text(line(I1=str(number)))
+    before = len(list(Path("/proc/self/fd").iterdir()))
 
+    lines = source(*paths)
 
-def test_more_files_are_read_than_a_process_may_have_open_at_first(
-    many_files: Sequence[LocalFile], tmp_path: Path
-) -> None:
-    lines = CriteoSource(many_files, DENSE, SPARSE, False, tmp_path / "cache")
-
-    assert next(iter(lines.batches([np.arange(200)]))).dense[:, 0].tolist() == [7] * 200
+    assert next(iter(lines.batches([np.arange(200)]))).dense[:, 0].tolist() == [*range(200)]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
     lines.close()
 
 
-def test_more_files_than_a_process_may_have_open_are_refused_by_name(
-    many_files: Sequence[LocalFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=30)
+
+
+@given(
+    files=st.lists(LENGTHS, min_size=1, max_size=3), cell=st.integers(1, 40), chunk=st.integers(1, 50), data=st.data()
+)
+@settings(max_examples=60)
+def test_lines_are_found_again_whatever_the_size_of_blocks(
+    files: list[list[int]], cell: int, chunk: int, data: Any
 ) -> None:
-    monkeypatch.setattr(criteo, "allow_open_files", lambda: None)
+    """Blank lines, lines over many blocks, and last lines without a newline."""
+    texts = ["\n".join("x" * length for length in lengths) for lengths in files]
+    texts = [text + "\n" if data.draw(st.booleans()) or not text else text for text in texts]
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(criteo, "CELL_BYTES", cell)
+        patch.setattr(criteo, "_CHUNK_BYTES", chunk)
+        paths = [Path(folder) / f"{number}.tsv" for number in range(len(texts))]
+        for path, text in zip(paths, texts, strict=True):
+            path.write_text(text)
+        lines = source(*paths, cells=data.draw(st.integers(1, 3)))
 
-    with pytest.raises(BadDataError, match=r"part-0\.tsv and 199 more text files: Too many open files.*ulimit -n"):
-        CriteoSource(many_files, DENSE, SPARSE, False, tmp_path / "cache")
+        found = []
+        for number in range(lines.num_blocks):
+            block = lines.block(number)
+            begins, ends = block.spans(np.arange(block.starts.size - 1))
+            found += [block.text[begin:end].tobytes().decode() for begin, end in zip(begins, ends, strict=True)]
 
-
-def test_the_line_index_is_kept_and_rebuilt_when_the_file_changes(write: Any, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    path = write(line(), line())
-    assert source(path, cache).num_samples == 2
-    assert source(path, cache).num_samples == 2
-    assert len(list(cache.glob("*.starts"))) == 1
-
-    path = write(line(), line(), line())
-    os.utime(path, (1, 1))
-
-    assert source(path, cache).num_samples == 3
-    assert len(list(cache.glob("*.starts"))) == 2
-
-
-def test_an_index_that_cannot_be_kept_is_built_all_the_same(write: Any, tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("a file where the cache folder should be")
-
-    assert source(write(line(), line()), tmp_path / "taken").num_samples == 2
-
-
-def test_an_index_that_does_not_fit_the_disk_leaves_nothing_behind(
-    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_draft: Path, _kept: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
-
-    assert source(write(line(), line()), tmp_path / "cache").num_samples == 2
-    assert [each.suffix for each in (tmp_path / "cache").iterdir()] == [".lock"]
-
-
-@pytest.mark.parametrize("kept_bytes", [0, 8, 12, 16])
-def test_an_index_that_lost_its_end_is_rebuilt(kept_bytes: int, write: Any, tmp_path: Path) -> None:
-    path = write(line(), line())
-    source(path, tmp_path / "cache").close()
-    (kept,) = (tmp_path / "cache").glob("*.starts")
-    os.truncate(kept, kept_bytes)
-
-    assert source(path, tmp_path / "cache").num_samples == 2
-    assert kept.stat().st_size == 24
+    assert found == [each for text in texts for each in text.removesuffix("\n").split("\n")]
+    assert lines.num_samples == len(found)
 
 
 def test_building_an_index_takes_memory_for_a_piece_of_the_file_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "day.tsv"
-    path.write_bytes(b"\n" * (1 << 20))
+    path.write_bytes(b"\n" * (4 << 20))
     monkeypatch.setattr(criteo, "_CHUNK_BYTES", 1 << 14)
+    file = LocalFile(path)
     tracemalloc.start()
 
-    starts = criteo.line_starts(LocalFile(path), tmp_path / "cache")
+    with file.open() as opened:
+        blocks = criteo.find_lines(file, opened)
 
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 20
-    np.testing.assert_array_equal(starts, np.arange((1 << 20) + 1))
+    assert blocks.rows.tolist() == [1 << 20] * 4
+    assert blocks.starts.tolist() == [number << 20 for number in range(4)]
 
 
 def test_criteos_own_lines_are_read_as_a_plain_parser_reads_them(shared_data: Path, make_spec: Any) -> None:

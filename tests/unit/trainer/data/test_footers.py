@@ -17,7 +17,9 @@ from dlrm_api.model import TableSpec
 from dlrm_stores.data_files import LocalFile
 from dlrm_trainer.data import parquet
 from dlrm_trainer.data.batch_builder import hashing_of
-from dlrm_trainer.data.parquet import CHUNK_BYTES, Columns, Footers
+from dlrm_trainer.data.files import FileSet
+from dlrm_trainer.data.index import index_files
+from dlrm_trainer.data.parquet import CHUNK_BYTES, Columns, Footers, ParquetSource, column_indexer
 
 Write = Callable[..., str]
 USER = hashing_of(TableSpec(name="user", rows=10, dim=4), 0)
@@ -55,13 +57,15 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[LocalFile]:
 
 @pytest.mark.parametrize("budget", [0, FOOTER_BYTES, 2 * FOOTER_BYTES, 1 << 30])
 def test_every_row_group_has_its_place_whatever_is_kept(files: list[LocalFile], budget: int) -> None:
-    found = Footers(files, COLUMNS, budget)
+    index = index_files(column_indexer(COLUMNS), files, "")
+    found, held = Footers(files, budget), FileSet(files, index)
+    source = ParquetSource(files, index, COLUMNS, budget)
 
-    assert found.files.bounds.tolist() == [0, *accumulate(ROWS)]
-    for number, (first, end) in enumerate(pairwise(found.bounds.tolist())):
-        file, group = found.place(number)
+    assert held.bounds.tolist() == [0, *accumulate(ROWS)]
+    for number, (first, end) in enumerate(pairwise(held.blocks.tolist())):
+        file, group = source.place(number)
         assert found.of(file).row_group(group).num_rows == end - first
-        assert first == end or found.files.locate(first) == (files[file], 10 * group)
+        assert first == end or held.locate(first) == (files[file], 10 * group)
         assert found._kept_bytes <= max(budget, FOOTER_BYTES)
         assert found._kept_bytes == sum(map(parquet._bytes_of, found._kept.values()))
 
@@ -69,16 +73,13 @@ def test_every_row_group_has_its_place_whatever_is_kept(files: list[LocalFile], 
 def test_kept_footers_are_not_read_again_and_the_oldest_are_dropped(
     files: list[LocalFile], reads: list[LocalFile]
 ) -> None:
-    found = Footers(files, COLUMNS, FOOTER_BYTES + 2 * CHUNK_BYTES)  # the last two files'
+    found = Footers(files, FOOTER_BYTES + 2 * CHUNK_BYTES)  # the last two files'
 
-    for file in (4, 3, 4):
+    for file in (4, 3, 4, 0):
         found.of(file)
-    assert reads == []
-
-    found.of(0)
 
     assert list(found._kept) == [4, 0]
-    assert reads == [files[0]]
+    assert reads == [files[4], files[3], files[0]]
 
 
 def test_a_footer_that_goes_leaves_no_memory_to_the_collector(
@@ -87,25 +88,25 @@ def test_a_footer_that_goes_leaves_no_memory_to_the_collector(
     gone: list[int] = []
     real = parquet._read_checked_footer
 
-    def checked(file: Any, columns: Columns) -> Any:
-        footer = real(file, columns)
+    def checked(file: Any, opened: Any, columns: Columns) -> Any:
+        footer = real(file, opened, columns)
         weakref.finalize(footer, gone.append, 1)
         return footer
 
     monkeypatch.setattr(parquet, "_read_checked_footer", checked)
     gc.disable()
     try:
-        found = Footers(files, COLUMNS, 0)
+        index_files(column_indexer(COLUMNS), files, "")
     finally:
         gc.enable()
 
-    assert len(gone) == len(files) - len(found._kept)
+    assert len(gone) == len(files)
 
 
 def test_a_file_that_was_changed_is_told_when_its_footer_is_read_again(
     files: list[LocalFile], write_parquet: Write
 ) -> None:
-    found = Footers(files, COLUMNS, 0)
+    found = Footers(files, 0)
     write_parquet(columns_of(11), "0.parquet", 10)
 
     with pytest.raises(BadDataError, match=r"0\.parquet: changed"):

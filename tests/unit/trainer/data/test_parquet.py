@@ -24,7 +24,8 @@ from dlrm_testing.trainer.hashed_ids import rows_of_ids
 from dlrm_testing.unique_tables import spec_with_unique
 from dlrm_trainer.data import Reader, open_reader
 from dlrm_trainer.data.batch_builder import hashing_of
-from dlrm_trainer.data.parquet import Columns, ParquetSource
+from dlrm_trainer.data.index import index_files
+from dlrm_trainer.data.parquet import Columns, ParquetSource, column_indexer
 
 Write = Callable[..., str]
 
@@ -39,7 +40,8 @@ COLUMNS: dict[str, Any] = {
 def open_source(paths: list[Path], bags: list[str], budget: int) -> ParquetSource:
     hashings = [hashing_of(TableSpec(name=bag, rows=10, dim=4), 0) for bag in bags]
     columns = Columns(label="label", dense=["price"], bags=bags, weights=[None] * len(bags), hashings=hashings)
-    return ParquetSource([LocalFile(path) for path in paths], columns, budget)
+    files = [LocalFile(path) for path in paths]
+    return ParquetSource(files, index_files(column_indexer(columns), files, ""), columns, budget)
 
 
 TABLES = [{"name": "user", "rows": 4, "dim": 4}, {"name": "films", "rows": 10, "dim": 4, "maxLookups": 3}]
