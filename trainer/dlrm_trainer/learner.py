@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -26,10 +27,13 @@ from dlrm_trainer.embedding import (
     PooledRows,
     PreparedRows,
 )
-from dlrm_trainer.embedding.checkpoint import bad_rows, largest
 from dlrm_trainer.metrics.stages import Stages
 from dlrm_trainer.model.dense import DenseParameters
 from dlrm_trainer.model.dlrm import build_model, global_mean_loss
+
+VALUE_AND_PLACE = TypeAdapter(tuple[float, str])
+VOTES = 4
+"""Numbers that are summed over ranks with the gradient of a step."""
 
 
 class Learner:
@@ -73,8 +77,10 @@ class Learner:
         self._micro_batch = spec.training.micro_batch_size
         self.embeddings = Embeddings(placement, collectives, options, id_collectives)
         dense = DenseParameters.elements(self.model)
-        self._gradient = torch.zeros(dense + self.embeddings.gradient_elements, device=device)
-        self._dense_gradient, self._table_gradient = self._gradient[:dense], self._gradient[dense:]
+        of_tables = self.embeddings.gradient_elements
+        self._gradient = torch.zeros(dense + of_tables + VOTES, device=device)
+        self._dense_gradient, self._exact = self._gradient[:dense], self._gradient[dense:]
+        self._table_gradient, self._votes = self._exact[:of_tables], self._exact[of_tables:]
         self.dense = DenseParameters(self.model, spec.training.dense_optimizer, self._dense_gradient)
 
     def start(self, seed: int) -> None:
@@ -164,12 +170,20 @@ class Learner:
         self._stages.lap("exchange")
         return total, gradients
 
-    def apply(self, gradients: Gradients, factor: float, regularizer: RowRegularizerSpec | None = None) -> None:
-        """Update every parameter, and each row that the global batch looked up, once.
+    def apply(
+        self,
+        gradients: Gradients,
+        factor: float,
+        regularizer: RowRegularizerSpec | None = None,
+        votes: Sequence[float] = (0.0,) * VOTES,
+    ) -> list[float]:
+        """Update every parameter, and each row that the global batch looked up, once; return the sums of all votes.
 
-        ``factor`` multiplies the learning rates (``Schedule.factor``). Raises PeerLostError, and DivergedError if a
-        gradient received in fp16 is not finite; nothing was updated then.
+        ``factor`` multiplies the learning rates (``Schedule.factor``). ``votes`` are (VOTES,) numbers that travel with
+        the gradient, the first this rank's share of the loss. Raises PeerLostError, and DivergedError if the loss is
+        not finite, or a gradient received in fp16: rows may have changed then, and must not be cut.
         """
+        self._votes.copy_(torch.tensor(votes))
         summing, sent = self._start_sums(), self._collectives.seconds
         self.embeddings.update(gradients, self._row_rate * factor, regularizer)
         self._stages.apart("exchange", self._collectives.seconds - sent)
@@ -177,10 +191,14 @@ class Learner:
         for each in summing:
             each.wait()
         self._stages.lap("exchange")
+        summed: list[float] = self._votes.tolist()
+        if not math.isfinite(summed[0]):
+            raise self._diverged(gradients.pooled, summed[0])
         self.embeddings.update_replicated(gradients, self._table_gradient, self._row_rate * factor, regularizer)
         self._stages.lap("row update")
         self.dense.update(factor)
         self._stages.lap("dense update")
+        return summed
 
     def logits(self, batch: Batch) -> Tensor:
         """Return (n,) float32 logits of this rank's samples, on the host. No state changes."""
@@ -192,53 +210,28 @@ class Learner:
             return torch.cat([self.model(dense[piece], features[piece]) for piece in pieces]).cpu()
 
     def _start_sums(self) -> list[Arriving]:
-        """Start to sum gradients over ranks while rows are updated; those of tables are always sent in fp32."""
+        """Start to sum gradients over ranks while rows are updated; those of tables and votes always go in fp32."""
         if self._dense_codec == "fp32":
             return [self._collectives.start_sum(self._gradient)]
-        sums = [self._collectives.start_sum(self._dense_gradient, self._dense_codec)]
-        if self._table_gradient.numel():
-            sums.append(self._collectives.start_sum(self._table_gradient))
-        return sums
+        dense = self._collectives.start_sum(self._dense_gradient, self._dense_codec)
+        return [dense, self._collectives.start_sum(self._exact)]
 
-    def bad_values(self) -> list[str]:
-        """Describe this rank's non-finite values: tables first, then dense parameters."""
-        problems = []
-        self.embeddings.settle()
-        for part in self.embeddings.local:
-            if rows := bad_rows(part):
-                problems.append(f"{len(rows)} rows of table {part.table.name}, the first is row {rows[0]}")
-        return problems + [f"dense parameter {name}" for name in self.dense.bad_parameters()]
+    def _diverged(self, pooled: PooledRows, loss: float) -> DivergedError:
+        """Return an error that names what was not finite before this step on any rank, or the largest value.
 
-    def largest_value(self) -> tuple[float, str]:
-        """Return the largest absolute value on this rank, and where it is."""
-        value, name = self.dense.largest()
-        found = [(value, f"dense parameter {name}")]
-        self.embeddings.settle()
-        for part in self.embeddings.local:
-            value, row = largest(part)
-            found.append((value, f"table {part.table.name}, row {row}"))
-        return max(found)
+        All ranks must call this before dense parameters and data-parallel tables are updated. Other rows have changed,
+        but what the batch looked up is at hand.
+        """
+        step, seen = pooled.batch.number + 1, max(self.dense.largest(), self.embeddings.largest_lookup(pooled))
+        value, place = max(self._collectives.gather(seen, VALUE_AND_PLACE))
+        where = f"every value is finite, the largest is {value:.3g} in {place}"
+        return DivergedError(
+            f"the loss became {loss} in step {step}; {f'not finite: {place}' if math.isinf(value) else where}; lower "
+            "the learning rates (spec.training) or raise warmupSteps; the next run continues from the last snapshot"
+        )
 
 
 def _pieces(samples: int, limit: int | None) -> list[slice]:
     """Return slices of at most ``limit`` samples: at least one, even without samples."""
     step = max(1, limit or samples)
     return [slice(start, start + step) for start in range(0, max(samples, 1), step)]
-
-
-MESSAGES = TypeAdapter(list[str])
-VALUE_AND_PLACE = TypeAdapter(tuple[float, str])
-
-
-def diverged(learner: Learner, collectives: Collectives, loss: float, step: int) -> DivergedError:
-    """Return an error that names the first non-finite value of all ranks, or the largest value.
-
-    All ranks must call this. ``step`` is the number, from 1, of the failed step, which has updated nothing.
-    """
-    found = [problem for part in collectives.gather(learner.bad_values(), MESSAGES) for problem in part]
-    value, place = max(collectives.gather(learner.largest_value(), VALUE_AND_PLACE))
-    where = f"not finite: {found[0]}" if found else f"every value is finite, the largest is {value:.3g} in {place}"
-    return DivergedError(
-        f"the loss became {loss} in step {step}; {where}; lower the learning rates "
-        "(spec.training) or raise warmupSteps; the next run continues from the last snapshot"
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -39,7 +38,7 @@ from dlrm_trainer.distributed.rendezvous import RankGroup
 from dlrm_trainer.embedding import LookupCounts, MaintenancePeriod, OwnedIds, PreparedRows, place
 from dlrm_trainer.endpoint import Endpoint, RankStacks
 from dlrm_trainer.evaluate import evaluate
-from dlrm_trainer.learner import Learner, diverged
+from dlrm_trainer.learner import Learner
 from dlrm_trainer.metrics.progress import (
     Ledger,
     Observer,
@@ -192,18 +191,17 @@ class Training:
     def train_step(self, prepared: PreparedRows) -> tuple[bool, bool]:
         """Run one step on one global batch; return whether to end after it, and whether to make a cut.
 
-        Raises DivergedError if the loss is not finite; nothing was updated then.
+        Raises DivergedError if the loss is not finite; rows may have changed then, and must not be cut.
         """
         learner, batch = self.assembly.learner, prepared.batch
         count = self.assembly.data.train.global_count(batch.number)
         loss, gradients = learner.compute(prepared, count)
-        agreed = self.control.agree(loss, self.step + 1)
+        votes = self.control.votes(loss, self.step + 1)
         if (slowest := self.step_timer.stepped(self.step + 1)) is not None:
             self.board.update(slowest=slowest)
         self.stages.lap("agreement")
-        if not math.isfinite(agreed.loss):
-            raise diverged(learner, self.collectives, agreed.loss, self.step + 1)
-        learner.apply(gradients, self.schedule.factor(self.step), self.schedule.regularizer_at(self.step))
+        factor, regularizer = self.schedule.factor(self.step), self.schedule.regularizer_at(self.step)
+        agreed = self.control.agreed(learner.apply(gradients, factor, regularizer, votes))
         self.step += 1
         self.maintain_if_due()
         self.loss = agreed.loss

@@ -39,12 +39,16 @@ def control_of(writer: Writer | None, **spec: object) -> CutControl:
     return control
 
 
+def agree(control: CutControl, loss: float, step: int) -> Agreement:
+    return control.agreed(control.votes(loss, step))
+
+
 def test_a_cut_is_due_every_so_many_steps() -> None:
     control = control_of(Writer(), intervalSteps=3)
 
     steps = []
     for step in range(1, 10):
-        if control.agree(0.5, step).cut:
+        if agree(control, 0.5, step).cut:
             control.begun(step)
             control.made(step)
             steps.append(step)
@@ -57,9 +61,9 @@ def test_a_cut_is_due_when_the_interval_is_over(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     control = control_of(Writer(), interval="60s")
 
-    early = control.agree(0.5, 1)
+    early = agree(control, 0.5, 1)
     clock[0] += 61
-    late = control.agree(0.5, 2)
+    late = agree(control, 0.5, 2)
 
     assert (early.cut, late.cut) == (False, True)
 
@@ -68,9 +72,9 @@ def test_a_cut_waits_while_an_earlier_one_does_and_is_counted_once() -> None:
     writer = Writer(is_ready=False)
     control = control_of(writer, intervalSteps=2)
 
-    waiting = [control.agree(0.5, step) for step in (2, 3, 4)]
+    waiting = [agree(control, 0.5, step) for step in (2, 3, 4)]
     writer.is_ready = True
-    made = control.agree(0.5, 5)
+    made = agree(control, 0.5, 5)
 
     assert not any(each.cut for each in waiting)
     assert made.cut
@@ -81,12 +85,12 @@ def test_a_withdrawn_cut_is_counted_and_repeated_when_the_next_is_due() -> None:
     control = control_of(Writer(), intervalSteps=3)
     control.ask(1)
 
-    asked = control.agree(0.5, 2).cut
+    asked = agree(control, 0.5, 2).cut
     control.begun(2)
     control.withdrawn()
     steps = []
     for step in (3, 4):
-        if control.agree(0.5, step).cut:
+        if agree(control, 0.5, step).cut:
             control.begun(step)
             control.made(step)
             steps.append(step)
@@ -101,35 +105,35 @@ def test_a_withdrawn_cut_is_counted_and_repeated_when_the_next_is_due() -> None:
 def test_a_cut_asked_for_while_one_is_handed_over_comes_after_that_one(ends_well: bool) -> None:
     writer = Writer()
     control = control_of(writer, intervalSteps=100)
-    assert control.agree(0.5, 100).cut
+    assert agree(control, 0.5, 100).cut
     control.begun(100)
     writer.is_ready = False
 
     control.ask(119)
-    meanwhile = control.agree(0.5, 120)
+    meanwhile = agree(control, 0.5, 120)
     if ends_well:
         control.made(100)
     else:
         control.withdrawn()
     writer.is_ready = True
-    next_ = control.agree(0.5, 121).cut
+    next_ = agree(control, 0.5, 121).cut
     control.begun(121)
 
     assert (meanwhile.cut, control.delays) == (False, 1)
     assert next_
-    assert not control.agree(0.5, 122).cut
+    assert not agree(control, 0.5, 122).cut
 
 
 def test_a_request_during_the_hand_over_of_its_step_makes_no_second_cut() -> None:
     control = control_of(Writer(), intervalSteps=3)
-    assert control.agree(0.5, 3).cut
+    assert agree(control, 0.5, 3).cut
     control.begun(3)
 
     control.ask(3)
     control.made(3)
 
     assert control.wait_for(3, 0.0) == 3
-    assert not control.agree(0.5, 4).cut
+    assert not agree(control, 0.5, 4).cut
 
 
 def test_a_cut_comes_early_when_changed_rows_nearly_fill_the_budget() -> None:
@@ -141,7 +145,7 @@ def test_a_cut_comes_early_when_changed_rows_nearly_fill_the_budget() -> None:
     seen = []
     for marked[0], committed in ((90, None), (200, 4), (799, 4), (100, None), (800, 4), (810, 4)):
         writer.committed = committed
-        seen.append(control.agree(0.5, 9).cut)
+        seen.append(agree(control, 0.5, 9).cut)
 
     assert seen == [False, False, False, True, True, True]
     assert control.early_cuts == 1
@@ -159,9 +163,9 @@ def test_a_cut_that_is_on_its_way_makes_none_early_unless_it_stays_away(
     if is_handed_over:
         control.made(5)
 
-    soon = control.agree(0.5, 10).cut
+    soon = agree(control, 0.5, 10).cut
     now = EXPECTED_COMMIT_S
-    late = control.agree(0.5, 11).cut
+    late = agree(control, 0.5, 11).cut
 
     assert (soon, late) == (False, True)
     assert control.early_cuts == 1
@@ -171,7 +175,7 @@ def test_uncommitted_rows_that_fill_the_budget_make_no_cut_at_each_step() -> Non
     control = control_of(Writer(share=1_000), intervalSteps=1_000)
     control.watch(lambda step: ChangedBytes(800, 900))
 
-    assert not control.agree(0.5, 9).cut
+    assert not agree(control, 0.5, 9).cut
 
 
 def test_without_a_hand_off_no_cut_is_made_but_a_stop_is_heard() -> None:
@@ -179,7 +183,7 @@ def test_without_a_hand_off_no_cut_is_made_but_a_stop_is_heard() -> None:
     control.ask(0)
     control.stop()
 
-    agreed = control.agree(0.25, 1)
+    agreed = agree(control, 0.25, 1)
 
     assert agreed == Agreement(loss=0.25, cut=False, stop=True)
 
@@ -216,7 +220,9 @@ def agree_on_rank(collectives: Collectives, folder: Path, asked_by: int, stopped
             control.ask(1)
         if step == 4 and collectives.rank == stopped_by:
             control.stop()
-        agreements.append(control.agree(float(collectives.rank + 1), step))
+        votes = torch.tensor(control.votes(float(collectives.rank + 1), step))
+        collectives.all_reduce(votes)
+        agreements.append(control.agreed(votes.tolist()))
         if agreements[-1].cut:
             control.made(step)
     return agreements

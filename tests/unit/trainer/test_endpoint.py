@@ -20,12 +20,16 @@ from dlrm_api.names import ANY_ADDRESS, TOKEN_HEADER, token_digest
 from dlrm_api.progress import EvalMetrics, Progress, TrainerPhase
 from dlrm_cluster.ports import LOOPBACK, free_port
 from dlrm_trainer import endpoint as endpoint_module
-from dlrm_trainer.checkpointing.control import CutControl
+from dlrm_trainer.checkpointing.control import Agreement, CutControl
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.endpoint import Endpoint, RankStacks
 from dlrm_trainer.metrics.progress import ProgressBoard, Schedule
 
 SCHEDULE = Schedule(num_samples=1_000, batch_size=100, batches_per_epoch=10, total_steps=20)
+
+
+def agree(control: CutControl, loss: float, step: int) -> Agreement:
+    return control.agreed(control.votes(loss, step))
 
 
 class Idle:
@@ -155,7 +159,7 @@ def test_a_cut_needs_the_token(served: Served, token: str | None) -> None:
 
     assert status == 403
     assert TOKEN_HEADER in json.loads(body)["error"]
-    assert not served.control.agree(0.1, 4).cut
+    assert not agree(served.control, 0.1, 4).cut
 
 
 def test_without_a_digest_nobody_may_ask_for_a_cut(served: Served) -> None:
@@ -164,7 +168,7 @@ def test_without_a_digest_nobody_may_ask_for_a_cut(served: Served) -> None:
     answers = [served.ask("POST", "/cut", {TOKEN_HEADER: token}) for token in ("", "secret", "None")]
 
     assert [status for status, _ in answers] == [403, 403, 403]
-    assert not served.control.agree(0.1, 4).cut
+    assert not agree(served.control, 0.1, 4).cut
 
 
 def test_the_digest_itself_is_no_token(served: Served) -> None:
@@ -175,7 +179,7 @@ def test_the_digest_itself_is_no_token(served: Served) -> None:
 
 def test_a_cut_is_answered_with_its_step_once_it_is_handed_over(served: Served) -> None:
     def train() -> None:
-        while not served.control.agree(0.1, 4).cut:
+        while not agree(served.control, 0.1, 4).cut:
             time.sleep(0.01)
         served.control.made(4)
 
@@ -192,7 +196,7 @@ def test_a_slow_cut_is_answered_with_its_first_possible_step(served: Served) -> 
     status, body = served.ask("POST", "/cut", {TOKEN_HEADER: "secret"})
 
     assert (status, json.loads(body)) == (202, {"step": 4})
-    assert served.control.agree(0.1, 4).cut
+    assert agree(served.control, 0.1, 4).cut
 
 
 def test_asking_again_for_a_step_that_was_cut_makes_no_second_cut(served: Served) -> None:
@@ -201,7 +205,7 @@ def test_asking_again_for_a_step_that_was_cut_makes_no_second_cut(served: Served
     status, body = served.ask("POST", "/cut", {TOKEN_HEADER: "secret"})
 
     assert (status, json.loads(body)) == (200, {"step": 3})
-    assert not served.control.agree(0.1, 4).cut
+    assert not agree(served.control, 0.1, 4).cut
 
 
 def test_at_the_end_the_final_cut_answers_a_request(served: Served) -> None:

@@ -170,23 +170,6 @@ def test_an_evaluation_holds_the_activations_of_a_micro_batch_alone(tmp_path: Pa
     torch.testing.assert_close(scores, whole.logits(batch))
 
 
-def test_a_value_that_is_not_finite_is_found_where_it_is(tmp_path: Path) -> None:
-    learner = learner_of(small_job(tmp_path))
-    part = part_of(learner, "items")
-    part.weight[17, 2] = float("nan")
-    part.state[40] = float("inf")
-
-    assert learner.bad_values() == ["2 rows of table items, the first is row 17"]
-
-
-def test_the_largest_value_is_found_where_it_is(tmp_path: Path) -> None:
-    learner = learner_of(small_job(tmp_path))
-    part = part_of(learner, "users")
-    part.weight[800, 3] = -1e20
-
-    assert learner.largest_value() == (pytest.approx(1e20), "table users, row 800")
-
-
 def changed(tmp_path: Path, section: str, **values: Any) -> DLRMJob:
     document = job_document(tmp_path)
     document["spec"][section] |= values

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from dlrm_api.checkpoint import DEFAULT_INTERVAL_S, CheckpointSpec
 from dlrm_checkpointer import HandoffWriter
@@ -106,8 +104,8 @@ class CutControl:
         if self.stop_requested:
             raise StoppedError("received a signal before the first step")
 
-    def agree(self, loss: float, step: int) -> Agreement:
-        """Sum the ranks' shares of the loss and join their requests, in the only small collective of a step."""
+    def votes(self, loss: float, step: int) -> tuple[float, ...]:
+        """Return this rank's share of the loss and its requests, ``VOTES`` numbers to sum over ranks."""
         if self._collectives.rank == 0 and self._writer is not None:
             self._due = self._due or self._interval_over(step)
         early = self._is_early()
@@ -117,9 +115,11 @@ class CutControl:
         self._was_early = early
         wanted = (self._due or asked or early) and self._writer is not None
         blocked = self._writer is not None and not self._writer.ready()
-        vector = torch.tensor([loss, wanted, blocked, self.stop_requested], dtype=torch.float64)
-        self._collectives.all_reduce(vector)
-        total, wanting, blocking, stopping = vector.tolist()
+        return loss, float(wanted), float(blocked), float(self.stop_requested)
+
+    def agreed(self, sums: Sequence[float]) -> Agreement:
+        """Return what all ranks agree on, from the sums of their votes."""
+        total, wanting, blocking, stopping = sums
         # The checkpointer has not taken the previous cut yet.
         delayed = wanting > 0 and blocking > 0
         if delayed and not self._waiting:

@@ -195,25 +195,6 @@ def saved_rows(part: LocalPart) -> Iterator[CutRowSource]:
         yield part.in_place(rows)
 
 
-def bad_rows(part: LocalPart) -> list[int]:
-    """List the rows that hold a NaN or an infinity, in a value or in their state."""
-    found: list[int] = []
-    for piece in map(load_rows, part.held()):
-        good = np.isfinite(piece.rows).all(axis=1) & np.isfinite(piece.state).all(axis=1)
-        found += piece.row_ids[~good].tolist()
-    return sorted(found)
-
-
-def largest(part: LocalPart) -> tuple[float, int]:
-    """Return the largest absolute value of rows that may have changed, and its row; (-1, 0) without any."""
-    found = (-1.0, 0)
-    for piece in map(load_rows, part.held()):
-        values = np.abs(piece.rows).max(axis=1)
-        place = int(values.argmax())
-        found = max(found, (float(values[place]), int(piece.row_ids[place])))
-    return found
-
-
 def counters_meta(table: TableSpec, counts_of: str) -> TableMeta:
     """Describe a table of counters in a snapshot."""
     return TableMeta(

@@ -28,6 +28,7 @@ from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement
 from dlrm_trainer.embedding.replicated_tables import ReplicatedTables
 from dlrm_trainer.embedding.row_sizes import ModelSizes, find_cut_off
 from dlrm_trainer.embedding.unique import LookupCounts, Maintained, MaintenancePeriod
+from dlrm_trainer.model.dense import magnitude
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +269,19 @@ class Embeddings:
             raise DivergedError(f"step {pooled.batch.number + 1}: {self._bad_gradient(gradient)}")
         self.replicated.write_gradient(buffer, self._exchange.replicated_gradients(by_width), pooled.replicated)
         return Gradients(pooled=pooled, vectors=vectors)
+
+    def largest_lookup(self, pooled: PooledRows) -> tuple[float, str]:
+        """Return the largest absolute sum of rows that this rank pooled, infinity for a NaN, and its table.
+
+        Data-parallel tables count with all of their rows.
+        """
+        found = [(-1.0, "no table")]
+        for group, sums in zip(self.tables.groups, pooled.local, strict=True):
+            columns = sums.view(len(sums), len(group.part_of), -1).unbind(1)
+            tables = (group.parts[part].table.name for part in group.part_of.tolist())
+            found += [(magnitude(column), f"table {name}") for column, name in zip(columns, tables, strict=True)]
+        found += [(magnitude(part.weight.float()), f"table {part.table.name}") for part in self.replicated.parts]
+        return max(found)
 
     def _bad_gradient(self, gradient: Tensor) -> str:
         column = int((~torch.isfinite(gradient)).any(dim=0).nonzero()[0])

@@ -6,6 +6,7 @@ Shapes: n samples, K columns in, M columns out.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +118,11 @@ def _packed(matrix: Tensor) -> Tensor:
     return matrix if matrix.is_contiguous() or matrix.t().is_contiguous() else matrix.contiguous()
 
 
+def magnitude(values: Tensor) -> float:
+    """Return the largest absolute value; infinity for a NaN, 0 without values."""
+    return float(values.abs().nan_to_num(math.inf, math.inf).max()) if values.numel() else 0.0
+
+
 class DenseOptimizer:
     """Update all parameters, which are one flat tensor, by torch's fused loops.
 
@@ -208,13 +214,11 @@ class DenseParameters:
                     )
                 tensor.copy_(torch.from_numpy(array.copy()))
 
-    def bad_parameters(self) -> list[str]:
-        """Return the names of the parameters that hold a NaN or an infinity."""
-        return [name for name, parameter in self._named.items() if not bool(torch.isfinite(parameter).all())]
-
     def largest(self) -> tuple[float, str]:
-        """Return the largest absolute value of any parameter, and that parameter's name."""
-        return max((float(parameter.detach().abs().max()), name) for name, parameter in self._named.items())
+        """Return the largest absolute value of any parameter, infinity for a NaN, and where it is."""
+        found = ((magnitude(parameter.detach()), name) for name, parameter in self._named.items())
+        value, name = max(found)
+        return value, f"dense parameter {name}"
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {f"parameter/{name}": parameter for name, parameter in self._named.items()}
