@@ -184,30 +184,6 @@ def split_ids(
                 at += 1
 
 
-@kernel
-def find_outside(ids: Any, sizes: Any, ranges: Any) -> int:
-    """Return the index of the first id that is outside its unit's range, or -1.
-
-    Args:
-        ids: (L,) int64, unit by unit.
-        sizes: (U,) int64 ids of each unit; they add up to L.
-        ranges: (U, 2) int64 first id of each unit, and one past its last.
-    """
-    start = 0
-    for unit in range(len(sizes)):
-        stop, first = start + sizes[unit], ranges[unit, 0]
-        bound = U64(ranges[unit, 1] - first)
-        outside: Any = False
-        for at in range(start, stop):
-            outside |= U64(ids[at] - first) >= bound
-        if outside:
-            for at in range(start, stop):
-                if U64(ids[at] - first) >= bound:
-                    return at
-        start = stop
-    return -1
-
-
 def copy_rows(
     weight: NDArray[Any],
     state: NDArray[np.float32],

@@ -25,6 +25,7 @@ from dlrm_kernels import (
     initial_rows,
     interaction,
     key_filters,
+    messages,
     packing,
     pages,
     parallel,
@@ -51,7 +52,8 @@ def _zeros(kind: str) -> Callable[..., Any]:
     return partial(np.zeros, dtype=kind)
 
 
-i8, i32, i64, u8, u16, u32, u64, f32, f64 = map(_zeros, ("i1", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"))
+i8, i16, i32, i64 = map(_zeros, ("i1", "i2", "i4", "i8"))
+u8, u16, u32, u64, f32, f64 = map(_zeros, ("u1", "u2", "u4", "u8", "f4", "f8"))
 
 
 def examples(dims: Sequence[int] = DIMS, features: Sequence[int] = FEATURES) -> Iterator[Example]:
@@ -153,13 +155,31 @@ def _of_ids() -> Iterator[Example]:
         bags.split_ids,
         (i64(2), i32((1, 2)) + np.int32(1), np.array([0, 4]), np.array([0, 2]), i64(1), i32((1, 2)), i64(2), i64(2)),
     )
-    yield bags.find_outside, (i64(2), i64(1) + 2, i64((1, 2)) + 4)
+    for came, ids in product((u8, i16, i32), (i32, i64)):
+        one = i64(1) + 1
+        bounds = one, np.array([[0, 1]]), i32((1, 1)), i64(1), f32(0), i64(1), i64(3)
+        yield messages.join_bags, (came(1) + came(1).dtype.type(1), ids(1), f32(0), one, one, *bounds)
+    yield from _of_messages()
     yield dirty_rows.rows_of_bits, (u64(2) + U64(1), 0, 1)
     yield dirty_rows.mark_rows, (u64(2), i64(2), i64(1) + 2, i64(1))
     yield dirty_rows.count_bits, (u64(2),)
     yield dirty_rows.lay_rows, (u64(2) + U64(1), u64(2), u64(2), 0, U64(2))
     yield dirty_rows.take_laid, (u64(2), u64(2) + U64(1), 0, 0, 0, i64(2), i64(2), i64(2))
     yield dirty_rows.clear_bits, (u64(2), i64(2))
+
+
+def _of_messages() -> Iterator[Example]:
+    """Yield loops over messages of vectors: one sample, with one column of rank 0."""
+    edges, none = np.array([0, 1]), i64(0)
+    pieces = messages.Pieces(i64(1), i64(1) + 4, edges, i64(1), i64(1) + 4)
+    extent = messages.Extent(4, i64(1), i64(1) + 1, i64(1), none, i64(2))
+    message, array, scales = messages.Message.of(u8(16)), f32(4), f32(1)
+    yield _loop(messages.pack, messages.FP32, pieces, extent, 1, scales, array, message)
+    yield _loop(messages.unpack, messages.FP32, pieces, extent, edges, scales, message, True, array)
+    yield messages.find_largest, (pieces, extent, 1, array, scales)
+    yield _loop(messages.copy_own, 0, pieces, extent, f32(4), 4, 0, none, array, True, True)
+    chosen = messages.Chosen(i64(1), i64(1) + 1, i64(1) + 4, i64(1), i64(1))
+    yield messages.find_places, (chosen, i32((1, 1)), i64(1), i64(1) + 1, i64(1), i64(2))
 
 
 def _of_keys() -> Iterator[Example]:

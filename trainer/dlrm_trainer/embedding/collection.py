@@ -186,11 +186,7 @@ class Embeddings:
     ) -> None:
         self._placement, self._device, self._collectives = placement, options.device, collectives
         self._capacity = np.array([table.held_rows for table in placement.tables if table.is_unique], np.int64)
-        # A loss is the mean over the global batch.
-        scale = 2.0 ** (options.global_batch_size.bit_length() - 1)
-        self._exchange = Exchange(
-            placement, collectives, id_collectives or collectives, options.communication, scale, options.device
-        )
+        self._exchange = Exchange(placement, collectives, id_collectives or collectives, options)
         self._sender = None
         if id_collectives is not None and id_collectives.world_size > 1:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="dlrm-ids")
@@ -263,11 +259,10 @@ class Embeddings:
         """
         if pooled.scale is not None:
             gradient = gradient * pooled.scale
-        by_width = self._exchange.split(gradient)
-        vectors = self._exchange.send_gradients(by_width, pooled.owned)
+        vectors = self._exchange.send_gradients(gradient, pooled.owned)
         if not vectors.finite:
             raise DivergedError(f"step {pooled.batch.number + 1}: {self._bad_gradient(gradient)}")
-        self.replicated.write_gradient(buffer, self._exchange.replicated_gradients(by_width), pooled.replicated)
+        self.replicated.write_gradient(buffer, self._exchange.replicated_gradients(gradient), pooled.replicated)
         return Gradients(pooled=pooled, vectors=vectors)
 
     def largest_lookup(self, pooled: PooledRows) -> tuple[float, str]:

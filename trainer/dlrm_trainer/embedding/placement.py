@@ -4,13 +4,11 @@ Every rank derives the same data.
 
 A *part* is a range of rows of one column block, on one rank: a table to a kernel. A *bag unit* is the share of a
 feature's bags that one set of parts takes: all its ids, or those of a range of rows; units 0 to F - 1 are the whole
-features, those of row ranges follow. A *vector* is what a sample gets from one feature and one column block; vectors of
-one width lie side by side, in the model's order, at their *slots*.
+features, those of row ranges follow. A *vector* is what a sample gets from one feature and one column block.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -370,26 +368,17 @@ class GroupRoute:
     """Describe where the columns of one group of one rank belong."""
 
     width: int
-    vectors: int
-    """Vectors of this width in the whole model."""
     whole: int
-    """Number of its whole columns, which come first."""
-    whole_slots: Tensor | slice
-    """(C_w,) int64 slots of the whole columns; a slice if consecutive."""
-    split_slots: Tensor
-    """(C_s,) int64 slots of the other columns, which sum some of a bag's rows."""
-    split_units: Tensor
-    """(C_s,) int64 units of the other columns."""
+    """Number of its whole columns, which come first; the others sum some of a bag's rows."""
+    starts: NDArray[np.int64]
+    """(C_g,) first column, among those of all vectors side by side, of each column's vector."""
+    split_units: NDArray[np.int64]
+    """(C_s,) unit of each of the other columns."""
 
     @property
     def columns(self) -> int:
         """Return the number of columns."""
-        return self.whole + len(self.split_slots)
-
-    @property
-    def in_order(self) -> bool:
-        """Tell whether its whole columns are all vectors of this width, in order."""
-        return self.whole_slots == slice(0, self.vectors)
+        return len(self.starts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,73 +399,60 @@ class Routes:
     """(U_own,) table of each of these units."""
     own_columns: Tensor | None
     """(C,) int64 index, among the units sent to this rank, of each of its columns; None if in order."""
+    own_limits: NDArray[np.int64]
+    """(U_own,) most ids of a bag of each of these units."""
     groups: tuple[tuple[GroupRoute, ...], ...]
     """Groups of each rank."""
     replicated: tuple[GroupRoute, ...]
     replicated_features: Tensor
     """(C_d,) int64 feature of each column of the data-parallel groups."""
-    widths: tuple[int, ...]
-    """Widths of vectors, ascending."""
-    vector_counts: tuple[int, ...]
-    """Vectors of each width."""
-    summed: tuple[bool, ...]
-    """Whether vectors of that width may be sums over several parts."""
-    runs: tuple[tuple[int, int, int], ...]
-    """Vectors in the model's order: index of their width, first slot, and number of consecutive slots."""
+    width: int
+    """D: columns of all vectors side by side, in the model's order."""
 
 
-def routes(placement: Placement, rank: int, device: torch.device) -> Routes:
-    """Make the index tables of one rank; ``device`` holds the vectors, and ``whole_slots``."""
-    slots, (splits, unit_of) = _slots(placement), _units(placement)
-    vectors = Counter(width for width, _ in slots.values())
-    widths = tuple(sorted(vectors))
+def routes(placement: Placement, rank: int) -> Routes:
+    """Make the index tables of one rank."""
+    starts, (splits, unit_of) = _starts(placement), _units(placement)
 
     def route(group: PartGroup) -> GroupRoute:
         columns = [(group.parts[part], feature) for part, feature in group.columns]
-        at = [slots[feature, part.column_start][1] for part, feature in columns]
         whole = group.whole_columns
         return GroupRoute(
             width=group.width,
-            vectors=vectors[group.width],
             whole=whole,
-            whole_slots=_slice(at[:whole], device),
-            split_slots=_index(at[whole:]),
-            split_units=_index(unit_of[_unit_key(part, feature)] for part, feature in columns[whole:]),
+            starts=np.array([starts[feature, part.column_start] for part, feature in columns], np.int64),
+            split_units=np.array([unit_of[_unit_key(part, feature)] for part, feature in columns[whole:]], np.int64),
         )
 
     units: list[int] = []
     counts: list[int] = []
     own: Tensor | None = None
-    own_ids, own_tables = np.empty((0, 2), np.int64), tuple[int, ...]()
+    own_parts: list[Part] = []
     for owner, groups in enumerate(placement.groups):
         columns = [(group.parts[part], feature) for group in groups for part, feature in group.columns]
         wanted = [unit_of[_unit_key(part, feature)] for part, feature in columns]
         # Column blocks of one rank share their ids.
-        sent = list(dict.fromkeys(wanted))
+        sent = {unit: number for number, unit in enumerate(dict.fromkeys(wanted))}
         if owner == rank:
-            own = None if sent == wanted else _index(map(sent.index, wanted))
+            own = None if [*sent] == wanted else _index(sent[unit] for unit in wanted)
             parts = {unit: part for unit, (part, _) in zip(wanted, columns, strict=True)}
-            own_ids = np.array([_ids_of(parts[unit]) for unit in sent], np.int64).reshape(-1, 2)
-            own_tables = tuple(parts[unit].table for unit in sent)
+            own_parts = [parts[unit] for unit in sent]
         units += sent
         counts.append(len(sent))
-    split_widths = {part.width for parts in placement.parts for part in parts if part.row_split}
     return Routes(
         features=len(placement.features),
         splits=splits,
         units=_index(units),
         unit_counts=tuple(counts),
         unit_owners=torch.repeat_interleave(torch.arange(placement.world_size), _index(counts)),
-        own_ids=own_ids,
-        own_tables=own_tables,
+        own_ids=np.array([_ids_of(part) for part in own_parts], np.int64).reshape(-1, 2),
+        own_tables=tuple(part.table for part in own_parts),
         own_columns=own,
+        own_limits=np.array([placement.tables[part.table].max_lookups for part in own_parts], np.int64),
         groups=tuple(tuple(map(route, groups)) for groups in placement.groups),
         replicated=tuple(map(route, placement.replicated_groups)),
         replicated_features=_index(feature for group in placement.replicated_groups for _, feature in group.columns),
-        widths=widths,
-        vector_counts=tuple(vectors[width] for width in widths),
-        summed=tuple(width in split_widths for width in widths),
-        runs=_runs(widths, slots.values()),
+        width=sum(placement.tables[feature.table].dim for feature in placement.features),
     )
 
 
@@ -489,21 +465,14 @@ def _index(values: Iterable[int]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.int64)
 
 
-def _slice(values: list[int], device: torch.device) -> Tensor | slice:
-    first = values[0] if values else 0
-    span = range(first, first + len(values))
-    return slice(span.start, span.stop) if values == list(span) else _index(values).to(device)
-
-
-def _slots(placement: Placement) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return width and slot of each vector, in the model's order, by feature and block's first column."""
-    used: Counter[int] = Counter()
-    slots = {}
+def _starts(placement: Placement) -> dict[tuple[int, int], int]:
+    """Return the first column of each vector, in the model's order, by feature and block's first column."""
+    starts, following = {}, 0
     for number, feature in enumerate(placement.features):
         for first, last in pairwise(placement.tables[feature.table].block_edges):
-            slots[number, first] = last - first, used[last - first]
-            used[last - first] += 1
-    return slots
+            starts[number, first] = following
+            following += last - first
+    return starts
 
 
 def _unit_key(part: Part, feature: int) -> tuple[int, int, int]:
@@ -529,14 +498,3 @@ def _units(placement: Placement) -> tuple[tuple[Split, ...], dict[tuple[int, int
                 unit_of.setdefault((number, start, end), following + place)
             following += len(cuts) - 1
     return tuple(splits), unit_of
-
-
-def _runs(widths: Sequence[int], slots: Iterable[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
-    runs: list[tuple[int, int, int]] = []
-    for width, slot in slots:
-        number = widths.index(width)
-        if runs and runs[-1][0] == number and sum(runs[-1][1:]) == slot:
-            runs[-1] = (number, runs[-1][1], runs[-1][2] + 1)
-        else:
-            runs.append((number, slot, 1))
-    return tuple(runs)

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dlrm_api.errors import TemporaryError
-from dlrm_api.training import CommunicationSpec
+from dlrm_api.training import RowOptimizerSpec
 from dlrm_testing.trainer.gangs import hand_plan, small_job
 from dlrm_testing.unique_tables import spec_with_unique
-from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.embedding import place
+from dlrm_trainer.embedding import EmbeddingOptions, place
 from dlrm_trainer.embedding.exchange import Exchange, pick_segments
 
+OPTIONS = EmbeddingOptions(optimizer=RowOptimizerSpec(), seed=0, global_batch_size=4, tier_dir=None)
 TABLES = [{"name": "t", "rows": 10, "dim": 8, "maxLookups": 3}]
 
 
@@ -58,7 +58,7 @@ class TwoRanks:
 def exchange_with(folder: Path, peer: TwoRanks) -> Exchange:
     job = small_job(folder, 2, model={"tables": TABLES})
     placement, collectives = place(job.spec.model, hand_plan(job, [0]), 2), cast(Collectives, peer)
-    return Exchange(placement, collectives, collectives, CommunicationSpec(), 1.0, HOST)
+    return Exchange(placement, collectives, collectives, OPTIONS)
 
 
 def one_sample() -> Batch:
@@ -79,7 +79,7 @@ def test_bags_of_all_ranks_are_joined_in_order(tmp_path: Path) -> None:
 
     assert owned.bags.lengths.tolist() == [[2, 1, 2]]
     assert owned.bags.ids.tolist() == [4, 9, 0, 5, 9]
-    assert owned.samples == (1, 2)
+    assert owned.travel.samples.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def keyed_exchange(folder: Path, peer: TwoRanks) -> Exchange:
     table = plan.tables[0].model_copy(update={"buckets": 2, "shards": halves})
     placement = place(spec.model, plan.model_copy(update={"tables": (table,)}), 2)
     collectives = cast(Collectives, peer)
-    return Exchange(placement, collectives, collectives, CommunicationSpec(), 1.0, HOST)
+    return Exchange(placement, collectives, collectives, OPTIONS)
 
 
 def test_keys_travel_whole_and_are_routed_by_range(tmp_path: Path) -> None:
