@@ -14,8 +14,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -201,22 +203,26 @@ def dims(is_quick: bool, repeats: int) -> Iterator[Line]:
         }
     yield Line(setting=SizesSetting(shape), metric="step_ms", pairs=pairs, measured=measured)
     large = replace(shape, tables=1, rows=100_000 if is_quick else 4_000_000)
-    # A process keeps some memory of its first tables.
-    few = replace(large, rows=KEPT_ROWS)
-    resident = [_resident(replace(each, keep=keep)) for each in (few, large) for keep in (KEEP, None)][2:]
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        resident = list(pool.map(_resident, [large, replace(large, keep=None)]))
     yield Line(setting=SizesSetting(large), metric="resident_bytes", pairs=Pairs(resident[:1], resident[1:]))
 
 
 def _resident(shape: Shape) -> float:
-    """Return by how much a process grows with a table, after its rows have lost columns."""
+    """Return by how much this process, a new one, grows with a table, after its rows have lost columns."""
+    # It keeps some memory of its first table.
+    return [_growth(each) for each in (replace(shape, rows=KEPT_ROWS), shape)][1]
+
+
+def _growth(shape: Shape) -> float:
     gc.collect()
-    before = memory("VmRSS")
+    before = memory("RssAnon")
     side = Trained(shape, placement_of(shape, (), 0.0), None)
     side.fill()
     if side.period is not None:
         side.learner.embeddings.maintain(side.period.steps, side.period)
     gc.collect()
-    found = memory("VmRSS") - before
+    found = memory("RssAnon") - before
     side.close()
     return float(found)
 

@@ -89,10 +89,11 @@ class Trained:
         state = np.full((PIECE, states), 1e-2, np.float32)
         self.learner.embeddings.settle()
         for part in self.learner.embeddings.local:
-            ids = np.arange(self.shape.rows)
+            ids: range | NDArray[np.int64] = range(self.shape.rows)
             if isinstance(part, UniquePart):
                 # Buckets are not equally full.
-                ids = np.sort(keys_of_table(ids[: int(FILLED * len(ids))], self.shape.seed, part.table.name))
+                kept = np.arange(int(FILLED * len(ids)))
+                ids = np.sort(keys_of_table(kept, self.shape.seed, part.table.name))
                 touched = np.full((PIECE, 1), 1, np.uint32).view(np.float32)
                 state = np.concatenate([state[:, :states], touched], axis=1)
             if isinstance(part, SlabPart):
@@ -103,7 +104,7 @@ class Trained:
                 code_rows(
                     ShardRows(
                         shard=part.shard,
-                        row_ids=ids[first : first + PIECE],
+                        row_ids=np.array(ids[first : first + PIECE], np.int64),
                         rows=rows[: len(ids) - first],
                         state=state[: len(ids) - first],
                     ),
