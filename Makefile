@@ -47,7 +47,9 @@ oldest: $(INSTALLED) ## run the part of integration that also covers the oldest 
 	TEST_KUBERNETES=kubernetes-1.35 $(PYTEST) -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder tests/integration/operator
 
 soak: SCHEDULES ?= 5000
-soak: $(INSTALLED) ## run SCHEDULES random snapshot fault schedules, from SEED
+soak: MESSAGES ?= 10000
+soak: $(INSTALLED) ## run SCHEDULES random snapshot fault schedules and MESSAGES damaged messages of ranks, from SEED
+	SOAK_MESSAGES=$(MESSAGES) SOAK_SEED=$(SEED) $(PYTEST) -s --show-capture=no tests/unit/trainer/embedding/test_damaged_messages.py
 	SOAK_SCHEDULES=$(SCHEDULES) SOAK_SEED=$(SEED) $(PYTEST) -s --show-capture=no tests/unit/checkpointer/test_soak.py
 
 faults: SCHEDULES ?= 500
