@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from benchmarks import scale_losses, scale_step
+from benchmarks import scale_losses, scale_start, scale_step
 from benchmarks.measure import Result
 
 RESULTS: Mapping[str, Callable[[bool], Iterator[Result]]] = {
     **{f"step/{ranks}": partial(scale_step.host_time, ranks) for ranks in scale_step.MAX_HOST_MS},
     "losses": scale_losses.agreement,
+    "start": scale_start.start,
+    "commit": scale_start.commit,
 }
 """By the name that ``--only`` matches; each is told whether to be quick."""
 

@@ -139,6 +139,8 @@ class Sidecar:
         self._shutdown, self._backoff = ShutdownPolicy(tasks.grace_s), Backoff()
         self._retention = Retention(store, tasks.retention)
         self._planner = WritePlanner(store, tasks.bits, tasks.expected_restores, tasks.chains)
+        self._found = frozenset(inbox.ready())
+        """Cuts that an earlier sidecar may have stored."""
         self._uploads: dict[CutName, Upload] = {}
         self._stored: dict[CutName, PartList] = {}
         """Of cuts that this sidecar stored and that are not committed yet."""
@@ -290,7 +292,13 @@ class Sidecar:
             plan, status = self._planner.of(cut), self._status
             status.handed_over_bytes.inc(cut.nbytes)
             self._uploads[cut.name] = Upload(
-                self._store, cut, before, plan, on_put=status.uploaded_bytes.inc, on_read=status.merged_bytes.inc
+                self._store,
+                cut,
+                before,
+                plan,
+                is_new=cut.name not in self._found,
+                on_put=status.uploaded_bytes.inc,
+                on_read=status.merged_bytes.inc,
             )
         return self._uploads[cut.name]
 

@@ -98,8 +98,9 @@ class Upload:
     """Put one rank's cut, or a slice of one, into the store.
 
     ``run`` and ``run_slice`` may be repeated after an outage: what is stored already is not put again. ``before`` is
-    what is durable of earlier slices; its bits hold for the whole cut. ``on_put`` is called in any thread with the
-    bytes of each object that was put, ``on_read`` with those of older objects that are merged with the cut.
+    what is durable of earlier slices; its bits hold for the whole cut. ``is_new``: no other sidecar had this cut.
+    ``on_put`` is called in any thread with the bytes of each object that was put, ``on_read`` with those of older
+    objects that are merged with the cut.
     """
 
     def __init__(
@@ -109,10 +110,12 @@ class Upload:
         before: Durable,
         plan: WritePlan,
         *,
+        is_new: bool = False,
         on_put: Callable[[int], None],
         on_read: Callable[[int], None],
     ) -> None:
         self._store, self._cut, self._before, self._on_read = store, cut, before, on_read
+        self._is_new = is_new
         self._basis, self._bits, self._chained = plan.basis, before.bits or plan.bits, plan.chained
         self._writer = ObjectWriter(store, cut.meta, cut.name.rank, on_put)
         self._is_in_segments = cut.number > 0 or isinstance(cut.name, SegmentName)
@@ -132,8 +135,9 @@ class Upload:
         """
         name, basis = self._cut.name, self._basis
         key = part_key(name.step, name.attempt, name.rank)
-        with contextlib.suppress(NoInputError):
-            return parse_part(self._store.get(key), key)
+        if not self._is_new:
+            with contextlib.suppress(NoInputError):
+                return parse_part(self._store.get(key), key)
         arrays = self._cut.dense()
         if arrays is not None and self._dense is None:
             self._dense = self._writer.put("dense", encode_dense(arrays))
