@@ -122,6 +122,20 @@ QUALITY = Row(
             decimals=4,
             queries=(Query(_trainer("eval_auc_ratio"), "AUC"),),
         ),
+        Panel(
+            title="Bad rows",
+            description="Share of the training rows that were skipped, or whose bags were shortened (data.badRows).",
+            unit="percentunit",
+            width=24,
+            queries=tuple(
+                Query(
+                    f"max(rate(dlrm_trainer_{kind}_rows_total{{{JOB}}}{RATE})) / "
+                    f"max(rate(dlrm_trainer_samples_total{{{JOB}}}{RATE}))",
+                    kind,
+                )
+                for kind in ("skipped", "truncated")
+            ),
+        ),
     ),
 )
 SPEED = Row(

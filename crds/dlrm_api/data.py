@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from dlrm_api.base import RULES, ApiModel, Rule
-from dlrm_api.fields import BatchSize, Bytes, LocalPath, ObjectName, S3Spec, Uri, file_path, is_s3
+from dlrm_api.fields import BatchSize, Bytes, LocalPath, ObjectName, S3Spec, Share, Uri, file_path, is_s3
 from dlrm_api.model import ColumnName
 
 
@@ -94,6 +94,28 @@ class DenseInputSpec(ApiModel):
     missing: float = Field(0.0, ge=-1e9, le=1e9, description="Value of an empty field, before the transform.")
 
 
+class BadRowsSpec(ApiModel):
+    """Configure what follows a row that cannot be used.
+
+    Such a row has a field that cannot be parsed or is out of range, a label other than 0 or 1, an id outside its table
+    (``embedding.hash: none``), or a bag above ``maxLookups``.
+    """
+
+    action: Literal["fail", "skip", "truncate"] = Field(
+        "fail",
+        description="fail: the job fails and names the row. skip: the row takes no part in its batch, whose loss is "
+        "still divided by all of its rows; all other rows keep their places. truncate: a bag keeps its first "
+        "maxLookups ids; rows with any other defect are skipped. A damaged file or row group fails the job in any "
+        "case.",
+    )
+    max_fraction: Share = Field(
+        0.001,
+        description="Largest share of skipped and truncated rows among all rows trained on so far, over all attempts "
+        "(at least 10,000 rows or an epoch's are assumed). Beyond it the job fails and names the first ones. An "
+        "evaluation fails by the share of its own rows that are skipped.",
+    )
+
+
 class DataSpec(ApiModel):
     """Configure the source, format and order of samples."""
 
@@ -112,6 +134,7 @@ class DataSpec(ApiModel):
     columns: ColumnsSpec = Field(ColumnsSpec(), description="Column mapping, for Parquet, Delta and Iceberg.")
     dense: DenseInputSpec = Field(DenseInputSpec(), description="Transform of dense values.")
     lenient: bool = Field(False, description="criteo-tsv: accept lines that lack trailing empty fields.")
+    bad_rows: BadRowsSpec = Field(BadRowsSpec(), description="Rows that cannot be used.")
     epochs: int = Field(1, ge=1, le=100_000, description="Passes over the training data.")
     shuffle: ShuffleSpec = Field(ShuffleSpec(), description="Shuffling of samples.")
     global_batch_size: BatchSize = Field(2_048, description="Samples per step over all ranks.")

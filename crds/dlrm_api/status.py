@@ -79,7 +79,9 @@ class ProgressStatus(ApiModel):
 
     step: Count = Field(0, description="Steps done.")
     total_steps: Count | None = Field(None, description="Steps that the job will do.")
-    samples: Count = Field(0, description="Samples trained on.")
+    samples: Count = Field(0, description="Samples trained on, skipped ones included.")
+    skipped_rows: Count = Field(0, description="Bad rows that were left out (data.badRows).")
+    truncated_rows: Count = Field(0, description="Rows with a bag that was shortened to maxLookups.")
     epoch: Count = Field(0, description="Epoch, from 0.")
     loss: Figure | None = Field(None, description="Mean log loss of the last step.")
     ne: Figure | None = Field(None, description="Normalized entropy of the last evaluation.")

@@ -152,6 +152,30 @@ def parse_lines(
 
 
 @kernel
+def parse_good_lines(
+    text: NDArray[np.uint8],
+    begins: Ints,
+    ends: Ints,
+    roles: NDArray[np.uint8],
+    lenient: bool,
+    columns: tuple[Ints, Ints],
+    order: Ints,
+    numbers: Numbers,
+    ids: Ints,
+    bad: NDArray[np.bool_],
+) -> None:
+    """Parse lines as ``parse_lines`` does; those that are not of the format are marked in ``bad`` (n,), rows unset."""
+    first = 0
+    while first < begins.size:
+        some = begins[first:], ends[first:]
+        line = parse_lines(text, some[0], some[1], roles, lenient, columns, order[first:], numbers, ids)
+        if line < 0:
+            return
+        bad[order[first + line]] = True
+        first += line + 1
+
+
+@kernel
 def put_labels(values: NDArray[np.float64], labels: Numbers) -> int:
     """Copy labels; return the first row with a label that is neither 0 nor 1, or -1."""
     bad = 0

@@ -177,6 +177,16 @@ def _of_evaluation(name: str) -> Reading:
 COUNTERS: tuple[tuple[str, str, Reading], ...] = (
     ("steps", "Steps completed by the job.", lambda now, _: now.step if now.phase not in UNCOUNTED else None),
     ("samples", "Samples trained by the job.", lambda now, _: now.samples if now.phase not in UNCOUNTED else None),
+    (
+        "skipped_rows",
+        "Bad rows that the job left out (data.badRows).",
+        lambda now, _: now.skipped_rows if now.phase not in UNCOUNTED else None,
+    ),
+    (
+        "truncated_rows",
+        "Rows with a bag that was shortened to maxLookups.",
+        lambda now, _: now.truncated_rows if now.phase not in UNCOUNTED else None,
+    ),
     ("cut_delays", "Cuts that waited for the previous one.", lambda _, control: control.delays),
     (
         "cuts_early",

@@ -32,7 +32,7 @@ from dlrm_trainer.model.dense import DenseParameters
 from dlrm_trainer.model.dlrm import build_model, global_mean_loss
 
 VALUE_AND_PLACE = TypeAdapter(tuple[float, str])
-VOTES = 4
+VOTES = 6
 """Numbers that are summed over ranks with the gradient of a step."""
 
 

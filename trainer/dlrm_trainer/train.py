@@ -9,10 +9,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
+from dataclasses import asdict
+from itertools import chain
+from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
-from dlrm_api.errors import InvalidSpecError
+from dlrm_api.errors import BadDataError, InvalidSpecError
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
@@ -32,7 +36,8 @@ from dlrm_trainer.checkpointing.restore import (
     restore_chosen,
 )
 from dlrm_trainer.compute_device import take_device
-from dlrm_trainer.data import Batch
+from dlrm_trainer.data import Batch, Reader
+from dlrm_trainer.data.bad_rows import MAX_NAMED, BadRowCounts
 from dlrm_trainer.distributed.failures import StepTimer
 from dlrm_trainer.distributed.rendezvous import RankGroup
 from dlrm_trainer.embedding import LookupCounts, MaintenancePeriod, OwnedIds, PreparedRows, place
@@ -53,6 +58,7 @@ from dlrm_trainer.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+PROBLEMS = TypeAdapter(list[tuple[int, str]])
 STALL_S = 300.0
 """A step that takes longer dumps every thread's stack to the log, even while the GIL is held."""
 
@@ -133,7 +139,8 @@ class Training:
         metrics = restored.metrics
         self.loss: float | None = metrics.get("loss")
         self.quality = EvalMetrics.model_validate(metrics["eval"]) if metrics.get("eval") else None
-        self.board.update(loss=self.loss, evaluation=self.quality)
+        self.bad_rows = BadRowCounts(**metrics.get("bad_rows", {}))
+        self.board.update(loss=self.loss, evaluation=self.quality, **asdict(self.bad_rows))
         self.control.watch(assembly.learner.embeddings.saved.changed_bytes)
         self.control.restored(restored.held_step)
         gang, ledgers = assembly.gang, settings.ledger_dir
@@ -191,17 +198,20 @@ class Training:
     def train_step(self, prepared: PreparedRows) -> tuple[bool, bool]:
         """Run one step on one global batch; return whether to end after it, and whether to make a cut.
 
-        Raises DivergedError if the loss is not finite; rows may have changed then, and must not be cut.
+        Raises DivergedError if the loss is not finite, BadDataError if too many rows are bad; rows may have changed
+        then, and must not be cut.
         """
         learner, batch = self.assembly.learner, prepared.batch
         count = self.assembly.data.train.global_count(batch.number)
         loss, gradients = learner.compute(prepared, count)
-        votes = self.control.votes(loss, self.step + 1)
+        votes = self.control.votes(loss, self.step + 1, batch.skipped, batch.truncated)
         if (slowest := self.step_timer.stepped(self.step + 1)) is not None:
             self.board.update(slowest=slowest)
         self.stages.lap("agreement")
         factor, regularizer = self.schedule.factor(self.step), self.schedule.regularizer_at(self.step)
         agreed = self.control.agreed(learner.apply(gradients, factor, regularizer, votes))
+        if agreed.skipped or agreed.truncated:
+            self.count_bad_rows(self.bad_rows.plus(agreed.skipped, agreed.truncated))
         self.step += 1
         self.maintain_if_due()
         self.loss = agreed.loss
@@ -213,6 +223,25 @@ class Training:
             self.journal.stepped(self.board.now)
         self.stages.lap("records")
         return agreed.stop, agreed.cut
+
+    def count_bad_rows(self, counts: BadRowCounts) -> None:
+        """Count those of the step that is being made; BadDataError on every rank if there are too many."""
+        spec, rows = self.assembly.job.spec.data.bad_rows, self.schedule.samples_after(self.step + 1)
+        if counts.exceed(spec, rows, self.schedule.num_samples):
+            raise self.too_many_bad_rows(counts, rows, self.assembly.data.train, self.step)
+        self.bad_rows = counts
+        self.board.update(**asdict(counts))
+
+    def too_many_bad_rows(self, counts: BadRowCounts, rows: int, reader: Reader, last_batch: int) -> BadDataError:
+        """Return an error that names the first bad rows up to a batch, of all ranks, which must all call this."""
+        problems = [each for each in reader.problems if each[0] <= last_batch]
+        found = sorted(chain(*self.collectives.gather(problems, PROBLEMS)), key=lambda each: each[0])
+        named = "; ".join(problem for _, problem in found[:MAX_NAMED])
+        return BadDataError(
+            f"{counts.skipped_rows:,} rows skipped and {counts.truncated_rows:,} truncated of {rows:,} are more than "
+            f"data.badRows.maxFraction ({self.assembly.job.spec.data.bad_rows.max_fraction:g}) allows; the first of "
+            f"this attempt: {named}; correct the data, or raise data.badRows.maxFraction"
+        )
 
     def may_prepare(self, first: int) -> Callable[[int], bool]:
         """Return whether the n-th batch from ``first`` on may be looked up now: none past the next maintenance.
@@ -262,6 +291,7 @@ class Training:
                 )
             except StoppedError:
                 return self.stop()
+        self.check_evaluated_rows(reader)
         self.board.evaluated(self.quality)
         if self.quality and self.quality.note:
             self.board.note(self.quality.note)
@@ -270,6 +300,16 @@ class Training:
             self.journal.evaluated(self.step, self.quality)
         self.stages.lap("evaluation")
         return None
+
+    def check_evaluated_rows(self, reader: Reader) -> None:
+        """Report the rows that an evaluation skipped; BadDataError on every rank if there are too many."""
+        counts = BadRowCounts(skipped_rows=reader.num_samples - (self.quality.samples if self.quality else 0))
+        if not counts.skipped_rows:
+            return
+        spec, rows = self.assembly.job.spec.data.bad_rows, reader.num_samples
+        if counts.exceed(spec, rows, rows):
+            raise self.too_many_bad_rows(counts, rows, reader, reader.batches_per_epoch)
+        self.board.note(f"data.eval: {counts.skipped_rows:,} of {rows:,} rows are bad and were skipped")
 
     def scored(self, batches: int) -> None:
         """Report the progress of an evaluation, and hand over a cut that has been copied."""
@@ -280,9 +320,9 @@ class Training:
         """Return the metadata of a cut, equal on all ranks; ``now`` is rank 0's clock."""
         spec, data = self.assembly.job.spec, self.assembly.data
         quality = None if self.quality is None else self.quality.model_dump(by_alias=False)
-        maintenance = {}
+        more: dict[str, Any] = {"bad_rows": asdict(self.bad_rows)} if self.bad_rows.total else {}
         if self.period is not None:
-            maintenance = {"maintenance": self.period.counted(self.count_lookups()).model_dump()}
+            more |= {"maintenance": self.period.counted(self.count_lookups()).model_dump()}
         return CutMeta(
             step=self.step,
             samples=self.schedule.samples_after(self.step),
@@ -293,7 +333,7 @@ class Training:
             reader={"next_batch": self.step, "fingerprint": data.fingerprint, "seed": spec.training.seed}
             | ({"dataIndex": data.index} if data.index else {}),
             model=model_document(spec, self.assembly.learner),
-            metrics={"loss": self.loss, "eval": quality} | maintenance,
+            metrics={"loss": self.loss, "eval": quality} | more,
         )
 
     def stop(self) -> ExitCode:
@@ -332,7 +372,7 @@ class Training:
                 "eval": None if self.quality is None else self.quality.model_dump(by_alias=False),
                 "samples_per_s": self.trained_samples / self.trained_s if self.trained_s else None,
                 "state_digest": state,
-            }
+            } | asdict(self.bad_rows)
             notes = {"notes": self.board.now.notes} if self.board.now.notes else {}
             write_result(folder, result | notes | uses)
         self.board.phase(TrainerPhase.DONE)

@@ -101,6 +101,8 @@ class Record:
     step: int | None = None
     total_steps: int | None = None
     samples: int | None = None
+    skipped_rows: int = 0
+    truncated_rows: int = 0
     samples_per_s: float | None = None
     """Speed of the last steps."""
     loss: float | None = None
@@ -202,6 +204,8 @@ def _read(workdir: WorkDir) -> Record:
         plan=_document(Plan, workdir.plan, notes),
         step=last.step if last else None,
         samples=last.samples if last else None,
+        skipped_rows=result.skipped_rows if result else 0,
+        truncated_rows=result.truncated_rows if result else 0,
         samples_per_s=last.samples_per_s if last else None,
         loss=result.train_loss if result else journal.last.loss if journal.last else None,
         eval_loss=newest.log_loss if newest else None,
@@ -367,6 +371,8 @@ def cluster_record(
         step=progress.step if progress else facts.step,
         total_steps=progress.total_steps if progress else facts.total_steps,
         samples=progress.samples if progress else reported.get("samples"),
+        skipped_rows=progress.skipped_rows if progress else reported.get("skippedRows", 0),
+        truncated_rows=progress.truncated_rows if progress else reported.get("truncatedRows", 0),
         samples_per_s=progress.samples_per_second if progress else facts.samples_per_second,
         loss=progress.loss if progress else facts.loss,
         eval_loss=quality.log_loss if quality else None,

@@ -108,6 +108,8 @@ def facts(record: Record) -> Iterator[tuple[str, str]]:
     total = f" of {record.total_steps:,}" if record.total_steps is not None else ""
     yield "steps", count(record.step) + (total if record.step is not None else "")
     yield "samples", count(record.samples)
+    if record.skipped_rows or record.truncated_rows:
+        yield "bad rows", f"{record.skipped_rows:,} skipped, {record.truncated_rows:,} truncated"
     mean = record.mean_samples_per_s
     yield ("mean samples/s", count(mean)) if mean is not None else ("last samples/s", count(record.samples_per_s))
     yield "NE", number(record.ne)

@@ -281,6 +281,8 @@ def result_view(result: RunResult, predicted: float | None = None) -> Renderable
     rows["samples/s"] = number(result.samples_per_s, ",.0f")
     if predicted is not None:
         rows["predicted samples/s"] = number(predicted, ",.0f")
+    if result.skipped_rows or result.truncated_rows:
+        rows["bad rows"] = f"{result.skipped_rows:,} skipped, {result.truncated_rows:,} truncated"
     rows["restarts"] = str(result.restarts)
     for row in (*rows.items(), *(("note", note) for note in result.notes)):
         table.add_row(*row)

@@ -216,6 +216,10 @@ class TrainerResult(BaseModel):
     """Of unique tables and of rows of several sizes in the last attempt, by rank."""
     notes: tuple[str, ...] = ()
     """What a user should know about the data and the start of the last attempt."""
+    skipped_rows: Count = 0
+    """Bad rows that were left out, over all attempts."""
+    truncated_rows: Count = 0
+    """Rows with a bag that was shortened."""
 
     def write(self, workdir: WorkDir) -> None:
         """Write ``result.json``, as rank 0 does."""
@@ -250,6 +254,8 @@ class RunResult(TrainerResult):
             body["maintenance"] = [times.model_dump(by_alias=False) for times in self.maintenance]
         if self.notes:
             body["notes"] = self.notes
+        if self.skipped_rows or self.truncated_rows:
+            body |= {"skipped_rows": self.skipped_rows, "truncated_rows": self.truncated_rows}
         return json.dumps(body)
 
 

@@ -92,6 +92,8 @@ def _progress(report: Progress, straggler: StragglerStatus | None, now: datetime
         step=report.step,
         total_steps=report.total_steps,
         samples=report.samples,
+        skipped_rows=report.skipped_rows,
+        truncated_rows=report.truncated_rows,
         epoch=report.epoch,
         loss=_rounded(report.loss),
         ne=_rounded(evaluation.ne) if evaluation else None,

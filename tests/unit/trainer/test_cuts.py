@@ -185,7 +185,7 @@ def test_without_a_hand_off_no_cut_is_made_but_a_stop_is_heard() -> None:
 
     agreed = agree(control, 0.25, 1)
 
-    assert agreed == Agreement(loss=0.25, cut=False, stop=True)
+    assert agreed == Agreement(loss=0.25, cut=False, stop=True, skipped=0, truncated=0)
 
 
 def test_a_request_waits_for_the_cut_that_answers_it() -> None:

@@ -32,6 +32,10 @@ class Agreement:
     """Make a cut after this step."""
     stop: bool
     """Hand over a cut after this step and exit: a rank received SIGTERM."""
+    skipped: int
+    """Bad rows of the global batch that are left out."""
+    truncated: int
+    """Samples of the global batch of which a bag was shortened."""
 
 
 class CutControl:
@@ -104,8 +108,8 @@ class CutControl:
         if self.stop_requested:
             raise StoppedError("received a signal before the first step")
 
-    def votes(self, loss: float, step: int) -> tuple[float, ...]:
-        """Return this rank's share of the loss and its requests, ``VOTES`` numbers to sum over ranks."""
+    def votes(self, loss: float, step: int, skipped: int = 0, truncated: int = 0) -> tuple[float, ...]:
+        """Return this rank's share of loss and bad rows and its requests, ``VOTES`` numbers to sum over ranks."""
         if self._collectives.rank == 0 and self._writer is not None:
             self._due = self._due or self._interval_over(step)
         early = self._is_early()
@@ -115,17 +119,23 @@ class CutControl:
         self._was_early = early
         wanted = (self._due or asked or early) and self._writer is not None
         blocked = self._writer is not None and not self._writer.ready()
-        return loss, float(wanted), float(blocked), float(self.stop_requested)
+        return loss, float(wanted), float(blocked), float(self.stop_requested), float(skipped), float(truncated)
 
     def agreed(self, sums: Sequence[float]) -> Agreement:
         """Return what all ranks agree on, from the sums of their votes."""
-        total, wanting, blocking, stopping = sums
+        total, wanting, blocking, stopping, skipped, truncated = sums
         # The checkpointer has not taken the previous cut yet.
         delayed = wanting > 0 and blocking > 0
         if delayed and not self._waiting:
             self.delays += 1
         self._waiting = delayed
-        return Agreement(loss=total, cut=wanting > 0 and blocking == 0, stop=stopping > 0)
+        return Agreement(
+            loss=total,
+            cut=wanting > 0 and blocking == 0,
+            stop=stopping > 0,
+            skipped=int(skipped),
+            truncated=int(truncated),
+        )
 
     def begun(self, step: int) -> None:
         """Record that a cut is begun at ``step``. It does not answer requests for a later step."""

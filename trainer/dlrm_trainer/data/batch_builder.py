@@ -58,6 +58,8 @@ class RawRows:
     """(sum of lengths,) feature-major; owned by the caller."""
     weights: Numbers | None = None
     """(sum of lengths,) finite, one for each of ``ids``; None if no feature has weights."""
+    bad: NDArray[np.bool_] | None = None
+    """(n,) samples that cannot be used, whose values mean nothing; None if there are none."""
 
 
 class RowSource(Protocol):
@@ -92,8 +94,11 @@ class RowSource(Protocol):
             ahead: rows that are wanted next; a thread may prepare their blocks from now on.
 
         Raises:
-            BadDataError: a row can't be used; the message names file, row and column.
+            BadDataError: a row can't be used, and such rows are not marked; the message names file, row and column.
         """
+
+    def problem(self, sample_id: int) -> str:
+        """Return what is wrong with a row that is marked as bad: file, row, column and value."""
 
     def where(self, sample_id: int) -> str:
         """Return where a row comes from, as a user looks it up: file and line."""
@@ -116,6 +121,10 @@ class NoSamples:
     def batches(self, slices: Sequence[Ints], ahead: Ints | None = None) -> list[RawRows]:
         """Refuse: there are no rows."""
         raise IndexError(f"{len(slices)} batches of a split without rows, {ahead} ahead")
+
+    def problem(self, sample_id: int) -> str:
+        """Refuse: there are no rows."""
+        raise IndexError(self.where(sample_id))
 
     def where(self, sample_id: int) -> str:
         """Return that no file has it."""
@@ -148,11 +157,13 @@ class RowBlock:
     """(r + 1,) where each row's ids start; empty if all bags have one id."""
     weights: Numbers | None
     """Like ids."""
+    bad: NDArray[np.bool_] | None = None
+    """(r,) rows that cannot be used; None if there are none."""
 
     @property
     def num_bytes(self) -> int:
         """Return the memory that the rows take."""
-        parts = (self.numbers, self.ids, self.lengths, self.starts, self.weights)
+        parts = (self.numbers, self.ids, self.lengths, self.starts, self.weights, self.bad)
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
@@ -223,15 +234,24 @@ class BatchBuilder:
         """(N,) where a row's bags start in the bags of ``_bags``; -1 for rows in ``ids``."""
         self._bags: list[Ints] = []
         self._bag_weights: list[Numbers] = []
+        self._bad: NDArray[np.bool_] | None = None
 
     @property
     def is_wide(self) -> bool:
         """Return whether ids exceed uint32."""
         return self.ids.dtype == np.int64
 
+    def bad(self) -> NDArray[np.bool_]:
+        """Return marks of rows that cannot be used, (N,), to be set; none is until this is called."""
+        if self._bad is None:
+            self._bad = np.zeros(len(self.numbers), dtype=np.bool_)
+        return self._bad
+
     def put(self, block: RowBlock, rows: Ints, order: Ints) -> None:
         """Copy ``rows`` of a block to rows ``order`` of all batches."""
         put_rows(block.numbers.reshape(-1), rows, order, self.numbers)
+        if block.bad is not None:
+            self.bad()[order] = block.bad[rows]
         if not block.is_single:
             self._put_bags(block, rows, order)
             return
@@ -266,7 +286,8 @@ class BatchBuilder:
             dense = np.empty((size, self.numbers.shape[1] - 1), dtype=np.float32)
             split_numbers(self.numbers[span], labels, dense)
             lengths, ids, weights = self._single(span) if self._lengths is None else self._any(span, self._lengths)
-            yield RawRows(dense=dense, labels=labels, lengths=lengths, ids=ids, weights=weights)
+            bad = None if self._bad is None or not self._bad[span].any() else self._bad[span]
+            yield RawRows(dense=dense, labels=labels, lengths=lengths, ids=ids, weights=weights, bad=bad)
 
     def _single(self, span: slice) -> tuple[NDArray[np.int32], Ints, Numbers | None]:
         held = self.ids[span]

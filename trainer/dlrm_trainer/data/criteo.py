@@ -16,7 +16,17 @@ from numpy.typing import NDArray
 from dlrm_api.errors import BadDataError
 from dlrm_api.job import CRITEO_DENSE, CRITEO_SPARSE, DLRMJobSpec
 from dlrm_checkpointer import DataIndex
-from dlrm_kernels.parsing import ID, INTEGER, LABEL, MAX_DECIMAL_DIGITS, MAX_HEX_DIGITS, UNUSED, Ints, parse_lines
+from dlrm_kernels.parsing import (
+    ID,
+    INTEGER,
+    LABEL,
+    MAX_DECIMAL_DIGITS,
+    MAX_HEX_DIGITS,
+    UNUSED,
+    Ints,
+    parse_good_lines,
+    parse_lines,
+)
 from dlrm_stores.data_files import CHANGED, DataFile, LocalFile
 from dlrm_trainer.data.batch_builder import BatchBuilder, Fingerprint, RawRows, Shares, blocks_of
 from dlrm_trainer.data.files import BlockCache, FileSet, SourceRequest
@@ -125,13 +135,15 @@ def open_criteo(request: SourceRequest) -> CriteoSource:
         cells=REMOTE_CELLS if request.is_remote else 1,
         budget_bytes=request.budget_bytes,
         threads=request.threads,
+        marks_bad=request.marks_bad,
     )
 
 
 class CriteoSource:
     """Give the lines of Criteo files in any order, read by blocks of ``cells`` blocks of the index.
 
-    ``dense`` and ``ids`` are columns; ``lenient`` lines may lack trailing fields.
+    ``dense`` and ``ids`` are columns; ``lenient`` lines may lack trailing fields; ``marks_bad``: bad rows are marked
+    and raise nothing.
     """
 
     hashed = False
@@ -147,6 +159,7 @@ class CriteoSource:
         cells: int = 1,
         budget_bytes: int = 1 << 30,
         threads: int = 1,
+        marks_bad: bool = False,
     ) -> None:
         self._files = FileSet(files, index)
         within = np.arange(index.rows.size) - np.repeat(index.firsts[:-1], index.blocks)
@@ -159,7 +172,7 @@ class CriteoSource:
         self._ids = np.array([COLUMNS.index(name) for name in ids], dtype=np.int64)
         self._roles = np.full(len(COLUMNS), UNUSED, dtype=np.uint8)
         self._roles[0], self._roles[self._dense], self._roles[self._ids] = LABEL, INTEGER, ID
-        self._lenient = lenient
+        self._lenient, self._marks_bad = lenient, marks_bad
         self.num_samples = self._files.num_rows
         self._fetched: BlockCache[_Lines] = BlockCache(self.block, budget_bytes, threads)
 
@@ -199,14 +212,20 @@ class CriteoSource:
         for number, rows, order in shares:
             block = self._fetched.take(number)
             begins, ends = block.spans(rows)
-            bad = parse_lines(
-                block.text, begins, ends, self._roles, self._lenient, columns, order, builder.numbers, builder.ids
-            )
-            if bad >= 0:
-                text = block.text[begins[bad] : ends[bad]].tobytes()
-                problem = problem_of(text, COLUMNS, self._roles, self._lenient)
-                raise BadDataError(f"{self.where(int(sample_ids[order[bad]]))}: {problem}")
+            lines = block.text, begins, ends, self._roles, self._lenient, columns, order, builder.numbers, builder.ids
+            if self._marks_bad:
+                parse_good_lines(*lines, builder.bad())
+            elif (bad := parse_lines(*lines)) >= 0:
+                raise BadDataError(self.problem(int(sample_ids[order[bad]])))
         return builder.batches()
+
+    def problem(self, sample_id: int) -> str:
+        """Return file, line, column and value of a bad line."""
+        number = int(np.searchsorted(self._bounds, sample_id, side="right")) - 1
+        block = self._fetched.take(number)
+        [begin], [end] = block.spans(np.array([sample_id - self._bounds[number]]))
+        text = block.text[begin:end].tobytes()
+        return f"{self.where(sample_id)}: {problem_of(text, COLUMNS, self._roles, self._lenient)}"
 
     @property
     def num_blocks(self) -> int:

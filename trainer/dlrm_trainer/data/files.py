@@ -39,6 +39,11 @@ class SourceRequest:
     """Of blocks of rows that are held."""
 
     @property
+    def marks_bad(self) -> bool:
+        """Return whether bad rows are marked, and do not end the job."""
+        return self.spec.data.bad_rows.action != "fail"
+
+    @property
     def threads(self) -> int:
         """Return how many threads make blocks ahead."""
         return REMOTE_THREADS if self.is_remote else LOCAL_THREADS

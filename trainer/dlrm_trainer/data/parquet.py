@@ -9,8 +9,8 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, BinaryIO, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -94,7 +94,7 @@ def columns_of(spec: DLRMJobSpec) -> Columns:
 def open_parquet(request: SourceRequest) -> ParquetSource:
     """Open the Parquet files of a split."""
     columns, budget, threads = columns_of(request.spec), request.budget_bytes, request.threads
-    return ParquetSource(request.files, request.index, columns, budget, threads)
+    return ParquetSource(request.files, request.index, columns, budget, threads, marks_bad=request.marks_bad)
 
 
 def index_parquet(spec: DLRMJobSpec) -> Indexer:
@@ -116,14 +116,24 @@ def column_indexer(columns: Columns) -> Indexer:
 
 
 class ParquetSource:
-    """Give the rows of Parquet files in any order; ``budget_bytes`` are of decoded row groups and footers."""
+    """Give the rows of Parquet files in any order; ``budget_bytes`` are of decoded row groups and footers.
+
+    ``marks_bad``: bad rows are marked and raise nothing.
+    """
 
     hashed = True
 
     def __init__(
-        self, files: Sequence[DataFile], index: DataIndex, columns: Columns, budget_bytes: int, threads: int = 1
+        self,
+        files: Sequence[DataFile],
+        index: DataIndex,
+        columns: Columns,
+        budget_bytes: int,
+        threads: int = 1,
+        *,
+        marks_bad: bool = False,
     ) -> None:
-        self._columns = columns
+        self._columns, self._marks_bad = columns, marks_bad
         footers_bytes = budget_bytes // FOOTERS_SHARE
         self._footers = Footers(files, footers_bytes)
         self._files, self._firsts = FileSet(files, index), index.firsts
@@ -222,8 +232,19 @@ class ParquetSource:
         return guarded(file, f"rows {first_row} to {last_row} (row group {group})", read)
 
     def _decode(self, number: int) -> RowBlock:
-        first = int(self._bounds[number])
-        return RowGroupDecoder(lambda row: self.where(first + row)).decode(self.row_group(number), self._columns)
+        first, data = int(self._bounds[number]), self.row_group(number)
+        bad = np.zeros(data.num_rows, dtype=np.bool_) if self._marks_bad else None
+        return RowGroupDecoder(lambda row: self.where(first + row), bad).decode(data, self._columns)
+
+    def problem(self, sample_id: int) -> str:
+        """Return file, row, column and value of a bad row, read again."""
+        number = int(np.searchsorted(self._bounds, sample_id, side="right")) - 1
+        data = self.row_group(number).slice(sample_id - int(self._bounds[number]), 1)
+        try:
+            RowGroupDecoder(lambda _: self.where(sample_id)).decode(data, self._columns)
+        except BadDataError as error:
+            return str(error)
+        raise AssertionError(f"{self.where(sample_id)}: a good row was marked as bad")
 
 
 class Footers:
@@ -370,9 +391,15 @@ class RowGroupDecoder:
     """Check and convert the columns of a row group; ``where`` names a row of the group for messages."""
 
     where: Callable[[int], str]
+    bad: NDArray[np.bool_] | None = None
+    """(r,) marks to set at bad rows; None: they raise BadDataError."""
 
     def decode(self, data: pa.Table, columns: Columns) -> RowBlock:
         """Convert all columns that the model reads; BadDataError names file, row and column of a bad value."""
+        block = self._convert(data, columns)
+        return block if self.bad is None or not self.bad.any() else replace(block, bad=self.bad)
+
+    def _convert(self, data: pa.Table, columns: Columns) -> RowBlock:
         dense = scratch("dense", (1 + len(columns.dense), data.num_rows), np.float32)
         self._labels(data[columns.label], columns.label, dense[0])
         for place, name in enumerate(columns.dense, start=1):
@@ -391,9 +418,9 @@ class RowGroupDecoder:
         return pack_bags(dense, np.stack(sizes), ids, weights)
 
     def _labels(self, column: Any, name: str, labels: Numbers) -> None:
-        bad = put_labels(column.cast(pa.float64(), safe=False).to_numpy(), labels)
-        if bad >= 0:
-            self._refuse(bad, column, name, "expected a label of 0 or 1")
+        values = column.cast(pa.float64(), safe=False).to_numpy()
+        if put_labels(values, labels) >= 0:
+            self._found(np.flatnonzero((values != 0) & (values != 1)), column, name, "expected a label of 0 or 1")
 
     def _dense(self, column: Any, name: str, values: Numbers) -> None:
         """Copy a column's values to ``values`` (r,), NaN where null."""
@@ -404,9 +431,10 @@ class RowGroupDecoder:
         validity, held = array.buffers()
         valid = np.frombuffer(validity, np.uint8) if array.null_count else _NO_BITS
         kind = np.float32 if array.type == pa.float32() else np.float64
-        bad = put_floats(np.frombuffer(held, kind), valid, values)
-        if bad >= 0:
-            self._refuse(bad, column, name, "expected a finite float32, or null for a missing value")
+        if put_floats(np.frombuffer(held, kind), valid, values) >= 0:
+            present = array.is_valid().to_numpy(zero_copy_only=False)
+            rows = np.flatnonzero(present & ~np.isfinite(values))
+            self._found(rows, column, name, "expected a finite float32, or null for a missing value")
 
     def _ids(self, data: pa.Table, name: str, hashing: Hashing, place: int, singles: SingleIds) -> _Bags:
         """Return a feature's rows, in ``singles`` if each bag has one; null is an empty bag."""
@@ -431,15 +459,20 @@ class RowGroupDecoder:
         sizes, flat = self._flat(column, name, "weights")
         ones = np.ones(data.num_rows, dtype=np.int32)
         own, wanted = (ones if each is None else each for each in (sizes, ids.sizes))
-        if (own != wanted).any():
-            row = int((own != wanted).argmax())
+        differ = own != wanted
+        if differ.any():
+            row = int(differ.argmax())
             problem = f"expected {wanted[row]} weights, one for each id of column {ids_name}, found {own[row]}"
-            self._refuse(row, column, name, problem)
+            self._found(np.flatnonzero(differ), column, name, problem)
         with np.errstate(over="ignore"):
             values: Numbers = flat.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float32)
         if not np.isfinite(values).all():
-            bad = int(np.repeat(np.arange(own.size), own)[~np.isfinite(values)][0])
-            self._refuse(bad, column, name, "expected finite float32 weights")
+            rows = np.repeat(np.arange(own.size), own)[~np.isfinite(values)]
+            self._found(rows, column, name, "expected finite float32 weights")
+        if differ.any():
+            aligned: Numbers = np.ones(ids.values.size, dtype=np.float32)
+            aligned[np.repeat(~differ, wanted)] = values[np.repeat(~differ, own)]
+            return aligned
         return values
 
     def _flat(self, column: Any, name: str, what: str) -> tuple[NDArray[np.int32] | None, Any]:
@@ -458,10 +491,16 @@ class RowGroupDecoder:
         flat = array.flatten()
         if flat.null_count:
             holed = np.repeat(np.arange(sizes.size), sizes)[flat.is_null().to_numpy(zero_copy_only=False)]
-            self._refuse(int(holed[0]), column, name, f"expected no null in the list; leave missing {what} out of it")
+            self._found(holed, column, name, f"expected no null in the list; leave missing {what} out of it")
+            sizes, flat = sizes - np.bincount(holed, minlength=sizes.size).astype(np.int32), flat.drop_null()
         return None if (sizes == 1).all() else sizes, flat
 
-    def _refuse(self, row: int, column: Any, name: str, problem: str) -> NoReturn:
+    def _found(self, rows: NDArray[np.intp], column: Any, name: str, problem: str) -> None:
+        """Mark bad rows, ascending, or refuse the first."""
+        if self.bad is not None:
+            self.bad[rows] = True
+            return
+        row = int(rows[0])
         value = repr(column[row].as_py())[:60]
         raise BadDataError(f"{self.where(row)}: invalid column {name}: {problem}, got {value}")
 

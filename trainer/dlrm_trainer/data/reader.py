@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -26,11 +27,14 @@ from dlrm_kernels.parsing import GOOD, LONG_BAG, MIX, MODULO, Ints, check_bags, 
 from dlrm_stores.data_files import DataFile
 from dlrm_stores.locations import Listing, Places, TableVersion, find_data_files
 from dlrm_trainer.data import criteo, parquet, synthetic
+from dlrm_trainer.data.bad_rows import MAX_NAMED, Marks, find_bad, select
 from dlrm_trainer.data.batch_builder import NoSamples, RawRows, RowSource, hashing_of
 from dlrm_trainer.data.files import SourceRequest, Split
 from dlrm_trainer.data.index import Indexer, index_files
 from dlrm_trainer.settings import read_settings
 from dlrm_trainer.spans import each_spanned
+
+logger = logging.getLogger(__name__)
 
 FINISHED_SHARE = 16
 """One part in so many of the budget is for batches that are ready. What batches leave is for blocks of rows."""
@@ -88,8 +92,8 @@ READERS: dict[str, FileFormat] = {
 class Batch:
     """Hold one rank's slice of a global batch: those of ranks 0 to W - 1 in order are the whole batch.
 
-    ``n`` is the slice's sample count and may be 0; ``F`` counts the model's features (bags a sample), in the order of
-    ``ModelSpec.all_features``; feature-major means all bags of one feature, then all of the next.
+    ``n`` is the slice's sample count without bad rows, and may be 0; ``F`` counts the model's features (bags a sample),
+    in the order of ``ModelSpec.all_features``; feature-major means all bags of one feature, then all of the next.
     """
 
     number: int
@@ -107,6 +111,10 @@ class Batch:
     weights: Tensor | None = None
     """(sum of lengths,) float32, finite, one for each of ``values``; 1 for features without weights, None if no
     feature of the model has any."""
+    skipped: int = 0
+    """Bad rows of the slice, which are left out."""
+    truncated: int = 0
+    """Samples of which a bag was shortened."""
 
     @property
     def num_bytes(self) -> int:
@@ -275,7 +283,9 @@ class Reader:
         world_size: int,
         files: Sequence[DataFile] = (),
     ) -> None:
-        self._source, self._dense = source, spec.data.dense
+        self._source, self._dense, self._bad_rows = source, spec.data.dense, spec.data.bad_rows
+        self.problems: list[tuple[int, str]] = []
+        """Batch and description of the first bad rows that were skipped or truncated."""
         self.files = files
         self._order = SampleOrder(
             num_samples=source.num_samples,
@@ -400,7 +410,13 @@ class Reader:
             for feature in self._to_hash:
                 ids = raw.ids[edges[feature] : edges[feature + 1]]
                 put_rows_of(ids, self._hashings[feature], ids)
-        self._check(raw, sample_ids)
+        skipped = truncated = 0
+        if self._bad_rows.action == "fail":
+            self._check(raw, sample_ids)
+        elif raw.bad is not None or check_bags(raw.ids, raw.lengths, self._rows, self._max_lookups)[0] != GOOD:
+            bad, long = self._find_bad(number, raw, sample_ids)
+            raw, sample_ids = select(raw, ~bad, self._max_lookups), sample_ids[~bad]
+            skipped, truncated = int(bad.sum()), int(long.sum())
         fill_missing(raw.dense.reshape(-1), np.float32(self._dense.missing))
         is_log = self._dense.transform == "log1p"
         return Batch(
@@ -411,7 +427,28 @@ class Reader:
             lengths=torch.from_numpy(raw.lengths),
             values=torch.from_numpy(raw.ids),
             weights=None if raw.weights is None else torch.from_numpy(raw.weights),
+            skipped=skipped,
+            truncated=truncated,
         )
+
+    def _find_bad(self, number: int, raw: RawRows, sample_ids: Ints) -> tuple[Marks, Marks]:
+        """Return which samples to leave out and which to shorten; describe the first ones."""
+        bad, long = find_bad(raw, self._rows, self._max_lookups, truncate=self._bad_rows.action == "truncate")
+        for place in np.flatnonzero(bad | long)[: MAX_NAMED - len(self.problems)].tolist():
+            problem = self._problem(raw, sample_ids, place)
+            self.problems.append((number, problem))
+            logger.warning("bad row", extra={"truncated": bool(long[place]), "error": problem})
+        return bad, long
+
+    def _problem(self, raw: RawRows, sample_ids: Ints, place: int) -> str:
+        if raw.bad is not None and raw.bad[place]:
+            return self._source.problem(int(sample_ids[place]))
+        one = np.arange(sample_ids.size) == place
+        try:
+            self._check(select(raw, one, None), sample_ids[one])
+        except BadDataError as error:
+            return str(error)
+        raise AssertionError(f"{self._source.where(int(sample_ids[place]))}: a good row was found to be bad")
 
     def _check(self, raw: RawRows, sample_ids: Ints) -> None:
         finding, number, place = check_bags(raw.ids, raw.lengths, self._rows, self._max_lookups)

@@ -397,6 +397,10 @@ class SyntheticSource:
 
     close = rest
 
+    def problem(self, sample_id: int) -> str:
+        """Refuse: every sample is good."""
+        raise AssertionError(self.where(sample_id))
+
     def batches(self, slices: Sequence[Ints], ahead: Ints | None = None) -> list[RawRows]:  # noqa: ARG002
         """Compute the samples of some batches."""
         return [self.rows(each) for each in slices]

@@ -207,6 +207,8 @@ class Thrashing:
     def where(self, sample_id: int) -> str:
         return f"sample {sample_id}"
 
+    problem = where
+
     def rest(self) -> None:
         """Nothing is held."""
 
