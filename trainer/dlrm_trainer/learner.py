@@ -191,7 +191,7 @@ class Learner:
         for each in summing:
             each.wait()
         self._stages.lap("exchange")
-        summed: list[float] = self._votes.tolist()
+        summed: list[float] = self._votes.cpu().tolist()
         if not math.isfinite(summed[0]):
             raise self._diverged(gradients.pooled, summed[0])
         self.embeddings.update_replicated(gradients, self._table_gradient, self._row_rate * factor, regularizer)
