@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from benchmarks import scale_losses, scale_start, scale_step
+from benchmarks import scale_cut, scale_losses, scale_start, scale_step
 from benchmarks.measure import Result
 
 RESULTS: Mapping[str, Callable[[bool], Iterator[Result]]] = {
@@ -16,6 +16,7 @@ RESULTS: Mapping[str, Callable[[bool], Iterator[Result]]] = {
     "losses": scale_losses.agreement,
     "start": scale_start.start,
     "commit": scale_start.commit,
+    **{f"cut/{rows}": partial(scale_cut.pause, rows) for rows in scale_cut.MAX_PAUSE_MS},
 }
 """By the name that ``--only`` matches; each is told whether to be quick."""
 

@@ -19,7 +19,7 @@ from benchmarks.sides import Trained
 from dlrm_checkpointer.handoff.cut import Cut
 from dlrm_checkpointer.handoff.writer import HandoffWriter
 from dlrm_checkpointer.types import CutMeta
-from dlrm_trainer.checkpointing.handover import INITIAL_COPY_BYTES
+from dlrm_trainer.checkpointing.handover import SMALL_CUT_BYTES
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding import CopyBeforeUpdate
 from dlrm_trainer.embedding.checkpoint import table_meta
@@ -128,7 +128,7 @@ class Cuts:
         if not self._cut.is_whole:
             raise RuntimeError("the hand-off directory cannot hold a whole cut")
         self._copying = learner.embeddings.saved.begin_copying(self._cut)
-        if not self._copying.copy(INITIAL_COPY_BYTES):
+        if not self._copying.copy(None if size.row_bytes <= SMALL_CUT_BYTES else 0):
             self._copying.start()
 
     def advance(self) -> None:

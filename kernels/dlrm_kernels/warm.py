@@ -161,12 +161,23 @@ def _of_ids() -> Iterator[Example]:
         bounds = one, np.array([[0, 1]]), i32((1, 1)), i64(1), f32(0), i64(1), i64(3)
         yield messages.join_bags, (came(1) + came(1).dtype.type(1), ids(1), f32(0), one, one, *bounds)
     yield from _of_messages()
-    yield dirty_rows.rows_of_bits, (u64(2) + U64(1), 0, 1)
-    yield dirty_rows.mark_rows, (u64(2), i64(2), i64(1) + 2, i64(1))
-    yield dirty_rows.count_bits, (u64(2),)
-    yield dirty_rows.lay_rows, (u64(2) + U64(1), u64(2), u64(2), 0, U64(2))
-    yield dirty_rows.take_laid, (u64(2), u64(2) + U64(1), 0, 0, 0, i64(2), i64(2), i64(2))
-    yield dirty_rows.clear_bits, (u64(2), i64(2))
+    marked, other, one = dirty_rows.bitmap_of(1), dirty_rows.bitmap_of(1), i64(1) + 2
+    yield dirty_rows.mark_rows, (marked, np.arange(2), one, i64(1))
+    yield dirty_rows.move_rows, (other, marked)
+    yield dirty_rows.clear_bits, (other.words, i64(1))
+    map_ = _cut_map(dirty_rows.lines_of([other], 0, 1))
+    yield dirty_rows.count_bits, (map_.pending.words,)
+    yield dirty_rows.add_lines, (map_.pending.numbers, other, map_.pending.words)
+    yield dirty_rows.list_rows, (map_.pending.words, map_.pending.numbers, 0, i64(2))
+    yield dirty_rows.lay_rows, (map_, 0, 1, U64(2))
+    yield dirty_rows.take_laid, (map_, 0, 1, np.int64(0), 0, i64(2), i64(2), i64(2))
+    yield dirty_rows.clear_rows, (map_.pending, np.int64(0), i64(1))
+    yield dirty_rows.clear_lines, (other, 0, 1)
+
+
+def _cut_map(pending: dirty_rows.Lines) -> dirty_rows.CutMap:
+    one = u64(1)
+    return dirty_rows.CutMap(pending, np.zeros_like(pending.words), u64(len(pending.numbers)), one, one, one)
 
 
 def _of_messages() -> Iterator[Example]:
@@ -310,8 +321,8 @@ def _of_slabs() -> Iterator[Example]:
 
 def _saved(dim: int) -> tuple[Any, ...]:
     """Return arguments of ``save_before_update``; records without rows in place have one column."""
-    memory, one = row_updates.memory_of(f32((2, dim)), f32((2, 1))), u64(1)
-    map_ = dirty_rows.CutMap(u64(1), u64(1), one, one, u64(2), one, one, one)
+    memory = row_updates.memory_of(f32((2, dim)), f32((2, 1)))
+    map_ = _cut_map(dirty_rows.lines_of([dirty_rows.bitmap_of(1)], 0, 1))
     return size_of(dim), memory, map_, U64(1), U64(1), i64(1), i64(1) + 1, i64(1), i64(1), f32(2 * dim), i64(1)
 
 

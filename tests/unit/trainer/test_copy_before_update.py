@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from dlrm_api.model import TableSpec
 from dlrm_api.tiers import CHANGED_BYTES
 from dlrm_checkpointer import CutRowSource, CutWithdrawnError
+from dlrm_kernels.dirty_rows import LINE_ROWS
 from dlrm_testing.trainer.cutting import (
     NOT_FILLED,
     TIERS,
@@ -111,28 +112,36 @@ def resident(rows: int, dtype: type[np.floating] = np.float32) -> ResidentPart:
 
 
 def copying_of(part: ResidentPart, cut: MemoryCut) -> CopyBeforeUpdate:
+    part.dirty.rows.cut(1)
     return CopyBeforeUpdate(cut, [part], [], list, lambda: None)  # type: ignore[arg-type]
 
 
 def test_bitmaps_of_changed_rows_take_no_more_than_plans_count() -> None:
-    part, few = resident(ROWS), (np.arange(3), np.array([3]), np.zeros(1, np.int64))
+    rows = 1 << 21
+    part, some = resident(rows), np.arange(0, rows, LINE_ROWS)
+    given = some, np.array([len(some)]), np.zeros(1, np.int64)
 
-    def fill() -> tuple[DirtyRows, CopyBeforeUpdate]:
-        record = DirtyRows([ROWS])
-        record.store(*few)
-        for step in range(MAX_KEPT + 2):
-            record.mark(*few)
+    def fill(cut: MemoryCut) -> tuple[DirtyRows, CopyBeforeUpdate]:
+        record = DirtyRows([rows])
+        record.store(*given)
+        for step in range(MAX_KEPT + 1):
+            record.mark(*given)
             record.cut(step)
-        return record, copying_of(replace(part, dirty=DirtyPart(record, 0)), MemoryCut(values=100))
+        record.forget(1)
+        record.mark(*given)
+        copying = copying_of(replace(part, dirty=DirtyPart(record, 0)), cut)
+        copying.copy(ONE_ROW)
+        return record, copying
 
-    fill()  # what is compiled stays
+    fill(MemoryCut(values=VALUES))  # what is compiled stays
+    cut = MemoryCut(values=VALUES)
     tracemalloc.start()
-    filled = fill()
-    held, _ = tracemalloc.get_traced_memory()
+    filled = fill(cut)
+    held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
     assert filled
-    assert (MAX_KEPT + 3) / 8 * ROWS < held <= CHANGED_BYTES * ROWS
+    assert (MAX_KEPT + 3) / 8 * rows < held <= peak <= CHANGED_BYTES * rows
 
 
 def locate(*_: object) -> CutRowSource:
@@ -147,7 +156,6 @@ def test_a_thread_copies_beside_updates_and_no_row_is_torn(share: float, dtype: 
     changed = np.flatnonzero(draw.random(ROWS) < share)
     part.dirty.mark(changed)
     record = part.dirty.rows
-    record.cut(1)
     copying = copying_of(part, cut)
     copying.copy(ONE_ROW)
     copying.start()

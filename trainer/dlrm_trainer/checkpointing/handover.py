@@ -17,8 +17,8 @@ from dlrm_trainer.embedding import CopyBeforeUpdate
 
 logger = logging.getLogger(__name__)
 
-INITIAL_COPY_BYTES = 16 << 20
-"""Copied at once, in milliseconds, so that a small cut is complete at its step."""
+SMALL_CUT_BYTES = 2 << 20
+"""A cut of so many bytes is complete at its step, in milliseconds: a row and its marks are a few cache misses."""
 READY_POLL_S = 0.02
 COMMIT_POLL_S = 1.0
 
@@ -43,6 +43,7 @@ class CutDriver:
         """Step of the newest cut that was begun, or ``step``; the same on all ranks."""
         self._cut: Cut | None = None
         self._copying: CopyBeforeUpdate | None = None
+        self._is_small = True
 
     def begin(self, step: int, meta_of: MetaOf) -> None:
         """Begin a cut of this step. ``advance`` copies it while training continues.
@@ -56,7 +57,7 @@ class CutDriver:
         self._reserve(self._writer, step, meta_of)
         assert self._copying is not None
         try:
-            if not self._copying.copy(INITIAL_COPY_BYTES):
+            if not self._copying.copy(None if self._is_small else 0):
                 self._copying.start()
         except BaseException:
             self.close()
@@ -141,6 +142,7 @@ class CutDriver:
         dense = self._assembly.learner.dense.arrays() if self._assembly.gang.rank == 0 else None
         self._view.begin_cut(step, None if parent is None else parent.step)
         owned, size = [part.shard for part in self._view], self._view.cut_size()
+        self._is_small = size.row_bytes <= SMALL_CUT_BYTES
         self._cut = writer.reserve(meta_of(parent, now), dense, owned=owned, size=size)
         try:
             self._copying = self._view.begin_copying(self._cut)

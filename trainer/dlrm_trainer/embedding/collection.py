@@ -16,10 +16,10 @@ from torch import Tensor
 from dlrm_api.errors import DivergedError
 from dlrm_api.training import RowRegularizerSpec
 from dlrm_checkpointer import Cut, CutRows, CutRowSource, CutSize, GoneRows
-from dlrm_kernels.dirty_rows import WORD
+from dlrm_kernels.dirty_rows import LINE_ROWS
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.embedding.changes import WINDOW_ROWS
+from dlrm_trainer.embedding.changes import WINDOW_LINES, DirtyRows
 from dlrm_trainer.embedding.checkpoint import SCAN_BYTES, LocalPart, ResidentPart, UniquePart, saved_rows
 from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate, is_resting
 from dlrm_trainer.embedding.exchange import Bags, Exchange, OwnedIds, Vectors
@@ -79,7 +79,9 @@ class CheckpointView:
     def __init__(self, owned: LocalTables, replicas: ReplicatedTables, saved: Sequence[ResidentPart]) -> None:
         self._owned, self._replicas, self._saved = owned, replicas, saved
         # Not made again by ``changed_bytes``, which every step calls.
-        self._row_sizes = [(part, _row_bytes(part)) for part in self]
+        self._row_bytes: dict[DirtyRows, int] = {}
+        for part in self:
+            self._row_bytes[part.dirty.rows] = max(_row_bytes(part), self._row_bytes.get(part.dirty.rows, 0))
         self._unique = [part for part in self if isinstance(part, UniquePart)]
         self._gone: list[GoneRows] = []
         """Keys that are gone in the cut in progress."""
@@ -127,12 +129,13 @@ class CheckpointView:
 
     def cut_size(self) -> CutSize:
         """Bound what ``changed_rows`` takes in the hand-off directory."""
-        taken = pieces = 0
-        for part, size in self._row_sizes:
-            windows = part.dirty.rows.sizes[part.dirty.number] // WINDOW_ROWS + 2
+        taken = sum(record.count() * size for record, size in self._row_bytes.items())
+        pieces = 0
+        for part in self:
+            record = part.dirty.rows
+            windows = record.sizes[part.dirty.number] // (WINDOW_LINES * LINE_ROWS) + 2
             # Block storage is read in batches, and each is a piece of every part.
-            batches = part.dirty.rows.words * WORD * size // SCAN_BYTES + 1
-            taken, pieces = taken + part.dirty.count() * size, pieces + windows + batches
+            pieces += windows + record.bits * self._row_bytes[record] // SCAN_BYTES + 1
         for gone in self._gone:
             taken, pieces = taken + gone.row_ids.nbytes, pieces + 1
         return CutSize(row_bytes=taken, pieces=pieces)
@@ -140,10 +143,8 @@ class CheckpointView:
     def changed_bytes(self, step: int | None) -> ChangedBytes:
         """Bound the bytes of ``changed_rows``; those of a snapshot of this step do not count."""
         kept = marked = 0
-        for part, size in self._row_sizes:
-            if part.dirty.number == 0:
-                record = part.dirty.rows
-                kept, marked = kept + record.kept(step) * size, marked + record.marked * size
+        for record, size in self._row_bytes.items():
+            kept, marked = kept + record.kept(step) * size, marked + record.marked * size
         return ChangedBytes(kept, marked)
 
     def begin_copying(self, cut: Cut) -> CopyBeforeUpdate:

@@ -14,32 +14,28 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dlrm_checkpointer import Cut, CutRows, CutRowSource, CutWithdrawnError, GoneRows, ShardRows
 from dlrm_kernels.dirty_rows import (
+    LINE_WORDS,
     U64,
-    UNIT_WORDS,
-    WORD,
     CutMap,
-    Words,
-    clear_bits,
+    clear_rows,
     count_bits,
     lay_rows,
-    rows_of_bits,
     save_before_update,
     take_laid,
 )
 from dlrm_kernels.intrinsics import size_of
 from dlrm_kernels.parallel import single_threaded
 from dlrm_kernels.row_updates import memory_of
-from dlrm_trainer.embedding.changes import WINDOW_ROWS, DirtyRows, RowsToUpdate
+from dlrm_trainer.embedding.changes import WINDOW_LINES, DirtyRows, RowsToUpdate
 from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart, UniquePart, copy_rows
 from dlrm_trainer.embedding.table_batch import joined
 
 COPY_ROWS = 1 << 14
-"""Rows copied at a time, or those of a unit: what an update may have to wait for."""
+"""Rows copied at a time: what an update may have to wait for."""
 SPACE_POLL_S = 0.02
 
 
@@ -49,7 +45,8 @@ class CopyBeforeUpdate:
     A bitmap marks the rows that are not copied yet. The copier clears bits as it copies; an update first copies those
     of its rows that are marked. The two alternate, chunk by chunk. Rows that rest in host memory are copied by a thread
     or by ``copy``, all others only by ``copy``, between two steps. Resting rows have a place in the cut before they are
-    copied, and an update copies them to that place. Others become separate pieces. While the sidecar stores a segment,
+    copied, and an update copies them to that place. Others become separate pieces. The thread also does what takes
+    longer the more rows changed, and so hides it behind the next step's lookups. While the sidecar stores a segment,
     the next one is reserved for rows that are about to change.
 
     ``resting`` are the parts with rows that stay in place in host memory, and ``moving`` all others; ``in_order``
@@ -70,12 +67,13 @@ class CopyBeforeUpdate:
         self._cut, self._moving, self._settle = cut, moving, settle
         self._in_order = in_order if cut.is_whole else None
         self._at = 0, 0
-        """Moving part and first row of it that may still have to be copied."""
-        records: dict[DirtyRows, list[LocalPart]] = {part.dirty.rows: [] for part in (*resting, *moving)}
+        """Moving part and first of its lines that may still have to be copied."""
+        self._records: dict[DirtyRows, list[LocalPart]] = {part.dirty.rows: [] for part in (*resting, *moving)}
+        """Resting parts of each record."""
         for part in resting:
-            records[part.dirty.rows].append(part)
-        self._maps = {record: _RecordMap(record, parts) for record, parts in records.items()}
-        self._unlaid = deque((self._maps[part.dirty.rows], part.dirty.number) for part in resting)
+            self._records[part.dirty.rows].append(part)
+        self._maps: dict[DirtyRows, _RecordMap] = {}
+        self._unlaid = deque(part.dirty for part in resting)
         self._laid: deque[tuple[_RecordMap, _Chunk]] = deque()
         self._turns = _Turns()
         self._thread: threading.Thread | None = None
@@ -95,13 +93,12 @@ class CopyBeforeUpdate:
 
     def before_update(self, rows: RowsToUpdate) -> None:
         """See ``BeforeUpdates``. An error must not stop the update, so ``check`` reports a withdrawn cut."""
-        found = self._maps.get(rows.record)
-        if found is None or self.done or self._stop.is_set():
+        if rows.record not in self._records or self.done or self._stop.is_set():
             return
         try:
             with self._turns.taken():
                 parts = np.searchsorted(rows.record.starts, rows.starts, side="right") - 1
-                rest = found.save(rows.ids, rows.sizes, rows.starts, parts)
+                rest = self._map(rows.record).save(rows.ids, rows.sizes, rows.starts, parts)
                 of_rest = parts[np.searchsorted(np.cumsum(rows.sizes), rest, side="right")]
                 for part in np.unique(of_rest).tolist():
                     here = rest[of_rest == part]
@@ -162,6 +159,8 @@ class CopyBeforeUpdate:
                         copied = self._copy_chunk()
                     if not copied and not self._is_resting_done:
                         self._stop.wait(SPACE_POLL_S)
+                for record in self._records:
+                    record.settle()
         except BaseException as error:
             self._end(error)
 
@@ -189,11 +188,19 @@ class CopyBeforeUpdate:
 
     def _lay(self) -> bool:
         """Assign places in the current segment to the next part's resting rows; return whether all of them got one."""
-        found, number = self._unlaid[0]
+        part = self._unlaid[0]
+        found, number = self._map(part.rows), part.number
         self._laid.extend((found, chunk) for chunk in found.lay(number, self._cut))
         if found.is_laid[number]:
             self._unlaid.popleft()
         return found.is_laid[number]
+
+    def _map(self, record: DirtyRows) -> _RecordMap:
+        """Return a record's map, which is made at its first use; in its turn alone, since updates may wait for it."""
+        found = self._maps.get(record)
+        if found is None:
+            found = self._maps[record] = _RecordMap(record, self._records[record])
+        return found
 
     def _make_space(self) -> bool:
         """Copy all laid rows, then open the next segment; return False if the sidecar must free one first."""
@@ -238,13 +245,13 @@ class CopyBeforeUpdate:
             for source in self._in_order():
                 part = parts[source.shard]
                 copied = self._cut.copy(source)
-                clear_bits(self._bits(part, 0), part.local(source)[:copied])
+                self._map(part.dirty.rows).clear(part, part.local(source)[:copied])
                 if copied < len(source.row_ids):
                     break
             self._in_order = None
         number, start = self._at
         for place, part in enumerate(self._moving[number:], number):
-            for first in range(start, part.dirty.rows.sizes[part.dirty.number], WINDOW_ROWS):
+            for first in range(start, self._map(part.dirty.rows).lines_of(part), WINDOW_LINES):
                 self._at = place, first
                 if not self._copy_window(part, first):
                     return False
@@ -253,14 +260,14 @@ class CopyBeforeUpdate:
         return True
 
     def _copy_window(self, part: LocalPart, first: int) -> bool:
-        words = self._bits(part, first)[: WINDOW_ROWS // WORD]
-        rows = rows_of_bits(words, first, torch.get_num_threads())
+        map_ = self._map(part.dirty.rows)
+        rows = map_.pending_rows(part, first, first + WINDOW_LINES)
         if not len(rows):
             return True
         source, done = part.in_place(rows), 0
         while done < len(rows):
             copied = self._cut.copy(source, done)
-            clear_bits(words, rows[done : done + copied] - first)
+            map_.clear(part, rows[done : done + copied])
             done += copied
             if not copied:
                 if not self._laid:
@@ -268,13 +275,9 @@ class CopyBeforeUpdate:
                 return False
         return True
 
-    def _bits(self, part: LocalPart, first: int) -> Words:
-        record, number = part.dirty.rows, part.dirty.number
-        return self._maps[record].map.pending[record.words_of(number, first, record.sizes[number])]
-
 
 class _Chunk(NamedTuple):
-    """Name laid rows of a part to copy together: units [first, stop), places [begin, end) of a piece."""
+    """Name laid rows of a part to copy together: lines [first, stop), places [begin, end) of a piece."""
 
     part: int
     first: int
@@ -293,22 +296,19 @@ class _RecordMap:
     def __init__(self, record: DirtyRows, resting: Sequence[LocalPart]) -> None:
         self._parts, count = resting, len(record.sizes)
         self._memories = [_memory(part) for part in resting]
-        words = [-(-size // WORD) for size in record.sizes]
-        self._words = [*accumulate(words, initial=0)]
-        self._units = [*accumulate((-(-size // UNIT_WORDS) + 1 for size in words), initial=0)]
-        pending = record.bits()
+        pending, self._starts = record.lines(), record.starts
+        self._lines = record.places_of(pending)
+        """First line of each part, and the number of all."""
         self.map = CutMap(
             pending=pending,
-            laid=np.zeros(len(pending) if resting else 0, U64),
-            words=np.array(self._words[:-1], U64),
-            units=np.array(self._units[:-1], U64),
-            places=np.zeros(self._units[-1], U64),
+            laid=np.zeros(len(pending.words) if resting else 0, U64),
+            places=np.zeros(len(pending.numbers) if resting else 0, U64),
             first_rows=np.array([*accumulate(record.sizes, initial=0)][:-1], U64),
             rows_at=np.zeros(count, U64),
             states_at=np.zeros(count, U64),
         )
-        self._next = [0] * count
-        """First unit of each part with rows that may lack a place."""
+        self._next = self._lines[:-1]
+        """First line of each part with rows that may lack a place."""
         self.is_laid = [False] * count
         """Whether every row of each part has a place."""
         of_parts = [each.weight for each in self._memories], [each.state for each in self._memories]
@@ -327,12 +327,24 @@ class _RecordMap:
         """Drop the memory of a segment once all its laid rows are copied."""
         self._file = np.zeros(0, np.float32)
 
+    def lines_of(self, part: LocalPart) -> int:
+        """Return the number of a part's lines."""
+        first, stop = self._lines[part.dirty.number : part.dirty.number + 2]
+        return stop - first
+
+    def pending_rows(self, part: LocalPart, first: int, stop: int) -> NDArray[np.int64]:
+        """Return the rows still to copy of lines [first, stop) of a part, ascending."""
+        begin, end = self._lines[part.dirty.number : part.dirty.number + 2]
+        return self.map.pending.rows(begin + first, min(begin + stop, end), int(self._starts[part.dirty.number]))
+
+    def clear(self, part: LocalPart, rows: NDArray[np.int64]) -> None:
+        """Record rows of a part as copied."""
+        clear_rows(self.map.pending, self._starts[part.dirty.number], rows)
+
     def lay(self, number: int, cut: Cut) -> list[_Chunk]:
         """Assign places to as many rows of a part as there is space for, and list the chunks to copy."""
-        part, unit = self._parts[number], self._next[number]
-        words, units = slice(*self._words[number : number + 2]), slice(*self._units[number : number + 2])
-        pending, places = self.map.pending[words], self.map.places[units]
-        count = int(count_bits(pending[unit * UNIT_WORDS :]))
+        part, line, end = self._parts[number], self._next[number], self._lines[number + 1]
+        count = int(count_bits(self.map.pending.words[line * LINE_WORDS : end * LINE_WORDS]))
         self.is_laid[number] = count == 0
         if count == 0:
             return []
@@ -340,31 +352,28 @@ class _RecordMap:
         if piece is None:
             return []
         laid = len(piece.row_ids)
-        stop = int(lay_rows(pending, self.map.laid[words], places, unit, U64(laid)))
+        stop = int(lay_rows(self.map, line, end, U64(laid)))
         self.is_laid[number], self._next[number] = laid == count, stop - 1
         self._file = cut.memory
         self.map.rows_at[number] = _offset(self._file, piece.rows)
         self.map.states_at[number] = _offset(self._file, piece.state)
-        chunks, first = [], unit
-        while first < stop:
+        places = np.append(self.map.places[line:stop], U64(laid))
+        chunks, first = [], 0
+        while first < stop - line:
             begin = int(places[first])
-            last = int(np.searchsorted(places[first : stop + 1], U64(begin + COPY_ROWS), side="right")) - 1
-            end = first + max(1, last)
-            if places[end] > begin:
-                chunks.append(_Chunk(number, first, end, begin, int(places[end]), piece))
-            first = end
+            after = first + int(np.searchsorted(places[first:], U64(begin + COPY_ROWS), side="right")) - 1
+            if places[after] > begin:
+                chunks.append(_Chunk(number, line + first, line + after, begin, int(places[after]), piece))
+            first = after
         return chunks
 
     def copy(self, chunk: _Chunk) -> int:
         """Copy the pending rows of a chunk and write the ids of all its rows; return the bytes."""
         part, size = self._parts[chunk.part], chunk.end - chunk.begin
-        memory = self._memories[chunk.part]
+        memory, piece, ids = self._memories[chunk.part], chunk.piece, chunk.piece.row_ids
         rows, places = np.empty(size, np.int64), np.empty(size, np.int64)
-        start, stop = (self._words[chunk.part] + unit * UNIT_WORDS for unit in (chunk.first, chunk.stop))
-        here = slice(start, min(stop, self._words[chunk.part + 1]))
-        row, piece, ids = chunk.first * UNIT_WORDS * WORD, chunk.piece, chunk.piece.row_ids
-        laid, first_row = self.map.laid[here], 0 if isinstance(part, UniquePart) else part.shard.row_start
-        count = take_laid(self.map.pending[here], laid, row, first_row, chunk.begin, ids, rows, places)
+        start, first_row = self._starts[chunk.part], 0 if isinstance(part, UniquePart) else part.shard.row_start
+        count = take_laid(self.map, chunk.first, chunk.stop, start, first_row, ids, rows, places)
         rows, places = rows[:count], places[:count]
         if isinstance(part, UniquePart):
             state = np.empty((size, self._width), np.float32)

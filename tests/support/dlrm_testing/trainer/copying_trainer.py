@@ -39,7 +39,7 @@ def counted_copy(copying: CopyBeforeUpdate, resting_bytes: int | None = None) ->
 
 copy_before_update.copy_rows = slow_copy_rows
 CopyBeforeUpdate.copy = counted_copy  # type: ignore[method-assign]
-handover.INITIAL_COPY_BYTES = 0
+handover.SMALL_CUT_BYTES = 0
 
 if __name__ == "__main__":
     sys.exit(dlrm_trainer.__main__.main())
