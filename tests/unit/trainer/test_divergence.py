@@ -29,7 +29,7 @@ class Rank:
         self.reader = open_reader(job.spec, "train", self.rank, self.world_size)
 
     def step(self, number: int, first_dense: float | None = None) -> list[float]:
-        """Run a step, with one dense value changed, and vote for a share of the loss, a cut and a stop."""
+        """Run a step, with one dense value changed, and vote for a share of the loss, a cut, a stop and bad rows."""
         batch = self.reader.read(number)
         if first_dense is not None:
             dense = batch.dense.clone()
@@ -38,7 +38,7 @@ class Rank:
         prepared = self.learner.prepare(self.learner.send(batch))
         loss, gradients = self.learner.compute(prepared, self.reader.global_count(number))
         wanted, stopping = float(self.rank == 0), float(self.rank == self.world_size - 1)
-        return self.learner.apply(gradients, 1.0, None, (loss, wanted, 0.0, stopping))
+        return self.learner.apply(gradients, 1.0, None, (loss, wanted, 0.0, stopping, 1.0, 2.0))
 
 
 def diverge(collectives: Collectives, folder: Path) -> tuple[list[float], str, bool]:
@@ -62,8 +62,9 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_with_one_error(tmp_path:
     ranks = run_ranks(world_size, diverge, tmp_path)
 
     assert all(rank == ranks[0] for rank in ranks)
-    (loss, wanted, blocked, stopping), error, is_unchanged = ranks[0]
+    (loss, wanted, blocked, stopping, skipped, truncated), error, is_unchanged = ranks[0]
     assert (wanted, blocked, stopping) == (1, 0, 1)
+    assert (skipped, truncated) == (world_size, 2 * world_size)
     assert 0 < loss < 10
     assert error.startswith("the loss became nan in step 2; every value is finite, the largest is ")
     assert is_unchanged
