@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from benchmarks import scale_cut, scale_losses, scale_start, scale_step
+from benchmarks import scale_cut, scale_losses, scale_ranks, scale_start, scale_step
 from benchmarks.measure import Result
 
 RESULTS: Mapping[str, Callable[[bool], Iterator[Result]]] = {
@@ -17,6 +17,8 @@ RESULTS: Mapping[str, Callable[[bool], Iterator[Result]]] = {
     "start": scale_start.start,
     "commit": scale_start.commit,
     **{f"cut/{rows}": partial(scale_cut.pause, rows) for rows in scale_cut.MAX_PAUSE_MS},
+    "ranks/meet": scale_ranks.meeting,
+    "ranks/exchange": scale_ranks.exchange,
 }
 """By the name that ``--only`` matches; each is told whether to be quick."""
 

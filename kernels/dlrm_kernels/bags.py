@@ -134,6 +134,15 @@ def copy_segments(values: Any, starts: Any, lengths: Any, out: Any) -> None:
 
 
 @kernel
+def place_segments(values: Any, starts: Any, lengths: Any, out: Any, places: Any) -> None:
+    """Copy ``values[start : start + length]`` of every segment to its place in ``out``; (S,) int64 each."""
+    for segment in range(len(starts)):
+        start, place = starts[segment], places[segment]
+        for n in range(lengths[segment]):
+            out[place + n] = values[start + n]
+
+
+@kernel
 def split_ids(
     ids: Any, lengths: Any, edges: Any, edge_starts: Any, firsts: Any, counts: Any, out: Any, order: Any
 ) -> None:

@@ -151,6 +151,7 @@ def _of_ids() -> Iterator[Example]:
     for values in (i64(2), f32(2)):
         yield bags.copy_segments, (values, i64(1), i64(1) + 2, values.copy())
     yield bags.copy_segments, (u32(2), i64(1), i64(1) + 2, i64(2))
+    yield bags.place_segments, (u8(2), i64(1), i64(1) + 2, u8(2), i64(1))
     yield bags.fill_offsets, (i32(2), u64(3))
     yield (
         bags.split_ids,

@@ -25,6 +25,8 @@ ELEMENT_BYTES = 4
 NO_PIN = TablePin()
 OPTIMIZER_COPIES = {"sgd": 0, "adagrad": 1, "adam": 2}
 EXCHANGED_COPIES, MESSAGES = 4, 2
+PASSED_MESSAGES = 3
+"""Messages of pooled rows on hosts of several ranks: two in the node's memory, and one that goes on to others."""
 LONE_ID_BYTES, ID_BYTES = 32, 96
 """Bytes per id of a batch, on one rank and among several. Measured with tables in DDR: 30, and 81 to 95."""
 ID_BYTES_AHEAD = 24
@@ -156,14 +158,20 @@ def exchange_bytes(spec: DLRMJobSpec) -> int:
     """Return the peak bytes of one rank for the exchange between ranks.
 
     With evenly spread columns a rank pools as many elements as its slice of the batch needs: those, their gradients,
-    the message sent and the one received.
+    the message sent and the one received; in a job of several nodes with several ranks each also ``PASSED_MESSAGES``.
     """
-    return (spec.world_size > 1) * EXCHANGED_COPIES * ELEMENT_BYTES * _pooled(spec.model) * largest_slice(spec)
+    has_two_levels = 1 < spec.trainer.processes_per_replica < spec.world_size
+    copies = EXCHANGED_COPIES * (spec.world_size > 1) + PASSED_MESSAGES * has_two_levels
+    return copies * _vector_bytes(spec)
 
 
 def message_bytes(spec: DLRMJobSpec) -> int:
     """Return the messages of ``exchange_bytes``: a GPU's pooled rows and gradients are activations."""
-    return exchange_bytes(spec) * MESSAGES // EXCHANGED_COPIES
+    return MESSAGES * (spec.world_size > 1) * _vector_bytes(spec)
+
+
+def _vector_bytes(spec: DLRMJobSpec) -> int:
+    return ELEMENT_BYTES * _pooled(spec.model) * largest_slice(spec)
 
 
 def _pooled(model: ModelSpec) -> int:

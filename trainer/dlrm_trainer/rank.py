@@ -50,10 +50,10 @@ class RankReport:
     """Last progress of the rank, in JSON types."""
 
 
-def rank_group(rank: int, world_size: int, settings: Settings) -> RankGroup:
+def rank_group(rank: int, world_size: int, settings: Settings, per_node: int = 1) -> RankGroup:
     """Return the group of a rank, which has met nobody yet."""
     store = settings.master_addr, settings.master_port, settings.bind
-    return RankGroup(rank, world_size, *store, settings.gang_secret)
+    return RankGroup(rank, world_size, *store, settings.gang_secret, per_node=per_node)
 
 
 def run_rank(
@@ -75,12 +75,12 @@ def run_rank(
     log_to_stderr(f"rank {rank}")
     stacks.answer(rank)
     spec = job.spec
-    gang = rank_group(rank, spec.world_size, settings)
+    processes = spec.trainer.processes_per_replica
+    gang = rank_group(rank, spec.world_size, settings, processes)
     control = CutControl(spec.checkpoint, gang.collectives)
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: control.stop())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    processes = spec.trainer.processes_per_replica
     torch.set_num_threads(spec.trainer.threads_per_process or max(1, usable_cpus() // processes))
     board = ProgressBoard(settings.attempt, spec.world_size)
     try:

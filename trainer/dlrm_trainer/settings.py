@@ -113,8 +113,8 @@ def tune_process() -> None:
 def allow_open_files() -> None:
     """Raise the limit of open files of this process and its children to the hard limit.
 
-    The usual soft limit of 1,024 is too low for gangs of more than about 250 ranks, where each rank has two connections
-    to every other one and rank 0 two more for its store.
+    The usual soft limit of 1,024 is too low for gangs of more than about 500 ranks: rank 0's store has two connections
+    to each of them, and a rank in a pod of its own as many to each other one.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Some systems refuse to set the hard limit that they report.

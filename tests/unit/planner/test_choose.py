@@ -445,3 +445,7 @@ def test_the_working_set_counts_what_files_are_read_ahead_and_what_travels(make_
     assert working_set_bytes(evaluated) - working_set_bytes(synthetic) == 128 * MIB
     assert exchange_bytes(lone) == 0
     assert exchange_bytes(gang) == 4 * 4 * 256 * 2**15
+    for processes, replicas, copies in ((4, 1, 4), (2, 2, 4 + 3)):
+        both = {"processesPerReplica": processes, "replicas": replicas}
+        spec = gang.model_copy(update={"trainer": gang.trainer.model_validate(both)})
+        assert exchange_bytes(spec) == copies * 4 * 256 * 2**14

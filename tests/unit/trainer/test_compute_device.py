@@ -113,7 +113,9 @@ def test_a_gpu_that_fails_during_a_wait_is_not_blamed_on_others(failure: Excepti
     def wait() -> None:
         raise failure
 
-    arriving = Collectives(0, 2, lambda: "rank 1 died")._waiting("all_reduce", SimpleNamespace(wait=wait), HOST)
+    arriving = Collectives(0, 2, lambda: "rank 1 died")._waiting(
+        "all_reduce", SimpleNamespace(wait=wait), torch.ones(1)
+    )
 
     with pytest.raises(type(failure)):
         arriving()

@@ -80,12 +80,12 @@ def messages_of_the_left(pods: list[Pod], lost: int) -> list[str]:
     return [pod.termination().message for pod in left]
 
 
-@pytest.mark.parametrize(("world_size", "lost"), [(2, 0), (4, 2), (4, 0)])
+@pytest.mark.parametrize(("world_size", "lost", "per_node"), [(2, 0, 1), (4, 2, 1), (4, 0, 2), (6, 4, 3)])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP, "hang"])
 def test_a_lost_rank_is_named_alone_by_all_others_in_time(
-    world_size: int, lost: int, how: signal.Signals | Literal["hang"]
+    world_size: int, lost: int, per_node: int, how: signal.Signals | Literal["hang"]
 ) -> None:
-    peers = start_peers(world_size, TIMEOUT_S, lost if how == "hang" else None)
+    peers = start_peers(world_size, TIMEOUT_S, lost if how == "hang" else None, per_node)
     processes = [process for process, _ in peers]
     left = [pipe for rank, (_, pipe) in enumerate(peers) if rank != lost]
     start = time.monotonic()
@@ -106,6 +106,30 @@ def test_a_lost_rank_is_named_alone_by_all_others_in_time(
                 assert process.exitcode == ExitCode.TEMPORARY
     finally:
         for process in processes:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize(
+    ("lost", "collective", "made"),
+    [(3, "all_to_all_single", 40), (0, "all_to_all_single", 41), (3, "all_reduce", 20)],
+    ids=["before its sizes", "before its message", "before its sum"],
+)
+def test_a_rank_killed_in_a_phase_of_an_exchange_is_named_at_once(lost: int, collective: str, made: int) -> None:
+    peers = start_peers(4, 10 * TIMEOUT_S, None, per_node=2, dies=(lost, collective, made))
+    peers[lost][0].join(30.0)
+    start = time.monotonic()
+
+    try:
+        for rank, (process, pipe) in enumerate(peers):
+            if rank != lost:
+                assert pipe.poll(30.0)
+                assert re.match(rf"rank {lost} died or stopped responding", pipe.recv())
+                process.join(30.0)
+                assert process.exitcode == ExitCode.TEMPORARY
+        assert time.monotonic() - start < SAID_WITHIN_S
+    finally:
+        for process, _ in peers:
             process.kill()
             process.join()
 

@@ -11,6 +11,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from dlrm_api.errors import PeerLostError, TemporaryError, first_problem
 from dlrm_api.wire import Codec
 from dlrm_trainer.compute_device import GPU_FAILURES
 from dlrm_trainer.distributed.codecs import message_bytes, read_message, write_message
+from dlrm_trainer.distributed.two_levels import TwoLevels
 from dlrm_trainer.spans import add_span
 
 T = TypeVar("T")
@@ -76,10 +78,10 @@ BUSY_WAIT_S = 0.01
 
 
 class Arriving:
-    """Wait for the result of a collective."""
+    """Wait for the result of a collective, or hold it where nothing is sent."""
 
-    def __init__(self, output: Tensor, wait: Callable[[], None] | None = None) -> None:
-        self._output, self._wait = output, wait
+    def __init__(self, result: Tensor | Callable[[], Tensor]) -> None:
+        self._result = result
         self._after: list[Callable[[Tensor], Tensor]] = []
 
     def then(self, finish: Callable[[Tensor], Tensor]) -> Arriving:
@@ -89,12 +91,11 @@ class Arriving:
 
     def wait(self) -> Tensor:
         """Return the values that arrived, rank by rank."""
-        if self._wait is not None:
-            self._wait()
+        result = self._result if isinstance(self._result, Tensor) else self._result()
         for finish in self._after:
-            self._output = finish(self._output)
-        self._wait, self._after = None, []
-        return self._output
+            result = finish(result)
+        self._result, self._after = result, []
+        return result
 
 
 class Collectives:
@@ -108,6 +109,7 @@ class Collectives:
         self.rank, self.world_size = rank, world_size
         self._explain = explain
         self._group: Any = None
+        self._levels: TwoLevels | None = None
         self.calls: Counter[str] = Counter()
         """Collectives made so far, by kind."""
         self.bytes_sent: Counter[str] = Counter()
@@ -115,9 +117,18 @@ class Collectives:
         self.seconds = 0.0
         """Time spent in them, most of it waiting for other ranks."""
 
-    def use(self, group: Any) -> None:
-        """Run in this process group from now on; other threads have their own."""
-        self._group = group
+    def use(self, group: Any, levels: TwoLevels | None = None) -> None:
+        """Run in this process group from now on; other threads have their own.
+
+        With ``levels`` messages on the host go through them, in a thread, and the group runs no more than rings.
+        """
+        self._group, self._levels = group, levels
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dlrm-exchange")
+
+    def connect(self) -> None:
+        """Connect with the ranks that messages of the host go to: gloo connects at the first one."""
+        ones = [1] * self.world_size
+        self.all_to_all("small", torch.zeros(self.world_size, dtype=torch.uint8), ones, ones)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a few numbers over ranks, in place; the result has the same bits on every rank."""
@@ -148,13 +159,17 @@ class Collectives:
         """Begin ``all_to_all``; the tensor must not change until the result is waited for."""
         if self.world_size == 1:
             return Arriving(tensor)
-        output = tensor.new_empty(sum(received))
         self.bytes_sent[what] += (sum(sent) - sent[self.rank]) * tensor.element_size()
+        if self._levels is not None and tensor.device.type == "cpu":
+            with self._counted("all_to_all"):
+                passing = self._thread.submit(self._levels.all_to_all, tensor, sent, received)
+            return Arriving(self._watching("all_to_all", passing.result))
+        output = tensor.new_empty(sum(received))
         with self._counted("all_to_all"):
             work = dist.all_to_all_single(
                 output, tensor.contiguous(), list(received), list(sent), group=self._group, async_op=True
             )
-        return Arriving(output, self._waiting("all_to_all", work, tensor.device))
+        return Arriving(self._waiting("all_to_all", work, output))
 
     def gather(self, value: T, kind: TypeAdapter[T]) -> list[T]:
         """Return one small value of each rank; for starts, ends and evaluations, not for steps.
@@ -213,14 +228,21 @@ class Collectives:
             problem = str(error).strip().splitlines()[0]
             raise PeerLostError(f"{self._explain()} ({kind}: {problem})") from error
 
-    def _waiting(self, kind: str, work: Any, device: torch.device) -> Callable[[], None]:
-        def wait() -> None:
-            with self._watched(kind):
-                if device.type != "cpu":
-                    _busy_wait(work)
-                work.wait()
+    def _waiting(self, kind: str, work: Any, output: Tensor) -> Callable[[], Tensor]:
+        def wait() -> Tensor:
+            if output.device.type != "cpu":
+                _busy_wait(work)
+            work.wait()
+            return output
 
-        return wait
+        return self._watching(kind, wait)
+
+    def _watching(self, kind: str, wait: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def watch() -> Tensor:
+            with self._watched(kind):
+                return wait()
+
+        return watch
 
     def _gathered(self, what: Traffic, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -233,7 +255,10 @@ class Collectives:
         if self.rank == 0:
             self.bytes_sent["small"] += tensor.nbytes * (self.world_size - 1)
         with self._counted("broadcast"):
-            dist.broadcast(tensor, src=0, group=self._group)
+            if self._levels is None:
+                dist.broadcast(tensor, src=0, group=self._group)
+            else:
+                self._thread.submit(self._levels.broadcast, tensor).result()
 
     @contextlib.contextmanager
     def _counted(self, kind: str) -> Iterator[None]:
@@ -245,7 +270,7 @@ class Collectives:
         self.bytes_sent[what] += 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
         with self._counted("all_reduce"):
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        return Arriving(tensor, self._waiting("all_reduce", work, tensor.device))
+        return Arriving(self._waiting("all_reduce", work, tensor))
 
     def _start_encoded(self, tensor: Tensor, codec: Codec) -> Arriving:
         """Let each rank sum one slice in the order of ranks, and send the sum to all."""

@@ -22,6 +22,7 @@ from dlrm_api.process import listener
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.failures import FailureDetector, GangStore, name_ranks, report_death
+from dlrm_trainer.distributed.two_levels import TwoLevels
 
 RETRY_INTERVAL_S = 0.1
 POLL_INTERVAL_PER_RANK_S = 0.0005
@@ -43,6 +44,8 @@ _FIXES = {
 }
 """What to correct where connections fail in ways that do not pass by themselves."""
 GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
+GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
+"""Makes gloo connect two ranks when the first message goes between them, instead of all ranks at the start."""
 NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 """Makes torch raise if a wait for a GPU's collective fails or times out, instead of ending the process."""
 
@@ -56,11 +59,14 @@ class RankGroup:
     """Meet the ranks of one attempt at rank 0's store. At world size 1 there is nobody to meet.
 
     Rank 0 listens at ``bind``. The others look its ``host`` up again until it resolves. Ranks sign what they store with
-    the attempt's secret; if it is empty, whoever comes is trusted.
+    the attempt's secret; if it is empty, whoever comes is trusted. ``per_node`` ranks in a row share a pod; in a job of
+    several such pods, messages on the host take two levels.
     """
 
-    def __init__(self, rank: int, world_size: int, host: str, port: int, bind: str, secret: str = "") -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(
+        self, rank: int, world_size: int, host: str, port: int, bind: str, secret: str = "", *, per_node: int = 1
+    ) -> None:
+        self.rank, self.world_size, self._per_node = rank, world_size, per_node
         self._host, self._port, self._bind = host, port, bind
         self._secret = secret
         self._store: GangStore | None = None
@@ -105,6 +111,7 @@ class RankGroup:
         patience.end()
         timeout = timedelta(seconds=collective_timeout_s)
         os.environ.setdefault(NCCL_BLOCKING_WAIT, "1")
+        os.environ.setdefault(GLOO_LAZY, "1")
         dist.init_process_group(
             backends(device),
             store=self._store.for_torch("gang"),
@@ -112,8 +119,9 @@ class RankGroup:
             world_size=self.world_size,
             timeout=timeout,
         )
-        self.id_collectives.use(dist.new_group(timeout=timeout, backend="gloo"))
         channels = self.collectives, self.id_collectives
+        for each, group in zip(channels, (None, dist.new_group(timeout=timeout, backend="gloo")), strict=True):
+            each.use(group, self._two_levels(timeout))
         self._failures = FailureDetector(
             self._store.clone(),
             self.rank,
@@ -121,9 +129,10 @@ class RankGroup:
             lambda: sum(sum(tuple(each.calls.values())) for each in channels),
             collective_timeout_s,
         )
+        for each in channels:
+            each.connect()
         # NCCL connects at its first collective, by a store that waits STORE_TIMEOUT_S for rank 0.
-        if device.type != "cpu":
-            self.collectives.all_reduce(torch.zeros(1, device=device))
+        self.collectives.all_reduce(torch.zeros(1, device=device))
 
     def leave(self, reason: str) -> None:
         """Tell the others why this rank ends; empty if it ended well or another rank is to blame."""
@@ -139,6 +148,20 @@ class RankGroup:
         """Destroy the process groups after the last collective of all ranks: NCCL warns of those left."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _two_levels(self, timeout: timedelta) -> TwoLevels | None:
+        """Return groups of the ranks of this node, and of those with this rank's number on other nodes, if any."""
+        if self._per_node in (1, self.world_size):
+            return None
+        node, number = divmod(self.rank, self._per_node)
+        first = node * self._per_node
+        members = range(first, first + self._per_node), range(number, self.world_size, self._per_node)
+        return TwoLevels(
+            *(
+                dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
+                for ranks in members
+            )
+        )
 
     def _serve(self) -> TCPStore:
         try:

@@ -99,17 +99,19 @@ def run_ranks(
     host: str = LOOPBACK,
     bind: str = LOOPBACK,
     timeout_s: float = 60.0,
+    per_node: int = 1,
 ) -> list[Any]:
     """Run ``function(collectives, *arguments)`` on every rank of a gang of processes; what each returned.
 
     Rank 0 serves the store on ``bind``, and the others reach it at ``host``. Collectives wait for ``timeout_s``.
+    ``per_node`` ranks in a row are on one node.
     """
     context, port = gang_context(), free_port()
     pipes, processes = [], []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
-            target=_rank, args=(rank, world_size, (host, port, bind), timeout_s, sender, function, arguments)
+            target=_rank, args=(rank, world_size, (host, port, bind), per_node, timeout_s, sender, function, arguments)
         )
         process.start()
         sender.close()
@@ -129,6 +131,7 @@ def _rank(
     rank: int,
     world_size: int,
     store: tuple[str, int, str],
+    per_node: int,
     timeout_s: float,
     sender: Connection,
     function: Callable[..., Any],
@@ -139,7 +142,7 @@ def _rank(
     from dlrm_trainer.distributed.rendezvous import RankGroup
 
     torch.set_num_threads(1)
-    gang = RankGroup(rank, world_size, *store)
+    gang = RankGroup(rank, world_size, *store, per_node=per_node)
     gang.meet(60.0, timeout_s, lambda: None)
     sender.send(function(gang.collectives, *arguments))
     gang.collectives.barrier()
