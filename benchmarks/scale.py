@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from benchmarks import scale_cut, scale_losses, scale_ranks, scale_start, scale_step
+from benchmarks import scale_cut, scale_losses, scale_operator, scale_ranks, scale_start, scale_step
 from benchmarks.measure import Result
 
 RESULTS: Mapping[str, Callable[[bool], Iterator[Result]]] = {
     **{f"step/{ranks}": partial(scale_step.host_time, ranks) for ranks in scale_step.MAX_HOST_MS},
     "losses": scale_losses.agreement,
+    "suspend": scale_operator.suspend,
     "start": scale_start.start,
     "commit": scale_start.commit,
     **{f"cut/{rows}": partial(scale_cut.pause, rows) for rows in scale_cut.MAX_PAUSE_MS},

@@ -22,10 +22,10 @@ from dlrm_operator.reconcile.state import JobKey, Observed, Polled
 
 ModelT = TypeVar("ModelT", bound=ApiModel)
 
-# All jobs together: with more jobs each one is polled less often. Jobs that wait for a commit are served first, and
-# the others share what is left, at least MIN_POLLS_PER_S.
+# All jobs together: with more jobs each one is polled less often. Jobs that wait for a commit hold nodes that others
+# may need: they are polled first, and have polls of their own.
 POLLS_PER_S = 10.0
-MIN_POLLS_PER_S = 1.0
+COMMIT_POLLS_PER_S = 200.0
 SCHEDULE_INTERVAL_S = 0.25
 TIMEOUT_S = 2.0
 MAX_BYTES = 65_536
@@ -119,9 +119,8 @@ class Poller:
     def _intervals_s(self) -> tuple[float, float]:
         """Return the time between two polls of a job that waits for a commit, and of any other job."""
         urgent = sum(target.waits_for_commit for target in self._targets.values())
-        urgent_s = max(self._interval_s, urgent / POLLS_PER_S)
-        polls_left_per_s = max(POLLS_PER_S - urgent / urgent_s, MIN_POLLS_PER_S)
-        return urgent_s, max(self._interval_s, (len(self._targets) - urgent) / polls_left_per_s)
+        others = len(self._targets) - urgent
+        return max(self._interval_s, urgent / COMMIT_POLLS_PER_S), max(self._interval_s, others / POLLS_PER_S)
 
     async def _poll(self, session: aiohttp.ClientSession, targets: dict[JobKey, Target]) -> None:
         slots = asyncio.Semaphore(PARALLEL_REQUESTS)

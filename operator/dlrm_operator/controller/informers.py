@@ -272,6 +272,15 @@ class PodCache:
             self._pods.setdefault(pod.key, {})[pod.name] = pod
         return pod
 
+    def list_pods(self) -> tuple[list[PodSeen], str]:
+        """Read all pods, and the version to watch from, in the calling thread."""
+        pods, version = list[PodSeen](), ""
+        # A pod takes 51 kB as a document: only one page of them is held at a time.
+        for items, page_version in self._api.list_pages(self._path, {"labelSelector": SELECTOR}):
+            pods += map(read_pod, items)
+            version = page_version
+        return pods, version
+
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self._stop.is_set():
             try:
@@ -288,15 +297,11 @@ class PodCache:
 
     def _follow(self, loop: asyncio.AbstractEventLoop) -> None:
         """List once, then watch from there until the server reports that the version is gone."""
-        query, pods, version = {"labelSelector": SELECTOR}, list[PodSeen](), ""
-        # A pod takes 51 kB as a document: only one page of them is held at a time.
-        for items, page_version in self._api.list_pages(self._path, query):
-            pods += map(read_pod, items)
-            version = page_version
+        pods, version = self.list_pods()
         loop.call_soon_threadsafe(self.replace, pods)
         while not self._stop.is_set():
-            watch = {"resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_TIMEOUT_S)}
-            for event in self._api.watch(self._path, {**query, **watch}, MAX_SILENCE_S):
+            query = {"labelSelector": SELECTOR, "resourceVersion": version, "timeoutSeconds": str(WATCH_TIMEOUT_S)}
+            for event in self._api.watch(self._path, {**query, "allowWatchBookmarks": "true"}, MAX_SILENCE_S):
                 self._backoff_s = INITIAL_BACKOFF_S
                 version = event["object"]["metadata"]["resourceVersion"]
                 loop.call_soon_threadsafe(self.change, event)
