@@ -171,7 +171,8 @@ def _result_pages(lines: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
         by_name.setdefault(line["benchmark"], []).append(line)
     tables = {
         " of id_quality": _ids_table(by_name.pop("id_quality")),
-        " of embeddings": _results_table([*by_name.pop("embeddings"), *by_name.pop("dim_quality", ())]),
+        " of embeddings": _results_table(by_name.pop("embeddings")),
+        " of dim_quality": _dims_table(by_name.pop("dim_quality")),
     }
     page = EMBEDDINGS_PAGE.read_text("utf-8")
     for name, table in tables.items():
@@ -219,6 +220,27 @@ def _ids_table(lines: Sequence[Mapping[str, Any]]) -> str:
         )
         steps = sorted({steps for measured in found.values() for steps in measured["maintenance_steps_at_end"]})
         table += f"| {' | '.join((*names_of_row, *changes, ', '.join(map(str, steps))))} |\n"
+    return table
+
+
+def _dims_table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return changes of normalized entropy and bytes, both against full rows, and seeds on which prefixes are better."""
+    names = "data", "columns", "method", "bytes of full rows", "NE above full rows", "prefixes better"
+    table = f"| {' | '.join(names)} |\n{'| --- ' * len(names)}|\n"
+    for line in lines:
+        setting, found = line["setting"], line["measured"]
+        is_full = line["against"] == "full"
+        method, whose = ("prefixes", "") if is_full else (line["against"], "their_")
+        change, deviation = found[f"{whose}change_percent"], found[f"{whose}standard_deviation"]
+        cells = (
+            setting["data"],
+            f"{setting['columns']:.1%}",
+            method,
+            f"{found[f'{whose}bytes_of_full']:.1%}",
+            f"{change:+.2f} ± {deviation:.2f}",
+            f"{found['wins']} of {setting['seeds']}" + (" than full rows" if is_full else ""),
+        )
+        table += f"| {' | '.join(cells)} |\n"
     return table
 
 
