@@ -210,8 +210,9 @@ def dims(is_quick: bool, repeats: int) -> Iterator[Line]:
 
 def _resident(shape: Shape) -> float:
     """Return by how much this process, a new one, grows with a table, after its rows have lost columns."""
-    # It keeps some memory of its first table.
-    return [_growth(each) for each in (replace(shape, rows=KEPT_ROWS), shape)][1]
+    few = replace(shape, rows=KEPT_ROWS)
+    # It keeps some memory of its first learners, whatever their tables are.
+    return [_growth(each) for each in (few, few, shape)][-1]
 
 
 def _growth(shape: Shape) -> float:
