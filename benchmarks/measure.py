@@ -130,7 +130,7 @@ def report(setting: Described, metric: str, pairs: Pairs, **more: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A figure without a peer, and the limit it must keep."""
+    """A figure without a peer, and the limit that it should keep."""
 
     metric: str
     value: float
@@ -139,11 +139,6 @@ class Result:
     setting: Mapping[str, Any] = field(default_factory=dict)
     measured: Mapping[str, Any] = field(default_factory=dict)
     """What else was seen."""
-
-    @property
-    def is_kept(self) -> bool:
-        """Tell whether the figure is within its limit."""
-        return self.limit is None or self.value <= self.limit
 
     def show(self, benchmark: str, part: str) -> None:
         """Print it as one line."""
