@@ -257,6 +257,7 @@ def test_a_stopped_pod_waits_for_another_pods_part_of_the_final_cut(make_pod: Ma
     second = make_pod("pod-1", 2, environment, **changes)
     first.constants["dlrm_trainer.checkpointing.handover.PEERS_TIMEOUT_S"] = 2.0
     first.constants["dlrm_checkpointer.sidecar.PEERS_TIMEOUT_S"] = 2.0
+    second.constants["dlrm_checkpointer.sidecar.TAKE_OVER_S"] = 1.0
     first.start()
     second.start(checkpointer=False)
     wait_until(lambda: (first.folder / "handoff" / f"uploaded-{STEPS}-1.json").exists())
