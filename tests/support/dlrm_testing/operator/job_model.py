@@ -23,8 +23,10 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-USER_ERRORS = {64: "Usage", 65: "BadData", 66: "NoInput", 77: "NoPermission", 78: "BadConfig"}
-EXIT_REASONS = {**USER_ERRORS, 70: "Internal", 74: "Device", 75: "Temporary", 143: "Terminated"}
+USER_ERRORS = {64: "Usage", 65: "BadData", 78: "BadConfig"}
+RECOVERABLE = {66: "NoInput", 77: "NoPermission"}
+"""Codes that are final before the job's first step only; no fate has them before a step is committed."""
+EXIT_REASONS = {**USER_ERRORS, **RECOVERABLE, 70: "Internal", 74: "Device", 75: "Temporary", 143: "Terminated"}
 
 
 class Kind(enum.StrEnum):
@@ -173,7 +175,7 @@ def _outcomes(fate: Fate, budget: Budget) -> set[tuple[str, str]]:
         case Kind.NEVER_STARTED:
             return {("restart-free", "UnexpectedAdmissionError")}
         case Kind.SIDECAR_REFUSED:
-            return {("fail", "CheckpointerNoPermission")}
+            return {("restart", "CheckpointerNoPermission")}
         case Kind.UNCOMMITTED:
             return {("restart", "SnapshotNotCommitted")}
         case Kind.HUNG:

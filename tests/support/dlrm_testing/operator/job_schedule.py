@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dlrm_testing.operator.job_model import HALTS, USER_ERRORS, Budget, Fate, Kind, Stuck, over
+from dlrm_testing.operator.job_model import HALTS, RECOVERABLE, USER_ERRORS, Budget, Fate, Kind, Stuck, over
 from dlrm_testing.operator.operator_cluster import job_document
 from dlrm_testing.operator.unruly_proxy import Weather
 
@@ -203,13 +203,17 @@ def _fate(dice: random.Random, replicas: int, committed: int | None) -> Fate:
     early = dice.random() < 0.3
     match kind:
         case Kind.CRASH:
-            code = dice.choice([*CRASHES, *USER_ERRORS]) if dice.random() < 0.5 else dice.choice(CRASHES)
+            # Before a commit it depends on the last poll whether the operator knows of a step.
+            coded = (*CRASHES, *USER_ERRORS, *(RECOVERABLE if committed else ()))
+            code = dice.choice(coded) if dice.random() < 0.5 else dice.choice(CRASHES)
             reason = dice.choice(["", "Boom", "NumberOfWords"])
             return replace(fate, code=code, reason=reason, committed=committed, early=early)
         case Kind.OOM:
             return replace(fate, code=137, committed=committed, early=early)
         case Kind.PEERS_LOST:
             return replace(fate, code=dice.choice([75, 143]), committed=committed)
-        case Kind.UNCOMMITTED | Kind.SIDECAR_REFUSED:
+        case Kind.UNCOMMITTED:
             return replace(fate, committed=committed)
+        case Kind.SIDECAR_REFUSED:
+            return replace(fate, committed=committed or 10)
     return fate
