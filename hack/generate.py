@@ -154,14 +154,16 @@ def _row(family: Metric, labels: Iterable[str]) -> MetricRow:
 
 
 def _metrics_page(text: str) -> str:
-    header = "| metric | type | labels | unit | meaning |\n| --- | --- | --- | --- | --- |\n"
     for process, rows in metrics().items():
-        table = "".join(
-            f"| `{each.name}` | {each.kind} | {', '.join(each.labels)} | {each.unit} | {each.description} |\n"
-            for each in rows
-        )
-        text = _between(text, BEGIN.format(process), END.format(process), header + table)
+        cells = ((f"`{each.name}`", each.kind, ", ".join(each.labels), each.unit, each.description) for each in rows)
+        table = _table(("metric", "type", "labels", "unit", "meaning"), cells)
+        text = _between(text, BEGIN.format(process), END.format(process), table)
     return text
+
+
+def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (names, ["---"] * len(names), *rows))
 
 
 def _result_pages(lines: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
@@ -186,7 +188,7 @@ def _with_results(text: str, name: str, table: str) -> str:
 
 
 def _results_table(lines: Iterable[Mapping[str, Any]]) -> str:
-    table = "| benchmark | metric | ours | against | theirs | ratio | machine |\n" + "| --- " * 7 + "|\n"
+    rows = []
     for line in lines:
         setting = ", ".join(str(value) for value in line["setting"].values())
         spread = f" (spread {line['spread']})" if "spread" in line else ""
@@ -199,49 +201,47 @@ def _results_table(lines: Iterable[Mapping[str, Any]]) -> str:
             f"{line['ratio']}{spread}",
             line["machine"],
         )
-        table += "| " + " | ".join(cells) + " |\n"
-    return table
+        rows.append(cells)
+    return _table(("benchmark", "metric", "ours", "against", "theirs", "ratio", "machine"), rows)
 
 
 def _ids_table(lines: Sequence[Mapping[str, Any]]) -> str:
     """Return changes of normalized entropy, with a column for each number of rows, and maintenance periods."""
-    rows: dict[tuple[str, ...], dict[float, Mapping[str, Any]]] = {}
+    by_row: dict[tuple[str, ...], dict[float, Mapping[str, Any]]] = {}
     for line in lines:
         setting = line["setting"]
         row = setting["data"], str(setting["seeds"]), setting["ours"], line["against"]
-        rows.setdefault(row, {})[setting["capacity"]] = line["measured"]
-    columns = sorted({line["setting"]["capacity"] for line in lines})
-    names = ("data", "seeds", "ours", "against", *(f"{each:.0%} of ids" for each in columns), "maintenance")
-    table = f"| {' | '.join(names)} |\n{'| --- ' * len(names)}|\n"
-    for names_of_row, found in rows.items():
-        changes = (
-            f"{found[each]['change_percent']:+.2f} ± {found[each]['standard_deviation']:.2f}" if each in found else ""
-            for each in columns
-        )
+        by_row.setdefault(row, {})[setting["capacity"]] = line["measured"]
+    columns, rows = sorted({line["setting"]["capacity"] for line in lines}), []
+    for names, found in by_row.items():
+        changes = (_change(found[each]) if each in found else "" for each in columns)
         steps = sorted({steps for measured in found.values() for steps in measured["maintenance_steps_at_end"]})
-        table += f"| {' | '.join((*names_of_row, *changes, ', '.join(map(str, steps))))} |\n"
-    return table
+        rows.append((*names, *changes, ", ".join(map(str, steps))))
+    shares = (f"{each:.0%} of ids" for each in columns)
+    return _table(("data", "seeds", "ours", "against", *shares, "maintenance"), rows)
 
 
 def _dims_table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return changes of normalized entropy and bytes, both against full rows, and seeds on which prefixes are better."""
-    names = "data", "columns", "method", "bytes of full rows", "NE above full rows", "prefixes better"
-    table = f"| {' | '.join(names)} |\n{'| --- ' * len(names)}|\n"
+    """Return bytes and normalized entropy against full rows, and on how many seeds prefixes are better."""
+    rows = []
     for line in lines:
         setting, found = line["setting"], line["measured"]
         is_full = line["against"] == "full"
         method, whose = ("prefixes", "") if is_full else (line["against"], "their_")
-        change, deviation = found[f"{whose}change_percent"], found[f"{whose}standard_deviation"]
         cells = (
             setting["data"],
             f"{setting['columns']:.1%}",
             method,
             f"{found[f'{whose}bytes_of_full']:.1%}",
-            f"{change:+.2f} ± {deviation:.2f}",
+            _change(found, whose),
             f"{found['wins']} of {setting['seeds']}" + (" than full rows" if is_full else ""),
         )
-        table += f"| {' | '.join(cells)} |\n"
-    return table
+        rows.append(cells)
+    return _table(("data", "columns", "method", "bytes of full rows", "NE above full rows", "prefixes better"), rows)
+
+
+def _change(measured: Mapping[str, Any], whose: str = "") -> str:
+    return f"{measured[f'{whose}change_percent']:+.2f} ± {measured[f'{whose}standard_deviation']:.2f}"
 
 
 def _chart_page(text: str, values: str) -> str:

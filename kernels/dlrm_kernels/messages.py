@@ -153,15 +153,12 @@ def _decode(
 
 
 @kernel
-def _first_place(places: Any, low: Any, high: Any, bound: Any) -> Any:
-    """Return the first of ``places[low:high]`` that is at least ``bound``, or ``high``."""
-    while low < high:
-        middle = (low + high) // 2
-        if places[middle] < bound:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+def _places_of(extent: Extent, piece: Any, first: Any, last: Any) -> Any:
+    """Return the range of the piece's places that are in its samples [first, last)."""
+    begin, end, before = extent.place_starts[piece], extent.place_starts[piece + 1], extent.first_samples[piece]
+    places = extent.places[begin:end]
+    low = np.searchsorted(places, (before + first) * extent.stride)
+    return begin + low, begin + low + np.searchsorted(places[low:], (before + last) * extent.stride)
 
 
 @kernel
@@ -263,11 +260,9 @@ def unpack(
                     column, floats = U64(pieces.columns[run]), U64(pieces.floats[run])
                     place = _decode(codec, width, message, place, floats, scale, array, row + column, False)
             # A vector that is a sum belongs to the unit of its sample, so that its parts are added in order.
-            begin, end, before = extent.place_starts[piece], extent.place_starts[piece + 1], extent.first_samples[piece]
-            low = _first_place(extent.places, begin, end, (before + first) * extent.stride)
-            high = _first_place(extent.places, low, end, (before + last) * extent.stride)
+            low, high = _places_of(extent, piece, first, last)
             place = U64(extent.starts[piece]) + U64(samples) * size
-            place += U64(low - begin) * _piece_bytes(codec, width, width)
+            place += U64(low - extent.place_starts[piece]) * _piece_bytes(codec, width, width)
             for each in range(low, high):
                 at = U64(extent.places[each])
                 place = _decode(codec, width, message, place, width, scale, array, at, adds)
@@ -342,11 +337,9 @@ def copy_own(
                     for i in range(floats):
                         array[column + i] = rows[at + i]
                 at += floats
-        begin, end, before = extent.place_starts[piece], extent.place_starts[piece + 1], extent.first_samples[piece]
-        low = _first_place(extent.places, begin, end, (before + first) * extent.stride)
-        high = _first_place(extent.places, low, end, (before + last) * extent.stride)
+        low, high = _places_of(extent, piece, first, last)
         for each in range(low, high):
-            place, at = U64(extent.places[each]), U64(row_places[each - begin])
+            place, at = U64(extent.places[each]), U64(row_places[each - extent.place_starts[piece]])
             for i in range(width):
                 if to_rows:
                     rows[at + i] = array[place + i]

@@ -189,6 +189,6 @@ class ListedFiles(Sequence[DataFile]):
         return file
 
     def set_digests(self, digests: NDArray[np.uint8]) -> None:
-        """Take the digests of all files, (F, 32); files are made anew."""
+        """Set the digests of all files, (F, 32). File objects made before are discarded."""
         self._arrays["digests"] = digests
         self._made.clear()

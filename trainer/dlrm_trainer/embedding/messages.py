@@ -257,12 +257,11 @@ class HostPacking:
             return [gradient]
         layout, message = self._layout_rows(codec, travel), Message.of(came.numpy())
         scales, total = self._scales(codec, message, layout), int(travel.samples.sum())
-        found, number = [], NUMBERS[codec]
+        found, number, own = [], NUMBERS[codec], self._rank
         for place, (group, pieces) in enumerate(zip(self._own, self._rows, strict=True)):
             make = torch.zeros if group.columns > group.whole else torch.empty
             rows = make(total, group.columns * group.width)
             array, extent = _flat(rows), self._rows_extent(place, travel, layout.starts)
-            own = self._rank
             for begin, end in ((0, own), (own + 1, self._ranks)):
                 if begin < end and len(came):
                     span = np.array([begin, end])
@@ -297,9 +296,8 @@ class HostPacking:
                 holding = np.flatnonzero(sent.of_ranks)
                 message.words[sent.first_bytes[holding] // 4] = scales[holding]
                 finite = bool(np.isfinite(scales[holding]).all())
-            for side in sides:
-                pieces, extent, array = side
-                number = NUMBERS[codec]
+            number = NUMBERS[codec]
+            for pieces, extent, array in sides:
                 _run(kernels.pack, len(out) // 4, number, pieces, extent, self._rank, scales, array, message)
         return Outgoing(torch.from_numpy(out), sent.of_ranks.tolist(), received.of_ranks.tolist(), finite)
 
