@@ -229,13 +229,21 @@ class Sidecar:
         self._status.set_pending(self._pending())
 
     def _search(self) -> None:
-        """Find the newest snapshot of earlier sidecars."""
+        """Find the newest snapshot of earlier sidecars; one that cannot be read is left to the trainers."""
         keys = snapshot_keys(self._store)
         attempts = attempts_over(self._store, keys)
         found = next((key for key in keys if in_lineage(*key, attempts)), None)
         if found:
-            self._status.found(found[0])
-            self._offer(SnapshotName(*found))
+            name = SnapshotName(*found)
+            try:
+                manifest = find_commit(self._store, *found)
+            except SnapshotError as error:
+                self._fail(error)
+            else:
+                if manifest:
+                    self._committed = name
+                    self._status.found(self._describe(manifest, manifest.cut.time))
+            self._offer(name)
         self._searched = True
 
     def _forget_withdrawn(self) -> None:
@@ -371,7 +379,7 @@ class Sidecar:
         self._inbox.remove_uploaded(cut)
         self._looks.pop(cut, None)
         self._stored = {stored: part for stored, part in self._stored.items() if stored.snapshot != name}
-        if manifest and 0 in self._inbox.ranks:
+        if name == self._committed and 0 in self._inbox.ranks:
             self._retain(name)
 
     def _own_parts(self, name: SnapshotName) -> list[PartList]:
@@ -391,18 +399,26 @@ class Sidecar:
         return ""
 
     def _announce(self, cut: UploadedCut, manifest: Manifest) -> None:
-        name, size = cut.snapshot, manifest.total_bytes
-        logger.info("snapshot committed", extra={"step": name.step, "attempt": name.attempt, "bytes": size})
-        uri = f"{self._store.uri}/{manifest_key(name.step, name.attempt)}"
-        snapshot = SnapshotInfo(
-            step=name.step, kind=manifest.kind, bits=manifest.bits, bytes=size, uri=uri, time=time.time()
-        )
+        """Report a commit. Cuts are looked for at times of their own, so an older one may be found after a newer."""
+        name, snapshot = cut.snapshot, self._describe(manifest, time.time())
+        logger.info("snapshot committed", extra={"step": name.step, "attempt": name.attempt, "bytes": snapshot.bytes})
         self._committed = max(self._committed or name, name, key=attrgetter("recency"))
         if self._lost and self._lost.name.recency < name.recency:
             self._lost = None
-        self._status.committed(snapshot, cut.time, len(manifest.chain))
+        self._status.committed(snapshot, cut.time, len(manifest.chain), is_newest=name == self._committed)
         self._inbox.publish_committed(name)
         self._offer(name)
+
+    def _describe(self, manifest: Manifest, committed: float) -> SnapshotInfo:
+        name = manifest.name
+        return SnapshotInfo(
+            step=name.step,
+            kind=manifest.kind,
+            bits=manifest.bits,
+            bytes=manifest.total_bytes,
+            uri=f"{self._store.uri}/{manifest_key(name.step, name.attempt)}",
+            time=committed,
+        )
 
     def _offer(self, name: SnapshotName) -> None:
         if self._publisher:

@@ -77,21 +77,23 @@ class Status:
             self._update(pending_step=step)
         self._pending.set(-1 if step is None else step)
 
-    def found(self, step: int) -> None:
+    def found(self, snapshot: SnapshotInfo) -> None:
         """Report a snapshot that existed when the sidecar started."""
-        self._update(committed_step=step)
-        self._committed.set(step)
+        self._update(committed_step=snapshot.step, last_snapshot=snapshot)
+        self._committed.set(snapshot.step)
 
-    def committed(self, snapshot: SnapshotInfo, handed_over: float, chain_length: int) -> None:
-        """Report a committed snapshot."""
+    def committed(self, snapshot: SnapshotInfo, handed_over: float, chain_length: int, *, is_newest: bool) -> None:
+        """Report a committed snapshot; one that is not the newest is only counted."""
+        self._commit_seconds.observe(max(0.0, snapshot.time - handed_over))
+        self.commits.labels(snapshot.kind).inc()
+        if not is_newest:
+            return
         self._update(committed_step=snapshot.step, last_snapshot=snapshot)
         self._committed.set(snapshot.step)
         self._commit_time.set(snapshot.time)
-        self._commit_seconds.observe(max(0.0, snapshot.time - handed_over))
         self._chain.set(chain_length)
         self._bits.set(snapshot.bits)
         self._snapshot_bytes.set(snapshot.bytes)
-        self.commits.labels(snapshot.kind).inc()
 
     def published(self, sequence: int, step: int, *, full: bool) -> None:
         """Report a published delta."""

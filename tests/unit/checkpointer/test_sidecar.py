@@ -23,6 +23,7 @@ import dlrm_checkpointer.sidecar as sidecar_module
 from dlrm_api.errors import DLRMError, InvalidSpecError, NoPermissionError, StoreUnavailableError, UsageError
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.format.attempts import claim_attempt
+from dlrm_checkpointer.format.manifest import manifest_key
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.protocol import HandoffDir
 from dlrm_checkpointer.handoff.writer import HandoffWriter
@@ -163,6 +164,31 @@ def test_the_pod_of_rank_0_reads_all_part_lists_and_the_others_the_manifest(tmp_
 
     assert all(committed)
     assert [store.reads["parts"] for store in stores] == [8, 0, 0, 0]
+
+
+def test_a_pod_that_finds_an_older_commit_last_still_reports_the_newest(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+) -> None:
+    model = new_model()
+    first = new_pod(tmp_path / "0", files, world_size=2, ranks=range(1))
+    second = new_pod(tmp_path / "1", files, world_size=2, ranks=range(1, 2))
+    with running(first, second) as (codes, _):
+        for _ in range(2):
+            model.train()
+            first.cut_of(0, model)
+            second.cut_of(1, model)
+            wait_until(lambda: first.status.progress.committed_step == model.step)
+        # No rank waits for the first commit, so the second pod looks for it seconds after the second one.
+        last = second.writers[1].wait_idle(20)
+        first.end()
+        second.end()
+        ends = [code.result(20) for code in codes]
+
+    commits = second.status.registry.get_sample_value("dlrm_checkpointer_commits_total", {"kind": "full"})
+    assert last
+    assert ends == [ExitCode.DONE, ExitCode.DONE]
+    assert commits == 2
+    assert second.status.progress.committed_step == second.status.progress.last_snapshot.step == 2
 
 
 def test_a_pod_without_rank_0_commits_what_that_one_no_longer_can(
@@ -342,12 +368,29 @@ def has_memory(writer: HandoffWriter) -> bool:
 
 
 def test_a_new_sidecar_knows_the_snapshots_that_were_there(tmp_path: Path, files: FileStore, new_model, new_pod):
-    new_pod(tmp_path / "old", files).commit(new_model().train(4))
+    old = new_pod(tmp_path / "old", files)
+    old.commit(new_model().train(4))
     pod = new_pod(tmp_path / "new", files)
 
     pod.finish()
 
+    there, found = old.status.progress.last_snapshot, pod.status.progress.last_snapshot
     assert pod.status.progress.committed_step == 4
+    assert found.model_copy(update={"time": there.time}) == there
+    assert found.time <= there.time
+
+
+def test_a_new_sidecar_takes_cuts_beside_a_snapshot_that_it_cannot_read(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    model = new_model()
+    new_pod(tmp_path / "old", files).commit(model.train(4))
+    files.put(manifest_key(4, 1), b"damaged")
+    pod = new_pod(tmp_path / "new", files)
+
+    pod.commit(model.train(1))
+
+    assert pod.status.progress.committed_step == 5
 
 
 @pytest.mark.slow
