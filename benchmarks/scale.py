@@ -12,6 +12,7 @@ from benchmarks.measure import Result
 
 RESULTS: Mapping[str, Callable[[bool], Iterator[Result]]] = {
     **{f"step/{ranks}": partial(scale_step.host_time, ranks) for ranks in scale_step.MAX_HOST_MS},
+    "step/data-parallel": scale_step.replica_time,
     "losses": scale_losses.agreement,
     "suspend": scale_operator.suspend,
     "start": scale_start.start,

@@ -42,8 +42,8 @@ from numpy.typing import NDArray
 
 from dlrm_kernels.cache import kernel
 from dlrm_kernels.hashing import GOLDEN, mix, mix_array
-from dlrm_kernels.intrinsics import bits_of, borrowed, number_of, prefetch, prefetch_lines, size_of, value_of
-from dlrm_kernels.parallel import finish, parallel_for, take
+from dlrm_kernels.intrinsics import bits_of, borrowed, number_of, prefetch, prefetch_lines, value_of
+from dlrm_kernels.parallel import finish, take
 from dlrm_kernels.quantize import TO_WHOLE, ordered, unordered
 
 U32, U64 = np.uint32, np.uint64
@@ -57,8 +57,6 @@ MAX_UPDATES = 2**24
 MAX_COUNT = np.float32(MAX_UPDATES)
 AHEAD, ROWS_AHEAD = U64(8), 8
 """Gradients and sums, and rows, prefetched ahead."""
-UNIT_ELEMENTS = 1 << 14
-"""Elements that a thread updates at a time in ``update_rows``."""
 OTHERS = -1
 """Group of a lookup that another unit handles."""
 DIGIT_BITS = U64(11)
@@ -151,43 +149,6 @@ def table_key(seed: int, table: str) -> np.uint64:
 def step_keys(keys: NDArray[np.uint64], step: int) -> NDArray[np.uint64]:
     """Return (T,) keys of tables at a step, from (T,) ``table_key``."""
     return mix_array(keys + np.uint64(step * int(GOLDEN) % 2**64))
-
-
-def update_rows(
-    weight: NDArray[Any],
-    state: NDArray[np.float32],
-    rows: NDArray[np.uint64],
-    gradient: NDArray[np.float32],
-    constants: OptimizerConstants,
-    keys: NDArray[np.uint64],
-    first_column: int,
-    threads: int,
-) -> None:
-    """Update chosen rows of one table in place, each once.
-
-    Args:
-        weight: (R, d) float32 or float16, contiguous.
-        state: (R, S) float32, contiguous.
-        rows: (U,) distinct rows, which are global rows too.
-        gradient: (U, d) float32, contiguous.
-        constants: of the update.
-        keys: (1,) ``step_keys`` of the table; empty for float32.
-        first_column: of the table in the whole table.
-        threads: see ``parallel_for``.
-    """
-    parallel_for(
-        _update_chosen_rows,
-        max(1, gradient.size // UNIT_ELEMENTS),
-        threads,
-        size_of(weight.shape[1]),
-        memory_of(weight, state),
-        rows,
-        gradient.reshape(-1),
-        U64(state.shape[1]),
-        constants,
-        keys,
-        U64(first_column),
-    )
 
 
 @kernel
@@ -339,39 +300,6 @@ def _correction(decay: Any, count: Any) -> Any:
         decay *= decay
         whole >>= 1
     return np.float32(1.0 - power)
-
-
-@kernel
-def _update_chosen_rows(
-    counts: Any,
-    units: int,
-    size: Any,
-    memory: Any,
-    rows: Any,
-    gradient: Any,
-    state_width: Any,
-    rule: Any,
-    keys: Any,
-    first_column: Any,
-) -> None:
-    """Run units of ``update_rows``, whose arrays are flat here."""
-    count, dim = len(rows), value_of(size)
-    memory = borrowed(memory)
-    memory_rows, halves, states, half = memory.rows, memory.halves, memory.states, memory.half
-    total, value, random = np.empty(dim, np.float32), np.empty(dim, np.float32), np.empty(dim, np.uint32)
-    while True:
-        unit = take(counts)
-        if unit >= units:
-            return
-        for at in range(count * unit // units, count * (unit + 1) // units):
-            row, start = rows[at] * dim, U64(at) * dim
-            for c in range(dim):
-                total[c] = gradient[start + c]
-            state = rows[at] * state_width
-            update_row(size, memory_rows, halves, half, states, row, state, total, rule, value)
-            if half:
-                store_half(size, halves, row, value, random, keys[0], rows[at], first_column)
-        finish(counts)
 
 
 @kernel
@@ -621,3 +549,69 @@ def _update_groups(
         update_row(size, rows, halves, is_half, states, row, state, total, rule, value)
         if is_half:
             store_half(size, halves, row, value, random, keys[table], numbers[base + firsts[group]], column)
+
+
+@kernel
+def add_gradients(
+    counts: Any, units: int, size: Any, work: Any, layout: Any, lookups: Any, sums: Any, touched: Any
+) -> None:
+    """Add the gradients of rows looked up in tables of one dim to their sums, in the order of the batch.
+
+    Runs in ``parallel_for``. ``sums`` (R * d,) and ``touched`` (R,), float32, are of all rows; a row looked up is
+    touched, with a 1.
+    """
+    dim, layout, lookups = value_of(size), borrowed(layout), borrowed(lookups)
+    sums, touched, samples = borrowed(sums), borrowed(touched), U64(lookups.samples)
+    ids, offsets, weights, gradient = lookups.ids, lookups.offsets, lookups.weights, lookups.gradient
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        table, part, parts = work.tables[unit], work.part[unit], work.parts[unit]
+        start, first_row = layout.starts[table], layout.starts[table] // dim
+        for feature in range(layout.first_features[table], layout.first_features[table + ONE]):
+            for sample in range(samples):
+                from_, bag = sample * lookups.width + layout.columns[feature], feature * samples + sample
+                for place in range(offsets[bag], offsets[bag + ONE]):
+                    row = ids[place]
+                    if parts > ONE and row % parts != part:
+                        continue
+                    into = start + row * dim
+                    weight = weights[place] if len(weights) else F32_ONE
+                    for c in range(dim):
+                        sums[into + c] += gradient[from_ + c] * weight
+                    touched[first_row + row] = F32_ONE
+        finish(counts)
+
+
+@kernel
+def update_summed_rows(
+    counts: Any, units: int, size: Any, memory: Any, layout: Any, chosen: Any, sums: Any, rule: Any, keys: Any
+) -> None:
+    """Update chosen rows of tables of one dim in place, each once, by the sums of their gradients.
+
+    Runs in ``parallel_for``. ``chosen`` (U,) uint64 are numbered over all tables, ascending; ``sums`` (R * d,) float32
+    are of all rows; ``keys`` are the (T,) uint64 ``step_keys``, for rounding; empty for fp32. Within their tables the
+    rows are global rows too.
+    """
+    memory, layout, chosen, sums = borrowed(memory), borrowed(layout), borrowed(chosen), borrowed(sums)
+    rows, halves, states, is_half = memory.rows, memory.halves, memory.states, memory.half
+    dim, count, table = value_of(size), U64(len(chosen)), 0
+    starts, state_width = layout.starts, layout.state_widths[0]
+    total, value, random = np.empty(dim, np.float32), np.empty(dim, np.float32), np.empty(dim, np.uint32)
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        for at in range(count * U64(unit) // U64(units), count * U64(unit + 1) // U64(units)):
+            row = chosen[at] * dim
+            for c in range(dim):
+                total[c] = sums[row + c]
+            update_row(size, rows, halves, is_half, states, row, chosen[at] * state_width, total, rule, value)
+            if is_half:
+                # Units are taken in order.
+                while table + 1 < len(starts) and starts[table + 1] <= row:
+                    table += 1
+                number = chosen[at] - starts[table] // dim
+                store_half(size, halves, row, value, random, keys[table], number, layout.first_columns[table])
+        finish(counts)

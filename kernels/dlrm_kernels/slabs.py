@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from dlrm_kernels.cache import kernel
 from dlrm_kernels.initial_rows import InitialRows, fill_row
-from dlrm_kernels.intrinsics import borrowed, fetch_add, prefetch, prefetch_lines, size_of, value_of
+from dlrm_kernels.intrinsics import borrowed, fetch_add, prefetch, prefetch_lines, value_of
 from dlrm_kernels.parallel import finish, parallel_for, take
 from dlrm_kernels.row_updates import OTHERS, squares_of, sum_part, update_row
 
@@ -332,21 +332,6 @@ def begin_rows(slabs: Any, rows: Any, ids: Any, parts: Any, initial: Any, start_
     """
     for n in range(len(rows)):
         _begin(slabs, U64(rows[n]), ids[n], parts[n], initial, start_class)
-
-
-def update_rows(
-    slabs: Slabs,
-    tables: SlabTables,
-    table: int,
-    rows: NDArray[np.uint64],
-    gradient: NDArray[np.float32],
-    start_class: np.uint64,
-    constants: Any,
-    utility: Utility,
-) -> None:
-    """Update (U,) distinct rows of a table by (U, d) gradients, each as if looked up once."""
-    found, size = np.ones(len(rows), np.int64), size_of(gradient.shape[1])
-    _update(size, U64(table), rows, found, gradient.reshape(-1), slabs, tables, start_class, constants, utility)
 
 
 def histogram(slabs: Slabs, step: int, half_life: float, threads: int) -> NDArray[np.int64]:

@@ -290,17 +290,17 @@ def _of_dim(dim: int) -> Iterator[Example]:
     yield _loop(bags.pool, size, i64(1), memory, one, one, one, offsets, f32(0), 1, width, f32(dim))
     yield bags.copy_rows, (rows, state, i64(1), f32((1, dim)), f32((1, 1)), i64(0), 1)
     rule = row_updates.constants_of("sgd", 0.1, 1e-8, 0.9, 0.999)
-    yield row_updates.update_rows, (rows, state, one, f32((1, dim)), rule, u64(0), 0, 1)
     layout = row_updates.Layout(one, one, one, one, offsets, one, one)
     lookups = row_updates.Lookups(one, one, offsets, f32(0), f32(dim), 1, width)
     work = row_updates.Work(one, one, one + U64(1))
     yield _loop(row_updates.update_rows_of_bags, size, work, memory, layout, lookups, rule, u64(0))
+    yield _loop(row_updates.add_gradients, size, work, layout, lookups, f32(2 * dim), f32(2))
+    yield _loop(row_updates.update_summed_rows, size, memory, layout, one, f32(2 * dim), rule, u64(0))
     yield dirty_rows.save_before_update, _saved(dim)
     held, tables = _slabs(dim)
     kind, utility = U64(1), slabs.Utility(1.0, 1.0, 1.0)
     yield _loop(slabs.pool, size, held, tables, U64(4), one, offsets, f32(0), 1, width, f32(dim))
     yield _loop(slabs.update_rows_of_bags, size, work, held, tables, kind, layout, lookups, rule, utility)
-    yield slabs.update_rows, (held, tables, 0, one, f32((1, dim)), kind, rule, utility)
 
 
 def _slabs(dim: int) -> tuple[slabs.Slabs, slabs.SlabTables]:

@@ -335,9 +335,9 @@ class _Search:
         self._problems = {False: problem, True: segments}
         self._costs = read_costs(spec, problem.profile, problem.device, tables)
         pinned = pinned_to_data(tables)
-        small = pinned | worth_replicating(tables, self._costs, problem.device)
+        worth = worth_replicating(tables, self._costs, problem.device)
         # On one rank a replica is the whole table.
-        chosen = {False: pinned & (spec.world_size > 1), True: small & (spec.world_size > 1)}
+        chosen = {False: pinned & (spec.world_size > 1), True: worth & (spec.world_size > 1)}
         self._replicated = {replicates: tuple(np.flatnonzero(which).tolist()) for replicates, which in chosen.items()}
         self._tier_planners: dict[bool, TierPlanner] = {}
         self._not_placed: set[tuple[bool, bool, Ints, int]] = set()

@@ -21,6 +21,8 @@ from dlrm_planner.types import Capacity, Indices, ShardOption, cut_tables
 
 MAX_REPLICA_BYTES = 4 * 2**20
 """Largest table that is replicated without a pin: its gradient is cleared and summed in each step, within the cache."""
+MAX_REPLICA_HOST_S = 3e-3
+"""Host work of a step up to which tables are replicated without a pin."""
 MIN_SPLIT_GAIN = 0.95
 """A split must bring the costliest rank below this part of what it was."""
 ROW_TOLERANCE, COLUMN_TOLERANCE = 1.02, 1.1
@@ -126,10 +128,11 @@ def pinned_to_data(tables: Tables) -> NDArray[np.bool_]:
 
 
 def worth_replicating(tables: Tables, costs: CostModel, device: Device) -> NDArray[np.bool_]:
-    """Return the (T,) small unpinned tables whose gradients are cheaper to all-reduce than to exchange.
+    """Return the (T,) tables to replicate: pinned ones, and small ones with gradients that are cheaper to all-reduce.
 
     Over all W ranks, a ring all-reduce of R rows moves 2 (W - 1) R D elements; the exchange of a whole table moves the
-    ids of the samples of W - 1 ranks, and their pooled vectors there and back. Replicas are where ranks compute.
+    ids of the samples of W - 1 ranks, and their pooled vectors there and back. Replicas are where ranks compute. Those
+    that gain most come first, up to ``MAX_REPLICA_HOST_S`` with that of pinned tables.
     """
     home = "hbm" if device == "cuda" else "ddr"
     table_bytes = tables.rows * costs.dims * ELEMENT_BYTES
@@ -139,7 +142,13 @@ def worth_replicating(tables: Tables, costs: CostModel, device: Device) -> NDArr
         not (table.is_unique or table.has_sizes or is_bound(table)) and (table.pin or NO_PIN).tier in (None, home)
         for table in tables.specs
     ]
-    return np.array(unpinned, bool) & (table_bytes <= MAX_REPLICA_BYTES) & (reduced < exchanged)
+    is_small = np.array(unpinned, bool) & (table_bytes <= MAX_REPLICA_BYTES)
+    chosen = pinned_to_data(tables)
+    gained = np.where(chosen, np.inf, (exchanged - reduced) * is_small)
+    order = np.argsort(-gained, kind="stable")
+    order = order[gained[order] > 0]
+    chosen[order[costs.replica_host_s(order).cumsum() <= MAX_REPLICA_HOST_S]] = True
+    return chosen
 
 
 class OptionBuilder:

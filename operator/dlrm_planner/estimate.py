@@ -34,6 +34,9 @@ ROW_READS, ROW_WRITES = 2, 1
 """A lookup reads its row forward; the update reads it again and writes it."""
 MIN_SPLIT_BYTES = 2**20
 """A table that reads less in a step is not split for balance: another shard is another kernel launch."""
+REPLICA_PART_S, REPLICA_WIDTH_S = 6e-7, 2e-4
+"""Host work of a step for each column block of replicated tables, and for each width of theirs, measured by
+``benchmarks.scale --only step/data-parallel``."""
 DEFAULT_TIER_RATES: Mapping[Tier, tuple[float, float | None]] = {
     "hbm": (897 * 2**30, None),
     "ddr": (51 * 2**30, None),
@@ -164,10 +167,18 @@ class CostModel:
             return PartCost(lengths_s + ids_s, looked_up_s + vectors_s, 0.0, 1.0)
         return PartCost(lengths_s, looked_up_s + ids_s, vectors_s, max(ids / max(bags, 1.0), 1.0))
 
+    def replica_host_s(self, replicated: Indices) -> Floats:
+        """Return the (n,) seconds of host work that each of these replicated tables adds to those before it."""
+        seconds = REPLICA_PART_S * self.blocks[replicated]
+        _, firsts = np.unique(self.dims[replicated] / self.blocks[replicated], return_index=True)
+        seconds[firsts] += REPLICA_WIDTH_S
+        return seconds
+
     def replica_s(self, replicated: Sequence[int]) -> float:
-        """Return the seconds in which a rank looks up its own samples' rows of replicated tables."""
+        """Return the seconds in which a rank looks up its own samples' rows of replicated tables, and updates these."""
         which = np.array(replicated, np.int64)
-        return float(self.lookup_s(which, 1.0, self.dims[which]).sum()) / self.world_size
+        looked_up = float(self.lookup_s(which, 1.0, self.dims[which]).sum()) / self.world_size
+        return looked_up + float(self.replica_host_s(which).sum())
 
     def reduce_s(self, replicated: Sequence[int]) -> float:
         """Return the seconds of the all-reduce of dense gradients and of those of replicated tables."""

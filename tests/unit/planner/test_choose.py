@@ -166,6 +166,20 @@ def test_a_table_beyond_the_size_threshold_is_never_replicated(make_spec: MakeSp
     assert "data" not in {shard.kind for shard in plan.tables[0].shards}
 
 
+def test_replicas_of_many_widths_are_limited_by_their_host_work(make_spec: MakeSpec) -> None:
+    widths = [4 * width for width in range(1, 61)]
+    found = [table(f"t{width}", 16, dim=width) for width in widths]
+    pinned = [table(f"p{width}", 16, dim=width, pin={"sharding": "data"}) for width in widths[:3]]
+
+    plan = plan_job(make_spec([*found, *pinned], replicas=2))
+
+    replicated = {each.name for each in plan.tables if each.shards[0].kind == "data"}
+    assert {"p4", "p8", "p12"} <= replicated
+    assert len(replicated) < 30
+    # What pinned ones leave goes to the tables that gain most.
+    assert "t240" in replicated
+
+
 def test_small_tables_stay_whole_if_replicas_do_not_fit(make_spec: MakeSpec) -> None:
     small, big = [table(f"s{i}", 1_000) for i in range(40)], table("big", 10**5, pin={"sharding": "table"})
     ample = plan_job(make_spec([*small, big], replicas=2))

@@ -20,7 +20,7 @@ from dlrm_kernels.dirty_rows import LINE_ROWS
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding.changes import WINDOW_LINES, DirtyRows
-from dlrm_trainer.embedding.checkpoint import SCAN_BYTES, LocalPart, ResidentPart, UniquePart, saved_rows
+from dlrm_trainer.embedding.checkpoint import SCAN_BYTES, LocalPart, UniquePart, saved_rows
 from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate, is_resting
 from dlrm_trainer.embedding.exchange import Bags, Exchange, OwnedIds, Vectors
 from dlrm_trainer.embedding.local_tables import LocalTables, PreparedRows
@@ -72,12 +72,11 @@ class ChangedBytes(NamedTuple):
 class CheckpointView:
     """Give cuts access to a rank's own parts and to the data-parallel ones that it saves for all ranks.
 
-    Iterating yields each part. Over all ranks, each part is yielded once. ``saved`` are the parts of ``replicas`` that
-    this rank saves.
+    Iterating yields each part. Over all ranks, each part is yielded once.
     """
 
-    def __init__(self, owned: LocalTables, replicas: ReplicatedTables, saved: Sequence[ResidentPart]) -> None:
-        self._owned, self._replicas, self._saved = owned, replicas, saved
+    def __init__(self, owned: LocalTables, replicas: ReplicatedTables) -> None:
+        self._owned, self._replicas = owned, replicas
         # Not made again by ``changed_bytes``, which every step calls.
         self._row_bytes: dict[DirtyRows, int] = {}
         for part in self:
@@ -88,7 +87,7 @@ class CheckpointView:
 
     def __iter__(self) -> Iterator[LocalPart]:
         yield from self._owned.parts()
-        yield from self._saved
+        yield from self._replicas.saved
 
     @property
     def first_parent(self) -> int:
@@ -101,7 +100,7 @@ class CheckpointView:
         ``parent`` is the step of the cut's parent, which holds all rows changed before it, not before
         ``first_parent``. Without one, all rows ever updated count as changed.
         """
-        for record in {part.dirty.rows for part in (*self._owned.parts(), *self._replicas.parts)}:
+        for record in {part.dirty.rows for part in self}:
             if parent is None:
                 record.recall()
             else:
@@ -123,7 +122,7 @@ class CheckpointView:
         """
         self._owned.settle()
         yield from self._owned.saved_rows(moving=moving)
-        for part in self._saved:
+        for part in self._replicas.saved:
             if not (moving and part.is_on_host):
                 yield from saved_rows(part)
 
@@ -192,12 +191,10 @@ class Embeddings:
         if id_collectives is not None and id_collectives.world_size > 1:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="dlrm-ids")
         self.tables = LocalTables(placement, collectives.rank, options)
-        self.replicated = ReplicatedTables(placement, options)
+        self.replicated = ReplicatedTables(placement, collectives.rank, options)
         self.cut_off: int | None = None
         """Of the last maintenance that resized rows; see ``find_cut_off``."""
-        # The ranks take turns in saving replicas.
-        saved = self.replicated.parts[collectives.rank :: placement.world_size]
-        self.saved = CheckpointView(self.tables, self.replicated, saved)
+        self.saved = CheckpointView(self.tables, self.replicated)
         """What this rank hands over in cuts."""
         self._mean_of_column, self._feature_of_column = _means(placement, options.device)
 

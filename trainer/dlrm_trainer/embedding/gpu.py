@@ -101,6 +101,9 @@ class DeviceKernel:
         self._runs = tuple(_runs(tables))
         self._graph: Tensor | None = None
         self._rate = tables.optimizer.learning_rate
+        starts = [*accumulate((rows for rows, _ in tables.shapes), initial=0)]
+        self._row_starts = torch.tensor(starts[:-1], device=tables.device)
+        """(T,) int64 first row of each table, numbered over all."""
         self._first_columns = torch.tensor(tables.first_columns, dtype=torch.int64, device=tables.device)
 
     def _make_fbgemm(self) -> SplitTableBatchedEmbeddingBagsCodegen:
@@ -191,10 +194,7 @@ class DeviceKernel:
         self, run: Run, bags: Bags, gradient: Tensor, keys: Tensor, rows: Tensor, update: RowUpdate
     ) -> None:
         """Update the tables of one run by the gradient of its bags, (N * features, dim), sample-major."""
-        feature, sample = _bags_of_ids(bags)
-        each = gradient.index_select(0, sample * len(bags.lengths) + feature)
-        if bags.weights is not None:
-            each = each * bags.weights[:, None]
+        feature, each = self._gradients(bags, gradient)
         slots, places = torch.unique(bags.ids + run.row_starts[feature], return_inverse=True)
         # Sums each row's gradients on a GPU always in the same order.
         sums = torch.ops.aten.embedding_dense_backward(each, places, len(slots), -1, False)
@@ -209,13 +209,32 @@ class DeviceKernel:
         weight, state = (joined(each, run.first_table, run.last_table) for each in (self.weights, self.states))
         self._update(weight, state, slots, sums, rounding, update)
 
-    def update_rows(self, table: int, rows: Tensor, gradient: Tensor, update: RowUpdate) -> None:
-        """See ``table_batch.Kernel``."""
+    def _gradients(self, bags: Bags, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (L,) the feature of each id and (L, d) its gradient, from that of its bag, (N * F, d) sample-major."""
+        feature, sample = _bags_of_ids(bags)
+        each = gradient.index_select(0, sample * len(bags.lengths) + feature)
+        return feature, each if bags.weights is None else each * bags.weights[:, None]
+
+    def add_gradients(self, bags: Bags, gradient: Tensor, sums: Tensor, touched: Tensor) -> None:
+        """See ``table_batch.SumKernel``."""
+        [run] = self._runs
+        feature, each = self._gradients(bags, gradient.reshape(-1, run.dim))
+        rows = bags.ids + run.row_starts[feature]
+        sums += torch.ops.aten.embedding_dense_backward(each, rows, len(sums), -1, False)
+        touched[rows] = 1.0
+
+    def update_rows(self, rows: Tensor, sums: Tensor, update: RowUpdate) -> None:
+        """See ``table_batch.SumKernel``."""
         rounding = None
         if self._tables.dtype == "fp16":
-            key, column = self._keys(update.step)[table], self._first_columns[table]
-            rounding = Rounding(keys=key.expand_as(rows), rows=rows, first_column=column.expand_as(rows))
-        self._update(self.weights[table], self.states[table], rows, gradient, rounding, update)
+            tables = torch.searchsorted(self._row_starts, rows, right=True) - 1
+            rounding = Rounding(
+                keys=self._keys(update.step)[tables],
+                rows=rows - self._row_starts[tables],
+                first_column=self._first_columns[tables],
+            )
+        weight, state = (joined(each, 0, len(each)) for each in (self.weights, self.states))
+        self._update(weight, state, rows, sums.index_select(0, rows), rounding, update)
 
     def _update(
         self,

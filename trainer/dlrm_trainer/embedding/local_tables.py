@@ -43,7 +43,7 @@ from dlrm_trainer.embedding.row_sizes import Counts, ModelSizes, sizes_of, utili
 from dlrm_trainer.embedding.shared import SharedRows
 from dlrm_trainer.embedding.sights import Sights
 from dlrm_trainer.embedding.slabs import SlabKernel
-from dlrm_trainer.embedding.table_batch import HostKernel, Kernel, TableBatch, Tables
+from dlrm_trainer.embedding.table_batch import HostKernel, Kernel, SumKernel, TableBatch, Tables
 from dlrm_trainer.embedding.tiers.prefetch import Prefetcher, processors_near_levels
 from dlrm_trainer.embedding.tiers.stack import NO_ROWS, Fetched, NewRows, Stack, StackLookups, make_stack, stack_tables
 from dlrm_trainer.embedding.unique import (
@@ -393,7 +393,7 @@ def _make_group(
     memories: Sequence[MemoryPart]
     if plan.sizes:
         assert sizes is not None
-        described = _tables(placement, plan, options, dirty.sizes, device)
+        described = describe_tables(placement, plan, options, dirty.sizes, device)
         slabs = _make_slabs(placement, plan, options, described, sizes.half_life)
         batch = TableBatch(described, slabs)
         memories = [
@@ -402,7 +402,7 @@ def _make_group(
         ]
     elif plan.is_stacked:
         tables = stack_tables(placement, plan, options.global_batch_size)
-        batch = make_batch(placement, plan, options, [table.slots + table.extra for table in tables], device)
+        batch = _make_batch(placement, plan, options, [table.slots + table.extra for table in tables], device)
         stack = make_stack(plan, tables, batch.storage(), options.seed, options.tier_dir)
         resources.callback(stack.close)
         memories = [
@@ -410,8 +410,8 @@ def _make_group(
             for number, part in enumerate(plan.parts)
         ]
     else:
-        batch = make_batch(placement, plan, options, dirty.sizes, device)
-        memories = resident_parts(placement, plan, batch, dirty_parts)
+        batch = _make_batch(placement, plan, options, dirty.sizes, device)
+        memories = resident_parts(placement, plan, batch.kernel, dirty_parts)
     unique: UniqueGroup | None = None
     initial_rows: InitialRows | None = None
     sights: Sights | None = None
@@ -464,14 +464,14 @@ def _make_slabs(
 
 
 def resident_parts(
-    placement: Placement, plan: PartGroup, batch: TableBatch, dirty: Sequence[DirtyPart]
+    placement: Placement, plan: PartGroup, kernel: Kernel, dirty: Sequence[DirtyPart]
 ) -> list[ResidentPart]:
     """Return the parts of a group whose rows all lie in the memory of its kernel."""
     return [
         ResidentPart(
             table=placement.tables[part.table], shard=placement.shard(part), weight=weight, state=state, dirty=each
         )
-        for part, weight, state, each in zip(plan.parts, batch.weights, batch.states, dirty, strict=True)
+        for part, weight, state, each in zip(plan.parts, kernel.weights, kernel.states, dirty, strict=True)
     ]
 
 
@@ -487,17 +487,18 @@ def _unique_parts(plan: PartGroup, memories: Sequence[MemoryPart], batch_size: i
     return found
 
 
-def make_batch(
+def _make_batch(
     placement: Placement, plan: PartGroup, options: EmbeddingOptions, rows: Sequence[int], device: torch.device
 ) -> TableBatch:
     """Return a group's tables, of so many rows each, behind the kernel of their device."""
-    tables = _tables(placement, plan, options, rows, device)
+    tables = describe_tables(placement, plan, options, rows, device)
     return TableBatch(tables, make_kernel(tables))
 
 
-def _tables(
+def describe_tables(
     placement: Placement, plan: PartGroup, options: EmbeddingOptions, rows: Sequence[int], device: torch.device
 ) -> Tables:
+    """Describe a group's tables, of so many rows each, for a kernel."""
     names = [placement.tables[part.table].name for part in plan.parts] if plan.dtype == "fp16" else []
     return Tables(
         shapes=tuple((count, plan.width) for count in rows),
@@ -511,7 +512,7 @@ def _tables(
     )
 
 
-def make_kernel(tables: Tables) -> Kernel:
+def make_kernel(tables: Tables) -> SumKernel:
     """Return the kernel for the tables' device."""
     if tables.device.type == "cpu":
         return HostKernel(tables)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -16,81 +14,90 @@ from dlrm_checkpointer import CutRowSource
 from dlrm_trainer.embedding.changes import BeforeUpdates, DirtyPart, DirtyRows, RowsToUpdate
 from dlrm_trainer.embedding.checkpoint import ResidentPart
 from dlrm_trainer.embedding.exchange import Bags
-from dlrm_trainer.embedding.local_tables import make_batch, resident_parts
+from dlrm_trainer.embedding.local_tables import describe_tables, make_kernel, resident_parts
 from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement
-from dlrm_trainer.embedding.table_batch import TableBatch
+from dlrm_trainer.embedding.table_batch import RowUpdate, SumKernel
 
 
 class ReplicatedGroup:
-    """Hold small tables: summing their dense gradient over ranks is cheaper than sending pooled rows.
+    """Hold small tables of one width: summing their dense gradient over ranks is cheaper than sending pooled rows.
 
-    Their rows stay bit-equal on all ranks, because the sum is, and so the update made from it.
+    A rank's gradient of a row is the sum of its lookups' in their order: feature by feature of the table, sample by
+    sample, and in the order of the bag. The rows stay bit-equal on all ranks, because the sum over ranks is, and so the
+    update made from it.
     """
 
-    def __init__(self, batch: TableBatch) -> None:
-        self.batch, self._shapes = batch, batch.tables.shapes
-        read = Counter(batch.tables.features)
-        self._columns = [read[table] for table in range(len(self._shapes))]
-        self.gradient_elements = sum(rows * (width + 1) for rows, width in self._shapes)
-        """float32 elements that ranks sum: the gradient of each part, then how many ranks touched each of its rows."""
+    def __init__(self, kernel: SumKernel) -> None:
+        self.kernel = kernel
+        self.starts = np.cumsum([0, *(len(weight) for weight in kernel.weights)])
+        """(K + 1,) first row of each table, numbered over all."""
+        self._width = kernel.weights[0].shape[1]
+        self.gradient_elements = int(self.starts[-1]) * (self._width + 1)
+        """float32 elements that ranks sum: the gradient of each row, then how many ranks touched it."""
 
     def write_gradient(self, buffer: Tensor, gradient: Tensor, bags: Bags) -> None:
         """Overwrite ``buffer`` with this rank's gradient, from that of the loss by the lookup of these bags."""
-        sizes = bags.sizes.tolist()
-        column = place = start = 0
-        views = zip(self._columns, self._shapes, self._views(buffer), strict=True)
-        for count, (rows, width), (dense, touched) in views:
-            lengths = bags.lengths[column : column + count]
-            found = sum(sizes[column : column + count])
-            ids = bags.ids[start : start + found]
-            by_sample = gradient[:, place : place + count * width].view(len(gradient), count, width)
-            of_bags = by_sample.transpose(0, 1).reshape(-1, width)
-            each = torch.repeat_interleave(of_bags, lengths.flatten(), dim=0, output_size=found)
-            if bags.weights is not None:
-                each = each * bags.weights[start : start + found, None]
-            dense.copy_(torch.ops.aten.embedding_dense_backward(each, ids, rows, -1, False))
-            touched.zero_()
-            touched[ids] = 1.0
-            column, place, start = column + count, place + count * width, start + found
+        buffer.zero_()
+        self.kernel.add_gradients(bags, gradient, *self._views(buffer))
 
-    def touched(self, buffer: Tensor) -> list[Tensor]:
-        """Return the rows of each part that any rank touched, (R,) int64 ascending, from the summed buffer."""
-        return [touched.nonzero().squeeze(1) for _, touched in self._views(buffer)]
+    def touched(self, buffer: Tensor) -> Tensor:
+        """Return the rows that any rank touched, (U,) int64 ascending and numbered over all, from the summed buffer."""
+        return self._views(buffer)[1].nonzero().squeeze(1)
 
-    def update(
-        self,
-        buffer: Tensor,
-        touched: Sequence[Tensor],
-        learning_rate: float,
-        *,
-        step: int = 0,
-        regularizer: RowRegularizerSpec | None = None,
-    ) -> None:
+    def update(self, buffer: Tensor, touched: Tensor, update: RowUpdate) -> None:
         """Update every row that any rank touched, by the gradient that ``buffer`` sums."""
-        for number, ((dense, _), rows) in enumerate(zip(self._views(buffer), touched, strict=True)):
-            self.batch.update_rows(number, rows, dense[rows], learning_rate, step=step, regularizer=regularizer)
+        self.kernel.update_rows(touched, self._views(buffer)[0], update)
 
-    def _views(self, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
-        parts = torch.split(buffer, [size for rows, width in self._shapes for size in (rows * width, rows)])
-        return [(parts[2 * number].view(shape), parts[2 * number + 1]) for number, shape in enumerate(self._shapes)]
+    def _views(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        rows = int(self.starts[-1])
+        return buffer[: rows * self._width].view(rows, self._width), buffer[rows * self._width :]
+
+
+class SavedParts:
+    """Record the changed rows of the parts of a group that this rank saves: neighbours, from number ``first`` on."""
+
+    def __init__(self, record: DirtyRows, parts: Sequence[ResidentPart], starts: NDArray[np.int64]) -> None:
+        self._record, self.parts, self._starts = record, parts, starts
+
+    def rows(self, touched: Tensor) -> RowsToUpdate:
+        """Return those of the group's touched rows that this rank saves."""
+        found = touched.cpu().numpy()
+        edges = np.searchsorted(found, self._starts)
+        sizes = np.diff(edges)
+        ids = found[edges[0] : edges[-1]] - np.repeat(self._starts[:-1], sizes)
+        return RowsToUpdate(self._record, ids, sizes, self._record.starts, self._locate)
+
+    def _locate(self, number: int, rows: NDArray[np.int64], _lookups: NDArray[np.int64]) -> CutRowSource:
+        return self.parts[number].in_place(rows)
 
 
 class ReplicatedTables:
-    """Look up and update the parts that every rank holds, group by group."""
+    """Look up and update the parts that every rank holds, group by group; each rank saves some of them."""
 
-    def __init__(self, placement: Placement, options: EmbeddingOptions) -> None:
+    def __init__(self, placement: Placement, rank: int, options: EmbeddingOptions) -> None:
         self._device = options.device
         self._groups: list[ReplicatedGroup] = []
-        self._parts: list[list[ResidentPart]] = []
-        for plan in placement.replicated_groups:
-            rows = [part.rows for part in plan.parts]
-            batch = make_batch(placement, plan, options, rows, self._device)
-            self._groups.append(ReplicatedGroup(batch))
-            # A record each, because the ranks take turns in saving them.
-            dirty = [DirtyPart(DirtyRows([count]), 0) for count in rows]
-            self._parts.append(resident_parts(placement, plan, batch, dirty))
-        self.parts = tuple(part for parts in self._parts for part in parts)
+        self._saved: list[SavedParts] = []
+        self.parts: list[ResidentPart] = []
         """Column blocks of the tables, in the order of ``Placement.replicated``."""
+        values = np.array([part.rows * part.width for part in placement.replicated], np.int64)
+        # About as many values each; a rank's parts of a group are neighbours, with one record of changed rows.
+        savers = (2 * values.cumsum() - values) * placement.world_size // max(1, 2 * int(values.sum()))
+        for plan in placement.replicated_groups:
+            rows, before = [part.rows for part in plan.parts], len(self.parts)
+            tables = describe_tables(placement, plan, options, rows, self._device)
+            kernel = make_kernel(tables)
+            first, stop = np.searchsorted(savers[before : before + len(rows)], (rank, rank + 1)).tolist()
+            record, others = DirtyRows(rows[first:stop]), DirtyRows(rows)
+            dirty = [DirtyPart(others, number) for number in range(len(rows))]
+            dirty[first:stop] = [DirtyPart(record, number) for number in range(stop - first)]
+            parts = resident_parts(placement, plan, kernel, dirty)
+            group = ReplicatedGroup(kernel)
+            self._groups.append(group)
+            self._saved.append(SavedParts(record, parts[first:stop], group.starts[first : stop + 1]))
+            self.parts += parts
+        self.saved = [part for saved in self._saved for part in saved.parts]
+        """Those of ``parts`` that this rank saves; of the others it records no changes."""
         self._columns = [len(plan.columns) for plan in placement.replicated_groups]
         self._elements = [group.gradient_elements for group in self._groups]
         self.gradient_elements = sum(self._elements)
@@ -104,7 +111,7 @@ class ReplicatedTables:
 
     def lookup(self, bags: Sequence[Bags]) -> list[Tensor]:
         """Return (n, widths) of each group: the sums of the rows of each bag."""
-        return [group.batch.lookup(each) for group, each in zip(self._groups, bags, strict=True)]
+        return [group.kernel.pool(each, updates=False) for group, each in zip(self._groups, bags, strict=True)]
 
     def write_gradient(self, buffer: Tensor, gradients: Sequence[Tensor], bags: Sequence[Bags]) -> None:
         """Overwrite ``buffer`` with this rank's gradients, from those of the loss by each group's lookup."""
@@ -115,20 +122,14 @@ class ReplicatedTables:
         self, buffer: Tensor, learning_rate: float, step: int, regularizer: RowRegularizerSpec | None = None
     ) -> None:
         """Update every row that the global batch looked up, once; ``buffer`` is summed over ranks."""
-        for group, parts, summed in zip(self._groups, self._parts, self._buffers(buffer), strict=True):
+        update = RowUpdate(learning_rate, step, regularizer)
+        for group, saved, summed in zip(self._groups, self._saved, self._buffers(buffer), strict=True):
             touched = group.touched(summed)
-            rows_of_parts = [rows.cpu().numpy() for rows in touched]
+            rows = saved.rows(touched)
             if self.pending is not None:
-                for part, rows in zip(parts, rows_of_parts, strict=True):
-                    record, locate = part.dirty.rows, partial(_locate, part)
-                    self.pending.before_update(RowsToUpdate(record, rows, np.array([len(rows)]), record.starts, locate))
-            group.update(summed, touched, learning_rate, step=step, regularizer=regularizer)
-            for part, rows in zip(parts, rows_of_parts, strict=True):
-                part.dirty.mark(rows)
+                self.pending.before_update(rows)
+            group.update(summed, touched, update)
+            rows.record.mark(rows.ids, rows.sizes, rows.starts)
 
     def _buffers(self, buffer: Tensor) -> Sequence[Tensor]:
         return torch.split(buffer, self._elements) if self._elements else ()
-
-
-def _locate(part: ResidentPart, _part: int, rows: NDArray[np.int64], _lookups: NDArray[np.int64]) -> CutRowSource:
-    return part.in_place(rows)

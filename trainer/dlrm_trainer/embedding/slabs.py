@@ -145,19 +145,6 @@ class SlabKernel:
             self._utility(update.step),
         )
 
-    def update_rows(self, table: int, rows: Tensor, gradient: Tensor, update: RowUpdate) -> None:
-        """See ``Kernel``: each row as if looked up once."""
-        kernels.update_rows(
-            self.slabs,
-            self._slab_tables,
-            table,
-            unsigned(rows),
-            gradient.contiguous().numpy(),
-            np.uint64(self.start_class),
-            self._tables.constants(update),
-            self._utility(update.step),
-        )
-
     def _utility(self, step: int) -> Utility:
         # Steps of utilities are those after the update, as in a maintenance.
         return Utility(float(step + 1), self.half_life, float(self._samples))

@@ -26,6 +26,8 @@ from dlrm_trainer.embedding.tiers.slots import untouched_zeros
 
 UNIT_LOOKUPS, UNIT_BAGS = 1 << 10, 1 << 9
 """Smallest unit of work of a thread."""
+UNIT_ELEMENTS = 1 << 14
+"""Smallest unit, in elements, of rows that are updated by sums."""
 UNITS_PER_THREAD = 4
 ALL_ONES = np.zeros(0, np.float32)
 """Weights of ids that have none."""
@@ -93,8 +95,18 @@ class Kernel(Protocol):
     def update(self, bags: Bags, gradient: Tensor, rows: Tensor, update: RowUpdate) -> None:
         """Update the rows that were pooled: see ``TableBatch.update``."""
 
-    def update_rows(self, table: int, rows: Tensor, gradient: Tensor, update: RowUpdate) -> None:
-        """Update chosen rows of a table: see ``TableBatch.update_rows``."""
+
+class SumKernel(Kernel, Protocol):
+    """Also sum gradients by row and update rows by such sums, for tables of one dim d and R rows in all."""
+
+    def add_gradients(self, bags: Bags, gradient: Tensor, sums: Tensor, touched: Tensor) -> None:
+        """Add the gradient of each row that was pooled to its (R, d) sum, in the order of the batch; see ``update``.
+
+        Also set its (R,) ``touched`` to 1. Rows are numbered over all tables.
+        """
+
+    def update_rows(self, rows: Tensor, sums: Tensor, update: RowUpdate) -> None:
+        """Update (U,) int64 rows, ascending and numbered over all tables, by their (R, d) sums of gradients."""
 
 
 class HostKernel:
@@ -173,17 +185,37 @@ class HostKernel:
                 keys,
             )
 
-    def update_rows(self, table: int, rows: Tensor, gradient: Tensor, update: RowUpdate) -> None:
-        """See ``Kernel``."""
-        row_updates.update_rows(
-            self.weights[table].numpy(),
-            self.states[table].numpy(),
-            unsigned(rows),
-            gradient.contiguous().numpy(),
-            self._tables.constants(update),
-            row_updates.step_keys(self._tables.keys[table : table + 1], update.step),
-            self._tables.first_columns[table],
+    def add_gradients(self, bags: Bags, gradient: Tensor, sums: Tensor, touched: Tensor) -> None:
+        """See ``SumKernel``."""
+        [(size, _, tables)] = self._by_dim
+        of_batch = lookups_of(bags, gradient, bags.ids)
+        work = work_of(tables, table_sizes(self._layout, of_batch))
+        parallel_for(
+            row_updates.add_gradients,
+            len(work.tables),
             torch.get_num_threads(),
+            size,
+            work,
+            self._layout,
+            of_batch,
+            sums.view(-1).numpy(),
+            touched.numpy(),
+        )
+
+    def update_rows(self, rows: Tensor, sums: Tensor, update: RowUpdate) -> None:
+        """See ``SumKernel``."""
+        [(size, _, _)] = self._by_dim
+        parallel_for(
+            row_updates.update_summed_rows,
+            max(1, len(rows) * sums.shape[1] // UNIT_ELEMENTS),
+            torch.get_num_threads(),
+            size,
+            self._memory,
+            self._layout,
+            unsigned(rows),
+            sums.view(-1).numpy(),
+            self._tables.constants(update),
+            row_updates.step_keys(self._tables.keys, update.step),
         )
 
 
@@ -254,19 +286,6 @@ class TableBatch:
         bags = pending[1]
         update = RowUpdate(learning_rate, step, regularizer)
         self.kernel.update(bags, gradient, bags.ids if rows is None else rows, update)
-
-    def update_rows(
-        self,
-        table: int,
-        rows: Tensor,
-        gradient: Tensor,
-        learning_rate: float,
-        *,
-        step: int = 0,
-        regularizer: RowRegularizerSpec | None = None,
-    ) -> None:
-        """Update (R,) int64 distinct rows of a table, which are global rows too, by (R, dim) gradients."""
-        self.kernel.update_rows(table, rows, gradient, RowUpdate(learning_rate, step, regularizer))
 
 
 def work_of(tables: NDArray[np.int64], sizes: NDArray[np.int64]) -> Work:

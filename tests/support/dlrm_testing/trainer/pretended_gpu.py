@@ -21,9 +21,9 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dlrm_trainer.compute_device import HOST
-from dlrm_trainer.embedding import local_tables
+from dlrm_trainer.embedding import local_tables, replicated_tables
 from dlrm_trainer.embedding.exchange import Bags
-from dlrm_trainer.embedding.table_batch import Kernel, RowUpdate, Tables
+from dlrm_trainer.embedding.table_batch import RowUpdate, SumKernel, Tables
 
 NAME = "pretended"
 COPIES = {"aten._to_copy.default", "aten.copy_.default"}
@@ -134,9 +134,13 @@ class PretendedKernel:
         """See ``table_batch.Kernel``."""
         self._kernel.update(_kept_bags(bags), _kept(gradient), _kept(rows), update)
 
-    def update_rows(self, table: int, rows: Tensor, gradient: Tensor, update: RowUpdate) -> None:
-        """See ``table_batch.Kernel``."""
-        self._kernel.update_rows(table, _kept(rows), _kept(gradient), update)
+    def add_gradients(self, bags: Bags, gradient: Tensor, sums: Tensor, touched: Tensor) -> None:
+        """See ``table_batch.SumKernel``."""
+        self._kernel.add_gradients(_kept_bags(bags), _kept(gradient), _kept(sums), _kept(touched))
+
+    def update_rows(self, rows: Tensor, sums: Tensor, update: RowUpdate) -> None:
+        """See ``table_batch.SumKernel``."""
+        self._kernel.update_rows(_kept(rows), _kept(sums), update)
 
 
 def _kept(tensor: Tensor) -> Tensor:
@@ -154,9 +158,10 @@ def pretended_gpu() -> Iterator[torch.device]:
     """Make the device have kernels for rows."""
     made = local_tables.make_kernel
 
-    def make_kernel(tables: Tables) -> Kernel:
+    def make_kernel(tables: Tables) -> SumKernel:
         return PretendedKernel(tables) if tables.device == PRETENDED else made(tables)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_tables, "make_kernel", make_kernel)
+        for module in (local_tables, replicated_tables):
+            patch.setattr(module, "make_kernel", make_kernel)
         yield PRETENDED

@@ -115,8 +115,10 @@ class RankState:
     """Hold what one rank saw and owned."""
 
     features: list[Floats]
-    parts: list[tuple[ShardId, NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]]
-    """Weights, state and changed rows of each part; those of data-parallel tables last."""
+    parts: list[tuple[ShardId, NDArray[np.float32], NDArray[np.float32]]]
+    """Weights and state of each part; those of data-parallel tables last."""
+    changed: list[tuple[ShardId, NDArray[np.int64]]]
+    """Changed rows of each part that the rank saves."""
     replicas: int
     calls: list[int]
     """Collectives of each step."""
@@ -169,8 +171,9 @@ def train_sharded(
         other = slice_of(model, global_batch(model, 5, seed=1_000 + step), cut, collectives.rank)
         embeddings.features(embeddings.pool(embeddings.prepare(embeddings.send(other).result(), updates=False)))
     parts = [
-        (part.shard, part.weight.numpy().copy(), part.state.numpy().copy(), part.dirty.all())
+        (part.shard, part.weight.numpy().copy(), part.state.numpy().copy())
         for part in embeddings.local
         if isinstance(part, ResidentPart)
     ]
-    return RankState(features, parts, len(embeddings.replicated.parts), calls, dict(collectives.bytes_sent))
+    changed = [(part.shard, part.dirty.all()) for part in embeddings.saved]
+    return RankState(features, parts, changed, len(embeddings.replicated.parts), calls, dict(collectives.bytes_sent))

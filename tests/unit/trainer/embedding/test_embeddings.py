@@ -25,16 +25,17 @@ def check_against_reference(model: ModelSpec, ranks: list[RankState], samples: l
     held = {table.name: np.zeros((table.rows, table.dim), int) for table in model.all_tables()}
     numbers = {table.name: number for number, table in enumerate(model.all_tables())}
     for rank in ranks:
-        for place_, (shard, weight, state, updated) in enumerate(rank.parts):
+        for shard, weight, state in rank.parts:
             number, rows = numbers[shard.table], slice(shard.row_start, shard.row_end)
             columns = slice(shard.column_start, shard.column_end)
             block = model.all_tables()[number].block_edges.index(shard.column_start)
             np.testing.assert_allclose(weight, reference.weights[number][rows, columns], rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(state[:, 0], reference.states[number][rows, block], rtol=1e-4, atol=1e-6)
-            touched = {row - shard.row_start for row in reference.touched[number] if row in range(*rows.indices(10**9))}
+        for shard, updated in rank.changed:
+            rows = range(shard.row_start, shard.row_end)
+            touched = {row - shard.row_start for row in reference.touched[numbers[shard.table]] if row in rows}
             assert set(updated.tolist()) == touched
-            if place_ < len(rank.parts) - rank.replicas or rank is ranks[0]:
-                held[shard.table][rows, columns] += 1
+            held[shard.table][shard.row_start : shard.row_end, shard.column_start : shard.column_end] += 1
     assert all((count == 1).all() for count in held.values())
     replicas = [rank.parts[len(rank.parts) - rank.replicas :] for rank in ranks]
     for others in replicas[1:]:
@@ -106,7 +107,7 @@ def rows_of(model: ModelSpec, ranks: list[RankState]) -> dict[str, np.ndarray]:
     """Return the rows of each table that is not data-parallel."""
     found = {table.name: np.zeros((table.rows, table.dim), np.float32) for table in model.all_tables()}
     for rank in ranks:
-        for shard, weight, _, _ in rank.parts[: len(rank.parts) - rank.replicas]:
+        for shard, weight, _ in rank.parts[: len(rank.parts) - rank.replicas]:
             rows = slice(shard.row_start, shard.row_end)
             found[shard.table][rows, shard.column_start : shard.column_end] = weight
     return found

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from dlrm_api.tiers import RowDtype
 from dlrm_api.training import RowOptimizerSpec
-from dlrm_testing.trainer.bags import bags_of, batch_of, tables_of
+from dlrm_testing.trainer.bags import Replicas, bags_of, batch_of, tables_of
 from dlrm_trainer.embedding.exchange import Bags
 from dlrm_trainer.embedding.gpu import DeviceKernel
-from dlrm_trainer.embedding.replicated_tables import ReplicatedGroup
 from dlrm_trainer.embedding.table_batch import HostKernel, RowUpdate, TableBatch
 from dlrm_trainer.embedding.tiers.slots import untouched_zeros
 
@@ -30,7 +29,7 @@ def random_bags(generator: np.random.Generator, samples: int) -> tuple[torch.Ten
     return torch.from_numpy(ids), torch.from_numpy(lengths.astype(np.int32))
 
 
-def fill(batch: TableBatch, seed: int) -> list[np.ndarray]:
+def fill(batch: TableBatch | Replicas, seed: int) -> list[np.ndarray]:
     generator = torch.Generator().manual_seed(seed)
     for weight in batch.weights:
         weight.copy_(torch.randn(weight.shape, generator=generator))
@@ -85,20 +84,18 @@ def test_the_kernel_agrees_with_a_dense_float64_optimizer(seed: int, samples: in
 @given(seed=st.integers(0, 2**31), samples=st.integers(0, 30))
 def test_data_parallel_tables_follow_the_same_rule(seed: int, samples: int) -> None:
     generator = np.random.default_rng(seed)
-    tables = ReplicatedGroup(batch_of(SHAPES, ADAGRAD))
-    weights, states = fill(tables.batch, seed), [np.zeros(rows) for rows, _ in SHAPES]
-    buffer = torch.full((tables.gradient_elements,), float("nan"))
+    tables = Replicas(SHAPES, ADAGRAD)
+    weights, states = fill(tables, seed), [np.zeros(rows) for rows, _ in SHAPES]
 
     for _ in range(4):
         ids, lengths = random_bags(generator, samples)
         bags = bags_of(ids, lengths)
-        pooled = tables.batch.lookup(bags)
+        pooled = tables.lookup(bags)
         dense_step(weights, states, (ids, lengths), rate=0.1)
-        tables.write_gradient(buffer, pooled, bags)
-        tables.update(buffer, tables.touched(buffer), 0.1)
+        tables.update(bags, pooled, 0.1)
 
     for weight, state, expected_weight, expected_state in zip(
-        tables.batch.weights, tables.batch.states, weights, states, strict=True
+        tables.weights, tables.states, weights, states, strict=True
     ):
         np.testing.assert_allclose(weight.numpy(), expected_weight, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(state[:, 0].numpy(), expected_state, rtol=1e-4, atol=1e-6)
@@ -111,17 +108,15 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     for threads in (1, 2, 2):
         torch.set_num_threads(threads)
         generator = np.random.default_rng(5)
-        sharded, replicated = batch_of(SHAPES, ADAGRAD), ReplicatedGroup(batch_of(SHAPES, ADAGRAD))
+        sharded, replicated = batch_of(SHAPES, ADAGRAD), Replicas(SHAPES, ADAGRAD)
         fill(sharded, 1)
-        fill(replicated.batch, 1)
-        buffer = torch.empty(replicated.gradient_elements)
+        fill(replicated, 1)
         for _ in range(100):
             bags = bags_of(*random_bags(generator, 200))
             pooled = sharded.lookup(bags, updates=True)
             sharded.update(pooled, pooled.detach(), 0.05)
-            replicated.write_gradient(buffer, replicated.batch.lookup(bags), bags)
-            replicated.update(buffer, replicated.touched(buffer), 0.05)
-        tensors = (*sharded.weights, *sharded.states, *replicated.batch.weights, *replicated.batch.states)
+            replicated.update(bags, replicated.lookup(bags), 0.05)
+        tensors = (*sharded.weights, *sharded.states, *replicated.weights, *replicated.states)
         results.append([tensor.clone() for tensor in tensors])
     torch.set_num_threads(threads_before)
 
@@ -256,6 +251,33 @@ def test_the_kernels_of_a_gpu_do_on_the_host_what_the_compiled_loops_do(kind: An
         (*kernels[0].weights, *kernels[0].states), (*kernels[1].weights, *kernels[1].states), strict=True
     ):
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**31), samples=st.integers(0, 2_000), threads=st.integers(1, 3))
+def test_gradients_add_up_in_the_order_of_lookups_on_any_threads(seed: int, samples: int, threads: int) -> None:
+    generator, features = np.random.default_rng(seed), [0, 0, 1, 2, 2]
+    tables = tables_of(shapes := [(40, 8), (1, 8), (7, 8)], ADAGRAD, features=features)
+    lengths = generator.integers(0, 5, (len(features), samples))
+    counts = zip(features, lengths.sum(axis=1), strict=True)
+    ids = torch.from_numpy(np.concatenate([generator.integers(0, shapes[table][0], n) for table, n in counts]))
+    weights = torch.from_numpy(generator.normal(size=len(ids)).astype(np.float32))
+    bags = bags_of(ids, torch.from_numpy(lengths.astype(np.int32)), weights)
+    gradient = torch.from_numpy(generator.normal(size=(samples, 40)).astype(np.float32))
+    # torch's order on one thread is that of the ids.
+    of_bags = torch.cat([gradient[:, first : first + 8] for first in range(0, 40, 8)])
+    each = torch.repeat_interleave(of_bags, bags.lengths.flatten(), dim=0) * weights[:, None]
+    rows = ids + torch.repeat_interleave(torch.tensor([0, 0, 40, 41, 41]), bags.sizes)
+    expected = torch.ops.aten.embedding_dense_backward(each, rows, 48, -1, False)
+
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    sums, touched = torch.zeros(48, 8), torch.zeros(48)
+    HostKernel(tables).add_gradients(bags, gradient, sums, touched)
+    torch.set_num_threads(threads_before)
+
+    assert torch.equal(sums, expected)
+    assert touched.nonzero().squeeze(1).tolist() == sorted(set(rows.tolist()))
 
 
 def flags() -> tuple[bool, bool]:

@@ -17,10 +17,9 @@ from dlrm_api.tiers import RowDtype
 from dlrm_api.training import MIN_EPS, DenseOptimizerSpec, RowOptimizerSpec, RowRegularizerSpec
 from dlrm_kernels.row_updates import MAX_UPDATES
 from dlrm_testing.trainer import row_rules
-from dlrm_testing.trainer.bags import bags_of, batch_of
+from dlrm_testing.trainer.bags import Replicas, bags_of, batch_of
 from dlrm_testing.trainer.gpus import needs_gpu
 from dlrm_trainer.embedding.gpu import updated
-from dlrm_trainer.embedding.replicated_tables import ReplicatedGroup
 from dlrm_trainer.embedding.table_batch import TableBatch
 from dlrm_trainer.model.dense import DenseOptimizer
 
@@ -93,24 +92,20 @@ class Replicated(Owned):
         self, kind: str, dtype: RowDtype, device: str = "cpu", shapes: Any = SHAPES, names: Any = NAMES
     ) -> None:
         options = {"dtype": dtype, "device": torch.device(device), "seed": 5, "names": names}
-        self.tables = ReplicatedGroup(batch_of(shapes, OPTIMIZERS[kind], **options))
-        self.batch, self.device = self.tables.batch, device
-        self.buffer = torch.full((self.tables.gradient_elements,), float("nan"), device=device)
+        self.batch, self.device = Replicas(shapes, OPTIMIZERS[kind], **options), device
 
     def step(self, bags: row_rules.Bags, gradients: list[np.ndarray], rate: float, number: int) -> torch.Tensor:
         given = bags_of(*flat(bags, self.device))
         pooled = self.batch.lookup(given)
         gradient = torch.from_numpy(np.concatenate(gradients, axis=1)).to(self.device)
-        self.tables.write_gradient(self.buffer, gradient, given)
-        touched = self.tables.touched(self.buffer)
-        self.tables.update(self.buffer, touched, rate, step=number, regularizer=self.regularizer)
+        self.batch.update(given, gradient, rate, number, self.regularizer)
         return pooled
 
 
 each_holder = pytest.mark.parametrize("holder", [Owned, Replicated])
 
 
-def fill(batch: TableBatch, seed: int) -> list[np.ndarray]:
+def fill(batch: TableBatch | Replicas, seed: int) -> list[np.ndarray]:
     generator = torch.Generator().manual_seed(seed)
     for weight in batch.weights:
         weight.copy_(torch.randn(weight.shape, generator=generator).to(weight.dtype))
