@@ -16,6 +16,7 @@ RESULTS: Mapping[str, Callable[[bool], Iterator[Result]]] = {
     "losses": scale_losses.agreement,
     "suspend": scale_operator.suspend,
     "start": scale_start.start,
+    "restore": scale_start.restore,
     "commit": scale_start.commit,
     **{f"cut/{rows}": partial(scale_cut.pause, rows) for rows in scale_cut.MAX_PAUSE_MS},
     "ranks/meet": scale_ranks.meeting,

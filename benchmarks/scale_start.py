@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import tempfile
 import threading
@@ -22,6 +23,16 @@ from benchmarks.scratch import SHARED_MEMORY
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_api.job import DLRMJobSpec, parse_job
 from dlrm_checkpointer import CutMeta, HandoffWriter, RetentionPolicy, ShardId, ShardRows, TableMeta, claim_attempt
+from dlrm_checkpointer.format.chunk import encode_dense
+from dlrm_checkpointer.format.manifest import (
+    CHUNKS,
+    ChainLink,
+    ChainSummary,
+    ChunkEntry,
+    Manifest,
+    ObjectEntry,
+    manifest_key,
+)
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.sidecar import Sidecar, SidecarTasks
 from dlrm_checkpointer.status import Status
@@ -31,6 +42,7 @@ from dlrm_stores.file import FileStore
 from dlrm_stores.locations import Places
 from dlrm_trainer.checkpointing import data_set
 from dlrm_trainer.checkpointing.data_set import StoredData, list_data_set, open_data_set, read_stored
+from dlrm_trainer.checkpointing.restore import choose_start, open_together
 from dlrm_trainer.data.index import ListedFiles, index_files
 from dlrm_trainer.data.reader import READERS
 from dlrm_trainer.distributed.collectives import Collectives, decode_value, encode_value
@@ -42,6 +54,8 @@ SMALL_FILES = 20_000
 PAGE_KEYS, LISTED_BYTES = 1_000, 400
 """Of a page of a listing, and of a key in it (estimated)."""
 MAX_RESTART_BYTES = 64e6
+BASE_OBJECTS, INCREMENTS, INCREMENT_OBJECTS = 100_000, 7, 10_000
+"""Of the chain that is restored: objects of 32 MiB at most, so rows of terabytes."""
 COMMIT_RANKS, COMMIT_PODS = 256, 32
 POLL_S, SEARCH_S = 2.0, 5.0
 
@@ -119,6 +133,30 @@ class CountingStore(FileStore):
         """Look and count."""
         self._count("head")
         return super().size(key)
+
+
+class ChainStore(CountingStore):
+    """Have objects of rows of one byte, without files for them."""
+
+    def __init__(self, root: Path, objects: Mapping[str, bytes]) -> None:
+        self._objects = objects
+        super().__init__(root)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """List and count."""
+        if not prefix.startswith(CHUNKS):
+            yield from super().list(prefix)
+            return
+        found = [key for key in self._objects if key.startswith(prefix)]
+        self.requests["list"] += max(1, -(-len(found) // PAGE_KEYS))
+        for key in found:
+            yield ObjectInfo(key=key, size=len(self._objects[key]), modified=0.0, etag="")
+
+    def get_into(self, key: str, buffer: memoryview) -> int:
+        """Read and count."""
+        self._count("get dense" if "/dense" in key else "get rows")
+        buffer[:] = self._objects[key]
+        return len(self._objects[key])
 
 
 class FirstOfMany(Collectives):
@@ -245,6 +283,90 @@ def start(is_quick: bool) -> Iterator[Result]:
             # The last counts are those of the restart.
             read = bucket.bytes + store.bytes
             yield Result(metric="bytes_read_at_restart", value=read, limit=MAX_RESTART_BYTES, setting=setting)
+
+
+def _chain(base: int, increments: int, objects: int, ranks: int) -> tuple[dict[str, bytes], list[Manifest]]:
+    """Return the objects, and the manifests, of a full snapshot and increments of a table that ranks share by rows."""
+    table = TableMeta(
+        name="C1", rows=base, dim=4, seed=0, scale=0.0, column_blocks=((0, 4),), state_columns=(1,), dtype="fp32"
+    )
+    bodies, manifests, links = dict[str, bytes](), list[Manifest](), list[ChainLink]()
+    dense, growth = bytes(encode_dense({"w": np.zeros(1, np.float32)})), ChainSummary(base_bytes=base, base_time=0.0)
+    for step in range(1, increments + 2):
+        mine = np.arange(base) if step == 1 else np.random.default_rng(step).choice(base, objects, replace=False)
+        chunks, cut = list[ChunkEntry](), f"{CHUNKS}{step:016}/00000001"
+        for row in np.sort(mine).tolist():
+            body = row.to_bytes(4)
+            sha256, shard = hashlib.sha256(body).hexdigest(), ShardId("C1", row, row + 1, 0, 4)
+            key = f"{cut}/{row * ranks // base:06}/C1-{sha256[:16]}.safetensors"
+            bodies[key] = body
+            put = ObjectEntry(key=key, bytes=len(body), sha256=sha256)
+            chunks.append(ChunkEntry.of(put, shard, np.array([row])))
+        key, sha256 = f"{cut}/000000/dense.safetensors", hashlib.sha256(dense).hexdigest()
+        bodies[key] = dense
+        meta = CutMeta(step=step, samples=step, world_size=ranks, attempt=1, model={"tables": [table.to_json()]})
+        manifest = Manifest(
+            kind="increment" if links else "full",
+            bits=32,
+            chain=tuple(links),
+            growth=growth,
+            meta=meta.to_json(),
+            chunks=tuple(chunks),
+            dense=ObjectEntry(key=key, bytes=len(dense), sha256=sha256),
+        )
+        manifests.append(manifest)
+        links.append(ChainLink(step=step, attempt=1, sha256=hashlib.sha256(manifest.encode()).hexdigest()))
+    return bodies, manifests
+
+
+def restore(is_quick: bool) -> Iterator[Result]:
+    """Count requests for all but rows when many ranks choose and open a snapshot with a chain."""
+    base, increments, objects, ranks = (2_000, 2, 200, 16) if is_quick else (
+        BASE_OBJECTS, INCREMENTS, INCREMENT_OBJECTS, RANKS
+    )  # fmt: skip
+    bodies, manifests = _chain(base, increments, objects, ranks)
+
+    def opened(collectives: Collectives) -> tuple[int, float]:
+        rank, began = collectives.rank, time.monotonic()
+        shard = ShardId("C1", rank * base // ranks, (rank + 1) * base // ranks, 0, 4)
+        start = choose_start(store, collectives, "scale", committed="")
+        assert start.snapshot is not None
+        snapshot = open_together(store, collectives, start.snapshot, [shard])
+        snapshot.dense()
+        return sum(len(manifest.chunks) for manifest in snapshot.chain.manifests), time.monotonic() - began
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = ChainStore(Path(folder), bodies)
+        claim_attempt(store, None, "scale")
+        for manifest in manifests:
+            store.put(manifest_key(manifest.name.step, 1), manifest.encode())
+        store.reset()
+        first = FirstOfMany(_spec(), ranks, Bucket(0, b""))
+        _, seconds = opened(first)
+        of_first = Counter(store.requests)
+        store.reset()
+        sampled = [each for each in SAMPLED if each < ranks]
+        held, rank_seconds = zip(*(opened(OneOfMany(rank, first)) for rank in sampled), strict=True)
+        of_sampled = Counter(store.requests)
+    for each in (of_first, of_sampled):
+        del each["get rows"]
+    requests = of_first.total() + of_sampled.total() * (ranks - 1) // len(sampled)
+    pages = sum(-(-(len(manifest.chunks) + 1) // PAGE_KEYS) for manifest in manifests)
+    yield Result(
+        metric="requests_at_restore",
+        value=requests,
+        limit=pages + 3 * ranks,
+        setting={"objects": base + increments * objects, "manifests": len(manifests), "ranks": ranks},
+        measured={
+            "of_rank_0": dict(of_first),
+            "of_another_rank": {what: count / len(sampled) for what, count in of_sampled.items()},
+            "seconds": seconds,
+            "seconds_of_another_rank": max(rank_seconds),
+            "broadcast_bytes": sum(map(len, first.sent)),
+            "bytes_of_manifests": sum(len(manifest.encode()) for manifest in manifests),
+            "objects_held_by_a_rank": max(held),
+        },
+    )
 
 
 class _Pod:

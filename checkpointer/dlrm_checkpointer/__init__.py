@@ -22,10 +22,10 @@ from dlrm_checkpointer.format.attempts import (
     newest_attempt,
     read_attempts,
 )
-from dlrm_checkpointer.format.chain import load_chain
+from dlrm_checkpointer.format.chain import Chain, load_chain
 from dlrm_checkpointer.format.data_index import DataIndex, file_identity, index_fingerprint, put_index, read_index
 from dlrm_checkpointer.format.documents import get_document, put_document
-from dlrm_checkpointer.format.manifest import ObjectEntry, manifest_key
+from dlrm_checkpointer.format.manifest import ChainLink, ObjectEntry, manifest_key
 from dlrm_checkpointer.handoff.cut import Cut, CutWithdrawnError, HandedOver
 from dlrm_checkpointer.handoff.protocol import HandoffDir
 from dlrm_checkpointer.handoff.writer import HandoffWriter
@@ -54,6 +54,7 @@ from dlrm_checkpointer.read.fetch import Check, check_bytes
 from dlrm_checkpointer.read.restore import (
     PARALLEL_DECODES,
     PartialCut,
+    PartialSnapshot,
     Snapshot,
     find_partial,
     newest_snapshot,
@@ -77,15 +78,15 @@ from dlrm_checkpointer.write.convert import Conversion, ConvertedTable, convert_
 from dlrm_checkpointer.write.retention import Retention, RetentionPlan, RetentionPolicy
 
 __all__ = [
-    "PARALLEL_DECODES", "PEERS_TIMEOUT_S", "PUBLISH_FIELDS", "Check", "CodedRows", "Conversion", "ConvertedTable",
-    "Cut", "CutMeta", "CutRowSource", "CutRows", "CutSize", "CutWithdrawnError", "DataIndex", "ExportOptions",
-    "Follower", "GoneRows", "HandedOver", "HandoffDir", "HandoffWriter", "JobIdentity", "ListedSnapshot",
-    "ObjectEntry", "PartialCut", "PartialDigest", "Precision", "Retention", "RetentionPlan", "RetentionPolicy",
-    "Safetensors", "ShardId", "ShardRows", "Snapshot", "SnapshotName", "TableDiff", "TableFile", "TableFormat",
-    "TableMeta", "VerifiedSnapshot", "add_digests", "check_bytes", "claim_attempt", "convert_snapshot",
-    "decode_rows", "diff_snapshots", "export_tables", "file_identity", "find_attempt", "find_partial",
-    "find_snapshot", "get_document", "id_seed", "index_fingerprint", "initial_rows", "is_claimed", "last_attempt",
-    "list_snapshots", "load_chain", "load_rows", "manifest_key", "newest_attempt", "newest_snapshot",
+    "PARALLEL_DECODES", "PEERS_TIMEOUT_S", "PUBLISH_FIELDS", "Chain", "ChainLink", "Check", "CodedRows", "Conversion",
+    "ConvertedTable", "Cut", "CutMeta", "CutRowSource", "CutRows", "CutSize", "CutWithdrawnError", "DataIndex",
+    "ExportOptions", "Follower", "GoneRows", "HandedOver", "HandoffDir", "HandoffWriter", "JobIdentity",
+    "ListedSnapshot", "ObjectEntry", "PartialCut", "PartialDigest", "PartialSnapshot", "Precision", "Retention",
+    "RetentionPlan", "RetentionPolicy", "Safetensors", "ShardId", "ShardRows", "Snapshot", "SnapshotName", "TableDiff",
+    "TableFile", "TableFormat", "TableMeta", "VerifiedSnapshot", "add_digests", "check_bytes", "claim_attempt",
+    "convert_snapshot", "decode_rows", "diff_snapshots", "export_tables", "file_identity", "find_attempt",
+    "find_partial", "find_snapshot", "get_document", "id_seed", "index_fingerprint", "initial_rows", "is_claimed",
+    "last_attempt", "list_snapshots", "load_chain", "load_rows", "manifest_key", "newest_attempt", "newest_snapshot",
     "open_partial", "open_publish_store", "pick_snapshot", "place_weights", "put_document", "put_index",
     "read_attempts", "read_index", "read_job", "restore_to_folder", "rows_digest", "select_tables", "shard_digest",
     "state_digest", "store_options", "table_digest", "table_key", "table_scale", "verify_snapshot", "walk_table",

@@ -102,7 +102,7 @@ def train(
         patience_s, silence_s = settings.rendezvous_timeout_s, settings.collective_timeout_s
         gang.meet(patience_s, silence_s, control.check_stop, device, board.waiting)
         board.phase(TrainerPhase.RESTORING)
-        chosen = choose_newest(job, settings, ours, board) if writer else None
+        chosen = choose_newest(job, settings, ours, board, learner.embeddings.shards) if writer else None
         read_data = chosen.read_data if chosen else None
         data = open_data_set(stack, spec, listings, ours, board, read_data, control.check_stop)
         assembly = Assembly(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +19,7 @@ from dlrm_checkpointer.format.manifest import (
     manifest_key,
     parse_manifest,
 )
-from dlrm_checkpointer.types import SnapshotName
+from dlrm_checkpointer.types import ShardId, SnapshotName
 from dlrm_stores import ObjectStore
 
 
@@ -59,6 +61,25 @@ class Chain:
     def chunks(self) -> ChainLayers:
         """Return each table's objects with rows or keys that are gone, manifest by manifest."""
         return ChainLayers(self.manifests)
+
+    def pack(self) -> Iterator[bytes]:
+        """Yield each manifest for another process, oldest first: some 60 bytes for an object that it lists."""
+        return (zlib.compress(manifest.encode(), 1) for manifest in self.manifests)
+
+    @classmethod
+    def unpack(cls, links: Sequence[ChainLink], bodies: Iterable[bytes], shards: Sequence[ShardId]) -> Chain:
+        """Return what a process that reads ``shards`` needs of a packed chain; see ``of_shards``.
+
+        Takes memory for one whole manifest at a time.
+
+        Raises:
+            SnapshotError: names the manifest that is damaged.
+        """
+        return cls(tuple(_unpack(*each, shards) for each in zip(links, bodies, strict=True)), tuple(links))
+
+    def of_shards(self, shards: Sequence[ShardId]) -> Chain:
+        """Leave out objects without rows of ``shards``, except the one with the last row of each table."""
+        return Chain(tuple(_of_shards(manifest, shards) for manifest in self.manifests), self.links)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +123,28 @@ def _load(store: ObjectStore, link: ChainLink, above: str) -> Manifest:
     if hashlib.sha256(body).hexdigest() != link.sha256:
         raise SnapshotError(f"{store.uri}/{key}: not the manifest that {above} is based on: its SHA-256 differs")
     return parse_manifest(body, key)
+
+
+def _unpack(link: ChainLink, body: bytes, shards: Sequence[ShardId]) -> Manifest:
+    key = manifest_key(link.step, link.attempt)
+    try:
+        whole = zlib.decompress(body)
+    except zlib.error as error:
+        raise SnapshotError(f"{key}: damaged on its way from rank 0: {error}") from error
+    return _of_shards(parse_manifest(whole, key), shards)
+
+
+def _of_shards(manifest: Manifest, shards: Sequence[ShardId]) -> Manifest:
+    wanted = defaultdict[str, list[ShardId]](list)
+    for shard in shards:
+        wanted[shard.table].append(shard)
+    last = {chunk.table: chunk for chunk in sorted(manifest.chunks, key=lambda chunk: chunk.last_row)}
+
+    def is_kept(entry: ChunkEntry) -> bool:
+        return entry is last.get(entry.table) or any(map(entry.overlaps, wanted[entry.table]))
+
+    kept = {"chunks": tuple(filter(is_kept, manifest.chunks)), "gone": tuple(filter(is_kept, manifest.gone))}
+    return manifest.model_copy(update=kept)
 
 
 def snapshot_base(kind: Kind, parent: Chain | None, *, chained: bool) -> SnapshotBase:

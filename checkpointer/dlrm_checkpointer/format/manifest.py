@@ -164,6 +164,16 @@ class ChunkEntry(ObjectEntry):
         """Return the shard of the rows."""
         return ShardId(self.table, self.row_start, self.row_end, self.column_start, self.column_end)
 
+    def overlaps(self, shard: ShardId) -> bool:
+        """Tell whether the object may hold rows, or keys, of a rectangle."""
+        return (
+            self.table == shard.table
+            and self.first_row < shard.row_end
+            and self.last_row >= shard.row_start
+            and self.column_start < shard.column_end
+            and self.column_end > shard.column_start
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=FORMAT)
 class GoneEntry(ChunkEntry):

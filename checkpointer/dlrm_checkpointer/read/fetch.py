@@ -277,12 +277,4 @@ def keyed_bands(
 
 def overlapping(entries: Sequence[ChunkEntry], shard: ShardId) -> tuple[ChunkEntry, ...]:
     """Return the chunks that may hold rows of a rectangle."""
-    return tuple(
-        entry
-        for entry in entries
-        if entry.table == shard.table
-        and entry.first_row < shard.row_end
-        and entry.last_row >= shard.row_start
-        and entry.column_start < shard.column_end
-        and entry.column_end > shard.column_start
-    )
+    return tuple(entry for entry in entries if entry.overlaps(shard))

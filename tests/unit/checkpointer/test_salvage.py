@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.format.manifest import part_key
+from dlrm_checkpointer.format.chain import Chain
+from dlrm_checkpointer.format.manifest import manifest_key, part_key
 from dlrm_checkpointer.read.catalog import list_snapshots
 from dlrm_checkpointer.read.restore import PartialCut, find_partial, newest_snapshot, open_partial
 from dlrm_checkpointer.types import SnapshotName
@@ -55,6 +59,35 @@ def test_lost_ranks_fall_back_to_the_snapshot_and_others_keep_the_cut(lost, file
                 rows[piece.row_ids - shard.row_start, first : first + piece.shard.width] = piece.rows
             expected = model.rows[shard.table][shard.row_start : shard.row_end, columns.start : columns.stop]
             np.testing.assert_array_equal(rows, expected)
+
+
+@pytest.mark.parametrize("lost", ["full", "one-shot", "consecutive", "intermittent"], indirect=True)
+def test_a_sent_chain_gives_a_rank_its_rows_and_less_to_hold(lost, files: FileStore) -> None:
+    model = lost[1]
+    base, _ = newest_snapshot(files)
+    for whole in (base, open_partial(files, base, find_partial(files, base))):
+        links, bodies = whole.chain.links, list(whole.chain.pack())
+        for rank in range(3):
+            shards = model.shards(rank, 3)
+
+            sent = type(whole)(files, Chain.unpack(links, bodies, shards))
+
+            assert (sent.uri, sent.meta, sent.manifest.dense) == (whole.uri, whole.meta, whole.manifest.dense)
+            assert (sent.last_rows(), len(sent.objects) < len(whole.objects)) == (whole.last_rows(), True)
+            for shard in shards:
+                pieces = zip(stored_rows(sent, shard), stored_rows(whole, shard), strict=True)
+                assert all(mine.shard == all_.shard and (mine.rows == all_.rows).all() for mine, all_ in pieces)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda body: b"", lambda body: body[:-9], lambda body: zlib.compress(zlib.decompress(body)[:-9])]
+)
+def test_a_damaged_chain_names_the_manifest(lost, files: FileStore, damage: Callable[[bytes], bytes]) -> None:
+    base, _ = newest_snapshot(files)
+    body, name = next(base.chain.pack()), base.chain.links[0].name
+
+    with pytest.raises(SnapshotError, match=manifest_key(name.step, name.attempt)):
+        Chain.unpack(base.chain.links[:1], [damage(body)], [])
 
 
 def test_nothing_is_salvaged_without_the_dense_state_of_rank_0(tmp_path: Path, files: FileStore, new_model, new_pod):

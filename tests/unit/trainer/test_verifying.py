@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.format.manifest import ObjectEntry
+from dlrm_checkpointer.format.manifest import ChainSummary, ChunkEntry, Manifest, ObjectEntry, manifest_key
 from dlrm_checkpointer.read import fetch
 from dlrm_checkpointer.read.fetch import Check
+from dlrm_checkpointer.types import CutMeta, ShardId, SnapshotName, TableMeta
 from dlrm_stores.file import FileStore
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_trainer.checkpointing import restore
-from dlrm_trainer.checkpointing.restore import choose_together
+from dlrm_trainer.checkpointing.restore import choose_together, open_together
 from dlrm_trainer.distributed import failures
 from dlrm_trainer.distributed.collectives import Collectives
 
@@ -35,6 +38,11 @@ class NotingStore(FileStore):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.read: list[str] = []
+        self.requests = Counter[str]()
+
+    def get(self, key: str) -> bytes:
+        self.requests[key.split("/")[0]] += 1
+        return super().get(key)
 
     def get_into(self, key: str, buffer: memoryview) -> int:
         self.read.append(key)
@@ -82,6 +90,14 @@ def read_some(collectives: Collectives, root: Path, objects: Sequence[ObjectEntr
     return choose_together(store, collectives, choose, TypeAdapter(bool)), time.monotonic() - began
 
 
+def opened(collectives: Collectives, root: Path, name: SnapshotName) -> tuple[Counter[str], list[int]]:
+    """Open a snapshot for one row of this rank; the requests by folder, and the rows of the objects that it holds."""
+    store = NotingStore(root)
+    shard = ShardId("t", collectives.rank, collectives.rank + 1, 0, 4)
+    snapshot = open_together(store, collectives, name, [shard])
+    return store.requests, [chunk.first_row for chunk in snapshot.manifest.chunks]
+
+
 @pytest.fixture
 def put(tmp_path: Path) -> Callable[[int, int], list[ObjectEntry]]:
     """Puts a number of objects for a step."""
@@ -112,6 +128,33 @@ def test_each_object_is_read_by_one_rank_and_all_ranks_get_the_answer(
     assert sorted(found[0][2]) == keys
     if round_bytes > SIZE:
         assert max(len(read) for _, read, _ in found) <= -(-14 // world_size) + 1
+
+
+def test_rank_0_alone_reads_manifests_and_each_rank_holds_its_objects(tmp_path: Path) -> None:
+    table = TableMeta(
+        name="t", rows=9, dim=4, seed=0, scale=0.0, column_blocks=((0, 4),), state_columns=(1,), dtype="fp32"
+    )
+    meta = CutMeta(step=5, samples=1, world_size=1, attempt=1, model={"tables": [table.to_json()]})
+    puts = [
+        ObjectEntry(key=f"chunks/0000000000000005/00000001/000000/{n}.safetensors", bytes=1, sha256="0" * 64)
+        for n in range(10)
+    ]
+    manifest = Manifest(
+        kind="full",
+        bits=32,
+        chain=(),
+        growth=ChainSummary(base_bytes=9, base_time=0.0),
+        meta=meta.to_json(),
+        chunks=tuple(ChunkEntry.of(put, table.whole(), np.array([row])) for row, put in enumerate(puts[:9])),
+        dense=puts[9],
+    )
+    FileStore(tmp_path).put(manifest_key(5, 1), manifest.encode())
+
+    found = run_ranks(3, opened, tmp_path, SnapshotName(5, 1))
+
+    assert [requests for requests, _ in found] == [{"manifests": 1}, {}, {}]
+    # The object with the table's last row is known to all.
+    assert [rows for _, rows in found] == [[0, 8], [1, 8], [2, 8]]
 
 
 @pytest.mark.parametrize("damaged", range(4))

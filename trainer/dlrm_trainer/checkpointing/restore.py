@@ -24,6 +24,8 @@ from dlrm_api.errors import InvalidSpecError, NoInputError, SnapshotError, Tempo
 from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.plan import Plan
 from dlrm_checkpointer import (
+    Chain,
+    ChainLink,
     Check,
     CodedRows,
     HandoffWriter,
@@ -31,6 +33,8 @@ from dlrm_checkpointer import (
     ObjectEntry,
     PartialCut,
     PartialDigest,
+    PartialSnapshot,
+    ShardId,
     Snapshot,
     SnapshotName,
     add_digests,
@@ -56,7 +60,7 @@ from dlrm_stores import ObjectStore, StoreOptions, open_store
 from dlrm_stores.base import FieldNames
 from dlrm_trainer.checkpointing.compat import changes, check_model
 from dlrm_trainer.checkpointing.control import CutControl
-from dlrm_trainer.checkpointing.data_set import TEXT, DataSet, StoredData, read_stored
+from dlrm_trainer.checkpointing.data_set import BODY, TEXT, DataSet, StoredData, read_stored
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.failures import CollectiveKeepalive
 from dlrm_trainer.distributed.rendezvous import RankGroup
@@ -85,6 +89,7 @@ MAX_CHANGES = 10
 ROUND_BYTES = 1 << 30
 """Bytes that each rank verifies between two exchanges of results: bounds the reads after the first damage."""
 ENTRIES = TypeAdapter(tuple[ObjectEntry, ...])
+LINKS = TypeAdapter(tuple[ChainLink, ...])
 
 
 def choose_together(
@@ -217,6 +222,35 @@ def choose_start(
         )
 
     return choose_together(store, collectives, choose, START)
+
+
+def open_together(
+    store: ObjectStore,
+    collectives: Collectives,
+    name: SnapshotName,
+    shards: Sequence[ShardId],
+    salvage: PartialCut | None = None,
+) -> Snapshot:
+    """Open a snapshot with its chain on every rank, for reading this rank's ``shards``; all ranks must call this.
+
+    Rank 0 alone reads manifests and part lists. They are sent one by one, so that a rank holds one whole.
+
+    Raises:
+        NoInputError, SnapshotError: on rank 0; see ``load_chain`` and ``open_partial``.
+        PeerLostError: on the others in that case.
+    """
+    if collectives.rank:
+        links = collectives.broadcast(None, LINKS)
+        chain = Chain.unpack(links, (collectives.broadcast(None, BODY) for _ in links), shards)
+        return (PartialSnapshot if salvage else Snapshot)(store, chain)
+    snapshot = Snapshot(store, load_chain(store, name))
+    if salvage:
+        snapshot = open_partial(store, snapshot, salvage)
+    if collectives.world_size > 1:
+        collectives.broadcast(snapshot.chain.links, LINKS)
+        for body in snapshot.chain.pack():
+            collectives.broadcast(body, BODY)
+    return type(snapshot)(store, snapshot.chain.of_shards(shards))
 
 
 def _check_owner(store: ObjectStore, owner: JobIdentity | None) -> list[str]:
@@ -470,8 +504,13 @@ class Chosen:
         return read_stored(self.store, self.snapshot.meta, self.snapshot.uri)
 
 
-def choose_newest(job: DLRMJob, settings: Settings, collectives: Collectives, board: ProgressBoard) -> Chosen:
-    """Choose the newest usable snapshot; log which one it is and why newer ones were skipped. See ``choose_start``."""
+def choose_newest(
+    job: DLRMJob, settings: Settings, collectives: Collectives, board: ProgressBoard, shards: Sequence[ShardId]
+) -> Chosen:
+    """Choose the newest usable snapshot; log which one it is and why newer ones were skipped. See ``choose_start``.
+
+    ``shards`` are what this rank will read of it.
+    """
     checkpoint, meta = job.spec.checkpoint, job.metadata
     options = StoreOptions(s3=checkpoint.s3, credentials_dir=settings.credentials_dir)
     store = open_store(checkpoint.uri, options)
@@ -494,9 +533,7 @@ def choose_newest(job: DLRMJob, settings: Settings, collectives: Collectives, bo
             board.note(note)
     if start.snapshot is None:
         return Chosen(store=store, options=options, start=start, snapshot=None)
-    snapshot = Snapshot(store, load_chain(store, start.snapshot))
-    if start.salvage:
-        snapshot = open_partial(store, snapshot, start.salvage)
+    snapshot = open_together(store, collectives, start.snapshot, shards, start.salvage)
     return Chosen(store=store, options=options, start=start, snapshot=snapshot)
 
 
@@ -567,7 +604,8 @@ def begin_from(assembly: Assembly, uri: str, options: StoreOptions) -> None:
     if name is None:
         raise NoInputError(f"spec.checkpoint.restoreFrom: {other.uri} holds no snapshot; fix the URI or remove it")
     with _unless_retired(other, name):
-        snapshot = Snapshot(other, load_chain(other, name))
+        shards = assembly.learner.embeddings.shards
+        snapshot = open_together(other, assembly.gang.collectives, name, shards)
         _check_model(assembly, snapshot)
         left = restore(assembly.learner, snapshot, assembly.gang.collectives, mark=True, begins=True)
         _note_left(assembly, left)

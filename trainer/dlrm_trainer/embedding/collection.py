@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dlrm_api.errors import DivergedError
 from dlrm_api.training import RowRegularizerSpec
-from dlrm_checkpointer import Cut, CutRows, CutRowSource, CutSize, GoneRows
+from dlrm_checkpointer import Cut, CutRows, CutRowSource, CutSize, GoneRows, ShardId
 from dlrm_kernels.dirty_rows import LINE_ROWS
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
@@ -202,6 +202,11 @@ class Embeddings:
     def local(self) -> tuple[LocalPart, ...]:
         """Return the parts that this rank holds; settle before you read them."""
         return (*self.tables.parts(), *self.replicated.parts)
+
+    @property
+    def shards(self) -> list[ShardId]:
+        """Return the shards of the parts that this rank holds."""
+        return [part.shard for part in self.local]
 
     @property
     def gradient_elements(self) -> int:
