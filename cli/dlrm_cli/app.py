@@ -115,10 +115,31 @@ def plan(
         str | None,
         typer.Option("--bytes", metavar="BYTES", help="Memory of all tables for --advise-dims, such as 16Gi."),
     ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            help="Plan with each of these values, and all combinations with those of other keys: batch, replicas, "
+            "hardware, codec, precision, dim, width, tiers.ddr (or another tier), or a field. May be repeated.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="SVG file for the predicted throughput of --what-if.")
+    ] = None,
     output: Output = "table",
 ) -> None:
     """Show which embedding table is on which rank, and what that takes."""
     from dlrm_cli.manifests import print_dims, print_plan
+
+    if what_if:
+        from dlrm_cli.what_if import print_what_if
+
+        if advise_dims or budget is not None:
+            raise UsageError("--what-if cannot be combined with --advise-dims or --bytes")
+        print_what_if(file, hardware, settings or [], what_if, plot=plot, as_json=output == "json")
+        return
+    if plot is not None:
+        raise UsageError("--plot needs --what-if: give the values to compare")
 
     if advise_dims != (budget is not None):
         raise UsageError("--advise-dims and --bytes must be set together: set both or neither")

@@ -334,7 +334,7 @@ def with_overrides(body: dict[str, Any], settings: Sequence[str]) -> dict[str, A
             value = parse_value(text)
         except (yaml.YAMLError, ValueError) as error:
             raise UsageError(f"invalid --set {setting}: expected a YAML value, got {text!r}; quote it") from error
-        _set(changed, path, value)
+        set_field(changed, path, value)
     return changed
 
 
@@ -349,11 +349,11 @@ def with_data(body: dict[str, Any], data: str | None, eval_data: str | None) -> 
         return changed
     old_train, old_eval = (_dig(changed, "spec", "data", split, "uris") or [] for split in ("train", "eval"))
     if data is not None:
-        _set(changed, "spec.data.train.uris", [local_uri("--data", data)])
+        set_field(changed, "spec.data.train.uris", [local_uri("--data", data)])
     if eval_data is not None:
-        _set(changed, "spec.data.eval.uris", [local_uri("--eval-data", eval_data)])
+        set_field(changed, "spec.data.eval.uris", [local_uri("--eval-data", eval_data)])
     elif not old_eval or old_eval == old_train:
-        _set(changed, "spec.data.eval.uris", [local_uri("--data", str(data))])
+        set_field(changed, "spec.data.eval.uris", [local_uri("--data", str(data))])
     return changed
 
 
@@ -397,8 +397,13 @@ def _dig(node: Any, *path: str) -> Any:
     return node
 
 
-def _set(body: dict[str, Any], path: str, value: Any) -> None:
-    steps = _steps(path)
+def set_field(body: dict[str, Any], path: str, value: Any, option: str = "--set") -> None:
+    """Set a field of a job's document in place; None restores its default.
+
+    Raises:
+        UsageError: the API has no such field; names ``option`` and the fields that there are.
+    """
+    steps, path = _steps(path, option), f"{option} {path}"
     node: Any = body
     model: Any = DLRMJob
     walked = ""
@@ -422,7 +427,7 @@ def _key(node: Any, step: str | int, path: str, walked: str) -> Any:
         raise _list_error(path, walked, node)
     if step >= len(node):
         expected = f"expected an index below {len(node)}" if node else "the list is empty"
-        raise UsageError(f"invalid --set {path}: {walked} has no element [{step}]; {expected}")
+        raise UsageError(f"invalid {path}: {walked} has no element [{step}]; {expected}")
     return step
 
 
@@ -439,10 +444,10 @@ def _below(node: Any, key: Any, model: Any, following: str | int) -> Any:
 
 
 def _list_error(path: str, walked: str, node: list[Any]) -> UsageError:
-    return UsageError(f"invalid --set {path}: {walked} is a list of {len(node)}; {walked}[0] is its first element")
+    return UsageError(f"invalid {path}: {walked} is a list of {len(node)}; {walked}[0] is its first element")
 
 
-def _steps(path: str) -> list[str | int]:
+def _steps(path: str, option: str) -> list[str | int]:
     steps: list[str | int] = []
     end = 0
     for match in STEP.finditer(path):
@@ -451,7 +456,7 @@ def _steps(path: str) -> list[str | int]:
         steps.append(int(match[2]) if match[2] is not None else match[1] or match[3])
         end = match.end()
     if not steps or end != len(path):
-        raise UsageError(f"invalid --set {path}: expected a path such as spec.model.tables[0].rows")
+        raise UsageError(f"invalid {option} {path}: expected a path such as spec.model.tables[0].rows")
     return steps
 
 
@@ -467,7 +472,7 @@ def _inner(model: Any, step: str | int, path: str, walked: str, node: Any) -> An
             return plain(fields[str(step)])
         if model.model_config.get("extra") == "allow" and isinstance(step, str):
             return Any
-        raise UsageError(f"invalid --set {path}: {here} has no field {step}; expected one of {', '.join(fields)}")
+        raise UsageError(f"invalid {path}: {here} has no field {step}; expected one of {', '.join(fields)}")
     origin, arguments = typing.get_origin(model), typing.get_args(model)
     if origin is tuple and isinstance(step, int):
         return plain(arguments[0])
@@ -475,4 +480,4 @@ def _inner(model: Any, step: str | int, path: str, walked: str, node: Any) -> An
         return plain(arguments[1])
     if origin is tuple:
         raise _list_error(path, walked, node)
-    raise UsageError(f"invalid --set {path}: {here} is a single value")
+    raise UsageError(f"invalid {path}: {here} is a single value")

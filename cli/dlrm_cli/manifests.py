@@ -156,7 +156,7 @@ def read_job_and_profile(
     """Read a file's job with its settings applied, and the profile that it names."""
     documents = read_documents(path)
     document = only_job(documents)
-    job = _parse_job(document, with_overrides(document.body, settings))
+    job = parse_job_document(document, with_overrides(document.body, settings))
     return job, find_profile(job, documents, profile_path)
 
 
@@ -165,10 +165,11 @@ def read_job(path: Path, settings: Sequence[str], data: str | None, eval_data: s
     document = only_job(read_documents(path))
     body = with_overrides(with_data(document.body, data, eval_data), settings)
     refuse_unread_data(body, data, eval_data)
-    return _parse_job(document, body)
+    return parse_job_document(document, body)
 
 
-def _parse_job(document: Document, body: dict[str, Any]) -> DLRMJob:
+def parse_job_document(document: Document, body: dict[str, Any]) -> DLRMJob:
+    """Return the job of a document whose body is now ``body``; errors name its file."""
     changed = replace(document, body=body)
     try:
         job = parse_document(changed)

@@ -65,6 +65,8 @@ class Plot:
     words: str
     x_name: str = "step"
     x_unit: Unit = "count"
+    x_names: Sequence[str] = ()
+    """Names of x = 0, 1 and so on, if x is not a number."""
     y_name: str
     y_unit: Unit
     series: Sequence[Series]
@@ -123,6 +125,15 @@ def draw(plot: Plot, name: str, *, narrow: bool = False) -> str:
 
     ``name`` is the prefix of the element ids, which are unique in the page. ``narrow``: for a screen of 400 pixels.
     """
+    return _inline(_draw(plot, narrow=narrow, transparent=True), plot.title, name)
+
+
+def draw_alone(plot: Plot) -> str:
+    """Return a plot of at least one point as an SVG document of its own, with its title on top."""
+    return _draw(plot, narrow=False, transparent=False)
+
+
+def _draw(plot: Plot, *, narrow: bool, transparent: bool) -> str:
     # matplotlib takes half a second to import, so only a report pays for it.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -130,6 +141,8 @@ def draw(plot: Plot, name: str, *, narrow: bool = False) -> str:
     with rc_context(STYLE):
         figure = Figure(figsize=(4.4, 3.4) if narrow else (9, 3.4), layout="constrained")
         axes = figure.add_subplot()
+        if not transparent:
+            axes.set_title(plot.title, loc="left")
         _draw_series(axes, plot)
         for x, _ in plot.marks:
             axes.axvline(x, color=SOFT, linewidth=0.8, linestyle=":")
@@ -138,10 +151,14 @@ def draw(plot: Plot, name: str, *, narrow: bool = False) -> str:
             axes.axhline(y, color=INK, linewidth=0.8, linestyle="--", label=label)
         _set_axes(axes, plot, 3 if narrow else 6)
         if len(plot.series) + len(plot.levels) > 1:
-            figure.legend(loc="outside lower center", ncols=2 if narrow else 5, frameon=False)
+            longest = max(
+                len(name) for name in (*(each.name for each in plot.series), *(name for _, name in plot.levels))
+            )
+            columns = max(1, min(2 if narrow else 5, (60 if narrow else 120) // longest))
+            figure.legend(loc="outside lower center", ncols=columns, frameon=False)
         text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return _inline(text.getvalue(), plot.title, name)
+        figure.savefig(text, format="svg", transparent=transparent, metadata={"Date": None, "Creator": None})
+    return text.getvalue()
 
 
 def _draw_series(axes: Axes, plot: Plot) -> None:
@@ -195,6 +212,8 @@ def _set_axes(axes: Axes, plot: Plot, ticks: int) -> None:
             MaxNLocator(nbins=ticks if axis is axes.xaxis else 6, steps=steps, integer=unit == "count")
         )
         axis.set_major_formatter(formatter(unit))
+    if plot.x_names:
+        axes.set_xticks(range(len(plot.x_names)), plot.x_names)
     axes.set_xlabel(plot.x_name)
     axes.set_ylabel(plot.y_name)
     axes.margins(x=0.02)
