@@ -44,6 +44,35 @@ def test_the_job_has_a_plan_and_four_pods_on_each_pool(name: str) -> None:
     assert all(pod["spec"]["affinity"]["nodeAffinity"][required]["nodeSelectorTerms"] == terms for pod in pods)
 
 
+@pytest.mark.parametrize(
+    ("name", "tier", "processes", "rows"),
+    [
+        ("gpu-hbm", "ddr", 8, 130_000_000),
+        ("gpu-hbm-scm", "scm", 8, 130_000_000),
+        ("cpu-cxl", "cxl", 2, 130_000_000),
+        ("cpu-cxl-pooling", "cxl", 2, 130_000_000),
+        ("cpu-nvme", "block", 2, 260_000_000),
+    ],
+)
+def test_each_public_machine_holds_a_terabyte_and_predicts_its_speed(
+    name: str, tier: str, processes: int, rows: int
+) -> None:
+    profile = parse_profile(yaml.safe_load((FOLDER / "profiles" / f"{name}.yaml").read_text()))
+    document = yaml.safe_load((FOLDER / "job.yaml").read_text())
+    document["spec"]["trainer"] = {"replicas": 1, "processesPerReplica": processes, "hardware": profile.metadata.name}
+    document["spec"]["model"]["tableGroups"][0]["template"] = {"rows": rows, "dim": 64}
+    document["spec"]["model"]["bottomMlp"] = [64, 64]
+
+    plan = plan_job(parse_job(document).spec, profile)
+
+    assert profile.metadata.name == name
+    assert plan.device == ("cuda" if profile.spec.devices else "cpu")
+    assert sum(rank.bytes_per_tier.get(tier, 0) for rank in plan.ranks) > 1e11
+    check_mounts(plan, profile)
+    # Every rate that the prediction needs is stated.
+    assert (plan.predicted.samples_per_second or 0) > 0
+
+
 def test_a_gpu_pod_takes_a_device_a_process() -> None:
     pods = pods_on(pool("gpu"), processesPerReplica=8)
 
