@@ -18,7 +18,7 @@ class RowOptimizer:
     state_values: Callable[[int], int]
     """fp32 values of state per row of a column block, as a function of the block's columns."""
     is_fused_on_gpu: bool
-    """fbgemm updates fp32 rows inside its backward kernel; otherwise torch updates them after it."""
+    """fbgemm updates fp32 rows inside its backward kernel; otherwise a kernel of ours updates them after it."""
 
 
 ROW_OPTIMIZERS: Mapping[RowOptimizerKind, RowOptimizer] = MappingProxyType(

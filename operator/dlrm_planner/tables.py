@@ -31,9 +31,9 @@ LONE_ID_BYTES, ID_BYTES = 32, 96
 """Bytes per id of a batch, on one rank and among several. Measured with tables in DDR: 30, and 81 to 95."""
 ID_BYTES_AHEAD = 24
 """Bytes per id of a batch that is prefetched: its read, received and slot forms."""
-UPDATED_ELEMENT_BYTES, UPDATED_ROW_BYTES = 48, 100
-"""Bytes per element, and per row, of rows that torch's operations update on a GPU: gradients of lookups and of rows,
-rows and states before and after, and their ids. Counted operation by operation: 39 and 89, under Adam 48 and 97."""
+UPDATED_LOOKUP_BYTES = 130
+"""Bytes per lookup for updates of rows on a GPU by kernels of our own: lookups in the order of their rows. Counted
+operation by operation: 68 to 92, and a sort takes more for itself."""
 INTERACTION_COPIES = {"cpu": {"dot": 0, "dcn": 3}, "cuda": {"dot": 2, "dcn": 4}}
 """Copies of the interaction's inputs, on top of its layers' outputs: as one tensor, and gradients. The host's compiled
 dot products read pooled rows in place."""
@@ -145,12 +145,13 @@ def update_bytes(spec: DLRMJobSpec) -> int:
     Tables of one width and type are updated at a time; a rank looks up as many rows as its slice of the batch has.
     """
     training, taken = spec.training, Counter[tuple[int, str]]()
-    fused = ROW_OPTIMIZERS[training.row_optimizer.kind].is_fused_on_gpu and training.row_regularizer is None
+    fused = ROW_OPTIMIZERS[training.row_optimizer.kind].is_fused_on_gpu
+    fused = fused and training.row_regularizer is None and not training.deterministic
     for table in spec.model.all_tables():
         if not fused or table.dtype != "fp32":
             width = table.column_block or table.dim
             rows = math.ceil(table.lookups * len(table.sources) * largest_slice(spec)) * table.dim // width
-            taken[width, table.dtype] += rows * (UPDATED_ELEMENT_BYTES * width + UPDATED_ROW_BYTES)
+            taken[width, table.dtype] += rows * UPDATED_LOOKUP_BYTES
     return max(taken.values(), default=0)
 
 

@@ -65,6 +65,7 @@ PLANTED = {
     "one module touches Kubernetes' API": ("cli/dlrm_cli", "kubernetes"),
     "one module touches S3": ("trainer/dlrm_trainer", "boto3"),
     "one module touches fbgemm": ("trainer/dlrm_trainer", "fbgemm_gpu"),
+    "Triton compiles for GPUs alone: jobs on hosts do not load it": ("trainer/dlrm_trainer", "triton"),
 }
 
 

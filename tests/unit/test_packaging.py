@@ -33,6 +33,7 @@ BESIDE = {
     ("cli", "torch"),  # dlrmctl measures a machine with it where the extra trainer is there too, else it says so
     ("trainer", "fbgemm-gpu"),  # of the same name as a module, whichever of the two distributions it comes from
     ("trainer", "fbgemm-gpu-cpu"),
+    ("trainer", "triton"),  # for GPUs alone
 }
 """Of extras and imports: what differs on purpose."""
 

@@ -517,7 +517,7 @@ def make_kernel(tables: Tables) -> SumKernel:
     if tables.device.type == "cpu":
         return HostKernel(tables)
     # Loads fbgemm, which takes seconds.
-    from dlrm_trainer.embedding.gpu import DeviceKernel
+    from dlrm_trainer.embedding.gpu.tables import DeviceKernel
 
     return DeviceKernel(tables)
 

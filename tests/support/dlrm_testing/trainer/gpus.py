@@ -15,7 +15,7 @@ def lacking() -> str:
     """Return what is missing here to run GPU tests; empty if nothing is."""
     if not torch.cuda.is_available():
         return "no CUDA device here: its kernels are not tested"
-    from dlrm_trainer.embedding.gpu import made_for_gpus
+    from dlrm_trainer.embedding.gpu.tables import made_for_gpus
 
     return "" if made_for_gpus() else "fbgemm-gpu-cpu has no kernels for the CUDA device here: none are tested"
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding import local_tables, replicated_tables
 from dlrm_trainer.embedding.exchange import Bags
-from dlrm_trainer.embedding.table_batch import RowUpdate, SumKernel, Tables
+from dlrm_trainer.embedding.table_batch import HostKernel, RowUpdate, SumKernel, Tables
 
 NAME = "pretended"
 COPIES = {"aten._to_copy.default", "aten.copy_.default"}
@@ -116,13 +116,10 @@ _LIBRARY = _register()  # let go of, they would be forgotten
 
 
 class PretendedKernel:
-    """Run ``DeviceKernel`` behind tensors of the device."""
+    """Run ``HostKernel`` behind tensors of the device: a GPU's kernels give its bits."""
 
     def __init__(self, tables: Tables) -> None:
-        # Loads fbgemm, which takes seconds.
-        from dlrm_trainer.embedding.gpu import DeviceKernel
-
-        self._kernel = DeviceKernel(replace(tables, device=HOST))
+        self._kernel = HostKernel(replace(tables, device=HOST))
         self.weights = tuple(map(Pretended, self._kernel.weights))
         self.states = tuple(map(Pretended, self._kernel.states))
 

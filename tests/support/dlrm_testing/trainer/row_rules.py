@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -29,27 +28,30 @@ def summed(bags: list[list[int]], gradient: Array) -> dict[int, Array]:
     return sums
 
 
-def rule(
-    weight: Array,
-    state: Array,
-    gradient: Array,
-    spec: RowOptimizerSpec,
-    rate: float,
-    root: Callable[[Any], Any] = np.sqrt,
-) -> tuple[Array, Array]:
+def summed_in_runs(ids: Array, gradient: Array, run: int) -> Array:
+    """Return (R, d) sums of (L, d) gradients by row, in float32 and in order: of runs of lookups, then of these."""
+    sums = []
+    for row in range(ids.max() + 1):
+        each = gradient[ids == row]
+        runs = [np.cumsum(each[at : at + run], axis=0)[-1] for at in range(0, len(each), run)]
+        sums.append(np.cumsum(runs, axis=0, dtype=np.float32)[-1])
+    return np.stack(sums)
+
+
+def rule(weight: Array, state: Array, gradient: Array, spec: RowOptimizerSpec, rate: float) -> tuple[Array, Array]:
     """One row (d,) and its state (S,) after one update, in the type of ``weight``."""
     kind, (beta1, beta2) = weight.dtype.type, (spec.beta1, spec.beta2)
     if spec.kind == "sgd":
         return weight - kind(rate) * gradient, state
     if spec.kind == "rowwise-adagrad":
         total = state[0] + (gradient * gradient).sum() / kind(len(gradient))
-        factor = kind(rate) * (kind(1) / (root(total) + kind(spec.eps)))
+        factor = kind(rate) * (kind(1) / (np.sqrt(total) + kind(spec.eps)))
         return weight - factor * gradient, np.array([total], kind)
     first, second, count = state[: len(weight)], state[len(weight) : -1], int(state[-1]) + 1
     first = first * kind(beta1) + gradient * kind(1 - beta1)
     second = second * kind(beta2) + gradient * gradient * kind(1 - beta2)
     small, large = (kind(1 - beta**count) for beta in (beta1, beta2))
-    step = first / small / (root(second / large) + kind(spec.eps))
+    step = first / small / (np.sqrt(second / large) + kind(spec.eps))
     return weight - kind(rate) * step, np.concatenate([first, second, [kind(count)]])
 
 

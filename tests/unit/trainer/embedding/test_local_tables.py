@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -13,9 +12,7 @@ from hypothesis import strategies as st
 from dlrm_api.tiers import RowDtype
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_testing.trainer.bags import Replicas, bags_of, batch_of, tables_of
-from dlrm_trainer.embedding.exchange import Bags
-from dlrm_trainer.embedding.gpu import DeviceKernel
-from dlrm_trainer.embedding.table_batch import HostKernel, RowUpdate, TableBatch
+from dlrm_trainer.embedding.table_batch import HostKernel, TableBatch
 from dlrm_trainer.embedding.tiers.slots import untouched_zeros
 
 EPS = 1e-8
@@ -222,37 +219,6 @@ def test_untouched_rows_may_take_more_memory_than_the_machine_has() -> None:
     assert rows.data_ptr() % 64 == 0
 
 
-@pytest.mark.parametrize("kind", ["rowwise-adagrad", "sgd", "adam"])
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_the_kernels_of_a_gpu_do_on_the_host_what_the_compiled_loops_do(kind: Any, dtype: RowDtype) -> None:
-    generator = np.random.default_rng(6)
-    names = [f"t{number}" for number in range(len(SHAPES))]
-    optimizer = RowOptimizerSpec(kind=kind)
-    tables = tables_of(SHAPES, optimizer, dtype=dtype, names=names, features=FEATURES, first_columns=(0, 4, 8))
-    kernels = [HostKernel(tables), DeviceKernel(tables)]
-    for kernel in kernels:
-        for number, weight in enumerate(kernel.weights):
-            weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)))
-
-    for step in range(3):
-        lengths = generator.integers(0, 5, (len(FEATURES), 15))
-        counts = zip(FEATURES, lengths.sum(axis=1), strict=True)
-        ids = torch.from_numpy(np.concatenate([generator.integers(0, SHAPES[table][0], n) for table, n in counts]))
-        weights = torch.from_numpy(generator.normal(size=len(ids)).astype(np.float32))
-        bags = bags_of(ids, torch.from_numpy(lengths), weights)
-        pooled = [kernel.pool(bags, True) for kernel in kernels]
-        gradient = torch.from_numpy(generator.normal(size=pooled[0].shape).astype(np.float32))
-        for kernel in kernels:
-            kernel.update(bags, gradient, ids, RowUpdate(0.1 / (step + 1), step))
-        torch.testing.assert_close(pooled[0], pooled[1], rtol=1e-4, atol=1e-3)
-
-    tolerance = 1e-5 if dtype == "fp32" else 2e-3
-    for ours, theirs in zip(
-        (*kernels[0].weights, *kernels[0].states), (*kernels[1].weights, *kernels[1].states), strict=True
-    ):
-        torch.testing.assert_close(ours.float(), theirs.float(), rtol=tolerance, atol=tolerance)
-
-
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**31), samples=st.integers(0, 2_000), threads=st.integers(1, 3))
 def test_gradients_add_up_in_the_order_of_lookups_on_any_threads(seed: int, samples: int, threads: int) -> None:
@@ -278,37 +244,3 @@ def test_gradients_add_up_in_the_order_of_lookups_on_any_threads(seed: int, samp
 
     assert torch.equal(sums, expected)
     assert touched.nonzero().squeeze(1).tolist() == sorted(set(rows.tolist()))
-
-
-def flags() -> tuple[bool, bool]:
-    """Whether torch's algorithms are to be deterministic, and whether new memory is filled."""
-    return torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-
-
-def one_lookup(deterministic: bool) -> tuple[DeviceKernel, Bags]:
-    kernel, ids = DeviceKernel(tables_of([(40, 4)], ADAGRAD, deterministic=deterministic)), torch.arange(5)
-    bags = bags_of(ids, torch.ones(1, 5, dtype=torch.int64))
-    kernel.pool(bags, True)
-    return kernel, bags
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_only_fused_sums_are_deterministic_and_only_on_request(deterministic: bool) -> None:
-    kernel, bags = one_lookup(deterministic)
-    seen: list[tuple[bool, bool]] = []
-    assert kernel._graph is not None
-    kernel._graph.register_hook(lambda _: seen.append(flags()))
-
-    kernel.update(bags, torch.ones(5, 4), bags.ids, RowUpdate(ADAGRAD.learning_rate, 0))
-
-    assert seen == [(deterministic, not deterministic)]
-    assert flags() == (False, True)
-
-
-def test_sums_that_fail_leave_nothing_deterministic_behind() -> None:
-    kernel, bags = one_lookup(deterministic=True)
-
-    with pytest.raises(RuntimeError, match="shape"):
-        kernel.update(bags, torch.ones(6, 4), bags.ids, RowUpdate(ADAGRAD.learning_rate, 0))
-
-    assert flags() == (False, True)

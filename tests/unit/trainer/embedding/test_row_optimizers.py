@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -17,10 +16,9 @@ from dlrm_api.tiers import RowDtype
 from dlrm_api.training import MIN_EPS, DenseOptimizerSpec, RowOptimizerSpec, RowRegularizerSpec
 from dlrm_kernels.row_updates import MAX_UPDATES
 from dlrm_testing.trainer import row_rules
-from dlrm_testing.trainer.bags import Replicas, bags_of, batch_of
+from dlrm_testing.trainer.bags import Replicas, bags_of, batch_of, tables_of
 from dlrm_testing.trainer.gpus import needs_gpu
-from dlrm_trainer.embedding.gpu import updated
-from dlrm_trainer.embedding.table_batch import TableBatch
+from dlrm_trainer.embedding.table_batch import HostKernel, RowUpdate, TableBatch
 from dlrm_trainer.model.dense import DenseOptimizer
 
 SHAPES = [(40, 4), (7, 4), (30, 16), (1, 8)]
@@ -54,13 +52,6 @@ def flat(bags: row_rules.Bags, device: str) -> tuple[torch.Tensor, torch.Tensor]
 def eighths(generator: np.random.Generator, *shape: int) -> np.ndarray:
     """Gradients with sums and sums of squares that are exact in float32 in any order."""
     return (generator.integers(-8, 9, shape) / 8).astype(np.float32)
-
-
-def device_root(device: str) -> Callable[[Any], Any]:
-    """The device's float32 square root: IEEE's on the host."""
-    if device == "cpu":
-        return np.sqrt
-    return lambda values: torch.from_numpy(np.asarray(values, np.float32)).to(device).sqrt().cpu().numpy()
 
 
 class Owned:
@@ -149,7 +140,7 @@ def test_rows_whose_sums_are_exact_have_the_bits_of_rules_written_apart(
 ) -> None:
     if device == "cuda" and (holder, kind, dtype) in FUSED:
         pytest.skip("fbgemm may fuse a multiplication and an addition")
-    generator, root = np.random.default_rng(2), device_root(device)
+    generator = np.random.default_rng(2)
     tables = holder(kind, dtype, device)
     weights = [weight.astype(np.float32) for weight in fill(tables.batch, 2)]
     states = [np.zeros((rows, state_values(kind, dim)), np.float32) for rows, dim in SHAPES]
@@ -159,7 +150,7 @@ def test_rows_whose_sums_are_exact_have_the_bits_of_rules_written_apart(
         tables.step(bags, gradients, rate, number)
         for name, weight, state, table, gradient in zip(NAMES, weights, states, bags, gradients, strict=True):
             for row, total in row_rules.summed(table, gradient).items():
-                new, state[row] = row_rules.rule(weight[row], state[row], total, OPTIMIZERS[kind], rate, root)
+                new, state[row] = row_rules.rule(weight[row], state[row], total, OPTIMIZERS[kind], rate)
                 if dtype == "fp16":
                     bits = [row_rules.bits_of(5, name, number, row, column) for column in range(len(new))]
                     new = np.array(
@@ -303,16 +294,6 @@ def test_a_batch_without_samples_or_without_ids_changes_nothing(kind: str, dtype
 
 
 @each_kind
-def test_a_table_of_which_a_batch_looks_no_row_up_is_left_as_it_is(kind: str) -> None:
-    empty = torch.zeros(0, 4)
-
-    weight, state = updated(empty, torch.zeros(0, state_values(kind, 4)), empty, OPTIMIZERS[kind], 0.1)
-
-    assert weight.shape == (0, 4)
-    assert state.shape == (0, state_values(kind, 4))
-
-
-@each_kind
 @both_types
 @pytest.mark.parametrize("size", [0.0, 1e-23])
 def test_gradients_of_zero_and_nearly_so_move_no_row_at_the_least_eps(kind: str, dtype: RowDtype, size: float) -> None:
@@ -320,14 +301,11 @@ def test_gradients_of_zero_and_nearly_so_move_no_row_at_the_least_eps(kind: str,
     batch = batch_of([(3, 4)], spec, dtype=dtype, names=["t"])
     batch.weights[0].fill_(1.0)
     gradient = torch.full((2, 4), size)
-    sums = torch.zeros(3, 4).index_copy_(0, torch.tensor([0, 2]), gradient)
 
     pooled = batch.lookup(bags_of(torch.tensor([0, 2]), torch.ones(1, 2, dtype=torch.int32)), updates=True)
     batch.update(pooled, gradient, 1.0)
-    elsewhere, _ = updated(torch.ones(3, 4), torch.zeros(3, state_values(kind, 4)), sums, spec, 1.0)
 
     np.testing.assert_allclose(batch.weights[0].float().numpy(), 1.0, atol=0.01)
-    np.testing.assert_allclose(elsewhere.numpy(), 1.0, atol=0.01)
 
 
 @pytest.mark.parametrize("spec", [RowOptimizerSpec, DenseOptimizerSpec])
@@ -352,10 +330,12 @@ def test_gradients_of_about_zero_move_no_dense_parameter_at_the_least_eps(kind: 
 def test_adams_correction_is_that_of_exact_powers_however_many_updates(decay: float, done: int) -> None:
     spec = RowOptimizerSpec(kind="adam", beta1=min(decay, 0.9999), beta2=decay, eps=MIN_EPS)
     count = min(done, MAX_UPDATES)
-    state = torch.cat((torch.zeros(1, 8), torch.full((1, 1), float(count))), dim=1)
+    kernel = HostKernel(tables_of([(1, 4)], spec))
+    kernel.states[0][0, -1] = count
 
-    _, after = updated(torch.zeros(1, 4), state, torch.ones(1, 4), spec, 1.0)
+    kernel.update_rows(torch.tensor([0]), torch.ones(1, 4), RowUpdate(1.0, 0))
 
+    after = kernel.states[0]
     assert float(after[0, -1]) == min(count + 1, MAX_UPDATES)
     assert bool(torch.isfinite(after).all())
 
@@ -364,14 +344,15 @@ def test_adams_correction_is_that_of_exact_powers_however_many_updates(decay: fl
 @pytest.mark.parametrize("count", [1, 2, 3, 100, 12_345])
 def test_a_gradient_of_one_after_many_updates_moves_by_the_exact_ratio(decay: float, count: int) -> None:
     spec = RowOptimizerSpec(kind="adam", beta1=min(decay, 0.9999), beta2=decay, eps=MIN_EPS)
-    state = torch.tensor([[0.0] * 8 + [count - 1.0]])
+    kernel = HostKernel(tables_of([(1, 4)], spec))
+    kernel.states[0][0, -1] = count - 1
 
-    weight, _ = updated(torch.zeros(1, 4), state, torch.ones(1, 4), spec, 1.0)
+    kernel.update_rows(torch.tensor([0]), torch.ones(1, 4), RowUpdate(1.0, 0))
 
     small, large = (1 - Fraction(beta) for beta in (spec.beta1, spec.beta2))
     first = small / (1 - Fraction(spec.beta1) ** count)
     second = large / (1 - Fraction(spec.beta2) ** count)
-    np.testing.assert_allclose(weight.numpy(), -float(first) / float(second) ** 0.5, rtol=5e-7)
+    np.testing.assert_allclose(kernel.weights[0].numpy(), -float(first) / float(second) ** 0.5, rtol=5e-7)
 
 
 def test_small_updates_that_fp16_would_lose_are_kept_in_the_mean() -> None:

@@ -1,0 +1,20 @@
+"""Kernels in Triton run in its interpreter, in a process of their own: Triton chooses once, when it is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+OF_THE_INTERPRETER = ["test_row_updates.py"]
+collect_ignore = ["test_interpreter.py", "test_compilation.py", "test_tables.py"] if INTERPRETED else OF_THE_INTERPRETER
+
+
+@pytest.fixture(autouse=True)
+def values_that_no_gpu_reports() -> Iterator[None]:
+    """Let numpy, in place of a GPU, overflow and divide by zero in silence."""
+    with np.errstate(all="ignore"):
+        yield

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from dlrm_api.row_optimizers import RowOptimizerKind, state_values
+from dlrm_api.tiers import RowDtype
+from dlrm_kernels.row_updates import KINDS
+from dlrm_testing.trainer.triton_programs import Compiled, compiled
+from dlrm_trainer.embedding.gpu.row_updates import OPTIONS, RUN, sum_runs, update_each
+
+MAX_SHARED_BYTES = 48 << 10
+"""What a GPU gives to any kernel."""
+LOOKUPS = dict.fromkeys(("sources", "starts", "ends"), "*i64")
+WEIGHTED = {"weights": "*fp32"}
+HALVES = {"weight": "*fp16", "keys": "*i64", "first_columns": "*i64"}
+each_capability = pytest.mark.parametrize("capability", [80, 90])
+
+
+def check(kernel: Compiled) -> None:
+    # None of these rounds as the host does.
+    assert re.findall(r"\b\S*(?:fma|approx|full|ftz)\S*", kernel.ptx) == []
+    assert kernel.shared_bytes <= MAX_SHARED_BYTES
+    assert kernel.spilled_bytes == 0
+
+
+def check_update(capability: int, kind: RowOptimizerKind, dtype: RowDtype, dim: int, *, plain: bool = False) -> None:
+    types = {"weight": "*fp32", "state": "*fp32", "gradient": "*fp32", "run_sums": "*fp32", "rows": "*i64"}
+    types |= LOOKUPS | ({} if plain else WEIGHTED) | (HALVES if dtype == "fp16" else {})
+    types |= dict.fromkeys(("features", "numbers"), "*i64")
+    types |= dict.fromkeys(("rate", "eps", "strength", "intervals"), "fp32")
+    constants = {"kind": KINDS[kind], "beta1": 0.9, "beta2": 0.999, "regularized": not plain, "run_length": RUN}
+    constants |= {"state_width": state_values(kind, dim), "dim": dim, "block": max(8, 1 << (dim - 1).bit_length())}
+
+    check(compiled(update_each, types, constants, OPTIONS, capability))
+
+
+@each_capability
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "dim", "plain"), [("fp32", 128, True), ("fp16", 12, False)])
+def test_updates_compile_for_gpus_without_spills_and_with_the_hosts_arithmetic(
+    capability: int, kind: RowOptimizerKind, dtype: RowDtype, dim: int, plain: bool
+) -> None:
+    check_update(capability, kind, dtype, dim, plain=plain)
+
+
+@pytest.mark.slow
+@each_capability
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("dim", [4, 256, 1_024])
+def test_updates_of_rows_of_any_dim_compile_for_gpus(
+    capability: int, kind: RowOptimizerKind, dtype: RowDtype, dim: int
+) -> None:
+    check_update(capability, kind, dtype, dim)
+
+
+@each_capability
+@pytest.mark.parametrize("dim", [4, 1_024])
+@pytest.mark.parametrize("weights", [{}, WEIGHTED], ids=["plain", "weighted"])
+def test_sums_of_long_rows_compile_for_gpus(capability: int, dim: int, weights: dict[str, str]) -> None:
+    types = {"gradient": "*fp32", "run_sums": "*fp32", "count": "i32"} | LOOKUPS | weights
+    constants = {"run_length": RUN, "dim": dim, "block": max(8, dim)}
+
+    check(compiled(sum_runs, types, constants, OPTIONS, capability))
