@@ -31,15 +31,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run until SIGTERM or SIGINT."""
     settings = read_settings(sys.argv[1:] if argv is None else argv)
     log_events(plain=settings.log_format == "plain")
-    # Imported modules stay forever, and are most of all objects: no later collection looks at them.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD)
+    tune_collector()
     try:
         asyncio.run(run(settings))
     except DLRMError as error:
         logger.error("%s", error)
         sys.exit(error.exit_code)
+
+
+def tune_collector() -> None:
+    """Collect less garbage than Python does by default."""
+    # Imported modules stay forever, and are most of all objects: no later collection looks at them.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
 
 
 def log_events(*, plain: bool) -> None:

@@ -60,6 +60,8 @@ class Poller:
     def __init__(self, interval_s: float, wake: Callable[[JobKey], None]) -> None:
         self._interval_s, self._wake = interval_s, wake
         self._targets: dict[JobKey, Target] = {}
+        self._urgent: set[JobKey] = set()
+        """Jobs that wait for a commit."""
         self._latest: dict[JobKey, Polled] = {}
         self._answered: dict[Target, float] = {}
         # When to poll next, in monotonic seconds; a new target has no entry.
@@ -73,10 +75,10 @@ class Poller:
             self._drop(key)
         elif known != target:
             self._drop(key)
-            self._targets[key] = target
+            self._keep(key, target)
             self._changed.set()
         elif known.waits_for_commit != target.waits_for_commit:
-            self._targets[key] = target
+            self._keep(key, target)
             if target.waits_for_commit:
                 self._due.pop(target, None)
                 self._changed.set()
@@ -86,7 +88,12 @@ class Poller:
         self._drop(key)
         self._latest.pop(key, None)
 
+    def _keep(self, key: JobKey, target: Target) -> None:
+        self._targets[key] = target
+        (self._urgent.add if target.waits_for_commit else self._urgent.discard)(key)
+
     def _drop(self, key: JobKey) -> None:
+        self._urgent.discard(key)
         target = self._targets.pop(key, None)
         if target is not None:
             self._answered.pop(target, None)
@@ -118,7 +125,7 @@ class Poller:
 
     def _intervals_s(self) -> tuple[float, float]:
         """Return the time between two polls of a job that waits for a commit, and of any other job."""
-        urgent = sum(target.waits_for_commit for target in self._targets.values())
+        urgent = len(self._urgent)
         others = len(self._targets) - urgent
         return max(self._interval_s, urgent / COMMIT_POLLS_PER_S), max(self._interval_s, others / POLLS_PER_S)
 
