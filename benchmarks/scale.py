@@ -7,7 +7,7 @@ import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from benchmarks import scale_cut, scale_losses, scale_operator, scale_ranks, scale_start, scale_step
+from benchmarks import scale_cut, scale_losses, scale_operator, scale_ranks, scale_rows, scale_start, scale_step
 from benchmarks.measure import Result
 
 RESULTS: Mapping[str, Callable[[bool], Iterator[Result]]] = {
@@ -22,6 +22,7 @@ RESULTS: Mapping[str, Callable[[bool], Iterator[Result]]] = {
     "restore": scale_start.restore,
     "commit": scale_start.commit,
     **{f"cut/{rows}": partial(scale_cut.pause, rows) for rows in scale_cut.MAX_PAUSE_MS},
+    **{f"pick/{segments}": partial(scale_rows.pick, segments) for segments in scale_rows.MAX_PICK_US},
     "ranks/meet": scale_ranks.meeting,
     "ranks/exchange": scale_ranks.exchange,
 }

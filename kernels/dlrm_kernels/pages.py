@@ -147,8 +147,35 @@ def read_pages(
                 out[position, word] = page[start + word]
 
 
+NOT_FULL = np.int32(2**31 - 1)
+"""Leaf of a segment that is free or open, which is never cleaned."""
+
+
+def empty_tree(segments: int) -> NDArray[np.int32]:
+    """Return the tree of segments that are not full.
+
+    It is an int32 array of 2 L entries, L a power of two and at least ``segments``. Entry L + s is a leaf: the records
+    in use of segment s if that is full, or NOT_FULL. Entry i < L is the lower one of entries 2 i and 2 i + 1; entry 0
+    is unused.
+    """
+    return np.full(2 << (segments - 1).bit_length(), NOT_FULL)
+
+
 @kernel
-def release(shape: Shape, places: Any, owners: Any, live: Any, written: Any, emptied: Any) -> int:
+def set_leaf(tree: Any, segment: int, live: Any) -> None:
+    """Set a segment's leaf, and the entries above it that change: at most log2 L, one or two of a random segment."""
+    entry = len(tree) // 2 + segment
+    tree[entry] = live
+    while entry > 1:
+        entry //= 2
+        low = min(tree[2 * entry], tree[2 * entry + 1])
+        if tree[entry] == low:
+            return
+        tree[entry] = low
+
+
+@kernel
+def release(shape: Shape, places: Any, owners: Any, live: Any, tree: Any, emptied: Any) -> int:
     """Free places.
 
     Args:
@@ -156,47 +183,54 @@ def release(shape: Shape, places: Any, owners: Any, live: Any, written: Any, emp
         places: (N,) int64, all in use.
         owners: int64 of all places.
         live: (S,) int32 records in use of each segment.
-        written: (S,) int64, not 0 for segments that are full.
+        tree: of ``empty_tree``; leaves of emptied segments become NOT_FULL.
         emptied: (N,) int64, filled with the full segments that have no record in use any more.
 
     Returns:
         Number of emptied segments; -1 if a place was not in use.
     """
-    count = 0
+    count, leaves = 0, len(tree) // 2
     for n in range(len(places)):
         if owners[places[n]] == 0:
             return -1
         owners[places[n]] = 0
         segment = places[n] // shape.segment_records
         live[segment] -= 1
-        if live[segment] == 0 and written[segment]:
+        if tree[leaves + segment] == NOT_FULL:
+            continue
+        if live[segment]:
+            set_leaf(tree, segment, live[segment])
+        else:
+            set_leaf(tree, segment, NOT_FULL)
             emptied[count] = segment
             count += 1
     return count
 
 
 @kernel
-def emptiest(live: Any, written: Any, segments: Any) -> int:
-    """List the full segments with the fewest records in use.
+def emptiest(live: Any, tree: Any, segments: Any) -> int:
+    """List the full segments with the fewest records in use, in O(N log S).
 
     Args:
         live: (S,) int32 records in use of each segment.
-        written: (S,) int64, not 0 for segments that are full.
-        segments: (N,) int64, filled with them, emptiest first.
+        tree: of ``empty_tree``; as before on return.
+        segments: (N,) int64, filled with them, emptiest first, of equals the lowest number first.
 
     Returns:
         Number of segments listed.
     """
-    count = 0
-    for segment in range(len(live)):
-        if not written[segment] or (count == len(segments) and live[segment] >= live[segments[count - 1]]):
-            continue
-        count = min(count + 1, len(segments))
-        place = count - 1
-        while place > 0 and live[segment] < live[segments[place - 1]]:
-            segments[place] = segments[place - 1]
-            place -= 1
-        segments[place] = segment
+    count, leaves = 0, len(tree) // 2
+    while count < len(segments) and tree[1] != NOT_FULL:
+        entry = 1
+        while entry < leaves:
+            entry *= 2
+            if tree[entry] > tree[entry + 1]:
+                entry += 1
+        segments[count] = entry - leaves
+        set_leaf(tree, segments[count], NOT_FULL)
+        count += 1
+    for n in range(count):
+        set_leaf(tree, segments[n], live[segments[n]])
     return count
 
 

@@ -81,6 +81,8 @@ class BlockLevel:
             self._resources = stack.pop_all()
         self._owners = untouched_zeros(layout.places, np.int64)
         self._live = np.zeros(layout.segments, np.int32)
+        # Full segments by records in use: what is cleaned next.
+        self._by_live = pages.empty_tree(layout.segments)
         # 1, 2, ... in the order of writing; 0 if free or open.
         self._written = np.zeros(layout.segments, np.int64)
         self._buffer_of = np.full(layout.segments, -1, np.int32)
@@ -173,6 +175,7 @@ class BlockLevel:
             self.writes += 1
             self.bytes_written += self._layout.segment_bytes
             self._written[full] = self.writes
+            pages.set_leaf(self._by_live, full, self._live[full])
             self._writer.write(int(self._buffer_of[full]), full * self._layout.segment_bytes)
         while not self._idle or self._buffer_of[segment] >= 0:
             self._settle(1)
@@ -197,7 +200,7 @@ class BlockLevel:
         # Segments to clean, in order: at least one if there is any, and as many as the write will need.
         opened = -(-self._to_come // self._shape.segment_records)
         segments = np.empty(max(1, min(VICTIM_BUFFERS, opened)), np.int64)
-        return segments[: pages.emptiest(self._live, self._written, segments)]
+        return segments[: pages.emptiest(self._live, self._by_live, segments)]
 
     def _expect(self, victims: NDArray[np.int64]) -> None:
         size = self._layout.segment_bytes
@@ -218,6 +221,7 @@ class BlockLevel:
         self._filled += count
         self._live[target] += count
         self._live[segment] = self._written[segment] = 0
+        pages.set_leaf(self._by_live, segment, pages.NOT_FULL)
         self._give_up([segment])
         self.cleaned += count
         self._tell(segment * size + indices[:count], target * size + first, owners[first : first + count] - 1)
@@ -282,7 +286,7 @@ class BlockLevel:
     def free(self, places: Places) -> None:
         """See ``Level``."""
         emptied = np.empty(len(places), np.int64)
-        count = pages.release(self._shape, places, self._owners, self._live, self._written, emptied)
+        count = pages.release(self._shape, places, self._owners, self._live, self._by_live, emptied)
         assert count >= 0, "freed a place that is not in use"
         self._written[emptied[:count]] = 0
         self._give_up(emptied[:count].tolist())
