@@ -28,6 +28,10 @@ from dlrm_api.wire import CODECS, Codec
 
 MAX_HALF = 65_504.0
 """The largest finite fp16 value."""
+MAX_HALF_WORD = 0x477FE000
+"""Its bits as a float32."""
+FRACTION_BITS, BIAS = 23, 127
+"""Of a float32: bits of the fraction, and what is added to the exponent."""
 INT8_STEPS = 255
 """Steps between the minimum and the maximum of an int8 row."""
 
@@ -46,12 +50,13 @@ def message_bytes(codec: Codec, shapes: Sequence[tuple[int, int]]) -> int:
 def write_message(codec: Codec, pieces: Sequence[Tensor], out: Tensor, wanted_scale: float = 1.0) -> None:
     """Write (..., d) float32 pieces of any strides and widths to ``message_bytes`` of uint8, aligned to 4.
 
-    ``wanted_scale`` is a power of two that brings usual values near 1, for formats with a scale.
+    ``wanted_scale`` is a power of two that brings usual values near 1, for formats with a scale. The host does not wait
+    for the tensors' device.
     """
-    scale, start = 1.0, CODECS[codec].message_bytes if out.numel() else 0
+    scale, start = None, CODECS[codec].message_bytes if out.numel() else 0
     if start:
-        scale = _scale(pieces, wanted_scale)
-        out[:start].view(torch.float32).fill_(scale)
+        scale = out[:start].view(torch.float32)
+        scale.copy_(_fitting_scale(pieces, wanted_scale))
     for piece in pieces:
         stop = start + piece.numel() // piece.shape[-1] * row_bytes(codec, piece.shape[-1])
         _ROWS[codec].encode(piece, out[start:stop], scale)
@@ -59,9 +64,12 @@ def write_message(codec: Codec, pieces: Sequence[Tensor], out: Tensor, wanted_sc
 
 
 def read_message(codec: Codec, data: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Return the pieces of a message, (K, d) float32 of each of the shapes; those of fp32 are views."""
+    """Return the pieces of a message, (K, d) float32 of each of the shapes; those of fp32 are views.
+
+    The host does not wait for the tensors' device.
+    """
     start = CODECS[codec].message_bytes if data.numel() else 0
-    scale = float(data[:start].view(torch.float32)) if start else 1.0
+    scale = data[:start].view(torch.float32) if start else None
     found = []
     for rows, width in shapes:
         stop = start + rows * row_bytes(codec, width)
@@ -70,33 +78,36 @@ def read_message(codec: Codec, data: Tensor, shapes: Sequence[tuple[int, int]]) 
     return found
 
 
-def is_finite(codec: Codec, data: Tensor) -> bool:
-    """Return whether all values of a message are finite, as far as its scale shows: that of fp16 does."""
-    start = CODECS[codec].message_bytes if data.numel() else 0
-    return not start or math.isfinite(float(data[:start].view(torch.float32)))
+def are_finite(codec: Codec, messages: Sequence[Tensor]) -> Tensor:
+    """Return (M,) whether all values of each message that is not empty are finite, on the messages' device.
+
+    Scales show it: of a format without any nothing is returned.
+    """
+    start = CODECS[codec].message_bytes
+    scales = [message[:start].view(torch.float32) for message in messages if start and message.numel()]
+    return torch.cat(scales).isfinite() if scales else torch.ones(0, dtype=torch.bool)
 
 
-def _scale(pieces: Sequence[Tensor], wanted: float) -> float:
+def _fitting_scale(pieces: Sequence[Tensor], wanted: float) -> Tensor:
     """Return a power of two, at most ``wanted``, by which fp16 holds all values; NaN if one is not finite."""
     bounds = [bound for piece in pieces if piece.numel() for bound in torch.aminmax(piece)]
-    largest = float(torch.stack(bounds).abs().max()) if bounds else 0.0
-    if not math.isfinite(largest):
-        return math.nan
-    while largest * wanted > MAX_HALF:
-        wanted /= 2
-    return wanted
+    largest = torch.stack(bounds).abs().max()
+    # The difference of two exponents, less one if the fraction of ``largest`` is the greater one.
+    exponent = (MAX_HALF_WORD - largest.view(torch.int32)) >> FRACTION_BITS
+    scale = ((exponent + BIAS).clamp(1, 2 * BIAS) << FRACTION_BITS).view(torch.float32).clamp(max=wanted)
+    return torch.where(largest.isfinite(), scale, math.nan)
 
 
-def _encode_float(dtype: torch.dtype, rows: Tensor, out: Tensor, scale: float) -> None:
-    out.view(dtype).view(rows.shape).copy_(rows if scale == 1.0 else rows * scale)
+def _encode_float(dtype: torch.dtype, rows: Tensor, out: Tensor, scale: Tensor | None) -> None:
+    out.view(dtype).view(rows.shape).copy_(rows if scale is None else rows * scale)
 
 
-def _decode_float(dtype: torch.dtype, data: Tensor, width: int, scale: float) -> Tensor:
+def _decode_float(dtype: torch.dtype, data: Tensor, width: int, scale: Tensor | None) -> Tensor:
     rows = data.view(dtype).view(-1, width).to(torch.float32)
-    return rows if scale == 1.0 else rows.div_(scale)
+    return rows if scale is None else rows.div_(scale)
 
 
-def _encode_int8(rows: Tensor, out: Tensor, _scale: float) -> None:
+def _encode_int8(rows: Tensor, out: Tensor, _scale: Tensor | None) -> None:
     rows, out = rows.reshape(-1, rows.shape[-1]), out.view(-1, row_bytes("int8", rows.shape[-1]))
     if not len(rows):
         return
@@ -108,17 +119,17 @@ def _encode_int8(rows: Tensor, out: Tensor, _scale: float) -> None:
     out[:, width:].copy_(torch.cat((minimum, step), dim=1).view(torch.uint8))
 
 
-def _decode_int8(data: Tensor, width: int, _scale: float) -> Tensor:
+def _decode_int8(data: Tensor, width: int, _scale: Tensor | None) -> Tensor:
     data = data.view(-1, row_bytes("int8", width))
     affine = data[:, width:].contiguous().view(torch.float32)
     return torch.addcmul(affine[:, :1], data[:, :width].to(torch.float32), affine[:, 1:])
 
 
 class _RowCodec(NamedTuple):
-    encode: Callable[[Tensor, Tensor, float], None]
-    """Write (..., d) rows, times a scale, to bytes."""
-    decode: Callable[[Tensor, int, float], Tensor]
-    """Return (K, d) rows of bytes, their width and scale."""
+    encode: Callable[[Tensor, Tensor, Tensor | None], None]
+    """Write (..., d) rows, times a (1,) scale if any, to bytes."""
+    decode: Callable[[Tensor, int, Tensor | None], Tensor]
+    """Return (K, d) rows of bytes, their width and scale if any."""
 
 
 def _float_codec(dtype: torch.dtype) -> _RowCodec:

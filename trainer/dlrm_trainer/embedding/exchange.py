@@ -86,8 +86,8 @@ class Vectors:
     own: Sequence[Tensor]
     """What was packed here: pooled rows of each group, or the gradient."""
     arriving: Arriving
-    finite: bool
-    """False if a value that this rank sends in fp16 is not finite."""
+    finite: bool | Tensor
+    """False if a value that this rank sends in fp16 is not finite; see ``Outgoing``."""
 
 
 class Exchange:

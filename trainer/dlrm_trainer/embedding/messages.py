@@ -23,7 +23,7 @@ from dlrm_api.wire import CODECS, Codec
 from dlrm_kernels import messages as kernels
 from dlrm_kernels.messages import Chosen, Extent, Message, Pieces
 from dlrm_kernels.parallel import parallel_for
-from dlrm_trainer.distributed.codecs import MAX_HALF, is_finite, message_bytes, read_message, write_message
+from dlrm_trainer.distributed.codecs import MAX_HALF, are_finite, message_bytes, read_message, write_message
 from dlrm_trainer.embedding.placement import GroupRoute, Routes
 
 UNIT_FLOATS = 1 << 15
@@ -81,8 +81,8 @@ class Outgoing(NamedTuple):
     """Bytes to each rank."""
     received: list[int]
     """Bytes from each rank."""
-    finite: bool
-    """False if a value sent in fp16 is not finite."""
+    finite: bool | Tensor
+    """False if a value sent in fp16 is not finite; of messages on a GPU a tensor, for which the host has to wait."""
 
 
 class Packing(Protocol):
@@ -518,22 +518,23 @@ class DevicePacking:
         of_pieces = [[(math.prod(each.shape[:-1]), each.shape[-1]) for each in pieces] for pieces in sent]
         going, coming = self._sizes(codec, of_pieces), self._sizes(codec, shapes)
         message = torch.empty(sum(going), dtype=torch.uint8, device=self._device)
-        finite = True
-        for rank, out in enumerate(torch.split(message, going)):
+        of_ranks = torch.split(message, going)
+        for rank, out in enumerate(of_ranks):
             if rank != self._rank:
                 write_message(codec, sent[rank], out, scale)
-                finite = finite and is_finite(codec, out)
-        return Outgoing(message, going, coming, finite)
+        return Outgoing(message, going, coming, are_finite(codec, of_ranks).all())
 
     def _unpack(
         self, codec: Codec, came: Tensor, shapes: Sequence[list[tuple[int, int]]], own: list[Tensor]
     ) -> list[list[Tensor]]:
-        found = []
-        for rank, message in enumerate(torch.split(came, self._sizes(codec, shapes))):
-            if rank != self._rank and not is_finite(codec, message):
-                raise _sent_not_finite(rank)
-            found.append(own if rank == self._rank else read_message(codec, message, shapes[rank]))
-        return found
+        of_ranks = torch.split(came, self._sizes(codec, shapes))
+        if not (finite := are_finite(codec, of_ranks)).all():
+            senders = [rank for rank, message in enumerate(of_ranks) if message.numel()]
+            raise _sent_not_finite(senders[finite.tolist().index(False)])
+        return [
+            own if rank == self._rank else read_message(codec, message, shapes[rank])
+            for rank, message in enumerate(of_ranks)
+        ]
 
     def _sizes(self, codec: Codec, shapes: Sequence[list[tuple[int, int]]]) -> list[int]:
         """Return the bytes of each rank's message; this rank's own does not travel."""

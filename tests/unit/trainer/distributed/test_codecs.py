@@ -91,6 +91,21 @@ def test_a_scale_gives_way_to_large_values() -> None:
     assert found[0, 1] == pytest.approx(-3e30, rel=2**-11)
 
 
+@pytest.mark.parametrize("wanted", [1.0, 2.0**17, 2.0**40])
+@pytest.mark.parametrize(
+    "largest", [0.0, 2.0**-149, 2.0**-126, 1.0, 65_503.0, 65_504.0, 65_505.0, 65_536.0, 131_008.0, 131_009.0, 3e38]
+)
+def test_a_scale_is_the_largest_that_overflows_nothing(largest: float, wanted: float) -> None:
+    message = torch.empty(message_bytes("fp16", [(1, 4)]), dtype=torch.uint8)
+
+    write_message("fp16", [torch.tensor([[largest, -largest / 2, 0.0, 0.0]])], message, wanted)
+
+    scale = float(message[:4].view(torch.float32))
+    assert scale <= wanted
+    assert scale * largest <= 65_504
+    assert scale == wanted or 2 * scale * largest > 65_504
+
+
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_not_finite_stays_one(codec: Codec, value: float) -> None:

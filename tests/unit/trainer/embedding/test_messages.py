@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dlrm_api.errors import DivergedError
 from dlrm_api.wire import Codec
+from dlrm_testing.trainer.host_waits import HostWaits
 from dlrm_testing.trainer.shardings import random_model, random_plan
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding import messages as messages_
@@ -140,3 +141,21 @@ def test_a_value_that_fp16_cannot_send_is_known_to_both_sides(make: Callable[[Ro
     assert [each.finite for each in sent] == [False, True]
     with pytest.raises(DivergedError, match="rank 0 sent values that are not finite"):
         packings[1].unpack_gradients("fp16", exchanged(sent)[1], gang.gradients[1], gang.travels[1])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_the_host_waits_at_most_once_for_messages_from_all_ranks(codec: Codec, ranks: int) -> None:
+    gang = SimulatedRanks(3, ranks)
+    packings = gang.packings(by_torch)
+    packed = zip(packings, gang.gradients, gang.travels, strict=True)
+
+    with HostWaits() as packing:
+        sent = [each.pack_gradients(codec, gradient, travel, 1.0) for each, gradient, travel in packed]
+    came = exchanged(sent)[0]
+    with HostWaits() as unpacking:
+        packings[0].unpack_gradients(codec, came, gang.gradients[0], gang.travels[0])
+
+    assert len(came)
+    assert packing.count == 0
+    assert unpacking.count == 1
