@@ -33,10 +33,10 @@ Ints = NDArray[np.int64]
 
 
 class Pieces(NamedTuple):
-    """Describe the pieces of messages between this rank and all ranks, for one array."""
+    """Describe the pieces of messages between this rank and all ranks."""
 
     ranks: Ints
-    """(P,) the other rank of each, ascending."""
+    """(P,) the other rank of each."""
     widths: Ints
     """(P,) columns of a vector."""
     run_starts: Ints
@@ -48,10 +48,12 @@ class Pieces(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Describe which samples and places of an array the pieces hold, and where they are in the message."""
+    """Describe which samples and places of arrays the pieces hold, and where they are in the message."""
 
-    stride: int
-    """Columns of a sample."""
+    strides: Ints
+    """(P,) columns of a sample in each one's array."""
+    bases: Ints
+    """(P,) first element of its array, among those of several side by side."""
     first_samples: Ints
     """(P,)"""
     samples: Ints
@@ -59,7 +61,7 @@ class Extent(NamedTuple):
     starts: Ints
     """(P,) first byte; a multiple of 4."""
     places: Ints
-    """(K,) first element of each chosen vector in the array, ascending in a piece."""
+    """(K,) first element of each chosen vector, counted from the base, ascending in a piece."""
     place_starts: Ints
     """(P + 1,)"""
 
@@ -156,9 +158,9 @@ def _decode(
 def _places_of(extent: Extent, piece: Any, first: Any, last: Any) -> Any:
     """Return the range of the piece's places that are in its samples [first, last)."""
     begin, end, before = extent.place_starts[piece], extent.place_starts[piece + 1], extent.first_samples[piece]
-    places = extent.places[begin:end]
-    low = np.searchsorted(places, (before + first) * extent.stride)
-    return begin + low, begin + low + np.searchsorted(places[low:], (before + last) * extent.stride)
+    places, stride = extent.places[begin:end], extent.strides[piece]
+    low = np.searchsorted(places, (before + first) * stride)
+    return begin + low, begin + low + np.searchsorted(places[low:], (before + last) * stride)
 
 
 @kernel
@@ -180,10 +182,10 @@ def _floats_of(pieces: Pieces, piece: Any) -> Any:
 
 @kernel
 def pack(
-    counts: Any, units: int, codec: int, pieces: Pieces, extent: Extent, skipped: int, scales: Any, array: Any,
-    message: Message,
+    counts: Any, units: int, codec: int, pieces: Pieces, extent: Extent, span: Any, skipped: int, scales: Any,
+    array: Any, message: Message,
 ) -> None:  # fmt: skip
-    """Write the pieces of an array to messages; each unit packs a share of the samples of every piece.
+    """Write pieces ``span[0]`` to ``span[1] - 1`` to messages; each unit packs a share of the samples of every piece.
 
     Args:
         counts: see ``parallel_for``.
@@ -191,19 +193,19 @@ def pack(
         codec: format.
         pieces: see ``Pieces``.
         extent: see ``Extent``.
+        span: (2,) int64.
         skipped: this rank, whose pieces do not travel.
         scales: (W,) float32 by which values of fp16 are multiplied.
         array: float32, read.
         message: written.
     """
     pieces, extent, message, array = borrowed(pieces), borrowed(extent), borrowed(message), borrowed(array)
-    stride = U64(extent.stride)
     while True:
         unit = take(counts)
         if unit >= units:
             return
-        for piece in range(len(pieces.ranks)):
-            rank = pieces.ranks[piece]
+        for piece in range(span[0], span[1]):
+            rank, base, stride = pieces.ranks[piece], U64(extent.bases[piece]), U64(extent.strides[piece])
             if rank == skipped:
                 continue
             samples, width, scale = extent.samples[piece], U64(pieces.widths[piece]), scales[rank]
@@ -211,7 +213,7 @@ def pack(
             size = _piece_bytes(codec, width, _floats_of(pieces, piece))
             place = U64(extent.starts[piece]) + U64(first) * size
             for sample in range(first, last):
-                row = U64(extent.first_samples[piece] + sample) * stride
+                row = base + U64(extent.first_samples[piece] + sample) * stride
                 for run in range(pieces.run_starts[piece], pieces.run_starts[piece + 1]):
                     column, floats = U64(pieces.columns[run]), U64(pieces.floats[run])
                     place = _encode(codec, width, array, row + column, floats, scale, message, place)
@@ -220,14 +222,14 @@ def pack(
             place = U64(extent.starts[piece]) + U64(samples) * size
             place += U64(low - begin) * _piece_bytes(codec, width, width)
             for each in range(low, high):
-                place = _encode(codec, width, array, U64(extent.places[each]), width, scale, message, place)
+                place = _encode(codec, width, array, base + U64(extent.places[each]), width, scale, message, place)
         finish(counts)
 
 
 @kernel
 def unpack(
-    counts: Any, units: int, codec: int, pieces: Pieces, extent: Extent, span: Any, scales: Any, message: Message,
-    adds: bool, array: Any,
+    counts: Any, units: int, codec: int, pieces: Pieces, extent: Extent, span: Any, skipped: int, scales: Any,
+    message: Message, adds: bool, array: Any,
 ) -> None:  # fmt: skip
     """Read pieces ``span[0]`` to ``span[1] - 1`` of messages into an array; each unit fills some of its samples.
 
@@ -238,24 +240,27 @@ def unpack(
         pieces: see ``Pieces``.
         extent: see ``Extent``.
         span: (2,) int64.
+        skipped: this rank, whose pieces do not travel.
         scales: (W,) float32 by which values of fp16 are divided.
         message: read.
         adds: add chosen vectors to what is there, piece after piece.
         array: float32, written.
     """
     pieces, extent, message, array = borrowed(pieces), borrowed(extent), borrowed(message), borrowed(array)
-    stride = U64(extent.stride)
     while True:
         unit = take(counts)
         if unit >= units:
             return
         for piece in range(span[0], span[1]):
-            samples, width, scale = extent.samples[piece], U64(pieces.widths[piece]), scales[pieces.ranks[piece]]
+            rank, base, stride = pieces.ranks[piece], U64(extent.bases[piece]), U64(extent.strides[piece])
+            if rank == skipped:
+                continue
+            samples, width, scale = extent.samples[piece], U64(pieces.widths[piece]), scales[rank]
             first, last = samples * unit // units, samples * (unit + 1) // units
             size = _piece_bytes(codec, width, _floats_of(pieces, piece))
             place = U64(extent.starts[piece]) + U64(first) * size
             for sample in range(first, last):
-                row = U64(extent.first_samples[piece] + sample) * stride
+                row = base + U64(extent.first_samples[piece] + sample) * stride
                 for run in range(pieces.run_starts[piece], pieces.run_starts[piece + 1]):
                     column, floats = U64(pieces.columns[run]), U64(pieces.floats[run])
                     place = _decode(codec, width, message, place, floats, scale, array, row + column, False)
@@ -264,26 +269,29 @@ def unpack(
             place = U64(extent.starts[piece]) + U64(samples) * size
             place += U64(low - extent.place_starts[piece]) * _piece_bytes(codec, width, width)
             for each in range(low, high):
-                at = U64(extent.places[each])
+                at = base + U64(extent.places[each])
                 place = _decode(codec, width, message, place, width, scale, array, at, adds)
         finish(counts)
 
 
 @kernel
-def find_largest(pieces: Pieces, extent: Extent, skipped: int, array: Any, largest: Any) -> None:
-    """Raise ``largest`` (W,) float32 to the largest magnitude that goes to each rank; NaN if one is not finite."""
-    stride = U64(extent.stride)
-    for piece in range(len(pieces.ranks)):
+def find_largest(pieces: Pieces, extent: Extent, span: Any, skipped: int, array: Any, largest: Any) -> None:
+    """Raise ``largest`` (W,) float32 to the largest magnitude that goes to each rank; NaN if one is not finite.
+
+    Looks at pieces ``span[0]`` to ``span[1] - 1``; the other arguments are those of ``pack``.
+    """
+    for piece in range(span[0], span[1]):
         rank, width = pieces.ranks[piece], U64(pieces.widths[piece])
+        base, stride = U64(extent.bases[piece]), U64(extent.strides[piece])
         if rank == skipped:
             continue
         most = bits_of(largest[rank])
         for sample in range(extent.samples[piece]):
-            row = U64(extent.first_samples[piece] + sample) * stride
+            row = base + U64(extent.first_samples[piece] + sample) * stride
             for run in range(pieces.run_starts[piece], pieces.run_starts[piece + 1]):
                 most = max(most, _most(array, row + U64(pieces.columns[run]), U64(pieces.floats[run])))
         for each in range(extent.place_starts[piece], extent.place_starts[piece + 1]):
-            most = max(most, _most(array, U64(extent.places[each]), width))
+            most = max(most, _most(array, base + U64(extent.places[each]), width))
         largest[rank] = number_of(U32(most)) if most < INFINITE else F32(np.nan)
 
 
@@ -298,53 +306,58 @@ def _most(array: Any, at: Any, floats: Any) -> Any:
 
 @kernel
 def copy_own(
-    counts: Any, units: int, piece: int, pieces: Pieces, extent: Extent, rows: Any, rows_stride: int, first_row: int,
-    row_places: Any, array: Any, to_rows: bool, adds: bool,
+    counts: Any, units: int, pieces: Pieces, wide: Extent, first: int, of_rows: Extent, first_of_rows: int, step: int,
+    groups: int, rows: Any, array: Any, to_rows: bool, adds: bool,
 ) -> None:  # fmt: skip
-    """Copy a piece that stays on its rank from rows of its group to an array of samples, or back.
+    """Copy what stays on its rank from rows of some groups to an array of samples, or back.
 
     Args:
         counts: see ``parallel_for``.
         units: see ``parallel_for``.
-        piece: its number.
-        pieces: see ``Pieces``.
-        extent: see ``Extent``; of the array.
-        rows: float32, sample by sample.
-        rows_stride: columns of a sample in ``rows``.
-        first_row: the first sample in ``rows``.
-        row_places: int64, first element in ``rows`` of each of the piece's chosen vectors.
+        pieces: see ``Pieces``; of the array.
+        wide: of the array.
+        first: number of the first group's piece in ``wide``; those of the others follow.
+        of_rows: of the rows.
+        first_of_rows: number of the first group's piece there.
+        step: from a group's piece there to the next one's.
+        groups: number of the groups.
+        rows: float32, the columns of a piece side by side, sample by sample.
         array: float32.
         to_rows: copy to ``rows``.
         adds: add chosen vectors to what the array has.
     """
-    pieces, extent, rows, array = borrowed(pieces), borrowed(extent), borrowed(rows), borrowed(array)
-    stride, width = U64(extent.stride), U64(pieces.widths[piece])
+    pieces, wide, of_rows = borrowed(pieces), borrowed(wide), borrowed(of_rows)
+    rows, array = borrowed(rows), borrowed(array)
     while True:
         unit = take(counts)
         if unit >= units:
             return
-        samples = extent.samples[piece]
-        first, last = samples * unit // units, samples * (unit + 1) // units
-        for sample in range(first, last):
-            row = U64(extent.first_samples[piece] + sample) * stride
-            at = U64(first_row + sample) * U64(rows_stride)
-            for run in range(pieces.run_starts[piece], pieces.run_starts[piece + 1]):
-                column, floats = row + U64(pieces.columns[run]), U64(pieces.floats[run])
-                if to_rows:
-                    for i in range(floats):
-                        rows[at + i] = array[column + i]
-                else:
-                    for i in range(floats):
-                        array[column + i] = rows[at + i]
-                at += floats
-        low, high = _places_of(extent, piece, first, last)
-        for each in range(low, high):
-            place, at = U64(extent.places[each]), U64(row_places[each - extent.place_starts[piece]])
-            for i in range(width):
-                if to_rows:
-                    rows[at + i] = array[place + i]
-                else:
-                    array[place + i] = array[place + i] + rows[at + i] if adds else rows[at + i]
+        for group in range(groups):
+            piece, own = first + group, first_of_rows + group * step
+            base, width = U64(of_rows.bases[own]), U64(pieces.widths[piece])
+            samples = wide.samples[piece]
+            begin, end = samples * unit // units, samples * (unit + 1) // units
+            for sample in range(begin, end):
+                row = U64(wide.first_samples[piece] + sample) * U64(wide.strides[piece])
+                at = base + U64(of_rows.first_samples[own] + sample) * U64(of_rows.strides[own])
+                for run in range(pieces.run_starts[piece], pieces.run_starts[piece + 1]):
+                    column, floats = row + U64(pieces.columns[run]), U64(pieces.floats[run])
+                    if to_rows:
+                        for i in range(floats):
+                            rows[at + i] = array[column + i]
+                    else:
+                        for i in range(floats):
+                            array[column + i] = rows[at + i]
+                    at += floats
+            low, high = _places_of(wide, piece, begin, end)
+            offset = of_rows.place_starts[own] - wide.place_starts[piece]
+            for each in range(low, high):
+                place, at = U64(wide.places[each]), base + U64(of_rows.places[each + offset])
+                for i in range(width):
+                    if to_rows:
+                        rows[at + i] = array[place + i]
+                    else:
+                        array[place + i] = array[place + i] + rows[at + i] if adds else rows[at + i]
         finish(counts)
 
 

@@ -392,6 +392,32 @@ class Work(NamedTuple):
 
 
 @kernel
+def divide_work(tables: Any, first_features: Any, offsets: Any, samples: Any, unit: Any, most: Any) -> Any:
+    """Return (3, units) uint64, the rows of a ``Work``: units of about even size, largest first.
+
+    Args:
+        tables: (T,) int64.
+        first_features: see ``Layout``.
+        offsets: see ``Lookups``.
+        samples: N.
+        unit: the fewest lookups of a part of a table.
+        most: parts of a table with all lookups.
+    """
+    sizes = np.empty(len(tables), np.int64)
+    for n in range(len(tables)):
+        first, last = first_features[tables[n]] * U64(samples), first_features[tables[n] + 1] * U64(samples)
+        sizes[n] = offsets[last] - offsets[first]
+    unit = max(unit, sizes.sum() // most)
+    parts = np.maximum(1, sizes // unit)
+    work, at = np.empty((3, parts.sum()), np.uint64), 0
+    for n in np.argsort(-(sizes // parts), kind="mergesort"):
+        for part in range(parts[n]):
+            work[0, at], work[1, at], work[2, at] = tables[n], part, parts[n]
+            at += 1
+    return work
+
+
+@kernel
 def update_rows_of_bags(
     counts: Any, units: int, size: Any, work: Any, memory: Any, layout: Any, lookups: Any, rule: Any, keys: Any
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from dlrm_api.errors import TemporaryError
 from dlrm_kernels import messages
-from dlrm_kernels.bags import copy_segments, split_ids
+from dlrm_kernels.bags import copy_segments, fill_offsets, split_ids
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Arriving, Collectives
 from dlrm_trainer.embedding.messages import Outgoing, Travel, TravelFinder, make_packing
@@ -43,6 +44,13 @@ class Bags:
     """(L,) float32; None if all are 1."""
     sizes: Tensor
     """(U,) int64 ids of each unit, always on the host."""
+
+    @cached_property
+    def offsets(self) -> NDArray[np.uint64]:
+        """Return (U * n + 1,) starts of the bags, and their end, for kernels on the host."""
+        offsets = np.empty(self.lengths.numel() + 1, np.uint64)
+        fill_offsets(self.lengths.numpy().reshape(-1), offsets)
+        return offsets
 
     def to(self, device: torch.device) -> Bags:
         """Return the bags on a device."""

@@ -195,11 +195,20 @@ class HostPacking:
         every = [*chain.from_iterable(routes.groups)]
         self._wide = _pieces(every, np.repeat(np.arange(self._ranks), sizes))
         self._wholes = np.array([group.whole for group in every], np.int64)
+        self._wide_strides = np.full(len(every), self._width)
         self._replicas = _pieces(self._replicated, np.zeros(len(self._replicated), np.int64))
-        self._rows = [_pieces([_beside(group)] * self._ranks, np.arange(self._ranks)) for group in self._own]
-        """Of each own group: its pieces in pooled rows, rank by rank."""
+        groups = [_beside(group) for group in self._own for _ in range(self._ranks)]
+        self._by_rank = np.tile(np.arange(self._ranks), len(self._own))
+        """(P,) rank of each piece in pooled rows."""
+        self._rows = _pieces(groups, self._by_rank)
+        """Pieces in pooled rows: group by group of this rank, and in each rank by rank."""
+        self._row_strides = np.array([group.columns * group.width for group in groups], np.int64)
+        self._spans = [np.array([first, first + self._ranks]) for first in range(0, len(groups), self._ranks)]
+        """Those of each own group."""
         self._own_wholes = np.array([group.whole for group in self._own], np.int64)
         self._own_edges = np.arange(self._ranks + 1) * len(self._own)
+        self._own_widths = np.tile(np.array([group.width for group in self._own], np.int64), self._ranks)
+        self._layouts: _Layouts | None = None
         self._sums = any(group.columns > group.whole for group in every)
         # One rank with one group that has every vector in order: nothing moves.
         self._is_all = (
@@ -212,12 +221,11 @@ class HostPacking:
 
     def pack_pooled(self, codec: Codec, pooled: Sequence[Tensor], travel: Travel) -> Outgoing:
         """See ``Packing``."""
-        sent, received = self._layout_rows(codec, travel), self._layout_wide(codec, travel)
-        sides = [
-            (pieces, self._rows_extent(number, travel, sent.starts), rows)
-            for number, (pieces, rows) in enumerate(zip(self._rows, map(_flat, pooled), strict=True))
-        ]
-        return self._pack(codec, sides, sent, received, 1.0)
+        layouts = self._layouts_of(codec, travel)
+        sent, received = layouts.rows, layouts.wide
+        extent = self._rows_extent(travel, sent.starts)
+        sides = [*zip(self._spans, map(_flat, pooled), strict=True)]
+        return self._pack(codec, self._rows, extent, sides, sent, received, 1.0)
 
     def unpack_pooled(
         self, codec: Codec, came: Tensor, pooled: Sequence[Tensor], replicated: Sequence[Tensor], travel: Travel
@@ -226,7 +234,7 @@ class HostPacking:
         here = int(travel.samples[self._rank])
         if self._is_all:
             return pooled[0].view(here, self._width)
-        layout = self._layout_wide(codec, travel)
+        layout = self._layouts_of(codec, travel).wide
         features = (torch.zeros if self._sums else torch.empty)(here, self._width)
         array, extent, message = _flat(features), self._wide_extent(travel, layout.starts), Message.of(came.numpy())
         scales = self._scales(codec, message, layout)
@@ -236,51 +244,66 @@ class HostPacking:
         def unpack(begin: int, end: int) -> None:
             if begin < end and layout.bytes[begin:end].any():
                 span = np.array([begin, end])
-                _run(kernels.unpack, len(array), number, self._wide, extent, span, scales, message, True, array)
+                given = number, self._wide, extent, span, self._rank, scales, message, True, array
+                _run(kernels.unpack, len(array), *given)
 
         # In the order of ranks, for sums.
         unpack(0, first)
-        self._copy_own(travel, extent, array, pooled, to_rows=False)
+        of_rows = self._rows_extent(travel, np.zeros(len(self._row_strides), np.int64))
+        for group, rows in enumerate(map(_flat, pooled)):
+            given = self._wide, extent, first + group, of_rows, group * self._ranks + self._rank, 0, 1
+            _run(kernels.copy_own, len(rows), *given, rows, array, False, True)
         unpack(last, total)
-        self._copy_replicas(here, array, replicated, to_rows=False)
+        wide, of_rows = self._replica_extents(here, side_by_side=False)
+        for group, rows in enumerate(map(_flat, replicated)):
+            given = self._replicas, wide, group, of_rows, group, 0, 1
+            _run(kernels.copy_own, len(rows), *given, rows, array, False, False)
         return features
 
     def pack_gradients(self, codec: Codec, gradient: Tensor, travel: Travel, scale: float) -> Outgoing:
         """See ``Packing``."""
-        sent, received = self._layout_wide(codec, travel), self._layout_rows(codec, travel)
+        layouts = self._layouts_of(codec, travel)
+        sent, received = layouts.wide, layouts.rows
         extent = self._wide_extent(travel, sent.starts)
-        return self._pack(codec, [(self._wide, extent, _flat(gradient))], sent, received, scale)
+        sides = [(np.array([0, len(self._wholes)]), _flat(gradient))]
+        return self._pack(codec, self._wide, extent, sides, sent, received, scale)
 
     def unpack_gradients(self, codec: Codec, came: Tensor, gradient: Tensor, travel: Travel) -> list[Tensor]:
         """See ``Packing``."""
         if self._is_all:
             return [gradient]
-        layout, message = self._layout_rows(codec, travel), Message.of(came.numpy())
+        layout, message = self._layouts_of(codec, travel).rows, Message.of(came.numpy())
         scales, total = self._scales(codec, message, layout), int(travel.samples.sum())
-        found, number, own = [], NUMBERS[codec], self._rank
-        for place, (group, pieces) in enumerate(zip(self._own, self._rows, strict=True)):
-            make = torch.zeros if group.columns > group.whole else torch.empty
-            rows = make(total, group.columns * group.width)
-            array, extent = _flat(rows), self._rows_extent(place, travel, layout.starts)
-            for begin, end in ((0, own), (own + 1, self._ranks)):
-                if begin < end and len(came):
-                    span = np.array([begin, end])
-                    _run(kernels.unpack, len(array), number, pieces, extent, span, scales, message, False, array)
-            found.append(rows)
-        extent = self._wide_extent(travel, np.zeros(len(self._wholes), np.int64))
-        self._copy_own(travel, extent, _flat(gradient), found, to_rows=True)
+        flat, found = _side_by_side(self._own, total)
+        for group, rows in zip(self._own, found, strict=True):
+            if group.columns > group.whole:
+                rows.zero_()
+        array, own, groups = _flat(flat), self._rank, len(self._own)
+        extent = self._rows_extent(travel, layout.starts)
+        extent = extent._replace(bases=total * np.repeat(_firsts(self._row_strides[:: self._ranks]), self._ranks))
+        if len(came):
+            given = self._rows, extent, np.array([0, groups * self._ranks]), own, scales, message, False, array
+            _run(kernels.unpack, len(array), NUMBERS[codec], *given)
+        wide = self._wide_extent(travel, np.zeros(len(self._wholes), np.int64))
+        given_own = self._wide, wide, int(self._edges[own]), extent, own, self._ranks, groups
+        size = int(travel.samples[own]) * int(self._row_strides[:: self._ranks].sum())
+        _run(kernels.copy_own, size, *given_own, array, _flat(gradient), True, False)
         return found
 
     def replicated_gradients(self, gradient: Tensor) -> list[Tensor]:
         """See ``Packing``."""
-        found = [torch.empty(len(gradient), group.columns * group.width) for group in self._replicated]
-        self._copy_replicas(len(gradient), _flat(gradient), found, to_rows=True)
+        flat, found = _side_by_side(self._replicated, len(gradient))
+        wide, of_rows = self._replica_extents(len(gradient), side_by_side=True)
+        given = self._replicas, wide, 0, of_rows, 0, 1, len(found)
+        _run(kernels.copy_own, len(flat), *given, _flat(flat), _flat(gradient), True, False)
         return found
 
     def _pack(
         self,
         codec: Codec,
-        sides: Sequence[tuple[Pieces, Extent, NDArray[np.float32]]],
+        pieces: Pieces,
+        extent: Extent,
+        sides: Sequence[tuple[Ints, NDArray[np.float32]]],
         sent: _Layout,
         received: _Layout,
         scale: float,
@@ -290,15 +313,15 @@ class HostPacking:
         if len(out):
             if CODECS[codec].message_bytes:
                 largest = np.zeros(self._ranks, np.float32)
-                for pieces, extent, array in sides:
-                    kernels.find_largest(pieces, extent, self._rank, array, largest)
+                for span, array in sides:
+                    kernels.find_largest(pieces, extent, span, self._rank, array, largest)
                 scales = _fitting_scales(largest, scale)
                 holding = np.flatnonzero(sent.of_ranks)
                 message.words[sent.first_bytes[holding] // 4] = scales[holding]
                 finite = bool(np.isfinite(scales[holding]).all())
             number = NUMBERS[codec]
-            for pieces, extent, array in sides:
-                _run(kernels.pack, len(out) // 4, number, pieces, extent, self._rank, scales, array, message)
+            for span, array in sides:
+                _run(kernels.pack, len(out) // 4, number, pieces, extent, span, self._rank, scales, array, message)
         return Outgoing(torch.from_numpy(out), sent.of_ranks.tolist(), received.of_ranks.tolist(), finite)
 
     def _scales(self, codec: Codec, message: Message, layout: _Layout) -> NDArray[np.float32]:
@@ -310,47 +333,48 @@ class HostPacking:
                 raise _sent_not_finite(int(bad[0]))
         return scales
 
-    def _layout_wide(self, codec: Codec, travel: Travel) -> _Layout:
-        vectors = self._wholes * travel.samples[self._rank] + np.diff(travel.landing.starts)
-        return _layout(codec, self._wide.widths, vectors, self._edges, self._rank)
-
-    def _layout_rows(self, codec: Codec, travel: Travel) -> _Layout:
-        split = np.diff(travel.filled.starts).reshape(len(self._own), self._ranks)
-        vectors = (self._own_wholes[:, None] * travel.samples + split).T.flatten()
-        widths = np.tile(np.array([group.width for group in self._own], np.int64), self._ranks)
-        return _layout(codec, widths, vectors, self._own_edges, self._rank)
+    def _layouts_of(self, codec: Codec, travel: Travel) -> _Layouts:
+        """Return the layouts of a batch's messages; those of the last call are kept."""
+        kept = self._layouts
+        if kept is not None and kept.codec == codec and kept.travel is travel:
+            return kept
+        landing, filled = travel.landing.starts, travel.filled.starts
+        wide = self._wholes * travel.samples[self._rank] + (landing[1:] - landing[:-1])
+        split = (filled[1:] - filled[:-1]).reshape(len(self._own), self._ranks)
+        rows = (self._own_wholes[:, None] * travel.samples + split).T.flatten()
+        self._layouts = _Layouts(
+            codec,
+            travel,
+            _layout(codec, self._wide.widths, wide, self._edges, self._rank),
+            _layout(codec, self._own_widths, rows, self._own_edges, self._rank),
+        )
+        return self._layouts
 
     def _wide_extent(self, travel: Travel, starts: Ints) -> Extent:
         none = np.zeros(len(self._wholes), np.int64)
         here, landing = travel.samples[self._rank], travel.landing
-        return Extent(self._width, none, none + here, starts, landing.at.numpy(), landing.starts)
+        return Extent(self._wide_strides, none, none, none + here, starts, landing.at.numpy(), landing.starts)
 
-    def _rows_extent(self, number: int, travel: Travel, starts: Ints) -> Extent:
-        group, samples, filled = self._own[number], travel.samples, travel.filled
-        first = number * self._ranks
-        of_group = filled.starts[first : first + self._ranks + 1]
-        firsts, own = samples.cumsum() - samples, np.ascontiguousarray(starts[number :: len(self._own)])
-        return Extent(group.columns * group.width, firsts, samples, own, filled.at.numpy(), of_group)
+    def _rows_extent(self, travel: Travel, starts: Ints) -> Extent:
+        """Return the extent of ``_rows``, each group an array of its own; ``starts`` are rank by rank."""
+        samples, filled, groups = travel.samples, travel.filled, len(self._own)
+        return Extent(
+            strides=self._row_strides,
+            bases=np.zeros(len(self._row_strides), np.int64),
+            first_samples=_firsts(samples)[self._by_rank],
+            samples=samples[self._by_rank],
+            starts=starts.reshape(self._ranks, groups).T.flatten(),
+            places=filled.at.numpy(),
+            place_starts=filled.starts,
+        )
 
-    def _copy_own(
-        self, travel: Travel, extent: Extent, array: NDArray[np.float32], rows: Sequence[Tensor], *, to_rows: bool
-    ) -> None:
-        before = int(travel.samples[: self._rank].sum())
-        for number, (group, each) in enumerate(zip(self._own, rows, strict=True)):
-            piece, stride = int(self._edges[self._rank]) + number, group.columns * group.width
-            places = travel.filled.of(number * self._ranks + self._rank).numpy()
-            given = piece, self._wide, extent, _flat(each), stride, before, places, array, to_rows, True
-            _run(kernels.copy_own, int(travel.samples[self._rank]) * stride, *given)
-
-    def _copy_replicas(
-        self, samples: int, array: NDArray[np.float32], rows: Sequence[Tensor], *, to_rows: bool
-    ) -> None:
+    def _replica_extents(self, samples: int, *, side_by_side: bool) -> tuple[Extent, Extent]:
+        """Return the extents of data-parallel vectors in this rank's vectors, and in rows of their groups."""
         none = np.zeros(len(self._replicated) + 1, np.int64)
-        extent = Extent(self._width, none[1:], none[1:] + samples, none[1:], none[:0], none)
-        for number, (group, each) in enumerate(zip(self._replicated, rows, strict=True)):
-            stride = group.columns * group.width
-            given = number, self._replicas, extent, _flat(each), stride, 0, none[:0], array, to_rows, False
-            _run(kernels.copy_own, samples * stride, *given)
+        strides = np.array([group.columns * group.width for group in self._replicated], np.int64)
+        rest = none[1:], none[1:] + samples, none[1:], none[:0], none
+        bases = _firsts(strides) * samples if side_by_side else none[1:]
+        return Extent(none[1:] + self._width, none[1:], *rest), Extent(strides, bases, *rest)
 
 
 class _Layout(NamedTuple):
@@ -366,15 +390,27 @@ class _Layout(NamedTuple):
     """(W,)"""
 
 
+class _Layouts(NamedTuple):
+    """Hold the layouts of a batch's messages."""
+
+    codec: Codec
+    travel: Travel
+    wide: _Layout
+    """Of vectors of this rank's samples."""
+    rows: _Layout
+    """Of rows of this rank's groups."""
+
+
 def _layout(codec: Codec, widths: Ints, vectors: Ints, edges: Ints, own: int) -> _Layout:
     """Lay out pieces of so many vectors; rank r has pieces [edges[r], edges[r + 1])."""
     form = CODECS[codec]
     sizes = vectors * (form.value_bytes * widths + form.row_bytes)
     sizes[edges[own] : edges[own + 1]] = 0
     ends = np.concatenate(([0], sizes.cumsum()))
-    of_ranks = np.diff(ends[edges])
+    at_edges = ends[edges]
+    of_ranks = at_edges[1:] - at_edges[:-1]
     headers = form.message_bytes * (of_ranks > 0)
-    starts = ends[:-1] + np.repeat(headers.cumsum(), np.diff(edges))
+    starts = ends[:-1] + np.repeat(headers.cumsum(), edges[1:] - edges[:-1])
     of_ranks += headers
     return _Layout(sizes, starts, of_ranks, of_ranks.cumsum() - of_ranks)
 
@@ -401,6 +437,19 @@ def _beside(group: GroupRoute) -> GroupRoute:
     return replace(group, starts=np.arange(group.columns) * group.width)
 
 
+def _side_by_side(groups: Sequence[GroupRoute], samples: int) -> tuple[Tensor, list[Tensor]]:
+    """Return memory for the (samples, C_g * w) of each group, as a whole and group by group."""
+    widths = [group.columns * group.width for group in groups]
+    flat = torch.empty(samples * sum(widths))
+    parts = torch.split(flat, [samples * width for width in widths]) if widths else ()
+    return flat, [part.view(samples, width) for part, width in zip(parts, widths, strict=True)]
+
+
+def _firsts(sizes: Ints) -> Ints:
+    """Return the sum of the sizes before each."""
+    return sizes.cumsum() - sizes
+
+
 def _fitting_scales(largest: NDArray[np.float32], wanted: float) -> NDArray[np.float32]:
     """Return powers of two, at most ``wanted``, by which fp16 holds all values; NaN if one is not finite."""
     scales = np.where(np.isnan(largest), np.nan, wanted)
@@ -415,7 +464,7 @@ def _sent_not_finite(rank: int) -> DivergedError:
 
 def _flat(tensor: Tensor) -> NDArray[np.float32]:
     """Return the values of a host tensor for kernels, without a copy if they are contiguous."""
-    flat: NDArray[np.float32] = tensor.detach().contiguous().view(-1).numpy()
+    flat: NDArray[np.float32] = tensor.detach().numpy().reshape(-1)
     return flat
 
 

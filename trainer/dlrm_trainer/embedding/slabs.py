@@ -20,17 +20,7 @@ from dlrm_kernels.row_updates import Layout
 from dlrm_kernels.slabs import CLASS_SHIFT, NEVER_TRAINED, SlabTables, Utility
 from dlrm_trainer.embedding.exchange import Bags
 from dlrm_trainer.embedding.row_sizes import Counts, RowSizes
-from dlrm_trainer.embedding.table_batch import (
-    UNIT_BAGS,
-    RowUpdate,
-    Tables,
-    bag_offsets,
-    bag_weights,
-    lookups_of,
-    table_sizes,
-    unsigned,
-    work_of,
-)
+from dlrm_trainer.embedding.table_batch import UNIT_BAGS, RowUpdate, Tables, bag_weights, lookups_of, unsigned, work_of
 from dlrm_trainer.embedding.tiers.slots import map_anonymous
 
 Rows = NDArray[np.int64]
@@ -117,7 +107,7 @@ class SlabKernel:
             self._slab_tables,
             np.uint64(fresh),
             unsigned(bags.ids),
-            bag_offsets(bags.lengths),
+            bags.offsets,
             bag_weights(bags.weights),
             samples,
             np.uint64(self._width),
@@ -128,8 +118,7 @@ class SlabKernel:
     def update(self, bags: Bags, gradient: Tensor, rows: Tensor, update: RowUpdate) -> None:
         """See ``Kernel``."""
         of_batch = lookups_of(bags, gradient, rows)
-        sizes = table_sizes(self._layout, of_batch)
-        work = work_of(np.arange(len(sizes)), sizes)
+        work = work_of(np.arange(len(self._tables.shapes)), self._layout, of_batch)
         parallel_for(
             kernels.update_rows_of_bags,
             len(work.tables),

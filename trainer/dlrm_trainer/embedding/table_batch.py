@@ -70,6 +70,10 @@ class Tables:
         more = () if regularizer is None else (regularizer.strength, regularizer.bits)
         return constants_of(*given, *more)
 
+    def step_keys(self, step: int) -> NDArray[np.uint64]:
+        """Return the keys of the tables at a step; empty for fp32."""
+        return row_updates.step_keys(self.keys, step) if len(self.keys) else self.keys
+
 
 def table_views(buffer: Tensor, shapes: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
     """Split a buffer into views (rows, width), table by table."""
@@ -144,7 +148,7 @@ class HostKernel:
         """See ``Kernel``."""
         samples = bags.lengths.shape[1]
         pooled = torch.empty(samples, self._width)
-        offsets, out = bag_offsets(bags.lengths), pooled.view(-1).numpy()
+        out = pooled.view(-1).numpy()
         for size, features, _ in self._by_dim:
             parallel_for(
                 bag_kernels.pool,
@@ -156,7 +160,7 @@ class HostKernel:
                 self._feature_starts,
                 self._layout.columns,
                 unsigned(bags.ids),
-                offsets,
+                bags.offsets,
                 bag_weights(bags.weights),
                 samples,
                 np.uint64(self._width),
@@ -167,11 +171,10 @@ class HostKernel:
     def update(self, bags: Bags, gradient: Tensor, rows: Tensor, update: RowUpdate) -> None:
         """See ``Kernel``."""
         of_batch = lookups_of(bags, gradient, rows)
-        sizes = table_sizes(self._layout, of_batch)
         constants = self._tables.constants(update)
-        keys = row_updates.step_keys(self._tables.keys, update.step)
+        keys = self._tables.step_keys(update.step)
         for size, _, tables in self._by_dim:
-            work = work_of(tables, sizes[tables])
+            work = work_of(tables, self._layout, of_batch)
             parallel_for(
                 row_updates.update_rows_of_bags,
                 len(work.tables),
@@ -189,7 +192,7 @@ class HostKernel:
         """See ``SumKernel``."""
         [(size, _, tables)] = self._by_dim
         of_batch = lookups_of(bags, gradient, bags.ids)
-        work = work_of(tables, table_sizes(self._layout, of_batch))
+        work = work_of(tables, self._layout, of_batch)
         parallel_for(
             row_updates.add_gradients,
             len(work.tables),
@@ -215,7 +218,7 @@ class HostKernel:
             unsigned(rows),
             sums.view(-1).numpy(),
             self._tables.constants(update),
-            row_updates.step_keys(self._tables.keys, update.step),
+            self._tables.step_keys(update.step),
         )
 
 
@@ -288,14 +291,10 @@ class TableBatch:
         self.kernel.update(bags, gradient, bags.ids if rows is None else rows, update)
 
 
-def work_of(tables: NDArray[np.int64], sizes: NDArray[np.int64]) -> Work:
+def work_of(tables: NDArray[np.int64], layout: Layout, lookups: Lookups) -> Work:
     """Return units of about even size, largest first: (T,) tables, and parts of those with many ids."""
-    unit = max(UNIT_LOOKUPS, int(sizes.sum()) // (UNITS_PER_THREAD * torch.get_num_threads()))
-    parts = np.maximum(1, sizes // unit)
-    order = np.argsort(-(sizes // parts), kind="stable")
-    parts = parts[order]
-    part = np.arange(parts.sum()) - np.repeat(parts.cumsum() - parts, parts)
-    return Work(*(each.astype(np.uint64) for each in (np.repeat(tables[order], parts), part, np.repeat(parts, parts))))
+    edges, most = (layout.first_features, lookups.offsets), UNITS_PER_THREAD * torch.get_num_threads()
+    return Work(*row_updates.divide_work(tables, *edges, lookups.samples, UNIT_LOOKUPS, most))
 
 
 def lookups_of(bags: Bags, gradient: Tensor, rows: Tensor) -> Lookups:
@@ -303,26 +302,12 @@ def lookups_of(bags: Bags, gradient: Tensor, rows: Tensor) -> Lookups:
     return Lookups(
         ids=unsigned(bags.ids),
         numbers=unsigned(rows),
-        offsets=bag_offsets(bags.lengths),
+        offsets=bags.offsets,
         weights=bag_weights(bags.weights),
-        gradient=gradient.contiguous().view(-1).numpy(),
+        gradient=gradient.numpy().reshape(-1),
         samples=bags.lengths.shape[1],
         width=np.uint64(gradient.shape[1]),
     )
-
-
-def table_sizes(layout: Layout, lookups: Lookups) -> NDArray[np.int64]:
-    """Return the (T,) lookups of each table."""
-    edges = lookups.offsets[layout.first_features * np.uint64(lookups.samples)]
-    sizes: NDArray[np.int64] = np.diff(edges).astype(np.int64)
-    return sizes
-
-
-def bag_offsets(lengths: Tensor) -> NDArray[np.uint64]:
-    """Return (bags + 1,) starts of (F, N) bags, and their end."""
-    offsets = np.empty(lengths.numel() + 1, np.uint64)
-    bag_kernels.fill_offsets(lengths.contiguous().numpy().reshape(-1), offsets)
-    return offsets
 
 
 def unsigned(values: Tensor) -> NDArray[np.uint64]:
