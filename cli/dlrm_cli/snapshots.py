@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dlrm_api.trace import TableTrace
     from dlrm_checkpointer import ListedSnapshot, RetentionPlan, Snapshot, TableMeta, VerifiedSnapshot
     from dlrm_cli.spectrum import TableRank
+    from dlrm_cli.views import ByColumns
     from dlrm_stores import ObjectStore
 
 snapshots = Commands(name="snapshots", help="Manage committed snapshots.", no_args_is_help=True)
@@ -68,12 +69,13 @@ def list_(uri: Uri, *, service: ServiceOptions, output: Output = "table") -> Non
 
     listed = list_snapshots(open_snapshot_store(uri, service))
     usable, unusable = split_usable(listed)
+    by_columns = {each.uri: _by_columns(each) for each in listed}
     if output == "json":
-        print(json.dumps([each.model_dump(by_alias=False) for each in usable]))
+        print(json.dumps([each.model_dump(by_alias=False) | {"by_columns": by_columns[each.uri]} for each in usable]))
     else:
         from dlrm_cli.views import print_view, snapshots_view
 
-        print_view(snapshots_view(usable))
+        print_view(snapshots_view(usable, by_columns))
     for each in unusable:
         warn_unusable(each)
 
@@ -415,12 +417,9 @@ def open_snapshot_store(
 def _description(snapshot: Snapshot) -> dict[str, Any]:
     manifest, stored, gone = snapshot.manifest, Counter[str](), Counter[str]()
     shown = {table.name for table in snapshot.meta.model_tables}
-    sizes: dict[str, dict[int, Counter[str]]] = {table.name: {} for table in snapshot.meta.tables if table.sizes}
     for chunk in manifest.chunks:
         if chunk.table in shown:
             stored[chunk.table] += chunk.rows
-        if chunk.columns is not None:
-            sizes[chunk.table].setdefault(chunk.columns, Counter()).update(rows=chunk.rows, bytes=chunk.bytes)
     for entry in manifest.gone:
         gone[entry.table] += entry.rows
     return {
@@ -431,9 +430,18 @@ def _description(snapshot: Snapshot) -> dict[str, Any]:
         "stored_rows": stored,
         "capacity": {table.name: table.rows for table in snapshot.meta.tables if table.is_unique},
         "gone_keys": gone,
-        "by_columns": {table: dict(sorted(found.items())) for table, found in sizes.items()},
+        "by_columns": _by_columns(snapshot),
         "cut": _with_snake_case_keys(asdict(snapshot.meta)),
     }
+
+
+def _by_columns(snapshot: Snapshot | ListedSnapshot) -> ByColumns:
+    found: dict[str, dict[int, Counter[str]]] = {}
+    for chunk in snapshot.manifest.chunks if snapshot.manifest is not None else ():
+        if chunk.columns is not None:
+            sizes = found.setdefault(chunk.table, {})
+            sizes.setdefault(chunk.columns, Counter()).update(rows=chunk.rows, bytes=chunk.bytes)
+    return {table: dict(sorted(sizes.items())) for table, sizes in found.items()}
 
 
 def _identity(snapshot: Snapshot) -> dict[str, Any]:

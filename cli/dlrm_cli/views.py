@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from dlrm_cli.spectrum import TableRank
     from dlrm_planner import DimAdvice
 
+ByColumns = Mapping[str, Mapping[int, Mapping[str, int]]]
+"""``rows`` and ``bytes`` of a snapshot, by table with ``embedding.dimension`` and by the number of columns."""
 UNKNOWN = "-"
 SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 """Units and their bytes, largest first: powers of 1000, as disks and networks are sold."""
@@ -330,14 +332,22 @@ def dims_view(job: DLRMJob, advice: DimAdvice) -> RenderableType:
     return Group(table, *([Text(added)] if advice.projection_parameters else []))
 
 
-def snapshots_view(snapshots: Sequence[SnapshotInfo]) -> RenderableType:
-    """Return committed snapshots, oldest first, as a table."""
+def snapshots_view(
+    snapshots: Sequence[SnapshotInfo], by_columns: Mapping[str, ByColumns] | None = None
+) -> RenderableType:
+    """Return committed snapshots, oldest first, as a table; ``by_columns``: rows of several sizes, by URI."""
     if not snapshots:
         return Text("no committed snapshots")
     table = titled_table("snapshots", ("step", "kind", "bits", "bytes"), words=())
     for each in snapshots:
         table.add_row(f"{each.step:,}", each.kind, str(each.bits), f"{each.bytes:,}")
-    return Group(table, *(whole_line(each.uri) for each in snapshots))
+    lines = []
+    for each in snapshots:
+        lines.append(whole_line(each.uri))
+        for name, sizes in (by_columns or {}).get(each.uri, {}).items():
+            rows = ", ".join(f"{found['rows']:,} of {columns}" for columns, found in sizes.items())
+            lines.append(Text(f"  {name}: rows by columns: {rows}"))
+    return Group(table, *lines)
 
 
 def whole_line(text: str) -> Text:

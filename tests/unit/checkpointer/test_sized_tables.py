@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from dlrm_api.errors import SnapshotError
+from dlrm_api.names import ExitCode
 from dlrm_checkpointer.codec.rows import CodedRows, code_rows, decode_rows, place_weights
 from dlrm_checkpointer.format import chunk
 from dlrm_checkpointer.format.chain import load_chain
@@ -24,6 +26,7 @@ from dlrm_checkpointer.read.diff import diff_snapshots, updates
 from dlrm_checkpointer.read.export import ExportOptions, Safetensors, export_tables, restore_to_folder
 from dlrm_checkpointer.read.restore import Snapshot, open_snapshot
 from dlrm_checkpointer.types import ShardRows, SnapshotName, TableMeta
+from dlrm_cli import app
 from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer.fixtures import table
 from dlrm_testing.checkpointer.turns import Clock, MemoryStore
@@ -177,6 +180,21 @@ def test_a_pod_commits_cuts_and_publishes_deltas(tmp_path: Path, files: FileStor
     assert {each.step: snapshot_digest(open_snapshot(files, each.step, 1)) for each in list_snapshots(files)} == digests
     assert {each.manifest.version for each in list_snapshots(files)} == {3}
     assert {entry.columns for entry in read_delta(target, 1).delta.chunks if entry.table == "pruned"} <= {0, 3, 6, 12}
+
+
+def test_lists_say_how_many_rows_have_how_many_columns(files: FileStore, capsys: pytest.CaptureFixture[str]):
+    model = UniqueModel(SIZED_TABLES).train()
+    commit(files, model, None)
+
+    assert app.main(["snapshots", "list", files.uri, "-o", "json"]) == ExitCode.DONE
+
+    (listed,) = json.loads(capsys.readouterr().out)
+    sizes = [size for size, *_ in held(model, SIZED_TABLES[0]).values()]
+    found = listed["by_columns"][SIZED_TABLES[0].name]
+    assert {int(size): counts["rows"] for size, counts in found.items()} == Counter(sizes)
+
+    assert app.main(["snapshots", "list", files.uri]) == ExitCode.DONE
+    assert f"{sizes.count(sizes[0])} of {sizes[0]}" in capsys.readouterr().out
 
 
 def test_a_cut_without_dimension_has_the_same_bytes(clock: Clock, few_rows):
