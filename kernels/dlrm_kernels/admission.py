@@ -70,9 +70,10 @@ class Inserted(NamedTuple):
 def insert_absent(
     group: DirectoryGroup, ends: Ints, keys: Ints, rows: Ints, places: Ints, chances: Chances, threads: int
 ) -> Inserted:
-    """Give rows to the keys that ``find_in_group`` has not found, in order, while their buckets are below quota.
+    """Give rows to the keys that ``find_in_group`` has not found, while their buckets are below quota.
 
-    ``rows`` and ``places`` are completed.
+    The last rows of a bucket are for the keys that the batch looks up most often, the lowest among equals. ``rows`` and
+    ``places`` are completed.
     """
     new_keys, new_rows = np.empty((2, len(keys)), np.int64)
     starts = np.concatenate(([0], ends[:-1]))
@@ -131,8 +132,8 @@ def _insert_absent(
     directory, keys, rows, places = borrowed(directory), borrowed(keys), borrowed(rows), borrowed(places)
     words, new, last = directory.slots.reshape(-1), 0, len(absent) - 1
     if directory.fill.max() + len(absent) > directory.quota:
-        # A bucket may become full: its last rows are for its lowest keys.
-        for key in np.sort(keys[absent]):
+        # A bucket may become full: the order decides which keys get its last rows.
+        for key in _most_seen_first(keys[absent]):
             row, _, is_new = put(directory, words, key, home_of(directory, key))
             if row == NO_SLOT:
                 return 0, key
@@ -150,6 +151,18 @@ def _insert_absent(
             new_keys[new], new_rows[new] = keys[at], row
             new += 1
     return new, ABSENT
+
+
+@kernel
+def _most_seen_first(keys: Any) -> Any:
+    """Return the distinct of (n,) keys, n > 0: those that occur most often first, then the lowest."""
+    keys = np.sort(keys)
+    starts = np.flatnonzero(np.append(np.ones(1, np.bool_), keys[1:] != keys[:-1]))
+    sights = np.diff(np.append(starts, len(keys)))
+    # Most occur once: those need no second sort.
+    again = np.flatnonzero(sights > 1)
+    again = again[np.argsort(-sights[again], kind="mergesort")]
+    return keys[starts[np.append(again, np.flatnonzero(sights == 1))]]
 
 
 @kernel

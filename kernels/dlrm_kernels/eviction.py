@@ -29,7 +29,7 @@ from dlrm_kernels.parallel import finish, parallel_for, take
 EMPTY = np.uint32(LOWER)
 """Rank of an empty slot in a sweep."""
 FULL_PERCENT, SWEPT_PERCENT = 97, 93
-"""A bucket with more rows than the former share of its quota is swept down to the latter, or to less: see ``sweep``."""
+"""A bucket with more rows than the former share of its quota is swept down to the latter."""
 DIGIT_BITS = 11
 DIGITS = 2**DIGIT_BITS
 """Counters of one pass over a bucket that is swept."""
@@ -120,7 +120,7 @@ _worth = kernel(worth_of)
 
 
 def sweep(
-    directory: Directory, step: int, due: NDArray[np.bool_], threads: int, swept_percent: int = SWEPT_PERCENT
+    directory: Directory, step: int, due: NDArray[np.bool_], threads: int
 ) -> tuple[Ints, Ints, NDArray[np.bool_]]:
     """Remove keys from nearly full buckets, and those that have expired by a step.
 
@@ -131,15 +131,14 @@ def sweep(
         step: of the maintenance.
         due: (B,) buckets from which expired keys are removed even if they are not full.
         threads: see ``parallel_for``.
-        swept_percent: of its quota that a nearly full bucket keeps; it is nearly full at 4 more.
 
     Returns:
         The keys, and their local rows, which stay taken, bucket by bucket, in no order within one; and which of them
         had expired.
     """
     fill, quota = directory.fill, directory.quota
-    is_full = fill * 100 > quota * (swept_percent + FULL_PERCENT - SWEPT_PERCENT)
-    expired, wanted = np.zeros(len(fill), np.int64), np.where(is_full, fill - quota * swept_percent // 100, 0)
+    is_full = fill * 100 > quota * FULL_PERCENT
+    expired, wanted = np.zeros(len(fill), np.int64), np.where(is_full, fill - quota * SWEPT_PERCENT // 100, 0)
     if directory.age_steps and len(aged := np.flatnonzero(is_full | due)):
         parallel_for(_count_expired, len(aged), threads, directory, aged, step, expired)
     leaving = np.maximum(wanted, expired)

@@ -72,15 +72,15 @@ class Checked:
         kernels.touch(self.directory.slots, places[places >= 0], np.array([step]))
         self.steps |= {key: step for key in keys.tolist() if key in self.rows}
 
-    def sweep(self, percent: int = 93) -> None:
+    def sweep(self) -> None:
         wanted = set()
         for bucket, fill in enumerate(self.fill()):
             held = sorted(
                 (self.steps[key], tie_of(key), key) for key in self.rows if key // WIDTH - FIRST_BUCKET == bucket
             )
-            if fill * 100 > self.quota * (percent + 4):
-                wanted |= {key for *_, key in held[: fill - self.quota * percent // 100]}
-        keys, rows, _ = sweep(self.directory, MAX_STEP, np.zeros(BUCKETS, np.bool_), 1, percent)
+            if fill * 100 > self.quota * 97:
+                wanted |= {key for *_, key in held[: fill - self.quota * 93 // 100]}
+        keys, rows, _ = sweep(self.directory, MAX_STEP, np.zeros(BUCKETS, np.bool_), 1)
         assert len(keys) == len(wanted)
         assert set(keys.tolist()) == wanted
         assert rows.tolist() == [self.rows[key] for key in keys.tolist()]
@@ -120,7 +120,6 @@ OPERATIONS: list[Callable[[Checked, Ints, int], None]] = [
     lambda checked, keys, _: checked.insert(keys),
     lambda checked, keys, step: checked.touch(keys, step),
     lambda checked, _keys, _step: checked.sweep(),
-    lambda checked, _keys, _step: checked.sweep(75),
 ]
 
 

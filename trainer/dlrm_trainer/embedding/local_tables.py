@@ -282,8 +282,7 @@ class LocalTables:
             for number, part in enumerate(group.parts):
                 if not isinstance(part, UniquePart):
                     continue
-                swept_percent = period.swept_percent(self._unique_tables.index(part.table.name))
-                if len((left := part.rows.choose_leaving(step, period.last_step, swept_percent)).rows):
+                if len((left := part.rows.choose_leaving(step, period.last_step)).rows):
                     if self.pending is not None:
                         sizes, starts = np.array([len(left.rows)]), group.dirty.starts[[number]]
                         locate = partial(_locate, group, None)

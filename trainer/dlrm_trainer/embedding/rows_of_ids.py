@@ -61,10 +61,7 @@ class RowsOfIds:
         before = self._rows()
         if self._sights is not None:
             self._sights.settle(None)
-        leaving = [
-            part.choose_leaving(step, self._period.last_step, self._period.swept_percent(number))
-            for number, part in enumerate(self._parts)
-        ]
+        leaving = [part.choose_leaving(step, self._period.last_step) for part in self._parts]
         for part, left in zip(self._parts, leaving, strict=True):
             part.free(left)
         counts = Maintained(self._counts, before, self._rows())

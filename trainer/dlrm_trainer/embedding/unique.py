@@ -24,7 +24,7 @@ from dlrm_kernels import admission, directory, eviction
 from dlrm_kernels.admission import ALL_CHANCES
 from dlrm_kernels.directory import ABSENT, MAX_STEP, RECENT, Rules
 from dlrm_kernels.dirty_rows import WORD
-from dlrm_kernels.eviction import DECAY_PARTS, SWEPT_PERCENT
+from dlrm_kernels.eviction import DECAY_PARTS
 from dlrm_kernels.row_updates import step_keys, table_key
 from dlrm_trainer.embedding.changes import MAX_KEPT, DirtyPart
 from dlrm_trainer.embedding.evicted_keys import EvictedKeys
@@ -37,9 +37,6 @@ HALF_LIFE_LOOKUPS = 20
 MIN_HALF_LIFE_STEPS = 100
 CHECKS_OF_AGE = 16
 """Expired rows leave their bucket so many times within their greatest age."""
-SPACE_PERCENT, MAX_SPACE_PERCENT = 125, 25
-"""Space that a sweep leaves: the former share of the rows that were added in the period before, up to the latter share
-of a table."""
 NO_PARENT = sys.maxsize
 MAX_GONE_SHARE = 0.5
 """Keys that left are remembered up to this share of the rows of a part."""
@@ -85,8 +82,7 @@ class MaintenancePeriod(BaseModel):
 
     Only a maintenance empties buckets and admits counted ids. The period halves while over 1 % of lookups find their
     bucket full or wait to be admitted, and doubles below 0.1 %, unless as many new rows as in the last period would
-    then take over half of a table's space. Tables with scores that get new rows faster than that are swept to
-    below ``SWEPT_PERCENT``, so that more of their ids find space in the next period.
+    then take over half of a table's space.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -104,8 +100,6 @@ class MaintenancePeriod(BaseModel):
     """Of each class of each of ``ModelSizes.kinds`` after it; empty without any."""
     steps_down: int = 0
     """Classes by which rows start lower, for lack of space."""
-    swept_percents: tuple[int, ...] = ()
-    """Of its most rows that the next maintenance leaves in a full bucket, of each unique table; see ``sweep``."""
 
     @classmethod
     def begin(cls, chosen: int | Literal["auto"], stored: Mapping[str, Any] | None) -> MaintenancePeriod:
@@ -122,10 +116,6 @@ class MaintenancePeriod(BaseModel):
     def next_due(self, step: int) -> int:
         """Return the first step after this one that a maintenance follows."""
         return (step // self.steps + 1) * self.steps
-
-    def swept_percent(self, table: int) -> int:
-        """Return the share of its most rows that the next maintenance leaves in a full bucket of a unique table."""
-        return self.swept_percents[table] if self.swept_percents else SWEPT_PERCENT
 
     def counted(self, counts: LookupCounts) -> MaintenancePeriod:
         """Return the period with the counts of all ranks."""
@@ -147,16 +137,7 @@ class MaintenancePeriod(BaseModel):
             space = (capacity - counts.after) * last_steps
             while steps > 1 and (2 * grown * steps > space).any():
                 steps //= 2
-        wanted = np.clip(
-            SPACE_PERCENT * grown * steps // (capacity * last_steps), 100 - SWEPT_PERCENT, MAX_SPACE_PERCENT
-        )
-        return MaintenancePeriod(
-            steps=steps,
-            is_fixed=self.is_fixed,
-            last_step=step,
-            rows=tuple(counts.after.tolist()),
-            swept_percents=tuple((100 - wanted).tolist()),
-        )
+        return MaintenancePeriod(steps=steps, is_fixed=self.is_fixed, last_step=step, rows=tuple(counts.after.tolist()))
 
 
 @dataclass(frozen=True)
@@ -330,20 +311,18 @@ class UniqueRows:
         directory.find(self.directory, keys, rows, places)
         return _held_only(self.directory.slots, rows, places)
 
-    def choose_leaving(self, step: int, last_step: int, swept_percent: int) -> Leaving:
+    def choose_leaving(self, step: int, last_step: int) -> Leaving:
         """Remove the keys that must leave in the maintenance after a step; their rows stay taken until ``free``.
 
-        ``last_step`` is that of the maintenance before; for ``swept_percent`` see ``sweep``.
+        ``last_step`` is that of the maintenance before.
         """
         owned, due = self.directory, np.zeros(len(self.directory.fill), np.bool_)
-        # The rows touched longest ago are often those that the next batch needs: few may leave without a score.
-        swept = swept_percent if self.policy.has_scores else SWEPT_PERCENT
         if owned.age_steps:
             # Not all buckets in one maintenance.
             interval = max(1, owned.age_steps // CHECKS_OF_AGE)
             shift = (owned.first_bucket + np.arange(len(due))) % interval
             due = (step + shift) // interval > (last_step + shift) // interval
-        left = Leaving(*eviction.sweep(owned, step, due, torch.get_num_threads(), swept))
+        left = Leaving(*eviction.sweep(owned, step, due, torch.get_num_threads()))
         expired = int(left.by_age.sum())
         self.evicted += len(left.keys) - expired
         self.expired += expired

@@ -73,9 +73,9 @@ class TrainedPart(ModelPart):
                 key = cut.pending[number].pop(local)
                 cut.rows[key] = Row(int(self._values[local]), self._touched[key])
 
-    def maintain(self, cut: ModelCut | None, number: int, swept_percent: int) -> None:
+    def maintain(self, cut: ModelCut | None, number: int) -> None:
         if self._unique:
-            left = self._unique.choose_leaving(1, 0, swept_percent)
+            left = self._unique.choose_leaving(1, 0)
             self.save_before(left.rows.tolist(), cut, number)
             self._unique.free(left)
 

@@ -45,17 +45,14 @@ class Shape:
         width = (1 << KEY_BITS) // self.buckets
         return name // self.width * width + name % self.width * (width // self.width)
 
-    def leaving(
-        self, rows: Mapping[int, Row], step: int = 0, *, is_due: bool = False, swept_percent: int = 93
-    ) -> set[int]:
+    def leaving(self, rows: Mapping[int, Row], step: int = 0, *, is_due: bool = False) -> set[int]:
         """Keys that leave a bucket's rows in the maintenance after a step."""
         age = self.policy.rules.age_steps
         expired = {key for key, row in rows.items() if age and row.touched + age <= step}
-        swept_percent = swept_percent if self.policy.has_scores else 93
-        if len(rows) * 100 <= self.quota * (swept_percent + 4):
+        if len(rows) * 100 <= self.quota * 97:
             return expired if is_due else set()
         order = sorted(rows, key=lambda key: (key not in expired, self.rank(rows[key], step), tie_of(self.key(key))))
-        return expired | set(order[: len(rows) - self.quota * swept_percent // 100])
+        return expired | set(order[: len(rows) - self.quota * 93 // 100])
 
     def rank(self, row: Row, step: int) -> float:
         if not self.policy.has_scores:
@@ -114,8 +111,6 @@ class Period:
     last_step: int = 0
     rows: int = 0
     """After the last maintenance."""
-    swept_percent: int = 93
-    """Rows that the next maintenance leaves in a full bucket."""
 
     @classmethod
     def of(cls, shape: Shape) -> Period:
@@ -138,12 +133,16 @@ class Period:
             space = (capacity - after) * (step - self.last_step)
             while self.steps > 1 and 2 * added * self.steps > space:
                 self.steps //= 2
-        self.swept_percent = 100 - min(25, max(7, 125 * added * self.steps // (capacity * (step - self.last_step))))
         self.lookups = self.full = 0
         self.last_step, self.rows = step, after
 
     def copy(self) -> Period:
         return replace(self)
+
+
+def most_seen_first(sights: Counter[int]) -> list[int]:
+    """Keys in the order in which they get the last rows of their bucket."""
+    return sorted(sights, key=lambda key: (-sights[key], key))
 
 
 def initial(key: int) -> int:
@@ -174,7 +173,7 @@ class Replay:
         for key, steps in zip(batch, extra_steps or [0] * len(batch), strict=True):
             extra[key] = max(extra[key], steps)
         fill, seen_before = Counter(map(shape.bucket, self.rows)), self.counts.copy()
-        for key in sorted(lookups):
+        for key in most_seen_first(lookups):
             cells = cells_of(shape, key)
             is_known = min(self.settled[cell] for cell in cells) >= shape.policy.rules.seen_before
             if not is_known and key not in self.rows:
@@ -203,7 +202,7 @@ class Replay:
             for bucket in range(shape.buckets):
                 held = {key: row for key, row in self.rows.items() if shape.bucket(key) == bucket}
                 is_due = shape.is_due(bucket, self.step, self.period.last_step)
-                for key in shape.leaving(held, self.step, is_due=is_due, swept_percent=self.period.swept_percent):
+                for key in shape.leaving(held, self.step, is_due=is_due):
                     del self.rows[key]
             for bucket in range(shape.buckets):
                 here = [cell for cell in self.counts if cell[0] == bucket]
@@ -283,10 +282,10 @@ class ModelPart:
             self._stored.add(local)
 
     def look_up(self, keys: Iterable[int]) -> dict[int, int | None]:
-        """Local row of each key; keys without one get it in order while their bucket has space."""
-        fill = Counter(map(self._shape.bucket, self.local))
+        """Local row of each key; those seen most often get one first, while their bucket has space."""
+        fill, sights = Counter(map(self._shape.bucket, self.local)), Counter(keys)
         found: dict[int, int | None] = {}
-        for key in sorted(set(keys)):
+        for key in most_seen_first(sights):
             bucket = self._shape.bucket(key)
             if key not in self.local and fill[bucket] < self._shape.quota:
                 fill[bucket] += 1
@@ -322,11 +321,11 @@ class ModelPart:
             if cut is not None and local in cut.pending[number]:
                 cut.rows[cut.pending[number].pop(local)] = self._rows[local]
 
-    def maintain(self, cut: ModelCut | None, number: int, swept_percent: int) -> None:
+    def maintain(self, cut: ModelCut | None, number: int) -> None:
         assert set(self.local.values()) == self._held, "a row is in flight"
         for bucket in self.buckets:
             rows = {key: self._rows[at] for key, at in self.local.items() if self._shape.bucket(key) == bucket}
-            for key in self._shape.leaving(rows, swept_percent=swept_percent):
+            for key in self._shape.leaving(rows):
                 self._leave(key, cut, number)
 
     def _leave(self, key: int, cut: ModelCut | None, number: int) -> None:
@@ -421,7 +420,7 @@ class ModelTrainer:
             assert not self._ahead
             before = sum(part.count for part in self._parts)
             for number, part in enumerate(self._parts):
-                part.maintain(self.cut, number, self.period.swept_percent)
+                part.maintain(self.cut, number)
             self.period.maintained(self._shape, self.step, before, sum(part.count for part in self._parts))
         for part in self._parts:
             part.check()

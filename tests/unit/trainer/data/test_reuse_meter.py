@@ -192,7 +192,7 @@ def test_adapted_maintenance_is_that_of_a_replay(make_spec: Any, options: dict[s
     replay = Replay(
         Shape(unique_runs.BUCKETS, 100, unique_runs.WIDTH, None, UniquePolicy.of(table, unique_runs.SAMPLES))
     )
-    random, rows, periods, swept = np.random.default_rng(1), set[int](), set(), set()
+    random, rows, periods = np.random.default_rng(1), set[int](), set()
     pool = random.integers(0, 2**63 - 1, 3_000)
 
     for step in range(1, 150):
@@ -203,11 +203,9 @@ def test_adapted_maintenance_is_that_of_a_replay(make_spec: Any, options: dict[s
         rows -= set(follower.maintain(step)[0].tolist())
         replay.train(keys.tolist())
         periods.add(replay.period.steps)
-        swept.add(replay.period.swept_percent)
         assert len(rows) == len(replay.rows)
 
     assert len(periods) > 2
-    assert min(swept) < 90
 
 
 def test_a_read_off_hit_rate_lies_between_its_points() -> None:
