@@ -19,7 +19,7 @@ from dlrm_api.row_optimizers import RowOptimizerKind
 from dlrm_api.training import RowOptimizerSpec, TrainingSpec
 from dlrm_planner import checkpointer_bytes, plan_job, working_set_bytes
 from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES, CONTEXT_BYTES, KEY_SORT_BYTES, device_working_bytes
-from dlrm_planner.tables import activation_bytes, update_bytes
+from dlrm_planner.tables import UPDATED_LOOKUP_BYTES, activation_bytes, update_bytes
 
 MIB, GIB = 2**20, 2**30
 MakeSpec = Callable[..., DLRMJobSpec]
@@ -298,15 +298,16 @@ def test_what_hosts_spend_on_computing_is_not_asked_of_them(make_spec: MakeSpec)
 
 
 def test_updates_that_fbgemm_does_not_make_take_memory_of_a_gpu(make_spec: MakeSpec) -> None:
-    def updates(kind: RowOptimizerKind, *dtypes: str, **more: Any) -> int:
+    def updates(kind: RowOptimizerKind, *dtypes: str, deterministic: bool = False, **more: Any) -> int:
         tables = [table(f"t{i}", 9_000, maxLookups=20, dtype=dtype) for i, dtype in enumerate(dtypes)]
         spec = make_spec(tables, **more)
-        optimizer = RowOptimizerSpec(kind=kind)
-        return update_bytes(spec.model_copy(update={"training": TrainingSpec(row_optimizer=optimizer)}))
+        training = TrainingSpec(row_optimizer=RowOptimizerSpec(kind=kind), deterministic=deterministic)
+        return update_bytes(spec.model_copy(update={"training": training}))
 
-    of_one = 20 * 2_048 * (48 * 64 + 100)
+    of_one = 20 * 2_048 * UPDATED_LOOKUP_BYTES
     assert updates("rowwise-adagrad", "fp32", "fp32") == 0
     assert updates("adam", "fp32") == updates("sgd", "fp16") == of_one
+    assert updates("sgd", "fp32", deterministic=True) == of_one
     assert updates("adam", "fp32", "fp32", "fp16") == 2 * of_one
     assert updates("rowwise-adagrad", "fp32", "fp16") == of_one
     assert updates("adam", "fp32", replicas=2) == of_one // 2
