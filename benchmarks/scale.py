@@ -23,6 +23,7 @@ RESULTS: Mapping[str, Callable[[bool], Iterator[Result]]] = {
     "commit": scale_start.commit,
     **{f"cut/{rows}": partial(scale_cut.pause, rows) for rows in scale_cut.MAX_PAUSE_MS},
     **{f"pick/{segments}": partial(scale_rows.pick, segments) for segments in scale_rows.MAX_PICK_US},
+    "rows": scale_rows.rows,
     "ranks/meet": scale_ranks.meeting,
     "ranks/exchange": scale_ranks.exchange,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from benchmarks.measure import Result, tell
 from dlrm_api.model import TableSpec
-from dlrm_checkpointer import CutMeta, CutRows, CutSize, HandoffWriter, SnapshotName
+from dlrm_checkpointer import CutMeta, CutRows, CutRowSource, CutSize, HandoffWriter, SnapshotName
 from dlrm_checkpointer.handoff.protocol import HandoffDir
 from dlrm_trainer.checkpointing.handover import SMALL_CUT_BYTES
 from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows, RowsToUpdate
-from dlrm_trainer.embedding.checkpoint import ResidentPart, table_meta
-from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate
+from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart, table_meta
+from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate, is_resting
 from dlrm_trainer.embedding.tiers.slots import MAP_NORESERVE
 
 MAX_PAUSE_MS = {10**8: 6.0, 10**9: 15.0}
@@ -63,11 +63,8 @@ def pause(rows: int, is_quick: bool) -> Iterator[Result]:
         for step in range(1, cuts + 1):
             for some in np.array_split(changed, 10):
                 part.dirty.mark(some)
-            found.append(_cut(writer, part, meta.to_json(), step, changed[:UPDATED]))
-            directory = HandoffDir(Path(folder))
-            for name in directory.ready_cuts():
-                directory.retire(name)
-            directory.sweep()
+            found.append(cut_part(writer, part, meta.to_json(), step, changed[:UPDATED]))
+            store_cuts(Path(folder))
         writer.close("measured")
     # The first two have no older bitmap to reuse.
     laps = found[2:]
@@ -78,10 +75,32 @@ def pause(rows: int, is_quick: bool) -> Iterator[Result]:
     yield Result(metric="least_pause_ms", value=least, limit=MAX_PAUSE_MS.get(rows), setting=setting, measured=medians)
 
 
-def _cut(
-    writer: HandoffWriter, part: ResidentPart, table: object, step: int, updated: NDArray[np.int64]
+def store_cuts(folder: Path) -> None:
+    """Give back the memory of cuts, as the sidecar does once they are stored."""
+    directory = HandoffDir(folder)
+    for name in directory.ready_cuts():
+        directory.retire(name)
+    directory.sweep()
+
+
+def cut_part(
+    writer: HandoffWriter,
+    part: LocalPart,
+    table: object,
+    step: int,
+    updated: NDArray[np.int64],
+    in_order: Callable[[], Iterable[CutRowSource]] = list,
 ) -> dict[str, float]:
-    """Cut a part as ``CutDriver`` and ``CheckpointView`` do; return what it takes."""
+    """Cut a part as ``CutDriver`` and ``CheckpointView`` do; return what it takes.
+
+    Args:
+        writer: of the rank.
+        part: whose changed rows are marked.
+        table: its description in a manifest.
+        step: of the cut; the one before it is stored.
+        updated: rows that the step after the cut updates.
+        in_order: see ``CopyBeforeUpdate``.
+    """
     record, walls, processor = part.dirty.rows, [time.perf_counter()], [time.process_time()]
     row_bytes = CutRows(shard=part.shard, count=0, state_values=part.state_values).row_bytes
 
@@ -97,7 +116,8 @@ def _cut(
         step=step, samples=step, world_size=1, attempt=1, parent=parent, time=time.time(), model={"tables": [table]}
     )
     cut = writer.reserve(described, None, owned=[part.shard], size=size)
-    copying = CopyBeforeUpdate(cut, [part], [], list, lambda: None)
+    resting, moving = ([part], []) if is_resting(part) else ([], [part])
+    copying = CopyBeforeUpdate(cut, resting, moving, in_order, lambda: None)
     if not copying.copy(None if size.row_bytes <= SMALL_CUT_BYTES else 0):
         copying.start()
     lap()

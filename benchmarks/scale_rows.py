@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import tempfile
+import time
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import numpy as np
+import torch
 
-from benchmarks.measure import Result, seconds_of
+from benchmarks.measure import Result, memory, seconds_of, tell
+from benchmarks.scale_cut import cut_part, store_cuts
+from dlrm_api.model import TableSpec
+from dlrm_api.plan import TierLevel, TierShare
+from dlrm_api.tiers import BLOCK_SLACK, CHANGED_BYTES, map_entry_bytes, places_meta_bytes
+from dlrm_checkpointer import CutRows, HandoffWriter
 from dlrm_kernels import pages
+from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
+from dlrm_trainer.embedding.checkpoint import StackedPart, rows_of_stack, table_meta
+from dlrm_trainer.embedding.tiers.block import BlockLevel
+from dlrm_trainer.embedding.tiers.slots import HostSlots, untouched_zeros
+from dlrm_trainer.embedding.tiers.stack import Stack, StackTable
 
+FEW, ROWS = 4 * 10**6, (10**8, 125 * 10**7)
+"""Rows of one rank; the last is an eighth of a table of 10^10."""
+DIM, SEED, SCALE = 128, 7, 0.25
+CHANGED, BATCH, CUTS = 200_000, 8_192, 5
+"""Rows that change before each cut, half of them in slots and half on block storage; and rows of a batch."""
+STORED_PER_CHANGED = 20
+"""Rows on block storage per changed one there: enough that a cut reads their pages, not the whole file."""
 MAX_PICK_US = {10**3: 10.0, 10**6: 10.0}
 """By segments of block storage."""
 SEGMENT_RECORDS = 16
@@ -43,3 +65,65 @@ def pick(segments: int, is_quick: bool) -> Iterator[Result]:
         setting={"segments": segments, "picks": picks},
         measured={"free_record_ns": 1e9 * freeing_s / len(places)},
     )
+
+
+def rows(is_quick: bool) -> Iterator[Result]:
+    """Start ranks with ever more rows of 128 columns over block storage, whose file is sparse, and cut them.
+
+    Host memory is what a rank has mapped beyond one with few rows, since each page of it is written once all rows were
+    looked up.
+    """
+    shrink = 100 if is_quick else 1
+    tell("rows: half of the changed ones are on block storage; medians")
+    # The first maps memory for code and threads, too.
+    _, (few, _) = (_start_and_cut(FEW // shrink, CHANGED // shrink) for _ in range(2))
+    for count in ROWS:
+        mapped, measured = _start_and_cut(count // shrink, CHANGED // shrink)
+        planned = map_entry_bytes(count) + places_meta_bytes("block", count, last=True) / count + CHANGED_BYTES
+        yield Result(
+            metric="ddr_bytes_per_row",
+            value=(mapped - few) / ((count - FEW) // shrink),
+            limit=None if is_quick else planned,
+            setting={"rows": count // shrink, "dim": DIM, "changed": CHANGED // shrink},
+            measured=measured,
+        )
+
+
+def _start_and_cut(count: int, changed: int) -> tuple[int, dict[str, float]]:
+    """Return the bytes that a rank of ``count`` rows maps, and what its start and its cuts take."""
+    slots, extra = changed // 2, 2 * BATCH
+    table = TableSpec(name="items", rows=count, dim=DIM)
+    meta = table_meta(table, 0, "rowwise-adagrad")
+    share = TierShare(levels=(TierLevel(tier="ddr", rows=slots), TierLevel(tier="block", rows=count)))
+    with tempfile.TemporaryDirectory(dir=".") as below, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        mapped, started = memory("VmSize"), time.perf_counter()
+        weight = torch.from_numpy(untouched_zeros((slots + extra) * DIM, np.float32)).view(-1, DIM)
+        state = torch.from_numpy(untouched_zeros(slots + extra, np.float32)).view(-1, 1)
+        member = StackTable(name="items", rows=count, slots=slots, extra=extra, scale=SCALE)
+        stack = Stack([member], share, HostSlots(weight, state), SEED, DIM, "fp32")
+        places = int(count * BLOCK_SLACK)
+        stack.attach([BlockLevel(Path(below), stack.memory.words, places, count, partial(stack.relocated, 1))])
+        dirty = DirtyRows([count])
+        part = StackedPart(table=table, shard=meta.whole(), stack=stack, number=0, dirty=DirtyPart(dirty, 0))
+        start_ms = 1e3 * (time.perf_counter() - started)
+        held = np.random.default_rng(0).choice(count, slots * (1 + STORED_PER_CHANGED), replace=False)
+        chosen = np.concatenate([held[:-slots:STORED_PER_CHANGED], held[-slots:]])
+        for number, some in enumerate(np.array_split(held, -(-len(held) // BATCH)), start=1):
+            fetched = stack.fetch(some, np.array([len(some)]), number)
+            weight[torch.from_numpy(fetched.slots)] += 1
+            stack.release(fetched)
+        row_bytes = CutRows(shard=part.shard, count=0, state_values=part.state_values).row_bytes
+        writer = HandoffWriter(Path(folder), 0, 2 * changed * row_bytes + (64 << 20))
+        writer.touch()
+        found: list[dict[str, float]] = []
+        for step in range(1, CUTS + 1):
+            part.dirty.mark(chosen)
+            in_order = partial(rows_of_stack, stack, [part])
+            found.append(cut_part(writer, part, meta.to_json(), step, chosen[-BATCH:], in_order))
+            store_cuts(Path(folder))
+        writer.close("measured")
+        mapped, resident = memory("VmSize") - mapped, memory("VmRSS")
+        stack.close()
+    # The first two have no older bitmap to reuse.
+    medians = {name: float(np.median([each[name] for each in found[2:]])) for name in found[0]}
+    return mapped, {"start_ms": start_ms, "resident_mib": resident / 2**20, **medians}
