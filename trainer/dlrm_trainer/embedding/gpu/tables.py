@@ -194,9 +194,9 @@ class DeviceKernel:
     def _rounding(self, tables: NDArray[np.int64], step: int) -> Rounding:
         """Return what rows of features of these tables are rounded by at a step."""
         keys = step_keys(self._tables.keys[tables], step).view(np.int64)
-        return Rounding(
-            *(torch.from_numpy(each).to(self._tables.device) for each in (keys, self._first_columns[tables]))
-        )
+        made = torch.from_numpy(np.stack((keys, self._first_columns[tables])))
+        # Without non_blocking the host waits for all that the GPU has to do before.
+        return Rounding(*made.to(self._tables.device, non_blocking=True))
 
 
 def is_fused(tables: Tables) -> bool:

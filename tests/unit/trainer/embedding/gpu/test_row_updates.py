@@ -16,6 +16,7 @@ from dlrm_api.training import RowOptimizerSpec, RowRegularizerSpec
 from dlrm_planner.tables import UPDATED_LOOKUP_BYTES
 from dlrm_testing.trainer import row_rules
 from dlrm_testing.trainer.bags import bags_of, tables_of
+from dlrm_testing.trainer.host_waits import HostWaits
 from dlrm_testing.trainer.live_memory import LiveMemory
 from dlrm_testing.trainer.triton_programs import Reorder, memory_in_place, program_order
 from dlrm_trainer.embedding.gpu.row_updates import Rounding, SortedLookups, update_rows
@@ -232,14 +233,15 @@ def test_rows_and_gradients_past_2_to_the_31_elements_are_reached(dtype: RowDtyp
 
 @both_types
 @pytest.mark.parametrize("weighted", [False, True])
-def test_updates_take_what_plans_count(dtype: RowDtype, weighted: bool) -> None:
+def test_updates_take_what_plans_count_and_let_the_host_not_wait(dtype: RowDtype, weighted: bool) -> None:
     kernel = DeviceKernel(tables("sgd", dtype, [(1, 4)] * 2, [0, 1]))
     gradient, count = torch.ones(60, 8), 120
     weights = torch.ones(count) if weighted else None
     bags = bags_of(torch.zeros(count, dtype=torch.int64), torch.ones((2, 60), dtype=torch.int32), weights)
 
-    with LiveMemory([*kernel.weights, *kernel.states, gradient]) as memory:
+    with HostWaits() as waits, LiveMemory([*kernel.weights, *kernel.states, gradient]) as memory:
         kernel.update(bags, gradient, bags.ids, RowUpdate(0.1, 1))
 
     planned = count * UPDATED_LOOKUP_BYTES
     assert 0.4 * planned < memory.peak <= 0.75 * planned
+    assert waits.count == 0
