@@ -1,0 +1,356 @@
+"""Compare the planner's seconds with the clock: ``python -m benchmarks.planner_error [--settings N] [--seed N]``.
+
+Draws jobs by a seed, runs each with ``dlrmctl run`` on this machine, and plans it by what ``dlrmctl profile measure``
+found before and after all runs. A run makes 20 steps that do not count and 50 that do; its figure is their median. The
+runs of a setting are not consecutive: every setting runs once before any runs again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from scipy import stats
+
+from benchmarks.measure import tell
+from benchmarks.scratch import Scratch
+from dlrm_api.errors import InfeasiblePlanError
+from dlrm_api.hardware import HardwareProfile, parse_profile
+from dlrm_api.job import DLRMJob, parse_job
+from dlrm_api.plan import Plan, parse_plan
+from dlrm_api.run_report import Profile, RankUse, StageTimes
+from dlrm_planner import plan_job
+
+WARM_STEPS, COUNTED_STEPS, REPEATS = 20, 50, 3
+MAX_REPEAT_ERROR, MAX_RERUNS = 0.08, 2
+"""A setting whose runs differ by more is run again, as often as this."""
+MAX_IDS, MAX_TABLE_BYTES = 2**20, 2**30
+"""Of a batch, and of all tables: larger draws are drawn again, so that a run takes seconds."""
+MIN_LOOKUPS_PER_SLOT = 4
+"""Of the steps that do not count. With fewer, slots are not full and nothing is evicted, unlike in a long run."""
+MLPS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "small": ((64,), (64, 32, 1)),
+    "medium": ((256, 128), (256, 128, 1)),
+    "large": ((512, 256), (1_024, 512, 256, 1)),
+}
+"""Widths of the bottom MLP, without its last layer, and of the top MLP."""
+BOUNDS: Mapping[str, tuple[str, ...]] = {
+    "reader": ("read",),
+    "tier": ("prefetch wait",),
+    "link": ("exchange", "agreement"),
+    "compute": ("forward", "backward", "row update", "dense update"),
+    "python": ("prepare", "maintenance", "records"),
+}
+"""Stages of the training thread by the resource that they wait for or use."""
+
+
+class RunError(RuntimeError):
+    """Report a run that failed, or one whose plan is not the predicted one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Describe one job."""
+
+    tables: int
+    rows: int
+    dim: int
+    lookups: int
+    batch: int
+    mlp: str
+    precision: str
+    cache: float
+    """Least bytes of DDR over those of all rows; rows that do not fit are in block storage."""
+    ranks: int
+
+    @property
+    def is_usable(self) -> bool:
+        """Return whether a run takes seconds, and fills its slots before the steps that count."""
+        table_bytes = self.tables * self.rows * self.dim * 4
+        is_small = self.batch * self.tables * self.lookups <= MAX_IDS and table_bytes <= MAX_TABLE_BYTES
+        filling = WARM_STEPS * self.batch * self.lookups / MIN_LOOKUPS_PER_SLOT
+        return is_small and (self.cache == 1 or self.cache * self.rows <= filling)
+
+
+def draw_setting(draw: random.Random) -> Setting:
+    """Return a random setting that is usable."""
+
+    def between(low: float, high: float) -> float:
+        return math.exp(draw.uniform(math.log(low), math.log(high)))
+
+    while True:
+        setting = Setting(
+            tables=round(between(8, 100)),
+            rows=round(between(5_000, 1_000_000)),
+            dim=draw.choice((16, 32, 64, 128)),
+            lookups=round(between(1, 20)),
+            batch=draw.choice((512, 1_024, 2_048, 4_096, 8_192)),
+            mlp=draw.choice(tuple(MLPS)),
+            precision=draw.choice(("fp32", "bf16")),
+            cache=draw.choice((1.0, round(between(0.05, 0.9), 3))),
+            ranks=draw.choice((1, 2)),
+        )
+        if setting.is_usable:
+            return setting
+
+
+def read_manifest(setting: Setting, ddr_bytes: int | None, folder: Path) -> DLRMJob:
+    """Return the job of a setting."""
+    bottom, top = MLPS[setting.mlp]
+    template = {
+        "rows": setting.rows,
+        "dim": setting.dim,
+        "avgLookups": setting.lookups,
+        "maxLookups": 2 * setting.lookups if setting.lookups > 1 else 1,
+        "pooling": "sum",
+    }
+    budgets = {} if ddr_bytes is None else {"tierBudgets": {"ddr": ddr_bytes, "block": 4 * MAX_TABLE_BYTES}}
+    return parse_job(
+        {
+            "apiVersion": "dlrm.dev/v1alpha1",
+            "kind": "DLRMJob",
+            "metadata": {"name": "planner-error"},
+            "spec": {
+                "model": {
+                    "denseFeatures": [f"I{number}" for number in range(13)],
+                    "bottomMlp": [*bottom, setting.dim],
+                    "topMlp": list(top),
+                    "precision": setting.precision,
+                    "tableGroups": [{"name": "table", "count": setting.tables, "template": template}],
+                },
+                "data": {
+                    "format": "synthetic",
+                    "synthetic": {"samples": setting.batch * (WARM_STEPS + COUNTED_STEPS), "evalSamples": 0},
+                    "globalBatchSize": setting.batch,
+                },
+                "training": {"maxSteps": WARM_STEPS + COUNTED_STEPS},
+                "trainer": {"replicas": 1, "processesPerReplica": setting.ranks, **budgets},
+                "checkpoint": {"uri": (folder / "store").as_uri(), "intervalSteps": 1_000_000},
+            },
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """Hold a setting with its job and plan."""
+
+    number: int
+    setting: Setting
+    job: DLRMJob
+    plan: Plan
+
+
+def make_case(number: int, setting: Setting, profile: HardwareProfile, folder: Path) -> Case:
+    """Plan a setting; DDR grows from its cache share until the rest of what must be there fits too."""
+    if setting.cache == 1.0:
+        job = read_manifest(setting, None, folder)
+        return Case(number, setting, job, plan_job(job.spec, profile, shared=True))
+    table_bytes = setting.tables * setting.rows * setting.dim * 4
+    ddr_bytes = int(setting.cache * table_bytes)
+    while True:
+        job = read_manifest(setting, ddr_bytes, folder)
+        try:
+            return Case(number, setting, job, plan_job(job.spec, profile, shared=True))
+        except InfeasiblePlanError:
+            ddr_bytes = ddr_bytes * 5 // 4
+
+
+def draw_case(number: int, draw: random.Random, profile: HardwareProfile, folder: Path) -> Case:
+    """Return a random case; with a cache below 1 some rows are in block storage.
+
+    A small model with the least hand-off may fit DDR whole; such a draw is drawn again.
+    """
+    while True:
+        case = make_case(number, draw_setting(draw), profile, folder)
+        if case.setting.cache == 1 or _cached_share(case.plan) < 1:
+            return case
+
+
+@dataclass(frozen=True)
+class Run:
+    """Hold what one run measured."""
+
+    step_s: float
+    bound: str
+    """Resource that takes most of the training thread's time; a key of BOUNDS."""
+    hit_rates: tuple[float, float] | None
+    """Expected and measured shares of accesses to rows seen before; None without levels."""
+
+
+def run_case(case: Case, profile: Path, folder: Path) -> Run:
+    """Train a case's job once.
+
+    Raises:
+        RunError: the run failed, or was planned otherwise than predicted.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        here = Path(name)
+        manifest, work = here / "job.yaml", here / "run"
+        job = read_manifest(case.setting, case.job.spec.trainer.tier_budgets.ddr, here)
+        manifest.write_text(job.model_dump_json(exclude_none=True))
+        command = [str(Path(sys.executable).with_name("dlrmctl")), "run", str(manifest), "--workdir", str(work)]
+        command += ["--profile", "--hardware", str(profile), "--tier-dir", str(here / "tiers"), "--output", "json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RunError(f"setting {case.number}: {done.stderr.strip()[-2_000:]}")
+        planned = parse_plan((work / "plan.json").read_text())
+        if _levels(planned) != _levels(case.plan):
+            raise RunError(f"setting {case.number}: dlrmctl run planned other shards or tiers than were predicted")
+        lines = [json.loads(line) for line in (work / "progress.jsonl").read_text().splitlines()]
+        times = np.array([line["time"] for line in lines if "loss" in line])
+        stages = Profile.model_validate_json((work / "profile.json").read_text(), by_name=True).stages
+        uses = (json.loads(done.stdout).get("tiers") or {}).get("ranks", ())
+        counted = np.diff(times)[WARM_STEPS - 1 :]
+        return Run(float(np.median(counted)), _bound(stages), _hit_rates([RankUse.model_validate(e) for e in uses]))
+
+
+def _levels(plan: Plan) -> list[Any]:
+    return [
+        [
+            (shard.rank, shard.kind, shard.row_end, [level.tier for level in shard.tiers.levels])
+            for shard in table.shards
+        ]
+        for table in plan.tables
+    ]
+
+
+def _cached_share(plan: Plan) -> float:
+    """Return the share of rows that the first levels of all shards can hold."""
+    shards = [shard for table in plan.tables for shard in table.shards]
+    rows = [shard.row_end - shard.row_start for shard in shards]
+    first = [each.tiers.levels[0].rows if each.tiers.levels else n for each, n in zip(shards, rows, strict=True)]
+    return sum(first) / sum(rows)
+
+
+def _bound(stages: Sequence[StageTimes]) -> str:
+    spent = {
+        bound: sum(each.median_seconds for each in stages if each.stage in names) for bound, names in BOUNDS.items()
+    }
+    return max(spent, key=lambda bound: spent[bound])
+
+
+def _hit_rates(ranks: Sequence[RankUse]) -> tuple[float, float] | None:
+    tables = [table for rank in ranks for table in rank.tables if table.repeat_hit_rate is not None]
+    tables = [table for table in tables if table.expected_hit_rate is not None]
+    if not tables:
+        return None
+    weights = [table.accesses - table.created_rows for table in tables]
+    found = [[table.expected_hit_rate or 0.0, table.repeat_hit_rate or 0.0] for table in tables]
+    expected, measured = np.average(found, axis=0, weights=weights).tolist()
+    return expected, measured
+
+
+def measure_profile(path: Path, folder: Path) -> HardwareProfile:
+    """Measure this machine, as users do."""
+    command = [str(Path(sys.executable).with_name("dlrmctl")), "profile", "measure", "--out", str(path)]
+    started = time.monotonic()
+    subprocess.run([*command, "--tier", f"block={folder}"], check=True, capture_output=True)
+    tell(f"profile measure: {time.monotonic() - started:.0f} s")
+    return parse_profile(yaml.safe_load(path.read_text()))
+
+
+def repeat_error(runs: Sequence[Run]) -> float:
+    """Return half the range of the runs' step times over their median."""
+    steps = [run.step_s for run in runs]
+    return float((max(steps) - min(steps)) / 2 / np.median(steps))
+
+
+def measure_cases(cases: Sequence[Case], run_once: Callable[[Case], Run]) -> dict[int, list[Run]]:
+    """Return the runs of every case; those that differ too much are all replaced by new ones."""
+    found: dict[int, list[Run]] = {}
+    again = list(cases)
+    for _ in range(1 + MAX_RERUNS):
+        found |= {case.number: [] for case in again}
+        for repeat in range(REPEATS):
+            for case in again:
+                run = run_once(case)
+                found[case.number].append(run)
+                tell(f"setting {case.number}, run {repeat + 1}: {run.step_s * 1e3:.1f} ms, bound by {run.bound}")
+        again = [case for case in again if repeat_error(found[case.number]) > MAX_REPEAT_ERROR]
+    return found
+
+
+def show(case: Case, predicted_s: Sequence[float], runs: Sequence[Run]) -> dict[str, Any]:
+    """Print a setting's line, and return it; ``predicted_s`` is by the profiles before and after."""
+    measured = float(np.median([run.step_s for run in runs]))
+    predicted = statistics.geometric_mean(predicted_s)
+    bounds = sorted(run.bound for run in runs)
+    line: dict[str, Any] = {
+        "benchmark": "planner_error",
+        "setting": {"number": case.number, **vars(case.setting)},
+        "measured_ms": round(measured * 1e3, 3),
+        "predicted_ms": round(predicted * 1e3, 3),
+        "error": round(predicted / measured - 1, 4),
+        "repeat_error": round(repeat_error(runs), 4),
+        "bound": bounds[len(bounds) // 2],
+        "cached_share": round(_cached_share(case.plan), 3),
+        "predicted": case.plan.predicted.model_dump(by_alias=False, exclude_none=True),
+    }
+    if runs[0].hit_rates is not None:
+        line["expected_hit_rate"], line["hit_rate"] = (round(rate, 4) for rate in runs[0].hit_rates)
+    print(json.dumps(line), flush=True)
+    return line
+
+
+def summarize(lines: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
+    """Return the errors over all settings."""
+    errors = np.abs([line["error"] for line in lines])
+    measured, predicted = ([line[side] for line in lines] for side in ("measured_ms", "predicted_ms"))
+    short = [line for line in lines if line["measured_ms"] < 5]
+    rates = [abs(line["expected_hit_rate"] - line["hit_rate"]) for line in lines if "hit_rate" in line]
+    return {
+        "benchmark": "planner_error",
+        "settings": len(lines),
+        "seed": seed,
+        "median_error": round(float(np.median(errors)), 4),
+        "p90_error": round(float(np.quantile(errors, 0.9)), 4),
+        "worst_error": round(float(errors.max()), 4),
+        "median_repeat_error": round(float(np.median([line["repeat_error"] for line in lines])), 4),
+        "spearman": round(float(stats.spearmanr(measured, predicted).statistic), 4) if len(lines) > 1 else None,
+        "worst_short_ms": max((abs(line["predicted_ms"] - line["measured_ms"]) for line in short), default=None),
+        "worst_hit_rate_points": round(100 * max(rates), 2) if rates else None,
+    }
+
+
+def main() -> int:
+    """Measure, print one JSON line for each setting and one for all of them."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.planner_error", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--settings", type=int, default=30, help="number of random settings [30]")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the settings [0]")
+    parser.add_argument("--tier-dir", type=Path, default=Path(tempfile.gettempdir()), help="folder on the block device")
+    options = parser.parse_args()
+    draw = random.Random(options.seed)
+    with Scratch(options.tier_dir) as scratch:
+        folder = scratch.path
+        before = measure_profile(folder / "before.yaml", folder)
+        cases = [draw_case(number, draw, before, folder) for number in range(options.settings)]
+        found = measure_cases(cases, partial(run_case, profile=folder / "before.yaml", folder=folder))
+        after = measure_profile(folder / "after.yaml", folder)
+        lines = []
+        for case in cases:
+            plans = (case.plan, plan_job(case.job.spec, after, shared=True))
+            predicted_s = [case.setting.batch / (plan.predicted.samples_per_second or math.nan) for plan in plans]
+            lines.append(show(case, predicted_s, found[case.number]))
+    print(json.dumps(summarize(lines, options.seed)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
