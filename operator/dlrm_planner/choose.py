@@ -253,12 +253,11 @@ def memory_modes(problem: Problem, whole: propose.StrategyList, split: propose.S
     All rows in DDR come first, with full cuts before segments; then slower tiers, which need the DDR that segments
     spare. On GPUs every mode uses tiers.
     """
+    on_gpus, both = problem.device == "cuda", (False, True)
     stages: list[tuple[bool, propose.StrategyList, tuple[bool, ...]]] = []
-    if problem.device == "cuda":
-        stages = [(True, whole, (False,)), (True, split, (False,))]
-    elif not pinned_slow(problem.tables):
-        stages = [(False, whole, (False, True)), (False, split, (False, True))]
-    if problem.device == "cuda" or problem.caps or not stages:
+    if on_gpus or not pinned_slow(problem.tables):
+        stages = [(on_gpus, whole, both), (on_gpus, split, both)]
+    if not on_gpus and (problem.caps or not stages):
         stages += [(True, whole, (True,)), (True, split, (True,))]
     return [
         MemoryMode(stage=stage, in_segments=segments, uses_tiers=uses_tiers, replicates=replicates, proposals=proposals)

@@ -9,6 +9,7 @@ import yaml
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import parse_job
 from dlrm_api.names import Port
+from dlrm_api.plan import Plan
 from dlrm_operator.manifests.objects import Owner, metadata
 from dlrm_operator.manifests.pods import render_objects
 from dlrm_operator.manifests.storage import check_mounts
@@ -30,6 +31,19 @@ def pods_on(profile: HardwareProfile, **trainer: Any) -> list[Object]:
     plan = plan_job(job.spec, profile)
     check_mounts(plan, profile)
     return [item for item in render_objects(job, profile, plan) if item["kind"] == "Pod"]
+
+
+def public_machine(name: str) -> Object:
+    body: Object = yaml.safe_load((FOLDER / "profiles" / f"{name}.yaml").read_text())
+    return body
+
+
+def plan_on(profile: HardwareProfile, processes: int, rows: int) -> Plan:
+    document = yaml.safe_load((FOLDER / "job.yaml").read_text())
+    document["spec"]["trainer"] = {"replicas": 1, "processesPerReplica": processes, "hardware": profile.metadata.name}
+    document["spec"]["model"]["tableGroups"][0]["template"] = {"rows": rows, "dim": 64}
+    document["spec"]["model"]["bottomMlp"] = [64, 64]
+    return plan_job(parse_job(document).spec, profile)
 
 
 @pytest.mark.parametrize("name", POOLS)
@@ -57,13 +71,9 @@ def test_the_job_has_a_plan_and_four_pods_on_each_pool(name: str) -> None:
 def test_each_public_machine_holds_a_terabyte_and_predicts_its_speed(
     name: str, tier: str, processes: int, rows: int
 ) -> None:
-    profile = parse_profile(yaml.safe_load((FOLDER / "profiles" / f"{name}.yaml").read_text()))
-    document = yaml.safe_load((FOLDER / "job.yaml").read_text())
-    document["spec"]["trainer"] = {"replicas": 1, "processesPerReplica": processes, "hardware": profile.metadata.name}
-    document["spec"]["model"]["tableGroups"][0]["template"] = {"rows": rows, "dim": 64}
-    document["spec"]["model"]["bottomMlp"] = [64, 64]
+    profile = parse_profile(public_machine(name))
 
-    plan = plan_job(parse_job(document).spec, profile)
+    plan = plan_on(profile, processes, rows)
 
     assert profile.metadata.name == name
     assert plan.device == ("cuda" if profile.spec.devices else "cpu")
@@ -71,6 +81,17 @@ def test_each_public_machine_holds_a_terabyte_and_predicts_its_speed(
     check_mounts(plan, profile)
     # Every rate that the prediction needs is stated.
     assert (plan.predicted.samples_per_second or 0) > 0
+
+
+def test_more_memory_on_the_host_never_makes_a_gpu_s_plan_slower() -> None:
+    rates = []
+    for size in (9e11, 1e12, 1.1e12, 1.2e12):
+        body = public_machine("gpu-hbm-scm")
+        body["spec"]["tiers"]["ddr"]["bytes"] = size
+        rates.append(plan_on(parse_profile(body), 8, 130_000_000).predicted.samples_per_second or 0.0)
+
+    assert rates[0] > 0
+    assert rates == sorted(rates)
 
 
 def test_a_gpu_pod_takes_a_device_a_process() -> None:
