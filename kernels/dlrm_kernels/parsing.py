@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dlrm_kernels.cache import kernel
 from dlrm_kernels.hashing import GOLDEN, mix, mix63, remainder
-from dlrm_kernels.intrinsics import prefetch
+from dlrm_kernels.intrinsics import lowest_bit, prefetch
 
 Ints = NDArray[np.int64]
 Numbers = NDArray[np.float32]
@@ -43,6 +43,9 @@ _TILE = 16
 _PREFETCH_ROWS = np.uint64(8)
 """Distance in rows at which ``put_rows`` prefetches."""
 _LINE_BYTES = 64
+_NEWLINE = ord("\n")
+_NEWLINES, _LOW_BITS = np.uint64(int.from_bytes(b"\n" * 8)), np.uint64(int.from_bytes(b"\x7f" * 8))
+"""Eight newlines; the lower seven bits of each byte."""
 
 
 class Hashing(NamedTuple):
@@ -54,6 +57,30 @@ class Hashing(NamedTuple):
     """Of the table; for keys the table's seed."""
     inverse: np.uint64
     """See ``dlrm_kernels.hashing.inverse_of``."""
+
+
+@kernel
+def find_newlines(text: NDArray[np.uint8], after: Ints) -> int:
+    """Count the newlines of a text, and put the place after each into ``after`` (k,), as many as it holds.
+
+    Source: Warren, Hacker's Delight, 2nd edition, section 6-1: which bytes of a word are 0.
+    """
+    found = 0
+    words = text[: text.size // 8 * 8].view(np.uint64)
+    for number in range(words.size):
+        word = words[number] ^ _NEWLINES
+        zeros = ~(((word & _LOW_BITS) + _LOW_BITS) | word | _LOW_BITS)
+        while zeros:
+            if found < after.size:
+                after[found] = 8 * number + np.int64(lowest_bit(zeros) >> _THREE) + 1
+            found += 1
+            zeros &= zeros - _ONE
+    for place in range(8 * words.size, text.size):
+        if text[place] == _NEWLINE:
+            if found < after.size:
+                after[found] = place + 1
+            found += 1
+    return found
 
 
 @kernel

@@ -95,6 +95,7 @@ def _of_data() -> Iterator[Example]:
     yield parallel._await, (i64(parallel.COUNTS), 0)
     text, roles = b"1\t5\tff", np.array([parsing.LABEL, parsing.INTEGER, parsing.ID], np.uint8)
     line = np.frombuffer(text, np.uint8), i64(1), i64(1) + len(text), roles, False, (i64(1) + 1, i64(1) + 2), i64(1)
+    yield parsing.find_newlines, (_frozen(u8(9)), i64(1))
     yield parsing.parse_lines, (*line, f32((1, 2)), i64((1, 1)))
     yield parsing.parse_good_lines, (*line, f32((1, 2)), i64((1, 1)), np.zeros(1, np.bool_))
     for values in (f64(2), _frozen(f64(2))):

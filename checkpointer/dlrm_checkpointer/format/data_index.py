@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -94,6 +94,15 @@ class DataIndex:
         names = ("files", "contents", "digests", "blocks", "rows", "starts")
         joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
         return cls(reads=parts[0].reads, **joined)
+
+    def join_parts(self, counts: NDArray[np.int64]) -> Self:
+        """Return the index of F files, each of which ``counts`` (F,) entries stand for, at least one each.
+
+        What the first of them says of its file holds.
+        """
+        firsts = np.cumsum(counts) - counts
+        of_files = {name: getattr(self, name)[firsts] for name in ("files", "contents", "digests")}
+        return replace(self, **of_files, blocks=np.add.reduceat(self.blocks, firsts) if firsts.size else firsts)
 
     def encode(self) -> memoryview:
         """Encode as one object."""

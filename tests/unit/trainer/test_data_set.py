@@ -25,6 +25,7 @@ from dlrm_stores.file import FileStore
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_trainer.checkpointing import data_set
 from dlrm_trainer.checkpointing.data_set import TEXT, StoredData, describe, list_data_set, open_data_set, read_stored
+from dlrm_trainer.data import criteo
 from dlrm_trainer.data.index import Indexer
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.metrics.progress import ProgressBoard
@@ -128,9 +129,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     real = Indexer.read
 
-    def read(self: Indexer, file: DataFile, reads: str) -> DataIndex:
+    def read(self: Indexer, file: DataFile, part: int, reads: str) -> DataIndex:
         names.append(file.path.name)
-        return real(self, file, reads)
+        return real(self, file, part, reads)
 
     monkeypatch.setattr(Indexer, "read", read)
     return names
@@ -172,9 +173,9 @@ def indexed(collectives: Collectives, folder: Path, edit: str, count: int) -> tu
     """Open a data set, after rank 1 may have edited a file; return its files, what this rank read, and batches."""
     spec, names, real = spec_of(folder, globalBatchSize=16), list[str](), Indexer.read
 
-    def read(self: Indexer, file: DataFile, reads: str) -> DataIndex:
+    def read(self: Indexer, file: DataFile, part: int, reads: str) -> DataIndex:
         names.append(file.path.name)
-        return real(self, file, reads)
+        return real(self, file, part, reads)
 
     Indexer.read = read  # type: ignore[method-assign]
     stored = StoredData(store=FileStore(folder / "store"), fingerprint=None, where="file:///store")
@@ -195,6 +196,36 @@ def indexed(collectives: Collectives, folder: Path, edit: str, count: int) -> tu
         assert len(files) == count
         batches = [found.train.read(number).values.tolist() for number in range(found.train.batches_per_epoch)]
         return files, found.fingerprint, found.index, names, batches
+
+
+def indexed_text(collectives: Collectives, folder: Path, part_bytes: int) -> tuple[Any, ...]:
+    """Open a data set of one text file; return its index, labels, and the parts that this rank read."""
+    criteo.PART_BYTES, parts, real = part_bytes, list[int](), Indexer.read
+
+    def read(self: Indexer, file: DataFile, part: int, reads: str) -> DataIndex:
+        parts.append(part)
+        return real(self, file, part, reads)
+
+    Indexer.read = read  # type: ignore[method-assign]
+    spec = spec_of(folder, format="criteo-tsv", globalBatchSize=2_048)
+    listings = list_data_set(spec) if collectives.rank == 0 else None
+    with ExitStack() as stack:
+        found = open_data_set(stack, spec, listings, collectives, ProgressBoard(1, 2), None)
+        return found.index, found.fingerprint, sorted(parts), found.train.num_samples
+
+
+@pytest.mark.slow
+def test_ranks_share_a_large_file_of_text_by_bytes(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    text = "".join("\t".join(["1", *["7"] * 13, *[f"{row:x}"] * 26]) + "\n" for row in range(30_000))
+    (tmp_path / "train/day.tsv").write_text(text)
+
+    [alone] = run_ranks(1, partial(indexed_text, folder=tmp_path, part_bytes=1 << 30))
+    shared = run_ranks(2, partial(indexed_text, folder=tmp_path, part_bytes=1 << 20))
+
+    assert [each[2] for each in shared] == [[0, 2, 4], [1, 3]]
+    assert alone[2:] == ([0], 30_000)
+    assert all(each[:2] == alone[:2] and each[3] == 30_000 for each in shared)
 
 
 @pytest.mark.slow

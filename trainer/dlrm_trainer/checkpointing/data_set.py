@@ -24,7 +24,7 @@ from dlrm_stores.data_files import DataFile, LocalFile, files_named
 from dlrm_stores.locations import LeftOut, Listing, Places, TableVersion
 from dlrm_trainer.checkpointing.compat import check_data
 from dlrm_trainer.data import READERS, Reader, Split, list_data, open_reader
-from dlrm_trainer.data.index import FileListing, ListedFiles, identities, index_files
+from dlrm_trainer.data.index import FileListing, ListedFiles, identities, index_parts
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.failures import CollectiveKeepalive
 from dlrm_trainer.metrics.progress import ProgressBoard
@@ -37,7 +37,7 @@ NAMED = 5
 FILE_LIST = "fileList"
 """Key of a fingerprint that refers to a document instead of listing files."""
 ROUND_FILES = 16_384
-"""Files that are indexed between two exchanges, which all ranks hold at once."""
+"""Files, or parts of them, that are indexed between two exchanges; all ranks hold the result at once."""
 PROGRESS_INTERVAL_S = 5.0
 TEXT = TypeAdapter(str)
 
@@ -251,12 +251,18 @@ def _index_together(
     board: ProgressBoard,
     check_stop: Callable[[], object],
 ) -> DataIndex:
-    """Return the index of all files on every rank; each reads a share of those that the store has none of."""
+    """Return the index of all files on every rank; each reads a share of those that the store has none of.
+
+    Large files of text are shared by bytes.
+    """
     found, rank, world_size = [DataIndex.empty(plan.reads)], collectives.rank, collectives.world_size
-    make, progress = READERS[spec.data.format].indexer, _IndexProgress(rank, len(plan.missing), board)
-    for start in range(0, len(plan.missing), ROUND_FILES):
-        assert make is not None, "only formats with files list any"
-        some, together = plan.missing[start : start + ROUND_FILES], CollectiveKeepalive(collectives)
+    make = READERS[spec.data.format].indexer
+    sizes, indexer = np.array(plan.listing.sizes, np.int64)[plan.missing], make(spec) if make else None
+    counts = indexer.count_parts(sizes) if indexer else sizes
+    parts = [(place, part) for place, count in zip(plan.missing, counts.tolist(), strict=True) for part in range(count)]
+    progress = _IndexProgress(rank, len(parts), board)
+    for start in range(0, len(parts), ROUND_FILES):
+        some, together = parts[start : start + ROUND_FILES], CollectiveKeepalive(collectives)
 
         def working(done: int, start: int = start, together: CollectiveKeepalive = together) -> None:
             check_stop()
@@ -264,14 +270,16 @@ def _index_together(
             # The others have read about as many.
             progress.tell(start + done * world_size)
 
-        mine = index_files(make(spec), [files[place] for place in some[rank::world_size]], plan.reads, working)
+        assert indexer is not None, "only formats with files list any"
+        own = [(files[place], part) for place, part in some[rank::world_size]]
+        mine = index_parts(indexer, own, plan.reads, working)
         together.wait()
         bodies = collectives.gather(bytes(mine.encode()), BODY)
         shares = [DataIndex.decode(body, f"index of rank {number}") for number, body in enumerate(bodies)]
         order = np.concatenate([np.arange(len(some))[number::world_size] for number in range(world_size)])
         found.append(DataIndex.join(shares).take(np.argsort(order)))
     progress.end()
-    index = first.complete(DataIndex.join(found)) if first else None
+    index = first.complete(DataIndex.join(found).join_parts(counts)) if first else None
     body = collectives.broadcast(bytes(index.encode()) if index else None, BODY) if world_size > 1 else b""
     index = index or DataIndex.decode(body, "index of rank 0")
     if isinstance(files, ListedFiles):
@@ -280,7 +288,7 @@ def _index_together(
 
 
 class _IndexProgress:
-    """Say how many files are indexed, now and then, on rank 0."""
+    """Say how many files, or parts of large ones, are indexed, now and then, on rank 0."""
 
     def __init__(self, rank: int, count: int, board: ProgressBoard) -> None:
         self._count, self._board = count, board
@@ -292,14 +300,14 @@ class _IndexProgress:
         if self._is_told and time.monotonic() - self._last >= PROGRESS_INTERVAL_S:
             self._last = time.monotonic()
             done = min(done, self._count)
-            logger.info("indexing data files", extra={"done": done, "files": self._count})
-            self._board.update(waiting=f"indexing data files: {done:,} of {self._count:,}")
+            logger.info("indexing data files", extra={"done": done, "parts": self._count})
+            self._board.update(waiting=f"indexing data files: {done:,} of {self._count:,} parts")
 
     def end(self) -> None:
         """Report the end."""
         if self._is_told:
             seconds = round(time.monotonic() - self._began, 3)
-            logger.info("data files indexed", extra={"files": self._count, "seconds": seconds})
+            logger.info("data files indexed", extra={"parts": self._count, "seconds": seconds})
             self._board.update(waiting=None)
 
 

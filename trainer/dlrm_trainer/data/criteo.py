@@ -24,6 +24,7 @@ from dlrm_kernels.parsing import (
     MAX_HEX_DIGITS,
     UNUSED,
     Ints,
+    find_newlines,
     parse_good_lines,
     parse_lines,
 )
@@ -42,9 +43,11 @@ _COMPRESSED = {
     b"\x04\x22\x4d\x18": "lz4",
 }
 """First bytes of compressed files."""
-_CHUNK_BYTES = 16 << 20
 CELL_BYTES = 1 << 20
 """Lines are found again in blocks of this size: an index of a terabyte has a million of them."""
+_CHUNK_BYTES = 4 * CELL_BYTES
+PART_BYTES = 256 * CELL_BYTES
+"""Of a file that one rank, or thread, looks for lines in."""
 REMOTE_CELLS = 4
 """Blocks of a remote file that are fetched by one request."""
 _FIELDS = {
@@ -57,33 +60,37 @@ _FIELDS = {
 
 def index_criteo(_spec: DLRMJobSpec) -> Indexer:
     """Return what finds the lines of text files."""
-    return Indexer(read_blocks=find_lines, checks="criteo-tsv")
+    return Indexer(read_blocks=find_lines, checks="criteo-tsv", part_bytes=PART_BYTES)
 
 
-def find_lines(file: DataFile, opened: BinaryIO) -> FileBlocks:
-    """Count the lines that begin in each ``CELL_BYTES`` of an open file; cells without one are no blocks.
+def find_lines(file: DataFile, opened: BinaryIO, begin: int, end: int) -> FileBlocks:
+    """Count the lines that begin in each cell of bytes [begin, end) of an open file; cells without one are no blocks.
 
-    The file is read once from beginning to end. Raises BadDataError if it is empty or compressed.
+    Cells have ``CELL_BYTES``; ``begin`` is where one begins. The bytes are read once, in order. Raises BadDataError if
+    the file is empty or compressed.
     """
     if file.size == 0:
         raise BadDataError(f"{file.name}: empty file; remove it from the URIs, or write it again")
-    counts = np.zeros(-(-file.size // CELL_BYTES), np.int64)
-    firsts = np.zeros_like(counts)
-    counts[0], offset = 1, 0
-    opened.seek(0)
-    while body := opened.read(_CHUNK_BYTES):
-        if not offset and (packed := next((name for mark, name in _COMPRESSED.items() if body.startswith(mark)), "")):
+    counts = np.zeros(-(-(end - begin) // CELL_BYTES), np.int64)
+    starts, after = np.zeros_like(counts), np.empty(1, np.int64)
+    # A line begins after a newline, and that may be the last byte of the cell before. The file's last byte begins none.
+    opened.seek(max(0, begin - 1))
+    for first in range(begin, end, _CHUNK_BYTES):
+        origin, stop = max(0, first - 1), min(first + _CHUNK_BYTES, end)
+        body = opened.read(stop - 1 - origin)
+        if len(body) != stop - 1 - origin:
+            raise BadDataError(f"{file.name}: {CHANGED}")
+        if not first and (packed := next((name for mark, name in _COMPRESSED.items() if body.startswith(mark)), "")):
             raise BadDataError(
                 f"{file.name}: compressed file ({packed}); decompress it, since lines are read in any order"
             )
-        begins = np.flatnonzero(np.frombuffer(body, np.uint8) == _NEWLINE) + (offset + 1)
-        offset += len(body)
-        cells = begins[begins < file.size] // CELL_BYTES
-        found, places, sizes = np.unique(cells, return_index=True, return_counts=True)
-        firsts[found] = np.where(counts[found], firsts[found], begins[places])
-        counts[found] += sizes
+        for cell in range(first, stop, CELL_BYTES):
+            text, place = np.frombuffer(body, np.uint8), (cell - begin) // CELL_BYTES
+            at = max(0, cell - 1)
+            counts[place] = find_newlines(text[at - origin : cell + CELL_BYTES - 1 - origin], after) + (cell == 0)
+            starts[place] = at + after[0] if cell else 0
     held = np.flatnonzero(counts)
-    return FileBlocks(rows=counts[held], starts=firsts[held])
+    return FileBlocks(rows=counts[held], starts=starts[held])
 
 
 def problem_of(text: bytes, names: tuple[str, ...], roles: NDArray[np.uint8], lenient: bool) -> str:
@@ -245,8 +252,12 @@ class CriteoSource:
         if isinstance(file, LocalFile):
             file.check()
         text = np.frombuffer(body, np.uint8)
-        ends = np.flatnonzero(text == _NEWLINE) + 1
-        starts = np.concatenate(([0], ends, () if text[-1] == _NEWLINE else (text.size + 1,))).astype(np.int64)
-        if starts.size != rows + 1:
+        starts = np.zeros(rows + 1, np.int64)
+        found = find_newlines(text, starts[1:])
+        if text[-1] != _NEWLINE:
+            # Only the last line of a file may lack its newline.
+            starts[found + 1 :] = text.size + 1
+            found += 1
+        if found != rows:
             raise BadDataError(f"{file.name}: {CHANGED}")
         return _Lines(text, starts)

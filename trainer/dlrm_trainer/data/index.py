@@ -21,8 +21,10 @@ from dlrm_stores.base import ObjectInfo
 from dlrm_stores.data_files import DataFile, LocalFile, S3Object, TableColumns
 from dlrm_stores.locations import Places
 
+MAX_BYTES = 1 << 62
+"""More than any file has."""
 PARALLEL_FILES = 32
-"""Files that a rank reads at once: each is a few requests of a service that may be far away."""
+"""Files, or parts, that a rank reads at once: each is a few requests of a service that may be far away."""
 WAIT_S = 0.5
 """Longest wait between two calls of ``working``."""
 
@@ -37,8 +39,8 @@ class FileBlocks:
     """(b,) first byte of each block; (0,) if the file itself says where they are."""
 
 
-ReadBlocks = Callable[[DataFile, BinaryIO], FileBlocks]
-"""Read where the rows of an open file lie. Raises BadDataError if the job cannot use it."""
+ReadBlocks = Callable[[DataFile, BinaryIO, int, int], FileBlocks]
+"""Read where the rows lie that begin in some bytes of an open file. Raises BadDataError if the job cannot use it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,22 +50,33 @@ class Indexer:
     read_blocks: ReadBlocks
     checks: Any
     """What ``read_blocks`` checks files for, as JSON."""
+    part_bytes: int = MAX_BYTES
+    """Of a file that are read at a time, by any rank."""
 
     def reads(self, files: Sequence[DataFile]) -> str:
         """Return the digest of all that entries of an index depend on besides the files' bytes."""
         tables = {json.dumps([sorted(each.partitioned_by), dict(each.ids)]) for each in _tables(files)}
         return hashlib.sha256(json.dumps([self.checks, sorted(tables)]).encode()).hexdigest()
 
-    def read(self, file: DataFile, reads: str) -> DataIndex:
-        """Return the index of one file, whose content does not change meanwhile."""
-        with file.open_with_tail() as opened:
-            blocks = self.read_blocks(file, opened)
-            content = file.sample(opened)
-        digest = "00" * 32
+    def count_parts(self, sizes: Sequence[int] | Ints) -> Ints:
+        """Return (F,) the number of parts that files of some sizes are read in, at least one."""
+        return np.maximum(1, -(-np.array(sizes, np.int64) // self.part_bytes))
+
+    def read(self, file: DataFile, part: int, reads: str) -> DataIndex:
+        """Return the index of a part of a file, whose content does not change meanwhile.
+
+        The first part tells what the whole file is.
+        """
+        content, digest, begin = "00" * 8, "00" * 32, part * self.part_bytes
+        with file.open() if part else file.open_with_tail() as opened:
+            blocks = self.read_blocks(file, opened, begin, min(begin + self.part_bytes, file.size))
+            if not part:
+                content = file.sample(opened)
         # What is read of an object is of the very one that was listed; a file may have changed.
         if isinstance(file, LocalFile):
             file.check()
-            digest = file.digest = file.compute_digest()
+            if not part:
+                digest = file.digest = file.compute_digest()
         return DataIndex(
             reads=reads,
             files=identities([file]),
@@ -85,21 +98,31 @@ def identities(files: Sequence[DataFile]) -> NDArray[np.uint8]:
     return np.frombuffer(each, np.uint8).reshape(len(files), -1 if files else 16)
 
 
-def index_files(
-    indexer: Indexer, files: Sequence[DataFile], reads: str, working: Callable[[int], object] = lambda _done: None
-) -> DataIndex:
-    """Read files, many at once, and return their index.
+def index_files(indexer: Indexer, files: Sequence[DataFile], reads: str) -> DataIndex:
+    """Read files, many at once, and return their index."""
+    counts = indexer.count_parts([file.size for file in files])
+    parts = [(file, part) for file, count in zip(files, counts.tolist(), strict=True) for part in range(count)]
+    return index_parts(indexer, parts, reads).join_parts(counts)
 
-    ``working`` is called in this thread with the number of files done, at least every ``WAIT_S``; what it raises ends
+
+def index_parts(
+    indexer: Indexer,
+    parts: Sequence[tuple[DataFile, int]],
+    reads: str,
+    working: Callable[[int], object] = lambda _done: None,
+) -> DataIndex:
+    """Read parts of files, many at once, and return their index, as if each were a file.
+
+    ``working`` is called in this thread with the number of parts done, at least every ``WAIT_S``; what it raises ends
     the reading.
     """
     found, waiting = dict[int, DataIndex](), dict[Future[DataIndex], int]()
-    coming = iter(enumerate(files))
+    coming = iter(enumerate(parts))
     pool = ThreadPoolExecutor(PARALLEL_FILES, "index")
     try:
         while True:
-            for place, file in islice(coming, 2 * PARALLEL_FILES - len(waiting)):
-                waiting[pool.submit(indexer.read, file, reads)] = place
+            for place, (file, part) in islice(coming, 2 * PARALLEL_FILES - len(waiting)):
+                waiting[pool.submit(indexer.read, file, part, reads)] = place
             if not waiting:
                 break
             for done in wait(waiting, WAIT_S, FIRST_COMPLETED).done:
@@ -108,7 +131,7 @@ def index_files(
     finally:
         # After an error, or a signal, files that are being read are not waited for.
         pool.shutdown(wait=False, cancel_futures=True)
-    return DataIndex.join([DataIndex.empty(reads), *(found[place] for place in range(len(files)))])
+    return DataIndex.join([DataIndex.empty(reads), *(found[place] for place in range(len(parts)))])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,7 @@ def index_parquet(spec: DLRMJobSpec) -> Indexer:
 def column_indexer(columns: Columns) -> Indexer:
     """Return what reads the row groups of files and checks these columns of theirs."""
 
-    def read(file: DataFile, opened: BinaryIO) -> FileBlocks:
+    def read(file: DataFile, opened: BinaryIO, _begin: int, _end: int) -> FileBlocks:
         footer = _read_checked_footer(file, opened, columns)
         rows = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
         return FileBlocks(rows=np.array(rows, np.int64))

@@ -37,8 +37,9 @@ def line(label: str = "0", dense: str = "7", sparse: str = "0a1b2c3d", **fields:
     return "\t".join(values[name] for name in COLUMNS) + "\n"
 
 
-def source(*paths: Path, lenient: bool = False, **more: Any) -> CriteoSource:
-    files, indexer = [LocalFile(path) for path in paths], Indexer(read_blocks=criteo.find_lines, checks="")
+def source(*paths: Path, lenient: bool = False, part_bytes: int = criteo.PART_BYTES, **more: Any) -> CriteoSource:
+    files = [LocalFile(path) for path in paths]
+    indexer = Indexer(read_blocks=criteo.find_lines, checks="", part_bytes=part_bytes)
     return CriteoSource(files, index_files(indexer, files, ""), DENSE, SPARSE, lenient, **more)
 
 
@@ -197,22 +198,23 @@ LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=30)
 
 
 @given(
-    files=st.lists(LENGTHS, min_size=1, max_size=3), cell=st.integers(1, 40), chunk=st.integers(1, 50), data=st.data()
+    files=st.lists(LENGTHS, min_size=1, max_size=3), cell=st.integers(1, 40), chunk=st.integers(1, 3), data=st.data()
 )
 @settings(max_examples=60)
 def test_lines_are_found_again_whatever_the_size_of_blocks(
     files: list[list[int]], cell: int, chunk: int, data: Any
 ) -> None:
-    """Blank lines, lines over many blocks, and last lines without a newline."""
+    """Blank lines, lines over many blocks, last lines without a newline, and files that are read in parts."""
     texts = ["\n".join("x" * length for length in lengths) for lengths in files]
     texts = [text + "\n" if data.draw(st.booleans()) or not text else text for text in texts]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(criteo, "CELL_BYTES", cell)
-        patch.setattr(criteo, "_CHUNK_BYTES", chunk)
+        patch.setattr(criteo, "_CHUNK_BYTES", chunk * cell)
         paths = [Path(folder) / f"{number}.tsv" for number in range(len(texts))]
         for path, text in zip(paths, texts, strict=True):
             path.write_text(text)
-        lines = source(*paths, cells=data.draw(st.integers(1, 3)))
+        part_bytes = cell * data.draw(st.integers(1, 5))
+        lines = source(*paths, cells=data.draw(st.integers(1, 3)), part_bytes=part_bytes)
 
         found = []
         for number in range(lines.num_blocks):
@@ -229,18 +231,19 @@ def test_building_an_index_takes_memory_for_a_piece_of_the_file_alone(
 ) -> None:
     path = tmp_path / "day.tsv"
     path.write_bytes(b"\n" * (4 << 20))
-    monkeypatch.setattr(criteo, "_CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr(criteo, "CELL_BYTES", 1 << 14)
+    monkeypatch.setattr(criteo, "_CHUNK_BYTES", 1 << 16)
     file = LocalFile(path)
     tracemalloc.start()
 
     with file.open() as opened:
-        blocks = criteo.find_lines(file, opened)
+        blocks = criteo.find_lines(file, opened, 0, file.size)
 
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 20
-    assert blocks.rows.tolist() == [1 << 20] * 4
-    assert blocks.starts.tolist() == [number << 20 for number in range(4)]
+    assert blocks.rows.tolist() == [1 << 14] * 256
+    assert blocks.starts.tolist() == [number << 14 for number in range(256)]
 
 
 def test_criteos_own_lines_are_read_as_a_plain_parser_reads_them(shared_data: Path, make_spec: Any) -> None:
