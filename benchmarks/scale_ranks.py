@@ -83,8 +83,8 @@ def meeting(_quick: bool) -> Iterator[Result]:
 
 
 def exchange(quick: bool) -> Iterator[Result]:
-    """Time all-to-alls of 64 ranks in two levels, and in one: as if each were on a node of its own."""
-    nodes, per_node = (2, 4) if quick else (8, 8)
+    """Time all-to-alls of ranks in two levels, and in one: as if each were on a node of its own."""
+    nodes, per_node = (2, 4) if quick else (NODES, PER_NODE)
     one = meet(nodes * per_node, 1, ELEMENTS)[0].exchange_ms
     two = meet(nodes, per_node, ELEMENTS)[0].exchange_ms
     for elements in ELEMENTS:
