@@ -78,10 +78,14 @@ class Setting:
     ranks: int
 
     @property
+    def table_bytes(self) -> int:
+        """Return the bytes of all rows."""
+        return self.tables * self.rows * self.dim * 4
+
+    @property
     def is_usable(self) -> bool:
         """Return whether a run takes seconds, and fills its slots before the steps that count."""
-        table_bytes = self.tables * self.rows * self.dim * 4
-        is_small = self.batch * self.tables * self.lookups <= MAX_IDS and table_bytes <= MAX_TABLE_BYTES
+        is_small = self.batch * self.tables * self.lookups <= MAX_IDS and self.table_bytes <= MAX_TABLE_BYTES
         filling = WARM_STEPS * self.batch * self.lookups / MIN_LOOKUPS_PER_SLOT
         return is_small and (self.cache == 1 or self.cache * self.rows <= filling)
 
@@ -160,8 +164,7 @@ def make_case(number: int, setting: Setting, profile: HardwareProfile, folder: P
     if setting.cache == 1.0:
         job = read_manifest(setting, None, folder)
         return Case(number, setting, job, plan_job(job.spec, profile, shared=True))
-    table_bytes = setting.tables * setting.rows * setting.dim * 4
-    ddr_bytes = int(setting.cache * table_bytes)
+    ddr_bytes = int(setting.cache * setting.table_bytes)
     while True:
         job = read_manifest(setting, ddr_bytes, folder)
         try:

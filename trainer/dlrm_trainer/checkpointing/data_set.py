@@ -258,8 +258,8 @@ def _index_together(
     found, rank, world_size = [DataIndex.empty(plan.reads)], collectives.rank, collectives.world_size
     make = READERS[spec.data.format].indexer
     sizes, indexer = np.array(plan.listing.sizes, np.int64)[plan.missing], make(spec) if make else None
-    counts = indexer.count_parts(sizes) if indexer else sizes
-    parts = [(place, part) for place, count in zip(plan.missing, counts.tolist(), strict=True) for part in range(count)]
+    assert indexer is not None or not len(sizes), "only formats with files list any"
+    counts, parts = indexer.parts_of(sizes) if indexer else (sizes, [])
     progress = _IndexProgress(rank, len(parts), board)
     for start in range(0, len(parts), ROUND_FILES):
         some, together = parts[start : start + ROUND_FILES], CollectiveKeepalive(collectives)
@@ -270,8 +270,8 @@ def _index_together(
             # The others have read about as many.
             progress.tell(start + done * world_size)
 
-        assert indexer is not None, "only formats with files list any"
-        own = [(files[place], part) for place, part in some[rank::world_size]]
+        assert indexer is not None, "without one there are no parts"
+        own = [(files[plan.missing[place]], part) for place, part in some[rank::world_size]]
         mine = index_parts(indexer, own, plan.reads, working)
         together.wait()
         bodies = collectives.gather(bytes(mine.encode()), BODY)

@@ -84,9 +84,9 @@ def find_lines(file: DataFile, opened: BinaryIO, begin: int, end: int) -> FileBl
             raise BadDataError(
                 f"{file.name}: compressed file ({packed}); decompress it, since lines are read in any order"
             )
+        text = np.frombuffer(body, np.uint8)
         for cell in range(first, stop, CELL_BYTES):
-            text, place = np.frombuffer(body, np.uint8), (cell - begin) // CELL_BYTES
-            at = max(0, cell - 1)
+            at, place = max(0, cell - 1), (cell - begin) // CELL_BYTES
             counts[place] = find_newlines(text[at - origin : cell + CELL_BYTES - 1 - origin], after) + (cell == 0)
             starts[place] = at + after[0] if cell else 0
     held = np.flatnonzero(counts)

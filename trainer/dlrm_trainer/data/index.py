@@ -58,9 +58,10 @@ class Indexer:
         tables = {json.dumps([sorted(each.partitioned_by), dict(each.ids)]) for each in _tables(files)}
         return hashlib.sha256(json.dumps([self.checks, sorted(tables)]).encode()).hexdigest()
 
-    def count_parts(self, sizes: Sequence[int] | Ints) -> Ints:
-        """Return (F,) the number of parts that files of some sizes are read in, at least one."""
-        return np.maximum(1, -(-np.array(sizes, np.int64) // self.part_bytes))
+    def parts_of(self, sizes: Sequence[int] | Ints) -> tuple[Ints, list[tuple[int, int]]]:
+        """Return the parts that (F,) files of some sizes are read in: their number (F,), and place and part of each."""
+        counts = np.maximum(1, -(-np.array(sizes, np.int64) // self.part_bytes))
+        return counts, [(place, part) for place, count in enumerate(counts.tolist()) for part in range(count)]
 
     def read(self, file: DataFile, part: int, reads: str) -> DataIndex:
         """Return the index of a part of a file, whose content does not change meanwhile.
@@ -100,9 +101,8 @@ def identities(files: Sequence[DataFile]) -> NDArray[np.uint8]:
 
 def index_files(indexer: Indexer, files: Sequence[DataFile], reads: str) -> DataIndex:
     """Read files, many at once, and return their index."""
-    counts = indexer.count_parts([file.size for file in files])
-    parts = [(file, part) for file, count in zip(files, counts.tolist(), strict=True) for part in range(count)]
-    return index_parts(indexer, parts, reads).join_parts(counts)
+    counts, parts = indexer.parts_of([file.size for file in files])
+    return index_parts(indexer, [(files[place], part) for place, part in parts], reads).join_parts(counts)
 
 
 def index_parts(
