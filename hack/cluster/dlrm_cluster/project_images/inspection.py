@@ -36,7 +36,8 @@ def inspect(image: str, recipe: Recipe, variant: Variant) -> Report:
     Raises:
         BuildError: says what does not hold.
     """
-    wanted = {"packages": recipe.packages, "absent": recipe.absent, "device": variant == "cuda"}
+    absent = recipe.absent if variant == "cuda" else (*recipe.absent, "triton")
+    wanted = {"packages": recipe.packages, "absent": absent, "device": variant == "cuda"}
     probe = (ROOT / "hack/images/probe.py").read_text()
     with mounted(image) as root:
         said = _inside(root, "-c", probe, json.dumps(wanted))
