@@ -7,7 +7,16 @@ import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from benchmarks import scale_cut, scale_losses, scale_operator, scale_ranks, scale_rows, scale_start, scale_step
+from benchmarks import (
+    scale_cut,
+    scale_losses,
+    scale_operator,
+    scale_plan,
+    scale_ranks,
+    scale_rows,
+    scale_start,
+    scale_step,
+)
 from benchmarks.measure import Result
 
 RESULTS: Mapping[str, Callable[[bool], Iterator[Result]]] = {
@@ -24,6 +33,7 @@ RESULTS: Mapping[str, Callable[[bool], Iterator[Result]]] = {
     **{f"cut/{rows}": partial(scale_cut.pause, rows) for rows in scale_cut.MAX_PAUSE_MS},
     **{f"pick/{segments}": partial(scale_rows.pick, segments) for segments in scale_rows.MAX_PICK_US},
     "rows": scale_rows.rows,
+    **scale_plan.RESULTS,
     "ranks/meet": scale_ranks.meeting,
     "ranks/exchange": scale_ranks.exchange,
 }

@@ -38,7 +38,7 @@ def placement_of(ranks: int, *, replicated: bool) -> Placement:
         {
             "name": each.name,
             "columnBlocks": list(each.block_edges),
-            "shards": [
+            "ranges": [
                 {
                     "rank": 0 if replicated else number // len(WIDTHS) % ranks if ranks < TABLES else number,
                     "kind": "data" if replicated else "table",
@@ -74,7 +74,7 @@ def host_time(ranks: int, is_quick: bool, *, replicated: bool = False) -> Iterat
     peers = SimulatedPeers(0, ranks)
     options = EmbeddingOptions(optimizer=RowOptimizerSpec(), seed=0, global_batch_size=ranks * SAMPLES, tier_dir=None)
     embeddings = Embeddings(placement, peers, options)
-    columns = sum(len(group.columns) for group in placement.groups[0])
+    columns = sum(len(group.columns) for group in placement.groups_on(0))
     bags = columns * ranks * SAMPLES
     draw = torch.Generator().manual_seed(0)
     header = torch.tensor([SAMPLES, columns * SAMPLES]).repeat(ranks)

@@ -128,7 +128,7 @@ def on_one_rank(model: ModelSpec, stacks: Sequence[Mapping[str, Any]] = (), look
         buckets = 0 if table.key_buckets is None else table.key_buckets.count
         extent = {"rowStart": 0, "rowEnd": buckets or table.rows, "columnStart": 0, "columnEnd": table.dim}
         shard = {"rank": 0, "kind": "table", **extent, "tiers": stacks[number] if stacks else {}}
-        tables.append({"name": table.name, "columnBlocks": [0, table.dim], "buckets": buckets, "shards": [shard]})
+        tables.append({"name": table.name, "columnBlocks": [0, table.dim], "buckets": buckets, "ranges": [shard]})
     document = {
         "worldSize": 1,
         "processesPerNode": 1,
@@ -156,7 +156,7 @@ def split_placement(shape: Shape, ranks: int, sharding: str) -> Placement:
                 columns = (shape.dim * part // count, shape.dim * (part + 1) // count)
             extent = {"rowStart": rows[0], "rowEnd": rows[1], "columnStart": columns[0], "columnEnd": columns[1]}
             shards.append({"rank": number % ranks if kind == "table" else part, "kind": kind, **extent})
-        tables.append({"name": table.name, "columnBlocks": list(table.block_edges), "shards": shards})
+        tables.append({"name": table.name, "columnBlocks": list(table.block_edges), "ranges": shards})
     document = {
         "worldSize": ranks,
         "processesPerNode": ranks,

@@ -195,7 +195,7 @@ def keys_of_table(ids: NDArray[np.int64], seed: int, table: str) -> NDArray[np.i
 
 
 def _has_hbm(placement: Placement) -> bool:
-    return any(level.tier == "hbm" for parts in placement.parts for part in parts for level in part.share.levels)
+    return any(level.tier == "hbm" for run in placement.runs for level in run.share.levels)
 
 
 class Rates:

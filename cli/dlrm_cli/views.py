@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby, islice
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -21,7 +21,7 @@ from dlrm_api import tiers
 from dlrm_api.errors import visible
 from dlrm_api.job import DLRMJob
 from dlrm_api.model import TableSpec
-from dlrm_api.plan import Device, Plan, Prediction, Shard, TablePlan
+from dlrm_api.plan import Device, Plan, Prediction, ShardRange, TablePlan
 from dlrm_api.progress import SnapshotInfo
 from dlrm_api.run_report import (
     HitRate,
@@ -297,9 +297,8 @@ def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:
     used = sorted({tier for rank in plan.ranks for tier in rank.bytes_per_tier})
     title = f"{job.metadata.name}: {plan.world_size} ranks on {plan.nodes} pods"
     ranks = titled_table(title, ("rank", "pod", "tables", *(f"{tier} bytes" for tier in used)), words=())
-    held = Counter(rank for table in plan.tables for rank in _homes(table, plan.world_size))
-    for rank in plan.ranks:
-        counts = (rank.rank, rank.node, held[rank.rank])
+    for rank, held in zip(plan.ranks, _tables_held(plan), strict=True):
+        counts = (rank.rank, rank.node, held)
         ranks.add_row(*map(str, counts), *(f"{rank.bytes_per_tier.get(tier, 0):,}" for tier in used))
     columns = ("table", "rows", "dim", "sharding", "ranks", "tiers")
     tables = titled_table("tables", columns, words=("table", "sharding", "ranks", "tiers"))
@@ -307,8 +306,8 @@ def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:
     largest = sorted(plan.tables, key=lambda table: (-sizes[table.name].rows * sizes[table.name].dim, table.name))
     for table in largest[:MAX_TABLES]:
         spec = sizes[table.name]
-        where, levels = _ranks(table, plan.world_size), "\n".join(_levels(job, plan.device, spec, table.shards))
-        tables.add_row(table.name, f"{spec.rows:,}", str(spec.dim), table.shards[0].kind, where, levels)
+        where, levels = _ranks(table, plan.world_size), "\n".join(_levels(job, plan.device, spec, table.ranges))
+        tables.add_row(table.name, f"{spec.rows:,}", str(spec.dim), table.ranges[0].kind, where, levels)
     if len(largest) > MAX_TABLES:
         tables.add_row(f"and {len(largest) - MAX_TABLES} smaller ones", "", "", "", "", "see -o json")
     expected = [] if plan.predicted.samples_per_second is None else [Text(_prediction(plan.predicted))]
@@ -381,20 +380,20 @@ def rank_view(tables: Sequence[TableRank], title: str) -> RenderableType:
     return view
 
 
-def _levels(job: DLRMJob, device: Device, table: TableSpec, shards: Sequence[Shard]) -> Iterator[str]:
+def _levels(job: DLRMJob, device: Device, table: TableSpec, ranges: Sequence[ShardRange]) -> Iterator[str]:
     """Yield a line for each tier: rows and bytes of all shards, and hits of this tier and those above."""
-    home = "hbm" if device == "cuda" and shards[0].kind == "data" else "ddr"
+    home = "hbm" if device == "cuda" and ranges[0].kind == "data" else "ddr"
     rows, sizes, served, weights = Counter[str](), Counter[str](), dict[str, float | None](), Counter[str]()
-    for shard in shards[:1] if shards[0].kind == "data" else shards:
-        width = shard.column_end - shard.column_start
+    for shard, count, ranks in ((each, *held) for each in ranges for held in each.row_counts.items()):
+        width = (shard.column_end - shard.column_start) // (shard.ranks if shard.kind == "column" else 1)
         blocks = width // (table.column_block or table.dim)
         row = (width // blocks, table.dtype, job.spec.training.row_optimizer.kind)
-        count = (shard.row_end - shard.row_start) * table.unit_rows
+        count *= table.unit_rows
         if not shard.tiers.is_stack:
             tier = shard.tiers.levels[0].tier if shard.tiers.levels else home
-            rows[tier] += count
+            rows[tier] += ranks * count
             slabs = table.slab_bytes(tiers.row_bytes(*row) - tiers.ELEMENT_BYTES[table.dtype] * row[0])
-            sizes[tier] += count * blocks * tiers.row_bytes(*row) if slabs is None else slabs.planned(count)
+            sizes[tier] += ranks * (count * blocks * tiers.row_bytes(*row) if slabs is None else slabs.planned(count))
             continue
         for number, level in enumerate(shard.tiers.levels):
             size: float = tiers.slot_bytes(*row) if number == 0 else tiers.record_bytes(*row)
@@ -403,37 +402,48 @@ def _levels(job: DLRMJob, device: Device, table: TableSpec, shards: Sequence[Sha
                 size = tiers.row_bytes(*row)
             if level.tier == "block":
                 size = tiers.BLOCK_SLACK * tiers.block_place_bytes(*row)
-            rows[level.tier] += level.rows
-            sizes[level.tier] += math.ceil(level.rows * blocks * size)
-            weights[level.tier] += count
+            rows[level.tier] += ranks * level.rows
+            sizes[level.tier] += ranks * math.ceil(level.rows * blocks * size)
+            weights[level.tier] += ranks * count
             before, rate = served.get(level.tier, 0.0), level.expected_hit_rate
-            served[level.tier] = None if before is None or rate is None else before + count * rate
+            served[level.tier] = None if before is None or rate is None else before + ranks * count * rate
     if not weights:
         yield from (f"{tier}: all, {format_bytes(size)}" for tier, size in sizes.items())
         return
     for number, (tier, count) in enumerate(rows.items()):
-        kept = f" ({shards[0].tiers.policy})" if number == 0 else ""
+        kept = f" ({ranges[0].tiers.policy})" if number == 0 else ""
         hits = served.get(tier)
         rate_shown = "" if hits is None else f", hit rate {hits / weights[tier]:.1%}"
         yield f"{tier}{kept}: {count:,} rows, {format_bytes(sizes[tier])}{rate_shown}"
 
 
-def _homes(table: TablePlan, world_size: int) -> Iterable[int]:
-    return range(world_size) if table.shards[0].kind == "data" else {shard.rank for shard in table.shards}
+def _tables_held(plan: Plan) -> Iterable[int]:
+    """Return the number of tables on each rank."""
+    changes = Counter[int]()
+    for table in plan.tables:
+        end = 0
+        for each in sorted(table.ranges, key=lambda each: each.rank):
+            last = plan.world_size if each.kind == "data" else each.rank + each.ranks
+            # Ranks may hold several ranges of a table.
+            changes[max(each.rank, end)] += 1
+            end = max(end, last)
+            changes[max(each.rank, end)] -= 1
+    return accumulate(changes[rank] for rank in range(plan.world_size))
 
 
 def _ranks(table: TablePlan, world_size: int) -> str:
-    shards = table.shards
-    if shards[0].kind == "data":
+    ranges, count = table.ranges, sum(each.ranks for each in table.ranges)
+    if ranges[0].kind == "data":
         return "all"
-    if len(shards) == 1:
-        return str(shards[0].rank)
-    if len(shards) > MAX_SHARDS:
-        return f"{len(shards)} of {world_size}: {', '.join(str(shard.rank) for shard in shards[:MAX_SHARDS])}, ..."
-    return "\n".join(f"{shard.rank}: {_part(shard, has_buckets=table.buckets > 0)}" for shard in shards)
+    if count == 1:
+        return str(ranges[0].rank)
+    if count > MAX_SHARDS:
+        first = islice((str(each.rank + place) for each in ranges for place in range(each.ranks)), MAX_SHARDS)
+        return f"{count} of {world_size}: {', '.join(first)}, ..."
+    return "\n".join(f"{shard.rank}: {_part(shard, has_buckets=table.buckets > 0)}" for shard in table.shards)
 
 
-def _part(shard: Shard, *, has_buckets: bool) -> str:
+def _part(shard: ShardRange, *, has_buckets: bool) -> str:
     if shard.kind == "column":
         return f"columns {shard.column_start} to {shard.column_end - 1}"
     return f"{'buckets' if has_buckets else 'rows'} {shard.row_start:,} to {shard.row_end - 1:,}"

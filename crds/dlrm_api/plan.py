@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pydantic import Field, ValidationError
@@ -24,8 +24,9 @@ PART_BYTES = 900_000
 """Size of one part: a ConfigMap holds 1 MiB, the rest of the object included."""
 PART = re.compile(r"plan\.([0-9a-f]{16})\.([0-9]{1,4})-of-([0-9]{1,4})\.gz")
 """Key of a part: digest, number of the part, number of parts."""
-MAX_SHARDS = 2**16
-"""Shards of all tables of a plan; with four levels each they take nearly MAX_PLAN_BYTES."""
+MAX_RANGES = 2**16
+"""Ranges of shards of all tables of a plan; with four levels each they take nearly MAX_PLAN_BYTES. An even split is one
+range on any number of ranks."""
 MAX_PLAN_BYTES = 2**25
 """JSON of a plan; no more is decompressed, whatever a ConfigMap claims to hold."""
 MAX_SUMMARY_BYTES = 2**22
@@ -64,16 +65,40 @@ class TierShare(ApiModel):
         return len(self.levels) > 1
 
 
-class Shard(ApiModel):
-    """Describe a rectangle of one table on one rank; a ``data`` shard is the table, on every rank."""
+class ShardRange(ApiModel):
+    """Describe a rectangle of one table: of one rank, or shared evenly by consecutive ranks.
 
-    rank: int = Field(ge=0, description="Rank that holds the shard; 0 for a data shard, which every rank holds.")
+    The k-th of n ranks holds rows [k * rows // n, (k + 1) * rows // n) of the rectangle and all of its columns; of kind
+    ``column`` columns and rows change places. A ``data`` range is the table, on every rank.
+    """
+
+    rank: int = Field(ge=0, description="First rank; 0 for a data range, which every rank holds.")
+    ranks: int = Field(1, ge=1, description="Consecutive ranks that share the rectangle; 1 for a data range.")
     kind: ShardKind = Field(description="Sharding of the table.")
     row_start: int = Field(ge=0, description="First global row; of a table with buckets, first bucket.")
     row_end: int = Field(ge=0, description="One past the last global row, or bucket.")
     column_start: int = Field(ge=0, description="First column.")
     column_end: int = Field(ge=0, description="One past the last column.")
-    tiers: TierShare = Field(TierShare(), description="Tiers of the shard's rows.")
+    tiers: TierShare = Field(
+        TierShare(), description="Tiers of each rank's rows; of ranks whose rows differ by one, for the most rows."
+    )
+
+    def shard(self, place: int) -> ShardRange:
+        """Return the shard of one rank, counted from the range's first, as a range of one rank."""
+        first, last = ("column_start", "column_end") if self.kind == "column" else ("row_start", "row_end")
+        start, count = getattr(self, first), getattr(self, last) - getattr(self, first)
+        edges = {first: start + place * count // self.ranks, last: start + (place + 1) * count // self.ranks}
+        return self.model_copy(update={"rank": self.rank + place, "ranks": 1, **edges})
+
+    @property
+    def row_counts(self) -> dict[int, int]:
+        """Return how many ranks hold how many rows: two numbers that differ by one, or a single one."""
+        rows = self.row_end - self.row_start
+        if self.kind == "column":
+            return {rows: self.ranks}
+        more = rows % self.ranks
+        counts = {rows // self.ranks: self.ranks - more, rows // self.ranks + 1: more}
+        return {each: count for each, count in counts.items() if count}
 
 
 class TablePlan(ApiModel):
@@ -89,7 +114,18 @@ class TablePlan(ApiModel):
         le=MAX_BUCKETS,
         description="Buckets of a unique table, which its shards name in place of rows; else 0.",
     )
-    shards: tuple[Shard, ...] = Field(min_length=1, description="Shards.")
+    ranges: tuple[ShardRange, ...] = Field(min_length=1, description="Shards, by ranges of like ranks.")
+
+    def on(self, rank: int) -> Iterator[ShardRange]:
+        """Yield the shards of one rank but those of data ranges, each as a range of one rank."""
+        for each in self.ranges:
+            if each.kind != "data" and each.rank <= rank < each.rank + each.ranks:
+                yield each.shard(rank - each.rank)
+
+    @property
+    def shards(self) -> tuple[ShardRange, ...]:
+        """Return the shards of all ranks, of which a large table has thousands, as ranges of one rank."""
+        return tuple(each.shard(place) for each in self.ranges for place in range(each.ranks))
 
 
 class RankPlan(ApiModel):
@@ -160,7 +196,7 @@ def plan_to_parts(plan: Plan) -> dict[str, bytes]:
     """
     text = plan.model_dump_json(exclude_defaults=False).encode()
     for size, limit, what in (
-        (len(text), MAX_PLAN_BYTES, f"the plan of {sum(len(table.shards) for table in plan.tables)} shards"),
+        (len(text), MAX_PLAN_BYTES, f"the plan of {sum(len(table.ranges) for table in plan.tables)} ranges of shards"),
         (len(_without_tables(text)), MAX_SUMMARY_BYTES, f"the plan's list of {plan.world_size} ranks"),
     ):
         if size > limit:

@@ -14,11 +14,13 @@ from dlrm_api.dimensions import MAX_SLAB_ROWS
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TableSpec
-from dlrm_api.plan import MAX_SHARDS, Device, ShardKind
+from dlrm_api.plan import Device, ShardKind
 from dlrm_planner.estimate import CostModel
 from dlrm_planner.tables import ELEMENT_BYTES, NO_PIN, Tables
 from dlrm_planner.types import Capacity, Indices, ShardOption, cut_tables
 
+MAX_SHARDS = 2**16
+"""Shards of all tables: the planner gives each a rank and levels of its own."""
 MAX_REPLICA_BYTES = 4 * 2**20
 """Largest table that is replicated without a pin: its gradient is cleared and summed in each step, within the cache."""
 MAX_REPLICA_HOST_S = 3e-3
@@ -38,7 +40,7 @@ def check_pins(spec: DLRMJobSpec, tables: Tables, replicas_field: str) -> None:
     Raises:
         InvalidSpecError: a pinned rank does not exist, replicas are pinned to some ranks only, table-row is pinned
             without several ranks on a node, a rank would hold too many rows of several sizes, or there would be more
-            shards than a plan holds.
+            shards than the planner places.
     """
     world_size, shards = spec.world_size, list[int]()
     for table, path in zip(tables.specs, tables.paths, strict=True):
@@ -71,8 +73,8 @@ def check_pins(spec: DLRMJobSpec, tables: Tables, replicas_field: str) -> None:
         raise InvalidSpecError(
             f"{tables.paths[shards.index(max(shards))]}.pin.sharding",
             f"{sum(count > 1 for count in shards)} tables are pinned to be split, into {max(shards)} shards at most "
-            f"over the job's {world_size} ranks: {sum(shards)} shards with all other tables, and a plan holds at most "
-            f"{MAX_SHARDS}: pin fewer tables, name fewer ranks in pin.ranks, or use fewer ranks",
+            f"over the job's {world_size} ranks: {sum(shards)} shards with all other tables, and the planner places at "
+            f"most {MAX_SHARDS}: pin fewer tables, name fewer ranks in pin.ranks, or use fewer ranks",
         )
 
 
@@ -240,7 +242,11 @@ class OptionBuilder:
         table = self.tables.specs[i]
         for reserve in (self.reserve, 0.0):
             nodes, per = np.unique(ranks // self.sharing, return_counts=True)
-            got = spread_rows(units_of(table, kind), per, self._max_units(i, nodes, per, reserve))
+            units, most = units_of(table, kind), self._max_units(i, nodes, per, reserve)
+            sizes = _even(units, len(ranks))
+            if (np.add.reduceat(np.array(sizes, np.int64), per.cumsum() - per) <= most).all():
+                return _row_option(table, np.sort(ranks), sizes, kind, reason)
+            got = spread_rows(units, per, most)
             if got is not None:
                 sizes = [size for rows, count in zip(got, per.tolist(), strict=True) for size in _even(rows, count)]
                 return _row_option(table, np.sort(ranks), sizes, kind, reason)
@@ -390,7 +396,8 @@ def edges_of(table: TableSpec, kind: ShardKind, sizes: Sequence[int]) -> tuple[i
 
 
 def _even(count: int, parts: int) -> list[int]:
-    return [count // parts + (part < count % parts) for part in range(parts)]
+    """Return the sizes of even parts, as a ``ShardRange`` has them."""
+    return [(part + 1) * count // parts - part * count // parts for part in range(parts)]
 
 
 def _row_option(

@@ -386,7 +386,7 @@ def missing_rates(spec: DLRMJobSpec, profile: HardwareProfile | None, plan: Plan
         missing.append(f"{'tiers.ddr' if devices is None else 'devices.hbm'}.readBytesPerSecond")
     if plan.predicted.communication_seconds is None:
         missing.append(f"network.{'inter' if spec.replicas > 1 else 'intra'}NodeBytesPerSecond")
-    used = {level.tier for table in plan.tables for shard in table.shards for level in shard.tiers.levels[1:]}
+    used = {level.tier for table in plan.tables for each in table.ranges for level in each.tiers.levels[1:]}
     untimed = used - set(plan.predicted.lookup_seconds)
     if untimed and devices is not None and not devices.host_bytes_per_second:
         missing.append("devices.hostBytesPerSecond")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Literal
 
 import numpy as np
 
 from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
-from dlrm_api.plan import MAX_SHARDS, Plan, RankPlan, Shard, TablePlan, TierLevel, TierShare
+from dlrm_api.plan import MAX_RANGES, Plan, RankPlan, ShardRange, TablePlan, TierLevel, TierShare
 from dlrm_api.trace import TableTrace
 from dlrm_planner.estimate import Solution, predict
 from dlrm_planner.explain import explain_plan
 from dlrm_planner.memory import MIB, device_working_bytes, full_cut_bytes, human, min_handoff_bytes
 from dlrm_planner.tables import replica_bytes
 from dlrm_planner.tiers import buffer_bytes
+from dlrm_planner.types import Indices
 
 Policy = Literal["lru", "lfu", "mixed"]
 POLICY_MIN_GAIN = 0.05
@@ -26,18 +27,18 @@ def write_plan(found: Solution) -> Plan:
     """Return a solution as the plan of its job.
 
     Raises:
-        InvalidSpecError: the plan would have more shards than it may hold, or ``handoffBudget`` is too small.
+        InvalidSpecError: the plan would have more ranges of shards than it may hold, or ``handoffBudget`` is too small.
     """
     problem, placement, spec = found.problem, found.placement, found.problem.spec
-    shards = len(placement.ranks) + len(placement.replicated)
-    if shards > MAX_SHARDS:
-        raise InvalidSpecError(
-            "spec.trainer",
-            f"the tables take {shards} shards over {spec.world_size} ranks, and a plan holds at most {MAX_SHARDS}: "
-            "use fewer ranks, of more memory each",
-        )
     handoff = _handoff_bytes(found)
     policy, policy_reason = choose_policy(found)
+    tables = _table_plans(found, policy)
+    if (count := sum(len(table.ranges) for table in tables)) > MAX_RANGES:
+        raise InvalidSpecError(
+            "spec.trainer",
+            f"the tables take {count} ranges of shards over {spec.world_size} ranks, and a plan holds at most "
+            f"{MAX_RANGES}: use fewer ranks, of more memory each",
+        )
     ranks = _rank_plans(found, handoff)
     return Plan(
         world_size=spec.world_size,
@@ -45,7 +46,7 @@ def write_plan(found: Solution) -> Plan:
         hardware=problem.profile.metadata.name if problem.profile else "",
         device=problem.device,
         ranks=ranks,
-        tables=_table_plans(found, policy),
+        tables=tables,
         lookahead=spec.trainer.cache.lookahead if found.stacked else 0,
         handoff_bytes=handoff,
         predicted=predict(spec, problem.profile, found.estimate, placement.imbalance),
@@ -168,33 +169,59 @@ def _frequent(trace: TableTrace, slots: int, accesses: float, part: float) -> fl
 
 
 def _table_plans(found: Solution, policy: Policy) -> tuple[TablePlan, ...]:
-    shards, ranks = found.placement.shards, found.placement.ranks.tolist()
-    specs, planned = found.problem.tables.specs, dict[int, tuple[Shard, ...]]()
+    shards, ranks = found.placement.shards, found.placement.ranks
+    specs, planned = found.problem.tables.specs, dict[int, tuple[ShardRange, ...]]()
     for table, group in groupby(range(len(ranks)), key=shards.table.tolist().__getitem__):
+        each = list(group)
+        kind, unit = shards.kinds[each[0]], specs[table].unit_rows
+        rectangles = np.array([shards.rectangles[k] for k in each], np.int64) // (unit, unit, 1, 1)
+        tiers, number = [_tier_share(found, k, policy) for k in each], dict[TierShare, int]()
+        labels = np.array([number.setdefault(share, len(number)) for share in tiers])
+        edges = np.concatenate((rectangles[:1, 2 * (kind == "column")], rectangles[:, 1 + 2 * (kind == "column")]))
         planned[table] = tuple(
-            Shard(
-                rank=ranks[k],
-                kind=shards.kinds[k],
-                row_start=shards.rectangles[k][0] // specs[table].unit_rows,
-                row_end=shards.rectangles[k][1] // specs[table].unit_rows,
-                column_start=shards.rectangles[k][2],
-                column_end=shards.rectangles[k][3],
-                tiers=_tier_share(found, k, policy),
+            ShardRange(
+                rank=int(ranks[each[first]]),
+                ranks=last - first,
+                kind=kind,
+                row_start=int(rectangles[first, 0]),
+                row_end=int(rectangles[last - 1, 1]),
+                column_start=int(rectangles[first, 2]),
+                column_end=int(rectangles[last - 1, 3]),
+                tiers=tiers[first],
             )
-            for k in group
+            for first, last in even_runs(ranks[each], edges, labels)
         )
     for i in found.placement.replicated:
         rows, dim = specs[i].rows, specs[i].dim
-        planned[i] = (Shard(rank=0, kind="data", row_start=0, row_end=rows, column_start=0, column_end=dim),)
+        planned[i] = (ShardRange(rank=0, kind="data", row_start=0, row_end=rows, column_start=0, column_end=dim),)
     return tuple(
         TablePlan(
             name=table.name,
             column_blocks=table.block_edges,
             buckets=0 if table.key_buckets is None else table.key_buckets.count,
-            shards=planned[i],
+            ranges=planned[i],
         )
         for i, table in enumerate(specs)
     )
+
+
+def even_runs(ranks: Indices, edges: Indices, labels: Indices) -> list[tuple[int, int]]:
+    """Cut n shards into runs [first, last) that a ``ShardRange`` describes.
+
+    Args:
+        ranks: (n,) rank of each shard.
+        edges: (n + 1,) edges of the shards in their table, ascending.
+        labels: (n,) equal for shards with equal levels.
+    """
+    found: list[tuple[int, int]] = []
+    breaks = np.flatnonzero((np.diff(ranks) != 1) | (np.diff(labels) != 0)) + 1
+    sizes = np.diff(edges)
+    for first, last in pairwise([0, *breaks.tolist(), len(ranks)]):
+        count, size = last - first, int(edges[last] - edges[first])
+        even = edges[first] + np.arange(count + 1) * size // count
+        changes = np.flatnonzero(np.diff(sizes[first:last])) + 1 + first
+        found += pairwise([first, *([] if np.array_equal(even, edges[first : last + 1]) else changes.tolist()), last])
+    return found
 
 
 def _tier_share(found: Solution, shard: int, policy: Policy) -> TierShare:

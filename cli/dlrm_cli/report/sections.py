@@ -321,8 +321,8 @@ def tiers(record: Record) -> Section:
 
 
 def _without_counts(record: Record) -> str:
-    shards = [shard for table in record.plan.tables for shard in table.shards] if record.plan is not None else []
-    if shards and not any(shard.tiers.levels for shard in shards):
+    ranges = [each for table in record.plan.tables for each in table.ranges] if record.plan is not None else []
+    if ranges and not any(each.tiers.levels for each in ranges):
         return "No table of this plan has levels: all rows are in host memory."
     return "No counters of tables with levels were recorded."
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.plan import Shard, TablePlan
+from dlrm_api.plan import ShardRange, TablePlan
 
 
-def range_bytes(spec: DLRMJobSpec, planned: TablePlan, shard: Shard) -> int:
+def range_bytes(spec: DLRMJobSpec, planned: TablePlan, shard: ShardRange) -> int:
     """Pooled rows and gradients of the whole batch, and messages, beyond a like part of what plans count anyway."""
     found = next(table for table in spec.model.all_tables() if table.name == planned.name)
     share = (shard.row_end - shard.row_start) / found.rows

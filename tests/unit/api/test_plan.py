@@ -16,7 +16,7 @@ from dlrm_api.plan import (
     MAX_PLAN_BYTES,
     Plan,
     RankPlan,
-    Shard,
+    ShardRange,
     TablePlan,
     parse_plan,
     plan_from_parts,
@@ -31,13 +31,15 @@ TRAP = '],"lookahead":9 "tables":['
 
 
 def a_plan(shards: int = 3) -> Plan:
-    rows = (Shard(rank=0, kind="row", row_start=i, row_end=i + 1, column_start=0, column_end=4) for i in range(shards))
+    rows = (
+        ShardRange(rank=0, kind="row", row_start=i, row_end=i + 1, column_start=0, column_end=4) for i in range(shards)
+    )
     return Plan(
         world_size=1,
         processes_per_node=1,
         hardware=TRAP,
         ranks=(RankPlan(rank=0, node=0, bytes_per_tier={"ddr": 1}),),
-        tables=(TablePlan(name="a", column_blocks=(0, 4), shards=tuple(rows)),),
+        tables=(TablePlan(name="a", column_blocks=(0, 4), ranges=tuple(rows)),),
         lookahead=2,
         handoff_bytes=(7,),
         reasons=(TRAP,),
@@ -107,7 +109,7 @@ def test_a_plan_that_could_not_be_read_back_is_not_written(monkeypatch: pytest.M
     monkeypatch.setattr(plan_module, "MAX_PLAN_BYTES", size)
     assert plan_from_parts(plan_to_parts(a_plan(100))) == a_plan(100)
     monkeypatch.setattr(plan_module, "MAX_PLAN_BYTES", size - 1)
-    with pytest.raises(InvalidSpecError, match=rf"100 shards .*{size}.*{size - 1}"):
+    with pytest.raises(InvalidSpecError, match=rf"100 ranges .*{size}.*{size - 1}"):
         plan_to_parts(a_plan(100))
 
 

@@ -145,7 +145,7 @@ def test_twenty_thousand_shards_fit_config_maps() -> None:
     small = plan_job(a_job.spec, None)
     shard = small.tables[0].shards[0]
     shards = tuple(shard.model_copy(update={"row_start": i * 7_919 % 99_991, "rank": i % 2}) for i in range(20_000))
-    plan: Plan = small.model_copy(update={"tables": (small.tables[0].model_copy(update={"shards": shards}),)})
+    plan: Plan = small.model_copy(update={"tables": (small.tables[0].model_copy(update={"ranges": shards}),)})
 
     maps = plan_config_maps(a_job, 1, plan, plan_to_parts(plan), Owner(name="demo"))
 

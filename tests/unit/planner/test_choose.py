@@ -275,15 +275,16 @@ def test_shards_that_pins_ask_for_are_counted_before_any_is_made(
 
     assert sum(len(planned.shards) for planned in plan.tables) == shards
     assert refused.value.path == "spec.model.tables[0].pin.sharding"
-    assert f"{shards} shards with all other tables, and a plan holds at most {shards - 1}: pin" in str(refused.value)
+    assert f"{shards} shards with all other tables, and the planner places at most {shards - 1}: pin" in str(
+        refused.value
+    )
 
 
-def test_a_plan_with_too_many_shards_is_refused(make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = make_spec([table("t", 1_000_000, maxLookups=90)], replicas=4)
-    shards = len(plan_job(spec).tables[0].shards)
-    monkeypatch.setattr("dlrm_planner.write.MAX_SHARDS", shards - 1)
+def test_a_plan_with_too_many_ranges_is_refused(make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec([table(f"t{i}", 1_000) for i in range(4)], replicas=2)
+    monkeypatch.setattr("dlrm_planner.write.MAX_RANGES", 3)
 
-    with pytest.raises(InvalidSpecError, match=f"the tables take {shards} shards over 4 ranks"):
+    with pytest.raises(InvalidSpecError, match="the tables take 4 ranges of shards over 2 ranks"):
         plan_job(spec)
 
 

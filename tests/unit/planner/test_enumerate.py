@@ -12,7 +12,7 @@ from dlrm_api import tiers
 from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.plan import Plan, Shard
+from dlrm_api.plan import Plan, ShardRange
 from dlrm_planner import plan_job
 from dlrm_planner.enumerate import spread_rows
 
@@ -50,15 +50,15 @@ def table(name: str, rows: int, dim: int = 64, **more: Any) -> dict[str, Any]:
     return {"name": name, "rows": rows, "dim": dim, **more}
 
 
-def shards(plan: Plan, name: str = "t") -> tuple[Shard, ...]:
+def shards(plan: Plan, name: str = "t") -> tuple[ShardRange, ...]:
     return next(found.shards for found in plan.tables if found.name == name)
 
 
-def areas(found: tuple[Shard, ...]) -> int:
+def areas(found: tuple[ShardRange, ...]) -> int:
     return sum((each.row_end - each.row_start) * (each.column_end - each.column_start) for each in found)
 
 
-def overlap(a: Shard, b: Shard) -> bool:
+def overlap(a: ShardRange, b: ShardRange) -> bool:
     rows = a.row_start < b.row_end and b.row_start < a.row_end
     return rows and a.column_start < b.column_end and b.column_start < a.column_end
 

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.plan import Plan
+from dlrm_api.plan import Plan, ShardRange
 from dlrm_planner import hit_rates, plan_job
+from dlrm_planner.write import even_runs
 
 MakeSpec = Callable[..., DLRMJobSpec]
 MakeProfile = Callable[..., HardwareProfile]
@@ -177,3 +180,35 @@ def test_plans_do_not_depend_on_the_processor_s_rounding(
     for other in (1, 2):
         monkeypatch.setattr(hit_rates, "np", OtherProcessor(other))
         assert documents() == here
+
+
+@given(data=st.data(), count=st.integers(1, 40))
+def test_ranges_hold_what_their_shards_hold_one_by_one(data: st.DataObject, count: int) -> None:
+    ranks = np.array(data.draw(st.permutations(range(count)) | st.just(list(range(count)))), np.int64)
+    is_even, total = data.draw(st.booleans()), data.draw(st.integers(count, 10**12))
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
+    edges = np.arange(count + 1) * total // count if is_even else np.cumsum([0, *sizes])
+    labels = np.array(data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))) // 9
+
+    runs = even_runs(ranks, edges, labels)
+
+    shards = [
+        (shard.rank, shard.row_start, shard.row_end)
+        for first, last in runs
+        for whole in [
+            ShardRange(
+                rank=int(ranks[first]),
+                ranks=last - first,
+                kind="row",
+                row_start=int(edges[first]),
+                row_end=int(edges[last]),
+                column_start=0,
+                column_end=4,
+            )
+        ]
+        for shard in map(whole.shard, range(last - first))
+    ]
+    assert shards == list(zip(ranks.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True))
+    assert all(len(set(labels[first:last].tolist())) == 1 for first, last in runs)
+    if is_even and ranks.tolist() == sorted(ranks) and not labels.any():
+        assert len(runs) == 1

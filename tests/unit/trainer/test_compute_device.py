@@ -175,7 +175,7 @@ def mixed_plan(seed: int, job: DLRMJob) -> Plan:
             levels = [TierLevel(tier=tier, rows=count) for tier, count in zip(tiers, sizes, strict=False)]  # type: ignore[arg-type]
             share = TierShare() if shard.kind == "data" else TierShare(levels=tuple(levels))
             shards.append(shard.model_copy(update={"tiers": share}))
-        tables.append(table.model_copy(update={"shards": tuple(shards)}))
+        tables.append(table.model_copy(update={"ranges": tuple(shards)}))
     return plan.model_copy(update={"tables": tuple(tables)})
 
 

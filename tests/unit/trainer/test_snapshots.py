@@ -418,7 +418,7 @@ def test_lists_and_tuples_of_json_are_the_same() -> None:
             lambda plan: _with_shard(plan, row_end=5),
             "table users: rows 5 to 900 of columns from 0 on are not the table's, or are in no shard",
         ),
-        (lambda plan: _with_shard(plan, rank=3), "table users: expected a rank from 0 to 0"),
+        (lambda plan: _with_shard(plan, rank=3), "table users: expected ranks from 0 to 0"),
         (
             lambda plan: _with_table(plan, column_blocks=(0, 4, 8)),
             "table users: the job has column blocks with edges (0, 8); replan the job",
@@ -439,7 +439,7 @@ def _with_table(plan: Any, **values: Any) -> Any:
 
 
 def _with_shard(plan: Any, **values: Any) -> Any:
-    return _with_table(plan, shards=(plan.tables[0].shards[0].model_copy(update=values),))
+    return _with_table(plan, ranges=(plan.tables[0].shards[0].model_copy(update=values),))
 
 
 def commit(job: DLRMJob, learner: Learner, step: int, folder: Path, store: FileStore) -> None:

@@ -289,10 +289,10 @@ def split_bags(bags: Bags, splits: Sequence[Split]) -> Bags:
     if not splits:
         return bags
     chosen = pick_bags(bags, torch.tensor([split.feature for split in splits]))
-    edges = np.concatenate([np.array(split.edges, np.int64) for split in splits])
+    edges = np.concatenate([split.edges for split in splits])
     starts = np.cumsum([0, *(len(split.edges) for split in splits)])
     lengths = torch.zeros(len(edges) - len(splits), bags.lengths.shape[1], dtype=torch.int32)
-    firsts = np.concatenate([np.array(split.edges[:-1], np.int64) * (not split.has_keys) for split in splits])
+    firsts = np.concatenate([split.edges[:-1] * (not split.has_keys) for split in splits])
     ids, order = torch.empty_like(chosen.ids), torch.empty_like(chosen.ids)
     bags_of, found = (chosen.ids.numpy(), chosen.lengths.numpy()), (lengths.numpy(), ids.numpy(), order.numpy())
     split_ids(*bags_of, edges, starts, firsts, *found)

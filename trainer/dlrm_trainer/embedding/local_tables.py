@@ -151,7 +151,7 @@ class LocalTables:
         """Least utility with which rows have any columns; 0 before the first maintenance that chose it."""
         with ExitStack() as resources:
             self.groups = [
-                _make_group(placement, group, options, self.sizes, resources) for group in placement.groups[rank]
+                _make_group(placement, group, options, self.sizes, resources) for group in placement.groups_on(rank)
             ]
             self._resources = resources.pop_all()
         self._counts = [len(group.plan.columns) for group in self.groups]

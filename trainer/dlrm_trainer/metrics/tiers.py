@@ -104,7 +104,8 @@ class RankCounters:
         self.unique: list[UniqueCounters] = []
         self.sized: list[SizedCounters] = []
         first = HEAD_WORDS
-        for group in placement.groups[rank]:
+        groups = placement.groups_on(rank)
+        for group in groups:
             if group.is_stacked:
                 levels = len(group.parts[0].share.levels) - 1
                 middle = first + len(group.parts) * COUNTS
@@ -112,12 +113,12 @@ class RankCounters:
                 tables = block[first:middle].reshape(-1, COUNTS)
                 self.groups.append(GroupCounters(group, tables, block[middle:last].reshape(levels, LEVEL_WORDS)))
                 first = last
-        for group in placement.groups[rank]:
+        for group in groups:
             if group.is_unique:
                 last = first + len(group.parts) * UNIQUE_WORDS
                 self.unique.append(UniqueCounters(group, block[first:last].reshape(-1, UNIQUE_WORDS)))
                 first = last
-        for group in placement.groups[rank]:
+        for group in groups:
             if group.sizes:
                 self.sized.append(SizedCounters(group, block[first : first + SIZED_WORDS]))
                 first += SIZED_WORDS
@@ -169,14 +170,14 @@ def _words(plan: Plan, rank: int) -> int:
     """Return the size of a block that suffices even if each part of the rank is a group of its own."""
     words = HEAD_WORDS
     for table in plan.tables:
-        for shard in table.shards:
-            if shard.rank == rank and shard.tiers.is_stack:
+        for shard in table.on(rank):
+            if shard.tiers.is_stack:
                 blocks = sum(shard.column_start <= edge < shard.column_end for edge in table.column_blocks)
                 words += blocks * (COUNTS + LEVEL_WORDS * len(shard.tiers.levels))
             # A part of a unique table has all columns.
-            words += UNIQUE_WORDS * (shard.rank == rank and table.buckets > 0)
+            words += UNIQUE_WORDS * (table.buckets > 0)
             # Plans do not say which tables have rows of several sizes.
-            words += SIZED_WORDS * (shard.rank == rank and not shard.tiers.is_stack)
+            words += SIZED_WORDS * (not shard.tiers.is_stack)
     return words
 
 

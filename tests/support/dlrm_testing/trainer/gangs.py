@@ -68,9 +68,8 @@ def plan_document(job: DLRMJob, owners: Sequence[int | None] | None = None) -> d
     entries = []
     for table, owner in zip(tables, owners, strict=True):
         extent = {"rowStart": 0, "rowEnd": table.rows, "columnStart": 0, "columnEnd": table.dim}
-        ranks, kind = (range(world_size), "data") if owner is None else ((owner,), "table")
-        shards = [{"rank": rank, "kind": kind, **extent} for rank in ranks]
-        entries.append({"name": table.name, "columnBlocks": list(table.block_edges), "shards": shards})
+        where = {"rank": 0, "kind": "data"} if owner is None else {"rank": owner, "kind": "table"}
+        entries.append({"name": table.name, "columnBlocks": list(table.block_edges), "ranges": [where | extent]})
     processes = job.spec.trainer.processes_per_replica
     ranks_plan = [{"rank": rank, "node": rank // processes, "bytesPerTier": {}} for rank in range(world_size)]
     return {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_api.model import ModelSpec
-from dlrm_api.plan import Plan, RankPlan, Shard, TablePlan, TierLevel, TierShare
+from dlrm_api.plan import Plan, RankPlan, ShardRange, TablePlan, TierLevel, TierShare
 from dlrm_api.tiers import Tier
 
 
@@ -53,11 +53,11 @@ def random_plan(
     for table in model.all_tables():
         if generator.random() < 0.25:
             extent = {"row_start": 0, "row_end": table.rows, "column_start": 0, "column_end": table.dim}
-            shards = [Shard(rank=0, kind="data", **extent)]
+            shards = [ShardRange(rank=0, kind="data", **extent)]
         else:
             shards = random_shards(generator, table.rows, table.block_edges, world_size)
             shards = [shard.model_copy(update={"tiers": _levels(generator, shard, tiers)}) for shard in shards]
-        tables.append(TablePlan(name=table.name, column_blocks=table.block_edges, shards=tuple(shards)))
+        tables.append(TablePlan(name=table.name, column_blocks=table.block_edges, ranges=tuple(shards)))
     return _plan(tables, world_size, lookahead)
 
 
@@ -66,8 +66,8 @@ def whole_plan(model: ModelSpec, owner: int, world_size: int) -> Plan:
     tables = []
     for table in model.all_tables():
         extent = {"row_start": 0, "row_end": table.rows, "column_start": 0, "column_end": table.dim}
-        shard = Shard(rank=owner, kind="table", **extent)
-        tables.append(TablePlan(name=table.name, column_blocks=table.block_edges, shards=(shard,)))
+        shard = ShardRange(rank=owner, kind="table", **extent)
+        tables.append(TablePlan(name=table.name, column_blocks=table.block_edges, ranges=(shard,)))
     return _plan(tables, world_size, lookahead=0)
 
 
@@ -86,14 +86,14 @@ def without_levels(plan: Plan) -> Plan:
     """Return the same shards with all rows resident."""
     tables = tuple(
         table.model_copy(
-            update={"shards": tuple(shard.model_copy(update={"tiers": TierShare()}) for shard in table.shards)}
+            update={"ranges": tuple(shard.model_copy(update={"tiers": TierShare()}) for shard in table.shards)}
         )
         for table in plan.tables
     )
     return plan.model_copy(update={"tables": tables, "lookahead": 0})
 
 
-def _levels(generator: np.random.Generator, shard: Shard, tiers: Sequence[Tier]) -> TierShare:
+def _levels(generator: np.random.Generator, shard: ShardRange, tiers: Sequence[Tier]) -> TierShare:
     if not tiers:
         return TierShare()
     rows = shard.row_end - shard.row_start
@@ -101,7 +101,9 @@ def _levels(generator: np.random.Generator, shard: Shard, tiers: Sequence[Tier])
     return TierShare(levels=tuple(TierLevel(tier=tier, rows=count) for tier, count in zip(tiers, sizes, strict=True)))
 
 
-def random_shards(generator: np.random.Generator, rows: int, edges: tuple[int, ...], world_size: int) -> list[Shard]:
+def random_shards(
+    generator: np.random.Generator, rows: int, edges: tuple[int, ...], world_size: int
+) -> list[ShardRange]:
     """Rectangles that tile a table: runs of column blocks, each cut into uneven ranges of rows."""
     inner = [edge for edge in edges[1:-1] if generator.random() < 0.5]
     shards = []
@@ -111,7 +113,7 @@ def random_shards(generator: np.random.Generator, rows: int, edges: tuple[int, .
             kind = "table" if end - start == rows and not inner else "row" if not inner else "column"
             rank = int(generator.integers(0, world_size))
             extent = {"row_start": start, "row_end": end, "column_start": first, "column_end": last}
-            shards.append(Shard(rank=rank, kind=kind, **extent))
+            shards.append(ShardRange(rank=rank, kind=kind, **extent))
     return shards
 
 
@@ -127,7 +129,7 @@ def every_shard_in(plan: Plan, tiers: Sequence[str]) -> Plan:
     tables = [
         table.model_copy(
             update={
-                "shards": tuple(
+                "ranges": tuple(
                     shard
                     if shard.kind == "data"
                     else shard.model_copy(update={"tiers": placed(shard.row_end - shard.row_start)})

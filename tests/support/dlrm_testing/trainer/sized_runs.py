@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from dlrm_api.model import ModelSpec, TableSpec
-from dlrm_api.plan import Plan, RankPlan, Shard, TablePlan
+from dlrm_api.plan import Plan, RankPlan, ShardRange, TablePlan
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_checkpointer import CutWithdrawnError, initial_rows, table_scale
 from dlrm_checkpointer.codec.digest import PartialDigest, shard_digest
@@ -57,7 +57,7 @@ def plan(spec: ModelSpec, world_size: int) -> Plan:
         is_split = table.name == "split"
         edges = [table.rows * rank // world_size for rank in range(world_size + 1)] if is_split else [0, table.rows]
         shards = tuple(
-            Shard(
+            ShardRange(
                 rank=rank if is_split else number % world_size,
                 kind="row" if is_split else "table",
                 row_start=start,
@@ -67,7 +67,7 @@ def plan(spec: ModelSpec, world_size: int) -> Plan:
             )
             for rank, (start, stop) in enumerate(pairwise(edges))
         )
-        tables.append(TablePlan(name=table.name, column_blocks=(0, table.dim), shards=shards))
+        tables.append(TablePlan(name=table.name, column_blocks=(0, table.dim), ranges=shards))
     return Plan(
         world_size=world_size,
         processes_per_node=world_size,

@@ -47,7 +47,7 @@ def stacked_plan(job: DLRMJob, shape: Shape | None, owners: Sequence[int | None]
     document["lookahead"] = shape.lookahead
     for table, entry in zip(job.spec.model.all_tables(), document["tables"], strict=True):
         rows = [shape.slots, *[shape.middle] * (len(shape.tiers) - 2), table.rows]
-        for shard in entry["shards"]:
+        for shard in entry["ranges"]:
             if shard["kind"] == "table":
                 levels = [{"tier": tier, "rows": count} for tier, count in zip(shape.tiers, rows, strict=True)]
                 levels[0]["expectedHitRate"] = shape.expected

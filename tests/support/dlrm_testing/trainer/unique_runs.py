@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.keys import COUNT_WORDS, KEY_BITS
 from dlrm_api.model import ModelSpec
-from dlrm_api.plan import Plan, RankPlan, Shard, TablePlan, TierLevel, TierShare
+from dlrm_api.plan import Plan, RankPlan, ShardRange, TablePlan, TierLevel, TierShare
 from dlrm_api.tiers import Tier
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_checkpointer import CutWithdrawnError, SnapshotName
@@ -113,7 +113,7 @@ def plan(spec: ModelSpec, world_size: int, options: RunOptions) -> Plan:
         end = BUCKETS if table.is_unique else table.rows
         edges = [end * rank // world_size for rank in range(world_size + 1)] if table.name == "split" else [0, end]
         shards = tuple(
-            Shard(
+            ShardRange(
                 rank=rank if table.name == "split" else number % world_size,
                 kind="row" if table.name == "split" else "table",
                 row_start=start,
@@ -125,7 +125,7 @@ def plan(spec: ModelSpec, world_size: int, options: RunOptions) -> Plan:
             for rank, (start, stop) in enumerate(pairwise(edges))
         )
         buckets = BUCKETS if table.is_unique else 0
-        tables.append(TablePlan(name=table.name, column_blocks=(0, table.dim), buckets=buckets, shards=shards))
+        tables.append(TablePlan(name=table.name, column_blocks=(0, table.dim), buckets=buckets, ranges=shards))
     return Plan(
         world_size=world_size,
         processes_per_node=world_size,

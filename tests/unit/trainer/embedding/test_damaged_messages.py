@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dlrm_api.errors import DivergedError, TemporaryError
 from dlrm_api.model import ModelSpec
-from dlrm_api.plan import Shard, TablePlan
+from dlrm_api.plan import ShardRange, TablePlan
 from dlrm_api.training import CommunicationSpec, RowOptimizerSpec
 from dlrm_kernels import messages
 from dlrm_testing.trainer.shardings import random_model, random_plan
@@ -103,10 +103,12 @@ def keys_gang(seed: int) -> Placement:
     model, plan = with_unique(plain, {"t1": BUCKETS}), random_plan(np.random.default_rng(seed), plain, RANKS)
     each = BUCKETS // RANKS
     shards = tuple(
-        Shard(rank=rank, kind="row", row_start=rank * each, row_end=(rank + 1) * each, column_start=0, column_end=8)
+        ShardRange(
+            rank=rank, kind="row", row_start=rank * each, row_end=(rank + 1) * each, column_start=0, column_end=8
+        )
         for rank in range(RANKS)
     )
-    table = TablePlan(name="t1", column_blocks=(0, 8), buckets=BUCKETS, shards=shards)
+    table = TablePlan(name="t1", column_blocks=(0, 8), buckets=BUCKETS, ranges=shards)
     return place(model, plan.model_copy(update={"tables": (plan.tables[0], table)}), RANKS)
 
 

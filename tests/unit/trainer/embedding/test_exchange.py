@@ -113,7 +113,7 @@ def keyed_exchange(folder: Path, peer: TwoRanks) -> Exchange:
         whole.model_copy(update={"kind": "row", "rank": rank, "row_start": rank, "row_end": rank + 1})
         for rank in (0, 1)
     )
-    table = plan.tables[0].model_copy(update={"buckets": 2, "shards": halves})
+    table = plan.tables[0].model_copy(update={"buckets": 2, "ranges": halves})
     placement = place(spec.model, plan.model_copy(update={"tables": (table,)}), 2)
     collectives = cast(Collectives, peer)
     return Exchange(placement, collectives, collectives, OPTIONS)

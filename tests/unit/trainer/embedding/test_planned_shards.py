@@ -59,7 +59,7 @@ def test_a_placement_holds_every_row_and_column_that_was_planned(
     placement = place(spec.model, plan, spec.world_size)
 
     held = [0] * len(found)
-    for parts in (*placement.parts, placement.replicated):
+    for parts in (*map(placement.parts_on, range(spec.world_size)), placement.replicated):
         for part in parts:
             held[part.table] += (part.row_end - part.row_start) * (part.column_end - part.column_start)
             assert part.column_end - part.column_start == 8
@@ -68,27 +68,14 @@ def test_a_placement_holds_every_row_and_column_that_was_planned(
     assert held == [table["rows"] * 32 for table in found]
 
 
-def test_a_stored_plan_may_list_a_replica_for_each_rank_or_once() -> None:
-    found = [{"rows": 100, "kind": "data", "lookups": 1, "slow": False}]
-    spec = parse_job(manifest(found, 2, 2)).spec
-    plan = plan_job(spec)
-    [table] = plan.tables
-    [shard] = table.shards
-
-    listed = table.model_copy(update={"shards": tuple(shard.model_copy(update={"rank": rank}) for rank in range(4))})
-    stored = plan.model_copy(update={"tables": (listed,)})
-
-    assert place(spec.model, stored, 4) == place(spec.model, plan, 4)
-
-
 def test_a_replica_that_some_ranks_lack_is_refused() -> None:
     spec = parse_job(manifest([{"rows": 100, "kind": "data", "lookups": 1, "slow": False}], 2, 2)).spec
     plan = plan_job(spec)
     [table] = plan.tables
     [shard] = table.shards
-    lacking = table.model_copy(update={"shards": tuple(shard.model_copy(update={"rank": k}) for k in (0, 2, 3))})
+    lacking = table.model_copy(update={"ranges": tuple(shard.model_copy(update={"rank": k}) for k in (0, 2, 3))})
 
-    with pytest.raises(InvalidSpecError, match="needs one data shard, whole"):
+    with pytest.raises(InvalidSpecError, match="needs one data range, whole"):
         place(spec.model, plan.model_copy(update={"tables": (lacking,)}), 4)
 
 
@@ -121,7 +108,7 @@ def test_parts_of_unique_tables_are_ranges_of_all_keys(
     assert not placement.replicated
     for number, table in enumerate(spec.model.tables):
         parts = sorted(
-            (part for parts in placement.parts for part in parts if part.table == number),
+            (part for rank in range(spec.world_size) for part in placement.parts_on(rank) if part.table == number),
             key=lambda part: part.row_start,
         )
         edges = [0, *(part.row_end for part in parts)]
@@ -136,7 +123,7 @@ def test_parts_of_unique_tables_are_ranges_of_all_keys(
     [
         ({"buckets": 8}, r"plan.tables\[0\].buckets"),
         ({"buckets": 0}, r"plan.tables\[0\].buckets"),
-        ({"shards": ()}, "buckets 0 to 4"),
+        ({"ranges": ()}, "buckets 0 to 4"),
     ],
 )
 def test_a_plan_of_other_buckets_is_refused(change: dict[str, Any], problem: str) -> None:

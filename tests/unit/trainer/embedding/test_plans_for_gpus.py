@@ -39,7 +39,11 @@ def test_every_shard_of_a_plan_for_gpus_is_a_part_of_its_kind(ddr: str) -> None:
     def tiers(part: Part) -> list[str]:
         return [level.tier for level in part.share.levels]
 
-    found = {TABLES[part.table]["name"]: tiers(part) for parts in placement.parts for part in parts}
+    found = {
+        TABLES[part.table]["name"]: tiers(part)
+        for rank in range(placement.world_size)
+        for part in placement.parts_on(rank)
+    }
     assert plan.device == "cuda"
     assert found == {
         "small": ["hbm"],

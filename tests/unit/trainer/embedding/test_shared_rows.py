@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.keys import KEY_END
 from dlrm_api.model import ModelSpec
-from dlrm_api.plan import Plan, RankPlan, Shard, TablePlan, TierShare
+from dlrm_api.plan import Plan, RankPlan, ShardRange, TablePlan, TierShare
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_testing.trainer.reference import Bag, slice_of
 from dlrm_trainer.distributed.collectives import Collectives
@@ -31,8 +31,10 @@ def model() -> ModelSpec:
 
 
 def embeddings_of(spec: ModelSpec) -> Embeddings:
-    whole = Shard(rank=0, kind="table", row_start=0, row_end=BUCKETS, column_start=0, column_end=DIM, tiers=TierShare())
-    table = TablePlan(name="ids", column_blocks=(0, DIM), buckets=BUCKETS, shards=(whole,))
+    whole = ShardRange(
+        rank=0, kind="table", row_start=0, row_end=BUCKETS, column_start=0, column_end=DIM, tiers=TierShare()
+    )
+    table = TablePlan(name="ids", column_blocks=(0, DIM), buckets=BUCKETS, ranges=(whole,))
     ranks = (RankPlan(rank=0, node=0, bytes_per_tier={}),)
     plan = Plan(world_size=1, processes_per_node=1, ranks=ranks, tables=(table,), lookahead=0, handoff_bytes=(2**26,))
     options = EmbeddingOptions(
