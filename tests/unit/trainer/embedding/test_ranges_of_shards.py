@@ -19,9 +19,16 @@ from dlrm_trainer.embedding.placement import Part, routes
 
 ROWS, DIM = 97, 32
 BUCKETS = {"t3": 16, "t4": 64}
+SOURCES = {"t1": ["a", "b"], "t4": ["c", "d", "e"]}
+"""Features of tables that several read."""
 TABLES = [{"name": f"t{n}", "rows": ROWS + n, "dim": DIM, "columnBlock": 8} for n in range(3)]
 KEYED = [{"name": name, "rows": 4_096, "dim": DIM} for name in BUCKETS]
-PLAIN = ModelSpec.model_validate({"tables": TABLES + KEYED, "interaction": "dcn"})
+PLAIN = ModelSpec.model_validate(
+    {
+        "tables": [table | {"features": SOURCES.get(str(table["name"]), [])} for table in TABLES + KEYED],
+        "interaction": "dcn",
+    }
+)
 
 
 def model_of() -> ModelSpec:
