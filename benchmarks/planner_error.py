@@ -40,8 +40,15 @@ MAX_REPEAT_ERROR, MAX_RERUNS = 0.08, 2
 """A setting whose runs differ by more is run again, as often as this."""
 MAX_IDS, MAX_TABLE_BYTES = 2**20, 2**30
 """Of a batch, and of all tables: larger draws are drawn again, so that a run takes seconds."""
-MIN_LOOKUPS_PER_SLOT = 4
-"""Of the steps that do not count. With fewer, slots are not full and nothing is evicted, unlike in a long run."""
+MIN_LOOKUPS_PER_ROW = 4
+"""Of the steps that do not count, if rows have levels. With fewer, many rows of a short run have never been stored in a
+tier, unlike those of a long one."""
+HANDOFF_TABLES, MIN_HANDOFF_BYTES = 2, 2**28
+"""The hand-off has room for as many copies of all rows, and for dense state, so that no cut falls into a run: a
+prediction is of the steps between cuts."""
+READY_BATCHES, READY_PARTS = 4, 16
+"""Ready batches that one part of so many of a reader's memory holds. In a long run readers are as fast as training;
+with more memory they would read all batches of a short one before the steps that count."""
 MLPS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "small": ((64,), (64, 32, 1)),
     "medium": ((256, 128), (256, 128, 1)),
@@ -83,11 +90,22 @@ class Setting:
         return self.tables * self.rows * self.dim * 4
 
     @property
+    def handoff_bytes(self) -> int:
+        """Return the budget of the hand-off."""
+        return HANDOFF_TABLES * self.table_bytes + MIN_HANDOFF_BYTES
+
+    @property
+    def prefetch_bytes(self) -> int:
+        """Return the memory of each rank's reader."""
+        batch_bytes = self.batch * self.tables * (8 * self.lookups + 4) // self.ranks
+        return READY_PARTS * READY_BATCHES * batch_bytes
+
+    @property
     def is_usable(self) -> bool:
-        """Return whether a run takes seconds, and fills its slots before the steps that count."""
+        """Return whether a run takes seconds, and has seen most rows before the steps that count."""
         is_small = self.batch * self.tables * self.lookups <= MAX_IDS and self.table_bytes <= MAX_TABLE_BYTES
-        filling = WARM_STEPS * self.batch * self.lookups / MIN_LOOKUPS_PER_SLOT
-        return is_small and (self.cache == 1 or self.cache * self.rows <= filling)
+        filling = WARM_STEPS * self.batch * self.lookups / MIN_LOOKUPS_PER_ROW
+        return is_small and (self.cache == 1 or self.rows <= filling)
 
 
 def draw_setting(draw: random.Random) -> Setting:
@@ -140,10 +158,15 @@ def read_manifest(setting: Setting, ddr_bytes: int | None, folder: Path) -> DLRM
                     "format": "synthetic",
                     "synthetic": {"samples": setting.batch * (WARM_STEPS + COUNTED_STEPS), "evalSamples": 0},
                     "globalBatchSize": setting.batch,
+                    "prefetchBytes": setting.prefetch_bytes,
                 },
                 "training": {"maxSteps": WARM_STEPS + COUNTED_STEPS},
                 "trainer": {"replicas": 1, "processesPerReplica": setting.ranks, **budgets},
-                "checkpoint": {"uri": (folder / "store").as_uri(), "intervalSteps": 1_000_000},
+                "checkpoint": {
+                    "uri": (folder / "store").as_uri(),
+                    "intervalSteps": 1_000_000,
+                    "handoffBudget": setting.handoff_bytes,
+                },
             },
         }
     )
@@ -160,17 +183,17 @@ class Case:
 
 
 def make_case(number: int, setting: Setting, profile: HardwareProfile, folder: Path) -> Case:
-    """Plan a setting; DDR grows from its cache share until the rest of what must be there fits too."""
+    """Plan a setting; DDR grows from the hand-off and a cache share until the rest of what must be there fits too."""
     if setting.cache == 1.0:
         job = read_manifest(setting, None, folder)
         return Case(number, setting, job, plan_job(job.spec, profile, shared=True))
-    ddr_bytes = int(setting.cache * setting.table_bytes)
+    rest_bytes = int(setting.cache * setting.table_bytes)
     while True:
-        job = read_manifest(setting, ddr_bytes, folder)
+        job = read_manifest(setting, setting.handoff_bytes + rest_bytes, folder)
         try:
             return Case(number, setting, job, plan_job(job.spec, profile, shared=True))
         except InfeasiblePlanError:
-            ddr_bytes = ddr_bytes * 5 // 4
+            rest_bytes = rest_bytes * 5 // 4
 
 
 def draw_case(number: int, draw: random.Random, profile: HardwareProfile, folder: Path) -> Case:

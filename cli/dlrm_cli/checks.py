@@ -21,6 +21,7 @@ from dlrm_api.names import Env
 from dlrm_api.plan import Plan
 from dlrm_api.process import free_memory_bytes
 from dlrm_api.tiers import FILE_TIERS
+from dlrm_api.trainer import TierBudgets
 from dlrm_checkpointer import PUBLISH_FIELDS, open_publish_store, store_options
 from dlrm_stores import ObjectStore, open_store
 from dlrm_stores.base import CHECKPOINT_FIELDS, FieldNames
@@ -107,13 +108,20 @@ def this_machine(replicas: int, devices: Sequence[DetectedGpu] = ()) -> Hardware
     return HardwareProfile(metadata=ProfileMeta(name="this-machine"), spec=spec)
 
 
-def with_rates(machine: HardwareProfile, measured: HardwareProfile) -> HardwareProfile:
-    """Return a profile of this machine's memory with the rates of another profile, for predictions."""
+def with_rates(machine: HardwareProfile, measured: HardwareProfile, budgets: TierBudgets) -> HardwareProfile:
+    """Return a profile of this machine's memory and a job's budgets with the rates of another profile."""
     ours, theirs = machine.spec, measured.spec
-    rates = theirs.tiers.ddr.model_dump(include={"read_bytes_per_second", "write_bytes_per_second"}, by_alias=False)
-    tiers = ours.tiers.model_copy(update={"ddr": ours.tiers.ddr.model_copy(update=rates)})
-    update = {"tiers": tiers, "flops_per_second": theirs.flops_per_second, "network": theirs.network}
-    return machine.model_copy(update={"spec": ours.model_copy(update=update)})
+    tiers = {"ddr": theirs.tiers.ddr.model_copy(update={"bytes": ours.tiers.ddr.bytes})}
+    for tier in FILE_TIERS:
+        known, size = getattr(theirs.tiers, tier), getattr(budgets, tier)
+        if known is not None and size:
+            tiers[tier] = known.model_copy(update={"bytes": size})
+    devices = ours.devices
+    if devices is not None and theirs.devices is not None:
+        hbm = theirs.devices.hbm.model_copy(update={"bytes": devices.hbm.bytes})
+        devices = theirs.devices.model_copy(update={"count": devices.count, "hbm": hbm})
+    update = {"tiers": TiersSpec(**tiers), "devices": devices}
+    return machine.model_copy(update={"spec": theirs.model_copy(update=update)})
 
 
 def make_tier_folders(folder: Path, plan: Plan) -> None:

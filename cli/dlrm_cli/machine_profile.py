@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from dlrm_api.errors import DeviceError, NoInputError, UsageError
 from dlrm_api.fields import ObjectName
-from dlrm_api.hardware import parse_profile
+from dlrm_api.hardware import HostLoops, parse_profile
 from dlrm_api.names import API_VERSION
 from dlrm_api.process import usable_cpus, usable_memory_bytes
 from dlrm_api.tiers import BLOCK_SLACK, FILE_TIERS, Tier
 from dlrm_cli.checks import RESOURCE, DetectedGpu, detect_gpus
-from dlrm_cli.run.appdef import LOOPBACK, free_ports
+from dlrm_cli.loops import measure_loops
 from dlrm_cli.views import print_stderr
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.memory import ByteLevel, MappedStorage
@@ -124,10 +120,19 @@ def _document(
         print_stderr(f"measuring {tier} in {folder}")
         slower[tier] = _slower_tier(probe.tier_rates(tier, folder), folder)
     spec["tiers"] = {"ddr": _tier(probe.memory_bytes(), host), **slower}
-    if not devices:  # which have links of their own
-        print_stderr("measuring the exchange between two ranks")
-        spec["network"] = {"intraNodeBytesPerSecond": _rounded(probe.exchange_bytes_per_second())}
+    print_stderr("measuring the trainer's loops")
+    loops = probe.loops()
+    if loops and not devices:  # which have links of their own
+        spec["network"] = {"intraNodeBytesPerSecond": _rounded(_exchange_rate(loops))}
+    spec["loops"] = [each.model_dump(mode="json", exclude_defaults=True) for each in loops]
     return {"apiVersion": API_VERSION, "kind": "HardwareProfile", "metadata": {"name": name}, "spec": spec}
+
+
+def _exchange_rate(loops: Sequence[HostLoops]) -> float:
+    """Return the bytes/s of the largest exchange between ranks that do nothing else."""
+    times = (each for loop in loops if not loop.is_reading for each in loop.collectives if each.kind == "all_to_all")
+    largest = max(times, key=lambda each: each.bytes)
+    return largest.bytes / largest.seconds
 
 
 def _tier(size: int, rates: Rates | TierRates) -> dict[str, Any]:
@@ -137,6 +142,7 @@ def _tier(size: int, rates: Rates | TierRates) -> dict[str, Any]:
 
 def _slower_tier(rates: TierRates, folder: Path) -> dict[str, Any]:
     found = {**_tier(rates.bytes, rates), "readIops": _rounded(rates.read_iops)}
+    found["rowProcessorSeconds"] = _rounded(rates.row_processor_seconds)
     if rates.write_iops is not None:
         found["writeIops"] = _rounded(rates.write_iops)
     return {**found, "hostPath": str(folder)}
@@ -253,6 +259,8 @@ class TierRates:
     """Records read at random; pages of block storage."""
     write_iops: float | None
     """Records written at random; None for block storage, which is only written in sequence."""
+    row_processor_seconds: float
+    """Processor time of a record, or page, that is read at random, and of one that is written."""
 
 
 def tier_rates(tier: Tier, folder: Path, effort: TierEffort = TIER_EFFORT) -> TierRates:
@@ -286,9 +294,9 @@ def tier_rates(tier: Tier, folder: Path, effort: TierEffort = TIER_EFFORT) -> Ti
 
 
 def _block_rates(level: BlockLevel, free: int, records: int, seconds: float) -> TierRates:
-    places, write = _filled(level, records)
-    before, spent = level.reads, sum(_reads_at_random(level, places, seconds))
-    read_iops = (level.reads - before) / spent
+    places, write, written_s = _filled(level, records)
+    before, used_s, spent = level.reads, time.process_time(), sum(_reads_at_random(level, places, seconds))
+    read_s, read_iops = (time.process_time() - used_s) / (level.reads - before), (level.reads - before) / spent
     scanned, start = level.bytes_read, time.perf_counter()
     for _ in level.scan():
         pass
@@ -298,12 +306,13 @@ def _block_rates(level: BlockLevel, free: int, records: int, seconds: float) -> 
         write_bytes_per_second=write,
         read_iops=read_iops,
         write_iops=None,
+        row_processor_seconds=read_s + written_s,
     )
 
 
 def _byte_rates(level: ByteLevel, free: int, records: int, seconds: float) -> TierRates:
     # Writing new records takes pages from the kernel, which training does once, so this is not the write rate.
-    places, _ = _filled(level, records)
+    places, _, written_s = _filled(level, records)
     batches = list(_reads_at_random(level, places, seconds))
     out, start = _records(), time.perf_counter()
     for some in _in_batches(places):
@@ -321,16 +330,20 @@ def _byte_rates(level: ByteLevel, free: int, records: int, seconds: float) -> Ti
         write_bytes_per_second=write,
         read_iops=BATCH_RECORDS * len(batches) / sum(batches),
         write_iops=BATCH_RECORDS * len(written) / sum(written),
+        # Processors copy, so what a read takes is their time.
+        row_processor_seconds=sum(batches) / len(batches) / BATCH_RECORDS + written_s,
     )
 
 
-def _filled(level: Level, records: int) -> tuple[Places, float]:
-    """Return the places of new records, and the bytes/s; the first batch, which compiles, does not count."""
-    places, source, start = [], _records(), 0.0
+def _filled(level: Level, records: int) -> tuple[Places, float, float]:
+    """Return the places of new records, bytes/s, and processor seconds of a record; not of the first batch."""
+    places, source, start, used_s = [], _records(), 0.0, 0.0
     for rows in _in_batches(np.arange(records)):
         places.append(level.write(rows, source[: len(rows)]))
-        start = start or time.perf_counter()
-    return np.concatenate(places), (records - BATCH_RECORDS) * RECORD_BYTES / (time.perf_counter() - start)
+        # The first batch compiles.
+        used_s, start = (used_s, start) if start else (time.process_time(), time.perf_counter())
+    counted, used_s = records - BATCH_RECORDS, time.process_time() - used_s
+    return np.concatenate(places), counted * RECORD_BYTES / (time.perf_counter() - start), used_s / counted
 
 
 def _reads_at_random(level: Level, places: Places, seconds: float) -> Iterator[float]:
@@ -371,46 +384,6 @@ def _records() -> Records:
     return np.ones((BATCH_RECORDS, RECORD_WORDS), np.uint32)
 
 
-SENT_BYTES = 32 << 20
-"""Bytes that each rank sends the other at a time."""
-REPEATS = 10
-RENDEZVOUS_TIMEOUT_S = 60.0
-
-
-def exchange_rate() -> float:
-    """Return the bytes/s that two ranks send each other as in training; DeviceError if one failed."""
-    port = str(free_ports(1).rendezvous)
-    command = [sys.executable, "-P", "-m", "dlrm_cli.machine_profile"]
-    with (
-        subprocess.Popen([*command, "0", port], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first,
-        subprocess.Popen([*command, "1", port], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as second,
-    ):
-        try:
-            rate, problem = first.communicate()
-        finally:
-            for rank in (first, second):
-                rank.terminate()
-    if first.returncode:
-        last = problem.strip().splitlines()[-1:] or [f"exit code {first.returncode}"]
-        raise DeviceError(f"failed to measure the exchange between two ranks: {last[0]}")
-    return float(rate)
-
-
-def _exchange(rank: int, port: int) -> float:
-    """Meet the other rank and return the bytes/s of the fastest exchange."""
-    address, timeout = f"tcp://{LOOPBACK}:{port}", timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timeout)
-    sent, fastest = torch.ones(2 * SENT_BYTES // 4), float("inf")
-    received = torch.empty_like(sent)
-    for _ in range(REPEATS):
-        torch.distributed.barrier()
-        start = time.perf_counter()
-        torch.distributed.all_to_all_single(received, sent)
-        fastest = min(fastest, time.perf_counter() - start)
-    torch.distributed.destroy_process_group()
-    return SENT_BYTES / fastest
-
-
 class Probe:
     """Measure this machine."""
 
@@ -418,7 +391,7 @@ class Probe:
     cores = staticmethod(usable_cpus)
     devices = staticmethod(detect_gpus)
     tier_rates = staticmethod(tier_rates)
-    exchange_bytes_per_second = staticmethod(exchange_rate)
+    loops = staticmethod(measure_loops)
 
     def host_rates(self) -> Rates:
         """Return the rates of all CPUs together and of host memory."""
@@ -431,7 +404,3 @@ class Probe:
     def link_bytes_per_second(self) -> float:
         """Return the rate between host memory and the first GPU, in the slower direction."""
         return link_rate(torch.device("cuda", 0), DEVICE_EFFORT)
-
-
-if __name__ == "__main__":
-    print(_exchange(int(sys.argv[1]), int(sys.argv[2])))

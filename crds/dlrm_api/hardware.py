@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from dlrm_api.base import ApiModel, exclusive, read
-from dlrm_api.fields import Bytes, ClassName, LocalPath, Rate
+from dlrm_api.fields import Bytes, ClassName, Count, LocalPath, Rate, Seconds
 from dlrm_api.names import API_VERSION
 from dlrm_api.pod_template import NODE_TERM, OBJECT, Shaped
+from dlrm_api.wire import Codec
 
 Iops = Annotated[float, Field(ge=0, le=1e12)]
 NodeTerm = Annotated[dict[str, Any], Shaped(NODE_TERM)]
@@ -26,6 +27,9 @@ class TierSpec(ApiModel):
     read_iops: Iops | None = Field(None, description="Random reads of one row or page, for tiers below ddr (1/s).")
     write_iops: Iops | None = Field(
         None, description="Random writes of one row, for cxl and scm (1/s). Block storage is written sequentially."
+    )
+    row_processor_seconds: Seconds | None = Field(
+        None, description="Processor time to move one row to its slot and another back, for tiers below ddr (s)."
     )
     host_path: LocalPath | None = Field(None, description="Directory of the node to mount, for tiers below ddr.")
     storage_class: ClassName | None = Field(
@@ -65,6 +69,77 @@ class NetworkSpec(ApiModel):
     inter_node_bytes_per_second: Rate | None = Field(None, description="Bandwidth between nodes (bytes/s).")
 
 
+Spread = Annotated[float, Field(ge=0, le=1e6)]
+SPREAD = Field(0.0, description="Half the range of the repeats over their median.")
+
+
+class Measured(ApiModel):
+    """Give the time of one unit of work."""
+
+    seconds: Seconds = Field(description="Median of the repeats (s).")
+    spread: Spread = SPREAD
+
+
+class LayerTime(ApiModel):
+    """Give the time of dense layers of one width, forward and backward."""
+
+    width: int = Field(ge=1, le=1_000_000, description="Inputs, and outputs.")
+    precision: Literal["fp32", "bf16"] = Field(description="As in model.precision.")
+    flop_seconds: Seconds = Field(description="Median time of one floating-point operation (s).")
+    spread: Spread = SPREAD
+
+
+class CollectiveTime(ApiModel):
+    """Give the time of one collective of the ranks of a node."""
+
+    kind: Literal["all_to_all", "all_reduce"] = Field(description="Kind of collective.")
+    bytes: Count = Field(description="Bytes that a rank sends to all others together, or that are summed.")
+    seconds: Seconds = Field(description="Median time (s).")
+    spread: Spread = SPREAD
+
+
+class PackTime(ApiModel):
+    """Give the time to put values into messages of one codec, and to take them out."""
+
+    codec: Codec = Field(description="As in training.communication.")
+    value_seconds: Seconds = Field(description="Median time of one value, packed and unpacked (s).")
+    spread: Spread = SPREAD
+
+
+class ReaderTime(ApiModel):
+    """Give the time to make batches of one format, in a reader's thread."""
+
+    format: Literal["criteo-tsv", "parquet", "synthetic"] = Field(description="As in data.format.")
+    column_seconds: Seconds = Field(description="Median time of a feature of a batch (s).")
+    bag_seconds: Seconds = Field(description="Median time of a bag (s).")
+    id_seconds: Seconds = Field(description="Median time of an id (s).")
+    spread: Spread = SPREAD
+
+
+class HostLoops(ApiModel):
+    """Give the times of the trainer's loops on the CPUs, as dlrmctl profile measure finds them.
+
+    All ranks of a node run the same loop at the same time, each on its part of the CPUs.
+    """
+
+    processes: int = Field(ge=1, le=64, description="Ranks of the node, which share its CPUs.")
+    is_reading: bool = Field(description="Whether each rank's reader makes batches all the time.")
+    step: Measured = Field(description="A step of next to no arithmetic, with its collectives.")
+    part: Measured = Field(description="What a step takes more for each table, or part of one, of a rank.")
+    lookup: Measured = Field(description="Looking up one id, whatever its columns.")
+    lookup_value: Measured = Field(description="Adding up one column of a row that is looked up.")
+    update: Measured = Field(description="Updating the row of one id, whatever its columns.")
+    update_value: Measured = Field(description="Updating one column of the row of one id.")
+    sent_id: Measured = Field(description="Sending one id to the owner of its row, in a thread of its own.")
+    layer: Measured = Field(description="A dense layer, forward and backward, without its products.")
+    pair_value: Measured = Field(description="One column of a pair of the dot interaction, both ways.")
+    parameter: Measured = Field(description="Updating one dense parameter.")
+    packs: tuple[PackTime, ...] = Field((), max_length=8, description="Messages, by codec.")
+    layers: tuple[LayerTime, ...] = Field(min_length=1, max_length=32, description="Layers by width and precision.")
+    collectives: tuple[CollectiveTime, ...] = Field((), max_length=64, description="Collectives by bytes.")
+    readers: tuple[ReaderTime, ...] = Field((), max_length=8, description="Readers, by format.")
+
+
 class HardwareProfileSpec(ApiModel):
     """Describe one node of a pool."""
 
@@ -74,7 +149,10 @@ class HardwareProfileSpec(ApiModel):
     tolerations: tuple[PodObject, ...] = Field((), max_length=32, description="Tolerations for the pool's taints.")
     runtime_class: ClassName | None = Field(None, description="RuntimeClass of the pods.")
     cpus: float | None = Field(
-        None, ge=0, le=4_096, description="Allocatable CPU cores of one node. Shown by kubectl; plans do not use it."
+        None,
+        ge=0,
+        le=4_096,
+        description="Allocatable CPU cores of one node. Measured loops are for ranks that share all of them.",
     )
     flops_per_second: Rate | None = Field(
         None, description="Measured compute rate of the CPUs, used for predictions (flop/s)."
@@ -82,6 +160,9 @@ class HardwareProfileSpec(ApiModel):
     devices: DeviceSpec | None = Field(None, description="Accelerators.")
     tiers: TiersSpec = Field(description="Memory tiers.")
     network: NetworkSpec = Field(NetworkSpec(), description="Bandwidth between ranks.")
+    loops: tuple[HostLoops, ...] = Field(
+        (), max_length=16, description="Measured times of the trainer's loops, by ranks of a node."
+    )
     price_per_hour: float | None = Field(None, ge=0, le=1e6, description="Price of one node per hour.")
 
 

@@ -144,10 +144,19 @@ class Prediction(ApiModel):
 
     compute_seconds: float | None = Field(None, ge=0, description="Dense compute of the slowest rank (s).")
     lookup_seconds: dict[str, float] = Field({}, description="Lookups and updates of the slowest rank, by tier (s).")
-    communication_seconds: float | None = Field(None, ge=0, description="Exposed communication (s).")
+    communication_seconds: float | None = Field(None, ge=0, description="Communication, if nothing overlaps it (s).")
+    exposed_communication_seconds: float | None = Field(
+        None, ge=0, description="Time for which a step waits for communication (s)."
+    )
+    exposed_tier_seconds: dict[str, float] = Field(
+        {}, description="Time for which a step waits for rows of a tier, by tier (s)."
+    )
+    step_seconds: float | None = Field(None, ge=0, description="One step (s).")
+    bound: str = Field("", description="What bounds a step: compute, python, link, reader, or a tier.")
     samples_per_second: float | None = Field(None, ge=0, description="Throughput (samples/s).")
     price_per_billion_samples: float | None = Field(None, ge=0, description="Price of 1e9 samples.")
     imbalance: float = Field(1.0, ge=0, description="Cost of the slowest rank over the mean.")
+    defaults: tuple[str, ...] = Field((), description="Fields of the HardwareProfile for which defaults stand.")
 
 
 class Plan(ApiModel):

@@ -16,10 +16,11 @@ from dlrm_api.trace import TableTrace
 from dlrm_api.trainer import AutoReplicas
 from dlrm_planner import propose
 from dlrm_planner.enumerate import check_pins, pinned_to_data, worth_replicating
-from dlrm_planner.estimate import CostModel, Solution, estimate, missing_rates, read_costs
+from dlrm_planner.estimate import CostModel, Solution, estimate, read_costs
 from dlrm_planner.explain import explain_infeasible
 from dlrm_planner.memory import check_device_tables, ddr_capacity, device_limit, device_of, pod_limit, segment_bytes
 from dlrm_planner.partition import Partitioner
+from dlrm_planner.predict import missing_rates
 from dlrm_planner.stacks import pinned_slow, slow_caps
 from dlrm_planner.tables import read_tables
 from dlrm_planner.tiers import TierPlanner

@@ -1,7 +1,7 @@
-"""Estimate the seconds of a step: the one cost model, for proposals, balance, choice and report.
+"""Cost the placements of a search: the seconds of each shard on its rank, as if nothing overlapped.
 
-Rates come from the HardwareProfile, or from the defaults below. A part of an estimate says whether the profile states
-its rates; only such parts are shown as a plan's prediction. To add a term, add it to :meth:`CostModel.fixed_s` if all
+Costs of shards add up, so that ranks can be balanced; :mod:`dlrm_planner.predict` says when a step of the chosen plan
+ends. Rates come from the HardwareProfile, or from defaults. To add a term, add it to :meth:`CostModel.fixed_s` if all
 plans of a job pay it, or to :meth:`CostModel.lookup_s` or :meth:`CostModel.sent_bytes` if a shard's rank does.
 
 Source: Mudigere et al., "Software-hardware co-design for fast and scalable training of deep learning recommendation
@@ -19,10 +19,20 @@ import numpy as np
 from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.keys import SLOT_BYTES
-from dlrm_api.plan import Device, Plan, Prediction
+from dlrm_api.plan import Device
 from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
 from dlrm_api.wire import CODECS
-from dlrm_planner.tables import ELEMENT_BYTES, NO_PIN, Tables, dense_parameters, largest_slice, step_flops
+from dlrm_planner.rates import RankRates, read_rates
+from dlrm_planner.tables import (
+    ELEMENT_BYTES,
+    NO_PIN,
+    Tables,
+    dense_layers,
+    dense_parameters,
+    largest_slice,
+    pair_values,
+    step_flops,
+)
 from dlrm_planner.tiers import TierAssignment
 from dlrm_planner.types import Estimate, Floats, Indices, Levels, Placement, Problem, Shards, Timed
 
@@ -51,7 +61,6 @@ GPUs exchange through DDR."""
 MIN_MISS_SHARE = 1e-9
 """A smaller share of a shard's accesses is rounding."""
 NEWTON_STEPS, NEWTON_TOLERANCE = 12, 1e-4
-SECONDS_PER_HOUR = 3_600
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,12 @@ class CostModel:
     vector_bytes: float
     """Wire bytes of a vector and its gradient, whatever their columns."""
     world_size: int
+    rates: RankRates
+    """Of loops on the host."""
+    id_s: Floats
+    """Seconds to look up and update an id, whatever the columns of its row."""
+    part_s: Floats
+    """Seconds of a step for each column block of a shard."""
     element_s: Floats
     """Seconds to look up and update one element."""
     slot_s: Floats
@@ -111,7 +126,7 @@ class CostModel:
     """Tables that the host's kernels look up."""
     lookup_is_stated: Mapping[Tier, bool]
     byte_s: float
-    """Seconds to exchange one byte with other ranks."""
+    """Seconds to exchange one byte with other ranks, and to pack and unpack it."""
     link_is_stated: bool
     compute: Timed
     """Dense layers of the rank with most samples; 0 if the profile states no rate."""
@@ -125,7 +140,8 @@ class CostModel:
 
     def lookup_s(self, table: Indices | int, share: Each, width: Each) -> Floats:
         """Return the seconds to look up and update the rows of shards."""
-        return np.asarray(self.ids[table] * share * (self.element_s[table] * width + self.slot_s[table]))
+        of_id = self.element_s[table] * width + self.slot_s[table] + self.id_s[table]
+        return np.asarray(self.ids[table] * share * of_id)
 
     def sent_bytes(self, table: Indices | int, share: Each, width: Each, blocks: Each) -> Floats:
         """Return the bytes that shards exchange: bags, pooled vectors and their gradients.
@@ -139,7 +155,8 @@ class CostModel:
 
     def total_s(self, table: Indices | int, share: Each, width: Each, blocks: Each) -> Floats:
         """Return the seconds of shards on their rank."""
-        return self.lookup_s(table, share, width) + self.byte_s * self.sent_bytes(table, share, width, blocks)
+        sent_s = self.byte_s * self.sent_bytes(table, share, width, blocks)
+        return self.lookup_s(table, share, width) + self.part_s[table] * blocks + sent_s
 
     def of_shards(self, shards: Shards) -> Floats:
         """Return the (N,) seconds of shards on their rank."""
@@ -160,12 +177,13 @@ class CostModel:
         bags, ids = float(self.bags[table]), float(self.ids[table])
         sent_s = self.byte_s * self.away
         vector = self.element_bytes * float(self.dims[table]) + self.vector_bytes * float(self.blocks[table])
-        looked_up_s = float(self.lookup_s(table, 1.0, float(self.dims[table])))
-        lengths_s = sent_s * bags * self.length_bytes
-        ids_s, vectors_s = sent_s * ids * float(self.id_bytes[table]), sent_s * bags * vector
+        columns_s = ids * float(self.element_s[table] * self.dims[table])
+        of_ids_s = float(self.lookup_s(table, 1.0, 0.0)) + sent_s * ids * float(self.id_bytes[table])
+        lengths_s, vectors_s = sent_s * bags * self.length_bytes, sent_s * bags * vector
+        parts_s = float(self.part_s[table] * self.blocks[table])
         if by_columns:
-            return PartCost(lengths_s + ids_s, looked_up_s + vectors_s, 0.0, 1.0)
-        return PartCost(lengths_s, looked_up_s + ids_s, vectors_s, max(ids / max(bags, 1.0), 1.0))
+            return PartCost(lengths_s + of_ids_s, columns_s + vectors_s + parts_s, 0.0, 1.0)
+        return PartCost(lengths_s + parts_s, columns_s + of_ids_s, vectors_s, max(ids / max(bags, 1.0), 1.0))
 
     def replica_host_s(self, replicated: Indices) -> Floats:
         """Return the (n,) seconds of host work that each of these replicated tables adds to those before it."""
@@ -193,6 +211,7 @@ class CostModel:
         """Estimate a step of a placement with all rows in the first level."""
         shards, ranks = placement.shards, placement.ranks
         looked_up = self.lookup_s(shards.table, shards.share, shards.width)
+        looked_up = looked_up + self.part_s[shards.table] * shards.blocks
         sent_s = self.byte_s * self.sent_bytes(shards.table, shards.share, shards.width, shards.blocks)
         on_host, lookups = self.on_host[shards.table], dict[Tier, Timed]()
         # Replicated tables are in the memory of the device that computes.
@@ -218,15 +237,19 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
     id_bytes = 8 if any(table.is_unique or table.rows >= NARROW_ROWS for table in specs) else 4
     longest = max(table.max_lookups for table in specs)
     on_host = np.array([device == "cpu" or (table.pin or NO_PIN).tier not in (None, "hbm") for table in specs], bool)
+    rates = read_rates(profile, processes, spec.world_size, spec.trainer.threads_per_process)
     # A node's ranks share its memory and its link to other nodes; a GPU's memory serves its rank alone.
     host_s, host_stated = _element_s(profile, "ddr")
-    element_s, stated = np.full(len(specs), host_s * processes), dict[Tier, bool]()
+    id_s, host_s, part_s, packed_s = 0.0, host_s * processes, 0.0, 0.0
+    if rates.is_measured:
+        (id_s, host_s), host_stated, part_s = rates.alone.looked_up, True, rates.alone.part_s
+        if spec.world_size > 1 and device == "cpu":
+            packed_s = rates.alone.pack_s(communication.forward) / directions[0].value_bytes
+    element_s, stated = np.full(len(specs), host_s), dict[Tier, bool]()
     if device == "cuda":
-        device_s, stated["hbm"] = _element_s(profile, "hbm")
-        element_s[~on_host] = device_s
+        element_s[~on_host], stated["hbm"] = _element_s(profile, "hbm")
     stated["ddr"] = host_stated
     link, link_is_stated = _link_rate(spec, profile, device)
-    flops = _flops(profile, device, processes)
     return CostModel(
         ids=bags * [table.lookups for table in specs],
         bags=bags,
@@ -237,24 +260,36 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
         element_bytes=sum(codec.value_bytes for codec in directions),
         vector_bytes=sum(codec.row_bytes for codec in directions),
         world_size=spec.world_size,
+        rates=rates,
+        id_s=np.where(on_host, id_s, 0.0),
+        part_s=np.where(on_host, part_s, 0.0),
         element_s=element_s,
-        slot_s=host_s * processes * SLOT_BYTES / ELEMENT_BYTES * np.array([table.is_unique for table in specs]),
+        slot_s=host_s * SLOT_BYTES / ELEMENT_BYTES * np.array([table.is_unique for table in specs]),
         on_host=on_host,
         lookup_is_stated=stated,
-        byte_s=(processes if spec.replicas > 1 else 1) / link,
+        byte_s=(processes if spec.replicas > 1 else 1) / link + packed_s,
         link_is_stated=link_is_stated or spec.world_size == 1,
-        compute=Timed(step_flops(spec, largest_slice(spec)) / flops if flops else 0.0, bool(flops)),
+        compute=_compute(spec, profile, device, rates),
         dense_bytes=float(CODECS[communication.dense].value_bytes * dense_parameters(spec.model)),
         table_elements=tables.rows * [table.dim for table in specs],
     )
 
 
-def _flops(profile: HardwareProfile | None, device: Device, processes: int) -> float | None:
-    if profile is None:
-        return None
-    if device == "cuda" and profile.spec.devices is not None:
-        return profile.spec.devices.flops_per_second
-    return profile.spec.flops_per_second and profile.spec.flops_per_second / processes
+def _compute(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Device, rates: RankRates) -> Timed:
+    """Return the seconds of the dense half; 0 if nothing in the profile says how fast it is."""
+    samples, model = largest_slice(spec), spec.model
+    if device == "cuda":
+        devices = profile.spec.devices if profile else None
+        flops = devices and devices.flops_per_second
+        return Timed(step_flops(spec, samples) / flops, True) if flops else Timed(0.0, False)
+    if not rates.is_measured:
+        of_node = profile.spec.flops_per_second if profile else None
+        processes = spec.trainer.processes_per_replica
+        return Timed(step_flops(spec, samples) * processes / of_node, True) if of_node else Timed(0.0, False)
+    alone, layers = rates.alone, [each for both in dense_layers(model) for each in both]
+    pairs_s = pair_values(model) * samples * alone.of("pair_value")
+    parameters_s = dense_parameters(model) * alone.of("parameter")
+    return Timed(alone.layers_s(layers, samples, model.precision) + pairs_s + parameters_s, True)
 
 
 def _link_rate(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Device) -> tuple[float, bool]:
@@ -299,16 +334,25 @@ def estimate(problem: Problem, costs: CostModel, placement: Placement, tiers: Ti
     return replace(fast, misses=_misses(problem, placement, tiers), prefetches=prefetches)
 
 
-def _misses(problem: Problem, placement: Placement, tiers: TierAssignment) -> dict[Tier, Timed]:
-    """Return the seconds of each tier below the slots, of the pod that asks most of it.
+@dataclass(frozen=True)
+class Moved:
+    """Hold what a step moves between the slots of each rank and one tier, in both directions alike; (W,) arrays."""
+
+    rows: Floats
+    bytes: Floats
+    crossed_bytes: Floats
+    """Bytes over the link between the rank's GPU and the host."""
+
+
+def moved_rows(problem: Problem, placement: Placement, tiers: TierAssignment) -> dict[Tier, Moved]:
+    """Return what moves between the slots and each tier below them.
 
     A row that is found in a tier is read from it, and another one is written to it in its place. If slots are in HBM,
     both cross the link between their GPU and the host, one each way.
     """
-    spec, hit_rates, stacks = problem.spec, tiers.hit_rates, tiers.stacks
-    processes, pods = spec.trainer.processes_per_replica, spec.replicas
-    # Columns: rows read, bytes moved of a pod; bytes that cross a rank's link.
-    moved: dict[Tier, tuple[Floats, Floats, Floats]] = {}
+    hit_rates, stacks = tiers.hit_rates, tiers.stacks
+    # Rows read, their bytes, bytes that cross.
+    found: dict[Tier, Floats] = {}
     for i, levels in tiers.stacked.items():
         rank, held, record = int(placement.ranks[i]), levels.slots, float(stacks.record[i])
         for place, (tier, rows) in enumerate(levels.below, start=1):
@@ -316,85 +360,46 @@ def _misses(problem: Problem, placement: Placement, tiers: TierAssignment) -> di
             until = float(hit_rates.accesses[i]) if place == len(levels.below) else hit_rates.hits_at(i, held)
             missed = max(until - first, 0.0)
             missed = missed if missed > MIN_MISS_SHARE * until else 0.0
-            counts, sizes, crossed = moved.setdefault(tier, (np.zeros(pods), np.zeros(pods), np.zeros(spec.world_size)))
-            counts[rank // processes] += missed
-            sizes[rank // processes] += missed * (max(record, BLOCK_PAGE_BYTES) if tier == "block" else record)
-            if levels.first == "hbm":
-                crossed[rank] += missed * record
-    devices = problem.profile.spec.devices if problem.profile else None
-    link = devices and devices.host_bytes_per_second
+            sums = found.setdefault(tier, np.zeros((3, problem.spec.world_size)))
+            crossed = missed * record if levels.first == "hbm" else 0.0
+            sums[:, rank] += missed, missed * record, crossed
+    return {tier: Moved(*sums) for tier, sums in found.items()}
+
+
+def _misses(problem: Problem, placement: Placement, tiers: TierAssignment) -> dict[Tier, Timed]:
+    """Return the seconds of each tier below the slots, of the pod that asks most of it."""
     found: dict[Tier, Timed] = {}
-    for tier, (counts, sizes, crossed) in moved.items():
-        known = tier_spec(problem.profile, tier)
-        seconds, is_stated = _transfer_s(tier, known, float(counts.max()), float(sizes.max()))
-        seconds += float(crossed.max()) / (link or DEFAULT_HOST_LINK_RATE)
-        found[tier] = Timed(seconds, is_stated and (bool(link) or problem.device == "cpu"))
+    for tier, each in moved_rows(problem, placement, tiers).items():
+        size = np.maximum(each.bytes, each.rows * BLOCK_PAGE_BYTES) if tier == "block" else each.bytes
+        found[tier] = transfer_s(problem, tier, each, each.rows, size, each.bytes)
     return found
 
 
-def _transfer_s(tier: Tier, known: TierSpec | None, rows: float, size: float) -> Timed:
-    """Return the seconds to read rows at random and to write as many, each limited by bytes and by count.
+def transfer_s(problem: Problem, tier: Tier, moved: Moved, reads: Floats, read: Floats, written: Floats) -> Timed:
+    """Return the seconds of (W,) reads, of bytes read and of bytes written, of the pod that asks most of a tier.
 
-    Block storage is written a segment at a time, so only bytes limit its writes.
+    Each direction is limited by bytes and by count. Block storage is written a segment at a time, so only bytes limit
+    its writes.
     """
+    devices = problem.profile.spec.devices if problem.profile else None
+    link, pods = devices and devices.host_bytes_per_second, problem.spec.replicas
+    count, read_size, write_size = (float(each.reshape(pods, -1).sum(axis=1).max()) for each in (reads, read, written))
+    known = tier_spec(problem.profile, tier)
     is_stated = known is not None and bool(known.read_bytes_per_second or known.read_iops)
     if known is None or not is_stated:
-        read, read_iops = DEFAULT_TIER_RATES[tier]
-        return Timed(_limited_s(rows, read_iops, size, read) + size / read, False)
-    write = known.write_bytes_per_second or known.read_bytes_per_second
-    write_iops = None if tier == "block" else known.write_iops
-    read_s = _limited_s(rows, known.read_iops, size, known.read_bytes_per_second)
-    return Timed(read_s + _limited_s(rows, write_iops, size, write), True)
+        rate, iops = DEFAULT_TIER_RATES[tier]
+        seconds = _limited_s(count, iops, read_size, rate) + write_size / rate
+    else:
+        write = known.write_bytes_per_second or known.read_bytes_per_second
+        write_iops = None if tier == "block" else known.write_iops
+        seconds = _limited_s(count, known.read_iops, read_size, known.read_bytes_per_second)
+        seconds += _limited_s(count, write_iops, write_size, write)
+    seconds += float(moved.crossed_bytes.max()) / (link or DEFAULT_HOST_LINK_RATE)
+    return Timed(seconds, is_stated and (bool(link) or problem.device == "cpu"))
 
 
 def _limited_s(count: float, iops: float | None, size: float, rate: float | None) -> float:
     return max(count / iops if iops else 0.0, size / rate if rate else 0.0)
-
-
-def predict(spec: DLRMJobSpec, profile: HardwareProfile | None, found: Estimate, imbalance: float) -> Prediction:
-    """Return the parts of an estimate with stated rates, and the throughput if all rates are stated."""
-    if profile is None:
-        return Prediction(imbalance=imbalance)
-    rate = price = None
-    if found.is_stated and found.step_s > 0:
-        rate = spec.data.global_batch_size / found.step_s
-        if profile.spec.price_per_hour is not None:
-            price = profile.spec.price_per_hour * spec.replicas / SECONDS_PER_HOUR * 1e9 / rate
-    timed: dict[str, list[Timed]] = {}
-    for tier, each in (*found.lookups.items(), *found.misses.items()):
-        timed.setdefault(tier, []).append(each)
-    stated = ((tier, parts) for tier, parts in timed.items() if all(each.is_stated for each in parts))
-    return Prediction(
-        compute_seconds=found.compute.seconds if found.compute.is_stated else None,
-        lookup_seconds={tier: sum(each.seconds for each in parts) for tier, parts in stated},
-        communication_seconds=found.exchange.seconds if found.exchange.is_stated else None,
-        samples_per_second=rate,
-        price_per_billion_samples=price,
-        imbalance=imbalance,
-    )
-
-
-def missing_rates(spec: DLRMJobSpec, profile: HardwareProfile | None, plan: Plan) -> str:
-    """Return why a plan has no predicted throughput, by the absent fields; empty if it has one."""
-    if profile is None:
-        return "trainer.hardware names no HardwareProfile"
-    hardware, missing = profile.spec, list[str]()
-    devices = hardware.devices if plan.device == "cuda" else None
-    if not (hardware if devices is None else devices).flops_per_second:
-        missing.append("flopsPerSecond" if devices is None else "devices.flopsPerSecond")
-    if not (hardware.tiers.ddr if devices is None else devices.hbm).read_bytes_per_second:
-        missing.append(f"{'tiers.ddr' if devices is None else 'devices.hbm'}.readBytesPerSecond")
-    if plan.predicted.communication_seconds is None:
-        missing.append(f"network.{'inter' if spec.replicas > 1 else 'intra'}NodeBytesPerSecond")
-    used = {level.tier for table in plan.tables for each in table.ranges for level in each.tiers.levels[1:]}
-    untimed = used - set(plan.predicted.lookup_seconds)
-    if untimed and devices is not None and not devices.host_bytes_per_second:
-        missing.append("devices.hostBytesPerSecond")
-    for tier in sorted(untimed):
-        known = tier_spec(profile, tier)
-        if known is None or not (known.read_bytes_per_second or known.read_iops):
-            missing.append(f"tiers.{tier}.readBytesPerSecond")
-    return f"HardwareProfile {profile.metadata.name} has no {', '.join(dict.fromkeys(missing))}" if missing else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,6 +59,28 @@ def dense_parameters(model: ModelSpec) -> int:
     return projected + cross + sum((inputs + 1) * outputs for inputs, outputs in layers)
 
 
+def dense_layers(model: ModelSpec) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return inputs and outputs of every layer that runs before, and after, pooled rows are at hand.
+
+    A matrix of a table with ``project`` comes once for each of the table's features.
+    """
+    bottom = [*pairwise((len(model.dense_features), *model.bottom_mlp))]
+    if model.interaction == "dcn":
+        features, crossed = _joined(model), model.cross_layers
+        cross = [(features, model.cross_rank), (model.cross_rank, features)] * crossed
+    else:
+        vectors = _vectors(model)
+        features, cross = (model.bottom_mlp[-1] if model.bottom_mlp else 0) + vectors * (vectors - 1) // 2, []
+    projected = [(each.dim, model.common_width) for each in model.all_tables() if each.project for _ in each.sources]
+    return bottom, [*projected, *cross, *pairwise((features, *model.top_mlp))]
+
+
+def pair_values(model: ModelSpec) -> int:
+    """Count the columns of all pairs of vectors that interact in a sample; 0 without the dot interaction."""
+    vectors = _vectors(model)
+    return vectors * (vectors - 1) // 2 * model.common_width if model.interaction == "dot" else 0
+
+
 def dense_cut_bytes(spec: DLRMJobSpec) -> int:
     """Return the bytes of dense parameters and their optimizer state, as one rank hands them over."""
     copies = 1 + OPTIMIZER_COPIES[spec.training.dense_optimizer.kind]

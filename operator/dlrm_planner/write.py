@@ -11,9 +11,10 @@ import numpy as np
 from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.plan import MAX_RANGES, Plan, RankPlan, ShardRange, TablePlan, TierLevel, TierShare
 from dlrm_api.trace import TableTrace
-from dlrm_planner.estimate import Solution, predict
+from dlrm_planner.estimate import Solution
 from dlrm_planner.explain import explain_plan
 from dlrm_planner.memory import MIB, device_working_bytes, full_cut_bytes, human, min_handoff_bytes
+from dlrm_planner.predict import predict
 from dlrm_planner.tables import replica_bytes
 from dlrm_planner.tiers import buffer_bytes
 from dlrm_planner.types import Indices
@@ -29,7 +30,7 @@ def write_plan(found: Solution) -> Plan:
     Raises:
         InvalidSpecError: the plan would have more ranges of shards than it may hold, or ``handoffBudget`` is too small.
     """
-    problem, placement, spec = found.problem, found.placement, found.problem.spec
+    problem, spec = found.problem, found.problem.spec
     handoff = _handoff_bytes(found)
     policy, policy_reason = choose_policy(found)
     tables = _table_plans(found, policy)
@@ -49,7 +50,7 @@ def write_plan(found: Solution) -> Plan:
         tables=tables,
         lookahead=spec.trainer.cache.lookahead if found.stacked else 0,
         handoff_bytes=handoff,
-        predicted=predict(spec, problem.profile, found.estimate, placement.imbalance),
+        predicted=predict(found),
         reasons=explain_plan(found, ranks, handoff, policy_reason),
     )
 

@@ -236,7 +236,7 @@ def _plan(job: DLRMJob, hardware: Path | None) -> Plan:
     gpus = detect_gpus() if asks_for_hbm(job.spec) else ()
     machine = this_machine(job.spec.replicas, gpus)
     if hardware is not None and (measured := find_profile(job, [], hardware)):
-        machine = with_rates(machine, measured)
+        machine = with_rates(machine, measured, job.spec.trainer.tier_budgets)
     return plan_job(job.spec, machine, traces=read_references(job.spec), shared=True)
 
 

@@ -11,11 +11,14 @@ import torch
 import yaml
 
 from dlrm_api.errors import DeviceError, InvalidSpecError, NoInputError, UsageError
-from dlrm_api.hardware import parse_profile
+from dlrm_api.hardware import HostLoops, parse_profile
 from dlrm_api.job import parse_job
 from dlrm_api.tiers import Tier
+from dlrm_api.trainer import TierBudgets
+from dlrm_api.wire import CODECS
 from dlrm_cli import checks
-from dlrm_cli.checks import DetectedGpu, detect_gpus, this_machine
+from dlrm_cli.checks import DetectedGpu, detect_gpus, this_machine, with_rates
+from dlrm_cli.loops import COLLECTIVE_BYTES, PRECISIONS, WIDTHS, run_ranks
 from dlrm_cli.machine_profile import (
     BATCH_RECORDS,
     HOST,
@@ -26,7 +29,6 @@ from dlrm_cli.machine_profile import (
     Rates,
     TierEffort,
     TierRates,
-    exchange_rate,
     host_effort,
     link_rate,
     measured,
@@ -36,6 +38,7 @@ from dlrm_cli.machine_profile import (
 )
 from dlrm_cli.run.appdef import visible_gpus
 from dlrm_planner import plan_job
+from dlrm_planner.rates import DEFAULT_LOOPS
 
 GIB = 2**30
 SMALL = Effort(bytes=1 << 20, side=64, repeats=2)
@@ -75,11 +78,11 @@ class KnownMachine(Probe):
             write_bytes_per_second=1.5e9,
             read_iops=412_345.6,
             write_iops=None if tier == "block" else 2e6,
+            row_processor_seconds=3.3333e-6,
         )
 
-    def exchange_bytes_per_second(self) -> float:
-        assert not self.gpus, "ranks on GPUs exchange by their links"
-        return 1.2345e9
+    def loops(self) -> tuple[HostLoops, ...]:
+        return DEFAULT_LOOPS
 
 
 def test_a_machine_without_gpus_has_no_devices() -> None:
@@ -90,7 +93,8 @@ def test_a_machine_without_gpus_has_no_devices() -> None:
     assert found.metadata.name == "box"
     assert found.spec.devices is None
     assert found.spec.cpus == 96
-    assert found.spec.network.intra_node_bytes_per_second == 1.23e9
+    assert found.spec.network.intra_node_bytes_per_second == 1.61e9
+    assert found.spec.loops == DEFAULT_LOOPS
     assert found.spec.flops_per_second == 3e12
     assert found.spec.tiers.ddr.bytes == 512 * GIB
     assert found.spec.tiers.ddr.read_bytes_per_second == 2.23e11
@@ -145,6 +149,7 @@ def test_slower_tiers_are_written_as_they_were_measured(tmp_path: Path, monkeypa
     assert tiers.block is not None
     assert (tiers.scm.bytes, tiers.scm.read_bytes_per_second, tiers.scm.read_iops) == (7 * GIB, 3.21e9, 412_000)
     assert (tiers.scm.write_iops, tiers.block.write_iops) == (2e6, None)
+    assert (tiers.scm.row_processor_seconds, tiers.block.row_processor_seconds) == (3.33e-6, 3.33e-6)
     assert (tiers.scm.host_path, tiers.block.host_path) == ("/mnt/scm", "/mnt/block")
 
 
@@ -160,16 +165,42 @@ def test_a_slower_tier_is_measured_for_real_and_nothing_is_left(tier: Tier, dire
 
 
 @pytest.mark.slow
-def test_two_ranks_exchange_bytes_for_real() -> None:
-    assert exchange_rate() > 1e6
+def test_the_loops_of_two_ranks_are_timed_for_real() -> None:
+    alone, reading = run_ranks(2, repeats=1)
+
+    assert [(each.processes, each.is_reading) for each in (alone, reading)] == [(2, False), (2, True)]
+    for each in (alone, reading):
+        assert {time.codec for time in each.packs} == set(CODECS)
+        assert {(time.width, time.precision) for time in each.layers} == {
+            (width, precision) for width in WIDTHS for precision in PRECISIONS
+        }
+        assert {time.kind for time in each.collectives} == {"all_to_all", "all_reduce"}
+        assert len(each.collectives) == 2 * len(COLLECTIVE_BYTES)
+        assert 0 < each.step.seconds < 10
+        assert each.readers[0].id_seconds >= 0
 
 
-@pytest.mark.slow
-def test_ranks_that_cannot_exchange_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlrm_cli.machine_profile.free_ports", lambda _: SimpleNamespace(rendezvous="no number"))
+def test_ranks_that_cannot_meet_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlrm_cli.loops.free_ports", lambda _: SimpleNamespace(rendezvous="no number"))
 
     with pytest.raises(DeviceError, match="no number"):
-        exchange_rate()
+        run_ranks(1, repeats=1)
+
+
+def test_a_run_takes_rates_from_a_profile_and_memory_from_the_machine() -> None:
+    known = KnownMachine()
+    folders: dict[Tier, Path] = {tier: Path("/mnt") / tier for tier in ("scm", "block")}
+    measured = parse_profile(yaml.safe_load(profile_text("box", known, folders)))
+    machine, budgets = this_machine(1), TierBudgets(block=GIB)
+
+    found = with_rates(machine, measured, budgets).spec
+
+    assert found.tiers.ddr.bytes == machine.spec.tiers.ddr.bytes
+    assert found.tiers.ddr.read_bytes_per_second == measured.spec.tiers.ddr.read_bytes_per_second
+    assert found.loops == measured.spec.loops
+    assert measured.spec.tiers.block is not None
+    assert found.tiers.block == measured.spec.tiers.block.model_copy(update={"bytes": GIB})
+    assert found.tiers.scm is None  # the job has no budget for it
 
 
 @pytest.mark.parametrize("tier", ["scm", "block"])

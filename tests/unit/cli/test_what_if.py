@@ -67,7 +67,7 @@ def test_each_combination_is_planned_as_set_plans_it(job: Path, capsys: pytest.C
     last = ("data.globalBatchSize=8192", "trainer.replicas=2", "training.communication={forward: int8, backward: int8}")
     app.main(["plan", str(job), "-o", "json", "--set", BUDGET, *(w for s in last for w in ("--set", f"spec.{s}"))])
     plan = parse_plan(capsys.readouterr().out)
-    assert found[-1]["predicted"] == plan.predicted.model_dump(by_alias=False)
+    assert found[-1]["predicted"] == plan.predicted.model_dump(mode="json", by_alias=False)
     assert found[-1]["world_size"] == plan.world_size == 2
     assert found[-1]["bytes_per_tier"]["ddr"] == max(rank.bytes_per_tier["ddr"] for rank in plan.ranks)
 

@@ -496,7 +496,9 @@ def test_times_of_a_gpu_are_its_own_and_misses_cross_the_link(make_spec: MakeSpe
     assert levels[0].expected_hit_rate is not None
     assert levels[0].expected_hit_rate < 1
     assert 0 < predicted.lookup_seconds["ddr"] <= 8_192 * 4 * (64 * 4 + 8) * (2 / 1e10 + 1 / 2e10)
-    assert predicted.samples_per_second == pytest.approx(8_192 / predicted.lookup_seconds["ddr"], rel=1e-6)
+    assert predicted.step_seconds is not None
+    assert predicted.step_seconds >= predicted.lookup_seconds["hbm"] + predicted.compute_seconds
+    assert predicted.samples_per_second == pytest.approx(8_192 / predicted.step_seconds)
     rate = predicted.samples_per_second
     assert rate is not None
     assert predicted.price_per_billion_samples == pytest.approx(36 / 3_600 * 1e9 / rate)

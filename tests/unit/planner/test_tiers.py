@@ -417,11 +417,13 @@ def test_slow_tiers_are_timed_by_their_rates(make_spec: MakeSpec, make_profile: 
     plan = plan_job(make_spec([uniform], batch=8_192), profile)
 
     misses = 8_192 * (1 - (share(plan, "t").levels[0].expected_hit_rate or 0))
-    in_sequence = misses / 1e5 + misses * 4_096 / 5e8  # pages are read one by one, segments written
+    record = 4 * (64 + 1 + 1)
+    in_sequence = misses / 1e5 + misses * record / 5e8  # pages are read one by one, segments of records written
     seconds = in_sequence if tier == "block" else misses / 1e5 + misses / 5e4
     assert plan.predicted.lookup_seconds[tier] == pytest.approx(seconds, rel=0.01)
     assert plan.predicted.samples_per_second
-    assert plan.predicted.samples_per_second <= 8_192 / plan.predicted.lookup_seconds[tier]
+    # Some rows share a page.
+    assert plan.predicted.samples_per_second <= 1.01 * 8_192 / plan.predicted.lookup_seconds[tier]
 
 
 @pytest.mark.slow

@@ -1,0 +1,417 @@
+"""Time the trainer's own loops on the CPUs of this machine, for the planner's model of a step.
+
+Each rank is a process. All run the same loop at the same time: once alone, and once while a reader in each of them
+makes batches, as in training.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from statistics import median
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlrm_api.errors import DeviceError
+from dlrm_api.hardware import CollectiveTime, HostLoops, LayerTime, Measured, PackTime, ReaderTime
+from dlrm_api.job import DLRMJobSpec, parse_job
+from dlrm_api.process import usable_cpus
+from dlrm_api.training import DenseOptimizerSpec
+from dlrm_api.wire import CODECS, Codec
+from dlrm_cli.run.appdef import LOOPBACK, free_ports
+from dlrm_planner import plan_job
+from dlrm_trainer.compute_device import HOST
+from dlrm_trainer.data import Batch, open_reader
+from dlrm_trainer.distributed.rendezvous import RankGroup
+from dlrm_trainer.embedding import place
+from dlrm_trainer.learner import Learner
+from dlrm_trainer.model.dense import DenseOptimizer, product_dtype
+from dlrm_trainer.model.dlrm import MLP, DotInteraction
+
+PROGRAM = """
+import sys
+from dlrm_trainer.settings import tune_process
+tune_process()
+from dlrm_cli.loops import main
+main(*map(int, sys.argv[1:]))
+"""
+"""Runs a rank: what the trainer sets before it loads torch is set."""
+REPEATS, MIN_REPEAT_S = 5, 0.02
+"""A shorter loop runs several times in a repeat: next to a reader it is delayed now and then, and the mean counts."""
+WIDTHS = (64, 256, 1_024)
+PRECISIONS: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
+LAYER_SAMPLES, LAYERS = 1_024, 2
+"""Samples of a batch, and layers of each width."""
+SMALL, LARGE = 16, 128
+"""Columns of rows in loops whose time per row and per column is told apart."""
+LOOKUP_TABLES, LOOKUP_BATCH, LOOKUPS = 16, 1_024, 4
+FEW_PARTS, MANY_PARTS = 1, 33
+"""Tables of each rank in steps of next to no arithmetic."""
+COLLECTIVE_BYTES = (1 << 10, 1 << 15, 1 << 18, 1 << 21, 1 << 24)
+READER_FEATURES, READER_SAMPLES, READER_LOOKUPS, READER_BATCHES = 24, 1_024, 6, 16
+FEW_SAMPLES = 64
+PATIENCE_S = 60.0
+RATE = 0.01
+
+
+class Timing(NamedTuple):
+    """Hold the median seconds of some repeats, and half their range over it."""
+
+    seconds: float
+    spread: float
+
+    def per(self, units: float) -> Measured:
+        """Return the time of one of so many units."""
+        return Measured(seconds=_digits(self.seconds / units), spread=_digits(self.spread))
+
+    def minus(self, other: Timing) -> Timing:
+        """Return the time that this takes longer; never negative."""
+        return Timing(max(self.seconds - other.seconds, 0.0), max(self.spread, other.spread))
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def summary(seconds: Sequence[float]) -> Timing:
+    """Summarize repeats, of which half are near the median: single ones are disturbed."""
+    ordered = sorted(seconds)
+    middle, quarter = median(ordered), len(ordered) // 4
+    return Timing(middle, (ordered[-1 - quarter] - ordered[quarter]) / 2 / max(middle, 1e-12))
+
+
+def measure_loops() -> tuple[HostLoops, ...]:
+    """Measure loops of one rank that has all processors and of two that share them.
+
+    Raises:
+        DeviceError: a rank failed.
+    """
+    return tuple(found for ranks in (1, 2) for found in run_ranks(ranks, REPEATS))
+
+
+def run_ranks(ranks: int, repeats: int) -> list[HostLoops]:
+    """Measure the loops of so many ranks: alone, and next to readers; DeviceError if one failed."""
+    port = str(free_ports(1).rendezvous)
+    command = [sys.executable, "-P", "-c", PROGRAM]
+    with ExitStack() as stack:
+        running = []
+        for rank in range(ranks):
+            out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            given = [*command, str(rank), str(ranks), port, str(repeats)]
+            running.append(stack.enter_context(subprocess.Popen(given, stdout=out, stderr=out, text=True)))
+        try:
+            found, problem = running[0].communicate()
+        finally:
+            for each in running:
+                each.terminate()
+    if running[0].returncode:
+        last = problem.strip().splitlines()[-1:] or [f"exit code {running[0].returncode}"]
+        raise DeviceError(f"failed to measure the loops of {ranks} ranks: {last[0]}")
+    return [HostLoops.model_validate(each, by_name=True) for each in json.loads(found)]
+
+
+class Rank:
+    """Time the loops of one rank, together with the others."""
+
+    def __init__(self, rank: int, ranks: int, port: int, repeats: int) -> None:
+        self.rank, self.ranks, self._repeats = rank, ranks, repeats
+        self._gang = RankGroup(rank, ranks, LOOPBACK, port, LOOPBACK)
+        self._gang.meet(PATIENCE_S, PATIENCE_S, lambda: None)
+
+    def loops(self) -> list[HostLoops]:
+        """Measure all loops: alone, and then next to a reader."""
+        alone = self._loops(self._readers())
+        with self._reading() as count_read:
+            start, before = time.perf_counter(), count_read()
+            busy = self._loops(())
+            per_batch = (time.perf_counter() - start) / max(count_read() - before, 1)
+        slower = max(per_batch / max(_batch_s(alone.readers[0]), 1e-12), 1.0)
+        readers = tuple(_slowed(each, slower) for each in alone.readers)
+        return [alone, busy.model_copy(update={"is_reading": True, "readers": readers})]
+
+    def _loops(self, readers: tuple[ReaderTime, ...]) -> HostLoops:
+        few, many = (self._step(_job(self.ranks, self.ranks * each)) for each in (FEW_PARTS, MANY_PARTS))
+        (lookup, lookup_value), (update, update_value), sent_id = self._lookups()
+        layer, layers = self._layers()
+        return HostLoops(
+            processes=self.ranks,
+            is_reading=False,
+            step=few.per(1),
+            part=many.minus(few).per(MANY_PARTS - FEW_PARTS),
+            lookup=lookup,
+            lookup_value=lookup_value,
+            update=update,
+            update_value=update_value,
+            sent_id=sent_id,
+            layer=layer,
+            layers=layers,
+            pair_value=self._pairs(),
+            parameter=self._parameters(),
+            packs=tuple(self._pack(codec) for codec in CODECS) if self.ranks > 1 else (),
+            collectives=tuple(self._collectives()) if self.ranks > 1 else (),
+            readers=readers,
+        )
+
+    def _timed(self, work: Callable[[], object], times_more: int = 1) -> Timing:
+        """Time some work after a first run, which may have to load its kernel; ranks begin together."""
+        work()
+        start = time.perf_counter()
+        work()
+        first_s = torch.tensor([time.perf_counter() - start])
+        self._gang.collectives.all_reduce(first_s)
+        times = max(1, min(int(MIN_REPEAT_S / (float(first_s) / self.ranks)), 20))
+        found = []
+        for _ in range(times_more * self._repeats):
+            self._gang.collectives.barrier()
+            start = time.perf_counter()
+            for _ in range(times):
+                work()
+            found.append((time.perf_counter() - start) / times)
+        return summary(found)
+
+    def _learner(self, spec: DLRMJobSpec) -> tuple[Learner, Batch]:
+        """Return a learner of this rank, and a batch for it."""
+        placement = place(spec.model, plan_job(spec, None), self.ranks)
+        learner = Learner(spec, placement, self._gang.collectives, id_collectives=self._gang.id_collectives)
+        learner.start(spec.training.seed)
+        return learner, open_reader(spec, "train", self.rank, self.ranks).read(0)
+
+    def _step(self, spec: DLRMJobSpec) -> Timing:
+        learner, batch = self._learner(spec)
+
+        def step() -> None:
+            prepared = learner.prepare(learner.send(batch))
+            loss, gradients = learner.compute(prepared, len(batch.labels))
+            learner.apply(gradients, 1.0, None, (loss, 0.0, 0.0, 0.0, 0.0, 0.0))
+
+        found = self._timed(step, 2)
+        learner.embeddings.close()
+        return found
+
+    def _lookups(self) -> tuple[tuple[Measured, Measured], tuple[Measured, Measured], Measured]:
+        """Return the times of lookups, and of updates: of an id, and of a column; and the time to send an id."""
+        found, sent_ids = list[tuple[Timing, Timing]](), Timing(0.0, 0.0)
+        tables, samples = LOOKUP_TABLES * self.ranks, LOOKUP_BATCH * self.ranks
+        for dim in (SMALL, LARGE):
+            spec = _job(self.ranks, tables, rows=50_000, dim=dim, lookups=LOOKUPS, batch=samples)
+            learner, batch = self._learner(spec)
+            rows = learner.embeddings
+            gradient, taken = torch.full((len(batch.labels), tables * dim), 1e-6), list[tuple[float, ...]]()
+            for _ in range(self._repeats + 1):
+                self._gang.collectives.barrier()
+                times = [time.perf_counter()]
+                owned = rows.send(batch).result()
+                times.append(time.perf_counter())
+                prepared = rows.prepare(owned, updates=True)
+                pooled = rows.pool(prepared)
+                sent = rows.send_gradients(pooled, gradient, torch.empty(0))
+                rows.features(pooled)
+                sent.vectors.arriving.wait()
+                self._gang.collectives.barrier()
+                times.append(time.perf_counter())
+                rows.tables.pool(prepared)
+                times.append(time.perf_counter())
+                self._gang.collectives.barrier()
+                local = rows.tables.pool(prepared)
+                of_groups = [torch.full_like(each, 1e-6) for each in local]
+                times.append(time.perf_counter())
+                rows.tables.update(prepared, local, of_groups, RATE, 0)
+                times.append(time.perf_counter())
+                taken.append((times[1] - times[0], times[3] - times[2], times[5] - times[4]))
+            sent_ids, looked_up, updated = (summary(each) for each in zip(*taken[1:], strict=True))
+            found.append((looked_up, updated))
+            rows.close()
+        ids = samples * LOOKUP_TABLES * LOOKUPS
+        lookup, update = (_row_and_column(ids, *each) for each in zip(*found, strict=True))
+        return lookup, update, sent_ids.per(samples // self.ranks * tables * LOOKUPS)
+
+    def _layers(self) -> tuple[Measured, tuple[LayerTime, ...]]:
+        """Return the time of a layer without products, and the rates of products."""
+        found = []
+        small = self._mlp(SMALL, torch.float32)
+        for precision in PRECISIONS:
+            dtype = product_dtype(precision, HOST)
+            for width in WIDTHS:
+                taken = self._mlp(width, dtype).minus(small)
+                seconds = _digits(taken.seconds / (6 * LAYER_SAMPLES * width * width * LAYERS))
+                spread = _digits(taken.spread)
+                found.append(LayerTime(width=width, precision=precision, flop_seconds=seconds, spread=spread))
+        return small.per(LAYERS), tuple(found)
+
+    def _mlp(self, width: int, dtype: torch.dtype) -> Timing:
+        mlp, given = MLP(width, [width] * LAYERS, last_relu=True, dtype=dtype), torch.ones(LAYER_SAMPLES, width)
+        return self._timed(lambda: mlp(given.detach().requires_grad_()).sum().backward())
+
+    def _pairs(self) -> Measured:
+        features, dim, samples = 26, 64, 512
+        interaction = DotInteraction(features, dim, with_dense=True)
+        bottom, rows = torch.ones(samples, dim), torch.ones(samples, features * dim)
+
+        def work() -> None:
+            interaction(bottom.detach().requires_grad_(), rows.detach().requires_grad_()).sum().backward()
+
+        return self._timed(work).per(samples * (features + 1) * features // 2 * dim)
+
+    def _parameters(self) -> Measured:
+        values, gradient = torch.zeros(1 << 21), torch.zeros(1 << 21)
+        optimizer = DenseOptimizer(DenseOptimizerSpec(), values)
+
+        def work() -> None:
+            gradient.zero_()
+            optimizer.step(values, gradient, RATE)
+
+        return self._timed(work).per(len(values))
+
+    def _pack(self, codec: Codec) -> PackTime:
+        """Time the messages of pooled rows, next to those that are empty."""
+        dim, taken = 64, list[Timing]()
+        for samples in (FEW_SAMPLES, LOOKUP_BATCH * self.ranks):
+            spec = _job(self.ranks, LOOKUP_TABLES * self.ranks, dim=dim, batch=samples, codec=codec)
+            learner, batch = self._learner(spec)
+            rows, seconds = learner.embeddings, list[float]()
+            for _ in range(self._repeats + 1):
+                prepared = rows.prepare(rows.send(batch).result(), updates=False)
+                self._gang.collectives.barrier()
+                start = time.perf_counter()
+                rows.tables.pool(prepared)
+                middle = time.perf_counter()
+                pooled = rows.pool(prepared)
+                packed_s = (time.perf_counter() - middle) - (middle - start)
+                pooled.vectors.arriving.wait()
+                self._gang.collectives.barrier()
+                start = time.perf_counter()
+                rows.features(pooled)
+                seconds.append(max(packed_s, 0.0) + time.perf_counter() - start)
+            taken.append(summary(seconds[1:]))
+            rows.close()
+        values = (LOOKUP_BATCH - FEW_SAMPLES / self.ranks) * LOOKUP_TABLES * self.ranks * dim
+        found = taken[1].minus(taken[0]).per(values)
+        return PackTime(codec=codec, value_seconds=found.seconds, spread=found.spread)
+
+    def _collectives(self) -> Iterator[CollectiveTime]:
+        for size in COLLECTIVE_BYTES:
+            ours, summed = torch.ones(size, dtype=torch.uint8), torch.ones(size // 4)
+            sent = [0 if each == self.rank else size // (self.ranks - 1) for each in range(self.ranks)]
+
+            def exchange(ours: Tensor = ours, sent: Sequence[int] = sent) -> None:
+                self._gang.collectives.all_to_all("small", ours, sent, sent)
+
+            def add(summed: Tensor = summed) -> None:
+                self._gang.collectives.all_reduce(summed)
+
+            kinds: tuple[tuple[Literal["all_to_all", "all_reduce"], Callable[[], None]], ...]
+            kinds = ("all_to_all", exchange), ("all_reduce", add)
+            for kind, work in kinds:
+                found = self._timed(work, 2)
+                seconds, spread = _digits(found.seconds), _digits(found.spread)
+                yield CollectiveTime(kind=kind, bytes=size, seconds=seconds, spread=spread)
+
+    def _readers(self) -> tuple[ReaderTime, ...]:
+        """Time batches of few samples, of one id a bag, and of several."""
+        many = READER_SAMPLES
+        few, more, longer = (self._read(*each) for each in ((FEW_SAMPLES, 1), (many, 1), (many, READER_LOOKUPS)))
+        id_s = longer.minus(more).seconds / (READER_FEATURES * many * (READER_LOOKUPS - 1))
+        both_s = more.minus(few).seconds / (READER_FEATURES * (many - FEW_SAMPLES))
+        found = ReaderTime(
+            format="synthetic",
+            column_seconds=_digits(max(few.seconds / READER_FEATURES - FEW_SAMPLES * both_s, 0.0)),
+            bag_seconds=_digits(max(both_s - id_s, 0.0)),
+            id_seconds=_digits(id_s),
+            spread=_digits(max(few.spread, more.spread, longer.spread)),
+        )
+        return (found,)
+
+    def _read(self, samples: int, lookups: int) -> Timing:
+        spec = _job(self.ranks, READER_FEATURES, rows=50_000, lookups=lookups, batch=samples * self.ranks)
+        reader = open_reader(spec, "train", self.rank, self.ranks)
+        return self._timed(lambda: reader.read(1))
+
+    @contextmanager
+    def _reading(self) -> Iterator[Callable[[], int]]:
+        """Make batches in a thread, as many as it can; yields how many it has made."""
+        samples = READER_SAMPLES * self.ranks
+        spec = _job(self.ranks, READER_FEATURES, rows=50_000, lookups=READER_LOOKUPS, batch=samples)
+        reader, made, ended = open_reader(spec, "train", self.rank, self.ranks), [0], threading.Event()
+
+        def read() -> None:
+            while not ended.is_set():
+                reader.read(made[0] % READER_BATCHES)
+                made[0] += 1
+
+        thread = threading.Thread(target=read, name="dlrm-read", daemon=True)
+        thread.start()
+        try:
+            yield lambda: made[0]
+        finally:
+            ended.set()
+            thread.join()
+
+
+def _batch_s(reader: ReaderTime) -> float:
+    """Return the seconds of a batch of the reader that runs next to the loops."""
+    bags = READER_FEATURES * READER_SAMPLES
+    return reader.column_seconds * READER_FEATURES + (reader.bag_seconds + reader.id_seconds * READER_LOOKUPS) * bags
+
+
+def _slowed(reader: ReaderTime, times: float) -> ReaderTime:
+    names = "column_seconds", "bag_seconds", "id_seconds"
+    return reader.model_copy(update={name: _digits(times * getattr(reader, name)) for name in names})
+
+
+def _row_and_column(units: int, narrow: Timing, wide: Timing) -> tuple[Measured, Measured]:
+    """Split times of rows of two widths into the time of a row and that of a column of one."""
+    column = wide.minus(narrow).per(units * (LARGE - SMALL))
+    row_s = max(narrow.seconds / units - SMALL * column.seconds, 0.0)
+    return Measured(seconds=_digits(row_s), spread=_digits(narrow.spread)), column
+
+
+def _job(
+    ranks: int,
+    tables: int,
+    *,
+    rows: int = 1_000,
+    dim: int = SMALL,
+    lookups: int = 1,
+    batch: int = FEW_SAMPLES,
+    codec: Codec = "fp32",
+) -> DLRMJobSpec:
+    """Return a job of equal tables and the smallest dense part."""
+    most = 2 * lookups if lookups > 1 else 1
+    template = {"rows": rows, "dim": dim, "avgLookups": lookups, "maxLookups": most, "pooling": "sum"}
+    # Tables are spread over ranks by count, and never replicated.
+    pins = [{"pin": {"sharding": "table", "ranks": [rank]}} for rank in range(ranks)]
+    groups = [
+        {"name": f"rank{rank}", "count": tables // ranks, "template": template | pin} for rank, pin in enumerate(pins)
+    ]
+    model = {"denseFeatures": ["I1"], "bottomMlp": [dim], "topMlp": [1], "tableGroups": groups}
+    return parse_job(
+        {
+            "metadata": {"name": "loops"},
+            "spec": {
+                "model": model,
+                "data": {
+                    "format": "synthetic",
+                    "synthetic": {"samples": batch * READER_BATCHES, "evalSamples": 0},
+                    "globalBatchSize": batch,
+                },
+                "training": {"communication": {"forward": codec}},
+                "trainer": {"replicas": 1, "processesPerReplica": ranks},
+                "checkpoint": {"uri": "file:///nowhere"},
+            },
+        }
+    ).spec
+
+
+def main(rank: int, ranks: int, port: int, repeats: int) -> None:
+    """Run as one rank; the first one prints what it measured."""
+    torch.set_num_threads(max(1, usable_cpus() // ranks))
+    found = Rank(rank, ranks, port, repeats).loops()
+    if rank == 0:
+        print(json.dumps([each.model_dump(by_alias=False) for each in found]))

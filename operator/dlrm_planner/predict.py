@@ -1,0 +1,239 @@
+"""Predict the steps of a chosen plan: work of its slowest rank, laid out in time, and what the profile lacks for it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dlrm_api.hardware import HardwareProfile
+from dlrm_api.job import DLRMJobSpec
+from dlrm_api.plan import Plan, Prediction
+from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
+from dlrm_api.wire import CODECS
+from dlrm_planner.estimate import CostModel, Moved, Solution, moved_rows, read_costs, tier_spec, transfer_s
+from dlrm_planner.rates import CollectiveKind, HostRates
+from dlrm_planner.tables import ELEMENT_BYTES, dense_layers, dense_parameters, largest_slice, pair_values
+from dlrm_planner.timeline import StepWork, TierWork, TrainingWork, lay_out
+from dlrm_planner.types import Floats, Indices, Timed
+
+SECONDS_PER_HOUR = 3_600
+COLLECTIVES, RANK_S = 6, 2e-5
+"""Collectives of a step, and seconds that a further rank adds to them (``benchmarks.scale --only 'step/*'``)."""
+ROW_PROCESSOR_S = 3.3e-6
+"""Processor time to read from a lower tier and to write back as much, if the profile does not state it."""
+AGES = np.concatenate([np.arange(8), np.geomspace(8, 2**24, 48)])
+"""Steps since rows left the slots, as edges of ranges."""
+
+
+def predict(found: Solution) -> Prediction:
+    """Return when a step of a plan ends, and its parts, as far as the profile states the rates.
+
+    The throughput takes rates for every part; what else is unknown has defaults, which are named.
+    """
+    problem, estimate, imbalance = found.problem, found.estimate, found.placement.imbalance
+    spec, profile = problem.spec, problem.profile
+    if profile is None:
+        return Prediction(imbalance=imbalance)
+    costs = read_costs(spec, profile, problem.device, problem.tables)
+    work = step_work(found, costs)
+    timeline = lay_out(work)
+    rate = price = None
+    if estimate.is_stated and timeline.step_s > 0:
+        rate = spec.data.global_batch_size / timeline.step_s
+        if profile.spec.price_per_hour is not None:
+            price = profile.spec.price_per_hour * spec.replicas / SECONDS_PER_HOUR * 1e9 / rate
+    timed: dict[str, list[Timed]] = {}
+    for tier, each in (*estimate.lookups.items(), *estimate.misses.items()):
+        timed.setdefault(tier, []).append(each)
+    stated = ((tier, parts) for tier, parts in timed.items() if all(each.is_stated for each in parts))
+    return Prediction(
+        compute_seconds=estimate.compute.seconds if estimate.compute.is_stated else None,
+        lookup_seconds={tier: sum(each.seconds for each in parts) for tier, parts in stated},
+        communication_seconds=estimate.exchange.seconds if estimate.exchange.is_stated else None,
+        exposed_communication_seconds=timeline.exposed_link_s if rate else None,
+        exposed_tier_seconds=dict(timeline.exposed_tiers_s) if rate else {},
+        step_seconds=timeline.step_s if rate else None,
+        bound=timeline.bound if rate else "",
+        samples_per_second=rate,
+        price_per_billion_samples=price,
+        imbalance=imbalance,
+        defaults=_defaults(found, costs),
+    )
+
+
+def step_work(found: Solution, costs: CostModel) -> StepWork:
+    """Return the work of a step: of the rank with the costliest shards, and the largest messages of any."""
+    spec, model, rates = found.problem.spec, found.problem.spec.model, costs.rates
+    samples, features = largest_slice(spec), len(model.all_features())
+    share = samples / spec.data.global_batch_size
+    bags, ids = float(costs.bags.sum()) * share, float(costs.ids.sum()) * share
+    read_s = rates.reading.reader_s(spec.data.format, features, bags, ids)
+    return StepWork(
+        alone=_training(found, costs, rates.alone),
+        beside=_training(found, costs, rates.reading),
+        read_s=read_s or 0.0,
+        ids_s=ids * rates.reading.of("sent_id") if spec.world_size > 1 else 0.0,
+        tiers=_tier_work(found),
+        prefetches=found.estimate.prefetches,
+    )
+
+
+def _training(found: Solution, costs: CostModel, rates: HostRates) -> TrainingWork:
+    problem, placement = found.problem, found.placement
+    spec, model, shards = problem.spec, problem.spec.model, placement.shards
+    samples, world_size, replicated = largest_slice(spec), spec.world_size, np.array(placement.replicated, np.int64)
+    rank = int(_by_rank(costs.of_shards(shards), placement.ranks, world_size).argmax())
+    own = np.flatnonzero(placement.ranks == rank)
+    table = shards.table[own]
+    host, ids = costs.on_host[table], costs.ids[table] * shards.share[own]
+    values = float((ids * shards.width[own])[host].sum())
+    copies = replicated[costs.on_host[replicated]]
+    of_host = float(ids[host].sum() + costs.ids[copies].sum() / world_size)
+    values += float((costs.ids[copies] * costs.dims[copies]).sum()) / world_size
+    # A GPU's lookups and updates are one term.
+    device_s = float((ids * costs.element_s[table] * shards.width[own])[~host].sum())
+    parts = float(shards.blocks[own].sum())
+    interpreted_s = rates.step_s + rates.part_s * parts + float(costs.replica_host_s(replicated).sum())
+    if world_size > 1 and not costs.rates.has_own_step:
+        interpreted_s += COLLECTIVES * rates.empty_collective_s
+    interpreted_s += RANK_S * max(0, world_size - rates.loops.processes)
+    bottom, top = dense_layers(model)
+    on_host = problem.device == "cpu"
+    pairs_s = pair_values(model) * samples * rates.of("pair_value")
+    return TrainingWork(
+        interpreted_s=interpreted_s,
+        lookup_s=of_host * rates.of("lookup") + values * rates.of("lookup_value") + device_s,
+        update_s=of_host * rates.of("update") + values * rates.of("update_value"),
+        bottom_s=rates.layers_s(bottom, samples, model.precision) if on_host else 0.0,
+        top_s=rates.layers_s(top, samples, model.precision) + pairs_s if on_host else costs.compute.seconds,
+        dense_update_s=dense_parameters(model) * rates.of("parameter") if on_host else 0.0,
+        **(_exchange(found, costs, rates) if world_size > 1 else {}),
+    )
+
+
+def _exchange(found: Solution, costs: CostModel, rates: HostRates) -> dict[str, float]:
+    """Return the seconds of messages of vectors, of their gradients, and of sums, by fields of ``TrainingWork``."""
+    spec, placement = found.problem.spec, found.placement
+    shards, communication, table = placement.shards, spec.training.communication, placement.shards.table
+    lookups = costs.ids[table] / np.maximum(costs.bags[table], 1)
+    here = costs.bags[table] * (1 - (1 - shards.share) ** lookups)
+    values = here * shards.width
+    pooled, gradients = (
+        float(
+            _by_rank(
+                here * (codec.value_bytes * shards.width + codec.row_bytes * shards.blocks),
+                placement.ranks,
+                spec.world_size,
+            ).max()
+        )
+        * costs.away
+        for codec in (CODECS[communication.forward], CODECS[communication.backward])
+    )
+    most = float(_by_rank(values, placement.ranks, spec.world_size).max())
+    packed_s = most * (rates.pack_s(communication.forward) + rates.pack_s(communication.backward))
+    reduced = costs.dense_bytes + ELEMENT_BYTES * float(costs.table_elements[list(placement.replicated)].sum())
+    return {
+        "pack_s": packed_s if found.problem.device == "cpu" else 0.0,
+        "pooled_s": _link_s(found, costs, rates, "all_to_all", pooled),
+        "gradients_s": _link_s(found, costs, rates, "all_to_all", gradients),
+        "reduce_s": _link_s(found, costs, rates, "all_reduce", reduced),
+    }
+
+
+def _link_s(found: Solution, costs: CostModel, rates: HostRates, kind: CollectiveKind, size: float) -> float:
+    """Return the seconds of a collective, beyond those of an empty one.
+
+    Ranks of one node without GPUs take as long as was measured; others, as their link has bytes per second.
+    """
+    spec = found.problem.spec
+    if spec.replicas == 1 and found.problem.device == "cpu" and costs.rates.is_measured:
+        return rates.collective_s(kind, size)
+    return costs.byte_s * size * (2 * costs.away if kind == "all_reduce" else 1.0)
+
+
+def _tier_work(found: Solution) -> dict[Tier, TierWork]:
+    if found.tiers is None or not found.stacked:
+        return {}
+    problem, work = found.problem, {}
+    for tier, moved in moved_rows(problem, found.placement, found.tiers).items():
+        known = tier_spec(problem.profile, tier)
+        row_s = (known and known.row_processor_seconds) or ROW_PROCESSOR_S
+        reads, read = moved.rows, moved.bytes
+        if tier == "block":
+            reads = page_reads(found, moved)
+            read = reads * BLOCK_PAGE_BYTES
+        device_s = transfer_s(problem, tier, moved, reads, read, moved.bytes).seconds
+        work[tier] = TierWork(device_s=device_s, processor_s=float(reads.max()) * row_s)
+    return work
+
+
+def page_reads(found: Solution, moved: Moved) -> Floats:
+    """Return the (W,) pages of block storage that are read for a step's rows; several may be in one.
+
+    Rows lie in the order in which they left the slots: those that left a steps ago fill the pages of one step. The
+    curve of hits says how many of these are wanted, f of all M rows of a step: their stack distance is a steps further
+    than the slots reach. Of their M / k pages, with k rows each, 1 - exp(-k f) are read.
+    """
+    assert found.tiers is not None
+    rates, ranks = found.tiers.hit_rates, found.placement.ranks
+    returning = np.zeros((len(found.placement.ranks), len(AGES) - 1))
+    for i, levels in found.stacked.items():
+        if levels.below[-1][0] != "block":
+            continue
+        held = levels.slots + sum(rows for _, rows in levels.below[:-1])
+        missed = max(float(rates.accesses[i]) - rates.hits_at(i, held), 0.0)
+        returning[i] = np.diff(np.interp(held + AGES * missed, rates.rows[i], rates.hits[i]))
+    of_ranks = np.zeros((found.problem.spec.world_size, len(AGES) - 1))
+    np.add.at(of_ranks, ranks, returning)
+    rows, size = np.maximum(moved.rows, 1e-300), np.maximum(moved.bytes, 1e-300)
+    per_page = BLOCK_PAGE_BYTES * rows / size
+    steps = np.diff(AGES)
+    wanted = of_ranks / rows[:, None] / steps
+    pages = (size / BLOCK_PAGE_BYTES)[:, None] * steps * -np.expm1(-np.maximum(per_page, 1.0)[:, None] * wanted)
+    return np.asarray(np.where(moved.rows > 0, pages.sum(axis=1), 0.0))
+
+
+def _by_rank(amounts: Floats, ranks: Indices, world_size: int) -> Floats:
+    return np.asarray(np.bincount(ranks, weights=amounts, minlength=world_size), np.float64)
+
+
+def _defaults(found: Solution, costs: CostModel) -> tuple[str, ...]:
+    """Return the fields of a profile for which defaults stand."""
+    problem, names = found.problem, list[str]()
+    spec = problem.spec
+    if not costs.rates.is_measured:
+        names.append("loops")
+    if all(each.format != spec.data.format for each in costs.rates.reading.loops.readers):
+        names.append(f"loops.readers of {spec.data.format}")
+    if not costs.link_is_stated:
+        names.append("network")
+    for tier in sorted(found.estimate.misses):
+        known = tier_spec(problem.profile, tier)
+        if not found.estimate.misses[tier].is_stated:
+            names.append(f"tiers.{tier}")
+        elif known is not None and known.row_processor_seconds is None:
+            names.append(f"tiers.{tier}.rowProcessorSeconds")
+    return tuple(names)
+
+
+def missing_rates(spec: DLRMJobSpec, profile: HardwareProfile | None, plan: Plan) -> str:
+    """Return why a plan has no predicted throughput, by the absent fields; empty if it has one."""
+    if profile is None:
+        return "trainer.hardware names no HardwareProfile"
+    hardware, missing = profile.spec, list[str]()
+    devices = hardware.devices if plan.device == "cuda" else None
+    if not (hardware if devices is None else devices).flops_per_second and (devices or not hardware.loops):
+        missing.append("flopsPerSecond" if devices is None else "devices.flopsPerSecond")
+    reads = (hardware.tiers.ddr if devices is None else devices.hbm).read_bytes_per_second
+    if not reads and (devices or not hardware.loops):
+        missing.append(f"{'tiers.ddr' if devices is None else 'devices.hbm'}.readBytesPerSecond")
+    if plan.predicted.communication_seconds is None:
+        missing.append(f"network.{'inter' if spec.replicas > 1 else 'intra'}NodeBytesPerSecond")
+    used = {level.tier for table in plan.tables for shard in table.shards for level in shard.tiers.levels[1:]}
+    untimed = used - set(plan.predicted.lookup_seconds)
+    if untimed and devices is not None and not devices.host_bytes_per_second:
+        missing.append("devices.hostBytesPerSecond")
+    for tier in sorted(untimed):
+        known = tier_spec(profile, tier)
+        if known is None or not (known.read_bytes_per_second or known.read_iops):
+            missing.append(f"tiers.{tier}.readBytesPerSecond")
+    return f"HardwareProfile {profile.metadata.name} has no {', '.join(dict.fromkeys(missing))}" if missing else ""

@@ -1,0 +1,231 @@
+"""Read the times of a host's loops from a profile: as measured, else from its bandwidths, else by default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from dlrm_api.hardware import CollectiveTime, HardwareProfile, HostLoops, LayerTime, Measured, PackTime, ReaderTime
+from dlrm_api.wire import Codec
+from dlrm_planner.tables import ELEMENT_BYTES, FLOPS_PER_WEIGHT
+
+Precision = Literal["fp32", "bf16"]
+CollectiveKind = Literal["all_to_all", "all_reduce"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+WIDTHS, SIZES = (64, 256, 1_024), (1 << 10, 1 << 15, 1 << 18, 1 << 21, 1 << 24)
+Row = tuple[float, ...]
+
+
+def _loops(
+    processes: int,
+    loops: Row,
+    layers: Mapping[Precision, Row],
+    reader: Row,
+    packs: Mapping[Codec, float] | None = None,
+    collectives: Mapping[CollectiveKind, Row] | None = None,
+    *,
+    is_reading: bool,
+) -> HostLoops:
+    """Return loops from their seconds, in the order of the fields."""
+    names = [name for name, field in HostLoops.model_fields.items() if field.annotation is Measured]
+    found = {name: Measured(seconds=seconds) for name, seconds in zip(names, loops, strict=True)}
+    return HostLoops(
+        processes=processes,
+        is_reading=is_reading,
+        layers=tuple(
+            LayerTime(width=width, precision=precision, flop_seconds=seconds)
+            for precision, row in layers.items()
+            for width, seconds in zip(WIDTHS, row, strict=True)
+        ),
+        packs=tuple(PackTime(codec=codec, value_seconds=seconds) for codec, seconds in (packs or {}).items()),
+        collectives=tuple(
+            CollectiveTime(kind=kind, bytes=size, seconds=seconds)
+            for kind, row in (collectives or {}).items()
+            for size, seconds in zip(SIZES, row, strict=True)
+        ),
+        readers=(
+            ReaderTime(format="synthetic", column_seconds=reader[0], bag_seconds=reader[1], id_seconds=reader[2]),
+        ),
+        **found,
+    )
+
+
+DEFAULT_CPUS = 2.0
+DEFAULT_LOOPS = (
+    _loops(
+        1,
+        (0.00122, 1.15e-05, 2.09e-09, 2.01e-10, 2.45e-08, 2.13e-10, 5.79e-09, 0.000254, 1.01e-10, 2.14e-10),
+        {"fp32": (6.84e-12, 6.26e-12, 5.26e-12), "bf16": (2.65e-12, 2.98e-12, 2.69e-12)},
+        (5.93e-05, 7.95e-10, 7.3e-08),
+        is_reading=False,
+    ),
+    _loops(
+        1,
+        (0.00976, 6.57e-05, 4.62e-09, 2.08e-10, 3.72e-08, 3.19e-10, 7.96e-09, 0.00318, 3.97e-10, 7.82e-10),
+        {"fp32": (6.76e-12, 6.76e-12, 1.05e-11), "bf16": (7.45e-12, 7.45e-12, 6.75e-12)},
+        (8.69e-05, 1.17e-09, 1.07e-07),
+        is_reading=True,
+    ),
+    _loops(
+        2,
+        (0.00812, 9.67e-05, 4.33e-09, 8.18e-10, 3.26e-08, 4.37e-10, 3.53e-08, 0.000352, 1.15e-10, 4.39e-10),
+        {"fp32": (1.26e-11, 1.09e-11, 1e-11), "bf16": (4.97e-12, 6.01e-12, 5.32e-12)},
+        (6.03e-05, 1.12e-09, 7.41e-08),
+        {"fp32": 1.22e-09, "fp16": 8.45e-10, "bf16": 7.11e-10, "int8": 9.36e-10},
+        {
+            "all_to_all": (0.000379, 0.000318, 0.000446, 0.0014, 0.0104),
+            "all_reduce": (0.00134, 0.00133, 0.00151, 0.00336, 0.0153),
+        },
+        is_reading=False,
+    ),
+    _loops(
+        2,
+        (0.0108, 0.000127, 4.98e-09, 7.6e-10, 7.51e-08, 6.18e-10, 4.23e-08, 0.000562, 2.4e-10, 9.31e-10),
+        {"fp32": (2.46e-11, 1.96e-11, 2.05e-11), "bf16": (1.04e-11, 1.11e-11, 1.1e-11)},
+        (0.000119, 2.21e-09, 1.46e-07),
+        {"fp32": 1.62e-09, "fp16": 2.59e-09, "bf16": 2.75e-09, "int8": 3.5e-09},
+        {
+            "all_to_all": (0.000821, 0.00168, 0.00212, 0.00498, 0.0148),
+            "all_reduce": (0.00339, 0.00246, 0.00269, 0.00432, 0.0254),
+        },
+        is_reading=True,
+    ),
+)
+"""Measured by ``dlrmctl profile measure`` on two cores of an AMD EPYC of the fourth generation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRates:
+    """Give the seconds of loops of a rank, if all ranks of its node run them."""
+
+    loops: HostLoops
+    scale: float
+    """Of times on fewer processors than were measured, or on more."""
+
+    def of(self, name: str) -> float:
+        """Return the seconds of a loop that several threads share."""
+        found = getattr(self.loops, name)
+        assert isinstance(found, Measured)
+        return found.seconds * self.scale
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of a step of next to no arithmetic."""
+        return self.loops.step.seconds
+
+    @property
+    def part_s(self) -> float:
+        """Return what a step takes more for each part of a table."""
+        return self.loops.part.seconds
+
+    @property
+    def looked_up(self) -> tuple[float, float]:
+        """Return the seconds to look up and update an id, and a column of its row."""
+        return self.of("lookup") + self.of("update"), self.of("lookup_value") + self.of("update_value")
+
+    def pack_s(self, codec: Codec) -> float:
+        """Return the seconds to pack and unpack a value."""
+        return next(each.value_seconds for each in self.loops.packs if each.codec == codec) * self.scale
+
+    def layers_s(self, layers: Sequence[tuple[int, int]], samples: float, precision: Precision) -> float:
+        """Return the seconds of layers of so many inputs and outputs, forward and backward.
+
+        A layer takes as long per operation as a square one with as many weights.
+        """
+        points = sorted((each.width, each.flop_seconds) for each in self.loops.layers if each.precision == precision)
+        weights = np.array(layers, np.float64).reshape(-1, 2).prod(axis=1)
+        logs = np.log([width for width, _ in points])
+        flop_s = np.interp(np.log(np.sqrt(np.maximum(weights, 1.0))), logs, [each for _, each in points])
+        return float(FLOPS_PER_WEIGHT * samples * (weights * flop_s).sum()) * self.scale + len(layers) * self.layer_s
+
+    @property
+    def layer_s(self) -> float:
+        """Return the seconds of a layer without its products."""
+        return self.loops.layer.seconds
+
+    def collective_s(self, kind: CollectiveKind, size: float) -> float:
+        """Return the seconds of a collective of the ranks of a node beyond those of an empty one."""
+        points = sorted((float(each.bytes), each.seconds) for each in self.loops.collectives if each.kind == kind)
+        sizes, seconds = np.array(points).T
+        seconds = np.maximum.accumulate(seconds)
+        if size > sizes[-1]:
+            return float(seconds[-1] * size / sizes[-1] - seconds[0])
+        return float(np.interp(size, sizes, seconds) - seconds[0])
+
+    @property
+    def empty_collective_s(self) -> float:
+        """Return the seconds of a collective of next to no bytes; 0 if a rank is alone."""
+        return min((each.seconds for each in self.loops.collectives), default=0.0)
+
+    def reader_s(self, data_format: str, columns: int, bags: float, ids: float) -> float | None:
+        """Return the seconds to make a batch; None if such readers are unknown."""
+        for each in self.loops.readers:
+            if each.format == data_format:
+                return columns * each.column_seconds + bags * each.bag_seconds + ids * each.id_seconds
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRates:
+    """Give the rates of ranks in both states."""
+
+    alone: HostRates
+    reading: HostRates
+    """While each rank's reader makes batches all the time."""
+    is_measured: bool
+    has_own_step: bool
+    """The times of a step include collectives."""
+
+
+def read_rates(profile: HardwareProfile | None, processes: int, world_size: int, threads: int | None) -> RankRates:
+    """Return the rates of ranks of which so many share a node, with ``threads`` each, by default all of its CPUs.
+
+    Loops of the nearest number of ranks count; ranks that are alone on their nodes take collectives of others.
+    """
+    spec = profile.spec if profile else None
+    measured = spec.loops if spec else ()
+    known = measured or DEFAULT_LOOPS
+    some = {each.processes for each in known if (each.processes > 1) == (processes > 1)} or {
+        each.processes for each in known
+    }
+    nearest = min(some, key=lambda each: (abs(each - processes), each))
+    states = [_state(known, nearest, is_reading=reading) for reading in (False, True)]
+    if world_size > 1 and not states[0].collectives:
+        with_collectives = [each for each in (*known, *DEFAULT_LOOPS) if each.collectives and not each.is_reading]
+        taken = {name: getattr(with_collectives[0], name) for name in ("collectives", "packs", "sent_id")}
+        states = [each.model_copy(update=taken) for each in states]
+    cpus = (spec and spec.cpus) or 0.0
+    measured_cpus = cpus if measured else DEFAULT_CPUS
+    scale = max(1.0, measured_cpus // nearest) / (threads or max(1.0, (cpus or measured_cpus) // processes))
+    if not measured:
+        states = [_with_bandwidths(each, profile, processes / scale) for each in states]
+    return RankRates(
+        alone=HostRates(loops=states[0], scale=scale),
+        reading=HostRates(loops=states[1], scale=scale),
+        is_measured=bool(measured),
+        has_own_step=nearest > 1,
+    )
+
+
+def _state(known: Sequence[HostLoops], processes: int, *, is_reading: bool) -> HostLoops:
+    here = [each for each in known if each.processes == processes]
+    return next((each for each in here if each.is_reading == is_reading), here[0])
+
+
+def _with_bandwidths(loops: HostLoops, profile: HardwareProfile | None, parts: float) -> HostLoops:
+    """Return default loops with the times that one of so many parts of a node's rates gives."""
+    update: dict[str, Any] = {}
+    if profile is None:
+        return loops
+    if flops := profile.spec.flops_per_second:
+        update["layers"] = tuple(
+            LayerTime(width=1, precision=precision, flop_seconds=parts / flops) for precision in PRECISIONS
+        )
+    if read := profile.spec.tiers.ddr.read_bytes_per_second:
+        write = profile.spec.tiers.ddr.write_bytes_per_second or read
+        update["lookup_value"] = Measured(seconds=parts * ELEMENT_BYTES / read)
+        update["update_value"] = Measured(seconds=parts * ELEMENT_BYTES * (1 / read + 1 / write))
+    return loops.model_copy(update=update)

@@ -1,0 +1,153 @@
+"""Lay the stages of a step out in time, as the trainer overlaps them, and name what bounds it.
+
+The training thread of the slowest rank runs, one after the other (``|`` runs beside)::
+
+    lookup, pack | pooled rows travel     interpreted code of all stages is one term
+    bottom MLP   |
+    unpack, interaction and top MLP, both ways
+    bottom MLP backward | gradients travel
+    row update          | dense gradients are summed
+    dense update
+
+Beside it, each in threads of its own, the reader makes a later batch, ids of the next one travel, and the lookahead
+fetches rows of later batches. They take processors from the training thread, and the interpreter's lock: while they
+run, it is as slow as was measured next to a reader that never rests. If they take longer than it, they bound the step.
+
+Source: Hsia et al., "MAD-Max beyond single-node", ISCA 2024, for exposed communication; the order of stages is that of
+``dlrm_trainer.learner``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dlrm_api.tiers import Tier
+
+FORWARD = 1 / 3
+"""Share of a layer's operations before its gradient is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingWork:
+    """Hold the seconds of the training thread and of the link for one step, in one state of the other threads."""
+
+    interpreted_s: float
+    lookup_s: float
+    update_s: float
+    bottom_s: float  # both ways
+    top_s: float
+    """The interaction too."""
+    dense_update_s: float
+    pack_s: float = 0.0  # both directions
+    pooled_s: float = 0.0
+    """Pooled rows on the link."""
+    gradients_s: float = 0.0
+    reduce_s: float = 0.0
+    """Sum of dense gradients and of those of replicated tables."""
+
+    @property
+    def exposed_s(self) -> float:
+        """Return the seconds for which the training thread waits for the link."""
+        return (
+            max(0.0, self.pooled_s - FORWARD * self.bottom_s)
+            + max(0.0, self.gradients_s - (1 - FORWARD) * self.bottom_s)
+            + max(0.0, self.reduce_s - self.update_s)
+        )
+
+    @property
+    def dense_s(self) -> float:
+        """Return the seconds of the dense half."""
+        return self.bottom_s + self.top_s + self.dense_update_s
+
+    @property
+    def total_s(self) -> float:
+        """Return the seconds of the training thread."""
+        rows_s = self.lookup_s + self.update_s + self.pack_s
+        return self.interpreted_s + rows_s + self.dense_s + self.exposed_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierWork:
+    """Hold what a step asks of a tier below the slots."""
+
+    device_s: float
+    """Until all rows have come and gone, of the pod that asks most of it."""
+    processor_s: float = 0.0
+    """Of the threads of one rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """Hold all work of a step of the slowest rank."""
+
+    alone: TrainingWork
+    """While no other thread runs."""
+    beside: TrainingWork
+    """While others run all the time."""
+    read_s: float = 0.0
+    """Of the reader, while the training thread runs too."""
+    ids_s: float = 0.0
+    """Of the thread that sends ids."""
+    tiers: Mapping[Tier, TierWork] = field(default_factory=dict)
+    prefetches: bool = True
+    """Rows of lower tiers are fetched for batches ahead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Hold when a step ends, and what it waits for."""
+
+    step_s: float
+    training_s: float
+    """Of the training thread, slowed by the others."""
+    exposed_link_s: float
+    exposed_tiers_s: Mapping[Tier, float]
+    bound: str
+    """The resource that bounds the step: compute, python, link, reader, or a tier."""
+
+
+def lay_out(work: StepWork) -> Timeline:
+    """Return the timeline of a step.
+
+    Threads beside the training thread take ``beside_s`` of each step, in which it does a part of its work; it does the
+    rest alone. Without prefetching it waits for each tier.
+    """
+    fetching_s = sum(each.processor_s for each in work.tiers.values())
+    beside_s = work.read_s + work.ids_s + (fetching_s if work.prefetches else 0.0)
+    part = min(1.0, beside_s / max(work.beside.total_s, 1e-12))
+    training_s = part * work.beside.total_s + (1 - part) * work.alone.total_s
+    tiers_s = {tier: each.device_s for tier, each in work.tiers.items()}
+    if not work.prefetches:
+        exposed = dict(tiers_s)
+        step_s = max(training_s + sum(exposed.values()), beside_s)
+    else:
+        others_s = max(training_s, beside_s)
+        step_s = max(others_s, sum(tiers_s.values()))
+        total_s = sum(tiers_s.values())
+        late = max(0.0, total_s - others_s) / max(total_s, 1e-12)
+        exposed = {tier: late * each for tier, each in tiers_s.items()}
+    mixed = part * work.beside.exposed_s + (1 - part) * work.alone.exposed_s
+    return Timeline(
+        step_s=step_s,
+        training_s=training_s,
+        exposed_link_s=mixed,
+        exposed_tiers_s=exposed,
+        bound=_bound(work, step_s, beside_s, training_s, mixed, exposed),
+    )
+
+
+def _bound(
+    work: StepWork, step_s: float, beside_s: float, training_s: float, exposed_s: float, tiers: Mapping[Tier, float]
+) -> str:
+    slowest = max(tiers, key=lambda tier: tiers[tier], default=None)
+    if slowest is not None and tiers[slowest] > 0 and (work.prefetches or tiers[slowest] > training_s):
+        return slowest
+    if beside_s >= step_s and work.read_s >= beside_s / 2:
+        return "reader"
+    of_thread = {
+        "link": exposed_s,
+        "python": work.alone.interpreted_s,
+        "compute": work.alone.total_s - work.alone.interpreted_s - work.alone.exposed_s,
+    }
+    return max(of_thread, key=lambda name: of_thread[name])

@@ -1,0 +1,73 @@
+"""Predictions from measured loops, and from defaults where nothing was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dlrm_api.hardware import HardwareProfile
+from dlrm_api.job import DLRMJobSpec
+from dlrm_planner import plan_job
+from dlrm_planner.rates import DEFAULT_LOOPS, read_rates
+
+MakeSpec = Callable[..., DLRMJobSpec]
+MakeProfile = Callable[..., HardwareProfile]
+TABLES = [{"name": f"t{i}", "rows": 10**5, "dim": 64, "maxLookups": 4} for i in range(8)]
+LOOPS: list[dict[str, Any]] = [each.model_dump(mode="json", by_alias=True) for each in DEFAULT_LOOPS]
+NETWORK = {"intraNodeBytesPerSecond": 1e9}
+
+
+def slowed(name: str, times: float) -> list[dict[str, Any]]:
+    def change(loop: dict[str, Any]) -> dict[str, Any]:
+        return loop | {name: {"seconds": loop[name]["seconds"] * times}}
+
+    return [change(each) for each in LOOPS]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["step", "part", "lookup", "lookupValue", "update", "updateValue", "layer"])
+def test_every_measured_loop_counts(make_spec: MakeSpec, make_profile: MakeProfile, name: str, ranks: int) -> None:
+    spec = make_spec(TABLES, processesPerReplica=ranks)
+    plain, slow = (
+        plan_job(spec, make_profile("64Gi", loops=loops, network=NETWORK)).predicted
+        for loops in (LOOPS, slowed(name, 10))
+    )
+
+    assert plain.defaults == slow.defaults == ()
+    assert plain.step_seconds is not None
+    assert slow.step_seconds is not None
+    assert slow.step_seconds > plain.step_seconds
+
+
+def test_defaults_are_named(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+    rates = {"flopsPerSecond": 1e11, "network": NETWORK}
+    ddr = {"bytes": "64Gi", "readBytesPerSecond": 1e10}
+
+    predicted = plan_job(make_spec(TABLES), make_profile(ddr, **rates)).predicted
+
+    assert predicted.samples_per_second
+    assert "loops" in predicted.defaults
+
+
+def test_products_in_bf16_take_their_own_time(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+    profile, spec = make_profile("64Gi", loops=LOOPS), make_spec(TABLES, batch=8_192)
+    model = spec.model.model_copy(update={"top_mlp": (1_024, 1_024, 1)})
+    wide, half = (
+        plan_job(spec.model_copy(update={"model": model.model_copy(update={"precision": precision})}), profile)
+        for precision in ("fp32", "bf16")
+    )
+
+    assert wide.predicted.compute_seconds
+    assert half.predicted.compute_seconds
+    assert half.predicted.compute_seconds < 0.8 * wide.predicted.compute_seconds
+
+
+def test_a_part_of_the_processors_takes_longer(make_profile: MakeProfile) -> None:
+    profile = make_profile("64Gi", loops=LOOPS, cpus=32)
+    whole, part = (read_rates(profile, processes, 2, None).alone for processes in (2, 8))
+
+    assert part.of("lookup") == pytest.approx(4 * whole.of("lookup"))
+    assert part.step_s == whole.step_s
+    assert read_rates(profile, 8, 8, 2).alone.of("update") == pytest.approx(8 * whole.of("update"))
