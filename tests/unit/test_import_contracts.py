@@ -58,7 +58,7 @@ PLANTED = {
     "the trainer's packages know only those below them": ("trainer/dlrm_trainer/distributed", "dlrm_trainer.train"),
     "stores move bytes and know neither arrays nor the programs that use them": ("stores/dlrm_stores", "numpy"),
     "kernels are functions over arrays: no package of ours, no torch": ("kernels/dlrm_kernels", "torch"),
-    "dlrmctl reads data, traces ids and measures tiers with the trainer's code, and starts the rest as programs": (
+    "dlrmctl reads data, traces ids and measures with the trainer's code, and starts the rest as programs": (
         "cli/dlrm_cli",
         "dlrm_trainer.rank",
     ),
