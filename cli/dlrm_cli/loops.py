@@ -6,13 +6,14 @@ makes batches, as in training.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -30,10 +31,11 @@ from dlrm_planner import plan_job
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch, open_reader
 from dlrm_trainer.distributed.rendezvous import RankGroup
-from dlrm_trainer.embedding import place
+from dlrm_trainer.embedding import PreparedRows, place
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.model.dense import DenseOptimizer, product_dtype
 from dlrm_trainer.model.dlrm import MLP, DotInteraction
+from dlrm_trainer.train import prepared_ahead
 
 PROGRAM = """
 import sys
@@ -43,10 +45,11 @@ from dlrm_cli.loops import main
 main(*map(int, sys.argv[1:]))
 """
 """Runs a rank: what the trainer sets before it loads torch is set."""
-REPEATS, MIN_REPEAT_S = 5, 0.02
+REPEATS, MIN_REPEAT_S, MIN_BUSY_REPEAT_S = 5, 0.02, 0.04
 """A shorter loop runs several times in a repeat: next to a reader it is delayed now and then, and the mean counts."""
 WIDTHS = (64, 256, 1_024)
 PRECISIONS: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
+MAX_TIMES = 40
 LAYER_SAMPLES, LAYERS = 1_024, 2
 """Samples of a batch, and layers of each width."""
 SMALL, LARGE = 16, 128
@@ -56,7 +59,11 @@ FEW_PARTS, MANY_PARTS = 1, 33
 """Tables of each rank in steps of next to no arithmetic."""
 COLLECTIVE_BYTES = (1 << 10, 1 << 15, 1 << 18, 1 << 21, 1 << 24)
 READER_FEATURES, READER_SAMPLES, READER_LOOKUPS, READER_BATCHES = 24, 1_024, 6, 16
-FEW_SAMPLES = 64
+FEW_SAMPLES, PACED_STEPS = 64, 60
+CODECS_BESIDE: tuple[Codec, ...] = ("fp32",)
+"""Next to a reader one codec is timed; the others are as much slower."""
+MIN_SLOWER = 0.1
+"""A step next to a reader that takes less longer, in parts of it, is not slower."""
 PATIENCE_S = 60.0
 RATE = 0.01
 
@@ -121,22 +128,27 @@ class Rank:
     """Time the loops of one rank, together with the others."""
 
     def __init__(self, rank: int, ranks: int, port: int, repeats: int) -> None:
-        self.rank, self.ranks, self._repeats = rank, ranks, repeats
+        self.rank, self.ranks, self._repeats, self._repeat_s = rank, ranks, repeats, MIN_REPEAT_S
         self._gang = RankGroup(rank, ranks, LOOPBACK, port, LOOPBACK)
         self._gang.meet(PATIENCE_S, PATIENCE_S, lambda: None)
 
     def loops(self) -> list[HostLoops]:
         """Measure all loops: alone, and then next to a reader."""
         alone = self._loops(self._readers())
-        with self._reading() as count_read:
-            start, before = time.perf_counter(), count_read()
-            busy = self._loops(())
-            per_batch = (time.perf_counter() - start) / max(count_read() - before, 1)
-        slower = max(per_batch / max(_batch_s(alone.readers[0]), 1e-12), 1.0)
-        readers = tuple(_slowed(each, slower) for each in alone.readers)
-        return [alone, busy.model_copy(update={"is_reading": True, "readers": readers})]
+        self._repeat_s = MIN_BUSY_REPEAT_S
+        with self._reading():
+            busy = self._loops((), CODECS_BESIDE)
+        sent_s = READER_FEATURES * READER_SAMPLES * READER_LOOKUPS * busy.sent_id.seconds if self.ranks > 1 else 0.0
+        reading_s = max(self._disturbed_s() - sent_s, 0.0)
+        readers = tuple(_slowed(each, reading_s / _batch_s(each)) for each in alone.readers)
+        update = {"readers": readers, "layers": _all_slowed(alone.layers, busy.layers), "is_reading": True}
+        if busy.packs:
+            times = max(1.0, busy.packs[0].value_seconds / max(alone.packs[0].value_seconds, 1e-15))
+            packs = ((each, _digits(times * each.value_seconds)) for each in alone.packs)
+            update["packs"] = tuple(each.model_copy(update={"value_seconds": seconds}) for each, seconds in packs)
+        return [alone, busy.model_copy(update=update)]
 
-    def _loops(self, readers: tuple[ReaderTime, ...]) -> HostLoops:
+    def _loops(self, readers: tuple[ReaderTime, ...], codecs: Iterable[Codec] = CODECS) -> HostLoops:
         few, many = (self._step(_job(self.ranks, self.ranks * each)) for each in (FEW_PARTS, MANY_PARTS))
         (lookup, lookup_value), (update, update_value), sent_id = self._lookups()
         layer, layers = self._layers()
@@ -154,7 +166,7 @@ class Rank:
             layers=layers,
             pair_value=self._pairs(),
             parameter=self._parameters(),
-            packs=tuple(self._pack(codec) for codec in CODECS) if self.ranks > 1 else (),
+            packs=tuple(self._pack(codec) for codec in codecs) if self.ranks > 1 else (),
             collectives=tuple(self._collectives()) if self.ranks > 1 else (),
             readers=readers,
         )
@@ -166,7 +178,7 @@ class Rank:
         work()
         first_s = torch.tensor([time.perf_counter() - start])
         self._gang.collectives.all_reduce(first_s)
-        times = max(1, min(int(MIN_REPEAT_S / (float(first_s) / self.ranks)), 20))
+        times = max(1, min(int(self._repeat_s / (float(first_s) / self.ranks)), MAX_TIMES))
         found = []
         for _ in range(times_more * self._repeats):
             self._gang.collectives.barrier()
@@ -333,22 +345,55 @@ class Rank:
         reader = open_reader(spec, "train", self.rank, self.ranks)
         return self._timed(lambda: reader.read(1))
 
-    @contextmanager
-    def _reading(self) -> Iterator[Callable[[], int]]:
-        """Make batches in a thread, as many as it can; yields how many it has made."""
+    def _disturbed_s(self) -> float:
+        """Return the seconds for which training is as slow as next to a reader that never rests, for each batch.
+
+        A step takes ``alone`` seconds, ``beside`` while a reader never rests, and ``paced`` in a real run, where the
+        reader makes one batch a step, and ids travel ahead: paced = d + (1 - d / beside) alone.
+        """
+        learner, batch = self._learner(spec := self._read_job(READER_LOOKUPS, (256, 128, 1)))
+
+        def train(prepared: PreparedRows) -> None:
+            loss, gradients = learner.compute(prepared, self.ranks * len(batch.labels))
+            learner.apply(gradients, 1.0, None, (loss, 0.0, 0.0, 0.0, 0.0, 0.0))
+
+        def step() -> None:
+            train(learner.prepare(learner.send(batch)))
+
+        alone = self._timed(step).seconds
+        with self._reading():
+            beside = self._timed(step, 2).seconds
+        batches, seconds = open_reader(spec, "train", self.rank, self.ranks).iterate(0, PACED_STEPS), list[float]()
+        with closing(batches):
+            ahead = int(self.ranks > 1)
+            start = time.perf_counter()
+            for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=0, sent_ahead=ahead):
+                train(prepared)
+                seconds.append(time.perf_counter() - start)
+                start = time.perf_counter()
+        learner.embeddings.close()
+        paced = median(seconds[PACED_STEPS // 4 :])
+        return max(paced - alone, 0.0) / max(1 - alone / beside, MIN_SLOWER)
+
+    def _read_job(self, lookups: int, top: Sequence[int] = (1,)) -> DLRMJobSpec:
         samples = READER_SAMPLES * self.ranks
-        spec = _job(self.ranks, READER_FEATURES, rows=50_000, lookups=READER_LOOKUPS, batch=samples)
-        reader, made, ended = open_reader(spec, "train", self.rank, self.ranks), [0], threading.Event()
+        return _job(self.ranks, READER_FEATURES, rows=50_000, lookups=lookups, batch=samples, top=top)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Make batches in a thread, as many as it can."""
+        reader, ended = open_reader(self._read_job(READER_LOOKUPS), "train", self.rank, self.ranks), threading.Event()
 
         def read() -> None:
-            while not ended.is_set():
-                reader.read(made[0] % READER_BATCHES)
-                made[0] += 1
+            for number in itertools.count():
+                if ended.is_set():
+                    return
+                reader.read(number % READER_BATCHES)
 
         thread = threading.Thread(target=read, name="dlrm-read", daemon=True)
         thread.start()
         try:
-            yield lambda: made[0]
+            yield
         finally:
             ended.set()
             thread.join()
@@ -357,7 +402,18 @@ class Rank:
 def _batch_s(reader: ReaderTime) -> float:
     """Return the seconds of a batch of the reader that runs next to the loops."""
     bags = READER_FEATURES * READER_SAMPLES
-    return reader.column_seconds * READER_FEATURES + (reader.bag_seconds + reader.id_seconds * READER_LOOKUPS) * bags
+    seconds = reader.column_seconds * READER_FEATURES + (reader.bag_seconds + reader.id_seconds * READER_LOOKUPS) * bags
+    return max(seconds, 1e-12)
+
+
+def _all_slowed(alone: Sequence[LayerTime], busy: Sequence[LayerTime]) -> tuple[LayerTime, ...]:
+    """Return the layers of the first as much slower as all of the second are together: single ones are by chance."""
+    times = max(1.0, _layers_s(busy) / max(_layers_s(alone), 1e-12))
+    return tuple(each.model_copy(update={"flop_seconds": _digits(times * each.flop_seconds)}) for each in alone)
+
+
+def _layers_s(layers: Sequence[LayerTime]) -> float:
+    return sum(each.flop_seconds * each.width**2 for each in layers)
 
 
 def _slowed(reader: ReaderTime, times: float) -> ReaderTime:
@@ -381,6 +437,7 @@ def _job(
     lookups: int = 1,
     batch: int = FEW_SAMPLES,
     codec: Codec = "fp32",
+    top: Sequence[int] = (1,),
 ) -> DLRMJobSpec:
     """Return a job of equal tables and the smallest dense part."""
     most = 2 * lookups if lookups > 1 else 1
@@ -390,7 +447,7 @@ def _job(
     groups = [
         {"name": f"rank{rank}", "count": tables // ranks, "template": template | pin} for rank, pin in enumerate(pins)
     ]
-    model = {"denseFeatures": ["I1"], "bottomMlp": [dim], "topMlp": [1], "tableGroups": groups}
+    model = {"denseFeatures": ["I1"], "bottomMlp": [dim], "topMlp": list(top), "tableGroups": groups}
     return parse_job(
         {
             "metadata": {"name": "loops"},
@@ -400,6 +457,8 @@ def _job(
                     "format": "synthetic",
                     "synthetic": {"samples": batch * READER_BATCHES, "evalSamples": 0},
                     "globalBatchSize": batch,
+                    # Few batches are ready, so that readers do not get far ahead.
+                    "prefetchBytes": 2**26,
                 },
                 "training": {"communication": {"forward": codec}},
                 "trainer": {"replicas": 1, "processesPerReplica": ranks},

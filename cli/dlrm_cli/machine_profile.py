@@ -242,7 +242,7 @@ class TierEffort:
     """Time to read, and to write, records at random."""
 
 
-TIER_EFFORT = TierEffort(bytes=1 << 30, seconds=3.0)
+TIER_EFFORT = TierEffort(bytes=1 << 30, seconds=2.0)
 MIN_BYTES = 4 * BATCH_RECORDS * RECORD_BYTES
 
 
