@@ -242,7 +242,7 @@ class OptionBuilder:
         table = self.tables.specs[i]
         for reserve in (self.reserve, 0.0):
             nodes, per = np.unique(ranks // self.sharing, return_counts=True)
-            units, most = units_of(table, kind), self._max_units(i, nodes, per, reserve)
+            units, most = units_of(table, kind), self.max_units(i, nodes, per, reserve)
             sizes = _even(units, len(ranks))
             if (np.add.reduceat(np.array(sizes, np.int64), per.cumsum() - per) <= most).all():
                 return _row_option(table, np.sort(ranks), sizes, kind, reason)
@@ -252,7 +252,7 @@ class OptionBuilder:
                 return _row_option(table, np.sort(ranks), sizes, kind, reason)
         return None
 
-    def _max_units(self, i: int, nodes: Indices, per: Indices, reserve: float) -> Indices:
+    def max_units(self, i: int, nodes: Indices, per: Indices, reserve: float) -> Indices:
         """Return the rows, or buckets, of a table that fit each node, in ``per`` ranges."""
         table, held = self.tables.specs[i], self.capacity.held[i]
         units = units_of(table, "row")
@@ -271,7 +271,7 @@ class OptionBuilder:
         load = np.bincount(np.searchsorted(nodes, allowed // self.sharing), weights=self.load[allowed]) / sizes
         units = units_of(self.tables.specs[i], "row")
         for reserve in (self.reserve, 0.0):
-            most = self._max_units(i, nodes, sizes, reserve)
+            most = self.max_units(i, nodes, sizes, reserve)
             order = np.lexsort((nodes, -most, load))
             inside = order[(most[order] >= units) & (sizes[order] >= count)]
             if count > 1 and len(inside):

@@ -255,10 +255,11 @@ def _table_shortage(problem: Problem, failure: Infeasible, cause: TableShortage)
     on, free = f" on {where}, which has most free memory", "bytes are free"
     if cause.spread:
         over = f"GPUs of {cause.spread} ranks" if is_hbm else f"ranks of {cause.spread} nodes"
-        on, free = f", not even split over the {over}", "bytes are free on all of them together"
+        on, free = f", not even split over the {over}", "bytes are free for its rows on all of them together"
     next_to = "" if cause.is_alone else " next to other tables"
     short = f"{cause.held - cause.free} bytes short"
-    return f"{refused}{on}: {form} it takes {cause.held} bytes, and {cause.free} {free}{next_to}: {short}"
+    it = "a shard of it" if cause.is_shard else "it"
+    return f"{refused}{on}: {form} {it} takes {cause.held} bytes, and {cause.free} {free}{next_to}: {short}"
 
 
 def _tier_shortage(problem: Problem, cause: TierShortage) -> str:

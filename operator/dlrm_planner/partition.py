@@ -287,7 +287,10 @@ class Partitioner:
         for method in methods:
             ranks = METHODS[method](self.items)
             if isinstance(ranks, PartitionFailure):
-                self.failure = self.capacity.shortage(int(self.shards.table[ranks.item]), ranks.rank, ranks.free)
+                table, shard = int(self.shards.table[ranks.item]), None
+                if self.shards.kinds[ranks.item] != "table":
+                    shard = int(self.items.held_bytes[ranks.item])
+                self.failure = self.capacity.shortage(table, ranks.rank, ranks.free, shard=shard)
             elif ranks is not None:
                 found.append(self.place(ranks, f"{strategy}, {method}"))
         yield from sorted(found, key=lambda each: each.imbalance)

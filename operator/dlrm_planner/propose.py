@@ -227,7 +227,8 @@ def pack(proposer: Proposer, to_beat_s: float) -> Options | TableShortage:  # no
     if int(builder.free.min()) < 0:
         node = int(np.argmin(builder.free))
         there = (i for i, option in builder.options.items() if node in {rank // sharing for rank in option.ranks})
-        return _shortage(builder, max(there, key=held.__getitem__))
+        largest = max(there, key=held.__getitem__)
+        return capacity.shortage(largest, node * sharing, max(0, held[largest] + int(builder.free[node])))
     return builder.options
 
 
@@ -236,10 +237,12 @@ def _shortage(builder: OptionBuilder, i: int) -> TableShortage:
     capacity, allowed = builder.capacity, builder.allowed(i)
     free = builder.free[allowed // builder.sharing]
     best = int(np.argmax(free))
-    nodes = np.unique(allowed // builder.sharing)
+    nodes, ranges = np.unique(allowed // builder.sharing, return_counts=True)
     spread, left = 0, int(free[best])
     if len(nodes) > 1 and may_split(builder.tables.specs[i]):
-        spread, left = len(nodes), int(np.maximum(builder.free[nodes], 0).sum())
+        # Each range also takes what does not shrink with its rows, so count the rows that fit.
+        units, fit = units_of(builder.tables.specs[i], "row"), builder.max_units(i, nodes, ranges, 0.0)
+        spread, left = len(nodes), capacity.held[i] * min(int(fit.sum()), units - 1) // units
     return capacity.shortage(i, int(allowed[best]), left, spread=spread)
 
 

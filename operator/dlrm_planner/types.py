@@ -250,10 +250,20 @@ class Capacity:
         """Return whether all nodes together have too little memory, however tables are split."""
         return sum(self.held[i] for i in self.placed) > sum(self.free)
 
-    def shortage(self, i: int, rank: int, free: int, *, is_alone: bool = False, spread: int = 0) -> TableShortage:
-        """Return that a table finds too little memory."""
-        held, tier = self.held[i], self.tier
-        return TableShortage(table=i, rank=rank, held=held, free=free, is_alone=is_alone, spread=spread, tier=tier)
+    def shortage(
+        self, i: int, rank: int, free: int, *, shard: int | None = None, is_alone: bool = False, spread: int = 0
+    ) -> TableShortage:
+        """Return that a table finds too little memory, or a ``shard`` of it that takes so much."""
+        return TableShortage(
+            table=i,
+            rank=rank,
+            held=self.held[i] if shard is None else shard,
+            free=free,
+            is_alone=is_alone,
+            is_shard=shard is not None,
+            spread=spread,
+            tier=self.tier,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,11 +350,13 @@ class TableShortage:
 
     table: int
     rank: int
-    held: int  # what the table takes
+    held: int  # what it takes
     free: int
     """What was left on the rank's node; negative if it is too small even for what every node holds."""
     is_alone: bool
     """The table would not fit even if it were the only one."""
+    is_shard: bool = False
+    """``held`` is of one shard."""
     spread: int = 0
     """Nodes or ranks that it may be split over, of which ``free`` is the sum; 0 for a shard that goes to one."""
     tier: FastTier = "ddr"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dlrm_api.data import DataSpec
@@ -265,6 +265,44 @@ def test_all_limits_that_the_fixes_raise_are_enough_together(
         raised = re.findall(r"(?:raise|and) (.+?) by (\d+) bytes", fix)
 
         planned({fields.get(field, "limit"): int(more) for field, more in raised})
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    found=st.lists(
+        st.fixed_dictionaries(
+            {"rows": st.integers(1, 300_000), "maxLookups": st.integers(1, 20)},
+            optional={
+                "pin": st.sampled_from([{"sharding": "row"}, {"sharding": "row", "ranks": [0, 1]}, {"ranks": [1]}])
+            },
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    gang=st.tuples(st.integers(2, 4), st.integers(1, 3)),
+    batch=st.sampled_from([2_048, 65_536]),
+    budget=st.integers(20, 140),
+)
+@example(
+    found=[{"rows": 366_986, "maxLookups": 4}, {"rows": 241_589, "maxLookups": 3}], gang=(2, 1), batch=65_536, budget=31
+)
+@example(found=[{"rows": 23_002, "maxLookups": 5, "pin": {"sharding": "row"}}], gang=(2, 2), batch=65_536, budget=11)
+def test_a_refused_table_is_short_of_at_least_one_byte(
+    make_spec: MakeSpec, found: list[dict[str, Any]], gang: tuple[int, int], batch: int, budget: int
+) -> None:
+    named = [{"name": f"t{i}", "dim": 16, **each} for i, each in enumerate(found)]
+    spec = make_spec(
+        named, batch=batch, replicas=gang[0], processesPerReplica=gang[1], tierBudgets={"ddr": budget * MIB}
+    )
+    try:
+        plan_job(spec)
+    except InfeasiblePlanError as refused:
+        if "already take" in refused.reasons[0]:
+            return
+        held, free, short = map(
+            int, re.search(r"takes (\d+) bytes, and (\d+) bytes .*: (-?\d+) bytes short", refused.reasons[0]).groups()
+        )  # type: ignore[union-attr]
+        assert held - free == short > 0
 
 
 def test_a_short_tier_is_reported_with_fixes_that_spread_tables(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
