@@ -16,19 +16,19 @@ from dlrm_api.trace import TableTrace
 from dlrm_api.trainer import AutoReplicas
 from dlrm_planner import propose
 from dlrm_planner.enumerate import check_pins, pinned_to_data, worth_replicating
-from dlrm_planner.estimate import CostModel, Solution, estimate, read_costs
+from dlrm_planner.estimate import CostModel, estimate, read_costs
 from dlrm_planner.explain import explain_infeasible
 from dlrm_planner.memory import check_device_tables, ddr_capacity, device_limit, device_of, pod_limit, segment_bytes
 from dlrm_planner.partition import Partitioner
-from dlrm_planner.predict import missing_rates
+from dlrm_planner.predict import Solution, missing_rates
 from dlrm_planner.stacks import pinned_slow, slow_caps
 from dlrm_planner.tables import read_tables
 from dlrm_planner.tiers import TierPlanner
 from dlrm_planner.types import Capacity, Infeasible, Ints, Placement, Problem, TableShortage
 from dlrm_planner.write import write_plan
 
-MIN_SHARD_GAIN = 1.005
-"""A strategy with more shards must be faster by this factor."""
+MIN_GAIN = 1.005
+"""More shards, or segments where full cuts fit, must make a step faster by this factor."""
 MAX_EXACT = 16
 """Up to so many numbers of replicas are judged one by one."""
 GRID_SIZES = 12
@@ -39,8 +39,6 @@ SHOWN_SIZES = 3
 """Number of sizes next to the chosen one with a shown prediction."""
 BOUND_TOLERANCE = 1.01
 """A plan within this factor of what none can beat ends the search."""
-MIN_SEGMENT_GAIN = 0.9
-"""Segments replace a hand-off of full cuts that fits if they bring a step, dense compute aside, below this part."""
 
 
 def plan_job(
@@ -297,15 +295,16 @@ def _try_modes(problem: Problem, modes: list[MemoryMode]) -> Solution | Infeasib
         limit_s = inf
         if best is not None:
             # Of one stage both ways to hand over cuts compete, each with as many replicas as fit.
-            limit_s = MIN_SEGMENT_GAIN * best.estimate.variable_s
+            limit_s = best.timeline.step_s / MIN_GAIN
             competes = (mode.stage, mode.in_segments) not in fits and mode.stage in {stage for stage, _ in fits}
-            # More memory does not help if all ranks have the same load.
-            if mode.proposals.only_checks or not competes or best.placement.imbalance * MIN_SEGMENT_GAIN <= 1:
+            # More memory does not help if all ranks have the same load and their rows in the first level.
+            is_level = best.placement.imbalance <= MIN_GAIN and not best.stacked
+            if mode.proposals.only_checks or not competes or is_level:
                 continue
         found = search.best_of(mode)
         if isinstance(found, Solution):
             fits.add((mode.stage, mode.in_segments))
-            if found.estimate.variable_s < limit_s:
+            if found.timeline.step_s < limit_s:
                 best = found
         elif found is not None:
             # Segments leave less memory to tables than a full cut of small ones, which would be a confusing reason.
@@ -405,7 +404,7 @@ class _Attempt:
         for strategy in proposals.strategies:
             if not self._applies(strategy):
                 continue
-            to_beat_s = inf if self._best is None else self._best.estimate.step_s / MIN_SHARD_GAIN - self._fixed_s
+            to_beat_s = inf if self._best is None else self._best.estimate.step_s / MIN_GAIN - self._fixed_s
             options = strategy.propose(proposer, to_beat_s)
             if isinstance(options, TableShortage):
                 self.failure = options
@@ -437,7 +436,7 @@ class _Attempt:
 
     def _consider(self, placement: Placement, strategy: propose.Strategy) -> None:
         """Keep a placement if tiers hold its rows and it is faster than the best so far."""
-        margin = 1.0 if strategy.name == self._best_strategy else MIN_SHARD_GAIN
+        margin = 1.0 if strategy.name == self._best_strategy else MIN_GAIN
         limit_s = inf if self._best is None else self._best.estimate.step_s / margin
         fast_s = self._costs.estimate(placement).fast_s
         self._placed_s = min(self._placed_s, fast_s)
@@ -449,5 +448,7 @@ class _Attempt:
             return
         estimated = estimate(self._problem, self._costs, placement, tiers)
         if estimated.step_s < limit_s:
-            self._best = Solution(problem=self._problem, placement=placement, tiers=tiers, estimate=estimated)
+            self._best = Solution(
+                problem=self._problem, costs=self._costs, placement=placement, tiers=tiers, estimate=estimated
+            )
             self._best_strategy = strategy.name

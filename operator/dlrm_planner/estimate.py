@@ -34,7 +34,7 @@ from dlrm_planner.tables import (
     step_flops,
 )
 from dlrm_planner.tiers import TierAssignment
-from dlrm_planner.types import Estimate, Floats, Indices, Levels, Placement, Problem, Shards, Timed
+from dlrm_planner.types import Estimate, Floats, Indices, Placement, Problem, Shards, Timed
 
 Each = Floats | float
 NARROW_ROWS = 2**31
@@ -400,20 +400,3 @@ def transfer_s(problem: Problem, tier: Tier, moved: Moved, reads: Floats, read: 
 
 def _limited_s(count: float, iops: float | None, size: float, rate: float | None) -> float:
     return max(count / iops if iops else 0.0, size / rate if rate else 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Solution:
-    """Hold a placement that fits, its tiers and its estimate."""
-
-    problem: Problem
-    """With the hand-off that the placement was made for."""
-    placement: Placement
-    tiers: TierAssignment | None
-    """None if all rows are in DDR."""
-    estimate: Estimate
-
-    @cached_property
-    def stacked(self) -> Mapping[int, Levels]:
-        """Return the shards with rows that move between levels."""
-        return self.tiers.stacked if self.tiers else {}

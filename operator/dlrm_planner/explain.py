@@ -15,8 +15,8 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import RankPlan
 from dlrm_api.tiers import Tier, claim_bytes
 from dlrm_planner.enumerate import may_split, pinned_to_data
-from dlrm_planner.estimate import Solution, read_costs
 from dlrm_planner.memory import MAX_DDR, MIB, NODE_DDR, device_limit, human, pod_limit
+from dlrm_planner.predict import Solution
 from dlrm_planner.tables import NO_PIN, Tables, held_samples
 from dlrm_planner.types import Infeasible, Limit, Options, Problem, TableShortage, TierShortage
 
@@ -100,7 +100,7 @@ def _balance(found: Solution) -> Iterator[str]:
         return
     balance = f"largest over mean cost (lookups and exchange) of a rank: {placement.imbalance:.4f}"
     yield f"placed by {placement.method}; {balance}"
-    seconds = read_costs(problem.spec, problem.profile, problem.device, problem.tables).of_shards(shards)
+    seconds = found.costs.of_shards(shards)
     mean = float(seconds.sum()) / problem.spec.world_size
     if len(seconds) and seconds.max() > BOTTLENECK_RATIO * mean > 0:
         largest = int(np.argmax(seconds))
@@ -172,7 +172,7 @@ def _sizes(found: Solution) -> Iterator[str]:
 def _handoff(problem: Problem, handoff: Sequence[int]) -> Iterator[str]:
     budget = problem.tables.handoff_budget
     if budget is not None and problem.spec.checkpoint.handoff_budget is None and budget in handoff:
-        reason = "because tables leave too little memory for full cuts"
+        reason = "so that tables have the memory that full cuts would take"
         yield f"cuts are handed over in segments: {human(budget)} of shared memory a pod, {reason}"
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
 import numpy as np
 
 from dlrm_api.hardware import HardwareProfile
@@ -9,11 +13,12 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, Prediction
 from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
 from dlrm_api.wire import CODECS
-from dlrm_planner.estimate import CostModel, Moved, Solution, moved_rows, read_costs, tier_spec, transfer_s
+from dlrm_planner.estimate import CostModel, Moved, moved_rows, tier_spec, transfer_s
 from dlrm_planner.rates import CollectiveKind, HostRates
 from dlrm_planner.tables import ELEMENT_BYTES, dense_layers, dense_parameters, largest_slice, pair_values
-from dlrm_planner.timeline import StepWork, TierWork, TrainingWork, lay_out
-from dlrm_planner.types import Floats, Indices, Timed
+from dlrm_planner.tiers import TierAssignment
+from dlrm_planner.timeline import StepWork, TierWork, Timeline, TrainingWork, lay_out
+from dlrm_planner.types import Estimate, Floats, Indices, Levels, Placement, Problem, Timed
 
 SECONDS_PER_HOUR = 3_600
 COLLECTIVES, RANK_S = 6, 2e-5
@@ -22,6 +27,29 @@ ROW_PROCESSOR_S = 3.3e-6
 """Processor time to read from a lower tier and to write back as much, if the profile does not state it."""
 AGES = np.concatenate([np.arange(8), np.geomspace(8, 2**24, 48)])
 """Steps since rows left the slots, as edges of ranges."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """Hold a placement that fits, its tiers and its estimate."""
+
+    problem: Problem
+    """With the hand-off that the placement was made for."""
+    costs: CostModel
+    placement: Placement
+    tiers: TierAssignment | None
+    """None if all rows are in DDR."""
+    estimate: Estimate
+
+    @cached_property
+    def stacked(self) -> Mapping[int, Levels]:
+        """Return the shards with rows that move between levels."""
+        return self.tiers.stacked if self.tiers else {}
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Return when a step ends, and what it waits for; by defaults where the profile states no rates."""
+        return lay_out(step_work(self))
 
 
 def predict(found: Solution) -> Prediction:
@@ -33,9 +61,7 @@ def predict(found: Solution) -> Prediction:
     spec, profile = problem.spec, problem.profile
     if profile is None:
         return Prediction(imbalance=imbalance)
-    costs = read_costs(spec, profile, problem.device, problem.tables)
-    work = step_work(found, costs)
-    timeline = lay_out(work)
+    timeline = found.timeline
     rate = price = None
     if estimate.is_stated and timeline.step_s > 0:
         rate = spec.data.global_batch_size / timeline.step_s
@@ -56,20 +82,20 @@ def predict(found: Solution) -> Prediction:
         samples_per_second=rate,
         price_per_billion_samples=price,
         imbalance=imbalance,
-        defaults=_defaults(found, costs),
+        defaults=_defaults(found),
     )
 
 
-def step_work(found: Solution, costs: CostModel) -> StepWork:
+def step_work(found: Solution) -> StepWork:
     """Return the work of a step: of the rank with the costliest shards, and the largest messages of any."""
-    spec, model, rates = found.problem.spec, found.problem.spec.model, costs.rates
+    spec, model, costs, rates = found.problem.spec, found.problem.spec.model, found.costs, found.costs.rates
     samples, features = largest_slice(spec), len(model.all_features())
     share = samples / spec.data.global_batch_size
     bags, ids = float(costs.bags.sum()) * share, float(costs.ids.sum()) * share
     read_s = rates.reading.reader_s(spec.data.format, features, bags, ids)
     return StepWork(
-        alone=_training(found, costs, rates.alone),
-        beside=_training(found, costs, rates.reading),
+        alone=_training(found, rates.alone),
+        beside=_training(found, rates.reading),
         read_s=read_s or 0.0,
         ids_s=ids * rates.reading.of("sent_id") if spec.world_size > 1 else 0.0,
         tiers=_tier_work(found),
@@ -77,8 +103,8 @@ def step_work(found: Solution, costs: CostModel) -> StepWork:
     )
 
 
-def _training(found: Solution, costs: CostModel, rates: HostRates) -> TrainingWork:
-    problem, placement = found.problem, found.placement
+def _training(found: Solution, rates: HostRates) -> TrainingWork:
+    problem, costs, placement = found.problem, found.costs, found.placement
     spec, model, shards = problem.spec, problem.spec.model, placement.shards
     samples, world_size, replicated = largest_slice(spec), spec.world_size, np.array(placement.replicated, np.int64)
     rank = int(_by_rank(costs.of_shards(shards), placement.ranks, world_size).argmax())
@@ -106,13 +132,13 @@ def _training(found: Solution, costs: CostModel, rates: HostRates) -> TrainingWo
         bottom_s=rates.layers_s(bottom, samples, model.precision) if on_host else 0.0,
         top_s=rates.layers_s(top, samples, model.precision) + pairs_s if on_host else costs.compute.seconds,
         dense_update_s=dense_parameters(model) * rates.of("parameter") if on_host else 0.0,
-        **(_exchange(found, costs, rates) if world_size > 1 else {}),
+        **(_exchange(found, rates) if world_size > 1 else {}),
     )
 
 
-def _exchange(found: Solution, costs: CostModel, rates: HostRates) -> dict[str, float]:
+def _exchange(found: Solution, rates: HostRates) -> dict[str, float]:
     """Return the seconds of messages of vectors, of their gradients, and of sums, by fields of ``TrainingWork``."""
-    spec, placement = found.problem.spec, found.placement
+    spec, costs, placement = found.problem.spec, found.costs, found.placement
     shards, communication, table = placement.shards, spec.training.communication, placement.shards.table
     lookups = costs.ids[table] / np.maximum(costs.bags[table], 1)
     here = costs.bags[table] * (1 - (1 - shards.share) ** lookups)
@@ -133,18 +159,18 @@ def _exchange(found: Solution, costs: CostModel, rates: HostRates) -> dict[str, 
     reduced = costs.dense_bytes + ELEMENT_BYTES * float(costs.table_elements[list(placement.replicated)].sum())
     return {
         "pack_s": packed_s if found.problem.device == "cpu" else 0.0,
-        "pooled_s": _link_s(found, costs, rates, "all_to_all", pooled),
-        "gradients_s": _link_s(found, costs, rates, "all_to_all", gradients),
-        "reduce_s": _link_s(found, costs, rates, "all_reduce", reduced),
+        "pooled_s": _link_s(found, rates, "all_to_all", pooled),
+        "gradients_s": _link_s(found, rates, "all_to_all", gradients),
+        "reduce_s": _link_s(found, rates, "all_reduce", reduced),
     }
 
 
-def _link_s(found: Solution, costs: CostModel, rates: HostRates, kind: CollectiveKind, size: float) -> float:
+def _link_s(found: Solution, rates: HostRates, kind: CollectiveKind, size: float) -> float:
     """Return the seconds of a collective, beyond those of an empty one.
 
     Ranks of one node without GPUs take as long as was measured; others, as their link has bytes per second.
     """
-    spec = found.problem.spec
+    spec, costs = found.problem.spec, found.costs
     if spec.replicas == 1 and found.problem.device == "cpu" and costs.rates.is_measured:
         return rates.collective_s(kind, size)
     return costs.byte_s * size * (2 * costs.away if kind == "all_reduce" else 1.0)
@@ -196,9 +222,9 @@ def _by_rank(amounts: Floats, ranks: Indices, world_size: int) -> Floats:
     return np.asarray(np.bincount(ranks, weights=amounts, minlength=world_size), np.float64)
 
 
-def _defaults(found: Solution, costs: CostModel) -> tuple[str, ...]:
+def _defaults(found: Solution) -> tuple[str, ...]:
     """Return the fields of a profile for which defaults stand."""
-    problem, names = found.problem, list[str]()
+    problem, costs, names = found.problem, found.costs, list[str]()
     spec = problem.spec
     if not costs.rates.is_measured:
         names.append("loops")

@@ -333,11 +333,6 @@ class Estimate:
         return max(self.fast_s, missed) if self.prefetches else self.fast_s + missed
 
     @property
-    def variable_s(self) -> float:
-        """Return the seconds of a step that depend on the plan."""
-        return self.step_s - self.compute.seconds
-
-    @property
     def is_stated(self) -> bool:
         """Return whether the profile states all rates behind the estimate."""
         parts = (self.compute, self.exchange, *self.lookups.values(), *self.misses.values())

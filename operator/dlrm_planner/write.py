@@ -11,10 +11,9 @@ import numpy as np
 from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.plan import MAX_RANGES, Plan, RankPlan, ShardRange, TablePlan, TierLevel, TierShare
 from dlrm_api.trace import TableTrace
-from dlrm_planner.estimate import Solution
 from dlrm_planner.explain import explain_plan
 from dlrm_planner.memory import MIB, device_working_bytes, full_cut_bytes, human, min_handoff_bytes
-from dlrm_planner.predict import predict
+from dlrm_planner.predict import Solution, predict
 from dlrm_planner.tables import replica_bytes
 from dlrm_planner.tiers import buffer_bytes
 from dlrm_planner.types import Indices
