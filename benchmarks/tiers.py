@@ -19,6 +19,7 @@ from benchmarks.device import Device, FioError, find_fio
 from benchmarks.hit_rates import check_hit_rates
 from benchmarks.measure import Pairs, Setting, Side, alternate, report, tell
 from benchmarks.memory_groups import MemoryGroupError
+from benchmarks.page_layout import LAYOUT_TRACES, measure_page_reads, tables_of
 from benchmarks.scratch import SHARED_MEMORY, Scratch
 from benchmarks.shapes import TRACES, Batches, Shape, placement_of, popularity_of, quick
 from benchmarks.sides import Rates, Replace, Trained
@@ -32,7 +33,9 @@ from dlrm_trainer.embedding.tiers.stack import Stack
 VIRTUAL = Shape(tables=10, rows=25_000_000)
 """64 GB of rows."""
 POLICIES = {"zipf-1.05": "lru", "production-like": "mixed"}
-"""What the planner's ``auto`` chooses for tables with such a trace."""
+"""What the planner's ``auto`` chooses for tables with such a trace; for others here: lru."""
+LAYOUT = Shape(tables=4, rows=100_000, batch=1_024)
+"""Fewer tables than in a real job: each has its own groups, and its rows leave by themselves."""
 SLOW_STEPS = 3
 """Batches of a repeat of a peer that takes seconds for one."""
 
@@ -43,6 +46,8 @@ class Options:
 
     shape: Shape
     virtual: Shape
+    layout: Shape
+    """Of the tables whose page reads are counted."""
     warm: int
     """Batches that bring the caches to their steady state."""
     steps: int
@@ -67,7 +72,7 @@ class Options:
 
     def policy_of(self, trace: str) -> str:
         """Return the eviction policy of the slots."""
-        return self.policy or POLICIES[trace]
+        return self.policy or POLICIES.get(trace, "lru")
 
     def chosen(self, trace: str) -> dict[str, str | int]:
         """Return how rows are kept in slots, for the line."""
@@ -210,6 +215,13 @@ def hits(options: Options, trace: str, settings: Sequence[Setting]) -> None:
     check_hit_rates(options.shape, popularity, settings, options.warm)
 
 
+def layout(options: Options, trace: str, settings: Sequence[Setting]) -> None:
+    """Pages read by a step from our block level, against rows that lie in a random order."""
+    (setting,), steps = settings, (2 * options.warm, options.steps, options.repeats)
+    tables = tables_of(trace, options.layout, options.data_dir)
+    measure_page_reads(setting, tables, options.layout.dim, options.policy_of(trace), steps, options.tier_dir)
+
+
 def start(options: Options, trace: str, settings: Sequence[Setting]) -> None:
     """Seconds that 64 GB of tables take to be ready and trained on once."""
     assert trace == TRACES[0]
@@ -226,6 +238,8 @@ def everything() -> Iterator[tuple[Measure, str, list[Setting]]]:
         yield against_mapped_bags, trace, [Setting("block", trace, against="mmap-embeddingbag")]
         yield against_rocksdb, trace, [Setting("block", trace, against="rocksdb")]
         yield hits, trace, [Setting("ddr", trace, cache, "stack-distance") for cache in (0.05, 0.1, 0.2)]
+    for trace in (*LAYOUT_TRACES, *TRACES, "ml-100k"):
+        yield layout, trace, [Setting("layout", trace, against="random-order")]
     yield start, TRACES[0], [Setting("block", TRACES[0], 0.1, "ten-seconds")]
 
 
@@ -284,6 +298,7 @@ def _options(given: argparse.Namespace) -> Iterator[Options]:
         yield Options(
             shape=shape,
             virtual=replace(VIRTUAL, tables=2) if given.quick else VIRTUAL,
+            layout=quick(LAYOUT) if given.quick else LAYOUT,
             warm=20 if given.quick else 300,
             steps=4 if given.quick else 20,
             repeats=given.repeats or (2 if given.quick else 9),
