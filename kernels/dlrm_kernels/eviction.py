@@ -185,55 +185,90 @@ def _rank(directory: Any, entry: Any, step: int) -> Any:
 def _sweep_buckets(
     counts: Any, units: int, directory: Any, buckets: Any, step: int, ends: Any, keys: Any, rows: Any
 ) -> None:
-    ranks, histogram = np.empty(directory.stride, np.uint32), np.empty(DIGITS, np.int64)
+    ranks, places = np.empty((2, directory.stride), np.uint32)
+    histogram = np.empty(DIGITS + 1, np.int64)
     while True:
         unit = take(counts)
         if unit >= units:
             return
         part = slice(ends[unit], ends[unit + 1])
-        _sweep_bucket(directory, buckets[unit], step, keys[part], rows[part], ranks, histogram)
+        _sweep_bucket(directory, buckets[unit], step, keys[part], rows[part], ranks, places, histogram)
         finish(counts)
 
 
 @kernel
-def _sweep_bucket(directory: Any, bucket: int, step: int, keys: Any, rows: Any, ranks: Any, histogram: Any) -> None:
-    """Remove as many keys as ``keys`` has places, in one pass over the bucket's slots; expired ones are put last."""
-    directory, keys, rows, ranks = borrowed(directory), borrowed(keys), borrowed(rows), borrowed(ranks)
+def _sweep_bucket(
+    directory: Any, bucket: int, step: int, keys: Any, rows: Any, ranks: Any, places: Any, histogram: Any
+) -> None:
+    """Remove as many keys as ``keys`` has places; expired ones are put last."""
+    directory, keys, rows = borrowed(directory), borrowed(keys), borrowed(rows)
+    ranks, places = borrowed(ranks), borrowed(places)
     words, leaving = directory.slots.reshape(-1), len(keys)
     first = U64(bucket * directory.stride)
-    lowest, highest = EMPTY, np.uint32(0)
-    for n in range(len(ranks)):
-        entry = words[((first + U64(n)) << U64(1)) + U64(1)]
-        ranks[n] = _rank(directory, entry, step) if entry != 0 else EMPTY
-        lowest, highest = min(lowest, ranks[n]), max(highest, ranks[n] if entry != 0 else np.uint32(0))
+    lowest, highest = _fill_ranks(directory, words, first, step, ranks)
     last_rank, before = _select_rank(ranks, lowest, highest, leaving, histogram)
-    last_tie, left = _select_tie(words, first, ranks, last_rank, leaving - before, histogram), 0
-    end = leaving
-    # Where a key that stays may move to; behind the current place without such a gap.
-    gap = first
-    for n in range(len(ranks)):
-        place = first + U64(n)
-        at = place << U64(1)
-        if ranks[n] == EMPTY:
-            gap = place + U64(1)
-        elif ranks[n] < last_rank or (ranks[n] == last_rank and _tie(words[at]) <= last_tie):
-            if directory.age_steps and ranks[n] == 0:
-                end -= 1
-                keys[end], rows[end] = words[at], (words[at + U64(1)] & LOWER) - 1
-            else:
-                keys[left], rows[left] = words[at], (words[at + U64(1)] & LOWER) - 1
-                left += 1
-            words[at] = words[at + U64(1)] = 0
+    found = _places_up_to(ranks, last_rank, places)
+    if found > leaving:
+        _drop_ties(words, first, ranks, last_rank, leaving - before, places[:found], histogram)
+    left, end = 0, leaving
+    for n in range(leaving):
+        at = (first + U64(places[n])) << U64(1)
+        if directory.age_steps and ranks[places[n]] == 0:
+            end -= 1
+            keys[end], rows[end] = words[at], (words[at + U64(1)] & LOWER) - 1
         else:
-            while gap < place and words[(gap << U64(1)) + U64(1)] != 0:
-                gap += U64(1)
-            to = max(gap, home_of(directory, words[at])) if gap < place else place
-            while to < place and words[(to << U64(1)) + U64(1)] != 0:
-                to += U64(1)
-            if to < place:
-                words[to << U64(1)], words[(to << U64(1)) + U64(1)] = words[at], words[at + U64(1)]
-                words[at] = words[at + U64(1)] = 0
+            keys[left], rows[left] = words[at], (words[at + U64(1)] & LOWER) - 1
+            left += 1
+    _empty_slots(directory, words, first, places[:leaving])
     directory.fill[bucket] -= leaving
+
+
+@kernel
+def _fill_ranks(directory: Any, words: Any, first: Any, step: int, ranks: Any) -> tuple[Any, Any]:
+    """Fill in the rank of each slot of a bucket; return the lowest and the highest of a key."""
+    lowest, highest = EMPTY, np.uint32(0)
+    if directory.age_steps or directory.decay_steps:
+        for n in range(len(ranks)):
+            entry = words[((first + U64(n)) << U64(1)) + U64(1)]
+            ranks[n] = _rank(directory, entry, step) if entry != 0 else EMPTY
+            lowest, highest = min(lowest, ranks[n]), max(highest, ranks[n] if entry != 0 else np.uint32(0))
+    else:
+        # The same, as vectors.
+        for n in range(U64(len(ranks))):
+            entry = words[((first + n) << U64(1)) + U64(1)]
+            touched = np.uint32(entry >> ROW_BITS)
+            rank = touched if entry != 0 else EMPTY
+            ranks[n] = rank
+            lowest, highest = min(lowest, rank), max(highest, touched)
+    return lowest, highest
+
+
+@kernel
+def _places_up_to(ranks: Any, highest: Any, places: Any) -> int:
+    """Fill in the places of all ranks up to one, ascending, and return how many there are."""
+    found = 0
+    for n in range(len(ranks)):
+        # Without a branch: where keys leave cannot be predicted.
+        places[found] = n
+        found += ranks[n] <= highest
+    return found
+
+
+@kernel
+def _empty_slots(directory: Any, words: Any, first: Any, places: Any) -> None:
+    """Empty (n,) slots of a bucket, ascending and counted from its first, and move keys behind them up."""
+    end, last = first + U64(directory.stride), len(places) - 1
+    for n in range(len(places)):
+        # From the last on, so that no slot that is still to be emptied moves.
+        gap = first + U64(places[last - n])
+        at = gap + U64(1)
+        while at < end and words[(at << U64(1)) + U64(1)] != 0:
+            if home_of(directory, words[at << U64(1)]) <= gap:
+                words[gap << U64(1)] = words[at << U64(1)]
+                words[(gap << U64(1)) + U64(1)] = words[(at << U64(1)) + U64(1)]
+                gap = at
+            at += U64(1)
+        words[gap << U64(1)] = words[(gap << U64(1)) + U64(1)] = 0
 
 
 @kernel
@@ -247,8 +282,8 @@ def _select_rank(ranks: Any, lowest: Any, highest: Any, count: int, histogram: A
             shift += np.uint32(DIGIT_BITS)
         histogram[:] = 0
         for rank in ranks:
-            if np.uint32(rank - lowest) <= span:
-                histogram[np.uint32(rank - lowest) >> shift] += 1
+            # Lower ones wrap around, so all out of range count behind the digit that is sought, or in it for now.
+            histogram[min(np.uint32(rank - lowest) >> shift, np.uint32(DIGITS))] += 1
         digit, before = _digit_of(histogram, count, before)
         lowest = np.uint32(lowest + (digit << shift))
         if shift == 0:
@@ -267,21 +302,26 @@ def _digit_of(histogram: Any, count: int, before: int) -> tuple[int, int]:
 
 
 @kernel
-def _select_tie(words: Any, first: Any, ranks: Any, rank: Any, count: int, histogram: Any) -> Any:
-    """Return the ``count``-th lowest tie of the keys of a rank."""
+def _drop_ties(words: Any, first: Any, ranks: Any, rank: Any, count: int, places: Any, histogram: Any) -> None:
+    """Remove the places of a rank from (n,) places, but those of the ``count`` keys with the lowest ties."""
     shift = KEY_BITS - DIGIT_BITS
     histogram[:] = 0
-    for n in range(len(ranks)):
-        if ranks[n] == rank:
-            histogram[_tie(words[(first + U64(n)) << U64(1)]) >> shift] += 1
+    for place in places:
+        if ranks[place] == rank:
+            histogram[_tie(words[(first + U64(place)) << U64(1)]) >> shift] += 1
     digit, before = _digit_of(histogram, count, 0)
     ties, tied = np.empty(histogram[digit], np.int64), 0
-    for n in range(len(ranks)):
-        if ranks[n] == rank and _tie(words[(first + U64(n)) << U64(1)]) >> shift == digit:
-            ties[tied] = _tie(words[(first + U64(n)) << U64(1)])
+    for place in places:
+        tie = _tie(words[(first + U64(place)) << U64(1)])
+        if ranks[place] == rank and tie >> shift == digit:
+            ties[tied] = tie
             tied += 1
     ties.sort()
-    return ties[count - before - 1]
+    last_tie, kept = ties[count - before - 1], 0
+    for place in places:
+        if ranks[place] != rank or _tie(words[(first + U64(place)) << U64(1)]) <= last_tie:
+            places[kept] = place
+            kept += 1
 
 
 def tie_of(key: Any) -> Any:
