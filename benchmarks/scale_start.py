@@ -239,11 +239,11 @@ def _open(
     spec: DLRMJobSpec, bucket: Bucket, store: CountingStore, ranks: int, then: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], int, dict[str, Any]]:
     """Start all ranks; return the fingerprint, the requests of all, and what else was seen."""
-    first, board = FirstOfMany(spec, ranks, bucket), ProgressBoard(1, ranks)
+    first, board, shards = FirstOfMany(spec, ranks, bucket), ProgressBoard(1, ranks), spec.virtual_shards
     began = time.monotonic()
     with ExitStack() as stack:
         stored = StoredData(store=store, fingerprint=then, where="file:///snapshot")
-        found = open_data_set(stack, spec, list_data_set(spec), first, board, lambda: stored)
+        found = open_data_set(stack, spec, list_data_set(spec), first, board, lambda: stored, virtual_shards=shards)
     seconds = time.monotonic() - began
     alone = bucket.requests.total() + store.requests.total()
     measured: dict[str, Any] = {"of_data": dict(bucket.requests), "of_snapshots": dict(store.requests)}
@@ -251,7 +251,8 @@ def _open(
     sampled = [each for each in SAMPLED if each < ranks]
     for rank in sampled:
         with ExitStack() as stack:
-            open_data_set(stack, spec, None, OneOfMany(rank, first), board, lambda: stored)
+            other = OneOfMany(rank, first)
+            open_data_set(stack, spec, None, other, board, lambda: stored, virtual_shards=shards)
     by_sampled = bucket.requests.total() + store.requests.total() - alone - first.of_sampled
     return found.fingerprint, alone + by_sampled * (ranks - 1) // len(sampled), measured
 

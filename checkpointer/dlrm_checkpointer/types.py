@@ -438,6 +438,12 @@ class CutMeta:
     """Quality at the last evaluation, for information only."""
 
     @property
+    def virtual_shards(self) -> int | None:
+        """Return the number of virtual shards of the training data; None if the cut does not say."""
+        found = self.reader.get("fingerprint", {}).get("order", {}).get("virtualShards")
+        return found if isinstance(found, int) and found > 0 else None
+
+    @property
     def tables(self) -> tuple[TableMeta, ...]:
         """Return the model's tables, in its order, with shared rows and then counters behind them."""
         return tuple(TableMeta.from_json(table) for table in self.model.get("tables", ()))

@@ -190,7 +190,8 @@ class Rank:
 
     def _learner(self, spec: DLRMJobSpec) -> tuple[Learner, Batch]:
         """Return a learner of this rank, and a batch for it."""
-        placement = place(spec.model, plan_job(spec, None), self.ranks)
+        plan = plan_job(spec, None)
+        spec, placement = spec.with_virtual_shards(plan.virtual_shards), place(spec.model, plan, self.ranks)
         learner = Learner(spec, placement, self._gang.collectives, id_collectives=self._gang.id_collectives)
         learner.start(spec.training.seed)
         return learner, open_reader(spec, "train", self.rank, self.ranks).read(0)

@@ -204,7 +204,9 @@ def _world_size(spec: DLRMJobSpec) -> str:
     auto = spec.trainer.auto
     if auto is None or spec.fixed_replicas is not None:
         return f"world size {spec.world_size}"
-    most = min(auto.max, spec.max_replicas) * spec.trainer.processes_per_replica
+    from dlrm_planner import max_replicas
+
+    most = min(auto.max, max_replicas(spec)) * spec.trainer.processes_per_replica
     return f"world size {spec.world_size} to {most}, chosen by the plan"
 
 

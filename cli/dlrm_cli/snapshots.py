@@ -304,6 +304,15 @@ def list_usable(store: ObjectStore) -> tuple[SnapshotInfo, ...]:
     return tuple(split_usable(list_snapshots(store))[0])
 
 
+def stored_virtual_shards(store: ObjectStore) -> int | None:
+    """Return the number of virtual shards of the newest usable snapshot; None without one."""
+    from dlrm_checkpointer import list_snapshots
+
+    manifests = (each.manifest for each in list_snapshots(store) if not each.problem)
+    newest = next(manifests, None)
+    return newest.cut.virtual_shards if newest else None
+
+
 def split_usable(listed: Sequence[ListedSnapshot]) -> tuple[list[SnapshotInfo], list[ListedSnapshot]]:
     """Return usable snapshots, oldest first; and the others with their problems, newest first."""
     from pydantic import ValidationError

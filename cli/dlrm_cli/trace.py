@@ -188,7 +188,10 @@ def _measured(job: DLRMJob, batches: int | None, rate: float | None) -> Trace:
         meter = ReuseMeter(job.spec, rate)
     except ModuleNotFoundError as error:
         raise UsageError(f"package not found: {error.name}; pip install 'dlrm-operator[trainer]'") from error
-    with contextlib.closing(open_reader(job.spec, "train", 0, 1)) as reader:
+    from dlrm_planner import virtual_shards
+
+    spec = job.spec.with_virtual_shards(virtual_shards(job.spec))
+    with contextlib.closing(open_reader(spec, "train", 0, 1)) as reader:
         batches = batches or _batches(job, reader)
         read = contextlib.closing(reader.iterate(0, batches))
         with show_progress("tracing", batches) as show, read as each_batch:

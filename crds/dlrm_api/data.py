@@ -11,6 +11,8 @@ from dlrm_api.base import RULES, ApiModel, Rule
 from dlrm_api.fields import BatchSize, Bytes, LocalPath, ObjectName, S3Spec, Share, Uri, file_path, is_s3
 from dlrm_api.model import ColumnName
 
+MAX_VIRTUAL_SHARDS = 65_536
+
 
 def _readable(uri: str) -> str:
     if not is_s3(uri) and file_path(uri) is None:
@@ -138,11 +140,13 @@ class DataSpec(ApiModel):
     epochs: int = Field(1, ge=1, le=100_000, description="Passes over the training data.")
     shuffle: ShuffleSpec = Field(ShuffleSpec(), description="Shuffling of samples.")
     global_batch_size: BatchSize = Field(2_048, description="Samples per step over all ranks.")
-    virtual_shards: int = Field(
-        64,
+    virtual_shards: int | None = Field(
+        None,
         ge=1,
-        le=65_536,
-        description="Number of equal parts of the data, and the maximum number of ranks. Must divide globalBatchSize.",
+        le=MAX_VIRTUAL_SHARDS,
+        description="Number of equal parts of the data, and the maximum number of ranks. Must divide globalBatchSize. "
+        "Default: the plan chooses it by globalBatchSize and the number of ranks, 64 for small jobs. It then stays for "
+        "the job's life: status.plan.virtualShards.",
     )
     prefetch_bytes: Bytes = Field(
         2**30,
@@ -156,8 +160,8 @@ class DataSpec(ApiModel):
 
     rules = (
         Rule(
-            cel="self.globalBatchSize % self.virtualShards == 0",
-            holds=lambda data: data.global_batch_size % data.virtual_shards == 0,
+            cel="!has(self.virtualShards) || self.globalBatchSize % self.virtualShards == 0",
+            holds=lambda data: data.virtual_shards is None or data.global_batch_size % data.virtual_shards == 0,
             message="virtualShards must divide globalBatchSize: change one of them",
         ),
         Rule(

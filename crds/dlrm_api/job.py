@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -18,17 +19,17 @@ from dlrm_api.model import MAX_FEATURES, ModelSpec, TableSpec, has_sizes, has_un
 from dlrm_api.names import API_VERSION
 from dlrm_api.row_optimizers import STATE_BYTES, state_values
 from dlrm_api.status import DLRMJobStatus
-from dlrm_api.trainer import MAX_REPLICAS, TrainerSpec
+from dlrm_api.trainer import TrainerSpec
 from dlrm_api.training import TrainingSpec
 
 JOB_NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 JOB_NAME_LENGTH = 40
 
 _NOT_OF_THE_MODEL = {
-    "data": ("train", "eval", "newFiles", "prefetchBytes", "credentialsSecret", "s3"),
+    "data": ("train", "eval", "newFiles", "virtualShards", "prefetchBytes", "credentialsSecret", "s3"),
     "training": ("evalEverySteps",),
 }
-"""Fields that change no trained value. Data is compared by its content."""
+"""Fields that change no trained value. Data, and its virtual shards, are compared with those of the snapshot."""
 
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
 CRITEO_SPARSE = tuple(f"C{i}" for i in range(1, 27))
@@ -69,10 +70,10 @@ class DLRMJobSpec(ApiModel):
         Rule(
             cel="(has(self.trainer.replicas) ? self.trainer.replicas : "
             "has(self.trainer.auto) ? self.trainer.auto.min : 1) * self.trainer.processesPerReplica "
-            "<= self.data.virtualShards",
-            holds=lambda spec: spec.world_size <= spec.data.virtual_shards,
+            "<= (has(self.data.virtualShards) ? self.data.virtualShards : self.data.globalBatchSize)",
+            holds=lambda spec: spec.world_size <= (spec.data.virtual_shards or spec.data.global_batch_size),
             message="data.virtualShards must be at least trainer.replicas (or auto.min) x processesPerReplica, the "
-            "number of ranks: raise it, or use fewer ranks",
+            "number of ranks, and so must data.globalBatchSize: raise it, or use fewer ranks",
         ),
         Rule(
             cel=f"!self.checkpoint.partialRestore || !{has_unique('self.model')}",
@@ -149,21 +150,22 @@ class DLRMJobSpec(ApiModel):
         return self.replicas * self.trainer.processes_per_replica
 
     @property
-    def max_replicas(self) -> int:
-        """Return the largest number of replicas that leaves a virtual shard for each rank."""
-        return min(MAX_REPLICAS, self.data.virtual_shards // self.trainer.processes_per_replica)
+    def virtual_shards(self) -> int:
+        """Return ``data.virtualShards`` of a job that runs; ``with_virtual_shards`` has set it if the user has not."""
+        assert self.data.virtual_shards is not None, "data.virtualShards is unset: it is the snapshot's, or the plan's"
+        return self.data.virtual_shards
 
     def with_replicas(self, replicas: int) -> DLRMJobSpec:
         """Return a copy with a fixed number of trainer pods."""
         return self.model_copy(update={"trainer": self.trainer.model_copy(update={"replicas": replicas})})
 
+    def with_virtual_shards(self, virtual_shards: int) -> DLRMJobSpec:
+        """Return a copy with a number of virtual shards, such as the plan's."""
+        return self.model_copy(update={"data": self.data.model_copy(update={"virtual_shards": virtual_shards})})
+
     def settings(self) -> dict[str, Any]:
         """Return what decides how a model is trained; where its data lies and how it is read does not."""
-        document = self.model_dump(mode="json", include={"model", "data", "training"})
-        for section, fields in _NOT_OF_THE_MODEL.items():
-            for field in fields:
-                del document[section][field]
-        return document
+        return settings_of(self.model_dump(mode="json", include={"model", "data", "training"}))
 
     @property
     def expected_restores(self) -> int:
@@ -184,6 +186,14 @@ class DLRMJob(ApiModel):
     def with_replicas(self, replicas: int) -> DLRMJob:
         """Return a copy with a fixed number of trainer pods, such as the plan's."""
         return self.model_copy(update={"spec": self.spec.with_replicas(replicas)})
+
+
+def settings_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in a document of settings, which an earlier version may have written with more fields."""
+    return {
+        section: {name: value for name, value in fields.items() if name not in _NOT_OF_THE_MODEL.get(section, ())}
+        for section, fields in document.items()
+    }
 
 
 def parse_job(document: Any) -> DLRMJob:

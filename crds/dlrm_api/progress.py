@@ -74,6 +74,9 @@ class Progress(PodReport):
     attempt: Count = Field(0, description="Attempt number of the operator.")
     phase: TrainerPhase = Field(TrainerPhase.STARTING, description="State of the gang.")
     world_size: int = Field(1, ge=1, le=MAX_EXACT, description="Ranks.")
+    virtual_shards: int | None = Field(
+        None, ge=1, le=MAX_EXACT, description="Virtual shards of the data. None until it is open."
+    )
     restored_step: Count | None = Field(None, description="Step of the snapshot that this attempt started from.")
     passed_over_snapshots: Count = Field(0, description="Newer snapshots that were unusable when this attempt started.")
     step: Count = Field(0, description="Steps done.")

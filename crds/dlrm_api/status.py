@@ -59,6 +59,9 @@ class PlanStatus(ApiModel):
     world_size: int = Field(ge=1, le=MAX_EXACT, description="Ranks.")
     nodes: int = Field(ge=1, le=MAX_EXACT, description="Trainer pods, one per node.")
     hardware: str = Field("", max_length=253, description="HardwareProfile.")
+    virtual_shards: int | None = Field(
+        None, ge=1, le=MAX_EXACT, description="Virtual shards of the data: as set, as in the snapshot, or chosen."
+    )
     bytes_per_tier: dict[str, Count] = Field({}, max_length=64, description="Bytes of the fullest rank, by tier.")
     predicted_samples_per_second: Rate | None = Field(None, description="Predicted throughput (samples/s).")
     price_per_billion_samples: Rate | None = Field(None, description="Predicted price of 1e9 samples.")
@@ -206,3 +209,8 @@ class DLRMJobStatus(ApiModel):
     def gang_created_by(self) -> int:
         """Return the attempt that creates, or created, the pods of the current attempt."""
         return self.pod_attempt or self.attempt
+
+    @property
+    def virtual_shards(self) -> int | None:
+        """Return the number of virtual shards that stays for the job's life; None before it had pods."""
+        return self.plan.virtual_shards if self.plan is not None and self.gang_attempt > 0 else None

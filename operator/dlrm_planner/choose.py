@@ -25,6 +25,7 @@ from dlrm_planner.stacks import pinned_slow, slow_caps
 from dlrm_planner.tables import read_tables
 from dlrm_planner.tiers import TierPlanner
 from dlrm_planner.types import Capacity, Infeasible, Ints, Placement, Problem, TableShortage
+from dlrm_planner.virtual_shards import max_replicas, with_kept
 from dlrm_planner.write import write_plan
 
 MIN_GAIN = 1.005
@@ -47,6 +48,7 @@ def plan_job(
     *,
     traces: Mapping[str, TableTrace] | None = None,
     reserve: int = 0,
+    virtual_shards: int | None = None,
     shared: bool = False,
 ) -> Plan:
     """Place every table of the job on its ranks, and its rows in the tiers of their nodes.
@@ -60,16 +62,24 @@ def plan_job(
             ``trainer.resources.limits.memory``, memory is not checked.
         traces: How tables are reused that refer to a trace, by table (:func:`dlrm_planner.read_traces`).
         reserve: Bytes of memory of each pod to keep free.
+        virtual_shards: Their number in the snapshot or attempts that the job continues; a spec that sets it wins.
         shared: The nodes are parts of one machine, so more replicas would have smaller ones.
 
     Raises:
         InfeasiblePlanError: the tables do not fit; the reasons say which, where, by how many bytes, and the fix.
         InvalidSpecError: a pin names a rank, tier or kind of split that does not exist, a trace is missing, a target
-            is given for a throughput that the profile does not let predict, or a plan would have too many shards.
+            is given for a throughput that the profile does not let predict, a plan would have too many shards, or
+            there are more ranks than virtual shards.
     """
-    if spec.fixed_replicas is not None:
-        return _Planner(profile, traces or {}, reserve, shared).plan(spec)
-    return _Planner(profile, traces or {}, reserve, shared, "trainer.auto.max").plan_auto(spec)
+    kept = with_kept(spec, virtual_shards)
+    if kept.fixed_replicas is not None:
+        plan = _Planner(profile, traces or {}, reserve, shared).plan(kept)
+    else:
+        plan = _Planner(profile, traces or {}, reserve, shared, "trainer.auto.max").plan_auto(kept)
+    if kept is spec:
+        return plan
+    reason = f"data.virtualShards {kept.data.virtual_shards}, as since the job began"
+    return plan.model_copy(update={"reasons": (*plan.reasons, reason)})
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,7 @@ class _Planner:
         """Return the plan of the fewest replicas that reach the target, else of those that come closest."""
         auto = spec.trainer.auto
         assert auto is not None
-        most, target = min(auto.max, spec.max_replicas), auto.target_samples_per_second
+        most, target = min(auto.max, max_replicas(spec)), auto.target_samples_per_second
 
         def judge(size: int) -> float | None:
             fixed = spec.with_replicas(size)
@@ -198,7 +208,8 @@ def _size_reason(spec: DLRMJobSpec, auto: AutoReplicas, most: int, found: Chosen
     if shown := [_size_text(each, found.judged[each]) for each in sorted(others[:SHOWN_SIZES])]:
         reason += f" ({', '.join(shown)})"
     if most < auto.max:
-        reason += f"; data.virtualShards {spec.data.virtual_shards} allows no more than {most}"
+        field = "data.globalBatchSize" if spec.data.virtual_shards is None else "data.virtualShards"
+        reason += f"; {field} {spec.data.virtual_shards or spec.data.global_batch_size} allows no more than {most}"
     return reason
 
 

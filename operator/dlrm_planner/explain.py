@@ -19,6 +19,7 @@ from dlrm_planner.memory import MAX_DDR, MIB, NODE_DDR, device_limit, human, pod
 from dlrm_planner.predict import Solution
 from dlrm_planner.tables import NO_PIN, Tables, held_samples
 from dlrm_planner.types import Infeasible, Limit, Options, Problem, TableShortage, TierShortage
+from dlrm_planner.virtual_shards import explain_virtual_shards, max_replicas
 
 MAX_NAMED_TABLES = 5
 MAX_NAMED_RANKS = 8
@@ -40,6 +41,7 @@ def explain_plan(
     return (
         f"{spec.world_size} ranks on {_count(spec.replicas, 'node')}: {_count(len(whole), 'table')} whole on one rank "
         f"each, {len(placement.options)} split over several, {len(placement.replicated)} replicated on every rank",
+        *_virtual_shards(spec),
         *_device(found),
         *_sharding(spec, tables, placement.replicated, whole),
         *_splits(spec, tables, placement.options),
@@ -52,6 +54,11 @@ def explain_plan(
         *_device_memory(problem, ranks),
         _memory(problem, ranks),
     )
+
+
+def _virtual_shards(spec: DLRMJobSpec) -> Iterator[str]:
+    if spec.data.virtual_shards is None:
+        yield explain_virtual_shards(spec)
 
 
 def _device(found: Solution) -> Iterator[str]:
@@ -428,14 +435,15 @@ class _Fixes:
         problem, cause = self.problem, self.failure.cause
         if self.replicas_field is None:
             return "more replicas do not help: they share this machine's memory"
-        now, most = problem.spec.replicas, problem.spec.max_replicas
+        now, most = problem.spec.replicas, max_replicas(problem.spec)
 
         def fits(more: int) -> bool:
             return self.is_feasible(self._with_spec(problem.spec.with_replicas(now + more)))
 
         if most > now and (more := _smallest(fits, most - now)) is not None:
             return f"fix: {self.replicas_field}: {now + more} of the same hardware hold all tables"
-        reason = f"{most} are the most that data.virtualShards {problem.spec.data.virtual_shards} allows, and too few"
+        field = "globalBatchSize" if problem.spec.data.virtual_shards is None else "virtualShards"
+        reason = f"{most} are the most that data.{field} allows, and too few"
         if isinstance(cause, TableShortage) and cause.free >= 0:
             table = problem.tables.specs[cause.table]
             if table.pin is not None and (table.pin.ranks or not may_split(table)):

@@ -19,6 +19,7 @@ from dlrm_api.model import ModelSpec, TableOptions, TablePin, TableSpec
 from dlrm_api.row_optimizers import ROW_OPTIMIZERS, STATE_BYTES, state_values
 from dlrm_api.tiers import CHANGED_BYTES
 from dlrm_api.tiers import ELEMENT_BYTES as BYTES_OF
+from dlrm_planner.virtual_shards import virtual_shards
 
 ELEMENT_BYTES = 4
 """fp32: what is computed and handed over, whatever the type of the rows."""
@@ -98,8 +99,8 @@ def step_flops(spec: DLRMJobSpec, samples: int) -> float:
 
 def largest_slice(spec: DLRMJobSpec) -> int:
     """Count the samples of one step on the rank with most of the batch: ranks read whole virtual shards."""
-    shards = -(-spec.data.virtual_shards // spec.world_size)
-    return shards * (spec.data.global_batch_size // spec.data.virtual_shards)
+    count = virtual_shards(spec)
+    return -(-count // spec.world_size) * (spec.data.global_batch_size // count)
 
 
 def held_samples(spec: DLRMJobSpec) -> int:

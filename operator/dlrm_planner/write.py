@@ -17,6 +17,7 @@ from dlrm_planner.predict import Solution, predict
 from dlrm_planner.tables import replica_bytes
 from dlrm_planner.tiers import buffer_bytes
 from dlrm_planner.types import Indices
+from dlrm_planner.virtual_shards import virtual_shards
 
 Policy = Literal["lru", "lfu", "mixed"]
 POLICY_MIN_GAIN = 0.05
@@ -47,6 +48,7 @@ def write_plan(found: Solution) -> Plan:
         device=problem.device,
         ranks=ranks,
         tables=tables,
+        virtual_shards=virtual_shards(spec),
         lookahead=spec.trainer.cache.lookahead if found.stacked else 0,
         handoff_bytes=handoff,
         predicted=predict(found),

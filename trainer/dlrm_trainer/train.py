@@ -104,7 +104,8 @@ def train(
         board.phase(TrainerPhase.RESTORING)
         chosen = choose_newest(job, settings, ours, board, learner.embeddings.shards) if writer else None
         read_data = chosen.read_data if chosen else None
-        data = open_data_set(stack, spec, listings, ours, board, read_data, control.check_stop)
+        shards = plan.virtual_shards
+        data = open_data_set(stack, spec, listings, ours, board, read_data, control.check_stop, virtual_shards=shards)
         assembly = Assembly(
             job=job,
             settings=settings,

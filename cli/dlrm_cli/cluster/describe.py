@@ -86,6 +86,8 @@ def _plan(job: Object) -> str:
     sizes = ", ".join(f"{tier} {format_bytes(size)}" for tier, size in sorted((plan.get("bytesPerTier") or {}).items()))
     hardware = f" of {plan['hardware']}" if plan.get("hardware") else ""
     parts = [f"{plan.get('worldSize')} ranks on {plan.get('nodes')} nodes{hardware}"]
+    if shards := plan.get("virtualShards"):
+        parts.append(f"{shards:,} virtual shards")
     if sizes:
         parts.append(f"largest rank: {sizes}")
     if plan.get("predictedSamplesPerSecond"):

@@ -484,10 +484,13 @@ def plan_and_measured(record: Record) -> Section:
 def _gang(record: Record) -> str:
     if record.plan is not None:
         ranks, nodes, hardware = record.plan.world_size, record.plan.nodes, record.plan.hardware
+        shards = record.plan.virtual_shards
     else:
-        ranks, nodes = (int(record.plan_status.get(key) or 0) for key in ("worldSize", "nodes"))
+        counts = (int(record.plan_status.get(key) or 0) for key in ("worldSize", "nodes", "virtualShards"))
+        ranks, nodes, shards = counts
         hardware = str(record.plan_status.get("hardware") or "")
-    return f"{ranks} ranks on {nodes} " + ("pod" if nodes == 1 else "pods") + (f" of {hardware}" if hardware else "")
+    where = f"{ranks} ranks on {nodes} " + ("pod" if nodes == 1 else "pods") + (f" of {hardware}" if hardware else "")
+    return where + (f", {shards:,} virtual shards" if shards else "")
 
 
 def _speed_row(record: Record) -> list[str]:

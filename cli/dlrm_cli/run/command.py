@@ -40,7 +40,7 @@ from dlrm_cli.run.workdir import (
     write_environment,
     write_final,
 )
-from dlrm_cli.snapshots import list_usable
+from dlrm_cli.snapshots import list_usable, stored_virtual_shards
 from dlrm_cli.views import (
     PLAIN_INTERVAL_S,
     SafeConsole,
@@ -110,7 +110,9 @@ def run_here(wanted: DLRMJob, options: RunOptions, display: RunDisplay, stop: St
                     "spec.trainer.auto: running the minimum number of replicas, because all would share this "
                     f"machine's memory and CPUs: {job.spec.replicas}"
                 )
-            plan = early or _plan(job, options.hardware)
+            kept = stored_virtual_shards(store)
+            is_settled = early is not None and kept in (None, early.virtual_shards)
+            plan = early if early and is_settled else _plan(job, options.hardware, kept)
             for line in banner(job, plan, workdir):
                 display.say(line)
             return Done(result=LocalRun(job, plan, store, workdir, display, stop, options).result(), plan=plan)
@@ -226,10 +228,10 @@ def _share_threads(job: DLRMJob) -> DLRMJob:
     return job.model_copy(update={"spec": job.spec.model_copy(update={"trainer": trainer})})
 
 
-def _plan(job: DLRMJob, hardware: Path | None) -> Plan:
+def _plan(job: DLRMJob, hardware: Path | None, virtual_shards: int | None = None) -> Plan:
     """Plan for this machine, whatever hardware the job names; for its GPUs if the job asks for HBM.
 
-    Predictions are by the rates of the profile in ``hardware``.
+    Predictions are by the rates of the profile in ``hardware``. ``virtual_shards`` are those of the snapshot.
     """
     from dlrm_planner import asks_for_hbm, plan_job
 
@@ -237,7 +239,8 @@ def _plan(job: DLRMJob, hardware: Path | None) -> Plan:
     machine = this_machine(job.spec.replicas, gpus)
     if hardware is not None and (measured := find_profile(job, [], hardware)):
         machine = with_rates(machine, measured, job.spec.trainer.tier_budgets)
-    return plan_job(job.spec, machine, traces=read_references(job.spec), shared=True)
+    traces = read_references(job.spec)
+    return plan_job(job.spec, machine, traces=traces, virtual_shards=virtual_shards, shared=True)
 
 
 def program() -> str:

@@ -65,8 +65,9 @@ FIELDS_WITHOUT_PLAN: dict[str, bool | set[str]] = {
 }  # fmt: skip
 """Parts of a spec that no plan depends on: a change of them needs no new plan."""
 
-PlanInputs = tuple[str, str, str, int]
-"""What identifies a question of a job: uid, digest of the planned part of the spec, version of the profile, reserve."""
+PlanInputs = tuple[str, str, str, int, int | None]
+"""What identifies a question of a job: uid, digest of the planned part of the spec, version of the profile, reserve,
+and number of virtual shards that the job keeps."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,11 @@ class Planner:
     def answer(self, key: JobKey, job: JobSeen, profile_version: str) -> Planning | None:
         """Return the answer for this spec and profile; None without an answer, or if a retry is due."""
         known = self._answers.get(key)
-        reserve = job.known.memory_reserve_bytes if job.known else 0
+        reserve, kept = (job.known.memory_reserve_bytes, job.known.virtual_shards) if job.known else (0, None)
         if known is None or isinstance(job.spec, InvalidSpecError) or time.monotonic() >= known.valid_until:
             return None
         digest = self._digest(key, job.uid, job.generation, job.spec)
-        return known.planning if known.inputs == (job.uid, digest, profile_version, reserve) else None
+        return known.planning if known.inputs == (job.uid, digest, profile_version, reserve, kept) else None
 
     def has_answered(self, key: JobKey) -> bool:
         """Return whether there is an answer, for this spec or an older one."""
@@ -243,13 +244,13 @@ class Planner:
 
     def _dependencies(self, key: JobKey, question: PlanQuestion) -> tuple[str, ...]:
         """Return all that the answer depends on: the inputs without the job's uid, and the traces."""
-        _, digest, profile_version, reserve = self._inputs(key, question)
+        _, *inputs = self._inputs(key, question)
         traces = hashlib.sha256(json.dumps(question.traces, sort_keys=True).encode()).hexdigest()
-        return digest, profile_version, str(reserve), traces
+        return *map(str, inputs), traces
 
     def _inputs(self, key: JobKey, question: PlanQuestion) -> PlanInputs:
         digest = self._digest(key, question.uid, question.generation, question.job)
-        return question.uid, digest, question.profile_version, question.reserve
+        return question.uid, digest, question.profile_version, question.reserve, question.virtual_shards
 
     def _digest(self, key: JobKey, uid: str, generation: int, job: DLRMJob) -> str:
         known = self._digests.get(key)
@@ -370,6 +371,7 @@ def _encode_question(question: PlanQuestion, deadline_s: float) -> bytes:
         "profile": question.profile.model_dump(mode="json", exclude_unset=True) if question.profile else None,
         "traces": dict(question.traces),
         "reserve": question.reserve,
+        "virtual_shards": question.virtual_shards,
     }
     return json.dumps(message).encode()
 
@@ -424,7 +426,8 @@ def limit_memory(more_bytes: int) -> None:
 def _plan(question: dict[str, Any]) -> dict[str, bytes]:
     profile = parse_profile(question["profile"]) if question["profile"] else None
     spec = parse_job(question["job"]).spec
-    plan = plan_job(spec, profile, traces=read_traces(spec, question["traces"]), reserve=question["reserve"])
+    kept = {"reserve": question["reserve"], "virtual_shards": question["virtual_shards"]}
+    plan = plan_job(spec, profile, traces=read_traces(spec, question["traces"]), **kept)
     check_mounts(plan, profile)
     return plan_to_parts(plan)
 

@@ -71,7 +71,7 @@ def report_rule(view: JobView, *, progress_resets: bool) -> RuleResult:
 
     ``progress_resets`` says whether a newly committed step restores the budgets of restarts.
     """
-    changes = _progress_changes(view) | _snapshot_changes(view, progress_resets)
+    changes = _progress_changes(view) | _plan_changes(view) | _snapshot_changes(view, progress_resets)
     return RuleResult(findings=_store_health(view.gang), changes=changes)
 
 
@@ -83,6 +83,14 @@ def _progress_changes(view: JobView) -> dict[str, Any]:
     if known is not None and progress.model_copy(update={"eta": known.eta, "time": known.time}) == known:
         return {}
     return {"progress": progress}
+
+
+def _plan_changes(view: JobView) -> dict[str, Any]:
+    """Return the plan with the trainers' number of virtual shards: only they read it from the snapshot."""
+    report, plan = view.gang.last_report, view.status.plan
+    if report is None or plan is None or report.virtual_shards in (None, plan.virtual_shards):
+        return {}
+    return {"plan": plan.model_copy(update={"virtual_shards": report.virtual_shards})}
 
 
 def _progress(report: Progress, straggler: StragglerStatus | None, now: datetime) -> ProgressStatus:

@@ -643,6 +643,8 @@ class PlanQuestion:
     profile_version: str
     reserve: int = 0
     """Bytes of memory of each pod that stay free."""
+    virtual_shards: int | None = None
+    """Number of virtual shards that the job keeps; None if none is kept yet."""
     job: DLRMJob = field(compare=False, repr=False)
     profile: HardwareProfile | None = field(compare=False, repr=False)
     traces: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)

@@ -131,7 +131,7 @@ def test_a_privileged_pod_is_refused_with_whom_to_ask(webhook: Webhook) -> None:
 def test_the_definitions_own_rules_speak_first(webhook: Webhook) -> None:
     before = webhook.reviews()
 
-    said = webhook.kubectl("create", document=job_document("many", trainer={"replicas": 65}))
+    said = webhook.kubectl("create", document=job_document("many", trainer={"replicas": 2_049}))
 
     assert "data.virtualShards must be at least trainer.replicas" in said
     assert webhook.reviews() == before
@@ -228,7 +228,7 @@ def test_jobs_are_admitted_without_an_operator_unless_the_policy_is_fail(webhook
     webhook.trusts(bundle, "Ignore")
     eventually(lambda: webhook.refusal() == "", state=webhook.refusal)
     ignoring = webhook.kubectl("create", document=job_document("absent"))
-    broken = webhook.kubectl("create", document=job_document("wrong", trainer={"replicas": 65}))
+    broken = webhook.kubectl("create", document=job_document("wrong", trainer={"replicas": 2_049}))
 
     assert 'failed calling webhook "jobs.dlrm.dev"' in failing
     assert "dlrmjob.dlrm.dev/absent created" in ignoring

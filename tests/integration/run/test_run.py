@@ -111,6 +111,26 @@ def test_a_stopped_run_commits_its_cut_and_the_same_command_resumes(local: Any) 
     assert [line["step"] for line in local.steps()] == list(range(1, stopped_at + 11))
 
 
+@pytest.mark.parametrize("first", [None, 317])
+def test_a_resumed_run_keeps_the_number_of_virtual_shards(local: Any, first: int | None) -> None:
+    # Of the divisors of 4,121, one rank would have 13 and two 317, which is more even.
+    size = {"globalBatchSize": 4_121, "synthetic": {"samples": 41_210, "evalSamples": 0}}
+    local.write(data={**size, "virtualShards": first}, training={"maxSteps": 2})
+    local.done()
+    began_with, ranks = first or 13, 2 if first is None else 1
+
+    local.write(data={**size, "virtualShards": None}, training={"maxSteps": 4}, trainer={"replicas": ranks})
+    resumed = local.run()
+    refused = local.run("--set", "spec.data.virtualShards=1", "--set", "spec.trainer.replicas=1")
+
+    newest = json.loads((local.store / "manifests" / local.manifests()[-1]).read_text())
+    assert (resumed.code, resumed.result["step"]) == (0, 4), resumed.stderr + local.logs()
+    assert "virtualShards" not in resumed.stderr
+    assert newest["meta"]["reader"]["fingerprint"]["order"]["virtualShards"] == began_with
+    assert refused.code == 65
+    assert f"data.order.virtualShards was {began_with} and is 1" in refused.stderr
+
+
 def test_a_second_interrupt_ends_the_run_at_once(local: Any) -> None:
     local.write(data={"epochs": 400})
     process = local.start()

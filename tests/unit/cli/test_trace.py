@@ -198,7 +198,7 @@ def test_a_real_server_takes_configmaps_that_are_full(control_plane: ControlPlan
         (["--rate", "2"], ExitCode.USAGE, "--rate"),
         (["--batches", "0"], ExitCode.USAGE, "--batches"),
         (["--set", "spec.data.format=parquet", "--data", "no.parquet"], ExitCode.NO_INPUT, "no.parquet"),
-        (["--set", "spec.data.globalBatchSize=127"], ExitCode.BAD_CONFIG, "virtualShards"),
+        (["--set", "spec.data.virtualShards=127"], ExitCode.BAD_CONFIG, "virtualShards"),
     ],
 )
 def test_what_can_not_work_is_refused_in_one_line_and_changes_no_file(

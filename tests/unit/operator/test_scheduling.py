@@ -164,6 +164,7 @@ def test_pods_that_no_node_has_devices_for_are_refused_before_one_is_made() -> N
         "profile": profile(devices=GPUS).model_dump(mode="json", by_alias=True, exclude_unset=True),
         "traces": {},
         "reserve": 0,
+        "virtual_shards": None,
     }
 
     assert answer_question(question) == {

@@ -854,6 +854,45 @@ def test_an_infeasible_size_keeps_the_gang_and_is_reported_once() -> None:
     assert [action for action in cluster.reconcile_once() if isinstance(action, RequestPlan)]
 
 
+def planned_shards(cluster: ModelCluster) -> int | None:
+    plan = status(cluster).plan
+    assert plan is not None
+    return plan.virtual_shards
+
+
+@pytest.mark.parametrize("reported", [None, 64, 32])
+def test_a_resized_job_keeps_its_virtual_shards(reported: int | None) -> None:
+    cluster = running()
+    first = planned_shards(cluster)
+    report_progress(cluster, step=2, shards=reported)
+    cluster.reconcile_once()
+    in_use = planned_shards(cluster)
+
+    scale(cluster, 8)
+    cluster.reconcile_once()
+    cluster.plan()
+    let_go(cluster)
+    start_training(cluster)
+
+    # Eight pods would have 128 of their own. The number of a snapshot is known to the trainers alone.
+    assert (first, in_use) == (64, reported or 64)
+    assert (len(cluster.pods), planned_shards(cluster)) == (8, in_use)
+
+
+def test_a_size_beyond_the_kept_virtual_shards_is_refused() -> None:
+    cluster = running()
+    report_progress(cluster, step=2, shards=4)
+    cluster.reconcile_once()
+
+    scale(cluster, 5)
+    cluster.reconcile_once()
+    cluster.plan()
+    cluster.reconcile_once()
+
+    assert condition(cluster, ConditionType.RESIZED).reason == "Infeasible"
+    assert status(cluster).phase is Phase.RUNNING
+
+
 def test_a_size_that_is_taken_back_changes_nothing() -> None:
     cluster = running()
     scale(cluster, 3)

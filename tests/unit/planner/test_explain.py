@@ -211,7 +211,7 @@ def test_one_machine_gets_fixes_by_free_memory_and_by_files(make_spec: MakeSpec,
 def test_replicas_beyond_the_virtual_shards_are_not_proposed(make_spec: MakeSpec) -> None:
     rows = (100_000,) * 70
 
-    reasons = refusal(make_spec(tables(*rows), replicas=2, tierBudgets={"ddr": "20Mi"})).reasons
+    reasons = refusal(make_spec(tables(*rows), batch=64, replicas=2, tierBudgets={"ddr": "20Mi"})).reasons
 
     assert not any(reason.startswith("fix: trainer.replicas") for reason in reasons)
 

@@ -199,8 +199,8 @@ def test_no_more_ranks_are_tried_than_there_are_virtual_shards(make_spec: MakeSp
 
     plan = plan_job(spec, make_profile(DDR, **RATES))
 
-    assert plan.world_size <= 64
-    assert plan.reasons[0].endswith("; data.virtualShards 64 allows no more than 2")
+    assert plan.world_size <= 2_048
+    assert plan.reasons[0].endswith("; data.globalBatchSize 2048 allows no more than 64")
 
 
 def test_a_pin_to_a_rank_needs_a_size_that_has_it(make_spec: MakeSpec, make_profile: MakeProfile) -> None:

@@ -69,7 +69,7 @@ class Opened:
         spec = spec_of(folder, **data)
         with ExitStack() as stack:
             stored = StoredData(store=self.store, fingerprint=then, where="file:///snapshot", versions=versions or {})
-            found = open_data_set(stack, spec, list_data_set(spec), ALONE, self.board, lambda: stored)
+            found = open_data_set(stack, spec, list_data_set(spec), ALONE, self.board, lambda: stored, virtual_shards=4)
             self.names = [file.path.name for file in found.train.files]
             self.samples = found.train.num_samples
             self.now, self.index = describe(found.train), found.index
@@ -169,6 +169,45 @@ def test_files_are_read_again_for_other_columns_and_after_the_index_was_damaged(
     assert reads == ["a.parquet"] * 2
 
 
+def opened_shards(folder: Path, snapshot: int | None, planned: int, **data: Any) -> tuple[int, tuple[str, ...]]:
+    """Open a data set with this number in the snapshot and in the plan; return the one in use, and notes."""
+    spec, board = spec_of(folder, **data), ProgressBoard(1, 1)
+    stored = StoredData(store=FileStore(folder / "store"), fingerprint=None, where="", virtual_shards=snapshot)
+    with ExitStack() as stack:
+        found = open_data_set(stack, spec, list_data_set(spec), ALONE, board, lambda: stored, virtual_shards=planned)
+    used = found.fingerprint["order"]["virtualShards"]
+    assert board.now.virtual_shards == used
+    return used, board.now.notes
+
+
+def test_the_snapshots_virtual_shards_go_before_the_plans_and_after_the_users(tmp_path: Path) -> None:
+    write(tmp_path / "train/0.parquet")
+
+    assert opened_shards(tmp_path, None, 2, virtualShards=None) == (2, ())
+    assert opened_shards(tmp_path, 2, 2, virtualShards=None) == (2, ())
+    used, notes = opened_shards(tmp_path, 8, 2, virtualShards=None)
+    assert (used, len(notes)) == (8, 1)
+    assert "data.virtualShards is 8, as in the snapshot" in notes[0]
+    assert opened_shards(tmp_path, 8, 2, virtualShards=4) == (4, ())
+    # The batch has changed, which the comparison of the data refuses.
+    assert opened_shards(tmp_path, 3, 2, virtualShards=None) == (2, ())
+
+
+def more_ranks_than_shards(collectives: Collectives, folder: Path) -> str:
+    spec = spec_of(folder, virtualShards=None)
+    listings = list_data_set(spec) if collectives.rank == 0 else None
+    stored = StoredData(store=FileStore(folder / "store"), fingerprint=None, where="", virtual_shards=1)
+    with ExitStack() as stack, pytest.raises(InvalidSpecError) as refused:
+        open_data_set(stack, spec, listings, collectives, ProgressBoard(1, 2), lambda: stored, virtual_shards=4)
+    return refused.value.path
+
+
+def test_more_ranks_than_the_snapshots_virtual_shards_are_refused_on_every_rank(tmp_path: Path) -> None:
+    write(tmp_path / "train/0.parquet")
+
+    assert run_ranks(2, more_ranks_than_shards, tmp_path) == ["spec.trainer.replicas"] * 2
+
+
 def indexed(collectives: Collectives, folder: Path, edit: str, count: int) -> tuple[Any, ...]:
     """Open a data set, after rank 1 may have edited a file; return its files, what this rank read, and batches."""
     spec, names, real = spec_of(folder, globalBatchSize=16), list[str](), Indexer.read
@@ -189,7 +228,9 @@ def indexed(collectives: Collectives, folder: Path, edit: str, count: int) -> tu
     collectives.gather("edited", TEXT)
     with ExitStack() as stack:
         try:
-            found = open_data_set(stack, spec, listings, collectives, ProgressBoard(1, 2), lambda: stored)
+            found = open_data_set(
+                stack, spec, listings, collectives, ProgressBoard(1, 2), lambda: stored, virtual_shards=4
+            )
         except TemporaryError as error:
             return (str(error),)
         files = [(file.name, file.size, file.digest) for file in found.train.files]
@@ -210,7 +251,7 @@ def indexed_text(collectives: Collectives, folder: Path, part_bytes: int) -> tup
     spec = spec_of(folder, format="criteo-tsv", globalBatchSize=2_048)
     listings = list_data_set(spec) if collectives.rank == 0 else None
     with ExitStack() as stack:
-        found = open_data_set(stack, spec, listings, collectives, ProgressBoard(1, 2), None)
+        found = open_data_set(stack, spec, listings, collectives, ProgressBoard(1, 2), None, virtual_shards=4)
         return found.index, found.fingerprint, sorted(parts), found.train.num_samples
 
 
@@ -346,7 +387,7 @@ def read_at_versions(folder: Path, table: Path, collectives: Collectives) -> tup
         write_deltalake(table, pa.table({"label": [0], "C1": [7]}), mode="append")
     stored = StoredData(store=FileStore(folder / "store"), fingerprint=None, where="file:///store")
     with ExitStack() as stack:
-        found = open_data_set(stack, spec, listings, collectives, ProgressBoard(1, 2), lambda: stored)
+        found = open_data_set(stack, spec, listings, collectives, ProgressBoard(1, 2), lambda: stored, virtual_shards=4)
         cut = CutMeta(step=1, samples=8, world_size=2, attempt=1, reader={"fingerprint": found.fingerprint})
         return dict(read_stored(stored.store, cut, "").versions), found.train.num_samples
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from pydantic import Base64Bytes, TypeAdapter
 
-from dlrm_api.errors import BadDataError, SnapshotError, TemporaryError
+from dlrm_api.errors import BadDataError, InvalidSpecError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_checkpointer import CutMeta, DataIndex, get_document, put_document, put_index, read_index
 from dlrm_stores import ObjectStore
@@ -53,6 +53,8 @@ class StoredData:
     """The snapshot, for messages."""
     versions: Mapping[str, int] = field(default_factory=dict)
     """Of the tables that the snapshot's run read, by URI."""
+    virtual_shards: int | None = None
+    """Of the snapshot's data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,19 +79,32 @@ def open_data_set(
     board: ProgressBoard,
     read_data: Callable[[], StoredData] | None,
     check_stop: Callable[[], object] = lambda: None,
+    *,
+    virtual_shards: int,
 ) -> DataSet:
     """Open the training files of the snapshot, or all that were listed, and the evaluation files.
 
     Rank 0 lists files, and asks ``read_data`` for what the store knows of them; the others pass None as ``listings``.
     ``read_data`` is None for a job without snapshots. Ranks share the files that no stored index has; ``check_stop`` is
-    called meanwhile. ``stack`` closes the readers.
+    called meanwhile. ``stack`` closes the readers. ``virtual_shards`` is the plan's number, for a job that neither sets
+    one nor continues from a snapshot.
 
     Raises:
+        InvalidSpecError: there are more ranks than virtual shards.
         SnapshotError: the data is not that of the snapshot, or ``data.newFiles`` is ``refuse`` and there are new files.
         TemporaryError: ranks found different data.
     """
-    first = _Choice.of(spec, listings, board, read_data) if listings is not None else None
+    first = _Choice.of(spec, listings, board, read_data, virtual_shards) if listings is not None else None
     plan = collectives.broadcast(first.plan if first else None, PLAN)
+    spec = spec.with_virtual_shards(plan.virtual_shards)
+    board.update(virtual_shards=plan.virtual_shards)
+    if collectives.world_size > plan.virtual_shards:
+        raise InvalidSpecError(
+            "spec.trainer.replicas",
+            f"{collectives.world_size} ranks need as many virtual shards, and the data of the snapshot has "
+            f"{plan.virtual_shards}: use at most {plan.virtual_shards} ranks, or set data.virtualShards and another "
+            "checkpoint.uri to start from step 0",
+        )
     places = Places(spec.data.s3, read_settings().data_credentials_dir)
     files = first.files if first else ListedFiles.of(plan.listing, places)
     index = _index_together(spec, files, plan, first, collectives, board, check_stop)
@@ -123,6 +138,7 @@ class Plan:
     reads: str
     missing: list[int]
     """Places of files that no stored index has."""
+    virtual_shards: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +173,7 @@ class _Choice:
         listings: Mapping[Split, Listing],
         board: ProgressBoard,
         read_data: Callable[[], StoredData] | None,
+        planned_shards: int,
     ) -> _Choice:
         """Choose files, say what is left out, and look which of them the store has an index of."""
         stored = read_data() if read_data else None
@@ -192,6 +209,7 @@ class _Choice:
                 train_files=len(train),
                 reads=reads,
                 missing=[place for place, each in enumerate(wanted) if each.tobytes() not in has],
+                virtual_shards=_virtual_shards(spec, stored, planned_shards, board),
             ),
             stored=stored,
             old=old,
@@ -231,6 +249,19 @@ class _Choice:
             document |= {"versions": dict(self.versions)} if self.versions else {}
             described[FILE_LIST] = put_document(self.stored.store, document)
         return Agreed(fingerprint=described, eval_note=eval_note or "", problem=problem)
+
+
+def _virtual_shards(spec: DLRMJobSpec, stored: StoredData | None, planned: int, board: ProgressBoard) -> int:
+    """Return the user's number of virtual shards, else the snapshot's, else the plan's."""
+    kept = stored.virtual_shards if stored else None
+    if spec.data.virtual_shards is not None:
+        return spec.data.virtual_shards
+    # Another batch size is refused when the data is compared.
+    if kept is None or spec.data.global_batch_size % kept:
+        return planned
+    if kept != planned:
+        board.note(f"data.virtualShards is {kept}, as in the snapshot, and not {planned}, as the plan expected")
+    return kept
 
 
 def _refuse_new(spec: DLRMJobSpec, stored: StoredData | None, kind: str, found: Sequence[str], separator: str) -> None:
@@ -363,10 +394,16 @@ def read_stored(store: ObjectStore, meta: CutMeta, where: str) -> StoredData:
     found = dict(meta.reader.get("fingerprint", {}))
     digest = found.pop(FILE_LIST, None)
     if digest is None:
-        return StoredData(store=store, fingerprint=found, where=where)
+        return StoredData(store=store, fingerprint=found, where=where, virtual_shards=meta.virtual_shards)
     listed = get_document(store, digest)
     fingerprint = found | {"files": listed["files"]}
-    return StoredData(store=store, fingerprint=fingerprint, where=where, versions=listed.get("versions", {}))
+    return StoredData(
+        store=store,
+        fingerprint=fingerprint,
+        where=where,
+        versions=listed.get("versions", {}),
+        virtual_shards=meta.virtual_shards,
+    )
 
 
 def describe(reader: Reader) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from dlrm_api.errors import InvalidSpecError, NoInputError, SnapshotError, TemporaryError
-from dlrm_api.job import DLRMJob, DLRMJobSpec
+from dlrm_api.job import DLRMJob, DLRMJobSpec, settings_of
 from dlrm_api.plan import Plan
 from dlrm_checkpointer import (
     Chain,
@@ -276,7 +276,7 @@ def _changed_settings(store: ObjectStore, name: SnapshotName, settings: Mapping[
     made_by = find_attempt(store, name.attempt)
     if made_by is None or not made_by.settings:
         return []
-    then = get_document(store, made_by.settings)
+    then = settings_of(get_document(store, made_by.settings))
     return list(islice(changes(then, _known_then(then, settings), ""), MAX_CHANGES))
 
 

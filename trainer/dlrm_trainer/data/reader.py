@@ -290,7 +290,7 @@ class Reader:
         self._order = SampleOrder(
             num_samples=source.num_samples,
             batch_size=spec.data.global_batch_size,
-            virtual_shards=spec.data.virtual_shards,
+            virtual_shards=spec.virtual_shards,
             window_rows=spec.data.shuffle.window_rows if split == "train" else 0,
             block_rows=spec.data.shuffle.block_rows,
             seed=spec.training.seed,

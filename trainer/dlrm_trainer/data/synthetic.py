@@ -473,7 +473,7 @@ def _draws(spec: DLRMJobSpec, histogram: ReuseHistogram | None, split: str) -> l
         count: histogram.popularity(count) if histogram else Popularity.zipf(count, synthetic.alpha)
         for count in set(ids)
     }
-    virtual_shards = spec.data.virtual_shards if split == "train" else 0
+    virtual_shards = spec.virtual_shards if split == "train" else 0
     found = []
     for feature in spec.model.all_features():
         table = tables[feature.table]

@@ -192,7 +192,8 @@ class ModelCluster:
             question = self.asked.question
             self.planned_reserve = question.reserve
             try:
-                plan = plan_job(question.job.spec, question.profile, reserve=question.reserve)
+                kept = question.virtual_shards
+                plan = plan_job(question.job.spec, question.profile, reserve=question.reserve, virtual_shards=kept)
             except InvalidSpecError as error:
                 self.planning = Planning(problem=str(error), final=True)
             else:

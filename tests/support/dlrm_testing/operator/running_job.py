@@ -47,11 +47,13 @@ def start_training(cluster: ModelCluster) -> None:
     assert status(cluster).phase is Phase.RUNNING
 
 
-def report_progress(cluster: ModelCluster, step: int, committed: int | None = None, **fields: Any) -> None:
-    """Let pod 0 report a step; ``fields`` replace those of the checkpointer's progress."""
+def report_progress(
+    cluster: ModelCluster, step: int, committed: int | None = None, shards: int | None = None, **fields: Any
+) -> None:
+    """Let pod 0 report a step, and its virtual shards; ``fields`` replace those of the checkpointer's progress."""
     attempt = max(status(cluster).attempt, 1)
     first = cluster.pods[f"demo-trainer-{max(status(cluster).gang_created_by, 1)}-0"]["metadata"]["uid"]
-    trainer = Progress(attempt=attempt, phase=TrainerPhase.TRAINING, step=step, loss=0.5)
+    trainer = Progress(attempt=attempt, phase=TrainerPhase.TRAINING, step=step, loss=0.5, virtual_shards=shards)
     checkpointer = committed_progress(committed).model_copy(update=fields)
     cluster.polled = Polled(pod_uid=first, trainer=trainer, checkpointer=checkpointer)
 

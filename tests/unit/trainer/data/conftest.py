@@ -31,7 +31,12 @@ def _spec(
     model["tables"] = tables or criteo_tables()
     if features:
         model["bottomMlp"] = [4]
-    spec = {"model": model, "data": data, "training": training or {}, "checkpoint": {"uri": "file:///unused"}}
+    spec = {
+        "model": model,
+        "data": {"virtualShards": 64} | data,
+        "training": training or {},
+        "checkpoint": {"uri": "file:///unused"},
+    }
     return parse_job({"metadata": {"name": "test"}, "spec": spec}).spec
 
 
