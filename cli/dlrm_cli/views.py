@@ -33,6 +33,7 @@ from dlrm_api.run_report import (
     TierReport,
     UniqueUse,
 )
+from dlrm_api.status import AccuracyStatus, StepFigures
 
 if TYPE_CHECKING:
     from dlrm_checkpointer import TableDiff
@@ -84,6 +85,30 @@ MAX_RATES = 8
 AFTER_LAST_STEP = " at the end"
 """Suffix of stages after the last step, which have no share of the steps."""
 COUNTS = ("rows", "lookups", "accesses", "hits", "created_rows", "evicted_rows", "scratch_rows")
+
+
+def accuracy_rows(accuracy: AccuracyStatus) -> list[list[str]]:
+    """Return the figures of a step: name, predicted, measured, and measured over predicted."""
+    predicted, measured = accuracy.predicted, accuracy.measured or StepFigures()
+
+    def row(name: str, form: str, one: float | None, other: float | None) -> list[str]:
+        ratio = share(other / one) if one and other is not None else UNKNOWN
+        return [name, number(one, form), number(other, form), ratio]
+
+    def milliseconds(name: str, one: float | None, other: float | None) -> list[str]:
+        return row(f"{name} (ms)", ",.3f", *(None if each is None else 1e3 * each for each in (one, other)))
+
+    rows = [
+        milliseconds("step", predicted.step_seconds, measured.step_seconds),
+        row("samples/s without pauses", ",.0f", predicted.samples_per_second, measured.samples_per_second),
+    ]
+    for stage in dict.fromkeys((*predicted.stage_seconds, *measured.stage_seconds)):
+        seconds = (each.stage_seconds.get(stage) for each in (predicted, measured))
+        rows.append(milliseconds(f"step: {stage}", *seconds))
+    for tier in dict.fromkeys((*predicted.hit_rates, *measured.hit_rates)):
+        rates = (each.hit_rates.get(tier) for each in (predicted, measured))
+        rows.append(row(f"accesses served by {tier}", ".1%", *rates))
+    return [each for each in rows if each[1:3] != [UNKNOWN, UNKNOWN]]
 
 
 def tiers_view(report: TierReport) -> RenderableType:

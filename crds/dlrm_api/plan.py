@@ -20,6 +20,16 @@ from dlrm_api.tiers import Tier
 
 Device = Literal["cpu", "cuda"]
 ShardKind = Literal["table", "row", "column", "data", "table-row"]
+StepStage = Literal["read", "tiers", "compute", "exchange", "update", "other"]
+STEP_STAGES: Mapping[StepStage, tuple[str, ...]] = {
+    "read": ("read",),
+    "tiers": ("prefetch wait",),
+    "compute": ("prepare", "forward", "backward"),
+    "exchange": ("exchange", "agreement"),
+    "update": ("row update", "dense update"),
+    "other": ("maintenance", "records"),
+}
+"""Stages of a predicted step, each with the trainer's stages that it stands for; cuts and evaluations are in none."""
 
 PART_BYTES = 900_000
 """Size of one part: a ConfigMap holds 1 MiB, the rest of the object included."""
@@ -153,6 +163,15 @@ class Prediction(ApiModel):
         {}, description="Time for which a step waits for rows of a tier, by tier (s)."
     )
     step_seconds: float | None = Field(None, ge=0, description="One step (s).")
+    stage_seconds: dict[str, float] = Field(
+        {},
+        description="Time of the training thread, by stage: read (waits for the reader), tiers (waits for rows of "
+        "slower tiers), compute (lookups, forward and backward), exchange (waits for ranks), update (rows and dense "
+        "parameters), other.",
+    )
+    hit_rates: dict[str, Share] = Field(
+        {}, description="Share of accesses to tables with levels that each tier serves, first accesses left out."
+    )
     bound: str = Field("", description="What bounds a step: compute, python, link, reader, or a tier.")
     samples_per_second: float | None = Field(None, ge=0, description="Throughput (samples/s).")
     price_per_billion_samples: float | None = Field(None, ge=0, description="Price of 1e9 samples.")

@@ -68,6 +68,23 @@ class SlowestRank(PodReport):
     median_seconds: Seconds = Field(description="Median step time of the other ranks (s).")
 
 
+class MeasuredSteps(PodReport):
+    """Report the newest steps of an attempt, without checkpoints (cuts), evaluations, restore and the first steps."""
+
+    trained_seconds: Seconds = Field(description="Time of all steps of the attempt that were measured (s).")
+    step_seconds: Seconds = Field(description="Mean time of a step (s).")
+    samples_per_second: Rate = Field(description="Samples of these steps over their time (samples/s).")
+    stage_seconds: dict[str, Seconds] = Field(
+        {}, max_length=16, description="Mean time of the training thread of rank 0, by stage of a prediction (s)."
+    )
+    hit_rates: dict[str, Share] = Field(
+        {},
+        max_length=16,
+        description="Share of accesses to tables with levels that each tier served, of all ranks, first accesses left "
+        "out. Empty without such tables.",
+    )
+
+
 class Progress(PodReport):
     """Report of a trainer pod, served at ``GET /progress``."""
 
@@ -90,6 +107,9 @@ class Progress(PodReport):
     eta_seconds: float | None = Field(None, ge=0, le=1e18, description="Expected seconds to the end of training.")
     longest_step_seconds: Seconds | None = Field(
         None, description="Longest time between the ends of two steps, over the last 50 steps (s)."
+    )
+    measured: MeasuredSteps | None = Field(
+        None, description="The newest steps, to compare with the plan's prediction. None during the first steps."
     )
     slowest: SlowestRank | None = Field(None, description="Rank that the others wait for. None with one rank.")
     last_cut_step: Count | None = Field(None, description="Step of the newest cut that was handed to the checkpointer.")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
 from dlrm_api.base import ApiModel
 from dlrm_api.fields import MAX_EXACT, Count, Figure, Rate, Seconds, Share
-from dlrm_api.progress import MAX_NOTE_CHARACTERS, MAX_NOTES
+from dlrm_api.plan import Prediction
+from dlrm_api.progress import MAX_NOTE_CHARACTERS, MAX_NOTES, MeasuredSteps
 
 Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
 
@@ -65,6 +66,35 @@ class PlanStatus(ApiModel):
     bytes_per_tier: dict[str, Count] = Field({}, max_length=64, description="Bytes of the fullest rank, by tier.")
     predicted_samples_per_second: Rate | None = Field(None, description="Predicted throughput (samples/s).")
     price_per_billion_samples: Rate | None = Field(None, description="Predicted price of 1e9 samples.")
+
+
+class StepFigures(ApiModel):
+    """Figures of a step, without checkpoints, evaluations and the start."""
+
+    step_seconds: Seconds | None = Field(None, description="One step (s).")
+    samples_per_second: Rate | None = Field(None, description="Throughput (samples/s).")
+    stage_seconds: dict[str, Seconds] = Field(
+        {}, max_length=16, description="Time of the training thread, by stage (s)."
+    )
+    hit_rates: dict[str, Share] = Field(
+        {},
+        max_length=16,
+        description="Share of accesses to tables with levels that each tier serves, first accesses left out.",
+    )
+
+    @classmethod
+    def of(cls, found: Prediction | MeasuredSteps) -> Self:
+        """Return the figures of a prediction or a measurement."""
+        return cls.model_validate({name: getattr(found, name) for name in cls.model_fields}, by_name=True)
+
+
+class AccuracyStatus(ApiModel):
+    """The plan's prediction next to what the current attempt measures."""
+
+    predicted: StepFigures = Field(StepFigures(), description="Prediction of the plan; empty without rates.")
+    measured: StepFigures | None = Field(
+        None, description="The last minute of training: stages of rank 0, hit rates of all ranks."
+    )
 
 
 class StragglerStatus(ApiModel):
@@ -179,6 +209,7 @@ class DLRMJobStatus(ApiModel):
         None, description="Graceful shutdown in progress or just finished. Absent while training runs."
     )
     progress: ProgressStatus | None = Field(None, description="Progress of training.")
+    accuracy: AccuracyStatus | None = Field(None, description="Predicted and measured steps of the current attempt.")
     last_snapshot: SnapshotStatus | None = Field(None, description="Newest committed snapshot.")
     last_failure: FailureEvidence | None = Field(None, description="Evidence of the last failure.")
     earlier_failures: tuple[FailureEvidence, ...] = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,8 +60,9 @@ def predict(found: Solution) -> Prediction:
     """
     problem, estimate, imbalance = found.problem, found.estimate, found.placement.imbalance
     spec, profile = problem.spec, problem.profile
+    hit_rates = _hit_rates(found)
     if profile is None:
-        return Prediction(imbalance=imbalance)
+        return Prediction(hit_rates=hit_rates, imbalance=imbalance)
     timeline = found.timeline
     rate = price = None
     if estimate.is_stated and timeline.step_s > 0:
@@ -78,12 +80,29 @@ def predict(found: Solution) -> Prediction:
         exposed_communication_seconds=timeline.exposed_link_s if rate else None,
         exposed_tier_seconds=dict(timeline.exposed_tiers_s) if rate else {},
         step_seconds=timeline.step_s if rate else None,
+        stage_seconds=dict(timeline.stages_s) if rate else {},
+        hit_rates=hit_rates,
         bound=timeline.bound if rate else "",
         samples_per_second=rate,
         price_per_billion_samples=price,
         imbalance=imbalance,
         defaults=_defaults(found),
     )
+
+
+def _hit_rates(found: Solution) -> dict[str, float]:
+    """Return the share of accesses to tables with levels that each tier serves."""
+    served = defaultdict[str, float](float)
+    for i, levels in found.stacked.items():
+        assert found.tiers is not None
+        held, before = 0, 0.0
+        for tier, rows in levels.each:
+            held += rows
+            until = found.tiers.hit_rates.hits_at(i, float(held))
+            served[tier] += until - before
+            before = until
+    total = max(sum(served.values()), 1e-300)
+    return {tier: min(1.0, round(hits / total, 4)) for tier, hits in served.items()}
 
 
 def step_work(found: Solution) -> StepWork:
@@ -119,14 +138,16 @@ def _training(found: Solution, rates: HostRates) -> TrainingWork:
     device_s = float((ids * costs.element_s[table] * shards.width[own])[~host].sum())
     parts = float(shards.blocks[own].sum())
     interpreted_s = rates.step_s + rates.part_s * parts + float(costs.replica_host_s(replicated).sum())
-    if world_size > 1 and not costs.rates.has_own_step:
-        interpreted_s += COLLECTIVES * rates.empty_collective_s
+    collectives_s = COLLECTIVES * rates.empty_collective_s if world_size > 1 else 0.0
+    if not costs.rates.has_own_step:
+        interpreted_s += collectives_s
     interpreted_s += RANK_S * max(0, world_size - rates.loops.processes)
     bottom, top = dense_layers(model)
     on_host = problem.device == "cpu"
     pairs_s = pair_values(model) * samples * rates.of("pair_value")
     return TrainingWork(
         interpreted_s=interpreted_s,
+        collectives_s=min(collectives_s, interpreted_s),
         lookup_s=of_host * rates.of("lookup") + values * rates.of("lookup_value") + device_s,
         update_s=of_host * rates.of("update") + values * rates.of("update_value"),
         bottom_s=rates.layers_s(bottom, samples, model.precision) if on_host else 0.0,

@@ -22,10 +22,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dlrm_api.plan import StepStage
 from dlrm_api.tiers import Tier
 
 FORWARD = 1 / 3
 """Share of a layer's operations before its gradient is known."""
+INTERPRETED_SHARES: Mapping[StepStage, float] = {"compute": 0.7, "update": 0.25, "other": 0.05}
+"""Stages of interpreted code beyond that of collectives (``dlrmctl run --profile``, tables of one lookup of 16 columns,
+16 samples)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,8 @@ class TrainingWork:
     gradients_s: float = 0.0
     reduce_s: float = 0.0
     """Sum of dense gradients and of those of replicated tables."""
+    collectives_s: float = 0.0
+    """Part of ``interpreted_s``: collectives of next to no bytes."""
 
     @property
     def exposed_s(self) -> float:
@@ -65,6 +71,15 @@ class TrainingWork:
         """Return the seconds of the training thread."""
         rows_s = self.lookup_s + self.update_s + self.pack_s
         return self.interpreted_s + rows_s + self.dense_s + self.exposed_s
+
+    @property
+    def stages_s(self) -> dict[StepStage, float]:
+        """Return the seconds of the training thread by stage; they add up to its total."""
+        code_s = self.interpreted_s - self.collectives_s
+        found: dict[StepStage, float] = {stage: share * code_s for stage, share in INTERPRETED_SHARES.items()}
+        found["compute"] += self.lookup_s + self.pack_s + self.bottom_s + self.top_s
+        found["update"] += self.update_s + self.dense_update_s
+        return {**found, "exchange": self.exposed_s + self.collectives_s}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +118,8 @@ class Timeline:
     """Of the training thread, slowed by the others."""
     exposed_link_s: float
     exposed_tiers_s: Mapping[Tier, float]
+    stages_s: Mapping[StepStage, float]
+    """Of the training thread and its waits; they add up to ``step_s``."""
     bound: str
     """The resource that bounds the step: compute, python, link, reader, or a tier."""
 
@@ -133,8 +150,22 @@ def lay_out(work: StepWork) -> Timeline:
         training_s=training_s,
         exposed_link_s=mixed,
         exposed_tiers_s=exposed,
+        stages_s=_stages_s(work, part, step_s - training_s - sum(exposed.values()), exposed),
         bound=_bound(work, step_s, beside_s, training_s, mixed, exposed),
     )
+
+
+def _stages_s(work: StepWork, part: float, waiting_s: float, exposed: Mapping[Tier, float]) -> dict[StepStage, float]:
+    """Return the seconds of a step by stage; it waits for other threads by the share of each in their time."""
+    alone, beside = work.alone.stages_s, work.beside.stages_s
+    found: dict[StepStage, float] = {"read": 0.0, "tiers": sum(exposed.values())}
+    found |= {stage: part * beside[stage] + (1 - part) * alone[stage] for stage in alone}
+    fetching_s = sum(each.processor_s for each in work.tiers.values()) if work.prefetches else 0.0
+    others_s: dict[StepStage, float] = {"read": work.read_s, "exchange": work.ids_s, "tiers": fetching_s}
+    total_s = max(sum(others_s.values()), 1e-12)
+    for stage, seconds in others_s.items():
+        found[stage] += waiting_s * seconds / total_s
+    return found
 
 
 def _bound(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dlrm_api.errors import DivergedError
 from dlrm_api.job import DLRMJobSpec
+from dlrm_api.tiers import TIERS
 from dlrm_api.training import RowRegularizerSpec
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
@@ -32,8 +33,8 @@ from dlrm_trainer.model.dense import DenseParameters
 from dlrm_trainer.model.dlrm import build_model, global_mean_loss
 
 VALUE_AND_PLACE = TypeAdapter(tuple[float, str])
-VOTES = 6
-"""Numbers that are summed over ranks with the gradient of a step."""
+VOTES = 6 + len(TIERS)
+"""Numbers that are summed over ranks with the gradient of a step: votes on cuts, and accesses by tier."""
 
 
 class Learner:

@@ -192,7 +192,8 @@ class Training:
                     if cut:
                         self.cuts.begin(self.step, self.cut_meta)
                     self.cuts.advance()
-                self.observer.stepped(self.step)
+                if (measured := self.observer.stepped(self.step)) is not None:
+                    self.board.update(measured=measured)
                 mark = time.monotonic()
         return None
 
@@ -206,17 +207,20 @@ class Training:
         count = self.assembly.data.train.global_count(batch.number)
         loss, gradients = learner.compute(prepared, count)
         votes = self.control.votes(loss, self.step + 1, batch.skipped, batch.truncated)
+        served = self.observer.newly_served()
         if (slowest := self.step_timer.stepped(self.step + 1)) is not None:
             self.board.update(slowest=slowest)
         self.stages.lap("agreement")
         factor, regularizer = self.schedule.factor(self.step), self.schedule.regularizer_at(self.step)
-        agreed = self.control.agreed(learner.apply(gradients, factor, regularizer, votes))
+        sums = learner.apply(gradients, factor, regularizer, (*votes, *served))
+        agreed = self.control.agreed(sums[: len(votes)])
         if agreed.skipped or agreed.truncated:
             self.count_bad_rows(self.bad_rows.plus(agreed.skipped, agreed.truncated))
         self.step += 1
         self.maintain_if_due()
         self.loss = agreed.loss
         self.trained_samples += count
+        self.observer.meter.stepped(count, sums[len(votes) :])
         self.board.stepped(self.step, agreed.loss, self.schedule)
         if self.ledger:
             self.ledger.write(self.step, batch.sample_ids.numpy())

@@ -27,7 +27,7 @@ from dlrm_cli.cluster.get import (
     print_lines,
     time_left,
 )
-from dlrm_cli.views import UNKNOWN, format_bytes
+from dlrm_cli.views import UNKNOWN, accuracy_rows, format_bytes
 
 MAX_EVENTS = 20
 MAX_PODS = 64
@@ -41,6 +41,8 @@ Objects = Sequence[Object] | str
 def page_lines(job: Object, now: datetime, *, pods: Objects = (), events: Objects = ()) -> list[Text]:
     """Return the whole page."""
     lines = [_field(name, words) for name, words in _summary(job, job_facts(job), now)]
+    if rows := accuracy_rows(job_facts(job).accuracy):
+        lines += _section("Steps", grid(("FIGURE", "PREDICTED", "MEASURED", "RATIO"), rows, INDENT))
     lines += _section("Conditions", _conditions(job, now))
     lines += _section("Failures", _failures(job, now))
     lines += _section("Pods", _pods(pods, now))

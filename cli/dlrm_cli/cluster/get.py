@@ -14,8 +14,10 @@ from typing import Any
 
 from rich.text import Text
 
-from dlrm_api.errors import TemporaryError
+from dlrm_api.base import read_stored
+from dlrm_api.errors import InvalidSpecError, TemporaryError
 from dlrm_api.names import Label
+from dlrm_api.status import AccuracyStatus
 from dlrm_cli.cluster.client import JobClient, Object, dig
 from dlrm_cli.options import GetOptions
 from dlrm_cli.views import UNKNOWN, SafeConsole, number
@@ -52,6 +54,7 @@ class JobFacts:
     """Ranks of one pod."""
     batch: int | None
     """Samples of a step."""
+    accuracy: AccuracyStatus
     reason: str
     """Why it is not running, by its conditions."""
 
@@ -91,8 +94,17 @@ def job_facts(job: Object) -> JobFacts:
         pod_attempt=int(status.get("podAttempt") or status.get("attempt") or 0),
         processes=int(dig(job, "spec", "trainer", "processesPerReplica") or 1),
         batch=dig(job, "spec", "data", "globalBatchSize"),
+        accuracy=_accuracy(status),
         reason=_reason(phase, status.get("conditions") or ()) if status else NOT_OBSERVED,
     )
+
+
+def _accuracy(status: Object) -> AccuracyStatus:
+    """Return predicted and measured steps; none if an operator of another version wrote what cannot be read."""
+    try:
+        return read_stored(AccuracyStatus, status.get("accuracy") or {}, "status.accuracy")[0]
+    except InvalidSpecError:
+        return AccuracyStatus()
 
 
 def condition(of: Object, kind: str) -> Object:

@@ -17,8 +17,9 @@ from dlrm_api.errors import BadDataError, DLRMError, NoInputError, NoPermissionE
 from dlrm_api.fields import Count, Figure
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
-from dlrm_api.progress import EvalMetrics, PodReport, Progress, UnixSeconds
+from dlrm_api.progress import EvalMetrics, MeasuredSteps, PodReport, Progress, UnixSeconds
 from dlrm_api.run_report import MaintenanceTimes, Profile, SizesUse, TierReport, UniqueUse
+from dlrm_api.status import AccuracyStatus, StepFigures
 from dlrm_cli.cluster.client import MAX_POLLED_PODS, METRICS_THREADS, JobClient, Object, dig
 from dlrm_cli.cluster.get import JobFacts, event_time, is_running, job_facts, moment, one_line
 from dlrm_cli.cluster.logs import PodChoice, choose_pods
@@ -98,6 +99,8 @@ class Record:
     plan: Plan | None = None
     plan_status: Mapping[str, Any] = field(default_factory=dict)
     """The plan's summary in a job's status, if the plan itself is not available."""
+    accuracy: AccuracyStatus = field(default_factory=AccuracyStatus)
+    """Steps as predicted, and as measured at the end."""
     step: int | None = None
     total_steps: int | None = None
     samples: int | None = None
@@ -193,6 +196,8 @@ def _read(workdir: WorkDir) -> Record:
     evaluations = journal.evaluations
     newest = result.eval if result is not None and result.eval is not None else next(reversed(evaluations), None)
     last = result or journal.last
+    plan, looks = _document(Plan, workdir.plan, notes), select_lines(Look, history)
+    predicted = AccuracyStatus(predicted=StepFigures.of(plan.predicted)) if plan else AccuracyStatus()
     seconds = [each.time for each in attempts] + [each.time for each in select_lines(Ended, history)]
     seconds += [steps[0].time, steps[-1].time] if steps else []
     return Record(
@@ -201,7 +206,8 @@ def _read(workdir: WorkDir) -> Record:
         state=state,
         tone=tone,
         words=words,
-        plan=_document(Plan, workdir.plan, notes),
+        plan=plan,
+        accuracy=_with_measured(predicted, looks[-1].measured if looks else None),
         step=last.step if last else None,
         samples=last.samples if last else None,
         skipped_rows=result.skipped_rows if result else 0,
@@ -217,7 +223,7 @@ def _read(workdir: WorkDir) -> Record:
         steps=steps,
         evaluations=evaluations,
         attempts=attempts,
-        looks=select_lines(Look, history),
+        looks=looks,
         snapshots=_snapshots(select_lines(Committed, history), final),
         failures=failures,
         tiers=result.tiers if result else None,
@@ -229,6 +235,10 @@ def _read(workdir: WorkDir) -> Record:
         settings=flat_settings(job.spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True)),
         environment=read_environment(workdir),
     )
+
+
+def _with_measured(known: AccuracyStatus, measured: MeasuredSteps | None) -> AccuracyStatus:
+    return known if measured is None else known.model_copy(update={"measured": StepFigures.of(measured)})
 
 
 def flat_settings(spec: Mapping[str, Any]) -> dict[str, str]:
@@ -368,6 +378,7 @@ def cluster_record(
         tone=TONES.get(facts.phase, "open"),
         words=facts.reason,
         plan_status=status.get("plan") or {},
+        accuracy=_with_measured(facts.accuracy, progress.measured if progress else None),
         step=progress.step if progress else facts.step,
         total_steps=progress.total_steps if progress else facts.total_steps,
         samples=progress.samples if progress else reported.get("samples"),

@@ -17,6 +17,7 @@ from dlrm_cli.views import (
     SIZES_COLUMNS,
     UNIQUE_COLUMNS,
     UNKNOWN,
+    accuracy_rows,
     expected_hit_rate,
     largest_unique,
     maintenance_words,
@@ -461,7 +462,7 @@ def plan_and_measured(record: Record) -> Section:
     title = "Plan against measured"
     if record.plan is None and not record.plan_status:
         return Section(title=title, words=["The plan was not recorded."])
-    rows = [_speed_row(record), *_byte_rows(record), *_rate_rows(record)]
+    rows = [_speed_row(record), *accuracy_rows(record.accuracy), *_byte_rows(record), *_rate_rows(record)]
     words = []
     if record.predicted_samples_per_s is None:
         words.append(

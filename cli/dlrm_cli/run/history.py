@@ -21,7 +21,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from dlrm_api.base import ApiModel
 from dlrm_api.errors import BadDataError, first_problem
 from dlrm_api.fields import MAX_EXACT, Count
-from dlrm_api.progress import CheckpointerProgress, Progress, SnapshotInfo, UnixSeconds
+from dlrm_api.progress import CheckpointerProgress, MeasuredSteps, Progress, SnapshotInfo, UnixSeconds
 from dlrm_cli.counters import Counted, Counts, PodFigures, metric_samples, pod_figures, sum_counts
 from dlrm_cli.run.appdef import LOOPBACK, Ports
 from dlrm_cli.run.workdir import replace_file
@@ -58,6 +58,7 @@ class Look(Counts):
     time: UnixSeconds = Field(description="When (Unix seconds).")
     attempt: int = Field(ge=1, le=MAX_EXACT, description="Attempt.")
     step: Count = Field(description="Steps done by the job.")
+    measured: MeasuredSteps | None = Field(None, description="The newest steps, without cuts, evaluations and start.")
 
 
 class Committed(ApiModel):
@@ -279,15 +280,15 @@ class Recorder:
         # Until the first step is done, the number of steps may still be that before the restore.
         if step is None or not any(counts.stages.values()):
             return
-        now = time.time()
+        now, progress = time.time(), get_progress(Progress, self._ports.trainers[0])
+        if progress is None:
+            return
         if not self._has_first_reading:
-            progress = get_progress(Progress, self._ports.trainers[0])
-            if progress is None:
-                return
             self._has_first_reading = True
             zero, first = Counts(ranks=counts.ranks), progress.restored_step or 0
             self._history.add(Look(time=now, attempt=self._attempt, step=first, **dict(zero)))
-        self._history.add(Look(time=now, attempt=self._attempt, step=step, **dict(counts)))
+        look = Look(time=now, attempt=self._attempt, step=step, measured=progress.measured, **dict(counts))
+        self._history.add(look)
 
     def _read_snapshots(self) -> None:
         port = self._ports.checkpointers[0]

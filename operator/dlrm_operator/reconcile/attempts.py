@@ -19,7 +19,7 @@ from dlrm_api.status import (
     Phase,
     ProgressStatus,
 )
-from dlrm_operator.reconcile import health
+from dlrm_operator.reconcile import accuracy, health
 from dlrm_operator.reconcile.findings import (
     Finding,
     ForeignReason,
@@ -124,6 +124,7 @@ def next_attempt(status: DLRMJobStatus, reason: str) -> dict[str, Any]:
         "restart_not_before": None,
         "pending_since": None,
         "plan": None,
+        "accuracy": None,
         "pod_attempt": None,
         "halt": None,
     }
@@ -326,6 +327,7 @@ def _end_attempt(view: JobView, outcome: AttemptOutcome) -> RuleResult:
     }
     if in_place:
         changes |= {"plan": status.plan, "pod_attempt": status.gang_created_by}
+        changes["accuracy"] = accuracy.without_measurements(status.accuracy)
     running = Finding(ConditionType.RUNNING, "False", reason, evidence.message)
     return RuleResult(findings=(running,), changes=changes).after(failure)
 

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from dlrm_api.errors import visible
 from dlrm_api.status import Condition, ConditionType, DLRMJobStatus, Phase, ProgressStatus
@@ -16,6 +16,8 @@ MAX_MESSAGE_LENGTH = 4_096
 MAX_REASON_LENGTH = 128
 MAX_EVENT_LENGTH = 1_024  # the API server refuses longer notes
 MAX_NAMES = 3
+SIGNIFICANT_DIGITS = 5
+"""Of figures that change all the time: kubectl prints every digit."""
 PROGRESS_INTERVAL = timedelta(seconds=30)
 """Figures and messages are written no more often, unless something else changes."""
 FINISHED = frozenset({Phase.SUCCEEDED, Phase.FAILED})
@@ -24,7 +26,8 @@ PHASES_WITH_THROUGHPUT = frozenset({Phase.RUNNING, Phase.SUSPENDING, Phase.SUCCE
 PASSING = frozenset({Phase.PENDING, Phase.PLANNING, Phase.SCHEDULING, Phase.RESTORING, Phase.RESTARTING})
 """Phases on the way to a gang that trains: a quick job passes several of them in a second."""
 REPORTED = (
-    "phase", "conditions", "observed_generation", "selector", "replicas", "start_time", "progress", "last_snapshot",
+    "phase", "conditions", "observed_generation", "selector", "replicas", "start_time", "progress", "accuracy",
+    "last_snapshot",
 )  # fmt: skip
 """Fields that show what was observed. No decision rests on whether they were written."""
 
@@ -324,7 +327,8 @@ def _is_due(before: DLRMJobStatus, after: DLRMJobStatus, now: datetime) -> bool:
 def _outline(status: DLRMJobStatus) -> DLRMJobStatus:
     conditions = tuple(condition.model_copy(update={"message": ""}) for condition in status.conditions)
     notes = ProgressStatus(notes=status.progress.notes) if status.progress else None
-    return status.model_copy(update={"progress": notes, "last_snapshot": None, "conditions": conditions})
+    figures = {"progress": notes, "accuracy": None, "last_snapshot": None}
+    return status.model_copy(update={**figures, "conditions": conditions})
 
 
 def _is_decisive(before: DLRMJobStatus, after: DLRMJobStatus) -> bool:
@@ -369,6 +373,15 @@ def shorten(text: str, length: int) -> str:
     mark = " [...] "
     head = (length - len(mark)) // 2
     return text[:head] + mark + text[len(text) - (length - len(mark) - head) :]
+
+
+@overload
+def rounded(figure: float) -> float: ...
+@overload
+def rounded(figure: float | None) -> float | None: ...
+def rounded(figure: float | None) -> float | None:
+    """Return a figure that changes all the time in fewer digits."""
+    return None if figure is None else float(f"{figure:.{SIGNIFICANT_DIGITS}g}")
 
 
 def noun(singular: str, things: Sequence[object]) -> str:

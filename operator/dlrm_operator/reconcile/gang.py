@@ -18,7 +18,7 @@ from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.objects import JOB_FILE, Owner, gang_service, job_document, plan_config_maps
 from dlrm_operator.manifests.pods import PodAttempt, trainer_pods
 from dlrm_operator.manifests.scheduling import KUEUE_FINALIZER, pod_groups
-from dlrm_operator.reconcile import attempts, health, outcomes, state
+from dlrm_operator.reconcile import accuracy, attempts, health, outcomes, state
 from dlrm_operator.reconcile.findings import (
     Finding,
     Reason,
@@ -125,7 +125,8 @@ def _create(view: state.JobView, plan: Plan, maps: list[Manifest] | None = None)
         return RuleResult(findings=(finding,), changes=changes, done=True)
     gang = replace(view.gang, size=plan.nodes)
     finding = _planned("True", Reason.PLANNED, "; ".join(plan.reasons[:MAX_PLAN_REASONS]))
-    planned = RuleResult(findings=(finding,), changes={"plan": plan_status(plan)})
+    changes = {"plan": plan_status(plan), "accuracy": accuracy.predicted_status(plan)}
+    planned = RuleResult(findings=(finding,), changes=changes)
     stored = tuple(_config_map_actions(view.job.key, children, attempt, maps)) if maps else ()
     outdated = tuple(_delete_outdated(view, children))
     if gang.complete or gang.whole:

@@ -20,14 +20,13 @@ from dlrm_operator.reconcile.findings import (
     Finding,
     Reason,
     RuleResult,
+    rounded,
     shorten,
     timestamp,
 )
 from dlrm_operator.reconcile.state import ContainerSeen, Gang, JobView, Observed, PodSeen, RequestStacks, StacksSeen
 
 TRAINING = frozenset(TrainerPhase) - {TrainerPhase.STARTING, TrainerPhase.RESTORING}
-SIGNIFICANT_DIGITS = 5
-"""Of figures that change all the time: kubectl prints every digit."""
 MAX_KIND_LENGTH = 32
 MAX_URI_LENGTH = 4_096
 MAX_ETA_S = 10 * 365 * 86_400
@@ -103,19 +102,15 @@ def _progress(report: Progress, straggler: StragglerStatus | None, now: datetime
         skipped_rows=report.skipped_rows,
         truncated_rows=report.truncated_rows,
         epoch=report.epoch,
-        loss=_rounded(report.loss),
-        ne=_rounded(evaluation.ne) if evaluation else None,
-        auc=_rounded(evaluation.auc) if evaluation else None,
-        samples_per_second=_rounded(report.samples_per_second),
+        loss=rounded(report.loss),
+        ne=rounded(evaluation.ne) if evaluation else None,
+        auc=rounded(evaluation.auc) if evaluation else None,
+        samples_per_second=rounded(report.samples_per_second),
         eta=timestamp(eta) if eta else None,
         straggler=straggler,
         notes=report.notes,
         time=timestamp(now),
     )
-
-
-def _rounded(figure: float | None) -> float | None:
-    return None if figure is None else float(f"{figure:.{SIGNIFICANT_DIGITS}g}")
 
 
 def _snapshot_changes(view: JobView, progress_resets: bool) -> dict[str, Any]:

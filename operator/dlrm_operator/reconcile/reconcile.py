@@ -17,7 +17,7 @@ from datetime import datetime
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.names import Label
 from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
-from dlrm_operator.reconcile import attempts, compat, findings, gang, health, outcomes, shutdown
+from dlrm_operator.reconcile import accuracy, attempts, compat, findings, gang, health, outcomes, shutdown
 from dlrm_operator.reconcile.state import Action, DeleteJob, JobView, Observed, UpdateStatus, WakeAt
 
 Rule = Callable[[JobView], findings.RuleResult]
@@ -69,7 +69,8 @@ def _results(observed: Observed, before: DLRMJobStatus, now: datetime) -> list[f
     if isinstance(observed.job.spec, InvalidSpecError):
         return [*results, *_results_without_spec(view, observed.job.spec)]
     results.append(health.report_rule(view, progress_resets=view.job.lifecycle.restart.progress_resets))
-    if results[-1].changes:
+    results.append(accuracy.accuracy_rule(view))
+    if any(result.changes for result in results[-2:]):
         view = replace(view, status=findings.fold(before, results, now))
     for rule in RULES:
         result = rule(view)

@@ -138,6 +138,25 @@ def test_an_end_that_should_have_come_is_expected_any_moment() -> None:
     assert time_left(ago(minutes=2), NOW) == "now"
 
 
+def test_predicted_and_measured_steps_stand_side_by_side() -> None:
+    accuracy = {
+        "predicted": {"stepSeconds": 0.01, "stageSeconds": {"exchange": 0.002}, "hitRates": {"ddr": 0.9, "block": 0.1}},
+        "measured": {"stepSeconds": 0.015, "stageSeconds": {"exchange": 0.007}, "hitRates": {"ddr": 0.88}},
+        "ofANewerOperator": 1,
+    }
+
+    lines = [line.split() for line in page(running_job(accuracy=accuracy)).splitlines()]
+
+    assert ["step", "(ms)", "10.000", "15.000", "150.0%"] in lines
+    assert ["step:", "exchange", "(ms)", "2.000", "7.000", "350.0%"] in lines
+    assert ["accesses", "served", "by", "ddr", "90.0%", "88.0%", "97.8%"] in lines
+    assert ["accesses", "served", "by", "block", "10.0%", "-", "-"] in lines
+
+
+def test_a_job_without_figures_of_steps_has_no_table_of_them() -> None:
+    assert "PREDICTED" not in page(running_job(accuracy={"predicted": {"stepSeconds": "of another version"}}))
+
+
 def test_a_running_job_shows_kubectls_columns_and_its_time_left() -> None:
     row = job_row(job_facts(running_job()), NOW, everywhere=True, wide=True)
 

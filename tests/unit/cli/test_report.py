@@ -16,7 +16,7 @@ import pytest
 
 from dlrm_api.errors import BadDataError, NoInputError
 from dlrm_api.names import ExitCode
-from dlrm_api.progress import EvalMetrics, Progress
+from dlrm_api.progress import EvalMetrics, MeasuredSteps, Progress
 from dlrm_api.run_report import MaintenanceTimes, UniqueUse
 from dlrm_cli import app
 from dlrm_cli.report import collect
@@ -292,13 +292,17 @@ def test_a_cluster_job_shows_its_status_and_says_what_lacks() -> None:
                 "predictedSamplesPerSecond": 40_000,
             },
             "progress": {"step": 900, "samplesPerSecond": 35_000.0, "ne": 0.81},
+            "accuracy": {"predicted": {"stepSeconds": 0.01}, "measured": {"stepSeconds": 0.011}},
             "lastFailure": failure,
             "lastSnapshot": {"step": 800, "time": "2026-11-22T09:00:00Z", "kind": "full", "bits": 8, "bytes": 5_000},
         },
     }
     events = [{"reason": "AttemptFailed", "message": "attempt 1", "lastTimestamp": "2026-11-22T08:30:00Z", "count": 2}]
     quality = EvalMetrics(log_loss=0.47, ne=0.8, auc=0.76)
-    progress = Progress(step=1_000, samples=4_000, loss=0.5, samples_per_second=36_000, evaluation=quality)
+    steps = MeasuredSteps(trained_seconds=60, step_seconds=0.012, samples_per_second=38_000, hit_rates={"ddr": 0.9})
+    progress = Progress(
+        step=1_000, samples=4_000, loss=0.5, samples_per_second=36_000, evaluation=quality, measured=steps
+    )
     looks = [Look(time=9, attempt=2, step=at, ranks=4, stages={"forward": at * 0.04}) for at in (0, 1_000)]
 
     live = cluster_record(job, events, progress, looks, ["no history"])
@@ -308,7 +312,13 @@ def test_a_cluster_job_shows_its_status_and_says_what_lacks() -> None:
     assert cells(live, "Restarts", "Failures")[0][2:5] == ["ads-trainer-1-0 on n1", "137", "OOMKilled"]
     assert cells(live, "Restarts", "Events")[0] == ["2026-11-22 08:30:00 UTC", "AttemptFailed", "attempt 1 (2 times)"]
     assert cells(live, "Time of a step", "Mean")[0] == ["forward", "10.000", "100.0%"]
-    assert cells(live, "Plan against measured", "")[0] == ["samples/s", "40,000", "36,000", "90.0%"]
+    assert cells(live, "Plan against measured", "")[:4] == [
+        ["samples/s", "40,000", "36,000", "90.0%"],
+        ["step (ms)", "10.000", "12.000", "120.0%"],
+        ["samples/s without pauses", "-", "38,000", "-"],
+        ["accesses served by ddr", "-", "90.0%", "-"],
+    ]
+    assert cells(told, "Plan against measured", "")[1] == ["step (ms)", "10.000", "11.000", "110.0%"]
     assert "the pods could not be asked" in text_of(told)
 
 

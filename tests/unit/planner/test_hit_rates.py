@@ -138,6 +138,9 @@ def test_a_plan_says_what_the_trace_expects(make_spec: MakeSpec) -> None:
     first = plan.tables[0].shards[0].tiers.levels[0]
     assert first.rows >= 100_000
     assert first.expected_hit_rate == pytest.approx(0.6)
+    # A traced row that no level holds was accessed for the first time.
+    assert sum(plan.predicted.hit_rates.values()) == pytest.approx(1, abs=1e-3)
+    assert plan.predicted.hit_rates[first.tier] >= first.expected_hit_rate
 
 
 @pytest.mark.parametrize(

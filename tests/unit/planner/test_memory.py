@@ -496,6 +496,10 @@ def test_times_of_a_gpu_are_its_own_and_misses_cross_the_link(make_spec: MakeSpe
     assert levels[0].expected_hit_rate is not None
     assert levels[0].expected_hit_rate < 1
     assert 0 < predicted.lookup_seconds["ddr"] <= 8_192 * 4 * (64 * 4 + 8) * (2 / 1e10 + 1 / 2e10)
+    assert predicted.hit_rates == pytest.approx(
+        {"hbm": levels[0].expected_hit_rate, "ddr": 1 - levels[0].expected_hit_rate}, abs=1e-3
+    )
+    assert sum(predicted.stage_seconds.values()) == pytest.approx(predicted.step_seconds)
     assert predicted.step_seconds is not None
     assert predicted.step_seconds >= predicted.lookup_seconds["hbm"] + predicted.compute_seconds
     assert predicted.samples_per_second == pytest.approx(8_192 / predicted.step_seconds)

@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_api.plan import STEP_STAGES
 from dlrm_planner.timeline import StepWork, TierWork, TrainingWork, lay_out
 
 SECONDS = st.floats(0, 10)
-WORK = st.builds(TrainingWork, **{each.name: SECONDS for each in fields(TrainingWork)})
+WORK = st.builds(TrainingWork, **{each.name: SECONDS for each in fields(TrainingWork)}).map(
+    lambda work: replace(work, collectives_s=min(work.collectives_s, work.interpreted_s))
+)
 
 
 def slower(work: TrainingWork, times: float) -> TrainingWork:
@@ -41,6 +44,24 @@ def test_a_step_takes_no_less_than_any_resource_and_no_more_than_their_sum(work:
     assert found.step_s <= (work.beside.total_s + work.read_s + work.ids_s + sum(tiers)) * (1 + 1e-9)
     assert 0 <= found.exposed_link_s <= found.training_s * (1 + 1e-9)
     assert sum(found.exposed_tiers_s.values()) <= found.step_s * (1 + 1e-9)
+
+
+@given(steps())
+def test_the_stages_of_a_step_add_up_to_it(work: StepWork) -> None:
+    found = lay_out(work)
+
+    assert set(found.stages_s) == set(STEP_STAGES)
+    assert min(found.stages_s.values()) >= -1e-9
+    assert sum(found.stages_s.values()) == pytest.approx(found.step_s)
+    assert found.stages_s["tiers"] >= sum(found.exposed_tiers_s.values()) * (1 - 1e-9)
+
+
+def test_a_step_that_waits_for_its_reader_says_so() -> None:
+    work = TrainingWork(interpreted_s=1, lookup_s=0, update_s=0, bottom_s=0, top_s=0, dense_update_s=0)
+
+    found = lay_out(StepWork(alone=work, beside=work, read_s=3))
+
+    assert found.stages_s["read"] == pytest.approx(2)
 
 
 @given(steps(), st.sampled_from([each.name for each in fields(TrainingWork)]), SECONDS)

@@ -12,7 +12,7 @@ from dlrm_trainer.data import open_reader
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
 from dlrm_trainer.embedding.checkpoint import ResidentPart
-from dlrm_trainer.learner import Learner
+from dlrm_trainer.learner import VOTES, Learner
 
 ALONE = Collectives(0, 1, lambda: "")
 
@@ -38,7 +38,8 @@ class Rank:
         prepared = self.learner.prepare(self.learner.send(batch))
         loss, gradients = self.learner.compute(prepared, self.reader.global_count(number))
         wanted, stopping = float(self.rank == 0), float(self.rank == self.world_size - 1)
-        return self.learner.apply(gradients, 1.0, None, (loss, wanted, 0.0, stopping, 1.0, 2.0))
+        votes = (loss, wanted, 0.0, stopping, 1.0, 2.0)
+        return self.learner.apply(gradients, 1.0, None, (*votes, *[0.0] * (VOTES - len(votes))))[: len(votes)]
 
 
 def diverge(collectives: Collectives, folder: Path) -> tuple[list[float], str, bool]:

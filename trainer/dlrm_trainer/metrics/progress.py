@@ -21,15 +21,16 @@ from prometheus_client.registry import Collector
 from pydantic import TypeAdapter
 
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.progress import MAX_NOTE_CHARACTERS, MAX_NOTES, EvalMetrics, Progress, TrainerPhase
+from dlrm_api.progress import MAX_NOTE_CHARACTERS, MAX_NOTES, EvalMetrics, MeasuredSteps, Progress, TrainerPhase
 from dlrm_api.run_report import HitRate, MaintenanceTimes, Profile, StageTimes
+from dlrm_api.tiers import TIERS
 from dlrm_api.training import RowOptimizerSpec, RowRegularizerSpec
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import Placement
 from dlrm_trainer.embedding.local_tables import LocalTables
 from dlrm_trainer.metrics.row_sizes import SizeMetrics, sizes_report
-from dlrm_trainer.metrics.stages import Stages, StepCounters, StepMetrics, StepProfile
+from dlrm_trainer.metrics.stages import Stages, StepCounters, StepMeter, StepMetrics, StepProfile
 from dlrm_trainer.metrics.tiers import RankCounters, SharedCounters, TierMetrics, tier_report
 from dlrm_trainer.metrics.unique_tables import UniqueMetrics, unique_report
 
@@ -312,6 +313,8 @@ class Observer:
         self._owned: LocalTables | None = None
         self._due = 0.0
         self._steps = StepCounters(rank, shared.steps[rank])
+        self.meter = StepMeter(self._steps.stage_ns)
+        self._served, self._reported = np.zeros(len(TIERS), np.int64), np.zeros(len(TIERS), np.int64)
         self._channels: Sequence[Collectives] = ()
         finish = None if device.type == "cpu" else partial(torch.cuda.synchronize, device)
         times = self._steps.stage_ns, self._steps.maintenance_ns
@@ -331,17 +334,26 @@ class Observer:
         counters = self._counters
         self._owned = owned if counters.groups or counters.unique or counters.sized else None
 
-    def stepped(self, step: int) -> None:
-        """Record the end of a step."""
+    def stepped(self, step: int) -> MeasuredSteps | None:
+        """Record the end of a step; about once a second, return the measured steps."""
         self.stages.end_step()
-        if time.monotonic() >= self._due:
-            self._copy(step)
+        if time.monotonic() < self._due:
+            return None
+        self._copy(step)
+        return self.meter.measured()
+
+    def newly_served(self) -> list[float]:
+        """Return the accesses of this rank by the tier that served them, of ``TIERS``, since the last call."""
+        found: list[float] = (self._served - self._reported).tolist()
+        self._reported = self._served
+        return found
 
     def _copy(self, step: int) -> None:
         self._due = time.monotonic() + COPY_INTERVAL_S
         self._steps.copy_from(self._channels)
         if self._owned is not None:
             self._counters.copy_from(self._owned)
+            self._served = self._counters.served_by_tier()
             if self._profile is not None:
                 self._profile.served(step, *self._counters.served())
 

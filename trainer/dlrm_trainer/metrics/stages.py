@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -12,7 +13,10 @@ from numpy.typing import NDArray
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dlrm_api.plan import STEP_STAGES, StepStage
+from dlrm_api.progress import MeasuredSteps
 from dlrm_api.run_report import HitRate, MaintenanceTimes, StageTimes
+from dlrm_api.tiers import TIERS
 from dlrm_trainer.distributed.collectives import Collectives, Traffic
 from dlrm_trainer.spans import add_span, keep_spans
 
@@ -181,6 +185,74 @@ class StepProfile(Stages):
     def hit_rates(self) -> list[HitRate]:
         """Return the newest hit rates, oldest first."""
         return list(self._rates)
+
+
+START_UP_STEPS = 20
+"""First steps of an attempt, which are not measured: kernels are loaded, and rows have their first accesses."""
+WINDOW_S = 60.0
+"""Time of training over which steps are measured."""
+PREDICTED: Mapping[StepStage, NDArray[np.int64]] = {
+    stage: np.array([number for each, number in NUMBERS.items() if each in covered])
+    for stage, covered in STEP_STAGES.items()
+}
+"""Numbers of the stages that each stage of a prediction stands for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mark:
+    """Hold the counts of one rank after a step."""
+
+    steps: int
+    samples: int
+    stage_ns: NDArray[np.int64]
+    """(stages of a prediction,)"""
+    served: NDArray[np.int64]  # (len(TIERS),)
+
+
+class StepMeter:
+    """Measure the newest steps of an attempt, without cuts, evaluations and the first steps.
+
+    ``totals`` are (stages,) int64 nanoseconds, as of ``Stages``.
+    """
+
+    def __init__(self, totals: NDArray[np.int64]) -> None:
+        self._totals = totals
+        self._steps = self._samples = 0
+        self._served = np.zeros(len(TIERS), np.int64)
+        self._marks: deque[_Mark] = deque()
+        self._trained_ns = 0
+
+    def stepped(self, samples: int, served: Sequence[float]) -> None:
+        """Count a step on ``samples``; ``served``: (len(TIERS),) accesses that each tier served since the last step."""
+        self._steps += 1
+        self._samples += samples
+        self._served += np.array(served, np.int64)
+
+    def measured(self) -> MeasuredSteps | None:
+        """Measure until now; return None during the first steps."""
+        if self._steps < START_UP_STEPS:
+            return None
+        stage_ns = np.array([int(self._totals[numbers].sum()) for numbers in PREDICTED.values()], np.int64)
+        now = _Mark(steps=self._steps, samples=self._samples, stage_ns=stage_ns, served=self._served.copy())
+        if not self._marks:
+            self._marks.append(now)
+        self._trained_ns += int((stage_ns - self._marks[-1].stage_ns).sum())
+        self._marks.append(now)
+        while len(self._marks) > 2 and (stage_ns - self._marks[1].stage_ns).sum() >= WINDOW_S * 1e9:
+            self._marks.popleft()
+        first = self._marks[0]
+        steps, spent_s = now.steps - first.steps, (stage_ns - first.stage_ns) / 1e9
+        if not steps:
+            return None
+        served, whole_s = now.served - first.served, float(spent_s.sum())
+        shares = served / max(int(served.sum()), 1)
+        return MeasuredSteps(
+            trained_seconds=self._trained_ns / 1e9,
+            step_seconds=whole_s / steps,
+            samples_per_second=(now.samples - first.samples) / max(whole_s, 1e-9),
+            stage_seconds=dict(zip(PREDICTED, (spent_s / steps).tolist(), strict=True)),
+            hit_rates={tier: share for tier, share in zip(TIERS, shares.tolist(), strict=True) if share},
+        )
 
 
 TRAFFIC: tuple[Traffic, ...] = get_args(Traffic)

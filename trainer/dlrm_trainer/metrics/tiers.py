@@ -145,6 +145,16 @@ class RankCounters:
             of_group.tables[:, :LEFT] = group.counts.T
             of_group.tables[:, LEFT:] = [(part.evicted, part.expired, part.count, part.fullest) for part in group.parts]
 
+    def served_by_tier(self) -> Words:
+        """Return the (len(TIERS),) accesses that each tier served; first accesses of rows are in none."""
+        found = np.zeros(len(TIERS), np.int64)
+        for each in self.groups:
+            first, *below = each.group.parts[0].share.levels
+            found[TIER_NUMBERS[first.tier]] += each.tables[:, HITS].sum()
+            for level, counts in zip(below, each.levels, strict=True):
+                found[TIER_NUMBERS[level.tier]] += counts[READ_ROWS]
+        return found
+
     def served(self) -> tuple[int, int]:
         """Return the accesses and hits of all tables."""
         return tuple(sum(int(each.tables[:, column].sum()) for each in self.groups) for column in (ACCESSES, HITS))  # type: ignore[return-value]

@@ -9,9 +9,23 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from dlrm_api.plan import STEP_STAGES
+from dlrm_api.tiers import TIERS
 from dlrm_trainer import spans as spans_module
 from dlrm_trainer.metrics import stages as stages_module
-from dlrm_trainer.metrics.stages import NUMBERS, STAGES, STEP, WORDS, Stages, StepCounters, StepMetrics, StepProfile
+from dlrm_trainer.metrics.stages import (
+    NUMBERS,
+    STAGES,
+    START_UP_STEPS,
+    STEP,
+    WINDOW_S,
+    WORDS,
+    Stages,
+    StepCounters,
+    StepMeter,
+    StepMetrics,
+    StepProfile,
+)
 from dlrm_trainer.spans import NEWEST_STEPS, Spans, each_spanned, keep_spans, spanned
 
 
@@ -192,3 +206,58 @@ def test_a_stage_of_a_profile_ends_when_the_gpu_has_done_its_work() -> None:
 
     assert len(waits) == 2
     assert all(each.mean_seconds >= 0.02 for each in profile.stages() if each.stage != "step")
+
+
+def test_each_stage_but_cut_and_evaluation_is_part_of_a_predicted_step() -> None:
+    covered = [stage for stages in STEP_STAGES.values() for stage in stages]
+
+    assert sorted([*covered, "cut", "evaluation"]) == sorted(STAGES)
+
+
+class MeteredSteps:
+    """Steps of which a test says how long each stage took."""
+
+    def __init__(self) -> None:
+        self.totals = np.zeros(len(STAGES), np.int64)
+        self.meter = StepMeter(self.totals)
+
+    def make(self, steps: int, served: dict[str, int] | None = None, **seconds: float) -> None:
+        for _ in range(steps):
+            for stage, spent_s in seconds.items():
+                self.totals[STAGES.index(stage)] += round(spent_s * 1e9)  # type: ignore[arg-type]
+            self.meter.stepped(100, [float((served or {}).get(tier, 0)) for tier in TIERS])
+
+
+def test_measured_steps_leave_out_start_cuts_and_evaluations() -> None:
+    run = MeteredSteps()
+    run.make(START_UP_STEPS - 1, forward=10)
+    assert run.meter.measured() is None
+    run.make(1, forward=10)
+    assert run.meter.measured() is None  # no step after the start yet
+
+    run.make(10, forward=0.25, backward=0.25, exchange=0.5, cut=3, evaluation=5)
+    found = run.meter.measured()
+
+    assert found is not None
+    assert (found.step_seconds, found.samples_per_second, found.trained_seconds) == pytest.approx((1, 100, 10))
+    assert {stage: s for stage, s in found.stage_seconds.items() if s} == pytest.approx(
+        {"compute": 0.5, "exchange": 0.5}
+    )
+    assert found.hit_rates == {}
+
+
+def test_measured_steps_are_those_of_the_last_minute() -> None:
+    run = MeteredSteps()
+    run.make(START_UP_STEPS)
+    assert run.meter.measured() is None
+    for _ in range(200):
+        run.make(1, {"ddr": 1, "block": 1}, forward=1)
+        run.meter.measured()
+    for _ in range(round(WINDOW_S / 2)):
+        run.make(1, {"ddr": 4, "block": 1}, forward=2)
+        found = run.meter.measured()
+
+    assert found is not None
+    assert found.step_seconds == pytest.approx(2)
+    assert found.hit_rates == pytest.approx({"ddr": 0.8, "block": 0.2})
+    assert found.trained_seconds == pytest.approx(200 + WINDOW_S)

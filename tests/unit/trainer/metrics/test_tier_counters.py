@@ -61,12 +61,17 @@ def trained(learner: Learner, batch: Batch) -> None:
 
 def use_of(job: DLRMJob, shape: Shape, learner: Learner) -> RankUse:
     """The report of rank 0 by way of shared memory, as a run makes it."""
-    plan = stacked_plan(job, shape)
-    placement = place(job.spec.model, plan, 1)
-    counters = RankCounters(placement, 0, SharedCounters(plan, [0]).blocks[0])
+    placement = place(job.spec.model, stacked_plan(job, shape), 1)
     learner.embeddings.settle()
+    return rank_use(placement, job.spec.training.row_optimizer, counters_of(job, shape, learner))
+
+
+def counters_of(job: DLRMJob, shape: Shape, learner: Learner) -> RankCounters:
+    """The counters of rank 0, copied to shared memory."""
+    plan = stacked_plan(job, shape)
+    counters = RankCounters(place(job.spec.model, plan, 1), 0, SharedCounters(plan, [0]).blocks[0])
     counters.copy_from(learner.embeddings.tables)
-    return rank_use(placement, job.spec.training.row_optimizer, counters)
+    return counters
 
 
 @pytest.mark.parametrize("slots", [5, 40, 150])
@@ -83,7 +88,7 @@ def test_counts_are_those_of_an_lru_cache_simulated_row_by_row(tmp_path: Path, s
         for name, rows in zip(names, torch.split(batch.values, sizes), strict=True):
             simulated[name].batch(rows.tolist())
 
-    use = use_of(job, shape, learner)
+    use, served = use_of(job, shape, learner), counters_of(job, shape, learner).served_by_tier()
     learner.embeddings.close()
     assert {table.table for table in use.tables} == {"users", "bags", "items"}
     for table in use.tables:
@@ -95,6 +100,7 @@ def test_counts_are_those_of_an_lru_cache_simulated_row_by_row(tmp_path: Path, s
     missed = sum(table.accesses - table.hits for table in use.tables)
     assert sum(level.written_rows for level in use.levels) == evicted
     assert sum(level.read_rows for level in use.levels) == missed - created
+    assert served.sum() == sum(table.accesses for table in use.tables) - created
 
 
 def one_table(folder: Path, rows: int) -> DLRMJob:
