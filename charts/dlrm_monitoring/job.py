@@ -151,6 +151,30 @@ SPEED = Row(
             ),
         ),
         Panel(
+            title="Time of a step, predicted and measured",
+            description="Of the last minute of training, without cuts and evaluations. Condition PlanAccurate is False "
+            "after ten minutes above 1.25 times the prediction. Only jobs with a HardwareProfile with rates are "
+            "predicted.",
+            unit="s",
+            queries=(
+                Query(_operator("step_seconds"), "measured"),
+                Query(_operator("predicted_step_seconds"), "predicted"),
+            ),
+        ),
+        Panel(
+            title="Stages of a step against the prediction",
+            description="Measured minus predicted time on rank 0: the highest line is the stage that differs most. "
+            "exchange includes waits for slower ranks, read waits for the reader, tiers waits for rows.",
+            unit="s",
+            queries=(
+                Query(
+                    f"max by (stage) (dlrm_operator_job_stage_seconds{{{JOB}}}) - "
+                    f"max by (stage) (dlrm_operator_job_predicted_stage_seconds{{{JOB}}})",
+                    "{{stage}}",
+                ),
+            ),
+        ),
+        Panel(
             title="Throughput of each rank without waits",
             description="Samples/s of the job if every rank were as fast as this one and none waited: "
             "the lowest line is the rank that the others wait for.",
@@ -216,6 +240,17 @@ TIERS = Row(
                     "without new rows",
                 ),
                 Query(f"sum(rate(dlrm_trainer_table_expected_hits_total{{{JOB}}}{RATE})) / {ACCESSES}", "plan"),
+            ),
+        ),
+        Panel(
+            title="Accesses served by tier, predicted and measured",
+            description="Share of accesses, first ones of rows left out, that each tier served in the last minute of "
+            "training, and as the plan predicts.",
+            unit="percentunit",
+            most=1,
+            queries=(
+                Query(f"max by (tier) (dlrm_operator_job_tier_hits_ratio{{{JOB}}})", "{{tier}} measured"),
+                Query(f"max by (tier) (dlrm_operator_job_predicted_tier_hits_ratio{{{JOB}}})", "{{tier}} predicted"),
             ),
         ),
         Panel(

@@ -37,6 +37,7 @@ class ConditionType(enum.StrEnum):
     SCHEDULED = "Scheduled"
     RUNNING = "Running"
     SNAPSHOT_HEALTHY = "SnapshotHealthy"
+    PLAN_ACCURATE = "PlanAccurate"
     SUSPENDED = "Suspended"
     RESIZED = "Resized"
     SUCCEEDED = "Succeeded"
@@ -94,6 +95,11 @@ class AccuracyStatus(ApiModel):
     predicted: StepFigures = Field(StepFigures(), description="Prediction of the plan; empty without rates.")
     measured: StepFigures | None = Field(
         None, description="The last minute of training: stages of rank 0, hit rates of all ranks."
+    )
+    slow_from_seconds: Seconds | None = Field(
+        None,
+        description="Time that the attempt had trained when steps began to take over 1.25 times their prediction (s). "
+        "Absent while they do not.",
     )
 
 

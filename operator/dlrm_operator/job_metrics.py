@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -19,7 +19,7 @@ from dlrm_api.checkpoint import DEFAULT_INTERVAL_S
 from dlrm_api.job import DLRMJob
 from dlrm_api.process import listener
 from dlrm_api.progress import CheckpointerProgress, Progress
-from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
+from dlrm_api.status import ConditionType, DLRMJobStatus, Phase, StepFigures
 from dlrm_operator.metrics import FIGURES_LEFT_OUT
 from dlrm_operator.reconcile.attempts import REQUESTED
 from dlrm_operator.reconcile.findings import find_condition, parse_timestamp
@@ -33,6 +33,7 @@ SECONDS_PER_HOUR = 3_600
 # A response takes milliseconds, but aiohttp reads nothing from a connection that it accepted just before the end.
 SHUTDOWN_TIMEOUT_S = 1.0
 EMPTY_STATUS = DLRMJobStatus()
+EMPTY_STEPS = StepFigures()
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,25 @@ def _snapshot_interval_steps(facts: JobFacts) -> float | None:
     return facts.job.spec.spec.checkpoint.interval_steps if isinstance(facts.job.spec, DLRMJob) else None
 
 
+def _measured(facts: JobFacts) -> StepFigures:
+    """Return what the running attempt measured: polled, or written if it was not polled yet."""
+    if not facts.trains:
+        return EMPTY_STEPS
+    written = facts.status.accuracy.measured if facts.status.accuracy else None
+    return StepFigures.of(facts.trainer.measured) if facts.trainer.measured else written or EMPTY_STEPS
+
+
+def _predicted(facts: JobFacts) -> StepFigures:
+    return facts.status.accuracy.predicted if facts.status.accuracy else EMPTY_STEPS
+
+
+def _plan_accurate(facts: JobFacts) -> float | None:
+    condition = find_condition(facts.status.conditions, ConditionType.PLAN_ACCURATE)
+    if not facts.trains or condition is None or condition.status == "Unknown":
+        return None
+    return condition.status == "True"
+
+
 def _cost_per_hour(facts: JobFacts) -> float | None:
     """Return the price of the nodes in use. The plan's price per sample assumes its predicted throughput."""
     plan = facts.status.plan
@@ -122,6 +142,11 @@ GAUGES: tuple[tuple[str, str, Callable[[JobFacts], float | None]], ...] = (
     ("samples_per_second", "Last reported throughput, while the job trains.", attrgetter("trainer.samples_per_second")),
     ("predicted_samples_per_second", "Throughput that the plan predicts.",
      lambda job: job.status.plan.predicted_samples_per_second if job.status.plan else None),
+    ("step_seconds", "Time of a step over the last minute of training, without cuts and evaluations.",
+     lambda job: _measured(job).step_seconds),
+    ("predicted_step_seconds", "Time of a step that the plan predicts.", lambda job: _predicted(job).step_seconds),
+    ("plan_accurate", "Condition PlanAccurate of a job that trains: 1 for True, 0 for False, absent for Unknown.",
+     _plan_accurate),
     ("evaluated_batches", "Batches of the running or last evaluation.",
      lambda job: job.trainer.evaluated_batches if job.trains else None),
     ("loss_nats", "Mean log loss of the last step.", lambda job: job.trainer.loss),
@@ -143,6 +168,19 @@ GAUGES: tuple[tuple[str, str, Callable[[JobFacts], float | None]], ...] = (
      lambda job: bool(job.checkpointer.store_error) if job.trains else None),
     ("cost_per_hour", "Price of the nodes in use, in the currency of the HardwareProfile; absent without a price.",
      _cost_per_hour),
+)  # fmt: skip
+
+
+# Name, description, label, and the function that computes the values by label.
+LABELLED: tuple[tuple[str, str, str, Callable[[JobFacts], Mapping[str, float]]], ...] = (
+    ("stage_seconds", "Time of a step's stages on rank 0 over the last minute of training.", "stage",
+     lambda job: _measured(job).stage_seconds),
+    ("predicted_stage_seconds", "Time of a step's stages that the plan predicts.", "stage",
+     lambda job: _predicted(job).stage_seconds),
+    ("tier_hits_ratio", "Share of accesses, first ones left out, that a tier served in the last minute.", "tier",
+     lambda job: _measured(job).hit_rates),
+    ("predicted_tier_hits_ratio", "Share of accesses that the plan expects a tier to serve.", "tier",
+     lambda job: _predicted(job).hit_rates),
 )  # fmt: skip
 
 
@@ -195,6 +233,13 @@ def _families(jobs: Sequence[JobFacts]) -> Iterator[Metric]:
         for each in jobs:
             if (value := _value(each, name, figure)) is not None:
                 family.add_metric([each.job.key.namespace, each.job.key.name], value)
+        yield family
+
+    for name, words, label, figures in LABELLED:
+        family = GaugeMetricFamily(f"dlrm_operator_job_{name}", words, labels=[*JOB_LABELS, label])
+        for each in jobs:
+            for which, value in sorted(figures(each).items()):
+                family.add_metric([each.job.key.namespace, each.job.key.name, which], value)
         yield family
 
 

@@ -70,6 +70,11 @@ class Reason(enum.StrEnum):
     STORE_AVAILABLE = "StoreAvailable"
     STORE_UNAVAILABLE = "StoreUnavailable"
     CHECKPOINTER_CRASH_LOOP = "CheckpointerCrashLoop"
+    # PlanAccurate
+    NOT_PREDICTED = "NotPredicted"
+    MEASURING = "Measuring"
+    AS_PREDICTED = "AsPredicted"
+    SLOWER_THAN_PREDICTED = "SlowerThanPredicted"
     # Suspended, Resized
     CHECKPOINTING = "Checkpointing"
     TERMINATING = "Terminating"
@@ -260,6 +265,9 @@ def _changes(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> Itera
     straggler = _message(after, ConditionType.RUNNING, Reason.STRAGGLER_DETECTED)
     if straggler and _straggler(after) != _straggler(before):
         yield "Warning", Reason.STRAGGLER_DETECTED, straggler
+    slower = _message(after, ConditionType.PLAN_ACCURATE, Reason.SLOWER_THAN_PREDICTED)
+    if slower and not _message(before, ConditionType.PLAN_ACCURATE, Reason.SLOWER_THAN_PREDICTED):
+        yield "Warning", Reason.SLOWER_THAN_PREDICTED, slower
     known_waits = _waits(before)
     for reason, message in _waits(after).items():
         if reason not in known_waits:

@@ -27,6 +27,8 @@ from dlrm_testing.operator.running_job import (
     POD_1,
     crash_checkpointer,
     lose_node,
+    measure,
+    predicted_job,
     report_progress,
     running,
     start_next_attempt,
@@ -113,6 +115,33 @@ def a_definition_is_newer() -> ModelCluster:
     cluster = ModelCluster()
     cluster.job["spec"]["lifecycle"]["newKnob"] = "x"
     cluster.reconcile_once()
+    return cluster
+
+
+@says(Reason.NOT_PREDICTED, "HardwareProfile", "dlrmctl profile measure")
+def a_plan_without_rates_is_trained() -> ModelCluster:
+    return running()
+
+
+@says(Reason.MEASURING, "not measured")
+def an_attempt_begins_to_train() -> ModelCluster:
+    return predicted_job()
+
+
+@says(Reason.AS_PREDICTED, "1.10x")
+def steps_take_little_longer_than_predicted() -> ModelCluster:
+    cluster = predicted_job()
+    measure(cluster, step=100, times=1.1)
+    cluster.settle()
+    return cluster
+
+
+@says(Reason.SLOWER_THAN_PREDICTED, "2.00x", "exchange")
+def steps_take_far_longer_than_predicted() -> ModelCluster:
+    cluster = predicted_job()
+    for trained_s in (60, 660):
+        measure(cluster, step=trained_s, times=2, trained_seconds=trained_s)
+        cluster.settle()
     return cluster
 
 

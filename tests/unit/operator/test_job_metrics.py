@@ -8,6 +8,7 @@ from dataclasses import replace
 import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.samples import Sample
 
 from dlrm_api.names import ANY_ADDRESS
 from dlrm_api.progress import CheckpointerProgress, EvalMetrics, Progress
@@ -67,13 +68,19 @@ class Seen:
         self.metrics = JobMetrics(self.jobs.all, {KEY: POLLED}.get, lambda: leads)
 
     def figures(self) -> dict[str, float]:
-        """Values by the names' last parts; of metrics with a phase by that."""
+        """Values by the names' last parts, with their stage or tier; of metrics with a phase by that."""
         return {
-            sample.labels.get("phase", sample.name.removeprefix("dlrm_operator_job_")): sample.value
+            _key(sample): sample.value
             for family in self.metrics.collect()
             for sample in family.samples
             if sample.labels.get("dlrm_job") == "demo" and sample.labels["namespace"] == "ads"
         }
+
+
+def _key(sample: Sample) -> str:
+    name = sample.name.removeprefix("dlrm_operator_job_")
+    more = sample.labels.get("stage", sample.labels.get("tier"))
+    return sample.labels.get("phase", name if more is None else f"{name}/{more}")
 
 
 def test_a_job_that_trains_is_shown_as_its_pods_and_its_plan_say() -> None:
@@ -111,6 +118,26 @@ def test_old_reports_of_a_job_that_does_not_train_are_not_shown() -> None:
     assert found["step"] == 90
     assert found["cost_per_hour"] == 0
     assert not {"samples_per_second", "loss_nats", "running_timestamp_seconds", "store_failing"} & set(found)
+
+
+ACCURACY = {
+    "predicted": {"stepSeconds": 0.01, "stageSeconds": {"exchange": 0.002}, "hitRates": {"ddr": 0.9, "block": 0.1}},
+    "measured": {"stepSeconds": 0.015, "stageSeconds": {"exchange": 0.007}, "hitRates": {"ddr": 0.8, "block": 0.2}},
+}
+
+
+@pytest.mark.parametrize(("truth", "shown"), [("True", 1), ("False", 0), ("Unknown", None)])
+def test_predicted_and_measured_steps_are_shown_while_a_job_trains(truth: str, shown: int | None) -> None:
+    accurate = {"type": "PlanAccurate", "status": truth, "reason": "R", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    status = {**RUNNING, "accuracy": ACCURACY, "conditions": [accurate]}
+
+    found, suspended = Seen(status).figures(), Seen({**status, "phase": "Suspended"}).figures()
+
+    assert (found["predicted_step_seconds"], found["step_seconds"]) == (0.01, 0.015)
+    assert (found["predicted_stage_seconds/exchange"], found["stage_seconds/exchange"]) == (0.002, 0.007)
+    assert (found["predicted_tier_hits_ratio/block"], found["tier_hits_ratio/block"]) == (0.1, 0.2)
+    assert found.get("plan_accurate") == shown
+    assert not {"step_seconds", "stage_seconds/exchange", "tier_hits_ratio/ddr", "plan_accurate"} & set(suspended)
 
 
 def test_gangs_that_were_replaced_by_wish_are_no_failures() -> None:

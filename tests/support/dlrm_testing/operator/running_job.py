@@ -1,15 +1,29 @@
 """Jobs of a model cluster, brought to the state that a test starts from."""
 
+from dataclasses import replace
 from typing import Any
 
-from dlrm_api.progress import Progress, TrainerPhase
-from dlrm_api.status import Condition, ConditionType, DLRMJobStatus, FailureEvidence, Phase
-from dlrm_operator.reconcile.findings import find_condition, timestamp
+from dlrm_api.hardware import parse_profile
+from dlrm_api.progress import MeasuredSteps, Progress, TrainerPhase
+from dlrm_api.status import AccuracyStatus, Condition, ConditionType, DLRMJobStatus, FailureEvidence, Phase
+from dlrm_operator.reconcile.findings import PROGRESS_INTERVAL, find_condition, timestamp
 from dlrm_operator.reconcile.state import Polled
 from dlrm_testing.operator.kubelet_double import committed_progress
 from dlrm_testing.operator.model_cluster import ModelCluster
 
 POD_0, POD_1 = "demo-trainer-1-0", "demo-trainer-1-1"
+PROFILE = parse_profile(
+    {
+        "metadata": {"name": "pool"},
+        "spec": {
+            "cpus": 4,
+            "flopsPerSecond": 1e11,
+            "tiers": {"ddr": {"bytes": "64Gi", "readBytesPerSecond": 1e10}},
+            "network": {"interNodeBytesPerSecond": 1e9},
+        },
+    }
+)
+"""Rates from which steps are predicted."""
 
 
 def status(cluster: ModelCluster) -> DLRMJobStatus:
@@ -93,3 +107,40 @@ def failure(cluster: ModelCluster) -> FailureEvidence:
     found = status(cluster).last_failure
     assert found is not None
     return found
+
+
+def predicted_job(**lifecycle: Any) -> ModelCluster:
+    """Return a cluster whose job trains by a plan that predicts its steps."""
+    cluster = ModelCluster(2, lifecycle={"restart": {"backoff": "10s", "inPlace": False}, **lifecycle})
+    cluster.profile = PROFILE
+    cluster.has_restart_rules = True
+    start_training(cluster)
+    # Figures are written again from now on.
+    cluster.pass_time(PROGRESS_INTERVAL.total_seconds())
+    return cluster
+
+
+def accuracy(cluster: ModelCluster) -> AccuracyStatus:
+    """Return predicted and measured steps; they must exist."""
+    found = status(cluster).accuracy
+    assert found is not None
+    return found
+
+
+def measure(cluster: ModelCluster, step: int, times: float, trained_seconds: float = 60.0) -> None:
+    """Let pod 0 report a step, and that steps take so many times the predicted time: all more is exchange."""
+    predicted = accuracy(cluster).predicted
+    assert predicted.step_seconds is not None
+    more_s = (times - 1) * predicted.step_seconds
+    measured = MeasuredSteps(
+        trained_seconds=trained_seconds,
+        step_seconds=times * predicted.step_seconds,
+        samples_per_second=64 / (times * predicted.step_seconds),
+        stage_seconds={**predicted.stage_seconds, "exchange": predicted.stage_seconds["exchange"] + more_s},
+        hit_rates={"ddr": 0.88, "block": 0.12},
+    )
+    report_progress(cluster, step)
+    assert cluster.polled is not None
+    assert cluster.polled.trainer is not None
+    trainer = cluster.polled.trainer.model_copy(update={"measured": measured})
+    cluster.polled = replace(cluster.polled, trainer=trainer)
