@@ -131,7 +131,9 @@ def spec_of(folder: Path, seed: int, strength: float, last_steps: int) -> DLRMJo
 def run(folder: Path, seed: int, strength: float, last_steps: int) -> Outcome:
     """Train a model, then restore it."""
     spec = spec_of(folder, seed, strength, last_steps)
-    learner = Learner(spec, place(spec.model, plan_job(spec, None), 1), Collectives(0, 1, lambda: ""))
+    plan = plan_job(spec, None)
+    spec = spec.with_virtual_shards(plan.virtual_shards)
+    learner = Learner(spec, place(spec.model, plan, 1), Collectives(0, 1, lambda: ""))
     learner.start(seed)
     with ExitStack() as stack:
         train, evaluation = (stack.enter_context(closing(open_reader(spec, name, 0, 1))) for name in ("train", "eval"))

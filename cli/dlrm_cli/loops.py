@@ -27,7 +27,7 @@ from dlrm_api.process import usable_cpus
 from dlrm_api.training import DenseOptimizerSpec
 from dlrm_api.wire import CODECS, Codec
 from dlrm_cli.run.appdef import LOOPBACK, free_ports
-from dlrm_planner import plan_job
+from dlrm_planner import plan_job, virtual_shards
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch, open_reader
 from dlrm_trainer.distributed.rendezvous import RankGroup
@@ -190,8 +190,7 @@ class Rank:
 
     def _learner(self, spec: DLRMJobSpec) -> tuple[Learner, Batch]:
         """Return a learner of this rank, and a batch for it."""
-        plan = plan_job(spec, None)
-        spec, placement = spec.with_virtual_shards(plan.virtual_shards), place(spec.model, plan, self.ranks)
+        placement = place(spec.model, plan_job(spec, None), self.ranks)
         learner = Learner(spec, placement, self._gang.collectives, id_collectives=self._gang.id_collectives)
         learner.start(spec.training.seed)
         return learner, open_reader(spec, "train", self.rank, self.ranks).read(0)
@@ -449,7 +448,7 @@ def _job(
         {"name": f"rank{rank}", "count": tables // ranks, "template": template | pin} for rank, pin in enumerate(pins)
     ]
     model = {"denseFeatures": ["I1"], "bottomMlp": [dim], "topMlp": list(top), "tableGroups": groups}
-    return parse_job(
+    spec = parse_job(
         {
             "metadata": {"name": "loops"},
             "spec": {
@@ -467,6 +466,7 @@ def _job(
             },
         }
     ).spec
+    return spec.with_virtual_shards(virtual_shards(spec))
 
 
 def main(rank: int, ranks: int, port: int, repeats: int) -> None:

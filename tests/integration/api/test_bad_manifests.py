@@ -261,7 +261,9 @@ BAD = {
     "store of another kind": job({"spec.checkpoint.uri": "gs://bucket/job"}, "spec.checkpoint"),
     "relative folder": job({"spec.checkpoint.uri": "file://snapshots"}, "spec.checkpoint"),
     "two lengths": job({"spec.training.maxSteps": 5, "spec.training.maxSamples": 5}, "spec.training"),
-    "shards that do not divide the batch": job({"spec.data.globalBatchSize": 1_000}, "spec.data"),
+    "shards that do not divide the batch": job(
+        {"spec.data.globalBatchSize": 1_000, "spec.data.virtualShards": 64}, "spec.data"
+    ),
     "snapshots of another job by ftp": job({"spec.checkpoint.restoreFrom": "ftp://host/x"}, "spec.checkpoint"),
     "deltas to a relative path": job({"spec.checkpoint.publish": {"uri": "deltas"}}, "spec.checkpoint.publish"),
     "deltas among the snapshots": job(
@@ -305,9 +307,15 @@ BAD = {
         "spec.trainer.cache.lookahead",
         "spec.trainer.cache.lookahead in body should be less than or equal to 8",
     ),
-    "more ranks than shards": job({"spec.trainer.replicas": 33, "spec.trainer.processesPerReplica": 2}, "spec"),
+    "more ranks than shards": job(
+        {"spec.data.virtualShards": 64, "spec.trainer.replicas": 33, "spec.trainer.processesPerReplica": 2}, "spec"
+    ),
+    "more ranks than samples of a batch": job(
+        {"spec.data.globalBatchSize": 65, "spec.trainer.replicas": 33, "spec.trainer.processesPerReplica": 2}, "spec"
+    ),
     "a smallest gang of more ranks than shards": job(
         {
+            "spec.data.virtualShards": 64,
             "spec.trainer.auto": {"min": 33, "max": 99, "targetSamplesPerSecond": 0},
             "spec.trainer.processesPerReplica": 2,
         },

@@ -41,7 +41,7 @@ def test_memory_of_an_earlier_run_is_available_once_it_has_ended(
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(document))
     root, held = tmp_path / "work", []
 
-    def plan(job: DLRMJob, _hardware: Path | None, _virtual_shards: int | None) -> None:
+    def plan(job: DLRMJob, _hardware: Path | None, _virtual_shards: int | None = None) -> None:
         held.append(has_processes(root))
         raise InfeasiblePlanError("spec.trainer", [f"{job.metadata.name} is not to run"])
 
