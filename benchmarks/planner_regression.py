@@ -5,7 +5,7 @@ has both interpreters plan them, has each rate the plans of both by its own cost
 plan is slower than the old one by more than a percent by either measure, or a feasible problem became infeasible.
 
 A worker runs under the interpreter of its checkout and reads this file by its path, so it imports ``dlrm_api`` and
-``dlrm_planner`` only. Checkouts from before ``dlrm_planner.estimate.rate_plan`` are rated by their ``predict`` module.
+``dlrm_planner`` only. Plans are rated by checkouts of today's interfaces, and by 31b3638's ``predict`` module.
 """
 
 from __future__ import annotations
@@ -200,10 +200,10 @@ def rate(problem: dict[str, Any], document: dict[str, Any]) -> float:
         spec = spec.with_replicas(plan.world_size // plan.processes_per_node)
     profile = rated_profile(problem)
     try:
-        predict: Any = importlib.import_module("dlrm_planner.predict")
+        importlib.import_module("dlrm_planner.question")
     except ModuleNotFoundError:
         return _rate_by_estimate(spec, profile, plan, traces)
-    return _rate_by_predict(predict, spec, profile, plan, traces)
+    return _rate_by_predict(importlib.import_module("dlrm_planner.predict"), spec, profile, plan, traces)
 
 
 def _read_shards(plan: Plan) -> tuple[list[int], list[int], list[int], dict[int, list[tuple[Any, int]]]]:
@@ -235,24 +235,33 @@ def _rate_by_estimate(spec: DLRMJobSpec, profile: HardwareProfile, plan: Plan, t
     from dlrm_planner.choose import read_problem
     from dlrm_planner.estimate import estimate, read_costs
     from dlrm_planner.hit_rates import table_hit_rates
-    from dlrm_planner.stacks import read_stacks
+    from dlrm_planner.stacks import map_entries, read_stacks
     from dlrm_planner.tiers import TierAssignment
-    from dlrm_planner.types import Levels, Placement, ShardOption, cut_tables
+    from dlrm_planner.types import Levels, Placement, ShardOption, cut_tables, take
 
     problem = read_problem(spec, profile, traces)
     replicated, placed, ranks, levels = _read_shards(plan)
     options = _read_options(
-        plan, placed, lambda kind, ranks, edges: ShardOption(kind=kind, ranks=ranks, edges=edges, reason="")
+        plan,
+        placed,
+        lambda kind, ranks, edges: ShardOption(kind=kind, ranks=np.array(ranks), edges=np.array(edges), reason=""),
     )
     shards, where = cut_tables(problem.tables, placed, options), np.array(ranks, np.int64)
     placement = Placement(
         replicated=tuple(replicated), options=options, shards=shards, ranks=where, method="", imbalance=1.0
     )
-    rates = table_hit_rates(problem).of(shards)
+    # Every shard with levels is a group of its own.
+    held, each = np.array(sorted(levels), np.int64), take(shards.shapes, shards.shape)
+    group = np.full(len(where), -1)
+    group[held] = np.arange(len(held))
+    rates = table_hit_rates(problem).of(each)
+    entries = map_entries(shards, where, spec.world_size)
     tiers = TierAssignment(
-        levels={k: Levels(top[1], tuple(below), top[0]) for k, (top, *below) in levels.items()},
-        stacks=read_stacks(spec, shards, rates, problem.caps, where, problem.device),
-        hit_rates=rates,
+        group=group,
+        levels=tuple(Levels(top[1], tuple(below), top[0]) for top, *below in (levels[k] for k in held.tolist())),
+        shapes=take(each, held),
+        stacks=take(read_stacks(spec, each, rates, problem.caps, entries, problem.device), held),
+        hit_rates=take(rates, held),
     )
     costs = read_costs(spec, profile, problem.device, problem.tables)
     return estimate(problem, costs, placement, tiers).step_s

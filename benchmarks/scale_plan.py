@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -73,14 +74,14 @@ def planning(size: str, is_quick: bool, *, sharding: str | None = None) -> Itera
         tables, ranks = tables // 10, ranks // 8
     spec, profile = job(tables, ranks, sharding), node()
     tell(f"{tables} tables on {ranks} ranks, sharding {sharding or 'of the planner'}: one thread")
-    marks = [time.process_time()]
+    marks, before = [time.process_time()], _peak_rss_mib()
 
     def lap() -> float:
         marks.append(time.process_time())
         return marks[-1] - marks[-2]
 
     plan = plan_job(spec, profile)
-    plan_s = lap()
+    plan_s, after = lap(), _peak_rss_mib()
     parts = plan_to_parts(plan)
     write_s = lap()
     plan_from_parts(parts)
@@ -96,8 +97,16 @@ def planning(size: str, is_quick: bool, *, sharding: str | None = None) -> Itera
             "json_bytes": len(plan.model_dump_json()),
             "stored_bytes": sum(map(len, parts.values())),
             "ranges": sum(len(table.ranges) for table in plan.tables),
+            "shards": sum(each.ranks for table in plan.tables for each in table.ranges),
+            "peak_rss_mib": after,
+            "peak_rss_before_mib": before,
         },
     )
+
+
+def _peak_rss_mib() -> float:
+    """Return the peak memory of this process so far: run one result at a time to see its own."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def starting(tables: int, is_quick: bool) -> Iterator[Result]:
@@ -140,6 +149,8 @@ def starting(tables: int, is_quick: bool) -> Iterator[Result]:
 RESULTS = {
     **{f"plan/{size}": partial(planning, size) for size in MAX_PLAN_S},
     "plan/1000x1024/table-row": partial(planning, "1000x1024", sharding="table-row"),
+    "plan/1000x1024/row": partial(planning, "1000x1024", sharding="row"),
+    "plan/5000x1024/row": partial(planning, "5000x1024", sharding="row"),
     "plan/start/1000": partial(starting, 1_000),
     "plan/start/5000": partial(starting, 5_000),
 }

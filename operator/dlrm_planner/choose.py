@@ -422,7 +422,7 @@ class _Attempt:
             if options is None or isinstance(options, TableShortage):
                 continue
             partitioner = Partitioner(tables, costs, capacity, options)
-            least_s = float(partitioner.items.seconds.sum()) / costs.world_size + self._fixed_s
+            least_s = partitioner.total_s / costs.world_size + self._fixed_s
             self._bound_s = min(self._bound_s, least_s)
             for placement in partitioner.placements(strategy.name, strategy.methods):
                 self.placed = True

@@ -19,8 +19,8 @@ from dlrm_planner.estimate import CostModel
 from dlrm_planner.tables import ELEMENT_BYTES, NO_PIN, Tables
 from dlrm_planner.types import Capacity, Indices, ShardOption, cut_tables
 
-MAX_SHARDS = 2**16
-"""Shards of all tables: the planner gives each a rank and levels of its own."""
+MAX_SHARDS = 2**23
+"""Shards of all tables: a placement takes some 30 bytes for each, and a search holds a few placements."""
 MAX_REPLICA_BYTES = 4 * 2**20
 """Largest table that is replicated without a pin: its gradient is cleared and summed in each step, within the cache."""
 MAX_REPLICA_HOST_S = 3e-3
@@ -177,14 +177,16 @@ class OptionBuilder:
         """Take an option of a table, if there is one."""
         if option is None:
             return
-        shards, ranks = cut_tables(self.tables, (i,), {i: option}), np.array(option.ranks)
+        shards, ranks = cut_tables(self.tables, (i,), {i: option}), option.ranks
         self.options[i] = option
-        np.add.at(self.load, ranks, self.costs.of_shards(shards))
-        np.subtract.at(self.free, ranks // self.sharing, np.array(self.capacity.measure(shards), np.int64))
+        # No rank has two parts.
+        self.load[ranks] += self.costs.of_shapes(shards.shapes)[shards.shape]
+        np.subtract.at(self.free, ranks // self.sharing, self.capacity.measure(shards.shapes)[shards.shape])
 
     def put(self, i: int, rank: int) -> None:
         """Place a whole table on a rank."""
-        self.options[i] = ShardOption(kind="table", ranks=(rank,), edges=(0, self.tables.specs[i].held_rows), reason="")
+        edges = np.array((0, self.tables.specs[i].held_rows))
+        self.options[i] = ShardOption(kind="table", ranks=np.array([rank]), edges=edges, reason="")
         self.load[rank] += self.costs.whole_s[i]
         self.free[rank // self.sharing] -= self.capacity.held[i]
 
@@ -244,11 +246,11 @@ class OptionBuilder:
             nodes, per = np.unique(ranks // self.sharing, return_counts=True)
             units, most = units_of(table, kind), self.max_units(i, nodes, per, reserve)
             sizes = _even(units, len(ranks))
-            if (np.add.reduceat(np.array(sizes, np.int64), per.cumsum() - per) <= most).all():
+            if (np.add.reduceat(sizes, per.cumsum() - per) <= most).all():
                 return _row_option(table, np.sort(ranks), sizes, kind, reason)
             got = spread_rows(units, per, most)
             if got is not None:
-                sizes = [size for rows, count in zip(got, per.tolist(), strict=True) for size in _even(rows, count)]
+                sizes = np.concatenate([_even(rows, count) for rows, count in zip(got, per.tolist(), strict=True)])
                 return _row_option(table, np.sort(ranks), sizes, kind, reason)
         return None
 
@@ -294,7 +296,8 @@ class OptionBuilder:
         if (option := self._columns(i, allowed[:count], reason)) is None:
             return None
         free, taken, ranks = self.free.copy(), np.zeros(self.world_size, bool), list[int]()
-        for held in self.capacity.measure(cut_tables(self.tables, (i,), {i: option})):
+        shards = cut_tables(self.tables, (i,), {i: option})
+        for held in self.capacity.measure(shards.shapes)[shards.shape].tolist():
             open_ = allowed[(free[allowed // self.sharing] >= held) & ~taken[allowed]]
             if not len(open_):
                 return None
@@ -302,7 +305,7 @@ class OptionBuilder:
             taken[rank] = True
             free[rank // self.sharing] -= held
             ranks.append(rank)
-        return replace(option, ranks=tuple(ranks))
+        return replace(option, ranks=np.array(ranks))
 
     def _columns(self, i: int, ranks: Indices, reason: str) -> ShardOption | None:
         table = self.tables.specs[i]
@@ -310,7 +313,7 @@ class OptionBuilder:
         if len(ranks) < 2 or blocks < 2:
             return None
         edges = edges_of(table, "column", _even(blocks, len(ranks)))
-        return ShardOption(kind="column", ranks=tuple(ranks.tolist()), edges=edges, reason=reason)
+        return ShardOption(kind="column", ranks=ranks, edges=edges, reason=reason)
 
     def is_too_large(self, i: int) -> bool:
         """Return whether not even an empty node holds a table whole."""
@@ -389,23 +392,20 @@ def spread_rows(rows: int, weights: Indices, most: Indices) -> list[int] | None:
     return got.tolist()
 
 
-def edges_of(table: TableSpec, kind: ShardKind, sizes: Sequence[int]) -> tuple[int, ...]:
+def edges_of(table: TableSpec, kind: ShardKind, sizes: Indices) -> Indices:
     """Return the edges of consecutive parts of so many rows, buckets or column blocks."""
-    ends, unit = np.cumsum(sizes).tolist(), table.unit_rows
-    return (0, *(table.block_edges[end] if kind == "column" else end * unit for end in ends))
+    ends = np.append(0, np.cumsum(sizes))
+    return np.array(table.block_edges)[ends] if kind == "column" else ends * table.unit_rows
 
 
-def _even(count: int, parts: int) -> list[int]:
+def _even(count: int, parts: int) -> Indices:
     """Return the sizes of even parts, as a ``ShardRange`` has them."""
-    return [(part + 1) * count // parts - part * count // parts for part in range(parts)]
+    return np.diff(np.arange(parts + 1) * count // parts)
 
 
-def _row_option(
-    table: TableSpec, ranks: Indices, sizes: Sequence[int], kind: ShardKind, reason: str
-) -> ShardOption | None:
+def _row_option(table: TableSpec, ranks: Indices, sizes: Indices, kind: ShardKind, reason: str) -> ShardOption | None:
     """Return consecutive ranges of these sizes, for ranks with rows; None if one rank holds all."""
-    held = [(rank, size) for rank, size in zip(ranks.tolist(), sizes, strict=True) if size]
+    held = np.flatnonzero(sizes)
     if len(held) < 2:
         return None
-    edges = edges_of(table, kind, [size for _, size in held])
-    return ShardOption(kind=kind, ranks=tuple(rank for rank, _ in held), edges=edges, reason=reason)
+    return ShardOption(kind=kind, ranks=ranks[held], edges=edges_of(table, kind, sizes[held]), reason=reason)

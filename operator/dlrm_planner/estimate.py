@@ -34,7 +34,7 @@ from dlrm_planner.tables import (
     step_flops,
 )
 from dlrm_planner.tiers import TierAssignment
-from dlrm_planner.types import Estimate, Floats, Indices, Placement, Problem, Shards, Timed
+from dlrm_planner.types import Estimate, Floats, Indices, Placement, Problem, Shapes, Timed
 
 Each = Floats | float
 NARROW_ROWS = 2**31
@@ -158,9 +158,9 @@ class CostModel:
         sent_s = self.byte_s * self.sent_bytes(table, share, width, blocks)
         return self.lookup_s(table, share, width) + self.part_s[table] * blocks + sent_s
 
-    def of_shards(self, shards: Shards) -> Floats:
-        """Return the (N,) seconds of shards on their rank."""
-        return self.total_s(shards.table, shards.share, shards.width, shards.blocks)
+    def of_shapes(self, shapes: Shapes) -> Floats:
+        """Return the (S,) seconds of a shard of each shape on its rank."""
+        return self.total_s(shapes.table, shapes.share, shapes.width, shapes.blocks)
 
     @cached_property
     def whole_s(self) -> Floats:
@@ -209,23 +209,21 @@ class CostModel:
 
     def estimate(self, placement: Placement) -> Estimate:
         """Estimate a step of a placement with all rows in the first level."""
-        shards, ranks = placement.shards, placement.ranks
-        looked_up = self.lookup_s(shards.table, shards.share, shards.width)
-        looked_up = looked_up + self.part_s[shards.table] * shards.blocks
-        sent_s = self.byte_s * self.sent_bytes(shards.table, shards.share, shards.width, shards.blocks)
-        on_host, lookups = self.on_host[shards.table], dict[Tier, Timed]()
+        shapes = placement.shards.shapes
+        looked_up = self.lookup_s(shapes.table, shapes.share, shapes.width)
+        looked_up = looked_up + self.part_s[shapes.table] * shapes.blocks
+        sent_s = self.byte_s * self.sent_bytes(shapes.table, shapes.share, shapes.width, shapes.blocks)
+        on_host, lookups = self.on_host[shapes.table], dict[Tier, Timed]()
         # Replicated tables are in the memory of the device that computes.
         home: Tier = "hbm" if "hbm" in self.lookup_is_stated else "ddr"
         for tier, stated in self.lookup_is_stated.items():
             if tier != home and not on_host.any():
                 continue
             own_s = self.replica_s(placement.replicated) if tier == home else 0.0
-            lookups[tier] = Timed(self._slowest(ranks, looked_up * (on_host == (tier == "ddr"))) + own_s, stated)
-        exchange = Timed(self._slowest(ranks, sent_s) + self.reduce_s(placement.replicated), self.link_is_stated)
-        return Estimate(compute=self.compute, lookups=lookups, exchange=exchange)
-
-    def _slowest(self, ranks: Indices, seconds: Floats) -> float:
-        return float(np.bincount(ranks, weights=seconds, minlength=self.world_size).max())
+            here = looked_up * (on_host == (tier == "ddr"))
+            lookups[tier] = Timed(float(placement.by_rank(here, self.world_size).max()) + own_s, stated)
+        exchange_s = float(placement.by_rank(sent_s, self.world_size).max()) + self.reduce_s(placement.replicated)
+        return Estimate(compute=self.compute, lookups=lookups, exchange=Timed(exchange_s, self.link_is_stated))
 
 
 def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Device, tables: Tables) -> CostModel:
@@ -351,19 +349,22 @@ def moved_rows(problem: Problem, placement: Placement, tiers: TierAssignment) ->
     both cross the link between their GPU and the host, one each way.
     """
     hit_rates, stacks = tiers.hit_rates, tiers.stacks
-    # Rows read, their bytes, bytes that cross.
+    # Rows read, their bytes, bytes that cross: (3, G) by group of shards.
     found: dict[Tier, Floats] = {}
     for i, levels in tiers.stacked.items():
-        rank, held, record = int(placement.ranks[i]), levels.slots, float(stacks.record[i])
+        held, record = levels.slots, float(stacks.record[i])
         for place, (tier, rows) in enumerate(levels.below, start=1):
             first, held = hit_rates.hits_at(i, held), held + rows
             until = float(hit_rates.accesses[i]) if place == len(levels.below) else hit_rates.hits_at(i, held)
             missed = max(until - first, 0.0)
             missed = missed if missed > MIN_MISS_SHARE * until else 0.0
-            sums = found.setdefault(tier, np.zeros((3, problem.spec.world_size)))
             crossed = missed * record if levels.first == "hbm" else 0.0
-            sums[:, rank] += missed, missed * record, crossed
-    return {tier: Moved(*sums) for tier, sums in found.items()}
+            found.setdefault(tier, np.zeros((3, len(tiers.levels))))[:, i] = missed, missed * record, crossed
+    world_size = problem.spec.world_size
+    return {
+        tier: Moved(*(tiers.by_rank(each, placement.ranks, world_size) for each in moved))
+        for tier, moved in found.items()
+    }
 
 
 def _misses(problem: Problem, placement: Placement, tiers: TierAssignment) -> dict[Tier, Timed]:

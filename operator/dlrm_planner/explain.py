@@ -36,8 +36,7 @@ def explain_plan(
     """Give the reasons of a plan: where ranks compute, sharding, balance, tiers, hand-off, memory."""
     problem, placement = found.problem, found.placement
     spec, tables = problem.spec, problem.tables
-    kinds = zip(placement.shards.table.tolist(), placement.shards.kinds, strict=True)
-    whole = [i for i, kind in kinds if kind == "table"]
+    whole = [i for i in np.unique(placement.shards.shapes.table).tolist() if i not in placement.options]
     return (
         f"{spec.world_size} ranks on {_count(spec.replicas, 'node')}: {_count(len(whole), 'table')} whole on one rank "
         f"each, {len(placement.options)} split over several, {len(placement.replicated)} replicated on every rank",
@@ -65,8 +64,11 @@ def _device(found: Solution) -> Iterator[str]:
     if found.problem.device == "cpu":
         return
     yield "ranks compute on GPUs, one for each process: dense parameters, replicas and slots are in HBM"
-    host = [] if found.tiers is None else found.placement.shards.table[~found.tiers.stacks.on_device].tolist()
-    if host:
+    if found.tiers is None:
+        return
+    # A shard without levels is on the host.
+    on_device = np.append(found.tiers.stacks.on_device, False)[found.tiers.group]
+    if host := np.unique(found.placement.shards.table[~on_device]).tolist():
         yield f"pinned to the host, and looked up there: {_names(found.problem.tables, host)}"
 
 
@@ -87,7 +89,7 @@ def _splits(spec: DLRMJobSpec, tables: Tables, options: Options) -> Iterator[str
         how = "by columns" if option.kind == "column" else "by rows"
         if option.kind == "table-row":
             how += f" inside node {option.ranks[0] // spec.trainer.processes_per_replica}"
-        yield f"table {tables.specs[i].name} is split {how} over {_ranks(option.ranks)}: {option.reason}"
+        yield f"table {tables.specs[i].name} is split {how} over {_ranks(option.ranks.tolist())}: {option.reason}"
     if (more := len(options) - MAX_NAMED_TABLES) > 0:
         yield f"{_count(more, 'more table')} {'is' if more == 1 else 'are'} split: see the plan's shards"
 
@@ -102,44 +104,50 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _balance(found: Solution) -> Iterator[str]:
-    placement, problem, shards = found.placement, found.problem, found.placement.shards
+    placement, problem, shapes = found.placement, found.problem, found.placement.shards.shapes
     if problem.spec.world_size == 1:
         return
     balance = f"largest over mean cost (lookups and exchange) of a rank: {placement.imbalance:.4f}"
     yield f"placed by {placement.method}; {balance}"
-    seconds = found.costs.of_shards(shards)
-    mean = float(seconds.sum()) / problem.spec.world_size
+    seconds = found.costs.of_shapes(shapes)
+    mean = float((seconds * shapes.count).sum()) / problem.spec.world_size
     if len(seconds) and seconds.max() > BOTTLENECK_RATIO * mean > 0:
         largest = int(np.argmax(seconds))
-        part = "alone" if shards.kinds[largest] == "table" else "with one of its shards"
+        part = "with one of its shards" if int(shapes.table[largest]) in placement.options else "alone"
         costs = f"costs {seconds.max() / mean:.2f} times the mean of a rank: it is the bottleneck"
-        yield f"table {shards.spec(largest).name} {part} {costs}"
+        yield f"table {shapes.spec(largest).name} {part} {costs}"
 
 
 def _tiers(found: Solution) -> Iterator[str]:
     """Say where the rows of stacks are, and the accesses that slots serve, by group of like tables."""
     if found.tiers is None or not found.tiers.levels:
         return
-    rates, levels_of, shards = found.tiers.hit_rates, found.tiers.levels, found.placement.shards
+    rates, levels_of, shapes = found.tiers.hit_rates, found.tiers.levels, found.tiers.shapes
     tables, groups = found.problem.tables, dict[tuple[Tier, ...], list[int]]()
-    for i, levels in sorted(levels_of.items()):
+    group_of, shards = found.tiers.group, found.placement.shards
+    firsts = np.unique(group_of, return_index=True)[1][-len(levels_of) :]
+    # Levels count even parts as the largest.
+    rows_of = np.bincount(group_of + 1, weights=shards.shapes.rows[shards.shape])[1:]
+    for i in np.argsort(firsts).tolist():
+        levels = levels_of[i]
         groups.setdefault(tuple(tier for tier, _ in levels.each) if levels.below else (), []).append(i)
     if in_hbm := groups.pop((), []):
-        named = shards.table[in_hbm].tolist()
+        named = shapes.table[in_hbm].tolist()
         yield f"{_count(len(set(named)), 'table')} whole in HBM: {_names(tables, named)}"
     for (first, *below), group in groups.items():
-        rows = sum(int(shards.rows[i]) for i in group)
-        accesses = max(sum(float(rates.accesses[i]) for i in group), 1e-300)
-        slots = sum(levels_of[i].slots for i in group)
-        hits = sum(rates.hits_at(i, levels_of[i].slots) for i in group)
+        count = [int(shapes.count[i]) for i in group]
+        rows = int(rows_of[group].sum())
+        accesses = max(_total(count, (float(rates.accesses[i]) for i in group)), 1e-300)
+        slots = _total(count, (levels_of[i].slots for i in group))
+        hits = _total(count, (rates.hits_at(i, levels_of[i].slots) for i in group))
         served = f"which are expected to serve {hits / accesses:.1%} of accesses"
         kept = [f"{slots / rows:.1%} in slots in {first.upper()}, {served}"]
-        held = [sum(levels_of[i].below[place][1] for i in group) for place in range(len(below))]
+        held = [_total(count, (levels_of[i].below[place][1] for i in group)) for place in range(len(below))]
         kept += [f"space for {size / rows:.1%} in {tier}" for tier, size in zip(below, held, strict=True)]
-        named = shards.table[group].tolist()
+        named = shapes.table[group].tolist()
         counted = _count(len(set(named)), "table")
         yield f"{counted} with levels, {_names(tables, named)}: of {rows} rows {', '.join(kept)}"
-    whole = len(tables.specs) - len(set(shards.table[list(levels_of)].tolist()))
+    whole = len(tables.specs) - len(set(shapes.table.tolist()))
     if whole and found.problem.device == "cpu":
         yield f"{_count(whole, 'table')} whole in DDR: there a byte spares most reads of slower tiers"
     if found.stacked:
@@ -149,10 +157,11 @@ def _tiers(found: Solution) -> Iterator[str]:
 
 
 def _directories(found: Solution) -> Iterator[str]:
-    sizes, tables = found.placement.shards.directory_bytes, found.problem.tables
+    shapes, tables = found.placement.shards.shapes, found.problem.tables
     if unique := [i for i, table in enumerate(tables.specs) if table.is_unique]:
-        share = sum(sizes) / sum(tables.specs[i].rows for i in unique)
-        taken = f"{human(sum(sizes))} of DDR over all nodes, {share:.1f} bytes for each of their rows"
+        size = int(_total(shapes.count.tolist(), shapes.directory_bytes.tolist()))
+        share = size / sum(tables.specs[i].rows for i in unique)
+        taken = f"{human(size)} of DDR over all nodes, {share:.1f} bytes for each of their rows"
         named = f"{_count(len(unique), 'table')} of unique ids, {_names(tables, unique)}"
         shared = any(tables.specs[i].embedding.shared_rows for i in unique)
         more = ", and shared rows" if shared else ","
@@ -161,14 +170,16 @@ def _directories(found: Solution) -> Iterator[str]:
 
 def _sizes(found: Solution) -> Iterator[str]:
     """Say what rows of several sizes take, and what they would take with all columns."""
-    shards, tables, taken, plain = found.placement.shards, found.problem.tables, 0, 0
+    shapes, tables, taken, plain = found.placement.shards.shapes, found.problem.tables, 0, 0
     if not (sized := [i for i, table in enumerate(tables.specs) if table.has_sizes]):
         return
-    for shard, rows in enumerate(shards.rows.astype(np.int64).tolist()):
-        slabs = shards.spec(shard).slab_bytes(tables.block_state_bytes[shards.table[shard]])
+    for shape, (rows, count) in enumerate(
+        zip(shapes.rows.astype(np.int64).tolist(), shapes.count.tolist(), strict=True)
+    ):
+        slabs = shapes.spec(shape).slab_bytes(tables.block_state_bytes[shapes.table[shape]])
         if slabs is not None:
-            taken += slabs.planned(rows)
-            plain += rows * slabs.plain_row
+            taken += count * slabs.planned(rows)
+            plain += count * rows * slabs.plain_row
     named = f"{_count(len(sized), 'table')} with rows of several sizes, {_names(tables, sized)}"
     yield (
         f"{named}: rows take at most {human(taken)} over all nodes, {taken / plain:.1%} of what they take with all "
@@ -201,6 +212,11 @@ def _memory(problem: Problem, ranks: Sequence[RankPlan]) -> str:
         givers = "HardwareProfile, trainer.tierBudgets.ddr or trainer.resources.limits.memory"
         return f"{taken}; not checked against memory: no {givers} is given"
     return f"{taken}, of {human(problem.limit.size)}: {problem.limit.source}"
+
+
+def _total(counts: Iterable[int], amounts: Iterable[float]) -> float:
+    """Return the sum over all shards of what each shard of some groups has; of integers it is exact."""
+    return sum(count * amount for count, amount in zip(counts, amounts, strict=True))
 
 
 def _count(number: int, what: str) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from decimal import Decimal
 
+import numpy as np
+
 from dlrm_api.checkpoint import INCREMENT_CHUNK_BYTES
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.fields import parse_bytes
@@ -289,7 +291,7 @@ def ddr_capacity(problem: Problem, replicated: Sequence[int], *, other_bytes: in
         held=tables.held_bytes if limit else (0,) * len(tables.specs),
         free=free,
         sharing=spec.trainer.processes_per_replica,
-        measure=lambda shards: shards.held_bytes if limit else (0,) * len(shards.kinds),
+        measure=lambda shapes: shapes.held_bytes if limit else np.zeros(len(shapes.table), np.int64),
         extra=tuple(
             sizes.CUT_HEADER_BYTES * (len(table.block_edges) - 1) + step
             for table, step in zip(tables.specs, tables.max_range_bytes, strict=True)

@@ -6,9 +6,9 @@ Source: Karmarkar & Karp, "The differencing method of set partitioning", 1982 (L
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,9 @@ class Items:
     held_bytes: Indices
     """(N,) bytes taken from the memory of the rank's node."""
     allowed: tuple[tuple[int, ...], ...]
-    """Indices that may take the item; empty for any."""
+    """Ranks that may take the item; empty for any."""
+    load: Floats
+    """(W,) seconds of each rank before it gets items."""
     node: Indices
     """(W,) node of each rank; a rank with its own memory is a node here."""
     free: Indices
@@ -40,7 +42,7 @@ class Items:
 
     def loads(self, ranks: Indices) -> Floats:
         """Return the seconds of each rank, (W,)."""
-        load = np.zeros(len(self.node))
+        load = self.load.copy()
         np.add.at(load, ranks, self.seconds)
         return load
 
@@ -83,7 +85,7 @@ def largest_differences(items: Items) -> Indices:
     """
     ranks = np.zeros(len(items.seconds), np.int64)
     bound = [i for i in _order(items, items.seconds, items.held_bytes) if items.allowed[i]]
-    fixed = np.zeros(len(items.node))
+    fixed = items.load.copy()
     for i in bound:
         ranks[i] = min(items.allowed[i], key=lambda rank: (fixed[rank], rank))
         fixed[ranks[i]] += items.seconds[i]
@@ -149,17 +151,10 @@ def _order(items: Items, first: NDArray[np.generic], second: NDArray[np.generic]
 
 
 def _place(items: Items, order: list[int], *, by_free: bool) -> Indices | PartitionFailure:
-    load, free = np.zeros(len(items.node)), items.free.copy()
+    load, free = items.load.copy(), items.free.copy()
     ranks = np.zeros(len(items.seconds), np.int64)
     everywhere = np.arange(len(items.node))
-    # Items of one rank come first in the order; they need no choice, and splits over all ranks make many of them.
-    fixed = list(takewhile(lambda i: len(items.allowed[i]) == 1, order))
-    ranks[fixed] = [items.allowed[i][0] for i in fixed]
-    np.subtract.at(free, items.node[ranks[fixed]], items.held_bytes[fixed])
-    if fixed and free.min() < 0:
-        return _first_failure(items, ranks, fixed)
-    np.add.at(load, ranks[fixed], items.seconds[fixed])
-    for i in order[len(fixed) :]:
+    for i in order:
         allowed = np.array(items.allowed[i], np.int64) if items.allowed[i] else everywhere
         there = free[items.node[allowed]]
         open_ = there >= items.held_bytes[i]
@@ -173,16 +168,6 @@ def _place(items: Items, order: list[int], *, by_free: bool) -> Indices | Partit
         load[ranks[i]] += items.seconds[i]
         free[items.node[ranks[i]]] -= items.held_bytes[i]
     return ranks
-
-
-def _first_failure(items: Items, ranks: Indices, fixed: Sequence[int]) -> PartitionFailure:
-    free = items.free.copy()
-    for i in fixed:
-        node = items.node[ranks[i]]
-        if free[node] < items.held_bytes[i]:
-            return PartitionFailure(i, int(ranks[i]), int(free[node]))
-        free[node] -= items.held_bytes[i]
-    raise AssertionError("some node holds too much")
 
 
 def repair(items: Items, ranks: Indices) -> Indices | None:
@@ -272,32 +257,78 @@ class Partitioner:
     def __init__(self, tables: Tables, costs: CostModel, capacity: Capacity, options: Options) -> None:
         self.tables, self.costs, self.capacity, self._options = tables, costs, capacity, options
         self.shards = cut_tables(tables, capacity.placed, options)
-        self.items = Items(
-            seconds=costs.of_shards(self.shards),
-            held_bytes=np.array(capacity.measure(self.shards), np.int64),
-            allowed=self.shards.allowed,
-            node=np.arange(costs.world_size, dtype=np.int64) // capacity.sharing,
-            free=np.array(capacity.free, np.int64),
-        )
+        self.seconds = costs.of_shapes(self.shards.shapes)
+        """(S,) seconds of a shard of each shape."""
+        self._held = capacity.measure(self.shards.shapes)
+        self._node = np.arange(costs.world_size, dtype=np.int64) // capacity.sharing
         self.failure: TableShortage | None = None  # why a partitioner found no placement
+
+    @cached_property
+    def total_s(self) -> float:
+        """Return the seconds of all shards."""
+        return float(self.seconds[self.shards.shape].sum())
+
+    def fits(self, ranks: Indices) -> bool:
+        """Return whether no node holds more than it may."""
+        return bool((self._free_left(self.shards.shape, ranks) >= 0).all())
+
+    def _free_left(self, shape: Indices, ranks: Indices) -> Indices:
+        left = np.array(self.capacity.free, np.int64)
+        np.subtract.at(left, self._node[ranks], self._held[shape])
+        return left
 
     def placements(self, strategy: str, methods: tuple[str, ...]) -> Iterator[Placement]:
         """Yield the placements by these partitioners that fit, the best balanced first."""
+        shards, ranks = self.shards, self.shards.ranks.copy()
+        is_open = ranks < 0
+        fixed, open_ = np.flatnonzero(~is_open), np.flatnonzero(is_open)
+        shape = shards.shape[open_]
+        items = Items(
+            seconds=self.seconds[shape],
+            held_bytes=self._held[shape],
+            allowed=tuple(shards.allowed.get(i, ()) for i in shards.table[open_].tolist()),
+            load=np.bincount(
+                ranks[fixed], weights=self.seconds[shards.shape[fixed]], minlength=self.costs.world_size
+            ).astype(np.float64),
+            node=self._node,
+            free=self._free_left(shards.shape[fixed], ranks[fixed]),
+        )
+        if len(fixed) and items.free.min() < 0:
+            self.failure = self._too_large(fixed)
+            return
         found = []
-        for method in methods:
-            ranks = METHODS[method](self.items)
-            if isinstance(ranks, PartitionFailure):
-                table, shard = int(self.shards.table[ranks.item]), None
-                if self.shards.kinds[ranks.item] != "table":
-                    shard = int(self.items.held_bytes[ranks.item])
-                self.failure = self.capacity.shortage(table, ranks.rank, ranks.free, shard=shard)
-            elif ranks is not None:
-                found.append(self.place(ranks, f"{strategy}, {method}"))
+        # Without a choice all partitioners find the same.
+        for method in methods if len(open_) else methods[:1]:
+            chosen = METHODS[method](items)
+            if isinstance(chosen, PartitionFailure):
+                table = int(shards.table[open_[chosen.item]])
+                self.failure = self.capacity.shortage(table, chosen.rank, chosen.free)
+            elif chosen is not None:
+                ranks[open_] = chosen
+                found.append(self.place(ranks.copy(), f"{strategy}, {method}"))
         yield from sorted(found, key=lambda each: each.imbalance)
+
+    def _too_large(self, fixed: Indices) -> TableShortage:
+        """Name the first of these shards, the largest first, that its node has too little memory for."""
+        shards, held = self.shards, self._held[self.shards.shape[fixed]]
+        order = fixed[np.lexsort((-self.seconds[shards.shape[fixed]], -held))]
+        node = self._node[shards.ranks[order]]
+        by_node = np.argsort(node, kind="stable")
+        node, taken = node[by_node], self._held[shards.shape[order[by_node]]]
+        before = np.cumsum(taken) - taken
+        before -= before[np.searchsorted(node, node)]
+        left = np.array(self.capacity.free, np.int64)[node] - before
+        k = int(np.flatnonzero(left < taken)[np.argmin(by_node[left < taken])])
+        shard = int(order[by_node[k]])
+        table, size = int(shards.table[shard]), None
+        if (option := self._options.get(table)) is not None and option.kind != "table":
+            size = int(taken[k])
+        return self.capacity.shortage(table, int(shards.ranks[shard]), int(left[k]), shard=size)
 
     def place(self, ranks: Indices, method: str) -> Placement:
         """Return the placement on these ranks."""
-        load = self.items.loads(ranks) + self.costs.replica_s(self.capacity.replicated)
+        own = np.bincount(ranks, weights=self.seconds[self.shards.shape], minlength=self.costs.world_size)
+        load = own + self.costs.replica_s(self.capacity.replicated)
         mean = float(load.mean())
         return Placement(
             replicated=self.capacity.replicated,

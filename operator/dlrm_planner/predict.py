@@ -19,7 +19,7 @@ from dlrm_planner.rates import CollectiveKind, HostRates
 from dlrm_planner.tables import ELEMENT_BYTES, dense_layers, dense_parameters, largest_slice, pair_values
 from dlrm_planner.tiers import TierAssignment
 from dlrm_planner.timeline import StepWork, TierWork, Timeline, TrainingWork, lay_out
-from dlrm_planner.types import Estimate, Floats, Indices, Levels, Placement, Problem, Timed
+from dlrm_planner.types import Estimate, Floats, Levels, Placement, Problem, Timed
 
 SECONDS_PER_HOUR = 3_600
 COLLECTIVES, RANK_S = 6, 2e-5
@@ -44,7 +44,7 @@ class Solution:
 
     @cached_property
     def stacked(self) -> Mapping[int, Levels]:
-        """Return the shards with rows that move between levels."""
+        """Return the groups of shards with rows that move between levels."""
         return self.tiers.stacked if self.tiers else {}
 
     @cached_property
@@ -124,19 +124,19 @@ def step_work(found: Solution) -> StepWork:
 
 def _training(found: Solution, rates: HostRates) -> TrainingWork:
     problem, costs, placement = found.problem, found.costs, found.placement
-    spec, model, shards = problem.spec, problem.spec.model, placement.shards
+    spec, model, shapes = problem.spec, problem.spec.model, placement.shards.shapes
     samples, world_size, replicated = largest_slice(spec), spec.world_size, np.array(placement.replicated, np.int64)
-    rank = int(_by_rank(costs.of_shards(shards), placement.ranks, world_size).argmax())
-    own = np.flatnonzero(placement.ranks == rank)
-    table = shards.table[own]
-    host, ids = costs.on_host[table], costs.ids[table] * shards.share[own]
-    values = float((ids * shards.width[own])[host].sum())
+    rank = int(placement.by_rank(costs.of_shapes(shapes), world_size).argmax())
+    own = placement.shards.shape[placement.ranks == rank]
+    table = shapes.table[own]
+    host, ids = costs.on_host[table], costs.ids[table] * shapes.share[own]
+    values = float((ids * shapes.width[own])[host].sum())
     copies = replicated[costs.on_host[replicated]]
     of_host = float(ids[host].sum() + costs.ids[copies].sum() / world_size)
     values += float((costs.ids[copies] * costs.dims[copies]).sum()) / world_size
     # A GPU's lookups and updates are one term.
-    device_s = float((ids * costs.element_s[table] * shards.width[own])[~host].sum())
-    parts = float(shards.blocks[own].sum())
+    device_s = float((ids * costs.element_s[table] * shapes.width[own])[~host].sum())
+    parts = float(shapes.blocks[own].sum())
     interpreted_s = rates.step_s + rates.part_s * parts + float(costs.replica_host_s(replicated).sum())
     collectives_s = COLLECTIVES * rates.empty_collective_s if world_size > 1 else 0.0
     if not costs.rates.has_own_step:
@@ -160,22 +160,21 @@ def _training(found: Solution, rates: HostRates) -> TrainingWork:
 def _exchange(found: Solution, rates: HostRates) -> dict[str, float]:
     """Return the seconds of messages of vectors, of their gradients, and of sums, by fields of ``TrainingWork``."""
     spec, costs, placement = found.problem.spec, found.costs, found.placement
-    shards, communication, table = placement.shards, spec.training.communication, placement.shards.table
+    shapes, communication = placement.shards.shapes, spec.training.communication
+    table = shapes.table
     lookups = costs.ids[table] / np.maximum(costs.bags[table], 1)
-    here = costs.bags[table] * (1 - (1 - shards.share) ** lookups)
-    values = here * shards.width
+    here = costs.bags[table] * (1 - (1 - shapes.share) ** lookups)
+    values = here * shapes.width
     pooled, gradients = (
         float(
-            _by_rank(
-                here * (codec.value_bytes * shards.width + codec.row_bytes * shards.blocks),
-                placement.ranks,
-                spec.world_size,
+            placement.by_rank(
+                here * (codec.value_bytes * shapes.width + codec.row_bytes * shapes.blocks), spec.world_size
             ).max()
         )
         * costs.away
         for codec in (CODECS[communication.forward], CODECS[communication.backward])
     )
-    most = float(_by_rank(values, placement.ranks, spec.world_size).max())
+    most = float(placement.by_rank(values, spec.world_size).max())
     packed_s = most * (rates.pack_s(communication.forward) + rates.pack_s(communication.backward))
     reduced = costs.dense_bytes + ELEMENT_BYTES * float(costs.table_elements[list(placement.replicated)].sum())
     return {
@@ -222,25 +221,21 @@ def page_reads(found: Solution, moved: Moved) -> Floats:
     """
     assert found.tiers is not None
     rates, ranks = found.tiers.hit_rates, found.placement.ranks
-    returning = np.zeros((len(found.placement.ranks), len(AGES) - 1))
+    returning = np.zeros((len(found.tiers.levels), len(AGES) - 1))
     for i, levels in found.stacked.items():
         if levels.below[-1][0] != "block":
             continue
         held = levels.slots + sum(rows for _, rows in levels.below[:-1])
         missed = max(float(rates.accesses[i]) - rates.hits_at(i, held), 0.0)
         returning[i] = np.diff(np.interp(held + AGES * missed, rates.rows[i], rates.hits[i]))
-    of_ranks = np.zeros((found.problem.spec.world_size, len(AGES) - 1))
-    np.add.at(of_ranks, ranks, returning)
+    world_size = found.problem.spec.world_size
+    of_ranks = np.stack([found.tiers.by_rank(each, ranks, world_size) for each in returning.T], axis=1)
     rows, size = np.maximum(moved.rows, 1e-300), np.maximum(moved.bytes, 1e-300)
     per_page = BLOCK_PAGE_BYTES * rows / size
     steps = np.diff(AGES)
     wanted = of_ranks / rows[:, None] / steps
     pages = (size / BLOCK_PAGE_BYTES)[:, None] * steps * -np.expm1(-np.maximum(per_page, 1.0)[:, None] * wanted)
     return np.asarray(np.where(moved.rows > 0, pages.sum(axis=1), 0.0))
-
-
-def _by_rank(amounts: Floats, ranks: Indices, world_size: int) -> Floats:
-    return np.asarray(np.bincount(ranks, weights=amounts, minlength=world_size), np.float64)
 
 
 def _defaults(found: Solution) -> tuple[str, ...]:
@@ -275,7 +270,7 @@ def missing_rates(spec: DLRMJobSpec, profile: HardwareProfile | None, plan: Plan
         missing.append(f"{'tiers.ddr' if devices is None else 'devices.hbm'}.readBytesPerSecond")
     if plan.predicted.communication_seconds is None:
         missing.append(f"network.{'inter' if spec.replicas > 1 else 'intra'}NodeBytesPerSecond")
-    used = {level.tier for table in plan.tables for shard in table.shards for level in shard.tiers.levels[1:]}
+    used = {level.tier for table in plan.tables for each in table.ranges for level in each.tiers.levels[1:]}
     untimed = used - set(plan.predicted.lookup_seconds)
     if untimed and devices is not None and not devices.host_bytes_per_second:
         missing.append("devices.hostBytesPerSecond")

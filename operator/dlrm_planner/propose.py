@@ -193,12 +193,13 @@ class _Filling:
         return found if sum(each for each in left if each > 0) >= self._small_s else None
 
     def _option(self, i: int, parts: Sequence[tuple[int, int]], *, by_columns: bool) -> ShardOption:
-        table, ranks, builder = self._specs[i], tuple(rank for rank, _ in parts), self._builder
+        table, builder = self._specs[i], self._builder
+        ranks, sizes = np.array(parts, np.int64).T
         if len(parts) == 1:
-            return ShardOption(kind="table", ranks=ranks, edges=(0, table.held_rows), reason="")
+            return ShardOption(kind="table", ranks=ranks, edges=np.array((0, table.held_rows)), reason="")
         inside = builder.nodes > 1 and ranks[0] // builder.processes == ranks[-1] // builder.processes
         kind: ShardKind = "column" if by_columns else "table-row" if inside else "row"
-        edges = edges_of(table, kind, [size for _, size in parts])
+        edges = edges_of(table, kind, sizes)
         return ShardOption(kind=kind, ranks=ranks, edges=edges, reason=builder.balance_reason(i, self._total_s))
 
 
@@ -226,7 +227,7 @@ def pack(proposer: Proposer, to_beat_s: float) -> Options | TableShortage:  # no
         builder.add(i, option)
     if int(builder.free.min()) < 0:
         node = int(np.argmin(builder.free))
-        there = (i for i, option in builder.options.items() if node in {rank // sharing for rank in option.ranks})
+        there = (i for i, option in builder.options.items() if (option.ranks // sharing == node).any())
         largest = max(there, key=held.__getitem__)
         return capacity.shortage(largest, node * sharing, max(0, held[largest] + int(builder.free[node])))
     return builder.options
@@ -333,36 +334,34 @@ def level_edges(partitioner: Partitioner, placement: Placement) -> Placement | N
 
     Seconds are taken to grow with the rows of a range, or with the column blocks of a group.
     """
-    costs, shards, ranks = partitioner.costs, placement.shards, placement.ranks
-    options = _level_options(placement, partitioner.items.seconds, costs.world_size)
+    costs, shards = partitioner.costs, placement.shards
+    options = _level_options(placement, partitioner.seconds[shards.shape], costs.world_size)
     if options == placement.options:
         return None
     levelled = Partitioner(partitioner.tables, costs, partitioner.capacity, options)
-    home = dict(zip(shards.table.tolist(), ranks.tolist(), strict=True))
-    chosen = [
-        allowed[0] if i in options else home[i]
-        for i, allowed in zip(levelled.shards.table.tolist(), levelled.shards.allowed, strict=True)
-    ]
-    better = levelled.place(np.array(chosen, np.int64), placement.method)
-    fits = levelled.items.fits(better.ranks)
-    return better if fits and costs.estimate(better).fast_s < costs.estimate(placement).fast_s else None
+    home = np.zeros(len(partitioner.tables.specs), np.int64)
+    home[shards.table] = placement.ranks
+    is_split = np.zeros(len(home), bool)
+    is_split[list(options)] = True
+    table = levelled.shards.table
+    better = levelled.place(np.where(is_split[table], levelled.shards.ranks, home[table]), placement.method)
+    is_faster = costs.estimate(better).fast_s < costs.estimate(placement).fast_s
+    return better if is_faster and levelled.fits(better.ranks) else None
 
 
 def _level_options(placement: Placement, seconds: Floats, world_size: int) -> Options:
-    options, shards, found = placement.options, placement.shards, dict(placement.options)
+    options, table, found = placement.options, placement.shards.table, dict(placement.options)
     load = np.bincount(placement.ranks, weights=seconds, minlength=world_size)
     # Shards are in the order of their tables.
-    starts = np.searchsorted(shards.table, list(options))
-    ends = np.searchsorted(shards.table, list(options), side="right")
-    own = {i: np.arange(start, end) for i, start, end in zip(options, starts.tolist(), ends.tolist(), strict=True)}
+    starts = np.searchsorted(table, list(options)).tolist()
+    ends = np.searchsorted(table, list(options), side="right").tolist()
+    own = {i: slice(start, end) for i, start, end in zip(options, starts, ends, strict=True)}
     for i in sorted(options, key=lambda i: -float(seconds[own[i]].sum())):
-        option, mine = options[i], own[i]
+        option, mine = options[i], seconds[own[i]]
         if option.reason in (PINNED, TOO_MANY_ROWS):
             continue
-        table = shards.spec(int(mine[0]))
-        units = units_of(table, option.kind)
-        where = np.array(option.ranks, np.int64)
-        others, total = load[where] - seconds[mine], float(seconds[mine].sum())
+        spec, where, total = placement.shards.shapes.tables.specs[i], option.ranks, float(mine.sum())
+        units, others = units_of(spec, option.kind), load[where] - mine
         shares = _pour(others, total) / total if total > 0 else np.zeros(len(where))
         ends_ = np.rint(np.cumsum(shares) * units).astype(np.int64)
         sizes = np.diff(ends_, prepend=0)
@@ -370,8 +369,7 @@ def _level_options(placement: Placement, seconds: Floats, world_size: int) -> Op
         if kept.sum() < 2 or ends_[-1] != units:
             continue
         load[where] = others + shares * total
-        edges = edges_of(table, option.kind, sizes[kept].tolist())
-        found[i] = replace(option, ranks=tuple(where[kept].tolist()), edges=edges)
+        found[i] = replace(option, ranks=where[kept], edges=edges_of(spec, option.kind, sizes[kept]))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Count the bytes of shards as stacks of levels: dlrm_api.tiers' arithmetic over all shards at once."""
+"""Count the bytes of shards as stacks of levels: dlrm_api.tiers' arithmetic over all shapes at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Device
 from dlrm_api.tiers import FILE_TIERS, TIERS, Tier
 from dlrm_planner.tables import NO_PIN, Tables
-from dlrm_planner.types import Floats, HitRates, Indices, Levels, Shards
+from dlrm_planner.types import Floats, HitRates, Indices, Levels, Shapes, Shards
 
 META_BYTES: Mapping[Tier, float] = {
     tier: tiers.PLACE_META_BYTES if TIERS[tier].byte_addressable else tiers.BLOCK_PLACE_META_BYTES * tiers.BLOCK_SLACK
@@ -31,7 +31,7 @@ IN_HBM, UNPINNED, IN_DDR = -3, -2, -1
 
 @dataclass(frozen=True, kw_only=True)
 class Stacks:
-    """Hold (N,) bytes of each shard as a stack, and whole in DDR.
+    """Hold (N,) bytes of shards as stacks, and whole in DDR.
 
     The slots of a shard are in DDR, or ``on_device`` in the HBM of its rank's GPU, with their metadata in DDR.
     """
@@ -107,40 +107,40 @@ class Stacks:
 
 def read_stacks(
     spec: DLRMJobSpec,
-    shards: Shards,
+    shapes: Shapes,
     rates: HitRates,
     caps: Mapping[Tier, int],
-    ranks: Indices | None = None,
+    entries: Floats,
     device: Device = "cpu",
 ) -> Stacks:
-    """Size every shard for the available slow tiers; ``ranks`` of the shards, if they have any yet.
+    """Size a shard of every shape for the available slow tiers.
 
-    Shards of one rank with the same row type share a stack, and a map of many rows needs wider entries.
+    ``entries`` are bytes of a row's map entry: of :func:`expected_entries`, or of :func:`map_entries`.
 
     Raises:
         InvalidSpecError: a table is pinned to a tier that a pod does not have, or to two places.
     """
-    rows, blocks = shards.rows, shards.blocks
-    row = np.array(shards.row_bytes, np.float64)
+    rows, blocks = shapes.rows, shapes.blocks
+    row = shapes.row_bytes.astype(np.float64)
     ways = spec.trainer.cache.ways
-    pin = shards.by_table(lambda i: _pin(shards.tables, i, caps)).astype(np.int64)
+    pin = shapes.by_table(lambda i: _pin(shapes.tables, i, caps)).astype(np.int64)
     on_device = (pin <= UNPINNED) & (device == "cuda")
     record, slot = row + blocks * tiers.COUNTER_BYTES, np.where(on_device, 0.0, row) + blocks * tiers.SLOT_META_BYTES
     dearest = max((META_BYTES[tier] for tier in caps), default=0.0)
     meta = np.array([*(META_BYTES[tier] for tier in FILE_TIERS), dearest])[np.maximum(pin, -1)]
     middle = sum(list(caps.values())[:-1])
-    batch, ahead, specs = spec.data.global_batch_size, spec.trainer.cache.lookahead, shards.tables.specs
+    batch, ahead, specs = spec.data.global_batch_size, spec.trainer.cache.lookahead, shapes.tables.specs
     # Batches in flight may need slots besides the planned ones.
-    in_flight = shards.by_table(
+    in_flight = shapes.by_table(
         lambda i: tiers.extra_slots(specs[i].held_rows, specs[i].max_lookups * len(specs[i].sources), batch, ahead)
     )
     extra = np.minimum(rows, in_flight)
     scratch = np.where(on_device, extra, np.ceil(rates.accesses)) * (pin != IN_HBM)
     least = np.ceil(rates.min_rows / max(ways, 1)) * max(ways, 1)
-    whole = np.array(shards.held_bytes, np.float64)
-    cut_parts = whole - np.array(shards.resident_bytes, np.float64)
-    directory = np.array(shards.directory_bytes, np.float64)
-    entry = _map_entries(shards, ranks, spec.world_size) + tiers.CHANGED_BYTES
+    whole = shapes.held_bytes.astype(np.float64)
+    cut_parts = whole - shapes.resident_bytes
+    directory = shapes.directory_bytes.astype(np.float64)
+    entry = entries + tiers.CHANGED_BYTES
     return Stacks(
         rows=rows,
         blocks=blocks,
@@ -163,24 +163,30 @@ def read_stacks(
         # Middle tiers hold as many of the smallest records as fit, or all rows.
         between=math.ceil(
             (tiers.PLACE_META_BYTES + tiers.ORDER_META_BYTES)
-            * min(middle / float((record / blocks).min(initial=np.inf)), float((rows * blocks).sum()))
+            * min(middle / float((record / blocks).min(initial=np.inf)), float((rows * blocks * shapes.count).sum()))
         ),
         pin=pin,
         ways=ways,
     )
 
 
-def _map_entries(shards: Shards, ranks: Indices | None, world_size: int) -> Floats:
-    """Return the (N,) bytes of a row's map entry; shards of a rank with rows of one kind are one stack.
+def expected_entries(shapes: Shapes, world_size: int) -> Floats:
+    """Return the (S,) bytes of a row's map entry of shards without ranks.
 
-    Until shards have ranks, each rank is taken to have its share of all rows of a kind, and a little more.
+    Shards of a rank with rows of one kind are one stack, and a map of many rows needs wider entries. Each rank is taken
+    to have its share of all rows of a kind, and a little more.
     """
-    kind, own = shards.tables.kinds[shards.table], shards.rows * shards.blocks
-    if ranks is not None:
-        kind = kind * world_size + ranks
-    together = np.bincount(kind, weights=own)[kind]
-    rows = np.maximum(own, together * IMBALANCE_FACTOR / world_size) if ranks is None else together
-    return _by_value(np.asarray(rows, np.float64), tiers.map_entry_bytes)
+    kind, own = shapes.tables.kinds[shapes.table], shapes.rows * shapes.blocks
+    together = np.bincount(kind, weights=own * shapes.count)[kind]
+    return _by_value(np.maximum(own, together * IMBALANCE_FACTOR / world_size), tiers.map_entry_bytes)
+
+
+def map_entries(shards: Shards, ranks: Indices, world_size: int) -> Floats:
+    """Return the (N,) bytes of a row's map entry of shards on their ranks, as if even parts were equal."""
+    shapes = shards.shapes.evened()
+    stack = shapes.tables.kinds[shapes.table][shards.shape] * world_size + ranks
+    rows = np.asarray(np.bincount(stack, weights=(shapes.rows * shapes.blocks)[shards.shape]), np.float64)
+    return np.asarray(_by_value(rows, tiers.map_entry_bytes)[stack])
 
 
 def _by_value(values: Floats, function: Callable[[int], float]) -> Floats:

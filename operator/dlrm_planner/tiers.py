@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dlrm_api.tiers import CLASS_BUFFER_BYTES, FILE_TIERS, MAX_LINKED_SLOTS, TIER_BUFFER_BYTES, Tier
 from dlrm_planner.hit_rates import Demand, Filled, fill, table_hit_rates
 from dlrm_planner.memory import ddr_capacity, fixed_pod_bytes
-from dlrm_planner.stacks import IN_DDR, UNPINNED, Stacks, read_stacks, stack_classes
+from dlrm_planner.stacks import IN_DDR, UNPINNED, Stacks, expected_entries, map_entries, read_stacks, stack_classes
 from dlrm_planner.tables import replica_bytes
 from dlrm_planner.types import (
     UNBOUNDED,
@@ -31,7 +31,7 @@ from dlrm_planner.types import (
     Levels,
     Placement,
     Problem,
-    Shards,
+    Shapes,
     TableShortage,
     TierShortage,
     cut_tables,
@@ -212,16 +212,26 @@ def _levels(stacks: Stacks, shard: int, slots: float, above: float, below: tuple
 
 @dataclass(frozen=True, kw_only=True)
 class TierAssignment:
-    """Hold the levels of all shards of a placement that are not whole in DDR."""
+    """Hold the levels of all shards of a placement that are not whole in DDR, by group of equal ones."""
 
-    levels: Mapping[int, Levels]
-    stacks: Stacks
-    hit_rates: HitRates
+    group: Indices
+    """(N,) group of each shard; -1 if all its rows are in DDR."""
+    levels: tuple[Levels, ...]  # (G,)
+    shapes: Shapes
+    """(G,) of the shards of a group; even parts of a table count as the larger ones."""
+    stacks: Stacks  # (G,)
+    hit_rates: HitRates  # (G,)
 
-    @property
+    @cached_property
     def stacked(self) -> Mapping[int, Levels]:
-        """Return the shards with rows that move between levels."""
-        return {shard: levels for shard, levels in self.levels.items() if levels.below}
+        """Return the groups with rows that move between levels."""
+        return {group: levels for group, levels in enumerate(self.levels) if levels.below}
+
+    def by_rank(self, amounts: Floats, ranks: Indices, world_size: int) -> Floats:
+        """Return the (W,) sums of what a shard of each group has, (G,)."""
+        has_levels = self.group >= 0
+        weights = amounts[self.group[has_levels]]
+        return np.asarray(np.bincount(ranks[has_levels], weights=weights, minlength=world_size), np.float64)
 
 
 def buffer_bytes(problem: Problem) -> int:
@@ -238,16 +248,18 @@ class TierPlanner:
         self._problem, self._curves = problem, table_hit_rates(problem)
         self._processes = problem.spec.trainer.processes_per_replica
         self._buffers = buffer_bytes(problem) * self._processes
-        self._whole, _ = self._size(cut_tables(problem.tables, range(len(problem.tables.specs)), {}))
+        self._whole = self._size(cut_tables(problem.tables, range(len(problem.tables.specs)), {}).shapes)
         """Every table as one shard."""
         self._shortage: TableShortage | TierShortage | None = None
         """Why the last placement did not fit."""
         self._min_shortage: TierShortage | None = None
         """The smallest shortage of all placements so far."""
 
-    def _size(self, shards: Shards, ranks: Indices | None = None) -> tuple[Stacks, HitRates]:
-        problem, rates = self._problem, self._curves.of(shards)
-        return read_stacks(problem.spec, shards, rates, problem.caps, ranks, problem.device), rates
+    def _size(self, shapes: Shapes) -> Stacks:
+        """Size shards that have no rank yet."""
+        problem, evened = self._problem, shapes.evened()
+        entries = expected_entries(evened, problem.spec.world_size)
+        return read_stacks(problem.spec, evened, self._curves.of(evened), problem.caps, entries, problem.device)
 
     def capacities(self, replicated: Ints) -> Iterator[Capacity]:
         """Yield the capacities to place shards by, in order, until a placement fits."""
@@ -261,7 +273,7 @@ class TierPlanner:
             held=_rounded_up(needs(self._whole)),
             free=free,
             sharing=self._problem.spec.world_size // len(free),
-            measure=lambda shards: _rounded_up(needs(self._size(shards)[0])),
+            measure=lambda shapes: np.ceil(needs(self._size(shapes))).astype(np.int64),
             extra=_rounded_up(extra),
             tier=tier,
         )
@@ -317,34 +329,54 @@ class TierPlanner:
             yield self._capacity(replicated, (SCALE,) * world_size, partial(parts, total), extra * SCALE + 2)
 
     def assign(self, placement: Placement) -> TierAssignment | None:
-        """Assign levels to a placement's shards; None if some pod's tiers do not hold them."""
-        problem, found = self._problem, dict[int, Levels]()
-        stacks, rates = self._size(placement.shards, placement.ranks)
-        min_ddr, min_hbm, hbm = stacks.min_ddr(bool(problem.caps)), stacks.min_hbm(), self._hbm(placement.replicated)
-        taken = np.bincount(placement.ranks, weights=min_hbm, minlength=1)
-        if float(taken.max()) > hbm + len(min_hbm):
-            which = np.flatnonzero(placement.ranks == int(np.argmax(taken)))
-            self._shortage = replace(_table_shortage(placement, which, min_hbm, hbm), tier="hbm")
+        """Assign levels to a placement's shards; None if some pod's tiers do not hold them.
+
+        Pods with equal shards get equal levels.
+        """
+        problem, ranks, hbm = self._problem, placement.ranks, self._hbm(placement.replicated)
+        shapes, form, entries = _forms(placement, problem.spec.world_size)
+        rates = self._curves.of(shapes)
+        stacks = read_stacks(problem.spec, shapes, rates, problem.caps, entries, problem.device)
+        min_ddr, min_hbm = stacks.min_ddr(bool(problem.caps)), stacks.min_hbm()
+        taken = np.bincount(ranks, weights=min_hbm[form], minlength=1)
+        if float(taken.max()) > hbm + len(form):
+            which = np.flatnonzero(ranks == int(np.argmax(taken)))
+            self._shortage = replace(_table_shortage(placement, which, min_hbm[form], hbm), tier="hbm")
             return None
-        for pod in range(problem.spec.replicas):
-            which = placement.on_pod(pod, self._processes)
+        known: dict[tuple[bytes, bytes, float], Indices] = {}
+        groups: dict[tuple[int, Levels], int] = {}
+        group = np.full(len(form), -1)
+        for pod, which in enumerate(placement.on_pods(self._processes, problem.spec.replicas)):
             ddr = self._ddr(placement.replicated, pod, stacks.between)
             if ddr < 0:
                 self._shortage = self._empty_shortage(pod, ddr)
                 return None
-            # Maps of all shards of a rank may be wider than the map of each alone: a byte of rounding for each.
-            if float(min_ddr[which].sum()) > ddr + len(which):
-                self._shortage = _table_shortage(placement, which, min_ddr, ddr)
-                return None
-            ranks = placement.ranks[which]
-            levels = tier_tables(ranks, take(stacks, which), take(rates, which), hbm, ddr, problem.caps)
-            if isinstance(levels, TierShortage):
-                self._shortage, known = levels, self._min_shortage
-                if known is None or (levels.tier == known.tier and levels.missing < known.missing):
-                    self._min_shortage = levels
-                return None
-            found |= {int(which[k]): each for k, each in levels.items()}
-        return TierAssignment(levels=found, stacks=stacks, hit_rates=rates)
+            of_pod, local = form[which], ranks[which] - pod * self._processes
+            # Ranks share all tiers but HBM.
+            key = (of_pod.tobytes(), local.tobytes() if problem.device == "cuda" else b"", ddr)
+            if key not in known:
+                # Maps of all shards of a rank may be wider than the map of each alone: a byte of rounding for each.
+                if float(min_ddr[of_pod].sum()) > ddr + len(which):
+                    self._shortage = _table_shortage(placement, which, min_ddr[form], ddr)
+                    return None
+                levels = tier_tables(local, take(stacks, of_pod), take(rates, of_pod), hbm, ddr, problem.caps)
+                if isinstance(levels, TierShortage):
+                    self._shortage, smallest = levels, self._min_shortage
+                    if smallest is None or (levels.tier == smallest.tier and levels.missing < smallest.missing):
+                        self._min_shortage = levels
+                    return None
+                known[key] = np.full(len(which), -1)
+                for k, each in levels.items():
+                    known[key][k] = groups.setdefault((int(of_pod[k]), each), len(groups))
+            group[which] = known[key]
+        forms = np.array([each for each, _ in groups], np.int64)
+        return TierAssignment(
+            group=group,
+            levels=tuple(levels for _, levels in groups),
+            shapes=replace(take(shapes, forms), count=np.bincount(group[group >= 0], minlength=len(forms))),
+            stacks=take(stacks, forms),
+            hit_rates=take(rates, forms),
+        )
 
     def infeasible(self, shortage: TableShortage | None) -> Infeasible:
         """Return why nothing fits: this shortage, or why the last placement did not fit."""
@@ -371,6 +403,21 @@ class TierPlanner:
             return math.inf
         fixed = fixed_pod_bytes(self._problem, replicated, pod)
         return self._problem.limit.size - fixed - self._buffers - max(self._whole.between, between)
+
+
+def _forms(placement: Placement, world_size: int) -> tuple[Shapes, Indices, Floats]:
+    """Return the (F,) shapes that differ as stacks, the form of each shard, (N,), and map entries of the forms.
+
+    Even parts of a table are as large as the largest, and stacks of many rows have wider entries in their maps.
+    """
+    shards, shapes = placement.shards, placement.shards.shapes
+    entries = map_entries(shards, placement.ranks, world_size)
+    widths, width = np.unique(entries, return_inverse=True)
+    numbers = shapes.like[shards.shape] * len(widths) + width
+    used = np.flatnonzero(np.bincount(numbers))
+    form = np.searchsorted(used, numbers)
+    found = replace(take(shapes, used // len(widths)), count=np.bincount(form))
+    return found, form, widths[used % len(widths)]
 
 
 def _table_shortage(placement: Placement, which: Indices, needed: Floats, available: float) -> TableShortage:

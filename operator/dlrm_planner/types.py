@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -53,21 +52,22 @@ class Limit:
     """The other limits that hold, the next tightest first."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ShardOption:
     """Split one table in one way, with a rank for each part."""
 
     kind: ShardKind
-    ranks: Ints
-    """One rank per part; no rank twice."""
-    edges: Ints
-    """Edges of rows in memory, at buckets of a unique table; of columns for kind ``column``."""
+    ranks: Indices
+    """(n,) one rank per part; no rank twice."""
+    edges: Indices
+    """(n + 1,) edges of rows in memory, at buckets of a unique table; of columns for kind ``column``."""
     reason: str
 
-    def rectangles(self, table: TableSpec) -> Iterator[tuple[int, int, int, int]]:
-        """Yield rows [start, end) and columns [start, end) of each part."""
-        for start, end in pairwise(self.edges):
-            yield (0, table.held_rows, start, end) if self.kind == "column" else (start, end, 0, table.dim)
+    def __eq__(self, other: object) -> bool:
+        """Return whether two options put the same parts on the same ranks, for the same reason."""
+        if not isinstance(other, ShardOption) or (self.kind, self.reason) != (other.kind, other.reason):
+            return False
+        return np.array_equal(self.ranks, other.ranks) and np.array_equal(self.edges, other.edges)
 
 
 Options = Mapping[int, ShardOption]
@@ -75,93 +75,136 @@ Options = Mapping[int, ShardOption]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shards:
-    """Hold all shards that need a rank, in the tables' order; every array and tuple is (N,)."""
+class Shapes:
+    """Hold the sizes that shards have, in the tables' order; every array is (S,).
+
+    Parts of a table with equal rows and columns have one shape: those of an even split have two, on any number of
+    ranks. What is computed by shape costs no more for a million shards than for a few.
+    """
 
     tables: Tables
-    table: Indices  # index of each shard's table
-    rectangles: tuple[tuple[int, int, int, int], ...]
-    """Rows [start, end) and columns [start, end)."""
-    kinds: tuple[ShardKind, ...]
-    allowed: tuple[Ints, ...]
-    """Ranks that may take the shard, ascending; empty for any."""
+    table: Indices  # index of each shape's table
+    count: Indices
+    """Number of shards."""
+    like: Indices
+    """The shape that tiers give memory for: in an even split that of the larger parts, which hold one row more, or one
+    bucket, so that all its shards have equal levels."""
     rows: Floats
     share: Floats  # share of the table's rows
     width: Floats
     blocks: Floats
     """Number of column blocks; each is stored separately."""
-    row_bytes: Ints
-    directory_bytes: Ints
-    resident_bytes: Ints
-    handoff_bytes: Ints
+    row_bytes: Indices
+    directory_bytes: Indices
+    resident_bytes: Indices
+    handoff_bytes: Indices
     """The four figures of :class:`PartBytes`."""
-    range_bytes: Ints
+    range_bytes: Indices
     """Bytes of a step on a range of rows, beyond an even share."""
 
     def by_table(self, function: Callable[[int], float]) -> Floats:
-        """Return the (N,) values of a function of each shard's table."""
+        """Return the (S,) values of a function of each shape's table."""
         used, inverse = np.unique(self.table, return_inverse=True)
         return np.array([function(i) for i in used.tolist()], np.float64)[inverse]
 
-    def spec(self, shard: int) -> TableSpec:
-        """Return the table of a shard."""
-        return self.tables.specs[int(self.table[shard])]
+    def spec(self, shape: int) -> TableSpec:
+        """Return the table of a shape."""
+        return self.tables.specs[int(self.table[shape])]
 
     @cached_property
-    def held_bytes(self) -> Ints:
-        """Return the host memory of each shard: rows, steps, and its part of a hand-off that holds a full cut."""
-        cuts = self.handoff_bytes if self.tables.handoff_budget is None else (0,) * len(self.kinds)
-        return tuple(a + b + c for a, b, c in zip(self.resident_bytes, self.range_bytes, cuts, strict=True))
+    def held_bytes(self) -> Indices:
+        """Return the host memory of each shape: rows, steps, and its part of a hand-off that holds a full cut."""
+        cuts = self.handoff_bytes if self.tables.handoff_budget is None else 0
+        return self.resident_bytes + self.range_bytes + cuts
+
+    def evened(self) -> Shapes:
+        """Return the shapes with the sizes of those that they are like."""
+        return replace(take(self, self.like), count=self.count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """Hold all shards that need a rank, in the tables' order; every array is (N,)."""
+
+    shapes: Shapes
+    shape: Indices
+    ranks: Indices
+    """Rank of each shard; -1 if a partitioner chooses it."""
+    allowed: Mapping[int, Ints]
+    """Ranks that may take the shards of a table, ascending, where its pin leaves a choice of some."""
+
+    @cached_property
+    def table(self) -> Indices:
+        """Return the table of each shard."""
+        return self.shapes.table[self.shape]
 
 
 def cut_tables(tables: Tables, which: Collection[int], options: Options) -> Shards:
     """Cut some tables, ascending, into the shards of their options; one without an option is one shard."""
-    table, rectangles, kinds = list[int](), list[tuple[int, int, int, int]](), list[ShardKind]()
-    allowed, sizes = list[Ints](), list[tuple[PartBytes, int]]()
+    shape, ranks, allowed = [np.empty(0, np.int64)], [np.empty(0, np.int64)], dict[int, Ints]()
+    # Table, number of shards, like shape, rows and columns; then bytes.
+    found = list[tuple[int, ...]]()
     for i in which:
-        spec = tables.specs[i]
-        if (option := options.get(i)) is not None:
-            found = list(option.rectangles(spec))
-            kinds += [option.kind] * len(found)
-            allowed += [(rank,) for rank in option.ranks]
-        else:
-            found = [(0, spec.held_rows, 0, spec.dim)]
-            kinds.append("table")
-            allowed.append(tuple(sorted(set((spec.pin or NO_PIN).ranks))))
-        table += [i] * len(found)
-        rectangles += found
-        # Even splits have two sizes of parts, so most of the arithmetic repeats.
-        known = {(spec.held_rows, spec.dim): (tables.whole[i], 0)}
-        for start, end, left, right in found:
-            shape = (end - start, right - left)
-            if shape not in known:
-                step = 0 if shape[0] == spec.held_rows else tables.range_bytes(i, shape[0] / spec.held_rows, len(found))
-                known[shape] = part_bytes(spec, tables.block_state_bytes[i], *shape), step
-            sizes.append(known[shape])
-    edges = np.array(rectangles, np.float64).reshape(-1, 4)
-    rows, width = edges[:, 1] - edges[:, 0], edges[:, 3] - edges[:, 2]
-    index = np.array(table, np.int64)
+        spec, first, whole = tables.specs[i], len(found), tables.whole[i]
+        if (option := options.get(i)) is None:
+            pinned = tuple(sorted(set((spec.pin or NO_PIN).ranks)))
+            if len(pinned) > 1:
+                allowed[i] = pinned
+            shape.append(np.array([first]))
+            ranks.append(np.array([pinned[0] if len(pinned) == 1 else -1]))
+            found.append((i, 1, first, spec.held_rows, spec.dim, *_bytes(whole), 0))
+            continue
+        sizes, inverse, counts = np.unique(np.diff(option.edges), return_inverse=True, return_counts=True)
+        shape.append(first + inverse)
+        ranks.append(option.ranks)
+        is_even = option.kind != "column" and len(sizes) == 2 and sizes[1] - sizes[0] == spec.unit_rows
+        for k, (size, count) in enumerate(zip(sizes.tolist(), counts.tolist(), strict=True)):
+            rows, columns = (spec.held_rows, size) if option.kind == "column" else (size, spec.dim)
+            is_range = rows < spec.held_rows
+            step = tables.range_bytes(i, rows / spec.held_rows, len(option.ranks)) if is_range else 0
+            part = part_bytes(spec, tables.block_state_bytes[i], rows, columns)
+            like = first + (1 if is_even else k)
+            found.append((i, count, like, rows, columns, *_bytes(part), step))
+    columns_ = np.array(found, np.int64).reshape(-1, 10).T
+    table, count_, like_, rows_, width = columns_[:5]
+    row, directory, resident, handoff, step_ = columns_[5:]
     return Shards(
-        tables=tables,
-        table=index,
-        rectangles=tuple(rectangles),
-        kinds=tuple(kinds),
-        allowed=tuple(allowed),
-        rows=rows,
-        share=rows / tables.rows[index],
-        width=width,
-        blocks=width / tables.block_width[index],
-        row_bytes=tuple(size.row for size, _ in sizes),
-        directory_bytes=tuple(size.directory for size, _ in sizes),
-        resident_bytes=tuple(size.resident for size, _ in sizes),
-        handoff_bytes=tuple(size.handoff for size, _ in sizes),
-        range_bytes=tuple(step for _, step in sizes),
+        shapes=Shapes(
+            tables=tables,
+            table=table,
+            count=count_,
+            like=like_,
+            rows=rows_.astype(np.float64),
+            share=rows_ / tables.rows[table],
+            width=width.astype(np.float64),
+            blocks=width / tables.block_width[table],
+            row_bytes=row,
+            directory_bytes=directory,
+            resident_bytes=resident,
+            handoff_bytes=handoff,
+            range_bytes=step_,
+        ),
+        shape=np.concatenate(shape),
+        ranks=np.concatenate(ranks),
+        allowed=allowed,
     )
+
+
+def _bytes(part: PartBytes) -> Ints:
+    return part.row, part.directory, part.resident, part.handoff
+
+
+def sum_exactly(amounts: Indices, index: Indices, count: int) -> list[int]:
+    """Return the sums of amounts by index, as Python integers: 5,000 tables of 2**54 bytes overflow int64."""
+    high, low = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    np.add.at(high, index, amounts >> 32)
+    np.add.at(low, index, amounts & (2**32 - 1))
+    return [(top << 32) + rest for top, rest in zip(high.tolist(), low.tolist(), strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HitRates:
-    """Hold hit curves of tables or of their shards: hits grow with cached rows, ever more slowly."""
+    """Hold hit curves of tables or of their shapes: hits grow with cached rows, ever more slowly."""
 
     rows: Floats
     """(T, K) rows that a cache holds, ascending from 0."""
@@ -171,18 +214,18 @@ class HitRates:
     min_rows: Floats
     """(T,) rows of the smallest planned cache: those expected of all batches in flight."""
 
-    def hits_at(self, shard: int, rows: float) -> float:
+    def hits_at(self, i: int, rows: float) -> float:
         """Return the accesses of one step that a cache of ``rows`` serves."""
-        return float(np.interp(rows, self.rows[shard], self.hits[shard]))
+        return float(np.interp(rows, self.rows[i], self.hits[i]))
 
-    def of(self, shards: Shards) -> HitRates:
+    def of(self, shapes: Shapes) -> HitRates:
         """Return the curves of shards: hot rows are anywhere, so a range of rows has its share of them."""
-        table, share = shards.table, shards.share
+        table, share = shapes.table, shapes.share
         return HitRates(
             rows=self.rows[table] * share[:, None],
             hits=self.hits[table] * share[:, None],
             accesses=self.accesses[table] * share,
-            min_rows=np.clip(np.ceil(self.min_rows[table] * share), 1, shards.rows),
+            min_rows=np.clip(np.ceil(self.min_rows[table] * share), 1, shapes.rows),
         )
 
 
@@ -224,7 +267,7 @@ class Capacity:
     """What each node, or each rank, gives to shards."""
     sharing: int
     """Ranks that share one entry of ``free``: those of a node, or 1."""
-    measure: Callable[[Shards], Ints]  # what each shard takes
+    measure: Callable[[Shapes], Indices]  # what a shard of each shape takes
     extra: Ints
     """What a range of a table's rows may take beyond its share of the table."""
     tier: FastTier = "ddr"
@@ -279,9 +322,15 @@ class Placement:
     imbalance: float
     """Largest over mean seconds of a rank."""
 
-    def on_pod(self, pod: int, processes: int) -> Indices:
-        """Return the shards of one pod."""
-        return np.flatnonzero(self.ranks // processes == pod)
+    def on_pods(self, processes: int, pods: int) -> list[Indices]:
+        """Return the shards of each pod, ascending."""
+        pod = self.ranks // processes
+        ends = np.cumsum(np.bincount(pod, minlength=pods))
+        return np.split(np.argsort(pod, kind="stable"), ends[:-1])
+
+    def by_rank(self, amounts: Floats, world_size: int) -> Floats:
+        """Return the (W,) sums of what a shard of each shape has, (S,)."""
+        return np.asarray(np.bincount(self.ranks, weights=amounts[self.shards.shape], minlength=world_size), np.float64)
 
 
 @dataclass(frozen=True)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
 from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
-from dlrm_api.plan import MAX_RANGES, Plan, RankPlan, ShardRange, TablePlan, TierLevel, TierShare
+from dlrm_api.plan import MAX_RANGES, Plan, RankPlan, ShardKind, ShardRange, TablePlan, TierLevel, TierShare
+from dlrm_api.tiers import Tier
 from dlrm_api.trace import TableTrace
 from dlrm_planner.explain import explain_plan
 from dlrm_planner.memory import MIB, device_working_bytes, full_cut_bytes, human, min_handoff_bytes
 from dlrm_planner.predict import Solution, predict
 from dlrm_planner.tables import replica_bytes
-from dlrm_planner.tiers import buffer_bytes
-from dlrm_planner.types import Indices
+from dlrm_planner.tiers import TierAssignment, buffer_bytes
+from dlrm_planner.types import Indices, sum_exactly
 from dlrm_planner.virtual_shards import virtual_shards
 
 Policy = Literal["lru", "lfu", "mixed"]
@@ -34,12 +35,6 @@ def write_plan(found: Solution) -> Plan:
     handoff = _handoff_bytes(found)
     policy, policy_reason = choose_policy(found)
     tables = _table_plans(found, policy)
-    if (count := sum(len(table.ranges) for table in tables)) > MAX_RANGES:
-        raise InvalidSpecError(
-            "spec.trainer",
-            f"the tables take {count} ranges of shards over {spec.world_size} ranks, and a plan holds at most "
-            f"{MAX_RANGES}: use fewer ranks, of more memory each",
-        )
     ranks = _rank_plans(found, handoff)
     return Plan(
         world_size=spec.world_size,
@@ -59,7 +54,7 @@ def write_plan(found: Solution) -> Plan:
 def _handoff_bytes(found: Solution) -> tuple[int, ...]:
     """Return each pod's shared memory in whole MiB: the user's budget, a full cut, or segments."""
     spec, planned = found.problem.spec, found.problem.tables.handoff_budget
-    needed, budget = [_cut_bytes(found, pod) for pod in range(spec.replicas)], spec.checkpoint.handoff_budget
+    needed, budget = _cut_bytes(found), spec.checkpoint.handoff_budget
     if budget is None:
         return tuple(each if planned is None else min(each, planned) for each in needed)
     floor, pod = min_handoff_bytes(found.problem), max(range(spec.replicas), key=needed.__getitem__)
@@ -76,12 +71,12 @@ def _handoff_bytes(found: Solution) -> tuple[int, ...]:
     return (budget,) * spec.replicas
 
 
-def _cut_bytes(found: Solution, pod: int) -> int:
-    """Return the bytes of a full cut of all that a pod's ranks hold, in whole MiB."""
-    placement = found.placement
-    here: list[int] = placement.on_pod(pod, found.problem.spec.trainer.processes_per_replica).tolist()
-    own = sum(placement.shards.handoff_bytes[i] for i in here)
-    return (own + full_cut_bytes(found.problem, placement.replicated, pod)) // MIB * MIB
+def _cut_bytes(found: Solution) -> list[int]:
+    """Return the bytes of a full cut of all that each pod's ranks hold, in whole MiB."""
+    problem, placement = found.problem, found.placement
+    shards, pods = placement.shards, placement.ranks // problem.spec.trainer.processes_per_replica
+    own = sum_exactly(shards.shapes.handoff_bytes[shards.shape], pods, problem.spec.replicas)
+    return [(size + full_cut_bytes(problem, placement.replicated, pod)) // MIB * MIB for pod, size in enumerate(own)]
 
 
 def _rank_plans(found: Solution, handoff: tuple[int, ...]) -> tuple[RankPlan, ...]:
@@ -90,18 +85,33 @@ def _rank_plans(found: Solution, handoff: tuple[int, ...]) -> tuple[RankPlan, ..
     A hand-off for full cuts counts at the ranks by what they hold, the rest of it at the pod's first rank.
     """
     problem, placement, spec = found.problem, found.placement, found.problem.spec
-    processes, tables = spec.trainer.processes_per_replica, problem.tables
+    processes, tables, world_size = spec.trainer.processes_per_replica, problem.tables, spec.world_size
+    shapes, shape = placement.shards.shapes, placement.shards.shape
     replicas = replica_bytes(tables, placement.replicated)
     fixed = {"ddr": replicas} if problem.device == "cpu" else {"ddr": 0, "hbm": device_working_bytes(spec) + replicas}
-    held = [Counter[str](fixed) for _ in range(spec.world_size)]
-    buffers = buffer_bytes(problem)
-    for rank in {int(placement.ranks[shard]) for shard in found.stacked}:
-        held[rank]["ddr"] += buffers
-    cut = [0] * spec.world_size
-    for shard, rank in enumerate(placement.ranks.tolist()):
-        held[rank].update(_shard_bytes(found, shard))
-        held[rank]["ddr"] += placement.shards.range_bytes[shard]
-        cut[rank] += placement.shards.handoff_bytes[shard] if tables.handoff_budget is None else 0
+    held = [Counter[str](fixed) for _ in range(world_size)]
+
+    def add(tier: Tier, amounts: Indices, ranks: Indices) -> None:
+        for rank, size in enumerate(sum_exactly(amounts, ranks, world_size)):
+            held[rank].update({tier: size} if size else {})
+
+    group = np.full(len(shape), -1) if found.tiers is None else found.tiers.group
+    is_whole = group < 0
+    add("ddr", shapes.range_bytes[shape], placement.ranks)
+    add("ddr", shapes.resident_bytes[shape[is_whole]], placement.ranks[is_whole])
+    if found.tiers is not None:
+        by_tier: dict[Tier, Indices] = {}
+        for i in range(len(found.tiers.levels)):
+            for tier, size in _group_bytes(found.tiers, i).items():
+                by_tier.setdefault(tier, np.zeros(len(found.tiers.levels), np.int64))[i] = size
+        for tier, sizes in by_tier.items():
+            add(tier, sizes[group[~is_whole]], placement.ranks[~is_whole])
+        buffers = buffer_bytes(problem)
+        is_stacked = np.isin(group, list(found.stacked))
+        for rank in np.unique(placement.ranks[is_stacked]).tolist():
+            held[rank]["ddr"] += buffers
+    cuts = shapes.handoff_bytes if tables.handoff_budget is None else np.zeros_like(shapes.handoff_bytes)
+    cut = sum_exactly(cuts[shape], placement.ranks, world_size)
     for pod, budget in enumerate(handoff):
         cut[pod * processes] += budget - sum(cut[pod * processes : (pod + 1) * processes])
     for each, more in zip(held, cut, strict=True):
@@ -109,20 +119,17 @@ def _rank_plans(found: Solution, handoff: tuple[int, ...]) -> tuple[RankPlan, ..
     return tuple(RankPlan(rank=rank, node=rank // processes, bytes_per_tier=each) for rank, each in enumerate(held))
 
 
-def _shard_bytes(found: Solution, shard: int) -> dict[str, int]:
-    levels = found.tiers.levels.get(shard) if found.tiers else None
-    resident = found.placement.shards.resident_bytes[shard]
-    if levels is None or found.tiers is None:
-        return {"ddr": resident}
-    stacks = found.tiers.stacks
+def _group_bytes(tiers: TierAssignment, group: int) -> dict[Tier, int]:
+    """Return the bytes of a shard in each tier."""
+    levels, stacks = tiers.levels[group], tiers.stacks
     if not levels.below:
         # The host keeps the change bits.
-        size = stacks.level_hbm_bytes(shard, levels)
-        return {"hbm": size, "ddr": resident - size}
-    held = Counter[str](ddr=stacks.level_ddr_bytes(shard, levels))
-    held.update(stacks.bytes_below(shard, levels))
+        size = stacks.level_hbm_bytes(group, levels)
+        return {"hbm": size, "ddr": int(tiers.shapes.resident_bytes[group]) - size}
+    held = stacks.bytes_below(group, levels)
+    held["ddr"] = held.get("ddr", 0) + stacks.level_ddr_bytes(group, levels)
     if levels.first == "hbm":
-        held["hbm"] = stacks.level_hbm_bytes(shard, levels)
+        held["hbm"] = stacks.level_hbm_bytes(group, levels)
     return held
 
 
@@ -138,14 +145,14 @@ def choose_policy(found: Solution) -> tuple[Policy, str]:
     policy = found.problem.spec.trainer.cache.policy
     if policy != "auto":
         return policy, f"rows leave the slots by {policy}, as trainer.cache.policy says"
-    rates, shards = found.tiers.hit_rates, found.placement.shards
+    rates, shapes = found.tiers.hit_rates, found.tiers.shapes
     recent = frequent = total = 0.0
     for i, levels in found.stacked.items():
-        trace = found.problem.traces.get(shards.spec(i).name)
+        trace, count = found.problem.traces.get(shapes.spec(i).name), int(shapes.count[i])
         if trace is not None and trace.histogram:
-            total += float(rates.accesses[i])
-            recent += rates.hits_at(i, levels.slots)
-            frequent += _frequent(trace, levels.slots, float(rates.accesses[i]), float(shards.share[i]))
+            total += count * float(rates.accesses[i])
+            recent += count * rates.hits_at(i, levels.slots)
+            frequent += count * _frequent(trace, levels.slots, float(rates.accesses[i]), float(shapes.share[i]))
     if total == 0:
         return "lru", "rows leave the slots by lru: no table with levels has a trace that favors another policy"
     better = frequent - recent > POLICY_MIN_GAIN * total
@@ -171,29 +178,58 @@ def _frequent(trace: TableTrace, slots: int, accesses: float, part: float) -> fl
 
 
 def _table_plans(found: Solution, policy: Policy) -> tuple[TablePlan, ...]:
-    shards, ranks = found.placement.shards, found.placement.ranks
-    specs, planned = found.problem.tables.specs, dict[int, tuple[ShardRange, ...]]()
-    for table, group in groupby(range(len(ranks)), key=shards.table.tolist().__getitem__):
-        each = list(group)
-        kind, unit = shards.kinds[each[0]], specs[table].unit_rows
-        rectangles = np.array([shards.rectangles[k] for k in each], np.int64) // (unit, unit, 1, 1)
-        tiers, number = [_tier_share(found, k, policy) for k in each], dict[TierShare, int]()
-        labels = np.array([number.setdefault(share, len(number)) for share in tiers])
-        edges = np.concatenate((rectangles[:1, 2 * (kind == "column")], rectangles[:, 1 + 2 * (kind == "column")]))
-        planned[table] = tuple(
-            ShardRange(
-                rank=int(ranks[each[first]]),
-                ranks=last - first,
-                kind=kind,
-                row_start=int(rectangles[first, 0]),
-                row_end=int(rectangles[last - 1, 1]),
-                column_start=int(rectangles[first, 2]),
-                column_end=int(rectangles[last - 1, 3]),
-                tiers=tiers[first],
-            )
-            for first, last in even_runs(ranks[each], edges, labels)
+    """Return the ranges of every table's shards.
+
+    Raises:
+        InvalidSpecError: they are more than a plan may hold.
+    """
+    placement, specs = found.placement, found.problem.tables.specs
+    table, ranks, options = placement.shards.table, placement.ranks, placement.options
+    group = np.full(len(ranks), -1) if found.tiers is None else found.tiers.group
+    shares = _tier_shares(found, policy)
+    # Groups may have equal levels. Group -1, without any, is the last.
+    number: dict[TierShare, int] = {}
+    labels = np.array([number.setdefault(share, len(number)) for share in shares])[group]
+    starts = np.flatnonzero(np.diff(table, prepend=-1)).tolist()
+    runs: dict[int, list[tuple[int, int]]] = {}
+    edges_of: dict[int, Indices] = {}
+    for start, end in pairwise([*starts, len(ranks)]):
+        i = int(table[start])
+        option = options.get(i)
+        # Plans count rows in units, as buckets of a unique table.
+        unit = 1 if option is not None and option.kind == "column" else specs[i].unit_rows
+        edges_of[i] = (np.array([0, specs[i].held_rows]) if option is None else option.edges) // unit
+        runs[i] = [
+            (start + first, start + last) for first, last in even_runs(ranks[start:end], edges_of[i], labels[start:end])
+        ]
+    if (count := sum(map(len, runs.values())) + len(placement.replicated)) > MAX_RANGES:
+        raise InvalidSpecError(
+            "spec.trainer",
+            f"the tables take {count} ranges of shards over {found.problem.spec.world_size} ranks, and a plan holds at "
+            f"most {MAX_RANGES}: use fewer ranks, of more memory each",
         )
-    for i in found.placement.replicated:
+    planned = dict[int, tuple[ShardRange, ...]]()
+    for i, of_table in runs.items():
+        kind: ShardKind = options[i].kind if i in options else "table"
+        rows, start, edges = specs[i].held_rows // specs[i].unit_rows, of_table[0][0], edges_of[i].tolist()
+        ranges = []
+        for first, last in of_table:
+            cut, whole = (edges[first - start], edges[last - start]), (0, rows)
+            (top, bottom), (left, right) = (whole, cut) if kind == "column" else (cut, (0, specs[i].dim))
+            ranges.append(
+                ShardRange(
+                    rank=int(ranks[first]),
+                    ranks=last - first,
+                    kind=kind,
+                    row_start=top,
+                    row_end=bottom,
+                    column_start=left,
+                    column_end=right,
+                    tiers=shares[group[first]],
+                )
+            )
+        planned[i] = tuple(ranges)
+    for i in placement.replicated:
         rows, dim = specs[i].rows, specs[i].dim
         planned[i] = (ShardRange(rank=0, kind="data", row_start=0, row_end=rows, column_start=0, column_end=dim),)
     return tuple(
@@ -226,19 +262,23 @@ def even_runs(ranks: Indices, edges: Indices, labels: Indices) -> list[tuple[int
     return found
 
 
-def _tier_share(found: Solution, shard: int, policy: Policy) -> TierShare:
-    levels = found.tiers.levels.get(shard) if found.tiers else None
-    if levels is None or found.tiers is None:
-        return TierShare()
-    rates = found.tiers.hit_rates
-    rows = np.cumsum([levels.slots, *(count for _, count in levels.below)])
-    accesses = max(float(rates.accesses[shard]), 1e-300)
-    expected = [min(1.0, rates.hits_at(shard, float(held)) / accesses) for held in rows]
-    return TierShare(
-        levels=tuple(
-            TierLevel(tier=tier, rows=count, expected_hit_rate=round(rate, 4))
-            for (tier, count), rate in zip(levels.each, expected, strict=True)
-        ),
-        policy=policy if levels.below else "lru",
-        ways=found.problem.spec.trainer.cache.ways if levels.below else 0,
-    )
+def _tier_shares(found: Solution, policy: Policy) -> list[TierShare]:
+    """Return what plans say of each group of shards, and last of shards without levels."""
+    if found.tiers is None:
+        return [TierShare()]
+    rates, shares = found.tiers.hit_rates, list[TierShare]()
+    for i, levels in enumerate(found.tiers.levels):
+        rows = np.cumsum([levels.slots, *(count for _, count in levels.below)])
+        accesses = max(float(rates.accesses[i]), 1e-300)
+        expected = [min(1.0, rates.hits_at(i, float(held)) / accesses) for held in rows]
+        shares.append(
+            TierShare(
+                levels=tuple(
+                    TierLevel(tier=tier, rows=count, expected_hit_rate=round(rate, 4))
+                    for (tier, count), rate in zip(levels.each, expected, strict=True)
+                ),
+                policy=policy if levels.below else "lru",
+                ways=found.problem.spec.trainer.cache.ways if levels.below else 0,
+            )
+        )
+    return [*shares, TierShare()]

@@ -24,6 +24,7 @@ def make_items(
         seconds=np.array(cost, np.float64),
         held_bytes=np.array(held or [0] * len(cost), np.int64),
         allowed=tuple((allowed or {}).get(i, ()) for i in range(len(cost))),
+        load=np.zeros(world_size),
         node=np.arange(world_size, dtype=np.int64) // processes,
         free=np.full(world_size // processes, free, np.int64),
     )
