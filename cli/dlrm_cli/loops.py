@@ -200,8 +200,8 @@ class Rank:
 
         def step() -> None:
             prepared = learner.prepare(learner.send(batch))
-            loss, gradients = learner.compute(prepared, len(batch.labels))
-            learner.apply(gradients, 1.0, None, (loss, 0.0, 0.0, 0.0, 0.0, 0.0))
+            _, gradients = learner.compute(prepared, len(batch.labels))
+            learner.apply(gradients, 1.0)
 
         found = self._timed(step, 2)
         learner.embeddings.close()
@@ -354,8 +354,8 @@ class Rank:
         learner, batch = self._learner(spec := self._read_job(READER_LOOKUPS, (256, 128, 1)))
 
         def train(prepared: PreparedRows) -> None:
-            loss, gradients = learner.compute(prepared, self.ranks * len(batch.labels))
-            learner.apply(gradients, 1.0, None, (loss, 0.0, 0.0, 0.0, 0.0, 0.0))
+            _, gradients = learner.compute(prepared, self.ranks * len(batch.labels))
+            learner.apply(gradients, 1.0)
 
         def step() -> None:
             train(learner.prepare(learner.send(batch)))
