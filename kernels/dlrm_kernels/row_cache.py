@@ -41,6 +41,10 @@ LEVEL_BITS = 2
 MISSING = 0
 AHEAD = 12
 """Entries prefetched ahead."""
+LEAST_PAGES = 8
+"""Rows of a table that fill fewer pages keep the order of their lookups: in any order they are near each other."""
+LEAST_SHARE = 0.125
+"""Share of the rows with a page in common that the order of lookups must keep next to each other, beyond chance."""
 SWAPS_AHEAD = 4
 """Pairs of ``swap_rows`` prefetched ahead."""
 
@@ -253,6 +257,64 @@ def enlist(row_map: RowMap, targets: Any, counts: Any) -> None:
             last += 1
         insert(row_map.replacement, row_map.meta, table, targets[first:last], counts[first:last])
         first = last
+
+
+@kernel
+def order_by_page(row_map: RowMap, targets: Any, sources: Any, level: int, page_records: int, order: Any) -> None:
+    """Choose the order in which rows from a level with pages are listed, so that rows used together leave together.
+
+    Rows leave the slots in the order in which they were listed, and lie in pages in the order in which they left. Rows
+    of a page that return in one batch were used together twice. Where the lookups have them next to each other, as in
+    a bag, their order is best: it is newer. Elsewhere the order of their places is taken, which sorts each batch by
+    the batch in which its rows were used before that one, and so on.
+
+    Args:
+        row_map: of the stack.
+        targets: (M,) int64 slots of the rows, in the order of tables.
+        sources: (M,) int64 entries of ``place_of`` from which they come.
+        level: with pages.
+        page_records: places of a page.
+        order: (M,) int64, filled with the rows of each table in their order.
+    """
+    row_map, targets, sources, first = borrowed(row_map), borrowed(targets), borrowed(sources), 0
+    for table in range(len(row_map.capacity)):
+        last = first
+        while last < len(targets) and targets[last] < row_map.slot_starts[table + 1]:
+            last += 1
+        places, stored = np.empty(last - first, np.int64), 0
+        for m in range(first, last):
+            # Rows from elsewhere stay in order, before the others.
+            order[m], places[m - first] = m, m - last
+            if sources[m] > 0 and (sources[m] - 1) & 3 == level:
+                places[m - first] = (sources[m] - 1) >> LEVEL_BITS
+                stored += 1
+        if stored >= LEAST_PAGES * page_records:
+            by_place = np.argsort(places)
+            if not _keeps_pages(places, by_place[last - first - stored :], page_records):
+                order[first:last] = first + by_place
+        first = last
+
+
+@kernel
+def _keeps_pages(places: Any, by_place: Any, page_records: int) -> bool:
+    """Tell whether rows of one page are next to each other more often than in a random order.
+
+    ``places`` are in the order of lookups, below 0 those of rows from elsewhere; ``by_place`` are the positions of the
+    others in the order of their places.
+    """
+    # Neighbours with a page in common: as looked up, in the order of places, and expected by chance.
+    found, sorted_found, by_chance, page, same = 0, 0, 0.0, np.int64(-1), 0
+    for n in range(len(places)):
+        if places[n] >= 0:
+            found += places[n] // page_records == page
+            page = places[n] // page_records
+    page = np.int64(-1)
+    for n in range(len(by_place)):
+        same = same + 1 if places[by_place[n]] // page_records == page else 0
+        page = places[by_place[n]] // page_records
+        sorted_found += same > 0
+        by_chance += 2.0 * same / len(by_place)
+    return found - by_chance > LEAST_SHARE * (sorted_found - by_chance)
 
 
 @kernel

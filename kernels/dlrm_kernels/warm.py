@@ -268,6 +268,7 @@ def _of_slots(place: Any) -> Iterator[Example]:
     yield row_cache.find, (row_map, some, ends, 1, found)
     yield row_cache.admit, (row_map, 1, found, 0, 2)
     yield row_cache.resolve, (row_map, ends, found, 2)
+    yield row_cache.order_by_page, (row_map, found.targets, found.sources, 1, 1, i64(2))
     yield row_cache.enlist, (row_map, found.targets, u32(2))
     yield row_cache.release, (row_map, found.distinct, i64(2))
     yield row_cache.borrow, (row_map, some, ends, found)

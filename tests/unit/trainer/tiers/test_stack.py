@@ -21,6 +21,7 @@ from dlrm_api.tiers import BLOCK_SLACK, Tier
 from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_checkpointer.codec.rows import code_rows
 from dlrm_checkpointer.types import ShardRows, load_rows
+from dlrm_kernels import row_cache
 from dlrm_kernels.replacement import SIZE
 from dlrm_kernels.row_cache import ACCESSES, CREATED, EVICTED, HITS, SCRATCH
 from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
@@ -448,3 +449,21 @@ def test_rows_go_to_a_gpu_in_large_copies_and_to_the_host_in_small_ones() -> Non
         tables.stack.fetch(*tables.lookups([np.arange(12_000)]), 1)
 
     assert copies == {False: [4_096, 4_096, 3_808], True: [12_000]}
+
+
+def test_rows_listed_in_the_order_of_their_places_keep_their_values(
+    direct_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, order_by_page = list[bool](), row_cache.order_by_page
+
+    def observed(*given: Any) -> None:
+        order_by_page(*given)
+        listed.append(bool(np.any(np.diff(given[-1]) < 0)))
+
+    monkeypatch.setattr(row_cache, "order_by_page", observed)
+    random = np.random.default_rng(3)
+    tables = Tables([6_000, 5_000], 300, ("block",), direct_folder, policy="mixed", extra=2_500)
+    for batch in range(1, 13):
+        tables.train([random.permutation(rows)[:2_000] for rows in tables.rows], batch)
+    tables.places_agree()
+    assert any(listed), "no batch was reordered"

@@ -111,6 +111,11 @@ class BlockLevel:
         return self._layout.page_bytes
 
     @property
+    def page_records(self) -> int:
+        """Return the places of a page."""
+        return self._shape.page_records
+
+    @property
     def bytes_stored(self) -> int:
         """Return the bytes of segments that hold records."""
         return int(np.count_nonzero(self._live)) * self._layout.segment_bytes

@@ -124,6 +124,8 @@ class Stack:
         self._slots_tier = share.levels[0].tier
         self.levels: tuple[Level, ...] = ()
         self._swapping: tuple[HostSlots, ByteLevel] | None = None
+        self._page_records = 0
+        """Places of a page of the last level, if slots leave in the order of a list: rows are listed by page then."""
         self._initial_rows = InitialRows.of(
             [(table_key(seed, table.name), table.first_column, table.scale) for table in tables]
         )
@@ -146,6 +148,8 @@ class Stack:
             (level,) = levels
             if isinstance(level, ByteLevel) and not level.ordered:
                 self._swapping = self.memory, level
+        last, listed = levels[-1], self.row_map.replacement.ways == 0
+        self._page_records = last.page_records if isinstance(last, BlockLevel) and listed else 0
         if not self.only_copies:
             self._chunk = queued_chunk(self.memory.words)
             self._coming, self._going = (np.empty((self._chunk, self.memory.words), np.uint32) for _ in range(2))
@@ -306,6 +310,10 @@ class Stack:
                 finish()
             self.memory.scatter(targets[part], records)
             counts[part] = records[:, -1]
+        if self._page_records:
+            order = np.empty(missing, np.int64)
+            row_cache.order_by_page(self.row_map, targets, sources, len(self.levels), self._page_records, order)
+            targets, counts = targets[order], counts[order]
         row_cache.enlist(self.row_map, targets, counts)
 
     def _copy(self, rows: Rows, sources: NDArray[np.int64], out: Records) -> None:
