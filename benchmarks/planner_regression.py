@@ -18,9 +18,9 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJobSpec, parse_job
 from dlrm_api.plan import Plan
 from dlrm_api.trace import TableTrace
-from dlrm_planner import plan_job
+from dlrm_api.trainer import TrainerSpec
 
 MIB, GIB = 2**20, 2**30
 MAX_SLOWER = 1.01
@@ -152,7 +152,7 @@ def draw_problem(draw: random.Random) -> dict[str, Any]:
         del trainer["replicas"]
         for table in tables:
             table.pop("pin", None)
-        trainer["auto"] = {"min": 1, "max": 8, "targetSamplesPerSecond": 0}
+        trainer["objective"] = {"maxReplicas": 8}
     training = {"communication": {"forward": draw.choice(["fp32", "fp16"]), "backward": draw.choice(["fp32", "int8"])}}
     document = {
         "metadata": {"name": "job"},
@@ -169,10 +169,24 @@ def draw_problem(draw: random.Random) -> dict[str, Any]:
 
 
 def parse_problem(problem: dict[str, Any]) -> tuple[DLRMJobSpec, HardwareProfile | None, dict[str, TableTrace]]:
-    """Return what ``plan_job`` takes."""
+    """Return what :func:`plan_problem` takes."""
     profile = None if problem["profile"] is None else parse_profile(problem["profile"])
     traces = {name: TableTrace.model_validate(trace) for name, trace in problem["traces"].items()}
-    return parse_job(problem["job"]).spec, profile, traces
+    document = problem["job"]
+    trainer = document["spec"]["trainer"]
+    if "objective" in trainer and "objective" not in TrainerSpec.model_fields:
+        # A checkout from before objectives.
+        bounds = {"min": 1, "max": trainer.pop("objective")["maxReplicas"], "targetSamplesPerSecond": 0}
+        trainer["auto"] = bounds
+    return parse_job(document).spec, profile, traces
+
+
+def plan_problem(spec: DLRMJobSpec, profile: HardwareProfile | None, traces: Mapping[str, TableTrace]) -> Plan:
+    """Plan a job with this process's checkout; from before objectives, ``plan_job`` chose replicas too."""
+    planner: Any = importlib.import_module("dlrm_planner")
+    if spec.fixed_replicas is None and hasattr(planner, "choose_plan"):
+        return cast("Plan", planner.choose_plan(spec, [profile] if profile else [], traces=traces))
+    return cast("Plan", planner.plan_job(spec, profile, traces=traces))
 
 
 def rated_profile(problem: dict[str, Any]) -> HardwareProfile:
@@ -311,12 +325,15 @@ def answer(line: dict[str, Any]) -> dict[str, Any]:
     spec, profile, traces = parse_problem(line["problem"])
     started = time.process_time()
     try:
-        plan = plan_job(spec, profile, traces=traces)
+        plan = plan_problem(spec, profile, traces)
     except InfeasiblePlanError as error:
         return {"refused": str(error), "infeasible": True, "seconds": time.process_time() - started}
     except InvalidSpecError as error:
         return {"refused": str(error), "infeasible": False, "seconds": time.process_time() - started}
-    return {"plan": plan.model_dump(mode="json", by_alias=True), "seconds": time.process_time() - started}
+    return {
+        "plan": plan.model_dump(mode="json", by_alias=True, exclude={"choice"}),
+        "seconds": time.process_time() - started,
+    }
 
 
 def work() -> None:

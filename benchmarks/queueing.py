@@ -1,7 +1,7 @@
 """A cluster's queue, simulated: ``python -m benchmarks.queueing [--quick] [--only PATTERN] [--seed N]``.
 
 Jobs arrive at 64 nodes as a Poisson process, at loads of 0.5 to 1.1. Ours gives each the smallest number of nodes with
-which it meets its deadline, as ``trainer.auto`` does for a target. The peer gives each as many free nodes as make it
+which it meets its deadline, as ``trainer.objective`` does. The peer gives each as many free nodes as make it
 faster. A job runs for as long as the planner predicts for its model, samples and number of nodes; how many nodes are of
 use, and what each adds, is the planner's too. In both queues jobs start in the order of their arrival, and later ones
 overtake those that wait for more nodes. A job that no number of nodes could finish in time any more leaves: it is

@@ -136,7 +136,7 @@ def plan(
 
         if advise_dims or budget is not None:
             raise UsageError("--what-if cannot be combined with --advise-dims or --bytes")
-        print_what_if(file, hardware, settings or [], what_if, plot=plot, as_json=output == "json")
+        print_what_if(file, hardware or [], settings or [], what_if, plot=plot, as_json=output == "json")
         return
     if plot is not None:
         raise UsageError("--plot needs --what-if: give the values to compare")
@@ -144,11 +144,11 @@ def plan(
     if advise_dims != (budget is not None):
         raise UsageError("--advise-dims and --bytes must be set together: set both or neither")
     if budget is not None:
-        if hardware is not None:
+        if hardware:
             raise UsageError("--advise-dims cannot be combined with --hardware: the advice depends on the job alone")
         print_dims(file, settings or [], budget, as_json=output == "json")
         return
-    print_plan(file, hardware, settings or [], as_json=output == "json")
+    print_plan(file, hardware or [], settings or [], as_json=output == "json")
 
 
 @app.command()
@@ -161,7 +161,7 @@ def render(
     """Print the Kubernetes objects that the operator would create."""
     from dlrm_cli.manifests import print_objects
 
-    print_objects(file, hardware, settings or [], as_json=output == "json")
+    print_objects(file, hardware or [], settings or [], as_json=output == "json")
 
 
 @app.command()

@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import pairwise, product
@@ -251,32 +251,51 @@ def only_job(documents: list[Document]) -> Document:
     return jobs[0]
 
 
-def find_profile(job: DLRMJob, documents: list[Document], extra: Path | None) -> HardwareProfile | None:
-    """Return the profile that the job names, from its own file or from ``--hardware``.
+def find_profiles(job: DLRMJob, documents: list[Document], files: Sequence[Path]) -> tuple[HardwareProfile, ...]:
+    """Return the profiles that the job names or selects, from its own file or from those of ``--hardware``.
 
-    If the job names none, it is the only one of ``--hardware``, or None without that option. Raises UsageError if the
-    profile is in neither file, or if the job names none and the file has several.
+    If the job names none, they are those of ``--hardware``: several only if the job has an objective to choose by.
+
+    Raises:
+        UsageError: a profile is in no file, no profile has the labels, or the job names none of several.
     """
-    wanted = job.spec.trainer.hardware
-    others = read_documents(extra) if extra else []
-    given = _profiles(others)
-    if extra and not given:
-        raise UsageError(f"invalid --hardware: no HardwareProfile in {extra}")
-    if wanted is None:
-        if len(given) > 1:
+    trainer = job.spec.trainer
+    given = list[HardwareProfile]()
+    for path in files:
+        found = _profiles(read_documents(path))
+        if not found:
+            raise UsageError(f"invalid --hardware: no HardwareProfile in {path}")
+        given += found
+    if trainer.hardware is None and not trainer.chooses_hardware:
+        if len(given) > 1 and trainer.objective is None:
             raise UsageError(
-                f"ambiguous --hardware: {extra} has {len(given)} HardwareProfiles ({_names(given)}) and the job names "
-                f"none; choose one, for example --set spec.trainer.hardware={given[0].metadata.name}"
+                f"ambiguous --hardware: {len(given)} HardwareProfiles are given ({_names(given)}) and the job names "
+                f"none; choose one, for example --set spec.trainer.hardware={given[0].metadata.name}, or set "
+                "spec.trainer.objective to let the plan choose"
             )
-        return given[0] if given else None
-    profiles = [*given, *_profiles(documents)]
-    for profile in profiles:
-        if profile.metadata.name == wanted:
-            return profile
-    known = _names(profiles) or "none"
-    raise UsageError(
-        f"spec.trainer.hardware: HardwareProfile not found: {wanted} (found: {known}); give its file with --hardware"
-    )
+        return tuple(given)
+    # A profile of --hardware comes before one of the same name in the job's file.
+    known: dict[str, HardwareProfile] = {}
+    for profile in (*given, *_profiles(documents)):
+        known.setdefault(profile.metadata.name, profile)
+    if (labels := trainer.hardware_selector) is not None:
+        chosen = tuple(
+            each for each in known.values() if all(each.metadata.labels.get(key) == labels[key] for key in labels)
+        )
+        if not chosen:
+            raise _unknown_profile("spec.trainer.hardwareSelector", f"with labels {labels}", known)
+        return chosen
+    if trainer.hardware is not None and trainer.hardware not in known:
+        raise _unknown_profile("spec.trainer.hardware", trainer.hardware, known)
+    for i, name in enumerate(trainer.hardware_profiles or ()):
+        if name not in known:
+            raise _unknown_profile(f"spec.trainer.hardwareProfiles[{i}]", name, known)
+    return tuple(known[name] for name in trainer.hardware_profiles or (trainer.hardware or "",))
+
+
+def _unknown_profile(field: str, wanted: str, known: Mapping[str, HardwareProfile]) -> UsageError:
+    found = ", ".join(known) or "none"
+    return UsageError(f"{field}: HardwareProfile not found: {wanted} (found: {found}); give its file with --hardware")
 
 
 def _profiles(documents: list[Document]) -> list[HardwareProfile]:

@@ -20,7 +20,7 @@ from dlrm_api.tiers import ELEMENT_BYTES
 from dlrm_api.trace import TableTrace
 from dlrm_cli.documents import (
     Document,
-    find_profile,
+    find_profiles,
     located,
     only_job,
     parse_document,
@@ -71,12 +71,12 @@ def validate_files(paths: Sequence[Path]) -> None:
         raise problems[0]
 
 
-def print_plan(path: Path, profile_path: Path | None, settings: Sequence[str], *, as_json: bool) -> None:
+def print_plan(path: Path, hardware: Sequence[Path], settings: Sequence[str], *, as_json: bool) -> None:
     """Print the plan of a file's job; InfeasiblePlanError if its tables do not fit the hardware."""
-    from dlrm_planner import plan_job
+    from dlrm_planner import choose_plan
 
-    job, profile = read_job_and_profile(path, profile_path, settings)
-    plan = plan_job(job.spec, profile, traces=read_references(job.spec))
+    job, profiles = read_job_and_profiles(path, hardware, settings)
+    plan = choose_plan(job.spec, profiles, traces=read_references(job.spec))
     if as_json:
         print(plan.model_dump_json(indent=2))
     else:
@@ -129,35 +129,36 @@ def _with_dims(model: ModelSpec, advice: DimAdvice) -> dict[str, Any]:
     return {"spec": {"model": {name: entries for name, entries in found.items() if entries}}}
 
 
-def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str], *, as_json: bool) -> None:
+def print_objects(path: Path, hardware: Sequence[Path], settings: Sequence[str], *, as_json: bool) -> None:
     """Print the Kubernetes objects that the operator would create for a file's job; warnings go to stderr."""
     from dlrm_operator.manifests.pod_template import ANY
     from dlrm_operator.manifests.pods import render_objects
-    from dlrm_operator.manifests.storage import ephemeral_store_warnings
-    from dlrm_planner import plan_job
+    from dlrm_operator.manifests.storage import check_mounts, ephemeral_store_warnings
+    from dlrm_planner import choose_plan
 
-    job, profile = read_job_and_profile(path, profile_path, settings)
-    plan = plan_job(job.spec, profile, traces=read_references(job.spec))
+    job, profiles = read_job_and_profiles(path, hardware, settings)
+    plan = choose_plan(job.spec, profiles, traces=read_references(job.spec), check=check_mounts)
+    profile = next((each for each in profiles if each.metadata.name == plan.hardware), None)
     objects = [dict(manifest) for manifest in render_objects(job, profile, plan, limits=ANY)]
     if as_json:
         print(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2))
     else:
         print(yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True), end="")
-    if profile is not None and job.spec.trainer.hardware is None:
+    if profile is not None and job.spec.trainer.hardware is None and not job.spec.trainer.chooses_hardware:
         name = profile.metadata.name
         unplanned = f"the operator would not plan for HardwareProfile {name} as done here; set it to {name}"
         _warn([f"spec.trainer.hardware is not set: {unplanned}"])
     _warn([*_refused_by_default(job), *ephemeral_store_warnings(job.spec)])
 
 
-def read_job_and_profile(
-    path: Path, profile_path: Path | None, settings: Sequence[str]
-) -> tuple[DLRMJob, HardwareProfile | None]:
-    """Read a file's job with its settings applied, and the profile that it names."""
+def read_job_and_profiles(
+    path: Path, hardware: Sequence[Path], settings: Sequence[str]
+) -> tuple[DLRMJob, tuple[HardwareProfile, ...]]:
+    """Read a file's job with its settings applied, and the profiles that it names or selects."""
     documents = read_documents(path)
     document = only_job(documents)
     job = parse_job_document(document, with_overrides(document.body, settings))
-    return job, find_profile(job, documents, profile_path)
+    return job, find_profiles(job, documents, hardware)
 
 
 def read_job(path: Path, settings: Sequence[str], data: str | None, eval_data: str | None = None) -> DLRMJob:
@@ -201,12 +202,12 @@ def _summary(parsed: DLRMJob | HardwareProfile) -> str:
 
 
 def _world_size(spec: DLRMJobSpec) -> str:
-    auto = spec.trainer.auto
-    if auto is None or spec.fixed_replicas is not None:
+    objective = spec.trainer.objective
+    if objective is None or spec.fixed_replicas is not None:
         return f"world size {spec.world_size}"
     from dlrm_planner import max_replicas
 
-    most = min(auto.max, max_replicas(spec)) * spec.trainer.processes_per_replica
+    most = min(objective.max_replicas, max_replicas(spec)) * spec.trainer.processes_per_replica
     return f"world size {spec.world_size} to {most}, chosen by the plan"
 
 

@@ -14,7 +14,8 @@ import typer
 File = Annotated[Path, typer.Argument(metavar="FILE", help="YAML or JSON file with a DLRMJob, or - for stdin.")]
 Data = Annotated[str | None, typer.Option("--data", metavar="URI", help="Override spec.data.train.uris.")]
 Hardware = Annotated[
-    Path | None, typer.Option("--hardware", metavar="FILE", help="YAML file with the job's HardwareProfile.")
+    list[Path] | None,
+    typer.Option("--hardware", metavar="FILE", help="YAML file with HardwareProfiles of the job. May be repeated."),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -102,7 +103,9 @@ class RunOptions:
     data: Data = None
     eval_data: Annotated[str | None, typer.Option(metavar="URI", help="Override spec.data.eval.uris.")] = None
     settings: Settings = None
-    hardware: Hardware = None
+    hardware: Annotated[
+        Path | None, typer.Option("--hardware", metavar="FILE", help="YAML file with this machine's HardwareProfile.")
+    ] = None
     digest: Annotated[bool, typer.Option("--digest", help="Add the SHA-256 of the final state to the result.")] = False
     ledger: Annotated[bool, typer.Option("--ledger", help="Record the ids of all samples for audits.")] = False
     profile: Annotated[bool, typer.Option("--profile", help="Time the stages of steps and show them at the end.")] = (

@@ -18,6 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from dlrm_api import tiers
+from dlrm_api.choice import Choice
 from dlrm_api.errors import visible
 from dlrm_api.job import DLRMJob
 from dlrm_api.model import TableSpec
@@ -336,7 +337,20 @@ def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:
     if len(largest) > MAX_TABLES:
         tables.add_row(f"and {len(largest) - MAX_TABLES} smaller ones", "", "", "", "", "see -o json")
     expected = [] if plan.predicted.samples_per_second is None else [Text(_prediction(plan.predicted))]
-    return Group(ranks, tables, *expected, *(Text(f"- {reason}") for reason in plan.reasons))
+    chosen = [] if plan.choice is None else [_choice_table(plan.choice)]
+    return Group(ranks, tables, *chosen, *expected, *(Text(f"- {reason}") for reason in plan.reasons))
+
+
+def _choice_table(choice: Choice) -> Table:
+    """Return the chosen number of replicas and hardware, and what each rejected one lacks."""
+    columns = ("hardware", "replicas", "samples/s", "per hour", "per 1e9 samples", "")
+    table = titled_table(f"choice: {choice.objective}", columns, words=("hardware", ""))
+    verdict = "chosen" if choice.met else f"chosen, closest: {choice.lacks}"
+    for each, text in ((choice, verdict), *((rejected, rejected.lacks) for rejected in choice.rejected)):
+        prices = (number(price, ",.2f") for price in (each.price_per_hour, each.price_per_billion_samples))
+        rate = number(each.samples_per_second, ",.0f")
+        table.add_row(each.hardware or UNKNOWN, str(each.replicas), rate, *prices, text)
+    return table
 
 
 def _prediction(predicted: Prediction) -> str:

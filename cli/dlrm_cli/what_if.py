@@ -20,7 +20,7 @@ from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.plan import Plan
 from dlrm_api.tiers import TIERS
-from dlrm_cli.documents import Document, find_profile, only_job, parse_value, read_documents, set_field, with_overrides
+from dlrm_cli.documents import Document, find_profiles, only_job, parse_value, read_documents, set_field, with_overrides
 from dlrm_cli.manifests import parse_job_document, read_references
 from dlrm_cli.report.plots import SERIES_COLOURS, Plot, Series, draw_alone
 from dlrm_cli.run.workdir import replace_file
@@ -85,7 +85,7 @@ class Row:
 
 def print_what_if(
     path: Path,
-    profile_path: Path | None,
+    hardware: Sequence[Path],
     settings: Sequence[str],
     texts: Sequence[str],
     *,
@@ -102,7 +102,7 @@ def print_what_if(
     if plot is not None and not plot.parent.is_dir():
         raise NoInputError(f"invalid --plot: folder not found: {plot.parent}; create it")
     documents = read_documents(path)
-    planner = _Combinations(documents, profile_path, settings)
+    planner = _Combinations(documents, hardware, settings)
     planner.check(axes)
     rows = list[Row]()
     with show_progress("Planning", math.prod(len(axis.values) for axis in axes)) as show:
@@ -148,12 +148,12 @@ def read_axes(texts: Sequence[str]) -> tuple[Axis, ...]:
 class _Combinations:
     """Plan a job with values of some keys changed."""
 
-    def __init__(self, documents: list[Document], profile_path: Path | None, settings: Sequence[str]) -> None:
+    def __init__(self, documents: list[Document], hardware: Sequence[Path], settings: Sequence[str]) -> None:
         document = only_job(documents)
         self._body = with_overrides(document.body, settings)
         self.job = parse_job_document(document, self._body)
-        self._documents, self._profile_path = documents, profile_path
-        self._profiles = dict[str | None, HardwareProfile | None]()
+        self._documents, self._hardware = documents, hardware
+        self._profiles = dict[str, tuple[HardwareProfile, ...]]()
 
     def check(self, axes: Sequence[Axis]) -> None:
         """Raise UsageError for a value that its own field does not take; rules between fields are a row's matter."""
@@ -175,38 +175,41 @@ class _Combinations:
             yield self._row({axis.key: value for axis, value in zip(axes, values, strict=True)})
 
     def _row(self, values: Mapping[str, Any]) -> Row:
-        from dlrm_planner import plan_job
+        from dlrm_planner import choose_plan
 
         try:
-            job, profile = self._read(values)
-            plan = plan_job(job.spec, profile, traces=read_references(job.spec))
+            job, profiles = self._read(values)
+            plan = choose_plan(job.spec, profiles, traces=read_references(job.spec))
         except InfeasiblePlanError as error:
             return Row(values=values, lacks=error.reasons)
         except InvalidSpecError as error:
             return Row(values=values, lacks=tuple(error.lines))
         return Row(values=values, batch=job.spec.data.global_batch_size, plan=plan)
 
-    def _read(self, values: Mapping[str, Any]) -> tuple[DLRMJob, HardwareProfile | None]:
-        """Return the job with some values, and its profile with the bytes of tiers that are among them."""
+    def _read(self, values: Mapping[str, Any]) -> tuple[DLRMJob, tuple[HardwareProfile, ...]]:
+        """Return the job with some values, and its profiles with the bytes of tiers that are among them."""
         body = copy.deepcopy(self._body)
         tiers = {key.removeprefix(TIER_PREFIX): value for key, value in values.items() if key.startswith(TIER_PREFIX)}
         for key, value in values.items():
             for path, each in self._fields(body, key, value):
                 set_field(body, path, each, OPTION)
         job = parse_job(body)
-        name = job.spec.trainer.hardware
-        if name not in self._profiles:
-            self._profiles[name] = find_profile(job, self._documents, self._profile_path)
-        profile = self._profiles[name]
+        trainer = job.spec.trainer
+        wanted = repr((trainer.hardware, trainer.hardware_profiles, trainer.hardware_selector))
+        if wanted not in self._profiles:
+            self._profiles[wanted] = find_profiles(job, self._documents, self._hardware)
+        profiles = self._profiles[wanted]
         if not tiers:
-            return job, profile
-        node = {} if profile is None else profile.model_dump(mode="json", exclude_none=True)
+            return job, profiles
+        nodes = [profile.model_dump(mode="json", exclude_none=True) for profile in profiles]
         for tier, size in tiers.items():
-            place = node.get("spec", {}).get("devices" if tier == "hbm" else "tiers", {}).get(tier)
-            set_field(body, f"spec.trainer.tierBudgets.{tier}", size if place is None else None, OPTION)
-            if place is not None:
-                place["bytes"] = size
-        return parse_job(body), profile and parse_profile(node)
+            levels = [node["spec"].get("devices" if tier == "hbm" else "tiers", {}) for node in nodes]
+            is_of_nodes = any(tier in each for each in levels)
+            set_field(body, f"spec.trainer.tierBudgets.{tier}", None if is_of_nodes else size, OPTION)
+            for each in levels:
+                if tier in each:
+                    each[tier]["bytes"] = size
+        return parse_job(body), tuple(map(parse_profile, nodes))
 
     def _fields(self, body: Mapping[str, Any], key: str, value: Any) -> list[tuple[str, Any]]:
         """Return the fields that a key sets in a document, and their values; of tiers none yet."""
@@ -219,7 +222,11 @@ class _Combinations:
             # The last layers fit the interaction and the logit.
             layers = {"bottomMlp": model.get("bottomMlp"), "topMlp": model.get("topMlp", self.job.spec.model.top_mlp)}
             return [(f"spec.model.{mlp}", [*[value] * (len(of) - 1), of[-1]]) for mlp, of in layers.items() if of]
-        return [(path, value) for path in FIELDS.get(key, (key,))]
+        # A named profile takes the place of those to choose from.
+        others = ("hardwareProfiles", "hardwareSelector") if key == "hardware" else ()
+        of_trainer = body["spec"].get("trainer") or {}
+        found = [(path, value) for path in FIELDS.get(key, (key,))]
+        return found + [(f"spec.trainer.{name}", None) for name in others if name in of_trainer]
 
 
 def _dim_fields(model: Mapping[str, Any], dim: Any) -> list[tuple[str, Any]]:

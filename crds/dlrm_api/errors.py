@@ -12,7 +12,8 @@ DLRMError
 │   └── PeerLostError
 ├── NoPermissionError     77  credentials or rights
 └── InvalidSpecError      78  the DLRMJob
-    └── InfeasiblePlanError
+    ├── InfeasiblePlanError
+    └── ObjectiveNotMetError
 """
 
 from __future__ import annotations
@@ -121,6 +122,10 @@ class InfeasiblePlanError(InvalidSpecError):
     def __init__(self, path: str, reasons: Sequence[str]) -> None:
         super().__init__(path, "; ".join(reasons))
         self.reasons = tuple(reasons)
+
+
+class ObjectiveNotMetError(InvalidSpecError):
+    """Report that everything costs more than ``trainer.objective`` allows. The message names what comes closest."""
 
 
 SHOWN_CHARACTERS = 256  # of an invalid value

@@ -172,6 +172,7 @@ class ProfileMeta(ApiModel):
     model_config = ConfigDict(extra="allow")
 
     name: str = Field(min_length=1, max_length=253, description="Name of the profile.")
+    labels: dict[str, Any] = Field({}, description="Labels, by which trainer.hardwareSelector selects.")
 
 
 class HardwareProfile(ApiModel):
@@ -179,7 +180,7 @@ class HardwareProfile(ApiModel):
 
     api_version: Literal["dlrm.dev/v1alpha1"] = Field(API_VERSION, description="Version of this API.")
     kind: Literal["HardwareProfile"] = Field("HardwareProfile", description="Kind of this object.")
-    metadata: ProfileMeta = Field(description="Name.")
+    metadata: ProfileMeta = Field(description="Name and labels.")
     spec: HardwareProfileSpec = Field(description="Resources of one node.")
 
 

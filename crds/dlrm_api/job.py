@@ -69,11 +69,22 @@ class DLRMJobSpec(ApiModel):
     rules = (
         Rule(
             cel="(has(self.trainer.replicas) ? self.trainer.replicas : "
-            "has(self.trainer.auto) ? self.trainer.auto.min : 1) * self.trainer.processesPerReplica "
+            "has(self.trainer.objective) ? self.trainer.objective.minReplicas : 1) * self.trainer.processesPerReplica "
             "<= (has(self.data.virtualShards) ? self.data.virtualShards : self.data.globalBatchSize)",
             holds=lambda spec: spec.world_size <= (spec.data.virtual_shards or spec.data.global_batch_size),
-            message="data.virtualShards must be at least trainer.replicas (or auto.min) x processesPerReplica, the "
-            "number of ranks, and so must data.globalBatchSize: raise it, or use fewer ranks",
+            message="data.virtualShards must be at least trainer.replicas (or objective.minReplicas) x "
+            "processesPerReplica, the number of ranks, and so must data.globalBatchSize: raise it, or use fewer ranks",
+        ),
+        Rule(
+            cel="!has(self.trainer.objective) || !has(self.trainer.objective.deadline) || "
+            "self.data.format == 'synthetic' || has(self.training.maxSteps) || has(self.training.maxSamples)",
+            holds=lambda spec: (
+                spec.trainer.objective is None
+                or spec.trainer.objective.deadline is None
+                or spec.total_samples is not None
+            ),
+            message="trainer.objective.deadline needs to know the samples of the whole training: set "
+            "training.maxSamples or training.maxSteps",
         ),
         Rule(
             cel=f"!self.checkpoint.partialRestore || !{has_unique('self.model')}",
@@ -137,12 +148,12 @@ class DLRMJobSpec(ApiModel):
     @property
     def fixed_replicas(self) -> int | None:
         """Return the number of trainer pods that the user asks for, or None if the planner chooses it."""
-        return None if self.trainer.replicas is None and self.trainer.auto is not None else self.replicas
+        return None if self.trainer.replicas is None and self.trainer.objective is not None else self.replicas
 
     @property
     def replicas(self) -> int:
         """Return the number of trainer pods that the spec asks for: the minimum if the planner chooses."""
-        return self.trainer.replicas or (1 if self.trainer.auto is None else self.trainer.auto.min)
+        return self.trainer.replicas or (1 if self.trainer.objective is None else self.trainer.objective.min_replicas)
 
     @property
     def world_size(self) -> int:
@@ -154,6 +165,15 @@ class DLRMJobSpec(ApiModel):
         """Return ``data.virtualShards`` of a job that runs; ``with_virtual_shards`` has set it if the user has not."""
         assert self.data.virtual_shards is not None, "data.virtualShards is unset: it is the snapshot's, or the plan's"
         return self.data.virtual_shards
+
+    @property
+    def total_samples(self) -> int | None:
+        """Return the samples of the whole training, as far as the spec bounds them; None if only data files do."""
+        steps, samples = self.training.max_steps, self.training.max_samples
+        bounds = [steps * self.data.global_batch_size if steps else None, samples]
+        if self.data.format == "synthetic":
+            bounds.append(self.data.epochs * self.data.synthetic.samples)
+        return min((bound for bound in bounds if bound is not None), default=None)
 
     def with_replicas(self, replicas: int) -> DLRMJobSpec:
         """Return a copy with a fixed number of trainer pods."""

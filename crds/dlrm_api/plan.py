@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from dlrm_api.base import ApiModel, stopping_early
+from dlrm_api.choice import Choice
 from dlrm_api.data import MAX_VIRTUAL_SHARDS
 from dlrm_api.errors import InvalidSpecError, invalid_spec
 from dlrm_api.fields import Share
@@ -189,17 +190,18 @@ class Plan(ApiModel):
     device: Device = Field(
         "cpu", description="Where ranks compute. cuda: on one GPU per process, which hbm needs; cpu: on the host."
     )
-    ranks: tuple[RankPlan, ...] = Field(description="Ranks, in order.")
-    tables: tuple[TablePlan, ...] = Field(description="Tables, in the model's order.")
     virtual_shards: int = Field(
         64,
         ge=1,
         le=MAX_VIRTUAL_SHARDS,
         description="Virtual shards of the data: data.virtualShards, or chosen. Plans of earlier versions lack it.",
     )
+    ranks: tuple[RankPlan, ...] = Field(description="Ranks, in order.")
+    tables: tuple[TablePlan, ...] = Field(description="Tables, in the model's order.")
     lookahead: int = Field(0, ge=0, le=8, description="Batches ahead of the current one with prefetched rows.")
     handoff_bytes: tuple[int, ...] = Field(description="Shared-memory budget for cuts of each pod (bytes).")
     predicted: Prediction = Field(Prediction(), description="Prediction of the cost model.")
+    choice: Choice | None = Field(None, description="Choice of replicas and hardware, if trainer.objective made it.")
     reasons: tuple[str, ...] = Field((), description="Reasons for the plan's decisions.")
 
     @property

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field
 
 from dlrm_api.base import ApiModel
+from dlrm_api.choice import Choice
 from dlrm_api.fields import MAX_EXACT, Count, Figure, Rate, Seconds, Share
 from dlrm_api.plan import Prediction
 from dlrm_api.progress import MAX_NOTE_CHARACTERS, MAX_NOTES, MeasuredSteps
@@ -103,6 +104,16 @@ class AccuracyStatus(ApiModel):
     )
 
 
+class ChoiceStatus(Choice):
+    """Choice of replicas and hardware."""
+
+    spec_digest: str = Field(
+        max_length=64,
+        description="SHA-256 of the objective and of the hardware to choose from. Later attempts keep the hardware as "
+        "long as it matches.",
+    )
+
+
 class StragglerStatus(ApiModel):
     """Rank that has slowed down the others for some time."""
 
@@ -195,6 +206,9 @@ class DLRMJobStatus(ApiModel):
     conditions: tuple[Condition, ...] = Field((), max_length=16, description="Conditions.")
     observed_generation: Count = Field(0, description="Generation of the spec that this refers to.")
     plan: PlanStatus | None = Field(None, description="Summary of the plan.")
+    choice: ChoiceStatus | None = Field(
+        None, description="Replicas and hardware that trainer.objective chose, and what each rejected choice lacked."
+    )
     attempt: Count = Field(0, description="Number of the current attempt, from 1.")
     gang_attempt: Count = Field(0, description="Newest attempt in which all trainer pods existed at once.")
     pod_attempt: int | None = Field(

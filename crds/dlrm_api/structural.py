@@ -19,8 +19,9 @@ Schema = dict[str, Any]
 
 KEPT = frozenset({
     "description", "type", "format", "enum", "default", "pattern", "minLength", "maxLength", "minimum", "maximum",
-    "multipleOf", "minItems", "maxItems", "maxProperties", "required", RULES, "x-kubernetes-preserve-unknown-fields",
-    "x-kubernetes-int-or-string", "x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-map-type",
+    "multipleOf", "minItems", "maxItems", "minProperties", "maxProperties", "required", RULES,
+    "x-kubernetes-preserve-unknown-fields", "x-kubernetes-int-or-string", "x-kubernetes-list-type",
+    "x-kubernetes-list-map-keys", "x-kubernetes-map-type",
 })  # fmt: skip
 """Keywords that pass unchanged."""
 DROPPED = frozenset({"title", "$defs"})

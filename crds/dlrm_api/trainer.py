@@ -2,31 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dlrm_api.base import ApiModel, Rule
-from dlrm_api.fields import Bytes, ImageName, ObjectName, ResourceQuantity, quantity_value
+from dlrm_api.base import ApiModel, Rule, exclusive, positive
+from dlrm_api.fields import Bytes, Duration, ImageName, ObjectName, ResourceQuantity, quantity_value
 from dlrm_api.pod_template import PodTemplateOverlay
 
 MAX_REPLICAS = 4_096
+MAX_PROFILES = 16
+"""Kinds of hardware that one job may choose from: each is planned with up to two dozen numbers of replicas."""
+LabelValue = Annotated[str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)?$")]
 
 
-class AutoReplicas(ApiModel):
-    """Let the planner choose the number of replicas."""
+class ObjectiveSpec(ApiModel):
+    """Let the planner choose the number of replicas, and the hardware where several kinds are given.
 
-    min: int = Field(1, ge=1, le=MAX_REPLICAS, description="Minimum number of replicas.")
-    max: int = Field(ge=1, le=MAX_REPLICAS, description="Maximum number of replicas.")
-    target_samples_per_second: float = Field(
+    At most one target is set. Without any, the fewest replicas that hold all tables are taken.
+    """
+
+    min_replicas: int = Field(1, ge=1, le=MAX_REPLICAS, description="Minimum number of replicas.")
+    max_replicas: int = Field(ge=1, le=MAX_REPLICAS, description="Maximum number of replicas.")
+    samples_per_second: float | None = Field(
+        None,
+        ge=1,
+        le=1e12,
+        description="Predicted throughput to reach with the fewest replicas (samples/s); of several kinds of hardware "
+        "with the lowest price per hour. Needs HardwareProfiles with measured rates. If nothing reaches it, the "
+        "highest throughput is taken.",
+    )
+    deadline: Duration | None = Field(
+        None,
+        description="Run time of the job, as in lifecycle.activeDeadline, within which the samples left are predicted "
+        "to be trained on, by the fewest replicas; of several kinds of hardware at the lowest price of these samples. "
+        "It is planned for at the start of each attempt with new pods. If nothing is fast enough, the highest "
+        "throughput is taken.",
+    )
+    max_price_per_billion_samples: float | None = Field(
+        None,
         ge=0,
         le=1e12,
-        description="Throughput that the plan must reach by prediction (samples/s); needs a HardwareProfile with "
-        "measured rates. 0: the minimum number of replicas that hold all tables in memory.",
+        description="Highest predicted price of 1e9 samples, in the currency of pricePerHour: the highest throughput "
+        "within it is taken. If everything costs more, the job fails.",
     )
 
     rules = (
-        Rule(cel="self.min <= self.max", holds=lambda auto: auto.min <= auto.max, message="min must not exceed max"),
+        Rule(
+            cel="self.minReplicas <= self.maxReplicas",
+            holds=lambda objective: objective.min_replicas <= objective.max_replicas,
+            message="minReplicas must not exceed maxReplicas",
+        ),
+        exclusive("samplesPerSecond", "deadline"),
+        exclusive("samplesPerSecond", "maxPricePerBillionSamples"),
+        exclusive("deadline", "maxPricePerBillionSamples"),
+        positive("deadline", "to leave the time of training open"),
     )
 
 
@@ -105,10 +135,12 @@ class TrainerSpec(ApiModel):
         None,
         ge=1,
         le=MAX_REPLICAS,
-        description="Trainer pods. Default: 1, or the planner's choice if auto is set. kubectl scale sets it.",
+        description="Trainer pods. Default: 1, or the planner's choice if objective is set. kubectl scale sets it.",
     )
-    auto: AutoReplicas | None = Field(
-        None, description="Bounds and target for a planned number of replicas. Used if replicas is absent."
+    objective: ObjectiveSpec | None = Field(
+        None,
+        description="What the planner chooses the number of replicas by if replicas is absent, and the hardware of "
+        "hardwareProfiles or hardwareSelector.",
     )
     processes_per_replica: int = Field(1, ge=1, le=64, description="Ranks in one pod: one per GPU or CPU socket.")
     threads_per_process: int | None = Field(
@@ -122,6 +154,19 @@ class TrainerSpec(ApiModel):
         None,
         description="Name of a HardwareProfile. Default: any node; memory is then checked only if tierBudgets.ddr or "
         "resources.limits.memory is set.",
+    )
+    hardware_profiles: tuple[ObjectName, ...] | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_PROFILES,
+        description="Names of HardwareProfiles from which objective chooses one. All pods run on the chosen hardware, "
+        "and so do those of later attempts.",
+    )
+    hardware_selector: dict[str, LabelValue] | None = Field(
+        None,
+        min_length=1,
+        max_length=8,
+        description=f"Labels of the HardwareProfiles, at most {MAX_PROFILES}, from which objective chooses one.",
     )
     tier_budgets: TierBudgets = Field(TierBudgets(), description="Memory budgets of a pod by tier.")
     cache: CacheSpec = Field(CacheSpec(), description="Slots of tables that do not fit in fast memory.")
@@ -138,3 +183,25 @@ class TrainerSpec(ApiModel):
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
         "IfNotPresent", description="Image pull policy."
     )
+
+    rules = (
+        exclusive("hardware", "hardwareProfiles"),
+        exclusive("hardware", "hardwareSelector"),
+        exclusive("hardwareProfiles", "hardwareSelector"),
+        Rule(
+            cel="has(self.objective) || !(has(self.hardwareProfiles) || has(self.hardwareSelector))",
+            holds=lambda trainer: trainer.objective is not None or not trainer.chooses_hardware,
+            message="hardwareProfiles and hardwareSelector need objective: say what to choose by, or set hardware",
+        ),
+        Rule(
+            cel="!has(self.hardwareProfiles) || self.hardwareProfiles.all(name, "
+            "self.hardwareProfiles.exists_one(other, other == name))",
+            holds=lambda trainer: len(set(trainer.hardware_profiles or ())) == len(trainer.hardware_profiles or ()),
+            message="hardwareProfiles must be unique: remove names that are listed twice",
+        ),
+    )
+
+    @property
+    def chooses_hardware(self) -> bool:
+        """Return whether the hardware is chosen from several HardwareProfiles."""
+        return self.hardware_profiles is not None or self.hardware_selector is not None

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
-from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
+from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan
 from dlrm_api.trace import TableTrace
-from dlrm_api.trainer import AutoReplicas
 from dlrm_planner import propose
 from dlrm_planner.enumerate import check_pins, pinned_to_data, worth_replicating
 from dlrm_planner.estimate import CostModel, estimate, read_costs
-from dlrm_planner.explain import explain_infeasible
+from dlrm_planner.explain import explain_infeasible, explain_shortage
 from dlrm_planner.memory import check_device_tables, ddr_capacity, device_limit, device_of, pod_limit, segment_bytes
 from dlrm_planner.partition import Partitioner
-from dlrm_planner.predict import Solution, missing_rates
+from dlrm_planner.predict import Solution
 from dlrm_planner.stacks import pinned_slow, slow_caps
 from dlrm_planner.tables import read_tables
 from dlrm_planner.tiers import TierPlanner
 from dlrm_planner.types import Capacity, Infeasible, Ints, Placement, Problem, TableShortage
-from dlrm_planner.virtual_shards import max_replicas, with_kept
+from dlrm_planner.virtual_shards import with_kept
 from dlrm_planner.write import write_plan
 
 MIN_GAIN = 1.005
 """More shards, or segments where full cuts fit, must make a step faster by this factor."""
-MAX_EXACT = 16
-"""Up to so many numbers of replicas are judged one by one."""
-GRID_SIZES = 12
-"""Of more sizes so many are judged first, each larger by the same factor."""
-FALLING_SIZES = 3
-"""Sizes in a row below the best one, after which larger ones are skipped."""
-SHOWN_SIZES = 3
-"""Number of sizes next to the chosen one with a shown prediction."""
 BOUND_TOLERANCE = 1.01
 """A plan within this factor of what none can beat ends the search."""
 
@@ -50,171 +41,66 @@ def plan_job(
     reserve: int = 0,
     virtual_shards: int | None = None,
     shared: bool = False,
+    replicas_field: str = "trainer.replicas",
 ) -> Plan:
     """Place every table of the job on its ranks, and its rows in the tiers of their nodes.
 
-    With ``trainer.auto`` and without ``trainer.replicas`` the plan also chooses the number of replicas. The same
-    arguments give the same plan on every machine.
+    The same arguments give the same plan on every machine.
 
     Args:
-        spec: A validated job; ``trainer.hardware`` names the profile, which the caller looks up.
+        spec: A validated job with a fixed number of replicas; :func:`dlrm_planner.choose_plan` chooses open ones.
         profile: What one node gives. Without it, ``trainer.tierBudgets.ddr`` and
             ``trainer.resources.limits.memory``, memory is not checked.
         traces: How tables are reused that refer to a trace, by table (:func:`dlrm_planner.read_traces`).
         reserve: Bytes of memory of each pod to keep free.
         virtual_shards: Their number in the snapshot or attempts that the job continues; a spec that sets it wins.
         shared: The nodes are parts of one machine, so more replicas would have smaller ones.
+        replicas_field: The field that adds replicas.
 
     Raises:
         InfeasiblePlanError: the tables do not fit; the reasons say which, where, by how many bytes, and the fix.
-        InvalidSpecError: a pin names a rank, tier or kind of split that does not exist, a trace is missing, a target
-            is given for a throughput that the profile does not let predict, a plan would have too many shards, or
-            there are more ranks than virtual shards.
+        InvalidSpecError: a pin names a rank, tier or kind of split that does not exist, a trace is missing, a plan
+            would have too many shards, or there are more ranks than virtual shards.
     """
+    assert spec.fixed_replicas is not None, "choose_plan chooses the number"
     kept = with_kept(spec, virtual_shards)
-    if kept.fixed_replicas is not None:
-        plan = _Planner(profile, traces or {}, reserve, shared).plan(kept)
-    else:
-        plan = _Planner(profile, traces or {}, reserve, shared, "trainer.auto.max").plan_auto(kept)
+    problem = _checked_problem(kept, profile, traces or {}, reserve, replicas_field)
+    found = choose(problem)
+    if isinstance(found, Infeasible):
+        raise explain_infeasible(problem, found, None if shared else replicas_field, is_feasible)
+    plan = write_plan(found)
     if kept is spec:
         return plan
     reason = f"data.virtualShards {kept.data.virtual_shards}, as since the job began"
     return plan.model_copy(update={"reasons": (*plan.reasons, reason)})
 
 
-@dataclass(frozen=True)
-class _Planner:
-    """Plan one job on one kind of hardware with any number of replicas."""
-
-    profile: HardwareProfile | None
-    traces: Mapping[str, TableTrace]
-    reserve: int
-    shared: bool
-    replicas_field: str = "trainer.replicas"  # the field that adds replicas
-
-    def plan(self, spec: DLRMJobSpec) -> Plan:
-        problem = self._problem(spec)
+def plan_or_shortage(
+    spec: DLRMJobSpec,
+    profile: HardwareProfile | None,
+    traces: Mapping[str, TableTrace],
+    reserve: int,
+    virtual_shards: int | None,
+) -> Plan | str:
+    """Return the plan, or what the hardware lacks, without the time that it takes to find what would fix it."""
+    try:
+        problem = _checked_problem(with_kept(spec, virtual_shards), profile, traces, reserve)
         found = choose(problem)
-        if isinstance(found, Infeasible):
-            raise explain_infeasible(problem, found, None if self.shared else self.replicas_field, is_feasible)
-        return write_plan(found)
-
-    def _try_plan(self, spec: DLRMJobSpec) -> Plan | None:
-        """Return the plan, or None without the time that it takes to find what would fix it."""
-        try:
-            found = choose(self._problem(spec))
-            return None if isinstance(found, Infeasible) else write_plan(found)
-        except InvalidSpecError:
-            return None
-
-    def _problem(self, spec: DLRMJobSpec) -> Problem:
-        problem = read_problem(spec, self.profile, self.traces, self.reserve)
-        check_pins(spec, problem.tables, self.replicas_field)
-        return problem
-
-    def plan_auto(self, spec: DLRMJobSpec) -> Plan:
-        """Return the plan of the fewest replicas that reach the target, else of those that come closest."""
-        auto = spec.trainer.auto
-        assert auto is not None
-        most, target = min(auto.max, max_replicas(spec)), auto.target_samples_per_second
-
-        def judge(size: int) -> float | None:
-            fixed = spec.with_replicas(size)
-            plan = self._try_plan(fixed)
-            if plan is None:
-                return None
-            rate = plan.predicted.samples_per_second
-            if rate is None and target > 0:
-                missing = missing_rates(fixed, self.profile, plan)
-                raise InvalidSpecError(
-                    "spec.trainer.auto.targetSamplesPerSecond",
-                    f"throughput of {size} replicas cannot be predicted: {missing}; measure it, give trainer.replicas, "
-                    "or a target of 0 for the fewest replicas that hold all tables",
-                )
-            return rate or 0.0
-
-        found = choose_replicas(auto.min, most, target, judge)
-        try:
-            # Planned once more: keeping all plans would take the memory of two dozen.
-            plan = self.plan(spec.with_replicas(found.replicas or most))
-        except InfeasiblePlanError as error:
-            first, *others = error.reasons
-            refused = f"no number of replicas from {auto.min} to {most} holds all tables; with {most}: {first}"
-            raise InfeasiblePlanError("spec.trainer.auto", [refused, *others]) from error
-        return plan.model_copy(update={"reasons": (_size_reason(spec, auto, most, found), *plan.reasons)})
+        return explain_shortage(problem, found) if isinstance(found, Infeasible) else write_plan(found)
+    except InvalidSpecError as error:
+        return str(error)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChosenSize:
-    """Hold how the search for a number of replicas ended."""
-
-    replicas: int | None
-    """The fewest that reach the target; else those of the highest throughput; None if nothing fits."""
-    reached: bool
-    judged: Mapping[int, float | None]
-    """Samples/s of every size that was judged, None if it does not fit: at most ``GRID_SIZES`` and twelve more."""
-
-
-def choose_replicas(fewest: int, most: int, target: float, judge: Callable[[int], float | None]) -> ChosenSize:
-    """Return the fewest replicas in a range that reach ``target``, else the best of those judged.
-
-    Between two neighbours of the grid the answer is assumed to change once, from no to yes; and throughput that has
-    fallen over several larger sizes is assumed not to rise above its peak again. Neither holds in general (a table may
-    split badly over one size and well over the next), so up to ``MAX_EXACT`` sizes are all judged.
-    """
-    judged: dict[int, float | None] = {}
-
-    def is_enough(size: int) -> bool:
-        rate = judged[size] = judge(size)
-        return rate is not None and rate >= target
-
-    before = fewest - 1
-    for size in size_grid(fewest, most):
-        if is_enough(size):
-            while size - before > 1:
-                middle = (before + size) // 2
-                before, size = (before, middle) if is_enough(middle) else (middle, size)
-            return ChosenSize(replicas=size, reached=True, judged=judged)
-        rates = [rate for _, rate in sorted(judged.items()) if rate is not None]
-        is_falling = len(rates) > FALLING_SIZES and max(rates[-FALLING_SIZES:]) < max(rates[:-FALLING_SIZES])
-        if most - fewest >= MAX_EXACT and is_falling:
-            break
-        before = size
-    fitting = {size: rate for size, rate in judged.items() if rate is not None}
-    best = max(fitting, key=lambda size: (fitting[size], -size), default=None)
-    return ChosenSize(replicas=best, reached=False, judged=judged)
-
-
-def size_grid(fewest: int, most: int) -> list[int]:
-    """Return the sizes to judge first, ascending, with both ends."""
-    if most - fewest < MAX_EXACT:
-        return list(range(fewest, most + 1))
-    steps = (round(fewest * (most / fewest) ** (i / (GRID_SIZES - 1))) for i in range(GRID_SIZES))
-    return sorted({fewest, most, *steps})
-
-
-def _size_reason(spec: DLRMJobSpec, auto: AutoReplicas, most: int, found: ChosenSize) -> str:
-    assert found.replicas is not None
-    size, target, rate = found.replicas, auto.target_samples_per_second, found.judged[found.replicas] or 0.0
-    sizes, chosen = f"from {auto.min} to {most}", f"{size} replica" if size == 1 else f"{size} replicas"
-    if found.reached and target == 0:
-        reason = f"trainer.auto: {chosen}, the fewest {sizes} that hold all tables"
-    elif found.reached:
-        reason = f"trainer.auto: {chosen}, the fewest {sizes} predicted to reach {target:,.0f} samples/s: {rate:,.0f}"
-    else:
-        reason = f"trainer.auto: no number of replicas {sizes} is predicted to reach {target:,.0f} samples/s; "
-        reason += f"{chosen} with the most, {rate:,.0f}"
-    others = sorted((each for each in found.judged if each != size), key=lambda each: (abs(each - size), each))
-    if shown := [_size_text(each, found.judged[each]) for each in sorted(others[:SHOWN_SIZES])]:
-        reason += f" ({', '.join(shown)})"
-    if most < auto.max:
-        field = "data.globalBatchSize" if spec.data.virtual_shards is None else "data.virtualShards"
-        reason += f"; {field} {spec.data.virtual_shards or spec.data.global_batch_size} allows no more than {most}"
-    return reason
-
-
-def _size_text(size: int, rate: float | None) -> str:
-    return f"{size}: {rate:,.0f}" if rate else f"{size}: {'does not fit' if rate is None else 'fits'}"
+def _checked_problem(
+    spec: DLRMJobSpec,
+    profile: HardwareProfile | None,
+    traces: Mapping[str, TableTrace],
+    reserve: int,
+    replicas_field: str = "trainer.replicas",
+) -> Problem:
+    problem = read_problem(spec, profile, traces, reserve)
+    check_pins(spec, problem.tables, replicas_field)
+    return problem
 
 
 def read_problem(

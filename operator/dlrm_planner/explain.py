@@ -238,10 +238,7 @@ def explain_infeasible(
     Every fix was tried with ``is_feasible``. ``replicas_field`` adds replicas; None if they would share one machine.
     """
     fixes, cause = _Fixes(problem, failure, replicas_field, is_feasible), failure.cause
-    if isinstance(cause, TierShortage):
-        reasons = [_tier_shortage(problem, cause)]
-    else:
-        reasons = [_table_shortage(problem, failure, cause)]
+    reasons = [explain_shortage(problem, failure)]
     if (limit := fixes.limit_of(problem)) is not None:
         owner = "a rank" if cause.tier == "hbm" else "a pod"
         reasons.append(f"{owner} has {max(0, limit.size)} bytes for tables: {limit.source}")
@@ -250,6 +247,13 @@ def explain_infeasible(
     if not any(reason.startswith("fix: ") for reason in reasons):
         reasons.append(f"no single change is enough: with all the {cause.tier} there may be, something else runs short")
     return InfeasiblePlanError("spec.trainer", reasons)
+
+
+def explain_shortage(problem: Problem, failure: Infeasible) -> str:
+    """Name what runs short, where, and the missing bytes."""
+    if isinstance(failure.cause, TierShortage):
+        return _tier_shortage(problem, failure.cause)
+    return _table_shortage(problem, failure, failure.cause)
 
 
 def _table_shortage(problem: Problem, failure: Infeasible, cause: TableShortage) -> str:

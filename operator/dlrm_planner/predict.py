@@ -260,7 +260,7 @@ def _defaults(found: Solution) -> tuple[str, ...]:
 def missing_rates(spec: DLRMJobSpec, profile: HardwareProfile | None, plan: Plan) -> str:
     """Return why a plan has no predicted throughput, by the absent fields; empty if it has one."""
     if profile is None:
-        return "trainer.hardware names no HardwareProfile"
+        return "no HardwareProfile is given"
     hardware, missing = profile.spec, list[str]()
     devices = hardware.devices if plan.device == "cuda" else None
     if not (hardware if devices is None else devices).flops_per_second and (devices or not hardware.loops):

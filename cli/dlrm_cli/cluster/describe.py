@@ -65,6 +65,10 @@ def _summary(job: Object, facts: JobFacts, now: datetime) -> Iterator[tuple[str,
     in_pods = f", in the pods of attempt {facts.pod_attempt}" if facts.pod_attempt != facts.attempt else ""
     yield "Attempt", f"{facts.attempt or UNKNOWN}{in_pods}"
     yield "Plan", _plan(job)
+    if choice := status.get("choice"):
+        yield "Choice", _choice(choice)
+        for other in choice.get("rejected") or ():
+            yield "", f"rejected: {_candidate(other)}: {one_line(other.get('lacks') or '')}"
     yield "Progress", _progress(job, facts)
     yield "Speed", _speed(job, facts)
     if slow := dig(status, "progress", "straggler"):
@@ -97,6 +101,25 @@ def _plan(job: Object) -> str:
     if plan.get("pricePerBillionSamples"):
         parts.append(f"{plan['pricePerBillionSamples']:,.2f} per billion samples")
     return "; ".join(parts)
+
+
+def _choice(choice: Object) -> str:
+    verdict = "meets" if choice.get("met") else "comes closest to"
+    kept = ", hardware kept from the attempt before" if choice.get("kept") else ""
+    lacks = f": {one_line(choice['lacks'])}" if choice.get("lacks") else ""
+    return f"{_candidate(choice)} {verdict} {one_line(choice.get('objective') or '')}{lacks}{kept}"
+
+
+def _candidate(found: Object) -> str:
+    """Return a number of replicas of some hardware, with its figures."""
+    hardware = f" of {found['hardware']}" if found.get("hardware") else ""
+    figures = (
+        ("samplesPerSecond", "{:,.0f} samples/s"),
+        ("pricePerHour", "{:,.2f} per hour"),
+        ("pricePerBillionSamples", "{:,.2f} per billion samples"),
+    )
+    known = [text.format(found[key]) for key, text in figures if found.get(key) is not None]
+    return f"{found.get('replicas')} replicas{hardware}" + (f" ({', '.join(known)})" if known else "")
 
 
 def _progress(job: Object, facts: JobFacts) -> str:

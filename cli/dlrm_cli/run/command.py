@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from dlrm_api.errors import UsageError
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
@@ -22,7 +23,7 @@ from dlrm_api.process import usable_cpus
 from dlrm_api.progress import TrainerPhase
 from dlrm_api.tiers import ELEMENT_BYTES
 from dlrm_cli.checks import check_inputs, detect_gpus, make_tier_folders, open_job_store, this_machine, with_rates
-from dlrm_cli.documents import find_profile
+from dlrm_cli.documents import find_profiles
 from dlrm_cli.manifests import read_job, read_references
 from dlrm_cli.options import RunOptions
 from dlrm_cli.run.history import Seen
@@ -107,7 +108,7 @@ def run_here(wanted: DLRMJob, options: RunOptions, display: RunDisplay, stop: St
         with locked(root, grace_s, display.say, lambda: stop.count > 0) as workdir:
             if not is_fixed:
                 display.say(
-                    "spec.trainer.auto: running the minimum number of replicas, because all would share this "
+                    "spec.trainer.objective: running the minimum number of replicas, because all would share this "
                     f"machine's memory and CPUs: {job.spec.replicas}"
                 )
             kept = stored_virtual_shards(store)
@@ -237,8 +238,11 @@ def _plan(job: DLRMJob, hardware: Path | None, virtual_shards: int | None = None
 
     gpus = detect_gpus() if asks_for_hbm(job.spec) else ()
     machine = this_machine(job.spec.replicas, gpus)
-    if hardware is not None and (measured := find_profile(job, [], hardware)):
-        machine = with_rates(machine, measured, job.spec.trainer.tier_budgets)
+    if hardware is not None:
+        measured = find_profiles(job, [], [hardware])
+        if len(measured) > 1:
+            raise UsageError(f"ambiguous --hardware: {hardware} has {len(measured)} of the job's HardwareProfiles")
+        machine = with_rates(machine, measured[0], job.spec.trainer.tier_budgets)
     traces = read_references(job.spec)
     return plan_job(job.spec, machine, traces=traces, virtual_shards=virtual_shards, shared=True)
 

@@ -21,18 +21,18 @@ from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dlrm_api.errors import InvalidSpecError
+from dlrm_api.errors import InvalidSpecError, ObjectiveNotMetError
 from dlrm_api.hardware import parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.plan import plan_to_parts, plan_without_tables
 from dlrm_operator.manifests.storage import check_mounts
 from dlrm_operator.reconcile.state import JobKey, JobSeen, Planning, PlanQuestion
-from dlrm_planner import plan_job, read_traces
+from dlrm_planner import WorkDone, choose_plan, read_traces
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,9 @@ FIELDS_WITHOUT_PLAN: dict[str, bool | set[str]] = {
 }  # fmt: skip
 """Parts of a spec that no plan depends on: a change of them needs no new plan."""
 
-PlanInputs = tuple[str, str, str, int, int | None]
-"""What identifies a question of a job: uid, digest of the planned part of the spec, version of the profile, reserve,
-and number of virtual shards that the job keeps."""
+PlanInputs = tuple[str, str, str, int, int | None, str]
+"""What identifies a question of a job: uid, digest of the planned part of the spec, versions of the profiles, reserve,
+number of virtual shards and hardware that the job keeps."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ class Planner:
         if known is None or isinstance(job.spec, InvalidSpecError) or time.monotonic() >= known.valid_until:
             return None
         digest = self._digest(key, job.uid, job.generation, job.spec)
-        return known.planning if known.inputs == (job.uid, digest, profile_version, reserve, kept) else None
+        inputs = (job.uid, digest, profile_version, reserve, kept, job.kept_hardware)
+        return known.planning if known.inputs == inputs else None
 
     def has_answered(self, key: JobKey) -> bool:
         """Return whether there is an answer, for this spec or an older one."""
@@ -243,14 +244,15 @@ class Planner:
         return self._kept.get(dependencies)
 
     def _dependencies(self, key: JobKey, question: PlanQuestion) -> tuple[str, ...]:
-        """Return all that the answer depends on: the inputs without the job's uid, and the traces."""
+        """Return all that the answer depends on: the inputs without the job's uid, the traces, and what is done."""
         _, *inputs = self._inputs(key, question)
         traces = hashlib.sha256(json.dumps(question.traces, sort_keys=True).encode()).hexdigest()
-        return *map(str, inputs), traces
+        return *map(str, inputs), traces, repr(question.done)
 
     def _inputs(self, key: JobKey, question: PlanQuestion) -> PlanInputs:
         digest = self._digest(key, question.uid, question.generation, question.job)
-        return question.uid, digest, question.profile_version, question.reserve, question.virtual_shards
+        kept = question.virtual_shards, question.kept
+        return question.uid, digest, question.profile_version, question.reserve, *kept
 
     def _digest(self, key: JobKey, uid: str, generation: int, job: DLRMJob) -> str:
         known = self._digests.get(key)
@@ -368,10 +370,12 @@ def _encode_question(question: PlanQuestion, deadline_s: float) -> bytes:
     message = {
         "deadline": deadline_s,
         "job": question.job.model_dump(mode="json", exclude_unset=True, exclude={"status"}),
-        "profile": question.profile.model_dump(mode="json", exclude_unset=True) if question.profile else None,
+        "profiles": [profile.model_dump(mode="json", exclude_unset=True) for profile in question.profiles],
         "traces": dict(question.traces),
         "reserve": question.reserve,
         "virtual_shards": question.virtual_shards,
+        "kept": question.kept,
+        "done": asdict(question.done),
     }
     return json.dumps(message).encode()
 
@@ -380,7 +384,8 @@ def _decode_answer(text: bytes) -> tuple[int, Planning]:
     """Return the bytes that the process holds, and its answer."""
     answer: dict[str, Any] = json.loads(text)
     if "refusal" in answer:
-        return answer["resident"], Planning(problem=answer["refusal"], final=True, field=answer["field"])
+        unmet = answer.get("unmet", False)
+        return answer["resident"], Planning(problem=answer["refusal"], final=True, field=answer["field"], unmet=unmet)
     parts = {name: base64.b64decode(part) for name, part in answer["parts"].items()}
     try:
         return answer["resident"], Planning(plan=plan_without_tables(parts), parts=parts)
@@ -403,11 +408,11 @@ def main() -> None:
 
 
 def answer_question(question: dict[str, Any]) -> dict[str, Any]:
-    """Return ``{"parts": ...}``, the plan in base64, or ``{"refusal": ..., "field": ...}`` without one."""
+    """Return ``{"parts": ...}``, the plan in base64; without one ``{"refusal": ..., "field": ..., "unmet": ...}``."""
     try:
         return {"parts": {name: base64.b64encode(part).decode() for name, part in _plan(question).items()}}
     except InvalidSpecError as error:
-        return {"refusal": str(error), "field": error.path}
+        return {"refusal": str(error), "field": error.path, "unmet": isinstance(error, ObjectiveNotMetError)}
     except MemoryError:
         # Leave the handler first: its traceback holds the memory of the plan.
         pass
@@ -424,11 +429,17 @@ def limit_memory(more_bytes: int) -> None:
 
 
 def _plan(question: dict[str, Any]) -> dict[str, bytes]:
-    profile = parse_profile(question["profile"]) if question["profile"] else None
     spec = parse_job(question["job"]).spec
-    kept = {"reserve": question["reserve"], "virtual_shards": question["virtual_shards"]}
-    plan = plan_job(spec, profile, traces=read_traces(spec, question["traces"]), **kept)
-    check_mounts(plan, profile)
+    plan = choose_plan(
+        spec,
+        [parse_profile(profile) for profile in question["profiles"]],
+        traces=read_traces(spec, question["traces"]),
+        reserve=question["reserve"],
+        virtual_shards=question["virtual_shards"],
+        done=WorkDone(**question["done"]),
+        kept=question["kept"],
+        check=check_mounts,
+    )
     return plan_to_parts(plan)
 
 

@@ -1,4 +1,4 @@
-"""Read what a spec refers to: its HardwareProfile and traces, or why they cannot be used.
+"""Read what a spec refers to: its HardwareProfiles and traces, or why they cannot be used.
 
 Profiles are objects of the cluster. An operator without rights beyond one namespace takes them from a ConfigMap there;
 each value holds one or more HardwareProfile documents as YAML (``kubectl create configmap NAME --from-file=FOLDER``).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -20,12 +20,14 @@ from dlrm_api.errors import BadDataError, InvalidSpecError
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TRACE_KEY
+from dlrm_api.trainer import MAX_PROFILES
 from dlrm_operator.api_client import Api, ClusterRefusedError, NotFoundError
 from dlrm_planner import trace_references
 
 CONFIG_MAP_SCHEME = "configmap:"
 CONFIG_MAP_PATH = "/api/v1/namespaces/{}/configmaps/{}"
-PROFILE_PATH = f"/apis/{names.API_VERSION}/hardwareprofiles/{{}}"
+PROFILES_PATH = f"/apis/{names.API_VERSION}/hardwareprofiles"
+GRANT = "grant it, or start the operator with --profiles"
 MAX_PROFILE_CHARACTERS = 2**17
 """Limit of one value of the profiles' ConfigMap: parsing takes 15 us and 300 bytes per character."""
 
@@ -42,11 +44,12 @@ class ProfileSource:
 
 
 @dataclass(frozen=True)
-class ProfileSeen:
-    """Hold the profile that a spec names, or why it cannot be used; empty if it names none."""
+class ProfilesSeen:
+    """Hold the profiles of a spec, or why they cannot be used; empty if it names none."""
 
-    profile: HardwareProfile | None = None
+    profiles: tuple[HardwareProfile, ...] = ()
     version: str = ""
+    """Versions of all of them."""
     problem: str = ""
 
 
@@ -56,33 +59,63 @@ class ReferenceReader:
     def __init__(self, api: Api, profiles: ProfileSource | None = None) -> None:
         self._api, self._profiles = api, profiles
 
-    async def profile(self, spec: DLRMJobSpec) -> ProfileSeen:
-        """Read the profile of ``spec.trainer.hardware``.
+    async def profiles(self, spec: DLRMJobSpec) -> ProfilesSeen:
+        """Read the profiles that ``spec.trainer`` names or selects.
 
         Raises:
             ClusterUnavailableError: the API server did not answer; repeat the call later.
         """
-        name = spec.trainer.hardware
-        if name is None:
-            return ProfileSeen()
+        trainer = spec.trainer
+        if trainer.hardware_selector is not None:
+            return await self._selected(trainer.hardware_selector)
+        if trainer.hardware is not None:
+            return await self._named(trainer.hardware, "spec.trainer.hardware")
+        names_ = enumerate(trainer.hardware_profiles or ())
+        found = await asyncio.gather(*(self._named(name, f"spec.trainer.hardwareProfiles[{i}]") for i, name in names_))
+        profiles = tuple(profile for each in found for profile in each.profiles)
+        problem = next((each.problem for each in found if each.problem), "")
+        return ProfilesSeen(profiles, ",".join(each.version for each in found), problem)
+
+    async def _named(self, name: str, field: str) -> ProfilesSeen:
         try:
             if self._profiles is None:
-                document = await self._api.call("GET", PROFILE_PATH.format(_path_segment(name)))
-                return ProfileSeen(parse_profile(document), document["metadata"]["resourceVersion"])
-            path = CONFIG_MAP_PATH.format(self._profiles.namespace, self._profiles.config_map)
-            values = (await self._api.call("GET", path)).get("data") or {}
-            return await asyncio.to_thread(_find_profile, values, name, self._profiles)
+                document = await self._api.call("GET", f"{PROFILES_PATH}/{_path_segment(name)}")
+                return _parsed([document])
+            return await asyncio.to_thread(_in_config_map, await self._config_map(), {"name": name}, self._profiles)
         except NotFoundError:
             where = f" in {self._profiles}" if self._profiles else ""
-            problem = f"spec.trainer.hardware: HardwareProfile {name} not found{where}; create it or name another"
+            problem = f"{field}: HardwareProfile {name} not found{where}; create it or name another"
         except ClusterRefusedError as error:
-            problem = (
-                f"spec.trainer.hardware: permission denied: get HardwareProfile {name}: {error}; grant it, or start "
-                "the operator with --profiles"
-            )
+            problem = f"{field}: permission denied: get HardwareProfile {name}: {error}; {GRANT}"
         except (InvalidSpecError, BadDataError) as error:
             problem = f"HardwareProfile {name}: {error}"
-        return ProfileSeen(problem=problem)
+        return ProfilesSeen(problem=problem)
+
+    async def _selected(self, labels: Mapping[str, str]) -> ProfilesSeen:
+        field, wanted = "spec.trainer.hardwareSelector", ",".join(f"{key}={value}" for key, value in labels.items())
+        try:
+            if self._profiles is None:
+                items, _ = await self._api.list_all(PROFILES_PATH, {})
+                found = _parsed([item for item in items if _matches(item, {"labels": labels})])
+            else:
+                values = await self._config_map()
+                found = await asyncio.to_thread(_in_config_map, values, {"labels": labels}, self._profiles)
+        except NotFoundError:
+            found = ProfilesSeen()
+        except ClusterRefusedError as error:
+            return ProfilesSeen(problem=f"{field}: permission denied: list HardwareProfiles: {error}; {GRANT}")
+        except (InvalidSpecError, BadDataError) as error:
+            return ProfilesSeen(problem=f"HardwareProfiles with labels {wanted}: {error}")
+        if 0 < len(found.profiles) <= MAX_PROFILES:
+            return found
+        where, fix = f" in {self._profiles}" if self._profiles else "", "change labels, or use hardwareProfiles"
+        count = f"{len(found.profiles)} HardwareProfiles{where} have labels {wanted}"
+        return ProfilesSeen(problem=f"{field}: {count}, expected 1 to {MAX_PROFILES}: {fix}")
+
+    async def _config_map(self) -> dict[str, str]:
+        assert self._profiles is not None
+        path = CONFIG_MAP_PATH.format(self._profiles.namespace, self._profiles.config_map)
+        return (await self._api.call("GET", path)).get("data") or {}
 
     async def traces(self, namespace: str, spec: DLRMJobSpec) -> tuple[dict[str, str], str]:
         """Read the traces that the spec refers to; return them by reference, or why one cannot be read.
@@ -123,13 +156,36 @@ class _PlainLoader(yaml.SafeLoader):
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.get_mark())
 
 
-def _find_profile(values: Mapping[str, str], name: str, source: ProfileSource) -> ProfileSeen:
+def _parsed(documents: Sequence[Any]) -> ProfilesSeen:
+    """Read profiles; their version is that of the server, or a digest."""
+    versions = [
+        document["metadata"].get("resourceVersion")
+        or hashlib.sha256(yaml.safe_dump(document).encode()).hexdigest()[:16]
+        for document in documents
+    ]
+    return ProfilesSeen(tuple(map(parse_profile, documents)), ",".join(versions))
+
+
+def _in_config_map(values: Mapping[str, str], wanted: Mapping[str, Any], source: ProfileSource) -> ProfilesSeen:
+    """Read the profiles with some metadata; only the first of a name counts."""
+    found = dict[str, Any]()
     for document in _documents(values, source):
-        metadata = document.get("metadata") if isinstance(document, dict) else None
-        if isinstance(metadata, dict) and metadata.get("name") == name:
-            profile = parse_profile(document)
-            return ProfileSeen(profile, hashlib.sha256(yaml.safe_dump(document).encode()).hexdigest()[:16])
-    raise NotFoundError(404, f"HardwareProfile {name} not found")
+        if _matches(document, wanted):
+            found.setdefault(str(document["metadata"].get("name")), document)
+    if not found:
+        raise NotFoundError(404, f"no HardwareProfile with {dict(wanted)}")
+    return _parsed(list(found.values()))
+
+
+def _matches(document: Any, wanted: Mapping[str, Any]) -> bool:
+    """Return whether the metadata of a document has a name, or some labels among others."""
+    metadata = document.get("metadata") if isinstance(document, dict) else None
+    if not isinstance(metadata, dict):
+        return False
+    if (labels := wanted.get("labels")) is None:
+        return bool(metadata.get("name") == wanted["name"])
+    has = metadata.get("labels")
+    return isinstance(has, dict) and all(has.get(key) == value for key, value in labels.items())
 
 
 def _documents(values: Mapping[str, str], source: ProfileSource) -> Iterator[Any]:

@@ -20,7 +20,7 @@ from dlrm_operator.clients.kueue import KueueClient, waiting_group
 from dlrm_operator.clients.planner import Planner
 from dlrm_operator.clients.pod_requests import StackClient
 from dlrm_operator.clients.progress import Poller
-from dlrm_operator.clients.references import ProfileSeen, ReferenceReader
+from dlrm_operator.clients.references import ProfilesSeen, ReferenceReader
 from dlrm_operator.controller.informers import JobCache, PodCache, read_config_map, read_group, read_pod
 from dlrm_operator.manifests.objects import PodDefaults
 from dlrm_operator.manifests.pod_template import RESTRICTED, PodTemplatePolicy
@@ -170,21 +170,21 @@ class Observer:
         if not live and not begins:
             pods = self.pods.pods(job.key)
             needs_no_reads = not (pods or job.unknown_fields or _has_references(job))
-            if needs_no_reads and self.planner.answer(job.key, job, ProfileSeen().version):
+            if needs_no_reads and self.planner.answer(job.key, job, ProfilesSeen().version):
                 return None
             return replace(self._facts(job, pods), plan_needs_no_reads=needs_no_reads)
         # Concurrently: a list that has to be current waits for the API server's watch cache.
-        pods, profile, children = await asyncio.gather(
-            self._live_pods(job, begins), self._profile(job), self._children(job, begins)
+        pods, profiles, children = await asyncio.gather(
+            self._live_pods(job, begins), self._profiles(job), self._children(job, begins)
         )
-        planning = self.planner.answer(job.key, job, profile.version)
+        planning = self.planner.answer(job.key, job, profiles.version)
         traces, trace_problem = await self._traces(job, children, pods) if planning is None else ({}, "")
         return replace(
             self._facts(job, pods),
             children=children,
-            profile=profile.profile,
-            profile_version=profile.version,
-            profile_problem=profile.problem,
+            profiles=profiles.profiles,
+            profile_version=profiles.version,
+            profile_problem=profiles.problem,
             traces=traces,
             trace_problem=trace_problem,
             planning=planning,
@@ -280,8 +280,8 @@ class Observer:
             return Groups(seen=tuple(read_group(item, kind.api_version) for item in items), attempt=attempt)
         return Groups(problem=f"spec.scheduling.gang: {gang} is not available: {problem}")
 
-    async def _profile(self, job: JobSeen) -> ProfileSeen:
-        return await self.references.profile(job.spec.spec) if isinstance(job.spec, DLRMJob) else ProfileSeen()
+    async def _profiles(self, job: JobSeen) -> ProfilesSeen:
+        return await self.references.profiles(job.spec.spec) if isinstance(job.spec, DLRMJob) else ProfilesSeen()
 
     async def _traces(self, job: JobSeen, children: Children, pods: tuple[PodSeen, ...]) -> tuple[dict[str, str], str]:
         """Read the traces unless the attempt has its plan already."""
@@ -295,7 +295,8 @@ class Observer:
 def _has_references(job: JobSeen) -> bool:
     if isinstance(job.spec, InvalidSpecError):
         return True
-    return job.spec.spec.trainer.hardware is not None or bool(trace_references(job.spec.spec))
+    trainer = job.spec.spec.trainer
+    return trainer.hardware is not None or trainer.chooses_hardware or bool(trace_references(job.spec.spec))
 
 
 async def knows_restart_rules(api: Api) -> bool:

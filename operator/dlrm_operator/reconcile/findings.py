@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, overload
 
 from dlrm_api.errors import visible
-from dlrm_api.status import Condition, ConditionType, DLRMJobStatus, Phase, ProgressStatus
+from dlrm_api.status import ChoiceStatus, Condition, ConditionType, DLRMJobStatus, Phase, ProgressStatus
 from dlrm_operator.reconcile.state import Action, EmitEvent, JobSeen, UpdateStatus
 
 MAX_MESSAGE_LENGTH = 4_096
@@ -46,6 +46,7 @@ class Reason(enum.StrEnum):
     PLANNING = "Planning"
     PLANNED = "Planned"
     INFEASIBLE = "Infeasible"
+    OBJECTIVE_NOT_MET = "ObjectiveNotMet"
     PLANNER_FAILED = "PlannerFailed"
     # Scheduled
     REQUEST_DENIED = "RequestDenied"
@@ -99,6 +100,7 @@ class Reason(enum.StrEnum):
     SPEC_CHANGED = "SpecChanged"
     # Events
     NOTICE = "Notice"
+    HARDWARE_CHOSEN = "HardwareChosen"
     SUSPENDING = "Suspending"
     RESIZING = "Resizing"
     RESIZE_REFUSED = "ResizeRefused"
@@ -268,6 +270,13 @@ def _changes(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> Itera
     slower = _message(after, ConditionType.PLAN_ACCURATE, Reason.SLOWER_THAN_PREDICTED)
     if slower and not _message(before, ConditionType.PLAN_ACCURATE, Reason.SLOWER_THAN_PREDICTED):
         yield "Warning", Reason.SLOWER_THAN_PREDICTED, slower
+    if (choice := after.choice) is not None and _chosen(choice) != _chosen(before.choice):
+        met = choice.met
+        yield (
+            "Normal" if met else "Warning",
+            Reason.HARDWARE_CHOSEN if met else Reason.OBJECTIVE_NOT_MET,
+            choice.summary,
+        )
     known_waits = _waits(before)
     for reason, message in _waits(after).items():
         if reason not in known_waits:
@@ -306,6 +315,10 @@ def _message(status: DLRMJobStatus, kind: ConditionType, reason: Reason | None =
 
 def _mentions(status: DLRMJobStatus, text: str) -> bool:
     return any(text in condition.message for condition in status.conditions)
+
+
+def _chosen(choice: ChoiceStatus | None) -> tuple[str, int, bool] | None:
+    return (choice.hardware, choice.replicas, choice.met) if choice else None
 
 
 def _straggler(status: DLRMJobStatus) -> tuple[int, str] | None:
@@ -352,7 +365,7 @@ def _is_decisive(before: DLRMJobStatus, after: DLRMJobStatus) -> bool:
 
 def _is_repeatable(before: DLRMJobStatus, after: DLRMJobStatus) -> bool:
     """Return whether the write only says that a first gang was created: its plan and its pods say so too."""
-    fields = (*REPORTED, "attempt", "plan", "gang_attempt", "pending_since")
+    fields = (*REPORTED, "attempt", "plan", "choice", "gang_attempt", "pending_since")
     created = before.gang_attempt == 0 and after.gang_attempt == after.attempt == 1
     scheduling = before.phase in PASSING and after.phase is Phase.SCHEDULING
     return created and scheduling and before.model_copy(update={name: getattr(after, name) for name in fields}) == after
@@ -366,6 +379,27 @@ def timestamp(moment: datetime) -> str:
 def parse_timestamp(text: str) -> datetime:
     """Return the moment that :func:`timestamp`, or the API server, wrote."""
     return datetime.fromisoformat(text)
+
+
+def active_seconds(status: DLRMJobStatus, now: datetime) -> float:
+    """Return for how long the job has run, suspended time left out; 0 before it first ran."""
+    if status.start_time is None:
+        return 0.0
+    return max((now - parse_timestamp(status.start_time)).total_seconds() - suspended_seconds(status, now), 0.0)
+
+
+def suspended_seconds(status: DLRMJobStatus, now: datetime) -> int:
+    """Return for how long the job was suspended since it first ran."""
+    since = suspended_since(status)
+    if since is None or status.start_time is None:
+        return status.suspended_seconds
+    return status.suspended_seconds + max(int((now - since).total_seconds()), 0)
+
+
+def suspended_since(status: DLRMJobStatus) -> datetime | None:
+    """Return since when the job is suspended; None if it is not."""
+    known = find_condition(status.conditions, ConditionType.SUSPENDED)
+    return parse_timestamp(known.last_transition_time) if known and known.status == "True" else None
 
 
 def earliest(*times: datetime | None) -> datetime | None:

@@ -9,11 +9,12 @@ from datetime import datetime, timedelta
 from functools import partial
 
 from dlrm_api import names
+from dlrm_api.choice import MAX_REJECTED
 from dlrm_api.crd import frozen_part
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.plan import Plan
-from dlrm_api.status import ConditionType, Phase, PlanStatus
+from dlrm_api.status import ChoiceStatus, ConditionType, Phase, PlanStatus
 from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.objects import JOB_FILE, Owner, gang_service, job_document, plan_config_maps
 from dlrm_operator.manifests.pods import PodAttempt, trainer_pods
@@ -23,6 +24,7 @@ from dlrm_operator.reconcile.findings import (
     Finding,
     Reason,
     RuleResult,
+    active_seconds,
     earliest,
     event,
     first_few,
@@ -30,6 +32,7 @@ from dlrm_operator.reconcile.findings import (
     timestamp,
     unknown_fields_message,
 )
+from dlrm_planner import WorkDone
 
 RETRY_INTERVAL = timedelta(seconds=5)
 RELEASE_AFTER = timedelta(seconds=60)
@@ -80,11 +83,22 @@ def plan_request(view: state.JobView) -> state.RequestPlan:
         profile_version=view.observed.profile_version,
         reserve=view.status.memory_reserve_bytes,
         virtual_shards=view.status.virtual_shards,
+        kept=view.job.kept_hardware,
         job=view.spec,
-        profile=view.observed.profile,
+        profiles=view.observed.profiles,
         traces=view.observed.traces,
+        done=_work_done(view),
     )
     return state.RequestPlan(key=view.job.key, question=question)
+
+
+def _work_done(view: state.JobView) -> WorkDone:
+    """Return what is done of a job with a deadline; for others a plan does not depend on it."""
+    objective, snapshot = view.spec.spec.trainer.objective, view.status.last_snapshot
+    if objective is None or objective.deadline is None:
+        return WorkDone()
+    samples = snapshot.step * view.spec.spec.data.global_batch_size if snapshot else 0
+    return WorkDone(samples=samples, seconds=active_seconds(view.status, view.now))
 
 
 def _plan(view: state.JobView) -> RuleResult:
@@ -101,6 +115,7 @@ def _plan(view: state.JobView) -> RuleResult:
         return RuleResult(findings=(_planned("False", Reason.PLANNING, phase=phase),), actions=(plan_request(view),))
     if planning.plan is None:
         reason = Reason.INFEASIBLE if planning.final else Reason.PLANNER_FAILED
+        reason = Reason.OBJECTIVE_NOT_MET if planning.unmet else reason
         found = RuleResult(findings=(_planned("False", reason, planning.problem, phase),))
         return attempts.fail(view, reason, planning.problem).after(found) if planning.final else found
     try:
@@ -124,8 +139,13 @@ def _create(view: state.JobView, plan: Plan, maps: list[Manifest] | None = None)
         changes = attempts.next_attempt(view.status, Reason.SPEC_CHANGED)
         return RuleResult(findings=(finding,), changes=changes, done=True)
     gang = replace(view.gang, size=plan.nodes)
-    finding = _planned("True", Reason.PLANNED, "; ".join(plan.reasons[:MAX_PLAN_REASONS]))
-    changes = {"plan": plan_status(plan), "accuracy": accuracy.predicted_status(plan)}
+    reason = Reason.PLANNED if plan.choice is None or plan.choice.met else Reason.OBJECTIVE_NOT_MET
+    finding = _planned("True", reason, "; ".join(plan.reasons[:MAX_PLAN_REASONS]))
+    changes = {
+        "plan": plan_status(plan),
+        "choice": _choice_status(view, plan),
+        "accuracy": accuracy.predicted_status(plan),
+    }
     planned = RuleResult(findings=(finding,), changes=changes)
     stored = tuple(_config_map_actions(view.job.key, children, attempt, maps)) if maps else ()
     outdated = tuple(_delete_outdated(view, children))
@@ -133,7 +153,7 @@ def _create(view: state.JobView, plan: Plan, maps: list[Manifest] | None = None)
         # The children of a complete gang are not looked up again.
         whole = RuleResult(changes={"gang_attempt": attempt}, actions=(*stored, *outdated), status_last=True)
         return whole.after(_watch(view, gang).after(planned))
-    if (obstacle := _obstacle(observed)) is not None:
+    if (obstacle := _obstacle(observed, plan)) is not None:
         return RuleResult(findings=(_scheduled("False", *obstacle, Phase.PENDING),)).after(planned)
     if not gang.pods and (problem := group_obstacle(view.spec, attempt, children.groups)):
         finding = _scheduled("False", Reason.GANG_SCHEDULER_UNAVAILABLE, problem, Phase.PENDING)
@@ -174,7 +194,7 @@ def _creations(
         job=view.spec.with_replicas(plan.nodes),
         number=gang.created_by,
         plan=plan,
-        profile=observed.profile,
+        profile=observed.profile(plan),
         owner=owner,
         defaults=observed.pod_defaults,
         limits=observed.limits,
@@ -246,11 +266,14 @@ def _was_edited(children: state.Children, job: DLRMJob, attempt: int) -> bool:
         return False
 
 
-def _obstacle(observed: state.Observed) -> tuple[Reason, str] | None:
-    """Return what prevents any attempt from starting."""
+def _obstacle(observed: state.Observed, plan: Plan | None = None) -> tuple[Reason, str] | None:
+    """Return what prevents any attempt from starting, or the pods of a plan from being created."""
     if message := unknown_fields_message(observed.job.unknown_fields):
         return Reason.UNKNOWN_FIELDS, message
-    return (Reason.HARDWARE_PROFILE_UNAVAILABLE, observed.profile_problem) if observed.profile_problem else None
+    problem = observed.profile_problem
+    if not problem and plan is not None and plan.hardware and observed.profile(plan) is None:
+        problem = f"the plan is for HardwareProfile {plan.hardware}, which spec.trainer no longer names or selects"
+    return (Reason.HARDWARE_PROFILE_UNAVAILABLE, problem) if problem else None
 
 
 def group_obstacle(job: DLRMJob, attempt: int, groups: state.Groups) -> str:
@@ -282,6 +305,18 @@ def plan_status(plan: Plan) -> PlanStatus:
         predicted_samples_per_second=plan.predicted.samples_per_second,
         price_per_billion_samples=plan.predicted.price_per_billion_samples,
     )
+
+
+def _choice_status(view: state.JobView, plan: Plan) -> ChoiceStatus | None:
+    """Return the choice of a plan. With hardware that is kept, what other hardware lacked is known from before."""
+    choice, before = plan.choice, view.status.choice
+    if choice is None:
+        return None
+    rejected = choice.rejected
+    if choice.kept and before is not None:
+        rejected += tuple(each for each in before.rejected if each.hardware != choice.hardware)
+    fields = choice.model_dump(by_alias=False, exclude={"rejected"})
+    return ChoiceStatus(**fields, rejected=rejected[:MAX_REJECTED], spec_digest=state.choice_digest(view.spec.spec))
 
 
 def complete_gang_rule(view: state.JobView) -> RuleResult:

@@ -20,6 +20,8 @@ from dlrm_operator.reconcile.findings import (
     RuleResult,
     find_condition,
     parse_timestamp,
+    suspended_seconds,
+    suspended_since,
     timestamp,
     unknown_fields_message,
 )
@@ -37,7 +39,7 @@ def resume_rule(view: JobView) -> RuleResult:
     changes = _without_halt(view, HaltReason.SUSPENDED)
     if find_condition(view.status.conditions, ConditionType.SUSPENDED) is None:
         return RuleResult(changes=changes)
-    changes["suspended_seconds"] = _suspended_seconds(view.status, view.now)
+    changes["suspended_seconds"] = suspended_seconds(view.status, view.now)
     return RuleResult(findings=(Finding(ConditionType.SUSPENDED, "False", Reason.RESUMED),), changes=changes)
 
 
@@ -243,22 +245,9 @@ def active_due(view: JobView) -> datetime | None:
     deadline_s, status = view.job.lifecycle.active_deadline, view.status
     if deadline_s is None or status.start_time is None:
         return None
-    if view.job.lifecycle.suspend and _suspended_since(status) is not None:
+    if view.job.lifecycle.suspend and suspended_since(status) is not None:
         return None
-    return parse_timestamp(status.start_time) + timedelta(seconds=deadline_s + _suspended_seconds(status, view.now))
-
-
-def _suspended_seconds(status: DLRMJobStatus, now: datetime) -> int:
-    """Return for how long the job was suspended since it first ran."""
-    since = _suspended_since(status)
-    if since is None or status.start_time is None:
-        return status.suspended_seconds
-    return status.suspended_seconds + max(int((now - since).total_seconds()), 0)
-
-
-def _suspended_since(status: DLRMJobStatus) -> datetime | None:
-    known = find_condition(status.conditions, ConditionType.SUSPENDED)
-    return parse_timestamp(known.last_transition_time) if known and known.status == "True" else None
+    return parse_timestamp(status.start_time) + timedelta(seconds=deadline_s + suspended_seconds(status, view.now))
 
 
 def _saved_message(view: JobView) -> str:

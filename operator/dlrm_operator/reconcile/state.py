@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from typing import ClassVar, Literal
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
-from dlrm_api.job import DLRMJob
+from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.lifecycle import LifecycleSpec
 from dlrm_api.names import Container
 from dlrm_api.plan import Plan, plan_without_tables
@@ -20,9 +21,16 @@ from dlrm_api.status import AvoidedNode, DLRMJobStatus
 from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.objects import PodDefaults
 from dlrm_operator.manifests.pod_template import RESTRICTED, PodTemplatePolicy
+from dlrm_planner import WorkDone
 
 UNKNOWN_EXIT_CODE = 255
 """Of an ended trainer whose exit the kubelet does not remember."""
+
+
+def choice_digest(spec: DLRMJobSpec) -> str:
+    """Return the digest of the fields by which hardware is chosen."""
+    fields = {"objective", "hardware", "hardware_profiles", "hardware_selector"}
+    return hashlib.sha256(spec.trainer.model_dump_json(include=fields).encode()).hexdigest()
 
 
 @dataclass(frozen=True, order=True)
@@ -62,6 +70,19 @@ class JobSeen:
     def known(self) -> DLRMJobStatus | None:
         """Return the status that this process continues from."""
         return self.unwritten or self.status
+
+    @property
+    def kept_hardware(self) -> str:
+        """Return the hardware that was chosen and used, and is kept while the user does not change what decides it."""
+        status = self.known
+        if (
+            status is None
+            or status.choice is None
+            or not status.gang_attempt
+            or isinstance(self.spec, InvalidSpecError)
+        ):
+            return ""
+        return status.choice.hardware if status.choice.spec_digest == choice_digest(self.spec.spec) else ""
 
     @property
     def lifecycle(self) -> LifecycleSpec:
@@ -290,6 +311,8 @@ class Planning:
     problem: str = ""
     final: bool = False
     """Whether planning again would end the same way."""
+    unmet: bool = False
+    """Whether there are plans, but none at the price that the objective allows."""
     field: str = ""
     """Field of the spec that the planner refused."""
 
@@ -361,14 +384,15 @@ class Observed:
     pods: tuple[PodSeen, ...] = ()
     children: Children | None = None
     """None: not looked up in this pass."""
-    profile: HardwareProfile | None = None
+    profiles: tuple[HardwareProfile, ...] = ()
+    """Those that the spec names or selects."""
     profile_version: str = ""
     profile_problem: str = ""
     traces: Mapping[str, str] = field(default_factory=dict)
     """Documents of the traces that the spec refers to; read only if a plan is to be made."""
     trace_problem: str = ""
     plan_needs_no_reads: bool = False
-    """Whether the job can be planned from the caches: it has no pods, and its spec names neither profile nor traces."""
+    """Whether the job can be planned from the caches: it has no pods, and its spec names no profiles or traces."""
     planning: Planning | None = None
     """None: this spec is not planned yet, or the planner is working."""
     polled: Polled | None = None
@@ -384,6 +408,10 @@ class Observed:
     refusal: str = ""
     """The API server's message if it refused to create a child in an earlier pass."""
     refused_deletion: str = ""  # the same for the deletion of a child
+
+    def profile(self, plan: Plan) -> HardwareProfile | None:
+        """Return the profile of a plan, if it is among those that were read."""
+        return next((each for each in self.profiles if each.metadata.name == plan.hardware), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -645,9 +673,13 @@ class PlanQuestion:
     """Bytes of memory of each pod that stay free."""
     virtual_shards: int | None = None
     """Number of virtual shards that the job keeps; None if none is kept yet."""
+    kept: str = ""
+    """Hardware to keep."""
     job: DLRMJob = field(compare=False, repr=False)
-    profile: HardwareProfile | None = field(compare=False, repr=False)
+    profiles: tuple[HardwareProfile, ...] = field(compare=False, repr=False)
     traces: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    done: WorkDone = field(default_factory=WorkDone, compare=False)
+    """What is done of a job with a deadline: the answer stays good while the clock goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from dlrm_api.errors import BadDataError, InvalidSpecError
 from dlrm_api.job import DLRMJob
 from dlrm_operator.api_client import API_ERRORS, Object
 from dlrm_operator.clients.planner import PlannerProcess
-from dlrm_operator.clients.references import CONFIG_MAP_SCHEME, ProfileSeen, ReferenceReader
+from dlrm_operator.clients.references import CONFIG_MAP_SCHEME, ProfilesSeen, ReferenceReader
 from dlrm_operator.manifests.pod_template import RESTRICTED, PodTemplatePolicy, check_policy
 from dlrm_operator.manifests.storage import ephemeral_store_warnings
 from dlrm_operator.metrics import ADMISSION_SECONDS, ADMISSIONS
@@ -112,12 +112,12 @@ class Reviewer:
         return replace(verdict, warnings=(*verdict.warnings, *ephemeral_store_warnings(job.spec)))
 
     async def _feasibility(self, namespace: str, job: DLRMJob) -> Verdict:
-        profile = await self._references.profile(job.spec)
+        profiles = await self._references.profiles(job.spec)
         traces, trace_problem = await self._references.traces(namespace, job.spec)
-        if warnings := missing(profile, trace_problem, list(trace_references(job.spec))):
+        if warnings := missing(profiles, trace_problem, list(trace_references(job.spec))):
             return Verdict(warnings=warnings)
         question = PlanQuestion(
-            uid="", generation=0, profile_version=profile.version, job=job, profile=profile.profile, traces=traces
+            uid="", generation=0, profile_version=profiles.version, job=job, profiles=profiles.profiles, traces=traces
         )
         digest = await asyncio.to_thread(_digest, question)
         # Whoever waits here for an equal question finds its answer.
@@ -168,10 +168,10 @@ def examine(review: Review, limits: PodTemplatePolicy) -> Verdict | DLRMJob:
     return Verdict() if review.old is not None and _planned_part(old.get("spec")) == _planned_part(spec) else job
 
 
-def missing(profile: ProfileSeen, trace_problem: str, traces: Sequence[str]) -> tuple[str, ...]:
+def missing(profiles: ProfilesSeen, trace_problem: str, traces: Sequence[str]) -> tuple[str, ...]:
     """Warn about references that cannot be used: they may be applied after the job, from the same folder."""
     private = all(reference.startswith(CONFIG_MAP_SCHEME) for reference in traces)
-    problems = (profile.problem, "" if private else trace_problem)
+    problems = (profiles.problem, "" if private else trace_problem)
     hidden = unplanned(_unusable(traces)).warnings if private and trace_problem else ()
     return (*(f"{problem}; the job waits for it" for problem in problems if problem), *hidden)
 
@@ -227,5 +227,8 @@ def _one_line(text: str) -> str:
 def _digest(question: PlanQuestion) -> str:
     """Hash all that the answer depends on; the job's name is not part of it."""
     spec = question.job.spec.model_dump(mode="json", exclude_unset=True)
-    profile = question.profile.spec.model_dump(mode="json", exclude_unset=True) if question.profile else None
-    return hashlib.sha256(json.dumps([spec, profile, dict(question.traces)], sort_keys=True).encode()).hexdigest()
+    profiles = [
+        (profile.metadata.name, profile.spec.model_dump(mode="json", exclude_unset=True))
+        for profile in question.profiles
+    ]
+    return hashlib.sha256(json.dumps([spec, profiles, dict(question.traces)], sort_keys=True).encode()).hexdigest()

@@ -316,10 +316,43 @@ BAD = {
     "a smallest gang of more ranks than shards": job(
         {
             "spec.data.virtualShards": 64,
-            "spec.trainer.auto": {"min": 33, "max": 99, "targetSamplesPerSecond": 0},
+            "spec.trainer.objective": {"minReplicas": 33, "maxReplicas": 99},
             "spec.trainer.processesPerReplica": 2,
         },
         "spec",
+    ),
+    "two targets of one objective": job(
+        {"spec.trainer.objective": {"maxReplicas": 9, "samplesPerSecond": 1, "deadline": "1h"}},
+        "spec.trainer.objective",
+    ),
+    "bounds of an objective that hold no number": job(
+        {"spec.trainer.objective": {"minReplicas": 3, "maxReplicas": 2}}, "spec.trainer.objective"
+    ),
+    "hardware that is named and chosen": job(
+        {
+            "spec.trainer.hardware": "a",
+            "spec.trainer.hardwareProfiles": ["a", "b"],
+            "spec.trainer.objective": {"maxReplicas": 2},
+        },
+        "spec.trainer",
+    ),
+    "hardware to choose from and no objective": job({"spec.trainer.hardwareSelector": {"pool": "a"}}, "spec.trainer"),
+    "hardware that is listed twice": job(
+        {"spec.trainer.hardwareProfiles": ["a", "b", "a"], "spec.trainer.objective": {"maxReplicas": 2}}, "spec.trainer"
+    ),
+    "a deadline for samples that nobody has counted": job(
+        {
+            "spec.trainer.objective": {"maxReplicas": 2, "deadline": "1h"},
+            "spec.data.format": "parquet",
+            "spec.data.train.uris": ["/data"],
+            "spec.data.eval.uris": ["/data"],
+        },
+        "spec",
+    ),
+    "a label that no object can have": job(
+        {"spec.trainer.hardwareSelector": {"pool": "a b"}, "spec.trainer.objective": {"maxReplicas": 2}},
+        "spec.trainer.hardwareSelector.pool",
+        "spec.trainer.hardwareSelector.pool in body should match",
     ),
     "nothing to train on": job({"spec.data.format": "parquet"}, "spec.data"),
     "files that nobody would read": job({"spec.data.eval.uris": ["/data/eval"]}, "spec.data"),

@@ -119,8 +119,26 @@ checkpoints = st.fixed_dictionaries(
         "publish": st.fixed_dictionaries({"uri": st.builds(str.__add__, uris, st.sampled_from(["", "", "/", "//"]))}),
     },
 )
+objectives = st.fixed_dictionaries(
+    {"maxReplicas": counts},
+    optional={
+        "minReplicas": counts,
+        "samplesPerSecond": st.sampled_from([1, 1e6]),
+        "deadline": st.sampled_from(["0s", "1h"]),
+        "maxPricePerBillionSamples": st.sampled_from([0, 2.5]),
+    },
+)
 trainers = st.fixed_dictionaries(
-    {}, optional={"replicas": counts, "processesPerReplica": counts, "resources": resources}
+    {},
+    optional={
+        "replicas": counts,
+        "processesPerReplica": counts,
+        "resources": resources,
+        "objective": objectives,
+        "hardware": st.just("a"),
+        "hardwareProfiles": st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=3),
+        "hardwareSelector": st.dictionaries(st.sampled_from(["pool", "zone"]), st.sampled_from(["a", ""]), min_size=1),
+    },
 )
 regularizers = st.fixed_dictionaries({"bits": st.sampled_from([2, 3]), "lastSteps": st.just(9)})
 trainings = st.fixed_dictionaries(

@@ -26,7 +26,7 @@ from dlrm_operator.controller.work_queue import StatusDebouncer
 from dlrm_operator.login import ClusterAccount
 from dlrm_operator.manifests.objects import PodDefaults
 from dlrm_operator.reconcile.state import Action, JobKey, JobSeen, Planning, PlanQuestion, WakeAt
-from dlrm_planner import plan_job
+from dlrm_planner import choose_plan
 from dlrm_testing.charts.chart import Identity
 from dlrm_testing.operator.kubelet_double import KubeletDouble
 from dlrm_testing.operator.operator_cluster import JobDriver, OperatorProcess, eventually, job_document, planner_answer
@@ -76,7 +76,7 @@ class InstantPlanner(Planner):
         return key in self._plans
 
     def request(self, key: JobKey, question: PlanQuestion) -> None:
-        self._plans[key] = planner_answer(plan_job(question.job.spec, question.profile))
+        self._plans[key] = planner_answer(choose_plan(question.job.spec, question.profiles))
 
 
 class Alarm:

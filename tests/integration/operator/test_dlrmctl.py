@@ -412,8 +412,8 @@ def test_a_failed_job_is_resumed_as_it_is(
 def test_kubectl_scale_overrides_the_number_that_the_planner_chose(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
-    auto = {"min": 2, "max": 4, "targetSamplesPerSecond": 0}
-    job = JobDriver(api_types.api, namespace, job_document("ads", trainer={"auto": auto}))
+    objective = {"minReplicas": 2, "maxReplicas": 4}
+    job = JobDriver(api_types.api, namespace, job_document("ads", trainer={"objective": objective}))
     first = gang_trains(kubelet, job, 1, step=50, committed=50)
     kubelet.answer_cuts(first[0], 50)
     chosen = job.condition("Planned")["message"]
@@ -423,8 +423,47 @@ def test_kubectl_scale_overrides_the_number_that_the_planner_chose(
         lambda: [p["metadata"]["name"] for p in kubelet.pods()] == ["ads-trainer-2-0"], state=lambda: str(job.status())
     )
 
-    assert "trainer.auto: 2 replicas, the fewest from 2 to 4 that hold all tables" in chosen
+    assert "trainer.objective: holding all tables: 2 replicas" in chosen
     assert job.get()["spec"]["trainer"] == {**job.created["spec"]["trainer"], "replicas": 1}
+
+
+def test_the_cheapest_selected_hardware_runs_and_is_kept_after_a_failure(
+    api_types: ControlPlane, namespace: str, dlrmctl: Dlrmctl, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    path, labels = "/apis/dlrm.dev/v1alpha1/hardwareprofiles", {"team": namespace}
+    prices = {f"dear-{namespace}": 9, f"cheap-{namespace}": 2}
+    for name, price in prices.items():
+        toleration = {"key": "pool", "operator": "Equal", "value": name, "effect": "NoSchedule"}
+        spec = {"tiers": {"ddr": {"bytes": "64Gi"}}, "pricePerHour": price, "tolerations": [toleration]}
+        meta = {"name": name, "labels": labels}
+        profile = {"apiVersion": "dlrm.dev/v1alpha1", "kind": "HardwareProfile", "metadata": meta, "spec": spec}
+        api_types.api.call("POST", path, profile)
+    dear, cheap = prices
+    objective = {"minReplicas": 2, "maxReplicas": 4}
+
+    def pools(pods: list[Any]) -> set[str]:
+        tolerations = [each for pod in pods for each in pod["spec"]["tolerations"]]
+        return {each["value"] for each in tolerations if each["key"] == "pool"}
+
+    job = JobDriver(
+        api_types.api, namespace, job_document("ads", trainer={"objective": objective, "hardwareSelector": labels})
+    )
+    first = gang_trains(kubelet, job, 1, step=50, committed=50)
+    page = dlrmctl("describe", "ads")
+    chosen = pools(kubelet.pods())
+    dearer = {"spec": {"pricePerHour": 99}}
+    api_types.api.call("PATCH", f"{path}/{cheap}", dearer)
+    api_types.api.call("DELETE", f"/api/v1/namespaces/{namespace}/pods/{first[1]}")
+    gang_trains(kubelet, job, 2, step=60, committed=50)
+    for name in prices:
+        api_types.api.call("DELETE", f"{path}/{name}")
+
+    assert chosen == pools(kubelet.pods()) == {cheap}
+    assert f"2 replicas of {cheap} (4.00 per hour) meets holding all tables" in page
+    assert f"rejected: 2 replicas of {dear} (18.00 per hour): costs 14.00 more per hour" in page
+    assert "HardwareChosen" in page
+    choice = job.status()["choice"]
+    assert (choice["hardware"], choice["kept"], choice["pricePerHour"]) == (cheap, True, 198)
 
 
 def test_the_python_client_applies_a_job_again_waits_for_it_and_says_why_it_has_no_log(

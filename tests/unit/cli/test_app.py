@@ -134,7 +134,7 @@ def test_validate_says_what_each_document_is(job: Path, capsys: pytest.CaptureFi
 
 
 def test_validate_names_the_sizes_that_the_plan_chooses_from(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chosen = "trainer: {auto: {min: 3, max: 5, targetSamplesPerSecond: 0}, "
+    chosen = "trainer: {objective: {minReplicas: 3, maxReplicas: 5}, "
     job.write_text(JOB.replace("trainer: {", chosen))
 
     code = app.main(["validate", str(job)])
@@ -250,19 +250,44 @@ def test_render_warns_of_a_profile_that_the_operator_would_not_use(
 
 
 def test_planned_replicas_are_shown_with_the_reason_and_rendered(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chosen = ["--set", "spec.trainer.auto={min: 3, max: 5, targetSamplesPerSecond: 0}"]
+    chosen = ["--set", "spec.trainer.objective={minReplicas: 3, maxReplicas: 5}"]
     app.main(["plan", str(job), *chosen])
     shown = capsys.readouterr().out
     app.main(["render", str(job), *chosen])
     kinds = [document["kind"] for document in yaml.safe_load_all(capsys.readouterr().out)]
 
     assert "6 ranks on 3 pods" in shown
-    assert "- trainer.auto: 3 replicas, the fewest from 3 to 5 that hold all tables" in shown
+    assert "- trainer.objective: holding all tables: 3 replicas" in shown
     assert kinds.count("Pod") == 3
 
 
+def test_the_cheapest_of_several_hardware_files_is_planned_and_rendered(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hardware = list[str]()
+    for name, price in (("dear", 5), ("cheap", 3)):
+        path = tmp_path / f"{name}.yaml"
+        body = f"metadata: {{name: {name}, labels: {{zone: a}}}}\nspec: {{pricePerHour: {price}, runtimeClass: {name}, "
+        path.write_text(
+            f"apiVersion: dlrm.dev/v1alpha1\nkind: HardwareProfile\n{body}tiers: {{ddr: {{bytes: 16Gi}}}}}}\n"
+        )
+        hardware += ["--hardware", str(path)]
+    chosen = ["--set", "spec.trainer={objective: {maxReplicas: 2}, hardwareSelector: {zone: a}}"]
+
+    app.main(["plan", str(job), *hardware, *chosen])
+    shown = capsys.readouterr().out
+    app.main(["render", str(job), *hardware, *chosen])
+    rendered = capsys.readouterr()
+
+    assert "1 replica of cheap (3.00 per hour)" in shown
+    assert "costs 2.00 more per hour" in shown
+    (pod,) = (each for each in yaml.safe_load_all(rendered.out) if each["kind"] == "Pod")
+    assert pod["spec"]["runtimeClassName"] == "cheap"
+    assert "spec.trainer.hardware" not in rendered.err
+
+
 def test_a_job_survives_its_way_through_the_work_directory(job: Path) -> None:
-    read, _ = manifests.read_job_and_profile(job, None, ["spec.checkpoint.interval=90s", "spec.training.seed=3"])
+    read, _ = manifests.read_job_and_profiles(job, [], ["spec.checkpoint.interval=90s", "spec.training.seed=3"])
 
     again = parse_job(json.loads(read.model_dump_json(exclude_none=True)))
 

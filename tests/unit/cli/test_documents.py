@@ -13,7 +13,7 @@ from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError, UsageE
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_cli import app
-from dlrm_cli.documents import find_profile, only_job, parse_document, read_documents
+from dlrm_cli.documents import find_profiles, only_job, parse_document, read_documents
 
 JOB = """
 apiVersion: dlrm.dev/v1alpha1
@@ -194,10 +194,10 @@ def test_a_bad_profile_is_named_with_its_file(tmp_path: Path) -> None:
 
     other.write_text(PROFILE.replace("16Gi", "lots"))
     with pytest.raises(InvalidSpecError, match=r"other\.yaml: HardwareProfile box: spec\.tiers\.ddr\.bytes"):
-        find_profile(job, [], other)
+        find_profiles(job, [], [other])
     other.write_text(PROFILE.replace("{bytes: 16Gi}", "&loop {again: *loop}"))
     with pytest.raises(BadDataError, match=r"other\.yaml: HardwareProfile box: "):
-        find_profile(job, [], other)
+        find_profiles(job, [], [other])
 
 
 def test_another_kind_is_refused_by_name(tmp_path: Path) -> None:
@@ -224,13 +224,13 @@ def test_a_job_finds_its_profile_in_its_own_file_or_in_another(tmp_path: Path) -
     other.write_text(PROFILE)
     assert isinstance(job, DLRMJob)
 
-    own = find_profile(job, documents, None)
-    given = find_profile(job, documents[:1], other)
+    own = find_profiles(job, documents, [])
+    given = find_profiles(job, documents[:1], [other])
 
-    assert own is not None
     assert own == given
+    assert [profile.metadata.name for profile in own] == ["box"]
     with pytest.raises(UsageError, match=r"spec\.trainer\.hardware.*box"):
-        find_profile(job, documents[:1], None)
+        find_profiles(job, documents[:1], [])
 
 
 def test_a_job_without_a_profile_name_takes_one_only_if_it_is_unique(tmp_path: Path) -> None:
@@ -240,12 +240,47 @@ def test_a_job_without_a_profile_name_takes_one_only_if_it_is_unique(tmp_path: P
     two.write_text(f"{PROFILE}\n---\n{PROFILE.replace('box', 'rack')}")
     assert isinstance(job, DLRMJob)
 
-    only = find_profile(job, [], one)
+    (only,) = find_profiles(job, [], [one])
 
-    assert only is not None
     assert only.metadata.name == "box"
-    with pytest.raises(UsageError, match=r"two\.yaml .*\(box, rack\)"):
-        find_profile(job, [], two)
+    with pytest.raises(UsageError, match=r"--hardware.*\(box, rack\)"):
+        find_profiles(job, [], [two])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "names"),
+    [
+        ("objective: {maxReplicas: 2}", ["box", "rack"]),
+        ("objective: {maxReplicas: 2}, hardwareProfiles: [rack]", ["rack"]),
+        ("objective: {maxReplicas: 2}, hardwareProfiles: [rack, box]", ["rack", "box"]),
+        ("objective: {maxReplicas: 2}, hardwareSelector: {zone: a}", ["box"]),
+    ],
+)
+def test_profiles_to_choose_from_come_from_several_files(tmp_path: Path, trainer: str, names: list[str]) -> None:
+    job = parse_document(read_documents(write(tmp_path, f"{JOB}  trainer: {{{trainer}}}\n"))[0])
+    files = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
+    files[0].write_text(PROFILE.replace("name: box", "name: box, labels: {zone: a, tier: x}"))
+    files[1].write_text(PROFILE.replace("box", "rack"))
+    assert isinstance(job, DLRMJob)
+
+    assert [profile.metadata.name for profile in find_profiles(job, [], files)] == names
+
+
+@pytest.mark.parametrize(
+    ("trainer", "field"),
+    [
+        ("hardwareProfiles: [box, rack]", r"spec\.trainer\.hardwareProfiles\[1\].*rack"),
+        ("hardwareSelector: {zone: b}", r"spec\.trainer\.hardwareSelector.*zone"),
+    ],
+)
+def test_a_missing_profile_to_choose_from_is_named_with_its_field(tmp_path: Path, trainer: str, field: str) -> None:
+    text = f"{JOB}  trainer: {{objective: {{maxReplicas: 2}}, {trainer}}}\n---\n{PROFILE}"
+    documents = read_documents(write(tmp_path, text))
+    job = parse_document(documents[0])
+    assert isinstance(job, DLRMJob)
+
+    with pytest.raises(UsageError, match=field):
+        find_profiles(job, documents, [])
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,19 @@ def test_the_page_shows_the_straggler_and_the_memory_reserve() -> None:
     assert "each pod keeps 512.0 MB more free since one ran out of it" in text
 
 
+def test_the_page_shows_the_choice_and_what_others_lacked() -> None:
+    chosen = {"hardware": "cheap", "replicas": 2, "samplesPerSecond": 1_200.0, "pricePerHour": 4.0}
+    rejected = [{"hardware": "dear", "replicas": 1, "lacks": "costs 5.00 more per hour"}]
+    choice = {**chosen, "objective": "samplesPerSecond 1,000", "met": True, "rejected": rejected}
+
+    shown = page(running_job(choice=choice))
+    unmet = page(running_job(choice={**choice, "met": False, "lacks": "lacks 7 of 9 samples/s"}))
+
+    assert "2 replicas of cheap (1,200 samples/s, 4.00 per hour) meets samplesPerSecond 1,000" in shown
+    assert "rejected: 1 replicas of dear: costs 5.00 more per hour" in shown
+    assert "comes closest to samplesPerSecond 1,000: lacks 7 of 9 samples/s" in unmet
+
+
 def test_events_of_one_second_keep_their_order() -> None:
     events = [
         {"reason": reason, "lastTimestamp": ago(seconds=5), "metadata": {"resourceVersion": version}}

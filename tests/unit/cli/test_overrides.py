@@ -87,7 +87,7 @@ def test_the_last_of_several_settings_wins() -> None:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("spec.trainer.replcas=2", "replicas, auto, processesPerReplica"),
+        ("spec.trainer.replcas=2", "replicas, objective, processesPerReplica"),
         ("trainer.replicas=2", "apiVersion, kind, metadata, spec"),
         ("maxSteps=3", "apiVersion, kind, metadata, spec"),
         ("spec.model.tables[5].rows=1", "spec.model.tables has no element [5]"),

@@ -84,6 +84,24 @@ def test_memory_of_a_tier_is_the_nodes_and_what_is_too_small_says_so(
     assert large["fits"]
 
 
+def test_hardware_of_a_combination_takes_the_place_of_those_to_choose_from(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(
+        JOB.split("---")[1].replace("name: box", "name: rack").replace("pricePerHour: 2", "pricePerHour: 1")
+    )
+    trainer = "spec.trainer={objective: {maxReplicas: 2}, hardwareProfiles: [box, rack]}"
+    given = ("--hardware", str(other), "--set", trainer)
+
+    found = rows(capsys, job, *given, *options("hardware=box,rack"))
+    (chosen,) = rows(capsys, job, *given, *options("batch=4096"))
+
+    prices = [row["predicted"]["price_per_billion_samples"] for row in found]
+    assert prices[0] == pytest.approx(2 * prices[1])
+    assert chosen["predicted"]["price_per_billion_samples"] == prices[1]
+
+
 def test_widths_and_dims_keep_the_model_valid(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = options("dim=16,32", "width=4,64", "precision=fp32,bf16", "spec.model.interaction=dot,dcn")
     found = rows(capsys, job, "--set", BUDGET, *keys)

@@ -362,7 +362,7 @@ def test_a_crashing_checkpointer_only_makes_snapshots_unhealthy() -> None:
 
 def test_a_node_too_small_for_the_reserve_fails_the_job() -> None:
     cluster = ModelCluster(2, lifecycle={"restart": {"backoff": "0s"}}, trainer={"replicas": 2, "hardware": "small"})
-    cluster.profile = node_of(3 * GIB // 2)
+    cluster.profiles = (node_of(3 * GIB // 2),)
     start_training(cluster)
 
     cluster.end(POD_1, "trainer", 137, reason="OOMKilled")

@@ -22,6 +22,7 @@ from dlrm_testing.operator.hung_gang import hung_cluster, straggling_cluster
 from dlrm_testing.operator.kubelet_double import committed_progress
 from dlrm_testing.operator.memory_api import MemoryApi
 from dlrm_testing.operator.model_cluster import ModelCluster
+from dlrm_testing.operator.pools import CHEAP, DEAR, job_of_pools
 from dlrm_testing.operator.running_job import (
     POD_0,
     POD_1,
@@ -161,6 +162,22 @@ def no_plan_fits() -> ModelCluster:
     cluster = SeeingCluster()
     cluster.reconcile_once()
     return cluster.turn_with(planning=Planning(problem="table a does not fit node 0: 5 bytes short", final=True))
+
+
+@says(Reason.HARDWARE_CHOSEN, "1 replica of cheap", "1 replica of dear: costs 8.00 more per hour")
+def hardware_is_chosen() -> ModelCluster:
+    cluster = job_of_pools(CHEAP, DEAR)
+    start_training(cluster)
+    return cluster
+
+
+@says(Reason.OBJECTIVE_NOT_MET, "maxPricePerBillionSamples 0.00", "of cheap", "of dear")
+def all_hardware_costs_too_much() -> ModelCluster:
+    cluster = job_of_pools(CHEAP, DEAR, maxPricePerBillionSamples=0)
+    for _ in range(3):
+        cluster.reconcile_once()
+        cluster.plan()
+    return cluster
 
 
 @says(Reason.PLANNER_FAILED, "exit code -9")

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import parse_job
 from dlrm_api.plan import plan_from_parts
 from dlrm_operator.clients.planner import MAX_IDLE_BYTES, TOO_LARGE, Planner, PlannerProcess
@@ -28,9 +29,12 @@ def question(traces: Mapping[str, str] | None = None, **spec: Any) -> PlanQuesti
         generation=1,
         profile_version="",
         job=parse_job(job_document("demo", **spec)),
-        profile=None,
+        profiles=(),
         traces=traces or {},
     )
+
+
+LARGE_TABLES = [{"name": f"t{i}", "rows": 2 * 10**6, "dim": 16} for i in range(8)]
 
 
 async def plan(asked: PlanQuestion, deadline_s: float) -> Planning:
@@ -47,6 +51,42 @@ def test_the_child_gives_the_plan_that_the_planner_makes() -> None:
     answer = asyncio.run(plan(asked, 60))
 
     assert plan_from_parts(answer.parts) == plan_job(asked.job.spec, None)
+
+
+def test_the_child_chooses_hardware_that_can_mount_its_tiers() -> None:
+    def pool(name: str, price: float, ddr: str, **block: Any) -> HardwareProfile:
+        tiers = {"ddr": {"bytes": ddr}, "block": {"bytes": "1Ti", **block}}
+        return parse_profile({"metadata": {"name": name}, "spec": {"tiers": tiers, "pricePerHour": price}})
+
+    pools = (pool("unmounted", 1, "1800Mi"), pool("mounted", 2, "1800Mi", hostPath="/mnt"), pool("large", 9, "64Gi"))
+    asked = question(
+        model={"denseFeatures": ["I1"], "bottomMlp": [8, 16], "topMlp": [8, 1], "tables": LARGE_TABLES},
+        trainer={"objective": {"maxReplicas": 1}, "hardwareProfiles": ["unmounted", "mounted", "large"]},
+    )
+
+    found, kept = (asyncio.run(plan(replace(asked, profiles=pools, kept=name), 60)) for name in ("", "large"))
+
+    assert found.plan is not None
+    assert found.plan.choice is not None
+    assert found.plan.choice.hardware == found.plan.hardware == "mounted"
+    lacks = {each.hardware: each.lacks for each in found.plan.choice.rejected}
+    assert "HardwareProfile unmounted does not say what to mount" in lacks["unmounted"]
+    assert lacks["large"] == "costs 7.00 more per hour"
+    assert kept.plan is not None
+    assert kept.plan.hardware == "large"
+
+
+def test_a_price_that_nothing_meets_is_told_from_other_refusals() -> None:
+    rated = {"bytes": "64Gi", "readBytesPerSecond": 1e9, "writeBytesPerSecond": 1e9}
+    spec = {"flopsPerSecond": 1e9, "tiers": {"ddr": rated}, "pricePerHour": 1}
+    asked = question(trainer={"objective": {"maxReplicas": 1, "maxPricePerBillionSamples": 0}, "hardware": "a"})
+    priced = replace(asked, profiles=(parse_profile({"metadata": {"name": "a"}, "spec": spec}),))
+
+    answer = asyncio.run(plan(priced, 60))
+
+    assert (answer.final, answer.unmet, answer.field) == (
+        True, True, "spec.trainer.objective.maxPricePerBillionSamples",
+    )  # fmt: skip
 
 
 def test_a_refusal_is_final_and_keeps_the_planners_words() -> None:

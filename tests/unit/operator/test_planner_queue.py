@@ -23,7 +23,7 @@ def question(key: JobKey, batch: int = 64) -> PlanQuestion:
     """One that no other is equal to."""
     seed = 64 * (1 + sum(ord(letter) * (i + 1) for i, letter in enumerate(f"{key.namespace}/{key.name}"))) + batch
     job = parse_job(job_document(key.name, data={"format": "synthetic", "globalBatchSize": seed}))
-    return PlanQuestion(uid=f"{key.namespace}/{key.name}", generation=1, profile_version="", job=job, profile=None)
+    return PlanQuestion(uid=f"{key.namespace}/{key.name}", generation=1, profile_version="", job=job, profiles=())
 
 
 class Bench:

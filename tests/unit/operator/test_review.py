@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from dlrm_api import base
 from dlrm_api.errors import BadDataError, InvalidSpecError
 from dlrm_operator.api_client import Api, ClusterUnavailableError, NotFoundError
-from dlrm_operator.clients.references import ProfileSeen, ReferenceReader
+from dlrm_operator.clients.references import ProfilesSeen, ReferenceReader
 from dlrm_operator.manifests.pod_template import ANY, RESTRICTED, PodTemplatePolicy
 from dlrm_operator.reconcile.state import Planning, PlanQuestion
 from dlrm_operator.webhook import review as module
@@ -42,9 +42,9 @@ class Referred:
     """Hold the objects that the spec refers to."""
 
     def __init__(self, profile: str = "", trace: str = "", error: Exception | None = None) -> None:
-        self._profile, self._trace, self._error = ProfileSeen(problem=profile), trace, error
+        self._profile, self._trace, self._error = ProfilesSeen(problem=profile), trace, error
 
-    async def profile(self, _: object) -> ProfileSeen:
+    async def profiles(self, _: object) -> ProfilesSeen:
         if self._error is not None:
             raise self._error
         return self._profile

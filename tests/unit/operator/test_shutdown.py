@@ -704,7 +704,7 @@ def test_a_spec_that_was_changed_while_suspended_is_planned_again() -> None:
 
 
 def test_a_stored_plan_without_pods_is_used_for_the_same_spec() -> None:
-    for trainer in ({"replicas": 2}, {}, {"auto": {"max": 2, "targetSamplesPerSecond": 0}}):
+    for trainer in ({"replicas": 2}, {}, {"objective": {"maxReplicas": 2}}):
         cluster = ModelCluster(trainer=trainer)
         cluster.reconcile_once()
         cluster.plan()
@@ -1003,7 +1003,7 @@ def test_a_job_that_is_suspended_and_resized_comes_back_with_the_new_size() -> N
 
 
 def test_a_number_that_the_planner_chose_is_not_taken_for_another_size() -> None:
-    cluster = ModelCluster(trainer={"auto": {"min": 2, "max": 3, "targetSamplesPerSecond": 0}})
+    cluster = ModelCluster(trainer={"objective": {"minReplicas": 2, "maxReplicas": 3}})
     start_training(cluster)
 
     assert len(cluster.pods) == 2

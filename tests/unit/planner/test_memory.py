@@ -17,7 +17,7 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, TierShare, parse_plan
 from dlrm_api.row_optimizers import RowOptimizerKind
 from dlrm_api.training import RowOptimizerSpec, TrainingSpec
-from dlrm_planner import checkpointer_bytes, plan_job, working_set_bytes
+from dlrm_planner import checkpointer_bytes, choose_plan, plan_job, working_set_bytes
 from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES, CONTEXT_BYTES, KEY_SORT_BYTES, device_working_bytes
 from dlrm_planner.tables import UPDATED_LOOKUP_BYTES, activation_bytes, update_bytes
 
@@ -523,18 +523,18 @@ def test_without_a_rate_of_a_device_there_is_no_prediction_and_it_is_named(
     assert plan_job(make_spec(tables), profile).predicted.samples_per_second is None
 
     with pytest.raises(InvalidSpecError) as refused:
-        plan_job(make_spec(tables, auto={"min": 1, "max": 2, "targetSamplesPerSecond": 1}), profile)
+        choose_plan(make_spec(tables, objective={"maxReplicas": 2, "samplesPerSecond": 1}), [profile])
     assert f"has no devices.{'hbm.' if missing == 'readBytesPerSecond' else ''}{missing};" in str(refused.value)
 
 
 def test_fewer_replicas_with_gpus_reach_a_target(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
     tables = [table(f"t{i}", 10**5, maxLookups=20) for i in range(16)]
-    spec = make_spec(tables, auto={"min": 1, "max": 8, "targetSamplesPerSecond": 40_000})
+    spec = make_spec(tables, objective={"maxReplicas": 8, "samplesPerSecond": 40_000})
     devices = gpus(1, HBM, flopsPerSecond=1e14, hostBytesPerSecond=2e10)
     slow = {**RATES, "flopsPerSecond": 1e12}
 
-    with_gpus = plan_job(spec, make_profile(DDR, devices=devices, **slow))
-    on_hosts = plan_job(spec, make_profile({**DDR, "readBytesPerSecond": 1e9}, **slow))
+    with_gpus = choose_plan(spec, [make_profile(DDR, devices=devices, **slow)])
+    on_hosts = choose_plan(spec, [make_profile({**DDR, "readBytesPerSecond": 1e9}, **slow)])
 
     assert with_gpus.nodes <= on_hosts.nodes
     assert math.isfinite(with_gpus.predicted.price_per_billion_samples or math.inf)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan
-from dlrm_planner import plan_job
+from dlrm_planner import choose_plan, plan_job
 from dlrm_planner.choose import BOUND_TOLERANCE, MIN_GAIN
 
 MakeSpec = Callable[..., DLRMJobSpec]
@@ -161,16 +161,17 @@ def test_more_memory_makes_no_plan_much_slower_whose_full_cuts_then_fit(
 
 
 @pytest.mark.parametrize("lookups", [1, 4, 10])
-def test_auto_finds_a_size_where_whole_tables_do(make_spec: MakeSpec, make_profile: MakeProfile, lookups: int) -> None:
+def test_an_objective_finds_a_size_where_whole_tables_do(
+    make_spec: MakeSpec, make_profile: MakeProfile, lookups: int
+) -> None:
     found = [{"rows": 10**7, "dim": 32, "maxLookups": lookups}] * 26
     profile = make_profile(DDR, **RATES)
     whole = named(found, sharding="table")
     target = 0.99 * max(rate(plan_job(make_spec(whole, batch=BATCH, replicas=n), profile)) for n in (32, 40, 60))
 
     def asked(tables: list[dict[str, Any]]) -> Plan:
-        return plan_job(
-            make_spec(tables, batch=BATCH, auto={"min": 4, "max": 64, "targetSamplesPerSecond": target}), profile
-        )
+        objective = {"minReplicas": 4, "maxReplicas": 64, "samplesPerSecond": target}
+        return choose_plan(make_spec(tables, batch=BATCH, objective=objective), [profile])
 
     chosen, simple = asked(named(found)), asked(whole)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
-from dlrm_planner import plan_job, virtual_shards
+from dlrm_planner import choose_plan, plan_job, virtual_shards
 from dlrm_planner.virtual_shards import choose_virtual_shards
 
 MakeSpec = Callable[..., DLRMJobSpec]
@@ -67,16 +67,14 @@ def test_the_plan_holds_the_number_and_its_reason(make_spec: MakeSpec) -> None:
 
 
 def test_a_planned_number_of_replicas_decides(make_spec: MakeSpec) -> None:
-    spec = make_spec(TABLES, batch=65_536, auto={"min": 1, "max": 4_096, "targetSamplesPerSecond": 0})
-
-    plan = plan_job(spec)
+    plan = choose_plan(make_spec(TABLES, batch=65_536, objective={"maxReplicas": 4_096}))
 
     assert (plan.nodes, plan.virtual_shards) == (1, 64)
 
 
-@pytest.mark.parametrize("size", [{"replicas": 48}, {"auto": {"min": 1, "max": 48, "targetSamplesPerSecond": 0}}])
+@pytest.mark.parametrize("size", [{"replicas": 48}, {"objective": {"maxReplicas": 48}}])
 def test_the_number_that_the_job_began_with_is_kept(make_spec: MakeSpec, size: dict[str, Any]) -> None:
-    plan = plan_job(make_spec(TABLES, **size), virtual_shards=64)
+    plan = choose_plan(make_spec(TABLES, **size), virtual_shards=64)
 
     assert plan.virtual_shards == 64
     assert plan.reasons[-1] == "data.virtualShards 64, as since the job began"

@@ -5,7 +5,7 @@ import itertools
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from dlrm_api.errors import InvalidSpecError
+from dlrm_api.errors import InvalidSpecError, ObjectiveNotMetError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.names import Label, pod_group
 from dlrm_api.progress import TerminationMessage
@@ -38,7 +38,7 @@ from dlrm_operator.reconcile.state import (
     UpdateStatus,
     WakeAt,
 )
-from dlrm_planner import plan_job
+from dlrm_planner import choose_plan
 from dlrm_testing.operator.operator_cluster import job_document, planner_answer
 from dlrm_testing.operator.restarted_trainers import Launchers, restarted, restarts_after, trainer_status
 
@@ -73,7 +73,7 @@ class ModelCluster:
         self.cut: CutAnswer | None = None
         self.stacks_asked: RequestStacks | None = None
         self.stacks: StacksSeen | None = None
-        self.profile: HardwareProfile | None = None
+        self.profiles: tuple[HardwareProfile, ...] = ()
         self.profile_problem = ""
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
         self.writes = 0
@@ -107,7 +107,7 @@ class ModelCluster:
             polled=self.polled,
             cut=self.cut,
             stacks=self.stacks,
-            profile=self.profile,
+            profiles=self.profiles,
             profile_problem=self.profile_problem,
             has_restart_rules=self.has_restart_rules,
         )
@@ -192,10 +192,17 @@ class ModelCluster:
             question = self.asked.question
             self.planned_reserve = question.reserve
             try:
-                kept = question.virtual_shards
-                plan = plan_job(question.job.spec, question.profile, reserve=question.reserve, virtual_shards=kept)
+                plan = choose_plan(
+                    question.job.spec,
+                    question.profiles,
+                    reserve=question.reserve,
+                    virtual_shards=question.virtual_shards,
+                    done=question.done,
+                    kept=question.kept,
+                )
             except InvalidSpecError as error:
-                self.planning = Planning(problem=str(error), final=True)
+                unmet = isinstance(error, ObjectiveNotMetError)
+                self.planning = Planning(problem=str(error), final=True, unmet=unmet)
             else:
                 self.planning = planner_answer(plan)
             self._planned_generation = question.generation

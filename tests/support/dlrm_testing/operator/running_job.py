@@ -112,7 +112,7 @@ def failure(cluster: ModelCluster) -> FailureEvidence:
 def predicted_job(**lifecycle: Any) -> ModelCluster:
     """Return a cluster whose job trains by a plan that predicts its steps."""
     cluster = ModelCluster(2, lifecycle={"restart": {"backoff": "10s", "inPlace": False}, **lifecycle})
-    cluster.profile = PROFILE
+    cluster.profiles = (PROFILE,)
     cluster.has_restart_rules = True
     start_training(cluster)
     # Figures are written again from now on.
