@@ -123,6 +123,28 @@ def pool(
 
 
 @kernel
+def choose_ids(chosen: Any, lengths: Any, numbers: Any, chosen_lengths: Any) -> int:
+    """Number the chosen ids of bags and count those of each bag; return how many there are.
+
+    Args:
+        chosen: (L,) bool, of each id.
+        lengths: (B,) int32 ids of each bag.
+        numbers: (L,) int64, filled with the numbers of the chosen ids up to their count.
+        chosen_lengths: (B,) int32, filled.
+    """
+    number = found = 0
+    for bag in range(len(lengths)):
+        before = found
+        for _ in range(lengths[bag]):
+            # Without a branch: which ids are chosen cannot be predicted.
+            numbers[found] = number
+            found += chosen[number]
+            number += 1
+        chosen_lengths[bag] = found - before
+    return found
+
+
+@kernel
 def copy_segments(values: Any, starts: Any, lengths: Any, out: Any) -> None:
     """Join ``values[start : start + length]`` of every segment in ``out``; starts and lengths are (S,) int64."""
     first = 0

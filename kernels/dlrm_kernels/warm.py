@@ -154,6 +154,7 @@ def _of_ids() -> Iterator[Example]:
     yield bags.copy_segments, (u32(2), i64(1), i64(1) + 2, i64(2))
     yield bags.place_segments, (u8(2), i64(1), i64(1) + 2, u8(2), i64(1))
     yield bags.fill_offsets, (i32(2), u64(3))
+    yield bags.choose_ids, (np.zeros(2, np.bool_), i32(1) + np.int32(2), i64(2), i32(1))
     yield (
         bags.split_ids,
         (i64(2), i32((1, 2)) + np.int32(1), np.array([0, 4]), np.array([0, 2]), i64(1), i32((1, 2)), i64(2), i64(2)),

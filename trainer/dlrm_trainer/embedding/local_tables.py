@@ -19,6 +19,7 @@ from dlrm_api.tiers import MAX_DEVICE_COLUMNS
 from dlrm_api.training import RowRegularizerSpec
 from dlrm_checkpointer import CutRowSource, table_scale
 from dlrm_checkpointer import table_key as initial_key
+from dlrm_kernels.bags import choose_ids
 from dlrm_kernels.directory import ABSENT
 from dlrm_kernels.initial_rows import InitialRows, start_rows
 from dlrm_kernels.row_updates import table_key
@@ -566,7 +567,7 @@ def _look_up(group: Group, unique: UniqueGroup, bags: Bags, step: int | None) ->
     else:
         found = unique.admit(keys, ends, step)
         rows, has_row, counts = found.rows, found.has_row, found.counts
-        places = found.places[has_row]
+        places = found.places
         if group.stack is not None:
             new = NewRows(found.new_rows + group.stack.row_map.row_starts[found.new_parts], found.new_keys)
         elif len(found.new_rows):
@@ -574,19 +575,18 @@ def _look_up(group: Group, unique: UniqueGroup, bags: Bags, step: int | None) ->
         if group.sights is not None:
             absent = group.sights.absent(keys, ends, has_row)
     # An id without a row adds nothing to its bag in the kernel, which takes no such ids, so these bags become shorter.
+    chosen: NDArray[np.int64] | slice = slice(None)
     if has_row.all():
         found_bags = replace(bags, ids=torch.from_numpy(rows))
     else:
-        lengths = bags.lengths.flatten()
-        bag_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths, output_size=len(keys))
-        found_bags = _chosen(bags, bag_of, torch.from_numpy(has_row))
-        found_bags = replace(found_bags, ids=torch.from_numpy(rows[has_row]))
+        found_bags, chosen = _chosen(bags, has_row)
+        found_bags = replace(found_bags, ids=torch.from_numpy(rows[chosen]))
         if group.shared is not None:
-            lacking = _chosen(bags, bag_of, torch.from_numpy(~has_row))
+            lacking, _ = _chosen(bags, ~has_row)
             shared = group.shared.bags(lacking, _part_ends(group, lacking.sizes).numpy())
     return found_bags, UniqueLookups(
-        keys=keys[has_row],
-        places=places,
+        keys=keys[chosen],
+        places=places if step is None else places[chosen],
         counts=counts,
         new=new,
         absent=absent[0],
@@ -595,15 +595,18 @@ def _look_up(group: Group, unique: UniqueGroup, bags: Bags, step: int | None) ->
     )
 
 
-def _chosen(bags: Bags, bag_of: Tensor, chosen: Tensor) -> Bags:
-    """Return (L,) chosen ids of bags; ``bag_of`` numbers the (L,) bag of each."""
-    lengths = torch.bincount(bag_of[chosen], minlength=bags.lengths.numel()).to(torch.int32).view_as(bags.lengths)
-    return Bags(
+def _chosen(bags: Bags, chosen: NDArray[np.bool_]) -> tuple[Bags, NDArray[np.int64]]:
+    """Return (L,) chosen ids of bags, and their numbers among all."""
+    numbers, lengths = np.empty(len(chosen), np.int64), torch.empty_like(bags.lengths)
+    count = choose_ids(chosen, bags.lengths.contiguous().view(-1).numpy(), numbers, lengths.view(-1).numpy())
+    places = torch.from_numpy(numbers[:count])
+    found = Bags(
         lengths=lengths,
-        ids=bags.ids[chosen],
-        weights=None if bags.weights is None else bags.weights[chosen],
+        ids=bags.ids[places],
+        weights=None if bags.weights is None else bags.weights[places],
         sizes=lengths.sum(dim=1, dtype=torch.int64),
     )
+    return found, numbers[:count]
 
 
 def _gains(by_gradient: NDArray[np.bool_], gradient: Tensor, bags: Bags) -> NDArray[np.float32]:
