@@ -150,7 +150,6 @@ RESULTS = {
     **{f"plan/{size}": partial(planning, size) for size in MAX_PLAN_S},
     "plan/1000x1024/table-row": partial(planning, "1000x1024", sharding="table-row"),
     "plan/1000x1024/row": partial(planning, "1000x1024", sharding="row"),
-    "plan/5000x1024/row": partial(planning, "5000x1024", sharding="row"),
     "plan/start/1000": partial(starting, 1_000),
     "plan/start/5000": partial(starting, 5_000),
 }

@@ -19,8 +19,8 @@ from dlrm_planner.estimate import CostModel
 from dlrm_planner.tables import ELEMENT_BYTES, NO_PIN, Tables
 from dlrm_planner.types import Capacity, Indices, ShardOption, cut_tables
 
-MAX_SHARDS = 2**23
-"""Shards of all tables: a placement takes some 30 bytes for each, and a search holds a few placements."""
+MAX_SHARDS = 2**21
+"""Shards of all tables: assigning tiers to a pod takes longer than in proportion to its shards."""
 MAX_REPLICA_BYTES = 4 * 2**20
 """Largest table that is replicated without a pin: its gradient is cleared and summed in each step, within the cache."""
 MAX_REPLICA_HOST_S = 3e-3
