@@ -161,16 +161,19 @@ def test_pods_that_no_node_has_devices_for_are_refused_before_one_is_made() -> N
     a_job = job(trainer={"processesPerReplica": 8})
     question = {
         "job": a_job.model_dump(mode="json", by_alias=True, exclude_unset=True),
-        "profile": profile(devices=GPUS).model_dump(mode="json", by_alias=True, exclude_unset=True),
+        "profiles": [profile(devices=GPUS).model_dump(mode="json", by_alias=True, exclude_unset=True)],
         "traces": {},
         "reserve": 0,
         "virtual_shards": None,
+        "kept": None,
+        "done": {},
     }
 
     assert answer_question(question) == {
         "refusal": "spec.trainer.processesPerReplica: 8 processes take one nvidia.com/gpu each, and a node of "
         "HardwareProfile pool has 4: use fewer processes and more replicas",
         "field": "spec.trainer.processesPerReplica",
+        "unmet": False,
     }
 
 

@@ -161,7 +161,8 @@ def test_levels_hold_every_row_and_no_budget_is_passed(
                 tier for tier in ("cxl", "scm", "block") if tier in {level.tier for level in levels[1:]}
             ]
             assert asked.pin is None or [level.tier for level in levels[1:]] == [asked.pin.tier]
-            assert levels[-1].rows == rows
+            # Parts that differ by a row have the levels of the larger one.
+            assert levels[-1].rows in (rows, rows + 1)
             assert ways == 0 or levels[0].rows % ways == 0
             assert levels[0].rows >= 1
             rates = [level.expected_hit_rate for level in levels]

@@ -63,8 +63,9 @@ def test_a_placement_holds_every_row_and_column_that_was_planned(
         for part in parts:
             held[part.table] += (part.row_end - part.row_start) * (part.column_end - part.column_start)
             assert part.column_end - part.column_start == 8
-            levels = part.share.levels
-            assert not levels or levels[-1].rows == part.row_end - part.row_start
+            levels, rows = part.share.levels, part.row_end - part.row_start
+            # Parts that differ by a row have the levels of the larger one.
+            assert not levels or levels[-1].rows in (rows, rows + 1)
     assert held == [table["rows"] * 32 for table in found]
 
 
