@@ -145,12 +145,13 @@ def lay_out(work: StepWork) -> Timeline:
         late = max(0.0, total_s - others_s) / max(total_s, 1e-12)
         exposed = {tier: late * each for tier, each in tiers_s.items()}
     mixed = part * work.beside.exposed_s + (1 - part) * work.alone.exposed_s
+    waiting_s = max(0.0, beside_s - training_s - (0.0 if work.prefetches else sum(exposed.values())))
     return Timeline(
         step_s=step_s,
         training_s=training_s,
         exposed_link_s=mixed,
         exposed_tiers_s=exposed,
-        stages_s=_stages_s(work, part, step_s - training_s - sum(exposed.values()), exposed),
+        stages_s=_stages_s(work, part, waiting_s, exposed),
         bound=_bound(work, step_s, beside_s, training_s, mixed, exposed),
     )
 

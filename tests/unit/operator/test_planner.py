@@ -151,9 +151,14 @@ def test_too_many_shards_are_refused_for_good() -> None:
 
 
 IN_PYTHON = "planner.MAX_PLANNING_BYTES = 8 * 2**20"
-IN_PYDANTIC = (
-    "kept = planner.plan_to_parts; planner.plan_to_parts = lambda plan: (planner.limit_memory(2**20), kept(plan))[1]"
-)
+IN_PYDANTIC = """
+kept = planner.plan_to_parts
+def plan_to_parts(plan):
+    planner.limit_memory(2**20)
+    return kept(plan.model_copy(update={"tables": plan.tables * 40}))
+planner.plan_to_parts = plan_to_parts
+"""
+"""More tables than the memory holds that planning freed."""
 
 
 @pytest.mark.parametrize("limit", [IN_PYTHON, IN_PYDANTIC])
@@ -161,14 +166,14 @@ def test_planning_beyond_the_memory_limit_is_refused(limit: str, monkeypatch: py
     start = asyncio.create_subprocess_exec
 
     async def tightly(*_: str, **pipes: Any) -> Any:
-        program = f"from dlrm_operator.clients import planner; {limit}; planner.main()"
+        program = f"from dlrm_operator.clients import planner\n{limit}\nplanner.main()"
         return await start(sys.executable, "-c", program, **pipes)
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", tightly)
 
     async def run() -> tuple[Planning, Planning]:
         process = PlannerProcess()
-        large = await process.ask(grouped(500, 128, pin={"sharding": "row"}), 60)
+        large = await process.ask(grouped(5_000, 128), 60)
         small = await process.ask(question(), 60)
         await process.end()
         return large, small
