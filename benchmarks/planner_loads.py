@@ -1,0 +1,327 @@
+"""Compare the load of the fullest rank with torchrec's planner: ``python -m benchmarks.planner_loads [--tasks N]``.
+
+A task is a set of tables with sizes, widths, lookups and reuse of their own, drawn by a seed (the recipe of Zha et al.,
+"Pre-train and Search: Efficient Embedding Table Sharding with Pre-trained Neural Cost Models", MLSys 2023); how often
+rows are reused comes from production histograms. Both planners may place tables whole, by rows or by columns on eight
+ranks of a node. Each rank's share of a step, forward and backward, then runs alone on one thread through fbgemm's fused
+kernel, the plans in turn; a plan's load is the slowest of its ranks' medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+from numpy.typing import NDArray
+from torch import Tensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import EmbeddingModuleShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from benchmarks.measure import tell
+from dlrm_api.hardware import HardwareProfile, parse_profile
+from dlrm_api.job import DLRMJobSpec, parse_job
+from dlrm_kernels.hashing import stream_key
+from dlrm_planner import plan_job
+from dlrm_trainer.data.synthetic import Popularity, Scatter, read_histogram
+
+RANKS, BATCH, REPEATS = 8, 2_048, 9
+"""Ranks of the node, samples of a step of all of them, and runs of each rank's share that count."""
+TABLES, ROWS, LOOKUPS = (16, 64), (100_000, 1_000_000), (1, 40)
+"""Ranges from which tasks and tables are drawn, ends included; rows and lookups by their logarithm."""
+DIMS, COLUMNS = (16, 32, 64, 128), 16
+"""Widths of tables, and the narrowest part of one."""
+MAX_TASK_BYTES, MAX_IDS = 6 * 2**30, 2**21
+"""Of the rows of a task, and of the ids of a step: larger draws are drawn again."""
+HISTOGRAMS = ("meta-embedding-locality-2021.txt", "meta-embedding-locality-2022.txt")
+SHARDINGS = ("table_wise", "row_wise", "column_wise")
+DDR_BYTES = 2**40
+"""So much that memory never decides."""
+LIMITS = (1.02, 1.05, 0.95)
+"""Of the ratio: in 95 of 100 tasks, in all, and of the median."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Describe one table of a task."""
+
+    name: str
+    rows: int
+    dim: int
+    lookups: int
+    histogram: str
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Piece:
+    """Name a rectangle of a table that one rank holds."""
+
+    table: int
+    row_start: int
+    row_end: int
+    column_start: int
+    column_end: int
+
+
+Share = tuple[Piece, ...]
+"""All that one rank holds."""
+
+
+def draw_task(draw: random.Random) -> tuple[Table, ...]:
+    """Return the tables of a random task."""
+
+    def between(ends: tuple[int, int]) -> int:
+        low, high = np.log(ends)
+        return round(float(np.exp(draw.uniform(low, high))))
+
+    while True:
+        tables = tuple(
+            Table(
+                name=f"table-{number}",
+                rows=between(ROWS),
+                dim=draw.choice(DIMS),
+                lookups=between(LOOKUPS),
+                histogram=draw.choice(HISTOGRAMS),
+            )
+            for number in range(draw.randint(*TABLES))
+        )
+        is_small = sum(table.rows * table.dim * 4 for table in tables) <= MAX_TASK_BYTES
+        if is_small and sum(table.lookups for table in tables) * BATCH <= MAX_IDS:
+            return tables
+
+
+def read_spec(tables: Sequence[Table]) -> DLRMJobSpec:
+    """Return the job of a task; tables whose replica our planner could choose are kept whole or split."""
+    model = {
+        "denseFeatures": ["I1"],
+        "bottomMlp": [max(DIMS)],
+        "topMlp": [1],
+        "interaction": "dcn",
+        "tables": [
+            {"name": each.name, "rows": each.rows, "dim": each.dim, "avgLookups": each.lookups,
+             "maxLookups": each.lookups, "pooling": "sum", "columnBlock": COLUMNS}
+            for each in tables
+        ],
+    }  # fmt: skip
+    data = {"format": "synthetic", "synthetic": {"samples": BATCH, "evalSamples": 0}, "globalBatchSize": BATCH}
+    trainer = {"replicas": 1, "processesPerReplica": RANKS}
+    body = {"model": model, "data": data, "trainer": trainer, "checkpoint": {"uri": "file:///nowhere"}}
+    return parse_job({"metadata": {"name": "loads"}, "spec": body}).spec
+
+
+def our_shares(tables: Sequence[Table], profile: HardwareProfile | None) -> list[Share]:
+    """Return what each rank holds by our plan."""
+    found: list[list[Piece]] = [[] for _ in range(RANKS)]
+    for number, table in enumerate(plan_job(read_spec(tables), profile).tables):
+        for shard in table.shards:
+            if shard.kind == "data":
+                raise RuntimeError(f"{table.name} is replicated: tables must be too large for that")
+            found[shard.rank].append(
+                Piece(
+                    table=number,
+                    row_start=shard.row_start,
+                    row_end=shard.row_end,
+                    column_start=shard.column_start,
+                    column_end=shard.column_end,
+                )
+            )
+    return [tuple(sorted(each)) for each in found]
+
+
+def their_shares(tables: Sequence[Table]) -> list[Share]:
+    """Return what each rank holds by torchrec's plan."""
+    bags = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=each.name, embedding_dim=each.dim, num_embeddings=each.rows, feature_names=[each.name]
+            )
+            for each in tables
+        ],
+        device=torch.device("meta"),
+    )
+    constraints = {
+        each.name: ParameterConstraints(
+            sharding_types=list(SHARDINGS), pooling_factors=[float(each.lookups)], min_partition=COLUMNS
+        )
+        for each in tables
+    }
+    topology = Topology(world_size=RANKS, local_world_size=RANKS, compute_device="cpu", ddr_cap=DDR_BYTES)
+    planner = EmbeddingShardingPlanner(
+        topology=topology, batch_size=BATCH // RANKS, constraints=constraints, debug=False
+    )
+    sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD})
+    plan = planner.plan(bags, [sharder]).plan[""]
+    assert isinstance(plan, EmbeddingModuleShardingPlan)
+    found: list[list[Piece]] = [[] for _ in range(RANKS)]
+    for number, table in enumerate(tables):
+        placed = plan[table.name]
+        if placed.sharding_spec is None:
+            raise RuntimeError(f"torchrec replicates {table.name}")
+        for shard in placed.sharding_spec.shards:
+            (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
+            if rows and columns:
+                place = shard.placement.rank()
+                piece = Piece(
+                    table=number, row_start=row, row_end=row + rows, column_start=column, column_end=column + columns
+                )
+                found[place].append(piece)
+    return [tuple(sorted(each)) for each in found]
+
+
+def check_cover(tables: Sequence[Table], shares: Sequence[Share]) -> None:
+    """Refuse a plan that does not hold every value of every table once."""
+    held = [0] * len(tables)
+    for piece in (piece for share in shares for piece in share):
+        held[piece.table] += (piece.row_end - piece.row_start) * (piece.column_end - piece.column_start)
+    if held != [table.rows * table.dim for table in tables]:
+        raise RuntimeError("a plan leaves out values of a table, or holds some twice")
+
+
+class Ids:
+    """Draw the ids of a step, by table."""
+
+    def __init__(self, tables: Sequence[Table], popularity: dict[str, Callable[[int], Popularity]], seed: int) -> None:
+        self._tables, self._popularity, self._seed = tables, popularity, seed
+
+    def of(self, table: int) -> NDArray[np.int64]:
+        """Return (BATCH, lookups) rows of a table."""
+        each = self._tables[table]
+        random = np.random.default_rng([self._seed, table])
+        drawn = random.integers(0, 2**64, (2, BATCH * each.lookups), np.uint64)
+        ranks = self._popularity[each.histogram](each.rows).ranks(*drawn)
+        rows = Scatter.of(each.rows, stream_key(self._seed, "scatter", each.name))(ranks)
+        return rows.astype(np.int64).reshape(BATCH, each.lookups)
+
+
+class RankStep:
+    """Look up and update the rows of one rank's share as fbgemm's fused kernel does on one thread."""
+
+    def __init__(self, share: Share, ids: Ids) -> None:
+        specs = [
+            (each.row_end - each.row_start, each.column_end - each.column_start, EmbeddingLocation.HOST,
+             ComputeDevice.CPU)
+            for each in share
+        ]  # fmt: skip
+        self._kernel = SplitTableBatchedEmbeddingBagsCodegen(
+            embedding_specs=specs, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=0.01, eps=1e-8
+        )
+        values, lengths = [], []
+        for piece in share:
+            rows = ids.of(piece.table)
+            inside = (rows >= piece.row_start) & (rows < piece.row_end)
+            values.append(rows[inside] - piece.row_start)
+            lengths.append(inside.sum(axis=1))
+        self._values = torch.from_numpy(np.concatenate(values))
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
+        self._offsets: Tensor = torch.from_numpy(offsets.astype(np.int64))
+        self._gradient = torch.full((BATCH, sum(columns for _, columns, *_ in specs)), 1e-6)
+
+    def run(self) -> float:
+        """Return the seconds of one step."""
+        start = time.perf_counter()
+        self._kernel(self._values, self._offsets).backward(self._gradient)
+        return time.perf_counter() - start
+
+
+def loads(plans: Sequence[Sequence[Share]], ids: Ids) -> NDArray[np.float64]:
+    """Return the (plans, RANKS) median seconds of every rank's share; those of one rank alternate between the plans."""
+    found = np.zeros((len(plans), RANKS))
+    for rank in range(RANKS):
+        steps = {i: RankStep(shares[rank], ids) for i, shares in enumerate(plans) if shares[rank]}
+        taken: dict[int, list[float]] = {i: [] for i in steps}
+        for step in steps.values():
+            step.run()
+        for repeat in range(REPEATS):
+            for i in list(steps)[:: 1 if repeat % 2 == 0 else -1]:
+                taken[i].append(steps[i].run())
+        for i, seconds in taken.items():
+            found[i, rank] = np.median(seconds)
+    return found
+
+
+def read_popularity(folder: Path) -> dict[str, Callable[[int], Popularity]]:
+    """Return what draws ranks of rows, by histogram; NoInputError if one is absent."""
+    return {name: read_histogram(str((folder / name).resolve())).popularity for name in HISTOGRAMS}
+
+
+def run_tasks(options: argparse.Namespace) -> Iterator[float]:
+    """Print a line for each task; yield our load over theirs."""
+    popularity, profile = read_popularity(options.data_dir), None
+    if options.hardware is not None:
+        body = yaml.safe_load(options.hardware.read_text())
+        body["spec"]["tiers"]["ddr"]["bytes"] = DDR_BYTES
+        profile = parse_profile(body)
+    draw = random.Random(options.seed)
+    for number in range(options.tasks):
+        tables = draw_task(draw)
+        started = time.perf_counter()
+        plans = [our_shares(tables, profile)]
+        planned = time.perf_counter()
+        plans.append(their_shares(tables))
+        planned_s = [round(planned - started, 3), round(time.perf_counter() - planned, 3)]
+        for plan in plans:
+            check_cover(tables, plan)
+        found = loads(plans, Ids(tables, popularity, options.seed + number))
+        ours, theirs = found.max(axis=1)
+        pieces = [sum(map(len, plan)) for plan in plans]
+        line = {
+            "benchmark": "planner_loads",
+            "setting": {"task": number, "seed": options.seed, "tables": len(tables), "ranks": RANKS},
+            "metric": "largest_rank_ms",
+            "ours": round(ours * 1e3, 3),
+            "against": "torchrec-planner",
+            "theirs": round(theirs * 1e3, 3),
+            "ratio": round(ours / theirs, 4),
+            "measured": {
+                "mean_rank_ms": np.round(found.mean(axis=1) * 1e3, 3).tolist(),
+                "shards": pieces,
+                "planning_s": planned_s,
+            },
+        }
+        print(json.dumps(line), flush=True)
+        tell(f"task {number + 1} of {options.tasks}: ours / theirs {ours / theirs:.3f}")
+        yield float(ours / theirs)
+
+
+def main() -> int:
+    """Run the program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data-dir", type=Path, default=Path("../shared/data"), help="of the reuse histograms")
+    parser.add_argument("--hardware", type=Path, help="HardwareProfile of this machine, for our planner's rates")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    ratios = np.array(list(run_tasks(options)))
+    most, all_, median = LIMITS
+    summary = {
+        "benchmark": "planner_loads",
+        "metric": "ratio",
+        "tasks": len(ratios),
+        "median": round(float(np.median(ratios)), 4),
+        "most": round(float(np.percentile(ratios, 95)), 4),
+        "worst": round(float(ratios.max()), 4),
+        "share_within": round(float((ratios <= most).mean()), 4),
+        "limits": {"share_within": 0.95, "worst": all_, "median": median},
+    }
+    print(json.dumps(summary), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
