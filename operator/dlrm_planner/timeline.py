@@ -108,6 +108,11 @@ class StepWork:
     prefetches: bool = True
     """Rows of lower tiers are fetched for batches ahead."""
 
+    @property
+    def fetching_s(self) -> float:
+        """Return the seconds of the threads that fetch rows beside the training thread."""
+        return sum(each.processor_s for each in self.tiers.values()) if self.prefetches else 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
@@ -130,22 +135,21 @@ def lay_out(work: StepWork) -> Timeline:
     Threads beside the training thread take ``beside_s`` of each step, in which it does a part of its work; it does the
     rest alone. Without prefetching it waits for each tier.
     """
-    fetching_s = sum(each.processor_s for each in work.tiers.values())
-    beside_s = work.read_s + work.ids_s + (fetching_s if work.prefetches else 0.0)
+    beside_s = work.read_s + work.ids_s + work.fetching_s
     part = min(1.0, beside_s / max(work.beside.total_s, 1e-12))
     training_s = part * work.beside.total_s + (1 - part) * work.alone.total_s
     tiers_s = {tier: each.device_s for tier, each in work.tiers.items()}
+    total_s = sum(tiers_s.values())
     if not work.prefetches:
-        exposed = dict(tiers_s)
-        step_s = max(training_s + sum(exposed.values()), beside_s)
+        exposed = tiers_s
+        step_s = max(training_s + total_s, beside_s)
     else:
         others_s = max(training_s, beside_s)
-        step_s = max(others_s, sum(tiers_s.values()))
-        total_s = sum(tiers_s.values())
+        step_s = max(others_s, total_s)
         late = max(0.0, total_s - others_s) / max(total_s, 1e-12)
         exposed = {tier: late * each for tier, each in tiers_s.items()}
     mixed = part * work.beside.exposed_s + (1 - part) * work.alone.exposed_s
-    waiting_s = max(0.0, beside_s - training_s - (0.0 if work.prefetches else sum(exposed.values())))
+    waiting_s = max(0.0, beside_s - training_s - (0.0 if work.prefetches else total_s))
     return Timeline(
         step_s=step_s,
         training_s=training_s,
@@ -161,8 +165,7 @@ def _stages_s(work: StepWork, part: float, waiting_s: float, exposed: Mapping[Ti
     alone, beside = work.alone.stages_s, work.beside.stages_s
     found: dict[StepStage, float] = {"read": 0.0, "tiers": sum(exposed.values())}
     found |= {stage: part * beside[stage] + (1 - part) * alone[stage] for stage in alone}
-    fetching_s = sum(each.processor_s for each in work.tiers.values()) if work.prefetches else 0.0
-    others_s: dict[StepStage, float] = {"read": work.read_s, "exchange": work.ids_s, "tiers": fetching_s}
+    others_s: dict[StepStage, float] = {"read": work.read_s, "exchange": work.ids_s, "tiers": work.fetching_s}
     total_s = max(sum(others_s.values()), 1e-12)
     for stage, seconds in others_s.items():
         found[stage] += waiting_s * seconds / total_s

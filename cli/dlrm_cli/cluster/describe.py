@@ -40,8 +40,9 @@ Objects = Sequence[Object] | str
 
 def page_lines(job: Object, now: datetime, *, pods: Objects = (), events: Objects = ()) -> list[Text]:
     """Return the whole page."""
-    lines = [_field(name, words) for name, words in _summary(job, job_facts(job), now)]
-    if rows := accuracy_rows(job_facts(job).accuracy):
+    facts = job_facts(job)
+    lines = [_field(name, words) for name, words in _summary(job, facts, now)]
+    if rows := accuracy_rows(facts.accuracy):
         lines += _section("Steps", grid(("FIGURE", "PREDICTED", "MEASURED", "RATIO"), rows, INDENT))
     lines += _section("Conditions", _conditions(job, now))
     lines += _section("Failures", _failures(job, now))
