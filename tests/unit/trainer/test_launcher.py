@@ -193,8 +193,8 @@ def test_a_pod_that_dies_is_named_by_the_pods_that_are_left(make_pod: MakePod, t
     second = make_pod("pod-1", 2, environment | {Env.REPLICA: "1", Env.MASTER_PORT: port}, data=data, trainer=trainer)
     for pod in (first, second):
         # A busy machine may need longer than the others wait.
-        for timeout in ("ANSWER_TIMEOUT_S", "CALL_TIMEOUT_S", "DEATH_TIMEOUT_S"):
-            pod.constants[f"dlrm_trainer.distributed.failures.{timeout}"] = 60.0
+        for timeout, seconds in (("ANSWER_TIMEOUT_S", 60.0), ("CALL_TIMEOUT_S", 90.0), ("DEATH_TIMEOUT_S", 30.0)):
+            pod.constants[f"dlrm_trainer.distributed.failures.{timeout}"] = seconds
         pod.start(checkpointer=False)
     first.wait_for_step(5)
 

@@ -41,6 +41,7 @@ ALARM, VERDICT = "alarm", "verdict"
 ANSWERS, LEFT, HEARD = "answers", "left", "heard"
 """Keys under which each rank appends a line: one request reads those of hundreds of ranks."""
 SIGNATURE_DIGITS = 64
+BROKEN = "the connection between ranks broke"
 
 
 class GangStore:
@@ -144,7 +145,7 @@ class FailureDetector:
         if not self._verdict:
             _within_timeout(self._agree, CALL_TIMEOUT_S)
         if not self._verdict:
-            return f"{name_ranks([0])} died or stopped responding"
+            return BROKEN if self._rank == 0 else f"{name_ranks([0])} died or stopped responding"
         _within_timeout(self._wait_for_others, CALL_TIMEOUT_S)
         return self._verdict
 
@@ -201,7 +202,17 @@ class FailureDetector:
 
 def report_death(reach: Callable[[], GangStore], rank: int, signal_name: str) -> None:
     """Tell all ranks which signal killed one, from its launcher: they would wait for its answer."""
-    _within_timeout(lambda: _append(reach(), LEFT, rank, f"killed by {signal_name}"), DEATH_TIMEOUT_S)
+    told = threading.Event()
+
+    def tell() -> None:
+        _append(reach(), LEFT, rank, f"killed by {signal_name}")
+        told.set()
+
+    # A busy rank 0 may refuse a connection.
+    deadline = time.monotonic() + DEATH_TIMEOUT_S
+    while not told.is_set() and (left_s := deadline - time.monotonic()) > 0:
+        _within_timeout(tell, left_s)
+        told.wait(POLL_INTERVAL_S / 20)
 
 
 def _append(store: GangStore, where: str, rank: int, what: object) -> None:
@@ -232,7 +243,7 @@ def _verdict(
     first = max(each.made for each in answers.values())
     last = min(each.made for each in answers.values())
     if first == last or answers[asking].still_s < timeout_s / 2:
-        return "the connection between ranks broke"
+        return BROKEN
     behind = [rank for rank, each in answers.items() if each.made == last]
     still_s = max(answers[rank].still_s for rank in behind)
     return (

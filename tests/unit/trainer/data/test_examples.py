@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from dlrm_api.job import parse_job
+from dlrm_planner.virtual_shards import virtual_shards
 from dlrm_trainer.data import open_reader
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -124,7 +125,7 @@ def test_the_movielens_job_reads_every_prepared_sample(
     monkeypatch.chdir(tmp_path)
     spec = parse_job(yaml.safe_load((MOVIELENS / "job.yaml").read_text())).spec
 
-    reader = open_reader(spec, "train", 0, 1)
+    reader = open_reader(spec.with_virtual_shards(virtual_shards(spec)), "train", 0, 1)
 
     ids = np.concatenate([batch.sample_ids for batch in reader.iterate(0, reader.batches_per_epoch)])
     assert np.sort(ids).tolist() == list(range(80_000))

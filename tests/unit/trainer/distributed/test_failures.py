@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from dlrm_trainer.distributed.failures import ALARM, ANSWERS, HEARD, LEFT, VERDICT, FailureDetector, GangStore
+from dlrm_trainer.distributed.failures import (
+    ALARM,
+    ANSWERS,
+    BROKEN,
+    HEARD,
+    LEFT,
+    VERDICT,
+    FailureDetector,
+    GangStore,
+    report_death,
+)
 
 LONG_AGO_S = 900.0
 SECRET = "5ec2e7"
@@ -92,7 +102,7 @@ def test_a_stranger_s_words_neither_end_a_gang_nor_enter_its_verdict(secret: str
     roll.close("")
 
     assert heard == (False, None)
-    assert said == "the connection between ranks broke"
+    assert said == BROKEN
 
 
 def test_a_verdict_that_a_stranger_wrote_over_is_passed_over() -> None:
@@ -106,3 +116,34 @@ def test_a_verdict_that_a_stranger_wrote_over_is_passed_over() -> None:
 
     assert store.get(VERDICT) is None
     assert store.set_first(VERDICT, "rank 1 hung") is None
+
+
+def test_a_launcher_that_is_refused_once_still_reports_a_death() -> None:
+    raw: Any = CountingStore()
+    store = GangStore(raw, SECRET)
+    answers: list[Any] = [RuntimeError("connection refused"), store]
+
+    def reach() -> GangStore:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return store
+
+    report_death(reach, 1, "SIGKILL")
+
+    assert store.read_lines(LEFT) == ['[1, "killed by SIGKILL"]']
+
+
+def test_rank_0_does_not_blame_itself_if_its_store_fails() -> None:
+    class BrokenStore(CountingStore):
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("the store is gone")
+
+    raw: Any = BrokenStore()
+    words = []
+    for rank in (0, 1):
+        roll = FailureDetector(GangStore(raw, SECRET), rank, 2, lambda: 9, 0.0)
+        words.append(roll.explain())
+        roll.close("")
+
+    assert words == [BROKEN, "rank 0 died or stopped responding"]
