@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import version
 
 from dlrm_api import names
@@ -132,8 +133,9 @@ def _config_map(job: DLRMJob, name: str, attempt: int, owner: Owner) -> Manifest
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(job, name, owner, attempt), "immutable": True}
 
 
+@cache
 def _own(name: str) -> str:
-    """Return this version's image. Its version is in a file, so it is not read at import."""
+    """Return this version's image. Its version is in a file, which takes milliseconds: read once, and not at import."""
     return f"{name}:{version('dlrm-operator')}"
 
 

@@ -30,6 +30,7 @@ from dlrm_operator.reconcile.state import (
     JobSeen,
     Observed,
     Planning,
+    PlanQuestion,
     Polled,
     RequestCut,
     RequestPlan,
@@ -44,6 +45,34 @@ from dlrm_testing.operator.restarted_trainers import Launchers, restarted, resta
 
 Object = dict[str, Any]
 KEY = JobKey("space", "demo")
+
+
+_answers: dict[tuple[object, ...], Planning] = {}
+"""A plan is a function of its question, and most tests ask the same: answers of this process."""
+
+
+def _answer(question: PlanQuestion) -> Planning:
+    profiles = tuple(profile.model_dump_json() for profile in question.profiles)
+    given = question.job.spec.model_dump_json(), profiles, question.done
+    key = (*given, question.reserve, question.virtual_shards, question.kept)
+    if key not in _answers:
+        _answers[key] = _ask_planner(question)
+    return _answers[key]
+
+
+def _ask_planner(question: PlanQuestion) -> Planning:
+    try:
+        plan = choose_plan(
+            question.job.spec,
+            question.profiles,
+            reserve=question.reserve,
+            virtual_shards=question.virtual_shards,
+            done=question.done,
+            kept=question.kept,
+        )
+    except InvalidSpecError as error:
+        return Planning(problem=str(error), final=True, unmet=isinstance(error, ObjectiveNotMetError))
+    return planner_answer(plan)
 
 
 class ModelCluster:
@@ -191,20 +220,7 @@ class ModelCluster:
         if self.asked is not None:
             question = self.asked.question
             self.planned_reserve = question.reserve
-            try:
-                plan = choose_plan(
-                    question.job.spec,
-                    question.profiles,
-                    reserve=question.reserve,
-                    virtual_shards=question.virtual_shards,
-                    done=question.done,
-                    kept=question.kept,
-                )
-            except InvalidSpecError as error:
-                unmet = isinstance(error, ObjectiveNotMetError)
-                self.planning = Planning(problem=str(error), final=True, unmet=unmet)
-            else:
-                self.planning = planner_answer(plan)
+            self.planning = _answer(question)
             self._planned_generation = question.generation
 
     def answer_cut(self, step: int | None, problem: str = "") -> None:
