@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import Result, tell
+from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJobSpec, parse_job
 from dlrm_api.plan import parse_plan, plan_from_parts, plan_to_parts
@@ -23,6 +24,8 @@ MAX_PLAN_S: Mapping[str, float] = {"1000x128": 5.0, "1000x1024": 15.0, "5000x102
 """By tables x ranks: seconds of one core for a plan over DDR, CXL, SCM and block storage."""
 RANKS, MAX_START_S = 1_024, 10.0
 PROCESSES, BATCH, TIB = 8, 8_192, 2**40
+SMALL_BATCH = 2_048
+"""With ranges of 5,000 tables a rank has pooled rows of the whole batch of each: of a larger one they do not fit."""
 NODE_TIERS = {
     "ddr": {"bytes": TIB // 2, "readBytesPerSecond": 2e11},
     "cxl": {"bytes": TIB // 2, "readBytesPerSecond": 4e10},
@@ -31,7 +34,7 @@ NODE_TIERS = {
 }
 
 
-def job(tables: int, ranks: int, sharding: str | None, *, seed: int = 0) -> DLRMJobSpec:
+def job(tables: int, ranks: int, sharding: str | None, *, batch: int = BATCH, seed: int = 0) -> DLRMJobSpec:
     """Draw tables that take a tenth of a cluster's tiers and more than its DDR; ``sharding``: of all, or the planner's.
 
     Rows are log-normal, as in production models.
@@ -53,7 +56,7 @@ def job(tables: int, ranks: int, sharding: str | None, *, seed: int = 0) -> DLRM
         "spec": {
             "model": {"denseFeatures": ["a"], "bottomMlp": [512, 64], "topMlp": [512, 1], "interaction": "dcn"}
             | {"tables": table},
-            "data": {"format": "synthetic", "globalBatchSize": BATCH, "virtualShards": ranks},
+            "data": {"format": "synthetic", "globalBatchSize": batch, "virtualShards": ranks},
             "trainer": {"replicas": ranks // PROCESSES, "processesPerReplica": PROCESSES, "hardware": "node"},
             "checkpoint": {"uri": "file:///snapshots"},
         },
@@ -67,12 +70,12 @@ def node() -> HardwareProfile:
     return parse_profile({"metadata": {"name": "node"}, "spec": spec})
 
 
-def planning(size: str, is_quick: bool, *, sharding: str | None = None) -> Iterator[Result]:
+def planning(size: str, is_quick: bool, *, sharding: str | None = None, batch: int = BATCH) -> Iterator[Result]:
     """Plan, write and read; ``size``: tables x ranks."""
     tables, ranks = map(int, size.split("x"))
     if is_quick:
         tables, ranks = tables // 10, ranks // 8
-    spec, profile = job(tables, ranks, sharding), node()
+    spec, profile = job(tables, ranks, sharding, batch=batch), node()
     tell(f"{tables} tables on {ranks} ranks, sharding {sharding or 'of the planner'}: one thread")
     marks, before = [time.process_time()], _peak_rss_mib()
 
@@ -90,7 +93,7 @@ def planning(size: str, is_quick: bool, *, sharding: str | None = None) -> Itera
         metric="plan_s",
         value=plan_s,
         limit=MAX_PLAN_S[size],
-        setting={"tables": tables, "ranks": ranks, "sharding": sharding or "any"},
+        setting={"tables": tables, "ranks": ranks, "sharding": sharding or "any", "batch": batch},
         measured={
             "write_s": write_s,
             "read_s": read_s,
@@ -101,6 +104,28 @@ def planning(size: str, is_quick: bool, *, sharding: str | None = None) -> Itera
             "peak_rss_mib": after,
             "peak_rss_before_mib": before,
         },
+    )
+
+
+def refusing(size: str, is_quick: bool) -> Iterator[Result]:
+    """Plan tables of which every rank has ranges: pooled rows of whole batches take more memory than there is."""
+    tables, ranks = map(int, size.split("x"))
+    if is_quick:
+        tables, ranks = tables // 10, ranks // 8
+    spec, profile = job(tables, ranks, "row", batch=BATCH * 10 if is_quick else BATCH), node()
+    tell(f"{tables} tables on {ranks} ranks that do not fit: one thread")
+    start, before, refusal = time.process_time(), _peak_rss_mib(), ""
+    try:
+        plan_job(spec, profile)
+    except InfeasiblePlanError as error:
+        refusal = error.reasons[0]
+    assert refusal, "a plan was found"
+    yield Result(
+        metric="refusal_s",
+        value=time.process_time() - start,
+        limit=MAX_PLAN_S[size],
+        setting={"tables": tables, "ranks": ranks, "sharding": "row"},
+        measured={"refusal": refusal, "peak_rss_mib": _peak_rss_mib(), "peak_rss_before_mib": before},
     )
 
 
@@ -150,6 +175,8 @@ RESULTS = {
     **{f"plan/{size}": partial(planning, size) for size in MAX_PLAN_S},
     "plan/1000x1024/table-row": partial(planning, "1000x1024", sharding="table-row"),
     "plan/1000x1024/row": partial(planning, "1000x1024", sharding="row"),
+    "plan/5000x1024/row": partial(planning, "5000x1024", sharding="row", batch=SMALL_BATCH),
+    "plan/5000x1024/row/refused": partial(refusing, "5000x1024"),
     "plan/start/1000": partial(starting, 1_000),
     "plan/start/5000": partial(starting, 5_000),
 }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +18,10 @@ from dlrm_api.model import TableSpec
 from dlrm_api.plan import Device, ShardKind
 from dlrm_planner.estimate import CostModel
 from dlrm_planner.tables import ELEMENT_BYTES, NO_PIN, Tables
-from dlrm_planner.types import Capacity, Indices, ShardOption, cut_tables
+from dlrm_planner.types import Capacity, Floats, Indices, ShardOption, cut_tables
 
-MAX_SHARDS = 2**21
-"""Shards of all tables: assigning tiers to a pod takes longer than in proportion to its shards."""
+MAX_SHARDS = 2**24
+"""Shards of all tables: so many take 16 s and 1.7 GiB."""
 MAX_REPLICA_BYTES = 4 * 2**20
 """Largest table that is replicated without a pin: its gradient is cleared and summed in each step, within the cache."""
 MAX_REPLICA_HOST_S = 3e-3
@@ -76,6 +77,11 @@ def check_pins(spec: DLRMJobSpec, tables: Tables, replicas_field: str) -> None:
             f"over the job's {world_size} ranks: {sum(shards)} shards with all other tables, and the planner places at "
             f"most {MAX_SHARDS}: pin fewer tables, name fewer ranks in pin.ranks, or use fewer ranks",
         )
+
+
+def required_shards(spec: DLRMJobSpec, tables: Tables) -> int:
+    """Count the shards that all tables must have."""
+    return sum(_pinned_shards(spec, table) for table in tables.specs)
 
 
 def _pinned_shards(spec: DLRMJobSpec, table: TableSpec) -> int:
@@ -217,6 +223,54 @@ class OptionBuilder:
         whole = [i for i in self.capacity.placed if i not in self.options]
         return float(self.load.sum() + self.costs.whole_s[whole].sum())
 
+    def require(self) -> None:
+        """Take the splits that tables must have, in their order, as :meth:`as_pinned` does one by one."""
+        which = [i for i in self.capacity.placed if _required_split(self.tables.specs[i]) is not None]
+        place, alone = 0, 1
+        while place < len(which):
+            place += self._add_even([*takewhile(self._is_over_all_ranks, which[place:])])
+            for i in which[place : place + alone]:
+                self.add(i, self.as_pinned(i))
+            # Where memory is tight many tables may need ranges of their own, and runs of even ones are short.
+            place, alone = place + alone, 2 * alone
+
+    def _is_over_all_ranks(self, i: int) -> bool:
+        """Return whether a table must have a range of rows on every rank."""
+        table = self.tables.specs[i]
+        is_row = _required_split(table) == "row" and not (table.pin or NO_PIN).ranks
+        return is_row and units_of(table, "row") >= self.world_size > 1
+
+    def _add_even(self, which: Sequence[int]) -> int:
+        """Split tables into even ranges over all ranks, up to the first that only uneven ones fit; return how many."""
+        if not which:
+            return 0
+        specs, world_size = [self.tables.specs[i] for i in which], self.world_size
+        units = np.array([units_of(table, "row") for table in specs], np.int64)
+        edges = np.arange(world_size + 1) * units[:, None] // world_size
+        options = {
+            i: ShardOption(kind="row", ranks=self._everywhere, edges=own * table.unit_rows, reason=_reason(table))
+            for i, table, own in zip(which, specs, edges, strict=True)
+        }
+        shards = cut_tables(self.tables, which, options)
+        seconds = self.costs.of_shapes(shards.shapes)[shards.shape].reshape(len(which), world_size)
+        held = self.capacity.measure(replace(shards.shapes, apart=True))[shards.shape]
+        taken = held.reshape(len(which), len(self.free), self.sharing).sum(axis=2)
+        free, needed = self.free - (np.cumsum(taken, axis=0) - taken), np.diff(edges[:, :: self.sharing], axis=1)
+        per, count = np.full(len(self.free), self.sharing), 0
+        for count, i in enumerate(which):
+            most = self._units_within(i, free[count], per)
+            # Tables that no ranges fit are split evenly too.
+            if (needed[count] > most).any() and int(most.sum()) >= units[count]:
+                break
+            self.options[i] = options[i]
+        else:
+            count = len(which)
+        # One table after the other, as single ones are added: sums of another order differ in their last digits.
+        for of_table in seconds[:count]:
+            self.load += of_table
+        self.free -= taken[:count].sum(axis=0)
+        return count
+
     def as_pinned(self, i: int) -> ShardOption | None:
         """Return the split that a table must have, even if memory is too small for it; None if it may stay whole."""
         table, ranks = self.tables.specs[i], self.allowed(i)
@@ -229,7 +283,7 @@ class OptionBuilder:
         if kind == "table-row":
             node = ranks[0] // self.processes if pin.ranks else self._node_for(i)
             ranks = np.arange(node * self.processes, (node + 1) * self.processes)
-        even, reason = _even(units_of(table, kind), len(ranks)), PINNED if pin.sharding else TOO_MANY_ROWS
+        even, reason = _even(units_of(table, kind), len(ranks)), _reason(table)
         return self.by_rows(i, ranks, kind, reason) or _row_option(table, ranks, even, kind, reason)
 
     def _node_for(self, i: int) -> int:
@@ -256,12 +310,16 @@ class OptionBuilder:
 
     def max_units(self, i: int, nodes: Indices, per: Indices, reserve: float) -> Indices:
         """Return the rows, or buckets, of a table that fit each node, in ``per`` ranges."""
+        return self._units_within(i, self.free[nodes].astype(np.float64) - reserve, per)
+
+    def _units_within(self, i: int, free: Indices | Floats, per: Indices) -> Indices:
+        """Return the same by the memory that each node has."""
         table, held = self.tables.specs[i], self.capacity.held[i]
         units = units_of(table, "row")
         most = np.minimum(units, per * (MAX_SLAB_ROWS // table.unit_rows)) if table.has_sizes else units
         if held == 0:
-            return np.full(len(nodes), most, np.int64)
-        free = self.free[nodes] - reserve - per * float(self.capacity.extra[i])
+            return np.full(len(free), most, np.int64)
+        free = free - per * float(self.capacity.extra[i])
         # One row, for what is rounded up, is a small part of a bucket.
         rounded = 1 / table.unit_rows
         return np.asarray(np.clip(np.floor(free / held * units - rounded), 0, most), np.int64)
@@ -372,6 +430,11 @@ class OptionBuilder:
         close = row_counts[row <= ROW_TOLERANCE * best]
         chosen = self.choose_ranks(i, int(close[0])) if close.size else None
         return chosen and self.by_rows(i, *chosen, reason)
+
+
+def _reason(table: TableSpec) -> str:
+    """Return why a table must be split."""
+    return PINNED if (table.pin or NO_PIN).sharding else TOO_MANY_ROWS
 
 
 def units_of(table: TableSpec, kind: ShardKind) -> int:

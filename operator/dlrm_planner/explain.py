@@ -14,7 +14,7 @@ from dlrm_api.hardware import TierSpec
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import RankPlan
 from dlrm_api.tiers import Tier, claim_bytes
-from dlrm_planner.enumerate import may_split, pinned_to_data
+from dlrm_planner.enumerate import may_split, pinned_to_data, required_shards
 from dlrm_planner.memory import MAX_DDR, MIB, NODE_DDR, device_limit, human, pod_limit
 from dlrm_planner.predict import Solution
 from dlrm_planner.tables import NO_PIN, Tables, held_samples
@@ -26,6 +26,8 @@ MAX_NAMED_RANKS = 8
 BOTTLENECK_RATIO = 1.05
 """A shard that takes so many times the mean of a rank is named."""
 MAX_BLOCK = 2**55
+MAX_TRIED_SHARDS = 2**18
+"""Fixes are tried by planning some twenty times, which with more shards takes minutes."""
 MIN_READ_AHEAD = 64 * MIB
 """With less, readers of files would decode the same row groups again and again."""
 
@@ -235,13 +237,20 @@ def explain_infeasible(
 ) -> InfeasiblePlanError:
     """Return the error that names the table, the rank, the node, the missing bytes, and what would fix it.
 
-    Every fix was tried with ``is_feasible``. ``replicas_field`` adds replicas; None if they would share one machine.
+    Every fix was tried with ``is_feasible``; none is with over ``MAX_TRIED_SHARDS``. ``replicas_field`` adds replicas;
+    None if they would share one machine.
     """
     fixes, cause = _Fixes(problem, failure, replicas_field, is_feasible), failure.cause
     reasons = [explain_shortage(problem, failure)]
     if (limit := fixes.limit_of(problem)) is not None:
         owner = "a rank" if cause.tier == "hbm" else "a pod"
         reasons.append(f"{owner} has {max(0, limit.size)} bytes for tables: {limit.source}")
+    if (shards := required_shards(problem.spec, problem.tables)) > MAX_TRIED_SHARDS:
+        reasons.append(
+            f"no fix was tried, since a try places {shards} shards: pin fewer tables to be split, or use a smaller "
+            "batch or more memory a node, and plan again"
+        )
+        return InfeasiblePlanError("spec.trainer", reasons)
     reasons += [*fixes.more_of_tier(), *fixes.more_memory(), *fixes.fewer_activations(), *fixes.less_read_ahead()]
     reasons += [*fixes.other_memory(), *fixes.no_pin(), fixes.more_replicas()]
     if not any(reason.startswith("fix: ") for reason in reasons):

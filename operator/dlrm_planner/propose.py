@@ -42,12 +42,17 @@ class Proposer:
         """Return the same without heavy tables: balance may want more parts of them than memory requires."""
         return self._require(also_heavy=False)
 
+    @cached_property
+    def bound(self) -> OptionBuilder:
+        """Return the splits that tables must have, whatever the memory."""
+        builder = self.empty.copy()
+        builder.require()
+        return builder
+
     def _require(self, *, also_heavy: bool) -> OptionBuilder:
-        builder, capacity = self.empty.copy(), self.empty.capacity
+        builder, capacity = self.bound.copy(), self.empty.capacity
         if self.world_size == 1:
             return builder
-        for i in capacity.placed:
-            builder.add(i, builder.as_pinned(i))
         large = [i for i in builder.open_tables() if builder.is_too_large(i)]
         rest = sum(capacity.held[i] for i in capacity.placed if i not in builder.options)
         builder.reserve = (rest - sum(capacity.held[i] for i in large)) / len(capacity.free)
@@ -205,11 +210,9 @@ class _Filling:
 
 def pack(proposer: Proposer, to_beat_s: float) -> Options | TableShortage:  # noqa: ARG001
     """Place tables by best fit of bytes, largest first; those that fit nowhere whole are split by rows."""
-    builder, capacity = proposer.empty.copy(), proposer.empty.capacity
+    builder, capacity = proposer.bound.copy(), proposer.empty.capacity
     held, which, sharing = capacity.held, capacity.placed, builder.sharing
     crowded = f"no {capacity.holder} has enough memory for it whole next to other tables"
-    for i in which:
-        builder.add(i, builder.as_pinned(i))
     choices = np.array([len(builder.allowed(i)) for i in which])
     order = np.lexsort((np.arange(len(which)), np.array([-float(held[i]) for i in which]), choices))
     for i in (which[k] for k in order if which[k] not in builder.options):

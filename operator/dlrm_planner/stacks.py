@@ -176,7 +176,7 @@ def expected_entries(shapes: Shapes, world_size: int) -> Floats:
     Shards of a rank with rows of one kind are one stack, and a map of many rows needs wider entries. Each rank is taken
     to have its share of all rows of a kind, and a little more.
     """
-    kind, own = shapes.tables.kinds[shapes.table], shapes.rows * shapes.blocks
+    kind, own = shapes.table if shapes.apart else shapes.tables.kinds[shapes.table], shapes.rows * shapes.blocks
     together = np.bincount(kind, weights=own * shapes.count)[kind]
     return _by_value(np.maximum(own, together * IMBALANCE_FACTOR / world_size), tiers.map_entry_bytes)
 

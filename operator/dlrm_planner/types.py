@@ -101,6 +101,8 @@ class Shapes:
     """The four figures of :class:`PartBytes`."""
     range_bytes: Indices
     """Bytes of a step on a range of rows, beyond an even share."""
+    apart: bool = False
+    """Each table is measured as if it were alone."""
 
     def by_table(self, function: Callable[[int], float]) -> Floats:
         """Return the (S,) values of a function of each shape's table."""
@@ -154,7 +156,7 @@ def cut_tables(tables: Tables, which: Collection[int], options: Options) -> Shar
             ranks.append(np.array([pinned[0] if len(pinned) == 1 else -1]))
             found.append((i, 1, first, spec.held_rows, spec.dim, *_bytes(whole), 0))
             continue
-        sizes, inverse, counts = np.unique(np.diff(option.edges), return_inverse=True, return_counts=True)
+        sizes, inverse, counts = _distinct(np.diff(option.edges))
         shape.append(first + inverse)
         ranks.append(option.ranks)
         is_even = option.kind != "column" and len(sizes) == 2 and sizes[1] - sizes[0] == spec.unit_rows
@@ -188,6 +190,18 @@ def cut_tables(tables: Tables, which: Collection[int], options: Options) -> Shar
         ranks=np.concatenate(ranks),
         allowed=allowed,
     )
+
+
+def _distinct(sizes: Indices) -> tuple[Indices, Indices, Indices]:
+    """Return distinct sizes, ascending, the place of each one's own, and their counts; even parts have two at most."""
+    low, high = int(sizes.min()), int(sizes.max())
+    is_high = sizes == high
+    count = int(np.count_nonzero(is_high))
+    if low == high:
+        return sizes[:1], np.zeros(len(sizes), np.int64), np.array([count])
+    if count + int(np.count_nonzero(sizes == low)) == len(sizes):
+        return np.array([low, high]), is_high.astype(np.int64), np.array([len(sizes) - count, count])
+    return np.unique(sizes, return_inverse=True, return_counts=True)
 
 
 def _bytes(part: PartBytes) -> Ints:

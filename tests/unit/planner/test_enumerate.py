@@ -14,7 +14,11 @@ from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, ShardRange
 from dlrm_planner import plan_job
-from dlrm_planner.enumerate import spread_rows
+from dlrm_planner.choose import read_problem
+from dlrm_planner.enumerate import OptionBuilder, spread_rows
+from dlrm_planner.estimate import read_costs
+from dlrm_planner.memory import ddr_capacity
+from dlrm_planner.tiers import TierPlanner
 
 MIB, GIB = 2**20, 2**30
 MakeSpec = Callable[..., DLRMJobSpec]
@@ -427,3 +431,32 @@ def test_rows_are_spread_whole_and_within_caps(rows: int, weights: list[int], ca
     assert all(0 <= each <= limit for each, limit in zip(got, limits.tolist(), strict=True))
     free = [each / weight for each, weight, limit in zip(got, weights, limits.tolist(), strict=True) if each < limit]
     assert not free or max(free) - min(free) <= len(weights)
+
+
+required = st.sampled_from([{"sharding": "row"}] * 4 + [{"sharding": "column"}, {"sharding": "table-row"}, {}])
+
+
+@settings(max_examples=60)
+@given(
+    found=st.lists(st.tuples(st.integers(1, 400_000), required), min_size=1, max_size=12),
+    ddr=st.integers(1, 400),
+    has_tiers=st.booleans(),
+)
+def test_required_splits_of_all_tables_are_those_of_one_after_the_other(
+    make_spec: MakeSpec, found: list[tuple[int, dict[str, Any]]], ddr: int, has_tiers: bool
+) -> None:
+    entries = [table(f"t{i}", rows, 32, pin=pin, columnBlock=8) for i, (rows, pin) in enumerate(found)]
+    block = {"block": "100Gi"} if has_tiers else {}
+    spec = make_spec(entries, replicas=3, processesPerReplica=2, tierBudgets={"ddr": f"{ddr}Mi", **block})
+    problem = read_problem(spec, None, {})
+    costs = read_costs(spec, None, problem.device, problem.tables)
+    capacity = next(TierPlanner(problem).capacities(())) if has_tiers else ddr_capacity(problem, ())
+    together, one_by_one = (OptionBuilder(spec, problem.tables, costs, capacity) for _ in range(2))
+
+    together.require()
+    for i in capacity.placed:
+        one_by_one.add(i, one_by_one.as_pinned(i))
+
+    assert together.options == one_by_one.options
+    assert (together.load == one_by_one.load).all()
+    assert (together.free == one_by_one.free).all()

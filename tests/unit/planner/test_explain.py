@@ -333,3 +333,17 @@ def test_no_single_fix_is_named_if_two_tiers_are_too_small(make_spec: MakeSpec) 
 
     assert not any(reason.startswith("fix: ") for reason in refused.value.reasons)
     assert refused.value.reasons[-1].startswith("no single change is enough: ")
+
+
+def test_no_fix_is_tried_by_placing_too_many_shards(make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = [{"name": f"t{i}", "rows": 10**6, "dim": 64, "pin": {"sharding": "row"}} for i in range(4)]
+    spec = make_spec(pinned, replicas=4, tierBudgets={"ddr": "100Mi"})
+    monkeypatch.setattr("dlrm_planner.explain.MAX_TRIED_SHARDS", 15)
+    monkeypatch.setattr("dlrm_planner.choose.is_feasible", None)
+
+    reasons = refusal(spec).reasons
+
+    assert "table t0" in reasons[0]
+    assert reasons[1].startswith("a pod has 104857600 bytes for tables")
+    assert reasons[2].startswith("no fix was tried, since a try places 16 shards")
+    assert len(reasons) == 3
