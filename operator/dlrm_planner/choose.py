@@ -319,7 +319,16 @@ class _Attempt:
                 self.failure = partitioner.failure or self.failure
             if self._best is not None and self._best.estimate.step_s <= BOUND_TOLERANCE * self._bound_s:
                 break
-        return self._best
+        return self._refined()
+
+    def _refined(self) -> Solution | None:
+        """Return the best solution, its tiers assigned once more with care."""
+        best, planner = self._best, self._planner
+        if best is None or planner is None or not best.stacked:
+            return best
+        tiers = planner.assign(best.placement, refines=True)
+        assert tiers is not None, "tiers held the rows before"
+        return replace(best, tiers=tiers, estimate=estimate(self._problem, self._costs, best.placement, tiers))
 
     def _applies(self, strategy: propose.Strategy) -> bool:
         # If tiers do not hold the rows of level ranks, splits of more tables do not change that.

@@ -16,13 +16,13 @@ from functools import cached_property
 
 import numpy as np
 
-from dlrm_api.hardware import HardwareProfile, TierSpec
+from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.keys import SLOT_BYTES
 from dlrm_api.plan import Device
-from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
+from dlrm_api.tiers import Tier
 from dlrm_api.wire import CODECS
-from dlrm_planner.rates import RankRates, read_rates
+from dlrm_planner.rates import DEFAULT_TIER_RATES, RankRates, read_rates, read_tier_rates, tier_spec
 from dlrm_planner.tables import (
     ELEMENT_BYTES,
     NO_PIN,
@@ -47,19 +47,9 @@ MIN_SPLIT_BYTES = 2**20
 REPLICA_PART_S, REPLICA_WIDTH_S = 6e-7, 2e-4
 """Host work of a step for each column block of replicated tables, and for each width of theirs, measured by
 ``benchmarks.scale --only step/data-parallel``."""
-DEFAULT_TIER_RATES: Mapping[Tier, tuple[float, float | None]] = {
-    "hbm": (897 * 2**30, None),
-    "ddr": (51 * 2**30, None),
-    "cxl": (20 * 2**30, None),
-    "scm": (5 * 2**30, None),
-    "block": (2 * 2**30, 1e5),
-}
-"""Bytes per second, and reads per second if these limit too."""
 DEFAULT_NODE_LINK_RATE, DEFAULT_DEVICE_LINK_RATE, DEFAULT_HOST_LINK_RATE = 12.5 * 2**30, 600 * 2**30, 20 * 2**30
 """Bytes per second between nodes, between GPUs of a node, and between a GPU and its host. Ranks of one node without
 GPUs exchange through DDR."""
-MIN_MISS_SHARE = 1e-9
-"""A smaller share of a shard's accesses is rounding."""
 NEWTON_STEPS, NEWTON_TOLERANCE = 12, 1e-4
 
 
@@ -301,16 +291,6 @@ def _link_rate(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
     return stated or default, bool(stated)
 
 
-def tier_spec(profile: HardwareProfile | None, tier: Tier) -> TierSpec | None:
-    """Return what a profile says of a tier: of one GPU, or of a node."""
-    if profile is None:
-        return None
-    if tier == "hbm":
-        return profile.spec.devices.hbm if profile.spec.devices else None
-    found: TierSpec | None = getattr(profile.spec.tiers, tier)
-    return found
-
-
 def _read_rate(profile: HardwareProfile | None, tier: Tier) -> float:
     known = tier_spec(profile, tier)
     return (known and known.read_bytes_per_second) or DEFAULT_TIER_RATES[tier][0]
@@ -352,12 +332,8 @@ def moved_rows(problem: Problem, placement: Placement, tiers: TierAssignment) ->
     # Rows read, their bytes, bytes that cross: (3, G) by group of shards.
     found: dict[Tier, Floats] = {}
     for i, levels in tiers.stacked.items():
-        held, record = levels.slots, float(stacks.record[i])
-        for place, (tier, rows) in enumerate(levels.below, start=1):
-            first, held = hit_rates.hits_at(i, held), held + rows
-            until = float(hit_rates.accesses[i]) if place == len(levels.below) else hit_rates.hits_at(i, held)
-            missed = max(until - first, 0.0)
-            missed = missed if missed > MIN_MISS_SHARE * until else 0.0
+        record = float(stacks.record[i])
+        for tier, missed in levels.served(hit_rates, i):
             crossed = missed * record if levels.first == "hbm" else 0.0
             found.setdefault(tier, np.zeros((3, len(tiers.levels))))[:, i] = missed, missed * record, crossed
     world_size = problem.spec.world_size
@@ -371,7 +347,7 @@ def _misses(problem: Problem, placement: Placement, tiers: TierAssignment) -> di
     """Return the seconds of each tier below the slots, of the pod that asks most of it."""
     found: dict[Tier, Timed] = {}
     for tier, each in moved_rows(problem, placement, tiers).items():
-        size = np.maximum(each.bytes, each.rows * BLOCK_PAGE_BYTES) if tier == "block" else each.bytes
+        size = np.maximum(each.bytes, each.rows * read_tier_rates(problem.profile, tier).page_bytes)
         found[tier] = transfer_s(problem, tier, each, each.rows, size, each.bytes)
     return found
 
@@ -379,25 +355,12 @@ def _misses(problem: Problem, placement: Placement, tiers: TierAssignment) -> di
 def transfer_s(problem: Problem, tier: Tier, moved: Moved, reads: Floats, read: Floats, written: Floats) -> Timed:
     """Return the seconds of (W,) reads, of bytes read and of bytes written, of the pod that asks most of a tier.
 
-    Each direction is limited by bytes and by count. Block storage is written a segment at a time, so only bytes limit
-    its writes.
+    Each direction is limited by bytes and by count.
     """
     devices = problem.profile.spec.devices if problem.profile else None
     link, pods = devices and devices.host_bytes_per_second, problem.spec.replicas
     count, read_size, write_size = (float(each.reshape(pods, -1).sum(axis=1).max()) for each in (reads, read, written))
-    known = tier_spec(problem.profile, tier)
-    is_stated = known is not None and bool(known.read_bytes_per_second or known.read_iops)
-    if known is None or not is_stated:
-        rate, iops = DEFAULT_TIER_RATES[tier]
-        seconds = _limited_s(count, iops, read_size, rate) + write_size / rate
-    else:
-        write = known.write_bytes_per_second or known.read_bytes_per_second
-        write_iops = None if tier == "block" else known.write_iops
-        seconds = _limited_s(count, known.read_iops, read_size, known.read_bytes_per_second)
-        seconds += _limited_s(count, write_iops, write_size, write)
-    seconds += float(moved.crossed_bytes.max()) / (link or DEFAULT_HOST_LINK_RATE)
-    return Timed(seconds, is_stated and (bool(link) or problem.device == "cpu"))
-
-
-def _limited_s(count: float, iops: float | None, size: float, rate: float | None) -> float:
-    return max(count / iops if iops else 0.0, size / rate if rate else 0.0)
+    rates = read_tier_rates(problem.profile, tier)
+    crossed_s = float(moved.crossed_bytes.max()) / (link or DEFAULT_HOST_LINK_RATE)
+    seconds = rates.seconds(count, read_size, write_size) + crossed_s
+    return Timed(seconds, rates.is_stated and (bool(link) or problem.device == "cpu"))

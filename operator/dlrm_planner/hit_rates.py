@@ -178,6 +178,17 @@ class Demand:
     row_cost: Floats  # (N,) bytes of a row
     whole_cost: Floats | float = np.inf
     """(N,) further bytes for the whole table, which serves all accesses; inf if that is not an option."""
+    hit_worth: Floats | float = 1.0
+    """(N, A) what a hit is worth, for each of A places where its row would be otherwise; the least counts."""
+    row_worth: Floats | float = 0.0
+    """(N, A) what a row is worth that is not there."""
+
+    def gains(self, hits: Floats, rows: Floats) -> Floats:
+        """Return what (N, k) hits on so many rows are worth."""
+        if not isinstance(self.hit_worth, np.ndarray):
+            return self.hit_worth * hits
+        of_rows = np.atleast_2d(self.row_worth)[:, None] * rows[:, :, None]
+        return np.asarray((self.hit_worth[:, None] * hits[:, :, None] + of_rows).min(axis=2))
 
 
 @dataclass(frozen=True)
@@ -188,27 +199,31 @@ class Filled:
     whole: NDArray[np.bool_]
     """(N,) tables that are whole; their ``rows`` mean nothing."""
     left: float  # bytes without a use
+    price: float = 0.0
+    """Worth of one more byte."""
 
 
 def fill(rates: HitRates, demand: Demand, budget: float, *, spend_all: bool = False) -> Filled:
-    """Spend the budget on what gains most hits per byte; with ``spend_all`` also on rows that gain none.
+    """Spend the budget where hits per byte are worth most; with ``spend_all`` also on rows that gain none.
 
     This is water-filling over concave curves, with the jump to a whole table as one more segment of its curve.
     """
     x = np.clip(rates.rows, demand.start[:, None], demand.stop[:, None])
     x = np.concatenate([x, demand.stop[:, None]], axis=1)
     hits = np.stack([np.interp(a, b, c) for a, b, c in zip(x, rates.rows, rates.hits, strict=True)])
-    cost, gain = np.diff(x, axis=1) * demand.row_cost[:, None], np.diff(hits, axis=1)
+    cost, gain = np.diff(x, axis=1) * demand.row_cost[:, None], demand.gains(np.diff(hits, axis=1), np.diff(x, axis=1))
+    rest = demand.gains(rates.accesses[:, None] - hits[:, -1:], rates.rows[:, -1:] - x[:, -1:])
+    missed = np.concatenate([gain, rest], axis=1)[:, ::-1].cumsum(axis=1)[:, ::-1]
     ends = np.concatenate([np.zeros((len(x), 1)), np.cumsum(cost, axis=1)], axis=1)
     worth = _significant(np.where(cost > 0, gain / np.maximum(cost, 1e-9), np.inf))
-    spent, whole = np.zeros_like(cost), np.zeros(len(x), bool)
+    spent, whole, price = np.zeros_like(cost), np.zeros(len(x), bool), 0.0
     open_ = ~whole & np.isfinite(demand.whole_cost)
     for attempt in range(MAX_ROUNDS + 1):
         if attempt == MAX_ROUNDS:
             open_[:] = False
-        jump_cost, jump_worth, until = _jumps(demand.whole_cost, rates.accesses[:, None] - hits, ends, worth, open_)
-        rest = np.where((ends[:, :-1] < until[:, None]) & ~whole[:, None], cost - spent, 0.0)
-        costs = np.concatenate([rest.ravel(), np.where(open_, jump_cost, 0.0)])
+        jump_cost, jump_worth, until = _jumps(demand.whole_cost, missed, ends, worth, open_)
+        unspent = np.where((ends[:, :-1] < until[:, None]) & ~whole[:, None], cost - spent, 0.0)
+        costs = np.concatenate([unspent.ravel(), np.where(open_, jump_cost, 0.0)])
         gains = np.concatenate([worth.ravel(), jump_worth])
         order = np.argsort(-gains, kind="stable")
         order = order[(costs[order] > 0) & ((gains[order] > 0) | (spend_all & (order < cost.size)))]
@@ -222,13 +237,14 @@ def fill(rates: HitRates, demand: Demand, budget: float, *, spend_all: bool = Fa
         open_ &= ~whole
         if fits == len(order):
             break
+        price = float(gains[order[fits]])
         if order[fits] < cost.size:
             spent.ravel()[order[fits]] += budget
             budget = 0.0
             break
         open_ &= jump_cost <= budget
     rows = demand.start + np.floor(spent.sum(axis=1) / demand.row_cost + 1e-6)
-    return Filled(np.minimum(rows, demand.stop), whole, budget)
+    return Filled(np.minimum(rows, demand.stop), whole, budget, price)
 
 
 def _jumps(

@@ -14,8 +14,8 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, Prediction
 from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
 from dlrm_api.wire import CODECS
-from dlrm_planner.estimate import CostModel, Moved, moved_rows, tier_spec, transfer_s
-from dlrm_planner.rates import CollectiveKind, HostRates
+from dlrm_planner.estimate import CostModel, Moved, moved_rows, transfer_s
+from dlrm_planner.rates import CollectiveKind, HostRates, tier_spec
 from dlrm_planner.tables import ELEMENT_BYTES, dense_layers, dense_parameters, largest_slice, pair_values
 from dlrm_planner.tiers import TierAssignment
 from dlrm_planner.timeline import StepWork, TierWork, Timeline, TrainingWork, lay_out

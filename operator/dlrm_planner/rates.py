@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from dlrm_api.hardware import CollectiveTime, HardwareProfile, HostLoops, LayerTime, Measured, PackTime, ReaderTime
+from dlrm_api.hardware import (
+    CollectiveTime,
+    HardwareProfile,
+    HostLoops,
+    LayerTime,
+    Measured,
+    PackTime,
+    ReaderTime,
+    TierSpec,
+)
+from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
 from dlrm_api.wire import Codec
 from dlrm_planner.tables import ELEMENT_BYTES, FLOPS_PER_WEIGHT
 
@@ -95,6 +106,62 @@ DEFAULT_LOOPS = (
     ),
 )
 """Measured by ``dlrmctl profile measure`` on two cores of an AMD EPYC of the fourth generation."""
+
+
+DEFAULT_TIER_RATES: Mapping[Tier, tuple[float, float | None]] = {
+    "hbm": (897 * 2**30, None),
+    "ddr": (51 * 2**30, None),
+    "cxl": (20 * 2**30, None),
+    "scm": (5 * 2**30, None),
+    "block": (2 * 2**30, 1e5),
+}
+"""Bytes per second, and reads per second if these limit too."""
+
+
+def tier_spec(profile: HardwareProfile | None, tier: Tier) -> TierSpec | None:
+    """Return what a profile says of a tier: of one GPU, or of a node."""
+    if profile is None:
+        return None
+    if tier == "hbm":
+        return profile.spec.devices.hbm if profile.spec.devices else None
+    found: TierSpec | None = getattr(profile.spec.tiers, tier)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierRates:
+    """Give what a node's tier reads and writes per second, in bytes and in number; inf if that is no limit."""
+
+    read_bytes: float
+    reads: float
+    written_bytes: float
+    writes: float
+    """Block storage is written a segment at a time, so only bytes limit its writes."""
+    page_bytes: int
+    """Bytes that a read takes at least."""
+    is_stated: bool
+
+    def seconds(self, reads: float, read: float, written: float) -> float:
+        """Return the seconds of so many reads, bytes read and bytes written; there are as many writes as reads."""
+        return max(reads / self.reads, read / self.read_bytes) + max(reads / self.writes, written / self.written_bytes)
+
+
+def read_tier_rates(profile: HardwareProfile | None, tier: Tier) -> TierRates:
+    """Return the rates of a tier of a node, by default those of its kind."""
+    known, page = tier_spec(profile, tier), BLOCK_PAGE_BYTES if tier == "block" else 1
+    if known is None or not (known.read_bytes_per_second or known.read_iops):
+        rate, iops = DEFAULT_TIER_RATES[tier]
+        return TierRates(
+            read_bytes=rate, reads=iops or inf, written_bytes=rate, writes=inf, page_bytes=page, is_stated=False
+        )
+    return TierRates(
+        read_bytes=known.read_bytes_per_second or inf,
+        reads=known.read_iops or inf,
+        written_bytes=known.write_bytes_per_second or known.read_bytes_per_second or inf,
+        writes=(known.write_iops if tier != "block" else None) or inf,
+        page_bytes=page,
+        is_stated=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,18 @@
 """Assign the rows of a placement to memory tiers, within the bytes of each pod.
 
-Each tier goes where a byte gains most expected hits. :class:`TierPlanner` also says by what capacity shards should be
-placed so that tiers are likely to hold them.
+Each tier takes the rows whose misses would cost most time per byte: a slower tier serves them by its bytes and its
+reads per second. :class:`TierPlanner` also says by what capacity shards should be placed so that tiers are likely to
+hold them.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import isclose
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +20,7 @@ from numpy.typing import NDArray
 from dlrm_api.tiers import CLASS_BUFFER_BYTES, FILE_TIERS, MAX_LINKED_SLOTS, TIER_BUFFER_BYTES, Tier
 from dlrm_planner.hit_rates import Demand, Filled, fill, table_hit_rates
 from dlrm_planner.memory import ddr_capacity, fixed_pod_bytes
+from dlrm_planner.rates import TierRates, read_tier_rates
 from dlrm_planner.stacks import IN_DDR, UNPINNED, Stacks, expected_entries, map_entries, read_stacks, stack_classes
 from dlrm_planner.tables import replica_bytes
 from dlrm_planner.types import (
@@ -38,10 +42,17 @@ from dlrm_planner.types import (
     take,
 )
 
+ROUNDS, MOVE_ROUNDS, FINAL_ROUNDS = 2, 24, 48
+"""Rounds in which multipliers of tiers are adjusted: in the search, and for the plan that is taken."""
+MAX_ENUMERATED, MAX_REFINED, MIN_REFINED_GAIN = 4, 12, 1e-6
+"""Shards of a pod up to which all ways to keep some whole are tried, and up to which one after the other; and the least
+gain that counts."""
 SCALE = 2**40
 """Parts of a node in which capacities of several tiers are counted together."""
 MAX_PARTS = 2.0**20
 """Largest number of nodes that one table takes, so that sums stay below 2**63."""
+MAX_REFINED_PODS = 8
+"""Pods with shards of their own that are assigned tiers with care."""
 DEFAULT_SLOT_SHARE = 0.1
 """Share of rows with a slot if their memory is unknown."""
 MAX_BELOW_DDR = 2
@@ -52,21 +63,193 @@ DDR_FILLS = ((False, False), (True, False), (True, True))
 """Ways to fill DDR, in order: with what gains hits; all of it, gain or not; all of it, whole shards first."""
 
 
-def tier_tables(
-    ranks: Indices, stacks: Stacks, rates: HitRates, hbm: float, ddr: float, slow: Mapping[Tier, float]
-) -> dict[int, Levels] | TierShortage:
-    """Return the levels of the shards of one pod, on ``ranks``, that are not whole in DDR.
+@dataclass(frozen=True, kw_only=True)
+class Pod:
+    """Hold the shards of one pod, and what it gives them; bytes are inf if unknown."""
 
-    Each tier goes where a byte gains most expected hits: HBM to slots of its rank's shards, then DDR to slots, to whole
-    shards, and to rows below slots in HBM. The next tiers take what is left, fastest first. DDR and HBM hold at least
-    the smallest form of every shard. If slower tiers do not hold the rest, DDR first takes whole shards, which need
-    none of them. Bytes are those of a rank (``hbm``) or of the pod, inf if unknown.
+    ranks: Indices  # (N,) rank of each shard
+    stacks: Stacks
+    rates: HitRates
+    hbm: float
+    """Bytes of each rank."""
+    ddr: float
+    slow: Mapping[Tier, float]
+    """Bytes of each slower tier, fastest first."""
+    speeds: Mapping[Tier, TierRates]
+
+    def row_s(self, tier: Tier, counted: tuple[float, float] | None = None) -> Floats:
+        """Return the (N,) seconds to read a row from a tier, and to write another one to it.
+
+        A tier that is bound by its reads per second has time for more bytes. ``counted`` are the multipliers of the
+        number of reads and of writes, from 0 to 1; bytes have the rest. Without it each row takes the longer of both.
+        """
+        speed, record = self.speeds[tier], self.stacks.record
+        of_read, of_write = 1 / speed.reads, 1 / speed.writes
+        read, written = np.maximum(record, speed.page_bytes) / speed.read_bytes, record / speed.written_bytes
+        if counted is None:
+            return np.asarray(np.maximum(read, of_read) + np.maximum(written, of_write))
+        reads, writes = counted
+        return np.asarray(reads * of_read + (1 - reads) * read + writes * of_write + (1 - writes) * written)
+
+    def seconds(self, placed: Mapping[int, Levels]) -> tuple[float, dict[Tier, tuple[float, float]]]:
+        """Return the seconds in which tiers below the first levels serve a step's rows.
+
+        Also return for the reads and the writes of each tier 1 if their number bounds it, and 0 if their bytes do.
+        """
+        rows, sizes = dict.fromkeys(self.speeds, 0.0), dict.fromkeys(self.speeds, 0.0)
+        for i, levels in placed.items():
+            for tier, missed in levels.served(self.rates, i):
+                rows[tier] += missed
+                sizes[tier] += missed * float(self.stacks.record[i])
+        total, counted = 0.0, dict[Tier, tuple[float, float]]()
+        for tier, speed in self.speeds.items():
+            count, size = rows[tier], sizes[tier]
+            read = max(size, count * speed.page_bytes)
+            total += speed.seconds(count, read, size)
+            by_count = count / speed.reads > read / speed.read_bytes, count / speed.writes > size / speed.written_bytes
+            counted[tier] = float(by_count[0]), float(by_count[1])
+        return total, counted
+
+    def offers(self) -> Iterator[Mapping[Tier, float]]:
+        """Yield the tiers to use: all, and fewer if some shards have faster rows in a tier that comes later."""
+        yield self.slow
+        costs = [self.row_s(tier) for tier in self.slow]
+        if all((slower >= faster).all() for faster, slower in itertools.pairwise(costs)):
+            return
+        pinned = {FILE_TIERS[pin] for pin in self.stacks.pin.tolist() if pin >= 0}
+        for count in range(len(self.slow) - 1, 0, -1):
+            for tiers in itertools.combinations(self.slow, count):
+                if pinned <= set(tiers):
+                    yield {tier: self.slow[tier] for tier in tiers}
+
+
+@dataclass(frozen=True)
+class Way:
+    """Say how to place the rows of a pod."""
+
+    offered: Mapping[Tier, float]
+    """Bytes of the tiers to use."""
+    prices: Mapping[Tier, float] = field(default_factory=dict)
+    """Seconds that a byte of a tier saves: the multipliers of their bytes. 0 if absent."""
+    counted: Mapping[Tier, tuple[float, float]] = field(default_factory=dict)
+    """Multipliers of the number of reads and writes: see ``Pod.row_s``."""
+    is_whole: NDArray[np.bool_] | None = None
+    """Shards to keep whole in DDR; by their worth if None."""
+
+    def worth(self, pod: Pod, tiers: Sequence[Tier], above: Tier | None = None) -> tuple[Floats, Floats]:
+        """Return the (N, A) worth of a hit that one of A tiers would serve, and of a row that is not there.
+
+        A hit in the tier ``above`` takes time too; None for DDR. Shards that are pinned to a tier have no other.
+        """
+        pin, prices = pod.stacks.pin, [self.prices.get(tier, 0.0) for tier in tiers]
+        if not tiers:
+            return np.ones((len(pin), 1)), np.zeros((len(pin), 1))
+        hits = np.stack([pod.row_s(tier, self.counted.get(tier)) for tier in tiers], axis=1)
+        rows = np.stack([pod.stacks.row_bytes(tier) for tier in tiers], axis=1) * prices
+        if above is not None:
+            hits = hits - pod.row_s(above, self.counted.get(above))[:, None]
+        is_elsewhere = (pin >= 0)[:, None] & (pin[:, None] != [FILE_TIERS.index(tier) for tier in tiers])
+        return np.where(is_elsewhere, hits.max(initial=0.0), hits), rows
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Hold levels of a pod's shards, with the seconds of a step in slower tiers."""
+
+    seconds: float
+    levels: dict[int, Levels]
+    """Of the shards that are not whole in DDR."""
+    way: Way
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Hold the levels of a pod's shards that are not whole in DDR."""
+
+    levels: dict[int, Levels]
+    prices: Mapping[Tier, float]
+    """Seconds that one more byte of each tier between DDR and the last one would save."""
+
+
+def tier_tables(pod: Pod, *, refines: bool = False) -> dict[int, Levels] | TierShortage:
+    """Return the levels of the shards of one pod that are not whole in DDR.
+
+    HBM goes to slots of its rank's shards where a byte gains most expected hits. Then DDR goes to slots, to whole
+    shards, and to rows below slots in HBM, where a byte saves most time of slower tiers; these take what is left,
+    fastest first. DDR and HBM hold at least the smallest form of every shard, which is all that a table without reuse
+    gets. If slower tiers do not hold the rest, DDR first takes whole shards, which need none of them.
+
+    A row in DDR saves its misses, by the resource that bounds their tier, and the bytes that it would take there, at
+    that tier's price. Prices and bounds are found by repetition. ``refines`` repeats more often, and tries which shards
+    of a few are whole.
     """
+    best: Candidate | None = None
+    for offered in pod.offers():
+        found = _by_prices(pod, Way(offered), ROUNDS)
+        # All tiers come first; fewer of them do not hold the rows either.
+        if isinstance(found, TierShortage):
+            if best is None:
+                return found
+        elif best is None or found.seconds < best.seconds:
+            best = found
+    assert best is not None, "something was tried"
+    return (_refine(pod, best) if refines else best).levels
+
+
+def _refine(pod: Pod, best: Candidate) -> Candidate:
+    """Make shards whole, or stacks, while a step gets faster, and adjust multipliers until they settle."""
+    stacks = pod.stacks
+    if not math.isfinite(pod.ddr) or not best.levels:
+        return best
+    free = np.flatnonzero((stacks.pin == UNPINNED) & ~stacks.on_device).tolist()
+    sizes = range(1, 1 + (len(free) if len(free) <= MAX_ENUMERATED else len(free) <= MAX_REFINED))
+    moves = [move for size in sizes for move in itertools.combinations(free, size)]
+    is_better = True
+    while is_better:
+        is_better = False
+        for move in moves:
+            is_whole = np.array([i not in best.levels for i in range(len(stacks.rows))])
+            is_whole[list(move)] ^= True
+            found = _by_prices(pod, Way(best.way.offered, is_whole=is_whole), MOVE_ROUNDS)
+            if not isinstance(found, TierShortage) and found.seconds < best.seconds * (1 - MIN_REFINED_GAIN):
+                best, is_better = found, True
+    found = _by_prices(pod, replace(best.way, prices={}, counted={}), FINAL_ROUNDS)
+    return best if isinstance(found, TierShortage) or best.seconds <= found.seconds else found
+
+
+def _by_prices(pod: Pod, way: Way, rounds: int) -> Candidate | TierShortage:
+    """Return the fastest levels while multipliers of tiers are adjusted."""
+    best: Candidate | None = None
+    for number in range(rounds):
+        found = _place(pod, way)
+        if isinstance(found, TierShortage):
+            return best or found
+        seconds, counted = pod.seconds(found.levels)
+        if best is None or seconds < best.seconds:
+            best = Candidate(seconds, found.levels, way)
+        part, last = 1 / (number + 1), 2 / (number + 3)
+        prices = {tier: (1 - last) * way.prices.get(tier, price) + last * price for tier, price in found.prices.items()}
+        means = {
+            tier: (reads + part * (new[0] - reads), writes + part * (new[1] - writes))
+            for tier, new in counted.items()
+            for reads, writes in [way.counted.get(tier, new)]
+        }
+        has_settled = all(isclose(each, way.prices.get(tier, -1.0), rel_tol=1e-6) for tier, each in prices.items())
+        if has_settled and means == way.counted:
+            break
+        way = replace(way, prices=prices, counted=means)
+    assert best is not None, "something was tried"
+    return best
+
+
+def _place(pod: Pod, way: Way) -> Placed | TierShortage:
+    """Return levels by what hits are worth."""
     shortest: TierShortage | None = None
-    for slots in _device_slots(ranks, stacks, rates, hbm):
-        for way in DDR_FILLS if math.isfinite(ddr) else DDR_FILLS[:1]:
-            filled = _in_ddr(slots, stacks, rates, ddr, slow, way)
-            found = _below(slots, filled, stacks, rates, slow) if isinstance(filled, Filled) else filled
+    fills = DDR_FILLS[:1] if way.is_whole is not None or not math.isfinite(pod.ddr) else DDR_FILLS
+    for slots in _device_slots(pod.ranks, pod.stacks, pod.rates, pod.hbm):
+        for each in fills:
+            filled = _in_ddr(pod, way, slots, each)
+            found = _below(pod, way, slots, filled) if isinstance(filled, Filled) else filled
             if not isinstance(found, TierShortage):
                 return found
             if shortest is None or (found.tier == shortest.tier and found.missing < shortest.missing):
@@ -105,28 +288,31 @@ def _slots_of_rank(stacks: Stacks, rates: HitRates, hbm: float, part: float, *, 
     return _whole_or_in_sets(got.rows, stacks)
 
 
-def _in_ddr(
-    slots: Floats, stacks: Stacks, rates: HitRates, ddr: float, slow: Mapping[Tier, float], way: tuple[bool, bool]
-) -> Filled | TierShortage:
+def _in_ddr(pod: Pod, way: Way, slots: Floats, fills: tuple[bool, bool]) -> Filled | TierShortage:
     """Return rows of shards in slots and in DDR, or that they are whole, for one of ``DDR_FILLS``."""
-    spend_all, wholes = way
+    spend_all, wholes = fills
+    stacks, rates, ddr, is_whole = pod.stacks, pod.rates, pod.ddr, way.is_whole
     here, pin = stacks.on_device, stacks.pin
     start = np.where(here, slots, stacks.min_slots)
     floor = stacks.fixed + start * stacks.slot
     backed = np.where(_in_hbm(slots, stacks), 0.0, stacks.rows * stacks.device_places(last=True))
     whole = np.where(here, floor + backed, stacks.whole)
-    bound = (pin == IN_DDR) | ((pin == UNPINNED) & (whole <= floor)) | (here & ((whole <= floor) | (not slow)))
+    bound = (pin == IN_DDR) | ((pin == UNPINNED) & (whole <= floor)) | (here & ((whole <= floor) | (not way.offered)))
+    if is_whole is not None:
+        bound |= is_whole
     if not math.isfinite(ddr):
         return Filled(np.where(here, slots, _in_sets(_default_slots(stacks), stacks.ways)), here | (pin < 0), ddr)
     free = np.flatnonzero(~bound)
     rest = ddr - float(np.where(bound, whole, floor).sum())
     if rest < -len(slots) - 1:
-        assert here.any(), "smallest forms on the host were placed within DDR"
+        assert here.any() or is_whole is not None, "smallest forms on the host were placed within DDR"
         return TierShortage("ddr", math.ceil(-rest))
     # DDR buys slots on the host, rows below slots in HBM, or all of a shard. A level below DDR has at least one row.
     most = np.where(here, np.minimum(stacks.rows - 1, slots + MAX_LINKED_SLOTS), stacks.max_slots)
     row_cost = np.where(here, stacks.device_places(last=False), stacks.slot)
-    demand = Demand(start, np.maximum(most, start), row_cost, np.where(pin >= 0, np.inf, whole - floor))
+    is_stack = (pin >= 0) | (is_whole is not None)
+    whole_cost = np.where(is_stack, np.inf, whole - floor)
+    demand = Demand(start, np.maximum(most, start), row_cost, whole_cost, *way.worth(pod, _usable(pod, way)))
     rows, done, rest = start.copy(), bound.copy(), max(rest, 0.0)
     if wholes and len(free):
         held = fill(take(rates, free), take(replace(demand, stop=start), free), rest)
@@ -157,39 +343,47 @@ def _whole_or_in_sets(slots: Floats, stacks: Stacks) -> Floats:
     return np.where(slots >= rows, rows, np.maximum(_in_sets(slots, ways), np.minimum(rows, max(ways, 1))))
 
 
-def _below(
-    slots: Floats, filled: Filled, stacks: Stacks, rates: HitRates, caps: Mapping[Tier, float]
-) -> dict[int, Levels] | TierShortage:
+def _usable(pod: Pod, way: Way) -> list[Tier]:
+    """Return the tiers below DDR that shards use, the fastest first."""
+    return list(way.offered)[-MAX_BELOW_DDR:] if pod.stacks.on_device.any() else list(way.offered)
+
+
+def _below(pod: Pod, way: Way, slots: Floats, filled: Filled) -> Placed | TierShortage:
     """Assign rows to each tier below DDR; pinned shards come first.
 
     The last level of a shard has a place for every row: rows are restored to it, full sets evict to it while others
     have free slots, and a log fills it before it is cleaned.
     """
-    stacked = np.flatnonzero(~filled.whole)
-    shards, hits, above = take(stacks, stacked), take(rates, stacked), filled.rows[stacked]
+    stacks, stacked = pod.stacks, np.flatnonzero(~filled.whole)
+    shards, hits, above = take(stacks, stacked), take(pod.rates, stacked), filled.rows[stacked]
     rest = np.maximum(shards.rows - above, 1)
-    left, held = dict(caps), {tier: np.zeros(len(stacked)) for tier in caps}
-    for tier in caps:
+    left, held = dict(way.offered), {tier: np.zeros(len(stacked)) for tier in way.offered}
+    for tier in way.offered:
         here = shards.pin == FILE_TIERS.index(tier)
         taken = float((np.where(here, shards.rows, 0) * shards.row_bytes(tier)).sum())
         if taken > left[tier]:
             return TierShortage(tier, math.ceil(taken - left[tier]))
         left[tier] -= taken
         held[tier][here], rest[here] = shards.rows[here], 0
-    usable = list(caps)[-MAX_BELOW_DDR:] if shards.on_device.any() else list(caps)
-    for tier in usable:
+    usable, prices = _usable(pod, way), dict[Tier, float]()
+    for place, tier in enumerate(usable, start=1):
         size = shards.row_bytes(tier)
         places = np.where(rest > 0, shards.rows, 0)
         needed = float((places * size).sum())
         if needed <= left[tier]:
             held[tier] += places
             break
-        if tier == usable[-1]:
+        if place == len(usable):
             return TierShortage(tier, math.ceil(needed - left[tier]))
-        # A level between the first and the last fills its tier; the last level keeps at least one row.
+        # A level between the first and the last fills its tier with rows that the next one serves more slowly; the last
+        # level keeps at least one row.
+        hit_s, row_s = (each[stacked] for each in way.worth(pod, usable[place:], tier))
+        saves = ((hit_s > 0) | (row_s > 0)).all(axis=1)
+        most = np.where(saves, np.clip(rest - 1, 0, MAX_LINKED_SLOTS), 0)
         start = shards.rows - rest
-        demand = Demand(start, start + np.clip(rest - 1, 0, MAX_LINKED_SLOTS), size)
-        got = np.floor(fill(hits, demand, left[tier], spend_all=True).rows - start)
+        demand = Demand(start, start + most, size, hit_worth=np.maximum(hit_s, 0), row_worth=row_s)
+        in_tier = fill(hits, demand, left[tier], spend_all=True)
+        prices[tier], got = in_tier.price, np.floor(in_tier.rows - start)
         held[tier] += got
         rest = rest - got
     levels, in_hbm = dict[int, Levels](), _in_hbm(slots, stacks)
@@ -199,7 +393,7 @@ def _below(
     for i in np.flatnonzero(filled.whole & stacks.on_device).tolist():
         whole = int(stacks.rows[i])
         levels[i] = Levels(whole, (), "hbm") if in_hbm[i] else Levels(int(slots[i]), (("ddr", whole),), "hbm")
-    return levels
+    return Placed(levels, prices)
 
 
 def _levels(stacks: Stacks, shard: int, slots: float, above: float, below: tuple[tuple[Tier, int], ...]) -> Levels:
@@ -248,6 +442,7 @@ class TierPlanner:
         self._problem, self._curves = problem, table_hit_rates(problem)
         self._processes = problem.spec.trainer.processes_per_replica
         self._buffers = buffer_bytes(problem) * self._processes
+        self._speeds = {tier: read_tier_rates(problem.profile, tier) for tier in ("ddr", *problem.caps)}
         self._whole = self._size(cut_tables(problem.tables, range(len(problem.tables.specs)), {}).shapes)
         """Every table as one shard."""
         self._shortage: TableShortage | TierShortage | None = None
@@ -328,10 +523,10 @@ class TierPlanner:
         for total in (slow + ddr, slow + ddr + (hbm if has_limit else 0.0)):
             yield self._capacity(replicated, (SCALE,) * world_size, partial(parts, total), extra * SCALE + 2)
 
-    def assign(self, placement: Placement) -> TierAssignment | None:
+    def assign(self, placement: Placement, *, refines: bool = False) -> TierAssignment | None:
         """Assign levels to a placement's shards; None if some pod's tiers do not hold them.
 
-        Pods with equal shards get equal levels.
+        Pods with equal shards get equal levels. ``refines`` takes more time for it.
         """
         problem, ranks, hbm = self._problem, placement.ranks, self._hbm(placement.replicated)
         shapes, form, entries = _forms(placement, problem.spec.world_size)
@@ -359,7 +554,16 @@ class TierPlanner:
                 if float(min_ddr[of_pod].sum()) > ddr + len(which):
                     self._shortage = _table_shortage(placement, which, min_ddr[form], ddr)
                     return None
-                levels = tier_tables(local, take(stacks, of_pod), take(rates, of_pod), hbm, ddr, problem.caps)
+                here = Pod(
+                    ranks=local,
+                    stacks=take(stacks, of_pod),
+                    rates=take(rates, of_pod),
+                    hbm=hbm,
+                    ddr=ddr,
+                    slow=problem.caps,
+                    speeds=self._speeds,
+                )
+                levels = tier_tables(here, refines=refines and len(known) < MAX_REFINED_PODS)
                 if isinstance(levels, TierShortage):
                     self._shortage, smallest = levels, self._min_shortage
                     if smallest is None or (levels.tier == smallest.tier and levels.missing < smallest.missing):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,6 +27,8 @@ FastTier = Literal["ddr", "hbm"]  # memory that kernels compute on
 Arrays = TypeVar("Arrays")
 UNBOUNDED = 2**62
 """Bytes of a node of unknown memory. Shards then take no bytes, so no sum overflows."""
+MIN_MISS_SHARE = 1e-9
+"""A smaller share of a shard's accesses is rounding."""
 
 
 def take(record: Arrays, which: Indices) -> Arrays:
@@ -360,6 +362,15 @@ class Levels:
     def each(self) -> tuple[tuple[Tier, int], ...]:
         """Return all levels with their rows, fastest first."""
         return ((self.first, self.slots), *self.below)
+
+    def served(self, rates: HitRates, shard: int) -> Iterator[tuple[Tier, float]]:
+        """Yield each level below the first, with the accesses of one step that find their row there."""
+        held = self.slots
+        for place, (tier, rows) in enumerate(self.below, start=1):
+            first, held = rates.hits_at(shard, held), held + rows
+            until = float(rates.accesses[shard]) if place == len(self.below) else rates.hits_at(shard, held)
+            found = max(until - first, 0.0)
+            yield tier, found if found > MIN_MISS_SHARE * until else 0.0
 
 
 class Timed(NamedTuple):
