@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
@@ -116,11 +117,19 @@ class ObjectStore(Protocol):
 
 
 def parallel_map(work: Callable[[T], R], items: Iterable[T], workers: int = DEFAULT_WORKERS) -> Iterator[R]:
-    """Yield results in order, with ``workers`` items at work and at most as many results in memory."""
+    """Yield results in order, with ``workers`` items at work and at most as many results in memory.
+
+    A single item needs no thread: starting one takes longer than most work on small objects.
+    """
+    source = iter(items)
+    first = list(islice(source, 2)) if workers > 1 else []
+    if len(first) < 2:
+        yield from map(work, chain(first, source))
+        return
     with ThreadPoolExecutor(workers, "fetch") as pool:
         waiting: deque[Future[R]] = deque()
         try:
-            for item in items:
+            for item in chain(first, source):
                 waiting.append(pool.submit(work, item))
                 if len(waiting) >= workers:
                     yield waiting.popleft().result()

@@ -33,11 +33,13 @@ def parsed(name: str) -> tuple[int, int]:
     return int(step), int(attempt)
 
 
-@pytest.fixture
-def stores(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Offer the stores, which tests only read."""
+    folder = tmp_path_factory.mktemp("stores")
     with zipfile.ZipFile(FIXTURES / "stores.zip") as archive:
-        archive.extractall(tmp_path)
-    return tmp_path
+        archive.extractall(folder)
+    return folder
 
 
 @pytest.mark.parametrize("name", EXPECTED["snapshots"])

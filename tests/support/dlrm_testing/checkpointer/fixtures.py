@@ -280,7 +280,10 @@ class Pod:
         stop.set()
         try:
             self.end()
-            return sidecar.run(stop)
+            with pytest.MonkeyPatch.context() as patch:
+                # Most commits wait for a second look.
+                patch.setattr("dlrm_checkpointer.sidecar.POLL_INTERVAL_S", 0.002)
+                return sidecar.run(stop)
         finally:
             inbox.close()
             if self.target:
