@@ -59,17 +59,25 @@ class RowSizes:
 
         ``cut_off`` is the bin from which on rows hold anything.
         """
+        lowest, highest = -HYSTERESIS_BINS - 1, self.bins[-1] + HYSTERESIS_BINS
+        return self._classes_above[:, np.clip(np.arange(BINS) - cut_off, lowest, highest) - lowest]
+
+    @cached_property
+    def _classes_above(self) -> NDArray[np.uint8]:
+        """Return the targets by how many bins a row is above the cut-off: from below all limits to above all."""
         present, classes = np.arange(len(self.sizes) + 1)[:, None], np.arange(1, len(self.sizes) + 1)
         shifts = np.where(classes > present, HYSTERESIS_BINS, -HYSTERESIS_BINS)
-        least = cut_off + np.array(self.bins) + shifts
-        reached = (np.arange(BINS)[None, :, None] >= least[:, None, :]).sum(axis=2)
+        least = np.array(self.bins) + shifts
+        above = np.arange(-HYSTERESIS_BINS - 1, self.bins[-1] + HYSTERESIS_BINS + 1)
+        reached = (above[None, :, None] >= least[:, None, :]).sum(axis=2)
         found: NDArray[np.uint8] = np.maximum(reached, self.least_class).astype(np.uint8)
         return found
 
     def held_at(self, counts: Counts, cut_off: int) -> NDArray[np.int64]:
         """Return the (C + 1,) rows in the slab of each class after a maintenance with a cut-off; class 0 has none."""
-        targets = self.targets(cut_off)
-        return np.array([0, *(counts[targets == kind].sum() for kind in range(1, len(self.sizes) + 1))], np.int64)
+        held = np.bincount(self.targets(cut_off).ravel(), counts.ravel(), len(self.sizes) + 1).astype(np.int64)
+        held[0] = 0
+        return held
 
     def bytes_at(self, counts: Counts, cut_off: int) -> int:
         """Return the bytes that rows take after a maintenance with a cut-off."""
