@@ -35,6 +35,8 @@ MAX_BODY_BYTES = 4_096
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a rank write its stacks from the signal handler if its thread does not answer."""
 ANSWER_S = 1.0
+STOP_POLL_S = 0.05
+"""A trainer that ends waits for this at most."""
 QUIET_S = 0.02
 """A dump that has not grown for this long is complete."""
 MAX_DUMP_BYTES = 65_536
@@ -137,7 +139,9 @@ class Endpoint:
                 f"cannot listen on {address}:{port} for the progress endpoint: {error.strerror}; free the port"
             ) from error
         self.port = int(self._server.server_address[1])
-        threading.Thread(target=self._server.serve_forever, name="dlrm-endpoint", daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, args=(STOP_POLL_S,), name="dlrm-endpoint", daemon=True
+        ).start()
 
     def close(self) -> None:
         """Stop listening."""

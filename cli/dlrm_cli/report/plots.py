@@ -156,6 +156,11 @@ def _draw(plot: Plot, *, narrow: bool, transparent: bool) -> str:
             )
             columns = max(1, min(2 if narrow else 5, (60 if narrow else 120) // longest))
             figure.legend(loc="outside lower center", ncols=columns, frameon=False)
+        # Lay out here: savefig would draw the figure once more to do that.
+        layout = figure.get_layout_engine()
+        assert layout is not None
+        layout.execute(figure)
+        figure.set_layout_engine("none")
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=transparent, metadata={"Date": None, "Creator": None})
     return text.getvalue()
