@@ -20,6 +20,7 @@ def planted(trace: str, shape: Shape = SHAPE) -> Tables:
     return tables_of(trace, shape, Path())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trace", ["groups-in-bags", "groups-shuffled"])
 def test_rows_used_together_share_pages(direct_folder: Path, trace: str) -> None:
     with closing(BlockTables(planted(trace), SHAPE.dim, 0.1, "lru", direct_folder)) as held:

@@ -60,6 +60,7 @@ def restored(snapshot: Snapshot, model: UniqueModel, world_size: int) -> Rows:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_histories_restore_what_a_dictionary_holds(

@@ -180,6 +180,7 @@ def test_the_loops_of_two_ranks_are_timed_for_real() -> None:
         assert each.readers[0].id_seconds >= 0
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_meet_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dlrm_cli.loops.free_ports", lambda _: SimpleNamespace(rendezvous="no number"))
 

@@ -267,6 +267,7 @@ def test_all_limits_that_the_fixes_raise_are_enough_together(
         planned({fields.get(field, "limit"): int(more) for field, more in raised})
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     found=st.lists(

@@ -160,6 +160,7 @@ def test_more_memory_makes_no_plan_much_slower_whose_full_cuts_then_fit(
         assert rate(asked(more)) >= 0.95 * rate(asked("5632Mi")) / MIN_GAIN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookups", [1, 4, 10])
 def test_an_objective_finds_a_size_where_whole_tables_do(
     make_spec: MakeSpec, make_profile: MakeProfile, lookups: int

@@ -182,6 +182,7 @@ def test_levels_hold_every_row_and_no_budget_is_passed(
             )
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(
     found=st.lists(

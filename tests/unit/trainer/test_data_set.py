@@ -202,6 +202,7 @@ def more_ranks_than_shards(collectives: Collectives, folder: Path) -> str:
     return refused.value.path
 
 
+@pytest.mark.slow
 def test_more_ranks_than_the_snapshots_virtual_shards_are_refused_on_every_rank(tmp_path: Path) -> None:
     write(tmp_path / "train/0.parquet")
 
@@ -392,6 +393,7 @@ def read_at_versions(folder: Path, table: Path, collectives: Collectives) -> tup
         return dict(read_stored(stored.store, cut, "").versions), found.train.num_samples
 
 
+@pytest.mark.slow
 def test_all_ranks_read_the_version_that_rank_0_found(tmp_path: Path, table: Path) -> None:
     assert run_ranks(2, partial(read_at_versions, tmp_path, table)) == [({str(table): 1}, 4)] * 2
 

@@ -324,6 +324,7 @@ def test_damage_is_an_error_or_changes_no_more_than_what_pyarrow_reads(
     assert np.array_equal(raw.dense[:, 0], table["price"].to_numpy(), equal_nan=True)
 
 
+@pytest.mark.slow
 def test_a_footer_of_any_size_is_read(tmp_path: Path, open_file: Any) -> None:
     table = pa.table(COLUMNS).replace_schema_metadata({b"pandas": b"y" * 101_000_000})
     pq.write_table(table, tmp_path / "large.parquet")

@@ -86,6 +86,7 @@ def assert_equal_bits(ours: Tensor, theirs: Tensor) -> None:
     assert torch.equal(ours.contiguous().view(torch.int32), theirs.contiguous().view(torch.int32))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 10**6), ranks=st.integers(1, 5), codec=st.sampled_from(CODECS), units=st.booleans())
 def test_compiled_and_torch_messages_are_equal_bit_for_bit(seed: int, ranks: int, codec: Codec, units: bool) -> None:

@@ -90,6 +90,7 @@ def test_targets_have_every_class_of_a_table(kind: RowSizes) -> None:
     assert kind.bins == tuple(round(32 * np.log2(size / kind.sizes[0])) for size in kind.sizes)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32 - 1), is_bounded=st.booleans(), spread=st.sampled_from([1, 30, 400]))
 def test_rows_stay_within_limits_while_new_ones_start_with_all_columns(
     seed: int, is_bounded: bool, spread: int
@@ -251,6 +252,7 @@ def test_cuts_of_unique_ids_hold_rows_of_several_sizes(seed: int) -> None:
     assert {4, 8} == set(np.concatenate([state["split"].values[:, -1] for state in run.states]).tolist())
 
 
+@pytest.mark.slow
 def test_pages_of_rows_that_lost_their_columns_go_back_to_the_system() -> None:
     def resident() -> int:
         gc.collect()

@@ -143,6 +143,7 @@ def test_restored_run_ends_with_the_same_rows(alone: Alone, tmp_path: Path, stop
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", [(), *TIERS])
 def test_chain_of_cuts_holds_the_rows_of_its_step(alone: Alone, tmp_path: Path, tiers: tuple[Tier, ...]) -> None:
     options = [RunOptions(seed % 3, tiers, tmp_path / str(seed), seed, alone.rated) for seed in range(CHAINS)]

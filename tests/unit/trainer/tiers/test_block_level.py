@@ -137,6 +137,7 @@ class BlockModel(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
+@pytest.mark.slow
 class TestBlockModel(BlockModel.TestCase):
     """Skips nothing by itself: the folder of ``direct_folder`` and that of the model are on one file system."""
 

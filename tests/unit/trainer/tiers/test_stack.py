@@ -379,7 +379,7 @@ def test_after_an_error_every_request_fails_with_it_and_the_thread_ends(tmp_path
     def broken(*_: object) -> None:
         raise DeviceError("cannot read 24 bytes at 0 of /mnt/scm: Input/output error")
 
-    tables.stack.levels[0].read = broken  # type: ignore[method-assign]
+    tables.stack.levels[0].read = broken  # type: ignore[assignment,method-assign]
     fetched = ahead.fetch([StackLookups(ids, np.array([40]))], 2)
     with pytest.raises(DeviceError, match="cannot read 24 bytes at 0 of /mnt/scm"):
         fetched.result()
@@ -391,7 +391,8 @@ def test_after_an_error_every_request_fails_with_it_and_the_thread_ends(tmp_path
 @pytest.mark.skipif(sys.platform != "linux", reason="turns of threads are Linux's")
 def test_only_a_thread_that_just_copies_runs_in_gaps(tmp_path: Path) -> None:
     classes = []
-    for tier, staged in (("ddr", False), ("block", False), ("ddr", True)):
+    cases: list[tuple[Tier, bool]] = [("ddr", False), ("block", False), ("ddr", True)]
+    for tier, staged in cases:
         tables = Tables([100], 5, (tier,), tmp_path, staged=staged)
         ahead = Prefetcher([tables.stack])
         classes.append(ahead._submit(lambda: os.sched_getscheduler(0)).result())
