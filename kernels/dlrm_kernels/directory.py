@@ -36,7 +36,7 @@ MAX_ROWS = LOWER
 """Most rows of one directory: a slot holds row + 1."""
 UNIT_KEYS = 2_048
 """Keys that a thread looks up at a time."""
-AHEAD = 16
+AHEAD = 32
 """Homes prefetched ahead."""
 ABSENT, NO_SLOT = -1, -2
 WORD = 64

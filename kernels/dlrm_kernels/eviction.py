@@ -28,8 +28,12 @@ from dlrm_kernels.parallel import finish, parallel_for, take
 
 EMPTY = np.uint32(LOWER)
 """Rank of an empty slot in a sweep."""
-FULL_PERCENT, SWEPT_PERCENT = 97, 93
-"""A bucket with more rows than the former share of its quota is swept down to the latter."""
+FULL_PERCENT = 97
+"""Buckets with more rows than this share of their quota are swept."""
+MIN_SWEPT_PERCENT, SPREAD_PERCENT = 92, 2
+"""They are swept down to different shares: those that fill up together would else always be swept together."""
+SPREAD = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 divided by the golden ratio: products with consecutive numbers are spread over all values."""
 DIGIT_BITS = 11
 DIGITS = 2**DIGIT_BITS
 """Counters of one pass over a bucket that is swept."""
@@ -138,7 +142,7 @@ def sweep(
     """
     fill, quota = directory.fill, directory.quota
     is_full = fill * 100 > quota * FULL_PERCENT
-    expired, wanted = np.zeros(len(fill), np.int64), np.where(is_full, fill - quota * SWEPT_PERCENT // 100, 0)
+    expired, wanted = np.zeros(len(fill), np.int64), np.where(is_full, fill - swept_rows(fill, quota), 0)
     if directory.age_steps and len(aged := np.flatnonzero(is_full | due)):
         parallel_for(_count_expired, len(aged), threads, directory, aged, step, expired)
     leaving = np.maximum(wanted, expired)
@@ -150,6 +154,13 @@ def sweep(
     # Expired keys are at the end of their bucket's.
     places = np.arange(len(keys)) - np.repeat(ends[:-1], leaving[swept])
     return keys, rows, places >= np.repeat((leaving - expired)[swept], leaving[swept])
+
+
+def swept_rows(fill: Ints, quota: int) -> Ints:
+    """Return the rows that (B,) full buckets keep in a sweep, by their rows before: equal at any number of ranks."""
+    shares = fill.astype(np.uint64) * SPREAD >> np.uint64(56)
+    kept: Ints = quota * (MIN_SWEPT_PERCENT * 256 + SPREAD_PERCENT * shares.astype(np.int64)) // (100 * 256)
+    return kept
 
 
 @kernel
@@ -343,7 +354,7 @@ def rows_that_fit(keys: Ints, ranks: NDArray[Any], buckets: int, quota: int) -> 
     bucket = keys >> KEY_BITS - (buckets.bit_length() - 1)
     order = np.lexsort((tie_of(keys), ranks, bucket))
     counts = np.bincount(bucket, minlength=buckets)
-    limits = np.where(counts * 100 > quota * FULL_PERCENT, quota * SWEPT_PERCENT // 100, counts)
+    limits = np.where(counts * 100 > quota * FULL_PERCENT, swept_rows(counts, quota), counts)
     places = np.arange(len(keys)) - np.repeat(np.cumsum(counts) - counts, counts)
     stay = np.empty(len(keys), np.bool_)
     stay[order] = places >= np.repeat(counts - limits, counts)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dlrm_api.keys import KEY_BITS
-from dlrm_kernels.eviction import DECAY_PARTS, tie_of
+from dlrm_kernels.eviction import DECAY_PARTS, swept_rows, tie_of
 from dlrm_kernels.hashing import mix
 from dlrm_trainer.embedding.unique import DEFAULT_POLICY, UniquePolicy
 
@@ -52,7 +52,7 @@ class Shape:
         if len(rows) * 100 <= self.quota * 97:
             return expired if is_due else set()
         order = sorted(rows, key=lambda key: (key not in expired, self.rank(rows[key], step), tie_of(self.key(key))))
-        return expired | set(order[: len(rows) - self.quota * 93 // 100])
+        return expired | set(order[: len(rows) - swept_rows(np.array([len(rows)]), self.quota)[0]])
 
     def rank(self, row: Row, step: int) -> float:
         if not self.policy.has_scores:
