@@ -90,6 +90,7 @@ bench: $(INSTALLED) ## measure against peers (BENCH=--quick for a trial; needs f
 	$(BIN)/python -m benchmarks.id_quality $(filter --quick,$(BENCH))
 	$(BIN)/python -m benchmarks.dim_quality $(filter --quick,$(BENCH))
 	$(BIN)/python -m benchmarks.queueing $(filter --quick,$(BENCH))
+	$(BIN)/python -m benchmarks.scm_nodes $(if $(filter --quick,$(BENCH)),--only F1)
 	$(BIN)/python -m benchmarks.operator_scale $(filter --quick,$(BENCH))
 	$(BIN)/python -m benchmarks.scale $(filter --quick,$(BENCH))
 
