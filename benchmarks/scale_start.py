@@ -168,6 +168,8 @@ class FirstOfMany(Collectives):
         self.of_sampled = 0
         """Requests of the sampled ranks for their shares, which they make once more on their own."""
         self.sent: list[bytes] = []
+        self.scattered: list[list[bytes]] = []
+        """By call and rank."""
         self.came: list[list[Any]] = []
         self._rounds = 0
 
@@ -178,6 +180,11 @@ class FirstOfMany(Collectives):
         """Note the value for the others."""
         self.sent.append(encode_value(value, kind))
         return value
+
+    def scatter(self, values: Any, kind: Any) -> Any:
+        """Note the values for the others."""
+        self.scattered.append([encode_value(value, kind) for value in values])
+        return values[0]
 
     def gather(self, value: Any, kind: Any) -> list[Any]:
         """Return what all ranks send."""
@@ -205,7 +212,7 @@ class OneOfMany(Collectives):
 
     def __init__(self, rank: int, first: FirstOfMany) -> None:
         super().__init__(rank, first.world_size, lambda: "")
-        self._sent, self._came = iter(first.sent), iter(first.came)
+        self._sent, self._scattered, self._came = iter(first.sent), iter(first.scattered), iter(first.came)
 
     def all_reduce(self, tensor: Any) -> None:
         """Do nothing."""
@@ -214,6 +221,11 @@ class OneOfMany(Collectives):
         """Return what rank 0 sent."""
         assert value is None
         return decode_value(next(self._sent), kind, 0)
+
+    def scatter(self, values: Any, kind: Any) -> Any:
+        """Return what rank 0 sent to this one."""
+        assert values is None
+        return decode_value(next(self._scattered)[self.rank], kind, 0)
 
     def gather(self, value: Any, kind: Any) -> list[Any]:
         """Return what was gathered."""
@@ -364,6 +376,7 @@ def restore(is_quick: bool) -> Iterator[Result]:
             "seconds": seconds,
             "seconds_of_another_rank": max(rank_seconds),
             "broadcast_bytes": sum(map(len, first.sent)),
+            "scattered_bytes": sum(len(body) for bodies in first.scattered for body in bodies),
             "bytes_of_manifests": sum(len(manifest.encode()) for manifest in manifests),
             "objects_held_by_a_rank": max(held),
         },

@@ -88,7 +88,8 @@ MAX_CHANGES = 10
 """Changed settings that are named."""
 ROUND_BYTES = 1 << 30
 """Bytes that each rank verifies between two exchanges of results: bounds the reads after the first damage."""
-ENTRIES = TypeAdapter(tuple[ObjectEntry, ...])
+SHARE = TypeAdapter[tuple[ObjectEntry, ...] | None](tuple[ObjectEntry, ...] | None)
+"""Objects that a rank reads; None after the last."""
 LINKS = TypeAdapter(tuple[ChainLink, ...])
 
 
@@ -105,10 +106,10 @@ def choose_together(
     if collectives.rank == 0:
         chosen = choose(functools.partial(_check_together, collectives))
         # Ends the loop of the other ranks.
-        collectives.broadcast((), ENTRIES)
+        collectives.scatter([None] * collectives.world_size, SHARE)
         return collectives.broadcast(chosen, kind)
-    while entries := collectives.broadcast(None, ENTRIES):
-        _check_share(collectives, store, entries)
+    while (share := collectives.scatter(None, SHARE)) is not None:
+        _check_share(collectives, store, share)
     return collectives.broadcast(None, kind)
 
 
@@ -118,8 +119,10 @@ def _check_together(
     """Do as ``check_bytes`` on rank 0, with a share of the objects read by each rank."""
     size, done = sum(entry.bytes for entry in objects), 0
     for entries in _rounds(objects, ROUND_BYTES * collectives.world_size):
-        collectives.broadcast(entries, ENTRIES)
-        if problem := _check_share(collectives, store, entries):
+        shares = [entries[rank :: collectives.world_size] for rank in range(collectives.world_size)]
+        share = collectives.scatter(shares, SHARE)
+        assert share is not None
+        if problem := _check_share(collectives, store, share):
             raise SnapshotError(problem)
         for entry in entries:
             on_whole(entry.key)
@@ -127,11 +130,11 @@ def _check_together(
         logger.info("bytes of snapshots verified", extra={"done": done, "all": size})
 
 
-def _check_share(collectives: Collectives, store: ObjectStore, entries: Sequence[ObjectEntry]) -> str:
+def _check_share(collectives: Collectives, store: ObjectStore, share: Sequence[ObjectEntry]) -> str:
     """Read this rank's share of some objects; return the first problem of any rank, or an empty string."""
     together, problem = CollectiveKeepalive(collectives), ""
     try:
-        check_bytes(store, entries[collectives.rank :: collectives.world_size], lambda _key: together.keep_alive())
+        check_bytes(store, share, lambda _key: together.keep_alive())
     except SnapshotError as error:
         problem = str(error)
     together.wait()

@@ -30,7 +30,7 @@ T = TypeVar("T")
 MAX_GATHERED_BYTES = 16 << 20
 """Limit of one rank's value: every rank holds those of all at once."""
 MAX_BROADCAST_BYTES = 1 << 30
-"""Limit of rank 0's value, such as a list of objects to read."""
+"""Limit of rank 0's value, such as a list of data files."""
 
 
 def encode_value(value: T, kind: TypeAdapter[T]) -> bytes:
@@ -208,6 +208,26 @@ class Collectives:
         body = torch.empty(int(size), dtype=torch.uint8)
         self._broadcast(body)
         return decode_value(bytes(body.numpy()), kind, 0)
+
+    def scatter(self, values: Sequence[T] | None, kind: TypeAdapter[T]) -> T:
+        """Return the value that rank 0 has for this rank, of as many as there are ranks; the others pass None.
+
+        Raises:
+            TemporaryError: the value is of another type or too long.
+        """
+        sizes, body = torch.zeros(self.world_size, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
+        if self.rank == 0:
+            assert values is not None
+            if self.world_size == 1:
+                return values[0]
+            bodies = [encode_value(value, kind) for value in values]
+            sizes[:], body = torch.tensor([len(each) for each in bodies]), _bytes_tensor(b"".join(bodies))
+        self._broadcast(sizes)
+        size = int(sizes[self.rank])
+        check_size(size, MAX_BROADCAST_BYTES, 0)
+        sent = sizes.tolist() if self.rank == 0 else [0] * self.world_size
+        came = self.all_to_all("small", body, sent, [size] + [0] * (self.world_size - 1))
+        return decode_value(bytes(came.numpy()), kind, 0)
 
     def barrier(self) -> None:
         """Wait for every rank."""

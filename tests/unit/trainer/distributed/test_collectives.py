@@ -13,12 +13,13 @@ from pydantic import TypeAdapter
 
 from dlrm_api.errors import TemporaryError
 from dlrm_api.progress import EvalMetrics
+from dlrm_checkpointer import ObjectEntry
 from dlrm_checkpointer.read.restore import PartialCut
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_trainer.checkpointing.data_set import TEXT
 from dlrm_trainer.checkpointing.handover import BEGUN
-from dlrm_trainer.checkpointing.restore import CHOSEN, PARTIALS, START, Start
+from dlrm_trainer.checkpointing.restore import CHOSEN, PARTIALS, SHARE, START, Start
 from dlrm_trainer.distributed import collectives
 from dlrm_trainer.distributed.collectives import MAX_GATHERED_BYTES, Collectives, decode_value, encode_value
 from dlrm_trainer.embedding.unique import NO_PARENT
@@ -38,6 +39,8 @@ KINDS: list[tuple[TypeAdapter[Any], Any]] = [
     (PARTIALS, {"users": (2**64 - 1, 0, 1, 2)}),
     (TEXT, "data.files[3]: \udcff is no UTF-8"),
     (CHOSEN, (None, ["why"])),
+    (SHARE, (ObjectEntry(key=f"chunks/{1:016}/{2:08}/{3:06}/t.safetensors", bytes=3, sha256="ab" * 32),)),
+    (SHARE, None),
 ]
 
 

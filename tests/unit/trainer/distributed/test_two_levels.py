@@ -38,6 +38,7 @@ def exchange(collectives: Collectives, kinds: list[str]) -> list[Any]:
         sums.numpy().tobytes(),
         collectives.broadcast([5, 6] if collectives.rank == 0 else None, values),
         collectives.gather([collectives.rank], values),
+        collectives.scatter([[7] * rank for rank in ranks.tolist()] if collectives.rank == 0 else None, values),
     ]
 
 
@@ -47,7 +48,8 @@ def test_every_layout_of_nodes_exchanges_the_same_bits() -> None:
     found = [run_ranks(6, exchange, kinds, per_node=per_node) for per_node in (1, 2, 3, 6)]
 
     assert all(each == found[0] for each in found)
-    assert all(gathered == [[0], [1], [2], [3], [4], [5]] for *_, gathered in found[0])
+    assert all(gathered == [[0], [1], [2], [3], [4], [5]] for *_, gathered, _ in found[0])
+    assert [scattered for *_, scattered in found[0]] == [[7] * rank for rank in range(6)]
 
 
 def damage(collectives: Collectives, size: int) -> str:
