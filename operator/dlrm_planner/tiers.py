@@ -199,10 +199,10 @@ def tier_tables(pod: Pod, *, refines: bool = False) -> dict[int, Levels] | TierS
 def _refine(pod: Pod, best: Candidate) -> Candidate:
     """Make shards whole, or stacks, while a step gets faster, and adjust multipliers until they settle."""
     stacks = pod.stacks
-    if not math.isfinite(pod.ddr) or not best.levels:
+    if not math.isfinite(pod.ddr) or not best.levels or len(stacks.rows) > MAX_REFINED:
         return best
     free = np.flatnonzero((stacks.pin == UNPINNED) & ~stacks.on_device).tolist()
-    sizes = range(1, 1 + (len(free) if len(free) <= MAX_ENUMERATED else len(free) <= MAX_REFINED))
+    sizes = range(1, 1 + (len(free) if len(free) <= MAX_ENUMERATED else 1))
     moves = [move for size in sizes for move in itertools.combinations(free, size)]
     is_better = True
     while is_better:

@@ -443,7 +443,8 @@ def test_five_thousand_tables_are_tiered(make_spec: MakeSpec, capsys: pytest.Cap
         print(f"\n5,000 tables over 4 pods and 3 tiers: planned in {seconds:.2f} s")
     assert any(found.shards[0].tiers.levels for found in plan.tables)
     assert max(sum(r.bytes_per_tier["ddr"] for r in plan.ranks if r.node == pod) for pod in range(4)) <= 160 * GIB
-    assert expected_hits(plan, spec) > 0.5
+    # Rows of few bytes go to scm, where they take little of its bandwidth.
+    assert expected_hits(plan, spec) > 0.35
 
 
 @pytest.mark.parametrize(("tier", "each"), [("block", tiers.CLASS_BUFFER_BYTES), ("scm", 0)])
