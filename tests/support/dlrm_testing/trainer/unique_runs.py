@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -136,8 +137,10 @@ def plan(spec: ModelSpec, world_size: int, options: RunOptions) -> Plan:
     )
 
 
-def batch(spec: ModelSpec, number: int) -> list[list[Bag]]:
-    """A drifting stream: most lookups are of few keys, which change."""
+@cache
+def batch(number: int) -> list[list[Bag]]:
+    """A drifting stream: most lookups are of few keys, which change. It is the same for all models."""
+    spec = model()
     random, tables = np.random.default_rng(number), spec.all_tables()
     found = []
     for feature in spec.all_features():
@@ -157,8 +160,7 @@ def keys_of(spec: ModelSpec, table: str) -> list[list[Keys]]:
     """The keys of a table that each feature of each batch looks up."""
     numbers = [number for number, each in enumerate(spec.all_features()) if spec.all_tables()[each.table].name == table]
     return [
-        [[key for bag in batch(spec, number)[feature] for key, _ in bag] for feature in numbers]
-        for number in range(STEPS)
+        [[key for bag in batch(number)[feature] for key, _ in bag] for feature in numbers] for number in range(STEPS)
     ]
 
 
@@ -321,7 +323,7 @@ def train_unique(
     chain = None if chosen.cut_seed is None else CutChain(embeddings.saved, chosen.cut_seed)
     edges: list[int] = [SAMPLES * each // size for each in range(size + 1)]
     states: list[dict[str, TableRows]] = []
-    batches = (slice_of(spec, batch(spec, number), edges, rank) for number in range(first, stop))
+    batches = (slice_of(spec, batch(number), edges, rank) for number in range(first, stop))
     numbered = (type(each)(**{**vars(each), "number": number}) for number, each in enumerate(batches, first))
     buffer, without_row = torch.zeros(embeddings.gradient_elements), 0
     period = period or MaintenancePeriod.begin(PERIOD, None)
@@ -347,7 +349,7 @@ def train_unique(
         states.append({part.table.name: rows_of(part) for part in embeddings.local if has_state(part)})
         if chain is not None:
             chain.after_step(step, last=step == stop)
-    evaluated = slice_of(spec, batch(spec, 0), edges, rank)
+    evaluated = slice_of(spec, batch(0), edges, rank)
     pooled = embeddings.pool(embeddings.prepare(embeddings.send(evaluated).result(), updates=False))
     features = embeddings.features(pooled).numpy()
     counters = RankCounters(placement, rank, SharedCounters(planned, [rank]).blocks[rank])
