@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from benchmarks.shapes import Batches
-from dlrm_trainer.data import Batch
+if TYPE_CHECKING:
+    # Programs that only tell what they do start without torch.
+    from benchmarks.shapes import Batches
+    from dlrm_trainer.data import Batch
 
 
 class Side(Protocol):
