@@ -126,11 +126,16 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="SVG file for the predicted throughput of --what-if.")
     ] = None,
+    list_data: Annotated[
+        bool, typer.Option("--list-data", help="List the training files, and count what reading them costs a step.")
+    ] = False,
     output: Output = "table",
 ) -> None:
     """Show which embedding table is on which rank, and what that takes."""
     from dlrm_cli.manifests import print_dims, print_plan
 
+    if list_data and (what_if or budget is not None):
+        raise UsageError("--list-data cannot be combined with --what-if or --advise-dims")
     if what_if:
         from dlrm_cli.what_if import print_what_if
 
@@ -148,7 +153,7 @@ def plan(
             raise UsageError("--advise-dims cannot be combined with --hardware: the advice depends on the job alone")
         print_dims(file, settings or [], budget, as_json=output == "json")
         return
-    print_plan(file, hardware or [], settings or [], as_json=output == "json")
+    print_plan(file, hardware or [], settings or [], as_json=output == "json", with_data=list_data)
 
 
 @app.command()

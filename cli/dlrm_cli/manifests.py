@@ -33,7 +33,7 @@ from dlrm_cli.documents import (
 from dlrm_cli.views import dims_view, plan_view, print_stderr, print_view
 
 if TYPE_CHECKING:
-    from dlrm_planner import DimAdvice
+    from dlrm_planner import DataFiles, DimAdvice
 
 CONFIGMAP = "configmap:"
 
@@ -71,16 +71,43 @@ def validate_files(paths: Sequence[Path]) -> None:
         raise problems[0]
 
 
-def print_plan(path: Path, hardware: Sequence[Path], settings: Sequence[str], *, as_json: bool) -> None:
-    """Print the plan of a file's job; InfeasiblePlanError if its tables do not fit the hardware."""
+def print_plan(
+    path: Path, hardware: Sequence[Path], settings: Sequence[str], *, as_json: bool, with_data: bool = False
+) -> None:
+    """Print the plan of a file's job; ``with_data`` counts what reading its training files costs.
+
+    Raises:
+        InfeasiblePlanError: its tables do not fit the hardware.
+        DLRMError: the data cannot be listed or read.
+    """
     from dlrm_planner import choose_plan
 
     job, profiles = read_job_and_profiles(path, hardware, settings)
-    plan = choose_plan(job.spec, profiles, traces=read_references(job.spec))
+    data = read_data_files(job.spec) if with_data else None
+    plan = choose_plan(job.spec, profiles, traces=read_references(job.spec), data=data)
     if as_json:
         print(plan.model_dump_json(indent=2))
     else:
         print_view(plan_view(job, plan))
+
+
+def read_data_files(spec: DLRMJobSpec) -> DataFiles:
+    """Count the training files of a job.
+
+    Raises:
+        UsageError: the trainer, which reads them, is not installed.
+        DLRMError: they cannot be listed or read.
+    """
+    from dlrm_planner import DataFiles
+
+    try:
+        from dlrm_trainer.data.reads import count_files
+    except ImportError as error:
+        fix = "pip install 'dlrm-operator[trainer]'"
+        raise UsageError(f"--list-data needs the package {error.name}: {fix}") from error
+
+    counts = count_files(spec)
+    return DataFiles(files=counts.files, rows=counts.rows, requests=counts.reads)
 
 
 def print_dims(path: Path, settings: Sequence[str], budget: str, *, as_json: bool) -> None:

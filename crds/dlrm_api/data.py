@@ -11,6 +11,8 @@ from dlrm_api.base import RULES, ApiModel, Rule
 from dlrm_api.fields import BatchSize, Bytes, LocalPath, ObjectName, S3Spec, Share, Uri, file_path, is_s3
 from dlrm_api.model import ColumnName
 
+REMOTE_THREADS = 4
+"""Threads of a rank that read blocks of rows of remote files ahead: they mostly wait for answers."""
 MAX_VIRTUAL_SHARDS = 65_536
 
 

@@ -67,6 +67,9 @@ class NetworkSpec(ApiModel):
 
     intra_node_bytes_per_second: Rate | None = Field(None, description="Bandwidth between ranks of one node (bytes/s).")
     inter_node_bytes_per_second: Rate | None = Field(None, description="Bandwidth between nodes (bytes/s).")
+    object_request_seconds: Seconds | None = Field(
+        None, description="Time of a read of a few kB from the object store of the data (s)."
+    )
 
 
 Spread = Annotated[float, Field(ge=0, le=1e6)]

@@ -173,7 +173,10 @@ class Prediction(ApiModel):
     hit_rates: dict[str, Share] = Field(
         {}, description="Share of accesses to tables with levels that each tier serves, first accesses left out."
     )
-    bound: str = Field("", description="What bounds a step: compute, python, link, reader, or a tier.")
+    bound: str = Field(
+        "",
+        description="What bounds a step: compute, python, link, reader, files (waits for an object store), or a tier.",
+    )
     samples_per_second: float | None = Field(None, ge=0, description="Throughput (samples/s).")
     price_per_billion_samples: float | None = Field(None, ge=0, description="Price of 1e9 samples.")
     imbalance: float = Field(1.0, ge=0, description="Cost of the slowest rank over the mean.")

@@ -23,7 +23,7 @@ from dlrm_planner.predict import Solution
 from dlrm_planner.stacks import pinned_slow, slow_caps
 from dlrm_planner.tables import read_tables
 from dlrm_planner.tiers import TierPlanner
-from dlrm_planner.types import Capacity, Infeasible, Ints, Placement, Problem, TableShortage
+from dlrm_planner.types import Capacity, DataFiles, Infeasible, Ints, Placement, Problem, TableShortage
 from dlrm_planner.virtual_shards import with_kept
 from dlrm_planner.write import write_plan
 
@@ -40,6 +40,7 @@ def plan_job(
     traces: Mapping[str, TableTrace] | None = None,
     reserve: int = 0,
     virtual_shards: int | None = None,
+    data: DataFiles | None = None,
     shared: bool = False,
     replicas_field: str = "trainer.replicas",
 ) -> Plan:
@@ -54,6 +55,7 @@ def plan_job(
         traces: How tables are reused that refer to a trace, by table (:func:`dlrm_planner.read_traces`).
         reserve: Bytes of memory of each pod to keep free.
         virtual_shards: Their number in the snapshot or attempts that the job continues; a spec that sets it wins.
+        data: The files of the training data, if they are known.
         shared: The nodes are parts of one machine, so more replicas would have smaller ones.
         replicas_field: The field that adds replicas.
 
@@ -64,7 +66,7 @@ def plan_job(
     """
     assert spec.fixed_replicas is not None, "choose_plan chooses the number"
     kept = with_kept(spec, virtual_shards)
-    problem = _checked_problem(kept, profile, traces or {}, reserve, replicas_field)
+    problem = _checked_problem(kept, profile, traces or {}, reserve, data, replicas_field)
     found = choose(problem)
     if isinstance(found, Infeasible):
         raise explain_infeasible(problem, found, None if shared else replicas_field, is_feasible)
@@ -81,10 +83,11 @@ def plan_or_shortage(
     traces: Mapping[str, TableTrace],
     reserve: int,
     virtual_shards: int | None,
+    data: DataFiles | None,
 ) -> Plan | str:
     """Return the plan, or what the hardware lacks, without the time that it takes to find what would fix it."""
     try:
-        problem = _checked_problem(with_kept(spec, virtual_shards), profile, traces, reserve)
+        problem = _checked_problem(with_kept(spec, virtual_shards), profile, traces, reserve, data)
         found = choose(problem)
         return explain_shortage(problem, found) if isinstance(found, Infeasible) else write_plan(found)
     except InvalidSpecError as error:
@@ -96,15 +99,20 @@ def _checked_problem(
     profile: HardwareProfile | None,
     traces: Mapping[str, TableTrace],
     reserve: int,
+    data: DataFiles | None,
     replicas_field: str = "trainer.replicas",
 ) -> Problem:
-    problem = read_problem(spec, profile, traces, reserve)
+    problem = read_problem(spec, profile, traces, reserve, data)
     check_pins(spec, problem.tables, replicas_field)
     return problem
 
 
 def read_problem(
-    spec: DLRMJobSpec, profile: HardwareProfile | None, traces: Mapping[str, TableTrace], reserve: int = 0
+    spec: DLRMJobSpec,
+    profile: HardwareProfile | None,
+    traces: Mapping[str, TableTrace],
+    reserve: int = 0,
+    data: DataFiles | None = None,
 ) -> Problem:
     """Return the problem of a job with a fixed number of replicas.
 
@@ -125,6 +133,7 @@ def read_problem(
         reserve=reserve,
         caps=slow_caps(spec, profile),
         traces=traces,
+        data=data,
     )
 
 

@@ -16,7 +16,7 @@ from dlrm_api.plan import RankPlan
 from dlrm_api.tiers import Tier, claim_bytes
 from dlrm_planner.enumerate import may_split, pinned_to_data, required_shards
 from dlrm_planner.memory import MAX_DDR, MIB, NODE_DDR, device_limit, human, pod_limit
-from dlrm_planner.predict import Solution
+from dlrm_planner.predict import Solution, files_s, step_requests
 from dlrm_planner.tables import NO_PIN, Tables, held_samples
 from dlrm_planner.types import Infeasible, Limit, Options, Problem, TableShortage, TierShortage
 from dlrm_planner.virtual_shards import explain_virtual_shards, max_replicas
@@ -43,6 +43,7 @@ def explain_plan(
         f"{spec.world_size} ranks on {_count(spec.replicas, 'node')}: {_count(len(whole), 'table')} whole on one rank "
         f"each, {len(placement.options)} split over several, {len(placement.replicated)} replicated on every rank",
         *_virtual_shards(spec),
+        *_data_files(problem),
         *_device(found),
         *_sharding(spec, tables, placement.replicated, whole),
         *_splits(spec, tables, placement.options),
@@ -60,6 +61,14 @@ def explain_plan(
 def _virtual_shards(spec: DLRMJobSpec) -> Iterator[str]:
     if spec.data.virtual_shards is None:
         yield explain_virtual_shards(spec)
+
+
+def _data_files(problem: Problem) -> Iterator[str]:
+    if (data := problem.data) is not None and data.files:
+        yield (
+            f"{_count(data.files, 'data file')} of {data.rows:,} rows, {data.requests / data.files:.1f} reads each: a "
+            f"rank makes {step_requests(problem):.2f} of them a step, which wait {files_s(problem) * 1e3:.2f} ms"
+        )
 
 
 def _device(found: Solution) -> Iterator[str]:

@@ -20,6 +20,7 @@ from dlrm_api.plan import Plan
 from dlrm_api.trace import TableTrace
 from dlrm_planner.choose import plan_job, plan_or_shortage
 from dlrm_planner.predict import missing_rates
+from dlrm_planner.types import DataFiles
 from dlrm_planner.virtual_shards import max_replicas, with_kept
 
 MAX_EXACT = 16
@@ -55,6 +56,7 @@ def choose_plan(
     traces: Mapping[str, TableTrace] | None = None,
     reserve: int = 0,
     virtual_shards: int | None = None,
+    data: DataFiles | None = None,
     done: WorkDone | None = None,
     kept: str = "",
     check: Check | None = None,
@@ -69,6 +71,7 @@ def choose_plan(
         traces: See :func:`plan_job`.
         reserve: See :func:`plan_job`.
         virtual_shards: See :func:`plan_job`.
+        data: See :func:`plan_job`.
         done: What of the job is done.
         kept: Hardware of an earlier attempt, which is kept if it holds the job.
         check: Refuses plans that their hardware cannot run; default: none.
@@ -82,14 +85,14 @@ def choose_plan(
     is_fixed = trainer.replicas is not None and len(profiles) < 2 and not trainer.chooses_hardware
     if trainer.objective is None or is_fixed:
         (profile,) = profiles or (None,)
-        plan = plan_job(spec, profile, traces=traces, reserve=reserve, virtual_shards=virtual_shards)
+        plan = plan_job(spec, profile, traces=traces, reserve=reserve, virtual_shards=virtual_shards, data=data)
         if check is not None:
             check(plan, profile)
         return plan
     goal = _read_goal(spec, done or WorkDone())
 
     def chosen(several: Sequence[HardwareProfile | None], *, is_kept: bool = False) -> Plan:
-        kinds = [_Kind(spec, goal, profile, traces, reserve, virtual_shards, check) for profile in several]
+        kinds = [_Kind(spec, goal, profile, traces, reserve, virtual_shards, data, check) for profile in several]
         return _choose(spec, goal, kinds, is_kept=is_kept)
 
     of_before = [profile for profile in profiles if profile.metadata.name == kept]
@@ -189,6 +192,7 @@ class _Kind:
     traces: Mapping[str, TableTrace]
     reserve: int
     virtual_shards: int | None
+    data: DataFiles | None
     check: Check | None
     judged: dict[int, Candidate | str] = field(default_factory=dict)
     """By number of replicas; what hardware that does not hold all tables lacks."""
@@ -229,7 +233,7 @@ class _Kind:
 
     def _judge(self, size: int) -> Candidate | str:
         fixed = self.spec.with_replicas(size)
-        plan = plan_or_shortage(fixed, self.profile, self.traces, self.reserve, self.virtual_shards)
+        plan = plan_or_shortage(fixed, self.profile, self.traces, self.reserve, self.virtual_shards, self.data)
         if isinstance(plan, str):
             return plan
         try:
@@ -261,6 +265,7 @@ class _Kind:
             traces=self.traces,
             reserve=self.reserve,
             virtual_shards=self.virtual_shards,
+            data=self.data,
             replicas_field=field_,
         )
         if self.check is not None:

@@ -9,6 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
+from dlrm_api.data import REMOTE_THREADS
+from dlrm_api.fields import is_s3
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, Prediction
@@ -26,6 +28,8 @@ COLLECTIVES, RANK_S = 6, 2e-5
 """Collectives of a step, and seconds that a further rank adds to them (``benchmarks.scale --only 'step/*'``)."""
 ROW_PROCESSOR_S = 3.3e-6
 """Processor time to read from a lower tier and to write back as much, if the profile does not state it."""
+OBJECT_REQUEST_S = 0.03
+"""Seconds of a small read of an object store, if the profile does not state it: an assumption."""
 AGES = np.concatenate([np.arange(8), np.geomspace(8, 2**24, 48)])
 """Steps since rows left the slots, as edges of ranges."""
 
@@ -118,8 +122,24 @@ def step_work(found: Solution) -> StepWork:
         read_s=read_s or 0.0,
         ids_s=ids * rates.reading.of("sent_id") if spec.world_size > 1 else 0.0,
         tiers=_tier_work(found),
+        files_s=files_s(found.problem),
         prefetches=found.estimate.prefetches,
     )
+
+
+def step_requests(problem: Problem) -> float:
+    """Return the reads of data files that a rank makes for a step."""
+    if (data := problem.data) is None or not data.rows:
+        return 0.0
+    return data.requests * problem.spec.data.global_batch_size / data.rows / problem.spec.world_size
+
+
+def files_s(problem: Problem) -> float:
+    """Return the seconds that the reads of a step wait for an object store; those of local files do not wait."""
+    if not any(map(is_s3, problem.spec.data.train.uris)):
+        return 0.0
+    stated = problem.profile.spec.network.object_request_seconds if problem.profile else None
+    return step_requests(problem) * (stated or OBJECT_REQUEST_S) / REMOTE_THREADS
 
 
 def _training(found: Solution, rates: HostRates) -> TrainingWork:
@@ -248,6 +268,8 @@ def _defaults(found: Solution) -> tuple[str, ...]:
         names.append(f"loops.readers of {spec.data.format}")
     if not costs.link_is_stated:
         names.append("network")
+    if files_s(problem) > 0 and problem.profile and problem.profile.spec.network.object_request_seconds is None:
+        names.append("network.objectRequestSeconds")
     for tier in sorted(found.estimate.misses):
         known = tier_spec(problem.profile, tier)
         if not found.estimate.misses[tier].is_stated:

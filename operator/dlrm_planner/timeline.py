@@ -105,6 +105,8 @@ class StepWork:
     ids_s: float = 0.0
     """Of the thread that sends ids."""
     tiers: Mapping[Tier, TierWork] = field(default_factory=dict)
+    files_s: float = 0.0
+    """Of the threads that wait for an object store. They slow nobody."""
     prefetches: bool = True
     """Rows of lower tiers are fetched for batches ahead."""
 
@@ -126,7 +128,7 @@ class Timeline:
     stages_s: Mapping[StepStage, float]
     """Of the training thread and its waits; they add up to ``step_s``."""
     bound: str
-    """The resource that bounds the step: compute, python, link, reader, or a tier."""
+    """The resource that bounds the step: compute, python, link, reader, files, or a tier."""
 
 
 def lay_out(work: StepWork) -> Timeline:
@@ -142,28 +144,31 @@ def lay_out(work: StepWork) -> Timeline:
     total_s = sum(tiers_s.values())
     if not work.prefetches:
         exposed = tiers_s
-        step_s = max(training_s + total_s, beside_s)
+        step_s = max(training_s + total_s, beside_s, work.files_s)
     else:
-        others_s = max(training_s, beside_s)
+        others_s = max(training_s, beside_s, work.files_s)
         step_s = max(others_s, total_s)
         late = max(0.0, total_s - others_s) / max(total_s, 1e-12)
         exposed = {tier: late * each for tier, each in tiers_s.items()}
     mixed = part * work.beside.exposed_s + (1 - part) * work.alone.exposed_s
-    waiting_s = max(0.0, beside_s - training_s - (0.0 if work.prefetches else total_s))
+    own_s = training_s + (0.0 if work.prefetches else total_s)
+    waiting_s, files_s = max(0.0, beside_s - own_s), max(0.0, work.files_s - max(own_s, beside_s))
     return Timeline(
         step_s=step_s,
         training_s=training_s,
         exposed_link_s=mixed,
         exposed_tiers_s=exposed,
-        stages_s=_stages_s(work, part, waiting_s, exposed),
+        stages_s=_stages_s(work, part, waiting_s, files_s, exposed),
         bound=_bound(work, step_s, beside_s, training_s, mixed, exposed),
     )
 
 
-def _stages_s(work: StepWork, part: float, waiting_s: float, exposed: Mapping[Tier, float]) -> dict[StepStage, float]:
+def _stages_s(
+    work: StepWork, part: float, waiting_s: float, files_s: float, exposed: Mapping[Tier, float]
+) -> dict[StepStage, float]:
     """Return the seconds of a step by stage; it waits for other threads by the share of each in their time."""
     alone, beside = work.alone.stages_s, work.beside.stages_s
-    found: dict[StepStage, float] = {"read": 0.0, "tiers": sum(exposed.values())}
+    found: dict[StepStage, float] = {"read": files_s, "tiers": sum(exposed.values())}
     found |= {stage: part * beside[stage] + (1 - part) * alone[stage] for stage in alone}
     others_s: dict[StepStage, float] = {"read": work.read_s, "exchange": work.ids_s, "tiers": work.fetching_s}
     total_s = max(sum(others_s.values()), 1e-12)
@@ -178,6 +183,8 @@ def _bound(
     slowest = max(tiers, key=lambda tier: tiers[tier], default=None)
     if slowest is not None and tiers[slowest] > 0 and (work.prefetches or tiers[slowest] > training_s):
         return slowest
+    if work.files_s >= step_s:
+        return "files"
     if beside_s >= step_s and work.read_s >= beside_s / 2:
         return "reader"
     of_thread = {

@@ -246,6 +246,16 @@ class HitRates:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataFiles:
+    """Describe the files of the training data: those with few rows take more time to open than to read."""
+
+    files: int
+    rows: int
+    requests: int
+    """Reads of files in an epoch, of footers and of blocks of rows, each of which waits for the store once."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """Hold what to place, and the memory for it."""
 
@@ -262,6 +272,8 @@ class Problem:
     caps: Mapping[Tier, int]
     """Bytes of each slower tier of a pod, fastest first."""
     traces: Mapping[str, TableTrace]
+    data: DataFiles | None = None
+    """None if unknown: reads of files then wait for nothing."""
     curves: dict[int, HitRates] = field(default_factory=dict)
     """Hit rates of whole tables by lookahead: read once, however often a variant of the problem is tried."""
 

@@ -9,6 +9,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -388,6 +390,31 @@ def test_a_bug_is_reported_with_its_log(
     assert "Traceback" not in line
     assert "Traceback" in log.read_text()
     log.unlink()
+
+
+SMALL_FILES = """
+apiVersion: dlrm.dev/v1alpha1
+kind: DLRMJob
+metadata: {name: small-files}
+spec:
+  model: {tables: [{name: C1, rows: 10, dim: 4}], interaction: dcn}
+  data: {format: parquet, train: {uris: [FOLDER]}}
+  checkpoint: {uri: file:///snapshots}
+"""
+
+
+def test_a_plan_counts_the_reads_of_listed_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(3):
+        columns = {"label": [0, 1] * 50, "C1": [*range(10)] * 10}
+        pq.write_table(pa.table(columns), tmp_path / f"{number}.parquet", row_group_size=50)
+    path = tmp_path / "job.yaml"
+    path.write_text(SMALL_FILES.replace("FOLDER", str(tmp_path)))
+
+    code = app.main(["plan", str(path), "--list-data", "-o", "json"])
+
+    reasons = json.loads(capsys.readouterr().out)["reasons"]
+    assert code == ExitCode.DONE
+    assert any(reason.startswith("3 data files of 300 rows, 3.0 reads each") for reason in reasons)
 
 
 LARGE = """

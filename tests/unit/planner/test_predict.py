@@ -9,7 +9,7 @@ import pytest
 
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
-from dlrm_planner import plan_job
+from dlrm_planner import DataFiles, plan_job
 from dlrm_planner.rates import DEFAULT_LOOPS, read_rates
 
 MakeSpec = Callable[..., DLRMJobSpec]
@@ -71,3 +71,21 @@ def test_a_part_of_the_processors_takes_longer(make_profile: MakeProfile) -> Non
     assert part.of("lookup") == pytest.approx(4 * whole.of("lookup"))
     assert part.step_s == whole.step_s
     assert read_rates(profile, 8, 8, 2).alone.of("update") == pytest.approx(8 * whole.of("update"))
+
+
+def test_many_small_objects_bound_a_step_and_the_plan_says_so(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+    spec = make_spec(TABLES, replicas=2)
+    train = spec.data.train.model_copy(update={"uris": ("s3://data/days",)})
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"train": train})})
+    network = NETWORK | {"interNodeBytesPerSecond": 1e9, "objectRequestSeconds": 0.02}
+    profile = make_profile("64Gi", loops=LOOPS, network=network)
+    few, many = (
+        plan_job(spec, profile, data=DataFiles(files=files, rows=2_000_000, requests=2 * files))
+        for files in (20, 20_000)
+    )
+
+    # 2,048 samples of 100 rows a file, two reads each, on two ranks of four threads.
+    assert few.predicted.bound != "files"
+    assert many.predicted.bound == "files"
+    assert many.predicted.step_seconds == pytest.approx(2_048 / 100 * 2 / 2 * 0.02 / 4)
+    assert any(reason.startswith("20000 data files") for reason in many.reasons)

@@ -87,7 +87,12 @@ def test_communication_is_exposed_as_far_as_nothing_hides_it() -> None:
 
 @pytest.mark.parametrize(
     ("change", "bound"),
-    [({"read_s": 20.0}, "reader"), ({"tiers": {"block": TierWork(device_s=20.0)}}, "block"), ({}, "compute")],
+    [
+        ({"read_s": 20.0}, "reader"),
+        ({"files_s": 20.0}, "files"),
+        ({"tiers": {"block": TierWork(device_s=20.0)}}, "block"),
+        ({}, "compute"),
+    ],
 )
 def test_what_takes_longest_bounds_a_step(change: dict[str, object], bound: str) -> None:
     alone = TrainingWork(interpreted_s=1, lookup_s=1, update_s=1, bottom_s=1, top_s=4, dense_update_s=0)

@@ -63,6 +63,11 @@ def index_criteo(_spec: DLRMJobSpec) -> Indexer:
     return Indexer(read_blocks=find_lines, checks="criteo-tsv", part_bytes=PART_BYTES)
 
 
+def count_reads(sizes: Ints, _cells: float, is_remote: bool) -> int:
+    """Count the reads of files: one of each block of lines."""
+    return int((-(-sizes // (CELL_BYTES * (REMOTE_CELLS if is_remote else 1)))).sum())
+
+
 def find_lines(file: DataFile, opened: BinaryIO, begin: int, end: int) -> FileBlocks:
     """Count the lines that begin in each cell of bytes [begin, end) of an open file; cells without one are no blocks.
 

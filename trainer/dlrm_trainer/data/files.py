@@ -13,12 +13,13 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrm_api.data import REMOTE_THREADS
 from dlrm_api.job import DLRMJobSpec
 from dlrm_checkpointer import DataIndex
 from dlrm_stores.data_files import DataFile, relative_names
 
-LOCAL_THREADS, REMOTE_THREADS = 2, 4
-"""Threads that make blocks ahead. More if files are remote: they mostly wait for answers."""
+LOCAL_THREADS = 2
+"""Threads that make blocks of local files ahead."""
 
 Split = Literal["train", "eval"]
 

@@ -97,6 +97,11 @@ def open_parquet(request: SourceRequest) -> ParquetSource:
     return ParquetSource(request.files, request.index, columns, budget, threads, marks_bad=request.marks_bad)
 
 
+def count_reads(sizes: Ints, groups: float, _is_remote: bool) -> int:
+    """Count the reads of files with so many row groups: one of each footer, and one of each row group."""
+    return round(sizes.size * (1 + groups))
+
+
 def index_parquet(spec: DLRMJobSpec) -> Indexer:
     """Return what reads the row groups of files and checks their columns for a job."""
     return column_indexer(columns_of(spec))

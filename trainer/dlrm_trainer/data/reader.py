@@ -61,6 +61,9 @@ class FileFormat:
     """Of files that a folder's URI stands for; empty for a format without files."""
     indexer: Callable[[DLRMJobSpec], Indexer] | None = None
     """Return what finds the rows of files; None for a format without files."""
+    count_reads: Callable[[Ints, float, bool], int] | None = None
+    """Count the reads of an epoch by the bytes of files, their mean number of blocks of rows, and whether they are
+    remote; None for a format without files."""
     load_finder: Callable[[], TableFinder] | None = None
     """Import what finds the files of a table; None for a format without tables."""
 
@@ -77,9 +80,13 @@ def _load_iceberg() -> TableFinder:
     return find_iceberg
 
 
-_PARQUET = FileFormat(open=parquet.open_parquet, suffixes=parquet.SUFFIXES, indexer=parquet.index_parquet)
+_PARQUET = FileFormat(
+    open=parquet.open_parquet, suffixes=parquet.SUFFIXES, indexer=parquet.index_parquet, count_reads=parquet.count_reads
+)
 READERS: dict[str, FileFormat] = {
-    "criteo-tsv": FileFormat(open=criteo.open_criteo, suffixes=criteo.SUFFIXES, indexer=criteo.index_criteo),
+    "criteo-tsv": FileFormat(
+        open=criteo.open_criteo, suffixes=criteo.SUFFIXES, indexer=criteo.index_criteo, count_reads=criteo.count_reads
+    ),
     "delta": replace(_PARQUET, load_finder=_load_delta),
     "iceberg": replace(_PARQUET, load_finder=_load_iceberg),
     "parquet": _PARQUET,
