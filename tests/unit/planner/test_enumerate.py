@@ -436,6 +436,7 @@ def test_rows_are_spread_whole_and_within_caps(rows: int, weights: list[int], ca
 required = st.sampled_from([{"sharding": "row"}] * 4 + [{"sharding": "column"}, {"sharding": "table-row"}, {}])
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     found=st.lists(st.tuples(st.integers(1, 400_000), required), min_size=1, max_size=12),
