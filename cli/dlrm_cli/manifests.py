@@ -33,7 +33,8 @@ from dlrm_cli.documents import (
 from dlrm_cli.views import dims_view, plan_view, print_stderr, print_view
 
 if TYPE_CHECKING:
-    from dlrm_planner import DataFiles, DimAdvice
+    from dlrm_api.progress import DataFiles
+    from dlrm_planner import DimAdvice
 
 CONFIGMAP = "configmap:"
 
@@ -98,16 +99,13 @@ def read_data_files(spec: DLRMJobSpec) -> DataFiles:
         UsageError: the trainer, which reads them, is not installed.
         DLRMError: they cannot be listed or read.
     """
-    from dlrm_planner import DataFiles
-
     try:
         from dlrm_trainer.data.reads import count_files
     except ImportError as error:
         fix = "pip install 'dlrm-operator[trainer]'"
         raise UsageError(f"--list-data needs the package {error.name}: {fix}") from error
 
-    counts = count_files(spec)
-    return DataFiles(files=counts.files, rows=counts.rows, requests=counts.reads)
+    return count_files(spec)
 
 
 def print_dims(path: Path, settings: Sequence[str], budget: str, *, as_json: bool) -> None:

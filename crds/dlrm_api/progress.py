@@ -85,6 +85,16 @@ class MeasuredSteps(PodReport):
     )
 
 
+class DataFiles(PodReport):
+    """Count the files of the training data. Small ones take longer to open than to read."""
+
+    files: Count = Field(description="Files.")
+    rows: Count = Field(description="Rows of all files.")
+    reads: Count = Field(
+        description="Reads of files in an epoch, of footers and of blocks of rows. Each waits for an object store once."
+    )
+
+
 class Progress(PodReport):
     """Report of a trainer pod, served at ``GET /progress``."""
 
@@ -93,6 +103,9 @@ class Progress(PodReport):
     world_size: int = Field(1, ge=1, le=MAX_EXACT, description="Ranks.")
     virtual_shards: int | None = Field(
         None, ge=1, le=MAX_EXACT, description="Virtual shards of the data. None until it is open."
+    )
+    data_files: DataFiles | None = Field(
+        None, description="Files of the training data. None until they are indexed, and for generated data."
     )
     restored_step: Count | None = Field(None, description="Step of the snapshot that this attempt started from.")
     passed_over_snapshots: Count = Field(0, description="Newer snapshots that were unusable when this attempt started.")

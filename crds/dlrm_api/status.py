@@ -11,7 +11,7 @@ from dlrm_api.base import ApiModel
 from dlrm_api.choice import Choice
 from dlrm_api.fields import MAX_EXACT, Count, Figure, Rate, Seconds, Share
 from dlrm_api.plan import Prediction
-from dlrm_api.progress import MAX_NOTE_CHARACTERS, MAX_NOTES, MeasuredSteps
+from dlrm_api.progress import MAX_NOTE_CHARACTERS, MAX_NOTES, DataFiles, MeasuredSteps
 
 Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
 
@@ -208,6 +208,9 @@ class DLRMJobStatus(ApiModel):
     plan: PlanStatus | None = Field(None, description="Summary of the plan.")
     choice: ChoiceStatus | None = Field(
         None, description="Replicas and hardware that trainer.objective chose, and what each rejected choice lacked."
+    )
+    data_files: DataFiles | None = Field(
+        None, description="Files of the training data, as trainers found them: the next plan counts their reads."
     )
     attempt: Count = Field(0, description="Number of the current attempt, from 1.")
     gang_attempt: Count = Field(0, description="Newest attempt in which all trainer pods existed at once.")

@@ -12,6 +12,7 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan
+from dlrm_api.progress import DataFiles
 from dlrm_api.trace import TableTrace
 from dlrm_planner import propose
 from dlrm_planner.enumerate import check_pins, pinned_to_data, worth_replicating
@@ -23,7 +24,7 @@ from dlrm_planner.predict import Solution
 from dlrm_planner.stacks import pinned_slow, slow_caps
 from dlrm_planner.tables import read_tables
 from dlrm_planner.tiers import TierPlanner
-from dlrm_planner.types import Capacity, DataFiles, Infeasible, Ints, Placement, Problem, TableShortage
+from dlrm_planner.types import Capacity, Infeasible, Ints, Placement, Problem, TableShortage
 from dlrm_planner.virtual_shards import with_kept
 from dlrm_planner.write import write_plan
 

@@ -66,7 +66,7 @@ def _virtual_shards(spec: DLRMJobSpec) -> Iterator[str]:
 def _data_files(problem: Problem) -> Iterator[str]:
     if (data := problem.data) is not None and data.files:
         yield (
-            f"{_count(data.files, 'data file')} of {data.rows:,} rows, {data.requests / data.files:.1f} reads each: a "
+            f"{_count(data.files, 'data file')} of {data.rows:,} rows, {data.reads / data.files:.1f} reads each: a "
             f"rank makes {step_requests(problem):.2f} of them a step, which wait {files_s(problem) * 1e3:.2f} ms"
         )
 

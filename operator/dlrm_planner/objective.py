@@ -17,10 +17,10 @@ from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError, ObjectiveNotM
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan
+from dlrm_api.progress import DataFiles
 from dlrm_api.trace import TableTrace
 from dlrm_planner.choose import plan_job, plan_or_shortage
 from dlrm_planner.predict import missing_rates
-from dlrm_planner.types import DataFiles
 from dlrm_planner.virtual_shards import max_replicas, with_kept
 
 MAX_EXACT = 16

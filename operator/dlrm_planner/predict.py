@@ -131,7 +131,7 @@ def step_requests(problem: Problem) -> float:
     """Return the reads of data files that a rank makes for a step."""
     if (data := problem.data) is None or not data.rows:
         return 0.0
-    return data.requests * problem.spec.data.global_batch_size / data.rows / problem.spec.world_size
+    return data.reads * problem.spec.data.global_batch_size / data.rows / problem.spec.world_size
 
 
 def files_s(problem: Problem) -> float:

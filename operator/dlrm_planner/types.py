@@ -15,6 +15,7 @@ from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TablePin, TableSpec
 from dlrm_api.plan import Device, ShardKind
+from dlrm_api.progress import DataFiles
 from dlrm_api.tiers import Tier
 from dlrm_api.trace import TableTrace
 from dlrm_planner.tables import NO_PIN, PartBytes, Tables, part_bytes
@@ -243,16 +244,6 @@ class HitRates:
             accesses=self.accesses[table] * share,
             min_rows=np.clip(np.ceil(self.min_rows[table] * share), 1, shapes.rows),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataFiles:
-    """Describe the files of the training data: those with few rows take more time to open than to read."""
-
-    files: int
-    rows: int
-    requests: int
-    """Reads of files in an epoch, of footers and of blocks of rows, each of which waits for the store once."""
 
 
 @dataclass(frozen=True, kw_only=True)

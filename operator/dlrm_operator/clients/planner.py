@@ -30,6 +30,8 @@ from dlrm_api.errors import InvalidSpecError, ObjectiveNotMetError
 from dlrm_api.hardware import parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.plan import plan_to_parts, plan_without_tables
+from dlrm_api.progress import DataFiles
+from dlrm_api.status import DLRMJobStatus
 from dlrm_operator.manifests.storage import check_mounts
 from dlrm_operator.reconcile.state import JobKey, JobSeen, Planning, PlanQuestion
 from dlrm_planner import WorkDone, choose_plan, read_traces
@@ -65,9 +67,9 @@ FIELDS_WITHOUT_PLAN: dict[str, bool | set[str]] = {
 }  # fmt: skip
 """Parts of a spec that no plan depends on: a change of them needs no new plan."""
 
-PlanInputs = tuple[str, str, str, int, int | None, str]
+PlanInputs = tuple[str, str, str, int, int | None, DataFiles | None, str]
 """What identifies a question of a job: uid, digest of the planned part of the spec, versions of the profiles, reserve,
-number of virtual shards and hardware that the job keeps."""
+number of virtual shards, files of the data, and hardware that the job keeps."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,12 @@ class Planner:
     def answer(self, key: JobKey, job: JobSeen, profile_version: str) -> Planning | None:
         """Return the answer for this spec and profile; None without an answer, or if a retry is due."""
         known = self._answers.get(key)
-        reserve, kept = (job.known.memory_reserve_bytes, job.known.virtual_shards) if job.known else (0, None)
+        status = job.known or DLRMJobStatus()
         if known is None or isinstance(job.spec, InvalidSpecError) or time.monotonic() >= known.valid_until:
             return None
         digest = self._digest(key, job.uid, job.generation, job.spec)
-        inputs = (job.uid, digest, profile_version, reserve, kept, job.kept_hardware)
+        kept = status.memory_reserve_bytes, status.virtual_shards, status.data_files, job.kept_hardware
+        inputs = (job.uid, digest, profile_version, *kept)
         return known.planning if known.inputs == inputs else None
 
     def has_answered(self, key: JobKey) -> bool:
@@ -251,8 +254,8 @@ class Planner:
 
     def _inputs(self, key: JobKey, question: PlanQuestion) -> PlanInputs:
         digest = self._digest(key, question.uid, question.generation, question.job)
-        kept = question.virtual_shards, question.kept
-        return question.uid, digest, question.profile_version, question.reserve, *kept
+        kept = question.reserve, question.virtual_shards, question.data_files, question.kept
+        return question.uid, digest, question.profile_version, *kept
 
     def _digest(self, key: JobKey, uid: str, generation: int, job: DLRMJob) -> str:
         known = self._digests.get(key)
@@ -374,6 +377,7 @@ def _encode_question(question: PlanQuestion, deadline_s: float) -> bytes:
         "traces": dict(question.traces),
         "reserve": question.reserve,
         "virtual_shards": question.virtual_shards,
+        "data_files": question.data_files and question.data_files.model_dump(),
         "kept": question.kept,
         "done": asdict(question.done),
     }
@@ -436,6 +440,7 @@ def _plan(question: dict[str, Any]) -> dict[str, bytes]:
         traces=read_traces(spec, question["traces"]),
         reserve=question["reserve"],
         virtual_shards=question["virtual_shards"],
+        data=DataFiles.model_validate(question["data_files"]) if question["data_files"] else None,
         done=WorkDone(**question["done"]),
         kept=question["kept"],
         check=check_mounts,

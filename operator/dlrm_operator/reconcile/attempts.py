@@ -281,6 +281,7 @@ def retry(job: JobSeen, status: DLRMJobStatus) -> RuleResult:
         "charged_restarts": 0,
         "free_restarts": 0,
         "memory_reserve_bytes": 0,
+        "data_files": None,
         "start_time": None,
         "completion_time": None,
         "suspended_seconds": 0,

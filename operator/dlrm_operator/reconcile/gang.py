@@ -83,6 +83,7 @@ def plan_request(view: state.JobView) -> state.RequestPlan:
         profile_version=view.observed.profile_version,
         reserve=view.status.memory_reserve_bytes,
         virtual_shards=view.status.virtual_shards,
+        data_files=view.status.data_files,
         kept=view.job.kept_hardware,
         job=view.spec,
         profiles=view.observed.profiles,

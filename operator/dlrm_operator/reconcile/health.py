@@ -85,11 +85,14 @@ def _progress_changes(view: JobView) -> dict[str, Any]:
 
 
 def _plan_changes(view: JobView) -> dict[str, Any]:
-    """Return the plan with the trainers' number of virtual shards: only they read it from the snapshot."""
+    """Return what only the trainers know for plans: virtual shards of the snapshot, and files of the data."""
     report, plan = view.gang.last_report, view.status.plan
-    if report is None or plan is None or report.virtual_shards in (None, plan.virtual_shards):
+    if report is None:
         return {}
-    return {"plan": plan.model_copy(update={"virtual_shards": report.virtual_shards})}
+    changes: dict[str, Any] = {"data_files": report.data_files} if report.data_files else {}
+    if plan is not None and report.virtual_shards is not None:
+        changes["plan"] = plan.model_copy(update={"virtual_shards": report.virtual_shards})
+    return changes
 
 
 def _progress(report: Progress, straggler: StragglerStatus | None, now: datetime) -> ProgressStatus:

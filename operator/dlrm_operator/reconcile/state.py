@@ -16,7 +16,7 @@ from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.lifecycle import LifecycleSpec
 from dlrm_api.names import Container
 from dlrm_api.plan import Plan, plan_without_tables
-from dlrm_api.progress import CheckpointerProgress, Progress, TerminationMessage, TrainerPhase
+from dlrm_api.progress import CheckpointerProgress, DataFiles, Progress, TerminationMessage, TrainerPhase
 from dlrm_api.status import AvoidedNode, DLRMJobStatus
 from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.objects import PodDefaults
@@ -673,6 +673,8 @@ class PlanQuestion:
     """Bytes of memory of each pod that stay free."""
     virtual_shards: int | None = None
     """Number of virtual shards that the job keeps; None if none is kept yet."""
+    data_files: DataFiles | None = None
+    """Files of the training data; None if trainers have not found them yet."""
     kept: str = ""
     """Hardware to keep."""
     job: DLRMJob = field(compare=False, repr=False)

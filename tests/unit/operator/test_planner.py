@@ -14,6 +14,7 @@ import pytest
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import parse_job
 from dlrm_api.plan import plan_from_parts
+from dlrm_api.progress import DataFiles
 from dlrm_operator.clients.planner import MAX_IDLE_BYTES, TOO_LARGE, Planner, PlannerProcess
 from dlrm_operator.controller.informers import read_job
 from dlrm_operator.reconcile.state import JobKey, Planning, PlanQuestion
@@ -51,6 +52,17 @@ def test_the_child_gives_the_plan_that_the_planner_makes() -> None:
     answer = asyncio.run(plan(asked, 60))
 
     assert plan_from_parts(answer.parts) == plan_job(asked.job.spec, None)
+
+
+def test_the_child_counts_the_reads_of_files_that_trainers_found() -> None:
+    data = {"format": "parquet", "train": {"uris": ["s3://data/train"]}}
+    asked = replace(question(data=data), data_files=DataFiles(files=9, rows=900, reads=18))
+
+    answer = asyncio.run(plan(asked, 60))
+
+    found = plan_from_parts(answer.parts)
+    assert found == plan_job(asked.job.spec, None, data=asked.data_files)
+    assert any(reason.startswith("9 data files of 900 rows, 2.0 reads each") for reason in found.reasons)
 
 
 def test_the_child_chooses_hardware_that_can_mount_its_tiers() -> None:

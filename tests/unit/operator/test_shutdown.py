@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dlrm_api.progress import DataFiles
 from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.reconcile.findings import find_condition, parse_timestamp
 from dlrm_operator.reconcile.state import (
@@ -877,6 +878,22 @@ def test_a_resized_job_keeps_its_virtual_shards(reported: int | None) -> None:
     # Eight pods would have 128 of their own. The number of a snapshot is known to the trainers alone.
     assert (first, in_use) == (64, reported or 64)
     assert (len(cluster.pods), planned_shards(cluster)) == (8, in_use)
+
+
+def test_the_next_plan_knows_the_files_that_trainers_found() -> None:
+    cluster, found = running(), DataFiles(files=20_000, rows=10**9, reads=40_000)
+    report_progress(cluster, step=2, files=found)
+    cluster.reconcile_once()
+    report_progress(cluster, step=3)
+
+    scale(cluster, 3)
+    asked = [action.question for action in cluster.reconcile_once() if isinstance(action, RequestPlan)]
+    cluster.plan()
+    let_go(cluster)
+    start_training(cluster)
+
+    assert [question.data_files for question in asked] == [found]
+    assert status(cluster).data_files == found
 
 
 def test_a_size_beyond_the_kept_virtual_shards_is_refused() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
-from dlrm_planner import DataFiles, plan_job
+from dlrm_api.progress import DataFiles
+from dlrm_planner import plan_job
 from dlrm_planner.rates import DEFAULT_LOOPS, read_rates
 
 MakeSpec = Callable[..., DLRMJobSpec]
@@ -80,8 +81,7 @@ def test_many_small_objects_bound_a_step_and_the_plan_says_so(make_spec: MakeSpe
     network = NETWORK | {"interNodeBytesPerSecond": 1e9, "objectRequestSeconds": 0.02}
     profile = make_profile("64Gi", loops=LOOPS, network=network)
     few, many = (
-        plan_job(spec, profile, data=DataFiles(files=files, rows=2_000_000, requests=2 * files))
-        for files in (20, 20_000)
+        plan_job(spec, profile, data=DataFiles(files=files, rows=2_000_000, reads=2 * files)) for files in (20, 20_000)
     )
 
     # 2,048 samples of 100 rows a file, two reads each, on two ranks of four threads.

@@ -19,6 +19,7 @@ from pyiceberg.catalog.sql import SqlCatalog
 
 from dlrm_api.errors import BadDataError, InvalidSpecError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJobSpec, parse_job
+from dlrm_api.progress import DataFiles
 from dlrm_checkpointer import CutMeta, DataIndex
 from dlrm_stores.data_files import DataFile
 from dlrm_stores.file import FileStore
@@ -93,6 +94,7 @@ def test_the_files_of_the_snapshot_remain_the_data_set_and_new_ones_are_named(tm
     again = Opened(tmp_path, first.then)
 
     assert (again.names, again.samples) == (["p.parquet"], 20)
+    assert again.board.now.data_files == DataFiles(files=1, rows=20, reads=2)
     assert "2 new files since the snapshot are ignored" in again.notes
     assert "day=1/p.parquet" in again.notes
 

@@ -25,6 +25,7 @@ from dlrm_stores.locations import LeftOut, Listing, Places, TableVersion
 from dlrm_trainer.checkpointing.compat import check_data
 from dlrm_trainer.data import READERS, Reader, Split, list_data, open_reader
 from dlrm_trainer.data.index import FileListing, ListedFiles, identities, index_parts
+from dlrm_trainer.data.reads import indexed_files
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.failures import CollectiveKeepalive
 from dlrm_trainer.metrics.progress import ProgressBoard
@@ -112,6 +113,8 @@ def open_data_set(
     readers, rank, world_size = dict[Split, Reader](), collectives.rank, collectives.world_size
     for split, chosen in splits.items():
         of_split = index.take(np.arange(len(files))[chosen])
+        if split == "train" and plan.train_files:
+            board.update(data_files=indexed_files(spec, np.array(plan.listing.sizes, np.int64)[chosen], of_split))
         reader = open_reader(spec, split, rank, world_size, files=files[chosen], index=of_split)
         readers[split] = stack.enter_context(closing(reader))
         _check_copies(reader, of_split, collectives)

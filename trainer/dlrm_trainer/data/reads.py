@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
+from numpy.typing import NDArray
 
 from dlrm_api.fields import is_s3
 from dlrm_api.job import DLRMJobSpec
+from dlrm_api.progress import DataFiles
+from dlrm_checkpointer import DataIndex
 from dlrm_trainer.data.index import MAX_BYTES
 from dlrm_trainer.data.reader import READERS, list_data
 
@@ -15,25 +16,18 @@ PROBED_FILES, PROBED_BYTES = 16, 16 << 20
 """Files of which rows are counted, and bytes of each, if lines have to be read for it."""
 
 
-class FileCounts(NamedTuple):
-    """Count the training files."""
-
-    files: int
-    rows: int
-    """Exact if there are at most ``PROBED_FILES`` files of whole row groups; else by the rows per byte of some."""
-    reads: int
-
-
-def count_files(spec: DLRMJobSpec) -> FileCounts:
+def count_files(spec: DLRMJobSpec) -> DataFiles:
     """Count files, their rows, and the reads of an epoch in which each block of rows is read once.
+
+    Rows are exact if there are at most ``PROBED_FILES`` files of whole row groups; else by the rows per byte of some.
 
     Raises:
         DLRMError: as ``list_data`` raises.
         BadDataError: a file cannot be used; names the file.
     """
     files, data_format = list_data(spec, "train").files, READERS[spec.data.format]
-    if data_format.indexer is None or data_format.count_reads is None:
-        return FileCounts(0, 0, 0)
+    if data_format.indexer is None:
+        return DataFiles(files=0, rows=0, reads=0)
     indexer, rows, covered, blocks = data_format.indexer(spec), 0, 0, 0
     probed = files[:: -(-len(files) // PROBED_FILES)]
     for file in probed:
@@ -42,6 +36,18 @@ def count_files(spec: DLRMJobSpec) -> FileCounts:
             found = indexer.read_blocks(file, opened, 0, end)
         rows, covered, blocks = rows + int(found.rows.sum()), covered + end, blocks + found.rows.size
     sizes = np.array([file.size for file in files], np.int64)
-    is_remote = any(map(is_s3, spec.data.train.uris))
-    reads = data_format.count_reads(sizes, blocks / len(probed), is_remote)
-    return FileCounts(len(files), round(rows * int(sizes.sum()) / covered), reads)
+    rows = round(rows * int(sizes.sum()) / covered)
+    return DataFiles(files=len(files), rows=rows, reads=_count_reads(spec, sizes, blocks / len(probed)))
+
+
+def indexed_files(spec: DLRMJobSpec, sizes: NDArray[np.int64], index: DataIndex) -> DataFiles:
+    """Count the training files of (F,) sizes that are indexed, as ``count_files`` does."""
+    return DataFiles(
+        files=len(sizes), rows=int(index.rows.sum()), reads=_count_reads(spec, sizes, float(index.blocks.mean()))
+    )
+
+
+def _count_reads(spec: DLRMJobSpec, sizes: NDArray[np.int64], mean_blocks: float) -> int:
+    count = READERS[spec.data.format].count_reads
+    assert count is not None, "only formats with files list any"
+    return count(sizes, mean_blocks, any(map(is_s3, spec.data.train.uris)))

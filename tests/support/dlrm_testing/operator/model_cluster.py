@@ -54,7 +54,7 @@ _answers: dict[tuple[object, ...], Planning] = {}
 def _answer(question: PlanQuestion) -> Planning:
     profiles = tuple(profile.model_dump_json() for profile in question.profiles)
     given = question.job.spec.model_dump_json(), profiles, question.done
-    key = (*given, question.reserve, question.virtual_shards, question.kept)
+    key = (*given, question.reserve, question.virtual_shards, question.data_files, question.kept)
     if key not in _answers:
         _answers[key] = _ask_planner(question)
     return _answers[key]
@@ -67,6 +67,7 @@ def _ask_planner(question: PlanQuestion) -> Planning:
             question.profiles,
             reserve=question.reserve,
             virtual_shards=question.virtual_shards,
+            data=question.data_files,
             done=question.done,
             kept=question.kept,
         )

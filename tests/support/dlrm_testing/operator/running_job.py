@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from dlrm_api.hardware import parse_profile
-from dlrm_api.progress import MeasuredSteps, Progress, TrainerPhase
+from dlrm_api.progress import DataFiles, MeasuredSteps, Progress, TrainerPhase
 from dlrm_api.status import AccuracyStatus, Condition, ConditionType, DLRMJobStatus, FailureEvidence, Phase
 from dlrm_operator.reconcile.findings import PROGRESS_INTERVAL, find_condition, timestamp
 from dlrm_operator.reconcile.state import Polled
@@ -62,12 +62,18 @@ def start_training(cluster: ModelCluster) -> None:
 
 
 def report_progress(
-    cluster: ModelCluster, step: int, committed: int | None = None, shards: int | None = None, **fields: Any
+    cluster: ModelCluster,
+    step: int,
+    committed: int | None = None,
+    shards: int | None = None,
+    files: DataFiles | None = None,
+    **fields: Any,
 ) -> None:
-    """Let pod 0 report a step, and its virtual shards; ``fields`` replace those of the checkpointer's progress."""
+    """Let pod 0 report a step, its virtual shards and its data; ``fields`` are those of the checkpointer's progress."""
     attempt = max(status(cluster).attempt, 1)
     first = cluster.pods[f"demo-trainer-{max(status(cluster).gang_created_by, 1)}-0"]["metadata"]["uid"]
-    trainer = Progress(attempt=attempt, phase=TrainerPhase.TRAINING, step=step, loss=0.5, virtual_shards=shards)
+    data = {"virtual_shards": shards, "data_files": files}
+    trainer = Progress(attempt=attempt, phase=TrainerPhase.TRAINING, step=step, loss=0.5, **data)
     checkpointer = committed_progress(committed).model_copy(update=fields)
     cluster.polled = Polled(pod_uid=first, trainer=trainer, checkpointer=checkpointer)
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dlrm_api.progress import DataFiles
 from dlrm_trainer.data.reads import PROBED_FILES, count_files
 
 TABLES = [{"name": "C1", "rows": 100, "dim": 4}]
@@ -29,7 +30,7 @@ def test_rows_and_row_groups_of_few_files_are_exact(make_spec: Any, tmp_path: Pa
     counts = count_files(spec)
 
     groups = [-(-(100 + number) // 50) for number in range(files)]
-    assert counts == (files, 100 * files + sum(range(files)), files + sum(groups))
+    assert counts == DataFiles(files=files, rows=100 * files + sum(range(files)), reads=files + sum(groups))
 
 
 def test_rows_of_many_files_are_counted_by_their_bytes(make_spec: Any, tmp_path: Path) -> None:
@@ -37,7 +38,7 @@ def test_rows_of_many_files_are_counted_by_their_bytes(make_spec: Any, tmp_path:
         write(tmp_path / f"{number:02}.parquet", 200, 200)
     spec = make_spec({"format": "parquet", "train": {"uris": [str(tmp_path)]}}, TABLES, [])
 
-    assert count_files(spec) == (100, 20_000, 200)
+    assert count_files(spec) == DataFiles(files=100, rows=20_000, reads=200)
 
 
 def test_lines_are_counted_by_blocks(make_spec: Any, tmp_path: Path) -> None:
@@ -45,4 +46,4 @@ def test_lines_are_counted_by_blocks(make_spec: Any, tmp_path: Path) -> None:
     (tmp_path / "day.tsv").write_text(line * 10_000)
     spec = make_spec({"format": "criteo-tsv", "train": {"uris": [str(tmp_path)]}}, None, None)
 
-    assert count_files(spec) == (1, 10_000, -(-10_000 * len(line) // 2**20))
+    assert count_files(spec) == DataFiles(files=1, rows=10_000, reads=-(-10_000 * len(line) // 2**20))

@@ -161,7 +161,7 @@ def test_ids_of_unique_tables_have_the_rows_that_training_gives_them(
     placement = place(model, unique_runs.plan(model, 1, options), 1)
 
     for number in range(unique_runs.STEPS):
-        meter.add(slice_of(model, unique_runs.batch(model, number), [0, unique_runs.SAMPLES], 0))
+        meter.add(slice_of(model, unique_runs.batch(number), [0, unique_runs.SAMPLES], 0))
     run = unique_runs.train_unique(Collectives(0, 1, lambda: ""), options)
 
     traced = {table.table: table for table in meter.trace("test").tables}
