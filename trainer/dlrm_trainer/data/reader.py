@@ -52,6 +52,10 @@ TableFinder: TypeAlias = Callable[[Places, str, int | None], tuple[TableVersion,
 """List the files of the table that a URI names, at a version, by default the newest."""
 
 
+def _read_whole(sizes: Ints, _blocks: float, _is_remote: bool) -> int:
+    return sizes.size
+
+
 @dataclass(frozen=True, kw_only=True)
 class FileFormat:
     """Open the rows of one ``data.format``."""
@@ -61,9 +65,9 @@ class FileFormat:
     """Of files that a folder's URI stands for; empty for a format without files."""
     indexer: Callable[[DLRMJobSpec], Indexer] | None = None
     """Return what finds the rows of files; None for a format without files."""
-    count_reads: Callable[[Ints, float, bool], int] | None = None
+    count_reads: Callable[[Ints, float, bool], int] = _read_whole
     """Count the reads of an epoch by the bytes of files, their mean number of blocks of rows, and whether they are
-    remote; None for a format without files."""
+    remote; by default one of each file."""
     load_finder: Callable[[], TableFinder] | None = None
     """Import what finds the files of a table; None for a format without tables."""
 

@@ -48,6 +48,4 @@ def indexed_files(spec: DLRMJobSpec, sizes: NDArray[np.int64], index: DataIndex)
 
 
 def _count_reads(spec: DLRMJobSpec, sizes: NDArray[np.int64], mean_blocks: float) -> int:
-    count = READERS[spec.data.format].count_reads
-    assert count is not None, "only formats with files list any"
-    return count(sizes, mean_blocks, any(map(is_s3, spec.data.train.uris)))
+    return READERS[spec.data.format].count_reads(sizes, mean_blocks, any(map(is_s3, spec.data.train.uris)))
