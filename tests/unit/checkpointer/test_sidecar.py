@@ -128,7 +128,7 @@ def test_a_gang_that_dies_during_hand_over_leaves_no_snapshot(tmp_path: Path, fi
     code = pod.finish()
 
     assert code == ExitCode.DONE
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30  # half of the grace period
     assert [each.step for each in list_snapshots(files)] == [1]
     assert pod.status.registry.get_sample_value("dlrm_checkpointer_dropped_cuts_total") == 1
 

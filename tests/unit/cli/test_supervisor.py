@@ -319,7 +319,7 @@ def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
         restore()
 
     assert outcome == "stopped"
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20  # the deaf ones would sleep for 30 s
     assert not [child for child in psutil.Process().children() if "player.py" in " ".join(child.cmdline())]
 
 

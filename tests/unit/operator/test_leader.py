@@ -100,7 +100,7 @@ def test_a_lease_that_is_released_is_taken_at_once() -> None:
     held, taken_s = asyncio.run(run())
 
     assert not held
-    assert taken_s < 5
+    assert taken_s < 15  # without the release it looks again after 20 s
 
 
 @pytest.mark.slow

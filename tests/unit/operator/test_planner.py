@@ -1,6 +1,7 @@
 """The planner works in a child process: it may take long, crash or refuse, and the operator goes on."""
 
 import asyncio
+import math
 import mmap
 import sys
 import time
@@ -22,6 +23,8 @@ from dlrm_planner import plan_job
 from dlrm_testing.operator.operator_cluster import job_document
 
 pytestmark = pytest.mark.slow
+DEADLINE_S = 300
+"""Of questions that take seconds of processor time: a busy machine gives them late."""
 
 
 def question(traces: Mapping[str, str] | None = None, **spec: Any) -> PlanQuestion:
@@ -155,14 +158,14 @@ def grouped(tables: int, replicas: int, **template: Any) -> PlanQuestion:
 
 
 def test_too_many_shards_are_refused_for_good() -> None:
-    answer = asyncio.run(plan(grouped(5_000, 4_096, pin={"sharding": "row"}), 60))
+    answer = asyncio.run(plan(grouped(5_000, 4_096, pin={"sharding": "row"}), DEADLINE_S))
 
     assert answer.final
     assert answer.problem.startswith("spec.model.tableGroups[0].template.pin.sharding: 5000 tables are pinned")
     assert "20480000 shards" in answer.problem
 
 
-IN_PYTHON = "planner.MAX_PLANNING_BYTES = 8 * 2**20"
+IN_PYTHON = "planner.MAX_PLANNING_BYTES = 2 * 2**20"
 IN_PYDANTIC = """
 kept = planner.plan_to_parts
 def plan_to_parts(plan):
@@ -185,8 +188,8 @@ def test_planning_beyond_the_memory_limit_is_refused(limit: str, monkeypatch: py
 
     async def run() -> tuple[Planning, Planning]:
         process = PlannerProcess()
-        large = await process.ask(grouped(5_000, 128), 60)
-        small = await process.ask(question(), 60)
+        large = await process.ask(grouped(2_000, 128), DEADLINE_S)
+        small = await process.ask(question(), DEADLINE_S)
         await process.end()
         return large, small
 
@@ -200,7 +203,7 @@ def test_planning_beyond_the_memory_limit_is_refused(limit: str, monkeypatch: py
     "asked", [grouped(5_000, 4_096), grouped(512, 127, pin={"sharding": "row"})], ids=["whole tables", "most shards"]
 )
 def test_a_production_job_is_planned_within_the_planners_memory(asked: PlanQuestion) -> None:
-    answer = asyncio.run(plan(asked, 120))
+    answer = asyncio.run(plan(asked, DEADLINE_S))
 
     assert answer.problem == ""
     assert answer.plan is not None
@@ -253,7 +256,10 @@ async def answers(planner: Planner, keys: list[JobKey], asked: PlanQuestion, wit
 KEYS = [JobKey("space", f"job-{number}") for number in range(20)]
 
 
-def test_one_process_plans_many_jobs_in_the_order_in_which_they_asked() -> None:
+def test_one_process_plans_many_jobs_in_the_order_in_which_they_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a busy machine a question may take so long that a second process starts, and orders mix.
+    monkeypatch.setattr("dlrm_operator.clients.planner.SLOW_S", math.inf)
+
     async def run() -> tuple[list[JobKey], set[int]]:
         planner, pids = Planner(60, lambda key: pids.update(child.pid for child in planner_children())), set()
         came = await answers(planner, KEYS, question())
