@@ -16,7 +16,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SEED ?= 0
 
-.PHONY: help quickstart test quick unit integration oldest smoke e2e node-programs node-images soak faults contended lint format generate dashboards bench lock images release cluster-up cluster-down clean
+# Kernels that most tests use, as images have them: tests/integration/run/test_warm.py shows that none is missing.
+KERNELS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/dlrm-warmed
+
+.PHONY: help quickstart test kernels quick unit integration oldest smoke e2e node-programs node-images soak faults contended lint format generate dashboards bench lock images release cluster-up cluster-down clean
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
@@ -33,14 +36,19 @@ quickstart: $(INSTALLED) ## train the synthetic example with two ranks, snapshot
 
 test: unit integration oldest ## run all tests except those on real pods
 
-quick: $(INSTALLED) ## run the quick tests only
+# Processes that find a kernel missing compile it at the same time, each for itself.
+kernels: $(INSTALLED) ## compile kernels once for all processes of tests
+	set -o pipefail; NUMBA_CACHE_DIR=$(KERNELS) $(BIN)/python -m dlrm_kernels.warm --dims 8 --features 3 | tail -n 1
+	DLRM_KERNEL_CACHE=$(KERNELS) $(BIN)/python -c "import dlrm_kernels"
+
+quick: kernels ## run the quick tests only
 	$(PYTEST) -m "not slow" -n 2 tests/unit tests/integration
 
-unit: $(INSTALLED) ## run the unit tests, quick ones first
+unit: kernels ## run the unit tests, quick ones first
 	$(PYTEST) -m "not slow" -n 2 tests/unit
 	$(PYTEST) -m slow -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder tests/unit
 
-integration: $(INSTALLED) ## run the tests on real servers and processes
+integration: kernels ## run the tests on real servers and processes
 	$(PYTEST) -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder tests/integration
 
 oldest: $(INSTALLED) ## run the part of integration that also covers the oldest tested Kubernetes
@@ -48,9 +56,10 @@ oldest: $(INSTALLED) ## run the part of integration that also covers the oldest 
 
 soak: SCHEDULES ?= 5000
 soak: MESSAGES ?= 10000
-soak: $(INSTALLED) ## run SCHEDULES random snapshot fault schedules and MESSAGES damaged messages of ranks, from SEED
+soak: $(INSTALLED) ## run SCHEDULES random snapshot fault schedules and MESSAGES damaged messages of ranks, from SEED, and repeat others
 	SOAK_MESSAGES=$(MESSAGES) SOAK_SEED=$(SEED) $(PYTEST) -s --show-capture=no tests/unit/trainer/embedding/test_damaged_messages.py
 	SOAK_SCHEDULES=$(SCHEDULES) SOAK_SEED=$(SEED) $(PYTEST) -s --show-capture=no tests/unit/checkpointer/test_soak.py
+	SOAK=1 $(PYTEST) -m soak -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder --timeout=7200 tests/unit tests/integration
 
 faults: SCHEDULES ?= 500
 faults: $(INSTALLED) ## run SCHEDULES random operator fault schedules on a real control plane, from SEED
