@@ -48,3 +48,9 @@ def test_no_program_runs_what_it_reads(folder: str) -> None:
     assert sources
     assert not PICKLES & {name.partition(".")[0] for name in imported}
     assert [path.name for path, text in sources.items() if PICKLED.search(text)] == []
+
+
+def test_make_soak_chooses_all_that_repeats_more_often_there() -> None:
+    texts = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+
+    assert [path for path, text in texts.items() if ("dlrm_testing.repeats" in text) != ("mark.soak" in text)] == []

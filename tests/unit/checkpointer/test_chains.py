@@ -24,6 +24,7 @@ from dlrm_stores.base import DEFAULT_WORKERS
 from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer.restored import stored_rows
 from dlrm_testing.digests import snapshot_digest
+from dlrm_testing.repeats import repeats
 
 POLICIES = ["full", "one-shot", "consecutive", "intermittent"]
 KINDS = {"full": ["full"] * 6, "one-shot": ["full", *["increment"] * 5], "consecutive": ["full", *["increment"] * 5]}
@@ -137,7 +138,8 @@ def restart(pod: Any, store: FileStore, at: SnapshotName | None) -> int:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.soak
+@settings(max_examples=repeats(10, soak=300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_lives_of_a_job_restore_what_their_last_commit_held(
     data, tmp_path_factory, new_model, new_pod, small_tables, monkeypatch

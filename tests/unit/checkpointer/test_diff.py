@@ -18,6 +18,7 @@ from dlrm_checkpointer.read.diff import diff_snapshots, differences, updates
 from dlrm_checkpointer.read.restore import Snapshot, open_snapshot
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_stores.file import FileStore
+from dlrm_testing.repeats import repeats
 
 POLICIES = ["full", "one-shot", "consecutive", "intermittent"]
 
@@ -35,7 +36,8 @@ def image(snapshot: Snapshot, name: str) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.slow
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.soak
+@settings(max_examples=repeats(6, soak=150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_differences_cover_every_row_and_updates_lead_to_the_newer_one(
     data, tmp_path_factory, new_model, new_pod, small_tables, monkeypatch

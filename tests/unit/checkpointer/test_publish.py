@@ -38,6 +38,7 @@ from dlrm_checkpointer.types import SnapshotName
 from dlrm_stores import ObjectStore
 from dlrm_stores.base import ObjectInfo
 from dlrm_stores.file import FileStore
+from dlrm_testing.repeats import repeats
 from dlrm_testing.waiting import wait_until
 
 
@@ -105,7 +106,8 @@ def test_folders_of_an_image_are_synced_before_the_state_that_names_it(
 
 
 @pytest.mark.slow
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.soak
+@settings(max_examples=repeats(6, soak=200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_attempts_and_lost_deltas_end_at_the_newest_delta(
     data, tmp_path_factory, new_model, new_pod, small_tables, monkeypatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import re
 import sys
@@ -21,6 +22,7 @@ from dlrm_stores.file import FileStore
 from dlrm_testing.checkpointer import second_reader
 from dlrm_testing.checkpointer.unique import SIZED_TABLES, UNIQUE_TABLES, UniqueModel, commit, unique_table
 from dlrm_testing.digests import snapshot_digest
+from dlrm_testing.repeats import IS_SOAK
 
 README = Path(__file__).parents[3] / "docs" / "format.md"
 POLICIES = ["full", "one-shot", "consecutive", "intermittent"]
@@ -57,9 +59,14 @@ def test_both_readers_agree_on_tables_of_unique_ids_and_of_several_sizes(files: 
     assert any(each.manifest.gone for each in list_snapshots(files))
 
 
+BITS_CHANGE = [False, True]
+# In CI every second policy is tried with bits that change.
+CHAINS = list(itertools.product(POLICIES, BITS_CHANGE) if IS_SOAK else zip(POLICIES, BITS_CHANGE * 2, strict=True))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("mixed", [False, True], ids=["32 bits", "all bits"])
+@pytest.mark.soak
+@pytest.mark.parametrize(("policy", "mixed"), CHAINS)
 def test_both_readers_agree_on_chains_of_every_policy_and_gang_size(
     tmp_path: Path, files: FileStore, new_model, new_pod, small_tables, policy, mixed
 ):

@@ -18,6 +18,7 @@ from dlrm_checkpointer.read.catalog import verify_snapshot
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_stores.file import FileStore
 from dlrm_testing.digests import snapshot_digest
+from dlrm_testing.repeats import spaced
 
 KILLED, FAILED = 9, 1
 NEVER = 1_000_000
@@ -71,7 +72,8 @@ def entries(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dies_at", [*range(0, 370, 6), NEVER])
+@pytest.mark.soak
+@pytest.mark.parametrize("dies_at", [*spaced(370, ci=18, soak=1), NEVER])
 def test_a_trainer_that_dies_leaves_a_whole_cut_or_none(
     tmp_path: Path, files: FileStore, new_model, new_pod, small_tables, dies_at: int
 ):
@@ -102,7 +104,8 @@ def test_a_trainer_that_dies_leaves_a_whole_cut_or_none(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dies_at", [*range(0, 190, 4), NEVER])
+@pytest.mark.soak
+@pytest.mark.parametrize("dies_at", [*spaced(190, ci=12, soak=1), NEVER])
 def test_a_restarted_sidecar_continues_unnoticed_by_trainers(
     tmp_path: Path, files: FileStore, new_model, new_pod, small_tables, dies_at: int
 ):

@@ -16,7 +16,7 @@ import pytest
 from dlrm_testing.checkpointer.lives import ShutdownPolicy
 from dlrm_testing.checkpointer.turns import Clock
 
-SCHEDULES = int(os.environ.get("SOAK_SCHEDULES", "100"))
+SCHEDULES = int(os.environ.get("SOAK_SCHEDULES", "30"))
 FIRST_SEED = int(os.environ.get("SOAK_SEED", "0"))
 MAX_LIFE_S = 10
 """One takes a fifth of a second where nothing else runs."""

@@ -21,6 +21,7 @@ from dlrm_testing.operator.kubelet_double import committed_progress
 from dlrm_testing.operator.model_cluster import ModelCluster
 from dlrm_testing.operator.restarted_trainers import trainer_status
 from dlrm_testing.operator.running_job import condition, crash_checkpointer, lose_node
+from dlrm_testing.repeats import repeats
 
 INDICES = st.integers(0, 2)
 CODES = st.sampled_from([0, 1, 65, 74, 75, 78, 137, 139, 143])
@@ -311,5 +312,7 @@ class JobLife(RuleBasedStateMachine):
         raise AssertionError(f"it never came there: {self.status()}")
 
 
-TestJobLife = pytest.mark.slow(JobLife.TestCase)
-TestJobLife.settings = settings(max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+TestJobLife = pytest.mark.soak(pytest.mark.slow(JobLife.TestCase))
+TestJobLife.settings = settings(
+    max_examples=repeats(20, soak=500), stateful_step_count=40, suppress_health_check=list(HealthCheck)
+)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_api.data import DataSpec
@@ -17,6 +17,7 @@ from dlrm_api.plan import Device, Plan, parse_plan, plan_from_parts, plan_to_par
 from dlrm_api.training import TrainingSpec
 from dlrm_planner import plan_job, working_set_bytes
 from dlrm_planner.tables import activation_bytes, exchange_bytes
+from dlrm_testing.repeats import repeats
 from dlrm_testing.split_rows import range_bytes
 
 MIB, GIB = 2**20, 2**30
@@ -47,6 +48,8 @@ def homes(plan: Plan, name: str) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
+@settings(max_examples=repeats(40, soak=500))
 @given(found=tables, replicas=st.integers(1, 5), processes=st.integers(1, 3), budget=st.integers(2 * MIB, 2 * GIB))
 def test_no_pod_holds_more_than_its_budget(
     make_spec: MakeSpec, found: list[dict[str, Any]], replicas: int, processes: int, budget: int
@@ -109,6 +112,8 @@ def test_ranges_of_rows_count_vectors_of_the_whole_batch(make_spec: MakeSpec, pr
 
 
 @pytest.mark.slow
+@pytest.mark.soak
+@settings(max_examples=repeats(30, soak=300))
 @given(found=tables, replicas=st.integers(1, 4))
 def test_equal_input_gives_an_equal_plan(make_spec: MakeSpec, found: list[dict[str, Any]], replicas: int) -> None:
     spec, again = make_spec(named(found), replicas=replicas), make_spec(named(found), replicas=replicas)

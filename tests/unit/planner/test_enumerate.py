@@ -19,6 +19,7 @@ from dlrm_planner.enumerate import OptionBuilder, spread_rows
 from dlrm_planner.estimate import read_costs
 from dlrm_planner.memory import ddr_capacity
 from dlrm_planner.tiers import TierPlanner
+from dlrm_testing.repeats import repeats
 
 MIB, GIB = 2**20, 2**30
 MakeSpec = Callable[..., DLRMJobSpec]
@@ -119,7 +120,8 @@ def test_shards_tile_every_table_exactly_and_keep_to_pins(
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@pytest.mark.soak
+@settings(max_examples=repeats(25, soak=500))
 @given(found=many, gang=gangs, budget=st.integers(2 * MIB, 2 * GIB), slow=st.sampled_from([{}, {"block": "4Gi"}]))
 def test_no_pod_holds_more_than_its_budgets_however_tables_are_split(
     make_spec: MakeSpec, found: list[dict[str, Any]], gang: dict[str, int], budget: int, slow: dict[str, str]

@@ -20,6 +20,7 @@ from dlrm_api.training import RowOptimizerSpec, TrainingSpec
 from dlrm_planner import checkpointer_bytes, choose_plan, plan_job, working_set_bytes
 from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES, CONTEXT_BYTES, KEY_SORT_BYTES, device_working_bytes
 from dlrm_planner.tables import UPDATED_LOOKUP_BYTES, activation_bytes, update_bytes
+from dlrm_testing.repeats import repeats
 
 MIB, GIB = 2**20, 2**30
 MakeSpec = Callable[..., DLRMJobSpec]
@@ -120,7 +121,8 @@ def check_levels(spec: DLRMJobSpec, plan: Plan) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@pytest.mark.soak
+@settings(max_examples=repeats(25, soak=500))
 @given(
     found=some_tables,
     hbm=st.integers(2_200 * MIB, 20 * GIB),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_api.hardware import HardwareProfile, TierSpec
@@ -12,6 +12,7 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan
 from dlrm_planner import choose_plan, plan_job
 from dlrm_planner.choose import BOUND_TOLERANCE, MIN_GAIN
+from dlrm_testing.repeats import repeats
 
 MakeSpec = Callable[..., DLRMJobSpec]
 MakeProfile = Callable[..., HardwareProfile]
@@ -55,6 +56,8 @@ def rate(plan: Plan) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
+@settings(max_examples=repeats(40, soak=500))
 @given(found=many, gang=gangs, slow=st.booleans())
 def test_no_plan_is_slower_than_all_whole_or_all_row_wise(
     make_spec: MakeSpec, make_profile: MakeProfile, found: list[dict[str, Any]], gang: dict[str, int], slow: bool

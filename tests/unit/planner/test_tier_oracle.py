@@ -17,6 +17,7 @@ from dlrm_planner.rates import read_tier_rates
 from dlrm_planner.stacks import expected_entries, read_stacks
 from dlrm_planner.tiers import Pod, tier_tables
 from dlrm_planner.types import TierShortage, cut_tables
+from dlrm_testing.repeats import repeats
 from dlrm_testing.tier_oracle import oracle_ms
 
 MakeSpec = Callable[..., DLRMJobSpec]
@@ -93,7 +94,9 @@ def losses(count: int, make_spec: MakeSpec, make_profile: MakeProfile) -> list[f
     return found
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [12, pytest.param(repeats(100, soak=300), marks=[pytest.mark.slow, pytest.mark.soak])]
+)
 def test_small_pods_are_placed_as_by_the_oracle(make_spec: MakeSpec, make_profile: MakeProfile, count: int) -> None:
     found = np.array(losses(count, make_spec, make_profile))
 

@@ -19,6 +19,7 @@ from dlrm_api.plan import Plan, TierShare
 from dlrm_planner import plan_job, working_set_bytes
 from dlrm_planner.choose import read_problem
 from dlrm_planner.hit_rates import table_hit_rates
+from dlrm_testing.repeats import repeats
 from dlrm_testing.split_rows import range_bytes
 
 MIB, GIB = 2**20, 2**30
@@ -111,7 +112,8 @@ def expected_hits(plan: Plan, spec: DLRMJobSpec) -> float:
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@pytest.mark.soak
+@settings(max_examples=repeats(15, soak=400))
 @example(  # hand-off and buffers alone take more than a pod has
     found=[{"rows": 6_690_802, "dim": 16, "maxLookups": 20}],
     given_budgets={"scm": 110_100_334, "ddr": 209_715_200, "block": GIB},

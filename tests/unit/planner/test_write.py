@@ -16,10 +16,11 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, ShardRange
 from dlrm_planner import hit_rates, plan_job
 from dlrm_planner.write import even_runs
+from dlrm_testing.repeats import repeats
 
 MakeSpec = Callable[..., DLRMJobSpec]
 MakeProfile = Callable[..., HardwareProfile]
-SEEDS, PLANS_OF_A_SEED = range(8), 30
+SEEDS, PLANS_OF_A_SEED = range(repeats(4, soak=100)), 30
 MIB, GIB = 2**20, 2**30
 DDR_RATES = {"readBytesPerSecond": 1e10, "writeBytesPerSecond": 5e9}
 RATES: dict[str, Any] = {
@@ -118,6 +119,7 @@ class OtherProcessor:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", SEEDS)
 def test_plans_cover_every_row_once_within_every_budget(
     make_spec: MakeSpec, make_profile: MakeProfile, seed: int
@@ -167,6 +169,7 @@ def test_more_nodes_are_predicted_to_be_faster_for_large_tables(
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", SEEDS)
 def test_plans_do_not_depend_on_the_processor_s_rounding(
     make_spec: MakeSpec, make_profile: MakeProfile, monkeypatch: pytest.MonkeyPatch, seed: int
