@@ -217,6 +217,25 @@ def measure(
     write_profile(name, out, tier or ())
 
 
+@profiles.command()
+def fit(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Work directories of dlrmctl run --profile on such a machine."),
+    ],
+    hardware: Annotated[
+        Path, typer.Option(metavar="FILE", help="YAML file with the HardwareProfile to refine, which has loops.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File to write.")],
+    output: Output = "table",
+) -> None:
+    """Refine a HardwareProfile: scale the trainer's loops so that predictions match what runs measured."""
+    _check_current_folder()
+    from dlrm_cli.profile_fit import fit_runs
+
+    fit_runs(runs, hardware, out, as_json=output == "json")
+
+
 @cluster.command()
 def get(options: GetOptions, where: ClusterOptions) -> None:
     """List jobs in the cluster: phase, step, speed, quality, newest snapshot, time left."""

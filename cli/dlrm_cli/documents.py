@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import re
 import sys
 import typing
@@ -18,7 +19,16 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from dlrm_api.errors import BadDataError, DLRMError, InvalidSpecError, NoInputError, UsageError, first_problem, plain
+from dlrm_api.errors import (
+    BadDataError,
+    DeviceError,
+    DLRMError,
+    InvalidSpecError,
+    NoInputError,
+    UsageError,
+    first_problem,
+    plain,
+)
 from dlrm_api.fields import Duration
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
@@ -249,6 +259,15 @@ def only_job(documents: list[Document]) -> Document:
             f"{jobs[0].source}: expected one job, got {len(jobs)} ({titles}); put each in a file of its own"
         )
     return jobs[0]
+
+
+def only_profile(path: Path) -> HardwareProfile:
+    """Return the one HardwareProfile of a file of ``--hardware``; raise UsageError if there is none, or several."""
+    found = _profiles(read_documents(path))
+    if len(found) != 1:
+        names = f" ({_names(found)})" if found else ""
+        raise UsageError(f"invalid --hardware: expected one HardwareProfile in {path}, got {len(found)}{names}")
+    return found[0]
 
 
 def find_profiles(job: DLRMJob, documents: list[Document], files: Sequence[Path]) -> tuple[HardwareProfile, ...]:
@@ -500,3 +519,25 @@ def _inner(model: Any, step: str | int, path: str, walked: str, node: Any) -> An
     if origin is tuple:
         raise _list_error(path, walked, node)
     raise UsageError(f"invalid {path}: {here} is a single value")
+
+
+def check_new_file(out: Path) -> None:
+    """Refuse an ``--out`` that exists or cannot be written, before the work that it is for; with UsageError."""
+    try:
+        if out.exists():
+            raise UsageError(f"refusing to overwrite {out}; choose another --out")
+    except OSError as error:
+        raise UsageError(f"invalid --out: {out}: {error.strerror}; choose another file") from error
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"invalid --out: cannot write to folder {out.parent}; choose another file")
+
+
+def write_new_file(out: Path, text: str) -> None:
+    """Write ``--out``, whole or not at all; a failure is a DeviceError."""
+    try:
+        out.write_text(text)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            # A part is useless, and the next try would refuse to overwrite it.
+            out.unlink()
+        raise DeviceError(f"invalid --out: {out}: {error.strerror}; choose another file") from error

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from dlrm_api.names import API_VERSION
 from dlrm_api.process import usable_cpus, usable_memory_bytes
 from dlrm_api.tiers import BLOCK_SLACK, FILE_TIERS, Tier
 from dlrm_cli.checks import RESOURCE, DetectedGpu, detect_gpus
+from dlrm_cli.documents import check_new_file, write_new_file
 from dlrm_cli.loops import measure_loops
 from dlrm_cli.views import print_stderr
 from dlrm_trainer.embedding.tiers.block import BlockLevel
@@ -46,28 +46,12 @@ def write_profile(name: str, out: Path | None, tiers: Sequence[str] = ()) -> Non
         ) from error
     folders = _folders(tiers)
     if out is not None:
-        _check_new(out)
+        check_new_file(out)
     text = profile_text(name, Probe(), folders)
     if out is None:
         print(text, end="")
         return
-    try:
-        out.write_text(text)
-    except OSError as error:
-        with suppress(OSError):
-            # Part of a profile is useless, and the next try would refuse to overwrite it.
-            out.unlink()
-        raise DeviceError(f"invalid --out: {out}: {error.strerror}; choose another file") from error
-
-
-def _check_new(out: Path) -> None:
-    try:
-        if out.exists():
-            raise UsageError(f"refusing to overwrite {out}; choose another --out")
-    except OSError as error:
-        raise UsageError(f"invalid --out: {out}: {error.strerror}; choose another file") from error
-    if not os.access(out.parent, os.W_OK | os.X_OK):
-        raise UsageError(f"invalid --out: cannot write to folder {out.parent}; choose another file")
+    write_new_file(out, text)
 
 
 def _folders(tiers: Sequence[str]) -> dict[Tier, Path]:

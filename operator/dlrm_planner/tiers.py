@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import isclose
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -416,6 +417,19 @@ class TierAssignment:
     stacks: Stacks  # (G,)
     hit_rates: HitRates  # (G,)
 
+    @classmethod
+    def of_forms(
+        cls, group: Indices, forms: Indices, levels: tuple[Levels, ...], shapes: Shapes, stacks: Stacks, rates: HitRates
+    ) -> Self:
+        """Return the levels of (G,) groups of shards, each of one of the forms that the last three describe."""
+        return cls(
+            group=group,
+            levels=levels,
+            shapes=replace(take(shapes, forms), count=np.bincount(group[group >= 0], minlength=len(forms))),
+            stacks=take(stacks, forms),
+            hit_rates=take(rates, forms),
+        )
+
     @cached_property
     def stacked(self) -> Mapping[int, Levels]:
         """Return the groups with rows that move between levels."""
@@ -529,7 +543,7 @@ class TierPlanner:
         Pods with equal shards get equal levels. ``refines`` takes more time for it.
         """
         problem, ranks, hbm = self._problem, placement.ranks, self._hbm(placement.replicated)
-        shapes, form, entries = _forms(placement, problem.spec.world_size)
+        shapes, form, entries = stack_forms(placement, problem.spec.world_size)
         rates = self._curves.of(shapes)
         stacks = read_stacks(problem.spec, shapes, rates, problem.caps, entries, problem.device)
         min_ddr, min_hbm = stacks.min_ddr(bool(problem.caps)), stacks.min_hbm()
@@ -574,13 +588,7 @@ class TierPlanner:
                     known[key][k] = groups.setdefault((int(of_pod[k]), each), len(groups))
             group[which] = known[key]
         forms = np.array([each for each, _ in groups], np.int64)
-        return TierAssignment(
-            group=group,
-            levels=tuple(levels for _, levels in groups),
-            shapes=replace(take(shapes, forms), count=np.bincount(group[group >= 0], minlength=len(forms))),
-            stacks=take(stacks, forms),
-            hit_rates=take(rates, forms),
-        )
+        return TierAssignment.of_forms(group, forms, tuple(levels for _, levels in groups), shapes, stacks, rates)
 
     def infeasible(self, shortage: TableShortage | None) -> Infeasible:
         """Return why nothing fits: this shortage, or why the last placement did not fit."""
@@ -609,7 +617,7 @@ class TierPlanner:
         return self._problem.limit.size - fixed - self._buffers - max(self._whole.between, between)
 
 
-def _forms(placement: Placement, world_size: int) -> tuple[Shapes, Indices, Floats]:
+def stack_forms(placement: Placement, world_size: int) -> tuple[Shapes, Indices, Floats]:
     """Return the (F,) shapes that differ as stacks, the form of each shard, (N,), and map entries of the forms.
 
     Even parts of a table are as large as the largest, and stacks of many rows have wider entries in their maps.
