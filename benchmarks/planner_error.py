@@ -130,6 +130,34 @@ def draw_setting(draw: random.Random) -> Setting:
             return setting
 
 
+def make_job(
+    model: Mapping[str, Any],
+    batch: int,
+    folder: Path,
+    *,
+    ranks: int,
+    handoff_bytes: int,
+    data: Mapping[str, Any] | None = None,
+    trainer: Mapping[str, Any] | None = None,
+) -> DLRMJob:
+    """Return a job of one pod on synthetic data that ends after the steps that count, without a cut before."""
+    steps = WARM_STEPS + COUNTED_STEPS
+    spec = {
+        "model": model,
+        "data": {
+            "format": "synthetic",
+            "synthetic": {"samples": batch * steps, "evalSamples": 0},
+            "globalBatchSize": batch,
+            **(data or {}),
+        },
+        "training": {"maxSteps": steps},
+        "trainer": {"replicas": 1, "processesPerReplica": ranks, **(trainer or {})},
+        "checkpoint": {"uri": (folder / "store").as_uri(), "intervalSteps": 1_000_000, "handoffBudget": handoff_bytes},
+    }
+    head = {"apiVersion": "dlrm.dev/v1alpha1", "kind": "DLRMJob", "metadata": {"name": "benchmark"}}
+    return parse_job({**head, "spec": spec})
+
+
 def read_manifest(setting: Setting, ddr_bytes: int | None, folder: Path) -> DLRMJob:
     """Return the job of a setting."""
     bottom, top = MLPS[setting.mlp]
@@ -140,36 +168,27 @@ def read_manifest(setting: Setting, ddr_bytes: int | None, folder: Path) -> DLRM
         "maxLookups": 2 * setting.lookups if setting.lookups > 1 else 1,
         "pooling": "sum",
     }
-    budgets = {} if ddr_bytes is None else {"tierBudgets": {"ddr": ddr_bytes, "block": 4 * MAX_TABLE_BYTES}}
-    return parse_job(
-        {
-            "apiVersion": "dlrm.dev/v1alpha1",
-            "kind": "DLRMJob",
-            "metadata": {"name": "planner-error"},
-            "spec": {
-                "model": {
-                    "denseFeatures": [f"I{number}" for number in range(13)],
-                    "bottomMlp": [*bottom, setting.dim],
-                    "topMlp": list(top),
-                    "precision": setting.precision,
-                    "tableGroups": [{"name": "table", "count": setting.tables, "template": template}],
-                },
-                "data": {
-                    "format": "synthetic",
-                    "synthetic": {"samples": setting.batch * (WARM_STEPS + COUNTED_STEPS), "evalSamples": 0},
-                    "globalBatchSize": setting.batch,
-                    "prefetchBytes": setting.prefetch_bytes,
-                },
-                "training": {"maxSteps": WARM_STEPS + COUNTED_STEPS},
-                "trainer": {"replicas": 1, "processesPerReplica": setting.ranks, **budgets},
-                "checkpoint": {
-                    "uri": (folder / "store").as_uri(),
-                    "intervalSteps": 1_000_000,
-                    "handoffBudget": setting.handoff_bytes,
-                },
-            },
-        }
+    model = {
+        "denseFeatures": [f"I{number}" for number in range(13)],
+        "bottomMlp": [*bottom, setting.dim],
+        "topMlp": list(top),
+        "precision": setting.precision,
+        "tableGroups": [{"name": "table", "count": setting.tables, "template": template}],
+    }
+    return make_job(
+        model,
+        setting.batch,
+        folder,
+        ranks=setting.ranks,
+        handoff_bytes=setting.handoff_bytes,
+        data={"prefetchBytes": setting.prefetch_bytes},
+        trainer=tier_budgets(ddr_bytes),
     )
+
+
+def tier_budgets(ddr_bytes: int | None) -> Mapping[str, Any]:
+    """Return a trainer's tiers: so many bytes of DDR over ample block storage; None: whatever the machine has."""
+    return {} if ddr_bytes is None else {"tierBudgets": {"ddr": ddr_bytes, "block": 4 * MAX_TABLE_BYTES}}
 
 
 @dataclass(frozen=True)
@@ -183,15 +202,23 @@ class Case:
 
 
 def make_case(number: int, setting: Setting, profile: HardwareProfile, folder: Path) -> Case:
-    """Plan a setting; DDR grows from the hand-off and a cache share until the rest of what must be there fits too."""
+    """Plan a setting."""
+    read = partial(read_manifest, setting, folder=folder)
     if setting.cache == 1.0:
-        job = read_manifest(setting, None, folder)
+        job = read(None)
         return Case(number, setting, job, plan_job(job.spec, profile, shared=True))
-    rest_bytes = int(setting.cache * setting.table_bytes)
+    job, plan = plan_within(read, setting.handoff_bytes, int(setting.cache * setting.table_bytes), profile)
+    return Case(number, setting, job, plan)
+
+
+def plan_within(
+    read: Callable[[int], DLRMJob], handoff_bytes: int, rest_bytes: int, profile: HardwareProfile
+) -> tuple[DLRMJob, Plan]:
+    """Plan a job with DDR of the hand-off's size and a rest, which grows until all that must be there fits."""
     while True:
-        job = read_manifest(setting, setting.handoff_bytes + rest_bytes, folder)
+        job = read(handoff_bytes + rest_bytes)
         try:
-            return Case(number, setting, job, plan_job(job.spec, profile, shared=True))
+            return job, plan_job(job.spec, profile, shared=True)
         except InfeasiblePlanError:
             rest_bytes = rest_bytes * 5 // 4
 
@@ -203,19 +230,43 @@ def draw_case(number: int, draw: random.Random, profile: HardwareProfile, folder
     """
     while True:
         case = make_case(number, draw_setting(draw), profile, folder)
-        if case.setting.cache == 1 or _cached_share(case.plan) < 1:
+        if case.setting.cache == 1 or cached_share(case.plan) < 1:
             return case
 
 
 @dataclass(frozen=True)
 class Run:
-    """Hold what one run measured."""
+    """Hold what one run of a job measured."""
 
+    plan: Plan
     step_s: float
+    """Median of the steps that count."""
     bound: str
     """Resource that takes most of the training thread's time; a key of BOUNDS."""
     hit_rates: tuple[float, float] | None
     """Expected and measured shares of accesses to rows seen before; None without levels."""
+
+
+def train(job: DLRMJob, profile: Path, folder: Path) -> Run:
+    """Train a job in a folder by a profile.
+
+    Raises:
+        RunError: the run failed.
+    """
+    manifest, work = folder / "job.yaml", folder / "run"
+    manifest.write_text(job.model_dump_json(exclude_none=True))
+    command = [str(Path(sys.executable).with_name("dlrmctl")), "run", str(manifest), "--workdir", str(work)]
+    command += ["--profile", "--hardware", str(profile), "--tier-dir", str(folder / "tiers"), "--output", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RunError(done.stderr.strip()[-2_000:])
+    lines = [json.loads(line) for line in (work / "progress.jsonl").read_text().splitlines()]
+    times = np.array([line["time"] for line in lines if "loss" in line])
+    step_s = float(np.median(np.diff(times)[WARM_STEPS - 1 :]))
+    stages = Profile.model_validate_json((work / "profile.json").read_text(), by_name=True).stages
+    uses = (json.loads(done.stdout).get("tiers") or {}).get("ranks", ())
+    hit_rates = _hit_rates([RankUse.model_validate(each) for each in uses])
+    return Run(parse_plan((work / "plan.json").read_text()), step_s, _bound(stages), hit_rates)
 
 
 def run_case(case: Case, profile: Path, folder: Path) -> Run:
@@ -225,24 +276,14 @@ def run_case(case: Case, profile: Path, folder: Path) -> Run:
         RunError: the run failed, or was planned otherwise than predicted.
     """
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        here = Path(name)
-        manifest, work = here / "job.yaml", here / "run"
-        job = read_manifest(case.setting, case.job.spec.trainer.tier_budgets.ddr, here)
-        manifest.write_text(job.model_dump_json(exclude_none=True))
-        command = [str(Path(sys.executable).with_name("dlrmctl")), "run", str(manifest), "--workdir", str(work)]
-        command += ["--profile", "--hardware", str(profile), "--tier-dir", str(here / "tiers"), "--output", "json"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RunError(f"setting {case.number}: {done.stderr.strip()[-2_000:]}")
-        planned = parse_plan((work / "plan.json").read_text())
-        if _levels(planned) != _levels(case.plan):
+        job = read_manifest(case.setting, case.job.spec.trainer.tier_budgets.ddr, Path(name))
+        try:
+            done = train(job, profile, Path(name))
+        except RunError as error:
+            raise RunError(f"setting {case.number}: {error}") from error
+        if _levels(done.plan) != _levels(case.plan):
             raise RunError(f"setting {case.number}: dlrmctl run planned other shards or tiers than were predicted")
-        lines = [json.loads(line) for line in (work / "progress.jsonl").read_text().splitlines()]
-        times = np.array([line["time"] for line in lines if "loss" in line])
-        stages = Profile.model_validate_json((work / "profile.json").read_text(), by_name=True).stages
-        uses = (json.loads(done.stdout).get("tiers") or {}).get("ranks", ())
-        counted = np.diff(times)[WARM_STEPS - 1 :]
-        return Run(float(np.median(counted)), _bound(stages), _hit_rates([RankUse.model_validate(e) for e in uses]))
+        return done
 
 
 def _levels(plan: Plan) -> list[Any]:
@@ -255,7 +296,7 @@ def _levels(plan: Plan) -> list[Any]:
     ]
 
 
-def _cached_share(plan: Plan) -> float:
+def cached_share(plan: Plan) -> float:
     """Return the share of rows that the first levels of all shards can hold."""
     shards = [shard for table in plan.tables for shard in table.shards]
     rows = [shard.row_end - shard.row_start for shard in shards]
@@ -324,7 +365,7 @@ def show(case: Case, predicted_s: Sequence[float], runs: Sequence[Run]) -> dict[
         "error": round(predicted / measured - 1, 4),
         "repeat_error": round(repeat_error(runs), 4),
         "bound": bounds[len(bounds) // 2],
-        "cached_share": round(_cached_share(case.plan), 3),
+        "cached_share": round(cached_share(case.plan), 3),
         "predicted": case.plan.predicted.model_dump(by_alias=False, exclude_none=True),
     }
     if runs[0].hit_rates is not None:

@@ -3,8 +3,9 @@
 A task is a set of tables with sizes, widths, lookups and reuse of their own, drawn by a seed (the recipe of Zha et al.,
 "Pre-train and Search: Efficient Embedding Table Sharding with Pre-trained Neural Cost Models", MLSys 2023); how often
 rows are reused comes from production histograms. Both planners may place tables whole, by rows or by columns on eight
-ranks of a node. Each rank's share of a step, forward and backward, then runs alone on one thread through fbgemm's fused
-kernel, the plans in turn; a plan's load is the slowest of its ranks' medians.
+ranks of a node. Each rank's share of a step, lookup and update, then runs alone on one thread, the plans in turn; a
+plan's load is the slowest of its ranks' medians. Shares run through the trainer's kernel, which gives each column block
+a part of its own, and through fbgemm's fused kernel, which takes neighbouring ones as one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,16 +37,19 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from benchmarks.measure import tell
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJobSpec, parse_job
+from dlrm_api.training import RowOptimizerSpec
 from dlrm_kernels.hashing import stream_key
 from dlrm_planner import plan_job
 from dlrm_trainer.data.synthetic import Popularity, Scatter, read_histogram
+from dlrm_trainer.embedding.exchange import Bags
+from dlrm_trainer.embedding.table_batch import HostKernel, TableBatch, Tables
 
 RANKS, BATCH, REPEATS = 8, 2_048, 9
 """Ranks of the node, samples of a step of all of them, and runs of each rank's share that count."""
 TABLES, ROWS, LOOKUPS = (16, 64), (100_000, 1_000_000), (1, 40)
 """Ranges from which tasks and tables are drawn, ends included; rows and lookups by their logarithm."""
-DIMS, COLUMNS = (16, 32, 64, 128), 16
-"""Widths of tables, and the narrowest part of one."""
+DIMS, PARTS = (16, 32, 64, 128), 2
+"""Widths of tables, and the groups of columns that one may be split into."""
 MAX_TASK_BYTES, MAX_IDS = 6 * 2**30, 2**21
 """Of the rows of a task, and of the ids of a step: larger draws are drawn again."""
 HISTOGRAMS = ("meta-embedding-locality-2021.txt", "meta-embedding-locality-2022.txt")
@@ -76,6 +80,11 @@ class Piece:
     row_end: int
     column_start: int
     column_end: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return its rows and columns."""
+        return self.row_end - self.row_start, self.column_end - self.column_start
 
 
 Share = tuple[Piece, ...]
@@ -114,7 +123,7 @@ def read_spec(tables: Sequence[Table]) -> DLRMJobSpec:
         "interaction": "dcn",
         "tables": [
             {"name": each.name, "rows": each.rows, "dim": each.dim, "avgLookups": each.lookups,
-             "maxLookups": each.lookups, "pooling": "sum", "columnBlock": COLUMNS}
+             "maxLookups": each.lookups, "pooling": "sum", "columnBlock": each.dim // PARTS}
             for each in tables
         ],
     }  # fmt: skip
@@ -156,7 +165,7 @@ def their_shares(tables: Sequence[Table]) -> list[Share]:
     )
     constraints = {
         each.name: ParameterConstraints(
-            sharding_types=list(SHARDINGS), pooling_factors=[float(each.lookups)], min_partition=COLUMNS
+            sharding_types=list(SHARDINGS), pooling_factors=[float(each.lookups)], min_partition=each.dim // PARTS
         )
         for each in tables
     }
@@ -207,25 +216,62 @@ class Ids:
         rows = Scatter.of(each.rows, stream_key(self._seed, "scatter", each.name))(ranks)
         return rows.astype(np.int64).reshape(BATCH, each.lookups)
 
-
-class RankStep:
-    """Look up and update the rows of one rank's share as fbgemm's fused kernel does on one thread."""
-
-    def __init__(self, share: Share, ids: Ids) -> None:
-        specs = [
-            (each.row_end - each.row_start, each.column_end - each.column_start, EmbeddingLocation.HOST,
-             ComputeDevice.CPU)
-            for each in share
-        ]  # fmt: skip
-        self._kernel = SplitTableBatchedEmbeddingBagsCodegen(
-            embedding_specs=specs, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=0.01, eps=1e-8
-        )
+    def of_pieces(self, pieces: Sequence[Piece]) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]:
+        """Return the ids of each piece, counted from its first row, and the (BATCH,) lengths of its bags."""
         values, lengths = [], []
-        for piece in share:
-            rows = ids.of(piece.table)
+        for piece in pieces:
+            rows = self.of(piece.table)
             inside = (rows >= piece.row_start) & (rows < piece.row_end)
             values.append(rows[inside] - piece.row_start)
             lengths.append(inside.sum(axis=1))
+        return values, lengths
+
+
+class TrainerStep:
+    """Look up and update the rows of one rank's share as the trainer does."""
+
+    def __init__(self, share: Share, tables: Sequence[Table], ids: Ids) -> None:
+        blocks = [
+            replace(piece, column_start=start, column_end=start + width)
+            for piece in share
+            for width in (tables[piece.table].dim // PARTS,)
+            for start in range(piece.column_start, piece.column_end, width)
+        ]
+        held = Tables(
+            shapes=tuple(each.shape for each in blocks),
+            features=tuple(range(len(blocks))),
+            optimizer=RowOptimizerSpec(),
+            dtype="fp32",
+            device=torch.device("cpu"),
+            keys=np.empty(0, np.uint64),
+            first_columns=tuple(each.column_start for each in blocks),
+        )
+        self._batch = TableBatch(held, HostKernel(held))
+        values, lengths = ids.of_pieces(blocks)
+        self._bags = Bags(
+            lengths=torch.from_numpy(np.stack(lengths).astype(np.int32)),
+            ids=torch.from_numpy(np.concatenate(values)),
+            weights=None,
+            sizes=torch.tensor([len(each) for each in values]),
+        )
+        self._gradient = torch.full((BATCH, sum(width for _, width in held.shapes)), 1e-6)
+
+    def run(self) -> float:
+        """Return the seconds of one step."""
+        start = time.perf_counter()
+        self._batch.update(self._batch.lookup(self._bags, updates=True), self._gradient, 0.01, step=1)
+        return time.perf_counter() - start
+
+
+class FbgemmStep:
+    """Look up and update the rows of one rank's share as fbgemm's fused kernel does."""
+
+    def __init__(self, share: Share, tables: Sequence[Table], ids: Ids) -> None:  # noqa: ARG002  blocks do not matter
+        specs = [(*each.shape, EmbeddingLocation.HOST, ComputeDevice.CPU) for each in share]
+        self._kernel = SplitTableBatchedEmbeddingBagsCodegen(
+            embedding_specs=specs, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=0.01, eps=1e-8
+        )
+        values, lengths = ids.of_pieces(share)
         self._values = torch.from_numpy(np.concatenate(values))
         offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
         self._offsets: Tensor = torch.from_numpy(offsets.astype(np.int64))
@@ -238,11 +284,16 @@ class RankStep:
         return time.perf_counter() - start
 
 
-def loads(plans: Sequence[Sequence[Share]], ids: Ids) -> NDArray[np.float64]:
+KERNELS: dict[str, type[TrainerStep | FbgemmStep]] = {"trainer": TrainerStep, "fbgemm": FbgemmStep}
+
+
+def loads(
+    plans: Sequence[Sequence[Share]], tables: Sequence[Table], ids: Ids, kernel: type[TrainerStep | FbgemmStep]
+) -> NDArray[np.float64]:
     """Return the (plans, RANKS) median seconds of every rank's share; those of one rank alternate between the plans."""
     found = np.zeros((len(plans), RANKS))
     for rank in range(RANKS):
-        steps = {i: RankStep(shares[rank], ids) for i, shares in enumerate(plans) if shares[rank]}
+        steps = {i: kernel(shares[rank], tables, ids) for i, shares in enumerate(plans) if shares[rank]}
         taken: dict[int, list[float]] = {i: [] for i in steps}
         for step in steps.values():
             step.run()
@@ -259,16 +310,18 @@ def read_popularity(folder: Path) -> dict[str, Callable[[int], Popularity]]:
     return {name: read_histogram(str((folder / name).resolve())).popularity for name in HISTOGRAMS}
 
 
-def run_tasks(options: argparse.Namespace) -> Iterator[float]:
-    """Print a line for each task; yield our load over theirs."""
+def run_tasks(options: argparse.Namespace) -> Iterator[dict[str, float]]:
+    """Print a line for each task and kernel; yield our load over theirs, by kernel."""
     popularity, profile = read_popularity(options.data_dir), None
     if options.hardware is not None:
         body = yaml.safe_load(options.hardware.read_text())
         body["spec"]["tiers"]["ddr"]["bytes"] = DDR_BYTES
         profile = parse_profile(body)
     draw = random.Random(options.seed)
-    for number in range(options.tasks):
+    for number in range(options.first + options.tasks):
         tables = draw_task(draw)
+        if number < options.first:
+            continue
         started = time.perf_counter()
         plans = [our_shares(tables, profile)]
         planned = time.perf_counter()
@@ -276,50 +329,58 @@ def run_tasks(options: argparse.Namespace) -> Iterator[float]:
         planned_s = [round(planned - started, 3), round(time.perf_counter() - planned, 3)]
         for plan in plans:
             check_cover(tables, plan)
-        found = loads(plans, Ids(tables, popularity, options.seed + number))
-        ours, theirs = found.max(axis=1)
-        pieces = [sum(map(len, plan)) for plan in plans]
-        line = {
-            "benchmark": "planner_loads",
-            "setting": {"task": number, "seed": options.seed, "tables": len(tables), "ranks": RANKS},
-            "metric": "largest_rank_ms",
-            "ours": round(ours * 1e3, 3),
-            "against": "torchrec-planner",
-            "theirs": round(theirs * 1e3, 3),
-            "ratio": round(ours / theirs, 4),
-            "measured": {
-                "mean_rank_ms": np.round(found.mean(axis=1) * 1e3, 3).tolist(),
-                "shards": pieces,
-                "planning_s": planned_s,
-            },
-        }
-        print(json.dumps(line), flush=True)
-        tell(f"task {number + 1} of {options.tasks}: ours / theirs {ours / theirs:.3f}")
-        yield float(ours / theirs)
+        ids, ratios = Ids(tables, popularity, options.seed + number), dict[str, float]()
+        for name, kernel in KERNELS.items():
+            found = loads(plans, tables, ids, kernel)
+            ours, theirs = found.max(axis=1)
+            ratios[name] = float(ours / theirs)
+            line = {
+                "benchmark": "planner_loads",
+                "setting": {
+                    "task": number, "seed": options.seed, "tables": len(tables), "ranks": RANKS, "kernel": name
+                },
+                "metric": "largest_rank_ms",
+                "ours": round(ours * 1e3, 3),
+                "against": "torchrec-planner",
+                "theirs": round(theirs * 1e3, 3),
+                "ratio": round(ratios[name], 4),
+                "measured": {
+                    "mean_rank_ms": np.round(found.mean(axis=1) * 1e3, 3).tolist(),
+                    "shards": [sum(map(len, plan)) for plan in plans],
+                    "planning_s": planned_s,
+                },
+            }  # fmt: skip
+            print(json.dumps(line), flush=True)
+        tell(f"task {number}: ours / theirs " + ", ".join(f"{name} {each:.3f}" for name, each in ratios.items()))
+        yield ratios
 
 
 def main() -> int:
     """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="number of the first task, to continue a run [0]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data-dir", type=Path, default=Path("../shared/data"), help="of the reuse histograms")
     parser.add_argument("--hardware", type=Path, help="HardwareProfile of this machine, for our planner's rates")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    ratios = np.array(list(run_tasks(options)))
+    found = list(run_tasks(options))
     most, all_, median = LIMITS
-    summary = {
-        "benchmark": "planner_loads",
-        "metric": "ratio",
-        "tasks": len(ratios),
-        "median": round(float(np.median(ratios)), 4),
-        "most": round(float(np.percentile(ratios, 95)), 4),
-        "worst": round(float(ratios.max()), 4),
-        "share_within": round(float((ratios <= most).mean()), 4),
-        "limits": {"share_within": 0.95, "worst": all_, "median": median},
-    }
-    print(json.dumps(summary), flush=True)
+    for name in KERNELS:
+        ratios = np.array([each[name] for each in found])
+        summary = {
+            "benchmark": "planner_loads",
+            "metric": "ratio",
+            "kernel": name,
+            "tasks": len(ratios),
+            "median": round(float(np.median(ratios)), 4),
+            "most": round(float(np.percentile(ratios, 95)), 4),
+            "worst": round(float(ratios.max()), 4),
+            "share_within": round(float((ratios <= most).mean()), 4),
+            "limits": {"share_within": 0.95, "worst": all_, "median": median},
+        }
+        print(json.dumps(summary), flush=True)
     return 0
 
 

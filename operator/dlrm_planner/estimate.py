@@ -105,7 +105,7 @@ class CostModel:
     rates: RankRates
     """Of loops on the host."""
     id_s: Floats
-    """Seconds to look up and update an id, whatever the columns of its row."""
+    """Seconds to look up and update an id in a column block, whatever its columns."""
     part_s: Floats
     """Seconds of a step for each column block of a shard."""
     element_s: Floats
@@ -128,9 +128,12 @@ class CostModel:
         """Return the share of samples that belong to other ranks."""
         return (self.world_size - 1) / self.world_size
 
-    def lookup_s(self, table: Indices | int, share: Each, width: Each) -> Floats:
-        """Return the seconds to look up and update the rows of shards."""
-        of_id = self.element_s[table] * width + self.slot_s[table] + self.id_s[table]
+    def lookup_s(self, table: Indices | int, share: Each, width: Each, blocks: Each) -> Floats:
+        """Return the seconds to look up and update the rows of shards.
+
+        A column block has kernels and optimizer state of its own, so each finds the row anew.
+        """
+        of_id = self.element_s[table] * width + self.slot_s[table] + self.id_s[table] * blocks
         return np.asarray(self.ids[table] * share * of_id)
 
     def sent_bytes(self, table: Indices | int, share: Each, width: Each, blocks: Each) -> Floats:
@@ -146,7 +149,7 @@ class CostModel:
     def total_s(self, table: Indices | int, share: Each, width: Each, blocks: Each) -> Floats:
         """Return the seconds of shards on their rank."""
         sent_s = self.byte_s * self.sent_bytes(table, share, width, blocks)
-        return self.lookup_s(table, share, width) + self.part_s[table] * blocks + sent_s
+        return self.lookup_s(table, share, width, blocks) + self.part_s[table] * blocks + sent_s
 
     def of_shapes(self, shapes: Shapes) -> Floats:
         """Return the (S,) seconds of a shard of each shape on its rank."""
@@ -167,8 +170,9 @@ class CostModel:
         bags, ids = float(self.bags[table]), float(self.ids[table])
         sent_s = self.byte_s * self.away
         vector = self.element_bytes * float(self.dims[table]) + self.vector_bytes * float(self.blocks[table])
-        columns_s = ids * float(self.element_s[table] * self.dims[table])
-        of_ids_s = float(self.lookup_s(table, 1.0, 0.0)) + sent_s * ids * float(self.id_bytes[table])
+        slots_s = float(self.lookup_s(table, 1.0, 0.0, 0.0))
+        columns_s = float(self.lookup_s(table, 1.0, self.dims[table], self.blocks[table])) - slots_s
+        of_ids_s = slots_s + sent_s * ids * float(self.id_bytes[table])
         lengths_s, vectors_s = sent_s * bags * self.length_bytes, sent_s * bags * vector
         parts_s = float(self.part_s[table] * self.blocks[table])
         if by_columns:
@@ -185,7 +189,7 @@ class CostModel:
     def replica_s(self, replicated: Sequence[int]) -> float:
         """Return the seconds in which a rank looks up its own samples' rows of replicated tables, and updates these."""
         which = np.array(replicated, np.int64)
-        looked_up = float(self.lookup_s(which, 1.0, self.dims[which]).sum()) / self.world_size
+        looked_up = float(self.lookup_s(which, 1.0, self.dims[which], self.blocks[which]).sum()) / self.world_size
         return looked_up + float(self.replica_host_s(which).sum())
 
     def reduce_s(self, replicated: Sequence[int]) -> float:
@@ -200,7 +204,7 @@ class CostModel:
     def estimate(self, placement: Placement) -> Estimate:
         """Estimate a step of a placement with all rows in the first level."""
         shapes = placement.shards.shapes
-        looked_up = self.lookup_s(shapes.table, shapes.share, shapes.width)
+        looked_up = self.lookup_s(shapes.table, shapes.share, shapes.width, shapes.blocks)
         looked_up = looked_up + self.part_s[shapes.table] * shapes.blocks
         sent_s = self.byte_s * self.sent_bytes(shapes.table, shapes.share, shapes.width, shapes.blocks)
         on_host, lookups = self.on_host[shapes.table], dict[Tier, Timed]()
@@ -229,14 +233,15 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
     # A node's ranks share its memory and its link to other nodes; a GPU's memory serves its rank alone.
     host_s, host_stated = _element_s(profile, "ddr")
     id_s, host_s, part_s, packed_s = 0.0, host_s * processes, 0.0, 0.0
-    if rates.is_measured:
-        (id_s, host_s), host_stated, part_s = rates.alone.looked_up, True, rates.alone.part_s
-        if spec.world_size > 1 and device == "cpu":
-            packed_s = rates.alone.pack_s(communication.forward) / directions[0].value_bytes
+    # Most of a lookup's time goes to finding its row, whatever the columns: bytes alone would make columns look cheap.
+    if rates.is_measured or not host_stated:
+        (id_s, host_s), part_s = rates.alone.looked_up, rates.alone.part_s
+    if rates.is_measured and spec.world_size > 1 and device == "cpu":
+        packed_s = rates.alone.pack_s(communication.forward) / directions[0].value_bytes
     element_s, stated = np.full(len(specs), host_s), dict[Tier, bool]()
     if device == "cuda":
         element_s[~on_host], stated["hbm"] = _element_s(profile, "hbm")
-    stated["ddr"] = host_stated
+    stated["ddr"] = host_stated or rates.is_measured
     link, link_is_stated = _link_rate(spec, profile, device)
     return CostModel(
         ids=bags * [table.lookups for table in specs],

@@ -152,7 +152,9 @@ def _training(found: Solution, rates: HostRates) -> TrainingWork:
     host, ids = costs.on_host[table], costs.ids[table] * shapes.share[own]
     values = float((ids * shapes.width[own])[host].sum())
     copies = replicated[costs.on_host[replicated]]
-    of_host = float(ids[host].sum() + costs.ids[copies].sum() / world_size)
+    # Each column block finds its rows anew.
+    of_host = float((ids * shapes.blocks[own])[host].sum())
+    of_host += float((costs.ids[copies] * costs.blocks[copies]).sum()) / world_size
     values += float((costs.ids[copies] * costs.dims[copies]).sum()) / world_size
     # A GPU's lookups and updates are one term.
     device_s = float((ids * costs.element_s[table] * shapes.width[own])[~host].sum())

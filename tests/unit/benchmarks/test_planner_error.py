@@ -71,7 +71,7 @@ def test_only_settings_whose_runs_differ_are_run_again(tmp_path: Path) -> None:
 
     def run(case: Case) -> Run:
         order.append(case.number)
-        return Run(next(disturbed) if case.number else 1.0, "compute", None)
+        return Run(case.plan, next(disturbed) if case.number else 1.0, "compute", None)
 
     found = measure_cases(cases, run)
 
