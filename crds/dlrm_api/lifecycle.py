@@ -131,6 +131,12 @@ class LifecycleSpec(ApiModel):
         "suspend, resize or end the job.",
     )
     restart: RestartSpec = Field(RestartSpec(), description="Restarts after failures.")
+    replan: Literal["never", "onRestart"] = Field(
+        "never",
+        description="What a restart plans. never: nothing, if as many pods of the same job fit the same hardware. "
+        "onRestart: tiers and cache sizes, by the HardwareProfile and the traces of now; ranks and shards stay. A "
+        "resize or an edit of the spec plans all of it.",
+    )
     pending_deadline: Duration | None = Field(
         None, description="Maximum time to start all trainer pods of an attempt. Default: no limit."
     )

@@ -205,6 +205,7 @@ class Plan(ApiModel):
     handoff_bytes: tuple[int, ...] = Field(description="Shared-memory budget for cuts of each pod (bytes).")
     predicted: Prediction = Field(Prediction(), description="Prediction of the cost model.")
     choice: Choice | None = Field(None, description="Choice of replicas and hardware, if trainer.objective made it.")
+    replanned: str = Field("", description="Why the attempt could not keep the plan of the one before it.")
     reasons: tuple[str, ...] = Field((), description="Reasons for the plan's decisions.")
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 
 from dlrm_api.choice import MAX_LACKS_LENGTH, MAX_REJECTED, Candidate, Choice, RejectedCandidate
@@ -21,6 +21,7 @@ from dlrm_api.progress import DataFiles
 from dlrm_api.trace import TableTrace
 from dlrm_planner.choose import plan_job, plan_or_shortage
 from dlrm_planner.predict import missing_rates
+from dlrm_planner.replan import Check, PastPlan, continue_plan, with_reason
 from dlrm_planner.virtual_shards import max_replicas, with_kept
 
 MAX_EXACT = 16
@@ -34,9 +35,6 @@ MAX_REFINED = 8
 SHOWN_SIZES = 3
 """Sizes next to the chosen one that are shown."""
 FIELD = "spec.trainer.objective"
-
-Check = Callable[[Plan, HardwareProfile | None], None]
-"""Raise InvalidSpecError for a plan that its hardware cannot run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +57,14 @@ def choose_plan(
     data: DataFiles | None = None,
     done: WorkDone | None = None,
     kept: str = "",
+    before: PastPlan | None = None,
     check: Check | None = None,
 ) -> Plan:
     """Return the plan that meets ``trainer.objective``, with the choice of replicas and hardware in it.
 
-    Without an objective, or with nothing to choose, it is :func:`plan_job`'s. The same arguments give the same plan.
+    Without an objective, or with nothing to choose, it is :func:`plan_job`'s. An attempt of as many replicas on the
+    same hardware as the one before continues with its plan, by ``lifecycle.replan``. The same arguments give the same
+    plan.
 
     Args:
         spec: A validated job.
@@ -74,6 +75,7 @@ def choose_plan(
         data: See :func:`plan_job`.
         done: What of the job is done.
         kept: Hardware of an earlier attempt, which is kept if it holds the job.
+        before: Plan of the attempt before.
         check: Refuses plans that their hardware cannot run; default: none.
 
     Raises:
@@ -82,24 +84,35 @@ def choose_plan(
         InvalidSpecError: a rate or price that the objective needs is missing in a profile; see :func:`plan_job` too.
     """
     trainer, traces = spec.trainer, traces or {}
+
+    next_plan = partial(continue_plan, before, traces=traces, reserve=reserve, data=data, check=check)
     is_fixed = trainer.replicas is not None and len(profiles) < 2 and not trainer.chooses_hardware
     if trainer.objective is None or is_fixed:
         (profile,) = profiles or (None,)
+        continued = next_plan(spec, profile)
+        if isinstance(continued, Plan):
+            return continued
         plan = plan_job(spec, profile, traces=traces, reserve=reserve, virtual_shards=virtual_shards, data=data)
         if check is not None:
             check(plan, profile)
-        return plan
+        return with_reason(plan, continued)
     goal = _read_goal(spec, done or WorkDone())
 
     def chosen(several: Sequence[HardwareProfile | None], *, is_kept: bool = False) -> Plan:
         kinds = [_Kind(spec, goal, profile, traces, reserve, virtual_shards, data, check) for profile in several]
         return _choose(spec, goal, kinds, is_kept=is_kept)
 
+    best: Plan | None = None
     of_before = [profile for profile in profiles if profile.metadata.name == kept]
     if of_before and len(profiles) > 1:
         with suppress(InvalidSpecError):
-            return chosen(of_before, is_kept=True)
-    return chosen(profiles or (None,))
+            best = chosen(of_before, is_kept=True)
+    best = best or chosen(profiles or (None,))
+    of_best = next((profile for profile in profiles if profile.metadata.name == best.hardware), None)
+    continued = next_plan(spec.with_replicas(best.nodes), of_best)
+    if isinstance(continued, Plan):
+        return continued.model_copy(update={"choice": best.choice})
+    return with_reason(best, continued)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from dlrm_api.errors import UsageError
-from dlrm_api.job import DLRMJob
+from dlrm_api.errors import InvalidSpecError, UsageError
+from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import ExitCode
-from dlrm_api.plan import Plan
+from dlrm_api.plan import Plan, parse_plan
 from dlrm_api.process import usable_cpus
 from dlrm_api.progress import TrainerPhase
 from dlrm_api.tiers import ELEMENT_BYTES
@@ -57,6 +58,9 @@ from dlrm_cli.views import (
     whole_line,
 )
 from dlrm_stores import ObjectStore
+
+if TYPE_CHECKING:
+    from dlrm_planner import PastPlan
 
 
 def run_job(options: RunOptions) -> int:
@@ -99,8 +103,9 @@ def run_here(wanted: DLRMJob, options: RunOptions, display: RunDisplay, stop: St
     job = _share_threads(wanted if is_fixed else wanted.with_replicas(wanted.spec.replicas))
     check_inputs(job.spec)
     root = work_folder(job, options)
+    before = read_past_plan(WorkDir(root))
     # Processes of an earlier run still hold memory: plan once they have ended.
-    early = None if has_processes(root) else _plan(job, options.hardware)
+    early = None if before is not None or has_processes(root) else _plan(job, options.hardware)
     store = open_job_store(job)
     grace_s = job.spec.lifecycle.termination_grace_period
     restore_handlers = stop.install()
@@ -113,7 +118,9 @@ def run_here(wanted: DLRMJob, options: RunOptions, display: RunDisplay, stop: St
                 )
             kept = stored_virtual_shards(store)
             is_settled = early is not None and kept in (None, early.virtual_shards)
-            plan = early if early and is_settled else _plan(job, options.hardware, kept)
+            # Without a snapshot nothing is continued.
+            past = before if before is not None and list_usable(store) else None
+            plan = early if early and is_settled else _plan(job, options.hardware, kept, past)
             for line in banner(job, plan, workdir):
                 display.say(line)
             return Done(result=LocalRun(job, plan, store, workdir, display, stop, options).result(), plan=plan)
@@ -132,6 +139,7 @@ def banner(job: DLRMJob, plan: Plan, workdir: WorkDir) -> list[str]:
     return [
         f"{job.metadata.name}: {len(tables)} tables, {rows:,} rows, {format_bytes(size)} of rows",
         f"plan: ranks: {plan.world_size}, up to {format_bytes(memory)} each{speed}",
+        *([plan.replanned] if plan.replanned else []),
         f"snapshots: {job.spec.checkpoint.uri}",
         f"logs: {from_here(workdir.root)}/logs",
     ]
@@ -229,12 +237,15 @@ def _share_threads(job: DLRMJob) -> DLRMJob:
     return job.model_copy(update={"spec": job.spec.model_copy(update={"trainer": trainer})})
 
 
-def _plan(job: DLRMJob, hardware: Path | None, virtual_shards: int | None = None) -> Plan:
+def _plan(
+    job: DLRMJob, hardware: Path | None, virtual_shards: int | None = None, before: PastPlan | None = None
+) -> Plan:
     """Plan for this machine, whatever hardware the job names; for its GPUs if the job asks for HBM.
 
-    Predictions are by the rates of the profile in ``hardware``. ``virtual_shards`` are those of the snapshot.
+    Predictions are by the rates of the profile in ``hardware``. ``virtual_shards`` are those of the snapshot. A run
+    that resumes continues with the plan ``before``, as attempts in a cluster do.
     """
-    from dlrm_planner import asks_for_hbm, plan_job
+    from dlrm_planner import asks_for_hbm, continue_plan, plan_job, with_reason
 
     gpus = detect_gpus() if asks_for_hbm(job.spec) else ()
     machine = this_machine(job.spec.replicas, gpus)
@@ -244,7 +255,22 @@ def _plan(job: DLRMJob, hardware: Path | None, virtual_shards: int | None = None
             raise UsageError(f"ambiguous --hardware: {hardware} has {len(measured)} of the job's HardwareProfiles")
         machine = with_rates(machine, measured[0], job.spec.trainer.tier_budgets)
     traces = read_references(job.spec)
-    return plan_job(job.spec, machine, traces=traces, virtual_shards=virtual_shards, shared=True)
+    continued = continue_plan(before, job.spec, machine, traces=traces)
+    if isinstance(continued, Plan):
+        return continued
+    plan = plan_job(job.spec, machine, traces=traces, virtual_shards=virtual_shards, shared=True)
+    return with_reason(plan, continued)
+
+
+def read_past_plan(workdir: WorkDir) -> PastPlan | None:
+    """Return the plan of the run before in a work directory; None without one that this version can read."""
+    from dlrm_planner import PastPlan
+
+    try:
+        job = parse_job(json.loads(workdir.job.read_bytes()))
+        return PastPlan(spec=job.spec, plan=parse_plan(workdir.plan.read_bytes()))
+    except (OSError, ValueError, InvalidSpecError):
+        return None
 
 
 def program() -> str:

@@ -19,7 +19,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,8 +33,8 @@ from dlrm_api.plan import plan_to_parts, plan_without_tables
 from dlrm_api.progress import DataFiles
 from dlrm_api.status import DLRMJobStatus
 from dlrm_operator.manifests.storage import check_mounts
-from dlrm_operator.reconcile.state import JobKey, JobSeen, Planning, PlanQuestion
-from dlrm_planner import WorkDone, choose_plan, read_traces
+from dlrm_operator.reconcile.state import JobKey, JobSeen, Planning, PlanQuestion, StoredPlan
+from dlrm_planner import FIELDS_WITHOUT_PLAN, WorkDone, choose_plan, read_traces
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +62,6 @@ TOO_LARGE = (
     f"spec.trainer: planning takes more than {MAX_PLANNING_BYTES // 2**20} MiB of memory, the operator's limit: use "
     "fewer ranks, fewer tables, or fewer tables that are pinned to be split"
 )
-FIELDS_WITHOUT_PLAN: dict[str, bool | set[str]] = {
-    "lifecycle": True, "scheduling": True, "checkpoint": {"uri", "restore_from", "credentials_secret"}
-}  # fmt: skip
-"""Parts of a spec that no plan depends on: a change of them needs no new plan."""
-
 PlanInputs = tuple[str, str, str, int, int | None, DataFiles | None, str]
 """What identifies a question of a job: uid, digest of the planned part of the spec, versions of the profiles, reserve,
 number of virtual shards, files of the data, and hardware that the job keeps."""
@@ -247,10 +242,11 @@ class Planner:
         return self._kept.get(dependencies)
 
     def _dependencies(self, key: JobKey, question: PlanQuestion) -> tuple[str, ...]:
-        """Return all that the answer depends on: the inputs without the job's uid, the traces, and what is done."""
+        """Return all that the answer depends on: inputs without the job's uid, traces, plan before, what is done."""
         _, *inputs = self._inputs(key, question)
         traces = hashlib.sha256(json.dumps(question.traces, sort_keys=True).encode()).hexdigest()
-        return *map(str, inputs), traces, repr(question.done)
+        before = question.before.digest if question.before else ""
+        return *map(str, inputs), traces, before, repr(question.done)
 
     def _inputs(self, key: JobKey, question: PlanQuestion) -> PlanInputs:
         digest = self._digest(key, question.uid, question.generation, question.job)
@@ -260,8 +256,9 @@ class Planner:
     def _digest(self, key: JobKey, uid: str, generation: int, job: DLRMJob) -> str:
         known = self._digests.get(key)
         if known is None or known[:2] != (uid, generation):
-            text = job.spec.model_dump_json(exclude=FIELDS_WITHOUT_PLAN, exclude_unset=True)
-            known = self._digests[key] = uid, generation, hashlib.sha256(text.encode()).hexdigest()
+            text = job.spec.model_dump_json(exclude=dict(FIELDS_WITHOUT_PLAN), exclude_unset=True)
+            planned = f"{text} {job.spec.lifecycle.replan}"
+            known = self._digests[key] = uid, generation, hashlib.sha256(planned.encode()).hexdigest()
         return known[2]
 
 
@@ -379,9 +376,18 @@ def _encode_question(question: PlanQuestion, deadline_s: float) -> bytes:
         "virtual_shards": question.virtual_shards,
         "data_files": question.data_files and question.data_files.model_dump(),
         "kept": question.kept,
+        "before": question.before and {"job": question.before.job, "parts": _encode_parts(question.before.parts)},
         "done": asdict(question.done),
     }
     return json.dumps(message).encode()
+
+
+def _encode_parts(parts: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: base64.b64encode(part).decode() for name, part in parts.items()}
+
+
+def _decode_parts(parts: Mapping[str, str]) -> dict[str, bytes]:
+    return {name: base64.b64decode(part) for name, part in parts.items()}
 
 
 def _decode_answer(text: bytes) -> tuple[int, Planning]:
@@ -390,7 +396,7 @@ def _decode_answer(text: bytes) -> tuple[int, Planning]:
     if "refusal" in answer:
         unmet = answer.get("unmet", False)
         return answer["resident"], Planning(problem=answer["refusal"], final=True, field=answer["field"], unmet=unmet)
-    parts = {name: base64.b64decode(part) for name, part in answer["parts"].items()}
+    parts = _decode_parts(answer["parts"])
     try:
         return answer["resident"], Planning(plan=plan_without_tables(parts), parts=parts)
     except InvalidSpecError as error:
@@ -414,7 +420,7 @@ def main() -> None:
 def answer_question(question: dict[str, Any]) -> dict[str, Any]:
     """Return ``{"parts": ...}``, the plan in base64; without one ``{"refusal": ..., "field": ..., "unmet": ...}``."""
     try:
-        return {"parts": {name: base64.b64encode(part).decode() for name, part in _plan(question).items()}}
+        return {"parts": _encode_parts(_plan(question))}
     except InvalidSpecError as error:
         return {"refusal": str(error), "field": error.path, "unmet": isinstance(error, ObjectiveNotMetError)}
     except MemoryError:
@@ -433,7 +439,8 @@ def limit_memory(more_bytes: int) -> None:
 
 
 def _plan(question: dict[str, Any]) -> dict[str, bytes]:
-    spec = parse_job(question["job"]).spec
+    spec, before = parse_job(question["job"]).spec, question["before"]
+    past = StoredPlan(job=before["job"], parts=_decode_parts(before["parts"])).read() if before else None
     plan = choose_plan(
         spec,
         [parse_profile(profile) for profile in question["profiles"]],
@@ -443,6 +450,7 @@ def _plan(question: dict[str, Any]) -> dict[str, bytes]:
         data=DataFiles.model_validate(question["data_files"]) if question["data_files"] else None,
         done=WorkDone(**question["done"]),
         kept=question["kept"],
+        before=past,
         check=check_mounts,
     )
     return plan_to_parts(plan)

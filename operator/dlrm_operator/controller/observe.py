@@ -169,7 +169,9 @@ class Observer:
         begins = self._begins(job) and (answered if live else recent or not answered)
         if not live and not begins:
             pods = self.pods.pods(job.key)
-            needs_no_reads = not (pods or job.unknown_fields or _has_references(job))
+            # A later attempt may continue with the plan of the one before.
+            later = _created_by(job) > 1
+            needs_no_reads = not (later or pods or job.unknown_fields or _has_references(job))
             if needs_no_reads and self.planner.answer(job.key, job, ProfilesSeen().version):
                 return None
             return replace(self._facts(job, pods), plan_needs_no_reads=needs_no_reads)

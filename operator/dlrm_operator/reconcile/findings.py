@@ -45,6 +45,7 @@ class Reason(enum.StrEnum):
     TRACE_UNAVAILABLE = "TraceUnavailable"
     PLANNING = "Planning"
     PLANNED = "Planned"
+    REPLANNED = "Replanned"
     INFEASIBLE = "Infeasible"
     OBJECTIVE_NOT_MET = "ObjectiveNotMet"
     PLANNER_FAILED = "PlannerFailed"
@@ -277,6 +278,9 @@ def _changes(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> Itera
             Reason.HARDWARE_CHOSEN if met else Reason.OBJECTIVE_NOT_MET,
             choice.summary,
         )
+    replanned = _message(after, ConditionType.PLANNED, Reason.REPLANNED)
+    if replanned and replanned != _message(before, ConditionType.PLANNED, Reason.REPLANNED):
+        yield "Normal", Reason.REPLANNED, replanned
     known_waits = _waits(before)
     for reason, message in _waits(after).items():
         if reason not in known_waits:

@@ -77,6 +77,7 @@ def plan_in_force(
 
 def plan_request(view: state.JobView) -> state.RequestPlan:
     """Return the request for a plan of the current spec."""
+    children = view.observed.children
     question = state.PlanQuestion(
         uid=view.job.uid,
         generation=view.job.generation,
@@ -85,6 +86,7 @@ def plan_request(view: state.JobView) -> state.RequestPlan:
         virtual_shards=view.status.virtual_shards,
         data_files=view.status.data_files,
         kept=view.job.kept_hardware,
+        before=None if children is None else children.before(view.gang.created_by),
         job=view.spec,
         profiles=view.observed.profiles,
         traces=view.observed.traces,
@@ -140,7 +142,8 @@ def _create(view: state.JobView, plan: Plan, maps: list[Manifest] | None = None)
         changes = attempts.next_attempt(view.status, Reason.SPEC_CHANGED)
         return RuleResult(findings=(finding,), changes=changes, done=True)
     gang = replace(view.gang, size=plan.nodes)
-    reason = Reason.PLANNED if plan.choice is None or plan.choice.met else Reason.OBJECTIVE_NOT_MET
+    reason = Reason.REPLANNED if plan.replanned else Reason.PLANNED
+    reason = reason if plan.choice is None or plan.choice.met else Reason.OBJECTIVE_NOT_MET
     finding = _planned("True", reason, "; ".join(plan.reasons[:MAX_PLAN_REASONS]))
     changes = {
         "plan": plan_status(plan),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -12,16 +13,16 @@ from typing import ClassVar, Literal
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
-from dlrm_api.job import DLRMJob, DLRMJobSpec
+from dlrm_api.job import DLRMJob, DLRMJobSpec, parse_job
 from dlrm_api.lifecycle import LifecycleSpec
 from dlrm_api.names import Container
-from dlrm_api.plan import Plan, plan_without_tables
+from dlrm_api.plan import Plan, plan_from_parts, plan_without_tables
 from dlrm_api.progress import CheckpointerProgress, DataFiles, Progress, TerminationMessage, TrainerPhase
 from dlrm_api.status import AvoidedNode, DLRMJobStatus
 from dlrm_operator.manifests import Manifest
-from dlrm_operator.manifests.objects import PodDefaults
+from dlrm_operator.manifests.objects import JOB_FILE, PodDefaults
 from dlrm_operator.manifests.pod_template import RESTRICTED, PodTemplatePolicy
-from dlrm_planner import WorkDone
+from dlrm_planner import PastPlan, WorkDone
 
 UNKNOWN_EXIT_CODE = 255
 """Of an ended trainer whose exit the kubelet does not remember."""
@@ -255,6 +256,26 @@ class ConfigMapSeen:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredPlan:
+    """Hold an attempt's plan and its job, as ConfigMaps hold them."""
+
+    job: str
+    parts: Mapping[str, bytes]
+
+    @property
+    def digest(self) -> str:
+        """Return what identifies the plan; names of parts hold a digest of them."""
+        return hashlib.sha256("\n".join([self.job, *sorted(self.parts)]).encode()).hexdigest()
+
+    def read(self) -> PastPlan | None:
+        """Return the plan; None if it is damaged, or of a version of the operator that this one cannot read."""
+        try:
+            return PastPlan(spec=parse_job(json.loads(self.job)).spec, plan=plan_from_parts(self.parts))
+        except (InvalidSpecError, ValueError):
+            return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class GroupSeen:
     """Hold the metadata of a PodGroup, or of a Workload of Kueue."""
 
@@ -291,6 +312,12 @@ class Children:
         """Return the stored parts of an attempt's plan."""
         maps = (each for each in self.config_maps if each.attempt == attempt)
         return {key: part for config_map in maps for key, part in config_map.parts.items()}
+
+    def before(self, attempt: int) -> StoredPlan | None:
+        """Return the newest plan of an earlier attempt; None if none is left."""
+        jobs = {each.attempt: each.text[JOB_FILE] for each in self.config_maps if JOB_FILE in each.text}
+        newest = max((number for number in jobs if number < attempt), default=None)
+        return None if newest is None else StoredPlan(job=jobs[newest], parts=self.parts(newest))
 
     def plan(self, attempt: int) -> Plan | None:
         """Return the attempt's stored plan without its tables; None unless every part is present and intact."""
@@ -677,6 +704,8 @@ class PlanQuestion:
     """Files of the training data; None if trainers have not found them yet."""
     kept: str = ""
     """Hardware to keep."""
+    before: StoredPlan | None = field(default=None, compare=False, repr=False)
+    """Plan of the attempt before."""
     job: DLRMJob = field(compare=False, repr=False)
     profiles: tuple[HardwareProfile, ...] = field(compare=False, repr=False)
     traces: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)

@@ -153,19 +153,28 @@ def test_a_job_waits_for_the_hardware_profile_that_it_names(
     assert job.status()["plan"]["hardware"] == name
 
 
-def test_a_pod_taken_from_a_running_gang_is_a_free_restart(
+def test_a_pod_taken_from_a_running_gang_is_a_free_restart_with_the_same_plan(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
-    job = JobDriver(api_types.api, namespace, job_document("demo"))
+    name, profiles = f"pool-{namespace}", "/apis/dlrm.dev/v1alpha1/hardwareprofiles"
+    pool = {"kind": "HardwareProfile", "metadata": {"name": name}, "spec": {"tiers": {"ddr": {"bytes": "64Gi"}}}}
+    api_types.api.call("POST", profiles, {"apiVersion": "dlrm.dev/v1alpha1", **pool})
+    job = JobDriver(api_types.api, namespace, job_document("demo", trainer={"replicas": 2, "hardware": name}))
     pods = trains(kubelet, job, 1)
+    plans = f"/api/v1/namespaces/{namespace}/configmaps/demo-plan-"
+    first = api_types.api.call("GET", f"{plans}1")["binaryData"]
 
+    api_types.api.call("PATCH", f"{profiles}/{name}", {"spec": {"tiers": {"ddr": {"bytes": "32Gi"}}}})
     kubelet.remove(pods[1])
     trains(kubelet, job, 2)
-    status = job.status()
+    status, second = job.status(), api_types.api.call("GET", f"{plans}2")["binaryData"]
+    api_types.api.call("DELETE", f"{profiles}/{name}")
 
     assert status["restartsByReason"] == {"PodDeleted": 1}
     assert status.get("chargedRestarts", 0) == 0
     assert kubelet.doubled == []
+    # A new plan would state the memory of now.
+    assert second == first
 
 
 def test_a_job_without_its_last_snapshot_has_not_succeeded(

@@ -92,7 +92,7 @@ def test_the_same_command_after_the_end_says_so_and_gives_the_same_result(finish
 
 def test_a_stopped_run_commits_its_cut_and_the_same_command_resumes(local: Any) -> None:
     local.write(data={"epochs": 40}, checkpoint={"intervalSteps": 1_000_000})
-    stopped_at = 0
+    stopped_at, plans = 0, list[str]()
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         process = local.start()
         wait_for_steps(local, stopped_at + 30, process)
@@ -101,12 +101,15 @@ def test_a_stopped_run_commits_its_cut_and_the_same_command_resumes(local: Any) 
         _, stderr = process.communicate(timeout=60)
         stopped_at = len(local.steps())
 
+        plans.append((local.workdir / "plan.json").read_text())
         assert process.returncode == code
         assert f"the snapshot of step {stopped_at:,} is committed; to resume: " in stderr
         assert "Traceback" not in stderr
 
     resumed = local.done("--set", f"spec.training.maxSteps={stopped_at + 10}")
 
+    # A new plan would state the memory that is free now.
+    assert len(set(plans)) == 1
     assert resumed["step"] == stopped_at + 10
     assert [line["step"] for line in local.steps()] == list(range(1, stopped_at + 11))
 

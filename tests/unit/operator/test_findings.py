@@ -22,7 +22,7 @@ from dlrm_testing.operator.hung_gang import hung_cluster, straggling_cluster
 from dlrm_testing.operator.kubelet_double import committed_progress
 from dlrm_testing.operator.memory_api import MemoryApi
 from dlrm_testing.operator.model_cluster import ModelCluster
-from dlrm_testing.operator.pools import CHEAP, DEAR, job_of_pools
+from dlrm_testing.operator.pools import CHEAP, DEAR, job_of_pools, restart_on, training_on
 from dlrm_testing.operator.running_job import (
     POD_0,
     POD_1,
@@ -168,6 +168,13 @@ def no_plan_fits() -> ModelCluster:
 def hardware_is_chosen() -> ModelCluster:
     cluster = job_of_pools(CHEAP, DEAR)
     start_training(cluster)
+    return cluster
+
+
+@says(Reason.REPLANNED, "node 0 takes", "2.0 GiB DDR of a pool node")
+def a_plan_fits_no_more() -> ModelCluster:
+    cluster = training_on("8Gi")
+    restart_on(cluster, "2Gi")
     return cluster
 
 

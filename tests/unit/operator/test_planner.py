@@ -14,11 +14,11 @@ import pytest
 
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import parse_job
-from dlrm_api.plan import plan_from_parts
+from dlrm_api.plan import plan_from_parts, plan_to_parts
 from dlrm_api.progress import DataFiles
 from dlrm_operator.clients.planner import MAX_IDLE_BYTES, TOO_LARGE, Planner, PlannerProcess
 from dlrm_operator.controller.informers import read_job
-from dlrm_operator.reconcile.state import JobKey, Planning, PlanQuestion
+from dlrm_operator.reconcile.state import JobKey, Planning, PlanQuestion, StoredPlan
 from dlrm_planner import plan_job
 from dlrm_testing.operator.operator_cluster import job_document
 
@@ -66,6 +66,20 @@ def test_the_child_counts_the_reads_of_files_that_trainers_found() -> None:
     found = plan_from_parts(answer.parts)
     assert found == plan_job(asked.job.spec, None, data=asked.data_files)
     assert any(reason.startswith("9 data files of 900 rows, 2.0 reads each") for reason in found.reasons)
+
+
+def test_the_child_continues_with_the_plan_before_it() -> None:
+    asked = question(trainer={"replicas": 2, "hardware": "pool"})
+    before, now = (
+        parse_profile({"metadata": {"name": "pool"}, "spec": {"tiers": {"ddr": {"bytes": ddr}}}})
+        for ddr in ("32Gi", "64Gi")
+    )
+    parts = plan_to_parts(plan_job(asked.job.spec, before))
+    stored = StoredPlan(job=asked.job.model_dump_json(exclude_unset=True), parts=parts)
+
+    answer = asyncio.run(plan(replace(asked, profiles=(now,), before=stored), 60))
+
+    assert answer.parts == parts
 
 
 def test_the_child_chooses_hardware_that_can_mount_its_tiers() -> None:

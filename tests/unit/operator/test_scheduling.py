@@ -167,6 +167,7 @@ def test_pods_that_no_node_has_devices_for_are_refused_before_one_is_made() -> N
         "virtual_shards": None,
         "data_files": None,
         "kept": None,
+        "before": None,
         "done": {},
     }
 

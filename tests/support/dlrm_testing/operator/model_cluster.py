@@ -54,7 +54,8 @@ _answers: dict[tuple[object, ...], Planning] = {}
 def _answer(question: PlanQuestion) -> Planning:
     profiles = tuple(profile.model_dump_json() for profile in question.profiles)
     given = question.job.spec.model_dump_json(), profiles, question.done
-    key = (*given, question.reserve, question.virtual_shards, question.data_files, question.kept)
+    before = question.before.digest if question.before else ""
+    key = (*given, question.reserve, question.virtual_shards, question.data_files, question.kept, before)
     if key not in _answers:
         _answers[key] = _ask_planner(question)
     return _answers[key]
@@ -70,6 +71,7 @@ def _ask_planner(question: PlanQuestion) -> Planning:
             data=question.data_files,
             done=question.done,
             kept=question.kept,
+            before=question.before.read() if question.before else None,
         )
     except InvalidSpecError as error:
         return Planning(problem=str(error), final=True, unmet=isinstance(error, ObjectiveNotMetError))
