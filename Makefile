@@ -10,6 +10,9 @@ HARDWARE ?= runs/this-machine.yaml
 PYTEST ?= $(BIN)/python -m pytest
 # On two cores: slow tests wait for processes and servers for half of their time.
 SLOW_WORKERS ?= 3
+# Long files first, so that no worker ends alone with one.
+INTEGRATION := $(addprefix tests/integration/,run operator)
+INTEGRATION += $(filter-out $(INTEGRATION),$(wildcard tests/integration/[a-z]*))
 export PYTHONPATH := hack/cluster
 # Tests start thousands of processes. Each compiles our sources for 0.9 s if no byte code is kept.
 unexport PYTHONDONTWRITEBYTECODE
@@ -49,7 +52,7 @@ unit: kernels ## run the unit tests, quick ones first
 	$(PYTEST) -m slow -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder tests/unit
 
 integration: kernels ## run the tests on real servers and processes
-	$(PYTEST) -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder tests/integration
+	$(PYTEST) -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder $(INTEGRATION)
 
 oldest: $(INSTALLED) ## run the part of integration that also covers the oldest tested Kubernetes
 	TEST_KUBERNETES=kubernetes-1.35 $(PYTEST) -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder tests/integration/operator

@@ -27,7 +27,7 @@ from dlrm_testing.operator.unruly_proxy import UnrulyProxy, Weather
 
 pytestmark = pytest.mark.cluster
 
-SCHEDULES = int(os.environ.get("FAULT_SCHEDULES", "50"))
+SCHEDULES = int(os.environ.get("FAULT_SCHEDULES", "20"))
 FIRST_SEED = int(os.environ.get("FAULT_SEED", "0"))
 AT_ONCE = int(os.environ.get("FAULT_AT_ONCE", "25"))
 """Schedules that share the operator at any moment."""

@@ -129,7 +129,7 @@ def test_an_operator_started_before_its_crds_waits_and_says_so(
 def test_the_operator_survives_definitions_that_come_and_go(
     definitions: ControlPlane, namespace: str, operator: OperatorProcess
 ) -> None:
-    for number in range(4):
+    for number in range(2):
         delete_crd(definitions.api, JOBS)
         eventually(lambda: "install" in operator.read_text("readyz"), 60, operator.log)
         install_crds(definitions.api, JOBS)

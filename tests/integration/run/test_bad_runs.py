@@ -48,12 +48,6 @@ def parquet(local: Any, **columns: list[Any]) -> Path:
     return Path(path)
 
 
-def ragged(local: Any) -> None:
-    lines = criteo_lines()
-    lines[122] = lines[122][:-2]
-    criteo(local, lines)
-
-
 def field(row: int, column: int, text: str) -> Callable[[Any], None]:
     def make(local: Any) -> None:
         lines = criteo_lines()
@@ -61,10 +55,6 @@ def field(row: int, column: int, text: str) -> Callable[[Any], None]:
         criteo(local, lines)
 
     return make
-
-
-def not_parquet(local: Any) -> None:
-    parquet(local).write_bytes(b"no parquet at all")
 
 
 def not_a_number(local: Any) -> None:
@@ -80,9 +70,7 @@ def diverging(local: Any) -> None:
 
 
 CASES: list[tuple[str, Callable[[Any], None], int, tuple[str, ...]]] = [
-    ("a ragged line", ragged, 65, ("train.tsv:123", "38", "40")),
     ("a table that is too small", field(50, 16, "ffff"), 65, ("train.tsv:51", "C3", "65535", "49")),
-    ("a file that is no Parquet", not_parquet, 65, ("train.parquet",)),
     ("a dense value that is NaN", not_a_number, 65, ("train.parquet", "I2", "33")),
     ("learning rates that diverge", diverging, 65, ("the loss became", "step", "learning rates")),
 ]
@@ -136,10 +124,6 @@ def spoil_chunks(local: Any) -> None:
     damage(local, "chunks/**/*", flipped)
 
 
-def spoil_manifests(local: Any) -> None:
-    damage(local, "manifests/*", lambda body: body[: len(body) // 2])
-
-
 def write_a_newer_manifest(local: Any) -> None:
     damage(local, "manifests/0000000000000120-*", newer)
 
@@ -151,7 +135,6 @@ def change_rows(local: Any) -> None:
 
 AFTERWARDS: list[tuple[str, Callable[[Any], None], tuple[str, ...]]] = [
     ("corrupt chunks", spoil_chunks, ("no snapshot can be used", "SHA-256")),
-    ("torn manifests", spoil_manifests, ("no snapshot can be used", "manifests/")),
     ("a manifest of a newer version", write_a_newer_manifest, ("99", "newer dlrm-operator", "to go back to step ")),
     ("a changed table", change_rows, ("table C1 to 301 rows", "initializer.scale", "300 rows")),
 ]

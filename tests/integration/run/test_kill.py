@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from dlrm_testing.repeats import repeats
 from dlrm_testing.trainer.sample_ledgers import records
 
 pytestmark = pytest.mark.slow
@@ -37,7 +38,7 @@ MODEL = {
     ]
 }
 """Of C2's ids a quarter have rows: they come and go in every maintenance. C1 keeps some columns of its rows."""
-KILLS = 20
+KILLS = repeats(8, soak=200)
 """Kills in all."""
 KILLS_A_LIFE = 10
 """Most kills in one run to the end."""
@@ -135,7 +136,8 @@ def epochs_of(local: Any, name: str) -> dict[int, list[int]]:
     return seen
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.soak
+@pytest.mark.timeout(600 + 90 * KILLS)
 def test_killing_any_process_at_any_moment_changes_no_byte_of_the_result(local: Any) -> None:
     seed = int(os.environ.get("DLRM_KILL_SEED", random.SystemRandom().randrange(2**32)))
     print(f"DLRM_KILL_SEED={seed}")

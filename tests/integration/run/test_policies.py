@@ -19,6 +19,7 @@ from dlrm_checkpointer.read.catalog import find_snapshot, verify_snapshot
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_stores import open_store
 from dlrm_testing.digests import snapshot_digest
+from dlrm_testing.repeats import IS_SOAK
 from dlrm_testing.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -58,7 +59,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, local_in: Callable[[Pa
     return Undisturbed(local.store, local.done("--digest")["state_digest"])
 
 
-@pytest.mark.parametrize("policy", WHY)
+@pytest.mark.soak
+@pytest.mark.parametrize("policy", WHY if IS_SOAK else ["consecutive", "intermittent"])
 def test_a_killed_run_ends_like_an_undisturbed_one_under_any_policy(
     local: Any, undisturbed: Undisturbed, policy: str
 ) -> None:

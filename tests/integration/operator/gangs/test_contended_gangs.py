@@ -33,7 +33,7 @@ from dlrm_testing.operator.kueue import Kueue
 from dlrm_testing.operator.operator_cluster import Object, eventually, job_document
 
 pytestmark = pytest.mark.cluster
-TRIALS = int(os.environ.get("GANG_TRIALS", "3"))
+TRIALS = int(os.environ.get("GANG_TRIALS", "2"))
 SEED = int(os.environ.get("GANG_SEED", "0"))
 SCHEDULERS = os.environ.get("GANG_SCHEDULERS", "native").split()
 PODS = 64
