@@ -59,7 +59,8 @@ FEW_PARTS, MANY_PARTS = 1, 33
 """Tables of each rank in steps of next to no arithmetic."""
 COLLECTIVE_BYTES = (1 << 10, 1 << 15, 1 << 18, 1 << 21, 1 << 24)
 READER_FEATURES, READER_SAMPLES, READER_LOOKUPS, READER_BATCHES = 24, 1_024, 6, 16
-FEW_SAMPLES, PACED_STEPS = 64, 60
+FEW_SAMPLES, PACED_STEPS = 64, 12
+"""Steps for each repeat."""
 CODECS_BESIDE: tuple[Codec, ...] = ("fp32",)
 """Next to a reader one codec is timed; the others are as much slower."""
 MIN_SLOWER = 0.1
@@ -363,7 +364,8 @@ class Rank:
         alone = self._timed(step).seconds
         with self._reading():
             beside = self._timed(step, 2).seconds
-        batches, seconds = open_reader(spec, "train", self.rank, self.ranks).iterate(0, PACED_STEPS), list[float]()
+        steps, seconds = self._repeats * PACED_STEPS, list[float]()
+        batches = open_reader(spec, "train", self.rank, self.ranks).iterate(0, steps)
         with closing(batches):
             ahead = int(self.ranks > 1)
             start = time.perf_counter()
@@ -372,7 +374,7 @@ class Rank:
                 seconds.append(time.perf_counter() - start)
                 start = time.perf_counter()
         learner.embeddings.close()
-        paced = median(seconds[PACED_STEPS // 4 :])
+        paced = median(seconds[steps // 4 :])
         return max(paced - alone, 0.0) / max(1 - alone / beside, MIN_SLOWER)
 
     def _read_job(self, lookups: int, top: Sequence[int] = (1,)) -> DLRMJobSpec:

@@ -10,7 +10,8 @@ from typing import Any
 from dlrm_cluster.errors import ClusterError
 
 Object = dict[str, Any]
-TIMEOUT_S = 30.0
+TIMEOUT_S = 70.0
+"""More than the 60 s in which the API server answers every request, also on a busy machine."""
 
 
 class ApiError(ClusterError):
