@@ -19,6 +19,7 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan, TierLevel, TierShare
 from dlrm_api.training import DenseOptimizerSpec
+from dlrm_testing.repeats import repeats
 from dlrm_testing.trainer.failing_gpu import FAILURES
 from dlrm_testing.trainer.gangs import Pod, hand_plan, job_document, plan_document, run_ranks, small_job
 from dlrm_testing.trainer.gpus import gpu_of
@@ -245,7 +246,8 @@ def train_pretending(collectives: Collectives, *arguments: Any) -> ShardedRun:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(repeats(2, soak=40)))
 def test_gangs_train_as_one_rank_and_sending_ahead_changes_no_bit(tmp_path: Path, seed: int) -> None:
     world_size = 2 + seed % 2
     alone, gang = job_of(tmp_path, 1), job_of(tmp_path, world_size)

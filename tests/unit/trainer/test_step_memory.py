@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dlrm_planner.tables import (
     message_bytes,
     read_tables,
 )
+from dlrm_testing.repeats import IS_SOAK
 from dlrm_testing.trainer.gangs import hand_plan, run_ranks, small_job
 from dlrm_testing.trainer.gpus import gpu_of
 from dlrm_testing.trainer.live_memory import LiveMemory
@@ -57,10 +59,16 @@ MODELS = [
 ]
 
 
+STEPS = [
+    (*model, most, replicas)
+    for number, (model, most) in enumerate(itertools.product(MODELS, [None, 256]))
+    for replicas in (range(3) if IS_SOAK else [number % 3])
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "dims", "pooling"), MODELS)
-@pytest.mark.parametrize("most", [None, 256])
-@pytest.mark.parametrize("replicas", [0, 1, 2])
+@pytest.mark.soak
+@pytest.mark.parametrize(("model", "dims", "pooling", "most", "replicas"), STEPS)
 def test_gpu_memory_of_a_step_fits_plans(
     tmp_path: Path, model: dict[str, Any], dims: tuple[int, ...], pooling: str, most: int | None, replicas: int
 ) -> None:

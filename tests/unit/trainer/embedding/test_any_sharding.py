@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from dlrm_testing.repeats import repeats
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_testing.trainer.sharded_runs import ShardedRun, job_of, saved_of, train_plan, words_of_bad_gradient
 from dlrm_testing.trainer.shardings import random_plan, whole_plan, without_levels
@@ -54,7 +55,8 @@ def test_a_snapshot_is_restored_bit_for_bit_by_any_other_sharding(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(repeats(2, soak=40)))
 def test_losses_and_restarts_do_not_depend_on_ranks_or_sharding(tmp_path: Path, seed: int) -> None:
     generator, world_size = np.random.default_rng(seed), 2 + 2 * (seed % 2)
     regularized = {"rowRegularizer": {"bits": 2, "lastSteps": STEPS}} if seed % 2 else {}

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from dlrm_api.model import ModelSpec
 from dlrm_api.training import RowRegularizerSpec
+from dlrm_testing.repeats import repeats
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_testing.trainer.reference import DenseTables, RankState, global_batch, train_sharded
 from dlrm_testing.trainer.shardings import random_model, random_plan, whole_plan
@@ -50,7 +51,8 @@ def random_case(seed: int, world_size: int, count: int = 7, max_lookups: int = 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(repeats(4, soak=100)))
 def test_any_sharding_agrees_with_dense_float64_tables_on_uneven_slices(seed: int) -> None:
     world_size = 2 + seed % 3
     model, placement = random_case(seed, world_size)
