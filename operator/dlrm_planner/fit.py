@@ -2,8 +2,8 @@
 
 The unknowns are logarithms of scales, one for each kind of loop of each number of ranks, and one for each tier. Each
 stage of each run gives one equation: how many percent it takes more than predicted. Gauss-Newton steps solve them in
-the sense of least absolute errors, so that a disturbed run among several counts little. Where stages leave open which
-of their loops is slow, all of them are scaled alike: scales differ no more than the runs tell.
+the sense of least absolute errors, so that a disturbed run among several counts little. They start
+from a node that is slower as a whole: where stages leave open which loops are slow, scales differ little.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import log
+from math import inf, log
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,13 +111,17 @@ def fit_profile(profile: HardwareProfile, runs: Sequence[PastRun]) -> ProfileFit
         _check(profile, run)
     fits = [_Run(run, profile) for run in runs]
     kinds = list(dict.fromkeys(kind for each in fits for kind in each.kinds))
-    scales = np.zeros(len(kinds))
+    scales = best = _as_a_whole(fits, kinds, profile)
+    least = inf
     for _ in range(ROUNDS):
-        step = _step(fits, kinds, scales, profile)
-        scales = np.clip(scales + step, -log(MAX_SCALE), log(MAX_SCALE))
+        equations = _equations(fits, kinds, scales, profile)
+        if equations.loss < least:
+            best, least = scales, equations.loss
+        step = equations.step(scales)
         if float(np.abs(step).max(initial=0.0)) < SETTLED:
             break
-    found = dict(zip(kinds, np.clip(np.exp(scales), 1 / MAX_SCALE, MAX_SCALE).tolist(), strict=True))
+        scales = np.clip(scales + step, -log(MAX_SCALE), log(MAX_SCALE))
+    found = dict(zip(kinds, np.clip(np.exp(best), 1 / MAX_SCALE, MAX_SCALE).tolist(), strict=True))
     found = {kind: scale for kind, scale in found.items() if abs(scale - 1) >= SETTLED}
     fitted = scale_profile(profile, found)
     return ProfileFit(
@@ -202,19 +206,20 @@ class _Run:
     def measured_s(self) -> Floats:
         """Return the (E,) measured seconds: of each of ``stages``, and of the slowest thread beside them.
 
-        A step that waits takes as long as the thread that it waits for. Other threads' times are unknown, which is 0.
+        A step that waits takes as long as the thread that it waits for; if it does not wait, this is the longest that
+        such a thread may take.
         """
-        stages, step_s = self.run.stage_seconds, self.run.step_s
-        is_bound = self._waited_s >= MIN_WAIT_SHARE * step_s and not any(map(is_s3, self.run.spec.data.train.uris))
-        return np.array([*(stages.get(stage, 0.0) for stage in self.stages), step_s * is_bound])
-
-    @cached_property
-    def weights(self) -> Floats:
-        """Return the (E,) shares of a step that each time explains."""
         stages = self.run.stage_seconds
-        explained = np.array([*(stages.get(stage, 0.0) for stage in self.stages), self._waited_s])
-        shares = explained / self.run.step_s
-        return np.where((shares >= MIN_SHARE) & (self.measured_s > 0), shares, 0.0)
+        return np.array([*(stages.get(stage, 0.0) for stage in self.stages), self.run.step_s])
+
+    def weights(self, predicted: Floats) -> Floats:
+        """Return the (E,) shares of a step that each time explains, by what is predicted now."""
+        step_s, waited_s = self.run.step_s, self._waited_s
+        if waited_s < MIN_WAIT_SHARE * step_s or any(map(is_s3, self.run.spec.data.train.uris)):
+            # Readers of an object store wait for it, and not for their loops.
+            waited_s = max(0.0, float(predicted[-1]) - step_s)
+        shares = np.array([*self.measured_s[:-1], waited_s]) / step_s
+        return np.where((shares >= MIN_SHARE) & (predicted >= MIN_SHARE * step_s), np.minimum(shares, 1.0), 0.0)
 
     @cached_property
     def _waited_s(self) -> float:
@@ -222,40 +227,66 @@ class _Run:
         return sum(seconds for stage, seconds in self.run.stage_seconds.items() if stage in waits)
 
 
-def _step(fits: Sequence[_Run], kinds: Sequence[Scaled], scales: Floats, profile: HardwareProfile) -> Floats:
-    """Return the change of the (K,) logarithms of scales that lowers the errors of all runs."""
+@dataclass(frozen=True, kw_only=True)
+class _Equations:
+    """Hold what all runs say of the (K,) logarithms of scales, near some scales."""
+
+    slopes: Floats
+    """(E, K) relative change of each predicted time with each logarithm."""
+    errors: Floats  # (E,) logarithms of measured over predicted times
+    weights: Floats  # (E,)
+
+    @property
+    def loss(self) -> float:
+        """Return the sum of errors by the time that they explain."""
+        return float((self.weights * np.abs(self.errors)).sum())
+
+    def step(self, scales: Floats) -> Floats:
+        """Return the (K,) change that lowers the errors."""
+        weight = self.weights / np.maximum(np.abs(self.errors), ERROR_FLOOR)
+        size = (np.abs(self.slopes) * weight[:, None]).sum(axis=0)
+        matters, found = size > 0, np.zeros(len(scales))
+        if matters.any():
+            slopes, size = self.slopes[:, matters], size[matters]
+            # Scales are held to their mean, weighted by time: a machine that is slower as a whole stays in proportion.
+            apart = np.eye(len(size)) - size / size.sum()
+            held = EVENNESS * float(size.mean()) * apart.T @ apart
+            normal = slopes.T @ (weight[:, None] * slopes) + held
+            gradient = slopes.T @ (weight * self.errors) - held @ scales[matters]
+            found[matters] = np.linalg.lstsq(normal, gradient, rcond=None)[0]
+        return found
+
+
+def _as_a_whole(fits: Sequence[_Run], kinds: Sequence[Scaled], profile: HardwareProfile) -> Floats:
+    """Return the (K,) logarithms by which nodes are slower as a whole: of each kind, in the median of its runs."""
+    slower = [log(float(each.measured_s[:-1].sum() / each.predicted_s(profile)[:-1].sum())) for each in fits]
+    medians = [
+        np.median([log_ for each, log_ in zip(fits, slower, strict=True) if kind in each.kinds]) for kind in kinds
+    ]
+    return np.clip(np.array(medians, np.float64), -log(MAX_SCALE), log(MAX_SCALE))
+
+
+def _equations(fits: Sequence[_Run], kinds: Sequence[Scaled], scales: Floats, profile: HardwareProfile) -> _Equations:
+    """Return what runs say of a profile with such logarithms of scales."""
 
     def scaled(logs: Floats) -> HardwareProfile:
         return scale_profile(profile, dict(zip(kinds, np.exp(logs).tolist(), strict=True)))
 
     now = scaled(scales)
     moved = {kind: scaled(scales + STEP * unit) for kind, unit in zip(kinds, np.eye(len(kinds)), strict=True)}
-    rows, errors, weights = [], [], []
+    slopes, errors, weights = [], [], []
     for each in fits:
-        base = each.predicted_s(now)
-        counts = (each.weights > 0) & (base >= MIN_SHARE * each.run.step_s)
+        predicted = each.predicted_s(now)
+        weight = each.weights(predicted)
+        counts = weight > 0
         row = np.zeros((int(counts.sum()), len(kinds)))
         for k, kind in enumerate(kinds):
             if kind in each.kinds:
-                row[:, k] = (each.predicted_s(moved[kind]) / np.maximum(base, 1e-300) - 1)[counts] / STEP
-        rows.append(row)
-        errors.append(np.log(each.measured_s[counts] / base[counts]))
-        weights.append(each.weights[counts])
-    slopes, error, weight = np.concatenate(rows), np.concatenate(errors), np.concatenate(weights)
-    weight = weight / np.maximum(np.abs(error), ERROR_FLOOR)
-    size = (np.abs(slopes) * weight[:, None]).sum(axis=0)
-    matters = size > 0
-    if not matters.any():
-        return np.zeros(len(kinds))
-    slopes, size = slopes[:, matters], size[matters]
-    # Scales are held to their mean, weighted by time, so that a machine that is slower as a whole stays in proportion.
-    apart = np.eye(len(size)) - size / size.sum()
-    held = EVENNESS * float(size.mean()) * apart.T @ apart
-    normal = slopes.T @ (weight[:, None] * slopes) + held
-    gradient = slopes.T @ (weight * error) - held @ scales[matters]
-    found = np.zeros(len(kinds))
-    found[matters] = np.linalg.lstsq(normal, gradient, rcond=None)[0]
-    return found
+                row[:, k] = (each.predicted_s(moved[kind])[counts] / predicted[counts] - 1) / STEP
+        slopes.append(row)
+        errors.append(np.log(each.measured_s[counts] / predicted[counts]))
+        weights.append(weight[counts])
+    return _Equations(slopes=np.concatenate(slopes), errors=np.concatenate(errors), weights=np.concatenate(weights))
 
 
 def scale_profile(profile: HardwareProfile, scales: Mapping[Scaled, float]) -> HardwareProfile:
