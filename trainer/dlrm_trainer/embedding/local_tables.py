@@ -193,12 +193,16 @@ class LocalTables:
         Raises:
             DeviceError: rows could not be fetched.
         """
-        slots = iter(self._wait(prepared))
+        fetched = self._wait(prepared)
+        slots = iter(fetched)
         # Everything goes to its device before the first kernel: what is sent to a GPU waits for the kernels before it.
         on_devices = [
             (bags if group.stack is None else replace(bags, ids=torch.from_numpy(next(slots).slots))).to(group.device)
             for group, bags in zip(self.groups, prepared.groups, strict=True)
         ]
+        # Copies of rows into slots may still be running.
+        for stack, each in zip([group.stack for group in self.groups if group.stack], fetched, strict=True):
+            stack.memory.precede(each.copied)
         pooled = tuple(
             group.batch.lookup(bags, updates=prepared.updates)
             for group, bags in zip(self.groups, on_devices, strict=True)

@@ -15,11 +15,13 @@ from dlrm_checkpointer.codec.rows import code_rows
 from dlrm_checkpointer.types import load_rows
 from dlrm_testing.trainer.cutting import MemoryCut, state_of
 from dlrm_testing.trainer.gangs import small_job
-from dlrm_testing.trainer.gpus import needs_gpu
+from dlrm_testing.trainer.gpus import gpu_of, needs_gpu
+from dlrm_testing.trainer.late_copies import LateStream
 from dlrm_testing.trainer.stacked import ALONE, Shape, make_learner, train_run
 from dlrm_trainer.data import open_reader
+from dlrm_trainer.embedding.tiers import slots, stack
 from dlrm_trainer.embedding.tiers.slots import DeviceSlots
-from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK_BYTES
+from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK, QUEUED_CHUNK_BYTES
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.train import prepared_ahead
 
@@ -57,6 +59,20 @@ def test_neither_few_slots_nor_levels_below_nor_the_lookahead_change_a_bit(
         assert train_run(ALONE, job, shape, STEPS, EVAL_EVERY, tmp_path, gpu) == every_row, shape
 
 
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_copies_that_end_as_late_as_they_may_change_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lookahead: int
+) -> None:
+    job, few = job_of(tmp_path, "rowwise-adagrad"), Shape(TWO, slots=20, lookahead=lookahead)
+    with gpu_of("pretended") as device:
+        every_row = train_run(ALONE, job, Shape(TWO, slots=1_000), 6, EVAL_EVERY, tmp_path, device)
+        monkeypatch.setattr(slots, "copy_stream", LateStream)
+        # Several copies a batch, so that buffers are used again.
+        monkeypatch.setattr(stack, "QUEUED_CHUNK", 16)
+
+        assert train_run(ALONE, job, few, 6, EVAL_EVERY, tmp_path, device) == every_row
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,11 +81,11 @@ def test_losses_agree_with_those_of_the_hosts_own_kernels(
 ) -> None:
     job = job_of(tmp_path, kind, dtype)
 
-    slots = train_run(ALONE, job, Shape(TWO, slots=20), STEPS, EVAL_EVERY, tmp_path, gpu)
+    few_slots = train_run(ALONE, job, Shape(TWO, slots=20), STEPS, EVAL_EVERY, tmp_path, gpu)
     resident = train_run(ALONE, job, None, STEPS, EVAL_EVERY, tmp_path)
 
-    np.testing.assert_allclose(slots.losses, resident.losses, rtol=1e-5)
-    log_losses = [[loss for loss, _ in run.evaluations] for run in (slots, resident)]
+    np.testing.assert_allclose(few_slots.losses, resident.losses, rtol=1e-5)
+    log_losses = [[loss for loss, _ in run.evaluations] for run in (few_slots, resident)]
     np.testing.assert_allclose(*log_losses, rtol=1e-5)
 
 
@@ -159,10 +175,11 @@ def test_pinned_buffers_are_of_so_many_bytes_however_wide_a_row_is(tmp_path: Pat
     )
 
     owned = make_learner(ALONE, job, Shape(TWO), tmp_path, gpu).embeddings.tables
-    (stack,) = [group.stack for group in owned.groups]
-    assert stack is not None
-    assert isinstance(stack.memory, DeviceSlots)
-    assert stack.memory._buffer.nbytes <= QUEUED_CHUNK_BYTES
+    (made,) = [group.stack for group in owned.groups]
+    assert made is not None
+    assert isinstance(made.memory, DeviceSlots)
+    # Two in each direction; the number of its slot comes with a record.
+    assert made.memory.pinned_bytes <= 4 * QUEUED_CHUNK_BYTES + 4 * 8 * QUEUED_CHUNK
     owned.close()
 
 
@@ -171,11 +188,11 @@ def test_pinned_buffers_are_of_so_many_bytes_however_wide_a_row_is(tmp_path: Pat
 def test_records_come_back_from_a_device_as_they_went() -> None:
     memory = DeviceSlots(torch.zeros(100, 8, device="cuda"), torch.zeros(100, 1, device="cuda"), 50)
     records = np.random.default_rng(0).integers(0, 2**32, (50, memory.words), dtype=np.uint32)
-    slots = np.random.default_rng(1).permutation(100)[:50]
+    chosen = np.random.default_rng(1).permutation(100)[:50]
 
-    memory.scatter(slots, records)
+    memory.scatter(chosen, records)
     memory.follow(memory.mark())
     out = np.zeros_like(records)
-    memory.gather(slots, out)
+    memory.gather(chosen, out)()
 
     assert np.array_equal(out[:, :-1], records[:, :-1])

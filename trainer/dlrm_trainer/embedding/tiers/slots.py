@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
 from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -127,26 +128,40 @@ class RecordFormat:
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 Slots = NDArray[np.int64]
-Mark: TypeAlias = torch.cuda.Event | None
+Mark: TypeAlias = object | None
+"""What a stream returns for a place in its work: an event of CUDA; None where nothing is to be waited for."""
 
 
 class SlotMemory(Protocol):
-    """Hold rows and states of slots. The last word of a record, the access count, is kept elsewhere."""
+    """Hold rows and states of slots. The last word of a record, the access count, is kept elsewhere.
+
+    One thread at a time copies. Kernels may be asked for by another.
+    """
 
     words: int
     """W, words of a record."""
 
-    def gather(self, slots: Slots, out: Records) -> None:
-        """Copy rows and states of some slots out."""
+    def gather(self, slots: Slots, out: Records) -> Finish:
+        """Start to copy rows and states of some slots out.
+
+        Finish copies in their order, and start no third one before the first is finished. Until it is, its slots may
+        not change.
+        """
 
     def scatter(self, slots: Slots, records: Records) -> None:
-        """Copy records into some slots."""
+        """Start to copy records into some slots; ``records`` may change at once. Later copies see the new content."""
 
     def mark(self) -> Mark:
         """Mark what kernels have been asked to do so far. For the thread that asks them."""
 
     def follow(self, mark: Mark) -> None:
         """Delay all later copies until the kernels have reached a mark."""
+
+    def copied(self) -> Mark:
+        """Mark the copies that were started so far. For the thread that starts them."""
+
+    def precede(self, mark: Mark) -> None:
+        """Delay what kernels are asked from now on until the copies have reached a mark. For the thread that asks."""
 
 
 class HostSlots:
@@ -159,25 +174,133 @@ class HostSlots:
         """(S, n) states."""
         self.words = record_words(weight, state)
 
-    def gather(self, slots: Slots, out: Records) -> None:
+    def gather(self, slots: Slots, out: Records) -> Finish:
         """See ``SlotMemory``."""
-        gather_records(self.weight, self.state, slots, out)
+        return partial(gather_records, self.weight, self.state, slots, out)
 
     def scatter(self, slots: Slots, records: Records) -> None:
         """See ``SlotMemory``."""
         scatter_records(self.weight, self.state, slots, records)
 
     def mark(self) -> Mark:
-        """Do nothing: kernels on the host have ended when they return."""
+        """Do nothing: kernels and copies on the host have ended when they return."""
 
     def follow(self, mark: Mark) -> None:
         """See ``SlotMemory``."""
+
+    def copied(self) -> Mark:
+        """See ``mark``."""
+
+    def precede(self, mark: Mark) -> None:
+        """See ``SlotMemory``."""
+
+
+class CopyStream(Protocol):
+    """Run work on a device in the order in which it was started, beside the host and beside kernels."""
+
+    def start(self, work: Callable[[], None]) -> Mark:
+        """Start work, and return the mark of its end."""
+
+    def wait(self, mark: Mark) -> None:
+        """Let the host wait until a mark is reached."""
+
+    def kernels(self) -> Mark:
+        """See ``SlotMemory.mark``."""
+
+    def follow(self, mark: Mark) -> None:
+        """See ``SlotMemory``."""
+
+    def precede(self, mark: Mark) -> None:
+        """See ``SlotMemory``."""
+
+
+class CudaStream:
+    """Run work on a stream of a GPU, beside the one that the device's kernels run on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Zeroing of the slots may still be queued.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def start(self, work: Callable[[], None]) -> Mark:
+        """Work on the stream, and leave the calling thread on its device.
+
+        A thread is on device 0 at first, and torch returns there from a stream of another device by a call that takes
+        some hundred MiB of device 0 for this process; from the device itself it returns without that.
+        """
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            work()
+            return self._mark(self._stream)
+
+    def wait(self, mark: Mark) -> None:
+        """See ``CopyStream``."""
+        if isinstance(mark, torch.cuda.Event):
+            with torch.cuda.device(self._device):
+                mark.synchronize()
+
+    def kernels(self) -> Mark:
+        """See ``CopyStream``."""
+        return self._mark(torch.cuda.current_stream(self._device))
+
+    def follow(self, mark: Mark) -> None:
+        """See ``CopyStream``."""
+        if isinstance(mark, torch.cuda.Event):
+            self._stream.wait_event(mark)
+
+    def precede(self, mark: Mark) -> None:
+        """See ``CopyStream``."""
+        if isinstance(mark, torch.cuda.Event):
+            torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record(stream)
+        return mark
+
+
+class HostStream:
+    """Run work at once, for a device whose work ends before the host goes on."""
+
+    def start(self, work: Callable[[], None]) -> Mark:
+        """See ``CopyStream``."""
+        work()
+        return None
+
+    def wait(self, mark: Mark) -> None:
+        """See ``CopyStream``."""
+
+    def kernels(self) -> Mark:
+        """See ``CopyStream``."""
+
+    def follow(self, mark: Mark) -> None:
+        """See ``CopyStream``."""
+
+    def precede(self, mark: Mark) -> None:
+        """See ``CopyStream``."""
+
+
+def copy_stream(device: torch.device) -> CopyStream:
+    """Return a stream for copies to a device and from it."""
+    return CudaStream(device) if device.type == "cuda" else HostStream()
+
+
+class _Buffer:
+    """Hold pinned memory for the records of one copy."""
+
+    def __init__(self, limit: int, columns: int, *, pinned: bool) -> None:
+        self.records = torch.empty(limit, columns, dtype=torch.int32, pin_memory=pinned)
+        """Rows and states side by side. Copied whole: the device copies a part of its rows only through a detour."""
+        self.slots = torch.empty(limit, dtype=torch.int64, pin_memory=pinned)
+        self.end: Mark = None
+        """Of the last copy: the memory may be used again after it."""
 
 
 class DeviceSlots:
     """Hold slots in a GPU's memory; records move through pinned buffers on a separate stream.
 
-    At most ``limit`` records move per call.
+    Two buffers in each direction take turns: the host fills or empties one while the other one's copy runs, and waits
+    only for the copy before the last. At most ``limit`` records move per call.
     """
 
     def __init__(self, weight: Tensor, state: Tensor, limit: int) -> None:
@@ -185,73 +308,62 @@ class DeviceSlots:
         self._row_words = self._weight.shape[1]
         self.words = record_words(weight, state)
         self._device = weight.device
-        self._stream = (
-            torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            if self._device.type == "cuda"
-            else None
-        )
-        # Zeroing of the slots may still be queued.
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        pinned = self._stream is not None
-        self._buffer = torch.empty(limit, self.words - 1, dtype=torch.int32, pin_memory=pinned)
-        """Rows and states side by side. Copied whole: the device copies a part of its rows only through a detour."""
-        self._slots = torch.empty(limit, dtype=torch.int64, pin_memory=pinned)
+        self._stream = copy_stream(self._device)
+        pinned = self._device.type == "cuda"
+        out, into = ([_Buffer(limit, self.words - 1, pinned=pinned) for _ in range(2)] for _ in range(2))
+        self._out, self._into = cycle(out), cycle(into)
+        self._last: Mark = None
+        self.pinned_bytes = sum(each.records.nbytes + each.slots.nbytes for each in (*out, *into))
+        """Bytes of all buffers."""
 
-    def gather(self, slots: Slots, out: Records) -> None:
+    def gather(self, slots: Slots, out: Records) -> Finish:
         """See ``SlotMemory``."""
-        count = len(slots)
-        with self._on_stream():
-            on_device = self._send_slots(slots)
+        buffer, count = next(self._out), len(slots)
+        buffer.slots[:count] = torch.from_numpy(slots)
+
+        def copy() -> None:
+            on_device = buffer.slots[:count].to(self._device, non_blocking=True)
             found = torch.cat((self._weight[on_device], self._state[on_device]), dim=1)
-            self._buffer[:count].copy_(found, non_blocking=True)
-        self._wait()
-        out[:, :-1] = self._buffer[:count].numpy().view(np.uint32)
+            buffer.records[:count].copy_(found, non_blocking=True)
+
+        buffer.end = self._last = self._stream.start(copy)
+
+        def finish() -> None:
+            self._stream.wait(buffer.end)
+            out[:, :-1] = buffer.records[:count].numpy().view(np.uint32)
+
+        return finish
 
     def scatter(self, slots: Slots, records: Records) -> None:
         """See ``SlotMemory``."""
-        count, words = len(slots), self._row_words
-        self._buffer[:count] = torch.from_numpy(records.view(np.int32)[:, :-1])
-        with self._on_stream():
-            on_device = self._send_slots(slots)
-            found = self._buffer[:count].to(self._device, non_blocking=True)
+        buffer, count, words = next(self._into), len(slots), self._row_words
+        self._stream.wait(buffer.end)
+        buffer.records[:count] = torch.from_numpy(records.view(np.int32)[:, :-1])
+        buffer.slots[:count] = torch.from_numpy(slots)
+
+        def copy() -> None:
+            on_device = buffer.slots[:count].to(self._device, non_blocking=True)
+            found = buffer.records[:count].to(self._device, non_blocking=True)
             self._weight[on_device] = found[:, :words]
             self._state[on_device] = found[:, words:]
-        self._wait()
+
+        buffer.end = self._last = self._stream.start(copy)
 
     def mark(self) -> Mark:
         """See ``SlotMemory``."""
-        if self._stream is None:
-            return None
-        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        mark.record(torch.cuda.current_stream(self._device))
-        return mark
+        return self._stream.kernels()
 
     def follow(self, mark: Mark) -> None:
         """See ``SlotMemory``."""
-        if self._stream is not None and mark is not None:
-            self._stream.wait_event(mark)
+        self._stream.follow(mark)
 
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Work on the stream, and leave the calling thread on its device.
+    def copied(self) -> Mark:
+        """See ``SlotMemory``."""
+        return self._last
 
-        A thread is on device 0 at first, and torch returns there from a stream of another device by a call that takes
-        some hundred MiB of device 0 for this process; from the device itself it returns without that.
-        """
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            yield
-
-    def _wait(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
-
-    def _send_slots(self, slots: Slots) -> Tensor:
-        self._slots[: len(slots)] = torch.from_numpy(slots)
-        return self._slots[: len(slots)].to(self._device, non_blocking=True)
+    def precede(self, mark: Mark) -> None:
+        """See ``SlotMemory``."""
+        self._stream.precede(mark)
 
 
 def record_words(weight: Tensor, state: Tensor) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -37,6 +37,7 @@ from dlrm_trainer.embedding.tiers.slots import (
     Finish,
     HostSlots,
     Level,
+    Mark,
     Places,
     RecordFormat,
     Records,
@@ -106,6 +107,8 @@ class Fetched:
     """(L,) slot of each lookup, from its table's first."""
     distinct: NDArray[np.int32]
     """(n,) slots that the batch holds, from the first table's first: pinned, or borrowed extra ones."""
+    copied: Mark = None
+    """What kernels on these slots have to follow; see ``SlotMemory.precede``."""
 
 
 class Stack:
@@ -178,7 +181,8 @@ class Stack:
         assert short == 0, f"{short} rows of batch {batch} found no slot: more lookups than the plan allows"
         row_cache.resolve(self.row_map, ends, found, waiting)
         self._exchange(found, missing, copying)
-        return Fetched(slots=found.slots, distinct=found.distinct[: distinct + missing])
+        distinct_slots = found.distinct[: distinct + missing]
+        return Fetched(slots=found.slots, distinct=distinct_slots, copied=self.memory.copied())
 
     def release(self, fetched: Fetched) -> None:
         """Unpin a batch after its update; rows in extra slots that no other batch holds move down."""
@@ -188,7 +192,7 @@ class Stack:
             slots = leaving[start : min(start + self._chunk, count)]
             rows = np.empty_like(slots)
             row_cache.rows_of_slots(self.row_map.meta, slots, rows)
-            self._demote(rows, self._take(slots, self._going), 0)
+            self._demote(rows, self._take(slots)(), 0)
             row_cache.vacate(self.row_map, slots)
 
     def borrow(self, ids: NDArray[np.int64], ends: NDArray[np.int64]) -> Fetched:
@@ -205,7 +209,8 @@ class Stack:
             records = self._coming[: part.stop - start]
             self._copy(found.missing[part], found.sources[part], records)
             self.memory.scatter(found.targets[part], records)
-        return Fetched(slots=found.slots, distinct=found.targets[:missing].astype(np.int32))
+        distinct = found.targets[:missing].astype(np.int32)
+        return Fetched(slots=found.slots, distinct=distinct, copied=self.memory.copied())
 
     def give_back(self, fetched: Fetched) -> None:
         """Free the slots of ``borrow``."""
@@ -298,14 +303,17 @@ class Stack:
             row_cache.swap_rows(*memory, sources, targets, leaving, done, counts)
             left = np.flatnonzero(~done)
             self.moved_rows[1] += missing - len(left)
-        for start in range(0, len(left), self._chunk):
-            part = left[start : start + self._chunk]
-            records = self._coming[: len(part)]
-            if start or copying is None:
+        chunks = [left[start : start + self._chunk] for start in range(0, len(left), self._chunk)]
+        down = [part[leaving[part] >= 0] for part in chunks] + [left[:0]]
+        taking = self._take(targets[down[0]])
+        for number, part in enumerate(chunks):
+            records, taken = self._coming[: len(part)], taking
+            if number or copying is None:
                 copying = self._begin(rows[part], sources[part], records, leave=True)
-            down = part[leaving[part] >= 0]
-            if len(down):
-                self._demote(leaving[down], self._take(targets[down], self._going), 0)
+            # A GPU copies the next rows that leave while the host stores these.
+            taking = self._take(targets[down[number + 1]])
+            if len(down[number]):
+                self._demote(leaving[down[number]], taken(), 0)
             for finish in copying:
                 finish()
             self.memory.scatter(targets[part], records)
@@ -333,7 +341,7 @@ class Stack:
             if number < 0:
                 self._initial(rows[here], part)
             elif number == 0:
-                self._take(places, part)
+                finish = partial(self._copy_slots, places, part)
             else:
                 finish = self.levels[number - 1].read(places, part)
                 if leave:
@@ -342,11 +350,23 @@ class Stack:
             copying.append(finish if isinstance(here, slice) else partial(_finish_part, finish, out, here, part))
         return copying
 
-    def _take(self, slots: NDArray[np.int64], out: Records) -> Records:
-        out = out[: len(slots)]
-        self.memory.gather(slots, out)
+    def _take(self, slots: NDArray[np.int64]) -> Callable[[], Records]:
+        """Start to copy records from slots; what this returns waits for them, and returns them until its next call."""
+        if not len(slots):
+            return lambda: self._going[:0]
+        out = self._going[: len(slots)]
+        finish = self.memory.gather(slots, out)
+
+        def taken() -> Records:
+            finish()
+            row_cache.counts_of_slots(self.row_map.meta, slots, out[:, -1])
+            return out
+
+        return taken
+
+    def _copy_slots(self, slots: NDArray[np.int64], out: Records) -> None:
+        self.memory.gather(slots, out)()
         row_cache.counts_of_slots(self.row_map.meta, slots, out[:, -1])
-        return out
 
     def _initial(self, rows: Rows, out: Records) -> None:
         tables = np.searchsorted(self.row_map.row_starts, rows, side="right") - 1
