@@ -91,7 +91,7 @@ def pin_table(draw: random.Random, table: dict[str, Any], world_size: int, proce
     if processes > 1:
         pins.append({"sharding": "table-row"})
     if table.get("columnBlock", table["dim"]) < table["dim"]:
-        pins.append({"sharding": "column"})
+        pins += [{"sharding": "column"}] + [{"sharding": "grid"}] * (processes > 1)
     table["pin"] = draw.choice(pins)
 
 
@@ -240,8 +240,9 @@ def _read_options(plan: Plan, placed: list[int], make: Callable[..., Any]) -> di
     for i in placed:
         shards = plan.tables[i].shards
         if (kind := shards[0].kind) != "table":
-            edges = (0, *(shard.column_end if kind == "column" else shard.row_end for shard in shards))
-            options[i] = make(kind, tuple(shard.rank for shard in shards), edges)
+            rows = (0, *sorted({shard.row_end for shard in shards}))
+            columns = (0, *sorted({shard.column_end for shard in shards}))
+            options[i] = make(kind, tuple(shard.rank for shard in shards), rows, columns)
     return options
 
 
@@ -258,7 +259,9 @@ def _rate_by_estimate(spec: DLRMJobSpec, profile: HardwareProfile, plan: Plan, t
     options = _read_options(
         plan,
         placed,
-        lambda kind, ranks, edges: ShardOption(kind=kind, ranks=np.array(ranks), edges=np.array(edges), reason=""),
+        lambda kind, ranks, rows, columns: ShardOption(
+            kind=kind, ranks=np.array(ranks), row_edges=np.array(rows), column_edges=np.array(columns), reason=""
+        ),
     )
     shards, where = cut_tables(problem.tables, placed, options), np.array(ranks, np.int64)
     placement = Placement(
@@ -292,7 +295,11 @@ def _rate_by_predict(
     asked: Any = question.question(spec, profile, tables.read_tables(spec), traces)
     replicated, placed, ranks, levels = _read_shards(plan)
     splits = _read_options(
-        plan, placed, lambda kind, ranks, edges: shards_.Split(kind=kind, ranks=ranks, edges=edges, why="")
+        plan,
+        placed,
+        lambda kind, ranks, rows, columns: shards_.Split(
+            kind=kind, ranks=ranks, edges=columns if kind == "column" else rows, why=""
+        ),
     )
     shards, where = shards_.cut(asked.tables, placed, splits), np.array(ranks, np.int64)
     reuse = asked.reuse().of(shards)

@@ -485,4 +485,5 @@ def _ranks(table: TablePlan, world_size: int) -> str:
 def _part(shard: ShardRange, *, has_buckets: bool) -> str:
     if shard.kind == "column":
         return f"columns {shard.column_start} to {shard.column_end - 1}"
-    return f"{'buckets' if has_buckets else 'rows'} {shard.row_start:,} to {shard.row_end - 1:,}"
+    rows = f"{'buckets' if has_buckets else 'rows'} {shard.row_start:,} to {shard.row_end - 1:,}"
+    return f"{rows}, columns {shard.column_start} to {shard.column_end - 1}" if shard.kind == "grid" else rows

@@ -259,17 +259,19 @@ class DistributionSpec(ApiModel):
 class TablePin(ApiModel):
     """Fix the placement of a table instead of leaving it to the planner."""
 
-    sharding: Literal["table", "row", "column", "data", "table-row"] | None = Field(
+    sharding: Literal["table", "row", "column", "data", "table-row", "grid"] | None = Field(
         None,
         description="Sharding of the table. table: whole on one rank; row: a range of rows on each rank; column: "
         "column blocks (needs columnBlock); data: a replica on every rank; table-row: a range of rows on each rank of "
-        "one node. Default: the planner decides.",
+        "one node; grid: column blocks on several nodes (needs columnBlock), on each a range of rows on each rank. "
+        "Default: the planner decides.",
     )
     ranks: tuple[Annotated[int, Field(ge=0, le=65_535)], ...] = Field(
         (),
         max_length=1_024,
         description="Ranks that may hold the table's shards. Sharding row uses each of them, column as many as there "
-        "are blocks, table-row all ranks of their node; otherwise the planner chooses among them. Empty: any rank.",
+        "are blocks, table-row all ranks of their node, grid all ranks of as many of their nodes as there are blocks; "
+        "otherwise the planner chooses among them. Empty: any rank.",
     )
     tier: Tier | None = Field(
         None,
@@ -280,7 +282,7 @@ class TablePin(ApiModel):
 
 def _has_blocks_to_split(table: TableOptions) -> bool:
     block = table.dim if table.column_block is None else table.column_block
-    return table.pin is None or table.pin.sharding != "column" or block < table.dim
+    return table.pin is None or table.pin.sharding not in ("column", "grid") or block < table.dim
 
 
 def _fits_its_buckets(table: TableOptions) -> bool:
@@ -289,11 +291,13 @@ def _fits_its_buckets(table: TableOptions) -> bool:
 
 
 _DIMENSION = "has(self.embedding.dimension)"
+_ON_SEVERAL_RANKS = ("data", "column", "grid")
+"""Shardings that put a row on several ranks."""
 
 
 def _lies_in_ddr(table: TableOptions) -> bool:
     pin = table.pin
-    return not (table.has_sizes and pin) or (pin.sharding not in ("data", "column") and pin.tier in (None, "ddr"))
+    return not (table.has_sizes and pin) or (pin.sharding not in _ON_SEVERAL_RANKS and pin.tier in (None, "ddr"))
 
 
 def _shares_evenly(table: TableOptions) -> bool:
@@ -343,9 +347,10 @@ class TableOptions(ApiModel):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             cel="self.embedding.hash != 'unique' || !has(self.pin) || !has(self.pin.sharding) || "
-            "!(self.pin.sharding in ['data', 'column'])",
-            holds=lambda table: not (table.is_unique and table.pin and table.pin.sharding in ("data", "column")),
-            message="pin.sharding data and column do not work with embedding.hash unique: use table, row or table-row",
+            "!(self.pin.sharding in ['data', 'column', 'grid'])",
+            holds=lambda table: not (table.is_unique and table.pin and table.pin.sharding in _ON_SEVERAL_RANKS),
+            message="pin.sharding data, column and grid do not work with embedding.hash unique: use table, row or "
+            "table-row",
         ),
         Rule(
             cel="self.embedding.hash != 'unique' || !has(self.columnBlock) || self.columnBlock == self.dim",
@@ -385,7 +390,7 @@ class TableOptions(ApiModel):
         ),
         Rule(
             cel=f"!{_DIMENSION} || !has(self.pin) || (!has(self.pin.sharding) || "
-            "!(self.pin.sharding in ['data', 'column'])) && (!has(self.pin.tier) || self.pin.tier == 'ddr')",
+            "!(self.pin.sharding in ['data', 'column', 'grid'])) && (!has(self.pin.tier) || self.pin.tier == 'ddr')",
             holds=_lies_in_ddr,
             message="embedding.dimension needs rows in host memory of one rank each: use pin.sharding table, row or "
             "table-row, and pin.tier ddr",
@@ -396,10 +401,11 @@ class TableOptions(ApiModel):
             message="columnBlock must divide dim: change one of them",
         ),
         Rule(
-            cel="!has(self.pin) || !has(self.pin.sharding) || self.pin.sharding != 'column' || "
+            cel="!has(self.pin) || !has(self.pin.sharding) || !(self.pin.sharding in ['column', 'grid']) || "
             "(has(self.columnBlock) && self.columnBlock < self.dim)",
             holds=_has_blocks_to_split,
-            message="pin.sharding column needs columnBlock below dim: set it, for example to dim / 2 for two shards",
+            message="pin.sharding column and grid need columnBlock below dim: set it, for example to dim / 2 for two "
+            "shards",
         ),
         Rule(
             cel="!has(self.avgLookups) || self.avgLookups <= double(self.maxLookups)",

@@ -20,7 +20,7 @@ from dlrm_api.keys import MAX_BUCKETS
 from dlrm_api.tiers import Tier
 
 Device = Literal["cpu", "cuda"]
-ShardKind = Literal["table", "row", "column", "data", "table-row"]
+ShardKind = Literal["table", "row", "column", "data", "table-row", "grid"]
 StepStage = Literal["read", "tiers", "compute", "exchange", "update", "other"]
 STEP_STAGES: Mapping[StepStage, tuple[str, ...]] = {
     "read": ("read",),

@@ -62,7 +62,7 @@ class _Declared:
         self.path, self.name, self.count, self.options, self._optimizer = path, name, count, options, optimizer
         self.step = options.column_block or STEP
         # A table that is split by columns needs two blocks.
-        self.min_dim = self.step * (1 + ((options.pin or NO_PIN).sharding == "column"))
+        self.min_dim = self.step * (1 + ((options.pin or NO_PIN).sharding in ("column", "grid")))
         self.scale = math.pow(options.rows, EXPONENT)
         self._bytes: dict[int, int] = {}
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dlrm_api.dimensions import MAX_SLAB_ROWS
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.model import TableSpec
+from dlrm_api.model import TablePin, TableSpec
 from dlrm_api.plan import Device, ShardKind
 from dlrm_planner.estimate import CostModel
 from dlrm_planner.tables import ELEMENT_BYTES, NO_PIN, Tables
@@ -30,7 +30,7 @@ MIN_SPLIT_GAIN = 0.95
 """A split must bring the costliest rank below this part of what it was."""
 ROW_TOLERANCE, COLUMN_TOLERANCE = 1.02, 1.1
 """Accept so much of the best balance for fewer shards. Columns get more: their vectors are sums of whole bags."""
-SPLIT_KINDS: tuple[ShardKind, ...] = ("row", "column", "table-row")
+SPLIT_KINDS: tuple[ShardKind, ...] = ("row", "column", "table-row", "grid")
 PINNED = "as pinned"
 TOO_MANY_ROWS = f"a rank holds at most {MAX_SLAB_ROWS} rows of several sizes"
 
@@ -39,15 +39,15 @@ def check_pins(spec: DLRMJobSpec, tables: Tables, replicas_field: str) -> None:
     """Refuse pins and numbers of rows that no placement can honour; ``replicas_field`` is the field that adds ranks.
 
     Raises:
-        InvalidSpecError: a pinned rank does not exist, replicas are pinned to some ranks only, table-row is pinned
-            without several ranks on a node, a rank would hold too many rows of several sizes, or there would be more
-            shards than the planner places.
+        InvalidSpecError: a pinned rank does not exist, replicas are pinned to some ranks only, table-row or grid is
+            pinned without several ranks on a node, a rank would hold too many rows of several sizes, or there would be
+            more shards than the planner places.
     """
     world_size, shards = spec.world_size, list[int]()
     for table, path in zip(tables.specs, tables.paths, strict=True):
         pin, is_pinned = table.pin or NO_PIN, f"table {table.name} is pinned to"
-        if pin.sharding == "table-row":
-            _check_table_row(pin.ranks, path, is_pinned, spec.trainer.processes_per_replica)
+        if pin.sharding in ("table-row", "grid"):
+            _check_inside_nodes(pin, path, is_pinned, spec.trainer.processes_per_replica)
         if pin.sharding in ("row", "table-row") and table.is_unique and units_of(table, "row") == 1 < world_size:
             raise InvalidSpecError(
                 f"{path}.embedding.buckets",
@@ -86,11 +86,14 @@ def required_shards(spec: DLRMJobSpec, tables: Tables) -> int:
 
 def _pinned_shards(spec: DLRMJobSpec, table: TableSpec) -> int:
     """Count the shards that a table must have before any is made."""
-    kind = _required_split(table)
+    kind, processes = _required_split(table), spec.trainer.processes_per_replica
     if kind is None:
         return 1
-    ranks = len(set((table.pin or NO_PIN).ranks)) or spec.world_size
-    most = spec.trainer.processes_per_replica if kind == "table-row" else ranks
+    ranks = (table.pin or NO_PIN).ranks
+    if kind == "grid":
+        nodes = len({rank // processes for rank in ranks}) or spec.replicas
+        return min(units_of(table, "column"), nodes) * min(units_of(table, "row"), processes)
+    most = processes if kind == "table-row" else len(set(ranks)) or spec.world_size
     return min(units_of(table, kind), most)
 
 
@@ -102,15 +105,16 @@ def _required_split(table: TableSpec) -> ShardKind | None:
     return kind if kind in SPLIT_KINDS else None
 
 
-def _check_table_row(ranks: Sequence[int], path: str, is_pinned: str, processes: int) -> None:
+def _check_inside_nodes(pin: TablePin, path: str, is_pinned: str, processes: int) -> None:
     if processes == 1:
+        nodes_, other = ("one node", "row") if pin.sharding == "table-row" else ("each node", "column")
         raise InvalidSpecError(
             f"{path}.pin.sharding",
-            f"{is_pinned} sharding table-row, which splits rows over the ranks of one node, and a node has one rank: "
-            "set trainer.processesPerReplica to 2 or more, or pin to sharding row",
+            f"{is_pinned} sharding {pin.sharding}, which splits rows over the ranks of {nodes_}, and a node has one "
+            f"rank: set trainer.processesPerReplica to 2 or more, or pin to sharding {other}",
         )
-    nodes = sorted({rank // processes for rank in ranks})
-    if len(nodes) > 1:
+    nodes = sorted({rank // processes for rank in pin.ranks})
+    if pin.sharding == "table-row" and len(nodes) > 1:
         raise InvalidSpecError(
             f"{path}.pin.ranks",
             f"{is_pinned} sharding table-row on ranks of nodes {', '.join(map(str, nodes))}: name ranks of one node, "
@@ -191,8 +195,7 @@ class OptionBuilder:
 
     def put(self, i: int, rank: int) -> None:
         """Place a whole table on a rank."""
-        edges = np.array((0, self.tables.specs[i].held_rows))
-        self.options[i] = ShardOption(kind="table", ranks=np.array([rank]), edges=edges, reason="")
+        self.options[i] = whole_option(self.tables.specs[i], rank)
         self.load[rank] += self.costs.whole_s[i]
         self.free[rank // self.sharing] -= self.capacity.held[i]
 
@@ -248,8 +251,8 @@ class OptionBuilder:
         units = np.array([units_of(table, "row") for table in specs], np.int64)
         edges = np.arange(world_size + 1) * units[:, None] // world_size
         options = {
-            i: ShardOption(kind="row", ranks=self._everywhere, edges=own * table.unit_rows, reason=_reason(table))
-            for i, table, own in zip(which, specs, edges, strict=True)
+            i: split_option(table, "row", self._everywhere, sizes, _reason(table))
+            for i, table, sizes in zip(which, specs, np.diff(edges, axis=1), strict=True)
         }
         shards = cut_tables(self.tables, which, options)
         seconds = self.costs.of_shapes(shards.shapes)[shards.shape].reshape(len(which), world_size)
@@ -280,6 +283,9 @@ class OptionBuilder:
         if kind == "column":
             blocks = min(len(table.block_edges) - 1, len(ranks))
             return self.by_columns(i, blocks, ranks, PINNED) or self._columns(i, ranks[:blocks], PINNED)
+        if kind == "grid":
+            nodes = np.unique(ranks // self.processes)
+            return self.by_grid(i, min(units_of(table, "column"), len(nodes)), self.processes, nodes, PINNED)
         if kind == "table-row":
             node = ranks[0] // self.processes if pin.ranks else self._node_for(i)
             ranks = np.arange(node * self.processes, (node + 1) * self.processes)
@@ -370,8 +376,37 @@ class OptionBuilder:
         blocks = len(table.block_edges) - 1
         if len(ranks) < 2 or blocks < 2:
             return None
-        edges = edges_of(table, "column", _even(blocks, len(ranks)))
-        return ShardOption(kind="column", ranks=ranks, edges=edges, reason=reason)
+        return split_option(table, "column", ranks, _even(blocks, len(ranks)), reason)
+
+    def by_grid(self, i: int, groups: int, ranges: int, nodes: Indices, reason: str) -> ShardOption | None:
+        """Split into groups of column blocks on the least loaded nodes with memory, each into ranges of rows there.
+
+        Without such nodes it takes others where a pin requires the split, else there is none.
+        """
+        table, ranges = self.tables.specs[i], min(ranges, units_of(self.tables.specs[i], "row"))
+        if groups * ranges < 2 or groups > len(nodes):
+            return None
+        option = ShardOption(
+            kind="grid",
+            ranks=np.arange(groups * ranges),
+            row_edges=_edges(table, "row", _even(units_of(table, "row"), ranges)),
+            column_edges=_edges(table, "column", _even(units_of(table, "column"), groups)),
+            reason=reason,
+        )
+        shards = cut_tables(self.tables, (i,), {i: option})
+        held = self.capacity.measure(shards.shapes)[shards.shape].reshape(groups, ranges)
+        load = self.load.reshape(self.nodes, self.processes)
+        # (nodes, P) ranks of each node, the least loaded first; the ranges of a group follow each other.
+        inside = np.argsort(load[nodes], axis=1, kind="stable")[:, :ranges] + nodes[:, None] * self.processes
+        inside.sort(axis=1)
+        # Shares of a node's memory: that of all its ranks, or of each.
+        free = self.free[inside // self.sharing]
+        taken = held.sum(axis=1).max() if self.sharing > 1 else held.max()
+        fits = (free - self.reserve * (reason != PINNED) >= taken).all(axis=1)
+        order = np.lexsort((nodes, load[nodes].sum(axis=1), ~fits))
+        if reason != PINNED and int(fits.sum()) < groups:
+            return None
+        return replace(option, ranks=inside[np.sort(order[:groups])].ravel())
 
     def is_too_large(self, i: int) -> bool:
         """Return whether not even an empty node holds a table whole."""
@@ -455,8 +490,19 @@ def spread_rows(rows: int, weights: Indices, most: Indices) -> list[int] | None:
     return got.tolist()
 
 
-def edges_of(table: TableSpec, kind: ShardKind, sizes: Indices) -> Indices:
-    """Return the edges of consecutive parts of so many rows, buckets or column blocks."""
+def split_option(table: TableSpec, kind: ShardKind, ranks: Indices, sizes: Indices, reason: str) -> ShardOption:
+    """Return consecutive parts of so many rows, buckets or column blocks."""
+    edges = {"row_edges": np.array((0, table.held_rows)), "column_edges": np.array((0, table.dim))}
+    edges["column_edges" if kind == "column" else "row_edges"] = _edges(table, kind, sizes)
+    return ShardOption(kind=kind, ranks=ranks, reason=reason, **edges)
+
+
+def whole_option(table: TableSpec, rank: int) -> ShardOption:
+    """Return a whole table on a rank."""
+    return split_option(table, "table", np.array([rank]), np.array([units_of(table, "row")]), "")
+
+
+def _edges(table: TableSpec, kind: ShardKind, sizes: Indices) -> Indices:
     ends = np.append(0, np.cumsum(sizes))
     return np.array(table.block_edges)[ends] if kind == "column" else ends * table.unit_rows
 
@@ -471,4 +517,4 @@ def _row_option(table: TableSpec, ranks: Indices, sizes: Indices, kind: ShardKin
     held = np.flatnonzero(sizes)
     if len(held) < 2:
         return None
-    return ShardOption(kind=kind, ranks=ranks[held], edges=edges_of(table, kind, sizes[held]), reason=reason)
+    return split_option(table, kind, ranks[held], sizes[held], reason)

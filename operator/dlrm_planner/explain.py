@@ -100,6 +100,8 @@ def _splits(spec: DLRMJobSpec, tables: Tables, options: Options) -> Iterator[str
         how = "by columns" if option.kind == "column" else "by rows"
         if option.kind == "table-row":
             how += f" inside node {option.ranks[0] // spec.trainer.processes_per_replica}"
+        if option.kind == "grid":
+            how = f"by columns over {_count(len(option.column_edges) - 1, 'node')} and by rows inside each,"
         yield f"table {tables.specs[i].name} is split {how} over {_ranks(option.ranks.tolist())}: {option.reason}"
     if (more := len(options) - MAX_NAMED_TABLES) > 0:
         yield f"{_count(more, 'more table')} {'is' if more == 1 else 'are'} split: see the plan's shards"

@@ -11,7 +11,16 @@ import numpy as np
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import ShardKind
-from dlrm_planner.enumerate import PINNED, TOO_MANY_ROWS, OptionBuilder, edges_of, is_bound, may_split, units_of
+from dlrm_planner.enumerate import (
+    PINNED,
+    TOO_MANY_ROWS,
+    OptionBuilder,
+    is_bound,
+    may_split,
+    split_option,
+    units_of,
+    whole_option,
+)
 from dlrm_planner.estimate import CostModel, PartCost
 from dlrm_planner.partition import Partitioner
 from dlrm_planner.tables import NO_PIN, Tables
@@ -201,11 +210,10 @@ class _Filling:
         table, builder = self._specs[i], self._builder
         ranks, sizes = np.array(parts, np.int64).T
         if len(parts) == 1:
-            return ShardOption(kind="table", ranks=ranks, edges=np.array((0, table.held_rows)), reason="")
+            return whole_option(table, int(ranks[0]))
         inside = builder.nodes > 1 and ranks[0] // builder.processes == ranks[-1] // builder.processes
         kind: ShardKind = "column" if by_columns else "table-row" if inside else "row"
-        edges = edges_of(table, kind, sizes)
-        return ShardOption(kind=kind, ranks=ranks, edges=edges, reason=builder.balance_reason(i, self._total_s))
+        return split_option(table, kind, ranks, sizes, builder.balance_reason(i, self._total_s))
 
 
 def pack(proposer: Proposer, to_beat_s: float) -> Options | TableShortage:  # noqa: ARG001
@@ -325,7 +333,7 @@ def first_shortage(tables: Tables, capacity: Capacity) -> TableShortage | None:
         best = max(ranks, key=lambda rank: (free[rank // sharing], -rank)) if ranks else emptiest * sharing
         nodes = {rank // sharing for rank in ranks} or range(len(free))
         there, spread = free[best // sharing], 0
-        if len(nodes) > 1 and (pin.sharding in ("row", "column") or may_split(table)):
+        if len(nodes) > 1 and (pin.sharding in ("row", "column", "grid") or may_split(table)):
             there, spread = sum(free[node] for node in nodes) if ranks else total, len(nodes)
         if held[i] > there:
             return capacity.shortage(i, best, there, is_alone=True, spread=spread)
@@ -361,7 +369,8 @@ def _level_options(placement: Placement, seconds: Floats, world_size: int) -> Op
     own = {i: slice(start, end) for i, start, end in zip(options, starts, ends, strict=True)}
     for i in sorted(options, key=lambda i: -float(seconds[own[i]].sum())):
         option, mine = options[i], seconds[own[i]]
-        if option.reason in (PINNED, TOO_MANY_ROWS):
+        # The ranges of a grid's column groups have common edges.
+        if option.reason in (PINNED, TOO_MANY_ROWS) or option.kind == "grid":
             continue
         spec, where, total = placement.shards.shapes.tables.specs[i], option.ranks, float(mine.sum())
         units, others = units_of(spec, option.kind), load[where] - mine
@@ -372,7 +381,7 @@ def _level_options(placement: Placement, seconds: Floats, world_size: int) -> Op
         if kept.sum() < 2 or ends_[-1] != units:
             continue
         load[where] = others + shares * total
-        found[i] = replace(option, ranks=where[kept], edges=edges_of(spec, option.kind, sizes[kept]))
+        found[i] = split_option(spec, option.kind, where[kept], sizes[kept], option.reason)
     return found
 
 

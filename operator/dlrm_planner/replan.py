@@ -220,8 +220,7 @@ def read_shards(problem: Problem, costs: CostModel, plan: Plan) -> PlannedShards
             continue
         of_table = np.concatenate([each.rank + np.arange(each.ranks) for each in planned.ranges])
         if kind != "table":
-            edges = _edges(planned, 1 if kind == "column" else specs[i].unit_rows)
-            options[i] = ShardOption(kind=kind, ranks=of_table, edges=edges, reason=KEPT)
+            options[i] = ShardOption(kind=kind, ranks=of_table, reason=KEPT, **_edges(planned, specs[i].unit_rows))
         ranks.append(of_table)
         share += [np.full(each.ranks, number.setdefault(each.tiers, len(number))) for each in planned.ranges]
     capacity = ddr_capacity(problem, replicated)
@@ -229,13 +228,16 @@ def read_shards(problem: Problem, costs: CostModel, plan: Plan) -> PlannedShards
     return PlannedShards(placement=placement, shares=tuple(number), share=np.concatenate(share))
 
 
-def _edges(planned: TablePlan, unit: int) -> Indices:
-    """Return the (n + 1,) edges of a table's shards, in rows of ``unit`` each, or in columns."""
-    found = [np.zeros(1, np.int64)]
+def _edges(planned: TablePlan, unit: int) -> dict[str, Indices]:
+    """Return the edges of a table's shards, of rows and of columns; the plan counts rows in units of so many."""
+    found: dict[str, list[Indices]] = {"row": [], "column": []}
     for each in planned.ranges:
-        start, end = (each.column_start, each.column_end) if each.kind == "column" else (each.row_start, each.row_end)
-        found.append(start + np.arange(1, each.ranks + 1) * (end - start) // each.ranks)
-    return np.concatenate(found) * unit
+        for axis, edges in found.items():
+            start, end = getattr(each, f"{axis}_start"), getattr(each, f"{axis}_end")
+            parts = each.ranks if (each.kind == "column") == (axis == "column") else 1
+            edges.append(start + np.arange(parts + 1) * (end - start) // parts)
+    rows, columns = (np.unique(np.concatenate(edges)) for edges in found.values())
+    return {"row_edges": rows * unit, "column_edges": columns}
 
 
 def _read_tiers(problem: Problem, shards: PlannedShards) -> TierAssignment | None:

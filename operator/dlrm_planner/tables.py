@@ -260,15 +260,15 @@ class Tables:
         """Return the host memory of each table, and of its part of a hand-off that holds a full cut."""
         return tuple(size.resident + (size.handoff if self.handoff_budget is None else 0) for size in self.whole)
 
-    def range_bytes(self, table: int, share: float, ranges: int) -> int:
+    def range_bytes(self, table: int, share: float, ranges: int, width: float = 1.0) -> int:
         """Return the bytes of a step on one range of a table's rows, beyond its share of the table's.
 
         Each range has pooled rows and gradients of every bag of a global batch; those of bags with ids are copied and
-        sent.
+        sent. ``width`` is its share of the columns, which are split into so many ``ranges``.
         """
         lookups = self.specs[table].lookups
         copies = RANGE_COPIES + SENT_COPIES * (1.0 - math.pow(1.0 - share, lookups)) - EXCHANGED_COPIES / ranges
-        return math.ceil(self.vector_bytes[table] * max(copies, 0.0))
+        return math.ceil(self.vector_bytes[table] * width * max(copies, 0.0))
 
     @cached_property
     def rows(self) -> NDArray[np.float64]:

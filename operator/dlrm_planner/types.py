@@ -61,16 +61,24 @@ class ShardOption:
 
     kind: ShardKind
     ranks: Indices
-    """(n,) one rank per part; no rank twice."""
-    edges: Indices
-    """(n + 1,) edges of rows in memory, at buckets of a unique table; of columns for kind ``column``."""
+    """(R * C,) one rank per part, column group by column group; no rank twice."""
+    row_edges: Indices
+    """(R + 1,) edges of rows in memory, at buckets of a unique table."""
+    column_edges: Indices
+    """(C + 1,) edges of column groups."""
     reason: str
 
     def __eq__(self, other: object) -> bool:
         """Return whether two options put the same parts on the same ranks, for the same reason."""
         if not isinstance(other, ShardOption) or (self.kind, self.reason) != (other.kind, other.reason):
             return False
-        return np.array_equal(self.ranks, other.ranks) and np.array_equal(self.edges, other.edges)
+        names = ("ranks", "row_edges", "column_edges")
+        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in names)
+
+    @property
+    def row_ranges(self) -> int:
+        """Return into how many ranges of rows each column group is split."""
+        return len(self.row_edges) - 1
 
 
 Options = Mapping[int, ShardOption]
@@ -159,17 +167,20 @@ def cut_tables(tables: Tables, which: Collection[int], options: Options) -> Shar
             ranks.append(np.array([pinned[0] if len(pinned) == 1 else -1]))
             found.append((i, 1, first, spec.held_rows, spec.dim, *_bytes(whole), 0))
             continue
-        sizes, inverse, counts = _distinct(np.diff(option.edges))
-        shape.append(first + inverse)
+        sizes, of_rows, counts = _distinct(np.diff(option.row_edges))
+        widths, of_columns, groups = _distinct(np.diff(option.column_edges))
+        shape.append(first + (of_columns[:, None] * len(sizes) + of_rows).ravel())
         ranks.append(option.ranks)
-        is_even = option.kind != "column" and len(sizes) == 2 and sizes[1] - sizes[0] == spec.unit_rows
-        for k, (size, count) in enumerate(zip(sizes.tolist(), counts.tolist(), strict=True)):
-            rows, columns = (spec.held_rows, size) if option.kind == "column" else (size, spec.dim)
-            is_range = rows < spec.held_rows
-            step = tables.range_bytes(i, rows / spec.held_rows, len(option.ranks)) if is_range else 0
-            part = part_bytes(spec, tables.block_state_bytes[i], rows, columns)
-            like = first + (1 if is_even else k)
-            found.append((i, count, like, rows, columns, *_bytes(part), step))
+        is_even = len(sizes) == 2 and sizes[1] - sizes[0] == spec.unit_rows
+        for columns, of_width in zip(widths.tolist(), groups.tolist(), strict=True):
+            start = len(found)
+            for k, (rows, count) in enumerate(zip(sizes.tolist(), counts.tolist(), strict=True)):
+                share, step = rows / spec.held_rows, 0
+                if rows < spec.held_rows:
+                    step = tables.range_bytes(i, share, option.row_ranges, columns / spec.dim)
+                part = part_bytes(spec, tables.block_state_bytes[i], rows, columns)
+                like = start + (1 if is_even else k)
+                found.append((i, count * of_width, like, rows, columns, *_bytes(part), step))
     columns_ = np.array(found, np.int64).reshape(-1, 10).T
     table, count_, like_, rows_, width = columns_[:5]
     row, directory, resident, handoff, step_ = columns_[5:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal
 
@@ -12,15 +13,18 @@ from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.plan import MAX_RANGES, Plan, RankPlan, ShardKind, ShardRange, TablePlan, TierLevel, TierShare
 from dlrm_api.tiers import Tier
 from dlrm_api.trace import TableTrace
+from dlrm_planner.enumerate import whole_option
 from dlrm_planner.explain import explain_plan
 from dlrm_planner.memory import MIB, device_working_bytes, full_cut_bytes, human, min_handoff_bytes
 from dlrm_planner.predict import Solution, predict
 from dlrm_planner.tables import replica_bytes
 from dlrm_planner.tiers import TierAssignment, buffer_bytes
-from dlrm_planner.types import Indices, sum_exactly
+from dlrm_planner.types import Indices, ShardOption, sum_exactly
 from dlrm_planner.virtual_shards import virtual_shards
 
 Policy = Literal["lru", "lfu", "mixed"]
+Rectangle = tuple[int, int, int, int, int]
+"""Ranks of a range, first row and end, first column and end."""
 POLICY_MIN_GAIN = 0.05
 """Share of accesses by which the most frequent rows must beat the most recent ones before frequency counts."""
 
@@ -191,44 +195,37 @@ def _table_plans(found: Solution, policy: Policy) -> tuple[TablePlan, ...]:
     number: dict[TierShare, int] = {}
     labels = np.array([number.setdefault(share, len(number)) for share in shares])[group]
     starts = np.flatnonzero(np.diff(table, prepend=-1)).tolist()
-    runs: dict[int, list[tuple[int, int]]] = {}
-    edges_of: dict[int, Indices] = {}
+    rectangles: dict[int, list[tuple[int, Rectangle]]] = {}
     for start, end in pairwise([*starts, len(ranks)]):
         i = int(table[start])
-        option = options.get(i)
+        option = options.get(i) or whole_option(specs[i], int(ranks[start]))
         # Plans count rows in units, as buckets of a unique table.
-        unit = 1 if option is not None and option.kind == "column" else specs[i].unit_rows
-        edges_of[i] = (np.array([0, specs[i].held_rows]) if option is None else option.edges) // unit
-        runs[i] = [
-            (start + first, start + last) for first, last in even_runs(ranks[start:end], edges_of[i], labels[start:end])
+        row_edges = option.row_edges // specs[i].unit_rows
+        rectangles[i] = [
+            (start + place, each) for place, each in _rectangles(option, row_edges, ranks[start:end], labels[start:end])
         ]
-    if (count := sum(map(len, runs.values())) + len(placement.replicated)) > MAX_RANGES:
+    if (count := sum(map(len, rectangles.values())) + len(placement.replicated)) > MAX_RANGES:
         raise InvalidSpecError(
             "spec.trainer",
             f"the tables take {count} ranges of shards over {found.problem.spec.world_size} ranks, and a plan holds at "
             f"most {MAX_RANGES}: use fewer ranks, of more memory each",
         )
     planned = dict[int, tuple[ShardRange, ...]]()
-    for i, of_table in runs.items():
+    for i, of_table in rectangles.items():
         kind: ShardKind = options[i].kind if i in options else "table"
-        rows, start, edges = specs[i].held_rows // specs[i].unit_rows, of_table[0][0], edges_of[i].tolist()
-        ranges = []
-        for first, last in of_table:
-            cut, whole = (edges[first - start], edges[last - start]), (0, rows)
-            (top, bottom), (left, right) = (whole, cut) if kind == "column" else (cut, (0, specs[i].dim))
-            ranges.append(
-                ShardRange(
-                    rank=int(ranks[first]),
-                    ranks=last - first,
-                    kind=kind,
-                    row_start=top,
-                    row_end=bottom,
-                    column_start=left,
-                    column_end=right,
-                    tiers=shares[group[first]],
-                )
+        planned[i] = tuple(
+            ShardRange(
+                rank=int(ranks[first]),
+                ranks=count,
+                kind=kind,
+                row_start=top,
+                row_end=bottom,
+                column_start=left,
+                column_end=right,
+                tiers=shares[group[first]],
             )
-        planned[i] = tuple(ranges)
+            for first, (count, top, bottom, left, right) in of_table
+        )
     for i in placement.replicated:
         rows, dim = specs[i].rows, specs[i].dim
         planned[i] = (ShardRange(rank=0, kind="data", row_start=0, row_end=rows, column_start=0, column_end=dim),)
@@ -241,6 +238,22 @@ def _table_plans(found: Solution, policy: Policy) -> tuple[TablePlan, ...]:
         )
         for i, table in enumerate(specs)
     )
+
+
+def _rectangles(
+    option: ShardOption, row_edges: Indices, ranks: Indices, labels: Indices
+) -> Iterator[tuple[int, Rectangle]]:
+    """Yield the first shard of each range of a table, and what the range covers."""
+    rows, columns, count = row_edges.tolist(), option.column_edges.tolist(), option.row_ranges
+    if option.kind == "column":
+        for first, last in even_runs(ranks, option.column_edges, labels):
+            yield first, (last - first, 0, rows[1], columns[first], columns[last])
+        return
+    for number, (left, right) in enumerate(pairwise(columns)):
+        start = number * count
+        group = slice(start, start + count)
+        for first, last in even_runs(ranks[group], row_edges, labels[group]):
+            yield start + first, (last - first, rows[first], rows[last], left, right)
 
 
 def even_runs(ranks: Indices, edges: Indices, labels: Indices) -> list[tuple[int, int]]:

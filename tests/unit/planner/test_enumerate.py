@@ -31,6 +31,7 @@ pins = st.sampled_from(
         {"sharding": "row", "ranks": [1, 0]},
         {"sharding": "column"},
         {"sharding": "column", "ranks": [0, 1]},
+        {"sharding": "grid"},
         {"sharding": "table"},
         {"sharding": "data"},
         {"ranks": [0, 1]},
@@ -40,15 +41,18 @@ pins = st.sampled_from(
 shapes = st.fixed_dictionaries(
     {"rows": st.integers(1, 3_000_000), "dim": st.just(32), "maxLookups": st.integers(1, 60)},
     optional={"pin": pins, "columnBlock": st.sampled_from([8, 16])},
-).filter(lambda table: table.get("pin", {}).get("sharding") != "column" or "columnBlock" in table)
+).filter(lambda table: table.get("pin", {}).get("sharding") not in ("column", "grid") or "columnBlock" in table)
 many = st.lists(shapes, min_size=1, max_size=12)
 gangs = st.fixed_dictionaries({"replicas": st.integers(1, 4), "processesPerReplica": st.integers(1, 3)}).filter(
     lambda gang: gang["replicas"] * gang["processesPerReplica"] > 1
 )
 
 
-def named(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"name": f"t{i}", **table} for i, table in enumerate(found)]
+def named(found: list[dict[str, Any]], gang: dict[str, int]) -> list[dict[str, Any]]:
+    """Name tables; a grid needs several ranks on a node."""
+    lone = gang["processesPerReplica"] == 1
+    tables = [{**each, "pin": {}} if lone and each.get("pin") == {"sharding": "grid"} else each for each in found]
+    return [{"name": f"t{i}", **table} for i, table in enumerate(tables)]
 
 
 def table(name: str, rows: int, dim: int = 64, **more: Any) -> dict[str, Any]:
@@ -91,8 +95,21 @@ def check_tiling(spec: DLRMJobSpec, plan: Plan) -> None:
         assert (len(found) == 1) == (kinds == {"table"})
         nodes = {rank // plan.processes_per_node for rank in ranks}
         assert kinds != {"table-row"} or len(nodes) == 1
+        if kinds == {"grid"}:
+            check_grid(found, plan.processes_per_node)
+            continue
         assert kinds == {"column"} or all(shard.column_end - shard.column_start == asked.dim for shard in found)
         assert kinds != {"column"} or all(shard.row_end - shard.row_start == asked.rows for shard in found)
+
+
+def check_grid(found: tuple[ShardRange, ...], processes: int) -> None:
+    """Every group of columns is on one node, which has no other, and all are cut at the same rows."""
+    groups = {
+        each.column_start: [*filter(lambda shard: shard.column_start == each.column_start, found)] for each in found
+    }
+    nodes = [{shard.rank // processes for shard in group} for group in groups.values()]
+    assert sorted(map(len, nodes)) == [1] * len(set().union(*nodes))
+    assert len({tuple(shard.row_start for shard in group) for group in groups.values()}) == 1
 
 
 @pytest.mark.slow
@@ -100,7 +117,7 @@ def check_tiling(spec: DLRMJobSpec, plan: Plan) -> None:
 def test_shards_tile_every_table_exactly_and_keep_to_pins(
     make_spec: MakeSpec, found: list[dict[str, Any]], gang: dict[str, int]
 ) -> None:
-    spec = make_spec(named(found), **gang)
+    spec = make_spec(named(found, gang), **gang)
 
     plan = plan_job(spec)
 
@@ -115,6 +132,9 @@ def test_shards_tile_every_table_exactly_and_keep_to_pins(
             assert ranks == (set(pin.ranks) or set(range(plan.world_size)))
         if pin.sharding == "column":
             assert len(ranks) == min(len(asked.block_edges) - 1, len(pin.ranks) or plan.world_size)
+        if pin.sharding == "grid":
+            blocks, processes = len(asked.block_edges) - 1, plan.processes_per_node
+            assert len(ranks) == min(blocks, plan.nodes) * min(asked.rows, processes)
         if pin.sharding in ("table", "data", "column"):
             assert kind == pin.sharding
 
@@ -126,7 +146,7 @@ def test_shards_tile_every_table_exactly_and_keep_to_pins(
 def test_no_pod_holds_more_than_its_budgets_however_tables_are_split(
     make_spec: MakeSpec, found: list[dict[str, Any]], gang: dict[str, int], budget: int, slow: dict[str, str]
 ) -> None:
-    spec = make_spec(named(found), **gang, tierBudgets={"ddr": budget, **slow})
+    spec = make_spec(named(found, gang), **gang, tierBudgets={"ddr": budget, **slow})
 
     try:
         plan = plan_job(spec)
@@ -292,6 +312,26 @@ def test_table_row_pins_take_one_nodes_ranks(make_spec: MakeSpec) -> None:
     assert any("table t is split by rows inside node 2 over ranks 4 and 5: as pinned" in r for r in plan.reasons)
 
 
+def test_grid_pins_take_all_ranks_of_a_node_for_each_group_of_columns(make_spec: MakeSpec) -> None:
+    found = [
+        table("t", 10**6, columnBlock=16, pin={"sharding": "grid", "ranks": [5, 0]}),
+        table("u", 10**6, columnBlock=32, pin={"sharding": "grid"}),
+    ]
+
+    plan = plan_job(make_spec(found, replicas=3, processesPerReplica=2))
+
+    cut = [(0, 0, 500_000), (1, 500_000, 10**6), (4, 0, 500_000), (5, 500_000, 10**6)]
+    assert [(shard.rank, shard.row_start, shard.row_end) for shard in shards(plan)] == cut
+    assert [(shard.column_start, shard.column_end) for shard in shards(plan)] == [(0, 32)] * 2 + [(32, 64)] * 2
+    assert [each.ranks for each in plan.tables[0].ranges] == [2, 2]
+    # Nodes 0 and 2 have parts of t: one of them takes half of u, and node 1 the other.
+    assert {2, 3} < {shard.rank for shard in shards(plan, "u")}
+    assert any(
+        "table t is split by columns over 2 nodes and by rows inside each, over ranks 0, 1, 4 and 5: as pinned" in r
+        for r in plan.reasons
+    )
+
+
 def test_many_ranks_that_do_not_follow_each_other_are_counted(make_spec: MakeSpec) -> None:
     every_other = {"sharding": "row", "ranks": list(range(0, 20, 2))}
 
@@ -312,6 +352,13 @@ def test_many_ranks_that_do_not_follow_each_other_are_counted(make_spec: MakeSpe
             "sharding row",
         ),
         (
+            {"sharding": "grid"},
+            1,
+            "spec.model.tables[0].pin.sharding: table t is pinned to sharding grid, which splits rows over the ranks "
+            "of each node, and a node has one rank: set trainer.processesPerReplica to 2 or more, or pin to sharding "
+            "column",
+        ),
+        (
             {"sharding": "table-row", "ranks": [1, 2]},
             2,
             "spec.model.tables[0].pin.ranks: table t is pinned to sharding table-row on ranks of nodes 0, 1: name "
@@ -319,11 +366,11 @@ def test_many_ranks_that_do_not_follow_each_other_are_counted(make_spec: MakeSpe
         ),
     ],
 )
-def test_table_row_pins_without_one_nodes_ranks_are_refused(
+def test_pins_to_rows_inside_nodes_need_their_ranks(
     make_spec: MakeSpec, pin: dict[str, Any], processes: int, message: str
 ) -> None:
     with pytest.raises(InvalidSpecError) as refused:
-        plan_job(make_spec([table("t", 10, pin=pin)], replicas=2, processesPerReplica=processes))
+        plan_job(make_spec([table("t", 10, columnBlock=32, pin=pin)], replicas=2, processesPerReplica=processes))
 
     assert str(refused.value) == message
 
@@ -435,7 +482,9 @@ def test_rows_are_spread_whole_and_within_caps(rows: int, weights: list[int], ca
     assert not free or max(free) - min(free) <= len(weights)
 
 
-required = st.sampled_from([{"sharding": "row"}] * 4 + [{"sharding": "column"}, {"sharding": "table-row"}, {}])
+required = st.sampled_from(
+    [*[{"sharding": "row"}] * 4, {"sharding": "column"}, {"sharding": "table-row"}, {"sharding": "grid"}, {}]
+)
 
 
 @pytest.mark.slow

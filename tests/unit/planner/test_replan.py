@@ -39,9 +39,13 @@ def pool(make_profile: MakeProfile, ddr: str) -> HardwareProfile:
     )
 
 
-@pytest.mark.parametrize("ddr", ["32Gi", "5Gi", "3Gi"])
-def test_a_plan_that_is_read_back_predicts_the_same(make_spec: MakeSpec, make_profile: MakeProfile, ddr: str) -> None:
-    spec, profile = make_spec(TABLES, replicas=2), pool(make_profile, ddr)
+@pytest.mark.parametrize(("ddr", "processes"), [("32Gi", 1), ("32Gi", 2), ("5Gi", 1), ("3Gi", 1)])
+def test_a_plan_that_is_read_back_predicts_the_same(
+    make_spec: MakeSpec, make_profile: MakeProfile, ddr: str, processes: int
+) -> None:
+    grid = {"name": "grid", "rows": 100_001, "dim": 64, "columnBlock": 16, "pin": {"sharding": "grid"}}
+    tables = TABLES + [grid] * (processes > 1)
+    spec, profile = make_spec(tables, replicas=2, processesPerReplica=processes), pool(make_profile, ddr)
     plan = plan_job(spec, profile)
 
     found = read_solution(read_problem(spec, profile, {}), plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -26,29 +27,33 @@ MakeSpec = Callable[..., DLRMJobSpec]
 def test_a_shape_takes_what_each_of_its_shards_takes_alone(
     make_spec: MakeSpec, data: st.DataObject, rows: int, parts: int, is_even: bool
 ) -> None:
-    tables = read_tables(make_spec([{"name": f"t{i}", "rows": rows, "dim": 16, "columnBlock": 4} for i in range(3)]))
+    tables = read_tables(make_spec([{"name": f"t{i}", "rows": rows, "dim": 16, "columnBlock": 4} for i in range(4)]))
     inner = st.lists(st.integers(1, rows - 1), min_size=parts - 1, max_size=parts - 1, unique=True)
     edges = np.arange(parts + 1) * rows // parts if is_even else np.array([0, *sorted(data.draw(inner)), rows])
-    by_rows = ShardOption(kind="row", ranks=np.arange(parts), edges=edges, reason="")
-    by_columns = ShardOption(kind="column", ranks=np.array([5, 2]), edges=np.array([0, 4, 16]), reason="")
+    whole, cut = np.array([0, 16]), np.array([0, 4, 16])
+    by_rows = ShardOption(kind="row", ranks=np.arange(parts), row_edges=edges, column_edges=whole, reason="")
+    by_both = replace(by_rows, kind="grid", ranks=np.arange(2 * parts), column_edges=cut)
+    by_columns = replace(by_both, kind="column", ranks=np.array([5, 2]), row_edges=np.array([0, rows]))
 
-    shards = cut_tables(tables, range(3), {0: by_rows, 2: by_columns})
+    shards = cut_tables(tables, range(4), {0: by_rows, 2: by_columns, 3: by_both})
 
-    shapes, shape = shards.shapes, shards.shape
-    sizes = [(end - start, 16) for start, end in pairwise(edges.tolist())] + [(rows, 16), (rows, 4), (rows, 12)]
-    assert shards.table.tolist() == [0] * parts + [1, 2, 2]
-    assert shards.ranks.tolist() == [*range(parts), -1, 5, 2]
+    shapes, shape, counts = shards.shapes, shards.shape, np.diff(edges)
+    sizes = [(count, width) for width in (16, 4, 12) for count in counts.tolist()]
+    sizes[parts:parts] = [(rows, 16), (rows, 4), (rows, 12)]
+    assert shards.table.tolist() == [0] * parts + [1, 2, 2] + [3] * 2 * parts
+    assert shards.ranks.tolist() == [*range(parts), -1, 5, 2, *range(2 * parts)]
     assert list(zip(shapes.rows[shape].tolist(), shapes.width[shape].tolist(), strict=True)) == sizes
     alone = [part_bytes(tables.specs[0], tables.block_state_bytes[0], *size) for size in sizes]
     assert shapes.resident_bytes[shape].tolist() == [each.resident for each in alone]
     assert shapes.handoff_bytes[shape].tolist() == [each.handoff for each in alone]
-    steps = [tables.range_bytes(0, count / rows, parts) for count, _ in sizes[:parts]]
-    assert shapes.range_bytes[shape].tolist() == [*steps, 0, 0, 0]
+    steps = [tables.range_bytes(0, count / rows, parts, width / 16) for count, width in sizes]
+    steps[parts : parts + 3] = [0, 0, 0]
+    assert shapes.range_bytes[shape].tolist() == steps
     assert shapes.count.tolist() == np.bincount(shape).tolist()
     # Tiers give even parts one size, the largest.
-    evened = shapes.evened().rows[shape][:parts]
-    counts = np.diff(edges)
-    assert evened.tolist() == (np.full(parts, counts.max()) if np.ptp(counts) == 1 else counts).tolist()
+    evened = shapes.evened().rows[shape][[*range(parts), *range(-2 * parts, 0)]]
+    expected = np.full(parts, counts.max()) if np.ptp(counts) == 1 else counts
+    assert evened.tolist() == np.tile(expected, 3).tolist()
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**62), st.integers(0, 3)), max_size=50))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from dlrm_api.job import DLRMJob
+from dlrm_planner import plan_job
 from dlrm_testing.repeats import repeats
-from dlrm_testing.trainer.gangs import run_ranks
+from dlrm_testing.trainer.gangs import run_ranks, small_job
 from dlrm_testing.trainer.sharded_runs import ShardedRun, job_of, saved_of, train_plan, words_of_bad_gradient
 from dlrm_testing.trainer.shardings import random_plan, whole_plan, without_levels
 from dlrm_trainer.distributed.collectives import Collectives
@@ -81,6 +84,28 @@ def test_losses_and_restarts_do_not_depend_on_ranks_or_sharding(tmp_path: Path, 
     assert [run.digest for run in rest] == [run.digest for run in runs]
     assert losses_of(halfway).tolist() + losses_of(rest).tolist() == losses_of(runs).tolist()
     assert moved.digest == runs[0].digest
+
+
+@pytest.mark.slow
+def test_a_grid_over_two_nodes_trains_the_bits_of_whole_tables(tmp_path: Path) -> None:
+    # The sum of two rows has no order; that of three parts of a bag would have another one than the whole bag.
+    table = {"rows": 300, "dim": 16, "columnBlock": 8, "maxLookups": 2}
+    tables = [{"name": "t", "pooling": "mean"}, {"name": "u", "features": ["a", "b"]}]
+    model = {"denseFeatures": ["x"], "bottomMlp": [16], "topMlp": [16, 1], "tables": [table | each for each in tables]}
+    grid, whole = (pinned_job(tmp_path, model, kind) for kind in ("grid", "table"))
+    plans = [plan_job(job.spec) for job in (grid, whole)]
+    assert [(each.rank, each.ranks, each.column_start) for each in plans[0].tables[0].ranges] == [(0, 2, 0), (2, 2, 8)]
+
+    found, expected = (run_ranks(4, train_plan, whole, plan, range(STEPS), tmp_path, per_node=2) for plan in plans)
+
+    assert [run.losses for run in found] == [run.losses for run in expected]
+    assert {run.digest for run in found} == {run.digest for run in expected}
+
+
+def pinned_job(folder: Path, model: dict[str, Any], sharding: str) -> DLRMJob:
+    tables = [table | {"pin": {"sharding": sharding}} for table in model["tables"]]
+    trainer = {"replicas": 2, "processesPerReplica": 2}
+    return small_job(folder, model=model | {"tables": tables}, trainer=trainer)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from dlrm_planner import plan_job
 from dlrm_testing.unique_tables import spec_with_unique
 from dlrm_trainer.embedding import place
 
-kinds = st.sampled_from([None, "table", "row", "column", "data", "table-row"])
+kinds = st.sampled_from([None, "table", "row", "column", "data", "table-row", "grid"])
 tables = st.fixed_dictionaries(
     {"rows": st.integers(1, 400_000), "kind": kinds, "lookups": st.integers(1, 40), "slow": st.booleans()}
 )

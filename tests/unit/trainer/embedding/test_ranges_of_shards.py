@@ -134,7 +134,7 @@ def test_ranges_place_and_route_what_their_shards_do_one_by_one(seed: int, world
     start=st.integers(0, 10**6),
     size=st.integers(1, 10**9),
     ranks=st.integers(1, 64),
-    kind=st.sampled_from(["row", "column"]),
+    kind=st.sampled_from(["row", "column", "grid"]),
 )
 def test_shards_of_a_range_tile_it_and_are_even(start: int, size: int, ranks: int, kind: str) -> None:
     other, divided = ("row", "column") if kind == "column" else ("column", "row")
