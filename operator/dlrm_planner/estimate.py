@@ -29,6 +29,7 @@ from dlrm_planner.tables import (
     Tables,
     dense_layers,
     dense_parameters,
+    has_two_levels,
     largest_slice,
     pair_values,
     step_flops,
@@ -84,6 +85,61 @@ class PartCost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Links:
+    """Split what ranks send each other into what crosses nodes and what passes inside them.
+
+    On hosts of several ranks a message takes two levels: through the memory of its node to the rank with the number of
+    its receiver, then between nodes (``dlrm_trainer.distributed.two_levels``). So whatever the sharding, of messages
+    to all samples the same share takes each link; shardings differ in how much is sent, and from how many nodes.
+    """
+
+    nodes: int
+    processes: int
+    """Ranks of a node, which share its link to others."""
+    has_two_levels: bool
+    node_byte_s: float
+    """Seconds of a byte on the link of a node to others."""
+    inside_byte_s: float
+    """Seconds of a byte between two ranks of a node."""
+
+    @cached_property
+    def _away(self) -> float:
+        """Return the share of samples of other ranks; 1 for a lone rank, which sends nothing."""
+        world_size = self.nodes * self.processes
+        return (world_size - 1) / world_size if world_size > 1 else 1.0
+
+    @cached_property
+    def between(self) -> float:
+        """Return the part of what a rank sends to others that leaves its node."""
+        return (self.nodes - 1) / self.nodes / self._away
+
+    @cached_property
+    def inside(self) -> float:
+        """Return the part that passes from rank to rank inside a node, before it leaves or after it came too."""
+        nodes = 1 if self.has_two_levels else self.nodes
+        return (self.processes - 1) / self.processes / nodes / self._away
+
+    @cached_property
+    def rank_byte_s(self) -> float:
+        """Return the seconds of a byte that a rank sends to others, if all ranks send as much."""
+        return self.between * self.processes * self.node_byte_s + self.inside * self.inside_byte_s
+
+    def between_bytes(self, sent: Floats) -> Floats:
+        """Return the (nodes,) bytes that cross between each node and others, of (W,) bytes sent to other ranks."""
+        return np.asarray(self.between * sent.reshape(self.nodes, self.processes).sum(axis=1))
+
+    def messages_s(self, sent: Floats) -> float:
+        """Return the seconds of messages of all ranks, of (W,) bytes to others."""
+        inside_s = self.inside * self.inside_byte_s * float(sent.max())
+        return float(self.between_bytes(sent).max()) * self.node_byte_s + inside_s
+
+    def sum_s(self, size: float) -> float:
+        """Return the seconds to sum so many bytes of every rank, in a ring that leaves each node once."""
+        slowest_s = max(self.node_byte_s * (self.nodes > 1), self.inside_byte_s * (self.processes > 1))
+        return 2 * self._away * slowest_s * size
+
+
+@dataclass(frozen=True, kw_only=True)
 class CostModel:
     """Give the seconds of shards, from (T,) arrays over tables; a share of the rows has as many ids."""
 
@@ -115,9 +171,10 @@ class CostModel:
     on_host: np.ndarray[tuple[int], np.dtype[np.bool_]]
     """Tables that the host's kernels look up."""
     lookup_is_stated: Mapping[Tier, bool]
-    byte_s: float
-    """Seconds to exchange one byte with other ranks, and to pack and unpack it."""
+    links: Links
     link_is_stated: bool
+    packed_s: float
+    """Seconds to pack and unpack a byte for other ranks."""
     compute: Timed
     """Dense layers of the rank with most samples; 0 if the profile states no rate."""
     dense_bytes: float  # wire bytes of dense gradients
@@ -127,6 +184,11 @@ class CostModel:
     def away(self) -> float:
         """Return the share of samples that belong to other ranks."""
         return (self.world_size - 1) / self.world_size
+
+    @cached_property
+    def byte_s(self) -> float:
+        """Return the seconds to exchange one byte with other ranks, and to pack and unpack it, if all send as much."""
+        return self.links.rank_byte_s + self.packed_s
 
     def lookup_s(self, table: Indices | int, share: Each, width: Each, blocks: Each) -> Floats:
         """Return the seconds to look up and update the rows of shards.
@@ -195,7 +257,8 @@ class CostModel:
     def reduce_s(self, replicated: Sequence[int]) -> float:
         """Return the seconds of the all-reduce of dense gradients and of those of replicated tables."""
         elements = float(self.table_elements[list(replicated)].sum())
-        return 2 * self.away * self.byte_s * (self.dense_bytes + ELEMENT_BYTES * elements)
+        size = self.dense_bytes + ELEMENT_BYTES * elements
+        return self.links.sum_s(size) + 2 * self.away * self.packed_s * size
 
     def fixed_s(self, replicated: Sequence[int]) -> float:
         """Return the seconds that every placement with these replicated tables takes."""
@@ -206,7 +269,6 @@ class CostModel:
         shapes = placement.shards.shapes
         looked_up = self.lookup_s(shapes.table, shapes.share, shapes.width, shapes.blocks)
         looked_up = looked_up + self.part_s[shapes.table] * shapes.blocks
-        sent_s = self.byte_s * self.sent_bytes(shapes.table, shapes.share, shapes.width, shapes.blocks)
         on_host, lookups = self.on_host[shapes.table], dict[Tier, Timed]()
         # Replicated tables are in the memory of the device that computes.
         home: Tier = "hbm" if "hbm" in self.lookup_is_stated else "ddr"
@@ -216,8 +278,16 @@ class CostModel:
             own_s = self.replica_s(placement.replicated) if tier == home else 0.0
             here = looked_up * (on_host == (tier == "ddr"))
             lookups[tier] = Timed(float(placement.by_rank(here, self.world_size).max()) + own_s, stated)
-        exchange_s = float(placement.by_rank(sent_s, self.world_size).max()) + self.reduce_s(placement.replicated)
-        return Estimate(compute=self.compute, lookups=lookups, exchange=Timed(exchange_s, self.link_is_stated))
+        sent = self.sent_by_rank(placement)
+        sent_s = self.links.messages_s(sent) + self.packed_s * float(sent.max())
+        exchange = Timed(sent_s + self.reduce_s(placement.replicated), self.link_is_stated)
+        return Estimate(compute=self.compute, lookups=lookups, exchange=exchange)
+
+    def sent_by_rank(self, placement: Placement) -> Floats:
+        """Return the (W,) bytes that shards of each rank exchange with other ranks."""
+        shapes = placement.shards.shapes
+        sent = self.sent_bytes(shapes.table, shapes.share, shapes.width, shapes.blocks)
+        return placement.by_rank(sent, self.world_size)
 
 
 def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Device, tables: Tables) -> CostModel:
@@ -242,7 +312,7 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
     if device == "cuda":
         element_s[~on_host], stated["hbm"] = _element_s(profile, "hbm")
     stated["ddr"] = host_stated or rates.is_measured
-    link, link_is_stated = _link_rate(spec, profile, device)
+    links, link_is_stated = _read_links(spec, profile, device)
     return CostModel(
         ids=bags * [table.lookups for table in specs],
         bags=bags,
@@ -260,8 +330,9 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
         slot_s=host_s * SLOT_BYTES / ELEMENT_BYTES * np.array([table.is_unique for table in specs]),
         on_host=on_host,
         lookup_is_stated=stated,
-        byte_s=(processes if spec.replicas > 1 else 1) / link + packed_s,
+        links=links,
         link_is_stated=link_is_stated or spec.world_size == 1,
+        packed_s=packed_s,
         compute=_compute(spec, profile, device, rates),
         dense_bytes=float(CODECS[communication.dense].value_bytes * dense_parameters(spec.model)),
         table_elements=tables.rows * [table.dim for table in specs],
@@ -285,15 +356,22 @@ def _compute(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Device,
     return Timed(alone.layers_s(layers, samples, model.precision) + pairs_s + parameters_s, True)
 
 
-def _link_rate(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Device) -> tuple[float, bool]:
-    """Return the bytes per second between ranks, and whether the profile states them."""
+def _read_links(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Device) -> tuple[Links, bool]:
+    """Return the links of ranks, and whether the profile states the rate of those between nodes, else inside."""
     network = profile.spec.network if profile else None
-    if spec.replicas > 1:
-        stated, default = network and network.inter_node_bytes_per_second, DEFAULT_NODE_LINK_RATE
-    else:
-        stated = network and network.intra_node_bytes_per_second
-        default = DEFAULT_DEVICE_LINK_RATE if device == "cuda" else _read_rate(profile, "ddr")
-    return stated or default, bool(stated)
+    between, inside = (
+        (network.inter_node_bytes_per_second, network.intra_node_bytes_per_second) if network else (None, None)
+    )
+    default = DEFAULT_DEVICE_LINK_RATE if device == "cuda" else _read_rate(profile, "ddr")
+    processes = spec.trainer.processes_per_replica
+    links = Links(
+        nodes=spec.replicas,
+        processes=processes,
+        has_two_levels=device == "cpu" and has_two_levels(spec),
+        node_byte_s=1 / (between or DEFAULT_NODE_LINK_RATE),
+        inside_byte_s=1 / (inside or default),
+    )
+    return links, bool(between if spec.replicas > 1 else inside)
 
 
 def _read_rate(profile: HardwareProfile | None, tier: Tier) -> float:

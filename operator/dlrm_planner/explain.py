@@ -122,6 +122,7 @@ def _balance(found: Solution) -> Iterator[str]:
         return
     balance = f"largest over mean cost (lookups and exchange) of a rank: {placement.imbalance:.4f}"
     yield f"placed by {placement.method}; {balance}"
+    yield from _between_nodes(found)
     seconds = found.costs.of_shapes(shapes)
     mean = float((seconds * shapes.count).sum()) / problem.spec.world_size
     if len(seconds) and seconds.max() > BOTTLENECK_RATIO * mean > 0:
@@ -129,6 +130,18 @@ def _balance(found: Solution) -> Iterator[str]:
         part = "with one of its shards" if int(shapes.table[largest]) in placement.options else "alone"
         costs = f"costs {seconds.max() / mean:.2f} times the mean of a rank: it is the bottleneck"
         yield f"table {shapes.spec(largest).name} {part} {costs}"
+
+
+def _between_nodes(found: Solution) -> Iterator[str]:
+    links, sent = found.costs.links, found.costs.sent_by_rank(found.placement)
+    if links.nodes == 1 or not sent.any():
+        return
+    crossed = links.between_bytes(sent)
+    busiest = int(crossed.argmax())
+    yield (
+        f"shards exchange {human(int(sent.sum()))} a step with other ranks, {links.between:.0%} of it between nodes: "
+        f"{human(int(crossed[busiest]))} by node {busiest}, in {crossed[busiest] * links.node_byte_s * 1e3:.2f} ms"
+    )
 
 
 def _tiers(found: Solution) -> Iterator[str]:

@@ -15,13 +15,13 @@ from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, Prediction
 from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
-from dlrm_api.wire import CODECS
+from dlrm_api.wire import CODECS, WireFormat
 from dlrm_planner.estimate import CostModel, Moved, moved_rows, transfer_s
-from dlrm_planner.rates import CollectiveKind, HostRates, tier_spec
+from dlrm_planner.rates import HostRates, tier_spec
 from dlrm_planner.tables import ELEMENT_BYTES, dense_layers, dense_parameters, largest_slice, pair_values
 from dlrm_planner.tiers import TierAssignment
 from dlrm_planner.timeline import StepWork, TierWork, Timeline, TrainingWork, lay_out
-from dlrm_planner.types import Estimate, Floats, Levels, Placement, Problem, Timed
+from dlrm_planner.types import Estimate, Floats, Levels, Placement, Problem, Shapes, Timed
 
 SECONDS_PER_HOUR = 3_600
 COLLECTIVES, RANK_S = 6, 2e-5
@@ -110,7 +110,7 @@ def _hit_rates(found: Solution) -> dict[str, float]:
 
 
 def step_work(found: Solution) -> StepWork:
-    """Return the work of a step: of the rank with the costliest shards, and the largest messages of any."""
+    """Return the work of a step: of the rank that looks up longest, and the largest messages of any."""
     spec, model, costs, rates = found.problem.spec, found.problem.spec.model, found.costs, found.costs.rates
     samples, features = largest_slice(spec), len(model.all_features())
     share = samples / spec.data.global_batch_size
@@ -146,7 +146,8 @@ def _training(found: Solution, rates: HostRates) -> TrainingWork:
     problem, costs, placement = found.problem, found.costs, found.placement
     spec, model, shapes = problem.spec, problem.spec.model, placement.shards.shapes
     samples, world_size, replicated = largest_slice(spec), spec.world_size, np.array(placement.replicated, np.int64)
-    rank = int(placement.by_rank(costs.of_shapes(shapes), world_size).argmax())
+    # Every rank waits for the one that looks up longest, and for the largest messages of any.
+    rank = int(placement.by_rank(_looked_up_s(costs, shapes, rates), world_size).argmax())
     own = placement.shards.shape[placement.ranks == rank]
     table = shapes.table[own]
     host, ids = costs.on_host[table], costs.ids[table] * shapes.share[own]
@@ -179,6 +180,14 @@ def _training(found: Solution, rates: HostRates) -> TrainingWork:
     )
 
 
+def _looked_up_s(costs: CostModel, shapes: Shapes, rates: HostRates) -> Floats:
+    """Return the (S,) seconds in which a rank looks up and updates a shard of each shape."""
+    table, (id_s, value_s) = shapes.table, rates.looked_up
+    of_host = shapes.blocks * id_s + shapes.width * value_s
+    of_id = np.where(costs.on_host[table], of_host, costs.element_s[table] * shapes.width)
+    return np.asarray(costs.ids[table] * shapes.share * of_id + rates.part_s * shapes.blocks)
+
+
 def _exchange(found: Solution, rates: HostRates) -> dict[str, float]:
     """Return the seconds of messages of vectors, of their gradients, and of sums, by fields of ``TrainingWork``."""
     spec, costs, placement = found.problem.spec, found.costs, found.placement
@@ -187,35 +196,23 @@ def _exchange(found: Solution, rates: HostRates) -> dict[str, float]:
     lookups = costs.ids[table] / np.maximum(costs.bags[table], 1)
     here = costs.bags[table] * (1 - (1 - shapes.share) ** lookups)
     values = here * shapes.width
-    pooled, gradients = (
-        float(
-            placement.by_rank(
-                here * (codec.value_bytes * shapes.width + codec.row_bytes * shapes.blocks), spec.world_size
-            ).max()
-        )
-        * costs.away
-        for codec in (CODECS[communication.forward], CODECS[communication.backward])
-    )
+    # Messages of ranks of one node without GPUs, and their sums, take as long as was measured.
+    is_measured = spec.replicas == 1 and found.problem.device == "cpu" and costs.rates.is_measured
+
+    def sent_s(codec: WireFormat) -> float:
+        sizes = here * (codec.value_bytes * shapes.width + codec.row_bytes * shapes.blocks)
+        sent = placement.by_rank(sizes, spec.world_size) * costs.away
+        return rates.collective_s("all_to_all", float(sent.max())) if is_measured else costs.links.messages_s(sent)
+
     most = float(placement.by_rank(values, spec.world_size).max())
     packed_s = most * (rates.pack_s(communication.forward) + rates.pack_s(communication.backward))
     reduced = costs.dense_bytes + ELEMENT_BYTES * float(costs.table_elements[list(placement.replicated)].sum())
     return {
         "pack_s": packed_s if found.problem.device == "cpu" else 0.0,
-        "pooled_s": _link_s(found, rates, "all_to_all", pooled),
-        "gradients_s": _link_s(found, rates, "all_to_all", gradients),
-        "reduce_s": _link_s(found, rates, "all_reduce", reduced),
+        "pooled_s": sent_s(CODECS[communication.forward]),
+        "gradients_s": sent_s(CODECS[communication.backward]),
+        "reduce_s": rates.collective_s("all_reduce", reduced) if is_measured else costs.links.sum_s(reduced),
     }
-
-
-def _link_s(found: Solution, rates: HostRates, kind: CollectiveKind, size: float) -> float:
-    """Return the seconds of a collective, beyond those of an empty one.
-
-    Ranks of one node without GPUs take as long as was measured; others, as their link has bytes per second.
-    """
-    spec, costs = found.problem.spec, found.costs
-    if spec.replicas == 1 and found.problem.device == "cpu" and costs.rates.is_measured:
-        return rates.collective_s(kind, size)
-    return costs.byte_s * size * (2 * costs.away if kind == "all_reduce" else 1.0)
 
 
 def _tier_work(found: Solution) -> dict[Tier, TierWork]:
@@ -268,8 +265,11 @@ def _defaults(found: Solution) -> tuple[str, ...]:
         names.append("loops")
     if all(each.format != spec.data.format for each in costs.rates.reading.loops.readers):
         names.append(f"loops.readers of {spec.data.format}")
+    network = problem.profile.spec.network if problem.profile else None
     if not costs.link_is_stated:
         names.append("network")
+    elif spec.replicas > 1 < costs.links.processes and not (network and network.intra_node_bytes_per_second):
+        names.append("network.intraNodeBytesPerSecond")
     if files_s(problem) > 0 and problem.profile and problem.profile.spec.network.object_request_seconds is None:
         names.append("network.objectRequestSeconds")
     for tier in sorted(found.estimate.misses):

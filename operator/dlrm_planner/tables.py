@@ -184,9 +184,13 @@ def exchange_bytes(spec: DLRMJobSpec) -> int:
     With evenly spread columns a rank pools as many elements as its slice of the batch needs: those, their gradients,
     the message sent and the one received; in a job of several nodes with several ranks each also ``PASSED_MESSAGES``.
     """
-    has_two_levels = 1 < spec.trainer.processes_per_replica < spec.world_size
-    copies = EXCHANGED_COPIES * (spec.world_size > 1) + PASSED_MESSAGES * has_two_levels
+    copies = EXCHANGED_COPIES * (spec.world_size > 1) + PASSED_MESSAGES * has_two_levels(spec)
     return copies * _vector_bytes(spec)
+
+
+def has_two_levels(spec: DLRMJobSpec) -> bool:
+    """Return whether messages of hosts go through the memory of nodes first, then between nodes."""
+    return 1 < spec.trainer.processes_per_replica < spec.world_size
 
 
 def message_bytes(spec: DLRMJobSpec) -> int:

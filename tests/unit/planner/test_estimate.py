@@ -1,17 +1,24 @@
 """Predicted times, from the profile's rates by hand."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import ModelSpec
+from dlrm_api.wire import CODECS, Codec
 from dlrm_planner import plan_job
+from dlrm_planner.choose import choose, read_problem
 from dlrm_planner.estimate import PartCost
+from dlrm_planner.predict import Solution
+from dlrm_planner.write import write_plan
 
 MakeSpec = Callable[..., DLRMJobSpec]
 MakeProfile = Callable[..., HardwareProfile]
@@ -66,6 +73,62 @@ def test_communication_of_two_ranks_takes_the_link_between_them(
     exchanged = 1_024 * (2 * 4 + 1 + 2 * 16 * 4) / 2  # ids of four bytes, a length of one, a vector there and back
     reduced = 4 * DENSE
     assert predicted.communication_seconds == pytest.approx((exchanged + reduced) / rate)
+
+
+def test_ranks_of_a_node_share_its_link_and_pass_messages_on_inside(
+    make_spec: MakeSpec, make_profile: MakeProfile
+) -> None:
+    tables = [{**TABLES[0], "pin": {"sharding": "table", "ranks": [rank]}} for rank in (0, 1)]
+    tables = [{**table, "name": f"t{i}"} for i, table in enumerate(tables)]
+    spec = make_spec(tables, batch=1_024, replicas=2, processesPerReplica=2)
+
+    predicted = plan_job(spec, make_profile(DDR, **RATES)).predicted
+
+    # Half of the samples are on the other node; half are of the other number there, and pass the node's memory.
+    exchanged = 1_024 * (2 * 4 + 1 + 2 * 16 * 4) / 2
+    reduced = 2 * 0.75 * 4 * DENSE
+    assert predicted.communication_seconds == pytest.approx((2 * exchanged + reduced) / 1e8 + exchanged / 1e9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(["table", "row", "column", "table-row", "grid"]), min_size=1, max_size=4),
+    gang=st.sampled_from([(2, 2), (3, 2), (2, 3)]),
+    lookups=st.integers(1, 2),
+    codec=st.sampled_from(["fp32", "int8"]),
+)
+def test_bytes_between_nodes_are_those_of_an_exchange(
+    make_spec: MakeSpec, kinds: list[str], gang: tuple[int, int], lookups: int, codec: Codec
+) -> None:
+    (nodes, processes), rows = gang, 7
+    # Every rank has each possible bag once, so that means are counts.
+    bags = list(product(range(rows), repeat=lookups))
+    tables = [
+        {"name": f"t{i}", "rows": rows, "dim": 16, "columnBlock": 4, "maxLookups": lookups, "pin": {"sharding": kind}}
+        for i, kind in enumerate(kinds)
+    ]
+    spec = make_spec(tables, batch=len(bags) * nodes * processes, replicas=nodes, processesPerReplica=processes)
+    formats = spec.training.communication.model_copy(update={"forward": codec, "backward": codec})
+    spec = spec.model_copy(update={"training": spec.training.model_copy(update={"communication": formats})})
+    found = choose(read_problem(spec, None, {}))
+    assert isinstance(found, Solution)
+    between, inside = np.zeros(nodes), 0.0
+    shards = [shard for table in write_plan(found).tables for shard in table.shards]
+    for shard, (node, number) in product(shards, product(range(nodes), range(processes))):
+        held = [sum(shard.row_start <= each < shard.row_end for each in bag) for bag in bags]
+        width = shard.column_end - shard.column_start
+        vector = width * CODECS[codec].value_bytes + width // 4 * CODECS[codec].row_bytes
+        # Ids and gradients come to the shard's rank, pooled rows go back, all through a rank of the receiver's number.
+        size = 4 * sum(held) + len(bags) + 2 * vector * sum(count > 0 for count in held)
+        between[shard.rank // processes] += size * (node != shard.rank // processes)
+        inside += size * (number != shard.rank % processes)
+
+    sent, links = found.costs.sent_by_rank(found.placement), found.costs.links
+
+    np.testing.assert_allclose(links.between_bytes(sent), between)
+    assert links.inside * sent.sum() == pytest.approx(inside)
+    direct = replace(links, has_two_levels=False)
+    assert (direct.inside + direct.between) * sent.sum() == pytest.approx(sent.sum())
 
 
 def test_twice_the_nodes_cost_twice_the_price_an_hour(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
