@@ -16,7 +16,7 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TablePin, TableSpec
 from dlrm_api.plan import Device, ShardKind
-from dlrm_planner.estimate import CostModel
+from dlrm_planner.estimate import CostModel, Each
 from dlrm_planner.tables import ELEMENT_BYTES, NO_PIN, Tables
 from dlrm_planner.types import Capacity, Floats, Indices, ShardOption, cut_tables
 
@@ -176,6 +176,8 @@ class OptionBuilder:
         self.reserve = 0.0
         """Memory of each node to leave for tables that stay whole."""
         self.options: dict[int, ShardOption] = {}
+        self.floor_s = self.floor_bytes = 0.0
+        """What splits over nodes left to the rank with most lookups, and to the node that sends most."""
 
     def copy(self) -> OptionBuilder:
         """Return a builder that continues from here independently."""
@@ -360,13 +362,17 @@ class OptionBuilder:
         if (option := self._columns(i, allowed[:count], reason)) is None:
             return None
         free, taken, ranks = self.free.copy(), np.zeros(self.world_size, bool), list[int]()
+        # Groups on several nodes share no link.
+        here = np.zeros(self.nodes, np.int64)
         shards = cut_tables(self.tables, (i,), {i: option})
         for held in self.capacity.measure(shards.shapes)[shards.shape].tolist():
             open_ = allowed[(free[allowed // self.sharing] >= held) & ~taken[allowed]]
             if not len(open_):
                 return None
-            rank = int(open_[np.lexsort((open_, -free[open_ // self.sharing], self.load[open_]))[0]])
+            keys = open_, -free[open_ // self.sharing], here[open_ // self.processes], self.load[open_]
+            rank = int(open_[np.lexsort(keys)[0]])
             taken[rank] = True
+            here[rank // self.processes] += 1
             free[rank // self.sharing] -= held
             ranks.append(rank)
         return replace(option, ranks=np.array(ranks))
@@ -386,8 +392,11 @@ class OptionBuilder:
         table, ranges = self.tables.specs[i], min(ranges, units_of(self.tables.specs[i], "row"))
         if groups * ranges < 2 or groups > len(nodes):
             return None
+        kind: ShardKind = "grid"
+        if reason != PINNED and 1 in (groups, ranges):
+            kind = "column" if ranges == 1 else "table-row"
         option = ShardOption(
-            kind="grid",
+            kind=kind,
             ranks=np.arange(groups * ranges),
             row_edges=_edges(table, "row", _even(units_of(table, "row"), ranges)),
             column_edges=_edges(table, "column", _even(units_of(table, "column"), groups)),
@@ -465,6 +474,60 @@ class OptionBuilder:
         close = row_counts[row <= ROW_TOLERANCE * best]
         chosen = self.choose_ranks(i, int(close[0])) if close.size else None
         return chosen and self.by_rows(i, *chosen, reason)
+
+    def for_nodes(self, i: int, *, over_all: bool) -> ShardOption | None:
+        """Split a slow table by columns over nodes and by rows inside each, where a step is shortest; None if whole.
+
+        Ranks look rows up for themselves, but send over the link of their node: groups of columns on several nodes
+        share no link, and few ranges of rows send few vectors. ``over_all``: over as many nodes as blocks allow, and
+        all of their ranks.
+        """
+        costs, table = self.costs, self.tables.specs[i]
+        blocks, ranges = units_of(table, "column"), min(units_of(table, "row"), self.processes)
+        c, r = np.arange(1, min(blocks, self.nodes) + 1)[:, None], np.arange(1, ranges + 1)
+        if is_bound(table) or not may_split(table):
+            return None
+        (part_s, part), mean = (
+            self._looked_and_sent(i, 1 / r, each * (table.dim / blocks), each)
+            for each in (-(-blocks // c).astype(np.float64), blocks / c)
+        )
+        total = zip(self.looked_and_sent, self._looked_and_sent(i, 1.0, table.dim, blocks), mean, strict=True)
+        looked_s, sent = (of_all - whole + c * r * each for of_all, whole, each in total)
+        rank_s = np.maximum(np.maximum(part_s, looked_s / self.world_size), self.floor_s)
+        node = np.maximum(np.maximum(part * r, sent / self.nodes), self.floor_bytes)
+        step_s = rank_s + costs.links.spread_s(node, np.maximum(part, sent / self.world_size))
+        is_whole = step_s.min() >= MIN_SPLIT_GAIN * step_s[0, 0] and not self.is_too_large(i)
+        close = np.array([[-1, -1]]) if over_all else np.argwhere(step_s <= ROW_TOLERANCE * step_s.min())
+        order = np.argsort((c * r)[tuple(close.T)], kind="stable")
+        for at in [(0, 0)] if is_whole and not over_all else map(tuple, close[order].tolist()):
+            groups, ranges = int(c[at[0], 0]), int(r[at[1]])
+            option = self.by_grid(i, groups, ranges, np.arange(self.nodes), self.balance_reason(i, self.total_s))
+            if option is not None or groups * ranges == 1:
+                self.floor_s = max(self.floor_s, float(part_s[at]))
+                self.floor_bytes = max(self.floor_bytes, float((part * r)[at]))
+                return option
+        return None
+
+    def loads_node(self, i: int) -> bool:
+        """Return whether a whole table takes more lookups than the mean rank, or sends more than the mean node."""
+        costs = self.costs
+        if costs.whole_s[i] < costs.min_split_s[i]:
+            return False
+        looked, sent = self._looked_and_sent(i, 1.0, self.tables.specs[i].dim, units_of(self.tables.specs[i], "column"))
+        total_s, total = self.looked_and_sent
+        return bool(looked > total_s / self.world_size or sent > total / self.nodes)
+
+    def _looked_and_sent(self, which: Indices | int, share: Each, width: Each, blocks: Each) -> tuple[Floats, Floats]:
+        """Return the seconds in which parts of tables are looked up, and the bytes that they exchange."""
+        sent = self.costs.sent_bytes(which, share, width, blocks)
+        return self.costs.total_s(which, share, width, blocks) - self.costs.byte_s * sent, sent
+
+    @cached_property
+    def looked_and_sent(self) -> tuple[float, float]:
+        """Return the same of all tables, whole."""
+        which = np.array(self.capacity.placed, np.int64)
+        looked, sent = self._looked_and_sent(which, 1.0, self.costs.dims[which], self.costs.blocks[which])
+        return float(looked.sum()), float(sent.sum())
 
 
 def _reason(table: TableSpec) -> str:

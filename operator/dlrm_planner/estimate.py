@@ -130,8 +130,11 @@ class Links:
 
     def messages_s(self, sent: Floats) -> float:
         """Return the seconds of messages of all ranks, of (W,) bytes to others."""
-        inside_s = self.inside * self.inside_byte_s * float(sent.max())
-        return float(self.between_bytes(sent).max()) * self.node_byte_s + inside_s
+        return float(self.spread_s(sent.reshape(self.nodes, self.processes).sum(axis=1).max(), sent.max()))
+
+    def spread_s(self, node: Floats, rank: Floats) -> Floats:
+        """Return the seconds of messages if the busiest node and rank send so many bytes to others."""
+        return np.asarray(self.between * self.node_byte_s * node + self.inside * self.inside_byte_s * rank)
 
     def sum_s(self, size: float) -> float:
         """Return the seconds to sum so many bytes of every rank, in a ring that leaves each node once."""

@@ -89,6 +89,31 @@ def split_heaviest(proposer: Proposer, to_beat_s: float) -> Options | None:  # n
     return builder.options if builder.options != proposer.required.options else None
 
 
+def split_over_nodes(proposer: Proposer, to_beat_s: float) -> Options | None:  # noqa: ARG001
+    """Split tables that load a rank or a link too much: by columns over nodes, by rows inside each."""
+    builder = _split_over_nodes(proposer, over_all=False)
+    return None if builder is None else builder.options
+
+
+def split_over_all_nodes(proposer: Proposer, to_beat_s: float) -> Options | None:  # noqa: ARG001
+    """Split the same tables over as many nodes as their blocks allow and all their ranks, and fill these to a level."""
+    builder = _split_over_nodes(proposer, over_all=True)
+    if builder is None:
+        return None
+    return _Filling(builder).lowest(builder.remaining_s()) or builder.options
+
+
+def _split_over_nodes(proposer: Proposer, *, over_all: bool) -> OptionBuilder | None:
+    builder, found = proposer.pinned.copy(), False
+    if 1 in (builder.nodes, builder.processes):
+        return None
+    for i in builder.heavy_tables():
+        option = builder.for_nodes(i, over_all=over_all) if builder.loads_node(i) else None
+        found |= option is not None
+        builder.add(i, option or (builder.for_memory(i) if builder.is_too_large(i) else None))
+    return builder if found else None
+
+
 def split_heaviest_over_all(proposer: Proposer, to_beat_s: float) -> Options | None:  # noqa: ARG001
     """Split the same tables over all ranks: each then reads and exchanges as much as others."""
     builder = proposer.pinned.copy()
@@ -125,7 +150,10 @@ def fill_to_level(proposer: Proposer, to_beat_s: float) -> Options | None:
     """
     if proposer.world_size == 1:
         return None
-    return _Filling(proposer.pinned).lowest(min(to_beat_s, proposer.required.remaining_s()))
+    builder, most_s = proposer.pinned, proposer.required.remaining_s()
+    # A step is shorter than the level of ranks that share a link, unless all of them send as much.
+    shares_links = builder.nodes > 1 and builder.processes > 1
+    return _Filling(builder).lowest(most_s if shares_links else min(to_beat_s, most_s))
 
 
 class _Filling:
@@ -178,12 +206,16 @@ class _Filling:
         sharing, capacity, min_s = self._builder.sharing, self._capacity, MIN_FILLED_SHARE * level_s
         left: list[float] = (level_s - self._load).tolist()
         free: list[int] = self._free.tolist()
-        rank, found = 0, dict(self._builder.options)
+        # Ranks of all nodes in turn: parts of a table then share no link.
+        builder = self._builder
+        order = np.arange(len(left)).reshape(builder.nodes, builder.processes).T.ravel().tolist()
+        turn, found = 0, dict(builder.options)
         for i in self._order:
             by_columns, units, costs = self._parts[i]
             rest, parts = units, list[tuple[int, int]]()
             held, extra = capacity.held[i] / units, capacity.extra[i]
-            while rest and rank < len(left):
+            while rest and turn < len(left):
+                rank = order[turn]
                 here = left[rank]
                 fit = rest
                 if costs.seconds(rest / units) > here:
@@ -193,14 +225,14 @@ class _Filling:
                 if fit:
                     seconds = costs.seconds(fit / units)
                     if fit < rest and seconds < min_s:
-                        rank += 1
+                        turn += 1
                         continue
                     parts.append((rank, fit))
                     left[rank] -= seconds
                     free[rank // sharing] -= int(fit * held) + extra
                     rest -= fit
                 if rest:
-                    rank += 1
+                    turn += 1
             if rest:
                 return None
             found[i] = self._option(i, parts, by_columns=by_columns)
@@ -211,7 +243,7 @@ class _Filling:
         ranks, sizes = np.array(parts, np.int64).T
         if len(parts) == 1:
             return whole_option(table, int(ranks[0]))
-        inside = builder.nodes > 1 and ranks[0] // builder.processes == ranks[-1] // builder.processes
+        inside = builder.nodes > 1 and len(np.unique(ranks // builder.processes)) == 1
         kind: ShardKind = "column" if by_columns else "table-row" if inside else "row"
         return split_option(table, kind, ranks, sizes, builder.balance_reason(i, self._total_s))
 
@@ -280,6 +312,8 @@ _HEAVIEST = Strategy("heaviest-split", split_heaviest)
 _OVER_ALL = Strategy("heaviest-split-all", split_heaviest_over_all)
 _FILL = Strategy("fill-to-level", fill_to_level)
 _EVEN = Strategy("even-rows", even_rows)
+_NODES = Strategy("split-over-nodes", split_over_nodes, _BALANCED)
+_ALL_NODES = Strategy("split-over-all-nodes", split_over_all_nodes)
 _PACK = Strategy("best-fit", pack)
 
 
@@ -300,11 +334,11 @@ KEEP_WHOLE = StrategyList(
         replace(_WHOLE, methods=_BEST_FIT, when="not placed"),
         replace(_HEAVIEST, methods=_BALANCED),
         replace(_HEAVIEST, methods=_BEST_FIT, when="not placed"),
-        *(replace(each, when="placed") for each in (_OVER_ALL, _FILL, _EVEN)),
+        *(replace(each, when="placed") for each in (_OVER_ALL, _FILL, _EVEN, _NODES, _ALL_NODES)),
         *(replace(each, methods=_BEST_FIT, when="not feasible") for each in (_WHOLE, _HEAVIEST)),
     )
 )
-SPLIT_TO_FIT = StrategyList((_PACK, _OVER_ALL, _FILL, _EVEN), splits_to_fit=True)
+SPLIT_TO_FIT = StrategyList((_PACK, _OVER_ALL, _FILL, _EVEN, _NODES, _ALL_NODES), splits_to_fit=True)
 CHECK_WHOLE = StrategyList(
     (
         replace(_WHOLE, when="not feasible"),

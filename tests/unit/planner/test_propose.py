@@ -1,6 +1,7 @@
 """Plans are predicted to be as fast as simple ones: all tables whole, all split by rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import inf
 from typing import Any
 
 import pytest
@@ -11,7 +12,12 @@ from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan
 from dlrm_planner import choose_plan, plan_job
-from dlrm_planner.choose import BOUND_TOLERANCE, MIN_GAIN
+from dlrm_planner.choose import BOUND_TOLERANCE, MIN_GAIN, choose, read_problem
+from dlrm_planner.estimate import read_costs
+from dlrm_planner.memory import ddr_capacity
+from dlrm_planner.partition import Partitioner
+from dlrm_planner.predict import Solution
+from dlrm_planner.propose import KEEP_WHOLE, Proposer
 from dlrm_testing.repeats import repeats
 
 MakeSpec = Callable[..., DLRMJobSpec]
@@ -70,6 +76,59 @@ def test_no_plan_is_slower_than_all_whole_or_all_row_wise(
     for sharding in ("table", "row"):
         pinned = plan_job(make_spec(named(found, sharding=sharding), batch=BATCH, **gang), profile)
         assert chosen_s <= cost_s(pinned) * BOUND_TOLERANCE * (1 + 1e-9)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(found=many, gang=gangs, slow=st.booleans())
+def test_splits_over_nodes_never_make_the_estimated_step_longer(
+    make_spec: MakeSpec, make_profile: MakeProfile, found: list[dict[str, Any]], gang: dict[str, int], slow: bool
+) -> None:
+    network = {**RATES["network"], "interNodeBytesPerSecond": 3e8 if slow else 3e9}
+    profile = make_profile(DDR, **{**RATES, "network": network})
+    problem = read_problem(make_spec(named(found), batch=BATCH, **gang), profile, {})
+    costs = read_costs(problem.spec, profile, problem.device, problem.tables)
+    capacity = ddr_capacity(problem, ())
+    proposer, others = Proposer(problem.spec, problem.tables, costs, capacity), [inf]
+    for strategy in KEEP_WHOLE.strategies:
+        # Others are tried where these find no ranks.
+        is_tried = strategy.when in ("always", "placed") and not strategy.name.startswith("split-over")
+        options = strategy.propose(proposer, inf) if is_tried else None
+        if isinstance(options, Mapping):
+            partitioner = Partitioner(problem.tables, costs, capacity, options)
+            placements = partitioner.placements(strategy.name, strategy.methods)
+            others += [costs.estimate(each).fast_s for each in placements]
+
+    chosen = choose(problem)
+
+    assert isinstance(chosen, Solution)
+    assert chosen.estimate.step_s <= BOUND_TOLERANCE * min(others)
+
+
+@pytest.mark.parametrize(
+    ("between", "count", "kind"),
+    [
+        pytest.param(1e10, 1, "grid", id="lookups want more ranks than blocks, links few vectors"),
+        pytest.param(1e11, 1, "row", id="links are fast"),
+        pytest.param(1e10, 16, "table", id="nothing asks for a split"),
+    ],
+)
+def test_a_grid_is_taken_where_links_are_slow_and_balance_asks_for_a_split(
+    make_spec: MakeSpec, make_profile: MakeProfile, between: float, count: int, kind: str
+) -> None:
+    bags = [{"rows": 10**7, "dim": 128, "columnBlock": 64, "maxLookups": 20}] * count
+    others = [{"rows": 10**6, "dim": 64, "maxLookups": 2}] * 8
+    network = {"interNodeBytesPerSecond": between, "intraNodeBytesPerSecond": 1e11}
+    profile = make_profile({"bytes": "8Ti", "readBytesPerSecond": 1e11}, flopsPerSecond=1e13, network=network)
+    spec = make_spec(named([*bags, *others]), batch=16_384, replicas=4, processesPerReplica=4)
+
+    plan = plan_job(spec, profile)
+
+    assert {shard.kind for shard in plan.tables[0].shards} == {kind}
+    for sharding in ("grid", "row", "column", "table-row"):
+        pinned = named([{**each, "pin": {"sharding": sharding}} for each in bags] + others)
+        spec = make_spec(pinned, batch=16_384, replicas=4, processesPerReplica=4)
+        assert cost_s(plan) <= 1.01 * cost_s(plan_job(spec, profile))
 
 
 @pytest.mark.parametrize(("tables", "ranks"), [(3, 4), (12, 16), (26, 40)])
