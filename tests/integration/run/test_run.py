@@ -114,24 +114,22 @@ def test_a_stopped_run_commits_its_cut_and_the_same_command_resumes(local: Any) 
     assert [line["step"] for line in local.steps()] == list(range(1, stopped_at + 11))
 
 
-@pytest.mark.parametrize("first", [None, 317])
-def test_a_resumed_run_keeps_the_number_of_virtual_shards(local: Any, first: int | None) -> None:
+def test_a_resumed_run_keeps_the_number_of_virtual_shards(local: Any) -> None:
     # Of the divisors of 4,121, one rank would have 13 and two 317, which is more even.
-    size = {"globalBatchSize": 4_121, "synthetic": {"samples": 41_210, "evalSamples": 0}}
-    local.write(data={**size, "virtualShards": first}, training={"maxSteps": 2})
+    size = {"globalBatchSize": 4_121, "synthetic": {"samples": 41_210, "evalSamples": 0}, "virtualShards": None}
+    local.write(data=size, training={"maxSteps": 2})
     local.done()
-    began_with, ranks = first or 13, 2 if first is None else 1
 
-    local.write(data={**size, "virtualShards": None}, training={"maxSteps": 4}, trainer={"replicas": ranks})
+    local.write(data=size, training={"maxSteps": 4}, trainer={"replicas": 2})
     resumed = local.run()
     refused = local.run("--set", "spec.data.virtualShards=1", "--set", "spec.trainer.replicas=1")
 
     newest = json.loads((local.store / "manifests" / local.manifests()[-1]).read_text())
     assert (resumed.code, resumed.result["step"]) == (0, 4), resumed.stderr + local.logs()
     assert "virtualShards" not in resumed.stderr
-    assert newest["meta"]["reader"]["fingerprint"]["order"]["virtualShards"] == began_with
+    assert newest["meta"]["reader"]["fingerprint"]["order"]["virtualShards"] == 13
     assert refused.code == 65
-    assert f"data.order.virtualShards was {began_with} and is 1" in refused.stderr
+    assert "data.order.virtualShards was 13 and is 1" in refused.stderr
 
 
 def test_a_second_interrupt_ends_the_run_at_once(local: Any) -> None:
@@ -146,7 +144,7 @@ def test_a_second_interrupt_ends_the_run_at_once(local: Any) -> None:
     process.communicate(timeout=30)
 
     assert process.returncode == 130
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 25  # of 60 s that the first one leaves them
 
 
 def test_a_run_for_people_shows_progress_on_stderr_and_a_table_on_stdout(local: Any) -> None:
