@@ -166,14 +166,16 @@ class KubeletDouble:
         self._end(pod, "containerStatuses", "trainer", code, text, reason, ago_s)
 
     def end_checkpointer(self, pod: str, code: int, committed: int | None) -> None:
-        """End the pod's checkpointer, and the pod if its trainer has ended."""
-        self._end(
-            pod, "initContainerStatuses", "checkpointer", code, committed_progress(committed).model_dump_json(), ""
-        )
-        status = self._get(pod)["status"]
-        ends = [each["state"].get("terminated") for each in status["containerStatuses"]]
-        if all(ends):
-            self._patch(pod, {"phase": "Failed" if any(end["exitCode"] for end in ends) else "Succeeded"})
+        """End the pod's checkpointer, and the pod if its trainer has ended; unless it is gone since the trainer did."""
+        told = committed_progress(committed).model_dump_json()
+        try:
+            self._end(pod, "initContainerStatuses", "checkpointer", code, told, "")
+            ends = [each["state"].get("terminated") for each in self._get(pod)["status"]["containerStatuses"]]
+            if all(ends):
+                self._patch(pod, {"phase": "Failed" if any(end["exitCode"] for end in ends) else "Succeeded"})
+        except ApiError as error:
+            if error.code != 404:
+                raise
 
     def finish(self, pod: str, step: int, committed: int | None) -> None:
         """End the pod's trainer with success at ``step``, then its checkpointer."""
