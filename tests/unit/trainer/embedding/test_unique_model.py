@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrm_testing.repeats import repeats
 from dlrm_testing.trainer.unique_parts import TrainedPart
 from dlrm_testing.trainer.unique_tables import ModelPart, ModelTrainer, Replay, Shape, Snapshot, Store, fold, merge
 
@@ -126,8 +127,9 @@ def test_rows_of_the_model_are_those_of_a_replay(
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @given(shapes, batch_lists, st.integers(0, 2), events)
-@settings(max_examples=500)
+@settings(max_examples=repeats(150, soak=3_000))
 def test_rows_of_the_trainer_are_those_of_a_replay(
     shape: Shape, batches: list[list[int]], lookahead: int, happening: list[Event]
 ) -> None:

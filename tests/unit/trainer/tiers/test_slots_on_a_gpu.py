@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from dlrm_api.job import DLRMJob
 from dlrm_checkpointer.codec.rows import code_rows
 from dlrm_checkpointer.types import load_rows
+from dlrm_testing.repeats import IS_SOAK
 from dlrm_testing.trainer.cutting import MemoryCut, state_of
 from dlrm_testing.trainer.gangs import small_job
 from dlrm_testing.trainer.gpus import gpu_of, needs_gpu
@@ -44,14 +46,16 @@ def job_of(folder: Path, kind: str, dtype: str = "fp32") -> DLRMJob:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_neither_few_slots_nor_levels_below_nor_the_lookahead_change_a_bit(
     tmp_path: Path, gpu: torch.device, kind: str, dtype: str
 ) -> None:
     job = job_of(tmp_path, kind, dtype)
-    stacks = [TWO, ("hbm", "block"), ("hbm", "ddr", "scm", "block")]
-    shapes = [Shape(tiers, slots=20, middle=30, lookahead=depth) for tiers in stacks for depth in (0, 1, 3)]
+    stacks, depths = [TWO, ("hbm", "block"), ("hbm", "ddr", "scm", "block")], [0, 1, 3]
+    chosen = itertools.product(stacks, depths) if IS_SOAK else zip(stacks, depths, strict=True)
+    shapes = [Shape(tiers, slots=20, middle=30, lookahead=depth) for tiers, depth in chosen]
 
     every_row = train_run(ALONE, job, Shape(TWO, slots=1_000), STEPS, EVAL_EVERY, tmp_path, gpu)
 
