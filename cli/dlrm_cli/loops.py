@@ -310,8 +310,8 @@ class Rank:
 
     def _collectives(self) -> Iterator[CollectiveTime]:
         for size in COLLECTIVE_BYTES:
-            ours, summed = torch.ones(size, dtype=torch.uint8), torch.ones(size // 4)
             sent = [0 if each == self.rank else size // (self.ranks - 1) for each in range(self.ranks)]
+            ours, summed = torch.ones(sum(sent), dtype=torch.uint8), torch.ones(size // 4)
 
             def exchange(ours: Tensor = ours, sent: Sequence[int] = sent) -> None:
                 self._gang.collectives.all_to_all("small", ours, sent, sent)

@@ -20,7 +20,7 @@ from dlrm_api.names import API_VERSION
 from dlrm_api.row_optimizers import STATE_BYTES, state_values
 from dlrm_api.status import DLRMJobStatus
 from dlrm_api.trainer import TrainerSpec
-from dlrm_api.training import TrainingSpec
+from dlrm_api.training import RowCodecs, TrainingSpec
 
 JOB_NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 JOB_NAME_LENGTH = 40
@@ -178,6 +178,13 @@ class DLRMJobSpec(ApiModel):
     def with_replicas(self, replicas: int) -> DLRMJobSpec:
         """Return a copy with a fixed number of trainer pods."""
         return self.model_copy(update={"trainer": self.trainer.model_copy(update={"replicas": replicas})})
+
+    def with_row_codecs(self, codecs: RowCodecs | None) -> DLRMJobSpec:
+        """Return this spec with the wire formats of a plan; without any it stays as it is."""
+        if codecs is None:
+            return self
+        communication = self.training.communication.with_codecs(codecs)
+        return self.model_copy(update={"training": self.training.model_copy(update={"communication": communication})})
 
     def with_virtual_shards(self, virtual_shards: int) -> DLRMJobSpec:
         """Return a copy with a number of virtual shards, such as the plan's."""

@@ -18,6 +18,7 @@ from dlrm_api.errors import InvalidSpecError, invalid_spec
 from dlrm_api.fields import Share
 from dlrm_api.keys import MAX_BUCKETS
 from dlrm_api.tiers import Tier
+from dlrm_api.training import RowCodecs
 
 Device = Literal["cpu", "cuda"]
 ShardKind = Literal["table", "row", "column", "data", "table-row", "grid"]
@@ -200,6 +201,11 @@ class Plan(ApiModel):
         description="Virtual shards of the data: data.virtualShards, or chosen. Plans of earlier versions lack it.",
     )
     ranks: tuple[RankPlan, ...] = Field(description="Ranks, in order.")
+    row_codecs: RowCodecs | None = Field(
+        None,
+        description="Wire formats of rows: those of training.communication, or chosen. Plans of earlier versions lack "
+        "them.",
+    )
     tables: tuple[TablePlan, ...] = Field(description="Tables, in the model's order.")
     lookahead: int = Field(0, ge=0, le=8, description="Batches ahead of the current one with prefetched rows.")
     handoff_bytes: tuple[int, ...] = Field(description="Shared-memory budget for cuts of each pod (bytes).")

@@ -9,7 +9,7 @@ from pydantic import Field
 from dlrm_api.base import ApiModel, exclusive
 from dlrm_api.fields import BatchSize, Steps
 from dlrm_api.row_optimizers import RowOptimizerKind
-from dlrm_api.wire import Codec
+from dlrm_api.wire import CODECS, DIRECTIONS, LINK_CLASSES, Codec, CodecChoice, Direction, LinkClass
 
 MIN_EPS = 1e-20
 """The state is 0 if all gradients were zero or their squares underflow fp32; then a step is divided by eps alone."""
@@ -57,12 +57,85 @@ class RowRegularizerSpec(ApiModel):
     )
 
 
-class CommunicationSpec(ApiModel):
-    """Configure the wire format of each direction."""
+class LinkCodecs(ApiModel):
+    """Give the wire format of each direction on links of one class."""
 
     forward: Codec = Field("fp32", description="Pooled rows.")
     backward: Codec = Field("fp32", description="Gradients of pooled rows.")
+
+
+class RowCodecs(ApiModel):
+    """Give the wire formats of rows by class of link."""
+
+    intra_node: LinkCodecs | None = Field(
+        None, description="Between ranks of one node. Absent if each rank has a node of its own."
+    )
+    inter_node: LinkCodecs | None = Field(None, description="Between nodes. Absent if there is one node.")
+
+    def of(self, link: LinkClass) -> LinkCodecs | None:
+        """Return the formats on links of a class."""
+        return self.intra_node if link == "intra_node" else self.inter_node
+
+
+_LOSSES = ", ".join(f"{name} {form.quality_loss:g}" for name, form in CODECS.items() if form.quality_loss is not None)
+
+
+class InterNodeSpec(ApiModel):
+    """Configure the wire formats of rows between nodes, where they differ from those inside a node."""
+
+    forward: CodecChoice | None = Field(None, description="Pooled rows. Default: as communication.forward.")
+    backward: CodecChoice | None = Field(
+        None, description="Gradients of pooled rows. Default: as communication.backward."
+    )
+
+
+class CommunicationSpec(ApiModel):
+    """Configure the wire format of each direction."""
+
+    forward: CodecChoice = Field(
+        "fp32",
+        description="Pooled rows. auto: the plan takes the format with which it predicts the shortest step, one for "
+        "links inside a node and one for links between nodes, and keeps both for the job's life.",
+    )
+    backward: CodecChoice = Field("fp32", description="Gradients of pooled rows; auto as in forward.")
     dense: Codec = Field("fp32", description="Gradients of dense parameters.")
+    inter_node: InterNodeSpec = Field(
+        InterNodeSpec(), description="Wire formats of rows between nodes, where they differ from those inside a node."
+    )
+    max_quality_loss: float = Field(
+        0.001,
+        ge=0,
+        le=1,
+        description="auto takes only formats whose measured rise of normalized entropy over fp32 is at most this "
+        f"({_LOSSES}).",
+    )
+
+    def choice(self, link: LinkClass, direction: Direction) -> CodecChoice:
+        """Return what is set for a direction on links of a class."""
+        own: CodecChoice | None = getattr(self.inter_node, direction) if link == "inter_node" else None
+        common: CodecChoice = getattr(self, direction)
+        return own or common
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether any format is left to the plan."""
+        return any(self.choice(link, direction) == "auto" for link in LINK_CLASSES for direction in DIRECTIONS)
+
+    def codecs(self, link: LinkClass) -> tuple[Codec, Codec]:
+        """Return the formats on links of a class, forward and backward; none may be left to the plan."""
+        forward, backward = (self.choice(link, direction) for direction in DIRECTIONS)
+        assert forward != "auto", "the plan chooses the format: see with_codecs"
+        assert backward != "auto", "the plan chooses the format: see with_codecs"
+        return forward, backward
+
+    def with_codecs(self, codecs: RowCodecs) -> CommunicationSpec:
+        """Return it with the formats of a plan. Where a class of links is absent, its formats do not matter."""
+        inside = codecs.intra_node or codecs.inter_node or LinkCodecs()
+        between = codecs.inter_node or inside
+        inter_node = InterNodeSpec(forward=between.forward, backward=between.backward)
+        return self.model_copy(
+            update={"forward": inside.forward, "backward": inside.backward, "inter_node": inter_node}
+        )
 
 
 class TrainingSpec(ApiModel):

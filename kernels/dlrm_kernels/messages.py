@@ -182,7 +182,7 @@ def _floats_of(pieces: Pieces, piece: Any) -> Any:
 
 @kernel
 def pack(
-    counts: Any, units: int, codec: int, pieces: Pieces, extent: Extent, span: Any, skipped: int, scales: Any,
+    counts: Any, units: int, codecs: Any, pieces: Pieces, extent: Extent, span: Any, skipped: int, scales: Any,
     array: Any, message: Message,
 ) -> None:  # fmt: skip
     """Write pieces ``span[0]`` to ``span[1] - 1`` to messages; each unit packs a share of the samples of every piece.
@@ -190,7 +190,7 @@ def pack(
     Args:
         counts: see ``parallel_for``.
         units: see ``parallel_for``.
-        codec: format.
+        codecs: (W,) int64 format of messages with each rank.
         pieces: see ``Pieces``.
         extent: see ``Extent``.
         span: (2,) int64.
@@ -208,7 +208,7 @@ def pack(
             rank, base, stride = pieces.ranks[piece], U64(extent.bases[piece]), U64(extent.strides[piece])
             if rank == skipped:
                 continue
-            samples, width, scale = extent.samples[piece], U64(pieces.widths[piece]), scales[rank]
+            samples, width, scale, codec = extent.samples[piece], U64(pieces.widths[piece]), scales[rank], codecs[rank]
             first, last = samples * unit // units, samples * (unit + 1) // units
             size = _piece_bytes(codec, width, _floats_of(pieces, piece))
             place = U64(extent.starts[piece]) + U64(first) * size
@@ -228,7 +228,7 @@ def pack(
 
 @kernel
 def unpack(
-    counts: Any, units: int, codec: int, pieces: Pieces, extent: Extent, span: Any, skipped: int, scales: Any,
+    counts: Any, units: int, codecs: Any, pieces: Pieces, extent: Extent, span: Any, skipped: int, scales: Any,
     message: Message, adds: bool, array: Any,
 ) -> None:  # fmt: skip
     """Read pieces ``span[0]`` to ``span[1] - 1`` of messages into an array; each unit fills some of its samples.
@@ -236,7 +236,7 @@ def unpack(
     Args:
         counts: see ``parallel_for``.
         units: see ``parallel_for``.
-        codec: format.
+        codecs: (W,) int64 format of messages with each rank.
         pieces: see ``Pieces``.
         extent: see ``Extent``.
         span: (2,) int64.
@@ -255,7 +255,7 @@ def unpack(
             rank, base, stride = pieces.ranks[piece], U64(extent.bases[piece]), U64(extent.strides[piece])
             if rank == skipped:
                 continue
-            samples, width, scale = extent.samples[piece], U64(pieces.widths[piece]), scales[rank]
+            samples, width, scale, codec = extent.samples[piece], U64(pieces.widths[piece]), scales[rank], codecs[rank]
             first, last = samples * unit // units, samples * (unit + 1) // units
             size = _piece_bytes(codec, width, _floats_of(pieces, piece))
             place = U64(extent.starts[piece]) + U64(first) * size
@@ -275,15 +275,17 @@ def unpack(
 
 
 @kernel
-def find_largest(pieces: Pieces, extent: Extent, span: Any, skipped: int, array: Any, largest: Any) -> None:
-    """Raise ``largest`` (W,) float32 to the largest magnitude that goes to each rank; NaN if one is not finite.
+def find_largest(
+    codecs: Any, pieces: Pieces, extent: Extent, span: Any, skipped: int, array: Any, largest: Any
+) -> None:  # fmt: skip
+    """Raise ``largest`` (W,) float32 to the largest magnitude that goes to each rank in fp16; NaN if one is not finite.
 
     Looks at pieces ``span[0]`` to ``span[1] - 1``; the other arguments are those of ``pack``.
     """
     for piece in range(span[0], span[1]):
         rank, width = pieces.ranks[piece], U64(pieces.widths[piece])
         base, stride = U64(extent.bases[piece]), U64(extent.strides[piece])
-        if rank == skipped:
+        if rank == skipped or codecs[rank] != FP16:
             continue
         most = bits_of(largest[rank])
         for sample in range(extent.samples[piece]):

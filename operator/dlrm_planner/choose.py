@@ -14,7 +14,9 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan
 from dlrm_api.progress import DataFiles
 from dlrm_api.trace import TableTrace
+from dlrm_api.training import RowCodecs
 from dlrm_planner import propose
+from dlrm_planner.codecs import choose_codecs, explain_kept, most_exact, read_choices, with_codecs
 from dlrm_planner.enumerate import check_pins, pinned_to_data, worth_replicating
 from dlrm_planner.estimate import CostModel, estimate, read_costs
 from dlrm_planner.explain import explain_infeasible, explain_shortage
@@ -42,6 +44,7 @@ def plan_job(
     reserve: int = 0,
     virtual_shards: int | None = None,
     data: DataFiles | None = None,
+    codecs: RowCodecs | None = None,
     shared: bool = False,
     replicas_field: str = "trainer.replicas",
 ) -> Plan:
@@ -57,6 +60,7 @@ def plan_job(
         reserve: Bytes of memory of each pod to keep free.
         virtual_shards: Their number in the snapshot or attempts that the job continues; a spec that sets it wins.
         data: The files of the training data, if they are known.
+        codecs: The wire formats of rows in the attempts that the job continues; a spec that sets them wins.
         shared: The nodes are parts of one machine, so more replicas would have smaller ones.
         replicas_field: The field that adds replicas.
 
@@ -67,15 +71,14 @@ def plan_job(
     """
     assert spec.fixed_replicas is not None, "choose_plan chooses the number"
     kept = with_kept(spec, virtual_shards)
-    problem = _checked_problem(kept, profile, traces or {}, reserve, data, replicas_field)
+    problem = _checked_problem(kept, profile, traces or {}, reserve, data, codecs, replicas_field)
     found = choose(problem)
     if isinstance(found, Infeasible):
         raise explain_infeasible(problem, found, None if shared else replicas_field, is_feasible)
-    plan = write_plan(found)
-    if kept is spec:
-        return plan
-    reason = f"data.virtualShards {kept.data.virtual_shards}, as since the job began"
-    return plan.model_copy(update={"reasons": (*plan.reasons, reason)})
+    plan, more = write_plan(found), [*explain_kept(spec, codecs)]
+    if kept is not spec:
+        more.append(f"data.virtualShards {kept.data.virtual_shards}, as since the job began")
+    return plan.model_copy(update={"reasons": (*plan.reasons, *more)}) if more else plan
 
 
 def plan_or_shortage(
@@ -85,10 +88,11 @@ def plan_or_shortage(
     reserve: int,
     virtual_shards: int | None,
     data: DataFiles | None,
+    codecs: RowCodecs | None,
 ) -> Plan | str:
     """Return the plan, or what the hardware lacks, without the time that it takes to find what would fix it."""
     try:
-        problem = _checked_problem(with_kept(spec, virtual_shards), profile, traces, reserve, data)
+        problem = _checked_problem(with_kept(spec, virtual_shards), profile, traces, reserve, data, codecs)
         found = choose(problem)
         return explain_shortage(problem, found) if isinstance(found, Infeasible) else write_plan(found)
     except InvalidSpecError as error:
@@ -101,9 +105,10 @@ def _checked_problem(
     traces: Mapping[str, TableTrace],
     reserve: int,
     data: DataFiles | None,
+    codecs: RowCodecs | None,
     replicas_field: str = "trainer.replicas",
 ) -> Problem:
-    problem = read_problem(spec, profile, traces, reserve, data)
+    problem = read_problem(spec, profile, traces, reserve, data, codecs)
     check_pins(spec, problem.tables, replicas_field)
     return problem
 
@@ -114,8 +119,9 @@ def read_problem(
     traces: Mapping[str, TableTrace],
     reserve: int = 0,
     data: DataFiles | None = None,
+    codecs: RowCodecs | None = None,
 ) -> Problem:
-    """Return the problem of a job with a fixed number of replicas.
+    """Return the problem of a job with a fixed number of replicas, with rows in the most exact formats it may have.
 
     Raises:
         InvalidSpecError: the spec needs GPUs that the hardware lacks, or a feature that GPUs lack.
@@ -124,8 +130,9 @@ def read_problem(
     if device == "cuda":
         check_device_tables(tables)
         tables = replace(tables, vector_bytes=(0,) * len(tables.specs))
+    choices = read_choices(spec, codecs)
     return Problem(
-        spec=spec,
+        spec=spec.with_row_codecs(most_exact(choices)),
         profile=profile,
         tables=tables,
         device=device,
@@ -135,6 +142,7 @@ def read_problem(
         caps=slow_caps(spec, profile),
         traces=traces,
         data=data,
+        codecs=choices,
     )
 
 
@@ -182,13 +190,28 @@ def is_feasible(problem: Problem) -> bool:
 def choose(problem: Problem) -> Solution | Infeasible:
     """Return the fastest placement of the first stage that fits, or why nothing fits.
 
+    Wire formats that are left to the plan are chosen for a placement in the most exact ones; if others are faster,
+    tables are placed once more for these.
+
     Raises:
         InvalidSpecError: a pin names a tier that a pod does not have, or a trace is missing.
     """
+    found = _place(problem)
+    if isinstance(found, Infeasible):
+        return found
+    spec = problem.spec.with_row_codecs(choose_codecs(found))
+    if spec.training == problem.spec.training:
+        return found
+    placed = _place(replace(problem, spec=spec))
+    assert isinstance(placed, Solution), "formats take no memory"
+    return with_codecs(placed, choose_codecs(placed))
+
+
+def _place(problem: Problem) -> Solution | Infeasible:
     found = _try_modes(problem, memory_modes(problem, propose.KEEP_WHOLE, propose.SPLIT_TO_FIT))
     assert found is not None
     if isinstance(found, Infeasible) and _lacks_less_in_ddr(problem, found):
-        return choose(replace(problem, caps={}))
+        return _place(replace(problem, caps={}))
     return found
 
 

@@ -21,7 +21,7 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.keys import SLOT_BYTES
 from dlrm_api.plan import Device
 from dlrm_api.tiers import Tier
-from dlrm_api.wire import CODECS
+from dlrm_api.wire import CODECS, LinkClass
 from dlrm_planner.rates import DEFAULT_TIER_RATES, RankRates, read_rates, read_tier_rates, tier_spec
 from dlrm_planner.tables import (
     ELEMENT_BYTES,
@@ -120,6 +120,21 @@ class Links:
         return (self.processes - 1) / self.processes / nodes / self._away
 
     @cached_property
+    def shares(self) -> dict[LinkClass, float]:
+        """Return the part of what a rank sends to others that is for ranks of its node, and for others, if any."""
+        on_node = (self.processes - 1) / (self.nodes * self.processes) / self._away
+        found: dict[LinkClass, float] = {"intra_node": on_node, "inter_node": self.between}
+        return {link: share for link, share in found.items() if share > 0}
+
+    def class_s(self, link: LinkClass, sent: Floats) -> float:
+        """Return the seconds of messages for ranks of a class; (W,) bytes would go to all others in their format."""
+        rank, node = float(sent.max()), float(sent.reshape(self.nodes, self.processes).sum(axis=1).max())
+        if link == "intra_node":
+            return self.shares[link] * self.inside_byte_s * rank
+        passed = (self.processes - 1) / self.processes if self.has_two_levels else 0.0
+        return self.between * (self.node_byte_s * node + passed * self.inside_byte_s * rank)
+
+    @cached_property
     def rank_byte_s(self) -> float:
         """Return the seconds of a byte that a rank sends to others, if all ranks send as much."""
         return self.between * self.processes * self.node_byte_s + self.inside * self.inside_byte_s
@@ -157,9 +172,9 @@ class CostModel:
     """Wire bytes of an id, and of its weight if it has one."""
     length_bytes: int  # wire bytes of a bag's length
     element_bytes: float
-    """Wire bytes of one column of a pooled vector and of its gradient."""
+    """Wire bytes of one column of a pooled vector and of its gradient, the mean over all other ranks."""
     vector_bytes: float
-    """Wire bytes of a vector and its gradient, whatever their columns."""
+    """Wire bytes of a vector and its gradient, whatever their columns; the mean over all other ranks."""
     world_size: int
     rates: RankRates
     """Of loops on the host."""
@@ -297,8 +312,6 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
     """Return the costs of a job's tables on ranks of this kind."""
     specs, batch, processes = tables.specs, spec.data.global_batch_size, spec.trainer.processes_per_replica
     bags = np.array([batch * len(table.sources) for table in specs], np.float64)
-    communication = spec.training.communication
-    directions = [CODECS[codec] for codec in (communication.forward, communication.backward)]
     id_bytes = 8 if any(table.is_unique or table.rows >= NARROW_ROWS for table in specs) else 4
     longest = max(table.max_lookups for table in specs)
     on_host = np.array([device == "cpu" or (table.pin or NO_PIN).tier not in (None, "hbm") for table in specs], bool)
@@ -309,13 +322,18 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
     # Most of a lookup's time goes to finding its row, whatever the columns: bytes alone would make columns look cheap.
     if rates.is_measured or not host_stated:
         (id_s, host_s), part_s = rates.alone.looked_up, rates.alone.part_s
-    if rates.is_measured and spec.world_size > 1 and device == "cpu":
-        packed_s = rates.alone.pack_s(communication.forward) / directions[0].value_bytes
+    links, link_is_stated = _read_links(spec, profile, device)
+    element_bytes = vector_bytes = 0.0
+    for link, share in links.shares.items():
+        directions = spec.training.communication.codecs(link)
+        element_bytes += share * sum(CODECS[codec].value_bytes for codec in directions)
+        vector_bytes += share * sum(CODECS[codec].row_bytes for codec in directions)
+        if rates.is_measured and device == "cpu":
+            packed_s += share * rates.alone.pack_s(directions[0]) / CODECS[directions[0]].value_bytes
     element_s, stated = np.full(len(specs), host_s), dict[Tier, bool]()
     if device == "cuda":
         element_s[~on_host], stated["hbm"] = _element_s(profile, "hbm")
     stated["ddr"] = host_stated or rates.is_measured
-    links, link_is_stated = _read_links(spec, profile, device)
     return CostModel(
         ids=bags * [table.lookups for table in specs],
         bags=bags,
@@ -323,8 +341,8 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
         blocks=np.array([len(table.block_edges) - 1 for table in specs], np.float64),
         id_bytes=np.array([id_bytes + (WEIGHT_BYTES if table.weights else 0) for table in specs], np.float64),
         length_bytes=1 if longest < 2**8 else 2 if longest < 2**15 else 4,
-        element_bytes=sum(codec.value_bytes for codec in directions),
-        vector_bytes=sum(codec.row_bytes for codec in directions),
+        element_bytes=element_bytes,
+        vector_bytes=vector_bytes,
         world_size=spec.world_size,
         rates=rates,
         id_s=np.where(on_host, id_s, 0.0),
@@ -337,7 +355,7 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
         link_is_stated=link_is_stated or spec.world_size == 1,
         packed_s=packed_s,
         compute=_compute(spec, profile, device, rates),
-        dense_bytes=float(CODECS[communication.dense].value_bytes * dense_parameters(spec.model)),
+        dense_bytes=float(CODECS[spec.training.communication.dense].value_bytes * dense_parameters(spec.model)),
         table_elements=tables.rows * [table.dim for table in specs],
     )
 

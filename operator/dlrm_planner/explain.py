@@ -14,6 +14,7 @@ from dlrm_api.hardware import TierSpec
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import RankPlan
 from dlrm_api.tiers import Tier, claim_bytes
+from dlrm_planner.codecs import explain_codecs
 from dlrm_planner.enumerate import may_split, pinned_to_data, required_shards
 from dlrm_planner.memory import MAX_DDR, MIB, NODE_DDR, device_limit, human, pod_limit
 from dlrm_planner.predict import Solution, files_s, step_requests
@@ -48,6 +49,7 @@ def explain_plan(
         *_sharding(spec, tables, placement.replicated, whole),
         *_splits(spec, tables, placement.options),
         *_balance(found),
+        *explain_codecs(found),
         *_directories(found),
         *_sizes(found),
         *_tiers(found),

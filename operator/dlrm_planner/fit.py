@@ -169,7 +169,7 @@ class _Run:
 
     def __init__(self, run: PastRun, profile: HardwareProfile) -> None:
         self.run = run
-        self._found = read_solution(read_problem(run.spec, profile, run.traces), run.plan)
+        self._found = read_solution(read_problem(run.spec, profile, run.traces, codecs=run.plan.row_codecs), run.plan)
 
     @cached_property
     def kinds(self) -> tuple[Scaled, ...]:

@@ -19,6 +19,7 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan
 from dlrm_api.progress import DataFiles
 from dlrm_api.trace import TableTrace
+from dlrm_api.training import RowCodecs
 from dlrm_planner.choose import plan_job, plan_or_shortage
 from dlrm_planner.predict import missing_rates
 from dlrm_planner.replan import Check, PastPlan, continue_plan, with_reason
@@ -85,6 +86,7 @@ def choose_plan(
     """
     trainer, traces = spec.trainer, traces or {}
 
+    codecs = before.chosen_codecs if before else None
     next_plan = partial(continue_plan, before, traces=traces, reserve=reserve, data=data, check=check)
     is_fixed = trainer.replicas is not None and len(profiles) < 2 and not trainer.chooses_hardware
     if trainer.objective is None or is_fixed:
@@ -92,14 +94,18 @@ def choose_plan(
         continued = next_plan(spec, profile)
         if isinstance(continued, Plan):
             return continued
-        plan = plan_job(spec, profile, traces=traces, reserve=reserve, virtual_shards=virtual_shards, data=data)
+        plan = plan_job(
+            spec, profile, traces=traces, reserve=reserve, virtual_shards=virtual_shards, data=data, codecs=codecs
+        )
         if check is not None:
             check(plan, profile)
         return with_reason(plan, continued)
     goal = _read_goal(spec, done or WorkDone())
 
     def chosen(several: Sequence[HardwareProfile | None], *, is_kept: bool = False) -> Plan:
-        kinds = [_Kind(spec, goal, profile, traces, reserve, virtual_shards, data, check) for profile in several]
+        kinds = [
+            _Kind(spec, goal, profile, traces, reserve, virtual_shards, data, codecs, check) for profile in several
+        ]
         return _choose(spec, goal, kinds, is_kept=is_kept)
 
     best: Plan | None = None
@@ -206,6 +212,7 @@ class _Kind:
     reserve: int
     virtual_shards: int | None
     data: DataFiles | None
+    codecs: RowCodecs | None
     check: Check | None
     judged: dict[int, Candidate | str] = field(default_factory=dict)
     """By number of replicas; what hardware that does not hold all tables lacks."""
@@ -246,7 +253,8 @@ class _Kind:
 
     def _judge(self, size: int) -> Candidate | str:
         fixed = self.spec.with_replicas(size)
-        plan = plan_or_shortage(fixed, self.profile, self.traces, self.reserve, self.virtual_shards, self.data)
+        given = self.profile, self.traces, self.reserve, self.virtual_shards, self.data, self.codecs
+        plan = plan_or_shortage(fixed, *given)
         if isinstance(plan, str):
             return plan
         try:
@@ -279,6 +287,7 @@ class _Kind:
             reserve=self.reserve,
             virtual_shards=self.virtual_shards,
             data=self.data,
+            codecs=self.codecs,
             replicas_field=field_,
         )
         if self.check is not None:

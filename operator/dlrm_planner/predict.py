@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +15,8 @@ from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, Prediction
 from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
-from dlrm_api.wire import CODECS, WireFormat
+from dlrm_api.training import CommunicationSpec
+from dlrm_api.wire import CODECS, Codec, LinkClass
 from dlrm_planner.estimate import CostModel, Moved, moved_rows, transfer_s
 from dlrm_planner.rates import HostRates, tier_spec
 from dlrm_planner.tables import ELEMENT_BYTES, dense_layers, dense_parameters, largest_slice, pair_values
@@ -190,29 +191,56 @@ def _looked_up_s(costs: CostModel, shapes: Shapes, rates: HostRates) -> Floats:
 
 def _exchange(found: Solution, rates: HostRates) -> dict[str, float]:
     """Return the seconds of messages of vectors, of their gradients, and of sums, by fields of ``TrainingWork``."""
+    communication = found.problem.spec.training.communication
+    used = dict.fromkeys(codec for link in found.costs.links.shares for codec in communication.codecs(link))
+    return exchange_times(found, rates, used).work(communication)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeTimes:
+    """Give the seconds of messages of a step, by class of link and format, in one state of the other threads."""
+
+    classes: tuple[LinkClass, ...]
+    """Those that there are."""
+    packs: Mapping[tuple[LinkClass, Codec], float]
+    """Of one direction."""
+    links: Mapping[tuple[LinkClass, Codec], float]
+    """Of one direction, on the link."""
+    reduce_s: float
+
+    def work(self, communication: CommunicationSpec) -> dict[str, float]:
+        """Return the seconds of both directions and of sums, by fields of ``TrainingWork``."""
+        used = [(link, communication.codecs(link)) for link in self.classes]
+        return {
+            "pack_s": sum(self.packs[link, codec] for link, codecs in used for codec in codecs),
+            "pooled_s": sum(self.links[link, forward] for link, (forward, _) in used),
+            "gradients_s": sum(self.links[link, backward] for link, (_, backward) in used),
+            "reduce_s": self.reduce_s,
+        }
+
+
+def exchange_times(found: Solution, rates: HostRates, codecs: Iterable[Codec]) -> ExchangeTimes:
+    """Return the times of messages in some formats, of the rank with most of them."""
     spec, costs, placement = found.problem.spec, found.costs, found.placement
-    shapes, communication = placement.shards.shapes, spec.training.communication
+    shapes, on_host = placement.shards.shapes, found.problem.device == "cpu"
     table = shapes.table
     lookups = costs.ids[table] / np.maximum(costs.bags[table], 1)
     here = costs.bags[table] * (1 - (1 - shapes.share) ** lookups)
-    values = here * shapes.width
+    most = float(placement.by_rank(here * shapes.width, spec.world_size).max())
     # Messages of ranks of one node without GPUs, and their sums, take as long as was measured.
-    is_measured = spec.replicas == 1 and found.problem.device == "cpu" and costs.rates.is_measured
-
-    def sent_s(codec: WireFormat) -> float:
-        sizes = here * (codec.value_bytes * shapes.width + codec.row_bytes * shapes.blocks)
+    is_measured = spec.replicas == 1 and on_host and costs.rates.is_measured
+    packs, links = dict[tuple[LinkClass, Codec], float](), dict[tuple[LinkClass, Codec], float]()
+    for codec in codecs:
+        form = CODECS[codec]
+        sizes = here * (form.value_bytes * shapes.width + form.row_bytes * shapes.blocks)
         sent = placement.by_rank(sizes, spec.world_size) * costs.away
-        return rates.collective_s("all_to_all", float(sent.max())) if is_measured else costs.links.messages_s(sent)
-
-    most = float(placement.by_rank(values, spec.world_size).max())
-    packed_s = most * (rates.pack_s(communication.forward) + rates.pack_s(communication.backward))
+        for link, share in costs.links.shares.items():
+            measured_s = rates.collective_s("all_to_all", float(sent.max())) if is_measured else None
+            links[link, codec] = costs.links.class_s(link, sent) if measured_s is None else measured_s
+            packs[link, codec] = most * share * rates.pack_s(codec) if on_host else 0.0
     reduced = costs.dense_bytes + ELEMENT_BYTES * float(costs.table_elements[list(placement.replicated)].sum())
-    return {
-        "pack_s": packed_s if found.problem.device == "cpu" else 0.0,
-        "pooled_s": sent_s(CODECS[communication.forward]),
-        "gradients_s": sent_s(CODECS[communication.backward]),
-        "reduce_s": rates.collective_s("all_reduce", reduced) if is_measured else costs.links.sum_s(reduced),
-    }
+    reduce_s = rates.collective_s("all_reduce", reduced) if is_measured else costs.links.sum_s(reduced)
+    return ExchangeTimes(classes=tuple(costs.links.shares), packs=packs, links=links, reduce_s=reduce_s)
 
 
 def _tier_work(found: Solution) -> dict[Tier, TierWork]:

@@ -194,8 +194,9 @@ class HostRates:
         return self.of("lookup") + self.of("update"), self.of("lookup_value") + self.of("update_value")
 
     def pack_s(self, codec: Codec) -> float:
-        """Return the seconds to pack and unpack a value."""
-        return next(each.value_seconds for each in self.loops.packs if each.codec == codec) * self.scale
+        """Return the seconds to pack and unpack a value; of a codec that was not timed, those of the slowest."""
+        timed = {each.codec: each.value_seconds for each in self.loops.packs}
+        return timed.get(codec, max(timed.values())) * self.scale
 
     def layers_s(self, layers: Sequence[tuple[int, int]], samples: float, precision: Precision) -> float:
         """Return the seconds of layers of so many inputs and outputs, forward and backward.

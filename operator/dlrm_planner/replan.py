@@ -20,6 +20,7 @@ from dlrm_api.plan import Plan, TablePlan, TierShare
 from dlrm_api.progress import DataFiles
 from dlrm_api.tiers import FILE_TIERS
 from dlrm_api.trace import TableTrace
+from dlrm_api.training import RowCodecs
 from dlrm_planner.choose import read_problem
 from dlrm_planner.estimate import CostModel, estimate, read_costs
 from dlrm_planner.hit_rates import table_hit_rates
@@ -55,6 +56,11 @@ class PastPlan:
     spec: DLRMJobSpec
     plan: Plan
 
+    @property
+    def chosen_codecs(self) -> RowCodecs | None:
+        """Return the wire formats of rows, if any was left to the plan: new plans of the job keep them."""
+        return self.plan.row_codecs if self.spec.training.communication.is_open else None
+
 
 def continue_plan(
     before: PastPlan | None,
@@ -78,7 +84,8 @@ def continue_plan(
     plan, name = before.plan, profile.metadata.name if profile else ""
     if plan.hardware != name:
         return f"it is for {plan.hardware or 'unknown hardware'}, not for {name or 'unknown hardware'}"
-    problem = read_problem(with_kept(spec, plan.virtual_shards), profile, traces, reserve, data)
+    kept = with_kept(spec, plan.virtual_shards)
+    problem = read_problem(kept, profile, traces, reserve, data, before.chosen_codecs)
     if plan.device != problem.device:
         return f"its ranks compute on {plan.device}, and {name} is for {problem.device}"
     keeps_all = spec.lifecycle.replan == "never"

@@ -18,6 +18,7 @@ from dlrm_api.plan import Device, ShardKind
 from dlrm_api.progress import DataFiles
 from dlrm_api.tiers import Tier
 from dlrm_api.trace import TableTrace
+from dlrm_api.wire import Codec, Direction, LinkClass
 from dlrm_planner.tables import NO_PIN, PartBytes, Tables, part_bytes
 
 Floats = NDArray[np.float64]
@@ -25,6 +26,8 @@ Indices = NDArray[np.int64]
 Ints = tuple[int, ...]
 """Bytes, above all: 5,000 tables of 2**54 bytes overflow int64."""
 FastTier = Literal["ddr", "hbm"]  # memory that kernels compute on
+CodecChoices = Mapping[tuple[LinkClass, Direction], tuple[Codec, ...]]
+"""Wire formats that rows may have on links of each class, the most exact first."""
 Arrays = TypeVar("Arrays")
 UNBOUNDED = 2**62
 """Bytes of a node of unknown memory. Shards then take no bytes, so no sum overflows."""
@@ -276,6 +279,8 @@ class Problem:
     traces: Mapping[str, TableTrace]
     data: DataFiles | None = None
     """None if unknown: reads of files then wait for nothing."""
+    codecs: CodecChoices = field(default_factory=dict)
+    """Of which those of the spec are one combination."""
     curves: dict[int, HitRates] = field(default_factory=dict)
     """Hit rates of whole tables by lookahead: read once, however often a variant of the problem is tried."""
 

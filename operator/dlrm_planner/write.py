@@ -13,6 +13,7 @@ from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.plan import MAX_RANGES, Plan, RankPlan, ShardKind, ShardRange, TablePlan, TierLevel, TierShare
 from dlrm_api.tiers import Tier
 from dlrm_api.trace import TableTrace
+from dlrm_planner.codecs import planned_codecs
 from dlrm_planner.enumerate import whole_option
 from dlrm_planner.explain import explain_plan
 from dlrm_planner.memory import MIB, device_working_bytes, full_cut_bytes, human, min_handoff_bytes
@@ -46,6 +47,7 @@ def write_plan(found: Solution) -> Plan:
         hardware=problem.profile.metadata.name if problem.profile else "",
         device=problem.device,
         ranks=ranks,
+        row_codecs=planned_codecs(spec),
         tables=tables,
         virtual_shards=virtual_shards(spec),
         lookahead=spec.trainer.cache.lookahead if found.stacked else 0,

@@ -70,6 +70,7 @@ class Learner:
             global_batch_size=spec.data.global_batch_size,
             tier_dir=tier_dir,
             communication=spec.training.communication,
+            ranks_per_node=spec.trainer.processes_per_replica,
             device=device,
             deterministic=spec.training.deterministic,
             warmup_steps=spec.training.warmup_steps,

@@ -93,8 +93,9 @@ def train(
             endpoint = Endpoint(address, port, board, control, settings.token_sha256, more, stacks.dump)
             stack.callback(endpoint.close)
         ours, of_ids = gang.collectives, gang.id_collectives
+        planned = spec.with_row_codecs(plan.row_codecs)
         learner = Learner(
-            spec, placement, ours, settings.tier_dir, observer.stages, id_collectives=of_ids, device=device
+            planned, placement, ours, settings.tier_dir, observer.stages, id_collectives=of_ids, device=device
         )
         stack.callback(learner.embeddings.close)
         observer.watch(learner.embeddings.tables, (ours, of_ids))

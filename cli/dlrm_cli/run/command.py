@@ -258,7 +258,8 @@ def _plan(
     continued = continue_plan(before, job.spec, machine, traces=traces)
     if isinstance(continued, Plan):
         return continued
-    plan = plan_job(job.spec, machine, traces=traces, virtual_shards=virtual_shards, shared=True)
+    codecs = before.chosen_codecs if before else None
+    plan = plan_job(job.spec, machine, traces=traces, virtual_shards=virtual_shards, codecs=codecs, shared=True)
     return with_reason(plan, continued)
 
 

@@ -78,13 +78,16 @@ def read_message(codec: Codec, data: Tensor, shapes: Sequence[tuple[int, int]]) 
     return found
 
 
-def are_finite(codec: Codec, messages: Sequence[Tensor]) -> Tensor:
-    """Return (M,) whether all values of each message that is not empty are finite, on the messages' device.
+def are_finite(codecs: Sequence[Codec], messages: Sequence[Tensor]) -> Tensor:
+    """Return (M,) whether all values are finite, on the messages' device, of each message with a scale.
 
-    Scales show it: of a format without any nothing is returned.
+    Scales show it: messages that are empty, or of formats without a scale, are left out.
     """
-    start = CODECS[codec].message_bytes
-    scales = [message[:start].view(torch.float32) for message in messages if start and message.numel()]
+    scales = [
+        message[:start].view(torch.float32)
+        for codec, message in zip(codecs, messages, strict=True)
+        if (start := CODECS[codec].message_bytes) and message.numel()
+    ]
     return torch.cat(scales).isfinite() if scales else torch.ones(0, dtype=torch.bool)
 
 

@@ -17,12 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_api.errors import TemporaryError
+from dlrm_api.errors import InvalidSpecError, TemporaryError
+from dlrm_api.wire import DIRECTIONS, Codec, Direction, LinkClass
 from dlrm_kernels import messages
 from dlrm_kernels.bags import copy_segments, fill_offsets, split_ids
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Arriving, Collectives
-from dlrm_trainer.embedding.messages import Outgoing, Travel, TravelFinder, make_packing
+from dlrm_trainer.embedding.messages import Formats, Outgoing, Travel, TravelFinder, make_packing
 from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement, Split, routes
 from dlrm_trainer.spans import spanned
 
@@ -108,14 +109,15 @@ class Exchange:
     def __init__(
         self, placement: Placement, collectives: Collectives, id_collectives: Collectives, options: EmbeddingOptions
     ) -> None:
-        self._collectives, self._ids, self._formats = collectives, id_collectives, options.communication
+        self._collectives, self._ids = collectives, id_collectives
         # A loss is the mean over the global batch: this brings usual gradients near 1.
         self._gradient_scale = 2.0 ** (options.global_batch_size.bit_length() - 1)
         self._max_samples = options.global_batch_size
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self._routes = routes(placement, self._rank)
         self._travels = TravelFinder(self._routes, self._rank)
-        self._packing = make_packing(self._routes, self._rank, options.device, options.communication)
+        self._forward, self._backward = formats_of(options, self._rank, self._world_size)
+        self._packing = make_packing(self._routes, self._rank, options.device, (self._forward, self._backward))
         self._tables = placement.tables
         is_wide = any(table.is_unique or table.rows >= NARROW_ROWS for table in placement.tables)
         self._id_type = torch.int64 if is_wide else torch.int32
@@ -235,7 +237,7 @@ class Exchange:
 
         ``owned`` holds the ids that were pooled, with places on the vectors' device.
         """
-        outgoing = self._packing.pack_pooled(self._formats.forward, pooled, owned.travel)
+        outgoing = self._packing.pack_pooled(self._forward, pooled, owned.travel)
         return self._start("pooled", outgoing, pooled)
 
     def features(self, vectors: Vectors, owned: OwnedIds, replicated: Sequence[Tensor]) -> Tensor:
@@ -244,18 +246,18 @@ class Exchange:
         ``vectors`` come from ``send_pooled``; ``replicated`` are the (n, C_g * w) of each data-parallel group.
         """
         came = vectors.arriving.wait()
-        return self._packing.unpack_pooled(self._formats.forward, came, vectors.own, replicated, owned.travel)
+        return self._packing.unpack_pooled(self._forward, came, vectors.own, replicated, owned.travel)
 
     def send_gradients(self, gradient: Tensor, owned: OwnedIds) -> Vectors:
         """Start to send the (n, D) gradient to the ranks of the pooled rows: ``send_pooled`` in reverse."""
         scale = self._gradient_scale
-        outgoing = self._packing.pack_gradients(self._formats.backward, gradient, owned.travel, scale)
+        outgoing = self._packing.pack_gradients(self._backward, gradient, owned.travel, scale)
         return self._start("gradients", outgoing, [gradient])
 
     def gradients(self, vectors: Vectors, owned: OwnedIds) -> list[Tensor]:
         """Wait for gradients: (N, C_g * w) of each of this rank's groups, 0 if a bag has no ids in the part."""
         came = vectors.arriving.wait()
-        return self._packing.unpack_gradients(self._formats.backward, came, vectors.own[0], owned.travel)
+        return self._packing.unpack_gradients(self._backward, came, vectors.own[0], owned.travel)
 
     def replicated_gradients(self, gradient: Tensor) -> list[Tensor]:
         """Return (n, C_g * w) of each data-parallel group, from the (n, D) gradient."""
@@ -264,6 +266,30 @@ class Exchange:
     def _start(self, what: Literal["pooled", "gradients"], outgoing: Outgoing, own: Sequence[Tensor]) -> Vectors:
         arriving = self._collectives.start_all_to_all(what, outgoing.message, outgoing.sent, outgoing.received)
         return Vectors(own=own, arriving=arriving, finite=outgoing.finite)
+
+
+def formats_of(options: EmbeddingOptions, rank: int, world_size: int) -> tuple[Formats, Formats]:
+    """Return the formats of messages with each rank, forward and backward, by the node that it is on.
+
+    Raises:
+        InvalidSpecError: a format is still to be chosen.
+    """
+
+    def codec(direction: Direction, link: LinkClass) -> Codec:
+        found = options.communication.choice(link, direction)
+        if found == "auto":
+            problem = f"missing, but training.communication.{direction} is auto; replan the job"
+            raise InvalidSpecError("plan.rowCodecs", problem)
+        return found
+
+    node = rank // options.ranks_per_node
+    links: list[LinkClass] = [
+        "intra_node" if peer // options.ranks_per_node == node else "inter_node" for peer in range(world_size)
+    ]
+    forward, backward = (tuple(codec(each, link) for link in links) for each in DIRECTIONS)
+    # Of equal formats a batch's messages are laid out once.
+    formats = Formats(forward)
+    return formats, formats if forward == backward else Formats(backward)
 
 
 def pick_segments(values: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:

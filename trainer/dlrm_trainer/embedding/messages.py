@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -18,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.errors import DivergedError
-from dlrm_api.training import CommunicationSpec
 from dlrm_api.wire import CODECS, Codec
 from dlrm_kernels import messages as kernels
 from dlrm_kernels.messages import Chosen, Extent, Message, Pieces
@@ -72,6 +72,35 @@ class Travel:
         return replace(self, filled=self.filled.to(device), landing=self.landing.to(device))
 
 
+@dataclass(frozen=True, eq=False)
+class Formats:
+    """Hold the format of messages with each rank, in one direction."""
+
+    codecs: tuple[Codec, ...]
+    """(W,)"""
+
+    @cached_property
+    def numbers(self) -> Ints:
+        """Return (W,) formats as compiled loops know them; see ``are_compiled``."""
+        return np.array([NUMBERS[codec] for codec in self.codecs], np.int64)
+
+    @cached_property
+    def are_compiled(self) -> bool:
+        """Return whether each has a compiled loop."""
+        return NUMBERS.keys() >= set(self.codecs)
+
+    @cached_property
+    def bytes(self) -> Ints:
+        """Return (3, W) bytes of a value, of a row besides its values, and of a message besides its rows."""
+        forms = [CODECS[codec] for codec in self.codecs]
+        return np.array([(each.value_bytes, each.row_bytes, each.message_bytes) for each in forms], np.int64).T
+
+    @cached_property
+    def scaled(self) -> NDArray[np.bool_]:
+        """Return (W,) whether messages begin with a scale."""
+        return np.asarray(self.bytes[2] > 0)
+
+
 class Outgoing(NamedTuple):
     """Hold messages to all ranks."""
 
@@ -88,11 +117,11 @@ class Outgoing(NamedTuple):
 class Packing(Protocol):
     """Pack and unpack messages on one device. What stays on its rank keeps full precision."""
 
-    def pack_pooled(self, codec: Codec, pooled: Sequence[Tensor], travel: Travel) -> Outgoing:
+    def pack_pooled(self, formats: Formats, pooled: Sequence[Tensor], travel: Travel) -> Outgoing:
         """Pack the (N, C_g * w) pooled rows of this rank's groups."""
 
     def unpack_pooled(
-        self, codec: Codec, came: Tensor, pooled: Sequence[Tensor], replicated: Sequence[Tensor], travel: Travel
+        self, formats: Formats, came: Tensor, pooled: Sequence[Tensor], replicated: Sequence[Tensor], travel: Travel
     ) -> Tensor:
         """Return (n, D): every vector in its place; those of several parts are sums in the order of ranks.
 
@@ -102,10 +131,10 @@ class Packing(Protocol):
             DivergedError: a value that came in fp16 is not finite.
         """
 
-    def pack_gradients(self, codec: Codec, gradient: Tensor, travel: Travel, scale: float) -> Outgoing:
+    def pack_gradients(self, formats: Formats, gradient: Tensor, travel: Travel, scale: float) -> Outgoing:
         """Pack the (n, D) gradient; ``scale`` is a power of two that brings usual values near 1."""
 
-    def unpack_gradients(self, codec: Codec, came: Tensor, gradient: Tensor, travel: Travel) -> list[Tensor]:
+    def unpack_gradients(self, formats: Formats, came: Tensor, gradient: Tensor, travel: Travel) -> list[Tensor]:
         """Return (N, C_g * w) of each of this rank's groups, 0 if a bag has no ids in the part.
 
         ``gradient`` was packed here.
@@ -176,9 +205,9 @@ def _places(chosen: Chosen, lengths: Tensor, firsts: Ints, samples: Ints) -> Pla
     return Places(at=torch.from_numpy(at[: starts[-1]]), starts=starts)
 
 
-def make_packing(routes: Routes, rank: int, device: torch.device, formats: CommunicationSpec) -> Packing:
+def make_packing(routes: Routes, rank: int, device: torch.device, formats: Sequence[Formats]) -> Packing:
     """Return the packing for a device: torch's also on the host, for formats without a compiled loop."""
-    if device.type == "cpu" and {formats.forward, formats.backward} <= NUMBERS.keys():
+    if device.type == "cpu" and all(each.are_compiled for each in formats):
         return HostPacking(routes, rank)
     return DevicePacking(routes, rank, device)
 
@@ -219,32 +248,32 @@ class HostPacking:
             and self._wide.floats.tolist() == [self._width]
         )
 
-    def pack_pooled(self, codec: Codec, pooled: Sequence[Tensor], travel: Travel) -> Outgoing:
+    def pack_pooled(self, formats: Formats, pooled: Sequence[Tensor], travel: Travel) -> Outgoing:
         """See ``Packing``."""
-        layouts = self._layouts_of(codec, travel)
+        layouts = self._layouts_of(formats, travel)
         sent, received = layouts.rows, layouts.wide
         extent = self._rows_extent(travel, sent.starts)
         sides = [*zip(self._spans, map(_flat, pooled), strict=True)]
-        return self._pack(codec, self._rows, extent, sides, sent, received, 1.0)
+        return self._pack(formats, self._rows, extent, sides, sent, received, 1.0)
 
     def unpack_pooled(
-        self, codec: Codec, came: Tensor, pooled: Sequence[Tensor], replicated: Sequence[Tensor], travel: Travel
+        self, formats: Formats, came: Tensor, pooled: Sequence[Tensor], replicated: Sequence[Tensor], travel: Travel
     ) -> Tensor:
         """See ``Packing``."""
         here = int(travel.samples[self._rank])
         if self._is_all:
             return pooled[0].view(here, self._width)
-        layout = self._layouts_of(codec, travel).wide
+        layout = self._layouts_of(formats, travel).wide
         features = (torch.zeros if self._sums else torch.empty)(here, self._width)
         array, extent, message = _flat(features), self._wide_extent(travel, layout.starts), Message.of(came.numpy())
-        scales = self._scales(codec, message, layout)
+        scales = self._scales(formats, message, layout)
         first, last = self._edges[self._rank : self._rank + 2].tolist()
-        total, number = len(self._wholes), NUMBERS[codec]
+        total = len(self._wholes)
 
         def unpack(begin: int, end: int) -> None:
             if begin < end and layout.bytes[begin:end].any():
                 span = np.array([begin, end])
-                given = number, self._wide, extent, span, self._rank, scales, message, True, array
+                given = formats.numbers, self._wide, extent, span, self._rank, scales, message, True, array
                 _run(kernels.unpack, len(array), *given)
 
         # In the order of ranks, for sums.
@@ -260,20 +289,20 @@ class HostPacking:
             _run(kernels.copy_own, len(rows), *given, rows, array, False, False)
         return features
 
-    def pack_gradients(self, codec: Codec, gradient: Tensor, travel: Travel, scale: float) -> Outgoing:
+    def pack_gradients(self, formats: Formats, gradient: Tensor, travel: Travel, scale: float) -> Outgoing:
         """See ``Packing``."""
-        layouts = self._layouts_of(codec, travel)
+        layouts = self._layouts_of(formats, travel)
         sent, received = layouts.wide, layouts.rows
         extent = self._wide_extent(travel, sent.starts)
         sides = [(np.array([0, len(self._wholes)]), _flat(gradient))]
-        return self._pack(codec, self._wide, extent, sides, sent, received, scale)
+        return self._pack(formats, self._wide, extent, sides, sent, received, scale)
 
-    def unpack_gradients(self, codec: Codec, came: Tensor, gradient: Tensor, travel: Travel) -> list[Tensor]:
+    def unpack_gradients(self, formats: Formats, came: Tensor, gradient: Tensor, travel: Travel) -> list[Tensor]:
         """See ``Packing``."""
         if self._is_all:
             return [gradient]
-        layout, message = self._layouts_of(codec, travel).rows, Message.of(came.numpy())
-        scales, total = self._scales(codec, message, layout), int(travel.samples.sum())
+        layout, message = self._layouts_of(formats, travel).rows, Message.of(came.numpy())
+        scales, total = self._scales(formats, message, layout), int(travel.samples.sum())
         flat, found = _side_by_side(self._own, total)
         for group, rows in zip(self._own, found, strict=True):
             if group.columns > group.whole:
@@ -283,7 +312,7 @@ class HostPacking:
         extent = extent._replace(bases=total * np.repeat(_firsts(self._row_strides[:: self._ranks]), self._ranks))
         if len(came):
             given = self._rows, extent, np.array([0, groups * self._ranks]), own, scales, message, False, array
-            _run(kernels.unpack, len(array), NUMBERS[codec], *given)
+            _run(kernels.unpack, len(array), formats.numbers, *given)
         wide = self._wide_extent(travel, np.zeros(len(self._wholes), np.int64))
         given_own = self._wide, wide, int(self._edges[own]), extent, own, self._ranks, groups
         size = int(travel.samples[own]) * int(self._row_strides[:: self._ranks].sum())
@@ -300,7 +329,7 @@ class HostPacking:
 
     def _pack(
         self,
-        codec: Codec,
+        formats: Formats,
         pieces: Pieces,
         extent: Extent,
         sides: Sequence[tuple[Ints, NDArray[np.float32]]],
@@ -311,42 +340,42 @@ class HostPacking:
         out = np.empty(int(sent.of_ranks.sum()), np.uint8)
         message, scales, finite = Message.of(out), np.ones(self._ranks, np.float32), True
         if len(out):
-            if CODECS[codec].message_bytes:
+            holding = np.flatnonzero(formats.scaled & (sent.of_ranks > 0))
+            if len(holding):
                 largest = np.zeros(self._ranks, np.float32)
                 for span, array in sides:
-                    kernels.find_largest(pieces, extent, span, self._rank, array, largest)
-                scales = _fitting_scales(largest, scale)
-                holding = np.flatnonzero(sent.of_ranks)
+                    kernels.find_largest(formats.numbers, pieces, extent, span, self._rank, array, largest)
+                scales[holding] = _fitting_scales(largest[holding], scale)
                 message.words[sent.first_bytes[holding] // 4] = scales[holding]
                 finite = bool(np.isfinite(scales[holding]).all())
-            number = NUMBERS[codec]
             for span, array in sides:
-                _run(kernels.pack, len(out) // 4, number, pieces, extent, span, self._rank, scales, array, message)
+                given = formats.numbers, pieces, extent, span, self._rank, scales, array, message
+                _run(kernels.pack, len(out) // 4, *given)
         return Outgoing(torch.from_numpy(out), sent.of_ranks.tolist(), received.of_ranks.tolist(), finite)
 
-    def _scales(self, codec: Codec, message: Message, layout: _Layout) -> NDArray[np.float32]:
+    def _scales(self, formats: Formats, message: Message, layout: _Layout) -> NDArray[np.float32]:
         scales = np.ones(self._ranks, np.float32)
-        if CODECS[codec].message_bytes:
-            holding = np.flatnonzero(layout.of_ranks)
+        holding = np.flatnonzero(formats.scaled & (layout.of_ranks > 0))
+        if len(holding):
             scales[holding] = message.words[layout.first_bytes[holding] // 4]
             if len(bad := np.flatnonzero(~np.isfinite(scales))):
                 raise _sent_not_finite(int(bad[0]))
         return scales
 
-    def _layouts_of(self, codec: Codec, travel: Travel) -> _Layouts:
+    def _layouts_of(self, formats: Formats, travel: Travel) -> _Layouts:
         """Return the layouts of a batch's messages; those of the last call are kept."""
         kept = self._layouts
-        if kept is not None and kept.codec == codec and kept.travel is travel:
+        if kept is not None and kept.formats is formats and kept.travel is travel:
             return kept
         landing, filled = travel.landing.starts, travel.filled.starts
         wide = self._wholes * travel.samples[self._rank] + (landing[1:] - landing[:-1])
         split = (filled[1:] - filled[:-1]).reshape(len(self._own), self._ranks)
         rows = (self._own_wholes[:, None] * travel.samples + split).T.flatten()
         self._layouts = _Layouts(
-            codec,
+            formats,
             travel,
-            _layout(codec, self._wide.widths, wide, self._edges, self._rank),
-            _layout(codec, self._own_widths, rows, self._own_edges, self._rank),
+            _layout(formats, self._wide.widths, wide, self._edges, self._rank),
+            _layout(formats, self._own_widths, rows, self._own_edges, self._rank),
         )
         return self._layouts
 
@@ -393,7 +422,7 @@ class _Layout(NamedTuple):
 class _Layouts(NamedTuple):
     """Hold the layouts of a batch's messages."""
 
-    codec: Codec
+    formats: Formats
     travel: Travel
     wide: _Layout
     """Of vectors of this rank's samples."""
@@ -401,16 +430,17 @@ class _Layouts(NamedTuple):
     """Of rows of this rank's groups."""
 
 
-def _layout(codec: Codec, widths: Ints, vectors: Ints, edges: Ints, own: int) -> _Layout:
+def _layout(formats: Formats, widths: Ints, vectors: Ints, edges: Ints, own: int) -> _Layout:
     """Lay out pieces of so many vectors; rank r has pieces [edges[r], edges[r + 1])."""
-    form = CODECS[codec]
-    sizes = vectors * (form.value_bytes * widths + form.row_bytes)
+    counts = edges[1:] - edges[:-1]
+    value_bytes, row_bytes, message_bytes = formats.bytes
+    sizes = vectors * (np.repeat(value_bytes, counts) * widths + np.repeat(row_bytes, counts))
     sizes[edges[own] : edges[own + 1]] = 0
     ends = np.concatenate(([0], sizes.cumsum()))
     at_edges = ends[edges]
     of_ranks = at_edges[1:] - at_edges[:-1]
-    headers = form.message_bytes * (of_ranks > 0)
-    starts = ends[:-1] + np.repeat(headers.cumsum(), edges[1:] - edges[:-1])
+    headers = message_bytes * (of_ranks > 0)
+    starts = ends[:-1] + np.repeat(headers.cumsum(), counts)
     of_ranks += headers
     return _Layout(sizes, starts, of_ranks, of_ranks.cumsum() - of_ranks)
 
@@ -485,20 +515,20 @@ class DevicePacking:
         self._edges = [0, *np.cumsum([len(groups) for groups in routes.groups]).tolist()]
         self._sums = any(group.columns > group.whole for groups in routes.groups for group in groups)
 
-    def pack_pooled(self, codec: Codec, pooled: Sequence[Tensor], travel: Travel) -> Outgoing:
+    def pack_pooled(self, formats: Formats, pooled: Sequence[Tensor], travel: Travel) -> Outgoing:
         """See ``Packing``."""
         sent = [self._rows_pieces(rank, pooled, travel) for rank in range(len(self._groups))]
-        return self._pack(codec, sent, [self._wide_shapes(rank, travel) for rank in range(len(sent))], 1.0)
+        return self._pack(formats, sent, [self._wide_shapes(rank, travel) for rank in range(len(sent))], 1.0)
 
     def unpack_pooled(
-        self, codec: Codec, came: Tensor, pooled: Sequence[Tensor], replicated: Sequence[Tensor], travel: Travel
+        self, formats: Formats, came: Tensor, pooled: Sequence[Tensor], replicated: Sequence[Tensor], travel: Travel
     ) -> Tensor:
         """See ``Packing``."""
         here, ranks = int(travel.samples[self._rank]), range(len(self._groups))
         features = (torch.zeros if self._sums else torch.empty)(here, self._quads, QUAD, device=self._device)
         shapes = [self._wide_shapes(rank, travel) for rank in ranks]
         own = self._rows_pieces(self._rank, pooled, travel)
-        for rank, pieces in enumerate(self._unpack(codec, came, shapes, own)):
+        for rank, pieces in enumerate(self._unpack(formats, came, shapes, own)):
             for number, (group, whole) in enumerate(zip(self._groups[rank], self._wholes[rank], strict=True)):
                 features[:, whole] = pieces[2 * number].reshape(here, group.whole * group.width // QUAD, QUAD)
                 if len(places := travel.landing.of(self._edges[rank] + number)):
@@ -508,15 +538,15 @@ class DevicePacking:
             features[:, whole] = rows.reshape(here, rows.shape[1] // QUAD, QUAD)
         return features.flatten(1)
 
-    def pack_gradients(self, codec: Codec, gradient: Tensor, travel: Travel, scale: float) -> Outgoing:
+    def pack_gradients(self, formats: Formats, gradient: Tensor, travel: Travel, scale: float) -> Outgoing:
         """See ``Packing``."""
         sent = [self._wide_pieces(rank, gradient, travel) for rank in range(len(self._groups))]
-        return self._pack(codec, sent, [self._rows_shapes(rank, travel) for rank in range(len(sent))], scale)
+        return self._pack(formats, sent, [self._rows_shapes(rank, travel) for rank in range(len(sent))], scale)
 
-    def unpack_gradients(self, codec: Codec, came: Tensor, gradient: Tensor, travel: Travel) -> list[Tensor]:
+    def unpack_gradients(self, formats: Formats, came: Tensor, gradient: Tensor, travel: Travel) -> list[Tensor]:
         """See ``Packing``."""
         shapes = [self._rows_shapes(rank, travel) for rank in range(len(self._groups))]
-        of_ranks = self._unpack(codec, came, shapes, self._wide_pieces(self._rank, gradient, travel))
+        of_ranks = self._unpack(formats, came, shapes, self._wide_pieces(self._rank, gradient, travel))
         found, samples = [], travel.samples.tolist()
         for number, group in enumerate(self._groups[self._rank]):
             rows = torch.zeros(sum(samples), group.columns * group.width, device=self._device)
@@ -562,32 +592,35 @@ class DevicePacking:
         return _shapes(self._groups[rank], int(travel.samples[self._rank]), counts)
 
     def _pack(
-        self, codec: Codec, sent: Sequence[list[Tensor]], shapes: Sequence[list[tuple[int, int]]], scale: float
+        self, formats: Formats, sent: Sequence[list[Tensor]], shapes: Sequence[list[tuple[int, int]]], scale: float
     ) -> Outgoing:
         of_pieces = [[(math.prod(each.shape[:-1]), each.shape[-1]) for each in pieces] for pieces in sent]
-        going, coming = self._sizes(codec, of_pieces), self._sizes(codec, shapes)
+        going, coming = self._sizes(formats, of_pieces), self._sizes(formats, shapes)
         message = torch.empty(sum(going), dtype=torch.uint8, device=self._device)
         of_ranks = torch.split(message, going)
-        for rank, out in enumerate(of_ranks):
+        for rank, (codec, out) in enumerate(zip(formats.codecs, of_ranks, strict=True)):
             if rank != self._rank:
                 write_message(codec, sent[rank], out, scale)
-        return Outgoing(message, going, coming, are_finite(codec, of_ranks).all())
+        return Outgoing(message, going, coming, are_finite(formats.codecs, of_ranks).all())
 
     def _unpack(
-        self, codec: Codec, came: Tensor, shapes: Sequence[list[tuple[int, int]]], own: list[Tensor]
+        self, formats: Formats, came: Tensor, shapes: Sequence[list[tuple[int, int]]], own: list[Tensor]
     ) -> list[list[Tensor]]:
-        of_ranks = torch.split(came, self._sizes(codec, shapes))
-        if not (finite := are_finite(codec, of_ranks)).all():
-            senders = [rank for rank, message in enumerate(of_ranks) if message.numel()]
-            raise _sent_not_finite(senders[finite.tolist().index(False)])
+        of_ranks = torch.split(came, self._sizes(formats, shapes))
+        if not (finite := are_finite(formats.codecs, of_ranks)).all():
+            senders = np.flatnonzero(formats.scaled & np.array([message.numel() > 0 for message in of_ranks]))
+            raise _sent_not_finite(int(senders[finite.tolist().index(False)]))
         return [
             own if rank == self._rank else read_message(codec, message, shapes[rank])
-            for rank, message in enumerate(of_ranks)
+            for rank, (codec, message) in enumerate(zip(formats.codecs, of_ranks, strict=True))
         ]
 
-    def _sizes(self, codec: Codec, shapes: Sequence[list[tuple[int, int]]]) -> list[int]:
+    def _sizes(self, formats: Formats, shapes: Sequence[list[tuple[int, int]]]) -> list[int]:
         """Return the bytes of each rank's message; this rank's own does not travel."""
-        return [0 if rank == self._rank else message_bytes(codec, each) for rank, each in enumerate(shapes)]
+        return [
+            0 if rank == self._rank else message_bytes(codec, each)
+            for rank, (codec, each) in enumerate(zip(formats.codecs, shapes, strict=True))
+        ]
 
 
 def _quads(group: GroupRoute, device: torch.device) -> Tensor | slice:

@@ -329,7 +329,8 @@ class EmbeddingOptions:
     tier_dir: Path | None
     """Directory with the tiers' mounts; None if the plan needs none."""
     communication: CommunicationSpec = field(default_factory=CommunicationSpec)
-    """Number formats on the wire."""
+    """Number formats on the wire, as the plan has them."""
+    ranks_per_node: int = 1
     device: torch.device = HOST
     """Device that the rank computes on, which holds rows in hbm."""
     deterministic: bool = False

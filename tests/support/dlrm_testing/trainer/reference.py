@@ -134,6 +134,7 @@ def train_sharded(
     rates: list[float],
     communication: CommunicationSpec | None = None,
     regularizer: RowRegularizerSpec | None = None,
+    ranks_per_node: int = 1,
 ) -> RankState:
     """Run the steps of ``DenseTables.step`` on one rank of a gang, with a lookup for evaluation after each."""
     options = EmbeddingOptions(
@@ -142,6 +143,7 @@ def train_sharded(
         global_batch_size=64,
         tier_dir=None,
         communication=communication or CommunicationSpec(),
+        ranks_per_node=ranks_per_node,
     )
     embeddings = Embeddings(placement, collectives, options)
     start = DenseTables.start(model)

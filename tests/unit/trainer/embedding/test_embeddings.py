@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_api.model import ModelSpec
-from dlrm_api.training import RowRegularizerSpec
+from dlrm_api.training import CommunicationSpec, InterNodeSpec, RowRegularizerSpec
 from dlrm_testing.repeats import repeats
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_testing.trainer.reference import DenseTables, RankState, global_batch, train_sharded
@@ -103,6 +103,32 @@ def test_the_number_of_collectives_is_the_same_for_any_number_of_features() -> N
     assert calls[0] == calls[1]
     # header, lengths, ids and weights, pooled rows, their gradients, data-parallel gradients
     assert calls[0][0] == [7, 7]
+
+
+@pytest.mark.slow
+def test_formats_by_link_give_the_same_bits_in_one_level_and_in_two() -> None:
+    model, placement = random_case(2, world_size=4)
+    mixed = CommunicationSpec(
+        forward="bf16", backward="fp32", inter_node=InterNodeSpec(forward="int8", backward="fp16")
+    )
+    given = train_sharded, model, placement, [[0, 4, 9, 12, 16]] * 3, [16] * 3, [0.1] * 3
+
+    one, two, exact = (
+        run_ranks(4, *given, formats, None, 2, per_node=levels)
+        for formats, levels in ((mixed, 1), (mixed, 2), (CommunicationSpec(), 2))
+    )
+
+    for mine, other in zip(one, two, strict=True):
+        for ours, theirs in zip(mine.features, other.features, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        for (_, *values), (_, *others) in zip(mine.parts, other.parts, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(values, others, strict=True))
+        assert mine.bytes_sent == other.bytes_sent
+    for seen, full in zip(two, exact, strict=True):
+        # Ranges of rows add up errors of their parts.
+        np.testing.assert_allclose(seen.features[0], full.features[0], atol=0.05)
+        assert seen.bytes_sent["pooled"] < full.bytes_sent["pooled"]
+    assert not all(np.array_equal(a.features[0], b.features[0]) for a, b in zip(two, exact, strict=True))
 
 
 def rows_of(model: ModelSpec, ranks: list[RankState]) -> dict[str, np.ndarray]:

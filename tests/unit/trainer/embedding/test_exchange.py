@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dlrm_api.errors import TemporaryError
-from dlrm_api.training import RowOptimizerSpec
+from dlrm_api.errors import InvalidSpecError, TemporaryError
+from dlrm_api.training import CommunicationSpec, InterNodeSpec, RowOptimizerSpec
 from dlrm_testing.trainer.gangs import hand_plan, small_job
 from dlrm_testing.unique_tables import spec_with_unique
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import EmbeddingOptions, place
-from dlrm_trainer.embedding.exchange import Exchange, pick_segments
+from dlrm_trainer.embedding.exchange import Exchange, formats_of, pick_segments
 
 OPTIONS = EmbeddingOptions(optimizer=RowOptimizerSpec(), seed=0, global_batch_size=4, tier_dir=None)
 TABLES = [{"name": "t", "rows": 10, "dim": 8, "maxLookups": 3}]
@@ -37,6 +37,25 @@ def test_picking_segments_equals_joining_slices(lengths: list[int], shuffler: An
 
     expected = [int(value) for number in order for value in values[starts[number] : starts[number] + sizes[number]]]
     assert picked.tolist() == expected
+
+
+def test_messages_have_the_formats_of_the_link_to_their_rank() -> None:
+    communication = CommunicationSpec(forward="bf16", inter_node=InterNodeSpec(forward="int8", backward="fp16"))
+    options = replace(OPTIONS, communication=communication, ranks_per_node=2)
+
+    forward, backward = formats_of(options, rank=2, world_size=6)
+
+    assert forward.codecs == ("int8", "int8", "bf16", "bf16", "int8", "int8")
+    assert backward.codecs == ("fp16", "fp16", "fp32", "fp32", "fp16", "fp16")
+
+
+def test_a_plan_without_the_formats_that_it_should_choose_is_refused() -> None:
+    options = replace(OPTIONS, communication=CommunicationSpec(backward="auto"))
+
+    with pytest.raises(InvalidSpecError) as refusal:
+        formats_of(options, rank=0, world_size=2)
+
+    assert refusal.value.path == "plan.rowCodecs"
 
 
 class TwoRanks:

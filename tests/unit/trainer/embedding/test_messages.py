@@ -18,7 +18,7 @@ from dlrm_testing.trainer.shardings import random_model, random_plan
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding import messages as messages_
 from dlrm_trainer.embedding import place
-from dlrm_trainer.embedding.messages import DevicePacking, HostPacking, Outgoing, Packing, Travel, TravelFinder
+from dlrm_trainer.embedding.messages import DevicePacking, Formats, HostPacking, Outgoing, Packing, Travel, TravelFinder
 from dlrm_trainer.embedding.placement import Routes, routes
 
 CODECS: tuple[Codec, ...] = "fp32", "fp16", "bf16", "int8"
@@ -88,25 +88,45 @@ def assert_equal_bits(ours: Tensor, theirs: Tensor) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 10**6), ranks=st.integers(1, 5), codec=st.sampled_from(CODECS), units=st.booleans())
-def test_compiled_and_torch_messages_are_equal_bit_for_bit(seed: int, ranks: int, codec: Codec, units: bool) -> None:
+@given(
+    seed=st.integers(0, 10**6),
+    codecs=st.integers(1, 5).flatmap(lambda ranks: st.lists(st.sampled_from(CODECS), min_size=ranks, max_size=ranks)),
+    by_link=st.booleans(),
+    units=st.booleans(),
+)
+def test_compiled_and_torch_messages_are_equal_bit_for_bit(
+    seed: int, codecs: list[Codec], by_link: bool, units: bool
+) -> None:
+    ranks = len(codecs)
     gang = SimulatedRanks(seed, ranks, scale=float(10.0 ** (seed % 9 - 4)))
     ours, theirs = gang.packings(on_host), gang.packings(by_torch)
+    # A link has one format, whichever of its ranks sends.
+    formats = [
+        Formats(tuple(codecs[(rank + peer) % ranks * by_link] for peer in range(ranks))) for rank in range(ranks)
+    ]
     with pytest.MonkeyPatch.context() as patch:
         if units:
             patch.setattr(messages_, "UNIT_FLOATS", 8)
         sides = []
         for packings in (ours, theirs):
             all_ranks = list(zip(packings, gang.pooled, gang.replicated, gang.gradients, gang.travels, strict=True))
-            sent = [each.pack_pooled(codec, pooled, travel) for each, pooled, _, _, travel in all_ranks]
-            features = [
-                each.unpack_pooled(codec, came, pooled, replicated, travel)
-                for (each, pooled, replicated, _, travel), came in zip(all_ranks, exchanged(sent), strict=True)
+            sent = [
+                each.pack_pooled(form, pooled, travel)
+                for form, (each, pooled, _, _, travel) in zip(formats, all_ranks, strict=True)
             ]
-            back = [each.pack_gradients(codec, gradient, travel, 64.0) for each, _, _, gradient, travel in all_ranks]
+            features = [
+                each.unpack_pooled(form, came, pooled, replicated, travel)
+                for form, (each, pooled, replicated, _, travel), came in zip(
+                    formats, all_ranks, exchanged(sent), strict=True
+                )
+            ]
+            back = [
+                each.pack_gradients(form, gradient, travel, 64.0)
+                for form, (each, _, _, gradient, travel) in zip(formats, all_ranks, strict=True)
+            ]
             gradients = [
-                each.unpack_gradients(codec, came, gradient, travel)
-                for (each, _, _, gradient, travel), came in zip(all_ranks, exchanged(back), strict=True)
+                each.unpack_gradients(form, came, gradient, travel)
+                for form, (each, _, _, gradient, travel), came in zip(formats, all_ranks, exchanged(back), strict=True)
             ]
             replicas = [each.replicated_gradients(gradient) for each, _, _, gradient, _ in all_ranks]
             sides.append((sent, features, back, gradients, replicas))
@@ -133,29 +153,30 @@ def test_a_value_that_fp16_cannot_send_is_known_to_both_sides(make: Callable[[Ro
     gang = SimulatedRanks(seed, 2)
     packings = gang.packings(make)
     gang.gradients[0].fill_(float("inf"))
+    fp16 = Formats(("fp16",) * 2)
 
     sent = [
-        each.pack_gradients("fp16", gradient, travel, 1.0)
+        each.pack_gradients(fp16, gradient, travel, 1.0)
         for each, gradient, travel in zip(packings, gang.gradients, gang.travels, strict=True)
     ]
 
     assert [each.finite for each in sent] == [False, True]
     with pytest.raises(DivergedError, match="rank 0 sent values that are not finite"):
-        packings[1].unpack_gradients("fp16", exchanged(sent)[1], gang.gradients[1], gang.travels[1])
+        packings[1].unpack_gradients(fp16, exchanged(sent)[1], gang.gradients[1], gang.travels[1])
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_the_host_waits_at_most_once_for_messages_from_all_ranks(codec: Codec, ranks: int) -> None:
     gang = SimulatedRanks(3, ranks)
-    packings = gang.packings(by_torch)
+    packings, formats = gang.packings(by_torch), Formats((codec,) * ranks)
     packed = zip(packings, gang.gradients, gang.travels, strict=True)
 
     with HostWaits() as packing:
-        sent = [each.pack_gradients(codec, gradient, travel, 1.0) for each, gradient, travel in packed]
+        sent = [each.pack_gradients(formats, gradient, travel, 1.0) for each, gradient, travel in packed]
     came = exchanged(sent)[0]
     with HostWaits() as unpacking:
-        packings[0].unpack_gradients(codec, came, gang.gradients[0], gang.travels[0])
+        packings[0].unpack_gradients(formats, came, gang.gradients[0], gang.travels[0])
 
     assert len(came)
     assert packing.count == 0
