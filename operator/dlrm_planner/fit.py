@@ -47,7 +47,7 @@ TRAINING_STAGES: tuple[StepStage, ...] = ("compute", "exchange", "update", "othe
 """Work of the training thread; in the other stages it waits."""
 MIN_SHARE = 0.005
 """A stage that takes less of a step, measured or predicted, says nothing of its loops."""
-MIN_WAIT_SHARE = 0.05
+MIN_WAIT_SHARE = 0.02
 """A step that waits so long for its reader, or for rows of tiers, is bound by them."""
 MAX_SCALE = 10.0
 ROUNDS, STEP = 16, 1e-3
