@@ -36,9 +36,12 @@ def api_types(control_plane: ControlPlane) -> ControlPlane:
     return control_plane
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def native_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """A control plane that serves the project's CRDs and schedules gangs itself; it has no nodes."""
+    """A control plane that serves the project's CRDs and schedules gangs itself; it has no nodes.
+
+    It ends with its module: one that nobody uses takes a fifth of a core.
+    """
     plane = ControlPlane(tmp_path_factory.mktemp("native-plane"), audit=True, extra_args=KNOWS_GANGS)
     try:
         plane.start()
