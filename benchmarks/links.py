@@ -120,6 +120,8 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
+        # Ctrl-C is for this process, which ends the others: they inherit that it is ignored.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for rank in range(RANKS):
             pipe, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, names[rank // PER_NODE]), daemon=True)
@@ -127,6 +129,7 @@ class Ranks:
             theirs.close()
             self._pipes.append(pipe)
             self._processes.append(process)
+        signal.signal(signal.SIGINT, handler)
 
     def ask(self, what: str, *arguments: Any) -> list[Any]:
         """Have every rank answer a question; what they return, rank by rank."""
@@ -251,8 +254,6 @@ def _shown(codecs: RowCodecs | None) -> dict[str, Any]:
 
 def _serve(pipe: Connection, rank: int, name: str) -> None:
     """Run the process of a rank: answer until it is killed, or its parent is gone."""
-    # Ctrl-C is for the parent, which removes the namespaces too.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGKILL)
     with Path("/run/netns", name).open() as namespace:
