@@ -40,7 +40,7 @@ def api_types(control_plane: ControlPlane) -> ControlPlane:
 def native_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A control plane that serves the project's CRDs and schedules gangs itself; it has no nodes.
 
-    It ends with its module: one that nobody uses takes a fifth of a core.
+    It ends with its module: one that nobody uses takes processor time from other tests.
     """
     plane = ControlPlane(tmp_path_factory.mktemp("native-plane"), audit=True, extra_args=KNOWS_GANGS)
     try:
