@@ -39,9 +39,10 @@ WHY = {
 }
 """Kind and reason, by policy, of a snapshot that has one before it."""
 DROPPED = "was discarded, the next is full"
-END = 500
+END = 1_000
 """Steps of a run that continues after a kill, and of the undisturbed one."""
-ENDLESS = {"epochs": 10_000}
+ENDLESS = {"epochs": 10_000, "globalBatchSize": 512}
+"""With steps so long that a busy machine commits a first cut before most of them are made."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, local_in: Callable[[Pa
 def test_a_killed_run_ends_like_an_undisturbed_one_under_any_policy(
     local: Any, undisturbed: Undisturbed, policy: str
 ) -> None:
-    checkpoint = {"policy": policy, "intervalSteps": 10, "retention": {"keepLast": 2}}
+    checkpoint = {"policy": policy, "intervalSteps": 20, "retention": {"keepLast": 2}}
     local.write(model={"tables": TABLES}, checkpoint=checkpoint, data=ENDLESS)
     process = local.start()
-    wait_until(lambda: len(local.steps()) >= 12 and any(local.store.glob("manifests/*")), state=local.logs)
+    wait_until(lambda: len(local.steps()) >= 22 and any(local.store.glob("manifests/*")), state=local.logs)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
     killed, steps = local.last_attempt(), len(local.steps())
