@@ -30,8 +30,6 @@ from benchmarks.planner_error import MAX_TABLE_BYTES, Run, make_job, measure_pro
 from benchmarks.scratch import Scratch
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob
-from dlrm_api.plan import Plan
-from dlrm_planner import plan_job
 
 RANKS, DIM, REPEATS = 2, 64, 3
 HANDOFF_BYTES = 2 * MAX_TABLE_BYTES
@@ -83,13 +81,13 @@ class Setting:
         """Return the share of rows that DDR has room for; None: all of them."""
         return float(self.placement.partition("%")[0]) / 100 if self.placement.endswith("in ddr") else None
 
-    def plan(self, profile: HardwareProfile, folder: Path) -> tuple[Plan, int | None]:
-        """Return the plan, and the bytes of DDR where rows have levels."""
+    def ddr_bytes(self, profile: HardwareProfile, folder: Path) -> int | None:
+        """Return the DDR that its share of rows takes with all that must be there; None: whatever the machine has."""
         if self.ddr_share is None:
-            return plan_job(self.job(folder).spec, profile, shared=True), None
+            return None
         rest_bytes = int(self.ddr_share * self.sparse * self.rows * DIM * 4)
-        job, plan = plan_within(partial(self.job, folder), HANDOFF_BYTES, rest_bytes, profile)
-        return plan, job.spec.trainer.tier_budgets.ddr
+        job, _ = plan_within(partial(self.job, folder), HANDOFF_BYTES, rest_bytes, profile)
+        return job.spec.trainer.tier_budgets.ddr
 
 
 BASE = Setting()
@@ -151,7 +149,7 @@ def settings_of(sweep: str) -> list[Setting]:
 def measure(settings: Sequence[Setting], repeats: int, profile: Path, folder: Path) -> dict[Setting, list[Run]]:
     """Train every setting ``repeats`` times, all in turn."""
     hardware, found = measure_profile(profile, folder), dict[Setting, list[Run]]()
-    ddr = {setting: setting.plan(hardware, folder)[1] for setting in settings}
+    ddr = {setting: setting.ddr_bytes(hardware, folder) for setting in settings}
     for repeat in range(repeats):
         for number, setting in enumerate(settings):
             with tempfile.TemporaryDirectory(dir=folder) as name:

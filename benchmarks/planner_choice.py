@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import yaml
 
 from benchmarks.measure import tell
-from benchmarks.planner_error import make_job, measure_profile, train
+from benchmarks.planner_error import log_uniform, make_job, measure_profile, train
 from benchmarks.scratch import Scratch
-from dlrm_api.hardware import parse_profile
+from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
 from dlrm_planner import plan_job
@@ -95,7 +94,7 @@ def draw_case(draw: random.Random) -> Case:
     """Return a random job that trains in seconds."""
 
     def between(low: float, high: float) -> int:
-        return round(float(np.exp(draw.uniform(*np.log((low, high))))))
+        return round(log_uniform(draw, low, high))
 
     while True:
         tables = tuple(
@@ -129,9 +128,9 @@ def shards_of(plan: Plan, order: Sequence[int] = (0, 1)) -> list[Any]:
     ]
 
 
-def run_case(case: Case, number: int, profile: Path, options: argparse.Namespace, folder: Path) -> float:
+def run_case(case: Case, number: int, hardware: HardwareProfile, profile: Path, options: argparse.Namespace) -> float:
     """Print a line for one job; return the median step of the chosen plan over that of the fastest."""
-    hardware = parse_profile(yaml.safe_load(profile.read_text()))
+    folder = profile.parent
 
     def plan(ways: Sequence[Way]) -> Plan:
         return plan_job(case.job(ways, folder).spec, hardware, shared=True)
@@ -185,9 +184,9 @@ def main() -> int:
     draw = random.Random(options.seed)
     with Scratch(Path(tempfile.gettempdir())) as scratch:
         profile = scratch.path / "profile.yaml"
-        measure_profile(profile, scratch.path)
+        hardware = measure_profile(profile, scratch.path)
         cases = [draw_case(draw) for _ in range(options.problems)]
-        ratios = np.array([run_case(each, n, profile, options, scratch.path) for n, each in enumerate(cases)])
+        ratios = np.array([run_case(each, n, hardware, profile, options) for n, each in enumerate(cases)])
     most, all_ = LIMITS
     summary = {
         "benchmark": "planner_choice",

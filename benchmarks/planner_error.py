@@ -108,12 +108,14 @@ class Setting:
         return is_small and (self.cache == 1 or self.rows <= filling)
 
 
+def log_uniform(draw: random.Random, low: float, high: float) -> float:
+    """Return a random number whose logarithm is even between those of two."""
+    return math.exp(draw.uniform(math.log(low), math.log(high)))
+
+
 def draw_setting(draw: random.Random) -> Setting:
     """Return a random setting that is usable."""
-
-    def between(low: float, high: float) -> float:
-        return math.exp(draw.uniform(math.log(low), math.log(high)))
-
+    between = partial(log_uniform, draw)
     while True:
         setting = Setting(
             tables=round(between(8, 100)),

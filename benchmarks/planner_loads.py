@@ -35,6 +35,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from benchmarks.measure import tell
+from benchmarks.planner_error import log_uniform
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJobSpec, parse_job
 from dlrm_api.training import RowOptimizerSpec
@@ -95,8 +96,7 @@ def draw_task(draw: random.Random) -> tuple[Table, ...]:
     """Return the tables of a random task."""
 
     def between(ends: tuple[int, int]) -> int:
-        low, high = np.log(ends)
-        return round(float(np.exp(draw.uniform(low, high))))
+        return round(log_uniform(draw, *ends))
 
     while True:
         tables = tuple(

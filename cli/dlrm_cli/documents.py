@@ -262,7 +262,7 @@ def only_job(documents: list[Document]) -> Document:
 
 
 def only_profile(path: Path) -> HardwareProfile:
-    """Return the one HardwareProfile of a file of ``--hardware``; raise UsageError if there is none, or several."""
+    """Read a ``--hardware`` file that holds one HardwareProfile; raise UsageError for none or several."""
     found = _profiles(read_documents(path))
     if len(found) != 1:
         names = f" ({_names(found)})" if found else ""

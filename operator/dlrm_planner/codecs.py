@@ -13,7 +13,6 @@ from itertools import product
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.training import CommunicationSpec, LinkCodecs, RowCodecs
 from dlrm_api.wire import CODECS, DIRECTIONS, LINK_CLASSES, Codec, Direction, LinkClass
-from dlrm_planner.estimate import estimate, read_costs
 from dlrm_planner.predict import Solution, exchange_times, step_work
 from dlrm_planner.timeline import lay_out
 from dlrm_planner.types import CodecChoices
@@ -103,10 +102,7 @@ class StepByCodecs:
 
 def with_codecs(found: Solution, codecs: RowCodecs) -> Solution:
     """Return the same placement with other formats."""
-    problem = replace(found.problem, spec=found.problem.spec.with_row_codecs(codecs))
-    costs = read_costs(problem.spec, problem.profile, problem.device, problem.tables)
-    estimated = estimate(problem, costs, found.placement, found.tiers)
-    return replace(found, problem=problem, costs=costs, estimate=estimated)
+    return found.under(replace(found.problem, spec=found.problem.spec.with_row_codecs(codecs)))
 
 
 def is_measured(found: Solution, link: LinkClass) -> bool:

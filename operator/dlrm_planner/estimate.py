@@ -128,7 +128,7 @@ class Links:
 
     def class_s(self, link: LinkClass, sent: Floats) -> float:
         """Return the seconds of messages for ranks of a class; (W,) bytes would go to all others in their format."""
-        rank, node = float(sent.max()), float(sent.reshape(self.nodes, self.processes).sum(axis=1).max())
+        rank, node = float(sent.max()), float(self._by_node(sent).max())
         if link == "intra_node":
             return self.shares[link] * self.inside_byte_s * rank
         passed = (self.processes - 1) / self.processes if self.has_two_levels else 0.0
@@ -141,11 +141,14 @@ class Links:
 
     def between_bytes(self, sent: Floats) -> Floats:
         """Return the (nodes,) bytes that cross between each node and others, of (W,) bytes sent to other ranks."""
-        return np.asarray(self.between * sent.reshape(self.nodes, self.processes).sum(axis=1))
+        return self.between * self._by_node(sent)
 
     def messages_s(self, sent: Floats) -> float:
         """Return the seconds of messages of all ranks, of (W,) bytes to others."""
-        return float(self.spread_s(sent.reshape(self.nodes, self.processes).sum(axis=1).max(), sent.max()))
+        return float(self.spread_s(self._by_node(sent).max(), sent.max()))
+
+    def _by_node(self, sent: Floats) -> Floats:
+        return np.asarray(sent.reshape(self.nodes, self.processes).sum(axis=1))
 
     def spread_s(self, node: Floats, rank: Floats) -> Floats:
         """Return the seconds of messages if the busiest node and rank send so many bytes to others."""
@@ -216,13 +219,17 @@ class CostModel:
         of_id = self.element_s[table] * width + self.slot_s[table] + self.id_s[table] * blocks
         return np.asarray(self.ids[table] * share * of_id)
 
+    def bags_with_ids(self, table: Indices | int, share: Each) -> Floats:
+        """Return the bags of a step that have an id in shards, and so a vector there."""
+        lookups = self.ids[table] / np.maximum(self.bags[table], 1)
+        return np.asarray(self.bags[table] * (1 - (1 - share) ** lookups))
+
     def sent_bytes(self, table: Indices | int, share: Each, width: Each, blocks: Each) -> Floats:
         """Return the bytes that shards exchange: bags, pooled vectors and their gradients.
 
         A shard of some rows sends vectors for each bag that has an id there, the whole table for every bag.
         """
-        lookups = self.ids[table] / np.maximum(self.bags[table], 1)
-        here = self.bags[table] * (1 - (1 - share) ** lookups)
+        here = self.bags_with_ids(table, share)
         bags = self.ids[table] * share * self.id_bytes[table] + self.bags[table] * self.length_bytes
         return np.asarray(self.away * (bags + here * (self.element_bytes * width + self.vector_bytes * blocks)))
 

@@ -2,8 +2,8 @@
 
 The unknowns are logarithms of scales, one for each kind of loop of each number of ranks, and one for each tier. Each
 stage of each run gives one equation: how many percent it takes more than predicted. Gauss-Newton steps solve them in
-the sense of least absolute errors, so that a disturbed run among several counts little. They start
-from a node that is slower as a whole: where stages leave open which loops are slow, scales differ little.
+the sense of least absolute errors, so that a disturbed run among several counts little. They start from a node that is
+slower as a whole: where stages leave open which loops are slow, scales differ little.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from dlrm_api.plan import Plan, StepStage
 from dlrm_api.tiers import FILE_TIERS
 from dlrm_api.trace import TableTrace
 from dlrm_planner.choose import read_problem
-from dlrm_planner.estimate import estimate, read_costs
 from dlrm_planner.predict import Solution, step_work
 from dlrm_planner.replan import read_solution
 from dlrm_planner.timeline import lay_out
@@ -179,11 +178,7 @@ class _Run:
 
     def solution(self, profile: HardwareProfile) -> Solution:
         """Return the run's plan with the rates of a profile."""
-        found = self._found
-        problem = replace(found.problem, profile=profile)
-        costs = read_costs(problem.spec, profile, problem.device, problem.tables)
-        estimated = estimate(problem, costs, found.placement, found.tiers)
-        return replace(found, problem=problem, costs=costs, estimate=estimated)
+        return self._found.under(replace(self._found.problem, profile=profile))
 
     def stages_s(self, profile: HardwareProfile) -> Mapping[StepStage, float]:
         """Return the predicted seconds of a step by stage."""

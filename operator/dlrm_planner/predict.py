@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -17,7 +17,7 @@ from dlrm_api.plan import Plan, Prediction
 from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
 from dlrm_api.training import CommunicationSpec
 from dlrm_api.wire import CODECS, Codec, LinkClass
-from dlrm_planner.estimate import CostModel, Moved, moved_rows, transfer_s
+from dlrm_planner.estimate import CostModel, Moved, estimate, moved_rows, read_costs, transfer_s
 from dlrm_planner.rates import HostRates, tier_spec
 from dlrm_planner.tables import ELEMENT_BYTES, dense_layers, dense_parameters, largest_slice, pair_values
 from dlrm_planner.tiers import TierAssignment
@@ -57,31 +57,37 @@ class Solution:
         """Return when a step ends, and what it waits for; by defaults where the profile states no rates."""
         return lay_out(step_work(self))
 
+    def under(self, problem: Problem) -> Solution:
+        """Return the same placement and tiers by the rates and wire formats of a variant of the problem."""
+        costs = read_costs(problem.spec, problem.profile, problem.device, problem.tables)
+        estimated = estimate(problem, costs, self.placement, self.tiers)
+        return replace(self, problem=problem, costs=costs, estimate=estimated)
+
 
 def predict(found: Solution) -> Prediction:
     """Return when a step of a plan ends, and its parts, as far as the profile states the rates.
 
     The throughput takes rates for every part; what else is unknown has defaults, which are named.
     """
-    problem, estimate, imbalance = found.problem, found.estimate, found.placement.imbalance
+    problem, estimated, imbalance = found.problem, found.estimate, found.placement.imbalance
     spec, profile = problem.spec, problem.profile
     hit_rates = _hit_rates(found)
     if profile is None:
         return Prediction(hit_rates=hit_rates, imbalance=imbalance)
     timeline = found.timeline
     rate = price = None
-    if estimate.is_stated and timeline.step_s > 0:
+    if estimated.is_stated and timeline.step_s > 0:
         rate = spec.data.global_batch_size / timeline.step_s
         if profile.spec.price_per_hour is not None:
             price = profile.spec.price_per_hour * spec.replicas / SECONDS_PER_HOUR * 1e9 / rate
     timed: dict[str, list[Timed]] = {}
-    for tier, each in (*estimate.lookups.items(), *estimate.misses.items()):
+    for tier, each in (*estimated.lookups.items(), *estimated.misses.items()):
         timed.setdefault(tier, []).append(each)
     stated = ((tier, parts) for tier, parts in timed.items() if all(each.is_stated for each in parts))
     return Prediction(
-        compute_seconds=estimate.compute.seconds if estimate.compute.is_stated else None,
+        compute_seconds=estimated.compute.seconds if estimated.compute.is_stated else None,
         lookup_seconds={tier: sum(each.seconds for each in parts) for tier, parts in stated},
-        communication_seconds=estimate.exchange.seconds if estimate.exchange.is_stated else None,
+        communication_seconds=estimated.exchange.seconds if estimated.exchange.is_stated else None,
         exposed_communication_seconds=timeline.exposed_link_s if rate else None,
         exposed_tier_seconds=dict(timeline.exposed_tiers_s) if rate else {},
         step_seconds=timeline.step_s if rate else None,
@@ -223,9 +229,7 @@ def exchange_times(found: Solution, rates: HostRates, codecs: Iterable[Codec]) -
     """Return the times of messages in some formats, of the rank with most of them."""
     spec, costs, placement = found.problem.spec, found.costs, found.placement
     shapes, on_host = placement.shards.shapes, found.problem.device == "cpu"
-    table = shapes.table
-    lookups = costs.ids[table] / np.maximum(costs.bags[table], 1)
-    here = costs.bags[table] * (1 - (1 - shapes.share) ** lookups)
+    here = costs.bags_with_ids(shapes.table, shapes.share)
     most = float(placement.by_rank(here * shapes.width, spec.world_size).max())
     # Messages of ranks of one node without GPUs, and their sums, take as long as was measured.
     is_measured = spec.replicas == 1 and on_host and costs.rates.is_measured

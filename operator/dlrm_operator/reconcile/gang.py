@@ -142,8 +142,10 @@ def _create(view: state.JobView, plan: Plan, maps: list[Manifest] | None = None)
         changes = attempts.next_attempt(view.status, Reason.SPEC_CHANGED)
         return RuleResult(findings=(finding,), changes=changes, done=True)
     gang = replace(view.gang, size=plan.nodes)
-    reason = Reason.REPLANNED if plan.replanned else Reason.PLANNED
-    reason = reason if plan.choice is None or plan.choice.met else Reason.OBJECTIVE_NOT_MET
+    if plan.choice is not None and not plan.choice.met:
+        reason = Reason.OBJECTIVE_NOT_MET
+    else:
+        reason = Reason.REPLANNED if plan.replanned else Reason.PLANNED
     finding = _planned("True", reason, "; ".join(plan.reasons[:MAX_PLAN_REASONS]))
     changes = {
         "plan": plan_status(plan),
