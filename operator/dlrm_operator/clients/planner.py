@@ -288,7 +288,8 @@ class PlannerProcess:
             async with asyncio.timeout(deadline_s):
                 answer = await self._exchange(await asyncio.to_thread(_encode_question, question, deadline_s))
                 resident_bytes, planning = await asyncio.to_thread(_decode_answer, answer)
-            done = resident_bytes <= MAX_IDLE_BYTES
+            # Memory that ran out is free again, but in pieces: a small plan may not find enough of it in one.
+            done = resident_bytes <= MAX_IDLE_BYTES and planning.problem != TOO_LARGE
             return planning
         except _LongAnswerError as error:
             return Planning(problem=f"the planner's answer takes {error} bytes, limit {MAX_ANSWER_BYTES}")
