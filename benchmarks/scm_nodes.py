@@ -28,7 +28,8 @@ from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJobSpec, parse_job
 from dlrm_api.plan import Plan
-from dlrm_planner import choose_plan
+from dlrm_planner import choose_plan, plan_job
+from dlrm_planner.objective import choose_replicas
 
 PROFILES = Path(__file__).parents[1] / "examples/cluster/profiles"
 GPUS = 8
@@ -84,8 +85,8 @@ def groups_of(model: Published) -> list[tuple[int, int]]:
     return [(dim, round(size * unit)) for dim, size in zip(dims, sizes, strict=True)]
 
 
-def spec_of(model: Published, hardware: str, samples_per_second: float | None) -> DLRMJobSpec:
-    """Return a job that needs the fewest nodes that hold the model, and reach a rate if there is one."""
+def spec_of(model: Published, hardware: str) -> DLRMJobSpec:
+    """Return a job that needs the fewest nodes that hold the model."""
     groups = [
         {
             "name": f"g{number}",
@@ -94,9 +95,6 @@ def spec_of(model: Published, hardware: str, samples_per_second: float | None) -
         }
         for number, (dim, rows) in enumerate(groups_of(model))
     ]
-    objective: dict[str, Any] = {"maxReplicas": MAX_NODES}
-    if samples_per_second is not None:
-        objective["samplesPerSecond"] = samples_per_second
     hidden = [model.width] * (model.layers // 2)
     document = {
         "kind": "DLRMJob",
@@ -114,7 +112,7 @@ def spec_of(model: Published, hardware: str, samples_per_second: float | None) -
                 "train": {"uris": ["file:///data/*.parquet"]},
                 "globalBatchSize": GLOBAL_BATCH,
             },
-            "trainer": {"hardware": hardware, "processesPerReplica": GPUS, "objective": objective},
+            "trainer": {"hardware": hardware, "processesPerReplica": GPUS, "objective": {"maxReplicas": MAX_NODES}},
             "checkpoint": {"uri": "file:///tmp/modelled"},
         },
     }
@@ -122,12 +120,24 @@ def spec_of(model: Published, hardware: str, samples_per_second: float | None) -
 
 
 def plan_on(model: Published, profile: HardwareProfile, samples_per_second: float | None = None) -> Plan:
-    """Plan a model on the fewest nodes of a kind.
+    """Plan a model on the fewest nodes of a kind that hold it, and reach a rate if there is one.
+
+    trainer.objective refuses to choose by rates that were not measured on GPUs, as the profiles' are.
 
     Raises:
         InfeasiblePlanError: ``MAX_NODES`` do not hold it.
     """
-    return choose_plan(spec_of(model, profile.metadata.name, samples_per_second), (profile,))
+    spec = spec_of(model, profile.metadata.name)
+    fewest = choose_plan(spec, (profile,))
+    if samples_per_second is None:
+        return fewest
+
+    def rate(size: int) -> float | None:
+        return plan_job(spec.with_replicas(size), profile).predicted.samples_per_second
+
+    found = choose_replicas(fewest.nodes, MAX_NODES, samples_per_second, rate)
+    assert found.replicas is not None, "the fewest nodes hold it"
+    return plan_job(spec.with_replicas(found.replicas), profile)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dlrm_api.errors import DeviceError, NoInputError, UsageError
 from dlrm_api.fields import ObjectName
-from dlrm_api.hardware import HostLoops, parse_profile
+from dlrm_api.hardware import RankLoops, parse_profile
 from dlrm_api.names import API_VERSION
 from dlrm_api.process import usable_cpus, usable_memory_bytes
 from dlrm_api.tiers import BLOCK_SLACK, FILE_TIERS, Tier
@@ -77,7 +77,7 @@ def profile_text(name: str, probe: Probe, folders: Mapping[Tier, Path]) -> str:
     counts = Counter(each.name for each in devices)
     unmeasured = [tier for tier in FILE_TIERS if tier not in folders]
     missing = [f"tiers ({', '.join(unmeasured)})"] if unmeasured else []
-    missing += ["network" if devices else "network between nodes", "price", "node affinity"]
+    missing += ["network" if len(devices) == 1 else "network between nodes", "price", "node affinity"]
     seen = ", ".join(f"{count} x {each}" for each, count in counts.items()) or "no GPU"
     head = f"# Measured on one machine with {seen}. Add by hand: {', '.join(missing)}.\n"
     return head + yaml.safe_dump(document, sort_keys=False)
@@ -89,15 +89,17 @@ def _document(
     print_stderr("measuring memory and CPUs")
     host = probe.host_rates()
     spec: dict[str, Any] = {"cpus": probe.cores(), "flopsPerSecond": _rounded(host.flops_per_second)}
+    of_devices: tuple[RankLoops, ...] = ()
     if devices:
         print_stderr(f"measuring GPUs ({len(devices)}) and their link to the host")
-        rates = probe.device_rates()
+        rates, of_devices = probe.device_rates(), probe.device_loops(len(devices))
         spec["devices"] = {
             "resource": RESOURCE,
             "count": len(devices),
             "hbm": _tier(min(each.bytes for each in devices), rates),
             "flopsPerSecond": _rounded(rates.flops_per_second),
             "hostBytesPerSecond": _rounded(probe.link_bytes_per_second()),
+            "loops": [each.model_dump(mode="json", exclude_defaults=True) for each in of_devices],
         }
     slower = {}
     for tier, folder in folders.items():
@@ -106,13 +108,15 @@ def _document(
     spec["tiers"] = {"ddr": _tier(probe.memory_bytes(), host), **slower}
     print_stderr("measuring the trainer's loops")
     loops = probe.loops()
-    if loops and not devices:  # which have links of their own
-        spec["network"] = {"intraNodeBytesPerSecond": _rounded(_exchange_rate(loops))}
+    # GPUs have links of their own, which a lone one does not show.
+    exchanging = of_devices if devices else loops
+    if any(each.collectives for each in exchanging):
+        spec["network"] = {"intraNodeBytesPerSecond": _rounded(_exchange_rate(exchanging))}
     spec["loops"] = [each.model_dump(mode="json", exclude_defaults=True) for each in loops]
     return {"apiVersion": API_VERSION, "kind": "HardwareProfile", "metadata": {"name": name}, "spec": spec}
 
 
-def _exchange_rate(loops: Sequence[HostLoops]) -> float:
+def _exchange_rate(loops: Sequence[RankLoops]) -> float:
     """Return the bytes/s of the largest exchange between ranks that do nothing else."""
     times = (each for loop in loops if not loop.is_reading for each in loop.collectives if each.kind == "all_to_all")
     largest = max(times, key=lambda each: each.bytes)
@@ -380,6 +384,10 @@ class Probe:
     def host_rates(self) -> Rates:
         """Return the rates of all CPUs together and of host memory."""
         return measured(HOST, host_effort(self.memory_bytes()))
+
+    def device_loops(self, count: int) -> tuple[RankLoops, ...]:
+        """Return the times of loops on one of so many GPUs, and on two."""
+        return measure_loops("cuda", count)
 
     def device_rates(self) -> Rates:
         """Return the rates of the first GPU."""

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from dlrm_api import tiers
-from dlrm_api.choice import Choice
+from dlrm_api.choice import NOT_CALIBRATED, Choice
 from dlrm_api.errors import visible
 from dlrm_api.job import DLRMJob
 from dlrm_api.model import TableSpec
@@ -61,6 +61,12 @@ def format_bytes(count: float) -> str:
 def number(value: float | None, form: str) -> str:
     """Format a number, or return ``-``."""
     return UNKNOWN if value is None else format(value, form)
+
+
+def predicted_number(value: float | None, form: str, *, uncalibrated: bool) -> str:
+    """Format a predicted figure, and say so if it is not calibrated."""
+    mark = f" ({NOT_CALIBRATED})" if uncalibrated and value is not None else ""
+    return f"{number(value, form)}{mark}"
 
 
 def share(value: float | None) -> str:
@@ -347,16 +353,18 @@ def _choice_table(choice: Choice) -> Table:
     table = titled_table(f"choice: {choice.objective}", columns, words=("hardware", ""))
     verdict = "chosen" if choice.met else f"chosen, closest: {choice.lacks}"
     for each, text in ((choice, verdict), *((rejected, rejected.lacks) for rejected in choice.rejected)):
-        prices = (number(price, ",.2f") for price in (each.price_per_hour, each.price_per_billion_samples))
-        rate = number(each.samples_per_second, ",.0f")
-        table.add_row(each.hardware or UNKNOWN, str(each.replicas), rate, *prices, text)
+        rate = predicted_number(each.samples_per_second, ",.0f", uncalibrated=each.uncalibrated)
+        price = predicted_number(each.price_per_billion_samples, ",.2f", uncalibrated=each.uncalibrated)
+        hourly = number(each.price_per_hour, ",.2f")
+        table.add_row(each.hardware or UNKNOWN, str(each.replicas), rate, hourly, price, text)
     return table
 
 
 def _prediction(predicted: Prediction) -> str:
+    mark = f" ({NOT_CALIBRATED})" if predicted.uncalibrated else ""
     price = predicted.price_per_billion_samples
-    priced = "" if price is None else f", {price:,.2f} per billion samples (currency of pricePerHour)"
-    return f"predicted: {predicted.samples_per_second:,.0f} samples/s{priced}"
+    priced = "" if price is None else f", {price:,.2f} per billion samples (currency of pricePerHour){mark}"
+    return f"predicted: {predicted.samples_per_second:,.0f} samples/s{mark}{priced}"
 
 
 def dims_view(job: DLRMJob, advice: DimAdvice) -> RenderableType:

@@ -24,7 +24,7 @@ from dlrm_cli.documents import Document, find_profiles, only_job, parse_value, r
 from dlrm_cli.manifests import parse_job_document, read_references
 from dlrm_cli.report.plots import SERIES_COLOURS, Plot, Series, draw_alone
 from dlrm_cli.run.workdir import replace_file
-from dlrm_cli.views import UNKNOWN, format_bytes, number, print_view, show_progress, titled_table
+from dlrm_cli.views import UNKNOWN, format_bytes, number, predicted_number, print_view, show_progress, titled_table
 
 OPTION = "--what-if"
 FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -248,11 +248,13 @@ def rows_view(name: str, rows: Sequence[Row]) -> RenderableType:
     columns = (*keys, *figures, *(f"{tier} of a rank" for tier in tiers), *(("lacks",) if lacking else ()))
     table = titled_table(f"{name}: {len(rows)} combinations", columns, words=("lacks",))
     for row in rows:
-        rate, sizes = row.rate, row.bytes_per_tier
-        cells = [f"{row.plan.world_size:,}" if row.plan else UNKNOWN, number(rate, ",.0f")]
+        rate, sizes, uncalibrated = row.rate, row.bytes_per_tier, bool(row.plan and row.plan.predicted.uncalibrated)
+        cells = [f"{row.plan.world_size:,}" if row.plan else UNKNOWN]
+        cells.append(predicted_number(rate, ",.0f", uncalibrated=uncalibrated))
         cells.append(number(1e3 * row.batch / rate if rate else None, ",.3f"))
         if priced:
-            cells.append(number(row.plan.predicted.price_per_billion_samples if row.plan else None, ",.2f"))
+            price = row.plan.predicted.price_per_billion_samples if row.plan else None
+            cells.append(predicted_number(price, ",.2f", uncalibrated=uncalibrated))
         cells += [format_bytes(sizes[tier]) if tier in sizes else UNKNOWN for tier in tiers]
         table.add_row(*map(str, row.values.values()), *cells, *((next(iter(row.lacks), ""),) if lacking else ()))
     fits_unrated = any(row.plan is not None and row.rate is None for row in rows)

@@ -9,6 +9,8 @@ from dlrm_api.fields import MAX_EXACT, Rate
 
 MAX_REJECTED = 24
 MAX_LACKS_LENGTH = 512
+NOT_CALIBRATED = "not calibrated"
+"""Stands next to figures that rest on rates of GPUs that nobody measured."""
 
 
 class Candidate(ApiModel):
@@ -19,6 +21,10 @@ class Candidate(ApiModel):
     samples_per_second: Rate | None = Field(None, description="Predicted throughput (samples/s).")
     price_per_hour: Rate | None = Field(None, description="Price of all nodes per hour.")
     price_per_billion_samples: Rate | None = Field(None, description="Predicted price of 1e9 samples.")
+    uncalibrated: bool = Field(
+        False,
+        description="Whether throughput and price of 1e9 samples rest on rates of GPUs that nobody measured there.",
+    )
 
     @property
     def name(self) -> str:
@@ -29,10 +35,11 @@ class Candidate(ApiModel):
     @property
     def figures(self) -> str:
         """Return the predicted figures that are known, for people."""
+        mark = f" ({NOT_CALIBRATED})" if self.uncalibrated else ""
         known = (
-            (self.samples_per_second, "{:,.0f} samples/s"),
+            (self.samples_per_second, f"{{:,.0f}} samples/s{mark}"),
             (self.price_per_hour, "{:,.2f} per hour"),
-            (self.price_per_billion_samples, "{:,.2f} per 1e9 samples"),
+            (self.price_per_billion_samples, f"{{:,.2f}} per 1e9 samples{mark}"),
         )
         return ", ".join(text.format(value) for value, text in known if value is not None)
 

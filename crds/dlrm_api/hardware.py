@@ -48,20 +48,6 @@ class TiersSpec(ApiModel):
     block: TierSpec | None = Field(None, description="Block storage.")
 
 
-class DeviceSpec(ApiModel):
-    """Describe the accelerators of a node. If it has any, each process computes on one of its own."""
-
-    resource: str = Field(min_length=1, max_length=317, description="Extended resource, for example nvidia.com/gpu.")
-    count: int = Field(ge=1, le=64, description="Number of devices per node.")
-    hbm: TierSpec = Field(description="Memory of one device.")
-    flops_per_second: Rate | None = Field(
-        None, description="Measured compute rate of one device, used for predictions (flop/s)."
-    )
-    host_bytes_per_second: Rate | None = Field(
-        None, description="Bandwidth between one device and host memory, per direction (bytes/s)."
-    )
-
-
 class NetworkSpec(ApiModel):
     """Describe the bandwidth between ranks."""
 
@@ -119,10 +105,10 @@ class ReaderTime(ApiModel):
     spread: Spread = SPREAD
 
 
-class HostLoops(ApiModel):
-    """Give the times of the trainer's loops on the CPUs, as dlrmctl profile measure finds them.
+class RankLoops(ApiModel):
+    """Give the times of the trainer's loops, as dlrmctl profile measure finds them.
 
-    All ranks of a node run the same loop at the same time, each on its part of the CPUs.
+    All ranks of a node run the same loop at the same time, each on its part of the CPUs, or on a device of its own.
     """
 
     processes: int = Field(ge=1, le=64, description="Ranks of the node, which share its CPUs.")
@@ -137,10 +123,33 @@ class HostLoops(ApiModel):
     layer: Measured = Field(description="A dense layer, forward and backward, without its products.")
     pair_value: Measured = Field(description="One column of a pair of the dot interaction, both ways.")
     parameter: Measured = Field(description="Updating one dense parameter.")
+    moved_row: Measured | None = Field(
+        None, description="Moving one row to its slot on a device, and another one back to ddr. Devices only."
+    )
     packs: tuple[PackTime, ...] = Field((), max_length=8, description="Messages, by codec.")
     layers: tuple[LayerTime, ...] = Field(min_length=1, max_length=32, description="Layers by width and precision.")
     collectives: tuple[CollectiveTime, ...] = Field((), max_length=64, description="Collectives by bytes.")
     readers: tuple[ReaderTime, ...] = Field((), max_length=8, description="Readers, by format.")
+
+
+class DeviceSpec(ApiModel):
+    """Describe the accelerators of a node. If it has any, each process computes on one of its own."""
+
+    resource: str = Field(min_length=1, max_length=317, description="Extended resource, for example nvidia.com/gpu.")
+    count: int = Field(ge=1, le=64, description="Number of devices per node.")
+    hbm: TierSpec = Field(description="Memory of one device.")
+    flops_per_second: Rate | None = Field(
+        None, description="Measured compute rate of one device, used for predictions (flop/s)."
+    )
+    host_bytes_per_second: Rate | None = Field(
+        None, description="Bandwidth between one device and host memory, per direction (bytes/s)."
+    )
+    loops: tuple[RankLoops, ...] = Field(
+        (),
+        max_length=16,
+        description="Measured times of the trainer's loops on such devices, by ranks of a node. Without them plans are "
+        "not calibrated: trainer.objective does not choose by their samples/s and price.",
+    )
 
 
 class HardwareProfileSpec(ApiModel):
@@ -163,8 +172,8 @@ class HardwareProfileSpec(ApiModel):
     devices: DeviceSpec | None = Field(None, description="Accelerators.")
     tiers: TiersSpec = Field(description="Memory tiers.")
     network: NetworkSpec = Field(NetworkSpec(), description="Bandwidth between ranks.")
-    loops: tuple[HostLoops, ...] = Field(
-        (), max_length=16, description="Measured times of the trainer's loops, by ranks of a node."
+    loops: tuple[RankLoops, ...] = Field(
+        (), max_length=16, description="Measured times of the trainer's loops on the CPUs, by ranks of a node."
     )
     price_per_hour: float | None = Field(None, ge=0, le=1e6, description="Price of one node per hour.")
 

@@ -182,6 +182,11 @@ class Prediction(ApiModel):
     price_per_billion_samples: float | None = Field(None, ge=0, description="Price of 1e9 samples.")
     imbalance: float = Field(1.0, ge=0, description="Cost of the slowest rank over the mean.")
     defaults: tuple[str, ...] = Field((), description="Fields of the HardwareProfile for which defaults stand.")
+    uncalibrated: tuple[str, ...] = Field(
+        (),
+        description="Fields of the HardwareProfile that a plan for GPUs lacks: without them its times, throughput and "
+        "price are not calibrated.",
+    )
 
 
 class Plan(ApiModel):

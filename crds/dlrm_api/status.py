@@ -68,6 +68,12 @@ class PlanStatus(ApiModel):
     bytes_per_tier: dict[str, Count] = Field({}, max_length=64, description="Bytes of the fullest rank, by tier.")
     predicted_samples_per_second: Rate | None = Field(None, description="Predicted throughput (samples/s).")
     price_per_billion_samples: Rate | None = Field(None, description="Predicted price of 1e9 samples.")
+    uncalibrated: tuple[str, ...] = Field(
+        (),
+        max_length=8,
+        description="Fields of the HardwareProfile that are to be measured on its GPUs. Until then throughput and "
+        "price are not calibrated.",
+    )
 
 
 class StepFigures(ApiModel):

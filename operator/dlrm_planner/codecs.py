@@ -89,7 +89,7 @@ class StepByCodecs:
 
     def __init__(self, found: Solution) -> None:
         self._communication, self._work = found.problem.spec.training.communication, step_work(found)
-        rates = found.costs.rates
+        rates = found.costs.computing
         self._alone, self._beside = (exchange_times(found, each, CODECS) for each in (rates.alone, rates.reading))
 
     def seconds(self, codecs: RowCodecs) -> float:
@@ -111,7 +111,8 @@ def is_measured(found: Solution, link: LinkClass) -> bool:
     network = problem.profile.spec.network if problem.profile else None
     if link == "inter_node":
         return bool(network and network.inter_node_bytes_per_second)
-    is_timed = problem.spec.replicas == 1 and problem.device == "cpu" and found.costs.rates.is_measured
+    is_known = problem.device == "cpu" or found.costs.devices is not None
+    is_timed = problem.spec.replicas == 1 and is_known and found.costs.computing.is_measured
     return is_timed or bool(network and network.intra_node_bytes_per_second)
 
 

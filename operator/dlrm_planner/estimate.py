@@ -22,7 +22,7 @@ from dlrm_api.keys import SLOT_BYTES
 from dlrm_api.plan import Device
 from dlrm_api.tiers import Tier
 from dlrm_api.wire import CODECS, LinkClass
-from dlrm_planner.rates import DEFAULT_TIER_RATES, RankRates, read_rates, read_tier_rates, tier_spec
+from dlrm_planner.rates import DEFAULT_TIER_RATES, RankRates, read_device_rates, read_rates, read_tier_rates, tier_spec
 from dlrm_planner.tables import (
     ELEMENT_BYTES,
     NO_PIN,
@@ -181,6 +181,8 @@ class CostModel:
     world_size: int
     rates: RankRates
     """Of loops on the host."""
+    devices: RankRates | None
+    """Of loops on GPUs, if ranks compute there and the profile has such loops."""
     id_s: Floats
     """Seconds to look up and update an id in a column block, whatever its columns."""
     part_s: Floats
@@ -200,6 +202,11 @@ class CostModel:
     """Dense layers of the rank with most samples; 0 if the profile states no rate."""
     dense_bytes: float  # wire bytes of dense gradients
     table_elements: Floats
+
+    @property
+    def computing(self) -> RankRates:
+        """Return the rates of loops where ranks compute, of the host if those of GPUs are unknown."""
+        return self.devices or self.rates
 
     @property
     def away(self) -> float:
@@ -326,6 +333,7 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
     # A node's ranks share its memory and its link to other nodes; a GPU's memory serves its rank alone.
     host_s, host_stated = _element_s(profile, "ddr")
     id_s, host_s, part_s, packed_s = 0.0, host_s * processes, 0.0, 0.0
+    devices = read_device_rates(profile, processes, spec.world_size) if device == "cuda" else None
     # Most of a lookup's time goes to finding its row, whatever the columns: bytes alone would make columns look cheap.
     if rates.is_measured or not host_stated:
         (id_s, host_s), part_s = rates.alone.looked_up, rates.alone.part_s
@@ -335,11 +343,15 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
         directions = spec.training.communication.codecs(link)
         element_bytes += share * sum(CODECS[codec].value_bytes for codec in directions)
         vector_bytes += share * sum(CODECS[codec].row_bytes for codec in directions)
-        if rates.is_measured and device == "cpu":
-            packed_s += share * rates.alone.pack_s(directions[0]) / CODECS[directions[0]].value_bytes
-    element_s, stated = np.full(len(specs), host_s), dict[Tier, bool]()
+        if (packing := devices if device == "cuda" else rates) and packing.is_measured:
+            packed_s += share * packing.alone.pack_s(directions[0]) / CODECS[directions[0]].value_bytes
+    of_device = (0.0, 0.0, 0.0)
+    stated = dict[Tier, bool]()
     if device == "cuda":
-        element_s[~on_host], stated["hbm"] = _element_s(profile, "hbm")
+        device_s, stated["hbm"] = _element_s(profile, "hbm")
+        of_device = (0.0, device_s, 0.0)
+        if devices is not None:
+            of_device, stated["hbm"] = (*devices.alone.looked_up, devices.alone.part_s), True
     stated["ddr"] = host_stated or rates.is_measured
     return CostModel(
         ids=bags * [table.lookups for table in specs],
@@ -352,28 +364,32 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
         vector_bytes=vector_bytes,
         world_size=spec.world_size,
         rates=rates,
-        id_s=np.where(on_host, id_s, 0.0),
-        part_s=np.where(on_host, part_s, 0.0),
-        element_s=element_s,
+        devices=devices,
+        id_s=np.where(on_host, id_s, of_device[0]),
+        part_s=np.where(on_host, part_s, of_device[2]),
+        element_s=np.where(on_host, host_s, of_device[1]),
         slot_s=host_s * SLOT_BYTES / ELEMENT_BYTES * np.array([table.is_unique for table in specs]),
         on_host=on_host,
         lookup_is_stated=stated,
         links=links,
         link_is_stated=link_is_stated or spec.world_size == 1,
         packed_s=packed_s,
-        compute=_compute(spec, profile, device, rates),
+        compute=_compute(spec, profile, devices or rates) if device == "cpu" or devices else _dense_s(spec, profile),
         dense_bytes=float(CODECS[spec.training.communication.dense].value_bytes * dense_parameters(spec.model)),
         table_elements=tables.rows * [table.dim for table in specs],
     )
 
 
-def _compute(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Device, rates: RankRates) -> Timed:
-    """Return the seconds of the dense half; 0 if nothing in the profile says how fast it is."""
+def _dense_s(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Timed:
+    """Return the seconds of the dense half on a GPU without measured loops; 0 if the profile states no rate."""
+    devices = profile.spec.devices if profile else None
+    flops = devices and devices.flops_per_second
+    return Timed(step_flops(spec, largest_slice(spec)) / flops, True) if flops else Timed(0.0, False)
+
+
+def _compute(spec: DLRMJobSpec, profile: HardwareProfile | None, rates: RankRates) -> Timed:
+    """Return the seconds of the dense half by loops; 0 if nothing in the profile says how fast it is."""
     samples, model = largest_slice(spec), spec.model
-    if device == "cuda":
-        devices = profile.spec.devices if profile else None
-        flops = devices and devices.flops_per_second
-        return Timed(step_flops(spec, samples) / flops, True) if flops else Timed(0.0, False)
     if not rates.is_measured:
         of_node = profile.spec.flops_per_second if profile else None
         processes = spec.trainer.processes_per_replica

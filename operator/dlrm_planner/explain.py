@@ -17,7 +17,7 @@ from dlrm_api.tiers import Tier, claim_bytes
 from dlrm_planner.codecs import explain_codecs
 from dlrm_planner.enumerate import may_split, pinned_to_data, required_shards
 from dlrm_planner.memory import MAX_DDR, MIB, NODE_DDR, device_limit, human, pod_limit
-from dlrm_planner.predict import Solution, files_s, step_requests
+from dlrm_planner.predict import Solution, files_s, step_requests, uncalibrated_fields
 from dlrm_planner.tables import NO_PIN, Tables, held_samples
 from dlrm_planner.types import Infeasible, Limit, Options, Problem, TableShortage, TierShortage
 from dlrm_planner.virtual_shards import explain_virtual_shards, max_replicas
@@ -46,6 +46,7 @@ def explain_plan(
         *_virtual_shards(spec),
         *_data_files(problem),
         *_device(found),
+        *_calibration(found),
         *_sharding(spec, tables, placement.replicated, whole),
         *_splits(spec, tables, placement.options),
         *_balance(found),
@@ -83,6 +84,14 @@ def _device(found: Solution) -> Iterator[str]:
     on_device = np.append(found.tiers.stacks.on_device, False)[found.tiers.group]
     if host := np.unique(found.placement.shards.table[~on_device]).tolist():
         yield f"pinned to the host, and looked up there: {_names(found.problem.tables, host)}"
+
+
+def _calibration(found: Solution) -> Iterator[str]:
+    if (missing := uncalibrated_fields(found)) and found.problem.profile is not None:
+        yield (
+            f"samples/s and price are not calibrated: HardwareProfile {found.problem.profile.metadata.name} has no "
+            f"{', '.join(missing)}; measure it on a node of this kind (dlrmctl profile measure)"
+        )
 
 
 def _sharding(spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], whole: Sequence[int]) -> Iterator[str]:

@@ -19,7 +19,7 @@ import numpy as np
 from dlrm_api.base import ApiModel
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.fields import is_s3
-from dlrm_api.hardware import HardwareProfile, HostLoops, TierSpec
+from dlrm_api.hardware import HardwareProfile, RankLoops, TierSpec
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, StepStage
 from dlrm_api.tiers import FILE_TIERS
@@ -297,7 +297,7 @@ def scale_profile(profile: HardwareProfile, scales: Mapping[Scaled, float]) -> H
     return profile.model_copy(update={"spec": spec.model_copy(update=update)})
 
 
-def _scale_loops(loops: HostLoops, scales: Mapping[Scaled, float]) -> HostLoops:
+def _scale_loops(loops: RankLoops, scales: Mapping[Scaled, float]) -> RankLoops:
     update = dict[str, Any]()
     for kind, names in LOOPS.items():
         scale = scales.get(Scaled(loops.processes, kind), 1.0)

@@ -262,12 +262,15 @@ class _Kind:
                 self.check(plan, self.profile)
         except InvalidSpecError as error:
             return str(error)
-        if plan.predicted.samples_per_second is None and self.goal.needs_rates:
+        is_unknown = plan.predicted.samples_per_second is None
+        if self.goal.needs_rates and (is_unknown or plan.predicted.uncalibrated):
             missing = missing_rates(fixed, self.profile, plan)
+            what = "throughput" if is_unknown else "throughput and price"
             raise InvalidSpecError(
                 self.goal.field,
-                f"throughput of {size} replicas cannot be predicted: {missing}; measure it (dlrmctl profile measure), "
-                "or remove the target for the fewest replicas that hold all tables",
+                f"{what} of {size} replicas {'cannot be predicted' if is_unknown else 'are not calibrated'}: {missing};"
+                " measure it on a node of this kind (dlrmctl profile measure), or remove the target for the fewest "
+                "replicas that hold all tables",
             )
         return Candidate(
             hardware=self.name,
@@ -275,6 +278,7 @@ class _Kind:
             samples_per_second=plan.predicted.samples_per_second,
             price_per_hour=None if self.hourly is None else self.hourly * size,
             price_per_billion_samples=plan.predicted.price_per_billion_samples,
+            uncalibrated=bool(plan.predicted.uncalibrated),
         )
 
     def plan(self, size: int) -> Plan:

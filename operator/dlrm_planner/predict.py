@@ -18,7 +18,7 @@ from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
 from dlrm_api.training import CommunicationSpec
 from dlrm_api.wire import CODECS, Codec, LinkClass
 from dlrm_planner.estimate import CostModel, Moved, estimate, moved_rows, read_costs, transfer_s
-from dlrm_planner.rates import HostRates, tier_spec
+from dlrm_planner.rates import LoopRates, read_device_rates, tier_spec
 from dlrm_planner.tables import ELEMENT_BYTES, dense_layers, dense_parameters, largest_slice, pair_values
 from dlrm_planner.tiers import TierAssignment
 from dlrm_planner.timeline import StepWork, TierWork, Timeline, TrainingWork, lay_out
@@ -98,6 +98,7 @@ def predict(found: Solution) -> Prediction:
         price_per_billion_samples=price,
         imbalance=imbalance,
         defaults=_defaults(found),
+        uncalibrated=uncalibrated_fields(found),
     )
 
 
@@ -119,13 +120,14 @@ def _hit_rates(found: Solution) -> dict[str, float]:
 def step_work(found: Solution) -> StepWork:
     """Return the work of a step: of the rank that looks up longest, and the largest messages of any."""
     spec, model, costs, rates = found.problem.spec, found.problem.spec.model, found.costs, found.costs.rates
+    computing = costs.computing
     samples, features = largest_slice(spec), len(model.all_features())
     share = samples / spec.data.global_batch_size
     bags, ids = float(costs.bags.sum()) * share, float(costs.ids.sum()) * share
     read_s = rates.reading.reader_s(spec.data.format, features, bags, ids)
     return StepWork(
-        alone=_training(found, rates.alone),
-        beside=_training(found, rates.reading),
+        alone=_training(found, rates.alone, computing.alone),
+        beside=_training(found, rates.reading, computing.reading),
         read_s=read_s or 0.0,
         ids_s=ids * rates.reading.of("sent_id") if spec.world_size > 1 else 0.0,
         tiers=_tier_work(found),
@@ -149,12 +151,13 @@ def files_s(problem: Problem) -> float:
     return step_requests(problem) * (stated or OBJECT_REQUEST_S) / REMOTE_THREADS
 
 
-def _training(found: Solution, rates: HostRates) -> TrainingWork:
+def _training(found: Solution, rates: LoopRates, computing: LoopRates) -> TrainingWork:
+    """Return the work of the training thread, by rates of loops on the host and of those where ranks compute."""
     problem, costs, placement = found.problem, found.costs, found.placement
     spec, model, shapes = problem.spec, problem.spec.model, placement.shards.shapes
     samples, world_size, replicated = largest_slice(spec), spec.world_size, np.array(placement.replicated, np.int64)
     # Every rank waits for the one that looks up longest, and for the largest messages of any.
-    rank = int(placement.by_rank(_looked_up_s(costs, shapes, rates), world_size).argmax())
+    rank = int(placement.by_rank(_looked_up_s(costs, shapes, rates, computing), world_size).argmax())
     own = placement.shards.shape[placement.ranks == rank]
     table = shapes.table[own]
     host, ids = costs.on_host[table], costs.ids[table] * shapes.share[own]
@@ -165,37 +168,44 @@ def _training(found: Solution, rates: HostRates) -> TrainingWork:
     of_host += float((costs.ids[copies] * costs.blocks[copies]).sum()) / world_size
     values += float((costs.ids[copies] * costs.dims[copies]).sum()) / world_size
     # A GPU's lookups and updates are one term.
-    device_s = float((ids * costs.element_s[table] * shapes.width[own])[~host].sum())
+    of_row_s = costs.element_s[table] * shapes.width[own] + costs.id_s[table] * shapes.blocks[own]
+    device_s = float((ids * of_row_s)[~host].sum())
     parts = float(shapes.blocks[own].sum())
-    interpreted_s = rates.step_s + rates.part_s * parts + float(costs.replica_host_s(replicated).sum())
-    collectives_s = COLLECTIVES * rates.empty_collective_s if world_size > 1 else 0.0
-    if not costs.rates.has_own_step:
+    interpreted_s = computing.step_s + computing.part_s * parts + float(costs.replica_host_s(replicated).sum())
+    collectives_s = COLLECTIVES * computing.empty_collective_s if world_size > 1 else 0.0
+    if not costs.computing.has_own_step:
         interpreted_s += collectives_s
-    interpreted_s += RANK_S * max(0, world_size - rates.loops.processes)
+    interpreted_s += RANK_S * max(0, world_size - computing.loops.processes)
     bottom, top = dense_layers(model)
-    on_host = problem.device == "cpu"
-    pairs_s = pair_values(model) * samples * rates.of("pair_value")
+    is_timed = _is_timed(found)
+    pairs_s = pair_values(model) * samples * computing.of("pair_value")
     return TrainingWork(
         interpreted_s=interpreted_s,
         collectives_s=min(collectives_s, interpreted_s),
         lookup_s=of_host * rates.of("lookup") + values * rates.of("lookup_value") + device_s,
         update_s=of_host * rates.of("update") + values * rates.of("update_value"),
-        bottom_s=rates.layers_s(bottom, samples, model.precision) if on_host else 0.0,
-        top_s=rates.layers_s(top, samples, model.precision) + pairs_s if on_host else costs.compute.seconds,
-        dense_update_s=dense_parameters(model) * rates.of("parameter") if on_host else 0.0,
-        **(_exchange(found, rates) if world_size > 1 else {}),
+        bottom_s=computing.layers_s(bottom, samples, model.precision) if is_timed else 0.0,
+        top_s=computing.layers_s(top, samples, model.precision) + pairs_s if is_timed else costs.compute.seconds,
+        dense_update_s=dense_parameters(model) * computing.of("parameter") if is_timed else 0.0,
+        **(_exchange(found, computing) if world_size > 1 else {}),
     )
 
 
-def _looked_up_s(costs: CostModel, shapes: Shapes, rates: HostRates) -> Floats:
+def _is_timed(found: Solution) -> bool:
+    """Return whether there are loops, measured or by default, of where ranks compute."""
+    return found.problem.device == "cpu" or found.costs.devices is not None
+
+
+def _looked_up_s(costs: CostModel, shapes: Shapes, rates: LoopRates, computing: LoopRates) -> Floats:
     """Return the (S,) seconds in which a rank looks up and updates a shard of each shape."""
     table, (id_s, value_s) = shapes.table, rates.looked_up
     of_host = shapes.blocks * id_s + shapes.width * value_s
-    of_id = np.where(costs.on_host[table], of_host, costs.element_s[table] * shapes.width)
-    return np.asarray(costs.ids[table] * shapes.share * of_id + rates.part_s * shapes.blocks)
+    of_device = costs.id_s[table] * shapes.blocks + costs.element_s[table] * shapes.width
+    of_id = np.where(costs.on_host[table], of_host, of_device)
+    return np.asarray(costs.ids[table] * shapes.share * of_id + computing.part_s * shapes.blocks)
 
 
-def _exchange(found: Solution, rates: HostRates) -> dict[str, float]:
+def _exchange(found: Solution, rates: LoopRates) -> dict[str, float]:
     """Return the seconds of messages of vectors, of their gradients, and of sums, by fields of ``TrainingWork``."""
     communication = found.problem.spec.training.communication
     used = dict.fromkeys(codec for link in found.costs.links.shares for codec in communication.codecs(link))
@@ -225,14 +235,14 @@ class ExchangeTimes:
         }
 
 
-def exchange_times(found: Solution, rates: HostRates, codecs: Iterable[Codec]) -> ExchangeTimes:
+def exchange_times(found: Solution, rates: LoopRates, codecs: Iterable[Codec]) -> ExchangeTimes:
     """Return the times of messages in some formats, of the rank with most of them."""
     spec, costs, placement = found.problem.spec, found.costs, found.placement
-    shapes, on_host = placement.shards.shapes, found.problem.device == "cpu"
+    shapes, is_timed = placement.shards.shapes, _is_timed(found)
     here = costs.bags_with_ids(shapes.table, shapes.share)
     most = float(placement.by_rank(here * shapes.width, spec.world_size).max())
-    # Messages of ranks of one node without GPUs, and their sums, take as long as was measured.
-    is_measured = spec.replicas == 1 and on_host and costs.rates.is_measured
+    # Messages of ranks of one node, and their sums, take as long as was measured.
+    is_measured = spec.replicas == 1 and is_timed and costs.computing.is_measured
     packs, links = dict[tuple[LinkClass, Codec], float](), dict[tuple[LinkClass, Codec], float]()
     for codec in codecs:
         form = CODECS[codec]
@@ -241,7 +251,7 @@ def exchange_times(found: Solution, rates: HostRates, codecs: Iterable[Codec]) -
         for link, share in costs.links.shares.items():
             measured_s = rates.collective_s("all_to_all", float(sent.max())) if is_measured else None
             links[link, codec] = costs.links.class_s(link, sent) if measured_s is None else measured_s
-            packs[link, codec] = most * share * rates.pack_s(codec) if on_host else 0.0
+            packs[link, codec] = most * share * rates.pack_s(codec) if is_timed else 0.0
     reduced = costs.dense_bytes + ELEMENT_BYTES * float(costs.table_elements[list(placement.replicated)].sum())
     reduce_s = rates.collective_s("all_reduce", reduced) if is_measured else costs.links.sum_s(reduced)
     return ExchangeTimes(classes=tuple(costs.links.shares), packs=packs, links=links, reduce_s=reduce_s)
@@ -253,7 +263,7 @@ def _tier_work(found: Solution) -> dict[Tier, TierWork]:
     problem, work = found.problem, {}
     for tier, moved in moved_rows(problem, found.placement, found.tiers).items():
         known = tier_spec(problem.profile, tier)
-        row_s = (known and known.row_processor_seconds) or ROW_PROCESSOR_S
+        row_s = _moved_row_s(found, tier) or (known and known.row_processor_seconds) or ROW_PROCESSOR_S
         reads, read = moved.rows, moved.bytes
         if tier == "block":
             reads = page_reads(found, moved)
@@ -261,6 +271,13 @@ def _tier_work(found: Solution) -> dict[Tier, TierWork]:
         device_s = transfer_s(problem, tier, moved, reads, read, moved.bytes).seconds
         work[tier] = TierWork(device_s=device_s, processor_s=float(reads.max()) * row_s)
     return work
+
+
+def _moved_row_s(found: Solution, tier: Tier) -> float | None:
+    """Return the measured seconds to move a row between a tier and a slot on a GPU; None if there are none."""
+    devices = found.costs.devices
+    moved = devices.alone.loops.moved_row if devices and tier == "ddr" else None
+    return None if moved is None else moved.seconds
 
 
 def page_reads(found: Solution, moved: Moved) -> Floats:
@@ -308,21 +325,33 @@ def _defaults(found: Solution) -> tuple[str, ...]:
         known = tier_spec(problem.profile, tier)
         if not found.estimate.misses[tier].is_stated:
             names.append(f"tiers.{tier}")
-        elif known is not None and known.row_processor_seconds is None:
+        elif known is not None and known.row_processor_seconds is None and _moved_row_s(found, tier) is None:
             names.append(f"tiers.{tier}.rowProcessorSeconds")
     return tuple(names)
 
 
+def uncalibrated_fields(found: Solution) -> tuple[str, ...]:
+    """Return the fields of a profile that were to be measured on a GPU, and that a plan for GPUs lacks."""
+    if _is_timed(found):
+        lacks_rows = found.problem.device == "cuda" and "ddr" in found.estimate.misses
+        return ("devices.loops.movedRow",) if lacks_rows and _moved_row_s(found, "ddr") is None else ()
+    if found.problem.spec.world_size == 1:
+        return ("devices.loops",)
+    return ("devices.loops of two or more processes",)
+
+
 def missing_rates(spec: DLRMJobSpec, profile: HardwareProfile | None, plan: Plan) -> str:
-    """Return why a plan has no predicted throughput, by the absent fields; empty if it has one."""
+    """Return the absent fields by which a plan has no throughput, or none that is calibrated; empty if none is."""
     if profile is None:
         return "no HardwareProfile is given"
     hardware, missing = profile.spec, list[str]()
     devices = hardware.devices if plan.device == "cuda" else None
-    if not (hardware if devices is None else devices).flops_per_second and (devices or not hardware.loops):
+    processes = spec.trainer.processes_per_replica
+    is_timed = hardware.loops if devices is None else read_device_rates(profile, processes, spec.world_size)
+    if not (hardware if devices is None else devices).flops_per_second and not is_timed:
         missing.append("flopsPerSecond" if devices is None else "devices.flopsPerSecond")
     reads = (hardware.tiers.ddr if devices is None else devices.hbm).read_bytes_per_second
-    if not reads and (devices or not hardware.loops):
+    if not reads and not is_timed:
         missing.append(f"{'tiers.ddr' if devices is None else 'devices.hbm'}.readBytesPerSecond")
     if plan.predicted.communication_seconds is None:
         missing.append(f"network.{'inter' if spec.replicas > 1 else 'intra'}NodeBytesPerSecond")
@@ -334,4 +363,5 @@ def missing_rates(spec: DLRMJobSpec, profile: HardwareProfile | None, plan: Plan
         known = tier_spec(profile, tier)
         if known is None or not (known.read_bytes_per_second or known.read_iops):
             missing.append(f"tiers.{tier}.readBytesPerSecond")
+    missing += plan.predicted.uncalibrated
     return f"HardwareProfile {profile.metadata.name} has no {', '.join(dict.fromkeys(missing))}" if missing else ""

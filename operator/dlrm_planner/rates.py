@@ -1,4 +1,4 @@
-"""Read the times of a host's loops from a profile: as measured, else from its bandwidths, else by default."""
+"""Read the times of loops from a profile: as measured; those of a host else from its bandwidths, else by default."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 from dlrm_api.hardware import (
     CollectiveTime,
     HardwareProfile,
-    HostLoops,
     LayerTime,
     Measured,
     PackTime,
+    RankLoops,
     ReaderTime,
     TierSpec,
 )
@@ -39,11 +39,11 @@ def _loops(
     collectives: Mapping[CollectiveKind, Row] | None = None,
     *,
     is_reading: bool,
-) -> HostLoops:
+) -> RankLoops:
     """Return loops from their seconds, in the order of the fields."""
-    names = [name for name, field in HostLoops.model_fields.items() if field.annotation is Measured]
+    names = [name for name, field in RankLoops.model_fields.items() if field.annotation is Measured]
     found = {name: Measured(seconds=seconds) for name, seconds in zip(names, loops, strict=True)}
-    return HostLoops(
+    return RankLoops(
         processes=processes,
         is_reading=is_reading,
         layers=tuple(
@@ -165,10 +165,10 @@ def read_tier_rates(profile: HardwareProfile | None, tier: Tier) -> TierRates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostRates:
+class LoopRates:
     """Give the seconds of loops of a rank, if all ranks of its node run them."""
 
-    loops: HostLoops
+    loops: RankLoops
     scale: float
     """Of times on fewer processors than were measured, or on more."""
 
@@ -240,8 +240,8 @@ class HostRates:
 class RankRates:
     """Give the rates of ranks in both states."""
 
-    alone: HostRates
-    reading: HostRates
+    alone: LoopRates
+    reading: LoopRates
     """While each rank's reader makes batches all the time."""
     is_measured: bool
     has_own_step: bool
@@ -260,7 +260,7 @@ def read_rates(profile: HardwareProfile | None, processes: int, world_size: int,
         each.processes for each in known
     }
     nearest = min(some, key=lambda each: (abs(each - processes), each))
-    states = [_state(known, nearest, is_reading=reading) for reading in (False, True)]
+    states = _states(known, nearest)
     if world_size > 1 and not states[0].collectives:
         with_collectives = [each for each in (*known, *DEFAULT_LOOPS) if each.collectives and not each.is_reading]
         taken = {name: getattr(with_collectives[0], name) for name in ("collectives", "packs", "sent_id")}
@@ -271,19 +271,34 @@ def read_rates(profile: HardwareProfile | None, processes: int, world_size: int,
     if not measured:
         states = [_with_bandwidths(each, profile, processes / scale) for each in states]
     return RankRates(
-        alone=HostRates(loops=states[0], scale=scale),
-        reading=HostRates(loops=states[1], scale=scale),
+        alone=LoopRates(loops=states[0], scale=scale),
+        reading=LoopRates(loops=states[1], scale=scale),
         is_measured=bool(measured),
         has_own_step=nearest > 1,
     )
 
 
-def _state(known: Sequence[HostLoops], processes: int, *, is_reading: bool) -> HostLoops:
+def read_device_rates(profile: HardwareProfile | None, processes: int, world_size: int) -> RankRates | None:
+    """Return the rates of ranks that compute on a device each; None if the profile has no loops of such ranks.
+
+    Loops of the nearest number of ranks count. A rank that has others needs loops of several, which time messages.
+    """
+    devices = profile.spec.devices if profile else None
+    known = [each for each in (devices.loops if devices else ()) if (each.processes > 1) == (world_size > 1)]
+    if not known:
+        return None
+    nearest = min({each.processes for each in known}, key=lambda each: (abs(each - processes), each))
+    alone, reading = (LoopRates(loops=each, scale=1.0) for each in _states(known, nearest))
+    return RankRates(alone=alone, reading=reading, is_measured=True, has_own_step=nearest > 1)
+
+
+def _states(known: Sequence[RankLoops], processes: int) -> list[RankLoops]:
+    """Return the loops of so many ranks alone, and next to readers."""
     here = [each for each in known if each.processes == processes]
-    return next((each for each in here if each.is_reading == is_reading), here[0])
+    return [next((each for each in here if each.is_reading == reading), here[0]) for reading in (False, True)]
 
 
-def _with_bandwidths(loops: HostLoops, profile: HardwareProfile | None, parts: float) -> HostLoops:
+def _with_bandwidths(loops: RankLoops, profile: HardwareProfile | None, parts: float) -> RankLoops:
     """Return default loops with the times that one of so many parts of a node's rates gives."""
     update: dict[str, Any] = {}
     if profile is None:

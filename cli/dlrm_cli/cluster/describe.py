@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 
 from rich.text import Text
 
+from dlrm_api.choice import NOT_CALIBRATED
 from dlrm_api.errors import NoPermissionError
 from dlrm_api.progress import TerminationMessage
 from dlrm_cli.cluster.client import JobClient, Object, dig
@@ -97,10 +98,11 @@ def _plan(job: Object) -> str:
         parts.append(f"{shards:,} virtual shards")
     if sizes:
         parts.append(f"largest rank: {sizes}")
+    mark = f" ({NOT_CALIBRATED})" if plan.get("uncalibrated") else ""
     if plan.get("predictedSamplesPerSecond"):
-        parts.append(f"predicted {plan['predictedSamplesPerSecond']:,.0f} samples/s")
+        parts.append(f"predicted {plan['predictedSamplesPerSecond']:,.0f} samples/s{mark}")
     if plan.get("pricePerBillionSamples"):
-        parts.append(f"{plan['pricePerBillionSamples']:,.2f} per billion samples")
+        parts.append(f"{plan['pricePerBillionSamples']:,.2f} per billion samples{mark}")
     return "; ".join(parts)
 
 
@@ -114,10 +116,11 @@ def _choice(choice: Object) -> str:
 def _candidate(found: Object) -> str:
     """Return a number of replicas of some hardware, with its figures."""
     hardware = f" of {found['hardware']}" if found.get("hardware") else ""
+    mark = f" ({NOT_CALIBRATED})" if found.get("uncalibrated") else ""
     figures = (
-        ("samplesPerSecond", "{:,.0f} samples/s"),
+        ("samplesPerSecond", f"{{:,.0f}} samples/s{mark}"),
         ("pricePerHour", "{:,.2f} per hour"),
-        ("pricePerBillionSamples", "{:,.2f} per billion samples"),
+        ("pricePerBillionSamples", f"{{:,.2f}} per billion samples{mark}"),
     )
     known = [text.format(found[key]) for key, text in figures if found.get(key) is not None]
     return f"{found.get('replicas')} replicas{hardware}" + (f" ({', '.join(known)})" if known else "")
@@ -144,7 +147,8 @@ def _speed(job: Object, facts: JobFacts) -> str:
     if facts.step_seconds is not None:
         parts.append(f"{facts.step_seconds * 1_000:,.1f} ms per step")
     if predicted := dig(job, "status", "plan", "predictedSamplesPerSecond"):
-        parts.append(f"{facts.samples_per_second / predicted:.0%} of the predicted speed")
+        mark = f" ({NOT_CALIBRATED})" if dig(job, "status", "plan", "uncalibrated") else ""
+        parts.append(f"{facts.samples_per_second / predicted:.0%} of the predicted speed{mark}")
     return ", ".join(parts)
 
 

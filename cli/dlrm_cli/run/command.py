@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from dlrm_api.choice import NOT_CALIBRATED
 from dlrm_api.errors import InvalidSpecError, UsageError
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import ExitCode
@@ -135,7 +136,8 @@ def banner(job: DLRMJob, plan: Plan, workdir: WorkDir) -> list[str]:
     size = sum(table.rows * table.dim * ELEMENT_BYTES[table.dtype] for table in tables)
     memory = max(sum(rank.bytes_per_tier.values()) for rank in plan.ranks)
     predicted = plan.predicted.samples_per_second
-    speed = "" if predicted is None else f", predicted {predicted:,.0f} samples/s"
+    mark = f" ({NOT_CALIBRATED})" if plan.predicted.uncalibrated else ""
+    speed = "" if predicted is None else f", predicted {predicted:,.0f} samples/s{mark}"
     return [
         f"{job.metadata.name}: {len(tables)} tables, {rows:,} rows, {format_bytes(size)} of rows",
         f"plan: ranks: {plan.world_size}, up to {format_bytes(memory)} each{speed}",

@@ -40,12 +40,15 @@ def accuracy_rule(view: JobView) -> RuleResult:
     if known.predicted.step_seconds is None:
         missing = "the plan predicts no step time: its HardwareProfile lacks rates; see dlrmctl profile measure"
         judged = _plan_accurate("Unknown", Reason.NOT_PREDICTED, missing)
+    elif (plan := view.status.plan) and plan.uncalibrated:
+        missing = f"HardwareProfile {plan.hardware} has no {', '.join(plan.uncalibrated)}; see dlrmctl profile measure"
+        judged = _plan_accurate("Unknown", Reason.NOT_CALIBRATED, f"times of GPUs are not calibrated: {missing}")
     else:
         judged = _plan_accurate("Unknown", Reason.MEASURING, "the first steps of the attempt are not measured")
     if (found := report.measured) is None:
         return RuleResult(findings=(judged,))
     measured, slow_from_s = _rounded(StepFigures.of(found)), None
-    if known.predicted.step_seconds is not None:
+    if known.predicted.step_seconds is not None and judged.reason is Reason.MEASURING:
         if found.step_seconds > MAX_RATIO * known.predicted.step_seconds:
             slow_from_s = found.trained_seconds if known.slow_from_seconds is None else known.slow_from_seconds
         judged = _judge(known.predicted, measured, slow_from_s, found.trained_seconds)

@@ -74,6 +74,7 @@ class Reason(enum.StrEnum):
     CHECKPOINTER_CRASH_LOOP = "CheckpointerCrashLoop"
     # PlanAccurate
     NOT_PREDICTED = "NotPredicted"
+    NOT_CALIBRATED = "NotCalibrated"
     MEASURING = "Measuring"
     AS_PREDICTED = "AsPredicted"
     SLOWER_THAN_PREDICTED = "SlowerThanPredicted"

@@ -310,6 +310,7 @@ def plan_status(plan: Plan) -> PlanStatus:
         bytes_per_tier={tier: max(rank.bytes_per_tier.get(tier, 0) for rank in plan.ranks) for tier in tiers},
         predicted_samples_per_second=plan.predicted.samples_per_second,
         price_per_billion_samples=plan.predicted.price_per_billion_samples,
+        uncalibrated=plan.predicted.uncalibrated,
     )
 
 

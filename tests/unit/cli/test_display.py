@@ -129,6 +129,11 @@ def test_brackets_in_notes_are_shown(capsys: pytest.CaptureFixture[str]) -> None
             Prediction(samples_per_second=1_000.0, price_per_billion_samples=2_777.5),
             "predicted: 1,000 samples/s, 2,777.50 per billion samples (currency of pricePerHour)",
         ),
+        (
+            Prediction(samples_per_second=1_000.0, price_per_billion_samples=2.5, uncalibrated=("devices.loops",)),
+            "predicted: 1,000 samples/s (not calibrated), 2.50 per billion samples (currency of pricePerHour) "
+            "(not calibrated)",
+        ),
         (Prediction(), ""),
     ],
 )

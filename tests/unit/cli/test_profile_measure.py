@@ -11,14 +11,14 @@ import torch
 import yaml
 
 from dlrm_api.errors import DeviceError, InvalidSpecError, NoInputError, UsageError
-from dlrm_api.hardware import HostLoops, parse_profile
+from dlrm_api.hardware import Measured, RankLoops, parse_profile
 from dlrm_api.job import parse_job
 from dlrm_api.tiers import Tier
 from dlrm_api.trainer import TierBudgets
 from dlrm_api.wire import CODECS
 from dlrm_cli import checks
 from dlrm_cli.checks import DetectedGpu, detect_gpus, this_machine, with_rates
-from dlrm_cli.loops import COLLECTIVE_BYTES, PRECISIONS, WIDTHS, run_ranks
+from dlrm_cli.loops import COLLECTIVE_BYTES, PRECISIONS, WIDTHS, Rank, run_ranks
 from dlrm_cli.machine_profile import (
     BATCH_RECORDS,
     HOST,
@@ -39,6 +39,7 @@ from dlrm_cli.machine_profile import (
 from dlrm_cli.run.appdef import visible_gpus
 from dlrm_planner import plan_job
 from dlrm_planner.rates import DEFAULT_LOOPS
+from dlrm_testing.trainer.gpus import gpu_of
 
 GIB = 2**30
 SMALL = Effort(bytes=1 << 20, side=64, repeats=2)
@@ -81,8 +82,16 @@ class KnownMachine(Probe):
             row_processor_seconds=3.3333e-6,
         )
 
-    def loops(self) -> tuple[HostLoops, ...]:
+    def loops(self) -> tuple[RankLoops, ...]:
         return DEFAULT_LOOPS
+
+    def device_loops(self, count: int) -> tuple[RankLoops, ...]:
+        assert count == len(self.gpus) > 0, "no GPU is asked where there is none"
+        return tuple(
+            each.model_copy(update={"moved_row": Measured(seconds=1e-8)})
+            for each in DEFAULT_LOOPS
+            if each.processes <= count
+        )
 
 
 def test_a_machine_without_gpus_has_no_devices() -> None:
@@ -111,6 +120,7 @@ def test_gpus_are_written_with_what_was_measured_of_the_first() -> None:
     assert (found.resource, found.count, found.hbm.bytes) == ("nvidia.com/gpu", 2, 139 * GIB)
     assert (found.hbm.read_bytes_per_second, found.hbm.write_bytes_per_second) == (2e12, 1.9e12)
     assert (found.flops_per_second, found.host_bytes_per_second) == (5.43e13, 2.5e10)
+    assert {each.processes for each in found.loops} == {1, 2}
 
 
 @pytest.mark.parametrize(("gpus", "processes", "device"), [((DetectedGpu("a", 80 * GIB),), 1, "cuda"), ((), 4, "cpu")])
@@ -134,6 +144,7 @@ def test_what_was_measured_is_enough_to_predict_one_node(
 
     assert plan.device == device
     assert plan.predicted.samples_per_second
+    assert not plan.predicted.uncalibrated
 
 
 def test_slower_tiers_are_written_as_they_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +189,17 @@ def test_the_loops_of_two_ranks_are_timed_for_real() -> None:
         assert len(each.collectives) == 2 * len(COLLECTIVE_BYTES)
         assert 0 < each.step.seconds < 10
         assert each.readers[0].id_seconds >= 0
+
+
+@pytest.mark.slow
+def test_the_loops_of_a_rank_on_a_gpu_are_timed() -> None:
+    with gpu_of("pretended") as device:
+        alone, reading = Rank(0, 1, 0, 1, device, times=1).loops()
+
+    assert [(each.processes, each.is_reading) for each in (alone, reading)] == [(1, False), (1, True)]
+    assert alone.moved_row is not None
+    assert alone.moved_row.seconds > 0
+    assert {each.precision for each in alone.layers} == set(PRECISIONS)
 
 
 @pytest.mark.slow

@@ -128,6 +128,15 @@ def test_a_plan_without_rates_is_not_judged() -> None:
     assert plan_accurate(cluster) == ("Unknown", "NotPredicted")
 
 
+def test_times_of_gpus_that_nobody_measured_there_are_not_judged() -> None:
+    cluster = predicted_job()
+    cluster.job["status"]["plan"]["uncalibrated"] = ["devices.loops"]
+
+    train(cluster, 660, times=2)
+
+    assert plan_accurate(cluster) == ("Unknown", "NotCalibrated")
+
+
 @given(
     predicted=st.dictionaries(st.sampled_from(sorted(STEP_STAGES)), st.floats(0, 10)),
     measured=st.dictionaries(st.sampled_from(sorted(STEP_STAGES)), st.floats(0, 10), min_size=1),

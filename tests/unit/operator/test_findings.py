@@ -124,6 +124,15 @@ def a_plan_without_rates_is_trained() -> ModelCluster:
     return running()
 
 
+@says(Reason.NOT_CALIBRATED, "HardwareProfile", "devices.loops", "dlrmctl profile measure")
+def a_plan_for_gpus_that_nobody_measured_is_trained() -> ModelCluster:
+    cluster = predicted_job()
+    cluster.job["status"]["plan"]["uncalibrated"] = ["devices.loops"]
+    measure(cluster, step=100, times=1)
+    cluster.settle()
+    return cluster
+
+
 @says(Reason.MEASURING, "not measured")
 def an_attempt_begins_to_train() -> ModelCluster:
     return predicted_job()

@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from dlrm_api import tiers
 from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
-from dlrm_api.hardware import HardwareProfile
+from dlrm_api.hardware import HardwareProfile, Measured, parse_profile
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.plan import Plan, TierShare, parse_plan
+from dlrm_api.plan import Plan, Prediction, TierShare, parse_plan
 from dlrm_api.row_optimizers import RowOptimizerKind
 from dlrm_api.training import RowOptimizerSpec, TrainingSpec
 from dlrm_planner import checkpointer_bytes, choose_plan, plan_job, working_set_bytes
+from dlrm_planner.fit import LOOPS, Scaled, scale_profile
 from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES, CONTEXT_BYTES, KEY_SORT_BYTES, device_working_bytes
+from dlrm_planner.rates import DEFAULT_LOOPS
 from dlrm_planner.tables import UPDATED_LOOKUP_BYTES, activation_bytes, update_bytes
 from dlrm_testing.repeats import repeats
 
@@ -479,6 +481,13 @@ def test_rows_that_neither_hbm_nor_ddr_holds_are_reported(make_spec: MakeSpec, m
     assert any("trainer.tierBudgets.block" in reason for reason in reasons)
 
 
+PROFILE_OF_LOOPS = {
+    "metadata": {"name": "loops"},
+    "spec": {
+        "tiers": {"ddr": {"bytes": "1Gi"}},
+        "loops": [each.model_dump(mode="json", exclude_none=True) for each in DEFAULT_LOOPS],
+    },
+}
 RATES: dict[str, Any] = {
     "flopsPerSecond": 1e9,
     "network": {"intraNodeBytesPerSecond": 1e11, "interNodeBytesPerSecond": 1e10},
@@ -526,13 +535,65 @@ def test_without_a_rate_of_a_device_there_is_no_prediction_and_it_is_named(
 
     with pytest.raises(InvalidSpecError) as refused:
         choose_plan(make_spec(tables, objective={"maxReplicas": 2, "samplesPerSecond": 1}), [profile])
-    assert f"has no devices.{'hbm.' if missing == 'readBytesPerSecond' else ''}{missing};" in str(refused.value)
+    absent = f"devices.{'hbm.' if missing == 'readBytesPerSecond' else ''}{missing}"
+    assert f"has no {absent}, devices.loops;" in str(refused.value)
+
+
+def of_gpus(times: float = 0.01, moved_row_s: float | None = 1e-8) -> list[dict[str, Any]]:
+    """Return loops of GPUs that take so many times what the host's do."""
+    kinds = {Scaled(processes, kind): times for kind in LOOPS for processes in (1, 2)}
+    loops = scale_profile(parse_profile(PROFILE_OF_LOOPS), kinds).spec.loops
+    moved = None if moved_row_s is None else Measured(seconds=moved_row_s)
+    return [each.model_copy(update={"moved_row": moved}).model_dump(mode="json", exclude_none=True) for each in loops]
+
+
+def test_measured_loops_calibrate_a_plan_for_gpus_and_faster_ones_shorten_it(
+    make_spec: MakeSpec, make_profile: MakeProfile
+) -> None:
+    spec = make_spec([table("t", 10**8, maxLookups=4)], batch=8_192)
+
+    def predicted(**devices: Any) -> Prediction:
+        return plan_job(spec, make_profile(DDR, devices=gpus(1, HBM, **devices), **RATES)).predicted
+
+    stated = predicted(flopsPerSecond=1e14, hostBytesPerSecond=2e10)
+    slow, fast = (predicted(hostBytesPerSecond=2e10, loops=of_gpus(times)) for times in (20.0, 2.0))
+    unmoved = predicted(hostBytesPerSecond=2e10, loops=of_gpus(moved_row_s=None))
+
+    assert stated.uncalibrated == ("devices.loops",)
+    assert unmoved.uncalibrated == ("devices.loops.movedRow",)
+    assert slow.uncalibrated == fast.uncalibrated == ()
+    assert slow.compute_seconds == pytest.approx(10 * (fast.compute_seconds or 0), rel=1e-6)
+    assert slow.lookup_seconds["hbm"] == pytest.approx(10 * fast.lookup_seconds["hbm"], rel=1e-6)
+    assert (slow.samples_per_second or 0) < (fast.samples_per_second or 0)
+
+
+@pytest.mark.parametrize(("processes", "loops"), [(1, []), (2, of_gpus()[:2])], ids=["none", "of one rank"])
+@pytest.mark.parametrize(("field", "value"), [("samplesPerSecond", 1), ("maxPricePerBillionSamples", 1e9)])
+def test_nothing_is_chosen_by_figures_of_gpus_that_nobody_measured(
+    make_spec: MakeSpec, make_profile: MakeProfile, processes: int, loops: Any, field: str, value: float
+) -> None:
+    tables = [table(f"t{i}", 10**5) for i in range(2)]
+    rated = gpus(2, HBM, flopsPerSecond=1e14, hostBytesPerSecond=2e10, loops=loops)
+    profile = make_profile(DDR, devices=rated, **RATES)
+
+    with pytest.raises(InvalidSpecError, match=r"not calibrated: .* big has no devices\.loops") as refused:
+        choose_plan(
+            make_spec(tables, processesPerReplica=processes, objective={"maxReplicas": 2, field: value}), [profile]
+        )
+    held = choose_plan(make_spec(tables, processesPerReplica=processes, objective={"maxReplicas": 2}), [profile])
+
+    assert refused.value.path == f"spec.trainer.objective.{field}"
+    assert "dlrmctl profile measure" in str(refused.value)
+    assert held.choice is not None
+    assert held.choice.uncalibrated
+    assert "(not calibrated)" in held.choice.summary
+    assert any("not calibrated: HardwareProfile big has no devices.loops" in reason for reason in held.reasons)
 
 
 def test_fewer_replicas_with_gpus_reach_a_target(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
     tables = [table(f"t{i}", 10**5, maxLookups=20) for i in range(16)]
     spec = make_spec(tables, objective={"maxReplicas": 8, "samplesPerSecond": 40_000})
-    devices = gpus(1, HBM, flopsPerSecond=1e14, hostBytesPerSecond=2e10)
+    devices = gpus(1, HBM, hostBytesPerSecond=2e10, loops=of_gpus())
     slow = {**RATES, "flopsPerSecond": 1e12}
 
     with_gpus = choose_plan(spec, [make_profile(DDR, devices=devices, **slow)])
