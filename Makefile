@@ -13,6 +13,7 @@ SLOW_WORKERS ?= 3
 # Long files first, so that no worker ends alone with one.
 INTEGRATION := $(addprefix tests/integration/,run operator)
 INTEGRATION += $(filter-out $(INTEGRATION),$(wildcard tests/integration/[a-z]*))
+GIVEN_PYTHONPATH := $(PYTHONPATH)
 export PYTHONPATH := hack/cluster
 # Tests start thousands of processes. Each compiles our sources for 0.9 s if no byte code is kept.
 unexport PYTHONDONTWRITEBYTECODE
@@ -22,7 +23,7 @@ SEED ?= 0
 # Kernels that most tests use, as images have them: tests/integration/run/test_warm.py shows that none is missing.
 KERNELS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/dlrm-warmed
 
-.PHONY: help quickstart test kernels quick unit integration oldest smoke e2e node-programs node-images soak faults contended lint format generate dashboards bench lock images release cluster-up cluster-down clean
+.PHONY: help quickstart test kernels gpu-check quick unit integration oldest smoke e2e node-programs node-images soak faults contended lint format generate dashboards bench lock images release cluster-up cluster-down clean
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
@@ -56,6 +57,13 @@ integration: kernels ## run the tests on real servers and processes
 
 oldest: $(INSTALLED) ## run the part of integration that also covers the oldest tested Kubernetes
 	TEST_KUBERNETES=kubernetes-1.35 $(PYTEST) -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder tests/integration/operator
+
+# Installs nothing: a GPU machine may have no network. Packages that are not installed come from PYTHONPATH.
+gpu-check: SOURCES := $(CURDIR) $(addprefix $(CURDIR)/,crds kernels stores checkpointer operator trainer cli tests/support)
+gpu-check: export PYTHONPATH := $(subst $(eval) ,:,$(SOURCES) $(GIVEN_PYTHONPATH))
+gpu-check: RESULTS ?= runs/gpu-check.json
+gpu-check: ## check kernels, exactness, cuts and speed on this machine's GPU within 8 minutes; without one, kernels in Triton's interpreter
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu_check --out $(RESULTS)
 
 soak: SCHEDULES ?= 5000
 soak: MESSAGES ?= 10000

@@ -48,6 +48,7 @@ class Trained:
         tier_dir: folder for tiers.
         levels: makes other levels below the slots than the placement's.
         collectives: of all ranks; None: there is no other.
+        device: where it computes; None: on a GPU if the placement has rows there.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class Trained:
         tier_dir: Path | None,
         levels: Replace | None = None,
         collectives: Collectives | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.shape, self._depth = shape, placement.lookahead
-        self._device = torch.device("cuda", 0) if _has_hbm(placement) else HOST
+        self._device = device or (torch.device("cuda", 0) if _has_hbm(placement) else HOST)
         alone = Collectives(0, 1, lambda: "")
         self.learner = Learner(job_of(shape).spec, placement, collectives or alone, tier_dir, device=self._device)
         if levels is not None:
