@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
-from dlrm_api.base import ApiModel, exclusive, read
+from dlrm_api.base import ApiModel, Rule, exclusive, read
 from dlrm_api.fields import Bytes, ClassName, Count, LocalPath, Rate, Seconds
 from dlrm_api.names import API_VERSION
 from dlrm_api.pod_template import NODE_TERM, OBJECT, Shaped
@@ -14,6 +14,7 @@ from dlrm_api.wire import Codec
 
 Iops = Annotated[float, Field(ge=0, le=1e12)]
 NodeTerm = Annotated[dict[str, Any], Shaped(NODE_TERM)]
+NcclValue = Annotated[str, Field(max_length=1_024)]
 PodObject = Annotated[dict[str, Any], WithJsonSchema(OBJECT)]
 """A part of a pod as Kubernetes defines it. The API server validates it when a pod is created."""
 
@@ -48,13 +49,40 @@ class TiersSpec(ApiModel):
     block: TierSpec | None = Field(None, description="Block storage.")
 
 
+class RdmaSpec(ApiModel):
+    """Describe the RDMA devices that pods with GPUs get, by which NCCL connects nodes."""
+
+    resource: str = Field(
+        min_length=1, max_length=317, description="Extended resource of a device plugin, for example rdma/hca."
+    )
+    count: int = Field(1, ge=1, le=64, description="Number of these resources per pod.")
+    ipc_lock: bool = Field(
+        False,
+        description="Add the capability IPC_LOCK to trainers, so that processes of root may pin memory beyond the "
+        "container runtime's limit (memlock). It does not count for other users. Only Pod Security level privileged "
+        "allows it.",
+    )
+
+
 class NetworkSpec(ApiModel):
-    """Describe the bandwidth between ranks."""
+    """Describe the network between ranks."""
 
     intra_node_bytes_per_second: Rate | None = Field(None, description="Bandwidth between ranks of one node (bytes/s).")
     inter_node_bytes_per_second: Rate | None = Field(None, description="Bandwidth between nodes (bytes/s).")
     object_request_seconds: Seconds | None = Field(
         None, description="Time of a read of a few kB from the object store of the data (s)."
+    )
+    rdma: RdmaSpec | None = Field(None, description="RDMA devices for pods with GPUs.")
+    nccl_environment: dict[str, NcclValue] = Field(
+        {}, max_length=64, description="Variables of NCCL for trainers with GPUs, for example NCCL_IB_HCA: mlx5."
+    )
+
+    rules = (
+        Rule(
+            cel="!has(self.ncclEnvironment) || self.ncclEnvironment.all(name, name.startsWith('NCCL_'))",
+            holds=lambda network: all(name.startswith("NCCL_") for name in network.nccl_environment),
+            message="ncclEnvironment has a name that does not start with NCCL_: remove it",
+        ),
     )
 
 
@@ -171,7 +199,7 @@ class HardwareProfileSpec(ApiModel):
     )
     devices: DeviceSpec | None = Field(None, description="Accelerators.")
     tiers: TiersSpec = Field(description="Memory tiers.")
-    network: NetworkSpec = Field(NetworkSpec(), description="Bandwidth between ranks.")
+    network: NetworkSpec = Field(NetworkSpec(), description="Network between ranks.")
     loops: tuple[RankLoops, ...] = Field(
         (), max_length=16, description="Measured times of the trainer's loops on the CPUs, by ranks of a node."
     )

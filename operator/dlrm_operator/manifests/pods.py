@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dlrm_api import names
-from dlrm_api.hardware import HardwareProfile
+from dlrm_api.hardware import HardwareProfile, NetworkSpec
 from dlrm_api.job import DLRMJob
 from dlrm_api.lifecycle import codes_without_restart
 from dlrm_api.names import ANY_ADDRESS, Annotation, Container, Env, Path, Port
@@ -18,6 +18,8 @@ from dlrm_operator.manifests.storage import tier_bytes, tier_mounts, tier_volume
 from dlrm_planner import CUDA_SHARED_BYTES, checkpointer_bytes, working_set_bytes
 
 ASSIGNMENT_FILE = "attempt"
+IPC_LOCK = "IPC_LOCK"
+"""Capability to pin memory. Of the levels of Pod Security only ``privileged`` allows it."""
 # Started trainers load, read and create their tables before they meet.
 RENDEZVOUS_TIMEOUT_S = 1_800
 # Time that a trainer waits for pods without a node if the job sets no pendingDeadline.
@@ -132,6 +134,8 @@ def _trainer(attempt: PodAttempt, index: int, memory_bytes: int, tiers: dict[str
         env[Env.COMMITTED_SNAPSHOT] = attempt.committed_snapshot
     if tiers:
         env[Env.TIER_DIR] = Path.TIERS
+    if (network := _gpu_network(attempt.plan, attempt.profile)) is not None:
+        env |= ({Env.RDMA: "1"} if network.rdma else {}) | network.nccl_environment
     own: list[Manifest] = []
     if job.spec.data.credentials_secret:
         env[Env.DATA_CREDENTIALS_DIR] = Path.DATA_CREDENTIALS
@@ -143,13 +147,21 @@ def _trainer(attempt: PodAttempt, index: int, memory_bytes: int, tiers: dict[str
     if attempt.plan.device == "cuda":
         own.append({"name": "shm", "mountPath": Path.SHARED_MEMORY})
     container["volumeMounts"] = [*container["volumeMounts"], *own, *tier_mounts(tiers)]
+    if network is not None and network.rdma and network.rdma.ipc_lock:
+        security = {"capabilities": {"add": [IPC_LOCK]}}
+        container["securityContext"] = pod_template.joined_security(pod_template.CONTAINER_SECURITY, security)
     return {
         "name": Container.TRAINER,
         "image": trainer.image or attempt.defaults.images.trainer_on(attempt.plan.device),
         **(_restart_rules(job) if attempt.restarts_in_place else {}),
         **container,
-        "resources": _trainer_resources(job, attempt.profile, memory_bytes, attempt.memory_reserve_bytes),
+        "resources": _trainer_resources(job, attempt.profile, network, memory_bytes, attempt.memory_reserve_bytes),
     }
+
+
+def _gpu_network(plan: Plan, profile: HardwareProfile | None) -> NetworkSpec | None:
+    """Return the network of a profile if ranks compute on GPUs, which NCCL connects; else None."""
+    return profile.spec.network if profile is not None and plan.device == "cuda" else None
 
 
 def _restart_rules(job: DLRMJob) -> Manifest:
@@ -231,8 +243,10 @@ def _volumes(attempt: PodAttempt, index: int, tiers: dict[str, int], config: Man
     return volumes + tier_volumes(tiers, attempt.profile)
 
 
-def _trainer_resources(job: DLRMJob, profile: HardwareProfile | None, memory_bytes: int, reserve: int) -> Manifest:
-    """Complete the user's resources of a trainer: memory plus ``reserve``, CPUs, one device per process."""
+def _trainer_resources(
+    job: DLRMJob, profile: HardwareProfile | None, network: NetworkSpec | None, memory_bytes: int, reserve: int
+) -> Manifest:
+    """Complete the user's resources of a trainer: memory plus ``reserve``, CPUs, devices, and RDMA devices of GPUs."""
     trainer = job.spec.trainer
     requests, limits = dict(trainer.resources.requests), dict(trainer.resources.limits)
     if "memory" not in requests and "memory" not in limits:
@@ -241,6 +255,8 @@ def _trainer_resources(job: DLRMJob, profile: HardwareProfile | None, memory_byt
         requests["cpu"] = str(trainer.threads_per_process * trainer.processes_per_replica)
     if profile and profile.spec.devices and profile.spec.devices.resource not in limits:
         limits[profile.spec.devices.resource] = str(trainer.processes_per_replica)
+    if network and network.rdma and network.rdma.resource not in limits:
+        limits[network.rdma.resource] = str(network.rdma.count)
     return _stated(requests=requests, limits=limits)
 
 

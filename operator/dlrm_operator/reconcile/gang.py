@@ -12,12 +12,13 @@ from dlrm_api import names
 from dlrm_api.choice import MAX_REJECTED
 from dlrm_api.crd import frozen_part
 from dlrm_api.errors import InvalidSpecError
+from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.plan import Plan
 from dlrm_api.status import ChoiceStatus, ConditionType, Phase, PlanStatus
 from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.objects import JOB_FILE, Owner, gang_service, job_document, plan_config_maps
-from dlrm_operator.manifests.pods import PodAttempt, trainer_pods
+from dlrm_operator.manifests.pods import IPC_LOCK, PodAttempt, trainer_pods
 from dlrm_operator.manifests.scheduling import KUEUE_FINALIZER, pod_groups
 from dlrm_operator.reconcile import accuracy, attempts, health, outcomes, state
 from dlrm_operator.reconcile.findings import (
@@ -170,7 +171,8 @@ def _create(view: state.JobView, plan: Plan, maps: list[Manifest] | None = None)
     except InvalidSpecError as error:
         return attempts.fail(view, Reason.INVALID_SPEC, str(error)).after(planned)
     if observed.refusal:
-        finding = _scheduled("False", Reason.REQUEST_DENIED, observed.refusal, Phase.SCHEDULING)
+        message = _explained_refusal(observed.refusal, observed.profile(plan))
+        finding = _scheduled("False", Reason.REQUEST_DENIED, message, Phase.SCHEDULING)
         return RuleResult(findings=(finding,), actions=actions).after(planned)
     count = f"{plan.nodes} of {plan.nodes}"
     reason, why = health.pods_wait([])
@@ -182,6 +184,17 @@ def _create(view: state.JobView, plan: Plan, maps: list[Manifest] | None = None)
     changes = {"gang_attempt": attempt, "replicas": plan.nodes}
     formed = RuleResult(findings=findings, changes=changes, actions=(*actions, *outdated), status_last=True)
     return formed.after(planned)
+
+
+def _explained_refusal(refusal: str, profile: HardwareProfile | None) -> str:
+    """Add what allows the pods, if Pod Security refused a capability that the HardwareProfile asks for."""
+    rdma = profile.spec.network.rdma if profile else None
+    if profile is None or rdma is None or not rdma.ipc_lock or IPC_LOCK not in refusal:
+        return refusal
+    return (
+        f"{refusal}; HardwareProfile {profile.metadata.name} adds {IPC_LOCK} (network.rdma.ipcLock): label the "
+        "namespace pod-security.kubernetes.io/enforce=privileged, which alone allows it, or set ipcLock to false"
+    )
 
 
 def _creations(

@@ -1,11 +1,13 @@
 """Check the decisions of reconcile, case by case, on a cluster of plain data."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
+from dlrm_api.hardware import parse_profile
 from dlrm_api.names import Env
 from dlrm_api.progress import EvalMetrics, Progress, TerminationMessage, TrainerPhase
 from dlrm_api.status import ConditionType, Phase
@@ -110,6 +112,31 @@ def test_a_refused_child_is_reported_before_the_retry() -> None:
     assert isinstance(update, UpdateStatus)
     assert "exceeded quota" in find_condition(update.status.conditions, ConditionType.SCHEDULED).message
     assert isinstance(retried, CreatePod)
+
+
+def test_pods_that_pod_security_refuses_for_rdma_name_the_label_that_allows_them() -> None:
+    cluster = ModelCluster()
+    network = {"rdma": {"resource": "rdma/hca", "ipcLock": True}}
+    spec = {"tiers": {"ddr": {"bytes": "512Gi"}}, "network": network}
+    cluster.profiles = (parse_profile({"metadata": {"name": "pool"}, "spec": spec}),)
+    cluster.job["spec"]["trainer"]["hardware"] = "pool"
+    cluster.reconcile_once()
+    cluster.plan()
+    words = 'violates PodSecurity "baseline:latest": non-default capabilities (container "trainer": "IPC_LOCK")'
+
+    found = [
+        message_of(reconcile(replace(cluster.observe(), refusal=refusal), cluster.now))
+        for refusal in (words, "exceeded quota: few")
+    ]
+
+    assert "pod-security.kubernetes.io/enforce=privileged" in found[0]
+    assert "network.rdma.ipcLock" in found[0]
+    assert found[1].endswith("exceeded quota: few")
+
+
+def message_of(actions: Sequence[object]) -> str:
+    (status,) = (each.status for each in actions if isinstance(each, UpdateStatus))
+    return find_condition(status.conditions, ConditionType.SCHEDULED).message
 
 
 def test_a_start_through_many_phases_needs_two_urgent_writes() -> None:

@@ -7,7 +7,7 @@ import pytest
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
-from dlrm_api.names import Label
+from dlrm_api.names import Env, Label
 from dlrm_api.pod_template import PREFERRED, REQUIRED
 from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.clients.planner import answer_question
@@ -194,6 +194,44 @@ def test_gpu_pods_request_one_device_per_process() -> None:
     assert shared not in on_hosts["containers"][0]["volumeMounts"]
     volume = next(each for each in on_gpus["volumes"] if each["name"] == "shm")
     assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": str(4 * CUDA_SHARED_BYTES)}
+
+
+RDMA = {"rdma": {"resource": "rdma/hca", "count": 4, "ipcLock": True}, "ncclEnvironment": {"NCCL_IB_HCA": "mlx5"}}
+
+
+def variables(container: Object) -> dict[str, str]:
+    return {each["name"]: each["value"] for each in container["env"]}
+
+
+def test_pods_with_gpus_get_the_rdma_devices_and_nccl_environment_of_their_profile() -> None:
+    a_job = job(trainer={"processesPerReplica": 4})
+
+    on_gpus, on_hosts = (pods(a_job, profile(network=RDMA, **more))[0] for more in ({"devices": GPUS}, {}))
+
+    trainer, sidecar, host = on_gpus["containers"][0], on_gpus["initContainers"][0], on_hosts["containers"][0]
+    assert trainer["resources"]["limits"] == {"nvidia.com/gpu": "4", "rdma/hca": "4"}
+    assert trainer["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert not trainer["securityContext"]["allowPrivilegeEscalation"]
+    assert (variables(trainer)["NCCL_IB_HCA"], variables(trainer)[Env.RDMA]) == ("mlx5", "1")
+    for other in (sidecar, host):
+        assert other["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert "limits" not in other["resources"]
+        assert not {"NCCL_IB_HCA", Env.RDMA} & set(variables(other))
+
+
+def test_a_capability_is_added_only_where_the_profile_asks_for_it() -> None:
+    network = {"rdma": {"resource": "rdma/hca"}}
+
+    trainer = pods(job(), profile(network=network, devices=GPUS))[0]["containers"][0]
+
+    assert trainer["resources"]["limits"]["rdma/hca"] == "1"
+    assert "add" not in trainer["securityContext"]["capabilities"]
+
+
+@pytest.mark.parametrize("name", ["LD_PRELOAD", "nccl_debug"])
+def test_a_profile_sets_only_nccls_environment(name: str) -> None:
+    with pytest.raises(InvalidSpecError, match=r"spec\.network: ncclEnvironment"):
+        profile(network={"ncclEnvironment": {name: "x"}})
 
 
 def test_the_memory_of_pods_with_gpus_is_what_is_left_on_the_host() -> None:
