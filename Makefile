@@ -23,7 +23,7 @@ SEED ?= 0
 # Kernels that most tests use, as images have them: tests/integration/run/test_warm.py shows that none is missing.
 KERNELS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/dlrm-warmed
 
-.PHONY: help quickstart test kernels gpu-check quick unit integration oldest smoke e2e node-programs node-images soak faults contended lint format generate dashboards bench lock images release cluster-up cluster-down clean
+.PHONY: help quickstart test kernels compilation gpu-check quick unit integration oldest smoke e2e node-programs node-images soak faults contended lint format generate dashboards bench lock images release cluster-up cluster-down clean
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
@@ -57,6 +57,15 @@ integration: kernels ## run the tests on real servers and processes
 
 oldest: $(INSTALLED) ## run the part of integration that also covers the oldest tested Kubernetes
 	TEST_KUBERNETES=kubernetes-1.35 $(PYTEST) -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder tests/integration/operator
+
+OLDEST_TRITON ?= 3.6.0
+COMPILATION := tests/unit/trainer/embedding/gpu/test_compilation.py
+$(VENV)/triton-$(OLDEST_TRITON): $(INSTALLED)
+	$(BIN)/pip install --quiet --no-deps --target $@ triton==$(OLDEST_TRITON)
+
+compilation: $(VENV)/triton-$(OLDEST_TRITON) ## compile GPU kernels for sm_80 and sm_90 with the pinned Triton and with OLDEST_TRITON
+	$(PYTEST) $(COMPILATION)
+	PYTHONPATH=$<:$(PYTHONPATH) $(PYTEST) $(COMPILATION)
 
 # Installs nothing: a GPU machine may have no network. Packages that are not installed come from PYTHONPATH.
 gpu-check: SOURCES := $(CURDIR) $(addprefix $(CURDIR)/,crds kernels stores checkpointer operator trainer cli tests/support)

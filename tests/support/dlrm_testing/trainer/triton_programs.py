@@ -40,6 +40,31 @@ def memory_in_place() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def calls_without_patches() -> Iterator[None]:
+    """Let the interpreter replace Triton's language once a launch, instead of at each call inside a kernel.
+
+    Each time it goes through all members of the language, which takes most of the time of a kernel with functions.
+    """
+    patched, launch = set[int](), interpreter.GridExecutor.__call__
+
+    def launch_anew(self: Any, *arguments: Any, **named: Any) -> None:
+        # The end of a launch brings the language back.
+        patched.clear()
+        launch(self, *arguments, **named)
+
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        if (module := id(self.fn.__globals__)) not in patched:
+            interpreter._patch_lang(self.fn)
+            patched.add(module)
+        return self.rewrite()(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
+        yield
+
+
 class Compiled(NamedTuple):
     """What the compiler made of a kernel."""
 
