@@ -196,9 +196,9 @@ def _step(learner: Learner, model: ModelSpec, batch: Batch, to_rows: ToRows) -> 
     ]
     values = torch.cat([each[each != learned_hash.NO_ROW] for each in rows])
     prepared = learner.prepare(learner.send(replace(batch, lengths=torch.stack(lengths), values=values)))
-    loss, gradients = learner.compute(prepared, len(batch.labels))
-    learner.apply(gradients, factor=1.0)
-    return loss
+    computed = learner.compute(prepared, len(batch.labels))
+    learner.apply(computed, factor=1.0)
+    return computed.loss.item()
 
 
 def _history(stream: Stream, table: str) -> NDArray[np.int64]:

@@ -183,8 +183,8 @@ class Rank:
         with contextlib.closing(batches):
             start = time.perf_counter()
             for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=0, sent_ahead=1):
-                _, gradients = learner.compute(prepared, SAMPLES)
-                learner.apply(gradients, 1.0)
+                computed = learner.compute(prepared, SAMPLES)
+                learner.apply(computed, 1.0)
                 taken.append(time.perf_counter() - start)
                 start = time.perf_counter()
         return statistics.median(taken[FILL:])

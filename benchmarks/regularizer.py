@@ -139,8 +139,8 @@ def run(folder: Path, seed: int, strength: float, last_steps: int) -> Outcome:
         train, evaluation = (stack.enter_context(closing(open_reader(spec, name, 0, 1))) for name in ("train", "eval"))
         schedule = make_schedule(spec, train.num_samples, train.batches_per_epoch)
         for step, batch in enumerate(train.iterate(0, schedule.total_steps)):
-            _, gradients = learner.compute(learner.prepare(learner.send(batch)), len(batch.labels))
-            learner.apply(gradients, schedule.factor(step), schedule.regularizer_at(step))
+            computed = learner.compute(learner.prepare(learner.send(batch)), len(batch.labels))
+            learner.apply(computed, schedule.factor(step), schedule.regularizer_at(step))
         sets = [list(each.iterate(0, each.batches_per_epoch)) for each in (evaluation, train)]
     trained = Quality(*(entropy(learner, batches) for batches in sets))
     weights = [part.weight.numpy() for part in learner.embeddings.local if isinstance(part, ResidentPart)]

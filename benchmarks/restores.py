@@ -122,7 +122,7 @@ def steps(learner: Learner, batches: Sequence[Batch]) -> None:
     """Train."""
     for batch in batches:
         prepared = learner.prepare(learner.send(batch))
-        learner.apply(learner.compute(prepared, len(batch.labels))[1], factor=1.0)
+        learner.apply(learner.compute(prepared, len(batch.labels)), factor=1.0)
 
 
 def train(spec: DLRMJobSpec, data: Data, bits: Bits, restores: int) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from benchmarks.shapes import Batches, Shape, job_of
 from dlrm_api.row_optimizers import state_values
@@ -21,7 +22,7 @@ from dlrm_kernels.row_cache import ACCESSES, HITS, LOOKUPS
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.embedding import MaintenancePeriod, Placement, PreparedRows
+from dlrm_trainer.embedding import MaintenancePeriod, Placement, PreparedBatch
 from dlrm_trainer.embedding.checkpoint import SlabPart, UniquePart
 from dlrm_trainer.embedding.tiers.slots import Level
 from dlrm_trainer.embedding.tiers.stack import Stack
@@ -124,8 +125,10 @@ class Trained:
         """
         tables = self.learner.embeddings.tables
         for prepared in self._prepared(batches, first, stop):
-            pooled = tables.pool(prepared)
-            tables.update(prepared, pooled, [torch.zeros_like(each) for each in pooled], 0.0, prepared.batch.number)
+            copies = prepared.coming.take()
+            pooled = tables.pool(prepared.rows, copies.groups)
+            zeros, number = [torch.zeros_like(each) for each in pooled], prepared.batch.number
+            tables.update(prepared.rows, pooled, zeros, copies.numbers, 0.0, number)
         self.learner.embeddings.settle()
         return stop
 
@@ -143,17 +146,17 @@ class Trained:
     def losses(self, batches: Sequence[Batch]) -> list[float]:
         """Train on the batches; return this rank's share of each loss. For a side without lookahead."""
         self._queue.extend(batches)
-        return [self._step() for _ in batches]
+        return [self._step().item() for _ in batches]
 
-    def _step(self) -> float:
-        loss, gradients = self.learner.compute(next(self._steps), self.shape.batch)
-        self.learner.apply(gradients, factor=1.0)
+    def _step(self) -> Tensor:
+        computed = self.learner.compute(next(self._steps), self.shape.batch)
+        self.learner.apply(computed, factor=1.0)
         self._step_count += 1
         if self.period is not None and self.period.is_due(self._step_count):
             started = time.perf_counter()
             self.period = self.learner.embeddings.maintain(self._step_count, self.period)
             self.maintenance_s.append(time.perf_counter() - started)
-        return loss
+        return computed.loss
 
     def _may_prepare(self, number: int) -> bool:
         return self.period is None or number < self.period.next_due(self._step_count)
@@ -178,7 +181,7 @@ class Trained:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _ahead(self) -> Iterator[PreparedRows]:
+    def _ahead(self) -> Iterator[PreparedBatch]:
         def queued() -> Iterator[Batch]:
             while True:
                 yield self._queue.popleft()
@@ -186,7 +189,7 @@ class Trained:
         send, prepare = self.learner.send, self.learner.prepare
         return prepared_ahead(queued(), send, prepare, depth=self._depth, may_prepare=self._may_prepare)
 
-    def _prepared(self, batches: Batches, first: int, stop: int) -> Iterator[PreparedRows]:
+    def _prepared(self, batches: Batches, first: int, stop: int) -> Iterator[PreparedBatch]:
         drawn = (batch for number in range(first, stop) for batch in batches.draw(number, number + 1))
         return prepared_ahead(drawn, self.learner.send, self.learner.prepare, depth=self._depth)
 

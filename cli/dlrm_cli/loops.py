@@ -32,7 +32,7 @@ from dlrm_planner import plan_job, virtual_shards
 from dlrm_trainer.compute_device import HOST, take_device
 from dlrm_trainer.data import Batch, open_reader
 from dlrm_trainer.distributed.rendezvous import RankGroup
-from dlrm_trainer.embedding import PreparedRows, place
+from dlrm_trainer.embedding import PreparedBatch, place
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.model.dense import DenseOptimizer, product_dtype
 from dlrm_trainer.model.dlrm import MLP, DotInteraction
@@ -224,8 +224,8 @@ class Rank:
 
         def step() -> None:
             prepared = learner.prepare(learner.send(batch))
-            _, gradients = learner.compute(prepared, len(batch.labels))
-            learner.apply(gradients, 1.0)
+            computed = learner.compute(prepared, len(batch.labels))
+            learner.apply(computed, 1.0)
 
         found = self._timed(step, 2)
         learner.embeddings.close()
@@ -247,19 +247,20 @@ class Rank:
                 owned = rows.send(batch).result()
                 times.append(self._now())
                 prepared = rows.prepare(owned, updates=True)
+                copies = prepared.coming.take()
                 pooled = rows.pool(prepared)
                 sent = rows.send_gradients(pooled, gradient, no_replicas)
                 rows.features(pooled)
                 sent.vectors.arriving.wait()
                 self._gang.collectives.barrier()
                 times.append(self._now())
-                rows.tables.pool(prepared)
+                rows.tables.pool(prepared.rows, copies.groups)
                 times.append(self._now())
                 self._gang.collectives.barrier()
-                local = rows.tables.pool(prepared)
+                local = rows.tables.pool(prepared.rows, copies.groups)
                 of_groups = [torch.full_like(each, 1e-6) for each in local]
                 times.append(self._now())
-                rows.tables.update(prepared, local, of_groups, RATE, 0)
+                rows.tables.update(prepared.rows, local, of_groups, copies.numbers, RATE, 0)
                 times.append(self._now())
                 taken.append((times[1] - times[0], times[3] - times[2], times[5] - times[4]))
             sent_ids, looked_up, updated = (summary(each) for each in zip(*taken[1:], strict=True))
@@ -280,8 +281,10 @@ class Rank:
         def timed(batches: Iterator[Batch]) -> Timing:
             def work() -> None:
                 prepared = rows.prepare(rows.send(next(batches)).result(), updates=True)
-                local = rows.tables.pool(prepared)
-                rows.tables.update(prepared, local, [torch.full_like(each, 1e-6) for each in local], RATE, 0)
+                copies = prepared.coming.take()
+                local = rows.tables.pool(prepared.rows, copies.groups)
+                gradients = [torch.full_like(each, 1e-6) for each in local]
+                rows.tables.update(prepared.rows, local, gradients, copies.numbers, RATE, 0)
 
             return self._timed(work)
 
@@ -336,9 +339,10 @@ class Rank:
             rows, seconds = learner.embeddings, list[float]()
             for _ in range(self._repeats + 1):
                 prepared = rows.prepare(rows.send(batch).result(), updates=False)
+                copies = prepared.coming.take()
                 self._gang.collectives.barrier()
                 start = self._now()
-                rows.tables.pool(prepared)
+                rows.tables.pool(prepared.rows, copies.groups)
                 middle = self._now()
                 pooled = rows.pool(prepared)
                 packed_s = (self._now() - middle) - (middle - start)
@@ -400,9 +404,9 @@ class Rank:
         """
         learner, batch = self._learner(spec := self._read_job(READER_LOOKUPS, (256, 128, 1)))
 
-        def train(prepared: PreparedRows) -> None:
-            _, gradients = learner.compute(prepared, self.ranks * len(batch.labels))
-            learner.apply(gradients, 1.0)
+        def train(prepared: PreparedBatch) -> None:
+            computed = learner.compute(prepared, self.ranks * len(batch.labels))
+            learner.apply(computed, 1.0)
 
         def step() -> None:
             train(learner.prepare(learner.send(batch)))

@@ -26,7 +26,7 @@ StepStage = Literal["read", "tiers", "compute", "exchange", "update", "other"]
 STEP_STAGES: Mapping[StepStage, tuple[str, ...]] = {
     "read": ("read",),
     "tiers": ("prefetch wait",),
-    "compute": ("prepare", "forward", "backward"),
+    "compute": ("prepare", "forward", "backward", "device"),
     "exchange": ("exchange", "agreement"),
     "update": ("row update", "dense update"),
     "other": ("maintenance", "records"),

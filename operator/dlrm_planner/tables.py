@@ -126,13 +126,13 @@ def device_activation_bytes(spec: DLRMJobSpec) -> int:
     """Return the same on a GPU, where each of torch's operations makes a tensor.
 
     Counted operation by operation. The peak is where the interaction's gradients are made, or where those of pooled
-    rows are split by table.
+    rows are split by table. The pooled rows of the step before are kept until its loss is known to be finite.
     """
     model, samples, held = spec.model, largest_slice(spec), held_samples(spec)
     pooled, means = _pooled(model), _has_means(model)
     joined = (INTERACTION_COPIES["cuda"][model.interaction] * _joined(model) + _projected(model)) * held
-    made = (2 + means + (held < samples)) * pooled * samples + joined
-    divided = (4 + 2 * means) * pooled * samples
+    made = (3 + means + (held < samples)) * pooled * samples + joined
+    divided = (5 + 2 * means) * pooled * samples
     inputs = 2 * len(model.dense_features) * samples
     return ELEMENT_BYTES * (inputs + max(made + 2 * _inner(model) * held, divided))
 

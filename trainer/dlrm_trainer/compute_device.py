@@ -1,8 +1,12 @@
-"""Choose the device that a rank computes on: the host, or a GPU of its own."""
+"""Choose the device that a rank computes on, the host or a GPU of its own, and copy to it and back without waits."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from dlrm_api.errors import DeviceError, DLRMError, InvalidSpecError
 from dlrm_api.plan import Device
@@ -17,6 +21,8 @@ _NO_GPU_ERRORS = (
     "Torch not compiled with CUDA",
 )
 """Prefixes of torch's errors that retrying cannot fix. Others may go away, or not occur on another node."""
+POLL_INTERVAL_S = 50e-6
+"""How often the host asks whether a copy from a GPU has ended: a step takes milliseconds."""
 
 
 def take_device(device: Device, local_rank: int) -> torch.device:
@@ -75,3 +81,35 @@ def named_failure(error: BaseException) -> BaseException:
         f"the rank's GPU failed: {reason}; drain the node if its kernel log reports an Xid; the next attempt continues "
         "from the last snapshot"
     )
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor on a device; the host does not wait for the copy, nor for kernels before it.
+
+    From memory that is not pinned it would. torch keeps the pinned memory until the copy has ended.
+    """
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+class HostCopy:
+    """Copy a tensor to the host; nobody waits for the device until the values are read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.end: torch.cuda.Event | None = None
+        """Of the copy; None if it has ended."""
+        if tensor.device.type != "cuda":
+            self._values = tensor.to(HOST, non_blocking=True, copy=True)
+            return
+        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._values.copy_(tensor, non_blocking=True)
+        self.end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.end.record()
+
+    def read(self, check: Callable[[], None] = lambda: None) -> Tensor:
+        """Wait for the values and return them; ``check`` is called meanwhile, and what it raises ends the wait."""
+        while self.end is not None and not self.end.query():  # type: ignore[no-untyped-call]
+            check()
+            time.sleep(POLL_INTERVAL_S)
+        return self._values

@@ -15,6 +15,7 @@ NEWEST_SPANS = 100_000
 """Spans in a trace."""
 THREADS = {
     "MainThread": "training",
+    "dlrm-copies": "copies",
     "dlrm-ids": "ids",
     "dlrm-lookahead": "lookahead",
     "dlrm-read": "reader",

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
@@ -21,9 +21,10 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics, TrainerPhase
+from dlrm_api.tiers import TIERS
 from dlrm_checkpointer import CutMeta, SnapshotName
 from dlrm_kernels.directory import MAX_STEP
-from dlrm_trainer.checkpointing.control import CutControl, StoppedError
+from dlrm_trainer.checkpointing.control import Agreement, CutControl, StoppedError
 from dlrm_trainer.checkpointing.data_set import list_data_set, open_data_set
 from dlrm_trainer.checkpointing.handover import CutDriver
 from dlrm_trainer.checkpointing.restore import (
@@ -40,10 +41,10 @@ from dlrm_trainer.data import Batch, Reader
 from dlrm_trainer.data.bad_rows import MAX_NAMED, BadRowCounts
 from dlrm_trainer.distributed.failures import StepTimer
 from dlrm_trainer.distributed.rendezvous import RankGroup
-from dlrm_trainer.embedding import LookupCounts, MaintenancePeriod, OwnedIds, PreparedRows, place
+from dlrm_trainer.embedding import LookupCounts, MaintenancePeriod, OwnedIds, PreparedBatch, place
 from dlrm_trainer.endpoint import Endpoint, RankStacks
 from dlrm_trainer.evaluate import evaluate
-from dlrm_trainer.learner import Learner
+from dlrm_trainer.learner import Learner, Sums
 from dlrm_trainer.metrics.progress import (
     Ledger,
     Observer,
@@ -127,6 +128,18 @@ def train(
         return training.finish(digest) if ended is None else ended
 
 
+@dataclass(frozen=True)
+class UnreadStep:
+    """Hold a step that a device makes, or has made, and whose sums the host has not read."""
+
+    step: int
+    """Its number, from 1."""
+    batch: Batch
+    count: int
+    """Samples of the global batch."""
+    sums: Sums
+
+
 class Training:
     """Run one rank's steps. Every rank makes the same collectives in the same order."""
 
@@ -150,6 +163,7 @@ class Training:
         self.ledger = Ledger(ledgers, gang.rank, self.step, gang.world_size) if ledgers else None
         self.step_timer = StepTimer(self.collectives, self.stages.own_seconds)
         self.trained_s, self.trained_samples = 0.0, 0
+        self.unread: deque[UnreadStep] = deque()
         model = assembly.job.spec.model
         self.period: MaintenancePeriod | None = None
         if model.has_unique or model.has_sizes:
@@ -170,7 +184,9 @@ class Training:
         with closing(self.assembly.data.train.iterate(self.step, self.schedule.total_steps)) as batches:
             mark = time.monotonic()
             read = self.stages.after(batches, "read")
-            learner, depth = self.assembly.learner, self.assembly.placement.lookahead
+            learner, placement = self.assembly.learner, self.assembly.placement
+            # A batch is copied to a GPU while the one before it is computed; slots have space for the plan's lookahead.
+            depth = placement.lookahead if placement.has_stacks else max(placement.lookahead, learner.steps_ahead)
             ahead = 1 if self.assembly.gang.world_size > 1 else 0
             steps = prepared_ahead(
                 read,
@@ -198,43 +214,70 @@ class Training:
                 mark = time.monotonic()
         return None
 
-    def train_step(self, prepared: PreparedRows) -> tuple[bool, bool]:
+    def train_step(self, prepared: PreparedBatch) -> tuple[bool, bool]:
         """Run one step on one global batch; return whether to end after it, and whether to make a cut.
 
-        Raises DivergedError if the loss is not finite, BadDataError if too many rows are bad; rows may have changed
+        On a GPU that is what ranks agreed on a step ago: the host reads sums of a step while the GPU makes the next
+        one. Raises DivergedError if a loss is not finite, BadDataError if too many rows are bad; rows may have changed
         then, and must not be cut.
         """
         learner, batch = self.assembly.learner, prepared.batch
         count = self.assembly.data.train.global_count(batch.number)
-        loss, gradients = learner.compute(prepared, count)
-        votes = self.control.votes(loss, self.step + 1, batch.skipped, batch.truncated)
+        computed = learner.compute(prepared, count)
+        votes = self.control.votes(self.step + 1, batch.skipped, batch.truncated)
         served = self.observer.newly_served()
         if (slowest := self.step_timer.stepped(self.step + 1)) is not None:
             self.board.update(slowest=slowest)
         self.stages.lap("agreement")
         factor, regularizer = self.schedule.factor(self.step), self.schedule.regularizer_at(self.step)
-        sums = learner.apply(gradients, factor, regularizer, (*votes, *served))
-        agreed = self.control.agreed(sums[: len(votes)])
-        if agreed.skipped or agreed.truncated:
-            self.count_bad_rows(self.bad_rows.plus(agreed.skipped, agreed.truncated))
+        sums = learner.apply(computed, factor, regularizer, (*votes, *served))
         self.step += 1
+        self.unread.append(UnreadStep(self.step, batch, count, sums))
+        stop, cut = self.agree()
+        self.stages.lap("records")
         self.maintain_if_due()
-        self.loss = agreed.loss
-        self.trained_samples += count
-        self.observer.meter.stepped(count, sums[len(votes) :])
-        self.board.stepped(self.step, agreed.loss, self.schedule)
+        return stop, cut
+
+    def agree(self) -> tuple[bool, bool]:
+        """Read the sums of steps; return whether ranks agreed to stop, and whether to make a cut.
+
+        The newest steps are left unread if the learner runs ahead, but none if the state is about to be cut, evaluated
+        or rearranged: a step whose loss is not known to be finite is never cut.
+        """
+        stop, cut, is_seen = False, False, self.is_state_seen_at(self.step)
+        while len(self.unread) > (0 if is_seen or stop or cut else self.assembly.learner.steps_ahead):
+            agreed = self.record_step(self.unread.popleft())
+            stop, cut = stop or agreed.stop, cut or agreed.cut
+        return stop, cut
+
+    def is_state_seen_at(self, step: int) -> bool:
+        """Return whether more than the next step looks at the state after this one; the same on all ranks."""
+        is_maintained = self.period is not None and self.period.is_due(step)
+        is_last = step == self.schedule.total_steps
+        return is_maintained or is_last or self.is_evaluation_due(step) or self.control.is_due_at(step)
+
+    def record_step(self, unread: UnreadStep) -> Agreement:
+        """Read the sums of a step, and record it."""
+        loss, *sums = self.assembly.learner.read(unread.sums)
+        votes = len(sums) - len(TIERS)
+        agreed = self.control.agreed(loss, sums[:votes])
+        if agreed.skipped or agreed.truncated:
+            self.count_bad_rows(unread.step, self.bad_rows.plus(agreed.skipped, agreed.truncated))
+        self.loss = loss
+        self.trained_samples += unread.count
+        self.observer.meter.stepped(unread.count, sums[votes:])
+        self.board.stepped(unread.step, loss, self.schedule)
         if self.ledger:
-            self.ledger.write(self.step, batch.sample_ids.numpy())
+            self.ledger.write(unread.step, unread.batch.sample_ids.numpy())
         if self.journal:
             self.journal.stepped(self.board.now)
-        self.stages.lap("records")
-        return agreed.stop, agreed.cut
+        return agreed
 
-    def count_bad_rows(self, counts: BadRowCounts) -> None:
-        """Count those of the step that is being made; BadDataError on every rank if there are too many."""
-        spec, rows = self.assembly.job.spec.data.bad_rows, self.schedule.samples_after(self.step + 1)
+    def count_bad_rows(self, step: int, counts: BadRowCounts) -> None:
+        """Count those of a step; BadDataError on every rank if there are too many."""
+        spec, rows = self.assembly.job.spec.data.bad_rows, self.schedule.samples_after(step)
         if counts.exceed(spec, rows, self.schedule.num_samples):
-            raise self.too_many_bad_rows(counts, rows, self.assembly.data.train, self.step)
+            raise self.too_many_bad_rows(counts, rows, self.assembly.data.train, step - 1)
         self.bad_rows = counts
         self.board.update(**asdict(counts))
 
@@ -272,12 +315,15 @@ class Training:
         self.collectives.all_reduce(counts)
         return LookupCounts(*map(int, counts.tolist()))
 
+    def is_evaluation_due(self, step: int) -> bool:
+        """Return whether to evaluate after a step, but for the last one."""
+        every = self.assembly.job.spec.training.eval_every_steps
+        return every is not None and step % every == 0 and 0 < step < self.schedule.total_steps
+
     def evaluate_if_due(self) -> ExitCode | None:
         """Evaluate after every ``evalEverySteps`` steps, unless the restored snapshot has that result."""
-        every = self.assembly.job.spec.training.eval_every_steps
-        if not every or self.step % every or not 0 < self.step < self.schedule.total_steps:
-            return None
-        return None if self.quality is not None and self.quality.step == self.step else self.evaluate()
+        is_known = self.quality is not None and self.quality.step == self.step
+        return self.evaluate() if self.is_evaluation_due(self.step) and not is_known else None
 
     def evaluate(self) -> ExitCode | None:
         """Measure quality on the evaluation set and return None, or return what ``stop`` does after a signal."""
@@ -396,12 +442,12 @@ class Training:
 def prepared_ahead(
     batches: Iterable[Batch],
     send: Callable[[Batch], Future[OwnedIds]],
-    prepare: Callable[[Future[OwnedIds]], PreparedRows],
+    prepare: Callable[[Future[OwnedIds]], PreparedBatch],
     *,
     depth: int,
     sent_ahead: int = 0,
     may_prepare: Callable[[int], bool] = lambda _: True,
-) -> Iterator[PreparedRows]:
+) -> Iterator[PreparedBatch]:
     """Yield batches in order, with the ids and rows of later ones already requested.
 
     ``send`` starts to send a batch's ids; ``prepare`` waits for them, and starts to fetch its rows. ``depth`` batches
@@ -409,7 +455,7 @@ def prepared_ahead(
     ``may_prepare`` allows the n-th one; it always does if none is waiting.
     """
     sent: deque[Future[OwnedIds]] = deque()
-    waiting: deque[PreparedRows] = deque()
+    waiting: deque[PreparedBatch] = deque()
     coming, prepared = iter(batches), 0
     while True:
         while len(sent) + len(waiting) <= depth + sent_ahead and (batch := next(coming, None)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from dlrm_api.errors import DeviceError, InvalidSpecError
+from dlrm_api.errors import DeviceError, InvalidSpecError, PeerLostError
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan, TierLevel, TierShare
@@ -26,12 +27,13 @@ from dlrm_testing.trainer.gpus import gpu_of
 from dlrm_testing.trainer.sharded_runs import ShardedRun, job_of, train_plan
 from dlrm_testing.trainer.shardings import every_shard_in, random_plan, without_levels
 from dlrm_testing.trainer.stacked import ALONE, Shape, make_learner, train_run
-from dlrm_trainer.compute_device import HOST, take_device
+from dlrm_trainer import learner as learners
+from dlrm_trainer.compute_device import HOST, HostCopy, take_device
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.rendezvous import backends
 from dlrm_trainer.embedding import place
-from dlrm_trainer.learner import Learner
+from dlrm_trainer.learner import VOTES, Learner
 from dlrm_trainer.metrics import stages
 from dlrm_trainer.model.dense import DenseParameters
 from dlrm_trainer.model.dlrm import DevicePairs, HostPairs, build_model, pair_places
@@ -307,29 +309,45 @@ def test_bf16_products_train_nearly_as_fp32_ones(tmp_path: Path, gpu: torch.devi
     np.testing.assert_allclose(*losses, rtol=0.02)
 
 
-@pytest.mark.parametrize("most", [None, 7])
-def test_gpu_time_is_the_ranks_own_and_not_waiting_for_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int | None
+class SlowCopy(HostCopy):
+    """Takes two seconds of a clock: the GPU makes a step meanwhile."""
+
+    def __init__(self, values: torch.Tensor, clock: SimpleNamespace) -> None:
+        super().__init__(values)
+        self._clock = clock
+
+    def read(self, check: Callable[[], None] = lambda: None) -> torch.Tensor:
+        self._clock.now += 2.0
+        return super().read(check)
+
+
+@pytest.mark.parametrize("others_s", [0.0, 0.5])
+def test_gpu_time_is_the_ranks_own_but_for_its_waits_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others_s: float
 ) -> None:
-    job, clock = small_job(tmp_path, training={"microBatchSize": most}), SimpleNamespace(now=100.0)
-    ask = torch.Tensor.item
-
-    def compute_and_tell(loss: torch.Tensor) -> Any:
-        clock.now += 1  # a GPU is asked for a value once it has computed all that it was asked for before
-        return ask(loss)
-
-    monkeypatch.setattr(stages, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    job, clock = small_job(tmp_path), SimpleNamespace(now=100.0)
+    ranks = Collectives(0, 1, lambda: "")
+    for module in (stages, learners):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     with gpu_of("pretended") as found:
         times = stages.Stages()
-        learner = Learner(job.spec, place(job.spec.model, hand_plan(job), 1), ALONE, stages=times, device=found)
+        learner = Learner(job.spec, place(job.spec.model, hand_plan(job), 1), ranks, stages=times, device=found)
         prepared = learner.prepare(learner.send(open_reader(job.spec, "train", 0, 1).read(0)))
-        monkeypatch.setattr(torch.Tensor, "item", compute_and_tell)
-        learner.compute(prepared, 64)
-        times.lap("agreement")
+        sums = learner.apply(learner.compute(prepared, 64), factor=1.0)
+        ranks.device_waits.seconds = others_s
+        learner.read(sums._replace(values=SlowCopy(torch.zeros(1 + VOTES), clock)))
     learner.embeddings.close()
 
-    assert clock.now > 100
-    assert times.own_seconds() == pytest.approx(clock.now - 100)
+    assert times.own_seconds() == pytest.approx(2.0 - others_s)
+
+
+def test_the_host_hears_of_a_lost_rank_while_it_waits_for_a_gpu() -> None:
+    ranks, copy = Collectives(0, 2, lambda: ""), HostCopy(torch.ones(1))
+    never = SimpleNamespace(query=lambda: False)
+    copy.end, ranks.verdict = never, lambda: "rank 1 died"  # type: ignore[assignment]
+
+    with pytest.raises(PeerLostError, match="rank 1 died"):
+        copy.read(ranks.check)
 
 
 @pytest.mark.parametrize("with_bottom", [True, False])

@@ -76,7 +76,7 @@ def test_a_cut_holds_each_row_as_it_was_however_much_is_copied_per_step(
             except CutWithdrawnError:
                 break
             cut.is_stored = True
-        learner.apply(learner.compute(prepared, 64)[1], factor=1.0)
+        learner.apply(learner.compute(prepared, 64), factor=1.0)
         looked_up.append(rows_of_batch(job, prepared.batch))
         if len(looked_up) == begin:
             embeddings.settle()

@@ -40,7 +40,7 @@ def control_of(writer: Writer | None, **spec: object) -> CutControl:
 
 
 def agree(control: CutControl, loss: float, step: int) -> Agreement:
-    return control.agreed(control.votes(loss, step))
+    return control.agreed(loss, control.votes(step))
 
 
 def test_a_cut_is_due_every_so_many_steps() -> None:
@@ -220,9 +220,10 @@ def agree_on_rank(collectives: Collectives, folder: Path, asked_by: int, stopped
             control.ask(1)
         if step == 4 and collectives.rank == stopped_by:
             control.stop()
-        votes = torch.tensor(control.votes(float(collectives.rank + 1), step))
+        votes = torch.tensor((collectives.rank + 1, *control.votes(step)))
         collectives.all_reduce(votes)
-        agreements.append(control.agreed(votes.tolist()))
+        loss, *sums = votes.tolist()
+        agreements.append(control.agreed(loss, sums))
         if agreements[-1].cut:
             control.made(step)
     return agreements

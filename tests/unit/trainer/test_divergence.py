@@ -36,10 +36,11 @@ class Rank:
             dense[0, 0] = first_dense
             batch = replace(batch, dense=dense)
         prepared = self.learner.prepare(self.learner.send(batch))
-        loss, gradients = self.learner.compute(prepared, self.reader.global_count(number))
+        computed = self.learner.compute(prepared, self.reader.global_count(number))
         wanted, stopping = float(self.rank == 0), float(self.rank == self.world_size - 1)
-        votes = (loss, wanted, 0.0, stopping, 1.0, 2.0)
-        return self.learner.apply(gradients, 1.0, None, (*votes, *[0.0] * (VOTES - len(votes))))[: len(votes)]
+        votes = (wanted, 0.0, stopping, 1.0, 2.0)
+        sums = self.learner.apply(computed, 1.0, None, (*votes, *[0.0] * (VOTES - len(votes))))
+        return self.learner.read(sums)[: 1 + len(votes)]
 
 
 def diverge(collectives: Collectives, folder: Path) -> tuple[list[float], str, bool]:

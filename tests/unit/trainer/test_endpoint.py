@@ -29,7 +29,7 @@ SCHEDULE = Schedule(num_samples=1_000, batch_size=100, batches_per_epoch=10, tot
 
 
 def agree(control: CutControl, loss: float, step: int) -> Agreement:
-    return control.agreed(control.votes(loss, step))
+    return control.agreed(loss, control.votes(step))
 
 
 class Idle:

@@ -103,7 +103,7 @@ def train(
     owned = [part.shard for part in embeddings.saved]
     batches = (reader.read(number) for number in range(STEPS))
     for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=plan.lookahead, sent_ahead=0):
-        learner.apply(learner.compute(prepared, 64)[1], factor=1.0)
+        learner.apply(learner.compute(prepared, 64), factor=1.0)
         looked_up.append(rows_of_batch(job, prepared.batch))
         step = len(looked_up)
         embeddings.settle()

@@ -66,7 +66,7 @@ def train(job: DLRMJob, learner: Learner, start: int, stop: int) -> None:
     reader = open_reader(job.spec, "train", 0, 1)
     for number in range(start, stop):
         prepared = learner.prepare(learner.send(reader.read(number)))
-        learner.apply(learner.compute(prepared, reader.global_count(number))[1], factor=1.0)
+        learner.apply(learner.compute(prepared, reader.global_count(number)), factor=1.0)
     reader.close()
 
 

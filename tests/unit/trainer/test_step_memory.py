@@ -175,10 +175,14 @@ def peak_on(device: torch.device, memory: LiveMemory, collectives: Collectives, 
     reader = open_reader(job.spec, "train", rank, ranks)
     learner = Learner(job.spec, place(job.spec.model, plan, ranks), collectives, device=device)
     learner.start(job.spec.training.seed)
-    for number in range(2):  # what the first leaves is there for good
-        memory.begin()
+    unread = []
+    for number in range(3):  # what the first leaves is there for good
+        if number < 2:
+            memory.begin()
         prepared = learner.prepare(learner.send(reader.read(number)))
-        learner.apply(learner.compute(prepared, SAMPLES)[1], factor=1.0)
+        unread.append(learner.apply(learner.compute(prepared, SAMPLES), factor=1.0))
+        while len(unread) > learner.steps_ahead:
+            learner.read(unread.pop(0))
     taken = memory.peak
     learner.embeddings.close()
     return taken

@@ -108,8 +108,12 @@ class CutControl:
         if self.stop_requested:
             raise StoppedError("received a signal before the first step")
 
-    def votes(self, loss: float, step: int, skipped: int = 0, truncated: int = 0) -> tuple[float, ...]:
-        """Return this rank's share of loss and bad rows and its requests, ``VOTES`` numbers to sum over ranks."""
+    def is_due_at(self, step: int) -> bool:
+        """Return whether the interval ends at a step, as all ranks know without a vote."""
+        return self._interval_steps is not None and step % self._interval_steps == 0
+
+    def votes(self, step: int, skipped: int = 0, truncated: int = 0) -> tuple[float, ...]:
+        """Return this rank's requests and share of bad rows, to sum over ranks."""
         if self._collectives.rank == 0 and self._writer is not None:
             self._due = self._due or self._interval_over(step)
         early = self._is_early()
@@ -119,18 +123,18 @@ class CutControl:
         self._was_early = early
         wanted = (self._due or asked or early) and self._writer is not None
         blocked = self._writer is not None and not self._writer.ready()
-        return loss, float(wanted), float(blocked), float(self.stop_requested), float(skipped), float(truncated)
+        return float(wanted), float(blocked), float(self.stop_requested), float(skipped), float(truncated)
 
-    def agreed(self, sums: Sequence[float]) -> Agreement:
-        """Return what all ranks agree on, from the sums of their votes."""
-        total, wanting, blocking, stopping, skipped, truncated = sums
+    def agreed(self, loss: float, sums: Sequence[float]) -> Agreement:
+        """Return what all ranks agree on, from the sums of their losses and votes."""
+        wanting, blocking, stopping, skipped, truncated = sums
         # The checkpointer has not taken the previous cut yet.
         delayed = wanting > 0 and blocking > 0
         if delayed and not self._waiting:
             self.delays += 1
         self._waiting = delayed
         return Agreement(
-            loss=total,
+            loss=loss,
             cut=wanting > 0 and blocking == 0,
             stop=stopping > 0,
             skipped=int(skipped),
@@ -187,5 +191,5 @@ class CutControl:
 
     def _interval_over(self, step: int) -> bool:
         if self._interval_steps is not None:
-            return step % self._interval_steps == 0
+            return self.is_due_at(step)
         return time.monotonic() - self._last_time >= self._interval_s

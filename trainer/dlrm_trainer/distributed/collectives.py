@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
@@ -73,8 +73,6 @@ Traffic = Literal["lengths", "ids", "weights", "pooled", "gradients", "dense", "
 """Kinds of traffic: lengths, ids and weights of bags; pooled rows and their gradients; the dense gradient; the rest."""
 REDUCED_WIDTH = 64
 """Values of the dense gradient that share a range in int8."""
-BUSY_WAIT_S = 0.01
-"""How long a GPU's collective is polled without a pause: torch's own wait polls each millisecond."""
 
 
 class Arriving:
@@ -98,6 +96,41 @@ class Arriving:
         return result
 
 
+class DeviceWaits:
+    """Measure for how long a GPU waits for collectives while the host goes on."""
+
+    def __init__(self) -> None:
+        self._open = deque[tuple[float, Any, Any]]()
+        """When each was asked for, and the events before and after it, of collectives that the GPU may wait for."""
+        self.seconds = 0.0
+        """Of those that are over."""
+
+    @contextlib.contextmanager
+    def timed(self, device: torch.device) -> Iterator[None]:
+        """Measure what the device's stream waits for in a block; on the host nothing is measured."""
+        if device.type != "cuda":
+            yield
+            return
+        self._device = device
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        before.record()
+        yield
+        after.record()
+        self._open.append((time.monotonic(), before, after))
+        while self._open and self._open[0][2].query():
+            _, begin, end = self._open.popleft()
+            self.seconds += begin.elapsed_time(end) / 1e3
+
+    def oldest_s(self) -> float:
+        """Return for how long the oldest that is not over was asked for; 0 if all are. From any thread."""
+        try:
+            since, _, after = self._open[0]
+        except IndexError:
+            return 0.0
+        with torch.cuda.device(self._device):
+            return 0.0 if after.query() else time.monotonic() - since
+
+
 class Collectives:
     """Run the collectives of training. At world size 1 nothing is sent and no process group is needed.
 
@@ -115,7 +148,10 @@ class Collectives:
         self.bytes_sent: Counter[str] = Counter()
         """Bytes that this rank sent to others, by ``Traffic``."""
         self.seconds = 0.0
-        """Time spent in them, most of it waiting for other ranks."""
+        """Time that the host spent in them, most of it waiting for other ranks."""
+        self.device_waits = DeviceWaits()
+        self.verdict: Callable[[], str] = lambda: ""
+        """Return which ranks are lost, in the words of ``explain``; empty while none is known to be."""
 
     def use(self, group: Any, levels: TwoLevels | None = None) -> None:
         """Run in this process group from now on; other threads have their own.
@@ -124,6 +160,11 @@ class Collectives:
         """
         self._group, self._levels = group, levels
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dlrm-exchange")
+
+    def check(self) -> None:
+        """Raise PeerLostError if a rank is lost, while the host waits for a GPU."""
+        if verdict := self.verdict():
+            raise PeerLostError(verdict)
 
     def connect(self) -> None:
         """Connect with the ranks that messages of the host go to: gloo connects at the first one."""
@@ -250,9 +291,9 @@ class Collectives:
 
     def _waiting(self, kind: str, work: Any, output: Tensor) -> Callable[[], Tensor]:
         def wait() -> Tensor:
-            if output.device.type != "cpu":
-                _busy_wait(work)
-            work.wait()
+            # On a GPU its stream waits, and the host goes on.
+            with self.device_waits.timed(output.device):
+                work.wait()
             return output
 
         return self._watching(kind, wait)
@@ -319,9 +360,3 @@ class Collectives:
 
 def _bytes_tensor(body: bytes) -> Tensor:
     return torch.frombuffer(bytearray(body), dtype=torch.uint8)
-
-
-def _busy_wait(work: Any) -> None:
-    end = time.monotonic() + BUSY_WAIT_S
-    while not work.is_completed() and time.monotonic() < end:
-        time.sleep(0)

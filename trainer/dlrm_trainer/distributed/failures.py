@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import hmac
 import json
+import logging
 import os
 import statistics
 import threading
@@ -24,6 +25,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from dlrm_api.names import ExitCode
 from dlrm_api.progress import SlowestRank
 from dlrm_trainer.distributed.collectives import Collectives
+
+logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5
 """How often every rank checks whether another one raised the alarm."""
@@ -123,12 +126,21 @@ class FailureDetector:
 
     A rank that lost a peer raises the alarm; all ranks then report how far they have got, and the first verdict counts.
     Nobody else uses the store's connection; ``made`` returns the collectives that this rank has begun, in all groups,
-    and ``timeout_s`` is theirs.
+    and ``timeout_s`` is theirs. ``overdue_s`` returns for how long its GPU has waited for one: the host may wait for
+    the GPU then, so this thread raises the alarm.
     """
 
-    def __init__(self, store: GangStore, rank: int, world_size: int, made: Callable[[], int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: GangStore,
+        rank: int,
+        world_size: int,
+        made: Callable[[], int],
+        timeout_s: float,
+        overdue_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._store, self._rank, self._world_size, self._made = store, rank, world_size, made
-        self._timeout_s = timeout_s
+        self._timeout_s, self._overdue_s = timeout_s, overdue_s
         self._verdict = ""
         self._last, self._since = made(), time.monotonic()
         self._closed = threading.Event()
@@ -139,6 +151,10 @@ class FailureDetector:
         self._closed.set()
         if reason:
             _within_timeout(lambda: _append(self._store, LEFT, self._rank, reason), CALL_TIMEOUT_S)
+
+    def verdict(self) -> str:
+        """Return which ranks are lost, as far as this rank has heard; empty if it has heard of none."""
+        return self._verdict
 
     def explain(self) -> str:
         """Return which ranks made a collective fail, as a message that is the same on every rank."""
@@ -184,6 +200,9 @@ class FailureDetector:
                 self._last, self._since = self._made(), time.monotonic()
             # Without rank 0 the next collective fails and says so.
             with contextlib.suppress(RuntimeError):
+                if not answered and self._overdue_s() > self._timeout_s:
+                    self._agree()
+                    answered = True
                 if not answered and self._store.has([ALARM]):
                     self._answer()
                     answered = True
@@ -192,6 +211,7 @@ class FailureDetector:
                     _append(self._store, HEARD, self._rank, True)
                     heard = True
         if not self._closed.wait(EXIT_TIMEOUT_S):
+            logger.error("this rank is stuck after another was lost", extra={"reason": self._verdict})
             faulthandler.dump_traceback()
             os._exit(ExitCode.TEMPORARY)
 

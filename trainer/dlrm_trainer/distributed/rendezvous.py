@@ -46,8 +46,8 @@ _FIXES = {
 GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
 GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
 """Makes gloo connect two ranks when the first message goes between them, instead of all ranks at the start."""
-NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-"""Makes torch raise if a wait for a GPU's collective fails or times out, instead of ending the process."""
+NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""With 0 torch does not end a process whose GPU waits too long for others: ``FailureDetector`` names who is lost."""
 
 
 def backends(device: torch.device) -> str:
@@ -110,7 +110,7 @@ class RankGroup:
             check()
         patience.end()
         timeout = timedelta(seconds=collective_timeout_s)
-        os.environ.setdefault(NCCL_BLOCKING_WAIT, "1")
+        os.environ.setdefault(NCCL_ERROR_HANDLING, "0")
         os.environ.setdefault(GLOO_LAZY, "1")
         dist.init_process_group(
             backends(device),
@@ -128,8 +128,10 @@ class RankGroup:
             self.world_size,
             lambda: sum(sum(tuple(each.calls.values())) for each in channels),
             collective_timeout_s,
+            self.collectives.device_waits.oldest_s,
         )
         for each in channels:
+            each.verdict = self._failures.verdict
             each.connect()
         # NCCL connects at its first collective, by a store that waits STORE_TIMEOUT_S for rank 0.
         self.collectives.all_reduce(torch.zeros(1, device=device))

@@ -1,9 +1,16 @@
 """Embedding tables: where their rows live, how ids and pooled rows travel, and how rows are updated."""
 
-from dlrm_trainer.embedding.collection import ChangedBytes, CheckpointView, Embeddings, Gradients, PooledRows
+from dlrm_trainer.embedding.collection import (
+    ChangedBytes,
+    CheckpointView,
+    Embeddings,
+    Gradients,
+    PooledRows,
+    PreparedBatch,
+)
 from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate
+from dlrm_trainer.embedding.device_batch import DeviceBatch
 from dlrm_trainer.embedding.exchange import OwnedIds
-from dlrm_trainer.embedding.local_tables import PreparedRows
 from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement, place
 from dlrm_trainer.embedding.unique import LookupCounts, MaintenancePeriod
 
@@ -11,6 +18,7 @@ __all__ = [
     "ChangedBytes",
     "CheckpointView",
     "CopyBeforeUpdate",
+    "DeviceBatch",
     "EmbeddingOptions",
     "Embeddings",
     "Gradients",
@@ -19,6 +27,6 @@ __all__ = [
     "OwnedIds",
     "Placement",
     "PooledRows",
-    "PreparedRows",
+    "PreparedBatch",
     "place",
 ]

@@ -22,7 +22,8 @@ from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding.changes import WINDOW_LINES, DirtyRows
 from dlrm_trainer.embedding.checkpoint import SCAN_BYTES, LocalPart, UniquePart, saved_rows
 from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate, is_resting
-from dlrm_trainer.embedding.exchange import Bags, Exchange, OwnedIds, Vectors
+from dlrm_trainer.embedding.device_batch import BatchCopier, Coming, Copy, DeviceBatch
+from dlrm_trainer.embedding.exchange import Exchange, OwnedIds, Vectors
 from dlrm_trainer.embedding.local_tables import LocalTables, PreparedRows
 from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement
 from dlrm_trainer.embedding.replicated_tables import ReplicatedTables
@@ -32,24 +33,34 @@ from dlrm_trainer.model.dense import magnitude
 
 
 @dataclass(frozen=True, kw_only=True)
+class PreparedBatch:
+    """Hold a batch while its rows are fetched and it is copied to the device that computes it."""
+
+    rows: PreparedRows
+    coming: Coming[DeviceBatch]
+
+    @property
+    def batch(self) -> Batch:
+        """Return this rank's slice of the batch, on the host."""
+        return self.rows.owned.batch
+
+
+@dataclass(frozen=True, kw_only=True)
 class PooledRows:
     """Hold a batch with pooled rows in transit to its samples."""
 
-    prepared: PreparedRows
-    owned: OwnedIds
-    """The ids, with places on the vectors' device."""
+    rows: PreparedRows
+    on_device: DeviceBatch
     local: tuple[Tensor, ...]
     """(N, C_g * w) of each of this rank's groups."""
-    replicated: tuple[Bags, ...]
-    """Bags of each data-parallel group, on the device of its rows."""
     vectors: Vectors
     scale: Tensor | None
     """(n, D) one over the bag's length in columns of mean tables, else 1; None without mean tables."""
 
     @property
     def batch(self) -> Batch:
-        """Return this rank's slice of the batch."""
-        return self.owned.batch
+        """Return this rank's slice of the batch, on the host."""
+        return self.rows.owned.batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +111,8 @@ class CheckpointView:
         ``parent`` is the step of the cut's parent, which holds all rows changed before it, not before
         ``first_parent``. Without one, all rows ever updated count as changed.
         """
+        self._owned.catch_up()
+        self._replicas.catch_up()
         for record in {part.dirty.rows for part in self}:
             if parent is None:
                 record.recall()
@@ -121,6 +134,7 @@ class CheckpointView:
             DeviceError: rows could not be read from their tier.
         """
         self._owned.settle()
+        self._replicas.catch_up()
         yield from self._owned.saved_rows(moving=moving)
         for part in self._replicas.saved:
             if not (moving and part.is_on_host):
@@ -190,6 +204,7 @@ class Embeddings:
         self._sender = None
         if id_collectives is not None and id_collectives.world_size > 1:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="dlrm-ids")
+        self._copier = BatchCopier(options.device)
         self.tables = LocalTables(placement, collectives.rank, options)
         self.replicated = ReplicatedTables(placement, collectives.rank, options)
         self.cut_off: int | None = None
@@ -221,34 +236,46 @@ class Embeddings:
         sent.set_result(self._exchange.send_ids(batch))
         return sent
 
-    def prepare(self, owned: OwnedIds, *, updates: bool) -> PreparedRows:
+    def prepare(self, owned: OwnedIds, *, updates: bool) -> PreparedBatch:
         """Start to fetch the rows of a batch that are not at hand, batch after batch in the order of ``send``.
 
-        ``updates`` says whether an update follows; a lookup without one must follow at once.
+        The batch is copied to the device meanwhile. ``updates`` says whether an update follows; a lookup without one
+        must follow at once.
         """
-        return self.tables.prepare(owned, updates=updates)
+        rows = self.tables.prepare(owned, updates=updates)
+        return PreparedBatch(rows=rows, coming=self._copier.start(partial(self._copied, rows)))
 
-    def pool(self, prepared: PreparedRows) -> PooledRows:
+    def _copied(self, rows: PreparedRows, copy: Copy) -> DeviceBatch:
+        owned = rows.owned
+        batch = owned.batch
+        groups, numbers = self.tables.copied(rows, copy)
+        return DeviceBatch(
+            dense=copy(batch.dense),
+            labels=copy(batch.labels),
+            lengths=None if self._mean_of_column is None else copy(batch.lengths),
+            groups=groups,
+            numbers=numbers,
+            replicated=tuple(each.copied(copy) for each in self.replicated.by_group(owned.replicated)),
+            travel=owned.travel.copied(copy),
+        )
+
+    def pool(self, prepared: PreparedBatch) -> PooledRows:
         """Pool rows and start to send them.
 
         Raises:
             DeviceError: rows could not be fetched from their tier.
         """
-        local = self.tables.pool(prepared)
-        owned = prepared.owned.with_places_on(self._device)
-        vectors = self._exchange.send_pooled([each.to(self._device) for each in local], owned)
+        on_device = prepared.coming.take()
+        local = self.tables.pool(prepared.rows, on_device.groups)
+        vectors = self._exchange.send_pooled([each.to(self._device) for each in local], on_device.travel)
         return PooledRows(
-            prepared=prepared,
-            owned=owned,
-            local=local,
-            replicated=self.replicated.by_group(owned.replicated),
-            vectors=vectors,
-            scale=self._scale(owned.batch.lengths),
+            rows=prepared.rows, on_device=on_device, local=local, vectors=vectors, scale=self._scale(on_device.lengths)
         )
 
     def features(self, pooled: PooledRows) -> Tensor:
         """Wait for the pooled rows of this rank's samples: (n, D) float32, vectors in the model's order."""
-        features = self._exchange.features(pooled.vectors, pooled.owned, self.replicated.lookup(pooled.replicated))
+        replicated = self.replicated.lookup(pooled.on_device.replicated)
+        features = self._exchange.features(pooled.vectors, pooled.on_device.travel, replicated)
         return features if pooled.scale is None else features * pooled.scale
 
     def send_gradients(self, pooled: PooledRows, gradient: Tensor, buffer: Tensor) -> Gradients:
@@ -262,19 +289,20 @@ class Embeddings:
         """
         if pooled.scale is not None:
             gradient = gradient * pooled.scale
-        vectors = self._exchange.send_gradients(gradient, pooled.owned)
+        vectors = self._exchange.send_gradients(gradient, pooled.on_device.travel)
         if not vectors.finite:
             raise DivergedError(f"step {pooled.batch.number + 1}: {self._bad_gradient(gradient)}")
-        self.replicated.write_gradient(buffer, self._exchange.replicated_gradients(gradient), pooled.replicated)
+        of_replicas = self._exchange.replicated_gradients(gradient)
+        self.replicated.write_gradient(buffer, of_replicas, pooled.on_device.replicated)
         return Gradients(pooled=pooled, vectors=vectors)
 
-    def largest_lookup(self, pooled: PooledRows) -> tuple[float, str]:
+    def largest_lookup(self, local: Sequence[Tensor]) -> tuple[float, str]:
         """Return the largest absolute sum of rows that this rank pooled, infinity for a NaN, and its table.
 
-        Data-parallel tables count with all of their rows.
+        ``local`` are those of ``PooledRows``. Data-parallel tables count with all of their rows.
         """
         found = [(-1.0, "no table")]
-        for group, sums in zip(self.tables.groups, pooled.local, strict=True):
+        for group, sums in zip(self.tables.groups, local, strict=True):
             columns = sums.view(len(sums), len(group.part_of), -1).unbind(1)
             tables = (group.parts[part].table.name for part in group.part_of.tolist())
             found += [(magnitude(column), f"table {name}") for column, name in zip(columns, tables, strict=True)]
@@ -293,9 +321,9 @@ class Embeddings:
     def update(self, gradients: Gradients, learning_rate: float, regularizer: RowRegularizerSpec | None = None) -> None:
         """Wait for gradients; update every row of the rank's own parts that the global batch looked up, once."""
         pooled = gradients.pooled
-        of_groups = self._exchange.gradients(gradients.vectors, pooled.owned)
-        step = pooled.batch.number
-        self.tables.update(pooled.prepared, pooled.local, of_groups, learning_rate, step, regularizer)
+        of_groups = self._exchange.gradients(gradients.vectors, pooled.on_device.travel)
+        step, numbers = pooled.batch.number, pooled.on_device.numbers
+        self.tables.update(pooled.rows, pooled.local, of_groups, numbers, learning_rate, step, regularizer)
 
     def update_replicated(
         self, gradients: Gradients, buffer: Tensor, learning_rate: float, regularizer: RowRegularizerSpec | None = None
@@ -379,14 +407,15 @@ class Embeddings:
 
     def close(self) -> None:
         """Release the tiers' memory and files."""
+        self._copier.close()
         self.tables.close()
         if self._sender is not None:
             self._sender.shutdown(wait=False, cancel_futures=True)
 
-    def _scale(self, lengths: Tensor) -> Tensor | None:
-        if self._mean_of_column is None:
+    def _scale(self, lengths: Tensor | None) -> Tensor | None:
+        if self._mean_of_column is None or lengths is None:
             return None
-        shares = 1.0 / lengths.to(self._device).clamp(min=1).t().to(torch.float32)
+        shares = 1.0 / lengths.clamp(min=1).t().to(torch.float32)
         return shares.index_select(1, self._feature_of_column).where(self._mean_of_column, 1.0)
 
 

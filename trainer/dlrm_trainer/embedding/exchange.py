@@ -7,7 +7,7 @@ side, in the model's order; L ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -53,12 +53,10 @@ class Bags:
         fill_offsets(self.lengths.numpy().reshape(-1), offsets)
         return offsets
 
-    def to(self, device: torch.device) -> Bags:
-        """Return the bags on a device."""
-        if self.ids.device == device:
-            return self
-        weights = None if self.weights is None else self.weights.to(device)
-        return replace(self, lengths=self.lengths.to(device), ids=self.ids.to(device), weights=weights)
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> Bags:
+        """Return copies of the bags, with their sizes on the host."""
+        weights = None if self.weights is None else copy(self.weights)
+        return replace(self, lengths=copy(self.lengths), ids=copy(self.ids), weights=weights)
 
     def split(self, counts: Sequence[int]) -> tuple[Bags, ...]:
         """Split bags into runs of so many units each."""
@@ -82,10 +80,6 @@ class OwnedIds:
     """Which vectors travel; ids of split columns whose bags have none in the part do not."""
     replicated: Bags
     """This rank's bags of data-parallel tables, column by column."""
-
-    def with_places_on(self, device: torch.device) -> OwnedIds:
-        """Return the ids with places on the device of the vectors."""
-        return self if device.type == "cpu" else replace(self, travel=self.travel.on(device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,32 +226,32 @@ class Exchange:
         what = "key" if table.is_unique else "row"
         return _impossible(rank, f"{what} {value} of table {table.name}, which this rank does not hold")
 
-    def send_pooled(self, pooled: Sequence[Tensor], owned: OwnedIds) -> Vectors:
+    def send_pooled(self, pooled: Sequence[Tensor], travel: Travel) -> Vectors:
         """Start to send the (N, C_g * w) pooled rows of this rank's groups to the ranks of their samples.
 
-        ``owned`` holds the ids that were pooled, with places on the vectors' device.
+        ``travel`` is that of the ids that were pooled, with places on the vectors' device.
         """
-        outgoing = self._packing.pack_pooled(self._forward, pooled, owned.travel)
+        outgoing = self._packing.pack_pooled(self._forward, pooled, travel)
         return self._start("pooled", outgoing, pooled)
 
-    def features(self, vectors: Vectors, owned: OwnedIds, replicated: Sequence[Tensor]) -> Tensor:
+    def features(self, vectors: Vectors, travel: Travel, replicated: Sequence[Tensor]) -> Tensor:
         """Wait for pooled rows and return (n, D), every vector in its place.
 
         ``vectors`` come from ``send_pooled``; ``replicated`` are the (n, C_g * w) of each data-parallel group.
         """
         came = vectors.arriving.wait()
-        return self._packing.unpack_pooled(self._forward, came, vectors.own, replicated, owned.travel)
+        return self._packing.unpack_pooled(self._forward, came, vectors.own, replicated, travel)
 
-    def send_gradients(self, gradient: Tensor, owned: OwnedIds) -> Vectors:
+    def send_gradients(self, gradient: Tensor, travel: Travel) -> Vectors:
         """Start to send the (n, D) gradient to the ranks of the pooled rows: ``send_pooled`` in reverse."""
         scale = self._gradient_scale
-        outgoing = self._packing.pack_gradients(self._backward, gradient, owned.travel, scale)
+        outgoing = self._packing.pack_gradients(self._backward, gradient, travel, scale)
         return self._start("gradients", outgoing, [gradient])
 
-    def gradients(self, vectors: Vectors, owned: OwnedIds) -> list[Tensor]:
+    def gradients(self, vectors: Vectors, travel: Travel) -> list[Tensor]:
         """Wait for gradients: (N, C_g * w) of each of this rank's groups, 0 if a bag has no ids in the part."""
         came = vectors.arriving.wait()
-        return self._packing.unpack_gradients(self._backward, came, vectors.own[0], owned.travel)
+        return self._packing.unpack_gradients(self._backward, came, vectors.own[0], travel)
 
     def replicated_gradients(self, gradient: Tensor) -> list[Tensor]:
         """Return (n, C_g * w) of each data-parallel group, from the (n, D) gradient."""

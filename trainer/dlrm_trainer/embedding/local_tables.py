@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,8 +25,7 @@ from dlrm_kernels.directory import ABSENT
 from dlrm_kernels.initial_rows import InitialRows, start_rows
 from dlrm_kernels.row_updates import table_key
 from dlrm_kernels.slabs import BINS
-from dlrm_trainer.compute_device import HOST
-from dlrm_trainer.data import Batch
+from dlrm_trainer.compute_device import HOST, HostCopy, to_device
 from dlrm_trainer.embedding.changes import BeforeUpdates, DirtyPart, DirtyRows, RowsToUpdate
 from dlrm_trainer.embedding.checkpoint import (
     LocalPart,
@@ -38,6 +38,7 @@ from dlrm_trainer.embedding.checkpoint import (
     rows_of_stack,
     saved_rows,
 )
+from dlrm_trainer.embedding.device_batch import Copy
 from dlrm_trainer.embedding.exchange import Bags, OwnedIds
 from dlrm_trainer.embedding.placement import EmbeddingOptions, PartGroup, Placement
 from dlrm_trainer.embedding.row_sizes import Counts, ModelSizes, sizes_of, utility_of_bin
@@ -59,6 +60,8 @@ from dlrm_trainer.embedding.unique import (
 
 NO_GAINS = np.empty(0, np.float32)
 NO_KEYS = np.empty(0, np.int64)
+MAX_UNSCORED = 2
+"""Newest steps on a GPU whose norms of gradients the host does not ask for: it may have to wait for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +76,6 @@ class PreparedRows:
     fetched: Future[list[Fetched]] | None
     """Slots of each stack's ids; None without stacks."""
     updates: bool
-
-    @property
-    def batch(self) -> Batch:
-        """Return this rank's slice of the batch."""
-        return self.owned.batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +153,9 @@ class LocalTables:
                 _make_group(placement, group, options, self.sizes, resources) for group in placement.groups_on(rank)
             ]
             self._resources = resources.pop_all()
+        self._is_on_host = options.device.type == "cpu"
+        self._unscored = deque[Callable[[], None]]()
+        """What is left to record of the newest updates of unique ids."""
         self._counts = [len(group.plan.columns) for group in self.groups]
         self._unique_tables = [table.name for table in placement.tables if table.is_unique]
         self._prefetcher: Prefetcher | None = None
@@ -187,18 +188,30 @@ class LocalTables:
             fetched = self._prefetcher.fetch(lookups, self._batches) if updates else self._prefetcher.borrow(lookups)
         return PreparedRows(owned=owned, groups=groups, unique=unique, fetched=fetched, updates=updates)
 
-    def pool(self, prepared: PreparedRows) -> tuple[Tensor, ...]:
-        """Return (N, C_g * w) of each group: the sums of the rows of every bag.
+    def copied(self, prepared: PreparedRows, copy: Copy) -> tuple[tuple[Bags, ...], tuple[Tensor | None, ...]]:
+        """Return the bags of each group on its device, and the global rows of their ids where rounding needs them."""
+        bags_of, numbers_of = [], []
+        for group, bags, keys in zip(self.groups, prepared.groups, prepared.unique, strict=True):
+            on_host = group.device.type == "cpu"
+            kept = bags if group.stack is None else replace(bags, ids=bags.ids[:0])
+            bags_of.append(kept if on_host else kept.copied(copy))
+            numbers = _rows_to_round(group, bags, keys) if prepared.updates else None
+            numbers_of.append(numbers if on_host or numbers is None else copy(numbers))
+        return tuple(bags_of), tuple(numbers_of)
+
+    def pool(self, prepared: PreparedRows, bags_of_groups: Sequence[Bags]) -> tuple[Tensor, ...]:
+        """Return (N, C_g * w) of each group: the sums of the rows of every bag; bags are those of ``copied``.
 
         Raises:
             DeviceError: rows could not be fetched.
         """
         fetched = self._wait(prepared)
         slots = iter(fetched)
-        # Everything goes to its device before the first kernel: what is sent to a GPU waits for the kernels before it.
         on_devices = [
-            (bags if group.stack is None else replace(bags, ids=torch.from_numpy(next(slots).slots))).to(group.device)
-            for group, bags in zip(self.groups, prepared.groups, strict=True)
+            bags
+            if group.stack is None
+            else replace(bags, ids=to_device(torch.from_numpy(next(slots).slots), group.device))
+            for group, bags in zip(self.groups, bags_of_groups, strict=True)
         ]
         # Copies of rows into slots may still be running.
         for stack, each in zip([group.stack for group in self.groups if group.stack], fetched, strict=True):
@@ -230,35 +243,42 @@ class LocalTables:
         prepared: PreparedRows,
         pooled: Sequence[Tensor],
         gradients: Sequence[Tensor],
+        numbers: Sequence[Tensor | None],
         learning_rate: float,
         step: int,
         regularizer: RowRegularizerSpec | None = None,
     ) -> None:
-        """Update every row that ``pool`` summed, once, by the (N, C_g * w) gradients of the loss by each sum."""
+        """Update every row that ``pool`` summed, once, by the (N, C_g * w) gradients of the loss by each sum.
+
+        ``numbers`` are those of ``copied``.
+        """
         if self.pending is not None:
             self._save_before(prepared, self.pending)
-        # As in ``pool``, everything goes to its device first.
-        on_devices = [
-            (gradient.to(group.device), _rows_to_round(group, bags, keys))
-            for group, gradient, bags, keys in zip(
-                self.groups, gradients, prepared.groups, prepared.unique, strict=True
-            )
-        ]
-        for group, summed, (gradient, rows), bags in zip(self.groups, pooled, on_devices, prepared.groups, strict=True):
+        # Everything goes to its device before the first kernel, which what is copied later waits for.
+        on_devices = [gradient.to(group.device) for group, gradient in zip(self.groups, gradients, strict=True)]
+        for group, summed, gradient, rows, bags in zip(
+            self.groups, pooled, on_devices, numbers, prepared.groups, strict=True
+        ):
             group.batch.update(summed, gradient, learning_rate, step=step, rows=rows, regularizer=regularizer)
             group.dirty.mark(bags.ids.numpy(), bags.sizes.numpy(), group.starts)
         for group, gradient, bags, keys in zip(self.groups, gradients, prepared.groups, prepared.unique, strict=True):
             if group.unique is not None and keys is not None:
-                gains = _gains(group.unique.by_gradient, gradient, bags)
-                group.unique.updated(keys.places, bags.sizes.numpy(), gains, step + 1)
+                norms = _norms(group.unique.by_gradient, gradient, bags)
+                self._unscored.append(partial(_score, group.unique, keys, bags, norms, step + 1))
                 if group.sights is not None:
                     waiting = group.sights.count(keys.absent, keys.absent_ends, self.pending)
                     self.lookups = self.lookups.plus(LookupCounts(without_row=waiting))
                 if group.shared is not None and keys.shared is not None:
                     group.shared.update(keys.shared, gradient, learning_rate, step, regularizer, self.pending)
                 self.lookups = self.lookups.plus(keys.counts)
+        self.catch_up(0 if self._is_on_host else MAX_UNSCORED)
         if self._prefetcher is not None and prepared.fetched is not None:
             self._prefetcher.release(prepared.fetched.result())
+
+    def catch_up(self, steps_left: int = 0) -> None:
+        """Record what lookups of unique ids add to scores, but for those of the newest steps."""
+        while len(self._unscored) > steps_left * len(self.groups):
+            self._unscored.popleft()()
 
     def _save_before(self, prepared: PreparedRows, pending: BeforeUpdates) -> None:
         fetched = iter([] if prepared.fetched is None else prepared.fetched.result())
@@ -378,6 +398,7 @@ class LocalTables:
         Raises:
             DeviceError: rows could not be moved.
         """
+        self.catch_up()
         if self._prefetcher is not None:
             self._prefetcher.settle()
 
@@ -613,15 +634,25 @@ def _chosen(bags: Bags, chosen: NDArray[np.bool_]) -> tuple[Bags, NDArray[np.int
     return found, numbers[:count]
 
 
-def _gains(by_gradient: NDArray[np.bool_], gradient: Tensor, bags: Bags) -> NDArray[np.float32]:
-    """Return (L,) what lookups add to the scores of their rows: the norm of their gradient, or 1; (0,): 1 each.
+def _norms(by_gradient: NDArray[np.bool_], gradient: Tensor, bags: Bags) -> HostCopy | None:
+    """Return the (C, N) norms of the gradients of bags; None if no column's rows have scores by gradient.
 
     ``gradient`` is the (N, C * w) of the loss by the sums of the bags, and the loss a mean over all samples.
     """
     if not by_gradient.any():
-        return NO_GAINS
+        return None
     columns, samples = bags.lengths.shape
-    norms = gradient.view(samples, columns, -1).norm(dim=2).t().cpu()
+    return HostCopy(gradient.view(samples, columns, -1).norm(dim=2).t())
+
+
+def _score(unique: UniqueGroup, keys: UniqueLookups, bags: Bags, norms: HostCopy | None, step: int) -> None:
+    """Record that a batch has updated its rows in a step from 1."""
+    gains = NO_GAINS if norms is None else _gains(unique.by_gradient, norms.read(), bags)
+    unique.updated(keys.places, bags.sizes.numpy(), gains, step)
+
+
+def _gains(by_gradient: NDArray[np.bool_], norms: Tensor, bags: Bags) -> NDArray[np.float32]:
+    """Return (L,) what lookups add to the scores of their rows: the norm of their gradient, or 1."""
     norms = norms.where(torch.from_numpy(by_gradient)[:, None], 1.0).flatten()
     gains = torch.repeat_interleave(norms, bags.lengths.flatten(), output_size=len(bags.ids))
     if bags.weights is not None:
@@ -645,12 +676,12 @@ def _start_rows(group: Group, new: Admitted) -> None:
 
 
 def _rows_to_round(group: Group, bags: Bags, unique: UniqueLookups | None) -> Tensor | None:
-    """Return (L,) global rows on the group's device if fp16 rows need them and the ids looked up differ."""
+    """Return (L,) global rows if fp16 rows need them and the ids looked up differ."""
     if unique is not None and group.plan.dtype != "fp32":
-        return torch.from_numpy(unique.keys).to(group.device)
+        return torch.from_numpy(unique.keys)
     if group.plan.dtype == "fp32" or (group.stack is None and not bool(group.first_rows.any())):
         return None
-    return (bags.ids + torch.repeat_interleave(group.first_rows, bags.sizes)).to(group.device)
+    return bags.ids + torch.repeat_interleave(group.first_rows, bags.sizes)
 
 
 def _part_ends(group: Group, sizes: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ whole columns sample by sample, and then those of other columns whose bags have 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -47,10 +47,6 @@ class Places:
     starts: Ints
     """(P + 1,) on the host."""
 
-    def to(self, device: torch.device) -> Places:
-        """Return them with ``at`` on a device."""
-        return self if self.at.device == device else replace(self, at=self.at.to(device, non_blocking=True))
-
     def of(self, piece: int) -> Tensor:
         """Return those of a piece."""
         return self.at[self.starts[piece] : self.starts[piece + 1]]
@@ -67,9 +63,10 @@ class Travel:
     landing: Places
     """Pieces rank by rank and in each group by group, in this rank's (n, D) vectors."""
 
-    def on(self, device: torch.device) -> Travel:
-        """Return it with places on a device."""
-        return replace(self, filled=self.filled.to(device), landing=self.landing.to(device))
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> Travel:
+        """Return it with copies of the places."""
+        filled, landing = (replace(each, at=copy(each.at)) for each in (self.filled, self.landing))
+        return replace(self, filled=filled, landing=landing)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,12 +12,16 @@ from torch import Tensor
 
 from dlrm_api.training import RowRegularizerSpec
 from dlrm_checkpointer import CutRowSource
+from dlrm_trainer.compute_device import HostCopy
 from dlrm_trainer.embedding.changes import BeforeUpdates, DirtyPart, DirtyRows, RowsToUpdate
 from dlrm_trainer.embedding.checkpoint import ResidentPart
 from dlrm_trainer.embedding.exchange import Bags
 from dlrm_trainer.embedding.local_tables import describe_tables, make_kernel, resident_parts
 from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement
-from dlrm_trainer.embedding.table_batch import RowUpdate, SumKernel
+from dlrm_trainer.embedding.table_batch import NO_ROW, RowUpdate, SumKernel
+
+MAX_UNMARKED = 2
+"""Newest steps on a GPU whose changed rows the host does not ask for: it may have to wait for them."""
 
 
 class ReplicatedGroup:
@@ -41,8 +46,15 @@ class ReplicatedGroup:
         self.kernel.add_gradients(bags, gradient, *self._views(buffer))
 
     def touched(self, buffer: Tensor) -> Tensor:
-        """Return the rows that any rank touched, (U,) int64 ascending and numbered over all, from the summed buffer."""
-        return self._views(buffer)[1].nonzero().squeeze(1)
+        """Return the rows that any rank touched, (U,) int64 ascending and numbered over all, from the summed buffer.
+
+        Of a GPU they are as many as the tables have rows, with ``NO_ROW`` at the end: only it knows their number.
+        """
+        marks = self._views(buffer)[1]
+        if marks.device.type == "cpu":
+            return marks.nonzero().squeeze(1)
+        rows = torch.arange(len(marks), device=marks.device)
+        return torch.where(marks > 0, rows, NO_ROW).sort().values
 
     def update(self, buffer: Tensor, touched: Tensor, update: RowUpdate) -> None:
         """Update every row that any rank touched, by the gradient that ``buffer`` sums."""
@@ -59,9 +71,12 @@ class SavedParts:
     def __init__(self, record: DirtyRows, parts: Sequence[ResidentPart], starts: NDArray[np.int64]) -> None:
         self._record, self.parts, self._starts = record, parts, starts
 
-    def rows(self, touched: Tensor) -> RowsToUpdate:
+    def every_row(self) -> RowsToUpdate:
+        """Return all rows that this rank saves."""
+        return self.rows(np.arange(self._starts[0], self._starts[-1]))
+
+    def rows(self, found: NDArray[np.int64]) -> RowsToUpdate:
         """Return those of the group's touched rows that this rank saves."""
-        found = touched.cpu().numpy()
         edges = np.searchsorted(found, self._starts)
         sizes = np.diff(edges)
         ids = found[edges[0] : edges[-1]] - np.repeat(self._starts[:-1], sizes)
@@ -75,7 +90,6 @@ class ReplicatedTables:
     """Look up and update the parts that every rank holds, group by group; each rank saves some of them."""
 
     def __init__(self, placement: Placement, rank: int, options: EmbeddingOptions) -> None:
-        self._device = options.device
         self._groups: list[ReplicatedGroup] = []
         self._saved: list[SavedParts] = []
         self.parts: list[ResidentPart] = []
@@ -85,7 +99,7 @@ class ReplicatedTables:
         savers = (2 * values.cumsum() - values) * placement.world_size // max(1, 2 * int(values.sum()))
         for plan in placement.replicated_groups:
             rows, before = [part.rows for part in plan.parts], len(self.parts)
-            tables = describe_tables(placement, plan, options, rows, self._device)
+            tables = describe_tables(placement, plan, options, rows, options.device)
             kernel = make_kernel(tables)
             first, stop = np.searchsorted(savers[before : before + len(rows)], (rank, rank + 1)).tolist()
             record, others = DirtyRows(rows[first:stop]), DirtyRows(rows)
@@ -104,10 +118,15 @@ class ReplicatedTables:
         """float32 elements of the buffer in which ranks sum gradients."""
         self.pending: BeforeUpdates | None = None
         """Rows of a cut that must be copied before they change."""
+        self._saved_for: BeforeUpdates | None = None
+        """``pending`` of the last step."""
+        self._is_on_host = options.device.type == "cpu"
+        self._unmarked = deque[list[HostCopy]]()
+        """Touched rows of each group, of the steps whose changes are not recorded yet."""
 
     def by_group(self, bags: Bags) -> tuple[Bags, ...]:
-        """Split the bags of all groups, on the host, into those of each group, on its device."""
-        return tuple(each.to(self._device) for each in bags.split(self._columns))
+        """Split the bags of all groups into those of each group."""
+        return bags.split(self._columns)
 
     def lookup(self, bags: Sequence[Bags]) -> list[Tensor]:
         """Return (n, widths) of each group: the sums of the rows of each bag."""
@@ -122,14 +141,33 @@ class ReplicatedTables:
         self, buffer: Tensor, learning_rate: float, step: int, regularizer: RowRegularizerSpec | None = None
     ) -> None:
         """Update every row that the global batch looked up, once; ``buffer`` is summed over ranks."""
-        update = RowUpdate(learning_rate, step, regularizer)
+        update, touched_rows = RowUpdate(learning_rate, step, regularizer), list[HostCopy]()
         for group, saved, summed in zip(self._groups, self._saved, self._buffers(buffer), strict=True):
             touched = group.touched(summed)
-            rows = saved.rows(touched)
+            touched_rows.append(HostCopy(touched))
             if self.pending is not None:
-                self.pending.before_update(rows)
+                self._save_before(saved, touched_rows[-1], self.pending)
             group.update(summed, touched, update)
-            rows.record.mark(rows.ids, rows.sizes, rows.starts)
+        self._saved_for = self.pending
+        self._unmarked.append(touched_rows)
+        self.catch_up(0 if self._is_on_host else MAX_UNMARKED)
+
+    def _save_before(self, saved: SavedParts, touched: HostCopy, pending: BeforeUpdates) -> None:
+        """Save touched rows before they change, and those of a GPU all at once before the first step of a cut.
+
+        Their tables are small, and the host would have to wait for a GPU's touched rows in each step.
+        """
+        if self._is_on_host:
+            pending.before_update(saved.rows(touched.read().numpy()))
+        elif pending is not self._saved_for:
+            pending.before_update(saved.every_row())
+
+    def catch_up(self, steps_left: int = 0) -> None:
+        """Record the changed rows of all steps but the newest ones."""
+        while len(self._unmarked) > steps_left:
+            for saved, touched in zip(self._saved, self._unmarked.popleft(), strict=True):
+                rows = saved.rows(touched.read().numpy())
+                rows.record.mark(rows.ids, rows.sizes, rows.starts)
 
     def _buffers(self, buffer: Tensor) -> Sequence[Tensor]:
         return torch.split(buffer, self._elements) if self._elements else ()

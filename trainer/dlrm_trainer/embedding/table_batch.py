@@ -29,6 +29,8 @@ UNIT_LOOKUPS, UNIT_BAGS = 1 << 10, 1 << 9
 UNIT_ELEMENTS = 1 << 14
 """Smallest unit, in elements, of rows that are updated by sums."""
 UNITS_PER_THREAD = 4
+NO_ROW = 2**62
+"""Stands for no row where only a GPU knows how many rows there are."""
 ALL_ONES = np.zeros(0, np.float32)
 """Weights of ids that have none."""
 ROW_TYPES: dict[RowDtype, type[np.floating[Any]]] = {"fp32": np.float32, "fp16": np.float16}
@@ -110,7 +112,10 @@ class SumKernel(Kernel, Protocol):
         """
 
     def update_rows(self, rows: Tensor, sums: Tensor, update: RowUpdate) -> None:
-        """Update (U,) int64 rows, ascending and numbered over all tables, by their (R, d) sums of gradients."""
+        """Update (U,) int64 rows, ascending and numbered over all tables, by their (R, d) sums of gradients.
+
+        On a GPU the last ones may be ``NO_ROW``.
+        """
 
 
 class HostKernel:

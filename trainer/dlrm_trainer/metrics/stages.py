@@ -30,6 +30,7 @@ Stage = Literal[
     "exchange",
     "row update",
     "dense update",
+    "device",
     "maintenance",
     "records",
     "evaluation",
@@ -37,7 +38,8 @@ Stage = Literal[
 ]
 """In the order of a step: wait for the reader; send ids and start to fetch rows of a later batch; wait for rows;
 forward pass; collective of loss and flags, including the wait for slower ranks; backward pass; exchange of pooled
-rows, gradients and dense sums; updates; eviction from unique tables; progress and ledger."""
+rows, gradients and dense sums; updates; wait for a GPU, which makes a step while the host asks for the next; eviction
+from unique tables; progress and ledger."""
 STAGES: tuple[Stage, ...] = get_args(Stage)
 NUMBERS = {stage: number for number, stage in enumerate(STAGES)}
 WAITING = frozenset[Stage]({"agreement", "exchange"})

@@ -138,7 +138,7 @@ def cut_every_step(
     batches = (reader.read(number) for number in range(steps))
     for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=plan.lookahead, sent_ahead=ahead):
         number = prepared.batch.number
-        learner.apply(learner.compute(prepared, reader.global_count(number))[1], factor=1.0)
+        learner.apply(learner.compute(prepared, reader.global_count(number)), factor=1.0)
         looked_up.append(rows_of_batch(job, whole.read(number)))
         if draw.random() < 0.4:
             parent = int(draw.integers(parent, number + 1))

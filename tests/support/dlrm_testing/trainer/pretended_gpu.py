@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding import local_tables, replicated_tables
 from dlrm_trainer.embedding.exchange import Bags
-from dlrm_trainer.embedding.table_batch import HostKernel, RowUpdate, SumKernel, Tables
+from dlrm_trainer.embedding.table_batch import NO_ROW, HostKernel, RowUpdate, SumKernel, Tables
 
 NAME = "pretended"
 COPIES = {"aten._to_copy.default", "aten.copy_.default"}
@@ -137,7 +137,7 @@ class PretendedKernel:
 
     def update_rows(self, rows: Tensor, sums: Tensor, update: RowUpdate) -> None:
         """See ``table_batch.SumKernel``."""
-        self._kernel.update_rows(_kept(rows), _kept(sums), update)
+        self._kernel.update_rows((given := _kept(rows))[given < NO_ROW], _kept(sums), update)
 
 
 def _kept(tensor: Tensor) -> Tensor:

@@ -106,9 +106,9 @@ def train_plan(
     batches, losses = (reader.read(number) for number in steps), []
     ahead = 1 if pipelined else 0
     for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=plan.lookahead, sent_ahead=ahead):
-        loss, gradients = learner.compute(prepared, reader.global_count(prepared.batch.number))
-        losses.append(loss)
-        learner.apply(gradients, factor=1.0, regularizer=job.spec.training.row_regularizer)
+        computed = learner.compute(prepared, reader.global_count(prepared.batch.number))
+        losses.append(computed.loss.item())
+        learner.apply(computed, factor=1.0, regularizer=job.spec.training.row_regularizer)
     digest = live_digest(learner, collectives)
     pieces = [load_rows(piece) for piece in learner.embeddings.saved.changed_rows()]
     learner.embeddings.close()

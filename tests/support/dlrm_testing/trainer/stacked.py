@@ -81,9 +81,9 @@ def train_run(
     batches = (reader.read(number) for number in range(steps))
     for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=plan.lookahead, sent_ahead=1):
         number = prepared.batch.number
-        loss, gradients = learner.compute(prepared, reader.global_count(number))
-        losses.append(loss)
-        learner.apply(gradients, factor=1.0, regularizer=job.spec.training.row_regularizer)
+        computed = learner.compute(prepared, reader.global_count(number))
+        losses.append(computed.loss.item())
+        learner.apply(computed, factor=1.0, regularizer=job.spec.training.row_regularizer)
         if eval_every and number % eval_every == 0:
             quality = evaluate(learner, eval_reader.iterate(0, eval_reader.batches_per_epoch), collectives, number)
             assert quality is not None

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import dlrm_trainer.__main__
 from dlrm_trainer.checkpointing.restore import live_digest
-from dlrm_trainer.embedding import PreparedRows
+from dlrm_trainer.embedding import PreparedBatch
 from dlrm_trainer.train import Training
 
 train_step = Training.train_step
 
 
-def step_and_tell(training: Training, prepared: PreparedRows) -> tuple[bool, bool]:
+def step_and_tell(training: Training, prepared: PreparedBatch) -> tuple[bool, bool]:
     agreed = train_step(training, prepared)
     digest = live_digest(training.assembly.learner, training.collectives)
     if training.collectives.rank == 0:

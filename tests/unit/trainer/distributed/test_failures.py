@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from dlrm_trainer.distributed.failures import (
     BROKEN,
     HEARD,
     LEFT,
+    POLL_INTERVAL_S,
     VERDICT,
     FailureDetector,
     GangStore,
@@ -147,3 +149,21 @@ def test_rank_0_does_not_blame_itself_if_its_store_fails() -> None:
         roll.close("")
 
     assert words == [BROKEN, "rank 0 died or stopped responding"]
+
+
+def test_a_gpu_that_waits_too_long_for_others_raises_the_alarm() -> None:
+    raw: Any = CountingStore()
+    store, waited = GangStore(raw, SECRET), [0.0]
+    store.append(ANSWERS, json.dumps([1, {"made": 7, "still_s": LONG_AGO_S}]))
+    roll = FailureDetector(store, 0, 2, lambda: 9, 1.0, lambda: waited[0])
+
+    time.sleep(2 * POLL_INTERVAL_S)
+    before = roll.verdict()
+    waited[0] = 1.5
+    deadline = time.monotonic() + 10.0
+    while not roll.verdict() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    roll.close("")
+
+    assert before == ""
+    assert roll.verdict().startswith("rank 1 hung: no collective for 900 s, and 2 behind the others")

@@ -69,9 +69,9 @@ def train(job: DLRMJob, learner: Learner, start: int, stop: int) -> list[float]:
     losses = []
     for number in range(start, stop):
         prepared = learner.prepare(learner.send(reader.read(number)))
-        loss, gradients = learner.compute(prepared, reader.global_count(number))
-        learner.apply(gradients, factor=1.0)
-        losses.append(loss)
+        computed = learner.compute(prepared, reader.global_count(number))
+        learner.apply(computed, factor=1.0)
+        losses.append(computed.loss.item())
     reader.close()
     return losses
 
@@ -152,9 +152,9 @@ def test_a_step_leaves_none_of_its_features_in_memory(tmp_path: Path, monkeypatc
         return found
 
     monkeypatch.setattr(learner.embeddings, "features", features)
-    _, gradients = learner.compute(learner.prepare(learner.send(reader.read(0))), reader.global_count(0))
-    learner.apply(gradients, factor=1.0)
-    del gradients
+    computed = learner.compute(learner.prepare(learner.send(reader.read(0))), reader.global_count(0))
+    learner.apply(computed, factor=1.0)
+    del computed
     gc.collect()
 
     assert [each() for each in seen] == [None]

@@ -56,7 +56,7 @@ class SimulatedLru:
 
 
 def trained(learner: Learner, batch: Batch) -> None:
-    learner.apply(learner.compute(learner.prepare(learner.send(batch)), batch.lengths.shape[1])[1], factor=1.0)
+    learner.apply(learner.compute(learner.prepare(learner.send(batch)), batch.lengths.shape[1]), factor=1.0)
 
 
 def use_of(job: DLRMJob, shape: Shape, learner: Learner) -> RankUse:

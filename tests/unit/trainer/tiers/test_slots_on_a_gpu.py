@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -97,7 +95,7 @@ def train_steps(learner: Learner, job: DLRMJob, first: int, stop: int) -> None:
     reader = open_reader(job.spec, "train", 0, 1)
     batches = (reader.read(number) for number in range(first, stop))
     for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=1, sent_ahead=1):
-        learner.apply(learner.compute(prepared, reader.global_count(prepared.batch.number))[1], factor=1.0)
+        learner.apply(learner.compute(prepared, reader.global_count(prepared.batch.number)), factor=1.0)
     learner.embeddings.settle()
 
 
@@ -139,36 +137,6 @@ def test_a_job_says_whether_sums_on_a_gpu_are_to_be_deterministic(tmp_path: Path
 
     assert {group.batch.tables.deterministic for group in owned.groups} == {deterministic}
     owned.close()
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_inputs_are_sent_to_the_gpu_before_the_first_kernel_begins(
-    tmp_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
-    calls: list[str] = []
-    send = torch.Tensor.to
-
-    def told(tensor: torch.Tensor, *to: Any, **options: Any) -> torch.Tensor:
-        if threading.current_thread() is threading.main_thread():  # not the one that fetches rows
-            calls.append("send")
-        return send(tensor, *to, **options)
-
-    job = job_of(tmp_path, "sgd", dtype)
-    learner = make_learner(ALONE, job, Shape(TWO, slots=20), tmp_path, gpu)
-    owned = learner.embeddings.tables
-    prepared = learner.prepare(learner.send(open_reader(job.spec, "train", 0, 1).read(0)))
-    for group in owned.groups:
-        monkeypatch.setattr(group.batch.kernel, "pool", lambda *_: calls.append("pool"))
-        monkeypatch.setattr(group.batch.kernel, "update", lambda *_: calls.append("update"))
-    monkeypatch.setattr(torch.Tensor, "to", told)
-    pooled = owned.pool(prepared)
-    owned.update(prepared, pooled, [torch.zeros(64, 4) for _ in owned.groups], 0.1, 0)
-    learner.embeddings.close()
-
-    assert len(owned.groups) == 2
-    sent = len(owned.groups) * (1 if dtype == "fp32" else 2)
-    weights = sum(each.weights is not None for each in prepared.groups)
-    assert calls == ["send"] * (4 + weights) + ["pool"] * 2 + ["send"] * sent + ["update"] * 2
 
 
 @pytest.mark.parametrize("dim", [4, 2_048])

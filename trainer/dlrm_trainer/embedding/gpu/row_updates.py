@@ -22,7 +22,7 @@ from torch import Tensor
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_kernels import hashing, quantize
 from dlrm_kernels import row_updates as host
-from dlrm_trainer.embedding.table_batch import RowUpdate
+from dlrm_trainer.embedding.table_batch import NO_ROW, RowUpdate
 
 RUN = 1 << 10
 """Lookups of a row that one program sums."""
@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
 """One warp: a row's columns are then added without shared memory or barriers."""
 
 _SGD, _ADAGRAD, _ADAM = (tl.constexpr(kind) for kind in (host.SGD, host.ADAGRAD, host.ADAM))
-_LANES = tl.constexpr(LANES)
+_LANES, _NO_ROW = tl.constexpr(LANES), tl.constexpr(NO_ROW)
 _MAX_COUNT = tl.constexpr(float(host.MAX_UPDATES))
 _GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(int(each)) for each in (hashing.GOLDEN, hashing.MIX_1, hashing.MIX_2))
 _QUAD = tl.constexpr(host.COLUMNS_PER_HASH)
@@ -46,7 +46,7 @@ class SortedLookups(NamedTuple):
     """Hold lookups in the order of their rows, and those of a row in the order of the batch."""
 
     rows: Tensor
-    """(L,) int32 or int64 rows of the weights."""
+    """(L,) int32 or int64 rows of the weights; ``NO_ROW`` is updated by nothing."""
     sources: Tensor
     """(L,) int64 index of the first element of each one's gradient."""
     weights: Tensor | None
@@ -191,7 +191,8 @@ def update_each(
     """Update the row whose first lookup is that of this program; programs of other lookups have nothing to do."""
     first = tl.program_id(0)
     start = tl.load(starts + first)
-    if start == first:
+    row = tl.load(rows + first).to(tl.int64)
+    if (start == first) & (row < _NO_ROW):
         end = tl.load(ends + first)
         columns = tl.arange(0, block)
         mask = columns < dim
@@ -201,7 +202,6 @@ def update_each(
                 total += tl.load(run_sums + _place_of_run(run, start, run_length) * dim + columns, mask=mask, other=0.0)
         else:
             total = _sum(gradient, sources, weights, start, end, columns, dim)
-        row = tl.load(rows + first).to(tl.int64)
         into = weight + row * dim + columns
         value = tl.load(into, mask=mask, other=0.0).to(tl.float32)
         state_of_row = state + row * state_width

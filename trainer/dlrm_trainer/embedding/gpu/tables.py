@@ -186,7 +186,8 @@ class DeviceKernel:
         if rounded := self._tables.dtype == "fp16":
             tables = torch.searchsorted(self._row_starts, rows, right=True) - 1
             numbers = rows - self._row_starts[tables]
-        lookups = SortedLookups(rows, rows * sums.shape[1], None, tables, numbers)
+        sources = rows.clamp(max=len(sums) - 1) * sums.shape[1]
+        lookups = SortedLookups(rows, sources, None, tables, numbers)
         rounding = self._rounding(np.arange(len(self.weights)), update.step) if rounded else None
         weight, state = (joined(each, 0, len(each)) for each in (self.weights, self.states))
         update_rows(weight, state, sums, lookups, rounding, self._tables.optimizer, update)
