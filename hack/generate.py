@@ -33,7 +33,7 @@ from dlrm_operator import metrics as operator_metrics  # noqa: E402
 from dlrm_operator.job_metrics import JobMetrics  # noqa: E402
 from dlrm_trainer.endpoint import TrainerMetrics  # noqa: E402
 from dlrm_trainer.metrics.row_sizes import SizeMetrics  # noqa: E402
-from dlrm_trainer.metrics.stages import StepMetrics  # noqa: E402
+from dlrm_trainer.metrics.stages import StepMetrics, TransportMetrics  # noqa: E402
 from dlrm_trainer.metrics.tiers import TierMetrics  # noqa: E402
 from dlrm_trainer.metrics.unique_tables import UniqueMetrics  # noqa: E402
 
@@ -103,7 +103,7 @@ def metrics() -> Mapping[str, tuple[MetricRow, ...]]:
     """Return every metric of each process, in the order of the code, by the process' name."""
     trainer = [
         family
-        for each in (TrainerMetrics, StepMetrics, TierMetrics, UniqueMetrics, SizeMetrics)
+        for each in (TrainerMetrics, StepMetrics, TransportMetrics, TierMetrics, UniqueMetrics, SizeMetrics)
         for family in each.describe()
     ]
     return {

@@ -54,6 +54,7 @@ from dlrm_trainer.metrics.progress import (
     make_schedule,
     write_result,
 )
+from dlrm_trainer.metrics.stages import TransportMetrics
 from dlrm_trainer.metrics.tiers import SharedCounters
 from dlrm_trainer.settings import Settings
 
@@ -90,7 +91,8 @@ def train(
         writer = open_writer(stack, job, plan, settings, rank)
         control.attach(writer)
         if rank % spec.trainer.processes_per_replica == 0:
-            address, port, more = settings.bind, settings.trainer_port, observer.collectors()
+            address, port = settings.bind, settings.trainer_port
+            more = [*observer.collectors(), TransportMetrics(lambda: gang.transports)]
             endpoint = Endpoint(address, port, board, control, settings.token_sha256, more, stacks.dump)
             stack.callback(endpoint.close)
         ours, of_ids = gang.collectives, gang.id_collectives

@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 
@@ -22,6 +23,7 @@ from dlrm_api.process import listener
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.failures import FailureDetector, GangStore, name_ranks, report_death
+from dlrm_trainer.distributed.nccl import TransportLog
 from dlrm_trainer.distributed.two_levels import TwoLevels
 
 RETRY_INTERVAL_S = 0.1
@@ -46,8 +48,6 @@ _FIXES = {
 GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
 GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
 """Makes gloo connect two ranks when the first message goes between them, instead of all ranks at the start."""
-NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""With 0 torch does not end a process whose GPU waits too long for others: ``FailureDetector`` names who is lost."""
 
 
 def backends(device: torch.device) -> str:
@@ -74,6 +74,8 @@ class RankGroup:
         self.collectives = Collectives(rank, world_size, self._explain_failure)
         self.id_collectives = Collectives(rank, world_size, self._explain_failure)
         """For the thread that sends ids."""
+        self.transports: Counter[str] = Counter()
+        """Channels between this rank's GPU and others by transport; none before they have met, and on hosts."""
 
     def meet(
         self,
@@ -110,8 +112,10 @@ class RankGroup:
             check()
         patience.end()
         timeout = timedelta(seconds=collective_timeout_s)
-        os.environ.setdefault(NCCL_ERROR_HANDLING, "0")
         os.environ.setdefault(GLOO_LAZY, "1")
+        transports = TransportLog(os.environ) if device.type == "cuda" else None
+        # Without device_id: torch would then ask gloo's groups to connect GPUs. NCCL takes the GPU of a group's first
+        # tensor, which is the current one.
         dist.init_process_group(
             backends(device),
             store=self._store.for_torch("gang"),
@@ -135,6 +139,10 @@ class RankGroup:
             each.connect()
         # NCCL connects at its first collective, by a store that waits STORE_TIMEOUT_S for rank 0.
         self.collectives.all_reduce(torch.zeros(1, device=device))
+        if transports is not None:
+            # Connections are logged by then.
+            torch.cuda.synchronize(device)
+            self.transports = transports.read()
 
     def leave(self, reason: str) -> None:
         """Tell the others why this rank ends; empty if it ended well or another rank is to blame."""

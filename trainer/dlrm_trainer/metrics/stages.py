@@ -282,6 +282,29 @@ class StepCounters:
         self.collectives[:] = [sum(each.calls[kind] for each in channels) for kind in KINDS]
 
 
+class TransportMetrics(Collector):
+    """Collect how NCCL connects the GPU of the pod's first rank with others."""
+
+    def __init__(self, transports: Callable[[], Mapping[str, int]]) -> None:
+        self._transports = transports
+
+    @staticmethod
+    def describe() -> Iterator[Metric]:
+        """Return the metric without its values."""
+        return TransportMetrics(dict).collect()
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the metric once."""
+        channels = GaugeMetricFamily(
+            "dlrm_trainer_nccl_channels",
+            "Channels of the pod's first GPU to others by NCCL's transport, such as P2P, NET/IB or NET/Socket.",
+            labels=["transport"],
+        )
+        for transport, count in self._transports().items():
+            channels.add_metric([transport], count)
+        yield channels
+
+
 class StepMetrics(Collector):
     """Collect the counters of all ranks of a pod."""
 
