@@ -110,7 +110,7 @@ def _start_and_cut(count: int, changed: int) -> tuple[int, dict[str, float]]:
         chosen = np.concatenate([held[:-slots:STORED_PER_CHANGED], held[-slots:]])
         for number, some in enumerate(np.array_split(held, -(-len(held) // BATCH)), start=1):
             fetched = stack.fetch(some, np.array([len(some)]), number)
-            weight[torch.from_numpy(fetched.slots)] += 1
+            weight[fetched.slots] += 1
             stack.release(fetched)
         row_bytes = CutRows(shard=part.shard, count=0, state_values=part.state_values).row_bytes
         writer = HandoffWriter(Path(folder), 0, 2 * changed * row_bytes + (64 << 20))

@@ -443,10 +443,7 @@ def _levels(job: DLRMJob, device: Device, table: TableSpec, ranges: Sequence[Sha
             sizes[tier] += ranks * (count * blocks * tiers.row_bytes(*row) if slabs is None else slabs.planned(count))
             continue
         for number, level in enumerate(shard.tiers.levels):
-            size: float = tiers.slot_bytes(*row) if number == 0 else tiers.record_bytes(*row)
-            if level.tier == "hbm":
-                # The tags of a slot are in DDR.
-                size = tiers.row_bytes(*row)
+            size: float = tiers.slot_bytes(*row, tier=level.tier) if number == 0 else tiers.record_bytes(*row)
             if level.tier == "block":
                 size = tiers.BLOCK_SLACK * tiers.block_place_bytes(*row)
             rows[level.tier] += ranks * level.rows

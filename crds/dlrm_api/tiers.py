@@ -55,7 +55,9 @@ MAX_PLACES = 2**29
 MAX_LINKED_SLOTS = 2**31 - 1
 """Largest number of slots of a shard: the linked lists hold signed 32-bit indices."""
 SLOT_META_BYTES = 32
-"""Per slot: row number, links of the replacement policy, access count, pins, flags."""
+"""Per slot in host memory: row number, links of the replacement policy, access count, pins, flags."""
+DIRECTORY_BYTES = 24
+"""Per slot on a device, besides it: row number, last use, access count, pins, and whether it was used twice."""
 PLACE_META_BYTES = 4
 """Per place of a byte-addressable level below the first: an entry of the free list."""
 ORDER_META_BYTES = 16
@@ -68,6 +70,9 @@ BLOCK_SLACK = 1.5
 """Places of a block level per row: segments being written and holes to be cleaned need space too."""
 BLOCK_PLACE_META_BYTES = 8
 """Host memory per place of a block level: its row number."""
+DEVICE_MARGIN = 1.25
+DEVICE_DEVIATIONS = 6
+"""Scratch slots on a device: see ``device_extra_slots``."""
 TIER_BUFFER_BYTES = 64 << 20
 """Host memory of one rank with levels for rows in transit: staging, segments being written, pages being read."""
 CLASS_BUFFER_BYTES = 32 << 20
@@ -99,18 +104,37 @@ def row_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
     return dim * ELEMENT_BYTES[dtype] + STATE_BYTES * state_values(optimizer, dim)
 
 
-def slot_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
+def slot_meta_bytes(tier: Tier) -> int:
+    """Return the bytes per slot in a tier that say which row it holds; they are in the same tier."""
+    return DIRECTORY_BYTES if TIERS[tier].on_device else SLOT_META_BYTES
+
+
+def slot_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind, tier: Tier = "ddr") -> int:
     """Return the bytes of one slot of the first level."""
-    return row_bytes(dim, dtype, optimizer) + SLOT_META_BYTES
+    return row_bytes(dim, dtype, optimizer) + slot_meta_bytes(tier)
 
 
 def extra_slots(rows: int, max_lookups: int, global_batch_size: int, lookahead: int) -> int:
-    """Return the scratch slots of a shard: the maximum that the batches in flight can look up.
+    """Return the scratch slots of a shard in host memory: the maximum that the batches in flight can look up.
 
-    In flight are the batches ahead, the current one, and one of an evaluation. Host memory for the slots is touched
-    only when used; GPU memory is allocated at the start. ``max_lookups`` of one sample, over all features.
+    In flight are the batches ahead, the current one, and one of an evaluation. Memory for the slots is touched only
+    when used. ``max_lookups`` of one sample, over all features.
     """
     return min(rows, max_lookups * global_batch_size * (lookahead + 2))
+
+
+def device_extra_slots(rows: int, lookups: float, max_lookups: int, global_batch_size: int) -> int:
+    """Return the scratch slots of a shard on a device, which are allocated at the start.
+
+    They are enough for a batch of training and one of an evaluation, each with a quarter more lookups than the mean and
+    six standard deviations of independent samples. A batch for which those in flight leave too few waits for them.
+    ``lookups`` and ``max_lookups`` are the mean and the maximum of one sample, over all features.
+    """
+    mean = lookups * global_batch_size
+    # Values in [0, b] with mean m have a variance of at most m (b - m): Bhatia and Davis, 2000.
+    spread = math.sqrt(mean * max(max_lookups - lookups, 0.0))
+    batch = min(max_lookups * global_batch_size, math.ceil(DEVICE_MARGIN * mean + DEVICE_DEVIATIONS * spread))
+    return min(rows, 2 * batch)
 
 
 def record_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:

@@ -31,6 +31,8 @@ LFU_LISTS = 64
 """Number of LFU lists: all higher access counts share the last one."""
 LISTS = {LRU: 1, LFU: LFU_LISTS, MIXED: 2}
 PROTECTED_SHARE = 0.8
+ON_DEVICE = -1
+"""Ways of slots whose directory is on a device. The host knows extra slots alone."""
 MAX_COUNT = 2**31 - 1
 AHEAD: Final = 12
 """Neighbours in a list prefetched ahead."""
@@ -122,7 +124,7 @@ def touch(replacement: Replacement, meta: Any, table: int, slots: Any) -> None:
 @kernel
 def limit_protected(replacement: Replacement, meta: Any) -> None:
     """Put the oldest slots back on probation if too many are protected (mixed); call it after ``touch``."""
-    if replacement.policy != MIXED or replacement.ways > 0:
+    if replacement.policy != MIXED or replacement.ways != 0:
         return
     lists, limits = replacement.lists, replacement.max_protected
     over = np.empty(len(lists), np.int64)
@@ -143,6 +145,8 @@ def insert(replacement: Replacement, meta: Any, table: int, slots: Any, counts: 
     policy, ways, lists = replacement.policy, replacement.ways, replacement.lists
     for n in range(len(slots)):
         slot = slots[n]
+        if ways == ON_DEVICE and not meta[slot, FLAGS] & EXTRA:
+            continue
         meta[slot, COUNT] = min(counts[n], MAX_COUNT - 1) + 1
         if ways == 0 and not meta[slot, FLAGS] & EXTRA:
             _push(lists, meta, table, _list_of(policy, meta[slot, COUNT], False), slot)

@@ -21,6 +21,7 @@ from dlrm_kernels.replacement import (
     LAST,
     META_WORDS,
     NEXT,
+    ON_DEVICE,
     PINS,
     STAMP,
     Replacement,
@@ -183,7 +184,8 @@ def _list_missing(
 def admit(row_map: RowMap, batch: int, found: LookupResult, distinct: int, missing: int) -> int:
     """Assign a slot to each missing row and list the rows evicted, which the caller moves.
 
-    The caller also updates the entries of evicted rows.
+    With a directory on a device ``found`` says what that assigned; rows without a slot get extra ones. The caller also
+    updates the entries of evicted rows.
 
     Returns:
         Number of rows without a slot: 0 unless the batch exceeds the size that the map was made for.
@@ -204,17 +206,18 @@ def admit(row_map: RowMap, batch: int, found: LookupResult, distinct: int, missi
             )
         first, last = last, last + counts[table]
         part = slice(first, last)
-        take_slots(
-            row_map.replacement,
-            row_map.meta,
-            row_map.filled,
-            table,
-            row_map.slot_starts[table],
-            row_map.capacity[table],
-            found.missing[part],
-            found.targets[part],
-            found.leaving[part],
-        )
+        if row_map.replacement.ways != ON_DEVICE:
+            take_slots(
+                row_map.replacement,
+                row_map.meta,
+                row_map.filled,
+                table,
+                row_map.slot_starts[table],
+                row_map.capacity[table],
+                found.missing[part],
+                found.targets[part],
+                found.leaving[part],
+            )
         short = _settle(
             row_map, table, batch, found.missing[part], found.sources[part], found.targets[part], found.leaving[part]
         )
@@ -240,9 +243,12 @@ def _settle(row_map: RowMap, table: int, batch: int, missing: Any, sources: Any,
             stats[table, SCRATCH] += 1
         stats[table, EVICTED] += leaving[m] >= 0
         stats[table, CREATED] += sources[m] == MISSING
-        set_row(meta, slot, missing[m])
-        # COUNT still belongs to the row that leaves.
-        meta[slot, PINS], meta[slot, STAMP], meta[slot, FLAGS] = 1, batch, flags
+        if flags or row_map.replacement.ways != ON_DEVICE:
+            set_row(meta, slot, missing[m])
+            # COUNT still belongs to the row that leaves.
+            meta[slot, PINS], meta[slot, STAMP], meta[slot, FLAGS] = 1, batch, flags
+        else:
+            row_map.filled[table, 0] += leaving[m] < 0
         place_of[missing[m]] = (slot << LEVEL_BITS) + 1
     return 0
 
@@ -372,7 +378,10 @@ def drop_rows(row_map: RowMap, rows: Any, entries: Any) -> None:
         slot = (entries[n] - 1) >> LEVEL_BITS
         while slot < row_map.slot_starts[table] or slot >= row_map.slot_starts[table + 1]:
             table = (table + 1) % len(row_map.capacity)
-        empty(row_map.replacement, row_map.meta, table, slot)
+        if row_map.replacement.ways == ON_DEVICE:
+            row_map.filled[table, 0] -= 1
+        else:
+            empty(row_map.replacement, row_map.meta, table, slot)
 
 
 @kernel

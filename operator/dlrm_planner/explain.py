@@ -320,7 +320,7 @@ def _table_shortage(problem: Problem, failure: Infeasible, cause: TableShortage)
     elif (table.pin or NO_PIN).tier == "hbm":
         form = "with all rows, as pinned,"
     elif is_hbm:
-        form = f"{slots} and for all lookups of {batches + 1} batches in flight"
+        form = f"{slots}, and scratch slots for the lookups of two batches,"
     else:
         form = f"{slots}, those of {batches} batches in flight, scratch slots, and the map of all rows"
     on, free = f" on {where}, which has most free memory", "bytes are free"

@@ -33,7 +33,7 @@ IN_HBM, UNPINNED, IN_DDR = -3, -2, -1
 class Stacks:
     """Hold (N,) bytes of shards as stacks, and whole in DDR.
 
-    The slots of a shard are in DDR, or ``on_device`` in the HBM of its rank's GPU, with their metadata in DDR.
+    The slots of a shard are in DDR, or ``on_device`` in the HBM of its rank's GPU, and their directory with them.
     """
 
     rows: Floats
@@ -46,7 +46,9 @@ class Stacks:
     max_slots: Floats
     """Links between slots cannot address more."""
     slot: Floats  # DDR of a slot
+    extra_slot: Floats  # DDR of a scratch slot
     device_slot: Floats  # HBM of a slot
+    device_row: Floats  # HBM of a row of a shard that has no other
     entry: Floats
     """DDR of a row's map entry and change bits."""
     directory: Floats
@@ -56,7 +58,7 @@ class Stacks:
     slots, and of the shard's part of a hand-off that holds a full cut."""
     scratch: Floats
     """Slots besides the planned ones: for rows of a batch that finds its set full, or of an evaluation. The expected
-    number on the host, which takes memory on use; the largest on a device, which takes it at the start."""
+    number on the host, which takes memory on use; on a device, which takes it at the start, all that there are."""
     record: Floats
     """Bytes of a row in ddr, cxl and scm, below the slots."""
     paged: Floats
@@ -89,16 +91,18 @@ class Stacks:
         return self.record + self.blocks * (tiers.PLACE_META_BYTES + (0 if last else tiers.ORDER_META_BYTES))
 
     def level_ddr_bytes(self, shard: int, levels: Levels) -> int:
-        """Return the DDR of a stack: slots and scratch, or their metadata, maps, and places below."""
+        """Return the DDR of a stack: slots and scratch, or the latter's metadata, maps, and places below."""
         last = len(levels.below) - 1
         places = sum(tiers.places_meta_bytes(tier, n, last=k == last) for k, (tier, n) in enumerate(levels.below))
-        slots = (levels.slots + self.scratch[shard]) * self.slot[shard]
+        slots = levels.slots * self.slot[shard] + self.scratch[shard] * self.extra_slot[shard]
         rows = self.blocks[shard] * (self.rows[shard] * self.entry[shard] + places)
         return int(slots + rows + self.directory[shard])
 
     def level_hbm_bytes(self, shard: int, levels: Levels) -> int:
         """Return the HBM of slots and scratch, or of all rows."""
-        return int((levels.slots + (self.scratch[shard] if levels.below else 0.0)) * self.device_slot[shard])
+        if not levels.below:
+            return int(levels.slots * self.device_row[shard])
+        return int((levels.slots + self.scratch[shard]) * self.device_slot[shard])
 
     def bytes_below(self, shard: int, levels: Levels) -> dict[Tier, int]:
         """Return the bytes of rows in each level below the slots."""
@@ -125,7 +129,8 @@ def read_stacks(
     ways = spec.trainer.cache.ways
     pin = shapes.by_table(lambda i: _pin(shapes.tables, i, caps)).astype(np.int64)
     on_device = (pin <= UNPINNED) & (device == "cuda")
-    record, slot = row + blocks * tiers.COUNTER_BYTES, np.where(on_device, 0.0, row) + blocks * tiers.SLOT_META_BYTES
+    record, directory_bytes = row + blocks * tiers.COUNTER_BYTES, blocks * tiers.DIRECTORY_BYTES * (pin != IN_HBM)
+    extra_slot = np.where(on_device, 0.0, row) + blocks * tiers.SLOT_META_BYTES
     dearest = max((META_BYTES[tier] for tier in caps), default=0.0)
     meta = np.array([*(META_BYTES[tier] for tier in FILE_TIERS), dearest])[np.maximum(pin, -1)]
     middle = sum(list(caps.values())[:-1])
@@ -134,7 +139,15 @@ def read_stacks(
     in_flight = shapes.by_table(
         lambda i: tiers.extra_slots(specs[i].held_rows, specs[i].max_lookups * len(specs[i].sources), batch, ahead)
     )
-    extra = np.minimum(rows, in_flight)
+    on_devices = shapes.by_table(
+        lambda i: tiers.device_extra_slots(
+            specs[i].held_rows,
+            specs[i].lookups * len(specs[i].sources),
+            specs[i].max_lookups * len(specs[i].sources),
+            batch,
+        )
+    )
+    extra = np.minimum(rows, np.where(on_device, on_devices, in_flight))
     scratch = np.where(on_device, extra, np.ceil(rates.accesses)) * (pin != IN_HBM)
     least = np.ceil(rates.min_rows / max(ways, 1)) * max(ways, 1)
     whole = shapes.held_bytes.astype(np.float64)
@@ -148,14 +161,16 @@ def read_stacks(
         whole=np.where(on_device, np.inf, whole),
         min_slots=np.where(pin == IN_HBM, rows, np.where(on_device, np.minimum(least, rows), least)),
         max_slots=np.minimum(rows, np.maximum(tiers.MAX_LINKED_SLOTS - extra, 1)),
-        slot=slot,
-        device_slot=np.where(on_device, row, 0.0),
+        slot=np.where(on_device, 0.0, extra_slot),
+        extra_slot=extra_slot,
+        device_slot=np.where(on_device, row + directory_bytes, 0.0),
+        device_row=np.where(on_device, row, 0.0),
         entry=entry,
         directory=directory,
         # Places may be rounded up.
         fixed=blocks * (np.ceil(rows * (entry + meta)) + 2 * tiers.BLOCK_PLACE_META_BYTES)
         + directory
-        + scratch * slot
+        + scratch * extra_slot
         + cut_parts,
         scratch=scratch,
         record=record,

@@ -283,7 +283,8 @@ def _slots_of_rank(stacks: Stacks, rates: HitRates, hbm: float, part: float, *, 
     slots, cost = stacks.min_slots, stacks.device_slot
     left = max(hbm - float(stacks.min_hbm().sum()), 0.0)
     if wholes:
-        held = fill(rates, Demand(slots, slots, cost, (stacks.rows - slots) * cost), left)
+        whole_cost = np.maximum(stacks.rows * stacks.device_row - slots * cost, 0.0)
+        held = fill(rates, Demand(slots, slots, cost, whole_cost), left)
         slots, left = np.where(held.whole, stacks.rows, slots), held.left
     got = fill(rates, Demand(slots, np.maximum(stacks.max_slots, slots), cost), part * left, spend_all=True)
     return _whole_or_in_sets(got.rows, stacks)

@@ -81,10 +81,13 @@ def bytes_on_gpu(spec: DLRMJobSpec, plan: Plan, rank: int) -> int:
             if shard.kind == "data":
                 taken += blocks * rows * (row + width * 4)
             elif shard.tiers.levels and shard.tiers.levels[0].tier == "hbm":
-                most = asked.max_lookups * len(asked.sources)
-                extra = tiers.extra_slots(rows, most, spec.data.global_batch_size, plan.lookahead)
-                extra = extra if shard.tiers.is_stack else 0
-                taken += blocks * (min(rows, shard.tiers.levels[0].rows) + extra) * row
+                mean, most = (each * len(asked.sources) for each in (asked.lookups, asked.max_lookups))
+                extra = tiers.device_extra_slots(rows, mean, most, spec.data.global_batch_size)
+                if shard.tiers.is_stack:
+                    row_here, extra_here = row + tiers.DIRECTORY_BYTES, extra
+                else:
+                    row_here, extra_here = row, 0
+                taken += blocks * (min(rows, shard.tiers.levels[0].rows) + extra_here) * row_here
     return taken
 
 
@@ -433,7 +436,17 @@ def test_slots_too_large_for_a_gpu_are_reported_with_the_batches(
     reasons = refusal(spec, make_profile("64Gi", devices=gpus(1, "2260Mi")))
 
     assert reasons[0].startswith("table t (100000000 rows x 64) does not fit on the GPU of rank 0 on node 0")
-    assert "rows and for all lookups of 3 batches in flight it takes" in reasons[0]
+    assert "rows, and scratch slots for the lookups of two batches, it takes" in reasons[0]
+
+
+def test_a_table_of_which_few_lookups_are_usual_has_more_slots(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+    profile = make_profile("64Gi", devices=gpus(1, "8Gi"))
+    usual, most = (table("t", 10**8, maxLookups=100, **more) for more in ({"avgLookups": 10}, {}))
+
+    plans = [plan_job(make_spec([each], batch=65_536), profile) for each in (usual, most)]
+
+    slots = [share(plan, "t").levels[0].rows for plan in plans]
+    assert slots[0] > slots[1] + 10**7
 
 
 def test_the_budget_fix_counts_all_processes(make_spec: MakeSpec) -> None:

@@ -25,7 +25,7 @@ from dlrm_kernels.directory import ABSENT
 from dlrm_kernels.initial_rows import InitialRows, start_rows
 from dlrm_kernels.row_updates import table_key
 from dlrm_kernels.slabs import BINS
-from dlrm_trainer.compute_device import HOST, HostCopy, to_device
+from dlrm_trainer.compute_device import HOST, HostCopy
 from dlrm_trainer.embedding.changes import BeforeUpdates, DirtyPart, DirtyRows, RowsToUpdate
 from dlrm_trainer.embedding.checkpoint import (
     LocalPart,
@@ -41,13 +41,14 @@ from dlrm_trainer.embedding.checkpoint import (
 from dlrm_trainer.embedding.device_batch import Copy
 from dlrm_trainer.embedding.exchange import Bags, OwnedIds
 from dlrm_trainer.embedding.placement import EmbeddingOptions, PartGroup, Placement
+from dlrm_trainer.embedding.planned_stacks import make_stack, stack_tables
 from dlrm_trainer.embedding.row_sizes import Counts, ModelSizes, sizes_of, utility_of_bin
 from dlrm_trainer.embedding.shared import SharedRows
 from dlrm_trainer.embedding.sights import Sights
 from dlrm_trainer.embedding.slabs import SlabKernel
 from dlrm_trainer.embedding.table_batch import HostKernel, Kernel, SumKernel, TableBatch, Tables
 from dlrm_trainer.embedding.tiers.prefetch import Prefetcher, processors_near_levels
-from dlrm_trainer.embedding.tiers.stack import NO_ROWS, Fetched, NewRows, Stack, StackLookups, make_stack, stack_tables
+from dlrm_trainer.embedding.tiers.stack import NO_ROWS, Fetched, NewRows, Stack, StackLookups
 from dlrm_trainer.embedding.unique import (
     Admitted,
     LookupCounts,
@@ -208,9 +209,7 @@ class LocalTables:
         fetched = self._wait(prepared)
         slots = iter(fetched)
         on_devices = [
-            bags
-            if group.stack is None
-            else replace(bags, ids=to_device(torch.from_numpy(next(slots).slots), group.device))
+            bags if group.stack is None else replace(bags, ids=next(slots).slots)
             for group, bags in zip(self.groups, bags_of_groups, strict=True)
         ]
         # Copies of rows into slots may still be running.
@@ -233,7 +232,8 @@ class LocalTables:
         start = time.monotonic()
         fetched = prepared.fetched.result()
         self.wait_s += time.monotonic() - start
-        missing = sum(int((each.slots < 0).sum()) for each in fetched)
+        # Slots on a device were checked when they were found: the host does not wait for it here.
+        missing = sum(int((each.slots < 0).sum()) for each in fetched if each.held is None)
         self.missing += missing
         assert missing == 0, f"{missing} lookups of a batch that begins have no row in a slot"
         return fetched
@@ -281,10 +281,8 @@ class LocalTables:
             self._unscored.popleft()()
 
     def _save_before(self, prepared: PreparedRows, pending: BeforeUpdates) -> None:
-        fetched = iter([] if prepared.fetched is None else prepared.fetched.result())
         for group, bags in zip(self.groups, prepared.groups, strict=True):
-            slots = None if group.stack is None else next(fetched).slots
-            locate = partial(_locate, group, slots)
+            locate = partial(_locate, group, group.stack)
             pending.before_update(RowsToUpdate(group.dirty, bags.ids.numpy(), bags.sizes.numpy(), group.starts, locate))
 
     def maintain(self, step: int, period: MaintenancePeriod) -> Maintained:
@@ -567,14 +565,14 @@ def _device_of(placement: Placement, plan: PartGroup, device: torch.device) -> t
 
 
 def _locate(
-    group: Group, slots: NDArray[np.int64] | None, number: int, rows: NDArray[np.int64], lookups: NDArray[np.int64]
+    group: Group, stack: Stack | None, number: int, rows: NDArray[np.int64], _lookups: NDArray[np.int64]
 ) -> CutRowSource:
-    """Locate rows of a part that a batch has looked up: in slots, or in place."""
+    """Locate rows of a part: in slots of the ``stack``, where a batch holds them, or in place."""
     part = group.parts[number]
-    if slots is None:
+    if stack is None:
         return part.in_place(rows)
     weight, state = group.batch.weights[number], group.batch.states[number]
-    found = SlotRows(part.shard, rows + part.shard.row_start, weight, state, slots[lookups])
+    found = SlotRows(part.shard, rows + part.shard.row_start, weight, state, stack.slots_of(number, rows))
     return part.keyed(found) if isinstance(part, UniquePart) else found
 
 

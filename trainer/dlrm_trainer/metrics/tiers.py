@@ -311,8 +311,8 @@ def stack_bytes(part: Part, dtype: tiers.RowDtype, optimizer: RowOptimizerSpec) 
     row = (part.width, dtype, optimizer.kind)
     first, *below = part.share.levels
     slots = min(first.rows, part.rows)
-    planned: Counter[Tier] = Counter({first.tier: slots * tiers.row_bytes(*row)})
-    planned["ddr"] += slots * tiers.SLOT_META_BYTES + part.rows * tiers.map_entry_bytes(part.rows)
+    planned: Counter[Tier] = Counter({first.tier: slots * tiers.slot_bytes(*row, tier=first.tier)})
+    planned["ddr"] += part.rows * tiers.map_entry_bytes(part.rows)
     for level in below:
         if level.tier == "block":
             planned["block"] += math.ceil(math.ceil(level.rows * tiers.BLOCK_SLACK) * tiers.block_place_bytes(*row))

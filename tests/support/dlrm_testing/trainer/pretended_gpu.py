@@ -20,9 +20,12 @@ from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dlrm_testing.trainer import directory_rules
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding import local_tables, replicated_tables
 from dlrm_trainer.embedding.exchange import Bags
+from dlrm_trainer.embedding.gpu import row_directory
+from dlrm_trainer.embedding.gpu.row_directory import Sets
 from dlrm_trainer.embedding.table_batch import NO_ROW, HostKernel, RowUpdate, SumKernel, Tables
 
 NAME = "pretended"
@@ -150,9 +153,19 @@ def _kept_bags(bags: Bags) -> Bags:
     return replace(bags, lengths=_kept(bags.lengths), ids=_kept(bags.ids), weights=weights)
 
 
+def _on_kept(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Run a rule of a directory behind tensors of the device."""
+
+    def run(sets: Sets, chosen: Tensor, rows: Tensor, batch: int) -> Tensor:
+        kept = (_kept(each) if isinstance(each, Tensor) else each for each in sets)
+        return Pretended(rule(Sets(*kept), _kept(chosen), _kept(rows), batch))
+
+    return run
+
+
 @contextmanager
 def pretended_gpu() -> Iterator[torch.device]:
-    """Make the device have kernels for rows."""
+    """Make the device have kernels for rows and for directories of slots."""
     made = local_tables.make_kernel
 
     def make_kernel(tables: Tables) -> SumKernel:
@@ -161,4 +174,6 @@ def pretended_gpu() -> Iterator[torch.device]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (local_tables, replicated_tables):
             patch.setattr(module, "make_kernel", make_kernel)
+        for name in ("find_rows", "admit_rows"):
+            patch.setattr(row_directory, name, _on_kept(getattr(directory_rules, name)))
         yield PRETENDED

@@ -34,7 +34,7 @@ def test_the_last_slots_that_links_can_name_hold_their_rows() -> None:
     values = initial_rows(SEED, "t", rows, range(DIM), SCALE)
 
     def holds(fetched: Fetched, values: NDArray[np.float32]) -> bool:
-        return np.array_equal(weight.numpy()[fetched.slots], values)
+        return np.array_equal(weight.numpy()[fetched.slots.numpy()], values)
 
     borrowed = stack.borrow(rows, np.array([EXTRA]))
     assert int(borrowed.slots.max()) == MAX_LINKED_SLOTS - 1
@@ -45,7 +45,7 @@ def test_the_last_slots_that_links_can_name_hold_their_rows() -> None:
         fetched = stack.fetch(rows, np.array([EXTRA]), batch)
         assert holds(fetched, values)
         values += 1
-        weight.numpy()[fetched.slots] += 1
+        weight.numpy()[fetched.slots.numpy()] += 1
         stack.release(fetched)
     stack.close()
 

@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dlrm_api.errors import DeviceError
+from dlrm_api.errors import DeviceError, InvalidSpecError
 from dlrm_api.model import TableSpec
 from dlrm_api.plan import TierLevel, TierShare
 from dlrm_api.tiers import BLOCK_SLACK, Tier
@@ -24,17 +25,27 @@ from dlrm_checkpointer.types import ShardRows, load_rows
 from dlrm_kernels import row_cache
 from dlrm_kernels.replacement import SIZE
 from dlrm_kernels.row_cache import ACCESSES, CREATED, EVICTED, HITS, SCRATCH
+from dlrm_testing.trainer.directory_rules import directories_on_hosts
 from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.checkpoint import StackedPart, rows_of_stack, table_meta
+from dlrm_trainer.embedding.gpu.stack import GpuStack
 from dlrm_trainer.embedding.tiers import stack as stack_module
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.memory import AnonymousStorage, ByteLevel, MappedStorage
 from dlrm_trainer.embedding.tiers.prefetch import Prefetcher
-from dlrm_trainer.embedding.tiers.slots import DeviceSlots, HostSlots, Level, Records, SlotMemory, untouched_zeros
+from dlrm_trainer.embedding.tiers.slots import DeviceSlots, HostSlots, Level, Records, untouched_zeros
 from dlrm_trainer.embedding.tiers.stack import Stack, StackLookups, StackTable
 
+pytestmark = pytest.mark.usefixtures("directories")
 DIM, SEED, SCALE = 4, 7, 0.25
 Ids = NDArray[np.int64]
+
+
+@pytest.fixture
+def directories() -> Iterator[None]:
+    """Has directories of GPUs work on hosts."""
+    with directories_on_hosts():
+        yield
 
 
 class Tables:
@@ -63,10 +74,11 @@ class Tables:
         share = TierShare.model_validate(
             {"levels": [TierLevel(tier="ddr", rows=slots), *below], "policy": policy, "ways": ways}
         )
-        memory: SlotMemory = HostSlots(self.weight, self.state)
         if staged:
             memory = DeviceSlots(self.weight, self.state, stack_module.QUEUED_CHUNK)
-        self.stack = Stack(members, share, memory, SEED, DIM, "fp32")
+            self.stack: Stack = GpuStack(members, share, memory, SEED, DIM, "fp32")
+        else:
+            self.stack = Stack(members, share, HostSlots(self.weight, self.state), SEED, DIM, "fp32")
         self.stack.attach([self._level(tier, n, len(tiers), folder, segment_bytes) for n, tier in enumerate(tiers)])
         self.updates = [np.zeros(n, np.int64) for n in rows]
         self.batches = 0
@@ -112,8 +124,8 @@ class Tables:
     def train(self, ids: list[Ids], batch: int) -> None:
         """One batch, from its fetch to its release."""
         fetched = self.stack.fetch(*self.lookups(ids), batch)
-        self.check(ids, fetched.slots)
-        self.update(ids, fetched.slots)
+        self.check(ids, fetched.slots.numpy())
+        self.update(ids, fetched.slots.numpy())
         self.stack.release(fetched)
 
     def places_agree(self) -> None:
@@ -170,14 +182,14 @@ def test_every_batch_finds_its_rows_as_updates_left_them(
         if len(ahead) <= depth:
             continue
         ids, fetched = ahead.pop(0)
-        tables.check(ids, fetched.slots)
-        tables.update(ids, fetched.slots)
+        tables.check(ids, fetched.slots.numpy())
+        tables.update(ids, fetched.slots.numpy())
         tables.stack.release(fetched)
         if batch % 3 == 0:
             seen = [generator.integers(0, n, 20) for n in tables.rows]
             before = tables.stack.row_map.place_of.copy()
             borrowed = tables.stack.borrow(*tables.lookups(seen))
-            tables.check(seen, borrowed.slots)
+            tables.check(seen, borrowed.slots.numpy())
             tables.stack.give_back(borrowed)
             assert np.array_equal(before, tables.stack.row_map.place_of)
         tables.places_agree()
@@ -274,7 +286,7 @@ def test_rows_of_a_batch_in_flight_are_never_victims(policy: str, ways: int) -> 
         tables.stack.release(tables.stack.fetch(other, np.array([40]), batch))
 
     again = tables.stack.fetch(held, np.array([12]), 20)
-    assert np.array_equal(first.slots, again.slots)
+    assert np.array_equal(first.slots.numpy(), again.slots.numpy())
 
 
 def test_lfu_keeps_what_is_used_often_and_lru_what_was_used_last() -> None:
@@ -316,7 +328,7 @@ def changed_views(tables: Tables) -> list[StackedPart]:
     for batch in range(1, 15):
         ids = [generator.integers(0, n, 60) for n in tables.rows]
         fetched = tables.stack.fetch(*tables.lookups(ids), batch)
-        tables.update(ids, fetched.slots)
+        tables.update(ids, fetched.slots.numpy())
         tables.stack.release(fetched)
     tables.stack.fetch(*tables.lookups([np.arange(60), np.arange(60)]), 15)  # of the next batch: not to be saved
     dirty = DirtyRows(tables.rows)
@@ -388,6 +400,54 @@ def test_after_an_error_every_request_fails_with_it_and_the_thread_ends(tmp_path
     ahead.close()
 
 
+def test_a_batch_that_finds_too_few_slots_waits_for_those_before_it() -> None:
+    tables = Tables([100], 8, ("ddr",), Path(), staged=True, extra=40)
+    ahead = Prefetcher([tables.stack])
+    batches = [np.arange(start, start + 18) for start in (0, 20, 40)]
+    lookups = [[StackLookups(ids, np.array([18]))] for ids in batches]
+
+    first, second, third = (ahead.fetch(each, number) for number, each in enumerate(lookups, start=1))
+    ahead.settle()
+
+    assert (first.done(), second.done(), third.done()) == (True, False, False)
+    for ids, fetched in zip(batches, (first, second, third), strict=True):
+        (got,) = fetched.result(timeout=60)
+        tables.check([ids], got.slots.numpy())
+        tables.update([ids], got.slots.numpy())
+        ahead.release([got])
+    ahead.settle()
+    ahead.close()
+    tables.places_agree()
+
+
+def test_rows_dropped_from_slots_of_a_gpu_are_nowhere_and_leave_them_free() -> None:
+    tables, gone = Tables([60, 90], 20, ("ddr",), Path(), staged=True), np.arange(5, 25)
+    for batch in (1, 2, 3):
+        tables.train([np.arange(batch * 10), np.arange(batch * 10)], batch)
+
+    tables.stack.drop(1, gone)
+    tables.updates[1][gone] = 0
+
+    tables.places_agree()
+    assert not np.isin(gone + 60, tables.stack.known(1, 0, 90)).any()
+    for batch in (4, 5):
+        tables.train([np.arange(60), np.arange(90)], batch)
+    tables.places_agree()
+
+
+def test_a_batch_with_more_rows_than_slots_is_refused_with_the_field_to_change() -> None:
+    tables = Tables([100], 8, ("ddr",), Path(), staged=True, extra=10)
+    ahead = Prefetcher([tables.stack])
+
+    fetched = ahead.fetch([StackLookups(np.arange(30), np.array([30]))], 1)
+    later = ahead.fetch([StackLookups(np.arange(3), np.array([3]))], 2)
+
+    for each in (fetched, later):
+        with pytest.raises(InvalidSpecError, match=r"table t0: batch 1 finds no slot in HBM for 12 .*avgLookups"):
+            each.result(timeout=60)
+    ahead.close()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="turns of threads are Linux's")
 def test_only_a_thread_that_just_copies_runs_in_gaps(tmp_path: Path) -> None:
     classes = []
@@ -439,7 +499,7 @@ def test_bytes_kept_are_those_of_the_rows_that_were_stored(tmp_path: Path) -> No
 def test_rows_go_to_a_gpu_in_large_copies_and_to_the_host_in_small_ones() -> None:
     copies: dict[bool, list[int]] = {False: [], True: []}
     for staged, counts in copies.items():
-        tables = Tables([20_000], 12_000, ("ddr",), Path(), staged=staged)
+        tables = Tables([20_000], 12_000, ("ddr",), Path(), staged=staged, extra=12_000)
         scatter = tables.stack.memory.scatter
 
         def counted(slots: Ids, records: Records, counts: list[int] = counts, scatter: Any = scatter) -> None:

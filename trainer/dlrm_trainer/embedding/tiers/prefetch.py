@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from dlrm_trainer.embedding.tiers.memory import node_of_folder, processors_near
-from dlrm_trainer.embedding.tiers.stack import Fetched, Stack, StackLookups
+from dlrm_trainer.embedding.tiers.stack import Fetched, SlotsInUseError, Stack, StackLookups
 from dlrm_trainer.spans import spanned
 
 logger = logging.getLogger(__name__)
@@ -19,8 +21,19 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """Hold a batch until every stack has fetched its rows."""
+
+    lookups: Sequence[StackLookups]
+    batch: int
+    fetched: list[Fetched] = field(default_factory=list)
+    """Of the first stacks."""
+    answer: Future[list[Fetched]] = field(default_factory=Future)
+
+
 class Prefetcher:
-    """Run requests one after the other in a thread.
+    """Run requests one after the other in a thread. A batch that finds too few slots waits for a release.
 
     Nobody else uses the stacks while requests are running. After an error nothing more is done: every later request
     fails with the same error. The thread runs on ``processors`` near the levels' memory; empty: on any.
@@ -29,17 +42,31 @@ class Prefetcher:
     def __init__(self, stacks: Sequence[Stack], processors: frozenset[int] = frozenset()) -> None:
         self._stacks = tuple(stacks)
         self._failure: BaseException | None = None
+        self._waiting = deque[_Waiting]()
         copies = all(stack.only_copies for stack in self._stacks)
         self._thread = ThreadPoolExecutor(1, "dlrm-lookahead", initializer=_run_on, initargs=(processors, copies))
 
     def fetch(self, lookups: Sequence[StackLookups], batch: int) -> Future[list[Fetched]]:
         """Bring the rows of a batch with an update into slots: ``Stack.fetch`` of every stack."""
-        return self._submit(
-            lambda: [
-                stack.fetch(each.ids, each.ends, batch, each.new)
-                for stack, each in zip(self._stacks, lookups, strict=True)
-            ]
-        )
+        waiting = _Waiting(lookups, batch)
+
+        def run() -> None:
+            self._waiting.append(waiting)
+            self._fetch_waiting()
+
+        self._submit(run).add_done_callback(lambda done: _pass_on(done, waiting.answer))
+        return waiting.answer
+
+    def _fetch_waiting(self) -> None:
+        while self._waiting:
+            first = self._waiting[0]
+            try:
+                for stack, each in list(zip(self._stacks, first.lookups, strict=True))[len(first.fetched) :]:
+                    first.fetched.append(stack.fetch(each.ids, each.ends, first.batch, each.new))
+            except SlotsInUseError:
+                return
+            self._waiting.popleft()
+            first.answer.set_result(first.fetched)
 
     def release(self, fetched: Sequence[Fetched]) -> None:
         """Unpin a batch after its update."""
@@ -63,6 +90,7 @@ class Prefetcher:
             for stack, each, mark in zip(self._stacks, batch, marks, strict=True):
                 stack.memory.follow(mark)
                 act(stack, each)
+            self._fetch_waiting()
 
         self._submit(run)
 
@@ -87,9 +115,20 @@ class Prefetcher:
                 return work()
             except BaseException as error:
                 self._failure = error
+                for waiting in self._waiting:
+                    waiting.answer.set_exception(error)
+                self._waiting.clear()
                 raise
 
         return self._thread.submit(run)
+
+
+def _pass_on(done: Future[None], answer: Future[list[Fetched]]) -> None:
+    """Let a request that failed, or never ran, end who waits for its answer."""
+    if done.cancelled():
+        answer.cancel()
+    elif (error := done.exception()) is not None and not answer.done():
+        answer.set_exception(error)
 
 
 def processors_near_levels(stacks: Sequence[Stack], tier_dir: Path | None) -> frozenset[int]:

@@ -127,6 +127,7 @@ class RecordFormat:
 
 
 Scalar = TypeVar("Scalar", bound=np.generic)
+Answer = TypeVar("Answer")
 Slots = NDArray[np.int64]
 Mark: TypeAlias = object | None
 """What a stream returns for a place in its work: an event of CUDA; None where nothing is to be waited for."""
@@ -307,9 +308,9 @@ class DeviceSlots:
         self._weight, self._state = weight.view(torch.int32), state.view(torch.int32)
         self._row_words = self._weight.shape[1]
         self.words = record_words(weight, state)
-        self._device = weight.device
-        self._stream = copy_stream(self._device)
-        pinned = self._device.type == "cuda"
+        self.device = weight.device
+        self._stream = copy_stream(self.device)
+        pinned = self.device.type == "cuda"
         out, into = ([_Buffer(limit, self.words - 1, pinned=pinned) for _ in range(2)] for _ in range(2))
         self._out, self._into = cycle(out), cycle(into)
         self._last: Mark = None
@@ -322,7 +323,7 @@ class DeviceSlots:
         buffer.slots[:count] = torch.from_numpy(slots)
 
         def copy() -> None:
-            on_device = buffer.slots[:count].to(self._device, non_blocking=True)
+            on_device = buffer.slots[:count].to(self.device, non_blocking=True)
             found = torch.cat((self._weight[on_device], self._state[on_device]), dim=1)
             buffer.records[:count].copy_(found, non_blocking=True)
 
@@ -342,12 +343,24 @@ class DeviceSlots:
         buffer.slots[:count] = torch.from_numpy(slots)
 
         def copy() -> None:
-            on_device = buffer.slots[:count].to(self._device, non_blocking=True)
-            found = buffer.records[:count].to(self._device, non_blocking=True)
+            on_device = buffer.slots[:count].to(self.device, non_blocking=True)
+            found = buffer.records[:count].to(self.device, non_blocking=True)
             self._weight[on_device] = found[:, :words]
             self._state[on_device] = found[:, words:]
 
         buffer.end = self._last = self._stream.start(copy)
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Start other work on the device, between the copies before and after it."""
+        self._last = self._stream.start(work)
+
+    def run(self, work: Callable[[], Answer]) -> Answer:
+        """Start other work as ``start`` does, and wait for its answer."""
+        answers: list[Answer] = []
+        self.start(lambda: answers.append(work()))
+        self._stream.wait(self._last)
+        (answer,) = answers
+        return answer
 
     def mark(self) -> Mark:
         """See ``SlotMemory``."""
@@ -369,11 +382,6 @@ class DeviceSlots:
 def record_words(weight: Tensor, state: Tensor) -> int:
     """Return the words of a record: a row, its state and its access count."""
     return (weight.shape[1] * weight.itemsize + state.shape[1] * state.itemsize) // 4 + 1
-
-
-def slot_memory(weight: Tensor, state: Tensor, limit: int) -> SlotMemory:
-    """Return the slots' memory, on the host or on a GPU; at most ``limit`` records move per call."""
-    return HostSlots(weight, state) if weight.device.type == "cpu" else DeviceSlots(weight, state, limit)
 
 
 MAP_NORESERVE = 0x4000

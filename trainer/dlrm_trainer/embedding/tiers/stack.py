@@ -1,4 +1,4 @@
-"""Move rows of tables that share levels between slots and levels below; build stacks from a plan."""
+"""Move rows of tables that share levels between slots and levels below."""
 
 from __future__ import annotations
 
@@ -6,33 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_api.errors import InvalidSpecError
 from dlrm_api.plan import TierShare
-from dlrm_api.tiers import (
-    BLOCK_SLACK,
-    MAX_LINKED_SLOTS,
-    MAX_PLACES,
-    SLOT_META_BYTES,
-    RowDtype,
-    Tier,
-    extra_slots,
-    map_entry_bytes,
-)
-from dlrm_checkpointer import table_key, table_scale
+from dlrm_api.tiers import MAX_PLACES, RowDtype, Tier, map_entry_bytes, slot_meta_bytes
+from dlrm_checkpointer import table_key
 from dlrm_kernels import row_cache
 from dlrm_kernels.initial_rows import InitialRows
 from dlrm_kernels.replacement import LFU, LISTS, LRU, META_WORDS, MIXED, PROTECTED_SHARE, Replacement
 from dlrm_kernels.row_cache import COUNTS, LEVEL_BITS, LookupResult, RowMap
-from dlrm_trainer.embedding.placement import PartGroup, Placement
 from dlrm_trainer.embedding.tiers.block import BlockLevel
-from dlrm_trainer.embedding.tiers.memory import AnonymousStorage, ByteLevel, MappedStorage
+from dlrm_trainer.embedding.tiers.memory import ByteLevel
 from dlrm_trainer.embedding.tiers.slots import (
     Finish,
     HostSlots,
@@ -44,8 +33,6 @@ from dlrm_trainer.embedding.tiers.slots import (
     Rows,
     SlotMemory,
     finished,
-    record_words,
-    slot_memory,
     untouched_zeros,
 )
 
@@ -76,6 +63,10 @@ class StackTable:
     first_column: int = 0
 
 
+class SlotsInUseError(Exception):
+    """Report that batches in flight hold too many slots: fetch the batch again after a release."""
+
+
 class NewRows(NamedTuple):
     """Name rows of unique tables that keys have just got."""
 
@@ -103,10 +94,12 @@ class StackLookups(NamedTuple):
 class Fetched:
     """Name the slots of a batch's rows."""
 
-    slots: NDArray[np.int64]
-    """(L,) slot of each lookup, from its table's first."""
+    slots: Tensor
+    """(L,) int64 slot of each lookup, from its table's first, where kernels compute."""
     distinct: NDArray[np.int32]
-    """(n,) slots that the batch holds, from the first table's first: pinned, or borrowed extra ones."""
+    """(n,) slots that the batch holds, from the first table's first: pinned in host memory, or borrowed extra ones."""
+    held: Tensor | None = None
+    """Slots that the batch holds in a directory on a device; None without one."""
     copied: Mark = None
     """What kernels on these slots have to follow; see ``SlotMemory.precede``."""
 
@@ -177,12 +170,16 @@ class Stack:
         if self._swapping is None:
             first = slice(0, min(self._chunk, missing))
             copying = self._begin(found.missing[first], found.sources[first], self._coming[first], leave=True)
-        short = row_cache.admit(self.row_map, batch, found, distinct, missing)
-        assert short == 0, f"{short} rows of batch {batch} found no slot: more lookups than the plan allows"
+        self._admit(found, batch, distinct, missing)
         row_cache.resolve(self.row_map, ends, found, waiting)
         self._exchange(found, missing, copying)
-        distinct_slots = found.distinct[: distinct + missing]
-        return Fetched(slots=found.slots, distinct=distinct_slots, copied=self.memory.copied())
+        slots, distinct_slots = torch.from_numpy(found.slots), found.distinct[: distinct + missing]
+        return Fetched(slots=slots, distinct=distinct_slots, copied=self.memory.copied())
+
+    def _admit(self, found: LookupResult, batch: int, distinct: int, missing: int) -> None:
+        """Give each missing row a slot; ``found`` names it, and the row that leaves."""
+        short = row_cache.admit(self.row_map, batch, found, distinct, missing)
+        assert short == 0, f"{short} rows of batch {batch} found no slot: more lookups than the plan allows"
 
     def release(self, fetched: Fetched) -> None:
         """Unpin a batch after its update; rows in extra slots that no other batch holds move down."""
@@ -192,7 +189,7 @@ class Stack:
             slots = leaving[start : min(start + self._chunk, count)]
             rows = np.empty_like(slots)
             row_cache.rows_of_slots(self.row_map.meta, slots, rows)
-            self._demote(rows, self._take(slots)(), 0)
+            self._demote(rows, self._take(slots, self._counts_of(slots))(), 0)
             row_cache.vacate(self.row_map, slots)
 
     def borrow(self, ids: NDArray[np.int64], ends: NDArray[np.int64]) -> Fetched:
@@ -210,7 +207,7 @@ class Stack:
             self._copy(found.missing[part], found.sources[part], records)
             self.memory.scatter(found.targets[part], records)
         distinct = found.targets[:missing].astype(np.int32)
-        return Fetched(slots=found.slots, distinct=distinct, copied=self.memory.copied())
+        return Fetched(slots=torch.from_numpy(found.slots), distinct=distinct, copied=self.memory.copied())
 
     def give_back(self, fetched: Fetched) -> None:
         """Free the slots of ``borrow``."""
@@ -224,24 +221,32 @@ class Stack:
             part = rows[start : start + limit]
             found = self._buffers(len(part))
             found.missing[:], found.sources[:] = part, GIVEN
-            short = row_cache.admit(self.row_map, 0, found, 0, len(part))
-            assert short == 0, f"{short} restored rows found no slot"
+            self._admit(found, 0, 0, len(part))
             self._coming[: len(part)] = records[start : start + limit]
             self._exchange(found, len(part), [])
-            self.release(Fetched(slots=found.slots, distinct=found.distinct))
+            self.release(Fetched(slots=torch.from_numpy(found.slots), distinct=found.distinct))
 
     def drop(self, table: int, rows: Rows) -> None:
         """Forget rows of a table, counted from its first: they are nowhere then. No batch holds any of them."""
         entries = np.empty(len(rows), np.int64)
         row_cache.drop_rows(self.row_map, rows + self.row_map.row_starts[table], entries)
         stored = entries[entries > 0] - 1
-        for number, level in enumerate(self.levels, start=1):
-            level.free(stored[stored & 3 == number] >> LEVEL_BITS)
+        for number, free in enumerate((self._free_slots, *(level.free for level in self.levels))):
+            free(stored[stored & 3 == number] >> LEVEL_BITS)
+
+    def _free_slots(self, slots: NDArray[np.int64]) -> None:
+        """Free slots in a directory on a device; the map has freed its own."""
 
     def known(self, table: int, first: int, last: int) -> Rows:
         """Return the rows of [first, last) of a table that were ever looked up, numbered over all tables."""
         start = int(self.row_map.row_starts[table])
         return start + first + np.flatnonzero(self.row_map.place_of[start + first : start + last])
+
+    def slots_of(self, table: int, rows: Rows) -> NDArray[np.int64]:
+        """Return the slots, from the table's first, of rows, from its first, that a batch holds; for any thread."""
+        entries = self.row_map.place_of[rows + self.row_map.row_starts[table]].astype(np.int64) - 1
+        found: NDArray[np.int64] = (entries >> LEVEL_BITS) - self.row_map.slot_starts[table]
+        return found
 
     def places_in(self, level: int, rows: Rows) -> tuple[NDArray[np.bool_], Places]:
         """Return which rows are in a level (1 is the first below the slots), and the places of these."""
@@ -267,7 +272,7 @@ class Stack:
     def bytes_kept(self) -> dict[Tier, int]:
         """Return the bytes allocated now, by tier: slots (rows, states, metadata), map and levels."""
         filled = int(self.row_map.filled[:, :2].sum())
-        slot = self.format.kept_words * 4 + SLOT_META_BYTES
+        slot = self.format.kept_words * 4 + slot_meta_bytes(self._slots_tier)
         kept: dict[Tier, int] = {"ddr": self.row_map.place_of.nbytes}
         kept[self._slots_tier] = kept.get(self._slots_tier, 0) + filled * slot
         for level in self.levels:
@@ -305,13 +310,13 @@ class Stack:
             self.moved_rows[1] += missing - len(left)
         chunks = [left[start : start + self._chunk] for start in range(0, len(left), self._chunk)]
         down = [part[leaving[part] >= 0] for part in chunks] + [left[:0]]
-        taking = self._take(targets[down[0]])
+        taking = self._take_victims(targets, down[0])
         for number, part in enumerate(chunks):
             records, taken = self._coming[: len(part)], taking
             if number or copying is None:
                 copying = self._begin(rows[part], sources[part], records, leave=True)
             # A GPU copies the next rows that leave while the host stores these.
-            taking = self._take(targets[down[number + 1]])
+            taking = self._take_victims(targets, down[number + 1])
             if len(down[number]):
                 self._demote(leaving[down[number]], taken(), 0)
             for finish in copying:
@@ -322,7 +327,21 @@ class Stack:
             order = np.empty(missing, np.int64)
             row_cache.order_by_page(self.row_map, targets, sources, len(self.levels), self._page_records, order)
             targets, counts = targets[order], counts[order]
+        self._enlist(targets, counts)
+
+    def _enlist(self, targets: NDArray[np.int64], counts: NDArray[np.uint32]) -> None:
+        """Enter admitted rows with the access counts that they had."""
         row_cache.enlist(self.row_map, targets, counts)
+
+    def _take_victims(self, targets: NDArray[np.int64], chosen: NDArray[np.int64]) -> Callable[[], Records]:
+        """Start to copy the records of rows that leave chosen ones of the slots that missing rows get."""
+        return self._take(targets[chosen], self._counts_of(targets[chosen]))
+
+    def _counts_of(self, slots: NDArray[np.int64]) -> NDArray[np.uint32]:
+        """Return the access counts of rows in slots."""
+        counts = np.empty(len(slots), np.uint32)
+        row_cache.counts_of_slots(self.row_map.meta, slots, counts)
+        return counts
 
     def _copy(self, rows: Rows, sources: NDArray[np.int64], out: Records) -> None:
         for finish in self._begin(rows, sources, out, leave=False):
@@ -350,8 +369,11 @@ class Stack:
             copying.append(finish if isinstance(here, slice) else partial(_finish_part, finish, out, here, part))
         return copying
 
-    def _take(self, slots: NDArray[np.int64]) -> Callable[[], Records]:
-        """Start to copy records from slots; what this returns waits for them, and returns them until its next call."""
+    def _take(self, slots: NDArray[np.int64], counts: NDArray[np.uint32]) -> Callable[[], Records]:
+        """Start to copy records from slots; what this returns waits for them, and returns them until its next call.
+
+        ``counts`` are the access counts of their rows.
+        """
         if not len(slots):
             return lambda: self._going[:0]
         out = self._going[: len(slots)]
@@ -359,14 +381,14 @@ class Stack:
 
         def taken() -> Records:
             finish()
-            row_cache.counts_of_slots(self.row_map.meta, slots, out[:, -1])
+            out[:, -1] = counts
             return out
 
         return taken
 
     def _copy_slots(self, slots: NDArray[np.int64], out: Records) -> None:
         self.memory.gather(slots, out)()
-        row_cache.counts_of_slots(self.row_map.meta, slots, out[:, -1])
+        out[:, -1] = self._counts_of(slots)
 
     def _initial(self, rows: Rows, out: Records) -> None:
         tables = np.searchsorted(self.row_map.row_starts, rows, side="right") - 1
@@ -431,7 +453,7 @@ def _row_map(tables: Sequence[StackTable], share: TierShare) -> RowMap:
     narrow = slots[-1] < MAX_PLACES and map_entry_bytes(rows[-1]) == np.dtype(np.int32).itemsize
     entry = np.int32 if narrow else np.int64
     policy, ways = POLICIES[share.policy], share.ways
-    capacity = np.array([table.slots // ways * ways if ways else table.slots for table in tables], np.int64)
+    capacity = np.array([table.slots // ways * ways if ways > 0 else table.slots for table in tables], np.int64)
     return RowMap(
         place_of=untouched_zeros(rows[-1], entry),
         row_starts=np.array(rows, np.int64),
@@ -447,87 +469,3 @@ def _row_map(tables: Sequence[StackTable], share: TierShare) -> RowMap:
         ),
         stats=np.zeros((len(tables), COUNTS), np.int64),
     )
-
-
-def stack_tables(placement: Placement, group: PartGroup, global_batch_size: int) -> list[StackTable]:
-    """Return the slots of each part of a group: those of its plan, and extra ones for batches in flight.
-
-    Raises:
-        InvalidSpecError: there are more slots or places than the links of their lists can name.
-    """
-    found = []
-    for part in group.parts:
-        table = placement.tables[part.table]
-        lookups = table.max_lookups * len(placement.features_of[part.table])
-        slots = min(part.share.levels[0].rows, part.rows)
-        extra = extra_slots(part.rows, lookups, global_batch_size, placement.lookahead)
-        shard = f"table {table.name}: a shard of {part.rows:,} rows has"
-        if slots + extra > MAX_LINKED_SLOTS:
-            raise InvalidSpecError(
-                "plan.tables",
-                f"{shard} {slots + extra:,} slots, batches in flight included; the limit is {MAX_LINKED_SLOTS:,}; "
-                "replan the job, or lower globalBatchSize or maxLookups",
-            )
-        for level in part.share.levels[1:-1]:
-            if min(level.rows, part.rows) > MAX_LINKED_SLOTS:
-                raise InvalidSpecError(
-                    "plan.tables",
-                    f"{shard} {level.rows:,} places in tier {level.tier} above a slower one; the limit is "
-                    f"{MAX_LINKED_SLOTS:,}; replan the job",
-                )
-        found.append(
-            StackTable(
-                name=table.name,
-                rows=part.rows,
-                slots=slots,
-                extra=extra,
-                scale=table_scale(table.initializer, table.rows),
-                first_row=0 if part.buckets else part.row_start,
-                first_column=part.column_start,
-            )
-        )
-    return found
-
-
-def make_stack(
-    group: PartGroup, tables: Sequence[StackTable], storage: tuple[Tensor, Tensor], seed: int, tier_dir: Path | None
-) -> Stack:
-    """Make the stack of a group over the slots of its kernel, given as their rows and states.
-
-    Raises:
-        InvalidSpecError: a level needs a directory and none was given.
-        DeviceError: a level's file cannot be created.
-    """
-    share = group.parts[0].share
-    memory = slot_memory(*storage, queued_chunk(record_words(*storage)))
-    stack = Stack(tables, share, memory, seed, group.width, group.dtype)
-    tiers = [level.tier for level in share.levels[1:]]
-    levels: list[Level] = []
-    try:
-        for number, tier in enumerate(tiers, start=1):
-            planned = sum(part.share.levels[number].rows for part in group.parts)
-            last = number == len(tiers)
-            levels.append(_make_level(tier, stack, number, planned, tier_dir, last=last))
-    except BaseException:
-        for level in levels:
-            level.close()
-        raise
-    stack.attach(levels)
-    return stack
-
-
-def _make_level(tier: Tier, stack: Stack, number: int, planned: int, tier_dir: Path | None, *, last: bool) -> Level:
-    rows, words = int(stack.row_map.row_starts[-1]), stack.memory.words
-    # The last level may hold all rows: sets may leave slots unused, and untouched places cost nothing.
-    places = rows if last else min(rows, planned)
-    if tier == "ddr":
-        return ByteLevel(tier, AnonymousStorage(words, places), places, ordered=not last)
-    if tier_dir is None:
-        raise InvalidSpecError(
-            "plan.tables", f"rows in tier {tier} need a directory; set DLRM_TIER_DIR, or dlrmctl run --tier-dir"
-        )
-    folder = tier_dir / tier
-    folder.mkdir(parents=True, exist_ok=True)
-    if tier == "block":
-        return BlockLevel(folder, words, int(min(rows, planned) * BLOCK_SLACK), rows, partial(stack.relocated, number))
-    return ByteLevel(tier, MappedStorage(folder, words, places, tier), places, ordered=not last)

@@ -6,8 +6,10 @@ import pytest
 
 from dlrm_api.row_optimizers import RowOptimizerKind, state_values
 from dlrm_api.tiers import RowDtype
+from dlrm_kernels.replacement import LFU, LRU, MIXED
 from dlrm_kernels.row_updates import KINDS
 from dlrm_testing.trainer.triton_programs import Compiled, compiled
+from dlrm_trainer.embedding.gpu.row_directory import BLOCK_WORDS, WAYS, admit_to_sets, find_in_sets, warps
 from dlrm_trainer.embedding.gpu.row_updates import OPTIONS, RUN, sum_runs, update_each
 
 MAX_SHARED_BYTES = 48 << 10
@@ -64,3 +66,29 @@ def test_sums_of_long_rows_compile_for_gpus(capability: int, dim: int, weights: 
     constants = {"run_length": RUN, "dim": dim, "block": max(8, dim)}
 
     check(compiled(sum_runs, types, constants, OPTIONS, capability))
+
+
+SETS = dict.fromkeys(("tags", "firsts", "sizes", "chosen", "rows"), "*i64") | {"words": "*i32", "batch": "i32"}
+each_ways = pytest.mark.parametrize(
+    "ways", [WAYS, pytest.param(1, marks=pytest.mark.slow), pytest.param(1_024, marks=pytest.mark.slow)]
+)
+
+
+@each_capability
+@each_ways
+@pytest.mark.parametrize("pins", [False, True])
+def test_finding_rows_in_sets_compiles_for_gpus(capability: int, ways: int, pins: bool) -> None:
+    constants = {"ways": ways, "block": max(1, BLOCK_WORDS // ways), "pins": pins}
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+
+    check(compiled(find_in_sets, SETS | {"slots": "*i64", "count": "i32"}, constants, options, capability))
+
+
+@each_capability
+@each_ways
+@pytest.mark.parametrize("policy", [LRU, LFU, MIXED])
+def test_admitting_rows_to_sets_compiles_for_gpus(capability: int, ways: int, policy: int) -> None:
+    types = SETS | dict.fromkeys(("ends", "targets", "leaving", "counts"), "*i64")
+    options = {"num_warps": warps(ways), "enable_fp_fusion": False}
+
+    check(compiled(admit_to_sets, types, {"policy": policy, "ways": ways}, options, capability))
