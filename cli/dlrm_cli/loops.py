@@ -34,7 +34,7 @@ from dlrm_trainer.data import Batch, open_reader
 from dlrm_trainer.distributed.rendezvous import RankGroup
 from dlrm_trainer.embedding import PreparedBatch, place
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.model.dense import DenseOptimizer, product_dtype
+from dlrm_trainer.model.dense import DenseOptimizer, allow_tf32, product_dtype
 from dlrm_trainer.model.dlrm import MLP, DotInteraction
 from dlrm_trainer.train import prepared_ahead
 
@@ -49,7 +49,7 @@ main(sys.argv[1], *map(int, sys.argv[2:]))
 REPEATS, MIN_REPEAT_S, MIN_BUSY_REPEAT_S = 5, 0.02, 0.04
 """A shorter loop runs several times in a repeat: next to a reader it is delayed now and then, and the mean counts."""
 WIDTHS = (64, 256, 1_024)
-PRECISIONS: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
+PRECISIONS: tuple[Literal["fp32", "tf32", "bf16"], ...] = ("fp32", "bf16")
 MAX_TIMES = 40
 LAYER_SAMPLES, LAYERS = 1_024, 2
 """Samples of a batch, and layers of each width."""
@@ -296,7 +296,8 @@ class Rank:
         """Return the time of a layer without products, and the rates of products."""
         found = []
         small = self._mlp(SMALL, torch.float32)
-        for precision in PRECISIONS:
+        for precision in PRECISIONS if self._device.type == "cpu" else (*PRECISIONS, "tf32"):
+            allow_tf32(precision, self._device)
             dtype = product_dtype(precision, self._device)
             for width in WIDTHS:
                 taken = self._mlp(width, dtype).minus(small)

@@ -101,7 +101,7 @@ class LayerTime(ApiModel):
     """Give the time of dense layers of one width, forward and backward."""
 
     width: int = Field(ge=1, le=1_000_000, description="Inputs, and outputs.")
-    precision: Literal["fp32", "bf16"] = Field(description="As in model.precision.")
+    precision: Literal["fp32", "tf32", "bf16"] = Field(description="As in model.precision.")
     flop_seconds: Seconds = Field(description="Median time of one floating-point operation (s).")
     spread: Spread = SPREAD
 

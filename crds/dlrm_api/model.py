@@ -635,10 +635,11 @@ class ModelSpec(ApiModel):
     )
     cross_layers: int = Field(3, ge=1, le=32, description="Cross layers of the dcn interaction.")
     cross_rank: int = Field(64, ge=1, le=16_384, description="Rank of each cross layer's matrix.")
-    precision: Literal["fp32", "bf16"] = Field(
+    precision: Literal["fp32", "tf32", "bf16"] = Field(
         "fp32",
-        description="Compute type of MLPs and interaction; weights stay fp32. bf16 computes in fp32 on CPUs where bf16 "
-        "would be slower: those without AMX (Intel) or AVX-512 BF16 (others).",
+        description="Compute type of MLPs and interaction; weights stay fp32. tf32 rounds what GPUs multiply to 10 "
+        "bits of fraction, and is fp32 on CPUs. bf16 computes in fp32 on CPUs where it would be slower: those without "
+        "AMX (Intel) or AVX-512 BF16 (others).",
     )
     tables: tuple[TableSpec, ...] = Field((), max_length=MAX_TABLES, description="Embedding tables.")
     table_groups: tuple[TableGroup, ...] = Field((), max_length=256, description="Groups of equal tables.")

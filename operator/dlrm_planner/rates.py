@@ -23,7 +23,7 @@ from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
 from dlrm_api.wire import Codec
 from dlrm_planner.tables import ELEMENT_BYTES, FLOPS_PER_WEIGHT
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "tf32", "bf16"]
 CollectiveKind = Literal["all_to_all", "all_reduce"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 WIDTHS, SIZES = (64, 256, 1_024), (1 << 10, 1 << 15, 1 << 18, 1 << 21, 1 << 24)
@@ -201,9 +201,11 @@ class LoopRates:
     def layers_s(self, layers: Sequence[tuple[int, int]], samples: float, precision: Precision) -> float:
         """Return the seconds of layers of so many inputs and outputs, forward and backward.
 
-        A layer takes as long per operation as a square one with as many weights.
+        A layer takes as long per operation as a square one with as many weights. Hosts have no TF32, and take fp32.
         """
-        points = sorted((each.width, each.flop_seconds) for each in self.loops.layers if each.precision == precision)
+        timed = {each.precision for each in self.loops.layers}
+        of = precision if precision in timed else "fp32"
+        points = sorted((each.width, each.flop_seconds) for each in self.loops.layers if each.precision == of)
         weights = np.array(layers, np.float64).reshape(-1, 2).prod(axis=1)
         logs = np.log([width for width, _ in points])
         flop_s = np.interp(np.log(np.sqrt(np.maximum(weights, 1.0))), logs, [each for _, each in points])

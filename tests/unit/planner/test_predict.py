@@ -65,6 +65,17 @@ def test_products_in_bf16_take_their_own_time(make_spec: MakeSpec, make_profile:
     assert half.predicted.compute_seconds < 0.8 * wide.predicted.compute_seconds
 
 
+def test_products_in_tf32_take_the_time_of_fp32_on_hosts(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+    profile, spec = make_profile("64Gi", loops=LOOPS), make_spec(TABLES, batch=8_192)
+
+    plain, tf32 = (
+        plan_job(spec.model_copy(update={"model": spec.model.model_copy(update={"precision": each})}), profile)
+        for each in ("fp32", "tf32")
+    )
+
+    assert tf32.predicted.compute_seconds == plain.predicted.compute_seconds
+
+
 def test_a_part_of_the_processors_takes_longer(make_profile: MakeProfile) -> None:
     profile = make_profile("64Gi", loops=LOOPS, cpus=32)
     whole, part = (read_rates(profile, processes, 2, None).alone for processes in (2, 8))

@@ -75,6 +75,12 @@ def product_dtype(precision: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" and is_fast_in_bf16 else torch.float32
 
 
+def allow_tf32(precision: str, device: torch.device) -> None:
+    """Let a GPU's products of float32 take TF32 if ``precision`` is tf32, in this process."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+
+
 def linear(x: Tensor, layer: nn.Module, dtype: torch.dtype) -> Tensor:
     """Apply an ``nn.Linear`` in ``dtype`` by this processor's faster library: (n, K) to (n, M).
 

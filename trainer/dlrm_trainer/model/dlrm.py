@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dlrm_api.model import ModelSpec, TableSpec
 from dlrm_kernels.interaction import dot_gradients, dot_products
 from dlrm_trainer.compute_device import HOST
-from dlrm_trainer.model.dense import linear, product_dtype
+from dlrm_trainer.model.dense import allow_tf32, linear, product_dtype
 
 
 class MLP(nn.Module):
@@ -218,6 +218,7 @@ class DLRM(nn.Module):
 
 def build_model(spec: ModelSpec, seed: int, device: torch.device = HOST) -> DLRM:
     """Build a model on ``device`` with weights drawn from ``seed`` alone: the same bits on every rank."""
+    allow_tf32(spec.precision, device)
     model = DLRM(spec, device)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

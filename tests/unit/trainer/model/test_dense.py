@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,31 @@ from dlrm_api.errors import SnapshotError
 from dlrm_api.training import DenseOptimizerSpec
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.model import dense as dense_module
-from dlrm_trainer.model.dense import DenseParameters, Processor, linear, processor_maker, product_dtype
+from dlrm_trainer.model.dense import DenseParameters, Processor, allow_tf32, linear, processor_maker, product_dtype
+
+
+@pytest.fixture
+def products() -> Iterator[Any]:
+    """Return torch's settings of a GPU's products; they are as before afterwards."""
+    kept = torch.backends.cuda.matmul.fp32_precision
+    yield torch.backends.cuda.matmul
+    torch.backends.cuda.matmul.fp32_precision = kept
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("fp32", "ieee"), ("tf32", "tf32"), ("bf16", "ieee")])
+def test_gpus_multiply_in_tf32_only_where_the_model_says_so(products: Any, precision: str, expected: str) -> None:
+    products.fp32_precision = "ieee" if expected == "tf32" else "tf32"
+
+    allow_tf32(precision, HOST)
+    unchanged = products.fp32_precision != expected
+    allow_tf32(precision, torch.device("cuda", 0))
+
+    assert unchanged
+    assert products.fp32_precision == expected
+    assert product_dtype(precision, torch.device("cuda", 0)) == (
+        torch.bfloat16 if precision == "bf16" else torch.float32
+    )
+
 
 MAKERS = {"MKL": "GenuineIntel", "oneDNN": "AuthenticAMD"}
 
