@@ -14,6 +14,7 @@ from dlrm_api.plan import Prediction
 from dlrm_api.progress import MAX_NOTE_CHARACTERS, MAX_NOTES, DataFiles, MeasuredSteps
 
 Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
+ProfileField = Annotated[str, Field(max_length=128)]
 
 
 class Phase(enum.StrEnum):
@@ -68,7 +69,7 @@ class PlanStatus(ApiModel):
     bytes_per_tier: dict[str, Count] = Field({}, max_length=64, description="Bytes of the fullest rank, by tier.")
     predicted_samples_per_second: Rate | None = Field(None, description="Predicted throughput (samples/s).")
     price_per_billion_samples: Rate | None = Field(None, description="Predicted price of 1e9 samples.")
-    uncalibrated: tuple[str, ...] = Field(
+    uncalibrated: tuple[ProfileField, ...] = Field(
         (),
         max_length=8,
         description="Fields of the HardwareProfile that are to be measured on its GPUs. Until then throughput and "
