@@ -100,8 +100,6 @@ class Env:
     CREDENTIALS_DIR = "DLRM_CREDENTIALS_DIR"
     """Directory with ``accessKeyId``, ``secretAccessKey`` and optionally ``sessionToken``: a mounted Secret."""
     DATA_CREDENTIALS_DIR = "DLRM_DATA_CREDENTIALS_DIR"  # the same for training data
-    RDMA = "DLRM_RDMA"
-    """1: the HardwareProfile has RDMA devices for the pod's GPUs, so NCCL should not use sockets between nodes."""
     TIER_DIR = "DLRM_TIER_DIR"
     """Directory with one subdirectory for each tier that needs a file system: ``scm``, ``cxl``, ``block``."""
 

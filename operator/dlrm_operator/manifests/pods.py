@@ -135,7 +135,7 @@ def _trainer(attempt: PodAttempt, index: int, memory_bytes: int, tiers: dict[str
     if tiers:
         env[Env.TIER_DIR] = Path.TIERS
     if (network := _gpu_network(attempt.plan, attempt.profile)) is not None:
-        env |= ({Env.RDMA: "1"} if network.rdma else {}) | network.nccl_environment
+        env |= network.nccl_environment
     own: list[Manifest] = []
     if job.spec.data.credentials_secret:
         env[Env.DATA_CREDENTIALS_DIR] = Path.DATA_CREDENTIALS

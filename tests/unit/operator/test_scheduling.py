@@ -7,7 +7,7 @@ import pytest
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
-from dlrm_api.names import Env, Label
+from dlrm_api.names import Label
 from dlrm_api.pod_template import PREFERRED, REQUIRED
 from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.clients.planner import answer_question
@@ -212,11 +212,11 @@ def test_pods_with_gpus_get_the_rdma_devices_and_nccl_environment_of_their_profi
     assert trainer["resources"]["limits"] == {"nvidia.com/gpu": "4", "rdma/hca": "4"}
     assert trainer["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
     assert not trainer["securityContext"]["allowPrivilegeEscalation"]
-    assert (variables(trainer)["NCCL_IB_HCA"], variables(trainer)[Env.RDMA]) == ("mlx5", "1")
+    assert variables(trainer)["NCCL_IB_HCA"] == "mlx5"
     for other in (sidecar, host):
         assert other["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert "limits" not in other["resources"]
-        assert not {"NCCL_IB_HCA", Env.RDMA} & set(variables(other))
+        assert "NCCL_IB_HCA" not in variables(other)
 
 
 def test_a_capability_is_added_only_where_the_profile_asks_for_it() -> None:
