@@ -1,4 +1,4 @@
-"""What the kernels of a directory on a GPU do, row by row in numpy: for devices without them, and to compare."""
+"""What the kernels of a directory on a GPU do, row by row in numpy, and batches by which the two are compared."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_kernels.replacement import LFU, MAX_COUNT, MIXED
+from dlrm_kernels.replacement import LFU, LRU, MAX_COUNT, MIXED
+from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding.gpu import row_directory
-from dlrm_trainer.embedding.gpu.row_directory import COUNT, PINS, PROTECTED, STAMP, Sets
+from dlrm_trainer.embedding.gpu.row_directory import COUNT, PINS, PROTECTED, STAMP, RowDirectory, Sets
+
+ROWS = [60, 500]
 
 
 def find_rows(sets: Sets, chosen: Tensor, rows: Tensor, batch: int) -> Tensor:
@@ -64,3 +67,57 @@ def directories_on_hosts() -> Iterator[None]:
         patch.setattr(row_directory, "find_rows", find_rows)
         patch.setattr(row_directory, "admit_rows", admit_rows)
         yield
+
+
+def made(
+    policy: int = LRU, ways: int = 4, capacity: int = 40, rows: list[int] = ROWS, device: torch.device = HOST
+) -> RowDirectory:
+    """Return a directory of tables with three extra slots each."""
+    starts = np.cumsum([0, *rows])
+    slots = np.cumsum([0, *[capacity + 3] * len(rows)])
+    return RowDirectory(starts, slots, np.full(len(rows), capacity), policy, ways, device)
+
+
+class DirectoryRun:
+    """Serves batches by a directory, and keeps what it answered. Rows that find no slot get none."""
+
+    def __init__(self, directory: RowDirectory, rows: list[int] = ROWS) -> None:
+        self.directory, self.starts, self.batch = directory, np.cumsum([0, *rows]), 0
+        self.slot_starts = np.arange(len(rows)) * len(directory.sets.tags) // len(rows)
+        self.answers: list[bytes] = []
+        self.held: list[torch.Tensor] = []
+
+    def fetch(self, ids: list[NDArray[np.int64]]) -> None:
+        """Find the rows of a batch and admit those that are missing."""
+        self.batch += 1
+        found = self.directory.find(np.concatenate(ids), np.cumsum([len(each) for each in ids]), self.batch)
+        admitted = self.directory.admit(found.missing, self.batch)
+        targets = torch.from_numpy(admitted.targets)
+        here = targets >= 0
+        self.directory.count(targets[here], torch.full_like(targets[here], self.batch))
+        tables = np.searchsorted(self.starts, found.missing, side="right") - 1
+        self.directory.resolve(found, torch.from_numpy(admitted.targets - self.slot_starts[tables]))
+        self.held.append(found.slots[found.slots >= 0])
+        self.answers.append(
+            b"".join(each.tobytes() for each in (*admitted, found.missing, found.lookups.cpu().numpy()))
+        )
+
+    def release(self) -> None:
+        """Unpin the oldest batch."""
+        self.directory.release(self.held.pop(0))
+
+    def bytes(self) -> list[bytes]:
+        """Return all answers, and the directory's memory."""
+        sets = self.directory.sets
+        return [*self.answers, sets.tags.cpu().numpy().tobytes(), sets.words.cpu().numpy().tobytes()]
+
+
+def train(run: DirectoryRun, seed: int) -> list[bytes]:
+    """Serve some batches, of which two are held at a time; most of their lookups are duplicates."""
+    generator = np.random.default_rng(seed)
+    for _ in range(5):
+        counts = generator.integers(0, 24, 2)
+        run.fetch([(generator.zipf(1.3, n) - 1) % rows for n, rows in zip(counts, ROWS, strict=True)])
+        if len(run.held) == 2:
+            run.release()
+    return run.bytes()

@@ -9,15 +9,12 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from numpy.typing import NDArray
 
 from dlrm_kernels.replacement import LFU, LRU, MAX_COUNT, MIXED
-from dlrm_testing.trainer.directory_rules import directories_on_hosts
+from dlrm_testing.trainer.directory_rules import ROWS, DirectoryRun, directories_on_hosts, made, train
 from dlrm_testing.trainer.triton_programs import program_order
-from dlrm_trainer.embedding.gpu.row_directory import BLOCK_WORDS, COUNT, PINS, WAYS, RowDirectory
+from dlrm_trainer.embedding.gpu.row_directory import BLOCK_WORDS, COUNT, PINS, WAYS
 
-Ids = NDArray[np.int64]
-ROWS = [60, 500]
 ORDERS: dict[str, Any] = {
     "backward": lambda at, count: count - 1 - at,
     "evens first": lambda at, count: 2 * at if 2 * at < count else 2 * (at - (count + 1) // 2) + 1,
@@ -25,61 +22,14 @@ ORDERS: dict[str, Any] = {
 }
 
 
-def made(policy: int = LRU, ways: int = 4, capacity: int = 40, rows: list[int] = ROWS) -> RowDirectory:
-    """A directory of two tables with three extra slots each."""
-    starts = np.cumsum([0, *rows])
-    slots = np.cumsum([0, *[capacity + 3] * len(rows)])
-    return RowDirectory(starts, slots, np.full(len(rows), capacity), policy, ways, torch.device("cpu"))
-
-
-class Run:
-    """Batches that a directory serves, and what it answered; rows without a slot get none."""
-
-    def __init__(self, directory: RowDirectory, rows: list[int] = ROWS) -> None:
-        self.directory, self.starts, self.batch = directory, np.cumsum([0, *rows]), 0
-        self.slot_starts = np.arange(len(rows)) * len(directory.sets.tags) // len(rows)
-        self.answers: list[bytes] = []
-        self.held: list[torch.Tensor] = []
-
-    def fetch(self, ids: list[Ids]) -> None:
-        self.batch += 1
-        found = self.directory.find(np.concatenate(ids), np.cumsum([len(each) for each in ids]), self.batch)
-        admitted = self.directory.admit(found.missing, self.batch)
-        targets = torch.from_numpy(admitted.targets)
-        here = targets >= 0
-        self.directory.count(targets[here], torch.full_like(targets[here], self.batch))
-        tables = np.searchsorted(self.starts, found.missing, side="right") - 1
-        self.directory.resolve(found, torch.from_numpy(admitted.targets - self.slot_starts[tables]))
-        self.held.append(found.slots[found.slots >= 0])
-        self.answers.append(b"".join(each.tobytes() for each in (*admitted, found.missing, found.lookups.numpy())))
-
-    def release(self) -> None:
-        self.directory.release(self.held.pop(0))
-
-    def bytes(self) -> list[bytes]:
-        sets = self.directory.sets
-        return [*self.answers, sets.tags.numpy().tobytes(), sets.words.numpy().tobytes()]
-
-
-def train(run: Run, seed: int) -> list[bytes]:
-    """Some batches, of which two are held at a time; most of their lookups are duplicates."""
-    generator = np.random.default_rng(seed)
-    for _ in range(5):
-        counts = generator.integers(0, 24, 2)
-        run.fetch([(generator.zipf(1.3, n) - 1) % rows for n, rows in zip(counts, ROWS, strict=True)])
-        if len(run.held) == 2:
-            run.release()
-    return run.bytes()
-
-
 @pytest.mark.parametrize(
     ("policy", "ways", "capacity"),
     [(LRU, 0, 40), (LRU, 8, 5), (LFU, 4, 20), (LFU, 1, 9), (MIXED, 4, 20), (MIXED, 3, 7)],
 )
 def test_kernels_find_and_admit_rows_as_the_rules_say(policy: int, ways: int, capacity: int) -> None:
-    found = train(Run(made(policy, ways, capacity)), seed=ways)
+    found = train(DirectoryRun(made(policy, ways, capacity)), seed=ways)
     with directories_on_hosts():
-        expected = train(Run(made(policy, ways, capacity)), seed=ways)
+        expected = train(DirectoryRun(made(policy, ways, capacity)), seed=ways)
 
     assert found == expected
 
@@ -89,7 +39,7 @@ def test_rows_at_the_edges_of_blocks_are_found(count: int) -> None:
     directory = made(ways=WAYS, capacity=400)
     assert BLOCK_WORDS // WAYS == 32
     ids = [np.arange(0), np.repeat(np.arange(count), 3)]
-    run = Run(directory)
+    run = DirectoryRun(directory)
 
     run.fetch(ids)
     again = directory.find(np.concatenate(ids), np.array([0, 3 * count]), 2)
@@ -104,13 +54,13 @@ def test_bytes_do_not_depend_on_the_order_of_programs(policy: int) -> None:
     results = []
     for order in [None, *ORDERS.values()]:
         with nullcontext() if order is None else program_order(order):
-            results.append(train(Run(made(policy, ways=4, capacity=16)), seed=1))
+            results.append(train(DirectoryRun(made(policy, ways=4, capacity=16)), seed=1))
 
     assert results[1:] == results[:1] * len(ORDERS)
 
 
 def test_counts_end_where_they_no_longer_fit() -> None:
-    run = Run(made())
+    run = DirectoryRun(made())
     run.fetch([np.array([7]), np.arange(0)])
     (slot,) = run.held[0]
     run.directory.count(slot[None], torch.tensor([2**32 - 1]))
@@ -121,7 +71,7 @@ def test_counts_end_where_they_no_longer_fit() -> None:
 
 
 def test_looking_changes_nothing() -> None:
-    run = Run(made())
+    run = DirectoryRun(made())
     before = train(run, seed=2)
 
     found = run.directory.find(np.array([0, 1, 2, 3]), np.array([2, 4]), 0)
@@ -202,7 +152,7 @@ TestDirectoryModel.settings = settings(
 
 @pytest.mark.parametrize("rows", [[1, 3], [10**12, 40], [5, 10**9]])
 def test_slots_of_a_table_are_its_own_however_many_rows_it_has(rows: list[int]) -> None:
-    run, generator = Run(made(capacity=9, rows=rows), rows), np.random.default_rng(3)
+    run, generator = DirectoryRun(made(capacity=9, rows=rows), rows), np.random.default_rng(3)
     ids = [np.unique(generator.integers(0, count, 12)) for count in rows]
 
     run.fetch(ids)

@@ -9,7 +9,9 @@ import torch
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.row_optimizers import RowOptimizerKind
 from dlrm_api.training import RowOptimizerSpec
+from dlrm_kernels.replacement import LFU, LRU, MIXED
 from dlrm_testing.trainer.bags import bags_of, tables_of
+from dlrm_testing.trainer.directory_rules import DirectoryRun, directories_on_hosts, made, train
 from dlrm_trainer.embedding.gpu import tables
 from dlrm_trainer.embedding.gpu.tables import DeviceKernel
 from dlrm_trainer.embedding.table_batch import HostKernel, RowUpdate
@@ -57,3 +59,12 @@ def test_a_package_without_kernels_for_gpus_is_refused(monkeypatch: pytest.Monke
 
     with pytest.raises(InvalidSpecError, match=r"plan\.device: .*fbgemm-gpu-cpu has no .* GPUs; install fbgemm-gpu"):
         DeviceKernel(on_a_gpu)
+
+
+@pytest.mark.parametrize("policy", [LRU, LFU, MIXED])
+def test_a_directory_on_a_gpu_decides_as_the_rules_say(gpu: torch.device, policy: int) -> None:
+    found = train(DirectoryRun(made(policy, capacity=16, device=gpu)), seed=1)
+    with directories_on_hosts():
+        expected = train(DirectoryRun(made(policy, capacity=16)), seed=1)
+
+    assert found == expected
