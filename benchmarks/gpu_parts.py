@@ -240,7 +240,7 @@ class Timed:
 
 def all_in_hbm(device: torch.device) -> Iterator[Result]:
     """Time steps with all rows in HBM."""
-    for precision in ("fp32", "bf16"):
+    for precision in ("bf16", "tf32", "fp32"):
         yield _timed(Timed(precision=precision, rows="hbm"), replace(LARGE, precision=precision), device)
 
 

@@ -35,7 +35,8 @@ FUSED = "fused"
 EPS = 1e-8
 FUSED_CACHED = "fused_uvm_caching"
 """The same, with a part of the rows in a GPU's memory, and all in the host's."""
-TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+"""By precision. Our model sets for the whole process whether products of float32 take TF32."""
 
 
 class TheirTables(nn.Module):
