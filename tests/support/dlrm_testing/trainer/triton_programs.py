@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -41,27 +42,22 @@ def memory_in_place() -> Iterator[None]:
 
 
 @contextmanager
-def calls_without_patches() -> Iterator[None]:
-    """Let the interpreter replace Triton's language once a launch, instead of at each call inside a kernel.
+def language_replaced_once() -> Iterator[None]:
+    """Let the interpreter replace Triton's language once for each module of kernels, and leave it so.
 
-    Each time it goes through all members of the language, which takes most of the time of a kernel with functions.
+    It goes through all members of the language at each launch and each call inside a kernel, which takes most of the
+    time of small ones.
     """
-    patched, launch = set[int](), interpreter.GridExecutor.__call__
+    replaced, replace = set[int](), interpreter._patch_lang
 
-    def launch_anew(self: Any, *arguments: Any, **named: Any) -> None:
-        # The end of a launch brings the language back.
-        patched.clear()
-        launch(self, *arguments, **named)
-
-    def call(self: Any, *arguments: Any, **named: Any) -> Any:
-        if (module := id(self.fn.__globals__)) not in patched:
-            interpreter._patch_lang(self.fn)
-            patched.add(module)
-        return self.rewrite()(*arguments, **named)
+    def replace_once(function: Any) -> SimpleNamespace:
+        if (module := id(function.__globals__)) not in replaced:
+            replace(function)
+            replaced.add(module)
+        return SimpleNamespace(restore=lambda: None)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
-        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
+        patch.setattr(interpreter, "_patch_lang", replace_once)
         yield
 
 

@@ -9,17 +9,17 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from dlrm_testing.trainer.triton_programs import calls_without_patches
+from dlrm_testing.trainer.triton_programs import language_replaced_once
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 OF_THE_INTERPRETER = ["test_row_directory.py", "test_row_updates.py"]
 collect_ignore = ["test_interpreter.py", "test_compilation.py", "test_tables.py"] if INTERPRETED else OF_THE_INTERPRETER
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def quick_interpreter() -> Iterator[None]:
     """Let kernels run without the interpreter's largest overhead."""
-    with calls_without_patches() if INTERPRETED else nullcontext():
+    with language_replaced_once() if INTERPRETED else nullcontext():
         yield
 
 
