@@ -73,6 +73,15 @@ def move_rows(into: Bitmap, bitmap: Bitmap) -> int:
     return found
 
 
+def add_words(bitmap: Bitmap, words: Words) -> int:
+    """Mark the rows of another bitmap's (8 * N,) words, which has no lines; return how many were not marked before."""
+    found = int(np.bitwise_count(words & ~bitmap.words).sum())
+    np.bitwise_or(bitmap.words, words, out=bitmap.words)
+    marked = np.packbits(words.reshape(-1, LINE_WORDS).any(axis=1), bitorder="little")
+    bitmap.lines.view(np.uint8)[: len(marked)] |= marked
+    return found
+
+
 @kernel
 def move_lines(numbers: Any, into: Any, words: Any) -> Any:
     """Set the bits of lines with these numbers in ``into`` and clear them; return how many were not set there."""
@@ -240,6 +249,20 @@ class CutMap(NamedTuple):
     """(K,) start of each table's rows in the cut's memory, in float32 values."""
     states_at: NDArray[np.uint64]
     """(K,) start of each table's state, likewise."""
+
+
+def places_of(map_: CutMap, bits: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the place of each of some rows, whose lines are in the map; -1: it has none. ``bits`` are theirs."""
+    bits_, one = bits.astype(U64), U64(1)
+    word, line = bits_ >> LINES_SHIFT, bits_ >> LINE_SHIFT & LAST
+    before = np.bitwise_count(map_.pending.marked[word] & ((one << line) - one))
+    lines = map_.pending.firsts[word] + before
+    words, mask = map_.laid.reshape(-1, LINE_WORDS)[lines], one << (bits_ & LAST)
+    number = (bits_ >> WORD_SHIFT & U64(LINE_WORDS - 1)).astype(np.int64)[:, None]
+    own = np.take_along_axis(words, number, axis=1)[:, 0]
+    in_line = np.where(np.arange(LINE_WORDS) < number, np.bitwise_count(words), 0).sum(axis=1, dtype=np.int64)
+    places = map_.places[lines].astype(np.int64) + in_line + np.bitwise_count(own & (mask - one))
+    return np.where(own & mask != 0, places, -1)
 
 
 @kernel

@@ -114,16 +114,6 @@ def upper_product(_typing: Any, left: Any, right: Any) -> Any:  # noqa: ARG001
     return types.uint64(types.uint64, types.uint64), generate
 
 
-@intrinsic
-def fused_add(_typing: Any, left: Any, right: Any, addend: Any) -> Any:  # noqa: ARG001
-    """Return ``left * right + addend`` of float32, rounded once."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.fma(*arguments)
-
-    return types.float32(types.float32, types.float32, types.float32), generate
-
-
 READ, DATA = 0, 1
 ALL_LEVELS, FROM_SECOND = 3, 2
 LINE = np.uint64(16)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_kernels.cache import kernel
-from dlrm_kernels.intrinsics import bits_of, borrowed, fused_add, number_of
+from dlrm_kernels.intrinsics import bits_of, borrowed, number_of
 from dlrm_kernels.parallel import finish, take
 from dlrm_kernels.quantize import nearest_half
 from dlrm_kernels.row_updates import widened
@@ -110,6 +110,8 @@ def _encode_steps(width: Any, source: Any, at: Any, message: Message, place: Any
     for i in range(width):
         value = source[at + i]
         low, high, most = min(low, value), max(high, value), max(most, U32(bits_of(value) & MAGNITUDE))
+    # Which of 0 and -0 is the lower depends on the processor.
+    low, high = low + F32(0), high + F32(0)
     if most > INFINITE:
         low = high = F32(np.nan)
     step = F32((high - low) / STEPS)
@@ -134,7 +136,7 @@ def _decode(
             affine = (start + width) >> TWO
             low, step = message.words[affine], message.words[affine + ONE]
             for i in range(width):
-                value = fused_add(F32(message.bytes[start + i]), step, low)
+                value = F32(F32(message.bytes[start + i]) * step) + low
                 out[into + i] = out[into + i] + value if adds else value
         return place + count * (width + U64(8))
     if codec == FP32:

@@ -32,9 +32,9 @@ LONE_ID_BYTES, ID_BYTES = 32, 96
 """Bytes per id of a batch, on one rank and among several. Measured with tables in DDR: 30, and 81 to 95."""
 ID_BYTES_AHEAD = 24
 """Bytes per id of a batch that is prefetched: its read, received and slot forms."""
-UPDATED_LOOKUP_BYTES = 130
+UPDATED_LOOKUP_BYTES = 60
 """Bytes per lookup for updates of rows on a GPU by kernels of our own: lookups in the order of their rows. Counted
-operation by operation: 68 to 92, and a sort takes more for itself."""
+operation by operation: 36, and a sort takes more for itself."""
 INTERACTION_COPIES = {"cpu": {"dot": 0, "dcn": 3}, "cuda": {"dot": 2, "dcn": 4}}
 """Copies of the interaction's inputs, on top of its layers' outputs: as one tensor, and gradients. The host's compiled
 dot products read pooled rows in place."""

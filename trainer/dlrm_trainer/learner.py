@@ -56,6 +56,8 @@ class Sums(NamedTuple):
     """(1 + VOTES,) loss and votes."""
     looked_up: tuple[Tensor, ...]
     """Pooled rows of the rank's own parts, to name what was not finite."""
+    gradients: Gradients | None
+    """Those of the rank's samples, on the host, for the same."""
 
 
 class Learner:
@@ -138,8 +140,7 @@ class Learner:
         """Predict this rank's samples and compute all gradients. No parameter and no row changes.
 
         The loss is a mean over the batch's ``global_count`` samples. A GPU has only been asked for the results then.
-        Raises DeviceError if rows could not be fetched from their tier, DivergedError if a gradient to be sent in fp16
-        is not finite, and PeerLostError.
+        Raises DeviceError if rows could not be fetched from their tier, and PeerLostError.
         """
         owned, collectives = self.embeddings.tables, self._collectives
         waited, sent = owned.wait_s, collectives.seconds
@@ -207,11 +208,11 @@ class Learner:
         """Update every parameter, and each row that the global batch looked up, once; return the sums of all votes.
 
         ``factor`` multiplies the learning rates (``Schedule.factor``). ``votes`` are (VOTES,) numbers that travel with
-        the gradient. A step must not be cut before its sums are read. Raises PeerLostError, and DivergedError if a
-        gradient received in fp16 is not finite.
+        the gradient. A step must not be cut before its sums are read. Raises PeerLostError.
         """
         gradients = computed.gradients
         self._votes[:1].copy_(computed.loss.view(1))
+        self._votes[:1] += gradients.check
         self._votes[1:].copy_(to_device(torch.tensor(votes), self._device))
         summing, sent = self._start_sums(), self._collectives.seconds
         self.embeddings.update(gradients, self._row_rate * factor, regularizer)
@@ -221,7 +222,9 @@ class Learner:
             each.wait()
         self._stages.lap("exchange")
         pooled = gradients.pooled
-        sums = Sums(pooled.batch.number + 1, HostCopy(self._votes), pooled.local)
+        # On a GPU they would take memory until the sums are read.
+        kept = gradients if self._device.type == "cpu" else None
+        sums = Sums(pooled.batch.number + 1, HostCopy(self._votes), pooled.local, kept)
         self._drop_gradient_of_diverged()
         self.embeddings.update_replicated(gradients, self._table_gradient, self._row_rate * factor, regularizer)
         self._stages.lap("row update")
@@ -277,6 +280,8 @@ class Learner:
         changed, but what the step looked up is at hand.
         """
         seen = max(self.dense.largest(), self.embeddings.largest_lookup(sums.looked_up))
+        if sums.gradients is not None:
+            seen = max(seen, self.embeddings.bad_gradient(sums.gradients))
         value, place = max(self._collectives.gather(seen, VALUE_AND_PLACE))
         where = f"every value is finite, the largest is {value:.3g} in {place}"
         return DivergedError(

@@ -27,10 +27,12 @@ from dlrm_testing.trainer.cutting import (
     rows_of_batch,
     state_of,
 )
+from dlrm_testing.trainer.late_copies import LateStream
+from dlrm_testing.trainer.pretended_gpu import PRETENDED
 from dlrm_testing.trainer.shardings import random_plan
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.embedding import copy_before_update
+from dlrm_trainer.embedding import copy_before_update, device_copies
 from dlrm_trainer.embedding.changes import MAX_KEPT, DirtyPart, DirtyRows, RowsToUpdate
 from dlrm_trainer.embedding.checkpoint import ResidentPart, table_meta
 from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate
@@ -146,6 +148,50 @@ def test_bitmaps_of_changed_rows_take_no_more_than_plans_count() -> None:
 
 def locate(*_: object) -> CutRowSource:
     raise AssertionError("rows with a place need not be located")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("segment_rows", [None, 1_500])
+def test_rows_of_a_gpu_are_copied_as_before_their_update(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, segment_rows: int | None
+) -> None:
+    monkeypatch.setattr(device_copies, "copy_stream", LateStream)
+    # Buffers are used again within a chunk, and chunks are smaller than what is updated.
+    monkeypatch.setattr(device_copies, "BUFFER_BYTES", 64 * 4 * (WIDTH + 1))
+    monkeypatch.setattr(copy_before_update, "COPY_ROWS", 600)
+    draw, rows = np.random.default_rng(0), 6_000
+    spec, record = TableSpec(name="items", rows=rows, dim=WIDTH), DirtyRows([rows])
+    weight = torch.randn(rows, WIDTH).to(dtype)
+    state = torch.randn(rows, 1)
+    part = ResidentPart(
+        table=spec,
+        shard=table_meta(spec, 0, "rowwise-adagrad").whole(),
+        weight=weight.to(PRETENDED),
+        state=state.to(PRETENDED),
+        dirty=DirtyPart(record, 0),
+    )
+    changed = np.flatnonzero(draw.random(rows) < 0.7)
+    part.dirty.mark(changed)
+    cut = MemoryCut(segment_rows)
+    copying = copying_of(part, cut)
+    copying.copy(ONE_ROW)
+
+    while not copying.done:
+        ids = draw.integers(0, rows, 400)
+        sizes, starts = np.array([len(ids)]), record.starts
+        copying.before_update(RowsToUpdate(record, ids, sizes, starts, lambda _, some, __: part.in_place(some)))
+        chosen = torch.from_numpy(np.unique(ids)).to(PRETENDED)
+        part.weight.index_fill_(0, chosen, -1.0)
+        part.state.index_fill_(0, chosen, -1.0)
+        cut.is_stored = True
+        copying.copy(ONE_ROW)
+
+    copied = np.concatenate([piece.row_ids for piece in cut.pieces])
+    assert sorted(copied.tolist()) == changed.tolist()
+    assert (cut.segments > 1) == (segment_rows is not None)
+    for piece in cut.pieces:
+        np.testing.assert_array_equal(piece.rows, weight[piece.row_ids].to(torch.float32).numpy())
+        np.testing.assert_array_equal(piece.state, state[piece.row_ids].numpy())
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

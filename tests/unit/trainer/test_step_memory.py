@@ -206,4 +206,5 @@ def test_gpu_memory_of_gangs_fits_plans_with_messages_counted(
     taken = run_ranks(2, peak_of_a_step, job, plan)
 
     planned = device_activation_bytes(job.spec) + lookup_bytes(job.spec) + message_bytes(job.spec)
-    assert 0.5 * planned < max(taken) < 1.01 * planned
+    # Plans count messages in fp32: in int8 they take a quarter.
+    assert (0.5 if codec == "fp32" else 0.4) * planned < max(taken) < 1.01 * planned

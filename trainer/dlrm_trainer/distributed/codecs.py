@@ -78,19 +78,6 @@ def read_message(codec: Codec, data: Tensor, shapes: Sequence[tuple[int, int]]) 
     return found
 
 
-def are_finite(codecs: Sequence[Codec], messages: Sequence[Tensor]) -> Tensor:
-    """Return (M,) whether all values are finite, on the messages' device, of each message with a scale.
-
-    Scales show it: messages that are empty, or of formats without a scale, are left out.
-    """
-    scales = [
-        message[:start].view(torch.float32)
-        for codec, message in zip(codecs, messages, strict=True)
-        if (start := CODECS[codec].message_bytes) and message.numel()
-    ]
-    return torch.cat(scales).isfinite() if scales else torch.ones(0, dtype=torch.bool)
-
-
 def _fitting_scale(pieces: Sequence[Tensor], wanted: float) -> Tensor:
     """Return a power of two, at most ``wanted``, by which fp16 holds all values; NaN if one is not finite."""
     bounds = [bound for piece in pieces if piece.numel() for bound in torch.aminmax(piece)]
@@ -115,7 +102,8 @@ def _encode_int8(rows: Tensor, out: Tensor, _scale: Tensor | None) -> None:
     if not len(rows):
         return
     width = rows.shape[1]
-    minimum, maximum = torch.aminmax(rows, dim=1, keepdim=True)
+    # Which of 0 and -0 is the lower depends on the processor.
+    minimum, maximum = (bound + 0.0 for bound in torch.aminmax(rows, dim=1, keepdim=True))
     step = (maximum - minimum) / INT8_STEPS
     shares = (rows - minimum) / torch.where(step > 0, step, 1.0)
     out[:, :width].copy_(shares.round_().clamp_(0, INT8_STEPS).nan_to_num_(0.0))
@@ -125,7 +113,7 @@ def _encode_int8(rows: Tensor, out: Tensor, _scale: Tensor | None) -> None:
 def _decode_int8(data: Tensor, width: int, _scale: Tensor | None) -> Tensor:
     data = data.view(-1, row_bytes("int8", width))
     affine = data[:, width:].contiguous().view(torch.float32)
-    return torch.addcmul(affine[:, :1], data[:, :width].to(torch.float32), affine[:, 1:])
+    return data[:, :width].to(torch.float32).mul_(affine[:, 1:]).add_(affine[:, :1])
 
 
 class _RowCodec(NamedTuple):

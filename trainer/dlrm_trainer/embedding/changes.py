@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dlrm_checkpointer import CutRowSource
 from dlrm_kernels.dirty_rows import (
@@ -18,6 +19,8 @@ from dlrm_kernels.dirty_rows import (
     WORD,
     Bitmap,
     Lines,
+    Words,
+    add_words,
     bitmap_of,
     clear_bits,
     clear_lines,
@@ -41,6 +44,20 @@ class Kept(NamedTuple):
     """Upper bound of the rows."""
 
 
+class Marks(Protocol):
+    """Record changed rows where their kernel is, until ``DirtyRows`` takes them."""
+
+    @property
+    def count(self) -> int:
+        """Return about how many rows are marked."""
+
+    def mark(self, ids: Tensor, sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
+        """See ``DirtyRows.mark``; the ids are on the kernel's device."""
+
+    def take(self) -> Words:
+        """Return the words of a bitmap, and clear it."""
+
+
 class DirtyRows:
     """Record which rows of some parts changed since the parent of the next cut.
 
@@ -50,10 +67,10 @@ class DirtyRows:
     rows is always correct. No method visits a line without changed rows.
 
     Only one thread may use it, except that any may ``settle``, or read ``lines`` until the next cut. ``sizes`` are the
-    rows of each part.
+    rows of each part. ``make_marks`` is given for rows that a device marks: it makes a bitmap of so many bits there.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], make_marks: Callable[[int], Marks] | None = None) -> None:
         self.sizes = tuple(sizes)
         self._lines = [*accumulate((-(-size // LINE_ROWS) for size in sizes), initial=0)]
         self.starts = np.array(self._lines, np.int64)[:-1] * LINE_ROWS
@@ -68,12 +85,23 @@ class DirtyRows:
         """Held while ``_stored``, ``_committed`` or ``_empty`` changes."""
         self._empty: Bitmap | None = None
         """Bitmap whose rows were moved to another; its pages are written, so the next marks cause no page faults."""
-        self.marked = 0
-        """Rows marked since the last cut."""
+        self._marked_rows = 0
+        self.marks = make_marks(self.bits) if make_marks else None
+        """Rows that a device marked and that were not fetched yet; None: the host marks all."""
+
+    @property
+    def marked(self) -> int:
+        """Return the rows marked since the last cut."""
+        return self._marked_rows + (self.marks.count if self.marks is not None else 0)
+
+    def _fetch(self) -> None:
+        """Fetch what a device marked, and wait for it."""
+        if self.marks is not None:
+            self._marked_rows += add_words(self._marked, self.marks.take())
 
     def mark(self, ids: NDArray[np.int64], sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
         """Mark (L,) rows of their parts by segment: (S,) ids of each, (S,) ``starts`` of each one's part."""
-        self.marked += mark_rows(self._marked, ids, sizes, starts)
+        self._marked_rows += mark_rows(self._marked, ids, sizes, starts)
 
     def store(self, ids: NDArray[np.int64], sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
         """Record that a snapshot holds the rows of each segment of ids; see ``mark``."""
@@ -84,13 +112,14 @@ class DirtyRows:
 
     def cut(self, step: int) -> None:
         """Keep the rows marked up to this step for its cut, and start without marked rows."""
+        self._fetch()
         with self._settling:
             if len(self._kept) == MAX_KEPT:
                 old, newer = self._kept[:2]
                 self._kept[:2] = [newer._replace(rows=newer.rows + move_rows(newer.bitmap, old.bitmap))]
                 self._empty = old.bitmap
-            self._kept.append(Kept(step, self._marked, self.marked))
-            self._marked, self.marked = self._empty or bitmap_of(self._lines[-1]), 0
+            self._kept.append(Kept(step, self._marked, self._marked_rows))
+            self._marked, self._marked_rows = self._empty or bitmap_of(self._lines[-1]), 0
             self._empty = None
 
     def forget(self, step: int) -> None:
@@ -118,29 +147,31 @@ class DirtyRows:
         """Mark all rows that snapshots hold as changed: the next cut has no parent."""
         self.settle()
         if self._stored is not None:
-            self.marked += move_rows(self._marked, self._stored)
+            self._marked_rows += move_rows(self._marked, self._stored)
             self._stored, self._empty = None, self._stored
 
     def kept(self, step: int | None) -> int:
         """Bound the rows kept once a snapshot of this step is a parent; None: without a parent."""
         return sum(kept.rows for kept in self._kept if step is None or kept.step > step)
 
-    @property
     def _bitmaps(self) -> list[Bitmap]:
+        """Return those of rows that changed since the parent."""
+        self._fetch()
         return [self._marked, *(kept.bitmap for kept in self._kept)]
 
     def clear(self, part: int) -> None:
         """Mark a part's rows as unchanged."""
         self.settle()
-        for rows in (*self._bitmaps, *([] if self._stored is None else [self._stored])):
+        for rows in (*self._bitmaps(), *([] if self._stored is None else [self._stored])):
             clear_lines(rows, *self._lines[part : part + 2])
 
     def clear_rows(self, part: int, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Mark rows as unchanged and as in no snapshot; return which may be in one, or in a cut that may become one."""
         self.settle()
+        self._fetch()
         bits = self.starts[part] + rows
         words, masks = bits // WORD, U64(1) << (bits % WORD).astype(U64)
-        self.marked -= int(np.count_nonzero(self._marked.words[words] & masks))
+        self._marked_rows -= int(np.count_nonzero(self._marked.words[words] & masks))
         clear_bits(self._marked.words, bits)
         found = np.zeros(len(rows), np.bool_)
         for record in (self._stored, *(kept.bitmap for kept in self._kept)):
@@ -159,7 +190,7 @@ class DirtyRows:
 
     def lines_of(self, part: int) -> Lines:
         """Return the lines of a part with rows that changed since the parent."""
-        return lines_of(self._bitmaps, *self._lines[part : part + 2])
+        return lines_of(self._bitmaps(), *self._lines[part : part + 2])
 
     @property
     def bits(self) -> int:
@@ -174,7 +205,7 @@ class DirtyRows:
     def are_marked(self, parts: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return whether (N,) rows of (N,) parts changed since the parent."""
         bits = self.starts[parts] + rows
-        found = np.bitwise_or.reduce([each.words[bits // WORD] for each in self._bitmaps])
+        found = np.bitwise_or.reduce([each.words[bits // WORD] for each in self._bitmaps()])
         answer: NDArray[np.bool_] = (found >> (bits % WORD).astype(U64)) & U64(1) != 0
         return answer
 

@@ -65,11 +65,6 @@ class ResidentPart:
     shared_of: str = ""
     """Table whose ids without a row share these; see ``TableMeta``."""
 
-    @property
-    def is_on_host(self) -> bool:
-        """Return whether its rows are in host memory."""
-        return self.weight.device.type == "cpu"
-
     def start(self, seed: int) -> None:
         """Set every row to its initial value."""
         scale = table_scale(self.table.initializer, self.table.rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_api.errors import DivergedError
 from dlrm_api.training import RowRegularizerSpec
 from dlrm_checkpointer import Cut, CutRows, CutRowSource, CutSize, GoneRows, ShardId
 from dlrm_kernels.dirty_rows import LINE_ROWS
@@ -25,7 +25,8 @@ from dlrm_trainer.embedding.copy_before_update import CopyBeforeUpdate, is_resti
 from dlrm_trainer.embedding.device_batch import BatchCopier, Coming, Copy, DeviceBatch
 from dlrm_trainer.embedding.exchange import Exchange, OwnedIds, Vectors
 from dlrm_trainer.embedding.local_tables import LocalTables, PreparedRows
-from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement
+from dlrm_trainer.embedding.messages import HostPacking, Packing
+from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement, Routes
 from dlrm_trainer.embedding.replicated_tables import ReplicatedTables
 from dlrm_trainer.embedding.row_sizes import ModelSizes, find_cut_off
 from dlrm_trainer.embedding.unique import LookupCounts, Maintained, MaintenancePeriod
@@ -69,6 +70,11 @@ class Gradients:
 
     pooled: PooledRows
     vectors: Vectors
+
+    @property
+    def check(self) -> Tensor:
+        """Return (1,) float32 on the vectors' device: 0, or NaN if the message format cannot hold the gradient."""
+        return self.vectors.check
 
 
 class ChangedBytes(NamedTuple):
@@ -127,8 +133,7 @@ class CheckpointView:
     def changed_rows(self, *, moving: bool = False) -> Iterator[CutRowSource]:
         """Iterate over the rows that changed since the parent and that this rank saves, once each.
 
-        Copy each before any row is looked up or updated. With ``moving`` only rows come that do not stay in place in
-        host memory.
+        Copy each before any row is looked up or updated. With ``moving`` only rows come that do not stay in place.
 
         Raises:
             DeviceError: rows could not be read from their tier.
@@ -136,9 +141,8 @@ class CheckpointView:
         self._owned.settle()
         self._replicas.catch_up()
         yield from self._owned.saved_rows(moving=moving)
-        for part in self._replicas.saved:
-            if not (moving and part.is_on_host):
-                yield from saved_rows(part)
+        for part in self._replicas.saved if not moving else ():
+            yield from saved_rows(part)
 
     def cut_size(self) -> CutSize:
         """Bound what ``changed_rows`` takes in the hand-off directory."""
@@ -200,7 +204,8 @@ class Embeddings:
     ) -> None:
         self._placement, self._device, self._collectives = placement, options.device, collectives
         self._capacity = np.array([table.held_rows for table in placement.tables if table.is_unique], np.int64)
-        self._exchange = Exchange(placement, collectives, id_collectives or collectives, options)
+        packing = partial(make_packing, device=options.device)
+        self._exchange = Exchange(placement, collectives, id_collectives or collectives, options, packing)
         self._sender = None
         if id_collectives is not None and id_collectives.world_size > 1:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="dlrm-ids")
@@ -282,16 +287,12 @@ class Embeddings:
         """Start to send the gradient to the owners; write that of data-parallel tables to ``buffer``.
 
         The gradient is (n, D), of the loss by the features; the buffer is (gradient_elements,) float32, and the caller
-        sums it over ranks before ``update_replicated``.
-
-        Raises:
-            DivergedError: the gradient travels in fp16 and is not finite.
+        sums it over ranks before ``update_replicated``. Add ``Gradients.check`` to a number that all ranks agree on: it
+        says whether the gradient could be sent.
         """
         if pooled.scale is not None:
             gradient = gradient * pooled.scale
         vectors = self._exchange.send_gradients(gradient, pooled.on_device.travel)
-        if not vectors.finite:
-            raise DivergedError(f"step {pooled.batch.number + 1}: {self._bad_gradient(gradient)}")
         of_replicas = self._exchange.replicated_gradients(gradient)
         self.replicated.write_gradient(buffer, of_replicas, pooled.on_device.replicated)
         return Gradients(pooled=pooled, vectors=vectors)
@@ -309,14 +310,14 @@ class Embeddings:
         found += [(magnitude(part.weight.float()), f"table {part.table.name}") for part in self.replicated.parts]
         return max(found)
 
-    def _bad_gradient(self, gradient: Tensor) -> str:
-        column = int((~torch.isfinite(gradient)).any(dim=0).nonzero()[0])
+    def bad_gradient(self, gradients: Gradients) -> tuple[float, str]:
+        """Return infinity and the feature whose gradient could not be sent, or -1 if each one could."""
+        if math.isfinite(float(gradients.check)):
+            return -1.0, "no gradient"
+        column = int((~torch.isfinite(gradients.vectors.own[0])).any(dim=0).nonzero()[0])
         feature = self._placement.features[int(self._feature_of_column[column])]
-        return (
-            f"the gradient of feature {feature.column} of table {self._placement.tables[feature.table].name} is not "
-            "finite: lower the learning rates (spec.training) or raise warmupSteps; a new run continues from the last "
-            "snapshot"
-        )
+        table = self._placement.tables[feature.table].name
+        return math.inf, f"gradient of feature {feature.column} of table {table}"
 
     def update(self, gradients: Gradients, learning_rate: float, regularizer: RowRegularizerSpec | None = None) -> None:
         """Wait for gradients; update every row of the rank's own parts that the global batch looked up, once."""
@@ -430,3 +431,13 @@ def _means(placement: Placement, device: torch.device) -> tuple[Tensor | None, T
 
 def _row_bytes(part: LocalPart) -> int:
     return CutRows(shard=part.shard, count=0, state_values=part.state_values).row_bytes
+
+
+def make_packing(routes: Routes, rank: int, device: torch.device) -> Packing:
+    """Return the packing for vectors on a device."""
+    if device.type == "cpu":
+        return HostPacking(routes, rank)
+    # Loads Triton, which hosts lack.
+    from dlrm_trainer.embedding.gpu.message_packing import DevicePacking
+
+    return DevicePacking(routes, rank, device)

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from dlrm_checkpointer import Cut, CutRows, CutRowSource, CutWithdrawnError, GoneRows, ShardRows
@@ -24,6 +25,7 @@ from dlrm_kernels.dirty_rows import (
     clear_rows,
     count_bits,
     lay_rows,
+    places_of,
     save_before_update,
     take_laid,
 )
@@ -32,6 +34,7 @@ from dlrm_kernels.parallel import single_threaded
 from dlrm_kernels.row_updates import memory_of
 from dlrm_trainer.embedding.changes import WINDOW_LINES, DirtyRows, RowsToUpdate
 from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart, UniquePart, copy_rows
+from dlrm_trainer.embedding.device_copies import DeviceCopies, Write
 from dlrm_trainer.embedding.table_batch import joined
 
 COPY_ROWS = 1 << 14
@@ -43,15 +46,16 @@ class CopyBeforeUpdate:
     """Copy the rows of a cut as they were at its step while training continues; a ``BeforeUpdates``.
 
     A bitmap marks the rows that are not copied yet. The copier clears bits as it copies; an update first copies those
-    of its rows that are marked. The two alternate, chunk by chunk. Rows that rest in host memory are copied by a thread
-    or by ``copy``, all others only by ``copy``, between two steps. Resting rows have a place in the cut before they are
-    copied, and an update copies them to that place. Others become separate pieces. The thread also does what takes
+    of its rows that are marked. The two alternate, chunk by chunk. Rows that rest in the memory of their kernel are
+    copied by a thread or by ``copy``, all others only by ``copy``, between two steps. Resting rows have a place in the
+    cut before they are copied, and an update copies them to that place. Others become separate pieces. Rows of a GPU
+    are gathered there at their turn, and written to their place when they have come. The thread also does what takes
     longer the more rows changed, and so hides it behind the next step's lookups. While the sidecar stores a segment,
     the next one is reserved for rows that are about to change.
 
-    ``resting`` are the parts with rows that stay in place in host memory, and ``moving`` all others; ``in_order``
-    iterates over the changed rows of these in the order in which they are read fastest. ``gone`` are keys of unique
-    tables that left since the cut's parent.
+    ``resting`` are the parts with rows that stay in place in their kernel's memory, and ``moving`` all others;
+    ``in_order`` iterates over the changed rows of these in the order in which they are read fastest. ``gone`` are keys
+    of unique tables that left since the cut's parent.
     """
 
     def __init__(
@@ -178,12 +182,14 @@ class CopyBeforeUpdate:
             if not self._laid and self._unlaid:
                 self._make_space()
                 return 0
-        if not self._laid:
-            self._is_resting_done = not self._unlaid
-            return 0
-        found, chunk = self._laid.popleft()
-        size = found.copy(chunk)
-        self._is_resting_done = not self._laid and not self._unlaid
+        size = 0
+        if self._laid:
+            found, chunk = self._laid.popleft()
+            size = found.copy(chunk)
+        if not self._laid and not self._unlaid:
+            for found in self._maps.values():
+                found.settle()
+            self._is_resting_done = True
         return size
 
     def _lay(self) -> bool:
@@ -210,6 +216,7 @@ class CopyBeforeUpdate:
             found, chunk = self._laid.popleft()
             found.copy(chunk)
         for found in self._maps.values():
+            found.settle()
             found.drop_memory()
         return self._cut.next_segment()
 
@@ -296,6 +303,8 @@ class _RecordMap:
     def __init__(self, record: DirtyRows, resting: Sequence[LocalPart]) -> None:
         self._parts, count = resting, len(record.sizes)
         self._memories = [_memory(part) for part in resting]
+        self._pieces: dict[int, ShardRows] = {}
+        """Places of each part's rows in the current segment."""
         pending, self._starts = record.lines(), record.starts
         self._lines = record.places_of(pending)
         """First line of each part, and the number of all."""
@@ -311,13 +320,17 @@ class _RecordMap:
         """First line of each part with rows that may lack a place."""
         self.is_laid = [False] * count
         """Whether every row of each part has a place."""
-        of_parts = [each.weight for each in self._memories], [each.state for each in self._memories]
-        weights, states = (
-            joined(each, 0, len(each)).numpy() if each else np.empty((0, 1), np.float32) for each in of_parts
+        weight, state = (
+            joined(each, 0, len(each)) if each else torch.empty(0, 1)
+            for each in ([part.weight for part in self._memories], [part.state for part in self._memories])
         )
-        self._size, self._width = size_of(weights.shape[1]), states.shape[1]
+        self._size, self._width = size_of(weight.shape[1]), state.shape[1]
+        self._device: DeviceCopies | None = None
+        if weight.device.type != "cpu":
+            self._device = DeviceCopies(weight, state)
+            weight, state = torch.empty(0, weight.shape[1]), torch.empty(0, state.shape[1])
         self._values = resting[0].state_values if resting else self._width
-        self._memory = memory_of(weights, states)
+        self._memory = memory_of(weight.numpy(), state.numpy())
         self.drop_memory()
         # Compiled here and not while a step waits.
         nothing = np.empty(0, np.int64)
@@ -326,6 +339,12 @@ class _RecordMap:
     def drop_memory(self) -> None:
         """Drop the memory of a segment once all its laid rows are copied."""
         self._file = np.zeros(0, np.float32)
+        self._pieces.clear()
+
+    def settle(self) -> None:
+        """Wait until rows of a GPU are in their places."""
+        if self._device is not None:
+            self._device.finish()
 
     def lines_of(self, part: LocalPart) -> int:
         """Return the number of a part's lines."""
@@ -354,7 +373,7 @@ class _RecordMap:
         laid = len(piece.row_ids)
         stop = int(lay_rows(self.map, line, end, U64(laid)))
         self.is_laid[number], self._next[number] = laid == count, stop - 1
-        self._file = cut.memory
+        self._file, self._pieces[number] = cut.memory, piece
         self.map.rows_at[number] = _offset(self._file, piece.rows)
         self.map.states_at[number] = _offset(self._file, piece.state)
         places = np.append(self.map.places[line:stop], U64(laid))
@@ -375,7 +394,9 @@ class _RecordMap:
         start, first_row = self._starts[chunk.part], 0 if isinstance(part, UniquePart) else part.shard.row_start
         count = take_laid(self.map, chunk.first, chunk.stop, start, first_row, ids, rows, places)
         rows, places = rows[:count], places[:count]
-        if isinstance(part, UniquePart):
+        if self._device is not None:
+            self._copy_out(self._device, chunk.part, rows, places)
+        elif isinstance(part, UniquePart):
             state = np.empty((size, self._width), np.float32)
             of_chunk = slice(chunk.begin, chunk.end)
             copy_rows(memory.weight, memory.state, rows, piece.rows[of_chunk], state, places - chunk.begin)
@@ -394,16 +415,37 @@ class _RecordMap:
         ``ids``, ``sizes`` and ``starts`` are as for ``DirtyRows.mark``; ``parts`` numbers each segment's part.
         """
         rest, width, stride = np.empty(len(ids), np.int64), U64(self._width), U64(self._values)
+        # What is on a GPU has no place for a loop of the host, which only lists it.
+        map_ = self.map if self._device is None else self.map._replace(laid=self.map.laid[:0])
         left = save_before_update(
-            self._size, self._memory, self.map, width, stride, ids, sizes, starts, parts, self._file, rest
+            self._size, self._memory, map_, width, stride, ids, sizes, starts, parts, self._file, rest
         )
-        return rest[:left]
+        rest = rest[:left]
+        if self._device is None or not left:
+            return rest
+        segments = np.searchsorted(np.cumsum(sizes), rest, side="right")
+        places = places_of(self.map, starts[segments] + ids[rest])
+        has_place = places >= 0
+        for part in np.unique(parts[segments[has_place]]).tolist():
+            chosen = has_place & (parts[segments] == part)
+            self._copy_out(self._device, part, ids[rest[chosen]], places[chosen])
+        return rest[~has_place]
+
+    def _copy_out(self, device: DeviceCopies, part: int, rows: NDArray[np.int64], places: NDArray[np.int64]) -> None:
+        """Start to copy rows of a part from a GPU to their places in the current segment."""
+        piece = self._pieces[part]
+
+        def write(some: slice) -> Write:
+            return lambda weight, state: copy_rows(
+                weight, state, np.arange(len(weight)), piece.rows, piece.state, places[some]
+            )
+
+        device.start(int(self.map.first_rows[part]) + rows, write)
 
 
 def is_resting(part: LocalPart) -> bool:
-    """Return whether a part's rows stay in place in host memory."""
-    memory = part.memory if isinstance(part, UniquePart) else part
-    return isinstance(memory, ResidentPart) and memory.is_on_host
+    """Return whether a part's rows stay in place in the memory of their kernel."""
+    return isinstance(part.memory if isinstance(part, UniquePart) else part, ResidentPart)
 
 
 def _memory(part: LocalPart) -> ResidentPart:

@@ -23,8 +23,8 @@ from dlrm_kernels import messages
 from dlrm_kernels.bags import copy_segments, fill_offsets, split_ids
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Arriving, Collectives
-from dlrm_trainer.embedding.messages import Formats, Outgoing, Travel, TravelFinder, make_packing
-from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement, Split, routes
+from dlrm_trainer.embedding.messages import Formats, HostPacking, Outgoing, Packing, Travel, TravelFinder
+from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement, Routes, Split, routes
 from dlrm_trainer.spans import spanned
 
 NARROW_ROWS = 2**31
@@ -89,8 +89,8 @@ class Vectors:
     own: Sequence[Tensor]
     """What was packed here: pooled rows of each group, or the gradient."""
     arriving: Arriving
-    finite: bool | Tensor
-    """False if a value that this rank sends in fp16 is not finite; see ``Outgoing``."""
+    check: Tensor
+    """(1,) NaN if a value that this rank sends in fp16 is not finite; see ``Outgoing``."""
 
 
 class Exchange:
@@ -101,7 +101,12 @@ class Exchange:
     """
 
     def __init__(
-        self, placement: Placement, collectives: Collectives, id_collectives: Collectives, options: EmbeddingOptions
+        self,
+        placement: Placement,
+        collectives: Collectives,
+        id_collectives: Collectives,
+        options: EmbeddingOptions,
+        make_packing: Callable[[Routes, int], Packing] = HostPacking,
     ) -> None:
         self._collectives, self._ids = collectives, id_collectives
         # A loss is the mean over the global batch: this brings usual gradients near 1.
@@ -111,7 +116,7 @@ class Exchange:
         self._routes = routes(placement, self._rank)
         self._travels = TravelFinder(self._routes, self._rank)
         self._forward, self._backward = formats_of(options, self._rank, self._world_size)
-        self._packing = make_packing(self._routes, self._rank, options.device, (self._forward, self._backward))
+        self._packing = make_packing(self._routes, self._rank)
         self._tables = placement.tables
         is_wide = any(table.is_unique or table.rows >= NARROW_ROWS for table in placement.tables)
         self._id_type = torch.int64 if is_wide else torch.int32
@@ -259,7 +264,7 @@ class Exchange:
 
     def _start(self, what: Literal["pooled", "gradients"], outgoing: Outgoing, own: Sequence[Tensor]) -> Vectors:
         arriving = self._collectives.start_all_to_all(what, outgoing.message, outgoing.sent, outgoing.received)
-        return Vectors(own=own, arriving=arriving, finite=outgoing.finite)
+        return Vectors(own=own, arriving=arriving, check=outgoing.check)
 
 
 def formats_of(options: EmbeddingOptions, rank: int, world_size: int) -> tuple[Formats, Formats]:

@@ -26,7 +26,7 @@ from dlrm_kernels.initial_rows import InitialRows, start_rows
 from dlrm_kernels.row_updates import table_key
 from dlrm_kernels.slabs import BINS
 from dlrm_trainer.compute_device import HOST, HostCopy
-from dlrm_trainer.embedding.changes import BeforeUpdates, DirtyPart, DirtyRows, RowsToUpdate
+from dlrm_trainer.embedding.changes import BeforeUpdates, DirtyPart, DirtyRows, Marks, RowsToUpdate
 from dlrm_trainer.embedding.checkpoint import (
     LocalPart,
     MemoryPart,
@@ -259,8 +259,11 @@ class LocalTables:
         for group, summed, gradient, rows, bags in zip(
             self.groups, pooled, on_devices, numbers, prepared.groups, strict=True
         ):
-            group.batch.update(summed, gradient, learning_rate, step=step, rows=rows, regularizer=regularizer)
-            group.dirty.mark(bags.ids.numpy(), bags.sizes.numpy(), group.starts)
+            updated = group.batch.update(summed, gradient, learning_rate, step=step, rows=rows, regularizer=regularizer)
+            if group.dirty.marks is not None:
+                group.dirty.marks.mark(updated.ids, bags.sizes.numpy(), group.starts)
+            else:
+                group.dirty.mark(bags.ids.numpy(), bags.sizes.numpy(), group.starts)
         for group, gradient, bags, keys in zip(self.groups, gradients, prepared.groups, prepared.unique, strict=True):
             if group.unique is not None and keys is not None:
                 norms = _norms(group.unique.by_gradient, gradient, bags)
@@ -378,12 +381,12 @@ class LocalTables:
     def saved_rows(self, *, moving: bool = False) -> Iterator[CutRowSource]:
         """Iterate over every row of every part that changed since the parent of the next cut, once.
 
-        With ``moving`` parts with rows that stay in place in host memory are left out.
+        With ``moving`` parts with rows that stay in place are left out.
         """
         for group in self.groups:
             if group.stack is not None:
                 yield from rows_of_stack(group.stack, group.parts)
-            elif not (moving and group.device.type == "cpu" and group.slabs is None):
+            elif not (moving and group.slabs is None):
                 for part in group.parts:
                     yield from saved_rows(part)
             for more in (group.shared, group.sights):
@@ -408,7 +411,10 @@ class LocalTables:
 def _make_group(
     placement: Placement, plan: PartGroup, options: EmbeddingOptions, sizes: ModelSizes | None, resources: ExitStack
 ) -> Group:
-    device, dirty = _device_of(placement, plan, options.device), DirtyRows([part.rows for part in plan.parts])
+    device = _device_of(placement, plan, options.device)
+    # Kernels see slots of a stack, and not its rows.
+    marks = None if device.type == "cpu" or plan.is_stacked else partial(make_marks, device=device)
+    dirty = DirtyRows([part.rows for part in plan.parts], marks)
     dirty_parts = [DirtyPart(dirty, number) for number in range(len(plan.parts))]
     stack: Stack | None = None
     slabs: SlabKernel | None = None
@@ -543,6 +549,14 @@ def make_kernel(tables: Tables) -> SumKernel:
     from dlrm_trainer.embedding.gpu.tables import DeviceKernel
 
     return DeviceKernel(tables)
+
+
+def make_marks(bits: int, device: torch.device) -> Marks:
+    """Return a bitmap of changed rows on a GPU."""
+    # Loads Triton, which hosts lack.
+    from dlrm_trainer.embedding.gpu.dirty_rows import DeviceMarks
+
+    return DeviceMarks(bits, device)
 
 
 def _device_of(placement: Placement, plan: PartGroup, device: torch.device) -> torch.device:

@@ -282,8 +282,8 @@ class TableBatch:
         step: int = 0,
         rows: Tensor | None = None,
         regularizer: RowRegularizerSpec | None = None,
-    ) -> None:
-        """Update the rows that ``lookup`` summed; gradients are multiplied by the ids' weights.
+    ) -> Bags:
+        """Update the rows that ``lookup`` summed, and return their bags; gradients are multiplied by the ids' weights.
 
         The gradient is (N, dims) float32, of the loss by what the last ``lookup`` with ``updates`` returned. Step and
         ``rows``, the (L,) int64 global rows of the ids, serve the rounding of fp16 rows; None: the ids are global rows.
@@ -294,6 +294,7 @@ class TableBatch:
         bags = pending[1]
         update = RowUpdate(learning_rate, step, regularizer)
         self.kernel.update(bags, gradient, bags.ids if rows is None else rows, update)
+        return bags
 
 
 def work_of(tables: NDArray[np.int64], layout: Layout, lookups: Lookups) -> Work:

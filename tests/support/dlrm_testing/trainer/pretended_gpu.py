@@ -14,18 +14,23 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dlrm_kernels.dirty_rows import LINE_ROWS, Words, bitmap_of, mark_rows
 from dlrm_testing.trainer import directory_rules
 from dlrm_trainer.compute_device import HOST
-from dlrm_trainer.embedding import local_tables, replicated_tables
+from dlrm_trainer.embedding import collection, local_tables, replicated_tables
 from dlrm_trainer.embedding.exchange import Bags
 from dlrm_trainer.embedding.gpu import row_directory
 from dlrm_trainer.embedding.gpu.row_directory import Sets
+from dlrm_trainer.embedding.messages import Formats, HostPacking, Outgoing, Packing, Travel
+from dlrm_trainer.embedding.placement import Routes
 from dlrm_trainer.embedding.table_batch import NO_ROW, HostKernel, RowUpdate, SumKernel, Tables
 
 NAME = "pretended"
@@ -163,15 +168,72 @@ def _on_kept(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+class PretendedPacking:
+    """Run ``HostPacking`` behind tensors of the device: a GPU's kernels give its bytes."""
+
+    def __init__(self, routes: Routes, rank: int) -> None:
+        self._packing = HostPacking(routes, rank)
+
+    def pack_pooled(self, formats: Formats, pooled: Sequence[Tensor], travel: Travel) -> Outgoing:
+        """See ``messages.Packing``."""
+        return _sent(self._packing.pack_pooled(formats, [*map(_kept, pooled)], travel.copied(_kept)))
+
+    def unpack_pooled(
+        self, formats: Formats, came: Tensor, pooled: Sequence[Tensor], replicated: Sequence[Tensor], travel: Travel
+    ) -> Tensor:
+        """See ``messages.Packing``."""
+        given = [*map(_kept, pooled)], [*map(_kept, replicated)]
+        return Pretended(self._packing.unpack_pooled(formats, _kept(came), *given, travel.copied(_kept)))
+
+    def pack_gradients(self, formats: Formats, gradient: Tensor, travel: Travel, scale: float) -> Outgoing:
+        """See ``messages.Packing``."""
+        return _sent(self._packing.pack_gradients(formats, _kept(gradient), travel.copied(_kept), scale))
+
+    def unpack_gradients(self, formats: Formats, came: Tensor, gradient: Tensor, travel: Travel) -> list[Tensor]:
+        """See ``messages.Packing``."""
+        given = _kept(came), _kept(gradient), travel.copied(_kept)
+        return [*map(Pretended, self._packing.unpack_gradients(formats, *given))]
+
+    def replicated_gradients(self, gradient: Tensor) -> list[Tensor]:
+        """See ``messages.Packing``."""
+        return [*map(Pretended, self._packing.replicated_gradients(_kept(gradient)))]
+
+
+class PretendedMarks:
+    """Mark rows by the host's loop; a ``changes.Marks``."""
+
+    def __init__(self, bits: int) -> None:
+        self._bitmap, self.count = bitmap_of(bits // LINE_ROWS), 0
+
+    def mark(self, ids: Tensor, sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
+        """See ``changes.Marks``."""
+        self.count += mark_rows(self._bitmap, _kept(ids).numpy(), sizes, starts)
+
+    def take(self) -> Words:
+        """See ``changes.Marks``."""
+        words, self.count = self._bitmap.words.copy(), 0
+        self._bitmap.words[:] = 0
+        return words
+
+
+def _sent(outgoing: Outgoing) -> Outgoing:
+    return outgoing._replace(message=Pretended(outgoing.message), check=Pretended(outgoing.check))
+
+
 @contextmanager
 def pretended_gpu() -> Iterator[torch.device]:
-    """Make the device have kernels for rows and for directories of slots."""
-    made = local_tables.make_kernel
+    """Make the device have kernels for rows, their marks, messages and directories of slots."""
+    made, packed = local_tables.make_kernel, collection.make_packing
 
     def make_kernel(tables: Tables) -> SumKernel:
         return PretendedKernel(tables) if tables.device == PRETENDED else made(tables)
 
+    def make_packing(routes: Routes, rank: int, device: torch.device) -> Packing:
+        return PretendedPacking(routes, rank) if device == PRETENDED else packed(routes, rank, device)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collection, "make_packing", make_packing)
+        patch.setattr(local_tables, "make_marks", lambda bits, device: PretendedMarks(bits))
         for module in (local_tables, replicated_tables):
             patch.setattr(module, "make_kernel", make_kernel)
         for name in ("find_rows", "admit_rows"):

@@ -17,16 +17,21 @@ from triton.runtime import interpreter
 
 Reorder = Callable[[int, int], int]
 """The place, among so many programs, of the one that runs as the n-th."""
+ORDERS: dict[str, Reorder] = {
+    "backward": lambda at, count: count - 1 - at,
+    "evens first": lambda at, count: 2 * at if 2 * at < count else 2 * (at - (count + 1) // 2) + 1,
+    "halves swapped": lambda at, count: (at + count // 2) % count,
+}
 
 
 @contextmanager
 def program_order(reorder: Reorder) -> Iterator[None]:
-    """Run the programs along the first axis of grids in another order."""
+    """Run the programs along the first two axes of grids in another order."""
     builder = interpreter.interpreter_builder
     move = builder.set_grid_idx
 
     def moved(x: int, y: int, z: int) -> None:
-        move(reorder(x, builder.grid_dim[0]), y, z)
+        move(reorder(x, builder.grid_dim[0]), reorder(y, builder.grid_dim[1]), z)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "set_grid_idx", moved)
@@ -59,6 +64,21 @@ def language_replaced_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", replace_once)
         yield
+
+
+@contextmanager
+def counted_launches() -> Iterator[list[str]]:
+    """Record the kernels that the interpreter launches."""
+    launched: list[str] = []
+    launch = interpreter.GridExecutor.__call__
+
+    def counted(executor: Any, *arguments: Any, **named: Any) -> None:
+        launched.append(executor.fn.__name__)
+        launch(executor, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", counted)
+        yield launched
 
 
 class Compiled(NamedTuple):

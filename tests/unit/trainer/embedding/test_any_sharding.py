@@ -141,13 +141,11 @@ def test_fewer_bits_on_the_wire_take_fewer_bytes_and_train_nearly_the_same(tmp_p
 
 
 @pytest.mark.slow
-def test_a_gradient_that_fp16_cannot_send_ends_every_rank_before_updates(tmp_path: Path) -> None:
+def test_a_gradient_that_fp16_cannot_send_ends_every_rank_with_one_error(tmp_path: Path) -> None:
     job = job_of(tmp_path, 2, communication={"backward": "fp16"})
     plan = whole_plan(job.spec.model, owner=0, world_size=2)
 
     words = run_ranks(2, words_of_bad_gradient, job, plan, tmp_path)
 
-    assert words[0] == "rank 1 sent values that are not finite; see its log"
-    assert words[1].startswith(
-        "step 1: the gradient of feature i of table items is not finite: lower the learning rate"
-    )
+    assert words[0] == words[1]
+    assert "in step 1; not finite: gradient of feature i of table items; lower the learning rates" in words[0]

@@ -26,6 +26,8 @@ from dlrm_trainer.embedding.table_batch import NO_ROW, RowUpdate
 
 RUN = 1 << 10
 """Lookups of a row that one program sums."""
+NO_FEATURES = (1 << 31) - 1
+"""As a number of samples: bags are samples, and all are of feature 0."""
 LANES = 8
 """Partial sums of a row's squares."""
 OPTIONS: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
@@ -43,18 +45,28 @@ _INFINITE, _TOO_LARGE = tl.constexpr(int(host.INFINITE)), tl.constexpr(int(host.
 
 
 class SortedLookups(NamedTuple):
-    """Hold lookups in the order of their rows, and those of a row in the order of the batch."""
+    """Hold lookups in the order of their rows, and those of a row in the order of the batch.
+
+    Only rows and numbers of lookups are sorted. The rest is in the order of the batch: a kernel that gathers gradients
+    of hundreds of bytes may as well gather some more.
+    """
 
     rows: Tensor
-    """(L,) int32 or int64 rows of the weights; ``NO_ROW`` is updated by nothing."""
-    sources: Tensor
-    """(L,) int64 index of the first element of each one's gradient."""
+    """(L,) int32 or int64 rows of the weights, ascending; ``NO_ROW`` is updated by nothing."""
+    order: Tensor | None
+    """(L,) int64 number of each in the batch; None: the batch is in order."""
+    bags: Tensor
+    """(L,) int32 or int64 bag of each lookup of the batch."""
     weights: Tensor | None
     """(L,) float32; None: all are 1."""
-    features: Tensor
-    """(L,) int64 feature of each; empty if rows are not rounded."""
-    numbers: Tensor
-    """(L,) int64 global rows; empty if rows are not rounded."""
+    numbers: Tensor | None
+    """(L,) int64 global rows; None if rows are not rounded."""
+    features: Tensor | None = None
+    """(L,) int64 feature of each, for ``Rounding``; None: that of its bag."""
+    samples: int = NO_FEATURES
+    """Bags of a feature."""
+    first_column: int = 0
+    """Column of a sample's gradient at which those of the first feature begin."""
 
 
 class Rounding(NamedTuple):
@@ -78,31 +90,26 @@ def update_rows(
 ) -> None:
     """Update (R, d) rows and their (R, S) states in place, each row looked up once, by its gradients' sum.
 
-    ``gradient`` is float32 of any shape, with the columns of a lookup next to each other; float16 rows need
-    ``rounding``. The host does not wait for the device.
+    ``gradient`` is float32 (N, D), contiguous; float16 rows need ``rounding``. The host does not wait for the device.
     """
     count, dim = len(lookups.rows), weight.shape[1]
     if not count:
         return
     block = max(LANES, triton.next_power_of_2(dim))
-    starts = torch.searchsorted(lookups.rows, lookups.rows)
-    ends = torch.searchsorted(lookups.rows, lookups.rows, right=True)
     run_sums = torch.empty(0, device=weight.device)
+    of_gradient = gradient, lookups.order, lookups.bags, lookups.weights
+    places = gradient.shape[1], lookups.samples, lookups.first_column
     if count > run_length:
         windows = triton.cdiv(count, run_length)
         run_sums = torch.empty(2 * windows * dim, device=weight.device)
-        given = gradient, lookups.sources, lookups.weights, starts, ends, run_sums
-        sum_runs[(windows, 2)](*given, count, run_length=run_length, dim=dim, block=block, **OPTIONS)
+        given = lookups.rows, *of_gradient, run_sums, count, *places
+        sum_runs[(windows, 2)](*given, run_length=run_length, dim=dim, block=block, **OPTIONS)
     regularizer = update.regularizer
     update_each[(count,)](
         weight,
         state,
-        gradient,
         lookups.rows,
-        lookups.sources,
-        lookups.weights,
-        starts,
-        ends,
+        *of_gradient,
         run_sums,
         lookups.features,
         lookups.numbers,
@@ -111,6 +118,8 @@ def update_rows(
         optimizer.eps,
         0.0 if regularizer is None else regularizer.strength,
         1.0 if regularizer is None else 2.0**regularizer.bits - 1,
+        count,
+        *places,
         kind=host.KINDS[optimizer.kind],
         beta1=optimizer.beta1,
         beta2=optimizer.beta2,
@@ -125,13 +134,16 @@ def update_rows(
 
 @triton.jit
 def sum_runs(
+    rows: tl.tensor,
     gradient: tl.tensor,
-    sources: tl.tensor,
+    order: tl.tensor,
+    bags: tl.tensor,
     weights: tl.tensor,
-    starts: tl.tensor,
-    ends: tl.tensor,
     run_sums: tl.tensor,
     count: tl.tensor,
+    stride: tl.tensor,
+    samples: tl.tensor,
+    first_column: tl.tensor,
     run_length: tl.constexpr,
     dim: tl.constexpr,
     block: tl.constexpr,
@@ -144,19 +156,18 @@ def sum_runs(
     window, is_first = tl.program_id(0), tl.program_id(1)
     low = window * run_length
     high = tl.minimum(low + run_length, count)
+    at = tl.where(is_first == 1, high - 1, low)
+    start, end = _start_of(rows, at), _end_of(rows, at, count)
     if is_first == 1:
-        start = tl.load(starts + high - 1)
-        end = tl.load(ends + high - 1)
         run = start
         found = start >= low
     else:
-        start = tl.load(starts + low)
-        end = tl.load(ends + low)
         run = start + (low - start + run_length - 1) // run_length * run_length
         found = (run > start) & (run < tl.minimum(end, high))
     if found & (end - start > run_length):
         columns = tl.arange(0, block)
-        total = _sum(gradient, sources, weights, run, tl.minimum(run + run_length, end), columns, dim)
+        stop = tl.minimum(run + run_length, end)
+        total = _sum(gradient, order, bags, weights, run, stop, columns, stride, samples, first_column, dim)
         tl.store(run_sums + _place_of_run(run, start, run_length) * dim + columns, total, mask=columns < dim)
 
 
@@ -164,12 +175,11 @@ def sum_runs(
 def update_each(
     weight: tl.tensor,
     state: tl.tensor,
-    gradient: tl.tensor,
     rows: tl.tensor,
-    sources: tl.tensor,
+    gradient: tl.tensor,
+    order: tl.tensor,
+    bags: tl.tensor,
     weights: tl.tensor,
-    starts: tl.tensor,
-    ends: tl.tensor,
     run_sums: tl.tensor,
     features: tl.tensor,
     numbers: tl.tensor,
@@ -179,6 +189,10 @@ def update_each(
     eps: tl.tensor,
     strength: tl.tensor,
     intervals: tl.tensor,
+    count: tl.tensor,
+    stride: tl.tensor,
+    samples: tl.tensor,
+    first_column: tl.tensor,
     kind: tl.constexpr,
     beta1: tl.constexpr,
     beta2: tl.constexpr,
@@ -190,10 +204,10 @@ def update_each(
 ) -> None:
     """Update the row whose first lookup is that of this program; programs of other lookups have nothing to do."""
     first = tl.program_id(0)
-    start = tl.load(starts + first)
     row = tl.load(rows + first).to(tl.int64)
-    if (start == first) & (row < _NO_ROW):
-        end = tl.load(ends + first)
+    before = tl.load(rows + first - 1, mask=first > 0, other=-1).to(tl.int64)
+    if (before != row) & (row < _NO_ROW):
+        start, end = first, _end_of(rows, first, count)
         columns = tl.arange(0, block)
         mask = columns < dim
         if end - start > run_length:
@@ -201,7 +215,7 @@ def update_each(
             for run in range(start + run_length, end, run_length):
                 total += tl.load(run_sums + _place_of_run(run, start, run_length) * dim + columns, mask=mask, other=0.0)
         else:
-            total = _sum(gradient, sources, weights, start, end, columns, dim)
+            total = _sum(gradient, order, bags, weights, start, end, columns, stride, samples, first_column, dim)
         into = weight + row * dim + columns
         value = tl.load(into, mask=mask, other=0.0).to(tl.float32)
         state_of_row = state + row * state_width
@@ -218,10 +232,41 @@ def update_each(
         if keys is None:
             tl.store(into, value, mask=mask)
         else:
-            feature = tl.load(features + first)
-            stream = tl.load(keys + feature).to(tl.uint64) + tl.load(numbers + first).to(tl.uint64) * _GOLDEN
+            lookup = _number_of(order, first, True)
+            feature = tl.load(bags + lookup) // samples if features is None else tl.load(features + lookup)
+            stream = tl.load(keys + feature).to(tl.uint64) + tl.load(numbers + lookup).to(tl.uint64) * _GOLDEN
             random = _random_bits(_mix(stream), tl.load(first_columns + feature).to(tl.uint64), block)
             tl.store(into, _narrowed(value, random).to(tl.float16, bitcast=True), mask=mask)
+
+
+@triton.jit
+def _start_of(rows: tl.tensor, at: tl.tensor) -> tl.tensor:
+    """Return the first lookup of the row that a lookup reads."""
+    row, high, low, jump = tl.load(rows + at), at, at - 1, 0 * at + 1
+    while tl.load(rows + low, mask=low >= 0, other=-1) == row:
+        high = low
+        low = tl.maximum(low - jump, -1)
+        jump *= 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_same = tl.load(rows + middle) == row
+        high, low = tl.where(is_same, middle, high), tl.where(is_same, low, middle)
+    return high
+
+
+@triton.jit
+def _end_of(rows: tl.tensor, at: tl.tensor, count: tl.tensor) -> tl.tensor:
+    """Return the lookup after the last one of the row that a lookup reads."""
+    row, low, high, jump = tl.load(rows + at), at, at + 1, 0 * at + 1
+    while tl.load(rows + high, mask=high < count, other=-1) == row:
+        low = high
+        high = tl.minimum(high + jump, count)
+        jump *= 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_same = tl.load(rows + middle) == row
+        low, high = tl.where(is_same, middle, low), tl.where(is_same, high, middle)
+    return high
 
 
 @triton.jit
@@ -232,21 +277,25 @@ def _place_of_run(run: tl.tensor, start: tl.tensor, run_length: tl.constexpr) ->
 @triton.jit
 def _sum(
     gradient: tl.tensor,
-    sources: tl.tensor,
+    order: tl.tensor,
+    bags: tl.tensor,
     weights: tl.tensor,
     start: tl.tensor,
     end: tl.tensor,
     columns: tl.tensor,
+    stride: tl.tensor,
+    samples: tl.tensor,
+    first_column: tl.tensor,
     dim: tl.constexpr,
 ) -> tl.tensor:
     """Sum the gradients of lookups [start, end), at least one, in their order."""
-    total = _gradient_of(gradient, sources, weights, start, end, columns, dim)
-    # Four are fetched at a time, because each waits for memory twice.
+    total = _gradient_of(gradient, order, bags, weights, start, end, columns, stride, samples, first_column, dim)
+    # Four are fetched at a time, because each waits for memory three times.
     for at in range(start + 1, end, 4):
-        a = _gradient_of(gradient, sources, weights, at, end, columns, dim)
-        b = _gradient_of(gradient, sources, weights, at + 1, end, columns, dim)
-        c = _gradient_of(gradient, sources, weights, at + 2, end, columns, dim)
-        d = _gradient_of(gradient, sources, weights, at + 3, end, columns, dim)
+        a = _gradient_of(gradient, order, bags, weights, at, end, columns, stride, samples, first_column, dim)
+        b = _gradient_of(gradient, order, bags, weights, at + 1, end, columns, stride, samples, first_column, dim)
+        c = _gradient_of(gradient, order, bags, weights, at + 2, end, columns, stride, samples, first_column, dim)
+        d = _gradient_of(gradient, order, bags, weights, at + 3, end, columns, stride, samples, first_column, dim)
         total += a
         # Adding 0 would turn -0 into 0.
         total = tl.where(at + 1 < end, total + b, total)
@@ -258,18 +307,33 @@ def _sum(
 @triton.jit
 def _gradient_of(
     gradient: tl.tensor,
-    sources: tl.tensor,
+    order: tl.tensor,
+    bags: tl.tensor,
     weights: tl.tensor,
     at: tl.tensor,
     end: tl.tensor,
     columns: tl.tensor,
+    stride: tl.tensor,
+    samples: tl.tensor,
+    first_column: tl.tensor,
     dim: tl.constexpr,
 ) -> tl.tensor:
-    source = tl.load(sources + at, mask=at < end, other=0)
+    lookup = _number_of(order, at, at < end)
+    bag = tl.load(bags + lookup, mask=at < end, other=0)
+    source = (bag % samples).to(tl.int64) * stride + bag // samples * dim + first_column
     found = tl.load(gradient + source + columns, mask=(columns < dim) & (at < end), other=0.0)
     if weights is not None:
-        found *= tl.load(weights + at, mask=at < end, other=0.0)
+        found *= tl.load(weights + lookup, mask=at < end, other=0.0)
     return found
+
+
+@triton.jit
+def _number_of(order: tl.tensor, at: tl.tensor, has: tl.tensor) -> tl.tensor:
+    """Return the number in the batch of a sorted lookup."""
+    if order is None:
+        return at
+    else:
+        return tl.load(order + at, mask=has, other=0)
 
 
 @triton.jit

@@ -46,7 +46,7 @@ class Run:
     features: NDArray[np.int64]
     """(n,) table of each feature."""
     row_starts: Tensor
-    """(n,) int64 first row of each feature's table among the rows of the run."""
+    """(n,) int32, or int64 if rows do not fit, first row of each feature's table among the rows of the run."""
 
 
 class DeviceKernel:
@@ -150,45 +150,36 @@ class DeviceKernel:
     ) -> None:
         """Update the tables of one run by the gradient of its bags, in the columns from ``column`` on."""
         rounded = self._tables.dtype == "fp16"
-        lookups = self._sorted(run, bags, gradient, column, numbers if rounded else None)
+        lookups = self._sorted(run, bags, column, numbers if rounded else None)
         rounding = self._rounding(run.features, update.step) if rounded else None
         weight, state = (joined(each, run.first_table, run.last_table) for each in (self.weights, self.states))
         update_rows(weight, state, gradient, lookups, rounding, self._tables.optimizer, update)
 
-    def _sorted(
-        self, run: Run, bags: Bags, gradient: Tensor, column: int, numbers: Tensor | None = None
-    ) -> SortedLookups:
+    def _sorted(self, run: Run, bags: Bags, column: int, numbers: Tensor | None = None) -> SortedLookups:
         """Sort the lookups of a run; ``numbers`` are their global rows if these are rounded."""
         samples = max(bags.lengths.shape[1], 1)
-        bag = torch.repeat_interleave(bags.lengths.flatten().to(torch.int64), output_size=len(bags.ids))
-        feature = bag // samples
-        rows, order = torch.sort(bags.ids + run.row_starts[feature], stable=True)
-        sources = bag % samples * gradient.shape[1] + feature * run.dim + column
-        return SortedLookups(
-            rows=rows,
-            sources=sources[order],
-            weights=None if bags.weights is None else bags.weights[order],
-            features=rows[:0] if numbers is None else feature[order],
-            numbers=rows[:0] if numbers is None else numbers[order],
-        )
+        bag = torch.repeat_interleave(bags.lengths.flatten(), output_size=len(bags.ids))
+        starts = run.row_starts.index_select(0, bag // samples)
+        # 32 bits where rows fit: a sort passes over as many bits as keys have.
+        rows, order = torch.sort(bags.ids.to(starts.dtype) + starts, stable=True)
+        return SortedLookups(rows, order, bag, bags.weights, numbers, samples=samples, first_column=column)
 
     def add_gradients(self, bags: Bags, gradient: Tensor, sums: Tensor, touched: Tensor) -> None:
         """See ``table_batch.SumKernel``."""
         [run] = self._runs
-        lookups = self._sorted(run, bags, gradient := gradient.contiguous(), 0)
+        lookups = self._sorted(run, bags, 0)
         # SGD subtracts gradients times the rate.
-        update_rows(sums, sums[:, :0], gradient, lookups, None, ADDITION, RowUpdate(-1.0, 0))
-        touched[lookups.rows] = 1.0
+        update_rows(sums, sums[:, :0], gradient.contiguous(), lookups, None, ADDITION, RowUpdate(-1.0, 0))
+        touched.index_fill_(0, lookups.rows.to(torch.int64), 1.0)
 
     def update_rows(self, rows: Tensor, sums: Tensor, update: RowUpdate) -> None:
         """See ``table_batch.SumKernel``."""
-        tables = numbers = rows[:0]
-        if rounded := self._tables.dtype == "fp16":
+        tables = numbers = rounding = None
+        if self._tables.dtype == "fp16":
             tables = torch.searchsorted(self._row_starts, rows, right=True) - 1
             numbers = rows - self._row_starts[tables]
-        sources = rows.clamp(max=len(sums) - 1) * sums.shape[1]
-        lookups = SortedLookups(rows, sources, None, tables, numbers)
-        rounding = self._rounding(np.arange(len(self.weights)), update.step) if rounded else None
+            rounding = self._rounding(np.arange(len(self.weights)), update.step)
+        lookups = SortedLookups(rows, None, rows.clamp(max=len(sums) - 1), None, numbers, tables)
         weight, state = (joined(each, 0, len(each)) for each in (self.weights, self.states))
         update_rows(weight, state, sums, lookups, rounding, self._tables.optimizer, update)
 
@@ -212,10 +203,11 @@ def _runs(tables: Tables) -> Iterator[Run]:
         first, last = features[0], features[-1] + 1
         starts = np.array([*accumulate((rows for rows, _ in tables.shapes[first:last]), initial=0)])
         of_run = np.array(features)
+        kind = np.int32 if starts[-1] < 2**31 else np.int64
         yield Run(
             dim=dim,
             first_table=first,
             last_table=last,
             features=of_run,
-            row_starts=torch.from_numpy(starts[of_run - first]).to(tables.device),
+            row_starts=torch.from_numpy(starts[of_run - first].astype(kind)).to(tables.device),
         )

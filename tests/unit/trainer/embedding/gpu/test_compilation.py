@@ -9,14 +9,16 @@ from dlrm_api.tiers import RowDtype
 from dlrm_kernels.replacement import LFU, LRU, MIXED
 from dlrm_kernels.row_updates import KINDS
 from dlrm_testing.trainer.triton_programs import Compiled, compiled
+from dlrm_trainer.embedding.gpu import dirty_rows, message_packing
 from dlrm_trainer.embedding.gpu.row_directory import BLOCK_WORDS, WAYS, admit_to_sets, find_in_sets, warps
 from dlrm_trainer.embedding.gpu.row_updates import OPTIONS, RUN, sum_runs, update_each
 
 MAX_SHARED_BYTES = 48 << 10
 """What a GPU gives to any kernel."""
-LOOKUPS = dict.fromkeys(("sources", "starts", "ends"), "*i64")
+LOOKUPS = {"rows": "*i32", "order": "*i64", "bags": "*i32", "gradient": "*fp32", "run_sums": "*fp32"}
+LOOKUPS |= dict.fromkeys(("count", "stride", "samples", "first_column"), "i32")
 WEIGHTED = {"weights": "*fp32"}
-HALVES = {"weight": "*fp16", "keys": "*i64", "first_columns": "*i64"}
+HALVES = {"weight": "*fp16", "keys": "*i64", "first_columns": "*i64", "numbers": "*i64"}
 each_capability = pytest.mark.parametrize("capability", [80, 90])
 
 
@@ -28,9 +30,8 @@ def check(kernel: Compiled) -> None:
 
 
 def check_update(capability: int, kind: RowOptimizerKind, dtype: RowDtype, dim: int, *, plain: bool = False) -> None:
-    types = {"weight": "*fp32", "state": "*fp32", "gradient": "*fp32", "run_sums": "*fp32", "rows": "*i64"}
+    types = {"weight": "*fp32", "state": "*fp32"}
     types |= LOOKUPS | ({} if plain else WEIGHTED) | (HALVES if dtype == "fp16" else {})
-    types |= dict.fromkeys(("features", "numbers"), "*i64")
     types |= dict.fromkeys(("rate", "eps", "strength", "intervals"), "fp32")
     constants = {"kind": KINDS[kind], "beta1": 0.9, "beta2": 0.999, "regularized": not plain, "run_length": RUN}
     constants |= {"state_width": state_values(kind, dim), "dim": dim, "block": max(8, 1 << (dim - 1).bit_length())}
@@ -62,7 +63,7 @@ def test_updates_of_rows_of_any_dim_compile_for_gpus(
 @pytest.mark.parametrize("dim", [4, 1_024])
 @pytest.mark.parametrize("weights", [{}, WEIGHTED], ids=["plain", "weighted"])
 def test_sums_of_long_rows_compile_for_gpus(capability: int, dim: int, weights: dict[str, str]) -> None:
-    types = {"gradient": "*fp32", "run_sums": "*fp32", "count": "i32"} | LOOKUPS | weights
+    types = LOOKUPS | weights
     constants = {"run_length": RUN, "dim": dim, "block": max(8, dim)}
 
     check(compiled(sum_runs, types, constants, OPTIONS, capability))
@@ -92,3 +93,46 @@ def test_admitting_rows_to_sets_compiles_for_gpus(capability: int, ways: int, po
     options = {"num_warps": warps(ways), "enable_fp_fusion": False}
 
     check(compiled(admit_to_sets, types, {"policy": policy, "ways": ways}, options, capability))
+
+
+SIDE = {"table": "*i64", "columns": "*i64", "places": "*i64", "pieces": "i32"}
+SOURCE = {"source": "*fp32", **{f"source_{name}": kind for name, kind in SIDE.items()}}
+CAME = {"message": "*i32", "out": "*fp32"}
+
+
+@each_capability
+def test_largest_values_of_messages_compile_for_gpus(capability: int) -> None:
+    types = {"array": "*fp32", "largest": "*i32"} | SIDE
+
+    check(compiled(message_packing.find_largest, types, {}, message_packing.OPTIONS, capability))
+
+
+@each_capability
+@pytest.mark.parametrize("columns", [4, 128])
+def test_packing_compiles_for_gpus(capability: int, columns: int) -> None:
+    types = {"array": "*fp32", "largest": "*i32", "wanted": "fp32", "message": "*i32", "check": "*fp32"} | SIDE
+    constants = {"block_rows": message_packing.TILE // columns, "block_columns": columns}
+
+    check(compiled(message_packing.pack, types, constants, message_packing.OPTIONS, capability))
+
+
+@each_capability
+@pytest.mark.parametrize("sums", [False, True])
+def test_unpacking_compiles_for_gpus(capability: int, sums: bool) -> None:
+    check(compiled(message_packing.unpack, CAME | SIDE | SOURCE, {"sums": sums}, message_packing.OPTIONS, capability))
+
+
+@each_capability
+@pytest.mark.parametrize("columns", [4, 128])
+def test_sums_of_parts_compile_for_gpus(capability: int, columns: int) -> None:
+    types = CAME | SIDE | SOURCE | {"split": "*i64", "count": "i32", "stride": "i32"}
+    options = message_packing.SUM_OPTIONS
+
+    check(compiled(message_packing.sum_parts, types, {"block_columns": columns}, options, capability))
+
+
+@each_capability
+def test_marks_of_rows_compile_for_gpus(capability: int) -> None:
+    types = {"words": "*i32", "count": "*i64", "ids": "*i64", "described": "*i64", "columns": "i32"}
+
+    check(compiled(dirty_rows.mark_rows, types, {"block": dirty_rows.LOOKUPS}, dirty_rows.OPTIONS, capability))

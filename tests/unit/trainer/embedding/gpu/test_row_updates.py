@@ -18,7 +18,7 @@ from dlrm_testing.trainer import row_rules
 from dlrm_testing.trainer.bags import bags_of, tables_of
 from dlrm_testing.trainer.host_waits import HostWaits
 from dlrm_testing.trainer.live_memory import LiveMemory
-from dlrm_testing.trainer.triton_programs import Reorder, memory_in_place, program_order
+from dlrm_testing.trainer.triton_programs import ORDERS, memory_in_place, program_order
 from dlrm_trainer.embedding.gpu.row_updates import Rounding, SortedLookups, update_rows
 from dlrm_trainer.embedding.gpu.tables import DeviceKernel
 from dlrm_trainer.embedding.table_batch import HostKernel, Kernel, RowUpdate, Tables
@@ -151,8 +151,7 @@ def long_rows(*, weighted: bool) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def update_long_rows(kernel: Kernel, ids: Tensor, gradient: Tensor, weights: Tensor | None) -> None:
     rows, order = torch.sort(ids, stable=True)
-    sorted_weights, none = None if weights is None else weights[order], ids[:0]
-    lookups = SortedLookups(rows, order * gradient.shape[1], sorted_weights, none, none)
+    lookups = SortedLookups(rows.to(torch.int32), order, torch.arange(len(ids)), weights, None)
     weight, state, update = kernel.weights[0], kernel.states[0], RowUpdate(0.1, 0)
     update_rows(weight, state, gradient, lookups, None, ADAGRAD, update, SHORT_RUN)
 
@@ -171,13 +170,6 @@ def test_gradients_of_long_rows_are_summed_in_runs_in_any_order_of_programs(weig
     sums = torch.from_numpy(row_rules.summed_in_runs(ids.numpy(), each, SHORT_RUN))
     expected.update_rows(torch.arange(9), sums, RowUpdate(0.1, 0))
     assert content(device) == content(expected)
-
-
-ORDERS: dict[str, Reorder] = {
-    "backward": lambda at, count: count - 1 - at,
-    "evens first": lambda at, count: 2 * at if 2 * at < count else 2 * (at - (count + 1) // 2) + 1,
-    "halves swapped": lambda at, count: (at + count // 2) % count,
-}
 
 
 @pytest.mark.parametrize("kind", ["rowwise-adagrad", "adam"])
@@ -205,13 +197,7 @@ def test_rows_and_gradients_past_2_to_the_31_elements_are_reached(dtype: RowDtyp
     gradient = torch.from_numpy(untouched_zeros(rows * dim, np.float32)).view(-1, dim)
     last = rows - 1
     gradient[last] = 1.0
-    lookups = SortedLookups(
-        rows=torch.tensor([last]),
-        sources=torch.tensor([last * dim]),
-        weights=None,
-        features=torch.zeros(1, dtype=torch.int64),
-        numbers=torch.tensor([last]),
-    )
+    lookups = SortedLookups(torch.tensor([last]), None, torch.tensor([last]), None, torch.tensor([last]))
     rounding = Rounding(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
 
     with memory_in_place():
