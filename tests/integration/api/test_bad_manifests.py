@@ -619,6 +619,9 @@ BAD = {
     "tier with two mounts": profile(
         {"spec.tiers.scm": {"bytes": "1Ti", "hostPath": "/mnt/scm", "storageClass": "local"}}, "spec.tiers.scm"
     ),
+    "a variable that is not NCCL's": profile(
+        {"spec.network": {"ncclEnvironment": {"NCCL_DEBUG": "INFO", "LD_PRELOAD": "x.so"}}}, "spec.network"
+    ),
     "no devices": profile(
         {"spec.devices": {"resource": "nvidia.com/gpu", "count": 0, "hbm": {"bytes": "80Gi"}}},
         "spec.devices.count",
