@@ -22,7 +22,7 @@ from dlrm_trainer.data import open_reader
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
 from dlrm_trainer.embedding.checkpoint import table_meta
-from dlrm_trainer.learner import Learner
+from dlrm_trainer.learner import Computed, Learner
 from dlrm_trainer.train import prepared_ahead
 
 
@@ -134,7 +134,8 @@ def words_of_bad_gradient(collectives: Collectives, job: DLRMJob, plan: Plan, fo
         gradient[3, 5 * 16 + 2] = torch.inf
     try:
         buffer = torch.zeros(embeddings.gradient_elements)
-        learner.apply(embeddings.send_gradients(pooled, gradient, buffer), 1.0)
+        gradients = embeddings.send_gradients(pooled, gradient, buffer)
+        learner.read(learner.apply(Computed(torch.zeros(()), gradients), 1.0))
     except DivergedError as error:
         return str(error)
     return "nothing"
