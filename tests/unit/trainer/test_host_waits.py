@@ -79,7 +79,7 @@ def test_the_host_waits_for_the_gpu_nowhere_in_a_step_over_slots(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16", "int8"])
 def test_the_host_waits_for_the_gpu_nowhere_in_a_step_of_two_ranks(tmp_path: Path, codec: str) -> None:
     job = job_of(tmp_path, 2, communication=dict.fromkeys(("forward", "backward", "dense"), codec))
 
