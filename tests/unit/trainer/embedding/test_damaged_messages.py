@@ -182,7 +182,7 @@ class Gang:
         gradient = torch.ones(SAMPLES, sum(self.placement.tables[each.table].dim for each in self.placement.features))
         buffer = torch.zeros(embeddings.gradient_elements)
         embeddings.update(embeddings.send_gradients(pooled, gradient, buffer), 0.01)
-        named = self._named(prepared.groups)
+        named = self._named(prepared.rows.groups)
         for (weight, state), (old_weight, old_state), rows in zip(self._memory(), before, named, strict=True):
             for new, old in ((weight, old_weight), (state, old_state)):
                 kept = torch.ones(len(new), dtype=torch.bool)
