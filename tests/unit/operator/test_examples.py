@@ -64,7 +64,7 @@ def test_the_job_has_a_plan_and_four_pods_on_each_pool(name: str) -> None:
     ("name", "tier", "processes", "rows"),
     [
         ("gpu-hbm", "ddr", 8, 130_000_000),
-        ("gpu-hbm-scm", "scm", 8, 130_000_000),
+        ("gpu-hbm-scm", "scm", 8, 140_000_000),
         ("cpu-cxl", "cxl", 2, 130_000_000),
         ("cpu-cxl-pooling", "cxl", 2, 130_000_000),
         ("cpu-nvme", "block", 2, 260_000_000),
