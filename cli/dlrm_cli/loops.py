@@ -378,17 +378,19 @@ class Rank:
                 yield CollectiveTime(kind=kind, bytes=size, seconds=seconds, spread=spread)
 
     def _readers(self) -> tuple[ReaderTime, ...]:
-        """Time batches of few samples, of one id a bag, and of several."""
-        many = READER_SAMPLES
-        few, more, longer = (self._read(*each) for each in ((FEW_SAMPLES, 1), (many, 1), (many, READER_LOOKUPS)))
-        id_s = longer.minus(more).seconds / (READER_FEATURES * many * (READER_LOOKUPS - 1))
-        both_s = more.minus(few).seconds / (READER_FEATURES * (many - FEW_SAMPLES))
+        """Time batches of few samples, of one id a bag, of about two, and of several."""
+        few = self._read(FEW_SAMPLES, 1)
+        more, varying, longer = (self._read(READER_SAMPLES, lookups) for lookups in (1, 2, READER_LOOKUPS))
+        bags = READER_FEATURES * READER_SAMPLES
+        id_s = longer.minus(varying).seconds / (bags * (READER_LOOKUPS - 2))
+        both_s = more.minus(few).seconds / (READER_FEATURES * (READER_SAMPLES - FEW_SAMPLES))
         found = ReaderTime(
             format="synthetic",
             column_seconds=_digits(max(few.seconds / READER_FEATURES - FEW_SAMPLES * both_s, 0.0)),
             bag_seconds=_digits(max(both_s - id_s, 0.0)),
+            varying_bag_seconds=_digits(max(varying.minus(more).seconds / bags - id_s, 0.0)),
             id_seconds=_digits(id_s),
-            spread=_digits(max(few.spread, more.spread, longer.spread)),
+            spread=_digits(max(each.spread for each in (few, more, varying, longer))),
         )
         return (found,)
 
@@ -455,8 +457,8 @@ class Rank:
 def _batch_s(reader: ReaderTime) -> float:
     """Return the seconds of a batch of the reader that runs next to the loops."""
     bags = READER_FEATURES * READER_SAMPLES
-    seconds = reader.column_seconds * READER_FEATURES + (reader.bag_seconds + reader.id_seconds * READER_LOOKUPS) * bags
-    return max(seconds, 1e-12)
+    bag_s = reader.bag_seconds + reader.varying_bag_seconds + reader.id_seconds * READER_LOOKUPS
+    return max(reader.column_seconds * READER_FEATURES + bag_s * bags, 1e-12)
 
 
 def _all_slowed(alone: Sequence[LayerTime], busy: Sequence[LayerTime]) -> tuple[LayerTime, ...]:
@@ -470,7 +472,7 @@ def _layers_s(layers: Sequence[LayerTime]) -> float:
 
 
 def _slowed(reader: ReaderTime, times: float) -> ReaderTime:
-    names = "column_seconds", "bag_seconds", "id_seconds"
+    names = "column_seconds", "bag_seconds", "varying_bag_seconds", "id_seconds"
     return reader.model_copy(update={name: _digits(times * getattr(reader, name)) for name in names})
 
 

@@ -129,6 +129,7 @@ class ReaderTime(ApiModel):
     format: Literal["criteo-tsv", "parquet", "synthetic"] = Field(description="As in data.format.")
     column_seconds: Seconds = Field(description="Median time of a feature of a batch (s).")
     bag_seconds: Seconds = Field(description="Median time of a bag (s).")
+    varying_bag_seconds: Seconds = Field(description="What a bag takes more if its number of ids varies (s).")
     id_seconds: Seconds = Field(description="Median time of an id (s).")
     spread: Spread = SPREAD
 

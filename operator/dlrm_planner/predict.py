@@ -123,8 +123,9 @@ def step_work(found: Solution) -> StepWork:
     computing = costs.computing
     samples, features = largest_slice(spec), len(model.all_features())
     share = samples / spec.data.global_batch_size
-    bags, ids = float(costs.bags.sum()) * share, float(costs.ids.sum()) * share
-    read_s = rates.reading.reader_s(spec.data.format, features, bags, ids)
+    varies = np.array([table.max_lookups > table.lookups for table in found.problem.tables.specs])
+    bags, varying, ids = (float(each.sum()) * share for each in (costs.bags, costs.bags[varies], costs.ids))
+    read_s = rates.reading.reader_s(spec.data.format, features, bags, varying, ids)
     return StepWork(
         alone=_training(found, rates.alone, computing.alone),
         beside=_training(found, rates.reading, computing.reading),

@@ -58,7 +58,13 @@ def _loops(
             for size, seconds in zip(SIZES, row, strict=True)
         ),
         readers=(
-            ReaderTime(format="synthetic", column_seconds=reader[0], bag_seconds=reader[1], id_seconds=reader[2]),
+            ReaderTime(
+                format="synthetic",
+                column_seconds=reader[0],
+                bag_seconds=reader[1],
+                varying_bag_seconds=reader[2],
+                id_seconds=reader[3],
+            ),
         ),
         **found,
     )
@@ -70,21 +76,21 @@ DEFAULT_LOOPS = (
         1,
         (0.00122, 1.15e-05, 2.09e-09, 2.01e-10, 2.45e-08, 2.13e-10, 5.79e-09, 0.000254, 1.01e-10, 2.14e-10),
         {"fp32": (6.84e-12, 6.26e-12, 5.26e-12), "bf16": (2.65e-12, 2.98e-12, 2.69e-12)},
-        (5.93e-05, 7.95e-10, 7.3e-08),
+        (5.93e-05, 7.95e-10, 6.75e-08, 5.96e-08),
         is_reading=False,
     ),
     _loops(
         1,
         (0.00976, 6.57e-05, 4.62e-09, 2.08e-10, 3.72e-08, 3.19e-10, 7.96e-09, 0.00318, 3.97e-10, 7.82e-10),
         {"fp32": (6.76e-12, 6.76e-12, 1.05e-11), "bf16": (7.45e-12, 7.45e-12, 6.75e-12)},
-        (8.69e-05, 1.17e-09, 1.07e-07),
+        (8.69e-05, 1.17e-09, 9.9e-08, 8.73e-08),
         is_reading=True,
     ),
     _loops(
         2,
         (0.00812, 9.67e-05, 4.33e-09, 8.18e-10, 3.26e-08, 4.37e-10, 3.53e-08, 0.000352, 1.15e-10, 4.39e-10),
         {"fp32": (1.26e-11, 1.09e-11, 1e-11), "bf16": (4.97e-12, 6.01e-12, 5.32e-12)},
-        (6.03e-05, 1.12e-09, 7.41e-08),
+        (6.03e-05, 1.12e-09, 6.86e-08, 6.05e-08),
         {"fp32": 1.22e-09, "fp16": 8.45e-10, "bf16": 7.11e-10, "int8": 9.36e-10},
         {
             "all_to_all": (0.000379, 0.000318, 0.000446, 0.0014, 0.0104),
@@ -96,7 +102,7 @@ DEFAULT_LOOPS = (
         2,
         (0.0108, 0.000127, 4.98e-09, 7.6e-10, 7.51e-08, 6.18e-10, 4.23e-08, 0.000562, 2.4e-10, 9.31e-10),
         {"fp32": (2.46e-11, 1.96e-11, 2.05e-11), "bf16": (1.04e-11, 1.11e-11, 1.1e-11)},
-        (0.000119, 2.21e-09, 1.46e-07),
+        (0.000119, 2.21e-09, 1.35e-07, 1.19e-07),
         {"fp32": 1.62e-09, "fp16": 2.59e-09, "bf16": 2.75e-09, "int8": 3.5e-09},
         {
             "all_to_all": (0.000821, 0.00168, 0.00212, 0.00498, 0.0148),
@@ -230,11 +236,12 @@ class LoopRates:
         """Return the seconds of a collective of next to no bytes; 0 if a rank is alone."""
         return min((each.seconds for each in self.loops.collectives), default=0.0)
 
-    def reader_s(self, data_format: str, columns: int, bags: float, ids: float) -> float | None:
-        """Return the seconds to make a batch; None if such readers are unknown."""
+    def reader_s(self, data_format: str, columns: int, bags: float, varying: float, ids: float) -> float | None:
+        """Return the seconds to make a batch, some of its bags with a varying number of ids; None if unknown."""
         for each in self.loops.readers:
             if each.format == data_format:
-                return columns * each.column_seconds + bags * each.bag_seconds + ids * each.id_seconds
+                bags_s = bags * each.bag_seconds + varying * each.varying_bag_seconds
+                return columns * each.column_seconds + bags_s + ids * each.id_seconds
         return None
 
 

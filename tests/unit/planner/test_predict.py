@@ -76,6 +76,19 @@ def test_products_in_tf32_take_the_time_of_fp32_on_hosts(make_spec: MakeSpec, ma
     assert tf32.predicted.compute_seconds == plain.predicted.compute_seconds
 
 
+def test_readers_take_longer_over_bags_whose_length_varies(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+    fixed_s, varying_s = (
+        plan_job(
+            make_spec([{**table, "avgLookups": 2, "maxLookups": most} for table in TABLES]),
+            make_profile("64Gi", loops=LOOPS),
+        ).predicted.step_seconds
+        or 0.0
+        for most in (2, 4)
+    )
+
+    assert varying_s > fixed_s > 0
+
+
 def test_a_part_of_the_processors_takes_longer(make_profile: MakeProfile) -> None:
     profile = make_profile("64Gi", loops=LOOPS, cpus=32)
     whole, part = (read_rates(profile, processes, 2, None).alone for processes in (2, 8))
