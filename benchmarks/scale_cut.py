@@ -124,7 +124,7 @@ def cut_part(
     time.sleep(FORWARD_S)
     lap()
     sizes = np.array([len(updated)])
-    copying.before_update(RowsToUpdate(record, updated, sizes, record.starts, lambda _, rows, __: part.in_place(rows)))
+    copying.before_update(RowsToUpdate(record, updated, sizes, record.starts, lambda _, rows: part.in_place(rows)))
     lap()
     while not copying.copy(0):
         time.sleep(1e-3)

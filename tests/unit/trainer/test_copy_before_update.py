@@ -179,7 +179,7 @@ def test_rows_of_a_gpu_are_copied_as_before_their_update(
     while not copying.done:
         ids = draw.integers(0, rows, 400)
         sizes, starts = np.array([len(ids)]), record.starts
-        copying.before_update(RowsToUpdate(record, ids, sizes, starts, lambda _, some, __: part.in_place(some)))
+        copying.before_update(RowsToUpdate(record, ids, sizes, starts, lambda _, some: part.in_place(some)))
         chosen = torch.from_numpy(np.unique(ids)).to(PRETENDED)
         part.weight.index_fill_(0, chosen, -1.0)
         part.state.index_fill_(0, chosen, -1.0)
@@ -263,9 +263,7 @@ def test_a_cut_without_space_for_a_changing_row_is_withdrawn() -> None:
     ids = np.arange(500, 525)
 
     record = part.dirty.rows
-    copying.before_update(
-        RowsToUpdate(record, ids, np.array([25]), record.starts, lambda _, rows, __: part.in_place(rows))
-    )
+    copying.before_update(RowsToUpdate(record, ids, np.array([25]), record.starts, lambda _, rows: part.in_place(rows)))
 
     with pytest.raises(CutWithdrawnError, match=r"spec\.checkpoint\.handoffBudget"):
         copying.copy()

@@ -247,9 +247,8 @@ class DirtyPart:
         return np.concatenate([np.empty(0, np.int64), *self.windows()])
 
 
-LocateRows = Callable[[int, NDArray[np.int64], NDArray[np.int64]], CutRowSource]
-"""Locates rows that a batch has looked up: a part's number in its record; (N,) rows counted from the part's first,
-ascending; their (N,) positions among the ids of ``RowsToUpdate``."""
+LocateRows = Callable[[int, NDArray[np.int64]], CutRowSource]
+"""Locates rows of a part, given by its number in its record: (N,) rows counted from the part's first, ascending."""
 
 
 class RowsToUpdate(NamedTuple):

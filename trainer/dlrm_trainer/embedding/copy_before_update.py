@@ -105,9 +105,7 @@ class CopyBeforeUpdate:
                 rest = self._map(rows.record).save(rows.ids, rows.sizes, rows.starts, parts)
                 of_rest = parts[np.searchsorted(np.cumsum(rows.sizes), rest, side="right")]
                 for part in np.unique(of_rest).tolist():
-                    here = rest[of_rest == part]
-                    here = here[np.argsort(rows.ids[here])]
-                    self._save(rows.locate(part, rows.ids[here], here))
+                    self._save(rows.locate(part, np.sort(rows.ids[rest[of_rest == part]])))
         except CutWithdrawnError as error:
             self._end(error)
 

@@ -578,9 +578,7 @@ def _device_of(placement: Placement, plan: PartGroup, device: torch.device) -> t
     return device
 
 
-def _locate(
-    group: Group, stack: Stack | None, number: int, rows: NDArray[np.int64], _lookups: NDArray[np.int64]
-) -> CutRowSource:
+def _locate(group: Group, stack: Stack | None, number: int, rows: NDArray[np.int64]) -> CutRowSource:
     """Locate rows of a part: in slots of the ``stack``, where a batch holds them, or in place."""
     part = group.parts[number]
     if stack is None:

@@ -82,7 +82,7 @@ class SavedParts:
         ids = found[edges[0] : edges[-1]] - np.repeat(self._starts[:-1], sizes)
         return RowsToUpdate(self._record, ids, sizes, self._record.starts, self._locate)
 
-    def _locate(self, number: int, rows: NDArray[np.int64], _lookups: NDArray[np.int64]) -> CutRowSource:
+    def _locate(self, number: int, rows: NDArray[np.int64]) -> CutRowSource:
         return self.parts[number].in_place(rows)
 
 

@@ -143,5 +143,5 @@ class SharedRows:
         self._batch.update(summed, gradient, learning_rate, step=step, rows=rows, regularizer=regularizer)
         self._record.mark(ids, sizes, self._starts)
 
-    def _locate(self, number: int, rows: Ints, _lookups: Ints) -> CutRowSource:
+    def _locate(self, number: int, rows: Ints) -> CutRowSource:
         return self.parts[number].in_place(rows)

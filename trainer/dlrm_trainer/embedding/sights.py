@@ -100,5 +100,5 @@ class Sights:
         if pending is not None:
             pending.before_update(RowsToUpdate(self._record, rows, sizes, self._record.starts, self._locate))
 
-    def _locate(self, number: int, rows: Ints, _lookups: Ints) -> CutRowSource:
+    def _locate(self, number: int, rows: Ints) -> CutRowSource:
         return self.parts[number].in_place(rows)
