@@ -126,15 +126,15 @@ def device_activation_bytes(spec: DLRMJobSpec) -> int:
     """Return the same on a GPU, where each of torch's operations makes a tensor.
 
     Counted operation by operation. The peak is where the interaction's gradients are made, or where those of pooled
-    rows are split by table. The pooled rows of the step before are kept until its loss is known to be finite.
+    rows are packed. The pooled rows of the step before are kept until its loss is known to be finite.
     """
     model, samples, held = spec.model, largest_slice(spec), held_samples(spec)
     pooled, means = _pooled(model), _has_means(model)
     joined = (INTERACTION_COPIES["cuda"][model.interaction] * _joined(model) + _projected(model)) * held
-    made = (3 + means + (held < samples)) * pooled * samples + joined
-    divided = (5 + 2 * means) * pooled * samples
+    made = (1 + means + 2 * (held < samples)) * pooled * samples + joined
+    packed = (3 + 2 * means) * pooled * samples
     inputs = 2 * len(model.dense_features) * samples
-    return ELEMENT_BYTES * (inputs + max(made + 2 * _inner(model) * held, divided))
+    return ELEMENT_BYTES * (inputs + max(made + 2 * _inner(model) * held, packed))
 
 
 def _projected(model: ModelSpec) -> int:
@@ -194,8 +194,8 @@ def has_two_levels(spec: DLRMJobSpec) -> bool:
 
 
 def message_bytes(spec: DLRMJobSpec) -> int:
-    """Return the messages of ``exchange_bytes``: a GPU's pooled rows and gradients are activations."""
-    return MESSAGES * (spec.world_size > 1) * _vector_bytes(spec)
+    """Return the messages of ``exchange_bytes`` to and from other ranks: a GPU's pooled rows are activations."""
+    return MESSAGES * _vector_bytes(spec) * (spec.world_size - 1) // spec.world_size
 
 
 def _vector_bytes(spec: DLRMJobSpec) -> int:
