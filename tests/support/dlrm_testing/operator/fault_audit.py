@@ -29,8 +29,11 @@ class Audit:
     """Violated invariants."""
     _launchers: Launchers = field(default_factory=Launchers)
 
-    def record_pod(self, kind: str, pod: Object) -> None:
-        """Record one watch event."""
+    def record_pod(self, kind: str, pod: Object, *, is_orphan: bool) -> None:
+        """Record one watch event.
+
+        A pass that began before its job was deleted may still create a pod, an orphan that the garbage collector takes.
+        """
         name, gang = pod["metadata"]["name"], gang_of(pod)
         if kind == "DELETED":
             self.alive.pop(name, None)
@@ -38,7 +41,7 @@ class Audit:
             return
         self._record_run(name, pod)
         if kind == "ADDED":
-            self.created[gang[0], name] += 1
+            self.created[gang[0], name] += not is_orphan
             others = sorted(other for other, its in self.alive.items() if not self._allows(its, gang))
             if others:
                 self.violations.append(f"{name} was created while there were pods of another gang: {others}")

@@ -14,7 +14,7 @@ from typing import Any
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_testing.operator.fault_audit import Audit
 from dlrm_testing.operator.fault_kubelet import Kubelet, PodBehavior
-from dlrm_testing.operator.fault_server import Home, Object, Server, WorldError, home_of
+from dlrm_testing.operator.fault_server import Home, Object, Server, WorldError, gang_of, home_of
 
 JOBS = "/apis/dlrm.dev/v1alpha1/dlrmjobs"
 PODS = "/api/v1/pods"
@@ -124,7 +124,7 @@ class World:
         behavior = self.behaviors.get(home)
         if behavior is None:
             return
-        self.audits[home].record_pod(kind, pod)
+        self.audits[home].record_pod(kind, pod, is_orphan=gang_of(pod)[0] in self.gone)
         pods = self.pods[home]
         if kind == "DELETED":
             pods.pop(name, None)
