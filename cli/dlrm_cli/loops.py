@@ -151,7 +151,8 @@ class Rank:
             busy = self._loops((), CODECS_BESIDE)
         sent_s = READER_FEATURES * READER_SAMPLES * READER_LOOKUPS * busy.sent_id.seconds if self.ranks > 1 else 0.0
         reading_s = max(self._disturbed_s() - sent_s, 0.0)
-        readers = tuple(_slowed(each, reading_s / _batch_s(each)) for each in alone.readers)
+        # It is what is left of two measurements: in a disturbed one readers would take nothing.
+        readers = tuple(_slowed(each, max(1.0, reading_s / _batch_s(each))) for each in alone.readers)
         update = {"readers": readers, "layers": _all_slowed(alone.layers, busy.layers), "is_reading": True}
         if busy.packs:
             times = max(1.0, busy.packs[0].value_seconds / max(alone.packs[0].value_seconds, 1e-15))
