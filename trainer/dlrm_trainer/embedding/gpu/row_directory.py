@@ -203,7 +203,7 @@ def admit_rows(sets: Sets, chosen: Tensor, rows: Tensor, batch: int) -> Tensor:
 
 def warps(ways: int) -> int:
     """Return the warps of a program that holds a set of so many ways in registers."""
-    return max(1, ways // 256)
+    return max(1, ways // 64)
 
 
 @triton.jit(do_not_specialize=["count", "batch"])
