@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlrm_testing.trainer.pretended_gpu import Pretended
+
+takes_unpromised_memory = pytest.mark.skipif(
+    Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2",
+    reason="this machine promises no more memory than it has (vm.overcommit_memory is 2)",
+)
+"""Marks tests with arrays that are larger than memory, and mostly untouched."""
 
 
 class LiveMemory(TorchDispatchMode):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import psutil
 import pytest
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 from dlrm_api.tiers import RowDtype
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_testing.trainer.bags import Replicas, bags_of, batch_of, tables_of
+from dlrm_testing.trainer.live_memory import takes_unpromised_memory
 from dlrm_trainer.embedding.table_batch import HostKernel, TableBatch
 from dlrm_trainer.embedding.tiers.slots import untouched_zeros
 
@@ -208,9 +207,8 @@ def test_a_row_of_all_samples_has_the_same_bits_on_one_and_two_threads() -> None
     assert results[0][0][[1, 2, 4]].count_nonzero() == 0
 
 
+@takes_unpromised_memory
 def test_untouched_rows_may_take_more_memory_than_the_machine_has() -> None:
-    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
-        pytest.skip("this machine promises no more memory than it has (vm.overcommit_memory is 2)")
     rows = torch.from_numpy(untouched_zeros(2 * psutil.virtual_memory().total // 4, np.float32))
 
     rows[:1_000] += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from dlrm_api.wire import Codec
 from dlrm_testing.trainer.host_waits import HostWaits
+from dlrm_testing.trainer.live_memory import takes_unpromised_memory
 from dlrm_testing.trainer.message_reference import SimulatedRanks
 from dlrm_testing.trainer.shardings import random_model, whole_plan
 from dlrm_testing.trainer.triton_programs import ORDERS, counted_launches, memory_in_place, program_order
@@ -113,9 +113,8 @@ def test_launches_do_not_grow_with_ranks_and_the_host_waits_for_nothing() -> Non
     )
 
 
+@takes_unpromised_memory
 def test_rows_past_2_to_the_31_elements_are_packed_and_unpacked() -> None:
-    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
-        pytest.skip("this machine promises no more memory than it has (vm.overcommit_memory is 2)")
     dim, samples = 1_024, [2**21, 2]
     model = random_model(np.random.default_rng(0), 1, dim=dim)
     tables = [routes(place(model, whole_plan(model, owner, 2), 2), owner) for owner in (0, 1)]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from dlrm_planner.tables import UPDATED_LOOKUP_BYTES
 from dlrm_testing.trainer import row_rules
 from dlrm_testing.trainer.bags import bags_of, tables_of
 from dlrm_testing.trainer.host_waits import HostWaits
-from dlrm_testing.trainer.live_memory import LiveMemory
+from dlrm_testing.trainer.live_memory import LiveMemory, takes_unpromised_memory
 from dlrm_testing.trainer.triton_programs import ORDERS, memory_in_place, program_order
 from dlrm_trainer.embedding.gpu.row_updates import Rounding, SortedLookups, update_rows
 from dlrm_trainer.embedding.gpu.tables import DeviceKernel
@@ -187,9 +186,8 @@ def test_bits_do_not_depend_on_the_order_of_programs(kind: RowOptimizerKind) -> 
 
 
 @both_types
+@takes_unpromised_memory
 def test_rows_and_gradients_past_2_to_the_31_elements_are_reached(dtype: RowDtype) -> None:
-    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
-        pytest.skip("this machine promises no more memory than it has (vm.overcommit_memory is 2)")
     dim, rows = 1_024, 2**21 + 3
     kind: RowOptimizerKind = "rowwise-adagrad"
     weight = torch.from_numpy(untouched_zeros(rows * dim, np.float16 if dtype == "fp16" else np.float32)).view(-1, dim)
