@@ -2,6 +2,7 @@
 
 import json
 import ssl
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -12,6 +13,8 @@ from dlrm_cluster.errors import ClusterError
 Object = dict[str, Any]
 TIMEOUT_S = 70.0
 """More than the 60 s in which the API server answers every request, also on a busy machine."""
+TOO_MANY_REQUESTS, PATIENCE_S = 429, 30.0
+"""Such an answer is not final: the server is busy, or has just changed the versions of a custom resource."""
 
 
 class ApiError(ClusterError):
@@ -35,12 +38,22 @@ class Api:
     def call(self, method: str, path: str, body: Object | None = None) -> Object:
         """Return the response's object; text that is not JSON, such as that of ``/readyz``, as ``{"text": ...}``.
 
-        A PATCH is a merge patch.
+        A PATCH is a merge patch. A request that the server has no time for is sent again for ``PATIENCE_S``.
 
         Raises:
             ApiError: the server answered with an error.
             OSError: it did not answer.
         """
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return self._call(method, path, body)
+            except ApiError as error:
+                if error.code != TOO_MANY_REQUESTS or time.monotonic() > end:
+                    raise
+                time.sleep(1.0)
+
+    def _call(self, method: str, path: str, body: Object | None) -> Object:
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": kind, "Accept": "application/json"}
         data = None if body is None else json.dumps(body).encode()
