@@ -1,7 +1,8 @@
 """Time the trainer's own loops on the CPUs or GPUs of this machine, for the planner's model of a step.
 
-Each rank is a process, with a GPU of its own if it computes there. All run the same loop at the same time: once alone,
-and once while a reader in each of them makes batches, as in training.
+Each rank is a process, with a GPU of its own if it computes there. All run the same loop at the same time: alone, and
+while a reader in each of them makes batches, as in training. A repeat of every loop comes before the next one of any: a
+machine that others share is slower for seconds, which must not be one loop's time.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
 
 from dlrm_api.errors import DeviceError
 from dlrm_api.hardware import CollectiveTime, LayerTime, Measured, PackTime, RankLoops, ReaderTime
@@ -46,10 +47,13 @@ from dlrm_cli.loops import main
 main(sys.argv[1], *map(int, sys.argv[2:]))
 """
 """Runs a rank: what the trainer sets before it loads torch is set."""
-REPEATS, MIN_REPEAT_S, MIN_BUSY_REPEAT_S = 5, 0.02, 0.04
+REPEATS, MIN_REPEAT_S, MIN_STEPS_S = 6, 0.02, 0.06
 """A shorter loop runs several times in a repeat: next to a reader it is delayed now and then, and the mean counts."""
 WIDTHS = (64, 256, 1_024)
-PRECISIONS: tuple[Literal["fp32", "tf32", "bf16"], ...] = ("fp32", "bf16")
+Precision = Literal["fp32", "tf32", "bf16"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
+CollectiveKind = Literal["all_to_all", "all_reduce"]
+COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 MAX_TIMES = 40
 LAYER_SAMPLES, LAYERS = 1_024, 2
 """Samples of a batch, and layers of each width."""
@@ -63,9 +67,14 @@ LOOKUP_TABLES, LOOKUP_BATCH, LOOKUPS = 16, 1_024, 4
 FEW_PARTS, MANY_PARTS = 1, 33
 """Tables of each rank in steps of next to no arithmetic."""
 COLLECTIVE_BYTES = (1 << 10, 1 << 15, 1 << 18, 1 << 21, 1 << 24)
+PAIR_FEATURES, PAIR_DIM, PAIR_SAMPLES = 26, 64, 512
+PARAMETERS, PACK_DIM = 1 << 21, 64
 READER_FEATURES, READER_SAMPLES, READER_LOOKUPS, READER_BATCHES = 24, 1_024, 6, 16
-FEW_SAMPLES, PACED_STEPS = 64, 12
-"""Steps for each repeat."""
+FEW_SAMPLES = 64
+READS = (FEW_SAMPLES, 1), (READER_SAMPLES, 1), (READER_SAMPLES, 2), (READER_SAMPLES, READER_LOOKUPS)
+"""Samples and ids of a bag: few samples, one id a bag, about two, and several."""
+PACED_STEPS, AHEAD_STEPS = 12, 64
+"""Steps of a repeat in which a reader makes a batch each, and more batches than it has memory for."""
 CODECS_BESIDE: tuple[Codec, ...] = ("fp32",)
 """Next to a reader one codec is timed; the others are as much slower."""
 MIN_SLOWER = 0.1
@@ -102,6 +111,25 @@ def summary(seconds: Sequence[float]) -> Timing:
     return Timing(middle, (ordered[-1 - quarter] - ordered[quarter]) / 2 / max(middle, 1e-12))
 
 
+class Loop:
+    """Hold a loop, and the seconds of its parts in each repeat: alone, and next to a reader."""
+
+    def __init__(self, run: Callable[[], Sequence[float]], *, beside: bool) -> None:
+        self._run = run
+        self.beside = beside
+        """Whether it runs next to a reader too."""
+        self.taken: dict[bool, list[Sequence[float]]] = {False: [], True: []}
+        """By whether a reader ran."""
+
+    def repeat(self, *, reading: bool) -> None:
+        """Run it once more."""
+        self.taken[reading].append(self._run())
+
+    def time(self, reading: bool, part: int = 0) -> Timing:
+        """Return the time of a part."""
+        return summary([each[part] for each in self.taken[reading]])
+
+
 def measure_loops(device: Device = "cpu", most: int = 2) -> tuple[RankLoops, ...]:
     """Measure loops of one rank that has all processors and of two that share them, if there may be two.
 
@@ -133,73 +161,163 @@ def run_ranks(ranks: int, repeats: int, device: Device = "cpu") -> list[RankLoop
 
 
 class Rank:
-    """Time the loops of one rank, together with the others, of so many times as many samples as on hosts."""
+    """Time the loops of one rank, together with the others, of so many times as many samples as on hosts.
+
+    Every loop is made, and run twice, before the first is timed; its learner stays until all are.
+    """
 
     def __init__(
         self, rank: int, ranks: int, port: int, repeats: int, device: torch.device = HOST, times: int = 1
     ) -> None:
-        self.rank, self.ranks, self._repeats, self._repeat_s = rank, ranks, repeats, MIN_REPEAT_S
+        self.rank, self.ranks, self._repeats = rank, ranks, repeats
         self._device, self._on_host, self._times = device, device == HOST, times
         self._gang = RankGroup(rank, ranks, LOOPBACK, port, LOOPBACK)
         self._gang.meet(PATIENCE_S, PATIENCE_S, lambda: None, device)
+        self._open, self._made = ExitStack(), list[Loop]()
 
     def loops(self) -> list[RankLoops]:
-        """Measure all loops: alone, and then next to a reader."""
-        alone = self._loops(self._readers())
-        self._repeat_s = MIN_BUSY_REPEAT_S
-        with self._reading():
-            busy = self._loops((), CODECS_BESIDE)
-        sent_s = READER_FEATURES * READER_SAMPLES * READER_LOOKUPS * busy.sent_id.seconds if self.ranks > 1 else 0.0
-        reading_s = max(self._disturbed_s() - sent_s, 0.0)
-        # It is what is left of two measurements: in a disturbed one readers would take nothing.
-        readers = tuple(_slowed(each, max(1.0, reading_s / _batch_s(each))) for each in alone.readers)
-        update = {"readers": readers, "layers": _all_slowed(alone.layers, busy.layers), "is_reading": True}
+        """Measure all loops: alone, and next to a reader."""
+        with self._open:
+            self._make_loops()
+            for _ in range(self._repeats):
+                for loop in self._made:
+                    loop.repeat(reading=False)
+                with self._reading():
+                    for loop in self._made:
+                        if loop.beside:
+                            loop.repeat(reading=True)
+        alone, busy = (self._found(reading) for reading in (False, True))
+        slower = self._reader_slowdown(busy)
+        update = {
+            "readers": tuple(_slowed(each, slower) for each in alone.readers),
+            "layers": _all_slowed(alone.layers, busy.layers),
+        }
         if busy.packs:
             times = max(1.0, busy.packs[0].value_seconds / max(alone.packs[0].value_seconds, 1e-15))
             packs = ((each, _digits(times * each.value_seconds)) for each in alone.packs)
             update["packs"] = tuple(each.model_copy(update={"value_seconds": seconds}) for each, seconds in packs)
         return [alone, busy.model_copy(update=update)]
 
-    def _loops(self, readers: tuple[ReaderTime, ...], codecs: Iterable[Codec] = CODECS) -> RankLoops:
-        few, many = (self._step(self._job(self.ranks * each)) for each in (FEW_PARTS, MANY_PARTS))
-        (lookup, lookup_value), (update, update_value), sent_id = self._lookups()
-        layer, layers = self._layers()
+    def _make_loops(self) -> None:
+        self._reads = {given: self._read(*given) for given in READS}
+        self._steps = {parts: self._step(parts) for parts in (FEW_PARTS, MANY_PARTS)}
+        self._rows = {dim: self._lookups(dim) for dim in (SMALL, LARGE)}
+        self._moves = {moving: self._moved_rows(moving) for moving in (True, False)} if not self._on_host else {}
+        precisions = PRECISIONS if self._on_host else (*PRECISIONS, "tf32")
+        self._small = self._mlp(SMALL, "fp32")
+        self._mlps = {given: self._mlp(*given) for given in itertools.product(WIDTHS, precisions)}
+        self._pairs, self._parameters = self._interaction(), self._dense_update()
+        few, many = FEW_SAMPLES, LOOKUP_BATCH * self._times * self.ranks
+        codecs = CODECS if self.ranks > 1 else ()
+        self._packs = {given: self._pack(*given) for given in itertools.product(codecs, (few, many))}
+        sizes = COLLECTIVE_BYTES if self.ranks > 1 else ()
+        self._collectives = {given: self._collective(*given) for given in itertools.product(COLLECTIVES, sizes)}
+        self._train, self._paced = self._trainings()
+
+    def _found(self, reading: bool) -> RankLoops:
+        few, many = (self._steps[parts].time(reading) for parts in (FEW_PARTS, MANY_PARTS))
+        ids = LOOKUP_BATCH * self._times * self.ranks * LOOKUP_TABLES * LOOKUPS
+        (lookup, lookup_value), (update, update_value) = (
+            _row_and_column(ids, *(self._rows[dim].time(reading, part) for dim in (SMALL, LARGE))) for part in (1, 2)
+        )
+        moved = self._moves[True].time(reading).minus(self._moves[False].time(reading)) if self._moves else None
+        pairs, flops = PAIR_SAMPLES * (PAIR_FEATURES + 1) * PAIR_FEATURES // 2 * PAIR_DIM, 6 * LAYER_SAMPLES * LAYERS
+        small = self._small.time(reading)
         return RankLoops(
             processes=self.ranks,
-            is_reading=False,
+            is_reading=reading,
             step=few.per(1),
             part=many.minus(few).per(MANY_PARTS - FEW_PARTS),
             lookup=lookup,
             lookup_value=lookup_value,
             update=update,
             update_value=update_value,
-            sent_id=sent_id,
-            layer=layer,
-            layers=layers,
-            pair_value=self._pairs(),
-            parameter=self._parameters(),
-            moved_row=None if self._on_host else self._moved_row(),
-            packs=tuple(self._pack(codec) for codec in codecs) if self.ranks > 1 else (),
-            collectives=tuple(self._collectives()) if self.ranks > 1 else (),
-            readers=readers,
+            sent_id=self._rows[LARGE].time(reading, 0).per(ids),
+            layer=small.per(LAYERS),
+            layers=tuple(
+                LayerTime(width=width, precision=precision, flop_seconds=found.seconds, spread=found.spread)
+                for (width, precision), loop in self._mlps.items()
+                for found in [loop.time(reading).minus(small).per(flops * self._times * width**2)]
+            ),
+            pair_value=self._pairs.time(reading).per(pairs * self._times),
+            parameter=self._parameters.time(reading).per(PARAMETERS * self._times),
+            moved_row=moved.per(MOVED_SAMPLES * self.ranks) if moved else None,
+            packs=tuple(self._pack_times(reading)),
+            collectives=tuple(
+                CollectiveTime(kind=kind, bytes=size, seconds=_digits(found.seconds), spread=_digits(found.spread))
+                for (kind, size), loop in self._collectives.items()
+                for found in [loop.time(reading)]
+            ),
+            readers=() if reading else (self._reader_time(),),
         )
 
-    def _timed(self, work: Callable[[], object], times_more: int = 1) -> Timing:
-        """Time some work after a first run, which may have to load its kernel; ranks begin together."""
-        work()
+    def _pack_times(self, reading: bool) -> Iterator[PackTime]:
+        """Yield the times of messages of pooled rows, by those of many samples and of few."""
+        few, many = FEW_SAMPLES, LOOKUP_BATCH * self._times * self.ranks
+        values = (many - few) * LOOKUP_TABLES * PACK_DIM
+        for codec in (codec for codec, samples in self._packs if samples == few):
+            loops = [self._packs[codec, samples] for samples in (many, few)]
+            if loops[0].beside or not reading:
+                found = loops[0].time(reading).minus(loops[1].time(reading)).per(values)
+                yield PackTime(codec=codec, value_seconds=found.seconds, spread=found.spread)
+
+    def _reader_time(self) -> ReaderTime:
+        few, more, varying, longer = (loop.time(False) for loop in self._reads.values())
+        bags = READER_FEATURES * READER_SAMPLES
+        id_s = longer.minus(varying).seconds / (bags * (READER_LOOKUPS - 2))
+        both_s = more.minus(few).seconds / (READER_FEATURES * (READER_SAMPLES - FEW_SAMPLES))
+        return ReaderTime(
+            format="synthetic",
+            column_seconds=_digits(max(few.seconds / READER_FEATURES - FEW_SAMPLES * both_s, 0.0)),
+            bag_seconds=_digits(max(both_s - id_s, 0.0)),
+            varying_bag_seconds=_digits(max(varying.minus(more).seconds / bags - id_s, 0.0)),
+            id_seconds=_digits(id_s),
+            spread=_digits(max(each.spread for each in (few, more, varying, longer))),
+        )
+
+    def _reader_slowdown(self, busy: RankLoops) -> float:
+        """Return how many times its own seconds a reader slows training for, for each batch that it makes.
+
+        A step takes ``alone`` seconds, ``beside`` while a reader never rests, and ``paced`` in a real run, where the
+        reader makes one batch a step, and ids travel ahead, for d seconds: paced = d + (1 - d / beside) alone. Each
+        repeat tells d by itself, as the machine was then.
+        """
+        sent_s = READER_FEATURES * READER_SAMPLES * READER_LOOKUPS * busy.sent_id.seconds if self.ranks > 1 else 0.0
+        read, alone, beside, paced = (
+            [seconds for seconds, *_ in loop.taken[reading]]
+            for loop, reading in (
+                (self._reads[READS[-1]], False), (self._train, False), (self._train, True), (self._paced, False)
+            )
+        )  # fmt: skip
+        found = [
+            ((paced_s - alone_s) / max(1 - alone_s / beside_s, MIN_SLOWER) - sent_s) / read_s
+            for read_s, alone_s, beside_s, paced_s in zip(read, alone, beside, paced, strict=True)
+        ]
+        # It is what is left of several measurements: in disturbed ones readers would take nothing.
+        return max(1.0, median(found))
+
+    def _loop(self, run: Callable[[], Sequence[float]], *, beside: bool = True) -> Loop:
+        made = Loop(run, beside=beside)
+        self._made.append(made)
+        return made
+
+    def _repeated(self, work: Callable[[], object], *, least_s: float = MIN_REPEAT_S, beside: bool = True) -> Loop:
+        """Make a loop of some work, of as many runs as take long enough; ranks begin together."""
+        work()  # may have to load its kernel
         start = self._now()
         work()
         first_s = torch.tensor([self._now() - start])
         self._gang.collectives.all_reduce(first_s)
-        times = max(1, min(int(self._repeat_s / (float(first_s) / self.ranks)), MAX_TIMES))
-        found = []
-        for _ in range(times_more * self._repeats):
+        times = max(1, min(int(least_s / (float(first_s) / self.ranks)), MAX_TIMES))
+
+        def run() -> tuple[float]:
             self._gang.collectives.barrier()
             start = self._now()
             for _ in range(times):
                 work()
-            found.append((self._now() - start) / times)
-        return summary(found)
+            return ((self._now() - start) / times,)
+
+        return self._loop(run, beside=beside)
 
     def _now(self) -> float:
         """Return the time at which the device has done all that it was asked for."""
@@ -217,219 +335,155 @@ class Rank:
             plan = plan.model_copy(update={"tables": tuple(_in_levels(table, levels) for table in plan.tables)})
         gang, placement = self._gang, place(spec.model, plan, self.ranks)
         learner = Learner(spec, placement, gang.collectives, id_collectives=gang.id_collectives, device=self._device)
+        self._open.callback(learner.embeddings.close)
         learner.start(spec.training.seed)
         return learner, open_reader(spec, "train", self.rank, self.ranks).read(0)
 
-    def _step(self, spec: DLRMJobSpec) -> Timing:
-        learner, batch = self._learner(spec)
+    def _step(self, parts: int) -> Loop:
+        learner, batch = self._learner(self._job(self.ranks * parts))
+        return self._repeated(partial(_train_step, learner, batch, len(batch.labels)), least_s=MIN_STEPS_S)
 
-        def step() -> None:
-            prepared = learner.prepare(learner.send(batch))
-            computed = learner.compute(prepared, len(batch.labels))
-            learner.apply(computed, 1.0)
-
-        found = self._timed(step, 2)
-        learner.embeddings.close()
-        return found
-
-    def _lookups(self) -> tuple[tuple[Measured, Measured], tuple[Measured, Measured], Measured]:
-        """Return the times of lookups, and of updates: of an id, and of a column; and the time to send an id."""
-        found, sent_ids = list[tuple[Timing, Timing]](), Timing(0.0, 0.0)
+    def _lookups(self, dim: int) -> Loop:
+        """Make a loop that sends ids, looks rows up, and updates them."""
         tables, samples = LOOKUP_TABLES * self.ranks, LOOKUP_BATCH * self._times * self.ranks
-        for dim in (SMALL, LARGE):
-            spec = self._job(tables, rows=50_000, dim=dim, lookups=LOOKUPS, batch=samples)
-            learner, batch = self._learner(spec)
-            rows = learner.embeddings
-            gradient = torch.full((len(batch.labels), tables * dim), 1e-6, device=self._device)
-            taken, no_replicas = list[tuple[float, ...]](), torch.empty(0, device=self._device)
-            for _ in range(self._repeats + 1):
-                self._gang.collectives.barrier()
-                times = [self._now()]
-                owned = rows.send(batch).result()
-                times.append(self._now())
-                prepared = rows.prepare(owned, updates=True)
-                copies = prepared.coming.take()
-                pooled = rows.pool(prepared)
-                sent = rows.send_gradients(pooled, gradient, no_replicas)
-                rows.features(pooled)
-                sent.vectors.arriving.wait()
-                self._gang.collectives.barrier()
-                times.append(self._now())
-                rows.tables.pool(prepared.rows, copies.groups)
-                times.append(self._now())
-                self._gang.collectives.barrier()
-                local = rows.tables.pool(prepared.rows, copies.groups)
-                of_groups = [torch.full_like(each, 1e-6) for each in local]
-                times.append(self._now())
-                rows.tables.update(prepared.rows, local, of_groups, copies.numbers, RATE, 0)
-                times.append(self._now())
-                taken.append((times[1] - times[0], times[3] - times[2], times[5] - times[4]))
-            sent_ids, looked_up, updated = (summary(each) for each in zip(*taken[1:], strict=True))
-            found.append((looked_up, updated))
-            rows.close()
-        ids = samples * LOOKUP_TABLES * LOOKUPS
-        lookup, update = (_row_and_column(ids, *each) for each in zip(*found, strict=True))
-        return lookup, update, sent_ids.per(samples // self.ranks * tables * LOOKUPS)
+        spec = self._job(tables, rows=50_000, dim=dim, lookups=LOOKUPS, batch=samples)
+        learner, batch = self._learner(spec)
+        rows = learner.embeddings
+        gradient = torch.full((len(batch.labels), tables * dim), 1e-6, device=self._device)
+        no_replicas = torch.empty(0, device=self._device)
 
-    def _moved_row(self) -> Measured:
-        """Return the time of a row that comes to its slot on a device, and of another that leaves it."""
+        def run() -> tuple[float, ...]:
+            self._gang.collectives.barrier()
+            times = [self._now()]
+            owned = rows.send(batch).result()
+            times.append(self._now())
+            prepared = rows.prepare(owned, updates=True)
+            copies = prepared.coming.take()
+            pooled = rows.pool(prepared)
+            sent = rows.send_gradients(pooled, gradient, no_replicas)
+            rows.features(pooled)
+            sent.vectors.arriving.wait()
+            self._gang.collectives.barrier()
+            times.append(self._now())
+            rows.tables.pool(prepared.rows, copies.groups)
+            times.append(self._now())
+            self._gang.collectives.barrier()
+            local = rows.tables.pool(prepared.rows, copies.groups)
+            of_groups = [torch.full_like(each, 1e-6) for each in local]
+            times.append(self._now())
+            rows.tables.update(prepared.rows, local, of_groups, copies.numbers, RATE, 0)
+            times.append(self._now())
+            return times[1] - times[0], times[3] - times[2], times[5] - times[4]
+
+        run()
+        return self._loop(run)
+
+    def _moved_rows(self, moving: bool) -> Loop:
+        """Make a loop in which rows come to their slots on a device, and others leave them, or all rows stay."""
         slots = MOVED_SAMPLES * self.ranks
         spec = self._job(self.ranks, rows=MOVED_ROWS, batch=slots, alpha=0.0)
         levels = TierLevel(tier="hbm", rows=slots), TierLevel(tier="ddr", rows=MOVED_ROWS)
         learner, first = self._learner(spec, TierShare(levels=levels))
         rows, second = learner.embeddings, open_reader(spec, "train", self.rank, self.ranks).read(1)
+        batches = itertools.cycle((first, second if moving else first))
 
-        def timed(batches: Iterator[Batch]) -> Timing:
-            def work() -> None:
-                prepared = rows.prepare(rows.send(next(batches)).result(), updates=True)
-                copies = prepared.coming.take()
-                local = rows.tables.pool(prepared.rows, copies.groups)
-                gradients = [torch.full_like(each, 1e-6) for each in local]
-                rows.tables.update(prepared.rows, local, gradients, copies.numbers, RATE, 0)
+        def work() -> None:
+            prepared = rows.prepare(rows.send(next(batches)).result(), updates=True)
+            copies = prepared.coming.take()
+            local = rows.tables.pool(prepared.rows, copies.groups)
+            gradients = [torch.full_like(each, 1e-6) for each in local]
+            rows.tables.update(prepared.rows, local, gradients, copies.numbers, RATE, 0)
 
-            return self._timed(work)
+        return self._repeated(work)
 
-        moving, staying = timed(itertools.cycle((first, second))), timed(itertools.repeat(first))
-        rows.close()
-        return moving.minus(staying).per(slots)
-
-    def _layers(self) -> tuple[Measured, tuple[LayerTime, ...]]:
-        """Return the time of a layer without products, and the rates of products."""
-        found = []
-        small = self._mlp(SMALL, torch.float32)
-        for precision in PRECISIONS if self._device.type == "cpu" else (*PRECISIONS, "tf32"):
-            allow_tf32(precision, self._device)
-            dtype = product_dtype(precision, self._device)
-            for width in WIDTHS:
-                taken = self._mlp(width, dtype).minus(small)
-                seconds = _digits(taken.seconds / (6 * LAYER_SAMPLES * self._times * width * width * LAYERS))
-                spread = _digits(taken.spread)
-                found.append(LayerTime(width=width, precision=precision, flop_seconds=seconds, spread=spread))
-        return small.per(LAYERS), tuple(found)
-
-    def _mlp(self, width: int, dtype: torch.dtype) -> Timing:
+    def _mlp(self, width: int, precision: Precision) -> Loop:
+        allow_tf32(precision, self._device)
+        dtype = product_dtype(precision, self._device)
         mlp = MLP(width, [width] * LAYERS, last_relu=True, dtype=dtype).to(self._device)
         given = torch.ones(LAYER_SAMPLES * self._times, width, device=self._device)
-        return self._timed(lambda: mlp(given.detach().requires_grad_()).sum().backward())
 
-    def _pairs(self) -> Measured:
-        features, dim, samples = 26, 64, 512 * self._times
-        interaction = DotInteraction(features, dim, with_dense=True).to(self._device)
-        bottom, rows = (torch.ones(samples, width, device=self._device) for width in (dim, features * dim))
+        def work() -> None:
+            allow_tf32(precision, self._device)
+            mlp(given.detach().requires_grad_()).sum().backward()
+
+        return self._repeated(work)
+
+    def _interaction(self) -> Loop:
+        samples = PAIR_SAMPLES * self._times
+        interaction = DotInteraction(PAIR_FEATURES, PAIR_DIM, with_dense=True).to(self._device)
+        widths = PAIR_DIM, PAIR_FEATURES * PAIR_DIM
+        bottom, rows = (torch.ones(samples, width, device=self._device) for width in widths)
 
         def work() -> None:
             interaction(bottom.detach().requires_grad_(), rows.detach().requires_grad_()).sum().backward()
 
-        return self._timed(work).per(samples * (features + 1) * features // 2 * dim)
+        return self._repeated(work)
 
-    def _parameters(self) -> Measured:
-        values, gradient = (torch.zeros(self._times << 21, device=self._device) for _ in range(2))
+    def _dense_update(self) -> Loop:
+        values, gradient = (torch.zeros(PARAMETERS * self._times, device=self._device) for _ in range(2))
         optimizer = DenseOptimizer(DenseOptimizerSpec(), values)
 
         def work() -> None:
             gradient.zero_()
             optimizer.step(values, gradient, RATE)
 
-        return self._timed(work).per(len(values))
+        return self._repeated(work)
 
-    def _pack(self, codec: Codec) -> PackTime:
-        """Time the messages of pooled rows, next to those that are empty."""
-        dim, taken = 64, list[Timing]()
-        for samples in (FEW_SAMPLES, LOOKUP_BATCH * self._times * self.ranks):
-            spec = self._job(LOOKUP_TABLES * self.ranks, dim=dim, batch=samples, codec=codec)
-            learner, batch = self._learner(spec)
-            rows, seconds = learner.embeddings, list[float]()
-            for _ in range(self._repeats + 1):
-                prepared = rows.prepare(rows.send(batch).result(), updates=False)
-                copies = prepared.coming.take()
-                self._gang.collectives.barrier()
-                start = self._now()
-                rows.tables.pool(prepared.rows, copies.groups)
-                middle = self._now()
-                pooled = rows.pool(prepared)
-                packed_s = (self._now() - middle) - (middle - start)
-                pooled.vectors.arriving.wait()
-                self._gang.collectives.barrier()
-                start = self._now()
-                rows.features(pooled)
-                seconds.append(max(packed_s, 0.0) + self._now() - start)
-            taken.append(summary(seconds[1:]))
-            rows.close()
-        values = (LOOKUP_BATCH * self._times - FEW_SAMPLES / self.ranks) * LOOKUP_TABLES * self.ranks * dim
-        found = taken[1].minus(taken[0]).per(values)
-        return PackTime(codec=codec, value_seconds=found.seconds, spread=found.spread)
+    def _pack(self, codec: Codec, samples: int) -> Loop:
+        """Make a loop that packs and unpacks messages of pooled rows."""
+        spec = self._job(LOOKUP_TABLES * self.ranks, dim=PACK_DIM, batch=samples, codec=codec)
+        learner, batch = self._learner(spec)
+        rows = learner.embeddings
 
-    def _collectives(self) -> Iterator[CollectiveTime]:
-        for size in COLLECTIVE_BYTES:
-            sent = [0 if each == self.rank else size // (self.ranks - 1) for each in range(self.ranks)]
-            ours = torch.ones(sum(sent), dtype=torch.uint8, device=self._device)
+        def run() -> tuple[float]:
+            prepared = rows.prepare(rows.send(batch).result(), updates=False)
+            copies = prepared.coming.take()
+            self._gang.collectives.barrier()
+            start = self._now()
+            rows.tables.pool(prepared.rows, copies.groups)
+            middle = self._now()
+            pooled = rows.pool(prepared)
+            packed_s = (self._now() - middle) - (middle - start)
+            pooled.vectors.arriving.wait()
+            self._gang.collectives.barrier()
+            start = self._now()
+            rows.features(pooled)
+            return (max(packed_s, 0.0) + self._now() - start,)
+
+        run()
+        return self._loop(run, beside=codec in CODECS_BESIDE)
+
+    def _collective(self, kind: CollectiveKind, size: int) -> Loop:
+        collectives = self._gang.collectives
+        if kind == "all_reduce":
             summed = torch.ones(size // 4, device=self._device)
+            return self._repeated(lambda: collectives.all_reduce(summed))
+        sent = [0 if each == self.rank else size // (self.ranks - 1) for each in range(self.ranks)]
+        ours = torch.ones(sum(sent), dtype=torch.uint8, device=self._device)
+        return self._repeated(lambda: collectives.all_to_all("small", ours, sent, sent))
 
-            def exchange(ours: Tensor = ours, sent: Sequence[int] = sent) -> None:
-                self._gang.collectives.all_to_all("small", ours, sent, sent)
-
-            def add(summed: Tensor = summed) -> None:
-                self._gang.collectives.all_reduce(summed)
-
-            kinds: tuple[tuple[Literal["all_to_all", "all_reduce"], Callable[[], None]], ...]
-            kinds = ("all_to_all", exchange), ("all_reduce", add)
-            for kind, work in kinds:
-                found = self._timed(work, 2)
-                seconds, spread = _digits(found.seconds), _digits(found.spread)
-                yield CollectiveTime(kind=kind, bytes=size, seconds=seconds, spread=spread)
-
-    def _readers(self) -> tuple[ReaderTime, ...]:
-        """Time batches of few samples, of one id a bag, of about two, and of several."""
-        few = self._read(FEW_SAMPLES, 1)
-        more, varying, longer = (self._read(READER_SAMPLES, lookups) for lookups in (1, 2, READER_LOOKUPS))
-        bags = READER_FEATURES * READER_SAMPLES
-        id_s = longer.minus(varying).seconds / (bags * (READER_LOOKUPS - 2))
-        both_s = more.minus(few).seconds / (READER_FEATURES * (READER_SAMPLES - FEW_SAMPLES))
-        found = ReaderTime(
-            format="synthetic",
-            column_seconds=_digits(max(few.seconds / READER_FEATURES - FEW_SAMPLES * both_s, 0.0)),
-            bag_seconds=_digits(max(both_s - id_s, 0.0)),
-            varying_bag_seconds=_digits(max(varying.minus(more).seconds / bags - id_s, 0.0)),
-            id_seconds=_digits(id_s),
-            spread=_digits(max(each.spread for each in (few, more, varying, longer))),
-        )
-        return (found,)
-
-    def _read(self, samples: int, lookups: int) -> Timing:
+    def _read(self, samples: int, lookups: int) -> Loop:
         spec = self._job(READER_FEATURES, rows=50_000, lookups=lookups, batch=samples * self.ranks)
         reader = open_reader(spec, "train", self.rank, self.ranks)
-        return self._timed(lambda: reader.read(1))
+        return self._repeated(lambda: reader.read(1), beside=False)
 
-    def _disturbed_s(self) -> float:
-        """Return the seconds for which training is as slow as next to a reader that never rests, for each batch.
-
-        A step takes ``alone`` seconds, ``beside`` while a reader never rests, and ``paced`` in a real run, where the
-        reader makes one batch a step, and ids travel ahead: paced = d + (1 - d / beside) alone.
-        """
+    def _trainings(self) -> tuple[Loop, Loop]:
+        """Make a loop of steps of one batch, and one of steps whose batches a reader makes meanwhile."""
         learner, batch = self._learner(spec := self._read_job(READER_LOOKUPS, (256, 128, 1)))
-
-        def train(prepared: PreparedBatch) -> None:
-            computed = learner.compute(prepared, self.ranks * len(batch.labels))
-            learner.apply(computed, 1.0)
-
-        def step() -> None:
-            train(learner.prepare(learner.send(batch)))
-
-        alone = self._timed(step).seconds
-        with self._reading():
-            beside = self._timed(step, 2).seconds
-        steps, seconds = self._repeats * PACED_STEPS, list[float]()
+        samples, ahead = self.ranks * len(batch.labels), int(self.ranks > 1)
+        steps = self._repeats * PACED_STEPS + AHEAD_STEPS
         batches = open_reader(spec, "train", self.rank, self.ranks).iterate(0, steps)
-        with closing(batches):
-            ahead = int(self.ranks > 1)
+        self._open.callback(batches.close)
+        prepared = prepared_ahead(batches, learner.send, learner.prepare, depth=0, sent_ahead=ahead)
+
+        def paced() -> tuple[float]:
+            """Run with a reader that has been idle since its memory was full."""
             start = time.perf_counter()
-            for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=0, sent_ahead=ahead):
-                train(prepared)
-                seconds.append(time.perf_counter() - start)
-                start = time.perf_counter()
-        learner.embeddings.close()
-        paced = median(seconds[steps // 4 :])
-        return max(paced - alone, 0.0) / max(1 - alone / beside, MIN_SLOWER)
+            for each in itertools.islice(prepared, PACED_STEPS):
+                _train(learner, each, samples)
+            return ((time.perf_counter() - start) / PACED_STEPS,)
+
+        return self._repeated(partial(_train_step, learner, batch, samples)), self._loop(paced, beside=False)
 
     def _read_job(self, lookups: int, top: Sequence[int] = (1,)) -> DLRMJobSpec:
         samples = READER_SAMPLES * self.ranks
@@ -455,11 +509,12 @@ class Rank:
             thread.join()
 
 
-def _batch_s(reader: ReaderTime) -> float:
-    """Return the seconds of a batch of the reader that runs next to the loops."""
-    bags = READER_FEATURES * READER_SAMPLES
-    bag_s = reader.bag_seconds + reader.varying_bag_seconds + reader.id_seconds * READER_LOOKUPS
-    return max(reader.column_seconds * READER_FEATURES + bag_s * bags, 1e-12)
+def _train_step(learner: Learner, batch: Batch, samples: int) -> None:
+    _train(learner, learner.prepare(learner.send(batch)), samples)
+
+
+def _train(learner: Learner, prepared: PreparedBatch, samples: int) -> None:
+    learner.apply(learner.compute(prepared, samples), 1.0)
 
 
 def _all_slowed(alone: Sequence[LayerTime], busy: Sequence[LayerTime]) -> tuple[LayerTime, ...]:
