@@ -15,7 +15,7 @@ from dlrm_api import names
 from dlrm_api.errors import UsageError
 from dlrm_api.names import ANY_ADDRESS, Env
 
-SPIN_COUNT = "30000"
+SPIN_COUNT = "0"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MMAP_THRESHOLD_BYTES = 64 << 20
 """Larger allocations, such as tables, get a mapping of their own: pages take no memory until they are written."""
@@ -95,12 +95,12 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
 
 
 def tune_process() -> None:
-    """Let idle compute threads sleep soon, and keep memory for the next step. Call before loading torch.
+    """Let idle compute threads sleep at once, and keep memory for the next step. Call before loading torch.
 
-    OpenMP spins ten times as long by default, from one parallel region to the next, on the processor of the thread that
-    fetches rows. glibc returns large allocations to the kernel, which clears and maps every page again in the next
-    step. Matrix products also read along columns, which misses the TLB with small pages: torch asks for huge ones in
-    tensors of 2 MiB and more.
+    OpenMP spins for milliseconds by default, from one parallel region to the next, on the processor of the reader or of
+    the thread that fetches rows. glibc returns large allocations to the kernel, which clears and maps every page again
+    in the next step. Matrix products also read along columns, which misses the TLB with small pages: torch asks for
+    huge ones in tensors of 2 MiB and more.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
