@@ -47,7 +47,7 @@ from dlrm_cli.loops import main
 main(sys.argv[1], *map(int, sys.argv[2:]))
 """
 """Runs a rank: what the trainer sets before it loads torch is set."""
-REPEATS, MIN_REPEAT_S, MIN_STEPS_S = 6, 0.02, 0.06
+REPEATS, MIN_REPEAT_S, MIN_STEPS_S = 5, 0.02, 0.06
 """A shorter loop runs several times in a repeat: next to a reader it is delayed now and then, and the mean counts."""
 WIDTHS = (64, 256, 1_024)
 Precision = Literal["fp32", "tf32", "bf16"]

@@ -12,6 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_kernels.cache import kernel
+from dlrm_kernels.parallel import finish, parallel_for, take
+
+UNIT_RECORDS = 256
+"""Records that a thread copies at a time."""
 
 
 class Shape(NamedTuple):
@@ -302,17 +306,37 @@ def list_oldest(order: Any, ends: Any, rows: Any, places: Any) -> None:
         place = order[place - 1, NEWER]
 
 
-@kernel
-def store_records(records: NDArray[np.uint32], places: Any, source: Any) -> None:
-    """Copy (N, W) ``source`` to some places of ``records``."""
-    for n in range(len(places)):
-        for word in range(source.shape[1]):
-            records[places[n], word] = source[n, word]
+def store_records(
+    records: NDArray[np.uint32], places: NDArray[np.int64], source: NDArray[np.uint32], threads: int
+) -> None:
+    """Copy (N, W) ``source`` to some places of ``records``, on so many threads of ``parallel_for``."""
+    parallel_for(_store_units, -(-len(places) // UNIT_RECORDS), threads, records, places, source)
+
+
+def load_records(records: NDArray[np.uint32], places: NDArray[np.int64], out: NDArray[np.uint32], threads: int) -> None:
+    """Copy some places of ``records`` to ``out`` (N, W), on so many threads of ``parallel_for``."""
+    parallel_for(_load_units, -(-len(places) // UNIT_RECORDS), threads, records, places, out)
 
 
 @kernel
-def load_records(records: NDArray[np.uint32], places: Any, out: Any) -> None:
-    """Copy some places of ``records`` to ``out`` (N, W)."""
-    for n in range(len(places)):
-        for word in range(out.shape[1]):
-            out[n, word] = records[places[n], word]
+def _store_units(counts: Any, units: int, records: Any, places: Any, source: Any) -> None:
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        for n in range(unit * UNIT_RECORDS, min(len(places), (unit + 1) * UNIT_RECORDS)):
+            for word in range(source.shape[1]):
+                records[places[n], word] = source[n, word]
+        finish(counts)
+
+
+@kernel
+def _load_units(counts: Any, units: int, records: Any, places: Any, out: Any) -> None:
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        for n in range(unit * UNIT_RECORDS, min(len(places), (unit + 1) * UNIT_RECORDS)):
+            for word in range(out.shape[1]):
+                out[n, word] = records[places[n], word]
+        finish(counts)

@@ -246,8 +246,8 @@ def _of_pages() -> Iterator[Example]:
     yield pages.append_order, (order, ends, some, some)
     yield pages.list_oldest, (order, ends, i64(2), i64(2))
     yield pages.remove_order, (order, ends, some)
-    yield pages.store_records, (records, some, u32((2, 4)))
-    yield pages.load_records, (records, some, u32((2, 4)))
+    yield _loop(pages._store_units, records, some, u32((2, 4)))
+    yield _loop(pages._load_units, records, some, u32((2, 4)))
 
 
 def _of_slots(place: Any) -> Iterator[Example]:

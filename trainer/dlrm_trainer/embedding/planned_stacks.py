@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from dlrm_api.errors import InvalidSpecError
@@ -100,8 +101,10 @@ def _make_level(tier: Tier, stack: Stack, number: int, planned: int, tier_dir: P
     rows, words = int(stack.row_map.row_starts[-1]), stack.memory.words
     # The last level may hold all rows: sets may leave slots unused, and untouched places cost nothing.
     places = rows if last else min(rows, planned)
+    # While a GPU computes, the host's threads have nothing else to do.
+    threads = 1 if isinstance(stack.memory, HostSlots) else torch.get_num_threads()
     if tier == "ddr":
-        return ByteLevel(tier, AnonymousStorage(words, places), places, ordered=not last)
+        return ByteLevel(tier, AnonymousStorage(words, places), places, ordered=not last, threads=threads)
     if tier_dir is None:
         raise InvalidSpecError(
             "plan.tables", f"rows in tier {tier} need a directory; set DLRM_TIER_DIR, or dlrmctl run --tier-dir"
@@ -110,4 +113,4 @@ def _make_level(tier: Tier, stack: Stack, number: int, planned: int, tier_dir: P
     folder.mkdir(parents=True, exist_ok=True)
     if tier == "block":
         return BlockLevel(folder, words, int(min(rows, planned) * BLOCK_SLACK), rows, partial(stack.relocated, number))
-    return ByteLevel(tier, MappedStorage(folder, words, places, tier), places, ordered=not last)
+    return ByteLevel(tier, MappedStorage(folder, words, places, tier), places, ordered=not last, threads=threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from itertools import chain
 from typing import NamedTuple
 
@@ -29,9 +30,9 @@ class Exchanged(NamedTuple):
 
     def bits(self) -> list[object]:
         """All of it, to be compared; a value that is not a number has the same bits as another."""
-        messages = [(each.message.numpy().tobytes(), each.sent, each.received) for each in self.sent]
+        messages = [(each.message.cpu().numpy().tobytes(), each.sent, each.received) for each in self.sent]
         checks = [bool(each.check.isnan().all()) for each in self.sent]
-        vectors = [(tuple(each.shape), each.contiguous().numpy().tobytes()) for each in self.vectors]
+        vectors = [(tuple(each.shape), each.contiguous().cpu().numpy().tobytes()) for each in self.vectors]
         return [*messages, *checks, *vectors]
 
 
@@ -75,6 +76,16 @@ class SimulatedRanks:
             self.pooled.append([values(total, group.columns * group.width) for group in table.groups[rank]])
             self.replicated.append([values(samples[rank], group.columns * group.width) for group in table.replicated])
             self.gradients.append(values(samples[rank], table.width))
+
+    def to(self, device: torch.device) -> SimulatedRanks:
+        """The same ranks, with their vectors and places on a device."""
+        moved = copy(self)
+        moved.travels = [each.copied(lambda places: places.to(device)) for each in self.travels]
+        moved.pooled, moved.replicated = (
+            [[each.to(device) for each in of_rank] for of_rank in kind] for kind in (self.pooled, self.replicated)
+        )
+        moved.gradients = [each.to(device) for each in self.gradients]
+        return moved
 
     def exchange(self, make: Callable[[Routes, int], Packing], formats: Sequence[Formats]) -> Exchanged:
         """What every rank sends and makes of what it receives, both ways."""

@@ -190,10 +190,14 @@ class ByteLevel:
     The coldest record is the one that arrived first, because whatever is looked up leaves. The last level of a stack
     needs no order: only lookups remove records, and the place freed last is taken first, while its memory is still in
     the processor's cache. ``ordered`` says whether ``coldest`` will be called; ``storage`` has ``places`` or more.
+    Records are copied by as many ``threads``.
     """
 
-    def __init__(self, tier: Tier, storage: AnonymousStorage | MappedStorage, places: int, *, ordered: bool) -> None:
+    def __init__(
+        self, tier: Tier, storage: AnonymousStorage | MappedStorage, places: int, *, ordered: bool, threads: int = 1
+    ) -> None:
         self.tier, self.places, self.ordered = tier, places, ordered
+        self._threads = threads
         self.used = 0
         self._storage = storage
         self._filled = 0
@@ -227,12 +231,12 @@ class ByteLevel:
         self.used += count
         if self.ordered:
             append_order(self._order, self._ends, rows, places)
-        store_records(self._storage.records, places, records)
+        store_records(self._storage.records, places, records, self._threads)
         return places
 
     def read(self, places: Places, out: Records) -> Finish:
         """See ``Level``."""
-        load_records(self._storage.records, places, out)
+        load_records(self._storage.records, places, out, self._threads)
         return finished
 
     def free(self, places: Places) -> None:

@@ -13,7 +13,8 @@ from dlrm_testing.trainer.triton_programs import language_replaced_once
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 OF_THE_INTERPRETER = ["test_dirty_rows.py", "test_message_packing.py", "test_row_directory.py", "test_row_updates.py"]
-collect_ignore = ["test_interpreter.py", "test_compilation.py", "test_tables.py"] if INTERPRETED else OF_THE_INTERPRETER
+OF_GPUS = ["test_interpreter.py", "test_compilation.py", "test_on_a_gpu.py", "test_tables.py"]
+collect_ignore = OF_GPUS if INTERPRETED else OF_THE_INTERPRETER
 
 
 @pytest.fixture(autouse=True, scope="session")
