@@ -2,7 +2,8 @@
 
 Draws jobs by a seed, runs each with ``dlrmctl run`` on this machine, and plans it by what ``dlrmctl profile measure``
 found before and after all runs. A run makes 20 steps that do not count and 50 that do; its figure is their median. The
-runs of a setting are not consecutive: every setting runs once before any runs again.
+runs of a setting are not consecutive: every setting runs once before any runs again. Hit rates are those of one more,
+longer run.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from dlrm_api.run_report import Profile, RankUse, StageTimes
 from dlrm_planner import plan_job
 
 WARM_STEPS, COUNTED_STEPS, REPEATS = 20, 50, 3
+HIT_STEPS = 400
+"""Of a run whose hit rates count: rows that return in a short one do so sooner than in the long run that a plan is for.
+"""
 MAX_REPEAT_ERROR, MAX_RERUNS = 0.08, 2
 """A setting whose runs differ by more is run again, as often as this."""
 MAX_IDS, MAX_TABLE_BYTES = 2**20, 2**30
@@ -141,9 +145,9 @@ def make_job(
     handoff_bytes: int,
     data: Mapping[str, Any] | None = None,
     trainer: Mapping[str, Any] | None = None,
+    steps: int = WARM_STEPS + COUNTED_STEPS,
 ) -> DLRMJob:
     """Return a job of one pod on synthetic data that ends after the steps that count, without a cut before."""
-    steps = WARM_STEPS + COUNTED_STEPS
     spec = {
         "model": model,
         "data": {
@@ -160,7 +164,9 @@ def make_job(
     return parse_job({**head, "spec": spec})
 
 
-def read_manifest(setting: Setting, ddr_bytes: int | None, folder: Path) -> DLRMJob:
+def read_manifest(
+    setting: Setting, ddr_bytes: int | None, folder: Path, steps: int = WARM_STEPS + COUNTED_STEPS
+) -> DLRMJob:
     """Return the job of a setting."""
     bottom, top = MLPS[setting.mlp]
     template = {
@@ -185,6 +191,7 @@ def read_manifest(setting: Setting, ddr_bytes: int | None, folder: Path) -> DLRM
         handoff_bytes=setting.handoff_bytes,
         data={"prefetchBytes": setting.prefetch_bytes},
         trainer=tier_budgets(ddr_bytes),
+        steps=steps,
     )
 
 
@@ -271,14 +278,14 @@ def train(job: DLRMJob, profile: Path, folder: Path) -> Run:
     return Run(parse_plan((work / "plan.json").read_text()), step_s, _bound(stages), hit_rates)
 
 
-def run_case(case: Case, profile: Path, folder: Path) -> Run:
+def run_case(case: Case, profile: Path, folder: Path, steps: int = WARM_STEPS + COUNTED_STEPS) -> Run:
     """Train a case's job once.
 
     Raises:
         RunError: the run failed, or was planned otherwise than predicted.
     """
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        job = read_manifest(case.setting, case.job.spec.trainer.tier_budgets.ddr, Path(name))
+        job = read_manifest(case.setting, case.job.spec.trainer.tier_budgets.ddr, Path(name), steps)
         try:
             done = train(job, profile, Path(name))
         except RunError as error:
@@ -354,7 +361,9 @@ def measure_cases(cases: Sequence[Case], run_once: Callable[[Case], Run]) -> dic
     return found
 
 
-def show(case: Case, predicted_s: Sequence[float], runs: Sequence[Run]) -> dict[str, Any]:
+def show(
+    case: Case, predicted_s: Sequence[float], runs: Sequence[Run], hit_rates: tuple[float, float] | None
+) -> dict[str, Any]:
     """Print a setting's line, and return it; ``predicted_s`` is by the profiles before and after."""
     measured = float(np.median([run.step_s for run in runs]))
     predicted = statistics.geometric_mean(predicted_s)
@@ -370,8 +379,8 @@ def show(case: Case, predicted_s: Sequence[float], runs: Sequence[Run]) -> dict[
         "cached_share": round(cached_share(case.plan), 3),
         "predicted": case.plan.predicted.model_dump(by_alias=False, exclude_none=True),
     }
-    if runs[0].hit_rates is not None:
-        line["expected_hit_rate"], line["hit_rate"] = (round(rate, 4) for rate in runs[0].hit_rates)
+    if hit_rates is not None:
+        line["expected_hit_rate"], line["hit_rate"] = (round(rate, 4) for rate in hit_rates)
     print(json.dumps(line), flush=True)
     return line
 
@@ -410,13 +419,15 @@ def main() -> int:
         folder = scratch.path
         before = measure_profile(folder / "before.yaml", folder)
         cases = [draw_case(number, draw, before, folder) for number in range(options.settings)]
-        found = measure_cases(cases, partial(run_case, profile=folder / "before.yaml", folder=folder))
+        run_once = partial(run_case, profile=folder / "before.yaml", folder=folder)
+        found = measure_cases(cases, run_once)
         after = measure_profile(folder / "after.yaml", folder)
+        hit_rates = {case.number: run_once(case, steps=HIT_STEPS).hit_rates for case in cases if case.setting.cache < 1}
         lines = []
         for case in cases:
             plans = (case.plan, plan_job(case.job.spec, after, shared=True))
             predicted_s = [case.setting.batch / (plan.predicted.samples_per_second or math.nan) for plan in plans]
-            lines.append(show(case, predicted_s, found[case.number]))
+            lines.append(show(case, predicted_s, found[case.number], hit_rates.get(case.number)))
     print(json.dumps(summarize(lines, options.seed)), flush=True)
     return 0
 
