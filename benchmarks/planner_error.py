@@ -2,8 +2,8 @@
 
 Draws jobs by a seed, runs each with ``dlrmctl run`` on this machine, and plans it by what ``dlrmctl profile measure``
 found before and after all runs. A run makes 20 steps that do not count and 50 that do; its figure is their median. The
-runs of a setting are not consecutive: every setting runs once before any runs again. Hit rates are those of one more,
-longer run.
+runs of a setting are not consecutive: every setting runs once before any runs again. Hit rates
+come from one more, longer run.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from dlrm_api.run_report import Profile, RankUse, StageTimes
 from dlrm_planner import plan_job
 
 WARM_STEPS, COUNTED_STEPS, REPEATS = 20, 50, 3
-HIT_STEPS = 400
-"""Of a run whose hit rates count: rows that return in a short one do so sooner than in the long run that a plan is for.
-"""
+STEPS, HIT_STEPS = WARM_STEPS + COUNTED_STEPS, 400
+"""Steps of a timed run, and of the run that measures hit rates: rows that reappear in a short run do so sooner than in
+the long run that a plan predicts."""
 MAX_REPEAT_ERROR, MAX_RERUNS = 0.08, 2
 """A setting whose runs differ by more is run again, as often as this."""
 MAX_IDS, MAX_TABLE_BYTES = 2**20, 2**30
@@ -145,7 +145,7 @@ def make_job(
     handoff_bytes: int,
     data: Mapping[str, Any] | None = None,
     trainer: Mapping[str, Any] | None = None,
-    steps: int = WARM_STEPS + COUNTED_STEPS,
+    steps: int = STEPS,
 ) -> DLRMJob:
     """Return a job of one pod on synthetic data that ends after the steps that count, without a cut before."""
     spec = {
@@ -164,9 +164,7 @@ def make_job(
     return parse_job({**head, "spec": spec})
 
 
-def read_manifest(
-    setting: Setting, ddr_bytes: int | None, folder: Path, steps: int = WARM_STEPS + COUNTED_STEPS
-) -> DLRMJob:
+def read_manifest(setting: Setting, ddr_bytes: int | None, folder: Path, steps: int = STEPS) -> DLRMJob:
     """Return the job of a setting."""
     bottom, top = MLPS[setting.mlp]
     template = {
@@ -278,7 +276,7 @@ def train(job: DLRMJob, profile: Path, folder: Path) -> Run:
     return Run(parse_plan((work / "plan.json").read_text()), step_s, _bound(stages), hit_rates)
 
 
-def run_case(case: Case, profile: Path, folder: Path, steps: int = WARM_STEPS + COUNTED_STEPS) -> Run:
+def run_case(case: Case, profile: Path, folder: Path, steps: int = STEPS) -> Run:
     """Train a case's job once.
 
     Raises:

@@ -1,8 +1,8 @@
 """Time the trainer's own loops on the CPUs or GPUs of this machine, for the planner's model of a step.
 
 Each rank is a process, with a GPU of its own if it computes there. All run the same loop at the same time: alone, and
-while a reader in each of them makes batches, as in training. A repeat of every loop comes before the next one of any: a
-machine that others share is slower for seconds, which must not be one loop's time.
+while a reader in each of them makes batches, as in training. Repeats of all loops are interleaved, because a shared
+machine slows down for seconds at a time, which must not count as the time of one loop.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from statistics import median
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 
 from dlrm_api.errors import DeviceError
-from dlrm_api.hardware import CollectiveTime, LayerTime, Measured, PackTime, RankLoops, ReaderTime
+from dlrm_api.hardware import CollectiveKind, CollectiveTime, LayerTime, Measured, PackTime, RankLoops, ReaderTime
 from dlrm_api.job import DLRMJobSpec, parse_job
+from dlrm_api.model import Precision
 from dlrm_api.plan import Device, TablePlan, TierLevel, TierShare
 from dlrm_api.process import usable_cpus
 from dlrm_api.training import DenseOptimizerSpec
@@ -50,9 +51,7 @@ main(sys.argv[1], *map(int, sys.argv[2:]))
 REPEATS, MIN_REPEAT_S, MIN_STEPS_S = 5, 0.02, 0.06
 """A shorter loop runs several times in a repeat: next to a reader it is delayed now and then, and the mean counts."""
 WIDTHS = (64, 256, 1_024)
-Precision = Literal["fp32", "tf32", "bf16"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
-CollectiveKind = Literal["all_to_all", "all_reduce"]
 COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 MAX_TIMES = 40
 LAYER_SAMPLES, LAYERS = 1_024, 2
@@ -207,9 +206,8 @@ class Rank:
         self._small = self._mlp(SMALL, "fp32")
         self._mlps = {given: self._mlp(*given) for given in itertools.product(WIDTHS, precisions)}
         self._pairs, self._parameters = self._interaction(), self._dense_update()
-        few, many = FEW_SAMPLES, LOOKUP_BATCH * self._times * self.ranks
         codecs = CODECS if self.ranks > 1 else ()
-        self._packs = {given: self._pack(*given) for given in itertools.product(codecs, (few, many))}
+        self._packs = {codec: [self._pack(codec, samples) for samples in self._pack_samples] for codec in codecs}
         sizes = COLLECTIVE_BYTES if self.ranks > 1 else ()
         self._collectives = {given: self._collective(*given) for given in itertools.product(COLLECTIVES, sizes)}
         self._train, self._paced = self._trainings()
@@ -251,14 +249,17 @@ class Rank:
             readers=() if reading else (self._reader_time(),),
         )
 
+    @property
+    def _pack_samples(self) -> tuple[int, int]:
+        return FEW_SAMPLES, LOOKUP_BATCH * self._times * self.ranks
+
     def _pack_times(self, reading: bool) -> Iterator[PackTime]:
-        """Yield the times of messages of pooled rows, by those of many samples and of few."""
-        few, many = FEW_SAMPLES, LOOKUP_BATCH * self._times * self.ranks
-        values = (many - few) * LOOKUP_TABLES * PACK_DIM
-        for codec in (codec for codec, samples in self._packs if samples == few):
-            loops = [self._packs[codec, samples] for samples in (many, few)]
-            if loops[0].beside or not reading:
-                found = loops[0].time(reading).minus(loops[1].time(reading)).per(values)
+        """Yield the packing time of each codec, from batches of few and of many samples."""
+        few_samples, many_samples = self._pack_samples
+        values = (many_samples - few_samples) * LOOKUP_TABLES * PACK_DIM
+        for codec, (few, many) in self._packs.items():
+            if many.beside or not reading:
+                found = many.time(reading).minus(few.time(reading)).per(values)
                 yield PackTime(codec=codec, value_seconds=found.seconds, spread=found.spread)
 
     def _reader_time(self) -> ReaderTime:
@@ -301,14 +302,14 @@ class Rank:
         self._made.append(made)
         return made
 
-    def _repeated(self, work: Callable[[], object], *, least_s: float = MIN_REPEAT_S, beside: bool = True) -> Loop:
+    def _repeated(self, work: Callable[[], object], *, min_s: float = MIN_REPEAT_S, beside: bool = True) -> Loop:
         """Make a loop of some work, of as many runs as take long enough; ranks begin together."""
         work()  # may have to load its kernel
         start = self._now()
         work()
         first_s = torch.tensor([self._now() - start])
         self._gang.collectives.all_reduce(first_s)
-        times = max(1, min(int(least_s / (float(first_s) / self.ranks)), MAX_TIMES))
+        times = max(1, min(int(min_s / (float(first_s) / self.ranks)), MAX_TIMES))
 
         def run() -> tuple[float]:
             self._gang.collectives.barrier()
@@ -341,7 +342,7 @@ class Rank:
 
     def _step(self, parts: int) -> Loop:
         learner, batch = self._learner(self._job(self.ranks * parts))
-        return self._repeated(partial(_train_step, learner, batch, len(batch.labels)), least_s=MIN_STEPS_S)
+        return self._repeated(partial(_train_step, learner, batch, len(batch.labels)), min_s=MIN_STEPS_S)
 
     def _lookups(self, dim: int) -> Loop:
         """Make a loop that sends ids, looks rows up, and updates them."""

@@ -8,9 +8,12 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 
 from dlrm_api.base import ApiModel, Rule, exclusive, read
 from dlrm_api.fields import Bytes, ClassName, Count, LocalPath, Rate, Seconds
+from dlrm_api.model import Precision
 from dlrm_api.names import API_VERSION
 from dlrm_api.pod_template import NODE_TERM, OBJECT, Shaped
 from dlrm_api.wire import Codec
+
+CollectiveKind = Literal["all_to_all", "all_reduce"]
 
 Iops = Annotated[float, Field(ge=0, le=1e12)]
 NodeTerm = Annotated[dict[str, Any], Shaped(NODE_TERM)]
@@ -101,7 +104,7 @@ class LayerTime(ApiModel):
     """Give the time of dense layers of one width, forward and backward."""
 
     width: int = Field(ge=1, le=1_000_000, description="Inputs, and outputs.")
-    precision: Literal["fp32", "tf32", "bf16"] = Field(description="As in model.precision.")
+    precision: Precision = Field(description="As in model.precision.")
     flop_seconds: Seconds = Field(description="Median time of one floating-point operation (s).")
     spread: Spread = SPREAD
 
@@ -109,7 +112,7 @@ class LayerTime(ApiModel):
 class CollectiveTime(ApiModel):
     """Give the time of one collective of the ranks of a node."""
 
-    kind: Literal["all_to_all", "all_reduce"] = Field(description="Kind of collective.")
+    kind: CollectiveKind = Field(description="Kind of collective.")
     bytes: Count = Field(description="Bytes that a rank sends to all others together, or that are summed.")
     seconds: Seconds = Field(description="Median time (s).")
     spread: Spread = SPREAD

@@ -14,6 +14,9 @@ from dlrm_api.fields import INT_OR_STRING
 from dlrm_api.keys import BUCKET_ROWS, MAX_BUCKET_ROWS, MAX_BUCKETS, KeyBuckets, key_buckets
 from dlrm_api.tiers import Tier
 
+Precision = Literal["fp32", "tf32", "bf16"]
+"""Number format of dense products."""
+
 MAX_TABLES = 5_000
 MAX_FEATURES = 10_000
 NAME_PATTERN = r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$"
@@ -635,7 +638,7 @@ class ModelSpec(ApiModel):
     )
     cross_layers: int = Field(3, ge=1, le=32, description="Cross layers of the dcn interaction.")
     cross_rank: int = Field(64, ge=1, le=16_384, description="Rank of each cross layer's matrix.")
-    precision: Literal["fp32", "tf32", "bf16"] = Field(
+    precision: Precision = Field(
         "fp32",
         description="Compute type of MLPs and interaction; weights stay fp32. tf32 rounds what GPUs multiply to 10 "
         "bits of fraction, and is fp32 on CPUs. bf16 computes in fp32 on CPUs where it would be slower: those without "

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from dlrm_api.hardware import (
+    CollectiveKind,
     CollectiveTime,
     HardwareProfile,
     LayerTime,
@@ -19,12 +20,11 @@ from dlrm_api.hardware import (
     ReaderTime,
     TierSpec,
 )
+from dlrm_api.model import Precision
 from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
 from dlrm_api.wire import Codec
 from dlrm_planner.tables import ELEMENT_BYTES, FLOPS_PER_WEIGHT
 
-Precision = Literal["fp32", "tf32", "bf16"]
-CollectiveKind = Literal["all_to_all", "all_reduce"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 WIDTHS, SIZES = (64, 256, 1_024), (1 << 10, 1 << 15, 1 << 18, 1 << 21, 1 << 24)
 Row = tuple[float, ...]

@@ -5,6 +5,7 @@ import ssl
 import time
 import urllib.error
 import urllib.request
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from dlrm_cluster.errors import ClusterError
 Object = dict[str, Any]
 TIMEOUT_S = 70.0
 """More than the 60 s in which the API server answers every request, also on a busy machine."""
-TOO_MANY_REQUESTS, PATIENCE_S = 429, 30.0
-"""Such an answer is not final: the server is busy, or has just changed the versions of a custom resource."""
+RETRY_S = 30.0
+"""How long to retry answers of 429: the server is busy, or has just changed the versions of a CRD."""
 
 
 class ApiError(ClusterError):
@@ -38,18 +39,18 @@ class Api:
     def call(self, method: str, path: str, body: Object | None = None) -> Object:
         """Return the response's object; text that is not JSON, such as that of ``/readyz``, as ``{"text": ...}``.
 
-        A PATCH is a merge patch. A request that the server has no time for is sent again for ``PATIENCE_S``.
+        A PATCH is a merge patch. Answers of 429 are retried for ``RETRY_S``.
 
         Raises:
             ApiError: the server answered with an error.
             OSError: it did not answer.
         """
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + RETRY_S
         while True:
             try:
                 return self._call(method, path, body)
             except ApiError as error:
-                if error.code != TOO_MANY_REQUESTS or time.monotonic() > end:
+                if error.code != HTTPStatus.TOO_MANY_REQUESTS or time.monotonic() > end:
                     raise
                 time.sleep(1.0)
 

@@ -1,4 +1,4 @@
-"""Calls to an API server wait where it asks them to, and no longer."""
+"""Calls to an API server are retried while it is busy, for a limited time."""
 
 import threading
 from collections.abc import Iterator
@@ -39,21 +39,21 @@ def server(*codes: int) -> Iterator[tuple[Api, list[str]]]:
             thread.join()
 
 
-def test_a_call_is_made_again_when_the_server_has_no_time() -> None:
+def test_a_busy_server_is_retried() -> None:
     with server(429, 200) as (api, asked):
         assert api.call("GET", "/pods") == {}
 
     assert asked == ["/pods", "/pods"]
 
 
-def test_a_server_that_never_has_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "PATIENCE_S", 0.0)
+def test_retries_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "RETRY_S", 0.0)
 
     with server(429) as (api, _), pytest.raises(ApiError, match="429"):
         api.call("GET", "/pods")
 
 
-def test_another_refusal_is_final() -> None:
+def test_other_errors_are_not_retried() -> None:
     with server(403, 200) as (api, asked), pytest.raises(ApiError, match="403"):
         api.call("GET", "/pods")
 
