@@ -41,6 +41,8 @@ WHY = {
 DROPPED = "was discarded, the next is full"
 END = 1_000
 """Steps of a run that continues after a kill, and of the undisturbed one."""
+INTERVAL = 50
+"""Steps between two cuts: so few of them that the chain of no policy reaches its greatest length."""
 ENDLESS = {"epochs": 10_000, "globalBatchSize": 512}
 """With steps so long that a busy machine commits a first cut before most of them are made."""
 
@@ -65,7 +67,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, local_in: Callable[[Pa
 def test_a_killed_run_ends_like_an_undisturbed_one_under_any_policy(
     local: Any, undisturbed: Undisturbed, policy: str
 ) -> None:
-    checkpoint = {"policy": policy, "intervalSteps": 20, "retention": {"keepLast": 2}}
+    checkpoint = {"policy": policy, "intervalSteps": INTERVAL, "retention": {"keepLast": 2}}
     local.write(model={"tables": TABLES}, checkpoint=checkpoint, data=ENDLESS)
     process = local.start()
     wait_until(lambda: len(local.steps()) >= 22 and any(local.store.glob("manifests/*")), state=local.logs)
