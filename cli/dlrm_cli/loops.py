@@ -32,13 +32,12 @@ from dlrm_api.wire import CODECS, Codec
 from dlrm_cli.run.appdef import LOOPBACK, free_ports
 from dlrm_planner import plan_job, virtual_shards
 from dlrm_trainer.compute_device import HOST, take_device
-from dlrm_trainer.data import Batch, open_reader
+from dlrm_trainer.data import Batch, Reader, open_reader
 from dlrm_trainer.distributed.rendezvous import RankGroup
-from dlrm_trainer.embedding import PreparedBatch, place
+from dlrm_trainer.embedding import place
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.model.dense import DenseOptimizer, allow_tf32, product_dtype
 from dlrm_trainer.model.dlrm import MLP, DotInteraction
-from dlrm_trainer.train import prepared_ahead
 
 PROGRAM = """
 import sys
@@ -48,7 +47,7 @@ from dlrm_cli.loops import main
 main(sys.argv[1], *map(int, sys.argv[2:]))
 """
 """Runs a rank: what the trainer sets before it loads torch is set."""
-REPEATS, MIN_REPEAT_S, MIN_STEPS_S = 5, 0.02, 0.06
+REPEATS, MIN_REPEAT_S, MIN_STEPS_S, MIN_BESIDE_S = 5, 0.02, 0.06, 0.08
 """A shorter loop runs several times in a repeat: next to a reader it is delayed now and then, and the mean counts."""
 WIDTHS = (64, 256, 1_024)
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
@@ -72,12 +71,8 @@ READER_FEATURES, READER_SAMPLES, READER_LOOKUPS, READER_BATCHES = 24, 1_024, 6, 
 FEW_SAMPLES = 64
 READS = (FEW_SAMPLES, 1), (READER_SAMPLES, 1), (READER_SAMPLES, 2), (READER_SAMPLES, READER_LOOKUPS)
 """Samples and ids of a bag: few samples, one id a bag, about two, and several."""
-PACED_STEPS, AHEAD_STEPS = 12, 64
-"""Steps of a repeat in which a reader makes a batch each, and more batches than it has memory for."""
 CODECS_BESIDE: tuple[Codec, ...] = ("fp32",)
 """Next to a reader one codec is timed; the others are as much slower."""
-MIN_SLOWER = 0.1
-"""A step next to a reader that takes less longer, in parts of it, is not slower."""
 PATIENCE_S = 60.0
 ON_GPUS: dict[str, Any] = {"tierBudgets": {"hbm": "64Gi"}, "cache": {"lookahead": 0}}
 """Without a profile a plan is for GPUs if the job asks for their memory."""
@@ -175,22 +170,18 @@ class Rank:
         self._open, self._made = ExitStack(), list[Loop]()
 
     def loops(self) -> list[RankLoops]:
-        """Measure all loops: alone, and next to a reader."""
+        """Measure all loops: alone, and next to a reader; readers alone, and next to steps."""
         with self._open:
             self._make_loops()
             for _ in range(self._repeats):
                 for loop in self._made:
                     loop.repeat(reading=False)
-                with self._reading():
+                with self._reading(self._readers[-1]):
                     for loop in self._made:
                         if loop.beside:
                             loop.repeat(reading=True)
         alone, busy = (self._found(reading) for reading in (False, True))
-        slower = self._reader_slowdown(busy)
-        update = {
-            "readers": tuple(_slowed(each, slower) for each in alone.readers),
-            "layers": _all_slowed(alone.layers, busy.layers),
-        }
+        update: dict[str, Any] = {"layers": _all_slowed(alone.layers, busy.layers)}
         if busy.packs:
             times = max(1.0, busy.packs[0].value_seconds / max(alone.packs[0].value_seconds, 1e-15))
             packs = ((each, _digits(times * each.value_seconds)) for each in alone.packs)
@@ -198,7 +189,10 @@ class Rank:
         return [alone, busy.model_copy(update=update)]
 
     def _make_loops(self) -> None:
-        self._reads = {given: self._read(*given) for given in READS}
+        step, steps = self._training()
+        self._readers = [open_reader(self._read_job(*given), "train", self.rank, self.ranks) for given in READS]
+        self._reads = {False: [self._read(reader) for reader in self._readers]}
+        self._reads[True] = [self._read_beside(reader, step, steps) for reader in self._readers]
         self._steps = {parts: self._step(parts) for parts in (FEW_PARTS, MANY_PARTS)}
         self._rows = {dim: self._lookups(dim) for dim in (SMALL, LARGE)}
         self._moves = {moving: self._moved_rows(moving) for moving in (True, False)} if not self._on_host else {}
@@ -210,7 +204,6 @@ class Rank:
         self._packs = {codec: [self._pack(codec, samples) for samples in self._pack_samples] for codec in codecs}
         sizes = COLLECTIVE_BYTES if self.ranks > 1 else ()
         self._collectives = {given: self._collective(*given) for given in itertools.product(COLLECTIVES, sizes)}
-        self._train, self._paced = self._trainings()
 
     def _found(self, reading: bool) -> RankLoops:
         few, many = (self._steps[parts].time(reading) for parts in (FEW_PARTS, MANY_PARTS))
@@ -246,7 +239,7 @@ class Rank:
                 for (kind, size), loop in self._collectives.items()
                 for found in [loop.time(reading)]
             ),
-            readers=() if reading else (self._reader_time(),),
+            readers=(self._reader_time(reading),),
         )
 
     @property
@@ -262,8 +255,8 @@ class Rank:
                 found = many.time(reading).minus(few.time(reading)).per(values)
                 yield PackTime(codec=codec, value_seconds=found.seconds, spread=found.spread)
 
-    def _reader_time(self) -> ReaderTime:
-        few, more, varying, longer = (loop.time(False) for loop in self._reads.values())
+    def _reader_time(self, beside: bool) -> ReaderTime:
+        few, more, varying, longer = (loop.time(False) for loop in self._reads[beside])
         bags = READER_FEATURES * READER_SAMPLES
         id_s = longer.minus(varying).seconds / (bags * (READER_LOOKUPS - 2))
         both_s = more.minus(few).seconds / (READER_FEATURES * (READER_SAMPLES - FEW_SAMPLES))
@@ -276,27 +269,6 @@ class Rank:
             spread=_digits(max(each.spread for each in (few, more, varying, longer))),
         )
 
-    def _reader_slowdown(self, busy: RankLoops) -> float:
-        """Return how many times its own seconds a reader slows training for, for each batch that it makes.
-
-        A step takes ``alone`` seconds, ``beside`` while a reader never rests, and ``paced`` in a real run, where the
-        reader makes one batch a step, and ids travel ahead, for d seconds: paced = d + (1 - d / beside) alone. Each
-        repeat tells d by itself, as the machine was then.
-        """
-        sent_s = READER_FEATURES * READER_SAMPLES * READER_LOOKUPS * busy.sent_id.seconds if self.ranks > 1 else 0.0
-        read, alone, beside, paced = (
-            [seconds for seconds, *_ in loop.taken[reading]]
-            for loop, reading in (
-                (self._reads[READS[-1]], False), (self._train, False), (self._train, True), (self._paced, False)
-            )
-        )  # fmt: skip
-        found = [
-            ((paced_s - alone_s) / max(1 - alone_s / beside_s, MIN_SLOWER) - sent_s) / read_s
-            for read_s, alone_s, beside_s, paced_s in zip(read, alone, beside, paced, strict=True)
-        ]
-        # It is what is left of several measurements: in disturbed ones readers would take nothing.
-        return max(1.0, median(found))
-
     def _loop(self, run: Callable[[], Sequence[float]], *, beside: bool = True) -> Loop:
         made = Loop(run, beside=beside)
         self._made.append(made)
@@ -304,12 +276,7 @@ class Rank:
 
     def _repeated(self, work: Callable[[], object], *, min_s: float = MIN_REPEAT_S, beside: bool = True) -> Loop:
         """Make a loop of some work, of as many runs as take long enough; ranks begin together."""
-        work()  # may have to load its kernel
-        start = self._now()
-        work()
-        first_s = torch.tensor([self._now() - start])
-        self._gang.collectives.all_reduce(first_s)
-        times = max(1, min(int(min_s / (float(first_s) / self.ranks)), MAX_TIMES))
+        times = self._times_of(work, min_s)
 
         def run() -> tuple[float]:
             self._gang.collectives.barrier()
@@ -319,6 +286,15 @@ class Rank:
             return ((self._now() - start) / times,)
 
         return self._loop(run, beside=beside)
+
+    def _times_of(self, work: Callable[[], object], min_s: float) -> int:
+        """Return how many runs of some work take so long; the same on all ranks."""
+        work()  # may have to load its kernel
+        start = self._now()
+        work()
+        first_s = torch.tensor([self._now() - start])
+        self._gang.collectives.all_reduce(first_s)
+        return max(1, min(int(min_s / (float(first_s) / self.ranks)), MAX_TIMES))
 
     def _now(self) -> float:
         """Return the time at which the device has done all that it was asked for."""
@@ -463,59 +439,55 @@ class Rank:
         ours = torch.ones(sum(sent), dtype=torch.uint8, device=self._device)
         return self._repeated(lambda: collectives.all_to_all("small", ours, sent, sent))
 
-    def _read(self, samples: int, lookups: int) -> Loop:
-        spec = self._job(READER_FEATURES, rows=50_000, lookups=lookups, batch=samples * self.ranks)
-        reader = open_reader(spec, "train", self.rank, self.ranks)
+    def _read(self, reader: Reader) -> Loop:
         return self._repeated(lambda: reader.read(1), beside=False)
 
-    def _trainings(self) -> tuple[Loop, Loop]:
-        """Make a loop of steps of one batch, and one of steps whose batches a reader makes meanwhile."""
-        learner, batch = self._learner(spec := self._read_job(READER_LOOKUPS, (256, 128, 1)))
-        samples, ahead = self.ranks * len(batch.labels), int(self.ranks > 1)
-        steps = self._repeats * PACED_STEPS + AHEAD_STEPS
-        batches = open_reader(spec, "train", self.rank, self.ranks).iterate(0, steps)
-        self._open.callback(batches.close)
-        prepared = prepared_ahead(batches, learner.send, learner.prepare, depth=0, sent_ahead=ahead)
+    def _read_beside(self, reader: Reader, step: Callable[[], object], steps: int) -> Loop:
+        """Make a loop of a reader next to so many steps."""
 
-        def paced() -> tuple[float]:
-            """Run with a reader that has been idle since its memory was full."""
-            start = time.perf_counter()
-            for each in itertools.islice(prepared, PACED_STEPS):
-                _train(learner, each, samples)
-            return ((time.perf_counter() - start) / PACED_STEPS,)
+        def run() -> tuple[float]:
+            self._gang.collectives.barrier()
+            with self._reading(reader) as made:
+                for _ in range(steps):
+                    step()
+            # The last batch was made after the steps, unless it took longer than them.
+            whole = made[:-1] if len(made) > 2 else made
+            return ((whole[-1] - whole[0]) / (len(whole) - 1),)
 
-        return self._repeated(partial(_train_step, learner, batch, samples)), self._loop(paced, beside=False)
+        return self._loop(run, beside=False)
 
-    def _read_job(self, lookups: int, top: Sequence[int] = (1,)) -> DLRMJobSpec:
-        samples = READER_SAMPLES * self.ranks
-        return self._job(READER_FEATURES, rows=50_000, lookups=lookups, batch=samples, top=top)
+    def _training(self) -> tuple[Callable[[], object], int]:
+        """Return a step of training, and how many of them readers are timed next to."""
+        learner, batch = self._learner(self._read_job(READER_SAMPLES, READER_LOOKUPS, (256, 128, 1)))
+        step = partial(_train_step, learner, batch, self.ranks * len(batch.labels))
+        return step, self._times_of(step, MIN_BESIDE_S)
+
+    def _read_job(self, samples: int, lookups: int, top: Sequence[int] = (1,)) -> DLRMJobSpec:
+        return self._job(READER_FEATURES, rows=50_000, lookups=lookups, batch=samples * self.ranks, top=top)
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Make batches in a thread, as many as it can."""
-        reader, ended = open_reader(self._read_job(READER_LOOKUPS), "train", self.rank, self.ranks), threading.Event()
+    def _reading(self, reader: Reader) -> Iterator[list[float]]:
+        """Make batches in a thread, as many as it can, and yield when it began and when each was made."""
+        made, ended = [time.perf_counter()], threading.Event()
 
         def read() -> None:
             for number in itertools.count():
+                reader.read(number % READER_BATCHES)
+                made.append(time.perf_counter())
                 if ended.is_set():
                     return
-                reader.read(number % READER_BATCHES)
 
         thread = threading.Thread(target=read, name="dlrm-read", daemon=True)
         thread.start()
         try:
-            yield
+            yield made
         finally:
             ended.set()
             thread.join()
 
 
 def _train_step(learner: Learner, batch: Batch, samples: int) -> None:
-    _train(learner, learner.prepare(learner.send(batch)), samples)
-
-
-def _train(learner: Learner, prepared: PreparedBatch, samples: int) -> None:
-    learner.apply(learner.compute(prepared, samples), 1.0)
+    learner.apply(learner.compute(learner.prepare(learner.send(batch)), samples), 1.0)
 
 
 def _all_slowed(alone: Sequence[LayerTime], busy: Sequence[LayerTime]) -> tuple[LayerTime, ...]:
@@ -526,11 +498,6 @@ def _all_slowed(alone: Sequence[LayerTime], busy: Sequence[LayerTime]) -> tuple[
 
 def _layers_s(layers: Sequence[LayerTime]) -> float:
     return sum(each.flop_seconds * each.width**2 for each in layers)
-
-
-def _slowed(reader: ReaderTime, times: float) -> ReaderTime:
-    names = "column_seconds", "bag_seconds", "varying_bag_seconds", "id_seconds"
-    return reader.model_copy(update={name: _digits(times * getattr(reader, name)) for name in names})
 
 
 def _row_and_column(units: int, narrow: Timing, wide: Timing) -> tuple[Measured, Measured]:
@@ -577,8 +544,6 @@ def _job(
                     "format": "synthetic",
                     "synthetic": {"samples": batch * READER_BATCHES, "evalSamples": 0, "alpha": alpha},
                     "globalBatchSize": batch,
-                    # Few batches are ready, so that readers do not get far ahead.
-                    "prefetchBytes": 2**26,
                 },
                 "training": {"communication": {"forward": codec}},
                 "trainer": {"replicas": 1, "processesPerReplica": ranks, **({} if on_host else ON_GPUS)},

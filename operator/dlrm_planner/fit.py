@@ -187,7 +187,7 @@ class _Run:
     def predicted_s(self, profile: HardwareProfile) -> Floats:
         """Return the (E,) predicted seconds of what was measured."""
         work = step_work(self.solution(profile))
-        stages, bound_s = lay_out(work).stages_s, work.read_s + work.ids_s + work.fetching_s
+        stages, bound_s = lay_out(work).stages_s, work.done_s
         if work.prefetches:
             bound_s = max(bound_s, sum(each.device_s for each in work.tiers.values()))
         return np.array([*(stages[stage] for stage in self.stages), bound_s])

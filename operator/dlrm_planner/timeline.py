@@ -10,8 +10,9 @@ The training thread of the slowest rank runs, one after the other (``|`` runs be
     dense update
 
 Beside it, each in threads of its own, the reader makes a later batch, ids of the next one travel, and the lookahead
-fetches rows of later batches. They take processors from the training thread, and the interpreter's lock: while they
-run, it is as slow as was measured next to a reader that never rests. If they take longer than it, they bound the step.
+fetches rows of later batches. Both sides take processors and the interpreter's lock from each other: while they run,
+the training thread is as slow as was measured next to a reader that never rests, and the reader as slow as next to
+steps. Whoever is done first leaves the other alone for the rest of the step.
 
 Source: Hsia et al., "MAD-Max beyond single-node", ISCA 2024, for exposed communication; the order of stages is that of
 ``dlrm_trainer.learner``.
@@ -102,6 +103,8 @@ class StepWork:
     """While others run all the time."""
     read_s: float = 0.0
     """Of the reader, while the training thread runs too."""
+    read_alone_s: float | None = None
+    """Of the reader, while the training thread waits; None: as long."""
     ids_s: float = 0.0
     """Of the thread that sends ids."""
     tiers: Mapping[Tier, TierWork] = field(default_factory=dict)
@@ -114,6 +117,20 @@ class StepWork:
     def fetching_s(self) -> float:
         """Return the seconds of the threads that fetch rows beside the training thread."""
         return sum(each.processor_s for each in self.tiers.values()) if self.prefetches else 0.0
+
+    @property
+    def beside_s(self) -> float:
+        """Return the seconds of all threads beside the training thread, while that runs too."""
+        return self.read_s + self.ids_s + self.fetching_s
+
+    @property
+    def done_s(self) -> float:
+        """Return when the threads beside the training thread are done: they are faster once it waits for them."""
+        beside_s, training_s = self.beside_s, self.beside.total_s
+        if beside_s <= training_s:
+            return beside_s
+        read_alone_s = self.read_s if self.read_alone_s is None else self.read_alone_s
+        return training_s + (1 - training_s / beside_s) * (beside_s - self.read_s + read_alone_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,32 +151,31 @@ class Timeline:
 def lay_out(work: StepWork) -> Timeline:
     """Return the timeline of a step.
 
-    Threads beside the training thread take ``beside_s`` of each step, in which it does a part of its work; it does the
-    rest alone. Without prefetching it waits for each tier.
+    The training thread does a part of its work while threads beside it run, and the rest alone. Without prefetching it
+    waits for each tier.
     """
-    beside_s = work.read_s + work.ids_s + work.fetching_s
-    part = min(1.0, beside_s / max(work.beside.total_s, 1e-12))
+    part, done_s = min(1.0, work.beside_s / max(work.beside.total_s, 1e-12)), work.done_s
     training_s = part * work.beside.total_s + (1 - part) * work.alone.total_s
     tiers_s = {tier: each.device_s for tier, each in work.tiers.items()}
     total_s = sum(tiers_s.values())
     if not work.prefetches:
         exposed = tiers_s
-        step_s = max(training_s + total_s, beside_s, work.files_s)
+        step_s = max(training_s + total_s, done_s, work.files_s)
     else:
-        others_s = max(training_s, beside_s, work.files_s)
+        others_s = max(training_s, done_s, work.files_s)
         step_s = max(others_s, total_s)
         late = max(0.0, total_s - others_s) / max(total_s, 1e-12)
         exposed = {tier: late * each for tier, each in tiers_s.items()}
     mixed = part * work.beside.exposed_s + (1 - part) * work.alone.exposed_s
     own_s = training_s + (0.0 if work.prefetches else total_s)
-    waiting_s, files_s = max(0.0, beside_s - own_s), max(0.0, work.files_s - max(own_s, beside_s))
+    waiting_s, files_s = max(0.0, done_s - own_s), max(0.0, work.files_s - max(own_s, done_s))
     return Timeline(
         step_s=step_s,
         training_s=training_s,
         exposed_link_s=mixed,
         exposed_tiers_s=exposed,
         stages_s=_stages_s(work, part, waiting_s, files_s, exposed),
-        bound=_bound(work, step_s, beside_s, training_s, mixed, exposed),
+        bound=_bound(work, step_s, training_s, mixed, exposed),
     )
 
 
@@ -177,15 +193,13 @@ def _stages_s(
     return found
 
 
-def _bound(
-    work: StepWork, step_s: float, beside_s: float, training_s: float, exposed_s: float, tiers: Mapping[Tier, float]
-) -> str:
+def _bound(work: StepWork, step_s: float, training_s: float, exposed_s: float, tiers: Mapping[Tier, float]) -> str:
     slowest = max(tiers, key=lambda tier: tiers[tier], default=None)
     if slowest is not None and tiers[slowest] > 0 and (work.prefetches or tiers[slowest] > training_s):
         return slowest
     if work.files_s >= step_s:
         return "files"
-    if beside_s >= step_s and work.read_s >= beside_s / 2:
+    if work.done_s >= step_s and work.read_s >= work.beside_s / 2:
         return "reader"
     of_thread = {
         "link": exposed_s,

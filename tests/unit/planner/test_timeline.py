@@ -25,10 +25,12 @@ def slower(work: TrainingWork, times: float) -> TrainingWork:
 def steps(draw: st.DrawFn) -> StepWork:
     alone = draw(WORK)
     tiers = draw(st.dictionaries(st.sampled_from(["scm", "block"]), st.builds(TierWork, device_s=SECONDS)))
+    read_s = draw(SECONDS)
     return StepWork(
         alone=alone,
         beside=slower(alone, draw(st.floats(1, 3))),
-        read_s=draw(SECONDS),
+        read_s=read_s,
+        read_alone_s=read_s * draw(st.floats(0, 1)),
         ids_s=draw(SECONDS),
         tiers=tiers,
         prefetches=draw(st.booleans()),
@@ -40,7 +42,7 @@ def test_a_step_takes_no_less_than_any_resource_and_no_more_than_their_sum(work:
     found = lay_out(work)
 
     tiers = [each.device_s for each in work.tiers.values()]
-    assert found.step_s >= max(work.alone.total_s, work.read_s, *tiers, 0.0) * (1 - 1e-9)
+    assert found.step_s >= max(work.alone.total_s, work.read_alone_s or 0.0, *tiers) * (1 - 1e-9)
     assert found.step_s <= (work.beside.total_s + work.read_s + work.ids_s + sum(tiers)) * (1 + 1e-9)
     assert 0 <= found.exposed_link_s <= found.training_s * (1 + 1e-9)
     assert sum(found.exposed_tiers_s.values()) <= found.step_s * (1 + 1e-9)
@@ -62,6 +64,16 @@ def test_a_step_that_waits_for_its_reader_says_so() -> None:
     found = lay_out(StepWork(alone=work, beside=work, read_s=3))
 
     assert found.stages_s["read"] == pytest.approx(2)
+
+
+def test_a_reader_that_training_waits_for_has_the_processors_for_itself() -> None:
+    work = TrainingWork(interpreted_s=1, lookup_s=0, update_s=0, bottom_s=0, top_s=0, dense_update_s=0)
+
+    found = lay_out(StepWork(alone=work, beside=slower(work, 2), read_s=3, read_alone_s=1.5))
+
+    # Two of its three seconds pass beside training; the rest takes half as long.
+    assert found.step_s == pytest.approx(2 + 0.5)
+    assert found.stages_s["read"] == pytest.approx(0.5)
 
 
 @given(steps(), st.sampled_from([each.name for each in fields(TrainingWork)]), SECONDS)
