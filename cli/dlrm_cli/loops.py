@@ -59,9 +59,11 @@ DEVICE_TIMES = 16
 """So many times as many samples keep a GPU busy for longer than it takes to launch its kernels."""
 MOVED_ROWS, MOVED_SAMPLES = 1 << 20, 1 << 13
 """Rows of a table, of which each batch brings so many others to its slots."""
-SMALL, LARGE = 16, 128
-"""Columns of rows in loops whose time per row and per column is told apart."""
-LOOKUP_TABLES, LOOKUP_BATCH, LOOKUPS = 16, 1_024, 4
+SMALL, NARROW, LARGE = 16, 32, 128
+"""Columns of rows: in steps of next to no arithmetic, and in loops whose time per row and per column is told apart."""
+LOOKUP_TABLES, LOOKUP_BATCH, LOOKUPS = 16, 1_024, 6
+ROWS = (NARROW, 1), (NARROW, LOOKUPS), (LARGE, LOOKUPS)
+"""Columns and ids of a bag, from which the times of a bag, of an id and of a column are told."""
 FEW_PARTS, MANY_PARTS = 1, 33
 """Tables of each rank in steps of next to no arithmetic."""
 COLLECTIVE_BYTES = (1 << 10, 1 << 15, 1 << 18, 1 << 21, 1 << 24)
@@ -194,22 +196,23 @@ class Rank:
         self._reads = {False: [self._read(reader) for reader in self._readers]}
         self._reads[True] = [self._read_beside(reader, step, steps) for reader in self._readers]
         self._steps = {parts: self._step(parts) for parts in (FEW_PARTS, MANY_PARTS)}
-        self._rows = {dim: self._lookups(dim) for dim in (SMALL, LARGE)}
+        self._rows = {given: self._lookups(*given) for given in ROWS}
         self._moves = {moving: self._moved_rows(moving) for moving in (True, False)} if not self._on_host else {}
         precisions = PRECISIONS if self._on_host else (*PRECISIONS, "tf32")
         self._small = self._mlp(SMALL, "fp32")
         self._mlps = {given: self._mlp(*given) for given in itertools.product(WIDTHS, precisions)}
         self._pairs, self._parameters = self._interaction(), self._dense_update()
         codecs = CODECS if self.ranks > 1 else ()
-        self._packs = {codec: [self._pack(codec, samples) for samples in self._pack_samples] for codec in codecs}
+        self._packs = {codec: self._pack(codec, self._pack_samples) for codec in codecs}
+        self._few_packed = self._pack("fp32", FEW_SAMPLES) if codecs else None
         sizes = COLLECTIVE_BYTES if self.ranks > 1 else ()
         self._collectives = {given: self._collective(*given) for given in itertools.product(COLLECTIVES, sizes)}
 
     def _found(self, reading: bool) -> RankLoops:
         few, many = (self._steps[parts].time(reading) for parts in (FEW_PARTS, MANY_PARTS))
-        ids = LOOKUP_BATCH * self._times * self.ranks * LOOKUP_TABLES * LOOKUPS
-        (lookup, lookup_value), (update, update_value) = (
-            _row_and_column(ids, *(self._rows[dim].time(reading, part) for dim in (SMALL, LARGE))) for part in (1, 2)
+        bags = LOOKUP_BATCH * self._times * self.ranks * LOOKUP_TABLES
+        (lookup, lookup_value, lookup_bag), (update, update_value, update_bag) = (
+            split_rows(bags, *(loop.time(reading, part) for loop in self._rows.values())) for part in (1, 2)
         )
         moved = self._moves[True].time(reading).minus(self._moves[False].time(reading)) if self._moves else None
         pairs, flops = PAIR_SAMPLES * (PAIR_FEATURES + 1) * PAIR_FEATURES // 2 * PAIR_DIM, 6 * LAYER_SAMPLES * LAYERS
@@ -221,9 +224,11 @@ class Rank:
             part=many.minus(few).per(MANY_PARTS - FEW_PARTS),
             lookup=lookup,
             lookup_value=lookup_value,
+            lookup_bag=lookup_bag,
             update=update,
             update_value=update_value,
-            sent_id=self._rows[LARGE].time(reading, 0).per(ids),
+            update_bag=update_bag,
+            sent_id=self._rows[LARGE, LOOKUPS].time(reading, 0).per(bags * LOOKUPS),
             layer=small.per(LAYERS),
             layers=tuple(
                 LayerTime(width=width, precision=precision, flop_seconds=found.seconds, spread=found.spread)
@@ -243,16 +248,15 @@ class Rank:
         )
 
     @property
-    def _pack_samples(self) -> tuple[int, int]:
-        return FEW_SAMPLES, LOOKUP_BATCH * self._times * self.ranks
+    def _pack_samples(self) -> int:
+        return LOOKUP_BATCH * self._times * self.ranks
 
     def _pack_times(self, reading: bool) -> Iterator[PackTime]:
-        """Yield the packing time of each codec, from batches of few and of many samples."""
-        few_samples, many_samples = self._pack_samples
-        values = (many_samples - few_samples) * LOOKUP_TABLES * PACK_DIM
-        for codec, (few, many) in self._packs.items():
-            if many.beside or not reading:
-                found = many.time(reading).minus(few.time(reading)).per(values)
+        """Yield the packing time of each codec, beyond that of few samples."""
+        values = (self._pack_samples - FEW_SAMPLES) * LOOKUP_TABLES * PACK_DIM
+        for codec, loop in self._packs.items():
+            if self._few_packed is not None and (loop.beside or not reading):
+                found = loop.time(reading).minus(self._few_packed.time(reading)).per(values)
                 yield PackTime(codec=codec, value_seconds=found.seconds, spread=found.spread)
 
     def _reader_time(self, beside: bool) -> ReaderTime:
@@ -320,10 +324,10 @@ class Rank:
         learner, batch = self._learner(self._job(self.ranks * parts))
         return self._repeated(partial(_train_step, learner, batch, len(batch.labels)), min_s=MIN_STEPS_S)
 
-    def _lookups(self, dim: int) -> Loop:
+    def _lookups(self, dim: int, lookups: int) -> Loop:
         """Make a loop that sends ids, looks rows up, and updates them."""
         tables, samples = LOOKUP_TABLES * self.ranks, LOOKUP_BATCH * self._times * self.ranks
-        spec = self._job(tables, rows=50_000, dim=dim, lookups=LOOKUPS, batch=samples)
+        spec = self._job(tables, rows=50_000, dim=dim, lookups=lookups, batch=samples)
         learner, batch = self._learner(spec)
         rows = learner.embeddings
         gradient = torch.full((len(batch.labels), tables * dim), 1e-6, device=self._device)
@@ -450,6 +454,7 @@ class Rank:
             with self._reading(reader) as made:
                 for _ in range(steps):
                     step()
+                    self._now()  # a host that is far ahead of its GPU would leave the reader alone
             # The last batch was made after the steps, unless it took longer than them.
             whole = made[:-1] if len(made) > 2 else made
             return ((whole[-1] - whole[0]) / (len(whole) - 1),)
@@ -500,11 +505,14 @@ def _layers_s(layers: Sequence[LayerTime]) -> float:
     return sum(each.flop_seconds * each.width**2 for each in layers)
 
 
-def _row_and_column(units: int, narrow: Timing, wide: Timing) -> tuple[Measured, Measured]:
-    """Split times of rows of two widths into the time of a row and that of a column of one."""
-    column = wide.minus(narrow).per(units * (LARGE - SMALL))
-    row_s = max(narrow.seconds / units - SMALL * column.seconds, 0.0)
-    return Measured(seconds=_digits(row_s), spread=_digits(narrow.spread)), column
+def split_rows(bags: int, single: Timing, narrow: Timing, wide: Timing) -> tuple[Measured, Measured, Measured]:
+    """Return the times of an id, of a column of its row, and of a bag, of loops of so many bags: those of ``ROWS``."""
+    column = wide.minus(narrow).per(bags * LOOKUPS * (LARGE - NARROW))
+    row_s = narrow.minus(single).seconds / (bags * (LOOKUPS - 1))
+    bag_s = max(single.seconds / bags - row_s, 0.0)
+    id_s = max(row_s - NARROW * column.seconds, 0.0)
+    id_, bag = (Measured(seconds=_digits(seconds), spread=_digits(narrow.spread)) for seconds in (id_s, bag_s))
+    return id_, column, bag
 
 
 def _in_levels(table: TablePlan, levels: TierShare) -> TablePlan:

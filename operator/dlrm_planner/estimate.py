@@ -61,7 +61,7 @@ class PartCost:
     fixed_s: float  # of every part, however small
     linear_s: float
     vectors_s: float
-    """Of pooled vectors for all bags; a part sends those of bags that have an id in it."""
+    """Of pooled vectors of all bags; a part makes and sends those of bags that have an id in it."""
     ids: float
     """Ids of a bag; 1 if there are fewer, which overestimates small parts."""
 
@@ -189,6 +189,8 @@ class CostModel:
     """Seconds of a step for each column block of a shard."""
     element_s: Floats
     """Seconds to look up and update one element."""
+    bag_s: Floats
+    """Seconds to look up and update a bag in a column block, however many ids it has."""
     slot_s: Floats
     """Seconds to look up and update a slot of the directory; 0 if ids are rows."""
     on_host: np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -224,7 +226,8 @@ class CostModel:
         A column block has kernels and optimizer state of its own, so each finds the row anew.
         """
         of_id = self.element_s[table] * width + self.slot_s[table] + self.id_s[table] * blocks
-        return np.asarray(self.ids[table] * share * of_id)
+        bags_s = self.bags_with_ids(table, share) * self.bag_s[table] * blocks
+        return np.asarray(self.ids[table] * share * of_id + bags_s)
 
     def bags_with_ids(self, table: Indices | int, share: Each) -> Floats:
         """Return the bags of a step that have an id in shards, and so a vector there."""
@@ -265,9 +268,10 @@ class CostModel:
         sent_s = self.byte_s * self.away
         vector = self.element_bytes * float(self.dims[table]) + self.vector_bytes * float(self.blocks[table])
         slots_s = float(self.lookup_s(table, 1.0, 0.0, 0.0))
-        columns_s = float(self.lookup_s(table, 1.0, self.dims[table], self.blocks[table])) - slots_s
+        bags_s = bags * float(self.bag_s[table] * self.blocks[table])
+        columns_s = float(self.lookup_s(table, 1.0, self.dims[table], self.blocks[table])) - slots_s - bags_s
         of_ids_s = slots_s + sent_s * ids * float(self.id_bytes[table])
-        lengths_s, vectors_s = sent_s * bags * self.length_bytes, sent_s * bags * vector
+        lengths_s, vectors_s = sent_s * bags * self.length_bytes, sent_s * bags * vector + bags_s
         parts_s = float(self.part_s[table] * self.blocks[table])
         if by_columns:
             return PartCost(lengths_s + of_ids_s, columns_s + vectors_s + parts_s, 0.0, 1.0)
@@ -332,11 +336,11 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
     rates = read_rates(profile, processes, spec.world_size, spec.trainer.threads_per_process)
     # A node's ranks share its memory and its link to other nodes; a GPU's memory serves its rank alone.
     host_s, host_stated = _element_s(profile, "ddr")
-    id_s, host_s, part_s, packed_s = 0.0, host_s * processes, 0.0, 0.0
+    id_s, host_s, bag_s, part_s, packed_s = 0.0, host_s * processes, 0.0, 0.0, 0.0
     devices = read_device_rates(profile, processes, spec.world_size) if device == "cuda" else None
     # Most of a lookup's time goes to finding its row, whatever the columns: bytes alone would make columns look cheap.
     if rates.is_measured or not host_stated:
-        (id_s, host_s), part_s = rates.alone.looked_up, rates.alone.part_s
+        (id_s, host_s, bag_s), part_s = rates.alone.looked_up, rates.alone.part_s
     links, link_is_stated = _read_links(spec, profile, device)
     element_bytes = vector_bytes = 0.0
     for link, share in links.shares.items():
@@ -345,11 +349,11 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
         vector_bytes += share * sum(CODECS[codec].row_bytes for codec in directions)
         if (packing := devices if device == "cuda" else rates) and packing.is_measured:
             packed_s += share * packing.alone.pack_s(directions[0]) / CODECS[directions[0]].value_bytes
-    of_device = (0.0, 0.0, 0.0)
+    of_device = (0.0, 0.0, 0.0, 0.0)
     stated = dict[Tier, bool]()
     if device == "cuda":
         device_s, stated["hbm"] = _element_s(profile, "hbm")
-        of_device = (0.0, device_s, 0.0)
+        of_device = (0.0, device_s, 0.0, 0.0)
         if devices is not None:
             of_device, stated["hbm"] = (*devices.alone.looked_up, devices.alone.part_s), True
     stated["ddr"] = host_stated or rates.is_measured
@@ -366,8 +370,9 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
         rates=rates,
         devices=devices,
         id_s=np.where(on_host, id_s, of_device[0]),
-        part_s=np.where(on_host, part_s, of_device[2]),
+        part_s=np.where(on_host, part_s, of_device[3]),
         element_s=np.where(on_host, host_s, of_device[1]),
+        bag_s=np.where(on_host, bag_s, of_device[2]),
         slot_s=host_s * SLOT_BYTES / ELEMENT_BYTES * np.array([table.is_unique for table in specs]),
         on_host=on_host,
         lookup_is_stated=stated,

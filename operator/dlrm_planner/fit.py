@@ -32,8 +32,8 @@ from dlrm_planner.types import Floats
 
 LOOPS: Mapping[str, tuple[str, ...]] = {
     "interpreted code": ("step", "part"),
-    "lookups": ("lookup", "lookup_value"),
-    "row updates": ("update", "update_value"),
+    "lookups": ("lookup", "lookup_value", "lookup_bag"),
+    "row updates": ("update", "update_value", "update_bag"),
     "dense layers": ("layer", "layers", "pair_value"),
     "dense updates": ("parameter",),
     "messages": ("packs",),

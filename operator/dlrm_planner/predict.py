@@ -166,15 +166,18 @@ def _training(found: Solution, rates: LoopRates, computing: LoopRates) -> Traini
     own = placement.shards.shape[placement.ranks == rank]
     table = shapes.table[own]
     host, ids = costs.on_host[table], costs.ids[table] * shapes.share[own]
+    bags = costs.bags_with_ids(table, shapes.share[own]) * shapes.blocks[own]
     values = float((ids * shapes.width[own])[host].sum())
     copies = replicated[costs.on_host[replicated]]
     # Each column block finds its rows anew.
     of_host = float((ids * shapes.blocks[own])[host].sum())
     of_host += float((costs.ids[copies] * costs.blocks[copies]).sum()) / world_size
     values += float((costs.ids[copies] * costs.dims[copies]).sum()) / world_size
+    bags_of_host = float(bags[host].sum())
+    bags_of_host += float((costs.bags[copies] * costs.blocks[copies]).sum()) / world_size
     # A GPU's lookups and updates are one term.
     of_row_s = costs.element_s[table] * shapes.width[own] + costs.id_s[table] * shapes.blocks[own]
-    device_s = float((ids * of_row_s)[~host].sum())
+    device_s = float((ids * of_row_s + bags * costs.bag_s[table])[~host].sum())
     parts = float(shapes.blocks[own].sum())
     interpreted_s = computing.step_s + computing.part_s * parts + float(costs.replica_host_s(replicated).sum())
     collectives_s = COLLECTIVES * computing.empty_collective_s if world_size > 1 else 0.0
@@ -187,8 +190,13 @@ def _training(found: Solution, rates: LoopRates, computing: LoopRates) -> Traini
     return TrainingWork(
         interpreted_s=interpreted_s,
         collectives_s=min(collectives_s, interpreted_s),
-        lookup_s=of_host * rates.of("lookup") + values * rates.of("lookup_value") + device_s,
-        update_s=of_host * rates.of("update") + values * rates.of("update_value"),
+        lookup_s=of_host * rates.of("lookup")
+        + values * rates.of("lookup_value")
+        + bags_of_host * rates.of("lookup_bag")
+        + device_s,
+        update_s=of_host * rates.of("update")
+        + values * rates.of("update_value")
+        + bags_of_host * rates.of("update_bag"),
         bottom_s=computing.layers_s(bottom, samples, model.precision) if is_timed else 0.0,
         top_s=computing.layers_s(top, samples, model.precision) + pairs_s if is_timed else costs.compute.seconds,
         dense_update_s=dense_parameters(model) * computing.of("parameter") if is_timed else 0.0,
@@ -203,11 +211,13 @@ def _is_timed(found: Solution) -> bool:
 
 def _looked_up_s(costs: CostModel, shapes: Shapes, rates: LoopRates, computing: LoopRates) -> Floats:
     """Return the (S,) seconds in which a rank looks up and updates a shard of each shape."""
-    table, (id_s, value_s) = shapes.table, rates.looked_up
+    table, (id_s, value_s, bag_s) = shapes.table, rates.looked_up
     of_host = shapes.blocks * id_s + shapes.width * value_s
     of_device = costs.id_s[table] * shapes.blocks + costs.element_s[table] * shapes.width
     of_id = np.where(costs.on_host[table], of_host, of_device)
-    return np.asarray(costs.ids[table] * shapes.share * of_id + computing.part_s * shapes.blocks)
+    of_bag = np.where(costs.on_host[table], bag_s, costs.bag_s[table])
+    bags_s = costs.bags_with_ids(table, shapes.share) * of_bag * shapes.blocks
+    return np.asarray(costs.ids[table] * shapes.share * of_id + bags_s + computing.part_s * shapes.blocks)
 
 
 def _exchange(found: Solution, rates: LoopRates) -> dict[str, float]:

@@ -18,7 +18,7 @@ from dlrm_api.trainer import TierBudgets
 from dlrm_api.wire import CODECS
 from dlrm_cli import checks
 from dlrm_cli.checks import DetectedGpu, detect_gpus, this_machine, with_rates
-from dlrm_cli.loops import COLLECTIVE_BYTES, PRECISIONS, WIDTHS, Rank, run_ranks
+from dlrm_cli.loops import COLLECTIVE_BYTES, PRECISIONS, ROWS, WIDTHS, Rank, Timing, run_ranks, split_rows
 from dlrm_cli.machine_profile import (
     BATCH_RECORDS,
     HOST,
@@ -173,6 +173,17 @@ def test_a_slower_tier_is_measured_for_real_and_nothing_is_left(tier: Tier, dire
     assert rates.read_iops > 100
     assert (rates.write_iops is None) == (tier == "block")
     assert not list(direct_folder.iterdir())
+
+
+def test_times_of_bags_ids_and_columns_are_told_apart() -> None:
+    bags, bag_s, id_s, column_s = 1_000, 5e-8, 2e-8, 3e-10
+
+    def loop(dim: int, lookups: int) -> Timing:
+        return Timing(bags * (bag_s + lookups * (id_s + dim * column_s)), 0.0)
+
+    found = split_rows(bags, *(loop(*given) for given in ROWS))
+
+    assert [each.seconds for each in found] == pytest.approx([id_s, column_s, bag_s], rel=0.01)
 
 
 @pytest.mark.slow

@@ -22,13 +22,15 @@ NETWORK = {"intraNodeBytesPerSecond": 1e9}
 
 def slowed(name: str, times: float) -> list[dict[str, Any]]:
     def change(loop: dict[str, Any]) -> dict[str, Any]:
-        return loop | {name: {"seconds": loop[name]["seconds"] * times}}
+        return loop | {name: {"seconds": (loop[name]["seconds"] or 1e-7) * times}}
 
     return [change(each) for each in LOOPS]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", ["step", "part", "lookup", "lookupValue", "update", "updateValue", "layer"])
+@pytest.mark.parametrize(
+    "name", ["step", "part", "lookup", "lookupValue", "lookupBag", "update", "updateValue", "updateBag", "layer"]
+)
 def test_every_measured_loop_counts(make_spec: MakeSpec, make_profile: MakeProfile, name: str, ranks: int) -> None:
     spec = make_spec(TABLES, processesPerReplica=ranks)
     plain, slow = (
