@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import re
 import sys
@@ -45,6 +46,8 @@ API_PAGE = ROOT / "docs" / "api.md"
 METRICS_PAGE = ROOT / "docs" / "metrics.md"
 BENCHMARKS_PAGE = ROOT / "benchmarks" / "README.md"
 EMBEDDINGS_PAGE = ROOT / "docs" / "embeddings.md"
+SWEEPS_PAGE = ROOT / "docs" / "characterization.md"
+SWEEPS = ROOT / "docs" / "characterization.csv"
 RESULTS = ROOT / "benchmarks" / "results.jsonl"
 HEADER = "# Generated from crds/dlrm_api by make generate: change the models, not this file.\n"
 DASHBOARDS = (FLEET, JOB_DASHBOARD, OPERATOR)
@@ -179,8 +182,13 @@ def _result_pages(lines: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
     page = EMBEDDINGS_PAGE.read_text("utf-8")
     for name, table in tables.items():
         page = _with_results(page, name, table)
+    sweeps = _sweeps_table(csv.DictReader(SWEEPS.read_text("utf-8").splitlines()))
     others = _results_table([line for each in by_name.values() for line in each])
-    return {EMBEDDINGS_PAGE: page, BENCHMARKS_PAGE: _with_results(BENCHMARKS_PAGE.read_text("utf-8"), "", others)}
+    return {
+        EMBEDDINGS_PAGE: page,
+        SWEEPS_PAGE: _with_results(SWEEPS_PAGE.read_text("utf-8"), " of characterize", sweeps),
+        BENCHMARKS_PAGE: _with_results(BENCHMARKS_PAGE.read_text("utf-8"), "", others),
+    }
 
 
 def _with_results(text: str, name: str, table: str) -> str:
@@ -238,6 +246,17 @@ def _dims_table(lines: Sequence[Mapping[str, Any]]) -> str:
         )
         rows.append(cells)
     return _table(("data", "columns", "method", "bytes of full rows", "NE above full rows", "prefixes better"), rows)
+
+
+def _sweeps_table(lines: Iterable[Mapping[str, str]]) -> str:
+    """Return measured beside predicted steps, with a row for each value of each sweep."""
+    rows = []
+    for line in lines:
+        cells = (line["sweep"], line[line["sweep"]], line["measured_ms"], line["predicted_ms"])
+        rates = (f"{int(line['measured_samples_per_s']):,}", f"{float(line['error']):+.0%}")
+        rows.append((*cells, *rates, line["spread"], line["bound"]))
+    names = ("sweep", "value", "measured ms", "predicted ms", "samples/s", "error", "spread", "bound by")
+    return _table(names, rows)
 
 
 def _change(measured: Mapping[str, Any], whose: str = "") -> str:
