@@ -2,8 +2,8 @@
 
 Draws jobs by a seed, runs each with ``dlrmctl run`` on this machine, and plans it by what ``dlrmctl profile measure``
 found before and after all runs. A run makes 20 steps that do not count and 50 that do; its figure is their median. The
-runs of a setting are not consecutive: every setting runs once before any runs again. Hit rates
-come from one more, longer run.
+runs of a setting are not consecutive: every setting runs once before any runs again. Hit rates come from
+one more, longer run.
 """
 
 from __future__ import annotations

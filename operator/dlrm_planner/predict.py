@@ -125,15 +125,14 @@ def step_work(found: Solution) -> StepWork:
     share = samples / spec.data.global_batch_size
     varies = np.array([table.max_lookups > table.lookups for table in found.problem.tables.specs])
     bags, varying, ids = (float(each.sum()) * share for each in (costs.bags, costs.bags[varies], costs.ids))
-    read_s, alone_s = (
-        each.reader_s(spec.data.format, features, bags, varying, ids) for each in (rates.reading, rates.alone)
-    )
+    batch = spec.data.format, features, bags, varying, ids
+    read_s, alone_s = rates.reading.reader_s(*batch) or 0.0, rates.alone.reader_s(*batch)
     return StepWork(
         alone=_training(found, rates.alone, computing.alone),
         beside=_training(found, rates.reading, computing.reading),
-        read_s=read_s or 0.0,
-        # By chance measurements may say that it is slower alone.
-        read_alone_s=min(read_s, alone_s) if read_s is not None and alone_s is not None else None,
+        read_s=read_s,
+        # Noise in a profile can make a reader look slower alone.
+        read_alone_s=read_s if alone_s is None else min(read_s, alone_s),
         ids_s=ids * rates.reading.of("sent_id") if spec.world_size > 1 else 0.0,
         tiers=_tier_work(found),
         files_s=files_s(found.problem),

@@ -111,8 +111,8 @@ DEFAULT_LOOPS = (
         is_reading=True,
     ),
 )
-"""Measured by ``dlrmctl profile measure`` on two cores of an AMD EPYC of the fourth generation. Times of ids include
-those of bags, by bags of four."""
+"""Measured by ``dlrmctl profile measure`` on two cores of an AMD EPYC of the fourth generation. The time
+of a bag is spread over its ids: bags had four."""
 
 
 DEFAULT_TIER_RATES: Mapping[Tier, tuple[float, float | None]] = {

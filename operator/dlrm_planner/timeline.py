@@ -103,8 +103,8 @@ class StepWork:
     """While others run all the time."""
     read_s: float = 0.0
     """Of the reader, while the training thread runs too."""
-    read_alone_s: float | None = None
-    """Of the reader, while the training thread waits; None: as long."""
+    read_alone_s: float = 0.0
+    """Of the reader, while the training thread waits for it."""
     ids_s: float = 0.0
     """Of the thread that sends ids."""
     tiers: Mapping[Tier, TierWork] = field(default_factory=dict)
@@ -120,17 +120,17 @@ class StepWork:
 
     @property
     def beside_s(self) -> float:
-        """Return the seconds of all threads beside the training thread, while that runs too."""
+        """Return the seconds of all other threads, while the training thread runs too."""
         return self.read_s + self.ids_s + self.fetching_s
 
     @property
     def done_s(self) -> float:
-        """Return when the threads beside the training thread are done: they are faster once it waits for them."""
+        """Return the seconds until all other threads are done; they speed up once the training thread waits."""
         beside_s, training_s = self.beside_s, self.beside.total_s
         if beside_s <= training_s:
             return beside_s
-        read_alone_s = self.read_s if self.read_alone_s is None else self.read_alone_s
-        return training_s + (1 - training_s / beside_s) * (beside_s - self.read_s + read_alone_s)
+        alone_s = self.read_alone_s + self.ids_s + self.fetching_s
+        return training_s + (1 - training_s / beside_s) * alone_s
 
 
 @dataclass(frozen=True, kw_only=True)

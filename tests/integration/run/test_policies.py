@@ -70,7 +70,7 @@ def test_a_killed_run_ends_like_an_undisturbed_one_under_any_policy(
     checkpoint = {"policy": policy, "intervalSteps": INTERVAL, "retention": {"keepLast": 2}}
     local.write(model={"tables": TABLES}, checkpoint=checkpoint, data=ENDLESS)
     process = local.start()
-    wait_until(lambda: len(local.steps()) >= 22 and any(local.store.glob("manifests/*")), state=local.logs)
+    wait_until(lambda: len(local.steps()) >= INTERVAL + 2 and any(local.store.glob("manifests/*")), state=local.logs)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
     killed, steps = local.last_attempt(), len(local.steps())

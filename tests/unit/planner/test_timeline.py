@@ -42,7 +42,7 @@ def test_a_step_takes_no_less_than_any_resource_and_no_more_than_their_sum(work:
     found = lay_out(work)
 
     tiers = [each.device_s for each in work.tiers.values()]
-    assert found.step_s >= max(work.alone.total_s, work.read_alone_s or 0.0, *tiers) * (1 - 1e-9)
+    assert found.step_s >= max(work.alone.total_s, work.read_alone_s, *tiers) * (1 - 1e-9)
     assert found.step_s <= (work.beside.total_s + work.read_s + work.ids_s + sum(tiers)) * (1 + 1e-9)
     assert 0 <= found.exposed_link_s <= found.training_s * (1 + 1e-9)
     assert sum(found.exposed_tiers_s.values()) <= found.step_s * (1 + 1e-9)
@@ -61,7 +61,7 @@ def test_the_stages_of_a_step_add_up_to_it(work: StepWork) -> None:
 def test_a_step_that_waits_for_its_reader_says_so() -> None:
     work = TrainingWork(interpreted_s=1, lookup_s=0, update_s=0, bottom_s=0, top_s=0, dense_update_s=0)
 
-    found = lay_out(StepWork(alone=work, beside=work, read_s=3))
+    found = lay_out(StepWork(alone=work, beside=work, read_s=3, read_alone_s=3))
 
     assert found.stages_s["read"] == pytest.approx(2)
 
@@ -100,7 +100,7 @@ def test_communication_is_exposed_as_far_as_nothing_hides_it() -> None:
 @pytest.mark.parametrize(
     ("change", "bound"),
     [
-        ({"read_s": 20.0}, "reader"),
+        ({"read_s": 20.0, "read_alone_s": 20.0}, "reader"),
         ({"files_s": 20.0}, "files"),
         ({"tiers": {"block": TierWork(device_s=20.0)}}, "block"),
         ({}, "compute"),
