@@ -13,24 +13,52 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, get_args
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 
 from dlrm_api.errors import DeviceError
-from dlrm_api.hardware import CollectiveKind, CollectiveTime, LayerTime, Measured, PackTime, RankLoops, ReaderTime
-from dlrm_api.job import DLRMJobSpec, parse_job
+from dlrm_api.hardware import (
+    CollectiveKind,
+    CollectiveTime,
+    LayerTime,
+    Measured,
+    PackTime,
+    RankLoops,
+    ReaderFormat,
+    ReaderTime,
+)
+from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import Precision
 from dlrm_api.plan import Device, TablePlan, TierLevel, TierShare
 from dlrm_api.process import usable_cpus
 from dlrm_api.training import DenseOptimizerSpec
 from dlrm_api.wire import CODECS, Codec
+from dlrm_cli.loop_jobs import (
+    DENSE,
+    FEW_SAMPLES,
+    FILE_ROWS,
+    READER_BATCHES,
+    READER_FEATURES,
+    READER_SAMPLES,
+    READS,
+    SEVERAL,
+    SINGLE,
+    SMALL,
+    VARYING,
+    Read,
+    make_job,
+    write_data,
+)
 from dlrm_cli.run.appdef import LOOPBACK, free_ports
-from dlrm_planner import plan_job, virtual_shards
+from dlrm_planner import plan_job
 from dlrm_trainer.compute_device import HOST, take_device
 from dlrm_trainer.data import Batch, Reader, open_reader
 from dlrm_trainer.distributed.rendezvous import RankGroup
@@ -59,9 +87,11 @@ DEVICE_TIMES = 16
 """So many times as many samples keep a GPU busy for longer than it takes to launch its kernels."""
 MOVED_ROWS, MOVED_SAMPLES = 1 << 20, 1 << 13
 """Rows of a table, of which each batch brings so many others to its slots."""
-SMALL, NARROW, LARGE = 16, 32, 128
-"""Columns of rows: in steps of next to no arithmetic, and in loops whose time per row and per column is told apart."""
+NARROW, LARGE = 32, 128
+"""Columns of rows whose times per row and per column are told apart."""
 LOOKUP_TABLES, LOOKUP_BATCH, LOOKUPS = 16, 1_024, 6
+LOOKUP_BATCHES = 2
+"""Those of one batch again and again would stay in the processor's cache."""
 ROWS = (NARROW, 1), (NARROW, LOOKUPS), (LARGE, LOOKUPS)
 """Columns and ids of a bag, from which the times of a bag, of an id and of a column are told."""
 FEW_PARTS, MANY_PARTS = 1, 33
@@ -69,16 +99,11 @@ FEW_PARTS, MANY_PARTS = 1, 33
 COLLECTIVE_BYTES = (1 << 10, 1 << 15, 1 << 18, 1 << 21, 1 << 24)
 PAIR_FEATURES, PAIR_DIM, PAIR_SAMPLES = 26, 64, 512
 PARAMETERS, PACK_DIM = 1 << 21, 64
-READER_FEATURES, READER_SAMPLES, READER_LOOKUPS, READER_BATCHES = 24, 1_024, 6, 16
-FEW_SAMPLES = 64
-READS = (FEW_SAMPLES, 1), (READER_SAMPLES, 1), (READER_SAMPLES, 2), (READER_SAMPLES, READER_LOOKUPS)
-"""Samples and ids of a bag: few samples, one id a bag, about two, and several."""
 CODECS_BESIDE: tuple[Codec, ...] = ("fp32",)
 """Next to a reader one codec is timed; the others are as much slower."""
 PATIENCE_S = 60.0
-ON_GPUS: dict[str, Any] = {"tierBudgets": {"hbm": "64Gi"}, "cache": {"lookahead": 0}}
-"""Without a profile a plan is for GPUs if the job asks for their memory."""
 RATE = 0.01
+Times = TypeVar("Times", LayerTime, PackTime, ReaderTime)
 
 
 class Timing(NamedTuple):
@@ -105,6 +130,13 @@ def summary(seconds: Sequence[float]) -> Timing:
     ordered = sorted(seconds)
     middle, quarter = median(ordered), len(ordered) // 4
     return Timing(middle, (ordered[-1 - quarter] - ordered[quarter]) / 2 / max(middle, 1e-12))
+
+
+class ReadingWork(NamedTuple):
+    """Hold what makes so many batches."""
+
+    work: Callable[[], object]
+    batches: int
 
 
 class Loop:
@@ -170,6 +202,8 @@ class Rank:
         self._gang = RankGroup(rank, ranks, LOOPBACK, port, LOOPBACK)
         self._gang.meet(PATIENCE_S, PATIENCE_S, lambda: None, device)
         self._open, self._made = ExitStack(), list[Loop]()
+        self._reads = dict[tuple[ReaderFormat, bool], list[Loop]]()
+        """By format, and whether they run next to steps."""
 
     def loops(self) -> list[RankLoops]:
         """Measure all loops: alone, and next to a reader; readers alone, and next to steps."""
@@ -178,23 +212,21 @@ class Rank:
             for _ in range(self._repeats):
                 for loop in self._made:
                     loop.repeat(reading=False)
-                with self._reading(self._readers[-1]):
+                with self._reading(self._busy.work):
                     for loop in self._made:
                         if loop.beside:
                             loop.repeat(reading=True)
         alone, busy = (self._found(reading) for reading in (False, True))
         update: dict[str, Any] = {"layers": _all_slowed(alone.layers, busy.layers)}
         if busy.packs:
-            times = max(1.0, busy.packs[0].value_seconds / max(alone.packs[0].value_seconds, 1e-15))
-            packs = ((each, _digits(times * each.value_seconds)) for each in alone.packs)
-            update["packs"] = tuple(each.model_copy(update={"value_seconds": seconds}) for each, seconds in packs)
+            times = busy.packs[0].value_seconds / max(alone.packs[0].value_seconds, 1e-15)
+            update["packs"] = tuple(_slowed(each, times) for each in alone.packs)
+        alone_s, beside_s = (self._reads["synthetic", beside][-1].time(False).seconds for beside in (False, True))
+        update["readers"] = (*busy.readers, *(_slowed(each, beside_s / alone_s) for each in alone.readers[1:]))
         return [alone, busy.model_copy(update=update)]
 
     def _make_loops(self) -> None:
-        step, steps = self._training()
-        self._readers = [open_reader(self._read_job(*given), "train", self.rank, self.ranks) for given in READS]
-        self._reads = {False: [self._read(reader) for reader in self._readers]}
-        self._reads[True] = [self._read_beside(reader, step, steps) for reader in self._readers]
+        self._make_readers()
         self._steps = {parts: self._step(parts) for parts in (FEW_PARTS, MANY_PARTS)}
         self._rows = {given: self._lookups(*given) for given in ROWS}
         self._moves = {moving: self._moved_rows(moving) for moving in (True, False)} if not self._on_host else {}
@@ -244,7 +276,7 @@ class Rank:
                 for (kind, size), loop in self._collectives.items()
                 for found in [loop.time(reading)]
             ),
-            readers=(self._reader_time(reading),),
+            readers=tuple(self._reader_time(*each) for each in self._reads if each[1] == reading),
         )
 
     @property
@@ -259,18 +291,20 @@ class Rank:
                 found = loop.time(reading).minus(self._few_packed.time(reading)).per(values)
                 yield PackTime(codec=codec, value_seconds=found.seconds, spread=found.spread)
 
-    def _reader_time(self, beside: bool) -> ReaderTime:
-        few, more, varying, longer = (loop.time(False) for loop in self._reads[beside])
+    def _reader_time(self, data_format: ReaderFormat, beside: bool) -> ReaderTime:
+        found = [loop.time(False) for loop in self._reads[data_format, beside]]
+        few, single, dense, varying, several = found
         bags = READER_FEATURES * READER_SAMPLES
-        id_s = longer.minus(varying).seconds / (bags * (READER_LOOKUPS - 2))
-        both_s = more.minus(few).seconds / (READER_FEATURES * (READER_SAMPLES - FEW_SAMPLES))
+        id_s = several.minus(varying).seconds / (bags * (SEVERAL.lookups - VARYING.lookups))
+        both_s = single.minus(few).seconds / (READER_FEATURES * (READER_SAMPLES - FEW_SAMPLES))
         return ReaderTime(
-            format="synthetic",
+            format=data_format,
             column_seconds=_digits(max(few.seconds / READER_FEATURES - FEW_SAMPLES * both_s, 0.0)),
             bag_seconds=_digits(max(both_s - id_s, 0.0)),
-            varying_bag_seconds=_digits(max(varying.minus(more).seconds / bags - id_s, 0.0)),
+            varying_bag_seconds=_digits(max(varying.minus(single).seconds / bags - id_s, 0.0)),
             id_seconds=_digits(id_s),
-            spread=_digits(max(each.spread for each in (few, more, varying, longer))),
+            dense_seconds=_digits(dense.minus(single).seconds / (READER_SAMPLES * (DENSE.dense - SINGLE.dense))),
+            spread=_digits(max(each.spread for each in found)),
         )
 
     def _loop(self, run: Callable[[], Sequence[float]], *, beside: bool = True) -> Loop:
@@ -278,8 +312,13 @@ class Rank:
         self._made.append(made)
         return made
 
-    def _repeated(self, work: Callable[[], object], *, min_s: float = MIN_REPEAT_S, beside: bool = True) -> Loop:
-        """Make a loop of some work, of as many runs as take long enough; ranks begin together."""
+    def _repeated(
+        self, work: Callable[[], object], units: int = 1, *, min_s: float = MIN_REPEAT_S, beside: bool = True
+    ) -> Loop:
+        """Make a loop of some work, of as many runs as take long enough; ranks begin together.
+
+        Its time is that of one of the work's units.
+        """
         times = self._times_of(work, min_s)
 
         def run() -> tuple[float]:
@@ -287,7 +326,7 @@ class Rank:
             start = self._now()
             for _ in range(times):
                 work()
-            return ((self._now() - start) / times,)
+            return ((self._now() - start) / times / units,)
 
         return self._loop(run, beside=beside)
 
@@ -307,7 +346,7 @@ class Rank:
         return time.perf_counter()
 
     def _job(self, tables: int, **given: Any) -> DLRMJobSpec:
-        return _job(self.ranks, tables, on_host=self._on_host, **given)
+        return make_job(self.ranks, tables, on_host=self._on_host, **given)
 
     def _learner(self, spec: DLRMJobSpec, levels: TierShare | None = None) -> tuple[Learner, Batch]:
         """Return a learner of this rank, its rows in some levels instead of one, and a batch for it."""
@@ -325,18 +364,20 @@ class Rank:
         return self._repeated(partial(_train_step, learner, batch, len(batch.labels)), min_s=MIN_STEPS_S)
 
     def _lookups(self, dim: int, lookups: int) -> Loop:
-        """Make a loop that sends ids, looks rows up, and updates them."""
+        """Make a loop that sends ids, looks rows up, and updates them, of one batch after the other."""
         tables, samples = LOOKUP_TABLES * self.ranks, LOOKUP_BATCH * self._times * self.ranks
         spec = self._job(tables, rows=50_000, dim=dim, lookups=lookups, batch=samples)
-        learner, batch = self._learner(spec)
+        learner, first = self._learner(spec)
+        reader = open_reader(spec, "train", self.rank, self.ranks)
+        batches = itertools.cycle([first, *(reader.read(number) for number in range(1, LOOKUP_BATCHES))])
         rows = learner.embeddings
-        gradient = torch.full((len(batch.labels), tables * dim), 1e-6, device=self._device)
+        gradient = torch.full((len(first.labels), tables * dim), 1e-6, device=self._device)
         no_replicas = torch.empty(0, device=self._device)
 
         def run() -> tuple[float, ...]:
             self._gang.collectives.barrier()
             times = [self._now()]
-            owned = rows.send(batch).result()
+            owned = rows.send(next(batches)).result()
             times.append(self._now())
             prepared = rows.prepare(owned, updates=True)
             copies = prepared.coming.take()
@@ -443,15 +484,41 @@ class Rank:
         ours = torch.ones(sum(sent), dtype=torch.uint8, device=self._device)
         return self._repeated(lambda: collectives.all_to_all("small", ours, sent, sent))
 
-    def _read(self, reader: Reader) -> Loop:
-        return self._repeated(lambda: reader.read(1), beside=False)
+    def _make_readers(self) -> None:
+        """Make loops of all readers alone, and of synthetic ones next to steps: others are slowed as much."""
+        folder = Path(self._open.enter_context(TemporaryDirectory()))
+        step, steps = self._training()
+        for data_format, reads in READS.items():
+            works = {read: self._reading_work(data_format, read, folder) for read in dict.fromkeys(reads)}
+            alone = {read: self._repeated(*work, beside=False) for read, work in works.items()}
+            self._reads[data_format, False] = [alone[read] for read in reads]
+            if data_format == "synthetic":
+                self._busy = works[SEVERAL]
+                # Next to a reader of short batches steps take several times as long.
+                counts = (max(1, steps * read.samples // READER_SAMPLES) for read in reads)
+                beside = (self._read_beside(works[read].work, step, n) for read, n in zip(reads, counts, strict=True))
+                self._reads[data_format, True] = list(beside)
 
-    def _read_beside(self, reader: Reader, step: Callable[[], object], steps: int) -> Loop:
+    def _reading_work(self, data_format: ReaderFormat, read: Read, folder: Path) -> ReadingWork:
+        """Return what reads a batch, or a whole file: rows of files are decoded for many batches together."""
+        if data_format == "synthetic":
+            reader, numbers = self._reader(self._read_job(read)), itertools.cycle(range(READER_BATCHES))
+            return ReadingWork(lambda: reader.read(next(numbers)), 1)
+        data = write_data(folder, data_format, FILE_ROWS * self.ranks, read)
+        reader = self._reader(self._read_job(read, data=data))
+        return ReadingWork(lambda: deque(reader.iterate(0, reader.batches_per_epoch), 0), reader.batches_per_epoch)
+
+    def _reader(self, spec: DLRMJobSpec) -> Reader:
+        reader = open_reader(spec, "train", self.rank, self.ranks)
+        self._open.callback(reader.close)
+        return reader
+
+    def _read_beside(self, read: Callable[[], object], step: Callable[[], object], steps: int) -> Loop:
         """Make a loop of a reader next to so many steps."""
 
         def run() -> tuple[float]:
             self._gang.collectives.barrier()
-            with self._reading(reader) as made:
+            with self._reading(read) as made:
                 for _ in range(steps):
                     step()
                     self._now()  # a host that is far ahead of its GPU would leave the reader alone
@@ -463,26 +530,27 @@ class Rank:
 
     def _training(self) -> tuple[Callable[[], object], int]:
         """Return a step of training, and how many of them readers are timed next to."""
-        learner, batch = self._learner(self._read_job(READER_SAMPLES, READER_LOOKUPS, (256, 128, 1)))
+        learner, batch = self._learner(self._read_job(SEVERAL, top=(256, 128, 1)))
         step = partial(_train_step, learner, batch, self.ranks * len(batch.labels))
         return step, self._times_of(step, MIN_BESIDE_S)
 
-    def _read_job(self, samples: int, lookups: int, top: Sequence[int] = (1,)) -> DLRMJobSpec:
-        return self._job(READER_FEATURES, rows=50_000, lookups=lookups, batch=samples * self.ranks, top=top)
+    def _read_job(self, read: Read, **given: Any) -> DLRMJobSpec:
+        shape = {"lookups": read.lookups, "dense": read.dense, "batch": read.samples * self.ranks}
+        return self._job(READER_FEATURES, rows=50_000, **shape, **given)
 
     @contextmanager
-    def _reading(self, reader: Reader) -> Iterator[list[float]]:
-        """Make batches in a thread, as many as it can, and yield when it began and when each was made."""
+    def _reading(self, read: Callable[[], object]) -> Iterator[list[float]]:
+        """Read in a thread, as often as it can, and yield when it began and when each time was over."""
         made, ended = [time.perf_counter()], threading.Event()
 
-        def read() -> None:
-            for number in itertools.count():
-                reader.read(number % READER_BATCHES)
+        def run() -> None:
+            while True:
+                read()
                 made.append(time.perf_counter())
                 if ended.is_set():
                     return
 
-        thread = threading.Thread(target=read, name="dlrm-read", daemon=True)
+        thread = threading.Thread(target=run, name="dlrm-read", daemon=True)
         thread.start()
         try:
             yield made
@@ -495,10 +563,16 @@ def _train_step(learner: Learner, batch: Batch, samples: int) -> None:
     learner.apply(learner.compute(learner.prepare(learner.send(batch)), samples), 1.0)
 
 
+def _slowed(found: Times, times: float) -> Times:
+    """Return what takes so many times as long, and never less."""
+    seconds = {name: value for name, value in found if name.endswith("_seconds")}
+    return found.model_copy(update={name: _digits(max(1.0, times) * value) for name, value in seconds.items()})
+
+
 def _all_slowed(alone: Sequence[LayerTime], busy: Sequence[LayerTime]) -> tuple[LayerTime, ...]:
     """Return the layers of the first as much slower as all of the second are together: single ones are by chance."""
-    times = max(1.0, _layers_s(busy) / max(_layers_s(alone), 1e-12))
-    return tuple(each.model_copy(update={"flop_seconds": _digits(times * each.flop_seconds)}) for each in alone)
+    times = _layers_s(busy) / max(_layers_s(alone), 1e-12)
+    return tuple(_slowed(each, times) for each in alone)
 
 
 def _layers_s(layers: Sequence[LayerTime]) -> float:
@@ -519,47 +593,6 @@ def _in_levels(table: TablePlan, levels: TierShare) -> TablePlan:
     return table.model_copy(
         update={"ranges": tuple(each.model_copy(update={"tiers": levels}) for each in table.ranges)}
     )
-
-
-def _job(
-    ranks: int,
-    tables: int,
-    *,
-    on_host: bool = True,
-    rows: int = 1_000,
-    dim: int = SMALL,
-    lookups: int = 1,
-    batch: int = FEW_SAMPLES,
-    codec: Codec = "fp32",
-    top: Sequence[int] = (1,),
-    alpha: float = 1.05,
-) -> DLRMJobSpec:
-    """Return a job of equal tables and the smallest dense part, on the host or on GPUs."""
-    most = 2 * lookups if lookups > 1 else 1
-    template = {"rows": rows, "dim": dim, "avgLookups": lookups, "maxLookups": most, "pooling": "sum"}
-    # Tables are spread over ranks by count, and never replicated.
-    pins = [{"pin": {"sharding": "table", "ranks": [rank]}} for rank in range(ranks)]
-    groups = [
-        {"name": f"rank{rank}", "count": tables // ranks, "template": template | pin} for rank, pin in enumerate(pins)
-    ]
-    model = {"denseFeatures": ["I1"], "bottomMlp": [dim], "topMlp": list(top), "tableGroups": groups}
-    spec = parse_job(
-        {
-            "metadata": {"name": "loops"},
-            "spec": {
-                "model": model,
-                "data": {
-                    "format": "synthetic",
-                    "synthetic": {"samples": batch * READER_BATCHES, "evalSamples": 0, "alpha": alpha},
-                    "globalBatchSize": batch,
-                },
-                "training": {"communication": {"forward": codec}},
-                "trainer": {"replicas": 1, "processesPerReplica": ranks, **({} if on_host else ON_GPUS)},
-                "checkpoint": {"uri": "file:///nowhere"},
-            },
-        }
-    ).spec
-    return spec.with_virtual_shards(virtual_shards(spec))
 
 
 def main(device: Device, rank: int, ranks: int, port: int, repeats: int) -> None:

@@ -89,6 +89,7 @@ class NetworkSpec(ApiModel):
     )
 
 
+ReaderFormat = Literal["criteo-tsv", "parquet", "synthetic"]
 Spread = Annotated[float, Field(ge=0, le=1e6)]
 SPREAD = Field(0.0, description="Half the range of the repeats over their median.")
 
@@ -129,12 +130,18 @@ class PackTime(ApiModel):
 class ReaderTime(ApiModel):
     """Give the time to make batches of one format, in a reader's thread."""
 
-    format: Literal["criteo-tsv", "parquet", "synthetic"] = Field(description="As in data.format.")
+    format: ReaderFormat = Field(description="As in data.format; tables of Delta Lake and Iceberg are parquet.")
     column_seconds: Seconds = Field(description="Median time of a feature of a batch (s).")
     bag_seconds: Seconds = Field(description="Median time of a bag (s).")
     varying_bag_seconds: Seconds = Field(description="What a bag takes more if its number of ids varies (s).")
     id_seconds: Seconds = Field(description="Median time of an id (s).")
+    dense_seconds: Seconds = Field(description="Median time of a dense value (s).")
     spread: Spread = SPREAD
+
+    def batch_s(self, columns: float, bags: float, varying: float, ids: float, dense: float) -> float:
+        """Return the seconds of a batch, some of its bags with a varying number of ids."""
+        bags_s = bags * self.bag_seconds + varying * self.varying_bag_seconds
+        return columns * self.column_seconds + bags_s + ids * self.id_seconds + dense * self.dense_seconds
 
 
 class RankLoops(ApiModel):
@@ -164,6 +171,11 @@ class RankLoops(ApiModel):
     layers: tuple[LayerTime, ...] = Field(min_length=1, max_length=32, description="Layers by width and precision.")
     collectives: tuple[CollectiveTime, ...] = Field((), max_length=64, description="Collectives by bytes.")
     readers: tuple[ReaderTime, ...] = Field((), max_length=8, description="Readers, by format.")
+
+    def reader(self, data_format: str) -> ReaderTime | None:
+        """Return the time of the reader of a ``data.format``, if it was measured."""
+        wanted = "parquet" if data_format in ("delta", "iceberg") else data_format
+        return next((each for each in self.readers if each.format == wanted), None)
 
 
 class DeviceSpec(ApiModel):

@@ -51,7 +51,18 @@ REPLICA_PART_S, REPLICA_WIDTH_S = 6e-7, 2e-4
 DEFAULT_NODE_LINK_RATE, DEFAULT_DEVICE_LINK_RATE, DEFAULT_HOST_LINK_RATE = 12.5 * 2**30, 600 * 2**30, 20 * 2**30
 """Bytes per second between nodes, between GPUs of a node, and between a GPU and its host. Ranks of one node without
 GPUs exchange through DDR."""
+LATER_BLOCK = 0.7
+"""Time of an id in a further column block of its table on the same rank, over that in the first: 91 and 133 ns (updates
+of two tables, whole in two blocks or split by columns, ``dlrmctl run --profile`` on two ranks)."""
+PARTIAL_PACKS = 1.5
+"""Time to add a column of a partial vector to others, over that to pack and unpack it: two tables of 128 and 64 columns
+in rows on two ranks take 1.6 ms longer a step to assemble 4,096 samples than whole ones."""
 NEWTON_STEPS, NEWTON_TOLERANCE = 12, 1e-4
+
+
+def found_blocks(blocks: Each) -> Each:
+    """Return what an id in so many column blocks on one rank costs, over one in a single block."""
+    return 1 + LATER_BLOCK * (blocks - 1)
 
 
 @dataclass(frozen=True)
@@ -184,7 +195,7 @@ class CostModel:
     devices: RankRates | None
     """Of loops on GPUs, if ranks compute there and the profile has such loops."""
     id_s: Floats
-    """Seconds to look up and update an id in a column block, whatever its columns."""
+    """Seconds to look up and update an id in a column block, whatever its columns, beyond what blocks share."""
     part_s: Floats
     """Seconds of a step for each column block of a shard."""
     element_s: Floats
@@ -192,7 +203,9 @@ class CostModel:
     bag_s: Floats
     """Seconds to look up and update a bag in a column block, however many ids it has."""
     slot_s: Floats
-    """Seconds to look up and update a slot of the directory; 0 if ids are rows."""
+    """Seconds of an id that all of its column blocks on a rank share, and of its slot in a directory of unique ids."""
+    partial_s: float
+    """Seconds to add one column of a vector that is of a part of a table's rows to those of other parts."""
     on_host: np.ndarray[tuple[int], np.dtype[np.bool_]]
     """Tables that the host's kernels look up."""
     lookup_is_stated: Mapping[Tier, bool]
@@ -223,11 +236,13 @@ class CostModel:
     def lookup_s(self, table: Indices | int, share: Each, width: Each, blocks: Each) -> Floats:
         """Return the seconds to look up and update the rows of shards.
 
-        A column block has kernels and optimizer state of its own, so each finds the row anew.
+        A column block has kernels and optimizer state of its own, so each finds the row anew; ids are sorted once.
         """
         of_id = self.element_s[table] * width + self.slot_s[table] + self.id_s[table] * blocks
-        bags_s = self.bags_with_ids(table, share) * self.bag_s[table] * blocks
-        return np.asarray(self.ids[table] * share * of_id + bags_s)
+        added_s = self.partial_s * width * (np.asarray(share) < 1)
+        return np.asarray(
+            self.ids[table] * share * of_id + self.bags_with_ids(table, share) * (self.bag_s[table] * blocks + added_s)
+        )
 
     def bags_with_ids(self, table: Indices | int, share: Each) -> Floats:
         """Return the bags of a step that have an id in shards, and so a vector there."""
@@ -269,13 +284,14 @@ class CostModel:
         vector = self.element_bytes * float(self.dims[table]) + self.vector_bytes * float(self.blocks[table])
         slots_s = float(self.lookup_s(table, 1.0, 0.0, 0.0))
         bags_s = bags * float(self.bag_s[table] * self.blocks[table])
+        added_s = bags * self.partial_s * float(self.dims[table])
         columns_s = float(self.lookup_s(table, 1.0, self.dims[table], self.blocks[table])) - slots_s - bags_s
         of_ids_s = slots_s + sent_s * ids * float(self.id_bytes[table])
         lengths_s, vectors_s = sent_s * bags * self.length_bytes, sent_s * bags * vector + bags_s
         parts_s = float(self.part_s[table] * self.blocks[table])
         if by_columns:
             return PartCost(lengths_s + of_ids_s, columns_s + vectors_s + parts_s, 0.0, 1.0)
-        return PartCost(lengths_s + parts_s, columns_s + of_ids_s, vectors_s, max(ids / max(bags, 1.0), 1.0))
+        return PartCost(lengths_s + parts_s, columns_s + of_ids_s, vectors_s + added_s, max(ids / max(bags, 1.0), 1.0))
 
     def replica_host_s(self, replicated: Indices) -> Floats:
         """Return the (n,) seconds of host work that each of these replicated tables adds to those before it."""
@@ -369,11 +385,13 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
         world_size=spec.world_size,
         rates=rates,
         devices=devices,
-        id_s=np.where(on_host, id_s, of_device[0]),
+        id_s=np.where(on_host, LATER_BLOCK * id_s, of_device[0]),
         part_s=np.where(on_host, part_s, of_device[3]),
         element_s=np.where(on_host, host_s, of_device[1]),
         bag_s=np.where(on_host, bag_s, of_device[2]),
-        slot_s=host_s * SLOT_BYTES / ELEMENT_BYTES * np.array([table.is_unique for table in specs]),
+        slot_s=(1 - LATER_BLOCK) * id_s * on_host
+        + host_s * SLOT_BYTES / ELEMENT_BYTES * np.array([table.is_unique for table in specs]),
+        partial_s=PARTIAL_PACKS * rates.alone.pack_s("fp32") if spec.world_size > 1 and device == "cpu" else 0.0,
         on_host=on_host,
         lookup_is_stated=stated,
         links=links,

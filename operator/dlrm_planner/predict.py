@@ -17,8 +17,8 @@ from dlrm_api.plan import Plan, Prediction
 from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
 from dlrm_api.training import CommunicationSpec
 from dlrm_api.wire import CODECS, Codec, LinkClass
-from dlrm_planner.estimate import CostModel, Moved, estimate, moved_rows, read_costs, transfer_s
-from dlrm_planner.rates import LoopRates, read_device_rates, tier_spec
+from dlrm_planner.estimate import CostModel, Moved, estimate, found_blocks, moved_rows, read_costs, transfer_s
+from dlrm_planner.rates import DEFAULT_LOOPS, LoopRates, read_device_rates, tier_spec
 from dlrm_planner.tables import ELEMENT_BYTES, dense_layers, dense_parameters, largest_slice, pair_values
 from dlrm_planner.tiers import TierAssignment
 from dlrm_planner.timeline import StepWork, TierWork, Timeline, TrainingWork, lay_out
@@ -125,14 +125,14 @@ def step_work(found: Solution) -> StepWork:
     share = samples / spec.data.global_batch_size
     varies = np.array([table.max_lookups > table.lookups for table in found.problem.tables.specs])
     bags, varying, ids = (float(each.sum()) * share for each in (costs.bags, costs.bags[varies], costs.ids))
-    batch = spec.data.format, features, bags, varying, ids
-    read_s, alone_s = rates.reading.reader_s(*batch) or 0.0, rates.alone.reader_s(*batch)
+    batch = features, bags, varying, ids, len(model.dense_features) * samples
+    read_s, alone_s = (each.read_s(spec.data.format, batch) for each in (rates.reading, rates.alone))
     return StepWork(
         alone=_training(found, rates.alone, computing.alone),
         beside=_training(found, rates.reading, computing.reading),
         read_s=read_s,
         # Noise in a profile can make a reader look slower alone.
-        read_alone_s=read_s if alone_s is None else min(read_s, alone_s),
+        read_alone_s=min(read_s, alone_s),
         ids_s=ids * rates.reading.of("sent_id") if spec.world_size > 1 else 0.0,
         tiers=_tier_work(found),
         files_s=files_s(found.problem),
@@ -165,12 +165,14 @@ def _training(found: Solution, rates: LoopRates, computing: LoopRates) -> Traini
     own = placement.shards.shape[placement.ranks == rank]
     table = shapes.table[own]
     host, ids = costs.on_host[table], costs.ids[table] * shapes.share[own]
-    bags = costs.bags_with_ids(table, shapes.share[own]) * shapes.blocks[own]
+    vectors = costs.bags_with_ids(table, shapes.share[own])
+    bags = vectors * shapes.blocks[own]
+    added = float((vectors * shapes.width[own])[shapes.share[own] < 1].sum())
     values = float((ids * shapes.width[own])[host].sum())
     copies = replicated[costs.on_host[replicated]]
     # Each column block finds its rows anew.
-    of_host = float((ids * shapes.blocks[own])[host].sum())
-    of_host += float((costs.ids[copies] * costs.blocks[copies]).sum()) / world_size
+    of_host = float((ids * found_blocks(shapes.blocks[own]))[host].sum())
+    of_host += float((costs.ids[copies] * found_blocks(costs.blocks[copies])).sum()) / world_size
     values += float((costs.ids[copies] * costs.dims[copies]).sum()) / world_size
     bags_of_host = float(bags[host].sum())
     bags_of_host += float((costs.bags[copies] * costs.blocks[copies]).sum()) / world_size
@@ -192,6 +194,7 @@ def _training(found: Solution, rates: LoopRates, computing: LoopRates) -> Traini
         lookup_s=of_host * rates.of("lookup")
         + values * rates.of("lookup_value")
         + bags_of_host * rates.of("lookup_bag")
+        + added * costs.partial_s
         + device_s,
         update_s=of_host * rates.of("update")
         + values * rates.of("update_value")
@@ -211,12 +214,13 @@ def _is_timed(found: Solution) -> bool:
 def _looked_up_s(costs: CostModel, shapes: Shapes, rates: LoopRates, computing: LoopRates) -> Floats:
     """Return the (S,) seconds in which a rank looks up and updates a shard of each shape."""
     table, (id_s, value_s, bag_s) = shapes.table, rates.looked_up
-    of_host = shapes.blocks * id_s + shapes.width * value_s
+    of_host = found_blocks(shapes.blocks) * id_s + shapes.width * value_s
     of_device = costs.id_s[table] * shapes.blocks + costs.element_s[table] * shapes.width
     of_id = np.where(costs.on_host[table], of_host, of_device)
     of_bag = np.where(costs.on_host[table], bag_s, costs.bag_s[table])
-    bags_s = costs.bags_with_ids(table, shapes.share) * of_bag * shapes.blocks
-    return np.asarray(costs.ids[table] * shapes.share * of_id + bags_s + computing.part_s * shapes.blocks)
+    added_s = costs.partial_s * shapes.width * (shapes.share < 1)
+    vectors_s = costs.bags_with_ids(table, shapes.share) * (of_bag * shapes.blocks + added_s)
+    return np.asarray(costs.ids[table] * shapes.share * of_id + vectors_s + computing.part_s * shapes.blocks)
 
 
 def _exchange(found: Solution, rates: LoopRates) -> dict[str, float]:
@@ -324,9 +328,10 @@ def _defaults(found: Solution) -> tuple[str, ...]:
     """Return the fields of a profile for which defaults stand."""
     problem, costs, names = found.problem, found.costs, list[str]()
     spec = problem.spec
-    if not costs.rates.is_measured:
+    measured = problem.profile.spec.loops if problem.profile else ()
+    if not measured:
         names.append("loops")
-    if all(each.format != spec.data.format for each in costs.rates.reading.loops.readers):
+    if all(each.reader(spec.data.format) is None for each in measured or DEFAULT_LOOPS):
         names.append(f"loops.readers of {spec.data.format}")
     network = problem.profile.spec.network if problem.profile else None
     if not costs.link_is_stated:

@@ -17,6 +17,7 @@ from dlrm_api.hardware import (
     Measured,
     PackTime,
     RankLoops,
+    ReaderFormat,
     ReaderTime,
     TierSpec,
 )
@@ -34,7 +35,7 @@ def _loops(
     processes: int,
     loops: Row,
     layers: Mapping[Precision, Row],
-    reader: Row,
+    readers: Mapping[ReaderFormat, Row],
     packs: Mapping[Codec, float] | None = None,
     collectives: Mapping[CollectiveKind, Row] | None = None,
     *,
@@ -57,14 +58,16 @@ def _loops(
             for kind, row in (collectives or {}).items()
             for size, seconds in zip(SIZES, row, strict=True)
         ),
-        readers=(
+        readers=tuple(
             ReaderTime(
-                format="synthetic",
-                column_seconds=reader[0],
-                bag_seconds=reader[1],
-                varying_bag_seconds=reader[2],
-                id_seconds=reader[3],
-            ),
+                format=data_format,
+                column_seconds=row[0],
+                bag_seconds=row[1],
+                varying_bag_seconds=row[2],
+                id_seconds=row[3],
+                dense_seconds=row[4],
+            )
+            for data_format, row in readers.items()
         ),
         **found,
     )
@@ -74,23 +77,74 @@ DEFAULT_CPUS = 2.0
 DEFAULT_LOOPS = (
     _loops(
         1,
-        (0.00122, 1.15e-05, 2.09e-09, 2.01e-10, 0.0, 2.45e-08, 2.13e-10, 0.0, 5.79e-09, 0.000254, 1.01e-10, 2.14e-10),
+        (
+            0.00122,
+            1.15e-05,
+            1.55e-09,
+            2.01e-10,
+            2.15e-09,
+            1.82e-08,
+            2.13e-10,
+            2.52e-08,
+            5.79e-09,
+            0.000254,
+            1.01e-10,
+            2.14e-10,
+        ),
         {"fp32": (6.84e-12, 6.26e-12, 5.26e-12), "bf16": (2.65e-12, 2.98e-12, 2.69e-12)},
-        (5.93e-05, 7.95e-10, 6.75e-08, 5.96e-08),
+        {
+            "synthetic": (5.93e-05, 7.95e-10, 6.75e-08, 5.96e-08, 1.72e-08),
+            "parquet": (4.57e-06, 7.45e-10, 4.07e-08, 3.18e-08, 1.04e-08),
+            "criteo-tsv": (6.31e-06, 3.23e-08, 0.0, 0.0, 0.0),
+        },
         is_reading=False,
     ),
     _loops(
         1,
-        (0.00976, 6.57e-05, 4.62e-09, 2.08e-10, 0.0, 3.72e-08, 3.19e-10, 0.0, 7.96e-09, 0.00318, 3.97e-10, 7.82e-10),
+        (
+            0.00976,
+            6.57e-05,
+            3.43e-09,
+            2.08e-10,
+            4.76e-09,
+            2.76e-08,
+            3.19e-10,
+            3.83e-08,
+            7.96e-09,
+            0.00318,
+            3.97e-10,
+            7.82e-10,
+        ),
         {"fp32": (6.76e-12, 6.76e-12, 1.05e-11), "bf16": (7.45e-12, 7.45e-12, 6.75e-12)},
-        (8.69e-05, 1.17e-09, 9.9e-08, 8.73e-08),
+        {
+            "synthetic": (8.69e-05, 1.17e-09, 9.9e-08, 8.73e-08, 2.52e-08),
+            "parquet": (6.69e-06, 1.09e-09, 5.97e-08, 4.66e-08, 1.53e-08),
+            "criteo-tsv": (9.24e-06, 4.73e-08, 0.0, 0.0, 0.0),
+        },
         is_reading=True,
     ),
     _loops(
         2,
-        (0.00812, 9.67e-05, 4.33e-09, 8.18e-10, 0.0, 3.26e-08, 4.37e-10, 0.0, 3.53e-08, 0.000352, 1.15e-10, 4.39e-10),
+        (
+            0.00812,
+            9.67e-05,
+            3.21e-09,
+            8.18e-10,
+            4.46e-09,
+            2.42e-08,
+            4.37e-10,
+            3.36e-08,
+            3.53e-08,
+            0.000352,
+            1.15e-10,
+            4.39e-10,
+        ),
         {"fp32": (1.26e-11, 1.09e-11, 1e-11), "bf16": (4.97e-12, 6.01e-12, 5.32e-12)},
-        (6.03e-05, 1.12e-09, 6.86e-08, 6.05e-08),
+        {
+            "synthetic": (6.03e-05, 1.12e-09, 6.86e-08, 6.05e-08, 1.74e-08),
+            "parquet": (4.64e-06, 7.56e-10, 4.13e-08, 3.23e-08, 1.06e-08),
+            "criteo-tsv": (6.4e-06, 3.28e-08, 0.0, 0.0, 0.0),
+        },
         {"fp32": 1.22e-09, "fp16": 8.45e-10, "bf16": 7.11e-10, "int8": 9.36e-10},
         {
             "all_to_all": (0.000379, 0.000318, 0.000446, 0.0014, 0.0104),
@@ -100,9 +154,26 @@ DEFAULT_LOOPS = (
     ),
     _loops(
         2,
-        (0.0108, 0.000127, 4.98e-09, 7.6e-10, 0.0, 7.51e-08, 6.18e-10, 0.0, 4.23e-08, 0.000562, 2.4e-10, 9.31e-10),
+        (
+            0.0108,
+            0.000127,
+            3.7e-09,
+            7.6e-10,
+            5.13e-09,
+            5.57e-08,
+            6.18e-10,
+            7.74e-08,
+            4.23e-08,
+            0.000562,
+            2.4e-10,
+            9.31e-10,
+        ),
         {"fp32": (2.46e-11, 1.96e-11, 2.05e-11), "bf16": (1.04e-11, 1.11e-11, 1.1e-11)},
-        (0.000119, 2.21e-09, 1.35e-07, 1.19e-07),
+        {
+            "synthetic": (0.000119, 2.21e-09, 1.35e-07, 1.19e-07, 3.43e-08),
+            "parquet": (9.12e-06, 1.49e-09, 8.13e-08, 6.35e-08, 2.08e-08),
+            "criteo-tsv": (1.26e-05, 6.45e-08, 0.0, 0.0, 0.0),
+        },
         {"fp32": 1.62e-09, "fp16": 2.59e-09, "bf16": 2.75e-09, "int8": 3.5e-09},
         {
             "all_to_all": (0.000821, 0.00168, 0.00212, 0.00498, 0.0148),
@@ -111,8 +182,8 @@ DEFAULT_LOOPS = (
         is_reading=True,
     ),
 )
-"""Measured by ``dlrmctl profile measure`` on two cores of an AMD EPYC of the fourth generation. The time
-of a bag is spread over its ids: bags had four."""
+"""Measured by ``dlrmctl profile measure`` on two cores of an AMD EPYC of the fourth generation. How bags and
+ids share the time of bags of four, and readers of files and of dense values relative to ids, are an Intel Xeon's."""
 
 
 DEFAULT_TIER_RATES: Mapping[Tier, tuple[float, float | None]] = {
@@ -220,6 +291,11 @@ class LoopRates:
         flop_s = np.interp(np.log(np.sqrt(np.maximum(weights, 1.0))), logs, [each for _, each in points])
         return float(FLOPS_PER_WEIGHT * samples * (weights * flop_s).sum()) * self.scale + len(layers) * self.layer_s
 
+    def read_s(self, data_format: str, batch: tuple[float, float, float, float, float]) -> float:
+        """Return the seconds of a batch, given as for ``ReaderTime.batch_s``; 0 if its format was never timed."""
+        found = self.loops.reader(data_format)
+        return found.batch_s(*batch) if found else 0.0
+
     @property
     def layer_s(self) -> float:
         """Return the seconds of a layer without its products."""
@@ -238,14 +314,6 @@ class LoopRates:
     def empty_collective_s(self) -> float:
         """Return the seconds of a collective of next to no bytes; 0 if a rank is alone."""
         return min((each.seconds for each in self.loops.collectives), default=0.0)
-
-    def reader_s(self, data_format: str, columns: int, bags: float, varying: float, ids: float) -> float | None:
-        """Return the seconds to make a batch, some of its bags with a varying number of ids; None if unknown."""
-        for each in self.loops.readers:
-            if each.format == data_format:
-                bags_s = bags * each.bag_seconds + varying * each.varying_bag_seconds
-                return columns * each.column_seconds + bags_s + ids * each.id_seconds
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +348,9 @@ def read_rates(profile: HardwareProfile | None, processes: int, world_size: int,
     cpus = (spec and spec.cpus) or 0.0
     measured_cpus = cpus if measured else DEFAULT_CPUS
     scale = max(1.0, measured_cpus // nearest) / (threads or max(1.0, (cpus or measured_cpus) // processes))
-    if not measured:
+    if measured:
+        states = [_with_all_readers(each) for each in states]
+    else:
         states = [_with_bandwidths(each, profile, processes / scale) for each in states]
     return RankRates(
         alone=LoopRates(loops=states[0], scale=scale),
@@ -308,6 +378,13 @@ def _states(known: Sequence[RankLoops], processes: int) -> list[RankLoops]:
     """Return the loops of so many ranks alone, and next to readers."""
     here = [each for each in known if each.processes == processes]
     return [next((each for each in here if each.is_reading == reading), here[0]) for reading in (False, True)]
+
+
+def _with_all_readers(loops: RankLoops) -> RankLoops:
+    """Return measured loops with the default times of readers that were not."""
+    default = _states(DEFAULT_LOOPS, min(loops.processes, 2))[loops.is_reading]
+    absent = tuple(each for each in default.readers if loops.reader(each.format) is None)
+    return loops.model_copy(update={"readers": (*loops.readers, *absent)})
 
 
 def _with_bandwidths(loops: RankLoops, profile: HardwareProfile | None, parts: float) -> RankLoops:

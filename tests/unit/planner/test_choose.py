@@ -150,7 +150,7 @@ def test_one_rank_holds_everything_whole(make_spec: MakeSpec) -> None:
 
 
 def test_a_small_table_is_replicated_and_a_large_one_is_not(make_spec: MakeSpec) -> None:
-    plan = plan_job(make_spec([table("small", 100), table("big", 10**6)], replicas=2))
+    plan = plan_job(make_spec([table("small", 100), table("big", 10**6)], replicas=2, batch=1_024))
 
     assert homes(plan, "small") == [0, 1]
     assert len(homes(plan, "big")) == 1

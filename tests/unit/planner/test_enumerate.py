@@ -171,7 +171,7 @@ def test_a_table_too_slow_for_one_rank_is_split(make_spec: MakeSpec, ranks: int,
     split = plan_job(make_spec([giant, *others], replicas=ranks))
 
     assert split.predicted.imbalance < 0.75 * whole.predicted.imbalance
-    assert {shard.kind for shard in shards(split)} == {"column" if blocks and ranks == 2 else shards(split)[0].kind}
+    assert len({shard.kind for shard in shards(split)}) == 1
     assert any(reason.startswith("table t is split by ") and "alone it costs" in reason for reason in split.reasons)
     assert all(len(shards(split, f"o{i}")) == 1 for i in range(2 * ranks))
 
@@ -179,7 +179,7 @@ def test_a_table_too_slow_for_one_rank_is_split(make_spec: MakeSpec, ranks: int,
 def test_row_ranges_are_shorter_on_ranks_that_hold_more(make_spec: MakeSpec) -> None:
     whole = table("u", 10**6, pin={"sharding": "table"})
 
-    plan = plan_job(make_spec([table("t", 10**7, maxLookups=4), whole], replicas=2))
+    plan = plan_job(make_spec([table("t", 10**7, maxLookups=20), whole], replicas=2))
 
     rows = {shard.rank: shard.row_end - shard.row_start for shard in shards(plan)}
     home = shards(plan, "u")[0].rank
@@ -198,7 +198,7 @@ def test_rows_are_split_only_if_column_blocks_do_not_suffice(make_spec: MakeSpec
 
 
 def test_a_table_whose_step_is_short_stays_whole_however_few_there_are(make_spec: MakeSpec) -> None:
-    plan = plan_job(make_spec([table("t", 10**6, dim=16)], replicas=4))
+    plan = plan_job(make_spec([table("t", 10**6, dim=16)], replicas=4, batch=1_024))
 
     assert [shard.kind for shard in shards(plan)] == ["table"]
 

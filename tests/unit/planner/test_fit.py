@@ -175,8 +175,10 @@ def test_runs_that_tell_nothing_of_the_profile_are_refused() -> None:
     replicas = one.model_copy(update={"trainer": one.trainer.model_copy(update={"replicas": 2})})
     bare = PROFILE.model_copy(update={"spec": PROFILE.spec.model_copy(update={"loops": ()})})
     rows = one.model_copy(update={"data": one.data.model_copy(update={"format": "parquet"})})
+    loops = tuple(each.model_copy(update={"readers": each.readers[:1]}) for each in PROFILE.spec.loops)
+    synthetic = PROFILE.model_copy(update={"spec": PROFILE.spec.model_copy(update={"loops": loops})})
 
-    for profile, spec in ((PROFILE, several), (PROFILE, replicas), (bare, one), (PROFILE, rows)):
+    for profile, spec in ((PROFILE, several), (PROFILE, replicas), (bare, one), (synthetic, rows)):
         run = replace(run_of(one, PROFILE, "runs/other"), spec=spec)
         with pytest.raises(InvalidSpecError, match=r"spec\.loops" if profile is bare else "runs/other"):
             fit_profile(profile, [run])

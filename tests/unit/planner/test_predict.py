@@ -9,6 +9,7 @@ import pytest
 
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
+from dlrm_api.plan import Prediction
 from dlrm_api.progress import DataFiles
 from dlrm_planner import plan_job
 from dlrm_planner.rates import DEFAULT_LOOPS, read_rates
@@ -17,6 +18,7 @@ MakeSpec = Callable[..., DLRMJobSpec]
 MakeProfile = Callable[..., HardwareProfile]
 TABLES = [{"name": f"t{i}", "rows": 10**5, "dim": 64, "maxLookups": 4} for i in range(8)]
 LOOPS: list[dict[str, Any]] = [each.model_dump(mode="json", by_alias=True) for each in DEFAULT_LOOPS]
+FILES = ("parquet", "delta", "iceberg", "criteo-tsv")
 NETWORK = {"intraNodeBytesPerSecond": 1e9}
 
 
@@ -89,6 +91,30 @@ def test_readers_take_longer_over_bags_whose_length_varies(make_spec: MakeSpec, 
     )
 
     assert varying_s > fixed_s > 0
+
+
+def test_readers_take_longer_over_more_dense_values(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+    spec, profile = make_spec(TABLES, batch=8_192), make_profile("64Gi", loops=LOOPS)
+    names = tuple(f"I{number}" for number in range(500))
+    many = spec.model_copy(update={"model": spec.model.model_copy(update={"dense_features": names})})
+
+    few_s, many_s = (plan_job(each, profile).predicted.stage_seconds["read"] for each in (spec, many))
+
+    assert many_s > few_s
+
+
+def test_readers_of_all_formats_count_and_absent_ones_are_named(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+    spec, synthetic_only = make_spec(TABLES, batch=8_192), [each | {"readers": each["readers"][:1]} for each in LOOPS]
+
+    def predicted(data_format: str, loops: list[dict[str, Any]]) -> Prediction:
+        data = spec.data.model_copy(update={"format": data_format})
+        return plan_job(spec.model_copy(update={"data": data}), make_profile("64Gi", loops=loops)).predicted
+
+    whole, absent = ([predicted(each, loops) for each in FILES] for loops in (LOOPS, synthetic_only))
+    assert [each.defaults for each in whole] == [()] * len(FILES)
+    assert [each.defaults for each in absent] == [(f"loops.readers of {each}",) for each in FILES]
+    assert [each.step_seconds for each in absent] == [each.step_seconds for each in whole]
+    assert whole[0].step_seconds == whole[1].step_seconds == whole[2].step_seconds
 
 
 def test_a_part_of_the_processors_takes_longer(make_profile: MakeProfile) -> None:

@@ -91,7 +91,9 @@ def test_only_other_tables_leave_ddr(make_spec: MakeSpec) -> None:
 
 
 def test_a_small_table_is_not_replicated(make_spec: MakeSpec) -> None:
-    spec = make_spec([*sized([{"rows": 100, "dim": 16}], 0.5), {"name": "u", "rows": 100, "dim": 16}], replicas=2)
+    spec = make_spec(
+        [*sized([{"rows": 100, "dim": 16}], 0.5), {"name": "u", "rows": 100, "dim": 16}], replicas=2, batch=1_024
+    )
 
     assert [table.shards[0].kind for table in plan_job(spec).tables] == ["table", "data"]
 
