@@ -3,9 +3,9 @@
 A task is a set of tables with sizes, widths, lookups and reuse of their own, drawn by a seed (the recipe of Zha et al.,
 "Pre-train and Search: Efficient Embedding Table Sharding with Pre-trained Neural Cost Models", MLSys 2023); how often
 rows are reused comes from production histograms. Both planners may place tables whole, by rows or by columns on eight
-ranks of a node. Each rank's share of a step, lookup and update, then runs alone on one thread, the plans in turn; a
-plan's load is the slowest of its ranks' medians. Shares run through the trainer's kernel, which gives each column block
-a part of its own, and through fbgemm's fused kernel, which takes neighbouring ones as one.
+ranks of a node. Each rank's share of a step, lookup and update, then runs alone on one thread, ranks and plans in turn;
+a plan's load is the slowest of its ranks' medians. Shares run through the trainer's kernel, which gives each column
+block a part of its own, and through fbgemm's fused kernel, which takes neighbouring ones as one.
 """
 
 from __future__ import annotations
@@ -206,8 +206,9 @@ class Ids:
 
     def __init__(self, tables: Sequence[Table], popularity: dict[str, Callable[[int], Popularity]], seed: int) -> None:
         self._tables, self._popularity, self._seed = tables, popularity, seed
+        self._drawn = [self._draw(table) for table in range(len(tables))]
 
-    def of(self, table: int) -> NDArray[np.int64]:
+    def _draw(self, table: int) -> NDArray[np.int64]:
         """Return (BATCH, lookups) rows of a table."""
         each = self._tables[table]
         random = np.random.default_rng([self._seed, table])
@@ -220,7 +221,7 @@ class Ids:
         """Return the ids of each piece, counted from its first row, and the (BATCH,) lengths of its bags."""
         values, lengths = [], []
         for piece in pieces:
-            rows = self.of(piece.table)
+            rows = self._drawn[piece.table]
             inside = (rows >= piece.row_start) & (rows < piece.row_end)
             values.append(rows[inside] - piece.row_start)
             lengths.append(inside.sum(axis=1))
@@ -290,18 +291,22 @@ KERNELS: dict[str, type[TrainerStep | FbgemmStep]] = {"trainer": TrainerStep, "f
 def loads(
     plans: Sequence[Sequence[Share]], tables: Sequence[Table], ids: Ids, kernel: type[TrainerStep | FbgemmStep]
 ) -> NDArray[np.float64]:
-    """Return the (plans, RANKS) median seconds of every rank's share; those of one rank alternate between the plans."""
+    """Return the (plans, RANKS) median seconds of every rank's share.
+
+    All shares run once before any runs again, those of one rank next to each other: a machine that slows down for
+    seconds would else make one rank the slowest.
+    """
+    places = [(i, rank) for rank in range(RANKS) for i, shares in enumerate(plans) if shares[rank]]
+    steps = {(i, rank): kernel(plans[i][rank], tables, ids) for i, rank in places}
+    taken: dict[tuple[int, int], list[float]] = {place: [] for place in places}
+    for step in steps.values():
+        step.run()
+    for repeat in range(REPEATS):
+        for place in places[:: 1 if repeat % 2 == 0 else -1]:
+            taken[place].append(steps[place].run())
     found = np.zeros((len(plans), RANKS))
-    for rank in range(RANKS):
-        steps = {i: kernel(shares[rank], tables, ids) for i, shares in enumerate(plans) if shares[rank]}
-        taken: dict[int, list[float]] = {i: [] for i in steps}
-        for step in steps.values():
-            step.run()
-        for repeat in range(REPEATS):
-            for i in list(steps)[:: 1 if repeat % 2 == 0 else -1]:
-                taken[i].append(steps[i].run())
-        for i, seconds in taken.items():
-            found[i, rank] = np.median(seconds)
+    for place, seconds in taken.items():
+        found[place] = np.median(seconds)
     return found
 
 
@@ -330,8 +335,8 @@ def run_tasks(options: argparse.Namespace) -> Iterator[dict[str, float]]:
         for plan in plans:
             check_cover(tables, plan)
         ids, ratios = Ids(tables, popularity, options.seed + number), dict[str, float]()
-        for name, kernel in KERNELS.items():
-            found = loads(plans, tables, ids, kernel)
+        for name in options.kernels:
+            found = loads(plans, tables, ids, KERNELS[name])
             ours, theirs = found.max(axis=1)
             ratios[name] = float(ours / theirs)
             line = {
@@ -363,11 +368,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data-dir", type=Path, default=Path("../shared/data"), help="of the reuse histograms")
     parser.add_argument("--hardware", type=Path, help="HardwareProfile of this machine, for our planner's rates")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=tuple(KERNELS))
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = list(run_tasks(options))
     most, all_, median = LIMITS
-    for name in KERNELS:
+    for name in options.kernels:
         ratios = np.array([each[name] for each in found])
         summary = {
             "benchmark": "planner_loads",

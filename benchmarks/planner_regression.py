@@ -5,31 +5,30 @@ has both interpreters plan them, has each rate the plans of both by its own cost
 plan is slower than the old one by more than a percent by either measure, or a feasible problem became infeasible.
 
 A worker runs under the interpreter of its checkout and reads this file by its path, so it imports ``dlrm_api`` and
-``dlrm_planner`` only. Plans are rated by checkouts of today's interfaces, and by 31b3638's ``predict`` module.
+``dlrm_planner`` only.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
-
-import numpy as np
+from typing import Any
 
 from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJobSpec, parse_job
 from dlrm_api.plan import Plan
 from dlrm_api.trace import TableTrace
-from dlrm_api.trainer import TrainerSpec
+from dlrm_planner import choose_plan, plan_job
+from dlrm_planner.choose import read_problem
+from dlrm_planner.replan import read_solution
 
 MIB, GIB = 2**20, 2**30
 MAX_SLOWER = 1.01
@@ -172,21 +171,14 @@ def parse_problem(problem: dict[str, Any]) -> tuple[DLRMJobSpec, HardwareProfile
     """Return what :func:`plan_problem` takes."""
     profile = None if problem["profile"] is None else parse_profile(problem["profile"])
     traces = {name: TableTrace.model_validate(trace) for name, trace in problem["traces"].items()}
-    document = problem["job"]
-    trainer = document["spec"]["trainer"]
-    if "objective" in trainer and "objective" not in TrainerSpec.model_fields:
-        # A checkout from before objectives.
-        bounds = {"min": 1, "max": trainer.pop("objective")["maxReplicas"], "targetSamplesPerSecond": 0}
-        trainer["auto"] = bounds
-    return parse_job(document).spec, profile, traces
+    return parse_job(problem["job"]).spec, profile, traces
 
 
 def plan_problem(spec: DLRMJobSpec, profile: HardwareProfile | None, traces: Mapping[str, TableTrace]) -> Plan:
-    """Plan a job with this process's checkout; from before objectives, ``plan_job`` chose replicas too."""
-    planner: Any = importlib.import_module("dlrm_planner")
-    if spec.fixed_replicas is None and hasattr(planner, "choose_plan"):
-        return cast("Plan", planner.choose_plan(spec, [profile] if profile else [], traces=traces))
-    return cast("Plan", planner.plan_job(spec, profile, traces=traces))
+    """Plan a job with this process's checkout."""
+    if spec.fixed_replicas is None:
+        return choose_plan(spec, [profile] if profile else [], traces=traces)
+    return plan_job(spec, profile, traces=traces)
 
 
 def rated_profile(problem: dict[str, Any]) -> HardwareProfile:
@@ -212,117 +204,8 @@ def rate(problem: dict[str, Any], document: dict[str, Any]) -> float:
     plan = Plan.model_validate(document)
     if spec.fixed_replicas is None:
         spec = spec.with_replicas(plan.world_size // plan.processes_per_node)
-    profile = rated_profile(problem)
-    try:
-        importlib.import_module("dlrm_planner.question")
-    except ModuleNotFoundError:
-        return _rate_by_estimate(spec, profile, plan, traces)
-    return _rate_by_predict(importlib.import_module("dlrm_planner.predict"), spec, profile, plan, traces)
-
-
-def _read_shards(plan: Plan) -> tuple[list[int], list[int], list[int], dict[int, list[tuple[Any, int]]]]:
-    """Return replicated and placed tables, the ranks of all shards, and the levels of those that have some."""
-    replicated, placed, ranks, levels = list[int](), list[int](), list[int](), dict[int, list[tuple[Any, int]]]()
-    for i, planned in enumerate(plan.tables):
-        if planned.shards[0].kind == "data":
-            replicated.append(i)
-            continue
-        placed.append(i)
-        for shard in planned.shards:
-            if shard.tiers.levels:
-                levels[len(ranks)] = [(level.tier, level.rows) for level in shard.tiers.levels]
-            ranks.append(shard.rank)
-    return replicated, placed, ranks, levels
-
-
-def _read_options(plan: Plan, placed: list[int], make: Callable[..., Any]) -> dict[int, Any]:
-    options = {}
-    for i in placed:
-        shards = plan.tables[i].shards
-        if (kind := shards[0].kind) != "table":
-            rows = (0, *sorted({shard.row_end for shard in shards}))
-            columns = (0, *sorted({shard.column_end for shard in shards}))
-            options[i] = make(kind, tuple(shard.rank for shard in shards), rows, columns)
-    return options
-
-
-def _rate_by_estimate(spec: DLRMJobSpec, profile: HardwareProfile, plan: Plan, traces: dict[str, TableTrace]) -> float:
-    from dlrm_planner.choose import read_problem
-    from dlrm_planner.estimate import estimate, read_costs
-    from dlrm_planner.hit_rates import table_hit_rates
-    from dlrm_planner.stacks import map_entries, read_stacks
-    from dlrm_planner.tiers import TierAssignment
-    from dlrm_planner.types import Levels, Placement, ShardOption, cut_tables, take
-
-    problem = read_problem(spec, profile, traces)
-    replicated, placed, ranks, levels = _read_shards(plan)
-    options = _read_options(
-        plan,
-        placed,
-        lambda kind, ranks, rows, columns: ShardOption(
-            kind=kind, ranks=np.array(ranks), row_edges=np.array(rows), column_edges=np.array(columns), reason=""
-        ),
-    )
-    shards, where = cut_tables(problem.tables, placed, options), np.array(ranks, np.int64)
-    placement = Placement(
-        replicated=tuple(replicated), options=options, shards=shards, ranks=where, method="", imbalance=1.0
-    )
-    # Every shard with levels is a group of its own.
-    held, each = np.array(sorted(levels), np.int64), take(shards.shapes, shards.shape)
-    group = np.full(len(where), -1)
-    group[held] = np.arange(len(held))
-    rates = table_hit_rates(problem).of(each)
-    entries = map_entries(shards, where, spec.world_size)
-    tiers = TierAssignment(
-        group=group,
-        levels=tuple(Levels(top[1], tuple(below), top[0]) for top, *below in (levels[k] for k in held.tolist())),
-        shapes=take(each, held),
-        stacks=take(read_stacks(spec, each, rates, problem.caps, entries, problem.device), held),
-        hit_rates=take(rates, held),
-    )
-    costs = read_costs(spec, profile, problem.device, problem.tables)
-    return estimate(problem, costs, placement, tiers).step_s
-
-
-def _rate_by_predict(
-    predict: Any, spec: DLRMJobSpec, profile: HardwareProfile, plan: Plan, traces: dict[str, TableTrace]
-) -> float:
-    """Rebuild what ``predict`` takes at 31b3638."""
-    names = ("tables", "question", "shards", "placement", "stacks", "tiering")
-    tables, question, shards_, placement_, stacks_, tiering = (
-        importlib.import_module(f"dlrm_planner.{name}") for name in names
-    )
-    asked: Any = question.question(spec, profile, tables.read_tables(spec), traces)
-    replicated, placed, ranks, levels = _read_shards(plan)
-    splits = _read_options(
-        plan,
-        placed,
-        lambda kind, ranks, rows, columns: shards_.Split(
-            kind=kind, ranks=ranks, edges=columns if kind == "column" else rows, why=""
-        ),
-    )
-    shards, where = shards_.cut(asked.tables, placed, splits), np.array(ranks, np.int64)
-    reuse = asked.reuse().of(shards)
-    placement = placement_.Placement(
-        replicated=tuple(replicated),
-        splits=splits,
-        shards=shards,
-        ranks=where,
-        method="",
-        imbalance={"": 1.0},
-        pace=0.0,
-    )
-    solution = question.Solution(
-        device=asked.device,
-        costs=asked.costs,
-        tables=asked.tables,
-        placement=placement,
-        levels={k: tiering.Levels(top[1], tuple(below), top[0]) for k, (top, *below) in levels.items()},
-        stacks=stacks_.read_stacks(spec, shards, reuse, asked.caps, where, asked.device),
-        reuse=reuse,
-    )
-    prediction = predict.predict(spec, profile, solution)
-    return float(spec.data.global_batch_size / prediction.samples_per_second)
+    asked = read_problem(spec, rated_profile(problem), traces, codecs=plan.row_codecs)
+    return read_solution(asked, plan).timeline.step_s
 
 
 def answer(line: dict[str, Any]) -> dict[str, Any]:
@@ -410,7 +293,7 @@ def main() -> int:
     ratios = {n: (a[1] / a[0], b[1] / b[0]) for n, a, b in zip(both, by_old, by_new, strict=True)}
     worse = [line for n in range(len(problems)) for line in compare(n, old[n], new[n], ratios.get(n))]
     print("\n".join(worse), file=sys.stderr)
-    for side, column in (("old predict", 0), ("new estimate", 1)):
+    for side, column in (("old", 0), ("new", 1)):
         found = sorted(pair[column] for pair in ratios.values())
         mean = math.exp(sum(map(math.log, found)) / max(len(found), 1))
         figures = {"geometric_mean": round(mean, 4), "min": round(found[0], 4), "max": round(found[-1], 4)}
