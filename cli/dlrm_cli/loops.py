@@ -90,8 +90,6 @@ MOVED_ROWS, MOVED_SAMPLES = 1 << 20, 1 << 13
 NARROW, LARGE = 32, 128
 """Columns of rows whose times per row and per column are told apart."""
 LOOKUP_TABLES, LOOKUP_BATCH, LOOKUPS = 16, 1_024, 6
-LOOKUP_BATCHES = 2
-"""Those of one batch again and again would stay in the processor's cache."""
 ROWS = (NARROW, 1), (NARROW, LOOKUPS), (LARGE, LOOKUPS)
 """Columns and ids of a bag, from which the times of a bag, of an id and of a column are told."""
 FEW_PARTS, MANY_PARTS = 1, 33
@@ -364,20 +362,18 @@ class Rank:
         return self._repeated(partial(_train_step, learner, batch, len(batch.labels)), min_s=MIN_STEPS_S)
 
     def _lookups(self, dim: int, lookups: int) -> Loop:
-        """Make a loop that sends ids, looks rows up, and updates them, of one batch after the other."""
+        """Make a loop that sends ids, looks rows up, and updates them."""
         tables, samples = LOOKUP_TABLES * self.ranks, LOOKUP_BATCH * self._times * self.ranks
         spec = self._job(tables, rows=50_000, dim=dim, lookups=lookups, batch=samples)
-        learner, first = self._learner(spec)
-        reader = open_reader(spec, "train", self.rank, self.ranks)
-        batches = itertools.cycle([first, *(reader.read(number) for number in range(1, LOOKUP_BATCHES))])
+        learner, batch = self._learner(spec)
         rows = learner.embeddings
-        gradient = torch.full((len(first.labels), tables * dim), 1e-6, device=self._device)
+        gradient = torch.full((len(batch.labels), tables * dim), 1e-6, device=self._device)
         no_replicas = torch.empty(0, device=self._device)
 
         def run() -> tuple[float, ...]:
             self._gang.collectives.barrier()
             times = [self._now()]
-            owned = rows.send(next(batches)).result()
+            owned = rows.send(batch).result()
             times.append(self._now())
             prepared = rows.prepare(owned, updates=True)
             copies = prepared.coming.take()
