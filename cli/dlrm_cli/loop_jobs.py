@@ -45,9 +45,10 @@ shape, and all of their time is that of bags."""
 
 
 def write_data(folder: Path, data_format: ReaderFormat, rows: int, read: Read) -> Mapping[str, Any]:
-    """Write rows to a new file, and return ``spec.data`` that reads it."""
-    file = folder / f"{'-'.join(map(str, read))}.{data_format}"
-    WRITERS[data_format](file, rows, read)
+    """Return ``spec.data`` that reads a file of such rows; batches of other sizes share the file."""
+    file = folder / f"{read.lookups}-{read.dense}.{data_format}"
+    if not file.exists():
+        WRITERS[data_format](file, rows, read)
     return {"format": data_format, "train": {"uris": [file.as_uri()]}}
 
 

@@ -61,7 +61,7 @@ NEWTON_STEPS, NEWTON_TOLERANCE = 12, 1e-4
 
 
 def found_blocks(blocks: Each) -> Each:
-    """Return what an id in so many column blocks on one rank costs, over one in a single block."""
+    """Return the cost of an id in this many column blocks on one rank, relative to a single block."""
     return 1 + LATER_BLOCK * (blocks - 1)
 
 
@@ -236,7 +236,7 @@ class CostModel:
     def lookup_s(self, table: Indices | int, share: Each, width: Each, blocks: Each) -> Floats:
         """Return the seconds to look up and update the rows of shards.
 
-        A column block has kernels and optimizer state of its own, so each finds the row anew; ids are sorted once.
+        Each column block has its own kernels and optimizer state and looks the row up again; ids are sorted once.
         """
         of_id = self.element_s[table] * width + self.slot_s[table] + self.id_s[table] * blocks
         added_s = self.partial_s * width * (np.asarray(share) < 1)

@@ -156,7 +156,7 @@ def _check(profile: HardwareProfile, run: PastRun) -> None:
             f"it ran {spec.world_size} ranks on its node, and the profile has loops of "
             f"{' and '.join(map(str, measured))}: leave it out, or set trainer.processesPerReplica"
         )
-    elif all(each.reader(spec.data.format) is None for each in profile.spec.loops):
+    elif not any(loops.reader(spec.data.format) for loops in profile.spec.loops):
         problem = f"the profile has no loops.readers of {spec.data.format}: leave it out"
     else:
         return

@@ -331,7 +331,7 @@ def _defaults(found: Solution) -> tuple[str, ...]:
     measured = problem.profile.spec.loops if problem.profile else ()
     if not measured:
         names.append("loops")
-    if all(each.reader(spec.data.format) is None for each in measured or DEFAULT_LOOPS):
+    if not any(loops.reader(spec.data.format) for loops in measured or DEFAULT_LOOPS):
         names.append(f"loops.readers of {spec.data.format}")
     network = problem.profile.spec.network if problem.profile else None
     if not costs.link_is_stated:

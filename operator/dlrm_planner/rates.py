@@ -381,10 +381,11 @@ def _states(known: Sequence[RankLoops], processes: int) -> list[RankLoops]:
 
 
 def _with_all_readers(loops: RankLoops) -> RankLoops:
-    """Return measured loops with the default times of readers that were not."""
+    """Fill in default times for readers that the profile did not measure."""
     default = _states(DEFAULT_LOOPS, min(loops.processes, 2))[loops.is_reading]
-    absent = tuple(each for each in default.readers if loops.reader(each.format) is None)
-    return loops.model_copy(update={"readers": (*loops.readers, *absent)})
+    measured = {reader.format for reader in loops.readers}
+    missing = (reader for reader in default.readers if reader.format not in measured)
+    return loops.model_copy(update={"readers": (*loops.readers, *missing)})
 
 
 def _with_bandwidths(loops: RankLoops, profile: HardwareProfile | None, parts: float) -> RankLoops:
