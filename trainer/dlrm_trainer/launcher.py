@@ -116,21 +116,26 @@ class Launcher:
 
     def wait(self) -> TerminationMessage:
         """Wait for every rank and return the pod's result."""
-        while running := [process for process in self._processes.values() if process.exitcode is None]:
-            wait([process.sentinel for process in running], POLL_INTERVAL_S)
-            codes = {rank: process.exitcode for rank, process in self._processes.items()}
-            now, stopped = time.monotonic(), self._exits.stopped_at is not None
-            handoff = self._settings.handoff_dir
-            lost = stopped and handoff is not None and HandoffDir(handoff).has_lost_its_sidecar()
-            for rank in codes.keys() - self._exits.failures.keys() - self._killed:
-                if (code := codes[rank]) is not None and code < 0:
-                    rank_group(rank, self._world_size, self._settings).report_death(_signal_name(code))
-            self._exits.observe(codes, now, checkpointer_lost=lost)
-            if self._exits.are_overdue(now):
-                for rank in (rank for rank, code in codes.items() if code is None):
-                    self._killed.add(rank)
-                    self._processes[rank].kill()
+        # One look at the exit codes serves for all: a rank that ends after it is seen by the next.
+        while None in (codes := {rank: process.exitcode for rank, process in self._processes.items()}).values():
+            self._observe(codes)
+            wait([self._processes[rank].sentinel for rank, code in codes.items() if code is None], POLL_INTERVAL_S)
+        self._observe(codes)
         return self._result()
+
+    def _observe(self, codes: Mapping[int, int | None]) -> None:
+        """Tell other pods of ranks that a signal killed, and kill those that are overdue."""
+        now, stopped = time.monotonic(), self._exits.stopped_at is not None
+        handoff = self._settings.handoff_dir
+        lost = stopped and handoff is not None and HandoffDir(handoff).has_lost_its_sidecar()
+        for rank in codes.keys() - self._exits.failures.keys() - self._killed:
+            if (code := codes[rank]) is not None and code < 0:
+                rank_group(rank, self._world_size, self._settings).report_death(_signal_name(code))
+        self._exits.observe(codes, now, checkpointer_lost=lost)
+        if self._exits.are_overdue(now):
+            for rank in (rank for rank, code in codes.items() if code is None):
+                self._killed.add(rank)
+                self._processes[rank].kill()
 
     def _result(self) -> TerminationMessage:
         reports = {rank: self._report(rank) for rank in self._processes}
