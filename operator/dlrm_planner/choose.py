@@ -262,7 +262,7 @@ class _Search:
         if tables.handoff_budget is None:
             segments = replace(problem, tables=replace(tables, handoff_budget=segment_bytes(problem)))
         self._problems = {False: problem, True: segments}
-        self._costs = read_costs(spec, problem.profile, problem.device, tables)
+        self._costs = read_costs(problem)
         pinned = pinned_to_data(tables)
         worth = worth_replicating(tables, self._costs, problem.device)
         # On one rank a replica is the whole table.
@@ -386,8 +386,15 @@ class _Attempt:
         if self._planner is not None and tiers is None:
             return
         estimated = estimate(self._problem, self._costs, placement, tiers)
-        if estimated.step_s < limit_s:
-            self._best = Solution(
-                problem=self._problem, costs=self._costs, placement=placement, tiers=tiers, estimate=estimated
-            )
-            self._best_strategy = strategy.name
+        found = Solution(problem=self._problem, costs=self._costs, placement=placement, tiers=tiers, estimate=estimated)
+        if estimated.step_s < limit_s and (self._best is None or _is_faster(found, self._best, margin)):
+            self._best, self._best_strategy = found, strategy.name
+
+
+def _is_faster(found: Solution, best: Solution, margin: float) -> bool:
+    """Return whether a step, or its training thread where another resource bounds both, is shorter by a factor.
+
+    Costs that add up find a placement; what overlaps may take its gain away.
+    """
+    new, old = found.timeline, best.timeline
+    return new.step_s < old.step_s / margin or new.training_s < old.training_s / margin

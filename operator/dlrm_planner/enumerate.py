@@ -440,11 +440,16 @@ class OptionBuilder:
         return costs if times > 1 else "whole tables leave the ranks less balanced"
 
     def over_all_ranks(self, i: int, reason: str) -> ShardOption | None:
-        """Split over all allowed ranks: by columns if bags have several ids and blocks suffice, else by rows."""
-        table, allowed = self.tables.specs[i], self.allowed(i)
-        if table.lookups > 1 and len(table.block_edges) - 1 >= len(allowed):
+        """Split over all allowed ranks, by columns where they suit the table, else by rows."""
+        allowed = self.allowed(i)
+        if self.suits_columns(i):
             return self.by_columns(i, len(allowed), allowed, reason)
         return self.by_rows(i, allowed, "row", reason)
+
+    def suits_columns(self, i: int) -> bool:
+        """Return whether to split a table over all its ranks by columns: bags have several ids, and blocks suffice."""
+        table = self.tables.specs[i]
+        return table.lookups > 1 and len(table.block_edges) - 1 >= len(self.allowed(i))
 
     def for_balance(self, i: int, total_s: float, other_s: float) -> ShardOption | None:
         """Split the slowest table if that brings the slowest rank down enough.

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import NormalDist
 
 import numpy as np
 
@@ -22,11 +23,11 @@ from dlrm_api.keys import SLOT_BYTES
 from dlrm_api.plan import Device
 from dlrm_api.tiers import Tier
 from dlrm_api.wire import CODECS, LinkClass
+from dlrm_planner.hit_rates import collisions
 from dlrm_planner.rates import DEFAULT_TIER_RATES, RankRates, read_device_rates, read_rates, read_tier_rates, tier_spec
 from dlrm_planner.tables import (
     ELEMENT_BYTES,
     NO_PIN,
-    Tables,
     dense_layers,
     dense_parameters,
     has_two_levels,
@@ -204,6 +205,8 @@ class CostModel:
     """Seconds to look up and update a bag in a column block, however many ids it has."""
     slot_s: Floats
     """Seconds of an id that all of its column blocks on a rank share, and of its slot in a directory of unique ids."""
+    collisions: Floats
+    """Probability that two lookups of a table are of one row, beyond that of rows alike."""
     partial_s: float
     """Seconds to add one column of a vector that is of a part of a table's rows to those of other parts."""
     on_host: np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -238,11 +241,31 @@ class CostModel:
 
         Each column block has its own kernels and optimizer state and looks the row up again; ids are sorted once.
         """
-        of_id = self.element_s[table] * width + self.slot_s[table] + self.id_s[table] * blocks
+        of_ids_s = self.of_ids_s(table, share, width, blocks)
         added_s = self.partial_s * width * (np.asarray(share) < 1)
-        return np.asarray(
-            self.ids[table] * share * of_id + self.bags_with_ids(table, share) * (self.bag_s[table] * blocks + added_s)
-        )
+        return of_ids_s + self.bags_with_ids(table, share) * (self.bag_s[table] * blocks + added_s)
+
+    def of_ids_s(self, table: Indices | int, share: Each, width: Each, blocks: Each) -> Floats:
+        """Return the part of ``lookup_s`` that grows with ids."""
+        of_id = self.element_s[table] * width + self.slot_s[table] + self.id_s[table] * blocks
+        return np.asarray(self.ids[table] * share * of_id)
+
+    def excess_s(self, placement: Placement, of_ids_s: Floats) -> Floats:
+        """Return the (W,) seconds by which each rank exceeds its mean if it is the busiest by chance.
+
+        ``of_ids_s`` are the (S,) mean seconds of ids of a shard of each shape. Hot rows lie anywhere, so ranges of as
+        many rows differ in ids: their number in a share s of the rows has variance c (1 - s) / s around its mean, over
+        the mean squared; for c see ``collisions``. Whole columns do not vary.
+
+        Source: Blom, "Statistical estimates and transformed beta-variables", 1958, for the largest of W normal numbers;
+        here their sum is given.
+        """
+        shapes, ranks = placement.shards.shapes, self.world_size
+        if ranks == 1:
+            return np.zeros(1)
+        variance = of_ids_s**2 * self.collisions[shapes.table] * (1 - shapes.share) / shapes.share
+        largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * (ranks / (ranks - 1)) ** 0.5
+        return np.asarray(largest * np.sqrt(placement.by_rank(variance, ranks)))
 
     def bags_with_ids(self, table: Indices | int, share: Each) -> Floats:
         """Return the bags of a step that have an id in shards, and so a vector there."""
@@ -319,8 +342,9 @@ class CostModel:
     def estimate(self, placement: Placement) -> Estimate:
         """Estimate a step of a placement with all rows in the first level."""
         shapes = placement.shards.shapes
-        looked_up = self.lookup_s(shapes.table, shapes.share, shapes.width, shapes.blocks)
-        looked_up = looked_up + self.part_s[shapes.table] * shapes.blocks
+        parts = shapes.table, shapes.share, shapes.width, shapes.blocks
+        looked_up = self.lookup_s(*parts) + self.part_s[shapes.table] * shapes.blocks
+        of_ids_s = self.of_ids_s(*parts)
         on_host, lookups = self.on_host[shapes.table], dict[Tier, Timed]()
         # Replicated tables are in the memory of the device that computes.
         home: Tier = "hbm" if "hbm" in self.lookup_is_stated else "ddr"
@@ -328,8 +352,9 @@ class CostModel:
             if tier != home and not on_host.any():
                 continue
             own_s = self.replica_s(placement.replicated) if tier == home else 0.0
-            here = looked_up * (on_host == (tier == "ddr"))
-            lookups[tier] = Timed(float(placement.by_rank(here, self.world_size).max()) + own_s, stated)
+            here = on_host == (tier == "ddr")
+            of_ranks = placement.by_rank(looked_up * here, self.world_size) + self.excess_s(placement, of_ids_s * here)
+            lookups[tier] = Timed(float(of_ranks.max()) + own_s, stated)
         sent = self.sent_by_rank(placement)
         sent_s = self.links.messages_s(sent) + self.packed_s * float(sent.max())
         exchange = Timed(sent_s + self.reduce_s(placement.replicated), self.link_is_stated)
@@ -342,9 +367,10 @@ class CostModel:
         return placement.by_rank(sent, self.world_size)
 
 
-def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Device, tables: Tables) -> CostModel:
-    """Return the costs of a job's tables on ranks of this kind."""
-    specs, batch, processes = tables.specs, spec.data.global_batch_size, spec.trainer.processes_per_replica
+def read_costs(problem: Problem) -> CostModel:
+    """Return the costs of a job's tables on its ranks."""
+    spec, profile, device, specs = problem.spec, problem.profile, problem.device, problem.tables.specs
+    batch, processes = spec.data.global_batch_size, spec.trainer.processes_per_replica
     bags = np.array([batch * len(table.sources) for table in specs], np.float64)
     id_bytes = 8 if any(table.is_unique or table.rows >= NARROW_ROWS for table in specs) else 4
     longest = max(table.max_lookups for table in specs)
@@ -391,6 +417,7 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
         bag_s=np.where(on_host, bag_s, of_device[2]),
         slot_s=(1 - LATER_BLOCK) * id_s * on_host
         + host_s * SLOT_BYTES / ELEMENT_BYTES * np.array([table.is_unique for table in specs]),
+        collisions=collisions(problem),
         partial_s=PARTIAL_PACKS * rates.alone.pack_s("fp32") if spec.world_size > 1 and device == "cpu" else 0.0,
         on_host=on_host,
         lookup_is_stated=stated,
@@ -399,7 +426,7 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
         packed_s=packed_s,
         compute=_compute(spec, profile, devices or rates) if device == "cpu" or devices else _dense_s(spec, profile),
         dense_bytes=float(CODECS[spec.training.communication.dense].value_bytes * dense_parameters(spec.model)),
-        table_elements=tables.rows * [table.dim for table in specs],
+        table_elements=problem.tables.rows * [table.dim for table in specs],
     )
 
 

@@ -58,6 +58,23 @@ def _read_hit_rates(problem: Problem, in_flight: int) -> HitRates:
     return replace(found, min_rows=np.clip(np.ceil(found.min_rows), 1, size))
 
 
+def collisions(problem: Problem) -> Floats:
+    """Return the (T,) probability that two lookups of a table are of one row, beyond that of rows alike.
+
+    It comes from priors, or from traces that were read.
+    """
+    specs, size = problem.tables.specs, problem.tables.rows
+    kinds = np.stack([size, np.array([_alpha(table.distribution) for table in specs])], axis=1)
+    different, inverse = np.unique(kinds, axis=0, return_inverse=True)
+    width, share = _popularity(different[:, 0], different[:, 1])
+    found = (share**2 / np.maximum(width, 1e-300)).sum(axis=1)[inverse]
+    for i, table, _, _ in _references(problem.spec):
+        if (trace := problem.traces.get(table.name)) is not None and trace.histogram:
+            rows, lookups = np.array([(each.rows, each.lookups) for each in trace.histogram], np.float64).T
+            found[i] = (lookups**2 / np.maximum(rows, 1)).sum() / max(lookups.sum(), 1) ** 2
+    return np.asarray(np.maximum(found - 1 / size, 0.0))
+
+
 def _alpha(distribution: DistributionSpec | None) -> float:
     if distribution is None:
         return DEFAULT_ALPHA

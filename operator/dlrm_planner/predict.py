@@ -59,7 +59,7 @@ class Solution:
 
     def under(self, problem: Problem) -> Solution:
         """Return the same placement and tiers by the rates and wire formats of a variant of the problem."""
-        costs = read_costs(problem.spec, problem.profile, problem.device, problem.tables)
+        costs = read_costs(problem)
         estimated = estimate(problem, costs, self.placement, self.tiers)
         return replace(self, problem=problem, costs=costs, estimate=estimated)
 
@@ -118,26 +118,51 @@ def _hit_rates(found: Solution) -> dict[str, float]:
 
 
 def step_work(found: Solution) -> StepWork:
-    """Return the work of a step: of the rank that looks up longest, and the largest messages of any."""
+    """Return the work of a step, and the largest messages of any rank.
+
+    Alone it is that of the rank that looks up longest. While other threads take processors, those of ranks that wait
+    serve the others of their node: then it is that of the mean rank.
+    """
     spec, model, costs, rates = found.problem.spec, found.problem.spec.model, found.costs, found.costs.rates
     computing = costs.computing
     samples, features = largest_slice(spec), len(model.all_features())
     share = samples / spec.data.global_batch_size
     varies = np.array([table.max_lookups > table.lookups for table in found.problem.tables.specs])
     bags, varying, ids = (float(each.sum()) * share for each in (costs.bags, costs.bags[varies], costs.ids))
+    shapes = found.placement.shards.shapes
+    received = found.placement.by_rank(costs.ids[shapes.table] * shapes.share, spec.world_size).max()
     batch = features, bags, varying, ids, len(model.dense_features) * samples
     read_s, alone_s = (each.read_s(spec.data.format, batch) for each in (rates.reading, rates.alone))
+    busiest, node, excess = _busiest(found, _looked_up_s(costs, shapes, rates.alone, computing.alone))
+    of_node = 1 + (excess - 1) / spec.trainer.processes_per_replica
     return StepWork(
-        alone=_training(found, rates.alone, computing.alone),
-        beside=_training(found, rates.reading, computing.reading),
+        alone=_training(found, rates.alone, computing.alone, busiest, excess),
+        beside=_training(found, rates.reading, computing.reading, node, of_node),
         read_s=read_s,
         # Noise in a profile can make a reader look slower alone.
         read_alone_s=min(read_s, alone_s),
-        ids_s=ids * rates.reading.of("sent_id") if spec.world_size > 1 else 0.0,
+        ids_s=received * rates.reading.of("sent_id") if spec.world_size > 1 else 0.0,
         tiers=_tier_work(found),
         files_s=files_s(found.problem),
         prefetches=found.estimate.prefetches,
     )
+
+
+def _busiest(found: Solution, looked_up_s: Floats) -> tuple[Floats, Floats, float]:
+    """Return the (S,) shards of the rank that looks up longest, those of a mean rank of its node, and the excess.
+
+    The excess is the factor of the rank's ids if chance gives it more than its mean. Every rank waits for this one.
+    """
+    placement, costs, spec = found.placement, found.costs, found.problem.spec
+    shapes, ranks, processes = placement.shards.shapes, spec.world_size, spec.trainer.processes_per_replica
+    of_ids_s = costs.of_ids_s(shapes.table, shapes.share, shapes.width, shapes.blocks)
+    excess_s = costs.excess_s(placement, of_ids_s)
+    rank = int((placement.by_rank(looked_up_s, ranks) + excess_s).argmax())
+    excess = 1 + float(excess_s[rank] / max(placement.by_rank(of_ids_s, ranks)[rank], 1e-300))
+    own, near = placement.ranks == rank, placement.ranks // processes == rank // processes
+    counts = (np.bincount(placement.shards.shape[which], minlength=len(shapes.table)) for which in (own, near))
+    busiest, node = (each.astype(np.float64) for each in counts)
+    return busiest, node / processes, excess
 
 
 def step_requests(problem: Problem) -> float:
@@ -155,31 +180,34 @@ def files_s(problem: Problem) -> float:
     return step_requests(problem) * (stated or OBJECT_REQUEST_S) / REMOTE_THREADS
 
 
-def _training(found: Solution, rates: LoopRates, computing: LoopRates) -> TrainingWork:
-    """Return the work of the training thread, by rates of loops on the host and of those where ranks compute."""
+def _training(found: Solution, rates: LoopRates, computing: LoopRates, shards: Floats, excess: float) -> TrainingWork:
+    """Return the work of the training thread, by rates of loops on the host and of those where ranks compute.
+
+    ``shards`` is the (S,) number of its shards of each shape, ``excess`` the factor of their ids.
+    """
     problem, costs, placement = found.problem, found.costs, found.placement
     spec, model, shapes = problem.spec, problem.spec.model, placement.shards.shapes
     samples, world_size, replicated = largest_slice(spec), spec.world_size, np.array(placement.replicated, np.int64)
-    # Every rank waits for the one that looks up longest, and for the largest messages of any.
-    rank = int(placement.by_rank(_looked_up_s(costs, shapes, rates, computing), world_size).argmax())
-    own = placement.shards.shape[placement.ranks == rank]
-    table = shapes.table[own]
-    host, ids = costs.on_host[table], costs.ids[table] * shapes.share[own]
-    vectors = costs.bags_with_ids(table, shapes.share[own])
-    bags = vectors * shapes.blocks[own]
-    added = float((vectors * shapes.width[own])[shapes.share[own] < 1].sum())
-    values = float((ids * shapes.width[own])[host].sum())
+    own = np.flatnonzero(shards)
+    count, table, width, blocks, share = (
+        shards[own], shapes.table[own], shapes.width[own], shapes.blocks[own], shapes.share[own]
+    )  # fmt: skip
+    host, ids = costs.on_host[table], count * costs.ids[table] * share * excess
+    vectors = count * costs.bags_with_ids(table, share)
+    bags = vectors * blocks
+    added = float((vectors * width)[share < 1].sum())
+    values = float((ids * width)[host].sum())
     copies = replicated[costs.on_host[replicated]]
     # Each column block finds its rows anew.
-    of_host = float((ids * found_blocks(shapes.blocks[own]))[host].sum())
+    of_host = float((ids * found_blocks(blocks))[host].sum())
     of_host += float((costs.ids[copies] * found_blocks(costs.blocks[copies])).sum()) / world_size
     values += float((costs.ids[copies] * costs.dims[copies]).sum()) / world_size
     bags_of_host = float(bags[host].sum())
     bags_of_host += float((costs.bags[copies] * costs.blocks[copies]).sum()) / world_size
     # A GPU's lookups and updates are one term.
-    of_row_s = costs.element_s[table] * shapes.width[own] + costs.id_s[table] * shapes.blocks[own]
+    of_row_s = costs.element_s[table] * width + costs.id_s[table] * blocks
     device_s = float((ids * of_row_s + bags * costs.bag_s[table])[~host].sum())
-    parts = float(shapes.blocks[own].sum())
+    parts = float((count * blocks).sum())
     interpreted_s = computing.step_s + computing.part_s * parts + float(costs.replica_host_s(replicated).sum())
     collectives_s = COLLECTIVES * computing.empty_collective_s if world_size > 1 else 0.0
     if not costs.computing.has_own_step:

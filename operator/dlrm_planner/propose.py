@@ -125,20 +125,25 @@ def split_heaviest_over_all(proposer: Proposer, to_beat_s: float) -> Options | N
     return builder.options if len(builder.options) > len(proposer.pinned.options) else None
 
 
-def even_rows(proposer: Proposer, to_beat_s: float) -> Options | None:
-    """Split every table that takes long enough into even ranges of rows over all ranks."""
-    builder, costs = proposer.pinned.copy(), proposer.empty.costs
+def even_parts(proposer: Proposer, to_beat_s: float) -> Options | None:
+    """Split every table that takes long enough over all ranks, into even parts."""
+    builder, costs, ranks = proposer.pinned.copy(), proposer.empty.costs, proposer.world_size
     split = [i for i in builder.open_tables() if costs.whole_s[i] >= costs.min_split_s[i]]
-    if proposer.world_size == 1 or len(split) * proposer.world_size > MAX_SHARDS_PER_PROPOSAL:
+    if ranks == 1 or len(split) * ranks > MAX_SHARDS_PER_PROPOSAL:
         return None
     which = np.array(split, np.int64)
-    parts = costs.total_s(which, 1 / proposer.world_size, costs.dims[which], costs.blocks[which])
-    added_s = float((proposer.world_size * parts - costs.whole_s[which]).sum())
-    if (builder.remaining_s() + added_s) / proposer.world_size >= to_beat_s:
+    dims, blocks = costs.dims[which], costs.blocks[which]
+    in_columns = np.array([builder.suits_columns(i) for i in split], bool)
+    parts = np.where(
+        in_columns,
+        costs.total_s(which, 1.0, dims / ranks, blocks / ranks),
+        costs.total_s(which, 1 / ranks, dims, blocks),
+    )
+    added_s = float((ranks * parts - costs.whole_s[which]).sum())
+    if (builder.remaining_s() + added_s) / ranks >= to_beat_s:
         return None
-    reason = "a step is shortest if all ranks have a part of every table"
     for i in split:
-        builder.add(i, builder.by_rows(i, builder.allowed(i), "row", reason))
+        builder.add(i, builder.over_all_ranks(i, "a step is shortest if all ranks have a part of every table"))
     return builder.options
 
 
@@ -311,7 +316,7 @@ _WHOLE = Strategy("all-whole", all_whole)
 _HEAVIEST = Strategy("heaviest-split", split_heaviest)
 _OVER_ALL = Strategy("heaviest-split-all", split_heaviest_over_all)
 _FILL = Strategy("fill-to-level", fill_to_level)
-_EVEN = Strategy("even-rows", even_rows)
+_EVEN = Strategy("even-parts", even_parts)
 _NODES = Strategy("split-over-nodes", split_over_nodes, _BALANCED)
 _ALL_NODES = Strategy("split-over-all-nodes", split_over_all_nodes)
 _PACK = Strategy("best-fit", pack)

@@ -138,7 +138,7 @@ def _keep_shards(problem: Problem, plan: Plan) -> Plan | str:
     As in a search, rows stay in DDR where they fit, and the hand-off holds a full cut where that is as fast.
     """
     try:
-        costs = read_costs(problem.spec, problem.profile, problem.device, problem.tables)
+        costs = read_costs(problem)
         segments = problem
         if problem.tables.handoff_budget is None:
             segments = replace(problem, tables=replace(problem.tables, handoff_budget=segment_bytes(problem)))
@@ -199,7 +199,7 @@ def read_solution(problem: Problem, plan: Plan) -> Solution:
     Raises:
         InvalidSpecError: the plan has other tables or ranks than the job.
     """
-    costs = read_costs(problem.spec, problem.profile, problem.device, problem.tables)
+    costs = read_costs(problem)
     shards = read_shards(problem, costs, plan)
     tiers = _read_tiers(problem, shards)
     estimated = estimate(problem, costs, shards.placement, tiers)

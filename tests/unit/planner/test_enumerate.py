@@ -501,7 +501,7 @@ def test_required_splits_of_all_tables_are_those_of_one_after_the_other(
     block = {"block": "100Gi"} if has_tiers else {}
     spec = make_spec(entries, replicas=3, processesPerReplica=2, tierBudgets={"ddr": f"{ddr}Mi", **block})
     problem = read_problem(spec, None, {})
-    costs = read_costs(spec, None, problem.device, problem.tables)
+    costs = read_costs(problem)
     capacity = next(TierPlanner(problem).capacities(())) if has_tiers else ddr_capacity(problem, ())
     together, one_by_one = (OptionBuilder(spec, problem.tables, costs, capacity) for _ in range(2))
 

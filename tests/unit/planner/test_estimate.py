@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import ModelSpec
+from dlrm_api.trace import TableTrace
 from dlrm_api.wire import CODECS, Codec
 from dlrm_planner import plan_job
 from dlrm_planner.choose import choose, read_problem
 from dlrm_planner.estimate import PartCost
+from dlrm_planner.hit_rates import collisions
 from dlrm_planner.predict import Solution
 from dlrm_planner.write import write_plan
 
@@ -47,6 +49,34 @@ def test_times_of_one_rank(make_spec: MakeSpec, make_profile: MakeProfile) -> No
     assert predicted.samples_per_second == pytest.approx(1_024 / predicted.step_seconds)
     price = 3.6 / 3_600 * 1e9 / (1_024 / predicted.step_seconds)
     assert predicted.price_per_billion_samples == pytest.approx(price)
+
+
+@pytest.mark.parametrize(("alpha", "ranks"), [(1.05, 2), (1.05, 4), (0.8, 8), (0.0, 4)])
+def test_the_busiest_range_of_rows_exceeds_its_mean_as_scattered_hot_rows_make_it(
+    make_spec: MakeSpec, alpha: float, ranks: int
+) -> None:
+    rows, draw = 20_000, np.random.default_rng(0)
+    table = {"name": "t", "rows": rows, "dim": 16, "maxLookups": 4, "distribution": {"prior": "zipf", "alpha": alpha}}
+    spec = make_spec([{**table, "pin": {"sharding": "row"}}], batch=1_024, replicas=ranks)
+    found = choose(read_problem(spec, None, {}))
+    assert isinstance(found, Solution)
+    shapes = found.placement.shards.shapes
+    of_ids_s = found.costs.of_ids_s(shapes.table, shapes.share, shapes.width, shapes.blocks)
+
+    excess = found.costs.excess_s(found.placement, of_ids_s) / found.placement.by_rank(of_ids_s, ranks)
+
+    popularity = np.arange(1, rows + 1) ** -alpha
+    popularity /= popularity.sum()
+    drawn = [draw.permutation(popularity).reshape(ranks, -1).sum(axis=1).max() * ranks - 1 for _ in range(300)]
+    assert excess == pytest.approx(np.mean(drawn), rel=0.25, abs=0.01)
+
+
+def test_a_trace_says_how_uneven_ranges_are(make_spec: MakeSpec) -> None:
+    spec = make_spec([{"name": "t", "rows": 100, "dim": 16, "distribution": {"reference": "file:///t"}}])
+    bins = ({"most": 1, "rows": 40, "lookups": 40}, {"most": None, "rows": 2, "lookups": 60})
+    trace = TableTrace(table="t", rows=100, lookups=100, unique_rows=42, accesses=42, histogram=bins)
+
+    assert collisions(read_problem(spec, None, {"t": trace})) == pytest.approx(40 * 0.01**2 + 2 * 0.3**2 - 1 / 100)
 
 
 def test_projections_cost_a_product_for_each_feature_and_travel_once(

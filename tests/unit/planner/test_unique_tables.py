@@ -15,6 +15,7 @@ from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan
 from dlrm_planner import plan_job
+from dlrm_planner.choose import read_problem
 from dlrm_planner.estimate import read_costs
 from dlrm_planner.tables import read_tables
 from dlrm_testing.unique_tables import spec_with_unique
@@ -148,7 +149,7 @@ def test_shared_rows_take_ddr_and_space_in_cuts(make_spec: MakeSpec, tiers: dict
 def test_one_unique_table_widens_all_ids(make_spec: MakeSpec) -> None:
     spec = make_spec([{"name": name, "rows": 10**6, "dim": 16} for name in "tu"], replicas=2)
 
-    narrow, wide = (read_costs(each, None, "cpu", read_tables(each)) for each in (spec, unique(spec, 16)))
+    narrow, wide = (read_costs(read_problem(each, None, {})) for each in (spec, unique(spec, 16)))
 
     assert narrow.id_bytes.tolist() == [4, 4]
     assert wide.id_bytes.tolist() == [8, 8]
