@@ -46,9 +46,9 @@ ROW_READS, ROW_WRITES = 2, 1
 """A lookup reads its row forward; the update reads it again and writes it."""
 MIN_SPLIT_BYTES = 2**20
 """A table that reads less in a step is not split for balance: another shard is another kernel launch."""
-REPLICA_PART_S, REPLICA_WIDTH_S = 6e-7, 2e-4
-"""Host work of a step for each column block of replicated tables, and for each width of theirs, measured by
-``benchmarks.scale --only step/data-parallel``."""
+REPLICA_PART_S, WIDTH_S = 6e-7, 2e-4
+"""Host work of a step for each column block of replicated tables, and for each width of blocks, measured by
+``benchmarks.scale --only step/data-parallel``, and so of blocks that are not replicated (16 tables on two ranks)."""
 DEFAULT_NODE_LINK_RATE, DEFAULT_DEVICE_LINK_RATE, DEFAULT_HOST_LINK_RATE = 12.5 * 2**30, 600 * 2**30, 20 * 2**30
 """Bytes per second between nodes, between GPUs of a node, and between a GPU and its host. Ranks of one node without
 GPUs exchange through DDR."""
@@ -320,7 +320,7 @@ class CostModel:
         """Return the (n,) seconds of host work that each of these replicated tables adds to those before it."""
         seconds = REPLICA_PART_S * self.blocks[replicated]
         _, firsts = np.unique(self.dims[replicated] / self.blocks[replicated], return_index=True)
-        seconds[firsts] += REPLICA_WIDTH_S
+        seconds[firsts] += WIDTH_S
         return seconds
 
     def replica_s(self, replicated: Sequence[int]) -> float:
@@ -356,9 +356,14 @@ class CostModel:
             of_ranks = placement.by_rank(looked_up * here, self.world_size) + self.excess_s(placement, of_ids_s * here)
             lookups[tier] = Timed(float(of_ranks.max()) + own_s, stated)
         sent = self.sent_by_rank(placement)
-        sent_s = self.links.messages_s(sent) + self.packed_s * float(sent.max())
+        sent_s = self.links.messages_s(sent) + self.packed_s * float(self.handled(sent).max())
         exchange = Timed(sent_s + self.reduce_s(placement.replicated), self.link_is_stated)
         return Estimate(compute=self.compute, lookups=lookups, exchange=exchange)
+
+    def handled(self, sent: Floats) -> Floats:
+        """Return the (W,) mean of what a rank sends and of what comes from others, who send (W,) to all ranks alike."""
+        others = max(self.world_size - 1, 1)
+        return np.asarray((sent + (sent.sum() - sent) / others) / 2)
 
     def sent_by_rank(self, placement: Placement) -> Floats:
         """Return the (W,) bytes that shards of each rank exchange with other ranks."""

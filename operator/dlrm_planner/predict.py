@@ -17,12 +17,12 @@ from dlrm_api.plan import Plan, Prediction
 from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
 from dlrm_api.training import CommunicationSpec
 from dlrm_api.wire import CODECS, Codec, LinkClass
-from dlrm_planner.estimate import CostModel, Moved, estimate, found_blocks, moved_rows, read_costs, transfer_s
+from dlrm_planner.estimate import WIDTH_S, CostModel, Moved, estimate, found_blocks, moved_rows, read_costs, transfer_s
 from dlrm_planner.rates import DEFAULT_LOOPS, LoopRates, read_device_rates, tier_spec
 from dlrm_planner.tables import ELEMENT_BYTES, dense_layers, dense_parameters, largest_slice, pair_values
 from dlrm_planner.tiers import TierAssignment
 from dlrm_planner.timeline import StepWork, TierWork, Timeline, TrainingWork, lay_out
-from dlrm_planner.types import Estimate, Floats, Levels, Placement, Problem, Shapes, Timed
+from dlrm_planner.types import Estimate, Floats, Levels, Placement, Problem, Timed
 
 SECONDS_PER_HOUR = 3_600
 COLLECTIVES, RANK_S = 6, 2e-5
@@ -118,11 +118,7 @@ def _hit_rates(found: Solution) -> dict[str, float]:
 
 
 def step_work(found: Solution) -> StepWork:
-    """Return the work of a step, and the largest messages of any rank.
-
-    Alone it is that of the rank that looks up longest. While other threads take processors, those of ranks that wait
-    serve the others of their node: then it is that of the mean rank.
-    """
+    """Return the work of a step: of the rank that looks up longest, and the largest messages of any."""
     spec, model, costs, rates = found.problem.spec, found.problem.spec.model, found.costs, found.costs.rates
     computing = costs.computing
     samples, features = largest_slice(spec), len(model.all_features())
@@ -133,11 +129,10 @@ def step_work(found: Solution) -> StepWork:
     received = found.placement.by_rank(costs.ids[shapes.table] * shapes.share, spec.world_size).max()
     batch = features, bags, varying, ids, len(model.dense_features) * samples
     read_s, alone_s = (each.read_s(spec.data.format, batch) for each in (rates.reading, rates.alone))
-    busiest, node, excess = _busiest(found, _looked_up_s(costs, shapes, rates.alone, computing.alone))
-    of_node = 1 + (excess - 1) / spec.trainer.processes_per_replica
+    shards, excess = _busiest(found)
     return StepWork(
-        alone=_training(found, rates.alone, computing.alone, busiest, excess),
-        beside=_training(found, rates.reading, computing.reading, node, of_node),
+        alone=_training(found, rates.alone, computing.alone, shards, excess),
+        beside=_training(found, rates.reading, computing.reading, shards, excess),
         read_s=read_s,
         # Noise in a profile can make a reader look slower alone.
         read_alone_s=min(read_s, alone_s),
@@ -148,21 +143,21 @@ def step_work(found: Solution) -> StepWork:
     )
 
 
-def _busiest(found: Solution, looked_up_s: Floats) -> tuple[Floats, Floats, float]:
-    """Return the (S,) shards of the rank that looks up longest, those of a mean rank of its node, and the excess.
+def _busiest(found: Solution) -> tuple[Floats, float]:
+    """Return the (S,) shards of the rank that looks up longest, and the factor of its ids.
 
-    The excess is the factor of the rank's ids if chance gives it more than its mean. Every rank waits for this one.
+    Chance may give it more ids than its mean. Every rank waits for this one.
     """
-    placement, costs, spec = found.placement, found.costs, found.problem.spec
-    shapes, ranks, processes = placement.shards.shapes, spec.world_size, spec.trainer.processes_per_replica
-    of_ids_s = costs.of_ids_s(shapes.table, shapes.share, shapes.width, shapes.blocks)
+    placement, costs, ranks = found.placement, found.costs, found.problem.spec.world_size
+    shapes = placement.shards.shapes
+    of_shapes = shapes.table, shapes.share, shapes.width, shapes.blocks
+    looked_up_s = costs.lookup_s(*of_shapes) + costs.part_s[shapes.table] * shapes.blocks
+    of_ids_s = costs.of_ids_s(*of_shapes)
     excess_s = costs.excess_s(placement, of_ids_s)
     rank = int((placement.by_rank(looked_up_s, ranks) + excess_s).argmax())
     excess = 1 + float(excess_s[rank] / max(placement.by_rank(of_ids_s, ranks)[rank], 1e-300))
-    own, near = placement.ranks == rank, placement.ranks // processes == rank // processes
-    counts = (np.bincount(placement.shards.shape[which], minlength=len(shapes.table)) for which in (own, near))
-    busiest, node = (each.astype(np.float64) for each in counts)
-    return busiest, node / processes, excess
+    shards = np.bincount(placement.shards.shape[placement.ranks == rank], minlength=len(shapes.table))
+    return shards.astype(np.float64), excess
 
 
 def step_requests(problem: Problem) -> float:
@@ -209,6 +204,8 @@ def _training(found: Solution, rates: LoopRates, computing: LoopRates, shards: F
     device_s = float((ids * of_row_s + bags * costs.bag_s[table])[~host].sum())
     parts = float((count * blocks).sum())
     interpreted_s = computing.step_s + computing.part_s * parts + float(costs.replica_host_s(replicated).sum())
+    # Blocks of one width are looked up together; loops have a single one.
+    interpreted_s += WIDTH_S * max(0, len(np.unique(width / blocks)) - 1)
     collectives_s = COLLECTIVES * computing.empty_collective_s if world_size > 1 else 0.0
     if not costs.computing.has_own_step:
         interpreted_s += collectives_s
@@ -237,18 +234,6 @@ def _training(found: Solution, rates: LoopRates, computing: LoopRates, shards: F
 def _is_timed(found: Solution) -> bool:
     """Return whether there are loops, measured or by default, of where ranks compute."""
     return found.problem.device == "cpu" or found.costs.devices is not None
-
-
-def _looked_up_s(costs: CostModel, shapes: Shapes, rates: LoopRates, computing: LoopRates) -> Floats:
-    """Return the (S,) seconds in which a rank looks up and updates a shard of each shape."""
-    table, (id_s, value_s, bag_s) = shapes.table, rates.looked_up
-    of_host = found_blocks(shapes.blocks) * id_s + shapes.width * value_s
-    of_device = costs.id_s[table] * shapes.blocks + costs.element_s[table] * shapes.width
-    of_id = np.where(costs.on_host[table], of_host, of_device)
-    of_bag = np.where(costs.on_host[table], bag_s, costs.bag_s[table])
-    added_s = costs.partial_s * shapes.width * (shapes.share < 1)
-    vectors_s = costs.bags_with_ids(table, shapes.share) * (of_bag * shapes.blocks + added_s)
-    return np.asarray(costs.ids[table] * shapes.share * of_id + vectors_s + computing.part_s * shapes.blocks)
 
 
 def _exchange(found: Solution, rates: LoopRates) -> dict[str, float]:
@@ -286,7 +271,8 @@ def exchange_times(found: Solution, rates: LoopRates, codecs: Iterable[Codec]) -
     spec, costs, placement = found.problem.spec, found.costs, found.placement
     shapes, is_timed = placement.shards.shapes, _is_timed(found)
     here = costs.bags_with_ids(shapes.table, shapes.share)
-    most = float(placement.by_rank(here * shapes.width, spec.world_size).max())
+    # A rank packs what it sends and unpacks what comes, as much in both directions; gradients take the way back.
+    most = float(costs.handled(placement.by_rank(here * shapes.width, spec.world_size)).max())
     # Messages of ranks of one node, and their sums, take as long as was measured.
     is_measured = spec.replicas == 1 and is_timed and costs.computing.is_measured
     packs, links = dict[tuple[LinkClass, Codec], float](), dict[tuple[LinkClass, Codec], float]()
@@ -295,7 +281,9 @@ def exchange_times(found: Solution, rates: LoopRates, codecs: Iterable[Codec]) -
         sizes = here * (form.value_bytes * shapes.width + form.row_bytes * shapes.blocks)
         sent = placement.by_rank(sizes, spec.world_size) * costs.away
         for link, share in costs.links.shares.items():
-            measured_s = rates.collective_s("all_to_all", float(sent.max())) if is_measured else None
+            # Processors carry what hosts of one node send and receive; a GPU's link carries both at once.
+            carried = float((costs.handled(sent) if found.problem.device == "cpu" else sent).max())
+            measured_s = rates.collective_s("all_to_all", carried) if is_measured else None
             links[link, codec] = costs.links.class_s(link, sent) if measured_s is None else measured_s
             packs[link, codec] = most * share * rates.pack_s(codec) if is_timed else 0.0
     reduced = costs.dense_bytes + ELEMENT_BYTES * float(costs.table_elements[list(placement.replicated)].sum())

@@ -95,12 +95,12 @@ class TierWork:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """Hold all work of a step."""
+    """Hold all work of a step of the slowest rank."""
 
     alone: TrainingWork
-    """Of the busiest rank, while no other thread runs."""
+    """While no other thread runs."""
     beside: TrainingWork
-    """Of the mean rank of its node, while others run all the time."""
+    """While others run all the time."""
     read_s: float = 0.0
     """Of the reader, while the training thread runs too."""
     read_alone_s: float = 0.0
@@ -151,13 +151,10 @@ class Timeline:
 def lay_out(work: StepWork) -> Timeline:
     """Return the timeline of a step.
 
-    The training thread does a part of its work while threads beside it run, and the rest alone; the busiest rank is
-    never faster than alone. Without prefetching it
+    The training thread does a part of its work while threads beside it run, and the rest alone. Without prefetching it
     waits for each tier.
     """
     part, done_s = min(1.0, work.beside_s / max(work.beside.total_s, 1e-12)), work.done_s
-    if work.beside.total_s < work.alone.total_s:
-        part = 0.0
     training_s = part * work.beside.total_s + (1 - part) * work.alone.total_s
     tiers_s = {tier: each.device_s for tier, each in work.tiers.items()}
     total_s = sum(tiers_s.values())
