@@ -31,10 +31,10 @@ from dlrm_planner.virtual_shards import with_kept
 from dlrm_planner.write import write_plan
 
 MIN_GAIN = 1.005
-"""Segments must make a step faster by this factor where full cuts fit, and more shards the sum of its parts."""
+"""Segments must shorten a step by this factor where full cuts fit, and more shards the sum of its parts."""
 SPLIT_GAIN = 1.015
-"""More shards must make a step faster by this factor: three of ten measured problems lost 6 to 12 % by splits that are
-expected to gain 0.6 to 1.4 %."""
+"""More shards must shorten the predicted step by this factor: in three of ten measured problems, splits with a
+predicted gain of 0.6 to 1.4 % cost 6 to 12 %."""
 BOUND_TOLERANCE = 1.01
 """A plan within this factor of what none can beat ends the search."""
 
@@ -379,7 +379,8 @@ class _Attempt:
         """Keep a placement if tiers hold its rows and it is faster than the best so far."""
         best = self._best
         splits_more = best is not None and len(placement.ranks) > len(best.placement.ranks)
-        limit_s = inf if best is None else best.estimate.step_s / (MIN_GAIN if splits_more else 1.0)
+        added_gain, step_gain = (MIN_GAIN, SPLIT_GAIN) if splits_more else (1.0, 1.0)
+        limit_s = best.estimate.step_s / added_gain if best else inf
         fast_s = self._costs.estimate(placement).fast_s
         self._placed_s = min(self._placed_s, fast_s)
         # Tiers only add to the time of rows in the first level.
@@ -390,14 +391,14 @@ class _Attempt:
             return
         estimated = estimate(self._problem, self._costs, placement, tiers)
         found = Solution(problem=self._problem, costs=self._costs, placement=placement, tiers=tiers, estimate=estimated)
-        if estimated.step_s < limit_s and (best is None or _is_faster(found, best, SPLIT_GAIN if splits_more else 1.0)):
+        if estimated.step_s < limit_s and (not best or _is_faster(found, best, step_gain)):
             self._best = found
 
 
 def _is_faster(found: Solution, best: Solution, margin: float) -> bool:
-    """Return whether a step, or its training thread where another resource bounds both, is shorter by a factor.
+    """Return whether the step, or its training thread if another resource bounds both, is shorter by a factor.
 
-    Costs that add up find a placement; what overlaps may take its gain away.
+    Additive costs find candidates; overlap may hide what they gain.
     """
     new, old = found.timeline, best.timeline
     return new.step_s < old.step_s / margin or new.training_s < old.training_s / margin

@@ -206,7 +206,7 @@ class CostModel:
     slot_s: Floats
     """Seconds of an id that all of its column blocks on a rank share, and of its slot in a directory of unique ids."""
     collisions: Floats
-    """Probability that two lookups of a table are of one row, beyond that of rows alike."""
+    """Probability that two lookups of a table hit the same row, in excess of equally popular rows."""
     partial_s: float
     """Seconds to add one column of a vector that is of a part of a table's rows to those of other parts."""
     on_host: np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -246,19 +246,19 @@ class CostModel:
         return of_ids_s + self.bags_with_ids(table, share) * (self.bag_s[table] * blocks + added_s)
 
     def of_ids_s(self, table: Indices | int, share: Each, width: Each, blocks: Each) -> Floats:
-        """Return the part of ``lookup_s`` that grows with ids."""
+        """Return the part of ``lookup_s`` that is proportional to ids."""
         of_id = self.element_s[table] * width + self.slot_s[table] + self.id_s[table] * blocks
         return np.asarray(self.ids[table] * share * of_id)
 
     def excess_s(self, placement: Placement, of_ids_s: Floats) -> Floats:
-        """Return the (W,) seconds by which each rank exceeds its mean if it is the busiest by chance.
+        """Return the (W,) seconds by which each rank is expected to exceed its mean load if it is the busiest.
 
-        ``of_ids_s`` are the (S,) mean seconds of ids of a shard of each shape. Hot rows lie anywhere, so ranges of as
-        many rows differ in ids: their number in a share s of the rows has variance c (1 - s) / s around its mean, over
-        the mean squared; for c see ``collisions``. Whole columns do not vary.
+        ``of_ids_s`` is the (S,) mean time of a shard's ids by shape. Hot rows are scattered, so equal ranges of rows
+        receive different numbers of ids: a share s of the rows has a relative variance of c (1 - s) / s, with c from
+        ``collisions``. Column blocks receive all ids and do not vary.
 
-        Source: Blom, "Statistical estimates and transformed beta-variables", 1958, for the largest of W normal numbers;
-        here their sum is given.
+        Source: Blom, "Statistical estimates and transformed beta-variables", 1958, for the expected maximum of W normal
+        variables, scaled because their sum is fixed.
         """
         shapes, ranks = placement.shards.shapes, self.world_size
         if ranks == 1:
@@ -283,12 +283,15 @@ class CostModel:
 
     def total_s(self, table: Indices | int, share: Each, width: Each, blocks: Each) -> Floats:
         """Return the seconds of shards on their rank."""
-        sent_s = self.byte_s * self.sent_bytes(table, share, width, blocks)
-        return self.lookup_s(table, share, width, blocks) + self.part_s[table] * blocks + sent_s
+        return self.local_s(table, share, width, blocks) + self.byte_s * self.sent_bytes(table, share, width, blocks)
+
+    def local_s(self, table: Indices | int, share: Each, width: Each, blocks: Each) -> Floats:
+        """Return the seconds of shards on their rank without the exchange."""
+        return self.lookup_s(table, share, width, blocks) + self.part_s[table] * blocks
 
     def of_shapes(self, shapes: Shapes) -> Floats:
         """Return the (S,) seconds of a shard of each shape on its rank."""
-        return self.total_s(shapes.table, shapes.share, shapes.width, shapes.blocks)
+        return self.total_s(*shapes.parts)
 
     @cached_property
     def whole_s(self) -> Floats:
@@ -342,9 +345,7 @@ class CostModel:
     def estimate(self, placement: Placement) -> Estimate:
         """Estimate a step of a placement with all rows in the first level."""
         shapes = placement.shards.shapes
-        parts = shapes.table, shapes.share, shapes.width, shapes.blocks
-        looked_up = self.lookup_s(*parts) + self.part_s[shapes.table] * shapes.blocks
-        of_ids_s = self.of_ids_s(*parts)
+        local_s, of_ids_s = self.local_s(*shapes.parts), self.of_ids_s(*shapes.parts)
         on_host, lookups = self.on_host[shapes.table], dict[Tier, Timed]()
         # Replicated tables are in the memory of the device that computes.
         home: Tier = "hbm" if "hbm" in self.lookup_is_stated else "ddr"
@@ -353,23 +354,22 @@ class CostModel:
                 continue
             own_s = self.replica_s(placement.replicated) if tier == home else 0.0
             here = on_host == (tier == "ddr")
-            of_ranks = placement.by_rank(looked_up * here, self.world_size) + self.excess_s(placement, of_ids_s * here)
+            of_ranks = placement.by_rank(local_s * here, self.world_size) + self.excess_s(placement, of_ids_s * here)
             lookups[tier] = Timed(float(of_ranks.max()) + own_s, stated)
         sent = self.sent_by_rank(placement)
-        sent_s = self.links.messages_s(sent) + self.packed_s * float(self.handled(sent).max())
+        sent_s = self.links.messages_s(sent) + self.packed_s * float(self.mean_traffic(sent).max())
         exchange = Timed(sent_s + self.reduce_s(placement.replicated), self.link_is_stated)
         return Estimate(compute=self.compute, lookups=lookups, exchange=exchange)
 
-    def handled(self, sent: Floats) -> Floats:
-        """Return the (W,) mean of what a rank sends and of what comes from others, who send (W,) to all ranks alike."""
+    def mean_traffic(self, sent: Floats) -> Floats:
+        """Return the (W,) mean of sent and received bytes, if each rank sends (W,) evenly to all others."""
         others = max(self.world_size - 1, 1)
         return np.asarray((sent + (sent.sum() - sent) / others) / 2)
 
     def sent_by_rank(self, placement: Placement) -> Floats:
         """Return the (W,) bytes that shards of each rank exchange with other ranks."""
         shapes = placement.shards.shapes
-        sent = self.sent_bytes(shapes.table, shapes.share, shapes.width, shapes.blocks)
-        return placement.by_rank(sent, self.world_size)
+        return placement.by_rank(self.sent_bytes(*shapes.parts), self.world_size)
 
 
 def read_costs(problem: Problem) -> CostModel:

@@ -59,9 +59,9 @@ def _read_hit_rates(problem: Problem, in_flight: int) -> HitRates:
 
 
 def collisions(problem: Problem) -> Floats:
-    """Return the (T,) probability that two lookups of a table are of one row, beyond that of rows alike.
+    """Return the (T,) probability that two lookups hit the same row, in excess of equally popular rows.
 
-    It comes from priors, or from traces that were read.
+    Popularity comes from the histogram of a trace if one was read, else from the prior.
     """
     specs, size = problem.tables.specs, problem.tables.rows
     kinds = np.stack([size, np.array([_alpha(table.distribution) for table in specs])], axis=1)

@@ -22,7 +22,7 @@ from dlrm_planner.rates import DEFAULT_LOOPS, LoopRates, read_device_rates, tier
 from dlrm_planner.tables import ELEMENT_BYTES, dense_layers, dense_parameters, largest_slice, pair_values
 from dlrm_planner.tiers import TierAssignment
 from dlrm_planner.timeline import StepWork, TierWork, Timeline, TrainingWork, lay_out
-from dlrm_planner.types import Estimate, Floats, Levels, Placement, Problem, Timed
+from dlrm_planner.types import Estimate, Floats, Indices, Levels, Placement, Problem, Timed
 
 SECONDS_PER_HOUR = 3_600
 COLLECTIVES, RANK_S = 6, 2e-5
@@ -129,10 +129,10 @@ def step_work(found: Solution) -> StepWork:
     received = found.placement.by_rank(costs.ids[shapes.table] * shapes.share, spec.world_size).max()
     batch = features, bags, varying, ids, len(model.dense_features) * samples
     read_s, alone_s = (each.read_s(spec.data.format, batch) for each in (rates.reading, rates.alone))
-    shards, excess = _busiest(found)
+    busiest = _busiest(found)
     return StepWork(
-        alone=_training(found, rates.alone, computing.alone, shards, excess),
-        beside=_training(found, rates.reading, computing.reading, shards, excess),
+        alone=_training(found, rates.alone, computing.alone, *busiest),
+        beside=_training(found, rates.reading, computing.reading, *busiest),
         read_s=read_s,
         # Noise in a profile can make a reader look slower alone.
         read_alone_s=min(read_s, alone_s),
@@ -143,21 +143,18 @@ def step_work(found: Solution) -> StepWork:
     )
 
 
-def _busiest(found: Solution) -> tuple[Floats, float]:
-    """Return the (S,) shards of the rank that looks up longest, and the factor of its ids.
+def _busiest(found: Solution) -> tuple[Indices, float]:
+    """Return the shape of each shard of the rank with most lookup time, and its ids relative to their mean.
 
-    Chance may give it more ids than its mean. Every rank waits for this one.
+    All ranks wait for this one.
     """
     placement, costs, ranks = found.placement, found.costs, found.problem.spec.world_size
-    shapes = placement.shards.shapes
-    of_shapes = shapes.table, shapes.share, shapes.width, shapes.blocks
-    looked_up_s = costs.lookup_s(*of_shapes) + costs.part_s[shapes.table] * shapes.blocks
-    of_ids_s = costs.of_ids_s(*of_shapes)
+    shapes = placement.shards.shapes.parts
+    of_ids_s = costs.of_ids_s(*shapes)
     excess_s = costs.excess_s(placement, of_ids_s)
-    rank = int((placement.by_rank(looked_up_s, ranks) + excess_s).argmax())
-    excess = 1 + float(excess_s[rank] / max(placement.by_rank(of_ids_s, ranks)[rank], 1e-300))
-    shards = np.bincount(placement.shards.shape[placement.ranks == rank], minlength=len(shapes.table))
-    return shards.astype(np.float64), excess
+    rank = int((placement.by_rank(costs.local_s(*shapes), ranks) + excess_s).argmax())
+    excess = float(excess_s[rank] / max(placement.by_rank(of_ids_s, ranks)[rank], 1e-300))
+    return placement.shards.shape[placement.ranks == rank], 1 + excess
 
 
 def step_requests(problem: Problem) -> float:
@@ -175,20 +172,17 @@ def files_s(problem: Problem) -> float:
     return step_requests(problem) * (stated or OBJECT_REQUEST_S) / REMOTE_THREADS
 
 
-def _training(found: Solution, rates: LoopRates, computing: LoopRates, shards: Floats, excess: float) -> TrainingWork:
+def _training(found: Solution, rates: LoopRates, computing: LoopRates, own: Indices, excess: float) -> TrainingWork:
     """Return the work of the training thread, by rates of loops on the host and of those where ranks compute.
 
-    ``shards`` is the (S,) number of its shards of each shape, ``excess`` the factor of their ids.
+    ``own`` and ``excess`` are those of ``_busiest``.
     """
     problem, costs, placement = found.problem, found.costs, found.placement
     spec, model, shapes = problem.spec, problem.spec.model, placement.shards.shapes
     samples, world_size, replicated = largest_slice(spec), spec.world_size, np.array(placement.replicated, np.int64)
-    own = np.flatnonzero(shards)
-    count, table, width, blocks, share = (
-        shards[own], shapes.table[own], shapes.width[own], shapes.blocks[own], shapes.share[own]
-    )  # fmt: skip
-    host, ids = costs.on_host[table], count * costs.ids[table] * share * excess
-    vectors = count * costs.bags_with_ids(table, share)
+    table, share, width, blocks = shapes.table[own], shapes.share[own], shapes.width[own], shapes.blocks[own]
+    host, ids = costs.on_host[table], costs.ids[table] * share * excess
+    vectors = costs.bags_with_ids(table, share)
     bags = vectors * blocks
     added = float((vectors * width)[share < 1].sum())
     values = float((ids * width)[host].sum())
@@ -202,9 +196,9 @@ def _training(found: Solution, rates: LoopRates, computing: LoopRates, shards: F
     # A GPU's lookups and updates are one term.
     of_row_s = costs.element_s[table] * width + costs.id_s[table] * blocks
     device_s = float((ids * of_row_s + bags * costs.bag_s[table])[~host].sum())
-    parts = float((count * blocks).sum())
+    parts = float(blocks.sum())
     interpreted_s = computing.step_s + computing.part_s * parts + float(costs.replica_host_s(replicated).sum())
-    # Blocks of one width are looked up together; loops have a single one.
+    # Blocks of equal width share their kernel calls; the measured loops have a single width.
     interpreted_s += WIDTH_S * max(0, len(np.unique(width / blocks)) - 1)
     collectives_s = COLLECTIVES * computing.empty_collective_s if world_size > 1 else 0.0
     if not costs.computing.has_own_step:
@@ -271,8 +265,8 @@ def exchange_times(found: Solution, rates: LoopRates, codecs: Iterable[Codec]) -
     spec, costs, placement = found.problem.spec, found.costs, found.placement
     shapes, is_timed = placement.shards.shapes, _is_timed(found)
     here = costs.bags_with_ids(shapes.table, shapes.share)
-    # A rank packs what it sends and unpacks what comes, as much in both directions; gradients take the way back.
-    most = float(costs.handled(placement.by_rank(here * shapes.width, spec.world_size)).max())
+    # A rank packs what it sends and unpacks what it receives; gradients travel the opposite way.
+    most = float(costs.mean_traffic(placement.by_rank(here * shapes.width, spec.world_size)).max())
     # Messages of ranks of one node, and their sums, take as long as was measured.
     is_measured = spec.replicas == 1 and is_timed and costs.computing.is_measured
     packs, links = dict[tuple[LinkClass, Codec], float](), dict[tuple[LinkClass, Codec], float]()
@@ -280,10 +274,10 @@ def exchange_times(found: Solution, rates: LoopRates, codecs: Iterable[Codec]) -
         form = CODECS[codec]
         sizes = here * (form.value_bytes * shapes.width + form.row_bytes * shapes.blocks)
         sent = placement.by_rank(sizes, spec.world_size) * costs.away
+        # CPUs copy what ranks of one node send and receive; a GPU's link carries both directions at once.
+        traffic = float((costs.mean_traffic(sent) if found.problem.device == "cpu" else sent).max())
+        measured_s = rates.collective_s("all_to_all", traffic) if is_measured else None
         for link, share in costs.links.shares.items():
-            # Processors carry what hosts of one node send and receive; a GPU's link carries both at once.
-            carried = float((costs.handled(sent) if found.problem.device == "cpu" else sent).max())
-            measured_s = rates.collective_s("all_to_all", carried) if is_measured else None
             links[link, codec] = costs.links.class_s(link, sent) if measured_s is None else measured_s
             packs[link, codec] = most * share * rates.pack_s(codec) if is_timed else 0.0
     reduced = costs.dense_bytes + ELEMENT_BYTES * float(costs.table_elements[list(placement.replicated)].sum())

@@ -118,6 +118,11 @@ class Shapes:
     apart: bool = False
     """Each table is measured as if it were alone."""
 
+    @property
+    def parts(self) -> tuple[Indices, Floats, Floats, Floats]:
+        """Return table, share, width and blocks: the arguments of all costs of a shard."""
+        return self.table, self.share, self.width, self.blocks
+
     def by_table(self, function: Callable[[int], float]) -> Floats:
         """Return the (S,) values of a function of each shape's table."""
         used, inverse = np.unique(self.table, return_inverse=True)

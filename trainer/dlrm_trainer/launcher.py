@@ -116,7 +116,7 @@ class Launcher:
 
     def wait(self) -> TerminationMessage:
         """Wait for every rank and return the pod's result."""
-        # One look at the exit codes serves for all: a rank that ends after it is seen by the next.
+        # Exit codes are read once per pass, so a rank that exits meanwhile is handled in the next one.
         while None in (codes := {rank: process.exitcode for rank, process in self._processes.items()}).values():
             self._observe(codes)
             wait([self._processes[rank].sentinel for rank, code in codes.items() if code is None], POLL_INTERVAL_S)
@@ -124,7 +124,7 @@ class Launcher:
         return self._result()
 
     def _observe(self, codes: Mapping[int, int | None]) -> None:
-        """Tell other pods of ranks that a signal killed, and kill those that are overdue."""
+        """Report ranks killed by a signal to the other pods, and kill overdue ranks."""
         now, stopped = time.monotonic(), self._exits.stopped_at is not None
         handoff = self._settings.handoff_dir
         lost = stopped and handoff is not None and HandoffDir(handoff).has_lost_its_sidecar()

@@ -78,7 +78,7 @@ def test_no_plan_is_slower_than_all_whole_or_all_row_wise(
 
     for sharding in ("table", "row"):
         pinned = plan_job(make_spec(named(found, sharding=sharding), batch=BATCH, **gang), profile)
-        # Another plan must gain by both: without overlap, and with it.
+        # The pinned plan loses in the sum of all parts or in the step.
         added_s, steps_s = ([of(each) for each in (chosen, pinned)] for of in (cost_s, step_s))
         tolerance = BOUND_TOLERANCE * (1 + 1e-9)
         assert added_s[0] <= added_s[1] * tolerance or steps_s[0] <= steps_s[1] * tolerance
@@ -103,7 +103,8 @@ def test_splits_over_nodes_never_make_a_step_longer(
     assert isinstance(chosen, Solution)
     assert isinstance(without, Solution)
     assert chosen.estimate.step_s <= without.estimate.step_s
-    assert min(chosen.timeline.step_s, chosen.timeline.training_s) <= without.timeline.step_s
+    times = ((each.timeline.step_s, each.timeline.training_s) for each in (chosen, without))
+    assert any(new <= old for new, old in zip(*times, strict=True))
 
 
 @pytest.mark.parametrize(
