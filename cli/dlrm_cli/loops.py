@@ -75,8 +75,10 @@ from dlrm_cli.loops import main
 main(sys.argv[1], *map(int, sys.argv[2:]))
 """
 """Runs a rank: what the trainer sets before it loads torch is set."""
-REPEATS, MIN_REPEAT_S, MIN_STEPS_S, MIN_BESIDE_S = 5, 0.02, 0.06, 0.08
+MIN_REPEAT_S, MIN_STEPS_S, MIN_BESIDE_S = 0.02, 0.06, 0.08
 """A shorter loop runs several times in a repeat: next to a reader it is delayed now and then, and the mean counts."""
+REPEATS, MIN_REPEATS, LOOPS_S = 5, 3, 18.0
+"""Repeats, of which a slow machine makes fewer: those that end so many seconds after all loops were made."""
 WIDTHS = (64, 256, 1_024)
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
@@ -207,7 +209,7 @@ class Rank:
         """Measure all loops: alone, and next to a reader; readers alone, and next to steps."""
         with self._open:
             self._make_loops()
-            for _ in range(self._repeats):
+            for _ in self._timely_repeats():
                 for loop in self._made:
                     loop.repeat(reading=False)
                 with self._reading(self._busy.work):
@@ -222,6 +224,18 @@ class Rank:
         alone_s, beside_s = (self._reads["synthetic", beside][-1].time(False).seconds for beside in (False, True))
         update["readers"] = (*busy.readers, *(_slowed(each, beside_s / alone_s) for each in alone.readers[1:]))
         return [alone, busy.model_copy(update=update)]
+
+    def _timely_repeats(self) -> Iterator[int]:
+        """Yield the number of each repeat, until the next one would end too late on some rank."""
+        start = time.perf_counter()
+        for number in range(self._repeats):
+            if number >= MIN_REPEATS:
+                needed_s = (time.perf_counter() - start) * (number + 1) / number
+                late = torch.tensor([float(needed_s > LOOPS_S)])
+                self._gang.collectives.all_reduce(late)
+                if late > 0:
+                    return
+            yield number
 
     def _make_loops(self) -> None:
         self._make_readers()

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,18 @@ from dlrm_api.trainer import TierBudgets
 from dlrm_api.wire import CODECS
 from dlrm_cli import checks
 from dlrm_cli.checks import DetectedGpu, detect_gpus, this_machine, with_rates
-from dlrm_cli.loops import COLLECTIVE_BYTES, PRECISIONS, ROWS, WIDTHS, Rank, Timing, run_ranks, split_rows
+from dlrm_cli.loops import (
+    COLLECTIVE_BYTES,
+    MIN_REPEATS,
+    PRECISIONS,
+    ROWS,
+    WIDTHS,
+    Loop,
+    Rank,
+    Timing,
+    run_ranks,
+    split_rows,
+)
 from dlrm_cli.machine_profile import (
     BATCH_RECORDS,
     HOST,
@@ -212,6 +224,22 @@ def test_the_loops_of_a_rank_on_a_gpu_are_timed() -> None:
     assert alone.moved_row is not None
     assert alone.moved_row.seconds > 0
     assert {each.precision for each in alone.layers} == {*PRECISIONS, "tf32"}
+
+
+@pytest.mark.slow
+def test_a_slow_machine_repeats_loops_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeats, repeat = Counter[tuple[Loop, bool]](), Loop.repeat
+
+    def counted(loop: Loop, *, reading: bool) -> None:
+        repeats[loop, reading] += 1
+        repeat(loop, reading=reading)
+
+    monkeypatch.setattr(Loop, "repeat", counted)
+    monkeypatch.setattr("dlrm_cli.loops.LOOPS_S", 0.0)
+
+    Rank(0, 1, 0, MIN_REPEATS + 2).loops()
+
+    assert set(repeats.values()) == {MIN_REPEATS}
 
 
 @pytest.mark.slow
