@@ -188,8 +188,8 @@ def _training(found: Solution, rates: LoopRates, computing: LoopRates, own: Indi
     values = float((ids * width)[host].sum())
     copies = replicated[costs.on_host[replicated]]
     # Each column block finds its rows anew.
-    of_host = float((ids * found_blocks(blocks))[host].sum())
-    of_host += float((costs.ids[copies] * found_blocks(costs.blocks[copies])).sum()) / world_size
+    of_host = float((ids * costs.id_times[table] * found_blocks(blocks))[host].sum())
+    of_host += float((costs.ids * costs.id_times * found_blocks(costs.blocks))[copies].sum()) / world_size
     values += float((costs.ids[copies] * costs.dims[copies]).sum()) / world_size
     bags_of_host = float(bags[host].sum())
     bags_of_host += float((costs.bags[copies] * costs.blocks[copies]).sum()) / world_size

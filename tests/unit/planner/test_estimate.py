@@ -17,7 +17,7 @@ from dlrm_api.trace import TableTrace
 from dlrm_api.wire import CODECS, Codec
 from dlrm_planner import plan_job
 from dlrm_planner.choose import choose, read_problem
-from dlrm_planner.estimate import PartCost
+from dlrm_planner.estimate import PartCost, read_costs
 from dlrm_planner.hit_rates import collisions
 from dlrm_planner.predict import Solution
 from dlrm_planner.write import write_plan
@@ -77,6 +77,17 @@ def test_a_trace_says_how_uneven_ranges_are(make_spec: MakeSpec) -> None:
     trace = TableTrace(table="t", rows=100, lookups=100, unique_rows=42, accesses=42, histogram=bins)
 
     assert collisions(read_problem(spec, None, {"t": trace})) == pytest.approx(40 * 0.01**2 + 2 * 0.3**2 - 1 / 100)
+
+
+def test_ids_take_longer_in_larger_tables_within_bounds(make_spec: MakeSpec) -> None:
+    rows = [10**4, 10**5, 10**6, 10**7, 10**8, 10**9]
+    tables = [{"name": f"t{count}", "rows": count, "dim": 16, "maxLookups": 1} for count in rows]
+
+    costs = read_costs(read_problem(make_spec(tables), None, {}))
+
+    times = costs.lookup_s(np.arange(len(rows)), 1.0, costs.dims, costs.blocks)
+    assert (np.diff(times) > 0).tolist() == [True, True, True, True, False]
+    assert times[-1] < 3 * times[0]
 
 
 def test_projections_cost_a_product_for_each_feature_and_travel_once(
