@@ -120,7 +120,10 @@ def read_spec(tables: Sequence[Table]) -> DLRMJobSpec:
         "denseFeatures": ["I1"],
         "bottomMlp": [max(DIMS)],
         "topMlp": [1],
+        # Next to no dense part, which torchrec's planner does not see; no other interaction takes tables of any width.
         "interaction": "dcn",
+        "crossLayers": 1,
+        "crossRank": 1,
         "tables": [
             {"name": each.name, "rows": each.rows, "dim": each.dim, "avgLookups": each.lookups,
              "maxLookups": each.lookups, "pooling": "sum", "columnBlock": each.dim // PARTS}
