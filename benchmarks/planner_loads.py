@@ -1,9 +1,10 @@
-"""Compare the load of the fullest rank with torchrec's planner: ``python -m benchmarks.planner_loads [--tasks N]``.
+"""Compare the load of the fullest rank with torchrec's planner: ``python -m benchmarks.planner_loads --hardware FILE``.
 
 A task is a set of tables with sizes, widths, lookups and reuse of their own, drawn by a seed (the recipe of Zha et al.,
 "Pre-train and Search: Efficient Embedding Table Sharding with Pre-trained Neural Cost Models", MLSys 2023); how often
 rows are reused comes from production histograms. Both planners may place tables whole, by rows or by columns on eight
-ranks of a node. Each rank's share of a step, lookup and update, then runs alone on one thread, ranks and plans in turn;
+ranks of a node, and count next to no time for messages: ours takes the times of lookups and updates from a profile of
+this machine. Each rank's share of a step, lookup and update, then runs alone on one thread, ranks and plans in turn;
 a plan's load is the slowest of its ranks' medians. Shares run through the trainer's kernel, which gives each column
 block a part of its own, and through fbgemm's fused kernel, which takes neighbouring ones as one.
 """
@@ -57,6 +58,8 @@ HISTOGRAMS = ("meta-embedding-locality-2021.txt", "meta-embedding-locality-2022.
 SHARDINGS = ("table_wise", "row_wise", "column_wise")
 DDR_BYTES = 2**40
 """So much that memory never decides."""
+LINK_RATE, NO_TIME_S = 6e11, 1e-12
+"""Bytes per second between ranks, as torchrec's planner assumes of CPUs, and what packing a value for them takes."""
 LIMITS = (1.02, 1.05, 0.95)
 """Of the ratio: in 95 of 100 tasks, in all, and of the median."""
 
@@ -136,7 +139,18 @@ def read_spec(tables: Sequence[Table]) -> DLRMJobSpec:
     return parse_job({"metadata": {"name": "loads"}, "spec": body}).spec
 
 
-def our_shares(tables: Sequence[Table], profile: HardwareProfile | None) -> list[Share]:
+def read_profile(file: Path) -> HardwareProfile:
+    """Return a measured profile with ample memory, in which messages take next to no time: none is sent here."""
+    body = yaml.safe_load(file.read_text())
+    body["spec"]["tiers"]["ddr"]["bytes"] = DDR_BYTES
+    body["spec"]["network"] = {"intraNodeBytesPerSecond": LINK_RATE}
+    for loops in body["spec"]["loops"]:
+        for times, field in (("packs", "valueSeconds"), ("collectives", "seconds")):
+            loops[times] = [{**each, field: NO_TIME_S} for each in loops.get(times, ())]
+    return parse_profile(body)
+
+
+def our_shares(tables: Sequence[Table], profile: HardwareProfile) -> list[Share]:
     """Return what each rank holds by our plan."""
     found: list[list[Piece]] = [[] for _ in range(RANKS)]
     for number, table in enumerate(plan_job(read_spec(tables), profile).tables):
@@ -320,11 +334,7 @@ def read_popularity(folder: Path) -> dict[str, Callable[[int], Popularity]]:
 
 def run_tasks(options: argparse.Namespace) -> Iterator[dict[str, float]]:
     """Print a line for each task and kernel; yield our load over theirs, by kernel."""
-    popularity, profile = read_popularity(options.data_dir), None
-    if options.hardware is not None:
-        body = yaml.safe_load(options.hardware.read_text())
-        body["spec"]["tiers"]["ddr"]["bytes"] = DDR_BYTES
-        profile = parse_profile(body)
+    popularity, profile = read_popularity(options.data_dir), read_profile(options.hardware)
     draw = random.Random(options.seed)
     for number in range(options.first + options.tasks):
         tables = draw_task(draw)
@@ -370,7 +380,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first task, to continue a run [0]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data-dir", type=Path, default=Path("../shared/data"), help="of the reuse histograms")
-    parser.add_argument("--hardware", type=Path, help="HardwareProfile of this machine, for our planner's rates")
+    parser.add_argument("--hardware", type=Path, required=True, help="this machine's, by dlrmctl profile measure")
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=tuple(KERNELS))
     options = parser.parse_args()
     torch.set_num_threads(1)
