@@ -77,8 +77,8 @@ main(sys.argv[1], *map(int, sys.argv[2:]))
 """Runs a rank: what the trainer sets before it loads torch is set."""
 MIN_REPEAT_S, MIN_STEPS_S, MIN_BESIDE_S = 0.02, 0.06, 0.08
 """A shorter loop runs several times in a repeat: next to a reader it is delayed now and then, and the mean counts."""
-REPEATS, MIN_REPEATS, LOOPS_S = 5, 3, 18.0
-"""Repeats, of which a slow machine makes fewer: those that end so many seconds after all loops were made."""
+REPEATS, MIN_REPEATS, LOOPS_S = 5, 3, 20.0
+"""Repeats, of which a slow machine makes fewer: those that end so many seconds after the first loop was made."""
 WIDTHS = (64, 256, 1_024)
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
@@ -207,9 +207,10 @@ class Rank:
 
     def loops(self) -> list[RankLoops]:
         """Measure all loops: alone, and next to a reader; readers alone, and next to steps."""
+        start = time.perf_counter()
         with self._open:
             self._make_loops()
-            for _ in self._timely_repeats():
+            for _ in self._repeats_until(start + LOOPS_S):
                 for loop in self._made:
                     loop.repeat(reading=False)
                 with self._reading(self._busy.work):
@@ -225,13 +226,13 @@ class Rank:
         update["readers"] = (*busy.readers, *(_slowed(each, beside_s / alone_s) for each in alone.readers[1:]))
         return [alone, busy.model_copy(update=update)]
 
-    def _timely_repeats(self) -> Iterator[int]:
+    def _repeats_until(self, end: float) -> Iterator[int]:
         """Yield the number of each repeat, until the next one would end too late on some rank."""
         start = time.perf_counter()
         for number in range(self._repeats):
             if number >= MIN_REPEATS:
-                needed_s = (time.perf_counter() - start) * (number + 1) / number
-                late = torch.tensor([float(needed_s > LOOPS_S)])
+                next_end = start + (time.perf_counter() - start) * (number + 1) / number
+                late = torch.tensor([float(next_end > end)])
                 self._gang.collectives.all_reduce(late)
                 if late > 0:
                     return
