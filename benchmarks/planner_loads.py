@@ -59,7 +59,7 @@ SHARDINGS = ("table_wise", "row_wise", "column_wise")
 DDR_BYTES = 2**40
 """So much that memory never decides."""
 LINK_RATE, NO_TIME_S = 6e11, 1e-12
-"""Bytes per second between ranks, as torchrec's planner assumes of CPUs, and what packing a value for them takes."""
+"""Bytes per second between ranks, as torchrec's planner assumes of CPUs; seconds of a packed value or a collective."""
 LIMITS = (1.02, 1.05, 0.95)
 """Of the ratio: in 95 of 100 tasks, in all, and of the median."""
 

@@ -227,7 +227,7 @@ class Rank:
         return [alone, busy.model_copy(update=update)]
 
     def _repeats_until(self, end: float) -> Iterator[int]:
-        """Yield the number of each repeat, until the next one would end too late on some rank."""
+        """Yield the number of each repeat; from ``MIN_REPEATS`` on, only if it ends in time on all ranks."""
         start = time.perf_counter()
         for number in range(self._repeats):
             if number >= MIN_REPEATS:
