@@ -352,7 +352,8 @@ class _Attempt:
                 self._consider(placement)
             if not self.placed:
                 self.failure = partitioner.failure or self.failure
-            if self._best is not None and self._best.estimate.step_s <= BOUND_TOLERANCE * self._bound_s:
+            best = self._best
+            if best is not None and not best.stacked and best.estimate.step_s <= BOUND_TOLERANCE * self._bound_s:
                 break
         return self._refined()
 
@@ -380,7 +381,8 @@ class _Attempt:
         best = self._best
         splits_more = best is not None and len(placement.ranks) > len(best.placement.ranks)
         added_gain, step_gain = (MIN_GAIN, SPLIT_GAIN) if splits_more else (1.0, 1.0)
-        limit_s = best.estimate.step_s / added_gain if best else inf
+        # Additive costs leave out what the host does for rows of slower levels.
+        limit_s = inf if best is None or best.stacked else best.estimate.step_s / added_gain
         fast_s = self._costs.estimate(placement).fast_s
         self._placed_s = min(self._placed_s, fast_s)
         # Tiers only add to the time of rows in the first level.
@@ -396,9 +398,11 @@ class _Attempt:
 
 
 def _is_faster(found: Solution, best: Solution, margin: float) -> bool:
-    """Return whether the step, or its training thread if another resource bounds both, is shorter by a factor.
+    """Return whether the step is shorter by a factor, or else its training thread.
 
-    Additive costs find candidates; overlap may hide what they gain.
+    The thread decides where another resource bounds both steps: overlap then hides what it gains.
     """
     new, old = found.timeline, best.timeline
-    return new.step_s < old.step_s / margin or new.training_s < old.training_s / margin
+    if new.step_s < old.step_s / margin:
+        return True
+    return new.step_s <= old.step_s and new.training_s < old.training_s / margin

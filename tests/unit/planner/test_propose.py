@@ -1,14 +1,17 @@
 """Plans are predicted to be as fast as simple ones: all tables whole, all split by rows."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_api.hardware import HardwareProfile, TierSpec
+from dlrm_api.hardware import HardwareProfile, TierSpec, parse_profile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan
 from dlrm_planner import choose_plan, plan_job
@@ -24,6 +27,7 @@ RATES: dict[str, Any] = {
     "flopsPerSecond": 1e12,
     "network": {"interNodeBytesPerSecond": 3e9, "intraNodeBytesPerSecond": 5e10},
 }
+EXAMPLES = Path(__file__).parents[3] / "examples/cluster"
 BATCH = 65_536
 """Every table of such a batch reads over 1 MiB."""
 
@@ -221,6 +225,22 @@ def test_more_memory_makes_no_plan_much_slower_whose_full_cuts_then_fit(
 
     for more in ("6Gi", "7Gi", "7600Mi", "8Gi", "8400Mi", "9Gi", "12Gi"):
         assert rate(asked(more)) >= 0.95 * rate(asked("5632Mi")) / MIN_GAIN
+
+
+def test_more_nodes_make_no_plan_slower_whose_rows_are_in_storage_class_memory(make_spec: MakeSpec) -> None:
+    manifest = yaml.safe_load((EXAMPLES / "profiles/gpu-hbm-scm.yaml").read_text())
+    shape = {"rows": 2_400_000_000, "dim": 256, "maxLookups": 20, "dtype": "fp16"}
+    found = [{"name": f"t{i}", **shape} for i in range(20)]
+
+    def asked(nodes: int) -> Plan:
+        spec = make_spec(found, batch=BATCH, replicas=nodes, processesPerReplica=8, hardware="gpu-hbm-scm")
+        return plan_job(spec, parse_profile(manifest))
+
+    plans = [asked(nodes) for nodes in (10, 11, 12, 16, 24)]
+
+    assert all("scm" in plan.predicted.lookup_seconds for plan in plans)
+    for fewer, more in itertools.pairwise(plans):
+        assert rate(more) >= rate(fewer) / BOUND_TOLERANCE
 
 
 @pytest.mark.slow
