@@ -439,10 +439,10 @@ class OptionBuilder:
         costs = f"alone it costs {times:.2f} times the mean of a rank"
         return costs if times > 1 else "whole tables leave the ranks less balanced"
 
-    def over_all_ranks(self, i: int, reason: str) -> ShardOption | None:
+    def over_all_ranks(self, i: int, reason: str, *, by_rows: bool = False) -> ShardOption | None:
         """Split over all allowed ranks, by columns where they suit the table, else by rows."""
         allowed = self.allowed(i)
-        if self.suits_columns(i):
+        if self.suits_columns(i) and not by_rows:
             return self.by_columns(i, len(allowed), allowed, reason)
         return self.by_rows(i, allowed, "row", reason)
 

@@ -387,18 +387,14 @@ def read_costs(problem: Problem) -> CostModel:
     longest = max(table.max_lookups for table in specs)
     on_host = np.array([device == "cpu" or (table.pin or NO_PIN).tier not in (None, "hbm") for table in specs], bool)
     rates = read_rates(profile, processes, spec.world_size, spec.trainer.threads_per_process)
-    # A node's ranks share its memory and its link to other nodes; a GPU's memory serves its rank alone.
-    host_s, host_stated = _element_s(profile, "ddr")
-    id_s, host_s, bag_s, part_s, packed_s = 0.0, host_s * processes, 0.0, 0.0, 0.0
     dims = np.array([table.dim for table in specs], np.float64)
     blocks = np.array([len(table.block_edges) - 1 for table in specs], np.float64)
     id_times = _id_times(ELEMENT_BYTES * problem.tables.rows * dims / blocks)
     devices = read_device_rates(profile, processes, spec.world_size) if device == "cuda" else None
     # Most of a lookup's time goes to finding its row, whatever the columns: bytes alone would make columns look cheap.
-    if rates.is_measured or not host_stated:
-        (id_s, host_s, bag_s), part_s = rates.alone.looked_up, rates.alone.part_s
+    id_s, element_s, bag_s = rates.alone.looked_up
     links, link_is_stated = _read_links(spec, profile, device)
-    element_bytes = vector_bytes = 0.0
+    element_bytes = vector_bytes = packed_s = 0.0
     for link, share in links.shares.items():
         directions = spec.training.communication.codecs(link)
         element_bytes += share * sum(CODECS[codec].value_bytes for codec in directions)
@@ -408,11 +404,10 @@ def read_costs(problem: Problem) -> CostModel:
     of_device = (0.0, 0.0, 0.0, 0.0)
     stated = dict[Tier, bool]()
     if device == "cuda":
-        device_s, stated["hbm"] = _element_s(profile, "hbm")
-        of_device = (0.0, device_s, 0.0, 0.0)
+        of_device, stated["hbm"] = (0.0, _device_element_s(profile), 0.0, 0.0), _states_reads(profile, "hbm")
         if devices is not None:
             of_device, stated["hbm"] = (*devices.alone.looked_up, devices.alone.part_s), True
-    stated["ddr"] = host_stated or rates.is_measured
+    stated["ddr"] = rates.is_measured or _states_reads(profile, "ddr")
     return CostModel(
         ids=bags * [table.lookups for table in specs],
         bags=bags,
@@ -426,11 +421,11 @@ def read_costs(problem: Problem) -> CostModel:
         rates=rates,
         devices=devices,
         id_s=np.where(on_host, LATER_BLOCK * id_s * id_times, of_device[0]),
-        part_s=np.where(on_host, part_s, of_device[3]),
-        element_s=np.where(on_host, host_s, of_device[1]),
+        part_s=np.where(on_host, rates.alone.part_s, of_device[3]),
+        element_s=np.where(on_host, element_s, of_device[1]),
         bag_s=np.where(on_host, bag_s, of_device[2]),
         slot_s=(1 - LATER_BLOCK) * id_s * id_times * on_host
-        + host_s * SLOT_BYTES / ELEMENT_BYTES * np.array([table.is_unique for table in specs]),
+        + element_s * SLOT_BYTES / ELEMENT_BYTES * np.array([table.is_unique for table in specs]),
         id_times=id_times,
         collisions=collisions(problem),
         partial_s=PARTIAL_PACKS * rates.alone.pack_s("fp32") if spec.world_size > 1 and device == "cpu" else 0.0,
@@ -493,11 +488,16 @@ def _read_rate(profile: HardwareProfile | None, tier: Tier) -> float:
     return (known and known.read_bytes_per_second) or DEFAULT_TIER_RATES[tier][0]
 
 
-def _element_s(profile: HardwareProfile | None, tier: Tier) -> tuple[float, bool]:
-    """Return the seconds to look up and update one element in a tier, and whether the rate is stated."""
-    known, read = tier_spec(profile, tier), _read_rate(profile, tier)
+def _states_reads(profile: HardwareProfile | None, tier: Tier) -> bool:
+    known = tier_spec(profile, tier)
+    return bool(known and known.read_bytes_per_second)
+
+
+def _device_element_s(profile: HardwareProfile | None) -> float:
+    """Return the seconds to look up and update one element in the memory of a GPU without measured loops."""
+    known, read = tier_spec(profile, "hbm"), _read_rate(profile, "hbm")
     write = (known and known.write_bytes_per_second) or read
-    return ELEMENT_BYTES * (ROW_READS / read + ROW_WRITES / write), bool(known and known.read_bytes_per_second)
+    return ELEMENT_BYTES * (ROW_READS / read + ROW_WRITES / write)
 
 
 def estimate(problem: Problem, costs: CostModel, placement: Placement, tiers: TierAssignment | None) -> Estimate:

@@ -71,12 +71,12 @@ class Proposer:
         return builder
 
 
-def all_whole(proposer: Proposer, to_beat_s: float) -> Options:  # noqa: ARG001 - strategies share one signature
+def all_whole(proposer: Proposer) -> Options:
     """Split only what pins and memory require."""
     return proposer.required.options
 
 
-def split_heaviest(proposer: Proposer, to_beat_s: float) -> Options | None:  # noqa: ARG001
+def split_heaviest(proposer: Proposer) -> Options | None:
     """Split tables that take longer than the mean of a rank, over as few ranks as balance needs."""
     if proposer.world_size == 1:
         return None
@@ -89,13 +89,13 @@ def split_heaviest(proposer: Proposer, to_beat_s: float) -> Options | None:  # n
     return builder.options if builder.options != proposer.required.options else None
 
 
-def split_over_nodes(proposer: Proposer, to_beat_s: float) -> Options | None:  # noqa: ARG001
+def split_over_nodes(proposer: Proposer) -> Options | None:
     """Split tables that load a rank or a link too much: by columns over nodes, by rows inside each."""
     builder = _split_over_nodes(proposer, over_all=False)
     return None if builder is None else builder.options
 
 
-def split_over_all_nodes(proposer: Proposer, to_beat_s: float) -> Options | None:  # noqa: ARG001
+def split_over_all_nodes(proposer: Proposer) -> Options | None:
     """Split the same tables over as many nodes as their blocks allow and all their ranks, and fill these to a level."""
     builder = _split_over_nodes(proposer, over_all=True)
     if builder is None:
@@ -114,40 +114,44 @@ def _split_over_nodes(proposer: Proposer, *, over_all: bool) -> OptionBuilder | 
     return builder if found else None
 
 
-def split_heaviest_over_all(proposer: Proposer, to_beat_s: float) -> Options | None:  # noqa: ARG001
+def split_heaviest_over_all(proposer: Proposer) -> Options | None:
     """Split the same tables over all ranks: each then reads and exchanges as much as others."""
-    builder = proposer.pinned.copy()
-    heavy = builder.heavy_tables()
-    if proposer.world_size == 1 or not heavy or len(heavy) * proposer.world_size > MAX_SHARDS_PER_PROPOSAL:
-        return None
-    for i in heavy:
-        builder.add(i, builder.over_all_ranks(i, builder.balance_reason(i, builder.total_s)))
-    return builder.options if len(builder.options) > len(proposer.pinned.options) else None
+    return _over_all_ranks(proposer, proposer.pinned.heavy_tables())
 
 
-def even_parts(proposer: Proposer, to_beat_s: float) -> Options | None:
+def heaviest_rows(proposer: Proposer) -> Options | None:
+    """Split the same tables over all ranks by rows, also those that columns suit."""
+    return _over_all_ranks(proposer, proposer.pinned.heavy_tables(), by_rows=True)
+
+
+def even_parts(proposer: Proposer) -> Options | None:
     """Split every table that takes long enough over all ranks, into even parts."""
-    builder, costs, ranks = proposer.pinned.copy(), proposer.empty.costs, proposer.world_size
-    split = [i for i in builder.open_tables() if costs.whole_s[i] >= costs.min_split_s[i]]
-    if ranks == 1 or len(split) * ranks > MAX_SHARDS_PER_PROPOSAL:
+    return _over_all_ranks(proposer, _long_tables(proposer))
+
+
+def even_rows(proposer: Proposer) -> Options | None:
+    """Split the same tables into even ranges of rows, also those that columns suit."""
+    return _over_all_ranks(proposer, _long_tables(proposer), by_rows=True)
+
+
+def _long_tables(proposer: Proposer) -> list[int]:
+    builder, costs = proposer.pinned, proposer.empty.costs
+    return [i for i in builder.open_tables() if costs.whole_s[i] >= costs.min_split_s[i]]
+
+
+def _over_all_ranks(proposer: Proposer, tables: Sequence[int], *, by_rows: bool = False) -> Options | None:
+    """Split tables over all ranks; None if there are none, or ``by_rows`` changes nothing."""
+    builder, ranks = proposer.pinned.copy(), proposer.world_size
+    if ranks == 1 or not tables or len(tables) * ranks > MAX_SHARDS_PER_PROPOSAL:
         return None
-    which = np.array(split, np.int64)
-    dims, blocks = costs.dims[which], costs.blocks[which]
-    in_columns = np.array([builder.suits_columns(i) for i in split], bool)
-    parts = np.where(
-        in_columns,
-        costs.total_s(which, 1.0, dims / ranks, blocks / ranks),
-        costs.total_s(which, 1 / ranks, dims, blocks),
-    )
-    added_s = float((ranks * parts - costs.whole_s[which]).sum())
-    if (builder.remaining_s() + added_s) / ranks >= to_beat_s:
+    if by_rows and not any(builder.suits_columns(i) for i in tables):
         return None
-    for i in split:
-        builder.add(i, builder.over_all_ranks(i, "a step is shortest if all ranks have a part of every table"))
+    for i in tables:
+        builder.add(i, builder.over_all_ranks(i, builder.balance_reason(i, builder.total_s), by_rows=by_rows))
     return builder.options
 
 
-def fill_to_level(proposer: Proposer, to_beat_s: float) -> Options | None:
+def fill_to_level(proposer: Proposer) -> Options | None:
     """Fill ranks one by one to a level; the next rank takes the rest of a table that passes the level.
 
     Source: McNaughton, "Scheduling with deadlines and loss functions", 1959: the wrap-around rule. Here a cut costs
@@ -155,10 +159,7 @@ def fill_to_level(proposer: Proposer, to_beat_s: float) -> Options | None:
     """
     if proposer.world_size == 1:
         return None
-    builder, most_s = proposer.pinned, proposer.required.remaining_s()
-    # A step is shorter than the level of ranks that share a link, unless all of them send as much.
-    shares_links = builder.nodes > 1 and builder.processes > 1
-    return _Filling(builder).lowest(most_s if shares_links else min(to_beat_s, most_s))
+    return _Filling(proposer.pinned).lowest(proposer.required.remaining_s())
 
 
 class _Filling:
@@ -253,7 +254,7 @@ class _Filling:
         return split_option(table, kind, ranks, sizes, builder.balance_reason(i, self._total_s))
 
 
-def pack(proposer: Proposer, to_beat_s: float) -> Options | TableShortage:  # noqa: ARG001
+def pack(proposer: Proposer) -> Options | TableShortage:
     """Place tables by best fit of bytes, largest first; those that fit nowhere whole are split by rows."""
     builder, capacity = proposer.bound.copy(), proposer.empty.capacity
     held, which, sharing = capacity.held, capacity.placed, builder.sharing
@@ -295,7 +296,7 @@ def _shortage(builder: OptionBuilder, i: int) -> TableShortage:
     return capacity.shortage(i, int(allowed[best]), left, spread=spread)
 
 
-Propose = Callable[[Proposer, float], Options | TableShortage | None]
+Propose = Callable[[Proposer], Options | TableShortage | None]
 When = Literal["always", "placed", "not placed", "not feasible"]
 
 
@@ -305,7 +306,7 @@ class Strategy:
 
     name: str
     propose: Propose
-    """Called with the seconds to beat on a rank, beyond those of every placement; None: it cannot."""
+    """Returns None if it cannot."""
     methods: tuple[str, ...] = ("greedy",)
     when: When = "always"
     """Always; after an earlier strategy found ranks; if none did; or if tiers did not hold the rows of any."""
@@ -316,10 +317,12 @@ _WHOLE = Strategy("all-whole", all_whole)
 _HEAVIEST = Strategy("heaviest-split", split_heaviest)
 _OVER_ALL = Strategy("heaviest-split-all", split_heaviest_over_all)
 _FILL = Strategy("fill-to-level", fill_to_level)
-_EVEN = Strategy("even-parts", even_parts)
+_HEAVIEST_ROWS = Strategy("heaviest-rows", heaviest_rows)
+_EVEN, _EVEN_ROWS = Strategy("even-parts", even_parts), Strategy("even-rows", even_rows)
 _NODES = Strategy("split-over-nodes", split_over_nodes, _BALANCED)
 _ALL_NODES = Strategy("split-over-all-nodes", split_over_all_nodes)
 _PACK = Strategy("best-fit", pack)
+_OVER_RANKS = (_OVER_ALL, _HEAVIEST_ROWS, _FILL, _EVEN, _EVEN_ROWS, _NODES, _ALL_NODES)
 
 
 @dataclass(frozen=True)
@@ -339,11 +342,11 @@ KEEP_WHOLE = StrategyList(
         replace(_WHOLE, methods=_BEST_FIT, when="not placed"),
         replace(_HEAVIEST, methods=_BALANCED),
         replace(_HEAVIEST, methods=_BEST_FIT, when="not placed"),
-        *(replace(each, when="placed") for each in (_OVER_ALL, _FILL, _EVEN, _NODES, _ALL_NODES)),
+        *(replace(each, when="placed") for each in _OVER_RANKS),
         *(replace(each, methods=_BEST_FIT, when="not feasible") for each in (_WHOLE, _HEAVIEST)),
     )
 )
-SPLIT_TO_FIT = StrategyList((_PACK, _OVER_ALL, _FILL, _EVEN, _NODES, _ALL_NODES), splits_to_fit=True)
+SPLIT_TO_FIT = StrategyList((_PACK, *_OVER_RANKS), splits_to_fit=True)
 CHECK_WHOLE = StrategyList(
     (
         replace(_WHOLE, when="not feasible"),

@@ -382,7 +382,8 @@ def test_a_table_of_several_features_is_looked_up_once_for_each(make_spec: MakeS
         spec = make_spec([table("t", 10**6, features=features)])
         return plan_job(spec, profile).predicted.lookup_seconds["ddr"]
 
-    assert seconds(["a", "b", "c"]) == pytest.approx(3 * seconds(["a"]))
+    # Its kernels are called once.
+    assert seconds(["a", "b", "c"]) == pytest.approx(3 * seconds(["a"]), rel=0.01)
 
 
 def test_a_range_of_rows_sends_a_vector_for_each_bag_that_has_ids_there(

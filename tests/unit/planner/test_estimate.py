@@ -20,6 +20,7 @@ from dlrm_planner.choose import choose, read_problem
 from dlrm_planner.estimate import PartCost, read_costs
 from dlrm_planner.hit_rates import collisions
 from dlrm_planner.predict import Solution
+from dlrm_planner.rates import read_rates
 from dlrm_planner.write import write_plan
 
 MakeSpec = Callable[..., DLRMJobSpec]
@@ -37,10 +38,15 @@ DENSE = (2 * 32 * 1 + 32) + (32 + 1)
 
 
 def test_times_of_one_rank(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
-    predicted = plan_job(make_spec(TABLES, batch=1_024), make_profile(DDR, **RATES)).predicted
+    profile = make_profile(DDR, **RATES)
+
+    predicted = plan_job(make_spec(TABLES, batch=1_024), profile).predicted
 
     compute = 6 * 1_024 * DENSE / 1e9
-    lookups = 1_024 * 2 * 2 * 16 * 4 * (2 / 1e9 + 1 / 5e8)
+    loops, id_times = read_rates(profile, 1, 1, None).alone, (10**6 * 16 * 4 / 2**24) ** 0.15
+    id_s, value_s, bag_s = loops.looked_up
+    assert value_s == pytest.approx(4 * (2 / 1e9 + 1 / 5e8))
+    lookups = 2 * (1_024 * (2 * (id_s * id_times + 16 * value_s) + bag_s) + loops.part_s)
     assert predicted.compute_seconds == pytest.approx(compute)
     assert predicted.lookup_seconds == {"ddr": pytest.approx(lookups)}
     assert predicted.communication_seconds == 0

@@ -1,21 +1,25 @@
 """Plans are predicted to be as fast as simple ones: all tables whole, all split by rows."""
 
 import itertools
+import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import HardwareProfile, TierSpec, parse_profile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan
 from dlrm_planner import choose_plan, plan_job
-from dlrm_planner.choose import BOUND_TOLERANCE, MIN_GAIN, choose, read_problem
+from dlrm_planner.choose import BOUND_TOLERANCE, MIN_GAIN, SPLIT_GAIN, choose, read_problem
 from dlrm_planner.predict import Solution
 from dlrm_planner.propose import KEEP_WHOLE
 from dlrm_testing.repeats import repeats
@@ -80,12 +84,12 @@ def test_no_plan_is_slower_than_all_whole_or_all_row_wise(
 
     chosen = plan_job(make_spec(named(found), batch=BATCH, **gang), profile)
 
-    for sharding in ("table", "row"):
-        pinned = plan_job(make_spec(named(found, sharding=sharding), batch=BATCH, **gang), profile)
-        # The pinned plan loses in the sum of all parts or in the step.
-        added_s, steps_s = ([of(each) for each in (chosen, pinned)] for of in (cost_s, step_s))
-        tolerance = BOUND_TOLERANCE * (1 + 1e-9)
-        assert added_s[0] <= added_s[1] * tolerance or steps_s[0] <= steps_s[1] * tolerance
+    whole, by_rows = (
+        plan_job(make_spec(named(found, sharding=sharding), batch=BATCH, **gang), profile)
+        for sharding in ("table", "row")
+    )
+    assert step_s(chosen) <= step_s(whole) * (1 + 1e-9)
+    assert step_s(chosen) <= step_s(by_rows) * SPLIT_GAIN
 
 
 @pytest.mark.slow
@@ -106,9 +110,7 @@ def test_splits_over_nodes_never_make_a_step_longer(
 
     assert isinstance(chosen, Solution)
     assert isinstance(without, Solution)
-    assert chosen.estimate.step_s <= without.estimate.step_s
-    times = ((each.timeline.step_s, each.timeline.training_s) for each in (chosen, without))
-    assert any(new <= old for new, old in zip(*times, strict=True))
+    assert chosen.timeline.step_s <= without.timeline.step_s
 
 
 @pytest.mark.parametrize(
@@ -225,6 +227,65 @@ def test_more_memory_makes_no_plan_much_slower_whose_full_cuts_then_fit(
 
     for more in ("6Gi", "7Gi", "7600Mi", "8Gi", "8400Mi", "9Gi", "12Gi"):
         assert rate(asked(more)) >= 0.95 * rate(asked("5632Mi")) / MIN_GAIN
+
+
+def draw_job(draw: random.Random) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+    """Return tables, their job, and hardware that may hold them."""
+    priors = [{"prior": "uniform"}, {"prior": "zipf", "alpha": 0.8}, {"prior": "zipf", "alpha": 1.05}]
+    found = [
+        {
+            "rows": round(10 ** draw.uniform(4.5, 7.5)),
+            "dim": draw.choice([16, 32, 64, 128]),
+            "maxLookups": draw.choice([1, 1, 3, 10, 20]),
+            "distribution": draw.choice(priors),
+        }
+        for _ in range(draw.randint(2, 20))
+    ]
+    gang = {"replicas": draw.randint(1, 6), "processesPerReplica": draw.choice([1, 2, 4])}
+    size = sum(each["rows"] * each["dim"] * 4 for each in found) / gang["replicas"]
+    rates = {"readBytesPerSecond": 1.5e11, "writeBytesPerSecond": 1e11}
+    tiers = {"ddr": {"bytes": round(draw.uniform(0.15, 2.5) * size + draw.uniform(0.5, 2) * 2**30), **rates}}
+    if draw.random() < 0.7:
+        rates = {"readBytesPerSecond": 10 ** draw.uniform(8.7, 10), "readIops": 10 ** draw.uniform(5, 6)}
+        tiers["block"] = {"bytes": "2Ti", **rates}
+    links = {"interNodeBytesPerSecond": 10 ** draw.uniform(8.5, 10.3), "intraNodeBytesPerSecond": 5e10}
+    job = {"batch": draw.choice([2_048, 8_192, 32_768]), **gang}
+    return named(found), job, {"flopsPerSecond": 1e12, "network": links, "tiers": tiers}
+
+
+def offers(hardware: dict[str, Any], factor: float) -> list[dict[str, Any]]:
+    """Return the hardware with more of one thing each: DDR, and the rates of arithmetic, links and each tier."""
+
+    def faster(rates: dict[str, Any]) -> dict[str, Any]:
+        return {key: value if key == "bytes" else factor * value for key, value in rates.items()}
+
+    tiers, ddr = hardware["tiers"], hardware["tiers"]["ddr"]
+    more = [{"tiers": {**tiers, "ddr": {**ddr, "bytes": round(factor * ddr["bytes"])}}}]
+    more += [{"tiers": {**tiers, name: faster(tier)}} for name, tier in tiers.items()]
+    more += [{"flopsPerSecond": 1e12 * factor}, {"network": faster(hardware["network"])}]
+    return [hardware | each for each in more]
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(150, marks=pytest.mark.slow)])
+def test_hardly_any_plan_is_slower_on_more_hardware(make_spec: MakeSpec, count: int) -> None:
+    def step(tables: list[dict[str, Any]], job: dict[str, Any], hardware: dict[str, Any]) -> float:
+        profile = parse_profile({"metadata": {"name": "offered"}, "spec": hardware})
+        try:
+            return step_s(plan_job(make_spec(tables, **job), profile))
+        except InfeasiblePlanError:
+            return math.inf
+
+    found = list[float]()
+    for seed in range(count):
+        draw = random.Random(seed)
+        tables, job, hardware = draw_job(draw)
+        if math.isfinite(before_s := step(tables, job, hardware)):
+            more = offers(hardware, draw.choice([1.1, 1.5, 2.0, 4.0]))
+            found += [step(tables, job, each) / before_s for each in more]
+
+    # Splits and ranks are found by heuristics, which may find a better plan for less.
+    assert max(found) <= 1.15
+    assert np.mean(np.array(found) <= SPLIT_GAIN) >= 0.97
 
 
 def test_more_nodes_make_no_plan_slower_whose_rows_are_in_storage_class_memory(make_spec: MakeSpec) -> None:
