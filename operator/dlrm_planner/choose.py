@@ -33,8 +33,8 @@ from dlrm_planner.write import write_plan
 MIN_GAIN = 1.005
 """A later memory mode must shorten the predicted step by this factor."""
 SPLIT_GAIN = 1.03
-"""Another split must shorten it by this factor unless it has fewer shards: in four of ten measured problems, splits with
-a predicted gain of 0.6 to 2.6 % cost 6 to 12 %."""
+"""Another split must shorten it by this factor unless it has fewer shards: in four of ten measured problems, a
+predicted gain of 0.6 to 2.6 % was a loss of 6 to 12 %."""
 BOUND_TOLERANCE = 1.01
 """Ranks are level if a step takes up to this factor of what none can beat."""
 
