@@ -266,7 +266,7 @@ def offers(hardware: dict[str, Any], factor: float) -> list[dict[str, Any]]:
     return [hardware | each for each in more]
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(repeats(60, soak=400), marks=[pytest.mark.slow, pytest.mark.soak])])
 def test_hardly_any_plan_is_slower_on_more_hardware(make_spec: MakeSpec, count: int) -> None:
     def step(tables: list[dict[str, Any]], job: dict[str, Any], hardware: dict[str, Any]) -> float:
         profile = parse_profile({"metadata": {"name": "offered"}, "spec": hardware})
