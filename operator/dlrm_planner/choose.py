@@ -154,7 +154,7 @@ class MemoryMode:
     """Fit memory in one way."""
 
     stage: int
-    """A later stage is tried only if all earlier ones fail."""
+    """A later stage is tried if the earlier ones fail, or leave ranks uneven or rows in slower tiers."""
     in_segments: bool
     """The hand-off takes one segment of a cut at a time; otherwise it holds a full cut."""
     uses_tiers: bool
@@ -191,7 +191,7 @@ def is_feasible(problem: Problem) -> bool:
 
 
 def choose(problem: Problem) -> Solution | Infeasible:
-    """Return the fastest placement of the first stage that fits, or why nothing fits.
+    """Return the fastest placement of all modes, or why nothing fits.
 
     Wire formats that are left to the plan are chosen for a placement in the most exact ones; if others are faster,
     tables are placed once more for these.
@@ -219,7 +219,7 @@ def _place(problem: Problem) -> Solution | Infeasible:
 
 
 def _try_modes(problem: Problem, modes: list[MemoryMode]) -> Solution | Infeasible | None:
-    """Return the fastest placement of the first stage that fits, or why nothing does, if a mode says so."""
+    """Return the fastest placement of all modes, or why nothing fits, if a mode says so."""
     best: Solution | None = None
     failure: Infeasible | None = None
     fits: set[tuple[int, bool]] = set()
@@ -320,8 +320,8 @@ class _Attempt:
         """A partitioner found ranks for some proposal."""
         self.failure: TableShortage | None = None  # why none did
         self._best: Solution | None = None
-        self._placed_s = self._bound_s = inf
-        """Seconds of the fastest placement if all rows were in the first level, and what none can beat."""
+        self._unheld_s = self._bound_s = inf
+        """Step of the fastest placement that tiers do not hold, with all rows in the first level, and a lower bound."""
 
     def best(self, proposals: propose.StrategyList) -> Solution | None:
         """Return the fastest solution, with few shards rather than many; None if nothing fits."""
@@ -364,7 +364,7 @@ class _Attempt:
 
     def _applies(self, strategy: propose.Strategy) -> bool:
         # If tiers do not hold the rows of level ranks, splits of more tables do not change that.
-        is_level = self._best is None and self._placed_s <= BOUND_TOLERANCE * self._bound_s
+        is_level = self._best is None and self._unheld_s <= BOUND_TOLERANCE * self._bound_s
         return {
             "always": True,
             "placed": self.placed and not is_level,
@@ -375,13 +375,13 @@ class _Attempt:
     def _consider(self, placement: Placement) -> None:
         """Keep a placement if tiers hold its rows and it is faster than the best so far."""
         problem, costs, planner, best = self._problem, self._costs, self._planner, self._best
-        self._placed_s = min(self._placed_s, costs.estimate(placement).fast_s)
-        tiers = planner.assign(placement) if planner is not None else None
-        if planner is not None and tiers is None:
+        tiers = planner.assign(placement) if planner else None
+        if planner and not tiers:
+            self._unheld_s = min(self._unheld_s, costs.estimate(placement).fast_s)
             return
         estimated = estimate(problem, costs, placement, tiers)
         found = Solution(problem=problem, costs=costs, placement=placement, tiers=tiers, estimate=estimated)
-        if best is None or _is_faster(found, best):
+        if not best or _is_faster(found, best):
             self._best = found
 
 
