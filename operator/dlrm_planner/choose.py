@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -21,6 +21,7 @@ from dlrm_planner.enumerate import check_pins, pinned_to_data, worth_replicating
 from dlrm_planner.estimate import CostModel, estimate, read_costs
 from dlrm_planner.explain import explain_infeasible, explain_shortage
 from dlrm_planner.memory import check_device_tables, ddr_capacity, device_limit, device_of, pod_limit, segment_bytes
+from dlrm_planner.moves import Mover
 from dlrm_planner.partition import Partitioner
 from dlrm_planner.predict import Solution
 from dlrm_planner.stacks import pinned_slow, slow_caps
@@ -33,8 +34,12 @@ from dlrm_planner.write import write_plan
 MIN_GAIN = 1.005
 """A later memory mode must shorten the predicted step by this factor."""
 SPLIT_GAIN = 1.03
-"""Another split must shorten it by this factor unless it has fewer shards: in four of ten measured problems, a
+"""More shards, or others, must shorten it by this factor: in four of ten measured problems, a
 predicted gain of 0.6 to 2.6 % was a loss of 6 to 12 %."""
+MOVE_GAIN, MAX_MOVES = 1.001, 64
+"""Each move of a shard must shorten it by this factor; so many are made at most."""
+MAX_STARTS = 2
+"""Fastest placements whose shards are moved, beside the one that is chosen without moves."""
 BOUND_TOLERANCE = 1.01
 """Ranks are level if a step takes up to this factor of what none can beat."""
 
@@ -319,7 +324,8 @@ class _Attempt:
         self.placed = False
         """A partitioner found ranks for some proposal."""
         self.failure: TableShortage | None = None  # why none did
-        self._best: Solution | None = None
+        self._found: dict[str, Solution] = {}
+        """Fastest solution of each strategy."""
         self._unheld_s = self._bound_s = inf
         """Step of the fastest placement that tiers do not hold, with all rows in the first level, and a lower bound."""
 
@@ -347,51 +353,85 @@ class _Attempt:
             for placement in partitioner.placements(strategy.name, strategy.methods):
                 self.placed = True
                 if not proposals.only_checks and (better := propose.level_edges(partitioner, placement)) is not None:
-                    self._consider(better)
-                self._consider(placement)
+                    self._consider(strategy.name, better)
+                self._consider(strategy.name, placement)
             if not self.placed:
                 self.failure = partitioner.failure or self.failure
-        return self._refined()
+        if not self._found:
+            return None
+        chosen = _fastest(self._found.values())
+        if proposals.only_checks:
+            return chosen
+        limit = sorted(map(_order, self._found.values()))[:MAX_STARTS][-1]
+        starts = (each for each in self._found.values() if each is chosen or _order(each) <= limit)
+        return self._refined(_fastest(map(self._moved, starts)))
 
-    def _refined(self) -> Solution | None:
-        """Return the best solution, its tiers assigned once more with care."""
-        best, planner = self._best, self._planner
-        if best is None or planner is None or not best.stacked:
+    def _refined(self, best: Solution) -> Solution:
+        """Return the solution, its tiers assigned once more with care, if that shortens its step.
+
+        Assignment minimizes the time of devices; the processors of a rank may then be busier.
+        """
+        if self._planner is None or not best.stacked:
             return best
-        tiers = planner.assign(best.placement, refines=True)
-        assert tiers is not None, "tiers held the rows before"
-        return replace(best, tiers=tiers, estimate=estimate(self._problem, self._costs, best.placement, tiers))
+        refined = self._solve(best.placement, refines=True)
+        assert refined is not None, "tiers held the rows before"
+        return refined if refined.timeline.step_s < best.timeline.step_s else best
+
+    def _moved(self, best: Solution) -> Solution:
+        """Return the solution after moves and swaps of shards, as long as each shortens its step."""
+        placement, moves = best.placement, 0
+        mover = Mover(Partitioner(self._problem.tables, self._costs, self._capacity, placement.options))
+        while moves < MAX_MOVES:
+            limit_s, tried = best.timeline.step_s / MOVE_GAIN, map(self._solve, mover.neighbours(best))
+            better = next((each for each in tried if each and each.timeline.step_s < limit_s), None)
+            if better is None:
+                break
+            best, moves = better, moves + 1
+        method = f"{placement.method}, then {moves} move{'s' * (moves > 1)} of shards" if moves else placement.method
+        return replace(best, placement=replace(best.placement, method=method))
 
     def _applies(self, strategy: propose.Strategy) -> bool:
         # If tiers do not hold the rows of level ranks, splits of more tables do not change that.
-        is_level = self._best is None and self._unheld_s <= BOUND_TOLERANCE * self._bound_s
+        is_level = not self._found and self._unheld_s <= BOUND_TOLERANCE * self._bound_s
         return {
             "always": True,
             "placed": self.placed and not is_level,
             "not placed": not self.placed,
-            "not feasible": self._best is None,
+            "not feasible": not self._found,
         }[strategy.when]
 
-    def _consider(self, placement: Placement) -> None:
-        """Keep a placement if tiers hold its rows and it is faster than the best so far."""
-        problem, costs, planner, best = self._problem, self._costs, self._planner, self._best
-        tiers = planner.assign(placement) if planner else None
-        if planner and not tiers:
-            self._unheld_s = min(self._unheld_s, costs.estimate(placement).fast_s)
+    def _consider(self, strategy: str, placement: Placement) -> None:
+        """Keep a placement if tiers hold its rows and none of its strategy is faster."""
+        found = self._solve(placement)
+        if found is None:
+            self._unheld_s = min(self._unheld_s, self._costs.estimate(placement).fast_s)
             return
+        best = self._found.setdefault(strategy, found)
+        if _order(found) < _order(best):
+            self._found[strategy] = found
+
+    def _solve(self, placement: Placement, *, refines: bool = False) -> Solution | None:
+        """Return the solution of a placement, or None if tiers do not hold its rows."""
+        problem, costs, planner = self._problem, self._costs, self._planner
+        tiers = planner.assign(placement, refines=refines) if planner else None
+        if planner and not tiers:
+            return None
         estimated = estimate(problem, costs, placement, tiers)
-        found = Solution(problem=problem, costs=costs, placement=placement, tiers=tiers, estimate=estimated)
-        if not best or _is_faster(found, best):
-            self._best = found
+        return Solution(problem=problem, costs=costs, placement=placement, tiers=tiers, estimate=estimated)
 
 
-def _is_faster(found: Solution, best: Solution) -> bool:
-    """Return whether the step is shorter, or else its training thread; by a factor unless there are fewer shards.
+def _order(found: Solution) -> tuple[float, float]:
+    """Return what is shorter for a better solution: the step, else its training thread, which overlap may hide."""
+    return found.timeline.step_s, found.timeline.training_s
 
-    The thread decides where another resource bounds both steps: overlap then hides what it gains.
-    """
-    margin = SPLIT_GAIN if len(found.placement.ranks) >= len(best.placement.ranks) else 1.0
-    new, old = found.timeline, best.timeline
-    if new.step_s < old.step_s / margin:
-        return True
-    return new.step_s <= old.step_s and new.training_s < old.training_s / margin
+
+def _fastest(found: Iterable[Solution]) -> Solution:
+    """Return the fastest solution; one with more shards, or as many and of a later strategy, must be so by a factor."""
+    few_first = sorted(found, key=lambda each: len(each.placement.ranks))
+    best = few_first[0]
+    for each in few_first[1:]:
+        step_s, training_s = _order(each)
+        is_shorter = step_s <= best.timeline.step_s and training_s < best.timeline.training_s / SPLIT_GAIN
+        if is_shorter or step_s < best.timeline.step_s / SPLIT_GAIN:
+            best = each
+    return best

@@ -259,19 +259,28 @@ class CostModel:
     def excess_s(self, placement: Placement, of_ids_s: Floats) -> Floats:
         """Return the (W,) seconds by which each rank is expected to exceed its mean load if it is the busiest.
 
-        ``of_ids_s`` is the (S,) mean time of a shard's ids by shape. Hot rows are scattered, so equal ranges of rows
-        receive different numbers of ids: a share s of the rows has a relative variance of c (1 - s) / s, with c from
-        ``collisions``. Column blocks receive all ids and do not vary.
+        ``of_ids_s`` is the (S,) mean time of a shard's ids by shape.
+        """
+        variances = self.variances(placement.shards.shapes, of_ids_s)
+        return np.asarray(self.deviations * np.sqrt(placement.by_rank(variances, self.world_size)))
+
+    def variances(self, shapes: Shapes, of_ids_s: Floats) -> Floats:
+        """Return the (S,) variances of the time of a shard's ids, from their means.
+
+        Hot rows are scattered, so equal ranges of rows receive different numbers of ids: a share s of the rows has a
+        relative variance of c (1 - s) / s, with c from ``collisions``. Column blocks receive all ids and do not vary.
+        """
+        return np.asarray(of_ids_s**2 * self.collisions[shapes.table] * (1 - shapes.share) / shapes.share)
+
+    @cached_property
+    def deviations(self) -> float:
+        """Return by how many standard deviations the busiest rank is expected to exceed its mean load.
 
         Source: Blom, "Statistical estimates and transformed beta-variables", 1958, for the expected maximum of W normal
         variables, scaled because their sum is fixed.
         """
-        shapes, ranks = placement.shards.shapes, self.world_size
-        if ranks == 1:
-            return np.zeros(1)
-        variance = of_ids_s**2 * self.collisions[shapes.table] * (1 - shapes.share) / shapes.share
-        largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * (ranks / (ranks - 1)) ** 0.5
-        return np.asarray(largest * np.sqrt(placement.by_rank(variance, ranks)))
+        ranks = self.world_size
+        return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * self.away**-0.5 if ranks > 1 else 0.0
 
     def bags_with_ids(self, table: Indices | int, share: Each) -> Floats:
         """Return the bags of a step that have an id in shards, and so a vector there."""

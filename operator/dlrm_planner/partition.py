@@ -255,7 +255,7 @@ class Partitioner:
     """Place the shards of some options; ranks that these leave open are chosen here."""
 
     def __init__(self, tables: Tables, costs: CostModel, capacity: Capacity, options: Options) -> None:
-        self.tables, self.costs, self.capacity, self._options = tables, costs, capacity, options
+        self.tables, self.costs, self.capacity, self.options = tables, costs, capacity, options
         self.shards = cut_tables(tables, capacity.placed, options)
         self.seconds = costs.of_shapes(self.shards.shapes)
         """(S,) seconds of a shard of each shape."""
@@ -271,6 +271,16 @@ class Partitioner:
     def fits(self, ranks: Indices) -> bool:
         """Return whether no node holds more than it may."""
         return bool((self._free_left(self.shards.shape, ranks) >= 0).all())
+
+    def swaps_fit(self, ranks: Indices, first: Indices, second: Indices, to: Indices) -> NDArray[np.bool_]:
+        """Return whether nodes hold no more than they may once ``first`` shards go to other ranks for ``second`` ones.
+
+        The number of shards stands for none.
+        """
+        held, node = np.append(self._held[self.shards.shape], 0), self._node
+        more, left = held[first] - held[second], self._free_left(self.shards.shape, ranks)
+        here, there = node[ranks[first]], node[to]
+        return np.asarray((here == there) | ((left[there] >= more) & (left[here] >= -more)))
 
     def _free_left(self, shape: Indices, ranks: Indices) -> Indices:
         left = np.array(self.capacity.free, np.int64)
@@ -321,7 +331,7 @@ class Partitioner:
         k = int(np.flatnonzero(left < taken)[np.argmin(by_node[left < taken])])
         shard = int(order[by_node[k]])
         table, size = int(shards.table[shard]), None
-        if (option := self._options.get(table)) is not None and option.kind != "table":
+        if (option := self.options.get(table)) is not None and option.kind != "table":
             size = int(taken[k])
         return self.capacity.shortage(table, int(shards.ranks[shard]), int(left[k]), shard=size)
 
@@ -332,7 +342,7 @@ class Partitioner:
         mean = float(load.mean())
         return Placement(
             replicated=self.capacity.replicated,
-            options={i: option for i, option in self._options.items() if option.kind != "table"},
+            options={i: option for i, option in self.options.items() if option.kind != "table"},
             shards=self.shards,
             ranks=ranks,
             method=method,

@@ -285,7 +285,7 @@ def test_hardly_any_plan_is_slower_on_more_hardware(make_spec: MakeSpec, count: 
 
     # Splits and ranks are found by heuristics, which may find a better plan for less.
     assert max(found) <= 1.15
-    assert np.mean(np.array(found) <= SPLIT_GAIN) >= 0.95
+    assert np.mean(np.array(found) <= SPLIT_GAIN) >= 0.97
 
 
 def test_more_nodes_make_no_plan_slower_whose_rows_are_in_storage_class_memory(make_spec: MakeSpec) -> None:
