@@ -23,7 +23,7 @@ Flags = NDArray[np.bool_]
 MAX_PAIRS = 2**18
 """Moves and swaps that are costed at once: of more, an even sample by the seconds of shards."""
 MAX_TRIED = 8
-"""Neighbours of a placement that are proposed, the least costly ones."""
+"""Neighbours of a placement that are proposed for what it waits for, the least costly ones."""
 
 
 class Mover:
@@ -46,25 +46,25 @@ class Mover:
 
     def neighbours(self, found: Solution) -> Iterator[Placement]:
         """Yield placements after a move, or a swap, of a shard of the busiest ranks, the least costly first."""
-        loads = self._loads(found)
-        first, second, to = self._pairs(loads)
-        for pair in np.argsort(loads.most_after(first, second, to), kind="stable")[:MAX_TRIED].tolist():
-            ranks = loads.ranks.copy()
-            if second[pair] < len(ranks):
-                ranks[second[pair]] = ranks[first[pair]]
-            ranks[first[pair]] = to[pair]
-            yield self._placed(found.placement, ranks)
+        for loads in self._loads(found):
+            first, second, to = self._pairs(loads)
+            for pair in np.argsort(loads.most_after(first, second, to), kind="stable")[:MAX_TRIED].tolist():
+                ranks = loads.ranks.copy()
+                if second[pair] < len(ranks):
+                    ranks[second[pair]] = ranks[first[pair]]
+                ranks[first[pair]] = to[pair]
+                yield self._placed(found.placement, ranks)
 
-    def _loads(self, found: Solution) -> Loads:
-        """Return what ranks do that a step waits for: the training thread's work, or the fetching of rows."""
-        costs, ranks = self._partitioner.costs, found.placement.ranks
-        if found.tiers is None or found.timeline.training_s == found.timeline.step_s:
-            return Loads.of_training(costs, ranks, self._amounts)
-        # The last group is that of shards whose rows are all in DDR.
-        missed = np.zeros(len(found.tiers.levels) + 1)
-        for i, levels in found.stacked.items():
-            missed[i] = sum(rows for _, rows in levels.served(found.tiers.hit_rates, i))
-        return Loads.of_misses(costs, ranks, missed[found.tiers.group])
+    def _loads(self, found: Solution) -> Iterator[Loads]:
+        """Yield what ranks do that a step waits for: training, and fetching of rows if training waits."""
+        costs, ranks, tiers, timeline = self._partitioner.costs, found.placement.ranks, found.tiers, found.timeline
+        yield Loads.of_training(costs, ranks, self._amounts)
+        if tiers is not None and timeline.training_s < timeline.step_s:
+            # The last group is that of shards whose rows are all in DDR.
+            missed = np.zeros(len(tiers.levels) + 1)
+            for i, levels in tiers.stacked.items():
+                missed[i] = sum(rows for _, rows in levels.served(tiers.hit_rates, i))
+            yield Loads.of_misses(costs, ranks, missed[tiers.group])
 
     def _placed(self, placement: Placement, ranks: Indices) -> Placement:
         table, options = placement.shards.table, dict(placement.options)
