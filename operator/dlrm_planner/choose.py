@@ -362,9 +362,12 @@ class _Attempt:
         chosen = _fastest(self._found.values())
         if proposals.only_checks:
             return chosen
-        limit = sorted(map(_order, self._found.values()))[:MAX_STARTS][-1]
-        starts = (each for each in self._found.values() if each is chosen or _order(each) <= limit)
-        return self._refined(_fastest(map(self._moved, starts)))
+        # Strategies may find the same placement.
+        by_order: dict[tuple[float, float], Solution] = {}
+        for each in self._found.values():
+            by_order.setdefault(_order(each), each)
+        starts = {_order(chosen), *sorted(by_order)[:MAX_STARTS]}
+        return self._refined(_fastest(self._moved(each) for order, each in by_order.items() if order in starts))
 
     def _refined(self, best: Solution) -> Solution:
         """Return the solution, its tiers assigned once more with care, if that shortens its step.
