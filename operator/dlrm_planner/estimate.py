@@ -144,7 +144,7 @@ class Links:
 
     def class_s(self, link: LinkClass, sent: Floats) -> float:
         """Return the seconds of messages for ranks of a class; (W,) bytes would go to all others in their format."""
-        rank, node = float(sent.max()), float(self._by_node(sent).max())
+        rank, node = float(sent.max()), float(self.by_node(sent).max())
         if link == "intra_node":
             return self.shares[link] * self.inside_byte_s * rank
         passed = (self.processes - 1) / self.processes if self.has_two_levels else 0.0
@@ -157,16 +157,17 @@ class Links:
 
     def between_bytes(self, sent: Floats) -> Floats:
         """Return the (nodes,) bytes that cross between each node and others, of (W,) bytes sent to other ranks."""
-        return self.between * self._by_node(sent)
+        return self.between * self.by_node(sent)
 
     def messages_s(self, sent: Floats) -> float:
         """Return the seconds of messages of all ranks, of (W,) bytes to others."""
-        return float(self.spread_s(self._by_node(sent).max(), sent.max()))
+        return float(self.spread_s(self.by_node(sent).max(), sent.max()))
 
-    def _by_node(self, sent: Floats) -> Floats:
+    def by_node(self, sent: Floats) -> Floats:
+        """Return the (nodes,) sums over the ranks of each node."""
         return np.asarray(sent.reshape(self.nodes, self.processes).sum(axis=1))
 
-    def spread_s(self, node: Floats, rank: Floats) -> Floats:
+    def spread_s(self, node: Each, rank: Each) -> Floats:
         """Return the seconds of messages if the busiest node and rank send so many bytes to others."""
         return np.asarray(self.between * self.node_byte_s * node + self.inside * self.inside_byte_s * rank)
 

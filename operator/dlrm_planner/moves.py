@@ -48,7 +48,7 @@ class Mover:
         """Yield placements after a move, or a swap, of a shard of the busiest ranks, the least costly first."""
         for loads in self._loads(found):
             first, second, to = self._pairs(loads)
-            for pair in np.argsort(loads.most_after(first, second, to), kind="stable")[:MAX_TRIED].tolist():
+            for pair in np.argsort(loads.wait_after(first, second, to), kind="stable")[:MAX_TRIED].tolist():
                 ranks = loads.ranks.copy()
                 if second[pair] < len(ranks):
                     ranks[second[pair]] = ranks[first[pair]]
@@ -104,9 +104,9 @@ class Loads:
         self, costs: CostModel, ranks: Indices, amounts: Floats, *, of_rank: float = 0.0, of_node: float = 0.0
     ) -> None:
         """Take the (3, N) time of shards, its variance, and what the busiest rank and node share; with weights."""
-        self.ranks, self._deviations, self._processes = ranks, costs.deviations, costs.links.processes
+        self.ranks, self._deviations, self._links = ranks, costs.deviations, costs.links
         self._of_rank, self._of_node = of_rank, of_node
-        # The last shard is none, which a move gets in return.
+        # Pad with an empty shard: a move is a swap with it.
         self._amounts = np.pad(amounts, ((0, 0), (0, 1)))
         self._by_rank = np.array([np.bincount(ranks, each, minlength=costs.world_size) for each in amounts])
 
@@ -114,8 +114,8 @@ class Loads:
     def of_training(cls, costs: CostModel, ranks: Indices, amounts: Floats) -> Loads:
         """Return the seconds of ranks and of their messages, of local seconds, variances and bytes sent."""
         others = max(costs.world_size - 1, 1)
-        of_rank = float(costs.links.spread_s(np.zeros(1), np.ones(1))[0]) + costs.packed_s * (1 - 1 / others) / 2
-        of_node = float(costs.links.spread_s(np.ones(1), np.zeros(1))[0])
+        of_rank = float(costs.links.spread_s(0.0, 1.0)) + costs.packed_s * (1 - 1 / others) / 2
+        of_node = float(costs.links.spread_s(1.0, 0.0))
         return cls(costs, ranks, amounts, of_rank=of_rank, of_node=of_node)
 
     @classmethod
@@ -126,23 +126,21 @@ class Loads:
 
     def busiest(self) -> Indices:
         """Return the ranks that others may wait for."""
-        shared = self._by_rank[2]
-        first = int(self._by_node(shared).argmax()) * self._processes
-        return np.unique([self._busy(self._by_rank).argmax(), shared.argmax(), *range(first, first + self._processes)])
+        shared, processes = self._by_rank[2], self._links.processes
+        first = int(self._links.by_node(shared).argmax()) * processes
+        return np.unique([self._busy(self._by_rank).argmax(), shared.argmax(), *range(first, first + processes)])
 
-    def most_after(self, first: Indices, second: Indices, to: Indices) -> Floats:
+    def wait_after(self, first: Indices, second: Indices, to: Indices) -> Floats:
         """Return what a step waits for after each of (P,) moves and swaps."""
         from_, change = self.ranks[first], self._amounts[:, first] - self._amounts[:, second]
         here, there = self._by_rank[:, from_] - change, self._by_rank[:, to] + change
         busy = _largest(self._busy(self._by_rank), from_, self._busy(here), to, self._busy(there))
         shared = _largest(self._by_rank[2], from_, here[2], to, there[2])
-        nodes, from_, to = self._by_node(self._by_rank[2]), from_ // self._processes, to // self._processes
+        nodes, processes = self._links.by_node(self._by_rank[2]), self._links.processes
+        from_, to = from_ // processes, to // processes
         crossed = np.where(from_ == to, 0.0, change[2])
         of_node = _largest(nodes, from_, nodes[from_] - crossed, to, nodes[to] + crossed)
         return busy + self._of_rank * shared + self._of_node * of_node
-
-    def _by_node(self, values: Floats) -> Floats:
-        return np.asarray(values.reshape(-1, self._processes).sum(axis=1))
 
     def _busy(self, amounts: Floats) -> Floats:
         return np.asarray(amounts[0] + self._deviations * np.sqrt(np.maximum(amounts[1], 0.0)))

@@ -24,7 +24,7 @@ DDR = {"bytes": "8Ti", "readBytesPerSecond": 1.5e11, "writeBytesPerSecond": 1e11
 LINKS = {"interNodeBytesPerSecond": 5e8, "intraNodeBytesPerSecond": 5e9}
 
 
-def draw_tables(draw: random.Random, count: int, **more: Any) -> list[dict[str, Any]]:
+def draw_tables(draw: random.Random, count: int) -> list[dict[str, Any]]:
     """Return tables whose lookups and messages take unlike parts of a step."""
     return [
         {
@@ -32,7 +32,6 @@ def draw_tables(draw: random.Random, count: int, **more: Any) -> list[dict[str, 
             "rows": draw.randint(20_000, 60_000),
             "dim": draw.choice([8, 64, 128]),
             "maxLookups": draw.choice([1, 4, 20]),
-            **more,
         }
         for i in range(count)
     ]
@@ -67,7 +66,7 @@ def test_what_a_step_waits_for_after_a_swap_is_what_the_new_ranks_say(
         after[[i, j]] = to, ranks[i]
         busy, variance, shared = (np.bincount(after[:7], each, minlength=spec.world_size) for each in amounts)
         nodes = shared.reshape(spec.replicas, -1).sum(axis=1)
-        found = [float(each.most_after(np.array([i]), np.array([j]), np.array([to]))[0]) for each in loads]
+        found = [float(each.wait_after(np.array([i]), np.array([j]), np.array([to]))[0]) for each in loads]
 
         messages_s = costs.links.messages_s(shared) + costs.packed_s * (costs.mean_traffic(shared).max() - mean)
         busy_s = (busy + costs.deviations * variance**0.5).max()
