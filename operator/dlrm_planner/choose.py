@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from math import inf
 
 import numpy as np
@@ -386,7 +386,10 @@ class _Attempt:
         start, moves = best.placement, 0
         mover = Mover(Partitioner(self._problem.tables, self._costs, self._capacity, start.options))
         while moves < MAX_MOVES:
-            limit_s, tried = best.timeline.step_s / MOVE_GAIN, map(self._solve, mover.neighbours(best))
+            limit_s, tried = (
+                best.timeline.step_s / MOVE_GAIN,
+                map(partial(self._solve, near=best), mover.neighbours(best)),
+            )
             better = next((each for each in tried if each and each.timeline.step_s < limit_s), None)
             if not better:
                 break
@@ -416,10 +419,10 @@ class _Attempt:
         if _order(found) < _order(best):
             self._found[strategy] = found
 
-    def _solve(self, placement: Placement, *, refines: bool = False) -> Solution | None:
-        """Return the solution of a placement, or None if tiers do not hold its rows."""
+    def _solve(self, placement: Placement, *, near: Solution | None = None, refines: bool = False) -> Solution | None:
+        """Return the solution of a placement, or None if tiers do not hold its rows; ``near``: of the same shards."""
         problem, costs, planner = self._problem, self._costs, self._planner
-        tiers = planner.assign(placement, refines=refines) if planner else None
+        tiers = planner.assign(placement, near=near.tiers if near else None, refines=refines) if planner else None
         if planner and not tiers:
             return None
         estimated = estimate(problem, costs, placement, tiers)

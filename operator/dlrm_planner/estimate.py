@@ -20,11 +20,12 @@ import numpy as np
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.keys import SLOT_BYTES
+from dlrm_api.model import Precision
 from dlrm_api.plan import Device
 from dlrm_api.tiers import Tier
 from dlrm_api.wire import CODECS, LinkClass
 from dlrm_planner.hit_rates import collisions
-from dlrm_planner.rates import DEFAULT_TIER_RATES, RankRates, read_device_rates, read_rates, read_tier_rates, tier_spec
+from dlrm_planner.rates import LoopRates, RankRates, read_device_rates, read_rates, read_tier_rates
 from dlrm_planner.tables import (
     ELEMENT_BYTES,
     NO_PIN,
@@ -98,6 +99,25 @@ class PartCost:
                 break
             share += missing / (self.linear_s + self.vectors_s * self.ids * (1.0 - share) ** (self.ids - 1.0))
         return share
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseHalf:
+    """Hold the arithmetic of the dense half on the rank with most samples."""
+
+    samples: int
+    precision: Precision
+    bottom: Sequence[tuple[int, int]]
+    """Inputs and outputs of the layers below the interaction."""
+    top: Sequence[tuple[int, int]]
+    pair_values: int  # of a sample
+    parameters: int
+
+    def seconds(self, rates: LoopRates) -> tuple[float, float, float]:
+        """Return the seconds of the layers below, of the interaction and the layers above, and of the update."""
+        bottom_s, top_s = (rates.layers_s(each, self.samples, self.precision) for each in (self.bottom, self.top))
+        pairs_s = self.pair_values * self.samples * rates.of("pair_value")
+        return bottom_s, top_s + pairs_s, self.parameters * rates.of("parameter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,8 +243,11 @@ class CostModel:
     link_is_stated: bool
     packed_s: float
     """Seconds to pack and unpack a byte for other ranks."""
+    batch: tuple[float, float, float, float, float]
+    """What the rank with most samples reads: columns, bags, those of varying length, ids, and dense values."""
+    dense: DenseHalf
     compute: Timed
-    """Dense layers of the rank with most samples; 0 if the profile states no rate."""
+    """The dense half; 0 if the profile states no rate."""
     dense_bytes: float  # wire bytes of dense gradients
     table_elements: Floats
 
@@ -413,13 +436,19 @@ def read_costs(problem: Problem) -> CostModel:
             packed_s += share * packing.alone.pack_s(directions[0]) / CODECS[directions[0]].value_bytes
     of_device = (0.0, 0.0, 0.0, 0.0)
     stated = dict[Tier, bool]()
-    if device == "cuda":
-        of_device, stated["hbm"] = (0.0, _device_element_s(profile), 0.0, 0.0), _states_reads(profile, "hbm")
-        if devices is not None:
-            of_device, stated["hbm"] = (*devices.alone.looked_up, devices.alone.part_s), True
-    stated["ddr"] = rates.is_measured or _states_reads(profile, "ddr")
+    if devices is not None:
+        of_device, stated["hbm"] = (*devices.alone.looked_up, devices.alone.part_s), True
+    elif device == "cuda":
+        hbm = read_tier_rates(profile, "hbm")
+        of_device = 0.0, ELEMENT_BYTES * (ROW_READS / hbm.read_bytes + ROW_WRITES / hbm.written_bytes), 0.0, 0.0
+        stated["hbm"] = hbm.is_stated
+    stated["ddr"] = rates.is_measured or read_tier_rates(profile, "ddr").is_stated
+    dense, is_timed = _read_dense(spec), device == "cpu" or devices is not None
+    ids, varies = bags * [table.lookups for table in specs], [table.max_lookups > table.lookups for table in specs]
+    share, features = dense.samples / batch, sum(len(table.sources) for table in specs)
+    values = len(spec.model.dense_features) * dense.samples
     return CostModel(
-        ids=bags * [table.lookups for table in specs],
+        ids=ids,
         bags=bags,
         dims=dims,
         blocks=blocks,
@@ -444,8 +473,16 @@ def read_costs(problem: Problem) -> CostModel:
         links=links,
         link_is_stated=link_is_stated or spec.world_size == 1,
         packed_s=packed_s,
-        compute=_compute(spec, profile, devices or rates) if device == "cpu" or devices else _dense_s(spec, profile),
-        dense_bytes=float(CODECS[spec.training.communication.dense].value_bytes * dense_parameters(spec.model)),
+        batch=(
+            features,
+            float(bags.sum()) * share,
+            float(bags[varies].sum()) * share,
+            float(ids.sum()) * share,
+            values,
+        ),
+        dense=dense,
+        compute=_compute(spec, profile, dense, devices or rates) if is_timed else _dense_s(spec, profile),
+        dense_bytes=float(CODECS[spec.training.communication.dense].value_bytes * dense.parameters),
         table_elements=problem.tables.rows * dims,
     )
 
@@ -462,17 +499,25 @@ def _dense_s(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Timed:
     return Timed(step_flops(spec, largest_slice(spec)) / flops, True) if flops else Timed(0.0, False)
 
 
-def _compute(spec: DLRMJobSpec, profile: HardwareProfile | None, rates: RankRates) -> Timed:
+def _compute(spec: DLRMJobSpec, profile: HardwareProfile | None, dense: DenseHalf, rates: RankRates) -> Timed:
     """Return the seconds of the dense half by loops; 0 if nothing in the profile says how fast it is."""
-    samples, model = largest_slice(spec), spec.model
     if not rates.is_measured:
         of_node = profile.spec.flops_per_second if profile else None
         processes = spec.trainer.processes_per_replica
-        return Timed(step_flops(spec, samples) * processes / of_node, True) if of_node else Timed(0.0, False)
-    alone, layers = rates.alone, [each for both in dense_layers(model) for each in both]
-    pairs_s = pair_values(model) * samples * alone.of("pair_value")
-    parameters_s = dense_parameters(model) * alone.of("parameter")
-    return Timed(alone.layers_s(layers, samples, model.precision) + pairs_s + parameters_s, True)
+        return Timed(step_flops(spec, dense.samples) * processes / of_node, True) if of_node else Timed(0.0, False)
+    return Timed(sum(dense.seconds(rates.alone)), True)
+
+
+def _read_dense(spec: DLRMJobSpec) -> DenseHalf:
+    bottom, top = dense_layers(spec.model)
+    return DenseHalf(
+        samples=largest_slice(spec),
+        precision=spec.model.precision,
+        bottom=bottom,
+        top=top,
+        pair_values=pair_values(spec.model),
+        parameters=dense_parameters(spec.model),
+    )
 
 
 def _read_links(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Device) -> tuple[Links, bool]:
@@ -481,7 +526,7 @@ def _read_links(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devi
     between, inside = (
         (network.inter_node_bytes_per_second, network.intra_node_bytes_per_second) if network else (None, None)
     )
-    default = DEFAULT_DEVICE_LINK_RATE if device == "cuda" else _read_rate(profile, "ddr")
+    default = DEFAULT_DEVICE_LINK_RATE if device == "cuda" else read_tier_rates(profile, "ddr").read_bytes
     processes = spec.trainer.processes_per_replica
     links = Links(
         nodes=spec.replicas,
@@ -491,23 +536,6 @@ def _read_links(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devi
         inside_byte_s=1 / (inside or default),
     )
     return links, bool(between if spec.replicas > 1 else inside)
-
-
-def _read_rate(profile: HardwareProfile | None, tier: Tier) -> float:
-    known = tier_spec(profile, tier)
-    return (known and known.read_bytes_per_second) or DEFAULT_TIER_RATES[tier][0]
-
-
-def _states_reads(profile: HardwareProfile | None, tier: Tier) -> bool:
-    known = tier_spec(profile, tier)
-    return bool(known and known.read_bytes_per_second)
-
-
-def _device_element_s(profile: HardwareProfile | None) -> float:
-    """Return the seconds to look up and update one element in the memory of a GPU without measured loops."""
-    known, read = tier_spec(profile, "hbm"), _read_rate(profile, "hbm")
-    write = (known and known.write_bytes_per_second) or read
-    return ELEMENT_BYTES * (ROW_READS / read + ROW_WRITES / write)
 
 
 def estimate(problem: Problem, costs: CostModel, placement: Placement, tiers: TierAssignment | None) -> Estimate:
@@ -535,19 +563,15 @@ def moved_rows(problem: Problem, placement: Placement, tiers: TierAssignment) ->
     A row that is found in a tier is read from it, and another one is written to it in its place. If slots are in HBM,
     both cross the link between their GPU and the host, one each way.
     """
-    hit_rates, stacks = tiers.hit_rates, tiers.stacks
-    # Rows read, their bytes, bytes that cross: (3, G) by group of shards.
-    found: dict[Tier, Floats] = {}
-    for i, levels in tiers.stacked.items():
-        record = float(stacks.record[i])
-        for tier, missed in levels.served(hit_rates, i):
-            crossed = missed * record if levels.first == "hbm" else 0.0
-            found.setdefault(tier, np.zeros((3, len(tiers.levels))))[:, i] = missed, missed * record, crossed
-    world_size = problem.spec.world_size
-    return {
-        tier: Moved(*(tiers.by_rank(each, placement.ranks, world_size) for each in moved))
-        for tier, moved in found.items()
-    }
+
+    def by_rank(amounts: Floats) -> Floats:
+        return tiers.by_rank(amounts, placement.ranks, problem.spec.world_size)
+
+    record, found = tiers.stacks.record, dict[Tier, Moved]()
+    for tier, missed in tiers.served.items():
+        crossed = np.where(tiers.stacks.on_device, missed * record, 0.0)
+        found[tier] = Moved(by_rank(missed), by_rank(missed * record), by_rank(crossed))
+    return found
 
 
 def _misses(problem: Problem, placement: Placement, tiers: TierAssignment) -> dict[Tier, Timed]:

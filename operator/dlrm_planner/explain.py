@@ -160,6 +160,7 @@ def _tiers(found: Solution) -> Iterator[str]:
     if found.tiers is None or not found.tiers.levels:
         return
     rates, levels_of, shapes = found.tiers.hit_rates, found.tiers.levels, found.tiers.shapes
+    in_slots = rates.hits_at(found.tiers.rows.slots)
     tables, groups = found.problem.tables, dict[tuple[Tier, ...], list[int]]()
     group_of, shards = found.tiers.group, found.placement.shards
     firsts = np.unique(group_of, return_index=True)[1][-len(levels_of) :]
@@ -176,7 +177,7 @@ def _tiers(found: Solution) -> Iterator[str]:
         rows = int(rows_of[group].sum())
         accesses = max(_total(count, (float(rates.accesses[i]) for i in group)), 1e-300)
         slots = _total(count, (levels_of[i].slots for i in group))
-        hits = _total(count, (rates.hits_at(i, levels_of[i].slots) for i in group))
+        hits = _total(count, in_slots[group].tolist())
         served = f"which are expected to serve {hits / accesses:.1%} of accesses"
         kept = [f"{slots / rows:.1%} in slots in {first.upper()}, {served}"]
         held = [_total(count, (levels_of[i].below[place][1] for i in group)) for place in range(len(below))]

@@ -227,7 +227,8 @@ def fill(rates: HitRates, demand: Demand, budget: float, *, spend_all: bool = Fa
     """
     x = np.clip(rates.rows, demand.start[:, None], demand.stop[:, None])
     x = np.concatenate([x, demand.stop[:, None]], axis=1)
-    hits = np.stack([np.interp(a, b, c) for a, b, c in zip(x, rates.rows, rates.hits, strict=True)])
+    first, last = np.split(rates.hits_at(np.stack([demand.start, demand.stop], axis=1)), 2, axis=1)
+    hits = np.concatenate([np.clip(rates.hits, first, last), last], axis=1)
     cost, gain = np.diff(x, axis=1) * demand.row_cost[:, None], demand.gains(np.diff(hits, axis=1), np.diff(x, axis=1))
     rest = demand.gains(rates.accesses[:, None] - hits[:, -1:], rates.rows[:, -1:] - x[:, -1:])
     missed = np.concatenate([gain, rest], axis=1)[:, ::-1].cumsum(axis=1)[:, ::-1]

@@ -61,10 +61,8 @@ class Mover:
         yield Loads.of_training(costs, ranks, self._amounts)
         if tiers is not None and timeline.training_s < timeline.step_s:
             # The last group is that of shards whose rows are all in DDR.
-            missed = np.zeros(len(tiers.levels) + 1)
-            for i, levels in tiers.stacked.items():
-                missed[i] = sum(rows for _, rows in levels.served(tiers.hit_rates, i))
-            yield Loads.of_misses(costs, ranks, missed[tiers.group])
+            missed = np.sum([*tiers.served.values(), np.zeros(len(tiers.levels))], axis=0)
+            yield Loads.of_misses(costs, ranks, np.append(missed, 0.0)[tiers.group])
 
     def _placed(self, placement: Placement, ranks: Indices) -> Placement:
         table, options = placement.shards.table, dict(placement.options)

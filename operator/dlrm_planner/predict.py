@@ -19,10 +19,10 @@ from dlrm_api.training import CommunicationSpec
 from dlrm_api.wire import CODECS, Codec, LinkClass
 from dlrm_planner.estimate import WIDTH_S, CostModel, Moved, estimate, found_blocks, moved_rows, read_costs, transfer_s
 from dlrm_planner.rates import DEFAULT_LOOPS, LoopRates, read_device_rates, tier_spec
-from dlrm_planner.tables import ELEMENT_BYTES, dense_layers, dense_parameters, largest_slice, pair_values
+from dlrm_planner.tables import ELEMENT_BYTES
 from dlrm_planner.tiers import TierAssignment
 from dlrm_planner.timeline import StepWork, TierWork, Timeline, TrainingWork, lay_out
-from dlrm_planner.types import Estimate, Floats, Indices, Levels, Placement, Problem, Timed
+from dlrm_planner.types import Estimate, Floats, Indices, Levels, Placement, Problem, Timed, take
 
 SECONDS_PER_HOUR = 3_600
 COLLECTIVES, RANK_S = 6, 2e-5
@@ -104,31 +104,26 @@ def predict(found: Solution) -> Prediction:
 
 def _hit_rates(found: Solution) -> dict[str, float]:
     """Return the share of accesses to tables with levels that each tier serves."""
-    served = defaultdict[str, float](float)
-    for i, levels in found.stacked.items():
-        assert found.tiers is not None
-        held, before = 0, 0.0
-        for tier, rows in levels.each:
-            held += rows
-            until = found.tiers.hit_rates.hits_at(i, float(held))
-            served[tier] += until - before
-            before = until
-    total = max(sum(served.values()), 1e-300)
-    return {tier: min(1.0, round(hits / total, 4)) for tier, hits in served.items()}
+    if (tiers := found.tiers) is None or not found.stacked:
+        return {}
+    stacked = list(found.stacked)
+    hits = np.diff(tiers.rows.hits(tiers.hit_rates), axis=1, prepend=0.0) * tiers.shapes.count[:, None]
+    served, on_device = hits[stacked], tiers.stacks.on_device[stacked]
+    by_tier = defaultdict[str, float](float)
+    for first, own in (("hbm", on_device), ("ddr", ~on_device)):
+        if own.any():
+            by_tier[first] = float(served[own, 0].sum())
+    for place, tier in enumerate(tiers.rows.below, start=1):
+        by_tier[tier] += float(served[:, place].sum())
+    return {tier: round(each / float(served.sum()), 4) for tier, each in by_tier.items()}
 
 
 def step_work(found: Solution) -> StepWork:
     """Return the work of a step: of the rank that looks up longest, and the largest messages of any."""
-    spec, model, costs, rates = found.problem.spec, found.problem.spec.model, found.costs, found.costs.rates
-    computing = costs.computing
-    samples, features = largest_slice(spec), len(model.all_features())
-    share = samples / spec.data.global_batch_size
-    varies = np.array([table.max_lookups > table.lookups for table in found.problem.tables.specs])
-    bags, varying, ids = (float(each.sum()) * share for each in (costs.bags, costs.bags[varies], costs.ids))
+    spec, costs, rates, computing = found.problem.spec, found.costs, found.costs.rates, found.costs.computing
     shapes = found.placement.shards.shapes
     received = found.placement.by_rank(costs.ids[shapes.table] * shapes.share, spec.world_size).max()
-    batch = features, bags, varying, ids, len(model.dense_features) * samples
-    read_s, alone_s = (each.read_s(spec.data.format, batch) for each in (rates.reading, rates.alone))
+    read_s, alone_s = (each.read_s(spec.data.format, costs.batch) for each in (rates.reading, rates.alone))
     busiest = _busiest(found)
     return StepWork(
         alone=_training(found, rates.alone, computing.alone, *busiest),
@@ -177,9 +172,8 @@ def _training(found: Solution, rates: LoopRates, computing: LoopRates, own: Indi
 
     ``own`` and ``excess`` are those of ``_busiest``.
     """
-    problem, costs, placement = found.problem, found.costs, found.placement
-    spec, model, shapes = problem.spec, problem.spec.model, placement.shards.shapes
-    samples, world_size, replicated = largest_slice(spec), spec.world_size, np.array(placement.replicated, np.int64)
+    costs, placement, world_size = found.costs, found.placement, found.problem.spec.world_size
+    shapes, replicated = placement.shards.shapes, np.array(placement.replicated, np.int64)
     table, share, width, blocks = shapes.table[own], shapes.share[own], shapes.width[own], shapes.blocks[own]
     host, ids = costs.on_host[table], costs.ids[table] * share * excess
     vectors = costs.bags_with_ids(table, share)
@@ -204,9 +198,7 @@ def _training(found: Solution, rates: LoopRates, computing: LoopRates, own: Indi
     if not costs.computing.has_own_step:
         interpreted_s += collectives_s
     interpreted_s += RANK_S * max(0, world_size - computing.loops.processes)
-    bottom, top = dense_layers(model)
-    is_timed = _is_timed(found)
-    pairs_s = pair_values(model) * samples * computing.of("pair_value")
+    dense_s = costs.dense.seconds(computing) if _is_timed(found) else (0.0, costs.compute.seconds, 0.0)
     return TrainingWork(
         interpreted_s=interpreted_s,
         collectives_s=min(collectives_s, interpreted_s),
@@ -218,9 +210,9 @@ def _training(found: Solution, rates: LoopRates, computing: LoopRates, own: Indi
         update_s=of_host * rates.of("update")
         + values * rates.of("update_value")
         + bags_of_host * rates.of("update_bag"),
-        bottom_s=computing.layers_s(bottom, samples, model.precision) if is_timed else 0.0,
-        top_s=computing.layers_s(top, samples, model.precision) + pairs_s if is_timed else costs.compute.seconds,
-        dense_update_s=dense_parameters(model) * computing.of("parameter") if is_timed else 0.0,
+        bottom_s=dense_s[0],
+        top_s=dense_s[1],
+        dense_update_s=dense_s[2],
         **(_exchange(found, computing) if world_size > 1 else {}),
     )
 
@@ -316,16 +308,15 @@ def page_reads(found: Solution, moved: Moved) -> Floats:
     than the slots reach. Of their M / k pages, with k rows each, 1 - exp(-k f) are read.
     """
     assert found.tiers is not None
-    rates, ranks = found.tiers.hit_rates, found.placement.ranks
-    returning = np.zeros((len(found.tiers.levels), len(AGES) - 1))
-    for i, levels in found.stacked.items():
-        if levels.below[-1][0] != "block":
-            continue
-        held = levels.slots + sum(rows for _, rows in levels.below[:-1])
-        missed = max(float(rates.accesses[i]) - rates.hits_at(i, held), 0.0)
-        returning[i] = np.diff(np.interp(held + AGES * missed, rates.rows[i], rates.hits[i]))
+    tiers, ranks = found.tiers, found.placement.ranks
+    returning = np.zeros((len(tiers.levels), len(AGES) - 1))
+    which = np.flatnonzero(tiers.rows.below["block"])
+    rates, slots = take(tiers.hit_rates, which), tiers.rows.slots[which]
+    held = slots + sum(rows[which] for tier, rows in tiers.rows.below.items() if tier != "block")
+    missed = np.maximum(rates.accesses - rates.hits_at(held), 0.0)
+    returning[which] = np.diff(rates.hits_at(held[:, None] + AGES * missed[:, None]))
     world_size = found.problem.spec.world_size
-    of_ranks = np.stack([found.tiers.by_rank(each, ranks, world_size) for each in returning.T], axis=1)
+    of_ranks = np.stack([tiers.by_rank(each, ranks, world_size) for each in returning.T], axis=1)
     rows, size = np.maximum(moved.rows, 1e-300), np.maximum(moved.bytes, 1e-300)
     per_page = BLOCK_PAGE_BYTES * rows / size
     steps = np.diff(AGES)

@@ -136,18 +136,20 @@ def read_stacks(
     middle = sum(list(caps.values())[:-1])
     batch, ahead, specs = spec.data.global_batch_size, spec.trainer.cache.lookahead, shapes.tables.specs
     # Batches in flight may need slots besides the planned ones.
-    in_flight = shapes.by_table(
+    extra = shapes.by_table(
         lambda i: tiers.extra_slots(specs[i].held_rows, specs[i].max_lookups * len(specs[i].sources), batch, ahead)
     )
-    on_devices = shapes.by_table(
-        lambda i: tiers.device_extra_slots(
-            specs[i].held_rows,
-            specs[i].lookups * len(specs[i].sources),
-            specs[i].max_lookups * len(specs[i].sources),
-            batch,
+    if device == "cuda":
+        on_devices = shapes.by_table(
+            lambda i: tiers.device_extra_slots(
+                specs[i].held_rows,
+                specs[i].lookups * len(specs[i].sources),
+                specs[i].max_lookups * len(specs[i].sources),
+                batch,
+            )
         )
-    )
-    extra = np.minimum(rows, np.where(on_device, on_devices, in_flight))
+        extra = np.where(on_device, on_devices, extra)
+    extra = np.minimum(rows, extra)
     scratch = np.where(on_device, extra, np.ceil(rates.accesses)) * (pin != IN_HBM)
     least = np.ceil(rates.min_rows / max(ways, 1)) * max(ways, 1)
     whole = shapes.held_bytes.astype(np.float64)

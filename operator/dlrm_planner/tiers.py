@@ -33,6 +33,7 @@ from dlrm_planner.types import (
     Indices,
     Infeasible,
     Ints,
+    LevelRows,
     Levels,
     Placement,
     Problem,
@@ -43,6 +44,10 @@ from dlrm_planner.types import (
     take,
 )
 
+PodKey = tuple[bytes, bytes, bytes, float, float]
+"""What the levels of a pod's shards depend on: their shapes, map entries and ranks, bytes of DDR, and of HBM."""
+PodLevels = tuple[tuple[int, Levels], ...]
+"""Levels of the shards of a pod that have some, with the number of each."""
 ROUNDS, MOVE_ROUNDS, FINAL_ROUNDS = 2, 24, 48
 """Rounds in which multipliers of tiers are adjusted: in the search, and for the plan that is taken."""
 MAX_ENUMERATED, MAX_REFINED, MIN_REFINED_GAIN = 4, 12, 1e-6
@@ -92,19 +97,16 @@ class Pod:
         reads, writes = counted
         return np.asarray(reads * of_read + (1 - reads) * read + writes * of_write + (1 - writes) * written)
 
-    def seconds(self, placed: Mapping[int, Levels]) -> tuple[float, dict[Tier, tuple[float, float]]]:
+    def seconds(self, rows: LevelRows) -> tuple[float, dict[Tier, tuple[float, float]]]:
         """Return the seconds in which tiers below the first levels serve a step's rows.
 
         Also return for the reads and the writes of each tier 1 if their number bounds it, and 0 if their bytes do.
         """
-        rows, sizes = dict.fromkeys(self.speeds, 0.0), dict.fromkeys(self.speeds, 0.0)
-        for i, levels in placed.items():
-            for tier, missed in levels.served(self.rates, i):
-                rows[tier] += missed
-                sizes[tier] += missed * float(self.stacks.record[i])
+        served = rows.served(self.rates)
         total, counted = 0.0, dict[Tier, tuple[float, float]]()
         for tier, speed in self.speeds.items():
-            count, size = rows[tier], sizes[tier]
+            missed = served.get(tier, np.zeros(len(self.ranks)))
+            count, size = float(missed.sum()), float((missed * self.stacks.record).sum())
             read = max(size, count * speed.page_bytes)
             total += speed.seconds(count, read, size)
             by_count = count / speed.reads > read / speed.read_bytes, count / speed.writes > size / speed.written_bytes
@@ -154,26 +156,32 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """Hold levels of a pod's shards, with the seconds of a step in slower tiers."""
-
-    seconds: float
-    levels: dict[int, Levels]
-    """Of the shards that are not whole in DDR."""
-    way: Way
-
-
-@dataclass(frozen=True)
 class Placed:
-    """Hold the levels of a pod's shards that are not whole in DDR."""
+    """Hold the rows of a pod's shards by level."""
 
-    levels: dict[int, Levels]
+    rows: LevelRows
+    is_whole: NDArray[np.bool_]
+    """(N,) shards on the host that are whole in DDR, without levels."""
     prices: Mapping[Tier, float]
     """Seconds that one more byte of each tier between DDR and the last one would save."""
 
+    def levels(self, on_device: NDArray[np.bool_]) -> PodLevels:
+        """Return the levels of the shards that have some; the slots of those ``on_device`` are in HBM."""
+        which = np.flatnonzero(~self.is_whole).tolist()
+        return tuple((k, self.rows.levels(k, "hbm" if on_device[k] else "ddr")) for k in which)
 
-def tier_tables(pod: Pod, *, refines: bool = False) -> dict[int, Levels] | TierShortage:
-    """Return the levels of the shards of one pod that are not whole in DDR.
+
+@dataclass(frozen=True)
+class Candidate:
+    """Hold a way to place the rows of a pod, with the seconds of a step in slower tiers."""
+
+    seconds: float
+    placed: Placed
+    way: Way
+
+
+def tier_tables(pod: Pod, *, refines: bool = False) -> Placed | TierShortage:
+    """Place the rows of the shards of one pod.
 
     HBM goes to slots of its rank's shards where a byte gains most expected hits. Then DDR goes to slots, to whole
     shards, and to rows below slots in HBM, where a byte saves most time of slower tiers; these take what is left,
@@ -194,13 +202,13 @@ def tier_tables(pod: Pod, *, refines: bool = False) -> dict[int, Levels] | TierS
         elif best is None or found.seconds < best.seconds:
             best = found
     assert best is not None, "something was tried"
-    return (_refine(pod, best) if refines else best).levels
+    return (_refine(pod, best) if refines else best).placed
 
 
 def _refine(pod: Pod, best: Candidate) -> Candidate:
     """Make shards whole, or stacks, while a step gets faster, and adjust multipliers until they settle."""
     stacks = pod.stacks
-    if not math.isfinite(pod.ddr) or not best.levels or len(stacks.rows) > MAX_REFINED:
+    if not math.isfinite(pod.ddr) or best.placed.is_whole.all() or len(stacks.rows) > MAX_REFINED:
         return best
     free = np.flatnonzero((stacks.pin == UNPINNED) & ~stacks.on_device).tolist()
     sizes = range(1, 1 + (len(free) if len(free) <= MAX_ENUMERATED else 1))
@@ -209,7 +217,7 @@ def _refine(pod: Pod, best: Candidate) -> Candidate:
     while is_better:
         is_better = False
         for move in moves:
-            is_whole = np.array([i not in best.levels for i in range(len(stacks.rows))])
+            is_whole = best.placed.is_whole.copy()
             is_whole[list(move)] ^= True
             found = _by_prices(pod, Way(best.way.offered, is_whole=is_whole), MOVE_ROUNDS)
             if not isinstance(found, TierShortage) and found.seconds < best.seconds * (1 - MIN_REFINED_GAIN):
@@ -225,9 +233,9 @@ def _by_prices(pod: Pod, way: Way, rounds: int) -> Candidate | TierShortage:
         found = _place(pod, way)
         if isinstance(found, TierShortage):
             return best or found
-        seconds, counted = pod.seconds(found.levels)
+        seconds, counted = pod.seconds(found.rows)
         if best is None or seconds < best.seconds:
-            best = Candidate(seconds, found.levels, way)
+            best = Candidate(seconds, found, way)
         part, last = 1 / (number + 1), 2 / (number + 3)
         prices = {tier: (1 - last) * way.prices.get(tier, price) + last * price for tier, price in found.prices.items()}
         means = {
@@ -388,22 +396,15 @@ def _below(pod: Pod, way: Way, slots: Floats, filled: Filled) -> Placed | TierSh
         prices[tier], got = in_tier.price, np.floor(in_tier.rows - start)
         held[tier] += got
         rest = rest - got
-    levels, in_hbm = dict[int, Levels](), _in_hbm(slots, stacks)
-    for k, i in enumerate(stacked.tolist()):
-        below = tuple((tier, int(rows[k])) for tier, rows in held.items() if rows[k] > 0)
-        levels[i] = _levels(stacks, i, slots[i], above[k], below)
-    for i in np.flatnonzero(filled.whole & stacks.on_device).tolist():
-        whole = int(stacks.rows[i])
-        levels[i] = Levels(whole, (), "hbm") if in_hbm[i] else Levels(int(slots[i]), (("ddr", whole),), "hbm")
-    return Placed(levels, prices)
-
-
-def _levels(stacks: Stacks, shard: int, slots: float, above: float, below: tuple[tuple[Tier, int], ...]) -> Levels:
-    """Return the levels of a shard with rows below DDR; ``above`` of them are in its slots and in DDR."""
-    if not stacks.on_device[shard]:
-        return Levels(int(above), below)
-    between = int(above - slots)
-    return Levels(int(slots), ((("ddr", between),) if between > 0 else ()) + below, "hbm")
+    here, in_hbm = stacks.on_device, _in_hbm(slots, stacks)
+    # DDR has what is above the slower tiers and in no slot: all rows of a whole shard whose slots are in HBM.
+    in_ddr = np.where(filled.whole, np.where(in_hbm, 0, stacks.rows), np.floor(filled.rows - slots))
+    below: dict[Tier, Floats] = {"ddr": np.where(here, in_ddr, 0.0)}
+    for tier, rows in held.items():
+        below[tier] = np.zeros(len(slots))
+        below[tier][stacked] = rows
+    first = np.where(here, np.where(in_hbm, stacks.rows, slots), filled.rows)
+    return Placed(LevelRows(np.floor(first), below), filled.whole & ~here, prices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,10 +418,19 @@ class TierAssignment:
     """(G,) of the shards of a group; even parts of a table count as the larger ones."""
     stacks: Stacks  # (G,)
     hit_rates: HitRates  # (G,)
+    by_pod: Mapping[PodKey, PodLevels] = field(default_factory=dict)
+    """Levels of the shards of each pod, by what they depend on; empty if they were given."""
 
     @classmethod
     def of_forms(
-        cls, group: Indices, forms: Indices, levels: tuple[Levels, ...], shapes: Shapes, stacks: Stacks, rates: HitRates
+        cls,
+        group: Indices,
+        forms: Indices,
+        levels: tuple[Levels, ...],
+        shapes: Shapes,
+        stacks: Stacks,
+        rates: HitRates,
+        by_pod: Mapping[PodKey, PodLevels] | None = None,
     ) -> Self:
         """Return the levels of (G,) groups of shards, each of one of the forms that the last three describe."""
         return cls(
@@ -429,12 +439,23 @@ class TierAssignment:
             shapes=replace(take(shapes, forms), count=np.bincount(group[group >= 0], minlength=len(forms))),
             stacks=take(stacks, forms),
             hit_rates=take(rates, forms),
+            by_pod=by_pod or {},
         )
 
     @cached_property
     def stacked(self) -> Mapping[int, Levels]:
         """Return the groups with rows that move between levels."""
         return {group: levels for group, levels in enumerate(self.levels) if levels.below}
+
+    @cached_property
+    def rows(self) -> LevelRows:
+        """Return the rows of a shard of each group, (G,)."""
+        return LevelRows.of(self.levels)
+
+    @cached_property
+    def served(self) -> dict[Tier, Floats]:
+        """Return the (G,) accesses of one step that find their row in each level below the first, by tier."""
+        return self.rows.served(self.hit_rates)
 
     def by_rank(self, amounts: Floats, ranks: Indices, world_size: int) -> Floats:
         """Return the (W,) sums of what a shard of each group has, (G,)."""
@@ -538,24 +559,28 @@ class TierPlanner:
         for total in (slow + ddr, slow + ddr + (hbm if has_limit else 0.0)):
             yield self._capacity(replicated, (SCALE,) * world_size, partial(parts, total), extra * SCALE + 2)
 
-    def assign(self, placement: Placement, *, refines: bool = False) -> TierAssignment | None:
+    def assign(
+        self, placement: Placement, *, near: TierAssignment | None = None, refines: bool = False
+    ) -> TierAssignment | None:
         """Assign levels to a placement's shards; None if some pod's tiers do not hold them.
 
-        Pods with equal shards get equal levels. ``refines`` takes more time for it.
+        Pods with equal shards get equal levels, also those of ``near``, of another placement of the same shards.
+        ``refines`` takes more time for it.
         """
         problem, ranks, hbm = self._problem, placement.ranks, self._hbm(placement.replicated)
         shapes, form, entries = stack_forms(placement, problem.spec.world_size)
         rates = self._curves.of(shapes)
         stacks = read_stacks(problem.spec, shapes, rates, problem.caps, entries, problem.device)
-        min_ddr, min_hbm = stacks.min_ddr(bool(problem.caps)), stacks.min_hbm()
+        min_hbm = stacks.min_hbm()
         taken = np.bincount(ranks, weights=min_hbm[form], minlength=1)
         if float(taken.max()) > hbm + len(form):
             which = np.flatnonzero(ranks == int(np.argmax(taken)))
-            self._shortage = replace(_table_shortage(placement, which, min_hbm[form], hbm), tier="hbm")
+            self._shortage = replace(_table_shortage(placement, which, min_hbm[form[which]], hbm), tier="hbm")
             return None
-        known: dict[tuple[bytes, bytes, float], Indices] = {}
+        like, entry = placement.shards.shapes.like[placement.shards.shape], entries[form].astype(np.int8)
+        known, by_pod = near.by_pod if near else {}, dict[PodKey, PodLevels]()
         groups: dict[tuple[int, Levels], int] = {}
-        group = np.full(len(form), -1)
+        group, group_of_pod = np.full(len(form), -1), dict[PodKey, Indices]()
         for pod, which in enumerate(placement.on_pods(self._processes, problem.spec.replicas)):
             ddr = self._ddr(placement.replicated, pod, stacks.between)
             if ddr < 0:
@@ -563,33 +588,45 @@ class TierPlanner:
                 return None
             of_pod, local = form[which], ranks[which] - pod * self._processes
             # Ranks share all tiers but HBM.
-            key = (of_pod.tobytes(), local.tobytes() if problem.device == "cuda" else b"", ddr)
-            if key not in known:
-                # Maps of all shards of a rank may be wider than the map of each alone: a byte of rounding for each.
-                if float(min_ddr[of_pod].sum()) > ddr + len(which):
-                    self._shortage = _table_shortage(placement, which, min_ddr[form], ddr)
+            of_ranks = local.tobytes() if problem.device == "cuda" else b""
+            key = like[which].tobytes(), entry[which].tobytes(), of_ranks, ddr, hbm
+            if key not in by_pod:
+                found = known.get(key)
+                if found is None:
+                    here = Pod(
+                        ranks=local,
+                        stacks=take(stacks, of_pod),
+                        rates=take(rates, of_pod),
+                        hbm=hbm,
+                        ddr=ddr,
+                        slow=problem.caps,
+                        speeds=self._speeds,
+                    )
+                    is_refined = refines and len(by_pod) < MAX_REFINED_PODS
+                    found = self._pod_levels(placement, which, here, refines=is_refined)
+                if found is None:
                     return None
-                here = Pod(
-                    ranks=local,
-                    stacks=take(stacks, of_pod),
-                    rates=take(rates, of_pod),
-                    hbm=hbm,
-                    ddr=ddr,
-                    slow=problem.caps,
-                    speeds=self._speeds,
-                )
-                levels = tier_tables(here, refines=refines and len(known) < MAX_REFINED_PODS)
-                if isinstance(levels, TierShortage):
-                    self._shortage, smallest = levels, self._min_shortage
-                    if smallest is None or (levels.tier == smallest.tier and levels.missing < smallest.missing):
-                        self._min_shortage = levels
-                    return None
-                known[key] = np.full(len(which), -1)
-                for k, each in levels.items():
-                    known[key][k] = groups.setdefault((int(of_pod[k]), each), len(groups))
-            group[which] = known[key]
-        forms = np.array([each for each, _ in groups], np.int64)
-        return TierAssignment.of_forms(group, forms, tuple(levels for _, levels in groups), shapes, stacks, rates)
+                by_pod[key], group_of_pod[key] = found, np.full(len(which), -1)
+                for k, each in found:
+                    group_of_pod[key][k] = groups.setdefault((int(of_pod[k]), each), len(groups))
+            group[which] = group_of_pod[key]
+        forms, levels = np.array([kind for kind, _ in groups], np.int64), tuple(each for _, each in groups)
+        return TierAssignment.of_forms(group, forms, levels, shapes, stacks, rates, by_pod)
+
+    def _pod_levels(self, placement: Placement, which: Indices, pod: Pod, *, refines: bool) -> PodLevels | None:
+        """Return levels of some shards of a placement, those of a pod; None if its tiers do not hold them."""
+        least = pod.stacks.min_ddr(bool(pod.slow))
+        # Maps of all shards of a rank may be wider than the map of each alone: a byte of rounding for each.
+        if float(least.sum()) > pod.ddr + len(which):
+            self._shortage = _table_shortage(placement, which, least, pod.ddr)
+            return None
+        placed = tier_tables(pod, refines=refines)
+        if not isinstance(placed, TierShortage):
+            return placed.levels(pod.stacks.on_device)
+        self._shortage, smallest = placed, self._min_shortage
+        if smallest is None or (placed.tier == smallest.tier and placed.missing < smallest.missing):
+            self._min_shortage = placed
+        return None
 
     def infeasible(self, shortage: TableShortage | None) -> Infeasible:
         """Return why nothing fits: this shortage, or why the last placement did not fit."""
@@ -634,11 +671,12 @@ def stack_forms(placement: Placement, world_size: int) -> tuple[Shapes, Indices,
 
 
 def _table_shortage(placement: Placement, which: Indices, needed: Floats, available: float) -> TableShortage:
-    largest = int(which[int(np.argmax(needed[which]))])
-    held, rest = math.ceil(needed[largest]), available - float(needed[which].sum())
+    """Return that the largest of some shards finds too little memory; ``needed``: by each of them."""
+    largest = int(np.argmax(needed))
+    shard, held, rest = int(which[largest]), math.ceil(needed[largest]), available - float(needed.sum())
     return TableShortage(
-        table=int(placement.shards.table[largest]),
-        rank=int(placement.ranks[largest]),
+        table=int(placement.shards.table[shard]),
+        rank=int(placement.ranks[shard]),
         held=held,
         free=max(0, held + math.floor(rest)),
         is_alone=False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TablePin, TableSpec
 from dlrm_api.plan import Device, ShardKind
 from dlrm_api.progress import DataFiles
-from dlrm_api.tiers import Tier
+from dlrm_api.tiers import TIERS, Tier
 from dlrm_api.trace import TableTrace
 from dlrm_api.wire import Codec, Direction, LinkClass
 from dlrm_planner.tables import NO_PIN, PartBytes, Tables, part_bytes
@@ -250,9 +250,14 @@ class HitRates:
     min_rows: Floats
     """(T,) rows of the smallest planned cache: those expected of all batches in flight."""
 
-    def hits_at(self, i: int, rows: float) -> float:
-        """Return the accesses of one step that a cache of ``rows`` serves."""
-        return float(np.interp(rows, self.rows[i], self.hits[i]))
+    def hits_at(self, rows: Floats) -> Floats:
+        """Return the accesses of one step that caches of so many rows serve: (T,), or (T, Q) for Q caches of each."""
+        held, last = rows[:, None] if rows.ndim == 1 else rows, self.rows.shape[1] - 1
+        at, which = (self.rows[:, None] <= held[:, :, None]).sum(axis=2) - 1, np.arange(len(held))[:, None]
+        after = np.minimum(at + 1, last)
+        x, y = self.rows[which, at], self.hits[which, at]
+        width, rise = self.rows[which, after] - x, self.hits[which, after] - y
+        return np.asarray((rise / np.where(width > 0, width, 1.0) * (held - x) + y).reshape(rows.shape))
 
     def of(self, shapes: Shapes) -> HitRates:
         """Return the curves of shards: hot rows are anywhere, so a range of rows has its share of them."""
@@ -387,14 +392,42 @@ class Levels:
         """Return all levels with their rows, fastest first."""
         return ((self.first, self.slots), *self.below)
 
-    def served(self, rates: HitRates, shard: int) -> Iterator[tuple[Tier, float]]:
-        """Yield each level below the first, with the accesses of one step that find their row there."""
-        held = self.slots
-        for place, (tier, rows) in enumerate(self.below, start=1):
-            first, held = rates.hits_at(shard, held), held + rows
-            until = float(rates.accesses[shard]) if place == len(self.below) else rates.hits_at(shard, held)
-            found = max(until - first, 0.0)
-            yield tier, found if found > MIN_MISS_SHARE * until else 0.0
+
+@dataclass(frozen=True)
+class LevelRows:
+    """Hold the rows of N shards by level."""
+
+    slots: Floats  # (N,)
+    below: Mapping[Tier, Floats]
+    """(N,) rows that each further level may hold, fastest first; 0 where a shard has no such level."""
+
+    @classmethod
+    def of(cls, levels: Sequence[Levels]) -> LevelRows:
+        """Return the rows of shards with these levels."""
+        below = dict[Tier, Floats]()
+        for i, each in enumerate(levels):
+            for tier, rows in each.below:
+                below.setdefault(tier, np.zeros(len(levels)))[i] = rows
+        slots = np.array([each.slots for each in levels], np.float64)
+        return cls(slots, {tier: below[tier] for tier in TIERS if tier in below})
+
+    def levels(self, i: int, first: FastTier) -> Levels:
+        """Return the levels of one shard."""
+        return Levels(int(self.slots[i]), tuple((tier, int(n[i])) for tier, n in self.below.items() if n[i] > 0), first)
+
+    def hits(self, rates: HitRates) -> Floats:
+        """Return the (N, L) accesses of one step that find their row in the first levels up to each."""
+        return rates.hits_at(np.stack([self.slots, *self.below.values()], axis=1).cumsum(axis=1))
+
+    def served(self, rates: HitRates) -> dict[Tier, Floats]:
+        """Return the (N,) accesses of one step that find their row in each level below the first."""
+        rows = np.reshape([*self.below.values()], (len(self.below), len(self.slots)))
+        hits = self.hits(rates).T
+        is_last = (rows > 0) & (np.cumsum(rows[::-1] > 0, axis=0)[::-1] == 1)
+        # What no cache serves comes from the last level.
+        until = np.where(is_last, rates.accesses, hits[1:])
+        missed = np.where(rows > 0, np.maximum(until - hits[:-1], 0.0), 0.0)
+        return dict(zip(self.below, np.where(missed > MIN_MISS_SHARE * until, missed, 0.0), strict=True))
 
 
 class Timed(NamedTuple):

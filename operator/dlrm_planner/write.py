@@ -152,12 +152,12 @@ def choose_policy(found: Solution) -> tuple[Policy, str]:
     if policy != "auto":
         return policy, f"rows leave the slots by {policy}, as trainer.cache.policy says"
     rates, shapes = found.tiers.hit_rates, found.tiers.shapes
-    recent = frequent = total = 0.0
+    in_slots, recent, frequent, total = rates.hits_at(found.tiers.rows.slots), 0.0, 0.0, 0.0
     for i, levels in found.stacked.items():
         trace, count = found.problem.traces.get(shapes.spec(i).name), int(shapes.count[i])
         if trace is not None and trace.histogram:
             total += count * float(rates.accesses[i])
-            recent += count * rates.hits_at(i, levels.slots)
+            recent += count * float(in_slots[i])
             frequent += count * _frequent(trace, levels.slots, float(rates.accesses[i]), float(shapes.share[i]))
     if total == 0:
         return "lru", "rows leave the slots by lru: no table with levels has a trace that favors another policy"
@@ -281,16 +281,15 @@ def _tier_shares(found: Solution, policy: Policy) -> list[TierShare]:
     """Return what plans say of each group of shards, and last of shards without levels."""
     if found.tiers is None:
         return [TierShare()]
-    rates, shares = found.tiers.hit_rates, list[TierShare]()
-    for i, levels in enumerate(found.tiers.levels):
-        rows = np.cumsum([levels.slots, *(count for _, count in levels.below)])
-        accesses = max(float(rates.accesses[i]), 1e-300)
-        expected = [min(1.0, rates.hits_at(i, float(held)) / accesses) for held in rows]
+    rates, rows, shares = found.tiers.hit_rates, found.tiers.rows, list[TierShare]()
+    hits = rows.hits(rates) / np.maximum(rates.accesses, 1e-300)[:, None]
+    has_level = np.stack([np.ones(len(rows.slots), bool), *(held > 0 for held in rows.below.values())], axis=1)
+    for levels, served, is_there in zip(found.tiers.levels, np.minimum(hits, 1.0), has_level, strict=True):
         shares.append(
             TierShare(
                 levels=tuple(
                     TierLevel(tier=tier, rows=count, expected_hit_rate=round(rate, 4))
-                    for (tier, count), rate in zip(levels.each, expected, strict=True)
+                    for (tier, count), rate in zip(levels.each, served[is_there].tolist(), strict=True)
                 ),
                 policy=policy if levels.below else "lru",
                 ways=found.problem.spec.trainer.cache.ways if levels.below else 0,

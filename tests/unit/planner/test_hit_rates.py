@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
@@ -31,6 +32,11 @@ def table(rows: int, **more: Any) -> dict[str, Any]:
 
 def reuse_of(spec: DLRMJobSpec, trace: TableTrace | None = None) -> HitRates:
     return table_hit_rates(read_problem(spec, None, {"t": trace} if trace else {}))
+
+
+def hits_at(found: HitRates, rows: float) -> float:
+    """Return what a cache of so many rows of the only table serves."""
+    return float(found.hits_at(np.array([rows], np.float64))[0])
 
 
 def lru_hits(batches: list[np.ndarray], slots: int) -> tuple[float, float]:
@@ -62,7 +68,7 @@ def test_a_prior_predicts_what_a_simulated_cache_does(make_spec: MakeSpec, alpha
     hits, accesses = lru_hits(batches, slots)
 
     assert found.accesses[0] == pytest.approx(accesses, rel=0.02)
-    assert found.hits_at(0, slots) / found.accesses[0] == pytest.approx(hits / accesses, abs=0.02)
+    assert hits_at(found, slots) / found.accesses[0] == pytest.approx(hits / accesses, abs=0.02)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 50, 96, 97, 10**6, 2**40])
@@ -114,10 +120,26 @@ def test_a_trace_is_taken_as_it_was_measured(make_spec: MakeSpec) -> None:
 
     assert found.accesses[0] == 1_024
     assert found.min_rows[0] == 2_048
-    assert found.hits_at(0, 1_000) / 1_024 == pytest.approx(0.2)
-    assert found.hits_at(0, 10_000) / 1_024 > 0.22  # on the hull: a cache can be given to others in turns
-    assert found.hits_at(0, 100_000) / 1_024 == pytest.approx(0.6)
-    assert found.hits_at(0, 10**7) / 1_024 == pytest.approx(0.6)  # first accesses always miss
+    assert hits_at(found, 1_000) / 1_024 == pytest.approx(0.2)
+    assert hits_at(found, 10_000) / 1_024 > 0.22  # on the hull: a cache can be given to others in turns
+    assert hits_at(found, 100_000) / 1_024 == pytest.approx(0.6)
+    assert hits_at(found, 10**7) / 1_024 == pytest.approx(0.6)  # first accesses always miss
+
+
+@given(st.data(), st.integers(0, 6), st.integers(2, 9))
+def test_hits_lie_on_the_lines_between_points(data: st.DataObject, count: int, points: int) -> None:
+    numbers = st.sampled_from([each / 2 for each in range(20)])  # few, so that points have equal rows
+    rows, hits = (np.sort(data.draw(arrays(float, (count, points), elements=numbers)), axis=1) for _ in range(2))
+    rows[:, 0] = 0
+    found = HitRates(rows=rows, hits=hits, accesses=np.ones(count), min_rows=np.ones(count))
+    held = data.draw(arrays(float, (count, 3), elements=numbers))
+
+    served = found.hits_at(held)
+
+    assert served.shape == (count, 3)
+    assert np.array_equal(found.hits_at(held[:, 0]), served[:, 0])
+    for each, x, y, got in zip(held, rows, hits, served, strict=True):
+        assert got == pytest.approx(np.interp(each, x, y))
 
 
 def test_points_of_a_curve_beyond_the_tables_rows_are_one(make_spec: MakeSpec) -> None:
@@ -141,6 +163,23 @@ def test_a_plan_says_what_the_trace_expects(make_spec: MakeSpec) -> None:
     # A traced row that no level holds was accessed for the first time.
     assert sum(plan.predicted.hit_rates.values()) == pytest.approx(1, abs=1e-3)
     assert plan.predicted.hit_rates[first.tier] >= first.expected_hit_rate
+
+
+def test_the_predicted_hit_rate_counts_every_shard(make_spec: MakeSpec) -> None:
+    spread = {"name": "spread", "rows": 10**8, "dim": 64, "maxLookups": 4, "pin": {"sharding": "row"}}
+    whole = {"name": "whole", "rows": 10**8, "dim": 64, "pin": {"sharding": "table"}}
+    spec = make_spec([spread, whole], replicas=4, tierBudgets={"ddr": "4Gi", "block": "1Ti"})
+
+    plan = plan_job(spec)
+
+    rates = [
+        float(np.mean([shard.tiers.levels[0].expected_hit_rate or 0.0 for shard in each.shards]))
+        for each in plan.tables
+    ]
+    expected = np.average(rates, weights=reuse_of(spec).accesses)
+    assert len(plan.tables[0].shards) == 4
+    assert abs(expected - np.mean(rates)) > 0.01
+    assert plan.predicted.hit_rates["ddr"] == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize(

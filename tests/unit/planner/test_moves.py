@@ -16,6 +16,7 @@ from dlrm_planner.memory import ddr_capacity
 from dlrm_planner.moves import Loads, Mover
 from dlrm_planner.partition import Partitioner
 from dlrm_planner.predict import Solution
+from dlrm_planner.tiers import TierPlanner
 from dlrm_planner.types import Indices, Problem
 
 MakeSpec = Callable[..., DLRMJobSpec]
@@ -103,6 +104,27 @@ def test_neighbours_fit_keep_pins_and_parts_of_a_table_apart(
         bound = np.isin(table, [0, 1, 2])
         assert (each.ranks[bound] == before.ranks[bound]).all()
         assert all(option.ranks.tolist() == each.ranks[table == i].tolist() for i, option in each.options.items())
+
+
+def test_tiers_of_a_neighbour_are_those_assigned_anew(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+    found = [each | {"rows": 20 * each["rows"]} for each in draw_tables(random.Random(5), 16)]
+    gang, tiers = {"replicas": 4, "processesPerReplica": 2}, {"ddr": "500Mi", "block": "64Gi"}
+    solution = choose(read_problem(make_spec(found, tierBudgets=tiers, **gang), make_profile(DDR, network=LINKS), {}))
+    assert isinstance(solution, Solution)
+    assert solution.stacked
+    problem, before = solution.problem, solution.placement
+    planner = TierPlanner(problem)
+    [capacity, *_] = planner.capacities(before.replicated)
+    near = planner.assign(before)
+    assert near is not None
+
+    for each in Mover(Partitioner(problem.tables, solution.costs, capacity, before.options)).neighbours(solution):
+        kept, anew = planner.assign(each, near=near), planner.assign(each)
+        assert (kept is None) == (anew is None)
+        if kept and anew:
+            assert kept.levels == anew.levels
+            assert np.array_equal(kept.group, anew.group)
+            assert 0 < len(kept.by_pod.keys() & near.by_pod.keys()) < 4
 
 
 @pytest.mark.parametrize("lookahead", [0, 8])

@@ -79,7 +79,7 @@ def step_s(pod: Pod) -> float:
     """Return the seconds in which slower tiers serve a step of a pod."""
     placed = tier_tables(pod, refines=True)
     assert not isinstance(placed, TierShortage)
-    return pod.seconds(placed)[0]
+    return pod.seconds(placed.rows)[0]
 
 
 def losses(count: int, make_spec: MakeSpec, make_profile: MakeProfile) -> list[float]:
