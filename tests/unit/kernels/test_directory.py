@@ -230,7 +230,9 @@ def test_calls_allocate_no_memory_by_key() -> None:
         kernels.free_rows(directory, rows)
         return int(numba_runtime.rtsys.get_allocation_stats().alloc - before)
 
-    assert allocations(64) == allocations(1) > 0
+    # Threads that earlier tests left behind may allocate as well.
+    many, one = (min(allocations(count) for _ in range(5)) for count in (64, 1))
+    assert many == one > 0
 
 
 @given(st.lists(st.integers(0, 2**63 - 1)), st.integers(0, 2**63 - 1))
