@@ -386,10 +386,8 @@ class _Attempt:
         start, moves = best.placement, 0
         mover = Mover(Partitioner(self._problem.tables, self._costs, self._capacity, start.options))
         while moves < MAX_MOVES:
-            limit_s, tried = (
-                best.timeline.step_s / MOVE_GAIN,
-                map(partial(self._solve, near=best), mover.neighbours(best)),
-            )
+            limit_s = best.timeline.step_s / MOVE_GAIN
+            tried = map(partial(self._solve, near=best), mover.neighbours(best))
             better = next((each for each in tried if each and each.timeline.step_s < limit_s), None)
             if not better:
                 break
@@ -420,7 +418,7 @@ class _Attempt:
             self._found[strategy] = found
 
     def _solve(self, placement: Placement, *, near: Solution | None = None, refines: bool = False) -> Solution | None:
-        """Return the solution of a placement, or None if tiers do not hold its rows; ``near``: of the same shards."""
+        """Return the solution of a placement, or None if its rows exceed the tiers; ``near`` splits tables alike."""
         problem, costs, planner = self._problem, self._costs, self._planner
         tiers = planner.assign(placement, near=near.tiers if near else None, refines=refines) if planner else None
         if planner and not tiers:

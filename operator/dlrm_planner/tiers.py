@@ -564,8 +564,8 @@ class TierPlanner:
     ) -> TierAssignment | None:
         """Assign levels to a placement's shards; None if some pod's tiers do not hold them.
 
-        Pods with equal shards get equal levels, also those of ``near``, of another placement of the same shards.
-        ``refines`` takes more time for it.
+        Pods with equal shards get equal levels. Pods whose shards match a pod of ``near`` reuse its levels; ``near``
+        must split tables alike. ``refines`` spends more time to shorten the step.
         """
         problem, ranks, hbm = self._problem, placement.ranks, self._hbm(placement.replicated)
         shapes, form, entries = stack_forms(placement, problem.spec.world_size)
@@ -614,7 +614,7 @@ class TierPlanner:
         return TierAssignment.of_forms(group, forms, levels, shapes, stacks, rates, by_pod)
 
     def _pod_levels(self, placement: Placement, which: Indices, pod: Pod, *, refines: bool) -> PodLevels | None:
-        """Return levels of some shards of a placement, those of a pod; None if its tiers do not hold them."""
+        """Assign levels to the shards of one pod; None if its tiers do not hold them."""
         least = pod.stacks.min_ddr(bool(pod.slow))
         # Maps of all shards of a rank may be wider than the map of each alone: a byte of rounding for each.
         if float(least.sum()) > pod.ddr + len(which):
@@ -671,7 +671,7 @@ def stack_forms(placement: Placement, world_size: int) -> tuple[Shapes, Indices,
 
 
 def _table_shortage(placement: Placement, which: Indices, needed: Floats, available: float) -> TableShortage:
-    """Return that the largest of some shards finds too little memory; ``needed``: by each of them."""
+    """Report the largest of these shards as the one that runs short; ``needed``: bytes of each."""
     largest = int(np.argmax(needed))
     shard, held, rest = int(which[largest]), math.ceil(needed[largest]), available - float(needed.sum())
     return TableShortage(

@@ -106,7 +106,7 @@ def test_neighbours_fit_keep_pins_and_parts_of_a_table_apart(
         assert all(option.ranks.tolist() == each.ranks[table == i].tolist() for i, option in each.options.items())
 
 
-def test_tiers_of_a_neighbour_are_those_assigned_anew(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+def test_reused_levels_equal_fresh_ones(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
     found = [each | {"rows": 20 * each["rows"]} for each in draw_tables(random.Random(5), 16)]
     gang, tiers = {"replicas": 4, "processesPerReplica": 2}, {"ddr": "500Mi", "block": "64Gi"}
     solution = choose(read_problem(make_spec(found, tierBudgets=tiers, **gang), make_profile(DDR, network=LINKS), {}))
@@ -119,12 +119,12 @@ def test_tiers_of_a_neighbour_are_those_assigned_anew(make_spec: MakeSpec, make_
     assert near is not None
 
     for each in Mover(Partitioner(problem.tables, solution.costs, capacity, before.options)).neighbours(solution):
-        kept, anew = planner.assign(each, near=near), planner.assign(each)
-        assert (kept is None) == (anew is None)
-        if kept and anew:
-            assert kept.levels == anew.levels
-            assert np.array_equal(kept.group, anew.group)
-            assert 0 < len(kept.by_pod.keys() & near.by_pod.keys()) < 4
+        reused, fresh = planner.assign(each, near=near), planner.assign(each)
+        assert bool(reused) == bool(fresh)
+        if reused and fresh:
+            assert reused.levels == fresh.levels
+            assert np.array_equal(reused.group, fresh.group)
+            assert 0 < len(reused.by_pod.keys() & near.by_pod.keys()) < 4
 
 
 @pytest.mark.parametrize("lookahead", [0, 8])
